@@ -9,7 +9,7 @@ from string import Formatter
 from typing import Any
 
 from .._names import described
-from .._qualified_names import pattern_of
+from .._qualified_names import braced, pattern_of
 from ._finding import SEVERITIES, Finding, Severity, meet, worst_severity
 from ._words import at_lr, percent
 
@@ -124,7 +124,7 @@ def diagnosis(findings: Sequence[Finding]) -> str:
     share = next((key for _, key, spec, _ in Formatter().parse(template) if key and spec == "share"), None)
     worst = max(findings, key=lambda one: _size(one.evidence.get(share))) if share else findings[0]
     if template:
-        several = len(places) > 1 or "*" in place
+        several = len(places) > 1 or any(mark in place for mark in "*{")
         words = _ONE_OR_SEVERAL.sub(lambda match: match[2] if several else match[1], template)
         values = {"place": place or "the model", "at_lr": at_lr(worst.evidence), **worst.evidence}
         others = {percent(_size(one.evidence.get(share))) for one in findings} if share else set()
@@ -167,7 +167,7 @@ def places_of(names: Iterable[str]) -> list[str]:
     >>> places_of(["h.4.mlp.up.weight", "h.4.mlp.up.bias", "h.4.mlp.down.weight"]), places_of(["norm.weight"])
     (['h.4.mlp'], ['norm'])
     >>> places_of(["h.0.ln.weight", "h.1.ln.weight", "head.weight"])
-    ['h.*.ln', 'head']
+    ['h.{0,1}.ln', 'head']
     """
     modules = list(dict.fromkeys(_module(name) for name in names))
     if len(modules) < 2:
@@ -182,7 +182,7 @@ def places_of(names: Iterable[str]) -> list[str]:
     kinds: dict[str, list[str]] = {}
     for one in modules:
         kinds.setdefault(pattern_of(one), []).append(one)
-    return [group[0] if len(group) == 1 else pattern for pattern, group in kinds.items()]
+    return [braced(group) for group in kinds.values()]
 
 
 def _module(name: str) -> str:

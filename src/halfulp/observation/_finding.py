@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Container, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
-from .._qualified_names import pattern_of
+from .._qualified_names import braced, pattern_of
 from .record._plain import plain
 
 Severity = Literal["note", "warning", "error"]
@@ -29,6 +30,7 @@ class Finding:
         write: lines of code that are the cure, to copy; empty where words alone say it.
         role: of the tensors that show it (`record.Role`); empty where none do.
         explained_by: codes of which this one is the same cause at the same place.
+        kind: class name of the modules, where it is known: findings of modules of one class are joined.
 
     >>> print(
     ...     Finding(
@@ -41,7 +43,7 @@ class Finding:
     ...         "100% of updates lost in bf16 at lr 3e-05",
     ...     )
     ... )
-    layers.*.norm.weight: 100% of updates lost in bf16 at lr 3e-05; weight_update='kahan', or keep these in float32
+    layers.{0,1}.norm.weight: 100% of updates lost in bf16 at lr 3e-05; weight_update='kahan', or keep these in float32
     """
 
     code: str
@@ -55,6 +57,7 @@ class Finding:
     write: str = field(default="", repr=False)
     role: str = field(default="", repr=False)
     explained_by: tuple[str, ...] = field(default=(), repr=False)
+    kind: str = field(default="", compare=False, repr=False)
 
     def __post_init__(self) -> None:
         if self.severity not in SEVERITIES:
@@ -83,28 +86,34 @@ class Finding:
 
 
 def in_words(names: Iterable[str]) -> str:
-    """Return names as few words: a single one as it is, those that differ in numbers alone as one pattern.
+    """Return names as few words: those that differ in numbers alone as one, with the numbers in braces.
 
     >>> in_words(["head.weight"]), in_words(["layers.0.bias", "layers.1.bias", "head.bias"])
-    ('head.weight', 'layers.*.bias, head.bias')
+    ('head.weight', 'layers.{0,1}.bias, head.bias')
     """
     grouped: dict[str, list[str]] = {}
     for name in names:
         grouped.setdefault(pattern_of(name), []).append(name)
-    said = [group[0] if len(group) == 1 else pattern for pattern, group in grouped.items()]
+    said = [braced(group) for group in grouped.values()]
     return ", ".join(said[:4]) + (f" and {len(said) - 4} more" if len(said) > 4 else "")
 
 
 def ranked(
-    findings: Iterable[Finding], causes: Mapping[str, Iterable[str]] | None = None, spreading: Container[str] = ()
+    findings: Iterable[Finding],
+    causes: Mapping[str, Iterable[str]] | None = None,
+    spreading: Container[str] = (),
+    worst: Mapping[str, str] | None = None,
 ) -> list[Finding]:
     """Join findings of one code over layers of one kind, and return the worst first, each consequence after its cause.
+
+    What is joined says the numbers of the worst, and is as sure as the surest.
 
     Args:
         findings: in any order.
         causes: code -> codes that explain it where both are found at one place. A cause is as bad as what follows
             from it, and goes before it.
         spreading: codes whose consequences show at other places too.
+        worst: code -> the number among its evidence that is largest where it is worst, with "-" where it is smallest.
 
     >>> lost = Finding("updates-lost", ("norm.weight",), "warning", 0.9)
     >>> frozen = Finding("weight-frozen", ("norm.weight",), "error", 1.0)
@@ -113,9 +122,9 @@ def ranked(
     """
     merged: dict[tuple[object, ...], Finding] = {}
     for finding in findings:
-        key = (finding.code, finding.severity, finding.cure, frozenset(map(pattern_of, finding.where)))
+        key = (finding.code, finding.severity, finding.cure, finding.kind, frozenset(map(pattern_of, finding.where)))
         there = merged.get(key)
-        merged[key] = finding if there is None else _join(there, finding)
+        merged[key] = finding if there is None else _join(there, finding, (worst or {}).get(finding.code, ""))
     found = list(merged.values())
     follows: dict[int, list[int]] = {i: [] for i in range(len(found))}
     for i, consequence in enumerate(found):
@@ -160,9 +169,18 @@ def _within(name: str, others: set[str]) -> bool:
     return any(".".join(parts[:count]) in others for count in range(len(parts)))
 
 
-def _join(one: Finding, other: Finding) -> Finding:
-    worst = max(one, other, key=lambda finding: finding.confidence)
-    return replace(worst, where=tuple(dict.fromkeys([*one.where, *other.where])))
+def _join(one: Finding, other: Finding, measure: str) -> Finding:
+    worst = max(one, other, key=lambda finding: (_measured(finding, measure), finding.confidence))
+    where = tuple(dict.fromkeys([*one.where, *other.where]))
+    return replace(worst, where=where, confidence=max(one.confidence, other.confidence))
+
+
+def _measured(finding: Finding, measure: str) -> float:
+    """Return how bad a finding is by a number among its evidence; minus infinity where it has none."""
+    value = finding.evidence.get(measure.removeprefix("-"))
+    if not isinstance(value, int | float) or math.isnan(value):
+        return -math.inf
+    return -value if measure.startswith("-") else value
 
 
 def worst_severity(findings: Iterable[Finding]) -> Severity | None:

@@ -26,7 +26,7 @@ def listing(findings: Sequence[Finding], most: int = 10) -> list[str]:
     ... ]
     >>> print(*listing(lost), sep="\\n")
     2 findings, of one cause:
-    error    my-code: up.* lose up to 97% of their updates
+    error    my-code: up.{0,1} lose up to 97% of their updates
              cure: keep it in float32
              up.0.weight: 97% lost
              up.1.weight: 95% lost

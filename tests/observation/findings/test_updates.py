@@ -179,6 +179,8 @@ def test_random_bits_repeat(rounding, expected):
 
 def test_never_stepped():
     left_out = parameter(optimizer=None)
+    assert severity("never-stepped", left_out) is None, "no optimizer was given at all"
+    left_out.parameters |= parameter("other.weight").parameters
     assert severity("never-stepped", left_out) == "note", "as of an EMA or a target network"
     left_out.tensors |= tensor("weight gradient", "layer.weight", zeros=32768).tensors
     assert severity("never-stepped", left_out) == "note"

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from ..._qualified_names import pattern_of
-from .._dtypes import cannot_decay, dtype_name, is_narrow, precision
+from .._dtypes import cannot_decay, dtype_name, is_narrow, is_wide, precision
 from .._finding import Severity
 from .._lost_movement import FEWEST, HALF_LOST, LITTLE_LOST, severity_of_loss
 from .._words import at_lr, percent
@@ -42,7 +42,7 @@ def _stepped(row: TensorAudit, state: StateAudit) -> Symptom | None:
     if state.all_zero:
         cure = "see whether the loss depends on it; set requires_grad=False if it is to stay"
         return Symptom((row.name,), "note", 0.9, f"{said}, and its moments are 0: no gradient arrives", evidence, cure)
-    return Symptom((row.name,), "error", 1.0 if row.numel >= FEWEST else 0.9, said, evidence)
+    return Symptom((row.name,), "error", 1.0 if row.numel >= FEWEST else 0.9, said, evidence, dtype=row.a.dtype)
 
 
 def _unstepped(row: TensorAudit, audit: Audit, siblings_moved: bool) -> Symptom | None:
@@ -76,7 +76,8 @@ def lost_updates(audit: Audit) -> Iterator[Symptom]:
         if _kept_elsewhere(update, row, state):
             severity, confidence = "warning", 0.5
             said += ", unless wider weights are kept elsewhere"
-        yield Symptom((name,), severity, confidence, said, _evidence(update, state, dtype), _cure(update))
+        cure = None if is_wide(row.b.dtype) else _cure(update)
+        yield Symptom((name,), severity, confidence, said, _evidence(update, state, dtype), cure, row.b.dtype)
 
 
 def _kept_elsewhere(update: Lost, row: TensorAudit, state: StateAudit) -> bool:
@@ -101,7 +102,8 @@ def lost_decay(audit: Audit) -> Iterator[Symptom]:
         said = f"{percent(decay.share)} of weight decay lost in {dtype}{factor}"
         # In float32 that is a schedule's last steps, when decay has nothing left to do.
         severity: Severity = "warning" if is_narrow(row.b.dtype) else "note"
-        yield Symptom((name,), severity, 1.0, said, {**_evidence(decay, state, dtype), "weight_decay": rate})
+        evidence = {**_evidence(decay, state, dtype), "weight_decay": rate}
+        yield Symptom((name,), severity, 1.0, said, evidence, dtype=row.b.dtype)
 
 
 def stuck_second_moments(audit: Audit) -> Iterator[Symptom]:
@@ -118,7 +120,7 @@ def stuck_second_moments(audit: Audit) -> Iterator[Symptom]:
             if unchanged is not None and unchanged > HALF_LOST and state.advanced:
                 said += f"; {percent(unchanged)} of it unchanged in {state.advanced} steps"
             evidence = {"state": moment, "dtype": dtype_name(dtype), "decay": rate, "unchanged": unchanged}
-            yield Symptom((name,), "warning", 1.0, said, evidence)
+            yield Symptom((name,), "warning", 1.0, said, evidence, dtype=dtype)
 
 
 def stuck_averages(audit: Audit) -> Iterator[Symptom]:

@@ -6,6 +6,8 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
+import torch
+
 from .._finding import Finding, Severity
 
 
@@ -18,6 +20,7 @@ class Symptom:
         severity, confidence, summary: as of a Finding.
         evidence: the numbers.
         cure: what to do, None for what the code's class says.
+        dtype: of the numbers, where the class has another cure for wide ones.
     """
 
     where: tuple[str, ...]
@@ -26,10 +29,14 @@ class Symptom:
     summary: str
     evidence: Mapping[str, Any] = field(default_factory=dict)
     cure: str | None = None
+    dtype: torch.dtype | None = None
 
 
 class SymptomKind(Protocol):
     """A class of `findings` that makes findings of its code."""
+
+    def cure_in(self, dtype: torch.dtype | None) -> str:
+        """Return what to do about numbers of a dtype."""
 
     def found(
         self,
@@ -47,4 +54,11 @@ class SymptomKind(Protocol):
 def as_findings(kind: SymptomKind, symptoms: Iterable[Symptom]) -> Iterator[Finding]:
     """Yield the findings that symptoms make under a code."""
     for one in symptoms:
-        yield kind.found(one.where, one.severity, one.confidence, one.summary, cure=one.cure, **one.evidence)
+        yield kind.found(
+            one.where,
+            one.severity,
+            one.confidence,
+            one.summary,
+            cure=one.cure or kind.cure_in(one.dtype),
+            **one.evidence,
+        )

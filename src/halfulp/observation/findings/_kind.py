@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any, ClassVar
 
+import torch
+
 from ..._names import enter, unknown, words_of
+from .._dtypes import is_wide
 from .._finding import Finding, Severity, ranked
 
 if TYPE_CHECKING:
@@ -31,6 +35,9 @@ class FindingKind:
         explained_by: codes of which this one is a mere consequence where both are found.
         shares_cause_with: further codes that have the same cause, and the same cure, where both are found.
         spreads: whether what follows from it shows at other names too.
+        wide_cure: what to do where the numbers have float32's digits already; empty where `cure` serves these too.
+        worst: the number among the evidence by which the worst of several layers is told: the largest, or with "-"
+            before its name the smallest; empty where they do not differ in one number.
     """
 
     code: ClassVar[str]
@@ -41,6 +48,8 @@ class FindingKind:
     explained_by: ClassVar[tuple[str, ...]] = ()
     shares_cause_with: ClassVar[tuple[str, ...]] = ()
     spreads: ClassVar[bool] = False
+    wide_cure: ClassVar[str] = ""
+    worst: ClassVar[str] = ""
 
     def in_record(self, record: Record) -> Iterable[Finding]:
         """Find it in what `hu.observe` recorded."""
@@ -73,6 +82,8 @@ class FindingKind:
         """
         names = (where,) if isinstance(where, str) else tuple(where)
         own = self.write if cure in (None, self.cure) else ""
+        if cure and cure == self.wide_cure:  # these lines are for numbers of fewer digits
+            own = write = ""
         return Finding(
             self.code,
             names,
@@ -86,6 +97,10 @@ class FindingKind:
             evidence.get("role") or self.role,
             (*self.explained_by, *self.shares_cause_with),
         )
+
+    def cure_in(self, dtype: torch.dtype | None) -> str:
+        """Return what to do about numbers of a dtype: float32 is no cure of what is float32."""
+        return self.wide_cure if self.wide_cure and dtype is not None and is_wide(dtype) else self.cure
 
     @classmethod
     def instruments(cls) -> tuple[str, ...]:
@@ -130,13 +145,27 @@ def findings_of(instrument: str, measured: Any) -> list[Finding]:
         measured: a Record, an Audit or a Forecast.
     """
     method = {"observe": "in_record", "audit": "in_audit", "forecast": "in_forecast"}[instrument]
-    return causes_first(_each(method, measured))
+    classes = _classes(measured) if instrument == "observe" else {}
+    return causes_first(replace(one, kind=_class_of(one, classes)) for one in _each(method, measured))
 
 
 def causes_first(findings: Iterable[Finding]) -> list[Finding]:
     """Return findings joined and ranked as `ranked` does, with what the registered codes say of causes."""
     causes = {code: kind.explained_by for code, kind in KINDS.items()}
-    return ranked(findings, causes, {code for code, kind in KINDS.items() if kind.spreads})
+    worst = {code: kind.worst for code, kind in KINDS.items()}
+    return ranked(findings, causes, {code for code, kind in KINDS.items() if kind.spreads}, worst)
+
+
+def _classes(record: Record) -> dict[str, str]:
+    """Return the class of the module of each name in a record."""
+    of_tensors = {name: tensor.kind for (_, name), tensor in record.tensors.items()}
+    return of_tensors | {name: parameter.kind for name, parameter in record.parameters.items()}
+
+
+def _class_of(finding: Finding, classes: Mapping[str, str]) -> str:
+    """Return the class of a finding's only module, or of all; nothing where they differ, or are not known."""
+    found = {classes.get(name, "") for name in finding.where}
+    return found.pop() if len(found) == 1 else finding.kind
 
 
 def _each(method: str, measured: Any) -> Iterator[Finding]:

@@ -6,6 +6,8 @@ from ... import formats
 from ...formats import Format
 from ..record._record import Record, Role, TensorRecord
 
+# bfloat16's and float32's largest numbers are beyond this power of two.
+WIDE = 2.0**100
 GRADIENTS: tuple[Role, ...] = ("activation gradient", "weight gradient")
 
 
@@ -33,6 +35,24 @@ def subnormal_share(tensor: TensorRecord, format: Format) -> float:
     return below / max(1, nonzero(tensor))
 
 
+def rounds_to_zero(entered: float, weight: float | None, format: Format) -> bool:
+    """Return whether zeros are what rounding to a format made, and not a mask, a ReLU or a weight that is zero.
+
+    Sums of products of which the largest is below the smallest normal number may be zeros; so may numbers that are
+    handed on, if the format has none as small as half its smallest. float32's range is not left by what trains.
+
+    Args:
+        entered: the largest magnitude of what came in.
+        weight: of what it was multiplied by; None where it was handed on.
+        format: of the zeros; one of 8 bits has a scale, and zeros are the work of a quantizer.
+    """
+    if has_wide_range(format) or format.bits < 16:
+        return False
+    if weight is None:
+        return 0 < entered <= format.smallest_subnormal / 2
+    return 0 < entered * weight < format.smallest_normal
+
+
 def vanished_share(tensor: TensorRecord, format: Format) -> float:
     """Return an estimate of the share of elements that became zero when they were rounded to a format.
 
@@ -48,6 +68,11 @@ def vanished_share(tensor: TensorRecord, format: Format) -> float:
 def margin(tensor: TensorRecord, format: Format) -> float:
     """Return how many binades lie between a tensor's largest magnitude and the format's."""
     return math.log2(format.max / tensor.amax) if tensor.amax > 0 else math.inf
+
+
+def has_wide_range(format: Format | None) -> bool:
+    """Return whether a format reaches as far as float32 does: what leaves it finds no more room in bfloat16 either."""
+    return format is not None and format.max >= WIDE
 
 
 def unscaled(tensor: TensorRecord) -> bool:

@@ -163,7 +163,9 @@ def _of_checkpoint(
     if lr is None and not saved.has_rates:
         raise ValueError("the checkpoint holds no optimizer: give the learning rate of the training to come")
     rate = None if lr is None else _rate(lr)
-    return from_rate(saved.weights, saved.states, rate, rule, options, dtype, saved.options, saved.unseen)
+    weights, left_out = saved.trained()
+    notes = saved.unseen if left_out is None else (*saved.unseen, left_out)
+    return from_rate(weights, saved.states, rate, rule, options, dtype, saved.options, notes)
 
 
 def _inputs(

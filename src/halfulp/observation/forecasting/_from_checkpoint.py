@@ -9,9 +9,11 @@ from typing import Any
 
 from torch import Tensor
 
+from ..._messages import listed
 from ..checkpoints._open import open_checkpoint
 from ..checkpoints._state_names import named_states
-from ..checkpoints._stored import Stored
+from ..checkpoints._stored import OptimizerStates, Stored
+from ._inputs import average_prefixes
 
 
 @dataclass(frozen=True)
@@ -23,12 +25,30 @@ class Saved:
         states: the optimizer's, by parameter name.
         options: of each parameter's group, by parameter name.
         unseen: sentences that say what could not be read.
+        all_stepped: names of all parameters that the checkpoint's optimizers step; None where that is not known.
     """
 
     weights: list[tuple[str, Tensor]]
     states: dict[str, Mapping[str, Any]]
     options: dict[str, Mapping[str, Any]]
     unseen: tuple[str, ...]
+    all_stepped: frozenset[str] | None = None
+
+    def trained(self) -> tuple[list[tuple[str, Tensor]], str | None]:
+        """Return the weights that a training goes on with, and a sentence on those that it does not step.
+
+        Averages of the weights, and what no optimizer of the checkpoint holds, stand still because nothing steps them.
+        """
+        averages = average_prefixes(name for name, _ in self.weights)
+        kept, left = [], []
+        for name, tensor in self.weights:
+            stepped = self.all_stepped is None or name in self.all_stepped
+            apart = not stepped or (self.all_stepped is None and name.startswith(averages))
+            (left if apart else kept).append((name, tensor))
+        if not left or not kept:
+            return self.weights, None
+        why = "averages of the weights" if self.all_stepped is None else "in no optimizer of the checkpoint"
+        return kept, f"{listed([name for name, _ in left])} are {why}: left out"
 
     @property
     def has_rates(self) -> bool:
@@ -53,7 +73,12 @@ def read_checkpoint(path: str | Path) -> Saved:
         },
         {name: state.options for name, state in states.items()},
         tuple(unseen),
+        frozenset(states) if states and len(states) == sum(map(_members, opened.optimizers)) else None,
     )
+
+
+def _members(optimizer: OptimizerStates) -> int:
+    return sum(len(group.get("params") or ()) for group in optimizer.groups)
 
 
 def _tensor(value: Any) -> Tensor:

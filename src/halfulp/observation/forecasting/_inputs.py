@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
+from torch.optim.swa_utils import AveragedModel
 
 from ... import formats
 from ..._messages import a_kind, listed
@@ -26,6 +27,8 @@ DEFAULTS: dict[str, dict[str, Any]] = {
 }
 # Buffers of torch's normalizations, which a state dict holds beside the parameters and no optimizer steps.
 _BUFFERS = ("running_mean", "running_var", "num_batches_tracked")
+# The buffer of torch's AveragedModel, beside the averaged `module`.
+COUNTER = "n_averaged"
 
 
 @dataclass(frozen=True)
@@ -171,19 +174,36 @@ def _may_be_weight(tensor: Tensor) -> bool:
 
 
 def named_tensors(given: object) -> list[tuple[str, Tensor]]:
-    """Return the named parameters of a module, or the tensors of a state dict.
+    """Return the named parameters of a module, or the tensors of a state dict, but those of averages beside them.
 
     Raises:
         TypeError: neither of the two.
     """
     if isinstance(given, nn.Module):
-        return [(name, parameter) for name, parameter in given.named_parameters() if parameter.requires_grad]
+        averages = [one for one in given.modules() if isinstance(one, AveragedModel) and one is not given]
+        apart = {id(p) for one in averages for p in one.parameters()}
+        named = [(name, p) for name, p in given.named_parameters() if p.requires_grad]
+        return [(name, p) for name, p in named if id(p) not in apart]
     if isinstance(given, Mapping):
         odd = [key for key in given if not isinstance(key, str)]
         if odd:
             raise TypeError(f"a state dict has names for keys; got {listed(odd)}")
-        return [(name, value) for name, value in given.items() if isinstance(value, Tensor)]
+        ema, *averages = average_prefixes(given)
+        found = [(name, value) for name, value in given.items() if isinstance(value, Tensor)]
+        # What is called ema and stands beside no weight of its name is a layer.
+        copies = {name for name, _ in found if name.startswith(ema) and name.removeprefix(ema) in given}
+        return [(name, x) for name, x in found if name not in copies and not name.startswith(tuple(averages))]
     raise TypeError(f"forecast takes a module, a state dict or a checkpoint's path; got {a_kind(given)}")
+
+
+def average_prefixes(names: Iterable[str]) -> tuple[str, ...]:
+    """Return what the names of averaged weights begin with: those that this package gives, and AveragedModel's.
+
+    >>> average_prefixes(["0.weight", "ema.0.weight", "copy.n_averaged", "copy.module.0.weight"])
+    ('ema.', 'copy.module.')
+    """
+    marks = [name.removesuffix(COUNTER) for name in names if name.endswith(f".{COUNTER}")]
+    return ("ema.", *(f"{mark}module." for mark in marks))
 
 
 def states_by_name(saved: Mapping[str, Any], weights: Sequence[tuple[str, Tensor]]) -> dict[str, Mapping[str, Any]]:

@@ -21,6 +21,7 @@ from ..sampling._sample_places import name_key
 from ..sampling._sampler import Look, Sampler, signed
 from ..sampling._totals import STEP_NONFINITE, Totals, is_wide
 from ._quantized import Quantized
+from .modules._uses import Uses
 
 SEED = 0
 _FIRST_STEP = mix64(SEED, 0)
@@ -44,6 +45,7 @@ class Notebook:
         by_kernel: whether compiled kernels look at tensors on the CPU in this step.
         renewed: how often counts of float32 were replaced by counts of float64.
         keys: int64, by the names' rows: the keys of this step's places.
+        uses: who took and who handed on what.
     """
 
     def __init__(self, formats: Sequence[AnyFormat], quantized: Quantized | None = None) -> None:
@@ -66,6 +68,7 @@ class Notebook:
         self.by_kernel: bool = False
         self.renewed: int = 0
         self.keys: np.ndarray = np.empty(0, np.int64)
+        self.uses: Uses = Uses()
         self._step_key: int = 0
         self._rows: dict[str, int] = {}
         self._name_keys: list[int] = []
@@ -162,6 +165,9 @@ class Notebook:
         """Return the record with all counts so far."""
         record = self.record
         record.tensors = {key: totals.finish(self.candidates) for key, totals in self.totals.items()}
+        for (role, name), tensor in record.tensors.items():
+            if role == "activation gradient":
+                tensor.sources = self.uses.sources(name)
         return record
 
 

@@ -364,6 +364,12 @@ class Observation:
 
     def _note_unseen(self) -> None:
         record = self.book.record
+        if not self.optimizers:
+            self.book.missed(
+                "no optimizer was given: updates, moments, and which parameters are stepped, are not observed; give it "
+                "as hu.observe(model, optimizer)"
+            )
+            return
         if not record.history:
             if self._wall:
                 self.book.missed("no optimizer step was seen: the run never stepped, or steps other optimizers")

@@ -12,7 +12,9 @@ class Optimizers:
 
     A ZeroRedundancyOptimizer steps this rank's share of the parameters by an optimizer that it holds, and gets the
     others from their ranks: the one inside follows the share, in the arithmetic of its own class, and the one outside
-    the rest. Of any other pair the one outside follows all.
+    the rest. One that holds several in a list, tuple or dict, and steps nothing but their parameters, as torchtitan's
+    container does, is none of its own: those in it follow their parameters. Of any other pair the one outside follows
+    all.
 
     A step of the run ends with the step of one optimizer, which leads: the last one to step before another steps again.
     Where one steps again while the lead does not, it leads from then on.
@@ -25,6 +27,7 @@ class Optimizers:
     """
 
     def __init__(self, given: Sequence[torch.optim.Optimizer]) -> None:
+        given = list({id(part): part for one in given for part in parts_of(one)}.values())
         shares = {id(one): share for one in given if (share := share_of(one)) is not None}
         inside = {id(share) for share in shares.values()}
         held = {id(part) for one in given for part in vars(one).values() if isinstance(part, torch.optim.Optimizer)}
@@ -72,6 +75,31 @@ class Optimizers:
         self._lead = self._stepped[-1]
         self._stepped.clear()
         return self._lead
+
+
+def parts_of(optimizer: torch.optim.Optimizer) -> list[torch.optim.Optimizer]:
+    """Return the optimizers that a container holds, or the optimizer itself.
+
+    >>> class Container(torch.optim.SGD):
+    ...     def __init__(self, parts):
+    ...         self.parts = parts
+    ...         super().__init__([p for one in parts for group in one.param_groups for p in group["params"]])
+    >>> parts = [torch.optim.Adam([torch.nn.Parameter(torch.zeros(2))]) for _ in range(2)]
+    >>> parts_of(Container(parts)) == parts, parts_of(parts[0]) == parts[:1]
+    (True, True)
+    """
+    found: dict[int, torch.optim.Optimizer] = {}
+    for value in vars(optimizer).values():
+        held = value.values() if isinstance(value, dict) else value if isinstance(value, list | tuple) else ()
+        found |= {id(one): one for one in held if isinstance(one, torch.optim.Optimizer)}
+    inside = {id(p) for one in found.values() for p in _parameters(one)}
+    if not found or not all(id(p) in inside for p in _parameters(optimizer)):
+        return [optimizer]
+    return [part for one in found.values() for part in parts_of(one)]
+
+
+def _parameters(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
+    return [p for group in optimizer.param_groups for p in group["params"]]
 
 
 def share_of(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer | None:

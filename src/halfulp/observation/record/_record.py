@@ -76,6 +76,9 @@ class TensorRecord:
         last_amax: exact largest finite magnitude in the last of these steps.
         input_amax: activations that are all zeros in the last step: largest magnitude of the module's floating-point
             inputs; None else.
+        weight_amax: of the same, where the module has parameters of its own: their largest magnitude; None else.
+        sources: activation gradients: the innermost modules that took the output, whose backward passes its gradient
+            comes from; the module around it where only that one's own code took it; empty of what the model returns.
         first_nonfinite: the first sampled step with NaN or infinity, and its position in that step's order.
         nonfinite_steps: sampled steps with NaN or infinity.
         sampled: sampled elements.
@@ -102,6 +105,8 @@ class TensorRecord:
     amin: float = float("inf")
     last_amax: float = 0.0
     input_amax: float | None = None
+    weight_amax: float | None = None
+    sources: tuple[str, ...] = ()
     first_nonfinite: tuple[int, int] | None = None
     nonfinite_steps: int = 0
     sampled: int = 0
@@ -157,6 +162,8 @@ class ParameterRecord:
         update: of its elements.
         decay: of weight decay alone, where the optimizer decays the weight apart from the gradient; None elsewhere.
         accumulation: of gradients that were added to one that was there; None where none was.
+        accumulation_error: root mean square of what rounding made of these sums, over that of the exact sums, over all
+            sampled steps; None where none was.
         states: of each floating-point state tensor, by its name in the optimizer's state; of averages of squares their
             decreases alone.
         state_dtypes: their dtypes.
@@ -180,6 +187,7 @@ class ParameterRecord:
     update: Realised = field(default_factory=Realised)
     decay: Realised | None = None
     accumulation: Realised | None = None
+    accumulation_error: float | None = None
     states: dict[str, Realised] = field(default_factory=dict)
     state_dtypes: dict[str, torch.dtype] = field(default_factory=dict)
     rounding: RoundingRecord | None = None
@@ -200,6 +208,39 @@ class AverageRecord:
     dtype: torch.dtype
     retention: float | None
     change: Realised = field(default_factory=Realised)
+
+
+@dataclass(slots=True)
+class ResidualRecord:
+    """What a module's output adds to a stream beside it, in the 16-bit type of both.
+
+    Attributes:
+        name: the module's.
+        dtype: of the sum.
+        stream, added: root mean squares of the last samples.
+        change: of the stream's sampled elements.
+    """
+
+    name: str
+    dtype: torch.dtype
+    stream: float = 0.0
+    added: float = 0.0
+    change: Realised = field(default_factory=Realised)
+
+
+@dataclass(slots=True)
+class PositionsRecord:
+    """A module's output in which neighbouring positions are one, as a format rounds whole numbers.
+
+    Attributes:
+        name: the module's.
+        dtype: the format that counts so.
+        length: how many positions there are.
+    """
+
+    name: str
+    dtype: torch.dtype
+    length: int
 
 
 @dataclass(slots=True)
@@ -271,6 +312,8 @@ class Record:
         parameters: by qualified name.
         tensors: by (role, name).
         averages: running averages, by name.
+        residuals: outputs that are added to a stream of their own 16-bit type, by the module's name.
+        positions: outputs whose positions were counted in 16 bits, by the module's name.
         history: steps in order.
         sampled_steps: numbers of the steps whose tensors were looked at.
         expectations: dtypes and formats that were asked for.
@@ -292,6 +335,8 @@ class Record:
     parameters: dict[str, ParameterRecord] = field(default_factory=dict)
     tensors: dict[tuple[Role, str], TensorRecord] = field(default_factory=dict)
     averages: dict[str, AverageRecord] = field(default_factory=dict)
+    residuals: dict[str, ResidualRecord] = field(default_factory=dict)
+    positions: dict[str, PositionsRecord] = field(default_factory=dict)
     history: list[StepRecord] = field(default_factory=list)
     sampled_steps: list[int] = field(default_factory=list)
     expectations: list[Expectation] = field(default_factory=list)

@@ -24,6 +24,8 @@ class AverageStuck(FindingKind):
     code = "average-stuck"
     cure = "keep the average in float32, or use hu.optim.EMA, whose weight_update keeps what rounding would lose"
     says = "the average {place} stands still: {lost:share} of its changes are lost in {dtype}"
+    wide_cure = "a step that keeps less of the average, or an average in float64"
+    worst = "lost"
     explained_by = ("dtype-not-asked", "dtype-changed-on-resume")
 
     def in_record(self, record: Record) -> Iterator[Finding]:
@@ -38,6 +40,7 @@ class AverageStuck(FindingKind):
                 "note" if is_wide(average.dtype) else "error" if realised < ERROR else "warning",
                 confidence_of(change.seen, FEWEST),
                 f"{percent(change.lost_share)} of changes lost in {dtype_name(average.dtype)}{retention}",
+                cure=self.cure_in(average.dtype),
                 lost=change.lost_share,
                 realised=realised,
                 seen=change.seen,

@@ -37,6 +37,8 @@ class SecondMomentStuck(FindingKind):
     says = "the second moment of {place} cannot fall: {lost:share} of its decreases are lost in {dtype}"
     write = optimizer_code(None, {}, "state_dtype=torch.float32")
     role = "second moment"
+    wide_cure = "nothing, if steps may follow gradients of long ago; else a smaller beta2, or float64"
+    worst = "lost"
     explained_by = ("state-mismatch", "dtype-changed-on-resume")
     shares_cause_with = ("updates-lost", "weight-frozen", "weight-decay-lost", "freeze-ahead")
 
@@ -51,6 +53,7 @@ class SecondMomentStuck(FindingKind):
                     "note" if is_wide(parameter.state_dtypes.get(state, parameter.dtype)) else "warning",
                     confidence_of(change.seen, FEWEST),
                     f"{percent(change.lost_share)} of decreases of {state} lost in {dtype}",
+                    cure=self.cure_in(parameter.state_dtypes.get(state)),
                     write=_code(parameter),
                     state=state,
                     lost=change.lost_share,
@@ -67,7 +70,15 @@ class SecondMomentStuck(FindingKind):
         if stuck:
             beta2, dtype = stuck[0].beta2, dtype_name(stuck[0].denominator)
             said = f"a second moment in {dtype} cannot decay at beta2 {beta2:g}: it only grows"
-            yield self.found([layer.name for layer in stuck], "warning", 1.0, said, beta2=beta2, dtype=dtype)
+            yield self.found(
+                [layer.name for layer in stuck],
+                "warning",
+                1.0,
+                said,
+                cure=self.cure_in(stuck[0].denominator),
+                beta2=beta2,
+                dtype=dtype,
+            )
 
 
 def _code(parameter: ParameterRecord) -> str:

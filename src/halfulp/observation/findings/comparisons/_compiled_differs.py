@@ -19,6 +19,7 @@ class CompiledDiffers(FindingKind):
         "that no compiler leaves out"
     )
     role = "activation"
+    worst = "relative"
 
     def in_record(self, record: Record) -> Iterator[Finding]:
         for pair in record.compiled:

@@ -23,6 +23,7 @@ class LossCancels(FindingKind):
         "compute the loss in float32 (logits.float()), and as a mean of small terms instead of a difference "
         "of large ones"
     )
+    wide_cure = "compute the loss as a mean of small terms instead of a difference of large ones, or in float64"
     explained_by = ("dtype-not-asked",)
 
     def in_record(self, record: Record) -> Iterator[Finding]:
@@ -34,4 +35,5 @@ class LossCancels(FindingKind):
         said = f"neighbouring losses in {dtype} " + (
             often if math.isfinite(gap) else "are so far apart that the loss stands still"
         )
-        yield self.found((), "warning", confidence_of(losses, FEWEST), said, gap=gap, dtype=dtype, losses=losses)
+        sure, cure = confidence_of(losses, FEWEST), self.cure_in(record.loss_dtype)
+        yield self.found((), "warning", sure, said, cure=cure, gap=gap, dtype=dtype, losses=losses)

@@ -19,6 +19,7 @@ class RecomputeDiffers(FindingKind):
         "the autocast of the forward pass"
     )
     role = "activation"
+    worst = "relative"
 
     def in_record(self, record: Record) -> Iterator[Finding]:
         for pair in record.recomputed:

@@ -23,6 +23,7 @@ class BlockHidden(FindingKind):
         "a format with smaller blocks (nvfp4 for mxfp4) or more exponent bits (mxfp8_e5m2), or leave this "
         "layer out of emulation"
     )
+    worst = "hidden"
     explained_by = ("quantized-to-zero",)
 
     def in_record(self, record: Record) -> Iterator[Finding]:

@@ -20,6 +20,7 @@ class GradientBelowNoise(FindingKind):
 
     code = "gradient-below-noise"
     cure = "finish the training with gradients in bfloat16, or in a format of smaller blocks (nvfp4)"
+    worst = "-ratio"
     explained_by = ("block-hidden", "gradient-underflow", "payload-saturated", "quantized-to-zero")
 
     def in_record(self, record: Record) -> Iterator[Finding]:

@@ -23,6 +23,7 @@ class QuantizedToZero(FindingKind):
         "a block format, or hu.scalify"
     )
     role = "activation"
+    worst = "elements"
     explained_by = ("activation-underflow", "dtype-not-asked")
 
     def in_record(self, record: Record) -> Iterator[Finding]:

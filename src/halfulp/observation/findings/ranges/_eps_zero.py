@@ -7,11 +7,13 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from .... import formats
 from ..._dtypes import dtype_name
 from ..._finding import Finding
 from ..._words import number
 from ...record._record import ParameterRecord, Record
 from .._kind import FindingKind, register_finding
+from .._range_use import has_wide_range
 
 if TYPE_CHECKING:
     from ...forecasting._data import ForecastData
@@ -31,6 +33,7 @@ class EpsZero(FindingKind):
     )
     says = "{place} [divides|divide] by zero where the second moment is zero: eps {eps} is 0 in {dtype}"
     role = "second moment"
+    wide_cure = "an eps that the dtype holds, such as 1e-8"
 
     def in_record(self, record: Record) -> Iterator[Finding]:
         for name, parameter in record.parameters.items():
@@ -38,8 +41,7 @@ class EpsZero(FindingKind):
             if parameter.optimizer is None or eps is None or not eps > 0 or dtype is None:
                 continue
             if float(torch.tensor(eps, dtype=dtype, device="cpu")) == 0:
-                said = f"eps {eps:.3g} is 0 in {dtype_name(dtype)}"
-                yield self.found(name, "error", 1.0, said, eps=eps, dtype=dtype_name(dtype))
+                yield self._found(name, eps, dtype)
 
     def in_forecast(self, forecast: ForecastData) -> Iterator[Finding]:
         zero: dict[tuple[float, torch.dtype], list[str]] = {}
@@ -48,8 +50,12 @@ class EpsZero(FindingKind):
             if eps and dtype is not None and float(torch.tensor(eps, dtype=dtype, device="cpu")) == 0:
                 zero.setdefault((eps, dtype), []).append(layer.name)
         for (eps, dtype), names in zero.items():
-            said = f"eps {eps:.3g} is 0 in {dtype_name(dtype)}"
-            yield self.found(names, "error", 1.0, said, eps=eps, dtype=dtype_name(dtype))
+            yield self._found(names, eps, dtype)
+
+    def _found(self, names: str | list[str], eps: float, dtype: torch.dtype) -> Finding:
+        said = f"eps {eps:.3g} is 0 in {dtype_name(dtype)}"
+        cure = self.wide_cure if has_wide_range(formats.get(dtype)) else self.cure
+        return self.found(names, "error", 1.0, said, cure=cure, eps=eps, dtype=dtype_name(dtype))
 
 
 def _denominator(parameter: ParameterRecord) -> torch.dtype | None:

@@ -10,12 +10,14 @@ from ...auditing._damage import nonfinite_tensors
 from ...auditing._symptom import as_findings
 from ...record._record import Record, TensorRecord
 from .._kind import FindingKind, register_finding
-from .._range_use import GRADIENTS, loss_is_scaled
+from .._range_use import GRADIENTS, has_wide_range, loss_is_scaled, storage_format
 
 # A loss scale makes gradients overflow now and then; what it cannot mend is there in every step.
 STEPS = 3
 FORWARD = "compute this layer in float32 or bfloat16, or bound what it divides by or exponentiates"
+FORWARD_WIDE = "bound what this layer divides by or exponentiates, or takes the root or the logarithm of"
 BACKWARD = "see what this layer's backward pass divides by (sqrt, norm or log at 0), and add an eps inside"
+LOSS = "see what the loss divides by in its backward pass (sqrt, norm or log at 0), and add an eps inside"
 STORED = "load the last clean checkpoint, which `halfulp audit` finds"
 BETWEEN = STORED + ", and observe from there with interval=1 to see where the first one comes from"
 
@@ -27,6 +29,7 @@ class FirstNonfinite(FindingKind):
     code = "first-nonfinite"
     cure = FORWARD
     says = "{place} [has|have] the first NaN or infinity, in step {step}: {role}"
+    wide_cure = FORWARD_WIDE
     explained_by = ("eps-zero",)
     spreads = True
 
@@ -46,12 +49,12 @@ class FirstNonfinite(FindingKind):
         # Attention masks of -inf are infinite, and neither the loss nor a gradient that they lead to is.
         finite = all(one.loss is None or math.isfinite(one.loss) for one in record.history)
         alone = outputs_alone and finite and (not others or _have_gradients(record))
+        counted = f"{first.nonfinite} of {first.elements} elements since step {step}"
         yield self.found(
-            first.name,
+            first.sources or first.name,
             "note" if alone else "error",
             1 - 0.5 ** (1 + others),
-            f"{first.role} has the first NaN or infinity, {first.nonfinite} of {first.elements} elements since step "
-            f"{step}; {others} more tensors have some since",
+            f"{_made(first)} the first NaN or infinity, {counted}; {others} more tensors have some since",
             cure=_cure(first),
             step=step,
             role=first.role,
@@ -86,9 +89,19 @@ class FirstNonfinite(FindingKind):
         yield from as_findings(self, nonfinite_tensors(audit))
 
 
+def _made(tensor: TensorRecord) -> str:
+    """Return who made the first ones: of an output's gradient the backward pass of what took the output."""
+    if tensor.role != "activation gradient":
+        return f"{tensor.role} has"
+    to = f"the gradient of the output of {tensor.name}" if tensor.name else "the gradient of the model's output"
+    return f"the backward pass {'' if tensor.sources else 'of the loss '}gives {to}"
+
+
 def _cure(tensor: TensorRecord) -> str:
     if tensor.role == "activation":
-        return FORWARD
+        return FORWARD_WIDE if has_wide_range(storage_format(tensor)) else FORWARD
+    if tensor.role == "activation gradient" and not tensor.sources:
+        return LOSS
     return BACKWARD if tensor.role in GRADIENTS else STORED
 
 

@@ -2,11 +2,22 @@
 
 from collections.abc import Iterator
 
-from ..._finding import Finding, Severity
+from ..._dtypes import dtype_name
+from ..._finding import Finding, Severity, in_words
 from ..._words import confidence_of, percent
-from ...record._record import Record
+from ...record._record import Record, TensorRecord
 from .._kind import FindingKind, register_finding
-from .._range_use import GRADIENTS, loss_is_scaled, nonzero, storage_format, subnormal_share, tensors, vanished_share
+from .._range_use import (
+    GRADIENTS,
+    has_wide_range,
+    loss_is_scaled,
+    nonzero,
+    rounds_to_zero,
+    storage_format,
+    subnormal_share,
+    tensors,
+    vanished_share,
+)
 
 FEWEST = 32
 # Gradients span many binades and each drives its own weight, so shares count, not energy. Of a tensor whose typical
@@ -27,6 +38,7 @@ SCALER = (
 )
 SUBNORMALS = "gradients of {place} are too small for {format}: {subnormal:share} have lost digits"
 SCALED = "hu.AdaptiveGradScaler, which gives each layer its own scale, or gradients in bfloat16"
+SCALED_WIDE = "hu.AdaptiveGradScaler, which gives each layer its own scale"
 
 
 @register_finding
@@ -37,12 +49,16 @@ class GradientUnderflow(FindingKind):
     cure = UNSCALED
     says = "gradients of {place} are too small for {format}: about {vanished:share} became zero"
     write = SCALER
+    worst = "vanished"
     explained_by = ("site-holds-scale", "scale-collapsed", "dtype-not-asked", "activation-underflow")
 
     def in_record(self, record: Record) -> Iterator[Finding]:
         cure = SCALED if loss_is_scaled(record) else UNSCALED
         yield from self._all_gone(record, cure)
         for tensor in tensors(record, *GRADIENTS):
+            if _vanished_here(record, tensor):
+                yield self._gone(tensor, cure)
+                continue
             held_in, count = storage_format(tensor), nonzero(tensor)
             if held_in is None or count < FEWEST:
                 continue
@@ -55,7 +71,7 @@ class GradientUnderflow(FindingKind):
                     confidence_of(count, FEWEST),
                     f"{percent(subnormal)} of nonzero {tensor.role}s are subnormal in {held_in.name}, "
                     f"about {percent(vanished)} became zero",
-                    cure=cure,
+                    cure=SCALED_WIDE if cure == SCALED and has_wide_range(held_in) else cure,
                     says=self.says if vanished >= VANISHED_WARNING else SUBNORMALS,
                     write=self.write,
                     role=tensor.role,
@@ -65,6 +81,23 @@ class GradientUnderflow(FindingKind):
                     amax=tensor.amax,
                     seen=count,
                 )
+
+    def _gone(self, tensor: TensorRecord, cure: str) -> Finding:
+        """Of gradients that are all zeros no histogram tells."""
+        back = "" if tensor.role == "weight gradient" else f", on the way back from {in_words(tensor.sources)}"
+        return self.found(
+            tensor.name,
+            "error",
+            1 - 0.5**tensor.steps,
+            f"all {tensor.role}s are 0 in {dtype_name(tensor.dtype)} in all {tensor.steps} sampled steps{back}, whose "
+            "own are not",
+            cure=cure,
+            role=tensor.role,
+            subnormal=0.0,
+            vanished=1.0,
+            amax=0.0,
+            seen=0,
+        )
 
     def _all_gone(self, record: Record, cure: str) -> Iterator[Finding]:
         """Where a loss is so small that its first gradient is zero, no later one tells of it."""
@@ -90,6 +123,30 @@ class GradientUnderflow(FindingKind):
                     seen=0,
                 )
                 return
+
+
+def _vanished_here(record: Record, tensor: TensorRecord) -> bool:
+    """Return whether gradients that are all zeros were lost where they are: those that they come from are not zeros."""
+    held_in = storage_format(tensor)
+    # Exponents of their own move gradients between modules.
+    if held_in is None or record.sites or tensor.steps < STEPS or not tensor.elements:
+        return False
+    if tensor.zeros < tensor.elements:
+        return False
+    if tensor.role == "weight gradient":
+        module, _, own = tensor.name.rpartition(".")
+        back = record.tensors.get(("activation gradient", module))
+        made = [name for (role, name), one in record.tensors.items() if role == GRADIENTS[0] and module in one.sources]
+        entered = [record.tensors[key].amax for name in made if (key := ("activation", name)) in record.tensors]
+        if back is None or own != "weight" or not entered:
+            return False
+        return rounds_to_zero(back.amax, max(entered), held_in)
+    pairs = []
+    for source in tensor.sources:
+        back = record.tensors.get(("activation gradient", source))
+        weight = record.tensors.get(("weight", f"{source}.weight"))
+        pairs.append((0.0 if back is None else back.amax, None if weight is None else weight.amax))
+    return bool(pairs) and all(rounds_to_zero(*pair, held_in) for pair in pairs)
 
 
 def _severity(subnormal: float, vanished: float) -> Severity | None:

@@ -6,12 +6,10 @@ from ..._finding import Finding
 from ..._words import confidence_of
 from ...record._record import Record
 from .._kind import FindingKind, register_finding
-from .._range_use import loss_is_scaled, margin, storage_format, tensors, unscaled
+from .._range_use import has_wide_range, loss_is_scaled, margin, storage_format, tensors, unscaled
 
 # From step to step and from batch to batch the largest of a tensor's elements varies by a factor of two and more.
 BINADES = 2.0
-# Of such a range a mask is filled with the lowest number: torch.finfo(dtype).min.
-MASKS_FROM = 2.0**100
 
 
 @register_finding
@@ -24,6 +22,8 @@ class OverflowNear(FindingKind):
         "every tensor a scale"
     )
     says = "{place} [comes|come] near overflow: {role} of {amax} in {format}"
+    wide_cure = "divide its inputs by a power of two, or bound what it multiplies, sums or exponentiates"
+    worst = "-margin"
     explained_by = ("dtype-not-asked", "payload-saturated", "first-nonfinite")
 
     def in_record(self, record: Record) -> Iterator[Finding]:
@@ -33,7 +33,8 @@ class OverflowNear(FindingKind):
             # What is stored in 8 bits has a scale that fills the range on purpose, also where nothing tells it.
             if held_in is None or tensor.dtype.itemsize < 2 or not unscaled(tensor):
                 continue
-            if held_in.max >= MASKS_FROM and tensor.amax == held_in.max:
+            # A mask is filled with the lowest number of such a range: torch.finfo(dtype).min.
+            if has_wide_range(held_in) and tensor.amax == held_in.max:
                 continue
             left = margin(tensor, held_in)
             if not left < BINADES:
@@ -44,6 +45,7 @@ class OverflowNear(FindingKind):
                 max(0.5, confidence_of(tensor.steps, 2)),
                 f"{tensor.role} reaches {tensor.amax:.4g} in {held_in.name}, {left:.2g} powers of two below its "
                 "largest",
+                cure=self.wide_cure if has_wide_range(held_in) else self.cure,
                 role=tensor.role,
                 amax=tensor.amax,
                 margin=left,

@@ -29,6 +29,9 @@ class FreezeAhead(FindingKind):
     says = "{place} [freezes|freeze] from step {freeze_step} on: {dtype} weights at lr {freeze_lr}"
     write = optimizer_code(None, {}, KAHAN)
 
+    wide_cure = "nothing, if so little is not missed; else a schedule that ends earlier, or float64"
+    worst = "after_freeze"
+
     def in_forecast(self, forecast: ForecastData) -> Iterator[Finding]:
         frozen: dict[tuple[Severity, str], list[LayerForecast]] = {}
         for layer in forecast.layers:
@@ -41,6 +44,7 @@ class FreezeAhead(FindingKind):
                 severity,
                 1.0 if worst.updates == FROM_STATE else 0.8,
                 _words(layers, worst, dtype, forecast.start),
+                cure=self.cure_in(worst.dtype),
                 freeze_step=worst.freeze_step,
                 freeze_lr=worst.freeze_lr,
                 after_freeze=worst.after_freeze,

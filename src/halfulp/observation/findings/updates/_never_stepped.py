@@ -18,6 +18,9 @@ class NeverStepped(FindingKind):
     role = "weight"
 
     def in_record(self, record: Record) -> Iterator[Finding]:
+        # An observation without an optimizer says nothing of who steps what.
+        if all(parameter.optimizer is None for parameter in record.parameters.values()):
+            return
         for name, parameter in record.parameters.items():
             if not parameter.requires_grad:
                 continue

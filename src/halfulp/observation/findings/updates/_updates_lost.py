@@ -26,6 +26,8 @@ class UpdatesLost(FindingKind):
     says = "{place} [loses|lose] {lost:share} of [its|their] updates: {dtype} weights{at_lr}"
     write = optimizer_code(None, {}, KAHAN)
     role = "update"
+    wide_cure = "nothing, if these are at rest; else a larger learning rate, or float64"
+    worst = "lost"
     explained_by = ("dtype-not-asked", "dtype-changed-on-resume")
 
     def in_record(self, record: Record) -> Iterator[Finding]:
@@ -47,6 +49,7 @@ class UpdatesLost(FindingKind):
                 severity,
                 confidence_of(update.seen, FEWEST) * (1.0 if update.known else 0.5),
                 said + at_lr(parameter.options) + smaller,
+                cure=self.cure_in(parameter.dtype),
                 says=self.says if update.known else "",
                 write=optimizer_code(parameter.optimizer, parameter.options, KAHAN),
                 lost=update.lost_share,

@@ -32,6 +32,8 @@ class WeightDecayLost(FindingKind):
     says = "{place} [does|do] not decay: {lost:share} of weight decay rounds away{at_lr}"
     write = optimizer_code(None, {}, KAHAN)
     role = "weight"
+    wide_cure = "nothing, if so small a decay is not missed; else a larger one, or float64"
+    worst = "lost"
     explained_by = ("updates-lost", "weight-frozen", "dtype-not-asked", "dtype-changed-on-resume")
     shares_cause_with = ("freeze-ahead",)
 
@@ -51,6 +53,7 @@ class WeightDecayLost(FindingKind):
                 "note" if is_wide(parameter.dtype) else "warning",
                 confidence_of(decay.seen, FEWEST),
                 f"{percent(decay.lost_share)} of weight decay lost in {dtype_name(parameter.dtype)}{factor}",
+                cure=self.cure_in(parameter.dtype),
                 write=optimizer_code(parameter.optimizer, parameter.options, KAHAN),
                 lost=decay.lost_share,
                 realised=realised,
@@ -76,6 +79,7 @@ class WeightDecayLost(FindingKind):
                 1.0,
                 f"{percent(lost)} of weight decay will be lost in {dtype_name(worst.dtype)} "
                 f"(1 - {worst.lr * worst.weight_decay:.3g} a step at most)",
+                cure=self.cure_in(worst.dtype),
                 lost=lost,
                 lr=worst.lr,
                 weight_decay=worst.weight_decay,

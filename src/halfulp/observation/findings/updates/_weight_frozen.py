@@ -36,6 +36,8 @@ class WeightFrozen(FindingKind):
     says = "{place} [has|have] not moved in {sampled_steps} sampled steps: {dtype} weights{at_lr}"
     write = optimizer_code(None, {}, KAHAN)
     role = "update"
+    wide_cure = "nothing, if it is at rest; else a larger learning rate, or float64"
+    worst = "lost"
     explained_by = ("updates-lost", "never-stepped", "scale-collapsed", "first-nonfinite")
 
     def in_record(self, record: Record) -> Iterator[Finding]:
@@ -57,7 +59,7 @@ class WeightFrozen(FindingKind):
                 confidence_of(update.seen, 32) * confidence_of(steps, 1) * (1.0 if update.known else 0.5),
                 f"has not moved in {steps} sampled steps in {dtype_name(parameter.dtype)}{at_lr(parameter.options)}"
                 + ("" if rounded else ", though updates changed it"),
-                cure=ROUNDED if rounded else WRITTEN_BACK,
+                cure=self.cure_in(parameter.dtype) if rounded else WRITTEN_BACK,
                 says=self.says if rounded else "",
                 write=optimizer_code(parameter.optimizer, parameter.options, KAHAN) if rounded else "",
                 moved=0.0,

@@ -10,12 +10,15 @@ import torch
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
+from ...sampling._plain import PLAIN_TYPES
 from ...sampling._totals import LAST_AMAX
 from .._expectations import Expectations
 from .._notebook import Notebook, watching
 from .._slot import TensorSlot
 from ._checks import CompiledModules, Recomputations
 from ._outputs import loss_in, tensors_in
+from ._positions import Positions
+from ._residuals import Residuals
 from ._running_statistics import RunningStatistics
 
 # Hooks on outputs whose graphs may be gone, before they are looked through.
@@ -50,6 +53,7 @@ class ModuleHooks:
             )
         self.expects_calls: bool = bool(names) and not compiled
         self._statistics = RunningStatistics(book, names)
+        self._residuals, self._positions = Residuals(book), Positions(book)
         self._again = Recomputations(book) if check else None
         self._hooks = {
             module: _ModuleHook(self, name, type(module).__name__, check or self._statistics.follows(module))
@@ -89,18 +93,24 @@ class ModuleHooks:
         self._gradient_handles.clear()
         self._seen.clear()
         self._last = self.loss = None
+        self.book.uses.forget()
+        self._residuals.forget()
         if self._again is not None:
             self._again.end_step()
 
     def ran(self, hook: _ModuleHook, module: nn.Module, inputs: tuple[Any, ...], output: Any) -> None:
         """A module has run; evaluation without gradients is not training and is left out."""
         if torch.is_grad_enabled():
-            if not self._quickly(hook, inputs, output):
+            if torch._C._current_graph_task_id() == -1:  # what runs again in a backward pass was noted in the first run
+                self.book.uses.note(hook.name, inputs, output)
+                self._residuals.note(hook.name, inputs, output)
+                self._positions.note(hook.name, output)
+            if not self._quickly(hook, module, inputs, output):
                 self._activations(hook, module, inputs, output)
         elif self._again is not None and module.training:  # the first pass of a reentrant checkpoint
             self._note(module, output)
 
-    def _quickly(self, hook: _ModuleHook, inputs: tuple[Any, ...], output: Any) -> bool:
+    def _quickly(self, hook: _ModuleHook, module: nn.Module, inputs: tuple[Any, ...], output: Any) -> bool:
         """Look at a single plain output in a forward pass where nothing else is followed; False elsewhere."""
         if type(output) is not torch.Tensor or hook.is_followed or torch._C._current_graph_task_id() != -1:
             return False
@@ -112,9 +122,9 @@ class ModuleHooks:
             totals = hook.slot.totals
             assert totals is not None
             if totals.reals[LAST_AMAX] == 0.0:
-                self._watch_inputs(hook, inputs)
+                self._watch_inputs(hook, module, inputs)
             else:
-                totals.record.input_amax = None
+                totals.record.input_amax = totals.record.weight_amax = None
             self._follow(hook, output)
         self._seen.add(hook.name)
         if not hook.name:
@@ -133,7 +143,7 @@ class ModuleHooks:
             self._expectations.note_output(module, name, output)
             for tensor in found:
                 if not self._was_last(tensor):
-                    self._activation(hook, tensor, inputs)
+                    self._activation(hook, module, tensor, inputs)
             self._seen.add(name)
         if not name:
             self.loss = loss_in(output)
@@ -145,21 +155,23 @@ class ModuleHooks:
             self._again.note(self._hooks[module].name, tensor, again=False)
             break
 
-    def _activation(self, hook: _ModuleHook, tensor: torch.Tensor, inputs: tuple[Any, ...]) -> None:
+    def _activation(self, hook: _ModuleHook, module: nn.Module, tensor: torch.Tensor, inputs: tuple[Any, ...]) -> None:
         if hook.slot.look(tensor) is not None:
-            self._note_inputs(hook, inputs)
+            self._note_inputs(hook, module, inputs)
             self._follow(hook, tensor)
 
     @watching
-    def _watch_inputs(self, hook: _ModuleHook, inputs: tuple[Any, ...]) -> None:
-        self._note_inputs(hook, inputs)
+    def _watch_inputs(self, hook: _ModuleHook, module: nn.Module, inputs: tuple[Any, ...]) -> None:
+        self._note_inputs(hook, module, inputs)
 
-    def _note_inputs(self, hook: _ModuleHook, inputs: tuple[Any, ...]) -> None:
-        """Of outputs that are all zeros note how large the inputs are, which a quantizer may have made zeros of."""
+    def _note_inputs(self, hook: _ModuleHook, module: nn.Module, inputs: tuple[Any, ...]) -> None:
+        """Of outputs that are all zeros note how large that is which a quantizer or rounding may have made zeros of."""
         totals = hook.slot.totals
         assert totals is not None
-        zeros = totals.reals[LAST_AMAX] == 0.0
-        totals.record.input_amax = max(map(_amax, tensors_in(inputs)), default=None) if zeros else None
+        record, zeros = totals.record, totals.reals[LAST_AMAX] == 0.0
+        record.input_amax = max(map(_amax, tensors_in(inputs)), default=None) if zeros else None
+        own = [one for one in module._parameters.values() if one is not None] if zeros else []
+        record.weight_amax = max(map(_amax, tensors_in(own)), default=None)
 
     def _follow(self, hook: _ModuleHook, output: torch.Tensor) -> None:
         """Wait for the gradient of an output."""
@@ -219,7 +231,7 @@ class _GradientHook:
 
 
 def _amax(tensor: torch.Tensor) -> float:
-    if type(tensor) is not torch.Tensor or not tensor.numel():
+    if type(tensor) not in PLAIN_TYPES or not tensor.numel():
         return 0.0
     values = tensor.detach()
     low, high = torch.aminmax(values.float() if values.dtype.itemsize == 1 else values)

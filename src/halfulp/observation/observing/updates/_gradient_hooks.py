@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import math
+
 import torch
 from torch.utils.hooks import RemovableHandle
 
+from ....kernels import in_float64
 from ...record._record import Realised
 from ...sampling._plain import stored
 from ...sampling._sampler import sampled
@@ -25,6 +28,7 @@ class GradientHooks:
         self.book = book
         self.arrived: set[str] = set()
         self._hooks = [(parameter, _Arrival(self, name)) for name, parameter in named]
+        self._adding: list[_Arrival] = []
         self._handles: list[RemovableHandle] = []
 
     def attach(self) -> None:
@@ -47,14 +51,34 @@ class GradientHooks:
             self._handles.append(hook.parameter.register_post_accumulate_grad_hook(hook.after))
 
     def end_step(self) -> None:
-        """Forget what belongs to one step."""
+        """Compare the step's sums with the exact ones, and forget what belongs to one step."""
+        for hook in self._adding:
+            hook.compare_sums()
+        self._adding.clear()
         self.arrived.clear()
+
+    def adds(self, hook: _Arrival) -> None:
+        """Note that a parameter's gradient is a sum in this step."""
+        self._adding.append(hook)
 
 
 class _Arrival:
     """The two hooks of one parameter."""
 
-    __slots__ = ("accumulated", "book", "incoming", "is_followed", "name", "owner", "parameter", "slot")
+    __slots__ = (
+        "accumulated",
+        "book",
+        "errors",
+        "exact",
+        "incoming",
+        "is_followed",
+        "name",
+        "owner",
+        "parameter",
+        "rounded",
+        "slot",
+        "squares",
+    )
 
     def __init__(self, owner: GradientHooks, name: str) -> None:
         self.owner, self.book, self.name = owner, owner.book, name
@@ -63,6 +87,10 @@ class _Arrival:
         self.is_followed: bool = False
         self.accumulated: torch.Tensor | None = None
         self.incoming: torch.Tensor | None = None
+        self.exact: torch.Tensor | None = None
+        self.rounded: torch.Tensor | None = None
+        self.errors: float = 0.0
+        self.squares: float = 0.0
 
     def before(self, gradient: torch.Tensor) -> None:
         """Hook: a gradient arrives, before it is added."""
@@ -106,3 +134,19 @@ class _Arrival:
         if record.accumulation is None:
             record.accumulation = Realised()
         add_changes([record.accumulation], held, now, incoming, [0, len(held)])
+        if self.exact is None:
+            self.exact = in_float64(held)
+            self.owner.adds(self)
+        self.exact += in_float64(incoming)
+        self.rounded = now
+
+    def compare_sums(self) -> None:
+        """Add what rounding made of this step's sum to the record."""
+        exact, rounded, self.exact, self.rounded = self.exact, self.rounded, None, None
+        if exact is None or rounded is None or len(exact) != len(rounded):
+            return
+        error, square = (float(one.square().sum()) for one in (in_float64(rounded) - exact, exact))
+        if math.isfinite(error) and math.isfinite(square):
+            self.errors, self.squares = self.errors + error, self.squares + square
+        if self.squares:
+            self.book.record.parameters[self.name].accumulation_error = math.sqrt(self.errors / self.squares)
