@@ -29,7 +29,10 @@ class Parameters:
         self.named: dict[str, torch.Tensor] = {}
         self.names: dict[int, str] = {}
         self._first: dict[str, torch.Tensor] = {}
-        kinds = {id(p): type(module).__name__ for module in model.modules() for p in module._parameters.values()}
+        kinds: dict[int, str] = {}
+        for module in model.modules():
+            for parameter in module._parameters.values():
+                kinds.setdefault(id(parameter), type(module).__name__)  # a tied one is of the first, as its name is
         for name, parameter in model.named_parameters():
             self._enter(_plain_name(name), parameter, kinds.get(id(parameter), ""))
         for number, optimizer in enumerate(optimizers):
