@@ -10,7 +10,7 @@ from typing import Any
 
 from .._names import described
 from .._qualified_names import braced, pattern_of
-from ._finding import SEVERITIES, Finding, Severity, meet, worst_severity
+from ._finding import SEVERITIES, Finding, Severity, in_words, meet, worst_severity
 from ._words import at_lr, percent
 
 _ONE_OR_SEVERAL = re.compile(r"\[([^|\]]*)\|([^\]]*)\]")
@@ -132,7 +132,9 @@ def diagnosis(findings: Sequence[Finding]) -> str:
             return _capitalized(_filled(words, values, up_to=len(others) > 1))
         except (KeyError, TypeError, ValueError):
             pass  # evidence of another instrument, which lacks a number
-    return f"{place}: {worst.summary}" if place else worst.summary
+    names = [name for one in findings for name in one.where]
+    where = in_words(names) if len({pattern_of(name) for name in names}) <= _MOST_PLACES else place
+    return f"{where}: {worst.summary}" if where else worst.summary
 
 
 def _filled(template: str, values: dict[str, Any], up_to: bool) -> str:
