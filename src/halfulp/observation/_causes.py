@@ -58,8 +58,8 @@ class Cause:
 
     @property
     def headline(self) -> str:
-        """The diagnosis in one line."""
-        return diagnosis(self.own)
+        """The diagnosis in one line: of those that are as bad as the first."""
+        return diagnosis([one for one in self.own if one.severity == self.head.severity])
 
 
 def causes_of(findings: Iterable[Finding]) -> list[Cause]:

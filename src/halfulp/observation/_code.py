@@ -29,7 +29,7 @@ def optimizer_code(name: str | None, options: Mapping[str, Any], extra: str) -> 
     >>> print(optimizer_code("NAdam", {"lr": 0.01}, KAHAN).splitlines()[1])
     optimizer = hu.optim.wrap(torch.optim.NAdam, model.parameters(), lr=0.01, weight_update="kahan")
     >>> print(optimizer_code(None, {}, KAHAN).splitlines()[1])
-    optimizer = hu.optim.AdamW(model.parameters(), lr=lr, weight_update="kahan")  # or SGD, Adam, Lion
+    optimizer = hu.optim.AdamW(model.parameters(), lr=lr, weight_update="kahan")  # or SGD, Adam, Lion, as it was
     """
     import torch
 
@@ -50,7 +50,7 @@ def optimizer_code(name: str | None, options: Mapping[str, Any], extra: str) -> 
     arguments = ", ".join(given)
     if name is None:
         others = ", ".join(one for one in OPTIMIZERS if one != "AdamW")
-        return f"{IMPORT}\noptimizer = hu.optim.AdamW({arguments})  # or {others}"
+        return f"{IMPORT}\noptimizer = hu.optim.AdamW({arguments})  # or {others}, as it was"
     if name in OPTIMIZERS:
         return f"{IMPORT}\noptimizer = hu.optim.{name}({arguments})"
     own = f"torch.optim.{name}" if hasattr(torch.optim, name) else name

@@ -127,19 +127,31 @@ def test_nothing_is_wholly_sure_and_a_forecast_says_no_share_at_all() -> None:
     assert (card["sure"], card["lines"][0]["evidence"]) == ("forecast", [])
 
 
-@pytest.fixture(scope="module")
-def losing() -> hu.observation.Observation:
-    """A run whose bfloat16 weights lose nearly all updates, decay and decreases of the second moment."""
+def run_in_bfloat16(code: str) -> hu.observation.Observation:
+    """Observe a bfloat16 model under an optimizer that lines of code make."""
     torch.manual_seed(1)
     layers = torch.nn.Linear(16, 64), torch.nn.Tanh(), torch.nn.Linear(64, 16)
     model = torch.nn.ModuleDict({"mlp": torch.nn.Sequential(*layers)}).to(torch.bfloat16)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=3e-6, weight_decay=0.1)
+    names = {"model": model, "torch": torch}
+    exec(code, names)
+    optimizer = names["optimizer"]
     with hu.observation.observe(model, optimizer, interval=2) as seen:
         for _ in range(13):
             optimizer.zero_grad()
             model["mlp"](torch.randn(4, 16, dtype=torch.bfloat16)).float().square().mean().backward()
             optimizer.step()
     return seen
+
+
+@pytest.fixture(scope="module")
+def losing() -> hu.observation.Observation:
+    """A run whose bfloat16 weights lose nearly all updates, decay and decreases of the second moment."""
+    return run_in_bfloat16("optimizer = torch.optim.AdamW(model.parameters(), lr=3e-6, weight_decay=0.1)")
+
+
+def test_the_code_that_is_copied_mends_what_the_card_shows(losing: hu.observation.Observation) -> None:
+    (first,) = losing.to_dict()["causes"]
+    assert [one.code for one in run_in_bfloat16(first["write"]).findings if one.severity != "note"] == []
 
 
 def test_updates_second_moment_and_decay_of_one_layer_are_one_card_with_the_code_that_mends_them(

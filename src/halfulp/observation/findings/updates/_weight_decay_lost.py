@@ -79,6 +79,7 @@ class WeightDecayLost(FindingKind):
                 1.0,
                 f"{percent(lost)} of weight decay will be lost in {dtype_name(worst.dtype)} "
                 f"(1 - {worst.lr * worst.weight_decay:.3g} a step at most)",
+                write=optimizer_code(forecast.rule, {"lr": worst.lr, "weight_decay": worst.weight_decay}, KAHAN),
                 cure=self.cure_in(worst.dtype),
                 lost=lost,
                 lr=worst.lr,
