@@ -134,7 +134,7 @@ def diagnosis(findings: Sequence[Finding]) -> str:
             pass  # evidence of another instrument, which lacks a number
     names = [name for one in findings for name in one.where]
     where = in_words(names) if len({pattern_of(name) for name in names}) <= _MOST_PLACES else place
-    return f"{where}: {worst.summary}" if where else worst.summary
+    return f"{where}: {worst.summary}" if where else worst.summary[:1].upper() + worst.summary[1:]
 
 
 def _filled(template: str, values: dict[str, Any], up_to: bool) -> str:

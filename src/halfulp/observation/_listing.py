@@ -56,7 +56,7 @@ def _lines(cause: Cause) -> list[str]:
     said = [cause.meaning, f"cure: {head.cure}" if head.cure else ""]
     first, *more = head.write.splitlines() or [""]
     said += [f"write: {first}" if first else "", *(f"       {line}" for line in more)]
-    if len(own) > 1 or not cause.headline.endswith(head.summary):
+    if len(own) > 1 or not cause.headline.lower().endswith(head.summary.lower()):
         said += [f"{in_words(one.where)}: {one.summary}" for one in own[:_MOST_LINES]]
         said += [f"{len(own) - _MOST_LINES} more: {REST}"] if len(own) > _MOST_LINES else []
     for code, found in cause.following.items():

@@ -47,7 +47,7 @@ class GradientUnderflow(FindingKind):
 
     code = "gradient-underflow"
     cure = UNSCALED
-    says = "gradients of {place} are too small for {format}: about {vanished:share} became zero"
+    says = "gradients of {place} are too small for {format}: {vanished:share} became zero"
     write = SCALER
     worst = "vanished"
     explained_by = ("site-holds-scale", "scale-collapsed", "dtype-not-asked", "activation-underflow")
