@@ -50,7 +50,8 @@ def rounds_to_zero(entered: float, weight: float | None, format: Format) -> bool
         return False
     if weight is None:
         return 0 < entered <= format.smallest_subnormal / 2
-    return 0 < entered * weight < format.smallest_normal
+    # A gate that began at zero is as small as its first updates, and zeros behind it are meant.
+    return weight >= format.smallest_normal and 0 < entered * weight < format.smallest_normal
 
 
 def vanished_share(tensor: TensorRecord, format: Format) -> float:

@@ -40,7 +40,8 @@ class Saved:
         Averages of the weights, and what no optimizer of the checkpoint holds, stand still because nothing steps them.
         """
         averages = average_prefixes(name for name, _ in self.weights)
-        kept, left = [], []
+        kept: list[tuple[str, Tensor]] = []
+        left: list[tuple[str, Tensor]] = []
         for name, tensor in self.weights:
             stepped = self.all_stepped is None or name in self.all_stepped
             apart = not stepped or (self.all_stepped is None and name.startswith(averages))

@@ -188,11 +188,11 @@ def named_tensors(given: object) -> list[tuple[str, Tensor]]:
         odd = [key for key in given if not isinstance(key, str)]
         if odd:
             raise TypeError(f"a state dict has names for keys; got {listed(odd)}")
-        ema, *averages = average_prefixes(given)
+        ema, *others = average_prefixes(given)
         found = [(name, value) for name, value in given.items() if isinstance(value, Tensor)]
         # What is called ema and stands beside no weight of its name is a layer.
         copies = {name for name, _ in found if name.startswith(ema) and name.removeprefix(ema) in given}
-        return [(name, x) for name, x in found if name not in copies and not name.startswith(tuple(averages))]
+        return [(name, x) for name, x in found if name not in copies and not name.startswith(tuple(others))]
     raise TypeError(f"forecast takes a module, a state dict or a checkpoint's path; got {a_kind(given)}")
 
 

@@ -23,10 +23,13 @@ class Walk:
 
     Attributes:
         moved: per coming step, the expected share of nonzero updates that change their element.
+        fewer, more: the same, were updates smaller and larger by a margin.
         decay_wanted, decay_made: sums of |change| by weight decay that is rounded by itself; 0 without one.
     """
 
     moved: Tensor
+    fewer: Tensor
+    more: Tensor
     decay_wanted: float
     decay_made: float
 
@@ -41,6 +44,7 @@ def walk(
     apart: bool,
     leaps: int,
     generator: torch.Generator,
+    margin: float = 0.0,
 ) -> Walk:
     """Follow weights that are rounded to nearest after every update.
 
@@ -59,10 +63,11 @@ def walk(
         apart: whether decay is rounded by itself before the update, as torch's loops do, or with it.
         leaps: most leaps to make.
         generator: of the walk.
+        margin: share by which updates may become smaller or larger than they are now.
     """
     steps = len(rates)
     stride = max(1, math.ceil(steps / leaps))
-    moved = torch.zeros(steps, dtype=torch.float64, device="cpu")
+    shares = torch.zeros(3, steps, dtype=torch.float64, device="cpu")
     wanted = made = 0.0
     for begin in range(0, steps, stride):
         end = min(steps, begin + stride)
@@ -73,14 +78,17 @@ def walk(
             continue
         mean = rate * growth * sizes.mean - (0.0 if apart else rate * decay) * weights
         up, down = gaps(weights, format)
-        rises, falls = _chances(mean, rate * growth * sizes.deviation, up, down, sizes.is_sign)
-        moved[begin:end] = (rises + falls).mean()
+        deviation = rate * growth * sizes.deviation
+        rises, falls = _chances(mean, deviation, up, down, sizes.is_sign)
+        shares[0, begin:end] = (rises + falls).mean()
+        for row, scale in ((1, 1 - margin), (2, 1 + margin)):
+            rises_then, falls_then = _chances(mean * scale, deviation * scale, up, down, sizes.is_sign)
+            shares[row, begin:end] = (rises_then + falls_then).mean()
         if apart and decay:
             weights, lost = _decayed(weights, rate * decay, end - begin, format)
             wanted, made = wanted + lost[0], made + lost[1]
-        deviation = rate * growth * sizes.deviation
         weights = _leap(weights, mean, deviation, (up, down), (rises, falls), end - begin, sizes.run, format, generator)
-    return Walk(moved, wanted, made)
+    return Walk(shares[0], shares[1], shares[2], wanted, made)
 
 
 def _chances(mean: Tensor, deviation: Tensor, up: Tensor, down: Tensor, is_sign: bool) -> tuple[Tensor, Tensor]:

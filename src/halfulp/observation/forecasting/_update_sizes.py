@@ -19,6 +19,10 @@ _SMOOTHING = 31
 # Elements whose mean square goes into that of each binade, so that a binade of few elements does not stand on chance.
 _PRIOR = 16
 _MOST_SIGNAL = 0.99
+# Weights next to each other whose updates are smoothed, and how many standard deviations of chance are a drift.
+_NEIGHBOURS = 24
+_CLEAR = 4.0
+_TINY = 1e-300
 
 
 @dataclass(frozen=True)
@@ -90,7 +94,8 @@ def _adam(
 
     If gradients were noise of mean 0, the root mean square of that would be `noise_size`; where the state shows more,
     the rest is a mean that lasts: with the share s of the mean in the gradients' squares, rms^2 = s + (1 - s) noise^2.
-    The mean of an element is drawn from what its own m then says of it.
+    The mean of an element is drawn from what its own m then says of it, and from the weights beside it: those that have
+    walked far are those with a drift, which takes them further.
     """
     beta1, beta2 = (number(beta) for beta in trained.options["betas"])
     first, second = _state(trained, "exp_avg"), _state(trained, "max_exp_avg_sq", "exp_avg_sq")
@@ -107,19 +112,23 @@ def _adam(
         deviation = torch.ones_like(weights)
         return UpdateSizes(nonzero, torch.zeros_like(weights), deviation, growth, run, False, "Adam's on noise")
     m, v = first.flatten()[index].cpu().double(), second.flatten()[index].cpu().double()
-    size = m / (1 - beta1**step) / ((v / (1 - beta2**step)).sqrt() + eps)
+    size = -m / (1 - beta1**step) / ((v / (1 - beta2**step)).sqrt() + eps)
     nonzero = (m != 0) & size.isfinite()
     size, held = size[nonzero], weights[nonzero]
     if not len(size):
         nothing = torch.zeros(0, dtype=torch.float64, device="cpu")
         return UpdateSizes(nonzero, nothing, nothing, noise[step:], run, False, "the optimizer's state")
-    square, reference = _mean_square(size, held), float(noise[step - 1]) ** 2
-    signal = ((square - reference) / (1 - reference)).clamp(0, _MOST_SIGNAL) if reference < 1 else square * 0
+    reference = float(noise[step - 1]) ** 2
+    drift = _drift(size, held).clamp(-1, 1)
+    rest = size - drift
+    square = _mean_square(rest, held).clamp_min(_TINY)
+    noises = reference * (1 - drift.square()).clamp_min(0)
+    signal = ((square - noises) / (1 - reference)).clamp(0, _MOST_SIGNAL) if reference < 1 else square * 0
     spread = (signal * (1 - signal) * reference / square).sqrt()
     drawn = torch.randn(len(size), generator=generator, dtype=torch.float64, device="cpu")
     return UpdateSizes(
         nonzero,
-        size * signal / square + spread * drawn,
+        drift + rest * signal / square + spread * drawn,
         (square - signal).clamp_min(0).sqrt(),
         noise[step : step + steps] / math.sqrt(reference),
         run,
@@ -138,13 +147,42 @@ def _sgd(trained: Trained, index: Tensor, weights: Tensor, steps: int) -> Update
         known = known.double() / math.sqrt(1 - momentum**2) if momentum < 1 else known
     if known is None:
         return None
-    size = known.flatten()[index].cpu().double()
+    size = -known.flatten()[index].cpu().double()
     nonzero = (size != 0) & size.isfinite()
     size, held = size[nonzero], weights[nonzero]
-    square = _mean_square(size, held) if len(size) else size
+    drift = _drift(size, held)
+    square = _mean_square(size - drift, held) if len(size) else size
     growth = torch.ones(steps, dtype=torch.float64, device="cpu")
     run = max(1.0, 0.5 / (1 - momentum)) if momentum < 1 else 1.0
-    return UpdateSizes(nonzero, torch.zeros_like(size), square.sqrt(), growth, run, False, source)
+    return UpdateSizes(nonzero, drift, square.sqrt(), growth, run, False, source)
+
+
+def _drift(size: Tensor, weights: Tensor) -> Tensor:
+    """The mean update of all elements, and on top of it that of the weights next to each in order, where clear.
+
+    Updates of mean 0 that are averaged over k elements have a mean of about their size / sqrt(k), by chance.
+    """
+    count = len(size)
+    if count < _NEIGHBOURS:
+        return torch.zeros_like(size)
+    order = torch.argsort(weights)
+    common = _clear(size.mean(), size.square().mean(), count)
+    rest = (size - common)[order]
+    begin = (torch.arange(count, device="cpu") - _NEIGHBOURS // 2).clamp(0, count - _NEIGHBOURS)
+
+    def averaged(values: Tensor) -> Tensor:
+        total = torch.cat([values.new_zeros(1), values.cumsum(0)])
+        return (total[begin + _NEIGHBOURS] - total[begin]) / _NEIGHBOURS
+
+    own = _clear(averaged(rest), averaged(rest.square()), _NEIGHBOURS)
+    return torch.zeros_like(size).scatter(0, order, common + own)
+
+
+def _clear(mean: Tensor, square: Tensor, count: int) -> Tensor:
+    """A mean of some numbers less what chance adds to it, and 0 where it may be chance."""
+    chance = (square - mean.square()).clamp_min(0) / count
+    share = (1 - chance / mean.square().clamp_min(_TINY)).clamp_min(0)
+    return torch.where(mean.square() > _CLEAR**2 * chance, mean * share, 0.0)
 
 
 def _mean_square(size: Tensor, weights: Tensor) -> Tensor:

@@ -79,6 +79,8 @@ class TensorRecord:
         weight_amax: of the same, where the module has parameters of its own: their largest magnitude; None else.
         sources: activation gradients: the innermost modules that took the output, whose backward passes its gradient
             comes from; the module around it where only that one's own code took it; empty of what the model returns.
+        before_cast: activation gradients that are all zeros: largest magnitude of the last ones where a cast to their
+            type, in code around the module, made them; None where none is known.
         first_nonfinite: the first sampled step with NaN or infinity, and its position in that step's order.
         nonfinite_steps: sampled steps with NaN or infinity.
         sampled: sampled elements.
@@ -107,6 +109,7 @@ class TensorRecord:
     input_amax: float | None = None
     weight_amax: float | None = None
     sources: tuple[str, ...] = ()
+    before_cast: float | None = None
     first_nonfinite: tuple[int, int] | None = None
     nonfinite_steps: int = 0
     sampled: int = 0

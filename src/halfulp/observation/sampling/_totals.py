@@ -53,6 +53,10 @@ class Totals:
         self.record.steps += 1
         return True
 
+    def all_zero(self) -> bool:
+        """Return whether tensors were seen, and had no element but zeros."""
+        return bool(0 < self.integers[ELEMENTS] == self.integers[ZEROS])
+
     def begin_step(self) -> None:
         """Forget what only the last sampled step counts."""
         self.reals[LAST_AMAX] = self.reals[SQUARES] = self.reals[LAST_FINITE] = 0.0

@@ -57,18 +57,19 @@ class PayloadSaturated(FindingKind):
 
     def _quantized(self, tensor: TensorRecord) -> Iterator[Finding]:
         """Find it in what the run rounds to a narrower format afterwards; blocks take a scale from their elements."""
-        counts = tensor.formats.get(tensor.asked_format or "")
-        if counts is None or tensor.asked_format in tensor.block_hidden or not counts.elements:
+        asked = tensor.asked_format or ""
+        counts = tensor.formats.get(asked)
+        if counts is None or asked in tensor.block_hidden or not counts.elements:
             return
         share = counts.overflow / counts.elements
         if counts.overflow < FEWEST or share < WARNING:
             return
-        largest = formats.get(tensor.asked_format).max
+        largest = formats.get(asked).max
         yield self.found(
             tensor.name,
             "error" if share >= ERROR else "warning",
             confidence_of(counts.overflow, FEWEST),
-            f"{percent(share)} of {tensor.role} elements are beyond {tensor.asked_format}'s largest number, "
+            f"{percent(share)} of {tensor.role} elements are beyond {asked}'s largest number, "
             f"{largest:.6g}, and reach {tensor.amax:.4g}",
             cure=QUANTIZED,
             saturated=share,

@@ -84,13 +84,16 @@ class GradientUnderflow(FindingKind):
 
     def _gone(self, tensor: TensorRecord, cure: str) -> Finding:
         """Of gradients that are all zeros no histogram tells."""
-        back = "" if tensor.role == "weight gradient" else f", on the way back from {in_words(tensor.sources)}"
+        back = ", which those that they are made of are not"
+        if tensor.before_cast:
+            back = f", to which a cast rounds {tensor.before_cast:.3g} and less"
+        elif tensor.role != "weight gradient":
+            back = f", on the way back from {in_words(tensor.sources)}, whose own are not"
         return self.found(
             tensor.name,
             "error",
             1 - 0.5**tensor.steps,
-            f"all {tensor.role}s are 0 in {dtype_name(tensor.dtype)} in all {tensor.steps} sampled steps{back}, whose "
-            "own are not",
+            f"all {tensor.role}s are 0 in {dtype_name(tensor.dtype)} in all {tensor.steps} sampled steps{back}",
             cure=cure,
             role=tensor.role,
             subnormal=0.0,
@@ -136,11 +139,13 @@ def _vanished_here(record: Record, tensor: TensorRecord) -> bool:
     if tensor.role == "weight gradient":
         module, _, own = tensor.name.rpartition(".")
         back = record.tensors.get(("activation gradient", module))
-        made = [name for (role, name), one in record.tensors.items() if role == GRADIENTS[0] and module in one.sources]
-        entered = [record.tensors[key].amax for name in made if (key := ("activation", name)) in record.tensors]
+        made = [one.name for one in tensors(record, GRADIENTS[0]) if module in one.sources]
+        entered = [one.amax for one in tensors(record, "activation") if one.name in made]
         if back is None or own != "weight" or not entered:
             return False
         return rounds_to_zero(back.amax, max(entered), held_in)
+    if tensor.before_cast is not None and rounds_to_zero(tensor.before_cast, None, held_in):
+        return True
     pairs = []
     for source in tensor.sources:
         back = record.tensors.get(("activation gradient", source))

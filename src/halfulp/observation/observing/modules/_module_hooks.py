@@ -15,6 +15,7 @@ from ...sampling._totals import LAST_AMAX
 from .._expectations import Expectations
 from .._notebook import Notebook, watching
 from .._slot import TensorSlot
+from ._casts import Casts
 from ._checks import CompiledModules, Recomputations
 from ._outputs import loss_in, tensors_in
 from ._positions import Positions
@@ -53,7 +54,7 @@ class ModuleHooks:
             )
         self.expects_calls: bool = bool(names) and not compiled
         self._statistics = RunningStatistics(book, names)
-        self._residuals, self._positions = Residuals(book), Positions(book)
+        self._residuals, self._positions, self._casts = Residuals(book), Positions(book), Casts(book)
         self._again = Recomputations(book) if check else None
         self._hooks = {
             module: _ModuleHook(self, name, type(module).__name__, check or self._statistics.follows(module))
@@ -95,6 +96,7 @@ class ModuleHooks:
         self._last = self.loss = None
         self.book.uses.forget()
         self._residuals.forget()
+        self._casts.forget()
         if self._again is not None:
             self._again.end_step()
 
@@ -104,6 +106,7 @@ class ModuleHooks:
             if torch._C._current_graph_task_id() == -1:  # what runs again in a backward pass was noted in the first run
                 self.book.uses.note(hook.name, inputs, output)
                 self._residuals.note(hook.name, inputs, output)
+                self._casts.note(hook.name, output)
                 self._positions.note(hook.name, output)
             if not self._quickly(hook, module, inputs, output):
                 self._activations(hook, module, inputs, output)

@@ -56,7 +56,7 @@ class Residuals:
 
     @watching
     def _enter(self, tensor: torch.Tensor, name: str | None) -> None:
-        key = _key(tensor.grad_fn, tensor.output_nr)
+        key = graph_key(tensor.grad_fn, tensor.output_nr)
         known = next((one for one in (*self._outputs, *self._inputs) if one.key == key), None)
         if known is None:
             self._look(tensor)
@@ -72,7 +72,7 @@ class Residuals:
         if node.name() != "AddBackward0" or len(node.next_functions) != 2:
             return
         held = {one.key: one for one in (*self._inputs, *self._outputs)}
-        parts = [held.get(_key(*pair)) for pair in node.next_functions]
+        parts = [held.get(graph_key(*pair)) for pair in node.next_functions]
         if parts[0] is None or parts[1] is None or parts[0] is parts[1]:
             return
         samples = []
@@ -92,7 +92,7 @@ class Residuals:
         add_changes([record.change], past, _sample(total), added, [0, len(added)])
 
 
-def _key(node: Any, number: int) -> tuple[int, int]:
+def graph_key(node: Any, number: int) -> tuple[int, int]:
     """What tells outputs of a graph's operations apart within a thread."""
     return (-1 if node is None else node._sequence_nr(), number)
 

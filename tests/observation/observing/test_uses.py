@@ -1,0 +1,163 @@
+"""What goes wrong between modules is said of the module that does it: NaN on the way back, zeros by underflow."""
+
+import random
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import halfulp as hu
+from halfulp.observation.observing.modules._uses import Uses
+
+
+class Root(nn.Module):
+    """A root of what is 0 for some elements: its gradient there is infinite, times 0 it is NaN."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return (x.relu() * 0).sqrt() + x
+
+
+class Scaled(nn.Module):
+    """The same in a module that has a weight."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(width))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return ((x.relu() * 0).sqrt() + x) * self.weight
+
+
+class Block(nn.Module):
+    def __init__(self, width: int, inner: nn.Module | None = None, own: bool = False) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(width)
+        self.layer = nn.Sequential(nn.Linear(width, width), inner or nn.GELU(), nn.Linear(width, width))
+        self.own = own
+
+    def forward(self, x: Tensor) -> Tensor:
+        out = self.layer(self.norm(x))
+        return x + (Root.forward(self, out) if self.own else out)
+
+
+def model_with(fault: str, layer: int) -> tuple[nn.Module, str]:
+    """A model whose backward pass makes NaN in one place, and the name of that place."""
+    inner = {"leaf": Root(), "weighted": Scaled(16)}.get(fault)
+    blocks = [Block(16, inner if k == layer else None, fault == "own" and k == layer) for k in range(4)]
+    between = [Root()] if fault == "between" else []
+    model = nn.Sequential(nn.Linear(8, 16), *blocks[:layer], *between, *blocks[layer:], nn.Linear(16, 4))
+    place = {"leaf": f"{layer + 1}.layer.1", "weighted": f"{layer + 1}.layer.1", "own": f"{layer + 1}", "loss": "8"}
+    return model, place.get(fault, f"{layer + 1}")
+
+
+@pytest.mark.parametrize("fault", ["leaf", "weighted", "own", "between"])
+def test_nan_on_the_way_back_is_said_of_what_makes_it(fault, seed):
+    layer = random.Random(seed).randrange(4)
+    model, place = model_with(fault, layer)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
+    with hu.observe(model, optimizer, interval=1) as seen:
+        model(torch.randn(32, 8)).square().mean().backward()
+        optimizer.step()
+    first = seen.findings[0]
+    assert (first.code, first.severity, first.where) == ("first-nonfinite", "error", (place,)), str(first)
+    assert "divides by" in first.cure
+    assert "the gradient of the output of" in first.summary
+
+
+def test_nan_from_the_loss_is_said_of_the_loss(seed):
+    model = nn.Sequential(nn.Linear(8, 16), nn.Sequential(nn.Linear(16, 4)))
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
+    with hu.observe(model, optimizer, interval=1) as seen:
+        (model(torch.randn(32, 8)) * 0).square().sum(1).sqrt().sum().backward()
+        optimizer.step()
+    first = seen.findings[0]
+    assert first.where == ("1.0",)
+    assert "of the loss" in first.summary
+    assert "the loss divides by" in first.cure
+
+
+def test_uses_are_known_by_identity_and_keep_nothing_alive():
+    uses, x, y = Uses(), torch.ones(2), torch.ones(2)
+    uses.note("a", (), x)
+    uses.note("b.inner", (x,), y)
+    uses.note("b", (x,), y)
+    uses.note("c", (torch.ones(2),), (x, y))
+    uses.note("", (), y)
+    assert uses.sources("a") == ("b.inner",)
+    assert uses.sources("b.inner") == (), "handed on by b, c and the model, taken by none"
+    uses.note("d.e", (), z := torch.ones(2))
+    assert uses.sources("d.e") == ("d",), "by d's own code"
+    place = id(z)
+    del z
+    fresh = [torch.ones(2) for _ in range(64)]
+    for one in fresh:
+        uses.note("f", (one,), None)
+    assert uses.sources("d.e") == ("d",), f"a new tensor at {place} is another one"
+
+
+class Half(nn.Module):
+    """A float16 layer beside float32 ones."""
+
+    def __init__(self, down: float, up: float, back: float) -> None:
+        super().__init__()
+        self.layer = nn.Linear(16, 16).half()
+        self.down, self.up, self.back = down, up, back
+
+    def forward(self, x: Tensor) -> Tensor:
+        out = self.layer((x * self.down).half()).float() * self.up
+        return out * self.back + (out * (1 - self.back)).detach() + x
+
+
+def faulty(down: float, up: float, back: float) -> list:
+    model = nn.Sequential(nn.Linear(8, 16), nn.ReLU(), Half(down, up, back), nn.ReLU(), nn.Linear(16, 4))
+    with torch.no_grad():
+        model[2].layer.bias.zero_()
+        model[2].layer.weight.mul_(0.1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+    with hu.observe(model, optimizer, interval=1) as seen:
+        for _ in range(4):
+            model(torch.randn(32, 8)).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    assert not seen.record.unseen
+    return [one for one in seen.findings if one.severity != "note"]
+
+
+def test_a_layer_whose_outputs_are_all_zero_by_underflow_is_found(seed):
+    first = faulty(1e-7, 1e7, 1e-7)[0]
+    assert (first.code, first.where, first.severity) == ("activation-underflow", ("2.layer",), "error")
+    assert "all activations are 0 in fp16" in first.summary
+
+
+def test_a_layer_whose_gradients_are_all_zero_by_underflow_is_found(seed):
+    first = faulty(1.0, 1.0, 1e-9)[0]
+    assert (first.code, first.where, first.severity) == ("gradient-underflow", ("2.layer",), "error")
+    assert "all activation gradients are 0 in fp16" in first.summary
+    assert "to which a cast rounds" in first.summary
+
+
+def test_zeros_of_masks_zero_weights_and_dead_units_are_none(seed):
+    assert faulty(1.0, 1.0, 1.0) == []
+
+    class Gate(nn.Module):
+        def __init__(self, fill: float) -> None:
+            super().__init__()
+            self.weight = nn.Parameter(torch.full((16,), fill).half())
+
+        def forward(self, x: Tensor) -> Tensor:
+            return x * self.weight
+
+    class Dead(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            return (x - 1000).relu() + 0 * x
+
+    for odd in (Gate(0.0), Dead(), nn.Dropout(1.0), nn.Threshold(1000.0, 0.0)):
+        model = nn.Sequential(nn.Linear(8, 16), nn.Linear(16, 16), odd, nn.Linear(16, 4)).half()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+        with hu.observe(model, optimizer, interval=1) as seen:
+            for _ in range(4):
+                model(torch.randn(32, 8).half()).float().square().mean().backward()
+                optimizer.step()
+                optimizer.zero_grad()
+        codes = {one.code for one in seen.findings}
+        assert not codes & {"activation-underflow", "gradient-underflow"}, (odd, list(map(str, seen.findings)))
