@@ -52,7 +52,7 @@ class Children:
             if os.getpid() == self._own and name.startswith(_LAUNCHERS):
                 self.launched.append(name)
 
-        multiprocessing.process.BaseProcess.start = started  # type: ignore[method-assign]
+        multiprocessing.process.BaseProcess.start = started  # type: ignore[method-assign,assignment]
         subprocess.Popen.__init__ = opened  # type: ignore[method-assign,assignment]
         return self
 
