@@ -252,7 +252,7 @@ train(3)
     assert code == 0
     content = written()
     names = [parameter["name"] for parameter in content["record"]["parameters"]]
-    assert names == ["Maker.weight", "Maker.bias", "Judge.weight", "Judge.bias"]
+    assert names == ["maker.weight", "maker.bias", "judge.weight", "judge.bias"]
     assert "8 steps" not in out
     assert "5 steps" in out
     assert "3 steps" in out

@@ -255,7 +255,7 @@ def test_a_loss_known_at_some_steps_is_one_line_through_dots(show: Callable, dat
 
 def test_an_audit_says_what_moved_and_sorts(show: Callable, pages: dict) -> None:
     tab = show(pages["audit"]).tab
-    assert tab.locator("h1").text_content() == "norm: did not move"
+    assert tab.locator("h1").text_content() == "norm.weight: did not move"
     moved = "60 optimizer steps from A to B · 2 of 4 tensors moved · 1 did not move at all"
     assert tab.locator(".lead").text_content() == f"1 error in 4 tensors · {moved}"
     assert column(tab, "groups", 1)[0] == "did not move"
