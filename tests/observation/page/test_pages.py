@@ -119,7 +119,8 @@ def test_findings_of_one_code_and_cure_share_a_card_and_notes_have_their_own() -
     assert cards[0]["lines"][1]["evidence"] == [("share lost", "nan"), ("how sure", "50%")]
 
 
-def test_nothing_is_wholly_sure_and_a_forecast_says_no_share_at_all() -> None:
+def test_nothing_is_wholly_sure_and_a_forecast_says_no_share_at_all(forecast: hu.observation.Forecast) -> None:
+    assert max(one.confidence for one in forecast.findings) < 1
     finding = hu.observation.Finding("freeze-ahead", ("a",), "error", 1.0, {}, "cure", "said")
     (card,) = card_of(finding)
     assert card["lines"][0]["evidence"] == [("how sure", "over 99%")]

@@ -16,6 +16,8 @@ if TYPE_CHECKING:
     from ..record._record import Record
 
 KINDS: dict[str, type[FindingKind]] = {}
+# The most that a forecast is sure: the schedule, and the gradients that make the updates, are still to come.
+FORECAST = 0.9
 INSTRUMENTS = ("observe", "audit", "forecast", "contract")
 
 
@@ -146,7 +148,9 @@ def findings_of(instrument: str, measured: Any) -> list[Finding]:
     """
     method = {"observe": "in_record", "audit": "in_audit", "forecast": "in_forecast"}[instrument]
     classes = _classes(measured) if instrument == "observe" else {}
-    return causes_first(replace(one, kind=_class_of(one, classes)) for one in _each(method, measured))
+    most = FORECAST if instrument == "forecast" else 1.0
+    found = (replace(one, confidence=min(most, one.confidence)) for one in _each(method, measured))
+    return causes_first(replace(one, kind=_class_of(one, classes)) for one in found)
 
 
 def causes_first(findings: Iterable[Finding]) -> list[Finding]:
