@@ -168,7 +168,7 @@ def _drift(size: Tensor, weights: Tensor) -> Tensor:
     order = torch.argsort(weights)
     common = _clear(size.mean(), size.square().mean(), count)
     rest = (size - common)[order]
-    begin = (torch.arange(count, device="cpu") - _NEIGHBOURS // 2).clamp(0, count - _NEIGHBOURS)
+    begin = (torch.arange(count, dtype=torch.int64, device="cpu") - _NEIGHBOURS // 2).clamp(0, count - _NEIGHBOURS)
 
     def averaged(values: Tensor) -> Tensor:
         total = torch.cat([values.new_zeros(1), values.cumsum(0)])
