@@ -255,6 +255,13 @@ def test_a_card_says_what_its_code_means_and_links_to_the_codes_place_in_the_pag
     assert (Path(__file__).parents[3] / re.search(r"docs/findings/[\w-]*\.md", text)[0]).is_file()
 
 
+def test_a_users_code_has_no_page_in_the_documentation() -> None:
+    finding = hu.observation.Finding("mine-alone", ("a",), "error", 1.0).to_dict()
+    text = observation_html({"findings": [finding], "steps": 1})
+    assert 'id="code-mine-alone"' in text
+    assert "docs/findings/" not in text
+
+
 WORDS_OF_BEFORE = re.compile(r"binade|realised|100% sure", re.I)
 
 

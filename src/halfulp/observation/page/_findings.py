@@ -64,11 +64,17 @@ def _following(
     }
 
 
-def codes_on(cards: Sequence[Mapping[str, Any]]) -> list[tuple[str, str]]:
-    """Return the codes on the page, each once, with the sentence that says what it stands for."""
+def codes_on(cards: Sequence[Mapping[str, Any]]) -> list[tuple[str, str, bool]]:
+    """Return the codes on the page, each once, with what it stands for, and whether the documentation has a page of it.
+
+    A code that a user registered has none.
+    """
+    from ..findings._kind import KINDS  # whose package makes pages by way of audits
+
+    own = {code for code, kind in KINDS.items() if kind.__module__.startswith("halfulp.")}
     meanings = described("finding")
     codes = [code for card in cards for code in (card["code"], *(one["code"] for one in card["following"]))]
-    return [(code, meanings.get(code, "")) for code in dict.fromkeys(codes)]
+    return [(code, meanings.get(code, ""), code in own) for code in dict.fromkeys(codes)]
 
 
 def _line(one: Mapping[str, Any], forecast: bool) -> dict[str, Any]:
