@@ -10,6 +10,7 @@ from typing import Any
 
 from .._names import described
 from .._qualified_names import braced, pattern_of
+from ._code import for_groups
 from ._finding import SEVERITIES, Finding, Severity, in_words, meet, worst_severity
 from ._words import at_lr, percent
 
@@ -55,6 +56,12 @@ class Cause:
     def meaning(self) -> str:
         """A plain sentence that says what the code stands for; empty for a code that is not known here."""
         return described("finding").get(self.head.code, "")
+
+    @property
+    def write(self) -> str:
+        """Lines of code that are the cure of all its own findings; empty where words alone say it."""
+        codes = dict.fromkeys(one.write for one in self.own)
+        return self.head.write if len(codes) == 1 else for_groups(self.head.write)
 
     @property
     def headline(self) -> str:
@@ -209,7 +216,7 @@ def plain_causes(findings: Sequence[Finding]) -> list[dict[str, Any]]:
             "severity": cause.severity,
             "meaning": cause.meaning,
             "cure": cause.head.cure,
-            "write": cause.head.write,
+            "write": cause.write,
             "findings": [at[id(one)] for one in cause.findings],
         }
         for cause in causes_of(findings)

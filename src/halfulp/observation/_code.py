@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from typing import Any
 
@@ -12,6 +13,10 @@ IMPORT = "import halfulp as hu"
 KAHAN = 'weight_update="kahan"'
 # What torch's constructors take by themselves is left out.
 _USUAL = {"betas": (0.9, 0.999), "eps": 1e-8, "momentum": 0.0, "dampening": 0.0, "nesterov": False, "amsgrad": False}
+# What stands before the parameters, and the argument that is new.
+_CONSTRUCTED = re.compile(
+    r"^(optimizer = hu\.optim\.\w+\((?:[\w.]+, )?)\w+\.parameters\(\),.*(, \w+=[^,()=]+\))", re.MULTILINE
+)
 _DECAYS = ("AdamW", "Lion")
 
 
@@ -55,3 +60,27 @@ def optimizer_code(name: str | None, options: Mapping[str, Any], extra: str) -> 
         return f"{IMPORT}\noptimizer = hu.optim.{name}({arguments})"
     own = f"torch.optim.{name}" if hasattr(torch.optim, name) else name
     return f"{IMPORT}\noptimizer = hu.optim.wrap({own}, {arguments})"
+
+
+def of_model(code: str, name: str) -> str:
+    """Return lines of `optimizer_code` for a model that the script calls by another name.
+
+    >>> print(of_model(optimizer_code("SGD", {"lr": 0.1}, KAHAN), "netG").splitlines()[1])
+    optimizer = hu.optim.SGD(netG.parameters(), lr=0.1, weight_update="kahan")
+    """
+    return code.replace("model.parameters()", f"{name}.parameters()")
+
+
+def for_groups(code: str) -> str:
+    """Return lines of `optimizer_code` for what has several options: made of the param groups that are there.
+
+    >>> print(for_groups(optimizer_code("AdamW", {"lr": 0.1, "weight_decay": 0}, KAHAN)))
+    import halfulp as hu
+    # behind the line that makes it; it keeps its groups and their options
+    optimizer = hu.optim.AdamW(optimizer.param_groups, weight_update="kahan")
+    """
+    found = _CONSTRUCTED.search(code)
+    if found is None:
+        return code
+    where = "# behind the line that makes it; it keeps its groups and their options"
+    return f"{IMPORT}\n{where}\n{found[1]}optimizer.param_groups{found[2]}"

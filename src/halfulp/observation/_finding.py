@@ -8,6 +8,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 from .._qualified_names import braced, pattern_of
+from ._code import for_groups
 from .record._plain import plain
 
 Severity = Literal["note", "warning", "error"]
@@ -172,7 +173,8 @@ def _within(name: str, others: set[str]) -> bool:
 def _join(one: Finding, other: Finding, measure: str) -> Finding:
     worst = max(one, other, key=lambda finding: (_measured(finding, measure), finding.confidence))
     where = tuple(dict.fromkeys([*one.where, *other.where]))
-    return replace(worst, where=where, confidence=max(one.confidence, other.confidence))
+    write = worst.write if one.write == other.write else for_groups(worst.write)
+    return replace(worst, where=where, confidence=max(one.confidence, other.confidence), write=write)
 
 
 def _measured(finding: Finding, measure: str) -> float:

@@ -54,7 +54,7 @@ def _lines(cause: Cause) -> list[str]:
     head, own = cause.head, cause.own
     lines = [f"{cause.severity:<8} {head.code}: {cause.headline}"]
     said = [cause.meaning, f"cure: {head.cure}" if head.cure else ""]
-    first, *more = head.write.splitlines() or [""]
+    first, *more = cause.write.splitlines() or [""]
     said += [f"write: {first}" if first else "", *(f"       {line}" for line in more)]
     if len(own) > 1 or not cause.headline.lower().endswith(head.summary.lower()):
         said += [f"{in_words(one.where)}: {one.summary}" for one in own[:_MOST_LINES]]

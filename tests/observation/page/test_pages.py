@@ -155,6 +155,17 @@ def test_the_code_that_is_copied_mends_what_the_card_shows(losing: hu.observatio
     assert [one.code for one in run_in_bfloat16(first["write"]).findings if one.severity != "note"] == []
 
 
+def test_the_code_for_several_groups_keeps_their_options() -> None:
+    groups = """optimizer = torch.optim.AdamW(
+    [{"params": model["mlp"][0].parameters(), "weight_decay": 0.1},
+     {"params": model["mlp"][2].parameters(), "weight_decay": 0.0}], lr=3e-6)
+"""
+    (first, *_) = run_in_bfloat16(groups).to_dict()["causes"]
+    seen = run_in_bfloat16(groups + first["write"])
+    assert [one.code for one in seen.findings if one.severity != "note"] == []
+    assert [group["weight_decay"] for group in seen.optimizers[0].param_groups] == [0.1, 0.0]
+
+
 def test_updates_second_moment_and_decay_of_one_layer_are_one_card_with_the_code_that_mends_them(
     losing: hu.observation.Observation, forecast: hu.observation.Forecast
 ) -> None:
