@@ -76,11 +76,11 @@ def for_groups(code: str) -> str:
 
     >>> print(for_groups(optimizer_code("AdamW", {"lr": 0.1, "weight_decay": 0}, KAHAN)))
     import halfulp as hu
-    # behind the line that makes it; it keeps its groups and their options
+    # behind the line that makes the optimizer: its groups keep their options
     optimizer = hu.optim.AdamW(optimizer.param_groups, weight_update="kahan")
     """
     found = _CONSTRUCTED.search(code)
     if found is None:
         return code
-    where = "# behind the line that makes it; it keeps its groups and their options"
+    where = "# behind the line that makes the optimizer: its groups keep their options"
     return f"{IMPORT}\n{where}\n{found[1]}optimizer.param_groups{found[2]}"
