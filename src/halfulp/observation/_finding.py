@@ -31,7 +31,8 @@ class Finding:
         write: lines of code that are the cure, to copy; empty where words alone say it.
         role: of the tensors that show it (`record.Role`); empty where none do.
         explained_by: codes of which this one is the same cause at the same place.
-        kind: class name of the modules, where it is known: findings of modules of one class are joined.
+        kind: class name of the modules, where it is known, else what else tells a norm from a linear layer: findings
+            of one kind are joined.
 
     >>> print(
     ...     Finding(

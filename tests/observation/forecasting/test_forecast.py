@@ -1,5 +1,6 @@
 """Forecasts against real trainings in bfloat16, against rounding by torch, and what is refused."""
 
+import copy
 import json
 import math
 
@@ -301,3 +302,72 @@ def test_a_checkpoint_of_an_optimizer_that_is_not_known_says_so(tmp_path):
     torch.save({"model": model.state_dict(), "optimizer": optimizer.state_dict()}, tmp_path / "last.pt")
     assert "is not known: AdamW's updates are taken" in hu.forecast(tmp_path / "last.pt", steps=10).notes[0]
     assert hu.forecast(tmp_path / "last.pt", steps=10, optimizer="adam").notes == ()
+
+
+def drifting(start: torch.Tensor, drift: torch.Tensor, lr: float, steps: int = 400, at: int = 80):
+    """Weights in bfloat16 under Adam on noise with a drift: forecast and measured freeze step, and the range."""
+    model = nn.Module()
+    model.weight = nn.Parameter(start.bfloat16())
+    optimizer = torch.optim.AdamW(model.parameters(), lr=lr, betas=(0.9, 0.95), weight_decay=0.0)
+    rates, last = [lr * (1 - step / steps) for step in range(steps)], 0
+    for step in range(steps):
+        optimizer.param_groups[0]["lr"] = rates[step]
+        model.weight.grad = (torch.randn(len(start)) + drift).bfloat16()
+        before = model.weight.detach().clone()
+        optimizer.step()
+        if float((model.weight.detach() != before).double().mean()) >= 0.01:
+            last = step + 1
+        if step + 1 == at:
+            layer = hu.forecast(model, optimizer, rates).layers[0]
+    return layer, last
+
+
+@pytest.mark.parametrize("way", ["each its own", "all down", "none"])
+def test_weights_that_walk_across_a_power_of_two_are_followed(way, seed):
+    """From 1 down the spacing is half of that above: which way weights go decides when they freeze."""
+    start = 1 + 0.02 * torch.rand(2048)
+    drift = {"each its own": 0.2 * torch.randn(2048), "all down": torch.full((2048,), 1.0), "none": torch.zeros(2048)}
+    layer, measured = drifting(start, drift[way], 1.2e-2)
+    assert layer.freeze_step == pytest.approx(measured, rel=0.12), (layer.freeze_step, measured)
+    low, high = layer.freeze_range
+    assert low <= measured
+    assert high is None or measured <= high
+
+
+def test_a_forecasts_updates_have_the_sign_of_the_steps(seed):
+    """Weights just above 1 under gradients of one sign: up they freeze, down they find smaller spacings."""
+    frozen = {}
+    for sign in (-1.0, 1.0):
+        layer, measured = drifting(torch.full((1024,), 1.0), torch.full((1024,), sign), 6e-3)
+        frozen[sign] = layer.freeze_step
+        assert layer.freeze_step == pytest.approx(measured, rel=0.15, abs=20), sign
+    assert frozen[1.0] > frozen[-1.0] + 50
+
+
+def test_averages_and_what_no_optimizer_holds_do_not_freeze(tmp_path, seed):
+    model = nn.Sequential(nn.Linear(8, 32), nn.LayerNorm(32)).bfloat16()
+    optimizer = torch.optim.AdamW(model.named_parameters(), lr=1e-4)
+    for _ in range(2):
+        model(torch.randn(4, 8).bfloat16()).square().mean().backward()
+        optimizer.step()
+    named = {name for name, _ in model.named_parameters()}
+    averaged = torch.optim.swa_utils.AveragedModel(copy.deepcopy(model).float())
+    beside = {"model": model.state_dict(), "ema": model.state_dict()}
+    torch.save({**beside, "optimizer": optimizer.state_dict()}, tmp_path / "with.pt")
+    torch.save(beside, tmp_path / "without.pt")
+    inside = nn.ModuleDict({"net": model, "average": averaged})
+    whole = {f"net.{name}" for name in named}
+    for given, lr, expected in (
+        (tmp_path / "with.pt", None, named),
+        (tmp_path / "without.pt", 1e-4, named),
+        (inside, 1e-4, whole),
+        (inside.state_dict(), 1e-4, whole),
+        (averaged, 1e-4, {f"module.{name}" for name in named}),
+        ({**model.state_dict(), **{f"ema.{name}": p for name, p in model.named_parameters()}}, 1e-4, named),
+        ({f"ema.{name}": p for name, p in model.named_parameters()}, 1e-4, {f"ema.{name}" for name in named}),
+    ):
+        found = hu.forecast(given, lr, "cosine", steps=100)
+        assert {layer.name for layer in found.layers} == expected
+        assert any("left out" in note for note in found.notes) == (
+            given in (tmp_path / "with.pt", tmp_path / "without.pt")
+        )

@@ -58,3 +58,33 @@ def test_one_that_holds_another_counts_once(turned):
             model.zero_grad()
     assert len(seen) == 3
     assert {p.gradients for p in seen.record.parameters.values()} == {3}
+
+
+class Container(torch.optim.Optimizer):
+    """Optimizers in a list that step in turn, as torchtitan's container."""
+
+    def __init__(self, parts: list[torch.optim.Optimizer]) -> None:
+        self.optimizers = parts
+        super().__init__([p for one in parts for group in one.param_groups for p in group["params"]], {"lr": 9.0})
+
+    def step(self) -> None:
+        for one in self.optimizers:
+            one.step()
+
+
+@pytest.mark.parametrize("given", ["container", "both", "turned"])
+def test_a_container_of_several_is_no_optimizer_of_its_own(given):
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    parts = [torch.optim.AdamW(layer.parameters(), lr=1e-2) for layer in model]
+    container = Container(parts)
+    watched = {"container": container, "both": [container, *parts], "turned": [*parts, container]}[given]
+    with hu.observe(model, watched, interval=1) as seen:
+        for _ in range(3):
+            model(torch.randn(3, 4)).square().sum().backward()
+            container.step()
+            model.zero_grad()
+    assert len(seen) == 3
+    parameters = seen.record.parameters.values()
+    assert {p.gradients for p in parameters} == {3}
+    assert {(p.optimizer, p.options["lr"]) for p in parameters} == {("AdamW", 1e-2)}
+    assert all(p.update.known for p in parameters)

@@ -147,7 +147,7 @@ def findings_of(instrument: str, measured: Any) -> list[Finding]:
         measured: a Record, an Audit or a Forecast.
     """
     method = {"observe": "in_record", "audit": "in_audit", "forecast": "in_forecast"}[instrument]
-    classes = _classes(measured) if instrument == "observe" else {}
+    classes = {"observe": _classes, "audit": _dimensions}.get(instrument, lambda measured: {})(measured)
     most = FORECAST if instrument == "forecast" else 1.0
     found = (replace(one, confidence=min(most, one.confidence)) for one in _each(method, measured))
     return causes_first(replace(one, kind=_class_of(one, classes)) for one in found)
@@ -166,8 +166,13 @@ def _classes(record: Record) -> dict[str, str]:
     return of_tensors | {name: parameter.kind for name, parameter in record.parameters.items()}
 
 
+def _dimensions(audit: Any) -> dict[str, str]:
+    """Return in words how many dimensions each tensor of an audit has: checkpoints tell no classes of modules."""
+    return {name: f"{len(row.shape)} dimensions" for name, row in audit.tensors.items()}
+
+
 def _class_of(finding: Finding, classes: Mapping[str, str]) -> str:
-    """Return the class of a finding's only module, or of all; nothing where they differ, or are not known."""
+    """Return what a finding's names have in common; nothing where they differ, or are not known."""
     found = {classes.get(name, "") for name in finding.where}
     return found.pop() if len(found) == 1 else finding.kind
 

@@ -27,7 +27,7 @@ class LayerForecast:
             element; None if there is none. The first step to come if that holds already.
         freeze_lr: the learning rate there.
         freeze_range: steps before which and after which it lies with a chance of 1 in 20 each: what few elements, a
-            sample of many, and updates that become a fifth smaller or larger leave open; an end is None beyond the
+            sample of many, and updates that become a half smaller or larger leave open; an end is None beyond the
             schedule.
         freeze_update: the size of an update, in the weights' unit, below which fewer than 1% change their element.
         after_freeze: share of the learning rates to come that comes after it, which trains nothing; 0 without one.
