@@ -147,7 +147,8 @@ def findings_of(instrument: str, measured: Any) -> list[Finding]:
         measured: a Record, an Audit or a Forecast.
     """
     method = {"observe": "in_record", "audit": "in_audit", "forecast": "in_forecast"}[instrument]
-    classes = {"observe": _classes, "audit": _dimensions}.get(instrument, lambda measured: {})(measured)
+    read = {"observe": _classes, "audit": _dimensions}.get(instrument)
+    classes = {} if read is None else read(measured)
     most = FORECAST if instrument == "forecast" else 1.0
     found = (replace(one, confidence=min(most, one.confidence)) for one in _each(method, measured))
     return causes_first(replace(one, kind=_class_of(one, classes)) for one in found)
