@@ -80,6 +80,8 @@ def drawn(page: Path, scheme: str) -> str:
         tab = browser.new_page(viewport={"width": WIDTH, "height": 900}, color_scheme=scheme)
         tab.goto(page.as_uri())
         tab.locator(".segments input[value='activation gradient']").check()
+        tab.locator("[name=format]").select_option(label="if this were fp16")
+        tab.locator("[name=order]").select_option("model")
         tab.mouse.move(0, 0)
         with tab.expect_download() as waiting:
             tab.locator("#map .save").click()

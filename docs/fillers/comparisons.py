@@ -32,7 +32,7 @@ def _chosen(lines: list[dict[str, str]], columns: Sequence[str]) -> str:
 _SHORT = ("recipe", "gap to fp32", "verdict", "cancelled", "bytes/param", "step time")
 
 
-_LONG = (*_SHORT, "accuracy", "own arithmetic", "realised")
+_LONG = (*_SHORT, "accuracy", "own arithmetic", "movement kept")
 
 
 @place

@@ -22,7 +22,7 @@ def formats() -> str:
         numbers = [f"{row[field]:.4g}" for field in ("max", "smallest_normal", "smallest_subnormal", "eps")]
         name = f"`{row['name']}`"
         lines.append([name, str(row["bits"]), *numbers, str(row["binades"]), ", ".join(special) or "none"])
-    headers = ["format", "bits", "max", "smallest normal", "smallest", "eps", "binades", "specials"]
+    headers = ["format", "bits", "max", "smallest normal", "smallest", "eps", "powers of two", "specials"]
     return grid([*headers], lines)
 
 

@@ -37,7 +37,7 @@ def test_a_healthy_pair(pair, capsys):
 def test_a_finding_is_exit_code_1_and_stands_in_table_and_json(pair, capsys):
     code, out, _ = run(capsys, pair / "a.pt", pair / "frozen.pt")
     assert code == 1
-    assert "warning  weight-frozen: layers.1.weight\n" in out
+    assert "warning  weight-frozen: layers.1.weight: not one of 64 elements moved in bf16\n" in out
     code, out, err = run(capsys, pair / "a.pt", pair / "frozen.pt", "--json", "--share", "0.5")
     found = json.loads(out)
     assert (code, err) == (1, "")

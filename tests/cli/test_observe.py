@@ -3,6 +3,7 @@
 import importlib.util
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -251,7 +252,7 @@ train(3)
     assert code == 0
     content = written()
     names = [parameter["name"] for parameter in content["record"]["parameters"]]
-    assert names == ["Maker.weight", "Maker.bias", "Judge.weight", "Judge.bias"]
+    assert names == ["maker.weight", "maker.bias", "judge.weight", "judge.bias"]
     assert "8 steps" not in out
     assert "5 steps" in out
     assert "3 steps" in out
@@ -395,3 +396,38 @@ def test_trainers(tmp_path, text, needs, frozen):
     assert content["steps"] == 6
     [finding] = [one for one in content["findings"] if one["code"] == "weight-frozen" and frozen in one["where"]]
     assert finding["severity"] == "error"
+
+
+SPAWNS = """
+import torch
+import torch.multiprocessing as mp
+{imports}
+
+def work(rank):
+    model = torch.nn.Linear(4, 4).bfloat16()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with {watching} as seen:
+        for _ in range(2):
+            model(torch.ones(2, 4).bfloat16()).sum().backward()
+            optimizer.step()
+    {after}
+
+if __name__ == "__main__":
+    mp.spawn(work, nprocs=1)
+"""
+
+
+def test_processes_of_mp_spawn_are_named_with_what_to_write_instead_which_works(tmp_path):
+    def call(**parts: str) -> "subprocess.CompletedProcess[str]":
+        (tmp_path / "script.py").write_text(SPAWNS.format(**parts))
+        command = [sys.executable, "-m", "halfulp.cli", "observe", "script.py"]
+        return subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False)
+
+    ended = call(imports="import contextlib", watching="contextlib.nullcontext()", after="pass")
+    assert ended.returncode == 2
+    assert "it started a process by torch.multiprocessing.spawn, where work runs" in ended.stderr
+    watching, after = (said.strip("`") for said in re.findall("`[^`]*`", ended.stderr)[-2:])
+    assert not (tmp_path / "observe.html").exists()
+    watching = watching.removeprefix("with ").removesuffix(" as seen:")
+    call(imports="import halfulp as hu", watching=watching, after=after)
+    assert "<h1>" in (tmp_path / "observe.html").read_text()

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 from .._qualified_names import braced, pattern_of
+from ._code import for_groups
 from .record._plain import plain
 
 Severity = Literal["note", "warning", "error"]
@@ -26,6 +27,10 @@ class Finding:
         evidence: the numbers that show it; for several names those of the worst.
         cure: what to do.
         summary: the evidence in words.
+        says: a template of the diagnosis over all that one cause explains (`_causes`); empty for place and summary.
+        write: lines of code that are the cure, to copy; empty where words alone say it.
+        role: of the tensors that show it (`record.Role`); empty where none do.
+        explained_by: codes of which this one is the same cause at the same place.
         kind: class name of the modules, where it is known, else what else tells a norm from a linear layer: findings
             of one kind are joined.
 
@@ -50,6 +55,10 @@ class Finding:
     evidence: Mapping[str, Any] = field(default_factory=dict)
     cure: str = ""
     summary: str = ""
+    says: str = field(default="", repr=False)
+    write: str = field(default="", repr=False)
+    role: str = field(default="", repr=False)
+    explained_by: tuple[str, ...] = field(default=(), repr=False)
     kind: str = field(default="", compare=False, repr=False)
 
     def __post_init__(self) -> None:
@@ -73,6 +82,8 @@ class Finding:
             "evidence": plain(self.evidence),
             "cure": self.cure,
             "summary": self.summary,
+            "write": self.write,
+            "role": self.role,
         }
 
 
@@ -121,7 +132,7 @@ def ranked(
     for i, consequence in enumerate(found):
         codes = set((causes or {}).get(consequence.code, ()))
         for j, cause in enumerate(found):
-            if cause.code in codes and (cause.code in spreading or _meet(cause.where, consequence.where)):
+            if cause.code in codes and (cause.code in spreading or meet(cause.where, consequence.where)):
                 follows[j].append(i)
     explained = {i for consequences in follows.values() for i in consequences}
 
@@ -146,7 +157,7 @@ def _all_from(start: int, follows: Mapping[int, Iterable[int]]) -> set[int]:
     return found
 
 
-def _meet(names: Iterable[str], others: Iterable[str]) -> bool:
+def meet(names: Iterable[str], others: Iterable[str]) -> bool:
     """Return whether two sets of names have a place in common: a name, or a module and what lies in it."""
     mine, theirs = set(names), set(others)
     if not mine or not theirs or mine & theirs:
@@ -163,7 +174,8 @@ def _within(name: str, others: set[str]) -> bool:
 def _join(one: Finding, other: Finding, measure: str) -> Finding:
     worst = max(one, other, key=lambda finding: (_measured(finding, measure), finding.confidence))
     where = tuple(dict.fromkeys([*one.where, *other.where]))
-    return replace(worst, where=where, confidence=max(one.confidence, other.confidence))
+    write = worst.write if one.write == other.write else for_groups(worst.write)
+    return replace(worst, where=where, confidence=max(one.confidence, other.confidence), write=write)
 
 
 def _measured(finding: Finding, measure: str) -> float:

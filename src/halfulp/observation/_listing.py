@@ -1,47 +1,67 @@
-"""Findings as lines for a terminal: those of one code and cure together, with the cure said once."""
+"""Findings as lines for a terminal: each cause once, with its diagnosis, its cure, and what shows it."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
+from ._causes import Cause, causes_of
 from ._finding import Finding, in_words
+
+_INDENT = " " * 9
+_MOST_LINES = 3
+REST = "in `findings`, on the page and in its JSON"
 
 
 def listing(findings: Sequence[Finding], most: int = 10) -> list[str]:
-    """Return lines that list findings, ranked before, the first of each group saying what the numbers are.
+    """Return lines that list findings, those of one cause together.
 
     Args:
         findings: in the order of `ranked`.
-        most: how many groups are listed; what is left out is counted.
+        most: how many causes are listed; what is left out is counted, with where it stands.
 
-    >>> lost = [Finding("updates-lost", (n,), "error", 1.0, {}, "keep it in float32", "97% lost") for n in ("a", "b")]
+    >>> says = "{place} [loses|lose] {lost:share} of [its|their] updates"
+    >>> lost = [
+    ...     Finding("my-code", (name,), "error", 1.0, {"lost": part}, "keep it in float32", f"{part:.0%} lost", says)
+    ...     for name, part in (("up.0.weight", 0.97), ("up.1.weight", 0.95))
+    ... ]
     >>> print(*listing(lost), sep="\\n")
-    2 findings:
-    error    updates-lost: a, b
-             97% lost
+    2 findings, of one cause:
+    error    my-code: up.{0,1} lose up to 97% of their updates
              cure: keep it in float32
-    >>> lost += [Finding("updates-lost", ("c",), "error", 1.0, {}, "keep it in float32", "99% lost")]
-    >>> print(listing(lost)[2].strip())
-    a: 97% lost (2 more, with other numbers)
+             up.0.weight: 97% lost
+             up.1.weight: 95% lost
     >>> listing([])
     ['no findings']
     """
     if not findings:
         return ["no findings"]
-    groups: dict[tuple[str, str, str], list[Finding]] = {}
-    for finding in findings:
-        groups.setdefault((finding.severity, finding.code, finding.cure), []).append(finding)
-    lines = [f"{len(findings)} finding{'s' if len(findings) > 1 else ''}:"]
-    for (severity, code, cure), group in list(groups.items())[:most]:
-        names = in_words(name for finding in group for name in finding.where)
-        lines.append(f"{severity:<8} {code}" + (f": {names}" if names else ""))
-        differ = len({finding.summary for finding in group}) > 1
-        where = f"{in_words(group[0].where)}: " if differ else ""
-        others = f" ({len(group) - 1} more, with other numbers)" if differ else ""
-        lines.append(f"{'':<9}{where}{group[0].summary}{others}")
-        if cure:
-            lines.append(f"{'':<9}cure: {cure}")
-    left = sum(len(group) for group in list(groups.values())[most:])
+    causes = causes_of(findings)
+    many = f"{len(findings)} finding{'s' if len(findings) > 1 else ''}"
+    lines = [
+        f"{many}, of {'one cause' if len(causes) == 1 else f'{len(causes)} causes'}:"
+        if len(findings) > 1
+        else f"{many}:"
+    ]
+    for cause in causes[:most]:
+        lines += _lines(cause)
+    left = sum(len(cause.findings) for cause in causes[most:])
     if left:
-        lines.append(f"... and {left} more in `findings`")
+        lines.append(f"{left} more: {REST}")
     return lines
+
+
+def _lines(cause: Cause) -> list[str]:
+    head, own = cause.head, cause.own
+    lines = [f"{cause.severity:<8} {head.code}: {cause.headline}"]
+    said = [cause.meaning, f"cure: {head.cure}" if head.cure else ""]
+    first, *more = cause.write.splitlines() or [""]
+    said += [f"write: {first}" if first else "", *(f"       {line}" for line in more)]
+    if len(own) > 1 or not cause.headline.lower().endswith(head.summary.lower()):
+        said += [f"{in_words(one.where)}: {one.summary}" for one in own[:_MOST_LINES]]
+        said += [f"{len(own) - _MOST_LINES} more: {REST}"] if len(own) > _MOST_LINES else []
+    for code, found in cause.following.items():
+        names = in_words(name for one in found for name in one.where)
+        numbers = len({one.summary for one in found})
+        rest = f" (and {len(found) - 1} more, with other numbers)" if numbers > 1 else ""
+        said.append(f"with it {code}: {names}: {found[0].summary}{rest}")
+    return lines + [_INDENT + line for line in said if line]

@@ -5,6 +5,16 @@ from typing import Any
 
 import torch
 
+# The words for what rounding takes of updates, the same in tables, pages and docs. In code and JSON they are the lost
+# and the realised share of a `Realised`.
+LOST = "share of updates lost"
+KEPT = "movement kept"
+LOST_AND_KEPT = (
+    "Share of updates lost: wanted updates that rounding undid, so that the element stayed as it was. Movement kept: "
+    "how much of the wanted movement took place all the same; the large updates are most of it, and stochastic "
+    "rounding keeps it on average whatever single updates it undoes."
+)
+
 
 def percent(share: float) -> str:
     """Return a share as a percentage that is 0% or 100% only where it is exact.

@@ -82,7 +82,7 @@ class LostUpdateReport:
         if self.cancelled is None:
             return ["lost updates: none metered yet (one step in `report_interval` is)"]
         lines = [f"lost updates: {self.cancelled:.1%} of all element updates cancelled by rounding, "
-                 f"{self.realised:.1%} of the wanted update realised"]  # fmt: skip
+                 f"{self.realised:.1%} of the wanted movement kept"]  # fmt: skip
         bad = [row for row in self.rows if row.cancelled > 0.5 and row.weight_update == "nearest"]
         lines += [f"  {row.name}: {row.cancelled:.0%} cancelled ({row.weight_update})" for row in self.rows[:5]]
         if len(self.rows) > 5:

@@ -253,3 +253,23 @@ def test_updates_that_cannot_be_computed_again_are_said(state, said):
     assert said in " ".join(hu.audit(a, b).unseen)
     groups[0]["lr"] = 0.0
     assert "no learning rate, or it is 0; give lr=" in " ".join(hu.audit(a, b).unseen)
+
+
+def test_tied_weights_agree(tmp_path):
+    """A weight that has two names is one tensor: what is found of one is found of the other."""
+    model = torch.nn.ModuleDict({"embed": torch.nn.Embedding(64, 16), "head": torch.nn.Linear(16, 64, bias=False)})
+    model["head"].weight = model["embed"].weight
+    model.to(torch.bfloat16)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-6)
+    for step in range(3):
+        model["head"](model["embed"](torch.arange(64))).float().square().mean().backward()
+        optimizer.step()
+        torch.save({"model": model.state_dict(), "optimizer": optimizer.state_dict()}, tmp_path / f"{step}.pt")
+    found = hu.audit(tmp_path / "0.pt", tmp_path / "2.pt")
+    assert {"embed.weight", "head.weight"} == set(found.states) == set(found.tensors)
+    of_each = [{(one.code, one.severity) for one in found.findings if name in one.where} for name in found.tensors]
+    assert of_each[0] == of_each[1] != set()
+    assert found.states_complete
+    with hu.observe(model, optimizer, interval=1) as seen:
+        optimizer.step()
+    assert seen.record.parameters["embed.weight"].kind == "Embedding"

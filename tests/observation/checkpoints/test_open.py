@@ -3,6 +3,7 @@
 import json
 import pickle
 
+import numpy
 import pytest
 import torch
 from safetensors.torch import save_file
@@ -10,6 +11,7 @@ from safetensors.torch import save_file
 import halfulp as hu
 from halfulp.kernels import same_bits
 from halfulp.observation.checkpoints._open import open_checkpoint
+from halfulp.observation.checkpoints._other_kinds import OTHER_KINDS
 from halfulp.observation.checkpoints._state_names import named_states
 
 
@@ -171,6 +173,31 @@ def test_what_is_no_checkpoint_is_refused_with_a_remedy(tmp_path, make, said):
     with pytest.raises(ValueError, match=said) as raised:
         open_checkpoint(path)
     assert "give" in str(raised.value) or "copy" in str(raised.value)
+
+
+def of_kind(kind):
+    """The bytes of a file of another kind: those that tell it, and more."""
+    return bytes(kind.offset) + kind.start + bytes(200)
+
+
+@pytest.mark.parametrize("name", ["model.safetensors", "pytorch_model.bin", "w.gguf", "folder"])
+@pytest.mark.parametrize("kind", OTHER_KINDS, ids=lambda kind: kind.name.replace(" ", "-"))
+def test_weights_of_another_kind_are_named_with_what_to_give_instead(tmp_path, kind, name):
+    path = tmp_path / (f"weights{kind.suffix}" if kind.suffix else name)
+    if name == "folder":
+        path = tmp_path / f"weights{kind.suffix or '.gguf'}"
+    path.write_bytes(of_kind(kind))
+    with pytest.raises(ValueError, match="which is not read") as raised:
+        open_checkpoint(tmp_path if name == "folder" else path)
+    assert str(raised.value) == f"{path} is {kind.name}, which is not read: {kind.remedy}"
+
+
+def test_an_archive_of_numpy_is_named_and_a_file_of_torch_is_none(tmp_path):
+    numpy.savez(tmp_path / "w.npz", w=numpy.ones(3))
+    with pytest.raises(ValueError, match="archive of numpy arrays"):
+        open_checkpoint(tmp_path / "w.npz")
+    torch.save({"w.npy": torch.ones(3)}, tmp_path / "w.npy.pt")
+    assert list(open_checkpoint(tmp_path / "w.npy.pt").tensors) == ["w.npy"]
 
 
 def test_tensors_of_this_library_come_with_what_lies_beside_them(tmp_path):

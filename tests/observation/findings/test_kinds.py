@@ -1,11 +1,18 @@
 """The list of codes: each is whole, an empty run has none, and causes go before consequences."""
 
-import pytest
+import ast
+import re
+from string import Formatter
+from typing import get_args
 
+import pytest
+import torch
+
+import halfulp as hu
 from halfulp.observation import Finding, FindingKind, register_finding
 from halfulp.observation._finding import ranked
 from halfulp.observation.findings import KINDS, findings_of, get_kind
-from halfulp.observation.record._record import Record
+from halfulp.observation.record._record import Record, Role
 
 from .records import parameter, realised
 
@@ -20,6 +27,25 @@ def test_a_code_is_whole(code):
     assert kind.__doc__.endswith(".")
     assert "  " not in kind.cure
     assert not kind.cure.endswith(".")
+
+
+@pytest.mark.parametrize("code", sorted(KINDS))
+def test_a_diagnosis_names_the_place_and_lines_of_code_call_what_exists(code):
+    kind = KINDS[code]
+    assert kind.role in ("", *get_args(Role))
+    assert all(other in KINDS for other in kind.shares_cause_with)
+    if kind.says:
+        names = [key for _, key, _, _ in Formatter().parse(kind.says) if key]
+        assert "place" in names
+        assert not re.search(r"[\[\]]", re.sub(r"\[[^|\[\]]*\|[^|\[\]]*\]", "", kind.says))
+        assert not kind.says.endswith(".")
+    for node in ast.walk(ast.parse(kind.write)):
+        if isinstance(node, ast.Attribute):
+            path = ast.unparse(node).split(".")
+            if path[0] in ("hu", "torch") and all(map(str.isidentifier, path)):
+                found = {"hu": hu, "torch": torch}[path[0]]
+                for name in path[1:]:
+                    found = getattr(found, name)
 
 
 def test_no_two_codes_explain_each_other():

@@ -1,7 +1,10 @@
 """Each code is found first in a real run that has the fault, and nothing above a note is in its healthy twin."""
 
+import re
+
 import pytest
 
+from halfulp.observation._causes import causes_of
 from halfulp.observation.findings import KINDS
 
 from ..plants.registry import PLANTS
@@ -19,6 +22,13 @@ def test_a_plant_is_found_and_its_healthy_twin_is_silent(code, seed, needs_torch
         loud = [finding for finding in PLANTS[code](faulty).findings() if finding.severity != "note"]
         if faulty:
             assert [finding.code for finding in loud][:1] == [code], list(map(str, loud))
+            (first, *_) = causes_of(loud)
+            assert first.head.code == code
+            assert not first.head.says or "{" not in re.sub(r"\{[\d,-]+\}", "", first.headline), (
+                "a place in the template"
+            )
+            last = first.head.where[0].removesuffix(".weight").removesuffix(".bias") if first.head.where else ""
+            assert re.sub(r"\d+.*", "", last) in first.headline, "the diagnosis names the layer"
         else:
             assert loud == [], list(map(str, loud))
 

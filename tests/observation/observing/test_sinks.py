@@ -58,7 +58,7 @@ def test_shares_are_those_of_the_step_by_another_count(seed):
     for row, found in zip(rows, counts[::2]):
         for name, (seen, lost, ratio) in found.items():
             assert row[f"updates_lost/{name}"] == pytest.approx(lost / seen)
-            assert row[f"movement_realised/{name}"] == pytest.approx(ratio, rel=1e-6)
+            assert row[f"movement_kept/{name}"] == pytest.approx(ratio, rel=1e-6)
         seen, lost = (sum(one[k] for one in found.values()) for k in (0, 1))
         assert row["updates_lost"] == pytest.approx(lost / seen)
     assert 0 < rows[0]["updates_lost"] < 1

@@ -18,6 +18,13 @@ def column(tab: Any, table: str, index: int) -> list[str]:
     return tab.eval_on_selector_all(f"#{table} tbody tr", f"rows => rows.map(row => row.cells[{index}].textContent)")
 
 
+def choose_format(tab: Any, name: str) -> None:
+    """Choose a format of the map, which says whether it is the one that stores the tensors."""
+    labels = tab.eval_on_selector_all("[name=format] option", "options => options.map(one => one.textContent)")
+    (label,) = [one for one in labels if one in (f"{name}, as stored", f"if this were {name}")]
+    tab.locator("[name=format]").select_option(label=label)
+
+
 def visible(tab: Any, selector: str) -> bool:
     return tab.locator(selector).first.is_visible()
 
@@ -65,7 +72,7 @@ def test_every_format_has_the_counts_of_the_record_at_scale_1(show: Callable, da
     tab.locator("#numbers-table button.more").click()
     expected = {one["name"]: one["formats"] for one in data["record"]["tensors"] if one["role"] == role}
     for format in FORMATS:
-        tab.locator("[name=format]").select_option(label=format)
+        choose_format(tab, format)
         more = tab.locator("#numbers-table button.more")
         if more.is_visible():
             more.click()
@@ -90,6 +97,7 @@ def test_a_scale_moves_what_underflows(show: Callable, data: dict) -> None:
     """By powers of two, the count at 2^k is that of the histogram's bins below the limit less k, for fp16 2^-25."""
     tab = show(observation_html(data)).tab
     tab.locator(".segments input[value='weight gradient']").check()
+    choose_format(tab, "fp16")
     tab.locator("#map details summary").click()
     tab.locator("#numbers-table input[type=search]").fill("layers.20.weight")
     (one,) = [one for one in data["record"]["tensors"] if one["name"] == "layers.20.weight"]
@@ -109,7 +117,7 @@ def test_a_scale_moves_what_underflows(show: Callable, data: dict) -> None:
 def test_to_centre_on_a_tensor_sets_the_scale_that_loses_least_of_it(show: Callable, data: dict) -> None:
     tab = show(observation_html(data)).tab
     tab.locator(".segments input[value='weight gradient']").check()
-    tab.locator("[name=format]").select_option(label="e4m3fn")
+    choose_format(tab, "e4m3fn")
     tab.locator("[name=centre]").select_option(label="layers.25.weight")
     (one,) = [one for one in data["record"]["tensors"] if one["name"] == "layers.25.weight"]
     bins = {int(bin): many for bin, many in one["histogram"].items()}
@@ -122,13 +130,14 @@ def test_to_centre_on_a_tensor_sets_the_scale_that_loses_least_of_it(show: Calla
     power = int(tab.locator("[name=scale]").input_value())
     assert power > 0
     assert loss(power) == min(map(loss, range(-48, 49)))
-    tab.locator("[name=format]").select_option(label="mxfp8_e4m3")
+    choose_format(tab, "mxfp8_e4m3")
     assert tab.locator("[name=scale]").is_disabled()
 
 
 def test_the_map_shows_the_tensors_in_order_and_the_most_lost_first(show: Callable, data: dict) -> None:
     tab = show(observation_html(data)).tab
     tab.locator(".segments input[value='weight gradient']").check()
+    choose_format(tab, "fp16")
     tab.locator("[name=order]").select_option("lost")
     shares = [
         tab.eval_on_selector_all(f"#map svg text.{key}", "texts => texts.map(text => text.textContent)")
@@ -137,6 +146,31 @@ def test_the_map_shows_the_tensors_in_order_and_the_most_lost_first(show: Callab
     lost = [sum(0.005 if one.startswith("<") else float(one.rstrip("%")) for one in both) for both in zip(*shares)]
     assert lost[0] > 30
     assert all(more >= less - 0.2 for more, less in itertools.pairwise(lost))
+
+
+def test_the_map_opens_on_the_first_finding_and_the_other_formats_say_if(show: Callable, data: dict) -> None:
+    named = json.loads(json.dumps(data))
+    named["findings"][0] |= {"role": "weight gradient", "where": ["layers.5.weight"]}
+    tab = show(observation_html(named)).tab
+    assert tab.locator(".segments input:checked").get_attribute("value") == "weight gradient"
+    first = tab.locator("#map svg g.row text").first
+    assert (first.text_content(), first.get_attribute("font-weight")) == ("layers.5.weight", "700")
+    assert tab.locator("[name=format] option:checked").text_content() == "fp32, as stored"
+    assert "stored in fp32" in tab.locator("#map svg").text_content()
+    choose_format(tab, "fp16")
+    assert "if this were fp16" in tab.locator("#map svg").text_content()
+    tab.locator(".segments input[value=activation]").check()
+    assert tab.locator("[name=format] option:checked").text_content() == "if this were fp16", "what was chosen stays"
+
+
+def test_the_code_of_a_cure_is_copied(show: Callable, data: dict) -> None:
+    cured = json.loads(json.dumps(data))
+    cured["findings"][0]["write"] = 'a = "<b>"\nc = a'
+    tab = show(observation_html(cured)).tab
+    tab.context.grant_permissions(["clipboard-read", "clipboard-write"])
+    tab.locator("button.copy").first.click()
+    tab.locator("button.copy", has_text="Copied").wait_for()
+    assert tab.evaluate("navigator.clipboard.readText()") == 'a = "<b>"\nc = a'
 
 
 def test_it_follows_the_readers_colours(show: Callable, data: dict) -> None:
@@ -185,7 +219,7 @@ def test_a_saved_map_stands_alone(show: Callable, data: dict) -> None:
     with tab.expect_download() as waiting:
         tab.locator("#map .save").click()
     text = waiting.value.path().read_text(encoding="utf-8")
-    assert waiting.value.suggested_filename == "activation-fp16.svg"
+    assert waiting.value.suggested_filename == "activation-fp32.svg"
     assert text.startswith("<svg")
     assert "--kept:#" in text
     assert "http" not in text.replace("http://www.w3.org/2000/svg", "")
@@ -221,11 +255,9 @@ def test_a_loss_known_at_some_steps_is_one_line_through_dots(show: Callable, dat
 
 def test_an_audit_says_what_moved_and_sorts(show: Callable, pages: dict) -> None:
     tab = show(pages["audit"]).tab
-    assert tab.locator("h1").text_content() == "1 error in 4 tensors"
-    assert (
-        tab.locator(".lead").text_content()
-        == "60 optimizer steps from A to B · 2 of 4 tensors moved · 1 did not move at all"
-    )
+    assert tab.locator("h1").text_content() == "norm.weight: did not move"
+    moved = "60 optimizer steps from A to B · 2 of 4 tensors moved · 1 did not move at all"
+    assert tab.locator(".lead").text_content() == f"1 error in 4 tensors · {moved}"
     assert column(tab, "groups", 1)[0] == "did not move"
     assert sorted(column(tab, "tensors", 1)) == ["changed", "changed", "nonfinite", "unchanged"]
     tab.locator("#tensors thead th").nth(7).locator("button").click()

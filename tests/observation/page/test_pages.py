@@ -1,7 +1,9 @@
 """The three pages as text: made from plain data alone, self-contained, escaped, written whole."""
 
 import errno
+import html
 import json
+import math
 import os
 import re
 from pathlib import Path
@@ -10,10 +12,11 @@ import pytest
 import torch
 
 import halfulp as hu
+from halfulp.observation.findings import KINDS
 from halfulp.observation.page import forecast_html, observation_html
-from halfulp.observation.page._findings import finding_cards
+from halfulp.observation.page._findings import cause_cards
 from halfulp.observation.page._history import history_data, history_words
-from halfulp.observation.page._magnitudes import format_limits
+from halfulp.observation.page._magnitudes import format_limits, map_data
 
 
 @pytest.fixture(scope="module")
@@ -99,18 +102,115 @@ def test_a_page_of_nan_from_the_first_step() -> None:
     assert "first-nonfinite" in observation_html(seen.to_dict())
 
 
-def test_findings_of_one_code_and_cure_share_a_card() -> None:
+def card_of(*findings: hu.observation.Finding, forecast: bool = False) -> list[dict]:
+    return cause_cards({"findings": [one.to_dict() for one in findings]}, forecast)
+
+
+def test_findings_of_one_code_and_cure_share_a_card_and_notes_have_their_own() -> None:
     rows = [
         hu.observation.Finding("updates-lost", (f"{name}.weight",), "error", sure, {"lost": lost}, "cure", "said")
         for name, sure, lost in (("a", 1.0, 0.5), ("b", 0.5, float("nan")))
     ]
-    other = hu.observation.Finding("updates-lost", ("c",), "note", 1.0, {}, "cure", "said")
-    cards = finding_cards([one.to_dict() for one in (*rows, other)])
+    cards = card_of(*rows, hu.observation.Finding("updates-lost", ("c",), "note", 1.0, {}, "cure", "said"))
     assert [(card["severity"], len(card["lines"]), card["sure"]) for card in cards] == [
-        ("error", 2, "50 to 100%"),
-        ("note", 1, "100%"),
+        ("error", 2, "of few samples"),
+        ("note", 1, ""),
     ]
-    assert cards[0]["lines"][1]["evidence"] == [("lost", "nan")]
+    assert cards[0]["lines"][1]["evidence"] == [("share lost", "nan"), ("how sure", "50%")]
+
+
+def test_nothing_is_wholly_sure_and_a_forecast_says_no_share_at_all(forecast: hu.observation.Forecast) -> None:
+    assert max(one.confidence for one in forecast.findings) < 1
+    finding = hu.observation.Finding("freeze-ahead", ("a",), "error", 1.0, {}, "cure", "said")
+    (card,) = card_of(finding)
+    assert card["lines"][0]["evidence"] == [("how sure", "over 99%")]
+    (card,) = card_of(finding, forecast=True)
+    assert (card["sure"], card["lines"][0]["evidence"]) == ("forecast", [])
+
+
+def run_in_bfloat16(code: str) -> hu.observation.Observation:
+    """Observe a bfloat16 model under an optimizer that lines of code make."""
+    torch.manual_seed(1)
+    layers = torch.nn.Linear(16, 64), torch.nn.Tanh(), torch.nn.Linear(64, 16)
+    model = torch.nn.ModuleDict({"mlp": torch.nn.Sequential(*layers)}).to(torch.bfloat16)
+    names = {"model": model, "torch": torch}
+    exec(code, names)
+    optimizer = names["optimizer"]
+    with hu.observation.observe(model, optimizer, interval=2) as seen:
+        for _ in range(13):
+            optimizer.zero_grad()
+            model["mlp"](torch.randn(4, 16, dtype=torch.bfloat16)).float().square().mean().backward()
+            optimizer.step()
+    return seen
+
+
+@pytest.fixture(scope="module")
+def losing() -> hu.observation.Observation:
+    """A run whose bfloat16 weights lose nearly all updates, decay and decreases of the second moment."""
+    return run_in_bfloat16("optimizer = torch.optim.AdamW(model.parameters(), lr=3e-6, weight_decay=0.1)")
+
+
+def test_the_code_that_is_copied_mends_what_the_card_shows(losing: hu.observation.Observation) -> None:
+    (first,) = losing.to_dict()["causes"]
+    assert [one.code for one in run_in_bfloat16(first["write"]).findings if one.severity != "note"] == []
+
+
+def test_the_code_for_several_groups_keeps_their_options() -> None:
+    groups = """optimizer = torch.optim.AdamW(
+    [{"params": model["mlp"][0].parameters(), "weight_decay": 0.1},
+     {"params": model["mlp"][2].parameters(), "weight_decay": 0.0}], lr=3e-6)
+"""
+    (first, *_) = run_in_bfloat16(groups).to_dict()["causes"]
+    seen = run_in_bfloat16(groups + first["write"])
+    assert [one.code for one in seen.findings if one.severity != "note"] == []
+    assert [group["weight_decay"] for group in seen.optimizers[0].param_groups] == [0.1, 0.0]
+
+
+def test_updates_second_moment_and_decay_of_one_layer_are_one_card_with_the_code_that_mends_them(
+    losing: hu.observation.Observation, forecast: hu.observation.Forecast
+) -> None:
+    data = losing.to_dict()
+    (first,) = data["causes"]
+    codes = {data["findings"][k]["code"] for k in first["findings"]}
+    assert codes >= {"updates-lost", "weight-decay-lost", "second-moment-stuck"}
+    assert re.fullmatch(
+        r"mlp\.\{0,2\} lose up to [\d.]+% of their updates: bf16 weights at lr 3e-06", first["headline"]
+    )
+    assert first["write"].splitlines()[1] == (
+        'optimizer = hu.optim.AdamW(model.parameters(), lr=3e-06, weight_decay=0.1, weight_update="kahan")'
+    )
+    text = observation_html(data)
+    main = html.unescape(text.partition("<main")[2])
+    places = [main.index(said) for said in (first["headline"], first["meaning"], "Cure", "import halfulp", "Where the")]
+    assert places == sorted(places), "headline, plain sentence, cure and its code stand first"
+    assert sorted(k for cause in data["causes"] for k in cause["findings"]) == list(range(len(data["findings"])))
+    ahead = forecast.to_dict()["causes"]
+    assert [cause["code"] for cause in ahead if cause["severity"] != "note"] == ["freeze-ahead"]
+
+
+def test_the_map_opens_on_the_first_cause_in_the_format_that_stores_it(losing: hu.observation.Observation) -> None:
+    text = observation_html(losing.to_dict())
+    shown = json.loads(re.search(r'id="data">(.*?)</script>', text, re.S)[1])
+    assert (shown["role"], shown["order"], shown["stored"]["update"]) == ("update", "lost", "bf16")
+    found = [row for row in shown["tensors"] if row["found"]]
+    lost = [one for one in losing.findings if one.code == "updates-lost"]
+    assert {row["name"] for row in found} == {name for one in lost for name in one.where}
+    for row in found:
+        update = losing.record.parameters[row["name"]].update
+        assert row["lost"] == [update.seen, update.cancelled]
+        weights = losing.model.get_parameter(row["name"]).detach().float().abs()
+        assert abs(row["weight"] - math.floor(weights.median().log2())) <= 1
+
+
+def test_float32_is_a_format_of_the_map_where_it_stores_numbers() -> None:
+    model = torch.nn.Linear(4, 4)
+    with hu.observation.observe(model, torch.optim.SGD(model.parameters(), lr=0.1), interval=1) as seen:
+        model(torch.tensor([[2.0**-130, 1, 1, 1]])).sum().backward()
+        seen.optimizers[0].step()
+    found = map_data(seen.to_dict()["record"]["tensors"])
+    assert found["stored"] == dict.fromkeys(found["roles"], "fp32")
+    (gradient,) = [row for row in found["tensors"] if (row["role"], row["name"]) == ("weight gradient", "weight")]
+    assert gradient["formats"]["fp32"] == [16, 0, 4, 0]
 
 
 @pytest.mark.parametrize("name", hu.formats.names())
@@ -157,8 +257,32 @@ def test_without_a_step_the_headline_does_not_say_that_all_is_well() -> None:
     )
 
 
-def test_a_card_says_what_its_code_means_and_links_nowhere() -> None:
+def test_a_card_says_what_its_code_means_and_links_to_the_codes_place_in_the_page_alone() -> None:
     finding = hu.observation.Finding("updates-lost", ("a",), "error", 1.0).to_dict()
+    text = observation_html({"findings": [finding], "steps": 1}).partition("<main")[2]
+    assert 'class="meaning">Updates are smaller than half the gap' in text
+    assert re.findall(r'href="([^"]*)"', text) == ["#code-updates-lost"]
+    assert text.count('id="code-updates-lost"') == 1
+    assert (Path(__file__).parents[3] / re.search(r"docs/findings/[\w-]*\.md", text)[0]).is_file()
+
+
+def test_a_users_code_has_no_page_in_the_documentation() -> None:
+    finding = hu.observation.Finding("mine-alone", ("a",), "error", 1.0).to_dict()
     text = observation_html({"findings": [finding], "steps": 1})
-    assert 'class="meaning">Updates are smaller than half the spacing' in text
-    assert "href=" not in text.partition("<main")[2]
+    assert 'id="code-mine-alone"' in text
+    assert "docs/findings/" not in text
+
+
+WORDS_OF_BEFORE = re.compile(r"binade|realised|100% sure", re.I)
+
+
+def test_pages_and_terminal_say_powers_of_two_and_shares_lost(
+    pages: dict[str, str], observation: hu.observation.Observation, forecast: hu.observation.Forecast
+) -> None:
+    for name, text in pages.items():
+        shown = re.sub(r"<script.*?</script>", "", text, flags=re.S)
+        assert not WORDS_OF_BEFORE.search(shown), name
+    for said in (str(observation), str(forecast), str(observation.findings), str(forecast.findings)):
+        assert not WORDS_OF_BEFORE.search(re.sub(r"'realised'", "", said))
+    for kind in KINDS.values():
+        assert not WORDS_OF_BEFORE.search(f"{kind.__doc__} {kind.cure} {kind.says}")

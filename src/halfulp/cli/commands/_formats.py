@@ -11,7 +11,7 @@ _COLUMNS = {
     "smallest_normal": "normal",
     "smallest_subnormal": "subnormal",
     "eps": "eps",
-    "binades": "binades",
+    "binades": "powers of two",
     "infinities": "inf",
     "nan": "nan",
     "overflow": "overflow",

@@ -74,12 +74,13 @@ def _report(watch: Watch, ending: Ending, out: str, folder: str, json: bool) -> 
     report = watch.report(ending.reason)
     how = _CUT_SHORT.get(ending.reason)
     if not report.steps:
+        children = watch.children.why_unseen()
         if ending.code:
-            _say(f"the script {how or ending.reason} before a torch optimizer stepped: nothing was observed")
+            said = f"the script {how or ending.reason} before a torch optimizer stepped: nothing was observed"
+            _say(f"{said}; {children}" if children else said)
             return ending.code
-        why = (
-            "; ".join(report.unseen) or "give a script that trains in its own process, by an optimizer of torch's kind"
-        )
+        reasons = [*report.unseen, *([children] if children else [])]
+        why = "; ".join(reasons) or "give a script that trains in its own process, by an optimizer of torch's kind"
         fail(f"the script never stepped a torch optimizer that can be observed: {why}")
     if how:
         said = f"the script {how} after {report.steps} steps"

@@ -11,6 +11,7 @@ from typing import Any, Literal
 import torch
 
 from ..._qualified_names import pattern_of
+from .._causes import plain_causes
 from .._finding import Finding, Severity, in_words, worst_severity
 from .._listing import listing
 from ..page import write_page
@@ -276,6 +277,7 @@ class Audit:
         """Return everything as plain data that JSON can hold."""
         return {
             "findings": [finding.to_dict() for finding in self.findings],
+            "causes": plain_causes(self.findings),
             "tensors": [row.to_dict() for row in self.tensors.values()],
             "states": [state.to_dict() for state in self.states.values()],
             "groups": [_plain_group(group) for group in self.groups()],

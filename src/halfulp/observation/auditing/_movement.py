@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from ..._qualified_names import pattern_of
+from .._code import KAHAN, optimizer_code
 from .._dtypes import cannot_decay, dtype_name, is_narrow, is_wide, precision
 from .._finding import Severity
 from .._lost_movement import FEWEST, HALF_LOST, LITTLE_LOST, severity_of_loss
@@ -77,7 +78,8 @@ def lost_updates(audit: Audit) -> Iterator[Symptom]:
             severity, confidence = "warning", 0.5
             said += ", unless wider weights are kept elsewhere"
         cure = None if is_wide(row.b.dtype) else _cure(update)
-        yield Symptom((name,), severity, confidence, said, _evidence(update, state, dtype), cure, row.b.dtype)
+        code = optimizer_code(None, state.options, KAHAN if cure is None else 'weight_update="split"')
+        yield Symptom((name,), severity, confidence, said, _evidence(update, state, dtype), cure, row.b.dtype, code)
 
 
 def _kept_elsewhere(update: Lost, row: TensorAudit, state: StateAudit) -> bool:
@@ -103,7 +105,8 @@ def lost_decay(audit: Audit) -> Iterator[Symptom]:
         # In float32 that is a schedule's last steps, when decay has nothing left to do.
         severity: Severity = "warning" if is_narrow(row.b.dtype) else "note"
         evidence = {**_evidence(decay, state, dtype), "weight_decay": rate}
-        yield Symptom((name,), severity, 1.0, said, evidence, dtype=row.b.dtype)
+        code = optimizer_code(None, state.options, KAHAN)
+        yield Symptom((name,), severity, 1.0, said, evidence, dtype=row.b.dtype, write=code)
 
 
 def stuck_second_moments(audit: Audit) -> Iterator[Symptom]:

@@ -18,7 +18,7 @@ from ..checkpoints._stored import Checkpoint
 from ..findings import findings_of
 from ._audit import Audit
 from ._states import compare_states
-from ._tensors import compare_tensors
+from ._tensors import compare_tensors, tied_names
 
 Given = str | os.PathLike[str] | Mapping[str, Any]
 
@@ -61,13 +61,17 @@ def audit(a: Given, b: Given, *, share: float = 0.01, lr: float | None = None) -
     unseen = [*before.unseen, *after.unseen]
     earlier, later = named_states(before, unseen), named_states(after, unseen)
     after.unseen.clear()
+    complete = len(later) >= sum(len(group.get("params") or ()) for one in after.optimizers for group in one.groups)
+    for tied, held in tied_names(after, set(later)).items():
+        later[tied] = later[held]
+        if held in earlier:
+            earlier.setdefault(tied, earlier[held])
     tensors = compare_tensors(before, after, set(earlier) | set(later), share)
     states = compare_states(earlier, later, after, lr)
     contract = _compared_contracts(before, after, unseen)
     unseen += [said for said in after.unseen if said not in unseen]
-    members = sum(len(group.get("params") or ()) for one in after.optimizers for group in one.groups)
     said = tuple(dict.fromkeys(unseen))
-    made = Audit(tensors, states, share, contract, said, states_complete=len(later) >= members)
+    made = Audit(tensors, states, share, contract, said, states_complete=complete)
     return dataclasses.replace(made, findings=findings_of("audit", made))
 
 

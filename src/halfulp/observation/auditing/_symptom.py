@@ -21,6 +21,7 @@ class Symptom:
         evidence: the numbers.
         cure: what to do, None for what the code's class says.
         dtype: of the numbers, where the class has another cure for wide ones.
+        write: lines of code that are the cure, None for what the code's class says.
     """
 
     where: tuple[str, ...]
@@ -30,6 +31,7 @@ class Symptom:
     evidence: Mapping[str, Any] = field(default_factory=dict)
     cure: str | None = None
     dtype: torch.dtype | None = None
+    write: str | None = None
 
 
 class SymptomKind(Protocol):
@@ -46,6 +48,7 @@ class SymptomKind(Protocol):
         summary: str,
         *,
         cure: str | None = None,
+        write: str | None = None,
         **evidence: Any,
     ) -> Finding:
         """Return a finding of its code."""
@@ -60,5 +63,6 @@ def as_findings(kind: SymptomKind, symptoms: Iterable[Symptom]) -> Iterator[Find
             one.confidence,
             one.summary,
             cure=one.cure or kind.cure_in(one.dtype),
+            write=one.write,
             **one.evidence,
         )

@@ -12,6 +12,7 @@ from ..._messages import listed
 from ...optim.parameters._random_identity import plain_names
 from ._dcp_folder import METADATA, open_dcp
 from ._deepspeed import is_partition, partitions, refuse
+from ._other_kinds import refuse_other_kind
 from ._parts import CONTRACT, checkpoint_of, optimizers_of
 from ._safetensors_file import open_safetensors
 from ._stored import Checkpoint, Stored
@@ -139,6 +140,8 @@ def _weights(folder: Path, files: list[Path]) -> Checkpoint:
     inner = [path.name for path in sorted(folder.iterdir()) if path.is_dir()]
     if inner:
         raise ValueError(f"{folder} is no checkpoint, but holds the folders {listed(inner)}: give one of them")
+    for path in files:
+        refuse_other_kind(path)
     raise ValueError(f"{folder} {'holds no checkpoint' if files else 'is an empty folder'}: {REMEDY}")
 
 

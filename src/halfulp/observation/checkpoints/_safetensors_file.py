@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from ..._torch_versions import find_dtype
+from ._other_kinds import refuse_other_kind
 from ._stored import Stored
 
 DTYPES = {
@@ -39,10 +40,11 @@ def open_safetensors(path: Path) -> tuple[dict[str, Stored], dict[str, str]]:
     """Return a file's tensors by name, in the order of the file, and its metadata.
 
     Raises:
-        ValueError: it is truncated or no file of safetensors.
+        ValueError: it is truncated, of another kind or no file of safetensors.
     """
     from safetensors import SafetensorError, safe_open
 
+    refuse_other_kind(path)
     try:
         file = safe_open(str(path), framework="pt", device="cpu")
     except (SafetensorError, OSError) as error:

@@ -12,6 +12,8 @@ from typing import Any
 
 import torch
 
+from ._other_kinds import refuse_other_kind
+
 _REFUSED = re.compile(r"GLOBAL ([\w.]+)")
 # Weights hardly compress; what unpacks to more than this many times its size, and to more than so many bytes, is none.
 _MOST_RATIO, _MOST_BYTES = 100, 2**30
@@ -28,8 +30,9 @@ def load_torch_file(path: Path) -> Any:
     An archive that somebody has zipped again, with compression, is unpacked in memory.
 
     Raises:
-        ValueError: it is truncated, no file of torch.save, or holds more than tensors and plain data.
+        ValueError: it is truncated, of another kind, no file of torch.save, or holds more than tensors and plain data.
     """
+    refuse_other_kind(path)
     is_zip = zipfile.is_zipfile(path)
     if not is_zip and _is_cut_zip(path):
         raise ValueError(f"{path} is truncated: its end is missing; copy it again, or take another checkpoint")

@@ -16,6 +16,8 @@ if TYPE_CHECKING:
     from ..record._record import Record
 
 KINDS: dict[str, type[FindingKind]] = {}
+# The most that a forecast is sure: the schedule, and the gradients that make the updates, are still to come.
+FORECAST = 0.9
 INSTRUMENTS = ("observe", "audit", "forecast", "contract")
 
 
@@ -27,7 +29,13 @@ class FindingKind:
     Attributes:
         code: the stable name.
         cure: what to do, unless a finding says something more specific.
+        says: the diagnosis in one line, as a template: {place}, [word for one place|word for several], {at_lr}, and the
+            evidence's names, of which {name:share} is a share in per cent, the worst of several places; empty for the
+            place and the summary.
+        write: lines of code that are the cure, to copy; empty where words alone say it.
+        role: of the tensors whose map shows it; evidence named role goes before it.
         explained_by: codes of which this one is a mere consequence where both are found.
+        shares_cause_with: further codes that have the same cause, and the same cure, where both are found.
         spreads: whether what follows from it shows at other names too.
         wide_cure: what to do where the numbers have float32's digits already; empty where `cure` serves these too.
         worst: the number among the evidence by which the worst of several layers is told: the largest, or with "-"
@@ -36,7 +44,11 @@ class FindingKind:
 
     code: ClassVar[str]
     cure: ClassVar[str]
+    says: ClassVar[str] = ""
+    write: ClassVar[str] = ""
+    role: ClassVar[str] = ""
     explained_by: ClassVar[tuple[str, ...]] = ()
+    shares_cause_with: ClassVar[tuple[str, ...]] = ()
     spreads: ClassVar[bool] = False
     wide_cure: ClassVar[str] = ""
     worst: ClassVar[str] = ""
@@ -61,11 +73,32 @@ class FindingKind:
         summary: str,
         *,
         cure: str | None = None,
+        says: str | None = None,
+        write: str | None = None,
         **evidence: Any,
     ) -> Finding:
-        """Return a finding of this code."""
+        """Return a finding of this code.
+
+        The class's lines of code go with the class's cure; with another one those that are given, if any. Other words
+        than the class's are `says`, empty for the place and the summary.
+        """
         names = (where,) if isinstance(where, str) else tuple(where)
-        return Finding(self.code, names, severity, confidence, evidence, self.cure if cure is None else cure, summary)
+        own = self.write if cure in (None, self.cure) else ""
+        if cure and cure == self.wide_cure:  # these lines are for numbers of fewer digits
+            own = write = ""
+        return Finding(
+            self.code,
+            names,
+            severity,
+            confidence,
+            evidence,
+            self.cure if cure is None else cure,
+            summary,
+            self.says if says is None else says,
+            own if write is None else write,
+            evidence.get("role") or self.role,
+            (*self.explained_by, *self.shares_cause_with),
+        )
 
     def cure_in(self, dtype: torch.dtype | None) -> str:
         """Return what to do about numbers of a dtype: float32 is no cure of what is float32."""
@@ -116,7 +149,9 @@ def findings_of(instrument: str, measured: Any) -> list[Finding]:
     method = {"observe": "in_record", "audit": "in_audit", "forecast": "in_forecast"}[instrument]
     read = {"observe": _classes, "audit": _dimensions}.get(instrument)
     classes = {} if read is None else read(measured)
-    return causes_first(replace(one, kind=_class_of(one, classes)) for one in _each(method, measured))
+    most = FORECAST if instrument == "forecast" else 1.0
+    found = (replace(one, confidence=min(most, one.confidence)) for one in _each(method, measured))
+    return causes_first(replace(one, kind=_class_of(one, classes)) for one in found)
 
 
 def causes_first(findings: Iterable[Finding]) -> list[Finding]:

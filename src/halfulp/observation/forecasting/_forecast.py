@@ -15,6 +15,7 @@ from ... import formats
 from ..._messages import a_kind, listed
 from ...kernels import in_float64
 from ...optim._inner_optimizer import inner_optimizer
+from .._causes import plain_causes
 from .._finding import Finding
 from ..findings import findings_of
 from ..page import write_page
@@ -49,8 +50,10 @@ class Forecast(ForecastData):
 
     def to_dict(self) -> dict[str, Any]:
         """Return plain data that JSON can hold: findings, layers, costs, and what the schedule was."""
+        findings = self.findings
         return {
-            "findings": [finding.to_dict() for finding in self.findings],
+            "findings": [finding.to_dict() for finding in findings],
+            "causes": plain_causes(findings),
             "layers": [_finite(layer.to_dict()) for layer in self.layers],
             "costs": [dict(vars(cost)) for cost in self.costs],
             "rule": self.rule,

@@ -17,6 +17,7 @@ from torch.utils.hooks import RemovableHandle
 from ...optim import EMA
 from ...optim.parameters._local_tensors import memory
 from ...sinks import Sink
+from .._causes import plain_causes
 from .._finding import Finding
 from ..findings import findings_of
 from ..page import write_page
@@ -186,9 +187,11 @@ class Observation:
         self._logged = float(loss)
 
     def to_dict(self) -> dict[str, Any]:
-        """Return everything as plain data that JSON can hold, with the list `findings` first."""
+        """Return everything as plain data that JSON can hold: first `findings`, then those of one cause together."""
+        findings = self.findings
         return {
-            "findings": [finding.to_dict() for finding in self.findings],
+            "findings": [finding.to_dict() for finding in findings],
+            "causes": plain_causes(findings),
             "steps": len(self),
             "interval": self.interval,
             "overhead": self.overhead,

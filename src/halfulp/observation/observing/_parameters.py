@@ -30,7 +30,10 @@ class Parameters:
         self.named: dict[str, torch.Tensor] = {}
         self.names: dict[int, str] = {}
         self._first: dict[str, torch.Tensor] = {}
-        kinds = {id(p): type(module).__name__ for module in model.modules() for p in module._parameters.values()}
+        kinds: dict[int, str] = {}
+        for module in model.modules():
+            for parameter in module._parameters.values():
+                kinds.setdefault(id(parameter), type(module).__name__)  # a tied one is of the first, as its name is
         named = dict(model.named_parameters())
         for name, parameter in zip(plain_names(named, parallel=False), named.values(), strict=True):
             self._enter(name, parameter, kinds.get(id(parameter), ""))

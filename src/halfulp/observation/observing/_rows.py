@@ -19,7 +19,7 @@ from ..sampling._totals import NARROW, STEP_NONFINITE, Totals
 MOST_GROUPS = 24
 OTHERS = "others"
 RUN = ("step", "loss", "lr", "loss_scale", "skipped", "smallest_exponent", "largest_exponent", "nonfinite_tensors")
-SHARES = ("updates_lost", "movement_realised", "gradient_underflow")
+SHARES = ("updates_lost", "movement_kept", "gradient_underflow")
 GRADIENTS = ("weight gradient", "activation gradient")
 # Of a group's sums: changes that were wanted, those that were lost; movement that was wanted, what of it took place;
 # nonzero elements of weight gradients, about how many became zero.

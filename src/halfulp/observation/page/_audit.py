@@ -8,8 +8,9 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from ...pages import Cell, Column, Table, count, number, render, share
-from .._words import plural
-from ._findings import finding_cards, headline
+from .._causes import counted, headline
+from .._words import KEPT, LOST, plural
+from ._findings import cause_cards, codes_on
 from ._words import dtype_word, versions
 
 Plain = Mapping[str, Any]
@@ -29,14 +30,15 @@ def audit_html(data: Plain) -> str:
     Raises:
         ValueError: jinja2 is missing.
     """
-    cards, tensors = finding_cards(data["findings"]), data["tensors"]
+    cards, tensors = cause_cards(data), data["tensors"]
     shares = _shares(data["groups"], {one["name"]: one for one in tensors})
     return render(
         __package__,
         "audit.html.j2",
         headline=headline(cards, plural(len(tensors), "tensor")),
-        lead=_lead(data),
+        lead=_lead(cards, data),
         findings=cards,
+        codes=codes_on(cards),
         groups=_groups(data["groups"]),
         states=_states(data["states"]),
         tensors=_tensors(tensors),
@@ -48,9 +50,10 @@ def audit_html(data: Plain) -> str:
     )
 
 
-def _lead(data: Plain) -> str:
+def _lead(cards: Sequence[Plain], data: Plain) -> str:
     still = Counter(one["status"] for one in data["tensors"])
-    said = [plural(data["steps"], "optimizer step") + " from A to B"] if data["steps"] is not None else []
+    said = [counted(cards, plural(len(data["tensors"]), "tensor"))] if cards else []
+    said += [plural(data["steps"], "optimizer step") + " from A to B"] if data["steps"] is not None else []
     said.append(f"{still['changed']} of {plural(len(data['tensors']), 'tensor')} moved")
     said += [f"{still['unchanged']} did not move at all"] if still["unchanged"] else []
     return " · ".join(said)
@@ -99,8 +102,8 @@ def _tensors(tensors: Sequence[Plain]) -> Table:
 def _states(states: Sequence[Plain]) -> Table:
     columns = [Column("parameter"), Column("lr", numeric=True), Column("weight update", minor=True), Column("states")]
     columns += [
-        Column("update lost", numeric=True),
-        Column("realised", numeric=True),
+        Column(LOST, numeric=True),
+        Column(KEPT, numeric=True),
         Column("decay lost", numeric=True),
     ]
     columns += [Column("would keep it", minor=True)]

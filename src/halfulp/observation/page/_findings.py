@@ -1,48 +1,102 @@
-"""Findings as the pages list them, and the headline they make."""
+"""Causes as the pages' cards: the diagnosis, a plain sentence, the cure to copy, and the findings that show it."""
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Mapping, Sequence
+from dataclasses import fields
 from typing import Any
 
 from ..._names import described
 from ...pages import count, number
-from .._finding import SEVERITIES, in_words
+from .._causes import plain_causes
+from .._finding import Finding, in_words
 
 _MOST_NAMES = 60
+# What fewer elements or steps than these show is said to rest on few.
+_SURE = 0.9
+_FIELDS = tuple(one.name for one in fields(Finding))
 
 
-def finding_cards(findings: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """Return what the template needs: findings of one code, severity and cure share a card, the worst first.
+def causes_in(data: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """Return the causes of an instrument's plain data, made of its findings where it has none."""
+    if "causes" in data:
+        return list(data["causes"])
+    found = [{key: one[key] for key in _FIELDS if key in one} for one in data["findings"]]
+    return plain_causes([Finding(**{**one, "where": tuple(one["where"])}) for one in found])
+
+
+def cause_cards(data: Mapping[str, Any], forecast: bool = False) -> list[dict[str, Any]]:
+    """Return what the template needs: a card of each cause, the worst first.
 
     Args:
-        findings: as `Finding.to_dict` gives them, ranked.
+        data: with `findings` as `Finding.to_dict` gives them, ranked, and `causes` as `plain_causes` does.
+        forecast: whether the findings are of what is to come, of which nothing was counted.
     """
-    cards: dict[tuple[str, str, str], list[Mapping[str, Any]]] = {}
+    return [_card(cause, [data["findings"][k] for k in cause["findings"]], forecast) for cause in causes_in(data)]
+
+
+def _card(cause: Mapping[str, Any], findings: Sequence[Mapping[str, Any]], forecast: bool) -> dict[str, Any]:
+    own = [one for one in findings if one["code"] == cause["code"]]
+    others: dict[str, list[Mapping[str, Any]]] = {}
     for one in findings:
-        cards.setdefault((one["code"], one["severity"], one["cure"]), []).append(one)
+        if one["code"] != cause["code"]:
+            others.setdefault(one["code"], []).append(one)
+    few = min(one["confidence"] for one in own) < _SURE
+    return {
+        **cause,
+        "sure": "forecast" if forecast else "of few samples" if few else "",
+        "lines": [_line(one, forecast) for one in own],
+        "following": [_following(code, found, own, forecast) for code, found in others.items()],
+    }
+
+
+def _following(
+    code: str, findings: Sequence[Mapping[str, Any]], own: Sequence[Mapping[str, Any]], forecast: bool
+) -> dict[str, Any]:
+    """What comes with a cause under another code: the first in words, the others counted and kept beneath."""
+    names, there = ([name for one in some for name in one["where"]] for some in (findings, own))
+    return {
+        "code": code,
+        "where": "" if set(names) <= set(there) else in_words(names),
+        "summary": findings[0]["summary"],
+        "more": len(findings) - 1 if len({one["summary"] for one in findings}) > 1 else 0,
+        "lines": [_line(one, forecast) for one in findings],
+    }
+
+
+def codes_on(cards: Sequence[Mapping[str, Any]]) -> list[tuple[str, str, bool]]:
+    """Return the codes on the page, each once, with what it stands for, and whether the documentation has a page of it.
+
+    A code that a user registered has none.
+    """
+    from ..findings._kind import KINDS  # whose package makes pages by way of audits
+
+    own = {code for code, kind in KINDS.items() if kind.__module__.startswith("halfulp.")}
     meanings = described("finding")
-    return [
-        {
-            "code": code,
-            "meaning": meanings.get(code, ""),
-            "severity": severity,
-            "cure": cure,
-            "sure": _sure([one["confidence"] for one in same]),
-            "lines": [_line(one) for one in same],
-        }
-        for (code, severity, cure), same in cards.items()
-    ]
+    codes = [code for card in cards for code in (card["code"], *(one["code"] for one in card["following"]))]
+    return [(code, meanings.get(code, ""), code in own) for code in dict.fromkeys(codes)]
 
 
-def _line(one: Mapping[str, Any]) -> dict[str, Any]:
+def _line(one: Mapping[str, Any], forecast: bool) -> dict[str, Any]:
+    evidence = [(_words(key), _value(value)) for key, value in one["evidence"].items()]
+    if not forecast:
+        evidence.append(("how sure", _sure(one["confidence"])))
     return {
         "where": in_words(one["where"]),
         "summary": one["summary"] + _in_trainings(one.get("trainings", ())),
         "names": _names(one["where"]),
-        "evidence": [(key.replace("_", " "), _value(value)) for key, value in one["evidence"].items()],
+        "evidence": evidence,
     }
+
+
+def _words(key: str) -> str:
+    """Evidence's names as the page says them.
+
+    >>> _words("lost"), _words("freeze_step")
+    ('share lost', 'freeze step')
+    """
+    words = {"lost": "share lost", "realised": "movement kept", "seen": "elements sampled"}
+    return words.get(key, key.replace("_", " "))
 
 
 def _in_trainings(numbers: Sequence[int]) -> str:
@@ -56,24 +110,13 @@ def _in_trainings(numbers: Sequence[int]) -> str:
     return f" (training{'s' if len(numbers) > 1 else ''} {', '.join(map(str, numbers))})"
 
 
-def _sure(confidences: Sequence[float]) -> str:
-    low, high = (f"{100 * one:.0f}" for one in (min(confidences), max(confidences)))
-    return f"{low}%" if low == high else f"{low} to {high}%"
+def _sure(confidence: float) -> str:
+    """How sure a finding is, which a sample never is wholly.
 
-
-def headline(findings: Sequence[Mapping[str, Any]], of: str) -> str:
-    """Return how many findings of each severity there are, in words.
-
-    >>> headline([{"severity": "error"}, {"severity": "note"}, {"severity": "note"}], "401 steps")
-    '1 error and 2 notes in 401 steps'
-    >>> headline([], "401 steps")
-    'Nothing to mend in 401 steps'
+    >>> _sure(0.5), _sure(1.0)
+    ('50%', 'over 99%')
     """
-    found = Counter(one["severity"] for one in findings)
-    said = [f"{found[one]} {one}{'' if found[one] == 1 else 's'}" for one in reversed(SEVERITIES) if found[one]]
-    if not said:
-        return f"Nothing to mend in {of}"
-    return f"{' and '.join([', '.join(said[:-1]), said[-1]] if len(said) > 1 else said)} in {of}"
+    return "over 99%" if confidence > 0.99 else f"{100 * confidence:.0f}%"
 
 
 def _names(where: Sequence[str]) -> list[str]:

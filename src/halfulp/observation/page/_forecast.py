@@ -7,8 +7,9 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from ...pages import Cell, Column, Table, count, number, render, share
-from .._words import plural
-from ._findings import finding_cards, headline
+from .._causes import counted, headline
+from .._words import LOST, plural
+from ._findings import cause_cards, codes_on
 from ._words import dtype_word, versions
 
 Plain = Mapping[str, Any]
@@ -24,15 +25,16 @@ def forecast_html(data: Plain) -> str:
     Raises:
         ValueError: jinja2 is missing.
     """
-    cards, shares = finding_cards(data["findings"]), _shares(data)
+    cards, shares = cause_cards(data, forecast=True), _shares(data)
     return render(
         __package__,
         "forecast.html.j2",
-        headline=headline(cards, plural(data["steps"] - data["start"], "step") + " to come"),
-        lead=_lead(data),
+        headline=headline(cards, _extent(data)),
+        lead=_lead(cards, data),
         findings=cards,
+        codes=codes_on(cards),
         layers=_layers(data["layers"]),
-        layers_words="Lost: the mean share of updates that change nothing, each step weighed by its learning rate.",
+        layers_words="Share of updates lost: those that change nothing, each step weighed by its learning rate.",
         costs=_costs(data["costs"]),
         unseen=data["notes"],
         versions=versions(),
@@ -40,10 +42,15 @@ def forecast_html(data: Plain) -> str:
     )
 
 
-def _lead(data: Plain) -> str:
+def _extent(data: Plain) -> str:
+    return plural(data["steps"] - data["start"], "step") + " to come"
+
+
+def _lead(cards: Sequence[Plain], data: Plain) -> str:
     layers = data["layers"]
     frozen = sum(one["freeze_step"] is not None for one in layers)
-    said = [f"{data['rule']}, {data['schedule']} schedule of {plural(data['steps'], 'step')}"]
+    said = [counted(cards, _extent(data))] if cards else []
+    said += [f"{data['rule']}, {data['schedule']} schedule of {plural(data['steps'], 'step')}"]
     said += [f"from step {count(data['start'])}"] if data["start"] else []
     said.append(f"{frozen} of {plural(len(layers), 'layer')} will freeze")
     return " · ".join(said)
@@ -52,7 +59,7 @@ def _lead(data: Plain) -> str:
 def _layers(layers: Sequence[Plain]) -> Table:
     columns = [Column("layer"), Column("stored in"), Column("weight update", minor=True)]
     columns += [Column("elements", numeric=True, minor=True), Column("freezes at step", numeric=True)]
-    columns += [Column("at lr", numeric=True), Column("lost", numeric=True), Column("decay lost", numeric=True)]
+    columns += [Column("at lr", numeric=True), Column(LOST, numeric=True), Column("decay lost", numeric=True)]
     columns += [Column("noise = drift after", numeric=True, minor=True), Column("update size from", minor=True)]
     rows = []
     for one in layers:
@@ -102,7 +109,7 @@ def _shares(data: Plain) -> dict[str, Any] | None:
         "low": low,
         "high": high,
         "ticks": [[at, count(at)] for at in _ticks(low, high)],
-        "columns": ["freezes at", "lost"],
+        "columns": ["freezes at", "updates lost"],
         "title": "updates lost, by step",
         "words": "Share of updates lost by layer and step, and where each freezes; the table below has the steps.",
         "file": "forecast.svg",

@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from ...pages import Cell, Column, Table, count, number, share
+from .._words import KEPT, LOST
 from ._words import dtype_word
 
 Plain = Mapping[str, Any]
@@ -13,14 +14,14 @@ _UNSEEN = Cell("–", sort="")
 
 
 def updates_table(parameters: Sequence[Plain]) -> Table:
-    """What was wanted of each parameter's elements, what was lost, how much took place; those with updates alone."""
+    """Of each parameter the share of updates lost and the movement kept; those with updates alone."""
     columns = [
         Column("parameter"),
         Column("stored in", minor=True),
         Column("weight update", minor=True),
         Column("lr", numeric=True, minor=True),
-        Column("lost", numeric=True),
-        Column("realised", numeric=True),
+        Column(LOST, numeric=True),
+        Column(KEPT, numeric=True),
         Column("decay lost", numeric=True),
         Column("states lost", numeric=True, minor=True),
         Column("moved", numeric=True),
@@ -153,8 +154,8 @@ def _averages(averages: Sequence[Plain]) -> Table:
         Column("average"),
         Column("stored in"),
         Column("kept per step", numeric=True),
-        Column("lost", numeric=True),
-        Column("realised", numeric=True),
+        Column(LOST, numeric=True),
+        Column(KEPT, numeric=True),
     ]
     rows = [
         [

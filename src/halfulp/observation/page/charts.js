@@ -105,31 +105,46 @@
     const box = card.querySelector(".figure"), said = card.querySelector(".said");
     const field = (name) => card.querySelector(`[name=${name}]`);
     const more = card.querySelector(".under .more");
-    const state = { role: roles[0], power: 0, chosen: "", all: false };
+    const state = { role: data.role, power: 0, chosen: "", all: false, format: "" };
     const format = () => formats[Number(field("format").value)];
     const powerOf = () => (format().block ? 0 : state.power);
 
-    roles.forEach((role, index) => {
-      const label = html("label"), input = html("input", { type: "radio", name: "role", value: role, checked: !index });
+    roles.forEach((role) => {
+      const label = html("label"), input = html("input", { type: "radio", name: "role", value: role, checked: role === state.role });
       input.addEventListener("change", () => { state.role = role; state.chosen = ""; state.all = false; fill(); update(); });
       label.append(input, role);
       card.querySelector(".segments").append(label);
     });
-    formats.forEach((one, index) => field("format").append(html("option", { value: index, textContent: one.name })));
-    field("format").value = data.format;
-    field("format").addEventListener("change", () => { if (state.chosen) centre(); update(); });
+    field("format").addEventListener("change", () => { state.format = format().name; if (state.chosen) centre(); update(); });
     field("scale").addEventListener("input", () => { state.power = Number(field("scale").value); state.chosen = ""; update(); });
     field("centre").addEventListener("change", () => { state.chosen = field("centre").value; centre(); update(); });
+    field("order").value = data.order;
     field("order").addEventListener("change", update);
     more.addEventListener("click", () => { state.all = !state.all; update(); });
     card.querySelector(".save").addEventListener("click", () =>
       save(box.firstChild, `${state.role.replaceAll(" ", "-")}-${format().name}.svg`));
 
+    // A format's title, and whether the tensors of this role are stored in it.
+    function chosen(one) {
+      if (one.name !== data.stored[state.role]) return `if this were ${one.title}`;
+      const many = inRole(), own = many.filter((row) => row.dtype === one.name).length;
+      return own === many.length ? `stored in ${one.title}` : `${one.title}, which stores ${own} of ${many.length}`;
+    }
+    // The power of two of half the gap beside a row's median weight: in the format that stores the row, or the one asked for.
+    function gapOf(row, one) {
+      const own = one.name === data.stored[state.role] ? formats.find((each) => each.name === row.dtype) : one;
+      return row.weight === undefined || !own || own.block ? -Infinity : Math.max(row.weight, own.normal) - own.digits - 1;
+    }
     const inRole = () => tensors.filter((row) => row.role === state.role);
     function fill() {
       const options = [html("option", { value: "", textContent: "no tensor" })];
       for (const row of inRole()) options.push(html("option", { value: row.name, textContent: row.name || "(model)" }));
       field("centre").replaceChildren(...options);
+      // The format that was chosen stays; else each role opens in the one that stores it.
+      const names = formats.map((one) => one.name), stored = data.stored[state.role];
+      const words = (name) => (name === stored ? `${name}, as stored` : `if this were ${name}`);
+      field("format").replaceChildren(...names.map((name, index) => html("option", { value: index, textContent: words(name), label: words(name) })));
+      field("format").value = Math.max(0, names.indexOf(state.format || stored));
     }
     function centre() {
       const row = inRole().find((one) => one.name === state.chosen);
@@ -137,14 +152,15 @@
     }
 
     function rows() {
-      const lost = (row) => { const at = counted(row, format(), powerOf()); return at ? (at.zero + at.over + at.subnormal / 1e3) / (at.elements || 1) : 0; };
+      const lost = (row) => { if (row.lost) return row.lost[1] / row.lost[0]; const at = counted(row, format(), powerOf()); return at ? (at.zero + at.over + at.subnormal / 1e3) / (at.elements || 1) : 0; };
       const found = inRole();
-      return field("order").value === "lost" ? found.map((row) => [lost(row), row]).sort((a, b) => b[0] - a[0]).map((pair) => pair[1]) : found;
+      return field("order").value === "lost" ? found.map((row) => [lost(row), row]).sort((a, b) => b[1].found - a[1].found || b[0] - a[0]).map((pair) => pair[1]) : found;
     }
 
     // From the data to the format's limits where those are near, the same at every scale.
     function range(found) {
       const bins = found.flatMap((row) => row.bins.map((pair) => pair[0]));
+      for (const row of found) if (gapOf(row, format()) > -Infinity) bins.push(gapOf(row, format()));
       for (const row of found) for (const edge of [row.amin, row.amax]) if (edge) bins.push(Math.floor(Math.log2(edge)));
       let low = -1, high = 1;
       if (bins.length) { low = bins.reduce((a, b) => Math.min(a, b)); high = bins.reduce((a, b) => Math.max(a, b)) + 1; }
@@ -162,6 +178,8 @@
       const letters = narrow ? 17 : 34;
       const longest = Math.max(...shown.map((row) => Math.min(letters, (row.name || "(model)").length)), 6);
       const label = longest * (narrow ? 5.6 : 6.5) + 12, columns = narrow ? [["zero", "zero"], ["over", "over"]] : [["zero", "zero"], ["subnormal", "subnormal"], ["over", "overflow"]];
+      if (inRole().some((row) => row.lost)) columns.unshift(["lost", "lost"]);
+      if (narrow && columns.length > 2) columns.splice(1, 1);
       if (inRole().some((row) => row.nonfinite)) columns.push(["broken", narrow ? "NaN" : "NaN, inf"]);
       const each = narrow ? 42 : 66, right = columns.length * each + 4;
       const plot = width - label - right, height = top + shown.length * tall + bottom;
@@ -187,7 +205,7 @@
           if (start > label + 0.5) svg.append(make("line", { x1: round(start), y1: top - 3, x2: round(start), y2: end, stroke: name === "normal" ? "var(--subnormal)" : "var(--lost)", "stroke-width": 1 }));
         }
       }
-      write(svg, label, 13, narrow ? one.title : `${state.role} · ${one.title}${power ? ` · times 2${superscript(power)}` : ""}`, { fill: "var(--ink)", "font-weight": 650, "font-size": narrow ? 11.5 : 13 });
+      write(svg, label, 13, narrow ? chosen(one).split(":")[0] : `${state.role} · ${chosen(one)}${power ? ` · times 2${superscript(power)}` : ""}`, { fill: "var(--ink)", "font-weight": 650, "font-size": narrow ? 11.5 : 13 });
       columns.forEach(([, title], index) => write(svg, width - right + (index + 1) * each, top - 7, title, { "text-anchor": "end" }));
 
       const step = [1, 2, 4, 5, 10, 20, 40].find((gap) => ((high - low) / gap) * (narrow ? 34 : 40) <= plot) ?? 80;
@@ -200,11 +218,12 @@
       shown.forEach((row, index) => {
         const y = top + index * tall, group = make("g", { class: row.name === state.chosen && state.chosen !== "" ? "row chosen" : "row" });
         group.append(make("rect", { class: "hit", x: 0, y, width, height: tall }));
-        write(group, label - 8, y + tall / 2 + 4, short(row.name || "(model)", letters), { "text-anchor": "end", fill: "var(--ink)", "font-size": narrow ? 9.5 : 11, "font-family": "ui-monospace, 'SF Mono', Menlo, Consolas, 'DejaVu Sans Mono', monospace" });
+        write(group, label - 8, y + tall / 2 + 4, short(row.name || "(model)", letters), { "text-anchor": "end", fill: "var(--ink)", "font-size": narrow ? 9.5 : 11, "font-weight": row.found ? 700 : 400, "font-family": "ui-monospace, 'SF Mono', Menlo, Consolas, 'DejaVu Sans Mono', monospace" });
+        const gap = gapOf(row, one);
         const whole = row.bins.reduce((sum, pair) => sum + pair[1], 0) || 1;
         for (const [at, many] of row.bins) {
           const place = at + power;
-          const kind = one.block ? "kept" : place < one.zero || place + 1 > Math.ceil(one.over) ? "lost" : place < one.normal ? "subnormal" : "kept";
+          const kind = one.block ? "kept" : place < one.zero || place + 1 > Math.ceil(one.over) || at + 1 <= gap ? "lost" : place < one.normal ? "subnormal" : "kept";
           const faintest = kind === "kept" ? 0.14 : 0.4;
           const depth = faintest + (1 - faintest) * Math.min(1, Math.max(0, (Math.log10(many / whole) + 4) / 3.5));
           group.append(make("rect", { x: round(x(at)), y: y + 1.5, width: round(Math.max(bin - (bin > 5 ? 1 : 0), 0.8)), height: tall - 3, rx: bin > 5 ? 1.5 : 0, fill: `var(--${kind})`, "fill-opacity": round(depth) }));
@@ -214,14 +233,17 @@
           const place = round(x(Math.log2(edge)));
           group.append(make("line", { x1: place, y1: y + 2, x2: place, y2: y + tall - 2, stroke: "var(--ink)", "stroke-width": 1.3 }));
         }
+        if (gap > low) group.append(make("line", { x1: round(x(gap)), y1: y, x2: round(x(gap)), y2: y + tall, stroke: "var(--lost)", "stroke-width": 2, "stroke-dasharray": "3 2" }));
         const at = counted(row, one, power);
         columns.forEach(([key], column) => {
-          const own = key === "broken", part = own ? row.nonfinite / (row.elements || 1) : at && at.elements ? at[key] / at.elements : 0;
+          const own = key === "broken" || (key === "lost" && row.lost !== undefined);
+          const part = key === "lost" ? (row.lost ? row.lost[1] / row.lost[0] : 0) : own ? row.nonfinite / (row.elements || 1) : at && at.elements ? at[key] / at.elements : 0;
           const text = write(group, width - right + (column + 1) * each, y + tall / 2 + 4, at || own ? percent(part) : "–", { "text-anchor": "end", "font-size": narrow ? 10 : 11.5, fill: part >= 0.0005 ? (key === "subnormal" ? "var(--open)" : "var(--lost)") : "var(--soft)", "font-weight": part >= 0.01 ? 650 : 400 });
           text.setAttribute("class", key);
         });
         const words = [`${row.name || "(model)"} · ${row.kind} · ${row.dtype}`];
         if (row.amax) words.push(`largest ${row.amax.toPrecision(3)}, smallest ${row.amin.toPrecision(3)}`);
+        if (row.lost) words.push(`${row.lost[1].toLocaleString("en")} of ${row.lost[0].toLocaleString("en")} sampled updates lost`);
         if (row.nonfinite) words.push(`${row.nonfinite} NaN or infinite`);
         group.append(make("title", {}, words.join("\n")));
         group.addEventListener("click", () => { state.chosen = state.chosen === row.name ? "" : row.name; centre(); update(); });
@@ -239,7 +261,13 @@
       const bold = (text) => html("b", { textContent: text });
       const scale = one.block ? "with the scales of its blocks" : power ? `times 2${superscript(power)}` : "as they are";
       const how = one.block || !power ? "Counted exactly." : "Estimated by powers of two.";
-      said.replaceChildren(`${one.name}, ${scale}: `, bold(part("zero")), " become zero, ", bold(part("subnormal")), " subnormal, ", bold(part("over")), ` overflow. ${how}`);
+      said.replaceChildren();
+      const seen = inRole().filter((row) => row.lost), worst = seen.filter((row) => row.found);
+      const share = (rows) => bold(percent(rows.reduce((many, row) => many + row.lost[1], 0) / rows.reduce((many, row) => many + row.lost[0], 0)));
+      if (worst.length && worst.length < seen.length) said.append(share(worst), " of the updates of the tensors in bold are lost to rounding, ", share(seen), " of all. ");
+      else if (seen.length) said.append(share(seen), " of the updates are lost to rounding. ");
+      card.querySelector(".legend .gap").hidden = one.block || !inRole().some((row) => row.weight !== undefined);
+      said.append(`In ${one.name}'s range, ${scale}: `, bold(part("zero")), " become zero, ", bold(part("subnormal")), " subnormal, ", bold(part("over")), ` overflow. ${how}`);
       const total = (key) => inRole().reduce((many, row) => many + row[key], 0);
       if (total("nonfinite")) said.append(" ", bold(percent(total("nonfinite") / total("elements"))), " of the tensors' elements are NaN or infinite, and in no column of the map.");
       field("scale").value = state.power;

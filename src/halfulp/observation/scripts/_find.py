@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import itertools
 from collections.abc import Container, Iterable, Sequence
 from dataclasses import dataclass
 
@@ -16,15 +17,21 @@ from ...optim import EMA
 from ..observing._schedulers import scheduler_of
 from ..observing.updates._weight_averages import averaged
 from ._losses import SCALERS
+from ._variables import names_in_script
 
 
 class Together(nn.Module):
-    """Several models that are trained together, as one to observe; each has a name of its own."""
+    """Several models that are trained together, as one to observe; each has a name of its own.
 
-    def __init__(self, models: Iterable[nn.Module]) -> None:
+    Args:
+        models: in order.
+        names: that the script has for them; without one a model is called by its class.
+    """
+
+    def __init__(self, models: Iterable[nn.Module], names: Iterable[str | None] = ()) -> None:
         super().__init__()
-        for model in models:
-            self.add_module(self._free_name(type(model).__name__.replace(".", "_") or "model"), model)
+        for model, name in itertools.zip_longest(models, names):
+            self.add_module(self._free_name(name or type(model).__name__.replace(".", "_") or "model"), model)
 
     def _free_name(self, name: str) -> str:
         free, count = name, 1
@@ -55,7 +62,7 @@ class Found:
 
     @property
     def name(self) -> str:
-        """Names of the models' classes."""
+        """The class of the model, or the names of several."""
         names = self.model._modules if isinstance(self.model, Together) else [type(self.model).__name__]
         return " + ".join(names)
 
@@ -78,8 +85,12 @@ def find(optimizers: Sequence[torch.optim.Optimizer], used: Container[torch.amp.
     covering = sorted(
         _covering(roots), key=lambda module: min(wanted[key] for key in _parameter_ids(module) & wanted.keys())
     )
-    chosen = list({id(model): model for model in map(_unwrapped, covering)}.values())
-    model = chosen[0] if len(chosen) == 1 else Together(chosen)
+    wrapped: dict[int, list[nn.Module]] = {}
+    for one in covering:
+        wrapped.setdefault(id(_unwrapped(one)), [_unwrapped(one)]).append(one)
+    chosen = list(wrapped.values())
+    single = len(chosen) == 1
+    model = chosen[0][0] if single else Together([same[0] for same in chosen], names_in_script(chosen))
     free = [scaler for scaler in scalers if scaler not in used] or scalers
     return Found(
         model,

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from .._causes import plain_causes
 from .._finding import Finding
 from ..findings._kind import causes_first
 from ..page import write_page
@@ -50,7 +51,9 @@ class Report:
         longest = max(self.trainings, key=len)
         of_each = [[finding.to_dict() for finding in training.findings] for training in self.trainings]
         found = longest.to_dict()
-        found["findings"] = [_of_trainings(finding.to_dict(), of_each) for finding in self.findings]
+        findings = self.findings
+        found["findings"] = [_of_trainings(finding.to_dict(), of_each) for finding in findings]
+        found["causes"] = plain_causes(findings)
         found["ended"] = self.ended
         found["trainings"] = [
             self._entry(number, training, findings, training is longest)

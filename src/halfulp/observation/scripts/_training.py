@@ -5,12 +5,15 @@ from __future__ import annotations
 import functools
 import weakref
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import nn
 
 from ...sinks import Outlet, Row
+from .._causes import plain_causes
+from .._code import of_model
 from .._finding import Finding
 from ..findings import findings_of
 from ..observing._observation import Observation
@@ -36,6 +39,7 @@ class Training:
     Attributes:
         number: in the order of their first rows, where rows are taken; None before one.
         model: name of the model's class.
+        together: whether it is of several models.
         compiled: whether some of the model runs compiled.
         optimizers: weak references.
         kinds: names of the optimizers' classes.
@@ -53,6 +57,7 @@ class Training:
         self.number: int | None = None
         self.model: str = found.name
         self.optimizers: list[weakref.ref[torch.optim.Optimizer]] = [weakref.ref(one) for one in optimizers]
+        self.together: bool = isinstance(found.model, Together)
         self.compiled: bool = found.compiled
         self.kinds: list[str] = list(dict.fromkeys(type(one).__name__ for one in optimizers))
         self.interval: int = interval
@@ -130,13 +135,16 @@ class Training:
     @property
     def findings(self) -> list[Finding]:
         """What its record shows to be wrong, the worst first; none while it runs."""
-        return [] if self.record is None else findings_of("observe", self.record)
+        found = [] if self.record is None else findings_of("observe", self.record)
+        return [_of_named_model(one) for one in found] if self.together else found
 
     def to_dict(self) -> dict[str, Any]:
         """Return plain data as `Observation.to_dict` does, once it has ended."""
         assert self.record is not None
+        findings = self.findings
         return {
-            "findings": [finding.to_dict() for finding in self.findings],
+            "findings": [finding.to_dict() for finding in findings],
+            "causes": plain_causes(findings),
             "steps": len(self),
             "interval": self.interval,
             "overhead": self._overhead,
@@ -146,6 +154,12 @@ class Training:
     def __str__(self) -> str:
         assert self.record is not None
         return summary(self.record, self.findings, len(self), self.interval, self._overhead)
+
+
+def _of_named_model(finding: Finding) -> Finding:
+    """A finding whose code names the model that it is of, where it is of one among several."""
+    names = {name.partition(".")[0] for name in finding.where}
+    return replace(finding, write=of_model(finding.write, names.pop())) if len(names) == 1 else finding
 
 
 class _Guard:

@@ -23,6 +23,7 @@ from torch.optim.optimizer import (
 from torch.utils.hooks import RemovableHandle
 
 from ...sinks import Row, RowFile
+from ._children import Children
 from ._find import Found, find
 from ._losses import BackwardLosses
 from ._report import Report
@@ -52,6 +53,7 @@ class Watch:
     Attributes:
         trainings: in order; those without a step are left out at the end.
         unseen: sentences that say what could not be observed.
+        children: processes that the script starts.
     """
 
     def __init__(self, interval: int = 50, lines: str | os.PathLike[str] | None = None) -> None:
@@ -76,11 +78,13 @@ class Watch:
         self._left_out: int = 0
         self._init: Any = None
         self._losses = BackwardLosses(self._log)
+        self.children: Children = Children()
 
     def __enter__(self) -> Watch:
         self._init = Optimizer.__init__
         Optimizer.__init__ = self._noticing(self._init)  # type: ignore[method-assign]
         self._losses.__enter__()
+        self.children.__enter__()
         self._handles.append(register_optimizer_step_pre_hook(self._before_step))
         self._handles.append(register_optimizer_step_post_hook(self._after_step))
         return self
@@ -90,6 +94,7 @@ class Watch:
     ) -> None:
         Optimizer.__init__ = self._init  # type: ignore[method-assign]
         self._losses.__exit__(kind, error, trace)
+        self.children.__exit__(kind, error, trace)
         self._end_calls()
         for handle in self._handles:
             handle.remove()
@@ -102,6 +107,8 @@ class Watch:
                 f"the first {MOST_TRAININGS} trainings are kept: optimizers that began others later, "
                 f"{self._left_out} in all, are not observed"
             )
+        if self.children.spawned and self.trainings:
+            self.unseen.append(f"of the script, {self.children.why_unseen()}")
 
     @property
     def rank(self) -> int:

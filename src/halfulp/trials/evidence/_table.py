@@ -64,7 +64,7 @@ def cells(evidence: FinishedTrials, row: Row) -> dict[str, str]:
         "accuracy": with_percent_spread(row.accuracy, row.accuracy_spread),
         "own arithmetic": _own(row),
         "cancelled": percent(row.cancelled),
-        "realised": percent(row.realised, 0),
+        "movement kept": percent(row.realised, 0),
         **scaled,
         "bytes/param": _bytes(row),
         "step time": "emulated" if imitated(row) else (DASH if row.speed is None else f"{row.speed:.2f}×"),
@@ -130,8 +130,8 @@ def notes(evidence: FinishedTrials, task: str) -> list[str]:
         f"{'seed' if rows[0].seeds == 1 else 'seeds'}, {result['parameters']:,} parameters; {result['data']}.",
         "Loss in nats, mean ± spread over seeds, in float32 on the decoded weights; gaps are paired by seed.",
         accuracy if target else "Own arithmetic: the loss as the recipe itself computes it, on validation data.",
-        "Cancelled: the share of weight updates that rounding turned into nothing. Realised: how much of the wanted "
-        "movement took place, large updates counting most; stochastic rounding makes up for what it cancels.",
+        "Cancelled: the share of weight updates that rounding turned into nothing. Movement kept: how much of the "
+        "wanted movement took place, large updates counting most; stochastic rounding makes up for what it cancels.",
         f"Step time is CPU time on one thread against fp32's {number(rows[0].step_ms, 2)} ms.",
     ]
     if kind_of(task).paper_note:

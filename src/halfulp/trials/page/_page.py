@@ -70,7 +70,7 @@ def _line(evidence: FinishedTrials, row: Row, style: LineStyle, most: float, rea
         "accuracy": words["accuracy"],
         "own": words["own arithmetic"],
         "cancelled": words["cancelled"],
-        "realised": words["realised"],
+        "realised": words["movement kept"],
         "skipped": words.get("skipped", DASH),
         "underflow": words.get("underflow", DASH),
         "bytes": words["bytes/param"],

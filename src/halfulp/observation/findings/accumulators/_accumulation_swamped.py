@@ -23,6 +23,8 @@ class AccumulationSwamped(FindingKind):
 
     code = "accumulation-swamped"
     cure = "accumulate in float32: hu.float32_gradients(model), or float32 parameters under autocast"
+    write = "import halfulp as hu\nhu.float32_gradients(model)  # before the first backward"
+    role = "weight gradient"
     wide_cure = "fewer micro-batches, or each divided by their number before its backward pass"
     worst = "error"
 

@@ -23,6 +23,7 @@ class AverageStuck(FindingKind):
 
     code = "average-stuck"
     cure = "keep the average in float32, or use hu.optim.EMA, whose weight_update keeps what rounding would lose"
+    says = "the average {place} stands still: {lost:share} of its changes are lost in {dtype}"
     wide_cure = "a step that keeps less of the average, or an average in float64"
     worst = "lost"
     explained_by = ("dtype-not-asked", "dtype-changed-on-resume")

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
+from ....optim import OPTIMIZERS
+from ..._code import optimizer_code
 from ..._dtypes import cannot_decay, dtype_name, is_wide
 from ..._finding import Finding
 from ..._lost_movement import may_be_chance
@@ -32,9 +34,13 @@ class SecondMomentStuck(FindingKind):
 
     code = "second-moment-stuck"
     cure = "keep the state in float32 (state_dtype=torch.float32 of hu.optim), or a beta2 of at most 0.99"
+    says = "the second moment of {place} cannot fall: {lost:share} of its decreases are lost in {dtype}"
+    write = optimizer_code(None, {}, "state_dtype=torch.float32")
+    role = "second moment"
     wide_cure = "nothing, if steps may follow gradients of long ago; else a smaller beta2, or float64"
     worst = "lost"
     explained_by = ("state-mismatch", "dtype-changed-on-resume")
+    shares_cause_with = ("updates-lost", "weight-frozen", "weight-decay-lost", "freeze-ahead")
 
     def in_record(self, record: Record) -> Iterator[Finding]:
         for name, parameter in record.parameters.items():
@@ -48,6 +54,7 @@ class SecondMomentStuck(FindingKind):
                     confidence_of(change.seen, FEWEST),
                     f"{percent(change.lost_share)} of decreases of {state} lost in {dtype}",
                     cure=self.cure_in(parameter.state_dtypes.get(state)),
+                    write=_code(parameter),
                     state=state,
                     lost=change.lost_share,
                     realised=change.realised_share,
@@ -72,6 +79,13 @@ class SecondMomentStuck(FindingKind):
                 beta2=beta2,
                 dtype=dtype,
             )
+
+
+def _code(parameter: ParameterRecord) -> str:
+    """Return the lines that keep the states of an optimizer in float32; empty for one that is not here."""
+    if parameter.optimizer not in OPTIMIZERS:
+        return ""
+    return optimizer_code(parameter.optimizer, parameter.options, "state_dtype=torch.float32")
 
 
 def _grows_only(layer: LayerForecast) -> bool:

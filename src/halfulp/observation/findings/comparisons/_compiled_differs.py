@@ -18,6 +18,7 @@ class CompiledDiffers(FindingKind):
         'torch.compile(model, options={"emulate_precision_casts": True}); hu.quantize and hu.emulate are operators '
         "that no compiler leaves out"
     )
+    role = "activation"
     worst = "relative"
 
     def in_record(self, record: Record) -> Iterator[Finding]:

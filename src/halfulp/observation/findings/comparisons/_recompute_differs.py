@@ -18,6 +18,7 @@ class RecomputeDiffers(FindingKind):
         "torch.utils.checkpoint.checkpoint(..., use_reentrant=False, preserve_rng_state=True), which recomputes under "
         "the autocast of the forward pass"
     )
+    role = "activation"
     worst = "relative"
 
     def in_record(self, record: Record) -> Iterator[Finding]:

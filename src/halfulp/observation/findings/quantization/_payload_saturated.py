@@ -29,6 +29,7 @@ class PayloadSaturated(FindingKind):
 
     code = "payload-saturated"
     cure = "a larger scale: hu.rescale(tensor) or current instead of delayed scaling, or e5m2 for this tensor"
+    says = "{place} [is|are] cut off at {format}'s largest number: {saturated:share} of [its|their] {role}"
     worst = "saturated"
     explained_by = ("dtype-not-asked",)
 

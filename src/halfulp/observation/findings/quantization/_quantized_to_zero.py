@@ -22,6 +22,7 @@ class QuantizedToZero(FindingKind):
         "take the scale from the data (largest magnitude over the format's largest number): hu.quantize with "
         "a block format, or hu.scalify"
     )
+    role = "activation"
     worst = "elements"
     explained_by = ("activation-underflow", "dtype-not-asked")
 

@@ -26,6 +26,8 @@ class ActivationUnderflow(FindingKind):
         "scale the layer's output up by a power of two and undo it later, or compute it in bfloat16; "
         "hu.scalify gives every tensor a scale"
     )
+    says = "outputs of {place} are too small for their format: rounding errs by {noise:share} of their size"
+    role = "activation"
     wide_cure = "scale the layer's output up by a power of two and undo it later; hu.scalify gives every tensor a scale"
     worst = "noise"
     explained_by = ("dtype-not-asked",)

@@ -31,6 +31,8 @@ class EpsZero(FindingKind):
         "eps=1e-7 or more in float16 (1e-4 where the moments underflow too), or float32 states; hu.optim "
         "computes in float32"
     )
+    says = "{place} [divides|divide] by zero where the second moment is zero: eps {eps} is 0 in {dtype}"
+    role = "second moment"
     wide_cure = "an eps that the dtype holds, such as 1e-8"
 
     def in_record(self, record: Record) -> Iterator[Finding]:

@@ -28,6 +28,7 @@ class FirstNonfinite(FindingKind):
 
     code = "first-nonfinite"
     cure = FORWARD
+    says = "{place} [has|have] the first NaN or infinity: [its|their] {role}, in step {step}"
     wide_cure = FORWARD_WIDE
     explained_by = ("eps-zero",)
     spreads = True

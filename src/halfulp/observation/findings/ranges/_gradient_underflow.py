@@ -29,6 +29,14 @@ VANISHED_ERROR = 0.2
 NARROW = -100
 STEPS = 3
 UNSCALED = "scale the loss: torch.amp.GradScaler, or hu.AdaptiveGradScaler, which gives each layer its own scale"
+SCALER = (
+    "import halfulp as hu\n"
+    "scaler = hu.AdaptiveGradScaler(model)\n"
+    "scaler.scale(loss).backward()\n"
+    "scaler.step(optimizer)\n"
+    "scaler.update()"
+)
+SUBNORMALS = "gradients of {place} are too small for {format}: {subnormal:share} have lost digits"
 SCALED = "hu.AdaptiveGradScaler, which gives each layer its own scale, or gradients in bfloat16"
 SCALED_WIDE = "hu.AdaptiveGradScaler, which gives each layer its own scale"
 
@@ -39,6 +47,8 @@ class GradientUnderflow(FindingKind):
 
     code = "gradient-underflow"
     cure = UNSCALED
+    says = "gradients of {place} are too small for {format}: {vanished:share} became zero"
+    write = SCALER
     worst = "vanished"
     explained_by = ("site-holds-scale", "scale-collapsed", "dtype-not-asked", "activation-underflow")
 
@@ -62,7 +72,10 @@ class GradientUnderflow(FindingKind):
                     f"{percent(subnormal)} of nonzero {tensor.role}s are subnormal in {held_in.name}, "
                     f"about {percent(vanished)} became zero",
                     cure=SCALED_WIDE if cure == SCALED and has_wide_range(held_in) else cure,
+                    says=self.says if vanished >= VANISHED_WARNING else SUBNORMALS,
+                    write=self.write,
                     role=tensor.role,
+                    format=held_in.name,
                     subnormal=subnormal,
                     vanished=vanished,
                     amax=tensor.amax,
@@ -104,7 +117,9 @@ class GradientUnderflow(FindingKind):
                     1 - 0.5**steps,
                     f"all gradients are 0 in all {steps} sampled steps, from here in {held_in.name} on",
                     cure=cure,
+                    write=self.write,
                     role=tensor.role,
+                    format=held_in.name,
                     subnormal=0.0,
                     vanished=1.0,
                     amax=0.0,

@@ -1,4 +1,4 @@
-"""overflow-near: numbers within two binades of a format's largest."""
+"""overflow-near: numbers within two powers of two of a format's largest."""
 
 from collections.abc import Iterator
 
@@ -21,6 +21,7 @@ class OverflowNear(FindingKind):
         "compute this layer in bfloat16 or float32, or divide its inputs by a power of two; hu.scalify gives "
         "every tensor a scale"
     )
+    says = "{place} [comes|come] near overflow: {role} of {amax} in {format}"
     wide_cure = "divide its inputs by a power of two, or bound what it multiplies, sums or exponentiates"
     worst = "-margin"
     explained_by = ("dtype-not-asked", "payload-saturated", "first-nonfinite")
@@ -42,7 +43,8 @@ class OverflowNear(FindingKind):
                 tensor.name,
                 "warning",
                 max(0.5, confidence_of(tensor.steps, 2)),
-                f"{tensor.role} reaches {tensor.amax:.4g} in {held_in.name}, {left:.2g} binades below its largest",
+                f"{tensor.role} reaches {tensor.amax:.4g} in {held_in.name}, {left:.2g} powers of two below its "
+                "largest",
                 cure=self.wide_cure if has_wide_range(held_in) else self.cure,
                 role=tensor.role,
                 amax=tensor.amax,

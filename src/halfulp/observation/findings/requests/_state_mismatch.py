@@ -20,6 +20,7 @@ class StateMismatch(FindingKind):
         "make the optimizer after the model has its dtype, and load states with optimizer.load_state_dict, "
         "which casts them; hu.optim says state_dtype="
     )
+    role = "first moment"
     explained_by = ("dtype-changed-on-resume",)
 
     def in_record(self, record: Record) -> Iterator[Finding]:

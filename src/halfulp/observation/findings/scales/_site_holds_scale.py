@@ -26,6 +26,7 @@ class SiteHoldsScale(FindingKind):
 
     code = "site-holds-scale"
     cure = "hu.AdaptiveGradScaler, which gives each layer its own scale, or compute this layer in float32"
+    role = "activation gradient"
     explained_by = ("first-nonfinite",)
     spreads = True
 

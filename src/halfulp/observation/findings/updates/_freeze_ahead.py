@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
+from ..._code import KAHAN, optimizer_code
 from ..._dtypes import dtype_name
 from ..._finding import Finding, Severity
 from ..._words import percent
@@ -16,6 +17,7 @@ if TYPE_CHECKING:
 # Shares of the learning rates to come that train nothing; a schedule that ends at 0 leaves thousandths behind.
 WARNING = 0.02
 ERROR = 0.5
+FROZEN = "{place} [is|are] frozen from the first step on: {dtype} weights at lr {freeze_lr}"
 FROM_STATE = "the optimizer's state"
 
 
@@ -25,6 +27,8 @@ class FreezeAhead(FindingKind):
 
     code = "freeze-ahead"
     cure = "weight_update='kahan' or 'stochastic' of hu.optim, or keep these in float32"
+    says = "{place} [freezes|freeze] from step {freeze_step} on: {dtype} weights at lr {freeze_lr}"
+    write = optimizer_code(None, {}, KAHAN)
 
     wide_cure = "nothing, if so little is not missed; else a schedule that ends earlier, or float64"
     worst = "after_freeze"
@@ -41,6 +45,8 @@ class FreezeAhead(FindingKind):
                 severity,
                 1.0 if worst.updates == FROM_STATE else 0.8,
                 _words(layers, worst, dtype, forecast.start),
+                says=FROZEN if worst.freeze_step == forecast.start else self.says,
+                write=optimizer_code(forecast.rule, {"lr": worst.lr, "weight_decay": worst.weight_decay}, KAHAN),
                 cure=self.cure_in(worst.dtype),
                 freeze_step=worst.freeze_step,
                 freeze_lr=worst.freeze_lr,

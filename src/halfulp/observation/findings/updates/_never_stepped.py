@@ -15,6 +15,7 @@ class NeverStepped(FindingKind):
 
     code = "never-stepped"
     cure = "give it to the optimizer, or set requires_grad=False if it is to stay"
+    role = "weight"
 
     def in_record(self, record: Record) -> Iterator[Finding]:
         # An observation without an optimizer says nothing of who steps what.

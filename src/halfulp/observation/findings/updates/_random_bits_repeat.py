@@ -22,6 +22,7 @@ class RandomBitsRepeat(FindingKind):
 
     code = "random-bits-repeat"
     cure = "draw fresh bits for every step and rank; hu.optim's are a hash of seed, step, parameter and element"
+    role = "update"
 
     def in_record(self, record: Record) -> Iterator[Finding]:
         for name, parameter in record.parameters.items():

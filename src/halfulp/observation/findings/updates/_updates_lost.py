@@ -2,10 +2,11 @@
 
 from collections.abc import Iterator
 
+from ..._code import KAHAN, optimizer_code
 from ..._dtypes import dtype_name, is_wide
 from ..._finding import Finding, Severity
 from ..._lost_movement import FEWEST, LITTLE_LOST, keeps_the_rest, may_be_chance, severity_of_loss
-from ..._words import at_lr, confidence_of, percent
+from ..._words import at_lr, confidence_of, number, percent
 from ...auditing._audit import Audit
 from ...auditing._movement import lost_updates
 from ...auditing._symptom import as_findings
@@ -18,10 +19,13 @@ UNKNOWN = 0.5
 
 @register_finding
 class UpdatesLost(FindingKind):
-    """Updates are smaller than half the spacing of the weights' numbers, and round away."""
+    """Updates are smaller than half the gap to the weights' neighbouring numbers: rounding puts the weights back."""
 
     code = "updates-lost"
     cure = "weight_update='kahan' of hu.optim, or keep these in float32"
+    says = "{place} [loses|lose] {lost:share} of [its|their] updates: {dtype} weights{at_lr}"
+    write = optimizer_code(None, {}, KAHAN)
+    role = "update"
     wide_cure = "nothing, if these are at rest; else a larger learning rate, or float64"
     worst = "lost"
     explained_by = ("dtype-not-asked", "dtype-changed-on-resume")
@@ -46,10 +50,13 @@ class UpdatesLost(FindingKind):
                 confidence_of(update.seen, FEWEST) * (1.0 if update.known else 0.5),
                 said + at_lr(parameter.options) + smaller,
                 cure=self.cure_in(parameter.dtype),
+                says=self.says if update.known else "",
+                write=optimizer_code(parameter.optimizer, parameter.options, KAHAN),
                 lost=update.lost_share,
                 realised=realised,
                 seen=update.seen,
                 dtype=dtype_name(parameter.dtype),
+                lr=number(parameter.options, "lr"),
             )
 
     def in_audit(self, audit: Audit) -> Iterator[Finding]:

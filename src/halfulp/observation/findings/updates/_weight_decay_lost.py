@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
+from ..._code import KAHAN, optimizer_code
 from ..._dtypes import dtype_name, is_wide
 from ..._finding import Finding
 from ..._words import confidence_of, number, percent
@@ -28,9 +29,13 @@ class WeightDecayLost(FindingKind):
 
     code = "weight-decay-lost"
     cure = "weight_update='kahan' or 'stochastic' of hu.optim, which round decay and update as one, or float32 weights"
+    says = "{place} [does|do] not decay: {lost:share} of weight decay rounds away{at_lr}"
+    write = optimizer_code(None, {}, KAHAN)
+    role = "weight"
     wide_cure = "nothing, if so small a decay is not missed; else a larger one, or float64"
     worst = "lost"
     explained_by = ("updates-lost", "weight-frozen", "dtype-not-asked", "dtype-changed-on-resume")
+    shares_cause_with = ("freeze-ahead",)
 
     def in_record(self, record: Record) -> Iterator[Finding]:
         for name, parameter in record.parameters.items():
@@ -49,6 +54,7 @@ class WeightDecayLost(FindingKind):
                 confidence_of(decay.seen, FEWEST),
                 f"{percent(decay.lost_share)} of weight decay lost in {dtype_name(parameter.dtype)}{factor}",
                 cure=self.cure_in(parameter.dtype),
+                write=optimizer_code(parameter.optimizer, parameter.options, KAHAN),
                 lost=decay.lost_share,
                 realised=realised,
                 seen=decay.seen,
@@ -73,6 +79,7 @@ class WeightDecayLost(FindingKind):
                 1.0,
                 f"{percent(lost)} of weight decay will be lost in {dtype_name(worst.dtype)} "
                 f"(1 - {worst.lr * worst.weight_decay:.3g} a step at most)",
+                write=optimizer_code(forecast.rule, {"lr": worst.lr, "weight_decay": worst.weight_decay}, KAHAN),
                 cure=self.cure_in(worst.dtype),
                 lost=lost,
                 lr=worst.lr,

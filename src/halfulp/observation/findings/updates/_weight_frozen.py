@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator
 
+from ..._code import KAHAN, optimizer_code
 from ..._dtypes import dtype_name, is_wide, precision
 from ..._finding import Finding
 from ..._lost_movement import keeps_the_rest
@@ -32,6 +33,9 @@ class WeightFrozen(FindingKind):
 
     code = "weight-frozen"
     cure = ROUNDED
+    says = "{place} [has|have] not moved in {sampled_steps} sampled steps: {dtype} weights{at_lr}"
+    write = optimizer_code(None, {}, KAHAN)
+    role = "update"
     wide_cure = "nothing, if it is at rest; else a larger learning rate, or float64"
     worst = "lost"
     explained_by = ("updates-lost", "never-stepped", "scale-collapsed", "first-nonfinite")
@@ -56,11 +60,14 @@ class WeightFrozen(FindingKind):
                 f"has not moved in {steps} sampled steps in {dtype_name(parameter.dtype)}{at_lr(parameter.options)}"
                 + ("" if rounded else ", though updates changed it"),
                 cure=self.cure_in(parameter.dtype) if rounded else WRITTEN_BACK,
+                says=self.says if rounded else "",
+                write=optimizer_code(parameter.optimizer, parameter.options, KAHAN) if rounded else "",
                 moved=0.0,
                 sampled_steps=steps,
                 seen=update.seen,
                 lost=update.lost_share,
                 dtype=dtype_name(parameter.dtype),
+                lr=number(parameter.options, "lr"),
             )
 
     def in_audit(self, audit: Audit) -> Iterator[Finding]:
