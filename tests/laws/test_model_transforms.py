@@ -1,0 +1,140 @@
+"""Law: derivatives in forward mode, torch.jit.trace and make_fx of a model are its own, or are refused with a way out.
+
+Under every recipe and everything else that changes a model's tensors, products or gradients. What is refused is known
+from the tensors, and the advice works."""
+
+import copy
+import re
+
+import pytest
+import torch
+from torch import nn
+from torch.autograd import forward_ad
+from torch.fx.experimental.proxy_tensor import make_fx
+
+import halfulp as hu
+from halfulp import MCTensor, ScaledTensor
+from halfulp.kernels import same_bits
+
+WIDTH = 8
+pytestmark = [
+    # Of torch, which calls what it deprecates, and warns of every condition that it records.
+    pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning"),
+    pytest.mark.filterwarnings("ignore::torch.jit.TracerWarning"),
+    # Of derivatives of norms, which torch takes apart into these.
+    pytest.mark.filterwarnings("ignore:prims:halfulp.subclass._fallbacks.FallbackWarning"),
+]
+
+
+def normed():
+    return nn.Sequential(nn.Linear(WIDTH, 16), nn.LayerNorm(16), nn.GELU(), nn.Linear(16, 4))
+
+
+def convolved():
+    head = nn.Unflatten(1, (2, WIDTH // 2)), nn.Conv1d(2, 4, 3), nn.GroupNorm(2, 4), nn.SiLU()
+    return nn.Sequential(*head, nn.Flatten(), nn.Softmax(-1), nn.Linear(4 * (WIDTH // 2 - 2), 4))
+
+
+def scaled(model, **options):
+    # A scaler lives as long as somebody holds it.
+    model.scaler = hu.AdaptiveGradScaler(model, **options)
+    return model
+
+
+FEATURES = {name: lambda model, name=name: hu.convert(model, name) for name in hu.recipes.names()} | {
+    "scalify": hu.scalify,
+    "scalify to bfloat16": lambda model: hu.scalify(model, dtype=torch.bfloat16),
+    "scalify to float32": lambda model: hu.scalify(model, dtype=torch.float32),
+    "scalify with fp8": lambda model: hu.scalify(model, matmul="fp8"),
+    "multicomponent": lambda model: hu.multicomponent(model, components=2),
+    "multicomponent of float16": lambda model: hu.multicomponent(model, components=2, dtype=torch.float16),
+    "scaler": scaled,
+    "scaler of modules": lambda model: scaled(model, mode="module"),
+    "scaler with a format": lambda model: scaled(model, format="e5m2"),
+    "float32_products of bfloat16": lambda model: hu.float32_products(model.bfloat16()) or model,
+    "float32_products of float16": lambda model: hu.float32_products(model.half()) or model,
+    "float32_gradients of bfloat16": lambda model: hu.float32_gradients(model.bfloat16()) or model,
+    "float32_gradients of float16": lambda model: hu.float32_gradients(model.half()) or model,
+}
+# Relative errors of derivatives, by the narrowest type that a model computes in; of others float32's.
+NEAR = {"fp8": 0.3, "bf16": 0.05, "bfloat16": 0.05, "fp16": 1e-2, "float16": 1e-2, "scalify": 1e-2}
+
+
+def jvp(model, x):
+    return torch.func.jvp(model, (x,), (x.cos(),))
+
+
+def forward_mode(model, x):
+    with forward_ad.dual_level():
+        return forward_ad.unpack_dual(model(forward_ad.make_dual(x, x.cos())))
+
+
+def traced(model, x):
+    return torch.jit.trace(model, (x + 0.5,))(x), None
+
+
+def recorded(model, x):
+    return make_fx(model)(x + 0.5)(x), None
+
+
+TRANSFORMS = {"jvp": jvp, "forward mode": forward_mode, "jit.trace": traced, "make_fx": recorded}
+
+
+def values(x):
+    x = x.detach()
+    return x.decode(torch.float64) if hasattr(x, "decode") else x.double()
+
+
+def refuses(name, model, x):
+    """Whether a transform of a model is refused, by what its parameters are."""
+    kinds = {type(p.data) for p in model.parameters()}
+    if name in ("make_fx", "jit.trace"):
+        return bool(kinds & {ScaledTensor, MCTensor})
+    return name == "jvp" and any(type(p.data) is MCTensor and p.dtype != x.dtype for p in model.parameters())
+
+
+def followed(error, model, x):
+    """The model and the input that a refusal asks for."""
+    if way := re.search(r"halfulp\.(scaled|mctensor)\.(\w+)\(copy", str(error)):
+        plain = getattr(getattr(hu, way[1]), way[2])(copy.deepcopy(model))
+        return plain, x.to(next(plain.parameters()).dtype)
+    assert "x.to(parameter.dtype)" in str(error)
+    return model, x.to(next(model.parameters()).dtype)
+
+
+def check(name, transform, model, plain, x):
+    wanted = values(model(x))
+    found, tangent = TRANSFORMS[transform](model, x)
+    if "fp8" in name and transform == "jvp":
+        # Inside torch.func layers do not see that a tensor is scaled, and round it to eight bits at once.
+        assert (values(found) - wanted).norm() < 0.05 * wanted.norm()
+    else:
+        assert same_bits(values(found), wanted), (name, transform)
+    if tangent is None:
+        assert transform in ("jit.trace", "make_fx"), (name, transform, "the derivative is lost")
+        return
+    reference = copy.deepcopy(plain).double()
+    with torch.no_grad():
+        for own, p in zip(reference.parameters(), model.parameters()):
+            own.copy_(values(p))
+    _, exact = torch.func.jvp(reference, (x.double(),), (x.double().cos(),))
+    near = max([size for word, size in NEAR.items() if word in name], default=1e-4)
+    assert (values(tangent) - exact).norm() < near * exact.norm(), (name, transform)
+
+
+@pytest.mark.parametrize("make", [normed, convolved])
+@pytest.mark.parametrize("name", FEATURES)
+def test_transforms_of_models(name, make, seed):
+    plain = make()
+    model = FEATURES[name](copy.deepcopy(plain))
+    x = torch.randn(3, WIDTH)
+    if name.startswith("float32_"):
+        x = x.to(next(model.parameters()).dtype)
+    for transform in TRANSFORMS:
+        if not refuses(transform, model, x):
+            check(name, transform, model, plain, x)
+            continue
+        with pytest.raises(NotImplementedError) as refused:
+            TRANSFORMS[transform](model, x)
+        advised, given = followed(refused.value, model, x)
+        check(name, transform, advised, plain, given)
