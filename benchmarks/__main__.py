@@ -35,6 +35,7 @@ NAMES = (
     "wide",
     "two_families",
     "gradient_exactness",
+    "gradient_programs",
     "gradient_overhead",
     "observe",
     "gradient_safety",

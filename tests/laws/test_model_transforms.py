@@ -8,6 +8,7 @@ import re
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import nn
 from torch.autograd import forward_ad
 from torch.fx.experimental.proxy_tensor import make_fx
@@ -55,6 +56,22 @@ FEATURES = {name: lambda model, name=name: hu.convert(model, name) for name in h
     "float32_products of float16": lambda model: hu.float32_products(model.half()) or model,
     "float32_gradients of bfloat16": lambda model: hu.float32_gradients(model.bfloat16()) or model,
     "float32_gradients of float16": lambda model: hu.float32_gradients(model.half()) or model,
+}
+# Functions of a plain tensor, each of which has the derivative 2.
+FUNCTIONS = {
+    "encode": lambda x: (ScaledTensor.encode(x) * 2).decode(),
+    "encode in another storage": lambda x: (ScaledTensor.encode(x, torch.bfloat16) * 2).decode(),
+    "with_scale": lambda x: ScaledTensor.encode(x).with_scale(64.0).decode() * 2,
+    "rescale": lambda x: hu.scaled.rescale(ScaledTensor.encode(x), "rms", "both").decode() * 2,
+    "rescale gradients": lambda x: hu.scaled.rescale(ScaledTensor.encode(x), side="gradient").decode() * 2,
+    "cast": lambda x: hu.scaled.cast(x, forward=torch.float8_e4m3fn, backward=torch.float8_e5m2) * 2,
+    "cast of a scaled tensor": lambda x: hu.scaled.cast(ScaledTensor.encode(x), forward=torch.bfloat16).decode() * 2,
+    "components": lambda x: (MCTensor.encode(x, 2, torch.float16) * 2).decode(),
+    "components of float32": lambda x: MCTensor.encode(x, 2).decode(torch.float32) * 2,
+    "a plain operand": lambda x: (x * MCTensor.encode(torch.full_like(x, 2.0))).decode(),
+    "a product of several dtypes": lambda x: F.linear(
+        x, MCTensor.encode(2 * torch.eye(len(x)), 2, torch.float16)
+    ).decode(),
 }
 # Relative errors of derivatives, by the narrowest type that a model computes in; of others float32's.
 NEAR = {"fp8": 0.3, "bf16": 0.05, "bfloat16": 0.05, "fp16": 1e-2, "float16": 1e-2, "scalify": 1e-2}
@@ -138,3 +155,23 @@ def test_transforms_of_models(name, make, seed):
             TRANSFORMS[transform](model, x)
         advised, given = followed(refused.value, model, x)
         check(name, transform, advised, plain, given)
+
+
+@pytest.mark.parametrize("requires_grad", [False, True])
+@pytest.mark.parametrize("name", FUNCTIONS)
+def test_functions_keep_the_derivative_in_forward_mode(name, requires_grad, seed):
+    x = torch.randn(6).requires_grad_(requires_grad)
+    wanted = FUNCTIONS[name](x)
+    with forward_ad.dual_level():
+        found, tangent = forward_ad.unpack_dual(FUNCTIONS[name](forward_ad.make_dual(x, x.detach().cos())))
+        assert same_bits(values(found), values(wanted))
+        torch.testing.assert_close(values(tangent), 2 * x.detach().double().cos(), rtol=1e-2, atol=1e-2)
+
+
+def test_a_recorded_encoding_is_refused_in_words(seed):
+    x = torch.randn(6)
+    with pytest.raises(NotImplementedError, match=r"torch\.jit\.trace would record .* of MCTensors"):
+        torch.jit.trace(FUNCTIONS["components"], (x,))
+    for name, kind in (("components", "MCTensor"), ("encode", "ScaledTensor")):
+        with pytest.raises(NotImplementedError, match=f"make_fx would record constants in place of {kind}s"):
+            make_fx(FUNCTIONS[name])(x)

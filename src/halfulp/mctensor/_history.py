@@ -81,7 +81,11 @@ class _TransformedDecode(torch.autograd.Function):
         return value
 
     setup_context = staticmethod(remember_decoding)
-    backward = staticmethod(decoding_gradient)
+
+    @staticmethod
+    @untraced
+    def backward(context: Any, gradient: Tensor) -> tuple[Tensor, None]:
+        return decoding_gradient(context, gradient)
 
     @staticmethod
     def jvp(context: Any, tangent: Tensor, *_: object) -> Tensor:

@@ -192,7 +192,11 @@ class _Cast(torch.autograd.Function):
         return result
 
     setup_context = staticmethod(_remember)
-    backward = staticmethod(_cast_backward)
+
+    @staticmethod
+    @untraced
+    def backward(context: Any, gradient: Tensor) -> tuple[Any, ...]:
+        return _cast_backward(context, gradient)
 
     @staticmethod
     def jvp(context: Any, tangent: Tensor, *_: object) -> Tensor:
