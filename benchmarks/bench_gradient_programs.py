@@ -1,4 +1,4 @@
-"""How many random programs keep their gradients' bits under exponents: `python -m benchmarks.bench_gradient_programs`."""
+"""Random programs whose gradients keep every bit: `python -m benchmarks.bench_gradient_programs`."""
 
 import argparse
 

@@ -175,3 +175,11 @@ def test_a_recorded_encoding_is_refused_in_words(seed):
     for name, kind in (("components", "MCTensor"), ("encode", "ScaledTensor")):
         with pytest.raises(NotImplementedError, match=f"make_fx would record constants in place of {kind}s"):
             make_fx(FUNCTIONS[name])(x)
+
+
+def test_gradients_by_torch_func_of_products_in_eight_bits(seed):
+    model, x = hu.scalify(normed(), matmul="fp8"), torch.randn(3, WIDTH)
+    found = torch.func.grad(lambda x: model(x).sum())(x)
+    x = x.requires_grad_()
+    (wanted,) = torch.autograd.grad(model(x).sum(), x)
+    assert (values(found) - values(wanted)).norm() < 0.1 * values(wanted).norm()

@@ -53,8 +53,7 @@ def cast(x: Tensor, *, forward: torch.dtype | None = None, backward: torch.dtype
             check_storage(dtype)
     if forward is None and backward is None:
         return x
-    apply: Callable[..., Tensor] = _Cast.apply if under_transform() else _cast
-    return apply(x, forward, backward)
+    return _differentiable_cast(x, forward, backward)
 
 
 def linear_fp8(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
@@ -175,7 +174,7 @@ def _remember(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
 
 @untraced
 def _cast_backward(context: Any, gradient: Tensor) -> tuple[Any, ...]:
-    return gradient if context.dtype is None else _cast(gradient, context.dtype, None), None, None
+    return gradient if context.dtype is None else _differentiable_cast(gradient, context.dtype, None), None, None
 
 
 torch.library.register_autograd("halfulp::cast", _cast_backward, setup_context=_remember)
@@ -201,3 +200,8 @@ class _Cast(torch.autograd.Function):
     @staticmethod
     def jvp(context: Any, tangent: Tensor, *_: object) -> Tensor:
         return tangent.clone()
+
+
+def _differentiable_cast(x: Tensor, forward: torch.dtype | None, backward: torch.dtype | None) -> Tensor:
+    apply: Callable[..., Tensor] = _Cast.apply if under_transform() else _cast
+    return apply(x, forward, backward)
