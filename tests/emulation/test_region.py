@@ -154,6 +154,7 @@ def test_other_threads_are_left_alone():
     assert seen == [1 + 2**-12]
 
 
+@pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning")  # of torch, in forward mode
 def test_transforms_are_refused():
     def f(x):
         with region("bf16"):
