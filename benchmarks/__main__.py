@@ -36,6 +36,7 @@ NAMES = (
     "wide",
     "two_families",
     "gradient_exactness",
+    "gradient_programs",
     "gradient_overhead",
     "observe",
     "gradient_safety",

@@ -150,6 +150,19 @@ def gradient_exactness_note() -> str:
 
 
 @place
+def gradient_programs() -> str:
+    """How many random programs keep every bit."""
+    return whole_table("gradient_programs", "Random programs")
+
+
+@place
+def gradient_programs_note() -> str:
+    """What these programs are."""
+    result = measured("gradient_programs")
+    return paragraph(result.text) if result else ""
+
+
+@place
 def compiled_formats() -> str:
     """What format= rounds otherwise in a compiled graph."""
     result = measured("compiled_formats")

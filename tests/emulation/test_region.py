@@ -154,6 +154,7 @@ def test_other_threads_are_left_alone():
     assert seen == [1 + 2**-12]
 
 
+@pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning")  # of torch, in forward mode
 def test_transforms_are_refused():
     def f(x):
         with region("bf16"):
@@ -161,6 +162,8 @@ def test_transforms_are_refused():
 
     with pytest.raises(RuntimeError, match=r"torch\.func"):
         torch.func.grad(f)(torch.ones(2))
+    with torch.autograd.forward_ad.dual_level(), pytest.raises(RuntimeError, match="in forward mode"):
+        f(torch.autograd.forward_ad.make_dual(torch.ones(2), torch.ones(2)))
 
 
 def test_autocast_is_refused_where_it_rounds_first():

@@ -9,6 +9,7 @@ from functools import partial, wraps
 
 import torch
 from torch import Tensor
+from torch.autograd import forward_ad
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from .._torch_versions import is_exporting, saved_tensor_hooks
@@ -122,7 +123,7 @@ def _modes() -> list[_Mode]:
 class Region:
     """A `with` block in which operators are rounded; inside a block of the same settings it joins that one.
 
-    Entering raises RuntimeError inside a block of other settings and inside a transform of torch.func, and
+    Entering raises RuntimeError inside a block of other settings, a transform of torch.func and forward mode, and
     NotImplementedError where a graph is recorded (torch.export, torch.jit.trace, make_fx).
     """
 
@@ -137,10 +138,10 @@ class Region:
             _check_joins(self.rounder, modes[-1].rounder)
             self._entered.append(None)
             return self
-        if torch._C._functorch.peek_interpreter_stack() is not None:
+        if torch._C._functorch.peek_interpreter_stack() is not None or forward_ad._current_level >= 0:
             raise RuntimeError(
-                "emulation inside grad, vmap or another transform of torch.func is not possible: gradients could not "
-                "be rounded; use loss.backward()"
+                "emulation inside grad, vmap or another transform of torch.func, or in forward mode, is not possible: "
+                "derivatives could not be rounded; use loss.backward()"
             )
         refuse_recording()
         mode = _Mode(self.rounder)

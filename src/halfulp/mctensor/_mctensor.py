@@ -15,10 +15,12 @@ from ..subclass import _tangents
 from ..subclass._graph_key import graph_key
 from ..subclass._in_backward import FIRST, check_gradients
 from ..subclass._pickle import check_layout, register_collate, saved_marks, with_saved_marks
+from ..subclass._recorders import refuse_jit_trace, refuse_make_fx
 from ..subclass._rule_table import Given
 from ..subclass.models._data_parallel import refuses_fully_shard
 from . import _encode as _numbers
 from . import _repr as _text
+from ._history import decoded_with_history, with_history
 from ._registry import RULES, implements, rule_of
 from ._scale import to_float64
 
@@ -90,6 +92,7 @@ class MCTensor(torch.Tensor):
     def __torch_dispatch__(  # type: ignore[override]
         cls, operator: Any, types: Any, arguments: tuple[Any, ...] = (), options: dict[str, Any] | None = None
     ) -> Any:
+        refuse_make_fx("MCTensor")
         return rule_of(operator)(*arguments, **(options or {}))
 
     @staticmethod
@@ -126,10 +129,14 @@ class MCTensor(torch.Tensor):
         torch.Size([2])
         """
         check_gradients(gradients)
+        if isinstance(x, Tensor):
+            refuse_make_fx("MCTensor")
+            refuse_jit_trace("MCTensor")
         source = x.detach() if isinstance(x, Tensor) else x
         parts, held = _numbers.encode_components(source, components, dtype, scale, device)
         made = wrap(parts, held, gradients)
-        return with_history(x, made) if isinstance(x, Tensor) else made
+        connected: MCTensor = with_history(x, made) if isinstance(x, Tensor) else made
+        return connected
 
     @staticmethod
     def from_components(
@@ -186,8 +193,7 @@ class MCTensor(torch.Tensor):
         >>> MCTensor.encode(0.1, dtype=torch.bfloat16, components=3).decode(torch.float32)
         tensor(0.1000)
         """
-        value: Tensor = torch.ops.halfulp.decode(self, dtype)
-        return value
+        return decoded_with_history(self, dtype)
 
     def with_gradients(self, gradients: str) -> MCTensor:
         """The same components under another way of keeping gradients: a leaf that shares memory."""
@@ -384,28 +390,6 @@ def decoded(x: MCTensor, dtype: torch.dtype) -> Tensor:
 def to_plain(x: MCTensor) -> Tensor:
     """Return the value rounded to a plain tensor of the components' dtype: a gradient in the mode "first"."""
     return x._parts[0] if x._scale is None else decoded(x, x.dtype)
-
-
-def with_history(x: Tensor, made: MCTensor) -> MCTensor:
-    """Return `made`, the encoding of x, with a graph through which gradients flow back to x."""
-    connect: Callable[..., MCTensor] = _Encode.apply
-    return connect(x, made) if x.requires_grad and torch.is_grad_enabled() else made
-
-
-class _Encode(torch.autograd.Function):
-    """Connect an MCTensor to the graph of the tensor that it encodes."""
-
-    @staticmethod
-    def forward(context: Any, x: Tensor, made: MCTensor) -> MCTensor:
-        context.dtype = None if isinstance(x, MCTensor) else x.dtype
-        return made.detach()
-
-    @staticmethod
-    @untraced
-    def backward(context: Any, gradient: Tensor) -> tuple[Tensor, None]:
-        if context.dtype is None:
-            return gradient, None
-        return (gradient.decode(context.dtype) if isinstance(gradient, MCTensor) else gradient.to(context.dtype)), None
 
 
 def _tangent(x: Tensor, context: tuple[str, int, bool]) -> MCTensor:

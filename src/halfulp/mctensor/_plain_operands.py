@@ -12,7 +12,9 @@ from torch import Tensor
 from torch.utils._pytree import tree_leaves, tree_map
 
 from ..arithmetic import renormalize
-from ._mctensor import MCTensor, with_history, wrap
+from ..subclass._recorders import refuse_jit_trace, refuse_make_fx
+from ._history import with_history
+from ._mctensor import MCTensor, wrap
 from ._result_type import ResultType, make_scaled, parts_of
 
 _NESTS = (list, tuple, dict)
@@ -38,6 +40,8 @@ def encode_plain_operands(operands: Any, form: ResultType, with_gradients: bool 
 
     with_gradients: whether gradients flow back to the plain operands.
     """
+    refuse_make_fx("MCTensor")
+    refuse_jit_trace("MCTensor")
     ranked = any(isinstance(x, Tensor) and x.dim() and x.is_floating_point() for x in tree_leaves(operands))
 
     def lift(x: Any) -> Any:

@@ -12,6 +12,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 from ..kernels import require_float64, untraced
 from ..subclass import _tangents
+from ..subclass._recorders import refuse_make_fx
 from . import _powers_of_two as _powers
 from ._dtypes import LOGICALS, check_home, check_storage, common_storage
 from ._operands import decode_values, plain, rms_scale, to_float32, to_storage
@@ -30,6 +31,7 @@ def encode(
     """See `ScaledTensor.encode`."""
     if not isinstance(x, Tensor):
         raise TypeError(f"x is a torch.Tensor, got {type(x).__name__}: torch.as_tensor makes one")
+    refuse_make_fx("ScaledTensor")
     check_storage(dtype)
     check_home(home)
     _powers.check_power_rounding(rounding)

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
 from typing import Any, Literal
 
 import torch
 from torch import Tensor
 from torch.nn import functional
 
-from ..kernels import define_operator, untraced
+from ..kernels import define_operator, under_transform, untraced
 from . import _powers_of_two as _powers
 from ._dtypes import EIGHT_BITS, check_storage
 from ._operands import make_scaled, to_float32, to_storage
@@ -52,8 +53,7 @@ def cast(x: Tensor, *, forward: torch.dtype | None = None, backward: torch.dtype
             check_storage(dtype)
     if forward is None and backward is None:
         return x
-    result: Tensor = _cast(x, forward, backward)
-    return result
+    return _differentiable_cast(x, forward, backward)
 
 
 def linear_fp8(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
@@ -174,7 +174,34 @@ def _remember(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
 
 @untraced
 def _cast_backward(context: Any, gradient: Tensor) -> tuple[Any, ...]:
-    return gradient if context.dtype is None else _cast(gradient, context.dtype, None), None, None
+    return gradient if context.dtype is None else _differentiable_cast(gradient, context.dtype, None), None, None
 
 
 torch.library.register_autograd("halfulp::cast", _cast_backward, setup_context=_remember)
+
+
+class _Cast(torch.autograd.Function):
+    """The cast for transforms of torch.func and forward mode, where it has the derivative of the identity."""
+
+    generate_vmap_rule = True
+
+    @staticmethod
+    def forward(x: Tensor, forward: torch.dtype | None, backward: torch.dtype | None) -> Tensor:
+        result: Tensor = _cast(x, forward, backward)
+        return result
+
+    setup_context = staticmethod(_remember)
+
+    @staticmethod
+    @untraced
+    def backward(context: Any, gradient: Tensor) -> tuple[Any, ...]:
+        return _cast_backward(context, gradient)
+
+    @staticmethod
+    def jvp(context: Any, tangent: Tensor, *_: object) -> Tensor:
+        return tangent.clone()
+
+
+def _differentiable_cast(x: Tensor, forward: torch.dtype | None, backward: torch.dtype | None) -> Tensor:
+    apply: Callable[..., Tensor] = _Cast.apply if under_transform() else _cast
+    return apply(x, forward, backward)

@@ -13,6 +13,7 @@ from ..kernels import require_float64, resolved, untraced
 from ..subclass import graph_key
 from ..subclass._pickle import register_collate
 from ..subclass._quotient_formulas import in_quotient_formula
+from ..subclass._recorders import refuse_make_fx
 from ..subclass._rule_table import Given
 from ..subclass.models._data_parallel import refuses_fully_shard
 from . import _powers_of_two as _powers
@@ -89,6 +90,7 @@ class ScaledTensor(torch.Tensor):
     def __torch_dispatch__(  # type: ignore[override]
         cls, operator: Any, types: Any, arguments: tuple[Any, ...] = (), options: dict[str, Any] | None = None
     ) -> Any:
+        refuse_make_fx("ScaledTensor")
         try:
             home = home_of(arguments, options)
             if home is not None or in_quotient_formula():

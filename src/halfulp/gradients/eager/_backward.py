@@ -100,6 +100,8 @@ class Backward:
         self._seen = False
         self._edge_hooks: dict[tuple[Site, Site], Hook] = {}
         self._weight_edge_hooks: dict[tuple[Site, Format | None], Hook] = {}
+        # Of nodes that read several tensors.
+        self.reader_hooks: dict[tuple, Callable] = {}
         self._readers: dict[int, Site] = {}
         self._unlisted: dict[int, Tensor] = {}
         self._lookups = self._listed = 0

@@ -14,7 +14,8 @@ from .._pytree import differentiable_in, map_tensors, memoized
 from .._site import Site
 from ._backward import Backward
 from ._forward import Forward, traced
-from ._region import Names, hook_weight_edge, view_of
+from ._reads import hook_weight_edge, view_of
+from ._region import Names
 from ._site_boundaries import mark
 from ._strides import copy_with_strides
 

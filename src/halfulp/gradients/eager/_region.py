@@ -20,6 +20,7 @@ from ..replay._learned_graph import Names, Recording
 from ._backward import Backward, Widening
 from ._current_region import by_itself, current, put, unwatched
 from ._products import kind_of, name_of
+from ._reads import Reads, view_of
 from ._site_boundaries import LEAF, is_exit, mark
 from ._strides import copy_with_strides, is_custom
 
@@ -31,7 +32,7 @@ class Region(TorchFunctionMode):
 
     The gradient of each tensor belongs to a site. A product opens one; any other function needs all its inputs at one
     site, the latest, and gives its results to it: gradients are linear in what arrives, so no function needs a rule.
-    Where an input belongs elsewhere, an edge is put in between: a view, whose node moves the gradient on its way back.
+    Where an input belongs elsewhere, hooks of the nodes that read it move its gradient on its way back (`Reads`).
 
     Args:
         backward: whose edges are put in.
@@ -89,12 +90,14 @@ class Region(TorchFunctionMode):
 
     def _call(self, function: Callable, args: tuple, kwargs: dict, site: Site, kind: str) -> Any:
         """Run a function with all its gradients at one site."""
-        weight_edges: list[Tensor] = []
-        # Edges run in the reverse of the order they are made in, and arms of a join must add up in the plain order.
-        kwargs = self._moved(kwargs, site, weight_edges, function)
-        out = self._run(site, function, self._moved(args, site, weight_edges, function), kwargs)
-        self._hook_weight_edges(weight_edges, out, site)
-        made = self._at_site(out, site, kind)
+        reads = Reads(self._backward, site)
+        # Views run in the reverse of the order they are made in, and arms of a join must add up in the plain order.
+        kwargs = self._moved(kwargs, site, reads, function)
+        given = self._moved(args, site, reads, function)
+        reads.begin()
+        out = self._run(site, function, given, kwargs)
+        reads.hook(out, out)
+        made = self._at_site(out, site, kind, reads)
         if kind == "product" and self._backward.measuring and self._backward.policy.wants_operands:
             self._watch_operands(factors_of(function, args, kwargs), out, site)
         return made
@@ -118,11 +121,13 @@ class Region(TorchFunctionMode):
         first = list(differentiable_in(args[:1]))
         if not first:
             return function(*args, **kwargs)
-        weight_edges: list[Tensor] = []
         site = self._common(function, first)
-        out = self._run(site, function, (*self._moved(args[:1], site, weight_edges), *args[1:]), kwargs)
-        self._hook_weight_edges(weight_edges, out, site)
-        return self._at_site(out, site, "plain")
+        reads = Reads(self._backward, site)
+        given = self._moved(args[:1], site, reads)
+        reads.begin()
+        out = self._run(site, function, (*given, *args[1:]), kwargs)
+        reads.hook(out, out)
+        return self._at_site(out, site, "plain", reads)
 
     def _apart(self, function: Callable, args: tuple, kwargs: dict) -> Any:
         """Run a function that returns a view of each argument; each view keeps its tensor's site."""
@@ -237,42 +242,39 @@ class Region(TorchFunctionMode):
 
     # edges ----------------------------------------------------------------------------------------------------
 
-    def _moved(self, value: Any, site: Site, weight_edges: list[Tensor], function: Callable | None = None) -> Any:
-        """Return arguments whose gradients all leave ``site``; parameters' views are added to ``weight_edges``.
+    def _moved(self, value: Any, site: Site, reads: Reads | None, function: Callable | None = None) -> Any:
+        """Return arguments whose gradients all leave ``site``, or are noted in ``reads`` and will.
 
         A composite function may ask whether two arguments are one tensor, so that they must stay one.
         """
 
         def moved(x: Tensor) -> Tensor:
-            return (
-                self._read(x, site, weight_edges, function) if is_parameter(x) else self.edge(x, self.site_of(x), site)
-            )
+            if is_parameter(x):
+                return self._read(x, site, reads, function)
+            source = self.site_of(x)
+            if reads is None or source is site or not reads.takes(x):
+                return self.edge(x, source, site)
+            reads.add(x, source)
+            return x
 
         return map_tensors(value, memoized(moved) if isinstance(function, FunctionType) else moved)
 
-    def _read(self, parameter: Tensor, site: Site, weight_edges: list[Tensor], function: Callable | None) -> Tensor:
-        """A parameter for a reader at ``site``: a view whose gradient leaves the site, or itself."""
+    def _read(self, parameter: Tensor, site: Site, reads: Reads | None, function: Callable | None) -> Tensor:
+        """A parameter for a reader at ``site``: itself, or a view whose gradient leaves the site."""
         listed = self._names.of(parameter) is not None
         self._backward.note_read(parameter, site, self._names.sharded, listed)
         if not listed or parameter.dtype == torch.float16 or type(parameter) is not nn.Parameter:
             self._fail_recording()
-        if site is self._global_site:
+        if site is self._global_site or reads is None:
             return parameter
-        weight_edges.append(view_of(parameter, function is not None and name_of(function).startswith("embedding")))
+        if reads.takes(parameter):
+            reads.add_parameter(parameter)
+            return parameter
+        view = view_of(parameter, function is not None and name_of(function).startswith("embedding"))
+        reads.add_view(view)
         if self.recording is not None:
-            self.recording.edges.add(weight_edges[-1].grad_fn)
-        return weight_edges[-1]
-
-    def _hook_weight_edges(self, weight_edges: list[Tensor], out: Any, site: Site) -> None:
-        """Hook parameters' views: their gradients, in the dtype of ``out``, leave ``site``."""
-        if not weight_edges:
-            return
-        if isinstance(out, list | tuple):
-            out = next((x for x in out if isinstance(x, Tensor)), None)
-        dtype = out.dtype if isinstance(out, Tensor) else torch.float32
-        for view in weight_edges:
-            hook_weight_edge(view, self._backward.weight_edge_hook(site, dtype))
-            mark(view.grad_fn, site, self._global_site, self._global_site)
+            self.recording.edges.add(view.grad_fn)
+        return view
 
     def edge(self, tensor: Tensor, source: Site, target: Site, leaving: bool = False) -> Tensor:
         """Return a view or copy for a reader at ``target``; ``leaving``: a reader that may write into it.
@@ -306,23 +308,24 @@ class Region(TorchFunctionMode):
             )
         written = args[0] if args and isinstance(args[0], Tensor) else differentiable[0]
         site = self.site_of(written) if written.requires_grad else self._common(function, differentiable)
-        weight_edges: list[Tensor] = []
-        kwargs = self._moved(kwargs, site, weight_edges)
-        given = (written, *self._moved(args[1:], site, weight_edges)) if args else ()
+        reads = Reads(self._backward, site)
+        kwargs = self._moved(kwargs, site, reads)
+        given = (written, *self._moved(args[1:], site, reads)) if args else ()
+        reads.begin()
         out = self._run(site, function, given, kwargs)
-        self._hook_weight_edges(weight_edges, written, site)
+        reads.hook([written, written._base], written)
         for x in (written, written._base):
             if x is not None and x.requires_grad and not x.is_leaf:
                 self._tagged(x, getattr(x, _TAG, site))
         return out
 
-    def _at_site(self, out: Any, site: Site, kind: str) -> Any:
-        """Assign a function's results to ``site``; return them."""
+    def _at_site(self, out: Any, site: Site, kind: str, reads: Reads | None = None) -> Any:
+        """Assign a function's results to ``site``, but those that it was given; return them."""
         nodes: set = set()
-        return map_tensors(out, lambda x: self._tensor_at_site(x, site, kind, nodes))
+        return map_tensors(out, lambda x: self._tensor_at_site(x, site, kind, nodes, reads))
 
-    def _tensor_at_site(self, out: Tensor, site: Site, kind: str, nodes: set) -> Tensor:
-        if out.is_leaf:
+    def _tensor_at_site(self, out: Tensor, site: Site, kind: str, nodes: set, reads: Reads | None) -> Tensor:
+        if out.is_leaf or (reads is not None and reads.passes_on(out)):
             return out
         if kind == "product":
             site.stored = narrow(out.dtype)
@@ -358,7 +361,7 @@ class Region(TorchFunctionMode):
     def at_global_exponent(self, call: Callable[[tuple], Any], args: tuple) -> Any:
         """Results of a call whose gradients, in and out, are at the global exponent."""
         self._fail_recording()
-        moved = self._moved(args, self._global_site, [])
+        moved = self._moved(args, self._global_site, None)
         versions = [x._version for x in differentiable_in(moved)]
         out = call(moved)
         if versions != [x._version for x in differentiable_in(moved)]:
@@ -394,22 +397,6 @@ class Region(TorchFunctionMode):
             node.register_prehook(self._backward.edge_hook(site, self._global_site))
             return untagged(self._tagged(float32_out, self._global_site))
         return untagged(self._tagged(self.edge(out, site, self._global_site, leaving=True), self._global_site))
-
-
-def view_of(parameter: Tensor, sparse: bool) -> Tensor:
-    """Return a view of a parameter, with a node of its own; ``sparse``: an alias, which takes sparse gradients."""
-    if parameter.dtype == torch.float16:
-        return Widening.apply(parameter)
-    return torch.ops.aten.alias.default(parameter) if sparse else parameter.view_as(parameter)
-
-
-def hook_weight_edge(view: Tensor, hook: Callable) -> None:
-    """Let the gradient of a parameter's view go through a hook."""
-    node: Any = view.grad_fn
-    if isinstance(node, Widening._backward_cls):
-        node.hook = hook
-    else:
-        node.register_prehook(hook)
 
 
 def untagged(tensor: Tensor) -> Tensor:

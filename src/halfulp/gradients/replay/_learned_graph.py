@@ -77,7 +77,7 @@ class Recording:
         return None if len(sites) < len(found) else LearnedGraph(shape, nodes, sites, list(self.opened), backward)
 
     def _sums_in_16_bits(self, nodes: list[Any]) -> bool:
-        """Whether several nodes read one edge, whose gradients in 16 bits a region sums before it moves them.
+        """Whether several nodes read one number, whose gradients in 16 bits a region sums before it moves them.
 
         Hooks of nodes move each of them before the sum, which overflows and underflows elsewhere.
         """
@@ -96,8 +96,8 @@ class Recording:
 class LearnedGraph:
     """The sites of a graph's nodes, and the hooks that take gradients from one to the next.
 
-    A gradient that a node passes on is multiplied by 2^(difference of exponents) on its way, in a hook of that node:
-    where a region puts an edge, and nowhere else, so that in the graph itself nothing changes.
+    A gradient that a node passes on is multiplied by 2^(difference of exponents) on its way, in a hook of that node,
+    as in a region, so that in the graph itself nothing changes.
 
     Attributes:
         shape: Of the graph.

@@ -16,8 +16,9 @@ from torch import Tensor
 from torch._ops import OpOverload
 from torch.utils._pytree import tree_leaves
 
-from ...kernels import present, torch_operators, under_transform, untraced
+from ...kernels import present, torch_operators, untraced
 from ...subclass._in_place import functional_form
+from ...subclass._recorders import refuse_jvp
 from .._derivation import write_results
 from .._formula_constants import IRRATIONAL, formula
 from .._mctensor import ENTRY_KEY, ENTRY_KEY_NAME, MCTensor
@@ -70,11 +71,12 @@ def _entry(operator: OpOverload) -> Callable:
 
     def entered(keys: torch._C.DispatchKeySet, *arguments: Any, **options: Any) -> Any:
         # Inside a transform of torch.func a tensor may be one of its own around an MCTensor.
-        if not under_transform():
+        if torch._C._functorch.peek_interpreter_stack() is None:
             result = NotImplemented if own is None else own(*arguments, **options)
             if result is not NotImplemented:
                 return result
             if is_promoted and of_several_dtypes((*arguments, *options.values())):
+                refuse_jvp((x for x in arguments if isinstance(x, Tensor)), str(operator))
                 arguments, options = in_one_dtype((arguments, options))
             if is_formula and has_plain(arguments, options):
                 leaves = [x for x in tree_leaves((arguments, options)) if isinstance(x, Tensor)]

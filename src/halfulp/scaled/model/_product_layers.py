@@ -54,6 +54,10 @@ class _BringHome(torch.autograd.Function):
     def backward(context: Any, gradient: Tensor) -> Tensor:
         return gradient
 
+    @staticmethod
+    def jvp(context: Any, tangent: Tensor) -> Tensor:
+        return tangent.clone()
+
 
 def install(model: nn.Module) -> None:
     """Install hooks by which layers with scaled parameters that have a home round their inputs to it."""

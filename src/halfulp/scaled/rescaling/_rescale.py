@@ -8,7 +8,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from ...kernels import define_operator, untraced
+from ...kernels import define_operator, under_transform, untraced
 from .. import _powers_of_two as _powers
 from .._operands import make_scaled, to_float32
 from .._registry import implements
@@ -54,7 +54,8 @@ def rescale(x: Tensor, by: Statistic = "rms", side: Side = "forward") -> Tensor:
     if by not in STATISTICS:
         raise ValueError(f"by={by!r}: allowed are {', '.join(STATISTICS)}")
     check_side(side)
-    apply: Callable[..., Tensor] = _Rescale.apply
+    chosen: type[torch.autograd.Function] = _Transformed if under_transform() else _Rescale
+    apply: Callable[..., Tensor] = chosen.apply
     return apply(x, by, side) if isinstance(x, ScaledTensor) else x
 
 
@@ -120,3 +121,11 @@ class _Rescale(torch.autograd.Function):
     @untraced
     def backward(context: Any, gradient: Tensor) -> tuple[Any, ...]:
         return gradient if context.side == "forward" else _change(gradient, context.by), None, None
+
+
+class _Transformed(_Rescale):
+    """The same in forward mode. Dynamo refuses Functions with a jvp, so that it is chosen only where one is needed."""
+
+    @staticmethod
+    def jvp(context: Any, tangent: Tensor, *_: object) -> Tensor:
+        return tangent.view_as(tangent) if context.side == "gradient" else _change(tangent, context.by)

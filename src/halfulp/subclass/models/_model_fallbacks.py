@@ -5,10 +5,12 @@ from __future__ import annotations
 from collections import Counter
 from typing import Any
 
+import torch
 from torch import nn
 
 from ...kernels import untraced
 from .. import _fallbacks as _fallback
+from .._recorders import refuse_at_call
 from ._hooks import remove_hooks
 from ._module_parameters import check_module
 
@@ -60,5 +62,7 @@ def remove(module: nn.Module) -> None:
 
 @untraced
 def _begin(module: nn.Module, arguments: Any) -> None:
-    """Attribute the fallbacks that follow to this model."""
+    """Attribute the fallbacks that follow to this model, and refuse recorders."""
+    if not torch.compiler.is_compiling():
+        refuse_at_call(module, arguments)
     _fallback._running.counts = module.__dict__[_COUNTS]

@@ -9,7 +9,7 @@ from torch import Tensor
 from torch._ops import OpOverload
 from torch.utils._mode_utils import no_dispatch
 
-from ....kernels import torch_operators
+from ....kernels import present, torch_operators
 from ....subclass._in_backward import gives_plain_gradient_of, stores_plain_gradient
 from ..._mctensor import MCTensor, to_plain, wrap
 from ..._registry import implements
@@ -53,6 +53,15 @@ def detach(x: MCTensor) -> Tensor:
     if stores_plain_gradient(x._gradients):
         return to_plain(x).detach()
     return wrap(tuple(aten.detach.default(part) for part in x._parts), x._scale, x._gradients)
+
+
+def _on_first_components(operator: OpOverload) -> None:
+    """Register what forward-mode derivatives ask of a tensor and its tangent: nothing of values."""
+    implements(operator)(lambda *tensors: operator(*(x._parts[0] if isinstance(x, MCTensor) else x for x in tensors)))
+
+
+for _operator in present((aten.is_same_size.default, aten._has_same_storage_numel.default)):
+    _on_first_components(_operator)
 
 
 def _in_place(operator: OpOverload, functional: OpOverload) -> Callable:
