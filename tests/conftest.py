@@ -297,6 +297,7 @@ TORCH_FEATURES: dict[str, Callable[[], bool]] = {
     ),
     "Adagrad that steps parameters which came after it was made": _steps_later_parameters,
     "exponential_ that draws the same numbers in every dtype": _draws_alike,
+    "torch.load that compares a record's size with its storage's": lambda: not is_older(torch.__version__, "2.8"),
     "trunc_normal_ without erfinv, which components of float64 compute in float64": lambda: (
         "new_tensor" in inspect.getsource(torch.nn.init._no_grad_trunc_normal_)
     ),
@@ -324,6 +325,8 @@ def _lacking(error: Exception) -> str | None:
         return "gradients of another dtype than the parameter's (Tensor.grad_dtype)"
     frames = [Path(frame.filename) for frame in traceback.extract_tb(error.__traceback__)]
     ours = [path for path in frames if ROOT in path.parents]
+    if operator := re.match(r'"(\w+)" not implemented for ', said):
+        return f"torch's {operator[1]} of such a dtype"
     name = re.search(r"(?:module 'torch|'_OpNamespace' 'aten'|cannot import name).*'(\w+)'", said)
     return f"torch's {name[1]}" if name and ours and ROOT / "src" not in ours[-1].parents else None
 

@@ -44,8 +44,8 @@ def holds_numbers(dtype: torch.dtype) -> bool:
 
     Scales without sign and zero are none, and neither are packed pairs.
 
-    >>> holds_numbers(torch.float8_e4m3fn), holds_numbers(torch.float8_e8m0fnu), holds_numbers(torch.int8)
-    (True, False, False)
+    >>> holds_numbers(torch.float8_e4m3fn), holds_numbers(torch.int8)
+    (True, False)
     """
     if not dtype.is_floating_point or dtype == find_dtype("float4_e2m1fn_x2"):
         return False

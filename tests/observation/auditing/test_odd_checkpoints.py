@@ -202,7 +202,9 @@ def test_an_archive_that_would_exhaust_the_memory_is_refused(tmp_path, monkeypat
 
 
 @pytest.mark.parametrize("method", [zipfile.ZIP_DEFLATED, zipfile.ZIP_BZIP2, zipfile.ZIP_LZMA])
-def test_an_archive_of_another_kind_is_refused_in_words(method, tmp_path):
+def test_an_archive_of_another_kind_is_refused_in_words(method, tmp_path, needs_torch):
+    if method == zipfile.ZIP_DEFLATED:
+        needs_torch("torch.load that compares a record's size with its storage's")
     torch.save({"w": W}, tmp_path / "a.pt")
     cut = lambda name, data: data[:-3] if "/data/" in name else data  # noqa: E731
     zipped_again(tmp_path / "a.pt", tmp_path / "b.pt", method, cut)

@@ -32,10 +32,10 @@ def remove(model: nn.Module) -> None:
 @untraced
 def _promote(module: Any, arguments: tuple, options: dict) -> tuple[tuple, dict] | None:
     weights = _own_weights(module)
+    packed, (arguments, options) = _opened((arguments, options))  # older torch sees no tensors inside of a packed one
     given = [x for x in tree_leaves((arguments, options)) if isinstance(x, Tensor) and x.is_floating_point()]
     if all(x.dtype == weights[0].dtype for x in given) or torch.is_autocast_enabled(weights[0].device.type):
         return None
-    packed, (arguments, options) = _opened((arguments, options))
     with torch.enable_grad():  # a thread that records gradients may meet the weights of one that does not
         arguments, options, module._flat_weights = in_one_dtype((arguments, options, weights))
     return _closed((arguments, options), packed)
