@@ -54,7 +54,7 @@ def gradients(function, a, b):
 def test_gradients_beside_large_arguments(name, kind, seed):
     function, least, most = FUNCTIONS[name]
     a, b = KINDS[kind](draw(least, most)), KINDS[kind](draw(least, most))
-    near = {"bfloat16": 3e-2, "float8_e5m2": 0.3}.get(kind, 1e-2)
+    near = {"bfloat16": 3e-2, "float8_e5m2": 0.5}.get(kind, 1e-2)
     for found, wanted in zip(gradients(function, a, b), gradients(function, values(a), values(b)), strict=True):
         found = values(found)
         assert found.isfinite().all(), (name, found, wanted)

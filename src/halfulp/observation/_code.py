@@ -54,8 +54,7 @@ def optimizer_code(name: str | None, options: Mapping[str, Any], extra: str) -> 
     given += [extra] if extra else []
     arguments = ", ".join(given)
     if name is None:
-        others = ", ".join(one for one in OPTIMIZERS if one != "AdamW")
-        return f"{IMPORT}\noptimizer = hu.optim.AdamW({arguments})  # or {others}, as it was"
+        return f"{IMPORT}\noptimizer = hu.optim.AdamW({arguments})  # or SGD, Adam, Lion, as it was"
     if name in OPTIMIZERS:
         return f"{IMPORT}\noptimizer = hu.optim.{name}({arguments})"
     own = f"torch.optim.{name}" if hasattr(torch.optim, name) else name

@@ -167,8 +167,8 @@ def assert_precision_ok(
     ... except AssertionError as error:
     ...     print(*str(error).splitlines()[:3], sep="\\n")
     bf16 FAILS: Sequential, 8 steps of AdamW at lr 0.0001
-    7 findings:
-    error    updates-lost: up.weight, head.weight, up.bias, norm.weight and 1 more
+    7 findings, of one cause:
+    error    updates-lost: up, head and norm lose up to 100% of their updates: bf16 weights at lr 0.0001
     """
     recipe = recipes.get(recipe)
     _check(model, loss, steps, tolerance)

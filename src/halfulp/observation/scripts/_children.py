@@ -18,6 +18,10 @@ REMEDY = (
     "`seen.to_html('observe.html')` after it: rank 0 writes the page; or train in one process, without spawn"
 )
 
+# Their methods are replaced for a while.
+_PROCESS: Any = multiprocessing.process.BaseProcess
+_POPEN: Any = subprocess.Popen
+
 
 class Children:
     """Notes the processes that are started while the context is open.
@@ -37,7 +41,7 @@ class Children:
         self._popen: Any = None
 
     def __enter__(self) -> Children:
-        self._start, self._popen = multiprocessing.process.BaseProcess.start, subprocess.Popen.__init__
+        self._start, self._popen = _PROCESS.start, _POPEN.__init__
         start, popen = self._start, self._popen
 
         @functools.wraps(start)
@@ -52,15 +56,13 @@ class Children:
             if os.getpid() == self._own and name.startswith(_LAUNCHERS):
                 self.launched.append(name)
 
-        multiprocessing.process.BaseProcess.start = started  # type: ignore[method-assign,assignment]
-        subprocess.Popen.__init__ = opened  # type: ignore[method-assign,assignment]
+        _PROCESS.start, _POPEN.__init__ = started, opened
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        multiprocessing.process.BaseProcess.start = self._start  # type: ignore[method-assign]
-        subprocess.Popen.__init__ = self._popen  # type: ignore[method-assign]
+        _PROCESS.start, _POPEN.__init__ = self._start, self._popen
 
     def _note(self, process: multiprocessing.process.BaseProcess) -> None:
         if os.getpid() != self._own:

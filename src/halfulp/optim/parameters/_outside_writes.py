@@ -33,9 +33,8 @@ WATCHED_STEPS = 1000
 _WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32}
 _restored: TensorMap[tuple[int, int]] = TensorMap()
 CHECKSUMS = "payload_checksums"
-# In files and copies: for how many steps a copy of the payload is kept, its scale, and the copy; or 0. It is a tuple,
-# and there in every file, because torch.distributed.checkpoint wants the tensors that a reader has to be there; 0, as
-# torch's flatten_optimizer_state_dict takes numbers, tensors and dicts alone.
+# In files and copies: for how many steps a copy of the payload is kept, its scale, and the copy's bytes; or 0. Neither
+# holds tensors, as torch.distributed.checkpoint would want those that a reader has to be in the file.
 COPY = "payload_copy"
 PAYLOAD_KEYS = (CHECKSUMS, COPY)
 
@@ -62,11 +61,12 @@ class SavedPayload:
     def of(cls, state: Mapping[str, Any], plan: ParameterPlan) -> SavedPayload:
         """Return what a saved state holds, for the rows of this process."""
         checksums, kept = checksums_from_saved(state.get(CHECKSUMS), plan), state.get(COPY)
-        if not (isinstance(kept, tuple) and len(kept) == 3 and isinstance(kept[2], torch.Tensor)):
+        if not (isinstance(kept, list) and len(kept) == 3 and isinstance(kept[2], bytes)):
             return cls(checksums)
-        (steps, scale, payload), now = kept, plan.payloads[0]
-        if (payload.dtype, payload.shape) == (now.dtype, now.shape):
-            payload = payload.to(now.device, copy=True)
+        (steps, scale, memory), now = kept, plan.payloads[0]
+        if memory and len(memory) == now.numel() * now.element_size():
+            words = torch.frombuffer(bytearray(memory), dtype=torch.uint8)
+            payload = words.view(now.dtype).view(now.shape).to(now.device)
             found = checksums_of(plan, payload, scale)
             if checksums is None or found is None or not any_row_differs(checksums, found):
                 return cls(checksums, payload, steps, scale)
@@ -89,8 +89,12 @@ def saved_payload(plan: ParameterPlan) -> dict[str, Any]:
         return {CHECKSUMS: checksums, COPY: 0}
     return {
         CHECKSUMS: checksums,
-        COPY: (WATCHED_STEPS - 1 if begins else held.steps, plan.scale, plan.payloads[0].clone()),
+        COPY: [WATCHED_STEPS - 1 if begins else held.steps, plan.scale, _bytes_of(plan.payloads[0])],
     }
+
+
+def _bytes_of(payload: torch.Tensor) -> bytes:
+    return payload.detach().contiguous().reshape(-1).view(torch.uint8).cpu().numpy().tobytes()
 
 
 def payload_version_of(

@@ -307,12 +307,21 @@ def _plain_product(
     if isinstance(a, ScaledTensor) or isinstance(b, ScaledTensor) or is_symbolic(alpha):
         return None, [large_elements(a, like, alpha), large_elements(b, like, alpha, inverse=quotient)]
     product = (a / b if quotient else a * b).to(torch.float32)
+    if isinstance(product, Tensor):
+        # Finite numbers whose product float32 does not hold stand for infinity, as the largest that it holds does.
+        is_beyond = product.isinf()
+        for factor in (a, b):
+            is_beyond = is_beyond & (factor.isfinite() if isinstance(factor, Tensor) else math.isfinite(factor))
+        is_beyond = is_beyond & (b != 0) if quotient else is_beyond
+        product = torch.where(is_beyond, _in_range(product), product)
     return addend(product * alpha, like), [large_elements(product, like, alpha)]
 
 
 def _in_range(number: Any) -> Any:
-    """A number as torch takes it beside float32 matrices."""
+    """A number as torch takes it beside float32 matrices; a tensor's numbers within float32's range."""
     largest = torch.finfo(torch.float32).max
+    if isinstance(number, Tensor):
+        return number.clamp(-largest, largest)
     return number if is_symbolic(number) or not math.isfinite(number) else min(max(number, -largest), largest)
 
 
