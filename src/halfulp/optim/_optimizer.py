@@ -22,7 +22,6 @@ from ._group_options import (
 )
 from ._lost_updates import LostUpdateReport, lost_update_report, warn_if_mostly_lost
 from .checkpoint._checkpoint import CheckpointMixin
-from .parameters._first_steps import note_made, part_from_others
 from .parameters._local_tensors import local, memory, own_parts
 from .parameters._narrow_groups import (
     broadcast_auxiliary_tensors,
@@ -44,6 +43,7 @@ from .parameters._random_identity import (
     follow_parameters,
     has_identities,
     note_identities,
+    part_in_backward,
 )
 from .parameters._state_tensors import BEGUN, complete_state
 from .parameters._tensor_map import TensorMap
@@ -81,9 +81,8 @@ class Optimizer(CheckpointMixin):
         param_dtype: torch.bfloat16 or torch.float16: narrow float32 parameters in place; the bits that fall off go
             into auxiliary tensors beside them.
         format: a Format or its name: parameters stay float32 tensors and hold values of that format.
-        seed: of the random bits, which depend on (seed, step, parameter, global element index) only. Optimizers
-            over unnamed parameters share them if one was made after the other's first step, or as a copy, and those of
-            equal names do: seed the second.
+        seed: of the random bits, which depend on (seed, step, parameter, global element index) only. Two optimizers
+            over unnamed parameters, or of equal names, share them unless they begin in one backward: seed the second.
         report_interval: steps from one count of lost updates (`report()`) to the next; 0 for never.
     """
 
@@ -119,7 +118,6 @@ class Optimizer(CheckpointMixin):
     def _start_caches(self) -> None:
         """Create what is kept by parameter beside torch's groups and states, empty; also after a copy or a load."""
         _whole_states.watch()
-        note_made(self)
         self._plans = PlanCache()
         self._outside_states: TensorMap[dict[str, Any]] = TensorMap()
         self._saved_payloads: TensorMap[SavedPayload] = TensorMap()
@@ -283,7 +281,7 @@ class Optimizer(CheckpointMixin):
         count = sum(len(group["params"]) for group in self.param_groups)
         if len(self.state) > count or not all(map(has_identities, self.param_groups)):
             self._follow_groups()
-        if not self._stepped and part_from_others(self):
+        if not self._stepped and part_in_backward(self.param_groups, self.state):
             self._clear_plans()
         batches: dict[tuple[int, bool], Batch] = {}
         waiting: list[ParameterPlan] = []

@@ -16,6 +16,7 @@ copies hold checksums of the payload that their auxiliary tensors belong to, bec
 
 from __future__ import annotations
 
+import struct
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -33,10 +34,11 @@ WATCHED_STEPS = 1000
 _WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32}
 _restored: TensorMap[tuple[int, int]] = TensorMap()
 CHECKSUMS = "payload_checksums"
-# In files and copies: for how many steps a copy of the payload is kept, its scale, and the copy's bytes; or 0. Neither
-# holds tensors, as torch.distributed.checkpoint would want those that a reader has to be in the file.
+# In files and copies: for how many steps a copy of the payload is kept, its scale, and the copy, as bytes; or 0. It is
+# one value, and there in every file, because torch.distributed.checkpoint wants in a file whatever a reader has.
 COPY = "payload_copy"
 PAYLOAD_KEYS = (CHECKSUMS, COPY)
+_HEAD = struct.Struct("<qd")  # steps, scale
 
 
 @dataclass(frozen=True, eq=False, slots=True)
@@ -61,11 +63,12 @@ class SavedPayload:
     def of(cls, state: Mapping[str, Any], plan: ParameterPlan) -> SavedPayload:
         """Return what a saved state holds, for the rows of this process."""
         checksums, kept = checksums_from_saved(state.get(CHECKSUMS), plan), state.get(COPY)
-        if not (isinstance(kept, list) and len(kept) == 3 and isinstance(kept[2], bytes)):
+        if not isinstance(kept, bytes) or len(kept) < _HEAD.size:
             return cls(checksums)
-        (steps, scale, memory), now = kept, plan.payloads[0]
+        (steps, scale), now = _HEAD.unpack_from(kept), plan.payloads[0]
+        memory = bytearray(kept[_HEAD.size :])
         if memory and len(memory) == now.numel() * now.element_size():
-            words = torch.frombuffer(bytearray(memory), dtype=torch.uint8)
+            words = torch.frombuffer(memory, dtype=torch.uint8)
             payload = words.view(now.dtype).view(now.shape).to(now.device)
             found = checksums_of(plan, payload, scale)
             if checksums is None or found is None or not any_row_differs(checksums, found):
@@ -89,7 +92,7 @@ def saved_payload(plan: ParameterPlan) -> dict[str, Any]:
         return {CHECKSUMS: checksums, COPY: 0}
     return {
         CHECKSUMS: checksums,
-        COPY: [WATCHED_STEPS - 1 if begins else held.steps, plan.scale, _bytes_of(plan.payloads[0])],
+        COPY: _HEAD.pack(WATCHED_STEPS - 1 if begins else held.steps, plan.scale) + _bytes_of(plan.payloads[0]),
     }
 
 

@@ -6,6 +6,8 @@ import hashlib
 from collections.abc import Iterable, Mapping
 from typing import Any
 
+import torch
+
 from ._tensor_map import TensorMap
 
 # A parameter's name, where names were given, and the number that keys its random bits.
@@ -66,6 +68,37 @@ def assign_identities(group: dict, earlier: list[dict]) -> None:
         return
     start = sum(len(other["params"]) for other in earlier)
     group["identities"] = list(range(start, start + len(group["params"])))
+
+
+class _Pass:
+    """The backward pass in which optimizers last made their first steps, and the next free identity there."""
+
+    number, free = -1, 0
+
+
+def part_in_backward(groups: list[dict], states: Mapping[Any, Any]) -> bool:
+    """Give unnamed parameters other identities than those of optimizers that began earlier in the same backward pass.
+
+    An optimizer per parameter, stepped by hooks in backward, has one parameter at position 0: without names all of them
+    would draw the same bits. Optimizers that begin in one pass are of one training; the order of hooks is that of every
+    run of it, so that a run is still repeated by its seed.
+
+    Args:
+        groups: of an optimizer.
+        states: of its parameters; one that has made a step, as in a file, keeps its identities.
+
+    Returns:
+        Whether the groups' identities were changed.
+    """
+    number = torch._C._current_graph_task_id()
+    unnamed = [group for group in groups if not group.get("param_names")]
+    if number < 0 or not unnamed or any(isinstance(held, dict) and held.get("step") for held in states.values()):
+        return False
+    first = _Pass.free if _Pass.number == number else 0
+    _Pass.number, _Pass.free = number, first + 1 + max((i for g in unnamed for i in g["identities"]), default=-1)
+    for group in unnamed if first else ():
+        group["identities"] = [first + identity for identity in group["identities"]]
+    return first > 0
 
 
 def note_identities(group: dict, known: TensorMap[Identity]) -> None:
