@@ -11,7 +11,7 @@ from ..._messages import listed
 from ..states._state import constant_of
 from ..step._spec import StepSpec
 from ._local_tensors import local
-from ._parameter_plan import ParameterPlan, stored_choice
+from ._parameter_plan import ParameterPlan
 
 # What the names of a state's tensors end in, over all storages.
 STORAGE_SUFFIXES = ("", "_codes", "_scale", "_residual")
@@ -45,8 +45,7 @@ def complete_state(
         TypeError: an initial value that is no number.
     """
     wanted = state_spec(spec, local(parameter).shape)
-    choice = stored_choice(group["state_dtype"])
-    if known is not None and known.spec.rule is not spec.rule and known.options.state_dtype == choice:
+    if known is not None and known.spec.rule is not spec.rule:
         _store_anew(state, known.spec, spec, local(parameter).shape)
     _refuse_other_tensors(state, wanted, name)
     missing = {key: value for key, value in wanted.items() if key not in state}

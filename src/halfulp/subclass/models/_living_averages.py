@@ -16,8 +16,11 @@ from typing import ClassVar
 from torch import Tensor, nn
 from torch.optim.swa_utils import AveragedModel
 
-# ModelEmaV3, EMAModel, LitEma, ExponentialMovingAverage, SWA; no Email, no cinema.
-_NAME = re.compile(r"(?i:averag|polyak)|EMA|SWA|Ema(?![a-z])")
+# ModelEmaV3, EMAModel, LitEma, ExponentialMovingAverage, SWA; no SWABlock, no AveragePooler, no Email, no cinema.
+_NAME = re.compile(
+    r"(EMA|SWA|Ema|Swa)(Model|Weights?|Callback|Helper|Hook|Handler|Updater)?(V\d+)?$"
+    r"|(?i:(moving|weight|model)s?_?averag|averaged?_?(model|weight|parameter)|polyak)"
+)
 
 
 class _Search:
