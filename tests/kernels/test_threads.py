@@ -127,3 +127,30 @@ def test_every_compiled_function_runs_without_the_gil_and_divides_as_numpy_does(
     assert len(calls) >= 3
     wanted = {"nogil": "True", "error_model": "'numpy'"}
     assert [place for place, given in calls.items() if not wanted.items() <= given.items()] == []
+
+
+def test_an_interrupted_call_ends_no_sooner_than_its_pieces():
+    """Kernels are given addresses, of memory that the caller frees behind an exception."""
+    import time
+
+    import numpy as np
+    import torch
+
+    from halfulp.kernels import SERIAL_BELOW, run_chunks
+
+    ended = []
+
+    def kernel(first, last):
+        if first == 0:
+            raise KeyboardInterrupt
+        time.sleep(0.2)
+        ended.append(first)
+
+    threads = torch.get_num_threads()
+    torch.set_num_threads(2)
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            run_chunks(kernel, np.full(4, SERIAL_BELOW))
+    finally:
+        torch.set_num_threads(threads)
+    assert len(ended) == 1

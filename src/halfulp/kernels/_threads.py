@@ -11,7 +11,7 @@ import itertools
 import os
 import threading
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 
 import numpy as np
 import torch
@@ -43,9 +43,27 @@ def run_chunks(kernel: Callable, lengths: np.ndarray, *arguments) -> None:
     edges = [0, *(int(c) for c in cuts), count]
     pieces = [(a, b) for a, b in itertools.pairwise(edges) if a < b]
     futures = [_executor(threads).submit(kernel, a, b, *arguments) for a, b in pieces[1:]]
-    kernel(*pieces[0], *arguments)
+    try:
+        kernel(*pieces[0], *arguments)
+    finally:
+        _settle(futures)
     for future in futures:
         future.result()
+
+
+def _settle(futures: list[Future]) -> None:
+    """Wait until no piece runs, whatever interrupts: behind an exception the caller frees the memory they work on."""
+    interrupted: BaseException | None = None
+    while True:
+        try:
+            wait(futures)
+            break
+        except BaseException as error:  # as Ctrl-C; pieces that wait for a thread need not begin
+            interrupted = error
+            for future in futures:
+                future.cancel()
+    if interrupted is not None:
+        raise interrupted
 
 
 def _executor(threads: int) -> ThreadPoolExecutor:

@@ -191,3 +191,14 @@ def test_bad_input():
         quantize(x, BlockFormat("bad", formats.e8m0, formats.e8m0, 32))
     with pytest.raises(ValueError, match="mantissa"):
         quantize(x, BlockFormat("bad", formats.fp32, formats.e8m0, 32))
+
+
+@pytest.mark.parametrize("scale", ["e8m0", "e4m3fn"])
+@pytest.mark.parametrize("block", [679, 4096, 4097, 524288])
+def test_blocks_of_any_length(block, scale, seed):
+    """Also those that no kernel holds on its stack."""
+    form = BlockFormat("long", element=formats.get("e4m3fn"), scale=formats.get(scale), block=block)
+    x = torch.randn(2, 5000)
+    found = quantize(x, form)
+    with engine("reference"):
+        assert same_bits(found, quantize(x, form))

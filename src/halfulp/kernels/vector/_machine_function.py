@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import ctypes
-import functools
+import os
 import threading
 from collections.abc import Callable
 from typing import Any
@@ -18,6 +18,15 @@ _TAG = b"halfulp-object-1"
 _lock = threading.Lock()
 # What holds functions in memory, for as long as the process: they may run at any time.
 _engines: list[Any] = []
+
+
+def _forget_lock() -> None:
+    global _lock
+    _lock = threading.Lock()
+
+
+if hasattr(os, "register_at_fork"):  # a child of a process that was compiling would wait for ever
+    os.register_at_fork(after_in_child=_forget_lock)
 
 
 def machine_function(name: str, key: str, arguments: int, write: Callable[..., None]) -> Callable[..., None]:
@@ -105,8 +114,8 @@ def _compiled(arguments: int, write: Callable[..., None]) -> bytes:
     return _TAG + code
 
 
-@functools.cache
 def _target_machine() -> Any:
+    """Return the processor's, new at each call: an engine owns its own, and may be gone before others."""
     from llvmlite import binding
 
     triple, name, features = processor()

@@ -90,6 +90,7 @@ class _TableLoop(VectorBuilder):
     def __init__(self, builder, table: Table) -> None:
         super().__init__(builder)
         self.table, self.trace = table, table.trace
+        assert len(self.trace.sums) <= _CHUNK, "a chunk's row of sums has as many columns as its row of the table"
         self.lanes = vector_bits() // 32
         while table.block and 2 * self.lanes > max(table.block, 8):
             self.lanes //= 2

@@ -25,6 +25,8 @@ from ._reference import blocks_by_reference, tensor_scale
 from ._target import CLOSEST, BlockTarget, make_block_target, scale_threshold
 
 GROUP = 16_384
+# Kernels hold a block on the stack, of which threads may have no more than 512 KiB.
+_MOST_BLOCK = 4096
 
 
 def quantize_block_format(
@@ -78,8 +80,10 @@ def _into(x: torch.Tensor, flat: list[int], seed: int, counter: int, out: torch.
 
 def _round_into(x: torch.Tensor, target: BlockTarget, key: int, out: torch.Tensor) -> None:
     layout = _layout(x.dtype, target)
-    if not on_cpu_kernels(x) or layout is None:
-        if layout is None:
+    if not on_cpu_kernels(x) or layout is None or target.block > _MOST_BLOCK:
+        if target.block > _MOST_BLOCK:
+            note("blocks", f"blocks of more than {_MOST_BLOCK} elements are rounded by the reference")
+        elif layout is None:
             note("blocks", f"{x.dtype} with scales that are not powers of two is rounded by the reference")
         out.copy_(blocks_by_reference(x, target, key))
         return
@@ -205,6 +209,7 @@ def _check(kernel, measure, dtype: torch.dtype, target: BlockTarget, layout: Lay
         return
     x = fixed_elements(dtype)
     size = 3 * target.block + 1
+    x = x.repeat(-(-size // x.numel()))
     rows = x[: x.numel() // size * size].view(-1, size)
 
     def fast() -> list[torch.Tensor]:
