@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from ._finding_gpt import Training
+from ._plant_net import FakeQuantize, Function
 
 HALF, BRAIN = torch.float16, torch.bfloat16
 NAMES = ("norm1", "attention.qkv", "attention.out", "norm2", "mlp.0", "mlp.2")
@@ -94,22 +95,6 @@ class To(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         """Apply it."""
         return x.to(self.dtype)
-
-
-class Lambda(nn.Module):
-    """A function as a module."""
-
-    def __init__(self, function: Callable[[Tensor], Tensor]) -> None:
-        super().__init__()
-        self.function = function
-
-    def forward(self, x: Tensor) -> Tensor:
-        """Apply it."""
-        return self.function(x)
-
-
-class FakeQuantize(Lambda):
-    """A quantizer."""
 
 
 def module_of(training: Training, name: str) -> nn.Module:
@@ -206,15 +191,15 @@ def activation_underflow(training: Training, draws: random.Random) -> None:
 def overflow_near(training: Training, draws: random.Random) -> None:
     """A massive channel in float16."""
     large = draws.choice([2e4, 3e4, 6e4])
-    mark = Lambda(lambda x: torch.cat([torch.full_like(x[..., :1], large), x[..., 1:]], -1))
-    clear = Lambda(lambda x: torch.cat([torch.zeros_like(x[..., :1]), x[..., 1:]], -1))
+    mark = Function(lambda x: torch.cat([torch.full_like(x[..., :1], large), x[..., 1:]], -1))
+    clear = Function(lambda x: torch.cat([torch.zeros_like(x[..., :1]), x[..., 1:]], -1))
     inside(training, To(HALF), mark, To(torch.float32), clear)
 
 
 @plant("first-nonfinite", "bound what")
 def first_nonfinite(training: Training, draws: random.Random) -> None:
     """A logarithm or a division at a wrong place."""
-    inside(training, Lambda(draws.choice([torch.log, torch.sqrt, lambda x: x / (x - x)])))
+    inside(training, Function(draws.choice([torch.log, torch.sqrt, lambda x: x / (x - x)])))
 
 
 @plant("site-holds-scale", "AdaptiveGradScaler")
@@ -236,8 +221,8 @@ def quantized_to_zero(training: Training, draws: random.Random) -> None:
 def payload_saturated(training: Training, draws: random.Random) -> None:
     """e4m3 with a scale that is too small."""
     scale = 2.0 ** draws.choice([-9, -10])
-    store = Lambda(lambda x: (x / scale).clamp(-448, 448).to(torch.float8_e4m3fn))
-    inside(training, store, Lambda(lambda x: x.float() * scale))
+    store = Function(lambda x: (x / scale).clamp(-448, 448).to(torch.float8_e4m3fn))
+    inside(training, store, Function(lambda x: x.float() * scale))
 
 
 @plant("never-stepped", "optimizer")
