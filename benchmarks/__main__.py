@@ -46,6 +46,7 @@ NAMES = (
     "suite",
     "startup",
     "many_tensors",
+    "fixed_costs",
     "torch_contract",
     "compiled",
     "processes",

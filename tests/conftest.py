@@ -1,5 +1,6 @@
 """Shared fixtures: one thread everywhere, and a fresh seed that every failure prints."""
 
+import collections
 import contextlib
 import ctypes
 import functools
@@ -19,6 +20,7 @@ import textwrap
 import time
 import traceback
 import types
+import warnings
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -200,6 +202,42 @@ def _adds_products_once() -> bool:
     return torch.equal(narrow, torch.addmv(added, matrix, vector).bfloat16())
 
 
+def _sums_dots_in_float32() -> bool:
+    """The CPU kernel of torch 2.6 rounds the sum at each vector."""
+    generator = torch.Generator().manual_seed(0)
+    pairs = [torch.randn(2, 40, generator=generator).bfloat16() for _ in range(200)]
+    return all(
+        (torch.dot(x, y).double() - (x.double() * y.double()).sum()).abs() <= 2.0**-7 * torch.dot(x, y).double().abs()
+        for x, y in pairs
+    )
+
+
+def _writes_quietly() -> bool:
+    from torch.distributed.checkpoint import filesystem
+
+    return "tensor.storage()" not in inspect.getsource(filesystem)
+
+
+def _captures_counts() -> bool:
+    """Dynamo of torch 2.8 leaves such a frame to Python after a graph break."""
+    graphs: list = []
+
+    class Counting(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.counts = collections.Counter()
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            torch._dynamo.graph_break()
+            self.counts["calls"] += 1
+            return x + 1
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        torch.compile(Counting(), backend=lambda graph, _: graphs.append(graph) or graph)(torch.ones(1))
+    return bool(graphs)
+
+
 def _has_store_clones() -> bool:
     from halfulp._torch_versions import HAS_STORE_CLONES
 
@@ -263,6 +301,10 @@ TORCH_FEATURES: dict[str, Callable[[], bool]] = {
     "AveragedModel beside a model of another dtype": _averages_over_dtypes,
     "_c10d_functional::_wrap_tensor_autograd": _wraps_collectives,
     "distributed.checkpoint.save(no_dist=)": _saves_alone,
+    "distributed.checkpoint that writes without torch's own warning": _writes_quietly,
+    "distributed.checkpoint that sets dictionaries inside a state": lambda: not is_older(torch.__version__, "2.11"),
+    "gloo that prints nothing of its own": lambda: not is_older(torch.__version__, "2.11"),
+    "a compiler that captures a module which counts its calls": _captures_counts,
     "torch._scaled_mm on the CPU": _has_scaled_product,
     "an embedding's compiled gradient that counts every index": _compiles_embeddings,
     "derivative of aminmax": _has_derivative_of_aminmax,
@@ -275,6 +317,8 @@ TORCH_FEATURES: dict[str, Callable[[], bool]] = {
     "torch.export of tensor subclasses": lambda: not is_older(torch.__version__, "2.7"),
     "strict torch.export of tensor subclasses and modules with hooks": lambda: not is_older(torch.__version__, "2.11"),
     "addmv of bfloat16 that rounds once": _adds_products_once,
+    "dot of bfloat16 that sums in float32": _sums_dots_in_float32,
+    "gradients of another dtype than the parameter's (Tensor.grad_dtype)": lambda: hasattr(torch.Tensor, "grad_dtype"),
     "_fused_rms_norm with its statistics": lambda: (
         hasattr(torch.ops.aten, "_fused_rms_norm") and len(torch.ops.aten._fused_rms_norm.default._schema.returns) == 2
     ),
@@ -325,6 +369,8 @@ def _lacking(error: Exception) -> str | None:
         return "gradients of another dtype than the parameter's (Tensor.grad_dtype)"
     frames = [Path(frame.filename) for frame in traceback.extract_tb(error.__traceback__)]
     ours = [path for path in frames if ROOT in path.parents]
+    if operator := re.match(r"Could not run 'aten::(\w+)' with arguments from the 'CPU' backend", said):
+        return f"torch's {operator[1]} on the CPU"
     if operator := re.match(r'"(\w+)" not implemented for ', said):
         return f"torch's {operator[1]} of such a dtype"
     name = re.search(r"(?:module 'torch|'_OpNamespace' 'aten'|cannot import name).*'(\w+)'", said)

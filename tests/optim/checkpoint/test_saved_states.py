@@ -217,5 +217,6 @@ os._exit(0)
 """
 
 
-def test_distributed_checkpoints_of_two_processes_go_on_in_two_and_three_as_unsharded(in_processes):
+def test_distributed_checkpoints_of_two_processes_go_on_in_two_and_three_as_unsharded(in_processes, needs_torch):
+    needs_torch("distributed.checkpoint that writes without torch's own warning")
     in_processes(SHARDED, 3)

@@ -132,5 +132,6 @@ os._exit(0)
 """
 
 
-def test_whole_checkpoints_are_gathered_and_sent(in_two_processes):
+def test_whole_checkpoints_are_gathered_and_sent(in_two_processes, needs_torch):
+    needs_torch("distributed.checkpoint that sets dictionaries inside a state")
     in_two_processes(SCRIPT)
