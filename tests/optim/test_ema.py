@@ -269,6 +269,24 @@ def test_state_dicts_hold_companions_beside_their_averages(tmp_path, seed):
     ema.load_state_dict({**state, "tensors": load_file(tmp_path / "ema.safetensors")})
 
 
+def test_wrappers_of_the_model_are_no_part_of_the_names(seed):
+    net = model()
+    plain = hu.optim.EMA(net, 0.9, weight_update="kahan")
+    compiled = hu.optim.EMA(torch.compile(net, backend="eager"), 0.9, weight_update="kahan")
+    parallel = torch.nn.Module()
+    parallel.module = net  # as DistributedDataParallel holds it
+    wrapped = hu.optim.EMA(parallel, 0.9, weight_update="kahan")
+    assert compiled.state_dict()["tensors"].keys() == plain.state_dict()["tensors"].keys()
+    disturb(net)
+    plain.update()
+    saved = plain.state_dict()
+    for other in (compiled, wrapped):
+        other.load_state_dict(saved)
+        plain.load_state_dict(other.state_dict())
+        pairs = zip(other.state_dict()["tensors"].values(), saved["tensors"].values(), strict=True)
+        assert all(torch.equal(one, two) for one, two in pairs)
+
+
 def test_foreign_state_dicts_are_refused_and_change_nothing(seed):
     net = model()
     ema = hu.optim.EMA(net, 0.9, weight_update="kahan")

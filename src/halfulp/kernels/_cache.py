@@ -101,7 +101,9 @@ class CacheEntry:
             if tag != _TAG or hashlib.sha256(payload).digest() != checksum:
                 raise ValueError("damaged")
             return rebuild(payload)
-        except (OSError, ValueError, TypeError, EOFError, AttributeError, ImportError, pickle.UnpicklingError) as e:
+        except (  # LLVM's errors are RuntimeError
+            OSError, ValueError, TypeError, EOFError, AttributeError, ImportError, RuntimeError, pickle.UnpicklingError
+        ) as e:  # fmt: skip
             note("cache", f"unreadable kernel cache entry ignored ({type(e).__name__}); compiled again")
             return None
 

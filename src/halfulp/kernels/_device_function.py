@@ -42,6 +42,26 @@ def _bound(function: Callable, names: Mapping[str, object], made: dict[Callable,
     return made[function]
 
 
+class Recording:
+    """The trace of one element of a table of pointers, with what a device function starts from.
+
+    Attributes:
+        trace: what is recorded; it holds the function after its call.
+        index: of the element.
+        arrays: the addresses in the table's columns.
+        constants: numbers that are the same for all elements.
+        counters: of the element's random words.
+    """
+
+    def __init__(self, columns: int, constants: int = 0, kind: str = "f32", counters: int = 0) -> None:
+        self.trace = Trace(torch.float32)
+        emit = self.trace.emit
+        self.index = emit("index", (), None, "index")
+        self.arrays = [emit("address", (), j, "address") for j in range(columns)]
+        self.constants = [emit("input", (), ("constant", k), kind) for k in range(constants)]
+        self.counters = [emit("input", (), ("counter", k), "w32") for k in range(counters)]
+
+
 def record_words(function: Callable, *kinds: str) -> Piece:
     """Return a device function of words ("w32", "w64") with one result, recorded."""
     trace = Trace(torch.float32)

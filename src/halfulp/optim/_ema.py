@@ -21,6 +21,7 @@ from ._optimizer import Optimizer
 from .parameters._local_tensors import local, placed_like
 from .parameters._outside_writes import mark_current, note_restored
 from .parameters._parameter_plan import ParameterPlan
+from .parameters._random_identity import plain_names
 from .rules._update_rule import UpdateRule
 from .weight_updates._weight_update import WeightUpdate, weight_update
 from .wrapping._explicit_gradient import ExplicitGradientOptimizer
@@ -262,11 +263,13 @@ class EMA:
     def state_dict(self) -> dict[str, Any]:
         """Plain data that loads with weights_only: {"updates", "weight_update", "tensors"}.
 
-        "tensors" holds every average under its parameter's name, beside it each auxiliary tensor as "<name>.<tensor>",
-        and the copied buffers.
+        "tensors" holds every average under its parameter's name in the model, without what torch.compile and
+        activation checkpointing put into names, beside it each auxiliary tensor as "<name>.<tensor>", and the copied
+        buffers.
         """
         tensors, plans = dict(self._copied), self._inner.plans()
-        for name, mine in self._averages.items():
+        tensors = dict(zip(plain_names(tensors, parallel=False), tensors.values()))
+        for name, mine in zip(plain_names(self._averages, parallel=False), self._averages.values()):
             tensors[name] = mine
             tensors |= {f"{name}.{key}": placed_like(value, mine) for key, value in plans[mine].tensors.items()}
         updates = {plan.spec.update.name: plan.spec.update.to_dict() for plan in plans.values()}
@@ -274,21 +277,22 @@ class EMA:
 
     @torch.no_grad()
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Load what `state_dict` returned.
+        """Load what `state_dict` returned, also of the same model before or after DistributedDataParallel wrapped it.
 
         Raises:
             ValueError: other names, shapes or dtypes, or another weight update; nothing is changed.
         """
         if not isinstance(state_dict, Mapping) or not {"updates", "weight_update", "tensors"} <= state_dict.keys():
             raise ValueError("this is no state_dict of an EMA: it needs 'updates', 'weight_update' and 'tensors'")
-        own, given = self.state_dict(), state_dict["tensors"]
+        own = self.state_dict()
+        tensors, given = (dict(zip(plain_names(x), x.values())) for x in (own["tensors"], state_dict["tensors"]))
         saved = [weight_update(entry) for entry in state_dict["weight_update"]]
         if saved != [weight_update(entry) for entry in own["weight_update"]]:
             raise ValueError(f"the averages were saved with weight_update={saved}: make this EMA with the same")
-        missing, foreign = sorted(own["tensors"].keys() - given.keys()), sorted(given.keys() - own["tensors"].keys())
+        missing, foreign = sorted(tensors.keys() - given.keys()), sorted(given.keys() - tensors.keys())
         if missing or foreign:
             raise ValueError(f"the state_dict {differences(missing, foreign)}: give one of an EMA of this model")
-        for name, tensor in own["tensors"].items():
+        for name, tensor in tensors.items():
             if given[name].shape != tensor.shape or given[name].dtype != tensor.dtype:
                 raise ValueError(
                     f"{name} is {given[name].dtype} of shape {tuple(given[name].shape)}, {tensor.dtype} of "
@@ -297,7 +301,7 @@ class EMA:
         updates = state_dict["updates"]
         if not isinstance(updates, int) or not 0 <= updates < math.inf:
             raise ValueError(f"updates={updates!r} is not a whole number from 0 on")
-        for name, tensor in own["tensors"].items():
+        for name, tensor in tensors.items():
             tensor.copy_(given[name])
         for mine, plan in self._inner.plans().items():
             self._inner.state[mine]["step"] = updates

@@ -10,7 +10,7 @@ import numpy as np
 import torch
 
 from ..kernels import IndexMap, Trace, address, check_bits, chunks, run_chunks, select_engine, undisturbed
-from ..kernels._device_function import bound
+from ..kernels._device_function import Recording, bound
 from ..kernels.scalar._operations import store32, word
 from ..kernels.vector._machine_function import address_of
 from ..kernels.vector._table_loop import Table, compile_table
@@ -112,12 +112,11 @@ def _table(counts: tuple[int, ...]) -> np.ndarray:
 
 def _recorded(update: WeightUpdate, store: Store) -> Trace:
     """Return the weight of an element as a device function: columns are the parameter, three tensors, the result."""
-    trace, names = Trace(torch.float32), update.bindings(store)
-    i = trace.emit("index", (), None, "index")
-    *arrays, out = (trace.emit("address", (), j, "address") for j in range(5))
+    element, names = Recording(5), update.bindings(store)
+    *arrays, out = element.arrays
     read: Any = names["read_weight"]
-    store32(out, i, word(bound(read, names)(*arrays, i)[0]))
-    return trace
+    store32(out, element.index, word(bound(read, names)(*arrays, element.index)[0]))
+    return element.trace
 
 
 @functools.cache

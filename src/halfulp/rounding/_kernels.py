@@ -9,14 +9,14 @@ from functools import cache, lru_cache
 import numpy as np
 import torch
 
-from ..kernels import IndexMap, Trace, address, check_bits, chunks, require_same_bits, run_chunks, select_engine
-from ..kernels._device_function import bound, record_words
+from ..kernels import IndexMap, address, check_bits, chunks, require_same_bits, run_chunks, select_engine
+from ..kernels._device_function import Recording, bound
 from ..kernels.scalar._operations import load32, load64, store32, store64
 from ..kernels.vector._machine_function import address_of
 from ..kernels.vector._table_loop import Table, compile_table
 from . import _device_functions as p
 from ._kernel_constants import COUNT, WORD32, WORD64, Layout, constants, layout_for
-from ._random_bits import WEYL, draw, random_words, stream_start
+from ._random_bits import WEYL, draw, random_words, recorded_start
 from ._reference import from_words, round_words, to_words
 from ._target import DOWN, NEAREST, STOCHASTIC, UP, Target
 
@@ -136,15 +136,11 @@ def _table(numel: int) -> tuple[np.ndarray, int]:
 def _kernel(dtype: torch.dtype, mode: int, kind: tuple[str, bool, bool]) -> Callable:
     """The kernel of a table whose columns are what is rounded and where it goes, which may be one place."""
     width = 64 if dtype == torch.float64 else 32
-    trace, pieces = Trace(torch.float32), container_pieces(dtype)
-    i = trace.emit("index", (), None, "index")
-    source, target = (trace.emit("address", (), j, "address") for j in range(2))
-    c = [trace.emit("input", (), ("constant", k), f"w{width}") for k in range(COUNT)]
-    random = draw(trace.emit("input", (), ("counter", 0), "w32"))
+    element, pieces = Recording(2, COUNT, f"w{width}", counters=1), container_pieces(dtype)
+    i, (source, target) = element.index, element.arrays
     rounded = bound(p.rounded, mode_pieces(mode, kind, width == 64))
-    pieces["store"](target, i, rounded(pieces["load"](source, i), random, c))
-    start = record_words(stream_start, "w32", "w32", "w64")
-    return compile_table(f"quantize_{kind[0]}", Table(trace, 2, COUNT, 1, start, int(WEYL)))
+    pieces["store"](target, i, rounded(pieces["load"](source, i), draw(element.counters[0]), element.constants))
+    return compile_table(f"quantize_{kind[0]}", Table(element.trace, 2, COUNT, 1, recorded_start(), int(WEYL)))
 
 
 def mode_pieces(mode: int, kind: tuple[str, bool, bool], wide: bool) -> dict[str, Callable]:

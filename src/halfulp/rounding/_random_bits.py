@@ -8,10 +8,14 @@ steps under-dispersed (measured .915 of the binomial variance).
 
 from __future__ import annotations
 
+import functools
+
 import numpy as np
 import numpy.typing as npt
 import torch
 
+from ..kernels._device_function import record_words
+from ..kernels._trace import Piece
 from ..kernels.scalar._operations import Word, add, bit_xor, high_word, low_word, mul, shr
 
 WEYL = np.uint32(0x9E3779B9)
@@ -56,6 +60,12 @@ def stream_start(key_low: Word, key_high: Word, index: Word) -> np.uint32:
     The high word of the index enters by a product of its own, so that elements 2^32 apart differ.
     """
     return add(mul(low_word(index), WEYL), bit_xor(key_low, mul(add(high_word(index), key_high), HIGH)))
+
+
+@functools.cache
+def recorded_start() -> Piece:
+    """Return `stream_start` as a table of pointers takes it."""
+    return record_words(stream_start, "w32", "w32", "w64")
 
 
 def draw(counter: Word) -> np.uint32:

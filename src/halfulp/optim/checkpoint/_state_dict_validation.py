@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import warnings
 from collections.abc import Callable, Mapping
 
 from ..._messages import differences
@@ -137,6 +138,11 @@ def _check_updates(mine: dict, theirs: Mapping) -> None:
         )
 
 
+def _holds_alike(one: object, other: list[int]) -> bool:
+    """Return whether two lists hold the same numbers, in any order."""
+    return isinstance(one, list | tuple) and set(one) == set(other)
+
+
 def _options(number: int, mine: dict, theirs: Mapping, check_numbers: Callable[[dict], None]) -> dict:
     """Return a group's options after loading, checked as those of a new group are."""
     taken = {key: copy.deepcopy(value) for key, value in theirs.items() if key not in _KEPT}
@@ -147,7 +153,16 @@ def _options(number: int, mine: dict, theirs: Mapping, check_numbers: Callable[[
         )
     names = mine.get("param_names") or taken.get("param_names")
     if names and ("identities" not in taken or _is_keyed_by_name(theirs)):
-        taken["identities"] = identities_of({"param_names": names})
+        own = identities_of({"param_names": names})
+        if not _holds_alike(taken.get("identities", own), own):
+            warnings.warn(
+                f"param group {number} was saved without names, which key random bits: stochastic rounding goes on, "
+                "but with other bits than the saved run's; to go on with the same, save and load with optimizers made "
+                "from model.named_parameters()",
+                UserWarning,
+                stacklevel=6,
+            )
+        taken["identities"] = own
     trial = {**mine, **taken}
     try:
         check_group(trial)

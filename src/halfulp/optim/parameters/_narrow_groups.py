@@ -151,17 +151,11 @@ def refuse_unused_update(optimizer: Any, groups: Iterable[dict]) -> None:
         ValueError: all are float32.
     """
     idle = None
-    for group in groups:
-        given = group["weight_update"]  # a name, where it was assigned since
-        chosen = None if given is None else weight_update(given)
-        if chosen is None or chosen.name == "exact":
-            continue
-        for position, parameter in enumerate(group["params"]):
-            name = name_of(group, position)
-            if optimizer._step_spec(group, parameter, None, name).update.name != "exact":
-                return
-            if idle is None and not is_kept(parameter):
-                idle = name, chosen.name
+    for chosen, name, parameter, uses in _chosen_updates(optimizer, groups):
+        if uses:
+            return
+        if idle is None and not is_kept(parameter):
+            idle = name, chosen.name
     if idle is not None:
         raise ValueError(
             f"weight_update={idle[1]!r} is for parameters of few bits, and all of these are float32 (such as "
@@ -179,20 +173,13 @@ def warn_of_idle_update(optimizer: Any, groups: Iterable[dict]) -> None:
     used: set[Any] = set()
     frozen: dict[Any, str] = {}
     idle: dict[Any, str] = {}
-    for group in groups:
-        given = group["weight_update"]  # a name, where it was assigned since
-        chosen = None if given is None else weight_update(given)
-        if chosen is None or chosen.name == "exact":
-            continue
-        for position, parameter in enumerate(group["params"]):
-            name = name_of(group, position)
-            uses = optimizer._step_spec(group, parameter, None, name).update.name != "exact"
-            if uses and parameter.requires_grad:
-                used.add(chosen)
-            elif uses:
-                frozen.setdefault(chosen, name)
-            elif parameter.requires_grad and not is_kept(parameter):
-                idle.setdefault(chosen, name)
+    for chosen, name, parameter, uses in _chosen_updates(optimizer, groups):
+        if uses and parameter.requires_grad:
+            used.add(chosen)
+        elif uses:
+            frozen.setdefault(chosen, name)
+        elif parameter.requires_grad and not is_kept(parameter):
+            idle.setdefault(chosen, name)
     for chosen in [one for one in idle if one in frozen and one not in used | told]:
         told.add(chosen)
         warnings.warn(
@@ -202,6 +189,18 @@ def warn_of_idle_update(optimizer: Any, groups: Iterable[dict]) -> None:
             RuntimeWarning,
             stacklevel=5,  # the line that made the optimizer
         )
+
+
+def _chosen_updates(optimizer: Any, groups: Iterable[dict]) -> Iterator[tuple[Any, str, torch.Tensor, bool]]:
+    """Yield the weight update chosen for each parameter, its name, the parameter, and whether it uses the update."""
+    for group in groups:
+        given = group["weight_update"]  # a name, where it was assigned since
+        chosen = None if given is None else weight_update(given)
+        if chosen is None or chosen.name == "exact":
+            continue
+        for position, parameter in enumerate(group["params"]):
+            name = name_of(group, position)
+            yield chosen, name, parameter, optimizer._step_spec(group, parameter, None, name).update.name != "exact"
 
 
 def updates_in_effect(optimizer: Any) -> str:

@@ -8,13 +8,12 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
-import torch
 
 from ...kernels import Trace, Traced
-from ...kernels._device_function import bound, record_words
+from ...kernels._device_function import Recording, bound
 from ...kernels.scalar._operations import bit_and, select, shr, sqrt
 from ...kernels.vector._table_loop import Table, compile_table
-from ...rounding._random_bits import WEYL, draw, stream_start
+from ...rounding._random_bits import WEYL, draw, recorded_start
 from ..parameters._payload_digests import payload_digest
 from ..states._int8_device_functions import GROW, HUGE, HUGE_SQUARED, SHRINK
 from ..states._scaled import Scaled, finite_word
@@ -45,7 +44,7 @@ def table(spec: StepSpec) -> Table:
         pointer_count(spec),
         len(spec.constants),
         words,
-        record_words(stream_start, "w32", "w32", "w64") if words else None,
+        recorded_start() if words else None,
         int(WEYL),
         spec.block,
         digest=payload_digest(spec.store.dtype.itemsize) if spec.digests else None,
@@ -60,19 +59,19 @@ def record_step(spec: StepSpec) -> Trace:
     random words; a metered step sums up updates wanted and cancelled, u^2 and u (realised change), one that finds the
     largest magnitudes has those of the weight and of the scaled states.
     """
-    trace = Trace(torch.float32)
-    _Step(spec, trace).run()
-    return trace
+    counters = 0 if spec.finds_amax else draws_of(spec)[2]
+    element = Recording(pointer_count(spec), len(spec.constants), counters=counters)
+    _Step(spec, element).run()
+    return element.trace
 
 
 class _Step:
     """One element's values under a specification."""
 
-    def __init__(self, spec: StepSpec, trace: Trace) -> None:
-        self.spec, self.trace = spec, trace
-        self.i, self.block = (trace.emit(name, (), None, name) for name in ("index", "block"))
-        self.arrays = [trace.emit("address", (), j, "address") for j in range(pointer_count(spec))]
-        numbers = [trace.emit("input", (), ("constant", k), "f32") for k in range(len(spec.constants))]
+    def __init__(self, spec: StepSpec, element: Recording) -> None:
+        self.spec, self.trace, self.counters = spec, element.trace, element.counters
+        self.i, self.arrays, numbers = element.index, element.arrays, element.constants
+        self.block = self.trace.emit("block", (), None, "block")
         self.rule_constants = numbers[: len(spec.rule_constants)]
         self.scales = dict(zip(spec.constants[len(self.rule_constants) :], numbers[len(self.rule_constants) :]))
         self.names = spec.update.bindings(spec.store)
@@ -194,5 +193,5 @@ class _Step:
         """Random bits: a word, its high half or its low half."""
         if drawn.part == "none":
             return UNDRAWN
-        word = draw(self.trace.emit("input", (), ("counter", drawn.word), "w32"))
+        word = draw(self.counters[drawn.word])
         return {"full": lambda: word, "high": lambda: shr(word, S16), "low": lambda: bit_and(word, LOW)}[drawn.part]()

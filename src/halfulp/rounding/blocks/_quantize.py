@@ -10,15 +10,15 @@ import numpy as np
 import torch
 
 from ...formats import BlockFormat
-from ...kernels import Trace, address, check_bits, define_operator, note, run_chunks
-from ...kernels._device_function import bound, record_words
+from ...kernels import address, check_bits, define_operator, note, run_chunks
+from ...kernels._device_function import Recording, bound
 from ...kernels.vector._machine_function import address_of
 from ...kernels.vector._table_loop import Table, compile_table
 from .._graph_constants import traced_block_target
 from .._kernel_constants import COUNT, WORD32, WORD64, Layout, constants, layout_for
 from .._kernels import FIXED_KEY, check_device, collide, container_pieces, fixed_elements, mode_pieces, on_cpu_kernels
 from .._modes import Rounding, Stochastic, drawn_key
-from .._random_bits import WEYL, draw, mix64, stream_start
+from .._random_bits import WEYL, draw, mix64, recorded_start
 from .._target import DOWN, STOCHASTIC, UP
 from . import _device_functions as b
 from ._reference import blocks_by_reference, tensor_scale
@@ -184,19 +184,17 @@ def _compiled(
 
 def _table(dtype: torch.dtype, block: int, names: dict[str, object], rounds: bool) -> Table:
     """A table whose columns are what is rounded and where it goes."""
-    trace, pieces, kind = Trace(torch.float32), container_pieces(dtype), "w64" if dtype == torch.float64 else "w32"
-    i = trace.emit("index", (), None, "index")
-    source, target = (trace.emit("address", (), j, "address") for j in range(2))
-    words = [trace.emit("input", (), ("constant", k), kind) for k in range(2 * COUNT + b.WORDS)]
+    pieces, kind = container_pieces(dtype), "w64" if dtype == torch.float64 else "w32"
+    element = Recording(2, 2 * COUNT + b.WORDS, kind, counters=int(rounds))
+    i, (source, target), words = element.index, element.arrays, element.constants
     c, d, of_block = words[:COUNT], words[COUNT : 2 * COUNT], words[2 * COUNT :]
     w = pieces["load"](source, i)
     if rounds:
-        random = draw(trace.emit("input", (), ("counter", 0), "w32"))
+        random = draw(element.counters[0])
         pieces["store"](target, i, bound(b.block_element, names)(w, random, c, d, of_block))
     else:
-        trace.gather_sum("max", bound(b.finite_largest, names)(w, c))
-    start = record_words(stream_start, "w32", "w32", "w64")
-    return Table(trace, 2, len(words), 1, start, int(WEYL), block, partial=True)
+        element.trace.gather_sum("max", bound(b.finite_largest, names)(w, c))
+    return Table(element.trace, 2, len(words), 1, recorded_start(), int(WEYL), block, partial=True)
 
 
 _checked: set[Hashable] = set()
