@@ -255,3 +255,27 @@ def test_gradients_are_not_kept_alive(seed):
     optimizer.zero_grad()
     assert all(one() is None for one in held)
     scaler.update()
+
+
+@pytest.mark.parametrize("to_none", [True, False])
+@pytest.mark.parametrize("updates", [True, False])
+def test_a_second_pass_after_unscaling_is_stepped_with_unscaled_or_refused(to_none, updates, seed):
+    """As a sharpness-aware step has two: the first one's gradients, unscaled, say where the second is taken."""
+    model, _, scaler = pair()
+    x, optimizer = batch(), SGD(model.parameters(), lr=0.1)
+    backward(model, x, scaler)
+    scaler.unscale_(optimizer)
+    first = gradients(model)
+    if updates:
+        scaler.update()
+    optimizer.zero_grad(set_to_none=to_none)
+    backward(model, x, scaler)
+    before = [p.detach().clone() for p in model.parameters()]
+    if not updates:
+        told = r"gradient of 0\.weight comes from a scaled.*still scaled: call scaler\.update"
+        with pytest.raises(ValueError, match=told):
+            scaler.step(optimizer)
+        assert_equal(list(model.parameters()), before)
+        return
+    scaler.step(optimizer)
+    assert_equal(gradients(model), first)

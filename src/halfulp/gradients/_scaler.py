@@ -228,7 +228,7 @@ class AdaptiveGradScaler(SiteReports, GrowthSettings):
         state = self._per_optimizer_states[id(optimizer)]
         if state["stage"] is OptState.STEPPED:
             raise RuntimeError("step() has already been called since the last update().")
-        self._unscaled.check(optimizer, self._models)
+        self._unscaled.check(optimizer, self._models, divided=state["stage"] is OptState.UNSCALED)
         # Another optimizer's user may have clipped what this one shares.
         untouched = state["stage"] is OptState.READY and not self._unscaled.holds(optimizer)
         whole = takes_scaler(optimizer)

@@ -19,21 +19,35 @@ class _Unscaled:
     """A gradient that was divided by the scale.
 
     Attributes:
+        parameter: a weak reference to whose gradient it is.
         gradient: a weak reference to it.
         version: its version counter when it had been divided.
         begun: its version counter when the scaled backward pass began that runs now.
+        absent: whether the parameter had no gradient then.
         rescaled: whether a scaled backward pass has written it since.
         mixed: whether that pass added to the divided values.
     """
 
+    parameter: weakref.ref
     gradient: weakref.ref
     version: int
     begun: int | None = None
+    absent: bool = False
     rescaled: bool = False
     mixed: bool = False
 
+    def begin(self) -> None:
+        """Note what there is before a scaled backward pass."""
+        gradient, parameter = self.gradient(), self.parameter()
+        self.begun = None if gradient is None else gradient._version
+        self.absent = parameter is not None and parameter.grad is None
+
     def look(self) -> None:
         """Note whether the scaled backward pass that runs, or has just ended, has written the gradient."""
+        parameter = self.parameter() if self.absent else None
+        if parameter is not None and parameter.grad is not None:
+            self.gradient, self.version, self.begun = weakref.ref(parameter.grad), -1, None
+            self.rescaled, self.mixed, self.absent = True, False, False
         gradient = self.gradient()
         if gradient is not None and self.begun is not None and gradient._version != self.begun:
             self.rescaled = True
@@ -72,23 +86,30 @@ class UnscaledGradients:
         """Whether any gradient of an optimizer's parameters was divided."""
         return bool(self._records) and bool(self.split(optimizer)[1])
 
-    def check(self, optimizer: torch.optim.Optimizer, models: Iterable[weakref.ref]) -> None:
+    def check(self, optimizer: torch.optim.Optimizer, models: Iterable[weakref.ref], divided: bool = False) -> None:
         """Check that no gradient of an optimizer is a sum of divided and scaled values.
 
         Args:
             optimizer: whose gradients are to be unscaled, or stepped with.
             models: of the scaler, which name the parameters.
+            divided: whether the optimizer's gradients count as unscaled, and are stepped with as they are.
 
         Raises:
-            ValueError: a scaled backward pass added to a gradient that had been divided.
+            ValueError: a scaled backward pass added to a gradient that had been divided, or wrote one that will not be.
         """
         for parameter in _with_gradients(optimizer) if self._records else ():
             record = self._record(parameter)
-            if record is None or not record.mixed:
+            if record is None or not (record.mixed or (divided and record.rescaled)):
                 continue
             held = [model for model in (reference() for reference in models) if model is not None]
             names = [name for model in held for name, one in model.named_parameters() if one is parameter]
             said = names[0] if names else f"a parameter of shape {list(parameter.shape)}"
+            if not record.mixed:
+                raise ValueError(
+                    f"the gradient of {said} comes from a scaled backward pass after unscale_() of its optimizer, and "
+                    "is still scaled: call scaler.update() between the passes of a step that has several, such as a "
+                    "sharpness-aware one"
+                )
             raise ValueError(
                 f"the gradient of {said} was unscaled, and a scaled backward pass has added to it since, so that parts "
                 "of it have another scale: unscale and step after all backward passes of an iteration, or call "
@@ -100,7 +121,8 @@ class UnscaledGradients:
         for parameter in parameters:
             gradient = parameter.grad
             if gradient is not None:
-                self._records[id(parameter)] = _Unscaled(weakref.ref(gradient), gradient._version)
+                references = weakref.ref(parameter), weakref.ref(gradient)
+                self._records[id(parameter)] = _Unscaled(*references, gradient._version)
 
     def begin_pass(self, _: tuple) -> None:
         """The hook of a scaled loss's node: see which divided gradients this backward pass writes."""
@@ -110,8 +132,7 @@ class UnscaledGradients:
         self._end_pass()
         self._pass = number
         for record in self._records.values():
-            gradient = record.gradient()
-            record.begun = None if gradient is None else gradient._version
+            record.begin()
         Variable._execution_engine.queue_callback(self._end_pass)
 
     def _end_pass(self) -> None:
@@ -119,17 +140,17 @@ class UnscaledGradients:
         self._pass = -1
         for record in self._records.values():
             record.look()
-            record.begun = None
+            record.begun, record.absent = None, False
 
     def _record(self, parameter: Tensor) -> _Unscaled | None:
         """Return what is known of a parameter's present gradient."""
         record = self._records.get(id(parameter))
-        if record is None or record.gradient() is not parameter.grad:
+        if record is None:
             return None
         if self._pass != torch._C._current_graph_task_id():
             self._end_pass()
         record.look()
-        return record
+        return record if record.gradient() is parameter.grad else None
 
 
 def _with_gradients(optimizer: torch.optim.Optimizer) -> Iterator[Tensor]:
