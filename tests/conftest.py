@@ -28,7 +28,7 @@ import pytest
 import torch
 
 from halfulp._torch_floor import is_older
-from halfulp._torch_versions import HAS_SAVED_HOOKS, HAS_STORE_CLONES
+from halfulp._torch_versions import HAS_GRADIENT_DTYPE, HAS_SAVED_HOOKS, HAS_STORE_CLONES
 
 ROOT = Path(__file__).parents[1]
 PINNED = "2.13"  # of constraints.txt
@@ -291,6 +291,7 @@ def _slices_some_alone() -> bool:
     return type(x[:, ::2].grad_fn.next_functions[0][0]).__name__ == "AccumulateGrad"
 
 
+GRADIENT_DTYPES = "gradients of another dtype than the parameter's (Tensor.grad_dtype)"
 # What tests of halfulp build on and only newer versions of torch do (what halfulp does: halfulp._torch_versions).
 TORCH_FEATURES: dict[str, Callable[[], bool]] = {
     "fully_shard on the CPU": lambda: hasattr(torch.cpu.Stream, "record_event"),
@@ -318,7 +319,7 @@ TORCH_FEATURES: dict[str, Callable[[], bool]] = {
     "strict torch.export of tensor subclasses and modules with hooks": lambda: not is_older(torch.__version__, "2.11"),
     "addmv of bfloat16 that rounds once": _adds_products_once,
     "dot of bfloat16 that sums in float32": _sums_dots_in_float32,
-    "gradients of another dtype than the parameter's (Tensor.grad_dtype)": lambda: hasattr(torch.Tensor, "grad_dtype"),
+    GRADIENT_DTYPES: lambda: HAS_GRADIENT_DTYPE,
     "_fused_rms_norm with its statistics": lambda: (
         hasattr(torch.ops.aten, "_fused_rms_norm") and len(torch.ops.aten._fused_rms_norm.default._schema.returns) == 2
     ),
@@ -366,7 +367,7 @@ def _lacking(error: Exception) -> str | None:
     if isinstance(error, NotImplementedError) and said.startswith(f"torch {torch.__version__} "):
         return said
     if "attempting to assign a gradient with dtype" in said:
-        return "gradients of another dtype than the parameter's (Tensor.grad_dtype)"
+        return GRADIENT_DTYPES
     frames = [Path(frame.filename) for frame in traceback.extract_tb(error.__traceback__)]
     ours = [path for path in frames if ROOT in path.parents]
     if operator := re.match(r"Could not run 'aten::(\w+)' with arguments from the 'CPU' backend", said):

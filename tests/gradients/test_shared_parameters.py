@@ -1,5 +1,6 @@
 """Optimizers that share parameters, each given to the scaler in turn: every one steps by the true gradients."""
 
+import contextlib
 import itertools
 import weakref
 
@@ -279,3 +280,57 @@ def test_a_second_pass_after_unscaling_is_stepped_with_unscaled_or_refused(to_no
         return
     scaler.step(optimizer)
     assert_equal(gradients(model), first)
+
+
+def test_a_gradient_that_only_a_later_pass_made_is_not_stepped_with_scaled(seed):
+    """As an expert's or a head's that the first pass did not reach."""
+    model, _, scaler = pair()
+    optimizer = SGD(model.parameters(), lr=0.1)
+    model[0].requires_grad_(False)
+    backward(model, batch(), scaler)
+    scaler.unscale_(optimizer)
+    optimizer.zero_grad()
+    model.requires_grad_(True)
+    backward(model, batch(), scaler)
+    for parameter in list(model.parameters())[2:]:
+        parameter.grad = None
+    with pytest.raises(
+        ValueError, match=r"gradient of 0\.weight comes from a scaled.*still scaled: call scaler\.update"
+    ):
+        scaler.step(optimizer)
+
+
+def test_a_gradient_replaced_after_unscaling_takes_no_scaled_one(seed):
+    model, _, scaler = pair()
+    optimizer = SGD(model.parameters(), lr=0.1)
+    backward(model, batch(), scaler)
+    scaler.unscale_(optimizer)
+    for parameter in model.parameters():
+        parameter.grad = parameter.grad.clamp(-1, 1)
+    backward(model, batch(), scaler)
+    with pytest.raises(
+        ValueError, match=r"gradient of 0\.weight comes from a scaled.*still scaled: call scaler\.update"
+    ):
+        scaler.step(optimizer)
+
+
+@pytest.mark.parametrize("in_place", [True, False])
+def test_gradients_of_a_second_pass_that_the_user_divides_are_stepped_with(in_place, seed):
+    model, _, scaler = pair()
+    x, optimizer = batch(), SGD(model.parameters(), lr=0.1)
+    backward(model, x, scaler)
+    scaler.unscale_(optimizer)
+    true = gradients(model)
+    optimizer.zero_grad()
+    backward(model, x, scaler)
+    for parameter in model.parameters():
+        if in_place:
+            parameter.grad.div_(scaler.get_scale())
+        else:
+            parameter.grad = parameter.grad / scaler.get_scale()
+    told = pytest.warns(
+        RuntimeWarning, match=r"0\.weight comes.*written since: it is taken as unscaled.*scaler\.update"
+    )
+    with told if in_place else contextlib.nullcontext():
+        scaler.step(optimizer)
+    assert_equal(gradients(model), true)

@@ -279,12 +279,26 @@ def test_wrappers_of_the_model_are_no_part_of_the_names(seed):
     assert compiled.state_dict()["tensors"].keys() == plain.state_dict()["tensors"].keys()
     disturb(net)
     plain.update()
-    saved = plain.state_dict()
+    saved = copy.deepcopy(plain.state_dict())
     for other in (compiled, wrapped):
         other.load_state_dict(saved)
-        plain.load_state_dict(other.state_dict())
         pairs = zip(other.state_dict()["tensors"].values(), saved["tensors"].values(), strict=True)
         assert all(torch.equal(one, two) for one, two in pairs)
+        disturb(net)
+        plain.update()
+        plain.load_state_dict(other.state_dict())
+        assert all(torch.equal(plain.state_dict()["tensors"][name], t) for name, t in saved["tensors"].items())
+
+
+def test_names_that_a_wrappers_prefix_tells_apart_are_kept(seed):
+    class Around(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self._orig_mod, self.weight = torch.nn.Linear(2, 2), torch.nn.Parameter(torch.ones(3))
+
+    ema = hu.optim.EMA(Around(), 0.9)
+    assert ema.state_dict()["tensors"].keys() == {"weight", "_orig_mod.weight", "_orig_mod.bias"}
+    ema.load_state_dict(ema.state_dict())
 
 
 def test_foreign_state_dicts_are_refused_and_change_nothing(seed):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+import warnings
 import weakref
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
@@ -13,46 +14,65 @@ import torch
 from torch import Tensor
 from torch.autograd import Variable
 
+_BETWEEN = "call scaler.update() between the passes of a step that has several, such as a sharpness-aware one"
+
+
+class _Written:
+    """A gradient as it stood at some time: the tensor, weakly, and its version counter."""
+
+    def __init__(self, gradient: Tensor | None) -> None:
+        self._tensor = None if gradient is None else weakref.ref(gradient)
+        self._version = None if gradient is None else gradient._version
+
+    def is_held_by(self, parameter: Tensor) -> bool:
+        """Whether the tensor is a parameter's gradient, whatever has been written into it since."""
+        return self._tensor is not None and parameter.grad is not None and self._tensor() is parameter.grad
+
+    def stands_in(self, parameter: Tensor) -> bool:
+        """Whether a parameter's gradient is as it was then."""
+        if self._tensor is None or parameter.grad is None:
+            return self._tensor is None and parameter.grad is None
+        return self._tensor() is parameter.grad and self._version == parameter.grad._version
+
 
 @dataclass
 class _Unscaled:
-    """A gradient that was divided by the scale.
+    """What became of a parameter's gradient since its optimizer was unscaled.
 
     Attributes:
-        parameter: a weak reference to whose gradient it is.
-        gradient: a weak reference to it.
-        version: its version counter when it had been divided.
-        begun: its version counter when the scaled backward pass began that runs now.
-        absent: whether the parameter had no gradient then.
-        rescaled: whether a scaled backward pass has written it since.
-        mixed: whether that pass added to the divided values.
+        parameter: a weak reference.
+        divided: the gradient when it had been divided; none where there was none.
+        begun: the gradient when the scaled backward pass began that runs now.
+        adds: whether that pass adds to a gradient.
+        adds_to_divided: whether it adds to the divided values.
+        scaled: what a scaled backward pass has left since.
+        mixed: whether that is a sum with divided values.
     """
 
     parameter: weakref.ref
-    gradient: weakref.ref
-    version: int
-    begun: int | None = None
-    absent: bool = False
-    rescaled: bool = False
+    divided: _Written
+    begun: _Written | None = None
+    adds: bool = False
+    adds_to_divided: bool = False
+    scaled: _Written | None = None
     mixed: bool = False
 
     def begin(self) -> None:
         """Note what there is before a scaled backward pass."""
-        gradient, parameter = self.gradient(), self.parameter()
-        self.begun = None if gradient is None else gradient._version
-        self.absent = parameter is not None and parameter.grad is None
+        parameter = self.parameter()
+        if parameter is None:
+            return
+        self.begun, self.adds = _Written(parameter.grad), parameter.grad is not None
+        # A gradient that was changed before the pass may have been set to zero.
+        self.adds_to_divided = self.adds and self.divided.stands_in(parameter)
 
     def look(self) -> None:
         """Note whether the scaled backward pass that runs, or has just ended, has written the gradient."""
-        parameter = self.parameter() if self.absent else None
-        if parameter is not None and parameter.grad is not None:
-            self.gradient, self.version, self.begun = weakref.ref(parameter.grad), -1, None
-            self.rescaled, self.mixed, self.absent = True, False, False
-        gradient = self.gradient()
-        if gradient is not None and self.begun is not None and gradient._version != self.begun:
-            self.rescaled = True
-            # A gradient that was changed before the pass may have been set to zero.
-            self.mixed = self.mixed or self.begun == self.version
+        parameter = self.parameter()
+        if parameter is None or parameter.grad is None or self.begun is None or self.begun.stands_in(parameter):
+            return
+        self.scaled = _Written(parameter.grad)
+        self.mixed = self.adds and (self.mixed or self.adds_to_divided)
 
 
 class UnscaledGradients:
@@ -79,7 +99,8 @@ class UnscaledGradients:
         unscaled: list[Tensor] = []
         for parameter in _with_gradients(optimizer):
             record = self._record(parameter)
-            (scaled if record is None or record.rescaled else unscaled).append(parameter)
+            is_divided = record is not None and record.scaled is None and record.divided.is_held_by(parameter)
+            (unscaled if is_divided else scaled).append(parameter)
         return scaled, unscaled
 
     def holds(self, optimizer: torch.optim.Optimizer) -> bool:
@@ -95,34 +116,43 @@ class UnscaledGradients:
             divided: whether the optimizer's gradients count as unscaled, and are stepped with as they are.
 
         Raises:
-            ValueError: a scaled backward pass added to a gradient that had been divided, or wrote one that will not be.
+            ValueError: a scaled backward pass added to a gradient that had been divided, or left one that will not be.
+
+        Warns:
+            RuntimeWarning: a gradient that a scaled backward pass left was written since, and will not be divided.
         """
+        written = ""
         for parameter in _with_gradients(optimizer) if self._records else ():
             record = self._record(parameter)
-            if record is None or not (record.mixed or (divided and record.rescaled)):
+            if record is None or record.scaled is None or not record.scaled.is_held_by(parameter):
+                continue
+            if not (record.mixed or divided):
                 continue
             held = [model for model in (reference() for reference in models) if model is not None]
             names = [name for model in held for name, one in model.named_parameters() if one is parameter]
             said = names[0] if names else f"a parameter of shape {list(parameter.shape)}"
-            if not record.mixed:
+            if record.mixed:
                 raise ValueError(
-                    f"the gradient of {said} comes from a scaled backward pass after unscale_() of its optimizer, and "
-                    "is still scaled: call scaler.update() between the passes of a step that has several, such as a "
-                    "sharpness-aware one"
+                    f"the gradient of {said} was unscaled, and a scaled backward pass has added to it since, so that "
+                    "parts of it have another scale: unscale and step after all backward passes of an iteration, or "
+                    "call zero_grad() before the next one"
                 )
-            raise ValueError(
-                f"the gradient of {said} was unscaled, and a scaled backward pass has added to it since, so that parts "
-                "of it have another scale: unscale and step after all backward passes of an iteration, or call "
-                "zero_grad() before the next one"
+            origin = f"the gradient of {said} comes from a scaled backward pass after unscale_() of its optimizer"
+            if record.scaled.stands_in(parameter):
+                raise ValueError(f"{origin}, and is still scaled: {_BETWEEN}")
+            # Divided by hand, or clipped as it was.
+            written = written or origin
+        if written:
+            warnings.warn(
+                f"{written}, and was written since: it is taken as unscaled; if it is not, {_BETWEEN}",
+                RuntimeWarning,
+                stacklevel=3,  # the line that steps
             )
 
     def note(self, parameters: Iterable[Tensor]) -> None:
-        """Record that the gradients of these parameters are divided now."""
+        """Record that the gradients of these parameters, as far as there are, are divided now."""
         for parameter in parameters:
-            gradient = parameter.grad
-            if gradient is not None:
-                references = weakref.ref(parameter), weakref.ref(gradient)
-                self._records[id(parameter)] = _Unscaled(*references, gradient._version)
+            self._records[id(parameter)] = _Unscaled(weakref.ref(parameter), _Written(parameter.grad))
 
     def begin_pass(self, _: tuple) -> None:
         """The hook of a scaled loss's node: see which divided gradients this backward pass writes."""
@@ -140,17 +170,17 @@ class UnscaledGradients:
         self._pass = -1
         for record in self._records.values():
             record.look()
-            record.begun, record.absent = None, False
+            record.begun = None
 
     def _record(self, parameter: Tensor) -> _Unscaled | None:
-        """Return what is known of a parameter's present gradient."""
+        """Return what is known of a parameter's gradient."""
         record = self._records.get(id(parameter))
-        if record is None:
+        if record is None or record.parameter() is not parameter:
             return None
         if self._pass != torch._C._current_graph_task_id():
             self._end_pass()
         record.look()
-        return record if record.gradient() is parameter.grad else None
+        return record
 
 
 def _with_gradients(optimizer: torch.optim.Optimizer) -> Iterator[Tensor]:
@@ -185,7 +215,7 @@ def unscaled_once(
         # torch leaves values as they are, bit for bit, under an inverse of 1.
         checked = unscaled_by_kind(unscale, _holding(unscaled), torch.ones_like(inverse), found)
         flags = _either(flags, checked)
-    known.note([*scaled, *unscaled])
+    known.note(parameter for group in optimizer.param_groups for parameter in group["params"])
     return flags
 
 

@@ -268,12 +268,11 @@ class EMA:
         buffers.
         """
         tensors, plans = dict(self._copied), self._inner.plans()
-        tensors = dict(zip(plain_names(tensors, parallel=False), tensors.values()))
-        for name, mine in zip(plain_names(self._averages, parallel=False), self._averages.values()):
+        for name, mine in self._averages.items():
             tensors[name] = mine
             tensors |= {f"{name}.{key}": placed_like(value, mine) for key, value in plans[mine].tensors.items()}
         updates = {plan.spec.update.name: plan.spec.update.to_dict() for plan in plans.values()}
-        return {"updates": self.updates, "weight_update": list(updates.values()), "tensors": tensors}
+        return {"updates": self.updates, "weight_update": list(updates.values()), "tensors": _plain(tensors, False)}
 
     @torch.no_grad()
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
@@ -285,7 +284,7 @@ class EMA:
         if not isinstance(state_dict, Mapping) or not {"updates", "weight_update", "tensors"} <= state_dict.keys():
             raise ValueError("this is no state_dict of an EMA: it needs 'updates', 'weight_update' and 'tensors'")
         own = self.state_dict()
-        tensors, given = (dict(zip(plain_names(x), x.values())) for x in (own["tensors"], state_dict["tensors"]))
+        tensors, given = _plain(own["tensors"]), _plain(state_dict["tensors"])
         saved = [weight_update(entry) for entry in state_dict["weight_update"]]
         if saved != [weight_update(entry) for entry in own["weight_update"]]:
             raise ValueError(f"the averages were saved with weight_update={saved}: make this EMA with the same")
@@ -322,6 +321,12 @@ class EMA:
         """Decay, updates so far, and lost updates."""
         group = self._inner.param_groups[0]
         return f"EMA(decay={group['decay']}, warmup={group['warmup']}, updates={self.updates})\n{self.report()}"
+
+
+def _plain(tensors: Mapping[str, torch.Tensor], parallel: bool = True) -> dict[str, torch.Tensor]:
+    """Return tensors under their names in the plain model, or as they are where two would have one name."""
+    names = plain_names(tensors, parallel)
+    return dict(zip(names if len(set(names)) == len(names) else tensors, tensors.values()))
 
 
 def _float32(plan: ParameterPlan) -> torch.Tensor:

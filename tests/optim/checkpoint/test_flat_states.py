@@ -283,6 +283,9 @@ def test_unnamed_parameters_that_are_saved_by_name_and_loaded_with_names_draw_ot
         _set_nested(model, _optimizer(model), saved)
     assert len(told) == 1
     _set_nested(model, _optimizer(model), _nested(model, _optimizer(model)))
+    exact = Net().float()
+    plain = hu.optim.AdamW(exact.parameters(), lr=1e-4)
+    _set_nested(exact, hu.optim.AdamW(exact.named_parameters()), _nested(exact, plain))  # which draws nothing
 
 
 def test_names_in_another_order_are_refused_and_those_of_a_part_are_its_own():

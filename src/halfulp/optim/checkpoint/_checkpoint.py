@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import warnings
 from collections import OrderedDict
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -38,11 +39,12 @@ from ..states._int8_blocks import scale_shape
 from ..states._scaled import finite_amax
 from ..states._state import StateChoice, as_state
 from ..step._scales import weight_scale
+from ..step._spec import draws_of
 from ..weight_updates._weight_update import WeightUpdate, weight_update
 from ._extra_states import is_extra_state, set_extra_states
 from ._fitted_states import begun, checked_shape, fit_state, is_auxiliary, is_kept_by_some_optimizer, steps_made
 from ._saved_states import block_of, codec_versions
-from ._state_dict_validation import checked_groups, checked_state, is_own_file
+from ._state_dict_validation import checked_groups, checked_state, draws_anew, is_own_file
 
 # In a saved state: the weight update that wrote it, where its group has been given another since.
 UPDATE = "weight_update"
@@ -132,6 +134,19 @@ class CheckpointMixin(torch.optim.Optimizer):
         for after in tuple(self._optimizer_load_state_dict_post_hooks.values()):
             after(self)
 
+    def _warn_of_other_bits(self, saved_groups: list[Mapping]) -> None:
+        """Warn of groups that draw random bits, and others than the file's run would have drawn."""
+        for number, (group, saved) in enumerate(zip(self.param_groups, saved_groups)):
+            plans = (self._plans.get(parameter) for parameter in group["params"])
+            if draws_anew(group, saved) and any(plan is not None and draws_of(plan.spec)[2] for plan in plans):
+                warnings.warn(
+                    f"param group {number} was saved without names, which key random bits: stochastic rounding goes "
+                    "on, but with other bits than the saved run's; to go on with the same, save and load with "
+                    "optimizers made from model.named_parameters()",
+                    UserWarning,
+                    stacklevel=4,  # the line that loads
+                )
+
     def _load_between_hooks(self, state_dict: Mapping[str, Any]) -> None:
         """Load a state_dict, between pre and post hooks."""
         self._follow_groups()
@@ -148,6 +163,7 @@ class CheckpointMixin(torch.optim.Optimizer):
         is_own = is_own_file(before, state_dict["param_groups"])
         try:
             trial = [(*one, self._fit_tensors(*one, is_own)) for one in given]
+            self._warn_of_other_bits(state_dict["param_groups"])
         except Exception:
             for group, old in zip(self.param_groups, before):
                 group.clear()

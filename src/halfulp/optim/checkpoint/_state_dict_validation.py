@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import warnings
 from collections.abc import Callable, Mapping
 
 from ..._messages import differences
@@ -76,6 +75,14 @@ def _is_keyed_by_name(saved: Mapping) -> bool:
     return bool(saved["params"]) and all(isinstance(key, str) for key in saved["params"])
 
 
+def draws_anew(group: Mapping, saved: Mapping) -> bool:
+    """Return whether a group that took over a file has other numbers for random bits than the file's."""
+    held, names = saved.get("identities"), group.get("param_names")
+    if not isinstance(held, list | tuple) or not names or not _is_keyed_by_name(saved):
+        return False
+    return not set(identities_of({"param_names": names})) <= {number for number in held if isinstance(number, int)}
+
+
 def checked_state(state_dict: Mapping, number: object, name: str) -> Mapping:
     """The saved state of one parameter, by its number in the file and its name for messages; empty if there is none.
 
@@ -138,11 +145,6 @@ def _check_updates(mine: dict, theirs: Mapping) -> None:
         )
 
 
-def _holds_alike(one: object, other: list[int]) -> bool:
-    """Return whether two lists hold the same numbers, in any order."""
-    return isinstance(one, list | tuple) and set(one) == set(other)
-
-
 def _options(number: int, mine: dict, theirs: Mapping, check_numbers: Callable[[dict], None]) -> dict:
     """Return a group's options after loading, checked as those of a new group are."""
     taken = {key: copy.deepcopy(value) for key, value in theirs.items() if key not in _KEPT}
@@ -153,16 +155,7 @@ def _options(number: int, mine: dict, theirs: Mapping, check_numbers: Callable[[
         )
     names = mine.get("param_names") or taken.get("param_names")
     if names and ("identities" not in taken or _is_keyed_by_name(theirs)):
-        own = identities_of({"param_names": names})
-        if not _holds_alike(taken.get("identities", own), own):
-            warnings.warn(
-                f"param group {number} was saved without names, which key random bits: stochastic rounding goes on, "
-                "but with other bits than the saved run's; to go on with the same, save and load with optimizers made "
-                "from model.named_parameters()",
-                UserWarning,
-                stacklevel=6,
-            )
-        taken["identities"] = own
+        taken["identities"] = identities_of({"param_names": names})
     trial = {**mine, **taken}
     try:
         check_group(trial)
