@@ -100,9 +100,10 @@ class Found:
 class Session:
     """All parts, one stage after another, and the file that holds what they found."""
 
-    def __init__(self, path: Path, dry: bool, one_process: bool, seconds: float) -> None:
+    def __init__(self, path: Path, dry: bool, one_process: bool, seconds: float, commit: str = "") -> None:
         self.path, self.dry, self.one_process = path, dry, one_process
         self.deadline = time.monotonic() + seconds
+        self.commit = commit or current_commit()
         self.log = path.with_suffix(".log")
         self.log.unlink(missing_ok=True)
         self.parts = Table("Parts", COLUMNS)
@@ -242,7 +243,7 @@ class Session:
         """Write the whole file."""
         known = [name for name in NAMES if name in self.found]
         facts = next((self.found[name].facts for name in known if self.found[name].facts), {})
-        self.result.machine = {"processor": processor_line(), **facts, "commit": commit()}
+        self.result.machine = {"processor": processor_line(), **facts, "commit": self.commit}
         tables = [table for name in known for table in self.found[name].tables if table.rows]
         self.result.tables = [self.parts, *summaries(tables), *tables, *self._lists(known)]
         _run.write_whole(self.path, json.dumps(asdict(self.result), indent=1, default=float) + "\n")
@@ -280,7 +281,7 @@ def search_path() -> list[str]:
     return [str(ROOT / "src"), *filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep))]
 
 
-def commit() -> str:
+def current_commit() -> str:
     """The commit of this folder, where there is git."""
     with contextlib.suppress(OSError):
         done = subprocess.run(["git", "rev-parse", "--short", "HEAD"], cwd=ROOT, text=True, capture_output=True)
@@ -322,6 +323,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         "--json", type=Path, help="the file to write; results/gpu.json, or gpu-dry-run.json in a dry run's folder"
     )
     parser.add_argument("--one-process", action="store_true", help="a dry run in this process")
+    parser.add_argument("--commit", default="", help="of the code, where a copy without git runs")
     chosen = parser.parse_args(arguments)
     if chosen.one_process and not chosen.dry_run:
         parser.error("--one-process is for --dry-run: on a GPU a crash of one part would end the others")
@@ -331,7 +333,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         os.environ["TRITON_INTERPRET"] = "1"
     path = chosen.json or (Path(tempfile.gettempdir()) / "gpu-dry-run.json" if chosen.dry_run else FOLDER / "gpu.json")
     path.parent.mkdir(parents=True, exist_ok=True)
-    session = Session(path, chosen.dry_run, chosen.one_process, chosen.seconds)
+    session = Session(path, chosen.dry_run, chosen.one_process, chosen.seconds, chosen.commit)
     for stage in STAGES:
         session.stage([part for part in stage if part.name in chosen.parts])
     show(session.result, session.found)
