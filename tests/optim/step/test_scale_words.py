@@ -26,7 +26,9 @@ def _real(w):
 
 def _magnitudes(seed):
     """Zero, the ends of float32's range, both sides of powers of two, and some numbers between."""
-    powers = [2.0**k for k in (-149, -148, -140, -127, -126, -125, -60, -24, -1, 0, 1, 14, 15, 16, 60, 118, 119, 126, 127)]
+    powers = [
+        2.0**k for k in (-149, -148, -140, -127, -126, -125, -60, -24, -1, 0, 1, 14, 15, 16, 60, 118, 119, 126, 127)
+    ]
     sides = [float(np.nextafter(np.float32(p), np.float32(to))) for p in powers for to in (0.0, np.inf)]
     drawn = np.exp2(np.random.default_rng(seed).uniform(-149, 127, 12)).astype(np.float32).tolist()
     return [0.0, *powers, *sides, *drawn, GREATEST]

@@ -168,13 +168,11 @@ def _run_triton_scaled(batch: Batch, plans: PlanCache) -> bool:
     from ._triton_launch import launch_scaled, ready_scaled
 
     spec, device = batch.spec, batch.device
-    weights, gradients = [scale_of(plan.parameter) for plan in batch.plans], batch.gradient_scales
-    unit = None if all(isinstance(scale, torch.Tensor) for scale in gradients) else torch.ones((), device=device)
-    given = [scale if isinstance(scale, torch.Tensor) else unit for scale in gradients]
     kernels = ready_scaled(spec, amax_spec(spec), device, _trial)
-    if kernels is None or any(scale.device != device for scale in (*weights, *given)):
+    weights, gradients = [scale_of(plan.parameter) for plan in batch.plans], _scale_tensors(batch)
+    if kernels is None or any(scale.device != device for scale in (*weights, *gradients)):
         return False
-    addresses = np.array([[address(scale) for scale in pair] for pair in zip(weights, given)], np.int64)
+    addresses = np.array([[address(scale) for scale in pair] for pair in zip(weights, gradients)], np.int64)
     table = plans.table(batch.plans)
     numbers = _numbers(table, batch)
     held, meter, batch.scales = launch_scaled(spec, kernels, device, *numbers, addresses, table.device_chunks)
@@ -182,6 +180,15 @@ def _run_triton_scaled(batch: Batch, plans: PlanCache) -> bool:
     if meter is not None:
         _count(meter, held.chunks, batch.plans)
     return True
+
+
+def _scale_tensors(batch: Batch) -> list[torch.Tensor]:
+    """Return the scales of the gradients, of those without one as a tensor too."""
+    found = [scale for scale in batch.gradient_scales if isinstance(scale, torch.Tensor)]
+    if len(found) == len(batch.gradient_scales):
+        return found
+    one = torch.ones((), dtype=torch.float32, device=batch.device)
+    return [scale if isinstance(scale, torch.Tensor) else one for scale in batch.gradient_scales]
 
 
 def _numbers(table: Table, batch: Batch) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:

@@ -70,13 +70,18 @@ def ready(spec: StepSpec, device: torch.device, trial: Callable) -> Any:
 
 
 def ready_scaled(spec: StepSpec, amax: StepSpec, device: torch.device, trial: Callable) -> ScaledKernels | None:
-    """Do what `ready` does for the kernels of a step of scaled parameters, of which `amax` finds the largest numbers."""
+    """Do what `ready` does for the kernels of a step of scaled parameters; `amax` finds the largest magnitudes."""
 
     def load() -> ScaledKernels:
         scales = load_module(scales_source(spec))
         largest, step = _checked(amax, device, trial), _checked(spec, device, trial)
         kernels = ScaledKernels(scales["read_scales"], largest, scales["choose_scales"], step, amax)
-        check_bits(f"{spec.name}_scales", lambda: try_scales(spec, kernels, device), lambda: expected_scales(spec))
+
+        def choose(pointers, constants, keys, addresses, words) -> torch.Tensor:
+            parameters = parameter_table(spec, device, pointers, constants, keys, addresses)
+            return choose_scales(spec, kernels, parameters, len(words), lambda present: words)
+
+        check_bits(f"{spec.name}_scales", lambda: try_scales(spec, device, choose), lambda: expected_scales(spec))
         return kernels
 
     return _ready(spec, device, load)
