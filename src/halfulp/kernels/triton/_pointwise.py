@@ -11,11 +11,10 @@ import torch
 from .._plain_memory import plain
 from .._trace import Trace
 from ._launch import on_device
-from ._writer import OPTIONS, function_sources, load_module, module_source, tables_of
+from ._writer import OPTIONS, function_sources, load_module, module_source, stored_as, tables_of
 
 # Instructions up to which a kernel is compiled: ptxas takes minutes for the longest.
 LONGEST = 4000
-_TYPES = {torch.float32: "tl.float32", torch.float64: "tl.float64"}
 # How an operand lies beside the results: like them, one for all, one per row, one per column.
 _ALIKE, _ONE, _PER_ROW, _PER_COLUMN = range(4)
 
@@ -70,7 +69,7 @@ def pointwise_source(
         "lanes = i < count",
         *(f"x{k} = tl.load(input{k} + place(i, columns, mode{k}), mask=lanes, other=0).to({wide})" for k in inputs),
         f"{', '.join(f'y{k}' for k in outputs)} = element({', '.join([*(f'x{k}' for k in inputs), 'tables'])})",
-        *(f"tl.store(output{k} + i, {_stored(f'y{k}', dtype)}, mask=lanes)" for k, dtype in enumerate(written)),
+        *(f"tl.store(output{k} + i, {stored_as(f'y{k}', dtype)}, mask=lanes)" for k, dtype in enumerate(written)),
     ]
     body = "\n".join(f"    {line}" for line in lines)
     text = f"@triton.jit\ndef kernel({', '.join(arguments)}, TILE: tl.constexpr):\n{body}\n"
@@ -87,15 +86,6 @@ def place(i, columns, mode: tl.constexpr):
     if mode == {_PER_COLUMN}:
         at = i % columns
     return at"""
-
-
-def _stored(name: str, dtype: torch.dtype) -> str:
-    """A value in the dtype in memory; a float64 reaches 16 bits through float32, which holds what they hold."""
-    if dtype == torch.bfloat16:
-        return f"to_bfloat16({name}.to(tl.float32))"
-    if dtype == torch.float16:
-        return f"{name}.to(tl.float32).to(tl.float16)"
-    return f"{name}.to({_TYPES[dtype]})"
 
 
 def places(

@@ -11,6 +11,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
+import torch
 
 from .._trace import Piece, Trace
 from . import _operations as operations
@@ -71,6 +72,15 @@ def function_sources(name: str, trace: Trace, results: Sequence[int]) -> list[st
 def tables_of(trace: Trace) -> tuple[float, ...]:
     """Return the constants that a trace and those that it calls look up, one table behind the other."""
     return tuple(value for table in _offsets(trace) for value in table)
+
+
+def stored_as(name: str, dtype: torch.dtype) -> str:
+    """Return a real in a dtype in memory, rounded to nearest; a float64 reaches 16 bits through float32, which holds what they hold."""
+    if dtype == torch.bfloat16:
+        return f"to_bfloat16({name}.to(tl.float32))"
+    if dtype == torch.float16:
+        return f"{name}.to(tl.float32).to(tl.float16)"
+    return f"{name}.to({'tl.float64' if dtype == torch.float64 else 'tl.float32'})"
 
 
 def piece_source(name: str, piece: Piece) -> str:
