@@ -157,7 +157,9 @@ class Call:
     def elements(self) -> Elements:
         """The function as kernels of elements."""
         stored = tuple(dtype for dtype, count in self.operands for _ in range(count))
-        return Elements(f"pointwise_{self.name}", self.evaluate, self.arithmetic, stored, (self.dtype,) * self.components)
+        return Elements(
+            f"pointwise_{self.name}", self.evaluate, self.arithmetic, stored, (self.dtype,) * self.components
+        )
 
 
 def pointwise(name: str, *operands: Parts, components: int, dtype: torch.dtype, out: Parts | None = None) -> Parts:

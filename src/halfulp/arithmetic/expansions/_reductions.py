@@ -293,7 +293,9 @@ def _reduce_segments(reduction: _Reduction, parts: Parts, cut: _Cut, shape: Sequ
     (many, rows, columns), length, segments, several, divisor = cut
     engine = select_engine(parts[0].device.type)
     if engine == "triton" and (kernel := _on_triton(reduction, parts[0].device)) is not None:
-        written = [torch.empty(shape, dtype=reduction.dtype, device=parts[0].device) for _ in range(reduction.components)]
+        written = [
+            torch.empty(shape, dtype=reduction.dtype, device=parts[0].device) for _ in range(reduction.components)
+        ]
         kernel(parts, written, (*cut.sizes, length, segments, several), divisor)
         return tuple(written)
     if engine != "numba":
@@ -355,7 +357,9 @@ def _trials(reduction: _Reduction) -> tuple[Callable[..., Any], Callable[..., An
     def by_torch() -> list[torch.Tensor]:
         found = []
         for cut in cuts:
-            terms = _reduce_segments_reference(reduction, [part.reshape(cut.sizes).double() for part in parts(cut)], cut)
+            terms = _reduce_segments_reference(
+                reduction, [part.reshape(cut.sizes).double() for part in parts(cut)], cut
+            )
             found += [part.to(reduction.dtype).reshape(2 * cut.segments, -1) for part in terms]
         return found
 

@@ -114,10 +114,7 @@ def reduction_source(steps: ReductionSteps, stored: tuple[torch.dtype, ...], wri
         "from_lane = tl.minimum(lane + beside * columns, LANES - 1).to(tl.int32)",
         *(f"other{k} = tl.gather(held{k}, from_lane, 0)" for k in range(steps.width)),
         call("merge", [f"new{k}" for k in range(steps.width)], [*held, *other]),
-        *(
-            f"held{k} = tl.where(lane < (several - beside) * columns, new{k}, held{k})"
-            for k in range(steps.width)
-        ),
+        *(f"held{k} = tl.where(lane < (several - beside) * columns, new{k}, held{k})" for k in range(steps.width)),
         "several = beside",
     ]
     lines = [
@@ -140,7 +137,10 @@ def reduction_source(steps: ReductionSteps, stored: tuple[torch.dtype, ...], wri
         *each(merge),
         call("close", [f"y{k}" for k in outputs], [*held, "tl.full([LANES], 0.0, tl.float64) + divisor"]),
         "to = segment * columns + lane",
-        *(f"tl.store(output{k} + to, {stored_as(f'y{k}', dtype)}, mask=lane < columns)" for k, dtype in enumerate(written)),
+        *(
+            f"tl.store(output{k} + to, {stored_as(f'y{k}', dtype)}, mask=lane < columns)"
+            for k, dtype in enumerate(written)
+        ),
     ]
     arguments = [*(f"input{k}" for k in inputs), *(f"output{k}" for k in outputs), _ARGUMENTS]
     text = f"@triton.jit\ndef kernel({', '.join(arguments)}, SEVERAL: tl.constexpr, LANES: tl.constexpr):\n"

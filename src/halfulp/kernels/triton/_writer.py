@@ -75,7 +75,7 @@ def tables_of(trace: Trace) -> tuple[float, ...]:
 
 
 def stored_as(name: str, dtype: torch.dtype) -> str:
-    """Return a real in a dtype in memory, rounded to nearest; a float64 reaches 16 bits through float32, which holds what they hold."""
+    """Return a real in a dtype in memory, to nearest; a float64 reaches 16 bits by float32, which holds what they hold."""
     if dtype == torch.bfloat16:
         return f"to_bfloat16({name}.to(tl.float32))"
     if dtype == torch.float16:
@@ -189,7 +189,7 @@ def _expression(trace: Trace, operation: str, operands: tuple, extra: Any, kind:
         return f"{values[0]}.to(tl.float32).to(tl.float64)"
     if name in _INFIX:
         return f"{values[0]} {_INFIX[name]} {values[1]}"
-    if operation in _REALS and kind == "f64" or operation not in _CALLS and operation in _REALS:
+    if (operation in _REALS and kind == "f64") or (operation not in _CALLS and operation in _REALS):
         return f"{operation}{kind[1:]}({', '.join(values)})"
     if operation not in _CALLS:
         raise NotImplementedError(f"the operation {operation} of a device function has no form on Triton's blocks")
