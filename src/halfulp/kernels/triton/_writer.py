@@ -75,7 +75,7 @@ def tables_of(trace: Trace) -> tuple[float, ...]:
 
 
 def stored_as(name: str, dtype: torch.dtype) -> str:
-    """Return a real in a dtype in memory, to nearest; a float64 reaches 16 bits by float32, which holds what they hold."""
+    """Return a real in a dtype in memory, to nearest; a float64 of 16 bits goes through float32, which is exact."""
     if dtype == torch.bfloat16:
         return f"to_bfloat16({name}.to(tl.float32))"
     if dtype == torch.float16:
