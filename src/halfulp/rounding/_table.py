@@ -43,6 +43,10 @@ _CONTAINERS: dict[torch.dtype, dict[str, Callable]] = {
     torch.bfloat16: {"load": p.load_bfloat16, "store": p.store_bfloat16},
     torch.float16: {"load": p.load_float16, "store": p.store_float16},
 }
+_ROUNDING_STORES: dict[torch.dtype, Callable] = {
+    torch.bfloat16: p.round_to_bfloat16,
+    torch.float16: p.round_to_float16,
+}
 
 
 @cache
@@ -77,9 +81,14 @@ def mode_pieces(mode: int, kind: tuple[str, bool, bool], wide: bool) -> dict[str
     return bind
 
 
-def container_pieces(dtype: torch.dtype) -> dict[str, Callable]:
-    """Return the device functions that convert elements of a dtype to words and back."""
-    return _CONTAINERS[dtype]
+def container_pieces(dtype: torch.dtype, inexact: bool = False) -> dict[str, Callable]:
+    """Return the device functions that convert elements of a dtype to words and back.
+
+    Args:
+        dtype: of the elements.
+        inexact: whether words may lie between two numbers of 16 bits and are rounded to the nearest.
+    """
+    return _CONTAINERS[dtype] | ({"store": _ROUNDING_STORES[dtype]} if inexact else {})
 
 
 FIXED_KEY = 0x0123456789ABCDEF

@@ -283,5 +283,5 @@ def _largest(trace: Trace, call: str) -> list[str]:
     return [
         f"found = {call}",
         "found = tl.max(tl.where(lanes, found, tl.full([], 0, tl.uint32)))",
-        "tl.atomic_max(memory.to(tl.pointer_type(tl.uint32)), found)",
+        "tl.atomic_max(memory.to(tl.pointer_type(tl.uint32)), found, sem='relaxed')",
     ]

@@ -21,8 +21,8 @@ from .._random_bits import mix64
 from .._table import FIXED_KEY
 from .._target import STOCHASTIC
 from ._reference import blocks_by_reference, tensor_scale
-from ._table import Kind, fixed_rows, largest_table, layout_of, rounding_table, words_of
-from ._target import CLOSEST, BlockTarget, make_block_target
+from ._table import Kind, fixed_rows, has_wide_results, largest_table, layout_of, rounding_table, words_of
+from ._target import BlockTarget, make_block_target
 from ._triton_kernels import round_blocks_by_triton
 
 GROUP = 16_384
@@ -88,14 +88,13 @@ def _round_into(x: torch.Tensor, target: BlockTarget, key: int, out: torch.Tenso
             note("blocks", f"{x.dtype} with scales that are not powers of two is rounded by the reference")
         out.copy_(blocks_by_reference(x, target, key))
         return
-    # Products, and what a largest element scaled down makes of a larger one, may lie between two 16-bit numbers.
-    single = layout is WORD32 and (not target.powers or target.choice == CLOSEST)
+    # The processor's kernels store 16-bit numbers without rounding.
+    single = engine == "numba" and layout is WORD32 and has_wide_results(target)
     work = torch.float64 if layout is WORD64 else torch.float32 if single else x.dtype
     source = x.to(work).contiguous()
-    in_place = address(source) == address(out)
     direct = work == x.dtype and out.is_contiguous() and not collide(source, out)
     # A Triton program has read all of its blocks before it writes one.
-    result = out if direct and (engine == "triton" or not in_place) else torch.empty_like(source)
+    result = out if direct and (engine == "triton" or address(source) != address(out)) else torch.empty_like(source)
     if engine == "numba":
         _run(source, target, layout, key, result)
     elif not round_blocks_by_triton(source, target, layout, key, result):
@@ -106,7 +105,7 @@ def _round_into(x: torch.Tensor, target: BlockTarget, key: int, out: torch.Tenso
 
 
 def _run(x: torch.Tensor, target: BlockTarget, layout: Layout, key: int, out: torch.Tensor) -> None:
-    kind = Kind.of(target, layout)
+    kind = Kind.of(x.dtype, target, layout)
     kernel, measure = _compiled(x.dtype, kind)
     _check(kernel, measure, x.dtype, target, layout, kind)
     _call(kernel, measure, x, target, layout, key, out)

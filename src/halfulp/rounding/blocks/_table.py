@@ -27,6 +27,7 @@ class Kind(NamedTuple):
         block: elements that share a scale.
         powers: whether scales are powers of two.
         closest: whether a scale is the closest.
+        inexact: whether results may lie between two numbers of the dtype, which has 16 bits, and are rounded to it.
     """
 
     mode: int
@@ -36,12 +37,22 @@ class Kind(NamedTuple):
     block: int
     powers: bool
     closest: bool
+    inexact: bool
 
     @classmethod
-    def of(cls, target: BlockTarget, layout: Layout) -> Kind:
-        """Return the kind of a target."""
+    def of(cls, dtype: torch.dtype, target: BlockTarget, layout: Layout) -> Kind:
+        """Return the kind of a target, of tensors of a dtype."""
         known = constants(target.element, layout)[:3]
-        return cls(target.element.mode, *known, target.block, target.powers, target.choice == CLOSEST)
+        inexact = dtype.itemsize == 2 and has_wide_results(target)
+        return cls(target.element.mode, *known, target.block, target.powers, target.choice == CLOSEST, inexact)
+
+
+def has_wide_results(target: BlockTarget) -> bool:
+    """Return whether results may lie between two 16-bit numbers.
+
+    So may products, and what a largest element scaled down makes of a larger one.
+    """
+    return not target.powers or target.choice == CLOSEST
 
 
 def layout_of(dtype: torch.dtype, target: BlockTarget) -> Layout | None:
@@ -81,7 +92,7 @@ def _names(kind: Kind, wide: bool) -> dict[str, object]:
 
 
 def _table(dtype: torch.dtype, kind: Kind, rounds: bool) -> Table:
-    pieces, wide = container_pieces(dtype), dtype == torch.float64
+    pieces, wide = container_pieces(dtype, kind.inexact), dtype == torch.float64
     element = Recording(2, 2 * COUNT + b.WORDS, "w64" if wide else "w32", counters=int(rounds))
     i, (source, target), words = element.index, element.arrays, element.constants
     c, d, of_block = words[:COUNT], words[COUNT : 2 * COUNT], words[2 * COUNT :]

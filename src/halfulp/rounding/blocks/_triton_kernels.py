@@ -30,7 +30,7 @@ def round_blocks_by_triton(x: torch.Tensor, target: BlockTarget, layout: Layout,
 
 
 def _round(x: torch.Tensor, target: BlockTarget, layout: Layout, key: int, out: torch.Tensor, aligned: bool) -> None:
-    kind = Kind.of(target, layout)
+    kind = Kind.of(x.dtype, target, layout)
     addresses, count, length = (address(x), address(out)), x.numel(), x.shape[-1] if x.dim() else 1
     kernel, memory = triton_kernel(x.dtype, kind, target.tensor_scale), None
     if target.tensor_scale:
@@ -71,7 +71,7 @@ def _scale_words(target: BlockTarget, device: torch.device) -> torch.Tensor:
 
 
 def _is_ready(x: torch.Tensor, target: BlockTarget, layout: Layout, aligned: bool) -> bool:
-    dtype, device, kind = x.dtype, x.device, Kind.of(target, layout)
+    dtype, device, kind = x.dtype, x.device, Kind.of(x.dtype, target, layout)
     kernel = triton_kernel(dtype, kind, target.tensor_scale)
     ragged = kernel.is_ragged(x.shape[-1] if x.dim() else 1)
     rows = fixed_rows(dtype, 3 * target.block + 1 if ragged else 16 * target.block)
