@@ -3,17 +3,30 @@
 from __future__ import annotations
 
 from functools import cache, lru_cache
+from typing import NamedTuple
 
 import torch
 
 from ..kernels import address
-from ..kernels.triton._tensor_kernel import TensorKernel, is_aligned, is_ready
-from ._kernel_constants import WORD32, WORD64, Layout, constants
+from ..kernels.triton._tensor_kernel import VECTOR, TensorKernel, fixed_memory, is_aligned, is_ready
+from ._kernel_constants import WORD32, WORD64, constants
 from ._reference import by_reference
 from ._table import FIXED_KEY, fixed_elements, rounding_table
 from ._target import Target
 
-Kind = tuple[str, bool, bool]
+
+class Plan(NamedTuple):
+    """What rounding tensors of a dtype to a target takes.
+
+    Attributes:
+        kernel: serves all targets of its kind.
+        constants: of the target, as arguments of a launch.
+        kind: of the kernel: dtype, mode, and the path, plainness and saturation of `Constants`.
+    """
+
+    kernel: TensorKernel
+    constants: tuple[int, ...]
+    kind: tuple[torch.dtype, int, str, bool, bool]
 
 
 def round_by_triton(x: torch.Tensor, target: Target, key: int, out: torch.Tensor) -> bool:
@@ -21,43 +34,43 @@ def round_by_triton(x: torch.Tensor, target: Target, key: int, out: torch.Tensor
     count = x.numel()
     if count == 0:
         return True
-    layout = WORD64 if x.dtype == torch.float64 else WORD32
-    kind = constants(target, layout)[:3]
-    addresses = address(x), address(out)
+    plan, addresses, device = plan_for(x.dtype, target), (address(x), address(out)), x.device
     aligned = is_aligned(addresses, count)
-    kernel = triton_kernel(x.dtype, target.mode, kind)
-    if not _is_ready(kernel, x.dtype, target, kind, x.device, aligned):
+    if not is_ready(
+        "quantize",
+        (*plan.kind, aligned),
+        device,
+        lambda: [_fixed_by_triton(plan, device, aligned)],
+        lambda: [by_reference(_fixed(x.dtype, aligned), target, FIXED_KEY)],
+    ):
         return False
-    kernel.launch(x.device, addresses, count, _arguments(kernel, target, layout), (key,), aligned=aligned)
+    plan.kernel.launch(device, addresses, count, plan.constants, (key,), aligned=aligned)
     return True
 
 
+@lru_cache(maxsize=1024)
+def plan_for(dtype: torch.dtype, target: Target) -> Plan:
+    """Return the plan of a dtype and a target."""
+    known = constants(target, WORD64 if dtype == torch.float64 else WORD32)
+    kernel = triton_kernel(dtype, target.mode, known[:3])
+    return Plan(kernel, kernel.arguments(known.words), (dtype, target.mode, *known[:3]))
+
+
 @cache
-def triton_kernel(dtype: torch.dtype, mode: int, kind: Kind) -> TensorKernel:
+def triton_kernel(dtype: torch.dtype, mode: int, kind: tuple[str, bool, bool]) -> TensorKernel:
     """Return the kernel of a dtype, a mode, and the path, plainness and saturation of `Constants`."""
     return TensorKernel(rounding_table(dtype, mode, kind))
 
 
-@lru_cache(maxsize=1024)
-def _arguments(kernel: TensorKernel, target: Target, layout: Layout) -> tuple[int, ...]:
-    return kernel.arguments(constants(target, layout).words)
-
-
-def _is_ready(
-    kernel: TensorKernel, dtype: torch.dtype, target: Target, kind: Kind, device: torch.device, aligned: bool
-) -> bool:
-    layout = WORD64 if dtype == torch.float64 else WORD32
+def _fixed(dtype: torch.dtype, aligned: bool) -> torch.Tensor:
     fixed = fixed_elements(dtype)
-    x = fixed[: fixed.numel() // 16 * 16] if aligned else fixed
+    return fixed[: fixed.numel() // VECTOR * VECTOR] if aligned else fixed
 
-    def fast() -> list[torch.Tensor]:
-        # Unaligned elements begin behind the start of memory of their own.
-        here, there = (torch.empty(x.numel() + 1, dtype=dtype, device=device)[not aligned :] for _ in range(2))
-        here, there = here[: x.numel()].copy_(x), there[: x.numel()]
-        given = (address(here), address(there)), x.numel(), _arguments(kernel, target, layout), (FIXED_KEY,)
-        kernel.launch(device, *given, aligned=aligned)
-        return [there.cpu()]
 
-    key = dtype, target.mode, kind, aligned
-    name = f"quantize ({dtype}, {kind[0]})"
-    return is_ready(name, key, device, fast, lambda: [by_reference(x, target, FIXED_KEY)])
+def _fixed_by_triton(plan: Plan, device: torch.device, aligned: bool) -> torch.Tensor:
+    x = _fixed(plan.kind[0], aligned)
+    here, there = (fixed_memory(x, device, aligned) for _ in range(2))
+    plan.kernel.launch(
+        device, (address(here), address(there)), x.numel(), plan.constants, (FIXED_KEY,), aligned=aligned
+    )
+    return there.cpu()

@@ -122,15 +122,24 @@ def is_aligned(addresses: Sequence[int], count: int) -> bool:
     >>> is_aligned([0, 32], 48), is_aligned([0, 34], 48), is_aligned([0, 32], 47)
     (True, False, False)
     """
-    return not (count % VECTOR or any(address % VECTOR for address in addresses))
+    together = count
+    for place in addresses:
+        together |= place
+    return together % VECTOR == 0
 
 
-_verdicts: dict[tuple[Hashable, torch.device], bool] = {}
+def fixed_memory(x: torch.Tensor, device: torch.device, aligned: bool) -> torch.Tensor:
+    """Return a copy of x on a device, which begins one element behind aligned memory where it is not to be aligned."""
+    flat = torch.empty(x.numel() + 1, dtype=x.dtype, device=device)[not aligned :]
+    return flat[: x.numel()].view(x.shape).copy_(x)
+
+
+_verdicts: dict[tuple[str, tuple[Hashable, ...], torch.device], bool] = {}
 
 
 def is_ready(
     name: str,
-    key: Hashable,
+    key: tuple[Hashable, ...],
     device: torch.device,
     fast: Callable[[], list[torch.Tensor]],
     reference: Callable[[], list[torch.Tensor]],
@@ -138,26 +147,27 @@ def is_ready(
     """Return whether a kernel can be used, which is tried once; the first time that it cannot, warn.
 
     Args:
-        name: the kernel, for messages.
-        key: of the kernel, with all that Triton compiles apart.
+        name: what the kernel does, for messages.
+        key: the dtype, and what else tells apart kernels, and what Triton compiles apart.
         device: where it runs.
         fast: runs it there on fixed elements, and returns on the CPU what it wrote.
         reference: the same by plain torch on the CPU.
     """
-    verdict = _verdicts.get((key, device))
+    verdict = _verdicts.get((name, key, device))
     if verdict is not None:
         return verdict
     if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
         note("engine", f"{name} by plain torch operations: its first call was captured into a CUDA graph")
         return False  # the comparison reads results back, which no capture allows
+    told = f"{name} of {key[0]}"
     try:
-        check_bits(name, fast, reference)
-        _verdicts[key, device] = True
+        check_bits(told, fast, reference)
+        _verdicts[name, key, device] = True
     except Exception as error:  # whatever a compiler for another machine may raise
-        _verdicts[key, device] = False
+        _verdicts[name, key, device] = False
         reason = f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"
-        note_and_warn_once("engine", f"no Triton kernel for {name} on {device.type} ({reason}): plain torch instead")
-    return _verdicts[key, device]
+        note_and_warn_once("engine", f"no Triton kernel for {told} on {device.type} ({reason}): plain torch instead")
+    return _verdicts[name, key, device]
 
 
 def _halves(key: int) -> tuple[int, int]:
