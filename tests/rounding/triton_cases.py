@@ -182,7 +182,11 @@ class Far:
 def beyond(seed: int) -> list[str]:
     """Which tensors, whose elements up to some 2^32 are left out, are rounded otherwise than by the reference."""
     torch.set_num_threads(1)
-    ragged, device, key = dataclasses.replace(get_block("mxfp4"), name="ragged", block=32), torch.device("cpu"), 2**63 + 5
+    ragged, device, key = (
+        dataclasses.replace(get_block("mxfp4"), name="ragged", block=32),
+        torch.device("cpu"),
+        2**63 + 5,
+    )
     wrong = []
     for dtype, name, length, step in (
         (torch.bfloat16, "e4m3fn", None, 1024),

@@ -34,6 +34,7 @@ from ...laws.optim.cases import (
     special_pairs,
 )
 
+
 def _kind(rule, update, store, codec, gradient, metered=False):
     parameter = torch.nn.Parameter(fit(special_pairs(0)[0], store))
     optimizer = build(rule, update, [parameter], store, state_dtype=CODECS[codec])

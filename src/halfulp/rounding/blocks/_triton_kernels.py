@@ -89,9 +89,7 @@ def _round(plan: Plan, x: torch.Tensor, target: BlockTarget, key: int, out: torc
         torch.div(memory[_SCALE], memory[_DIVISOR], out=memory[_SCALE]).clamp_(min=SMALLEST_NORMAL)
         torch.mul(memory[_SCALE], memory[_LARGEST_ELEMENT], out=memory[_UNIT])
     at = 0 if memory is None else address(memory)
-    plan.kernel.launch(
-        x.device, addresses, count, plan.constants, (key,), length=length, memory=at, aligned=aligned
-    )
+    plan.kernel.launch(x.device, addresses, count, plan.constants, (key,), length=length, memory=at, aligned=aligned)
 
 
 @lru_cache(maxsize=64)
