@@ -20,10 +20,8 @@ def measure(run: Run) -> None:
     count = TINY if run.tiny else ELEMENTS
     bandwidth = _timers.copy_bandwidth(run)
     note = f"`hu.quantize` of {count:,} elements into memory that is there; its bytes are those of x and of the result "
-    note += (
-        f"(nvfp4 reads x twice), of {bandwidth / 1e9:.0f} GB/s that the device copies, read and written. A call: of "
-    )
-    note += f"{FEW:,} elements, one behind another. torch's casts: to the format's dtype and back."
+    note += f"(nvfp4 reads x twice), beside {bandwidth / 1e9:.0f} GB/s that the device copies, read and written. A "
+    note += f"call: of {FEW:,} elements, one behind another. torch's casts: to the format's dtype and back."
     note += "" if run.on_gpu and has_triton() else " Not by compiled kernels."
     table = run.table("quantize: speed", COLUMNS, note)
     for dtype in ("bfloat16", "float32"):

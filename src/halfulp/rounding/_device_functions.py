@@ -334,9 +334,9 @@ def round_to_bfloat16(address, i, w):
 
 
 def round_to_float16(address, i, w):
-    """Device function: a float32's word, rounded to the nearest float16, ties to even; the float adder rounds small ones.
+    """Device function: a float32's word, rounded to the nearest float16, ties to even.
 
-    What is added to those has a spacing of 2^-24, that of float16's subnormals.
+    The float adder rounds small ones: what is added has a spacing of 2^-24, that of float16's subnormals.
     """
     a = both32(w, SINGLE_MAGNITUDE)
     last = both32(shr(a, THIRTEEN), ONE32)

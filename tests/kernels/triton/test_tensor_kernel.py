@@ -1,4 +1,4 @@
-"""Kernels of whole tensors: their text, what the compiler makes of it, and what becomes of those that cannot be used."""
+"""Kernels of whole tensors: their text, what the compiler makes of it, and what becomes of one that cannot be used."""
 
 import os
 import subprocess

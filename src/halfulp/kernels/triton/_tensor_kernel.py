@@ -1,4 +1,4 @@
-"""A recorded device function on whole tensors as one Triton launch: elements in a line, or tiles with a block per row."""
+"""A recorded device function on whole tensors as one Triton launch: elements in a line, or a block per row of a tile."""
 
 from __future__ import annotations
 
@@ -172,7 +172,11 @@ def is_ready(
 
 def _halves(key: int) -> tuple[int, int]:
     """The low and the high word of a key as signed integers, which Triton gives one type whatever the key."""
-    return tuple(((key >> shift & 0xFFFFFFFF) ^ 0x80000000) - 0x80000000 for shift in (0, 32))
+    return _signed(key & 0xFFFFFFFF), _signed(key >> 32)
+
+
+def _signed(word: int) -> int:
+    return (word ^ 0x80000000) - 0x80000000
 
 
 # source ------------------------------------------------------------------------------------------------------
