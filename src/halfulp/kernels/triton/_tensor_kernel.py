@@ -1,4 +1,4 @@
-"""A recorded device function on whole tensors as one Triton launch: elements in a line, or a block per row of a tile."""
+"""A recorded device function on whole tensors in one Triton launch: elements in a line, or blocks as rows of tiles."""
 
 from __future__ import annotations
 
