@@ -5,14 +5,26 @@ import subprocess
 import sys
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 
 import halfulp as hu
 from halfulp.formats import BlockFormat, e4m3fn, e8m0
-from halfulp.kernels import same_bits
+from halfulp.kernels import IndexMap, address, chunks, run_chunks, same_bits
+from halfulp.kernels._device_function import Recording
+from halfulp.kernels.scalar._operations import load32
 from halfulp.kernels.triton import _tensor_kernel
+from halfulp.kernels.vector._machine_function import address_of
+from halfulp.kernels.vector._table_loop import Table, compile_table
+from halfulp.rounding import get_rounding
+from halfulp.rounding._quantize import target_for
 from halfulp.rounding._random_bits import mix64
+from halfulp.rounding._table import container_pieces
+from halfulp.rounding._triton_kernels import plan_for
+from halfulp.rounding.blocks import _triton_kernels as blocks
+from halfulp.rounding.blocks._quantize import block_target_for
+from halfulp.rounding.blocks._table import layout_of
 
 from ..kernels.triton.compiled import inexact, instructions
 from ..kernels.triton.source import check_source
@@ -46,19 +58,11 @@ VECTORS = {2: "global.v4.b32", 4: "global.v4.b32", 8: "global.v2.b64"}
 
 
 def _plan(dtype, name, mode):
-    from halfulp.rounding import get_rounding
-    from halfulp.rounding._quantize import target_for
-    from halfulp.rounding.blocks import _triton_kernels as blocks
-    from halfulp.rounding.blocks._quantize import block_target_for
-    from halfulp.rounding.blocks._table import layout_of
-
-    found = [block for block in triton_cases.BLOCKS if block.name == name]
     rounding = get_rounding(triton_cases.mode_of(mode))
-    if not found:
-        from halfulp.rounding._triton_kernels import plan_for
-
+    block = next((block for block in triton_cases.BLOCKS if block.name == name), None)
+    if block is None:
         return plan_for(dtype, target_for(name, rounding, None, dtype))
-    target = block_target_for(found[0], rounding, None, dtype)
+    target = block_target_for(block, rounding, None, dtype)
     return blocks.plan_for(dtype, target, layout_of(dtype, target))
 
 
@@ -79,6 +83,26 @@ def test_the_compiler_fuses_and_flushes_nothing(name, rounding, dtype, capabilit
             assert inexact(found) == []
             assert f"ld.{VECTORS[dtype.itemsize]}" in found
             assert kernel is not plan.kernel or f"st.{VECTORS[dtype.itemsize]}" in found
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_words_between_two_16_bit_numbers_go_to_the_nearest(dtype, seed):
+    """The device functions that Triton's kernels store by, compiled for the processor, beside torch's casts."""
+    element = Recording(2)
+    source, target = element.arrays
+    container_pieces(dtype, inexact=True)["store"](target, element.index, load32(source, element.index))
+    kernel = compile_table(f"narrowed_{dtype}".replace(".", "_"), Table(element.trace, 2))
+    wide = triton_cases.elements(torch.float32, 2**18, seed)
+    halves = torch.arange(2**16, dtype=torch.int32).to(torch.int16).view(dtype).float()
+    between = (
+        halves.view(torch.int32)[:, None] + torch.tensor([0, 0x800, 0xFFF, 0x1000, 0x1001, 0x7FFF, 0x8000])
+    ).int()
+    x = torch.cat([wide, between.view(torch.float32).flatten(), wide * 2.0**-20])
+    out = torch.empty(x.numel(), dtype=dtype)
+    whole = chunks(IndexMap.whole(tuple(x.shape)), 0)
+    pointers, rows = np.array([address(x), address(out)], np.int64), np.zeros(1, np.int64)
+    run_chunks(kernel, whole[:, 2], *map(address_of, (whole, pointers, rows)), 0, 0, 0, 0)
+    assert same_bits(out, x.to(dtype))
 
 
 def test_a_kernel_that_cannot_be_built_is_told_and_leaves_the_result_right(monkeypatch):
