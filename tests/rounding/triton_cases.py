@@ -34,6 +34,7 @@ BLOCKS += [
     BlockFormat("odd", formats.e4m3fn, formats.e8m0, 7),
     BlockFormat("long", formats.e4m3fn, formats.e8m0, 1024),
     BlockFormat("scaled_bf16", formats.e2m3fn, formats.bf16, 16, scale_rounding="nearest"),
+    BlockFormat("flat", formats.e2m1fn, hu.Format("e8m2flat", 8, 2, subnormals=False), 16, tensor_scale=True),
     BlockFormat("fnuz", formats.e4m3fnuz, formats.e8m0, 8),
 ]
 

@@ -12,7 +12,7 @@ from .._reference import from_words, round_words, to_words
 from .._target import STOCHASTIC
 from ._target import CLOSEST, FLOOR, BlockTarget
 
-SMALLEST_NORMAL = 2.0**-126
+_SMALLEST_NORMAL = 2.0**-126
 
 
 def blocks_by_reference(x: torch.Tensor, target: BlockTarget, key: int) -> torch.Tensor:
@@ -91,5 +91,5 @@ def tensor_scale(amax: float, target: BlockTarget) -> tuple[float, float]:
         return 1.0, target.element.max
     numbers = [amax, target.element.max * target.scale.max, target.element.max]
     single = torch.tensor(numbers, dtype=torch.float32, device="cpu")
-    scale = (single[0] / single[1]).clamp(min=SMALLEST_NORMAL)
+    scale = (single[0] / single[1]).clamp(min=_SMALLEST_NORMAL)
     return float(scale), float(scale * single[2])

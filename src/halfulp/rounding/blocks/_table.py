@@ -28,6 +28,7 @@ class Kind(NamedTuple):
         powers: whether scales are powers of two.
         closest: whether a scale is the closest.
         inexact: whether results may lie between two numbers of the dtype, which has 16 bits, and are rounded to it.
+        under_amax: whether the tensor has a scale of its own that the kernel computes from the word AMAX.
     """
 
     mode: int
@@ -38,6 +39,7 @@ class Kind(NamedTuple):
     powers: bool
     closest: bool
     inexact: bool
+    under_amax: bool = False
 
     @classmethod
     def of(cls, dtype: torch.dtype, target: BlockTarget, layout: Layout) -> Kind:
@@ -98,7 +100,7 @@ def _table(dtype: torch.dtype, kind: Kind, rounds: bool) -> Table:
     c, d, of_block = words[:COUNT], words[COUNT : 2 * COUNT], words[2 * COUNT :]
     w, names = pieces["load"](source, i), _names(kind, wide)
     if rounds:
-        random = draw(element.counters[0])
+        random, of_block = draw(element.counters[0]), b.under_tensor_scale(of_block) if kind.under_amax else of_block
         pieces["store"](target, i, bound(b.block_element, names)(w, random, c, d, of_block))
     else:
         element.trace.gather_sum("max", bound(b.finite_largest, names)(w, c))
@@ -129,6 +131,9 @@ def _block_words(target: BlockTarget, layout: Layout, tensor: float, unit: float
         words[b.BELOW_NORMAL] = layout.power(-layout.bias)
     else:
         words |= {b.UNIT: layout.word(unit), b.TENSOR: layout.word(tensor)}
+        if target.tensor_scale:
+            with np.errstate(over="ignore"):  # an infinity, as in `tensor_scale`
+                words[b.DIVISOR] = layout.word(float(np.float32(target.element.max * target.scale.max)))
     return np.array([words[i] for i in range(b.WORDS)], np.uint32 if layout.width == 32 else np.uint64)
 
 
