@@ -130,7 +130,7 @@ def is_aligned(addresses: Sequence[int], count: int) -> bool:
 
 def fixed_memory(x: torch.Tensor, device: torch.device, aligned: bool) -> torch.Tensor:
     """Return a copy of x on a device, which begins one element behind aligned memory where it is not to be aligned."""
-    flat = torch.empty(x.numel() + 1, dtype=x.dtype, device=device)[not aligned :]
+    flat = torch.empty(x.numel() + 1, dtype=x.dtype, device=device)[0 if aligned else 1 :]
     return flat[: x.numel()].view(x.shape).copy_(x)
 
 
