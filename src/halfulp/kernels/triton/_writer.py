@@ -26,10 +26,10 @@ _INFIX = {
 _CALLS = {
     "neg": "negative", "abs": "absolute", "div": "divide", "sqrt": "sqrt", "select": "tl.where", "to_real": "to_real",
     "to_word": "to_word", "low_word": "low_word", "high_word": "high_word", "to_float64": "double",
-    "block_largest": "block_largest",
+    "block_largest": "block_largest", "widen": "widen",
 }  # fmt: skip
-# Of reals of either width, by their type.
-_REALS = ("neg", "abs", "div", "sqrt", "product_error", "rint", "floor", "power_below", "exponent", "power")
+_WIDE = ("neg", "abs", "div", "sqrt", "to_word")  # which have another form on 64 bits
+_REALS = ("product_error", "rint", "floor", "power_below", "exponent", "power")  # named by their width
 _TYPES = {"f32": "tl.float32", "f64": "tl.float64", "w32": "tl.uint32", "w64": "tl.uint64"}
 
 
@@ -49,9 +49,9 @@ def element_source(name: str, trace: Trace, arguments: Mapping[Any, str]) -> str
     Args:
         name: of the function, which takes i, b, the arguments, `lanes` and `aligned`, and returns the sums' values.
         trace: the instructions.
-        arguments: names of the addresses by their columns, and of the inputs.
+        arguments: names of the addresses by their columns, and of the inputs that are used.
     """
-    lines = _lines(trace, arguments)
+    lines = _lines(trace, arguments, needed_lines(trace))
     for (address, bits, per_block), number in trace.stores.items():
         place = arguments[trace.lines[address][2]]
         lines.append(f"store{bits}({place}, {'b' if per_block else 'i'}, v{number}, lanes, aligned)")
@@ -97,8 +97,17 @@ def piece_source(name: str, piece: Piece) -> str:
     """
     count = sum(line[0] == "input" for line in piece.trace.lines)
     names = {k: f"x{k}" for k in range(count)}
-    lines = [*_lines(piece.trace, names), f"return v{piece.results[0]}"]
+    lines = [*_lines(piece.trace, names, needed_lines(piece.trace, piece.results)), f"return v{piece.results[0]}"]
     return _function(name, list(names.values()), lines)
+
+
+def needed_lines(trace: Trace, results: Iterable[int] = ()) -> set[int]:
+    """Return the numbers of the instructions on which results, and what a trace stores and sums up, depend."""
+    needed = {*results, *trace.stores.values(), *(number for _, number in trace.sums)}
+    for number in reversed(range(len(trace.lines))):
+        if number in needed:
+            needed.update(trace.lines[number][1])
+    return needed
 
 
 @functools.cache
@@ -143,7 +152,7 @@ def _collect_functions(
     names |= {("call", k): one for k, one in enumerate(called)}
     names |= {("table", k): str(offsets[table]) for k, table in enumerate(trace.tables)}
     inputs = [names[k] for k in names if isinstance(k, int)]
-    lines = [*_lines(trace, names), f"return {', '.join(f'v{k}' for k in results)}"]
+    lines = [*_lines(trace, names, needed_lines(trace, results)), f"return {', '.join(f'v{k}' for k in results)}"]
     found[name] = _function(name, [*inputs, "tables"], lines)
 
 
@@ -151,10 +160,10 @@ def _function(name: str, arguments: Iterable[str], lines: Iterable[str]) -> str:
     return "\n".join(["@triton.jit", f"def {name}({', '.join(arguments)}):", *(f"    {line}" for line in lines)])
 
 
-def _lines(trace: Trace, names: Mapping[Any, str]) -> list[str]:
+def _lines(trace: Trace, names: Mapping[Any, str], needed: set[int]) -> list[str]:
     found = []
     for number, ((operation, operands, extra), kind) in enumerate(zip(trace.lines, trace.kinds)):
-        if operation in ("address", "index", "block"):
+        if number not in needed or operation in ("address", "index", "block"):
             continue
         if operation == "call":
             made = ", ".join(f"v{number}_{k}" for k in range(len(trace.functions[extra].results)))
@@ -177,7 +186,7 @@ def _expression(trace: Trace, operation: str, operands: tuple, extra: Any, kind:
     if operation == "word":
         return f"tl.full([], {extra[0]}, {_TYPES[kind]})"
     if operation == "bits":
-        return f"{'real' if kind[0] == 'f' else 'word'}({values[0]})"
+        return f"{'real' if kind[0] == 'f' else 'word'}{'64' if kind[1:] == '64' else ''}({values[0]})"
     if operation == "not":
         return f"{values[0]} == 0"
     if operation == "part":
@@ -189,18 +198,18 @@ def _expression(trace: Trace, operation: str, operands: tuple, extra: Any, kind:
         return f"{values[0]}.to(tl.float32).to(tl.float64)"
     if name in _INFIX:
         return f"{values[0]} {_INFIX[name]} {values[1]}"
-    if (operation in _REALS and kind == "f64") or (operation not in _CALLS and operation in _REALS):
+    if operation in _REALS:
         return f"{operation}{kind[1:]}({', '.join(values)})"
     if operation not in _CALLS:
         raise NotImplementedError(f"the operation {operation} of a device function has no form on Triton's blocks")
-    return f"{_CALLS[operation]}({', '.join(values)})"
+    wide = "64" if operation in _WIDE and kind[1:] == "64" else ""
+    return f"{_CALLS[operation]}{wide}({', '.join(values)})"
 
 
 def _number(value: float, kind: str) -> str:
     """A constant as a typed scalar; a zero's sign and a NaN by their bits."""
-    special = not math.isfinite(value) or (value == 0 and math.copysign(1.0, value) < 0)
-    if kind == "f64" and special:
-        return f"tl.full([], {int(np.float64(value).view(np.uint64))}, tl.uint64).to(tl.float64, bitcast=True)"
-    if special:
-        return f"real(tl.full([], {int(np.float32(value).view(np.uint32))}, tl.uint32))"
+    if not math.isfinite(value) or (value == 0 and math.copysign(1.0, value) < 0):
+        if kind == "f32":
+            return f"real(tl.full([], {int(np.float32(value).view(np.uint32))}, tl.uint32))"
+        return f"real64(tl.full([], {int(np.float64(value).view(np.uint64))}, tl.uint64))"
     return f"tl.full([], {value!r}, {_TYPES[kind]})"
