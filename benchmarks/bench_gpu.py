@@ -22,14 +22,15 @@ from ._gpu import _processes, _run, training
 from ._harness import ROOT
 from ._results import FOLDER, Result, Table
 
-SECONDS = 460  # of the whole
+SECONDS = 570  # of the whole
 RESTARTS = 3  # of a process that dies
 SHOWN = 40  # lines of one part that failed, or were not reached
 GRACE = 0.85  # the share of a part's seconds after which it begins nothing more
 TEXT = """What only a GPU can show: the tests marked `cuda`; bits of optimizer steps and of `quantize` beside the \
-reference on the CPU; AdamW steps beside torch's own; the memory of a training step; synchronisations of the device; \
-scaled tensors, gradient scaling and MCTensors beside plain tensors; short trainings. Each part runs in processes of \
-its own, with a limit of time, and its findings are kept as they come: a crash costs the rows that it hits."""
+reference on the CPU; AdamW steps and `quantize` beside torch's own; the memory of a training step; \
+synchronisations of the device; scaled tensors, gradient scaling and MCTensors beside plain tensors; short \
+trainings. Each part runs in processes of its own, with a limit of time, and its findings are kept as they come: a \
+crash costs the rows that it hits."""
 COLUMNS = {
     "part": "", "outcome": "", "s": ".0f", "rows": ",d", "failed": ",d", "not reached": ",d", "device": "",
     "torch": "", "triton": "", "what failed first": "", "met": "",
@@ -48,11 +49,12 @@ class Part:
 # Those of one row run at the same time: what is not timed. The order is that of worth, as the end may be cut off.
 STAGES: tuple[tuple[Part, ...], ...] = (
     (Part("device", 45),),
-    (Part("steps", 115, 8), Part("quantize", 115, 2), Part("suite", 115)),
+    (Part("steps", 150, 9), Part("quantize", 150, 2), Part("suite", 150)),
     (Part("adamw", 90),),
+    (Part("quantize_speed", 45),),
     (Part("memory", 85), Part("synchronisations", 85), Part("training", 85, 6)),
     (Part("mctensor", 40),),
-    (Part("scaler", 80),),
+    (Part("scaler", 130),),
     (Part("scaled", 180),),
 )
 NAMES = tuple(part.name for stage in STAGES for part in stage)

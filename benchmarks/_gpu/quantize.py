@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from ._engines import engine_of, no_silent_fallback
 from ._run import Run
 from .steps import numbers
 
@@ -52,7 +53,8 @@ def compare(run: Run, table, name: str, rounding: str, count: int) -> None:
         taken += 1
         cells = {"format": name}
         try:
-            here = hu.quantize(x.to(run.device), name, mode, counter=2).cpu()
+            with hu.kernels.engine(engine_of(run)), no_silent_fallback():
+                here = hu.quantize(x.to(run.device), name, mode, counter=2).cpu()
         except Exception as error:
             run.count(table, cells, roundings=1, failed=1)
             run.fail(f"quantize to {name}, {rounding}, from {dtype}", error)

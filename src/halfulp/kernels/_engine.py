@@ -106,12 +106,13 @@ def _triton(device: str, wish: str) -> tuple[str, str]:
     if why := _why_missing("triton"):
         if wish == "triton":
             raise ImportError(f"engine 'triton' was asked for, but {why}; {ENVIRONMENT}")
-        return "reference", f"{why}: optimizer steps on CUDA run as plain torch operations"
+        return "reference", f"{why}: optimizer steps and `quantize` on CUDA run as plain torch operations"
     # Tensors of ROCm say "cuda", and no Triton kernel has run there. Whoever asks for them gets them, compared with the
     # reference before their first use as everywhere.
     if wish == "auto" and torch.version.hip:
         return "reference", (
-            "optimizer steps on ROCm run as plain torch operations, since Triton kernels are made for CUDA: "
+            "optimizer steps and `quantize` on ROCm run as plain torch operations, since Triton kernels are made for "
+            "CUDA: "
             "HALFULP_ENGINE=triton tries them"
         )
     return "triton", ""

@@ -326,4 +326,27 @@ def store_float16(address, i, w):
     store16(address, i, either32(h, shr(both32(w, flip32(SINGLE_MAGNITUDE, ONES32)), SIXTEEN)))
 
 
+def round_to_bfloat16(address, i, w):
+    """Device function: a float32's word, rounded to the nearest bfloat16, ties to even."""
+    last = both32(shr(w, SIXTEEN), ONE32)
+    nearest = plus32(plus32(w, last), BELOW_SIXTEEN)
+    store16(address, i, shr(choose(both32(w, SINGLE_MAGNITUDE) > SINGLE_INFINITY, SINGLE_NAN, nearest), SIXTEEN))
+
+
+def round_to_float16(address, i, w):
+    """Device function: a float32's word, rounded to the nearest float16, ties to even.
+
+    The float adder rounds small ones: what is added has a spacing of 2^-24, that of float16's subnormals.
+    """
+    a = both32(w, SINGLE_MAGNITUDE)
+    last = both32(shr(a, THIRTEEN), ONE32)
+    normal = shr(plus32(plus32(sub(a, REBIAS), last), BELOW_THIRTEEN), THIRTEEN)
+    small = sub(word(real(choose(a < SINGLE_NORMAL, a, sub(a, a))) + ONE_HALF), ONE_HALF_WORD)
+    h = choose(a < SINGLE_NORMAL, small, normal)
+    h = choose(a < BEYOND_HALF, h, choose(a > SINGLE_INFINITY, HALF_NAN, HALF_INFINITY))
+    store16(address, i, either32(h, shr(both32(w, flip32(SINGLE_MAGNITUDE, ONES32)), SIXTEEN)))
+
+
 both32, either32, flip32, ONES32 = both, either, flip, np.uint32(0xFFFFFFFF)
+BELOW_SIXTEEN, BELOW_THIRTEEN, SINGLE_NAN, HALF_NAN = (np.uint32(n) for n in (0x7FFF, 0xFFF, 0x7FC00000, 0x7E00))
+ONE_HALF, ONE_HALF_WORD, BEYOND_HALF = np.float32(0.5), np.uint32(0x3F000000), np.uint32(0x47800000)

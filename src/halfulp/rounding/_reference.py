@@ -4,8 +4,20 @@ from __future__ import annotations
 
 import torch
 
-from ._kernel_constants import Layout, random_bits
+from ._kernel_constants import WORD32, WORD64, Layout, random_bits
+from ._random_bits import random_words
 from ._target import DOWN, NEAREST, STOCHASTIC, UP, Target
+
+
+def by_reference(x: torch.Tensor, target: Target, key: int) -> torch.Tensor:
+    """The result in plain torch, on any device; the random index is the position in x's logical order."""
+    layout = WORD64 if x.dtype == torch.float64 else WORD32
+    wide = x if x.dtype == torch.float64 else x.to(torch.float32)
+    bits = None
+    if target.mode == STOCHASTIC:
+        bits = random_words(key, torch.arange(x.numel(), device=x.device, dtype=torch.int64)).view(x.shape)
+    words = round_words(to_words(wide.contiguous()), target, layout, bits)
+    return from_words(words, wide.dtype).to(x.dtype)
 
 
 def round_words(words: torch.Tensor, target: Target, layout: Layout, bits: torch.Tensor | None) -> torch.Tensor:

@@ -1,6 +1,5 @@
 """The CUDA twin: from the same recorded functions, bit for bit the reference, on CUDA or in Triton's interpreter."""
 
-import ast
 import math
 import os
 import subprocess
@@ -20,6 +19,7 @@ from halfulp.kernels.triton._writer import OPTIONS, load_module, piece_source
 from halfulp.optim.states._storage import STORES
 from halfulp.optim.step._triton_kernel import triton_source
 
+from ...kernels.triton.source import check_source
 from ...laws.optim.cases import (
     CODECS,
     RULES,
@@ -33,9 +33,6 @@ from ...laws.optim.cases import (
     snapshot,
     special_pairs,
 )
-
-FORBIDDEN = (ast.IfExp, ast.BoolOp, ast.For, ast.While, ast.Lambda, ast.ListComp, ast.AugAssign)
-OPERATORS = (ast.Add, ast.Sub, ast.Mult, ast.BitAnd, ast.BitOr, ast.BitXor, ast.LShift, ast.RShift, ast.FloorDiv)
 
 
 def _kind(rule, update, store, codec, gradient, metered=False):
@@ -57,26 +54,7 @@ def test_every_kind_is_written_in_what_triton_can_compile(rule, update, store, c
     kind = _kind(rule, update, store, codec, gradient, metered)
     text = triton_source(kind)
     assert text == triton_source.__wrapped__(kind), "not deterministic"
-    functions = [node for node in ast.parse(text).body if isinstance(node, ast.FunctionDef)]
-    known = set()
-    for function in functions:
-        assert [ast.unparse(d) for d in function.decorator_list] == ["triton.jit"]
-        assert function.name not in known, "defined twice"
-        own = {a.arg for a in function.args.args} | {
-            n.id for n in ast.walk(function) if isinstance(n, ast.Name) and isinstance(n.ctx, ast.Store)
-        }
-        for node in ast.walk(function):
-            negated = isinstance(node, ast.UnaryOp) and not isinstance(node.operand, ast.Constant)
-            assert not negated, ast.unparse(node)
-            assert not isinstance(node, FORBIDDEN), ast.unparse(node)
-            if isinstance(node, ast.If):
-                assert ast.unparse(node.test) == "aligned"
-            if isinstance(node, ast.BinOp):
-                assert isinstance(node.op, OPERATORS), ast.unparse(node)
-            if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Load):
-                assert node.id in own | known | {"tl", "triton"}, f"{function.name} uses {node.id}"
-        known.add(function.name)
-    assert {"element", "step"} <= known
+    assert {"element", "step"} <= check_source(text)
 
 
 def test_an_operation_without_a_form_on_blocks_is_refused():

@@ -1,7 +1,7 @@
 """Operations of the kernel language on Triton blocks: plain functions whose text goes into generated modules.
 
 `lanes` is the mask of the elements that exist, and `aligned` says that addresses and indices are multiples of 16. Words
-are uint32 blocks and reals float32 blocks.
+are uint32 blocks and reals float32 blocks; names that end in 64 are of uint64 and float64 blocks.
 """
 
 from __future__ import annotations
@@ -27,8 +27,20 @@ def word(x):
     return tl.where(x == x, x.to(tl.uint32, bitcast=True), tl.full([], 0x7FC00000, tl.uint32))
 
 
+def word64(x):
+    return tl.where(x == x, x.to(tl.uint64, bitcast=True), tl.full([], 0x7FF8000000000000, tl.uint64))
+
+
 def real(w):
     return w.to(tl.float32, bitcast=True)
+
+
+def real64(w):
+    return w.to(tl.float64, bitcast=True)
+
+
+def widen(w):
+    return w.to(tl.uint64)
 
 
 def to_real(w):
@@ -39,12 +51,24 @@ def to_word(x):
     return x.to(tl.int32).to(tl.uint32, bitcast=True)
 
 
+def to_word64(x):
+    return x.to(tl.int32).to(tl.uint32, bitcast=True).to(tl.uint64)
+
+
 def divide(a, b):
     return tl.div_rn(a, b)
 
 
+def divide64(a, b):
+    return a / b  # of float64 correctly rounded, and div_rn takes float32 alone
+
+
 def sqrt(a):
     return tl.sqrt_rn(a)
+
+
+def sqrt64(a):
+    return tl.sqrt(a)  # of float64 correctly rounded
 
 
 def negative(x):
@@ -52,8 +76,16 @@ def negative(x):
     return (x.to(tl.uint32, bitcast=True) ^ tl.full([], 0x80000000, tl.uint32)).to(tl.float32, bitcast=True)
 
 
+def negative64(x):
+    return (x.to(tl.uint64, bitcast=True) ^ tl.full([], 0x8000000000000000, tl.uint64)).to(tl.float64, bitcast=True)
+
+
 def absolute(x):
     return (x.to(tl.uint32, bitcast=True) & tl.full([], 0x7FFFFFFF, tl.uint32)).to(tl.float32, bitcast=True)
+
+
+def absolute64(x):
+    return (x.to(tl.uint64, bitcast=True) & tl.full([], 0x7FFFFFFFFFFFFFFF, tl.uint64)).to(tl.float64, bitcast=True)
 
 
 def double(x):
@@ -87,6 +119,13 @@ def load32(address, i, lanes, aligned: tl.constexpr):
     return tl.load(pointer + i, mask=lanes, other=0)
 
 
+def load64(address, i, lanes, aligned: tl.constexpr):
+    pointer = address.to(tl.pointer_type(tl.uint64))
+    if aligned:
+        pointer = tl.multiple_of(pointer, 16)
+    return tl.load(pointer + i, mask=lanes, other=0)
+
+
 def store8(address, i, w, lanes, aligned: tl.constexpr):
     pointer = address.to(tl.pointer_type(tl.uint8))
     if aligned:
@@ -103,6 +142,13 @@ def store16(address, i, w, lanes, aligned: tl.constexpr):
 
 def store32(address, i, w, lanes, aligned: tl.constexpr):
     pointer = address.to(tl.pointer_type(tl.uint32))
+    if aligned:
+        pointer = tl.multiple_of(pointer, 16)
+    tl.store(pointer + i, w, mask=lanes)
+
+
+def store64(address, i, w, lanes, aligned: tl.constexpr):
+    pointer = address.to(tl.pointer_type(tl.uint64))
     if aligned:
         pointer = tl.multiple_of(pointer, 16)
     tl.store(pointer + i, w, mask=lanes)

@@ -3,6 +3,8 @@
 # ruff: noqa: F821  names that are free here (scale_of, payload, ...) are bound when a kernel is compiled
 from __future__ import annotations
 
+import numpy as np
+
 from ...kernels._trace import block_largest
 from ...kernels.scalar._operations import add as plus
 from ...kernels.scalar._operations import bit_and as both
@@ -30,8 +32,9 @@ from .._kernel_constants import (
 )
 
 # Positions in a kernel's array of words about blocks.
-FIRST, SECOND, SMALLEST, GREATEST, TWICE_BIAS, BELOW_NORMAL, UNIT, TENSOR = range(8)
-WORDS = 8
+FIRST, SECOND, SMALLEST, GREATEST, TWICE_BIAS, BELOW_NORMAL, UNIT, TENSOR, AMAX, DIVISOR = range(10)
+WORDS = 10
+SMALLEST_SCALE = np.float32(2.0**-126)
 
 
 def block_element(w, u, c, d, b):
@@ -102,6 +105,14 @@ def product_of_scale(a, c, d, b):
     r = choose(q < d[TINY], d[TINY], r)
     r = choose(r < d[LARGEST], r, d[LARGEST])
     return choose(a >= c[INFINITY], c[NAN], word(real(r) * real(b[TENSOR])))
+
+
+def under_tensor_scale(b):
+    """Device function: the words about blocks, UNIT times the tensor's scale, which is AMAX / DIVISOR."""
+    scale = divide(real(b[AMAX]), real(b[DIVISOR]))
+    scale = choose(scale > SMALLEST_SCALE, scale, SMALLEST_SCALE)
+    changed = {TENSOR: word(scale), UNIT: word(scale * real(b[UNIT]))}
+    return [changed.get(k, b[k]) for k in range(WORDS)]
 
 
 def nearest_scale(q, s, lost, d):

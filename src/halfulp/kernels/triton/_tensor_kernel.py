@@ -1,0 +1,301 @@
+"""A recorded device function on whole tensors in one Triton launch: elements in a line, or blocks as rows of tiles."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Hashable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+
+from .._canary import check_bits
+from .._engine import note, note_and_warn_once
+from .._trace import Trace
+from ..vector._table_loop import Table
+from ._writer import OPTIONS, element_source, load_module, module_source, needed_lines, piece_source
+
+TILE = 1024
+VECTOR = 16
+_LANES_PER_WARP = 256
+
+
+@dataclass(frozen=True)
+class TensorKernel:
+    """A device function of a table as a kernel on tensors of one shape, which are the table's columns.
+
+    Every tensor is contiguous, or all lie in memory in the same order. Random words are numbered by the position in
+    that order.
+
+    Attributes:
+        table: what is read, computed and written; its columns are the tensors.
+        in_memory: constants that a launch reads from the device's memory, in the order in which they lie there.
+    """
+
+    table: Table
+    in_memory: tuple[int, ...] = ()
+
+    @functools.cached_property
+    def run(self) -> Any:
+        """The Triton function.
+
+        Raises:
+            ImportError: triton is not installed.
+        """
+        return load_module(self.source)["run"]
+
+    @functools.cached_property
+    def source(self) -> str:
+        """The text of the module."""
+        return _source(self)
+
+    @functools.cached_property
+    def constants(self) -> tuple[int, ...]:
+        """The constants that a launch takes as arguments, by their number."""
+        used = sorted(extra[1] for extra, _ in _inputs(self.table.trace) if extra[0] == "constant")
+        return tuple(k for k in used if k not in self.in_memory)
+
+    @functools.cached_property
+    def tile(self) -> tuple[int, int]:
+        """Rows and columns of a tile; a block is padded to a power of two, and is a row."""
+        columns = 1 << (self.table.block - 1).bit_length() if self.table.block else TILE
+        return max(1, TILE // columns), columns
+
+    @functools.cached_property
+    def options(self) -> dict[str, Any]:
+        """What Triton compiles by."""
+        rows, columns = self.tile
+        return OPTIONS | {"num_warps": max(OPTIONS["num_warps"], rows * columns // _LANES_PER_WARP)}
+
+    def is_ragged(self, length: int) -> bool:
+        """Return whether rows of a length are not cut into whole blocks of a power of two."""
+        block = self.table.block
+        return block is not None and (block != self.tile[1] or length % block != 0)
+
+    def arguments(self, words: np.ndarray) -> tuple[int, ...]:
+        """Return the constants of a launch from all of the table's, by their bits."""
+        signed = words.view(np.int32 if words.itemsize == 4 else np.int64)
+        return tuple(signed[list(self.constants)].tolist())
+
+    def launch(
+        self,
+        device: torch.device,
+        addresses: Sequence[int],
+        count: int,
+        constants: Sequence[int] = (),
+        keys: Sequence[int] = (),
+        length: int | None = None,
+        memory: int = 0,
+        aligned: bool = False,
+    ) -> None:
+        """Run the kernel over all elements.
+
+        Args:
+            device: where the tensors lie.
+            addresses: of the tensors' first elements.
+            count: elements of each.
+            constants: as `arguments` returns them.
+            keys: of the random words.
+            length: elements of a row, where there are blocks.
+            memory: address of the constants in memory, or of the word that takes the largest.
+            aligned: as `is_aligned` says; False is always right.
+        """
+        if not count:
+            return
+        rows, columns = self.tile
+        length = count if length is None else length
+        ragged = self.is_ragged(length)
+        per_row = -(-length // self.table.block) if self.table.block else 0
+        programs = -(-(count // length * per_row) // rows) if ragged else -(-count // (rows * columns))
+        halves = [half for key in keys for half in _halves(key)]
+        # Elsewhere the interpreter runs by NumPy, which warns of infinities.
+        with torch.cuda.device(device) if device.type == "cuda" else np.errstate(all="ignore"):
+            self.run[(programs,)](
+                *addresses, *constants, *halves, memory, count, length, per_row, aligned, ragged, **self.options
+            )
+
+
+def is_aligned(addresses: Sequence[int], count: int) -> bool:
+    """Return whether tensors consist of whole vectors of 16 bytes.
+
+    >>> is_aligned([0, 32], 48), is_aligned([0, 34], 48), is_aligned([0, 32], 47)
+    (True, False, False)
+    """
+    together = count
+    for place in addresses:
+        together |= place
+    return together % VECTOR == 0
+
+
+def fixed_memory(x: torch.Tensor, device: torch.device, aligned: bool) -> torch.Tensor:
+    """Return a copy of x on a device, which begins one element behind aligned memory where it is not to be aligned."""
+    flat = torch.empty(x.numel() + 1, dtype=x.dtype, device=device)[0 if aligned else 1 :]
+    return flat[: x.numel()].view(x.shape).copy_(x)
+
+
+_verdicts: dict[tuple[str, tuple[Hashable, ...], torch.device], bool] = {}
+
+
+def is_ready(
+    name: str,
+    key: tuple[Hashable, ...],
+    device: torch.device,
+    fast: Callable[[], list[torch.Tensor]],
+    reference: Callable[[], list[torch.Tensor]],
+) -> bool:
+    """Return whether a kernel can be used, which is tried once; the first time that it cannot, warn.
+
+    Args:
+        name: what the kernel does, for messages.
+        key: the dtype, and what else tells apart kernels, and what Triton compiles apart.
+        device: where it runs.
+        fast: runs it there on fixed elements, and returns on the CPU what it wrote.
+        reference: the same by plain torch on the CPU.
+    """
+    verdict = _verdicts.get((name, key, device))
+    if verdict is not None:
+        return verdict
+    if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+        note("engine", f"{name} by plain torch operations: its first call was captured into a CUDA graph")
+        return False  # the comparison reads results back, which no capture allows
+    told = f"{name} of {key[0]}"
+    try:
+        check_bits(told, fast, reference)
+        _verdicts[name, key, device] = True
+    except Exception as error:  # whatever a compiler for another machine may raise
+        _verdicts[name, key, device] = False
+        reason = f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"
+        note_and_warn_once("engine", f"no Triton kernel for {told} on {device.type} ({reason}): plain torch instead")
+    return _verdicts[name, key, device]
+
+
+def _halves(key: int) -> tuple[int, int]:
+    """The low and the high word of a key as signed integers, which Triton gives one type whatever the key."""
+    return _signed(key & 0xFFFFFFFF), _signed(key >> 32)
+
+
+def _signed(word: int) -> int:
+    return (word ^ 0x80000000) - 0x80000000
+
+
+# source ------------------------------------------------------------------------------------------------------
+
+
+def _inputs(trace: Trace) -> list[tuple[Any, str]]:
+    """The inputs on which what is written depends, with their kinds."""
+    lines = [(trace.lines[number], trace.kinds[number]) for number in sorted(needed_lines(trace))]
+    return [(extra, kind) for (operation, _, extra), kind in lines if operation == "input"]
+
+
+def _sizes(trace: Trace) -> dict[int, int]:
+    """Bytes of an element of each column.
+
+    Raises:
+        NotImplementedError: an array has an element per block, or two sizes.
+    """
+    loads = [(operands[0], *extra) for operation, operands, extra in trace.lines if operation == "load"]
+    arrays = {(trace.lines[address][2], bits, per_block) for address, bits, per_block in [*loads, *trace.stores]}
+    if any(per_block for *_, per_block in arrays) or len(arrays) != len({column for column, *_ in arrays}):
+        raise NotImplementedError("a Triton kernel of whole tensors has one element of one size per element and column")
+    return {column: bits // 8 for column, bits, _ in arrays}
+
+
+def _source(kernel: TensorKernel) -> str:
+    table, trace = kernel.table, kernel.table.trace
+    inputs = _inputs(trace)
+    arguments: dict[object, str] = {column: f"b{column}" for column in sorted(_sizes(trace))}
+    arguments |= {extra: f"{extra[0]}{extra[1]}" for extra, _ in inputs}
+    functions = [] if table.start is None else [piece_source("start_stream", table.start)]
+    element = element_source("element", trace, arguments)
+    return module_source([*functions, element], _kernel_text(kernel, list(arguments.values()), inputs))
+
+
+def _kernel_text(kernel: TensorKernel, arguments: list[str], inputs: list[tuple[Any, str]]) -> str:
+    """Return the source of the kernel: one program per tile."""
+    table, kinds = kernel.table, dict(inputs)
+    counters = [extra[1] for extra in kinds if extra[0] == "counter"]
+    types = {f"a{column}": "tl.int64" for column in range(table.columns)}
+    for k in kernel.constants:
+        types[f"c{k}"] = f"tl.int{kinds['constant', k][1:]}"
+    types |= {f"key{k}_{half}": "tl.int32" for k in range(table.counters) for half in ("low", "high")}
+    types |= dict.fromkeys(("memory", "count", "length", "per_row"), "tl.int64")
+    lines = [f"constant{k} = {_typed(f'c{k}', kinds['constant', k])}" for k in kernel.constants]
+    for slot, k in enumerate(kernel.in_memory):
+        width, kind = kinds["constant", k][1:], kinds["constant", k]
+        lines.append(f"constant{k} = {_typed(f'tl.load(memory.to(tl.pointer_type(tl.int{width})) + {slot})', kind)}")
+    for k in counters:
+        lines += [f"{half}{k} = key{k}_{half}.to(tl.uint32, bitcast=True)" for half in ("low", "high")]
+    lines += _block_lines(kernel, counters) if table.block else _line_lines(kernel, counters)
+    call = f"element(offsets, offsets, {', '.join(arguments)}, lanes, aligned)"
+    lines += _largest(table.trace, call) if table.trace.sums else [call]
+    body = "\n".join(f"    {line}" for line in lines)
+    typed = ", ".join(f"{name}: {kind}" for name, kind in types.items())
+    # Triton compiles anew for integers that are 1 or multiples of 16, unless it is told not to look.
+    decorator = f"@triton.jit(do_not_specialize={list(types)})"
+    return f"{decorator}\ndef run({typed}, aligned: tl.constexpr, ragged: tl.constexpr):\n{body}\n"
+
+
+def _typed(value: str, kind: str) -> str:
+    """A signed integer as the value with its bits."""
+    width = kind[1:]
+    # In the interpreter integers of less than 2^32 have 32 bits, of which no bitcast makes 64.
+    word = f"{value}.to(tl.int{width}).to(tl.uint{width})"
+    return word if kind[0] == "w" else f"{word}.to(tl.float{width}, bitcast=True)"
+
+
+def _whole_tiles(kernel: TensorKernel, offsets: str, counters: list[int]) -> list[str]:
+    """The lines of tiles without gaps: addresses move to a tile's first element, so that offsets have 32 bits."""
+    rows, columns = kernel.tile
+    step = f"tl.full([], {kernel.table.step}, tl.uint32)"
+    moved = [f"b{c} = a{c} + first * {size}" for c, size in sorted(_sizes(kernel.table.trace).items())]
+    drawn = [f"counter{k} = start_stream(low{k}, high{k}, first) + offsets.to(tl.uint32) * {step}" for k in counters]
+    return [
+        f"first = tl.program_id(0).to(tl.int64) * {rows * columns}",
+        f"rest = tl.minimum(count - first, {rows * columns}).to(tl.int32)",
+        "if aligned:",
+        f"    rest = tl.multiple_of(rest, {VECTOR})",
+        offsets,
+        *moved,
+        *drawn,
+    ]
+
+
+def _line_lines(kernel: TensorKernel, counters: list[int]) -> list[str]:
+    return [*_whole_tiles(kernel, f"offsets = tl.arange(0, {TILE})", counters), "lanes = offsets < rest"]
+
+
+def _block_lines(kernel: TensorKernel, counters: list[int]) -> list[str]:
+    (rows, columns), block = kernel.tile, kernel.table.block
+    whole = _whole_tiles(kernel, f"offsets = blocks * {columns} + places", counters)
+    ragged = [
+        # Whole rows are cut into blocks, of which a row's last may be shorter.
+        f"number = tl.program_id(0).to(tl.int64) * {rows} + blocks.to(tl.int64)",
+        "row = number // per_row",
+        f"begin = (number - row * per_row) * {block}",
+        f"size = tl.minimum(length - begin, {block})",
+        "offsets = row * length + begin + places.to(tl.int64)",
+        "lanes = (places < size) & (offsets < count)",
+        *(f"b{column} = a{column}" for column in sorted(_sizes(kernel.table.trace))),
+        *(f"counter{k} = start_stream(low{k}, high{k}, offsets)" for k in counters),
+    ]
+    return [
+        f"blocks = tl.arange(0, {rows})[:, None]",
+        f"places = tl.arange(0, {columns})[None, :]",
+        "if ragged:",
+        *(f"    {line}" for line in ragged),
+        "else:",
+        *(f"    {line}" for line in [*whole, f"lanes = blocks * {columns} < rest"]),
+    ]
+
+
+def _largest(trace: Trace, call: str) -> list[str]:
+    """The lines that find the largest word of all elements."""
+    ((how, number),) = trace.sums
+    if how != "max" or trace.kinds[number] != "w32":
+        raise NotImplementedError(f"a Triton kernel of whole tensors finds the largest word, got a {how}")
+    return [
+        f"found = {call}",
+        "found = tl.max(tl.where(lanes, found, tl.full([], 0, tl.uint32)))",
+        "tl.atomic_max(memory.to(tl.pointer_type(tl.uint32)), found, sem='relaxed')",
+    ]

@@ -1,0 +1,110 @@
+"""Rounding an element as a device function on a table: what it reads and writes, and from which pieces it is bound."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import cache
+
+import torch
+
+from ..kernels._device_function import Recording, bound
+from ..kernels.scalar._operations import load32, load64, store32, store64
+from ..kernels.vector._table_loop import Table
+from . import _device_functions as p
+from ._kernel_constants import COUNT
+from ._random_bits import WEYL, draw, random_words, recorded_start
+from ._target import DOWN, NEAREST, STOCHASTIC, UP
+
+_MODES: dict[int, dict[str, Callable]] = {
+    NEAREST: {"addend": p.half_addend, "reaches_smallest": p.half_reaches_smallest, "limited": p.limited_outward},
+    STOCHASTIC: {
+        "addend": p.random_addend,
+        "reaches_smallest": p.randomly_reaches_smallest,
+        "limited": p.limited_outward,
+    },
+    UP: {"outward": p.positive},
+    DOWN: {"outward": p.negative},
+}
+_TOWARD_ZERO: dict[str, Callable] = {
+    "addend": p.no_addend,
+    "reaches_smallest": p.never_reaches_smallest,
+    "outward": p.never,
+    "limited": p.limited_directed,
+}
+_DIRECTED: dict[str, Callable] = {
+    "addend": p.away_addend,
+    "reaches_smallest": p.away_reaches_smallest,
+    "limited": p.limited_directed,
+}
+_PATHS = {"fixed": p.fixed, "adder": p.adder, "scaled": p.scaled, "packed": p.packed}
+_CONTAINERS: dict[torch.dtype, dict[str, Callable]] = {
+    torch.float32: {"load": load32, "store": store32},
+    torch.float64: {"load": load64, "store": store64},
+    torch.bfloat16: {"load": p.load_bfloat16, "store": p.store_bfloat16},
+    torch.float16: {"load": p.load_float16, "store": p.store_float16},
+}
+_ROUNDING_STORES: dict[torch.dtype, Callable] = {
+    torch.bfloat16: p.round_to_bfloat16,
+    torch.float16: p.round_to_float16,
+}
+
+
+@cache
+def rounding_table(dtype: torch.dtype, mode: int, kind: tuple[str, bool, bool]) -> Table:
+    """Return the table whose columns are what is rounded and where it goes, which may be one place."""
+    width = 64 if dtype == torch.float64 else 32
+    element, pieces = Recording(2, COUNT, f"w{width}", counters=1), container_pieces(dtype)
+    i, (source, target) = element.index, element.arrays
+    rounded = bound(p.rounded, mode_pieces(mode, kind, width == 64))
+    pieces["store"](target, i, rounded(pieces["load"](source, i), draw(element.counters[0]), element.constants))
+    return Table(element.trace, 2, COUNT, 1, recorded_start(), int(WEYL))
+
+
+def mode_pieces(mode: int, kind: tuple[str, bool, bool], wide: bool) -> dict[str, Callable]:
+    """Return what binds the free names of `rounded`; kind is the path, plainness and saturation of `Constants`."""
+    path, plain, saturating = kind
+    bind: dict[str, Callable] = {
+        **(_DIRECTED if mode in (UP, DOWN) else _TOWARD_ZERO if mode not in _MODES else {}),
+        **_MODES.get(mode, {}),
+        **(p.WIDE if wide else {}),
+        "magnitude": _PATHS[path],
+        "aligned": p.aligned64 if wide else p.aligned32,
+        "fraction": p.fraction64 if wide else p.fraction32,
+        "signed": p.signed_plain if plain else p.signed_special,
+    }
+    if mode == NEAREST and path == "fixed":
+        bind["addend"] = p.half_addend_fixed
+    if mode in (NEAREST, STOCHASTIC) and saturating:
+        bind["limited"] = p.saturated
+    if path == "adder":
+        bind["limited"] = p.limited_by_input
+    return bind
+
+
+def container_pieces(dtype: torch.dtype, inexact: bool = False) -> dict[str, Callable]:
+    """Return the device functions that convert elements of a dtype to words and back.
+
+    Args:
+        dtype: of the elements.
+        inexact: whether words may lie between two numbers of 16 bits and are rounded to the nearest.
+    """
+    return _CONTAINERS[dtype] | ({"store": _ROUNDING_STORES[dtype]} if inexact else {})
+
+
+FIXED_KEY = 0x0123456789ABCDEF
+
+
+@cache
+def fixed_elements(dtype: torch.dtype) -> torch.Tensor:
+    """1,024 numbers of all magnitudes, and the special ones."""
+    index = torch.arange(1024, dtype=torch.int64, device="cpu")
+    words = random_words(1, index) | random_words(2, index) << 32
+    special = [0.0, -0.0, float("inf"), -float("inf"), float("nan"), 1.0, 1.5, -448.0, 464.0, 2.0**-24, 1e-45]
+    if dtype == torch.float64:
+        x = words.view(torch.float64)
+    elif dtype == torch.float32:
+        x = words.to(torch.int32).view(torch.float32)
+    else:
+        x = words.to(torch.int16).view(dtype)
+    small = torch.linspace(-4, 4, 1001, dtype=torch.float64, device="cpu").to(dtype)
+    return torch.cat([x, small, torch.tensor(special, dtype=torch.float64, device="cpu").to(dtype)])

@@ -1,0 +1,143 @@
+"""Kernels of whole tensors: their text, what the compiler makes of it, and what becomes of one that cannot be used."""
+
+import os
+import subprocess
+import sys
+import warnings
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+import halfulp as hu
+from halfulp.kernels import address, square_root
+from halfulp.kernels._device_function import Recording
+from halfulp.kernels.scalar._operations import load16, load32, load64, real64, store32, store64, word64
+from halfulp.kernels.triton import _tensor_kernel
+from halfulp.kernels.triton._tensor_kernel import TensorKernel, is_ready
+from halfulp.kernels.vector._table_loop import Table
+
+from .compiled import inexact, instructions
+from .source import check_source
+
+NUMBERS = (-0.0, float("nan"), 5e-324)
+
+
+def _wide() -> TensorKernel:
+    """A root of |-(x / y)| in float64, times a constant, where x is not a special number."""
+    element = Recording(3, 4, "f64")
+    i, (x, y, out) = element.index, element.arrays
+    a, b = real64(load64(x, i)), real64(load64(y, i))
+    value = square_root(abs(-(a / b))) * element.constants[2] - element.constants[0]
+    for number in NUMBERS:
+        value = hu.kernels.select(a == np.float64(number), np.float64(number), value)
+    store64(out, i, word64(value))
+    return TensorKernel(Table(element.trace, 3, 4))
+
+
+def wide_results(device: str) -> list[bool]:
+    """Whether the kernel above gives torch's results, with whole vectors and without; printed when run apart."""
+    generator = torch.Generator().manual_seed(1)
+    x, y = (torch.randn(1040, generator=generator, dtype=torch.float64) for _ in range(2))
+    x[:4], y[:4] = torch.tensor([0.0, 5e-324, 2.0**-1070, torch.inf], dtype=torch.float64), 1.0
+    wanted = square_root((x / y).abs()) * 3.0 - 2.0  # torch's own is an ulp off for some
+    wanted = torch.where(x == 0, -0.0, torch.where(x == 5e-324, x, wanted))
+    kernel, found = _wide(), []
+    for count in (1040, 1039):
+        out = torch.full((1040,), 7.0, dtype=torch.float64, device=device)
+        here = [one.to(device) for one in (x, y)]
+        given = [address(one) for one in (*here, out)]
+        constants = kernel.arguments(np.array([2.0, 99.0, 3.0, 99.0]).view(np.uint64))
+        assert len(constants) == 2, "those that are used"
+        kernel.launch(torch.device(device), given, count, constants, aligned=count % 16 == 0)
+        found.append(hu.kernels.same_bits(out[:count].cpu(), wanted[:count]))
+        found.append(bool((out[count:] == 7.0).all()))
+    return found
+
+
+def test_operations_on_64_bits_are_those_of_torch():
+    pytest.importorskip("triton", reason="Triton is not installed")
+    code = "import sys; sys.path.insert(0, sys.argv[1]); from tests.kernels.triton.test_tensor_kernel import *\n"
+    command = [sys.executable, "-c", f"{code}print(wide_results('cpu'))", str(Path(__file__).parents[3])]
+    run = subprocess.run(command, env={**os.environ, "TRITON_INTERPRET": "1"}, capture_output=True, text=True)
+    assert run.returncode == 0, run.stderr[-2000:]
+    assert run.stdout.strip() == "[True, True, True, True]"
+
+
+@pytest.mark.cuda
+def test_operations_on_64_bits_are_those_of_torch_on_a_gpu():
+    pytest.importorskip("triton", reason="Triton is not installed")
+    assert wide_results("cuda") == [True] * 4
+
+
+@pytest.mark.parametrize("capability", [80, 90, 100])
+def test_operations_on_64_bits_round_correctly(capability, monkeypatch, tmp_path):
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
+    found = instructions(_wide(), capability, aligned=True)
+    assert inexact(found) == []
+    assert {"ld.global.v2.b64", "st.global.v2.b64", "div.rn.f64", "sqrt.rn.f64"} <= set(found)
+
+
+def test_the_text_holds_what_triton_can_compile():
+    text = _wide().source
+    assert {"element", "run"} <= check_source(text)
+    assert "def run(a0: tl.int64, a1: tl.int64, a2: tl.int64, c0: tl.int64, c2: tl.int64, memory" in text
+    assert "real64(tl.full([], 9223372036854775808, tl.uint64))" in text, "the sign of a zero"
+    assert "real64(tl.full([], 9221120237041090560, tl.uint64))" in text, "a NaN"
+
+
+def test_an_array_of_two_sizes_is_refused():
+    element = Recording(2)
+    source, target = element.arrays
+    store32(target, element.index, load16(source, element.index) + load32(source, element.index))
+    with pytest.raises(NotImplementedError, match="one element of one size"):
+        TensorKernel(Table(element.trace, 2)).source  # noqa: B018
+
+
+def test_a_sum_is_refused():
+    element = Recording(1)
+    element.trace.gather_sum("sum", hu.kernels.scalar._operations.real(load32(element.arrays[0], element.index)))
+    with pytest.raises(NotImplementedError, match="finds the largest word, got a sum"):
+        TensorKernel(Table(element.trace, 1)).source  # noqa: B018
+
+
+@pytest.fixture
+def verdicts(monkeypatch) -> dict:
+    """No verdicts."""
+    monkeypatch.setattr(_tensor_kernel, "_verdicts", {})
+    return _tensor_kernel._verdicts
+
+
+CPU, KEY = torch.device("cpu"), (torch.float32, True)
+
+
+def test_a_kernel_is_compared_once(verdicts):
+    calls = []
+    fast = lambda: calls.append(1) or [torch.ones(1)]  # noqa: E731
+    for _ in range(3):
+        assert is_ready("work", KEY, CPU, fast, lambda: [torch.ones(1)])
+    assert calls == [1]
+
+
+@pytest.mark.parametrize("fails", [True, False])
+def test_a_kernel_of_other_bits_or_none_is_told_once(fails, verdicts):
+    def fast() -> list[torch.Tensor]:
+        if fails:
+            raise RuntimeError("no compiler here\nfor this machine")
+        return [torch.zeros(1)]
+
+    reason = "RuntimeError: no compiler here" if fails else "KernelMismatchError"
+    name = f"work that {'fails' if fails else 'differs'}"
+    with pytest.warns(RuntimeWarning, match=rf"no Triton kernel for {name} of torch.float32 on cpu \({reason}"):
+        assert not is_ready(name, KEY, CPU, fast, lambda: [torch.ones(1)])
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert not is_ready(name, KEY, CPU, fast, lambda: [torch.ones(1)])
+
+
+def test_a_kernel_is_not_compared_while_a_graph_is_captured(verdicts, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+    assert not is_ready("captured work", KEY, torch.device("cuda"), pytest.fail, pytest.fail)
+    assert verdicts == {}, "the next call may compare"
+    assert any("captured work by plain torch operations" in text for text in hu.kernels.report())
