@@ -14,7 +14,7 @@ from halfulp.formats import BlockFormat, e4m3fn, e8m0
 from halfulp.kernels import IndexMap, address, chunks, run_chunks, same_bits
 from halfulp.kernels._device_function import Recording
 from halfulp.kernels.scalar._operations import load32
-from halfulp.kernels.triton import _tensor_kernel
+from halfulp.kernels.triton import _launch, _tensor_kernel
 from halfulp.kernels.vector._machine_function import address_of
 from halfulp.kernels.vector._table_loop import Table, compile_table
 from halfulp.rounding import get_rounding
@@ -113,7 +113,7 @@ def test_a_kernel_that_cannot_be_built_is_told_and_leaves_the_result_right(monke
     monkeypatch.setattr(hu.kernels._engine, "_why_missing", lambda name: "")
     monkeypatch.setattr(hu.kernels._engine, "_notes", type(hu.kernels._engine._notes)())
     monkeypatch.setattr(_tensor_kernel, "load_module", refuse)
-    monkeypatch.setattr(_tensor_kernel, "_verdicts", {})
+    monkeypatch.setattr(_launch, "_kernels", {})
     x = torch.randn(4, 64)
     for name, what in (("e4m3", "quantize of"), ("mxfp4", "quantize in blocks of")):
         with hu.kernels.engine("reference"):

@@ -8,9 +8,8 @@ from functools import cached_property
 
 import torch
 
-from ...kernels import compile_trace, record, select_engine
 from .._error_free import Terms
-from ._pointwise import fill
+from ._pointwise import Elements
 
 
 @dataclass(frozen=True)
@@ -33,17 +32,11 @@ class Fused:
 
     def __call__(self, inputs: Sequence[torch.Tensor], outputs: Sequence[torch.Tensor]) -> None:
         """Fill `outputs` (contiguous, of one shape; they may be inputs too) from inputs that broadcast to them."""
-        if not outputs[0].numel():
-            return
-        if select_engine(outputs[0].device.type) == "numba":
-            fill(self._kernel, inputs, tuple(outputs))
-            return
-        terms = self.function(*(part.to(self.arithmetic) for part in inputs))
-        for target, term in zip(outputs, terms, strict=True):
-            target.copy_(term)
+        written = tuple(outputs)
+        if written[0].numel() and not self._elements.fill(inputs, written):
+            for target, term in zip(written, self._elements.evaluate(inputs), strict=True):
+                target.copy_(term)
 
     @cached_property
-    def _kernel(self) -> Callable:
-        trace, results = record(self.function, self.arithmetic, len(self.inputs))
-        numbers = [trace.emit("add", (r, 0.0)).number if not hasattr(r, "number") else r.number for r in results]
-        return compile_trace(self.name, trace, numbers, self.inputs, self.outputs)
+    def _elements(self) -> Elements:
+        return Elements(self.name, self.function, self.arithmetic, self.inputs, self.outputs)

@@ -17,6 +17,7 @@ from ...kernels import (
     address,
     compile_trace,
     define_operator,
+    note,
     plain,
     record,
     run_chunks,
@@ -28,11 +29,94 @@ from ..functions._table import DIVISIONS, FUNCTIONS, NETWORKS, STEP
 from ._round_components import round_to_components, to_float64_terms
 
 Parts = tuple[torch.Tensor, ...]
+Dtypes = tuple[torch.dtype, ...]
 PRECISION = {torch.float16: 11, torch.bfloat16: 8, torch.float32: 24, torch.float64: 53}
 MOST: int = 4
 ANGLES = ("sin", "cos")
 _ROW = 8192
 _CODES = {torch.float32: "f", torch.float64: "d"}  # of Python's arrays, which cost less to make than tensors
+
+
+class Elements:
+    """A function of a few values per element, as kernels that fill tensors with its results.
+
+    Args:
+        name: for the cache of machine code, and for messages.
+        function: as many values as there are inputs -> as many terms as there are outputs.
+        arithmetic: the type it computes in.
+        stored: dtypes of the inputs in memory.
+        written: dtypes of the outputs in memory.
+    """
+
+    def __init__(
+        self, name: str, function: Callable[..., Terms], arithmetic: torch.dtype, stored: Dtypes, written: Dtypes
+    ) -> None:
+        self.name, self.function, self.arithmetic = name, function, arithmetic
+        self.stored, self.written = stored, written
+
+    def fill(self, inputs: Sequence[torch.Tensor], outputs: Parts) -> bool:
+        """Fill contiguous tensors of one shape from inputs that broadcast to them; False if no kernel can."""
+        engine = select_engine(outputs[0].device.type)
+        if engine == "numba":
+            if outputs[0].numel():
+                fill(self.kernel, inputs, outputs)
+            return True
+        kernel = self.on_triton(outputs[0].device) if engine == "triton" else None
+        if kernel is not None:
+            kernel(inputs, outputs)
+        return kernel is not None
+
+    def evaluate(self, inputs: Sequence[torch.Tensor]) -> Terms:
+        """The terms, by plain torch."""
+        return self.function(*(part.to(self.arithmetic) for part in inputs))
+
+    @functools.cached_property
+    def traced(self) -> tuple[Any, list[int]]:
+        """The instructions, and which of them are results."""
+        trace, results = record(self.function, self.arithmetic, len(self.stored))
+        return trace, [r.number if hasattr(r, "number") else trace.emit("add", (r, 0.0)).number for r in results]
+
+    @functools.cached_property
+    def kernel(self) -> Callable[..., Any]:
+        """The kernel of the processor."""
+        return compile_trace(self.name, *self.traced, self.stored, self.written)
+
+    def on_triton(self, device: torch.device) -> Any:
+        """The kernel of an accelerator; None, counted, where there is none."""
+        from ...kernels.triton._launch import ready
+        from ...kernels.triton._pointwise import LONGEST, Pointwise
+
+        trace, numbers = self.traced
+        if trace.size() > LONGEST:
+            note("engine", f"{self.name} of {self.stored} has {trace.size()} instructions, too many for Triton: torch")
+            return None
+        key = self.name, trace.digest(), tuple(numbers), self.stored, self.written
+        return ready(
+            key,
+            f"{self.name} of {', '.join(map(str, self.stored))}",
+            device,
+            lambda: Pointwise(trace, numbers, self.stored, self.written),
+            self._try_on,
+            lambda: [term.to(dtype) for term, dtype in zip(self.evaluate(_trial(self.stored)), self.written)],
+        )
+
+    def _try_on(self, kernel: Any, device: torch.device) -> list[torch.Tensor]:
+        inputs = [part.to(device) for part in _trial(self.stored)]
+        made = [torch.empty(inputs[0].shape, dtype=dtype, device=device) for dtype in self.written]
+        kernel(inputs, made)
+        return [part.cpu() for part in made]
+
+
+@functools.cache
+def _trial(stored: Dtypes) -> list[torch.Tensor]:
+    """Fixed elements: of both signs, up to 2^12 and down to 2^-12 of it, each input another; zeros, infinities, NaN."""
+    made = []
+    for k, dtype in enumerate(stored):
+        ramp = torch.linspace(-1, 1, 509, dtype=torch.float64, device="cpu").roll(61 * k)
+        value = (ramp * torch.exp2(torch.linspace(-12, 12, 509, dtype=torch.float64, device="cpu"))).to(dtype)
+        special = torch.tensor([0.0, -0.0, 1.0, torch.inf, -torch.inf, torch.nan], dtype=dtype, device="cpu")
+        made.append(torch.cat([value, special.roll(k)]))
+    return made
 
 
 @dataclass(frozen=True)
@@ -70,12 +154,12 @@ class Call:
         return round_to_components(terms, self.dtype, self.components)
 
     @functools.cached_property
-    def kernel(self) -> Callable[..., Any]:
-        """The compiled kernel."""
+    def elements(self) -> Elements:
+        """The function as kernels of elements."""
         stored = tuple(dtype for dtype, count in self.operands for _ in range(count))
-        trace, results = record(self.evaluate, self.arithmetic, len(stored))
-        numbers = [trace.emit("add", (r, 0.0)).number if not hasattr(r, "number") else r.number for r in results]
-        return compile_trace(f"pointwise_{self.name}", trace, numbers, stored, [self.dtype] * len(numbers))
+        return Elements(
+            f"pointwise_{self.name}", self.evaluate, self.arithmetic, stored, (self.dtype,) * self.components
+        )
 
 
 def pointwise(name: str, *operands: Parts, components: int, dtype: torch.dtype, out: Parts | None = None) -> Parts:
@@ -143,16 +227,24 @@ def _run(call: Call, flat: Sequence[torch.Tensor], out: Parts | None) -> Parts:
             return _run_far(call, flat, far, out)
     if call.name in DIVISIONS and len(call.operands) == 2:
         return _run_division(call, flat, out)
-    if select_engine(flat[0].device.type) == "numba":
-        return _run_compiled(call, flat, out)
-    values = [part.to(call.arithmetic) for part in flat]
-    shape = torch.broadcast_shapes(*(part.shape for part in flat))
-    made = [term.to(call.dtype).expand(shape) for term in call.evaluate(*values)]
-    if out is None:
-        return tuple(term.contiguous() for term in made)
-    for target, term in zip(out, made, strict=True):
-        target.copy_(term)
-    return out
+    first = flat[0]
+    shape = first.shape
+    for part in flat:
+        if part.shape != shape:
+            shape = _broadcast({part.shape for part in flat if part.dim()})
+            break
+    if out is not None and all(part.is_contiguous() and part.shape == shape for part in out):
+        written = out
+    else:
+        written = _made_like(first, shape, call.dtype, call.components)
+    if not call.elements.fill(flat, written):
+        for target, term in zip(written, call.elements.evaluate(flat), strict=True):
+            target.copy_(term)
+    if out is not None and out is not written:
+        for target, part in zip(out, written, strict=True):
+            target.copy_(part)
+        return out
+    return written
 
 
 def _run_far(call: Call, flat: Sequence[torch.Tensor], far: torch.Tensor, out: Parts | None) -> Parts:
@@ -201,27 +293,6 @@ def _in_float64(kind: torch.dtype, parts: Sequence[torch.Tensor]) -> Parts:
 def _internal(name: str, counts: tuple[int, ...], components: int, dtype: torch.dtype) -> Call:
     """Return a call on float64 operands that may have more components than public ones."""
     return Call(name, tuple((torch.float64, count) for count in counts), components, dtype)
-
-
-def _run_compiled(call: Call, flat: Sequence[torch.Tensor], out: Parts | None) -> Parts:
-    first = flat[0]
-    shape = first.shape
-    for part in flat:
-        if part.shape != shape:
-            shape = _broadcast({part.shape for part in flat if part.dim()})
-            break
-    if out is not None and all(part.is_contiguous() and part.shape == shape for part in out):
-        written = out
-    else:
-        written = _made_like(first, shape, call.dtype, call.components)
-    count = written[0].numel()
-    if count:
-        fill(call.kernel, flat, written)
-    if out is not None and out is not written:
-        for target, part in zip(out, written, strict=True):
-            target.copy_(part)
-        return out
-    return written
 
 
 def _broadcast(shapes: set[torch.Size]) -> torch.Size:

@@ -291,7 +291,14 @@ def _gathered(row: Terms) -> Terms:
 def _reduce_segments(reduction: _Reduction, parts: Parts, cut: _Cut, shape: Sequence[int]) -> Parts:
     """Reduce every segment; return the results in a shape."""
     (many, rows, columns), length, segments, several, divisor = cut
-    if select_engine(parts[0].device.type) != "numba":
+    engine = select_engine(parts[0].device.type)
+    if engine == "triton" and (kernel := _on_triton(reduction, parts[0].device)) is not None:
+        written = [
+            torch.empty(shape, dtype=reduction.dtype, device=parts[0].device) for _ in range(reduction.components)
+        ]
+        kernel(parts, written, (*cut.sizes, length, segments, several), divisor)
+        return tuple(written)
+    if engine != "numba":
         terms = _reduce_segments_reference(reduction, [part.reshape(cut.sizes).double() for part in parts], cut)
         return tuple([part.to(reduction.dtype).reshape(shape) for part in terms])
     made = tuple([torch.empty(shape, dtype=reduction.dtype, device="cpu") for _ in range(reduction.components)])
@@ -314,6 +321,49 @@ def _reduce_segments(reduction: _Reduction, parts: Parts, cut: _Cut, shape: Sequ
 def _kernel(reduction: _Reduction, shape: str) -> Callable[..., Any]:
     stored, written = (reduction.stored,) * reduction.inputs, (reduction.dtype,) * reduction.components
     return compile_reduction(f"reduce_{reduction.kind}", reduction.steps, stored, written, shape)
+
+
+def _on_triton(reduction: _Reduction, device: torch.device) -> Any:
+    """The kernel of an accelerator; None, counted, where there is none."""
+    from ...kernels.triton._launch import ready
+    from ...kernels.triton._reductions import Reduction
+
+    stored, written = (reduction.stored,) * reduction.inputs, (reduction.dtype,) * reduction.components
+    name = f"{reduction.kind} of {reduction.inputs} x {reduction.stored} in {reduction.components} x {reduction.dtype}"
+    return ready(reduction, name, device, lambda: Reduction(reduction.steps, stored, written), *_trials(reduction))
+
+
+def _trials(reduction: _Reduction) -> tuple[Callable[..., Any], Callable[..., Any]]:
+    """What a kernel, and what plain torch makes of fixed matrices of one, a few and many columns."""
+    cuts = [_Cut((2, 75, columns), 50, 2, _side_by_side(75, columns), 75) for columns in (1, 5, ACROSS + 3)]
+
+    def parts(cut: _Cut) -> list[torch.Tensor]:
+        count = math.prod(cut.sizes)
+        made = []
+        for k in range(reduction.inputs):
+            ramp = torch.linspace(-1, 1, count, dtype=torch.float64, device="cpu").roll(31 * k)
+            made.append((ramp * torch.exp2(-12.0 * k - 8 * ramp)).to(reduction.stored))
+        return made
+
+    def by_kernel(kernel: Any, device: torch.device) -> list[torch.Tensor]:
+        found = []
+        for cut in cuts:
+            shape = 2 * cut.segments, cut.sizes[2]
+            made = [torch.empty(shape, dtype=reduction.dtype, device=device) for _ in range(reduction.components)]
+            kernel([part.to(device) for part in parts(cut)], made, (*cut.sizes, *cut[1:4]), cut.divisor)
+            found += [part.cpu() for part in made]
+        return found
+
+    def by_torch() -> list[torch.Tensor]:
+        found = []
+        for cut in cuts:
+            terms = _reduce_segments_reference(
+                reduction, [part.reshape(cut.sizes).double() for part in parts(cut)], cut
+            )
+            found += [part.to(reduction.dtype).reshape(2 * cut.segments, -1) for part in terms]
+        return found
+
+    return by_kernel, by_torch
 
 
 def _reduce_segments_reference(reduction: _Reduction, parts: list[torch.Tensor], cut: _Cut) -> Terms:

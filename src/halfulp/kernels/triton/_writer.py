@@ -7,13 +7,15 @@ import hashlib
 import inspect
 import linecache
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
+import torch
 
 from .._trace import Piece, Trace
 from . import _operations as operations
+from . import _real_operations as real_operations
 
 # No fused multiply-add: it rounds once where the reference rounds twice.
 OPTIONS = {"num_warps": 4, "enable_fp_fusion": False}
@@ -26,15 +28,17 @@ _CALLS = {
     "to_word": "to_word", "low_word": "low_word", "high_word": "high_word", "to_float64": "double",
     "block_largest": "block_largest", "widen": "widen",
 }  # fmt: skip
-_WIDE = ("neg", "abs", "div", "sqrt", "to_word")  # which have another form on 64 bits
+# Of reals of either width, by their type.
+_REALS = ("neg", "abs", "div", "sqrt", "product_error", "rint", "floor", "power_below", "exponent", "power")
 _TYPES = {"f32": "tl.float32", "f64": "tl.float64", "w32": "tl.uint32", "w64": "tl.uint64"}
 
 
 def module_source(functions: Iterable[str], kernel: str) -> str:
     """Return the source of a Triton module: a kernel, the functions that it calls, and operations that those call."""
     functions = list(functions)
-    everything = "\n".join(functions)
-    used = [f for name, f in vars(operations).items() if inspect.isfunction(f) and f"{name}(" in everything]
+    known = {name: f for one in (operations, real_operations) for name, f in vars(one).items() if inspect.isfunction(f)}
+    everything = "\n".join([*functions, kernel])
+    used = [f for name, f in known.items() if f"{name}(" in everything]
     needed = [f"@triton.jit\n{inspect.getsource(function).rstrip()}" for function in used]
     return "\n\n\n".join(["import triton\nimport triton.language as tl", *needed, *functions, kernel])
 
@@ -53,6 +57,30 @@ def element_source(name: str, trace: Trace, arguments: Mapping[Any, str]) -> str
         lines.append(f"store{bits}({place}, {'b' if per_block else 'i'}, v{number}, lanes, aligned)")
     lines += [f"return {', '.join(f'v{number}' for _, number in trace.sums)}"] if trace.sums else []
     return _function(name, ["i", "b", *arguments.values(), "lanes", "aligned: tl.constexpr"], lines)
+
+
+def function_sources(name: str, trace: Trace, results: Sequence[int]) -> list[str]:
+    """Return the sources of a device function of reals x0, x1, ... and of those that it calls, which come first.
+
+    Each takes `tables` behind its inputs, the address of the values of `tables_of(trace)`, and returns its results.
+    """
+    found: dict[str, str] = {}
+    _collect_functions(name, trace, results, _offsets(trace), found)
+    return list(found.values())
+
+
+def tables_of(trace: Trace) -> tuple[float, ...]:
+    """Return the constants that a trace and those that it calls look up, one table behind the other."""
+    return tuple(value for table in _offsets(trace) for value in table)
+
+
+def stored_as(name: str, dtype: torch.dtype) -> str:
+    """Return a real in a dtype in memory, to nearest; a float64 of 16 bits goes through float32, which is exact."""
+    if dtype == torch.bfloat16:
+        return f"to_bfloat16({name}.to(tl.float32))"
+    if dtype == torch.float16:
+        return f"{name}.to(tl.float32).to(tl.float16)"
+    return f"{name}.to({'tl.float64' if dtype == torch.float64 else 'tl.float32'})"
 
 
 def piece_source(name: str, piece: Piece) -> str:
@@ -96,6 +124,38 @@ def load_module(source: str) -> dict[str, object]:
     return namespace
 
 
+def _offsets(trace: Trace) -> dict[tuple[float, ...], int]:
+    """Where each table begins."""
+    found: dict[tuple[float, ...], int] = {}
+    for one in _traces(trace):
+        for table in one.tables:
+            found.setdefault(table, sum(map(len, found)))
+    return found
+
+
+def _traces(trace: Trace) -> Iterator[Trace]:
+    yield trace
+    for piece in trace.functions:
+        yield from _traces(piece.trace)
+
+
+def _collect_functions(
+    name: str, trace: Trace, results: Sequence[int], offsets: Mapping[tuple[float, ...], int], found: dict[str, str]
+) -> None:
+    called = []
+    for piece in trace.functions:
+        told = repr((piece.trace.digest(), piece.results))
+        called.append(f"piece_{hashlib.sha256(told.encode()).hexdigest()[:16]}")
+        if called[-1] not in found:
+            _collect_functions(called[-1], piece.trace, piece.results, offsets, found)
+    names: dict[Any, str] = {k: f"x{k}" for k in range(sum(line[0] == "input" for line in trace.lines))}
+    names |= {("call", k): one for k, one in enumerate(called)}
+    names |= {("table", k): str(offsets[table]) for k, table in enumerate(trace.tables)}
+    inputs = [names[k] for k in names if isinstance(k, int)]
+    lines = [*_lines(trace, names, needed_lines(trace, results)), f"return {', '.join(f'v{k}' for k in results)}"]
+    found[name] = _function(name, [*inputs, "tables"], lines)
+
+
 def _function(name: str, arguments: Iterable[str], lines: Iterable[str]) -> str:
     return "\n".join(["@triton.jit", f"def {name}({', '.join(arguments)}):", *(f"    {line}" for line in lines)])
 
@@ -103,8 +163,14 @@ def _function(name: str, arguments: Iterable[str], lines: Iterable[str]) -> str:
 def _lines(trace: Trace, names: Mapping[Any, str], needed: set[int]) -> list[str]:
     found = []
     for number, ((operation, operands, extra), kind) in enumerate(zip(trace.lines, trace.kinds)):
-        if number in needed and operation not in ("address", "index", "block"):
-            found.append(f"v{number} = {_expression(trace, operation, operands, extra, kind, names)}")
+        if number not in needed or operation in ("address", "index", "block"):
+            continue
+        if operation == "call":
+            made = ", ".join(f"v{number}_{k}" for k in range(len(trace.functions[extra].results)))
+            given = ", ".join([*(f"v{k}" for k in operands), "tables"])
+            found.append(f"{made} = {names['call', extra]}({given})")
+            continue
+        found.append(f"v{number} = {_expression(trace, operation, operands, extra, kind, names)}")
     return found
 
 
@@ -123,18 +189,28 @@ def _expression(trace: Trace, operation: str, operands: tuple, extra: Any, kind:
         return f"{'real' if kind[0] == 'f' else 'word'}{'64' if kind[1:] == '64' else ''}({values[0]})"
     if operation == "not":
         return f"{values[0]} == 0"
+    if operation == "part":
+        return f"{values[0]}_{extra}"
+    if operation == "gather":
+        last = len(trace.tables[extra]) - 1
+        return f"gather(tables + {names['table', extra]}, {values[0]}, {last})"
+    if operation == "round_to_float32":
+        return f"{values[0]}.to(tl.float32).to(tl.float64)"
     if name in _INFIX:
         return f"{values[0]} {_INFIX[name]} {values[1]}"
+    if (operation in _REALS and kind == "f64") or (operation not in _CALLS and operation in _REALS):
+        return f"{operation}{kind[1:]}({', '.join(values)})"
     if operation not in _CALLS:
         raise NotImplementedError(f"the operation {operation} of a device function has no form on Triton's blocks")
-    wide = "64" if operation in _WIDE and kind[1:] == "64" else ""
+    wide = "64" if (operation, kind) == ("to_word", "w64") else ""
     return f"{_CALLS[operation]}{wide}({', '.join(values)})"
 
 
 def _number(value: float, kind: str) -> str:
     """A constant as a typed scalar; a zero's sign and a NaN by their bits."""
-    if not math.isfinite(value) or (value == 0 and math.copysign(1.0, value) < 0):
-        if kind == "f32":
-            return f"real(tl.full([], {int(np.float32(value).view(np.uint32))}, tl.uint32))"
-        return f"real64(tl.full([], {int(np.float64(value).view(np.uint64))}, tl.uint64))"
+    special = not math.isfinite(value) or (value == 0 and math.copysign(1.0, value) < 0)
+    if kind == "f64" and special:
+        return f"tl.full([], {int(np.float64(value).view(np.uint64))}, tl.uint64).to(tl.float64, bitcast=True)"
+    if special:
+        return f"real(tl.full([], {int(np.float32(value).view(np.uint32))}, tl.uint32))"
     return f"tl.full([], {value!r}, {_TYPES[kind]})"

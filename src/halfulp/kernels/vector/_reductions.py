@@ -37,6 +37,13 @@ class ReductionSteps:
     width: int
     start: float
 
+    def recorded(self, inputs: int) -> tuple[tuple[Trace, list[int]], ...]:
+        """Return the instructions of step, join, merge and close on rows of some components, and their results."""
+        width = self.width
+        pieces = (self.step, width + inputs), (self.join, 2 * width), (self.merge, 2 * width), (self.close, width + 1)
+        found = (record(piece, torch.float64, count) for piece, count in pieces)
+        return tuple((trace, [_number(trace, value) for value in values]) for trace, values in found)
+
 
 def compile_reduction(
     name: str, steps: ReductionSteps, stored: Sequence[torch.dtype], written: Sequence[torch.dtype], shape: str
@@ -55,17 +62,7 @@ def compile_reduction(
     number for `close`; then the addresses of the matrices' components, which lie one after another without gaps, and of
     the results', one row for each segment.
     """
-    width = steps.width
-    recorded = (
-        record(piece, torch.float64, inputs)
-        for piece, inputs in (
-            (steps.step, width + len(stored)),
-            (steps.join, 2 * width),
-            (steps.merge, 2 * width),
-            (steps.close, width + 1),
-        )
-    )
-    pieces = tuple((trace, [_number(trace, value) for value in values]) for trace, values in recorded)
+    pieces = steps.recorded(len(stored))
     told = [(trace.digest(), numbers) for trace, numbers in pieces]
     key = hashlib.sha256(repr((told, steps.start, tuple(stored), tuple(written), shape)).encode()).hexdigest()
     loop = {"line": _Line, "narrow": _Narrow, "wide": _Wide}[shape]

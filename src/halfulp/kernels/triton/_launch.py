@@ -1,0 +1,74 @@
+"""What every launch of a Triton kernel shares: the device, the first use with its comparison, and who has failed."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Hashable
+from contextlib import AbstractContextManager
+from typing import Any
+
+import torch
+
+from .._canary import check_bits
+from .._engine import engine, note, note_and_warn_once
+
+_kernels: dict[Hashable, Any] = {}
+
+
+def on_device(device: torch.device) -> AbstractContextManager[Any]:
+    """The context in which a kernel runs on a device: Triton launches on the current one."""
+    if device.type != "cuda" or device.index == torch.cuda.current_device():
+        return contextlib.nullcontext()
+    return torch.cuda.device(device)
+
+
+def ready(
+    key: Hashable,
+    name: str,
+    device: torch.device,
+    build: Callable[[], Any],
+    run: Callable[[Any, torch.device], list[torch.Tensor]],
+    reference: Callable[[], list[torch.Tensor]],
+    advice: str = "",
+) -> Any:
+    """Return a kernel, compared with the reference before its first use; None, counted, if it cannot be used.
+
+    Args:
+        key: of the kernel.
+        name: of what it computes, for messages.
+        device: where it is to run.
+        build: makes it.
+        run: (kernel, device) -> what it writes for fixed elements, on the CPU.
+        reference: what is to be written, by plain torch on the CPU.
+        advice: see `check_bits`.
+    """
+    known = _kernels.get((key, device), _UNKNOWN)
+    if known is _UNKNOWN:
+        if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+            # The comparison reads results back, which no capture allows: a call outside of one makes it.
+            note("engine", f"{name} by plain torch operations: its first call was captured into a CUDA graph")
+            return None
+        known = _kernels[key, device] = _tried(name, device, build, run, reference, advice)
+    if known is None:
+        note("engine", f"no Triton kernel for {name} on {device.type}: plain torch instead")
+    return known
+
+
+_UNKNOWN = object()
+
+
+def _tried(name: str, device: torch.device, build: Any, run: Any, reference: Any, advice: str) -> Any:
+    try:
+        kernel = build()
+
+        # What is written on the CPU on the way there is no business of an engine that was asked for by name.
+        def wanted() -> list[torch.Tensor]:
+            with engine("reference"):
+                return list(reference())
+
+        check_bits(name, lambda: run(kernel, device), wanted, advice)
+    except Exception as error:  # whatever a compiler for another machine may raise
+        reason = f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"
+        note_and_warn_once("engine", f"no Triton kernel for {name} on {device.type} ({reason}): plain torch instead")
+        return None
+    return kernel

@@ -1,0 +1,115 @@
+"""A trace of element-wise arithmetic as one Triton kernel over tensors that broadcast to its results."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from .._plain_memory import plain
+from .._trace import Trace
+from ._launch import on_device
+from ._writer import OPTIONS, function_sources, load_module, module_source, stored_as, tables_of
+
+# Instructions up to which a kernel is compiled: ptxas takes minutes for the longest.
+LONGEST = 4000
+# How an operand lies beside the results: like them, one for all, one per row, one per column.
+_ALIKE, _ONE, _PER_ROW, _PER_COLUMN = range(4)
+
+
+class Pointwise:
+    """A compiled function of elements; calling it fills contiguous results.
+
+    Args:
+        trace: what to compute per element.
+        results: the instructions whose values are written.
+        stored: dtype in memory of each input (float16, bfloat16, float32, float64).
+        written: dtype in memory of each result; the value must be one of it, or of the next wider one.
+
+    Raises:
+        ImportError: triton is not installed.
+        NotImplementedError: an operation that has no form on Triton's blocks.
+    """
+
+    def __init__(
+        self, trace: Trace, results: Sequence[int], stored: Sequence[torch.dtype], written: Sequence[torch.dtype]
+    ) -> None:
+        self.tile = 1024 if trace.size() <= 100 else 256
+        self.inputs = len(stored)
+        self.kernel: Any = load_module(pointwise_source(trace, tuple(results), tuple(stored), tuple(written)))["kernel"]
+        self.values = tables_of(trace)
+
+    def __call__(self, inputs: Sequence[torch.Tensor], outputs: Sequence[torch.Tensor]) -> None:
+        """Fill `outputs` (contiguous, of one shape and device) from inputs that broadcast to them."""
+        first = outputs[0]
+        count, device = first.numel(), first.device
+        if not count:
+            return
+        held, modes, columns = places(inputs, first.shape, device)
+        grid = (-(-count // self.tile),)
+        with on_device(device):
+            self.kernel[grid](
+                *held, *outputs, _table(self.values, device), count, columns, *modes, self.tile, **OPTIONS
+            )
+
+
+def pointwise_source(
+    trace: Trace, results: tuple[int, ...], stored: tuple[torch.dtype, ...], written: tuple[torch.dtype, ...]
+) -> str:
+    """Return the source of the module, with the kernel `kernel(inputs, outputs, tables, count, columns, modes)`."""
+    functions = function_sources("element", trace, results)
+    inputs, outputs = range(len(stored)), range(len(written))
+    modes = [f"mode{k}: tl.constexpr" for k in inputs]
+    arguments = [*(f"input{k}" for k in inputs), *(f"output{k}" for k in outputs), "tables", "count", "columns", *modes]
+    wide = "tl.float64" if trace.dtype == torch.float64 else "tl.float32"
+    lines = [
+        "i = tl.program_id(0).to(tl.int64) * TILE + tl.arange(0, TILE)",
+        "lanes = i < count",
+        *(f"x{k} = tl.load(input{k} + place(i, columns, mode{k}), mask=lanes, other=0).to({wide})" for k in inputs),
+        f"{', '.join(f'y{k}' for k in outputs)} = element({', '.join([*(f'x{k}' for k in inputs), 'tables'])})",
+        *(f"tl.store(output{k} + i, {stored_as(f'y{k}', dtype)}, mask=lanes)" for k, dtype in enumerate(written)),
+    ]
+    body = "\n".join(f"    {line}" for line in lines)
+    text = f"@triton.jit\ndef kernel({', '.join(arguments)}, TILE: tl.constexpr):\n{body}\n"
+    return module_source([_PLACE, *functions], text)
+
+
+_PLACE = f"""@triton.jit
+def place(i, columns, mode: tl.constexpr):
+    at = i
+    if mode == {_ONE}:
+        at = i * 0
+    if mode == {_PER_ROW}:
+        at = i // columns
+    if mode == {_PER_COLUMN}:
+        at = i % columns
+    return at"""
+
+
+def places(
+    inputs: Sequence[torch.Tensor], shape: torch.Size, device: torch.device
+) -> tuple[list[torch.Tensor], list[int], int]:
+    """Return the operands as a kernel reads them, how each lies beside the results, and the results' columns."""
+    held, modes, columns = [], [], shape[-1] if shape else 1
+    for part in map(plain, inputs):
+        mode = _ALIKE
+        part = part if part.device == device else part.to(device, non_blocking=True)
+        if part.shape != shape:
+            if part.numel() == 1:
+                mode = _ONE
+            elif part.shape[-1] == columns and part.numel() == columns:
+                mode = _PER_COLUMN
+            elif part.shape[-1] == 1:
+                part, mode = part.expand(*shape[:-1], 1), _PER_ROW
+            else:
+                part = part.expand(shape)
+        held.append(part.contiguous())
+        modes.append(mode)
+    return held, modes, columns
+
+
+@functools.lru_cache(maxsize=256)
+def _table(values: tuple[float, ...], device: torch.device) -> torch.Tensor:
+    return torch.tensor(values or (0.0,), dtype=torch.float64, device=device)

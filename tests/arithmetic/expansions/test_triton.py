@@ -1,0 +1,194 @@
+"""Expansions' functions and reductions by Triton: bit for bit plain torch's, on CUDA or in Triton's interpreter."""
+
+import ast
+import functools
+import math
+import os
+import subprocess
+import sys
+import warnings
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+import halfulp as hu
+from halfulp.arithmetic import names, pointwise
+from halfulp.arithmetic.expansions._pointwise import DIVISIONS, FUNCTIONS, _call
+from halfulp.arithmetic.expansions._reductions import _Reduction, average, product, total
+from halfulp.kernels import same_bits
+from halfulp.kernels._trace import _product_error
+from halfulp.kernels.triton._pointwise import pointwise_source
+from halfulp.kernels.triton._reductions import reduction_source
+from halfulp.kernels.triton._writer import OPTIONS, load_module
+
+DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
+SHAPES = [((70,), 0), ((3, 70), 1), ((70, 3), 0), ((5, 33, 4), 1), ((40, 50), 0), ((3, 4, 5), (0, 2)), ((0, 3), 0)]
+LONG = [((2000, 70), 0), ((140_000,), 0)]
+POINTERS = {torch.float16: "*fp16", torch.bfloat16: "*bf16", torch.float32: "*fp32", torch.float64: "*fp64"}
+REDUCTIONS = [
+    _Reduction("sum", torch.float32, 2, 2, True, 2, torch.float32),
+    _Reduction("mean", torch.bfloat16, 2, 2, True, 2, torch.bfloat16),
+    _Reduction("prod", torch.float32, 3, 3, True, 3, torch.float32),
+    _Reduction("sum", torch.float64, 2, 2, False, 2, torch.float64),
+]
+
+
+def _expansion(shape, dtype, components, generator):
+    """Components of numbers of many magnitudes, as they come out of an operator, and some special ones."""
+    x = torch.randn(shape, dtype=torch.float64, generator=generator)
+    x = x.sign() * (4 * x.abs()).exp()
+    if x.numel() > 30:
+        x.view(-1)[::13] = torch.tensor([0.0, -0.0, math.inf, -math.inf, math.nan, 1.0])[
+            torch.randint(0, 6, (x.view(-1)[::13].numel(),), generator=generator)
+        ].double()
+    parts = []
+    for _ in range(components):
+        parts.append(x.to(dtype))
+        rest = torch.randn(shape, dtype=torch.float64, generator=generator) * parts[-1].double() * 2.0**-54
+        x = rest if dtype == torch.float64 else x - parts[-1].double()
+        x = x.nan_to_num(0.0, 0.0, 0.0)
+    return tuple(parts)
+
+
+def _sample(kept):
+    """Every function, dtype and number of components, or a share of them that the seed picks."""
+    cases = [(name, dtype, n) for name in names() for dtype in DTYPES for n in (1, 2, 3)]
+    return cases[kept[0] :: kept[1]]
+
+
+def compare(seed, device, share=0, shares=1):
+    """Which of a share of the cases differ between Triton on a device and plain torch on the CPU."""
+    torch.set_num_threads(1)
+    warnings.simplefilter("error")
+    generator, found = torch.Generator().manual_seed(seed), []
+
+    def differ(run, parts):
+        with hu.kernels.engine("reference"):
+            wanted = run(*parts)
+        with hu.kernels.engine("triton"):
+            made = run(*([part.to(device) for part in operand] for operand in parts))
+        return not all(same_bits(one.cpu(), other) for one, other in zip(made, wanted, strict=True))
+
+    with np.errstate(all="ignore"):
+        for name, dtype, components in _sample((share, shares)):
+            count = 2 if name in DIVISIONS else FUNCTIONS[name].operands
+            shapes = ((7, 33), (33,), (7, 1)) if count > 1 else ((7, 33),)
+            parts = [_expansion(shape, dtype, components, generator) for shape in shapes[:count]]
+            if differ(functools.partial(pointwise, name, components=components, dtype=dtype), parts):
+                found.append(f"{name} of {components} x {dtype}")
+        cases = [(run, dtype, n) for run in (total, average, product) for dtype in DTYPES for n in (1, 2, 3)]
+        for run, dtype, components in cases[share::shares]:
+            for shape, dim in SHAPES + LONG * (components == 2 and device == "cuda"):
+                parts = [_expansion(shape, dtype, components, generator)]
+                if run is product:  # which would overflow
+                    parts = [
+                        tuple(part.sign() * part.abs() ** 0.1 if k == 0 else part for k, part in enumerate(*parts))
+                    ]
+                if differ(lambda parts, run=run, dim=dim, n=components: run(tuple(parts), dim, n), parts):
+                    found.append(f"{run.__name__} of {components} x {dtype}, {shape} along {dim}")
+    return found
+
+
+def _interpreted(seed):
+    """`compare` in Triton's interpreter, whose fused product rounds twice: here it does not."""
+    from triton.runtime import interpreter
+
+    def fused(_, x, y, z):
+        x, y, p = (torch.from_numpy(np.ascontiguousarray(data)) for data in (x.data, y.data, -z.data))
+        return interpreter.TensorHandle(_product_error(x, y, p).numpy(), z.dtype.scalar)
+
+    interpreter.InterpreterBuilder.create_fma = fused
+    return compare(seed, "cpu", seed % 9, 9)
+
+
+def _sources(kept):
+    for name, dtype, components in _sample(kept):
+        count = 2 if name in DIVISIONS else FUNCTIONS[name].operands
+        elements = (
+            _call(name, ((dtype, components),) * count, components, dtype).elements if name in FUNCTIONS else None
+        )
+        if elements is not None:
+            trace, numbers = elements.traced
+            yield name, pointwise_source(trace, tuple(numbers), elements.stored, elements.written)
+    for one in REDUCTIONS:
+        stored, written = (one.stored,) * one.inputs, (one.dtype,) * one.components
+        yield one.kind, reduction_source(one.steps, stored, written)
+
+
+def test_every_function_is_written_in_what_triton_can_compile(seed):
+    for name, text in _sources((seed % 7, 7)):
+        known = set()
+        for function in (node for node in ast.parse(text).body if isinstance(node, ast.FunctionDef)):
+            assert function.name not in known, f"{name}: {function.name} is defined twice"
+            own = {a.arg for a in function.args.args} | {
+                n.id for n in ast.walk(function) if isinstance(n, ast.Name) and isinstance(n.ctx, ast.Store)
+            }
+            for node in ast.walk(function):
+                assert not isinstance(node, (ast.IfExp, ast.BoolOp, ast.Lambda, ast.ListComp)), ast.unparse(node)
+                negated = isinstance(node, ast.UnaryOp) and not isinstance(node.operand, ast.Constant)
+                assert not negated, ast.unparse(node)
+                if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Load):
+                    given = own | known | {"tl", "triton", "range"}
+                    assert node.id in given, f"{name}: {function.name} uses {node.id}"
+            known.add(function.name)
+        assert "kernel" in known
+
+
+def test_interpreted_functions_equal_plain_torch_bit_for_bit(seed):
+    pytest.importorskip("triton", reason="Triton is not installed")
+    code = "import sys; sys.path.insert(0, sys.argv[1]); from tests.arithmetic.expansions import test_triton\n"
+    code += "print(test_triton._interpreted(int(sys.argv[2])))"
+    command = [sys.executable, "-c", code, str(Path(__file__).parents[3]), str(seed)]
+    run = subprocess.run(command, env={**os.environ, "TRITON_INTERPRET": "1"}, capture_output=True, text=True)
+    assert run.returncode == 0, run.stderr[-2000:]
+    assert run.stdout.strip() == "[]"
+
+
+@pytest.mark.parametrize("capability", [80, 90])
+def test_the_compiler_fuses_products_errors_alone(capability, monkeypatch, tmp_path):
+    triton = pytest.importorskip("triton", "3.5", reason="Triton is not installed, or older than 3.5")
+    from triton.backends.compiler import GPUTarget
+
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
+
+    def instructions(text, dtypes, numbers, constants, warps):
+        kernel = load_module(text)["kernel"]
+        types = {f"input{k}": POINTERS[dtype] for k, dtype in enumerate(dtypes[0])}
+        types |= {f"output{k}": POINTERS[dtype] for k, dtype in enumerate(dtypes[1])}
+        whole = {(position,): [["tt.divisibility", 16]] for position in range(len(types))}
+        types |= numbers | dict.fromkeys(constants, "constexpr")
+        given = {(kernel.arg_names.index(name),): value for name, value in constants.items()}
+        source = triton.compiler.ASTSource(kernel, {name: types[name] for name in kernel.arg_names}, given, whole)
+        options = {**OPTIONS, "num_warps": warps}
+        return triton.compile(source, target=GPUTarget("cuda", capability, 32), options=options).asm["ptx"]
+
+    def check(ptx, errors):
+        words = {word for line in ptx.splitlines() for word in line.split() if word[:1].isalpha()}
+        assert not [word for word in words if ".ftz" in word or ".approx" in word or ".full" in word]
+        assert (errors == 0) == ("fma.rn" not in ptx)
+
+    cases = [("add", torch.float32), ("mul", torch.float32), ("exp", torch.float64), ("div", torch.bfloat16)]
+    for name, dtype in cases:
+        elements = _call(name, ((dtype, 2),) * FUNCTIONS[name].operands, 2, dtype).elements
+        trace, numbers = elements.traced
+        constants = {f"mode{k}": 0 for k in range(len(elements.stored))} | {"TILE": 1024}
+        text = pointwise_source(trace, tuple(numbers), elements.stored, elements.written)
+        given = {"tables": "*fp64", "count": "i32", "columns": "i32"}
+        check(instructions(text, (elements.stored, elements.written), given, constants, 4), name != "add")
+    for one in REDUCTIONS:
+        stored, written = (one.stored,) * one.inputs, (one.dtype,) * one.components
+        text = reduction_source(one.steps, stored, written)
+        given = dict.fromkeys(("rows", "columns", "length", "segments", "divisor"), "i32")
+        for several, lanes in ((32, 32), (6, 32), (1, 128)):
+            constants = {"SEVERAL": several, "LANES": lanes}
+            ptx = instructions(text, (stored, written), given, constants, 1 if lanes == 32 else 4)
+            check(ptx, one.kind in ("prod", "mean"))
+
+
+@pytest.mark.cuda
+@pytest.mark.parametrize("share", range(4))
+def test_functions_on_a_gpu_equal_plain_torch_bit_for_bit(seed, share):
+    pytest.importorskip("triton", reason="Triton is not installed")
+    assert compare(seed, "cuda", share, 4) == []
