@@ -2,6 +2,7 @@
 
 from . import architecture as architecture
 from . import comparisons as comparisons
+from . import gpu as gpu
 from . import gradients as gradients
 from . import library as library
 from . import mctensor as mctensor

@@ -32,7 +32,7 @@ def check_source(text: str) -> set[str]:
             if isinstance(node, ast.BinOp):
                 assert isinstance(node.op, OPERATORS), ast.unparse(node)
                 # Of float32 it is correctly rounded by div_rn alone.
-                assert not isinstance(node.op, ast.Div) or function.name == "div64", ast.unparse(node)
+                assert not isinstance(node.op, ast.Div) or function.name == "divide64", ast.unparse(node)
             if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Load):
                 assert node.id in own | known | {"tl", "triton"}, f"{function.name} uses {node.id}"
         known.add(function.name)

@@ -81,8 +81,8 @@ def test_the_text_holds_what_triton_can_compile():
     text = _wide().source
     assert {"element", "run"} <= check_source(text)
     assert "def run(a0: tl.int64, a1: tl.int64, a2: tl.int64, c0: tl.int64, c2: tl.int64, memory" in text
-    assert "tl.full([], 9223372036854775808, tl.uint64).to(tl.float64, bitcast=True)" in text, "the sign of a zero"
-    assert "tl.full([], 9221120237041090560, tl.uint64).to(tl.float64, bitcast=True)" in text, "a NaN"
+    assert "real64(tl.full([], 9223372036854775808, tl.uint64))" in text, "the sign of a zero"
+    assert "real64(tl.full([], 9221120237041090560, tl.uint64))" in text, "a NaN"
 
 
 def test_an_array_of_two_sizes_is_refused():

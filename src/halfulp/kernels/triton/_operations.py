@@ -59,8 +59,16 @@ def divide(a, b):
     return tl.div_rn(a, b)
 
 
+def divide64(a, b):
+    return a / b  # of float64 correctly rounded, and div_rn takes float32 alone
+
+
 def sqrt(a):
     return tl.sqrt_rn(a)
+
+
+def sqrt64(a):
+    return tl.sqrt(a)  # of float64 correctly rounded
 
 
 def negative(x):
@@ -68,8 +76,16 @@ def negative(x):
     return (x.to(tl.uint32, bitcast=True) ^ tl.full([], 0x80000000, tl.uint32)).to(tl.float32, bitcast=True)
 
 
+def negative64(x):
+    return (x.to(tl.uint64, bitcast=True) ^ tl.full([], 0x8000000000000000, tl.uint64)).to(tl.float64, bitcast=True)
+
+
 def absolute(x):
     return (x.to(tl.uint32, bitcast=True) & tl.full([], 0x7FFFFFFF, tl.uint32)).to(tl.float32, bitcast=True)
+
+
+def absolute64(x):
+    return (x.to(tl.uint64, bitcast=True) & tl.full([], 0x7FFFFFFFFFFFFFFF, tl.uint64)).to(tl.float64, bitcast=True)
 
 
 def double(x):

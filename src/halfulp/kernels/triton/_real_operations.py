@@ -13,23 +13,6 @@ else:
     tl = None  # triton.language in a generated module
 
 
-def neg64(x):
-    # Triton's own minus is 0 - x, which loses the sign of a zero.
-    return (x.to(tl.uint64, bitcast=True) ^ tl.full([], 0x8000000000000000, tl.uint64)).to(tl.float64, bitcast=True)
-
-
-def abs64(x):
-    return (x.to(tl.uint64, bitcast=True) & tl.full([], 0x7FFFFFFFFFFFFFFF, tl.uint64)).to(tl.float64, bitcast=True)
-
-
-def div64(a, b):
-    return a / b
-
-
-def sqrt64(a):
-    return tl.sqrt(a)
-
-
 def product_error32(a, b, p):
     minus_p = (p.to(tl.uint32, bitcast=True) ^ tl.full([], 0x80000000, tl.uint32)).to(tl.float32, bitcast=True)
     return tl.fma(a, b, minus_p)

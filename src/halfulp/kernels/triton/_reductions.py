@@ -122,7 +122,7 @@ def reduction_source(steps: ReductionSteps, stored: tuple[torch.dtype, ...], wri
         "matrix = segment // segments",
         "top = (segment - matrix * segments) * length",
         "lane = tl.program_id(1).to(tl.int64) * LANES + tl.arange(0, LANES)",
-        "width = columns.to(tl.int64) * SEVERAL",
+        "width = tl.cast(columns, tl.int64) * SEVERAL",
         "inside = lane < width",
         "count = tl.minimum(rows - top, length) * columns",
         "turns = (count + width - 1) // width",

@@ -28,8 +28,8 @@ _CALLS = {
     "to_word": "to_word", "low_word": "low_word", "high_word": "high_word", "to_float64": "double",
     "block_largest": "block_largest", "widen": "widen",
 }  # fmt: skip
-# Of reals of either width, by their type.
-_REALS = ("neg", "abs", "div", "sqrt", "product_error", "rint", "floor", "power_below", "exponent", "power")
+_WIDE = ("neg", "abs", "div", "sqrt", "to_word")  # which have another form on 64 bits
+_REALS = ("product_error", "rint", "floor", "power_below", "exponent", "power")  # named by their width
 _TYPES = {"f32": "tl.float32", "f64": "tl.float64", "w32": "tl.uint32", "w64": "tl.uint64"}
 
 
@@ -198,19 +198,18 @@ def _expression(trace: Trace, operation: str, operands: tuple, extra: Any, kind:
         return f"{values[0]}.to(tl.float32).to(tl.float64)"
     if name in _INFIX:
         return f"{values[0]} {_INFIX[name]} {values[1]}"
-    if (operation in _REALS and kind == "f64") or (operation not in _CALLS and operation in _REALS):
+    if operation in _REALS:
         return f"{operation}{kind[1:]}({', '.join(values)})"
     if operation not in _CALLS:
         raise NotImplementedError(f"the operation {operation} of a device function has no form on Triton's blocks")
-    wide = "64" if (operation, kind) == ("to_word", "w64") else ""
+    wide = "64" if operation in _WIDE and kind[1:] == "64" else ""
     return f"{_CALLS[operation]}{wide}({', '.join(values)})"
 
 
 def _number(value: float, kind: str) -> str:
     """A constant as a typed scalar; a zero's sign and a NaN by their bits."""
-    special = not math.isfinite(value) or (value == 0 and math.copysign(1.0, value) < 0)
-    if kind == "f64" and special:
-        return f"tl.full([], {int(np.float64(value).view(np.uint64))}, tl.uint64).to(tl.float64, bitcast=True)"
-    if special:
-        return f"real(tl.full([], {int(np.float32(value).view(np.uint32))}, tl.uint32))"
+    if not math.isfinite(value) or (value == 0 and math.copysign(1.0, value) < 0):
+        if kind == "f32":
+            return f"real(tl.full([], {int(np.float32(value).view(np.uint32))}, tl.uint32))"
+        return f"real64(tl.full([], {int(np.float64(value).view(np.uint64))}, tl.uint64))"
     return f"tl.full([], {value!r}, {_TYPES[kind]})"
