@@ -44,6 +44,10 @@ def ready(
     """
     known = _kernels.get((key, device), _UNKNOWN)
     if known is _UNKNOWN:
+        if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+            # The comparison reads results back, which no capture allows: a call outside of one makes it.
+            note("engine", f"{name} by plain torch operations: its first call was captured into a CUDA graph")
+            return None
         known = _kernels[key, device] = _tried(name, device, build, run, reference, advice)
     if known is None:
         note("engine", f"no Triton kernel for {name} on {device.type}: plain torch instead")
