@@ -93,7 +93,10 @@ class Elements:
     def _on(self, device: torch.device) -> Any:
         """The kernel of an accelerator, compared with plain torch; None, counted, where there is none."""
         if self.on_triton.size > LONGEST:
-            note("engine", f"{self.label} is {self.on_triton.size} instructions, too long for Triton: plain torch instead")
+            note(
+                "engine",
+                f"{self.label} is {self.on_triton.size} instructions, too long for Triton: plain torch instead",
+            )
             return None
         return ready(self, self.label, device, lambda: self.on_triton, self._tried_on, self._wanted)
 
