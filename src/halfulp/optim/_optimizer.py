@@ -347,7 +347,7 @@ class Optimizer(CheckpointMixin):
                 if plan is not None and plan.payload_version and plan.payload_version.version == parameter._version:
                     waiting.append(plan)
                 continue
-            scale = 1.0
+            scale: float | torch.Tensor = 1.0
             if plan is None or not plan.plain or type(gradient) is not torch.Tensor or gradient.is_neg():
                 gradient, scale = gradient_memory(local(gradient), parameter, name_of(group, position))
             if (

@@ -142,7 +142,7 @@ def is_written(plan: ParameterPlan) -> bool:
     if held.version == ANY_VERSION:
         rows = None if held.checksums is None else checksums_of(plan)
         return held.checksums is not None and rows is not None and any_row_differs(held.checksums, rows)
-    if held.digests is None or held.scale != plan.scale:
+    if held.digests is None or not held.is_under(plan.scale):
         return True
     found = digests_of(plan.payloads[0], plan.index_map)
     return found is None or not np.array_equal(found, held.digests.row(held.row))
@@ -158,7 +158,9 @@ def current_auxiliary_tensors(plan: ParameterPlan) -> Sequence[torch.Tensor]:
 def _known_payload(plan: ParameterPlan) -> torch.Tensor | None:
     """Return the copy of the payload that the auxiliary tensors belong to, if it is in the present scale."""
     held = plan.payload_version
-    return held.payload if held is not None and held.scale == plan.scale else None
+    if held is None or held.payload is None:
+        return None
+    return held.payload if held.is_under(plan.scale) else None
 
 
 def _begins_a_copy(plan: ParameterPlan) -> bool:
@@ -220,7 +222,10 @@ def follow_version(plan: ParameterPlan) -> None:
 
 
 def mark_stepped(
-    plans: Sequence[ParameterPlan], stepped: Sequence[torch.Tensor], digests: PayloadDigests | None
+    plans: Sequence[ParameterPlan],
+    stepped: Sequence[torch.Tensor],
+    digests: PayloadDigests | None,
+    scales: torch.Tensor | None = None,
 ) -> None:
     """Do what `mark_current` does after a step.
 
@@ -228,24 +233,28 @@ def mark_stepped(
         plans: of the parameters.
         stepped: their tensors.
         digests: of their payloads in the same order, if the step has computed them.
+        scales: the same of their scales, if the step has chosen them on their device.
     """
     for row, (plan, tensor) in enumerate(zip(plans, stepped)):
         if not plan.tracks_writes:
             continue
         held = plan.record.payload_version
         if digests is None or held is None or held.payload is not None or held.steps or not plan.plain:
-            mark_current(plan, digests, row)
+            mark_current(plan, digests, row, None if scales is None else scales[row])
         else:
             held.version, held.digests, held.row = tensor._version, digests, row
 
 
-def mark_current(plan: ParameterPlan, digests: PayloadDigests | None = None, row: int = 0) -> None:
+def mark_current(
+    plan: ParameterPlan, digests: PayloadDigests | None = None, row: int = 0, scale: torch.Tensor | None = None
+) -> None:
     """Record that the auxiliary tensors belong to the present payload: the optimizer has written both.
 
     Args:
         plan: of the parameter.
         digests: of the payload, if whoever wrote it has computed them; else they are computed here.
         row: of this parameter in them.
+        scale: of the payload, if whoever wrote it has a copy.
     """
     held = plan.payload_version
     if held is None:
@@ -253,7 +262,7 @@ def mark_current(plan: ParameterPlan, digests: PayloadDigests | None = None, row
     if digests is None:
         found = digests_of(plan.payloads[0], plan.index_map)
         digests, row = (None if found is None else PayloadDigests.of_one(found)), 0
-    _mark(plan, held, digests, row)
+    _mark(plan, held, digests, row, scale)
 
 
 def mark_carried(plan: ParameterPlan) -> None:
@@ -264,8 +273,15 @@ def mark_carried(plan: ParameterPlan) -> None:
         mark_current(plan)
 
 
-def _mark(plan: ParameterPlan, held: PayloadVersion, digests: PayloadDigests | None, row: int) -> None:
-    held.version, held.scale, held.digests, held.row = plan.parameter._version, plan.scale, digests, row
+def _mark(
+    plan: ParameterPlan,
+    held: PayloadVersion,
+    digests: PayloadDigests | None,
+    row: int,
+    scale: torch.Tensor | None = None,
+) -> None:
+    held.version, held.digests, held.row = plan.parameter._version, digests, row
+    held.scale = plan.scale_to_keep if scale is None else scale
     if held.steps:
         held.steps -= 1
         held.payload = held.memory.clone() if held.payload is None else held.payload.copy_(held.memory)

@@ -48,7 +48,8 @@ class PayloadVersion:
         memory: the parameter's memory at that time; it still holds the payload if the parameter was given other memory.
         payload: a copy of the payload, if one is kept.
         steps: how many more steps the copy is kept for.
-        scale: a scaled parameter's scale, in whose units its auxiliary tensors are.
+        scale: a scaled parameter's scale, in whose units its auxiliary tensors are: a number, or off the CPU, where it
+            is not waited for, a tensor.
         checksums: of each row of the payload that loaded auxiliary tensors belong to; None if the file has none.
         digests: of the payload, as the step that wrote it computed them; None where none does.
         row: of this parameter in them.
@@ -58,10 +59,14 @@ class PayloadVersion:
     memory: torch.Tensor
     payload: torch.Tensor | None = None
     steps: int = 0
-    scale: float = 1.0
+    scale: float | torch.Tensor = 1.0
     checksums: torch.Tensor | None = None
     digests: PayloadDigests | None = None
     row: int = 0
+
+    def is_under(self, scale: float) -> bool:
+        """Return whether the auxiliary tensors are in units of a scale."""
+        return float(self.scale) == scale
 
 
 @dataclass(eq=False, slots=True)
@@ -200,6 +205,12 @@ class ParameterPlan:
     def scale(self) -> float:
         """The scale of a scaled parameter; 1 of any other."""
         return scale_of(self.parameter).item() if self.spec.scaled else 1.0
+
+    @property
+    def scale_to_keep(self) -> float | torch.Tensor:
+        """The scale as `PayloadVersion` keeps it: off the CPU a copy, which nothing waits for."""
+        scale = scale_of(self.parameter) if self.spec.scaled else None
+        return self.scale if scale is None or scale.is_cpu else scale.clone()
 
     @property
     def seed(self) -> int:

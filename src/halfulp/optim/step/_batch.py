@@ -27,30 +27,32 @@ class Batch:
         plans: of the parameters.
         stepping: the tensors whose version counters the step increments.
         gradients: their memory, without gaps.
-        gradient_scales: what gradients are multiplied by, 1 unless they are scaled.
+        gradient_scales: what gradients are multiplied by, 1 or a scaled gradient's scale, wherever that lies.
         steps: the numbers of the step, from 1 for each parameter.
         constants: the rule's; equal ones of one group are one object.
         copies: by row, copies without gaps of a parameter's own tensors, where these have some; the step writes to
             the copies, and `finish` copies the values back.
         digests: of the payloads as written, if the step computed them.
+        scales: of the payloads as written, on their device, if the step chose them there.
     """
 
     spec: StepSpec
     plans: list[ParameterPlan] = field(default_factory=list)
     stepping: list[torch.Tensor] = field(default_factory=list)
     gradients: list[torch.Tensor] = field(default_factory=list)
-    gradient_scales: list[float] = field(default_factory=list)
+    gradient_scales: list[float | torch.Tensor] = field(default_factory=list)
     steps: list[int] = field(default_factory=list)
     constants: list[tuple[float, ...]] = field(default_factory=list)
     copies: dict[int, Copies] = field(default_factory=dict)
     digests: PayloadDigests | None = None
+    scales: torch.Tensor | None = None
 
     def add(
         self,
         plan: ParameterPlan,
         parameter: torch.Tensor,
         gradient: torch.Tensor,
-        scale: float,
+        scale: float | torch.Tensor,
         step: int,
         constants: tuple[float, ...],
     ) -> None:
@@ -82,7 +84,7 @@ class Batch:
                 part.copy_(copy)
         for plan, step in zip(self.plans, self.steps):
             plan.state["step"] = step
-        mark_stepped(self.plans, self.stepping, self.digests)
+        mark_stepped(self.plans, self.stepping, self.digests, self.scales)
 
     def follow_versions(self) -> None:
         """Record the versions again, once all batches are written: parameters cut from one tensor share a counter."""

@@ -52,16 +52,20 @@ def table(spec: StepSpec) -> Table:
 
 
 @functools.cache
-def record_step(spec: StepSpec) -> Trace:
+def record_step(spec: StepSpec, with_payload: bool = False) -> Trace:
     """Return the instructions of one element.
 
     Inputs are the addresses of the table of pointers, the constants ("constant", k) and the counters ("counter", k) of
     random words; a metered step sums up updates wanted and cancelled, u^2 and u (realised change), one that finds the
-    largest magnitudes has those of the weight and of the scaled states.
+    largest magnitudes has those of the weight and of the scaled states, and `with_payload` that of the payload as read.
     """
     counters = 0 if spec.finds_amax else draws_of(spec)[2]
     element = Recording(pointer_count(spec), len(spec.constants), counters=counters)
-    _Step(spec, element).run()
+    step = _Step(spec, element)
+    step.run()
+    if with_payload:
+        payload = spec.store.real(spec.store.load(element.arrays[0], element.index))
+        element.trace.gather_sum("max", finite_word(payload))
     return element.trace
 
 

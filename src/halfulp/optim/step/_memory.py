@@ -66,15 +66,17 @@ def check_memory(plan: ParameterPlan, gradient: torch.Tensor) -> None:
         )
 
 
-def gradient_memory(gradient: torch.Tensor, parameter: torch.Tensor, name: str) -> tuple[torch.Tensor, float]:
-    """A gradient as plain memory, and its scale, which only a scaled parameter's step takes.
+def gradient_memory(
+    gradient: torch.Tensor, parameter: torch.Tensor, name: str
+) -> tuple[torch.Tensor, float | torch.Tensor]:
+    """A gradient as plain memory, and its scale, which only a scaled parameter's step takes, and which is not read.
 
     Raises:
         TypeError: a tensor class whose memory is not its values.
     """
     if isinstance(gradient, ScaledTensor):
         if isinstance(parameter, ScaledTensor):
-            return plain_gradient(cast("ScaledTensor", gradient.detach()).payload, name), gradient.scale.item()
+            return plain_gradient(cast("ScaledTensor", gradient.detach()).payload, name), gradient.scale.detach()
         gradient = cast("ScaledTensor", gradient.detach()).decode()
     elif isinstance(gradient, MCTensor):
         gradient = cast("MCTensor", gradient.detach()).decode(torch.float32)

@@ -22,6 +22,7 @@ from ...kernels import (
 )
 from ...kernels.vector._machine_function import address_of
 from ...rounding._random_bits import mix64, mix64_many
+from ..parameters._local_tensors import scale_of
 from ..parameters._parameter_plan import ParameterPlan
 from ..parameters._payload_digests import PayloadDigests
 from ..parameters._plan_cache import PlanCache
@@ -62,8 +63,10 @@ def run_step(batch: Batch, plans: PlanCache) -> None:
     if not spec.scaled:
         _write(batch, plans)
         return
+    if select_engine(batch.device.type) == "triton" and _run_triton_scaled(batch, plans):
+        return
     batch.constants = [
-        with_present_scales(spec, plan, constants, scale)
+        with_present_scales(spec, plan, constants, float(scale))
         for plan, constants, scale in zip(batch.plans, batch.constants, batch.gradient_scales)
     ]
     amax = _find_amax(amax_spec(spec), batch, plans)
@@ -101,7 +104,7 @@ def _write(batch: Batch, plans: PlanCache) -> None:
     if engine == "numba":
         _run_compiled(spec, batch, plans)
         return
-    if engine == "triton" and not spec.scaled and _run_triton(batch, plans):
+    if engine == "triton" and not spec.scaled and _run_triton(batch, plans):  # scaled ones have been tried
         return
     if device != "cpu":
         note("engine", f"optimizer step on {device} by plain torch operations: right bits, no fused kernel")
@@ -153,15 +156,46 @@ def _run_triton(batch: Batch, plans: PlanCache) -> bool:
     if kernel is None:
         return False
     table = plans.table(batch.plans)
+    held, meter = launch(spec, kernel, device, *_numbers(table, batch), table.device_chunks)
+    table.device_chunks = held
+    if meter is not None:
+        _count(meter, held.chunks, batch.plans)
+    return True
+
+
+def _run_triton_scaled(batch: Batch, plans: PlanCache) -> bool:
+    """Run the step of scaled parameters on an accelerator, which chooses the scales; return False if it cannot."""
+    from ._triton_launch import launch_scaled, ready_scaled
+
+    spec, device = batch.spec, batch.device
+    kernels = ready_scaled(spec, amax_spec(spec), device, _trial)
+    weights, gradients = [scale_of(plan.parameter) for plan in batch.plans], _scale_tensors(batch)
+    if kernels is None or any(scale.device != device for scale in (*weights, *gradients)):
+        return False
+    addresses = np.array([[address(scale) for scale in pair] for pair in zip(weights, gradients)], np.int64)
+    table = plans.table(batch.plans)
+    numbers = _numbers(table, batch)
+    held, meter, batch.scales = launch_scaled(spec, kernels, device, *numbers, addresses, table.device_chunks)
+    table.device_chunks = held
+    if meter is not None:
+        _count(meter, held.chunks, batch.plans)
+    return True
+
+
+def _scale_tensors(batch: Batch) -> list[torch.Tensor]:
+    """Return the scales of the gradients, of those without one as a tensor too."""
+    found = [scale for scale in batch.gradient_scales if isinstance(scale, torch.Tensor)]
+    if len(found) == len(batch.gradient_scales):
+        return found
+    one = torch.ones((), dtype=torch.float32, device=batch.device)
+    return [scale if isinstance(scale, torch.Tensor) else one for scale in batch.gradient_scales]
+
+
+def _numbers(table: Table, batch: Batch) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
+    """Return what a step gives to a device: chunks, pointers, constants and keys."""
     _point_at_gradients(table, batch)
     constants = np.array(batch.constants, np.float32).reshape(len(batch.plans), -1)
-    keys = _keys(spec, batch.steps, table.keyed)
-    table.device_chunks, meter = launch(
-        spec, kernel, device, table.chunks, table.pointers, constants, keys, table.device_chunks
-    )
-    if meter is not None:
-        _count(meter, table.device_chunks.chunks, batch.plans)
-    return True
+    return table.chunks, table.pointers, constants, _keys(batch.spec, batch.steps, table.keyed)
 
 
 def _point_at_gradients(table: Table, batch: Batch) -> None:

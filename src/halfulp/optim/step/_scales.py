@@ -22,7 +22,7 @@ WINDOWS = {
     torch.float32: (-40, 40, 0),
 }
 # Of a payload under the new scale, before the update is added: float32 holds it, and some binades more.
-_LARGEST_BINADE = 120
+LARGEST_BINADE = 120
 
 
 def with_present_scales(spec: StepSpec, plan: ParameterPlan, constants: Constants, gradient_scale: float) -> Constants:
@@ -94,7 +94,13 @@ def reachable_scale(dtype: torch.dtype, present: float, scale: float, stored: fl
     """
     if stored == 0:
         return scale, 1.0
-    scale = max(scale, math.ldexp(present, max(math.frexp(stored)[1], 0) - _LARGEST_BINADE))
-    if torch.finfo(dtype).max > 2.0**_LARGEST_BINADE:  # a payload that holds the rest of the way itself
+    scale = max(scale, math.ldexp(present, max(math.frexp(stored)[1], 0) - LARGEST_BINADE))
+    if holds_the_rest(dtype):
         scale = min(scale, math.ldexp(present, 126))
+    scale = min(scale, 2.0**126)
     return scale, max(present / scale, 2.0**-126)
+
+
+def holds_the_rest(dtype: torch.dtype) -> bool:
+    """Return whether a payload's own range is wide enough for what a factor in float32's range leaves to do."""
+    return torch.finfo(dtype).max > 2.0**LARGEST_BINADE

@@ -23,38 +23,57 @@ class Columns:
         pointers: how many addresses come first.
         constants: of the rule, behind them.
         keys: behind those.
+        scales: addresses of scales, behind those: of the weight's and of the gradient's.
     """
 
     pointers: int
     constants: int
     keys: int
+    scales: int
 
     @classmethod
     def of(cls, spec: StepSpec) -> Columns:
         """Return the columns of one specification."""
-        return cls(pointer_count(spec), len(spec.rule.constants), draws_of(spec)[2])
+        return cls(pointer_count(spec), len(spec.rule.constants), draws_of(spec)[2], 2 if spec.scaled else 0)
 
     @property
     def count(self) -> int:
         """The number of columns."""
+        return self.scale_address + self.scales
+
+    @property
+    def scale_address(self) -> int:
+        """The column of the address of the weight's scale; that of the gradient's is the next."""
         return self.pointers + self.constants + self.keys
+
+
+def scale_columns(spec: StepSpec) -> tuple[str, ...]:
+    """Return the columns of the table of scales, a row per parameter: the constants that are not the rule's."""
+    return spec.constants[len(spec.rule.constants) :]
 
 
 @functools.cache
 def triton_source(spec: StepSpec) -> str:
-    """The whole module, with the kernel `step(chunks, parameters, meter, aligned)`."""
+    """The whole module, with the kernel `step(chunks, parameters, meter, aligned)`; of scaled parameters also `scales`.
+
+    One that finds the largest magnitudes is given, in place of the meter, the words of the largest so far: int32
+    (parameters, of the weight, of each scaled state, of the payload).
+    """
     start = table(spec).start
     functions = [] if start is None else [piece_source("start_stream", start)]
-    return module_source(
-        [*functions, element_source("element", record_step(spec), _arguments(spec))], _kernel_text(spec)
-    )
+    recorded = record_step(spec, with_payload=spec.finds_amax)
+    return module_source([*functions, element_source("element", recorded, _arguments(spec))], _kernel_text(spec))
 
 
 def _arguments(spec: StepSpec) -> dict[object, str]:
     columns = Columns.of(spec)
     names: dict[object, str] = {j: f"a{j}" for j in range(columns.pointers)}
-    names |= {("constant", k): f"constant{k}" for k in range(columns.constants)}
-    return names | {("counter", k): f"counter{k}" for k in range(columns.keys)}
+    names |= {("constant", k): f"constant{k}" for k in range(len(spec.constants))}
+    return names | {("counter", k): f"counter{k}" for k in range(_counters(spec))}
+
+
+def _counters(spec: StepSpec) -> int:
+    return 0 if spec.finds_amax else Columns.of(spec).keys
 
 
 def _kernel_text(spec: StepSpec) -> str:
@@ -64,8 +83,12 @@ def _kernel_text(spec: StepSpec) -> str:
     reads = [f"a{j} = tl.load(row + {next(at)})" for j in range(columns.pointers)]
     real = ".to(tl.uint32).to(tl.float32, bitcast=True)"
     reads += [f"constant{k} = tl.load(row + {next(at)}){real}" for k in range(columns.constants)]
-    reads += [f"key{k} = tl.load(row + {next(at)})" for k in range(columns.keys)]
-    halves = [f"key{k}.to(tl.uint32), (key{k} >> 32).to(tl.uint32)" for k in range(columns.keys)]
+    reads += [
+        f"constant{columns.constants + j} = tl.load(scales + r * {len(scale_columns(spec))} + {j})"
+        for j in range(len(scale_columns(spec)))
+    ]
+    reads += [f"key{k} = tl.load(row + {next(at)})" for k in range(_counters(spec))]
+    halves = [f"key{k}.to(tl.uint32), (key{k} >> 32).to(tl.uint32)" for k in range(_counters(spec))]
     counters = [f"counter{k} = start_stream({half}, index)" for k, half in enumerate(halves)]
     call = f"element(i, b, {', '.join(_arguments(spec).values())}, lanes, aligned)"
     lines = [
@@ -77,14 +100,16 @@ def _kernel_text(spec: StepSpec) -> str:
         "if aligned:",
         "    begin = tl.multiple_of(begin, 16)",
         "    length = tl.multiple_of(length, 16)",
-        f"row = parameters + tl.load(chunks + 4 * c) * {columns.count}",
+        "r = tl.load(chunks + 4 * c)",
+        f"row = parameters + r * {columns.count}",
         *reads,
         *(_rows(spec.block) if spec.block else _line()),
         *counters,
-        *(_metered(call) if spec.metered else [call]),
+        *(_largest(spec, call) if spec.finds_amax else _metered(call) if spec.metered else [call]),
     ]
     body = "\n".join(f"    {line}" for line in lines)
-    return f"@triton.jit\ndef step(chunks, parameters, meter, aligned: tl.constexpr):\n{body}\n"
+    given = f"chunks, parameters, meter, {'scales, ' if spec.scaled else ''}aligned: tl.constexpr"
+    return f"@triton.jit\ndef step({given}):\n{body}\n"
 
 
 def _line() -> list[str]:
@@ -114,3 +139,18 @@ def _metered(call: str) -> list[str]:
     return lines + [
         f"tl.store(to + {j}, tl.sum(tl.where(lanes, {name}, 0.0).to(tl.float64)))" for j, name in enumerate(METER)
     ]
+
+
+def _largest(spec: StepSpec, call: str) -> list[str]:
+    """Return the lines that raise a parameter's largest words: the order in which programs do does not show."""
+    names = [f"most{j}" for j in range(largest_columns(spec))]
+    lines = [f"{', '.join(names)} = {call}", f"to = meter + r * {len(names)}"]
+    for j, name in enumerate(names):
+        lines.append(f"{name} = tl.where(lanes, {name}, 0).to(tl.int32, bitcast=True)")
+        lines.append(f"tl.atomic_max(to + {j}, tl.max({name}), sem='relaxed')")
+    return lines
+
+
+def largest_columns(spec: StepSpec) -> int:
+    """Return how many largest magnitudes a parameter has: of its weight, its scaled states and its payload."""
+    return 2 + len(spec.scaled_states)

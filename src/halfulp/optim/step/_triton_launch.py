@@ -13,8 +13,10 @@ import torch
 
 from ...kernels import check_bits, note_and_warn_once
 from ...kernels.triton._writer import OPTIONS, load_module
+from ._scale_trial import expected_scales, try_scales
 from ._spec import StepSpec
-from ._triton_kernel import METER, PARTS, TILE, triton_source
+from ._triton_kernel import METER, PARTS, TILE, largest_columns, scale_columns, triton_source
+from ._triton_scales import LANES, scales_source
 
 VECTOR = 16
 _kernels: dict[tuple[StepSpec, torch.device], Any] = {}
@@ -37,6 +39,25 @@ class DeviceChunks:
     tensor: torch.Tensor
 
 
+@dataclass(frozen=True)
+class ScaledKernels:
+    """The kernels of a step of scaled parameters, in the order in which they run.
+
+    Attributes:
+        read: fills the table of scales with the present ones.
+        largest: finds the largest magnitudes, under the specification `amax`.
+        choose: chooses the new scales and writes them to their tensors.
+        step: writes weights and states.
+        amax: the specification that finds the largest magnitudes.
+    """
+
+    read: Any
+    largest: Any
+    choose: Any
+    step: Any
+    amax: StepSpec
+
+
 def ready(spec: StepSpec, device: torch.device, trial: Callable) -> Any:
     """Return a kernel, compared with the reference before its first use; None, with a warning, if it cannot be used.
 
@@ -45,13 +66,32 @@ def ready(spec: StepSpec, device: torch.device, trial: Callable) -> Any:
         device: where the parameters lie.
         trial: (spec, run, device) -> what a step on fixed elements writes; by the reference without `run`.
     """
+    return _ready(spec, device, lambda: _checked(spec, device, trial))
+
+
+def ready_scaled(spec: StepSpec, amax: StepSpec, device: torch.device, trial: Callable) -> ScaledKernels | None:
+    """Do what `ready` does for the kernels of a step of scaled parameters; `amax` finds the largest magnitudes."""
+
+    def load() -> ScaledKernels:
+        scales = load_module(scales_source(spec))
+        largest, step = _checked(amax, device, trial), _checked(spec, device, trial)
+        kernels = ScaledKernels(scales["read_scales"], largest, scales["choose_scales"], step, amax)
+
+        def choose(pointers, constants, keys, addresses, words) -> torch.Tensor:
+            parameters = parameter_table(spec, device, pointers, constants, keys, addresses)
+            return choose_scales(spec, kernels, parameters, len(words), lambda present: words)
+
+        check_bits(f"{spec.name}_scales", lambda: try_scales(spec, device, choose), lambda: expected_scales(spec))
+        return kernels
+
+    return _ready(spec, device, load)
+
+
+def _ready(spec: StepSpec, device: torch.device, load: Callable[[], Any]) -> Any:
     key = (spec, device)
     if key not in _kernels:
         try:
-            kernel = load_module(triton_source(spec))["step"]
-            run = functools.partial(launch, spec, kernel, device)
-            check_bits(spec.name, lambda: trial(spec, run, device), lambda: trial(spec), spec.advice)
-            _kernels[key] = kernel
+            _kernels[key] = load()
         except Exception as error:  # whatever a compiler for another machine may raise
             _kernels[key] = None
             reason = f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"
@@ -60,6 +100,23 @@ def ready(spec: StepSpec, device: torch.device, trial: Callable) -> Any:
                 f"no Triton kernel for optimizer step {spec.name} on {device.type} ({reason}): plain torch instead",
             )
     return _kernels[key]
+
+
+def _checked(spec: StepSpec, device: torch.device, trial: Callable) -> Any:
+    kernel = load_module(triton_source(spec))["step"]
+    run = functools.partial(_run_trial, spec, kernel, device)
+    check_bits(spec.name, lambda: trial(spec, run, device), lambda: trial(spec), spec.advice)
+    return kernel
+
+
+def _run_trial(spec: StepSpec, kernel: Any, device: torch.device, chunks, pointers, constants, keys) -> Any:
+    """Run a kernel under constants that hold the scales too; return the largest magnitudes if it finds them."""
+    own = len(spec.rule.constants)
+    held = _placed(chunks, _are_aligned(pointers), device, None)
+    parameters = parameter_table(spec, device, pointers, constants[:, :own], keys)
+    scales = _to_device(np.ascontiguousarray(constants[:, own:]), device) if spec.scaled else None
+    found = _run(spec, kernel, held, parameters, len(pointers), scales)
+    return found.cpu().numpy().view(np.float32) if spec.finds_amax else None
 
 
 def launch(
@@ -85,18 +142,116 @@ def launch(
     Returns:
         What to give to the next call, and for a metered step a float64 array of shape (chunks, 4) in its order.
     """
-    held = _placed(chunks, (pointers % VECTOR == 0).all(1), device, held)
-    columns = [pointers, constants.view(np.uint32).astype(np.int64), keys.view(np.int64)]
-    parameters = _to_device(np.concatenate(columns, 1), device)
-    count = len(chunks)
-    meter = torch.zeros(count if spec.metered else 0, PARTS, len(METER), dtype=torch.float64, device=device)
-    parts = -(-int(chunks[:, 2].max(initial=0)) // TILE)
-    with torch.cuda.device(device) if device.type == "cuda" else contextlib.nullcontext():
-        for first, last, aligned in ((0, held.aligned, True), (held.aligned, count, False)):
+    held = _placed(chunks, _are_aligned(pointers), device, held)
+    parameters = parameter_table(spec, device, pointers, constants, keys)
+    return held, _counts(spec, _run(spec, kernel, held, parameters, len(pointers)))
+
+
+def launch_scaled(
+    spec: StepSpec,
+    kernels: ScaledKernels,
+    device: torch.device,
+    chunks: np.ndarray,
+    pointers: np.ndarray,
+    constants: np.ndarray,
+    keys: np.ndarray,
+    addresses: np.ndarray,
+    held: DeviceChunks | None = None,
+) -> tuple[DeviceChunks, np.ndarray | None, torch.Tensor]:
+    """Do what `launch` does for scaled parameters, under scales that the device chooses, and write those too.
+
+    Args:
+        spec, device, chunks, pointers, keys, held: as there.
+        kernels: of the step.
+        constants: of the rule.
+        addresses: int64 array of shape (parameters, 2), of the scales of weights and gradients.
+
+    Returns:
+        Also the scales under which the weights are stored, float32 (parameters,) on the device.
+    """
+    held = _placed(chunks, _are_aligned(pointers), device, held)
+    parameters = parameter_table(spec, device, pointers, constants, keys, addresses)
+    count = len(pointers)
+    find = functools.partial(_run, kernels.amax, kernels.largest, held, parameters, count)
+    scales = choose_scales(spec, kernels, parameters, count, find)
+    counts = _counts(spec, _run(spec, kernels.step, held, parameters, count, scales))
+    return held, counts, scales[:, scale_columns(spec).index("new_scale")]
+
+
+def choose_scales(
+    spec: StepSpec,
+    kernels: ScaledKernels,
+    parameters: torch.Tensor,
+    count: int,
+    find_largest: Callable[[torch.Tensor], torch.Tensor],
+) -> torch.Tensor:
+    """Return the table of scales before and after a step, and write the latter to their tensors.
+
+    Args:
+        spec, kernels: of the step.
+        parameters: the parameter table, of `count` rows.
+        count: of parameters.
+        find_largest: (table of present scales) -> words of the largest magnitudes under them.
+    """
+    device, grid = parameters.device, (-(-count // LANES),)
+    scales = torch.empty(count, len(scale_columns(spec)), dtype=torch.float32, device=device)
+    with _on(device):
+        kernels.read[grid](parameters, scales, count, **OPTIONS)
+    largest = find_largest(scales)
+    with _on(device):
+        kernels.choose[grid](parameters, largest, scales, count, **OPTIONS)
+    return scales
+
+
+def parameter_table(
+    spec: StepSpec,
+    device: torch.device,
+    pointers: np.ndarray,
+    constants: np.ndarray,
+    keys: np.ndarray,
+    addresses: np.ndarray | None = None,
+) -> torch.Tensor:
+    """Return the parameter table of `Columns` on a device; without addresses of scales these are 0."""
+    columns = [pointers, np.ascontiguousarray(constants).view(np.uint32).astype(np.int64), keys.view(np.int64)]
+    if spec.scaled:
+        columns.append(np.zeros((len(pointers), 2), np.int64) if addresses is None else addresses)
+    return _to_device(np.concatenate(columns, 1), device)
+
+
+def _run(
+    spec: StepSpec,
+    kernel: Any,
+    held: DeviceChunks,
+    parameters: torch.Tensor,
+    count: int,
+    scales: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """Run a kernel on all chunks; return the meter of the chunks, or the words of the parameters' largest numbers."""
+    chunks, device = len(held.chunks), parameters.device
+    if spec.finds_amax:
+        meter = torch.zeros(count, largest_columns(spec), dtype=torch.int32, device=device)
+    else:
+        meter = torch.zeros(chunks if spec.metered else 0, PARTS, len(METER), dtype=torch.float64, device=device)
+    parts = -(-int(held.chunks[:, 2].max(initial=0)) // TILE)
+    more = () if scales is None else (scales,)
+    with _on(device):
+        for first, last, aligned in ((0, held.aligned, True), (held.aligned, chunks, False)):
             if first < last:
-                grid = (last - first, parts)
-                kernel[grid](held.tensor[first:last], parameters, meter[first:], aligned, **OPTIONS)
-    return held, meter.sum(1).cpu().numpy() if spec.metered else None
+                to = meter if spec.finds_amax else meter[first:]
+                kernel[last - first, parts](held.tensor[first:last], parameters, to, *more, aligned, **OPTIONS)
+    return meter
+
+
+def _counts(spec: StepSpec, meter: torch.Tensor) -> np.ndarray | None:
+    return meter.sum(1).cpu().numpy() if spec.metered else None
+
+
+def _on(device: torch.device) -> contextlib.AbstractContextManager:
+    return torch.cuda.device(device) if device.type == "cuda" else contextlib.nullcontext()
+
+
+def _are_aligned(pointers: np.ndarray) -> np.ndarray:
+    return (pointers % VECTOR == 0).all(1)
 
 
 def _placed(chunks: np.ndarray, rows: np.ndarray, device: torch.device, held: DeviceChunks | None) -> DeviceChunks:

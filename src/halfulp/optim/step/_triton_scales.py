@@ -1,0 +1,102 @@
+"""The Triton source of the kernels on scales: one reads those of all parameters into a table, one chooses the new ones.
+
+Parameters are lanes: a step of any number of them launches each kernel once, and nothing waits for a number.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterable
+
+from ...kernels.triton._writer import module_source, piece_source
+from . import _scale_words as words
+from ._spec import StepSpec, state_pointers
+from ._triton_kernel import Columns, largest_columns, scale_columns
+
+LANES = 128
+
+
+@functools.cache
+def scales_source(spec: StepSpec) -> str:
+    """The whole module of a step specification.
+
+    Its kernels are `read_scales(parameters, scales, count)`, and `choose_scales(parameters, largest, scales, count)`,
+    which also writes the new scales where the parameters and their states keep them. The tables are those of
+    `triton_source`, count their rows.
+    """
+    pieces = [
+        piece_source("weight_scale", words.recorded(words.weight_scale_function(spec.store.dtype), 3)),
+        piece_source("ratio", words.recorded(words.ratio, 3)),
+        piece_source("inverse", words.recorded(words.inverse, 1)),
+    ]
+    for k, codec in spec.scaled_states.items():
+        pieces.append(piece_source(f"state_scale_{k}", words.recorded(words.state_scale_function(codec), 1)))
+    return module_source(pieces, f"{_read_text(spec)}\n\n\n{_choose_text(spec)}")
+
+
+def _read_text(spec: StepSpec) -> str:
+    """Return the source of the kernel that fills the table with the present scales, and with 1 for those to come."""
+    addresses = _addresses(spec)
+    lines = [f"one = tl.full([{LANES}], 1.0, tl.float32)"]
+    for column, name in enumerate(scale_columns(spec)):
+        value = "one"
+        if name in addresses:
+            lines += [_address(name, addresses[name]), f"{name} = tl.load({name}_at, mask=lanes, other=1.0)"]
+            value = name
+        lines.append(f"tl.store(to + {column}, {value}, mask=lanes)")
+    return _kernel("read_scales", "parameters, scales, count", spec, lines)
+
+
+def _choose_text(spec: StepSpec) -> str:
+    """Return the source of the kernel that chooses the new scales from the largest magnitudes."""
+    addresses, columns = _addresses(spec), scale_columns(spec)
+    count = largest_columns(spec)
+    most = [f"tl.load(found + {j}, mask=lanes, other=0).to(tl.uint32, bitcast=True)" for j in range(count)]
+    lines = [
+        f"found = largest + row * {count}",
+        f"present = tl.load(to + {columns.index('weight_scale')}, mask=lanes, other=1.0).to(tl.uint32, bitcast=True)",
+        f"stored = {most[-1]}",
+        f"new_scale = weight_scale(present, {most[0]}, stored)",
+        "weight_inverse = inverse(new_scale)",
+        "weight_ratio = ratio(present, new_scale, stored)",
+        _address("weight_scale", addresses["weight_scale"]),
+        *_stores({name: columns.index(name) for name in ("new_scale", "weight_inverse", "weight_ratio")}),
+        "tl.store(weight_scale_at, new_scale.to(tl.float32, bitcast=True), mask=lanes)",
+    ]
+    for j, k in enumerate(spec.scaled_states, 1):
+        lines += [
+            f"scale_{k} = state_scale_{k}({most[j]})",
+            f"inverse_{k} = inverse(scale_{k})",
+            _address(f"scale_{k}", addresses[f"scale_{k}"]),
+            *_stores({f"inverse_{k}": columns.index(f"inverse_{k}")}),
+            f"tl.store(scale_{k}_at, scale_{k}.to(tl.float32, bitcast=True), mask=lanes)",
+        ]
+    return _kernel("choose_scales", "parameters, largest, scales, count", spec, lines)
+
+
+def _kernel(name: str, arguments: str, spec: StepSpec, lines: Iterable[str]) -> str:
+    """Return the source of a kernel on lanes of parameters."""
+    first = [
+        f"row = (tl.program_id(0) * {LANES} + tl.arange(0, {LANES})).to(tl.int64)",
+        "lanes = row < count",
+        f"own = parameters + row * {Columns.of(spec).count}",
+        f"to = scales + row * {len(scale_columns(spec))}",
+    ]
+    body = "\n".join(f"    {line}" for line in [*first, *lines])
+    return f"@triton.jit\ndef {name}({arguments}):\n{body}"
+
+
+def _addresses(spec: StepSpec) -> dict[str, int]:
+    """Return the columns of the parameter table that hold the addresses of present scales, by their names."""
+    first = Columns.of(spec).scale_address
+    states = state_pointers(spec)
+    found = {"weight_scale": first, "gradient_scale": first + 1}
+    return found | {f"scale_{k}": states[k] + 1 for k in spec.scaled_states}
+
+
+def _address(name: str, column: int) -> str:
+    return f"{name}_at = tl.load(own + {column}, mask=lanes, other=0).to(tl.pointer_type(tl.float32))"
+
+
+def _stores(columns: dict[str, int]) -> list[str]:
+    return [f"tl.store(to + {j}, {name}.to(tl.float32, bitcast=True), mask=lanes)" for name, j in columns.items()]

@@ -1,0 +1,271 @@
+"""Steps of scaled parameters by Triton: weights, states and scales as the reference's, and nothing waits for a number."""
+
+import contextlib
+import os
+import subprocess
+import sys
+import warnings
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
+
+import halfulp as hu
+from halfulp.kernels import engine, same_bits
+from halfulp.kernels.triton._writer import OPTIONS, load_module
+from halfulp.optim.states._float8 import PAYLOADS
+from halfulp.optim.step import _triton_launch
+from halfulp.optim.step._run import amax_spec
+from halfulp.optim.step._triton_kernel import triton_source
+from halfulp.optim.step._triton_scales import scales_source
+from halfulp.scaled import ScaledTensor
+
+from ...kernels.triton.compiled import inexact
+from ...kernels.triton.source import check_source
+from ..test_rescaling import PAIRS, walk
+
+HALF, BF16, E4M3, E5M2, FP32 = torch.float16, torch.bfloat16, torch.float8_e4m3fn, torch.float8_e5m2, torch.float32
+# Optimizer, its options, weight update, payload, gradient's payload (None: plain), states.
+CASES = [
+    ("AdamW", {"weight_decay": 0.1}, "kahan", HALF, E5M2, "fp8"),
+    ("AdamW", {"amsgrad": True}, "stochastic", BF16, HALF, HALF),
+    ("AdamW", {}, "kahan-stochastic", E5M2, BF16, "8bit"),
+    ("SGD", {"momentum": 0.9}, "nearest", E4M3, E5M2, HALF),
+    ("SGD", {}, "master", HALF, None, None),
+    ("Lion", {}, "stochastic", E5M2, FP32, E5M2),
+    ("AdamW", {}, None, FP32, HALF, HALF),
+]
+SHARES = 4
+WIDE = 2 * 16_384 + 600  # of three chunks
+
+
+def _parameters(seed, dtype, device, wide):
+    """Scaled parameters of many shapes, at the ends of the scales' range, all zeros, infinite and NaN in places."""
+    generator = torch.Generator().manual_seed(seed)
+    made = [ScaledTensor.encode(torch.randn(s, generator=generator), dtype) for s in ((9, 70), (64,), (3,), (0, 2), ())]
+    payload = torch.randn(33, generator=generator)
+    made += [ScaledTensor(payload.to(dtype), scale) for scale in (2.0**-126, 2.0**-100, 2.0**100)]
+    made.append(ScaledTensor(torch.zeros(5, dtype=dtype), 2.0**-126))
+    broken = payload.clone()
+    broken[2], broken[3], broken[30] = torch.nan, torch.inf, -torch.inf
+    made.append(ScaledTensor(broken.to(dtype), 0.5))
+    made.append(ScaledTensor.encode(torch.randn(4, 6, generator=generator), dtype).t())
+    if wide:
+        made.append(ScaledTensor.encode(torch.randn(WIDE, generator=generator), dtype))
+    return [torch.nn.Parameter(value.to(device)) for value in made]
+
+
+def _gradients(seed, step, parameters, dtype):
+    """Gradients of one step: usual, with zeros, infinities and NaN, all zero, then huge and tiny ones in turn."""
+    generator = torch.Generator().manual_seed(seed + step)
+    for number, parameter in enumerate(parameters):
+        value = torch.randn(parameter.shape, generator=generator)
+        if step == 1 and value.numel() > 8:
+            flat = value.view(-1)
+            flat[:3], flat[3], flat[4], flat[5] = 0.0, torch.inf, -torch.inf, torch.nan
+        if step == 2:
+            value = value * 0.0
+        size = {3: 2.0 ** (110 - 20 * (number % 3)), 4: 2.0 ** (-100 - 8 * (number % 3))}.get(step, 1.0)
+        if dtype is None:
+            yield (value * size).to(parameter.device)
+        else:
+            yield ScaledTensor(value.to(dtype).to(parameter.device), size)
+
+
+def _run(chosen, case, seed, device="cpu", steps=5, wide=False):
+    """All that a parameter has after some steps, and the optimizer."""
+    kind, options, update, dtype, gradient, states = case
+    parameters = _parameters(seed, dtype, device, wide)
+    more = {"weight_update": update, "state_dtype": states, "seed": seed, "report_interval": 2, **options}
+    optimizer = getattr(hu.optim, kind)(parameters, lr=1e-2, **more)
+    with engine(chosen):
+        for step in range(steps):
+            for parameter, value in zip(parameters, _gradients(seed, step, parameters, gradient)):
+                parameter.grad = value
+            optimizer.step()
+    held = {}
+    for number, parameter in enumerate(parameters):
+        held[f"{number}.payload"], held[f"{number}.scale"] = parameter.payload.detach(), parameter.scale
+        tensors = optimizer.state[parameter].items()
+        held |= {f"{number}.{name}": value for name, value in tensors if isinstance(value, torch.Tensor)}
+    return {name: value.cpu().clone() for name, value in held.items()}, optimizer
+
+
+def _kept_scales(optimizer):
+    """The scales that the optimizer keeps beside auxiliary tensors."""
+    versions = [plan.payload_version for plan in optimizer._plans.values()]
+    return [float(version.scale) for version in versions if version is not None]
+
+
+def compare(seed, device, share=0, shares=1):
+    """What differs from the reference in a share of the cases; printed when run apart."""
+    torch.set_num_threads(1)
+    warnings.simplefilter("error")
+    found = []
+    with np.errstate(all="ignore"):
+        for number, case in list(enumerate(CASES))[share::shares]:
+            here, a = _run("triton", case, seed, device, wide=number == 0)
+            there, b = _run("reference", case, seed, wide=number == 0)
+            wrong = [name for name in there if not same_bits(here[name], there[name])]
+            pairs = list(zip(a.report().rows, b.report().rows, strict=True))
+            counted = all((m.updates, m.cancelled, m.samples) == (o.updates, o.cancelled, o.samples) for m, o in pairs)
+            if wrong or not counted or here.keys() != there.keys() or _kept_scales(a) != _kept_scales(b):
+                found.append(f"{case}: {wrong} {counted=} {_kept_scales(a)} {_kept_scales(b)}")
+        for update, dtype in PAIRS[share :: 4 * shares] if device == "cpu" else ():
+            broken, *walked = walk(update, dtype, 9, seed, "triton", steps=2)
+            _, *expected = walk(update, dtype, 9, seed, steps=2)
+            if broken or not all(same_bits(a, b) for x, y in zip(walked, expected) for a, b in zip(x, y)):
+                found.append(f"{update} {dtype} on its walk: {broken}")
+    return found
+
+
+class _Operators(TorchDispatchMode):
+    """Counts the operators that compute or copy on a device, and those that make the caller wait."""
+
+    FREE = ("detach", "select", "slice", "view", "alias", "empty", "lift_fresh")
+    RANGES = ("_record_function_enter_new", "_record_function_exit")
+
+    def __init__(self):
+        super().__init__()
+        self.found = []
+
+    def __torch_dispatch__(self, operator, types, arguments=(), options=None):
+        if operator.overloadpacket.__name__ not in self.FREE + self.RANGES:
+            self.found.append(operator.overloadpacket.__name__)
+        return operator(*arguments, **(options or {}))
+
+
+class _Counted:
+    """A kernel that counts its launches."""
+
+    def __init__(self, kernel, launched, name):
+        self.kernel, self.launched, self.name = kernel, launched, name
+
+    def __getitem__(self, grid):
+        self.launched.append(self.name)
+
+        def launch(*arguments, **options):
+            with _disable_current_modes():  # the interpreter's own copies
+                self.kernel[grid](*arguments, **options)
+
+        return launch
+
+
+def launches(count):
+    """Return the operators and the kernels of one step of some parameters; printed when run apart."""
+    parameters = [torch.nn.Parameter(ScaledTensor.encode(torch.randn(48), HALF)) for _ in range(count)]
+    options = {"weight_update": "kahan", "state_dtype": HALF, "report_interval": 0}
+    optimizer, launched = hu.optim.AdamW(parameters, lr=1e-2, **options), []
+    with engine("triton"), np.errstate(all="ignore"):
+        for step in range(3):
+            for parameter in parameters:
+                parameter.grad = ScaledTensor.encode(torch.randn(48), HALF)
+            if step == 2:
+                ((key, kernels),) = [pair for pair in _triton_launch._kernels.items() if pair[0][0].scaled]
+                names = ("read", "largest", "choose", "step")
+                counted = {name: _Counted(getattr(kernels, name), launched, name) for name in names}
+                _triton_launch._kernels[key] = _triton_launch.ScaledKernels(**counted, amax=kernels.amax)
+            with _Operators() if step == 2 else contextlib.nullcontext() as operators:
+                optimizer.step()
+        _triton_launch._kernels[key] = kernels
+    return sorted(operators.found), launched
+
+
+def _interpreted(expression, *arguments):
+    """Print the value of an expression on this module in a process in which Triton is interpreted."""
+    pytest.importorskip("triton", reason="Triton is not installed")
+    code = "import sys; sys.path.insert(0, sys.argv[1]); import tests.optim.step.test_triton_scaled as test\n"
+    command = [sys.executable, "-c", f"{code}print({expression})", str(Path(__file__).parents[3]), *map(str, arguments)]
+    run = subprocess.run(command, env={**os.environ, "TRITON_INTERPRET": "1"}, capture_output=True, text=True)
+    assert run.returncode == 0, run.stderr[-2000:]
+    return run.stdout.strip()
+
+
+def test_interpreted_scaled_steps_equal_the_reference_bit_for_bit(seed):
+    """A quarter of the cases, which the seed picks: interpreted, all take minutes."""
+    assert _interpreted("test.compare(int(sys.argv[2]), 'cpu', int(sys.argv[2]) % 4, 4)", seed) == "[]"
+
+
+def test_a_scaled_step_launches_as_much_for_many_parameters_as_for_one_and_reads_nothing():
+    operators, launched = eval(_interpreted("test.launches(2)"))
+    more = eval(_interpreted("test.launches(150)"))
+    assert launched == ["read", "largest", "choose", "step"]
+    assert (operators, launched) == more
+    assert operators == ["zeros", "zeros"], "of the largest magnitudes, and of a meter without rows"
+
+
+def _spec(case, metered=False):
+    kind, options, update, dtype, gradient, states = case
+    parameter = torch.nn.Parameter(ScaledTensor.encode(torch.randn(64, 64), dtype))
+    optimizer = getattr(hu.optim, kind)([parameter], lr=1e-2, weight_update=update, state_dtype=states, **options)
+    spec = optimizer._new_plan(optimizer.param_groups[0], 0, PAYLOADS[gradient or FP32]).spec
+    return spec.metered_twin if metered else spec
+
+
+@pytest.mark.parametrize("metered", [False, True])
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_every_kind_of_scaled_step_is_written_in_what_triton_can_compile(case, metered):
+    spec = _spec(case, metered)
+    for one in (spec, amax_spec(spec)):
+        text = triton_source(one)
+        assert text == triton_source.__wrapped__(one), "not deterministic"
+        assert {"element", "step"} <= check_source(text)
+    assert {"read_scales", "choose_scales", "weight_scale", "ratio"} <= check_source(scales_source(spec))
+
+
+@pytest.mark.parametrize("capability", [80, 90])
+@pytest.mark.parametrize(("case", "metered"), [(CASES[0], False), (CASES[2], True), (CASES[4], False)], ids=str)
+def test_the_compiler_fuses_and_flushes_nothing_in_scaled_steps(case, metered, capability, monkeypatch, tmp_path):
+    triton = pytest.importorskip("triton", "3.5", reason="Triton is not installed, or older than 3.5")
+    from triton.backends.compiler import GPUTarget
+
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
+    spec = _spec(case, metered)
+    scales = load_module(scales_source(spec))
+    table = {"parameters": "*i64", "scales": "*fp32", "count": "i32"}
+    step = {"chunks": "*i64", "parameters": "*i64", "meter": "*fp64", "scales": "*fp32", "aligned": "constexpr"}
+    kernels = [
+        (load_module(triton_source(spec))["step"], step),
+        (load_module(triton_source(amax_spec(spec)))["step"], {**step, "meter": "*i32"}),
+        (scales["read_scales"], table),
+        (scales["choose_scales"], {"parameters": "*i64", "largest": "*i32", "scales": "*fp32", "count": "i32"}),
+    ]
+    for kernel, types in kernels:
+        whole = {(place,): [["tt.divisibility", 16]] for place, kind in enumerate(types.values()) if kind[0] == "*"}
+        switches = {(4,): True} if "aligned" in types else {}
+        source = triton.compiler.ASTSource(kernel, types, switches, whole)
+        ptx = triton.compile(source, target=GPUTarget("cuda", capability, 32), options=OPTIONS).asm["ptx"]
+        lines = [[w for w in line.split() if w[0] != "@"] for line in ptx.splitlines() if line.startswith("\t")]
+        instructions = [words[0] for words in lines if words]
+        assert not inexact(instructions)
+        if types.get("meter") == "*i32":
+            assert any(i.startswith("atom") and i.endswith("max.s32") for i in instructions)
+
+
+@pytest.mark.cuda
+@pytest.mark.parametrize("share", range(SHARES))
+def test_scaled_steps_on_a_gpu_equal_the_reference_bit_for_bit(seed, share):
+    pytest.importorskip("triton", reason="Triton is not installed")
+    assert compare(seed, "cuda", share, SHARES) == []
+
+
+@pytest.mark.cuda
+def test_a_scaled_step_waits_for_nothing():
+    """Scales are read, chosen and written on the device: torch's debug mode raises where a step would wait."""
+    pytest.importorskip("triton", reason="Triton is not installed")
+    values = [torch.randn(n, 64, device="cuda") for n in (1, 40, 3000)]
+    parameters = [torch.nn.Parameter(ScaledTensor.encode(value, HALF)) for value in values]
+    options = {"weight_update": "kahan", "state_dtype": HALF, "report_interval": 0}
+    optimizer = hu.optim.AdamW(parameters, lr=1e-2, **options)
+    before = [parameter.payload.detach().clone() for parameter in parameters]
+    for step in range(5):
+        for parameter in parameters:
+            parameter.grad = ScaledTensor.encode(torch.randn(parameter.shape, device="cuda"), HALF)
+        torch.cuda.set_sync_debug_mode("error" if step > 1 else "default")
+        try:
+            optimizer.step()
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+    assert not any(torch.equal(parameter.payload, old) for parameter, old in zip(parameters, before))
