@@ -83,6 +83,7 @@ def test_the_engine_names_what_it_needs(monkeypatch):
 
 
 def test_a_kernel_that_cannot_be_built_is_told_and_leaves_the_step_right(monkeypatch):
+    from halfulp.kernels.triton import _launch
     from halfulp.optim.step import _triton_launch as _triton
 
     def refuse(source):
@@ -91,7 +92,7 @@ def test_a_kernel_that_cannot_be_built_is_told_and_leaves_the_step_right(monkeyp
     monkeypatch.setenv("TRITON_INTERPRET", "1")
     monkeypatch.setattr(hu.kernels._engine, "_why_missing", lambda name: "")
     monkeypatch.setattr(_triton, "load_module", refuse)
-    monkeypatch.setattr(_triton, "_kernels", {})
+    monkeypatch.setattr(_launch, "_kernels", {})
     case = ("lion", "kahan", "bf16", None, torch.bfloat16)
     with pytest.warns(RuntimeWarning, match="no Triton kernel .* no compiler here"):
         told = _run("triton", 1, *case)[0]
