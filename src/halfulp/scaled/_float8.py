@@ -11,6 +11,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from ..kernels import define_operator, under_transform, untraced
+from ..subclass._choice import choose
 from . import _powers_of_two as _powers
 from ._dtypes import EIGHT_BITS, check_storage
 from ._operands import make_scaled, to_float32, to_storage
@@ -139,7 +140,7 @@ def rms_scale_float32(values: Tensor, storage: torch.dtype) -> Tensor:
     rms = (finite.square().sum() / finite.count_nonzero().clamp(min=1)).sqrt()
     scale = _powers.round_to_power(level * rms, "nearest")
     least = _powers.round_to_power(amax / torch.finfo(storage).max, "up")
-    return torch.where(amax > 0, torch.maximum(scale, least), _powers.ZERO_SCALE)
+    return choose(amax > 0, torch.maximum(scale, least), _powers.ZERO_SCALE)
 
 
 def _cast_plain(x: Tensor, forward: torch.dtype | None, backward: torch.dtype | None) -> Tensor:

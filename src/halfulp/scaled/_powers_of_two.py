@@ -8,6 +8,8 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
+from ..subclass._choice import choose
+
 PowerRounding = Literal["down", "up", "nearest"]
 POWER_ROUNDINGS = ("down", "up", "nearest")
 
@@ -75,7 +77,7 @@ def as_scale(scale: Tensor | float, device: torch.device | str | None = None) ->
     value = float(scale)
     if not SMALLEST <= value <= LARGEST or math.frexp(value)[0] != 0.5:
         raise ValueError(f"scale={value!r}: allowed are powers of two from 2**-126 to 2**127, and None")
-    return torch.tensor(value, dtype=torch.float32, device=device)
+    return torch.full((), value, dtype=torch.float32, device=device)  # torch.tensor would copy it to the device
 
 
 def concrete_value(scale: Tensor) -> float | None:
@@ -85,7 +87,12 @@ def concrete_value(scale: Tensor) -> float | None:
 
 def is_concrete(x: Tensor) -> bool:
     """Return whether values can be read for free: eagerly on the CPU."""
-    return type(x) is Tensor and x.device.type == "cpu" and not torch.compiler.is_dynamo_compiling()
+    return x.device.type == "cpu" and is_plain(x)
+
+
+def is_plain(x: Tensor) -> bool:
+    """Return whether x is computed now: it is no stand-in of a tracer for a tensor of later calls."""
+    return type(x) is Tensor and not torch.compiler.is_dynamo_compiling()
 
 
 def product(*factors: Tensor | float) -> tuple[Tensor, Tensor | float]:
@@ -111,7 +118,7 @@ def product(*factors: Tensor | float) -> tuple[Tensor, Tensor | float]:
 
 def compute_once(scale: Tensor) -> Tensor:
     """Return a traced scale that compilers materialize, so that its inputs are not computed again at every use."""
-    return torch.as_strided_copy(scale, (), ())
+    return scale if is_plain(scale) else torch.as_strided_copy(scale, (), ())
 
 
 def maximum_scale(*scales: Tensor) -> Tensor:
@@ -134,7 +141,7 @@ def deciding_scale(*scales: Tensor) -> Tensor:
     if None not in values:
         others = [value for value in values if ZERO_SCALE < value < HUGE]
         return torch.tensor(max(others or values), dtype=torch.float32, device="cpu")
-    scale = maximum_scale(*(torch.where(scale < HUGE, scale, ZERO_SCALE) for scale in scales))
+    scale = maximum_scale(*(choose(scale < HUGE, scale, ZERO_SCALE) for scale in scales))
     return compute_once(torch.where(scale == ZERO_SCALE, maximum_scale(*scales), scale))
 
 
