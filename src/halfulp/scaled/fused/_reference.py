@@ -1,0 +1,87 @@
+"""The fused operations in plain torch: what their kernels are compared with before their first use on a device."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from ...subclass._choice import choose
+
+SMALLEST, LARGEST, HUGE = 2.0**-126, 2.0**127, 2.0**100
+INFINITE = (torch.float16, torch.float8_e5m2)
+
+
+def saturated_to(values: Tensor, storage: torch.dtype) -> Tensor:
+    """Round float32 values once; finite ones beyond the range saturate, infinities stay (or become NaN)."""
+    if storage in (torch.bfloat16, torch.float32):
+        return values.to(storage)
+    largest = torch.finfo(storage).max
+    kept = values if storage in INFINITE else torch.nan
+    return choose(values.isinf(), kept, values.clamp(-largest, largest)).to(storage)
+
+
+def finish(
+    y: Tensor, scales: Sequence[Tensor], storage: torch.dtype, mode: str, number: float, factor: float
+) -> tuple[Tensor, Tensor | None]:
+    """See `_operations.finish`."""
+    held, rest = _factors(y, scales, mode, number)
+    values = y.to(torch.float32)
+    values = values if factor == 1.0 else values * factor
+    return saturated_to(values * rest, storage), held
+
+
+def _factors(y: Tensor, scales: Sequence[Tensor], mode: str, number: float) -> tuple[Tensor | None, Tensor]:
+    one = torch.ones((), dtype=torch.float64, device=y.device)
+    if mode in ("values", "ratio"):
+        over, under = (one, *scales) if mode == "values" else scales
+        return under.clone(), (over.double() / under).clamp(min=SMALLEST).to(torch.float32)
+    if mode == "deviation":
+        held = (one / scales[0]).clamp(SMALLEST, LARGEST).clamp(max=number).to(torch.float32)
+        return held, (one / held).clamp(min=SMALLEST).to(torch.float32)
+    total = one * number
+    for scale in scales:
+        total = total * scale
+    held = total.clamp(SMALLEST, LARGEST).to(torch.float32)
+    return (None, held) if mode == "factor" else (held, (total / held).to(torch.float32))
+
+
+def add(
+    x: Tensor, y: Tensor, sx: Tensor, sy: Tensor, storage: torch.dtype, sign: float, keep: bool
+) -> tuple[Tensor, Tensor]:
+    """See `_operations.add`."""
+    usual = [choose(scale < HUGE, scale, SMALLEST) for scale in (sx, sy)]
+    scale = torch.maximum(*usual)
+    scale = torch.where(scale == SMALLEST, torch.maximum(sx, sy), scale)
+    u, v = (p.to(torch.float32) * (s / scale).clamp(SMALLEST, HUGE) for p, s in ((x, sx), (y, sy)))
+    v = v * sign
+    total = u + v
+    made = saturated_to(total, storage)
+    if keep:
+        is_one_sign = ((u >= 0) & (v >= 0)) | ((u <= 0) & (v <= 0))
+        limits = torch.finfo(storage)
+        least = torch.full_like(total, limits.smallest_normal * limits.eps).copysign(total)
+        wide = made.to(torch.float32)
+        made = torch.where(is_one_sign & (total != 0) & (wide == 0), least, wide).to(storage)
+    return made, scale
+
+
+def affine_factors(
+    s_base: Tensor, sa: Tensor, sb: Tensor, beta_power: float, power: float
+) -> tuple[Tensor, Tensor, Tensor]:
+    """See `_operations.affine_factors`."""
+    base, product = s_base.double(), sa.double() * sb
+    scale = torch.maximum((base * beta_power).clamp(SMALLEST, LARGEST), (product * power).clamp(SMALLEST, LARGEST))
+    of_base, of_product = ((x / scale).clamp(SMALLEST, LARGEST).to(torch.float32) for x in (base, product))
+    return scale.to(torch.float32), of_base, of_product
+
+
+def affine(
+    y: Tensor, base: Tensor, s_base: Tensor, sa: Tensor, sb: Tensor, storage: torch.dtype,
+    beta: float, beta_power: float, alpha: float, power: float,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """See `_operations.affine`."""
+    scale, of_base, of_product = affine_factors(s_base, sa, sb, beta_power, power)
+    total = y.to(torch.float32) * (alpha * of_product) + base.to(torch.float32) * (beta * of_base)
+    return saturated_to(total, storage), scale
