@@ -12,6 +12,7 @@ from halfulp.scaled.fused._device_code import KINDS, MODES, module_text
 
 POINTERS = {0: "*fp32", 1: "*bf16", 2: "*fp16", 3: "*u8", 4: "*u8"}
 FORMS = [("product", count) for count in range(4)] + [("values", 1), ("ratio", 2), ("factor", 2), ("deviation", 1)]
+FORMS += [("paired", 3), ("paired", 4), ("levelled", 2)]
 
 
 @pytest.fixture
@@ -28,7 +29,7 @@ def interpreted(monkeypatch):
 @pytest.mark.parametrize("of", KINDS, ids=str)
 def test_kernels_have_the_bits_of_the_reference(interpreted, of, recwarn):
     """Each is compared on its fixed elements, which have zeros, infinities, NaN and numbers beyond every range."""
-    scales = [torch.tensor(power) for power in (0.5, 4.0, 2.0)]
+    scales = [torch.tensor(power) for power in (0.5, 4.0, 2.0, 0.25)]
     y = torch.randn(3, 5).to(of)
     x = torch.randn(3, 5).to(torch.float16)
     for to in KINDS:
@@ -37,8 +38,8 @@ def test_kernels_have_the_bits_of_the_reference(interpreted, of, recwarn):
         for sign, keep in ((1.0, to in (torch.float16, torch.float8_e5m2)), (-1.0, False)):
             fused.add(x, y, *scales[:2], to, sign, keep)
             fused.add(x, y[0], *scales[:2], to, sign, keep)
-        fused.affine(x, y[0], tuple(scales), to, 1.0, 1.0, 0.75, 0.5)
-    fused.affine_factors(*scales, 1.0, 2.0)
+        fused.affine(x, y[0], tuple(scales[:3]), to, 1.0, 1.0, 0.75, 0.5)
+    fused.affine_factors(*scales[:3], 1.0, 2.0)
     assert fused._checked
     assert all(fused._checked.values())
     assert not recwarn.list
@@ -75,7 +76,7 @@ def _forms() -> list[tuple[str, dict[str, int], dict[str, object]]]:
     found = []
     for of, to in itertools.product(KINDS.values(), KINDS.values()):
         mode, count = FORMS[(3 * of + to) % len(FORMS)]
-        kinds = {"y": of, "out": to, **dict.fromkeys(("s0", "s1", "s2")[count:], of)}
+        kinds = {"y": of, "out": to, **dict.fromkeys(("s0", "s1", "s2", "s3")[count:], of)}
         kinds |= {"out_scale": to} if mode == "factor" else {}
         constants = {"mode": MODES.index(mode), "count": count, "of": of, "to": to, "block": fused.BLOCK}
         found.append(("finish", kinds, constants))

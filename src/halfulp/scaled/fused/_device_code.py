@@ -23,7 +23,7 @@ KINDS = {
     torch.float8_e5m2: 3,
     torch.float8_e4m3fn: 4,
 }
-MODES = ("product", "values", "ratio", "factor", "deviation")
+MODES = ("product", "values", "ratio", "factor", "deviation", "paired", "levelled")
 
 
 def read(pointer, i, lanes, kind: tl.constexpr):
@@ -111,21 +111,28 @@ def at_least_smallest(x):
     return tl.maximum(x, tl.full([], 1.1754943508222875e-38, tl.float64))
 
 
-def factors_of(s0, s1, s2, number, mode: tl.constexpr, count: tl.constexpr):
-    """A result's scale and the factor of its payload, both in float64: see `finish`."""
+def factors_of(s0, s1, s2, s3, number, mode: tl.constexpr, count: tl.constexpr):
+    """A result's scale and two factors of its payload, all in float64: see `finish`."""
     one = tl.full([], 1.0, tl.float64)
     if mode == 0:
         total = product_of(s0, s1, s2, number, count)
-        return within(total), total / within(total)
+        return within(total), total / within(total), one
     elif mode == 1:
-        return scale_in(s0), at_least_smallest(one / scale_in(s0))
+        return scale_in(s0), at_least_smallest(one / scale_in(s0)), one
     elif mode == 2:
-        return scale_in(s1), at_least_smallest(scale_in(s0) / scale_in(s1))
+        return scale_in(s1), at_least_smallest(scale_in(s0) / scale_in(s1)), one
     elif mode == 3:
-        return one, within(product_of(s0, s1, s2, number, count))
-    else:
+        return one, within(product_of(s0, s1, s2, number, count)), one
+    elif mode == 4:
         scale = tl.minimum(within(one / scale_in(s0)), one * number)
-        return scale, at_least_smallest(one / scale)
+        return scale, at_least_smallest(one / scale), one
+    elif mode == 5:
+        total = product_of(s0, s1, s2, number, count - 1)
+        pair = scale_in(s1) * scale_in(s2) if count == 3 else scale_in(s2) * scale_in(s3)
+        return within(total), total / within(total), one / within(pair)
+    else:
+        total = product_of(s0, s1, s2, number, count)
+        return within(total), total / within(total), one / scale_in(s1)
 
 
 def product_of(s0, s1, s2, number, count: tl.constexpr):
@@ -141,17 +148,17 @@ def product_of(s0, s1, s2, number, count: tl.constexpr):
 
 
 def finish(
-    y, s0, s1, s2, out, out_scale, n, factor, number,
+    y, s0, s1, s2, s3, out, out_scale, n, factor, number,
     mode: tl.constexpr, count: tl.constexpr, of: tl.constexpr, to: tl.constexpr, block: tl.constexpr,
 ):  # fmt: skip
     program = tl.program_id(0)
-    scale, rest = factors_of(s0, s1, s2, number, mode, count)
+    scale, rest, extra = factors_of(s0, s1, s2, s3, number, mode, count)
     if mode != 3:  # noqa: SIM102 (a constant, and a value of the program)
         if program == 0:
             tl.store(out_scale, scale.to(tl.float32))
     i = program.to(tl.int64) * block + tl.arange(0, block)
     lanes = i < n
-    values = read(y, i, lanes, of) * factor * rest.to(tl.float32)
+    values = read(y, i, lanes, of) * factor * extra.to(tl.float32) * rest.to(tl.float32)
     tl.store(out + i, rounded(values, to), mask=lanes)
 
 

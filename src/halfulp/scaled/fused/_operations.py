@@ -16,11 +16,12 @@ from torch import Tensor
 
 from ...kernels import check_bits, note_and_warn_once, select_engine
 from ...kernels.triton._writer import OPTIONS, load_module
+from .. import _powers_of_two as _powers
 from . import _reference as reference
 from ._device_code import KINDS, MODES, module_text
 
 BLOCK = 1024
-MOST_SCALES = 3
+MOST_SCALES = 4
 # Elements on which kernels are compared.
 ROWS, COLUMNS = 8, 515
 SPECIAL = (0.0, -0.0, torch.inf, -torch.inf, torch.nan, 65504.0, 65520.0, -1e9, 57344.0, 448.0, 464.0, 2.0**-25, 1e-30)
@@ -33,7 +34,7 @@ def engaged(x: Any) -> bool:
     if type(x) is not Tensor or torch.compiler.is_dynamo_compiling():
         return False
     device = x.device.type
-    return device in ("cuda", "cpu") and select_engine(device) == "triton"
+    return device in ("cuda", "cpu") and not _powers.is_concrete(x) and select_engine(device) == "triton"
 
 
 def finish(
@@ -48,11 +49,13 @@ def finish(
 
     Args:
         y: a payload of any storage, or values in float32.
-        scales: at most three.
+        scales: at most three, and for "paired" four.
         storage: of the result.
         mode: "product": the scale is that of all scales and the number, within the range of scales, and the factor what
             is beyond; "values": one scale, of values; "ratio": the second of two, of a payload under the first;
-            "factor": no scale, the factor is the product; "deviation": the smaller of the number and 1 / scale.
+            "factor": no scale, the factor is the product; "deviation": the smaller of the number and 1 / scale;
+            "paired": "product" without the last scale, divided by the product of the last two; "levelled": "product",
+            divided by the second scale.
         number: a power of two.
         factor: of the payload.
     """
@@ -212,7 +215,7 @@ def _fixed(payloads: tuple[Tensor, ...], scales: int) -> list[Tensor]:
         values = torch.randn(shape, generator=generator) * 2.0 ** torch.randint(-24, 20, shape, generator=generator)
         values.view(-1)[: len(SPECIAL)] = torch.tensor(SPECIAL)
         found.append(reference.saturated_to(values.flip(-1) if found else values, x.dtype))
-    return found + [torch.tensor(power, dtype=torch.float32) for power in (2.0**-3, 2.0**5, 2.0)[:scales]]
+    return found + [torch.tensor(power, dtype=torch.float32) for power in (2.0**-3, 2.0**5, 2.0, 2.0**-2)[:scales]]
 
 
 def _is_dense(x: Tensor) -> bool:

@@ -26,25 +26,34 @@ def finish(
     y: Tensor, scales: Sequence[Tensor], storage: torch.dtype, mode: str, number: float, factor: float
 ) -> tuple[Tensor, Tensor | None]:
     """See `_operations.finish`."""
-    held, rest = _factors(y, scales, mode, number)
+    held, rest, extra = _factors(y, scales, mode, number)
     values = y.to(torch.float32)
     values = values if factor == 1.0 else values * factor
+    values = values if extra is None else values * extra
     return saturated_to(values * rest, storage), held
 
 
-def _factors(y: Tensor, scales: Sequence[Tensor], mode: str, number: float) -> tuple[Tensor | None, Tensor]:
+def _factors(
+    y: Tensor, scales: Sequence[Tensor], mode: str, number: float
+) -> tuple[Tensor | None, Tensor, Tensor | None]:
     one = torch.ones((), dtype=torch.float64, device=y.device)
     if mode in ("values", "ratio"):
         over, under = (one, *scales) if mode == "values" else scales
-        return under.clone(), (over.double() / under).clamp(min=SMALLEST).to(torch.float32)
+        return under.clone(), (over.double() / under).clamp(min=SMALLEST).to(torch.float32), None
     if mode == "deviation":
         held = (one / scales[0]).clamp(SMALLEST, LARGEST).clamp(max=number).to(torch.float32)
-        return held, (one / held).clamp(min=SMALLEST).to(torch.float32)
+        return held, (one / held).clamp(min=SMALLEST).to(torch.float32), None
+    extra = None
+    if mode == "paired":
+        extra = (one / (scales[-2].double() * scales[-1]).clamp(SMALLEST, LARGEST)).to(torch.float32)
+        scales = scales[:-1]
+    if mode == "levelled":
+        extra = (one / scales[1]).to(torch.float32)
     total = one * number
     for scale in scales:
         total = total * scale
     held = total.clamp(SMALLEST, LARGEST).to(torch.float32)
-    return (None, held) if mode == "factor" else (held, (total / held).to(torch.float32))
+    return (None, held, extra) if mode == "factor" else (held, (total / held).to(torch.float32), extra)
 
 
 def add(
