@@ -15,20 +15,21 @@ from collections.abc import Callable, Iterator
 from unittest import mock
 
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils._pytree import tree_leaves
 
 import halfulp as hu
 from halfulp.scaled import ScaledTensor, _derivation
 from halfulp.scaled import _powers_of_two as _powers
+from halfulp.scaled.fused import _operations as fused
+from halfulp.scaled.rules.products import _bilinear
 
 STORAGES = ("float32", "bfloat16", "float16", "fp8 products")
-# What asks for a number, or whose size depends on values; what torch copies from a number of the host.
-_ASKING = ("_local_scalar_dense", "nonzero", "is_nonzero", "equal", "item", "masked_select", "unique", "_unique2")
-_COPYING = ("lift_fresh", "where.ScalarOther", "where.ScalarSelf", "where.Scalar")
-# What reads a constant that is a tensor.
-_READING = ("masked_fill.Tensor", "masked_fill_.Tensor", "index_fill.int_Tensor", "index_fill_.int_Tensor")
-_IDLE = ("promote_types", "result_type", "empty", "new_empty", "empty_like", "detach", "alias", "_unsafe_view", "lift_fresh", "_reshape_alias", "set_")
+# What asks for a number, or whose size depends on values; what torch copies from the host; what reads a constant.
+_WAITING = {"_local_scalar_dense", "nonzero", "is_nonzero", "equal", "item", "masked_select", "_unique2"}
+_WAITING |= {"lift_fresh", "where.ScalarOther", "where.ScalarSelf", "where.Scalar"}
+_WAITING |= {"masked_fill.Tensor", "masked_fill_.Tensor", "index_fill.int_Tensor", "index_fill_.int_Tensor"}
+_IDLE = ("promote_types", "result_type", "detach", "alias", "_unsafe_view", "lift_fresh", "_reshape_alias", "set_")
 # These copy, then write.
 _TWO = ("masked_fill", "index_put", "scatter", "index_add", "index_copy", "index_fill")
 
@@ -54,9 +55,8 @@ class _Counting(TorchDispatchMode):
         name, overload = operator._schema.name.removeprefix("aten::"), operator._overloadname
         place = _caller(), f"{name}.{overload}"
         given = tree_leaves((arguments, options or {}))
-        if name in _ASKING or {name, f"{name}.{overload}"} & {*_COPYING, *_READING}:
-            self.counts.synchronisations[place] += 1
-        elif name == "index" and any(x.dtype in (torch.bool, torch.uint8) for x in given[1:]):
+        has_mask = name == "index" and any(x.dtype in (torch.bool, torch.uint8) for x in given[1:])
+        if has_mask or {name, f"{name}.{overload}"} & _WAITING:
             self.counts.synchronisations[place] += 1
         if not operator.is_view and name not in _IDLE and not name.startswith(("empty", "new_empty")):
             self.counts.launches[place] += 1 + (name in _TWO)
@@ -85,9 +85,33 @@ def blind() -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def counting() -> Iterator[Counts]:
-    """Count what runs inside, as on an accelerator."""
-    with blind(), _Counting() as mode:
+def fused_kernels(counts: Counts | None = None) -> Iterator[None]:
+    """Let rules take their fused kernels, computed by the reference of each, and count one launch for each."""
+
+    def run(key, launch, plain, payloads, scales):
+        if counts is not None:
+            counts.launches[_caller(), f"fused {key[0]}"] += 1
+        with _disable_current_modes():
+            return plain(*payloads, *scales)
+
+    def multiply(operator, a, b):
+        if counts is not None:
+            counts.launches[_caller(), "wide product"] += 1
+        with _disable_current_modes():
+            return operator(a.to(torch.float32), b.to(torch.float32))
+
+    with (
+        mock.patch.object(fused, "engaged", lambda x: type(x) is torch.Tensor),
+        mock.patch.object(fused, "_run", run),
+        mock.patch.object(_bilinear, "wide_product", multiply),
+    ):
+        yield
+
+
+@contextlib.contextmanager
+def counting(with_kernels: bool = True) -> Iterator[Counts]:
+    """Count what runs inside, as on an accelerator, with fused kernels or without Triton."""
+    with blind(), _Counting() as mode, fused_kernels(mode.counts) if with_kernels else contextlib.nullcontext():
         yield mode.counts
 
 
@@ -123,7 +147,7 @@ def training(storage: str) -> dict[str, Callable[[], object]]:
     }
 
 
-def counted(storage: str) -> dict[str, Counts]:
+def counted(storage: str, with_kernels: bool = True) -> dict[str, Counts]:
     """The counts of each part of the second training step."""
     parts = training(storage)
     with blind():
@@ -131,7 +155,7 @@ def counted(storage: str) -> dict[str, Counts]:
             part()
     found = {}
     for name, part in parts.items():
-        with counting() as found[name]:
+        with counting(with_kernels) as found[name]:
             part()
     del found["clear"]
     return found
@@ -142,9 +166,10 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--storage", choices=("plain", *STORAGES), action="append")
     parser.add_argument("--most", type=int, default=0, help="so many places of each part are printed")
+    parser.add_argument("--without-kernels", action="store_true", help="as without Triton")
     given = parser.parse_args()
     for storage in given.storage or ("plain", *STORAGES):
-        for part, counts in counted(storage).items():
+        for part, counts in counted(storage, not given.without_kernels).items():
             launches, waits = sum(counts.launches.values()), sum(counts.synchronisations.values())
             print(f"{storage:14} {part:14} {launches:6} launches {waits:5} synchronisations")
             for kind in (counts.synchronisations, counts.launches):

@@ -16,7 +16,8 @@ from . import _powers_of_two as _powers
 from ._dtypes import EIGHT_BITS, check_storage
 from ._operands import make_scaled, to_float32, to_storage
 from ._registry import implements
-from ._scaled_tensor import ScaledTensor
+from ._scaled_tensor import ScaledTensor, wrap
+from .fused import _operations as fused
 
 SIDE = 16  # torch._scaled_mm takes multiples of this
 
@@ -117,8 +118,8 @@ def eight_bit_product(a: Tensor, b: Tensor, factor: float) -> Tensor:
     """Return factor a b in float32 by torch._scaled_mm, which takes contiguous rows of a and columns of b."""
     a = a if a.stride(1) == 1 else _copied(a, torch.contiguous_format)
     b = b if b.stride(0) == 1 else _copied(b.t(), torch.contiguous_format).t()
-    one = torch.ones((), dtype=torch.float32, device=a.device)
-    return torch._scaled_mm(a, b, scale_a=one, scale_b=one * factor, out_dtype=torch.float32)
+    one, other = (torch.full((), x, dtype=torch.float32, device=a.device) for x in (1.0, factor))
+    return torch._scaled_mm(a, b, scale_a=one, scale_b=other, out_dtype=torch.float32)
 
 
 def _copied(x: Tensor, memory_format: torch.memory_format) -> Tensor:
@@ -165,6 +166,8 @@ def cast_scaled(x: ScaledTensor, forward: torch.dtype | None, backward: torch.dt
         return x.clone()
     payload = to_float32(x)
     level = rms_scale_float32(payload, forward)
+    if fused.engaged(payload):
+        return wrap(*fused.finish(payload, (x._scale, level), forward, "levelled"), x.dtype)
     scale, rest = _powers.product(x._scale, level)
     return make_scaled(_powers.times(payload / level, rest), scale, forward, x.dtype)
 

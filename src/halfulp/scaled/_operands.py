@@ -16,8 +16,8 @@ from ._dtypes import EIGHT_BITS, common_storage, smallest
 from ._powers_of_two import PowerRounding
 from ._registry import ComplexOperand
 from ._scaled_tensor import ScaledTensor, wrap
-
-_INFINITE = (torch.float16, torch.float8_e5m2)
+from .fused import _operations as fused
+from .fused._reference import saturated_to
 
 
 def selectable_payload(x: ScaledTensor) -> Tensor:
@@ -40,9 +40,9 @@ def to_storage(values: Tensor, storage: torch.dtype) -> Tensor:
         return values.to(storage)
     if _fits(values, storage):
         return values.to(storage)
-    largest = torch.finfo(storage).max
-    kept = values if storage in _INFINITE else torch.nan
-    return choose(values.isinf(), kept, values.clamp(-largest, largest)).to(storage)
+    if fused.engaged(values):
+        return fused.finish(values, (), storage, "factor")[0]
+    return saturated_to(values, storage)
 
 
 def _rounded_to_odd(values: Tensor) -> Tensor:
@@ -110,6 +110,9 @@ def decode_values(x: ScaledTensor, dtype: torch.dtype | None = None) -> Tensor:
     dtype = dtype or x.dtype
     wide = torch.float64 if dtype == torch.float64 else torch.float32
     value = _powers.concrete_value(x._scale)
+    if wide == torch.float32 and x._payload.dtype != wide and fused.engaged(x._payload):
+        scaled = fused.finish(x._payload, (x._scale,), wide, "factor")[0]
+        return scaled if dtype == wide else scaled.to(dtype)
     if value is not None and type(x._payload) is Tensor and x._payload.dtype != wide:
         scaled = x._payload.to(wide)  # memory of its own: no second pass for the scale 1, no third tensor for others
         scaled = scaled if value == 1.0 else scaled.mul_(value)
