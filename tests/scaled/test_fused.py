@@ -11,6 +11,8 @@ from halfulp.scaled.fused import _operations as fused
 from halfulp.scaled.fused._device_code import KINDS, MODES, module_text
 
 POINTERS = {0: "*fp32", 1: "*bf16", 2: "*fp16", 3: "*u8", 4: "*u8"}
+INTEGERS = ("n", "period", "programs", "loops")
+NUMBERS = ("factor", "number", "sign", "beta", "beta_power", "alpha", "power", "limit", "of_zeros")
 FORMS = [("product", count) for count in range(4)] + [("values", 1), ("ratio", 2), ("factor", 2), ("deviation", 1)]
 FORMS += [("paired", 3), ("paired", 4), ("levelled", 2)]
 
@@ -38,6 +40,7 @@ def test_kernels_have_the_bits_of_the_reference(interpreted, of, recwarn):
         for sign, keep in ((1.0, to in (torch.float16, torch.float8_e5m2)), (-1.0, False)):
             fused.add(x, y, *scales[:2], to, sign, keep)
             fused.add(x, y[0], *scales[:2], to, sign, keep)
+        fused.level(y, to, 1.0)
         fused.affine(x, y[0], tuple(scales[:3]), to, 1.0, 1.0, 0.75, 0.5)
     fused.affine_factors(*scales[:3], 1.0, 2.0)
     assert fused._checked
@@ -62,10 +65,12 @@ def _signature(name: str, kernel: object, kinds: dict[str, int], constants: dict
     for argument in kernel.arg_names:
         if argument in constants:
             found[argument] = "constexpr"
-        elif argument in ("n", "period"):
+        elif argument in INTEGERS:
             found[argument] = "i32"
-        elif argument in ("factor", "number", "sign", "beta", "beta_power", "alpha", "power"):
+        elif argument in NUMBERS:
             found[argument] = "fp32"
+        elif argument == "parts":
+            found[argument] = "*fp64"
         else:
             found[argument] = POINTERS[kinds.get(argument, 0)]
     return found
@@ -85,7 +90,8 @@ def _forms() -> list[tuple[str, dict[str, int], dict[str, object]]]:
         found.append(("add", {"x": 2, "y": of, "out": to}, both))
         of_two = {"of_y": of, "of_base": 2, "to": to, **same}
         found.append(("affine", {"y": of, "base": 2, "out": to}, of_two))
-    return [*found, ("affine_factors", {}, {})]
+    found += [("measure", {"y": of}, {"of": of, "block": fused.BLOCK}) for of in KINDS.values()]
+    return [*found, ("affine_factors", {}, {}), ("level", {}, {"block": fused.PARTS})]
 
 
 @pytest.mark.parametrize("capability", [80, 90])

@@ -11,13 +11,13 @@ from torch import Tensor
 from torch.nn import functional
 
 from ..kernels import define_operator, under_transform, untraced
-from ..subclass._choice import choose
 from . import _powers_of_two as _powers
 from ._dtypes import EIGHT_BITS, check_storage
 from ._operands import make_scaled, to_float32, to_storage
 from ._registry import implements
 from ._scaled_tensor import ScaledTensor, wrap
 from .fused import _operations as fused
+from .fused._reference import level
 
 SIDE = 16  # torch._scaled_mm takes multiples of this
 
@@ -133,15 +133,8 @@ def rms_scale_float32(values: Tensor, storage: torch.dtype) -> Tensor:
     """
     if not values.numel():
         return torch.full((), _powers.ZERO_SCALE, dtype=torch.float32, device=values.device)
-    finite = torch.nan_to_num(values, 0.0, 0.0, 0.0)
-    amax = finite.abs().amax()
-    # Divided by a power of two next to amax, so that no square that matters leaves float32's range.
-    level = _powers.round_to_power(amax)
-    finite = finite / level
-    rms = (finite.square().sum() / finite.count_nonzero().clamp(min=1)).sqrt()
-    scale = _powers.round_to_power(level * rms, "nearest")
-    least = _powers.round_to_power(amax / torch.finfo(storage).max, "up")
-    return choose(amax > 0, torch.maximum(scale, least), _powers.ZERO_SCALE)
+    measured = fused.level if fused.engaged(values) else level
+    return measured(values, storage, _powers.ZERO_SCALE)
 
 
 def _cast_plain(x: Tensor, forward: torch.dtype | None, backward: torch.dtype | None) -> Tensor:
@@ -164,12 +157,13 @@ def cast_scaled(x: ScaledTensor, forward: torch.dtype | None, backward: torch.dt
     """Bring a payload to a root mean square of about 1 and round it; the scale takes the factor."""
     if forward is None:
         return x.clone()
+    if fused.engaged(x._payload) and x.numel():
+        measured = rms_scale_float32(x._payload, forward)
+        return wrap(*fused.finish(x._payload, (x._scale, measured), forward, "levelled"), x.dtype)
     payload = to_float32(x)
-    level = rms_scale_float32(payload, forward)
-    if fused.engaged(payload):
-        return wrap(*fused.finish(payload, (x._scale, level), forward, "levelled"), x.dtype)
-    scale, rest = _powers.product(x._scale, level)
-    return make_scaled(_powers.times(payload / level, rest), scale, forward, x.dtype)
+    measured = rms_scale_float32(payload, forward)
+    scale, rest = _powers.product(x._scale, measured)
+    return make_scaled(_powers.times(payload / measured, rest), scale, forward, x.dtype)
 
 
 def _remember(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:

@@ -226,9 +226,47 @@ def affine_factors(s_base, sa, sb, out_scale, out_base, out_product, beta_power,
     tl.store(out_product, of_product.to(tl.float32))
 
 
+def measure(y, parts, n, programs, loops, of: tl.constexpr, block: tl.constexpr):
+    program = tl.program_id(0)
+    largest = tl.zeros([block], tl.float32)
+    squares = tl.zeros([block], tl.float64)
+    count = tl.zeros([block], tl.int32)
+    k = 0
+    while k < loops:
+        i = (program + k * programs).to(tl.int64) * block + tl.arange(0, block)
+        size = tl.abs(read(y, i, i < n, of))
+        size = tl.where(size < float("inf"), size, 0.0)
+        largest = tl.maximum(largest, size)
+        squares += size.to(tl.float64) * size.to(tl.float64)
+        count += (size > 0).to(tl.int32)
+        k += 1
+    tl.store(parts + program, tl.max(largest, axis=0).to(tl.float64))
+    tl.store(parts + programs + program, tl.sum(squares, axis=0))
+    tl.store(parts + 2 * programs + program, tl.sum(count, axis=0).to(tl.float64))
+
+
+def power_at(x, add: tl.constexpr):
+    """The power of two below a positive number, of whose bits something is added first."""
+    x = within(x).to(tl.float32)
+    return ((x.to(tl.uint32, bitcast=True) + add) & 0x7F800000).to(tl.float32, bitcast=True)
+
+
+def level(parts, out, programs, limit, of_zeros, block: tl.constexpr):
+    i = tl.arange(0, block)
+    lanes = i < programs
+    largest = tl.max(tl.load(parts + i, mask=lanes, other=0.0), axis=0)
+    squares = tl.sum(tl.load(parts + programs + i, mask=lanes, other=0.0), axis=0)
+    count = tl.sum(tl.load(parts + 2 * programs + i, mask=lanes, other=0.0), axis=0)
+    one = tl.full([], 1.0, tl.float64)
+    nearest = power_at(tl.sqrt(squares / tl.maximum(count, one)), 0x800000 - 0x3504F3)
+    needed = power_at(largest / (one * limit), 0x7FFFFF)
+    tl.store(out, tl.where(largest > 0, tl.maximum(nearest, needed), of_zeros))
+
+
 def module_text() -> str:
     """Return the source of a Triton module with all of the kernels."""
     functions: list[Callable[..., object]] = [read, widened, held, rounded, sign_bit, repeated, scale_in, within]
     functions += [at_least_smallest, factors_of, product_of, affine_scales, finish, add, affine, affine_factors]
+    functions += [measure, power_at, level]
     texts = [f"@triton.jit\n{inspect.getsource(function).rstrip()}" for function in functions]
     return "\n\n\n".join(["import triton\nimport triton.language as tl", *texts]) + "\n"

@@ -21,6 +21,8 @@ from . import _reference as reference
 from ._device_code import KINDS, MODES, module_text
 
 BLOCK = 1024
+# Blocks of which a measurement has parts at most.
+PARTS = 1024
 MOST_SCALES = 4
 # Elements on which kernels are compared.
 ROWS, COLUMNS = 8, 515
@@ -149,6 +151,33 @@ def affine_factors(s_base: Tensor, sa: Tensor, sb: Tensor, beta_power: float, po
         return reference.affine_factors(s_base, sa, sb, beta_power, power)
 
     return _run(("affine_factors",), launch, plain, (), (s_base, sa, sb))
+
+
+def level(y: Tensor, storage: torch.dtype, of_zeros: float) -> Tensor:
+    """Return the power of two next to the root mean square of finite non-zero elements, or what the largest needs.
+
+    Args:
+        y: a payload with elements.
+        storage: for which the largest element needs it.
+        of_zeros: what is returned where there is no such element.
+    """
+
+    def launch(kernels: dict[str, Any], y: Tensor) -> tuple[Tensor]:
+        y = _dense(y)
+        blocks = -(-y.numel() // BLOCK)
+        programs = min(blocks, PARTS)
+        parts = torch.empty(3 * programs, dtype=torch.float64, device=y.device)
+        out = torch.empty((), dtype=torch.float32, device=y.device)
+        loops = -(-blocks // programs)
+        kernels["measure"][(programs,)](_bytes(y), parts, y.numel(), programs, loops, KINDS[y.dtype], BLOCK, **OPTIONS)
+        kernels["level"][(1,)](parts, out, programs, torch.finfo(storage).max, of_zeros, PARTS, **OPTIONS)
+        return (out,)
+
+    def plain(y: Tensor) -> tuple[Tensor]:
+        return (reference.level(y, storage, of_zeros),)
+
+    found: Tensor = _run(("level", y.dtype, storage), launch, plain, (y,), ())[0]
+    return found
 
 
 def is_pair(x: Tensor, y: Tensor) -> bool:

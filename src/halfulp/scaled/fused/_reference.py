@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from ...subclass._choice import choose
+from .._powers_of_two import round_to_power
 
 SMALLEST, LARGEST, HUGE = 2.0**-126, 2.0**127, 2.0**100
 INFINITE = (torch.float16, torch.float8_e5m2)
@@ -54,6 +55,19 @@ def _factors(
         total = total * scale
     held = total.clamp(SMALLEST, LARGEST).to(torch.float32)
     return (None, held, extra) if mode == "factor" else (held, (total / held).to(torch.float32), extra)
+
+
+def level(y: Tensor, storage: torch.dtype, of_zeros: float) -> Tensor:
+    """See `_operations.level`."""
+    finite = torch.nan_to_num(y.to(torch.float32), 0.0, 0.0, 0.0)
+    amax = finite.abs().amax()
+    # Divided by a power of two next to amax, so that no square that matters leaves float32's range.
+    near = round_to_power(amax)
+    finite = finite / near
+    rms = (finite.square().sum() / finite.count_nonzero().clamp(min=1)).sqrt()
+    scale = round_to_power(near * rms, "nearest")
+    least = round_to_power(amax / torch.finfo(storage).max, "up")
+    return choose(amax > 0, torch.maximum(scale, least), of_zeros)
 
 
 def add(
