@@ -58,9 +58,16 @@ class _Counting(TorchDispatchMode):
         has_mask = name == "index" and any(x.dtype in (torch.bool, torch.uint8) for x in given[1:])
         if has_mask or {name, f"{name}.{overload}"} & _WAITING:
             self.counts.synchronisations[place] += 1
-        if not operator.is_view and name not in _IDLE and not name.startswith(("empty", "new_empty")):
+        results = operator(*arguments, **(options or {}))
+        if operator.is_view or name in ("contiguous", "reshape"):
+            self.counts.launches[place] += not _is_same_memory(results, given[0])  # such as `to` another dtype
+        elif name not in _IDLE and not name.startswith(("empty", "new_empty")):
             self.counts.launches[place] += 1 + (name in _TWO)
-        return operator(*arguments, **(options or {}))
+        return results
+
+
+def _is_same_memory(results, x) -> bool:
+    return all(y.untyped_storage().data_ptr() == x.untyped_storage().data_ptr() for y in tree_leaves(results))
 
 
 def _caller() -> str:
@@ -90,7 +97,7 @@ def fused_kernels(counts: Counts | None = None) -> Iterator[None]:
 
     def run(key, launch, plain, payloads, scales):
         if counts is not None:
-            counts.launches[_caller(), f"fused {key[0]}"] += 1
+            counts.launches[_caller(), f"fused {key[0]}"] += 1 + (key[0] == "level")
         with _disable_current_modes():
             return plain(*payloads, *scales)
 
