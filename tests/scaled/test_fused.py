@@ -14,7 +14,7 @@ POINTERS = {0: "*fp32", 1: "*bf16", 2: "*fp16", 3: "*u8", 4: "*u8"}
 INTEGERS = ("n", "period", "programs", "loops")
 NUMBERS = ("factor", "number", "sign", "beta", "beta_power", "alpha", "power", "limit", "of_zeros")
 FORMS = [("product", count) for count in range(4)] + [("values", 1), ("ratio", 2), ("factor", 2), ("deviation", 1)]
-FORMS += [("paired", 3), ("paired", 4), ("levelled", 2)]
+FORMS += [("paired", 3), ("paired", 4), ("levelled", 2), ("brought", 2)]
 
 
 @pytest.fixture

@@ -92,6 +92,13 @@ def make_scaled_to_fit(values: Tensor, scale: Tensor, storage: torch.dtype, dtyp
     return make_scaled(_powers.times(values / power, rest), total, storage, dtype)
 
 
+def payload_under(x: ScaledTensor, scale: Tensor) -> Tensor:
+    """Return the float32 payload under a deciding scale: see `brought_under`."""
+    if fused.engaged(x._payload):
+        return fused.finish(x._payload, (x._scale, scale), torch.float32, "brought")[0]
+    return _powers.brought_under(to_float32(x), x._scale, scale)
+
+
 def keep_nonzero(x: ScaledTensor, exact: Tensor) -> ScaledTensor:
     """Replace what rounding made 0 by the payload's smallest number, with the sign of the unrounded value.
 

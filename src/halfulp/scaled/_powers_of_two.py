@@ -141,6 +141,10 @@ def deciding_scale(*scales: Tensor) -> Tensor:
     if None not in values:
         others = [value for value in values if ZERO_SCALE < value < HUGE]
         return torch.tensor(max(others or values), dtype=torch.float32, device="cpu")
+    if len(scales) > 1 and is_plain(scales[0]) and len({scale.device for scale in scales}) == 1:
+        held = torch.stack(scales)
+        usual = choose(held < HUGE, held, ZERO_SCALE).amax()
+        return torch.where(usual == ZERO_SCALE, held.amax(), usual)
     scale = maximum_scale(*(choose(scale < HUGE, scale, ZERO_SCALE) for scale in scales))
     return compute_once(torch.where(scale == ZERO_SCALE, maximum_scale(*scales), scale))
 
@@ -159,9 +163,10 @@ def brought_under(payload: Tensor, scale: Tensor, other: Tensor) -> Tensor:
 
     Traced, the factor is at most 2^100, so that nothing but a product is to be computed.
     """
-    factor = ratio(scale, other)
-    if isinstance(factor, Tensor):
-        return times(payload, factor.clamp(max=HUGE))
+    over, under = concrete_value(scale), concrete_value(other)
+    if over is None or under is None:
+        return times(payload, (scale / other).clamp(SMALLEST, HUGE))
+    factor = over / under
     moved = times(payload, factor)
     largest = torch.finfo(torch.float32).max
     return moved if factor <= HUGE else torch.where(payload.isfinite(), moved.clamp(-largest, largest), payload)

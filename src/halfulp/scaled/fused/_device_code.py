@@ -23,7 +23,7 @@ KINDS = {
     torch.float8_e5m2: 3,
     torch.float8_e4m3fn: 4,
 }
-MODES = ("product", "values", "ratio", "factor", "deviation", "paired", "levelled")
+MODES = ("product", "values", "ratio", "factor", "deviation", "paired", "levelled", "brought")
 
 
 def read(pointer, i, lanes, kind: tl.constexpr):
@@ -130,6 +130,9 @@ def factors_of(s0, s1, s2, s3, number, mode: tl.constexpr, count: tl.constexpr):
         total = product_of(s0, s1, s2, number, count - 1)
         pair = scale_in(s1) * scale_in(s2) if count == 3 else scale_in(s2) * scale_in(s3)
         return within(total), total / within(total), one / within(pair)
+    elif mode == 7:
+        huge = tl.full([], 1.2676506002282294e30, tl.float64)
+        return scale_in(s1), tl.minimum(at_least_smallest(scale_in(s0) / scale_in(s1)), huge), one
     else:
         total = product_of(s0, s1, s2, number, count)
         return within(total), total / within(total), one / scale_in(s1)

@@ -57,7 +57,7 @@ def finish(
             is beyond; "values": one scale, of values; "ratio": the second of two, of a payload under the first;
             "factor": no scale, the factor is the product; "deviation": the smaller of the number and 1 / scale;
             "paired": "product" without the last scale, divided by the product of the last two; "levelled": "product",
-            divided by the second scale.
+            divided by the second scale; "brought": "ratio" with a factor of at most 2^100.
         number: a power of two.
         factor: of the payload.
     """

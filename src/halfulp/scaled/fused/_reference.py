@@ -38,9 +38,10 @@ def _factors(
     y: Tensor, scales: Sequence[Tensor], mode: str, number: float
 ) -> tuple[Tensor | None, Tensor, Tensor | None]:
     one = torch.ones((), dtype=torch.float64, device=y.device)
-    if mode in ("values", "ratio"):
+    if mode in ("values", "ratio", "brought"):
         over, under = (one, *scales) if mode == "values" else scales
-        return under.clone(), (over.double() / under).clamp(min=SMALLEST).to(torch.float32), None
+        most = HUGE if mode == "brought" else None
+        return under.clone(), (over.double() / under).clamp(min=SMALLEST, max=most).to(torch.float32), None
     if mode == "deviation":
         held = (one / scales[0]).clamp(SMALLEST, LARGEST).clamp(max=number).to(torch.float32)
         return held, (one / held).clamp(min=SMALLEST).to(torch.float32), None

@@ -20,8 +20,8 @@ from .._operands import (
     logical_of,
     make_scaled_to_fit,
     operand,
+    payload_under,
     storage_of,
-    to_float32,
 )
 from .._scaled_tensor import ScaledTensor, wrap
 from ..fused import _operations as fused
@@ -139,7 +139,7 @@ def align(*operands: Any) -> tuple[list[Tensor], Tensor, torch.dtype, torch.dtyp
     tensors = [operand(x, like) for x in operands]
     scale = _powers.deciding_scale(*(x._scale for x in tensors))
     storage = storage_of(operands)
-    payloads = [_powers.brought_under(to_float32(x), x._scale, scale) for x in tensors]
+    payloads = [payload_under(x, scale) for x in tensors]
     payloads = [_saturated(p, given, storage) for p, given in zip(payloads, operands)]
     return payloads, scale, storage, logical_of(operands)
 

@@ -33,7 +33,7 @@ from ..._powers_of_two import power_of
 from ..._registry import implements
 from ..._scaled_tensor import ScaledTensor, wrap
 from ...fused import _operations as fused
-from .._results import align, make_result, sqrt_of_count, value_of
+from .._results import align, is_fused, make_result, sqrt_of_count, value_of
 from ._wide_products import wide_product
 
 aten = torch_operators("aten")
@@ -202,11 +202,17 @@ def mul(a: Any, b: Any) -> Tensor:
     dtype = logical_of((a, b))
     if not isinstance(b, Tensor):
         mantissa, power = split_number(b)
+        if is_fused(a._payload, (a._scale,), a._payload.dtype, 0.0) and power > _powers.SMALLEST and not is_symbolic(b):
+            made = fused.finish(a._payload, (a._scale,), a._payload.dtype, number=power, factor=mantissa)
+            return wrap(*made, dtype)
         scale, rest = (zero_scale_like(a), 1.0) if power == _powers.ZERO_SCALE else _powers.product(a._scale, power)
         if type(mantissa) is float and mantissa == 1.0 and type(rest) is float and rest == 1.0:
             return wrap(a._payload.clone(), scale, dtype)
         return make_result(to_float32(a) * mantissa, scale, rest, a._payload.dtype, dtype)
     like = first_scaled((a, b))
+    if type(a) is type(b) is ScaledTensor and fused.engaged(a._payload) and fused.engaged(b._payload):
+        storage = torch.float32 if a is b else storage_of((a, b))
+        return wrap(*fused.finish(to_float32(a) * to_float32(b), (a._scale, b._scale), storage), dtype)
     x, y = addend(a, like, among_zeros=False), addend(b, like, among_zeros=False)
     scale, rest = _powers.product(x._scale, y._scale)
     # Compilers split addcmul_(g, g) of a second moment: squares need twice the range of what is squared.
