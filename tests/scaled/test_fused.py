@@ -14,7 +14,7 @@ POINTERS = {0: "*fp32", 1: "*bf16", 2: "*fp16", 3: "*u8", 4: "*u8"}
 INTEGERS = ("n", "period", "programs", "loops")
 NUMBERS = ("factor", "number", "sign", "beta", "beta_power", "alpha", "power", "limit", "of_zeros")
 FORMS = [("product", count) for count in range(4)] + [("values", 1), ("ratio", 2), ("factor", 2), ("deviation", 1)]
-FORMS += [("paired", 3), ("paired", 4), ("levelled", 2), ("brought", 2)]
+FORMS += [("paired", 3), ("paired", 4), ("levelled", 2), ("brought", 2), ("held", 1)]
 
 
 @pytest.fixture
@@ -82,7 +82,7 @@ def _forms() -> list[tuple[str, dict[str, int], dict[str, object]]]:
     for of, to in itertools.product(KINDS.values(), KINDS.values()):
         mode, count = FORMS[(3 * of + to) % len(FORMS)]
         kinds = {"y": of, "out": to, **dict.fromkeys(("s0", "s1", "s2", "s3")[count:], of)}
-        kinds |= {"out_scale": to} if mode == "factor" else {}
+        kinds |= {"out_scale": to} if mode in ("factor", "held") else {}
         constants = {"mode": MODES.index(mode), "count": count, "of": of, "to": to, "block": fused.BLOCK}
         found.append(("finish", kinds, constants))
         same = {"same": bool((of + to) % 2), "block": fused.BLOCK}

@@ -23,7 +23,7 @@ KINDS = {
     torch.float8_e5m2: 3,
     torch.float8_e4m3fn: 4,
 }
-MODES = ("product", "values", "ratio", "factor", "deviation", "paired", "levelled", "brought")
+MODES = ("product", "values", "ratio", "factor", "deviation", "paired", "levelled", "brought", "held")
 
 
 def read(pointer, i, lanes, kind: tl.constexpr):
@@ -130,6 +130,8 @@ def factors_of(s0, s1, s2, s3, number, mode: tl.constexpr, count: tl.constexpr):
         total = product_of(s0, s1, s2, number, count - 1)
         pair = scale_in(s1) * scale_in(s2) if count == 3 else scale_in(s2) * scale_in(s3)
         return within(total), total / within(total), one / within(pair)
+    elif mode == 8:
+        return one, one, one
     elif mode == 7:
         huge = tl.full([], 1.2676506002282294e30, tl.float64)
         return scale_in(s1), tl.minimum(at_least_smallest(scale_in(s0) / scale_in(s1)), huge), one
@@ -156,12 +158,15 @@ def finish(
 ):  # fmt: skip
     program = tl.program_id(0)
     scale, rest, extra = factors_of(s0, s1, s2, s3, number, mode, count)
-    if mode != 3:  # noqa: SIM102 (a constant, and a value of the program)
+    if mode != 3 and mode != 8:  # noqa: SIM102 (a constant, and a value of the program)
         if program == 0:
             tl.store(out_scale, scale.to(tl.float32))
     i = program.to(tl.int64) * block + tl.arange(0, block)
     lanes = i < n
     values = read(y, i, lanes, of) * factor * extra.to(tl.float32) * rest.to(tl.float32)
+    if mode == 8:
+        most = tl.full([], 3.3895313892515355e38, tl.float64)
+        values = held(values, tl.minimum(most / scale_in(s0), most).to(tl.float32))
     tl.store(out + i, rounded(values, to), mask=lanes)
 
 

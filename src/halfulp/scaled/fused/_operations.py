@@ -57,7 +57,8 @@ def finish(
             is beyond; "values": one scale, of values; "ratio": the second of two, of a payload under the first;
             "factor": no scale, the factor is the product; "deviation": the smaller of the number and 1 / scale;
             "paired": "product" without the last scale, divided by the product of the last two; "levelled": "product",
-            divided by the second scale; "brought": "ratio" with a factor of at most 2^100.
+            divided by the second scale; "brought": "ratio" with a factor of at most 2^100; "held": no scale and
+            no factors, finite elements stay within bfloat16's range under the scale, and as values.
         number: a power of two.
         factor: of the payload.
     """
@@ -65,7 +66,7 @@ def finish(
     def launch(kernels: dict[str, Any], y: Tensor, *scales: Tensor) -> tuple[Tensor, Any]:
         y = _dense(y)
         out = torch.empty_like(y, dtype=storage)
-        scale = None if mode == "factor" else torch.empty((), dtype=torch.float32, device=y.device)
+        scale = None if mode in ("factor", "held") else torch.empty((), dtype=torch.float32, device=y.device)
         given, made = _bytes(y), _bytes(out)
         held = [*scales, *(y,) * (MOST_SCALES - len(scales))]
         kernels["finish"][_grid(y)](

@@ -27,6 +27,12 @@ def finish(
     y: Tensor, scales: Sequence[Tensor], storage: torch.dtype, mode: str, number: float, factor: float
 ) -> tuple[Tensor, Tensor | None]:
     """See `_operations.finish`."""
+    if mode == "held":
+        most = torch.finfo(torch.bfloat16).max
+        limit = (most / scales[0]).clamp(max=most)
+        wide = y.to(torch.float32)
+        clamped = torch.minimum(torch.maximum(wide, -limit), limit)
+        return saturated_to(torch.where(wide.isfinite(), clamped, wide), storage), None
     held, rest, extra = _factors(y, scales, mode, number)
     values = y.to(torch.float32)
     values = values if factor == 1.0 else values * factor
