@@ -27,11 +27,12 @@ from halfulp.scaled.rules.products import _bilinear
 STORAGES = ("float32", "bfloat16", "float16", "fp8 products")
 # What asks for a number, or whose size depends on values; what torch copies from the host; what reads a constant.
 _WAITING = {"_local_scalar_dense", "nonzero", "is_nonzero", "equal", "item", "masked_select", "_unique2"}
-_WAITING |= {"lift_fresh", "where.ScalarOther", "where.ScalarSelf", "where.Scalar"}
-_WAITING |= {"masked_fill.Tensor", "masked_fill_.Tensor", "index_fill.int_Tensor", "index_fill_.int_Tensor"}
+_WAITING |= {"lift_fresh", "masked_fill.Tensor", "masked_fill_.Tensor"}
+_WAITING |= {"index_fill.int_Tensor", "index_fill_.int_Tensor"}
 _IDLE = ("promote_types", "result_type", "detach", "alias", "_unsafe_view", "lift_fresh", "_reshape_alias", "set_")
-# These copy, then write.
-_TWO = ("masked_fill", "index_put", "scatter", "index_add", "index_copy", "index_fill")
+# These copy, then write, or make a number first.
+_TWO = {"masked_fill", "index_put", "scatter", "index_add", "index_copy", "index_fill"}
+_TWO |= {"where.ScalarOther", "where.ScalarSelf", "where.Scalar"}
 
 
 @dataclasses.dataclass
@@ -62,7 +63,7 @@ class _Counting(TorchDispatchMode):
         if operator.is_view or name in ("contiguous", "reshape"):
             self.counts.launches[place] += not _is_same_memory(results, given[0])  # such as `to` another dtype
         elif name not in _IDLE and not name.startswith(("empty", "new_empty")):
-            self.counts.launches[place] += 1 + (name in _TWO)
+            self.counts.launches[place] += 1 + bool({name, f"{name}.{overload}"} & _TWO)
         return results
 
 
@@ -122,8 +123,14 @@ def counting(with_kernels: bool = True) -> Iterator[Counts]:
         yield mode.counts
 
 
-def training(storage: str) -> dict[str, Callable[[], object]]:
-    """The parts of a training step of the two-layer GPT, in a storage, or of a plain one: to be called in order."""
+class Training(dict[str, Callable[[], object]]):
+    """The parts of a training step, to be called in order, and the model."""
+
+    model: torch.nn.Module
+
+
+def training(storage: str) -> Training:
+    """A training step of the two-layer GPT, in a storage, or of a plain one."""
     from halfulp.trials.tasks._gpt import GPT
     from halfulp.trials.tasks._gpt_scaled import FusedBlock
 
@@ -145,13 +152,17 @@ def training(storage: str) -> dict[str, Callable[[], object]]:
         held.clear()
         optimizer.zero_grad()
 
-    return {
-        "forward": forward,
-        "backward": lambda: held["loss"].backward(),
-        "clipping": lambda: torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0, foreach=False),
-        "torch's AdamW": lambda: optimizer.step(),
-        "clear": clear,
-    }
+    parts = Training(
+        {
+            "forward": forward,
+            "backward": lambda: held["loss"].backward(),
+            "clipping": lambda: torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0, foreach=False),
+            "torch's AdamW": lambda: optimizer.step(),
+            "clear": clear,
+        }
+    )
+    parts.model = model
+    return parts
 
 
 def counted(storage: str, with_kernels: bool = True) -> dict[str, Counts]:

@@ -14,7 +14,6 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 from ..kernels import torch_operators
 from ..subclass import collective_rule, functional_form, is_collective, is_written, note_fallback
-from ..subclass._choice import choose
 from . import _lost_updates
 from ._encode import lazy_conjugates
 from ._operands import (
@@ -191,7 +190,7 @@ def _keep_second_moment(x: Any, added: Any, total: Any) -> Any:
         return total
     held = make_scaled_to_fit(to_float32(total), total._scale, x._payload.dtype, total.dtype)
     before, squares = to_float32(x), to_float32(added)
-    return keep_nonzero(held, choose((before >= 0) & (squares >= 0), torch.maximum(before, squares), 0.0))
+    return keep_nonzero(held, torch.where((before >= 0) & (squares >= 0), torch.maximum(before, squares), 0.0))
 
 
 def _viewed_in_place(operator: OpOverload, functional: OpOverload, x: ScaledTensor, *arguments: Any) -> ScaledTensor:

@@ -9,7 +9,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..subclass._choice import choose
 from ..subclass._stand_ins import stand_ins
 from . import _powers_of_two as _powers
 from ._dtypes import EIGHT_BITS, common_storage, smallest
@@ -248,7 +247,7 @@ def scale_beside_stand_ins(
         return rms_scale(x, torch.float32)
     if _powers.is_concrete(x) or x.dtype == torch.float64:
         large = x <= -size if is_negative else stand_ins(x, size, among_zeros)
-        scale = rms_scale(choose(large & ~large.all(), 0.0, x), torch.float32)
+        scale = rms_scale(torch.where(large & ~large.all(), 0.0, x), torch.float32)
         amax = torch.nan_to_num(x.detach().to(torch.float64), 0.0, 0.0, 0.0).abs().amax()
     else:
         x = x.detach().to(torch.float32)
@@ -266,7 +265,7 @@ def _measured_at_once(x: Tensor, is_other: Tensor) -> tuple[Tensor, Tensor]:
     Squares that leave float32's range leave the largest magnitude to go by; so do tensors of nothing but stand-ins.
     """
     size = torch.nan_to_num(x.abs(), 0.0, 0.0, 0.0)
-    others = choose(is_other, size, 0.0)
+    others = torch.where(is_other, size, 0.0)
     amax, top = size.amax(), others.amax()
     squares, count = others.square().sum(), others.count_nonzero().clamp(min=1)
     has_range = (squares > _ORDINARY[0] ** 2) & squares.isfinite()

@@ -12,7 +12,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..subclass._choice import choose
 from ..subclass._stand_ins import stand_ins
 from . import _powers_of_two as _powers
 from ._operands import LEAST_STAND_IN, STAND_IN, encode_values, is_stand_in_free, operand, scale_beside_stand_ins
@@ -76,7 +75,7 @@ def large_elements(
     size = _size_of(like._payload.dtype, factor)
     x = x.detach()
     if inverse:
-        x = choose(x == 0, 0.0, x.reciprocal())
+        x = torch.where(x == 0, 0.0, x.reciprocal())
     if is_stand_in_free(x, size, is_negative=False):
         return None
     large = stand_ins(x, size, among_zeros)

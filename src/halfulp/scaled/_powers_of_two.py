@@ -8,8 +8,6 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from ..subclass._choice import choose
-
 PowerRounding = Literal["down", "up", "nearest"]
 POWER_ROUNDINGS = ("down", "up", "nearest")
 
@@ -143,9 +141,9 @@ def deciding_scale(*scales: Tensor) -> Tensor:
         return torch.tensor(max(others or values), dtype=torch.float32, device="cpu")
     if len(scales) > 1 and is_plain(scales[0]) and len({scale.device for scale in scales}) == 1:
         held = torch.stack(scales)
-        usual = choose(held < HUGE, held, ZERO_SCALE).amax()
+        usual = torch.where(held < HUGE, held, ZERO_SCALE).amax()
         return torch.where(usual == ZERO_SCALE, held.amax(), usual)
-    scale = maximum_scale(*(choose(scale < HUGE, scale, ZERO_SCALE) for scale in scales))
+    scale = maximum_scale(*(torch.where(scale < HUGE, scale, ZERO_SCALE) for scale in scales))
     return compute_once(torch.where(scale == ZERO_SCALE, maximum_scale(*scales), scale))
 
 

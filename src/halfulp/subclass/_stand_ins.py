@@ -5,8 +5,6 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ._choice import choose
-
 # So many times the largest of the others the least stand-in is: data of a wide range have no such gap.
 _GAP = 2.0**10
 
@@ -26,8 +24,8 @@ def stand_ins(x: Tensor, size: float, among_zeros: bool = True) -> Tensor:
     large = magnitudes >= size
     if not x.numel():
         return large
-    others = choose(large, 0.0, magnitudes).amax()
-    least, largest = choose(large, magnitudes, torch.inf).amin(), magnitudes.amax()
+    others = torch.where(large, 0.0, magnitudes).amax()
+    least, largest = torch.where(large, magnitudes, torch.inf).amin(), magnitudes.amax()
     are_few = 2 * large.count_nonzero() <= x.numel()
     decided = (least >= others * _GAP) & ((least == largest) | are_few)
     return large & (decided if among_zeros else decided & (others > 0))

@@ -7,7 +7,6 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from ...subclass._choice import choose
 from .._powers_of_two import round_to_power
 
 SMALLEST, LARGEST, HUGE = 2.0**-126, 2.0**127, 2.0**100
@@ -20,7 +19,7 @@ def saturated_to(values: Tensor, storage: torch.dtype) -> Tensor:
         return values.to(storage)
     largest = torch.finfo(storage).max
     kept = values if storage in INFINITE else torch.nan
-    return choose(values.isinf(), kept, values.clamp(-largest, largest)).to(storage)
+    return torch.where(values.isinf(), kept, values.clamp(-largest, largest)).to(storage)
 
 
 def finish(
@@ -74,14 +73,14 @@ def level(y: Tensor, storage: torch.dtype, of_zeros: float) -> Tensor:
     rms = (finite.square().sum() / finite.count_nonzero().clamp(min=1)).sqrt()
     scale = round_to_power(near * rms, "nearest")
     least = round_to_power(amax / torch.finfo(storage).max, "up")
-    return choose(amax > 0, torch.maximum(scale, least), of_zeros)
+    return torch.where(amax > 0, torch.maximum(scale, least), of_zeros)
 
 
 def add(
     x: Tensor, y: Tensor, sx: Tensor, sy: Tensor, storage: torch.dtype, sign: float, keep: bool
 ) -> tuple[Tensor, Tensor]:
     """See `_operations.add`."""
-    usual = [choose(scale < HUGE, scale, SMALLEST) for scale in (sx, sy)]
+    usual = [torch.where(scale < HUGE, scale, SMALLEST) for scale in (sx, sy)]
     scale = torch.maximum(*usual)
     scale = torch.where(scale == SMALLEST, torch.maximum(sx, sy), scale)
     u, v = (p.to(torch.float32) * (s / scale).clamp(SMALLEST, HUGE) for p, s in ((x, sx), (y, sy)))

@@ -8,7 +8,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ...subclass._choice import choose
 from .. import _powers_of_two as _powers
 from .._operands import LEAST_STAND_IN, first_scaled, operand, payload_under, storage_of, to_float32
 from .._plain_addends import addend, large_elements, saturated
@@ -73,7 +72,7 @@ def _zeros_scale(scale: Tensor, otherwise: Tensor, storage: torch.dtype, constan
 def _least_scale(constant: ScaledTensor, storage: torch.dtype) -> Tensor:
     largest = torch.finfo(storage).max
     value = torch.nan_to_num(to_float32(constant).abs() * constant._scale, 0.0, 0.0).amax()
-    return _powers.round_to_power(choose(value >= _stand_in(storage), LEAST_STAND_IN, value) / largest, "up")
+    return _powers.round_to_power(torch.where(value >= _stand_in(storage), LEAST_STAND_IN, value) / largest, "up")
 
 
 def constant_payload(constant: ScaledTensor, scale: Tensor, storage: torch.dtype) -> Tensor:

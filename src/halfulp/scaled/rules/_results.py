@@ -10,7 +10,6 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_map
 
-from ...subclass._choice import choose
 from .. import _powers_of_two as _powers
 from .._operands import (
     STAND_IN,
@@ -72,7 +71,7 @@ def make_result(y: Any, scale: Tensor, rest: Tensor | float, storage: torch.dtyp
 def _centred(y: Tensor, scale: Tensor) -> tuple[Tensor, Tensor]:
     """Bring a payload back to about 1: iterations that multiply scales would leave float32's range."""
     amax = torch.nan_to_num(y.abs(), 0.0, 0.0, 0.0).amax()
-    power = _powers.round_to_power(choose(amax > 0, amax, 1.0))
+    power = _powers.round_to_power(torch.where(amax > 0, amax, 1.0))
     total, rest = _powers.product(scale, power)
     return _powers.times(y / power, rest), total
 

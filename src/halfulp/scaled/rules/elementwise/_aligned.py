@@ -10,7 +10,6 @@ from torch import Tensor
 from torch._ops import OpOverload
 
 from ....kernels import torch_operators
-from ....subclass._choice import choose
 from ... import _powers_of_two as _powers
 from ..._dtypes import smallest
 from ..._operands import (
@@ -101,7 +100,7 @@ def _keep_sum_of_one_sign(rounded: ScaledTensor, total: Tensor, scale: Tensor, x
     if _powers.is_concrete(total) and not _has_vanished(rounded, total, scale):
         return rounded
     is_one_sign = ((x >= 0) & (y >= 0)) | ((x <= 0) & (y <= 0))
-    return keep_nonzero(rounded, choose(is_one_sign, total, 0.0))
+    return keep_nonzero(rounded, torch.where(is_one_sign, total, 0.0))
 
 
 def _has_vanished(rounded: ScaledTensor, total: Tensor, scale: Tensor) -> bool:
@@ -268,7 +267,7 @@ def nan_to_num(x: ScaledTensor, nan: Any = None, posinf: Any = None, neginf: Any
     payload = _powers.times(to_float32(x), _powers.ratio(x._scale, scale))
     infinity = float("inf")
     for found, number in zip((payload.isnan(), payload == infinity, payload == -infinity), constants):
-        payload = choose(found, number, payload)
+        payload = torch.where(found, number, payload)
     return payloads_under(payload, [scale], [x])
 
 

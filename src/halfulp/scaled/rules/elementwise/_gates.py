@@ -8,7 +8,6 @@ import torch
 from torch import Tensor
 
 from ....kernels import torch_operators
-from ....subclass._choice import choose
 from ..._operands import first_scaled, operand, selectable_payload, to_float32
 from ..._powers_of_two import ratio, times
 from ..._registry import implements
@@ -68,7 +67,7 @@ def threshold(x: ScaledTensor, threshold: Any, value: Any) -> Tensor:
     """x where it is above the threshold, else a constant, under x's scale."""
     (constant,), scale = constants_under(x, value)
     payload = times(to_float32(x), ratio(x._scale, scale))
-    return payloads_under(choose(value_of(x) <= threshold, constant, payload), [scale], [x])
+    return payloads_under(torch.where(value_of(x) <= threshold, constant, payload), [scale], [x])
 
 
 @implements(aten.log_sigmoid_forward.default, family="gated")

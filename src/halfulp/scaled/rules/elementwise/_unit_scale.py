@@ -10,7 +10,6 @@ from torch import Tensor
 from torch._ops import OpOverload
 
 from ....kernels import present, torch_operators
-from ....subclass._choice import choose
 from ... import _powers_of_two as _powers
 from ..._operands import make_scaled, to_float32
 from ..._registry import implements
@@ -24,7 +23,7 @@ aten = torch_operators("aten")
 def values_to_fit(values: Tensor, scale: Tensor, storage: torch.dtype, dtype: torch.dtype) -> ScaledTensor:
     """Return float32 values under a scale, or under the larger one that the largest finite value needs."""
     if storage not in (torch.float32, torch.bfloat16) and values.numel():
-        largest = choose(values.isfinite(), values, 0.0).abs().amax()
+        largest = torch.where(values.isfinite(), values, 0.0).abs().amax()
         needed = _powers.round_to_power(largest / torch.finfo(storage).max, "up")
         scale = _powers.maximum_scale(scale, needed)
     return make_scaled(_powers.times(values, _powers.ratio(scale_one(values), scale)), scale.clone(), storage, dtype)

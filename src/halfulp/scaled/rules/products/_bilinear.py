@@ -12,7 +12,6 @@ from torch._ops import OpOverload
 
 from ....environment._narrow_products import widened_dtypes
 from ....kernels import torch_operators
-from ....subclass._choice import choose
 from ... import _powers_of_two as _powers
 from ..._derivation import run_on_values
 from ..._dtypes import EIGHT_BITS
@@ -248,7 +247,7 @@ def _powers_of_zeros(divisor: Tensor, rest: Tensor | float) -> Tensor | float:
     value = _powers.concrete_value(divisor)
     if value is not None:
         return rest / _powers.ZERO_SCALE if value == _powers.ZERO_SCALE else rest
-    return choose(divisor == _powers.ZERO_SCALE, 1.0 / _powers.ZERO_SCALE, 1.0) * rest
+    return torch.where(divisor == _powers.ZERO_SCALE, 1.0 / _powers.ZERO_SCALE, 1.0) * rest
 
 
 @implements(aten.div.Tensor_mode, aten.div.Scalar_mode, family="bilinear")
@@ -417,7 +416,7 @@ def addcmul(base: Any, a: Any, b: Any, *, value: Any = 1) -> Tensor:
         return total
     # A second moment: squares need twice the range of what is squared, and an optimizer divides by their roots.
     before = to_float32(base)
-    return keep_nonzero(total, choose(before >= 0, torch.maximum(to_float32(a).abs(), before), 0.0))
+    return keep_nonzero(total, torch.where(before >= 0, torch.maximum(to_float32(a).abs(), before), 0.0))
 
 
 @implements(aten.addcdiv.default, family="bilinear")

@@ -7,7 +7,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ....subclass._choice import choose
 from ..._operands import keep_nonzero, make_scaled_to_fit, operand, to_float32
 from ..._registry import LATER_RULES
 from ..._scaled_tensor import ScaledTensor
@@ -25,7 +24,7 @@ def fma(a: Any, b: Any, c: Any) -> Tensor:
         return held
     # A second moment, as in `addcmul`.
     product, before = to_float32(operand(a, c)), to_float32(c)
-    return keep_nonzero(held, choose((before >= 0) & (product >= 0), torch.maximum(product, before), 0.0))
+    return keep_nonzero(held, torch.where((before >= 0) & (product >= 0), torch.maximum(product, before), 0.0))
 
 
 LATER_RULES["prims::fma"] = fma
