@@ -242,10 +242,13 @@ def _fixed(payloads: tuple[Tensor, ...], scales: int) -> list[Tensor]:
     found: list[Tensor] = []
     for x in payloads:
         shape = (ROWS, COLUMNS) if not found or x.shape == payloads[0].shape else (COLUMNS,)
-        values = torch.randn(shape, generator=generator) * 2.0 ** torch.randint(-24, 20, shape, generator=generator)
-        values.view(-1)[: len(SPECIAL)] = torch.tensor(SPECIAL)
+        values = torch.empty(shape, dtype=torch.float32, device="cpu").normal_(generator=generator)
+        values *= torch.empty_like(values).uniform_(-24, 20, generator=generator).exp2()
+        values.view(-1)[: len(SPECIAL)] = torch.tensor(SPECIAL, dtype=torch.float32, device="cpu")
         found.append(reference.saturated_to(values.flip(-1) if found else values, x.dtype))
-    return found + [torch.tensor(power, dtype=torch.float32) for power in (2.0**-3, 2.0**5, 2.0, 2.0**-2)[:scales]]
+    return found + [
+        torch.full((), power, dtype=torch.float32, device="cpu") for power in (2.0**-3, 2.0**5, 2.0, 2.0**-2)[:scales]
+    ]
 
 
 def _is_dense(x: Tensor) -> bool:
