@@ -32,7 +32,6 @@ from .._operands import (
     encode_values,
     first_scaled,
     logical_of,
-    make_scaled_to_fit,
     operand,
     selectable_payload,
     storage_of,
@@ -41,7 +40,16 @@ from .._operands import (
 from .._registry import implements
 from .._scaled_tensor import ScaledTensor, wrap
 from ._constants import align_with_constants
-from ._results import is_floating, make_result, payloads_under, power_of_scale, scale_one, value_of, values_under
+from ._results import (
+    is_floating,
+    make_result,
+    payloads_under,
+    power_of_scale,
+    scale_one,
+    value_of,
+    values_under,
+    values_under_one,
+)
 
 aten = torch_operators("aten")
 # Operators whose results are elements of the argument, or their negatives: exact in every storage.
@@ -111,9 +119,11 @@ def homogeneous(
 def _homogeneous_rule(operator: OpOverload, degree: int) -> Callable[..., Any]:
     def scaled(x: ScaledTensor, *arguments: Any, **options: Any) -> Any:
         storage, dtype = x._payload.dtype, x.dtype
-        scale, rest = _powers.product(*[x._scale] * degree) if degree > 0 else power_of_scale(x._scale, degree)
         entered = selectable_payload(x) if operator in _PICKING else to_float32(x)
         results = operator(entered, *arguments, **options)
+        if degree > 0:
+            return payloads_under(results, [x._scale] * degree, [x])
+        scale, rest = power_of_scale(x._scale, degree)
         return tree_map(lambda y: make_result(y, scale.clone(), rest, storage, dtype), results)
 
     return scaled
@@ -190,7 +200,7 @@ def _rule_on_values(operator: OpOverload, is_unit: bool) -> Callable[..., Any]:
 def _encode_result(y: Any, storage: torch.dtype, dtype: torch.dtype, is_unit: bool) -> Any:
     if not isinstance(y, Tensor) or not y.is_floating_point() or y.layout != torch.strided:
         return y
-    return make_scaled_to_fit(y, scale_one(y), storage, dtype) if is_unit else encode_values(y, storage, dtype=dtype)
+    return values_under_one(y, storage, dtype) if is_unit else encode_values(y, storage, dtype=dtype)
 
 
 def decoded(*operators: OpOverload, family: str = "own") -> None:
