@@ -1,4 +1,4 @@
-"""Steps of scaled parameters by Triton: weights, states and scales as the reference's, and nothing waits for a number."""
+"""Steps of scaled parameters by Triton: weights, states and scales as the reference writes; nothing is waited for."""
 
 import contextlib
 import os
