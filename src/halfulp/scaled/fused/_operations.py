@@ -66,11 +66,11 @@ def finish(
     def launch(kernels: dict[str, Any], y: Tensor, *scales: Tensor) -> tuple[Tensor, Any]:
         y = _dense(y)
         out = torch.empty_like(y, dtype=storage)
-        scale = None if mode in ("factor", "held") else torch.empty((), dtype=torch.float32, device=y.device)
+        scale = None if mode in ("factor", "held") else _scale_like(*scales, y)
         given, made = _bytes(y), _bytes(out)
-        held = [*scales, *(y,) * (MOST_SCALES - len(scales))]
+        held = (*scales, *(given,) * (MOST_SCALES - len(scales)))
         kernels["finish"][_grid(y)](
-            given, *map(_bytes, held), made, made if scale is None else scale, y.numel(), factor, number,
+            given, *held, made, made if scale is None else scale, y.numel(), factor, number,
             MODES.index(mode), len(scales), KINDS[y.dtype], KINDS[storage], BLOCK, **OPTIONS,
         )  # fmt: skip
         return out, scale
@@ -95,7 +95,7 @@ def add(
     """
 
     def launch(kernels: dict[str, Any], x: Tensor, y: Tensor, sx: Tensor, sy: Tensor) -> tuple[Tensor, Tensor]:
-        out, scale = torch.empty_like(x, dtype=storage), torch.empty((), dtype=torch.float32, device=x.device)
+        out, scale = torch.empty_like(x, dtype=storage), torch.empty_like(sx)
         kernels["add"][_grid(x)](
             _bytes(x), _bytes(y), sx, sy, _bytes(out), scale, x.numel(), y.numel(), sign,
             KINDS[x.dtype], KINDS[y.dtype], KINDS[storage], keep, x.shape == y.shape, BLOCK, **OPTIONS,
@@ -125,7 +125,7 @@ def affine(
     def launch(
         kernels: dict[str, Any], y: Tensor, base: Tensor, s_base: Tensor, sa: Tensor, sb: Tensor
     ) -> tuple[Tensor, Tensor]:
-        out, scale = torch.empty_like(y, dtype=storage), torch.empty((), dtype=torch.float32, device=y.device)
+        out, scale = torch.empty_like(y, dtype=storage), torch.empty_like(s_base)
         kernels["affine"][_grid(y)](
             _bytes(y), _bytes(base), s_base, sa, sb, _bytes(out), scale, y.numel(), base.numel(),
             beta, beta_power, alpha, power,
@@ -144,7 +144,7 @@ def affine_factors(s_base: Tensor, sa: Tensor, sb: Tensor, beta_power: float, po
     """Return the scale of beta base + alpha a b, and the factors that bring the payloads of base and a b under it."""
 
     def launch(kernels: dict[str, Any], *scales: Tensor) -> tuple[Tensor, ...]:
-        made = tuple(torch.empty((), dtype=torch.float32, device=scales[0].device) for _ in range(3))
+        made = tuple(torch.empty_like(scales[0]) for _ in range(3))
         kernels["affine_factors"][(1,)](*scales, *made, beta_power, power, **OPTIONS)
         return made
 
@@ -249,6 +249,13 @@ def _fixed(payloads: tuple[Tensor, ...], scales: int) -> list[Tensor]:
     return found + [
         torch.full((), power, dtype=torch.float32, device="cpu") for power in (2.0**-3, 2.0**5, 2.0, 2.0**-2)[:scales]
     ]
+
+
+def _scale_like(x: Tensor, *_: Tensor) -> Tensor:
+    """Return memory for a scale on the device of a scale, or of a payload."""
+    if x.dim() or x.dtype != torch.float32:
+        return torch.empty((), dtype=torch.float32, device=x.device)
+    return torch.empty_like(x)
 
 
 def _is_dense(x: Tensor) -> bool:

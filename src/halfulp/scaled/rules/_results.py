@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -28,6 +27,16 @@ from ..fused._device_code import KINDS
 
 # Beyond this scale, or below its inverse, payloads are brought back to about 1.
 _FAR = 2.0**60
+
+
+def mapped(function: Callable[[Any], Any], x: Any) -> Any:
+    """Return tree_map(function, x), without its cost for a tensor and for plain tuples, lists and dicts."""
+    kind = type(x)
+    if kind is tuple or kind is list:
+        return kind(mapped(function, y) for y in x)
+    if kind is dict:
+        return {key: mapped(function, y) for key, y in x.items()}
+    return tree_map(function, x) if isinstance(x, (tuple, list, dict)) else function(x)
 
 
 def is_floating(x: Any) -> bool:
@@ -82,22 +91,24 @@ def payloads_under(results: Any, factors: list[Tensor], holders: list[Any], sum_
     if not factors:
         factors = [scale_one(first_scaled(holders))]
 
-    @functools.cache
+    held: list[tuple[Tensor, Tensor | float]] = []  # computed once, if at all
+
     def scale_and_rest() -> tuple[Tensor, Tensor | float]:
-        if len(factors) == 1 and sum_scale == 1.0:
-            return factors[0], 1.0
-        return _powers.product(*factors, sum_scale)
+        if not held:
+            is_one = len(factors) == 1 and sum_scale == 1.0
+            held.append((factors[0], 1.0) if is_one else _powers.product(*factors, sum_scale))
+        return held[0]
 
     def rescaled(y: Any) -> Any:
         if not isinstance(y, Tensor) or not y.is_floating_point():
             return y
         if is_fused(y, factors, storage, sum_scale):
-            payload, held = fused.finish(y, factors, storage, number=sum_scale, factor=1.0 / sum_scale)
-            return wrap(payload, held, dtype)
+            payload, made = fused.finish(y, factors, storage, number=sum_scale, factor=1.0 / sum_scale)
+            return wrap(payload, made, dtype)
         scale, rest = scale_and_rest()
         return make_result(y if sum_scale == 1.0 else y * (1.0 / sum_scale), scale.clone(), rest, storage, dtype)
 
-    return tree_map(rescaled, results)
+    return mapped(rescaled, results)
 
 
 def is_fused(y: Tensor, factors: Sequence[Tensor], storage: torch.dtype, number: float = 1.0) -> bool:

@@ -22,7 +22,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch._ops import OpOverload, OpOverloadPacket
-from torch.utils._pytree import tree_leaves, tree_map
+from torch.utils._pytree import tree_leaves
 
 from ..._names import unknown
 from ...kernels import present, torch_operators
@@ -43,6 +43,7 @@ from ._constants import align_with_constants
 from ._results import (
     is_floating,
     make_result,
+    mapped,
     payloads_under,
     power_of_scale,
     scale_one,
@@ -69,7 +70,7 @@ def _data_movement_rule(operator: OpOverload, is_view: bool) -> Callable[..., An
     def move(x: ScaledTensor, *arguments: Any, **options: Any) -> Any:
         scale, dtype = x._scale, x.dtype
         results = move_elements(operator, x._payload, *arguments, **options)
-        return tree_map(lambda p: wrap(p, scale if is_view else scale.clone(), dtype), results)
+        return mapped(lambda p: wrap(p, scale if is_view else scale.clone(), dtype), results)
 
     def view(x: ScaledTensor, *arguments: Any, **options: Any) -> Any:
         if not torch.is_inference_mode_enabled() or x.is_inference():
@@ -85,7 +86,7 @@ def move_elements(operator: OpOverload, payload: Tensor, *arguments: Any, **opti
     if payload.dtype not in EIGHT_BITS or operator.is_view:
         return operator(payload, *arguments, **options)
     results = operator(payload.view(torch.uint8), *arguments, **options)
-    return tree_map(lambda p: p.view(payload.dtype) if isinstance(p, Tensor) and p.dtype == torch.uint8 else p, results)
+    return mapped(lambda p: p.view(payload.dtype) if isinstance(p, Tensor) and p.dtype == torch.uint8 else p, results)
 
 
 def homogeneous(
@@ -124,7 +125,7 @@ def _homogeneous_rule(operator: OpOverload, degree: int) -> Callable[..., Any]:
         if degree > 0:
             return payloads_under(results, [x._scale] * degree, [x])
         scale, rest = power_of_scale(x._scale, degree)
-        return tree_map(lambda y: make_result(y, scale.clone(), rest, storage, dtype), results)
+        return mapped(lambda y: make_result(y, scale.clone(), rest, storage, dtype), results)
 
     return scaled
 
@@ -142,7 +143,7 @@ def _rule_of_degrees(
         def entering(name: str, x: Any) -> Any:
             degree = degrees.get(name)
             if degree is None or not is_floating(x):
-                return tree_map(value_of, x)
+                return mapped(value_of, x)
             scaled = operand(x, like)
             if degree:
                 carriers.append(x)
@@ -191,8 +192,8 @@ def _rule_on_values(operator: OpOverload, is_unit: bool) -> Callable[..., Any]:
         flat = [*arguments, *options.values()]
         flat = [y for x in flat for y in (x if isinstance(x, (list, tuple)) else (x,))]
         storage, dtype = storage_of(flat), logical_of(flat)
-        arguments, options = tree_map(value_of, (arguments, options))
-        return tree_map(lambda y: _encode_result(y, storage, dtype, is_unit), operator(*arguments, **options))
+        arguments, options = mapped(value_of, (arguments, options))
+        return mapped(lambda y: _encode_result(y, storage, dtype, is_unit), operator(*arguments, **options))
 
     return compute
 
@@ -211,7 +212,7 @@ def decoded(*operators: OpOverload, family: str = "own") -> None:
 
 def _rule_of_plain_results(operator: OpOverload) -> Callable[..., Any]:
     def compute(*arguments: Any, **options: Any) -> Any:
-        arguments, options = tree_map(value_of, (arguments, options))
+        arguments, options = mapped(value_of, (arguments, options))
         return operator(*arguments, **options)
 
     return compute
@@ -237,9 +238,9 @@ def _gate_rule(operator: OpOverload, of: str | None, at_least_one: bool) -> Call
         flat = tree_leaves((arguments, options))
         kept = operand(arguments[position], first_scaled(flat))
         scale = _powers.maximum_scale(kept._scale, scale_one(kept)) if at_least_one else kept._scale
-        values = operator(*tree_map(value_of, arguments), **tree_map(value_of, options))
+        values = operator(*mapped(value_of, arguments), **mapped(value_of, options))
         holders = [x for x in flat if isinstance(x, Tensor)]
-        return tree_map(lambda y: values_under(y, scale, storage_of(holders), logical_of(holders)), values)
+        return mapped(lambda y: values_under(y, scale, storage_of(holders), logical_of(holders)), values)
 
     return rule
 
@@ -259,7 +260,7 @@ def _aligned_rule(operator: OpOverload) -> Callable[..., Any]:
         holders = [x for x in flat if isinstance(x, ScaledTensor)]
         payloads, scale = align_with_constants([x for x in flat if is_floating(x)])
         found = iter(payloads)
-        arguments, options = tree_map(lambda x: next(found) if is_floating(x) else x, (arguments, options))
+        arguments, options = mapped(lambda x: next(found) if is_floating(x) else x, (arguments, options))
         results = operator(*arguments, **options)
         return payloads_under(results, [scale], holders + [x for x in flat if is_floating(x) and x.dim()])
 
