@@ -1,4 +1,4 @@
-"""Steps of scaled parameters by Triton: weights, states and scales as the reference writes; nothing is waited for."""
+"""Steps of scaled parameters by Triton: the reference's weights, states and scales, and no wait for a number."""
 
 import contextlib
 import os
@@ -39,7 +39,7 @@ CASES = [
     ("AdamW", {}, None, FP32, HALF, HALF),
 ]
 SHARES = 4
-WIDE = 2 * 16_384 + 600  # of three chunks
+WIDE = 16_384 + 600  # of two chunks
 
 
 def _parameters(seed, dtype, device, wide):
@@ -122,6 +122,17 @@ def compare(seed, device, share=0, shares=1):
     return found
 
 
+def reach(chosen, device="cpu"):
+    """The scale and the values after a step that takes nearly all of large weights away; printed when run apart."""
+    payload = torch.tensor([0.0, 1.5, -1.25], dtype=HALF)
+    parameter = torch.nn.Parameter(ScaledTensor(payload, 2.0**100).to(device))
+    optimizer = hu.optim.SGD([parameter], lr=1.0, weight_update="master", report_interval=0)
+    parameter.grad = torch.tensor([-(2.0**-20), 1.5 * 2.0**100, -1.25 * 2.0**100]).to(device)
+    with engine(chosen), np.errstate(all="ignore"):
+        optimizer.step()
+    return parameter.scale.item(), parameter.detach().decode().tolist()
+
+
 class _Operators(TorchDispatchMode):
     """Counts the operators that compute or copy on a device, and those that make the caller wait."""
 
@@ -175,19 +186,26 @@ def launches(count):
     return sorted(operators.found), launched
 
 
-def _interpreted(expression, *arguments):
+def _interpreted(expression):
     """Print the value of an expression on this module in a process in which Triton is interpreted."""
     pytest.importorskip("triton", reason="Triton is not installed")
     code = "import sys; sys.path.insert(0, sys.argv[1]); import tests.optim.step.test_triton_scaled as test\n"
-    command = [sys.executable, "-c", f"{code}print({expression})", str(Path(__file__).parents[3]), *map(str, arguments)]
+    command = [sys.executable, "-c", f"{code}print({expression})", str(Path(__file__).parents[3])]
     run = subprocess.run(command, env={**os.environ, "TRITON_INTERPRET": "1"}, capture_output=True, text=True)
     assert run.returncode == 0, run.stderr[-2000:]
     return run.stdout.strip()
 
 
 def test_interpreted_scaled_steps_equal_the_reference_bit_for_bit(seed):
-    """A quarter of the cases, which the seed picks: interpreted, all take minutes."""
-    assert _interpreted("test.compare(int(sys.argv[2]), 'cpu', int(sys.argv[2]) % 4, 4)", seed) == "[]"
+    """One of the cases, which the seed picks: interpreted, all take minutes."""
+    count = len(CASES)
+    assert _interpreted(f"test.compare({seed}, 'cpu', {seed % count}, {count})") == "[]"
+
+
+def test_the_largest_payload_limits_the_new_scale_as_in_the_reference():
+    """Under the scale that 2^-20 would have, float32 does not hold the payload before the update is added."""
+    assert reach("reference") == (2.0**-19, [2.0**-20, 0.0, 0.0])
+    assert eval(_interpreted("test.reach('triton')")) == reach("reference")
 
 
 def test_a_scaled_step_launches_as_much_for_many_parameters_as_for_one_and_reads_nothing():
@@ -251,6 +269,7 @@ def test_the_compiler_fuses_and_flushes_nothing_in_scaled_steps(case, metered, c
 def test_scaled_steps_on_a_gpu_equal_the_reference_bit_for_bit(seed, share):
     pytest.importorskip("triton", reason="Triton is not installed")
     assert compare(seed, "cuda", share, SHARES) == []
+    assert reach("auto", "cuda") == reach("reference")
 
 
 @pytest.mark.cuda
