@@ -1,5 +1,6 @@
 """Operators on narrow payloads held to the same operators on plain float32 tensors."""
 
+import contextlib
 from collections.abc import Callable
 
 import pytest
@@ -16,8 +17,20 @@ def _value(x: Tensor) -> Tensor:
     return x.detach().decode() if isinstance(x, ScaledTensor) else x.detach()
 
 
+@pytest.fixture(params=["on a CPU", "blind", "fused"])
+def where_values_lie(request, benchmark_module):
+    """Rules that look at values, as on a CPU; that do not, as on an accelerator; its kernels, by their reference."""
+    launches = benchmark_module("_gpu._launches")
+    with contextlib.ExitStack() as stack:
+        if request.param != "on a CPU":
+            stack.enter_context(launches.blind())
+        if request.param == "fused":
+            stack.enter_context(launches.fused_kernels())
+        yield request.param
+
+
 @pytest.fixture
-def differences() -> Callable:
+def differences(where_values_lie) -> Callable:
     """The relative distances of a function's result and gradients from float32's; a fallback is an error.
 
     The function takes tensors of the given shapes, standard normal; scaled ones get a payload dtype. Both start from

@@ -8,7 +8,8 @@ from typing import NamedTuple
 import torch
 
 from ..kernels import address
-from ..kernels.triton._tensor_kernel import VECTOR, TensorKernel, fixed_memory, is_aligned, is_ready
+from ..kernels.triton._launch import ready
+from ..kernels.triton._tensor_kernel import VECTOR, TensorKernel, fixed_memory, is_aligned
 from ._kernel_constants import WORD32, WORD64, constants
 from ._reference import by_reference
 from ._table import FIXED_KEY, fixed_elements, rounding_table
@@ -22,11 +23,13 @@ class Plan(NamedTuple):
         kernel: serves all targets of its kind.
         constants: of the target, as arguments of a launch.
         kind: of the kernel: dtype, mode, and the path, plainness and saturation of `Constants`.
+        name: of the kernel, for messages.
     """
 
     kernel: TensorKernel
     constants: tuple[int, ...]
     kind: tuple[torch.dtype, int, str, bool, bool]
+    name: str
 
 
 def round_by_triton(x: torch.Tensor, target: Target, key: int, out: torch.Tensor) -> bool:
@@ -36,15 +39,17 @@ def round_by_triton(x: torch.Tensor, target: Target, key: int, out: torch.Tensor
         return True
     plan, addresses, device = plan_for(x.dtype, target), (address(x), address(out)), x.device
     aligned = is_aligned(addresses, count)
-    if not is_ready(
-        "quantize",
-        (*plan.kind, aligned),
+    kernel = ready(
+        ("quantize", *plan.kind, aligned),
+        plan.name,
         device,
-        lambda: [_fixed_by_triton(plan, device, aligned)],
+        lambda: plan.kernel,
+        lambda kernel, device: [_fixed_by_triton(kernel, plan, device, aligned)],
         lambda: [by_reference(_fixed(x.dtype, aligned), target, FIXED_KEY)],
-    ):
+    )
+    if kernel is None:
         return False
-    plan.kernel.launch(device, addresses, count, plan.constants, (key,), aligned=aligned)
+    kernel.launch(device, addresses, count, plan.constants, (key,), aligned=aligned)
     return True
 
 
@@ -53,7 +58,8 @@ def plan_for(dtype: torch.dtype, target: Target) -> Plan:
     """Return the plan of a dtype and a target."""
     known = constants(target, WORD64 if dtype == torch.float64 else WORD32)
     kernel = triton_kernel(dtype, target.mode, known[:3])
-    return Plan(kernel, kernel.arguments(known.words), (dtype, target.mode, *known[:3]))
+    kind, name = (dtype, target.mode, *known[:3]), f"quantize of {dtype}"
+    return Plan(kernel, kernel.arguments(known.words), kind, name)
 
 
 @cache
@@ -67,10 +73,8 @@ def _fixed(dtype: torch.dtype, aligned: bool) -> torch.Tensor:
     return fixed[: fixed.numel() // VECTOR * VECTOR] if aligned else fixed
 
 
-def _fixed_by_triton(plan: Plan, device: torch.device, aligned: bool) -> torch.Tensor:
+def _fixed_by_triton(kernel: TensorKernel, plan: Plan, device: torch.device, aligned: bool) -> torch.Tensor:
     x = _fixed(plan.kind[0], aligned)
     here, there = (fixed_memory(x, device, aligned) for _ in range(2))
-    plan.kernel.launch(
-        device, (address(here), address(there)), x.numel(), plan.constants, (FIXED_KEY,), aligned=aligned
-    )
+    kernel.launch(device, (address(here), address(there)), x.numel(), plan.constants, (FIXED_KEY,), aligned=aligned)
     return there.cpu()

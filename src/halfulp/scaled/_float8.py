@@ -15,7 +15,9 @@ from . import _powers_of_two as _powers
 from ._dtypes import EIGHT_BITS, check_storage
 from ._operands import make_scaled, to_float32, to_storage
 from ._registry import implements
-from ._scaled_tensor import ScaledTensor
+from ._scaled_tensor import ScaledTensor, wrap
+from .fused import _operations as fused
+from .fused._reference import level
 
 SIDE = 16  # torch._scaled_mm takes multiples of this
 
@@ -116,8 +118,8 @@ def eight_bit_product(a: Tensor, b: Tensor, factor: float) -> Tensor:
     """Return factor a b in float32 by torch._scaled_mm, which takes contiguous rows of a and columns of b."""
     a = a if a.stride(1) == 1 else _copied(a, torch.contiguous_format)
     b = b if b.stride(0) == 1 else _copied(b.t(), torch.contiguous_format).t()
-    one = torch.ones((), dtype=torch.float32, device=a.device)
-    return torch._scaled_mm(a, b, scale_a=one, scale_b=one * factor, out_dtype=torch.float32)
+    one, other = (torch.full((), x, dtype=torch.float32, device=a.device) for x in (1.0, factor))
+    return torch._scaled_mm(a, b, scale_a=one, scale_b=other, out_dtype=torch.float32)
 
 
 def _copied(x: Tensor, memory_format: torch.memory_format) -> Tensor:
@@ -131,15 +133,8 @@ def rms_scale_float32(values: Tensor, storage: torch.dtype) -> Tensor:
     """
     if not values.numel():
         return torch.full((), _powers.ZERO_SCALE, dtype=torch.float32, device=values.device)
-    finite = torch.nan_to_num(values, 0.0, 0.0, 0.0)
-    amax = finite.abs().amax()
-    # Divided by a power of two next to amax, so that no square that matters leaves float32's range.
-    level = _powers.round_to_power(amax)
-    finite = finite / level
-    rms = (finite.square().sum() / finite.count_nonzero().clamp(min=1)).sqrt()
-    scale = _powers.round_to_power(level * rms, "nearest")
-    least = _powers.round_to_power(amax / torch.finfo(storage).max, "up")
-    return torch.where(amax > 0, torch.maximum(scale, least), _powers.ZERO_SCALE)
+    measured = fused.level if fused.engaged(values) else level
+    return measured(values, storage, _powers.ZERO_SCALE)
 
 
 def _cast_plain(x: Tensor, forward: torch.dtype | None, backward: torch.dtype | None) -> Tensor:
@@ -162,10 +157,13 @@ def cast_scaled(x: ScaledTensor, forward: torch.dtype | None, backward: torch.dt
     """Bring a payload to a root mean square of about 1 and round it; the scale takes the factor."""
     if forward is None:
         return x.clone()
+    if fused.engaged(x._payload) and x.numel():
+        measured = rms_scale_float32(x._payload, forward)
+        return wrap(*fused.finish(x._payload, (x._scale, measured), forward, "levelled"), x.dtype)
     payload = to_float32(x)
-    level = rms_scale_float32(payload, forward)
-    scale, rest = _powers.product(x._scale, level)
-    return make_scaled(_powers.times(payload / level, rest), scale, forward, x.dtype)
+    measured = rms_scale_float32(payload, forward)
+    scale, rest = _powers.product(x._scale, measured)
+    return make_scaled(_powers.times(payload / measured, rest), scale, forward, x.dtype)
 
 
 def _remember(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:

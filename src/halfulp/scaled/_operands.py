@@ -15,8 +15,8 @@ from ._dtypes import EIGHT_BITS, common_storage, smallest
 from ._powers_of_two import PowerRounding
 from ._registry import ComplexOperand
 from ._scaled_tensor import ScaledTensor, wrap
-
-_INFINITE = (torch.float16, torch.float8_e5m2)
+from .fused import _operations as fused
+from .fused._reference import saturated_to
 
 
 def selectable_payload(x: ScaledTensor) -> Tensor:
@@ -39,9 +39,9 @@ def to_storage(values: Tensor, storage: torch.dtype) -> Tensor:
         return values.to(storage)
     if _fits(values, storage):
         return values.to(storage)
-    largest = torch.finfo(storage).max
-    kept = values if storage in _INFINITE else torch.nan
-    return torch.where(values.isinf(), kept, values.clamp(-largest, largest)).to(storage)
+    if fused.engaged(values):
+        return fused.finish(values, (), storage, "factor")[0]
+    return saturated_to(values, storage)
 
 
 def _rounded_to_odd(values: Tensor) -> Tensor:
@@ -91,6 +91,13 @@ def make_scaled_to_fit(values: Tensor, scale: Tensor, storage: torch.dtype, dtyp
     return make_scaled(_powers.times(values / power, rest), total, storage, dtype)
 
 
+def payload_under(x: ScaledTensor, scale: Tensor) -> Tensor:
+    """Return the float32 payload under a deciding scale: see `brought_under`."""
+    if fused.engaged(x._payload):
+        return fused.finish(x._payload, (x._scale, scale), torch.float32, "brought")[0]
+    return _powers.brought_under(to_float32(x), x._scale, scale)
+
+
 def keep_nonzero(x: ScaledTensor, exact: Tensor) -> ScaledTensor:
     """Replace what rounding made 0 by the payload's smallest number, with the sign of the unrounded value.
 
@@ -109,6 +116,9 @@ def decode_values(x: ScaledTensor, dtype: torch.dtype | None = None) -> Tensor:
     dtype = dtype or x.dtype
     wide = torch.float64 if dtype == torch.float64 else torch.float32
     value = _powers.concrete_value(x._scale)
+    if wide == torch.float32 and x._payload.dtype != wide and fused.engaged(x._payload):
+        scaled = fused.finish(x._payload, (x._scale,), wide, "factor")[0]
+        return scaled if dtype == wide else scaled.to(dtype)
     if value is not None and type(x._payload) is Tensor and x._payload.dtype != wide:
         scaled = x._payload.to(wide)  # memory of its own: no second pass for the scale 1, no third tensor for others
         scaled = scaled if value == 1.0 else scaled.mul_(value)

@@ -75,7 +75,7 @@ def as_scale(scale: Tensor | float, device: torch.device | str | None = None) ->
     value = float(scale)
     if not SMALLEST <= value <= LARGEST or math.frexp(value)[0] != 0.5:
         raise ValueError(f"scale={value!r}: allowed are powers of two from 2**-126 to 2**127, and None")
-    return torch.tensor(value, dtype=torch.float32, device=device)
+    return torch.full((), value, dtype=torch.float32, device=device)  # torch.tensor would copy it to the device
 
 
 def concrete_value(scale: Tensor) -> float | None:
@@ -85,7 +85,12 @@ def concrete_value(scale: Tensor) -> float | None:
 
 def is_concrete(x: Tensor) -> bool:
     """Return whether values can be read for free: eagerly on the CPU."""
-    return type(x) is Tensor and x.device.type == "cpu" and not torch.compiler.is_dynamo_compiling()
+    return x.device.type == "cpu" and is_plain(x)
+
+
+def is_plain(x: Tensor) -> bool:
+    """Return whether x is computed now: it is no stand-in of a tracer for a tensor of later calls."""
+    return type(x) is Tensor and not torch.compiler.is_dynamo_compiling()
 
 
 def product(*factors: Tensor | float) -> tuple[Tensor, Tensor | float]:
@@ -111,7 +116,7 @@ def product(*factors: Tensor | float) -> tuple[Tensor, Tensor | float]:
 
 def compute_once(scale: Tensor) -> Tensor:
     """Return a traced scale that compilers materialize, so that its inputs are not computed again at every use."""
-    return torch.as_strided_copy(scale, (), ())
+    return scale if is_plain(scale) else torch.as_strided_copy(scale, (), ())
 
 
 def maximum_scale(*scales: Tensor) -> Tensor:
@@ -134,6 +139,10 @@ def deciding_scale(*scales: Tensor) -> Tensor:
     if None not in values:
         others = [value for value in values if ZERO_SCALE < value < HUGE]
         return torch.tensor(max(others or values), dtype=torch.float32, device="cpu")
+    if len(scales) > 1 and is_plain(scales[0]) and len({scale.device for scale in scales}) == 1:
+        held = torch.stack(scales)
+        usual = torch.where(held < HUGE, held, ZERO_SCALE).amax()
+        return torch.where(usual == ZERO_SCALE, held.amax(), usual)
     scale = maximum_scale(*(torch.where(scale < HUGE, scale, ZERO_SCALE) for scale in scales))
     return compute_once(torch.where(scale == ZERO_SCALE, maximum_scale(*scales), scale))
 
@@ -152,9 +161,10 @@ def brought_under(payload: Tensor, scale: Tensor, other: Tensor) -> Tensor:
 
     Traced, the factor is at most 2^100, so that nothing but a product is to be computed.
     """
-    factor = ratio(scale, other)
-    if isinstance(factor, Tensor):
-        return times(payload, factor.clamp(max=HUGE))
+    over, under = concrete_value(scale), concrete_value(other)
+    if over is None or under is None:
+        return times(payload, (scale / other).clamp(SMALLEST, HUGE))
+    factor = over / under
     moved = times(payload, factor)
     largest = torch.finfo(torch.float32).max
     return moved if factor <= HUGE else torch.where(payload.isfinite(), moved.clamp(-largest, largest), payload)

@@ -23,6 +23,7 @@ from ._float8 import rms_scale_float32
 from ._operands import quick_rms_scale, to_float32, to_storage
 from ._registry import CLASS_FUNCTIONS, FAMILY_OF, class_function, rule_of
 from ._scaled_tensor import ScaledTensor, home_of, wrap
+from .fused import _operations as fused
 
 WideMode = Literal["autocast", "none"]
 WIDE_MODES = ("autocast", "none")
@@ -51,6 +52,9 @@ def round_to_home(x: ScaledTensor) -> ScaledTensor:
     level = (
         rms_scale_float32(payload, home) if quick is None else torch.tensor(quick, dtype=torch.float32, device="cpu")
     )
+    if fused.engaged(payload):
+        made, scale = fused.finish(payload, (x._scale, level), home, "levelled")
+        return wrap(made, scale, x.dtype, home)
     scale, rest = _powers.product(x._scale, level)
     payload = _powers.times(_powers.times(payload, _powers.ratio(torch.ones_like(level), level)), rest)
     return wrap(to_storage(payload, home), scale, x.dtype, home)

@@ -15,6 +15,7 @@ from ._dtypes import smallest
 from ._operands import operand, plain, to_float32, to_storage
 from ._registry import implements
 from ._scaled_tensor import ScaledTensor
+from .fused import _operations as fused
 
 # Operators that write at indices or under a mask, and the names of the arguments they write.
 _WRITTEN_AT = {
@@ -74,6 +75,8 @@ def write(x: Tensor, value: Any) -> Tensor:
 
 def _held_in_bfloat16(payload: Tensor, scale: Tensor) -> Tensor:
     """Keep finite numbers that bfloat16 would round to infinity, as float32's largest: they saturate."""
+    if fused.engaged(payload):
+        return fused.finish(payload, (scale,), torch.bfloat16, "held")[0]
     largest = torch.finfo(torch.bfloat16).max
     held = (largest / scale).clamp(max=largest)
     if _powers.is_concrete(payload) and (not payload.numel() or payload.abs().amax().item() <= held.item()):

@@ -192,5 +192,6 @@ def test_the_compiler_fuses_products_errors_alone(capability, monkeypatch, tmp_p
 @pytest.mark.cuda
 @pytest.mark.parametrize("share", range(4))
 def test_functions_on_a_gpu_equal_plain_torch_bit_for_bit(seed, share):
+    """A quarter of the cases in all, which the seed picks: most of the time goes into compiling."""
     pytest.importorskip("triton", reason="Triton is not installed")
-    assert compare(seed, "cuda", share, 4) == []
+    assert compare(seed, "cuda", 4 * share + seed % 4, 16) == []

@@ -1,9 +1,8 @@
-"""Kernels of whole tensors: their text, what the compiler makes of it, and what becomes of one that cannot be used."""
+"""Kernels of whole tensors: their text, and what the compiler makes of it."""
 
 import os
 import subprocess
 import sys
-import warnings
 from pathlib import Path
 
 import numpy as np
@@ -14,8 +13,7 @@ import halfulp as hu
 from halfulp.kernels import address, square_root
 from halfulp.kernels._device_function import Recording
 from halfulp.kernels.scalar._operations import load16, load32, load64, real64, store32, store64, word64
-from halfulp.kernels.triton import _tensor_kernel
-from halfulp.kernels.triton._tensor_kernel import TensorKernel, is_ready
+from halfulp.kernels.triton._tensor_kernel import TensorKernel
 from halfulp.kernels.vector._table_loop import Table
 
 from .compiled import inexact, instructions
@@ -100,44 +98,3 @@ def test_a_sum_is_refused():
     element.trace.gather_sum("sum", hu.kernels.scalar._operations.real(load32(element.arrays[0], element.index)))
     with pytest.raises(NotImplementedError, match="finds the largest word, got a sum"):
         TensorKernel(Table(element.trace, 1)).source  # noqa: B018
-
-
-@pytest.fixture
-def verdicts(monkeypatch) -> dict:
-    """No verdicts."""
-    monkeypatch.setattr(_tensor_kernel, "_verdicts", {})
-    return _tensor_kernel._verdicts
-
-
-CPU, KEY = torch.device("cpu"), (torch.float32, True)
-
-
-def test_a_kernel_is_compared_once(verdicts):
-    calls = []
-    fast = lambda: calls.append(1) or [torch.ones(1)]  # noqa: E731
-    for _ in range(3):
-        assert is_ready("work", KEY, CPU, fast, lambda: [torch.ones(1)])
-    assert calls == [1]
-
-
-@pytest.mark.parametrize("fails", [True, False])
-def test_a_kernel_of_other_bits_or_none_is_told_once(fails, verdicts):
-    def fast() -> list[torch.Tensor]:
-        if fails:
-            raise RuntimeError("no compiler here\nfor this machine")
-        return [torch.zeros(1)]
-
-    reason = "RuntimeError: no compiler here" if fails else "KernelMismatchError"
-    name = f"work that {'fails' if fails else 'differs'}"
-    with pytest.warns(RuntimeWarning, match=rf"no Triton kernel for {name} of torch.float32 on cpu \({reason}"):
-        assert not is_ready(name, KEY, CPU, fast, lambda: [torch.ones(1)])
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        assert not is_ready(name, KEY, CPU, fast, lambda: [torch.ones(1)])
-
-
-def test_a_kernel_is_not_compared_while_a_graph_is_captured(verdicts, monkeypatch):
-    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
-    assert not is_ready("captured work", KEY, torch.device("cuda"), pytest.fail, pytest.fail)
-    assert verdicts == {}, "the next call may compare"
-    assert any("captured work by plain torch operations" in text for text in hu.kernels.report())

@@ -14,6 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_mod
 
 import halfulp as hu
 from halfulp.kernels import engine, same_bits
+from halfulp.kernels.triton import _launch
 from halfulp.kernels.triton._writer import OPTIONS, load_module
 from halfulp.optim.states._float8 import PAYLOADS
 from halfulp.optim.step import _triton_launch
@@ -174,13 +175,14 @@ def launches(count):
             for parameter in parameters:
                 parameter.grad = ScaledTensor.encode(torch.randn(48), HALF)
             if step == 2:
-                ((key, kernels),) = [pair for pair in _triton_launch._kernels.items() if pair[0][0].scaled]
+                kinds = _triton_launch.ScaledKernels
+                ((key, kernels),) = [pair for pair in _launch._kernels.items() if isinstance(pair[1], kinds)]
                 names = ("read", "largest", "choose", "step")
                 counted = {name: _Counted(getattr(kernels, name), launched, name) for name in names}
-                _triton_launch._kernels[key] = _triton_launch.ScaledKernels(**counted, amax=kernels.amax)
+                _launch._kernels[key] = kinds(**counted, amax=kernels.amax)
             with _Operators() if step == 2 else contextlib.nullcontext() as operators:
                 optimizer.step()
-        _triton_launch._kernels[key] = kernels
+        _launch._kernels[key] = kernels
     return sorted(operators.found), launched
 
 

@@ -23,6 +23,8 @@ from ...kernels import (
     run_chunks,
     select_engine,
 )
+from ...kernels.triton._launch import ready
+from ...kernels.triton._pointwise import LONGEST, Pointwise
 from .._error_free import Terms
 from ..functions._angle_reduction import beyond_reach, reduced_exactly
 from ..functions._table import DIVISIONS, FUNCTIONS, NETWORKS, STEP
@@ -53,6 +55,7 @@ class Elements:
     ) -> None:
         self.name, self.function, self.arithmetic = name, function, arithmetic
         self.stored, self.written = stored, written
+        self.label = f"{name} of {', '.join(map(str, stored))}"
 
     def fill(self, inputs: Sequence[torch.Tensor], outputs: Parts) -> bool:
         """Fill contiguous tensors of one shape from inputs that broadcast to them; False if no kernel can."""
@@ -61,10 +64,11 @@ class Elements:
             if outputs[0].numel():
                 fill(self.kernel, inputs, outputs)
             return True
-        kernel = self.on_triton(outputs[0].device) if engine == "triton" else None
-        if kernel is not None:
-            kernel(inputs, outputs)
-        return kernel is not None
+        kernel = self._on(outputs[0].device) if engine == "triton" else None
+        if kernel is None:
+            return False
+        kernel(inputs, outputs)
+        return True
 
     def evaluate(self, inputs: Sequence[torch.Tensor]) -> Terms:
         """The terms, by plain torch."""
@@ -81,30 +85,29 @@ class Elements:
         """The kernel of the processor."""
         return compile_trace(self.name, *self.traced, self.stored, self.written)
 
-    def on_triton(self, device: torch.device) -> Any:
-        """The kernel of an accelerator; None, counted, where there is none."""
-        from ...kernels.triton._launch import ready
-        from ...kernels.triton._pointwise import LONGEST, Pointwise
+    @functools.cached_property
+    def on_triton(self) -> Pointwise:
+        """The kernel of an accelerator."""
+        return Pointwise(*self.traced, self.stored, self.written)
 
-        trace, numbers = self.traced
-        if trace.size() > LONGEST:
-            note("engine", f"{self.name} of {self.stored} has {trace.size()} instructions, too many for Triton: torch")
+    def _on(self, device: torch.device) -> Any:
+        """The kernel of an accelerator, compared with plain torch; None, counted, where there is none."""
+        if self.on_triton.size > LONGEST:
+            note(
+                "engine",
+                f"{self.label} is {self.on_triton.size} instructions, too long for Triton: plain torch instead",
+            )
             return None
-        key = self.name, trace.digest(), tuple(numbers), self.stored, self.written
-        return ready(
-            key,
-            f"{self.name} of {', '.join(map(str, self.stored))}",
-            device,
-            lambda: Pointwise(trace, numbers, self.stored, self.written),
-            self._try_on,
-            lambda: [term.to(dtype) for term, dtype in zip(self.evaluate(_trial(self.stored)), self.written)],
-        )
+        return ready(self, self.label, device, lambda: self.on_triton, self._tried_on, self._wanted)
 
-    def _try_on(self, kernel: Any, device: torch.device) -> list[torch.Tensor]:
+    def _tried_on(self, kernel: Pointwise, device: torch.device) -> list[torch.Tensor]:
         inputs = [part.to(device) for part in _trial(self.stored)]
         made = [torch.empty(inputs[0].shape, dtype=dtype, device=device) for dtype in self.written]
         kernel(inputs, made)
         return [part.cpu() for part in made]
+
+    def _wanted(self) -> list[torch.Tensor]:
+        return [term.to(dtype) for term, dtype in zip(self.evaluate(_trial(self.stored)), self.written)]
 
 
 @functools.cache

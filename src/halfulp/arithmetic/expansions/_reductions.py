@@ -22,6 +22,8 @@ from ...kernels import (
     run_chunks,
     select_engine,
 )
+from ...kernels.triton._launch import ready
+from ...kernels.triton._reductions import Reduction
 from .._error_free import Terms, two_sum
 from ._operators import added, gathered, multiplied, quotient
 from ._pointwise import PRECISION, Parts, pointwise
@@ -292,11 +294,11 @@ def _reduce_segments(reduction: _Reduction, parts: Parts, cut: _Cut, shape: Sequ
     """Reduce every segment; return the results in a shape."""
     (many, rows, columns), length, segments, several, divisor = cut
     engine = select_engine(parts[0].device.type)
-    if engine == "triton" and (kernel := _on_triton(reduction, parts[0].device)) is not None:
+    if engine == "triton" and (on_device := _on_triton(reduction, parts[0].device)) is not None:
         written = [
             torch.empty(shape, dtype=reduction.dtype, device=parts[0].device) for _ in range(reduction.components)
         ]
-        kernel(parts, written, (*cut.sizes, length, segments, several), divisor)
+        on_device(parts, written, (*cut.sizes, length, segments, several), divisor)
         return tuple(written)
     if engine != "numba":
         terms = _reduce_segments_reference(reduction, [part.reshape(cut.sizes).double() for part in parts], cut)
@@ -324,16 +326,15 @@ def _kernel(reduction: _Reduction, shape: str) -> Callable[..., Any]:
 
 
 def _on_triton(reduction: _Reduction, device: torch.device) -> Any:
-    """The kernel of an accelerator; None, counted, where there is none."""
-    from ...kernels.triton._launch import ready
-    from ...kernels.triton._reductions import Reduction
-
+    """The kernel of an accelerator, compared with plain torch; None, counted, where there is none."""
     stored, written = (reduction.stored,) * reduction.inputs, (reduction.dtype,) * reduction.components
     name = f"{reduction.kind} of {reduction.inputs} x {reduction.stored} in {reduction.components} x {reduction.dtype}"
     return ready(reduction, name, device, lambda: Reduction(reduction.steps, stored, written), *_trials(reduction))
 
 
-def _trials(reduction: _Reduction) -> tuple[Callable[..., Any], Callable[..., Any]]:
+def _trials(
+    reduction: _Reduction,
+) -> tuple[Callable[[Reduction, torch.device], list[torch.Tensor]], Callable[[], list[torch.Tensor]]]:
     """What a kernel, and what plain torch makes of fixed matrices of one, a few and many columns."""
     cuts = [_Cut((2, 75, columns), 50, 2, _side_by_side(75, columns), 75) for columns in (1, 5, ACROSS + 3)]
 
@@ -345,7 +346,7 @@ def _trials(reduction: _Reduction) -> tuple[Callable[..., Any], Callable[..., An
             made.append((ramp * torch.exp2(-12.0 * k - 8 * ramp)).to(reduction.stored))
         return made
 
-    def by_kernel(kernel: Any, device: torch.device) -> list[torch.Tensor]:
+    def by_kernel(kernel: Reduction, device: torch.device) -> list[torch.Tensor]:
         found = []
         for cut in cuts:
             shape = 2 * cut.segments, cut.sizes[2]

@@ -27,19 +27,25 @@ class Pointwise:
         results: the instructions whose values are written.
         stored: dtype in memory of each input (float16, bfloat16, float32, float64).
         written: dtype in memory of each result; the value must be one of it, or of the next wider one.
-
-    Raises:
-        ImportError: triton is not installed.
-        NotImplementedError: an operation that has no form on Triton's blocks.
     """
 
     def __init__(
         self, trace: Trace, results: Sequence[int], stored: Sequence[torch.dtype], written: Sequence[torch.dtype]
     ) -> None:
-        self.tile = 1024 if trace.size() <= 100 else 256
-        self.inputs = len(stored)
-        self.kernel: Any = load_module(pointwise_source(trace, tuple(results), tuple(stored), tuple(written)))["kernel"]
+        self._given = trace, tuple(results), tuple(stored), tuple(written)
+        self.size = trace.size()
+        self.tile = 1024 if self.size <= 100 else 256
         self.values = tables_of(trace)
+
+    @functools.cached_property
+    def kernel(self) -> Any:
+        """The Triton function.
+
+        Raises:
+            ImportError: triton is not installed.
+            NotImplementedError: an operation that has no form on Triton's blocks.
+        """
+        return load_module(pointwise_source(*self._given))["kernel"]
 
     def __call__(self, inputs: Sequence[torch.Tensor], outputs: Sequence[torch.Tensor]) -> None:
         """Fill `outputs` (contiguous, of one shape and device) from inputs that broadcast to them."""

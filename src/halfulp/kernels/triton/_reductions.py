@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from typing import Any
 
@@ -23,14 +24,20 @@ class Reduction:
         steps: its device functions.
         stored: dtype in memory of each of a row's components.
         written: of each of the result's, which is what the values are, or wider.
-
-    Raises:
-        ImportError: triton is not installed.
-        NotImplementedError: an operation that has no form on Triton's blocks.
     """
 
     def __init__(self, steps: ReductionSteps, stored: Sequence[torch.dtype], written: Sequence[torch.dtype]) -> None:
-        self.kernel: Any = load_module(reduction_source(steps, tuple(stored), tuple(written)))["kernel"]
+        self._given = steps, tuple(stored), tuple(written)
+
+    @functools.cached_property
+    def kernel(self) -> Any:
+        """The Triton function.
+
+        Raises:
+            ImportError: triton is not installed.
+            NotImplementedError: an operation that has no form on Triton's blocks.
+        """
+        return load_module(reduction_source(*self._given))["kernel"]
 
     def __call__(
         self, parts: Sequence[torch.Tensor], made: Sequence[torch.Tensor], cut: Sequence[int], divisor: int

@@ -3,17 +3,16 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import torch
 
-from .._canary import check_bits
-from .._engine import note, note_and_warn_once
 from .._trace import Trace
 from ..vector._table_loop import Table
+from ._launch import on_device
 from ._writer import OPTIONS, element_source, load_module, module_source, needed_lines, piece_source
 
 TILE = 1024
@@ -109,8 +108,8 @@ class TensorKernel:
         per_row = -(-length // self.table.block) if self.table.block else 0
         programs = -(-(count // length * per_row) // rows) if ragged else -(-count // (rows * columns))
         halves = [half for key in keys for half in _halves(key)]
-        # Elsewhere the interpreter runs by NumPy, which warns of infinities.
-        with torch.cuda.device(device) if device.type == "cuda" else np.errstate(all="ignore"):
+        # Triton's interpreter runs by NumPy, which warns of infinities.
+        with np.errstate(all="ignore") if device.type == "cpu" else on_device(device):
             self.run[(programs,)](
                 *addresses, *constants, *halves, memory, count, length, per_row, aligned, ragged, **self.options
             )
@@ -132,42 +131,6 @@ def fixed_memory(x: torch.Tensor, device: torch.device, aligned: bool) -> torch.
     """Return a copy of x on a device, which begins one element behind aligned memory where it is not to be aligned."""
     flat = torch.empty(x.numel() + 1, dtype=x.dtype, device=device)[0 if aligned else 1 :]
     return flat[: x.numel()].view(x.shape).copy_(x)
-
-
-_verdicts: dict[tuple[str, tuple[Hashable, ...], torch.device], bool] = {}
-
-
-def is_ready(
-    name: str,
-    key: tuple[Hashable, ...],
-    device: torch.device,
-    fast: Callable[[], list[torch.Tensor]],
-    reference: Callable[[], list[torch.Tensor]],
-) -> bool:
-    """Return whether a kernel can be used, which is tried once; the first time that it cannot, warn.
-
-    Args:
-        name: what the kernel does, for messages.
-        key: the dtype, and what else tells apart kernels, and what Triton compiles apart.
-        device: where it runs.
-        fast: runs it there on fixed elements, and returns on the CPU what it wrote.
-        reference: the same by plain torch on the CPU.
-    """
-    verdict = _verdicts.get((name, key, device))
-    if verdict is not None:
-        return verdict
-    if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
-        note("engine", f"{name} by plain torch operations: its first call was captured into a CUDA graph")
-        return False  # the comparison reads results back, which no capture allows
-    told = f"{name} of {key[0]}"
-    try:
-        check_bits(told, fast, reference)
-        _verdicts[name, key, device] = True
-    except Exception as error:  # whatever a compiler for another machine may raise
-        _verdicts[name, key, device] = False
-        reason = f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"
-        note_and_warn_once("engine", f"no Triton kernel for {told} on {device.type} ({reason}): plain torch instead")
-    return _verdicts[name, key, device]
 
 
 def _halves(key: int) -> tuple[int, int]:

@@ -149,10 +149,10 @@ def _run_compiled(spec: StepSpec, batch: Batch, plans: PlanCache) -> tuple[np.nd
 
 def _run_triton(batch: Batch, plans: PlanCache) -> bool:
     """Run the step on an accelerator; return False if there is no Triton kernel."""
-    from ._triton_launch import launch, ready
+    from ._triton_launch import launch, step_kernel
 
     spec, device = batch.spec, batch.device
-    kernel = ready(spec, device, _trial)
+    kernel = step_kernel(spec, device, _trial)
     if kernel is None:
         return False
     table = plans.table(batch.plans)
@@ -165,10 +165,10 @@ def _run_triton(batch: Batch, plans: PlanCache) -> bool:
 
 def _run_triton_scaled(batch: Batch, plans: PlanCache) -> bool:
     """Run the step of scaled parameters on an accelerator, which chooses the scales; return False if it cannot."""
-    from ._triton_launch import launch_scaled, ready_scaled
+    from ._triton_launch import launch_scaled, scaled_kernels
 
     spec, device = batch.spec, batch.device
-    kernels = ready_scaled(spec, amax_spec(spec), device, _trial)
+    kernels = scaled_kernels(spec, amax_spec(spec), device, _trial)
     weights, gradients = [scale_of(plan.parameter) for plan in batch.plans], _scale_tensors(batch)
     if kernels is None or any(scale.device != device for scale in (*weights, *gradients)):
         return False

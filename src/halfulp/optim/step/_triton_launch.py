@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import functools
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -11,7 +10,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from ...kernels import check_bits, note_and_warn_once
+from ...kernels.triton._launch import on_device, ready
 from ...kernels.triton._writer import OPTIONS, load_module
 from ._scale_trial import expected_scales, try_scales
 from ._spec import StepSpec
@@ -19,7 +18,6 @@ from ._triton_kernel import METER, PARTS, TILE, largest_columns, scale_columns, 
 from ._triton_scales import LANES, scales_source
 
 VECTOR = 16
-_kernels: dict[tuple[StepSpec, torch.device], Any] = {}
 
 
 @dataclass
@@ -58,55 +56,45 @@ class ScaledKernels:
     amax: StepSpec
 
 
-def ready(spec: StepSpec, device: torch.device, trial: Callable) -> Any:
-    """Return a kernel, compared with the reference before its first use; None, with a warning, if it cannot be used.
+def step_kernel(spec: StepSpec, device: torch.device, trial: Callable) -> Any:
+    """Return a kernel, compared with the reference before its first use; None, counted, if it cannot be used.
 
     Args:
         spec: of step.
         device: where the parameters lie.
         trial: (spec, run, device) -> what a step on fixed elements writes; by the reference without `run`.
     """
-    return _ready(spec, device, lambda: _checked(spec, device, trial))
+    return ready(
+        spec,
+        f"optimizer step {spec.name}",
+        device,
+        lambda: load_module(triton_source(spec))["step"],
+        lambda kernel, device: trial(spec, functools.partial(_run_trial, spec, kernel, device), device),
+        lambda: trial(spec),
+        spec.advice,
+    )
 
 
-def ready_scaled(spec: StepSpec, amax: StepSpec, device: torch.device, trial: Callable) -> ScaledKernels | None:
-    """Do what `ready` does for the kernels of a step of scaled parameters; `amax` finds the largest magnitudes."""
+def scaled_kernels(spec: StepSpec, amax: StepSpec, device: torch.device, trial: Callable) -> ScaledKernels | None:
+    """Do what `step_kernel` does for a step of scaled parameters; `amax` finds the largest magnitudes."""
+    largest, step = step_kernel(amax, device, trial), step_kernel(spec, device, trial)
+    if largest is None or step is None:
+        return None
 
-    def load() -> ScaledKernels:
+    def build() -> ScaledKernels:
         scales = load_module(scales_source(spec))
-        largest, step = _checked(amax, device, trial), _checked(spec, device, trial)
-        kernels = ScaledKernels(scales["read_scales"], largest, scales["choose_scales"], step, amax)
+        return ScaledKernels(scales["read_scales"], largest, scales["choose_scales"], step, amax)
 
+    def run(kernels: ScaledKernels, device: torch.device) -> list[torch.Tensor]:
         def choose(pointers, constants, keys, addresses, words) -> torch.Tensor:
             parameters = parameter_table(spec, device, pointers, constants, keys, addresses)
             return choose_scales(spec, kernels, parameters, len(words), lambda present: words)
 
-        check_bits(f"{spec.name}_scales", lambda: try_scales(spec, device, choose), lambda: expected_scales(spec))
-        return kernels
+        return try_scales(spec, device, choose)
 
-    return _ready(spec, device, load)
-
-
-def _ready(spec: StepSpec, device: torch.device, load: Callable[[], Any]) -> Any:
-    key = (spec, device)
-    if key not in _kernels:
-        try:
-            _kernels[key] = load()
-        except Exception as error:  # whatever a compiler for another machine may raise
-            _kernels[key] = None
-            reason = f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"
-            note_and_warn_once(
-                "engine",
-                f"no Triton kernel for optimizer step {spec.name} on {device.type} ({reason}): plain torch instead",
-            )
-    return _kernels[key]
-
-
-def _checked(spec: StepSpec, device: torch.device, trial: Callable) -> Any:
-    kernel = load_module(triton_source(spec))["step"]
-    run = functools.partial(_run_trial, spec, kernel, device)
-    check_bits(spec.name, lambda: trial(spec, run, device), lambda: trial(spec), spec.advice)
-    return kernel
+    name = f"the scales of optimizer step {spec.name}"
+    kernels: ScaledKernels | None = ready((spec, "scales"), name, device, build, run, lambda: expected_scales(spec))
+    return kernels
 
 
 def _run_trial(spec: StepSpec, kernel: Any, device: torch.device, chunks, pointers, constants, keys) -> Any:
@@ -195,10 +183,10 @@ def choose_scales(
     """
     device, grid = parameters.device, (-(-count // LANES),)
     scales = torch.empty(count, len(scale_columns(spec)), dtype=torch.float32, device=device)
-    with _on(device):
+    with on_device(device):
         kernels.read[grid](parameters, scales, count, **OPTIONS)
     largest = find_largest(scales)
-    with _on(device):
+    with on_device(device):
         kernels.choose[grid](parameters, largest, scales, count, **OPTIONS)
     return scales
 
@@ -234,7 +222,7 @@ def _run(
         meter = torch.zeros(chunks if spec.metered else 0, PARTS, len(METER), dtype=torch.float64, device=device)
     parts = -(-int(held.chunks[:, 2].max(initial=0)) // TILE)
     more = () if scales is None else (scales,)
-    with _on(device):
+    with on_device(device):
         for first, last, aligned in ((0, held.aligned, True), (held.aligned, chunks, False)):
             if first < last:
                 to = meter if spec.finds_amax else meter[first:]
@@ -244,10 +232,6 @@ def _run(
 
 def _counts(spec: StepSpec, meter: torch.Tensor) -> np.ndarray | None:
     return meter.sum(1).cpu().numpy() if spec.metered else None
-
-
-def _on(device: torch.device) -> contextlib.AbstractContextManager:
-    return torch.cuda.device(device) if device.type == "cuda" else contextlib.nullcontext()
 
 
 def _are_aligned(pointers: np.ndarray) -> np.ndarray:

@@ -8,7 +8,8 @@ from typing import NamedTuple
 import torch
 
 from ...kernels import address
-from ...kernels.triton._tensor_kernel import TensorKernel, fixed_memory, is_aligned, is_ready
+from ...kernels.triton._launch import ready
+from ...kernels.triton._tensor_kernel import TensorKernel, fixed_memory, is_aligned
 from .._kernel_constants import COUNT, Layout
 from .._table import FIXED_KEY
 from ._device_functions import AMAX
@@ -26,6 +27,7 @@ class Plan(NamedTuple):
         measure: finds the largest of the finite blocks' largest magnitudes, where the tensor has a scale of its own.
         measured: the constants of that.
         kind: what tells apart the kernels, which differ in the choice of the scale too where it is a constant.
+        name: of the kernel, for messages.
     """
 
     kernel: TensorKernel
@@ -33,19 +35,22 @@ class Plan(NamedTuple):
     measure: TensorKernel | None
     measured: tuple[int, ...]
     kind: tuple[torch.dtype, Kind, int]
+    name: str
 
 
 def round_blocks_by_triton(x: torch.Tensor, target: BlockTarget, layout: Layout, key: int, out: torch.Tensor) -> bool:
     """Round contiguous x into out, which may be x; return False if there is no Triton kernel."""
     plan, device = plan_for(x.dtype, target, layout), x.device
     aligned, ragged = is_aligned((address(x), address(out)), x.numel()), plan.kernel.is_ragged(_length(x))
-    if not is_ready(
-        "quantize in blocks",
-        (*plan.kind, aligned, ragged),
+    found = ready(
+        ("quantize in blocks", *plan.kind, aligned, ragged),
+        plan.name,
         device,
-        lambda: [_fixed_by_triton(plan, device, aligned, ragged)],
+        lambda: plan,
+        lambda plan, device: [_fixed_by_triton(plan, device, aligned, ragged)],
         lambda: [blocks_by_reference(_fixed(plan, ragged), target, FIXED_KEY)],
-    ):
+    )
+    if found is None:
         return False
     _round(plan, x, key, out, aligned)
     return True
@@ -58,7 +63,8 @@ def plan_for(dtype: torch.dtype, target: BlockTarget, layout: Layout) -> Plan:
     kind = Kind.of(dtype, target, layout)._replace(under_amax=target.tensor_scale)
     kernel, measure = triton_kernel(dtype, kind), triton_measure(dtype, kind) if target.tensor_scale else None
     measured = () if measure is None else measure.arguments(words)
-    return Plan(kernel, kernel.arguments(words), measure, measured, (dtype, kind, target.choice))
+    told, name = (dtype, kind, target.choice), f"quantize in blocks of {dtype}"
+    return Plan(kernel, kernel.arguments(words), measure, measured, told, name)
 
 
 @cache

@@ -12,7 +12,8 @@ from ...kernels import define_operator, under_transform, untraced
 from .. import _powers_of_two as _powers
 from .._operands import make_scaled, to_float32
 from .._registry import implements
-from .._scaled_tensor import ScaledTensor
+from .._scaled_tensor import ScaledTensor, wrap
+from ..fused import _operations as fused
 
 Statistic = Literal["rms", "max", "mean"]
 Side = Literal["forward", "gradient", "both"]
@@ -69,6 +70,9 @@ def rescaled(x: ScaledTensor, by: Statistic = "rms") -> ScaledTensor:
     """Return the values under the scale that brings the payload's statistic next to 1."""
     if not x.numel():
         return x.clone()
+    if by == "rms" and fused.engaged(x._payload):
+        power = fused.level(x._payload, x._payload.dtype, 1.0)
+        return wrap(*fused.finish(x._payload, (x._scale, power), x._payload.dtype, "levelled"), x.dtype)
     power = power_of_payload(x._payload, by)
     scale, rest = _powers.product(x._scale, power)
     return make_scaled(_powers.times(to_float32(x) / power, rest), scale, x._payload.dtype, x.dtype)

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from .. import _powers_of_two as _powers
-from .._operands import LEAST_STAND_IN, first_scaled, operand, storage_of, to_float32
+from .._operands import LEAST_STAND_IN, first_scaled, operand, payload_under, storage_of, to_float32
 from .._plain_addends import addend, large_elements, saturated
 from .._scaled_tensor import ScaledTensor
 
@@ -40,7 +40,7 @@ def align_with_constants(operands: list[Any]) -> tuple[list[Any], Tensor]:
     scale = _powers.deciding_scale(*(x._scale for x in tensors.values()))
     if constants:
         scale = with_room(scale, storage, *constants.values())
-    payloads = {i: _powers.brought_under(to_float32(x), x._scale, scale) for i, x in tensors.items()}
+    payloads = {i: payload_under(x, scale) for i, x in tensors.items()}
     payloads = {i: saturated(p, scale, storage, large_elements(operands[i], like)) for i, p in payloads.items()}
     payloads |= {i: constant_payload(x, scale, storage) for i, x in constants.items()}
     return [payloads[i] for i in range(len(operands))], scale
@@ -48,10 +48,10 @@ def align_with_constants(operands: list[Any]) -> tuple[list[Any], Tensor]:
 
 def is_filled(x: ScaledTensor) -> bool:
     """Return whether x is one large number everywhere, as torch.full_like(x, -1e9) is; False if not concrete."""
-    scale, payload = _powers.concrete_value(x._scale), to_float32(x)
-    if scale is None or scale < _LARGE / 2**16 or not _powers.is_concrete(payload) or not payload.numel():
+    scale = _powers.concrete_value(x._scale)
+    if scale is None or scale < _LARGE / 2**16 or not _powers.is_concrete(x._payload) or not x.numel():
         return False
-    low, high = (bound.item() for bound in torch.aminmax(payload.abs()))
+    low, high = (bound.item() for bound in torch.aminmax(to_float32(x).abs()))
     return low * scale >= _LARGE and high == low
 
 

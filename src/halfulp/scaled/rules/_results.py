@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -17,13 +18,25 @@ from .._operands import (
     logical_of,
     make_scaled_to_fit,
     operand,
+    payload_under,
     storage_of,
-    to_float32,
 )
-from .._scaled_tensor import ScaledTensor
+from .._scaled_tensor import ScaledTensor, wrap
+from ..fused import _operations as fused
+from ..fused._device_code import KINDS
 
 # Beyond this scale, or below its inverse, payloads are brought back to about 1.
 _FAR = 2.0**60
+
+
+def mapped(function: Callable[[Any], Any], x: Any) -> Any:
+    """Return tree_map(function, x), without its cost for a tensor and for plain tuples, lists and dicts."""
+    kind = type(x)
+    if kind is tuple or kind is list:
+        return kind(mapped(function, y) for y in x)
+    if kind is dict:
+        return {key: mapped(function, y) for key, y in x.items()}
+    return tree_map(function, x) if isinstance(x, (tuple, list, dict)) else function(x)
 
 
 def is_floating(x: Any) -> bool:
@@ -77,25 +90,48 @@ def payloads_under(results: Any, factors: list[Tensor], holders: list[Any], sum_
     storage, dtype = storage_of(holders), logical_of(holders)
     if not factors:
         factors = [scale_one(first_scaled(holders))]
-    rest: Tensor | float
-    if len(factors) == 1 and sum_scale == 1.0:
-        scale, rest = factors[0], 1.0
-    else:
-        scale, rest = _powers.product(*factors, sum_scale)
+
+    held: list[tuple[Tensor, Tensor | float]] = []  # computed once, if at all
+
+    def scale_and_rest() -> tuple[Tensor, Tensor | float]:
+        if not held:
+            is_one = len(factors) == 1 and sum_scale == 1.0
+            held.append((factors[0], 1.0) if is_one else _powers.product(*factors, sum_scale))
+        return held[0]
 
     def rescaled(y: Any) -> Any:
         if not isinstance(y, Tensor) or not y.is_floating_point():
             return y
+        if is_fused(y, factors, storage, sum_scale):
+            payload, made = fused.finish(y, factors, storage, number=sum_scale, factor=1.0 / sum_scale)
+            return wrap(payload, made, dtype)
+        scale, rest = scale_and_rest()
         return make_result(y if sum_scale == 1.0 else y * (1.0 / sum_scale), scale.clone(), rest, storage, dtype)
 
-    return tree_map(rescaled, results)
+    return mapped(rescaled, results)
+
+
+def is_fused(y: Tensor, factors: Sequence[Tensor], storage: torch.dtype, number: float = 1.0) -> bool:
+    """Return whether one kernel makes a result of y, and there is anything to compute."""
+    if len(factors) > 3 or y.dtype not in KINDS or not fused.engaged(y):
+        return False
+    return len(factors) != 1 or number != 1.0 or y.dtype != storage
 
 
 def values_under(y: Any, scale: Tensor, storage: torch.dtype, dtype: torch.dtype) -> Any:
     """Return float32 values as a scaled tensor of a given scale, and what is no float unchanged."""
     if not is_floating(y):
         return y
+    if fused.engaged(y) and y.dtype in KINDS:
+        return wrap(*fused.finish(y, (scale,), storage, "values"), dtype)
     return make_result(y, scale.clone(), _powers.ratio(scale_one(y), scale), storage, dtype)
+
+
+def values_under_one(y: Tensor, storage: torch.dtype, dtype: torch.dtype) -> ScaledTensor:
+    """Return float32 values as a scaled tensor under the scale 1, or what the largest needs."""
+    if y.dtype in KINDS and y.dtype != storage and fused.engaged(y):
+        return wrap(*fused.finish(y, (), storage), dtype)
+    return make_scaled_to_fit(y, scale_one(y), storage, dtype)
 
 
 def measured_like(y: Any, holders: list[Any]) -> Any:
@@ -113,7 +149,7 @@ def align(*operands: Any) -> tuple[list[Tensor], Tensor, torch.dtype, torch.dtyp
     tensors = [operand(x, like) for x in operands]
     scale = _powers.deciding_scale(*(x._scale for x in tensors))
     storage = storage_of(operands)
-    payloads = [_powers.brought_under(to_float32(x), x._scale, scale) for x in tensors]
+    payloads = [payload_under(x, scale) for x in tensors]
     payloads = [_saturated(p, given, storage) for p, given in zip(payloads, operands)]
     return payloads, scale, storage, logical_of(operands)
 

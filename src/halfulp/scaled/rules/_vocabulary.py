@@ -22,7 +22,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch._ops import OpOverload, OpOverloadPacket
-from torch.utils._pytree import tree_leaves, tree_map
+from torch.utils._pytree import tree_leaves
 
 from ..._names import unknown
 from ...kernels import present, torch_operators
@@ -32,7 +32,6 @@ from .._operands import (
     encode_values,
     first_scaled,
     logical_of,
-    make_scaled_to_fit,
     operand,
     selectable_payload,
     storage_of,
@@ -41,7 +40,17 @@ from .._operands import (
 from .._registry import implements
 from .._scaled_tensor import ScaledTensor, wrap
 from ._constants import align_with_constants
-from ._results import is_floating, make_result, payloads_under, power_of_scale, scale_one, value_of, values_under
+from ._results import (
+    is_floating,
+    make_result,
+    mapped,
+    payloads_under,
+    power_of_scale,
+    scale_one,
+    value_of,
+    values_under,
+    values_under_one,
+)
 
 aten = torch_operators("aten")
 # Operators whose results are elements of the argument, or their negatives: exact in every storage.
@@ -61,7 +70,7 @@ def _data_movement_rule(operator: OpOverload, is_view: bool) -> Callable[..., An
     def move(x: ScaledTensor, *arguments: Any, **options: Any) -> Any:
         scale, dtype = x._scale, x.dtype
         results = move_elements(operator, x._payload, *arguments, **options)
-        return tree_map(lambda p: wrap(p, scale if is_view else scale.clone(), dtype), results)
+        return mapped(lambda p: wrap(p, scale if is_view else scale.clone(), dtype), results)
 
     def view(x: ScaledTensor, *arguments: Any, **options: Any) -> Any:
         if not torch.is_inference_mode_enabled() or x.is_inference():
@@ -77,7 +86,7 @@ def move_elements(operator: OpOverload, payload: Tensor, *arguments: Any, **opti
     if payload.dtype not in EIGHT_BITS or operator.is_view:
         return operator(payload, *arguments, **options)
     results = operator(payload.view(torch.uint8), *arguments, **options)
-    return tree_map(lambda p: p.view(payload.dtype) if isinstance(p, Tensor) and p.dtype == torch.uint8 else p, results)
+    return mapped(lambda p: p.view(payload.dtype) if isinstance(p, Tensor) and p.dtype == torch.uint8 else p, results)
 
 
 def homogeneous(
@@ -111,10 +120,12 @@ def homogeneous(
 def _homogeneous_rule(operator: OpOverload, degree: int) -> Callable[..., Any]:
     def scaled(x: ScaledTensor, *arguments: Any, **options: Any) -> Any:
         storage, dtype = x._payload.dtype, x.dtype
-        scale, rest = _powers.product(*[x._scale] * degree) if degree > 0 else power_of_scale(x._scale, degree)
         entered = selectable_payload(x) if operator in _PICKING else to_float32(x)
         results = operator(entered, *arguments, **options)
-        return tree_map(lambda y: make_result(y, scale.clone(), rest, storage, dtype), results)
+        if degree > 0:
+            return payloads_under(results, [x._scale] * degree, [x])
+        scale, rest = power_of_scale(x._scale, degree)
+        return mapped(lambda y: make_result(y, scale.clone(), rest, storage, dtype), results)
 
     return scaled
 
@@ -132,7 +143,7 @@ def _rule_of_degrees(
         def entering(name: str, x: Any) -> Any:
             degree = degrees.get(name)
             if degree is None or not is_floating(x):
-                return tree_map(value_of, x)
+                return mapped(value_of, x)
             scaled = operand(x, like)
             if degree:
                 carriers.append(x)
@@ -181,8 +192,8 @@ def _rule_on_values(operator: OpOverload, is_unit: bool) -> Callable[..., Any]:
         flat = [*arguments, *options.values()]
         flat = [y for x in flat for y in (x if isinstance(x, (list, tuple)) else (x,))]
         storage, dtype = storage_of(flat), logical_of(flat)
-        arguments, options = tree_map(value_of, (arguments, options))
-        return tree_map(lambda y: _encode_result(y, storage, dtype, is_unit), operator(*arguments, **options))
+        arguments, options = mapped(value_of, (arguments, options))
+        return mapped(lambda y: _encode_result(y, storage, dtype, is_unit), operator(*arguments, **options))
 
     return compute
 
@@ -190,7 +201,7 @@ def _rule_on_values(operator: OpOverload, is_unit: bool) -> Callable[..., Any]:
 def _encode_result(y: Any, storage: torch.dtype, dtype: torch.dtype, is_unit: bool) -> Any:
     if not isinstance(y, Tensor) or not y.is_floating_point() or y.layout != torch.strided:
         return y
-    return make_scaled_to_fit(y, scale_one(y), storage, dtype) if is_unit else encode_values(y, storage, dtype=dtype)
+    return values_under_one(y, storage, dtype) if is_unit else encode_values(y, storage, dtype=dtype)
 
 
 def decoded(*operators: OpOverload, family: str = "own") -> None:
@@ -201,7 +212,7 @@ def decoded(*operators: OpOverload, family: str = "own") -> None:
 
 def _rule_of_plain_results(operator: OpOverload) -> Callable[..., Any]:
     def compute(*arguments: Any, **options: Any) -> Any:
-        arguments, options = tree_map(value_of, (arguments, options))
+        arguments, options = mapped(value_of, (arguments, options))
         return operator(*arguments, **options)
 
     return compute
@@ -227,9 +238,9 @@ def _gate_rule(operator: OpOverload, of: str | None, at_least_one: bool) -> Call
         flat = tree_leaves((arguments, options))
         kept = operand(arguments[position], first_scaled(flat))
         scale = _powers.maximum_scale(kept._scale, scale_one(kept)) if at_least_one else kept._scale
-        values = operator(*tree_map(value_of, arguments), **tree_map(value_of, options))
+        values = operator(*mapped(value_of, arguments), **mapped(value_of, options))
         holders = [x for x in flat if isinstance(x, Tensor)]
-        return tree_map(lambda y: values_under(y, scale, storage_of(holders), logical_of(holders)), values)
+        return mapped(lambda y: values_under(y, scale, storage_of(holders), logical_of(holders)), values)
 
     return rule
 
@@ -249,7 +260,7 @@ def _aligned_rule(operator: OpOverload) -> Callable[..., Any]:
         holders = [x for x in flat if isinstance(x, ScaledTensor)]
         payloads, scale = align_with_constants([x for x in flat if is_floating(x)])
         found = iter(payloads)
-        arguments, options = tree_map(lambda x: next(found) if is_floating(x) else x, (arguments, options))
+        arguments, options = mapped(lambda x: next(found) if is_floating(x) else x, (arguments, options))
         results = operator(*arguments, **options)
         return payloads_under(results, [scale], holders + [x for x in flat if is_floating(x) and x.dim()])
 

@@ -1,6 +1,7 @@
 """Attention of scaled tensors, with its gradients: bit for bit what torch's kernels give plain ones."""
 
 import copy
+import types
 
 import pytest
 import torch
@@ -111,6 +112,23 @@ def test_dropout_is_random_and_keeps_the_mean(seed):
 def test_the_choice_of_a_kernel_is_the_plain_one():
     plain = [torch.randn(2, 3, 5, 8)] * 3
     assert torch._fused_sdp_choice(*map(ScaledTensor.encode, plain)) == torch._fused_sdp_choice(*plain)
+
+
+def test_attention_of_bfloat16_multiplies_in_bfloat16_on_cuda(monkeypatch):
+    from halfulp.scaled.rules.networks import _attention
+
+    def chosen(
+        storage, width=8, device="cuda", operator=torch.ops.aten._scaled_dot_product_efficient_attention.default
+    ):
+        x = types.SimpleNamespace(shape=(2, 3, 5, width), device=torch.device(device))
+        return _attention._kernel_dtype(operator, storage, torch.float32, x, x)
+
+    monkeypatch.setattr(_attention, "has_bfloat16", lambda device: True)
+    assert chosen(torch.bfloat16) == torch.bfloat16
+    for wide in (chosen(torch.float16), chosen(torch.bfloat16, width=12), chosen(torch.bfloat16, device="cpu")):
+        assert wide == torch.float32
+    monkeypatch.setattr(_attention, "has_bfloat16", lambda device: False)
+    assert chosen(torch.bfloat16) == torch.float32
 
 
 @pytest.mark.parametrize("training", [True, False])

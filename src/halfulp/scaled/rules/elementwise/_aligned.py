@@ -27,6 +27,7 @@ from ..._operands import (
 from ..._plain_addends import addend, large_elements, saturated
 from ..._registry import implements
 from ..._scaled_tensor import ScaledTensor, wrap
+from ...fused import _operations as fused
 from .._constants import align_with_constants, constants_under
 from .._results import align, payloads_under, value_of, values_under
 from .._vocabulary import aligned, homogeneous, unit_scale
@@ -60,9 +61,30 @@ def _sum(operator: Callable, a: Any, b: Any, alpha: Any) -> tuple[Tensor, Tensor
     return x, y, total, scale, storage
 
 
+def _fused_sum(a: Any, b: Any, alpha: Any, sign: float) -> ScaledTensor | None:
+    """Return a + sign b of two scaled tensors that lie alike by one kernel; None of others."""
+    if type(a) is not ScaledTensor or type(b) is not ScaledTensor or type(alpha) is bool or alpha != 1:
+        return None
+    x, y = a._payload, b._payload
+    if not fused.engaged(x) or not fused.engaged(y):
+        return None
+    storage = storage_of((a, b))
+    keep = sign > 0 and smallest(storage) <= _SMALL and storage not in (torch.bfloat16, torch.float32)
+    if fused.is_pair(x, y):
+        payload, scale = fused.add(x, y, a._scale, b._scale, storage, sign, keep)
+    elif sign > 0 and fused.is_pair(y, x):
+        payload, scale = fused.add(y, x, b._scale, a._scale, storage, sign, keep)
+    else:
+        return None
+    return wrap(payload, scale, logical_of((a, b)))
+
+
 @implements(aten.add.Tensor, aten.add.Scalar, family="alignment")
 def add(a: Any, b: Any, alpha: Any = 1) -> Tensor:
     """a + alpha b under the larger scale."""
+    made = _fused_sum(a, b, alpha, 1.0)
+    if made is not None:
+        return made
     x, y, total, scale, storage = _sum(torch.add, a, b, alpha)
     made_up = make_scaled_to_fit(total, scale, storage, logical_of((a, b)))
     # The eps of an optimizer or a normalisation must not vanish: it keeps a divisor from 0.
@@ -109,6 +131,9 @@ def _vanishes(number: Any, scale: Tensor, storage: torch.dtype) -> bool:
 @implements(aten.sub.Tensor, aten.sub.Scalar, family="alignment")
 def sub(a: Any, b: Any, alpha: Any = 1) -> Tensor:
     """a - alpha b under the larger scale."""
+    made = _fused_sum(a, b, alpha, -1.0)
+    if made is not None:
+        return made
     *_, total, scale, storage = _sum(torch.sub, a, b, alpha)
     return make_scaled_to_fit(total, scale, storage, logical_of((a, b)))
 
@@ -225,7 +250,10 @@ def masked_fill(x: Any, mask: Tensor, value: Any) -> Tensor:
     """A constant where the mask is true, under x's scale."""
     if not isinstance(x, ScaledTensor):
         return torch.masked_fill(x, mask, decode_values(value, x.dtype))
-    return with_constant(lambda p, c: torch.masked_fill(p, mask, c), x, value)
+    # masked_fill reads a constant that is a tensor, and waits for its device.
+    return with_constant(
+        lambda p, c: torch.where(mask, c, p) if isinstance(c, Tensor) else torch.masked_fill(p, mask, c), x, value
+    )
 
 
 @implements(aten.nan_to_num.default, family="alignment")

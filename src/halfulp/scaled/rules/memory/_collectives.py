@@ -43,8 +43,8 @@ def agreed_scales(
     amaxes = torch.stack([_amax(x) for x in tensors])
     scales, amaxes = largest(torch.cat([scales, amaxes])).chunk(2)
     limits = [terms / torch.finfo(storage or wire_storage(x)).max for x in tensors]
-    tops = torch.tensor(limits, dtype=torch.float32, device=scales.device)
-    needed = _powers.round_to_power(amaxes * tops, "up")
+    needed = torch.stack([amax * limit for amax, limit in zip(amaxes.unbind(), limits)])
+    needed = _powers.round_to_power(needed, "up")
     return list(torch.maximum(scales * sqrt_of_count(terms), needed).clamp(max=_powers.LARGEST).unbind())
 
 

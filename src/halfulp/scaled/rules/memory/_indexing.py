@@ -123,7 +123,16 @@ def index_fill(x: Any, dim: int, index: Tensor, value: Any) -> Tensor:
     if isinstance(value, ScaledTensor):
         value = decode_values(value, torch.float32)
     constant = value if isinstance(value, Tensor) else _constant(value, x)
-    return write_aligned(x, constant, lambda p, v: aten.index_fill.int_Tensor(p, dim, index, v))
+    return write_aligned(x, constant, lambda p, v: _index_filled(p, dim, index, v))
+
+
+def _index_filled(payload: Tensor, dim: int, index: Tensor, constant: Tensor) -> Tensor:
+    """Return a payload with a constant at indices: index_fill would read it, and wait for its device."""
+    if not payload.dim():
+        return aten.index_copy.default(payload, dim, index, constant.expand(index.numel()).reshape(index.shape))
+    size = list(payload.shape)
+    size[dim] = index.numel()
+    return aten.index_copy.default(payload, dim, index, constant.expand(size))
 
 
 @implements(aten.put.default, family="indexing")

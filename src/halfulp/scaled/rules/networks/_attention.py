@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from typing import Any
 
@@ -13,7 +14,8 @@ from ....kernels import torch_operators
 from ... import _powers_of_two as _powers
 from ..._operands import first_scaled, logical_of, operand, to_float32, to_storage
 from ..._registry import implements
-from ..._scaled_tensor import ScaledTensor
+from ..._scaled_tensor import ScaledTensor, wrap
+from ...fused import _operations as fused
 from .._results import make_result, sqrt_of_count, value_of
 from .._vocabulary import measured_scale
 from ..products._bilinear import product_over, product_storage
@@ -29,6 +31,24 @@ _NARROW = {
     aten._scaled_dot_product_cudnn_attention.default,
     aten._scaled_dot_product_cudnn_attention_backward.default,
 }
+# Kernels of either: torch chooses them by the logical dtype. With bfloat16 they are several times as fast, and it has
+# float32's range; float16 would flush gradients of small logits.
+_EFFICIENT = {
+    aten._scaled_dot_product_efficient_attention.default,
+    aten._scaled_dot_product_efficient_attention_backward.default,
+}
+_ALIGNMENT = 8  # elements of 16 bits that the kernels' rows are a multiple of
+
+
+def _has_bfloat16_kernel(query: Tensor, value: Tensor) -> bool:
+    sides = (query.shape[-1], value.shape[-1])
+    return query.device.type == "cuda" and has_bfloat16(query.device) and all(n % _ALIGNMENT == 0 for n in sides)
+
+
+@functools.cache
+def has_bfloat16(device: torch.device) -> bool:
+    """Return whether a CUDA device multiplies bfloat16 matrices: compute capability 8.0 and above."""
+    return not torch.version.hip and torch.cuda.get_device_capability(device) >= (8, 0)
 
 
 def _attention(operator: OpOverload) -> None:
@@ -42,10 +62,12 @@ def _attention(operator: OpOverload) -> None:
         inputs = [given[name] for name in _INPUTS]
         query, key, value, storage = _operands(inputs, given)
         dtype = logical_of(inputs)
-        kernel = _kernel_dtype(operator, storage, dtype)
+        kernel = _kernel_dtype(operator, storage, dtype, query, value)
         output, *others = call_by_name(
             operator, given | _payloads(query, key, value, kernel) | _bias_values(given, kernel)
         )
+        if fused.engaged(output):
+            return _fused_output(output, value._scale, storage, dtype), *others
         return make_result(output.to(torch.float32), value._scale.clone(), 1.0, storage, dtype), *others
 
     implements(operator, family="attention")(attend)
@@ -64,17 +86,25 @@ def _attention_backward(operator: OpOverload) -> None:
         of_output = next(name for name in given if name.startswith("grad_out"))
         tensors = [given[name] for name in (of_output, *_INPUTS, "out")]
         gradient, query, key, value, output, storage = _operands(tensors, given)
-        kernel = _kernel_dtype(operator, storage, query.dtype)
+        kernel = _kernel_dtype(operator, storage, query.dtype, query, value)
         bias = _bias_values(given, kernel)
-        to_value = product_over(output._scale, scale=value._scale)
         payloads = _payloads(query, key, value, kernel) | {
-            of_output: to_storage(to_float32(gradient), kernel),
-            "out": to_storage(_powers.times(to_float32(output), to_value), kernel),
+            of_output: _narrowed(gradient, kernel),
+            "out": _output_under(output, value._scale, kernel),
             "logsumexp": value_of(given["logsumexp"]),
         }
         results = call_by_name(operator, given | payloads | bias)
         sg, sq, sk, sv = (x._scale for x in (gradient, query, key, value))
         sum_scale = sqrt_of_count(key.shape[-2])
+        if fused.engaged(results[0]) and not bias:
+            one = 1.0 / sum_scale
+            to_query, to_key, to_value, *others = results
+            return (
+                wrap(*fused.finish(to_query, (sg, sv, sk), storage, "product", one, sum_scale), query.dtype),
+                wrap(*fused.finish(to_key, (sg, sv, sq, sk), storage, "paired", one, sum_scale), key.dtype),
+                _fused_output(to_value, sg, storage, value.dtype),
+                *others,
+            )
         parts = [
             ((sg, sv, sk, 1.0 / sum_scale), (sum_scale,), query.dtype),
             ((sg, sv, sq, 1.0 / sum_scale), (sum_scale, 1.0 / product_over(sq, sk)), key.dtype),
@@ -105,16 +135,39 @@ def call_by_name(operator: OpOverload, given: dict[str, Any]) -> Any:
     return operator(*positional, **{argument.name: given[argument.name] for argument in schema if argument.kwarg_only})
 
 
-def _kernel_dtype(operator: OpOverload, storage: torch.dtype, dtype: torch.dtype) -> torch.dtype:
+def _kernel_dtype(
+    operator: OpOverload, storage: torch.dtype, dtype: torch.dtype, query: Tensor, value: Tensor
+) -> torch.dtype:
+    if operator in _EFFICIENT and storage == torch.bfloat16 and _has_bfloat16_kernel(query, value):
+        return storage
     if operator not in _NARROW:
         return torch.float32
     return next((x for x in (storage, dtype) if x in (torch.float16, torch.bfloat16)), torch.float16)
 
 
 def _payloads(query: ScaledTensor, key: ScaledTensor, value: ScaledTensor, kernel: torch.dtype) -> dict[str, Tensor]:
-    query_payload = _powers.times(to_float32(query), product_over(query._scale, key._scale))
-    payloads = (query_payload, to_float32(key), to_float32(value))
-    return {name: to_storage(payload, kernel) for name, payload in zip(_INPUTS, payloads)}
+    others = {"key": _narrowed(key, kernel), "value": _narrowed(value, kernel)}
+    if fused.engaged(query._payload):
+        return {"query": fused.finish(query._payload, (query._scale, key._scale), kernel, "factor")[0], **others}
+    payload = _powers.times(to_float32(query), product_over(query._scale, key._scale))
+    return {"query": to_storage(payload, kernel), **others}
+
+
+def _narrowed(x: ScaledTensor, kernel: torch.dtype) -> Tensor:
+    return x._payload if x._payload.dtype == kernel else to_storage(to_float32(x), kernel)
+
+
+def _output_under(output: ScaledTensor, scale: Tensor, kernel: torch.dtype) -> Tensor:
+    """Return the output's payload under the scale of values."""
+    if fused.engaged(output._payload):
+        return fused.finish(output._payload, (output._scale, scale), kernel, "ratio")[0]
+    return to_storage(_powers.times(to_float32(output), product_over(output._scale, scale=scale)), kernel)
+
+
+def _fused_output(y: Tensor, scale: Tensor, storage: torch.dtype, dtype: torch.dtype) -> ScaledTensor:
+    if y.dtype == storage:
+        return wrap(y, scale.clone(), dtype)
+    return wrap(*fused.finish(y, (scale,), storage), dtype)
 
 
 def _bias_values(given: dict[str, Any], kernel: torch.dtype) -> dict[str, Tensor]:

@@ -31,7 +31,9 @@ from ..._plain_addends import addend, large_elements, saturated
 from ..._powers_of_two import power_of
 from ..._registry import implements
 from ..._scaled_tensor import ScaledTensor, wrap
-from .._results import align, make_result, sqrt_of_count, value_of
+from ...fused import _operations as fused
+from .._results import align, is_fused, make_result, sqrt_of_count, value_of
+from ._wide_products import wide_product
 
 aten = torch_operators("aten")
 
@@ -105,6 +107,10 @@ def matrix_product(operator: OpOverload, a: Any, b: Any, terms: int, dtype: torc
     like = first_scaled((a, b))
     x, y = (product_operand(t, like) for t in (a, b))
     sum_scale = sqrt_of_count(terms)
+    if fused.engaged(x._payload):
+        values, factor = _fused_product(operator, x, y, 1.0 / sum_scale)
+        storage, dtype = product_storage((a, b)), dtype or logical_of((a, b))
+        return wrap(*fused.finish(values, (x._scale, y._scale), storage, number=sum_scale, factor=factor), dtype)
     scale, rest = _powers.product(x._scale, y._scale, sum_scale)
     if operator is aten.mm.default and is_eight_bit_product(x._payload, y._payload):
         values = eight_bit_product(x._payload, y._payload, 1.0 / sum_scale)
@@ -116,6 +122,19 @@ def matrix_product(operator: OpOverload, a: Any, b: Any, terms: int, dtype: torc
             left, factor, rest = (left.mT * (rest * factor)).mT, 1.0, 1.0
         values = _divided_product(operator, left, right, factor)
     return make_result(values, scale, rest, product_storage((a, b)), dtype or logical_of((a, b)))
+
+
+def _fused_product(operator: OpOverload, x: ScaledTensor, y: ScaledTensor, factor: float) -> tuple[Tensor, float]:
+    """Return a product of payloads, and the factor that it still lacks."""
+    left, right = x._payload, y._payload
+    if operator is aten.mm.default and is_eight_bit_product(left, right):
+        return eight_bit_product(left, right, factor), 1.0
+    if operator in _WITH_FACTOR and left.dtype == right.dtype == torch.bfloat16:
+        left, right = _for_product(x, y)
+        return _divided_product(operator, left, right, factor), 1.0
+    if operator in _WITH_FACTOR and left.dtype == right.dtype == torch.float16:
+        return wide_product(operator, left, right), factor
+    return operator(to_float32(x), to_float32(y)), factor
 
 
 def product_operand(x: Any, like: ScaledTensor) -> ScaledTensor:
@@ -182,11 +201,17 @@ def mul(a: Any, b: Any) -> Tensor:
     dtype = logical_of((a, b))
     if not isinstance(b, Tensor):
         mantissa, power = split_number(b)
+        if is_fused(a._payload, (a._scale,), a._payload.dtype, 0.0) and power > _powers.SMALLEST and not is_symbolic(b):
+            made = fused.finish(a._payload, (a._scale,), a._payload.dtype, number=power, factor=mantissa)
+            return wrap(*made, dtype)
         scale, rest = (zero_scale_like(a), 1.0) if power == _powers.ZERO_SCALE else _powers.product(a._scale, power)
         if type(mantissa) is float and mantissa == 1.0 and type(rest) is float and rest == 1.0:
             return wrap(a._payload.clone(), scale, dtype)
         return make_result(to_float32(a) * mantissa, scale, rest, a._payload.dtype, dtype)
     like = first_scaled((a, b))
+    if type(a) is type(b) is ScaledTensor and fused.engaged(a._payload) and fused.engaged(b._payload):
+        storage = torch.float32 if a is b else storage_of((a, b))
+        return wrap(*fused.finish(to_float32(a) * to_float32(b), (a._scale, b._scale), storage), dtype)
     x, y = addend(a, like, among_zeros=False), addend(b, like, among_zeros=False)
     scale, rest = _powers.product(x._scale, y._scale)
     # Compilers split addcmul_(g, g) of a second moment: squares need twice the range of what is squared.
@@ -271,6 +296,8 @@ def add_scaled_product(
     """
     like = first_scaled((base, a, b))
     storage, dtype = product_storage((base, a, b)), logical_of((base, a, b))
+    if separate is not None and (made := _fused_affine(base, a, b, sum_scale, beta, alpha, compute, separate)):
+        return wrap(*made, dtype)
     as_factor = product_operand if separate else operand if of_matrices else addend
     large = [large_elements(base, like, beta)]
     base, x, y = addend(base, like, beta), as_factor(a, like), as_factor(b, like)
@@ -298,6 +325,32 @@ def add_scaled_product(
     left, right = (left * of_product, right) if quotient else (left, right * of_product)
     y = compute(start * of_base, left, right, beta, alpha)
     return make_scaled_to_fit(saturated(y, scale, storage, *large), scale, storage, dtype)
+
+
+def _fused_affine(
+    base: Any, a: Any, b: Any, sum_scale: float, beta: Any, alpha: Any, compute: Callable, separate: OpOverload
+) -> tuple[Tensor, Tensor] | None:
+    """Return the payload and scale of beta base + alpha a b of scaled tensors by fused kernels; None if none fits."""
+    if not all(isinstance(x, ScaledTensor) and fused.engaged(x._payload) for x in (base, a, b)):
+        return None
+    if is_symbolic(beta) or is_symbolic(alpha) or not (math.isfinite(beta) and math.isfinite(alpha) and beta and alpha):
+        return None
+    beta_power, power = split_number(beta)[1], split_number(alpha)[1] * sum_scale
+    if not _powers.SMALLEST <= power <= _powers.LARGEST:
+        return None
+    scales = (base._scale, a._scale, b._scale)
+    storage = product_storage((base, a, b))
+    if base._payload.dtype == a._payload.dtype == b._payload.dtype == torch.bfloat16:
+        start, left, right = _for_product(base, a, b)
+        scale, of_base, of_product = fused.affine_factors(*scales, beta_power, power)
+        # The right operand of a product of matrices is the weight of a layer, mostly the smaller one.
+        return compute(start * of_base, left, right * of_product, beta, alpha).to(storage), scale
+    shape = (*a.shape[:-1], b.shape[-1])
+    if base.shape != shape and not (base._payload.is_contiguous() and shape[len(shape) - base.dim() :] == base.shape):
+        return None
+    values, _ = _fused_product(separate, a, b, 1.0)
+    start = base._payload if base.shape != shape else base._payload.contiguous()
+    return fused.affine(values, start, scales, storage, float(beta), beta_power, float(alpha), power)
 
 
 def _plain_product(

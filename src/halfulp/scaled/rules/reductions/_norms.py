@@ -18,7 +18,6 @@ from ..._operands import (
     first_scaled,
     logical_of,
     make_scaled,
-    make_scaled_to_fit,
     operand,
     storage_of,
     to_float32,
@@ -26,7 +25,15 @@ from ..._operands import (
 from ..._registry import implements
 from ..._scaled_tensor import ScaledTensor, wrap
 from ..._write import write
-from .._results import payloads_under, power_of_scale, scale_one, sqrt_of_count, value_of
+from ...fused import _operations as fused
+from .._results import (
+    payloads_under,
+    power_of_scale,
+    scale_one,
+    sqrt_of_count,
+    value_of,
+    values_under_one,
+)
 
 aten = torch_operators("aten")
 
@@ -40,7 +47,7 @@ class NormInput:
 
     def __init__(self, x: ScaledTensor, eps: float) -> None:
         scale = _powers.concrete_value(x._scale)
-        self.x, self.limit = x, deviation_scale(x, eps)
+        self.x, self.given_eps = x, eps
         own_eps = math.inf if scale is None else eps / scale**2
         self.exact = own_eps < _LARGEST_EPS
         self.data = to_float32(x) if self.exact else decode_values(x, torch.float32)
@@ -48,14 +55,19 @@ class NormInput:
 
     def mean(self, mean: Tensor) -> ScaledTensor:
         """Return a mean of the data under x's scale."""
+        if not self.exact and fused.engaged(mean):
+            return wrap(*fused.finish(mean, (self.x._scale,), torch.float32, "values"), torch.float32)
         own = self.x._scale.clone()
         return wrap(mean if self.exact else _powers.times(mean, _powers.ratio(scale_one(own), own)), own, torch.float32)
 
     def deviation(self, deviation: Tensor) -> ScaledTensor:
         """Return a reciprocal standard deviation of the data, under 1 / x's scale, or under eps' root if smaller."""
+        if not self.exact and fused.engaged(deviation):
+            largest = largest_deviation(self.given_eps)
+            return wrap(*fused.finish(deviation, (self.x._scale,), torch.float32, "deviation", largest), torch.float32)
         held = scale_one(deviation) if not self.exact else reciprocal(self.x._scale)
-        payload = _powers.times(deviation, _powers.ratio(held, self.limit))
-        return wrap(payload, self.limit.clone(), torch.float32)
+        limit = deviation_scale(self.x, self.given_eps)
+        return wrap(_powers.times(deviation, _powers.ratio(held, limit)), limit.clone(), torch.float32)
 
 
 def reciprocal(scale: Tensor) -> Tensor:
@@ -68,13 +80,17 @@ def deviation_scale(x: ScaledTensor, eps: float) -> Tensor:
     inverse = reciprocal(x._scale)
     if not eps > 0:
         return inverse
-    largest = torch.full_like(inverse, _powers.power_of(eps**-0.5, "down"))
-    return torch.minimum(inverse, largest)
+    return torch.minimum(inverse, torch.full_like(inverse, largest_deviation(eps)))
+
+
+def largest_deviation(eps: float) -> float:
+    """Return the largest scale of 1 / sqrt(var + eps)."""
+    return _powers.power_of(eps**-0.5, "down") if eps > 0 else math.inf
 
 
 def _make_normalised(y: Tensor, *operands: Any) -> ScaledTensor:
     given = [x for x in operands if isinstance(x, Tensor)]
-    return make_scaled_to_fit(y, scale_one(y), storage_of(given), logical_of(given))
+    return values_under_one(y, storage_of(given), logical_of(given))
 
 
 def _values(*tensors: Any) -> list[Any]:
@@ -117,6 +133,12 @@ def _default_eps(dtype: torch.dtype) -> float:
 def _statistics(x: ScaledTensor, mean: Any, deviation: Any) -> list[Tensor]:
     """Return saved statistics in the space of x's payload."""
     found = []
+    if fused.engaged(x._payload):
+        for saved, mode in ((mean, "ratio"), (deviation, "factor")):
+            if saved is not None:
+                saved = operand(saved, x)
+                found.append(fused.finish(saved._payload, (saved._scale, x._scale), torch.float32, mode)[0])
+        return found
     for saved, scale in ((mean, x._scale), (deviation, reciprocal(x._scale))):
         if saved is not None:
             saved = operand(saved, x)
@@ -127,7 +149,10 @@ def _statistics(x: ScaledTensor, mean: Any, deviation: Any) -> list[Tensor]:
 def _gradients(g: ScaledTensor, x: ScaledTensor, results: Any, rows: int, deviation: Tensor, holder: Any) -> tuple:
     """To x under gs times the scale of the deviation, to weight and bias, sums over rows, under gs c."""
     to_x, *others = results
-    if to_x is not None:
+    if to_x is not None and fused.engaged(to_x):
+        storage, dtype = storage_of([holder]), logical_of([holder])
+        to_x = wrap(*fused.finish(to_x, (g._scale, deviation, x._scale), storage, "paired"), dtype)
+    elif to_x is not None:
         to_x = _powers.times(to_x, _powers.ratio(reciprocal(x._scale), deviation))
         to_x = payloads_under(to_x, [g._scale, deviation], [holder])
     sum_scale = sqrt_of_count(rows)
