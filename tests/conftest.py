@@ -85,7 +85,9 @@ def _leave_nothing() -> Iterator[None]:
     """What a module's tests compiled goes with them; what stays is not looked through again by gc and `scalify`."""
     yield
     if "torch._dynamo" in sys.modules:
-        torch._dynamo.reset()
+        with warnings.catch_warnings():  # it imports the compiler, which uses what torch has deprecated
+            warnings.simplefilter("ignore", DeprecationWarning)
+            torch._dynamo.reset()
     gc.collect()
     gc.freeze()
     _return_free_memory()
@@ -545,3 +547,20 @@ def forked_workers(monkeypatch: pytest.MonkeyPatch) -> None:
 def in_two_processes(in_processes: Callable[[str, int], None]) -> Callable[[str], None]:
     """The same, in two processes."""
     return functools.partial(in_processes, count=2)
+
+
+@pytest.fixture
+def nothing_waits() -> Callable[[], contextlib.AbstractContextManager[None]]:
+    """A context in which a wait for a CUDA device is an error."""
+    return _waits_refused
+
+
+@contextlib.contextmanager
+def _waits_refused() -> Iterator[None]:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # torch says that its mode is a prototype
+        torch.cuda.set_sync_debug_mode("error")
+    try:
+        yield
+    finally:
+        torch.cuda.set_sync_debug_mode("default")

@@ -141,6 +141,7 @@ def test_emulated_models_run_on_cuda():
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of torch.compile about autograd functions
+@pytest.mark.filterwarnings("ignore:TensorFloat32 tensor cores")
 def test_compiled_scaled_models_have_the_gradients_of_eager_ones(fresh_compiler):
     model, ids = _model()
     model, ids = hu.scalify(model.to("cuda")), ids.to("cuda")

@@ -166,17 +166,14 @@ def test_rounding_on_a_gpu_equals_the_reference_bit_for_bit(seed, share):
 
 
 @pytest.mark.cuda
-def test_rounding_waits_for_nothing():
+def test_rounding_waits_for_nothing(nothing_waits):
     """Neither elements nor blocks under a scale of the tensor's own are waited for, once their kernel was compared."""
     pytest.importorskip("triton", reason="Triton is not installed")
     x = torch.randn(64, 256, device="cuda").bfloat16()
     for name in ("e4m3fn", "mxfp4", "nvfp4"):
         first = hu.quantize(x, name)
-        torch.cuda.set_sync_debug_mode("error")
-        try:
+        with nothing_waits():
             second = hu.quantize(x, name)
-        finally:
-            torch.cuda.set_sync_debug_mode("default")
         assert same_bits(first, second)
     assert not any("no Triton kernel for quantize" in text for text in hu.kernels.report())
 
