@@ -1,5 +1,6 @@
 """The CUDA twin: from the same recorded functions, bit for bit the reference, on CUDA or in Triton's interpreter."""
 
+import contextlib
 import math
 import os
 import subprocess
