@@ -16,7 +16,6 @@ from ..._dtypes import LOGICALS
 from ..._operands import decode_values, encode_values, rms_scale, storage_of, to_float32
 from ..._registry import implements
 from ..._scaled_tensor import ScaledTensor
-from ...fused import _operations as fused
 from .._results import measured_like, payloads_under, sqrt_of_count, values_under
 from .._vocabulary import gate, homogeneous
 
@@ -68,11 +67,7 @@ def _with_dtype(operator: OpOverload, rule: Callable) -> Callable:
 @with_dtype(aten.sum.default, aten.sum.dim_IntList)
 def sum_over(x: ScaledTensor, dims: Sequence[int] | None = None, keepdim: bool = False) -> Tensor:
     """sum(p) / c under the scale s c, with c the power of two below the root of the number of terms."""
-    if x._payload.dtype in (torch.float16, torch.bfloat16) and fused.engaged(x._payload):
-        total = aten.sum.dim_IntList(x._payload, dims, keepdim, dtype=torch.float32)
-    else:
-        total = aten.sum.dim_IntList(to_float32(x), dims, keepdim)
-    return payloads_under(total, [x._scale], [x], sum_scale_of(x, dims))
+    return payloads_under(aten.sum.dim_IntList(to_float32(x), dims, keepdim), [x._scale], [x], sum_scale_of(x, dims))
 
 
 @with_dtype(aten.nansum.default)
