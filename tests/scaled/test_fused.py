@@ -48,6 +48,21 @@ def test_kernels_have_the_bits_of_the_reference(interpreted, of, recwarn):
     assert not recwarn.list
 
 
+@pytest.mark.parametrize("storage", ["float16", "fp8 products"])
+def test_kernels_give_a_model_the_gradients_of_plain_torch(interpreted, benchmark_module, storage):
+    launches = benchmark_module("_gpu._launches")
+    found = []
+    for engine in ("reference", "triton"):
+        parts = launches.training(storage)
+        with launches.blind(), hu.kernels.engine(engine):
+            for part in ("forward", "backward", "clipping"):
+                parts[part]()
+        gradients = [p.grad for p in parts.model.parameters()]
+        found.append([x for g in gradients for x in (g.payload, g.scale)])
+    assert all(map(hu.kernels.same_bits, *found))
+    assert all(fused._checked.values())
+
+
 def test_a_kernel_that_cannot_be_built_is_told_and_leaves_results_right(monkeypatch):
     def refuse():
         raise RuntimeError("no compiler here")
@@ -60,13 +75,13 @@ def test_a_kernel_that_cannot_be_built_is_told_and_leaves_results_right(monkeypa
     assert scale.item() == 2.0
 
 
-def _signature(name: str, kernel: object, kinds: dict[str, int], constants: dict[str, object]) -> dict[str, str]:
+def _signature(kernel: object, kinds: dict[str, int], constants: dict[str, object], integer: str) -> dict[str, str]:
     found = {}
     for argument in kernel.arg_names:
         if argument in constants:
             found[argument] = "constexpr"
         elif argument in INTEGERS:
-            found[argument] = "i32"
+            found[argument] = integer
         elif argument in NUMBERS:
             found[argument] = "fp32"
         elif argument == "parts":
@@ -104,9 +119,13 @@ def test_the_compiler_fuses_and_flushes_nothing(capability, monkeypatch, tmp_pat
         pytest.skip("interpreted functions are not compiled")
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
     kernels = load_module(module_text())
-    for name, kinds, constants in _forms():
+    forms = _forms()
+    # Of tensors with more than 2^31 elements, the last of each kernel.
+    for (name, kinds, constants), integer in [(form, "i32") for form in forms] + [
+        (form, "i64") for form in forms[-12:]
+    ]:
         kernel = kernels[name]
-        types = _signature(name, kernel, kinds, constants)
+        types = _signature(kernel, kinds, constants, integer)
         places = {(kernel.arg_names.index(key),): value for key, value in constants.items()}
         whole = {
             (k,): [["tt.divisibility", 16]]

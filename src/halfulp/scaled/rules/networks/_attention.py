@@ -48,7 +48,9 @@ def _has_bfloat16_kernel(query: Tensor, value: Tensor) -> bool:
 @functools.cache
 def has_bfloat16(device: torch.device) -> bool:
     """Return whether a CUDA device multiplies bfloat16 matrices: compute capability 8.0 and above."""
-    return not torch.version.hip and torch.cuda.get_device_capability(device) >= (8, 0)
+    if not torch.cuda.is_available() or torch.version.hip:
+        return False
+    return torch.cuda.get_device_capability(device) >= (8, 0)
 
 
 def _attention(operator: OpOverload) -> None:
