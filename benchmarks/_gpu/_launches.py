@@ -56,7 +56,7 @@ class _Counting(TorchDispatchMode):
         name, overload = operator._schema.name.removeprefix("aten::"), operator._overloadname
         place = _caller(), f"{name}.{overload}"
         given = tree_leaves((arguments, options or {}))
-        has_mask = name == "index" and any(x.dtype in (torch.bool, torch.uint8) for x in given[1:])
+        has_mask = name == "index" and any(getattr(x, "dtype", None) in (torch.bool, torch.uint8) for x in given[1:])
         if has_mask or {name, f"{name}.{overload}"} & _WAITING:
             self.counts.synchronisations[place] += 1
         results = operator(*arguments, **(options or {}))
