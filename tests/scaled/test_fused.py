@@ -6,6 +6,7 @@ import pytest
 import torch
 
 import halfulp as hu
+from halfulp.kernels.triton import _launch
 from halfulp.kernels.triton._writer import OPTIONS, load_module
 from halfulp.scaled.fused import _operations as fused
 from halfulp.scaled.fused._device_code import KINDS, MODES, module_text
@@ -23,7 +24,7 @@ def interpreted(monkeypatch):
     triton = pytest.importorskip("triton", reason="Triton is not installed")
     if not triton.knobs.runtime.interpret:
         pytest.skip("TRITON_INTERPRET=1 must be set before triton is imported")
-    monkeypatch.setattr(fused, "_checked", {})
+    monkeypatch.setattr(_launch, "_kernels", {})
     with hu.kernels.engine("triton"):
         yield
 
@@ -43,8 +44,8 @@ def test_kernels_have_the_bits_of_the_reference(interpreted, of, recwarn):
         fused.level(y, to, 1.0)
         fused.affine(x, y[0], tuple(scales[:3]), to, 1.0, 1.0, 0.75, 0.5)
     fused.affine_factors(*scales[:3], 1.0, 2.0)
-    assert fused._checked
-    assert all(fused._checked.values())
+    assert _launch._kernels
+    assert None not in _launch._kernels.values()
     assert not recwarn.list
 
 
@@ -60,7 +61,7 @@ def test_kernels_give_a_model_the_gradients_of_plain_torch(interpreted, benchmar
         gradients = [p.grad for p in parts.model.parameters()]
         found.append([x for g in gradients for x in (g.payload, g.scale)])
     assert all(map(hu.kernels.same_bits, *found))
-    assert all(fused._checked.values())
+    assert None not in _launch._kernels.values()
 
 
 def test_a_kernel_that_cannot_be_built_is_told_and_leaves_results_right(monkeypatch):
@@ -68,7 +69,7 @@ def test_a_kernel_that_cannot_be_built_is_told_and_leaves_results_right(monkeypa
         raise RuntimeError("no compiler here")
 
     monkeypatch.setattr(fused, "_kernels", refuse)
-    monkeypatch.setattr(fused, "_checked", {})
+    monkeypatch.setattr(_launch, "_kernels", {})
     with pytest.warns(RuntimeWarning, match="no Triton kernel for finish .* no compiler here"):
         payload, scale = fused.finish(torch.tensor([3.0, -1e9]), [torch.tensor(2.0)], torch.float16, factor=0.5)
     assert payload.tolist() == [1.5, -65504.0]

@@ -6,7 +6,6 @@ operator.
 
 from __future__ import annotations
 
-import contextlib
 import functools
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -14,7 +13,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ...kernels import check_bits, note_and_warn_once, select_engine
+from ...kernels import select_engine
+from ...kernels.triton._launch import on_device, ready
 from ...kernels.triton._writer import OPTIONS, load_module
 from .. import _powers_of_two as _powers
 from . import _reference as reference
@@ -27,8 +27,6 @@ MOST_SCALES = 4
 # Elements on which kernels are compared.
 ROWS, COLUMNS = 8, 515
 SPECIAL = (0.0, -0.0, torch.inf, -torch.inf, torch.nan, 65504.0, 65520.0, -1e9, 57344.0, 448.0, 464.0, 2.0**-25, 1e-30)
-# Whether a kernel may be used, by its name, its constants and dtypes, and the device.
-_checked: dict[tuple[Any, ...], bool] = {}
 
 
 def engaged(x: Any) -> bool:
@@ -198,42 +196,24 @@ def _run(
 ) -> Any:
     """Launch a kernel, compared with the reference before its first use on a device; else run the reference."""
     device = scales[0].device if not payloads else payloads[0].device
-    whole = (*key, device)
-    if whole not in _checked:
-        _checked[whole] = _is_right(key, launch, plain, payloads, len(scales), device)
-    if not _checked[whole]:
-        return plain(*payloads, *scales)
-    with _on(device):
-        return launch(_kernels(), *payloads, *scales)
-
-
-def _is_right(
-    key: tuple[Any, ...],
-    launch: Callable[..., Any],
-    plain: Callable[..., Any],
-    payloads: tuple[Tensor, ...],
-    scales: int,
-    device: torch.device,
-) -> bool:
-    """Compare a kernel with the reference on fixed elements of the same dtypes; warn where it cannot be used."""
 
     def trial(run: Callable[..., Any], device: torch.device) -> list[Tensor]:
-        results = run(*(x.to(device) for x in _fixed(payloads, scales)))
+        with on_device(device):
+            results = run(*(x.to(device) for x in _fixed(payloads, len(scales))))
         return [result.cpu() for result in results if result is not None]
 
-    try:
-        with _on(device):
-            fast = functools.partial(launch, _kernels())
-            name = f"{key[0]} of scaled tensors"
-            check_bits(name, lambda: trial(fast, device), lambda: trial(plain, torch.device("cpu")))
-    except Exception as error:  # whatever a compiler for another machine may raise
-        reason = f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"
-        note_and_warn_once(
-            "engine",
-            f"no Triton kernel for {key[0]} of scaled tensors on {device.type} ({reason}): plain torch instead",
-        )
-        return False
-    return True
+    kernels = ready(
+        key,
+        f"{key[0]} of scaled tensors",
+        device,
+        _kernels,
+        lambda kernels, device: trial(functools.partial(launch, kernels), device),
+        lambda: trial(plain, torch.device("cpu")),
+    )
+    if kernels is None:
+        return plain(*payloads, *scales)
+    with on_device(device):
+        return launch(kernels, *payloads, *scales)
 
 
 def _fixed(payloads: tuple[Tensor, ...], scales: int) -> list[Tensor]:
@@ -285,9 +265,3 @@ def _grid(x: Tensor) -> tuple[int]:
 @functools.cache
 def _kernels() -> dict[str, Any]:
     return load_module(module_text())
-
-
-def _on(device: torch.device) -> contextlib.AbstractContextManager[Any]:
-    if device.type != "cuda" or device.index == torch.cuda.current_device():
-        return contextlib.nullcontext()
-    return torch.cuda.device(device)
