@@ -49,7 +49,7 @@ class Part:
 # Those of one row run at the same time: what is not timed. The order is that of worth, as the end may be cut off.
 STAGES: tuple[tuple[Part, ...], ...] = (
     (Part("device", 45),),
-    (Part("steps", 150, 9), Part("quantize", 150, 2), Part("suite", 150)),
+    (Part("steps", 115, 8), Part("quantize", 115, 2), Part("suite", 130)),
     (Part("adamw", 90),),
     (Part("quantize_speed", 45),),
     (Part("memory", 85), Part("synchronisations", 85), Part("training", 85, 6)),

@@ -42,10 +42,10 @@ Where a table speaks of processes, the whole measurement was made in that many f
 them: a bar counts as met when that range reaches it.
 
 On a GPU: `python -m benchmarks gpu` needs the repository, torch and the packages that halfulp imports, is done within \
-eight minutes on one H100, and writes `results/gpu.json` part by part: the tests marked `cuda`, bits beside the \
+nine minutes on one H200, and writes `results/gpu.json` part by part: the tests marked `cuda`, bits beside the \
 reference on the CPU, AdamW steps beside torch's, memory, synchronisations, trainings. What fails is printed first, \
 and costs no other part. `--dry-run` tries all of it at tiny sizes on a CPU, with Triton's interpreter where triton is \
-installed. No GPU has run it yet.
+installed.
 """
 
 
