@@ -7,6 +7,7 @@ from collections.abc import Callable
 import numpy as np
 import torch
 
+from ...kernels import address
 from ._scales import reachable_scale, weight_scale
 from ._spec import StepSpec, draws_of, pointer_count, state_pointers
 from ._triton_kernel import largest_columns
@@ -39,7 +40,7 @@ def try_scales(spec: StepSpec, device: torch.device, choose: Callable[..., torch
     """
     held, largest = _rows(spec)
     tensors, count = torch.from_numpy(held).to(device), len(largest)
-    addresses = tensors.data_ptr() + 4 * np.arange(held.size).reshape(held.shape)
+    addresses = address(tensors) + 4 * np.arange(held.size).reshape(held.shape)
     pointers = np.zeros((count, pointer_count(spec)), np.int64)
     for k, row in zip(spec.scaled_states, addresses[2:]):
         pointers[:, state_pointers(spec)[k] + 1] = row
