@@ -91,3 +91,15 @@ def test_numbers_that_would_all_be_zero_are_refused_and_nothing_is_written(stora
     x[:2] = torch.tensor([tiny, 2.0])  # rounded beside others, as everywhere
     x[2:4] = 0.0
     assert x.tolist()[:4] == [0.0, 2.0, 0.0, 0.0]
+
+
+@pytest.mark.parametrize("write", ["copy_", "index", "add_"])
+def test_a_negative_bit_of_what_is_written_is_resolved(write):
+    given = torch.complex(torch.zeros(4), torch.tensor([1.0, -2.0, 4.0, 0.5])).conj().imag
+    assert given.is_neg()
+    x = ScaledTensor.encode(torch.zeros(2, 4), torch.float32)
+    if write == "index":
+        x[1] = given
+    else:
+        getattr(x, write)(given)
+    assert x.decode()[1].tolist() == [-1.0, 2.0, -4.0, -0.5]

@@ -6,6 +6,7 @@ import contextlib
 import functools
 import importlib
 import os
+import threading
 import warnings
 from collections import Counter
 from collections.abc import Iterator
@@ -18,6 +19,7 @@ from .scalar._processor import check_features
 ENGINES = ("auto", "numba", "triton", "reference")
 _notes: Counter[tuple[str, str]] = Counter()
 _requested = "auto"
+_here = threading.local()
 
 
 def note(kind: str, text: str) -> None:
@@ -63,6 +65,16 @@ def engine(name: str) -> Iterator[None]:
         _requested = before
 
 
+@contextlib.contextmanager
+def reference_in_this_thread() -> Iterator[None]:
+    """Run by plain torch inside a block, in this thread alone, whatever engine was asked for."""
+    before, _here.reference = getattr(_here, "reference", False), True
+    try:
+        yield
+    finally:
+        _here.reference = before
+
+
 def select_engine(device: str) -> str:
     """The engine for tensors on a kind of device: "numba" or "reference", on CUDA "triton" or "reference".
 
@@ -82,6 +94,8 @@ def choose_engine(device: str) -> tuple[str, str]:
 
     It counts nothing and warns of nothing. Raises as `select_engine` does.
     """
+    if getattr(_here, "reference", False):
+        return "reference", ""
     wish = _requested if _requested != "auto" else os.environ.get("HALFULP_ENGINE", "auto")
     if wish not in ENGINES:
         raise ValueError(f"HALFULP_ENGINE={wish!r} is unknown: choose one of {', '.join(ENGINES)}")
@@ -106,13 +120,12 @@ def _triton(device: str, wish: str) -> tuple[str, str]:
     if why := _why_missing("triton"):
         if wish == "triton":
             raise ImportError(f"engine 'triton' was asked for, but {why}; {ENVIRONMENT}")
-        return "reference", f"{why}: optimizer steps and `quantize` on CUDA run as plain torch operations"
+        return "reference", f"{why}: kernels on CUDA run as plain torch operations, slower and with the same bits"
     # Tensors of ROCm say "cuda", and no Triton kernel has run there. Whoever asks for them gets them, compared with the
     # reference before their first use as everywhere.
     if wish == "auto" and torch.version.hip:
         return "reference", (
-            "optimizer steps and `quantize` on ROCm run as plain torch operations, since Triton kernels are made for "
-            "CUDA: "
+            "kernels on ROCm run as plain torch operations, since Triton's are made for CUDA: "
             "HALFULP_ENGINE=triton tries them"
         )
     return "triton", ""

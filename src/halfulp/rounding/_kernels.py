@@ -9,7 +9,8 @@ from functools import cache, lru_cache
 import numpy as np
 import torch
 
-from ..kernels import IndexMap, address, check_bits, chunks, engine, require_same_bits, run_chunks, select_engine
+from ..kernels import IndexMap, address, check_bits, chunks, require_same_bits, run_chunks, select_engine
+from ..kernels._engine import reference_in_this_thread
 from ..kernels.vector._machine_function import address_of
 from ..kernels.vector._table_loop import compile_table
 from ._kernel_constants import WORD32, WORD64, Layout, constants, layout_for
@@ -36,7 +37,7 @@ def check_device(x: torch.Tensor, target: Hashable, round_into: Callable[[torch.
     def rounded(device: torch.device) -> list[torch.Tensor]:
         elements = fixed_elements(x.dtype).to(device)
         out = torch.empty_like(elements)
-        with engine("reference"):  # what is asked is whether plain torch rounds there as here
+        with reference_in_this_thread():  # what is asked is whether plain torch rounds there as here
             round_into(elements, out)
         return [out.cpu()]
 

@@ -192,6 +192,7 @@ def operand(x: Any, like: ScaledTensor) -> ScaledTensor:
         if x.is_complex():
             raise ComplexOperand
         x = x if x.is_floating_point() else x.to(like.dtype)
+        x = x.resolve_neg() if x.is_neg() else x  # below autograd torch's own kernels have no such operands
         return encode_values(x, torch.float32, scale_beside_stand_ins(x, like._payload.dtype))
     if isinstance(x, complex):
         raise ComplexOperand

@@ -173,18 +173,16 @@ def test_the_compiler_fuses_products_errors_alone(capability, monkeypatch, tmp_p
     for name, dtype in cases:
         elements = _call(name, ((dtype, 2),) * FUNCTIONS[name].operands, 2, dtype).elements
         trace, numbers = elements.traced
-        constants = {f"mode{k}": 0 for k in range(len(elements.stored))} | {"TILE": 1024}
+        constants = {f"mode{k}": 0 for k in range(len(elements.stored))} | {"WHOLE": True, "TILE": 1024}
         text = pointwise_source(trace, tuple(numbers), elements.stored, elements.written)
-        given = {"tables": "*fp64", "count": "i32", "columns": "i32"}
+        given = {"tables": "*fp64", "count": "i64", "columns": "i64"}
         check(instructions(text, (elements.stored, elements.written), given, constants, 4), name != "add")
     for one in REDUCTIONS:
         stored, written = (one.stored,) * one.inputs, (one.dtype,) * one.components
         text = reduction_source(one.steps, stored, written)
-        given = dict.fromkeys(("rows", "columns", "length", "segments", "divisor"), "i32")
-        for several, lanes in ((32, 32), (6, 32), (1, 128)):
-            constants = {"SEVERAL": several, "LANES": lanes}
-            if several == 32:  # what is 1 is known when Triton compiles
-                constants |= {"columns": 1, "segments": 1}
+        given = dict.fromkeys(("rows", "columns", "length", "segments", "divisor", "several", "tiles"), "i64")
+        for lanes in (32, 128):
+            constants = {"LANES": lanes}
             ptx = instructions(text, (stored, written), given, constants, 1 if lanes == 32 else 4)
             check(ptx, one.kind in ("prod", "mean"))
 

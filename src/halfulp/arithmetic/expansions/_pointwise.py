@@ -24,7 +24,7 @@ from ...kernels import (
     select_engine,
 )
 from ...kernels.triton._launch import ready
-from ...kernels.triton._pointwise import LONGEST, Pointwise
+from ...kernels.triton._pointwise import LONGEST, VECTOR, Pointwise
 from .._error_free import Terms
 from ..functions._angle_reduction import beyond_reach, reduced_exactly
 from ..functions._table import DIVISIONS, FUNCTIONS, NETWORKS, STEP
@@ -64,7 +64,7 @@ class Elements:
             if outputs[0].numel():
                 fill(self.kernel, inputs, outputs)
             return True
-        kernel = self._on(outputs[0].device) if engine == "triton" else None
+        kernel = self._on(outputs[0].device, outputs[0].numel() % VECTOR == 0) if engine == "triton" else None
         if kernel is None:
             return False
         kernel(inputs, outputs)
@@ -90,19 +90,27 @@ class Elements:
         """The kernel of an accelerator."""
         return Pointwise(*self.traced, self.stored, self.written)
 
-    def _on(self, device: torch.device) -> Any:
+    def _on(self, device: torch.device, whole: bool) -> Any:
         """The kernel of an accelerator, compared with plain torch; None, counted, where there is none."""
         if self.on_triton.size > LONGEST:
             note(
                 "engine",
-                f"{self.label} is {self.on_triton.size} instructions, too long for Triton: plain torch instead",
+                f"{self.label} is too long for Triton, {self.on_triton.size} instructions: plain torch instead",
             )
             return None
-        return ready(self, self.label, device, lambda: self.on_triton, self._tried_on, self._wanted)
+        count = 512 if whole else 515
+        return ready(
+            (self, whole),
+            self.label,
+            device,
+            lambda: self.on_triton,
+            lambda kernel, device: self._tried_on(kernel, device, count),
+            lambda: [part[:count] for part in self._wanted()],
+        )
 
-    def _tried_on(self, kernel: Pointwise, device: torch.device) -> list[torch.Tensor]:
-        inputs = [part.to(device) for part in _trial(self.stored)]
-        made = [torch.empty(inputs[0].shape, dtype=dtype, device=device) for dtype in self.written]
+    def _tried_on(self, kernel: Pointwise, device: torch.device, count: int) -> list[torch.Tensor]:
+        inputs = [part[:count].to(device) for part in _trial(self.stored)]
+        made = [torch.empty(count, dtype=dtype, device=device) for dtype in self.written]
         kernel(inputs, made)
         return [part.cpu() for part in made]
 
@@ -118,7 +126,7 @@ def _trial(stored: Dtypes) -> list[torch.Tensor]:
         ramp = torch.linspace(-1, 1, 509, dtype=torch.float64, device="cpu").roll(61 * k)
         value = (ramp * torch.exp2(torch.linspace(-12, 12, 509, dtype=torch.float64, device="cpu"))).to(dtype)
         special = torch.tensor([0.0, -0.0, 1.0, torch.inf, -torch.inf, torch.nan], dtype=dtype, device="cpu")
-        made.append(torch.cat([value, special.roll(k)]))
+        made.append(torch.cat([special.roll(k), value]))
     return made
 
 
@@ -238,6 +246,7 @@ def _run(call: Call, flat: Sequence[torch.Tensor], out: Parts | None) -> Parts:
             break
     if out is not None and all(part.is_contiguous() and part.shape == shape for part in out):
         written = out
+        flat = [part.clone() if _overlaps(part, out) else part for part in flat]
     else:
         written = _made_like(first, shape, call.dtype, call.components)
     if not call.elements.fill(flat, written):
@@ -296,6 +305,16 @@ def _in_float64(kind: torch.dtype, parts: Sequence[torch.Tensor]) -> Parts:
 def _internal(name: str, counts: tuple[int, ...], components: int, dtype: torch.dtype) -> Call:
     """Return a call on float64 operands that may have more components than public ones."""
     return Call(name, tuple((torch.float64, count) for count in counts), components, dtype)
+
+
+def _overlaps(part: torch.Tensor, out: Parts) -> bool:
+    """Return whether elements of an operand are written before they are read: it shares memory otherwise than alike."""
+    memory = part.untyped_storage().data_ptr()
+    if all(memory != other.untyped_storage().data_ptr() for other in out):
+        return False
+    return not any(part.data_ptr() == other.data_ptr() and part.shape == other.shape for other in out) or (
+        not part.is_contiguous()
+    )
 
 
 def _broadcast(shapes: set[torch.Size]) -> torch.Size:

@@ -10,7 +10,8 @@ from typing import Any
 import torch
 
 from .._canary import check_bits
-from .._engine import engine, note, note_and_warn_once
+from .._engine import note, note_and_warn_once, reference_in_this_thread
+from .._function_transforms import under_transform
 
 _kernels: dict[Hashable, Any] = {}
 
@@ -48,6 +49,9 @@ def ready(
             # The comparison reads results back, which no capture allows: a call outside of one makes it.
             note("engine", f"{name} by plain torch operations: its first call was captured into a CUDA graph")
             return None
+        if under_transform():
+            note("engine", f"{name} by plain torch operations: its first call was under a transform of torch.func")
+            return None  # which would take the comparison for its own
         known = _kernels[key, device] = _tried(name, device, build, run, reference, advice)
     if known is None:
         note("engine", f"no Triton kernel for {name} on {device.type}: plain torch instead")
@@ -60,8 +64,10 @@ _UNKNOWN = object()
 def _tried(name: str, device: torch.device, build: Any, run: Any, reference: Any, advice: str) -> Any:
     try:
         kernel = build()
-        with engine("reference"):  # an engine that was asked for by name may not run what the CPU does on the way
+        with reference_in_this_thread():  # an engine that was asked for may not run what the CPU does on the way
             check_bits(name, lambda: run(kernel, device), lambda: list(reference()), advice)
+    except torch.OutOfMemoryError:
+        raise  # which says nothing of the kernel
     except Exception as error:  # whatever a compiler for another machine may raise
         reason = f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"
         note_and_warn_once("engine", f"no Triton kernel for {name} on {device.type} ({reason}): plain torch instead")

@@ -15,6 +15,7 @@ from ._writer import OPTIONS, function_sources, load_module, module_source, stor
 
 # Instructions up to which a kernel is compiled: ptxas takes minutes for the longest.
 LONGEST = 4000
+VECTOR = 16
 # How an operand lies beside the results: like them, one for all, one per row, one per column.
 _ALIKE, _ONE, _PER_ROW, _PER_COLUMN = range(4)
 
@@ -36,6 +37,8 @@ class Pointwise:
         self.size = trace.size()
         self.tile = 1024 if self.size <= 100 else 256
         self.values = tables_of(trace)
+        # Kept as long as the kernel, since what runs or was captured still reads them.
+        self._tables: dict[torch.device, torch.Tensor] = {}
 
     @functools.cached_property
     def kernel(self) -> Any:
@@ -54,23 +57,28 @@ class Pointwise:
         if not count:
             return
         held, modes, columns = places(inputs, first.shape, device)
+        table = self._tables.get(device)
+        if table is None:
+            table = torch.tensor(self.values or (0.0,), dtype=torch.float64, device=device)
+            self._tables[device] = table
         grid = (-(-count // self.tile),)
         with on_device(device):
-            self.kernel[grid](
-                *held, *outputs, _table(self.values, device), count, columns, *modes, self.tile, **OPTIONS
-            )
+            self.kernel[grid](*held, *outputs, table, count, columns, *modes, count % VECTOR == 0, self.tile, **OPTIONS)
 
 
 def pointwise_source(
     trace: Trace, results: tuple[int, ...], stored: tuple[torch.dtype, ...], written: tuple[torch.dtype, ...]
 ) -> str:
-    """Return the source of the module, with the kernel `kernel(inputs, outputs, tables, count, columns, modes)`."""
+    """Return the source of the module, whose function `kernel` takes inputs, outputs, constants, sizes and modes."""
     functions = function_sources("element", trace, results)
     inputs, outputs = range(len(stored)), range(len(written))
     modes = [f"mode{k}: tl.constexpr" for k in inputs]
-    arguments = [*(f"input{k}" for k in inputs), *(f"output{k}" for k in outputs), "tables", "count", "columns", *modes]
+    arguments = [*(f"input{k}" for k in inputs), *(f"output{k}" for k in outputs), "tables"]
+    arguments += ["count: tl.int64", "columns: tl.int64", *modes, "WHOLE: tl.constexpr", "TILE: tl.constexpr"]
     wide = "tl.float64" if trace.dtype == torch.float64 else "tl.float32"
     lines = [
+        "if WHOLE:",
+        f"    count = tl.multiple_of(count, {VECTOR})",
         "i = tl.program_id(0).to(tl.int64) * TILE + tl.arange(0, TILE)",
         "lanes = i < count",
         *(f"x{k} = tl.load(input{k} + place(i, columns, mode{k}), mask=lanes, other=0).to({wide})" for k in inputs),
@@ -78,7 +86,8 @@ def pointwise_source(
         *(f"tl.store(output{k} + i, {stored_as(f'y{k}', dtype)}, mask=lanes)" for k, dtype in enumerate(written)),
     ]
     body = "\n".join(f"    {line}" for line in lines)
-    text = f"@triton.jit\ndef kernel({', '.join(arguments)}, TILE: tl.constexpr):\n{body}\n"
+    # Triton compiles anew for integers that are 1 or multiples of 16, unless it is told not to look.
+    text = f"@triton.jit(do_not_specialize=['count', 'columns'])\ndef kernel({', '.join(arguments)}):\n{body}\n"
     return module_source([_PLACE, *functions], text)
 
 
@@ -97,11 +106,18 @@ def place(i, columns, mode: tl.constexpr):
 def places(
     inputs: Sequence[torch.Tensor], shape: torch.Size, device: torch.device
 ) -> tuple[list[torch.Tensor], list[int], int]:
-    """Return the operands as a kernel reads them, how each lies beside the results, and the results' columns."""
+    """Return the operands as a kernel reads them, how each lies beside the results, and the results' columns.
+
+    Raises:
+        RuntimeError: an operand of several dimensions lies on another device.
+    """
     held, modes, columns = [], [], shape[-1] if shape else 1
     for part in map(plain, inputs):
         mode = _ALIKE
-        part = part if part.device == device else part.to(device, non_blocking=True)
+        if part.device != device:
+            if part.dim():
+                raise RuntimeError(f"components lie on {part.device} and {device}: bring them to one device by .to()")
+            part = part.to(device)
         if part.shape != shape:
             if part.numel() == 1:
                 mode = _ONE
@@ -114,8 +130,3 @@ def places(
         held.append(part.contiguous())
         modes.append(mode)
     return held, modes, columns
-
-
-@functools.lru_cache(maxsize=256)
-def _table(values: tuple[float, ...], device: torch.device) -> torch.Tensor:
-    return torch.tensor(values or (0.0,), dtype=torch.float64, device=device)

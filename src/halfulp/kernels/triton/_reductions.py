@@ -14,7 +14,7 @@ from ._writer import function_sources, load_module, module_source, stored_as
 
 _TILE = 128  # columns of a program, where there are at least ACROSS
 _SHORT = 40  # instructions of a step up to which a block's rows are written out, so that they load together
-_ARGUMENTS = "rows, columns, length, segments, divisor"
+_NUMBERS = ("rows", "columns", "length", "segments", "divisor", "several", "tiles")
 
 
 class Reduction:
@@ -54,11 +54,12 @@ class Reduction:
         many, rows, columns, length, segments, several = cut
         narrow = columns < ACROSS
         lanes = ACROSS if narrow else _TILE
-        grid = (many * segments, 1 if narrow else -(-columns // lanes))
+        tiles = 1 if narrow else -(-columns // lanes)
         if not many * segments * columns:
             return
         with on_device(made[0].device):
-            self.kernel[grid](
+            # One axis: CUDA's second one ends at 65,535.
+            self.kernel[(many * segments * tiles,)](
                 *parts,
                 *made,
                 rows,
@@ -67,6 +68,7 @@ class Reduction:
                 segments,
                 divisor,
                 several,
+                tiles,
                 lanes,
                 num_warps=1 if narrow else 4,
                 enable_fp_fusion=False,
@@ -74,7 +76,7 @@ class Reduction:
 
 
 def reduction_source(steps: ReductionSteps, stored: tuple[torch.dtype, ...], written: tuple[torch.dtype, ...]) -> str:
-    """Return the source of the module, with the kernel `kernel(inputs, outputs, numbers, SEVERAL, LANES)`."""
+    """Return the source of the module, with the kernel `kernel(inputs, outputs, numbers, LANES)`."""
     pieces = steps.recorded(len(stored))
     functions = dict.fromkeys(
         text
@@ -125,11 +127,12 @@ def reduction_source(steps: ReductionSteps, stored: tuple[torch.dtype, ...], wri
         "several = beside",
     ]
     lines = [
-        "segment = tl.program_id(0).to(tl.int64)",
+        "program = tl.program_id(0).to(tl.int64)",
+        "segment = program // tiles",
         "matrix = segment // segments",
         "top = (segment - matrix * segments) * length",
-        "lane = tl.program_id(1).to(tl.int64) * LANES + tl.arange(0, LANES)",
-        "width = tl.cast(columns, tl.int64) * SEVERAL",
+        "lane = (program - segment * tiles) * LANES + tl.arange(0, LANES)",
+        "width = columns * several",
         "inside = lane < width",
         "count = tl.minimum(rows - top, length) * columns",
         "turns = (count + width - 1) // width",
@@ -139,7 +142,6 @@ def reduction_source(steps: ReductionSteps, stored: tuple[torch.dtype, ...], wri
         "first = turns * 0",
         "while first < turns:",
         *each(block),
-        "several = SEVERAL",
         f"for _ in range({ACROSS.bit_length() - 1}):",
         *each(merge),
         call("close", [f"y{k}" for k in outputs], [*held, "tl.full([LANES], 0.0, tl.float64) + divisor"]),
@@ -149,6 +151,8 @@ def reduction_source(steps: ReductionSteps, stored: tuple[torch.dtype, ...], wri
             for k, dtype in enumerate(written)
         ),
     ]
-    arguments = [*(f"input{k}" for k in inputs), *(f"output{k}" for k in outputs), _ARGUMENTS]
-    text = f"@triton.jit\ndef kernel({', '.join(arguments)}, SEVERAL: tl.constexpr, LANES: tl.constexpr):\n"
+    numbers = [f"{name}: tl.int64" for name in _NUMBERS]
+    arguments = [*(f"input{k}" for k in inputs), *(f"output{k}" for k in outputs), *numbers, "LANES: tl.constexpr"]
+    # Triton compiles anew for integers that are 1 or multiples of 16, unless it is told not to look.
+    text = f"@triton.jit(do_not_specialize={list(_NUMBERS)})\ndef kernel({', '.join(arguments)}):\n"
     return module_source(functions, text + "\n".join(each(lines)) + "\n")

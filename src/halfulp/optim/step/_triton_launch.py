@@ -44,8 +44,9 @@ class ScaledKernels:
     Attributes:
         read: fills the table of scales with the present ones.
         largest: finds the largest magnitudes, under the specification `amax`.
-        choose: chooses the new scales and writes them to their tensors.
+        choose: adds the new scales to the table.
         step: writes weights and states.
+        keep: writes the new scales to their tensors, once all else is written.
         amax: the specification that finds the largest magnitudes.
     """
 
@@ -53,6 +54,7 @@ class ScaledKernels:
     largest: Any
     choose: Any
     step: Any
+    keep: Any
     amax: StepSpec
 
 
@@ -83,12 +85,14 @@ def scaled_kernels(spec: StepSpec, amax: StepSpec, device: torch.device, trial: 
 
     def build() -> ScaledKernels:
         scales = load_module(scales_source(spec))
-        return ScaledKernels(scales["read_scales"], largest, scales["choose_scales"], step, amax)
+        return ScaledKernels(scales["read_scales"], largest, scales["choose_scales"], step, scales["keep_scales"], amax)
 
     def run(kernels: ScaledKernels, device: torch.device) -> list[torch.Tensor]:
         def choose(pointers, constants, keys, addresses, words) -> torch.Tensor:
             parameters = parameter_table(spec, device, pointers, constants, keys, addresses)
-            return choose_scales(spec, kernels, parameters, len(words), lambda present: words)
+            table = choose_scales(spec, kernels, parameters, len(words), lambda present: words)
+            keep_scales(kernels, parameters, table)
+            return table
 
         return try_scales(spec, device, choose)
 
@@ -162,8 +166,9 @@ def launch_scaled(
     count = len(pointers)
     find = functools.partial(_run, kernels.amax, kernels.largest, held, parameters, count)
     scales = choose_scales(spec, kernels, parameters, count, find)
-    counts = _counts(spec, _run(spec, kernels.step, held, parameters, count, scales))
-    return held, counts, scales[:, scale_columns(spec).index("new_scale")]
+    written = _run(spec, kernels.step, held, parameters, count, scales)
+    keep_scales(kernels, parameters, scales)
+    return held, _counts(spec, written), scales[:, scale_columns(spec).index("new_scale")]
 
 
 def choose_scales(
@@ -173,7 +178,7 @@ def choose_scales(
     count: int,
     find_largest: Callable[[torch.Tensor], torch.Tensor],
 ) -> torch.Tensor:
-    """Return the table of scales before and after a step, and write the latter to their tensors.
+    """Return the table of scales before and after a step; their tensors stay as they are.
 
     Args:
         spec, kernels: of the step.
@@ -189,6 +194,13 @@ def choose_scales(
     with on_device(device):
         kernels.choose[grid](parameters, largest, scales, count, **OPTIONS)
     return scales
+
+
+def keep_scales(kernels: ScaledKernels, parameters: torch.Tensor, scales: torch.Tensor) -> None:
+    """Write the new scales of a table to their tensors."""
+    count = len(scales)
+    with on_device(scales.device):
+        kernels.keep[(-(-count // LANES),)](parameters, scales, count, **OPTIONS)
 
 
 def parameter_table(

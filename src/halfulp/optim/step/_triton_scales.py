@@ -20,9 +20,9 @@ LANES = 128
 def scales_source(spec: StepSpec) -> str:
     """The whole module of a step specification.
 
-    Its kernels are `read_scales(parameters, scales, count)`, and `choose_scales(parameters, largest, scales, count)`,
-    which also writes the new scales where the parameters and their states keep them. The tables are those of
-    `triton_source`, count their rows.
+    Its kernels are `read_scales(parameters, scales, count)`, `choose_scales(parameters, largest, scales, count)`, and
+    `keep_scales(parameters, scales, count)`, which writes the new scales where the parameters and their states keep
+    them. The tables are those of `triton_source`, count their rows.
     """
     pieces = [
         piece_source("weight_scale", words.recorded(words.weight_scale_function(spec.store.dtype), 3)),
@@ -31,7 +31,7 @@ def scales_source(spec: StepSpec) -> str:
     ]
     for k, codec in spec.scaled_states.items():
         pieces.append(piece_source(f"state_scale_{k}", words.recorded(words.state_scale_function(codec), 1)))
-    return module_source(pieces, f"{_read_text(spec)}\n\n\n{_choose_text(spec)}")
+    return module_source(pieces, "\n\n\n".join((_read_text(spec), _choose_text(spec), _keep_text(spec))))
 
 
 def _read_text(spec: StepSpec) -> str:
@@ -49,8 +49,7 @@ def _read_text(spec: StepSpec) -> str:
 
 def _choose_text(spec: StepSpec) -> str:
     """Return the source of the kernel that chooses the new scales from the largest magnitudes."""
-    addresses, columns = _addresses(spec), scale_columns(spec)
-    count = largest_columns(spec)
+    columns, count = scale_columns(spec), largest_columns(spec)
     most = [f"tl.load(found + {j}, mask=lanes, other=0).to(tl.uint32, bitcast=True)" for j in range(count)]
     lines = [
         f"found = largest + row * {count}",
@@ -59,19 +58,29 @@ def _choose_text(spec: StepSpec) -> str:
         f"new_scale = weight_scale(present, {most[0]}, stored)",
         "weight_inverse = inverse(new_scale)",
         "weight_ratio = ratio(present, new_scale, stored)",
-        _address("weight_scale", addresses["weight_scale"]),
         *_stores({name: columns.index(name) for name in ("new_scale", "weight_inverse", "weight_ratio")}),
-        "tl.store(weight_scale_at, new_scale.to(tl.float32, bitcast=True), mask=lanes)",
     ]
     for j, k in enumerate(spec.scaled_states, 1):
         lines += [
             f"scale_{k} = state_scale_{k}({most[j]})",
             f"inverse_{k} = inverse(scale_{k})",
-            _address(f"scale_{k}", addresses[f"scale_{k}"]),
             *_stores({f"inverse_{k}": columns.index(f"inverse_{k}")}),
-            f"tl.store(scale_{k}_at, scale_{k}.to(tl.float32, bitcast=True), mask=lanes)",
         ]
     return _kernel("choose_scales", "parameters, largest, scales, count", spec, lines)
+
+
+def _keep_text(spec: StepSpec) -> str:
+    """Return the source of the kernel that writes the new scales where parameters and states keep them."""
+    addresses, columns = _addresses(spec), scale_columns(spec)
+    lines = []
+    for name, chosen in (("weight_scale", "new_scale"), *((f"scale_{k}", f"inverse_{k}") for k in spec.scaled_states)):
+        word = f"tl.load(to + {columns.index(chosen)}, mask=lanes, other=1.0).to(tl.uint32, bitcast=True)"
+        word = word if name == "weight_scale" else f"inverse({word})"
+        lines += [
+            _address(name, addresses[name]),
+            f"tl.store({name}_at, {word}.to(tl.float32, bitcast=True), mask=lanes)",
+        ]
+    return _kernel("keep_scales", "parameters, scales, count", spec, lines)
 
 
 def _kernel(name: str, arguments: str, spec: StepSpec, lines: Iterable[str]) -> str:

@@ -33,6 +33,8 @@ def engaged(x: Any) -> bool:
     """Return whether what is computed of x now runs as Triton kernels: eagerly on CUDA, or interpreted if asked for."""
     if type(x) is not Tensor or torch.compiler.is_dynamo_compiling():
         return False
+    if torch._C._functorch.peek_interpreter_stack() is not None:  # whose tensors have no memory of their own
+        return False
     device = x.device.type
     return device in ("cuda", "cpu") and not _powers.is_concrete(x) and select_engine(device) == "triton"
 
@@ -196,6 +198,8 @@ def _run(
 ) -> Any:
     """Launch a kernel, compared with the reference before its first use on a device; else run the reference."""
     device = scales[0].device if not payloads else payloads[0].device
+    if any(x.device != device for x in (*payloads, *scales)):
+        return plain(*payloads, *scales)  # torch says which lies where
 
     def trial(run: Callable[..., Any], device: torch.device) -> list[Tensor]:
         with on_device(device):

@@ -336,7 +336,7 @@ def _fused_affine(
     if is_symbolic(beta) or is_symbolic(alpha) or not (math.isfinite(beta) and math.isfinite(alpha) and beta and alpha):
         return None
     beta_power, power = split_number(beta)[1], split_number(alpha)[1] * sum_scale
-    if not _powers.SMALLEST <= power <= _powers.LARGEST:
+    if not all(_powers.SMALLEST <= one <= _powers.LARGEST for one in (beta_power, power)):
         return None
     scales = (base._scale, a._scale, b._scale)
     storage = product_storage((base, a, b))
