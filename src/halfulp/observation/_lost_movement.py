@@ -39,9 +39,9 @@ def severity_of_loss(dtype: torch.dtype, realised: float | None, cancelled: floa
 def may_be_chance(change: Realised, realised: float) -> bool:
     """Return whether stochastic rounding, which is right on average, may have made a share of movement by chance.
 
-    The mean of n changes that are each kept with probability p is off by about sqrt((1/p - 1) / n) of itself. Weights of
-    a layer lie in several binades, and where p halves from one to the next the mean of 1/p is up to three times 1 over
-    the mean of p: within four times that it may be chance.
+    The mean of n changes that are each kept with probability p is off by about sqrt((1/p - 1) / n) of itself. Weights
+    of a layer lie in several binades, and where p halves from one to the next the mean of 1/p is up to three times 1
+    over the mean of p: within four times that it may be chance.
 
     >>> few, many = Realised(seen=250, cancelled=225), Realised(seen=25000, cancelled=22500)
     >>> may_be_chance(few, 0.3), may_be_chance(many, 0.3)
