@@ -36,19 +36,24 @@ def severity_of_loss(dtype: torch.dtype, realised: float | None, cancelled: floa
     return "warning" if is_narrow(dtype) and cancelled >= MOST_CANCELLED else None
 
 
-def may_be_chance(change: Realised, realised: float) -> bool:
+def may_be_chance(change: Realised, realised: float, spread: float = 1.0) -> bool:
     """Return whether stochastic rounding, which is right on average, may have made a share of movement by chance.
 
-    The mean of n changes that are each kept with probability p is off by about sqrt((1/p - 1) / n) of itself. Weights
-    of a layer lie in several binades, and where p halves from one to the next the mean of 1/p is up to three times 1
-    over the mean of p: within four times that it may be chance.
+    The mean of n changes that are each kept with probability p is off by about sqrt((1/p - 1) / n) of itself: within
+    four times that it may be chance.
+
+    Args:
+        change: that was counted.
+        realised: the share of movement.
+        spread: the mean of 1/p over 1 over the mean of p. Of weights it is up to 3: a layer's lie in several binades,
+            and p halves from one to the next.
 
     >>> few, many = Realised(seen=250, cancelled=225), Realised(seen=25000, cancelled=22500)
     >>> may_be_chance(few, 0.3), may_be_chance(many, 0.3)
     (True, False)
     """
     kept = 1 - change.lost_share
-    return kept > 0 and (1 - realised) ** 2 < 16 * (3 / kept - 1) / change.seen
+    return kept > 0 and (1 - realised) ** 2 < 16 * (spread / kept - 1) / change.seen
 
 
 def keeps_the_rest(parameter: ParameterRecord) -> bool:

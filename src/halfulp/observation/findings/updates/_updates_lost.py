@@ -79,4 +79,4 @@ def _severity(parameter: ParameterRecord) -> Severity | None:
         return found
     # Of so many that are kept by chance, as variance tells for small probabilities, none is left in e^-16 of the cases.
     none_kept = update.cancelled == update.seen and parameter.rounding.variance < 16
-    return None if none_kept or may_be_chance(update, realised) else found
+    return None if none_kept or may_be_chance(update, realised, spread=3.0) else found
