@@ -34,9 +34,9 @@ class RandomBitsRepeat(FindingKind):
 
     def _each(self, name: str, rounding: RoundingRecord, steps: int, confidence: float) -> Iterator[Finding]:
         # A correlation is between two steps; of n decisions n times their mean variance are as good as open.
-        seen, count = rounding.seen, rounding.seen / steps
-        opened = rounding.variance / steps
-        least = max(CORRELATION, DEVIATIONS / count**0.5, COINCIDENCES / opened if opened else float("inf"))
+        seen, opened = rounding.seen, rounding.variance / steps
+        # No decision's variance is over a quarter, so that chance correlates them by at most half of 1 over the root.
+        least = max(CORRELATION, DEVIATIONS / 2 / opened**0.5, COINCIDENCES / opened) if opened else float("inf")
         # Of ranks the record has what chance does not explain.
         for what, correlation, limit in (
             ("steps", rounding.repeated, least),
