@@ -160,9 +160,9 @@ def test_weight_decay_lost(decay, expected):
         (RoundingRecord(seen=10**7, excess=10**4, variance=10**6), None),
         (RoundingRecord(seen=2**20, variance=2.0**17, repeated=0.09), None),
         (RoundingRecord(seen=2**20, variance=2.0**17, repeated=0.11), "error"),
-        # Eight steps of 512 decisions: 6 standard deviations of a correlation are 0.27.
-        (RoundingRecord(seen=4096, variance=700.0, repeated=0.26), None),
-        (RoundingRecord(seen=4096, variance=700.0, repeated=0.27), "error"),
+        # Eight steps, each as open as 350 throws of a coin: 6 standard deviations of a correlation are 0.32.
+        (RoundingRecord(seen=4096, variance=700.0, repeated=0.32), None),
+        (RoundingRecord(seen=4096, variance=700.0, repeated=0.33), "error"),
         # Four of each step's 4096 elements are expected to go up: chance, however large the correlation.
         (RoundingRecord(seen=2**15, variance=32.0, repeated=0.9), None),
         (RoundingRecord(seen=300, repeated=0.3), None),
