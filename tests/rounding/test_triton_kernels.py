@@ -1,10 +1,5 @@
 """Rounding by Triton, elements and blocks: bit for bit the reference, on CUDA or in Triton's interpreter."""
 
-import os
-import subprocess
-import sys
-from pathlib import Path
-
 import numpy as np
 import pytest
 import torch
@@ -27,9 +22,11 @@ from halfulp.rounding.blocks._quantize import block_target_for
 from halfulp.rounding.blocks._table import layout_of
 
 from ..kernels.triton.compiled import inexact, instructions
+from ..kernels.triton.interpreted import interpreted
 from ..kernels.triton.source import check_source
 from . import triton_cases
 
+MODULE = "tests.rounding.triton_cases"
 SHARES, TRIED = 12, 4  # of the cases, each compiled on the way, and how many of them the seed picks for a GPU
 
 
@@ -139,23 +136,13 @@ def test_a_block_too_long_for_a_tile_is_counted(monkeypatch):
 # on a device, or interpreted ---------------------------------------------------------------------------------
 
 
-def _interpreted(call: str, seed: int) -> str:
-    pytest.importorskip("triton", reason="Triton is not installed")
-    code = "import sys; sys.path.insert(0, sys.argv[1]); from tests.rounding import triton_cases\n"
-    code += f"seed = int(sys.argv[2]); print(triton_cases.{call})"
-    command = [sys.executable, "-c", code, str(Path(__file__).parents[2]), str(seed)]
-    run = subprocess.run(command, env={**os.environ, "TRITON_INTERPRET": "1"}, capture_output=True, text=True)
-    assert run.returncode == 0, run.stderr[-2000:]
-    return run.stdout.strip()
-
-
 def test_interpreted_rounding_equals_the_reference_bit_for_bit(seed):
     """A quarter of the cases, which the seed picks."""
-    assert _interpreted(f"compare(seed, 'cpu', seed % {TRIED}, {TRIED})", seed) == "[]"
+    assert interpreted(MODULE, f"test.compare({seed}, 'cpu', {seed % TRIED}, {TRIED})") == "[]"
 
 
 def test_interpreted_elements_beyond_2_to_the_32_have_their_own_bits(seed):
-    assert _interpreted("beyond(seed)", seed) == "[]"
+    assert interpreted(MODULE, f"test.beyond({seed})") == "[]"
 
 
 @pytest.mark.cuda

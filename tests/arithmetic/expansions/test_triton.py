@@ -3,11 +3,7 @@
 import ast
 import functools
 import math
-import os
-import subprocess
-import sys
 import warnings
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -22,6 +18,8 @@ from halfulp.kernels._trace import _product_error
 from halfulp.kernels.triton._pointwise import pointwise_source
 from halfulp.kernels.triton._reductions import reduction_source
 from halfulp.kernels.triton._writer import OPTIONS, load_module
+
+from ...kernels.triton.interpreted import interpreted
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
 SHAPES = [((70,), 0), ((3, 70), 1), ((70, 3), 0), ((5, 33, 4), 1), ((40, 50), 0), ((3, 4, 5), (0, 2)), ((0, 3), 0)]
@@ -137,13 +135,7 @@ def test_every_function_is_written_in_what_triton_can_compile(seed):
 
 
 def test_interpreted_functions_equal_plain_torch_bit_for_bit(seed):
-    pytest.importorskip("triton", reason="Triton is not installed")
-    code = "import sys; sys.path.insert(0, sys.argv[1]); from tests.arithmetic.expansions import test_triton\n"
-    code += "print(test_triton._interpreted(int(sys.argv[2])))"
-    command = [sys.executable, "-c", code, str(Path(__file__).parents[3]), str(seed)]
-    run = subprocess.run(command, env={**os.environ, "TRITON_INTERPRET": "1"}, capture_output=True, text=True)
-    assert run.returncode == 0, run.stderr[-2000:]
-    assert run.stdout.strip() == "[]"
+    assert interpreted("tests.arithmetic.expansions.test_triton", f"test._interpreted({seed})") == "[]"
 
 
 @pytest.mark.parametrize("capability", [80, 90])

@@ -1,10 +1,5 @@
 """Kernels of whole tensors: their text, and what the compiler makes of it."""
 
-import os
-import subprocess
-import sys
-from pathlib import Path
-
 import numpy as np
 import pytest
 import torch
@@ -17,6 +12,7 @@ from halfulp.kernels.triton._tensor_kernel import TensorKernel
 from halfulp.kernels.vector._table_loop import Table
 
 from .compiled import inexact, instructions
+from .interpreted import interpreted
 from .source import check_source
 
 NUMBERS = (-0.0, float("nan"), 5e-324)
@@ -55,12 +51,9 @@ def wide_results(device: str) -> list[bool]:
 
 
 def test_operations_on_64_bits_are_those_of_torch():
-    pytest.importorskip("triton", reason="Triton is not installed")
-    code = "import sys; sys.path.insert(0, sys.argv[1]); from tests.kernels.triton.test_tensor_kernel import *\n"
-    command = [sys.executable, "-c", f"{code}print(wide_results('cpu'))", str(Path(__file__).parents[3])]
-    run = subprocess.run(command, env={**os.environ, "TRITON_INTERPRET": "1"}, capture_output=True, text=True)
-    assert run.returncode == 0, run.stderr[-2000:]
-    assert run.stdout.strip() == "[True, True, True, True]"
+    assert (
+        interpreted("tests.kernels.triton.test_tensor_kernel", "test.wide_results('cpu')") == "[True, True, True, True]"
+    )
 
 
 @pytest.mark.cuda

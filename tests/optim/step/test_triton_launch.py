@@ -2,11 +2,7 @@
 
 import contextlib
 import math
-import os
-import subprocess
-import sys
 import warnings
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -20,6 +16,7 @@ from halfulp.kernels.triton._writer import OPTIONS, load_module, piece_source
 from halfulp.optim.states._storage import STORES
 from halfulp.optim.step._triton_kernel import triton_source
 
+from ...kernels.triton.interpreted import interpreted
 from ...kernels.triton.source import check_source
 from ...laws.optim.cases import (
     CODECS,
@@ -212,10 +209,5 @@ def test_a_step_waits_for_nothing(nothing_waits):
 
 def test_interpreted_steps_equal_the_reference_bit_for_bit(seed):
     """A third of the cases, which the seed picks: interpreted, all take more than a minute."""
-    pytest.importorskip("triton", reason="Triton is not installed")
-    code = "import sys; sys.path.insert(0, sys.argv[1]); from tests.optim.step.test_triton_launch import compare\n"
-    code += "print(compare(int(sys.argv[2]), 'cpu', int(sys.argv[2]) % 3, 3))"
-    command = [sys.executable, "-c", code, str(Path(__file__).parents[3]), str(seed)]
-    run = subprocess.run(command, env={**os.environ, "TRITON_INTERPRET": "1"}, capture_output=True, text=True)
-    assert run.returncode == 0, run.stderr[-2000:]
-    assert run.stdout.strip() == "[]"
+    case = f"test.compare({seed}, 'cpu', {seed % 3}, 3)"
+    assert interpreted("tests.optim.step.test_triton_launch", case) == "[]"

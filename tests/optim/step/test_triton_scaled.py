@@ -1,11 +1,7 @@
 """Steps of scaled parameters by Triton: the reference's weights, states and scales, and no wait for a number."""
 
 import contextlib
-import os
-import subprocess
-import sys
 import warnings
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -24,6 +20,7 @@ from halfulp.optim.step._triton_scales import scales_source
 from halfulp.scaled import ScaledTensor
 
 from ...kernels.triton.compiled import inexact
+from ...kernels.triton.interpreted import interpreted
 from ...kernels.triton.source import check_source
 from ..test_rescaling import PAIRS, walk
 
@@ -39,6 +36,7 @@ CASES = [
     ("AdamW", {}, None, FP32, HALF, HALF),
 ]
 SHARES = 4
+THIS = "tests.optim.step.test_triton_scaled"
 WIDE = 16_384 + 600  # of two chunks
 
 
@@ -186,31 +184,21 @@ def launches(count):
     return sorted(operators.found), launched
 
 
-def _interpreted(expression):
-    """Print the value of an expression on this module in a process in which Triton is interpreted."""
-    pytest.importorskip("triton", reason="Triton is not installed")
-    code = "import sys; sys.path.insert(0, sys.argv[1]); import tests.optim.step.test_triton_scaled as test\n"
-    command = [sys.executable, "-c", f"{code}print({expression})", str(Path(__file__).parents[3])]
-    run = subprocess.run(command, env={**os.environ, "TRITON_INTERPRET": "1"}, capture_output=True, text=True)
-    assert run.returncode == 0, run.stderr[-2000:]
-    return run.stdout.strip()
-
-
 def test_interpreted_scaled_steps_equal_the_reference_bit_for_bit(seed):
     """One of the cases, which the seed picks: interpreted, all take minutes."""
     count = len(CASES)
-    assert _interpreted(f"test.compare({seed}, 'cpu', {seed % count}, {count})") == "[]"
+    assert interpreted(THIS, f"test.compare({seed}, 'cpu', {seed % count}, {count})") == "[]"
 
 
 def test_the_largest_payload_limits_the_new_scale_as_in_the_reference():
     """Under the scale that 2^-20 would have, float32 does not hold the payload before the update is added."""
     assert reach("reference") == (2.0**-19, [2.0**-20, 0.0, 0.0])
-    assert eval(_interpreted("test.reach('triton')")) == reach("reference")
+    assert eval(interpreted(THIS, "test.reach('triton')")) == reach("reference")
 
 
 def test_a_scaled_step_launches_as_much_for_many_parameters_as_for_one_and_reads_nothing():
-    operators, launched = eval(_interpreted("test.launches(2)"))
-    more = eval(_interpreted("test.launches(150)"))
+    operators, launched = eval(interpreted(THIS, "test.launches(2)"))
+    more = eval(interpreted(THIS, "test.launches(150)"))
     assert launched == ["read", "largest", "choose", "step", "keep"]
     assert (operators, launched) == more
     assert operators == ["zeros", "zeros"], "of the largest magnitudes, and of a meter without rows"
@@ -288,7 +276,7 @@ def failing(engine_name):
 
 
 def test_a_step_that_fails_leaves_weights_and_scales_as_they_were():
-    assert _interpreted("test.failing('triton')") == "True"
+    assert interpreted(THIS, "test.failing('triton')") == "True"
 
 
 @pytest.mark.cuda

@@ -5,7 +5,7 @@ from __future__ import annotations
 import array
 import functools
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -325,46 +325,48 @@ def _kernel(reduction: _Reduction, shape: str) -> Callable[..., Any]:
     return compile_reduction(f"reduce_{reduction.kind}", reduction.steps, stored, written, shape)
 
 
-def _on_triton(reduction: _Reduction, device: torch.device) -> Any:
-    """The kernel of an accelerator, compared with plain torch; None, counted, where there is none."""
+@functools.cache
+def _first_use(reduction: _Reduction) -> tuple[Any, ...]:
+    """What `ready` takes besides the device: key, name, what builds the kernel, and what it and plain torch make."""
     stored, written = (reduction.stored,) * reduction.inputs, (reduction.dtype,) * reduction.components
     name = f"{reduction.kind} of {reduction.inputs} x {reduction.stored} in {reduction.components} x {reduction.dtype}"
-    return ready(reduction, name, device, lambda: Reduction(reduction.steps, stored, written), *_trials(reduction))
+    build = functools.partial(Reduction, reduction.steps, stored, written)
+    return reduction, name, build, functools.partial(_tried, reduction), functools.partial(_wanted, reduction)
 
 
-def _trials(
-    reduction: _Reduction,
-) -> tuple[Callable[[Reduction, torch.device], list[torch.Tensor]], Callable[[], list[torch.Tensor]]]:
-    """What a kernel, and what plain torch makes of fixed matrices of one, a few and many columns."""
-    cuts = [_Cut((2, 75, columns), 50, 2, _side_by_side(75, columns), 75) for columns in (1, 5, ACROSS + 3)]
+def _on_triton(reduction: _Reduction, device: torch.device) -> Any:
+    """The kernel of an accelerator, compared with plain torch; None, counted, where there is none."""
+    key, name, build, run, reference = _first_use(reduction)
+    return ready(key, name, device, build, run, reference)
 
-    def parts(cut: _Cut) -> list[torch.Tensor]:
-        count = math.prod(cut.sizes)
+
+def _trials(reduction: _Reduction) -> Iterator[tuple[_Cut, list[torch.Tensor]]]:
+    """Yield fixed matrices of one, a few and many columns."""
+    for columns in (1, 5, ACROSS + 3):
+        cut = _Cut((2, 75, columns), 50, 2, _side_by_side(75, columns), 75)
         made = []
         for k in range(reduction.inputs):
-            ramp = torch.linspace(-1, 1, count, dtype=torch.float64, device="cpu").roll(31 * k)
+            ramp = torch.linspace(-1, 1, math.prod(cut.sizes), dtype=torch.float64, device="cpu").roll(31 * k)
             made.append((ramp * torch.exp2(-12.0 * k - 8 * ramp)).to(reduction.stored))
-        return made
+        yield cut, made
 
-    def by_kernel(kernel: Reduction, device: torch.device) -> list[torch.Tensor]:
-        found = []
-        for cut in cuts:
-            shape = 2 * cut.segments, cut.sizes[2]
-            made = [torch.empty(shape, dtype=reduction.dtype, device=device) for _ in range(reduction.components)]
-            kernel([part.to(device) for part in parts(cut)], made, (*cut.sizes, *cut[1:4]), cut.divisor)
-            found += [part.cpu() for part in made]
-        return found
 
-    def by_torch() -> list[torch.Tensor]:
-        found = []
-        for cut in cuts:
-            terms = _reduce_segments_reference(
-                reduction, [part.reshape(cut.sizes).double() for part in parts(cut)], cut
-            )
-            found += [part.to(reduction.dtype).reshape(2 * cut.segments, -1) for part in terms]
-        return found
+def _tried(reduction: _Reduction, kernel: Reduction, device: torch.device) -> list[torch.Tensor]:
+    found = []
+    for cut, parts in _trials(reduction):
+        shape = 2 * cut.segments, cut.sizes[2]
+        made = [torch.empty(shape, dtype=reduction.dtype, device=device) for _ in range(reduction.components)]
+        kernel([part.to(device) for part in parts], made, (*cut.sizes, *cut[1:4]), cut.divisor)
+        found += [part.cpu() for part in made]
+    return found
 
-    return by_kernel, by_torch
+
+def _wanted(reduction: _Reduction) -> list[torch.Tensor]:
+    found = []
+    for cut, parts in _trials(reduction):
+        terms = _reduce_segments_reference(reduction, [part.reshape(cut.sizes).double() for part in parts], cut)
+        found += [part.to(reduction.dtype).reshape(2 * cut.segments, -1) for part in terms]
+    return found
 
 
 def _reduce_segments_reference(reduction: _Reduction, parts: list[torch.Tensor], cut: _Cut) -> Terms:
