@@ -52,7 +52,15 @@ def gpu_trainings() -> str:
 @place
 def gpu_scaled() -> str:
     """Passes of scaled models."""
-    columns = ("model", "mode", "forward and backward ms", "x plain bfloat16", "loss", "difference from float32")
+    columns = (
+        "model",
+        "mode",
+        "forward and backward ms",
+        "x plain bfloat16",
+        "loss",
+        "range",
+        "difference from float32",
+    )
     return benchmark_table("gpu", "Scaled tensors on a GPT", columns)
 
 
