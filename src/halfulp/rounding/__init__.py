@@ -8,6 +8,7 @@ from ._modes import Stochastic as Stochastic
 from ._modes import TowardZero as TowardZero
 from ._modes import Up as Up
 from ._modes import get_rounding as get_rounding
+from ._modes import register_rounding as register_rounding
 from ._modes import rounding_names as rounding_names
 from ._quantize import quantize as quantize
 from ._random_bits import mix64 as mix64

@@ -11,6 +11,7 @@ from collections.abc import Callable
 
 import numpy as np
 
+from ..kernels import floor
 from ..kernels.scalar._operations import add as plus
 from ..kernels.scalar._operations import (
     add64,
@@ -202,6 +203,23 @@ def away_reaches_smallest(w, a, u, c):
     return (a > minus(a, a)) & outward(w, c)
 
 
+def chosen_addend(w, a, u, s, keep, c):
+    """Device function: a spacing less one where a mode of somebody's own goes away from zero."""
+    lost = flip(keep, c[ONES])
+    # In two steps: the number of lost bits may be 0, and no word is shifted by its width.
+    fraction = left(left(both(a, lost), minus(c[LAST_BIT], s)), c[ONE])
+    last = both(right(either(both(a, c[SIGNIFICAND]), c[IMPLICIT]), s), c[ONE])
+    away = goes_away(fraction, c[SIGN], last == c[ONE], w >= c[SIGN])
+    return choose(away, lost, minus(a, a))
+
+
+def chosen_reaches_smallest(w, a, u, c):
+    """Device function: whether a mode of somebody's own takes the smallest number, beside 0, which is even."""
+    zero = minus(a, a)
+    part = either(left(fraction(a, c), c[ONE]), choose(has_residue(a, c), c[ONE], zero))
+    return (a > zero) & goes_away(part, c[SIGN], a < zero, w >= c[SIGN])
+
+
 def positive(w, c):
     """Device function: rounding up moves positive numbers away from zero."""
     return w < c[SIGN]
@@ -230,6 +248,12 @@ def fraction32(a, c):
     return to_word(choose(a < c[TINY], real(a) * real(c[FIRST_FACTOR]), NOTHING))
 
 
+def has_residue32(a, c):
+    """Device function: whether the fraction a / TINY has digits below 2^-31."""
+    scaled = real(a) * real(c[FIRST_FACTOR])
+    return (a < c[TINY]) & (floor(scaled) != scaled)
+
+
 def aligned64(u, c):
     """Device function: random bits below the sign bit of a 64-bit word."""
     return right(left(both(widen(u), c[DRAWN]), c[HALF_WORD]), c[ONE])
@@ -239,6 +263,12 @@ def fraction64(a, c):
     """Device function: the fraction a / TINY in units of 2^-31, aligned to the random bits, 0 from TINY on."""
     scaled = real64(a) * real64(c[FIRST_FACTOR]) * real64(c[SECOND_FACTOR])
     return left(to_word64(choose(a < c[TINY], scaled, NOTHING64)), c[HALF_WORD])
+
+
+def has_residue64(a, c):
+    """Device function: the same of a 64-bit word."""
+    scaled = real64(a) * real64(c[FIRST_FACTOR]) * real64(c[SECOND_FACTOR])
+    return (a < c[TINY]) & (floor(scaled) != scaled)
 
 
 ONE32, NOTHING, NOTHING64 = np.uint32(1), np.float32(0), np.float64(0)

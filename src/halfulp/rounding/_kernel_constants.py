@@ -77,7 +77,7 @@ def layout_for(target: Target) -> Layout:
     """
     if _is_fixed(target, WORD32):
         return WORD32
-    deep = target.mode == STOCHASTIC and target.tiny_exponent < -95
+    deep = target.mode >= STOCHASTIC and target.tiny_exponent < -95
     return WORD64 if deep or target.emin < -126 else WORD32
 
 

@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import difflib
+import inspect
+import zlib
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
 
 import torch
+
+RoundingClass = TypeVar("RoundingClass", bound="type[Rounding]")
 
 
 @dataclass(frozen=True)
@@ -14,6 +18,24 @@ class Rounding:
     """The base of the rounding modes, which choose between a number's two neighbours in a format."""
 
     name: ClassVar[str]
+
+    @staticmethod
+    def goes_away(fraction: Any, half: Any, odd: Any, negative: Any) -> Any:
+        """Return whether a number that lies between two neighbours goes to the one farther from 0: a device function.
+
+        Modes that `register_rounding` adds define it.
+
+        Args:
+            fraction: how far the number is from the nearer one to 0, in units of the spacing, as an unsigned word:
+                never 0.
+            half: the word of one half.
+            odd: whether the last digit of the neighbour nearer to 0 is odd.
+            negative: whether the number is negative.
+
+        Returns:
+            A mask: comparisons of words, and & | ~ of masks.
+        """
+        raise NotImplementedError("the mode defines goes_away(fraction, half, odd, negative): see hu.rounding.Rounding")
 
 
 @dataclass(frozen=True)
@@ -92,6 +114,85 @@ class Stochastic(Rounding):
 MODES: dict[str, type[Rounding]] = {mode.name: mode for mode in (Nearest, TowardZero, Up, Down, Stochastic)}
 
 
+_BUILT_IN = tuple(MODES)
+_PARAMETERS = ["fraction", "half", "odd", "negative"]
+
+
+def register_rounding(kind: RoundingClass) -> RoundingClass:
+    """Make a rounding of one's own known by its name, wherever a rounding is given: a class decorator.
+
+    It says by `Rounding.goes_away` which neighbour is taken, for every format, dtype and processor. Numbers beyond a
+    format's largest overflow as those do that round to nearest.
+
+    Raises:
+        TypeError: it is no subclass of `Rounding` with a name, or `goes_away` is no static method of the four
+            arguments.
+        ValueError: another rounding has the name.
+
+    >>> @register_rounding
+    ... class HalfAwayFromZero(Rounding):
+    ...     name = "half_away"
+    ...
+    ...     @staticmethod
+    ...     def goes_away(fraction, half, odd, negative):
+    ...         return fraction >= half
+    >>> import halfulp as hu
+    >>> hu.quantize(torch.tensor([0.5, 1.5, 2.5, -2.5]), "e8m1", "half_away").tolist()
+    [0.5, 1.5, 3.0, -3.0]
+    """
+    if not isinstance(kind, type) or not issubclass(kind, Rounding) or not isinstance(getattr(kind, "name", None), str):
+        raise TypeError(f"a rounding is a subclass of hu.rounding.Rounding with a class attribute name, got {kind!r}")
+    function = inspect.getattr_static(kind, "goes_away")
+    if not isinstance(function, staticmethod) or list(inspect.signature(kind.goes_away).parameters) != _PARAMETERS:
+        raise TypeError(f"{kind.__name__}.goes_away is a static method of {', '.join(_PARAMETERS)}")
+    if function is inspect.getattr_static(Rounding, "goes_away"):
+        raise TypeError(f"{kind.__name__} defines no goes_away({', '.join(_PARAMETERS)})")
+    name, own = kind.name, MODES.get(kind.name)
+    if name != _key(name) or not name.isidentifier():
+        raise ValueError(f"the name {name!r} of a rounding: give lower-case letters, digits and underscores")
+    if name in _BUILT_IN or (own is not None and not _is_same(own.goes_away, kind.goes_away)):
+        # Kernels of the other one may have been compiled.
+        raise ValueError(f"another rounding is called {name!r} already: give {kind.__name__} another name")
+    MODES[name] = kind
+    return kind
+
+
+def _is_same(one: Any, other: Any) -> bool:
+    """Return whether two functions are one that was defined twice, as when a module is loaded again."""
+    ones, others = one.__code__, other.__code__
+    return (ones.co_code, ones.co_consts, ones.co_names) == (others.co_code, others.co_consts, others.co_names)
+
+
+def code_of(rounding: Rounding) -> int:
+    """Return the number of a mode in a torch operator's arguments, the same in every process."""
+    name = rounding.name
+    return _BUILT_IN.index(name) if name in _BUILT_IN else _FIRST_OWN + zlib.crc32(name.encode())
+
+
+def own_mode(code: int) -> type[Rounding] | None:
+    """Return the registered rounding with a number; None for those of the library.
+
+    Raises:
+        ValueError: nobody registered it in this process.
+    """
+    if code < _FIRST_OWN:
+        return None
+    for name in list(MODES)[len(_BUILT_IN) :]:
+        if _FIRST_OWN + zlib.crc32(name.encode()) == code:
+            return MODES[name]
+    raise ValueError(
+        f"rounding number {code} is not known in this process: import the module that registers it by "
+        "hu.rounding.register_rounding"
+    )
+
+
+_FIRST_OWN = 1 << 8
+
+
+def _key(name: str) -> str:
+    return name.strip().lower().replace("-", "_")
+
+
 def get_rounding(rounding: Rounding | str) -> Rounding:
     """The mode that a name stands for; a mode is handed back.
 
@@ -107,7 +208,7 @@ def get_rounding(rounding: Rounding | str) -> Rounding:
     if not isinstance(rounding, str):
         hint = f"; call it: {rounding.__name__}()" if isinstance(rounding, type) else ""
         raise TypeError(f"a rounding is an object such as hu.Nearest() or a name, got {rounding!r}{hint}")
-    key = rounding.strip().lower().replace("-", "_")
+    key = _key(rounding)
     if key in MODES:
         return MODES[key]()
     near = difflib.get_close_matches(key, MODES, n=3, cutoff=0.4)

@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from functools import cache
 
 import torch
 
-from ..kernels._device_function import Recording, bound
+from ..kernels._device_function import Recording, bound, record_call
 from ..kernels.scalar._operations import load32, load64, store32, store64
 from ..kernels.vector._table_loop import Table
 from . import _device_functions as p
 from ._kernel_constants import COUNT
+from ._modes import own_mode
 from ._random_bits import WEYL, draw, random_words, recorded_start
-from ._target import DOWN, NEAREST, STOCHASTIC, UP
+from ._target import DOWN, NEAREST, STOCHASTIC, TOWARD_ZERO, UP
 
 _MODES: dict[int, dict[str, Callable]] = {
     NEAREST: {"addend": p.half_addend, "reaches_smallest": p.half_reaches_smallest, "limited": p.limited_outward},
@@ -35,6 +37,11 @@ _DIRECTED: dict[str, Callable] = {
     "addend": p.away_addend,
     "reaches_smallest": p.away_reaches_smallest,
     "limited": p.limited_directed,
+}
+_OWN: dict[str, Callable] = {
+    "addend": p.chosen_addend,
+    "reaches_smallest": p.chosen_reaches_smallest,
+    "limited": p.limited_outward,
 }
 _PATHS = {"fixed": p.fixed, "adder": p.adder, "scaled": p.scaled, "packed": p.packed}
 _CONTAINERS: dict[torch.dtype, dict[str, Callable]] = {
@@ -63,18 +70,21 @@ def rounding_table(dtype: torch.dtype, mode: int, kind: tuple[str, bool, bool]) 
 def mode_pieces(mode: int, kind: tuple[str, bool, bool], wide: bool) -> dict[str, Callable]:
     """Return what binds the free names of `rounded`; kind is the path, plainness and saturation of `Constants`."""
     path, plain, saturating = kind
+    own = own_mode(mode)
     bind: dict[str, Callable] = {
-        **(_DIRECTED if mode in (UP, DOWN) else _TOWARD_ZERO if mode not in _MODES else {}),
+        **({} if own is None else _OWN | {"goes_away": functools.partial(record_call, own.goes_away)}),
+        **(_DIRECTED if mode in (UP, DOWN) else _TOWARD_ZERO if mode == TOWARD_ZERO else {}),
         **_MODES.get(mode, {}),
         **(p.WIDE if wide else {}),
         "magnitude": _PATHS[path],
         "aligned": p.aligned64 if wide else p.aligned32,
         "fraction": p.fraction64 if wide else p.fraction32,
+        "has_residue": p.has_residue64 if wide else p.has_residue32,
         "signed": p.signed_plain if plain else p.signed_special,
     }
     if mode == NEAREST and path == "fixed":
         bind["addend"] = p.half_addend_fixed
-    if mode in (NEAREST, STOCHASTIC) and saturating:
+    if (mode in (NEAREST, STOCHASTIC) or own is not None) and saturating:
         bind["limited"] = p.saturated
     if path == "adder":
         bind["limited"] = p.limited_by_input

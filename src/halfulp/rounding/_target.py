@@ -8,10 +8,9 @@ from typing import NamedTuple
 import torch
 
 from ..formats import Format
-from ._modes import Rounding
+from ._modes import Rounding, code_of
 
-NEAREST, TOWARD_ZERO, UP, DOWN, STOCHASTIC = range(5)
-_CODES = {"nearest": NEAREST, "toward_zero": TOWARD_ZERO, "up": UP, "down": DOWN, "stochastic": STOCHASTIC}
+NEAREST, TOWARD_ZERO, UP, DOWN, STOCHASTIC = range(5)  # as `code_of` numbers them; behind them the registered ones
 POLICIES = ("inf", "nan", "saturate")
 DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 _SUBNORMALS, _ZERO, _SIGNED, _SIGNED_ZERO = 1, 2, 4, 8
@@ -21,7 +20,7 @@ class Target(NamedTuple):
     """A format, a mode and an overflow policy.
 
     Attributes:
-        mode: NEAREST, TOWARD_ZERO, UP, DOWN or STOCHASTIC.
+        mode: NEAREST, TOWARD_ZERO, UP, DOWN, STOCHASTIC, or the number of a registered one.
         mantissa_bits: explicit bits of the significand.
         emin: exponent of the smallest normal number.
         max_word: the bits of the largest number as a float64.
@@ -83,7 +82,7 @@ def make_target(format: Format, rounding: Rounding, overflow: str | None, dtype:
         return None
     flags = format.subnormals * _SUBNORMALS + format.zero * _ZERO + format.signed * _SIGNED
     return Target(
-        _CODES[rounding.name],
+        code_of(rounding),
         format.mantissa_bits,
         format.emin,
         struct.unpack("<q", struct.pack("<d", format.max))[0],
