@@ -7,7 +7,7 @@ constant, and keeps variables in registers.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from .._trace import Piece
@@ -107,6 +107,18 @@ class Code:
         """Write two contexts: what happens where a condition holds, and where it does not."""
         with self.b.if_else(condition.value) as ways:
             yield ways
+
+    def prefetch(self, address: Number) -> None:
+        """Ask for the cache line at an address, which need not be one that can be read.
+
+        It comes into the second-level cache (locality 2), whose queue of pending lines is longer than the first's.
+        """
+        ir, module, name = self.vectors.ir, self.b.module, "llvm.prefetch.p0"
+        byte = self.i8.as_pointer()
+        takes = ir.FunctionType(ir.VoidType(), [byte, self.i32, self.i32, self.i32])
+        function = module.globals.get(name) or ir.Function(module, takes, name)
+        to_read, locality, of_data = (ir.Constant(self.i32, value) for value in (0, 2, 1))
+        self.b.call(function, [self.b.inttoptr(address.value, byte), to_read, locality, of_data])
 
     def run(self, piece: Piece, *values: Number) -> Number:
         """Return the first result of a recorded device function."""
@@ -279,6 +291,8 @@ class Number:
     def folded(self, merge: Callable[[Number, Number], Number]) -> Number:
         """Return a vector's lanes merged to one number, halves at a time."""
         vectors, value = self.code.vectors, self.value
+        if lanes_of(value.type) == 1:
+            return self
         while half := lanes_of(value.type) // 2:
             low, high = (Number(self.code, vectors.part(value, first, half)) for first in (0, half))
             value = merge(low, high).value
@@ -351,3 +365,26 @@ def lesser(x: Any, y: Any) -> Number:
 def larger(x: Any, y: Any) -> Number:
     """Return the larger of two numbers; y where one is NaN."""
     return choose(x > y, x, y)
+
+
+def gathered(
+    start: Number, end: Number, lanes: int, begin: Sequence[Number], merges: Sequence[Callable], turn: Callable
+) -> list[Number]:
+    """Return what elements [start, end) come to.
+
+    Args:
+        start, end: their places.
+        lanes: elements of a vector.
+        begin: what none come to, neutral under `merges`.
+        merges: how two parts come to one; in any order the same.
+        turn: (place, lanes) -> what the vector there is, for each of `merges`.
+    """
+    code = start.code
+    whole = start + (end - start) // lanes * lanes
+    many = [code.variable(value.spread(lanes)) for value in begin]
+    few = [code.variable(value) for value in begin]
+    for size, held, low, high in ((lanes, many, start, whole), (1, few, whole, end)):
+        with code.span(low, high, size) as i:
+            for variable, merge, value in zip(held, merges, turn(i, size), strict=True):
+                variable.set(merge(value, variable))
+    return [merge(wide.folded(merge), one) for merge, wide, one in zip(merges, many, few)]

@@ -200,7 +200,7 @@ def _cut(samples: list, positions: list[int], parts: Sequence[torch.Tensor], tab
 
 @functools.cache
 @undisturbed()
-def checked_kernel(dtype: torch.dtype) -> Callable[..., int]:
+def checked_kernel(dtype: torch.dtype) -> Callable[..., None]:
     """Return the kernel of a dtype, compared with the reference before its first use in a process."""
     kernel = look_kernel(dtype)
     candidates = Candidates(DEFAULT_FORMATS)
