@@ -32,10 +32,10 @@ def test_environment(monkeypatch):
         quantize(torch.ones(2), "bf16")
 
 
-def test_the_reference_needs_no_numba(python, cache):
+def test_the_reference_needs_no_llvmlite(python, cache):
     program = """
         import sys
-        sys.modules["numba"] = None
+        sys.modules["llvmlite"] = None
         import torch, halfulp.rounding as r
         from halfulp import kernels
         with kernels.engine("reference"):
@@ -45,14 +45,14 @@ def test_the_reference_needs_no_numba(python, cache):
     assert not cache.exists()
 
 
-def test_without_numba(monkeypatch):
+def test_without_llvmlite(monkeypatch):
     monkeypatch.delenv("HALFULP_ENGINE", raising=False)
     monkeypatch.setattr(kernels._engine, "_why_missing", lambda name: f"{name} is not installed (pip install {name})")
     monkeypatch.setattr(kernels._engine, "_notes", type(kernels._engine._notes)())
-    with pytest.warns(RuntimeWarning, match="numba is not installed"):
+    with pytest.warns(RuntimeWarning, match="llvmlite is not installed"):
         assert select_engine("cpu") == "reference"
     assert select_engine("cpu") == "reference"
-    assert any("numba is not installed" in line for line in report())
+    assert any("llvmlite is not installed" in line for line in report())
     with engine("numba"), pytest.raises(ImportError, match="pip install"):
         select_engine("cpu")
 

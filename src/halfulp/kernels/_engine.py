@@ -14,7 +14,7 @@ from collections.abc import Iterator
 import torch
 
 from .._messages import ENVIRONMENT
-from .scalar._processor import check_features
+from .vector._processor import check_features, why_unknown
 
 ENGINES = ("auto", "numba", "triton", "reference")
 _notes: Counter[tuple[str, str]] = Counter()
@@ -80,7 +80,7 @@ def select_engine(device: str) -> str:
 
     Raises:
         ValueError: HALFULP_ENGINE is no engine, "triton" was asked for on tensors that it cannot reach, or
-            NUMBA_CPU_FEATURES is malformed.
+            HALFULP_CPU_FEATURES is malformed.
         ImportError: what was asked for is not installed, or cannot be imported.
     """
     name, reason = choose_engine(device)
@@ -103,7 +103,7 @@ def choose_engine(device: str) -> tuple[str, str]:
         return _triton(device, wish)
     if wish == "reference" or device != "cpu":
         return "reference", ""
-    if why := _why_missing("numba"):
+    if why := _why_missing("llvmlite") or why_unknown():
         if wish == "numba":
             raise ImportError(f"engine 'numba' was asked for, but {why}; {ENVIRONMENT}")
         return "reference", f"{why}: kernels run as plain torch, slower and with the same bits"
@@ -140,7 +140,7 @@ def _why_missing(name: str) -> str:
         if error.name == name:
             return f"{name} is not installed (pip install {name})"
         return _broken(name, error)
-    except Exception as error:  # numba refuses a newer numpy, a library does not load, a version lacks a driver
+    except Exception as error:  # a library does not load, a version lacks a driver
         return _broken(name, error)
     return ""
 
