@@ -22,7 +22,7 @@ def test_every_part_is_there_and_plain() -> None:
     assert found["versions"]["halfulp"] == halfulp.__version__
     assert found["versions"]["torch"].split("+")[0] == torch.__version__.split("+")[0]
     assert found["torch"]["threads"] == torch.get_num_threads()
-    assert found["engines"]["cpu"].startswith("numba")
+    assert found["engines"]["cpu"].startswith("llvm")
     assert not [part for part in found.values() if isinstance(part, dict) and "error" in part]
 
 

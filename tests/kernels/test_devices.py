@@ -24,7 +24,7 @@ def _anew(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize("device", OTHERS)
-@pytest.mark.parametrize("wish", ["auto", "numba", "reference"])
+@pytest.mark.parametrize("wish", ["auto", "llvm", "reference"])
 def test_other_devices_take_plain_torch(device: str, wish: str) -> None:
     with kernels.engine(wish):
         assert select_engine(device) == "reference"

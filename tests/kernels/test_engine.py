@@ -10,14 +10,14 @@ from halfulp.rounding import quantize
 
 def test_engine_block(monkeypatch):
     monkeypatch.delenv("HALFULP_ENGINE", raising=False)
-    assert select_engine("cpu") == "numba"
+    assert select_engine("cpu") == "llvm"
     assert select_engine("mps") == "reference"
     with engine("reference"):
         assert select_engine("cpu") == "reference"
-        with engine("numba"):
-            assert select_engine("cpu") == "numba"
+        with engine("llvm"):
+            assert select_engine("cpu") == "llvm"
         assert select_engine("cpu") == "reference"
-    assert select_engine("cpu") == "numba"
+    assert select_engine("cpu") == "llvm"
     with pytest.raises(ValueError, match="reference"), engine("fast"):
         pass
 
@@ -25,10 +25,18 @@ def test_engine_block(monkeypatch):
 def test_environment(monkeypatch):
     monkeypatch.setenv("HALFULP_ENGINE", "reference")
     assert select_engine("cpu") == "reference"
-    with engine("numba"):
-        assert select_engine("cpu") == "numba"
+    with engine("llvm"):
+        assert select_engine("cpu") == "llvm"
     monkeypatch.setenv("HALFULP_ENGINE", "quick")
     with pytest.raises(ValueError, match="HALFULP_ENGINE='quick'"):
+        quantize(torch.ones(2), "bf16")
+
+
+def test_the_engines_name_of_before_is_refused_with_that_of_now(monkeypatch):
+    with pytest.raises(ValueError, match=r"engine 'numba' is unknown.*called 'llvm' now"), engine("numba"):
+        pass
+    monkeypatch.setenv("HALFULP_ENGINE", "numba")
+    with pytest.raises(ValueError, match=r"HALFULP_ENGINE='numba' is unknown.*called 'llvm' now"):
         quantize(torch.ones(2), "bf16")
 
 
@@ -53,7 +61,7 @@ def test_without_llvmlite(monkeypatch):
         assert select_engine("cpu") == "reference"
     assert select_engine("cpu") == "reference"
     assert any("llvmlite is not installed" in line for line in report())
-    with engine("numba"), pytest.raises(ImportError, match="pip install"):
+    with engine("llvm"), pytest.raises(ImportError, match="pip install"):
         select_engine("cpu")
 
 

@@ -54,7 +54,7 @@ def rounded(words: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
 
 def _compiled(x: torch.Tensor) -> bool:
     if x.device.type == "cpu":
-        return select_engine("cpu") == "numba"
+        return select_engine("cpu") == "llvm"
     require_float64(x.device, "exact sums")
     return False
 

@@ -248,8 +248,6 @@ class Number:
     def __ne__(self, other):
         return self.compare("!=", other)
 
-    __hash__ = None  # type: ignore[assignment]
-
     def to(self, kind) -> Number:
         """Return a number as another type, its value kept where that type has it; lanes stay.
 

@@ -94,7 +94,7 @@ def add_differences(found: Differences, a: Tensor, b: Tensor) -> None:
     # NaN is no number that a tensor can be constant at.
     for which, before, now in ((d.A_VARIES, found.first[0], first[0]), (d.B_VARIES, found.first[1], first[1])):
         found.counts[which] |= int(before != now)
-    run = _run_compiled if select_engine("cpu") == "numba" else _run_reference
+    run = _run_compiled if select_engine("cpu") == "llvm" else _run_reference
     for low in range(0, len(a), 1 << 30):
         run(found, a[low : low + (1 << 30)], b[low : low + (1 << 30)], spacings, tops)
 

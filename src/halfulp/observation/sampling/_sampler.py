@@ -88,7 +88,7 @@ class Sampler:
 
     def prepare(self, dtypes: Iterable[torch.dtype]) -> None:
         """Compile, or load, the kernels for tensors of some dtypes on the CPU."""
-        for dtype in set(dtypes) & set(KERNEL_DTYPES) if select_engine("cpu") == "numba" else ():
+        for dtype in set(dtypes) & set(KERNEL_DTYPES) if select_engine("cpu") == "llvm" else ():
             checked_kernel(dtype)
 
     def look_by_reference(self, one: Look) -> torch.Tensor:
@@ -110,7 +110,7 @@ def to_wide(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _by_kernel(tensor: torch.Tensor, engine: str) -> bool:
-    return engine == "numba" and tensor.dtype in KERNEL_DTYPES and tensor.is_cpu
+    return engine == "llvm" and tensor.dtype in KERNEL_DTYPES and tensor.is_cpu
 
 
 @functools.lru_cache(64)
