@@ -98,20 +98,20 @@ def _run_rows(a: torch.Tensor, b: torch.Tensor | None, dtype: torch.dtype | None
         *_element_layout(a.dtype),
         *_result_layout(dtype or a.dtype),
     ]
-    setup = np.array(words, np.int64)
-
-    records = np.empty((rows * per_row, p.RECORD), np.int64)
-    scratch = np.empty((len(block_lengths), BLOCK), np.int64)
-    kernel = _block_kernel(a.dtype, b is not None)
-    run_chunks(kernel, block_lengths, *map(address_of, (setup, records, scratch)))
-    made = np.zeros((len(item_lengths) if rounding else rows * pieces, WORDS), np.int64)
-    out = np.empty(rows if rounding else 0, np.int64)
-    run_chunks(_item_kernel(), item_lengths, *map(address_of, (setup, records, made, out)))
+    # The setup, records and scratch, one behind the other.
+    before, records = len(words), len(words) + rows * per_row * p.RECORD
+    work = np.empty(records + len(block_lengths) * BLOCK, np.int64)
+    work[:before] = words
+    setup = address_of(work)
+    run_chunks(_block_kernel(a.dtype, b is not None), block_lengths, setup, setup + 8 * before, setup + 8 * records)
+    made = torch.zeros(len(item_lengths) if rounding else rows * pieces, WORDS, dtype=torch.int64, device="cpu")
+    out = torch.empty(rows if rounding else 0, dtype=torch.int64, device="cpu")
+    run_chunks(_item_kernel(), item_lengths, setup, setup + 8 * before, address(made), address(out))
     if rounding and dtype is not None:
-        return _as_floats(torch.from_numpy(out), dtype)
+        return _as_floats(out, dtype)
     if pieces > 1:
-        return _settled(torch.from_numpy(made).view(rows, pieces, WORDS).sum(1), dtype)
-    return torch.from_numpy(made)
+        return _settled(made.view(rows, pieces, WORDS).sum(1), dtype)
+    return made
 
 
 def _settled(words: torch.Tensor, dtype: torch.dtype | None) -> torch.Tensor:
@@ -126,6 +126,7 @@ def _settled(words: torch.Tensor, dtype: torch.dtype | None) -> torch.Tensor:
     return words if dtype is None else _as_floats(out, dtype)
 
 
+@functools.lru_cache(64)
 def _shares(count: int, length: int) -> tuple[int, np.ndarray]:
     """How many of `count` units of a length each share has, and the lengths of all shares."""
     share = -(-count // _SHARES)
