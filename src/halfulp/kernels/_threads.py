@@ -1,8 +1,7 @@
 """Runs a serial kernel over many chunks, on as many threads as torch uses.
 
-The kernels release the GIL, so plain Python threads run them side by side. Compared with Numba's own parallel loops
-this compiles one kernel instead of two, survives fork (a child makes its own pool), lets several callers run at
-once, and does not depend on the threading layer.
+The kernels run without the GIL, so plain Python threads run them side by side. That compiles one kernel instead of two,
+survives fork (a child makes its own pool), lets several callers run at once, and needs no library of threads.
 """
 
 from __future__ import annotations

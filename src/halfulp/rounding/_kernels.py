@@ -51,7 +51,7 @@ def _run(x: torch.Tensor, target: Target, key: int, out: torch.Tensor) -> None:
         out.copy_(wide)
     else:
         chosen = engine_for(x)
-        if chosen == "numba":
+        if chosen == "llvm":
             _run_compiled(x, target, key, out)
         elif chosen == "reference" or not round_by_triton(x, target, key, out):
             out.copy_(by_reference(x, target, key))

@@ -209,8 +209,6 @@ def test_what_the_language_lacks_is_named():
     address = trace.emit("address", (), 0, "address")
     with pytest.raises(TypeError, match="load16 in a device function takes the index of the element or of its block"):
         SCALARS["load16"](address, w)
-    with pytest.raises(TypeError, match="cannot call prefetch: it is for compiled loops"):
-        SCALARS["prefetch"](w)
 
 
 SHIFT = np.uint32(1)

@@ -300,7 +300,7 @@ def _reduce_segments(reduction: _Reduction, parts: Parts, cut: _Cut, shape: Sequ
         ]
         on_device(parts, written, (*cut.sizes, length, segments, several), divisor)
         return tuple(written)
-    if engine != "numba":
+    if engine != "llvm":
         terms = _reduce_segments_reference(reduction, [part.reshape(cut.sizes).double() for part in parts], cut)
         return tuple([part.to(reduction.dtype).reshape(shape) for part in terms])
     made = tuple([torch.empty(shape, dtype=reduction.dtype, device="cpu") for _ in range(reduction.components)])

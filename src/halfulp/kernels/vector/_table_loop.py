@@ -12,10 +12,10 @@ from dataclasses import dataclass
 from typing import Any
 
 from .._trace import Piece, Trace
-from ..scalar._processor import vector_bits
 from ._builder import VectorBuilder, scalar_of
 from ._instructions import Instructions
 from ._machine_function import machine_function
+from ._processor import vector_bits
 
 # Columns of a chunk: row of the pointers, first element, elements, global index of the first.
 _CHUNK = 4

@@ -44,7 +44,7 @@ def compile_kernels(batch: Batch) -> None:
     Raises:
         NotImplementedError: the batch's device does not compute the step as the CPU does.
     """
-    if select_engine(batch.device.type) == "numba":
+    if select_engine(batch.device.type) == "llvm":
         for one in (batch.spec, *([amax_spec(batch.spec)] if batch.spec.scaled else [])):
             checked(one)
     if batch.device.type != "cpu":
@@ -87,7 +87,7 @@ def amax_spec(spec: StepSpec) -> StepSpec:
 
 def _find_amax(spec: StepSpec, batch: Batch, plans: PlanCache) -> list[list[float]]:
     count = 1 + len(spec.scaled_states)
-    if select_engine(batch.device.type) != "numba":
+    if select_engine(batch.device.type) != "llvm":
         return [
             reference_amax(spec, batch.parts(row), batch.gradients[row], plan.states, batch.constants[row])
             for row, plan in enumerate(batch.plans)
@@ -101,7 +101,7 @@ def _find_amax(spec: StepSpec, batch: Batch, plans: PlanCache) -> list[list[floa
 def _write(batch: Batch, plans: PlanCache) -> None:
     spec, device = batch.spec, batch.device.type
     engine = select_engine(device)
-    if engine == "numba":
+    if engine == "llvm":
         _run_compiled(spec, batch, plans)
         return
     if engine == "triton" and not spec.scaled and _run_triton(batch, plans):  # scaled ones have been tried
@@ -237,13 +237,13 @@ def checked(spec: StepSpec):
     kernel = compiled(spec)
     spec = dataclasses.replace(spec, in_parameter=False) if spec.in_parameter else spec
     if spec not in _checked:
-        run = functools.partial(_run_numba, kernel)
+        run = functools.partial(_run_llvm, kernel)
         check_bits(spec.name, lambda: _trial(spec, run), lambda: _trial(spec), spec.advice)
         _checked.add(spec)
     return kernel
 
 
-def _run_numba(kernel, table, pointers, constants, keys) -> np.ndarray:
+def _run_llvm(kernel, table, pointers, constants, keys) -> np.ndarray:
     meter = np.zeros((len(table), METER_COLUMNS))
     digests = np.zeros(len(table), np.uint64)
     given = table, pointers, np.zeros(1, np.int64), constants, keys, meter, digests

@@ -89,13 +89,13 @@ def _round_into(x: torch.Tensor, target: BlockTarget, key: int, out: torch.Tenso
         out.copy_(blocks_by_reference(x, target, key))
         return
     # The processor's kernels store 16-bit numbers without rounding.
-    single = engine == "numba" and layout is WORD32 and has_wide_results(target)
+    single = engine == "llvm" and layout is WORD32 and has_wide_results(target)
     work = torch.float64 if layout is WORD64 else torch.float32 if single else x.dtype
     source = x.to(work).contiguous()
     direct = work == x.dtype and out.is_contiguous() and not collide(source, out)
     # A Triton program has read all of its blocks before it writes one.
     result = out if direct and (engine == "triton" or address(source) != address(out)) else torch.empty_like(source)
-    if engine == "numba":
+    if engine == "llvm":
         _run(source, target, layout, key, result)
     elif not round_blocks_by_triton(source, target, layout, key, result):
         out.copy_(blocks_by_reference(x, target, key))
