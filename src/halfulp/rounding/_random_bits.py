@@ -37,7 +37,15 @@ def mix64(*values: int) -> int:
     >>> mix64(0, 1) != mix64(1, 0)
     True
     """
-    key = 0x243F6A8885A308D3
+    return mix64_on(0x243F6A8885A308D3, *values)
+
+
+def mix64_on(key: int, *values: int) -> int:
+    """Return the key of the integers that a key was mixed from, and more.
+
+    >>> mix64_on(mix64(1, 2), 3, 4) == mix64(1, 2, 3, 4)
+    True
+    """
     for value in values:
         key = (key + (value & _MASK64) * 0xD1342543DE82EF95 + 0x9E3779B97F4A7C15) & _MASK64
         key = ((key ^ (key >> 30)) * 0xBF58476D1CE4E5B9) & _MASK64

@@ -23,7 +23,7 @@ from ...kernels import (
     select_engine,
 )
 from ...kernels.vector._machine_function import address_of
-from ...rounding._random_bits import mix64, mix64_all
+from ...rounding._random_bits import mix64, mix64_all, mix64_on
 from ..parameters._local_tensors import scale_of
 from ..parameters._parameter_plan import ParameterPlan
 from ._batch import Batch
@@ -123,17 +123,14 @@ def _write(batch: Batch) -> None:
 
 
 def _run_compiled(spec: StepSpec, batch: Batch) -> np.ndarray:
-    kernel, table, constants = checked(spec), batch.table, batch.constants
+    kernel, table = checked(spec), batch.table
     _point_at_gradients(batch)
     table.keys[...] = _keys(batch)
     chunks, pointers, rows, keys, digests = table.addresses_of
-    if len({*map(id, constants)}) == 1:
-        numbers = array("f", constants[0])
-    else:
-        distinct = {id(one): one for one in constants}
-        numbers = array("f", itertools.chain.from_iterable(distinct.values()))
-        row_of = {key: row for row, key in enumerate(distinct)}
-        chosen = array("q", [row_of[id(one)] for one in constants])
+    distinct, row_of_each = _distinct(batch.constants)
+    numbers = array("f", itertools.chain.from_iterable(distinct))
+    if row_of_each:
+        chosen = array("q", row_of_each)
         rows = chosen.buffer_info()[0]
     counts = spec.metered or spec.finds_amax
     meter = np.zeros((len(table.chunks) if counts else 0, METER_COLUMNS))
@@ -193,8 +190,19 @@ def _scale_tensors(batch: Batch) -> list[torch.Tensor]:
 def _numbers(batch: Batch) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
     """Return what a step gives to a device: chunks, pointers, constants and keys."""
     _point_at_gradients(batch)
-    constants = np.array(batch.constants, np.float32).reshape(len(batch.plans), -1)
+    distinct, row_of_each = _distinct(batch.constants)
+    constants = np.array(distinct, np.float32).reshape(len(distinct), -1)
+    constants = constants[row_of_each or [0] * len(batch.constants)]
     return batch.table.chunks, batch.table.pointers, constants, _keys(batch)
+
+
+def _distinct(constants: list[tuple[float, ...]]) -> tuple[list[tuple[float, ...]], list[int]]:
+    """Return the constants that differ, and which of them each parameter has; nothing where all have the same."""
+    if len({*map(id, constants)}) == 1:
+        return constants[:1], []
+    distinct = {id(one): one for one in constants}
+    row_of = {key: row for row, key in enumerate(distinct)}
+    return [*distinct.values()], [row_of[id(one)] for one in constants]
 
 
 def _point_at_gradients(batch: Batch) -> None:
@@ -225,8 +233,8 @@ def _keys(batch: Batch) -> np.ndarray:
         return table.keys
     if isinstance(seeds, int) and len({*steps}) == 1:
         if len(steps) * words <= _FEW:
-            keys = [mix64(seeds, step, plan.identity, word) for plan in table.plans for word in range(words)]
-            return np.array(keys, np.uint64).reshape(-1, words)
+            keys = [mix64(seeds, step, plan.identity) for plan in table.plans]
+            return np.array([[mix64_on(key, word) for word in range(words)] for key in keys], np.uint64)
         return mix64_all(seeds, step, table.identities, np.arange(words, dtype=np.uint64))
     every = np.array(steps, np.uint64)[:, None]
     seeds = np.full(every.shape, seeds, np.uint64)
