@@ -244,6 +244,7 @@ LOOKED_AT = {
     "optim/checkpoint/_checkpoint.py": {"load_float32_state_dict"},
     "optim/parameters/_parameter_plan.py": {"of", "is_valid"},
     "optim/step/_run.py": {"_point_at_gradients"},
+    "optim/step/_tables.py": {"stands", "_holds"},
 }
 
 

@@ -15,7 +15,7 @@ from concurrent.futures import Future, ThreadPoolExecutor, wait
 import numpy as np
 import torch
 
-from ._subnormals import keep_subnormals, keeping_subnormals
+from ._subnormals import flushes, keep_subnormals, keeping_subnormals
 
 SERIAL_BELOW = 65_536
 _lock = threading.Lock()
@@ -23,7 +23,6 @@ _pool: ThreadPoolExecutor | None = None
 _pool_size = 0
 
 
-@keeping_subnormals()
 def run_chunks(kernel: Callable, lengths: np.ndarray, *arguments) -> None:
     """Call kernel(first, last, *arguments) so that every chunk is covered once.
 
@@ -32,6 +31,10 @@ def run_chunks(kernel: Callable, lengths: np.ndarray, *arguments) -> None:
         lengths: int64 array of shape (chunks,), the elements of each chunk; used to split the work evenly.
         arguments: passed on.
     """
+    if flushes():
+        with keeping_subnormals():
+            run_chunks(kernel, lengths, *arguments)
+        return
     count = len(lengths)
     threads = min(torch.get_num_threads(), count)
     if threads == 1 or int(lengths.sum()) < SERIAL_BELOW:

@@ -61,8 +61,8 @@ class ExplicitGradientOptimizer(Optimizer):
         finally:
             self._explicit_gradients = {}
 
-    def _gradient(self, parameter: torch.Tensor) -> torch.Tensor | None:
-        return self._explicit_gradients.get(parameter)
+    def _gradients(self, parameters: list[torch.Tensor]) -> list[torch.Tensor | None]:
+        return [*map(self._explicit_gradients.get, parameters)]
 
     def _check_numbers(self, group: dict) -> None:
         lr = group.get("lr")

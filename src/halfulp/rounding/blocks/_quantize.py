@@ -15,7 +15,7 @@ from ...kernels.vector._machine_function import address_of
 from ...kernels.vector._table_loop import compile_table
 from .._graph_constants import traced_block_target
 from .._kernel_constants import WORD32, WORD64, Layout
-from .._kernels import check_device, collide, engine_for
+from .._kernels import check_device, collide, engine_for, note_write
 from .._modes import Rounding, Stochastic, drawn_key
 from .._random_bits import mix64
 from .._table import FIXED_KEY
@@ -77,6 +77,7 @@ def _into(x: torch.Tensor, flat: list[int], seed: int, counter: int, out: torch.
     if x.device.type != "cpu":
         check_device(x, target, lambda elements, rounded: _round_into(elements, target, FIXED_KEY, rounded))
     _round_into(x, target, key, out)
+    note_write(out)
 
 
 def _round_into(x: torch.Tensor, target: BlockTarget, key: int, out: torch.Tensor) -> None:
