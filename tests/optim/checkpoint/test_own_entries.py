@@ -79,6 +79,42 @@ def test_a_users_entry_in_the_state_is_saved_and_loaded(seed, fresh):
     assert optimizer.state[weight]["importance"] is not file["state"][0]["importance"]
 
 
+@pytest.mark.parametrize("key", [7, -1, 10**6, "run", (1, 2), None])
+@pytest.mark.parametrize("value", [3, {"mine": 2}])
+def test_an_entry_of_ones_own_may_have_any_key_that_numbers_no_parameter(seed, key, value):
+    weight, optimizer = _stepped()
+    optimizer.state[key] = value
+    again, resumed = _stepped()
+    resumed.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+    assert resumed.state[key] == copy.deepcopy(optimizer).state[key] == value
+    for one, stepped in ((weight, optimizer), (again, resumed)):
+        _step(one, stepped)
+        assert stepped.state[one]["step"] == 2
+
+
+@pytest.mark.parametrize("key", [0, False, 1])
+def test_an_entry_of_ones_own_under_a_parameters_number_is_refused_where_it_is_saved(seed, key):
+    weight, optimizer = _stepped()
+    optimizer.add_param_group({"params": [("other", torch.nn.Parameter(torch.zeros(2).bfloat16()))]})
+    optimizer.state[key] = {"mine": 1}
+    with pytest.raises(ValueError, match=rf"state\[{key!r}\] is an entry of your own.*such as 'my_{key}'"):
+        optimizer.state_dict()
+    _step(weight, optimizer)
+    optimizer.state[f"my_{key}"] = optimizer.state.pop(key)
+    assert optimizer.state_dict()["state"][f"my_{key}"] == {"mine": 1}
+
+
+def test_an_entry_of_ones_own_that_looks_like_a_parameters_state_is_refused_on_both_sides(seed):
+    _, optimizer = _stepped()
+    file = optimizer.state_dict()
+    optimizer.state[9] = {"step": 1}
+    with pytest.raises(ValueError, match="use another key"):
+        optimizer.state_dict()
+    file["state"][9] = {"step": 1}
+    with pytest.raises(ValueError, match="no optimizer state_dict"):
+        optimizer.load_state_dict(file)
+
+
 def test_another_weight_updates_tensors_are_still_refused(seed):
     _, optimizer = _stepped(weight_update="split")
     file = optimizer.state_dict()

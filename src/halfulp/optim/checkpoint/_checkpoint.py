@@ -44,7 +44,13 @@ from ..weight_updates._weight_update import WeightUpdate, weight_update
 from ._extra_states import is_extra_state, set_extra_states
 from ._fitted_states import begun, checked_shape, fit_state, is_auxiliary, is_kept_by_some_optimizer, steps_made
 from ._saved_states import block_of, codec_versions
-from ._state_dict_validation import checked_groups, checked_state, draws_anew, is_own_file
+from ._state_dict_validation import (
+    checked_groups,
+    checked_state,
+    draws_anew,
+    is_own_file,
+    refuse_confusing_keys,
+)
 
 # In a saved state: the weight update that wrote it, where its group has been given another since.
 UPDATE = "weight_update"
@@ -80,6 +86,7 @@ class CheckpointMixin(torch.optim.Optimizer):
         """Return the state_dict before the post hooks have run."""
         self._follow_groups()
         places = [(group, position) for group in self.param_groups for position in range(len(group["params"]))]
+        refuse_confusing_keys(self.state, len(places))
         # First: where a group was given another weight update, it takes the state over.
         held = [self.state.get(group["params"][position]) for group, position in places]
         beside = [self._auxiliary_tensors_to_save(*place) if state else {} for place, state in zip(places, held)]
@@ -89,7 +96,7 @@ class CheckpointMixin(torch.optim.Optimizer):
         finally:
             self._optimizer_state_dict_post_hooks = hooks
         for number, state in saved["state"].items():
-            if not isinstance(number, int):  # what a hook, or the user, keeps for no parameter
+            if not isinstance(number, int) or not 0 <= number < len(places):  # the user's, or a hook's
                 continue
             group, position = places[number]
             parameter, state = group["params"][position], {**state, **beside[number]}
