@@ -45,6 +45,7 @@ from .parameters._random_identity import (
     note_identities,
     part_in_backward,
 )
+from .parameters._shared_keys import warn_of_shared_keys
 from .parameters._state_tensors import BEGUN, complete_state
 from .parameters._tensor_map import TensorMap
 from .parameters._weights import set_carried, under, weight_to_carry
@@ -83,6 +84,7 @@ class Optimizer(CheckpointMixin):
         format: a Format or its name: parameters stay float32 tensors and hold values of that format.
         seed: of the random bits, which depend on (seed, step, parameter, global element index) only. Two optimizers
             over unnamed parameters, or of equal names, share them unless they begin in one backward: seed the second.
+            Two of one training that step in turn over unnamed parameters are warned of.
         report_interval: steps from one count of lost updates (`report()`) to the next; 0 for never.
     """
 
@@ -288,6 +290,7 @@ class Optimizer(CheckpointMixin):
         for group in self.param_groups:
             self._collect(group, batches, waiting)
         self._check_wrappers(bool(batches))
+        warn_of_shared_keys(self, batches.values())
         for batch in batches.values():
             compile_kernels(batch)
         try:

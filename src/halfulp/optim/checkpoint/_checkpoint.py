@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from ..._messages import differences, listed
+from ..._messages import differences, find_users_level, listed
 from ...formats import Format
 from ...kernels import keeping_subnormals
 from ...mctensor import MCTensor
@@ -43,6 +43,7 @@ from ..step._spec import draws_of
 from ..weight_updates._weight_update import WeightUpdate, weight_update
 from ._extra_states import is_extra_state, set_extra_states
 from ._fitted_states import begun, checked_shape, fit_state, is_auxiliary, is_kept_by_some_optimizer, steps_made
+from ._flat_states import explain_missing_entry
 from ._saved_states import block_of, codec_versions
 from ._state_dict_validation import (
     checked_groups,
@@ -121,6 +122,10 @@ class CheckpointMixin(torch.optim.Optimizer):
             auxiliary.update(zip(names, current_auxiliary_tensors(plan)))
         return {**auxiliary, **saved_payload(plan)}
 
+    def explain_missing_entry(self, key: str, flat: Mapping[str, Any]) -> str:
+        """Return the words for a flat state (flatten_optimizer_state_dict) that lacks an entry which torch looks up."""
+        return explain_missing_entry(key, flat)
+
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Load what `state_dict` of this class or of the torch.optim class of the same rule returned.
 
@@ -151,7 +156,7 @@ class CheckpointMixin(torch.optim.Optimizer):
                     "on, but with other bits than the saved run's; to go on with the same, save and load with "
                     "optimizers made from model.named_parameters()",
                     UserWarning,
-                    stacklevel=4,  # the line that loads
+                    stacklevel=find_users_level(),
                 )
 
     def _load_between_hooks(self, state_dict: Mapping[str, Any]) -> None:

@@ -125,6 +125,11 @@ def whole_step(state: Mapping, name: str) -> int:
         ValueError: it is no whole number.
     """
     given = state.get("step", 0)
+    if given == {}:  # what torch makes of an entry that a flat state lacks
+        raise ValueError(
+            f"the flat state holds nothing of parameter {name}, which this optimizer steps: it is of another model, or "
+            "of other parts of it; give the state of all parameters that are stepped here"
+        )
     try:
         value = float(given)
     except (TypeError, ValueError):
