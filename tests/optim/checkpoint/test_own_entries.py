@@ -6,6 +6,7 @@ import pytest
 import torch
 
 import halfulp as hu
+from halfulp.kernels import same_bits
 
 
 class Counting(torch.nn.Linear):
@@ -156,3 +157,65 @@ def test_a_momentum_that_is_switched_on_later_begins_undampened(seed, resumed, n
             optimizer.step()
         found.append(weight.detach())
     torch.testing.assert_close(*found, rtol=1e-6, atol=1e-6)
+
+
+SWITCHES = {
+    "amsgrad": (hu.optim.AdamW, {"amsgrad": True}, {"amsgrad": False}, "max_exp_avg_sq"),
+    "Adam": (hu.optim.Adam, {"amsgrad": True}, {"amsgrad": False}, "max_exp_avg_sq"),
+    "momentum": (hu.optim.SGD, {"lr": 0.1, "momentum": 0.9}, {"momentum": 0.0}, "momentum_buffer"),
+}
+STORED = {"default": {}, "float32": {"state_dtype": torch.float32}, "bfloat16x2": {"state_dtype": "bfloat16x2"}}
+
+
+@pytest.mark.parametrize("again", [False, True])
+@pytest.mark.parametrize("states", STORED)
+@pytest.mark.parametrize("name", SWITCHES)
+def test_a_run_whose_states_were_switched_off_is_saved_loaded_and_goes_on(seed, name, states, again):
+    """The switched off state stays, as in torch.optim, and goes on where it is switched on again."""
+    kind, on, off, left = SWITCHES[name]
+    start = torch.randn(8).bfloat16()
+
+    def run(resumed):
+        weight = torch.nn.Parameter(start.clone())
+        optimizer = kind([weight], **on, **STORED[states])
+        for number in range(8):
+            if number == 3:
+                optimizer.param_groups[0].update(off)
+            if number == 6 and again:
+                optimizer.param_groups[0].update({option: on[option] for option in off})
+            if number == 5 and resumed:
+                file = copy.deepcopy(optimizer.state_dict())
+                assert left in file["state"][0]
+                weight = torch.nn.Parameter(weight.detach().clone())
+                optimizer = kind([weight], **(on if resumed == "as made" else on | off), **STORED[states])
+                optimizer.load_state_dict(file)
+            _step(weight, optimizer)
+        return weight, optimizer.state[weight]
+
+    (weight, held), *others = run(None), run("as made"), run("switched off")
+    for other, theirs in others:
+        assert same_bits(weight, other)
+        assert held.keys() - {"states_begun"} == theirs.keys() - {"states_begun"}
+        assert all(same_bits(value, theirs[key]) for key, value in held.items() if isinstance(value, torch.Tensor))
+
+
+@pytest.mark.parametrize("state_dtype", [None, torch.float32, "8bit"])
+def test_a_torch_file_whose_states_were_switched_off_is_loaded_and_goes_on(seed, state_dtype):
+    start, weights = torch.randn(64, 32), []
+    theirs_weight = torch.nn.Parameter(start.clone())
+    theirs = torch.optim.AdamW([theirs_weight], amsgrad=True)
+    for number in range(4):
+        theirs.param_groups[0]["amsgrad"] = number < 2
+        theirs_weight.grad = torch.randn(64, 32)
+        theirs.step()
+    ours_weight = torch.nn.Parameter(theirs_weight.detach().clone())
+    choice = {"exp_avg": state_dtype} if state_dtype == "8bit" else state_dtype
+    ours = hu.optim.AdamW([ours_weight], state_dtype=choice)
+    ours.load_state_dict(copy.deepcopy(theirs.state_dict()))
+    for one, optimizer in ((theirs_weight, theirs), (ours_weight, ours)):
+        optimizer.param_groups[0]["amsgrad"] = True
+        one.grad = torch.full((64, 32), 2.0**-4)
+        optimizer.step()
+        weights.append(one.detach())
+    assert (ours.state[ours_weight]["max_exp_avg_sq"] >= theirs.state[theirs_weight]["max_exp_avg_sq"] * 0.99).all()
+    torch.testing.assert_close(*weights, rtol=0, atol=1e-4 if state_dtype == "8bit" else 1e-5)

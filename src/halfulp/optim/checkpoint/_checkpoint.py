@@ -42,7 +42,15 @@ from ..step._scales import weight_scale
 from ..step._spec import draws_of
 from ..weight_updates._weight_update import WeightUpdate, weight_update
 from ._extra_states import is_extra_state, set_extra_states
-from ._fitted_states import begun, checked_shape, fit_state, is_auxiliary, is_kept_by_some_optimizer, steps_made
+from ._fitted_states import (
+    begun,
+    checked_shape,
+    fit_state,
+    is_auxiliary,
+    is_kept_by_some_optimizer,
+    is_switched_off,
+    steps_made,
+)
 from ._flat_states import explain_missing_entry
 from ._saved_states import block_of, codec_versions
 from ._state_dict_validation import (
@@ -247,6 +255,10 @@ class CheckpointMixin(torch.optim.Optimizer):
                     f"state of parameter {plan.name} lacks {name!r}: it was saved by another weight update"
                 )
         foreign = [key for key in state if key not in used and state[key] is not None]
+        for key in [key for key in foreign if is_switched_off(key, group, plan.spec.rule.states)]:
+            foreign.remove(key)
+            value = state[key]
+            fitted[key] = value.to(local(plan.parameter).device) if isinstance(value, torch.Tensor) else value
         if is_own and not any(is_kept_by_some_optimizer(key) for key in foreign):
             return fitted | {key: state[key] for key in foreign}
         if foreign:
