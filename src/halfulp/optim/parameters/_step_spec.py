@@ -20,6 +20,8 @@ from ..weight_updates._weight_update import REGISTRY, WeightUpdate, weight_updat
 from ._local_tensors import index_map_of, local, memory
 from ._narrowing import is_kept
 
+# A chunk's row of sums holds as many largest magnitudes, and the weight's.
+MOST_SCALED_STATES = 3
 NARROW = (torch.bfloat16, torch.float16)
 
 
@@ -97,10 +99,22 @@ def codecs_for(
             f"float16 and fp8 states have one scale per tensor, which plain parameters such as {name} do not take: "
             f"allowed are {_allowed_states(rule)} there, or scale the model by hu.scalify"
         )
+    _refuse_many_scales(rule, codecs, name)
     refuse_ratchet(rule, codecs, group["state_dtype"])
     if any(isinstance(codec, Int8Blocks) for codec in codecs):
         _refuse_cut_blocks(parameter, codecs, name)
     return codecs
+
+
+def _refuse_many_scales(rule: UpdateRule, codecs: tuple[Codec, ...], name: str) -> None:
+    """Refuse more states under scales than a kernel finds the largest magnitudes of, beside that of the weight."""
+    held = [slot.name for slot, codec in zip(rule.states, codecs) if isinstance(codec, Scaled)]
+    if len(held) > MOST_SCALED_STATES:
+        others = ", ".join(f"{slot!r}: torch.float32" for slot in held[MOST_SCALED_STATES:])
+        raise ValueError(
+            f"{rule.name} keeps {len(held)} states beside the scaled parameter {name}, but at most "
+            f"{MOST_SCALED_STATES} can be stored under scales: give state_dtype={{{others}}}, or torch.bfloat16 there"
+        )
 
 
 def _allowed_states(rule: UpdateRule) -> str:
