@@ -13,7 +13,7 @@ from collections.abc import Iterator
 
 import torch
 
-from .._messages import ENVIRONMENT
+from .._messages import ENVIRONMENT, find_users_level
 from .vector._processor import check_features, why_unknown
 
 ENGINES = ("auto", "llvm", "triton", "reference")
@@ -31,7 +31,7 @@ def note(kind: str, text: str) -> None:
 def note_and_warn_once(kind: str, text: str) -> None:
     """Count a fallback, and warn at its first."""
     if not _notes[kind, text]:
-        warnings.warn(text, RuntimeWarning, stacklevel=3)
+        warnings.warn(text, RuntimeWarning, stacklevel=find_users_level())
     note(kind, text)
 
 

@@ -45,7 +45,8 @@ from .parameters._random_identity import (
     note_identities,
     part_in_backward,
 )
-from .parameters._state_tensors import complete_state
+from .parameters._shared_keys import warn_of_shared_keys
+from .parameters._state_tensors import BEGUN, complete_state
 from .parameters._tensor_map import TensorMap
 from .parameters._weights import set_carried, under, weight_to_carry
 from .rules._update_rule import UpdateRule, check_states
@@ -84,6 +85,7 @@ class Optimizer(CheckpointMixin):
         format: a Format or its name: parameters stay float32 tensors and hold values of that format.
         seed: of the random bits, which depend on (seed, step, parameter, global element index) only. Two optimizers
             over unnamed parameters, or of equal names, share them unless they begin in one backward: seed the second.
+            Two of one training that step in turn over unnamed parameters are warned of.
         report_interval: steps from one count of lost updates (`report()`) to the next; 0 for never.
     """
 
@@ -286,6 +288,7 @@ class Optimizer(CheckpointMixin):
             self._clear_plans()
         batches, waiting = self._collect()
         self._check_wrappers(bool(batches))
+        warn_of_shared_keys(self, batches)
         for batch in batches:
             compile_kernels(batch)
         for batch in batches:

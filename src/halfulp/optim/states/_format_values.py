@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
+from dataclasses import dataclass
 
 import numpy as np
 import torch
@@ -113,7 +114,7 @@ def _grid_store(fmt: Format) -> Store:
         "SHIFT": lost,
     }
     pieces = (grid_nearest, grid_stochastic)
-    return _store(fmt, pieces, constants, functools.partial(_grid_encode, fmt, (1 << lost) - 1))
+    return _store(fmt, pieces, constants, _Encode(_grid_encode, fmt, (1 << lost) - 1))
 
 
 def _spaced_store(fmt: Format) -> Store:
@@ -126,7 +127,7 @@ def _spaced_store(fmt: Format) -> Store:
         "BEYOND": {"inf": 0x7F800000, "nan": 0x7FC00000}.get(fmt.overflow, int(np.float32(fmt.max).view(np.uint32))),
     }
     return _store(
-        fmt, (spaced_nearest, spaced_stochastic), constants, functools.partial(_spaced_encode, fmt, constants)
+        fmt, (spaced_nearest, spaced_stochastic), constants, _Encode(_spaced_encode, fmt, tuple(constants.items()))
     )
 
 
@@ -148,6 +149,18 @@ def _store(fmt: Format, pieces: tuple[Callable, Callable], constants: dict[str, 
     )
 
 
+@dataclass(frozen=True)
+class _Encode:
+    """The reference's encoding for one format: a value, so that stores can be compared and pickled."""
+
+    function: Callable
+    format: Format
+    given: object
+
+    def __call__(self, x: torch.Tensor, random: torch.Tensor | None) -> torch.Tensor:
+        return self.function(self.format, self.given, x, random)
+
+
 def _decode(x: torch.Tensor) -> torch.Tensor:
     return torch.where(x.isnan(), torch.nan, x)
 
@@ -158,9 +171,10 @@ def _grid_encode(fmt: Format, lost: int, x: torch.Tensor, random: torch.Tensor |
     return torch.where(x.isnan(), x, words_float(float_words(x) + (random & lost) & ~lost))
 
 
-def _spaced_encode(fmt: Format, constants: dict, x: torch.Tensor, random: torch.Tensor | None) -> torch.Tensor:
+def _spaced_encode(fmt: Format, given: tuple, x: torch.Tensor, random: torch.Tensor | None) -> torch.Tensor:
     if random is None:
         return quantize(x, fmt, Nearest())
+    constants = dict(given)
     magnitude = x.abs()
     finite = torch.where(magnitude < torch.inf, magnitude, 0.0)
     binade = (float_words(finite) & 0x7F800000).clamp(min=constants["LEAST_BINADE"])

@@ -84,7 +84,9 @@ class Master(WeightUpdate):
         """Return the copy where the parameter is its nearest value, else the parameter."""
         copy, shown = F32.decode(parts[1]), store.decode(parts[0])
         nearest = store.decode(store.encode(copy, None))
-        same = (shown == nearest) & (shown.signbit() == nearest.signbit())
+        # Beside an infinite copy the parameter is NaN where its format has no infinity.
+        same = (shown == nearest) | (copy.isinf() & shown.isnan() & nearest.isnan())
+        same = same & (shown.signbit() == nearest.signbit())
         return torch.where(same, copy, shown)
 
     def put(self, store: Store, parts: Parts, value: torch.Tensor, draws: Draws) -> torch.Tensor:

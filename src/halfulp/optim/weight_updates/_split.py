@@ -157,7 +157,8 @@ class Split8(WeightUpdate):
         """Write high bits to nearest and low bits by stochastic rounding."""
         (random,) = draws
         assert random is not None, "the low bits are drawn whatever the store"
-        self._encode(store, parts, value, random)
+        # torch.maximum makes NaNs of all ones, to which the random bits would carry a zero.
+        self._encode(store, parts, torch.where(value.isnan(), torch.nan, value), random)
         return self.read(store, parts)
 
     def fill(self, store: Store, parts: Parts, value: torch.Tensor) -> None:

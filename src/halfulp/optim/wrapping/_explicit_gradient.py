@@ -25,7 +25,11 @@ def assignment(w, g):
     return (g - w,)
 
 
-ASSIGNMENT = UpdateRule("assignment", assignment, (), (), lambda group, step: (), assigns=True, decays=False)
+def _no_constants(group: Mapping, step: int) -> tuple[float, ...]:
+    return ()
+
+
+ASSIGNMENT = UpdateRule("assignment", assignment, (), (), _no_constants, assigns=True, decays=False)
 
 
 class NarrowOptions(TypedDict, total=False):
