@@ -57,11 +57,12 @@ def module_of(functions: Iterable[Any], kernels: Mapping[Any, Sequence[str]], co
         f"@triton.jit(do_not_specialize={list(numbers)})\n{inspect.getsource(kernel).rstrip()}"
         for kernel, numbers in kernels.items()
     ]
+
+    def number_of(match: re.Match[str]) -> str:
+        return str(constants.get(match[0], match[0]))
+
     # Triton takes no globals but its own constants, with which its interpreter does not compute.
-    written = [
-        re.sub(r"\b[A-Z][A-Z_]*\b", lambda m: str(constants[m[0]]) if m[0] in constants else m[0], text)
-        for text in texts
-    ]
+    written = [re.sub(r"\b[A-Z][A-Z_]*\b", number_of, text) for text in texts]
     return "\n\n\n".join(["import triton\nimport triton.language as tl", *written]) + "\n"
 
 
