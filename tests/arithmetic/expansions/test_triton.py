@@ -168,7 +168,9 @@ def test_the_compiler_fuses_products_errors_alone(capability, monkeypatch, tmp_p
         constants = {f"mode{k}": 0 for k in range(len(elements.stored))} | {"WHOLE": True, "TILE": 1024}
         text = pointwise_source(trace, tuple(numbers), elements.stored, elements.written)
         given = {"tables": "*fp64", "count": "i64", "columns": "i64"}
-        check(instructions(text, (elements.stored, elements.written), given, constants, 4), name != "add")
+        ptx = instructions(text, (elements.stored, elements.written), given, constants, 4)
+        check(ptx, name != "add")
+        assert ptx.count("ld.global.v"), "16 bytes at a time"
     for one in REDUCTIONS:
         stored, written = (one.stored,) * one.inputs, (one.dtype,) * one.components
         text = reduction_source(one.steps, stored, written)

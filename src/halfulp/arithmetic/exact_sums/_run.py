@@ -22,6 +22,7 @@ from ...kernels import (
 from . import _accumulate as p
 from ._accumulator import BLOCK, LAYOUTS, WORDS, block_size
 from ._block_sums import compile_blocks
+from ._on_triton import ExactSums, exact_sums
 from ._reference import round_words, words_of
 
 _SHARES = 64  # how many pieces threads may take up
@@ -31,6 +32,8 @@ _ITEM = 512  # blocks of one accumulator; more of a row go to accumulators side 
 
 def summed(a: torch.Tensor, b: torch.Tensor | None, dtype: torch.dtype) -> torch.Tensor:
     """The rounded sum of every row of a, or of the products of a and b; (rows, columns), the last stride 1."""
+    if on_device := _on_triton(a, b):
+        return on_device.sums(a, b, dtype)
     if not _compiled(a):
         return round_words(words_of(a, b), dtype)
     _check(a.dtype, b is not None)
@@ -39,6 +42,8 @@ def summed(a: torch.Tensor, b: torch.Tensor | None, dtype: torch.dtype) -> torch
 
 def partial(a: torch.Tensor, b: torch.Tensor | None) -> torch.Tensor:
     """As `summed`, but the accumulators: int64 (rows, WORDS)."""
+    if on_device := _on_triton(a, b):
+        return on_device.sums(a, b, None)
     if not _compiled(a):
         return words_of(a, b)
     _check(a.dtype, b is not None)
@@ -47,9 +52,19 @@ def partial(a: torch.Tensor, b: torch.Tensor | None) -> torch.Tensor:
 
 def rounded(words: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     """The float nearest to each accumulator, (rows, WORDS) -> (rows,)."""
+    if on_device := _on_triton(words):
+        return on_device.settled(words.contiguous()[:, None], dtype)
     if not _compiled(words):
         return round_words(words, dtype)
     return _settled(words.clone(memory_format=torch.contiguous_format), dtype)
+
+
+def _on_triton(a: torch.Tensor, b: torch.Tensor | None = None) -> ExactSums | None:
+    """The kernels of an accelerator; None where there are none."""
+    if select_engine(a.device.type) != "triton":
+        return None
+    require_float64(a.device, "exact sums")
+    return exact_sums(a.device, torch.float64 if a.dtype == torch.int64 else a.dtype, b is not None, _fixed_rows)
 
 
 def _compiled(x: torch.Tensor) -> bool:
