@@ -44,6 +44,7 @@ from .scalar._compile import compile_kernel, digest, on_tensors
 from .scalar._machine_code import machine_code
 from .scalar._operations import divide, maximum, sign_of, sqrt
 from .scalar._processor import has_half_conversions, vector_bits
+from .tensors._writer import run_on_tensors
 from .vector._builder import VectorBuilder, lanes_of, numba_intrinsic, scalar_of
 from .vector._loop import LANES, compile_rows, compile_trace
 from .vector._reductions import ACROSS, BLOCK, ReductionSteps, compile_reduction
