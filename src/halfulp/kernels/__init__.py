@@ -42,6 +42,7 @@ from ._trace import (
 )
 from .scalar._on_tensors import on_tensors
 from .scalar._operations import divide, maximum, sign_of, sqrt
+from .tensors._writer import run_on_tensors
 from .vector._builder import VectorBuilder, lanes_of, scalar_of
 from .vector._code import Code, Memory, Number, Variable, choose, compile_code, gathered, larger, lesser
 from .vector._loop import LANES, compile_rows, compile_trace

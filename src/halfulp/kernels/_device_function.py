@@ -7,7 +7,7 @@ import traceback
 import types
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeGuard
 
 import torch
 
@@ -50,7 +50,7 @@ def _bound(function: Callable, names: Mapping[str, object], made: dict[Callable,
     return made[function]
 
 
-def _is_bound_too(value: object) -> bool:
+def _is_bound_too(value: object) -> TypeGuard[types.FunctionType]:
     """Return whether what a name stands for is a device function, rather than an operation, a number or a recorder."""
     is_operation = SCALARS.get(getattr(value, "__name__", "")) is value
     return isinstance(value, types.FunctionType) and not is_operation and value.__module__ != Trace.__module__

@@ -46,7 +46,7 @@ from .parameters._random_identity import (
     part_in_backward,
 )
 from .parameters._shared_keys import warn_of_shared_keys
-from .parameters._state_tensors import BEGUN, complete_state
+from .parameters._state_tensors import complete_state
 from .parameters._tensor_map import TensorMap
 from .parameters._weights import set_carried, under, weight_to_carry
 from .rules._update_rule import UpdateRule, check_states

@@ -18,6 +18,7 @@ import torch
 from ..kernels._device_function import record_words
 from ..kernels._trace import Piece
 from ..kernels.scalar._operations import Word, add, bit_xor, high_word, low_word, mul, shr
+from ..kernels.tensors._writer import as_signed, run_on_tensors
 
 WEYL = np.uint32(0x9E3779B9)
 FIRST = np.uint32(0x21F0AAAD)
@@ -94,7 +95,7 @@ def draw(counter: Word) -> np.uint32:
 
 
 def random_words(key: int, index: torch.Tensor) -> torch.Tensor:
-    """The reference of `draw` on tensors.
+    """The words of `draw` at many elements.
 
     Args:
         key: a 64-bit key from `mix64`.
@@ -103,13 +104,19 @@ def random_words(key: int, index: torch.Tensor) -> torch.Tensor:
     Returns:
         int64 tensor of the same shape, uniform in [0, 2^32).
     """
-    low, high = key & 0xFFFFFFFF, key >> 32
-    top = _times((index >> 32) + high & 0xFFFFFFFF, int(HIGH))
-    counter = _times(index & 0xFFFFFFFF, int(WEYL)) + (top ^ low) & 0xFFFFFFFF
-    x = _times(counter ^ (counter >> 16), int(FIRST))
-    return _times(x ^ (x >> 15), int(SECOND))
+    return _at_elements(_recorded_draw(), key, index).to(torch.int64) & 0xFFFFFFFF
 
 
-def _times(words: torch.Tensor, factor: int) -> torch.Tensor:
-    """A product of 32-bit words modulo 2^32; int64 wraps around, which leaves the low word right."""
-    return (words * factor) & 0xFFFFFFFF
+def counters(key: int, index: torch.Tensor) -> torch.Tensor:
+    """The counters of elements at global indices under a key, as int32 words."""
+    return _at_elements(recorded_start(), key, index)
+
+
+def _at_elements(piece: Piece, key: int, index: torch.Tensor) -> torch.Tensor:
+    halves = (as_signed(key & 0xFFFFFFFF, 32), as_signed(key >> 32, 32))
+    return run_on_tensors(piece.trace, (), dict(enumerate((*halves, index))), piece.results)[0][0]
+
+
+@functools.cache
+def _recorded_draw() -> Piece:
+    return record_words(lambda low, high, index: draw(stream_start(low, high, index)), "w32", "w32", "w64")
