@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import types
 from collections.abc import Callable, Mapping
+from typing import TypeGuard
 
 import torch
 
@@ -46,7 +47,7 @@ def _bound(function: Callable, names: Mapping[str, object], made: dict[Callable,
     return made[function]
 
 
-def _is_bound_too(value: object) -> bool:
+def _is_bound_too(value: object) -> TypeGuard[Callable]:
     """Return whether what a name stands for is a device function, rather than an operation, a number or a recorder."""
     is_operation = SCALARS.get(getattr(value, "__name__", "")) is value
     return isinstance(value, types.FunctionType) and not is_operation and value.__module__ != Trace.__module__

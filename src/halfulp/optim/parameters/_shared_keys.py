@@ -112,8 +112,8 @@ def _is_same_memory(one: torch.Tensor, other: torch.Tensor) -> bool:
 
 
 def _corners(keys: list[Key], *records: _Record) -> list[tuple[torch.Tensor, ...]]:
-    both = [tuple(record.corners.get(key) for record in records) for key in keys[:_COMPARED]]
-    return [corners for corners in both if None not in corners]
+    held = [key for key in keys[:_COMPARED] if all(key in record.corners for record in records)]
+    return [tuple(record.corners[key] for record in records) for key in held]
 
 
 def _are_twins(parameters: list[tuple[torch.Tensor, ...]], corners: list[tuple[torch.Tensor, ...]]) -> bool:
