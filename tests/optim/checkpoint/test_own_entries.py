@@ -105,6 +105,18 @@ def test_an_entry_of_ones_own_under_a_parameters_number_is_refused_where_it_is_s
     assert optimizer.state_dict()["state"][f"my_{key}"] == {"mine": 1}
 
 
+@pytest.mark.parametrize("key", [7, "run"])
+def test_a_wrapped_optimizers_entries_are_kept_too_and_refused_alike(seed, key):
+    make = lambda: _stepped(lambda params: hu.optim.wrap(torch.optim.RMSprop, params, weight_update="split"))  # noqa: E731
+    (_, optimizer), (_, resumed) = make(), make()
+    optimizer.state[key], optimizer.base.state["inner"] = 3, 4
+    resumed.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+    assert (resumed.state[key], resumed.base.state["inner"]) == (3, 4)
+    optimizer.base.state[0] = 5
+    with pytest.raises(ValueError, match="use another key"):
+        optimizer.state_dict()
+
+
 def test_an_entry_of_ones_own_that_looks_like_a_parameters_state_is_refused_on_both_sides(seed):
     _, optimizer = _stepped()
     file = optimizer.state_dict()
