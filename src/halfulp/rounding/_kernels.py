@@ -85,7 +85,7 @@ def run_at_once(x: torch.Tensor, source: int, target: Target, out: torch.Tensor 
         words are widened.
     """
     dtype = x.dtype
-    if choose_engine("cpu")[0] != "numba" or (dtype != torch.float64 and layout_for(target) is WORD64):
+    if choose_engine("cpu")[0] in ("reference", "triton") or (dtype != torch.float64 and layout_for(target) is WORD64):
         return None
     made = torch.empty_like(x) if out is None else out
     goal, count = plain_address(made), x.numel()
