@@ -71,13 +71,16 @@ def engine_for(x: torch.Tensor) -> str:
     return select_engine(x.device.type) if x.device.type in ("cpu", "cuda") else "reference"
 
 
-def run_at_once(x: torch.Tensor, source: int, target: Target, out: torch.Tensor | None) -> torch.Tensor | None:
+def run_at_once(
+    x: torch.Tensor, source: int, target: Target, key: int, out: torch.Tensor | None
+) -> torch.Tensor | None:
     """Round plain memory on the processor without torch's dispatcher, which takes longer than a small tensor.
 
     Args:
         x: plain.
         source: its address.
-        target: of x's dtype, not a stochastic one.
+        target: of x's dtype.
+        key: of the random bits.
         out: where the result goes; None for a new tensor.
 
     Returns:
@@ -94,7 +97,7 @@ def run_at_once(x: torch.Tensor, source: int, target: Target, out: torch.Tensor 
     if source != goal and abs(source - goal) < count * dtype.itemsize:
         return None
     kernel, _, words = _prepared(target, dtype)
-    _call(kernel, words, source, goal, count, 0)
+    _call(kernel, words, source, goal, count, key)
     if out is not None:
         note_write(out)
     return made

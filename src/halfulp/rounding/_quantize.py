@@ -67,8 +67,8 @@ def quantize(
     tensor([1.0078], dtype=torch.float64)
     """
     rounding, blocks = get_rounding(rounding), isinstance(format, BlockFormat) or names_block(format)
-    if not (blocks or isinstance(rounding, Stochastic) or torch.compiler.is_compiling()):
-        made = _at_once(x, format, rounding, overflow, out)
+    if not (blocks or torch.compiler.is_compiling()):
+        made = _at_once(x, format, rounding, overflow, counter, out)
         if made is not None:
             return made
     check_tensor(x)
@@ -81,14 +81,24 @@ def quantize(
 
 @untraced
 def _at_once(
-    x: torch.Tensor, format: AnyFormat, rounding: Rounding, overflow: str | None, out: torch.Tensor | None
+    x: torch.Tensor,
+    format: AnyFormat,
+    rounding: Rounding,
+    overflow: str | None,
+    counter: int,
+    out: torch.Tensor | None,
 ) -> torch.Tensor | None:
     """Round plain memory on the processor where nothing watches what runs; None where the operator is needed."""
     source = 0 if is_watched() else plain_address(x)
     if not source or x.dtype not in DTYPES:
         return None
+    key = 0
+    if isinstance(rounding, Stochastic):
+        if rounding.seed is None or type(counter) is not int or not -(2**63) <= counter < 2**63:
+            return None
+        key = mix64(rounding.signed_seed, counter)
     target = _remembered(format, rounding, overflow, x.dtype)
-    return None if target is None else run_at_once(x, source, target, out)
+    return None if target is None else run_at_once(x, source, target, key, out)
 
 
 def names_block(format: object) -> TypeGuard[str]:
