@@ -165,10 +165,8 @@ def _mended(made: Parts, plain: torch.Tensor) -> Parts:
     Where components are narrower than float64, that one is not finite where an element is not; of float64 it decides
     too whether a sum whose steps left the range is finite.
     """
-    if made[0].dtype == torch.float64:
-        lost = (made[0] - made[0]) != 0.0
-    else:
-        lost = (plain - plain) != 0.0
+    deciding = made[0] if made[0].dtype == torch.float64 else plain
+    lost = (deciding - deciding) != 0.0
     first = torch.where(lost, plain.to(made[0].dtype), made[0])
     return (first, *(torch.where(lost, 0.0, part) for part in made[1:]))
 
