@@ -1,4 +1,4 @@
-"""How a kernel runs: device functions in plain Python, a torch reference, compiled twins with the same bits.
+"""How a kernel runs: device functions in plain Python, run by torch on tensors and compiled to the same bits.
 
 Public are the names in `__all__`: what an update rule of one's own calls besides + - * / (`sqrt`, `divide`, `maximum`,
 `sign_of`, `select`, `floor`), which engine runs (`engine`, `report`), and how bits are compared (`same_bits`,

@@ -11,7 +11,7 @@ from typing import Any, TypeGuard
 
 import torch
 
-from ._trace import Piece, Trace
+from ._trace import Piece, Trace, Traced
 from .scalar._operations import SCALARS
 
 
@@ -100,6 +100,14 @@ class Recording:
         self.arrays = [emit("address", (), j, "address") for j in range(columns)]
         self.constants = [emit("input", (), ("constant", k), kind) for k in range(constants)]
         self.counters = [emit("input", (), ("counter", k), "w32") for k in range(counters)]
+
+    def block(self) -> Traced:
+        """Return the index of the element's block."""
+        return self.trace.emit("block", (), None, "block")
+
+    def given(self, name: str, kind: str = "f32") -> Traced:
+        """Return an input by a name of its own."""
+        return self.trace.emit("input", (), name, kind)
 
 
 def record_words(function: Callable, *kinds: str) -> Piece:

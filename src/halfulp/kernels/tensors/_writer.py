@@ -71,31 +71,64 @@ def run_on_tensors(
     """
     given = dict(inputs or {})
     arrays = dict(enumerate(arrays)) if isinstance(arrays, Sequence) else arrays
-    columns = {k: extra for k, (name, _, extra) in enumerate(trace.lines) if name == "address"}
-    places = [(x[1][0], *x[2]) for x in trace.lines if x[0] == "load"] + list(trace.stores)
-    elements = [arrays[columns[address]] for address, _, per_block in places if not per_block]
+    plan = _plan(trace, tuple(results))
+    elements = [arrays[plan.columns[address]] for address in plan.elements]
     like = next(x for x in [*elements, *given.values()] if isinstance(x, torch.Tensor))
-    run = _Run(trace, {k: arrays[column] for k, column in columns.items() if column in arrays}, given, like, block)
-    values = run.compute(tuple(results))
+    held = {k: arrays[column] for k, column in plan.columns.items() if column in arrays}
+    run = _Run(trace, held, given, like, block)
+    values = run.compute(plan)
     for (address, bits, per_block), number in trace.stores.items():
         run.store(run.arrays[address], bits, per_block, values[number], trace.kinds[number])
     found = [run.whole(values[number], trace.kinds[number]) for number in results]
     return found, run.sums(values)
 
 
+@dataclass(frozen=True)
+class _Plan:
+    """The order in which a trace runs, which is the same for all tensors.
+
+    Attributes:
+        columns: of the addresses, by instruction.
+        elements: addresses of arrays with a value per element.
+        numbers: the constants, by instruction.
+        steps: the other instructions that are needed: number, operands, a function if it takes them as they are, and
+            the values that nothing needs afterwards.
+    """
+
+    columns: dict[int, int]
+    elements: tuple[int, ...]
+    numbers: dict[int, float]
+    steps: tuple[tuple[int, tuple[int, ...], Callable[..., Any] | None, tuple[int, ...]], ...]
+
+
 @functools.lru_cache(1024)
-def _plan(trace: Trace, results: tuple[int, ...]) -> list[tuple[int, tuple[int, ...]]]:
-    """Return the numbers of the needed instructions, each with the values that nothing needs after it."""
-    end = len(trace.lines)
+def _plan(trace: Trace, results: tuple[int, ...]) -> _Plan:
+    lines, end = trace.lines, len(trace.lines)
     last = dict.fromkeys([*results, *trace.stores.values(), *(number for _, number in trace.sums)], end)
     for number in reversed(range(end)):
         if number in last:
-            for operand in trace.lines[number][1]:
+            for operand in lines[number][1]:
                 last.setdefault(operand, number)
     dead: dict[int, list[int]] = {}
     for operand, number in last.items():
         dead.setdefault(number, []).append(operand)
-    return [(number, tuple(dead.get(number, ()))) for number in range(end) if number in last]
+    numbers = {k: _number(lines[k][2], trace.kinds[k]) for k in last if lines[k][0] in ("constant", "word")}
+    may_be_numbers = {*numbers, *(k for k in last if lines[k][0] == "input")}
+    steps = []
+    for number in sorted(last.keys() - numbers.keys()):
+        operation, operands, _ = lines[number]
+        name = operation.removeprefix("word_").removeprefix("mask_")
+        as_they_are = operation not in (*_OF_TENSORS, *_UNSIGNED_CHANGES) and not may_be_numbers.issuperset(operands)
+        steps.append((number, operands, _INFIX.get(name) if as_they_are else None, tuple(dead.get(number, ()))))
+    places = [(x[1][0], *x[2]) for x in lines if x[0] == "load"] + list(trace.stores)
+    columns = {k: extra for k, (name, _, extra) in enumerate(lines) if name == "address"}
+    return _Plan(columns, tuple(address for address, _, one in places if not one), numbers, tuple(steps))
+
+
+def _number(extra: Any, kind: str) -> float:
+    if kind[0] == "w":
+        return as_signed(extra[0], int(kind[1:]))
+    return float.fromhex(extra if isinstance(extra, str) else extra[0])
 
 
 @dataclass
@@ -125,23 +158,23 @@ class _Run:
         self.shape = (blocks, self.block) if self.block else (self.count,)
         self.written = {address for address, *_ in self.trace.stores}
 
-    def compute(self, results: tuple[int, ...]) -> dict[int, Any]:
+    def compute(self, plan: _Plan) -> dict[int, Any]:
         """Return the values that are results, stored or summed up."""
-        values: dict[int, Any] = {}
+        values: dict[int, Any] = dict(plan.numbers)
         trace = self.trace
-        for number, dead in _plan(trace, results):
-            operation, operands, extra = trace.lines[number]
-            values[number] = self.value(operation, trace.kinds[number], extra, operands, [values[k] for k in operands])
+        for number, operands, function, dead in plan.steps:
+            given = [values[k] for k in operands]
+            if function is not None and not self.mixes:
+                values[number] = function(*given)
+            else:
+                operation, _, extra = trace.lines[number]
+                values[number] = self.value(operation, trace.kinds[number], extra, operands, given)
             for k in dead:
                 del values[k]
         return values
 
     def value(self, operation: str, kind: str, extra: Any, operands: tuple[int, ...], given: list[Any]) -> Any:
         """Return what one instruction computes."""
-        if operation == "constant":
-            return float.fromhex(extra if isinstance(extra, str) else extra[0])
-        if operation == "word":
-            return as_signed(extra[0], int(kind[1:]))
         if operation in ("address", "index", "block"):
             return None
         if operation == "input":
@@ -239,7 +272,7 @@ class _Run:
         """Return the results of a device function that the trace calls."""
         piece = self.trace.functions[number]
         inner = _Run(piece.trace, {}, dict(enumerate(given)), self.like, self.block, is_called=True)
-        values = inner.compute(piece.results)
+        values = inner.compute(_plan(piece.trace, piece.results))
         return [values[k] for k in piece.results]
 
     def bits(self, x: torch.Tensor, kind: str) -> torch.Tensor:
