@@ -244,7 +244,6 @@ LOOKED_AT = {
     "optim/parameters/_narrowing.py": {"narrow", "take_float32"},
     "optim/checkpoint/_checkpoint.py": {"load_float32_state_dict"},
     "optim/parameters/_parameter_plan.py": {"of", "is_valid"},
-    "optim/parameters/_shared_keys.py": {"_is_same_memory"},
     "optim/step/_run.py": {"_point_at_gradients"},
     "optim/step/_tables.py": {"stands", "_holds"},
 }
