@@ -45,9 +45,6 @@ class Dithered(WeightUpdate):
     def bindings(self, store):
         return {"read_weight": read_plain, "write_weight": write_plain} | store_bindings(store, True)
 
-    def put(self, store, parts, value, draws):
-        return store.decode(parts[0].copy_(store.encode(value, draws[0])))
-
 
 hu.optim.register_weight_update(Dithered())
 

@@ -65,6 +65,13 @@ def gpu_scaled() -> str:
 
 
 @place
+def gpu_products() -> str:
+    """Sums of matrix products."""
+    columns = ("product", "terms", "rms error of the sums", "towards zero", "x bfloat16")
+    return benchmark_table("gpu", "Products", columns)
+
+
+@place
 def gpu_scalers() -> str:
     """Steps under gradient scalers."""
     columns = ("scaler", "mode", "step ms", "x torch", "loss", "difference from float32", "skipped")

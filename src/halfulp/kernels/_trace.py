@@ -2,8 +2,8 @@
 
 A device function is a plain function over + - * / (and comparisons), the operations below and those on words in
 `scalar/_operations`. Given tensors or NumPy scalars it computes; given `Traced` values it writes itself down, without
-branches, for `vector` to turn into machine code. A traced value has a kind: a real ("f32", "f64"), an unsigned word
-("w32", "w64"), a "mask", or the "address" of an array.
+branches, for three writers: `vector` turns it into machine code, `triton` into source, and `tensors` runs it. A traced
+value has a kind: a real ("f32", "f64"), an unsigned word ("w32", "w64"), a "mask", or the "address" of an array.
 """
 
 from __future__ import annotations

@@ -9,6 +9,7 @@ steps under-dispersed (measured .915 of the binomial variance).
 from __future__ import annotations
 
 import functools
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -17,6 +18,7 @@ import torch
 from ..kernels._device_function import record_words
 from ..kernels._trace import Piece
 from ..kernels.scalar._operations import Word, add, bit_xor, high_word, low_word, mul, shr
+from ..kernels.tensors._writer import as_signed, run_on_tensors
 
 WEYL = np.uint32(0x9E3779B9)
 FIRST = np.uint32(0x21F0AAAD)
@@ -24,6 +26,10 @@ SECOND = np.uint32(0x735A2D97)
 HIGH = np.uint32(0x85EBCA6B)
 S15, S16 = np.uint32(15), np.uint32(16)
 _MASK64 = (1 << 64) - 1
+# SplitMix64 (see `mix64`) on arrays.
+_FACTOR, _GOLDEN = np.uint64(0xD1342543DE82EF95), np.uint64(0x9E3779B97F4A7C15)
+_FIRST_MIX, _SECOND_MIX = np.uint64(0xBF58476D1CE4E5B9), np.uint64(0x94D049BB133111EB)
+_S27, _S30, _S31 = np.uint64(27), np.uint64(30), np.uint64(31)
 
 
 def mix64(*values: int) -> int:
@@ -32,7 +38,15 @@ def mix64(*values: int) -> int:
     >>> mix64(0, 1) != mix64(1, 0)
     True
     """
-    key = 0x243F6A8885A308D3
+    return mix64_on(0x243F6A8885A308D3, *values)
+
+
+def mix64_on(key: int, *values: int) -> int:
+    """Return the key of the integers that a key was mixed from, and more.
+
+    >>> mix64_on(mix64(1, 2), 3, 4) == mix64(1, 2, 3, 4)
+    True
+    """
     for value in values:
         key = (key + (value & _MASK64) * 0xD1342543DE82EF95 + 0x9E3779B97F4A7C15) & _MASK64
         key = ((key ^ (key >> 30)) * 0xBF58476D1CE4E5B9) & _MASK64
@@ -41,17 +55,23 @@ def mix64(*values: int) -> int:
     return key
 
 
-def mix64_all(first: int, values: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:
-    """Return `mix64(first, value)` of each of many values, in an array of their shape.
+def mix64_all(*values: int | npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:
+    """Return `mix64` of some integers, which are mixed once, and then of arrays, which broadcast against each other.
 
     >>> mix64_all(5, np.array([7, 2**63], np.uint64)).tolist() == [mix64(5, 7), mix64(5, 2**63)]
     True
     """
-    begin = np.uint64((mix64(first) + 0x9E3779B97F4A7C15) & _MASK64)
-    key = begin + values * np.uint64(0xD1342543DE82EF95)
-    key = (key ^ (key >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
-    key = (key ^ (key >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
-    return key ^ (key >> np.uint64(31))
+    numbers = [value for value in values if isinstance(value, int)]
+    key: Any = np.array(mix64(*numbers), np.uint64)
+    for value in values[len(numbers) :]:
+        key = key + (value * _FACTOR + _GOLDEN)
+        key ^= key >> _S30
+        key *= _FIRST_MIX
+        key ^= key >> _S27
+        key *= _SECOND_MIX
+        key ^= key >> _S31
+    mixed: npt.NDArray[np.uint64] = key
+    return mixed
 
 
 def stream_start(key_low: Word, key_high: Word, index: Word) -> np.uint32:
@@ -75,7 +95,7 @@ def draw(counter: Word) -> np.uint32:
 
 
 def random_words(key: int, index: torch.Tensor) -> torch.Tensor:
-    """The reference of `draw` on tensors.
+    """The words of `draw` at many elements.
 
     Args:
         key: a 64-bit key from `mix64`.
@@ -84,29 +104,19 @@ def random_words(key: int, index: torch.Tensor) -> torch.Tensor:
     Returns:
         int64 tensor of the same shape, uniform in [0, 2^32).
     """
-    low, high = key & 0xFFFFFFFF, key >> 32
-    top = _times((index >> 32) + high & 0xFFFFFFFF, int(HIGH))
-    counter = _times(index & 0xFFFFFFFF, int(WEYL)) + (top ^ low) & 0xFFFFFFFF
-    x = _times(counter ^ (counter >> 16), int(FIRST))
-    return _times(x ^ (x >> 15), int(SECOND))
+    return _at_elements(_recorded_draw(), key, index).to(torch.int64) & 0xFFFFFFFF
 
 
-def _times(words: torch.Tensor, factor: int) -> torch.Tensor:
-    """A product of 32-bit words modulo 2^32; int64 wraps around, which leaves the low word right."""
-    return (words * factor) & 0xFFFFFFFF
+def counters(key: int, index: torch.Tensor) -> torch.Tensor:
+    """The counters of elements at global indices under a key, as int32 words."""
+    return _at_elements(recorded_start(), key, index)
 
 
-def mix64_many(*values: np.ndarray) -> np.ndarray:
-    """`mix64` on arrays of uint64 that broadcast against each other.
+def _at_elements(piece: Piece, key: int, index: torch.Tensor) -> torch.Tensor:
+    halves = (as_signed(key & 0xFFFFFFFF, 32), as_signed(key >> 32, 32))
+    return run_on_tensors(piece.trace, (), dict(enumerate((*halves, index))), piece.results)[0][0]
 
-    >>> int(mix64_many(np.uint64([3]), np.uint64([4]))[0]) == mix64(3, 4)
-    True
-    """
-    with np.errstate(over="ignore"):
-        key: np.ndarray | np.uint64 = np.uint64(0x243F6A8885A308D3)
-        for value in values:
-            key = key + value.astype(np.uint64) * np.uint64(0xD1342543DE82EF95) + np.uint64(0x9E3779B97F4A7C15)
-            key = (key ^ (key >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
-            key = (key ^ (key >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
-            key = key ^ (key >> np.uint64(31))
-    return np.ascontiguousarray(key)
+
+@functools.cache
+def _recorded_draw() -> Piece:
+    return record_words(lambda low, high, index: draw(stream_start(low, high, index)), "w32", "w32", "w64")

@@ -14,7 +14,8 @@ from pathlib import Path
 import torch
 
 import halfulp as hu
-from halfulp.kernels import same_bits
+from halfulp.kernels import run_on_tensors, same_bits
+from halfulp.kernels._device_function import Recording, bound
 from halfulp.optim.parameters._outside_writes import mark_current
 from halfulp.optim.parameters._step_spec import refuse_feedback
 from halfulp.optim.states._format_values import format_store
@@ -217,6 +218,22 @@ def decoded(optimizer, parameter: torch.Tensor) -> torch.Tensor:
     """The float32 weight that a parameter and its companions stand for."""
     plan = optimizer._plans[parameter]
     return plan.spec.update.read(plan.spec.store, [plan.parts[0].contiguous(), *plan.parts[1:]])
+
+
+def write_update(update, store, parts, u, draws, ratio=1.0):
+    """Write weight x ratio + u into the parts, in place, by an update's device functions on tensors.
+
+    The ratio is of the scale that the parts were stored under to the one that they will be under.
+    """
+    element, names = Recording(4), update.bindings(store)
+    p, first, second, last = bound(names["read_weight"], names)(*element.arrays, element.index)
+    times, given = element.given("ratio"), [element.given(f"random {k}", "w32") for k in range(2)]
+    held = (p * times, first * times, second * times, last, element.given("u"))
+    bound(names["write_weight"], names)(*element.arrays, element.index, *held, *given)
+    drawn = {f"random {k}": 0 for k in range(2)}
+    for k, (bits, draw) in enumerate(zip(update.draws(store), draws)):
+        drawn[f"random {k}"] = (draw & 0xFFFF if bits == 16 else draw).to(torch.int32)
+    run_on_tensors(element.trace, parts, {"ratio": ratio, "u": u, **drawn})
 
 
 class Adder:

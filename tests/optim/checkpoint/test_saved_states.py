@@ -44,6 +44,10 @@ def test_torchs_optimizer_stops_at_codes_and_takes_none_for_moments(seed, kind, 
     assert (other == 0).all()
 
 
+def _roots(codec, tensors):
+    return codec.decode(tensors).sqrt() if codec.squared else codec.decode(tensors)
+
+
 @pytest.mark.parametrize("kind", MADE, ids=lambda kind: kind.__name__)
 def test_blocks_of_another_length_are_converted(seed, kind):
     _, optimizer = _stepped(kind, **MADE[kind][1])
@@ -53,7 +57,7 @@ def test_blocks_of_another_length_are_converted(seed, kind):
         plan = other._plans[parameter]
         mine = optimizer._plans[optimizer.param_groups[0]["params"][0]]
         for a, b, at, to in zip(mine.spec.codecs, plan.spec.codecs, mine.states, plan.states):
-            exact, found = a.decode_roots(at), b.decode_roots(to)
+            exact, found = _roots(a, at), _roots(b, to)
             assert (found - exact).abs().max() <= 0.02 * exact.abs().max()
 
 
@@ -80,7 +84,7 @@ def test_codes_of_the_first_version_are_read_and_of_a_later_one_refused(seed):
     plan = optimizer._plans[parameter]
     for k, (name, most) in enumerate((("exp_avg", 127), ("exp_avg_sq", 255))):
         wanted = state[name].float() * 0.5 / most
-        assert (plan.spec.codecs[k].decode_roots(plan.states[k]) - wanted).abs().max() <= 0.01
+        assert (_roots(plan.spec.codecs[k], plan.states[k]) - wanted).abs().max() <= 0.01
     later = optimizer.state_dict()
     later["state"][0]["exp_avg"] = 3
     with pytest.raises(ValueError, match="codes of version 3"):

@@ -1,4 +1,4 @@
-"""8-bit stores: every code decodes to its number, encoding rounds as torch does, pieces and reference agree."""
+"""8-bit stores: every code decodes to its number, encoding rounds as torch does, on numbers and on tensors."""
 
 import numpy as np
 import pytest
@@ -52,7 +52,7 @@ def test_nearest_is_torchs_and_infinities_do_not_become_numbers(seed, name, need
 
 
 @pytest.mark.parametrize("name", STORES)
-def test_the_pieces_are_the_reference(seed, name):
+def test_the_pieces_on_numbers_are_those_on_tensors(seed, name):
     store = STORES[name]
     values = _values(store)
     random = torch.randint(0, 2**32, values.shape)

@@ -9,11 +9,12 @@ from typing import Any, ClassVar
 import torch
 
 from ...kernels.scalar._operations import load16, select, store16, sub
-from ._storage import BF16, bf16_nearest, bf16_real
+from ._codec import TensorCodec
+from ._storage import bf16_nearest, bf16_real
 
 
 @dataclass(frozen=True)
-class DoubleBF16:
+class DoubleBF16(TensorCodec):
     """value = first + residual, both rounded to nearest: 16 bits, so that a share of 0.999 is kept, where 8 stall.
 
     Where the first is an infinity or NaN, the residual is zero.
@@ -25,18 +26,6 @@ class DoubleBF16:
     def tensors(self, name: str, shape: torch.Size) -> dict[str, tuple[torch.Size, torch.dtype]]:
         """Return the dtypes of both numbers."""
         return {name: (shape, torch.bfloat16), f"{name}_residual": (shape, torch.bfloat16)}
-
-    def decode(self, tensors: list[torch.Tensor]) -> torch.Tensor:
-        """Return the float32 values."""
-        return BF16.decode(tensors[0]) + BF16.decode(tensors[1])
-
-    def encode(self, tensors: list[torch.Tensor], value: torch.Tensor, random: torch.Tensor | None) -> None:
-        """Store values; nothing is drawn."""
-        first = BF16.encode(value, None)
-        rest = value - BF16.decode(first)
-        rest = torch.where((rest - rest) == 0, rest, 0.0)
-        tensors[0].copy_(first)
-        tensors[1].copy_(BF16.encode(rest, None))
 
     def load(self, arrays: Sequence[Any], i: Any, scale: Any) -> Any:
         """Device function: the float32 of element i."""

@@ -20,7 +20,7 @@ from ...kernels.scalar._operations import (
     to_word,
     word,
 )
-from ._storage import ABS, CANONICAL_NAN, EXPONENT, ONE, S8, STORES, TWO_M24, Store, float_words, fp16_real
+from ._storage import ABS, CANONICAL_NAN, EXPONENT, ONE, S8, STORES, TWO_M24, Store, fp16_real
 
 S20, S21, S24, SIGN_8, ABS_8 = (np.uint32(n) for n in (20, 21, 24, 0x80, 0x7F))
 NONE = np.uint32(0)
@@ -99,40 +99,6 @@ def e5m2_signed(x, magnitude, tiny, normal):
     return bit_or(code, bit_and(shr(word(x), S24), SIGN_8))
 
 
-def _decode(x: torch.Tensor) -> torch.Tensor:
-    value = x.float()
-    return torch.where(value.isnan(), torch.nan, value)
-
-
-def _encode_e4m3(x: torch.Tensor, random: torch.Tensor | None) -> torch.Tensor:
-    code = _code(x, random, least=121, mantissa=3, units=2.0**9).clamp(max=0x7E)
-    return _finished(x, torch.where(x.isfinite(), code, 0x7F), torch.float8_e4m3fn)
-
-
-def _encode_e5m2(x: torch.Tensor, random: torch.Tensor | None) -> torch.Tensor:
-    code = _code(x, random, least=113, mantissa=2, units=2.0**16).clamp(max=0x7C)
-    return _finished(x, torch.where(x.isnan(), 0x7F, code), torch.float8_e5m2)
-
-
-def _code(x: torch.Tensor, random: torch.Tensor | None, least: int, mantissa: int, units: float) -> torch.Tensor:
-    """The code of |x| by rounding its word, where the range has no upper end; `least` is the first normal exponent."""
-    magnitude, lost = float_words(x) & 0x7FFFFFFF, 23 - mantissa
-    is_tiny = magnitude < least << 23
-    if random is None:
-        tiny = torch.where(is_tiny, x.abs() * units, 0.0).round().to(torch.int64)
-        added = (1 << lost - 1) - 1 + (magnitude >> lost & 1)
-    else:
-        whole = torch.where(is_tiny, x.abs() * units, 0.0)
-        tiny = whole.floor().to(torch.int64)
-        tiny = tiny + ((random >> 8).float() * 2.0**-24 < whole - whole.floor()).to(torch.int64)
-        added = random & (1 << lost) - 1
-    return torch.where(is_tiny, tiny, (magnitude + added - (least - 1 << 23)) >> lost)
-
-
-def _finished(x: torch.Tensor, code: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    return (code | (float_words(x) >> 24 & 0x80)).to(torch.uint8).view(dtype)
-
-
 E4M3 = Store(
     "e4m3fn",
     torch.float8_e4m3fn,
@@ -142,8 +108,6 @@ E4M3 = Store(
     e4m3_nearest,
     e4m3_stochastic,
     32,
-    _decode,
-    _encode_e4m3,
     3,
     -6,
 )
@@ -156,8 +120,6 @@ E5M2 = Store(
     e5m2_nearest,
     e5m2_stochastic,
     32,
-    _decode,
-    _encode_e5m2,
     2,
     -14,
 )

@@ -24,8 +24,7 @@ from ...kernels.scalar._operations import (
     to_word,
     word,
 )
-from ...rounding import Nearest, quantize
-from ._storage import Store, f32_real, float_words, words_float
+from ._storage import Store, f32_real
 
 S8, ONE, ABS, SIGN, EXPONENT = (np.uint32(w) for w in (8, 1, 0x7FFFFFFF, 0x80000000, 0x7F800000))
 TWO_M24 = np.float32(2.0**-24)
@@ -112,8 +111,7 @@ def _grid_store(fmt: Format) -> Store:
         "HALF": (1 << lost - 1) - 1,
         "SHIFT": lost,
     }
-    pieces = (grid_nearest, grid_stochastic)
-    return _store(fmt, pieces, constants, functools.partial(_grid_encode, fmt, (1 << lost) - 1))
+    return _store(fmt, (grid_nearest, grid_stochastic), constants)
 
 
 def _spaced_store(fmt: Format) -> Store:
@@ -125,12 +123,10 @@ def _spaced_store(fmt: Format) -> Store:
         "LARGEST": int(np.float32(fmt.max).view(np.uint32)),
         "BEYOND": {"inf": 0x7F800000, "nan": 0x7FC00000}.get(fmt.overflow, int(np.float32(fmt.max).view(np.uint32))),
     }
-    return _store(
-        fmt, (spaced_nearest, spaced_stochastic), constants, functools.partial(_spaced_encode, fmt, constants)
-    )
+    return _store(fmt, (spaced_nearest, spaced_stochastic), constants)
 
 
-def _store(fmt: Format, pieces: tuple[Callable, Callable], constants: dict[str, int], encode: Callable) -> Store:
+def _store(fmt: Format, pieces: tuple[Callable, Callable], constants: dict[str, int]) -> Store:
     bound = tuple((name, np.uint32(value)) for name, value in constants.items())
     return Store(
         fmt.name,
@@ -140,35 +136,7 @@ def _store(fmt: Format, pieces: tuple[Callable, Callable], constants: dict[str, 
         f32_real,
         *pieces,
         32,
-        _decode,
-        encode,
         fmt.mantissa_bits,
         fmt.emin,
         bound,
     )
-
-
-def _decode(x: torch.Tensor) -> torch.Tensor:
-    return torch.where(x.isnan(), torch.nan, x)
-
-
-def _grid_encode(fmt: Format, lost: int, x: torch.Tensor, random: torch.Tensor | None) -> torch.Tensor:
-    if random is None:
-        return quantize(x, fmt, Nearest())
-    return torch.where(x.isnan(), x, words_float(float_words(x) + (random & lost) & ~lost))
-
-
-def _spaced_encode(fmt: Format, constants: dict, x: torch.Tensor, random: torch.Tensor | None) -> torch.Tensor:
-    if random is None:
-        return quantize(x, fmt, Nearest())
-    magnitude = x.abs()
-    finite = torch.where(magnitude < torch.inf, magnitude, 0.0)
-    binade = (float_words(finite) & 0x7F800000).clamp(min=constants["LEAST_BINADE"])
-    units = finite * words_float(constants["INVERSE_TOP"] - binade)
-    below = units.floor()
-    taken = below + ((random >> 8).float() * 2.0**-24 < units - below).float()
-    rounded = taken * words_float(binade - constants["UNIT_SHIFT"])
-    rounded = torch.where(magnitude < torch.inf, rounded, magnitude)
-    beyond = words_float(torch.tensor([constants["BEYOND"]], device=x.device, dtype=torch.int64))
-    limited = torch.where(rounded > fmt.max, beyond, rounded)
-    return torch.where(x.isnan(), x, torch.copysign(limited, x))

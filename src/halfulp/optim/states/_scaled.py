@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
@@ -11,13 +12,14 @@ import torch
 
 from ...kernels import float32_root
 from ...kernels.scalar._operations import add, bit_and, select, shr, sqrt, sub, to_real, word
+from ._codec import TensorCodec
 from ._storage import ABS, EXPONENT, ONE, S8, TWO_M24, Store
 
 NONE, ZERO = np.uint32(0), np.float32(0.0)
 
 
 @dataclass(frozen=True)
-class Scaled:
+class Scaled(TensorCodec):
     """value = payload x scale, or its square for second moments, whose roots are stored: half the range, no sign.
 
     The scale is a power of two per tensor, chosen at each step from the largest finite magnitude that is about to be
@@ -40,33 +42,19 @@ class Scaled:
         """Shape and dtype of the payload and its scale."""
         return {name: (shape, self.store.dtype), f"{name}_scale": (torch.Size([]), torch.float32)}
 
-    def decode(self, tensors: list[torch.Tensor]) -> torch.Tensor:
-        """Return the float32 values."""
-        value = self.store.decode(tensors[0]) * tensors[1]
-        return value * value if self.squared else value
+    @property
+    def to_nearest(self) -> Scaled:
+        """The same codec without draws."""
+        return dataclasses.replace(self, stochastic=False)
 
-    def encode(self, tensors: list[torch.Tensor], value: torch.Tensor, random: torch.Tensor | None) -> None:
+    def encode(self, tensors: list[torch.Tensor], value: torch.Tensor, random: torch.Tensor | None = None) -> None:
         """Store values under a scale of their own."""
-        value = float32_root(value) if self.squared else value
-        tensors[1].fill_(self.fitting(finite_amax(value)))
-        self.encode_payload(tensors, value / tensors[1], random)
+        tensors[1].fill_(self.fitting(finite_amax(float32_root(value) if self.squared else value)))
+        super().encode(tensors, value, random)
 
-    def encode_payload(self, tensors: list[torch.Tensor], x: torch.Tensor, random: torch.Tensor | None) -> None:
-        """Store payloads (roots for second moments) under the present scale."""
-        if self.squared:
-            tensors[0].copy_(self._roots(x, random if self.stochastic else None))
-        else:
-            tensors[0].copy_(self.store.encode(x, random if self.stochastic else None))
-
-    def _roots(self, x: torch.Tensor, random: torch.Tensor | None) -> torch.Tensor:
-        decode, words = self.store.decode, _words(self.store)
-        code = self.store.encode(x, None).view(words).to(torch.int64) & _mask(self.store)
-        if random is not None:
-            code = torch.where(decode(_tensor(code, self.store)) > x, code - 1, code)
-            low, high = (decode(_tensor(c, self.store)) for c in (code, code + 1))
-            chance = (random >> 8).float() * 2.0**-24
-            code = code + (chance * ((high - low) * (high + low)) < (x - low) * (x + low)).to(torch.int64)
-        return _tensor(torch.where((code == 0) & (x > 0), 1, code), self.store)
+    def scale_inputs(self, tensors: list[torch.Tensor]) -> dict[str, torch.Tensor | float]:
+        """Return the present scale, and its inverse."""
+        return {"scale": tensors[1], "inverse": 1.0 / tensors[1]}
 
     def fitting(self, largest: float) -> float:
         """Return the least power of two under which a magnitude fits into the payload; 1 for 0."""
@@ -119,16 +107,3 @@ def finite_amax(x: torch.Tensor) -> float:
     """Return the largest finite magnitude, 0 if there is none."""
     magnitude = x.abs()
     return torch.where(magnitude < torch.inf, magnitude, 0.0).amax().item() if x.numel() else 0.0
-
-
-def _words(store: Store) -> torch.dtype:
-    return torch.int16 if store.dtype.itemsize == 2 else torch.uint8
-
-
-def _mask(store: Store) -> int:
-    return (1 << 8 * store.dtype.itemsize) - 1
-
-
-def _tensor(code: torch.Tensor, store: Store) -> torch.Tensor:
-    """Return the numbers of codes; a code outside the store's range is never selected."""
-    return (code & _mask(store)).to(torch.int16 if _words(store) == torch.int16 else torch.uint8).view(store.dtype)

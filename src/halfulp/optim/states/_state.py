@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
@@ -11,6 +12,7 @@ import torch
 
 from ..rules._update_rule import StateSlot, UpdateRule
 from ..weight_updates._components import Components
+from ._codec import TensorCodec
 from ._double_bfloat16 import DoubleBF16
 from ._float8 import PAYLOADS
 from ._int8_blocks import Int8Blocks as Int8Blocks
@@ -70,7 +72,7 @@ class State:
 
 
 @dataclass(frozen=True)
-class Plain:
+class Plain(TensorCodec):
     """One number per element, by a store and a rounding."""
 
     columns: ClassVar[int] = 1
@@ -87,13 +89,10 @@ class Plain:
         """The tensors that hold the state."""
         return {name: (shape, self.store.dtype)}
 
-    def decode(self, tensors: list[torch.Tensor]) -> torch.Tensor:
-        """Return the float32 values."""
-        return self.store.decode(tensors[0])
-
-    def encode(self, tensors: list[torch.Tensor], value: torch.Tensor, random: torch.Tensor | None) -> None:
-        """Store values; `random` is None for nearest."""
-        tensors[0].copy_(self.store.encode(value, random if self.stochastic else None))
+    @property
+    def to_nearest(self) -> Plain:
+        """The same codec without draws."""
+        return dataclasses.replace(self, stochastic=False)
 
     def load(self, arrays: Sequence[Any], i: Any, scale: Any) -> Any:
         """Device function: the float32 of element i."""
@@ -114,7 +113,7 @@ def constant_of(codec: Codec, value: float) -> list[torch.Tensor]:
     """Return one element of each tensor of a state whose elements all are one value, rounded to nearest."""
     shape = torch.Size([codec.block if isinstance(codec, Int8Blocks) else 1])
     made = [torch.zeros(size, dtype=dtype, device="cpu") for size, dtype in codec.tensors("", shape).values()]
-    codec.encode(made, torch.full(shape, value, dtype=torch.float32, device="cpu"), None)
+    codec.encode(made, torch.full(shape, value, dtype=torch.float32, device="cpu"))
     return [tensor.reshape(-1)[0] for tensor in made]
 
 

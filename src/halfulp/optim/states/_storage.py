@@ -1,4 +1,4 @@
-"""How one number is stored in memory: a torch reference and device functions with the same bits.
+"""How one number is stored in memory, as device functions.
 
 Contract between the pieces: a decoder never yields a NaN whose low 16 bits are set (bfloat16 payloads end in zeros,
 the others are made canonical), and arithmetic passes such NaNs on or makes canonical ones. So an encoder may add
@@ -7,12 +7,16 @@ rounding bits to the word of a NaN without carrying into its sign, and needs no 
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
 import torch
 
+from ...kernels import Trace, run_on_tensors
+from ...kernels._device_function import Recording, bound
+from ...kernels._trace import Piece
 from ...kernels.scalar._operations import (
     add,
     bit_and,
@@ -54,8 +58,6 @@ class Store:
         nearest: piece (x, random) -> code, ties to even; the random word is not looked at.
         stochastic: piece (x, random) -> code.
         random_bits: how many low bits of that word `stochastic` uses: 16 or 32.
-        decode: reference, tensor of `dtype` -> float32 tensor.
-        encode: reference, (float32 tensor, int64 random words or None for nearest) -> tensor of `dtype`.
         mantissa_bits: stored bits of the significand: the last place of 1 is 2^-mantissa_bits.
         emin: exponent of the smallest normal number.
         constants: names and values that the pieces find bound.
@@ -69,11 +71,22 @@ class Store:
     nearest: Callable
     stochastic: Callable
     random_bits: int
-    decode: Callable[[torch.Tensor], torch.Tensor]
-    encode: Callable[[torch.Tensor, torch.Tensor | None], torch.Tensor]
     mantissa_bits: int
     emin: int
     constants: tuple[tuple[str, object], ...] = ()
+
+    def decode(self, x: torch.Tensor) -> torch.Tensor:
+        """Return the float32 numbers of a tensor of `dtype`."""
+        piece = _decoder(self)
+        return run_on_tensors(piece.trace, [x], results=piece.results)[0][0]
+
+    def encode(self, x: torch.Tensor, random: torch.Tensor | None = None) -> torch.Tensor:
+        """Return float32 numbers rounded to a tensor of `dtype`: to nearest, or by a random word per element."""
+        out = torch.empty_like(x, dtype=self.dtype)
+        run_on_tensors(
+            _encoder(self, random is not None), [out], {"value": x, "random": random_words_of(random, self.random_bits)}
+        )
+        return out
 
 
 def bf16_real(code):
@@ -139,61 +152,32 @@ def fp16_stochastic(x, random):
     return bit_or(code, bit_and(shr(bits, S16), FP16_SIGN))
 
 
-def float_words(x: torch.Tensor) -> torch.Tensor:
-    """The bits of a float32 tensor as int64 in [0, 2^32)."""
-    return x.contiguous().view(torch.int32).to(torch.int64) & 0xFFFFFFFF
+def canonical(x):
+    """Device function: a float32 from outside, of whose NaNs the sign alone is kept."""
+    return select(x == x, x, real(bit_or(bit_and(word(x), SIGN), CANONICAL_NAN)))
 
 
-def words_float(words: torch.Tensor) -> torch.Tensor:
-    """The float32 tensor with these bits."""
-    return _signed(words, 32).to(torch.int32).view(torch.float32)
-
-
-def _signed(words: torch.Tensor, bits: int) -> torch.Tensor:
-    half = 1 << (bits - 1)
-    return ((words & (2 * half - 1)) ^ half) - half
-
-
-def _codes(words: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    return _signed(words, 16).to(torch.int16).view(dtype)
-
-
-def _decode_bf16(x: torch.Tensor) -> torch.Tensor:
-    return words_float((x.contiguous().view(torch.int16).to(torch.int64) & 0xFFFF) << 16)
-
-
-def _encode_bf16(x: torch.Tensor, random: torch.Tensor | None) -> torch.Tensor:
-    words = float_words(x)
-    added = 0x7FFF + ((words >> 16) & 1) if random is None else random & 0xFFFF
-    kept = torch.where(x.isnan(), words & 0xFFFF0000 | 0x00400000, (words + added) & 0xFFFFFFFF)
-    return _codes(kept >> 16, torch.bfloat16)
-
-
-def _decode_fp16(x: torch.Tensor) -> torch.Tensor:
-    return _decode_f32(x.float())
-
-
-def _encode_fp16(x: torch.Tensor, random: torch.Tensor | None) -> torch.Tensor:
+def random_words_of(random: torch.Tensor | None, random_bits: int) -> torch.Tensor | float:
+    """Return int64 random words as a recorded function takes them: as many bits as a rounding uses."""
     if random is None:
-        return x.to(torch.float16)
-    words = float_words(x)
-    magnitude = words & 0x7FFFFFFF
-    units = x.abs() * 2.0**24
-    below = torch.where(magnitude < 113 << 23, units, 0.0).floor()
-    chance = (random >> 8).float() * 2.0**-24
-    tiny = below.to(torch.int64) + (chance < units - below).to(torch.int64)
-    normal = (magnitude + (random & 0x1FFF) - (112 << 23)) >> 13
-    code = torch.where(magnitude < 113 << 23, tiny, normal)
-    code = torch.where(magnitude >= 0x47800000, torch.where(x.isnan(), 0x7E00, 0x7C00), code)
-    return _codes(code | ((words >> 16) & 0x8000), torch.float16)
+        return 0
+    return (random & 0xFFFF if random_bits == 16 else random).to(torch.int32)
 
 
-def _decode_f32(x: torch.Tensor) -> torch.Tensor:
-    return torch.where(x.isnan(), torch.nan, x)
+@functools.cache
+def _decoder(store: Store) -> Piece:
+    element = Recording(1)
+    found = bound(store.real, dict(store.constants))(store.load(element.arrays[0], element.index))
+    return Piece(element.trace, (found.number,))
 
 
-def _encode_f32(x: torch.Tensor, random: torch.Tensor | None) -> torch.Tensor:
-    return x
+@functools.cache
+def _encoder(store: Store, stochastic: bool) -> Trace:
+    element = Recording(1)
+    value, random = canonical(element.given("value")), element.given("random", "w32")
+    rounded = bound(store.stochastic if stochastic else store.nearest, dict(store.constants))
+    store.save(element.arrays[0], element.index, rounded(value, random))
+    return element.trace
 
 
 BF16 = Store(
@@ -205,8 +189,6 @@ BF16 = Store(
     bf16_nearest,
     bf16_stochastic,
     16,
-    _decode_bf16,
-    _encode_bf16,
     7,
     -126,
 )
@@ -219,12 +201,8 @@ FP16 = Store(
     fp16_nearest,
     fp16_stochastic,
     32,
-    _decode_fp16,
-    _encode_fp16,
     10,
     -14,
 )
-F32 = Store(
-    "fp32", torch.float32, load32, store32, f32_real, f32_exact, f32_exact, 0, _decode_f32, _encode_f32, 23, -126
-)
+F32 = Store("fp32", torch.float32, load32, store32, f32_real, f32_exact, f32_exact, 0, 23, -126)
 STORES = {store.dtype: store for store in (BF16, FP16, F32)}

@@ -12,8 +12,8 @@ from ...kernels.scalar._operations import select, sub
 from ..states._storage import Store
 from ..step._placeholders import residual_round, weight_load, weight_nearest, weight_real, weight_save
 from ._kahan import Kahan
-from ._residual_bound import fit_bindings, fitting, fitting_tensor
-from ._weight_update import Draws, Parts, WeightUpdate, register_weight_update, rounding_name, store_bindings
+from ._residual_bound import fit_bindings, fitting
+from ._weight_update import WeightUpdate, register_weight_update, rounding_name, store_bindings
 
 
 @dataclass(frozen=True)
@@ -63,80 +63,16 @@ class Components(WeightUpdate):
         """The device functions for n components."""
         if self.n == 2:
             return self._kahan.bindings(store)
-        pieces = (read_three, write_three) if self.n == 3 else (read_four, write_four)
+        pieces = (read_three, write_three, fill_three) if self.n == 3 else (read_four, write_four, fill_four)
         last: dict[str, object] = {
             "residual_round": store.stochastic if self.residual == "stochastic" else store.nearest
         }
         bound = last | fit_bindings(store, 0.5) | store_bindings(store, False)
-        return dict(zip(("read_weight", "write_weight"), pieces)) | bound
+        return dict(zip(("read_weight", "write_weight", "fill_weight"), pieces)) | bound
 
     @property
     def _kahan(self) -> Kahan:
         return Kahan(residual=self.residual)
-
-    def read(self, store: Store, parts: Parts) -> torch.Tensor:
-        """Return the sum of the components, smallest first."""
-        if self.n == 2:
-            return self._kahan.read(store, parts)
-        return _total(self._decoded(store, parts))
-
-    def _decoded(self, store: Store, parts: Parts) -> list[torch.Tensor]:
-        """Return the components; those behind the first are 0 where they cannot belong to it."""
-        p, c, *rest = (store.decode(part) for part in parts)
-        kept = fitting_tensor(store, 0.5, p, c)
-        return [p, kept, *(torch.where(kept == c, x, 0.0) for x in rest)]
-
-    def write(self, store: Store, parts: Parts, u: torch.Tensor, draws: Draws, ratio: float = 1.0) -> torch.Tensor:
-        """Add the update to the components from the smallest up, then split the exact sum from the top.
-
-        Components do not scale: the ratio is 1.
-        """
-        if self.n == 2:
-            return self._kahan.write(store, parts, u, draws)
-        held = self._decoded(store, parts)
-        high, low = _two_sum(held[-1], u)
-        for value in reversed(held[:-1]):
-            high, error = _two_sum(value, high)
-            low = low + error
-        where_zero = [torch.where(u == 0, value, torch.nan) for value in held]
-        return self._cut(store, parts, high, low, draws, where_zero)
-
-    def fill(self, store: Store, parts: Parts, value: torch.Tensor) -> None:
-        """Round a value to components from the top, all to nearest."""
-        if self.n == 2:
-            self._kahan.fill(store, parts, value)
-        else:
-            self._cut(store, parts, value, torch.zeros_like(value), (), [torch.full_like(value, torch.nan)] * self.n)
-
-    def _cut(
-        self, store: Store, parts: Parts, high: torch.Tensor, low: torch.Tensor, draws: Draws, kept: Parts
-    ) -> torch.Tensor:
-        high, low = _two_sum(high, torch.where((low - low) == 0, low, 0.0))
-        lost = torch.zeros_like(high, dtype=torch.bool)
-        for number, part in enumerate(parts):
-            high = torch.where(kept[number].isnan(), high, kept[number])
-            random = draws[0] if draws and number == self.n - 1 else None
-            code = store.encode(torch.where(lost, 0.0, high), random)
-            shown = store.decode(code)
-            rest = high - shown
-            lost = lost | ((rest - rest) != 0)
-            high, low = _two_sum(rest, low)
-            part.copy_(code)
-        return self.read(store, parts)
-
-
-def _total(values: Parts) -> torch.Tensor:
-    total = values[-1]
-    for value in reversed(values[:-1]):
-        total = value + total
-    return total
-
-
-def _two_sum(a: torch.Tensor, b: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """a + b rounded, and the rounding's error exactly (Knuth)."""
-    total = a + b
-    other = total - a
-    return total, (a - (total - other)) + (b - other)
 
 
 ZERO = np.float32(0.0)
@@ -221,6 +157,21 @@ def write_four(a0, a1, a2, a3, i, w, c1, c2, c3, u, r0, r1):
     high, low, lost = cut(a2, i, select(u == ZERO, c2, high), low, lost)
     cut_last(a3, i, select(u == ZERO, c3, high), lost, r0)
     return read_four(a0, a1, a2, a3, i)[0]
+
+
+def fill_three(a0, a1, a2, a3, i, value):
+    """Device function: three components from the top."""
+    high, low, lost = cut(a0, i, value, ZERO, ZERO)
+    high, low, lost = cut(a1, i, high, low, lost)
+    cut_last(a2, i, high, lost, value)
+
+
+def fill_four(a0, a1, a2, a3, i, value):
+    """Device function: four components from the top."""
+    high, low, lost = cut(a0, i, value, ZERO, ZERO)
+    high, low, lost = cut(a1, i, high, low, lost)
+    high, low, lost = cut(a2, i, high, low, lost)
+    cut_last(a3, i, high, lost, value)
 
 
 register_weight_update(Components())

@@ -11,10 +11,10 @@ import torch
 from ...kernels.scalar._operations import select, sub, word
 from ..states._storage import Store
 from ..step._placeholders import residual_round, weight_load, weight_nearest, weight_real, weight_round, weight_save
-from ._residual_bound import fit_bindings, fitting, fitting_tensor, ulp_of_one
-from ._weight_update import Draws, Parts, WeightUpdate, register_weight_update, rounding_name, store_bindings
+from ._residual_bound import fit_bindings, fitting, ulp_of_one
+from ._weight_update import WeightUpdate, register_weight_update, rounding_name, store_bindings
 
-ZERO, NEGATIVE_ZERO = np.float32(0.0), np.float32(-0.0)
+ZERO, NEGATIVE_ZERO, NOTHING = np.float32(0.0), np.float32(-0.0), np.uint32(0)
 
 
 @dataclass(frozen=True)
@@ -70,7 +70,7 @@ class Kahan(WeightUpdate):
         write = write_literal if self.literal else write_kahan_second if both else write_kahan
         residual: dict[str, object] = {"residual_round": store.stochastic if stochastic else store.nearest}
         read = read_literal if self.literal else read_kahan
-        pieces = {"read_weight": read, "write_weight": write}
+        pieces = {"read_weight": read, "write_weight": write, "fill_weight": fill_kahan}
         bound = residual | fit_bindings(store, self._ulps(store)) | store_bindings(store, self.weight == "stochastic")
         return pieces | bound
 
@@ -79,60 +79,21 @@ class Kahan(WeightUpdate):
         rest = 1.5 if self.literal else 1.0 if self.weight == "stochastic" else 0.5
         return rest * (1 + ulp_of_one(store))
 
-    def _decoded(self, store: Store, parts: Parts) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return the parameter, and its residual, 0 where it cannot belong to the parameter."""
-        p = store.decode(parts[0])
-        return p, fitting_tensor(store, self._ulps(store), p, store.decode(parts[1]))
-
-    def read(self, store: Store, parts: Parts) -> torch.Tensor:
-        """p + c."""
-        p, c = self._decoded(store, parts)
-        return p + c
-
-    def write(self, store: Store, parts: Parts, u: torch.Tensor, draws: Draws, ratio: float = 1.0) -> torch.Tensor:
-        """The equation of the class."""
-        held = self._decoded(store, parts)
-        p, c = held if ratio == 1.0 else (part * ratio for part in held)
-        still, whole = c == held[1], p + c
-        # Under a smaller scale p and c may be far larger than what they leave, beside which u would be lost.
-        c, p = torch.where(still, c, c - (whole - p)), torch.where(still, p, whole)
-        draws, y = list(draws), u + c
-        taken = torch.where((u == 0) & still, -0.0, y)
-        code = store.encode(p + taken, draws.pop(0) if self.weight == "stochastic" else None)
-        s = store.decode(code)
-        rest = (p - s) + y
-        if self.literal:
-            found = self._literal(store, held[0], held[1] if ratio == 1.0 else held[1] * ratio, u)
-            unmoved = held[0] * ratio == held[0]
-            s, rest = (torch.where(unmoved, *pair) for pair in zip(found, (s, rest)))
-            code = store.encode(s, None)
-        rest = torch.where((s - s) == 0, rest, 0.0)
-        parts[0].copy_(code)
-        parts[1].copy_(store.encode(rest, draws.pop(0) if self.residual == "stochastic" else None))
-        return s + store.decode(parts[1])
-
-    def _literal(self, store: Store, p: torch.Tensor, c: torch.Tensor, u: torch.Tensor) -> Parts:
-        """Return the paper's algorithm, for elements whose scale does not change."""
-
-        def rounded(x: torch.Tensor) -> torch.Tensor:
-            return store.decode(store.encode(x, None))
-
-        y = rounded(rounded(u) + c)
-        s = rounded(p + torch.where(u == 0, -0.0, y))
-        return s, rounded(rounded(p - s) + y)
-
-    def fill(self, store: Store, parts: Parts, value: torch.Tensor) -> None:
-        """Set the parameter to the nearest narrow value, and the residual to the rounding error."""
-        parts[0].copy_(store.encode(value, None))
-        shown = store.decode(parts[0])
-        parts[1].copy_(store.encode(torch.where((shown - shown) == 0, value - shown, 0.0), None))
-
 
 def read_kahan(a0, a1, a2, a3, i):
     """Device function: p + c, and both."""
     p = weight_real(weight_load(a0, i))
     c = fitting(p, weight_real(weight_load(a1, i)))
     return p + c, p, c, c
+
+
+def fill_kahan(a0, a1, a2, a3, i, value):
+    """Device function: the nearest narrow value, and its rounding error."""
+    code = weight_nearest(value, value)
+    shown = weight_real(code)
+    rest = select(shown - shown == ZERO, value - shown, ZERO)
+    weight_save(a0, i, code)
+    weight_save(a1, i, weight_nearest(rest, rest))
 
 
 def write_kahan(a0, a1, a2, a3, i, w, p, c, held, u, r0, r1):
@@ -151,16 +112,15 @@ def write_compensated(a0, a1, i, p, c, held, u, random_weight, random_residual):
     A residual that is not as it was read is under another scale, in whose last places it may be too large for p; under
     a smaller one both may be far larger than their sum, beside which u would be lost.
     """
-    still, whole = c == held, p + c
+    still, whole = word(c) == word(held), p + c
     c = select(still, c, c - (whole - p))
     p = select(still, p, whole)
     y = u + c
     code = weight_round(p + select((u == ZERO) & still, NEGATIVE_ZERO, y), random_weight)
     s = weight_real(code)
     none = s - s
-    rest = (p - s) + y
-    left = residual_round(select(none == none, rest, none), random_residual)
-    left = select(none == none, left, sub(left, left))
+    left = residual_round((p - s) + y, random_residual)
+    left = select(none == none, left, NOTHING)
     weight_save(a0, i, code)
     weight_save(a1, i, left)
     return s + weight_real(left)

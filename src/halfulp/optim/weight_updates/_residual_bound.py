@@ -5,10 +5,9 @@ from __future__ import annotations
 from typing import Any
 
 import numpy as np
-import torch
 
 from ...kernels.scalar._operations import bit_and, real, select, word
-from ..states._storage import EXPONENT, Store, float_words, words_float
+from ..states._storage import EXPONENT, Store
 
 NONE = np.float32(0.0)
 
@@ -22,8 +21,11 @@ def fitting(p, c):
 
 
 def fitting_wide(p, c):
-    """Device function: `fitting` for stores with float32's exponents, where half an ulp above the largest is finite."""
-    return select(abs(c) <= real(binade_of(p)) * RESIDUAL_SHARE, c, NONE)
+    """Device function: `fitting` for stores with float32's exponents, where half an ulp above the largest is finite.
+
+    Beside an infinite p the bound is NaN.
+    """
+    return select(abs(c) <= real(binade_of(p)) * RESIDUAL_SHARE + (p - p), c, NONE)
 
 
 def fitting_any(p, c):
@@ -37,15 +39,6 @@ def binade_of(p):
     """Device function: the word of the power of two at or below |p|, at least the store's."""
     binade = bit_and(word(p), EXPONENT)
     return select(binade > LEAST_BINADE, binade, LEAST_BINADE)
-
-
-def fitting_tensor(store: Store, ulps: float, p: torch.Tensor, c: torch.Tensor) -> torch.Tensor:
-    """`fitting` on tensors."""
-    bound = fit_bindings(store, ulps)
-    binade = (float_words(p) & 0x7F800000).clamp(min=int(bound["LEAST_BINADE"]))
-    limit = words_float(binade) * float(bound["RESIDUAL_SHARE"]) + float(bound["RESIDUAL_LEAST"])
-    w = p + c
-    return torch.where((c.abs() <= limit) & ((w - w) == 0), c, 0.0)
 
 
 def fit_bindings(store: Store, ulps: float) -> dict[str, Any]:

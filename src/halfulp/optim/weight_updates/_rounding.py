@@ -10,7 +10,7 @@ import torch
 from ...kernels.scalar._operations import load32, select, store32, word
 from ..states._storage import F32, Store, f32_real
 from ..step._placeholders import weight_load, weight_nearest, weight_real, weight_save
-from ._weight_update import Draws, Parts, WeightUpdate, read_plain, register_weight_update, store_bindings, write_plain
+from ._weight_update import WeightUpdate, read_plain, register_weight_update, store_bindings, write_plain
 
 
 @dataclass(frozen=True)
@@ -29,11 +29,6 @@ class Rounded(WeightUpdate):
         """The device functions of the rounded sum."""
         pieces = {"read_weight": read_plain, "write_weight": write_plain}
         return pieces | store_bindings(store, self.stochastic)
-
-    def put(self, store: Store, parts: Parts, value: torch.Tensor, draws: Draws) -> torch.Tensor:
-        """Round a float32 to the parameter."""
-        parts[0].copy_(store.encode(value, draws[0] if self.stochastic else None))
-        return store.decode(parts[0])
 
 
 @dataclass(frozen=True)
@@ -78,25 +73,8 @@ class Master(WeightUpdate):
 
     def bindings(self, store: Store) -> dict[str, object]:
         """The device functions over the float32 copy."""
-        return {"read_weight": read_master, "write_weight": write_master} | store_bindings(store, False)
-
-    def read(self, store: Store, parts: Parts) -> torch.Tensor:
-        """Return the copy where the parameter is its nearest value, else the parameter."""
-        copy, shown = F32.decode(parts[1]), store.decode(parts[0])
-        nearest = store.decode(store.encode(copy, None))
-        same = (shown == nearest) & (shown.signbit() == nearest.signbit())
-        return torch.where(same, copy, shown)
-
-    def put(self, store: Store, parts: Parts, value: torch.Tensor, draws: Draws) -> torch.Tensor:
-        """Store the float32 copy, and its nearest narrow value in the parameter."""
-        parts[1].copy_(value)
-        parts[0].copy_(store.encode(parts[1], None))
-        return parts[1]
-
-    def fill(self, store: Store, parts: Parts, value: torch.Tensor) -> None:
-        """Store the float32 value exactly in the copy."""
-        parts[1].copy_(value)
-        parts[0].copy_(store.encode(value, None))
+        pieces = {"read_weight": read_master, "write_weight": write_master, "fill_weight": fill_master}
+        return pieces | store_bindings(store, False)
 
     def neutral(self, store: Store, payload: torch.Tensor) -> torch.Tensor:
         """Return the parameter's value."""
@@ -113,10 +91,14 @@ def read_master(a0, a1, a2, a3, i):
 
 def write_master(a0, a1, a2, a3, i, w, h0, h1, h2, u, r0, r1):
     """Device function: the sum into the copy, its nearest narrow value into the parameter."""
-    new = w + u
-    store32(a1, i, word(new))
-    weight_save(a0, i, weight_nearest(new, r0))
-    return new
+    fill_master(a0, a1, a2, a3, i, w + u)
+    return w + u
+
+
+def fill_master(a0, a1, a2, a3, i, value):
+    """Device function: the copy, and its nearest narrow value in the parameter."""
+    store32(a1, i, word(value))
+    weight_save(a0, i, weight_nearest(value, value))
 
 
 for _update in (Rounded(), StochasticallyRounded(), Exact(), Master()):

@@ -26,13 +26,13 @@ from ...kernels.scalar._operations import (
     to_word,
     word,
 )
-from ..states._storage import Store, float_words, words_float
+from ..states._storage import Store
 from ..step._placeholders import weight_load, weight_nearest, weight_real, weight_save
-from ._weight_update import Draws, Parts, WeightUpdate, register_weight_update, rounding_name, store_bindings
+from ._weight_update import WeightUpdate, register_weight_update, rounding_name, store_bindings
 
 ZERO, ONE, S8, S15, S16 = (np.uint32(n) for n in (0, 1, 8, 15, 16))
 HALF_16, LOW_8, TOP_24 = np.uint32(0x8000), np.uint32(0xFF), np.uint32(0xFFFFFF00)
-SIGN_8, SIGN_16 = np.uint32(0x80), np.uint32(0x8000)
+SIGN_8, SIGN_16, HALF_8 = np.uint32(0x80), np.uint32(0x8000), np.uint32(0x80)
 BIAS_8, TWO_M16 = np.float32(128.0), np.float32(2.0**-16)
 LEAST_8, MOST_8 = np.float32(-128.0), np.float32(128.0)
 FP16_EXPONENT, FP16_LEAST_EXPONENT = np.uint32(0x7F800000), np.uint32(113 << 23)
@@ -87,31 +87,8 @@ class Split16(WeightUpdate):
     def bindings(self, store: Store) -> dict[str, object]:
         """The device functions on float32 words."""
         rounded = round_sum if self.rounding == "stochastic" else add_nearest
-        pieces = {"read_weight": read_split, "write_weight": write_split, "rounded_sum": rounded}
-        return pieces | store_bindings(store, False)
-
-    def read(self, store: Store, parts: Parts) -> torch.Tensor:
-        """Return the float32 that high and low bits form."""
-        high = parts[0].contiguous().view(torch.int16).to(torch.int64)
-        return _finite_or(words_float((high << 16) + parts[1].to(torch.int64)), store.decode(parts[0]))
-
-    def write(self, store: Store, parts: Parts, u: torch.Tensor, draws: Draws, ratio: float = 1.0) -> torch.Tensor:
-        """Write the sum, rounded to float32 and split; no scale multiplies its bits, so that the ratio is 1."""
-        w = self.read(store, parts)
-        random = draws[0] if draws else None
-        return self.put(store, parts, w + u if random is None else _rounded_sum(w, u, random), draws)
-
-    def put(self, store: Store, parts: Parts, value: torch.Tensor, draws: Draws) -> torch.Tensor:
-        """Split a float32 into high and low bits."""
-        self.fill(store, parts, value)
-        return value
-
-    def fill(self, store: Store, parts: Parts, value: torch.Tensor) -> None:
-        """Split exactly; NaNs are made canonical so that the high bits are NaN too."""
-        words = float_words(torch.where(value.isnan(), torch.nan, value))
-        low = ((words & 0xFFFF) ^ 0x8000) - 0x8000
-        parts[1].copy_(low)
-        parts[0].copy_(_bf16(words - low >> 16))
+        pieces = {"read_weight": read_split, "write_weight": write_split, "fill_weight": fill_split}
+        return pieces | {"rounded_sum": rounded} | store_bindings(store, False)
 
 
 @dataclass(frozen=True)
@@ -142,71 +119,12 @@ class Split8(WeightUpdate):
 
     def bindings(self, store: Store) -> dict[str, object]:
         """The device functions: on words for bfloat16, on units of the last place for float16."""
-        pieces = (read_split8, write_split8) if store.name == "bf16" else (read_split8_fp16, write_split8_fp16)
-        return dict(zip(("read_weight", "write_weight"), pieces)) | store_bindings(store, False)
-
-    def read(self, store: Store, parts: Parts) -> torch.Tensor:
-        """The parameter plus its low bits."""
-        if store.name == "bf16":
-            high = parts[0].contiguous().view(torch.int16).to(torch.int64)
-            return _finite_or(words_float((high << 16) + (parts[1].to(torch.int64) << 8)), store.decode(parts[0]))
-        p = store.decode(parts[0])
-        return p + parts[1].float() * _fp16_unit(p)
-
-    def put(self, store: Store, parts: Parts, value: torch.Tensor, draws: Draws) -> torch.Tensor:
-        """Write high bits to nearest and low bits by stochastic rounding."""
-        (random,) = draws
-        assert random is not None, "the low bits are drawn whatever the store"
-        self._encode(store, parts, value, random)
-        return self.read(store, parts)
-
-    def fill(self, store: Store, parts: Parts, value: torch.Tensor) -> None:
-        """Write the nearest 24-bit value."""
-        half = torch.full(value.shape, 0x80 if store.name == "bf16" else 0x8000, device=value.device, dtype=torch.int64)
-        self._encode(store, parts, torch.where(value.isnan(), torch.nan, value), half)
-
-    def _encode(self, store: Store, parts: Parts, value: torch.Tensor, random: torch.Tensor) -> None:
-        if store.name == "bf16":
-            words = float_words(value) + (random & 0xFF) & 0xFFFFFF00
-            low = ((words >> 8 & 0xFF) ^ 0x80) - 0x80
-            parts[1].copy_(low)
-            parts[0].copy_(_bf16(words - (low << 8) >> 16))
-            return
-        code = store.encode(value, None)
-        p = store.decode(code)
-        units = (value - p) * (1.0 / _fp16_unit(p))
-        units = torch.where((units - units) == 0, units, 0.0)
-        low = (units.clamp(-128.0, 128.0) + 128.0 + (random & 0xFFFF).float() * 2.0**-16).to(torch.int64) - 128
-        words = code.view(torch.int16)
-        up = torch.where(words < 0, words - 1, words + 1)
-        below = torch.where((up > 0x400) & (up & 0x3FF == 0), -64, -128)
-        parts[0].copy_(torch.where(low > 127, up, words).view(torch.float16))
-        parts[1].copy_(torch.where(low > 127, below, low).to(torch.int8))
-
-
-def _rounded_sum(w: torch.Tensor, u: torch.Tensor, random: torch.Tensor) -> torch.Tensor:
-    total = w + u
-    other = total - w
-    error = (w - (total - other)) + (u - other)
-    outwards = (error < 0) == (total < 0)
-    bits = float_words(total)
-    beyond = words_float(torch.where(outwards, bits + 1, bits - 1))
-    chance = ((random & 0xFFFF).float() + 0.5) * 2.0**-16
-    return torch.where(chance * (beyond - total).abs() < error.abs(), beyond, total)
-
-
-def _finite_or(w: torch.Tensor, shown: torch.Tensor) -> torch.Tensor:
-    return torch.where((w - w) == 0, w, shown)
-
-
-def _bf16(high: torch.Tensor) -> torch.Tensor:
-    return (((high & 0xFFFF) ^ 0x8000) - 0x8000).to(torch.int16).view(torch.bfloat16)
-
-
-def _fp16_unit(p: torch.Tensor) -> torch.Tensor:
-    """2^-18 of the power of two at or below |p|: 1/256 of float16's last place; that of 2^-14 for subnormals."""
-    exponent = (float_words(p) & 0x7F800000).clamp(min=113 << 23, max=0x7F000000)
-    return words_float(exponent - (18 << 23))
+        words, units = (
+            (read_split8, write_split8, fill_split8),
+            (read_split8_fp16, write_split8_fp16, fill_split8_fp16),
+        )
+        pieces = words if store.name == "bf16" else units
+        return dict(zip(("read_weight", "write_weight", "fill_weight"), pieces)) | store_bindings(store, False)
 
 
 def read_split(a0, a1, a2, a3, i):
@@ -227,10 +145,15 @@ def finite_or(w, shown):
 def write_split(a0, a1, a2, a3, i, w, h0, h1, h2, u, r0, r1):
     """Device function: the word of the sum, cut after rounding its upper half."""
     new = rounded_sum(w, u, r0)
-    bits = word(new)
+    fill_split(a0, a1, a2, a3, i, new)
+    return new
+
+
+def fill_split(a0, a1, a2, a3, i, value):
+    """Device function: a float32, split exactly."""
+    bits = word(value)
     weight_save(a0, i, shr(add(bits, HALF_16), S16))
     store16(a1, i, bits)
-    return new
 
 
 def rounded_sum(w, u, random):
@@ -268,7 +191,17 @@ def read_split8(a0, a1, a2, a3, i):
 
 def write_split8(a0, a1, a2, a3, i, w, h0, h1, h2, u, r0, r1):
     """Device function: the upper 24 bits of the sum, rounded stochastically."""
-    bits = bit_and(add(word(w + u), bit_and(r0, LOW_8)), TOP_24)
+    return save_split8(a0, a1, i, w + u, r0)
+
+
+def fill_split8(a0, a1, a2, a3, i, value):
+    """Device function: the nearest 24 bits of a float32."""
+    save_split8(a0, a1, i, value, HALF_8)
+
+
+def save_split8(a0, a1, i, new, random):
+    """Device function: the upper 24 bits of a float32, rounded by a random word."""
+    bits = bit_and(add(word(new), bit_and(random, LOW_8)), TOP_24)
     weight_save(a0, i, shr(add(bits, HALF_16), S16))
     store8(a1, i, shr(bits, S8))
     return real(bits)
@@ -292,15 +225,24 @@ def read_split8_fp16(a0, a1, a2, a3, i):
 
 def write_split8_fp16(a0, a1, a2, a3, i, w, h0, h1, h2, u, r0, r1):
     """Device function: the nearest float16, and what it misses in units, rounded stochastically."""
-    new = w + u
-    code = weight_nearest(new, r0)
+    return save_split8_fp16(a0, a1, i, w + u, r0)
+
+
+def fill_split8_fp16(a0, a1, a2, a3, i, value):
+    """Device function: the nearest float16, and the nearest number of units that it misses."""
+    save_split8_fp16(a0, a1, i, value, HALF_16)
+
+
+def save_split8_fp16(a0, a1, i, new, random):
+    """Device function: the nearest float16 to a float32, and what it misses in units, rounded by a random word."""
+    code = weight_nearest(new, new)
     p = weight_real(code)
     unit = fp16_unit(p)
     units = (new - p) * (divide(ONE_F, unit))
     units = select(units - units == ZERO_F, units, ZERO_F)
     units = select(units > LEAST_8, units, LEAST_8)
     units = select(units < MOST_8, units, MOST_8)
-    biased = to_word(units + BIAS_8 + to_real(bit_and(r0, LOW_16)) * TWO_M16)
+    biased = to_word(units + BIAS_8 + to_real(bit_and(random, LOW_16)) * TWO_M16)
     # 128 units are half a place: too many for a byte, so they become -128 beside the next number up, or -64 of the
     # next binade's, whose units are twice as large.
     up = sub(add(code, ONE), shl(shr(code, S15), ONE))

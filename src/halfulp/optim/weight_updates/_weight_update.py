@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
+import functools
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
@@ -11,29 +12,45 @@ from typing import Any, ClassVar
 import torch
 
 from ..._names import enter, words_of
-from ..states._storage import Store
-from ..step._placeholders import weight_load, weight_real, weight_round, weight_save
+from ...kernels import Trace, run_on_tensors
+from ...kernels._device_function import Recording, bound
+from ...kernels._trace import Piece
+from ..states._storage import Store, canonical
+from ..step._placeholders import weight_load, weight_nearest, weight_real, weight_round, weight_save
 
 Parts = Sequence[torch.Tensor]
-# The random words of each stochastic rounding; None where it is of a store that keeps all bits.
-Draws = Sequence[torch.Tensor | None]
+# Methods on tensors that a class may bring along, and the device function that each stands for.
+_ON_TENSORS = {"read": "read_weight", "write": "write_weight", "put": "write_weight", "fill": "fill_weight"}
 
 
 @dataclass(frozen=True)
 class WeightUpdate:
     """The base of weight updates: how an update u is added to a parameter of few bits.
 
-    A subclass gives the tensors that lie beside the parameter, and the same arithmetic twice: on torch tensors
-    (`read`, and `put` or `write`: the reference) and as scalar pieces (`bindings`). `tests/laws` holds the two to
-    equal bits. One that `compensates` adds u to its parts and not to the weight that they stand for. One that `scales`
-    keeps floats that one power of two multiplies, as the payload of a scaled parameter wants; its `write` takes the
-    `ratio` of the scales where a step changes the scale.
+    A subclass gives the tensors that lie beside the parameter, and its arithmetic once, as device functions
+    (`bindings`); torch runs them on tensors, and kernels are written from them. One that `compensates` adds u to its
+    parts and not to the weight that they stand for. One that `scales` keeps floats that one power of two multiplies,
+    as the payload of a scaled parameter wants.
     """
 
     name: ClassVar[str]
     feeds_back: ClassVar[bool] = False
     compensates: ClassVar[bool] = False
     scales: ClassVar[bool] = False
+
+    def __init_subclass__(cls, **options: Any) -> None:
+        """Refuse arithmetic on tensors, which nothing would call.
+
+        Raises:
+            TypeError: the class has a method of it.
+        """
+        super().__init_subclass__(**options)
+        for method, piece in _ON_TENSORS.items():
+            if method in vars(cls):
+                raise TypeError(
+                    f"{cls.__name__}.{method}: a weight update is written once, as device functions; leave the method "
+                    f"out, and give its arithmetic as {piece!r} of bindings()"
+                )
 
     @property
     def rounds_sum(self) -> bool:
@@ -48,7 +65,7 @@ class WeightUpdate:
         return ()
 
     def draws(self, store: Store) -> tuple[int, ...]:
-        """Random bits of each stochastic rounding that `write` makes."""
+        """Random bits of each stochastic rounding that a step makes."""
         return ()
 
     def bindings(self, store: Store) -> dict[str, object]:
@@ -56,28 +73,19 @@ class WeightUpdate:
 
         The first returns the weight and three values for the second, which returns the weight it has stored. Where a
         step changes the scale of a scaled parameter, w, h0 and h1 arrive under the new one, and h2 as it was returned.
+        One with auxiliary tensors gives `fill_weight(a0, a1, a2, a3, i, value)` too, which stores what is nearest to a
+        float32, without draws; by default the parameter alone is written.
         """
         raise AssertionError("every weight update binds its pieces")
 
     def read(self, store: Store, parts: Parts) -> torch.Tensor:
-        """The float32 weight that the parameter and its auxiliary tensors represent."""
-        return store.decode(parts[0])
-
-    def write(self, store: Store, parts: Parts, u: torch.Tensor, draws: Draws, ratio: float = 1.0) -> torch.Tensor:
-        """Write weight x ratio + u into the parts, in place; return the weight that they then represent.
-
-        The ratio is a power of two: of the scale that the parts were stored under to the one that they will be under.
-        """
-        held = self.read(store, parts)
-        return self.put(store, parts, (held if ratio == 1.0 else held * ratio) + u, draws)
-
-    def put(self, store: Store, parts: Parts, value: torch.Tensor, draws: Draws) -> torch.Tensor:
-        """Write a float32 weight into the parts, in place; return the weight that they then represent."""
-        raise AssertionError("every weight update puts or writes")
+        """Return the float32 weight that the parameter and its auxiliary tensors represent."""
+        piece = _reader(self, store)
+        return run_on_tensors(piece.trace, parts, results=piece.results)[0][0]
 
     def fill(self, store: Store, parts: Parts, value: torch.Tensor) -> None:
         """Set the parts to the nearest representation of a float32 value."""
-        parts[0].copy_(store.encode(value, None))
+        run_on_tensors(_filler(self, store), parts, {"value": value})
 
     def neutral(self, store: Store, payload: torch.Tensor) -> torch.Tensor | int:
         """Return the value of each auxiliary tensor beside a parameter that is the whole weight by itself."""
@@ -86,6 +94,22 @@ class WeightUpdate:
     def to_dict(self) -> dict[str, object]:
         """The name and the fields, as plain data."""
         return {"name": self.name, **dataclasses.asdict(self)}
+
+
+@functools.cache
+def _reader(update: WeightUpdate, store: Store) -> Piece:
+    element, names = Recording(4), update.bindings(store)
+    read: Any = names["read_weight"]
+    return Piece(element.trace, (bound(read, names)(*element.arrays, element.index)[0].number,))
+
+
+@functools.cache
+def _filler(update: WeightUpdate, store: Store) -> Trace:
+    nearest: dict[str, object] = {"weight_round": store.nearest, "residual_round": store.nearest}
+    element, names = Recording(4), update.bindings(store) | nearest
+    fill: Any = names.get("fill_weight", fill_plain)
+    bound(fill, names)(*element.arrays, element.index, canonical(element.given("value")))
+    return element.trace
 
 
 def read_plain(a0, a1, a2, a3, i):
@@ -99,6 +123,11 @@ def write_plain(a0, a1, a2, a3, i, w, h0, h1, h2, u, r0, r1):
     code = weight_round(w + u, r0)
     weight_save(a0, i, code)
     return weight_real(code)
+
+
+def fill_plain(a0, a1, a2, a3, i, value):
+    """Device function: the parameter nearest to a value."""
+    weight_save(a0, i, weight_nearest(value, value))
 
 
 def store_bindings(store: Store, stochastic: bool) -> dict[str, object]:

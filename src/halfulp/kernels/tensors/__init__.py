@@ -1,0 +1,1 @@
+"""Traces run on tensors by plain torch operations."""
