@@ -29,12 +29,13 @@ ENTRIES = {
     "adan": ("Adan", "adan"),
     "coarse_policy": ("coarse", "e5m2-coarse"),
     "format_e4m3b11fnuz": ("e4m3b11fnuz",),
+    "half_away_rounding": ("half_away",),
     "spiral_task": ("spirals",),
     "swiglu_rule": ("swiglu",),
     "yogi": ("Yogi", "yogi"),
 }
 # Those that tests/laws does not import by itself.
-LOADED = ("adabelief", "coarse_policy", "format_e4m3b11fnuz", "spiral_task")
+LOADED = ("adabelief", "coarse_policy", "format_e4m3b11fnuz", "half_away_rounding", "spiral_task")
 
 
 def layers(tree: Path) -> list[set[str]]:

@@ -139,6 +139,19 @@ USES = {
         assert type(found) is hu.ScaledTensor and found.payload.dtype == torch.float16
         torch.testing.assert_close(found.decode(), extension.swiglu(gate, x), rtol=4e-3, atol=0.0)
     """,
+    "half_away_rounding.py": """
+        for engine in ("auto", "reference"):
+            with hu.kernels.engine(engine):
+                found = hu.quantize(torch.tensor([1.25, 2.5, -2.5, 3.4]), "e8m1", "half_away")
+                assert found.tolist() == [1.5, 3.0, -3.0, 3.0]
+                found = hu.quantize(torch.tensor([6.0, 2.5, -2.5]), "mxfp4", "half_away")
+                assert found.tolist() == [6.0, 3.0, -3.0]
+        ties = torch.tensor([1 + 2**-8, 1 + 3 * 2**-8, -1 - 2**-8])
+        assert hu.quantize(ties, "bf16", extension.HalfAway()).tolist() == [1.0078125, 1.015625, -1.0078125]
+        layer = torch.nn.Linear(3, 3)
+        with hu.emulate(layer, "bf16", rounding="half_away"):
+            assert layer(torch.ones(2, 3)).bfloat16().float().equal(layer(torch.ones(2, 3)))
+    """,
     "spiral_task.py": """
         assert hu.trials.tasks.get("spirals").title.startswith("two spirals")
         assert "spirals" in hu.trials.tasks.names()
@@ -148,7 +161,7 @@ USES = {
 # Laws that walk a registry, and an entry of the examples that each must have met.
 LAWS = {
     "test_formats": "e4m3b11fnuz",
-    "test_roundings": "e4m3b11fnuz",
+    "test_roundings": "half_away",
     "test_policies": "coarse",
     "test_recipes": "gradients-e4m3b11fnuz",
     "test_tasks": "spirals",
@@ -186,9 +199,9 @@ def test_the_command_line_and_its_workers_know_extensions(tmp_path):
 
 def test_what_is_registered_passes_the_laws_of_the_library(forked, monkeypatch):
     """tests/laws with the examples imported first: their entries are walked by the same functions as the library's."""
-    files = ("adabelief", "coarse_policy", "format_e4m3b11fnuz", "spiral_task")
+    files = ("adabelief", "coarse_policy", "format_e4m3b11fnuz", "half_away_rounding", "spiral_task")
     loaded = [word for name in files for word in ("-p", name)]
-    entries = "e4m3b11fnuz or AdaBelief or adabelief or coarse or spirals"
+    entries = "e4m3b11fnuz or half_away or AdaBelief or adabelief or coarse or spirals"
     # Of the fused step only the weight updates that split: each kernel is compiled for seconds.
     chosen = f"({entries}) and (not test_compiled_equals_reference or split)"
     options = ["-p", "no:cacheprovider", "-p", "no:xdist", "-rA", "-k", chosen]

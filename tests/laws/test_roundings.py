@@ -59,6 +59,8 @@ def test_overflow_policies(format, mode, policy, seed):
 @each_format
 @each_rounding
 def test_exact_reference(format, mode, seed):
+    if mode not in (*EXACT_MODES, "stochastic"):
+        pytest.skip("the exact reference knows the library's modes")
     x = torch.cat([random_patterns(torch.float64, 40), torch.randn(40, dtype=torch.float64) * format.smallest_normal])
     q = rounded(x, format, mode)
     known = draws(x, format, mode)

@@ -8,7 +8,7 @@ import numpy as np
 import torch
 
 from halfulp.formats import BlockFormat, Format, get, names, round_exact
-from halfulp.rounding import Stochastic, quantize, rounding_names
+from halfulp.rounding import Stochastic, get_rounding, quantize, rounding_names
 
 EXTRA = [
     Format("flush", 4, 3, subnormals=False),
@@ -44,13 +44,14 @@ def oracle(
         lo, hi = grid[low], grid[low + 1]
         fraction = (a - lo) / (hi - lo)
         odd = (lo / (hi - lo)) % 2 == 1
+        chosen = get_rounding(mode)
         away = {
             "nearest": lambda: (fraction > 0.5) | ((fraction == 0.5) & odd),
             "toward_zero": lambda: fraction >= 1,
             "up": lambda: (fraction > 0) & (x > 0),
             "down": lambda: (fraction > 0) & (x < 0),
             "stochastic": lambda: v < np.floor(fraction * 2.0**count),
-        }[mode]()
+        }.get(mode, lambda: (fraction > 0) & chosen.goes_away(fraction, 0.5, odd, np.signbit(x)))()
         r = np.where(below_all, grid[0], np.where(away, hi, lo))
         over = (r > format.max) | (np.abs(x) >= grid[-1])
         inward = {"toward_zero": x == x, "up": x < 0, "down": x > 0}.get(mode, x != x) & np.isfinite(x)

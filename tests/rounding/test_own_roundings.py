@@ -1,0 +1,111 @@
+"""Roundings of one's own: as a device function they are the library's, bit for bit, and bad ones are refused."""
+
+import pytest
+import torch
+
+import halfulp as hu
+from halfulp.kernels import engine, same_bits
+from halfulp.rounding import Rounding, _modes, register_rounding
+
+from .oracle import FORMATS, random_patterns
+
+
+@pytest.fixture
+def registered():
+    """Roundings that are forgotten afterwards."""
+    before = dict(_modes.MODES)
+    yield register_rounding
+    _modes.MODES.clear()
+    _modes.MODES.update(before)
+
+
+def rounding(name, function):
+    return type("Own", (Rounding,), {"name": name, "goes_away": staticmethod(function)})
+
+
+def nearest(fraction, half, odd, negative):
+    return (fraction > half) | ((fraction == half) & odd)
+
+
+def up(fraction, half, odd, negative):
+    return ~negative
+
+
+def down(fraction, half, odd, negative):
+    return negative
+
+
+def toward_zero(fraction, half, odd, negative):
+    return fraction != fraction
+
+
+@pytest.mark.parametrize("function", [nearest, up, down, toward_zero])
+def test_the_librarys_modes_written_by_a_user_have_their_bits(registered, function, seed):
+    registered(rounding(f"own_{function.__name__}", function))
+    tiny = torch.randn(4096, dtype=torch.float64) * torch.exp2(torch.randint(-150, 20, (4096,)).double())
+    for format in FORMATS:
+        for dtype in (torch.float16, torch.bfloat16, torch.float32, torch.float64):
+            x = torch.cat([random_patterns(dtype, 4096), tiny.to(dtype), (tiny * 2.0**100).to(dtype)])
+            # Where the magnitude is beyond the largest number, directed modes stop at it, and own ones overflow.
+            x = x[(x.double().abs() <= format.max) | x.isnan()] if function is not nearest else x
+            try:
+                wanted = hu.quantize(x, format, function.__name__)
+            except ValueError:
+                continue  # a dtype that does not hold the format
+            assert same_bits(hu.quantize(x, format, f"own_{function.__name__}"), wanted), (format.name, dtype)
+            with engine("reference"):
+                assert same_bits(hu.quantize(x[::17], format, f"own_{function.__name__}"), wanted[::17])
+
+
+def test_blocks_scales_and_models_take_them(registered, seed):
+    registered(rounding("own_nearest", nearest))
+    x = torch.randn(8, 64)
+    for format in ("mxfp8_e4m3", "mxfp4", "nvfp4"):
+        for dtype in (torch.float32, torch.float64):
+            wanted = hu.quantize(x.to(dtype), format, "nearest")
+            assert same_bits(hu.quantize(x.to(dtype), format, "own_nearest"), wanted)
+    layer = torch.nn.Linear(64, 4)
+    found = []
+    for name in ("nearest", "own_nearest"):
+        with hu.emulate(layer, "e4m3fn", rounding=name):
+            found.append(layer(x).detach())
+    assert same_bits(*found)
+    compiled = torch.compile(lambda x: hu.quantize(x, "e4m3fn", "own_nearest"), backend="aot_eager", fullgraph=True)
+    assert same_bits(compiled(x), hu.quantize(x, "e4m3fn"))
+
+
+def test_what_is_no_rounding_is_refused(registered):
+    with pytest.raises(TypeError, match=r"subclass of hu\.rounding\.Rounding"):
+        registered(nearest)
+    with pytest.raises(TypeError, match=r"static method of fraction, half, odd, negative"):
+        registered(rounding("own", lambda fraction: fraction))
+    with pytest.raises(TypeError, match="static method"):
+        registered(type("Own", (Rounding,), {"name": "own", "goes_away": nearest}))
+    with pytest.raises(TypeError, match="defines no goes_away"):
+        registered(type("Own", (Rounding,), {"name": "own"}))
+    with pytest.raises(ValueError, match="lower-case letters"):
+        registered(rounding("Own Rounding", nearest))
+    for name in ("nearest", "stochastic"):
+        with pytest.raises(ValueError, match=f"another rounding is called '{name}'"):
+            registered(rounding(name, nearest))
+    registered(rounding("own", nearest))
+    registered(rounding("own", nearest))  # as when a module is loaded again
+    with pytest.raises(ValueError, match="another rounding is called 'own'"):
+        registered(rounding("own", up))
+
+
+def test_what_the_language_lacks_is_refused_at_its_line(registered):
+    registered(rounding("branching", lambda fraction, half, odd, negative: fraction > half or odd))
+    with pytest.raises(TypeError, match=r"test_own_roundings.py, line .*no branches"):
+        hu.quantize(torch.ones(3), "e4m3fn", "branching")
+    registered(rounding("numbering", lambda fraction, half, odd, negative: fraction))
+    with pytest.raises(TypeError, match=r"numbering.*a mask"):
+        hu.quantize(torch.ones(3), "e4m3fn", "numbering")
+
+
+def test_the_number_of_a_rounding_that_nobody_registered_says_so(registered):
+    registered(rounding("gone", nearest))
+    code = _modes.code_of(_modes.MODES["gone"]())
+    del _modes.MODES["gone"]
+    with pytest.raises(ValueError, match=f"rounding number {code} is not known in this process"):
+        _modes.own_mode(code)
