@@ -52,10 +52,11 @@ STAGES: tuple[tuple[Part, ...], ...] = (
     (Part("steps", 115, 8), Part("quantize", 115, 2), Part("suite", 130)),
     (Part("adamw", 90),),
     (Part("quantize_speed", 45),),
+    (Part("products", 30),),
     (Part("memory", 85), Part("synchronisations", 85), Part("training", 85, 6)),
     (Part("mctensor", 40),),
     (Part("scaler", 130),),
-    (Part("scaled", 180),),
+    (Part("scaled", 240),),
 )
 NAMES = tuple(part.name for stage in STAGES for part in stage)
 

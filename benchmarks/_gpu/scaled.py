@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+import statistics
+
 from . import _gpt, _timers
 from ._engines import no_silent_fallback
 from ._run import Run, Unavailable
 
 STEPS, TINY_STEPS = 8, 2
+RATE = 1e-4
+# Weights of the second and third start differ from the first one's by this share: what eight steps do by chance.
+MOVED, STARTS = 1e-3, 3
 SLOW = 75  # seconds that a graph for each of the blocks may take
 COLUMNS = {
     "model": "", "mode": "", "first call s": ".1f", "forward and backward ms": ".1f", "x plain bfloat16": ".2f",
-    "loss": ".4f", "difference from float32": "+.4f", "fallbacks": "", "failed": "",
+    "loss": ".4f", "range": ".4f", "difference from float32": "+.4f", "fallbacks": "", "failed": "",
 }  # fmt: skip
 MODELS = ("plain float32", "plain bfloat16", "scaled bfloat16", "scaled float16", "scaled float16, fp8 products")
 
@@ -35,8 +40,33 @@ def optimizer_of(name: str, model):
     import halfulp as hu
 
     if name == "plain float32":
-        return torch.optim.AdamW(model.parameters(), lr=3e-4)
-    return hu.optim.AdamW(model.parameters(), lr=3e-4, weight_update="kahan", report_interval=0)
+        return torch.optim.AdamW(model.parameters(), lr=RATE)
+    return hu.optim.AdamW(model.parameters(), lr=RATE, weight_update="kahan", report_interval=0)
+
+
+def start(run: Run, model, seed: int):
+    """Give a converted model the weights of a start: the first one's are those it was made with."""
+    import torch
+
+    fresh, batch = _gpt.model_and_batch(run)
+    generator = torch.Generator(device=run.device).manual_seed(seed)
+    with torch.no_grad():
+        for own, weight in zip(model.parameters(), fresh.parameters(), strict=True):
+            noise = torch.randn(weight.shape, generator=generator, device=run.device)
+            own.copy_(weight * (1 + MOVED * noise) if seed else weight)
+    return batch
+
+
+def loss_after(run: Run, name: str, model, steps: int, seed: int) -> float:
+    """Train from a start, and return the loss after so many steps on one batch."""
+    batch = start(run, model, seed)
+    optimizer = optimizer_of(name, model)
+    model.zero_grad()
+    for _ in range(steps):
+        _gpt.loss_of(model, batch).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return float(_gpt.loss_of(model, batch).detach())
 
 
 def compile_blocks(run: Run, model) -> None:
@@ -56,8 +86,9 @@ def compile_blocks(run: Run, model) -> None:
 def measure(run: Run) -> None:
     """Every model, eager and compiled."""
     steps = TINY_STEPS if run.tiny else STEPS
-    note = f"{_gpt.describe(run)}; compiled: each block, one graph. The loss is that of step {steps} on one batch with "
-    note += "AdamW, Kahan weights but for float32. Times are of passes without the optimizer."
+    note = f"{_gpt.describe(run)}; compiled: each block, one graph. The loss is the mean after {steps} steps on one "
+    note += f"batch from {STARTS} starts, whose weights differ by {MOVED:.0e} of themselves, with AdamW, Kahan weights "
+    note += "but for float32; the range is over the starts. Times are of passes without the optimizer."
     table = run.table("Scaled tensors on a GPT", COLUMNS, note)
     found: dict[str, dict] = {}
     chosen = [(name, "eager") for name in MODELS] + [(name, "compiled") for name in MODELS[1:]]
@@ -87,19 +118,17 @@ def _row(run: Run, table, cells: dict, steps: int, found: dict[str, dict]) -> No
     torch.compiler.reset()
     model, batch = _gpt.model_and_batch(run)
     model = converted(name, model)
-    optimizer = optimizer_of(name, model)
     if cells["mode"] == "compiled":
         compile_blocks(run, model)
     with no_silent_fallback(scaled=name.startswith("scaled")):
-        passes = lambda: _gpt.loss_of(model, batch).backward()  # noqa: E731
+
+        def passes() -> None:
+            model.zero_grad()  # as a training loop does: gradients that add up are another matter
+            _gpt.loss_of(model, batch).backward()
+
         cells["first call s"] = _timers.seconds_of(run, passes)
-        optimizer.zero_grad()
-        for _ in range(steps):
-            loss = _gpt.loss_of(model, batch)
-            loss.backward()
-            optimizer.step()
-            optimizer.zero_grad()
-        cells["loss"] = float(_gpt.loss_of(model, batch).detach())
+        losses = [loss_after(run, name, model, steps, seed) for seed in range(1 if run.tiny else STARTS)]
+        cells["loss"], cells["range"] = statistics.fmean(losses), max(losses) - min(losses)
         seconds = min(_timers.seconds_of(run, passes) for _ in range(1 if run.tiny else 5))
     cells["forward and backward ms"] = 1e3 * seconds
     if name.startswith("scaled"):

@@ -52,8 +52,23 @@ def gpu_trainings() -> str:
 @place
 def gpu_scaled() -> str:
     """Passes of scaled models."""
-    columns = ("model", "mode", "forward and backward ms", "x plain bfloat16", "loss", "difference from float32")
+    columns = (
+        "model",
+        "mode",
+        "forward and backward ms",
+        "x plain bfloat16",
+        "loss",
+        "range",
+        "difference from float32",
+    )
     return benchmark_table("gpu", "Scaled tensors on a GPT", columns)
+
+
+@place
+def gpu_products() -> str:
+    """Sums of matrix products."""
+    columns = ("product", "terms", "rms error of the sums", "towards zero", "x bfloat16")
+    return benchmark_table("gpu", "Products", columns)
 
 
 @place

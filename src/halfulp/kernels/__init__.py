@@ -1,8 +1,8 @@
 """How a kernel runs: device functions in plain Python, run by torch on tensors and compiled to the same bits.
 
-Public are the names in `__all__`: what an update rule of one's own calls besides + - * (`sqrt`, `divide`, `maximum`,
-`sign_of`), which engine runs (`engine`, `report`), and how bits are compared (`same_bits`, `KernelMismatchError`). The
-others serve the packages of halfulp and may change without notice.
+Public are the names in `__all__`: what an update rule of one's own calls besides + - * / (`sqrt`, `divide`, `maximum`,
+`sign_of`, `select`, `floor`), which engine runs (`engine`, `report`), and how bits are compared (`same_bits`,
+`KernelMismatchError`). The others serve the packages of halfulp and may change without notice.
 """
 
 # ruff: noqa: F401
@@ -49,4 +49,5 @@ from .vector._builder import VectorBuilder, lanes_of, numba_intrinsic, scalar_of
 from .vector._loop import LANES, compile_rows, compile_trace
 from .vector._reductions import ACROSS, BLOCK, ReductionSteps, compile_reduction
 
-__all__ = ["KernelMismatchError", "divide", "engine", "maximum", "report", "same_bits", "sign_of", "sqrt"]
+__all__ = ["KernelMismatchError", "divide", "engine", "floor", "maximum", "report", "same_bits"]
+__all__ += ["select", "sign_of", "sqrt"]

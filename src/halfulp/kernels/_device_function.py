@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import linecache
+import traceback
 import types
 from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -40,6 +44,32 @@ def _bound(function: Callable, names: Mapping[str, object], made: dict[Callable,
             elif name in names:
                 namespace[name] = value
     return made[function]
+
+
+_PACKAGE = str(Path(__file__).resolve().parents[1])
+_LANGUAGE = (
+    "a device function is written once for every processor, in + - * / and comparisons of values, & | ~ of masks, and "
+    "select, floor, sqrt, divide, maximum and sign_of of halfulp.kernels; what torch or math compute comes in as its "
+    "constants"
+)
+
+
+def record_call(function: Callable, *arguments: Any) -> Any:
+    """Return what a device function somebody wrote makes of traced values.
+
+    Raises:
+        TypeError: it uses what the language lacks; the error names the line.
+    """
+    try:
+        return function(*arguments)
+    except (TypeError, AttributeError) as error:
+        frames = traceback.extract_tb(error.__traceback__)
+        own = [frame for frame in frames[1:] if not frame.filename.startswith(_PACKAGE)]
+        if not own:
+            raise  # a function of the library itself
+        line = linecache.getline(own[-1].filename, own[-1].lineno or 0).strip()
+        where = f"{own[-1].filename}, line {own[-1].lineno}" + (f", {line!r}" if line else "")
+        raise TypeError(f"{where}: {error}; {_LANGUAGE}") from error
 
 
 class Recording:

@@ -217,6 +217,9 @@ class Traced:
         """What it is: "f32", "f64", "w32", "w64", "mask", "address" or "index"."""
         return self.trace.kinds[self.number]
 
+    def __repr__(self) -> str:
+        return f"a value of kind {self.kind}"
+
     def __bool__(self) -> bool:
         raise TypeError("a device function has no branches: write select(condition, a, b), and & | ~ for and, or, not")
 
@@ -243,6 +246,16 @@ class Traced:
 
     def __rtruediv__(self, other):
         return self.trace.binary("div", other, self)
+
+    def __pow__(self, other):
+        raise TypeError("a device function has no powers: write x * x, or sqrt(x)")
+
+    __rpow__ = __pow__
+
+    def __floordiv__(self, other):
+        raise TypeError("a device function has no // and %: write floor(x / y) of halfulp.kernels")
+
+    __rfloordiv__ = __mod__ = __rmod__ = __floordiv__
 
     def __neg__(self):
         return self.trace.emit("neg", (self,))

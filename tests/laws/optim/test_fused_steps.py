@@ -2,13 +2,14 @@
 
 import dataclasses
 import itertools
+import math
 
 import numpy as np
 import pytest
 import torch
 
 import halfulp as hu
-from halfulp.kernels import KernelMismatchError
+from halfulp.kernels import KernelMismatchError, divide, floor, select
 from halfulp.optim.step import _run as _run_module
 from halfulp.optim.step._kernel import compiled, table
 from halfulp.optim.step._run import checked
@@ -116,12 +117,40 @@ def test_a_step_that_is_compiled_to_other_bits_is_named(seed, monkeypatch):
         checked(spec)
 
 
-def test_a_rule_with_a_branch_is_refused_in_words(seed):
-    def update(w, g, m, v, lr):
-        return (lr * g if g > m else g), m, v
+OUTSIDE = {
+    "a branch": (lambda g, m: g if g > m else m, r"has no branches: write select\(condition, a, b\)"),
+    "and": (lambda g, m: select((g > m) and (m > g), g, m), "has no branches"),
+    "max": (lambda g, m: max(g, m), "has no branches"),
+    "a power": (lambda g, m: g**2, r"no powers: write x \* x"),
+    "a remainder": (lambda g, m: g % m, "floor"),
+    "math": (lambda g, m: math.sqrt(g), "must be real number"),
+    "NumPy": (lambda g, m: np.exp(g), "does not support ufuncs"),
+    "torch": (lambda g, m: torch.sin(g), "must be Tensor"),
+    "a method": (lambda g, m: g.sum(), "no attribute 'sum'"),
+    "an element": (lambda g, m: g[0], "not subscriptable"),
+    "a mask as a number": (lambda g, m: g * (g > m), "operands are of one kind"),
+}
 
-    with pytest.raises(TypeError, match=r"has no branches: write select\(condition, a, b\)"):
-        checked(_own_rule(_spec(seed, codec="bf16-nearest"), update))
+
+@pytest.mark.parametrize("what", OUTSIDE)
+def test_a_rule_that_the_language_has_no_words_for_is_refused_at_its_line(seed, what):
+    function, says = OUTSIDE[what]
+    line = function.__code__.co_firstlineno
+    with pytest.raises(TypeError, match=rf"test_fused_steps.py, line {line}, .*{says}.*select, floor, sqrt, divide"):
+        checked(_own_rule(_spec(seed, codec="bf16-nearest"), lambda w, g, m, v, lr: (lr * function(g, m), m, v)))
+
+
+@pytest.mark.parametrize("made", [lambda g, m, v: g, lambda g, m, v: None, lambda g, m, v: (g, m)])
+def test_a_rule_returns_the_update_and_its_states(seed, made):
+    with pytest.raises(TypeError, match=r"'of-mine' returns .*: return a tuple of the update, 'exp_avg', 'exp_avg_sq'"):
+        checked(_own_rule(_spec(seed, codec="bf16-nearest"), lambda w, g, m, v, lr: made(g, m, v)))
+
+
+def test_a_rule_selects_and_rounds_down(seed):
+    def update(w, g, m, v, lr):
+        return lr * select((g > m) & ~(g > 3.0), floor(divide(g, lr)), g), m, v
+
+    checked(_own_rule(_spec(seed, codec="bf16-nearest"), update))
 
 
 # Names that the kernel binds, with other meanings in this module.

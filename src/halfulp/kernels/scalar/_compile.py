@@ -16,6 +16,7 @@ import numpy as np
 import torch
 
 from .._devices import float32_root
+from .._trace import Traced
 from ._machine_code import JIT_OPTIONS, machine_code
 from ._operations import SCALARS
 
@@ -57,7 +58,9 @@ def on_tensors(function: Callable) -> Callable:
     namespace = {name: _TENSOR_OPERATIONS.get(name, value) for name, value in function.__globals__.items()}
     for name in _names(function.__code__):
         value = namespace.get(name)
-        if isinstance(value, types.FunctionType) and name not in _TENSOR_OPERATIONS:
+        if not isinstance(value, types.FunctionType) or name in _TENSOR_OPERATIONS:
+            continue
+        if value.__module__ != Traced.__module__:  # whose functions take tensors as they are
             namespace[name] = on_tensors(value)
     return types.FunctionType(function.__code__, namespace, function.__name__, function.__defaults__)
 

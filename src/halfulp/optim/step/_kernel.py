@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from ...kernels import Trace, Traced
-from ...kernels._device_function import Recording, bound
+from ...kernels._device_function import Recording, bound, record_call
 from ...kernels.scalar._operations import bit_and, select, shr, sqrt
 from ...kernels.vector._table_loop import Table, compile_table
 from ...rounding._random_bits import WEYL, draw, recorded_start
@@ -154,7 +154,11 @@ class _Step:
         """The rule: the difference, or new weight, and the new states."""
         rule = self.spec.rule
         finite = select(w - w == ZERO, w, ZERO) if rule.decays else w
-        u, *new = rule.update(finite, self.times(g, self.shrink), *values, *self.inner_constants())
+        made = record_call(rule.update, finite, self.times(g, self.shrink), *values, *self.inner_constants())
+        if not isinstance(made, (tuple, list)) or len(made) != 1 + len(values):
+            kept = ", ".join(["the update", *(repr(slot.name) for slot in rule.states)])
+            raise TypeError(f"update rule {rule.name!r} returns {made!r}: return a tuple of {kept}")
+        u, *new = made
         return select(g == w, ZERO, u) if rule.assigns else u, new  # an infinity that stays
 
     def write(self, p: Any, held: Sequence[Any], w: Any, g: Any, u: Any, bits: list[Any]) -> Any:

@@ -5,6 +5,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+import halfulp as hu
 from halfulp.scaled import ScaledTensor
 from halfulp.scaled._powers_of_two import ZERO_SCALE
 from halfulp.subclass import strict
@@ -188,3 +189,38 @@ def test_results_that_outgrow_their_scale_take_a_larger_one():
     assert squares[0] == 2.0**22
     assert squares[1] == torch.inf
     assert squares[2].isnan()
+
+
+def test_a_wide_product_of_graphs_keeps_the_rules_of_operators():
+    from halfulp.scaled.rules.products import _wide_products
+
+    operator = torch.ops.halfulp.wide_product.default
+    for shapes in (((3, 5), (5, 4)), ((2, 3, 5), (2, 5, 4)), ((0, 5), (5, 4)), ((3, 0), (0, 4))):
+        a, b = (torch.randn(shape).to(torch.float16) for shape in shapes)
+        torch.library.opcheck(operator, (a, b), test_utils=("test_schema", "test_faketensor"))
+        assert torch.equal(_wide_products.traced_wide_product(a, b), a.float() @ b.float())
+    a = torch.randn(5, 3).to(torch.float16).t()  # as of a weight's gradient
+    torch.library.opcheck(operator, (a, torch.randn(5, 4).half()), test_utils=("test_schema", "test_faketensor"))
+
+
+@pytest.mark.cuda
+@pytest.mark.filterwarnings("ignore:.*script_method:DeprecationWarning")  # of torch, as it loads its compiler
+@pytest.mark.parametrize("bias", [False, True])
+def test_compiled_float16_products_on_a_gpu_take_no_float32_matrices(bias):
+    from torch._inductor.utils import run_fw_bw_and_get_code
+
+    torch.manual_seed(0)
+    layer = hu.scalify(torch.nn.Linear(64, 48, bias=bias).cuda(), torch.float16)
+    x = ScaledTensor.encode(torch.randn(32, 64, device="cuda"), torch.float16).requires_grad_()
+
+    def loss() -> torch.Tensor:
+        return (layer(x).decode() ** 2).sum()
+
+    loss().backward()
+    eager = [layer.weight.grad.decode(), x.grad.decode()]
+    layer.zero_grad()
+    x.grad = None
+    _, texts = run_fw_bw_and_get_code(torch.compile(loss, fullgraph=True))
+    assert all("wide_product" in text and "extern_kernels.mm" not in text for text in texts)
+    for found, expected in zip((layer.weight.grad.decode(), x.grad.decode()), eager):
+        torch.testing.assert_close(found, expected, rtol=2e-3, atol=2e-3 * float(expected.abs().max()))
