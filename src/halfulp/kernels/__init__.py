@@ -40,7 +40,7 @@ from ._trace import (
     times_power,
     trace_is_wide,
 )
-from .scalar._compile import compile_kernel, digest, on_tensors
+from .scalar._compile import compile_kernel, digest
 from .scalar._machine_code import machine_code
 from .scalar._operations import divide, maximum, sign_of, sqrt
 from .scalar._processor import has_half_conversions, vector_bits

@@ -13,10 +13,7 @@ import types
 from collections.abc import Callable, Mapping
 
 import numpy as np
-import torch
 
-from .._devices import float32_root
-from .._trace import Traced
 from ._machine_code import JIT_OPTIONS, machine_code
 from ._operations import SCALARS
 
@@ -51,26 +48,6 @@ def compile_kernel(function: Callable, signature: str, bind: Bindings | None = N
     dispatcher = numba.njit(pipeline_class=KernelCompiler, **JIT_OPTIONS)(rebuilt)
     pieces = [piece for piece in done.values() if hasattr(piece, "overloads")]
     return machine_code(dispatcher, function.__name__, digest(function, bound) + signature, signature, pieces)
-
-
-def on_tensors(function: Callable) -> Callable:
-    """Convert a function of scalars, made of + - * `sqrt` `divide` `maximum` `sign_of`, to one of float32 tensors."""
-    namespace = {name: _TENSOR_OPERATIONS.get(name, value) for name, value in function.__globals__.items()}
-    for name in _names(function.__code__):
-        value = namespace.get(name)
-        if not isinstance(value, types.FunctionType) or name in _TENSOR_OPERATIONS:
-            continue
-        if value.__module__ != Traced.__module__:  # whose functions take tensors as they are
-            namespace[name] = on_tensors(value)
-    return types.FunctionType(function.__code__, namespace, function.__name__, function.__defaults__)
-
-
-_TENSOR_OPERATIONS = {
-    "sqrt": float32_root,
-    "divide": torch.div,
-    "maximum": torch.maximum,
-    "sign_of": lambda x: torch.where(x.isnan(), x, x.sign()),
-}
 
 
 # Pieces by what their machine code depends on: most kernels share most of theirs. Nobody but a kernel calls one, so
