@@ -40,7 +40,6 @@ from ._trace import (
     times_power,
     trace_is_wide,
 )
-from .scalar._on_tensors import on_tensors
 from .scalar._operations import divide, maximum, sign_of, sqrt
 from .tensors._writer import run_on_tensors
 from .vector._builder import VectorBuilder, lanes_of, scalar_of

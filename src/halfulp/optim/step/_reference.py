@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import functools
+from collections.abc import Callable, Iterable, Sequence
 
 import torch
 
-from ...kernels import IndexMap, run_on_tensors
+from ...kernels import IndexMap, Traced, record, run_on_tensors
+from ...kernels._device_function import record_call
+from ...kernels._trace import Piece
 from ...rounding._random_bits import counters
+from ..rules._update_rule import UpdateRule
 from ._kernel import record_step
 from ._spec import POINTERS_BEFORE_STATES, StepSpec
 
@@ -50,6 +54,28 @@ def reference_amax(
 ) -> list[float]:
     """The largest finite magnitudes of the weight and of each scaled state that a step would store; nothing changes."""
     return _run(spec, parts, gradient, states, constants, {})
+
+
+def change_by_rule(
+    rule: UpdateRule,
+    weight: torch.Tensor,
+    gradient: torch.Tensor,
+    states: Iterable[torch.Tensor],
+    constants: Sequence[float],
+) -> tuple[torch.Tensor, list[torch.Tensor]]:
+    """Return what a rule, in float32, makes of weights, gradients and states: the change, and the new states."""
+    given = [weight.float(), gradient.float(), *states]
+    rounded = torch.tensor([*constants], dtype=torch.float32, device="cpu").tolist()
+    piece = _recorded_rule(rule.update, len(given) + len(rounded))
+    change, *new = run_on_tensors(piece.trace, (), dict(enumerate([*given, *rounded])), piece.results)[0]
+    return change, new
+
+
+@functools.lru_cache(64)
+def _recorded_rule(update: Callable, inputs: int) -> Piece:
+    trace, results = record(functools.partial(record_call, update), torch.float32, inputs)
+    as_values = [x if isinstance(x, Traced) else trace.emit("constant", (), float(x).hex(), "f32") for x in results]
+    return Piece(trace, tuple(x.number for x in as_values))
 
 
 def _run(spec, parts, gradient, states, constants, drawn) -> list[float]:

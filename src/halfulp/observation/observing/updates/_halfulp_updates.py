@@ -6,10 +6,10 @@ from typing import Any
 
 import torch
 
-from ....kernels import on_tensors
 from ....optim import Optimizer
 from ....optim._float32_weights import read_weights
 from ....optim.parameters._parameter_plan import ParameterPlan
+from ....optim.step._reference import change_by_rule
 from ...sampling._sampler import sampled
 
 
@@ -42,8 +42,7 @@ def halfulp_change(
         return None
     states = decoded_states(plan, key).values()
     step = plan.state["step"] + 1
-    constants = [torch.tensor(value, dtype=torch.float32, device="cpu") for value in rule.values(group, step)]
-    change, *new = on_tensors(rule.update)(weight.float(), gradient.float(), *states, *constants)
+    change, new = change_by_rule(rule, weight, gradient, states, rule.values(group, step))
     return change, dict(zip([slot.name for slot in rule.states], new))
 
 
