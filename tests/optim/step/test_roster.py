@@ -274,3 +274,37 @@ def test_parameters_of_other_ages_are_metered_by_their_own_steps():
         samples = [[row.samples for row in run.optimizer.report().rows] for run in (kept, anew)]
         assert samples[0] == samples[1]
     assert all(map(same_bits, kept.numbers(), anew.numbers()))
+
+
+@pytest.mark.parametrize("update", ["split8", "kahan", "split"])
+def test_a_copy_that_is_kept_after_a_write_follows_every_step(update):
+    """Writes some steps apart: what the second leaves as it was keeps its low bits, which a copy of then tells."""
+    kept, anew = (Run(weight_update=update, lr=1e-3) for _ in range(2))
+    for number in range(12):
+        for run in (kept, anew):
+            if number in (2, 5, 6, 10):
+                with torch.no_grad():
+                    run.parameters[1][0].mul_(0.5)
+        kept.step(number), anew.step(number, _is_anew)
+        assert all(map(same_bits, kept.numbers(), anew.numbers())), number
+
+
+def test_writes_to_scaled_parameters_are_followed_under_any_scale(seed):
+    def training():
+        torch.manual_seed(0)
+        parameter = torch.nn.Parameter(hu.ScaledTensor.encode(torch.randn(3, 5) * 1e-3, torch.float16))
+        return parameter, hu.optim.AdamW([parameter], lr=0.5, weight_update="kahan")
+
+    (kept, one), (anew, two) = training(), training()
+    for number in range(12):
+        for parameter in (kept, anew):
+            parameter.grad = hu.ScaledTensor.encode(torch.linspace(-1, 2 + number, 15).view(3, 5), torch.float16)
+            if number in (4, 5, 9):
+                with torch.no_grad():
+                    parameter[0].mul_(0.5)
+        two._plans.roster = None
+        one.step(), two.step()
+        states = one.state[kept], two.state[anew]
+        assert same_bits(kept.detach().decode(), anew.detach().decode()), number
+        for name, value in states[0].items():
+            assert not isinstance(value, torch.Tensor) or same_bits(value, states[1][name]), (number, name)
