@@ -8,6 +8,7 @@ import torch
 
 import halfulp as hu
 from halfulp.kernels import same_bits
+from halfulp.optim.parameters._payload_digests import digests_of
 from halfulp.optim.step._roster import Roster
 
 COUNT = 4
@@ -308,3 +309,27 @@ def test_writes_to_scaled_parameters_are_followed_under_any_scale(seed):
         assert same_bits(kept.detach().decode(), anew.detach().decode()), number
         for name, value in states[0].items():
             assert not isinstance(value, torch.Tensor) or same_bits(value, states[1][name]), (number, name)
+
+
+def test_digests_are_those_of_the_payload_whatever_happens_between_steps(seed):
+    """Steps write them in place: nobody may hold those of what a later step, a write or a move has replaced."""
+    run = Run()
+    ways = [_write, _data(torch.clone), _reload, lambda run: run.parameters[0].mul_(1.5), lambda run: None]
+    checked = 0
+    for number in range(80):
+        with torch.no_grad():
+            ways[int(torch.randint(len(ways), ()))](run)
+        resting = torch.rand(COUNT) < 0.1
+        run.step(number, lambda run, resting=resting: [_rest(run, place) for place in resting.nonzero()])
+        for parameter in run.parameters:
+            plan = run.optimizer._plans.get(parameter)
+            held = None if plan is None else plan.payload_version
+            if held is not None and held.digests is not None and held.version == parameter._version:
+                found = digests_of(parameter.detach(), plan.index_map)
+                assert found.tolist() == held.digests.row(held.row).tolist()
+                checked += 1
+    assert checked > 40 * COUNT
+
+
+def _rest(run, place):
+    run.parameters[place].grad = None
