@@ -139,7 +139,7 @@ class Roster:
                 own = steps[first:last]
                 entries = table.entries[first:last]
                 ages = own
-                if any(BEGUN in entry for entry in entries):
+                if True in [BEGUN in entry for entry in entries]:
                     ages = [step - entry.get(BEGUN, 0) for step, entry in zip(own, entries)]
                 made = {age: tuple(rule.values(groups[number], age)) for age in {*ages}}
                 constants += [*made.values()] * len(ages) if len(made) == 1 else [made[age] for age in ages]
