@@ -8,6 +8,7 @@ import torch
 
 import halfulp as hu
 from halfulp.kernels import same_bits
+from halfulp.optim.parameters._payload_digests import digests_of
 from halfulp.optim.step._roster import Roster
 
 COUNT = 4
@@ -274,3 +275,61 @@ def test_parameters_of_other_ages_are_metered_by_their_own_steps():
         samples = [[row.samples for row in run.optimizer.report().rows] for run in (kept, anew)]
         assert samples[0] == samples[1]
     assert all(map(same_bits, kept.numbers(), anew.numbers()))
+
+
+@pytest.mark.parametrize("update", ["split8", "kahan", "split"])
+def test_a_copy_that_is_kept_after_a_write_follows_every_step(update):
+    """Writes some steps apart: what the second leaves as it was keeps its low bits, which a copy of then tells."""
+    kept, anew = (Run(weight_update=update, lr=1e-3) for _ in range(2))
+    for number in range(12):
+        for run in (kept, anew):
+            if number in (2, 5, 6, 10):
+                with torch.no_grad():
+                    run.parameters[1][0].mul_(0.5)
+        kept.step(number), anew.step(number, _is_anew)
+        assert all(map(same_bits, kept.numbers(), anew.numbers())), number
+
+
+def test_writes_to_scaled_parameters_are_followed_under_any_scale(seed):
+    def training():
+        torch.manual_seed(0)
+        parameter = torch.nn.Parameter(hu.ScaledTensor.encode(torch.randn(3, 5) * 1e-3, torch.float16))
+        return parameter, hu.optim.AdamW([parameter], lr=0.5, weight_update="kahan")
+
+    (kept, one), (anew, two) = training(), training()
+    for number in range(12):
+        for parameter in (kept, anew):
+            parameter.grad = hu.ScaledTensor.encode(torch.linspace(-1, 2 + number, 15).view(3, 5), torch.float16)
+            if number in (4, 5, 9):
+                with torch.no_grad():
+                    parameter[0].mul_(0.5)
+        two._plans.roster = None
+        one.step(), two.step()
+        states = one.state[kept], two.state[anew]
+        assert same_bits(kept.detach().decode(), anew.detach().decode()), number
+        for name, value in states[0].items():
+            assert not isinstance(value, torch.Tensor) or same_bits(value, states[1][name]), (number, name)
+
+
+def test_digests_are_those_of_the_payload_whatever_happens_between_steps(seed):
+    """Steps write them in place: nobody may hold those of what a later step, a write or a move has replaced."""
+    run = Run()
+    ways = [_write, _data(torch.clone), _reload, lambda run: run.parameters[0].mul_(1.5), lambda run: None]
+    checked = 0
+    for number in range(80):
+        with torch.no_grad():
+            ways[int(torch.randint(len(ways), ()))](run)
+        resting = torch.rand(COUNT) < 0.1
+        run.step(number, lambda run, resting=resting: [_rest(run, place) for place in resting.nonzero()])
+        for parameter in run.parameters:
+            plan = run.optimizer._plans.get(parameter)
+            held = None if plan is None else plan.payload_version
+            if held is not None and held.digests is not None and held.version == parameter._version:
+                found = digests_of(parameter.detach(), plan.index_map)
+                assert found.tolist() == held.digests.row(held.row).tolist()
+                checked += 1
+    assert checked > 40 * COUNT
+
+
+def _rest(run, place):
+    run.parameters[place].grad = None

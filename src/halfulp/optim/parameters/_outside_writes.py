@@ -211,7 +211,7 @@ def drop_stale(plan: ParameterPlan) -> None:
         # The old memory after a move is the user's.
         held.payload = held.payload if held.steps else None
         held.steps = WATCHED_STEPS
-    _mark(plan, held, None, 0)
+    _mark(plan, held, None)
 
 
 def follow_version(plan: ParameterPlan) -> None:
@@ -223,24 +223,26 @@ def follow_version(plan: ParameterPlan) -> None:
 
 def mark_stepped(
     plans: Sequence[ParameterPlan],
+    recorded: Sequence[PayloadVersion],
     stepped: Sequence[torch.Tensor],
     digests: PayloadDigests | None,
     scales: torch.Tensor | None = None,
 ) -> None:
     """Do what `mark_current` does after a step.
 
-    Digests that the same plans' last step has recorded are written in place, so that only the versions change.
+    The steps of the same plans write their digests into one object. Only plain parameters of which no copy is kept
+    hold it, so that where all do, only their versions have changed.
 
     Args:
         plans: of the parameters.
+        recorded: the payload versions of those whose writes are tracked.
         stepped: their tensors.
         digests: of their payloads in the same order, if the step has computed them.
         scales: the same of their scales, if the step has chosen them on their device.
     """
-    recorded = [held for plan in plans if (held := plan.record.payload_version) is not None]
-    if digests is not None and len(recorded) == len(plans) and {id(held.digests) for held in recorded} == {id(digests)}:
-        for held, tensor in zip(recorded, stepped):
-            held.version = tensor._version
+    if digests is not None and [held.digests for held in recorded].count(digests) == len(plans):
+        for known, tensor in zip(recorded, stepped):
+            known.version = tensor._version
         return
     for row, (plan, tensor) in enumerate(zip(plans, stepped)):
         held = plan.payload_version
@@ -252,18 +254,16 @@ def mark_stepped(
         elif is_known and held.digests is None and not tensor.is_cpu and not plan.spec.scaled:
             held.version = tensor._version
         else:
-            mark_current(plan, digests, row, None if scales is None else scales[row])
+            own = None if digests is None else PayloadDigests.of_one(digests.row(row).copy())
+            mark_current(plan, own, None if scales is None else scales[row])
 
 
-def mark_current(
-    plan: ParameterPlan, digests: PayloadDigests | None = None, row: int = 0, scale: torch.Tensor | None = None
-) -> None:
+def mark_current(plan: ParameterPlan, digests: PayloadDigests | None = None, scale: torch.Tensor | None = None) -> None:
     """Record that the auxiliary tensors belong to the present payload: the optimizer has written both.
 
     Args:
         plan: of the parameter.
-        digests: of the payload, if whoever wrote it has computed them; else they are computed here.
-        row: of this parameter in them.
+        digests: of the payload alone, if whoever wrote it has computed them; else they are computed here.
         scale: of the payload, if whoever wrote it has a copy.
     """
     held = plan.payload_version
@@ -271,8 +271,8 @@ def mark_current(
         return
     if digests is None:
         found = digests_of(plan.payloads[0], plan.index_map)
-        digests, row = (None if found is None else PayloadDigests.of_one(found)), 0
-    _mark(plan, held, digests, row, scale)
+        digests = None if found is None else PayloadDigests.of_one(found)
+    _mark(plan, held, digests, scale)
 
 
 def mark_carried(plan: ParameterPlan) -> None:
@@ -287,10 +287,9 @@ def _mark(
     plan: ParameterPlan,
     held: PayloadVersion,
     digests: PayloadDigests | None,
-    row: int,
     scale: torch.Tensor | None = None,
 ) -> None:
-    held.version, held.digests, held.row = plan.parameter._version, digests, row
+    held.version, held.digests, held.row = plan.parameter._version, digests, 0
     held.scale = plan.scale_to_keep if scale is None else scale
     if held.steps:
         held.steps -= 1

@@ -9,7 +9,7 @@ import torch
 from ...kernels import plain
 from ..parameters._local_tensors import local, own_parts
 from ..parameters._outside_writes import drop_stale, follow_version, mark_stepped
-from ..parameters._parameter_plan import ParameterPlan
+from ..parameters._parameter_plan import ParameterPlan, PayloadVersion
 from ..parameters._payload_digests import PayloadDigests
 from ._spec import StepSpec
 from ._tables import Table
@@ -33,6 +33,7 @@ class Batch:
         constants: the rule's; equal ones of one group are one object.
         copies: by row, copies without gaps of a parameter's own tensors, where these have some; the step writes to
             the copies, and `finish` copies the values back.
+        recorded: the payload versions of those whose writes are tracked.
         engine: which runs the step.
         digests: of the payloads as written, if the step computed them.
         scales: of the payloads as written, on their device, if the step chose them there.
@@ -46,11 +47,14 @@ class Batch:
     steps: list[int]
     constants: list[tuple[float, ...]]
     copies: dict[int, Copies] = field(default_factory=dict)
+    recorded: list[PayloadVersion] = field(default_factory=list)
     engine: str = ""
     digests: PayloadDigests | None = None
     scales: torch.Tensor | None = None
 
     def __post_init__(self) -> None:
+        records = self.table.records
+        self.recorded = [held for record in records if (held := record.payload_version) is not None]
         for row in self.table.has_gaps:
             parts = own_parts(self.parameters[row])
             self.copies[row] = tuple(plain(part.detach()).contiguous() for part in parts)
@@ -72,13 +76,11 @@ class Batch:
 
     def drop_stale(self) -> None:
         """Reset the auxiliary tensors of parameters that were written from outside."""
-        records, parameters = self.table.records, self.parameters
-        versions = [held.version for held in [record.payload_version for record in records] if held is not None]
-        if not records or (
-            len(versions) == len(parameters) and versions == [parameter._version for parameter in parameters]
-        ):
+        recorded, parameters = self.recorded, self.parameters
+        versions = [held.version for held in recorded]
+        if len(versions) == len(parameters) and versions == [parameter._version for parameter in parameters]:
             return
-        for plan, parameter in zip(self.plans, self.parameters):
+        for plan, parameter in zip(self.plans, parameters) if recorded else ():
             held = plan.payload_version
             if held is not None and held.version != parameter._version:
                 drop_stale(plan)
@@ -94,8 +96,8 @@ class Batch:
                 part.copy_(copy)
         for entry, step in zip(self.table.entries, self.steps):
             entry["step"] = step
-        if self.table.records:
-            mark_stepped(self.plans, stepped, self.digests, self.scales)
+        if self.recorded:
+            mark_stepped(self.plans, self.recorded, stepped, self.digests, self.scales)
 
     def follow_versions(self) -> None:
         """Record the versions again, once all batches are written: parameters cut from one tensor share a counter."""

@@ -137,8 +137,10 @@ class Roster:
             for number, first, last in seats.runs:
                 rule, _, interval, _ = self.settings[number]
                 own = steps[first:last]
-                begun = [entry.get(BEGUN, 0) for entry in table.entries[first:last]]
-                ages = [step - before for step, before in zip(own, begun)] if any(begun) else own
+                entries = table.entries[first:last]
+                ages = own
+                if True in [BEGUN in entry for entry in entries]:
+                    ages = [step - entry.get(BEGUN, 0) for step, entry in zip(own, entries)]
                 made = {age: tuple(rule.values(groups[number], age)) for age in {*ages}}
                 constants += [*made.values()] * len(ages) if len(made) == 1 else [made[age] for age in ages]
                 metered |= {bool(interval) and step % interval == 0 for step in {*own}}
