@@ -28,9 +28,9 @@ SHOWN = 40  # lines of one part that failed, or were not reached
 GRACE = 0.85  # the share of a part's seconds after which it begins nothing more
 TEXT = """What only a GPU can show: the tests marked `cuda`; bits of optimizer steps and of `quantize` beside the \
 reference on the CPU; AdamW steps and `quantize` beside torch's own; the memory of a training step; \
-synchronisations of the device; scaled tensors, gradient scaling and MCTensors beside plain tensors; short \
-trainings. Each part runs in processes of its own, with a limit of time, and its findings are kept as they come: a \
-crash costs the rows that it hits."""
+synchronisations of the device; averages and exact sums; scaled tensors, gradient scaling and MCTensors beside plain \
+tensors; short trainings. Each part runs in processes of its own, with a limit of time, and its findings are kept as \
+they come: a crash costs the rows that it hits."""
 COLUMNS = {
     "part": "", "outcome": "", "s": ".0f", "rows": ",d", "failed": ",d", "not reached": ",d", "device": "",
     "torch": "", "triton": "", "what failed first": "", "met": "",
@@ -55,6 +55,7 @@ STAGES: tuple[tuple[Part, ...], ...] = (
     (Part("products", 30),),
     (Part("memory", 85), Part("synchronisations", 85), Part("training", 85, 6)),
     (Part("mctensor", 40),),
+    (Part("averages", 30),),
     (Part("scaler", 130),),
     (Part("scaled", 240),),
 )

@@ -9,6 +9,7 @@ from . import _gpt
 from ._engines import engine_note, engine_of, no_silent_fallback
 from ._run import Run
 from .adamw import parameters
+from .averages import averages_of
 
 SHAPES = [(512, 256), (256, 512), (512,), (33, 5), (7,)]
 TINY_SHAPES = [(32, 16), (33,)]
@@ -99,6 +100,35 @@ def optimizers(run: Run) -> dict[str, Callable[[], object]]:
     return rows
 
 
+def operations(run: Run) -> dict[str, Callable[[], object]]:
+    """Name -> a maker of a call that torch's own counterpart waits for nothing in."""
+    import torch
+
+    import halfulp as hu
+
+    shapes = TINY_SHAPES if run.tiny else SHAPES
+
+    def summed(kind):
+        def make():
+            x = torch.randn((2, 3) if run.tiny else (300, 40), device=run.device)
+            if kind is None:
+                return lambda: (hu.exact_sum(x), hu.exact_sum(x, 0), hu.exact_dot(x, x, 1))
+            components = hu.MCTensor.encode(x, components=2, dtype=kind)
+            return lambda: (components.sum(), components.mean(0), components + components)
+
+        return make
+
+    rows = {
+        "EMA": lambda: averages_of(run, shapes, None).update,
+        "EMA of weights that kahan keeps": lambda: averages_of(run, shapes, "kahan").update,
+        "exact sums": summed(None),
+        "MCTensor: sums of two bfloat16": summed(torch.bfloat16),
+        "MCTensor: sums of two float16": summed(torch.float16),
+        "MCTensor: sums of two float64": summed(torch.float64),
+    }
+    return {name: rows[name] for name in list(rows)[:3]} if run.tiny else rows
+
+
 def trainings(run: Run) -> dict[str, tuple[Callable[[], object], str]]:
     """Name -> a maker of a training step, and the name of the one by torch alone that it stands beside."""
     import torch
@@ -166,7 +196,7 @@ def _small(run: Run):
 
 
 def measure(run: Run) -> None:
-    """Optimizers by themselves, then steps of trainings beside torch's."""
+    """Optimizers and operations by themselves, then steps of trainings beside torch's."""
     how = "torch's debug mode of synchronisations" if run.on_gpu else "numbers read of tensors, on a CPU"
     note = f"Mean of {STEPS} steps after three, by {how}. The metered step reads its counts; by default one in 50 is. "
     table = run.table("Device synchronisations per step", COLUMNS, note + engine_note(run))
@@ -174,6 +204,8 @@ def measure(run: Run) -> None:
     for name, make in optimizers(run).items():
         peer = "" if name.startswith("torch") else "torch AdamW, fused"
         _attempt(run, table, name, make, peer, own)
+    for name, make in operations(run).items():
+        _attempt(run, table, name, make, "torch AdamW, fused", own)
     for name, (make, peer) in trainings(run).items():
         _attempt(run, table, name, make, peer, own)
 

@@ -13,7 +13,7 @@ from .._messages import differences, listed
 from ..formats import Format
 from ..mctensor import MCTensor
 from ..subclass.models._module_parameters import check_module
-from ._float32_weights import MOST_ELEMENTS, read_weights, runs_of
+from ._float32_weights import MOST_ELEMENTS, MOST_ON_DEVICE, read_weights, runs_of
 from ._group_options import check_number
 from ._inner_optimizer import own_optimizer
 from ._lost_updates import LostUpdateReport
@@ -211,7 +211,8 @@ class EMA:
         if shown:
             yield shown
         names = {id(plan): name for name, plan in held.items()}
-        for plans in runs_of(held.values(), MOST_ELEMENTS):
+        on_cpu = all(plan.parts[0].device.type == "cpu" for plan in held.values())
+        for plans in runs_of(held.values(), MOST_ELEMENTS if on_cpu else MOST_ON_DEVICE):
             values = read_weights(plans)
             yield {names[id(plan)]: placed_like(value, plan.parameter) for plan, value in zip(plans, values)}
 

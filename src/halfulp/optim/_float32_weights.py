@@ -12,6 +12,8 @@ import torch
 from ..kernels import IndexMap, Trace, address, check_bits, chunks, run_chunks, select_engine, undisturbed
 from ..kernels._device_function import Recording, bound
 from ..kernels.scalar._operations import store32, word
+from ..kernels.triton._launch import ready
+from ..kernels.triton._table_kernel import TableKernel
 from ..kernels.vector._machine_function import address_of
 from ..kernels.vector._table_loop import Table, compile_table
 from .parameters._outside_writes import current_auxiliary_tensors
@@ -20,6 +22,7 @@ from .states._storage import Store
 from .weight_updates._weight_update import WeightUpdate
 
 MOST_ELEMENTS = 1 << 21
+MOST_ON_DEVICE = 1 << 28  # where a launch costs more than its memory, for which the processor's caches are nothing
 ALIGNMENT = 16
 
 
@@ -91,18 +94,29 @@ def buffer_for(runs: Iterable[Sequence[ParameterPlan]]) -> Float32Buffer:
 
 
 def _read(update: WeightUpdate, store: Store, parts: list[list[torch.Tensor]], out: list[torch.Tensor]) -> None:
-    if select_engine(parts[0][0].device.type) == "llvm":
+    engine = select_engine(parts[0][0].device.type)
+    if engine == "llvm":
         _run(checked_read_kernel(update, store), parts, out)
         return
+    if engine == "triton" and len({part.device for own in parts for part in own}) == 1:
+        kernel = _read_kernel_on(update, store, out[0].device)
+        if kernel is not None:
+            kernel(*_tables(parts, out), out[0].device)
+            return
     for own, new in zip(parts, out):
         new.copy_(update.read(store, own))
 
 
 def _run(kernel: Callable, parts: list[list[torch.Tensor]], out: list[torch.Tensor]) -> list[torch.Tensor]:
-    rows = [[*map(address, own), *[0] * (4 - len(own)), address(new)] for own, new in zip(parts, out)]
-    table, pointers = _table(tuple(new.numel() for new in out)), np.array(rows, np.int64)
+    table, pointers = _tables(parts, out)
     run_chunks(kernel, table[:, 2], address_of(table), address_of(pointers), *[0] * 5)
     return out
+
+
+def _tables(parts: list[list[torch.Tensor]], out: list[torch.Tensor]) -> tuple[np.ndarray, np.ndarray]:
+    """Return the chunks and the pointers."""
+    rows = [[*map(address, own), *[0] * (4 - len(own)), address(new)] for own, new in zip(parts, out)]
+    return _table(tuple(new.numel() for new in out)), np.array(rows, np.int64)
 
 
 @functools.lru_cache(256)
@@ -125,11 +139,40 @@ def checked_read_kernel(update: WeightUpdate, store: Store) -> Callable:
     """The kernel of one weight update and store, compared with its reference before its first use in a process."""
     name = f"read_{update.name}_{store.name}".replace("-", "_")
     kernel = compile_table(name, Table(_recorded(update, store), 5))
+    parts = _fixed_parts(update, store)
+    out = torch.empty(64, dtype=torch.float32, device="cpu")
+    check_bits(name, lambda: _run(kernel, [parts], [out]), lambda: [update.read(store, parts)])
+    return kernel
+
+
+def _read_kernel_on(update: WeightUpdate, store: Store, device: torch.device) -> TableKernel | None:
+    """The same on an accelerator; None, counted, where there is none."""
+
+    def run(kernel: TableKernel, device: torch.device) -> list[torch.Tensor]:
+        parts = [part.to(device) for part in _fixed_parts(update, store)]
+        out = [torch.empty(count, dtype=torch.float32, device=device) for count in (64, 61)]
+        kernel(*_tables([parts, parts], out), device)
+        return [made.cpu() for made in out]
+
+    def reference() -> list[torch.Tensor]:
+        wanted = update.read(store, _fixed_parts(update, store))
+        return [wanted, wanted[:61]]
+
+    kernel: TableKernel | None = ready(
+        ("read", update, store),
+        f"read {update.name} {store.name}",
+        device,
+        lambda: TableKernel(Table(_recorded(update, store), 5)),
+        run,
+        reference,
+    )
+    return kernel
+
+
+def _fixed_parts(update: WeightUpdate, store: Store) -> list[torch.Tensor]:
     ramp = torch.linspace(-1, 1, 64, dtype=torch.float32, device="cpu")
     dtypes = (store.dtype, *(dtype for _, dtype in update.auxiliary_tensors(store)))
     parts = [torch.zeros(64, dtype=dtype, device="cpu") for dtype in dtypes]
     update.fill(store, parts, ramp * ramp * ramp)
     parts[0][11], parts[0][12:14], parts[0][14] = torch.inf, 0.0, parts[0][30]  # as somebody else may have written them
-    out = torch.empty(64, dtype=torch.float32, device="cpu")
-    check_bits(name, lambda: _run(kernel, [parts], [out]), lambda: [update.read(store, parts)])
-    return kernel
+    return parts

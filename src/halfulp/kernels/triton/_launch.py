@@ -7,6 +7,7 @@ from collections.abc import Callable, Hashable
 from contextlib import AbstractContextManager
 from typing import Any
 
+import numpy as np
 import torch
 
 from .._canary import check_bits
@@ -21,6 +22,12 @@ def on_device(device: torch.device) -> AbstractContextManager[Any]:
     if device.type != "cuda" or device.index == torch.cuda.current_device():
         return contextlib.nullcontext()
     return torch.cuda.device(device)
+
+
+def to_device(array: np.ndarray, device: torch.device) -> torch.Tensor:
+    """Copy a table to a device without waiting for it: from pageable memory torch would synchronise the stream."""
+    table = torch.from_numpy(array)
+    return table.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else table.to(device)
 
 
 def ready(

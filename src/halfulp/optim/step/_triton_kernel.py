@@ -5,13 +5,11 @@ from __future__ import annotations
 import functools
 from dataclasses import dataclass
 
-from ...kernels import CHUNK
+from ...kernels.triton._table_kernel import PARTS, TILE, chunk_lines, line_lines
 from ...kernels.triton._writer import element_source, module_source, piece_source
 from ._kernel import record_step, table
 from ._spec import StepSpec, draws_of, pointer_count
 
-TILE = 1024
-PARTS = CHUNK // TILE
 METER = ("seen", "cancelled", "wanted", "kept")
 
 
@@ -92,34 +90,16 @@ def _kernel_text(spec: StepSpec) -> str:
     counters = [f"counter{k} = start_stream({half}, index)" for k, half in enumerate(halves)]
     call = f"element(i, b, {', '.join(_arguments(spec).values())}, lanes, aligned)"
     lines = [
-        "c = tl.program_id(0).to(tl.int64)",
-        "part = tl.program_id(1)",
-        "begin = tl.load(chunks + 4 * c + 1)",
-        "length = tl.load(chunks + 4 * c + 2)",
-        "start = tl.load(chunks + 4 * c + 3)",
-        "if aligned:",
-        "    begin = tl.multiple_of(begin, 16)",
-        "    length = tl.multiple_of(length, 16)",
-        "r = tl.load(chunks + 4 * c)",
+        *chunk_lines(),
         f"row = parameters + r * {columns.count}",
         *reads,
-        *(_rows(spec.block) if spec.block else _line()),
+        *(_rows(spec.block) if spec.block else line_lines()),
         *counters,
         *(_largest(spec, call) if spec.finds_amax else _metered(call) if spec.metered else [call]),
     ]
     body = "\n".join(f"    {line}" for line in lines)
     given = f"chunks, parameters, meter, {'scales, ' if spec.scaled else ''}aligned: tl.constexpr"
     return f"@triton.jit\ndef step({given}):\n{body}\n"
-
-
-def _line() -> list[str]:
-    return [
-        f"offsets = (part * {TILE} + tl.arange(0, {TILE})).to(tl.int64)",
-        "lanes = offsets < length",
-        "i = begin + offsets",
-        "b = i",
-        "index = start + offsets",
-    ]
 
 
 def _rows(block: int) -> list[str]:

@@ -10,11 +10,12 @@ from typing import Any
 import numpy as np
 import torch
 
-from ...kernels.triton._launch import on_device, ready
+from ...kernels.triton._launch import on_device, ready, to_device
+from ...kernels.triton._table_kernel import PARTS, TILE
 from ...kernels.triton._writer import OPTIONS, load_module
 from ._scale_trial import expected_scales, try_scales
 from ._spec import StepSpec
-from ._triton_kernel import METER, PARTS, TILE, largest_columns, scale_columns, triton_source
+from ._triton_kernel import METER, largest_columns, scale_columns, triton_source
 from ._triton_scales import LANES, scales_source
 
 VECTOR = 16
@@ -106,7 +107,7 @@ def _run_trial(spec: StepSpec, kernel: Any, device: torch.device, chunks, pointe
     own = len(spec.rule.constants)
     held = _placed(chunks, _are_aligned(pointers), device, None)
     parameters = parameter_table(spec, device, pointers, constants[:, :own], keys)
-    scales = _to_device(np.ascontiguousarray(constants[:, own:]), device) if spec.scaled else None
+    scales = to_device(np.ascontiguousarray(constants[:, own:]), device) if spec.scaled else None
     found = _run(spec, kernel, held, parameters, len(pointers), scales)
     return found.cpu().numpy().view(np.float32) if spec.finds_amax else None
 
@@ -215,7 +216,7 @@ def parameter_table(
     columns = [pointers, np.ascontiguousarray(constants).view(np.uint32).astype(np.int64), keys.view(np.int64)]
     if spec.scaled:
         columns.append(np.zeros((len(pointers), 2), np.int64) if addresses is None else addresses)
-    return _to_device(np.concatenate(columns, 1), device)
+    return to_device(np.concatenate(columns, 1), device)
 
 
 def _run(
@@ -255,10 +256,4 @@ def _placed(chunks: np.ndarray, rows: np.ndarray, device: torch.device, held: De
         return held
     whole = rows[chunks[:, 0]] & (chunks[:, 1:3] % VECTOR == 0).all(1)
     ordered = chunks[np.argsort(~whole, kind="stable")]
-    return DeviceChunks(rows, ordered, int(whole.sum()), _to_device(ordered, device))
-
-
-def _to_device(array: np.ndarray, device: torch.device) -> torch.Tensor:
-    """Copy a table to a device without waiting for it: from pageable memory torch would synchronise the stream."""
-    table = torch.from_numpy(array)
-    return table.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else table.to(device)
+    return DeviceChunks(rows, ordered, int(whole.sum()), to_device(ordered, device))

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from ...kernels.triton._real_operations import to_bfloat16
 from ...kernels.triton._writer import module_of
 
 if TYPE_CHECKING:
@@ -57,9 +58,7 @@ def rounded(v, kind: tl.constexpr):
     if kind == 0:
         return v
     elif kind == 1:
-        w = v.to(tl.uint32, bitcast=True)
-        words = (w + 0x7FFF + ((w >> 16) & 1)) >> 16
-        return tl.where(v == v, words, 0x7FC0).to(tl.uint16).to(tl.bfloat16, bitcast=True)
+        return to_bfloat16(v)
     elif kind == 2:
         return held(v, 65504.0).to(tl.float16)
     elif kind == 3:
@@ -274,7 +273,8 @@ def level(parts, out, programs, limit, of_zeros, block: tl.constexpr):
 
 def module_text() -> str:
     """Return the source of a Triton module with all of the kernels."""
-    functions: list[Callable[..., object]] = [read, widened, held, rounded, sign_bit, repeated, scale_in, within]
+    functions: list[Callable[..., object]] = [read, widened, held, to_bfloat16, rounded, sign_bit, repeated]
+    functions += [scale_in, within]
     functions += [at_least_smallest, factors_of, product_of, affine_scales, finish, add, affine, affine_factors]
     functions += [measure, power_at, level]
     return module_of(functions, {}, {})
