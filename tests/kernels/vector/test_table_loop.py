@@ -227,7 +227,7 @@ def test_choices_by_what_a_number_is(narrow, cache, seed):
     special = np.array(SPECIAL, np.uint32)
     x = np.concatenate([special, special | np.uint32(1 << 31), words(100, rng)])
     kept = np.concatenate([x[10:], x[:10]])
-    out = [np.zeros_like(x) for _ in range(6)]
+    out = [np.zeros_like(x) for _ in range(7)]
 
     def function(trace, i, block, a, k, byte, *results):
         if narrow:
@@ -242,13 +242,14 @@ def test_choices_by_what_a_number_is(narrow, cache, seed):
             word(select((value == ZERO) & still, NEGATIVE_ZERO, real(held))),
             word(select(value == ZERO, ZERO, real(held))),
             select(value == ZERO, held, NOTHING),
+            word(select(gap == ZERO, value, real(held))),
             word(-(factor * select(gap == ZERO, value, NEGATIVE_ZERO))),
         ]
         for result, written in zip(results, found):
             SCALARS["store32"](result, i, written)
 
     arrays = [x, kept, np.zeros(len(x), np.uint8), *out]
-    run(recorded(function, 9, constants=1), arrays, constants=np.array([[0.75]], np.float32))
+    run(recorded(function, 10, constants=1), arrays, constants=np.array([[0.75]], np.float32))
     real_x = x.view(np.float32)
     finite, zero = np.isfinite(real_x), real_x == 0
     with np.errstate(all="ignore"):
@@ -260,6 +261,7 @@ def test_choices_by_what_a_number_is(narrow, cache, seed):
         np.where(zero, negative_zero, kept),
         np.where(zero, 0, kept),
         np.where(zero, kept, 0),
+        np.where(finite, x, kept),
         product.view(np.uint32),
     ]
     for number, (found, value) in enumerate(zip(out, wanted, strict=True)):
