@@ -40,6 +40,7 @@ class Trace:
         kinds: of each one's result.
         stores: what is written at the end: (address, bits, whether once per block) -> instruction.
         sums: what is added up, or whose largest is found, over all elements: (how, instruction) in order.
+        rare: masks that hold for few elements, if any, so that a loop may ask first whether one does.
     """
 
     def __init__(self, dtype: torch.dtype) -> None:
@@ -50,6 +51,7 @@ class Trace:
         self.functions: list[Piece] = []
         self.stores: dict[tuple[int, int, bool], int] = {}
         self.sums: list[tuple[str, int]] = []
+        self.rare: set[int] = set()
         self._line_numbers: dict[tuple, int] = {}
         self._function_numbers: dict[tuple, int] = {}
 

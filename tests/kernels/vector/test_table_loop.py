@@ -216,6 +216,30 @@ def test_any_number_of_blocks_and_what_is_chosen_per_block(blocks, block, cache,
     assert (x.reshape(blocks, block) == np.where(largest % 2 == 1, largest - rows, rows)).all()
 
 
+@pytest.mark.parametrize("often", [0.0, 0.01, 1.0])
+def test_rare_masks_are_asked_first(often, cache, seed):
+    rng = np.random.default_rng(seed)
+    x = np.where(rng.random(40 * 32) < often, np.float32(2.0**70), rng.standard_normal(40 * 32)).astype(np.float32)
+    before, out = x.copy(), np.zeros_like(x)
+
+    def function(trace, i, b, values, result):
+        value = real(SCALARS["load32"](values, i))
+        large = abs(value) > np.float32(2.0**60)
+        trace.rare.add(large.number)
+        small = value * select(large, np.float32(2.0**-80), np.float32(1.0))
+        trace.gather_sum("sum", trace.emit("to_float64", (small,), None, "f64"))
+        SCALARS["store32"](values, i, word(small))
+        top = block_largest(bit_and(word(small), np.uint32(0x7FFFFFFF)))
+        SCALARS["store32"](result, i, word(select(large, real(top), value)))
+
+    sums = run(recorded(function, 2, block=32), [x, out])
+    small = np.where(np.abs(before) > 2.0**60, before * np.float32(2.0**-80), before)
+    top = np.abs(small).reshape(-1, 32).max(1).repeat(32)
+    assert (x == small).all()
+    assert (out == np.where(np.abs(before) > 2.0**60, top, before)).all()
+    assert sums[0, 0] == pytest.approx(small.astype(np.float64).sum(), rel=1e-12)
+
+
 SPECIAL = [0, 1, 0x7FFFFF, 0x800000, 0x3F800000, 0x7F7FFFFF, 0x7F800000, 0x7F800001, 0x7FC00000, 0x7FFFFFFF]
 ZERO, NEGATIVE_ZERO, NOTHING = np.float32(0.0), np.float32(-0.0), np.uint32(0)
 
@@ -227,7 +251,7 @@ def test_choices_by_what_a_number_is(narrow, cache, seed):
     special = np.array(SPECIAL, np.uint32)
     x = np.concatenate([special, special | np.uint32(1 << 31), words(100, rng)])
     kept = np.concatenate([x[10:], x[:10]])
-    out = [np.zeros_like(x) for _ in range(6)]
+    out = [np.zeros_like(x) for _ in range(7)]
 
     def function(trace, i, block, a, k, byte, *results):
         if narrow:
@@ -242,13 +266,14 @@ def test_choices_by_what_a_number_is(narrow, cache, seed):
             word(select((value == ZERO) & still, NEGATIVE_ZERO, real(held))),
             word(select(value == ZERO, ZERO, real(held))),
             select(value == ZERO, held, NOTHING),
+            word(select(gap == ZERO, value, real(held))),
             word(-(factor * select(gap == ZERO, value, NEGATIVE_ZERO))),
         ]
         for result, written in zip(results, found):
             SCALARS["store32"](result, i, written)
 
     arrays = [x, kept, np.zeros(len(x), np.uint8), *out]
-    run(recorded(function, 9, constants=1), arrays, constants=np.array([[0.75]], np.float32))
+    run(recorded(function, 10, constants=1), arrays, constants=np.array([[0.75]], np.float32))
     real_x = x.view(np.float32)
     finite, zero = np.isfinite(real_x), real_x == 0
     with np.errstate(all="ignore"):
@@ -260,6 +285,7 @@ def test_choices_by_what_a_number_is(narrow, cache, seed):
         np.where(zero, negative_zero, kept),
         np.where(zero, 0, kept),
         np.where(zero, kept, 0),
+        np.where(finite, x, kept),
         product.view(np.uint32),
     ]
     for number, (found, value) in enumerate(zip(out, wanted, strict=True)):

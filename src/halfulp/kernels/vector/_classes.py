@@ -12,8 +12,8 @@ from .._trace import Trace
 from ._processor import has_features
 
 # Four bits per class, from the lowest: quiet NaN, signaling NaN, zero, 1, -infinity, infinity, negative, positive.
-# 0 keeps the number; 7 and 8 are -0 and 0.
-_NOT_FINITE, _ZERO = 0x00110011, 0x00000100
+# 0 keeps the number, 1 takes the one that is classified; 7 and 8 are -0 and 0.
+_NOT_FINITE, _ZERO, _TAKE_FINITE = 0x00110011, 0x00000100, 0x11001100
 _RESPONSES = {(0.0).hex(): 8, (-0.0).hex(): 7}
 
 
@@ -26,7 +26,9 @@ def choice(trace: Trace, number: int) -> tuple[int, int, int] | None:
     of, classes = found
     kept, other = (x, y) if classes == _NOT_FINITE else (y, x)
     response = _response(trace, other)
-    return None if response is None else (kept, of, classes * response)
+    if response is None:
+        return (y, of, _TAKE_FINITE) if classes == _NOT_FINITE and x == of else None
+    return kept, of, classes * response
 
 
 def fits(lanes: int) -> bool:

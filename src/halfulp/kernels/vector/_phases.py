@@ -74,7 +74,7 @@ class Phases:
         return cls(
             largest=largest,
             before=everything - waits,
-            uniform=_with_operands(trace, uniform) - set(largest),
+            uniform=with_operands(trace, uniform) - set(largest),
             waiting=sorted(uniform | set(largest)),
             behind=behind,
             behind_and_free=behind | free,
@@ -139,7 +139,7 @@ def in_turns(trace: Trace) -> list[int]:
     return sorted(range(len(ready)), key=lambda k: (ready[k] - _LATENCY.get(trace.lines[k][0], 1), k))
 
 
-def _with_operands(trace: Trace, lines: Iterable[int]) -> set[int]:
+def with_operands(trace: Trace, lines: Iterable[int]) -> set[int]:
     """Return instructions and all that they are computed from, up to a block's largest words."""
     found, left = set(), list(lines)
     while left:

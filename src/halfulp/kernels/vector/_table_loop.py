@@ -15,7 +15,7 @@ from .._trace import Piece, Trace
 from ._builder import VectorBuilder, scalar_of
 from ._instructions import Instructions
 from ._machine_function import machine_function
-from ._phases import Phases, Stages, in_turns
+from ._phases import Phases, Stages, in_turns, with_operands
 from ._processor import vector_bits
 
 # Columns of a chunk: row of the pointers, first element, elements, global index of the first.
@@ -74,7 +74,7 @@ class Table:
         told = [(piece.trace.digest(), piece.results) for piece in pieces if piece]
         digest = self.digest and (self.digest.column, self.digest.size, self.digest.step)
         counts = self.columns, self.constants, self.counters, self.step, self.block, self.partial
-        return repr((self.trace.digest(), counts, digest, told))
+        return repr((self.trace.digest(), sorted(self.trace.rare), counts, digest, told))
 
 
 def compile_table(name: str, table: Table) -> Callable[..., None]:
@@ -360,20 +360,56 @@ class _TableLoop(VectorBuilder):
         carried = totals + [self.ir.Constant(self.type_of(line), None) for line in phases.largest]
         with self.loop(self.word(0), self.word(self.padded), self.width, carried) as i:
             loaded = shared | {array: self.load_both(bases[array], i, array[1]) for array in own}
-            [values] = self.computed([(loaded, b.add(start, i), None)], phases.before)
-            self.finish(values, stores, bases, i)
-            sums = carried[:kept]
-            self.sum_up(values, i, sums, size, phases.before)
-            carried[:kept] = sums
-            for line, buffer in zip(phases.crossing, buffers):
-                for half in range(2):
-                    self.keep(buffer, b.add(room, i), half, values[half][line])
-            for n, line in enumerate(phases.largest):
-                for half in range(2):
-                    word = values[half][self.trace.lines[line][1][0]]
-                    carried[kept + n] = self.taken("max", carried[kept + n], word)
+            turn = loaded, b.add(start, i)
+
+            def rest(known) -> list:
+                [values] = self.computed([(*turn, known)], phases.before)
+                self.finish(values, stores, bases, i)
+                sums = carried[:kept]
+                self.sum_up(values, i, sums, size, phases.before)
+                for line, buffer in zip(phases.crossing, buffers):
+                    for half in range(2):
+                        self.keep(buffer, b.add(room, i), half, values[half][line])
+                largest = list(carried[kept:])
+                for n, line in enumerate(phases.largest):
+                    for half in range(2):
+                        word = values[half][self.trace.lines[line][1][0]]
+                        largest[n] = self.taken("max", largest[n], word)
+                return sums + largest
+
+            carried[:] = self.without_rare(turn, rest)
         totals[:] = carried[:kept]
         return [self.most(vector) for vector in carried[kept:]]
+
+    def without_rare(self, turn: tuple, rest: Callable) -> list:
+        """Write the rest of two vectors' instructions twice: as they are, and for vectors where rare masks are false.
+
+        `rest` writes them, given what is known of each vector, and returns the values that the loop carries on.
+        """
+        b, rare = self.b, sorted(self.trace.rare & self.phases.before)
+        if not rare:
+            return rest(None)
+        needed = with_operands(self.trace, rare)
+        [values] = self.computed([(*turn, None)], needed)
+        bits = self.ir.IntType(self.lanes)
+        masks = [b.bitcast(half[k], bits) for half in values for k in rare]
+        found = masks[0]
+        for mask in masks[1:]:
+            found = b.or_(found, mask)
+        known = [{k: half[k] for k in needed} for half in values]
+        never = {k: self.ir.Constant(values[0][k].type, None) for k in rare}
+        ways = []
+        with b.if_else(b.icmp_unsigned("!=", found, self.ir.Constant(bits, 0)), likely=False) as cases:
+            for case, masked in zip(cases, ({}, never)):
+                with case:
+                    ways.append((rest([half | masked for half in known]), b.block))
+        merged = []
+        for pair in zip(*[results for results, _ in ways]):
+            phi = b.phi(pair[0].type)
+            for value, (_, block) in zip(pair, ways):
+                phi.add_incoming(value, block)
+            merged.append(phi)
+        return merged
 
     def of_largest(self) -> None:
         """Compute what needs largest words and constants alone, for all blocks at once."""

@@ -130,6 +130,7 @@ class _Step:
         for codec, slot, root in zip(self.spec.codecs, self.spec.rule.states, roots):
             if slot.degree == 2:
                 large = large | (root > (HUGE if isinstance(codec, Int8Blocks) else HUGE_SQUARED))
+        self.trace.rare.add(large.number)
         self.shrink, self.grow = select(large, SHRINK, ONE), select(large, GROW, ONE)
 
     def value(self, k: int, root: Any) -> Any:
