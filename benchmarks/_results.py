@@ -55,7 +55,7 @@ class Result:
 
 def machine() -> dict[str, str]:
     """Processor and versions, which every table is read with."""
-    import numba
+    import llvmlite
     import torch
 
     from halfulp.environment import processor_line
@@ -67,7 +67,7 @@ def machine() -> dict[str, str]:
         "processor": processor_line(),
         "python": platform.python_version(),
         "torch": torch.__version__,
-        "numba": numba.__version__,
+        "llvmlite": llvmlite.__version__,
         "commit": commit.stdout.strip() or "unknown",
     }
 

@@ -24,7 +24,7 @@ PEERS = (_workload.PEER, "optimi kahan, foreach", "optimi kahan, loop", "torchao
 BAR_BYTES = {"halfulp stochastic": 8, "halfulp split": 10, "halfulp kahan": 10, "halfulp split8, 8-bit states": 7.2}
 TEXT = """Beside the arithmetic of a step: what one more small tensor costs (the slope between 60 and 560 tensors of \
 64 elements, and the same for DTensor parameters on a mesh of one), how long the very first step takes in a fresh \
-process (Numba's import and, with an empty cache, every compilation included; making the optimizer is timed apart, \
+process (llvmlite's import and, with an empty cache, every compilation included; making the optimizer is timed apart, \
 as torch.optim's base class then imports torch's compiler), and the memory that training state takes: counted by \
 `opt.bytes_per_parameter()` (weights, companions, states, gradients) and measured as the peak of the process's \
 resident memory over three steps, above what it was before the parameters were made."""

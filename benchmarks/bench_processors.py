@@ -1,6 +1,6 @@
 """The tests on a processor that has less than this one: `python -m benchmarks.bench_processors [test ...]`.
 
-Numba, ATen, oneDNN and MKL are told to leave out vector instructions that this processor has. What is promised on every
+LLVM, ATen, oneDNN and MKL are told to leave out vector instructions that this processor has. What is promised on every
 machine must hold under each setting.
 """
 
@@ -18,14 +18,14 @@ NO_AVX512 = "-avx512f,-avx512bw,-avx512cd,-avx512dq,-avx512vl,-avx512vnni,-avx51
 SETTINGS = {
     "as it is": {},
     "no AVX-512": {
-        "NUMBA_CPU_NAME": "x86-64-v3",
-        "NUMBA_CPU_FEATURES": f"+avx2,+fma,{NO_AVX512}",
+        "HALFULP_CPU_NAME": "x86-64-v3",
+        "HALFULP_CPU_FEATURES": f"+avx2,+fma,{NO_AVX512}",
         "ATEN_CPU_CAPABILITY": "avx2",
         "ONEDNN_MAX_CPU_ISA": "AVX2",
         "MKL_ENABLE_INSTRUCTIONS": "AVX2",
     },
     "no AVX": {
-        "NUMBA_CPU_NAME": "generic",
+        "HALFULP_CPU_NAME": "generic",
         "ATEN_CPU_CAPABILITY": "default",
         "ONEDNN_MAX_CPU_ISA": "SSE41",
         "MKL_ENABLE_INSTRUCTIONS": "SSE4_2",

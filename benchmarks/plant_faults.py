@@ -394,7 +394,7 @@ def main() -> None:
 
 def plant(chosen: list[tuple[Fault, dict]], arguments: argparse.Namespace) -> None:
     """Runs what is not known yet."""
-    for module in ("torch", "numba", "numpy", "pytest", "_pytest.doctest", "ml_dtypes", "mpmath"):
+    for module in ("torch", "llvmlite", "numpy", "pytest", "_pytest.doctest", "ml_dtypes", "mpmath"):
         __import__(module)
     known, facts = reasons(), machine()
     for fault, row in chosen:

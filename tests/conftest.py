@@ -538,7 +538,13 @@ def forked_workers(monkeypatch: pytest.MonkeyPatch) -> None:
         from halfulp.trials.running import _pool
 
         context = multiprocessing.get_context("forkserver")
-        modules = ["torch._dynamo", "numba", "halfulp.trials.running._trial", "halfulp.trials.tasks", "halfulp.optim"]
+        modules = [
+            "torch._dynamo",
+            "llvmlite.binding",
+            "halfulp.trials.running._trial",
+            "halfulp.trials.tasks",
+            "halfulp.optim",
+        ]
         context.set_forkserver_preload(modules)
         monkeypatch.setattr(_pool, "multiprocessing", types.SimpleNamespace(get_context=lambda method: context))
 

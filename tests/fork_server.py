@@ -31,34 +31,24 @@ def prepare() -> None:
     gc.disable()
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        import numba
+        import llvmlite.binding
         import torch._dynamo
         import torch.distributed.checkpoint.state_dict
         import torch.distributed.fsdp
 
         import halfulp
+        import halfulp.kernels.vector._machine_function
 
-        # A second of every process's first kernel, the same for all.
-        import halfulp.kernels.scalar._instructions
-        import halfulp.kernels.scalar._pipeline
-
-        numba.core.registry.cpu_target.typing_context.refresh()
-        numba.core.registry.cpu_target.target_context.refresh()
-        numba.njit("void(float32[::1], int64)", nogil=True)(doubled)
         # A child's end would remove the folder that older versions of torch make for all their processes.
         instantiator = sys.modules.get("torch.distributed.nn.jit.instantiator")
         if hasattr(instantiator, "_TEMP_DIR"):
             instantiator._TEMP_DIR._finalizer.detach()
         assert halfulp.optim.AdamW
+        assert llvmlite.binding
+        assert halfulp.kernels.vector._machine_function
         assert torch.get_num_threads() == 1, "threads do not live on in a forked process"
     gc.freeze()
     gc.enable()
-
-
-def doubled(values, count):
-    for i in range(count):
-        if values[i] > 0:
-            values[i] = values[i] * 2
 
 
 def wait_for_script() -> dict | None:
@@ -85,8 +75,6 @@ def run(request: dict) -> None:
         os.close(opened)
     os.environ.clear()
     os.environ.update(request["environment"])
-    if "numba" in sys.modules:
-        sys.modules["numba"].config.reload_config()  # which reads the environment
     os.chdir(request["directory"])
     sys.argv = ["-c", *request["arguments"]]
     main = sys.modules["__main__"] = types.ModuleType("__main__")

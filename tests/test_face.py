@@ -143,7 +143,7 @@ def test_names_without_tensors_need_no_torch():
         assert hu.Recipe is hu.recipes.Recipe and hu.Format is hu.formats.Format
         assert hu.recipes.get("bf16-kahan") and hu.trials.tasks.names() and halfulp.trials.DEFAULT_RECIPES
         assert dir(hu) and hu.__version__
-        heavy = {"torch", "numpy", "numba", "matplotlib", "typer"} & set(sys.modules)
+        heavy = {"torch", "numpy", "llvmlite", "matplotlib", "typer"} & set(sys.modules)
         assert not heavy, heavy
     """)
 

@@ -142,7 +142,7 @@ import halfulp
 for name in halfulp.__all__:
     getattr(halfulp, name)
 new = set(sys.modules) - before
-heavy = [name for name in ("numba", "llvmlite", "triton", "pandas", "sklearn", "matplotlib", "typer", "rich", "jinja2",
+heavy = [name for name in ("llvmlite", "triton", "pandas", "sklearn", "matplotlib", "typer", "rich", "jinja2",
                            "transformers", "pyarrow", "torch._inductor", "torch._dynamo.convert_frame") if name in new]
 assert not heavy, heavy
 assert not torch.cuda.is_initialized()

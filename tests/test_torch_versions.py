@@ -62,7 +62,7 @@ def test_one_file_asks_which_torch_is_there():
         ("hasattr(x, 'torch')", False),
         ("if torch.__version__ >= '2.7': pass", True),
         ("try:\n    from torch.x import y\nexcept ImportError: pass", True),
-        ("try:\n    import numba\nexcept ImportError: pass", False),
+        ("try:\n    import llvmlite\nexcept ImportError: pass", False),
     ],
 )
 def test_what_asks_is_found(code, asks):

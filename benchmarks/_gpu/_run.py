@@ -20,7 +20,7 @@ from pathlib import Path
 
 from .._results import Table
 
-PACKAGES = ("torch", "triton", "numpy", "numba", "safetensors", "lazy_loader", "filelock", "pytest", "hypothesis")
+PACKAGES = ("torch", "triton", "numpy", "llvmlite", "safetensors", "lazy_loader", "filelock", "pytest", "hypothesis")
 
 
 class Unavailable(Exception):

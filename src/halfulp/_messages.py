@@ -1,10 +1,13 @@
-"""Words of error messages: a class with its article, lists of names, missing and unknown names."""
+"""Words of error messages: a class with its article, lists of names, missing and unknown ones; where warnings point."""
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterable
 
 _MOST = 5
+# Packages whose lines no user wrote.
+_INNER = {"halfulp", "torch", "contextlib"}
 # Ends the message of whatever a platform, a device, a version or a missing package is to blame for.
 ENVIRONMENT = "`halfulp env` prints what there is, and what a report needs"
 
@@ -42,3 +45,16 @@ def differences(missing: Iterable[object], unknown: Iterable[object]) -> str:
     """
     lacks = [f"lacks {listed(missing)}"] if missing else []
     return " and ".join(lacks + ([f"has the unknown {listed(unknown)}"] if unknown else []))
+
+
+def find_users_level() -> int:
+    """Return the `stacklevel` by which warnings.warn, called in the same line, points at the user's line.
+
+    That is the innermost one outside this package and torch, whose hooks and decorators stand between.
+    """
+    frame, level = sys._getframe(1), 1
+    while frame.f_back is not None and frame.f_globals.get("__name__", "").partition(".")[0] in _INNER:
+        frame = frame.f_back
+        # warnings.warn does not count the frames of an import that goes on.
+        level += "importlib" not in frame.f_code.co_filename or "_bootstrap" not in frame.f_code.co_filename
+    return level

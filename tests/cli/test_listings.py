@@ -13,7 +13,7 @@ from halfulp.trials import tasks
 
 NAMES = {"formats": formats.names, "recipes": recipes.names, "tasks": tasks.names}
 # The modules that make a command slow to start.
-SLOW = ("torch", "matplotlib", "numba", "scipy")
+SLOW = ("torch", "matplotlib", "llvmlite", "scipy")
 
 
 def printed(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:

@@ -22,7 +22,7 @@ def test_every_part_is_there_and_plain() -> None:
     assert found["versions"]["halfulp"] == halfulp.__version__
     assert found["versions"]["torch"].split("+")[0] == torch.__version__.split("+")[0]
     assert found["torch"]["threads"] == torch.get_num_threads()
-    assert found["engines"]["cpu"].startswith("numba")
+    assert found["engines"]["cpu"].startswith("llvm")
     assert not [part for part in found.values() if isinstance(part, dict) and "error" in part]
 
 
@@ -125,8 +125,8 @@ SAYS = [
     (X86, ("AVX-512", "AVX512_BF16"), "AVX512", {"bfloat16": "no instructions"}, {}, "although the processor has"),
     (ARM, ("NEON", "BF16"), "DEFAULT", {"bfloat16": "no instructions"}, {}, "although the processor has BF16"),
     (X86, (), "AVX2", {}, {}, "are not known"),
-    (X86, ("AVX2",), "AVX2", {}, {"NUMBA_CPU_FEATURES": "+avx2,+avx512f"}, "asks for AVX-512"),
-    (X86, ("AVX2",), "AVX2", {"bfloat16": "no instructions"}, {"NUMBA_CPU_FEATURES": "+avx2,-avx512f"}, None),
+    (X86, ("AVX2",), "AVX2", {}, {"HALFULP_CPU_FEATURES": "+avx2,+avx512f"}, "asks for AVX-512"),
+    (X86, ("AVX2",), "AVX2", {"bfloat16": "no instructions"}, {"HALFULP_CPU_FEATURES": "+avx2,-avx512f"}, None),
     (ARM, ("NEON",), "DEFAULT", {"bfloat16": "no instructions"}, {}, None),
     (X86, ("AVX2",), "AVX2", {"error": "ModuleNotFoundError: No module named 'torch'"}, {}, None),
     (X86, ("AVX-512", "AVX512_BF16"), "AVX512", {"bfloat16": "native"}, {}, None),
@@ -137,7 +137,7 @@ SAYS = [
 def test_a_processor_of_which_torch_says_something_else_is_named(
     machine, has, capability, products, variables, doubt, monkeypatch
 ) -> None:
-    for name in ("ATEN_CPU_CAPABILITY", "ONEDNN_MAX_CPU_ISA", "DNNL_MAX_CPU_ISA", "NUMBA_CPU_FEATURES"):
+    for name in ("ATEN_CPU_CAPABILITY", "ONEDNN_MAX_CPU_ISA", "DNNL_MAX_CPU_ISA", "HALFULP_CPU_FEATURES"):
         monkeypatch.delenv(name, raising=False)
     for name, value in variables.items():
         monkeypatch.setenv(name, value)

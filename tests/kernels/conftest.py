@@ -29,7 +29,7 @@ def python(tmp_path: Path, in_bare_process: Callable[..., str]) -> Callable[...,
 
 @pytest.fixture
 def forked_python(tmp_path: Path, in_process: Callable[..., str]) -> Callable[..., str]:
-    """The same in a process that has imported numba and torch, but compiled nothing; no two in a row hash alike."""
+    """The same in a process that has imported llvmlite and torch, but compiled nothing; no two in a row hash alike."""
     turns = itertools.count()
 
     def run(*programs: str, **environment: str) -> str:

@@ -10,10 +10,9 @@ import numpy as np
 import pytest
 
 from halfulp import kernels
-from halfulp.kernels import compile_kernel, source_digest
+from halfulp.kernels import address_of, source_digest
 from halfulp.kernels._cache import cache_folder
-from halfulp.kernels.scalar._operations import add, load32, store32
-from halfulp.kernels.vector._machine_function import address_of, machine_function
+from halfulp.kernels.vector._machine_function import machine_function
 
 QUANTIZE = """
     import torch, halfulp.rounding as r
@@ -57,44 +56,26 @@ def test_a_second_process_finds_it(cache, forked_python):
 
 def test_an_edited_piece_in_another_file(cache, forked_python, tmp_path):
     """The next process picks up an edit of a file that a kernel only inlines."""
-    (tmp_path / "rule.py").write_text(
-        "from halfulp.kernels.scalar._operations import add\ndef rule(x): return add(x, x)\n"
-    )
-    (tmp_path / "loop.py").write_text(
-        "from halfulp.kernels.scalar._operations import load32, store32\n"
-        "from rule import rule\n"
-        "def loop(n, a):\n"
-        "    for i in range(n):\n"
-        "        store32(a, i, rule(load32(a, i)))\n"
-    )
+    (tmp_path / "rule.py").write_text("def rule(x): return x + x\n")
+    (tmp_path / "piece.py").write_text("from rule import rule\ndef piece(x): return [rule(x)]\n")
     program = """
-        import numpy as np
-        from halfulp.kernels import compile_kernel
-        from loop import loop
-        x = np.array([5], np.uint32)
-        compile_kernel(loop, "void(int64, int64)")(1, x.ctypes.data)
-        print(x[0])
+        import torch
+        from halfulp.kernels import compile_trace, record
+        from piece import piece
+        trace, (result,) = record(piece, torch.float64, 1)
+        kernel = compile_trace("edited", trace, [result.number], [torch.float64], [torch.float64])
+        x, y = torch.tensor([5.0], dtype=torch.float64), torch.zeros(1, dtype=torch.float64)
+        table = torch.tensor([1, 1, x.data_ptr(), 1, 1, y.data_ptr(), 1, 1])
+        kernel(0, 1, table.data_ptr())
+        print(y.item())
     """
-    assert forked_python(program) == "10\n"
-    (tmp_path / "rule.py").write_text(
-        "from halfulp.kernels.scalar._operations import mul\ndef rule(x): return mul(x, x)\n"
-    )
+    assert forked_python(program) == "10.0\n"
+    (tmp_path / "rule.py").write_text("def rule(x): return x * x\n")
     os.utime(tmp_path / "rule.py", (0, 0))
-    assert forked_python(program) == "25\n"
+    assert forked_python(program) == "25.0\n"
 
 
-def double(n, a):
-    for i in range(n):
-        store32(a, i, add(load32(a, i), load32(a, i)))
-
-
-def doubles_of_numba() -> list[int]:
-    x = np.array([5, 7], np.uint32)
-    compile_kernel(double, "void(int64, int64)")(2, x.ctypes.data)
-    return x.tolist()
-
-
-def doubles_of_instructions() -> list[int]:
+def doubles() -> list[int]:
     def write(b, count, array):
         with b.loop(b.word(0), count, 1) as i:
             place = b.pointer(array, i, b.i32)
@@ -106,11 +87,6 @@ def doubles_of_instructions() -> list[int]:
     return x.tolist()
 
 
-@pytest.fixture(params=[doubles_of_numba, doubles_of_instructions], ids=["Numba", "instructions"])
-def compiled_doubles(request):
-    return request.param
-
-
 @pytest.fixture
 def notes(monkeypatch):
     """What is reported during one test."""
@@ -119,8 +95,8 @@ def notes(monkeypatch):
 
 
 @pytest.mark.parametrize("damage", ["cut", "flipped", "empty", "foreign", "pickle"])
-def test_a_damaged_entry_is_compiled_again(cache, notes, damage, compiled_doubles):
-    assert compiled_doubles() == [10, 14]
+def test_a_damaged_entry_is_compiled_again(cache, notes, damage):
+    assert doubles() == [10, 14]
     (entry,) = cache.iterdir()
     blob = entry.read_bytes()
     payload = b"not a pickle"
@@ -132,14 +108,14 @@ def test_a_damaged_entry_is_compiled_again(cache, notes, damage, compiled_double
         "pickle": blob[:16] + hashlib.sha256(payload).digest() + payload,
     }[damage]
     entry.write_bytes(changed)
-    assert compiled_doubles() == [10, 14]
+    assert doubles() == [10, 14]
     assert "unreadable" in notes()
     written, said = entry.read_bytes(), kernels.report()
-    assert compiled_doubles() == [10, 14]
+    assert doubles() == [10, 14]
     assert (entry.read_bytes(), kernels.report()) == (written, said)
 
 
-def test_a_full_disk(cache, notes, monkeypatch, compiled_doubles):
+def test_a_full_disk(cache, notes, monkeypatch):
     """Writing stops in the middle: the kernel works, and nothing half written is left."""
     real = os.fdopen
 
@@ -153,7 +129,7 @@ def test_a_full_disk(cache, notes, monkeypatch, compiled_doubles):
 
     monkeypatch.setattr(os, "fdopen", full)
     with pytest.warns(RuntimeWarning, match=r"No space left.*HALFULP_CACHE_DIR"):
-        assert compiled_doubles() == [10, 14]
+        assert doubles() == [10, 14]
     assert "No space left" in notes()
     assert list(cache.iterdir()) == []
 
@@ -191,31 +167,29 @@ def test_import_does_no_work(python, cache):
     program = """
         import sys
         import halfulp.rounding, halfulp.kernels
-        print("numba" in sys.modules)
+        print("llvmlite" in sys.modules)
     """
     assert python(program) == "False\n"
     assert not cache.exists()
 
 
-@pytest.mark.parametrize("ingredient", ["numba", "llvmlite", "processor", "machinery", "signature"])
-def test_a_file_belongs_to_a_compiler_a_processor_and_a_signature(cache, monkeypatch, ingredient):
+@pytest.mark.parametrize("ingredient", ["llvmlite", "processor", "machinery", "key"])
+def test_a_file_belongs_to_a_compiler_a_processor_and_a_key(cache, monkeypatch, ingredient):
     """Machine code that another of them made is another file."""
     import llvmlite
-    import numba
 
     from halfulp.kernels import _cache
 
-    before = _cache.MachineCodeCache("kernel", "key of void(int64)")._entry._path()
-    key = "key of void(int32)" if ingredient == "signature" else "key of void(int64)"
+    before = _cache.CacheEntry("kernel", "a key", (llvmlite.__version__,))._path()
     changes = {
-        "numba": (numba, "__version__", "0"),
-        "llvmlite": (llvmlite, "__version__", "0"),
         "processor": (_cache, "processor", lambda: ("x86_64", "another", "")),
         "machinery": (_cache, "source_digest", lambda *folders: "edited"),
     }
     if ingredient in changes:
         monkeypatch.setattr(*changes[ingredient])
-    after = _cache.MachineCodeCache("kernel", key)._entry._path()
+    key = "another key" if ingredient == "key" else "a key"
+    compiler = "0" if ingredient == "llvmlite" else llvmlite.__version__
+    after = _cache.CacheEntry("kernel", key, (compiler,))._path()
     assert before != after
     assert before.parent == after.parent
 

@@ -9,10 +9,8 @@ import numpy as np
 import pytest
 
 from halfulp import kernels
-from halfulp.kernels import _cache, compile_kernel
-from halfulp.kernels.scalar._operations import add, load32, store32
+from halfulp.kernels import _cache, address_of, compile_code
 
-SIGNATURE = "void(int64, int64)"
 RANK = """
     import os, sys, time
     from pathlib import Path
@@ -37,14 +35,15 @@ RANK = """
 """
 
 
-def double(n, a):
-    for i in range(n):
-        store32(a, i, add(load32(a, i), load32(a, i)))
+def double(code, count, array):
+    words = code.memory(array, code.i32)
+    with code.span(0, count) as i:
+        words[i] += words[i]
 
 
 def doubles() -> list[int]:
     x = np.array([5, 7], np.uint32)
-    compile_kernel(double, SIGNATURE)(2, x.ctypes.data)
+    compile_code("double", "of this test", 2, double)(2, address_of(x))
     return x.tolist()
 
 
@@ -95,9 +94,9 @@ def test_where_files_cannot_be_locked_kernels_are_compiled(lock, notes, monkeypa
 
 
 def test_a_compilation_that_fails_ends_its_turn(cache):
-    def broken(n, a):
-        store32(a, n, absent(n))  # noqa: F821
+    def broken(code, count, array):
+        code.memory(array, code.i32)[count] = absent(count)  # noqa: F821
 
     with pytest.raises(Exception, match="absent"):
-        compile_kernel(broken, SIGNATURE)
+        compile_code("broken", "of this test", 2, broken)
     assert list(cache.iterdir()) == []

@@ -10,14 +10,14 @@ from halfulp.rounding import quantize
 
 def test_engine_block(monkeypatch):
     monkeypatch.delenv("HALFULP_ENGINE", raising=False)
-    assert select_engine("cpu") == "numba"
+    assert select_engine("cpu") == "llvm"
     assert select_engine("mps") == "reference"
     with engine("reference"):
         assert select_engine("cpu") == "reference"
-        with engine("numba"):
-            assert select_engine("cpu") == "numba"
+        with engine("llvm"):
+            assert select_engine("cpu") == "llvm"
         assert select_engine("cpu") == "reference"
-    assert select_engine("cpu") == "numba"
+    assert select_engine("cpu") == "llvm"
     with pytest.raises(ValueError, match="reference"), engine("fast"):
         pass
 
@@ -25,17 +25,25 @@ def test_engine_block(monkeypatch):
 def test_environment(monkeypatch):
     monkeypatch.setenv("HALFULP_ENGINE", "reference")
     assert select_engine("cpu") == "reference"
-    with engine("numba"):
-        assert select_engine("cpu") == "numba"
+    with engine("llvm"):
+        assert select_engine("cpu") == "llvm"
     monkeypatch.setenv("HALFULP_ENGINE", "quick")
     with pytest.raises(ValueError, match="HALFULP_ENGINE='quick'"):
         quantize(torch.ones(2), "bf16")
 
 
-def test_the_reference_needs_no_numba(python, cache):
+def test_the_engines_name_of_before_is_refused_with_that_of_now(monkeypatch):
+    with pytest.raises(ValueError, match=r"engine 'numba' is unknown.*called 'llvm' now"), engine("numba"):
+        pass
+    monkeypatch.setenv("HALFULP_ENGINE", "numba")
+    with pytest.raises(ValueError, match=r"HALFULP_ENGINE='numba' is unknown.*called 'llvm' now"):
+        quantize(torch.ones(2), "bf16")
+
+
+def test_the_reference_needs_no_llvmlite(python, cache):
     program = """
         import sys
-        sys.modules["numba"] = None
+        sys.modules["llvmlite"] = None
         import torch, halfulp.rounding as r
         from halfulp import kernels
         with kernels.engine("reference"):
@@ -45,15 +53,15 @@ def test_the_reference_needs_no_numba(python, cache):
     assert not cache.exists()
 
 
-def test_without_numba(monkeypatch):
+def test_without_llvmlite(monkeypatch):
     monkeypatch.delenv("HALFULP_ENGINE", raising=False)
     monkeypatch.setattr(kernels._engine, "_why_missing", lambda name: f"{name} is not installed (pip install {name})")
     monkeypatch.setattr(kernels._engine, "_notes", type(kernels._engine._notes)())
-    with pytest.warns(RuntimeWarning, match="numba is not installed"):
+    with pytest.warns(RuntimeWarning, match="llvmlite is not installed"):
         assert select_engine("cpu") == "reference"
     assert select_engine("cpu") == "reference"
-    assert any("numba is not installed" in line for line in report())
-    with engine("numba"), pytest.raises(ImportError, match="pip install"):
+    assert any("llvmlite is not installed" in line for line in report())
+    with engine("llvm"), pytest.raises(ImportError, match="pip install"):
         select_engine("cpu")
 
 

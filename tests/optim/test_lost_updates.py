@@ -20,7 +20,7 @@ def _model(seed):
     return torch.nn.Sequential(torch.nn.Linear(40, 30), torch.nn.Linear(30, 7)).bfloat16()
 
 
-@pytest.mark.parametrize("engine", ["reference", "numba"])
+@pytest.mark.parametrize("engine", ["reference", "llvm"])
 @pytest.mark.parametrize("update", ["nearest", "kahan", "split8"])
 def test_counts_are_a_brute_force_count(seed, engine, update):
     model = _model(seed)
@@ -53,7 +53,7 @@ def test_counts_are_a_brute_force_count(seed, engine, update):
 # Feedback needs a first moment, and only bfloat16 is the upper half of a float32 word.
 READ = [(x, "bf16", "reference") for x in narrow_updates() if not UPDATES[x].feeds_back]
 READ += [(x, "fp16", "reference") for x, _, _ in READ if x not in ("split", "split-stochastic")]
-READ += [(x, "bf16", "numba") for x in ("kahan", "split", "components-3", "components-4")]
+READ += [(x, "bf16", "llvm") for x in ("kahan", "split", "components-3", "components-4")]
 
 
 @pytest.mark.parametrize(("update", "store", "engine"), READ)

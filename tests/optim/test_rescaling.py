@@ -165,7 +165,7 @@ def test_steps_by_every_factor_from_2_to_the_minus_40_to_2_to_the_40_are_float32
 )
 def test_the_compiled_step_walks_the_same_way(seed, update, dtype):
     _, *expected = walk(update, dtype, 24, seed)
-    _, *found = walk(update, dtype, 24, seed, "numba")
+    _, *found = walk(update, dtype, 24, seed, "llvm")
     assert all(same_bits(a, b) for x, y in zip(expected, found) for a, b in zip(x, y))
 
 

@@ -1,6 +1,7 @@
 """quantize against an oracle of neighbours, torch, ml_dtypes, gfloat and the exact reference."""
 
 import dataclasses
+import warnings
 
 import gfloat
 import ml_dtypes
@@ -9,6 +10,7 @@ import pytest
 import torch
 from torch._dynamo.testing import CompileCounter
 
+import halfulp as hu
 from halfulp.formats import BlockFormat, Format, block_names, get, get_block, names
 from halfulp.kernels import same_bits
 from halfulp.rounding import Nearest, Stochastic, quantize
@@ -243,3 +245,49 @@ def test_a_traced_format_that_does_not_fit_is_named(fresh_compiler):
         compiled(torch.ones(3, dtype=torch.float16), get("bf16"))
     with pytest.raises(ValueError, match="the elements of mxfp4 saturate"):
         compiled(torch.ones(3), get_block("mxfp4"), overflow="inf")
+
+
+@pytest.mark.parametrize("name", ["e4m3fn", "mxfp8_e4m3"])
+@pytest.mark.parametrize("rounding", ["nearest", Stochastic(1)])
+@pytest.mark.parametrize("step", [1, 2])
+def test_what_is_written_is_seen_as_written(name, rounding, step):
+    """The version counter moves: autograd refuses a backward over it, where it would give the gradient of others."""
+    x = torch.randn(64 * step, requires_grad=True)
+    y = (x * 2)[::step]
+    product = (y * y).sum()
+    with torch.no_grad():
+        into = y.detach()
+        before = into._version
+        quantize(into.clone(), name, rounding, out=into)
+    assert into._version > before
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        product.backward()
+
+
+@pytest.mark.parametrize("name", ["e4m3fn", "bf16", torch.float16])
+def test_who_watches_operators_sees_every_rounding(name):
+    class Watch(torch.utils._python_dispatch.TorchDispatchMode):
+        def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+            seen.append(str(function))
+            return function(*args, **(kwargs or {}))
+
+    seen, x = [], torch.randn(5)
+    alone = quantize(x, name)
+    with Watch():
+        assert same_bits(quantize(x, name), alone)
+        quantize(x, name, out=torch.empty(5))
+    assert [one for one in seen if "quantize" in one] == ["halfulp.quantize.default", "halfulp.quantize_into.default"]
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)
+        traced = torch.jit.trace(lambda x: quantize(x, name), (x,))
+    assert "halfulp::quantize" in str(traced.graph)
+    y = torch.randn(5)
+    assert same_bits(traced(y), quantize(y, name))
+
+
+def test_no_engine_but_the_chosen_one_rounds(monkeypatch):
+    x = torch.randn(5)
+    wanted = quantize(x, "e4m3fn")
+    monkeypatch.setattr("halfulp.rounding._kernels._call", None)
+    with hu.kernels.engine("reference"):
+        assert same_bits(quantize(x, "e4m3fn"), wanted)

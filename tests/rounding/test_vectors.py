@@ -16,7 +16,7 @@ def floats(words: list[str]) -> torch.Tensor:
     return torch.tensor([int(word, 16) - ((int(word, 16) >> 63) << 64) for word in words]).view(torch.float64)
 
 
-@pytest.mark.parametrize("name", ["numba", "reference"])
+@pytest.mark.parametrize("name", ["llvm", "reference"])
 def test_rounding(name):
     assert VECTORS["version"] == 1
     with engine(name):

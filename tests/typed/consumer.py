@@ -477,4 +477,4 @@ def data_read_only(data: hu.trials.tasks.Data, batch: hu.trials.tasks.Batch) -> 
     assert_type(data.note, str)
     assert_type(data.train, hu.trials.tasks.Batch)
     assert_type(batch[0], Tensor)
-    return hu.kernels.engine("numba")
+    return hu.kernels.engine("llvm")

@@ -1,6 +1,6 @@
 """The environment that halfulp runs in: versions, processor, instructions, devices, cache; `halfulp env` prints it.
 
-Nothing here needs torch, numba or the command line's packages: what is missing or broken is said in its place.
+Nothing here needs torch, llvmlite or the command line's packages: what is missing or broken is said in its place.
 """
 
 from ._describe import describe as describe

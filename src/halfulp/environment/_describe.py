@@ -15,9 +15,9 @@ from typing import Any
 from .._torch_floor import FLOOR, is_older
 from ._processor import BFLOAT16, FLOAT16, core_count, instructions, known_instructions, processor_name
 
-_PACKAGES = ("torch", "numpy", "numba", "llvmlite", "triton", "safetensors", "typer", "rich", "jinja2")
+_PACKAGES = ("torch", "numpy", "llvmlite", "triton", "safetensors", "typer", "rich", "jinja2")
 _PREFIXES = (
-    *("HALFULP_", "ONEDNN_", "DNNL_", "ATEN_", "MKL_", "OMP_", "KMP_", "NUMBA_", "TRITON_", "PYTORCH_", "TORCH_"),
+    *("HALFULP_", "ONEDNN_", "DNNL_", "ATEN_", "MKL_", "OMP_", "KMP_", "TRITON_", "PYTORCH_", "TORCH_"),
     *("CUDA_VISIBLE", "HIP_VISIBLE", "ROCR_VISIBLE", "HSA_OVERRIDE", "ZE_AFFINITY", "XDG_CACHE_HOME"),
 )
 _X86 = ("x86_64", "amd64", "i386", "i686")
@@ -218,14 +218,14 @@ def _variables() -> dict[str, str]:
 
 
 def _doubts(found: dict[str, Any]) -> Iterator[str]:
-    """Where torch, Numba and the system disagree about the processor, or a variable is wrong or limits something."""
+    """Where torch, LLVM and the system disagree about the processor, or a variable is wrong or limits something."""
     # Only a variable of halfulp's own makes this a ValueError.
     wrong = str(found["products"].get("error", ""))
     if wrong.startswith("ValueError: "):
         yield f"products of 16-bit tensors on the processor are refused: {wrong.removeprefix('ValueError: ')}"
     has = set(instructions())
     if not has:
-        yield "the instructions of this processor are not known: torch's and Numba's own detection decides"
+        yield "the instructions of this processor are not known: torch's and LLVM's own detection decides"
         return
     is_x86 = platform.machine().lower() in _X86
     says = str(found["torch"].get("processor capability", ""))
@@ -244,7 +244,7 @@ def _doubts(found: dict[str, Any]) -> Iterator[str]:
             why = f": ONEDNN_MAX_CPU_ISA={limit}" if limit else ""
             yield f"oneDNN does not multiply {dtype}, although the processor has {', '.join(sorted(there))}{why}"
     asked = known_instructions(
-        name for name in os.environ.get("NUMBA_CPU_FEATURES", "").split(",") if name.startswith("+")
+        name for name in os.environ.get("HALFULP_CPU_FEATURES", "").split(",") if name.startswith("+")
     )
     if set(asked) - has:
-        yield f"NUMBA_CPU_FEATURES asks for {', '.join(sorted(set(asked) - has))}, which the processor lacks"
+        yield f"HALFULP_CPU_FEATURES asks for {', '.join(sorted(set(asked) - has))}, which the processor lacks"

@@ -40,13 +40,13 @@ from ._trace import (
     times_power,
     trace_is_wide,
 )
-from .scalar._compile import compile_kernel, digest
-from .scalar._machine_code import machine_code
 from .scalar._operations import divide, maximum, sign_of, sqrt
-from .scalar._processor import has_half_conversions, vector_bits
 from .tensors._writer import run_on_tensors
-from .vector._builder import VectorBuilder, lanes_of, numba_intrinsic, scalar_of
+from .vector._builder import VectorBuilder, lanes_of, scalar_of
+from .vector._code import Code, Memory, Number, Variable, choose, compile_code, gathered, larger, lesser
 from .vector._loop import LANES, compile_rows, compile_trace
+from .vector._machine_function import address_of
+from .vector._processor import has_half_conversions, vector_bits
 from .vector._reductions import ACROSS, BLOCK, ReductionSteps, compile_reduction
 
 __all__ = ["KernelMismatchError", "divide", "engine", "floor", "maximum", "report", "same_bits"]

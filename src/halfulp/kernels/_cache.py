@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from .._messages import ENVIRONMENT
 from ._engine import note, note_and_warn_once
-from .scalar._processor import processor
+from .vector._processor import processor
 
 if TYPE_CHECKING:
     import filelock
@@ -134,33 +134,6 @@ class CacheEntry:
         machine = (*self._compilers, processor(), source_digest(*_GENERATORS))
         key = hashlib.sha256(repr((self._key, machine)).encode()).hexdigest()[:32]
         return None if folder is None else folder / f"{self._name}-{key}.kernel"
-
-
-class MachineCodeCache:
-    """The entry of a kernel that Numba compiles, with the interface that a dispatcher expects of its cache."""
-
-    def __init__(self, name: str, key: str) -> None:
-        import llvmlite
-        import numba
-
-        self._entry = CacheEntry(name, key, (numba.__version__, llvmlite.__version__))
-        self.end_turn = self._entry.end_turn
-
-    def load_overload(self, signature, target):
-        """The compiled kernel for a signature; None where it is this process's turn to compile it."""
-        from numba.core.compiler import CompileResult
-
-        def rebuild(payload: bytes):
-            target.refresh()
-            return CompileResult._rebuild(target, *pickle.loads(payload))
-
-        return self._entry.read(rebuild)
-
-    def save_overload(self, signature, result) -> None:
-        """Write a compiled kernel."""
-        from numba.core.serialize import dumps
-
-        self._entry.write(dumps(result._reduce()))
 
 
 def _identity(path: Path) -> tuple[int, int] | None:

@@ -7,7 +7,7 @@ import traceback
 import types
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeGuard
 
 import torch
 
@@ -34,16 +34,26 @@ def _bound(function: Callable, names: Mapping[str, object], made: dict[Callable,
     if function not in made:
         assert isinstance(function, types.FunctionType)
         namespace = dict(function.__globals__)
-        copy = types.FunctionType(function.__code__, namespace, function.__name__, function.__defaults__)
+        cells = tuple(types.CellType() for _ in function.__code__.co_freevars)
+        copy = types.FunctionType(function.__code__, namespace, function.__name__, function.__defaults__, cells)
+        copy.__kwdefaults__ = function.__kwdefaults__
         made[function] = copy
         for name in function.__code__.co_names:
             value = names.get(name, namespace.get(name))
-            is_operation = SCALARS.get(getattr(value, "__name__", "")) is value
-            if isinstance(value, types.FunctionType) and not is_operation and value.__module__ != Trace.__module__:
+            if _is_bound_too(value):
                 namespace[name] = _bound(value, names, made)
             elif name in names:
                 namespace[name] = value
+        for name, cell, held in zip(function.__code__.co_freevars, cells, function.__closure__ or ()):
+            value = names.get(name, held.cell_contents)
+            cell.cell_contents = _bound(value, names, made) if _is_bound_too(value) else value
     return made[function]
+
+
+def _is_bound_too(value: object) -> TypeGuard[types.FunctionType]:
+    """Return whether what a name stands for is a device function, rather than an operation, a number or a recorder."""
+    is_operation = SCALARS.get(getattr(value, "__name__", "")) is value
+    return isinstance(value, types.FunctionType) and not is_operation and value.__module__ != Trace.__module__
 
 
 _PACKAGE = str(Path(__file__).resolve().parents[1])

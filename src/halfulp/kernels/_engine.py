@@ -13,10 +13,11 @@ from collections.abc import Iterator
 
 import torch
 
-from .._messages import ENVIRONMENT
-from .scalar._processor import check_features
+from .._messages import ENVIRONMENT, find_users_level
+from .vector._processor import check_features, why_unknown
 
-ENGINES = ("auto", "numba", "triton", "reference")
+ENGINES = ("auto", "llvm", "triton", "reference")
+_UNKNOWN = f"is unknown: the processor's compiled kernels are called 'llvm' now; choose one of {', '.join(ENGINES)}"
 _notes: Counter[tuple[str, str]] = Counter()
 _requested = "auto"
 _here = threading.local()
@@ -30,7 +31,7 @@ def note(kind: str, text: str) -> None:
 def note_and_warn_once(kind: str, text: str) -> None:
     """Count a fallback, and warn at its first."""
     if not _notes[kind, text]:
-        warnings.warn(text, RuntimeWarning, stacklevel=3)
+        warnings.warn(text, RuntimeWarning, stacklevel=find_users_level())
     note(kind, text)
 
 
@@ -45,7 +46,7 @@ def report() -> dict[str, int]:
 
 @contextlib.contextmanager
 def engine(name: str) -> Iterator[None]:
-    """Run kernels by one engine inside a block: "numba", "triton", "reference" (plain torch), or "auto".
+    """Run kernels by one engine inside a block: "llvm" (on the processor), "triton", "reference" (torch), or "auto".
 
     "triton" on CPU tensors needs Triton's interpreter: set TRITON_INTERPRET=1 before triton is imported.
 
@@ -57,7 +58,7 @@ def engine(name: str) -> Iterator[None]:
     """
     global _requested
     if name not in ENGINES:
-        raise ValueError(f"engine {name!r} is unknown: choose one of {', '.join(ENGINES)}")
+        raise ValueError(f"engine {name!r} {_UNKNOWN}")
     before, _requested = _requested, name
     try:
         yield
@@ -76,11 +77,11 @@ def reference_in_this_thread() -> Iterator[None]:
 
 
 def select_engine(device: str) -> str:
-    """The engine for tensors on a kind of device: "numba" or "reference", on CUDA "triton" or "reference".
+    """The engine for tensors on a kind of device: "llvm" or "reference", on CUDA "triton" or "reference".
 
     Raises:
         ValueError: HALFULP_ENGINE is no engine, "triton" was asked for on tensors that it cannot reach, or
-            NUMBA_CPU_FEATURES is malformed.
+            HALFULP_CPU_FEATURES is malformed.
         ImportError: what was asked for is not installed, or cannot be imported.
     """
     name, reason = choose_engine(device)
@@ -96,19 +97,30 @@ def choose_engine(device: str) -> tuple[str, str]:
     """
     if getattr(_here, "reference", False):
         return "reference", ""
-    wish = _requested if _requested != "auto" else os.environ.get("HALFULP_ENGINE", "auto")
+    wish = _requested if _requested != "auto" else _asked()
     if wish not in ENGINES:
-        raise ValueError(f"HALFULP_ENGINE={wish!r} is unknown: choose one of {', '.join(ENGINES)}")
+        raise ValueError(f"HALFULP_ENGINE={wish!r} {_UNKNOWN}; {ENVIRONMENT}")
     if wish == "triton" or (wish == "auto" and device == "cuda"):
         return _triton(device, wish)
     if wish == "reference" or device != "cpu":
         return "reference", ""
-    if why := _why_missing("numba"):
-        if wish == "numba":
-            raise ImportError(f"engine 'numba' was asked for, but {why}; {ENVIRONMENT}")
+    if why := _why_missing("llvmlite") or why_unknown():
+        if wish == "llvm":
+            raise ImportError(f"engine 'llvm' was asked for, but {why}; {ENVIRONMENT}")
         return "reference", f"{why}: kernels run as plain torch, slower and with the same bits"
     check_features()
-    return "numba", ""
+    return "llvm", ""
+
+
+# Every small operator asks, and os.environ raises and catches an error for a variable that is not set: 2 us.
+_variables = getattr(os.environ, "_data", None)
+_variable = getattr(os.environ, "encodekey", str)("HALFULP_ENGINE")
+
+
+def _asked() -> str:
+    """Return the environment's engine."""
+    is_set = _variables is None or _variable in _variables
+    return os.environ.get("HALFULP_ENGINE", "auto") if is_set else "auto"
 
 
 def _triton(device: str, wish: str) -> tuple[str, str]:
@@ -140,7 +152,7 @@ def _why_missing(name: str) -> str:
         if error.name == name:
             return f"{name} is not installed (pip install {name})"
         return _broken(name, error)
-    except Exception as error:  # numba refuses a newer numpy, a library does not load, a version lacks a driver
+    except Exception as error:  # a library does not load, a version lacks a driver
         return _broken(name, error)
     return ""
 

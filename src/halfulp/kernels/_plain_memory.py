@@ -53,6 +53,21 @@ def plain_address(x: Tensor) -> int:
     return x.data_ptr() if x.is_contiguous() else 0
 
 
+def is_watched() -> bool:
+    """Return whether something sees or replaces the operators that run here: a mode, a tracer, or a transform.
+
+    >>> is_watched()
+    False
+    """
+    c = torch._C
+    return bool(
+        c._len_torch_dispatch_stack()
+        or c._len_torch_function_stack()
+        or c._get_tracing_state() is not None
+        or c._functorch.peek_interpreter_stack() is not None
+    )
+
+
 def plain(x: Tensor, what: str = "a tensor") -> Tensor:
     """Return a tensor whose strided memory holds its values: x, or a copy where torch defers a sign or the zeros.
 

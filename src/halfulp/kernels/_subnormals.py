@@ -8,7 +8,6 @@ other.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
 
 import torch
 
@@ -25,17 +24,26 @@ def flushes() -> bool:
     return _LEAST_NORMAL * 0.5 == 0.0
 
 
-@contextlib.contextmanager
-def keeping_subnormals() -> Iterator[None]:
+class keeping_subnormals(contextlib.ContextDecorator):
     """A context, or a decorator of a function, in which this thread's arithmetic keeps subnormal numbers."""
-    if not flushes():
-        yield
-        return
-    torch.set_flush_denormal(False)
-    try:
-        yield
-    finally:
-        torch.set_flush_denormal(True)
+
+    def __init__(self) -> None:
+        self._flushed = False
+
+    def _recreate_cm(self) -> keeping_subnormals:
+        """Return a context of its own for each call of a decorated function."""
+        return keeping_subnormals()
+
+    def __enter__(self) -> None:
+        """Stop flushing."""
+        self._flushed = flushes()
+        if self._flushed:
+            torch.set_flush_denormal(False)
+
+    def __exit__(self, *error: object) -> None:
+        """Flush again if the thread did."""
+        if self._flushed:
+            torch.set_flush_denormal(True)
 
 
 def keep_subnormals() -> None:

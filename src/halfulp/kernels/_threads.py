@@ -1,8 +1,7 @@
 """Runs a serial kernel over many chunks, on as many threads as torch uses.
 
-The kernels release the GIL, so plain Python threads run them side by side. Compared with Numba's own parallel loops
-this compiles one kernel instead of two, survives fork (a child makes its own pool), lets several callers run at
-once, and does not depend on the threading layer.
+The kernels run without the GIL, so plain Python threads run them side by side. That compiles one kernel instead of two,
+survives fork (a child makes its own pool), lets several callers run at once, and needs no library of threads.
 """
 
 from __future__ import annotations
@@ -16,7 +15,7 @@ from concurrent.futures import Future, ThreadPoolExecutor, wait
 import numpy as np
 import torch
 
-from ._subnormals import keep_subnormals, keeping_subnormals
+from ._subnormals import flushes, keep_subnormals, keeping_subnormals
 
 SERIAL_BELOW = 65_536
 _lock = threading.Lock()
@@ -24,7 +23,6 @@ _pool: ThreadPoolExecutor | None = None
 _pool_size = 0
 
 
-@keeping_subnormals()
 def run_chunks(kernel: Callable, lengths: np.ndarray, *arguments) -> None:
     """Call kernel(first, last, *arguments) so that every chunk is covered once.
 
@@ -33,6 +31,10 @@ def run_chunks(kernel: Callable, lengths: np.ndarray, *arguments) -> None:
         lengths: int64 array of shape (chunks,), the elements of each chunk; used to split the work evenly.
         arguments: passed on.
     """
+    if flushes():
+        with keeping_subnormals():
+            run_chunks(kernel, lengths, *arguments)
+        return
     count = len(lengths)
     threads = min(torch.get_num_threads(), count)
     if threads == 1 or int(lengths.sum()) < SERIAL_BELOW:

@@ -9,11 +9,12 @@ import torch
 from torch import Tensor
 
 from ..arithmetic import PRECISION, Parts, pointwise, renormalize
+from ..arithmetic.expansions._scaled import at_hand, function_of_scaled
 from ..subclass._in_backward import COMPONENTS, FIRST, gives_plain_gradient, in_backward
 from ..subclass._quotient_formulas import in_quotient_formula
 from ._encode import integer_components, number_components, number_in_float32
 from ._mctensor import MCTensor, wrap
-from ._scale import divide_by_scale, keep_nonzero, magnitude, scale_for, to_float64
+from ._scale import divide_by_scale, magnitude, scale_for, to_float64
 from ._stand_ins import without_large_constants
 
 # float64 holds every value of so many bits that the components promise.
@@ -102,6 +103,10 @@ def parts_of(x: Any, device: torch.device) -> Parts:
     return number_components(x, device)
 
 
+def _with_scale(x: Any, device: torch.device) -> tuple[Parts, Tensor | None]:
+    return (x._parts, x._scale) if isinstance(x, MCTensor) else (parts_of(x, device), None)
+
+
 def evaluate(name: str, *operands: Any, form: ResultType | None = None) -> Tensor:
     """Run a function of `arithmetic.pointwise` on MCTensors, tensors and numbers."""
     if form is None and len(operands) == 2 and are_alike(*operands):
@@ -109,6 +114,11 @@ def evaluate(name: str, *operands: Any, form: ResultType | None = None) -> Tenso
         parts = pointwise(name, x._parts, operands[1]._parts, components=len(x._parts), dtype=x._parts[0].dtype)
         return wrap(parts, None, x._gradients)
     form = form or result_type(operands)
+    if form.scaled and not gives_plain_gradient(form.gradients, form.has_gradient):
+        given = [_with_scale(x, form.device) for x in operands]
+        if at_hand(name, given):
+            wide, sizes = function_of_scaled(name, given, float64_count(form))
+            return _scaled(wide, sizes.amax() if sizes.numel() else sizes.new_zeros(()), form, name in SUMS)
     return run_pointwise(name, operand_parts(name, operands, form.dtype, form.components, form.device), form)
 
 
@@ -144,8 +154,7 @@ def run_pointwise(name: str, operands: list[Parts], form: ResultType) -> Tensor:
         return pointwise(name, *operands, components=1, dtype=form.dtype)[0]
     if form.scaled:
         wide = pointwise(name, *operands, components=float64_count(form), dtype=torch.float64)
-        made = make_scaled(wide, form)
-        return wrap(keep_nonzero(made._parts, wide), made._scale, form.gradients) if name in SUMS else made
+        return _scaled(wide, magnitude(wide[0]), form, name in SUMS)
     return wrap(pointwise(name, *operands, components=form.components, dtype=form.dtype), None, form.gradients)
 
 
@@ -165,8 +174,12 @@ def make_result(parts: Parts, form: ResultType) -> Tensor:
 
 def make_scaled(wide: Parts, form: ResultType) -> MCTensor:
     """Make a scaled result from float64 components; the scale is measured."""
-    scale = scale_for(magnitude(wide[0]), form.dtype)
-    return wrap(divide_by_scale(wide, scale, form.components, form.dtype), scale, form.gradients)
+    return _scaled(wide, magnitude(wide[0]), form)
+
+
+def _scaled(wide: Parts, largest: Tensor, form: ResultType, keeps: bool = False) -> MCTensor:
+    scale = scale_for(largest, form.dtype)
+    return wrap(divide_by_scale(wide, scale, form.components, form.dtype, keeps), scale, form.gradients)
 
 
 def align_components(operands: Iterable[Any], form: ResultType) -> tuple[list[Parts], Tensor | None]:

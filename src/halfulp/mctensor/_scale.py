@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from ..arithmetic import Parts, merge, renormalize
+from ..arithmetic.expansions._scaled import under_scale
 
 # A payload's largest magnitude lies in [2^(top - HEADROOM - 1), 2^(top - HEADROOM)): writes in place may grow by 16.
 HEADROOM = 4
@@ -39,19 +40,19 @@ def scale_for(largest: Tensor, dtype: torch.dtype) -> Tensor:
     return (exponent.to(torch.int32) << 23).view(torch.float32)
 
 
-def divide_by_scale(wide: Parts, scale: Tensor, components: int, dtype: torch.dtype) -> Parts:
-    """Return components whose sum times the scale is the value of float64 components."""
-    return renormalize(tuple(part / scale for part in wide), components, dtype)
+def divide_by_scale(wide: Parts, scale: Tensor, components: int, dtype: torch.dtype, keeps: bool = False) -> Parts:
+    """Return components whose sum times the scale is the value of float64 components.
 
-
-def keep_nonzero(parts: Parts, wide: Parts) -> Parts:
-    """Return scaled components of which none is 0 where the value is not: what is divided by a sum stays finite."""
-    first = parts[0]
-    if type(first) is Tensor and first.device.type == "cpu" and (not first.numel() or first.abs().amin().item() > 0):
+    keeps: whether none is 0 where the value is not, so that what is divided by a sum stays finite.
+    """
+    if type(scale) is Tensor and type(wide[0]) is Tensor and not torch.compiler.is_compiling():
+        return under_scale(wide, scale, components, dtype, keeps)
+    parts = renormalize(tuple(part / scale for part in wide), components, dtype)
+    if not keeps:
         return parts
-    least = torch.finfo(parts[0].dtype).smallest_normal * torch.finfo(parts[0].dtype).eps
+    least = torch.finfo(dtype).smallest_normal * torch.finfo(dtype).eps
     vanished = (parts[0] == 0) & (wide[0] != 0)
-    held = torch.full_like(parts[0], least).copysign(wide[0].to(parts[0].dtype))
+    held = torch.full_like(parts[0], least).copysign(wide[0].to(dtype))
     return (torch.where(vanished, held, parts[0]), *parts[1:])
 
 

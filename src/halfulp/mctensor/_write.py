@@ -11,7 +11,7 @@ from torch import Tensor
 from ..arithmetic import Parts, renormalize
 from ._mctensor import MCTensor, decoded
 from ._result_type import ResultType, float64_count, parts_of
-from ._scale import HEADROOM, divide_by_scale, keep_nonzero, magnitude, scale_for
+from ._scale import HEADROOM, divide_by_scale, magnitude, scale_for
 
 # A payload whose largest magnitude has fallen by so many binades is rescaled, so that small values keep their digits.
 _ROOM_BELOW = 8
@@ -144,8 +144,7 @@ def _write_scaled(x: MCTensor, scale: Tensor, parts: Parts, is_sum: bool) -> MCT
     wide = tuple(part.double() for part in parts)
     wanted = _wanted_scale(x, scale, magnitude(wide[0]))
     _rescale(x, scale, wanted)
-    held = divide_by_scale(wide, scale, len(x._parts), x.dtype)
-    for target, part in zip(x._parts, keep_nonzero(held, wide) if is_sum else held):
+    for target, part in zip(x._parts, divide_by_scale(wide, scale, len(x._parts), x.dtype, is_sum)):
         target.copy_(part)
     return x
 

@@ -242,11 +242,21 @@ def headline(causes: Sequence[Any], of: str) -> str:
 def counted(causes: Sequence[Any], of: str) -> str:
     """Return how many causes of each severity there are, in words.
 
-    >>> counted([{"severity": "error"}, {"severity": "note"}, {"severity": "note"}], "401 steps"), counted([], "a step")
-    ('1 error and 2 notes in 401 steps', 'no findings in a step')
+    Args:
+        causes: as `plain_causes` gives them.
+        of: how much was looked at, with the word before it.
+
+    >>> counted([{"severity": "error"}, {"severity": "note"}, {"severity": "note"}], "after 401 steps")
+    '3 findings (1 error, 2 notes) after 401 steps'
+    >>> counted([{"severity": "error"}], "after 401 steps"), counted([], "in 4 tensors")
+    ('1 finding of grade error after 401 steps', 'no findings in 4 tensors')
     """
     many = {severity: sum(one["severity"] == severity for one in causes) for severity in reversed(SEVERITIES)}
-    said = [f"{number} {one}{'' if number == 1 else 's'}" for one, number in many.items() if number]
+    said = [(number, one) for one, number in many.items() if number]
     if not said:
-        return f"no findings in {of}"
-    return f"{' and '.join([', '.join(said[:-1]), said[-1]] if len(said) > 1 else said)} in {of}"
+        return f"no findings {of}"
+    total = sum(many.values())
+    findings = f"{total} finding{'' if total == 1 else 's'}"
+    if len(said) == 1:
+        return f"{findings} of grade {said[0][1]} {of}"
+    return f"{findings} ({', '.join(f'{number} {one}' + ('' if number == 1 else 's') for number, one in said)}) {of}"

@@ -91,7 +91,7 @@ def buffer_for(runs: Iterable[Sequence[ParameterPlan]]) -> Float32Buffer:
 
 
 def _read(update: WeightUpdate, store: Store, parts: list[list[torch.Tensor]], out: list[torch.Tensor]) -> None:
-    if select_engine(parts[0][0].device.type) == "numba":
+    if select_engine(parts[0][0].device.type) == "llvm":
         _run(checked_read_kernel(update, store), parts, out)
         return
     for own, new in zip(parts, out):

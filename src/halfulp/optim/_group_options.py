@@ -91,6 +91,8 @@ def check_number(name: str, value: object) -> None:
         TypeError: it is no number.
         ValueError: a tensor of several, one without memory, or one that wants a gradient.
     """
+    if type(value) is float:  # nearly always; the general question costs a microsecond
+        return
     if isinstance(value, bool) or not isinstance(value, numbers.Real | torch.Tensor):
         raise TypeError(f"{name}={value!r} is {type(value).__name__}: give a number")
     if not isinstance(value, torch.Tensor):
@@ -113,9 +115,10 @@ def check_numbers(group: dict) -> None:
             value = float(group[name])
             if not 0 <= value < math.inf:
                 raise ValueError(f"{name}={value} is not allowed: give a finite number that is not negative")
-    check_number("dampening", group.get("dampening", 0.0))
-    if not math.isfinite(float(group.get("dampening", 0.0))):
-        raise ValueError(f"dampening={group['dampening']} is not allowed: give a finite number")
+    if "dampening" in group:
+        check_number("dampening", group["dampening"])
+        if not math.isfinite(float(group["dampening"])):
+            raise ValueError(f"dampening={group['dampening']} is not allowed: give a finite number")
 
 
 def check_betas(group: dict, count: int | None) -> None:

@@ -7,6 +7,7 @@ import warnings
 from collections.abc import Iterable
 from dataclasses import dataclass
 
+from .._messages import find_users_level
 from .parameters._parameter_plan import LostUpdates, ParameterPlan
 from .states._int8_range import share_below_range
 
@@ -133,7 +134,7 @@ def warn_if_mostly_lost(plans: Iterable[ParameterPlan]) -> None:
                 f"nearest rounding cancelled {_share(lost.cancelled, lost.seen):.0%} of the updates of "
                 f"parameter {plan.name} on {MANY_SAMPLES} sampled steps: it is hardly training; {_CURE}",
                 RuntimeWarning,
-                stacklevel=4,
+                stacklevel=find_users_level(),
             )
 
 

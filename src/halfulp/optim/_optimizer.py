@@ -34,7 +34,7 @@ from .parameters._narrow_groups import (
     updates_in_effect,
     warn_of_idle_update,
 )
-from .parameters._outside_writes import SavedPayload, drop_stale, follow_version
+from .parameters._outside_writes import SavedPayload, follow_version
 from .parameters._parameter_plan import ParameterPlan, PlanOptions, is_valid, refuse_other_dtype
 from .parameters._plan_cache import PlanCache
 from .parameters._random_identity import (
@@ -45,7 +45,8 @@ from .parameters._random_identity import (
     note_identities,
     part_in_backward,
 )
-from .parameters._state_tensors import BEGUN, complete_state
+from .parameters._shared_keys import warn_of_shared_keys
+from .parameters._state_tensors import complete_state
 from .parameters._tensor_map import TensorMap
 from .parameters._weights import set_carried, under, weight_to_carry
 from .rules._update_rule import UpdateRule, check_states
@@ -55,6 +56,7 @@ from .states._state import StateChoice
 from .states._storage import STORES, Store
 from .step._batch import Batch
 from .step._memory import check_memory, check_parameter, gradient_memory, gradient_store
+from .step._roster import Roster, Setting
 from .step._run import compile_kernels, run_step
 from .step._spec import StepSpec
 from .weight_updates._error_feedback import warn_of_rate_jump
@@ -83,6 +85,7 @@ class Optimizer(CheckpointMixin):
         format: a Format or its name: parameters stay float32 tensors and hold values of that format.
         seed: of the random bits, which depend on (seed, step, parameter, global element index) only. Two optimizers
             over unnamed parameters, or of equal names, share them unless they begin in one backward: seed the second.
+            Two of one training that step in turn over unnamed parameters are warned of.
         report_interval: steps from one count of lost updates (`report()`) to the next; 0 for never.
     """
 
@@ -283,23 +286,18 @@ class Optimizer(CheckpointMixin):
             self._follow_groups()
         if not self._stepped and part_in_backward(self.param_groups, self.state):
             self._clear_plans()
-        batches: dict[tuple[int, bool], Batch] = {}
-        waiting: list[ParameterPlan] = []
-        for group in self.param_groups:
-            self._collect(group, batches, waiting)
+        batches, waiting = self._collect()
         self._check_wrappers(bool(batches))
-        for batch in batches.values():
+        warn_of_shared_keys(self, batches)
+        for batch in batches:
             compile_kernels(batch)
-        try:
-            for batch in batches.values():
-                run_step(batch, self._plans)
-                batch.finish()
-                if batch.spec.metered:
-                    warn_if_mostly_lost(batch.plans)
-        finally:
-            self._plans.end_step()
+        for batch in batches:
+            run_step(batch)
+            batch.finish()
+            if batch.spec.metered:
+                warn_if_mostly_lost(batch.plans)
         # A parameter cut from the same tensor as another shares its counter, which the other's step has moved.
-        for batch in batches.values() if len(batches) > 1 else ():
+        for batch in batches if len(batches) > 1 else ():
             batch.follow_versions()
         for plan in waiting:
             follow_version(plan)
@@ -315,9 +313,9 @@ class Optimizer(CheckpointMixin):
         if not self._stepped & (self._stepped - 1):  # each time that the steps have doubled
             warn_of_living_averages(parameter for group in self.param_groups for parameter in group["params"])
 
-    def _gradient(self, parameter: torch.Tensor) -> torch.Tensor | None:
-        """Return the gradient that a parameter steps by, or None."""
-        return parameter.grad
+    def _gradients(self, parameters: list[torch.Tensor]) -> list[torch.Tensor | None]:
+        """Return the gradients that parameters step by, or None."""
+        return [parameter.grad for parameter in parameters]
 
     def _check_numbers(self, group: dict[str, Any]) -> None:
         """Check the hyper-parameters that a scheduler may write; raises ValueError."""
@@ -330,52 +328,83 @@ class Optimizer(CheckpointMixin):
         """Refuse the options that choose another implementation in torch.optim."""
         refuse_torch_switches(type(self).__name__, **{name: group.get(name) for name in SWITCHES})
 
-    def _collect(
-        self, group: dict[str, Any], batches: dict[tuple[int, bool], Batch], waiting: list[ParameterPlan]
-    ) -> None:
-        """Sort a group's parameters with gradients into batches of one step specification; unwritten others wait."""
-        rule, interval, states = self.rule(group), group["report_interval"], self.state
-        constants: dict[int, tuple[float, ...]] = {}
-        options = self._plans.options_of(group)
-        self._check_numbers(group)
-        warn_of_rate_jump(group)
-        known = self._plans.by_id
-        for position, parameter in enumerate(group["params"]):
-            gradient = self._gradient(parameter)
-            plan = known.get(id(parameter))
-            if gradient is None:
-                if plan is not None and plan.payload_version and plan.payload_version.version == parameter._version:
-                    waiting.append(plan)
-                continue
-            scale: float | torch.Tensor = 1.0
-            if plan is None or not plan.plain or type(gradient) is not torch.Tensor or gradient.is_neg():
-                gradient, scale = gradient_memory(local(gradient), parameter, name_of(group, position))
-            if (
-                plan is None
-                or gradient.dtype is not plan.spec.gradient.dtype
-                or gradient.layout is not torch.strided
-                or not is_valid(plan, parameter, rule, options, states[parameter])
-            ):
-                store = gradient_store(gradient, parameter, name_of(group, position))
-                plan = self._new_plan(group, position, store, options)
-                check_memory(plan, gradient)
-            if gradient.shape != plan.shape:
-                raise ValueError(
-                    f"the gradient of {plan.name} has shape {tuple(gradient.shape)}, the parameter "
-                    f"{tuple(plan.shape)}: set .grad to None after a parameter has changed its shape"
-                )
-            step = plan.state["step"] + 1
-            age = step - plan.state.get(BEGUN, 0)
-            numbers = constants.get(age) or constants.setdefault(age, tuple(rule.values(group, age)))
-            held = plan.payload_version
-            if held is not None and held.version != parameter._version:
-                drop_stale(plan)
-            metered = bool(interval) and step % interval == 0
-            batch = batches.get((id(plan.spec), metered))
-            if batch is None:
-                spec = plan.spec.metered_twin if metered else plan.spec
-                batch = batches[id(plan.spec), metered] = Batch(spec)
-            batch.add(plan, parameter, gradient, scale, step, numbers)
+    def _collect(self) -> tuple[list[Batch], list[ParameterPlan]]:
+        """Return the parameters with gradients in batches of one step specification, and unwritten others' plans."""
+        groups = self.param_groups
+        for group in groups:
+            self._check_numbers(group)
+            warn_of_rate_jump(group)
+        settings: list[Setting] = [
+            (self.rule(group), self._plans.options_of(group), group["report_interval"], len(group["params"]))
+            for group in groups
+        ]
+        parameters = [parameter for group in groups for parameter in group["params"]]
+        gradients = self._gradients(parameters)
+        plans = [*map(self._plans.by_id.get, map(id, parameters))]
+        resting = [place for place, gradient in enumerate(gradients) if gradient is None]
+        waiting = []
+        for place in resting:
+            plan = plans[place]
+            held = None if plan is None else plan.payload_version
+            if plan is not None and held is not None and held.version == parameters[place]._version:
+                waiting.append(plan)
+        roster, batches = self._plans.roster, None
+        if roster is not None and roster.stands(settings, plans, resting, parameters, gradients, self.state):
+            batches = roster.batches(groups, parameters, gradients, {})
+        if batches is None:
+            scales: dict[int, torch.Tensor] = {}
+            places = self._renew_plans(settings, plans, gradients, scales)
+            roster = self._plans.roster = Roster.of(settings, plans, resting, places, self.state, roster)
+            batches = roster.batches(groups, parameters, gradients, scales)
+            assert batches is not None, "parameters of a batch are all metered or none"
+        return batches, waiting
+
+    def _renew_plans(
+        self,
+        settings: list[Setting],
+        plans: list[ParameterPlan | None],
+        gradients: list[torch.Tensor | None],
+        scales: dict[int, torch.Tensor],
+    ) -> list[list[int]]:
+        """Make the plans of all parameters with gradients valid; return the places of those that step together.
+
+        Args:
+            settings: of the groups.
+            plans: of all parameters; replaced where they are not valid.
+            gradients: of all parameters; replaced by their plain memory.
+            scales: where the scales of scaled gradients go, by place.
+        """
+        places: dict[tuple[int, bool], list[int]] = {}
+        place = -1
+        for group, (rule, options, interval, _) in zip(self.param_groups, settings):
+            for position, parameter in enumerate(group["params"]):
+                place += 1
+                plan, gradient = plans[place], gradients[place]
+                if gradient is None:
+                    continue
+                if plan is None or not plan.plain or type(gradient) is not torch.Tensor or gradient.is_neg():
+                    name = name_of(group, position)
+                    gradient, scale = gradient_memory(local(gradient), parameter, name)
+                    if isinstance(scale, torch.Tensor):
+                        scales[place] = scale
+                if (
+                    plan is None
+                    or gradient.dtype is not plan.spec.gradient.dtype
+                    or gradient.layout is not torch.strided
+                    or not is_valid(plan, parameter, rule, options, self.state[parameter])
+                ):
+                    store = gradient_store(gradient, parameter, name_of(group, position))
+                    plan = plans[place] = self._new_plan(group, position, store, options)
+                    check_memory(plan, gradient)
+                if gradient.shape != plan.shape:
+                    raise ValueError(
+                        f"the gradient of {plan.name} has shape {tuple(gradient.shape)}, the parameter "
+                        f"{tuple(plan.shape)}: set .grad to None after a parameter has changed its shape"
+                    )
+                gradients[place] = gradient if gradient.is_contiguous() else gradient.contiguous()
+                metered = bool(interval) and (plan.state["step"] + 1) % interval == 0
+                places.setdefault((id(plan.spec), metered), []).append(place)
+        return [*places.values()]
 
     def report(self) -> LostUpdateReport:
         """Return the share of updates that rounding cancelled on metered steps, and which states lose what."""

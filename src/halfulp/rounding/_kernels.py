@@ -9,11 +9,20 @@ from functools import cache, lru_cache
 import numpy as np
 import torch
 
-from ..kernels import IndexMap, address, check_bits, chunks, require_same_bits, run_chunks, select_engine
-from ..kernels._engine import reference_in_this_thread
+from ..kernels import (
+    IndexMap,
+    address,
+    check_bits,
+    chunks,
+    plain_address,
+    require_same_bits,
+    run_chunks,
+    select_engine,
+)
+from ..kernels._engine import choose_engine, reference_in_this_thread
 from ..kernels.vector._machine_function import address_of
 from ..kernels.vector._table_loop import compile_table
-from ._kernel_constants import WORD32, WORD64, Layout, constants, layout_for
+from ._kernel_constants import WORD32, WORD64, constants, layout_for
 from ._reference import by_reference
 from ._table import FIXED_KEY, fixed_elements, rounding_table
 from ._target import Target
@@ -51,7 +60,7 @@ def _run(x: torch.Tensor, target: Target, key: int, out: torch.Tensor) -> None:
         out.copy_(wide)
     else:
         chosen = engine_for(x)
-        if chosen == "numba":
+        if chosen == "llvm":
             _run_compiled(x, target, key, out)
         elif chosen == "reference" or not round_by_triton(x, target, key, out):
             out.copy_(by_reference(x, target, key))
@@ -62,14 +71,58 @@ def engine_for(x: torch.Tensor) -> str:
     return select_engine(x.device.type) if x.device.type in ("cpu", "cuda") else "reference"
 
 
+def run_at_once(
+    x: torch.Tensor, source: int, target: Target, key: int, out: torch.Tensor | None
+) -> torch.Tensor | None:
+    """Round plain memory on the processor without torch's dispatcher, which takes longer than a small tensor.
+
+    Args:
+        x: plain.
+        source: its address.
+        target: of x's dtype.
+        key: of the random bits.
+        out: where the result goes; None for a new tensor.
+
+    Returns:
+        The result; None where the operator is needed: `out` is not plain or does not fit, another engine is chosen, or
+        words are widened.
+    """
+    dtype = x.dtype
+    if choose_engine("cpu")[0] != "llvm" or (dtype != torch.float64 and layout_for(target) is WORD64):
+        return None
+    made = torch.empty_like(x) if out is None else out
+    goal, count = plain_address(made), x.numel()
+    if not goal or made.dtype is not dtype or made.shape != x.shape or (made.requires_grad and out is not None):
+        return None
+    if source != goal and abs(source - goal) < count * dtype.itemsize:
+        return None
+    kernel, _, words = _prepared(target, dtype)
+    _call(kernel, words, source, goal, count, key)
+    if out is not None:
+        note_write(out)
+    return made
+
+
+def note_write(out: torch.Tensor) -> None:
+    """Increment the version of a tensor whose memory a kernel has written, by which autograd and optimizers see it."""
+    if not out.is_inference():
+        torch.autograd.graph.increment_version(out)
+
+
 def _run_compiled(x: torch.Tensor, target: Target, key: int, out: torch.Tensor) -> None:
     if x.numel() == 0:
         return
-    layout = WORD64 if x.dtype == torch.float64 else WORD32
-    known = constants(target, layout)
-    kernel = _kernel(x.dtype, target.mode, known[:3])
-    check_kernel(kernel, x.dtype, target, known[:3])
-    _call(kernel, x, target, layout, key, out)
+    kernel, _, words = _prepared(target, x.dtype)
+    _call(kernel, words, address(x), address(out), x.numel(), key)
+
+
+@lru_cache(maxsize=1024)
+def _prepared(target: Target, dtype: torch.dtype) -> tuple[Callable, np.ndarray, int]:
+    """Return a target's kernel, checked, its array of constants and where that lies."""
+    known = constants(target, WORD64 if dtype == torch.float64 else WORD32)
+    kernel, words = _kernel(dtype, target.mode, known[:3]), address_of(known.words)
+    check_kernel(kernel, words, dtype, target, known[:3])
+    return kernel, known.words, words
 
 
 @cache
@@ -77,12 +130,10 @@ def _kernel(dtype: torch.dtype, mode: int, kind: tuple[str, bool, bool]) -> Call
     return compile_table(f"quantize_{kind[0]}", rounding_table(dtype, mode, kind))
 
 
-def _call(kernel, x: torch.Tensor, target: Target, layout: Layout, key: int, out: torch.Tensor) -> None:
-    lengths, chunk_table = _table(x.numel())
-    known = constants(target, layout)
-    numbers = array("Q", (address(x), address(out), key, 0))
+def _call(kernel: Callable, words: int, source: int, goal: int, count: int, key: int) -> None:
+    lengths, chunk_table = _table(count)
+    numbers = array("Q", (source, goal, key, 0))
     pointers = numbers.buffer_info()[0]
-    words = address_of(known.words)
     run_chunks(kernel, lengths, chunk_table, pointers, pointers + 24, words, pointers + 16, 0, 0)
 
 
@@ -102,16 +153,17 @@ def _table(numel: int) -> tuple[np.ndarray, int]:
 _checked: set = set()
 
 
-def check_kernel(kernel, dtype: torch.dtype, target: Target, kind: tuple[str, bool, bool]) -> None:
+def check_kernel(
+    kernel: Callable, words: int, dtype: torch.dtype, target: Target, kind: tuple[str, bool, bool]
+) -> None:
     """The canary: once per compiled kernel, its bits on fixed elements are the reference's."""
     if (dtype, target.mode, kind) in _checked:
         return
     x = fixed_elements(dtype)
-    layout = WORD64 if dtype == torch.float64 else WORD32
 
     def fast() -> list[torch.Tensor]:
         out = torch.empty_like(x)
-        _call(kernel, x, target, layout, FIXED_KEY, out)
+        _call(kernel, words, address(x), address(out), x.numel(), FIXED_KEY)
         return [out]
 
     check_bits(f"quantize ({dtype}, {kind[0]})", fast, lambda: [by_reference(x, target, FIXED_KEY)])

@@ -8,10 +8,10 @@ from typing import Any, TypeAlias, TypeGuard
 import torch
 
 from ..formats import BlockFormat, Format, block_names, get, get_block
-from ..kernels import define_operator
-from ..kernels._plain_memory import refuse
+from ..kernels import define_operator, plain_address, untraced
+from ..kernels._plain_memory import is_watched, refuse
 from ._graph_constants import traced_target
-from ._kernels import collide, run
+from ._kernels import collide, note_write, run, run_at_once
 from ._modes import Nearest, Rounding, Stochastic, drawn_key, get_rounding
 from ._random_bits import mix64
 from ._target import DTYPES, STOCHASTIC, Target, make_target
@@ -66,14 +66,39 @@ def quantize(
     >>> quantize(torch.tensor([1 + 2**-8 + 2**-40], dtype=torch.float64), "bf16")   # through float32 it would be 1
     tensor([1.0078], dtype=torch.float64)
     """
+    rounding, blocks = get_rounding(rounding), isinstance(format, BlockFormat) or names_block(format)
+    if not (blocks or torch.compiler.is_compiling()):
+        made = _at_once(x, format, rounding, overflow, counter, out)
+        if made is not None:
+            return made
     check_tensor(x)
-    rounding = get_rounding(rounding)
-    plain = x.detach()
     if out is not None:
         check_out(out, x)
     if isinstance(format, BlockFormat) or names_block(format):
-        return quantize_block_format(plain, get_block(format), rounding, overflow, dim, counter, out)
-    return apply(plain, target_for(format, rounding, overflow, x.dtype), rounding, counter, out)
+        return quantize_block_format(x.detach(), get_block(format), rounding, overflow, dim, counter, out)
+    return apply(x.detach(), target_for(format, rounding, overflow, x.dtype), rounding, counter, out)
+
+
+@untraced
+def _at_once(
+    x: torch.Tensor,
+    format: AnyFormat,
+    rounding: Rounding,
+    overflow: str | None,
+    counter: int,
+    out: torch.Tensor | None,
+) -> torch.Tensor | None:
+    """Round plain memory on the processor where nothing watches what runs; None where the operator is needed."""
+    source = 0 if is_watched() else plain_address(x)
+    if not source or x.dtype not in DTYPES:
+        return None
+    key = 0
+    if isinstance(rounding, Stochastic):
+        if rounding.seed is None or type(counter) is not int or not -(2**63) <= counter < 2**63:
+            return None
+        key = mix64(rounding.signed_seed, counter)
+    target = _remembered(format, rounding, overflow, x.dtype)
+    return None if target is None else run_at_once(x, source, target, key, out)
 
 
 def names_block(format: object) -> TypeGuard[str]:
@@ -173,6 +198,7 @@ def _into(x: torch.Tensor, target: list[int], seed: int, counter: int, out: torc
     same_order = not collide(x, out) and x.stride() == out.stride() and (goal.mode != STOCHASTIC or x.is_contiguous())
     if same_order and (x.is_contiguous() or _is_dense(x)):
         run(x, goal, key, out)
+        note_write(out)
         return
     result = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     run(x.contiguous(), goal, key, result)

@@ -9,6 +9,7 @@ steps under-dispersed (measured .915 of the binomial variance).
 from __future__ import annotations
 
 import functools
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -25,6 +26,10 @@ SECOND = np.uint32(0x735A2D97)
 HIGH = np.uint32(0x85EBCA6B)
 S15, S16 = np.uint32(15), np.uint32(16)
 _MASK64 = (1 << 64) - 1
+# SplitMix64 (see `mix64`) on arrays.
+_FACTOR, _GOLDEN = np.uint64(0xD1342543DE82EF95), np.uint64(0x9E3779B97F4A7C15)
+_FIRST_MIX, _SECOND_MIX = np.uint64(0xBF58476D1CE4E5B9), np.uint64(0x94D049BB133111EB)
+_S27, _S30, _S31 = np.uint64(27), np.uint64(30), np.uint64(31)
 
 
 def mix64(*values: int) -> int:
@@ -33,7 +38,15 @@ def mix64(*values: int) -> int:
     >>> mix64(0, 1) != mix64(1, 0)
     True
     """
-    key = 0x243F6A8885A308D3
+    return mix64_on(0x243F6A8885A308D3, *values)
+
+
+def mix64_on(key: int, *values: int) -> int:
+    """Return the key of the integers that a key was mixed from, and more.
+
+    >>> mix64_on(mix64(1, 2), 3, 4) == mix64(1, 2, 3, 4)
+    True
+    """
     for value in values:
         key = (key + (value & _MASK64) * 0xD1342543DE82EF95 + 0x9E3779B97F4A7C15) & _MASK64
         key = ((key ^ (key >> 30)) * 0xBF58476D1CE4E5B9) & _MASK64
@@ -42,17 +55,23 @@ def mix64(*values: int) -> int:
     return key
 
 
-def mix64_all(first: int, values: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:
-    """Return `mix64(first, value)` of each of many values, in an array of their shape.
+def mix64_all(*values: int | npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:
+    """Return `mix64` of some integers, which are mixed once, and then of arrays, which broadcast against each other.
 
     >>> mix64_all(5, np.array([7, 2**63], np.uint64)).tolist() == [mix64(5, 7), mix64(5, 2**63)]
     True
     """
-    begin = np.uint64((mix64(first) + 0x9E3779B97F4A7C15) & _MASK64)
-    key = begin + values * np.uint64(0xD1342543DE82EF95)
-    key = (key ^ (key >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
-    key = (key ^ (key >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
-    return key ^ (key >> np.uint64(31))
+    numbers = [value for value in values if isinstance(value, int)]
+    key: Any = np.array(mix64(*numbers), np.uint64)
+    for value in values[len(numbers) :]:
+        key = key + (value * _FACTOR + _GOLDEN)
+        key ^= key >> _S30
+        key *= _FIRST_MIX
+        key ^= key >> _S27
+        key *= _SECOND_MIX
+        key ^= key >> _S31
+    mixed: npt.NDArray[np.uint64] = key
+    return mixed
 
 
 def stream_start(key_low: Word, key_high: Word, index: Word) -> np.uint32:
@@ -101,19 +120,3 @@ def _at_elements(piece: Piece, key: int, index: torch.Tensor) -> torch.Tensor:
 @functools.cache
 def _recorded_draw() -> Piece:
     return record_words(lambda low, high, index: draw(stream_start(low, high, index)), "w32", "w32", "w64")
-
-
-def mix64_many(*values: np.ndarray) -> np.ndarray:
-    """`mix64` on arrays of uint64 that broadcast against each other.
-
-    >>> int(mix64_many(np.uint64([3]), np.uint64([4]))[0]) == mix64(3, 4)
-    True
-    """
-    with np.errstate(over="ignore"):
-        key: np.ndarray | np.uint64 = np.uint64(0x243F6A8885A308D3)
-        for value in values:
-            key = key + value.astype(np.uint64) * np.uint64(0xD1342543DE82EF95) + np.uint64(0x9E3779B97F4A7C15)
-            key = (key ^ (key >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
-            key = (key ^ (key >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
-            key = key ^ (key >> np.uint64(31))
-    return np.ascontiguousarray(key)

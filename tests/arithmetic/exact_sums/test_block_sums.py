@@ -1,5 +1,6 @@
 """Blocks whose terms lie exactly so far apart that one more vector loop, or none, is exact."""
 
+import ctypes
 import random
 from fractions import Fraction
 
@@ -8,7 +9,7 @@ import pytest
 import torch
 
 from halfulp.arithmetic.exact_sums import _run as kernels
-from halfulp.arithmetic.exact_sums._accumulate import ONE_BY_ONE
+from halfulp.arithmetic.exact_sums._accumulate import ONE_BY_ONE, RECORD
 from halfulp.arithmetic.exact_sums._accumulator import LAYOUTS, LIMBS, UNIT, block_size
 from halfulp.arithmetic.exact_sums._reference import words_of
 
@@ -81,7 +82,9 @@ def _summands(a: torch.Tensor, b: torch.Tensor | None) -> list[int]:
 
     def spy(kernel, lengths, setup, records, *rest):
         original(kernel, lengths, setup, records, *rest)
-        seen.append(records[:, 0].tolist())
+        blocks = -(-a.shape[1] // block_size(a.dtype, b is not None))
+        words = (ctypes.c_int64 * (RECORD * blocks)).from_address(records)
+        seen.append(list(words)[::RECORD])
 
     kernels.run_chunks = spy
     try:

@@ -19,7 +19,7 @@ WORDS = {
     torch.float32: torch.int32,
     torch.float64: torch.int64,
 }
-ENGINES = ("numba", "reference")
+ENGINES = ("llvm", "reference")
 INF, NAN = float("inf"), float("nan")
 
 

@@ -136,6 +136,23 @@ def test_an_infinity_stays_in_its_column_and_its_sum(seed):
                 assert bool(got[0][~odd & (wanted.abs() < 1e30)].isfinite().all())
 
 
+@pytest.mark.parametrize("function", [total, average, product])
+@pytest.mark.parametrize(("dtype", "n"), FORMS)
+def test_a_result_is_the_same_where_nobody_may_ask_whether_it_is_finite(function, dtype, n, monkeypatch, seed):
+    """As on a device, which the question would wait for."""
+    x = 1.887 * torch.randn(4, 90, 5, dtype=torch.float64)
+    x[1, :, 2] *= 2.0**9  # a product beyond the range of the components
+    x[2, 7, 1], x[2, 8, 2], x[2, 9, 2], x[3, 1, 0] = math.inf, math.inf, -math.inf, math.nan
+    for value in (x[:1], x):
+        parts = split(value, dtype, n)
+        wanted = function(parts, 1, n)
+        with monkeypatch.context() as patch:
+            patch.setattr("halfulp.arithmetic.expansions._reductions._is_finite", lambda x: False)
+            assert all(map(same_bits, function(parts, 1, n), wanted))
+        first = function(tuple(part[:1] for part in parts), 1, n)
+        assert all(same_bits(one, part[:1]) for one, part in zip(first, wanted)), "what others are does not show"
+
+
 def test_sums_beyond_the_components_range_are_infinite():
     x = torch.full((3, 40), 6e4, dtype=torch.float16)
     assert total((x, torch.zeros_like(x)), 1, 2)[0].tolist() == [math.inf] * 3

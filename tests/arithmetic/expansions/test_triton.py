@@ -13,6 +13,7 @@ import halfulp as hu
 from halfulp.arithmetic import names, pointwise
 from halfulp.arithmetic.expansions._pointwise import DIVISIONS, FUNCTIONS, _call
 from halfulp.arithmetic.expansions._reductions import _Reduction, average, product, total
+from halfulp.arithmetic.expansions._scaled import _components, _function, function_of_scaled, under_scale
 from halfulp.kernels import same_bits
 from halfulp.kernels._trace import _product_error
 from halfulp.kernels.triton._pointwise import pointwise_source
@@ -24,6 +25,7 @@ from ...kernels.triton.interpreted import interpreted
 DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
 SHAPES = [((70,), 0), ((3, 70), 1), ((70, 3), 0), ((5, 33, 4), 1), ((40, 50), 0), ((3, 4, 5), (0, 2)), ((0, 3), 0)]
 LONG = [((2000, 70), 0), ((140_000,), 0)]
+SCALED = [(name, dtype) for name in ("add", "mul", "div") for dtype in DTYPES]
 POINTERS = {torch.float16: "*fp16", torch.bfloat16: "*bf16", torch.float32: "*fp32", torch.float64: "*fp64"}
 REDUCTIONS = [
     _Reduction("sum", torch.float32, 2, 2, True, 2, torch.float32),
@@ -76,6 +78,17 @@ def compare(seed, device, share=0, shares=1):
             parts = [_expansion(shape, dtype, components, generator) for shape in shapes[:count]]
             if differ(functools.partial(pointwise, name, components=components, dtype=dtype), parts):
                 found.append(f"{name} of {components} x {dtype}")
+        for name, dtype, components in [(*case, n) for case in SCALED for n in (1, 2)][share::shares]:
+            parts = [_expansion(shape, dtype, components, generator) for shape in ((7, 33), (33,))]
+            scales = [torch.tensor(2.0**k) for k in (-30, 5)]
+
+            def scaled(*operands, name=name, dtype=dtype, n=components):
+                *operands, (here, *_) = operands
+                made, size = function_of_scaled(name, list(zip(operands, (here, None))), n)
+                return *made, size, *(x for keeps in (False, True) for x in under_scale(made, here, n, dtype, keeps))
+
+            if differ(scaled, [*parts, (scales[0],)]) or differ(scaled, [*parts, (scales[1],)]):
+                found.append(f"{name} of {components} x {dtype} with a scale")
         cases = [(run, dtype, n) for run in (total, average, product) for dtype in DTYPES for n in (1, 2, 3)]
         for run, dtype, components in cases[share::shares]:
             for shape, dim in SHAPES + LONG * (components == 2 and device == "cuda"):
@@ -162,13 +175,18 @@ def test_the_compiler_fuses_products_errors_alone(capability, monkeypatch, tmp_p
         assert (errors == 0) == ("fma.rn" not in ptx)
 
     cases = [("add", torch.float32), ("mul", torch.float32), ("exp", torch.float64), ("div", torch.bfloat16)]
-    for name, dtype in cases:
-        elements = _call(name, ((dtype, 2),) * FUNCTIONS[name].operands, 2, dtype).elements
+    kinds = {name: _call(name, ((dtype, 2),) * FUNCTIONS[name].operands, 2, dtype).elements for name, dtype in cases}
+    half = ((torch.float16, 2, True),) * 2
+    kinds |= {"mul of scaled": _function("mul", half, 1)._elements}
+    kinds |= {"add under scale": _components(1, 2, torch.float16, True)._elements}
+    for name, elements in kinds.items():
         trace, numbers = elements.traced
         constants = {f"mode{k}": 0 for k in range(len(elements.stored))} | {"WHOLE": True, "TILE": 1024}
         text = pointwise_source(trace, tuple(numbers), elements.stored, elements.written)
         given = {"tables": "*fp64", "count": "i64", "columns": "i64"}
-        check(instructions(text, (elements.stored, elements.written), given, constants, 4), name != "add")
+        ptx = instructions(text, (elements.stored, elements.written), given, constants, 4)
+        check(ptx, name in ("mul", "exp", "div"))
+        assert ptx.count("ld.global.v"), "16 bytes at a time"
     for one in REDUCTIONS:
         stored, written = (one.stored,) * one.inputs, (one.dtype,) * one.components
         text = reduction_source(one.steps, stored, written)

@@ -199,6 +199,96 @@ def test_blocks_store_what_their_largest_says(block, cache, seed):
     assert (narrow.reshape(7, block) == wanted_narrow).all()
 
 
+@pytest.mark.parametrize("block", [16, 32, 48, 512])
+@pytest.mark.parametrize("blocks", [1, 2, 3, 16, 17, 35])
+def test_any_number_of_blocks_and_what_is_chosen_per_block(blocks, block, cache, seed):
+    rng = np.random.default_rng(seed)
+    x = rng.integers(0, 100, blocks * block).astype(np.uint32)
+    rows = x.reshape(blocks, block).copy()
+
+    def function(trace, i, b, values):
+        value = SCALARS["load32"](values, i)
+        top = block_largest(value)
+        SCALARS["store32"](values, i, select(bit_and(top, np.uint32(1)) == np.uint32(1), sub(top, value), value))
+
+    run(recorded(function, 1, block=block), [x])
+    largest = rows.max(1, keepdims=True)
+    assert (x.reshape(blocks, block) == np.where(largest % 2 == 1, largest - rows, rows)).all()
+
+
+SPECIAL = [0, 1, 0x7FFFFF, 0x800000, 0x3F800000, 0x7F7FFFFF, 0x7F800000, 0x7F800001, 0x7FC00000, 0x7FFFFFFF]
+ZERO, NEGATIVE_ZERO, NOTHING = np.float32(0.0), np.float32(-0.0), np.uint32(0)
+
+
+@pytest.mark.parametrize("narrow", [False, True])
+def test_choices_by_what_a_number_is(narrow, cache, seed):
+    """Finite or not, zero or not, in every form that device functions write; and -(c x), of which -c is made once."""
+    rng = np.random.default_rng(seed)
+    special = np.array(SPECIAL, np.uint32)
+    x = np.concatenate([special, special | np.uint32(1 << 31), words(100, rng)])
+    kept = np.concatenate([x[10:], x[:10]])
+    out = [np.zeros_like(x) for _ in range(6)]
+
+    def function(trace, i, block, a, k, byte, *results):
+        if narrow:
+            SCALARS["store8"](byte, i, SCALARS["load8"](byte, i))
+        value, held = real(SCALARS["load32"](a, i)), SCALARS["load32"](k, i)
+        gap = value - value
+        still = word(value) == word(value)
+        factor = trace.emit("input", (), ("constant", 0), "f32")
+        found = [
+            word(select(gap == ZERO, value, ZERO)),
+            select(gap == gap, held, NOTHING),
+            word(select((value == ZERO) & still, NEGATIVE_ZERO, real(held))),
+            word(select(value == ZERO, ZERO, real(held))),
+            select(value == ZERO, held, NOTHING),
+            word(-(factor * select(gap == ZERO, value, NEGATIVE_ZERO))),
+        ]
+        for result, written in zip(results, found):
+            SCALARS["store32"](result, i, written)
+
+    arrays = [x, kept, np.zeros(len(x), np.uint8), *out]
+    run(recorded(function, 9, constants=1), arrays, constants=np.array([[0.75]], np.float32))
+    real_x = x.view(np.float32)
+    finite, zero = np.isfinite(real_x), real_x == 0
+    with np.errstate(all="ignore"):
+        product = -(np.float32(0.75) * np.where(finite, real_x, NEGATIVE_ZERO))
+    negative_zero = np.uint32(1 << 31)
+    wanted = [
+        np.where(finite, x, 0),
+        np.where(finite, kept, 0),
+        np.where(zero, negative_zero, kept),
+        np.where(zero, 0, kept),
+        np.where(zero, kept, 0),
+        product.view(np.uint32),
+    ]
+    for number, (found, value) in enumerate(zip(out, wanted, strict=True)):
+        assert (found == value).all(), number
+
+
+def test_what_waits_for_a_root_is_computed_a_turn_later(cache, seed):
+    """In place, at every length: nothing is computed of what was stored, and nothing is written beyond the end."""
+    rng = np.random.default_rng(seed)
+
+    def function(trace, i, block, a, b):
+        x = real(SCALARS["load32"](a, i))
+        root = SCALARS["sqrt"](x)
+        SCALARS["store32"](a, i, word(x + root))
+        SCALARS["store16"](b, i, add(SCALARS["load16"](b, i), bit_and(word(SCALARS["sqrt"](root)), np.uint32(255))))
+
+    table = recorded(function, 2)
+    for length in LENGTHS:
+        a = rng.random(length + 8, dtype=np.float32)
+        b = rng.integers(0, 1 << 16, length + 8).astype(np.uint16)
+        wanted_a, wanted_b, inside = a.copy(), b.copy(), slice(3, 3 + length)
+        root = np.sqrt(a[inside])
+        wanted_a[inside] = a[inside] + root
+        wanted_b[inside] += (np.sqrt(root).view(np.uint32) & 255).astype(np.uint16)
+        run(table, [a, b], [[0, 3, length, 0]])
+        assert (a == wanted_a).all(), length
+        assert (b == wanted_b).all(), length
+
+
 def test_what_the_language_lacks_is_named():
     trace = Trace(torch.float32)
     x, w = (trace.emit("input", (), k, kind) for k, kind in enumerate(("f32", "w32")))
@@ -209,8 +299,6 @@ def test_what_the_language_lacks_is_named():
     address = trace.emit("address", (), 0, "address")
     with pytest.raises(TypeError, match="load16 in a device function takes the index of the element or of its block"):
         SCALARS["load16"](address, w)
-    with pytest.raises(TypeError, match="cannot call prefetch: it is for compiled loops"):
-        SCALARS["prefetch"](w)
 
 
 SHIFT = np.uint32(1)

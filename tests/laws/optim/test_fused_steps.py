@@ -46,7 +46,7 @@ def _run(engine, seed, rule, update, store, codec, gradient, steps=3, **more):
 @pytest.mark.parametrize(("rule", "update", "store", "codec", "gradient"), covering())
 def test_compiled_equals_reference(seed, rule, update, store, codec, gradient):
     case = (seed, rule, update, store, CODECS[codec], gradient)
-    assert differing(_run("numba", *case)[0], _run("reference", *case)[0]) == []
+    assert differing(_run("llvm", *case)[0], _run("reference", *case)[0]) == []
 
 
 @pytest.mark.parametrize(
@@ -54,15 +54,15 @@ def test_compiled_equals_reference(seed, rule, update, store, codec, gradient):
 )
 def test_compiled_equals_reference_with_one_codec_per_state(seed, rule, codec):
     case = (seed, rule, "split8", "bf16", codec, torch.float32)
-    assert differing(_run("numba", *case)[0], _run("reference", *case)[0]) == []
+    assert differing(_run("llvm", *case)[0], _run("reference", *case)[0]) == []
 
 
 @pytest.mark.parametrize(("update", "codec"), [("nearest", "8bit"), ("kahan", None), ("stochastic", torch.float32)])
 def test_metered_steps_count_alike_and_write_the_same(seed, update, codec):
     case = (seed, "adamw", update, "bf16", codec, torch.bfloat16)
-    (compiled, a), (reference, b) = _run("numba", *case, report_interval=1), _run("reference", *case, report_interval=1)
+    (compiled, a), (reference, b) = _run("llvm", *case, report_interval=1), _run("reference", *case, report_interval=1)
     assert differing(compiled, reference) == []
-    assert differing(compiled, _run("numba", *case)[0]) == [], "metering changed the step"
+    assert differing(compiled, _run("llvm", *case)[0]) == [], "metering changed the step"
     for mine, other in zip(a.report().rows, b.report().rows, strict=True):
         assert (mine.updates, mine.cancelled, mine.samples) == (other.updates, other.cancelled, other.samples)
         assert mine.realised == pytest.approx(other.realised, rel=1e-9)

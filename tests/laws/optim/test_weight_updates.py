@@ -159,7 +159,7 @@ DRIFT = {
 def test_a_small_constant_update_is_kept(seed, update, limit):
     """|u|/|w| = 2^-21, of which a nearest bfloat16 residual keeps a fifth."""
     w = (torch.rand(20_000) * 0.02 + 0.01).bfloat16().float()
-    held = Adder(update, w, seed=seed, engine="numba")
+    held = Adder(update, w, seed=seed, engine="llvm")
     u, steps = w * 2.0**-21, 1000
     for _ in range(steps):
         held.add(u)
@@ -172,7 +172,7 @@ def test_a_small_constant_update_is_kept(seed, update, limit):
 def test_an_update_below_float32s_own_rounding_is_kept(seed, update, limit, size):
     """Where w + u in float32 is biased by up to a half, or is w."""
     w = (torch.rand(50_000) + 1).bfloat16().float()
-    held = Adder(update, w, seed=seed, engine="numba")
+    held = Adder(update, w, seed=seed, engine="llvm")
     u, steps = w * size, 500
     for _ in range(steps):
         held.add(u)
@@ -182,7 +182,7 @@ def test_an_update_below_float32s_own_rounding_is_kept(seed, update, limit, size
 
 def test_a_nearest_residual_stalls_there():
     w = (torch.rand(20_000) * 0.02 + 0.01).bfloat16().float()
-    held = Adder("kahan-nearest", w, engine="numba")
+    held = Adder("kahan-nearest", w, engine="llvm")
     for _ in range(2000):
         held.add(w * 2.0**-21)
     assert (held.weight - w).sum() / (2000 * w * 2.0**-21).sum() < 0.5

@@ -35,7 +35,7 @@ def expected(b: np.ndarray, a: np.ndarray, w: np.ndarray, decreases: bool) -> Re
     return Realised(seen, cancelled, seen if square else 0, seen * share)
 
 
-@pytest.mark.parametrize("name", ["numba", "reference"])
+@pytest.mark.parametrize("name", ["llvm", "reference"])
 @pytest.mark.parametrize("decreases", [False, True])
 @pytest.mark.parametrize("as_values", [False, True])
 def test_counts_are_those_of_each_element(seed, as_values, decreases, name):

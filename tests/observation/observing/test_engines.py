@@ -93,18 +93,18 @@ def check_same(one: object, other: object, where: str = "") -> None:
 @pytest.mark.parametrize("maker", MAKERS)
 def test_kernels_and_plain_torch_write_the_same_record(seed, maker, dtype):
     start = int(torch.randint(2**31, ()))
-    check_same(observed("numba", maker, dtype, start), observed("reference", maker, dtype, start))
+    check_same(observed("llvm", maker, dtype, start), observed("reference", maker, dtype, start))
 
 
 @pytest.mark.parametrize("maker", ["AdamW", "halfulp"])
 def test_steps_that_are_not_sampled_change_nothing(seed, maker):
     start = int(torch.randint(2**31, ()))
-    check_same(*(observed(name, maker, torch.bfloat16, start, interval=3) for name in ("numba", "reference")))
+    check_same(*(observed(name, maker, torch.bfloat16, start, interval=3) for name in ("llvm", "reference")))
 
 
 def test_threads_write_the_same_record(seed):
     start = int(torch.randint(2**31, ()))
-    two = observed("numba", "AdamW", torch.bfloat16, start, threads=2)
+    two = observed("llvm", "AdamW", torch.bfloat16, start, threads=2)
     check_same(two, observed("reference", "AdamW", torch.bfloat16, start, threads=2))
 
 
@@ -112,7 +112,7 @@ def test_an_engine_that_changes_between_steps(seed):
     model = nn.Linear(3, 4)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     with hu.observe(model, optimizer, interval=1) as seen:
-        for name in ("numba", "reference", "numba"):
+        for name in ("llvm", "reference", "llvm"):
             with engine(name):
                 model(torch.randn(2, 3)).sum().backward()
                 optimizer.step()

@@ -214,6 +214,37 @@ def test_the_map_fits_a_phone_and_a_wide_screen(show: Callable, data: dict) -> N
         assert drawn <= width
 
 
+def test_names_are_whole_on_a_phone(show: Callable, pages: dict, data: dict) -> None:
+    """They stand above their rows there, where left of them a third of each would be cut."""
+    long = json.loads(json.dumps(data).replace("layers.", "model.decoder.layers."))
+    for text, chart in ((observation_html(long), "map"), (pages["audit"], "shares"), (pages["forecast"], "shares")):
+        tab = show(text, 390).tab
+        names = tab.eval_on_selector_all(
+            f"#{chart} svg g > text[font-family]",
+            "all => all.map(one => [one, one.getBoundingClientRect()]).map(([one, box]) => "
+            "[one.textContent, box.left, box.right])",
+        )
+        assert names
+        assert not [name for name, _, _ in names if "…" in name and len(name) < 48]
+        assert all(0 <= left < right <= 390 for _, left, right in names)
+
+
+def test_the_map_says_which_tensors_are_stored_in_which_format(show: Callable, data: dict) -> None:
+    mixed = json.loads(json.dumps(data))
+    own = [one for one in mixed["record"]["tensors"] if one["role"] == "activation" and one["sampled"]]
+    for one in own:
+        one["dtype"] = "float32"
+    said = lambda: show(observation_html(mixed)).tab.locator("#map .said").text_content()  # noqa: E731
+    assert said().startswith(f"All {len(own)} tensors are fp32. ")
+    for one in own[:2]:
+        one["dtype"] = "bfloat16"
+    names = f"{own[0]['name'] or '(model)'}, {own[1]['name'] or '(model)'}"
+    assert said().startswith(f"Only 2 of {len(own)} tensors are bf16 ({names}), the rest fp32. ")
+    for one in own[2:6]:
+        one["dtype"] = "float16"
+    assert said().startswith(f"Only 2 of {len(own)} tensors are bf16 ({names}), 4 fp16, the rest fp32. ")
+
+
 def test_a_saved_map_stands_alone(show: Callable, data: dict) -> None:
     tab = show(observation_html(data)).tab
     with tab.expect_download() as waiting:
@@ -257,7 +288,7 @@ def test_an_audit_says_what_moved_and_sorts(show: Callable, pages: dict) -> None
     tab = show(pages["audit"]).tab
     assert tab.locator("h1").text_content() == "norm.weight: did not move"
     moved = "60 optimizer steps from A to B · 2 of 4 tensors moved · 1 did not move at all"
-    assert tab.locator(".lead").text_content() == f"1 error in 4 tensors · {moved}"
+    assert tab.locator(".lead").text_content() == f"1 finding of grade error in 4 tensors · {moved}"
     assert column(tab, "groups", 1)[0] == "did not move"
     assert sorted(column(tab, "tensors", 1)) == ["changed", "changed", "nonfinite", "unchanged"]
     tab.locator("#tensors thead th").nth(7).locator("button").click()

@@ -15,7 +15,7 @@ from halfulp.observation.sampling._totals import Totals
 
 DTYPES = (torch.float32, torch.float16, torch.bfloat16, torch.float64)
 SIZES = (0, 1, 2, 127, 129, 4095, 4096, 4097, 5000, 70_001)
-ENGINES = ("numba", "reference")
+ENGINES = ("llvm", "reference")
 
 
 def hard_values(count: int, dtype: torch.dtype) -> torch.Tensor:
@@ -87,7 +87,7 @@ def test_block_formats(seed, size, dtype, engine, special):
 def test_engines_agree_on_everything(seed, dtype):
     for size in SIZES:
         x = hard_values(size, dtype)
-        fast, slow = observed(x, "numba")[0], observed(x, "reference")[0]
+        fast, slow = observed(x, "llvm")[0], observed(x, "reference")[0]
         fast.rms = slow.rms = 0.0  # a sum in another order
         assert fast == slow
 
@@ -108,7 +108,7 @@ def test_extremes_are_of_the_whole_tensor(seed, dtype, engine):
 
 def test_histogram_counts_binades(seed):
     x = hard_values(4096, torch.float32)
-    record, sample = observed(x, "numba")
+    record, sample = observed(x, "llvm")
     known = sample[sample.isfinite() & (sample != 0)].double()
     binades, counts = (torch.frexp(known)[1] - 1).unique(return_counts=True)
     assert record.histogram == dict(zip(binades.tolist(), counts.tolist()))
@@ -116,7 +116,7 @@ def test_histogram_counts_binades(seed):
 
 def test_eight_bit_payloads_are_counted_at_their_own_largest_number():
     x = torch.tensor([448.0, 1.0, 0.0, -448.0]).to(torch.float8_e4m3fn)
-    record, _ = observed(x, "numba")
+    record, _ = observed(x, "llvm")
     assert (record.dtype, record.largest, record.zeros, record.amax) == (torch.float8_e4m3fn, 2, 1, 448.0)
 
 
@@ -177,7 +177,7 @@ def test_shares_of_the_sample_are_those_of_the_tensor_within_the_stated_error(se
     whole = int((hu.quantize(x, "fp16") == 0).sum()) / x.numel()
     steps, found = 25, []
     for step in range(steps):
-        record, _ = observed(x, "numba", key=place_key(0, step, "w"))
+        record, _ = observed(x, "llvm", key=place_key(0, step, "w"))
         found.append(record.formats["fp16"].underflow / record.sampled)
     assert abs(sum(found) / steps - whole) < 5 * sampling_error(whole, x.numel(), steps)
 

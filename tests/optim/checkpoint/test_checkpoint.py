@@ -195,16 +195,14 @@ def test_a_corrupt_or_foreign_state_dict_is_refused_and_nothing_changes(what):
     assert [state["step"] for state in optimizer.state.values()] == steps
 
 
-@pytest.mark.parametrize("other", ["SGD", "Lion", "Adam"])
+@pytest.mark.parametrize("other", ["SGD", "Lion"])
 def test_another_optimizers_state_is_refused(other):
     model = make_model()
     optimizer = hu.optim.AdamW(model.parameters())
-    source = getattr(hu.optim, other)(model.parameters(), lr=0.1, **({"amsgrad": True} if other == "Adam" else {}))
+    source = getattr(hu.optim, other)(model.parameters(), lr=0.1)
     take_steps(model, source, 0, 1)
     before = snapshot(optimizer)
     saved = source.state_dict()
-    if other == "Adam":  # the same groups, another state
-        saved["param_groups"][0]["amsgrad"] = False
     with pytest.raises(ValueError, match=r"another optimizer|holds"):
         optimizer.load_state_dict(saved)
     assert [name for name in differing(before, snapshot(optimizer)) if "." not in name.partition(".")[2]] == []

@@ -6,6 +6,7 @@ import pytest
 import torch
 
 import halfulp as hu
+from halfulp.kernels import same_bits
 
 
 class Counting(torch.nn.Linear):
@@ -79,6 +80,54 @@ def test_a_users_entry_in_the_state_is_saved_and_loaded(seed, fresh):
     assert optimizer.state[weight]["importance"] is not file["state"][0]["importance"]
 
 
+@pytest.mark.parametrize("key", [7, -1, 10**6, "run", (1, 2), None])
+@pytest.mark.parametrize("value", [3, {"mine": 2}])
+def test_an_entry_of_ones_own_may_have_any_key_that_numbers_no_parameter(seed, key, value):
+    weight, optimizer = _stepped()
+    optimizer.state[key] = value
+    again, resumed = _stepped()
+    resumed.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+    assert resumed.state[key] == copy.deepcopy(optimizer).state[key] == value
+    for one, stepped in ((weight, optimizer), (again, resumed)):
+        _step(one, stepped)
+        assert stepped.state[one]["step"] == 2
+
+
+@pytest.mark.parametrize("key", [0, False, 1])
+def test_an_entry_of_ones_own_under_a_parameters_number_is_refused_where_it_is_saved(seed, key):
+    weight, optimizer = _stepped()
+    optimizer.add_param_group({"params": [("other", torch.nn.Parameter(torch.zeros(2).bfloat16()))]})
+    optimizer.state[key] = {"mine": 1}
+    with pytest.raises(ValueError, match=rf"state\[{key!r}\] is an entry of your own.*such as 'my_{key}'"):
+        optimizer.state_dict()
+    _step(weight, optimizer)
+    optimizer.state[f"my_{key}"] = optimizer.state.pop(key)
+    assert optimizer.state_dict()["state"][f"my_{key}"] == {"mine": 1}
+
+
+@pytest.mark.parametrize("key", [7, "run"])
+def test_a_wrapped_optimizers_entries_are_kept_too_and_refused_alike(seed, key):
+    make = lambda: _stepped(lambda params: hu.optim.wrap(torch.optim.RMSprop, params, weight_update="split"))  # noqa: E731
+    (_, optimizer), (_, resumed) = make(), make()
+    optimizer.state[key], optimizer.base.state["inner"] = 3, 4
+    resumed.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+    assert (resumed.state[key], resumed.base.state["inner"]) == (3, 4)
+    optimizer.base.state[0] = 5
+    with pytest.raises(ValueError, match="use another key"):
+        optimizer.state_dict()
+
+
+def test_an_entry_of_ones_own_that_looks_like_a_parameters_state_is_refused_on_both_sides(seed):
+    _, optimizer = _stepped()
+    file = optimizer.state_dict()
+    optimizer.state[9] = {"step": 1}
+    with pytest.raises(ValueError, match="use another key"):
+        optimizer.state_dict()
+    file["state"][9] = {"step": 1}
+    with pytest.raises(ValueError, match="no optimizer state_dict"):
+        optimizer.load_state_dict(file)
+
+
 def test_another_weight_updates_tensors_are_still_refused(seed):
     _, optimizer = _stepped(weight_update="split")
     file = optimizer.state_dict()
@@ -120,3 +169,65 @@ def test_a_momentum_that_is_switched_on_later_begins_undampened(seed, resumed, n
             optimizer.step()
         found.append(weight.detach())
     torch.testing.assert_close(*found, rtol=1e-6, atol=1e-6)
+
+
+SWITCHES = {
+    "amsgrad": (hu.optim.AdamW, {"amsgrad": True}, {"amsgrad": False}, "max_exp_avg_sq"),
+    "Adam": (hu.optim.Adam, {"amsgrad": True}, {"amsgrad": False}, "max_exp_avg_sq"),
+    "momentum": (hu.optim.SGD, {"lr": 0.1, "momentum": 0.9}, {"momentum": 0.0}, "momentum_buffer"),
+}
+STORED = {"default": {}, "float32": {"state_dtype": torch.float32}, "bfloat16x2": {"state_dtype": "bfloat16x2"}}
+
+
+@pytest.mark.parametrize("again", [False, True])
+@pytest.mark.parametrize("states", STORED)
+@pytest.mark.parametrize("name", SWITCHES)
+def test_a_run_whose_states_were_switched_off_is_saved_loaded_and_goes_on(seed, name, states, again):
+    """The switched off state stays, as in torch.optim, and goes on where it is switched on again."""
+    kind, on, off, left = SWITCHES[name]
+    start = torch.randn(8).bfloat16()
+
+    def run(resumed):
+        weight = torch.nn.Parameter(start.clone())
+        optimizer = kind([weight], **on, **STORED[states])
+        for number in range(8):
+            if number == 3:
+                optimizer.param_groups[0].update(off)
+            if number == 6 and again:
+                optimizer.param_groups[0].update({option: on[option] for option in off})
+            if number == 5 and resumed:
+                file = copy.deepcopy(optimizer.state_dict())
+                assert left in file["state"][0]
+                weight = torch.nn.Parameter(weight.detach().clone())
+                optimizer = kind([weight], **(on if resumed == "as made" else on | off), **STORED[states])
+                optimizer.load_state_dict(file)
+            _step(weight, optimizer)
+        return weight, optimizer.state[weight]
+
+    (weight, held), *others = run(None), run("as made"), run("switched off")
+    for other, theirs in others:
+        assert same_bits(weight, other)
+        assert held.keys() - {"states_begun"} == theirs.keys() - {"states_begun"}
+        assert all(same_bits(value, theirs[key]) for key, value in held.items() if isinstance(value, torch.Tensor))
+
+
+@pytest.mark.parametrize("state_dtype", [None, torch.float32, "8bit"])
+def test_a_torch_file_whose_states_were_switched_off_is_loaded_and_goes_on(seed, state_dtype):
+    start, weights = torch.randn(64, 32), []
+    theirs_weight = torch.nn.Parameter(start.clone())
+    theirs = torch.optim.AdamW([theirs_weight], amsgrad=True)
+    for number in range(4):
+        theirs.param_groups[0]["amsgrad"] = number < 2
+        theirs_weight.grad = torch.randn(64, 32)
+        theirs.step()
+    ours_weight = torch.nn.Parameter(theirs_weight.detach().clone())
+    choice = {"exp_avg": state_dtype} if state_dtype == "8bit" else state_dtype
+    ours = hu.optim.AdamW([ours_weight], state_dtype=choice)
+    ours.load_state_dict(copy.deepcopy(theirs.state_dict()))
+    for one, optimizer in ((theirs_weight, theirs), (ours_weight, ours)):
+        optimizer.param_groups[0]["amsgrad"] = True
+        one.grad = torch.full((64, 32), 2.0**-4)
+        optimizer.step()
+        weights.append(one.detach())
+    assert (ours.state[ours_weight]["max_exp_avg_sq"] >= theirs.state[theirs_weight]["max_exp_avg_sq"] * 0.99).all()
+    torch.testing.assert_close(*weights, rtol=0, atol=1e-4 if state_dtype == "8bit" else 1e-5)

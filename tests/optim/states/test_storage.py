@@ -45,7 +45,7 @@ def test_stochastic_takes_a_neighbour_with_the_chance_of_its_nearness(seed, name
         spots = spots[:3] + [x for x in spots[3:] if abs(x) > 1e-44]
     n = 40_000
     values = torch.tensor(spots).repeat_interleave(n)
-    held = Adder("stochastic", torch.zeros_like(values), name, seed, engine="numba" if name in STORES else "reference")
+    held = Adder("stochastic", torch.zeros_like(values), name, seed, engine="llvm" if name in STORES else "reference")
     held.add(values)
     got = held.parameter.detach().float().reshape(-1, n)
     low, high = (hu.quantize(values, fmt, rounding).reshape(-1, n)[:, 0] for rounding in (hu.Down(), hu.Up()))

@@ -1,4 +1,4 @@
-"""One call for all parameters: on threads, in forked workers, under either of Numba's layers, the same bits."""
+"""One call for all parameters: on threads, in forked workers, the same bits."""
 
 import textwrap
 
@@ -40,8 +40,7 @@ def run(in_processes):
     return lambda body, **environment: in_processes(HEAD + textwrap.dedent(body), 1, **environment)
 
 
-@pytest.mark.parametrize("layer", ["omp", "workqueue"])
-def test_four_threads_step_four_optimizers_at_once(layer, run):
+def test_four_threads_step_four_optimizers_at_once(run):
     run(
         """
         torch.set_num_threads(2)
@@ -58,8 +57,7 @@ def test_four_threads_step_four_optimizers_at_once(layer, run):
         for thread in threads:
             thread.join()
         assert all(same(a, b) for a, b in zip(alone, found))
-        """,
-        NUMBA_THREADING_LAYER=layer,
+        """
     )
 
 
@@ -82,8 +80,7 @@ def test_four_threads_compile_their_first_kernels_at_once(tmp_path, run):
     )
 
 
-@pytest.mark.parametrize("layer", ["omp", "workqueue"])
-def test_a_forked_worker_quantizes_and_steps_after_its_parent_has(layer, run):
+def test_a_forked_worker_quantizes_and_steps_after_its_parent_has(run):
     run(
         """
         warnings.simplefilter("ignore")
@@ -100,8 +97,7 @@ def test_a_forked_worker_quantizes_and_steps_after_its_parent_has(layer, run):
         seen = list(loader)
         assert len(seen) == 4 and all(all(pair) for pair in seen), seen
         assert same(train(0), parent)
-        """,
-        NUMBA_THREADING_LAYER=layer,
+        """
     )
 
 
@@ -127,15 +123,15 @@ def test_two_threads_give_the_bits_of_one(seed, update, codec):
         assert one == two
 
 
-def test_a_process_without_numba_runs_the_reference_and_says_so(in_bare_process):
+def test_a_process_without_llvmlite_runs_the_reference_and_says_so(in_bare_process):
     """Its bits are those of the kernels: test_kernel."""
     body = """
         import sys
-        sys.modules["numba"] = None
+        sys.modules["llvmlite"] = None
         with warnings.catch_warnings(record=True) as seen:
             warnings.simplefilter("always")
             without = train(0, size=(16, 64))
-        assert sum("numba is not installed" in str(w.message) for w in seen) == 1, seen
+        assert sum("llvmlite is not installed" in str(w.message) for w in seen) == 1, seen
         assert hu.kernels.report()
         with hu.kernels.engine("reference"):
             assert same(without, train(0, size=(16, 64)))

@@ -92,7 +92,7 @@ def test_float16_states_follow_float32_under_its_own_eps(seed, size):
 def test_the_compiled_step_is_the_reference(seed, rule, update, dtype, gradient, states):
     shapes, found = ((9, 70), (3,), (0, 2)), []
     values = [[torch.randn(shape) * 2.0**k for shape in shapes] for k in (-9, -12, -3, -30)]
-    for chosen in ("reference", "numba"):
+    for chosen in ("reference", "llvm"):
         parameters = [_parameter(value, dtype) for value in values[0]]
         optimizer = _make(rule, parameters, weight_update=update, state_dtype=states, seed=seed, report_interval=2)
         with engine(chosen):

@@ -110,7 +110,7 @@ def test_any_companion_beside_any_parameter_the_compiled_reader_agrees(seed, upd
             junk = junk * 2.0**-16
     mark_current(plan)  # else the write above is a visible one, after which no companion counts
     _check(held, update, store)
-    with hu.kernels.engine("numba"):
+    with hu.kernels.engine("llvm"):
         compiled = read_weights([plan])[0]
     assert hu.kernels.same_bits(compiled, held.weight)
 

@@ -50,7 +50,7 @@ def test_the_parameter_has_the_last_word_over_its_master():
 
 def test_float32_parameters_add_in_float32(seed):
     start = torch.randn(4096)
-    held = Adder("exact", start, "fp32", engine="numba")
+    held = Adder("exact", start, "fp32", engine="llvm")
     u = torch.randn(4096) * 1e-3
     held.add(u)
     assert torch.equal(held.parameter.detach(), start + u)

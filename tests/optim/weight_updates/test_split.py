@@ -18,7 +18,7 @@ def _words(count: int) -> torch.Tensor:
     return torch.where(words >= 2**31, words - 2**32, words).to(torch.int32).view(torch.float32)
 
 
-@pytest.mark.parametrize("engine", ["reference", "numba"])
+@pytest.mark.parametrize("engine", ["reference", "llvm"])
 def test_split_is_exact_for_every_exponent(seed, engine):
     values = _words(400)
     held = Adder("split", torch.zeros_like(values), engine=engine)
@@ -68,7 +68,7 @@ def test_split8_keeps_sixteen_bits(seed, store):
 def test_split8_is_right_on_average_and_never_stalls(seed, store, sign):
     """A quarter of a unit per step, past several places of the parameter, in both directions."""
     unit = 2.0**-15 if store == "bf16" else 2.0**-18
-    held = Adder("split8", torch.full((4000,), 1.5), store, seed=seed, engine="numba")
+    held = Adder("split8", torch.full((4000,), 1.5), store, seed=seed, engine="llvm")
     u, steps = torch.full((4000,), sign * unit / 4), 2000
     for _ in range(steps):
         held.add(u)

@@ -11,7 +11,7 @@ from halfulp.kernels import engine
 from ...laws.optim.cases import UPDATES, narrow_updates
 
 GIVEN = [name for name in narrow_updates() if not UPDATES[name].feeds_back]
-COMPILED = [("kahan", "numba"), ("components-3", "numba")]
+COMPILED = [("kahan", "llvm"), ("components-3", "llvm")]
 
 
 @pytest.mark.parametrize(("update", "engine_name"), [*itertools.product(GIVEN, ["reference"]), *COMPILED])

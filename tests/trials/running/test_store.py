@@ -55,7 +55,7 @@ def test_any_version_change_refuses_reuse(tmp_path: Path, trials, monkeypatch: p
     store = Store(tmp_path / "out")
     store.keep(trials[0], {})
     settings = trials[0].settings()
-    assert {"halfulp", "torch", "numpy", "numba", "python"} <= set(settings["versions"])
+    assert {"halfulp", "torch", "numpy", "llvmlite", "python"} <= set(settings["versions"])
     for name in settings["versions"]:
         other = {**settings, "versions": {**settings["versions"], name: "0.0.1"}}
         monkeypatch.setattr(Trial, "settings", lambda self, other=other: other)

@@ -4,14 +4,25 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
+from pathlib import Path
 
 import numpy as np
 import torch
 
-from ...kernels import address, check_bits, compile_kernel, require_float64, run_chunks, select_engine
+from ...kernels import (
+    address,
+    address_of,
+    check_bits,
+    compile_code,
+    require_float64,
+    run_chunks,
+    select_engine,
+    source_digest,
+)
 from . import _accumulate as p
 from ._accumulator import BLOCK, LAYOUTS, WORDS, block_size
 from ._block_sums import compile_blocks
+from ._on_triton import ExactSums, exact_sums
 from ._reference import round_words, words_of
 
 _SHARES = 64  # how many pieces threads may take up
@@ -21,6 +32,8 @@ _ITEM = 512  # blocks of one accumulator; more of a row go to accumulators side 
 
 def summed(a: torch.Tensor, b: torch.Tensor | None, dtype: torch.dtype) -> torch.Tensor:
     """The rounded sum of every row of a, or of the products of a and b; (rows, columns), the last stride 1."""
+    if on_device := _on_triton(a, b):
+        return on_device.sums(a, b, dtype)
     if not _compiled(a):
         return round_words(words_of(a, b), dtype)
     _check(a.dtype, b is not None)
@@ -29,6 +42,8 @@ def summed(a: torch.Tensor, b: torch.Tensor | None, dtype: torch.dtype) -> torch
 
 def partial(a: torch.Tensor, b: torch.Tensor | None) -> torch.Tensor:
     """As `summed`, but the accumulators: int64 (rows, WORDS)."""
+    if on_device := _on_triton(a, b):
+        return on_device.sums(a, b, None)
     if not _compiled(a):
         return words_of(a, b)
     _check(a.dtype, b is not None)
@@ -37,14 +52,24 @@ def partial(a: torch.Tensor, b: torch.Tensor | None) -> torch.Tensor:
 
 def rounded(words: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     """The float nearest to each accumulator, (rows, WORDS) -> (rows,)."""
+    if on_device := _on_triton(words):
+        return on_device.settled(words.contiguous()[:, None], dtype)
     if not _compiled(words):
         return round_words(words, dtype)
     return _settled(words.clone(memory_format=torch.contiguous_format), dtype)
 
 
+def _on_triton(a: torch.Tensor, b: torch.Tensor | None = None) -> ExactSums | None:
+    """The kernels of an accelerator; None where there are none."""
+    if select_engine(a.device.type) != "triton":
+        return None
+    require_float64(a.device, "exact sums")
+    return exact_sums(a.device, torch.float64 if a.dtype == torch.int64 else a.dtype, b is not None, _fixed_rows)
+
+
 def _compiled(x: torch.Tensor) -> bool:
     if x.device.type == "cpu":
-        return select_engine("cpu") == "numba"
+        return select_engine("cpu") == "llvm"
     require_float64(x.device, "exact sums")
     return False
 
@@ -88,20 +113,20 @@ def _run_rows(a: torch.Tensor, b: torch.Tensor | None, dtype: torch.dtype | None
         *_element_layout(a.dtype),
         *_result_layout(dtype or a.dtype),
     ]
-    setup = np.array(words, np.int64)
-
-    records = np.empty((rows * per_row, p.RECORD), np.int64)
-    scratch = np.empty((len(block_lengths), BLOCK), np.int64)
-    kernel = _block_kernel(a.dtype, b is not None)
-    run_chunks(kernel, block_lengths, setup, records, records.ctypes.data, scratch.ctypes.data)
-    made = np.zeros((len(item_lengths) if rounding else rows * pieces, WORDS), np.int64)
-    out = np.empty(rows if rounding else 0, np.int64)
-    run_chunks(_item_kernel(), item_lengths, setup, records, made, out)
+    # The setup, records and scratch, one behind the other.
+    before, records = len(words), len(words) + rows * per_row * p.RECORD
+    work = np.empty(records + len(block_lengths) * BLOCK, np.int64)
+    work[:before] = words
+    setup = address_of(work)
+    run_chunks(_block_kernel(a.dtype, b is not None), block_lengths, setup, setup + 8 * before, setup + 8 * records)
+    made = torch.zeros(len(item_lengths) if rounding else rows * pieces, WORDS, dtype=torch.int64, device="cpu")
+    out = torch.empty(rows if rounding else 0, dtype=torch.int64, device="cpu")
+    run_chunks(_item_kernel(), item_lengths, setup, setup + 8 * before, address(made), address(out))
     if rounding and dtype is not None:
-        return _as_floats(torch.from_numpy(out), dtype)
+        return _as_floats(out, dtype)
     if pieces > 1:
-        return _settled(torch.from_numpy(made).view(rows, pieces, WORDS).sum(1), dtype)
-    return torch.from_numpy(made)
+        return _settled(made.view(rows, pieces, WORDS).sum(1), dtype)
+    return made
 
 
 def _settled(words: torch.Tensor, dtype: torch.dtype | None) -> torch.Tensor:
@@ -112,10 +137,11 @@ def _settled(words: torch.Tensor, dtype: torch.dtype | None) -> torch.Tensor:
         setup = np.zeros(p.SETUP, np.int64)
         setup[p.ITEMS], setup[p.ITEM_SHARE], setup[p.ROUNDED] = len(words), share, dtype is not None
         setup[p.OUT_WIDTH :] = _result_layout(dtype or torch.float64)
-        run_chunks(_round_kernel(), lengths, setup, words.numpy(), out.numpy())
+        run_chunks(_round_kernel(), lengths, address_of(setup), address(words), address(out))
     return words if dtype is None else _as_floats(out, dtype)
 
 
+@functools.lru_cache(64)
 def _shares(count: int, length: int) -> tuple[int, np.ndarray]:
     """How many of `count` units of a length each share has, and the lengths of all shares."""
     share = -(-count // _SHARES)
@@ -141,18 +167,17 @@ def _as_floats(bits: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
 
 
 @functools.cache
-def _item_kernel() -> Callable:
-    signature = "void(int64, int64, int64[::1], int64[:,::1], int64[:,::1], int64[::1])"
-    return compile_kernel(p.sum_items, signature)
+def _item_kernel() -> Callable[..., None]:
+    return compile_code("sum_items", source_digest(Path(__file__).parent), 6, p.sum_items)
 
 
 @functools.cache
-def _round_kernel() -> Callable:
-    return compile_kernel(p.round_items, "void(int64, int64, int64[::1], int64[:,::1], int64[::1])")
+def _round_kernel() -> Callable[..., None]:
+    return compile_code("round_items", source_digest(Path(__file__).parent), 5, p.round_items)
 
 
 @functools.cache
-def _block_kernel(dtype: torch.dtype, product: bool) -> Callable:
+def _block_kernel(dtype: torch.dtype, product: bool) -> Callable[..., None]:
     return compile_blocks(dtype, product)
 
 

@@ -6,59 +6,9 @@ from collections.abc import Callable
 
 import torch
 
-from ...kernels import VectorBuilder, lanes_of, numba_intrinsic, scalar_of, vector_bits
+from ...kernels import VectorBuilder, lanes_of, scalar_of, vector_bits
 
 _PLACES = 3  # where sums begin in a block's record
-
-
-def ranges(dtype: torch.dtype, product: bool) -> Callable:
-    """Numba intrinsic (a, b, count, record): writes into six int64 at the address `record`.
-
-    Of the terms' words without their signs: the largest; the smallest but zero, less 1 (-1 where there is none). How
-    many terms are -0. The bits of the terms' sum in float64, exact where the range allows. For products the second
-    figure of a, and of b. Terms are the elements at a, or their products with those at b, in float64.
-    """
-    return numba_intrinsic(lambda builder, *values: _Block(builder, dtype, product).ranges(*values), 4)
-
-
-def extracted(dtype: torch.dtype, product: bool) -> Callable:
-    """Numba intrinsic (a, b, count, record, first, second): writes the terms' sum as float64 summands from word 3 on.
-
-    first, second: bits of 1.5 * 2^k, to which terms are added and so are cut at the last place of 2^k, their rests
-    being exact; the summands are the cut parts' sums and that of the last rests. Products of float64, each the rounded
-    product and its error, are cut twice, all others once.
-    """
-    return numba_intrinsic(lambda builder, *values: _Block(builder, dtype, product).extracted(*values), 6)
-
-
-def unfolded(dtype: torch.dtype, product: bool) -> Callable:
-    """Numba intrinsic (a, b, count, terms): writes the terms as float64.
-
-    A product of float64 becomes two, the rounded one and its error; the errors stand from place `count` on.
-    """
-    return numba_intrinsic(lambda builder, *values: _Block(builder, dtype, product).unfolded(*values), 4)
-
-
-def peeled() -> Callable:
-    """Numba intrinsic (terms, count, cut, found): adds float64 terms to a number and leaves the rests in their places.
-
-    Writes the cut parts' sum to word 0 at the address `found`, and the largest word of a rest, without its sign, to 1.
-    """
-    return numba_intrinsic(lambda builder, *values: _Block(builder, torch.float64, False).peeled(*values), 4)
-
-
-def keeps_subnormals() -> Callable:
-    """Numba intrinsic (bits of 2^-1022) -> 1 where the processor's mode keeps half of it, 0 where it makes it zero.
-
-    The bits must not be known to the compiler, which would answer for a mode of its own.
-    """
-
-    def emit(builder, bits):
-        block = _Block(builder, torch.float64, False)
-        half = builder.fmul(builder.bitcast(bits, block.f64), block.constant(block.f64, 0.5))
-        return builder.zext(builder.fcmp_unordered("!=", half, block.constant(block.f64, 0.0)), block.i64)
-
-    return numba_intrinsic(emit, 1, "int64")
 
 
 def _lanes() -> int:
@@ -66,7 +16,7 @@ def _lanes() -> int:
     return 4 * vector_bits() // 64
 
 
-class _Block(VectorBuilder):
+class BlockLoops(VectorBuilder):
     """Loops over a block's elements, each over vectors and then over the remaining elements one by one."""
 
     def __init__(self, builder, dtype: torch.dtype, product: bool) -> None:
@@ -75,6 +25,12 @@ class _Block(VectorBuilder):
         self.stored = self.memory_type(dtype)
 
     def ranges(self, a, b, count, record) -> None:
+        """Write six int64 to the address `record`.
+
+        Of the terms' words without their signs: the largest; the smallest but zero, less 1 (-1 where there is none).
+        How many terms are -0. The bits of the terms' sum in float64, exact where the range allows. For products the
+        second figure of a, and of b. Terms are the elements at a, or their products with those at b, in float64.
+        """
         word = self.i64 if self.product else self.stored
         kinds = [word, word, word, self.f64, *([self.stored] * 2 if self.product else [])]
         starts = [0, -1, 0, 0.0, -1, -1][: len(kinds)]
@@ -118,6 +74,12 @@ class _Block(VectorBuilder):
         return self.b.sub(self.size(words), self.constant(words.type, 1))
 
     def extracted(self, a, b, count, record, first, second) -> None:
+        """Write the terms' sum as float64 summands from word 3 of `record` on.
+
+        first, second: bits of 1.5 * 2^k, to which terms are added and so are cut at the last place of 2^k, their rests
+        being exact; the summands are the cut parts' sums and that of the last rests. Products of float64, each the
+        rounded product and its error, are cut twice, all others once.
+        """
         twice = self.product and self.wide
         cuts = [self.b.bitcast(bits, self.f64) for bits in ((first, second) if twice else (first,))]
         starts = [*cuts, self.ir.Constant(self.f64, 0.0)]
@@ -148,6 +110,10 @@ class _Block(VectorBuilder):
         return sums
 
     def unfolded(self, a, b, count, terms) -> None:
+        """Write the terms as float64.
+
+        A product of float64 becomes two, the rounded one and its error; the errors stand from place `count` on.
+        """
         errors = self.b.add(terms, self.b.mul(count, self.word(8)))
 
         def body(lanes: int, a, b, i, carried: list) -> list:
@@ -163,10 +129,15 @@ class _Block(VectorBuilder):
         self.both(a, b, count, [], [], body)
 
     def peeled(self, terms, count, cut, found) -> None:
+        """Add float64 terms to a number and leave the rests in their places.
+
+        Write the cut parts' sum to word 0 at the address `found`, and the largest word of a rest, without its sign, to
+        word 1.
+        """
         cut = self.b.bitcast(cut, self.f64)
 
         def body(lanes: int, a, b, i, carried: list) -> list:
-            term = self.term(a, i, lanes)
+            term = self.load(a, i, torch.float64, self.shape(self.f64, lanes))
             grown = self.b.fadd(carried[0], term)
             rest = self.b.fsub(term, self.b.fsub(grown, carried[0]))
             self.store(a, i, torch.float64, rest)
@@ -177,6 +148,14 @@ class _Block(VectorBuilder):
         total = self.b.fadd(self.folded(self.b.fadd, sums), self.b.fsub(last_sum, cut))
         self.store_word(found, 0, self.b.bitcast(total, self.i64))
         self.store_word(found, 1, self.largest(self.folded(self.largest, most), last_most))
+
+    def keeps_subnormals(self, bits):
+        """Return whether the processor's mode keeps half of 2^-1022, given by its bits, or makes it zero.
+
+        The bits must not be known to the compiler, which would answer for a mode of its own.
+        """
+        half = self.b.fmul(self.b.bitcast(bits, self.f64), self.constant(self.f64, 0.5))
+        return self.b.fcmp_unordered("!=", half, self.constant(self.f64, 0.0))
 
     def product_error(self, x, y, p):
         return self.intrinsic("fma", x, y, self.b.fneg(p))

@@ -60,7 +60,7 @@ class Elements:
     def fill(self, inputs: Sequence[torch.Tensor], outputs: Parts) -> bool:
         """Fill contiguous tensors of one shape from inputs that broadcast to them; False if no kernel can."""
         engine = select_engine(outputs[0].device.type)
-        if engine == "numba":
+        if engine == "llvm":
             if outputs[0].numel():
                 fill(self.kernel, inputs, outputs)
             return True

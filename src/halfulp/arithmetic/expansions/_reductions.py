@@ -119,11 +119,17 @@ def _reduce(kind: str, parts: Parts, dims: Sequence[int], components: int, keepd
     after = [1 if d in dims else shape[d] for d in range(len(shape)) if keepdim or d not in dims]
     matrices, sizes = _matrices(parts, dims)
     made = _columns(kind, matrices, sizes, components, dtype, after)
-    if _is_finite(made[0]):
+    if made[0].device.type == "cpu" and _is_finite(made[0]):  # nobody waits for a CPU
         return made
+    head = matrices[0].view(sizes)
+    plain = getattr(head, kind)(1, dtype=torch.float64).reshape(after)
+    if kind != "prod" or dtype == torch.float64:
+        return _mended(made, plain)
+    # A product that leaves float64's range does so in another place than one that only its components cannot hold.
     wide = _columns(kind, matrices, sizes, _accumulator_width(dtype, len(parts), components), torch.float64, after)
-    mended = _mended(kind, matrices[0].view(sizes), wide)
-    return pointwise("renormalize", mended, components=components, dtype=dtype)
+    mended = pointwise("renormalize", _mended(wide, plain), components=components, dtype=dtype)
+    lost = ~torch.isfinite(made[0])
+    return tuple([torch.where(lost, other, part) for other, part in zip(mended, made)])
 
 
 def _matrices(parts: Parts, dims: Sequence[int]) -> tuple[Parts, tuple[int, int, int]]:
@@ -153,12 +159,16 @@ def _is_finite(x: torch.Tensor) -> bool:
     return math.isfinite(x.item() if x.numel() == 1 else x.sum(dtype=torch.float64).item())
 
 
-def _mended(kind: str, head: torch.Tensor, made: Parts) -> Parts:
-    """Return the result with the infinities and NaN that the leading components' reduction has."""
-    head = head.double()
-    plain = getattr(head, kind)(1).reshape(made[0].shape)
-    sound = torch.isfinite(made[0])
-    return (torch.where(sound, made[0], plain), *(torch.where(sound, part, 0.0) for part in made[1:]))
+def _mended(made: Parts, plain: torch.Tensor) -> Parts:
+    """Return a result with the infinities and NaN that the leading components' reduction has.
+
+    Where components are narrower than float64, that one is not finite where an element is not; of float64 it decides
+    too whether a sum whose steps left the range is finite.
+    """
+    judge = made[0] if made[0].dtype == torch.float64 else plain
+    lost = (judge - judge) != 0.0
+    first = torch.where(lost, plain.to(made[0].dtype), made[0])
+    return (first, *(torch.where(lost, 0.0, part) for part in made[1:]))
 
 
 def _columns(
@@ -300,7 +310,7 @@ def _reduce_segments(reduction: _Reduction, parts: Parts, cut: _Cut, shape: Sequ
         ]
         on_device(parts, written, (*cut.sizes, length, segments, several), divisor)
         return tuple(written)
-    if engine != "numba":
+    if engine != "llvm":
         terms = _reduce_segments_reference(reduction, [part.reshape(cut.sizes).double() for part in parts], cut)
         return tuple([part.to(reduction.dtype).reshape(shape) for part in terms])
     made = tuple([torch.empty(shape, dtype=reduction.dtype, device="cpu") for _ in range(reduction.components)])

@@ -1,1 +1,1 @@
-"""Kernels on one element at a time: plain Python functions compiled by Numba."""
+"""Operations on one element: what device functions call, in plain Python, recorded as traces, and on tensors."""

@@ -1,8 +1,7 @@
 """The scalar operations that a kernel piece is written in: slow and exact here, one instruction each when compiled.
 
 Words are 32-bit unsigned integers and reals are float32; names that end in 64 work on 64-bit words and float64.
-Python's own operators are avoided on purpose: Numba widens a product of two uint32 to 64 bits and a float32 times a
-literal to float64, and either stops vectorization.
+Operations on words have names of their own: they wrap around, where NumPy's numbers warn or become wider.
 """
 
 from __future__ import annotations
@@ -17,7 +16,7 @@ import numpy as np
 from .._trace import Traced, square_root
 from .._trace import select as select
 
-# NumPy's and Python's numbers, and traced values; what Numba compiles has words and reals only.
+# NumPy's and Python's numbers, and traced values.
 Word = Any
 Real = Any
 Function = TypeVar("Function", bound=Callable[..., Any])
@@ -27,25 +26,19 @@ _U64 = 0xFFFFFFFFFFFFFFFF
 _CTYPES = {8: ctypes.c_uint8, 16: ctypes.c_uint16, 32: ctypes.c_uint32, 64: ctypes.c_uint64}
 
 
-def _scalar(function: Function, traced: Callable[..., Any] | None = None) -> Function:
-    """Make a function of scalars an operation of the language, which writes itself down where a value is traced."""
-    name = function.__name__
-
-    @functools.wraps(function)
-    def run(*values: Any) -> Any:
-        trace = next((x.trace for x in values if isinstance(x, Traced)), None)
-        if trace is None:
-            return function(*values)
-        if traced is None:
-            raise TypeError(f"a device function that is recorded cannot call {name}: it is for compiled loops")
-        return traced(trace, *values)
-
-    SCALARS[name] = run
-    return cast("Function", run)
-
-
 def _recorded(traced: Callable[..., Any]) -> Callable[[Function], Function]:
-    return lambda function: _scalar(function, traced)
+    """Make a function of scalars an operation of the language, which writes itself down where a value is traced."""
+
+    def operation(function: Function) -> Function:
+        @functools.wraps(function)
+        def run(*values: Any) -> Any:
+            trace = next((x.trace for x in values if isinstance(x, Traced)), None)
+            return function(*values) if trace is None else traced(trace, *values)
+
+        SCALARS[function.__name__] = run
+        return cast("Function", run)
+
+    return operation
 
 
 def _word(operation: str) -> Callable[[Function], Function]:
@@ -290,45 +283,6 @@ def load64(address: Word, i: Word) -> np.uint64:
 def store64(address: Word, i: Word, w: Word) -> None:
     """Write a 64-bit word to element i."""
     _CTYPES[64].from_address(int(address) + int(i) * 8).value = int(w)
-
-
-@_scalar
-def prefetch(address: Word) -> None:
-    """Ask for the cache line at an address, which need not be one that can be read."""
-
-
-@_scalar
-def amax16x32(address: Word, i: Word) -> np.uint32:
-    """The largest of 16 words from element i on, their top bits left out."""
-    return max(bit_and(_read(32, address, int(i) + k), 0x7FFFFFFF) for k in range(16))
-
-
-@_scalar
-def under16(address: Word, i: Word, nonzero: Word, normal: Word) -> np.uint32:
-    """Of 16 float32 from element i those whose size as a word is > 0 and < nonzero; times 2^16 those then < normal."""
-    sizes = [int(_read(32, address, int(i) + k)) & 0x7FFFFFFF for k in range(16)]
-    under, small = (sum(low <= w < high for w in sizes) for low, high in ((1, nonzero), (nonzero, normal)))
-    return np.uint32(under + (small << 16))
-
-
-@_scalar
-def under_quotients16(address: Word, i: Word, scale: Real, nonzero: Real, normal: Real) -> np.uint32:
-    """Of 16 float32 from element i those not 0 with |value| / scale < nonzero; times 2^16 those then < normal."""
-    sizes = [real(int(_read(32, address, int(i) + k)) & 0x7FFFFFFF) for k in range(16)]
-    quotients = [divide(size, np.float32(scale)) for size in sizes]
-    under = sum(bool(size > 0 and q < nonzero) for size, q in zip(sizes, quotients))
-    return np.uint32(under + (sum(bool(nonzero <= q < normal) for q in quotients) << 16))
-
-
-@_scalar
-def squares16(address: Word, i: Word) -> np.float64:
-    """The squares in float64 of those of 16 float32 from element i that are finite, added up half to half."""
-    values = [np.float64(real(_read(32, address, int(i) + k))) for k in range(16)]
-    squares = [value * value if np.isfinite(value) else np.float64(0) for value in values]
-    while len(squares) > 1:
-        half = len(squares) // 2
-        squares = [a + b for a, b in zip(squares[:half], squares[half:])]
-    return squares[0]
 
 
 def _read(bits: int, address: Word, i: Word) -> np.uint32:

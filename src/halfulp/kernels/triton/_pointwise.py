@@ -77,8 +77,8 @@ def pointwise_source(
     arguments += ["count: tl.int64", "columns: tl.int64", *modes, "WHOLE: tl.constexpr", "TILE: tl.constexpr"]
     wide = "tl.float64" if trace.dtype == torch.float64 else "tl.float32"
     lines = [
-        "if WHOLE:",
-        f"    count = tl.multiple_of(count, {VECTOR})",
+        "if WHOLE:",  # of an argument itself tl.multiple_of says nothing
+        f"    count = count // {VECTOR} * {VECTOR}",
         "i = tl.program_id(0).to(tl.int64) * TILE + tl.arange(0, TILE)",
         "lanes = i < count",
         *(f"x{k} = tl.load(input{k} + place(i, columns, mode{k}), mask=lanes, other=0).to({wide})" for k in inputs),

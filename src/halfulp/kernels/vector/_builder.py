@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 
 import torch
 
@@ -194,18 +194,3 @@ def scalar_of(kind):
 def size_of(dtype: torch.dtype) -> int:
     """Bytes of an element in memory."""
     return {torch.float16: 2, torch.bfloat16: 2, torch.float32: 4}.get(dtype, 8)
-
-
-def numba_intrinsic(emit: Callable, arguments: int, result: str = "void") -> Callable:
-    """Return a Numba intrinsic on int64 arguments whose instructions emit(builder, *values) writes.
-
-    Args:
-        emit: returns the LLVM value of the result; nothing where the result is "void".
-        arguments: how many.
-        result: the name of the result's Numba type.
-    """
-    from numba.core import types
-
-    from ..scalar._instructions import operation
-
-    return operation("loop", getattr(types, result), (types.int64,) * arguments, emit)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import functools
 
-from ..scalar._processor import has_half_conversions
+from ._processor import has_half_conversions
 
 _INFINITY, _QUIET = 0x7F800000, 0x400000
 # Between the exponent fields of float32 and float16.

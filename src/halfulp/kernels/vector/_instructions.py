@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Collection
+from collections.abc import Collection, Iterable, Iterator
 from typing import Any
 
 import torch
 
 from .._trace import Piece, Trace
 from ._builder import VectorBuilder, scalar_of
+from ._classes import choice, fits, write_choice
 
 _PREDICATES = {"lt": "<", "gt": ">", "le": "<=", "ge": ">=", "eq": "=="}
 
@@ -42,20 +43,28 @@ class Instructions(VectorBuilder):
             known: values of instructions that were computed elsewhere.
             only: which instructions to write; all by default.
         """
-        values: list = []
-        for number, (operation, operands, extra) in enumerate(self.trace.lines):
-            self.kind = self.trace.kinds[number]
-            if known is not None and number in known:
-                values.append(known[number])
-            elif only is not None and number not in only:
-                values.append(None)
-            elif operation in ("input", "load"):
-                values.append(inputs[(*operands, extra) if operands else extra])
-            elif operation == "part":
-                values.append(values[operands[0]][extra])
-            else:
-                values.append(getattr(self, f"do_{operation}")(extra, *(values[k] for k in operands)))
+        values: list = [None] * len(self.trace.lines)
+        for _ in self.steps(values, inputs, known, only, range(len(values))):
+            pass
         return values
+
+    def steps(self, values: list, inputs: Any, known: Any, only: Any, order: Iterable[int]) -> Iterator[None]:
+        """Write one instruction after the other, in an order, and yield behind each; `values` is filled."""
+        self.values = values
+        for number in order:
+            operation, operands, extra = self.trace.lines[number]
+            self.kind, self.number = self.trace.kinds[number], number
+            if known is not None and number in known:
+                values[number] = known[number]
+            elif only is not None and number not in only:
+                continue
+            elif operation in ("input", "load"):
+                values[number] = inputs[(*operands, extra) if operands else extra]
+            elif operation == "part":
+                values[number] = values[operands[0]][extra]
+            else:
+                values[number] = getattr(self, f"do_{operation}")(extra, *(values[k] for k in operands))
+            yield
 
     def do_call(self, number, *values):
         """Return the results of a device function: called where it is compiled apart, else inlined."""
@@ -201,6 +210,11 @@ class Instructions(VectorBuilder):
         return self.b.fdiv(x, y)
 
     def do_neg(self, _, x):
+        name, operands, _ = self.trace.lines[self.trace.lines[self.number][1][0]]
+        if name == "mul" and self.trace.lines[operands[0]][0] == "input":
+            factor, other = (self.values[k] for k in operands)
+            if factor is not None and other is not None:  # -(c x) as (-c) x: -c is made once for all elements
+                return self.b.fmul(self.b.fneg(factor), other)
         return self.b.fneg(x)
 
     def do_abs(self, _, x):
@@ -250,6 +264,11 @@ class Instructions(VectorBuilder):
         return self.b.xor(x, self.constant(x.type, 1))
 
     def do_select(self, _, condition, x, y):
+        found = choice(self.trace, self.number) if self.kind in ("f32", "w32") and fits(self.lanes) else None
+        if found is not None:
+            kept, of = (self.values[k] for k in found[:2])
+            if kept is not None and of is not None:
+                return write_choice(self, kept, of, found[2])
         return self.b.select(condition, x, y)
 
     def do_power_below(self, _, x):

@@ -9,10 +9,10 @@ from typing import Any
 import torch
 
 from .._trace import Trace
-from ..scalar._processor import has_fused_vectors, vector_bits
 from ._builder import VectorBuilder, size_of
 from ._instructions import Instructions, hidden_one
 from ._machine_function import machine_function
+from ._processor import has_fused_vectors, vector_bits
 
 LANES = 16  # neighbours that a broadcast operand repeats: the widest vector of any kernel
 _HEADER = 2  # words of the table before the operands: elements per row, elements in all

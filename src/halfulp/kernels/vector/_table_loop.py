@@ -7,19 +7,21 @@ which narrow vectors are widened and packed.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from .._trace import Piece, Trace
-from ..scalar._processor import vector_bits
 from ._builder import VectorBuilder, scalar_of
 from ._instructions import Instructions
 from ._machine_function import machine_function
+from ._phases import Phases, Stages, in_turns
+from ._processor import vector_bits
 
 # Columns of a chunk: row of the pointers, first element, elements, global index of the first.
 _CHUNK = 4
 _ARGUMENTS = 9
+_AT_ONCE = 512  # elements, in small blocks
 Array = tuple[int, int, bool]  # the instruction of its address, bits of an element, whether it has one per block
 
 
@@ -97,7 +99,9 @@ class _TableLoop(VectorBuilder):
         self.width = 2 * self.lanes
         self.padded = -(-(table.block or 0) // self.width) * self.width
         self.copied = table.partial or self.padded != table.block
-        self.phases = _Phases.of(self.trace)
+        self.together = 1 if self.copied else max(1, min(vector_bits() // 32, _AT_ONCE // self.padded))
+        self.phases = Phases.of(self.trace)
+        self.stages = Stages.of_trace(self.trace, not (table.block or self.trace.sums))
         lines = self.trace.lines
         self.kinds = Instructions(builder, self.trace, 1)
         self.given = [
@@ -108,17 +112,22 @@ class _TableLoop(VectorBuilder):
         self.stores = self.trace.stores
         self.arrays = list(dict.fromkeys([*self.loads, *self.stores]))
         self.in_pairs = any(bits < 32 for _, bits, per_block in self.arrays if not per_block)
+        self.order = in_turns(self.trace)
         self.scalars: dict[Any, Any] = {}
         self.inputs: dict[Any, Any] = {}
 
     def build(self, first, last, chunks, pointers, rows, constants, keys, sums, digests) -> None:
         """Write the loop over chunks."""
         b, table = self.b, self.table
-        room = self.padded if table.block else self.width
+        room = self.padded * self.together if table.block else self.width
         copied = self.arrays if not table.block or self.copied else []
         copies = {array: self.allocate(self.ir.IntType(array[1]), room) for array in copied}
         crossing = self.phases.crossing if table.block else []
         buffers = [self.allocate(scalar_of(self.type_of(line)), room) for line in crossing]
+        self.of_blocks = {
+            line: self.allocate(scalar_of(self.kept_type(line)), self.together)
+            for line in self.phases.of_blocks(self.trace)
+        }
         with self.loop(first, last, 1) as c:
             at = b.mul(c, self.word(_CHUNK))
             row, begin, count, index = (self.word_at(chunks, at, k) for k in range(_CHUNK))
@@ -185,13 +194,55 @@ class _TableLoop(VectorBuilder):
                 place = b.add(self.address[self.column[array[0]]], b.mul(begin, self.word(array[1] // 8)))
                 bases[array] = b.select(is_rest, b.ptrtoint(copies[array], self.i64), place)
             limit, before = b.select(is_rest, rest, whole), b.select(is_rest, whole, zero)
-            with self.loop(zero, limit, self.width, totals) as i:
-                loaded = {array: self.load_both(bases[array], i, array[1]) for array in dict.fromkeys(self.loads)}
-                values = [self.computed(half, loaded, b.add(before, i)) for half in range(2)]
-                self.finish(values, self.stores, bases, i)
-                self.sum_up(values, i, totals, limit, range(len(self.trace.lines)))
+            if self.stages.crossing:
+                self.in_stages(limit, before, bases)
+            else:
+                with self.loop(zero, limit, self.width, totals) as i:
+                    loaded = {array: self.load_both(bases[array], i, array[1]) for array in dict.fromkeys(self.loads)}
+                    [values] = self.computed([(loaded, b.add(before, i), None)])
+                    self.finish(values, self.stores, bases, i)
+                    self.sum_up(values, i, totals, limit, range(len(self.trace.lines)))
             with b.if_then(is_rest):
                 self.copy_out(b.add(begin, whole), rest, copies)
+
+    def in_stages(self, limit, before, bases: dict) -> None:
+        """Write the loop over whole vectors in stages, the last of which stores.
+
+        In the first turns only earlier stages have elements; in the last turns those compute again what is there.
+        """
+        b, stages, zero = self.b, self.stages, self.word(0)
+        late = len(stages.crossing) * self.width
+        last = b.sub(limit, self.word(self.width))
+        last = b.select(b.icmp_signed(">", last, zero), last, zero)
+        carried = [
+            self.ir.Constant(self.type_of(k), None) for lines in stages.crossing for k in lines for _ in range(2)
+        ]
+        with self.loop(zero, b.add(limit, self.word(late)), self.width, carried) as i:
+            held, given = [], iter(carried)
+            for lines in stages.crossing:
+                held.append([dict(pair) for pair in zip(*[[(k, next(given)) for _ in range(2)] for k in lines])])
+            with b.if_then(b.icmp_signed(">=", i, self.word(late))):
+                at = b.sub(i, self.word(late))
+                self.finish(self.stage(-1, at, before, bases, held[-1]), self.stores, bases, at)
+            carried.clear()
+            for number in range(len(stages.crossing)):
+                at = b.sub(i, self.word(number * self.width))
+                at = self.lesser(b.select(b.icmp_signed(">", at, zero), at, zero), last)
+                known = held[number - 1] if number else None
+                values = self.stage(number, at, before, bases, known)
+                for k in stages.crossing[number]:
+                    carried += [values[half][k] for half in range(2)]
+
+    def stage(self, number: int, i, before, bases: dict, known: list[dict] | None) -> list[list]:
+        """Return the values of two vectors in one stage, those known from earlier ones too."""
+        lines, loaded = self.stages.of[number], {}
+        for k in lines:
+            name, operands, extra = self.trace.lines[k]
+            if name == "load":
+                array = (operands[0], *extra)
+                loaded[array] = self.load_both(bases[array], i, array[1])
+        [values] = self.computed([(loaded, self.b.add(before, i), known)], lines | set(known[0] if known else ()))
+        return values
 
     def copy_in(self, start, rest, copies: dict) -> None:
         """Copy the last elements, and the last of them again up to a whole vector."""
@@ -218,22 +269,33 @@ class _TableLoop(VectorBuilder):
     def blocks(self, begin, count, totals: list, copies: dict, buffers: list) -> None:
         """Write the loop over blocks: all up to their largest words, then the rest, of values kept in buffers.
 
-        Where blocks are no whole vectors, or the last one may be incomplete, they are computed in copies with zeros
-        behind their elements.
+        Several small blocks take turns at each half, so that one need not wait for the other's result. Where blocks are
+        no whole vectors, or the last one may be incomplete, each is computed in copies with zeros behind its elements.
         """
         b, block = self.b, self.word(self.table.block or 0)
         whole = b.sdiv(b.add(count, b.sub(block, self.word(1))), block)
-        with self.loop(self.word(0), whole, 1, totals) as number:
-            start = b.mul(number, block)
-            bases = {}
-            for array in self.arrays:
-                address, bits, per_block = array
-                place = b.add(b.sdiv(begin, block), number) if per_block else b.add(begin, start)
-                bases[array] = b.add(self.address[self.column[address]], b.mul(place, self.word(bits // 8)))
+        with self.loop(self.word(0), whole, self.together, totals) as number:
             if self.copied:
-                self.block_in_copy(bases, start, self.lesser(block, b.sub(count, start)), totals, copies, buffers)
+                start = b.mul(number, block)
+                size = self.lesser(block, b.sub(count, start))
+                self.block_in_copy(self.block_at(begin, number), start, size, totals, copies, buffers)
             else:
-                self.one_block(bases, start, block, totals, buffers)
+                several = self.lesser(self.word(self.together), b.sub(whole, number))
+
+                def at(k, number=number):
+                    return self.block_at(begin, b.add(number, k))
+
+                self.some_blocks(at, number, several, block, totals, buffers)
+
+    def block_at(self, begin, number) -> dict:
+        """Return where a block's elements lie in each array."""
+        b, block = self.b, self.word(self.table.block or 0)
+        bases = {}
+        for array in self.arrays:
+            address, bits, per_block = array
+            place = b.add(b.sdiv(begin, block), number) if per_block else b.add(begin, b.mul(number, block))
+            bases[array] = b.add(self.address[self.column[address]], b.mul(place, self.word(bits // 8)))
+        return bases
 
     def block_in_copy(self, bases: dict, start, size, totals: list, copies: dict, buffers: list) -> None:
         """Write one block's loops, over a copy where it is no whole vectors."""
@@ -243,7 +305,8 @@ class _TableLoop(VectorBuilder):
             self.copy_block(bases, size, copies)
         held = {array: b.ptrtoint(copies[array], self.i64) for array in self.arrays}
         used = {array: b.select(in_copy, held[array], bases[array]) for array in self.arrays}
-        self.one_block(used, start, size, totals, buffers)
+        first = b.sdiv(start, self.word(self.table.block or 0))
+        self.some_blocks(lambda _: used, first, self.word(1), size, totals, buffers)
         with b.if_then(in_copy), self.loop(self.word(0), size, 1) as j:
             for array in self.stores:
                 kind = self.ir.IntType(array[1])
@@ -261,49 +324,110 @@ class _TableLoop(VectorBuilder):
             with self.loop(size, self.word(self.padded), 1) as j:
                 b.store(self.ir.Constant(kind, 0), b.gep(copies[array], [j]), align=align)
 
-    def one_block(self, bases: dict, start, size, totals: list, buffers: list) -> None:
-        """Write the two loops over a block's vectors; `start` is its first element's place in the chunk."""
-        b, phases, padded = self.b, self.phases, self.word(self.padded)
-        stores = {array: k for array, k in self.stores.items() if not array[2]}
-        shared = {}
+    def some_blocks(self, at: Callable, first, several, size, totals: list, buffers: list) -> None:
+        """Write the loops over some blocks, `several` from the chunk's block `first` on; `at` says where one lies."""
+        b, phases = self.b, self.phases
+        with self.loop(self.word(0), several, 1, totals) as k:
+            largest = self.up_to_largest(at(k), first, k, size, totals, buffers)
+            for line, word in zip(phases.largest, largest):
+                b.store(word, b.gep(self.of_blocks[line], [k]), align=4)
+        self.of_largest()
+        late = {*phases.behind, *phases.waiting}
+        at_once = 2 if self.together > 1 and not late & {number for _, number in self.trace.sums} else 1
+        with self.loop(self.word(0), several, at_once, totals) as k:
+            # Of an odd number the last block is written twice.
+            some = [self.lesser(b.add(k, self.word(n)), b.sub(several, self.word(1))) for n in range(at_once)]
+            bases = [at(number) for number in some]
+            known = [self.known_of_block(number, base) for number, base in zip(some, bases)]
+            with self.loop(self.word(0), self.word(self.padded), self.width, totals) as i:
+                turns: list[tuple] = []
+                for number, of_block in zip(some, known):
+                    held = self.held(b.add(b.mul(number, self.word(self.padded)), i), buffers)
+                    turns.append(({}, b.add(self.start_of(first, number), i), [of_block | half for half in held]))
+                values = self.computed(turns, phases.behind_and_free)
+                behind = {array: n for array, n in self.stores.items() if not array[2] and n in phases.behind}
+                for base, pair in zip(bases, values):
+                    self.finish(pair, behind, base, i)
+                self.sum_up(values[0], i, totals, size, late)
+
+    def up_to_largest(self, bases: dict, first, k, size, totals: list, buffers: list) -> list:
+        """Write the loop over a block, number k behind the block `first`, up to its largest words; return those."""
+        b, phases = self.b, self.phases
+        start, room, shared = self.start_of(first, k), b.mul(k, self.word(self.padded)), self.of_block(bases)
+        own = [array for array in dict.fromkeys(self.loads) if not array[2]]
+        stores = {array: n for array, n in self.stores.items() if not array[2] and n not in phases.behind}
+        kept = len(totals)
+        carried = totals + [self.ir.Constant(self.type_of(line), None) for line in phases.largest]
+        with self.loop(self.word(0), self.word(self.padded), self.width, carried) as i:
+            loaded = shared | {array: self.load_both(bases[array], i, array[1]) for array in own}
+            [values] = self.computed([(loaded, b.add(start, i), None)], phases.before)
+            self.finish(values, stores, bases, i)
+            sums = carried[:kept]
+            self.sum_up(values, i, sums, size, phases.before)
+            carried[:kept] = sums
+            for line, buffer in zip(phases.crossing, buffers):
+                for half in range(2):
+                    self.keep(buffer, b.add(room, i), half, values[half][line])
+            for n, line in enumerate(phases.largest):
+                for half in range(2):
+                    word = values[half][self.trace.lines[line][1][0]]
+                    carried[kept + n] = self.taken("max", carried[kept + n], word)
+        totals[:] = carried[:kept]
+        return [self.most(vector) for vector in carried[kept:]]
+
+    def of_largest(self) -> None:
+        """Compute what needs largest words and constants alone, for all blocks at once."""
+        b, phases, computing = self.b, self.phases, Instructions(self.b, self.trace, self.together)
+        known = {line: b.load(self.all_lanes(line), align=4) for line in phases.largest}
+        given = {name: self.spread(scalar, self.together) for name, scalar in self.scalars.items()}
+        computed = computing.run(given, known, phases.uniform)
+        for line in set(self.of_blocks) - set(phases.largest):
+            is_mask = self.trace.kinds[line] == "mask"
+            b.store(
+                b.zext(computed[line], computing.bits) if is_mask else computed[line], self.all_lanes(line), align=4
+            )
+
+    def known_of_block(self, k, bases: dict) -> dict:
+        """Return what was computed of the largest words of a block, in all lanes; store what is kept of it."""
+        b = self.b
+        results = {line: b.load(b.gep(buffer, [k]), align=4) for line, buffer in self.of_blocks.items()}
+        for array, line in self.stores.items():
+            if array[2]:
+                word, kind = results[line], self.ir.IntType(array[1])
+                word = word if array[1] == 32 else b.trunc(word, kind)
+                b.store(word, self.pointer(bases[array], self.word(0), kind), align=array[1] // 8)
+        masks = {
+            line: b.trunc(results[line], self.ir.IntType(1)) for line in results if self.trace.kinds[line] == "mask"
+        }
+        return {line: self.spread(result, self.lanes) for line, result in (results | masks).items()}
+
+    def held(self, i, buffers: list) -> list[dict]:
+        """Return what the first loop kept of the elements of two vectors."""
+        lines = list(zip(self.phases.crossing, buffers))
+        return [{line: self.kept(buffer, i, half, line) for line, buffer in lines} for half in range(2)]
+
+    def start_of(self, first, k):
+        """Return the place in the chunk of the first element of the block k behind the block `first`."""
+        return self.b.mul(self.b.add(first, k), self.word(self.table.block or 0))
+
+    def of_block(self, bases: dict) -> dict:
+        """Return what arrays with one element per block hold for a block, in all lanes."""
+        b, shared = self.b, {}
         for array in self.loads:
             if array[2]:
                 word = b.load(self.pointer(bases[array], self.word(0), self.ir.IntType(array[1])), align=array[1] // 8)
                 word = word if array[1] == 32 else b.zext(word, self.i32)
                 shared[array] = [self.spread(word, self.lanes)] * 2
-        kept = len(totals)
-        carried = totals + [self.ir.Constant(self.type_of(line), None) for line in phases.largest]
-        with self.loop(self.word(0), padded, self.width, carried) as i:
-            own = [array for array in dict.fromkeys(self.loads) if not array[2]]
-            loaded = shared | {array: self.load_both(bases[array], i, array[1]) for array in own}
-            values = [self.computed(half, loaded, b.add(start, i), only=phases.before) for half in range(2)]
-            self.finish(values, {a: k for a, k in stores.items() if k not in phases.behind}, bases, i)
-            sums = carried[:kept]
-            self.sum_up(values, i, sums, size, phases.before)
-            carried[:kept] = sums
-            for buffer, crossing in zip(buffers, phases.crossing):
-                for half in range(2):
-                    self.keep(buffer, i, half, values[half][crossing])
-            for k, line in enumerate(phases.largest):
-                for half in range(2):
-                    word = values[half][self.trace.lines[line][1][0]]
-                    carried[kept + k] = self.taken("max", carried[kept + k], word)
-        totals[:] = carried[:kept]
-        known = {line: self.most(vector) for line, vector in zip(phases.largest, carried[kept:])}
-        single = Instructions(b, self.trace, 1).run(self.scalars, known, phases.uniform)
-        known = {line: self.spread(single[line], self.lanes) for line in phases.waiting}
-        for array, line in self.stores.items():
-            if array[2]:
-                word, kind = single[line], self.ir.IntType(array[1])
-                word = word if array[1] == 32 else b.trunc(word, kind)
-                b.store(word, self.pointer(bases[array], self.word(0), kind), align=array[1] // 8)
-        with self.loop(self.word(0), padded, self.width, totals) as i:
-            values = []
-            for half in range(2):
-                held = {line: self.kept(buffer, i, half, line) for buffer, line in zip(buffers, phases.crossing)}
-                values.append(self.computed(half, shared, b.add(start, i), known | held, phases.behind_and_free))
-            self.finish(values, {a: k for a, k in stores.items() if k in phases.behind}, bases, i)
-            self.sum_up(values, i, totals, size, {*phases.behind, *phases.waiting})
+        return shared
+
+    def all_lanes(self, line: int):
+        """To an instruction's results for all blocks that are computed together."""
+        kind = self.shape(scalar_of(self.kept_type(line)), self.together)
+        return self.b.bitcast(self.of_blocks[line], kind.as_pointer())
+
+    def kept_type(self, line: int):
+        """The type of an instruction's vectors in memory: of masks words."""
+        return self.shape(self.i32, self.lanes) if self.trace.kinds[line] == "mask" else self.type_of(line)
 
     def type_of(self, line: int):
         """The type of an instruction's vectors."""
@@ -321,15 +445,36 @@ class _TableLoop(VectorBuilder):
 
     # vectors of elements ---------------------------------------------------------------------------------------
 
-    def computed(self, half: int, loaded: dict, position, known: dict | None = None, only=None) -> list:
-        """Return the values of one of the two vectors; `position` is its first element's in the chunk."""
-        given = self.inputs | {((array[0], array[1:])): pair[half] for array, pair in loaded.items()}
+    def computed(self, turns: Sequence[tuple], only: Collection[int] | None = None) -> list[list[list]]:
+        """Return the values of pairs of vectors, of which instructions are written in turns.
+
+        The processor then has several chains of operations to work on, of each of which every step waits for the last.
+
+        Args:
+            turns: per pair what was loaded, the first element's place in the chunk, and values known of each vector.
+            only: which instructions to write; all by default.
+        """
+        found, running = [], []
+        for loaded, position, known in turns:
+            found.append([[None] * len(self.trace.lines) for _ in range(2)])
+            for half, values in enumerate(found[-1]):
+                given = self.inputs | {((array[0], array[1:])): pair[half] for array, pair in loaded.items()}
+                given |= self.counted(half, position)
+                writer = Instructions(self.b, self.trace, self.lanes)
+                running.append(writer.steps(values, given, known and known[half], only, self.order))
+        for _ in zip(*running, strict=True):
+            pass
+        return found
+
+    def counted(self, half: int, position) -> dict:
+        """Return the counters of one of two vectors from a place in the chunk on."""
+        given = {}
         for k, start in enumerate(self.starts):
             moved = self.b.mul(self.b.trunc(position, self.i32), self.ir.Constant(self.i32, self.table.step))
             first = self.spread(self.b.add(start, moved), self.lanes)
             steps = [self.table.step * place & 0xFFFFFFFF for place in self.places()[half]]
             given["counter", k] = self.b.add(first, self.ir.Constant(first.type, steps))
-        return Instructions(self.b, self.trace, self.lanes).run(given, known, only)
+        return given
 
     def finish(self, values: list, stores: dict, bases: dict, i) -> None:
         """Write what two vectors store."""
@@ -448,77 +593,3 @@ class _TableLoop(VectorBuilder):
             byte = b.zext(b.load(self.pointer(start, j, self.ir.IntType(8)), align=1), self.i64)
             rest[0] = b.or_(rest[0], b.shl(byte, b.mul(b.sub(j, done), eight)))
         return added(rest[0], words)
-
-
-@dataclass(frozen=True)
-class _Phases:
-    """The instructions of a trace by what they need of a block's largest words.
-
-    Attributes:
-        largest: those that find one.
-        before: those that need none, and read elements, or are of constants and counters alone.
-        uniform: those of largest words and constants, and what they are computed from.
-        waiting: those of them that need a largest word, and those that find one.
-        behind: all others.
-        behind_and_free: those, and what constants and counters alone give, which is computed again.
-        crossing: values of elements from before that are needed behind.
-    """
-
-    largest: list[int]
-    before: set[int]
-    uniform: set[int]
-    waiting: list[int]
-    behind: set[int]
-    behind_and_free: set[int]
-    crossing: list[int]
-
-    @classmethod
-    def of(cls, trace: Trace) -> _Phases:
-        """Return the phases of a trace."""
-        reads: set[int] = set()
-        waits: set[int] = set()  # for the block's largest
-        varies: set[int] = set()  # between the elements of a block
-        for k, (name, operands, extra) in enumerate(trace.lines):
-            if name == "block_largest":
-                assert not waits & set(operands), "a block has one round of largest words"
-                waits.add(k)
-                continue
-            if waits & set(operands):
-                waits.add(k)
-            elif name == "load" or reads & set(operands):
-                reads.add(k)
-            if name == "load" or (name == "input" and extra[0] == "counter") or varies & set(operands):
-                varies.add(k)
-        everything = set(range(len(trace.lines)))
-        largest = [k for k in sorted(waits) if trace.lines[k][0] == "block_largest"]
-        uniform = waits - varies - set(largest)
-        behind = waits - uniform - set(largest)
-        needed, crossing = [operand for k in sorted(behind) for operand in trace.lines[k][1]], set()
-        while needed:
-            k = needed.pop()
-            if k in reads and trace.kinds[k] == "mask":  # masks are compared again
-                behind.add(k)
-                needed += trace.lines[k][1]
-            elif k in reads:
-                crossing.add(k)
-        free = everything - waits - reads
-        return cls(
-            largest=largest,
-            before=everything - waits,
-            uniform=_with_operands(trace, uniform) - set(largest),
-            waiting=sorted(uniform | set(largest)),
-            behind=behind,
-            behind_and_free=behind | free,
-            crossing=sorted(crossing),
-        )
-
-
-def _with_operands(trace: Trace, lines: Iterable[int]) -> set[int]:
-    """Return instructions and all that they are computed from, up to a block's largest words."""
-    found, left = set(), list(lines)
-    while left:
-        k = left.pop()
-        if k not in found:
-            found.add(k)
-            left += [] if trace.lines[k][0] == "block_largest" else trace.lines[k][1]
-    return found

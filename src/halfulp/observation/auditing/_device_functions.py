@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
-from numpy import float64, int64, uint64
+import functools
+import operator
+from collections.abc import Callable
+from pathlib import Path
 
-from ...kernels.scalar._operations import real64, word64
+from ...kernels import Code, Number, choose, compile_code, gathered, larger, lesser, source_digest
 
 # Words of a setup. SAME_FORMAT is 1 where equal codes are equal numbers, 2 where they also count ulps.
 NUMEL, SHARE, SAME_FORMAT, A, B, ULP = 0, 1, 2, 3, 9, 15
@@ -22,142 +25,166 @@ SMALL = 64
 BLOCK = 1024  # with at most 2^52 steps each, their sum is below 2^63
 
 
-def compare_shares(first, last, a, b, setup, counts, table, small, sums):
-    """For the shares [first, last): counts, changes by size, their sum and the largest, each share in a row."""
-    for share in range(first, last):
-        begin = share * setup[SHARE]
-        end = min(begin + setup[SHARE], setup[NUMEL])
-        for low in range(begin, end, BLOCK):
-            compare_block(low, min(low + BLOCK, end), share, a, b, setup, counts, table, small, sums)
+@functools.cache
+def comparison_kernel(a_bytes: int, b_bytes: int) -> Callable[..., None]:
+    """A function (first share, last share, a, b, setup, counts, table, small, sums) for elements of some sizes.
 
-
-def compare_block(low, high, share, a, b, setup, counts, table, small, sums):
-    """Counts that need no branch first, then the elements that changed."""
-    mask_a, special_a, top_a = setup[A + MAGNITUDE], setup[A + SPECIAL], setup[A + TOP]
-    mask_b, special_b, top_b = setup[B + MAGNITUDE], setup[B + SPECIAL], setup[B + TOP]
-    first_a, first_b = int64(a[0]), int64(b[0])
-    equal, specials, zeros_a, zeros_b, tops_a, tops_b, varies_a, varies_b = 0, 0, 0, 0, 0, 0, 0, 0
-    for i in range(low, high):
-        x, y = int64(a[i]), int64(b[i])
-        p, q = x & mask_a, y & mask_b
-        equal += x == y
-        specials += (p >= special_a) | (q >= special_b)
-        zeros_a += p == 0
-        zeros_b += q == 0
-        tops_a += p == top_a
-        tops_b += q == top_b
-        varies_a |= x ^ first_a
-        varies_b |= y ^ first_b
-    counts[share, A_ZEROS] += zeros_a
-    counts[share, B_ZEROS] += zeros_b
-    counts[share, A_TOP] += tops_a
-    counts[share, B_TOP] += tops_b
-    counts[share, A_VARIES] |= varies_a != 0
-    counts[share, B_VARIES] |= varies_b != 0
-    if setup[SAME_FORMAT] and specials == 0 and equal == high - low:
-        counts[share, SAME] += equal
-        counts[share, FINITE] += equal
-    else:
-        compare_changed(low, high, share, a, b, setup, counts, table, small, sums)
-
-
-def compare_changed(low, high, share, a, b, setup, counts, table, small, sums):
-    """The elements of a block of which some changed, or are NaN or infinite."""
-    mask_a, special_a, mantissa_a, bias_a = (
-        setup[A + MAGNITUDE],
-        setup[A + SPECIAL],
-        setup[A + MANTISSA],
-        setup[A + BIAS],
+    All but the first two are addresses; of the last four, each share has a row: int64 (COUNTS,), changes by size
+    (BINADES << FINE,), whole changes (SMALL,), and the sum and the largest in float64.
+    """
+    name = f"compare_{a_bytes}_{b_bytes}"
+    key = f"{name} {source_digest(Path(__file__).parent)}"
+    return compile_code(
+        name, key, 9, lambda code, *values: _Comparison(code, a_bytes, b_bytes, *values[2:]).write(*values[:2])
     )
-    mask_b, special_b, mantissa_b, bias_b = (
-        setup[B + MAGNITUDE],
-        setup[B + SPECIAL],
-        setup[B + MANTISSA],
-        setup[B + BIAS],
-    )
-    digits_1, least_1, digits_2, least_2 = setup[ULP], setup[ULP + 1], setup[ULP + 2], setup[ULP + 3]
-    same_format = setup[SAME_FORMAT]
-    same, finite, top, sum_of_steps = 0, 0, 0, 0
-    still = small[share, 0]
-    total, largest = 0.0, sums[share, 1]
-    for i in range(low, high):
-        x, y = int64(a[i]), int64(b[i])
-        p, q = x & mask_a, y & mask_b
-        if (p >= special_a) | (q >= special_b):
-            same += count_special(x, y, p, q, share, setup, counts)
-            continue
-        finite += 1
-        if same_format == 2 and (x ^ y) >> mantissa_a == 0:
-            # In one binade and of one sign codes count ulps; to ask for equal ones first costs more than to count them.
-            steps = abs(p - q)
-            sum_of_steps += steps
-            top = max(top, steps)
-            if steps < SMALL:
-                small[share, steps] += 1
-            else:
-                count_change(int64(word64(float64(steps))), 0, share, table)
-            continue
-        u, v = magnitude(p, mantissa_a, bias_a), magnitude(q, mantissa_b, bias_b)
-        u = u if x == p else -u
-        v = v if y == q else -v
-        if u == v:
-            same += 1
-            continue
-        halved = 0
+
+
+class _Comparison:
+    """The code that compares."""
+
+    def __init__(self, code: Code, a_bytes: int, b_bytes: int, a, b, setup, counts, table, small, sums) -> None:
+        self.code = code
+        kinds = {1: code.i8, 2: code.i16, 4: code.i32, 8: code.i64}
+        self.a, self.b = code.memory(a, kinds[a_bytes]), code.memory(b, kinds[b_bytes])
+        self.word = code.i64 if 8 in (a_bytes, b_bytes) else code.i32
+        self.setup, self.counts = code.memory(setup, code.i64), code.memory(counts, code.i64, COUNTS)
+        self.table, self.small = code.memory(table, code.i64, BINADES << FINE), code.memory(small, code.i64, SMALL)
+        self.sums = code.memory(sums, code.f64, 2)
+        self.known: list[Number] = []
+
+    def write(self, first, last) -> None:
+        """Write the loop over shares and blocks."""
+        code, setup = self.code, self.setup
+        with code.span(first, last) as share:
+            begin = share * setup[SHARE]
+            end = lesser(begin + setup[SHARE], setup[NUMEL])
+            with code.span(begin, end, BLOCK) as low:
+                self.block(low, lesser(low + BLOCK, end), share)
+
+    def block(self, low: Number, high: Number, share: Number) -> None:
+        """Count what needs no branch first, then the elements that changed."""
+        code, counts, setup = self.code, self.counts, self.setup
+        masks, specials, tops = (
+            [setup[which + part].to(self.word) for which in (A, B)] for part in (MAGNITUDE, SPECIAL, TOP)
+        )
+        firsts = [array[0].to(self.word) for array in (self.a, self.b)]
+
+        def turn(i: Number, lanes: int) -> list[Number]:
+            codes = [array.lanes(i, lanes).to(self.word) for array in (self.a, self.b)]
+            (p, q), (x, y) = (code & mask for code, mask in zip(codes, masks)), codes
+            found = [x == y, (p >= specials[0]) | (q >= specials[1]), p == 0, q == 0, p == tops[0], q == tops[1]]
+            return [*(mask.to(self.word) for mask in found), x ^ firsts[0], y ^ firsts[1]]
+
+        begin = [code.number(0, self.word) for _ in range(8)]
+        merges = [operator.add] * 6 + [operator.or_] * 2
+        found = [number.to(code.i64) for number in gathered(low, high, 16, begin, merges, turn)]
+        equal, special, *rest = found
+        for which, number in zip((A_ZEROS, B_ZEROS, A_TOP, B_TOP), rest):
+            counts[share, which] += number
+        for which, number in zip((A_VARIES, B_VARIES), rest[4:]):
+            counts[share, which] |= (number != 0).to(code.i64)
+        all_equal = (setup[SAME_FORMAT] != 0) & (special == 0) & (equal == high - low)
+        with code.either(all_equal) as (same, changed):
+            with same:
+                counts[share, SAME] += equal
+                counts[share, FINITE] += equal
+            with changed:
+                self.changed(low, high, share)
+
+    def changed(self, low: Number, high: Number, share: Number) -> None:
+        """Count the elements of a block of which some changed, or are NaN or infinite."""
+        code, small, counts = self.code, self.small, self.counts
+        # Read once: for all that LLVM knows, counting changes them.
+        setup = self.known = [self.setup[k] for k in range(SETUP)]
+        mask_a, special_a, mask_b, special_b = (setup[x + part] for x in (A, B) for part in (MAGNITUDE, SPECIAL))
+        same, finite, top, sum_of_steps = (code.variable(0) for _ in range(4))
+        total, largest = code.variable(0.0, code.f64), code.variable(self.sums[share, 1])
+        still = small[share, 0]
+        with code.span(low, high) as i:
+            x, y = self.a[i].to(code.i64), self.b[i].to(code.i64)
+            p, q = x & mask_a, y & mask_b
+            with code.either((p >= special_a) | (q >= special_b)) as (special, known):
+                with special:
+                    same += self.special(x, y, p, q, share)
+                with known:
+                    finite += 1
+                    # In one binade and of one sign codes count ulps; to ask for equal ones first costs more than to
+                    # count them.
+                    in_steps = (setup[SAME_FORMAT] == 2) & ((x ^ y) >> setup[A + MANTISSA] == 0)
+                    with code.either(in_steps) as (near, far):
+                        with near:
+                            steps = larger(p - q, q - p)
+                            sum_of_steps += steps
+                            top.set(larger(top, steps))
+                            with code.either(steps < SMALL) as (few, many):
+                                with few:
+                                    small[share, steps] += 1
+                                with many:
+                                    self.count(steps.to(code.f64).bits(), 0, share)
+                        with far:
+                            u, v = self.value(x, p, A), self.value(y, q, B)
+                            with code.either(u == v) as (equal, changed):
+                                with equal:
+                                    same += 1
+                                with changed:
+                                    size = self.change(u, v, share)
+                                    total += size
+                                    largest.set(larger(size, largest))
+        counts[share, SAME] += same + small[share, 0] - still
+        counts[share, FINITE] += finite
+        self.sums[share, 0] += total + sum_of_steps.to(code.f64)
+        self.sums[share, 1] = larger(largest, top.to(code.f64))
+
+    def change(self, u: Number, v: Number, share: Number) -> Number:
+        """Count a change by its size, and return that in ulps: never more than the largest float64."""
+        code, setup = self.code, self.known
+        u, v, halved = code.variable(u), code.variable(v), code.variable(0)
+        with code.when((v - u).size() > 1.7976931348623157e308):
+            halved.set(1)
+            u.set(0.5 * u)
+            v.set(0.5 * v)
         change = v - u
-        if abs(change) > 1.7976931348623157e308:
-            halved, u, v = 1, 0.5 * u, 0.5 * v
-            change = v - u
         # What rounding the difference took away (Knuth's two-sum): the binade is that of the exact change.
         back = change - v
         rest = (v - (change - back)) + (-u - back)
-        bits = int64(word64(abs(change)))
-        if rest != 0.0 and (rest < 0.0) != (change < 0.0):
-            bits -= 1
-        raised = 0
-        if bits >> 52 == 0:
-            raised = 54
-            bits = int64(word64(real64(uint64(bits)) * 18014398509481984.0))
-        binade = (int64(word64(abs(u))) >> 52) - 1023 + halved
-        spacing = max(max(binade, least_1) - digits_1, max(binade, least_2) - digits_2)
-        power = (bits >> 52) - 1023 - raised + halved - spacing
-        count_change(bits, power - ((bits >> 52) - 1023), share, table)
+        bits, raised = code.variable(change.size().bits()), code.variable(0)
+        with code.when((rest != 0.0) & ((rest < 0.0) != (change < 0.0))):
+            bits += -1
+        with code.when(bits >> 52 == 0):
+            raised.set(54)
+            bits.set((bits.real() * 18014398509481984.0).bits())
+        binade = (u.size().bits() >> 52) - 1023 + halved
+        own, other = (larger(binade, setup[ULP + k + 1]) - setup[ULP + k] for k in (0, 2))
+        power = (bits >> 52) - 1023 - raised + halved - larger(own, other)
+        self.count(bits, power - ((bits >> 52) - 1023), share)
         # The change with its exponent replaced by that of its size in ulps.
-        size = real64(uint64((bits & 0xFFFFFFFFFFFFF) | (min(max(power + 1023, 1), 2046) << 52)))
-        total += size
-        if size > largest:
-            largest = size
-    counts[share, SAME] += same + small[share, 0] - still
-    counts[share, FINITE] += finite
-    sums[share, 0] += total + float64(sum_of_steps)
-    sums[share, 1] = max(largest, float64(top))
+        return ((bits & 0xFFFFFFFFFFFFF) | (lesser(larger(power + 1023, 1), 2046) << 52)).real()
 
+    def count(self, bits: Number, moved: Number | int, share: Number) -> None:
+        """Count a size in ulps: the bits of a float64, to be multiplied by 2^moved."""
+        slot = lesser(larger((bits >> 52) - 1023 + moved - LOWEST, 0), BINADES - 1)
+        self.table[share, (slot << FINE) + ((bits >> (52 - FINE)) & ((1 << FINE) - 1))] += 1
 
-def count_change(bits, moved, share, table):
-    """Count a size in ulps: the bits of a float64, to be multiplied by 2^moved."""
-    slot = min(max((bits >> 52) - 1023 + moved - LOWEST, 0), BINADES - 1)
-    table[share, (slot << FINE) + ((bits >> (52 - FINE)) & ((1 << FINE) - 1))] += 1
+    def value(self, codes: Number, size: Number, which: int) -> Number:
+        """Return the value of a finite code, of which `size` is the part without the sign.
 
+        Bits are chosen, not reals: a processor does that without a branch.
+        """
+        mantissa, bias = self.known[which + MANTISSA], self.known[which + BIAS]
+        power, fraction = size >> mantissa, size & ((1 << mantissa) - 1)
+        small = fraction.to(self.code.f64) * ((1024 - bias - mantissa) << 52).real()
+        normal = ((power - bias + 1023) << 52) | (fraction << (52 - mantissa))
+        bits = choose(mantissa == 52, size, choose(power == 0, small.bits(), normal))
+        return (bits | choose(codes == size, 0, -(1 << 63))).real()
 
-def magnitude(code, mantissa, bias):
-    """The value of a finite code without its sign."""
-    if mantissa == 52:
-        return real64(uint64(code))
-    power, fraction = code >> mantissa, code & ((1 << mantissa) - 1)
-    if power == 0:
-        return float64(fraction) * real64(uint64((1024 - bias - mantissa) << 52))
-    return real64(uint64(((power - bias + 1023) << 52) | (fraction << (52 - mantissa))))
-
-
-def count_special(x, y, p, q, share, setup, counts):
-    """Count NaN and infinities of two codes; whether both stand for the same."""
-    kind_a, kind_b = 0, 0
-    if p >= setup[A + SPECIAL]:
-        kind_a = 2 if p == setup[A + INFINITY] else 1
-        counts[share, A_INFINITE if kind_a == 2 else A_NAN] += 1
-    if q >= setup[B + SPECIAL]:
-        kind_b = 2 if q == setup[B + INFINITY] else 1
-        counts[share, B_INFINITE if kind_b == 2 else B_NAN] += 1
-    if kind_a != kind_b:
-        return 0
-    return 1 if kind_a == 1 else (x == p) == (y == q)
+    def special(self, x: Number, y: Number, p: Number, q: Number, share: Number) -> Number:
+        """Count NaN and infinities of two codes, and return 1 where both stand for the same, else 0."""
+        code, setup, kinds = self.code, self.known, []
+        for which, size, infinite, nan in ((A, p, A_INFINITE, A_NAN), (B, q, B_INFINITE, B_NAN)):
+            kind = code.variable(0)
+            with code.when(size >= setup[which + SPECIAL]):
+                kind.set(choose(size == setup[which + INFINITY], 2, 1))
+                self.counts[share, choose(kind == 2, infinite, nan)] += 1
+            kinds.append(kind)
+        alike = (kinds[0] == 1) | ((x == p) == (y == q))
+        return ((kinds[0] == kinds[1]) & alike).to(code.i64)

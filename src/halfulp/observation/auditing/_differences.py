@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
@@ -13,7 +12,7 @@ from torch import Tensor
 
 from ... import formats
 from ...formats import Format
-from ...kernels import compile_kernel, plain, run_chunks, select_engine
+from ...kernels import address, address_of, plain, run_chunks, select_engine
 from . import _device_functions as d
 
 _NATIVE = (
@@ -24,7 +23,6 @@ _NATIVE = (
     torch.float8_e4m3fn,
     torch.float8_e5m2,
 )
-_WORDS = {1: torch.uint8, 2: torch.uint16, 4: torch.uint32, 8: torch.uint64}
 # Where whole changes of 1 to SMALL - 1 ulps stand in the table.
 _SMALL_SLOTS = [
     ((power - d.LOWEST) << d.FINE) + ((steps << d.FINE) >> power) - (1 << d.FINE)
@@ -96,14 +94,14 @@ def add_differences(found: Differences, a: Tensor, b: Tensor) -> None:
     # NaN is no number that a tensor can be constant at.
     for which, before, now in ((d.A_VARIES, found.first[0], first[0]), (d.B_VARIES, found.first[1], first[1])):
         found.counts[which] |= int(before != now)
-    run = _run_compiled if select_engine("cpu") == "numba" else _run_reference
+    run = _run_compiled if select_engine("cpu") == "llvm" else _run_reference
     for low in range(0, len(a), 1 << 30):
         run(found, a[low : low + (1 << 30)], b[low : low + (1 << 30)], spacings, tops)
 
 
 def _native(x: Tensor) -> Tensor:
     """Return the elements in a row, in a dtype whose codes the kernel reads."""
-    x = plain(x.detach()).reshape(-1)
+    x = plain(x.detach()).reshape(-1).contiguous()
     return x if x.dtype in _NATIVE else x.float()
 
 
@@ -127,9 +125,9 @@ def _run_compiled(
     table = np.zeros((shares, d.BINADES << d.FINE), np.int64)
     small = np.zeros((shares, d.SMALL), np.int64)
     sums = np.zeros((shares, 2), np.float64)
-    words = [x.view(_WORDS[x.element_size()]).numpy() for x in (a, b)]
-    kernel = _kernel(a.element_size(), b.element_size())
-    run_chunks(kernel, np.full(shares, share, np.int64), *words, setup, counts, table, small, sums)
+    kernel = d.comparison_kernel(a.element_size(), b.element_size())
+    places = *map(address, (a, b)), *map(address_of, (setup, counts, table, small, sums))
+    run_chunks(kernel, np.full(shares, share, np.int64), *places)
     for which in (d.A_VARIES, d.B_VARIES):
         # Each share compares with the first of all.
         counts[0, which] = counts[:, which].max()
@@ -146,15 +144,6 @@ def _add(found: Differences, counts: np.ndarray, table: np.ndarray, total: float
     found.table += table
     found.total += total
     found.largest = max(found.largest, largest)
-
-
-@functools.cache
-def _kernel(a_bytes: int, b_bytes: int) -> Callable:
-    words = f"uint{8 * a_bytes}[::1], uint{8 * b_bytes}[::1]"
-    return compile_kernel(
-        d.compare_shares,
-        f"void(int64, int64, {words}, int64[::1], int64[:,::1], int64[:,::1], int64[:,::1], float64[:,::1])",
-    )
 
 
 @functools.cache

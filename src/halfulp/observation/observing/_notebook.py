@@ -79,7 +79,7 @@ class Notebook:
         self.step, self.sampling, self.position = step, sampling, 0
         self._step_key = mix64(SEED, step)
         if sampling:
-            self.by_kernel = select_engine("cpu") == "numba"
+            self.by_kernel = select_engine("cpu") == "llvm"
             self._make_keys()
 
     def _make_keys(self) -> None:

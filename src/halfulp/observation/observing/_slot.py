@@ -12,6 +12,7 @@ from ...kernels import plain_address
 from ..record._record import Role
 from ..sampling._kernel import (
     BINS,
+    BROKEN,
     COLUMNS,
     COUNT,
     DATA,
@@ -50,7 +51,7 @@ class TensorSlot:
         self._row: int = book.row_of(name)
         self._words: array[int] = array("q", bytes(8 * COLUMNS))  # the kernel's table of one row
         self._arguments: tuple[int, ...] = (self._words.buffer_info()[0], *book.candidates.arguments)
-        self._kernel: Callable[..., int] | None = None
+        self._kernel: Callable[..., None] | None = None
 
     def look_quickly(self, tensor: torch.Tensor, scale: float = 1.0) -> bool:
         """Count a plain tensor of the dtype that was seen last, where no mode of torch watches; False elsewhere.
@@ -69,9 +70,9 @@ class TensorSlot:
         row[DATA], row[COUNT] = at, tensor.numel()
         totals.record.scale = scale
         book.inside = True  # the kernel runs without the interpreter's lock, and samples share their room
-        broken = self._kernel(0, 1, *self._arguments)
+        self._kernel(0, 1, *self._arguments)
         book.inside = False
-        if broken:
+        if row[BROKEN]:
             book.note_nonfinite(totals)
         else:
             book.position += 1

@@ -52,7 +52,7 @@ def audit_html(data: Plain) -> str:
 
 def _lead(cards: Sequence[Plain], data: Plain) -> str:
     still = Counter(one["status"] for one in data["tensors"])
-    said = [counted(cards, plural(len(data["tensors"]), "tensor"))] if cards else []
+    said = [counted(cards, f"in {plural(len(data['tensors']), 'tensor')}")] if cards else []
     said += [plural(data["steps"], "optimizer step") + " from A to B"] if data["steps"] is not None else []
     said.append(f"{still['changed']} of {plural(len(data['tensors']), 'tensor')} moved")
     said += [f"{still['unchanged']} did not move at all"] if still["unchanged"] else []

@@ -49,7 +49,7 @@ def _extent(data: Plain) -> str:
 def _lead(cards: Sequence[Plain], data: Plain) -> str:
     layers = data["layers"]
     frozen = sum(one["freeze_step"] is not None for one in layers)
-    said = [counted(cards, _extent(data))] if cards else []
+    said = [counted(cards, f"in {_extent(data)}")] if cards else []
     said += [f"{data['rule']}, {data['schedule']} schedule of {plural(data['steps'], 'step')}"]
     said += [f"from step {count(data['start'])}"] if data["start"] else []
     said.append(f"{frozen} of {plural(len(layers), 'layer')} will freeze")

@@ -88,7 +88,7 @@ def _lead(cards: Sequence[Mapping[str, Any]], data: Mapping[str, Any], record: M
     parameters = record.get("parameters", [])
     elements = sum(one["numel"] for one in parameters)
     optimizers = dict.fromkeys(one["optimizer"] for one in parameters if one["optimizer"])
-    said = [counted(cards, _extent(data))] if cards else []
+    said = [counted(cards, f"after {_extent(data)}")] if cards else []
     said.append(f"{plural(len(record.get('sampled_steps', ())), 'step')} sampled")
     said.append(f"{plural(len(parameters), 'parameter tensor')} of {plural(elements, 'element')}")
     said += [", ".join(optimizers)] if optimizers else ["no optimizer"]

@@ -3,7 +3,7 @@
   "use strict";
   const data = JSON.parse(document.getElementById("data").textContent);
   const NS = "http://www.w3.org/2000/svg";
-  const FEW = 36, MARGIN = 14, MOST_DOTS = 120;
+  const FEW = 36, MARGIN = 14, MOST_DOTS = 120, NAME = 17;
 
   function make(name, attributes = {}, text) {
     const element = document.createElementNS(NS, name);
@@ -26,6 +26,13 @@
     if (name.length <= most) return name;
     const tail = Math.ceil((most - 1) * 0.62);
     return `${name.slice(0, most - 1 - tail)}…${name.slice(-tail)}`;
+  }
+
+  // A row's name: left of its cells, or on a narrow page, where it would be cut, above them.
+  function label(group, name, y, narrow, edge, width, attributes = {}) {
+    const font = { fill: "var(--ink)", "font-family": "ui-monospace, 'SF Mono', Menlo, Consolas, 'DejaVu Sans Mono', monospace", ...attributes };
+    if (narrow) write(group, 0, y + NAME - 3, short(name, Math.floor(width / 6.1)), { "font-size": 10, stroke: "var(--card)", "stroke-width": 3, "paint-order": "stroke", ...font });
+    else write(group, edge - 8, y, short(name, 38), { "text-anchor": "end", "font-size": 11, ...font });
   }
 
   function canvas(width, height, words) {
@@ -174,17 +181,16 @@
 
     function draw(width) {
       const found = rows(), shown = state.all ? found : found.slice(0, FEW);
-      const narrow = width < 620, tall = shown.length > 60 ? 13 : 17, top = 40, bottom = 26;
-      const letters = narrow ? 17 : 34;
-      const longest = Math.max(...shown.map((row) => Math.min(letters, (row.name || "(model)").length)), 6);
-      const label = longest * (narrow ? 5.6 : 6.5) + 12, columns = narrow ? [["zero", "zero"], ["over", "over"]] : [["zero", "zero"], ["subnormal", "subnormal"], ["over", "overflow"]];
+      const narrow = width < 620, above = narrow ? NAME : 0, deep = shown.length > 60 ? 13 : 17, tall = above + deep, top = 40, bottom = 26;
+      const longest = Math.max(...shown.map((row) => Math.min(38, (row.name || "(model)").length)), 6);
+      const left = narrow ? 2 : longest * 6.5 + 12, columns = narrow ? [["zero", "zero"], ["over", "over"]] : [["zero", "zero"], ["subnormal", "subnormal"], ["over", "overflow"]];
       if (inRole().some((row) => row.lost)) columns.unshift(["lost", "lost"]);
       if (narrow && columns.length > 2) columns.splice(1, 1);
       if (inRole().some((row) => row.nonfinite)) columns.push(["broken", narrow ? "NaN" : "NaN, inf"]);
       const each = narrow ? 42 : 66, right = columns.length * each + 4;
-      const plot = width - label - right, height = top + shown.length * tall + bottom;
+      const plot = width - left - right, height = top + shown.length * tall + bottom;
       const [low, high] = range(found), power = powerOf(), one = format();
-      const x = (bin) => label + ((Math.min(Math.max(bin, low), high) - low) / (high - low)) * plot;
+      const x = (bin) => left + ((Math.min(Math.max(bin, low), high) - low) / (high - low)) * plot;
       const svg = canvas(width, height, `Magnitudes of every ${state.role}. ${said.textContent} The table below has the numbers.`);
       const end = top + shown.length * tall;
       const hatch = make("pattern", { id: "hatch", width: 5, height: 5, patternUnits: "userSpaceOnUse", patternTransform: "rotate(45)" });
@@ -202,10 +208,10 @@
           if (paint) svg.append(make("rect", { x: round(start), y: top, width: round(wide), height: end - top, fill: paint }));
           const size = narrow ? 10 : 11;
           if (wide > name.length * size * 0.56) write(svg, (start + stop) / 2, top - 7, name, { "text-anchor": "middle", "font-size": size, "font-weight": name === "normal" ? 400 : 600, fill: { subnormal: "var(--open)", normal: "var(--soft)" }[name] ?? "var(--lost)" });
-          if (start > label + 0.5) svg.append(make("line", { x1: round(start), y1: top - 3, x2: round(start), y2: end, stroke: name === "normal" ? "var(--subnormal)" : "var(--lost)", "stroke-width": 1 }));
+          if (start > left + 0.5) svg.append(make("line", { x1: round(start), y1: top - 3, x2: round(start), y2: end, stroke: name === "normal" ? "var(--subnormal)" : "var(--lost)", "stroke-width": 1 }));
         }
       }
-      write(svg, label, 13, narrow ? chosen(one).split(":")[0] : `${state.role} · ${chosen(one)}${power ? ` · times 2${superscript(power)}` : ""}`, { fill: "var(--ink)", "font-weight": 650, "font-size": narrow ? 11.5 : 13 });
+      write(svg, left, 13, narrow ? chosen(one).split(":")[0] : `${state.role} · ${chosen(one)}${power ? ` · times 2${superscript(power)}` : ""}`, { fill: "var(--ink)", "font-weight": 650, "font-size": narrow ? 11.5 : 13 });
       columns.forEach(([, title], index) => write(svg, width - right + (index + 1) * each, top - 7, title, { "text-anchor": "end" }));
 
       const step = [1, 2, 4, 5, 10, 20, 40].find((gap) => ((high - low) / gap) * (narrow ? 34 : 40) <= plot) ?? 80;
@@ -216,9 +222,9 @@
 
       const bin = plot / (high - low);
       shown.forEach((row, index) => {
-        const y = top + index * tall, group = make("g", { class: row.name === state.chosen && state.chosen !== "" ? "row chosen" : "row" });
-        group.append(make("rect", { class: "hit", x: 0, y, width, height: tall }));
-        write(group, label - 8, y + tall / 2 + 4, short(row.name || "(model)", letters), { "text-anchor": "end", fill: "var(--ink)", "font-size": narrow ? 9.5 : 11, "font-weight": row.found ? 700 : 400, "font-family": "ui-monospace, 'SF Mono', Menlo, Consolas, 'DejaVu Sans Mono', monospace" });
+        const start = top + index * tall, y = start + above, group = make("g", { class: row.name === state.chosen && state.chosen !== "" ? "row chosen" : "row" });
+        group.append(make("rect", { class: "hit", x: 0, y: start, width, height: tall }));
+        label(group, row.name || "(model)", narrow ? start : y + deep / 2 + 4, narrow, left, width, { "font-weight": row.found ? 700 : 400 });
         const gap = gapOf(row, one);
         const whole = row.bins.reduce((sum, pair) => sum + pair[1], 0) || 1;
         for (const [at, many] of row.bins) {
@@ -226,19 +232,19 @@
           const kind = one.block ? "kept" : place < one.zero || place + 1 > Math.ceil(one.over) || at + 1 <= gap ? "lost" : place < one.normal ? "subnormal" : "kept";
           const faintest = kind === "kept" ? 0.14 : 0.4;
           const depth = faintest + (1 - faintest) * Math.min(1, Math.max(0, (Math.log10(many / whole) + 4) / 3.5));
-          group.append(make("rect", { x: round(x(at)), y: y + 1.5, width: round(Math.max(bin - (bin > 5 ? 1 : 0), 0.8)), height: tall - 3, rx: bin > 5 ? 1.5 : 0, fill: `var(--${kind})`, "fill-opacity": round(depth) }));
+          group.append(make("rect", { x: round(x(at)), y: y + 1.5, width: round(Math.max(bin - (bin > 5 ? 1 : 0), 0.8)), height: deep - 3, rx: bin > 5 ? 1.5 : 0, fill: `var(--${kind})`, "fill-opacity": round(depth) }));
         }
         for (const edge of [row.amin, row.amax]) {
           if (!edge) continue;
           const place = round(x(Math.log2(edge)));
-          group.append(make("line", { x1: place, y1: y + 2, x2: place, y2: y + tall - 2, stroke: "var(--ink)", "stroke-width": 1.3 }));
+          group.append(make("line", { x1: place, y1: y + 2, x2: place, y2: y + deep - 2, stroke: "var(--ink)", "stroke-width": 1.3 }));
         }
-        if (gap > low) group.append(make("line", { x1: round(x(gap)), y1: y, x2: round(x(gap)), y2: y + tall, stroke: "var(--lost)", "stroke-width": 2, "stroke-dasharray": "3 2" }));
+        if (gap > low) group.append(make("line", { x1: round(x(gap)), y1: y, x2: round(x(gap)), y2: y + deep, stroke: "var(--lost)", "stroke-width": 2, "stroke-dasharray": "3 2" }));
         const at = counted(row, one, power);
         columns.forEach(([key], column) => {
           const own = key === "broken" || (key === "lost" && row.lost !== undefined);
           const part = key === "lost" ? (row.lost ? row.lost[1] / row.lost[0] : 0) : own ? row.nonfinite / (row.elements || 1) : at && at.elements ? at[key] / at.elements : 0;
-          const text = write(group, width - right + (column + 1) * each, y + tall / 2 + 4, at || own ? percent(part) : "–", { "text-anchor": "end", "font-size": narrow ? 10 : 11.5, fill: part >= 0.0005 ? (key === "subnormal" ? "var(--open)" : "var(--lost)") : "var(--soft)", "font-weight": part >= 0.01 ? 650 : 400 });
+          const text = write(group, width - right + (column + 1) * each, y + deep / 2 + 4, at || own ? percent(part) : "–", { "text-anchor": "end", "font-size": narrow ? 10 : 11.5, fill: part >= 0.0005 ? (key === "subnormal" ? "var(--open)" : "var(--lost)") : "var(--soft)", "font-weight": part >= 0.01 ? 650 : 400 });
           text.setAttribute("class", key);
         });
         const words = [`${row.name || "(model)"} · ${row.kind} · ${row.dtype}`];
@@ -254,6 +260,18 @@
       more.textContent = state.all ? `Show ${FEW}` : `Show all ${found.length}`;
     }
 
+    // Which of this role's tensors are stored in which format: "Only 2 of 9 tensors are bf16 (a, b), the rest fp32."
+    function storedWords() {
+      const found = inRole(), groups = new Map();
+      for (const row of found) groups.set(row.dtype, [...(groups.get(row.dtype) ?? []), row.name || "(model)"]);
+      const tensors = found.length === 1 ? "The one tensor is" : `All ${found.length} tensors are`;
+      if (groups.size < 2) return `${tensors} ${found[0].dtype}.`;
+      const sorted = [...groups].sort((a, b) => a[1].length - b[1].length), [rest] = sorted.pop();
+      const named = (names) => (names.length <= 3 ? ` (${names.join(", ")})` : "");
+      const parts = sorted.map(([dtype, names], index) => `${names.length}${index ? "" : ` of ${found.length} tensors ${names.length === 1 ? "is" : "are"}`} ${dtype}${named(names)}`);
+      return `Only ${parts.join(", ")}, the rest ${rest}.`;
+    }
+
     function tell() {
       const one = format(), power = powerOf(), sum = { elements: 0, zero: 0, subnormal: 0, over: 0 };
       for (const row of inRole()) { const at = counted(row, one, power); if (at) for (const key of Object.keys(sum)) sum[key] += at[key]; }
@@ -261,7 +279,7 @@
       const bold = (text) => html("b", { textContent: text });
       const scale = one.block ? "with the scales of its blocks" : power ? `times 2${superscript(power)}` : "as they are";
       const how = one.block || !power ? "Counted exactly." : "Estimated by powers of two.";
-      said.replaceChildren();
+      said.replaceChildren(storedWords(), " ");
       const seen = inRole().filter((row) => row.lost), worst = seen.filter((row) => row.found);
       const share = (rows) => bold(percent(rows.reduce((many, row) => many + row.lost[1], 0) / rows.reduce((many, row) => many + row.lost[0], 0)));
       if (worst.length && worst.length < seen.length) said.append(share(worst), " of the updates of the tensors in bold are lost to rounding, ", share(seen), " of all. ");
@@ -403,14 +421,14 @@
 
     function draw(width) {
       const shown = all ? rows : rows.slice(0, FEW);
-      const narrow = width < 620, letters = narrow ? 17 : 38, tall = 18, top = curve ? 118 : 28;
-      const label = Math.max(6, ...shown.map((row) => Math.min(letters, row.name.length))) * (narrow ? 5.6 : 6.5) + 12;
+      const narrow = width < 620, above = narrow ? NAME : 0, deep = 18, tall = above + deep, top = curve ? 118 : 28;
+      const left = narrow ? 2 : Math.max(6, ...shown.map((row) => Math.min(38, row.name.length))) * 6.5 + 12;
       const titles = narrow ? columns.slice(0, 1) : columns, each = narrow ? 56 : 92, right = titles.length * each + 4;
-      const plot = width - label - right, end = top + shown.length * tall;
-      const x = (value) => label + ((value - low) / (high - low)) * plot;
+      const plot = width - left - right, end = top + shown.length * tall;
+      const x = (value) => left + ((value - low) / (high - low)) * plot;
       const svg = canvas(width, end + 26, words);
-      if (curve) drawCurve(svg, curve, x, 22, 60, label + plot);
-      write(svg, label, top - 9, title, { fill: "var(--ink)", "font-weight": 650 });
+      if (curve) drawCurve(svg, curve, x, 22, 60, left + plot);
+      write(svg, left, top - 9, title, { fill: "var(--ink)", "font-weight": 650 });
       titles.forEach((one, index) => write(svg, width - right + (index + 1) * each, top - 9, one, { "text-anchor": "end" }));
       let last = -Infinity;
       for (const [at, text] of ticks) {
@@ -419,14 +437,14 @@
         if (x(at) - last > 7 * String(text).length + 12) { write(svg, x(at), end + 17, text, { "text-anchor": "middle" }); last = x(at); }
       }
       shown.forEach((row, index) => {
-        const y = top + index * tall, group = make("g");
-        write(group, label - 8, y + tall / 2 + 4, short(row.name, letters), { "text-anchor": "end", fill: "var(--ink)", "font-size": narrow ? 9.5 : 11, "font-family": "ui-monospace, 'SF Mono', Menlo, Consolas, 'DejaVu Sans Mono', monospace" });
+        const start = top + index * tall, y = start + above, group = make("g");
+        label(group, row.name, narrow ? start : y + deep / 2 + 4, narrow, left, width);
         for (const [from, to, depth, kind] of row.cells) {
           const wide = x(to) - x(from);
-          group.append(make("rect", { x: round(x(from)), y: y + 1.5, width: round(Math.max(wide - (wide > 5 ? 1 : 0), 0.8)), height: tall - 3, rx: wide > 5 ? 1.5 : 0, fill: `var(--${kind})`, "fill-opacity": depth }));
+          group.append(make("rect", { x: round(x(from)), y: y + 1.5, width: round(Math.max(wide - (wide > 5 ? 1 : 0), 0.8)), height: deep - 3, rx: wide > 5 ? 1.5 : 0, fill: `var(--${kind})`, "fill-opacity": depth }));
         }
-        if (row.mark !== undefined) group.append(make("path", { d: `M${round(x(row.mark))} ${y + 1}V${y + tall - 1}`, stroke: "var(--ink)", "stroke-width": 2.2 }));
-        row.texts.slice(0, titles.length).forEach((text, column) => write(group, width - right + (column + 1) * each, y + tall / 2 + 4, text, { "text-anchor": "end", "font-size": narrow ? 10 : 11.5, fill: row.bad && column === 0 ? "var(--lost)" : "var(--soft)", "font-weight": row.bad && column === 0 ? 650 : 400 }));
+        if (row.mark !== undefined) group.append(make("path", { d: `M${round(x(row.mark))} ${y + 1}V${y + deep - 1}`, stroke: "var(--ink)", "stroke-width": 2.2 }));
+        row.texts.slice(0, titles.length).forEach((text, column) => write(group, width - right + (column + 1) * each, y + deep / 2 + 4, text, { "text-anchor": "end", "font-size": narrow ? 10 : 11.5, fill: row.bad && column === 0 ? "var(--lost)" : "var(--soft)", "font-weight": row.bad && column === 0 ? 650 : 400 }));
         group.append(make("title", {}, [row.name, ...columns.map((one, column) => `${one}: ${row.texts[column]}`)].join("\n")));
         svg.append(group);
       });

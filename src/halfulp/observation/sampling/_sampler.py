@@ -88,7 +88,7 @@ class Sampler:
 
     def prepare(self, dtypes: Iterable[torch.dtype]) -> None:
         """Compile, or load, the kernels for tensors of some dtypes on the CPU."""
-        for dtype in set(dtypes) & set(KERNEL_DTYPES) if select_engine("cpu") == "numba" else ():
+        for dtype in set(dtypes) & set(KERNEL_DTYPES) if select_engine("cpu") == "llvm" else ():
             checked_kernel(dtype)
 
     def look_by_reference(self, one: Look) -> torch.Tensor:
@@ -110,7 +110,7 @@ def to_wide(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _by_kernel(tensor: torch.Tensor, engine: str) -> bool:
-    return engine == "numba" and tensor.dtype in KERNEL_DTYPES and tensor.is_cpu
+    return engine == "llvm" and tensor.dtype in KERNEL_DTYPES and tensor.is_cpu
 
 
 @functools.lru_cache(64)
@@ -200,7 +200,7 @@ def _cut(samples: list, positions: list[int], parts: Sequence[torch.Tensor], tab
 
 @functools.cache
 @undisturbed()
-def checked_kernel(dtype: torch.dtype) -> Callable[..., int]:
+def checked_kernel(dtype: torch.dtype) -> Callable[..., None]:
     """Return the kernel of a dtype, compared with the reference before its first use in a process."""
     kernel = look_kernel(dtype)
     candidates = Candidates(DEFAULT_FORMATS)

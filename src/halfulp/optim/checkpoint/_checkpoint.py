@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from ..._messages import differences, listed
+from ..._messages import differences, find_users_level, listed
 from ...formats import Format
 from ...kernels import keeping_subnormals
 from ...mctensor import MCTensor
@@ -42,9 +42,24 @@ from ..step._scales import weight_scale
 from ..step._spec import draws_of
 from ..weight_updates._weight_update import WeightUpdate, weight_update
 from ._extra_states import is_extra_state, set_extra_states
-from ._fitted_states import begun, checked_shape, fit_state, is_auxiliary, is_kept_by_some_optimizer, steps_made
+from ._fitted_states import (
+    begun,
+    checked_shape,
+    fit_state,
+    is_auxiliary,
+    is_kept_by_some_optimizer,
+    is_switched_off,
+    steps_made,
+)
+from ._flat_states import explain_missing_entry
 from ._saved_states import block_of, codec_versions
-from ._state_dict_validation import checked_groups, checked_state, draws_anew, is_own_file
+from ._state_dict_validation import (
+    checked_groups,
+    checked_state,
+    draws_anew,
+    is_own_file,
+    refuse_confusing_keys,
+)
 
 # In a saved state: the weight update that wrote it, where its group has been given another since.
 UPDATE = "weight_update"
@@ -80,6 +95,7 @@ class CheckpointMixin(torch.optim.Optimizer):
         """Return the state_dict before the post hooks have run."""
         self._follow_groups()
         places = [(group, position) for group in self.param_groups for position in range(len(group["params"]))]
+        refuse_confusing_keys(self.state, len(places))
         # First: where a group was given another weight update, it takes the state over.
         held = [self.state.get(group["params"][position]) for group, position in places]
         beside = [self._auxiliary_tensors_to_save(*place) if state else {} for place, state in zip(places, held)]
@@ -89,7 +105,7 @@ class CheckpointMixin(torch.optim.Optimizer):
         finally:
             self._optimizer_state_dict_post_hooks = hooks
         for number, state in saved["state"].items():
-            if not isinstance(number, int):  # what a hook, or the user, keeps for no parameter
+            if not isinstance(number, int) or not 0 <= number < len(places):  # the user's, or a hook's
                 continue
             group, position = places[number]
             parameter, state = group["params"][position], {**state, **beside[number]}
@@ -113,6 +129,10 @@ class CheckpointMixin(torch.optim.Optimizer):
             names = (name for name, _ in plan.spec.update.auxiliary_tensors(plan.spec.store))
             auxiliary.update(zip(names, current_auxiliary_tensors(plan)))
         return {**auxiliary, **saved_payload(plan)}
+
+    def explain_missing_entry(self, key: str, flat: Mapping[str, Any]) -> str:
+        """Return the words for a flat state (flatten_optimizer_state_dict) that lacks an entry which torch looks up."""
+        return explain_missing_entry(key, flat)
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Load what `state_dict` of this class or of the torch.optim class of the same rule returned.
@@ -144,7 +164,7 @@ class CheckpointMixin(torch.optim.Optimizer):
                     "on, but with other bits than the saved run's; to go on with the same, save and load with "
                     "optimizers made from model.named_parameters()",
                     UserWarning,
-                    stacklevel=4,  # the line that loads
+                    stacklevel=find_users_level(),
                 )
 
     def _load_between_hooks(self, state_dict: Mapping[str, Any]) -> None:
@@ -235,6 +255,10 @@ class CheckpointMixin(torch.optim.Optimizer):
                     f"state of parameter {plan.name} lacks {name!r}: it was saved by another weight update"
                 )
         foreign = [key for key in state if key not in used and state[key] is not None]
+        for key in [key for key in foreign if is_switched_off(key, group, plan.spec.rule.states)]:
+            foreign.remove(key)
+            value = state[key]
+            fitted[key] = value.to(local(plan.parameter).device) if isinstance(value, torch.Tensor) else value
         if is_own and not any(is_kept_by_some_optimizer(key) for key in foreign):
             return fitted | {key: state[key] for key in foreign}
         if foreign:

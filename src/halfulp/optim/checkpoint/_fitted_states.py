@@ -23,6 +23,8 @@ _TORCH_STATES = (
     "exp_avg", "exp_avg_sq", "max_exp_avg_sq", "exp_inf", "momentum_buffer", "square_avg", "grad_avg", "acc_delta",
     "sum", "mu_product", "mu", "eta", "ax", "prev", "step_size", "row_var", "col_var", "variance",
 )  # fmt: skip
+# Those of them that an option of a group switches off in training, with the option; they stay, as in torch.optim.
+_SWITCHED = {"max_exp_avg_sq": "amsgrad", "momentum_buffer": "momentum"}
 
 
 def steps_made(state: Mapping, name: str) -> int:
@@ -53,6 +55,19 @@ def is_kept_by_some_optimizer(name: str) -> bool:
     """
     forms = {f"{state}{suffix}" for state in _TORCH_STATES for suffix in STORAGE_SUFFIXES}
     return is_auxiliary(name) or name in forms or name.startswith("base.")
+
+
+def is_switched_off(name: str, group: Mapping, slots: tuple[StateSlot, ...]) -> bool:
+    """Return whether an entry of a saved state is of a state that its group's options have switched off.
+
+    Args:
+        name: of the entry.
+        group: whose options have.
+        slots: the states that are kept under these options.
+    """
+    kept = {slot.name for slot in slots}
+    off = [state for state, option in _SWITCHED.items() if option in group and state not in kept]
+    return name in {f"{state}{suffix}" for state in off for suffix in STORAGE_SUFFIXES}
 
 
 def fit_state(

@@ -48,12 +48,35 @@ def checked_groups(
         raise ValueError(f"the state_dict has groups of {sizes} parameters, this optimizer groups of {own}")
     numbers = [number for group in saved for number in group["params"]]
     states = state_dict["state"]
-    if not isinstance(states, Mapping) or any(isinstance(key, int) for key in states.keys() - set(numbers)):
+    if not isinstance(states, Mapping) or any(_is_parameters(key, states[key]) for key in states.keys() - set(numbers)):
         raise ValueError("this is no optimizer state_dict: 'state' must hold states of parameters in 'param_groups'")
     for mine, theirs in zip(groups, saved):
         _check_names(mine, theirs, defaults)
         _check_updates(mine, theirs)
     return [_options(number, *pair, check_numbers) for number, pair in enumerate(zip(groups, saved))]
+
+
+def _is_parameters(key: object, value: object) -> bool:
+    """Return whether an entry of a saved state is that of a parameter, rather than one that a user put there."""
+    return isinstance(key, int) and isinstance(value, Mapping) and bool({"step", "momentum_buffer"} & value.keys())
+
+
+def refuse_confusing_keys(state: Mapping, count: int) -> None:
+    """Refuse entries of the user's own in an optimizer's state whose keys a file could not tell from parameters.
+
+    Args:
+        state: of the optimizer.
+        count: of its parameters, which files number from 0.
+
+    Raises:
+        ValueError: there is one.
+    """
+    for key, value in state.items():
+        if isinstance(key, int) and (0 <= key < count or _is_parameters(key, value)):
+            raise ValueError(
+                f"optimizer.state[{key!r}] is an entry of your own, but a state_dict numbers the states of its {count} "
+                f"parameters from 0: a file could not tell them apart; use another key, such as 'my_{key}'"
+            )
 
 
 def is_own_file(groups: list[dict], saved: list[Mapping]) -> bool:
@@ -102,6 +125,11 @@ def whole_step(state: Mapping, name: str) -> int:
         ValueError: it is no whole number.
     """
     given = state.get("step", 0)
+    if given == {}:  # what torch makes of an entry that a flat state lacks
+        raise ValueError(
+            f"the flat state holds nothing of parameter {name}, which this optimizer steps: it is of another model, or "
+            "of other parts of it; give the state of all parameters that are stepped here"
+        )
     try:
         value = float(given)
     except (TypeError, ValueError):

@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from ..._messages import find_users_level
 from ...subclass.models._averaged_models import warn_of_narrow_averages
 from ...subclass.models._data_parallel import Wrappers, data_parallel_modules, replace_data, sharded_modules
 from ...subclass.models._parameter_holders import check_holders, check_overlaps, living_modules
@@ -187,7 +188,7 @@ def warn_of_idle_update(optimizer: Any, groups: Iterable[dict]) -> None:
             f"(such as {frozen[chosen]}), while all that train are float32 (such as {idle[chosen]}) and step as "
             f"without it: give {optimizer.narrowed_by} to narrow them, or leave weight_update out",
             RuntimeWarning,
-            stacklevel=5,  # the line that made the optimizer
+            stacklevel=find_users_level(),
         )
 
 

@@ -229,20 +229,30 @@ def mark_stepped(
 ) -> None:
     """Do what `mark_current` does after a step.
 
+    Digests that the same plans' last step has recorded are written in place, so that only the versions change.
+
     Args:
         plans: of the parameters.
         stepped: their tensors.
         digests: of their payloads in the same order, if the step has computed them.
         scales: the same of their scales, if the step has chosen them on their device.
     """
+    recorded = [held for plan in plans if (held := plan.record.payload_version) is not None]
+    if digests is not None and len(recorded) == len(plans) and {id(held.digests) for held in recorded} == {id(digests)}:
+        for held, tensor in zip(recorded, stepped):
+            held.version = tensor._version
+        return
     for row, (plan, tensor) in enumerate(zip(plans, stepped)):
-        if not plan.tracks_writes:
+        held = plan.payload_version
+        if held is None:
             continue
-        held = plan.record.payload_version
-        if digests is None or held is None or held.payload is not None or held.steps or not plan.plain:
-            mark_current(plan, digests, row, None if scales is None else scales[row])
-        else:
+        is_known = held.payload is None and not held.steps and plan.plain
+        if is_known and digests is not None:
             held.version, held.digests, held.row = tensor._version, digests, row
+        elif is_known and held.digests is None and not tensor.is_cpu and not plan.spec.scaled:
+            held.version = tensor._version
+        else:
+            mark_current(plan, digests, row, None if scales is None else scales[row])
 
 
 def mark_current(

@@ -63,7 +63,7 @@ def digests_of(payload: torch.Tensor, index_map: IndexMap) -> np.ndarray | None:
         return None
     payload = plain(payload.detach(), "a parameter").contiguous()
     table, size = chunks(index_map, 0), payload.element_size()
-    if select_engine("cpu") == "numba":
+    if select_engine("cpu") == "llvm":
         found, pointers = np.zeros(len(table), np.uint64), np.array([[address(payload)]], np.int64)
         run_chunks(_kernel(size), table[:, 2], address_of(table), address_of(pointers), 0, 0, 0, 0, address_of(found))
         return found

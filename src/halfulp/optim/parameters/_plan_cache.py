@@ -1,4 +1,4 @@
-"""The optimizer's cache: plans, the step specifications that they share, and the tables of their batches."""
+"""The optimizer's cache: plans, the step specifications that they share, and the roster of the last step."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ import torch
 
 from ..rules._update_rule import UpdateRule
 from ..states._storage import Store
+from ..step._roster import Roster
 from ..step._spec import StepSpec
-from ..step._tables import Table
 from ._local_tensors import local, memory
 from ._narrowing import is_kept
 from ._outside_writes import SavedPayload, payload_version_of
@@ -26,7 +26,8 @@ class PlanCache(TensorMap[ParameterPlan]):
     something it was made from has changed. Whoever uses plans asks that first and replaces the plan by `renew`.
     Nothing else has a rule of its own:
 
-    - A table is kept for a list of plans, so that a plan which is replaced takes its tables with it.
+    - The roster of the last step stands only for the plans of its parameters, so that a plan which is replaced takes
+      its tables with it.
     - A step specification is a value and never out of date; equal ones are one object, because the parameters of one
       object step in one call.
     - A parameter's record of lost updates and of its payload is no part of a plan, and goes on with the next one.
@@ -41,13 +42,12 @@ class PlanCache(TensorMap[ParameterPlan]):
         self._specs: dict[tuple[StepSpec, torch.device], StepSpec] = {}
         # What the keys refer to by id is kept alive by the values.
         self._specs_by_options: dict[tuple, tuple[StepSpec, tuple]] = {}
-        self._tables: dict[ParameterPlan, Table] = {}
-        self._used_tables: dict[ParameterPlan, Table] = {}
+        self.roster: Roster | None = None
 
     def clear(self) -> None:
         """Make every plan invalid."""
         self._generation += 1
-        self._tables, self._used_tables = {}, {}
+        self.roster = None
 
     def options_of(self, group: Mapping[str, Any]) -> PlanOptions:
         """Return the options of a group, for `is_valid` and `renew`."""
@@ -99,16 +99,3 @@ class PlanCache(TensorMap[ParameterPlan]):
 
     def _interned(self, spec: StepSpec, parameter: torch.Tensor) -> StepSpec:
         return self._specs.setdefault((spec, local(parameter).device), spec)
-
-    def table(self, plans: list[ParameterPlan]) -> Table:
-        """Return the tables of a batch, which its metered steps and its search for amax share."""
-        first = plans[0]
-        table = self._used_tables.get(first) or self._tables.get(first)
-        if table is None or table.plans != plans:
-            table = Table.of(plans)
-        self._used_tables[first] = table
-        return table
-
-    def end_step(self) -> None:
-        """Drop the tables that were not used since the last call."""
-        self._tables, self._used_tables = self._used_tables, {}

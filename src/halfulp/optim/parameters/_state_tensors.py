@@ -8,7 +8,9 @@ from typing import Any
 import torch
 
 from ..._messages import listed
-from ..states._state import constant_of
+from ..checkpoint._saved_states import saved_value
+from ..rules._update_rule import StateSlot
+from ..states._state import Codec, constant_of
 from ..step._spec import StepSpec
 from ._local_tensors import local
 from ._parameter_plan import ParameterPlan
@@ -62,10 +64,11 @@ def complete_state(
 
 
 def _store_anew(state: MutableMapping[str, Any], before: StepSpec, spec: StepSpec, shape: torch.Size) -> None:
-    """Convert the states that two rules share to what the second one stores them in, rounded to nearest."""
+    """Convert the states that two rules share, or that a third has left, to what the second one stores them in."""
     places = {slot.name: place for place, slot in enumerate(before.rule.states)}
-    for slot, codec in zip(spec.rule.states, spec.codecs):
+    for slot, codec, wanted in zip(spec.rule.states, spec.codecs, spec.state_tensors):
         if slot.name not in places:
+            _store_left_state(state, slot, codec, wanted, shape)
             continue
         old, names = before.codecs[places[slot.name]], before.state_tensors[places[slot.name]]
         if old == codec or not state.keys() >= set(names):
@@ -77,6 +80,23 @@ def _store_anew(state: MutableMapping[str, Any], before: StepSpec, spec: StepSpe
         }
         codec.encode(list(new.values()), old.decode(tensors).contiguous(), None)
         state.update(new)
+
+
+def _store_left_state(
+    state: MutableMapping[str, Any], slot: StateSlot, codec: Codec, wanted: tuple[str, ...], shape: torch.Size
+) -> None:
+    """Convert a state that was switched off, perhaps under another storage or in a file of torch.optim's."""
+    held = {name: local(state[name]) for s in STORAGE_SUFFIXES if (name := f"{slot.name}{s}") in state}
+    given = held.get(f"{slot.name}_codes", held.get(slot.name))
+    new = codec.tensors(slot.name, shape)
+    same = held.keys() == set(wanted) and all((t.shape, t.dtype) == new[n] for n, t in held.items() if n in new)
+    if same or not isinstance(given, torch.Tensor) or given.shape != shape:
+        return
+    made = {name: torch.zeros(size, dtype=dtype, device=given.device) for name, (size, dtype) in new.items()}
+    codec.encode(list(made.values()), saved_value(given, state, slot).contiguous(), None)
+    for name in held:
+        del state[name]
+    state.update(made)
 
 
 def state_spec(spec: StepSpec, shape: torch.Size) -> dict[str, tuple[torch.Size, torch.dtype]]:

@@ -12,7 +12,7 @@ from ..rules._update_rule import UpdateRule
 from ..states._float8 import PAYLOADS
 from ..states._format_values import format_store
 from ..states._scaled import Scaled
-from ..states._state import Codec, Int8Blocks, refuse_ratchet, resolve_codecs
+from ..states._state import PAIR, Codec, Int8Blocks, refuse_ratchet, resolve_codecs
 from ..states._storage import STORES, Store
 from ..step._spec import StepSpec
 from ..weight_updates._multicomponent import update_of_components
@@ -20,6 +20,8 @@ from ..weight_updates._weight_update import REGISTRY, WeightUpdate, weight_updat
 from ._local_tensors import index_map_of, local, memory
 from ._narrowing import is_kept
 
+# A chunk's row of sums holds as many largest magnitudes, and the weight's.
+MOST_SCALED_STATES = 3
 NARROW = (torch.bfloat16, torch.float16)
 
 
@@ -92,15 +94,37 @@ def codecs_for(
     if is_scaled and store.dtype != torch.float32:
         default = torch.float16
     codecs = resolve_codecs(group["state_dtype"], rule.states, default, parameter.shape)
-    refuse_ratchet(rule, codecs, group["state_dtype"])
     if not is_scaled and any(isinstance(codec, Scaled) for codec in codecs):
         raise ValueError(
             f"float16 and fp8 states have one scale per tensor, which plain parameters such as {name} do not take: "
-            "allowed are torch.float32, torch.bfloat16 and '8bit' there, or scale the model by hu.scalify"
+            f"allowed are {_allowed_states(rule)} there, or scale the model by hu.scalify"
         )
+    _refuse_many_scales(rule, codecs, name)
+    refuse_ratchet(rule, codecs, group["state_dtype"])
     if any(isinstance(codec, Int8Blocks) for codec in codecs):
         _refuse_cut_blocks(parameter, codecs, name)
     return codecs
+
+
+def _refuse_many_scales(rule: UpdateRule, codecs: tuple[Codec, ...], name: str) -> None:
+    """Refuse more states under scales than a kernel finds the largest magnitudes of, beside that of the weight."""
+    held = [slot.name for slot, codec in zip(rule.states, codecs) if isinstance(codec, Scaled)]
+    if len(held) > MOST_SCALED_STATES:
+        others = ", ".join(f"{slot!r}: torch.float32" for slot in held[MOST_SCALED_STATES:])
+        raise ValueError(
+            f"{rule.name} keeps {len(held)} states beside the scaled parameter {name}, but at most "
+            f"{MOST_SCALED_STATES} can be stored under scales: give state_dtype={{{others}}}, or torch.bfloat16 there"
+        )
+
+
+def _allowed_states(rule: UpdateRule) -> str:
+    """Return the words for the storages that plain parameters' states may have under a rule."""
+    exact = {name for slot in rule.states if slot.maximum_of for name in (slot.name, slot.maximum_of)}
+    if not exact:
+        return f"torch.float32, torch.bfloat16, {PAIR!r} and '8bit'"
+    others = " and ".join(f"{{{slot.name!r}: ...}}" for slot in rule.states if slot.name not in exact)
+    alone = f", and torch.bfloat16 and '8bit' for {others} alone" if others else ""
+    return f"torch.float32 and {PAIR!r}{alone}"
 
 
 def _refuse_cut_blocks(parameter: torch.Tensor, codecs: tuple[Codec, ...], name: str) -> None:

@@ -6,7 +6,12 @@ from collections.abc import Mapping
 
 from ._update_rule import StateSlot, UpdateRule
 
-_BUFFER = (StateSlot("momentum_buffer", 1, retention=lambda group: group["momentum"]),)
+
+def _momentum(group: Mapping) -> float:
+    return float(group["momentum"])
+
+
+_BUFFER = (StateSlot("momentum_buffer", 1, retention=_momentum),)
 _CONSTANTS = ("sign", "decay", "keep", "take", "lr", "feedback_gain")
 
 

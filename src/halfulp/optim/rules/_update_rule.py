@@ -68,10 +68,17 @@ def beta(number: int) -> Callable[[Mapping[str, Any]], float]:
     0.999
     """
 
-    def read(group: Mapping[str, Any]) -> float:
-        return float(group["betas"][number])
+    return _Beta(number)
 
-    return read
+
+@dataclass(frozen=True)
+class _Beta:
+    """One of a group's `betas`: a value, so that rules can be compared and pickled."""
+
+    number: int
+
+    def __call__(self, group: Mapping[str, Any]) -> float:
+        return float(group["betas"][self.number])
 
 
 def check_states(rule: UpdateRule, group: Mapping[str, Any]) -> None:

@@ -8,14 +8,16 @@ from __future__ import annotations
 
 import numpy as np
 
-from ...kernels._trace import block_largest
+from ...kernels._trace import block_largest, nearest_integer
 from ...kernels.scalar._operations import (
     add,
     bit_and,
+    bit_or,
     bit_xor,
     divide,
     load8,
     load16,
+    mul,
     real,
     select,
     shl,
@@ -30,8 +32,9 @@ from ...kernels.scalar._operations import (
 from ._scaled import finite_word
 
 NAN = np.float32("nan")
-ONE, S5, S16, S21, S31 = (np.uint32(n) for n in (1, 5, 16, 21, 31))
-SIGN_8, ZERO_WORD, BELOW_ONE = np.uint32(0x80), np.uint32(0), np.uint32(0xFFFF)
+ONE, S5, S7, S16, S21 = (np.uint32(n) for n in (1, 5, 7, 16, 21))
+SIGN_8, SIGN_32, ZERO_WORD, BELOW_ONE = np.uint32(0x80), np.uint32(0x80000000), np.uint32(0), np.uint32(0xFFFF)
+UNIT_WORD, BELOW_UNIT = np.uint32(0x3F800000), np.float32(1 - 2.0**-17)
 ZERO, HALF_CHANCE, UNIT, THREE, TWO_M16 = (np.float32(x) for x in (0.0, 0.5, 1.0, 3.0, 2.0**-16))
 TINY = np.float32(2.0**-126)
 SIGNED_CUBES, UNSIGNED_CUBES = np.float32(127.0**3), np.float32(255.0**3)
@@ -40,47 +43,57 @@ SIGNED_UNIT, UNSIGNED_UNIT = np.float32(1 / 127**3), np.float32(1 / 255**3)
 BELOW_STEP, LEAST_SCALE, MOST_SCALE = np.uint32((1 << 21) - 1), np.uint32(0x0080), np.uint32(0x7F60)
 # An inverse cube root from the bits of a float32 (right within 3.5%), then one step of third order (2e-4).
 ROOT_MAGIC, THIRD, TWO_NINTHS = np.uint32(0x54A2FA8C), np.float32(1 / 3), np.float32(2 / 9)
+FIRST_ROOT, THIRD_16 = np.uint32(0x54A20000), np.uint32(0x5555)
+ROOT_0, ROOT_1, ROOT_2 = (np.float32(x) for x in (2.223406, -1.7760453, 0.55265582))
 LEAST_ROOTED, MARGIN = np.float32(2.0**-6), np.float32(0.125)
 HUGE, HUGE_SQUARED, SHRINK, GROW = (np.float32(x) for x in (2.0**60, 2.0**120, 2.0**-80, 2.0**80))
 
 
+def nearest_root(x):
+    """Device function: the whole number nearest to the cube root of 0 <= x < 2^24, or one of two, as a float32.
+
+    Of an inverse root y, right within 4%, p = x y^3 is near 1, and x y^2 times p^(-2/3), a polynomial, within .04 of
+    the root.
+    """
+    y = real(sub(FIRST_ROOT, mul(shr(word(x), S16), THIRD_16)))
+    near = x * (y * y)
+    p = near * y
+    return nearest_integer(near * (ROOT_0 + p * (ROOT_1 + p * ROOT_2)))
+
+
 def cube_floor(x):
     """Device function: the largest whole number whose cube is at most x < 2^24, as a float32."""
-    safe = select(x > LEAST_ROOTED, x, LEAST_ROOTED)
-    y = real(sub(ROOT_MAGIC, to_word(to_real(word(safe)) * THIRD)))
-    off = UNIT - safe * (y * y * y)
-    y = y + y * off * (THIRD + off * TWO_NINTHS)
-    k = to_real(to_word(safe * y * y - MARGIN))  # at most one too low: a state that moves by 1e-3 of a code is decided
-    above = k + UNIT
-    return select(above * above * above <= x, above, k)
+    n = nearest_root(x)
+    return select(n * n * n <= x, n, n - UNIT)
 
 
 def chance_of(random):
-    """Device function: a number in (0, 1)."""
-    return (to_real(bit_and(random, BELOW_ONE)) + HALF_CHANCE) * TWO_M16
+    """Device function: a number in (0, 1): the half above a multiple of 2^-16, whose bits are made beside a 1."""
+    return real(bit_or(shl(bit_and(random, BELOW_ONE), S7), UNIT_WORD)) - BELOW_UNIT
 
 
 def signed_code(value, random):
     """Device function: the signed code of a value in units of its block's scale; -128 for NaN."""
     x = abs(value) * SIGNED_CUBES
     x = select(x < SIGNED_CUBES, x, SIGNED_CUBES)
+    n = nearest_root(x)
+    square, cube = n * n, n * n * n
+    fits = cube <= x
+    gap = select(fits, square + n, square - n) * THREE + UNIT  # to the cube of the next whole number
+    rest = x - select(fits, cube, cube - gap)
     k = cube_floor(x)
-    up = chance_of(random) * (THREE * (k * (k + UNIT)) + UNIT) < x - k * k * k
-    code = to_word(select(up, k + UNIT, k))
-    negative = sub(ZERO_WORD, shr(word(value), S31))
-    code = sub(bit_xor(code, negative), negative)
+    size = select(chance_of(random) * gap < rest, k + UNIT, k)
+    code = to_word(real(bit_or(word(size), bit_and(word(value), SIGN_32))))
     return select(value == value, code, SIGN_8)
 
 
 def squared_code(value, random):
-    """Device function: the unsigned code of a root in units of its block's scale; a positive one is never 0."""
+    """Device function: the unsigned code of a root in units of its block's scale."""
     x = value * UNSIGNED_CUBES
     x = select(x < UNSIGNED_CUBES, x, UNSIGNED_CUBES)
     k = cube_floor(x)
     t = k + chance_of(random)
-    code = to_word(select(t * t * t < x, k + UNIT, k))
-    least = select(value > ZERO, ONE, ZERO_WORD)
-    return select(code > least, code, least)
+    return to_word(select(t * t * t < x, k + UNIT, k))
 
 
 def scale_code(top):
@@ -115,17 +128,12 @@ def encode_signed(codes, scales, i, block, value, random):
     """Device function: store a value, and the scale of its block."""
     scale = scale_code(block_largest(finite_word(value)))
     store16(scales, block, scale)
-    store8(codes, i, signed_code(in_units(value, inverse_of(scale)), random))
+    store8(codes, i, signed_code(value * inverse_of(scale), random))
 
 
 def encode_squared(codes, scales, i, block, value, random):
-    """Device function: store a root, and the scale of its block."""
+    """Device function: store a root, and the scale of its block; a positive one never gets code 0."""
     scale = scale_code(block_largest(finite_word(value)))
     store16(scales, block, scale)
-    store8(codes, i, squared_code(in_units(value, inverse_of(scale)), random))
-
-
-def in_units(value, inverse):
-    """Device function: a value in units of its block's scale; a positive one never 0."""
-    x = value * inverse
-    return select((value > ZERO) & (x == ZERO), TINY, x)
+    code = squared_code(value * inverse_of(scale), random)
+    store8(codes, i, select(value > ZERO, select(code > ONE, code, ONE), code))

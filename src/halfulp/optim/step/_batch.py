@@ -8,10 +8,11 @@ import torch
 
 from ...kernels import plain
 from ..parameters._local_tensors import local, own_parts
-from ..parameters._outside_writes import follow_version, mark_stepped
+from ..parameters._outside_writes import drop_stale, follow_version, mark_stepped
 from ..parameters._parameter_plan import ParameterPlan
 from ..parameters._payload_digests import PayloadDigests
 from ._spec import StepSpec
+from ._tables import Table
 
 Copies = tuple[torch.Tensor, ...]
 
@@ -24,47 +25,40 @@ class Batch:
 
     Attributes:
         spec: of this step, metered or not.
-        plans: of the parameters.
-        stepping: the tensors whose version counters the step increments.
+        table: of the parameters' plans.
+        parameters: as the user holds them.
         gradients: their memory, without gaps.
         gradient_scales: what gradients are multiplied by, 1 or a scaled gradient's scale, wherever that lies.
         steps: the numbers of the step, from 1 for each parameter.
         constants: the rule's; equal ones of one group are one object.
         copies: by row, copies without gaps of a parameter's own tensors, where these have some; the step writes to
             the copies, and `finish` copies the values back.
+        engine: which runs the step.
         digests: of the payloads as written, if the step computed them.
         scales: of the payloads as written, on their device, if the step chose them there.
     """
 
     spec: StepSpec
-    plans: list[ParameterPlan] = field(default_factory=list)
-    stepping: list[torch.Tensor] = field(default_factory=list)
-    gradients: list[torch.Tensor] = field(default_factory=list)
-    gradient_scales: list[float | torch.Tensor] = field(default_factory=list)
-    steps: list[int] = field(default_factory=list)
-    constants: list[tuple[float, ...]] = field(default_factory=list)
+    table: Table
+    parameters: list[torch.Tensor]
+    gradients: list[torch.Tensor]
+    gradient_scales: list[float | torch.Tensor]
+    steps: list[int]
+    constants: list[tuple[float, ...]]
     copies: dict[int, Copies] = field(default_factory=dict)
+    engine: str = ""
     digests: PayloadDigests | None = None
     scales: torch.Tensor | None = None
 
-    def add(
-        self,
-        plan: ParameterPlan,
-        parameter: torch.Tensor,
-        gradient: torch.Tensor,
-        scale: float | torch.Tensor,
-        step: int,
-        constants: tuple[float, ...],
-    ) -> None:
-        """Add a parameter."""
-        if not plan.contiguous:
-            self.copies[len(self.plans)] = tuple(plain(part.detach()).contiguous() for part in own_parts(parameter))
-        self.plans.append(plan)
-        self.stepping.append(parameter if plan.plain or plan.spec.scaled else local(parameter))
-        self.gradients.append(gradient if gradient.is_contiguous() else gradient.contiguous())
-        self.gradient_scales.append(scale)
-        self.steps.append(step)
-        self.constants.append(constants)
+    def __post_init__(self) -> None:
+        for row in self.table.has_gaps:
+            parts = own_parts(self.parameters[row])
+            self.copies[row] = tuple(plain(part.detach()).contiguous() for part in parts)
+
+    @property
+    def plans(self) -> list[ParameterPlan]:
+        """The plans of the parameters."""
+        return self.table.plans
 
     @property
     def device(self) -> torch.device:
@@ -76,15 +70,32 @@ class Batch:
         plan = self.plans[row]
         return [*self.copies[row], *plan.auxiliary_tensors] if row in self.copies else plan.parts
 
+    def drop_stale(self) -> None:
+        """Reset the auxiliary tensors of parameters that were written from outside."""
+        records, parameters = self.table.records, self.parameters
+        versions = [held.version for held in [record.payload_version for record in records] if held is not None]
+        if not records or (
+            len(versions) == len(parameters) and versions == [parameter._version for parameter in parameters]
+        ):
+            return
+        for plan, parameter in zip(self.plans, self.parameters):
+            held = plan.payload_version
+            if held is not None and held.version != parameter._version:
+                drop_stale(plan)
+
     def finish(self) -> None:
         """Record a step that has been written."""
-        torch.autograd.graph.increment_version(self.stepping)
+        stepped = self.parameters
+        if not self.table.is_plain and not self.spec.scaled:
+            stepped = [local(parameter) for parameter in stepped]
+        torch.autograd.graph.increment_version(stepped)
         for row, copies in self.copies.items():
             for part, copy in zip(self.plans[row].payloads, copies, strict=True):
                 part.copy_(copy)
-        for plan, step in zip(self.plans, self.steps):
-            plan.state["step"] = step
-        mark_stepped(self.plans, self.stepping, self.digests, self.scales)
+        for entry, step in zip(self.table.entries, self.steps):
+            entry["step"] = step
+        if self.table.records:
+            mark_stepped(self.plans, stepped, self.digests, self.scales)
 
     def follow_versions(self) -> None:
         """Record the versions again, once all batches are written: parameters cut from one tensor share a counter."""

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import itertools
+from array import array
 from collections.abc import Callable
 
 import numpy as np
@@ -21,18 +23,15 @@ from ...kernels import (
     select_engine,
 )
 from ...kernels.vector._machine_function import address_of
-from ...rounding._random_bits import mix64, mix64_many
+from ...rounding._random_bits import mix64, mix64_all, mix64_on
 from ..parameters._local_tensors import scale_of
 from ..parameters._parameter_plan import ParameterPlan
-from ..parameters._payload_digests import PayloadDigests
-from ..parameters._plan_cache import PlanCache
 from ._batch import Batch
 from ._kernel import compiled
 from ._memory import plain_gradient
 from ._reference import reference_amax, reference_step
 from ._scales import keep_scales, with_new_scales, with_present_scales
 from ._spec import StepSpec, draws_of, pointer_count
-from ._tables import Table
 
 METER_COLUMNS, GRADIENT = 4, 4
 _FEW = 8  # keys that take Python less time than NumPy's arrays
@@ -44,7 +43,8 @@ def compile_kernels(batch: Batch) -> None:
     Raises:
         NotImplementedError: the batch's device does not compute the step as the CPU does.
     """
-    if select_engine(batch.device.type) == "numba":
+    batch.engine = select_engine(batch.device.type)
+    if batch.engine == "llvm":
         for one in (batch.spec, *([amax_spec(batch.spec)] if batch.spec.scaled else [])):
             checked(one)
     if batch.device.type != "cpu":
@@ -57,24 +57,24 @@ def compile_kernels(batch: Batch) -> None:
         )
 
 
-def run_step(batch: Batch, plans: PlanCache) -> None:
+def run_step(batch: Batch) -> None:
     """Step every parameter of a batch, and count lost updates if its specification is metered."""
     spec = batch.spec
     if not spec.scaled:
-        _write(batch, plans)
+        _write(batch)
         return
-    if select_engine(batch.device.type) == "triton" and _run_triton_scaled(batch, plans):
+    if batch.engine == "triton" and _run_triton_scaled(batch):
         return
     batch.constants = [
         with_present_scales(spec, plan, constants, float(scale))
         for plan, constants, scale in zip(batch.plans, batch.constants, batch.gradient_scales)
     ]
-    amax = _find_amax(amax_spec(spec), batch, plans)
+    amax = _find_amax(amax_spec(spec), batch)
     batch.constants = [
         with_new_scales(spec, plan, constants, largest)
         for plan, constants, largest in zip(batch.plans, batch.constants, amax, strict=True)
     ]
-    _write(batch, plans)
+    _write(batch)
     for plan, constants in zip(batch.plans, batch.constants):
         keep_scales(spec, plan, constants)
 
@@ -85,69 +85,65 @@ def amax_spec(spec: StepSpec) -> StepSpec:
     return dataclasses.replace(spec, metered=False, finds_amax=True)
 
 
-def _find_amax(spec: StepSpec, batch: Batch, plans: PlanCache) -> list[list[float]]:
+def _find_amax(spec: StepSpec, batch: Batch) -> list[list[float]]:
     count = 1 + len(spec.scaled_states)
-    if select_engine(batch.device.type) != "numba":
+    if batch.engine != "llvm":
         return [
             reference_amax(spec, batch.parts(row), batch.gradients[row], plan.states, batch.constants[row])
             for row, plan in enumerate(batch.plans)
         ]
-    meter, table = _run_compiled(spec, batch, plans)
+    meter = _run_compiled(spec, batch)
     found = np.zeros((len(batch.plans), METER_COLUMNS))
-    np.maximum.at(found, table.chunks[:, 0], meter)
+    np.maximum.at(found, batch.table.chunks[:, 0], meter)
     return found[:, :count].tolist()
 
 
-def _write(batch: Batch, plans: PlanCache) -> None:
+def _write(batch: Batch) -> None:
     spec, device = batch.spec, batch.device.type
-    engine = select_engine(device)
-    if engine == "numba":
-        _run_compiled(spec, batch, plans)
+    if batch.engine == "llvm":
+        _run_compiled(spec, batch)
         return
-    if engine == "triton" and not spec.scaled and _run_triton(batch, plans):  # scaled ones have been tried
+    if batch.engine == "triton" and not spec.scaled and _run_triton(batch):  # scaled ones have been tried
         return
     if device != "cpu":
         note("engine", f"optimizer step on {device} by plain torch operations: right bits, no fused kernel")
+    keys = _keys(batch).tolist()
     for row, plan in enumerate(batch.plans):
-        keyed = np.array([[plan.seed], [plan.identity]], np.uint64)
         lost = reference_step(
             spec,
             batch.parts(row),
             batch.gradients[row],
             plan.states,
             batch.constants[row],
-            [int(key) for key in _keys(spec, batch.steps[row : row + 1], keyed)[0]],
+            keys[row],
             plan.index_map,
         )
         if lost is not None:
             plan.record.count(*lost)
 
 
-def _run_compiled(spec: StepSpec, batch: Batch, plans: PlanCache) -> tuple[np.ndarray, Table]:
-    kernel, table = checked(spec), plans.table(batch.plans)
-    _point_at_gradients(table, batch)
-    rows = {id(constants): constants for constants in batch.constants}
-    numbers = {key: row for row, key in enumerate(rows)}
-    meter = np.zeros((len(table.chunks) if spec.metered or spec.finds_amax else 0, METER_COLUMNS))
-    digests = np.empty(len(table.chunks) if spec.digests else 0, np.uint64)
-    given = (
-        table.chunks,
-        table.pointers,
-        np.array([numbers[id(constants)] for constants in batch.constants], np.int64),
-        np.array(list(rows.values()), np.float32),
-        _keys(spec, batch.steps, table.keyed),
-        meter,
-        digests,
-    )
-    run_chunks(kernel, table.chunks[:, 2], *map(address_of, given))
+def _run_compiled(spec: StepSpec, batch: Batch) -> np.ndarray:
+    kernel, table = checked(spec), batch.table
+    _point_at_gradients(batch)
+    table.keys[...] = _keys(batch)
+    chunks, pointers, rows, keys, digests = table.addresses_of
+    distinct, row_of_each = _distinct(batch.constants)
+    numbers = array("f", itertools.chain.from_iterable(distinct))
+    if row_of_each:
+        chosen = array("q", row_of_each)
+        rows = chosen.buffer_info()[0]
+    counts = spec.metered or spec.finds_amax
+    meter = np.zeros((len(table.chunks) if counts else 0, METER_COLUMNS))
+    at = address_of(meter) if counts else 0
+    run_chunks(kernel, table.lengths, chunks, pointers, rows, numbers.buffer_info()[0], keys, at, digests)
     if spec.digests:
-        batch.digests = PayloadDigests(digests, table.ends)
+        batch.digests = table.digests
     if spec.metered:
         _count(meter, table.chunks, batch.plans)
-    return meter, table
+    return meter
 
 
-def _run_triton(batch: Batch, plans: PlanCache) -> bool:
+def _run_triton(batch: Batch) -> bool:
     """Run the step on an accelerator; return False if there is no Triton kernel."""
     from ._triton_launch import launch, step_kernel
 
@@ -155,15 +151,15 @@ def _run_triton(batch: Batch, plans: PlanCache) -> bool:
     kernel = step_kernel(spec, device, _trial)
     if kernel is None:
         return False
-    table = plans.table(batch.plans)
-    held, meter = launch(spec, kernel, device, *_numbers(table, batch), table.device_chunks)
+    table = batch.table
+    held, meter = launch(spec, kernel, device, *_numbers(batch), table.device_chunks)
     table.device_chunks = held
     if meter is not None:
         _count(meter, held.chunks, batch.plans)
     return True
 
 
-def _run_triton_scaled(batch: Batch, plans: PlanCache) -> bool:
+def _run_triton_scaled(batch: Batch) -> bool:
     """Run the step of scaled parameters on an accelerator, which chooses the scales; return False if it cannot."""
     from ._triton_launch import launch_scaled, scaled_kernels
 
@@ -173,8 +169,8 @@ def _run_triton_scaled(batch: Batch, plans: PlanCache) -> bool:
     if kernels is None or any(scale.device != device for scale in (*weights, *gradients)):
         return False
     addresses = np.array([[address(scale) for scale in pair] for pair in zip(weights, gradients)], np.int64)
-    table = plans.table(batch.plans)
-    numbers = _numbers(table, batch)
+    table = batch.table
+    numbers = _numbers(batch)
     held, meter, batch.scales = launch_scaled(spec, kernels, device, *numbers, addresses, table.device_chunks)
     table.device_chunks = held
     if meter is not None:
@@ -191,17 +187,29 @@ def _scale_tensors(batch: Batch) -> list[torch.Tensor]:
     return [scale if isinstance(scale, torch.Tensor) else one for scale in batch.gradient_scales]
 
 
-def _numbers(table: Table, batch: Batch) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
+def _numbers(batch: Batch) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
     """Return what a step gives to a device: chunks, pointers, constants and keys."""
-    _point_at_gradients(table, batch)
-    constants = np.array(batch.constants, np.float32).reshape(len(batch.plans), -1)
-    return table.chunks, table.pointers, constants, _keys(batch.spec, batch.steps, table.keyed)
+    _point_at_gradients(batch)
+    distinct, row_of_each = _distinct(batch.constants)
+    constants = np.array(distinct, np.float32).reshape(len(distinct), -1)
+    constants = constants[row_of_each or [0] * len(batch.constants)]
+    return batch.table.chunks, batch.table.pointers, constants, _keys(batch)
 
 
-def _point_at_gradients(table: Table, batch: Batch) -> None:
-    pointers, gradients = table.pointers, batch.gradients
-    pointers[:, GRADIENT] = [gradient.data_ptr() for gradient in gradients]
-    if not pointers[:, GRADIENT].all():  # empty ones, and those that torch has not written out
+def _distinct(constants: list[tuple[float, ...]]) -> tuple[list[tuple[float, ...]], list[int]]:
+    """Return the constants that differ, and which of them each parameter has; nothing where all have the same."""
+    if len({*map(id, constants)}) == 1:
+        return constants[:1], []
+    distinct = {id(one): one for one in constants}
+    row_of = {key: row for row, key in enumerate(distinct)}
+    return [*distinct.values()], [row_of[id(one)] for one in constants]
+
+
+def _point_at_gradients(batch: Batch) -> None:
+    pointers, gradients = batch.table.pointers, batch.gradients
+    found = [*map(torch.Tensor.data_ptr, gradients)]
+    pointers[:, GRADIENT] = found
+    if not all(found):  # empty ones, and those that torch has not written out
         for row in np.flatnonzero(pointers[:, GRADIENT] == 0).tolist():
             gradients[row] = plain_gradient(gradients[row], batch.plans[row].name)
             pointers[row, GRADIENT] = address(gradients[row])
@@ -217,16 +225,20 @@ def _count(meter: np.ndarray, chunk_rows: np.ndarray, plans: list[ParameterPlan]
         plan.record.count(*row)
 
 
-def _keys(spec: StepSpec, steps: list[int], keyed: np.ndarray) -> np.ndarray:
+def _keys(batch: Batch) -> np.ndarray:
     """uint64 array of shape (parameters, words): a key per parameter, step and random word."""
-    words = draws_of(spec)[2]
-    if len(steps) * words <= _FEW:
-        rows = zip(*keyed.tolist(), steps, strict=True)
-        mixed = [[mix64(seed, step, identity, word) for word in range(words)] for seed, identity, step in rows]
-        return np.array(mixed, np.uint64).reshape(len(steps), words)
-    seeds, identities = keyed[:, :, None]
-    numbers = np.array(steps, np.uint64)[:, None]
-    return mix64_many(seeds, numbers, identities, np.arange(words, dtype=np.uint64)[None, :])
+    words, table, steps = draws_of(batch.spec)[2], batch.table, batch.steps
+    seeds, step = table.seeds, steps[0]
+    if not words:
+        return table.keys
+    if isinstance(seeds, int) and len({*steps}) == 1:
+        if len(steps) * words <= _FEW:
+            keys = [mix64(seeds, step, plan.identity) for plan in table.plans]
+            return np.array([[mix64_on(key, word) for word in range(words)] for key in keys], np.uint64)
+        return mix64_all(seeds, step, table.identities, np.arange(words, dtype=np.uint64))
+    every = np.array(steps, np.uint64)[:, None]
+    seeds = np.full(every.shape, seeds, np.uint64)
+    return mix64_all(seeds, every, table.identities, np.arange(words, dtype=np.uint64))
 
 
 _checked: set[StepSpec] = set()
@@ -237,13 +249,13 @@ def checked(spec: StepSpec):
     kernel = compiled(spec)
     spec = dataclasses.replace(spec, in_parameter=False) if spec.in_parameter else spec
     if spec not in _checked:
-        run = functools.partial(_run_numba, kernel)
+        run = functools.partial(_run_llvm, kernel)
         check_bits(spec.name, lambda: _trial(spec, run), lambda: _trial(spec), spec.advice)
         _checked.add(spec)
     return kernel
 
 
-def _run_numba(kernel, table, pointers, constants, keys) -> np.ndarray:
+def _run_llvm(kernel, table, pointers, constants, keys) -> np.ndarray:
     meter = np.zeros((len(table), METER_COLUMNS))
     digests = np.zeros(len(table), np.uint64)
     given = table, pointers, np.zeros(1, np.int64), constants, keys, meter, digests
@@ -283,7 +295,7 @@ def _trial(spec: StepSpec, run: Callable | None = None, device: torch.device | s
     for k in spec.scaled_states:
         states[k][1].fill_(0.0625)
     constants = tuple(0.3 + 0.05 * position for position in range(len(spec.rule.constants)))
-    keys = mix64_many(*(np.full((1, 1), value, np.uint64) for value in (1, 2, 3)), np.arange(draws_of(spec)[2])[None])
+    keys = mix64_all(1, 2, 3, np.arange(draws_of(spec)[2], dtype=np.uint64)[None])
     pointers = [*map(address, parts), *[0] * (4 - len(parts)), address(gradient)]
     pointers += [address(tensor) for state in states for tensor in state]
     assert len(pointers) == pointer_count(spec)

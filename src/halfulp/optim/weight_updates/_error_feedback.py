@@ -6,6 +6,7 @@ import warnings
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
+from ..._messages import find_users_level
 from ._rounding import StochasticallyRounded
 from ._weight_update import register_weight_update, weight_update
 
@@ -41,5 +42,5 @@ def warn_of_rate_jump(group: dict[str, Any]) -> None:
             f"weight_update='feedback' and the learning rate went from {before:.3g} to {lr:.3g} in one step: "
             f"pending rounding errors are repaid {lr / before:.3g} times too large; change it by at most twofold",
             RuntimeWarning,
-            stacklevel=4,
+            stacklevel=find_users_level(),
         )

@@ -14,7 +14,7 @@ from ..step._placeholders import residual_round, weight_load, weight_nearest, we
 from ._residual_bound import fit_bindings, fitting, ulp_of_one
 from ._weight_update import WeightUpdate, register_weight_update, rounding_name, store_bindings
 
-ZERO, NEGATIVE_ZERO = np.float32(0.0), np.float32(-0.0)
+ZERO, NEGATIVE_ZERO, NOTHING = np.float32(0.0), np.float32(-0.0), np.uint32(0)
 
 
 @dataclass(frozen=True)
@@ -112,16 +112,15 @@ def write_compensated(a0, a1, i, p, c, held, u, random_weight, random_residual):
     A residual that is not as it was read is under another scale, in whose last places it may be too large for p; under
     a smaller one both may be far larger than their sum, beside which u would be lost.
     """
-    still, whole = c == held, p + c
+    still, whole = word(c) == word(held), p + c
     c = select(still, c, c - (whole - p))
     p = select(still, p, whole)
     y = u + c
     code = weight_round(p + select((u == ZERO) & still, NEGATIVE_ZERO, y), random_weight)
     s = weight_real(code)
     none = s - s
-    rest = (p - s) + y
-    left = residual_round(select(none == none, rest, none), random_residual)
-    left = select(none == none, left, sub(left, left))
+    left = residual_round((p - s) + y, random_residual)
+    left = select(none == none, left, NOTHING)
     weight_save(a0, i, code)
     weight_save(a1, i, left)
     return s + weight_real(left)

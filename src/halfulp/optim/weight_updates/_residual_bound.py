@@ -21,8 +21,11 @@ def fitting(p, c):
 
 
 def fitting_wide(p, c):
-    """Device function: `fitting` for stores with float32's exponents, where half an ulp above the largest is finite."""
-    return select(abs(c) <= real(binade_of(p)) * RESIDUAL_SHARE, c, NONE)
+    """Device function: `fitting` for stores with float32's exponents, where half an ulp above the largest is finite.
+
+    Beside an infinite p the bound is NaN.
+    """
+    return select(abs(c) <= real(binade_of(p)) * RESIDUAL_SHARE + (p - p), c, NONE)
 
 
 def fitting_any(p, c):

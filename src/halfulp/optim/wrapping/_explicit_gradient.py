@@ -25,7 +25,11 @@ def assignment(w, g):
     return (g - w,)
 
 
-ASSIGNMENT = UpdateRule("assignment", assignment, (), (), lambda group, step: (), assigns=True, decays=False)
+def _no_constants(group: Mapping, step: int) -> tuple[float, ...]:
+    return ()
+
+
+ASSIGNMENT = UpdateRule("assignment", assignment, (), (), _no_constants, assigns=True, decays=False)
 
 
 class NarrowOptions(TypedDict, total=False):
@@ -61,8 +65,8 @@ class ExplicitGradientOptimizer(Optimizer):
         finally:
             self._explicit_gradients = {}
 
-    def _gradient(self, parameter: torch.Tensor) -> torch.Tensor | None:
-        return self._explicit_gradients.get(parameter)
+    def _gradients(self, parameters: list[torch.Tensor]) -> list[torch.Tensor | None]:
+        return [*map(self._explicit_gradients.get, parameters)]
 
     def _check_numbers(self, group: dict) -> None:
         lr = group.get("lr")

@@ -12,6 +12,7 @@ from ...formats import Format
 from .._float32_weights import MOST_ELEMENTS, Float32Buffer, buffer_for, read_weights, runs_of
 from .._group_options import Parameters
 from .._optimizer import Loss, Optimizer
+from ..checkpoint._state_dict_validation import refuse_confusing_keys
 from ..parameters._local_tensors import local, own_parts
 from ..parameters._outside_writes import mark_current
 from ..parameters._parameter_plan import ParameterPlan
@@ -345,6 +346,7 @@ class Wrapped(ExplicitGradientOptimizer):
                 if held:
                     named = {f"{BASE}{name}": value for name, value in held.items()}
                     state[number] = {**state.get(number, {}), **named}
+        refuse_confusing_keys(inner, sum(len(packed["params"]) for packed in saved["param_groups"]))
         state |= {f"{BASE}{key}" if isinstance(key, str) else key: value for key, value in inner.items()}
         beside = outside_state(self.base, self._marks)
         return {**saved, "base": beside} if beside else saved

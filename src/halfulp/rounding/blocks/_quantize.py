@@ -15,7 +15,7 @@ from ...kernels.vector._machine_function import address_of
 from ...kernels.vector._table_loop import compile_table
 from .._graph_constants import traced_block_target
 from .._kernel_constants import WORD32, WORD64, Layout
-from .._kernels import check_device, collide, engine_for
+from .._kernels import check_device, collide, engine_for, note_write
 from .._modes import Rounding, Stochastic, drawn_key
 from .._random_bits import mix64
 from .._table import FIXED_KEY
@@ -77,6 +77,7 @@ def _into(x: torch.Tensor, flat: list[int], seed: int, counter: int, out: torch.
     if x.device.type != "cpu":
         check_device(x, target, lambda elements, rounded: _round_into(elements, target, FIXED_KEY, rounded))
     _round_into(x, target, key, out)
+    note_write(out)
 
 
 def _round_into(x: torch.Tensor, target: BlockTarget, key: int, out: torch.Tensor) -> None:
@@ -89,13 +90,13 @@ def _round_into(x: torch.Tensor, target: BlockTarget, key: int, out: torch.Tenso
         out.copy_(blocks_by_reference(x, target, key))
         return
     # The processor's kernels store 16-bit numbers without rounding.
-    single = engine == "numba" and layout is WORD32 and has_wide_results(target)
+    single = engine == "llvm" and layout is WORD32 and has_wide_results(target)
     work = torch.float64 if layout is WORD64 else torch.float32 if single else x.dtype
     source = x.to(work).contiguous()
     direct = work == x.dtype and out.is_contiguous() and not collide(source, out)
     # A Triton program has read all of its blocks before it writes one.
     result = out if direct and (engine == "triton" or address(source) != address(out)) else torch.empty_like(source)
-    if engine == "numba":
+    if engine == "llvm":
         _run(source, target, layout, key, result)
     elif not round_blocks_by_triton(source, target, layout, key, result):
         out.copy_(blocks_by_reference(x, target, key))

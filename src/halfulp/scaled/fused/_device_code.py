@@ -5,11 +5,12 @@ Scales are read as float64, in which no product of them leaves the range. A payl
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 import torch
+
+from ...kernels.triton._writer import module_of
 
 if TYPE_CHECKING:
     import triton.language as tl
@@ -276,5 +277,4 @@ def module_text() -> str:
     functions: list[Callable[..., object]] = [read, widened, held, rounded, sign_bit, repeated, scale_in, within]
     functions += [at_least_smallest, factors_of, product_of, affine_scales, finish, add, affine, affine_factors]
     functions += [measure, power_at, level]
-    texts = [f"@triton.jit\n{inspect.getsource(function).rstrip()}" for function in functions]
-    return "\n\n\n".join(["import triton\nimport triton.language as tl", *texts]) + "\n"
+    return module_of(functions, {}, {})

@@ -39,6 +39,7 @@ def _complete(module: ModuleType) -> None:
         ("_gather_state_dict", _gathering),
         ("_distribute_state_dict", _distributing),
         ("_broadcast_state_dict", _sending),
+        ("_unflatten_optim_state_dict", _unflattening),
     ):
         setattr(module, name, completed(getattr(module, name)))
 
@@ -80,6 +81,23 @@ def _restore_dtypes(found: Any, before: Any) -> Any:
     elif isinstance(before, Tensor) and before.dtype in _UNSENT:
         return found.to(before.dtype) if isinstance(found, Tensor) and found.dtype == torch.int32 else found
     return found
+
+
+# Flat states ------------------------------------------------------------------------------------------------------
+
+
+def _unflattening(plain: Callable) -> Callable:
+    @functools.wraps(plain)
+    def unflatten(optim: Any, state_dict: Mapping[str, Any], *given: Any, **options: Any) -> Any:
+        try:
+            return plain(optim, state_dict, *given, **options)
+        except KeyError as error:
+            explain, (key, *_) = getattr(optim, "explain_missing_entry", None), (*error.args, None)
+            if explain is None or not str(key).startswith(("state.", "param_groups.")):
+                raise
+            raise ValueError(explain(key, state_dict)) from error
+
+    return unflatten
 
 
 # Sending ----------------------------------------------------------------------------------------------------------

@@ -39,7 +39,7 @@ class Trial:
         """All that decides the result, as plain data; a finished trial is reused only if they are the same."""
         import torch
 
-        packages = {name: _version(name) for name in ("halfulp", "numpy", "numba")}
+        packages = {name: _version(name) for name in ("halfulp", "numpy", "llvmlite")}
         return {
             "task": self.task.settings(),
             "recipe": self.recipe.to_dict(),

@@ -16,7 +16,7 @@ from ._exit_code import how_it_ended, is_killed
 from ._plan import Trial
 from ._probe import Probe
 
-_ONE_THREAD = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS", "NUMBA_NUM_THREADS")
+_ONE_THREAD = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS")
 
 cores = core_count  # as a run's record names them
 

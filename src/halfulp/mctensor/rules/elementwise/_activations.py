@@ -10,6 +10,7 @@ from torch import Tensor
 from ....kernels import torch_operators
 from ..._derivation import beyond_float64
 from ..._registry import implements
+from ..._write import write_value
 from ._powers import PI, constant
 
 aten = torch_operators("aten")
@@ -52,6 +53,12 @@ def rrelu_with_noise(
     slopes = torch.where(x > 0, 1.0, slopes).to(x.dtype)
     noise.copy_(slopes)
     return x * slopes
+
+
+@implements(aten.rrelu_with_noise_.default)
+def rrelu_with_noise_(x: Any, noise: Any, *arguments: Any, **options: Any) -> Tensor:
+    """As `rrelu_with_noise`, in place."""
+    return write_value(x, rrelu_with_noise(x, noise, *arguments, **options))
 
 
 def _normal(x: Any) -> Tensor:

@@ -41,7 +41,7 @@ def add_changes(
     counts, sums = work[WORDS : WORDS + 2 * count], work[WORDS + 2 * count : WORDS + 4 * count].view(np.float64)
     work[WORDS + 4 * count :] = ends
     parts = [_as_float64(one) for one in (before, after, wanted)]
-    if select_engine("cpu") == "numba":
+    if select_engine("cpu") == "llvm":
         at = work.ctypes.data
         here = at + 8 * WORDS
         written = 0 if rounded is None else address(rounded)

@@ -14,6 +14,7 @@ from ... import _powers_of_two as _powers
 from ..._dtypes import EIGHT_BITS, LOGICALS
 from ..._registry import implements
 from ..._scaled_tensor import ScaledTensor, wrap
+from ..._write import write
 
 aten = torch_operators("aten")
 
@@ -75,6 +76,12 @@ _new(aten.new_zeros.default, 0.0)
 _new(aten.new_ones.default, 1.0)
 _new(aten.new_full.default, None)
 _new(aten.new_empty.default, 0.0)
+
+
+@implements(aten.eye.out, aten.eye.m_out, family="creation")
+def eye_out(*sizes: int, out: Tensor) -> Tensor:
+    """Write ones into the diagonal, zeros elsewhere."""
+    return write(out, torch.eye(*sizes, dtype=torch.float32, device=out.device))
 
 
 @implements(aten.new_empty_strided.default, family="creation")

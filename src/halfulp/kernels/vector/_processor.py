@@ -1,0 +1,91 @@
+"""The processor that kernels are compiled for: this machine's, or that of HALFULP_CPU_NAME and HALFULP_CPU_FEATURES."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import os
+
+from ..._messages import ENVIRONMENT
+
+
+def processor() -> tuple[str, str, str]:
+    """Its LLVM triple, name and features (``"+avx2,-avx512f"``); part of every cache key.
+
+    Named "generic", it is any 64-bit processor of this kind, and has no features but those that are given.
+    """
+    return _processor(os.environ.get("HALFULP_CPU_NAME"), os.environ.get("HALFULP_CPU_FEATURES"))
+
+
+@functools.cache
+def _processor(name: str | None, features: str | None) -> tuple[str, str, str]:
+    from llvmlite import binding
+
+    # Versions that need it no longer raise an error.
+    with contextlib.suppress(RuntimeError):
+        binding.initialize()
+    binding.initialize_native_target()
+    binding.initialize_native_asmprinter()
+    if features is None:
+        features = "" if name == "generic" else _own_features()
+    return binding.get_process_triple(), name or binding.get_host_cpu_name(), features
+
+
+def _own_features() -> str:
+    from llvmlite import binding
+
+    try:
+        found: str = binding.get_host_cpu_features().flatten()
+    except RuntimeError:  # LLVM cannot tell on this kind of processor
+        return ""
+    return found
+
+
+@functools.cache
+def why_unknown() -> str:
+    """Why llvmlite, which is installed, cannot compile for this machine, in words; "" where it can."""
+    try:
+        from llvmlite import binding
+
+        binding.Target.from_triple(processor()[0])
+    except Exception as error:  # its library does not load, or was built without this processor
+        lines = str(error).splitlines() or [""]
+        return f"llvmlite cannot compile for this machine ({type(error).__name__}: {lines[0]})"
+    return ""
+
+
+@functools.cache
+def check_features() -> None:
+    """Check HALFULP_CPU_FEATURES: over a feature without a sign LLVM ends the process.
+
+    Raises:
+        ValueError: there is one.
+    """
+    for feature in filter(None, os.environ.get("HALFULP_CPU_FEATURES", "").split(",")):
+        if feature[0] not in "+-":
+            raise ValueError(
+                f"HALFULP_CPU_FEATURES names {feature!r}: features are +name or -name, separated by commas; "
+                f"{ENVIRONMENT}"
+            )
+
+
+def has_features(*features: str) -> bool:
+    """Whether machine code may use all of some features, named as LLVM names them: "avx2", "avx512f", "fma"."""
+    allowed = set(processor()[2].split(","))
+    return all(f"+{feature}" in allowed for feature in features)
+
+
+def vector_bits() -> int:
+    """Width of the vectors that kernels work on; where a processor has less, LLVM works on parts of them."""
+    return 512 if has_features("avx512f") else 256
+
+
+def has_fused_vectors(bits: int) -> bool:
+    """Whether vectors of that width can be multiplied and added with one rounding."""
+    wanted = {256: ("avx2", "fma"), 512: ("avx512f",)}.get(bits)
+    return wanted is not None and has_features(*wanted)
+
+
+def has_half_conversions() -> bool:
+    """Whether float16 is converted by instructions: not by every x86, by every other processor that LLVM knows here."""
+    return not processor()[0].startswith("x86") or has_features("f16c")

@@ -1,0 +1,161 @@
+"""Exact sums by Triton: bit for bit those of torch's integers, on CUDA or in Triton's interpreter."""
+
+import subprocess
+import warnings
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+import halfulp as hu
+from halfulp.arithmetic.exact_sums import _on_triton
+from halfulp.arithmetic.exact_sums import _run as kernels
+from halfulp.arithmetic.exact_sums._accumulator import LAYOUTS, LIMBS, WORDS
+from halfulp.arithmetic.exact_sums._device_code import module_text
+from halfulp.arithmetic.exact_sums._reference import round_words, words_of
+from halfulp.kernels import same_bits
+from halfulp.kernels.triton._writer import OPTIONS, load_module
+
+from ...kernels.triton.interpreted import interpreted
+
+DTYPES = tuple(LAYOUTS)
+KINDS = ("near", "wide", "special", "cancelled", "minus zero")
+NUMBERS = ("columns", "step_a", "step_b", "tiles", "copies")
+
+
+def _rows(kind, shape, dtype, generator):
+    x = torch.randn(shape, dtype=torch.float64, generator=generator)
+    if kind == "minus zero":
+        return torch.full(shape, -0.0, dtype=dtype)
+    if kind == "wide":
+        reach = {torch.float16: 24, torch.float64: 1060}.get(dtype, 140)
+        x = torch.ldexp(x, torch.randint(-reach, reach // 2, shape, generator=generator))
+    if kind == "cancelled":
+        x[:, 1::2] = -x[:, : x.shape[1] - 1 : 2].flip(1)
+    if kind == "special":
+        x[torch.rand(shape, generator=generator) < 0.1] = 0.0
+        x[:, ::61] = torch.inf
+        x[-1, 1::97] = -torch.inf
+    return x.to(dtype)
+
+
+def compare(seed, device, share=0, shares=1):
+    """Which of a share of the cases differ between Triton on a device and torch's integers on the CPU."""
+    warnings.simplefilter("error")
+    generator, found = torch.Generator().manual_seed(seed), []
+    shapes = [(2, 33), (1, 700), (2, 4999), (1, 0), (3, 1), (2, 128)]
+    cases = [(dtype, product, kind) for dtype in DTYPES for product in (False, True) for kind in KINDS]
+    for number, (dtype, product, kind) in enumerate(cases[share::shares]):
+        shape = shapes[(seed + number) % len(shapes)] if shares > 1 else (3, 70_000)
+        x, y = (_rows(kind, shape, dtype, generator) for _ in range(2))
+        y = y if product else None
+        words = words_of(x, y)
+        here = x.to(device), y.to(device) if product else None
+        to = DTYPES[(seed + number) % 4]
+        with hu.kernels.engine("triton"), np.errstate(all="ignore"):
+            made = kernels.partial(*here), kernels.summed(*here, to), kernels.rounded(words.to(device), dtype)
+        wanted = words, round_words(words, to), round_words(words, dtype)
+        if not all(same_bits(one.cpu(), other) for one, other in zip(made, wanted)):
+            found.append(f"{kind} of {dtype}, {shape}, product {product}")
+    return found
+
+
+def _unsettled(device):
+    """Whether any words, as sums of partials are, give torch's carries and roundings."""
+    generator = torch.Generator().manual_seed(3)
+    choices = torch.tensor([0, 1, -1, 2**32 - 1, 2**32, -(2**32), 2**62, -(2**62), -(2**63)])
+    words = choices[torch.randint(0, len(choices), (4, WORDS), generator=generator)]
+    words[0, :LIMBS], words[0, 0] = 2**32 - 1, 2**32  # a carry through all
+    words[1, :LIMBS], words[1, 0] = 0, -1  # a borrow
+    words[:, LIMBS - 1] >>= 12
+    words[:, LIMBS:] = torch.tensor([[0, 0, 5, 5], [0, 0, 0, 1], [1, 0, 0, 1], [2, 1, 0, 3]])
+    sums, found = _on_triton.ExactSums(), []
+    for dtype in (torch.bfloat16, torch.float64):
+        found.append(same_bits(sums.settled(words.to(device)[:, None], dtype).cpu(), round_words(words, dtype)))
+    parts = words.to(device).reshape(2, 2, WORDS)
+    joined = words.view(2, 2, WORDS).sum(1)
+    return [*found, same_bits(sums.settled(parts, torch.float32).cpu(), round_words(joined, torch.float32))]
+
+
+def _many_programs(device):
+    """Whether a row's programs, of few tiles and of accumulators side by side, add up to the same."""
+    found, x = [], torch.randn(2, 1000, generator=torch.Generator().manual_seed(5))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(_on_triton, "_TILES", {128: 1})
+        for few, copies, most in ((16, 2, 64), (2, 2, 64), (2, 4, 4)):
+            for name, value in {"_FEW": few, "_COPIES": copies, "_MOST": most}.items():
+                patch.setattr(_on_triton, name, value)
+            made = _on_triton.ExactSums().sums(x.to(device), None, None)
+            found.append(same_bits(made.cpu(), words_of(x)))
+    return found
+
+
+@pytest.mark.parametrize("part", range(2))
+def test_interpreted_sums_equal_torchs_bit_for_bit(seed, part):
+    """A share of the cases, which the seed picks."""
+    share = 2 * (seed % 4) + part
+    assert interpreted("tests.arithmetic.exact_sums.test_triton", f"test.compare({seed}, 'cpu', {share}, 8)") == "[]"
+
+
+@pytest.mark.parametrize("function", ["_unsettled", "_many_programs"])
+def test_interpreted_carries_and_programs(function):
+    assert interpreted("tests.arithmetic.exact_sums.test_triton", f"test.{function}('cpu')") == str([True] * 3)
+
+
+@pytest.mark.cuda
+def test_sums_on_a_gpu_equal_torchs_bit_for_bit(seed):
+    pytest.importorskip("triton", reason="Triton is not installed")
+    assert compare(seed, "cuda") == []
+    assert compare(seed, "cuda", 0, 2) == []
+    assert _unsettled("cuda") == _many_programs("cuda") == [True] * 3
+
+
+@pytest.mark.cuda
+def test_a_sum_waits_for_nothing():
+    x = torch.randn(300, 300, device="cuda")
+    hu.exact_sum(x, 0)
+    before = torch.cuda.get_sync_debug_mode()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        hu.exact_sum(x, 0)
+        hu.exact_sum(x)
+    finally:
+        torch.cuda.set_sync_debug_mode(before)
+
+
+@pytest.mark.parametrize("capability", [80, 90])
+@pytest.mark.parametrize("product", [False, True])
+def test_the_compiler_loads_whole_vectors_and_spills_nothing(product, capability, monkeypatch, tmp_path):
+    triton = pytest.importorskip("triton", "3.5", reason="Triton is not installed, or older than 3.5")
+    from triton.backends.compiler import GPUTarget
+
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
+    ptxas = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "ptxas"
+
+    def compiled(kernel, types, constants, warps):
+        names = kernel.arg_names
+        given = {(names.index(name),): value for name, value in constants.items()}
+        whole = {(at,): [["tt.divisibility", 16]] for at, name in enumerate(names) if types.get(name, "")[:1] == "*"}
+        types |= dict.fromkeys(constants, "constexpr")
+        source = triton.compiler.ASTSource(kernel, {name: types[name] for name in names}, given, whole)
+        options = {**OPTIONS, "num_warps": warps}
+        ptx = triton.compile(source, target=GPUTarget("cuda", capability, 32), options=options).asm["ptx"]
+        (tmp_path / "kernel.ptx").write_text(ptx)
+        name = f"sm_{capability}{'a' if capability == 90 else ''}"
+        command = [str(ptxas), "-v", f"--gpu-name={name}", str(tmp_path / "kernel.ptx"), "-o", str(tmp_path / "cubin")]
+        said = subprocess.run(command, capture_output=True, text=True, check=True).stderr
+        assert "0 bytes spill stores" in said
+        return ptx
+
+    module = load_module(module_text())
+    for dtype in (torch.bfloat16, torch.float64):
+        layout = LAYOUTS[dtype]
+        words = f"*i{layout.width}"
+        element = {"mantissa": layout.mantissa, "fields": layout.fields}
+        constants = element | {"least": layout.least_exponent, "product": product, "aligned": True, "TILE": 4096}
+        types = {"a": words, "b": words, "words": "*i64", **dict.fromkeys(NUMBERS, "i64")}
+        ptx = compiled(module["accumulate"], types, constants, 8)
+        assert "ld.global.v4.b32" in ptx or "ld.global.v2.b64" in ptx
+    given = element | {"width": layout.width, "lowest": layout.lowest, "COPIES": 32}
+    compiled(module["settle"], {"words": "*i64", "out": words, "terms": "i64"}, given, 4)

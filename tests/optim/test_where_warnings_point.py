@@ -1,0 +1,99 @@
+"""Every warning of an optimizer points at the user's line, whatever of this package and torch stands between."""
+
+import warnings
+
+import pytest
+import torch
+from torch.optim.swa_utils import AveragedModel
+
+import halfulp as hu
+from halfulp.kernels import _engine as _engines
+from halfulp.optim import _lost_updates
+
+
+class EMAModel:
+    """Averages as libraries keep them."""
+
+    def __init__(self, model):
+        self.shadow_params = [p.detach().clone() for p in model.parameters()]
+
+
+def _model(dtype=torch.bfloat16):
+    return torch.nn.Linear(4, 4).to(dtype)
+
+
+def _step(optimizer):
+    for parameter in (p for group in optimizer.param_groups for p in group["params"] if p.requires_grad):
+        parameter.grad = torch.full_like(parameter, 2.0**-20)
+    optimizer.step()
+
+
+def _optimizer(model, **options):
+    return hu.optim.SGD(model.named_parameters(), **{"lr": 2.0**-20, **options})
+
+
+def _averages_that_live():
+    model = _model()
+    average = EMAModel(model)
+    _step(_optimizer(model))
+    return average
+
+
+def _averages_that_live_beside_a_wrapped_one():
+    model = _model()
+    average = EMAModel(model)
+    _step(hu.optim.wrap(torch.optim.RMSprop, model.parameters(), weight_update="split"))
+    return average
+
+
+def _averages_that_are_made():
+    model = _model()
+    _optimizer(model)
+    AveragedModel(model)
+
+
+def _rate_that_jumps():
+    optimizer = _optimizer(_model(), momentum=0.9, weight_update="feedback")
+    _step(optimizer)
+    optimizer.param_groups[0]["lr"] *= 8
+    _step(optimizer)
+
+
+def _updates_that_are_lost():
+    optimizer = _optimizer(_model(), weight_update="nearest", report_interval=1)
+    for _ in range(_lost_updates.MANY_SAMPLES):
+        _step(optimizer)
+
+
+def _idle_update():
+    model = torch.nn.Sequential(_model(), _model(torch.float32))
+    model[0].requires_grad_(False)
+    return _optimizer(model, weight_update="master")
+
+
+def _idle_update_at_the_first_step():
+    model = torch.nn.Sequential(_model(), _model(torch.float32))
+    optimizer = _optimizer(model, weight_update="master")
+    model[0].requires_grad_(False)
+    _step(optimizer)
+
+
+CASES = {
+    _averages_that_live: "keeps its averages",
+    _averages_that_live_beside_a_wrapped_one: "keeps its averages",
+    _averages_that_are_made: "keeps its averages",
+    _rate_that_jumps: "repaid",
+    _updates_that_are_lost: "cancelled",
+    _idle_update: "does nothing",
+    _idle_update_at_the_first_step: "does nothing",
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_the_line_is_the_users(case, monkeypatch, seed):
+    monkeypatch.setattr(_engines, "_notes", type(_engines._notes)())
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        case()
+    assert {CASES[case] in str(one.message) for one in told} == {True}
+    assert {one.filename for one in told} == {__file__}
