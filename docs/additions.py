@@ -48,6 +48,32 @@ class Dithered(WeightUpdate):
 
 hu.optim.register_weight_update(Dithered())
 
+
+# %% rounding
+@hu.rounding.register_rounding
+class HalfTowardZero(hu.rounding.Rounding):
+    """The nearer neighbour; at a tie the one nearer to zero."""
+
+    name = "half_toward_zero"
+
+    @staticmethod
+    def goes_away(fraction, half, odd, negative):
+        return fraction > half
+
+
+# %% state
+import numpy as np
+import torch
+from halfulp.kernels.scalar._operations import add, bit_and, load16, real, shl, shr, store16, word
+from halfulp.optim.states._storage import Store
+
+BITS, DROPPED, HALF, ONE = (np.uint32(n) for n in (15, 0x7FFF, 0x3FFF, 1))
+as_real = lambda code: real(shl(code, BITS))
+nearest = lambda x, random: shr(add(add(word(x), HALF), bit_and(shr(word(x), BITS), ONE)), BITS)
+drawn = lambda x, random: shr(add(word(x), bit_and(random, DROPPED)), BITS)
+store = Store("ubf16", torch.int16, load16, store16, as_real, nearest, drawn, 16, 8, -126)
+hu.optim.register_state_store(store, "bfloat16 with one more bit in the place of the sign, for second moments")
+
 # %% rule
 import torch
 from halfulp.scaled.rules import Family, homogeneous, register_family

@@ -156,6 +156,26 @@ for one in steps:
 dithered, nearest = (one.param_groups[0]["params"][0].double().mean().item() for one in steps)
 assert nearest == 1.0 and abs(dithered - (1 - 2.0**-12)) < 1e-4, (nearest, dithered)
 
+assert hu.quantize(torch.tensor([2.5, -2.5, 3.6]), "e8m1", "half_toward_zero").tolist() == [2.0, -2.0, 4.0]
+moments = {}
+for engine in ("auto", "reference"):
+    with hu.kernels.engine(engine):
+        weight = torch.nn.Parameter(torch.linspace(-1, 1, 1000))
+        optimizer = hu.optim.AdamW([weight], lr=1e-2, state_dtype={"exp_avg_sq": "ubf16"}, seed=3)
+        for step in range(20):
+            weight.grad = torch.linspace(1, 2 + step, 1000)
+            optimizer.step()
+        held = optimizer.state[weight]["exp_avg_sq"]
+        assert held.dtype == torch.int16
+        moments[engine] = held.clone(), weight.detach().clone()
+        again = hu.optim.AdamW([weight], lr=1e-2, state_dtype={"exp_avg_sq": "ubf16"}, seed=3)
+        again.load_state_dict(optimizer.state_dict())
+        assert torch.equal(again.state[weight]["exp_avg_sq"], held)
+assert all(map(torch.equal, moments["auto"], moments["reference"]))
+exact = sum(.001 * .999**(19 - step) * torch.linspace(1, 2 + step, 1000).double()**2 for step in range(20))
+shown = (moments["auto"][0].to(torch.int32) << 15 & 0x7FFFFFFF).view(torch.float32).double()
+assert (shown / exact - 1).abs().max() < 20 * 2.0**-8 and abs((shown / exact).mean().item() - 1) < 1e-3
+
 make = lambda: (torch.randn(5), torch.randn(5))
 hu.testing.check_rule(torch.ops.mine.cube_times, make, gradients=False)
 """

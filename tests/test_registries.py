@@ -9,6 +9,7 @@ from torch.ops import aten
 import halfulp as hu
 from halfulp._names import described
 from halfulp.observation.findings import KINDS, FindingKind, register_finding
+from halfulp.optim.states._storage import BF16
 from halfulp.scaled._families import FAMILIES, Family, register_family
 from halfulp.trials.tasks import names as task_names
 
@@ -53,6 +54,15 @@ def recipe(name, words):
     hu.recipes.register(hu.Recipe(name=name, description=words))
 
 
+def rounding(name, words):
+    body = {"name": name, "__doc__": words, "goes_away": staticmethod(lambda fraction, half, odd, negative: odd)}
+    hu.rounding.register_rounding(type("Mine", (hu.rounding.Rounding,), body))
+
+
+def state_store(name, words):
+    hu.optim.register_state_store(dataclasses.replace(BF16, name=name), words)
+
+
 # Kind: what registers an entry of a name with words, a name that is taken, and the names that there are.
 KIND = {
     "format": (form, "e5m2", hu.formats.names),
@@ -67,6 +77,8 @@ KIND = {
     ),
     "task": (task, "digits", task_names),
     "finding": (finding, "updates-lost", lambda: KINDS),
+    "rounding": (rounding, "nearest", hu.rounding.rounding_names),
+    "state store": (state_store, "8bit", lambda: ["8bit", *described("state store")]),
     "family": (lambda name, words: register_family(Family(name, words or "", "s")), "bilinear", lambda: FAMILIES),
 }
 SAYS_WHAT_IT_IS = ("format", "block format")

@@ -20,7 +20,8 @@ def registered():
 
 
 def rounding(name, function):
-    return type("Own", (Rounding,), {"name": name, "goes_away": staticmethod(function)})
+    body = {"name": name, "goes_away": staticmethod(function), "__doc__": "One of the tests."}
+    return type("Own", (Rounding,), body)
 
 
 def nearest(fraction, half, odd, negative):
@@ -86,11 +87,11 @@ def test_what_is_no_rounding_is_refused(registered):
     with pytest.raises(ValueError, match="lower-case letters"):
         registered(rounding("Own Rounding", nearest))
     for name in ("nearest", "stochastic"):
-        with pytest.raises(ValueError, match=f"another rounding is called '{name}'"):
+        with pytest.raises(ValueError, match=f"rounding '{name}' exists already"):
             registered(rounding(name, nearest))
     registered(rounding("own", nearest))
     registered(rounding("own", nearest))  # as when a module is loaded again
-    with pytest.raises(ValueError, match="another rounding is called 'own'"):
+    with pytest.raises(ValueError, match="rounding 'own' exists already"):
         registered(rounding("own", up))
 
 

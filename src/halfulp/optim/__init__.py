@@ -15,6 +15,7 @@ from ._optimizer import Optimizer as Optimizer
 from .rules._update_rule import StateSlot as StateSlot
 from .rules._update_rule import UpdateRule as UpdateRule
 from .states._state import State as State
+from .states._state import register_state_store as register_state_store
 from .weight_updates._components import Components as Components
 from .weight_updates._error_feedback import Feedback as Feedback
 from .weight_updates._kahan import Kahan as Kahan

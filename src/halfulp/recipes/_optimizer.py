@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from .._names import unknown
+from .._names import described, unknown
 from . import _torch_optimizers as _by_torch
 from ._convert import recipe_of
 from ._emulated_states import hold_states
@@ -140,7 +140,7 @@ def _state(recipe: Recipe, kind: type[Optimizer], hyper: dict[str, Any]) -> obje
     if recipe.state_dtype is None:
         return None
     chosen: Any = recipe.state_dtype
-    if chosen not in ("8bit", "fp8"):
+    if chosen not in ("8bit", "fp8", *described("state store")):
         chosen = torch.float32 if chosen == recipe.format else getattr(torch, chosen)
     held = _states(kind, hyper)
     maxima = {name for state in held if state.maximum_of for name in (state.name, state.maximum_of)}

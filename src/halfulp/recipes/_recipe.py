@@ -147,7 +147,8 @@ class Recipe:
         if not isinstance(self.name, str) or not self.name.strip():
             raise ValueError(f"a recipe needs a name, got {self.name!r}")
         _check_among("param_dtype", self.param_dtype, PARAM_DTYPES)
-        _check_among("state_dtype", self.state_dtype, (*STATE_DTYPES, *([self.format] if self.format else [])))
+        formats = [self.format] if self.format else []
+        _check_among("state_dtype", self.state_dtype, (*_with_registered(STATE_DTYPES, "state store"), *formats))
         for name in self.update_names():
             _check_among("weight update", name, _with_registered(WEIGHT_UPDATES, "weight update"))
         for field in ("format", "emulate", "gradient_format"):

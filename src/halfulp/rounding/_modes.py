@@ -10,6 +10,8 @@ from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
 
 import torch
 
+from .._names import enter, words_of
+
 RoundingClass = TypeVar("RoundingClass", bound="type[Rounding]")
 
 
@@ -127,17 +129,19 @@ def register_rounding(kind: RoundingClass) -> RoundingClass:
     Raises:
         TypeError: it is no subclass of `Rounding` with a name, or `goes_away` is no static method of the four
             arguments.
-        ValueError: another rounding has the name.
+        ValueError: another rounding has the name, or the class has no docstring.
 
     >>> @register_rounding
     ... class HalfAwayFromZero(Rounding):
-    ...     name = "half_away"
+    ...     "The nearer neighbour; at a tie the one farther from zero."
+    ...
+    ...     name = "half_away_from_zero"
     ...
     ...     @staticmethod
     ...     def goes_away(fraction, half, odd, negative):
     ...         return fraction >= half
     >>> import halfulp as hu
-    >>> hu.quantize(torch.tensor([0.5, 1.5, 2.5, -2.5]), "e8m1", "half_away").tolist()
+    >>> hu.quantize(torch.tensor([0.5, 1.5, 2.5, -2.5]), "e8m1", "half_away_from_zero").tolist()
     [0.5, 1.5, 3.0, -3.0]
     """
     if not isinstance(kind, type) or not issubclass(kind, Rounding) or not isinstance(getattr(kind, "name", None), str):
@@ -152,8 +156,8 @@ def register_rounding(kind: RoundingClass) -> RoundingClass:
         raise ValueError(f"the name {name!r} of a rounding: give lower-case letters, digits and underscores")
     if name in _BUILT_IN or (own is not None and not _is_same(own.goes_away, kind.goes_away)):
         # Kernels of the other one may have been compiled.
-        raise ValueError(f"another rounding is called {name!r} already: give {kind.__name__} another name")
-    MODES[name] = kind
+        raise ValueError(f"rounding {name!r} exists already: choose another name for {kind.__name__}")
+    enter("rounding", MODES, name, kind, words_of(kind))
     return kind
 
 

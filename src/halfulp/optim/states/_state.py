@@ -10,6 +10,7 @@ from typing import Any, ClassVar
 
 import torch
 
+from ..._names import enter
 from ..rules._update_rule import StateSlot, UpdateRule
 from ..weight_updates._components import Components
 from ._codec import TensorCodec
@@ -28,9 +29,9 @@ class State:
     """A choice of how the states of an optimizer are stored.
 
     Args:
-        dtype: torch.float32, torch.bfloat16, "8bit", or two bfloat16: "bfloat16x2" or Components(2); for scaled
-            parameters also torch.float16, torch.float8_e4m3fn (alias "fp8") or torch.float8_e5m2, under a scale per
-            tensor.
+        dtype: torch.float32, torch.bfloat16, "8bit", two bfloat16 ("bfloat16x2" or Components(2)), or the name of a
+            storage that `register_state_store` added; for scaled parameters also torch.float16, torch.float8_e4m3fn
+            (alias "fp8") or torch.float8_e5m2, under a scale per tensor.
         rounding: "nearest" or "stochastic", the default: rounded to nearest a bfloat16 moment stalls under steady
             gradients, as does a float16 one that forgets slowly, and a choice by beta would change under a scheduler.
         block: elements that share one bfloat16 scale, for "8bit": a power of two from 16 to 1024.
@@ -53,9 +54,10 @@ class State:
         aliases |= {Components(2): PAIR, "fp8": torch.float8_e4m3fn, "float16": torch.float16}
         aliases |= {"float8_e4m3fn": torch.float8_e4m3fn, "float8_e5m2": torch.float8_e5m2}
         object.__setattr__(self, "dtype", aliases.get(self.dtype, self.dtype))
-        if self.dtype not in (torch.float32, torch.bfloat16, "8bit", PAIR, *SCALED):
+        if self.dtype not in (torch.float32, torch.bfloat16, "8bit", PAIR, *SCALED, *_registered):
+            own = "".join(f", {name!r}" for name in _registered)
             raise ValueError(
-                f"state_dtype {self.dtype!r}: allowed are torch.float32, torch.bfloat16 and '8bit', for two "
+                f"state_dtype {self.dtype!r}: allowed are torch.float32, torch.bfloat16{own} and '8bit', for two "
                 f"bfloat16 {PAIR!r} or Components(2) (more of them would be larger than float32), and beside scaled "
                 "parameters torch.float16 and 'fp8'"
             )
@@ -69,6 +71,34 @@ class State:
             raise ValueError("two bfloat16 are rounded to nearest: allowed are None and 'nearest'")
         if self.dtype in SCALED[1:] and self.rounding == "nearest":
             raise ValueError("fp8 states are stored stochastically: nearest ones stall; leave rounding out")
+
+
+_registered: dict[str, Store] = {}
+# What `state_dtype=` takes already.
+_TAKEN = ("8bit", PAIR, "int8", "uint8", "fp8", "float32", "bfloat16", "float16", "float8_e4m3fn", "float8_e5m2")
+
+
+def register_state_store(store: Store, description: str) -> None:
+    """Make a storage of one's own for optimizer states known by its name, as `state_dtype=` of optimizers and recipes.
+
+    Args:
+        store: its device functions: the code of a number in memory, and the number that a code stands for.
+        description: what tables and pages say of it.
+
+    Raises:
+        TypeError: it is no Store.
+        ValueError: the name is taken, there is no description, or the dtype has no codes of 8, 16 or 32 bits.
+    """
+    if not isinstance(store, Store):
+        raise TypeError(f"a storage of states is a Store, got {store!r}")
+    if store.name in _TAKEN or store.name in (own.name for own in PAYLOADS.values()):
+        raise ValueError(f"state store {store.name!r} exists already: choose another name")
+    if store.dtype.is_complex or store.dtype.itemsize > 4 or store.random_bits not in (0, 16, 32):
+        raise ValueError(
+            f"state store {store.name!r} has codes in {store.dtype} and {store.random_bits} random bits: give a dtype "
+            "of 1, 2 or 4 bytes, and 0, 16 or 32 bits"
+        )
+    enter("state store", _registered, store.name, store, description)
 
 
 @dataclass(frozen=True)
@@ -208,7 +238,8 @@ def _codec(state: State, slot: StateSlot, shape: torch.Size) -> Codec:
         return Int8Blocks(state.block, slot.degree == 2)
     if state.dtype == PAIR:
         return DoubleBF16()
-    store = PAYLOADS[state.dtype] if isinstance(state.dtype, torch.dtype) else BF16
+    # Blocks that do not fit are bfloat16.
+    store = PAYLOADS[state.dtype] if isinstance(state.dtype, torch.dtype) else _registered.get(str(state.dtype), BF16)
     if store is F32:
         return Plain(F32, False)
     stochastic = state.rounding != "nearest"
