@@ -17,16 +17,13 @@ class KernelMismatchError(RuntimeError):
     """Raised when a compiled kernel gives other bits than its reference, as under unsafe compiler options."""
 
 
-def check_bits(
-    name: str, fast: Callable[[], list[torch.Tensor]], reference: Callable[[], list[torch.Tensor]], advice: str = ""
-) -> None:
+def check_bits(name: str, fast: Callable[[], list[torch.Tensor]], reference: Callable[[], list[torch.Tensor]]) -> None:
     """Raise if a compiled kernel and its reference differ in a bit; two NaNs count as equal.
 
     Args:
         name: the kernel, for the message.
         fast: runs the compiled kernel on fixed elements and returns what it wrote.
         reference: the same in plain torch.
-        advice: what to look at first, where a part of the kernel may be the user's; a sentence.
     """
     with undisturbed():
         pairs = list(zip(fast(), reference(), strict=True))
@@ -34,7 +31,7 @@ def check_bits(
     for position in wrong:
         raise KernelMismatchError(
             f"kernel {name}: result {position} of the compiled kernel differs from its reference on fixed elements. "
-            f"{advice}{' ' if advice else ''}Remove the kernel cache (HALFULP_CACHE_DIR or ~/.cache/halfulp); if it "
+            "Remove the kernel cache (HALFULP_CACHE_DIR or ~/.cache/halfulp); if it "
             f"persists, set HALFULP_ENGINE=reference and report it; {ENVIRONMENT}"
         )
 

@@ -37,7 +37,6 @@ def ready(
     build: Callable[[], Any],
     run: Callable[[Any, torch.device], list[torch.Tensor]],
     reference: Callable[[], list[torch.Tensor]],
-    advice: str = "",
 ) -> Any:
     """Return a kernel, compared with the reference before its first use; None, counted, if it cannot be used.
 
@@ -48,7 +47,6 @@ def ready(
         build: makes it.
         run: (kernel, device) -> what it writes for fixed elements, on the CPU.
         reference: what is to be written, by plain torch on the CPU.
-        advice: see `check_bits`.
     """
     known = _kernels.get((key, device), _UNKNOWN)
     if known is _UNKNOWN:
@@ -59,7 +57,7 @@ def ready(
         if under_transform():
             note("engine", f"{name} by plain torch operations: its first call was under a transform of torch.func")
             return None  # which would take the comparison for its own
-        known = _kernels[key, device] = _tried(name, device, build, run, reference, advice)
+        known = _kernels[key, device] = _tried(name, device, build, run, reference)
     if known is None:
         note("engine", f"no Triton kernel for {name} on {device.type}: plain torch instead")
     return known
@@ -68,11 +66,11 @@ def ready(
 _UNKNOWN = object()
 
 
-def _tried(name: str, device: torch.device, build: Any, run: Any, reference: Any, advice: str) -> Any:
+def _tried(name: str, device: torch.device, build: Any, run: Any, reference: Any) -> Any:
     try:
         kernel = build()
         with reference_in_this_thread():  # an engine that was asked for may not run what the CPU does on the way
-            check_bits(name, lambda: run(kernel, device), lambda: list(reference()), advice)
+            check_bits(name, lambda: run(kernel, device), lambda: list(reference()))
     except torch.OutOfMemoryError:
         raise  # which says nothing of the kernel
     except Exception as error:  # whatever a compiler for another machine may raise

@@ -250,7 +250,7 @@ def checked(spec: StepSpec):
     spec = dataclasses.replace(spec, in_parameter=False) if spec.in_parameter else spec
     if spec not in _checked:
         run = functools.partial(_run_llvm, kernel)
-        check_bits(spec.name, lambda: _trial(spec, run), lambda: _trial(spec), spec.advice)
+        check_bits(spec.name, lambda: _trial(spec, run), lambda: _trial(spec))
         _checked.add(spec)
     return kernel
 

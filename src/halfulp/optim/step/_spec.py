@@ -136,14 +136,6 @@ class StepSpec:
         suffix = "_amax" if self.finds_amax else "_scaled" if self.scaled else ""
         return f"{self.rule.name}_{self.update.name}_{self.store.name}{suffix}".replace("-", "_")
 
-    @property
-    def advice(self) -> str:
-        """Return what to check if a compiled step differs from its reference, for the error."""
-        return (
-            f"If update rule {self.rule.name!r} is your own: it may use + - * and sqrt, divide, maximum and sign_of "
-            "of halfulp.kernels, and takes every number as a constant."
-        )
-
 
 @dataclass(frozen=True)
 class Draw:
@@ -189,9 +181,3 @@ def state_pointers(spec: StepSpec) -> list[int]:
     """Return the first column of each state's tensors in the pointer table."""
     widths = [codec.columns for codec in spec.codecs]
     return [POINTERS_BEFORE_STATES + before for before in itertools.accumulate([0, *widths[:-1]])] if widths else []
-
-
-def bits_of(draw: Draw) -> str:
-    """The text of the random bits of a rounding."""
-    form = {"none": "UNDRAWN", "full": "x{}", "high": "shr(x{}, S16)", "low": "bit_and(x{}, LOW)"}[draw.part]
-    return form.format(draw.word)

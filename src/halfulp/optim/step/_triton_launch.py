@@ -74,7 +74,6 @@ def step_kernel(spec: StepSpec, device: torch.device, trial: Callable) -> Any:
         lambda: load_module(triton_source(spec))["step"],
         lambda kernel, device: trial(spec, functools.partial(_run_trial, spec, kernel, device), device),
         lambda: trial(spec),
-        spec.advice,
     )
 
 
