@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from torch._ops import OpOverload, OpOverloadPacket
 
 import halfulp as hu
+from halfulp.optim.states._storage import STORES
 from halfulp.scaled.rules import Family
 
 Parts = tuple[Tensor, ...]
@@ -261,6 +262,7 @@ def kernels() -> None:
     assert_type(hu.kernels.sqrt(a), np.float32)
     assert_type(hu.kernels.divide(a, a), np.float32)
     assert_type(hu.kernels.maximum(a, hu.kernels.sign_of(a)), np.float32)
+    assert_type(hu.kernels.select(a > a, a, hu.kernels.floor(a)), Any)
     refused: type[Exception] = hu.kernels.KernelMismatchError
     assert refused
 
@@ -444,6 +446,8 @@ def registries_read_only(operator: OpOverload, packet: OpOverloadPacket) -> None
     kind = hu.observation.FindingKind
     assert_type(hu.observation.register_finding(kind), type[hu.observation.FindingKind])
     hu.optim.register_weight_update(hu.Kahan(literal=True))
+    assert_type(hu.rounding.register_rounding(hu.Nearest), type[hu.Nearest])
+    hu.optim.register_state_store(STORES[torch.float32], "float32 once more")
     assert_type(hu.scaled.rules.register_family(Family("mine", "as it is", "as it is")), hu.scaled.rules.Family)
 
     @hu.mctensor.implements(operator)

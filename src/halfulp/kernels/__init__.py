@@ -25,7 +25,6 @@ from ._trace import (
     Traced,
     Value,
     exponent,
-    floor,
     gather,
     is_finite,
     nearest_integer,
@@ -34,13 +33,12 @@ from ._trace import (
     product_error,
     record,
     round_to_float32,
-    select,
     shared,
     square_root,
     times_power,
     trace_is_wide,
 )
-from .scalar._operations import divide, maximum, sign_of, sqrt
+from .scalar._operations import divide, floor, maximum, select, sign_of, sqrt
 from .tensors._writer import run_on_tensors
 from .vector._builder import VectorBuilder, lanes_of, scalar_of
 from .vector._code import Code, Memory, Number, Variable, choose, compile_code, gathered, larger, lesser

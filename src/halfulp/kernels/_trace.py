@@ -321,7 +321,7 @@ def nearest_integer(x):
     return x.trace.emit("rint", (x,)) if isinstance(x, Traced) else x.round()
 
 
-def floor(x):
+def floor(x: Any) -> Any:
     """Rounded down to an integer."""
     return x.trace.emit("floor", (x,)) if isinstance(x, Traced) else x.floor()
 

@@ -13,8 +13,8 @@ from typing import Any, TypeVar, cast
 
 import numpy as np
 
+from .. import _trace
 from .._trace import Traced, square_root
-from .._trace import select as select
 
 # NumPy's and Python's numbers, and traced values.
 Word = Any
@@ -57,7 +57,10 @@ def _store(bits: int) -> Callable[[Function], Function]:
     return _recorded(lambda trace, address, i, value: trace.store(bits, address, i, value))
 
 
-SCALARS["select"] = select
+@_recorded(lambda _, condition, a, b: _trace.select(condition, a, b))
+def select(condition: Any, a: Any, b: Any) -> Any:
+    """a where the condition holds, else b; of tensors too."""
+    return _trace.select(condition, a, b)
 
 
 @_word("add")
@@ -157,6 +160,12 @@ def sqrt(a: np.float32) -> np.float32:
     with np.errstate(all="ignore"):
         root: np.float32 = np.sqrt(np.float32(a))
         return root
+
+
+@_recorded(lambda _, x: _trace.floor(x))
+def floor(x: Any) -> Any:
+    """Return a real rounded down to an integer; of tensors too."""
+    return _trace.floor(x) if hasattr(x, "floor") else np.floor(x)
 
 
 @_recorded(lambda trace, a, b: select((a > b) | (a != a), a, b))
