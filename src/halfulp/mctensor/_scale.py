@@ -35,7 +35,7 @@ def magnitude(x: Tensor) -> Tensor:
 def scale_for(largest: Tensor, dtype: torch.dtype) -> Tensor:
     """Return the power of two by which values of this largest magnitude fill a dtype up to HEADROOM binades."""
     # In float64: a product of scaled values may be out of float32's range where its payload is not.
-    exponent = (largest.double().view(torch.int64) >> 52) - (1023 - _BIAS) - (min(TOP[dtype], 128) - HEADROOM - 1)
+    exponent = (largest.double().view(torch.int64) >> 52) - (1023 - _BIAS + min(TOP[dtype], 128) - HEADROOM - 1)
     exponent = torch.where(largest == 0, _BIAS, exponent.clamp(1, 2 * _BIAS))
     return (exponent.to(torch.int32) << 23).view(torch.float32)
 

@@ -94,11 +94,10 @@ def buffer_for(runs: Iterable[Sequence[ParameterPlan]]) -> Float32Buffer:
 
 
 def _read(update: WeightUpdate, store: Store, parts: list[list[torch.Tensor]], out: list[torch.Tensor]) -> None:
-    engine = select_engine(parts[0][0].device.type)
-    if engine == "llvm":
+    if select_engine(parts[0][0].device.type) == "llvm":
         _run(checked_read_kernel(update, store), parts, out)
         return
-    if engine == "triton" and len({part.device for own in parts for part in own}) == 1:
+    if select_engine(out[0].device.type) == "triton" and _on_one_device(parts):
         kernel = _read_kernel_on(update, store, out[0].device)
         if kernel is not None:
             kernel(*_tables(parts, out), out[0].device)
@@ -111,6 +110,10 @@ def _run(kernel: Callable, parts: list[list[torch.Tensor]], out: list[torch.Tens
     table, pointers = _tables(parts, out)
     run_chunks(kernel, table[:, 2], address_of(table), address_of(pointers), *[0] * 5)
     return out
+
+
+def _on_one_device(parts: list[list[torch.Tensor]]) -> bool:
+    return len({part.device for own in parts for part in own}) == 1
 
 
 def _tables(parts: list[list[torch.Tensor]], out: list[torch.Tensor]) -> tuple[np.ndarray, np.ndarray]:
