@@ -72,6 +72,13 @@ def gpu_products() -> str:
 
 
 @place
+def gpu_averages() -> str:
+    """Averages of weights and exact sums."""
+    columns = ("what", "peer", "elements", "ms", "ms of the peer", "x peer")
+    return benchmark_table("gpu", "Averages and exact sums", columns)
+
+
+@place
 def gpu_scalers() -> str:
     """Steps under gradient scalers."""
     columns = ("scaler", "mode", "step ms", "x torch", "loss", "difference from float32", "skipped")
