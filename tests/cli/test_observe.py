@@ -281,7 +281,7 @@ def test_each_fold_is_a_training_on_the_page_and_in_json(observe):
     frozen = [one for one in content["findings"] if one["code"] == "weight-frozen" and "1.weight" in one["where"]]
     assert {number for one in frozen for number in one["trainings"]} == {1, 2, 3}
     page = Path("halfulp-observe", "observe.html").read_text()
-    assert "in 21 steps of 3 trainings" in page
+    assert "after 21 steps of 3 trainings" in page
     assert "of training 3, the longest" in page
     assert "(training" in page
 

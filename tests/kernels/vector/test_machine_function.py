@@ -1,5 +1,6 @@
 """What compiling a kernel leaves in memory: its machine code, and of the compiler's own data next to nothing."""
 
+import copy
 import ctypes
 import gc
 import types
@@ -85,3 +86,10 @@ def test_llvmlites_pass_managers_free_themselves(cache):
     manager.close()
     manager.close()
     assert manager.closed
+
+
+def test_a_copy_of_what_holds_a_kernel_holds_the_same_one():
+    kernel = compiled(11)
+    held = {"kernel": [kernel]}
+    assert copy.deepcopy(held)["kernel"][0] is kernel
+    assert copy.copy(kernel) is kernel

@@ -25,7 +25,7 @@ def _addresses(count):
     return [("address", (), column, "address") for column in range(count)]
 
 
-def test_cube_floor_is_exact(cache):
+def test_cube_floor_is_exact():
     """Beside every cube, and at a fixed sample of all numbers from 0 to the largest cube of a code."""
     cubes = np.arange(256, dtype=np.float32) ** 3
     beside = [np.nextafter(cubes, np.float32(end)) for end in (-1.0, 2.0**24)]

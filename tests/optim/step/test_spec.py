@@ -57,7 +57,7 @@ class Sums(hu.optim.Optimizer):
         return UpdateRule("sums", sums, tuple(StateSlot(name, 1) for name in "abcd"), ("take",), values)
 
 
-@pytest.mark.parametrize("engine", ["reference", "numba"])
+@pytest.mark.parametrize("engine", ["reference", "llvm"])
 def test_more_states_under_scales_than_a_kernel_takes_are_refused_with_the_cure(engine):
     p = torch.nn.Parameter(hu.ScaledTensor.encode(torch.ones(8, 32), torch.float16))
     with pytest.raises(ValueError, match=r"keeps 4 states .*#0, but at most 3 .*state_dtype=\{'d': torch\.float32\}"):

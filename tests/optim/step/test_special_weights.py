@@ -9,7 +9,7 @@ import halfulp as hu
 from halfulp.kernels import same_bits
 from halfulp.optim.parameters._outside_writes import mark_current
 
-ENGINES = ["reference", "numba"]
+ENGINES = ["reference", "llvm"]
 INF, NAN = float("inf"), float("nan")
 WEIGHTS, GRADIENTS = (INF, -INF, NAN, 1.0, 0.0, -0.0, 3.3e38), (0.0, -0.0, 2.0**-9, INF, -INF, NAN)
 COMPANIONS = (0.0, -0.0, 2.0**-10, INF, -INF, NAN, 1e38)

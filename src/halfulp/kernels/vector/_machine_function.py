@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import functools
 import os
 import threading
 from collections.abc import Callable
@@ -59,8 +60,16 @@ def machine_function(name: str, key: str, arguments: int, write: Callable[..., N
                 address = _loaded(code)
         finally:
             entry.end_turn()
-    function: Callable[..., None] = ctypes.CFUNCTYPE(None, *[ctypes.c_int64] * arguments)(address)
+    function: Callable[..., None] = _kind(arguments)(address)
     return function
+
+
+@functools.cache
+def _kind(arguments: int) -> Any:
+    """Return the type of functions of so many integers; a copy of one, as part of what holds it, is the same one."""
+    kind: Any = ctypes.CFUNCTYPE(None, *[ctypes.c_int64] * arguments)
+    told = {name: getattr(kind, name) for name in ("_flags_", "_restype_", "_argtypes_")}  # which are not inherited
+    return type("Kernel", (kind,), {**told, "__copy__": lambda self: self, "__deepcopy__": lambda self, memo: self})
 
 
 def address_of(array: np.ndarray) -> int:
