@@ -87,5 +87,6 @@ def test_check_bits():
 def test_a_wrong_kernel_raises(monkeypatch):
     monkeypatch.setattr(_kernels, "_checked", set())
     monkeypatch.setattr(_kernels, "_kernel", lambda *arguments: lambda *arguments: None)
+    _kernels._prepared.cache_clear()
     with pytest.raises(KernelMismatchError, match="quantize"):
         quantize(torch.randn(10), "bf16")

@@ -18,7 +18,7 @@ from ._group_options import check_number
 from ._inner_optimizer import own_optimizer
 from ._lost_updates import LostUpdateReport
 from ._optimizer import Optimizer
-from .parameters._local_tensors import local, placed_like
+from .parameters._local_tensors import local, memory, placed_like
 from .parameters._outside_writes import mark_current, note_restored
 from .parameters._parameter_plan import ParameterPlan
 from .parameters._random_identity import plain_names
@@ -211,7 +211,7 @@ class EMA:
         if shown:
             yield shown
         names = {id(plan): name for name, plan in held.items()}
-        on_cpu = all(plan.parts[0].device.type == "cpu" for plan in held.values())
+        on_cpu = all(memory(plan.parameter).is_cpu for plan in held.values())
         for plans in runs_of(held.values(), MOST_ELEMENTS if on_cpu else MOST_ON_DEVICE):
             values = read_weights(plans)
             yield {names[id(plan)]: placed_like(value, plan.parameter) for plan, value in zip(plans, values)}

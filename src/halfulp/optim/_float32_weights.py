@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
@@ -62,12 +63,11 @@ def read_weights(plans: Sequence[ParameterPlan], buffer: Float32Buffer | None = 
         One contiguous float32 tensor per plan, of its local shape.
     """
     buffer = Float32Buffer(0) if buffer is None else buffer
-    out = [buffer.take(plan.parts[0]) for plan in plans]
+    payloads = [plan.payloads for plan in plans]
+    out = [buffer.take(own[0]) for own in payloads]
     for update, store in {(plan.spec.update, plan.spec.store) for plan in plans}:
         mine = [k for k, plan in enumerate(plans) if (plan.spec.update, plan.spec.store) == (update, store)]
-        parts = [
-            [*(part.contiguous() for part in plans[k].payloads), *current_auxiliary_tensors(plans[k])] for k in mine
-        ]
+        parts = [[*(part.contiguous() for part in payloads[k]), *current_auxiliary_tensors(plans[k])] for k in mine]
         _read(update, store, parts, [out[k] for k in mine])
     return out
 
@@ -77,7 +77,7 @@ def runs_of(plans: Iterable[ParameterPlan], most: int) -> Iterator[list[Paramete
     run: list[ParameterPlan] = []
     held = 0
     for plan in plans:
-        count = plan.parts[0].numel()
+        count = math.prod(plan.shape)
         if run and held + count > most:
             yield run
             run, held = [], 0
@@ -89,7 +89,7 @@ def runs_of(plans: Iterable[ParameterPlan], most: int) -> Iterator[list[Paramete
 
 def buffer_for(runs: Iterable[Sequence[ParameterPlan]]) -> Float32Buffer:
     """Return a buffer for the weights and the gradients of the largest of some runs."""
-    sizes = ([plan.parts[0].numel() for plan in plans] for plans in runs)
+    sizes = ([math.prod(plan.shape) for plan in plans] for plans in runs)
     return Float32Buffer(max((2 * sum(size + ALIGNMENT for size in run) for run in sizes), default=0))
 
 

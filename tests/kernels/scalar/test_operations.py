@@ -17,7 +17,7 @@ SHIFTS = ("shl", "shr", "shl64", "shr64")
 KINDS = {
     **dict.fromkeys(["add", "sub", "mul", "bit_and", "bit_or", "bit_xor", "shl", "shr"], ("w32", "w32", "w32")),
     **dict.fromkeys(["divide", "maximum"], ("f32", "f32", "f32")),
-    **dict.fromkeys(["sqrt", "sign_of"], ("f32", "f32")),
+    **dict.fromkeys(["sqrt", "sign_of", "floor"], ("f32", "f32")),
     **dict.fromkeys(["real", "to_real"], ("w32", "f32")),
     **dict.fromkeys(["word", "to_word"], ("f32", "w32")),
     **dict.fromkeys(["add64", "sub64", "and64", "or64", "xor64", "shl64", "shr64"], ("w64", "w64", "w64")),
