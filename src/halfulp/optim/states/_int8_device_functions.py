@@ -41,11 +41,8 @@ SIGNED_CUBES, UNSIGNED_CUBES = np.float32(127.0**3), np.float32(255.0**3)
 SIGNED_UNIT, UNSIGNED_UNIT = np.float32(1 / 127**3), np.float32(1 / 255**3)
 # Scales have three significant bits: finer ones move as their block decays, and all its codes are rounded again.
 BELOW_STEP, LEAST_SCALE, MOST_SCALE = np.uint32((1 << 21) - 1), np.uint32(0x0080), np.uint32(0x7F60)
-# An inverse cube root from the bits of a float32 (right within 3.5%), then one step of third order (2e-4).
-ROOT_MAGIC, THIRD, TWO_NINTHS = np.uint32(0x54A2FA8C), np.float32(1 / 3), np.float32(2 / 9)
 FIRST_ROOT, THIRD_16 = np.uint32(0x54A20000), np.uint32(0x5555)
 ROOT_0, ROOT_1, ROOT_2 = (np.float32(x) for x in (2.223406, -1.7760453, 0.55265582))
-LEAST_ROOTED, MARGIN = np.float32(2.0**-6), np.float32(0.125)
 HUGE, HUGE_SQUARED, SHRINK, GROW = (np.float32(x) for x in (2.0**60, 2.0**120, 2.0**-80, 2.0**80))
 
 
