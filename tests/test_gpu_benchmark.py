@@ -47,7 +47,7 @@ def test_the_dry_run_goes_through_every_part(in_bare_process, tmp_path):
     assert "What was not reached" not in tables
     parts = tables["Parts"]["rows"]
     assert [row["part"] for row in parts if row["outcome"] != "done"] == []
-    assert len(parts) == 13
+    assert len(parts) == 14
     assert all(row["device"] == "CPU (dry run)" and row["torch"] and row["triton"] for row in parts)
     for title, rows in TABLES.items():
         assert len(tables[title]["rows"]) >= rows, title

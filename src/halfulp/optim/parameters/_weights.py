@@ -15,7 +15,11 @@ from ._parameter_plan import ParameterPlan
 
 
 def set_weight(plan: ParameterPlan, value: torch.Tensor) -> None:
-    """Set a parameter and its auxiliary tensors to a weight, in units of its scale, as its weight update holds it."""
+    """Set a parameter and its auxiliary tensors to a weight, in units of its scale, as its weight update holds it.
+
+    What was written from outside until now is answered first: a file saved before would say that it has been.
+    """
+    drop_stale(plan)
     _fill(plan, value)
     mark_current(plan)
 
