@@ -49,7 +49,8 @@ LAYERS = {
 }
 # Components, and the digits of a result of float32 inputs, which float32 has with two components of 16 bits.
 NEAR = {torch.float16: 1e-10, torch.bfloat16: 1e-10, torch.float32: 1e-10, torch.float64: 1e-13}
-ROUNDED = {torch.float16: 2.0**-8, torch.bfloat16: 2.0**-6, torch.float32: 2.0**-20, torch.float64: 2.0**-20}
+# Of gradients, rounded to the dtype of the plain inputs. Norms over few elements magnify a rounding by 1 / deviation.
+ROUNDED = {torch.float16: 2.0**-8, torch.bfloat16: 2.0**-6, torch.float32: 2.0**-17, torch.float64: 2.0**-17}
 
 
 def floats(tree):
