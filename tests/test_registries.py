@@ -60,7 +60,7 @@ def rounding(name, words):
 
 
 def state_store(name, words):
-    hu.optim.register_state_store(dataclasses.replace(BF16, name=name), words)
+    hu.optim.register_state_store(dataclasses.replace(BF16, name=name, dtype=torch.int16), words)
 
 
 # Kind: what registers an entry of a name with words, a name that is taken, and the names that there are.

@@ -13,10 +13,11 @@ from .oracle import FORMATS, random_patterns
 @pytest.fixture
 def registered():
     """Roundings that are forgotten afterwards."""
-    before = dict(_modes.MODES)
+    before, recorded = dict(_modes.MODES), dict(_modes._recorded)
     yield register_rounding
-    _modes.MODES.clear()
-    _modes.MODES.update(before)
+    for held, was in ((_modes.MODES, before), (_modes._recorded, recorded)):
+        held.clear()
+        held.update(was)
 
 
 def rounding(name, function):
@@ -96,12 +97,30 @@ def test_what_is_no_rounding_is_refused(registered):
 
 
 def test_what_the_language_lacks_is_refused_at_its_line(registered):
-    registered(rounding("branching", lambda fraction, half, odd, negative: fraction > half or odd))
     with pytest.raises(TypeError, match=r"test_own_roundings.py, line .*no branches"):
-        hu.quantize(torch.ones(3), "e4m3fn", "branching")
-    registered(rounding("numbering", lambda fraction, half, odd, negative: fraction))
+        registered(rounding("branching", lambda fraction, half, odd, negative: fraction > half or odd))
     with pytest.raises(TypeError, match=r"numbering.*a mask"):
-        hu.quantize(torch.ones(3), "e4m3fn", "numbering")
+        registered(rounding("numbering", lambda fraction, half, odd, negative: fraction))
+
+
+@pytest.mark.parametrize("first", [True, False])
+def test_a_name_stands_for_one_function_whatever_it_closes_over(registered, first):
+    def made(is_first):
+        return lambda fraction, half, odd, negative: fraction > half if is_first else fraction < half
+
+    registered(rounding("closing", made(first)))
+    registered(rounding("closing", made(first)))
+    with pytest.raises(ValueError, match="rounding 'closing' exists already"):
+        registered(rounding("closing", made(not first)))
+
+
+def test_names_with_one_number_and_classes_that_are_not_registered_are_refused(registered):
+    registered(rounding("plumless", nearest))
+    with pytest.raises(ValueError, match="'buckeroo' has the number of 'plumless'"):
+        registered(rounding("buckeroo", up))
+    for name in ("nearest", "plumless", "unknown"):
+        with pytest.raises(TypeError, match="Own is no registered rounding"):
+            hu.quantize(torch.ones(2), "e4m3fn", rounding(name, up)())
 
 
 def test_the_number_of_a_rounding_that_nobody_registered_says_so(registered):

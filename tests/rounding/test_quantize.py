@@ -291,3 +291,20 @@ def test_no_engine_but_the_chosen_one_rounds(monkeypatch):
     monkeypatch.setattr("halfulp.rounding._kernels._call", None)
     with hu.kernels.engine("reference"):
         assert same_bits(quantize(x, "e4m3fn"), wanted)
+
+
+def test_outs_that_torch_or_memory_do_not_allow(seed):
+    with torch.inference_mode():
+        x = torch.randn(8)
+    with pytest.raises(ValueError, match="inference"):
+        quantize(x, "bf16", out=x)
+    with torch.inference_mode():
+        assert quantize(x, "bf16", out=x) is x
+    turned = torch.complex(torch.zeros(4), torch.ones(4)).conj().imag
+    with pytest.raises(ValueError, match="clone"):
+        quantize(torch.randn(4), "bf16", out=turned)
+    for dtype, format in ((torch.bfloat16, "bf16"), (torch.float16, "fp16"), (torch.bfloat16, "e4m3fn")):
+        y = torch.randn(32).to(dtype)
+        wanted = quantize(y[:-5], format)
+        quantize(y[:-5], format, out=y[5:])
+        assert torch.equal(y[5:], wanted)

@@ -395,7 +395,11 @@ class Optimizer(CheckpointMixin):
                 ):
                     store = gradient_store(gradient, parameter, name_of(group, position))
                     plan = plans[place] = self._new_plan(group, position, store, options)
-                    check_memory(plan, gradient)
+                    try:
+                        check_memory(plan, gradient)
+                    except (TypeError, ValueError):
+                        self._plans.clear()  # the next step asks again
+                        raise
                 if gradient.shape != plan.shape:
                     raise ValueError(
                         f"the gradient of {plan.name} has shape {tuple(gradient.shape)}, the parameter "

@@ -11,6 +11,8 @@ from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
 import torch
 
 from .._names import enter, words_of
+from ..kernels import Traced
+from ..kernels._device_function import Recording, record_call
 
 RoundingClass = TypeVar("RoundingClass", bound="type[Rounding]")
 
@@ -121,14 +123,15 @@ _PARAMETERS = ["fraction", "half", "odd", "negative"]
 
 
 def register_rounding(kind: RoundingClass) -> RoundingClass:
-    """Make a rounding of one's own known by its name, wherever a rounding is given: a class decorator.
+    """Make a rounding of one's own known by its name, to `quantize` and whatever rounds by it: a class decorator.
 
     It says by `Rounding.goes_away` which neighbour is taken, for every format, dtype and processor. Numbers beyond a
-    format's largest overflow as those do that round to nearest.
+    format's largest overflow as those do that round to nearest. Optimizers' weight updates and states round to nearest
+    or stochastically alone.
 
     Raises:
         TypeError: it is no subclass of `Rounding` with a name, or `goes_away` is no static method of the four
-            arguments.
+            arguments, or no device function that returns a mask.
         ValueError: another rounding has the name, or the class has no docstring.
 
     >>> @register_rounding
@@ -154,23 +157,47 @@ def register_rounding(kind: RoundingClass) -> RoundingClass:
     name, own = kind.name, MODES.get(kind.name)
     if name != _key(name) or not name.isidentifier():
         raise ValueError(f"the name {name!r} of a rounding: give lower-case letters, digits and underscores")
-    if name in _BUILT_IN or (own is not None and not _is_same(own.goes_away, kind.goes_away)):
+    recorded = _record(kind)
+    if name in _BUILT_IN or (own is not None and _recorded[name] != recorded):
         # Kernels of the other one may have been compiled.
         raise ValueError(f"rounding {name!r} exists already: choose another name for {kind.__name__}")
+    alike = [other for other in _recorded if other != name and _code(other) == _code(name)]
+    if alike:
+        raise ValueError(f"rounding {name!r} has the number of {alike[0]!r}: choose another name")
     enter("rounding", MODES, name, kind, words_of(kind))
+    _recorded[name] = recorded
     return kind
 
 
-def _is_same(one: Any, other: Any) -> bool:
-    """Return whether two functions are one that was defined twice, as when a module is loaded again."""
-    ones, others = one.__code__, other.__code__
-    return (ones.co_code, ones.co_consts, ones.co_names) == (others.co_code, others.co_consts, others.co_names)
+# What registered roundings do, recorded: a module may be loaded again, but not with another function of the name.
+_recorded: dict[str, tuple[object, ...]] = {}
+
+
+def _record(kind: type[Rounding]) -> tuple[object, ...]:
+    """Return the instructions of a mode's decision on words of 32 and 64 bits.
+
+    Raises:
+        TypeError: it is no mask, or the mode uses what device functions lack.
+    """
+    found: list[object] = []
+    for width in ("w32", "w64"):
+        element = Recording(0)
+        given = [element.given(name, one) for name, one in zip(_PARAMETERS, (width, width, "mask", "mask"))]
+        away = record_call(kind.goes_away, *given)
+        if not isinstance(away, Traced) or away.kind != "mask":
+            raise TypeError(f"goes_away of rounding {kind.name!r} returns {away!r}: return a mask, as fraction > half")
+        found += [element.trace.digest(), away.number]
+    return tuple(found)
 
 
 def code_of(rounding: Rounding) -> int:
     """Return the number of a mode in a torch operator's arguments, the same in every process."""
     name = rounding.name
-    return _BUILT_IN.index(name) if name in _BUILT_IN else _FIRST_OWN + zlib.crc32(name.encode())
+    return _BUILT_IN.index(name) if name in _BUILT_IN else _code(name)
+
+
+def _code(name: str) -> int:
+    return _FIRST_OWN + zlib.crc32(name.encode())
 
 
 def own_mode(code: int) -> type[Rounding] | None:
@@ -182,7 +209,7 @@ def own_mode(code: int) -> type[Rounding] | None:
     if code < _FIRST_OWN:
         return None
     for name in list(MODES)[len(_BUILT_IN) :]:
-        if _FIRST_OWN + zlib.crc32(name.encode()) == code:
+        if _code(name) == code:
             return MODES[name]
     raise ValueError(
         f"rounding number {code} is not known in this process: import the module that registers it by "
@@ -208,6 +235,9 @@ def get_rounding(rounding: Rounding | str) -> Rounding:
     TowardZero()
     """
     if isinstance(rounding, Rounding):
+        if not isinstance(rounding, MODES.get(rounding.name, ())):
+            kind = type(rounding).__name__
+            raise TypeError(f"{kind} is no registered rounding: register the class by hu.rounding.register_rounding")
         return rounding
     if not isinstance(rounding, str):
         hint = f"; call it: {rounding.__name__}()" if isinstance(rounding, type) else ""

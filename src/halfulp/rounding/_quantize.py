@@ -113,7 +113,7 @@ def apply(
 ) -> torch.Tensor:
     """Call the operator that fits; x is detached and all has been checked."""
     if target is None:
-        return x.clone() if out is None else out.copy_(x)
+        return x.clone() if out is None else out.copy_(x.clone())  # they may overlap
     if isinstance(rounding, Stochastic):
         if rounding.seed is None:
             if out is None:
@@ -179,6 +179,13 @@ def check_out(out: torch.Tensor, x: torch.Tensor) -> None:
             f"out has x's dtype, shape and device ({x.dtype}, {tuple(x.shape)}, {x.device}); "
             f"got {out.dtype}, {tuple(out.shape)}, {out.device}"
         )
+    is_traced = torch.compiler.is_compiling()
+    if not is_traced and out.is_neg():
+        raise ValueError(
+            "out is a view whose signs torch flips when it is read: give memory of its own, as its clone()"
+        )
+    if not is_traced and out.is_inference() and not torch.is_inference_mode_enabled():
+        raise ValueError("out is a tensor of inference mode, which nothing else may write: give its clone()")
     if out.requires_grad and torch.is_grad_enabled():
         raise ValueError("out requires gradients and would be written in place: write under torch.no_grad()")
 

@@ -5,17 +5,15 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable
 from functools import cache
-from typing import Any
 
 import torch
 
-from ..kernels import Traced
-from ..kernels._device_function import Recording, bound, record_call
+from ..kernels._device_function import Recording, bound
 from ..kernels.scalar._operations import load32, load64, store32, store64
 from ..kernels.vector._table_loop import Table
 from . import _device_functions as p
 from ._kernel_constants import COUNT
-from ._modes import Rounding, own_mode
+from ._modes import own_mode
 from ._random_bits import WEYL, draw, random_words, recorded_start
 from ._target import DOWN, NEAREST, STOCHASTIC, TOWARD_ZERO, UP
 
@@ -74,7 +72,8 @@ def mode_pieces(mode: int, kind: tuple[str, bool, bool], wide: bool) -> dict[str
     path, plain, saturating = kind
     own = own_mode(mode)
     bind: dict[str, Callable] = {
-        **({} if own is None else _OWN | {"goes_away": functools.partial(_goes_away, own)}),
+        # A partial function: names of its module are not those that are bound here.
+        **({} if own is None else _OWN | {"goes_away": functools.partial(own.goes_away)}),
         **(_DIRECTED if mode in (UP, DOWN) else _TOWARD_ZERO if mode == TOWARD_ZERO else {}),
         **_MODES.get(mode, {}),
         **(p.WIDE if wide else {}),
@@ -91,18 +90,6 @@ def mode_pieces(mode: int, kind: tuple[str, bool, bool], wide: bool) -> dict[str
     if path == "adder":
         bind["limited"] = p.limited_by_input
     return bind
-
-
-def _goes_away(mode: type[Rounding], *values: Any) -> Any:
-    """Return a registered mode's decision.
-
-    Raises:
-        TypeError: it is no mask, or the mode uses what device functions lack.
-    """
-    away = record_call(mode.goes_away, *values)
-    if not isinstance(away, Traced) or away.kind != "mask":
-        raise TypeError(f"goes_away of rounding {mode.name!r} returns {away!r}: return a mask, such as fraction > half")
-    return away
 
 
 def container_pieces(dtype: torch.dtype, inexact: bool = False) -> dict[str, Callable]:

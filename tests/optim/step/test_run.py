@@ -5,6 +5,7 @@ import textwrap
 import pytest
 import torch
 
+import halfulp as hu
 from halfulp.kernels import engine
 
 from ...laws.optim.cases import build, differing, snapshot
@@ -161,3 +162,30 @@ def test_parameters_of_many_kinds_step_together_as_apart(seed):
             single = build("adamw", "kahan", [(f"p{k}", parameter)], store, seed=seed)
             single.step()
             assert torch.equal(parameter.detach(), joint[k].detach())
+
+
+@pytest.mark.parametrize("name", ["llvm", "reference"])
+def test_memory_that_a_step_cannot_take_is_refused_at_every_step(name):
+    def freed(weight, optimizer):
+        weight.untyped_storage().resize_(0)
+
+    def with_gaps(weight, optimizer):
+        state = optimizer.state[weight]
+        state["exp_avg"].data = torch.zeros(8, 4, dtype=state["exp_avg"].dtype).t()
+
+    def freed_gradient(weight, optimizer):
+        weight.grad.untyped_storage().resize_(0)
+
+    for spoil, kind in ((freed, TypeError), (with_gaps, ValueError), (freed_gradient, TypeError)):
+        weight = torch.nn.Parameter(torch.ones(4, 8))
+        optimizer = hu.optim.AdamW([weight], lr=1e-2)
+        with engine(name):
+            weight.grad = torch.ones(4, 8)
+            optimizer.step()
+            before = weight.detach().clone()
+            spoil(weight, optimizer)
+            for _ in range(3):
+                with pytest.raises(kind):
+                    optimizer.step()
+            if spoil is with_gaps:
+                assert torch.equal(weight, before)

@@ -121,7 +121,11 @@ def _are_twins(parameters: list[tuple[torch.Tensor, ...]], corners: list[tuple[t
     if any(one.shape != other.shape for one, other in parameters):
         return False
     now = [(_corner(one), _corner(other)) for one, other in parameters[:_COMPARED]]
-    return any(bool(pairs) and all(torch.equal(*pair) for pair in pairs) for pairs in (corners, now))
+    return any(bool(pairs) and all(_are_equal(*pair) for pair in pairs) for pairs in (corners, now))
+
+
+def _are_equal(one: torch.Tensor, other: torch.Tensor) -> bool:
+    return torch.equal(one, other) if one.device == other.device else torch.equal(one.cpu(), other.cpu())
 
 
 def _corner(parameter: torch.Tensor) -> torch.Tensor:

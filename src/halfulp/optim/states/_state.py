@@ -87,7 +87,8 @@ def register_state_store(store: Store, description: str) -> None:
 
     Raises:
         TypeError: it is no Store.
-        ValueError: the name is taken, there is no description, or the dtype has no codes of 8, 16 or 32 bits.
+        ValueError: the name or the dtype is another storage's, there is no description, or the dtype has no codes of
+            8, 16 or 32 bits.
     """
     if not isinstance(store, Store):
         raise TypeError(f"a storage of states is a Store, got {store!r}")
@@ -98,6 +99,16 @@ def register_state_store(store: Store, description: str) -> None:
             f"state store {store.name!r} has codes in {store.dtype} and {store.random_bits} random bits: give a dtype "
             "of 1, 2 or 4 bytes, and 0, 16 or 32 bits"
         )
+    others = {own.dtype: own.name for own in (*PAYLOADS.values(), *_registered.values()) if own.name != store.name}
+    if store.dtype in others:
+        # A file says by its dtype which storage wrote a state.
+        raise ValueError(
+            f"state store {store.name!r} has codes in {store.dtype}, as {others[store.dtype]!r} has: give it another "
+            "dtype, by which files tell them apart"
+        )
+    known = _registered.get(store.name)
+    if known is not None and known.records() == store.records():
+        store = known  # a module or a notebook's cell that is run again
     enter("state store", _registered, store.name, store, description)
 
 

@@ -80,6 +80,12 @@ class Store:
         piece = _decoder(self)
         return run_on_tensors(piece.trace, [x], results=piece.results)[0][0]
 
+    def records(self) -> tuple[object, ...]:
+        """Return what the device functions do, recorded: equal for a store that was made twice."""
+        decoder = _decoder(self)
+        coders = (_encoder(self, stochastic).digest() for stochastic in (False, True))
+        return self.dtype, self.random_bits, decoder.trace.digest(), decoder.results, *coders
+
     def encode(self, x: torch.Tensor, random: torch.Tensor | None = None) -> torch.Tensor:
         """Return float32 numbers rounded to a tensor of `dtype`: to nearest, or by a random word per element."""
         out = torch.empty_like(x, dtype=self.dtype)

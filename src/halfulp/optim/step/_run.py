@@ -17,6 +17,7 @@ from ...kernels import (
     address,
     check_bits,
     chunks,
+    has_own_memory,
     note,
     require_same_bits,
     run_chunks,
@@ -109,6 +110,8 @@ def _write(batch: Batch) -> None:
         note("engine", f"optimizer step on {device} by plain torch operations: right bits, no fused kernel")
     keys = _keys(batch).tolist()
     for row, plan in enumerate(batch.plans):
+        if not has_own_memory(batch.gradients[row]):  # freed, or not written out
+            batch.gradients[row] = plain_gradient(batch.gradients[row], plan.name)
         lost = reference_step(
             spec,
             batch.parts(row),
