@@ -36,10 +36,14 @@ PAUSE = 0.2  # seconds between two looks at what has come
 PRINTED = 8000  # characters of pytest's output
 
 
+LONGEST = "arithmetic/expansions/test_triton.py"  # compiles the most kernels
+
+
 def files() -> list[str]:
-    """The files that have such a test."""
+    """The files that have such a test, the one that takes longest first."""
     return sorted(
-        str(path.relative_to(ROOT)) for path in (ROOT / "tests").rglob("test_*.py") if MARK in path.read_text()
+        (str(path.relative_to(ROOT)) for path in (ROOT / "tests").rglob("test_*.py") if MARK in path.read_text()),
+        key=lambda name: (not name.endswith(LONGEST), name),
     )
 
 
@@ -71,7 +75,7 @@ def follow(run: Run, table: Table, chosen: list[str], folder: Path) -> None:
     command += ["-p", f"{__package__}._outcomes", f"--outcomes={written}"]
     command += ["-o", f"faulthandler_timeout={limit / 2:.0f}", *chosen]  # where a test hangs is in the output
     if run.on_gpu and importlib.util.find_spec("xdist"):
-        command += ["-n", str(WORKERS)]
+        command += ["-n", str(WORKERS), "--maxschedchunk", "1"]  # no test waits behind a long one
     path = os.pathsep.join(filter(None, (str(ROOT / "src"), str(ROOT), os.environ.get("PYTHONPATH"))))
     lines, heard = _Lines(written), _Heard(run, table)
     with printed.open("w", encoding="utf-8") as output:
