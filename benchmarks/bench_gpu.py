@@ -49,7 +49,7 @@ class Part:
 # Those of one row run at the same time: what is not timed. The order is that of worth, as the end may be cut off.
 STAGES: tuple[tuple[Part, ...], ...] = (
     (Part("device", 45),),
-    (Part("steps", 140, 8), Part("quantize", 140, 2), Part("suite", 155)),
+    (Part("steps", 170, 8), Part("quantize", 170, 2), Part("suite", 190)),
     (Part("adamw", 90),),
     (Part("quantize_speed", 45),),
     (Part("products", 30),),

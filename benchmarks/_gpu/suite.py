@@ -17,7 +17,7 @@ from . import _processes
 from ._run import Run, Unavailable
 
 MARK = "mark.cuda"
-WORKERS = 5  # where pytest-xdist is installed
+WORKERS = 6  # where pytest-xdist is installed
 # pytest's own options of the project but for warnings as errors: those of a package that is beside the matter end no
 # test here.
 OPTIONS = (
