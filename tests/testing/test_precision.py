@@ -66,7 +66,8 @@ def test_lost_updates_are_named_with_their_cure_and_can_be_accepted(seed):
     assert "updates lost in bf16 at lr 1e-05" in said
     assert "cure: weight_update='kahan' of hu.optim, or keep these in float32" in said
     codes = {one.code for one in found}
-    check = assert_precision_ok(ours, x, everywhere, lr=1e-5, accept=codes)
+    # Losses that hardly move are apart from float32's by roundings of the forward pass: .26 in one of some hundred.
+    check = assert_precision_ok(ours, x, everywhere, lr=1e-5, accept=codes, tolerance=0.5)
     assert check.findings == ()
     assert codes <= {one.code for one in check.notes}
     assert assert_precision_ok(ours, x, "bf16-kahan", lr=1e-5).passed
