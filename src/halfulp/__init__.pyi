@@ -27,9 +27,13 @@ from .observation import Finding as Finding
 from .observation import audit as audit
 from .observation import forecast as forecast
 from .observation import observe as observe
+from .optim import SGD as SGD
+from .optim import Adam as Adam
+from .optim import AdamW as AdamW
 from .optim import Components as Components
 from .optim import Feedback as Feedback
 from .optim import Kahan as Kahan
+from .optim import Lion as Lion
 from .optim import Master as Master
 from .optim import Split as Split
 from .optim import float32_gradients as float32_gradients

@@ -94,13 +94,9 @@ def test_torchs_whole_signature_is_accepted(name):
 @pytest.mark.parametrize(
     ("name", "switch", "value"),
     [
-        ("SGD", "foreach", True),
         ("SGD", "differentiable", True),
-        ("SGD", "fused", False),
-        ("AdamW", "foreach", True),
         ("AdamW", "capturable", True),
         ("Adam", "differentiable", True),
-        ("Adam", "fused", False),
     ],
 )
 def test_what_asks_for_another_implementation_is_refused_with_a_reason(name, switch, value):

@@ -8,7 +8,7 @@ import torch
 
 from .._names import enter, words_of
 from ..formats import Format
-from ._group_options import Parameters, refuse_torch_switches
+from ._group_options import Parameters, check_torch_switches
 from ._optimizer import Optimizer
 from .rules._adam import ADAM, ADAM_AMSGRAD, ADAMW, ADAMW_AMSGRAD
 from .rules._lion import LION
@@ -27,7 +27,7 @@ class SGD(Optimizer):
     Args:
         params: parameters, named parameters or groups.
         lr, momentum, dampening, weight_decay, nesterov, maximize: as torch.optim.SGD.
-        foreach, differentiable, fused: accepted unless they ask for another implementation.
+        foreach, differentiable, fused: see Optimizer.
         weight_update, param_dtype, state_dtype, format, seed, report_interval: see Optimizer.
 
     Raises:
@@ -64,9 +64,7 @@ class SGD(Optimizer):
         seed: int = 0,
         report_interval: int = 50,
     ) -> None:
-        refuse_torch_switches("SGD", foreach=foreach, differentiable=differentiable, fused=fused)
-        if nesterov and (momentum <= 0 or dampening != 0):
-            raise ValueError("SGD(nesterov=True) needs a momentum above 0 and no dampening")
+        check_torch_switches("SGD", foreach=foreach, differentiable=differentiable, fused=fused)
         defaults = {
             "lr": lr,
             "momentum": momentum,
@@ -86,6 +84,11 @@ class SGD(Optimizer):
             report_interval=report_interval,
         )
 
+    def _check_numbers(self, group: dict[str, Any]) -> None:
+        super()._check_numbers(group)
+        if group["nesterov"] and (group["momentum"] <= 0 or group["dampening"] != 0):
+            raise ValueError("SGD(nesterov=True) needs a momentum above 0 and no dampening")
+
     def rule(self, group: dict[str, Any]) -> UpdateRule:
         """Return plain SGD, momentum or Nesterov's momentum."""
         if group["nesterov"]:
@@ -99,7 +102,7 @@ class Adam(Optimizer):
     Args:
         params: parameters, named parameters or groups.
         lr, betas, eps, weight_decay, amsgrad, maximize, decoupled_weight_decay: as torch.optim.Adam.
-        foreach, capturable, differentiable, fused: accepted unless they ask for another implementation.
+        foreach, capturable, differentiable, fused: see Optimizer.
         weight_update, param_dtype, state_dtype, format, seed, report_interval: see Optimizer.
 
     Raises:
@@ -129,7 +132,7 @@ class Adam(Optimizer):
         report_interval: int = 50,
     ) -> None:
         name = type(self).__name__
-        refuse_torch_switches(name, foreach=foreach, capturable=capturable, differentiable=differentiable, fused=fused)
+        check_torch_switches(name, foreach=foreach, capturable=capturable, differentiable=differentiable, fused=fused)
         defaults = {
             "lr": lr,
             "betas": betas,
@@ -162,7 +165,7 @@ class AdamW(Adam):
     Args:
         params: parameters, named parameters or groups.
         lr, betas, eps, weight_decay, amsgrad, maximize: as torch.optim.AdamW.
-        foreach, capturable, differentiable, fused: accepted unless they ask for another implementation.
+        foreach, capturable, differentiable, fused: see Optimizer.
         weight_update, param_dtype, state_dtype, format, seed, report_interval: see Optimizer.
 
     Raises:

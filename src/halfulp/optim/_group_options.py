@@ -5,12 +5,13 @@ from __future__ import annotations
 import difflib
 import math
 import numbers
+import warnings
 from collections.abc import Iterable
 from typing import Any
 
 import torch
 
-from .._messages import a_kind
+from .._messages import a_kind, find_users_level
 from ..subclass.models._parameter_holders import EMULATED
 from .states._state import State, as_state
 from .weight_updates._weight_update import weight_update
@@ -138,19 +139,26 @@ def check_betas(group: dict, count: int | None) -> None:
 SWITCHES = ("foreach", "differentiable", "capturable", "fused")
 
 
-def refuse_torch_switches(name: str, **switches: bool | None) -> None:
-    """Refuse torch.optim's switches that choose another implementation, of an optimizer or of one param group.
+def check_torch_switches(name: str, **switches: bool | None) -> None:
+    """Refuse or ignore torch.optim's switches that choose another implementation, of an optimizer or of one param group.
+
+    `foreach` and `fused` choose among equals, so that trainers set them unasked: they are ignored with a warning where
+    they ask for another implementation than the only one.
 
     Raises:
         NotImplementedError: a switch that asks for what this optimizer does not do.
     """
     reasons = {
-        "foreach": "one fused kernel steps all tensors: leave foreach out",
         "differentiable": "the step writes in place and is not differentiable: use torch.optim for that",
         "capturable": "the step runs outside CUDA graphs: leave capturable out",
     }
     for switch, reason in reasons.items():
         if switches.get(switch):
             raise NotImplementedError(f"{name}({switch}=True): {reason}")
-    if switches.get("fused") is False:
-        raise NotImplementedError(f"{name}(fused=False): every step here is fused; leave fused out")
+    ignored = ["foreach=True"] if switches.get("foreach") else []
+    ignored += ["fused=False"] if switches.get("fused") is False else []
+    if ignored:
+        warnings.warn(
+            f"{name}({', '.join(ignored)}) is ignored: one fused kernel steps all tensors",
+            stacklevel=find_users_level(),
+        )

@@ -18,9 +18,10 @@ from ._group_options import (
     check_group,
     check_numbers,
     check_parameters,
-    refuse_torch_switches,
+    check_torch_switches,
 )
 from ._lost_updates import LostUpdateReport, lost_update_report, warn_if_mostly_lost
+from ._spelled_options import option_defaults, read_options
 from .checkpoint._checkpoint import CheckpointMixin
 from .parameters._local_tensors import local, memory, own_parts
 from .parameters._narrow_groups import (
@@ -87,6 +88,10 @@ class Optimizer(CheckpointMixin):
             over unnamed parameters, or of equal names, share them unless they begin in one backward: seed the second.
             Two of one training that step in turn over unnamed parameters are warned of.
         report_interval: steps from one count of lost updates (`report()`) to the next; 0 for never.
+
+    Options may be words, as a command line or a YAML file gives them: "1e-3", "bf16", "torch.bfloat16", "true",
+    "0.9,0.95", "None". torch.optim's `foreach` and `fused` are ignored, with a warning where they ask for another
+    implementation than the fused kernel; `capturable=True` and `differentiable=True` are refused.
     """
 
     # The option that makes parameters narrow.
@@ -109,10 +114,15 @@ class Optimizer(CheckpointMixin):
         check_parameters(params)
         self._start_caches()
         self._is_built = False
-        own = {"weight_update": weight_update, "state_dtype": state_dtype, "param_dtype": param_dtype}
-        super().__init__(
-            params, {**defaults, **own, "format": format, "seed": seed, "report_interval": report_interval}
-        )
+        own: dict[str, Any] = {
+            "weight_update": weight_update,
+            "state_dtype": state_dtype,
+            "param_dtype": param_dtype,
+            "format": format,
+            "seed": seed,
+            "report_interval": report_interval,
+        }
+        super().__init__(params, read_options({**defaults, **own}, option_defaults(type(self))))
         refuse_unused_update(self, self.param_groups)
         # After all groups were accepted: what is refused leaves every parameter as it was.
         narrow(self, self.param_groups, check_narrowing(self.param_groups))
@@ -152,6 +162,8 @@ class Optimizer(CheckpointMixin):
         super().add_param_group(param_group)
         group = self.param_groups[-1]
         try:
+            options = {name: value for name, value in group.items() if name not in ("params", "param_names")}
+            group.update(read_options(options, self.defaults))
             self._check_numbers(group)
             check_group(group, self.defaults)
             self._check_switches(group)
@@ -278,15 +290,85 @@ class Optimizer(CheckpointMixin):
         self._take_step()
         return loss
 
+    @torch._disable_dynamo
+    @torch.no_grad()
+    @keeping_subnormals()
+    def step_parameter(self, parameter: torch.Tensor, group: dict[str, Any], position: int) -> None:
+        """Step one parameter alone, as trainers do inside of backward to free its gradient at once.
+
+        The bits are those of `step`, as a parameter's step depends on no other parameter.
+
+        Args:
+            parameter: one with a gradient; nothing happens without.
+            group: its param group, one of `param_groups`.
+            position: its place in the group.
+
+        Raises:
+            ValueError: it is not there, or what `step` raises.
+            NotImplementedError: hooks of `step`, which would see no step.
+
+        >>> import torch, halfulp as hu
+        >>> w = torch.nn.Parameter(torch.ones(2).bfloat16())
+        >>> opt = hu.optim.SGD([w], lr=0.5, weight_update="kahan")
+        >>> _ = w.register_post_accumulate_grad_hook(lambda w: opt.step_param(w, opt.param_groups[0]))
+        >>> w.sum().backward()
+        >>> w.tolist()
+        [0.5, 0.5]
+        """
+        if not any(group is own for own in self.param_groups) or group["params"][position] is not parameter:
+            raise ValueError(f"this parameter is not number {position} of a group of this optimizer: give its own group")
+        if self._optimizer_step_pre_hooks or self._optimizer_step_post_hooks:
+            raise NotImplementedError(
+                "a step of one parameter runs none of the hooks of step(): remove them, or call step() after backward"
+            )
+        if parameter.grad is None:
+            return
+        self._begin_step()
+        self._check_group_now(group)
+        alone = {**group, "params": [parameter], "param_names": [name_of(group, position)]}
+        settings = [self._setting(alone)]
+        plans, gradients, scales = [self._plans.get(parameter)], self._gradients([parameter]), {}
+        places = self._renew_plans([alone], settings, plans, gradients, scales)
+        batches = Roster.of(settings, plans, [], places, self.state, None).batches(
+            [alone], [parameter], gradients, scales
+        )
+        assert batches is not None, "one parameter is metered or not"
+        self._run(batches)
+        # Schedulers ask whether there was a step.
+        self._opt_called = True
+
+    def step_param(self, parameter: torch.Tensor, group: dict[str, Any]) -> None:
+        """Step one parameter alone, wherever it stands in its group: see `step_parameter`."""
+        position = next((k for k, own in enumerate(group["params"]) if own is parameter), None)
+        if position is None:
+            raise ValueError("this parameter is not in the group that was given with it: give its own group")
+        self.step_parameter(parameter, group, position)
+
+    def train(self, mode: bool = True) -> None:
+        """Do nothing: the parameters are the weights to train and to evaluate; some optimizers have two."""
+
+    def eval(self) -> None:
+        """Do what `train(False)` does."""
+        self.train(False)
+
     @keeping_subnormals()
     def _take_step(self) -> None:
         """Step every parameter that has a gradient."""
+        self._begin_step()
+        batches, waiting = self._collect()
+        self._run(batches)
+        for plan in waiting:
+            follow_version(plan)
+
+    def _begin_step(self) -> None:
+        """Follow what users have done to the groups since the last step."""
         count = sum(len(group["params"]) for group in self.param_groups)
         if len(self.state) > count or not all(map(has_identities, self.param_groups)):
             self._follow_groups()
         if not self._stepped and part_in_backward(self.param_groups, self.state):
             self._clear_plans()
-        batches, waiting = self._collect()
+
+    def _run(self, batches: list[Batch]) -> None:
         self._check_wrappers(bool(batches))
         warn_of_shared_keys(self, batches)
         for batch in batches:
@@ -299,8 +381,6 @@ class Optimizer(CheckpointMixin):
         # A parameter cut from the same tensor as another shares its counter, which the other's step has moved.
         for batch in batches if len(batches) > 1 else ():
             batch.follow_versions()
-        for plan in waiting:
-            follow_version(plan)
 
     def _check_wrappers(self, has_gradients: bool) -> None:
         """Check what else holds the parameters: wrappers of the model at the first step, averages now and then."""
@@ -325,19 +405,15 @@ class Optimizer(CheckpointMixin):
         check_states(rule, group)
 
     def _check_switches(self, group: dict[str, Any]) -> None:
-        """Refuse the options that choose another implementation in torch.optim."""
-        refuse_torch_switches(type(self).__name__, **{name: group.get(name) for name in SWITCHES})
+        """Refuse or ignore the options that choose another implementation in torch.optim."""
+        check_torch_switches(type(self).__name__, **{name: group.get(name) for name in SWITCHES})
 
     def _collect(self) -> tuple[list[Batch], list[ParameterPlan]]:
         """Return the parameters with gradients in batches of one step specification, and unwritten others' plans."""
         groups = self.param_groups
         for group in groups:
-            self._check_numbers(group)
-            warn_of_rate_jump(group)
-        settings: list[Setting] = [
-            (self.rule(group), self._plans.options_of(group), group["report_interval"], len(group["params"]))
-            for group in groups
-        ]
+            self._check_group_now(group)
+        settings = [self._setting(group) for group in groups]
         parameters = [parameter for group in groups for parameter in group["params"]]
         gradients = self._gradients(parameters)
         plans = [*map(self._plans.by_id.get, map(id, parameters))]
@@ -353,14 +429,23 @@ class Optimizer(CheckpointMixin):
             batches = roster.batches(groups, parameters, gradients, {})
         if batches is None:
             scales: dict[int, torch.Tensor] = {}
-            places = self._renew_plans(settings, plans, gradients, scales)
+            places = self._renew_plans(groups, settings, plans, gradients, scales)
             roster = self._plans.roster = Roster.of(settings, plans, resting, places, self.state, roster)
             batches = roster.batches(groups, parameters, gradients, scales)
             assert batches is not None, "parameters of a batch are all metered or none"
         return batches, waiting
 
+    def _check_group_now(self, group: dict[str, Any]) -> None:
+        """Check what a scheduler or the user may have written into a group since the last step."""
+        self._check_numbers(group)
+        warn_of_rate_jump(group)
+
+    def _setting(self, group: dict[str, Any]) -> Setting:
+        return self.rule(group), self._plans.options_of(group), group["report_interval"], len(group["params"])
+
     def _renew_plans(
         self,
+        groups: list[dict[str, Any]],
         settings: list[Setting],
         plans: list[ParameterPlan | None],
         gradients: list[torch.Tensor | None],
@@ -369,14 +454,14 @@ class Optimizer(CheckpointMixin):
         """Make the plans of all parameters with gradients valid; return the places of those that step together.
 
         Args:
-            settings: of the groups.
+            groups, settings: with the parameters.
             plans: of all parameters; replaced where they are not valid.
             gradients: of all parameters; replaced by their plain memory.
             scales: where the scales of scaled gradients go, by place.
         """
         places: dict[tuple[int, bool], list[int]] = {}
         place = -1
-        for group, (rule, options, interval, _) in zip(self.param_groups, settings):
+        for group, (rule, options, interval, _) in zip(groups, settings):
             for position, parameter in enumerate(group["params"]):
                 place += 1
                 plan, gradient = plans[place], gradients[place]

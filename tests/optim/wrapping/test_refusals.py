@@ -19,16 +19,6 @@ class Lookahead(torch.optim.Optimizer):
         self.inner.step()
 
 
-class ScheduleFree(torch.optim.SGD):
-    """An optimizer with modes, which writes its parameters when they change."""
-
-    def train(self):
-        pass
-
-    def eval(self):
-        pass
-
-
 class Listed(torch.optim.SGD):
     """Several inner optimizers."""
 
@@ -49,7 +39,6 @@ CASES = {
         "Lookahead .* SGD",
     ),
     "a list of others": (lambda: (Listed, [_weight()]), "Listed .* Adam in 'parts'"),
-    "train and eval": (lambda: (ScheduleFree, [_weight()]), "ScheduleFree .* train"),
 }
 
 

@@ -12,7 +12,7 @@ from ...mctensor import MCTensor
 from .._float32_weights import Float32Buffer
 from ..parameters._local_tensors import is_dtensor, local, placed_like
 from ..step._memory import gradient_memory
-from ._refusals import refuse_writes_outside_steps
+from ._refusals import refuse_inner_optimizers
 
 OWN = ("weight_update", "state_dtype", "param_dtype", "format", "seed", "report_interval", "identities")
 
@@ -30,7 +30,7 @@ def from_class(optimizer: Callable, params: Iterable, options: dict) -> tuple[to
     base = optimizer([inner for inner, _ in pairs], **options)
     if not isinstance(base, torch.optim.Optimizer):
         raise TypeError(f"{optimizer!r} made {base!r}, which is no torch.optim.Optimizer")
-    refuse_writes_outside_steps(base)
+    refuse_inner_optimizers(base)
     if len(base.param_groups) != len(pairs):
         raise NotImplementedError(f"{type(base).__name__} regroups its parameters: wrap it with one group of them")
     return base, [merged_group(outer, inner) for (_, outer), inner in zip(pairs, base.param_groups)], shadows
@@ -59,7 +59,7 @@ def merged_group(outer: Mapping, inner: Mapping) -> dict:
 
 def from_instance(instance: torch.optim.Optimizer) -> tuple[torch.optim.Optimizer, list[dict], dict]:
     """Make an optimizer over shadows from a live one; return it with its state, its groups and the shadows."""
-    refuse_writes_outside_steps(instance)
+    refuse_inner_optimizers(instance)
     shadows = {p: shadow_of(p) for group in instance.param_groups for p in group["params"]}
 
     def moved(tensor: torch.Tensor) -> torch.Tensor:

@@ -1,4 +1,4 @@
-"""Optimizers that cannot be wrapped: what they write lies outside the steps of the one that is wrapped."""
+"""Optimizers that cannot be wrapped, because they hold another one."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ from typing import Any
 import torch
 
 
-def refuse_writes_outside_steps(base: torch.optim.Optimizer) -> None:
-    """Refuse an optimizer that holds another one, or that writes its parameters between steps.
+def refuse_inner_optimizers(base: torch.optim.Optimizer) -> None:
+    """Refuse an optimizer that holds another one.
 
     Float32 weights exist during a step of the wrapped optimizer alone. An optimizer inside of it has the narrow
     parameters themselves, or a copy of memory that is not filled yet.
@@ -23,11 +23,6 @@ def refuse_writes_outside_steps(base: torch.optim.Optimizer) -> None:
             f"{name} holds another optimizer, {type(inner).__name__} in {place!r}, whose parameters wrap cannot put "
             f"float32 weights behind: step float32 parameters by {name}, or wrap {type(inner).__name__} alone: "
             f"hu.optim.wrap({type(inner).__name__}, params, ...)"
-        )
-    if callable(getattr(base, "train", None)) and callable(getattr(base, "eval", None)):
-        raise NotImplementedError(
-            f"{name} writes its parameters in train() and eval(), between steps, where wrap has no float32 weights: "
-            f"step float32 parameters by {name}, or take hu.optim.AdamW and hu.optim.EMA for averaged weights"
         )
 
 

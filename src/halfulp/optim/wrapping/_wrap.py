@@ -12,6 +12,7 @@ from ...formats import Format
 from .._float32_weights import MOST_ELEMENTS, Float32Buffer, buffer_for, read_weights, runs_of
 from .._group_options import Parameters
 from .._optimizer import Loss, Optimizer
+from .._spelled_options import option_defaults, read_options
 from ..checkpoint._state_dict_validation import refuse_confusing_keys
 from ..parameters._local_tensors import local, own_parts
 from ..parameters._outside_writes import mark_current
@@ -119,6 +120,7 @@ def wrap(
             f"wrap takes a torch optimizer's class and parameters, or an instance; got {optimizer!r} and "
             f"{'no' if params is None else 'some'} parameters"
         )
+    options = read_options(options, option_defaults(optimizer))
     return Wrapped(*from_class(optimizer, params, options), **own)
 
 
@@ -208,6 +210,34 @@ class Wrapped(ExplicitGradientOptimizer):
             if wanted != [id(shadow) for shadow in inner["params"]]:
                 return True
         return False
+
+    def step_parameter(self, parameter: torch.Tensor, group: dict[str, Any], position: int) -> None:
+        """Refuse: the wrapped optimizer steps all parameters together."""
+        raise NotImplementedError(
+            f"{type(self.base).__name__} under wrap steps all parameters together: step after backward, or take an "
+            "optimizer of hu.optim, which steps one alone"
+        )
+
+    @torch.no_grad()
+    def train(self, mode: bool = True) -> None:
+        """Switch the weights of a wrapped optimizer that has two, such as a schedule-free one; else do nothing.
+
+        What it writes enters the parameters by the weight update, as in a step.
+        """
+        change = getattr(self.base, "train" if mode else "eval", None)
+        if not callable(change):
+            return
+        if self._groups_changed():
+            self._follow_groups()
+        plans = list(self._all_plans(lambda p: p.requires_grad))
+        try:
+            self._load(plans, Float32Buffer(0))
+            before = [local(self._shadows[plan.parameter])._version for plan in plans]
+            self._in_base(change)
+            now = [local(self._shadows[plan.parameter])._version for plan in plans]
+            self._write([plan for plan, one, other in zip(plans, before, now, strict=True) if one != other])
+        finally:
+            self._release(plans)
 
     @overload
     def step(self, closure: None = None) -> None: ...
@@ -314,10 +344,14 @@ class Wrapped(ExplicitGradientOptimizer):
             shadow.grad = float32_gradient(parameter.grad, buffer)
 
     def _step_base(self, closure: Callable[[], Any] | None = None) -> Any:
-        """A step of the wrapped optimizer, under the options of the groups, which get what it writes into its own."""
+        """A step of the wrapped optimizer."""
+        return self._in_base(lambda: plain_step(self.base, *(() if closure is None else (closure,))))
+
+    def _in_base(self, change: Callable[[], Any]) -> Any:
+        """Call what changes the wrapped optimizer under the options of the groups, which get what it writes there."""
         for own, inner in self._pairs:
             inner.update({name: own[name] for name in own if name not in _APART})
-        result = plain_step(self.base, *(() if closure is None else (closure,)))
+        result = change()
         for own, inner in self._pairs:
             claimed = sorted(set(OWN) & inner.keys())
             if claimed:

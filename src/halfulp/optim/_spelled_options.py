@@ -1,0 +1,91 @@
+"""Options as a command line or a YAML file spells them: "1e-3", "bf16", "true", "0.9,0.95"."""
+
+from __future__ import annotations
+
+import ast
+import inspect
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+
+from .._names import unknown
+
+DTYPES = {
+    **dict.fromkeys(("bf16", "bfloat16"), torch.bfloat16),
+    **dict.fromkeys(("fp16", "float16", "half"), torch.float16),
+    **dict.fromkeys(("fp32", "float32", "float"), torch.float32),
+}
+_SWITCHES = {"true": True, "false": False}
+# Options whose words are names, and stay.
+_NAMES = frozenset(("weight_update", "format", "name"))
+
+
+def read_dtype(given: Any) -> Any:
+    """Return the dtype that a word names; anything else, such as "8bit", as it is.
+
+    >>> read_dtype("torch.bfloat16"), read_dtype("fp16"), read_dtype("8bit")
+    (torch.bfloat16, torch.float16, '8bit')
+    """
+    return DTYPES.get(given.strip().removeprefix("torch."), given) if isinstance(given, str) else given
+
+
+def option_defaults(make: Callable[..., Any]) -> dict[str, Any]:
+    """Return the default values of a class's or function's arguments, which tell of what type each is."""
+    try:
+        parameters = inspect.signature(make).parameters.values()
+    except (TypeError, ValueError):  # made in C, without a signature
+        return {}
+    return {one.name: one.default for one in parameters if one.default is not inspect.Parameter.empty}
+
+
+def read_options(given: Mapping[str, Any], defaults: Mapping[str, Any]) -> dict[str, Any]:
+    """Return options as values, where some may be words for them.
+
+    Args:
+        given: the options.
+        defaults: values of the same names, whose types are those of the options.
+
+    Raises:
+        ValueError: a word that is no value of its option's type.
+
+    >>> read_options({"lr": "1e-3", "betas": "0.9,0.95", "param_dtype": "bf16"}, {"lr": 0.1, "betas": (0.9, 0.999)})
+    {'lr': 0.001, 'betas': (0.9, 0.95), 'param_dtype': torch.bfloat16}
+    """
+    return {name: _read(name, value, defaults.get(name)) for name, value in given.items()}
+
+
+def _read(name: str, given: Any, default: Any) -> Any:
+    if name == "state_dtype" and isinstance(given, Mapping):
+        return {slot: read_dtype(choice) for slot, choice in given.items()}
+    if isinstance(given, list | tuple) and isinstance(default, tuple | list):
+        return tuple(_read_number(name, one) if isinstance(one, str) else one for one in given)
+    if not isinstance(given, str):
+        return given
+    word = given.strip()
+    if word.lower() in ("none", "null"):
+        return None
+    if name in ("param_dtype", "state_dtype", "dtype"):
+        found = read_dtype(word)
+        if name == "param_dtype" and found is word:
+            raise ValueError(unknown("param_dtype", word, ["bf16", "bfloat16", "fp16", "float16", "None"]))
+        return found
+    if name in _NAMES:
+        return word
+    if isinstance(default, bool) or (default is None and word.lower() in _SWITCHES):
+        if word.lower() not in _SWITCHES:
+            raise ValueError(f"{name}={given!r}: write True or False")
+        return _SWITCHES[word.lower()]
+    if isinstance(default, tuple | list):
+        return tuple(_read_number(name, one) for one in word.strip("()[] ").split(",") if one.strip())
+    return _read_number(name, word) if isinstance(default, int | float) else given
+
+
+def _read_number(name: str, word: str) -> float:
+    try:
+        value = ast.literal_eval(word.strip())
+        if isinstance(value, bool) or not isinstance(value, int | float):
+            raise ValueError
+    except (SyntaxError, ValueError):
+        raise ValueError(f"{name}={word!r} is no number: write it as 0.001 or 1e-3") from None
+    return value

@@ -1,0 +1,84 @@
+"""Options as command lines and YAML files spell them give the optimizer that the values give, or a sentence."""
+
+import pytest
+import torch
+
+import halfulp as hu
+
+WORDS = {
+    "lr": ("1e-3", 1e-3),
+    "betas": ("0.9,0.95", (0.9, 0.95)),
+    "eps": ("1e-6", 1e-6),
+    "weight_decay": ("0", 0),
+    "amsgrad": ("False", False),
+    "maximize": ("true", True),
+    "fused": ("None", None),
+    "weight_update": (" kahan", "kahan"),
+    "state_dtype": ("torch.float32", torch.float32),
+    "seed": ("7", 7),
+    "report_interval": ("0", 0),
+}
+
+
+def _options(optimizer):
+    return {name: value for name, value in optimizer.param_groups[0].items() if not name.startswith(("param", "ident"))}
+
+
+def _parameter():
+    return torch.nn.Parameter(torch.ones(8, dtype=torch.bfloat16))
+
+
+def test_words_give_what_values_give():
+    by_words = hu.AdamW([_parameter()], **{name: word for name, (word, _) in WORDS.items()})
+    by_values = hu.AdamW([_parameter()], **{name: value for name, (_, value) in WORDS.items()})
+    assert _options(by_words) == _options(by_values)
+    assert by_words.defaults == by_values.defaults
+
+
+def test_words_in_groups_give_what_values_give():
+    for name, (word, value) in WORDS.items():
+        if name != "fused":
+            by_word, by_value = (hu.AdamW([{"params": [_parameter()], name: given}]) for given in (word, value))
+            assert _options(by_word) == _options(by_value), name
+
+
+@pytest.mark.parametrize("word", ["bf16", "bfloat16", "torch.bfloat16", "fp16", "float16", "torch.float16"])
+def test_a_dtype_has_a_name(word):
+    parameter = torch.nn.Parameter(torch.ones(8))
+    hu.SGD([parameter], lr="0.5", param_dtype=word)
+    assert parameter.dtype == (torch.bfloat16 if "b" in word else torch.float16)
+
+
+def test_a_list_of_words_and_a_dict_of_dtypes_are_read():
+    optimizer = hu.AdamW([_parameter()], betas=["0.9", "1e-1"], state_dtype={"exp_avg": "8bit", "exp_avg_sq": "fp32"})
+    assert optimizer.defaults["betas"] == (0.9, 0.1)
+    assert optimizer.defaults["state_dtype"] == {"exp_avg": "8bit", "exp_avg_sq": torch.float32}
+
+
+def test_options_of_a_wrapped_class_are_read():
+    optimizer = hu.optim.wrap(torch.optim.RMSprop, [_parameter()], lr="1e-3", centered="true", weight_update="kahan")
+    assert optimizer.base.defaults["lr"] == 1e-3
+    assert optimizer.base.defaults["centered"] is True
+
+
+@pytest.mark.parametrize(
+    ("options", "told"),
+    [
+        ({"lr": "fast"}, "lr='fast' is no number: write it as 0.001 or 1e-3"),
+        ({"lr": "2**-3"}, "is no number"),
+        ({"lr": "True"}, "is no number"),
+        ({"lr": "nan"}, "is no number"),
+        ({"betas": "0.9;0.95"}, "betas='0.9;0.95' is no number"),
+        ({"betas": "0.9"}, "give two numbers"),
+        ({"maximize": "yes"}, "maximize='yes': write True or False"),
+        ({"param_dtype": "bf61"}, "unknown param_dtype 'bf61'; did you mean 'bf16'"),
+        ({"weight_update": "khan"}, "did you mean kahan"),
+        ({"seed": "0.5"}, "a whole number from 0 on"),
+        ({"capturable": "true"}, "outside CUDA graphs"),
+    ],
+)
+def test_what_is_no_value_is_refused_in_words(options, told):
+    with pytest.raises((ValueError, NotImplementedError), match=told.replace("*", r"\*")):
+        hu.AdamW([_parameter()], **options)
+    with pytest.raises((ValueError, NotImplementedError), match=told.replace("*", r"\*")):
+        hu.AdamW([{"params": [_parameter()], **options}])
