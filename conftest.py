@@ -2,6 +2,7 @@
 
 import doctest
 import importlib
+import importlib.util
 from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
@@ -9,6 +10,14 @@ from pathlib import Path
 import pytest
 
 SOURCES = Path(__file__).parent / "src"
+# The examples of an integration run where its trainer is installed, with what that one needs itself.
+NEEDS = {"transformers": ("transformers", "accelerate"), "timm": ("timm", "torchvision")}
+INTEGRATIONS = [path for path in (SOURCES / "halfulp" / "integrations").glob("*.py") if path.stem != "__init__"]
+collect_ignore = [
+    str(path)
+    for path in INTEGRATIONS
+    if not all(importlib.util.find_spec(name) for name in NEEDS.get(path.stem, (path.stem,)))
+]
 
 
 def pytest_collect_file(file_path: Path) -> None:

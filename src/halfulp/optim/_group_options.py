@@ -140,7 +140,7 @@ SWITCHES = ("foreach", "differentiable", "capturable", "fused")
 
 
 def check_torch_switches(name: str, **switches: bool | None) -> None:
-    """Refuse or ignore torch.optim's switches that choose another implementation, of an optimizer or of one param group.
+    """Refuse or ignore torch.optim's switches that choose another implementation, of an optimizer or of one group.
 
     `foreach` and `fused` choose among equals, so that trainers set them unasked: they are ignored with a warning where
     they ask for another implementation than the only one.

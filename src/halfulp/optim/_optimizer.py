@@ -316,7 +316,7 @@ class Optimizer(CheckpointMixin):
         [0.5, 0.5]
         """
         if not any(group is own for own in self.param_groups) or group["params"][position] is not parameter:
-            raise ValueError(f"this parameter is not number {position} of a group of this optimizer: give its own group")
+            raise ValueError(f"this parameter is not number {position} of a group of this optimizer: give its group")
         if self._optimizer_step_pre_hooks or self._optimizer_step_post_hooks:
             raise NotImplementedError(
                 "a step of one parameter runs none of the hooks of step(): remove them, or call step() after backward"
@@ -327,7 +327,8 @@ class Optimizer(CheckpointMixin):
         self._check_group_now(group)
         alone = {**group, "params": [parameter], "param_names": [name_of(group, position)]}
         settings = [self._setting(alone)]
-        plans, gradients, scales = [self._plans.get(parameter)], self._gradients([parameter]), {}
+        plans, gradients = [self._plans.get(parameter)], self._gradients([parameter])
+        scales: dict[int, torch.Tensor] = {}
         places = self._renew_plans([alone], settings, plans, gradients, scales)
         batches = Roster.of(settings, plans, [], places, self.state, None).batches(
             [alone], [parameter], gradients, scales

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Iterable, Mapping
-from typing import Any, Unpack, overload
+from typing import Any, Unpack, cast, overload
 
 import torch
 
@@ -95,13 +95,14 @@ def wrap(
     >>> bool((w < 1).all())
     True
     """
-    own: NarrowOptions = {
+    words = {
         "weight_update": weight_update,
         "param_dtype": param_dtype,
         "format": format,
         "seed": seed,
         "report_interval": report_interval,
     }
+    own = cast(NarrowOptions, read_options(words, option_defaults(wrap)))
     if isinstance(optimizer, Optimizer) or (isinstance(optimizer, type) and issubclass(optimizer, Optimizer)):
         raise ValueError("this optimizer has weight updates of its own: give it weight_update= instead of wrapping it")
     if options.pop("state_dtype", None) is not None:

@@ -1,0 +1,1 @@
+"""One module per trainer, imported when named: transformers, accelerate, lightning, torchtitan, timm, diffusers."""

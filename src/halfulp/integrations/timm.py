@@ -1,0 +1,42 @@
+"""Optimizers of hu.optim by name in timm's factory and its train.py.
+
+    import halfulp.integrations.timm; halfulp.integrations.timm.register()
+    timm.optim.create_optimizer_v2(model, "huadamw", lr=1e-3, weight_update="kahan")
+
+timm 1.0.31 cuts a name at its last "_" ("halfulp_adamw" is torch's AdamW there, in silence), so the names have none:
+"hu" and the class's name. On the command line: `--opt huadamw --opt-kwargs weight_update=kahan --model-dtype bfloat16`.
+"""
+
+from __future__ import annotations
+
+from timm.optim import OptimInfo
+from timm.optim._optim_factory import default_registry
+
+from ..optim import OPTIMIZERS
+from ..optim._spelled_options import option_defaults
+
+PREFIX = "hu"
+
+
+def register() -> list[str]:
+    """Register every optimizer of hu.optim, and those registered there, in timm's default registry; return the names.
+
+    >>> "huadamw" in register()
+    True
+    """
+    names = []
+    for name, kind in OPTIMIZERS.items():
+        options = option_defaults(kind)
+        names.append(f"{PREFIX}{name}".lower().replace("_", ""))
+        default_registry.register(
+            OptimInfo(
+                name=names[-1],
+                opt_class=kind,
+                description=f"{name} of halfulp, for narrow parameters",
+                has_eps="eps" in options,
+                has_momentum="momentum" in options,
+                has_betas="betas" in options,
+                num_betas=len(options.get("betas", (0, 0))),
+            )
+        )
+    return names

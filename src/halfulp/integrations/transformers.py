@@ -1,0 +1,183 @@
+"""Narrow optimizers and precision contracts inside the Trainer of transformers.
+
+    from halfulp.integrations.transformers import PrecisionCallback, optimizer
+
+    trainer = Trainer(
+        model, args, ..., callbacks=[PrecisionCallback()],
+        optimizer_cls_and_kwargs=optimizer(args, "AdamW", weight_update="kahan", param_dtype="bf16"),
+    )
+
+The Trainer hands the model to the optimizer that it makes, so that parameters come with their names, which key the
+random bits, and in the Trainer's two groups of weight decay. This is the way under FSDP too, where `optimizers=`
+raises.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from safetensors.torch import save_file
+from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
+from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
+
+from .. import optim
+from .._names import unknown
+from ..optim._inner_optimizer import inner_optimizer
+from ..optim._spelled_options import option_defaults
+from ..optim.parameters._random_identity import plain_names
+from ..recipes import contract
+from ..recipes._contract import Contract
+
+CONTRACT_FILE, WEIGHTS_FILE = "precision_contract.json", "float32_weights.safetensors"
+
+
+class OptimizerFactory:
+    """The first of the pair that `optimizer` returns, by transformers' protocol of optimizer factories.
+
+    Attributes:
+        rule: the name of an optimizer of hu.optim, or a class of torch's, which is wrapped.
+        weight_decay: of the parameters that decay.
+    """
+
+    def __init__(self, rule: str | Callable[..., torch.optim.Optimizer], weight_decay: float) -> None:
+        self.rule, self.weight_decay = rule, weight_decay
+
+    def __call__(self) -> Callable[..., torch.optim.Optimizer]:
+        """Return the function of a model and options that makes the optimizer."""
+        return self.make
+
+    def make(self, model: torch.nn.Module, **options: Any) -> torch.optim.Optimizer:
+        """Make the optimizer of a model's trainable parameters."""
+        trained = [(name, parameter) for name, parameter in model.named_parameters() if parameter.requires_grad]
+        if not trained:
+            raise ValueError("no parameter of the model requires a gradient: nothing is to be trained")
+        decaying = set(Trainer.get_decay_parameter_names(_NoTrainer(), model))
+        groups: list[dict[str, Any]] = [{"params": [], "weight_decay": decay} for decay in (self.weight_decay, 0.0)]
+        for (name, parameter), plain in zip(trained, plain_names(name for name, _ in trained), strict=True):
+            groups[name not in decaying]["params"].append((plain, parameter))
+        groups = [group for group in groups if group["params"]]
+        if isinstance(self.rule, str):
+            return optim.OPTIMIZERS[self.rule](groups, **options)
+        return optim.wrap(self.rule, groups, **options)
+
+
+class _NoTrainer(Trainer):
+    """Something to ask for the names of decaying parameters, which depend on the model alone."""
+
+    def __init__(self) -> None:
+        pass
+
+
+def optimizer(
+    args: TrainingArguments, rule: str | Callable[..., torch.optim.Optimizer] = "AdamW", **options: Any
+) -> tuple[OptimizerFactory, dict[str, Any]]:
+    """Return what `Trainer(optimizer_cls_and_kwargs=...)` takes.
+
+    Args:
+        args: the Trainer's: learning rate, weight decay, and for rules of Adam's kind betas and eps come from there;
+            the options in `args.optim_args` ("weight_update=kahan,param_dtype=bf16"), too.
+        rule: the name of an optimizer of hu.optim, or a class of torch.optim, which `hu.optim.wrap` puts on narrow
+            parameters.
+        **options: of the optimizer; they precede those in args. `param_dtype` narrows a float32 model in place.
+
+    Raises:
+        ValueError: an unknown name, or options in `args.optim_args` that are not "name=value,name=value".
+
+    >>> import halfulp as hu, transformers
+    >>> args = transformers.TrainingArguments(output_dir="runs", learning_rate=1e-3, weight_decay=0.1, use_cpu=True)
+    >>> make, options = optimizer(args, "AdamW", weight_update="kahan", param_dtype="bf16")
+    >>> options["lr"], options["betas"]
+    (0.001, (0.9, 0.999))
+    >>> model = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.LayerNorm(4))
+    >>> opt = make()(model, **options)
+    >>> [(group["weight_decay"], group["param_names"]) for group in opt.param_groups]
+    [(0.1, ['0.weight']), (0.0, ['0.bias', '1.weight', '1.bias'])]
+    """
+    if isinstance(rule, str) and rule not in optim.OPTIMIZERS:
+        raise ValueError(unknown("optimizer", rule, optim.OPTIMIZERS))
+    known = option_defaults(optim.OPTIMIZERS[rule] if isinstance(rule, str) else rule)
+    given: dict[str, Any] = {"lr": args.learning_rate}
+    if {"betas", "eps"} <= known.keys():
+        given |= {"betas": (args.adam_beta1, args.adam_beta2), "eps": args.adam_epsilon}
+    return OptimizerFactory(rule, args.weight_decay), {**given, **_read_optim_args(args.optim_args), **options}
+
+
+def _read_optim_args(text: str | None) -> dict[str, str]:
+    pairs = [entry.partition("=") for entry in (text or "").split(",") if entry.strip()]
+    if not all(name.strip() and equal for name, equal, _ in pairs):
+        raise ValueError(f"optim_args={text!r}: write name=value,name=value")
+    return {name.strip(): value.strip() for name, _, value in pairs}
+
+
+class PrecisionCallback(TrainerCallback):
+    """Saves beside each checkpoint in what precision the run trains, checks it on resume, and logs lost updates.
+
+    Beside `model.safetensors` stand then `precision_contract.json` (`hu.contract`: every parameter's dtype, weight
+    update and states) and `float32_weights.safetensors`, the float32 weights that an optimizer of hu.optim keeps.
+    Logged are `lost_updates`, the share of updates that rounding has cancelled so far, and `realised_updates`.
+
+    The logs get the entries before the Trainer prints and saves them, and after other integrations (TensorBoard) have
+    read them: `trainer.callback_handler.callbacks.insert(0, PrecisionCallback())` comes before these.
+
+    Args:
+        contract: save and check the contract.
+        float32_weights: save them. Of sharded models they are not: torch.distributed.checkpoint saves the optimizer.
+        lost_updates: log them.
+
+    Raises:
+        ValueError: at the beginning of a resumed run: the checkpoint was saved in another precision.
+
+    >>> PrecisionCallback(float32_weights=False).float32_weights
+    False
+    """
+
+    def __init__(self, *, contract: bool = True, float32_weights: bool = True, lost_updates: bool = True) -> None:
+        self.contract, self.float32_weights, self.lost_updates = contract, float32_weights, lost_updates
+
+    def on_train_begin(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **more: Any
+    ) -> None:
+        """Check the contract of the checkpoint that the run goes on from, where it lies in the output folder."""
+        saved = os.path.join(_folder(args, state), CONTRACT_FILE)
+        if self.contract and state.global_step and os.path.exists(saved):
+            with open(saved, encoding="utf-8") as file:
+                Contract.from_dict(json.load(file)).check(more["model"], inner_optimizer(more["optimizer"]))
+
+    def on_save(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **more: Any) -> None:
+        """Write both files into the checkpoint's folder."""
+        folder = _folder(args, state)
+        if not (args.should_save and os.path.isdir(folder)):
+            return
+        model, stepped = more["model"], inner_optimizer(more["optimizer"])
+        held = contract(model, stepped)
+        if self.contract:
+            with open(os.path.join(folder, CONTRACT_FILE), "w", encoding="utf-8") as file:
+                json.dump(held.to_dict(), file, indent=1)
+        is_sharded = any(hasattr(parameter, "_local_tensor") for parameter in model.parameters())
+        if self.float32_weights and isinstance(stepped, optim.Optimizer) and not is_sharded:
+            weights = stepped.float32_state_dict(model).items()
+            plain = {name: tensor.cpu().clone(memory_format=torch.contiguous_format) for name, tensor in weights}
+            save_file(plain, os.path.join(folder, WEIGHTS_FILE), metadata={"format": "pt", **held.metadata()})
+
+    def on_log(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, logs: Any = None, **more: Any
+    ) -> None:
+        """Add the share of lost updates to the logs and to the history."""
+        stepped = inner_optimizer(more.get("optimizer"))
+        if not (self.lost_updates and isinstance(stepped, optim.Optimizer) and logs is not None):
+            return
+        seen = stepped.report()
+        found = {"lost_updates": seen.cancelled, "realised_updates": seen.realised}
+        for name, share in found.items():
+            if share is not None:
+                logs[name] = round(share, 6)
+                if state.log_history:
+                    state.log_history[-1][name] = logs[name]
+
+
+def _folder(args: TrainingArguments, state: TrainerState) -> str:
+    return os.path.join(str(args.output_dir), f"{PREFIX_CHECKPOINT_DIR}-{state.global_step}")

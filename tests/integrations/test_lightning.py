@@ -1,0 +1,133 @@
+"""Precision plugins and the callback inside Lightning; skipped where it is missing."""
+
+import pytest
+import torch
+from torch import nn
+
+import halfulp as hu
+from halfulp.kernels import same_bits
+
+lightning = pytest.importorskip("lightning.pytorch")
+from halfulp.integrations.lightning import AdaptiveMixed, Precision, Recipe  # noqa: E402
+
+pytestmark = pytest.mark.filterwarnings("ignore")  # Lightning's advice on numbers of workers
+QUIET = dict.fromkeys(("logger", "enable_progress_bar", "enable_model_summary"), False)
+
+
+class Module(lightning.LightningModule):
+    def __init__(self, make):
+        super().__init__()
+        self.network = nn.Sequential(nn.Linear(8, 16), nn.LayerNorm(16), nn.Linear(16, 2))
+        self.make = make
+
+    def forward(self, inputs):
+        return self.network(inputs)
+
+    def training_step(self, batch, step):
+        return self._loss(batch)
+
+    def validation_step(self, batch, step):
+        self.log("seen", self._loss(batch))
+
+    def _loss(self, batch):
+        inputs, targets = batch
+        return (self(inputs).float() - targets).square().mean()
+
+    def configure_optimizers(self):
+        return self.make(self)
+
+
+def _split8(module):
+    return hu.recipes.optimizer(module, "AdamW", lr=1e-2, report_interval=1)
+
+
+def _fitted(seed, folder, plugins, make=_split8, epochs=2, start=None, callback=None, **options):
+    torch.manual_seed(seed)
+    module = Module(make)
+    data = torch.utils.data.TensorDataset(torch.randn(64, 8), torch.randn(64, 2))
+    loader = torch.utils.data.DataLoader(data, batch_size=8)
+    trainer = lightning.Trainer(
+        accelerator="cpu",
+        devices=1,
+        max_epochs=epochs,
+        default_root_dir=folder,
+        plugins=plugins,
+        callbacks=[callback or Precision()],
+        enable_checkpointing=False,
+        **QUIET,
+        **options,
+    )
+    trainer.fit(module, loader, loader, ckpt_path=start)
+    return module, trainer
+
+
+def _equal(one, other):
+    return all(same_bits(a.detach(), b.detach()) for a, b in zip(one.parameters(), other.parameters(), strict=True))
+
+
+def test_a_recipe_converts_the_users_module_and_resumes_to_the_bit(seed, tmp_path):
+    whole, trainer = _fitted(seed, tmp_path, [Recipe("bf16-split8")], callback=Precision(0.9))
+    assert whole.network[0].weight.dtype == torch.bfloat16
+    assert whole.network[1].weight.dtype == torch.float32
+    half = Precision(0.9)
+    _, early = _fitted(seed, tmp_path, [Recipe("bf16-split8")], epochs=1, callback=half)
+    early.save_checkpoint(tmp_path / "half.ckpt")
+    again = Precision(0.9)
+    resumed, _ = _fitted(seed, tmp_path, [Recipe("bf16-split8")], start=tmp_path / "half.ckpt", callback=again)
+    assert _equal(whole, resumed)
+    ours, theirs = (callback.ema.float32_state_dict() for callback in (trainer.callbacks[0], again))
+    assert trainer.callbacks[0].ema.updates == 16
+    assert all(same_bits(ours[name], theirs[name]) for name in ours)
+    assert "lost_updates" in trainer.callback_metrics
+
+
+def test_validation_sees_the_averages_and_leaves_the_weights(seed, tmp_path):
+    seen = []
+
+    class Spy(Precision):
+        def on_validation_batch_start(self, trainer, module, *_):
+            if self.ema is not None and self.ema.updates:
+                shown, wanted = module.network[0].weight, self.ema.float32_state_dict()["network.0.weight"]
+                seen.append(bool((shown.float() - wanted).abs().max() < 0.01))
+
+    averaged, _ = _fitted(seed, tmp_path, [Recipe("bf16-split8")], callback=Spy(0.5))
+    plain, _ = _fitted(seed, tmp_path, [Recipe("bf16-split8")])
+    assert seen
+    assert all(seen)
+    assert _equal(averaged, plain)
+
+
+def test_a_checkpoint_of_another_precision_is_refused(seed, tmp_path):
+    _, early = _fitted(seed, tmp_path, [Recipe("bf16-split8")], epochs=1)
+    early.save_checkpoint(tmp_path / "half.ckpt")
+    with pytest.raises(ValueError, match="saved with weight_update=Split8"):
+        _fitted(seed, tmp_path, [Recipe("bf16-kahan")], start=tmp_path / "half.ckpt")
+    held = torch.load(tmp_path / "half.ckpt", weights_only=False)
+    held["precision_contract"]["tensors"]["network.1.weight"]["dtype"] = "bfloat16"
+    torch.save(held, tmp_path / "half.ckpt")
+    with pytest.raises(ValueError, match=r"does not hold: network\.1\.weight: dtype was bfloat16, is float32"):
+        _fitted(seed, tmp_path, [Recipe("bf16-split8")], start=tmp_path / "half.ckpt")
+
+
+def test_adaptive_scaling_trains_clips_and_resumes(seed, tmp_path):
+    def sgd(module):
+        return torch.optim.SGD(module.parameters(), lr=0.1)
+
+    options = {"make": sgd, "gradient_clip_val": 0.5}
+    whole, trainer = _fitted(seed, tmp_path, [AdaptiveMixed("cpu", policy="amax")], **options)
+    _, early = _fitted(seed, tmp_path, [AdaptiveMixed("cpu", policy="amax")], epochs=1, **options)
+    early.save_checkpoint(tmp_path / "half.ckpt")
+    resumed, other = _fitted(
+        seed, tmp_path, [AdaptiveMixed("cpu", policy="amax")], start=tmp_path / "half.ckpt", **options
+    )
+    assert _equal(whole, resumed)
+    scalers = [one.precision_plugin.scaler for one in (trainer, other)]
+    assert scalers[0].state_dict() == scalers[1].state_dict()
+    assert len(scalers[0].sites().rows) > 1
+
+
+def test_a_recipe_that_scales_gradients_is_refused_by_name():
+    with pytest.raises(ValueError, match="use AdaptiveMixed"):
+        Recipe("fp16-adaptive")
+    with pytest.raises(ValueError, match="did you mean 'bf16-split8'"):
+        Recipe("bf16-splitt8")

@@ -1,0 +1,176 @@
+"""The optimizer and the callback inside transformers' Trainer; skipped where accelerate is missing."""
+
+import json
+
+import pytest
+import torch
+
+import halfulp as hu
+from halfulp.kernels import same_bits
+
+transformers = pytest.importorskip("transformers")
+pytest.importorskip("accelerate")
+from safetensors.torch import load_file  # noqa: E402  comes with transformers
+
+from halfulp.integrations.transformers import PrecisionCallback, optimizer  # noqa: E402
+
+pytestmark = pytest.mark.filterwarnings("ignore")  # advice of transformers
+STEPS, STOP = 6, 4
+OPTIONS = {"weight_update": "kahan", "param_dtype": "bf16", "state_dtype": "8bit", "report_interval": 1}
+
+
+def _model(seed, dropout=0.1):
+    torch.manual_seed(seed)
+    sizes = {"n_embd": 16, "n_layer": 1, "n_head": 2, "vocab_size": 32, "n_positions": 8}
+    return transformers.GPT2LMHeadModel(
+        transformers.GPT2Config(**sizes, resid_pdrop=dropout, embd_pdrop=0.0, attn_pdrop=0.0)
+    )
+
+
+class _Stop(transformers.TrainerCallback):
+    def __init__(self, step):
+        self.step = step
+
+    def on_step_end(self, args, state, control, **more):
+        control.should_training_stop |= state.global_step >= self.step
+
+
+def _arguments(folder, **more):
+    return transformers.TrainingArguments(
+        output_dir=folder,
+        use_cpu=True,
+        max_steps=STEPS,
+        save_steps=2,
+        logging_steps=2,
+        per_device_train_batch_size=2,
+        learning_rate=1e-2,
+        weight_decay=0.1,
+        report_to=[],
+        disable_tqdm=True,
+        **more,
+    )
+
+
+def _trained(seed, folder, steps=STEPS, resume=None, rule="AdamW", **options):
+    arguments = _arguments(folder)
+    generator = torch.Generator().manual_seed(seed)
+    rows = [torch.randint(32, (8,), generator=generator) for _ in range(16)]
+    trainer = transformers.Trainer(
+        model=_model(seed),
+        args=arguments,
+        train_dataset=[{"input_ids": row, "labels": row} for row in rows],
+        optimizer_cls_and_kwargs=optimizer(arguments, rule, **options),
+        callbacks=[_Stop(steps), PrecisionCallback()],
+    )
+    trainer.train(resume_from_checkpoint=resume)
+    return trainer
+
+
+def _equal(a, b):
+    return all(same_bits(p.detach(), q.detach()) for p, q in zip(a.parameters(), b.parameters(), strict=True))
+
+
+def test_a_run_has_names_groups_and_resumes_to_the_bit(seed, tmp_path):
+    whole = _trained(seed, tmp_path / "whole", **OPTIONS)
+    _trained(seed, tmp_path / "half", STOP, **OPTIONS)
+    resumed = _trained(seed, tmp_path / "half", resume=str(tmp_path / "half" / f"checkpoint-{STOP}"), **OPTIONS)
+    assert _equal(whole.model, resumed.model)
+    assert {p.dtype for p in whole.model.parameters()} == {torch.bfloat16}
+    decaying, other = whole.optimizer.optimizer.param_groups
+    assert (decaying["weight_decay"], other["weight_decay"]) == (0.1, 0.0)
+    assert "transformer.wte.weight" in decaying["param_names"]
+    assert "transformer.ln_f.weight" in other["param_names"]
+
+
+@pytest.mark.parametrize("update", ["stochastic", "kahan", "split8"])
+def test_it_trains_as_the_plain_loop_does(update, seed, tmp_path):
+    options = {"weight_update": update, "param_dtype": "bf16"}
+    arguments, seen = _arguments(tmp_path, save_strategy="no"), []
+
+    class Recording(transformers.Trainer):
+        def compute_loss(self, model, inputs, *given, **more):
+            count = more["num_items_in_batch"]
+            seen.append(({**inputs, "num_items_in_batch": count}, self.lr_scheduler.get_last_lr()[0]))
+            return super().compute_loss(model, inputs, *given, **more)
+
+    generator = torch.Generator().manual_seed(seed)
+    rows = [torch.randint(32, (8,), generator=generator) for _ in range(16)]
+    model, plain = _model(seed, 0.0), _model(seed, 0.0)
+    trainer = Recording(
+        model=model,
+        args=arguments,
+        train_dataset=[{"input_ids": row, "labels": row} for row in rows],
+        optimizer_cls_and_kwargs=optimizer(arguments, **options),
+    )
+    trainer.train()
+    wanted = set(trainer.get_decay_parameter_names(plain))
+    named = list(plain.named_parameters())
+    groups = [
+        {"params": [(n, p) for n, p in named if n in wanted], "weight_decay": 0.1},
+        {"params": [(n, p) for n, p in named if n not in wanted], "weight_decay": 0.0},
+    ]
+    own = hu.AdamW(groups, **options)
+    for inputs, rate in seen:
+        for group in own.param_groups:
+            group["lr"] = rate
+        plain(**inputs).loss.backward()
+        torch.nn.utils.clip_grad_norm_(plain.parameters(), arguments.max_grad_norm)
+        own.step()
+        own.zero_grad()
+    assert len(seen) == STEPS
+    assert _equal(model, plain)
+
+
+def test_checkpoints_hold_the_contract_and_float32_weights(seed, tmp_path):
+    trainer = _trained(seed, tmp_path, **OPTIONS)
+    folder = tmp_path / f"checkpoint-{STEPS}"
+    held = hu.recipes.Contract.from_dict(json.loads((folder / "precision_contract.json").read_text()))
+    held.check(trainer.model, trainer.optimizer)
+    saved = load_file(folder / "float32_weights.safetensors")
+    wanted = trainer.optimizer.optimizer.float32_state_dict(trainer.model)
+    assert {tensor.dtype for tensor in saved.values()} == {torch.float32}
+    assert all(same_bits(saved[name], wanted[name]) for name in saved)
+    assert any(not same_bits(value, value.bfloat16().float()) for value in saved.values()), "low bits are there"
+
+
+def test_a_run_that_comes_back_in_another_precision_is_refused(seed, tmp_path):
+    _trained(seed, tmp_path, STOP, **OPTIONS)
+    other = {**OPTIONS, "weight_update": "stochastic"}
+    folder = tmp_path / f"checkpoint-{STOP}"
+    with pytest.raises(ValueError, match="saved with weight_update=Kahan"):
+        _trained(seed, tmp_path, resume=str(folder), **other)
+    file = folder / "precision_contract.json"
+    file.write_text(file.read_text().replace("bfloat16", "float32", 1))
+    with pytest.raises(ValueError, match=r"contract does not hold: transformer\.wte\.weight: dtype was"):
+        _trained(seed, tmp_path, resume=str(folder), **OPTIONS)
+
+
+def test_logs_say_what_is_lost(seed, tmp_path):
+    trainer = _trained(seed, tmp_path, weight_update="nearest", param_dtype="bf16", report_interval=1)
+    logged = [entry["lost_updates"] for entry in trainer.state.log_history if "lost_updates" in entry]
+    assert logged
+    assert 0 <= min(logged) <= max(logged) <= 1
+    saved = json.loads((tmp_path / f"checkpoint-{STEPS}" / "trainer_state.json").read_text())
+    assert any("lost_updates" in entry for entry in saved["log_history"])
+
+
+def test_options_come_from_the_arguments_too(tmp_path):
+    arguments = _arguments(tmp_path, optim_args="weight_update=split8, seed=3", adam_beta2=0.95)
+    make, options = optimizer(arguments, seed=4)
+    made = make()(_model(0).bfloat16(), **options)
+    assert made.defaults["betas"] == (0.9, 0.95)
+    assert made.defaults["seed"] == 4
+    assert made.param_groups[0]["weight_update"].name == "split8"
+    wrapped = optimizer(arguments, torch.optim.RMSprop)
+    assert "betas" not in wrapped[1]
+    assert "RMSprop" in repr(wrapped[0]()(_model(0).bfloat16(), **wrapped[1]))
+
+
+def test_what_is_wrong_is_said(tmp_path):
+    with pytest.raises(ValueError, match="unknown optimizer 'AdamV'; did you mean 'Adam' or 'AdamW'"):
+        optimizer(_arguments(tmp_path), "AdamV")
+    with pytest.raises(ValueError, match="write name=value,name=value"):
+        optimizer(_arguments(tmp_path, optim_args="kahan"))
+    make, options = optimizer(_arguments(tmp_path))
+    with pytest.raises(ValueError, match="nothing is to be trained"):
+        make()(_model(0).requires_grad_(False), **options)
