@@ -295,7 +295,7 @@ def test_the_readme_starts_with_its_two_commands():
 
 
 # What an example needs beside what it imports itself.
-ALSO = {"hf_trainer.py": {"accelerate"}}
+ALSO = {"hf_trainer.py": {"accelerate"}, "timm_optimizer.py": {"torchvision"}}
 
 
 def imports_of(script: Path) -> set[str]:

@@ -24,6 +24,7 @@ FACE = {
         *("ScaledTensor", "cast", "rescale", "scalify", "verify"),
         *("BlockFormat", "Format", "AdaptiveGradScaler"),
         *("Down", "Nearest", "Stochastic", "TowardZero", "Up", "quantize"),
+        *("Adam", "AdamW", "Lion", "SGD"),
         *("Components", "Feedback", "Kahan", "Master", "Split", "float32_gradients", "float32_products"),
         *("Evidence", "Recipe", "compare", "tune", "convert", "emulate", "explain", "revert"),
         *("Finding", "audit", "contract", "observe", "forecast"),

@@ -145,6 +145,8 @@ def optimizers() -> None:
         hu.optim.AdamW([parameter], lr=1e-3, weight_update=weight_update)
     feeding: list[hu.optim.WeightUpdate] = [hu.Feedback(), hu.optim.Feedback()]
     model = nn.Linear(4, 4).bfloat16()
+    at_the_top: list[type[hu.optim.Optimizer]] = [hu.SGD, hu.Adam, hu.AdamW, hu.Lion]
+    assert at_the_top
     base: list[hu.optim.Optimizer] = [
         hu.optim.AdamW(model.parameters(), state_dtype={"exp_avg": "8bit"}, weight_update=feeding[0]),
         hu.optim.Adam(model.named_parameters(), state_dtype=hu.optim.State("8bit", block=64)),

@@ -1,10 +1,11 @@
-"""Train a LightningModule in bfloat16: convert the network in __init__, return the recipe's optimizer."""
+"""Train a LightningModule in bfloat16 by a precision plugin; the module is written as for float32."""
 
-import pytorch_lightning as lightning
+import lightning
 import torch
 from torch import nn
 
 import halfulp as hu
+from halfulp.integrations.lightning import Precision, Recipe
 
 
 class Classifier(lightning.LightningModule):
@@ -12,13 +13,12 @@ class Classifier(lightning.LightningModule):
 
     def __init__(self) -> None:
         super().__init__()
-        net = nn.Sequential(nn.Linear(32, 64), nn.BatchNorm1d(64), nn.ReLU(), nn.Linear(64, 4))
-        self.net = hu.convert(net, "bf16-split8")
+        self.net = nn.Sequential(nn.Linear(32, 64), nn.BatchNorm1d(64), nn.ReLU(), nn.Linear(64, 4))
 
     def training_step(self, batch: tuple[torch.Tensor, torch.Tensor], index: int) -> torch.Tensor:
         """The loss, in float32."""
         inputs, labels = batch
-        return nn.functional.cross_entropy(self.net(inputs), labels)
+        return nn.functional.cross_entropy(self.net(inputs).float(), labels)
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
         """The recipe's own."""
@@ -32,11 +32,13 @@ loader = torch.utils.data.DataLoader(torch.utils.data.TensorDataset(inputs, labe
 
 module = Classifier()
 quiet = {"logger": False, "enable_checkpointing": False, "enable_progress_bar": False, "enable_model_summary": False}
-trainer = lightning.Trainer(max_epochs=8, accelerator="cpu", **quiet)
+trainer = lightning.Trainer(
+    max_epochs=8, accelerator="cpu", plugins=[Recipe("bf16-split8")], callbacks=[Precision()], **quiet
+)
 trainer.fit(module, loader)
 
 module.eval()
 accuracy = (module.net(inputs).argmax(1) == labels).float().mean().item()
 print(f"accuracy {accuracy:.2f}")
-print(trainer.optimizers[0].report())
+print(hu.contract(module, trainer.optimizers[0]))
 assert accuracy > 0.8
