@@ -16,7 +16,7 @@ optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
 accelerator = Accelerator(cpu=True)
 scaler = use_scaler(accelerator, model, format="fp16")  # gradients in float16's range, as on a GPU under autocast
 model, optimizer = accelerator.prepare(model, optimizer)
-for step in range(60):
+for _ in range(60):
     chosen = torch.randint(512, (64,))
     loss = nn.functional.cross_entropy(model(inputs[chosen]), labels[chosen]) * 1e-6  # far below float16's range
     accelerator.backward(loss)

@@ -15,7 +15,7 @@ unet = UNet2DModel(
 )  # fmt: skip
 optimizer = hu.AdamW(unet.named_parameters(), lr=1e-3, param_dtype="bf16", weight_update="split8")
 ema = EMAModel(unet, decay=0.999, optimizer=optimizer, model_cls=UNet2DModel, model_config=unet.config)
-for step in range(10):
+for _ in range(10):
     noise = torch.randn(4, 3, 8, 8, dtype=torch.bfloat16)
     (unet(noise, 10).sample.float() - noise.float()).square().mean().backward()
     optimizer.step()

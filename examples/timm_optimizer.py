@@ -12,7 +12,7 @@ model = timm.create_model("vit_tiny_patch16_224", img_size=32, patch_size=8, dep
 optimizer = timm.optim.create_optimizer_v2(model, "huadamw", lr=1e-3, param_dtype="bf16", weight_update="split8")
 images = torch.randn(16, 3, 32, 32, dtype=torch.bfloat16)
 labels = torch.arange(16) % 4
-for step in range(8):
+for _ in range(8):
     loss = torch.nn.functional.cross_entropy(model(images).float(), labels)
     loss.backward()
     optimizer.step()

@@ -14,7 +14,7 @@ container = Optimizers(Optimizers.Config(param_groups=[group]), model_parts=[mod
 
 inputs = torch.randn(256, 16)
 labels = inputs[:, :4].argmax(1)
-for step in range(120):
+for _ in range(120):
     loss = torch.nn.functional.cross_entropy(model(inputs.bfloat16()).float(), labels)
     loss.backward()
     container.step()
