@@ -37,7 +37,14 @@ FACE = {
         *("Adam", "AdamW", "Lion", "SGD", "Optimizer", "EMA", "wrap", "float32_gradients"),
         *("WeightUpdate", "Components", "Feedback", "Kahan", "KahanStochastic", "Master", "Split"),
         *("State", "LostUpdateReport", "UpdateRule", "StateSlot", "report"),
-        *("OPTIMIZERS", "register_optimizer", "register_weight_update", "register_state_store"),
+        *(
+            "OPTIMIZERS",
+            "register_optimizer",
+            "release_gradients",
+            "GradientRelease",
+            "register_weight_update",
+            "register_state_store",
+        ),
     },
 }
 

@@ -9,6 +9,8 @@ from ._algorithms import Lion as Lion
 from ._algorithms import register_optimizer as register_optimizer
 from ._ema import EMA as EMA
 from ._float32_gradients import float32_gradients as float32_gradients
+from ._gradient_release import GradientRelease as GradientRelease
+from ._gradient_release import release_gradients as release_gradients
 from ._inner_optimizer import report as report
 from ._lost_updates import LostUpdateReport as LostUpdateReport
 from ._optimizer import Optimizer as Optimizer

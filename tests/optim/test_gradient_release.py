@@ -1,0 +1,183 @@
+"""Gradients that are freed inside of backward: the bits of a step after it, and the memory."""
+
+import pytest
+import torch
+from torch import nn
+
+import halfulp as hu
+from halfulp.kernels import same_bits
+
+STEPS = 4
+
+
+def _model(dtype=torch.bfloat16):
+    torch.manual_seed(0)
+    tied = nn.Linear(16, 16, bias=False)
+    return nn.Sequential(nn.Linear(8, 16), nn.Tanh(), tied, nn.Tanh(), tied, nn.Linear(16, 4)).to(dtype)
+
+
+def _made(parameters):
+    return hu.AdamW(parameters, lr=1e-2, weight_update="split8", state_dtype="8bit")
+
+
+def _loss(model, step, part=0):
+    generator = torch.Generator().manual_seed(10 * step + part)
+    return model(torch.randn(4, 8, generator=generator).to(model[0].weight.dtype)).float().square().sum()
+
+
+def _plain(clip=None, parts=1, float32=False):
+    model = _model()
+    if float32:
+        hu.float32_gradients(model)
+    optimizer, norms = _made(model.named_parameters()), []
+    for step in range(STEPS):
+        for part in range(parts):
+            _loss(model, step, part).backward()
+        if clip:
+            norms.append(torch.nn.utils.clip_grad_norm_(model.parameters(), clip))
+        optimizer.step()
+        optimizer.zero_grad()
+    return model, norms
+
+
+def _released(clip=None, parts=1, float32=False, **options):
+    model = _model()
+    if float32:
+        hu.float32_gradients(model)
+    released, norms = hu.optim.release_gradients(model, _made, clip=clip, **options), []
+    for step in range(STEPS):
+        with released.accumulate():
+            for part in range(parts - 1):
+                _loss(model, step, part).backward()
+        released.backward(_loss(model, step, parts - 1))
+        norms.append(released.norm)
+        assert all(parameter.grad is None for parameter in model.parameters())
+    return model, norms
+
+
+def _equal(one, other):
+    return all(same_bits(a.detach(), b.detach()) for a, b in zip(one.parameters(), other.parameters(), strict=True))
+
+
+@pytest.mark.parametrize("float32", [False, True])
+@pytest.mark.parametrize("parts", [1, 3])
+@pytest.mark.parametrize("clip", [None, 0.5, 1e6])
+def test_the_bits_are_those_of_a_step_after_backward(clip, parts, float32):
+    if float32 and not hasattr(torch.Tensor, "grad_dtype"):
+        pytest.skip("this torch has no gradients wider than their parameter")
+    (plain, norms), (released, found) = _plain(clip, parts, float32), _released(clip, parts, float32)
+    assert _equal(plain, released)
+    assert not clip or all(same_bits(a, b) for a, b in zip(norms, found, strict=True))
+
+
+def test_a_backward_alone_steps_where_nothing_is_clipped():
+    model = _model()
+    hu.optim.release_gradients(model, _made)
+    for step in range(STEPS):
+        _loss(model, step).backward()
+    assert _equal(model, _plain()[0])
+
+
+def test_clipping_by_the_norm_before_lags_a_step():
+    model, norms = _released(0.5, clip_by="previous")
+    assert not _equal(model, _plain(0.5)[0])
+    assert all(norm > 0.5 for norm in norms)
+    assert _equal(_released(1e6, clip_by="previous")[0], _plain()[0])
+
+
+def test_few_gradients_live_at_a_time():
+    model = nn.Sequential(*(nn.Linear(64, 64, bias=False) for _ in range(8))).bfloat16()
+    most, weights = [], [layer.weight for layer in model]
+    for weight in weights:  # before the release's own hooks
+        weight.register_post_accumulate_grad_hook(
+            lambda _: most.append(sum(other.grad is not None for other in weights))
+        )
+    released = hu.optim.release_gradients(model, lambda params: hu.SGD(params, lr=0.1))
+    released.backward(model(torch.ones(2, 64).bfloat16()).sum())
+    assert max(most) == 1
+
+
+def test_hooks_are_taken_off():
+    model = _model()
+    released = hu.optim.release_gradients(model, _made, clip=1.0)
+    released.remove()
+    _loss(model, 0).backward()
+    assert all(parameter.grad is not None for parameter in model.parameters())
+
+
+def test_what_is_wrong_is_said():
+    model = _model()
+    with pytest.raises(TypeError, match="release_gradients"):
+        hu.optim.release_gradients(list(model.parameters()), _made)
+    with pytest.raises(TypeError, match=r"takes an optimizer of hu\.optim"):
+        hu.optim.release_gradients(model, torch.optim.SGD)
+    for clip in (0, -1.0, "1", float("nan")):
+        with pytest.raises((ValueError, TypeError), match="clip="):
+            hu.optim.release_gradients(model, _made, clip=clip)
+    with pytest.raises(ValueError, match="allowed are 'this' and 'previous'"):
+        hu.optim.release_gradients(model, _made, clip=1.0, clip_by="last")
+    released = hu.optim.release_gradients(model, _made, clip=1.0)
+    with pytest.raises(RuntimeError, match=r"call released\.backward\(loss\)"):
+        _loss(model, 0).backward()
+    released.remove()
+    scaled = _model(torch.float32)
+    hu.AdaptiveGradScaler(scaled)
+    with pytest.raises(NotImplementedError, match="unscales gradients after they were freed"):
+        hu.optim.release_gradients(scaled, _made)
+
+
+SHARDED = """
+import os, sys, torch
+import torch.distributed as dist
+from datetime import timedelta
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+import halfulp as hu
+
+rank, path, seed = int(sys.argv[1]), sys.argv[2], int(sys.argv[3])
+limit = timedelta(seconds=60)
+dist.init_process_group("gloo", init_method="file://" + path, rank=rank, world_size=2, timeout=limit)
+mesh = init_device_mesh("cpu", (2,))
+
+
+def made(parameters):
+    return hu.AdamW(parameters, lr=1e-2, weight_update="stochastic")
+
+
+def trained(releases, clip):
+    torch.manual_seed(seed)
+    model = nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 16), nn.Tanh(), nn.Linear(16, 4)).bfloat16()
+    for layer in model[::2]:
+        fully_shard(layer, mesh=mesh)
+    fully_shard(model, mesh=mesh)
+    if releases:
+        released = hu.optim.release_gradients(model, made, clip=clip)
+    else:
+        optimizer = made(model.named_parameters())
+    for step in range(3):
+        generator = torch.Generator().manual_seed(2 * step + rank)
+        loss = model(torch.randn(4, 8, generator=generator).bfloat16()).float().square().sum()
+        if releases:
+            released.backward(loss)
+            assert all(parameter.grad is None for parameter in model.parameters())
+            continue
+        loss.backward()
+        if clip:
+            torch.nn.utils.clip_grad_norm_(model.parameters(), clip)
+        optimizer.step()
+        optimizer.zero_grad()
+    return [parameter.full_tensor().detach().clone() for parameter in model.parameters()]
+
+
+for clip in (None, 0.5):
+    after, inside = trained(False, clip), trained(True, clip)
+    assert all(torch.equal(one, other) for one, other in zip(after, inside, strict=True)), clip
+dist.barrier()
+sys.stdout.flush()
+os._exit(0)
+"""
+
+
+def test_shards_have_the_bits_of_a_step_after_backward(in_two_processes):
+    in_two_processes(SHARDED)
