@@ -122,9 +122,13 @@ class Code:
 
     def run(self, piece: Piece, *values: Number) -> Number:
         """Return the first result of a recorded device function."""
+        return self.run_all(piece, *values)[0]
+
+    def run_all(self, piece: Piece, *values: Number) -> list[Number]:
+        """Return the results of a recorded device function."""
         lanes = lanes_of(values[0].kind)
         computed = Instructions(self.b, piece.trace, lanes).run([value.value for value in values])
-        return Number(self, computed[piece.results[0]])
+        return [Number(self, computed[number]) for number in piece.results]
 
 
 class Number:
