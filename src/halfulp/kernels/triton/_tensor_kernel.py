@@ -212,7 +212,7 @@ def _whole_tiles(kernel: TensorKernel, offsets: str, draws: bool) -> list[str]:
     rows, columns = kernel.tile
     step = f"tl.full([], {kernel.table.step}, tl.uint32)"
     moved = [f"b{c} = a{c} + first * {size}" for c, size in sorted(_sizes(kernel.table.trace).items())]
-    drawn = ["counter0, own0 = start_stream(low, high, first)", f"counter0 += offsets.to(tl.uint32) * {step}"]
+    drawn = ["begun, own0 = start_stream(low, high, first)", f"counter0 = begun + offsets.to(tl.uint32) * {step}"]
     return [
         f"first = tl.program_id(0).to(tl.int64) * {rows * columns}",
         f"rest = tl.minimum(count - first, {rows * columns}).to(tl.int32)",

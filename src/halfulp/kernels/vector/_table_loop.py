@@ -23,6 +23,8 @@ from ._processor import vector_bits
 _CHUNK = 4
 _ARGUMENTS = 9
 _AT_ONCE = 512  # elements, in small blocks
+# Bytes by which cache lines are asked for ahead, where arrays are not few.
+_AHEAD, _LINE, _FEW_ARRAYS = 1024, 64, 3
 Array = tuple[int, int, bool]  # the instruction of its address, bits of an element, whether it has one per block
 
 
@@ -200,6 +202,7 @@ class _TableLoop(VectorBuilder):
             else:
                 with self.loop(zero, limit, self.width, totals) as i:
                     loaded = {array: self.load_both(bases[array], i, array[1]) for array in dict.fromkeys(self.loads)}
+                    self.ask_ahead(bases, i)
                     [values] = self.computed([(loaded, b.add(before, i), None)])
                     self.finish(values, self.stores, bases, i)
                     self.sum_up(values, i, totals, limit, range(len(self.trace.lines)))
@@ -226,6 +229,7 @@ class _TableLoop(VectorBuilder):
                 at = b.sub(i, self.word(late))
                 self.finish(self.stage(-1, at, before, bases, held[-1]), self.stores, bases, at)
             carried.clear()
+            self.ask_ahead(bases, i)
             for number in range(len(stages.crossing)):
                 at = b.sub(i, self.word(number * self.width))
                 at = self.lesser(b.select(b.icmp_signed(">", at, zero), at, zero), last)
@@ -233,6 +237,20 @@ class _TableLoop(VectorBuilder):
                 values = self.stage(number, at, before, bases, known)
                 for k in stages.crossing[number]:
                     carried += [values[half][k] for half in range(2)]
+
+    def ask_ahead(self, bases: dict, i) -> None:
+        """Ask for the cache lines that are needed some turns later; they need not be ones that can be read.
+
+        Processors do that by themselves for a few arrays, and only within a page, which is 2,048 elements of 16 bits.
+        """
+        arrays = [array for array in dict.fromkeys(self.loads) if not array[2]]
+        if len(arrays) < _FEW_ARRAYS:
+            return
+        for array in arrays:
+            size = array[1] // 8
+            first = self.b.add(bases[array], self.b.mul(i, self.word(size)))
+            for line in range(0, self.width * size, _LINE):
+                self.prefetch(self.b.add(first, self.word(_AHEAD + line)))
 
     def stage(self, number: int, i, before, bases: dict, known: list[dict] | None) -> list[list]:
         """Return the values of two vectors in one stage, those known from earlier ones too."""
@@ -362,6 +380,8 @@ class _TableLoop(VectorBuilder):
         with self.loop(self.word(0), self.word(self.padded), self.width, carried) as i:
             loaded = shared | {array: self.load_both(bases[array], i, array[1]) for array in own}
             turn = loaded, b.add(start, i)
+            if not self.copied:
+                self.ask_ahead(bases, i)
 
             def rest(known) -> list:
                 [values] = self.computed([(*turn, known)], phases.before)
