@@ -128,7 +128,7 @@ def test_a_state_without_a_reference_is_taken_over(older, seed):
     loop.scaler.set_exponents({})
     state = loop.scaler.state_dict()
     assert dict(state["sites"])["global"].pop("reference") == [None, 0]
-    loop.scaler.load_state_dict({**state, "progress": state["progress"] + older})
+    loop.scaler.load_state_dict({**state, "progress": state["progress"][:6] + older})
     for power in (0, 5, -9, 30):
         assert loop.step(lambda power=power: mean_square(loop.model(x)) * 2.0**power) is not None
 

@@ -112,3 +112,20 @@ def test_a_seeded_rounding_goes_on_where_it_stopped(seed):
     other, model = scaled(rounding.Stochastic(seed=seed))
     other.load_state_dict(state)
     assert torch.equal(bias_gradient(other, model), wanted)
+
+
+@pytest.mark.parametrize("mode", [rounding.Stochastic(seed=3), "nearest"])
+def test_a_state_of_another_random_stream_is_refused_where_it_draws(mode, seed):
+    scaler, model = scaled(mode)
+    bias_gradient(scaler, model)
+    state = scaler.state_dict()
+    older = {**state, "progress": state["progress"][:6]}
+    other, _ = scaled(mode)
+    if mode != "nearest":
+        with pytest.raises(
+            ValueError, match=r"'progress' .*version 1 of the stream .*fourth number, of roundings, to 0"
+        ):
+            other.load_state_dict(older)
+        older["progress"][3] = 0
+    other.load_state_dict(older)
+    other.load_state_dict(state)

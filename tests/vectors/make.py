@@ -17,7 +17,7 @@ import torch
 from halfulp.formats import Format, get, names, round_exact
 from halfulp.rounding import mix64, random_words
 
-VERSION = 1
+VERSION = 2
 MODES = {"nearest": "nearest", "toward_zero": "zero", "up": "up", "down": "down"}
 SEED, COUNTER = 20240229, 3
 

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from ..formats import fp16
+from ..rounding._random_bits import STREAM_VERSION
 from ._measurement import Measurement, by_site, recovered, to_host
 from ._overflow import (
     OverflowSource,
@@ -188,7 +189,8 @@ class Controller:
         """The counters that a state holds beside its sites.
 
         The iteration, steps since the global scale last changed, whether this one is measured, roundings, the iteration
-        from which measured ones are counted, and how many steps in a row were skipped.
+        from which measured ones are counted, how many steps in a row were skipped, and the version of the stream of
+        random bits, which roundings key.
         """
         return [
             self.iteration,
@@ -197,6 +199,7 @@ class Controller:
             self.backward.roundings,
             self._restarted,
             self._skips_in_row,
+            STREAM_VERSION,
         ]
 
     def adopt(self, exponent: int, since: int) -> None:
@@ -207,6 +210,20 @@ class Controller:
         self.sites.start = self.start = exponent
         self.since = since
 
+    def check_stream(self, progress: list) -> None:
+        """Refuse a state whose gradients were rounded by another version of the stream of random bits.
+
+        Raises:
+            ValueError: so they were, stochastically.
+        """
+        version = progress[6] if len(progress) == 7 else 1
+        if self.backward.draws and progress[3] and version != STREAM_VERSION:
+            raise ValueError(
+                f"'progress' of the state_dict is of version {version} of the stream of random bits, known is "
+                f"{STREAM_VERSION}: gradients would be rounded by other bits than the saved run's. To accept that, set "
+                f"its fourth number, of roundings, to 0; to go on with the same, use the halfulp that saved it"
+            )
+
     def resume(self, given: dict[str, Any], progress: list) -> None:
         """Load the sites of a state."""
         load_sites(given, self.sites, self.backward.format or fp16)
@@ -215,7 +232,7 @@ class Controller:
         self.iteration, self.since, self.backward.measuring, self.backward.roundings = progress[:4]
         self._restarted, self._skips_in_row = progress[4:6]
         # States of before exponents followed losses hold them as they are.
-        reference = given[GLOBAL].get("reference") or progress[6:] or (None, 0)
+        reference = given[GLOBAL].get("reference") or (progress[6:] if len(progress) == 8 else (None, 0))
         self.sites.global_site.loss_binade, self.following.resumes = reference
         self.following.decide(self.iteration)
         self.sites.note_lowest()

@@ -385,6 +385,7 @@ class AdaptiveGradScaler(SiteReports, GrowthSettings):
             check_state(given, {site.key for site in sites})
         if given is not None:
             check_places(given, self._module_names())
+            self._controller.check_stream(state_dict["progress"])
         self._take(state_dict)
 
     def _take(self, state_dict: dict[str, Any]) -> None:

@@ -82,6 +82,10 @@ def record_call(function: Callable, *arguments: Any) -> Any:
         raise TypeError(f"{where}: {error}; {_LANGUAGE}") from error
 
 
+# Inputs of whoever draws: what the start of a stream of random words gives.
+STREAM = (("counter", 0), ("own", 0))
+
+
 class Recording:
     """The trace of one element of a table of pointers, with what a device function starts from.
 
@@ -90,20 +94,24 @@ class Recording:
         index: of the element.
         arrays: the addresses in the table's columns.
         constants: numbers that are the same for all elements.
-        counters: of the element's random words.
     """
 
-    def __init__(self, columns: int, constants: int = 0, kind: str = "f32", counters: int = 0) -> None:
+    def __init__(self, columns: int, constants: int = 0, kind: str = "f32") -> None:
         self.trace = Trace(torch.float32)
         emit = self.trace.emit
         self.index = emit("index", (), None, "index")
         self.arrays = [emit("address", (), j, "address") for j in range(columns)]
         self.constants = [emit("input", (), ("constant", k), kind) for k in range(constants)]
-        self.counters = [emit("input", (), ("counter", k), "w32") for k in range(counters)]
 
     def block(self) -> Traced:
         """Return the index of the element's block."""
         return self.trace.emit("block", (), None, "block")
+
+    @property
+    def stream(self) -> tuple[Traced, Traced]:
+        """Return the element's counter in its stream of random words, and the stream's own word."""
+        counter, own = (self.trace.emit("input", (), name, "w32") for name in STREAM)
+        return counter, own
 
     def given(self, name: str, kind: str = "f32") -> Traced:
         """Return an input by a name of its own."""
@@ -111,7 +119,8 @@ class Recording:
 
 
 def record_words(function: Callable, *kinds: str) -> Piece:
-    """Return a device function of words ("w32", "w64") with one result, recorded."""
+    """Return a device function of words ("w32", "w64") with one result, or several, recorded."""
     trace = Trace(torch.float32)
-    result = function(*(trace.emit("input", (), k, kind) for k, kind in enumerate(kinds)))
-    return Piece(trace, (result.number,))
+    found = function(*(trace.emit("input", (), k, kind) for k, kind in enumerate(kinds)))
+    results = found if isinstance(found, tuple) else (found,)
+    return Piece(trace, tuple(result.number for result in results))

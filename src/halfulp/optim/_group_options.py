@@ -19,7 +19,7 @@ from .weight_updates._weight_update import weight_update
 # What optimizers are made from, as in torch.optim.
 Parameters = Iterable[torch.Tensor] | Iterable[tuple[str, torch.Tensor]] | Iterable[dict[str, Any]]
 # What groups hold beside options: torch's own, ours, and what schedulers write.
-_OTHER_KEYS = frozenset(("params", "param_names", "identities", "last_lr", "name"))
+_OTHER_KEYS = frozenset(("params", "param_names", "identities", "random_stream", "last_lr", "name"))
 
 
 def check_parameters(params: object) -> None:

@@ -1,9 +1,16 @@
 """Random bits that are a pure function of (seed, counter, tensor, element): the same on any device, shard or thread.
 
 A 64-bit key is mixed from (seed, step, tensor id) by SplitMix64 (Steele, Lea and Flood, OOPSLA 2014), and every
-element's global index is hashed under it: a Weyl sequence followed by two rounds of multiply and xor-shift, with the
-multipliers of the low-bias search by C. Wellons. Keys are mixed, never xored raw: a sequential key leaves successive
-steps under-dispersed (measured .915 of the binomial variance).
+element's global index is hashed under it: a Weyl sequence, then multiply and xor-shift with the multipliers of the
+low-bias search by C. Wellons. One half of the key says where the sequence starts; the other is xored in before both
+products, where each exclusive or takes a third operand for nothing: streams of different keys are not shifted copies of
+one sequence (behind the first product alone, lower halves of streams whose counters agree were seen to depend on each
+other). Keys are mixed: a sequential key leaves successive steps under-dispersed (measured .915 of the binomial
+variance).
+
+An element is hashed once, however many words are drawn for it: they differ in the last factor, which is a power of one
+whose multiples fill the plane and the cube evenly (L'Ecuyer, Math. Comp. 68 (1999) 249). Upper halves of all words and
+the lower half of one are independent in every test here; two lower halves are not.
 """
 
 from __future__ import annotations
@@ -23,7 +30,10 @@ from ..kernels.tensors._writer import as_signed, run_on_tensors
 WEYL = np.uint32(0x9E3779B9)
 FIRST = np.uint32(0x21F0AAAD)
 SECOND = np.uint32(0x735A2D97)
-HIGH = np.uint32(0x85EBCA6B)
+HIGH, SPREAD = np.uint32(0x85EBCA6B), np.uint32(0xC2B2AE35)
+NEXT_FACTOR = 2891336453
+# Of these words; their bits change with it.
+STREAM_VERSION = 2
 S15, S16 = np.uint32(15), np.uint32(16)
 _MASK64 = (1 << 64) - 1
 # SplitMix64 (see `mix64`) on arrays.
@@ -38,15 +48,7 @@ def mix64(*values: int) -> int:
     >>> mix64(0, 1) != mix64(1, 0)
     True
     """
-    return mix64_on(0x243F6A8885A308D3, *values)
-
-
-def mix64_on(key: int, *values: int) -> int:
-    """Return the key of the integers that a key was mixed from, and more.
-
-    >>> mix64_on(mix64(1, 2), 3, 4) == mix64(1, 2, 3, 4)
-    True
-    """
+    key = 0x243F6A8885A308D3
     for value in values:
         key = (key + (value & _MASK64) * 0xD1342543DE82EF95 + 0x9E3779B97F4A7C15) & _MASK64
         key = ((key ^ (key >> 30)) * 0xBF58476D1CE4E5B9) & _MASK64
@@ -74,12 +76,13 @@ def mix64_all(*values: int | npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:
     return mixed
 
 
-def stream_start(key_low: Word, key_high: Word, index: Word) -> np.uint32:
-    """Device function: the counter of the element at a global index; neighbours differ by WEYL.
+def stream_start(key_low: Word, key_high: Word, index: Word) -> tuple[np.uint32, np.uint32]:
+    """Device function: the counter of the element at a global index, and what its hash is xored with.
 
-    The high word of the index enters by a product of its own, so that elements 2^32 apart differ.
+    Neighbours' counters differ by WEYL, and the second word is the same for all elements up to 2^32 apart.
     """
-    return add(mul(low_word(index), WEYL), bit_xor(key_low, mul(add(high_word(index), key_high), HIGH)))
+    own = add(key_high, mul(high_word(index), HIGH))
+    return add(mul(low_word(index), WEYL), bit_xor(key_low, mul(own, SPREAD))), own
 
 
 @functools.cache
@@ -88,10 +91,20 @@ def recorded_start() -> Piece:
     return record_words(stream_start, "w32", "w32", "w64")
 
 
-def draw(counter: Word) -> np.uint32:
-    """Device function: 32 random bits from an element's counter."""
-    x = mul(bit_xor(counter, shr(counter, S16)), FIRST)
-    return mul(bit_xor(x, shr(x, S15)), SECOND)
+def hashed(counter: Word, own: Word) -> np.uint32:
+    """Device function: the hash of an element from its counter and its stream's own word, short of the last product."""
+    x = mul(bit_xor(bit_xor(counter, shr(counter, S16)), own), FIRST)
+    return bit_xor(bit_xor(x, shr(x, S15)), own)
+
+
+def drawn_word(hash_of_element: Word, number: int) -> np.uint32:
+    """Device function: one of an element's random words."""
+    return mul(hash_of_element, np.uint32(int(SECOND) * pow(NEXT_FACTOR, number, 1 << 32) & 0xFFFFFFFF))
+
+
+def draw(counter: Word, own: Word) -> np.uint32:
+    """Device function: 32 random bits of an element, its first word."""
+    return drawn_word(hashed(counter, own), 0)
 
 
 def random_words(key: int, index: torch.Tensor) -> torch.Tensor:
@@ -104,19 +117,19 @@ def random_words(key: int, index: torch.Tensor) -> torch.Tensor:
     Returns:
         int64 tensor of the same shape, uniform in [0, 2^32).
     """
-    return _at_elements(_recorded_draw(), key, index).to(torch.int64) & 0xFFFFFFFF
+    return _at_elements(_recorded_draw(), key, index)[0].to(torch.int64) & 0xFFFFFFFF
 
 
-def counters(key: int, index: torch.Tensor) -> torch.Tensor:
-    """The counters of elements at global indices under a key, as int32 words."""
+def stream_of(key: int, index: torch.Tensor) -> list[torch.Tensor]:
+    """The counters of elements at global indices under a key, and their stream's own words, as int32 words."""
     return _at_elements(recorded_start(), key, index)
 
 
-def _at_elements(piece: Piece, key: int, index: torch.Tensor) -> torch.Tensor:
+def _at_elements(piece: Piece, key: int, index: torch.Tensor) -> list[torch.Tensor]:
     halves = (as_signed(key & 0xFFFFFFFF, 32), as_signed(key >> 32, 32))
-    return run_on_tensors(piece.trace, (), dict(enumerate((*halves, index))), piece.results)[0][0]
+    return run_on_tensors(piece.trace, (), dict(enumerate((*halves, index))), piece.results)[0]
 
 
 @functools.cache
 def _recorded_draw() -> Piece:
-    return record_words(lambda low, high, index: draw(stream_start(low, high, index)), "w32", "w32", "w64")
+    return record_words(lambda low, high, index: draw(*stream_start(low, high, index)), "w32", "w32", "w64")

@@ -60,11 +60,11 @@ _ROUNDING_STORES: dict[torch.dtype, Callable] = {
 def rounding_table(dtype: torch.dtype, mode: int, kind: tuple[str, bool, bool]) -> Table:
     """Return the table whose columns are what is rounded and where it goes, which may be one place."""
     width = 64 if dtype == torch.float64 else 32
-    element, pieces = Recording(2, COUNT, f"w{width}", counters=1), container_pieces(dtype)
+    element, pieces = Recording(2, COUNT, f"w{width}"), container_pieces(dtype)
     i, (source, target) = element.index, element.arrays
     rounded = bound(p.rounded, mode_pieces(mode, kind, width == 64))
-    pieces["store"](target, i, rounded(pieces["load"](source, i), draw(element.counters[0]), element.constants))
-    return Table(element.trace, 2, COUNT, 1, recorded_start(), int(WEYL))
+    pieces["store"](target, i, rounded(pieces["load"](source, i), draw(*element.stream), element.constants))
+    return Table(element.trace, 2, COUNT, recorded_start(), int(WEYL))
 
 
 def mode_pieces(mode: int, kind: tuple[str, bool, bool], wide: bool) -> dict[str, Callable]:

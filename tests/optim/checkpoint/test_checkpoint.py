@@ -305,3 +305,30 @@ def test_groups_of_different_weight_updates_train_and_save_together():
     take_steps(model, optimizer, 3, 5)
     take_steps(other, twin, 3, 5)
     assert differing(snapshot(optimizer), snapshot(twin)) == []
+
+
+@pytest.mark.parametrize("update", ["stochastic", "nearest"])
+def test_a_file_of_another_random_stream_is_refused_where_it_draws(seed, update):
+    def make(dtype=torch.float32):
+        parameter = torch.nn.Parameter(torch.ones(8).bfloat16())
+        parameter.grad = torch.ones(8).bfloat16()
+        return parameter, hu.optim.AdamW([parameter], lr=0.1, weight_update=update, state_dtype=dtype)
+
+    _, optimizer = make()
+    optimizer.step()
+    saved = optimizer.state_dict()
+    assert saved["param_groups"][0]["random_stream"] == 2
+    for version in (None, 3):
+        older = copy.deepcopy(saved)
+        older["param_groups"][0].pop("random_stream")
+        older["param_groups"][0].update({} if version is None else {"random_stream": version})
+        parameter, other = make()
+        if update == "stochastic":
+            before = copy.deepcopy(other.state_dict())
+            with pytest.raises(ValueError, match=f"param group 0 .*version {version or 1} .*'random_stream': 2 into"):
+                other.load_state_dict(older)
+            assert other.state_dict() == before
+            older["param_groups"][0]["random_stream"] = 2
+        other.load_state_dict(older)
+        assert other.state[parameter]["step"] == 1
+        assert other.state_dict()["param_groups"][0]["random_stream"] == 2

@@ -63,15 +63,13 @@ def test_index_maps_with_steps_draw_as_the_whole(seed):
     optimizer = build("adamw", "stochastic", [parameter])
     optimizer.bytes_per_parameter()
     plan = optimizer._plans[parameter]
-    c, keys = tuple(0.1 * (k + 1) for k in range(len(plan.spec.rule.constants))), [12345, 67890]
+    c, key = tuple(0.1 * (k + 1) for k in range(len(plan.spec.rule.constants))), 12345
     whole = [start.clone(), *(torch.zeros_like(start) for _ in range(2))]
-    reference_step(
-        plan.spec, whole[:1], gradient, [[whole[1]], [whole[2]]], c, keys, IndexMap.whole(tuple(start.shape))
-    )
+    reference_step(plan.spec, whole[:1], gradient, [[whole[1]], [whole[2]]], c, key, IndexMap.whole(tuple(start.shape)))
     rows = slice(1, None, 2)
     some = [start[rows, 29:].contiguous(), *(torch.zeros(3, 3).bfloat16() for _ in range(2))]
     place = IndexMap((3, 3), tuple(start.shape), (1, 29), (2, 1))
-    reference_step(plan.spec, some[:1], gradient[rows, 29:].contiguous(), [[some[1]], [some[2]]], c, keys, place)
+    reference_step(plan.spec, some[:1], gradient[rows, 29:].contiguous(), [[some[1]], [some[2]]], c, key, place)
     for part, all_of_it in zip(some, whole):
         assert same_bits(part, all_of_it[rows, 29:].contiguous())
 

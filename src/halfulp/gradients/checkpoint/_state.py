@@ -111,8 +111,11 @@ def _is_size(given: object) -> bool:
 
 
 def _is_progress(given: object) -> bool:
-    # Eight, with the reference, is what scalers saved before it stood beside the exponents.
-    if not isinstance(given, (list, tuple)) or len(given) not in (6, 8):
+    # Eight, with the reference, is what scalers saved before it stood beside the exponents; six before random bits had
+    # a version.
+    if not isinstance(given, (list, tuple)) or len(given) not in (6, 7, 8):
+        return False
+    if len(given) == 7 and not _is_whole(given[6]):
         return False
     if len(given) == 8 and not _is_reference(given[6:]):
         return False
@@ -159,7 +162,7 @@ _OURS: _Wanted = {
     "sites": (f"a dict of sites by name, or pairs of name and site, {GLOBAL!r} among them", _are_sites),
     "progress": (
         "[iteration, steps at this scale, whether it is measured, roundings, where measured ones are counted from, "
-        "skipped steps in a row]",
+        "skipped steps in a row, version of random bits]",
         _is_progress,
     ),
 }

@@ -15,7 +15,7 @@ from torch.autograd import Variable
 from ..._torch_versions import HAS_GRADIENT_DTYPE
 from ...formats import Format
 from ...kernels import untraced
-from ...rounding import Nearest, Rounding, quantize
+from ...rounding import Nearest, Rounding, Stochastic, quantize
 from .._following import Following
 from .._measurement import Measurements, narrow
 from .._site import Site, Sites
@@ -235,6 +235,11 @@ class Backward:
             return None if changed is gradient else (changed,)
 
         return move_gradient
+
+    @property
+    def draws(self) -> bool:
+        """Whether the number of a rounding keys random bits."""
+        return isinstance(self._rounding, Stochastic) and self._rounding.seed is not None
 
     @untraced
     def round_all(self, gradients: tuple) -> tuple | None:

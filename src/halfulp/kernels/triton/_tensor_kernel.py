@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from .._device_function import STREAM
 from .._trace import Trace
 from ..vector._table_loop import Table
 from ._launch import on_device
@@ -177,19 +178,18 @@ def _source(kernel: TensorKernel) -> str:
 def _kernel_text(kernel: TensorKernel, arguments: list[str], inputs: list[tuple[Any, str]]) -> str:
     """Return the source of the kernel: one program per tile."""
     table, kinds = kernel.table, dict(inputs)
-    counters = [extra[1] for extra in kinds if extra[0] == "counter"]
+    draws = any(extra in STREAM for extra in kinds)
     types = {f"a{column}": "tl.int64" for column in range(table.columns)}
     for k in kernel.constants:
         types[f"c{k}"] = f"tl.int{kinds['constant', k][1:]}"
-    types |= {f"key{k}_{half}": "tl.int32" for k in range(table.counters) for half in ("low", "high")}
+    types |= {f"key_{half}": "tl.int32" for half in ("low", "high") if table.start}
     types |= dict.fromkeys(("memory", "count", "length", "per_row"), "tl.int64")
     lines = [f"constant{k} = {_typed(f'c{k}', kinds['constant', k])}" for k in kernel.constants]
     for slot, k in enumerate(kernel.in_memory):
         width, kind = kinds["constant", k][1:], kinds["constant", k]
         lines.append(f"constant{k} = {_typed(f'tl.load(memory.to(tl.pointer_type(tl.int{width})) + {slot})', kind)}")
-    for k in counters:
-        lines += [f"{half}{k} = key{k}_{half}.to(tl.uint32, bitcast=True)" for half in ("low", "high")]
-    lines += _block_lines(kernel, counters) if table.block else _line_lines(kernel, counters)
+    lines += [f"{half} = key_{half}.to(tl.uint32, bitcast=True)" for half in ("low", "high") if draws]
+    lines += _block_lines(kernel, draws) if table.block else _line_lines(kernel, draws)
     call = f"element(offsets, offsets, {', '.join(arguments)}, lanes, aligned)"
     lines += _largest(table.trace, call) if table.trace.sums else [call]
     body = "\n".join(f"    {line}" for line in lines)
@@ -207,12 +207,12 @@ def _typed(value: str, kind: str) -> str:
     return word if kind[0] == "w" else f"{word}.to(tl.float{width}, bitcast=True)"
 
 
-def _whole_tiles(kernel: TensorKernel, offsets: str, counters: list[int]) -> list[str]:
+def _whole_tiles(kernel: TensorKernel, offsets: str, draws: bool) -> list[str]:
     """The lines of tiles without gaps: addresses move to a tile's first element, so that offsets have 32 bits."""
     rows, columns = kernel.tile
     step = f"tl.full([], {kernel.table.step}, tl.uint32)"
     moved = [f"b{c} = a{c} + first * {size}" for c, size in sorted(_sizes(kernel.table.trace).items())]
-    drawn = [f"counter{k} = start_stream(low{k}, high{k}, first) + offsets.to(tl.uint32) * {step}" for k in counters]
+    drawn = ["begun, own0 = start_stream(low, high, first)", f"counter0 = begun + offsets.to(tl.uint32) * {step}"]
     return [
         f"first = tl.program_id(0).to(tl.int64) * {rows * columns}",
         f"rest = tl.minimum(count - first, {rows * columns}).to(tl.int32)",
@@ -220,17 +220,17 @@ def _whole_tiles(kernel: TensorKernel, offsets: str, counters: list[int]) -> lis
         f"    rest = tl.multiple_of(rest, {VECTOR})",
         offsets,
         *moved,
-        *drawn,
+        *(drawn if draws else []),
     ]
 
 
-def _line_lines(kernel: TensorKernel, counters: list[int]) -> list[str]:
-    return [*_whole_tiles(kernel, f"offsets = tl.arange(0, {TILE})", counters), "lanes = offsets < rest"]
+def _line_lines(kernel: TensorKernel, draws: bool) -> list[str]:
+    return [*_whole_tiles(kernel, f"offsets = tl.arange(0, {TILE})", draws), "lanes = offsets < rest"]
 
 
-def _block_lines(kernel: TensorKernel, counters: list[int]) -> list[str]:
+def _block_lines(kernel: TensorKernel, draws: bool) -> list[str]:
     (rows, columns), block = kernel.tile, kernel.table.block
-    whole = _whole_tiles(kernel, f"offsets = blocks * {columns} + places", counters)
+    whole = _whole_tiles(kernel, f"offsets = blocks * {columns} + places", draws)
     ragged = [
         # Whole rows are cut into blocks, of which a row's last may be shorter.
         f"number = tl.program_id(0).to(tl.int64) * {rows} + blocks.to(tl.int64)",
@@ -240,7 +240,7 @@ def _block_lines(kernel: TensorKernel, counters: list[int]) -> list[str]:
         "offsets = row * length + begin + places.to(tl.int64)",
         "lanes = (places < size) & (offsets < count)",
         *(f"b{column} = a{column}" for column in sorted(_sizes(kernel.table.trace))),
-        *(f"counter{k} = start_stream(low{k}, high{k}, offsets)" for k in counters),
+        *(["counter0, own0 = start_stream(low, high, offsets)"] if draws else []),
     ]
     return [
         f"blocks = tl.arange(0, {rows})[:, None]",

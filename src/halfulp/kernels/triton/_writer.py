@@ -107,7 +107,7 @@ def stored_as(name: str, dtype: torch.dtype) -> str:
 
 
 def piece_source(name: str, piece: Piece) -> str:
-    """Return the source of a device function of words, with one result.
+    """Return the source of a device function of words.
 
     >>> from halfulp.kernels._device_function import record_words
     >>> from halfulp.kernels.scalar._operations import add, mul
@@ -120,7 +120,8 @@ def piece_source(name: str, piece: Piece) -> str:
     """
     count = sum(line[0] == "input" for line in piece.trace.lines)
     names = {k: f"x{k}" for k in range(count)}
-    lines = [*_lines(piece.trace, names, needed_lines(piece.trace, piece.results)), f"return v{piece.results[0]}"]
+    results = ", ".join(f"v{k}" for k in piece.results)
+    lines = [*_lines(piece.trace, names, needed_lines(piece.trace, piece.results)), f"return {results}"]
     return _function(name, list(names.values()), lines)
 
 

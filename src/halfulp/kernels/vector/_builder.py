@@ -106,6 +106,15 @@ class VectorBuilder:
         with self.b.goto_entry_block():
             return self.b.alloca(kind, size=self.word(count))
 
+    def prefetch(self, address, locality: int = 3) -> None:
+        """Ask for the cache line at an address, which need not be one that can be read."""
+        ir, module, name = self.ir, self.b.module, "llvm.prefetch.p0"
+        byte = ir.IntType(8).as_pointer()
+        takes = ir.FunctionType(ir.VoidType(), [byte, self.i32, self.i32, self.i32])
+        function = module.globals.get(name) or ir.Function(module, takes, name)
+        to_read, near, of_data = (ir.Constant(self.i32, value) for value in (0, locality, 1))
+        self.b.call(function, [self.b.inttoptr(address, byte), to_read, near, of_data])
+
     def memory_type(self, dtype: torch.dtype):
         """The integer type of an element's size."""
         return self.ir.IntType(8 * size_of(dtype))

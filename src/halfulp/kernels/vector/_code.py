@@ -113,18 +113,17 @@ class Code:
 
         It comes into the second-level cache (locality 2), whose queue of pending lines is longer than the first's.
         """
-        ir, module, name = self.vectors.ir, self.b.module, "llvm.prefetch.p0"
-        byte = self.i8.as_pointer()
-        takes = ir.FunctionType(ir.VoidType(), [byte, self.i32, self.i32, self.i32])
-        function = module.globals.get(name) or ir.Function(module, takes, name)
-        to_read, locality, of_data = (ir.Constant(self.i32, value) for value in (0, 2, 1))
-        self.b.call(function, [self.b.inttoptr(address.value, byte), to_read, locality, of_data])
+        self.vectors.prefetch(address.value, 2)
 
     def run(self, piece: Piece, *values: Number) -> Number:
         """Return the first result of a recorded device function."""
+        return self.run_all(piece, *values)[0]
+
+    def run_all(self, piece: Piece, *values: Number) -> list[Number]:
+        """Return the results of a recorded device function."""
         lanes = lanes_of(values[0].kind)
         computed = Instructions(self.b, piece.trace, lanes).run([value.value for value in values])
-        return Number(self, computed[piece.results[0]])
+        return [Number(self, computed[number]) for number in piece.results]
 
 
 class Number:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass
 
+from .._device_function import STREAM
 from .._trace import Trace
 
 # Cycles after which a result is there, where they are more than one.
@@ -56,7 +57,7 @@ class Phases:
                 waits.add(k)
             elif name == "load" or reads & set(operands):
                 reads.add(k)
-            if name == "load" or (name == "input" and extra[0] == "counter") or varies & set(operands):
+            if name == "load" or (name == "input" and extra == STREAM[0]) or varies & set(operands):
                 varies.add(k)
         everything = set(range(len(trace.lines)))
         largest = [k for k in sorted(waits) if trace.lines[k][0] == "block_largest"]
@@ -108,7 +109,7 @@ class Stages:
         lines = trace.lines
         varies: set[int] = set()
         for k, (name, operands, extra) in enumerate(lines):
-            if name == "load" or (name == "input" and extra[0] == "counter") or varies & set(operands):
+            if name == "load" or (name == "input" and extra == STREAM[0]) or varies & set(operands):
                 varies.add(k)
         before = [0] * len(lines)  # stages that are left behind an instruction
         until = [0] * len(lines)

@@ -11,6 +11,7 @@ from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from .._device_function import STREAM
 from .._trace import Piece, Trace
 from ._builder import VectorBuilder, scalar_of
 from ._instructions import Instructions
@@ -22,6 +23,8 @@ from ._processor import vector_bits
 _CHUNK = 4
 _ARGUMENTS = 9
 _AT_ONCE = 512  # elements, in small blocks
+# Bytes by which cache lines are asked for ahead, where arrays are not few.
+_AHEAD, _LINE, _FEW_ARRAYS = 1024, 64, 3
 Array = tuple[int, int, bool]  # the instruction of its address, bits of an element, whether it has one per block
 
 
@@ -47,11 +50,10 @@ class Table:
     """What a device function reads and writes in a table of pointers.
 
     Attributes:
-        trace: what is computed per element, of inputs ("constant", k) and ("counter", k).
+        trace: what is computed per element, of inputs ("constant", k) and those of `STREAM`.
         columns: of the table of pointers.
         constants: numbers per row, of 32 or 64 bits as the inputs are.
-        counters: random words per element.
-        start: (low and high half of a row's key, global index) -> the counter of an element.
+        start: (low and high half of a row's key, global index) -> an element's inputs of `STREAM`; None without draws.
         step: by which the counters of neighbours differ.
         block: elements of a block; None if there are none.
         partial: whether a chunk's last block may be incomplete; then no array has an element per block.
@@ -61,7 +63,6 @@ class Table:
     trace: Trace
     columns: int
     constants: int = 0
-    counters: int = 0
     start: Piece | None = None
     step: int = 0
     block: int | None = None
@@ -73,7 +74,7 @@ class Table:
         pieces = [self.start, self.digest and self.digest.term]
         told = [(piece.trace.digest(), piece.results) for piece in pieces if piece]
         digest = self.digest and (self.digest.column, self.digest.size, self.digest.step)
-        counts = self.columns, self.constants, self.counters, self.step, self.block, self.partial
+        counts = self.columns, self.constants, self.step, self.block, self.partial
         return repr((self.trace.digest(), sorted(self.trace.rare), counts, digest, told))
 
 
@@ -81,7 +82,7 @@ def compile_table(name: str, table: Table) -> Callable[..., None]:
     """Return the function (first and last chunk, addresses of chunks, pointers, rows, constants, keys, sums, digests).
 
     The arrays are int64 (chunks, 4), int64 (rows, columns), int64 (rows,): the row of a row's constants, then numbers
-    (rows of constants, constants), uint64 (rows, counters), float64 (chunks, 4) and uint64 (chunks,).
+    (rows of constants, constants), uint64 (rows,): keys, float64 (chunks, 4) and uint64 (chunks,).
     """
     return machine_function(name, table.key(), _ARGUMENTS, lambda b, *values: _TableLoop(b.b, table).build(*values))
 
@@ -139,8 +140,8 @@ class _TableLoop(VectorBuilder):
                     place = self.pointer(constants, b.add(own, self.word(name[1])), self.kinds.of_kind(kind))
                     self.scalars[name] = b.load(place, align=int(kind[1:]) // 8)
                     self.inputs[name] = self.spread(self.scalars[name], self.lanes)
-            key = b.mul(row, self.word(table.counters))
-            self.starts = [self.start(self.word_at(keys, key, k), index) for k in range(table.counters)]
+            if table.start:
+                self.begin_stream(table.start, self.word_at(keys, row, 0), index)
             totals = [self.ir.Constant(kind, None) for kind in self.sum_types() for _ in range(2)]
             if table.block:
                 self.blocks(begin, count, totals, copies, buffers)
@@ -161,12 +162,14 @@ class _TableLoop(VectorBuilder):
         """Word k behind the first of a table of 64-bit integers."""
         return self.b.load(self.pointer(table, self.b.add(first, self.word(k)), self.i64), align=8)
 
-    def start(self, key, index):
-        """Return the counter of the chunk's first element, from a row's key."""
-        b, piece = self.b, self.table.start
-        assert piece is not None, "a table with counters says how they start"
+    def begin_stream(self, piece: Piece, key, index) -> None:
+        """Compute the counter of the chunk's first element and the stream's own word, from a row's key."""
+        b = self.b
         halves = b.trunc(key, self.i32), b.trunc(b.lshr(key, self.word(32)), self.i32)
-        return Instructions(b, piece.trace, 1).run([*halves, index])[piece.results[0]]
+        values = Instructions(b, piece.trace, 1).run([*halves, index])
+        self.first_counter, *own = (values[number] for number in piece.results)
+        for name, value in zip(STREAM[1:], own):
+            self.scalars[name], self.inputs[name] = value, self.spread(value, self.lanes)
 
     def places(self) -> list[list[int]]:
         """Return which neighbours the lanes of the two vectors are."""
@@ -199,6 +202,7 @@ class _TableLoop(VectorBuilder):
             else:
                 with self.loop(zero, limit, self.width, totals) as i:
                     loaded = {array: self.load_both(bases[array], i, array[1]) for array in dict.fromkeys(self.loads)}
+                    self.ask_ahead(bases, i)
                     [values] = self.computed([(loaded, b.add(before, i), None)])
                     self.finish(values, self.stores, bases, i)
                     self.sum_up(values, i, totals, limit, range(len(self.trace.lines)))
@@ -225,6 +229,7 @@ class _TableLoop(VectorBuilder):
                 at = b.sub(i, self.word(late))
                 self.finish(self.stage(-1, at, before, bases, held[-1]), self.stores, bases, at)
             carried.clear()
+            self.ask_ahead(bases, i)
             for number in range(len(stages.crossing)):
                 at = b.sub(i, self.word(number * self.width))
                 at = self.lesser(b.select(b.icmp_signed(">", at, zero), at, zero), last)
@@ -232,6 +237,20 @@ class _TableLoop(VectorBuilder):
                 values = self.stage(number, at, before, bases, known)
                 for k in stages.crossing[number]:
                     carried += [values[half][k] for half in range(2)]
+
+    def ask_ahead(self, bases: dict, i) -> None:
+        """Ask for the cache lines that are needed some turns later; they need not be ones that can be read.
+
+        Processors do that by themselves for a few arrays, and only within a page, which is 2,048 elements of 16 bits.
+        """
+        arrays = [array for array in dict.fromkeys(self.loads) if not array[2]]
+        if len(arrays) < _FEW_ARRAYS:
+            return
+        for array in arrays:
+            size = array[1] // 8
+            first = self.b.add(bases[array], self.b.mul(i, self.word(size)))
+            for line in range(0, self.width * size, _LINE):
+                self.prefetch(self.b.add(first, self.word(_AHEAD + line)))
 
     def stage(self, number: int, i, before, bases: dict, known: list[dict] | None) -> list[list]:
         """Return the values of two vectors in one stage, those known from earlier ones too."""
@@ -361,6 +380,8 @@ class _TableLoop(VectorBuilder):
         with self.loop(self.word(0), self.word(self.padded), self.width, carried) as i:
             loaded = shared | {array: self.load_both(bases[array], i, array[1]) for array in own}
             turn = loaded, b.add(start, i)
+            if not self.copied:
+                self.ask_ahead(bases, i)
 
             def rest(known) -> list:
                 [values] = self.computed([(*turn, known)], phases.before)
@@ -495,22 +516,20 @@ class _TableLoop(VectorBuilder):
             found.append([[None] * len(self.trace.lines) for _ in range(2)])
             for half, values in enumerate(found[-1]):
                 given = self.inputs | {((array[0], array[1:])): pair[half] for array, pair in loaded.items()}
-                given |= self.counted(half, position)
+                if self.table.start:
+                    given[STREAM[0]] = self.counters(half, position)
                 writer = Instructions(self.b, self.trace, self.lanes)
                 running.append(writer.steps(values, given, known and known[half], only, self.order))
         for _ in zip(*running, strict=True):
             pass
         return found
 
-    def counted(self, half: int, position) -> dict:
+    def counters(self, half: int, position):
         """Return the counters of one of two vectors from a place in the chunk on."""
-        given = {}
-        for k, start in enumerate(self.starts):
-            moved = self.b.mul(self.b.trunc(position, self.i32), self.ir.Constant(self.i32, self.table.step))
-            first = self.spread(self.b.add(start, moved), self.lanes)
-            steps = [self.table.step * place & 0xFFFFFFFF for place in self.places()[half]]
-            given["counter", k] = self.b.add(first, self.ir.Constant(first.type, steps))
-        return given
+        moved = self.b.mul(self.b.trunc(position, self.i32), self.ir.Constant(self.i32, self.table.step))
+        first = self.spread(self.b.add(self.first_counter, moved), self.lanes)
+        steps = [self.table.step * place & 0xFFFFFFFF for place in self.places()[half]]
+        return self.b.add(first, self.ir.Constant(first.type, steps))
 
     def finish(self, values: list, stores: dict, bases: dict, i) -> None:
         """Write what two vectors store."""

@@ -60,7 +60,7 @@ def _compiled(name: str, dtype: torch.dtype, arguments: int, write: Callable[...
 
 @functools.cache
 def _pieces() -> tuple[Any, Any]:
-    return record_words(draw, "w32"), record_words(float16_word, "w32")
+    return record_words(draw, "w32", "w32"), record_words(float16_word, "w32")
 
 
 class _Tensors:
@@ -183,9 +183,10 @@ class _Tensors:
             with runs:
                 every = (count + RUN - 1) // RUN
                 words = row[KEY].to(code.i32), (row[KEY] >> 32).to(code.i32)
-                counter = code.variable(code.run(recorded_start(), *words, code.number(0)))
+                start, own = code.run_all(recorded_start(), *words, code.number(0))
+                counter = code.variable(start)
                 with code.span(0, RUNS) as k:
-                    random = code.run(_pieces()[0], counter).to(code.i64)
+                    random = code.run(_pieces()[0], counter, own).to(code.i64)
                     counter += int(WEYL)
                     start = ((((k << 32) | random) * every) >> 37) * RUN
                     self.move(row, start, lesser(count - start, RUN), taken)

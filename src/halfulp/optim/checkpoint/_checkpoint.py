@@ -39,7 +39,6 @@ from ..states._int8_blocks import scale_shape
 from ..states._scaled import finite_amax
 from ..states._state import StateChoice, as_state
 from ..step._scales import weight_scale
-from ..step._spec import draws_of
 from ..weight_updates._weight_update import WeightUpdate, weight_update
 from ._extra_states import is_extra_state, set_extra_states
 from ._fitted_states import (
@@ -59,6 +58,7 @@ from ._state_dict_validation import (
     draws_anew,
     is_own_file,
     refuse_confusing_keys,
+    refuse_other_stream,
 )
 
 # In a saved state: the weight update that wrote it, where its group has been given another since.
@@ -157,8 +157,7 @@ class CheckpointMixin(torch.optim.Optimizer):
     def _warn_of_other_bits(self, saved_groups: list[Mapping]) -> None:
         """Warn of groups that draw random bits, and others than the file's run would have drawn."""
         for number, (group, saved) in enumerate(zip(self.param_groups, saved_groups)):
-            plans = (self._plans.get(parameter) for parameter in group["params"])
-            if draws_anew(group, saved) and any(plan is not None and draws_of(plan.spec)[2] for plan in plans):
+            if draws_anew(group, saved) and self._draws(group):
                 warnings.warn(
                     f"param group {number} was saved without names, which key random bits: stochastic rounding goes "
                     "on, but with other bits than the saved run's; to go on with the same, save and load with "
@@ -166,6 +165,11 @@ class CheckpointMixin(torch.optim.Optimizer):
                     UserWarning,
                     stacklevel=find_users_level(),
                 )
+
+    def _draws(self, group: dict) -> bool:
+        """Return whether a group has parameters with states that draw random bits."""
+        plans = (self._plans.get(parameter) for parameter in group["params"])
+        return any(plan is not None and plan.spec.draws for plan in plans)
 
     def _load_between_hooks(self, state_dict: Mapping[str, Any]) -> None:
         """Load a state_dict, between pre and post hooks."""
@@ -183,6 +187,9 @@ class CheckpointMixin(torch.optim.Optimizer):
         is_own = is_own_file(before, state_dict["param_groups"])
         try:
             trial = [(*one, self._fit_tensors(*one, is_own)) for one in given]
+            for number, (group, saved) in enumerate(zip(self.param_groups, state_dict["param_groups"])):
+                if self._draws(group):
+                    refuse_other_stream(number, saved)
             self._warn_of_other_bits(state_dict["param_groups"])
         except Exception:
             for group, old in zip(self.param_groups, before):

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from ..._messages import listed
+from ...rounding._random_bits import STREAM_VERSION
 
 _GROUPS, _STATES = "param_groups.", "state."
 
@@ -35,6 +36,11 @@ def explain_missing_entry(key: str, flat: Mapping[str, Any]) -> str:
             f"{lack}: it was saved by an optimizer over unnamed parameters, and this one has names: make it from "
             "model.parameters(); to go over to names, load it there, and give its state_dict() to the load_state_dict "
             "of an optimizer made from model.named_parameters()"
+        )
+    if entry == "random_stream":
+        return (
+            f"{lack}: it was saved under version 1 of the stream of random bits; to go on with those of version "
+            f"{STREAM_VERSION}, which are others than the saved run's, give each parameter that entry, {STREAM_VERSION}"
         )
     return (
         f"{lack}: another optimizer, or one with other options, has saved it; load it into an optimizer made as that "

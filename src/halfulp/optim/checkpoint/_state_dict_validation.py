@@ -6,6 +6,7 @@ import copy
 from collections.abc import Callable, Mapping
 
 from ..._messages import differences
+from ...rounding._random_bits import STREAM_VERSION
 from .._group_options import check_group
 from ..parameters._random_identity import identities_of, plain_names
 from ..weight_updates._weight_update import weight_update
@@ -20,7 +21,7 @@ _LATER = {
 _OF_RULES = {"lr", "betas", "eps", "momentum", "dampening", "weight_decay", "alpha", "centered", "rho", "etas", "lambd"}
 _OF_RULES |= {"lr_decay", "momentum_decay", "initial_accumulator_value", "step_sizes", "max_iter", "history_size"}
 _OURS = {"weight_update", "state_dtype", "param_dtype", "format", "seed", "report_interval", "identities"}
-_KEPT = ("params", "state_dtype", "param_dtype", "format", "report_interval")
+_KEPT = ("params", "state_dtype", "param_dtype", "format", "report_interval", "random_stream")
 
 
 def checked_groups(
@@ -104,6 +105,26 @@ def draws_anew(group: Mapping, saved: Mapping) -> bool:
     if not isinstance(held, list | tuple) or not names or not _is_keyed_by_name(saved):
         return False
     return not set(identities_of({"param_names": names})) <= {number for number in held if isinstance(number, int)}
+
+
+def refuse_other_stream(number: int, saved: Mapping) -> None:
+    """Refuse a saved group whose random bits are those of another version of the stream.
+
+    Args:
+        number: of the group, which draws random bits.
+        saved: the group in the file.
+
+    Raises:
+        ValueError: another version than this one, with what to do.
+    """
+    version = saved.get("random_stream", 1)
+    if "weight_update" in saved and version != STREAM_VERSION:
+        raise ValueError(
+            f"param group {number} was saved under version {version!r} of the stream of random bits, known is "
+            f"{STREAM_VERSION}: its stochastic rounding would go on with other bits than the saved run's. To accept "
+            f"that, put 'random_stream': {STREAM_VERSION} into the groups of the state_dict; to go on with the same "
+            "bits, use the halfulp that saved it"
+        )
 
 
 def checked_state(state_dict: Mapping, number: object, name: str) -> Mapping:

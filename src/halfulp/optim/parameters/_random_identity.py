@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from ...rounding._random_bits import STREAM_VERSION
 from ._tensor_map import TensorMap
 
 # A parameter's name, where names were given, and the number that keys its random bits.
@@ -60,7 +61,8 @@ def has_identities(group: Mapping[str, Any]) -> bool:
 
 
 def assign_identities(group: dict, earlier: list[dict]) -> None:
-    """Give every parameter of a group without names its identity, unless it came with them."""
+    """Give every parameter of a group without names its identity, unless it came with them; note what keys draw."""
+    group["random_stream"] = STREAM_VERSION
     if "identities" in group and len(group["identities"]) == len(group["params"]):
         return
     if group.get("param_names"):

@@ -16,7 +16,6 @@ import torch
 
 from ...kernels import note_and_warn_once
 from ..step._batch import Batch
-from ..step._spec import draws_of
 from ._local_tensors import local, memory
 
 # One of this library: Optimizer's own file imports this one.
@@ -62,7 +61,7 @@ def warn_of_shared_keys(optimizer: Optimizer, batches: Iterable[Batch]) -> None:
         batches: of the step.
     """
     last = None if _Last.optimizer is None else _Last.optimizer()
-    if last is optimizer or not any(draws_of(batch.spec)[2] for batch in batches):
+    if last is optimizer or not any(batch.spec.draws for batch in batches):
         return
     record = _records.get(optimizer)
     if record is None:
@@ -102,7 +101,7 @@ def _drawn(optimizer: Optimizer) -> dict[Key, torch.Tensor]:
     for group in optimizer.param_groups:
         for parameter in () if group.get("param_names") else group["params"]:
             plan = optimizer._plans.get(parameter)
-            if plan is not None and draws_of(plan.spec)[2]:
+            if plan is not None and plan.spec.draws:
                 found[plan.seed, plan.identity] = parameter
     return found
 

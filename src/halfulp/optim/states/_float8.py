@@ -22,14 +22,14 @@ from ...kernels.scalar._operations import (
 )
 from ._storage import ABS, CANONICAL_NAN, EXPONENT, ONE, S8, STORES, TWO_M24, Store, fp16_real
 
-S20, S21, S24, SIGN_8, ABS_8 = (np.uint32(n) for n in (20, 21, 24, 0x80, 0x7F))
+S11, S12, S20, S21, S24, SIGN_8, ABS_8 = (np.uint32(n) for n in (11, 12, 20, 21, 24, 0x80, 0x7F))
 NONE = np.uint32(0)
 
-E4_HALF, E4_LOW, E4_REBIAS, E4_TINY = (np.uint32(w) for w in (0x7FFFF, 0xFFFFF, 120 << 23, 121 << 23))
+E4_HALF, E4_REBIAS, E4_TINY = (np.uint32(w) for w in (0x7FFFF, 120 << 23, 121 << 23))
 E4_LARGEST, E4_NAN, E4_MAGIC_WORD = np.uint32(0x7E), np.uint32(0x7F), np.uint32(141 << 23)
 E4_MAGIC, E4_UNITS, E4_RAISE = (np.float32(x) for x in (2.0**14, 2.0**9, 2.0**120))
 
-E5_HALF, E5_LOW, E5_REBIAS, E5_TINY = (np.uint32(w) for w in (0xFFFFF, 0x1FFFFF, 112 << 23, 113 << 23))
+E5_HALF, E5_REBIAS, E5_TINY = (np.uint32(w) for w in (0xFFFFF, 112 << 23, 113 << 23))
 E5_INFINITY, E5_NAN, E5_MAGIC_WORD = np.uint32(0x7C), np.uint32(0x7F), np.uint32(134 << 23)
 E5_MAGIC, E5_UNITS = np.float32(2.0**7), np.float32(2.0**16)
 
@@ -56,7 +56,7 @@ def e4m3_stochastic(x, random):
     units = real(magnitude) * E4_UNITS
     below = to_word(select(magnitude < E4_TINY, units, E4_UNITS))
     tiny = add(below, select(to_real(shr(random, S8)) * TWO_M24 < units - to_real(below), ONE, NONE))
-    normal = shr(sub(add(magnitude, bit_and(random, E4_LOW)), E4_REBIAS), S20)
+    normal = shr(sub(add(magnitude, shr(random, S12)), E4_REBIAS), S20)
     return e4m3_signed(x, magnitude, tiny, normal)
 
 
@@ -87,7 +87,7 @@ def e5m2_stochastic(x, random):
     units = real(magnitude) * E5_UNITS
     below = to_word(select(magnitude < E5_TINY, units, E5_UNITS))
     tiny = add(below, select(to_real(shr(random, S8)) * TWO_M24 < units - to_real(below), ONE, NONE))
-    normal = shr(sub(add(magnitude, bit_and(random, E5_LOW)), E5_REBIAS), S21)
+    normal = shr(sub(add(magnitude, shr(random, S11)), E5_REBIAS), S21)
     return e5m2_signed(x, magnitude, tiny, normal)
 
 

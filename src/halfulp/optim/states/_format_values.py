@@ -30,7 +30,7 @@ S8, ONE, ABS, SIGN, EXPONENT = (np.uint32(w) for w in (8, 1, 0x7FFFFFFF, 0x80000
 TWO_M24 = np.float32(2.0**-24)
 
 # Bound per format.
-KEEP = LOST = HALF = SHIFT = LEAST_BINADE = RAISE = UNIT_SHIFT = LARGEST = BEYOND = np.uint32(0)
+KEEP = UNDRAWN = HALF = SHIFT = LEAST_BINADE = RAISE = UNIT_SHIFT = LARGEST = BEYOND = np.uint32(0)
 INVERSE_TOP = np.uint32(0)
 
 
@@ -44,7 +44,7 @@ def grid_nearest(x, random):
 def grid_stochastic(x, random):
     """Device function: stochastic where every word loses the same bits."""
     bits = word(x)
-    return select(bit_and(bits, ABS) > EXPONENT, bits, bit_and(add(bits, bit_and(random, LOST)), KEEP))
+    return select(bit_and(bits, ABS) > EXPONENT, bits, bit_and(add(bits, shr(random, UNDRAWN)), KEEP))
 
 
 def spaced_nearest(x, random):
@@ -107,7 +107,7 @@ def _grid_store(fmt: Format) -> Store:
     lost = 23 - fmt.mantissa_bits
     constants = {
         "KEEP": 0xFFFFFFFF << lost & 0xFFFFFFFF,
-        "LOST": (1 << lost) - 1,
+        "UNDRAWN": 32 - lost,
         "HALF": (1 << lost - 1) - 1,
         "SHIFT": lost,
     }

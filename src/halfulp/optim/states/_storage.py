@@ -35,10 +35,10 @@ from ...kernels.scalar._operations import (
     word,
 )
 
-ONE, S8, S13, S16 = (np.uint32(n) for n in (1, 8, 13, 16))
+ONE, S8, S13, S16, S19 = (np.uint32(n) for n in (1, 8, 13, 16, 19))
 ABS, SIGN, EXPONENT, CANONICAL_NAN = (np.uint32(w) for w in (0x7FFFFFFF, 0x80000000, 0x7F800000, 0x7FC00000))
 BF16_HALF = np.uint32(0x7FFF)
-FP16_HALF, FP16_REBIAS, FP16_LOW, FP16_INFINITY = (np.uint32(w) for w in (0x0FFF, 112 << 23, 0x1FFF, 0x7C00))
+FP16_HALF, FP16_REBIAS, FP16_INFINITY = (np.uint32(w) for w in (0x0FFF, 112 << 23, 0x7C00))
 FP16_NAN, FP16_ABS, FP16_SIGN = np.uint32(0x7E00), np.uint32(0x7FFF), np.uint32(0x8000)
 FP16_TINY_WORD, FP16_OVERFLOW_WORD, FP16_MAGIC_WORD = np.uint32(113 << 23), np.uint32(0x477FF000), np.uint32(126 << 23)
 FP16_TOP_WORD = np.uint32(0x47800000)
@@ -57,7 +57,7 @@ class Store:
         real: piece code -> float32.
         nearest: piece (x, random) -> code, ties to even; the random word is not looked at.
         stochastic: piece (x, random) -> code.
-        random_bits: how many low bits of that word `stochastic` uses: 16 or 32.
+        random_bits: of that word, in which `stochastic` finds them lowest: 16; or 32, of which the upper are the best.
         mantissa_bits: stored bits of the significand: the last place of 1 is 2^-mantissa_bits.
         emin: exponent of the smallest normal number.
         constants: names and values that the pieces find bound.
@@ -151,7 +151,7 @@ def fp16_stochastic(x, random):
     below = to_word(select(magnitude < FP16_TINY_WORD, units, TWO_24))
     chance = to_real(shr(random, S8)) * TWO_M24
     tiny = add(below, select(chance < units - to_real(below), ONE, sub(ONE, ONE)))
-    normal = shr(sub(add(magnitude, bit_and(random, FP16_LOW)), FP16_REBIAS), S13)
+    normal = shr(sub(add(magnitude, shr(random, S19)), FP16_REBIAS), S13)
     finite = select(magnitude < FP16_TINY_WORD, tiny, normal)
     special = select(magnitude > EXPONENT, FP16_NAN, FP16_INFINITY)
     code = select(magnitude >= FP16_TOP_WORD, special, finite)

@@ -13,7 +13,7 @@ from ...kernels import Trace, Traced
 from ...kernels._device_function import Recording, bound, record_call
 from ...kernels.scalar._operations import bit_and, select, shr, sqrt
 from ...kernels.vector._table_loop import Table, compile_table
-from ...rounding._random_bits import WEYL, draw, recorded_start
+from ...rounding._random_bits import WEYL, drawn_word, hashed, recorded_start
 from ..parameters._payload_digests import payload_digest
 from ..states._int8_device_functions import GROW, HUGE, HUGE_SQUARED, SHRINK
 from ..states._scaled import Scaled, finite_word
@@ -22,7 +22,7 @@ from ._spec import Draw, StepSpec, draws_of, pointer_count, state_pointers
 
 GRADIENT = 4
 ZERO, NEGATIVE_ZERO, ONE = (np.float32(x) for x in (0.0, -0.0, 1.0))
-S16, LOW, UNDRAWN = (np.uint32(n) for n in (16, 0xFFFF, 0))
+UNDRAWN = np.uint32(0)
 
 
 @functools.cache
@@ -38,13 +38,11 @@ def compiled(spec: StepSpec) -> Callable:
 
 def table(spec: StepSpec) -> Table:
     """Return the step of a specification as a device function on a table of pointers."""
-    words = 0 if spec.finds_amax else draws_of(spec)[2]
     return Table(
         record_step(spec),
         pointer_count(spec),
         len(spec.constants),
-        words,
-        recorded_start() if words else None,
+        recorded_start() if spec.draws and not spec.finds_amax else None,
         int(WEYL),
         spec.block,
         digest=payload_digest(spec.store.dtype.itemsize) if spec.digests else None,
@@ -55,12 +53,12 @@ def table(spec: StepSpec) -> Table:
 def record_step(spec: StepSpec, with_payload: bool = False) -> Trace:
     """Return the instructions of one element.
 
-    Inputs are the addresses of the table of pointers, the constants ("constant", k) and the counters ("counter", k) of
-    random words; a metered step sums up updates wanted and cancelled, u^2 and u (realised change), one that finds the
-    largest magnitudes has those of the weight and of the scaled states, and `with_payload` that of the payload as read.
+    Inputs are the addresses of the table of pointers, the constants ("constant", k) and the place in the stream of
+    random words (`STREAM`); a metered step sums up updates wanted and cancelled, u^2 and u (realised change), one that
+    finds the largest magnitudes has those of the weight and of the scaled states, and `with_payload` that of the
+    payload as read.
     """
-    counters = 0 if spec.finds_amax else draws_of(spec)[2]
-    element = Recording(pointer_count(spec), len(spec.constants), counters=counters)
+    element = Recording(pointer_count(spec), len(spec.constants))
     step = _Step(spec, element)
     step.run()
     if with_payload:
@@ -73,7 +71,7 @@ class _Step:
     """One element's values under a specification."""
 
     def __init__(self, spec: StepSpec, element: Recording) -> None:
-        self.spec, self.trace, self.counters = spec, element.trace, element.counters
+        self.spec, self.trace, self.element = spec, element.trace, element
         self.i, self.arrays, numbers = element.index, element.arrays, element.constants
         self.block = self.trace.emit("block", (), None, "block")
         self.rule_constants = numbers[: len(spec.rule_constants)]
@@ -96,7 +94,7 @@ class _Step:
             for k, codec in spec.scaled_states.items():
                 self.trace.gather_sum("max", finite_word(codec.measured(new[k])))
             return
-        weight_draws, state_draws, _ = draws_of(spec)
+        weight_draws, state_draws = draws_of(spec)
         written = self.write(p, held, w, g, u, [self.bits(draw) for draw in weight_draws])
         if spec.update.feeds_back and spec.rule.error_feedback is not None:
             lost = (w + u) - written
@@ -198,9 +196,11 @@ class _Step:
         inverse = self.scales[f"inverse_{k}"] if isinstance(codec, Scaled) else None
         codec.save(self.columns(k), self.i, value, inverse, bits)
 
-    def bits(self, drawn: Draw) -> Any:
-        """Random bits: a word, its high half or its low half."""
-        if drawn.part == "none":
+    def bits(self, drawn: Draw | None) -> Any:
+        """Random bits: a word of the element's one hash, or some of its bits."""
+        if drawn is None:
             return UNDRAWN
-        word = draw(self.counters[drawn.word])
-        return {"full": lambda: word, "high": lambda: shr(word, S16), "low": lambda: bit_and(word, LOW)}[drawn.part]()
+        word = drawn_word(hashed(*self.element.stream), drawn.word)
+        word = shr(word, np.uint32(drawn.shift)) if drawn.shift else word
+        cut = drawn.shift + drawn.bits < 32
+        return bit_and(word, np.uint32((1 << drawn.bits) - 1)) if cut else word

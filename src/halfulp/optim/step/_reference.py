@@ -8,9 +8,9 @@ from collections.abc import Callable, Iterable, Sequence
 import torch
 
 from ...kernels import IndexMap, Traced, record, run_on_tensors
-from ...kernels._device_function import record_call
+from ...kernels._device_function import STREAM, record_call
 from ...kernels._trace import Piece
-from ...rounding._random_bits import counters
+from ...rounding._random_bits import stream_of
 from ..rules._update_rule import UpdateRule
 from ._kernel import record_step
 from ._spec import POINTERS_BEFORE_STATES, StepSpec
@@ -22,7 +22,7 @@ def reference_step(
     gradient: torch.Tensor,
     states: Sequence[list[torch.Tensor]],
     constants: Sequence[float],
-    keys: Sequence[int],
+    key: int | None,
     index_map: IndexMap,
 ) -> tuple[float, float, float, float] | None:
     """One step of one parameter, in place.
@@ -33,14 +33,15 @@ def reference_step(
         gradient: of the parameter's shape.
         states: the tensors of each state.
         constants: of the specification, rounded to float32 here.
-        keys: one 64-bit key per random word.
+        key: of the random words; None without draws.
         index_map: the parameter's place in the whole.
 
     Returns:
         For a metered specification: updates wanted, updates cancelled, sum u^2, sum u (realised change).
     """
-    index = global_index(index_map, gradient.device) if keys else None
-    drawn = {("counter", k): counters(key, index) for k, key in enumerate(keys) if index is not None}
+    drawn = {}
+    if key is not None:
+        drawn = dict(zip(STREAM, stream_of(key, global_index(index_map, gradient.device))))
     found = _run(spec, parts, gradient, states, constants, drawn)
     return (found[0], found[1], found[2], found[3]) if spec.metered else None
 

@@ -24,7 +24,7 @@ from ...kernels import (
     select_engine,
 )
 from ...kernels.vector._machine_function import address_of
-from ...rounding._random_bits import mix64, mix64_all, mix64_on
+from ...rounding._random_bits import mix64, mix64_all
 from ..parameters._local_tensors import scale_of
 from ..parameters._parameter_plan import ParameterPlan
 from ._batch import Batch
@@ -32,7 +32,7 @@ from ._kernel import compiled
 from ._memory import plain_gradient
 from ._reference import reference_amax, reference_step
 from ._scales import keep_scales, with_new_scales, with_present_scales
-from ._spec import StepSpec, draws_of, pointer_count
+from ._spec import StepSpec, pointer_count
 
 METER_COLUMNS, GRADIENT = 4, 4
 _FEW = 8  # keys that take Python less time than NumPy's arrays
@@ -118,7 +118,7 @@ def _write(batch: Batch) -> None:
             batch.gradients[row],
             plan.states,
             batch.constants[row],
-            keys[row],
+            *keys[row] or [None],
             plan.index_map,
         )
         if lost is not None:
@@ -229,19 +229,17 @@ def _count(meter: np.ndarray, chunk_rows: np.ndarray, plans: list[ParameterPlan]
 
 
 def _keys(batch: Batch) -> np.ndarray:
-    """uint64 array of shape (parameters, words): a key per parameter, step and random word."""
-    words, table, steps = draws_of(batch.spec)[2], batch.table, batch.steps
+    """uint64 array of shape (parameters, 1): a key per parameter and step; (parameters, 0) without draws."""
+    table, steps = batch.table, batch.steps
     seeds, step = table.seeds, steps[0]
-    if not words:
+    if not batch.spec.draws:
         return table.keys
     if isinstance(seeds, int) and len({*steps}) == 1:
-        if len(steps) * words <= _FEW:
-            keys = [mix64(seeds, step, plan.identity) for plan in table.plans]
-            return np.array([[mix64_on(key, word) for word in range(words)] for key in keys], np.uint64)
-        return mix64_all(seeds, step, table.identities, np.arange(words, dtype=np.uint64))
+        if len(steps) <= _FEW:
+            return np.array([[mix64(seeds, step, plan.identity)] for plan in table.plans], np.uint64)
+        return mix64_all(seeds, step, table.identities)
     every = np.array(steps, np.uint64)[:, None]
-    seeds = np.full(every.shape, seeds, np.uint64)
-    return mix64_all(seeds, every, table.identities, np.arange(words, dtype=np.uint64))
+    return mix64_all(np.full(every.shape, seeds, np.uint64), every, table.identities)
 
 
 _checked: set[StepSpec] = set()
@@ -298,7 +296,7 @@ def _trial(spec: StepSpec, run: Callable | None = None, device: torch.device | s
     for k in spec.scaled_states:
         states[k][1].fill_(0.0625)
     constants = tuple(0.3 + 0.05 * position for position in range(len(spec.rule.constants)))
-    keys = mix64_all(1, 2, 3, np.arange(draws_of(spec)[2], dtype=np.uint64)[None])
+    keys = np.full((1, int(spec.draws)), mix64(1, 2, 3), np.uint64)
     pointers = [*map(address, parts), *[0] * (4 - len(parts)), address(gradient)]
     pointers += [address(tensor) for state in states for tensor in state]
     assert len(pointers) == pointer_count(spec)
@@ -315,7 +313,7 @@ def _trial(spec: StepSpec, run: Callable | None = None, device: torch.device | s
             ).max(0)[: 1 + len(spec.scaled_states)]  # fmt: skip
             return [torch.tensor(found, dtype=torch.float32, device="cpu")]
         if run is None:
-            reference_step(spec, parts, gradient, states, constants, [int(k) for k in keys[0]], index_map)
+            reference_step(spec, parts, gradient, states, constants, *keys[0].tolist() or [None], index_map)
         else:
             row = np.array([constants], np.float32).reshape(1, -1)
             run(chunks(index_map, 0), np.array([pointers], np.int64), row, keys)

@@ -9,7 +9,7 @@ import torch
 
 from ...kernels import address
 from ._scales import reachable_scale, weight_scale
-from ._spec import StepSpec, draws_of, pointer_count, state_pointers
+from ._spec import StepSpec, pointer_count, state_pointers
 from ._triton_kernel import largest_columns
 
 _EXPONENTS = (-149, -127, -126, -60, -13, 0, 1, 15, 16, 60, 119, 127)
@@ -45,7 +45,7 @@ def try_scales(spec: StepSpec, device: torch.device, choose: Callable[..., torch
     for k, row in zip(spec.scaled_states, addresses[2:]):
         pointers[:, state_pointers(spec)[k] + 1] = row
     constants = np.zeros((count, len(spec.rule.constants)), np.float32)
-    keys = np.zeros((count, draws_of(spec)[2]), np.uint64)
+    keys = np.zeros((count, int(spec.draws)), np.uint64)
     words = torch.from_numpy(largest.view(np.int32)).to(device)
     table = choose(pointers, constants, keys, np.ascontiguousarray(addresses[:2].T), words)
     return [table.cpu(), tensors.cpu()]

@@ -103,6 +103,11 @@ class StepSpec:
         """Whether a compiled step computes digests of the payload, to which auxiliary tensors belong."""
         return bool(self.update.auxiliary_tensors(self.store)) and not self.finds_amax
 
+    @functools.cached_property
+    def draws(self) -> bool:
+        """Whether a step draws random bits."""
+        return any(draws_of(self)[0] + draws_of(self)[1])
+
     @property
     def assigns(self) -> bool:
         """Whether the new weight itself is written, instead of the sum of the old one and a difference."""
@@ -139,37 +144,38 @@ class StepSpec:
 
 @dataclass(frozen=True)
 class Draw:
-    """The source of a stochastic rounding's bits: a random word, or its high or low half."""
+    """The source of a stochastic rounding's bits: so many bits of an element's random word, from one on."""
 
     word: int
-    part: str
+    shift: int
+    bits: int
 
 
 @functools.cache
-def draws_of(spec: StepSpec) -> tuple[tuple[Draw, ...], tuple[Draw, ...], int]:
-    """The draws of the weight update, of the states, and the number of words. Halves of one word are shared."""
-    first_pass: list[tuple[object, int]] = [("weight", bits) for bits in spec.update.draws(spec.store)]
-    first_pass += [(k, codec.random_bits) for k, codec in enumerate(spec.codecs) if not isinstance(codec, Int8Blocks)]
-    second_pass: list[tuple[object, int]] = [(k, codec.random_bits) for k, codec in spec.blocked_states.items()]
-    placed: list[tuple[object, Draw]] = []
-    words, half = 0, None
-    for position, (owner, bits) in enumerate(first_pass + second_pass):
-        if position == len(first_pass):
-            half = None
+def draws_of(spec: StepSpec) -> tuple[tuple[Draw | None, ...], tuple[Draw | None, ...]]:
+    """The draws of the weight update and of the states; None where nothing is drawn.
+
+    Each gets all bits that it uses, so that no chance is off. Those of up to 16 take the upper and the lower half of
+    the first word, then the upper halves of further ones: two lower halves depend on each other. Those of more take a
+    word.
+    """
+    wanted = [*spec.update.draws(spec.store), *(codec.random_bits for codec in spec.codecs)]
+    words, halves = itertools.count(), []
+    placed: list[Draw | None] = []
+    for bits in wanted:
         if bits == 0:
-            placed.append((owner, Draw(-1, "none")))
+            placed.append(None)
         elif bits > 16:
-            placed.append((owner, Draw(words, "full")))
-            words += 1
-        elif half is None:
-            placed.append((owner, Draw(words, "high")))
-            half, words = words, words + 1
+            placed.append(Draw(next(words), 0, 32))
+        elif len(halves) == 1:
+            placed.append(Draw(halves[0], 16 - bits, bits))
+            halves.append(-1)
         else:
-            placed.append((owner, Draw(half, "low")))
-            half = None
-    weight = tuple(draw for owner, draw in placed if owner == "weight")
-    of_state = {owner: draw for owner, draw in placed if owner != "weight"}
-    return weight, tuple(of_state[k] for k in range(len(spec.codecs))), words
+            word = next(words)
+            placed.append(Draw(word, 32 - bits, bits))
+            halves += [] if halves else [word]
+    own = len(wanted) - len(spec.codecs)
+    return tuple(placed[:own]), tuple(placed[own:])
 
 
 def pointer_count(spec: StepSpec) -> int:

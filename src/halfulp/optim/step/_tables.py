@@ -13,7 +13,6 @@ from ...kernels import chunk_table
 from ...kernels.vector._machine_function import address_of
 from ..parameters._parameter_plan import ParameterPlan, ParameterRecord
 from ..parameters._payload_digests import PayloadDigests
-from ._spec import draws_of
 
 if TYPE_CHECKING:
     from ._triton_launch import DeviceChunks
@@ -31,7 +30,7 @@ class Table:
         rows: zeros, the row of the constants of each parameter where all have the same.
         identities: uint64 array of shape (parameters, 1).
         seeds: of the random bits: one for all, or a uint64 array of shape (parameters, 1).
-        keys: uint64 array of shape (parameters, words), written at each step.
+        keys: uint64 array of shape (parameters, 1), or (parameters, 0) without draws, written at each step.
         lengths: of the chunks.
         addresses_of: the addresses of chunks, pointers, rows of the constants where all have the same, keys, digests.
         entries: of the optimizer's state, by parameter.
@@ -70,7 +69,7 @@ class Table:
         ends = np.searchsorted(chunks[:, 0], np.arange(len(plans)), side="right")
         digests = PayloadDigests(np.zeros(len(chunks), np.uint64), ends)
         seeds, rows = {plan.seed for plan in plans}, np.zeros(len(plans), np.int64)
-        keys = np.zeros((len(plans), draws_of(plans[0].spec)[2]), np.uint64)
+        keys = np.zeros((len(plans), int(plans[0].spec.draws)), np.uint64)
         return cls(
             plans=plans,
             chunks=chunks,

@@ -5,17 +5,18 @@ from __future__ import annotations
 import functools
 from dataclasses import dataclass
 
+from ...kernels._device_function import STREAM
 from ...kernels.triton._table_kernel import PARTS, TILE, chunk_lines, line_lines
 from ...kernels.triton._writer import element_source, module_source, piece_source
 from ._kernel import record_step, table
-from ._spec import StepSpec, draws_of, pointer_count
+from ._spec import StepSpec, pointer_count
 
 METER = ("seen", "cancelled", "wanted", "kept")
 
 
 @dataclass(frozen=True)
 class Columns:
-    """The columns of the parameter table: addresses, constants by their bits, 64-bit keys.
+    """The columns of the parameter table: addresses, constants by their bits, the 64-bit key of whoever draws.
 
     Attributes:
         pointers: how many addresses come first.
@@ -32,7 +33,7 @@ class Columns:
     @classmethod
     def of(cls, spec: StepSpec) -> Columns:
         """Return the columns of one specification."""
-        return cls(pointer_count(spec), len(spec.rule.constants), draws_of(spec)[2], 2 if spec.scaled else 0)
+        return cls(pointer_count(spec), len(spec.rule.constants), int(spec.draws), 2 if spec.scaled else 0)
 
     @property
     def count(self) -> int:
@@ -67,11 +68,7 @@ def _arguments(spec: StepSpec) -> dict[object, str]:
     columns = Columns.of(spec)
     names: dict[object, str] = {j: f"a{j}" for j in range(columns.pointers)}
     names |= {("constant", k): f"constant{k}" for k in range(len(spec.constants))}
-    return names | {("counter", k): f"counter{k}" for k in range(_counters(spec))}
-
-
-def _counters(spec: StepSpec) -> int:
-    return 0 if spec.finds_amax else Columns.of(spec).keys
+    return names | ({name: name[0] for name in STREAM} if table(spec).start else {})
 
 
 def _kernel_text(spec: StepSpec) -> str:
@@ -85,16 +82,17 @@ def _kernel_text(spec: StepSpec) -> str:
         f"constant{columns.constants + j} = tl.load(scales + r * {len(scale_columns(spec))} + {j})"
         for j in range(len(scale_columns(spec)))
     ]
-    reads += [f"key{k} = tl.load(row + {next(at)})" for k in range(_counters(spec))]
-    halves = [f"key{k}.to(tl.uint32), (key{k} >> 32).to(tl.uint32)" for k in range(_counters(spec))]
-    counters = [f"counter{k} = start_stream({half}, index)" for k, half in enumerate(halves)]
+    draws = []
+    if table(spec).start:
+        reads.append(f"key = tl.load(row + {next(at)})")
+        draws.append("counter, own = start_stream(key.to(tl.uint32), (key >> 32).to(tl.uint32), index)")
     call = f"element(i, b, {', '.join(_arguments(spec).values())}, lanes, aligned)"
     lines = [
         *chunk_lines(),
         f"row = parameters + r * {columns.count}",
         *reads,
         *(_rows(spec.block) if spec.block else line_lines()),
-        *counters,
+        *draws,
         *(_largest(spec, call) if spec.finds_amax else _metered(call) if spec.metered else [call]),
     ]
     body = "\n".join(f"    {line}" for line in lines)

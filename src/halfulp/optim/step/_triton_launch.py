@@ -128,7 +128,7 @@ def launch(
         chunks: int64 array of shape (chunks, 4).
         pointers: int64 array of shape (parameters, pointers).
         constants: float32 array of shape (parameters, constants).
-        keys: uint64 array of shape (parameters, words).
+        keys: uint64 array of shape (parameters, 1), or (parameters, 0) without draws.
         held: what an earlier call with the same chunks returned.
 
     Returns:

@@ -115,7 +115,7 @@ class Split8(WeightUpdate):
 
     def draws(self, store: Store) -> tuple[int, ...]:
         """One draw for the last of the 24 bits."""
-        return (16,)
+        return (8 if store.name == "bf16" else 16,)
 
     def bindings(self, store: Store) -> dict[str, object]:
         """The device functions: on words for bfloat16, on units of the last place for float16."""
@@ -201,7 +201,7 @@ def fill_split8(a0, a1, a2, a3, i, value):
 
 def save_split8(a0, a1, i, new, random):
     """Device function: the upper 24 bits of a float32, rounded by a random word."""
-    bits = bit_and(add(word(new), bit_and(random, LOW_8)), TOP_24)
+    bits = bit_and(add(word(new), random), TOP_24)
     weight_save(a0, i, shr(add(bits, HALF_16), S16))
     store8(a1, i, shr(bits, S8))
     return real(bits)

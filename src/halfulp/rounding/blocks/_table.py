@@ -95,16 +95,16 @@ def _names(kind: Kind, wide: bool) -> dict[str, object]:
 
 def _table(dtype: torch.dtype, kind: Kind, rounds: bool) -> Table:
     pieces, wide = container_pieces(dtype, kind.inexact), dtype == torch.float64
-    element = Recording(2, 2 * COUNT + b.WORDS, "w64" if wide else "w32", counters=int(rounds))
+    element = Recording(2, 2 * COUNT + b.WORDS, "w64" if wide else "w32")
     i, (source, target), words = element.index, element.arrays, element.constants
     c, d, of_block = words[:COUNT], words[COUNT : 2 * COUNT], words[2 * COUNT :]
     w, names = pieces["load"](source, i), _names(kind, wide)
     if rounds:
-        random, of_block = draw(element.counters[0]), b.under_tensor_scale(of_block) if kind.under_amax else of_block
+        random, of_block = draw(*element.stream), b.under_tensor_scale(of_block) if kind.under_amax else of_block
         pieces["store"](target, i, bound(b.block_element, names)(w, random, c, d, of_block))
     else:
         element.trace.gather_sum("max", bound(b.finite_largest, names)(w, c))
-    return Table(element.trace, 2, len(words), 1, recorded_start(), int(WEYL), kind.block, partial=True)
+    return Table(element.trace, 2, len(words), recorded_start(), int(WEYL), kind.block, partial=True)
 
 
 def words_of(target: BlockTarget, layout: Layout, tensor: float, unit: float) -> np.ndarray:

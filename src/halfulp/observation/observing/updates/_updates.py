@@ -355,7 +355,7 @@ def _stored_dtype(dtype: torch.dtype) -> torch.dtype:
 
 
 _OPTIONS = (bool, int, float, str, tuple)
-_LEFT_OUT = frozenset({"params", "param_names", "identities"})
+_LEFT_OUT = frozenset({"params", "param_names", "identities", "random_stream"})
 
 
 def _is_option(key: str, value: Any) -> bool:
