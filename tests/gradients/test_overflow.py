@@ -9,7 +9,7 @@ from torch import nn
 
 import halfulp as hu
 from halfulp.gradients import Constant, Dynamic
-from halfulp.gradients.distributed._processes import Processes
+from halfulp.gradients._processes import Processes
 
 from .exponents import Spiked, batch, clear, mean_square, mlp, own, sites
 
