@@ -85,67 +85,6 @@ def measured_overflow_sources(measured: list[Measurement]) -> list[OverflowSourc
     return found
 
 
-def suspects(finite: Mapping[Site, bool], edges: Iterable[tuple[Site, Site]]) -> set[Site]:
-    """The sites that may have overflowed, from the parameters' gradients alone; none where all of those are finite.
-
-    What overflows shows in all that comes later in backward, so that only the first of the sites with infinite
-    gradients count, and those that pass gradients to them, up to the first whose parameters' gradients are finite.
-    """
-    above: dict[Site, list[Site]] = {}
-    for source, target in edges:
-        above.setdefault(source, []).append(target)
-    found: set[Site] = set()
-    for site in (site for site, known in finite.items() if not known):
-        way, seen = [site], {site}
-        while way:
-            for target in above.get(way.pop(), ()):
-                if target not in seen:
-                    seen.add(target)
-                    way += [] if target in finite else [target]
-        if all(finite.get(one, True) for one in seen - {site}):
-            found |= seen
-    return found
-
-
-def finite_sites(readers: Iterable[tuple[Tensor, Site]]) -> dict[Site, bool]:
-    """Whether the gradients of the parameters that each site reads are finite."""
-    read = [(parameter.grad, site) for parameter, site in readers if parameter.grad is not None]
-    finite: dict[Site, bool] = {}
-    for (_, site), flag in zip(read, to_host([all_finite(gradient) for gradient, _ in read])):
-        finite[site] = finite.get(site, True) and flag
-    return finite
-
-
-def unmeasured_overflow_sources(
-    finite: Mapping[Site, bool], order: list[Site], edges: Iterable[tuple[Site, Site]], guess: bool
-) -> list[OverflowSource] | None:
-    """The sites that overflowed, from which parameters' gradients are finite alone; None where those do not tell.
-
-    It was a parameter's own gradient where the site passed finite ones on, as a site that it passes gradients to shows.
-    Else it may have been an activation's, anywhere on the way: a guess takes, where all sites from one on are not
-    finite, that one or the one that passes gradients to it, whichever has the larger exponent.
-
-    Args:
-        finite: by site, whether the gradients of the parameters that it reads are.
-        order: sites in forward's order.
-        edges: pairs of a site and one that passes gradients to it.
-        guess: whether to, as measuring did not tell either.
-    """
-    known = [site for site in order if site in finite]
-    bad = [site for site in known if not finite[site]]
-    if not bad:
-        return []
-    passing = {target for source, target in edges if finite.get(source, False)}
-    later = known[: known.index(bad[-1]) + 1]
-    if not guess and not passing.issuperset(bad):
-        return None
-    if guess and len(later) > 1 and later == bad:
-        last = bad[-1]
-        above = [target for source, target in edges if source is last and target in order]
-        return [OverflowSource(max([last, *above], key=lambda site: site.exponent), spreads=True)]
-    return [OverflowSource(site, spreads=False) for site in bad]
-
-
 def downstream(sources: list[Site], order: list[Site]) -> list[Site]:
     """The sites that come after the first overflow in backward, which it reaches."""
     places = [order.index(site) for site in sources if site in order]
@@ -261,31 +200,33 @@ class Controller:
         # Gradients that are shared tell all processes the same, but for what is done to them afterwards.
         return not self._agreed("step", int(not found))[0]
 
-    def skip(self, untouched: bool) -> LastStep:
+    def skip(self) -> LastStep:
         """Note that a step is skipped, as gradients are not finite, and find the sites that overflowed.
 
-        ``untouched``: nobody could clip the parameters' gradients meanwhile, which spreads what is not finite.
+        A measured iteration shows them. After another one every site of it is doubted, and the next one is measured.
         """
         self._skipped = True
+        backward, global_site = self.backward, self.sites.global_site
         finite = all(to_host([all_finite(loss) for loss in self.losses]))
-        found, by_reader = self._found(untouched) if finite and self.policy.per_site else (None, {})
-        if self.backward.processes.in_join:
+        found = measured_overflow_sources(self._measured) if finite and self.policy.per_site else []
+        if backward.processes.in_join:
             # Nobody can be asked: it may be another's.
             finite, unknown = True, False
         else:
-            finite, unknown = map(bool, self._agreed("skipped step", int(finite), int(found is None)))
+            finite, unknown = map(bool, self._agreed("skipped step", int(finite), int(not found)))
         if not finite:
             return LastStep(False, "the loss is not finite, so that no exponent is to blame; look at the forward pass")
         self._overflowed = True
-        global_site = self.sites.global_site
         if not self.policy.per_site:
             self._overflow_sources = [OverflowSource(global_site, spreads=False)]
             words = f"gradients overflowed at the scale of all, 2^{global_site.exponent}"
             return LastStep(False, words, (("global", global_site.exponent),))
-        if found is None and not unknown:
+        if not found and not unknown:
             return LastStep(False, "gradients overflowed at a site of another process, whose scaler tells which")
-        if found is None and not self.backward.measuring:
-            self._doubt(by_reader)
+        if not found and not backward.measuring:
+            for site in backward.reached():
+                if not is_wide(site):
+                    self._note(site, doubted=True)
             return LastStep(False, "gradients overflowed; where, the next step, which is measured, will show")
         # What no site of the model made came from outside, at the global exponent.
         found = found or [OverflowSource(global_site, spreads=False)]
@@ -293,15 +234,6 @@ class Controller:
         blamed = tuple((one.site.key, one.site.exponent) for one in found)
         words = ", ".join(f"{key} at 2^{exponent}" for key, exponent in blamed)
         return LastStep(False, f"gradients overflowed at {words}", blamed)
-
-    def _found(self, untouched: bool) -> tuple[list[OverflowSource] | None, dict[Site, bool]]:
-        """Return the sites that overflowed, and by site whether its parameters' gradients are finite, if checked."""
-        backward = self.backward
-        found = measured_overflow_sources(self._measured)
-        if found or not untouched or backward.processes:
-            return found or None, {}
-        finite = finite_sites(backward.readers())
-        return unmeasured_overflow_sources(finite, backward.reached(), backward.edges(), backward.measuring), finite
 
     def update(self) -> None:
         """Set the exponents of the next iteration."""
@@ -388,10 +320,8 @@ class Controller:
         for key, values in given.items():
             self._set(self.sites[key], values["exponent"])
         self.iteration, self.since, self.backward.measuring, self.backward.roundings = progress[:4]
-        self._restarted, self._skips_in_row = progress[4:6]
-        # States of before exponents followed losses hold them as they are.
-        reference = given[GLOBAL].get("reference") or progress[6:] or (None, 0)
-        self.sites.global_site.loss_binade, self.following.resumes = reference
+        self._restarted, self._skips_in_row = progress[4:]
+        self.sites.global_site.loss_binade, self.following.resumes = given[GLOBAL]["reference"]
         self.following.decide(self.iteration)
         self.sites.note_lowest()
 
@@ -422,16 +352,6 @@ class Controller:
             self._set(global_site, self._allowed(global_site, min(self.start, global_site.exponent + 1)))
         self.following.update_reference(narrow, self.floor, self.ceiling)
         self.sites.note_lowest()
-
-    def _doubt(self, finite: Mapping[Site, bool]) -> None:
-        """Note which sites may have overflowed, as parameters' gradients tell; they fall if the next ones do not."""
-        backward = self.backward
-        order = backward.reached()
-        known = suspects(finite, backward.edges())
-        may = [*known, *downstream(list(known), order)] if known else order
-        for site in dict.fromkeys(may):
-            if not is_wide(site):
-                self._note(site, doubted=True)
 
     def _note(self, site: Site, doubted: bool = False) -> None:
         site.note_overflow(self.iteration, _MEMORY * self.interval, site.exponent, doubted)

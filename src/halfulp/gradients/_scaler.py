@@ -236,8 +236,6 @@ class AdaptiveGradScaler(torch.amp.GradScaler):
         if state["stage"] is OptState.STEPPED:
             raise RuntimeError("step() has already been called since the last update().")
         self._unscaled.check(optimizer, self._models, divided=state["stage"] is OptState.UNSCALED)
-        # Another optimizer's user may have clipped what this one shares.
-        untouched = state["stage"] is OptState.READY and not self._unscaled.holds(optimizer)
         whole = takes_scaler(optimizer)
         if whole:
             self._tensor(torch.device(self._device))
@@ -249,7 +247,7 @@ class AdaptiveGradScaler(torch.amp.GradScaler):
         flags = flags_of(optimizer, state["found_inf_per_device"], self._device)
         state["stage"] = OptState.STEPPED
         overflowed = self._controller.read(flags)
-        self.last_step = self._controller.skip(untouched) if overflowed else LastStep(applied=True)
+        self.last_step = self._controller.skip() if overflowed else LastStep(applied=True)
         return result if whole else stepped(optimizer, flags, overflowed, args, kwargs)
 
     @uncompiled
@@ -274,7 +272,7 @@ class AdaptiveGradScaler(torch.amp.GradScaler):
         unread = [state for state in states if state["stage"] is OptState.UNSCALED]
         flags = [flag for state in unread for flag in state["found_inf_per_device"].values()]
         if flags and self._controller.read(flags):
-            self.last_step = self._controller.skip(untouched=False)
+            self.last_step = self._controller.skip()
         measured = self._controller.backward.measuring
         if exponent is None:
             self._controller.update()

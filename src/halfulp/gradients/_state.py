@@ -78,9 +78,6 @@ def check_entries(state_dict: Any) -> None:
     _check("the state_dict", state_dict, _OURS)
     for key, values in state_dict["sites"].items():
         _check(f"site {key!r} of the state_dict", values, _GLOBAL_SITE if key == GLOBAL else _SITE)
-    global_site = state_dict["sites"][GLOBAL]
-    if "reference" in global_site:  # older states have it in their progress, or not at all
-        _check(f"site {GLOBAL!r} of the state_dict", global_site, _REFERENCE)
     scale, exponent = state_dict["scale"], state_dict["sites"][GLOBAL]["exponent"]
     if scale != 2.0**exponent:
         raise ValueError(
@@ -112,12 +109,9 @@ def _is_size(given: object) -> bool:
 
 
 def _is_progress(given: object) -> bool:
-    # Eight, with the reference, is what scalers saved before it stood beside the exponents.
-    if not isinstance(given, (list, tuple)) or len(given) not in (6, 8):
+    if not isinstance(given, (list, tuple)) or len(given) != 6:
         return False
-    if len(given) == 8 and not _is_reference(given[6:]):
-        return False
-    iteration, since, measuring, *counts = given[:6]
+    iteration, since, measuring, *counts = given
     return all(map(_is_whole, (iteration, since, *counts))) and isinstance(measuring, bool) and counts[1] <= iteration
 
 
@@ -128,15 +122,9 @@ def _is_reference(given: object) -> bool:
 
 
 def _is_memory(given: object) -> bool:
-    # Older states have four: until and patience of before an overflow are those of after it there.
-    if not isinstance(given, (list, tuple)) or len(given) not in (4, 6):
+    if not isinstance(given, (list, tuple)) or len(given) != 6 or not all(map(_is_whole, given[1:])):
         return False
-    doubted, *counts = given
-    return isinstance(doubted, bool) and all(map(_is_whole, counts)) and _are_patient(counts[2::2])
-
-
-def _are_patient(given: list[int]) -> bool:
-    return all(1 <= patience <= MOST_PATIENCE for patience in given)
+    return isinstance(given[0], bool) and all(1 <= patience <= MOST_PATIENCE for patience in (given[3], given[5]))
 
 
 def _is_history(given: object) -> bool:
@@ -177,14 +165,15 @@ _SITE: _Wanted = {
     ),
     "history": ("a list of dicts with the largest magnitude of each kind, which is finite", _is_history),
 }
-_REFERENCE: _Wanted = {
+_GLOBAL_SITE: _Wanted = {
+    **_SITE,
+    "merged": ("None, as it follows no other", lambda given: given is None),
     "reference": (
         "[the binade of losses' gradients that exponents are meant for or None, the iteration from which they follow "
         "these]",
         _is_reference,
-    )
+    ),
 }
-_GLOBAL_SITE: _Wanted = {**_SITE, "merged": ("None, as it follows no other", lambda given: given is None)}
 
 
 def check_state(given: dict[str, Any], own: set[str]) -> None:
@@ -232,15 +221,15 @@ def load_sites(given: dict[str, Any], sites: Sites, narrow: Format) -> None:
     for key, values in given.items():
         site: Site = sites.global_site if key == GLOBAL else sites.open(key)
         site.exponent = values["exponent"]
-        # That the policy has one scale for all is the policy's to say, which may be another now.
+        # Whether one scale serves all sites comes from the current policy, not from the file.
         if site.merged != UNIFORM:
             site.merged = None if values["merged"] == UNIFORM else values["merged"]
         site.measured = values["measured"]
         site.format = narrow if values["narrow"] else None
         site.overflows = values["overflows"]
         doubted, site.until, strikes, site.patience, *before = values["memory"]
-        lowest, usual = values["overflowed"], (site.until, site.patience)
-        site.overflow = None if lowest is None else Overflow(lowest, doubted, strikes, tuple(before) or usual)
+        lowest = values["overflowed"]
+        site.overflow = None if lowest is None else Overflow(lowest, doubted, strikes, tuple(before))
         site.history.clear()
         site.history.extend(dict(entry) for entry in values["history"])
 

@@ -104,10 +104,6 @@ class UnscaledGradients:
             (unscaled if is_divided else scaled).append(parameter)
         return scaled, unscaled
 
-    def holds(self, optimizer: torch.optim.Optimizer) -> bool:
-        """Whether any gradient of an optimizer's parameters was divided."""
-        return bool(self._records) and bool(self.split(optimizer)[1])
-
     def check(self, optimizer: torch.optim.Optimizer, models: Iterable[weakref.ref], divided: bool = False) -> None:
         """Check that no gradient of an optimizer is a sum of divided and scaled values.
 
