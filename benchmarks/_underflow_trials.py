@@ -11,8 +11,8 @@ from torch import Tensor
 
 from halfulp.formats import Format, get
 from halfulp.gradients import UnderflowBound
+from halfulp.gradients._products import Factor
 from halfulp.gradients._site import Site
-from halfulp.gradients.policies._operand_statistics import Factor
 from halfulp.gradients.policies._underflow_bound import Proposal
 from halfulp.rounding import quantize
 

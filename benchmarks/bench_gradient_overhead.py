@@ -12,7 +12,7 @@ import sys
 import torch
 
 import halfulp as hu
-from halfulp.gradients.replay._replay import forwards_without_region
+from halfulp.gradients.eager._replay import forwards_without_region
 
 from ._harness import ROOT, Contender, measure
 from ._overhead_models import CASES, workload

@@ -121,18 +121,6 @@ def test_a_resumed_scaler_follows_the_same_losses(place, seed):
     assert sites(resumed.scaler) == sites(loop.scaler)
 
 
-@pytest.mark.parametrize("older", [[], [None, 0]], ids=["no reference", "a reference in the progress"])
-def test_a_state_without_a_reference_is_taken_over(older, seed):
-    x = batch()
-    loop = Loop(mlp())
-    loop.scaler.set_exponents({})
-    state = loop.scaler.state_dict()
-    assert dict(state["sites"])["global"].pop("reference") == [None, 0]
-    loop.scaler.load_state_dict({**state, "progress": state["progress"][:6] + older})
-    for power in (0, 5, -9, 30):
-        assert loop.step(lambda power=power: mean_square(loop.model(x)) * 2.0**power) is not None
-
-
 class TwoOutputs(nn.Module):
     def __init__(self):
         super().__init__()

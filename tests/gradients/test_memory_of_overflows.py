@@ -6,7 +6,7 @@ from torch import nn
 
 import halfulp as hu
 from halfulp.gradients import _controller
-from halfulp.gradients._overflow import downstream
+from halfulp.gradients._controller import downstream
 from halfulp.gradients._site import Site
 
 from .exponents import batch, clear, mean_square, mlp
@@ -82,7 +82,7 @@ def test_everything_after_the_first_culprit_in_backward_is_downstream():
 AGREE = """
 import os, sys, torch
 import torch.distributed as dist
-from halfulp.gradients.distributed._processes import Processes
+from halfulp.gradients._processes import Processes
 
 rank, path = int(sys.argv[1]), sys.argv[2]
 dist.init_process_group("gloo", init_method="file://" + path, rank=rank, world_size=2)

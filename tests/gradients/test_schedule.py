@@ -2,7 +2,7 @@
 
 import pytest
 
-from halfulp.gradients._schedule import is_measured
+from halfulp.gradients._controller import is_measured
 
 SPANS = 400
 

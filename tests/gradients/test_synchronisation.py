@@ -44,9 +44,9 @@ def test_one_read_per_step(reads, seed, measured):
     assert reads == ["tolist"]
 
 
-@pytest.mark.parametrize(("factor", "wanted"), [(2.0**60, 2), (1.0, 3)], ids=["measured", "not measured"])
-def test_a_skipped_step_reads_no_more_for_more_layers(reads, seed, factor, wanted):
-    """The flags, whether losses are finite, and, where nothing was measured, which parameters' gradients are."""
+@pytest.mark.parametrize("factor", [2.0**60, 1.0], ids=["within the model", "outside"])
+def test_a_skipped_step_reads_no_more_for_more_layers(reads, seed, factor):
+    """The flags, and whether losses are finite."""
     model = nn.Sequential(*(nn.Linear(6, 6) for _ in range(9)))
     scaler = hu.AdaptiveGradScaler(model, format="fp16")
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -57,4 +57,4 @@ def test_a_skipped_step_reads_no_more_for_more_layers(reads, seed, factor, wante
     scaler.step(optimizer)
     assert not scaler.last_step.applied
     scaler.update()
-    assert reads == ["tolist"] * wanted
+    assert reads == ["tolist"] * 2

@@ -13,7 +13,7 @@ from torch.utils._pytree import tree_map_only
 
 from .._torch_versions import BREAKS_WITH_REASON, is_exporting
 from ..formats import Format
-from ..gradients.eager._forward import NotScriptedError
+from ..gradients.eager._attach import NotScriptedError
 from ..kernels import checksum
 from ..rounding import Nearest, Rounding
 from ..subclass.models._parameter_holders import EMULATED

@@ -1,9 +1,10 @@
-"""Controller: what happens to exponents at the end of each iteration."""
+"""Controller: sets exponents at the end of each iteration, from measurements and overflows."""
 
 from __future__ import annotations
 
+import dataclasses
 import math
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
@@ -11,28 +12,141 @@ from torch import Tensor
 
 from ..formats import fp16
 from ..rounding._random_bits import STREAM_VERSION
-from ._measurement import Measurement, by_site, recovered, to_host
-from ._overflow import (
-    OverflowSource,
-    all_finite,
-    downstream,
-    explains,
-    finite_sites,
-    forget_if_old,
-    is_blind,
-    is_wide,
-    measured_overflow_sources,
-    short_of_overflow,
-    suspects,
-    unmeasured_overflow_sources,
-)
-from ._schedule import is_measured
-from ._site import GLOBAL, Reading, Site
-from .checkpoint._state import load_sites
+from ._reports import LastStep
+from ._site import GLOBAL, Measurement, Reading, Site, Sites, by_site, recovered, to_host
+from ._state import load_sites
 from .eager._backward import Backward
-from .policies._policy import Amax
-from .policies._single_scale import measured_scale
-from .reports._last_step import LastStep
+from .policies._policy import Amax, Policy
+
+_MASK = 2**64 - 1
+
+
+def is_measured(iteration: int, restart: int, interval: int) -> bool:
+    """Return whether an iteration is measured.
+
+    From ``restart`` on, which is the start of the training or the iteration after a skipped step, these are the 0th,
+    the 1st, one of the 2nd and 3rd, one of the 4th to 7th, and so on to spans of ``interval`` iterations; then one of
+    every further span of that length. Which one of a span it is, is pseudo-random: measurements at a fixed distance
+    would fall on the same task of losses that take turns.
+
+    Args:
+        iteration: Its number, from 0.
+        restart: The number of the iteration from which the spans are counted, at most ``iteration``.
+        interval: The length of the longest spans.
+
+    >>> [k for k in range(64) if is_measured(k, 0, 16)]
+    [0, 1, 2, 6, 14, 23, 33, 51]
+    >>> all(is_measured(k, 0, 1) for k in range(64))
+    True
+    """
+    since = iteration - restart
+    if since == 0:
+        return True
+    length = min(1 << (since.bit_length() - 1), interval)
+    if length < interval:
+        first = restart + length
+    else:
+        # Shorter spans go up to the largest power of two that is less than the interval, and end at its double.
+        begin = 1 << (interval - 1).bit_length()
+        first = restart + begin + (since - begin) // interval * interval
+    return iteration == first + _mixed(first) % length
+
+
+def _mixed(number: int) -> int:
+    """A 64-bit hash (the finalizer of SplitMix64: Steele, Lea, Flood, OOPSLA 2014)."""
+    number = (number + 0x9E3779B97F4A7C15) & _MASK
+    number = ((number ^ (number >> 30)) * 0xBF58476D1CE4E5B9) & _MASK
+    number = ((number ^ (number >> 27)) * 0x94D049BB133111EB) & _MASK
+    return number ^ (number >> 31)
+
+
+@dataclasses.dataclass(frozen=True)
+class OverflowSource:
+    """A site that overflowed, and whether what overflowed spreads to those after it in backward."""
+
+    site: Site
+    spreads: bool
+
+
+def measured_overflow_sources(measured: list[Measurement]) -> list[OverflowSource]:
+    """The sites where gradients stopped being finite, from a measured backward pass.
+
+    What overflowed in an activation's gradient spreads to all that comes later in backward, so of these only the first
+    counts, and none of the parameters that read it; a parameter's gradient spreads nowhere.
+    """
+    found: list[OverflowSource] = []
+    flow = next((one for one in measured if one.kind != "weight" and not one.reading.finite), None)
+    if flow is not None:
+        found.append(OverflowSource(flow.site, spreads=True))
+    for site, kinds in by_site(measured).items():
+        others = [reading.finite for kind, reading in kinds.items() if kind != "weight"]
+        alone = all(others) and (others or flow is None)
+        if "weight" in kinds and not kinds["weight"].finite and alone:
+            found.append(OverflowSource(site, spreads=False))
+    return found
+
+
+def downstream(sources: list[Site], order: list[Site]) -> list[Site]:
+    """The sites that come after the first overflow in backward, which it reaches."""
+    places = [order.index(site) for site in sources if site in order]
+    return order[: max(places)] if places else []
+
+
+def all_finite(gradient: Tensor) -> Tensor:
+    """Whether a gradient has no infinity and no NaN, on its device."""
+    gradient = gradient.to_local() if hasattr(gradient, "to_local") else gradient
+    values = gradient.coalesce().values() if gradient.is_sparse else gradient
+    return torch.isfinite(values).all()
+
+
+def explains(kinds: dict[str, Reading], exponent: int) -> bool:
+    """Return whether gradients of this size may overflow at an exponent: they reach half of the largest number."""
+    return any(
+        reading.format is not None and reading.finite and math.ldexp(reading.amax, exponent + 1) > reading.format.max
+        for reading in kinds.values()
+    )
+
+
+def is_wide(site: Site) -> bool:
+    """Whether a site was measured and all its gradients have float32's range."""
+    return site.measured and site.format is None
+
+
+def is_blind(site: Site, readings: dict[Site, dict]) -> bool:
+    """Return whether a site has no finite measurement in this iteration, because an overflow reached it."""
+    if is_wide(site):
+        return False
+    kinds = readings.get(site)
+    return kinds is None or not all(reading.finite for reading in kinds.values())
+
+
+def short_of_overflow(site: Site, exponent: int, iteration: int, short: int | None) -> int:
+    """Return the wanted exponent if it is below the last overflow's, else one halfway to it.
+
+    A site that does not overflow there any more, as it is there or above, may go anywhere.
+
+    Args:
+        site: whose exponent it is; where it may go by itself is set.
+        exponent: that is wanted.
+        iteration: now.
+        short: how far the site stays from where it overflowed; None of one that stays where it is known to overflow.
+    """
+    forget_if_old(site, iteration)
+    overflow = site.overflow
+    if overflow is None or not site.exponent < overflow.exponent <= exponent:
+        return exponent
+    half = (site.exponent + overflow.exponent) // 2
+    if short is not None:
+        # What is all zero where an overflow lowered it to may go that far from now on.
+        overflow.exponent = max(overflow.exponent, half + short)
+    return half
+
+
+def forget_if_old(site: Site, iteration: int) -> None:
+    """Forget an overflow after as many iterations as it is remembered."""
+    if site.overflow is not None and iteration >= site.until:
+        site.forget_overflow()
+
 
 # For so many intervals an overflow is remembered, times the site's patience.
 _MEMORY = 4
@@ -87,31 +201,33 @@ class Controller:
         # Gradients that are shared tell all processes the same, but for what is done to them afterwards.
         return not self._agreed("step", int(not found))[0]
 
-    def skip(self, untouched: bool) -> LastStep:
+    def skip(self) -> LastStep:
         """Note that a step is skipped, as gradients are not finite, and find the sites that overflowed.
 
-        ``untouched``: nobody could clip the parameters' gradients meanwhile, which spreads what is not finite.
+        A measured iteration shows them. After another one every site of it is doubted, and the next one is measured.
         """
         self._skipped = True
+        backward, global_site = self.backward, self.sites.global_site
         finite = all(to_host([all_finite(loss) for loss in self.losses]))
-        found, by_reader = self._found(untouched) if finite and self.policy.per_site else (None, {})
-        if self.backward.processes.in_join:
+        found = measured_overflow_sources(self._measured) if finite and self.policy.per_site else []
+        if backward.processes.in_join:
             # Nobody can be asked: it may be another's.
             finite, unknown = True, False
         else:
-            finite, unknown = map(bool, self._agreed("skipped step", int(finite), int(found is None)))
+            finite, unknown = map(bool, self._agreed("skipped step", int(finite), int(not found)))
         if not finite:
             return LastStep(False, "the loss is not finite, so that no exponent is to blame; look at the forward pass")
         self._overflowed = True
-        global_site = self.sites.global_site
         if not self.policy.per_site:
             self._overflow_sources = [OverflowSource(global_site, spreads=False)]
             words = f"gradients overflowed at the scale of all, 2^{global_site.exponent}"
             return LastStep(False, words, (("global", global_site.exponent),))
-        if found is None and not unknown:
+        if not found and not unknown:
             return LastStep(False, "gradients overflowed at a site of another process, whose scaler tells which")
-        if found is None and not self.backward.measuring:
-            self._doubt(by_reader)
+        if not found and not backward.measuring:
+            for site in backward.reached():
+                if not is_wide(site):
+                    self._note(site, doubted=True)
             return LastStep(False, "gradients overflowed; where, the next step, which is measured, will show")
         # What no site of the model made came from outside, at the global exponent.
         found = found or [OverflowSource(global_site, spreads=False)]
@@ -119,15 +235,6 @@ class Controller:
         blamed = tuple((one.site.key, one.site.exponent) for one in found)
         words = ", ".join(f"{key} at 2^{exponent}" for key, exponent in blamed)
         return LastStep(False, f"gradients overflowed at {words}", blamed)
-
-    def _found(self, untouched: bool) -> tuple[list[OverflowSource] | None, dict[Site, bool]]:
-        """Return the sites that overflowed, and by site whether its parameters' gradients are finite, if checked."""
-        backward = self.backward
-        found = measured_overflow_sources(self._measured)
-        if found or not untouched or backward.processes:
-            return found or None, {}
-        finite = finite_sites(backward.readers())
-        return unmeasured_overflow_sources(finite, backward.reached(), backward.edges(), backward.measuring), finite
 
     def update(self) -> None:
         """Set the exponents of the next iteration."""
@@ -231,9 +338,7 @@ class Controller:
             self._set(self.sites[key], values["exponent"])
         self.iteration, self.since, self.backward.measuring, self.backward.roundings = progress[:4]
         self._restarted, self._skips_in_row = progress[4:6]
-        # States of before exponents followed losses hold them as they are.
-        reference = given[GLOBAL].get("reference") or (progress[6:] if len(progress) == 8 else (None, 0))
-        self.sites.global_site.loss_binade, self.following.resumes = reference
+        self.sites.global_site.loss_binade, self.following.resumes = given[GLOBAL]["reference"]
         self.following.decide(self.iteration)
         self.sites.note_lowest()
 
@@ -264,16 +369,6 @@ class Controller:
             self._set(global_site, self._allowed(global_site, min(self.start, global_site.exponent + 1)))
         self.following.update_reference(narrow, self.floor, self.ceiling)
         self.sites.note_lowest()
-
-    def _doubt(self, finite: Mapping[Site, bool]) -> None:
-        """Note which sites may have overflowed, as parameters' gradients tell; they fall if the next ones do not."""
-        backward = self.backward
-        order = backward.reached()
-        known = suspects(finite, backward.edges())
-        may = [*known, *downstream(list(known), order)] if known else order
-        for site in dict.fromkeys(may):
-            if not is_wide(site):
-                self._note(site, doubted=True)
 
     def _note(self, site: Site, doubted: bool = False) -> None:
         site.note_overflow(self.iteration, _MEMORY * self.interval, site.exponent, doubted)
@@ -425,3 +520,28 @@ class Controller:
         self._overflow_sources.clear()
         self.losses.clear()
         self._skipped = self._overflowed = self._measure_next = False
+
+
+def measured_scale(
+    policy: Policy, sites: Sites, readings: dict[Site, dict[str, Reading]], iteration: int
+) -> int | None:
+    """The exponent that all measured gradients allow, kept below an overflow that they do not explain.
+
+    That may have been outside the model, where nothing is measured: in the gradient of a float16 loss, say.
+    """
+    global_site = sites.global_site
+    wanted = lowest(policy, sites)
+    if wanted is None and readings:
+        # Every gradient is stored as zero.
+        wanted = 2 * global_site.exponent - policy.exponent_after_overflow(global_site)
+    if wanted is None or global_site.overflow is None:
+        return wanted
+    if any(explains(kinds, global_site.overflow.exponent) for kinds in readings.values()):
+        global_site.forget_overflow()
+    return short_of_overflow(global_site, wanted, iteration, None)
+
+
+def lowest(policy: Policy, sites: Iterable[Site]) -> int | None:
+    """The least exponent that any site allows, for a policy with one scale."""
+    found = [policy.exponent(site) for site in sites if site.history]
+    return min((exponent for exponent in found if exponent is not None), default=None)

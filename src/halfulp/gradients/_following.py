@@ -7,8 +7,7 @@ import math
 import torch
 from torch import Tensor
 
-from ._measurement import local_values
-from ._site import Site, Sites
+from ._site import Site, Sites, local_values
 from .eager._strides import times_power_of_two, with_strides_of
 
 # 2^127 and 2^-126 are float32's last normal powers of two.

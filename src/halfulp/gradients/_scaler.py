@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+import os
 import weakref
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -11,27 +13,32 @@ import torch
 from torch import Tensor, nn
 from torch.amp.grad_scaler import OptState, _refresh_per_optimizer_state
 
-from ..formats import Format
+from .._messages import a_kind
+from ..formats import Format, get
 from ..kernels import uncompiled
-from ..rounding import Rounding
-from ._amp_scaling import flags_of, has_gradients, idles, stepped, stepped_with, takes_scaler
-from ._scaler_options import controller_of, device_of, models_of
-from ._site import HIGHEST, exponent_of
-from ._unscale import UnscaledGradients, unscaled_once
-from .checkpoint._pickle import reduced, resume
-from .checkpoint._state import check_entries, check_places, check_state, sites_by_name, state_of
+from ..rounding import Nearest, Rounding, get_rounding
+from ._controller import Controller
+from ._reports import LastStep, Recorder, SiteTable
+from ._site import HIGHEST, LOWEST, Sites, exponent_of
+from ._state import check_entries, check_places, check_state, reduced, resume, sites_by_name, state_of
+from ._unscale import (
+    UnscaledGradients,
+    flags_of,
+    has_gradients,
+    idles,
+    stepped,
+    stepped_with,
+    takes_scaler,
+    unscaled_once,
+)
 from .eager._attach import attach, unwrapped
-from .eager._site_boundaries import check_units
-from .policies._growth import GrowthSettings
+from .eager._backward import Backward, check_units
 from .policies._policy import Policy, get_policy
-from .reports._last_step import LastStep
-from .reports._recorder import Recorder
-from .reports._reports import SiteReports
 
 Outputs = TypeVar("Outputs", bound=Tensor | list[Any] | tuple[Any, ...])
 
 
-class AdaptiveGradScaler(SiteReports, GrowthSettings):
+class AdaptiveGradScaler(torch.amp.GradScaler):
     """Loss scaling with a power of two of its own for every gradient, exact, and without a change to the model.
 
     Each product of the model (linear layer, convolution, attention, ...) opens a *site* with an integer exponent e: in
@@ -229,8 +236,6 @@ class AdaptiveGradScaler(SiteReports, GrowthSettings):
         if state["stage"] is OptState.STEPPED:
             raise RuntimeError("step() has already been called since the last update().")
         self._unscaled.check(optimizer, self._models, divided=state["stage"] is OptState.UNSCALED)
-        # Another optimizer's user may have clipped what this one shares.
-        untouched = state["stage"] is OptState.READY and not self._unscaled.holds(optimizer)
         whole = takes_scaler(optimizer)
         if whole:
             self._tensor(torch.device(self._device))
@@ -242,7 +247,7 @@ class AdaptiveGradScaler(SiteReports, GrowthSettings):
         flags = flags_of(optimizer, state["found_inf_per_device"], self._device)
         state["stage"] = OptState.STEPPED
         overflowed = self._controller.read(flags)
-        self.last_step = self._controller.skip(untouched) if overflowed else LastStep(applied=True)
+        self.last_step = self._controller.skip() if overflowed else LastStep(applied=True)
         return result if whole else stepped(optimizer, flags, overflowed, args, kwargs)
 
     @uncompiled
@@ -267,7 +272,7 @@ class AdaptiveGradScaler(SiteReports, GrowthSettings):
         unread = [state for state in states if state["stage"] is OptState.UNSCALED]
         flags = [flag for state in unread for flag in state["found_inf_per_device"].values()]
         if flags and self._controller.read(flags):
-            self.last_step = self._controller.skip(untouched=False)
+            self.last_step = self._controller.skip()
         measured = self._controller.backward.measuring
         if exponent is None:
             self._controller.update()
@@ -301,7 +306,71 @@ class AdaptiveGradScaler(SiteReports, GrowthSettings):
             self._scale = torch.full_like(self._scale, self._scale_now())
         return self._scale.to(device, non_blocking=True)
 
+    def set_growth_interval(self, new_interval: int) -> None:
+        """Set the number of steps without overflow after which the scale doubles, for policies that count them.
+
+        Raises:
+            NotImplementedError: another policy, which grows scales by what it measures.
+            ValueError: no whole number of at least 1.
+        """
+        policy = self._controller.policy
+        if not hasattr(policy, "growth_interval"):
+            raise NotImplementedError(
+                f"policy {policy.name!r} grows scales by what it measures, after no number of steps: take "
+                f"policy='dynamic', or Dynamic(growth_interval={new_interval})"
+            )
+        changes: dict[str, Any] = {"growth_interval": new_interval}
+        policy = dataclasses.replace(policy, **changes)
+        self._options["policy"] = self._controller.policy = self._controller.backward.policy = policy
+        self._growth_interval = new_interval
+
+    def set_growth_factor(self, new_factor: float) -> None:
+        """Raise unless the factor is 2, by which scales grow.
+
+        Raises:
+            NotImplementedError: another factor, as scales are powers of two, which the policy chooses.
+        """
+        _check_kept("growth", new_factor, self._growth_factor)
+
+    def set_backoff_factor(self, new_factor: float) -> None:
+        """Raise unless the factor is the policy's own.
+
+        Raises:
+            NotImplementedError: another factor, as scales are powers of two, which the policy chooses.
+        """
+        _check_kept("backoff", new_factor, self._backoff_factor)
+
     # what it tells --------------------------------------------------------------------------------------------
+
+    def sites(
+        self, pattern: str | None = None, *, kind: str | None = None, sort: str | None = None, limit: int | None = None
+    ) -> SiteTable:
+        """Every gradient's exponent and what was measured there last; ``print`` it for a table.
+
+        Args:
+            pattern: Only sites of this name, or in the module of this name; ``*``, ``?`` and ``[...]`` stand for other
+                characters, as in file names.
+            kind: Only gradients that are "received", "passed" on, or a "weight"'s, and sites where these were measured.
+            sort: The worst first: "underflow", "margin" (to overflow), "overflows", "exponent", or by name, "site".
+            limit: Only so many of these.
+
+        Raises:
+            ValueError: an unknown kind or order, or a limit below 1.
+        """
+        return SiteTable.of(self._controller.sites, pattern, kind=kind, sort=sort, limit=limit)
+
+    def record(self, path: str | os.PathLike[str]) -> Recorder:
+        """Start writing ``sites()`` and ``last_step`` to a ``.jsonl`` or ``.csv`` file at each measured iteration.
+
+        Returns:
+            The recorder, whose ``close()`` ends it.
+
+        Raises:
+            ValueError: another ending, or a file that cannot be written.
+        """
+        recorder = Recorder(path)
+        self._recorders.append(recorder)
+        return recorder
 
     def set_exponents(self, exponents: Mapping[str, int]) -> None:
         """Set sites' exponents by hand, all others to 0, and begin a new iteration: for experiments and proofs.
@@ -419,3 +488,84 @@ class AdaptiveGradScaler(SiteReports, GrowthSettings):
         self._detach.clear()
         self._controller.backward.processes.restore()
         self._enabled = False
+
+
+def _check_kept(name: str, new_factor: float, factor: float) -> None:
+    if new_factor != factor:
+        raise NotImplementedError(
+            f"scales are powers of two, which the policy chooses, got a {name} factor of {new_factor}: keep {factor}, "
+            "or give policy= to the scaler"
+        )
+
+
+def models_of(model: nn.Module | Sequence[nn.Module]) -> list[nn.Module]:
+    """One model or several, as a list.
+
+    Raises:
+        TypeError: something else is among them, or there is none.
+    """
+    elements: list[object] = list(model) if isinstance(model, (list, tuple)) else [model]
+    models = [one for one in elements if isinstance(one, nn.Module)]
+    wrong = [one for one in elements if not isinstance(one, nn.Module)]
+    if wrong or not models:
+        kind = a_kind(wrong[0]) if wrong else "an empty list"
+        raise TypeError(f"the model is {kind}: give a torch.nn.Module, or a list of several")
+    return models
+
+
+def controller_of(
+    policy: Policy,
+    *,
+    mode: str,
+    start: int,
+    format: Format | str | torch.dtype | None,
+    rounding: Rounding | str,
+    interval: int,
+    floor: int,
+    ceiling: int,
+) -> Controller:
+    """The controller of a scaler, with its sites and its backward edges.
+
+    Raises:
+        ValueError: an option that is not allowed, or two that exclude each other.
+    """
+    if mode not in ("function", "module"):
+        raise ValueError(f"mode is 'function' or 'module', got {mode!r}")
+    if mode == "module" and policy.wants_operands:
+        raise ValueError(
+            f"policy {policy.name!r} reads the operands of products, which mode='module' does not see: take "
+            "mode='function', or policy='amax'"
+        )
+    if not isinstance(interval, int) or isinstance(interval, bool) or interval < 1:
+        raise ValueError(f"interval is a number of iterations, at least 1, got {interval!r}")
+    _check_bounds(floor, ceiling)
+    if not floor <= start <= ceiling:
+        raise ValueError(f"init_scale is 2^{start}, beyond floor={floor} and ceiling={ceiling}")
+    rounding = get_rounding(rounding)
+    if format is None and rounding != Nearest():
+        raise ValueError(
+            f"rounding={rounding.name!r} without a format: the tensors' own dtypes round to nearest; give format= too"
+        )
+    sites = Sites(start, uniform=not policy.per_site)
+    backward = Backward(sites, policy, None if format is None else _checked(get(format)), rounding)
+    return Controller(backward, interval, floor, ceiling)
+
+
+def _checked(format: Format) -> Format:
+    """Return a format that gradients can have, or raise."""
+    if not (format.signed and format.zero):
+        lacks = "zero" if format.signed else "negative numbers"
+        raise ValueError(f"format {format.name} has no {lacks}, which gradients are: take another, such as 'e5m2'")
+    return format
+
+
+def _check_bounds(floor: int, ceiling: int) -> None:
+    if not (isinstance(floor, int) and isinstance(ceiling, int) and LOWEST <= floor <= ceiling <= HIGHEST):
+        raise ValueError(
+            f"floor and ceiling are integers, {LOWEST} <= floor <= ceiling <= {HIGHEST}, got {floor!r} and {ceiling!r}"
+        )
+
+
+def device_of(models: Sequence[nn.Module]) -> str:
+    """The kind of device that the models' parameters are on."""
+    return next((p.device.type for one in models for p in one.parameters()), "cpu")

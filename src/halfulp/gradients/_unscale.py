@@ -1,11 +1,12 @@
-"""Unscaling gradients: each once, however many optimizers share it, and sharded ones apart from plain ones."""
+"""Unscaling gradients, each once however many optimizers share it, and steps of optimizers that handle overflow."""
 
 from __future__ import annotations
 
+import inspect
 import sys
 import warnings
 import weakref
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any
@@ -102,10 +103,6 @@ class UnscaledGradients:
             is_divided = record is not None and record.scaled is None and record.divided.is_held_by(parameter)
             (unscaled if is_divided else scaled).append(parameter)
         return scaled, unscaled
-
-    def holds(self, optimizer: torch.optim.Optimizer) -> bool:
-        """Whether any gradient of an optimizer's parameters was divided."""
-        return bool(self._records) and bool(self.split(optimizer)[1])
 
     def check(self, optimizer: torch.optim.Optimizer, models: Iterable[weakref.ref], divided: bool = False) -> None:
         """Check that no gradient of an optimizer is a sum of divided and scaled values.
@@ -263,3 +260,68 @@ def _by_mesh(optimizer: torch.optim.Optimizer) -> dict[Any, list[Tensor]]:
             is_sharded = isinstance(parameter.grad, dtensor.DTensor)
             found.setdefault(parameter.grad.device_mesh if is_sharded else None, []).append(parameter)
     return {mesh: parameters for mesh, parameters in found.items() if parameters}
+
+
+def has_gradients(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether any parameter of an optimizer has a gradient."""
+    return any(parameter.grad is not None for group in optimizer.param_groups for parameter in group["params"])
+
+
+def supports(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether an optimizer skips overflowed steps by itself, as torch's fused ones do."""
+    return getattr(optimizer, "_step_supports_amp_scaling", False)
+
+
+def takes_scaler(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether an optimizer's step takes the scaler and unscales by itself: the older form of the contract."""
+    return supports(optimizer) and "grad_scaler" in inspect.signature(optimizer.step).parameters
+
+
+def idles(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether an optimizer has no gradients and takes a step all the same, as torch's fused ones do from GradScaler."""
+    return supports(optimizer) and not takes_scaler(optimizer) and not has_gradients(optimizer)
+
+
+def flags_of(
+    optimizer: torch.optim.Optimizer, found: Mapping[torch.device, Tensor], device: str | torch.device
+) -> list[Tensor]:
+    """Return the flags that a check of an optimizer's gradients gave, or one that is not set where it idles.
+
+    Raises:
+        ValueError: there are no gradients, where GradScaler wants some.
+    """
+    flags = list(found.values())
+    if not flags and idles(optimizer):
+        flags = [torch.zeros((), dtype=torch.float32, device=device)]
+    if not flags:
+        raise ValueError(
+            "the optimizer's parameters have no gradients: there is nothing to step with. Leave this step out, or call "
+            "another optimizer's zero_grad(), which clears what they share, after all steps"
+        )
+    return flags
+
+
+def stepped_with(scaler: torch.amp.GradScaler, optimizer: torch.optim.Optimizer, args: tuple, kwargs: dict) -> Any:
+    """The step of an optimizer that takes the scaler."""
+    warnings.warn(
+        "the optimizer's step takes grad_scaler=, which torch.amp.GradScaler is going to stop giving: let it read the "
+        "attributes grad_scale and found_inf that are set on it during a step",
+        FutureWarning,
+        stacklevel=3,
+    )
+    step: Callable[..., Any] = optimizer.step
+    return step(*args, **kwargs, grad_scaler=scaler)
+
+
+def stepped(optimizer: torch.optim.Optimizer, found: list[Tensor], overflowed: bool, args: tuple, kwargs: dict) -> Any:
+    """Step with unscaled gradients; None where they overflowed, unless the optimizer handles that itself."""
+    if not supports(optimizer):
+        return None if overflowed else optimizer.step(*args, **kwargs)
+    aware: Any = optimizer
+    # A scale of its own that somebody set stays.
+    aware.grad_scale = getattr(optimizer, "grad_scale", None)
+    aware.found_inf = sum(flag.to(found[0].device, non_blocking=True) for flag in found)
+    try:
+        return optimizer.step(*args, **kwargs)
+    finally:
+        del aware.grad_scale, aware.found_inf

@@ -11,7 +11,7 @@ from torch._dynamo.utils import counters
 import halfulp as hu
 from halfulp.gradients._site import GLOBAL, Sites
 from halfulp.gradients.compiled._backend import Partition, backend
-from halfulp.gradients.compiled._graph_pass import Plan
+from halfulp.gradients.compiled._placement import Plan
 from halfulp.gradients.eager._attach import attach
 from halfulp.gradients.eager._backward import Backward
 from halfulp.gradients.policies._policy import get_policy

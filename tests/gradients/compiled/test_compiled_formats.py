@@ -12,7 +12,7 @@ from halfulp import rounding
 from halfulp._torch_floor import is_older
 from halfulp._torch_versions import adds_gradients, is_backward
 from halfulp.gradients.compiled import _backend as _compiled
-from halfulp.gradients.compiled._graph_functions import name_functions
+from halfulp.gradients.compiled._backend import name_functions
 from halfulp.gradients.compiled._runtime_operators import factors_of_edges, observed, rounded, watched, watched_loss
 from halfulp.kernels import same_bits
 

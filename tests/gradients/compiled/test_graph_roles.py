@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from halfulp.gradients.compiled._graph_roles import MATRIX, role_of
+from halfulp.gradients.compiled._placement import MATRIX, role_of
 
 aten = torch.ops.aten
 # All matrix products of two dimensions and more, and the shapes of their arguments; what is added comes first.

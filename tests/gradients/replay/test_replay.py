@@ -8,10 +8,10 @@ import pytest
 import torch
 
 import halfulp as hu
-from halfulp.gradients.eager import _attach, _site_boundaries
-from halfulp.gradients.eager._forward import Forward
-from halfulp.gradients.replay import _replay
-from halfulp.gradients.replay._graph_walk import Matcher, Surroundings, walk
+from halfulp.gradients.eager import _attach, _replay
+from halfulp.gradients.eager import _backward as _site_boundaries
+from halfulp.gradients.eager._attach import Forward
+from halfulp.gradients.eager._replay import Matcher, Surroundings, walk
 
 from ..exponents import ALL, WIDTH, assert_same, batch, case_of, clear, gradients, mean_square, plainly, scramble
 

@@ -3,7 +3,7 @@
 import torch
 from torch import nn
 
-from halfulp.gradients.replay import _learned_graph as _learned
+from halfulp.gradients.eager import _replay as _learned
 from halfulp.recipes import verify
 from halfulp.recipes.verification._verify_exponents import verify_exponents
 

@@ -14,10 +14,10 @@ from torch.fx import GraphModule, Node
 from torch.utils import _pytree as pytree
 
 from ..._torch_versions import name_of_source
+from .._products import OperatorKind, kind_of, name_of
 from .._site import GLOBAL
 from ..eager._backward import Backward
-from ..eager._products import OperatorKind, kind_of, name_of
-from ._graph_pass import Plan, path_of
+from ._placement import Plan, path_of
 
 # The higher-order operator that dynamo makes of torch.utils.checkpoint, by name.
 _CHECKPOINT = "tag_activation_checkpoint"

@@ -9,8 +9,7 @@ import torch
 from torch.fx import GraphModule, Node
 
 from .._site import GLOBAL
-from ._graph_pass import Edge, Placement, Plan, Product
-from ._graph_roles import HALF, base_of, narrows
+from ._placement import HALF, Edge, Placement, Plan, Product, base_of, narrows
 from ._runtime_operators import (
     ITEM,
     PART,

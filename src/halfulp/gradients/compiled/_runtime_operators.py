@@ -6,10 +6,10 @@ import torch
 from torch import Tensor
 
 from ...kernels import define_operator
-from .._measurement import narrow
+from .._products import Factor, ProductForm
+from .._site import narrow
 from ..eager._backward import ALIVE, Backward
 from ..eager._strides import times_power_of_two
-from ..policies._operand_statistics import Factor, ProductForm
 
 # Separates what a string argument of an operator lists; a site's key has neither.
 ITEM, PART = "\n", "\t"

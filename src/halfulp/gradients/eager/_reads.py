@@ -11,8 +11,7 @@ from torch import Tensor
 from ...kernels import untraced
 from .._pytree import differentiable_in
 from .._site import Site
-from ._backward import Backward, Hook, Widening
-from ._site_boundaries import LEAF, mark
+from ._backward import LEAF, Backward, Hook, Widening, mark
 
 # Which of the gradients that a node passes on, and the hook that moves it.
 Moves = tuple[tuple[int, Hook], ...]

@@ -2,27 +2,142 @@
 
 from __future__ import annotations
 
+import bisect
+import contextlib
+import functools
+import threading
+import warnings
+import weakref
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from types import FunctionType
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
-from torch.overrides import TorchFunctionMode
+from torch.autograd.function import Function, _SingleLevelFunction
+from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack
+from torch.utils import checkpoint
 from torch.utils._pytree import tree_leaves
 
-from .._measurement import narrow
+from ...kernels import constant_result
+from .._products import Factor, factors_of, is_parameter, kind_of, name_of
 from .._pytree import differentiable_in, map_tensors, memoized
-from .._site import Site
-from ..policies._operand_statistics import Factor, factors_of, is_parameter
-from ..replay._learned_graph import Names, Recording
-from ._backward import Backward, Widening
-from ._current_region import by_itself, current, put, unwatched
-from ._products import kind_of, name_of
+from .._site import Site, narrow
+from ._backward import LEAF, Backward, Widening, is_exit, mark
 from ._reads import Reads, view_of
-from ._site_boundaries import LEAF, is_exit, mark
-from ._strides import copy_with_strides, is_custom
+from ._strides import CopyWithStrides, copy_with_strides, is_custom
+
+COMPILED = (
+    "a part of the model is compiled by itself, and exponents cannot be put into its backward pass: compile the whole "
+    'model with torch.compile(model, backend=scaler.backend("inductor")), or do not compile the part'
+)
+_local = threading.local()
+# Sets and returns what is not None while something that torch.compile was given runs. The function that only returns it
+# gives up a reference to it each time in torch 2.6, until Python crashes.
+_set_dynamo = torch._C._dynamo.eval_frame.set_eval_frame
+# Whose users have been warned.
+_warned: weakref.WeakSet = weakref.WeakSet()
+
+
+def current() -> Any:
+    """The region, or the replay of a known graph, that this thread is in; None outside of both."""
+    return getattr(_local, "region", None)
+
+
+def put(region: Any) -> None:
+    """Set the active region or replay of this thread; None for neither."""
+    _local.region = region
+
+
+def by_itself() -> bool:
+    """Whether a part of the model that is compiled by itself runs. Dynamo, when it traces this, gives the part up.
+
+    Raises:
+        NotImplementedError: in dynamo, which runs the part uncompiled then.
+    """
+    if torch.compiler.is_dynamo_compiling():
+        _warn()
+        raise NotImplementedError(COMPILED)
+    callback = _set_dynamo(None)
+    if callback is None:
+        return False
+    _set_dynamo(callback)
+    _warn()
+    return True
+
+
+# Dynamo calls it as it traces.
+@constant_result
+def _warn() -> None:
+    region = current()
+    if region is not None and region._backward not in _warned:
+        _warned.add(region._backward)
+        given_up = "It runs uncompiled, as the whole does where torch.compile has given that up (said once)"
+        warnings.warn(f"{COMPILED}. {given_up}", stacklevel=4)
+
+
+def unwatched(method: Callable[..., Any]) -> Callable[..., Any]:
+    """Decorate a region's method so that the torch functions it calls are not watched."""
+
+    @functools.wraps(method)
+    def run(*args: Any, **kwargs: Any) -> Any:
+        if by_itself():
+            return torch.compiler.disable(run)(*args, **kwargs)
+        with torch._C.DisableTorchFunction():
+            return method(*args, **kwargs)
+
+    return run
+
+
+class Names(Protocol):
+    """Which module a parameter belongs to."""
+
+    def of(self, parameter: Tensor) -> str | None:
+        """Its qualified name; None where the model does not list the parameter."""
+
+    def sharded(self) -> bool:
+        """Whether the model is FSDP's."""
+
+
+class Recording:
+    """A record of a forward pass in a region: which call made each node, at which site, and which nodes are edges.
+
+    Attributes:
+        failed: Whether the forward pass had something that only a region can handle.
+    """
+
+    def __init__(self) -> None:
+        self.failed = False
+        self.opened: dict[Site, None] = {}
+        self.edges: set[Any] = set()
+        self._begins: list[int] = []
+        self._calls: list[tuple[int, Site]] = []
+        self.numbers: list[weakref.ref] = []
+
+    def run(self, site: Site, function: Callable, args: tuple, kwargs: dict) -> Any:
+        """Call a function whose nodes are at a site."""
+        begun = torch._C._autograd._get_sequence_nr()
+        out = function(*args, **kwargs)
+        end = torch._C._autograd._get_sequence_nr()
+        if end > begun:
+            self._begins.append(begun)
+            self._calls.append((end, site))
+        return out
+
+    def number(self, tensor: Tensor) -> None:
+        """Note a 0-d result, which the model may keep besides its outputs (see `_replay.learn`)."""
+        self.numbers.append(weakref.ref(tensor))
+
+    def site_of(self, node: Any) -> Site | None:
+        """The site of the call that made a node; None where none did."""
+        number = node._sequence_nr()
+        call = bisect.bisect_right(self._begins, number) - 1
+        if call < 0:
+            return None
+        end, site = self._calls[call]
+        return site if number < end else None
+
 
 _TAG = "_halfulp_site"
 
@@ -404,3 +519,64 @@ def untagged(tensor: Tensor) -> Tensor:
     if hasattr(tensor, _TAG):
         delattr(tensor, _TAG)
     return tensor
+
+
+# Its ``apply`` is inherited from a class in C++.
+_BASE: Any = _SingleLevelFunction
+_lock = threading.Lock()
+_watching = 0
+
+
+@contextlib.contextmanager
+def watched(backward: Backward) -> Iterator[None]:
+    """While any thread is in here, custom Functions that are applied in a region go through it.
+
+    Function modes do not see them, and torch offers no other place where their arguments can be replaced before they
+    run: their backward has to see gradients at the global exponent, and what reentrant checkpointing runs again needs
+    edges of its own. So the method that ``Function.apply`` ends in is replaced, for the whole process, but only during
+    forward passes of a scaler whose iterations have met a custom Function, or in its first iteration, which may; a
+    region finds those that come later by their nodes.
+    """
+    global _watching
+    if backward.custom_functions is False:
+        yield
+        return
+    with _lock:
+        _watching += 1
+        _BASE.apply = classmethod(_apply)
+    try:
+        yield
+    finally:
+        with _lock:
+            _watching -= 1
+            if not _watching:
+                del _BASE.apply
+
+
+def _apply(cls: type[Function], *args: Any, **kwargs: Any) -> Any:
+    apply = super(_BASE, cls).apply
+    region = current()
+    if region is None or region.replaying or not torch.is_grad_enabled() or cls in (Widening, CopyWithStrides):
+        return apply(*args, **kwargs)
+    if cls is checkpoint.CheckpointFunction:
+        args = (_replayed(args[0], region), *args[1:])
+    region._backward.custom_functions = True
+    if region not in _get_current_function_mode_stack():
+        # A part of an operator that the region runs now (torch.library.register_autograd), which has a site already.
+        region._fail_recording()
+        return apply(*args, **kwargs)
+    # A Function may do with gradients what it likes: it sees those of the global exponent, as under any loss scale.
+    return region.at_global_exponent(lambda moved: apply(*moved, **kwargs), args)
+
+
+def _replayed(run: Callable[..., Any], region: Region) -> Callable[..., Any]:
+    """The function that reentrant checkpointing runs again during backward, with edges of its own."""
+
+    def run_in_region(*args: Any, **kwargs: Any) -> Any:
+        if current() is not None or not torch.is_grad_enabled():
+            return run(*args, **kwargs)
+        region.note_replay()
+        with watched(region._backward), region.again() as replay:
+            return replay.leave(run(*args, **kwargs), wide=False)
+
+    return run_in_region

@@ -10,22 +10,24 @@ from typing import Any
 from torch import Tensor
 
 from ...formats import Format
+from .._products import Operands
 from .._site import HIGHEST, Proposal, Site
 from ._estimators import (
     PAPER_SHARE,
+    LogMoments,
     LogScale,
+    Moments,
     Version,
     abs_range,
     bounds,
     clipped,
     element_wise,
     lognormal,
+    observed,
     power_of_two,
+    sampled,
     underflow_bound,
 )
-from ._moments import LogMoments, Moments
-from ._observed_distribution import observed, sampled
-from ._operand_statistics import Operands
 from ._policy import Policy
 
 

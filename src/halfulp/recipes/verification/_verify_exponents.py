@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from ...gradients import AdaptiveGradScaler
-from ...gradients.replay._replay import forwards_without_region
+from ...gradients.eager._replay import forwards_without_region
 from ._agreement import agrees
 from ._copies import copy_of, untouched
 from ._training_step import LossOf, Run, difference, in_float64, one_step, pairs, reference

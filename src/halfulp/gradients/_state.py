@@ -1,4 +1,4 @@
-"""A scaler's state as plain data, and back."""
+"""A scaler's state as plain data and back, and its pickles."""
 
 from __future__ import annotations
 
@@ -8,9 +8,10 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
+from torch import nn
 
-from ...formats import Format
-from .._site import GLOBAL, HIGHEST, LOWEST, MOST_PATIENCE, UNIFORM, Overflow, Site, Sites, exponent_of
+from ..formats import Format
+from ._site import GLOBAL, HIGHEST, LOWEST, MOST_PATIENCE, UNIFORM, Overflow, Site, Sites, exponent_of
 
 # By the name of an entry: what it is, in words and as a question.
 _AN_EXPONENT = f"an integer from {LOWEST} to {HIGHEST}"
@@ -77,9 +78,6 @@ def check_entries(state_dict: Any) -> None:
     _check("the state_dict", state_dict, _OURS)
     for key, values in state_dict["sites"].items():
         _check(f"site {key!r} of the state_dict", values, _GLOBAL_SITE if key == GLOBAL else _SITE)
-    global_site = state_dict["sites"][GLOBAL]
-    if "reference" in global_site:  # older states have it in their progress, or not at all
-        _check(f"site {GLOBAL!r} of the state_dict", global_site, _REFERENCE)
     scale, exponent = state_dict["scale"], state_dict["sites"][GLOBAL]["exponent"]
     if scale != 2.0**exponent:
         raise ValueError(
@@ -111,15 +109,10 @@ def _is_size(given: object) -> bool:
 
 
 def _is_progress(given: object) -> bool:
-    # Eight, with the reference, is what scalers saved before it stood beside the exponents; six before random bits had
-    # a version.
-    if not isinstance(given, (list, tuple)) or len(given) not in (6, 7, 8):
+    # Six, before random bits had a version.
+    if not isinstance(given, (list, tuple)) or len(given) not in (6, 7):
         return False
-    if len(given) == 7 and not _is_whole(given[6]):
-        return False
-    if len(given) == 8 and not _is_reference(given[6:]):
-        return False
-    iteration, since, measuring, *counts = given[:6]
+    iteration, since, measuring, *counts = given
     return all(map(_is_whole, (iteration, since, *counts))) and isinstance(measuring, bool) and counts[1] <= iteration
 
 
@@ -130,15 +123,9 @@ def _is_reference(given: object) -> bool:
 
 
 def _is_memory(given: object) -> bool:
-    # Older states have four: until and patience of before an overflow are those of after it there.
-    if not isinstance(given, (list, tuple)) or len(given) not in (4, 6):
+    if not isinstance(given, (list, tuple)) or len(given) != 6 or not all(map(_is_whole, given[1:])):
         return False
-    doubted, *counts = given
-    return isinstance(doubted, bool) and all(map(_is_whole, counts)) and _are_patient(counts[2::2])
-
-
-def _are_patient(given: list[int]) -> bool:
-    return all(1 <= patience <= MOST_PATIENCE for patience in given)
+    return isinstance(given[0], bool) and all(1 <= patience <= MOST_PATIENCE for patience in (given[3], given[5]))
 
 
 def _is_history(given: object) -> bool:
@@ -179,14 +166,15 @@ _SITE: _Wanted = {
     ),
     "history": ("a list of dicts with the largest magnitude of each kind, which is finite", _is_history),
 }
-_REFERENCE: _Wanted = {
+_GLOBAL_SITE: _Wanted = {
+    **_SITE,
+    "merged": ("None, as it follows no other", lambda given: given is None),
     "reference": (
         "[the binade of losses' gradients that exponents are meant for or None, the iteration from which they follow "
         "these]",
         _is_reference,
-    )
+    ),
 }
-_GLOBAL_SITE: _Wanted = {**_SITE, "merged": ("None, as it follows no other", lambda given: given is None)}
 
 
 def check_state(given: dict[str, Any], own: set[str]) -> None:
@@ -234,14 +222,62 @@ def load_sites(given: dict[str, Any], sites: Sites, narrow: Format) -> None:
     for key, values in given.items():
         site: Site = sites.global_site if key == GLOBAL else sites.open(key)
         site.exponent = values["exponent"]
-        # That the policy has one scale for all is the policy's to say, which may be another now.
+        # Whether one scale serves all sites comes from the current policy, not from the file.
         if site.merged != UNIFORM:
             site.merged = None if values["merged"] == UNIFORM else values["merged"]
         site.measured = values["measured"]
         site.format = narrow if values["narrow"] else None
         site.overflows = values["overflows"]
         doubted, site.until, strikes, site.patience, *before = values["memory"]
-        lowest, usual = values["overflowed"], (site.until, site.patience)
-        site.overflow = None if lowest is None else Overflow(lowest, doubted, strikes, tuple(before) or usual)
+        lowest = values["overflowed"]
+        site.overflow = None if lowest is None else Overflow(lowest, doubted, strikes, tuple(before))
         site.history.clear()
         site.history.extend(dict(entry) for entry in values["history"])
+
+
+def reduced(scaler: Any, base: type) -> tuple:
+    """The result of ``__reduce__``: how to make the scaler again, and its state.
+
+    Args:
+        scaler: an AdaptiveGradScaler, or an instance of a subclass.
+        base: AdaptiveGradScaler itself, whose ``__init__`` takes models and options.
+
+    Raises:
+        ValueError: it is in the middle of an iteration.
+    """
+    if scaler._enabled and (scaler._per_optimizer_states or scaler._controller.backward.passes):
+        raise ValueError(
+            "a scaler is pickled or copied before scaler.scale(loss).backward() or after scaler.update(), as a "
+            "torch.amp.GradScaler is: in between, gradients wait at its scale"
+        )
+    models = [one() for one in scaler._models]
+    # What is left of a scaler whose model is gone is its state.
+    models = [nn.Identity()] if None in models else models
+    own = {name: value for name, value in vars(scaler).items() if name not in scaler._own}
+    state = {"state": scaler.state_dict(), "last_step": scaler.last_step, "device": scaler._device, "own": own}
+    return restored, (base, type(scaler), models, {**scaler._options, "enabled": scaler._enabled}), state
+
+
+def restored(base: type[Any], kind: type[object], models: list[nn.Module], options: dict[str, Any]) -> Any:
+    """A scaler of those models, with those options, of a kind which is ``base`` or a subclass of it.
+
+    Raises:
+        ValueError: a model is not there yet, as it holds the scaler.
+    """
+    if not all("_modules" in vars(model) for model in models):
+        raise ValueError(
+            "the scaler's model holds the scaler, so that neither can be copied before the other: keep the scaler "
+            "beside the model, and copy both at once, copy.deepcopy((model, scaler))"
+        )
+    scaler = kind.__new__(kind)
+    # A subclass may be made in another way: what it has of its own comes with the state.
+    base.__init__(scaler, models, **options)
+    return scaler
+
+
+def resume(scaler: Any, state: dict[str, Any]) -> None:
+    """Restore the state of a scaler that `restored` made."""
+    vars(scaler).update(state["own"])
+    scaler.last_step, scaler._device = state["last_step"], state["device"]
+    if scaler._enabled:
+        scaler._take(state["state"])

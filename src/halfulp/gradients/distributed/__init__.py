@@ -1,1 +1,0 @@
-"""Agreement between processes that share gradients by DistributedDataParallel, its join(), or FSDP2."""

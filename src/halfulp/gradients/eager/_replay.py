@@ -1,0 +1,603 @@
+"""Replay: a forward pass without a region, whose graph is one that regions saw before."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections import Counter
+from collections.abc import Callable, Collection, Iterable
+from types import NoneType
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ...kernels import untraced
+from .._products import is_parameter
+from .._pytree import differentiable_in, map_tensors, memoized
+from .._site import Site
+from ._backward import LEAF, Backward, is_exit, mark
+from ._region import Names, Recording, current, put, unwatched
+from ._strides import copy_with_strides, power_of_two
+
+# Where a gradient goes on to: the place of a node in a walk, and which of that node's outputs.
+Link = tuple[int, int]
+
+
+@dataclasses.dataclass(frozen=True)
+class Shape:
+    """The structure of an autograd graph, by which forward passes that do the same are recognised.
+
+    Nodes are numbered in the order in which `walk` meets them.
+
+    Attributes:
+        roots: The nodes of the outputs.
+        kinds: The class of each node; None of those that were there before the forward pass.
+        links: Where the gradients that a node passes on go to, None where there is none; empty at the graph's ends.
+    """
+
+    roots: tuple[Link, ...]
+    kinds: tuple[type | None, ...]
+    links: tuple[tuple[Link | None, ...], ...]
+
+    def bottom(self) -> list[int]:
+        """The nodes of the forward pass from where gradients only leave the graph."""
+        ends = [kind is None or is_leaf(kind) for kind in self.kinds]
+        following = [[link[0] for link in links if link is not None] for links in self.links]
+        return [i for i, places in enumerate(following) if not ends[i] and all(ends[place] for place in places)]
+
+
+def is_leaf(kind: type | None) -> bool:
+    """Whether nodes of a class belong to leaves."""
+    return kind is not None and kind.__name__ == "AccumulateGrad"
+
+
+@dataclasses.dataclass(frozen=True)
+class Surroundings:
+    """The boundary between a forward pass's nodes and those made before it.
+
+    Attributes:
+        begun: Autograd's sequence number when the forward pass began, in its thread.
+        inputs: The nodes of what it was called with, by whichever thread these were made.
+    """
+
+    begun: int
+    inputs: frozenset[Any]
+
+    def has(self, node: Any) -> bool:
+        """Whether a node that is no leaf was there before."""
+        return node in self.inputs or node._sequence_nr() < self.begun
+
+
+def walk(roots: Iterable[tuple[Any, int]], around: Surroundings, skipped: Collection = ()) -> tuple[Shape, list[Any]]:
+    """Return a graph's shape and nodes, from outputs to leaves and to nodes made before the forward pass.
+
+    ``skipped`` nodes have one link each and are passed by, as if they were not there.
+    """
+    places: dict[Any, int] = {}
+    nodes: list[Any] = []
+    kinds: list[type | None] = []
+    links: list[tuple[Link | None, ...]] = []
+
+    def link(node: Any, number: int) -> Link | None:
+        while node in skipped:
+            node, number = node.next_functions[0]
+        if node is None:
+            return None
+        if node not in places:
+            places[node] = len(nodes)
+            nodes.append(node)
+        return places[node], number
+
+    found: list[Link] = []
+    for root in roots:
+        place = link(*root)
+        assert place is not None  # an output has a node
+        found.append(place)
+    for node in nodes:
+        leaf = node._sequence_nr() >= LEAF
+        outside = not leaf and around.has(node)
+        kinds.append(None if outside else type(node))
+        links.append(() if leaf or outside else tuple(link(*one) for one in node.next_functions))
+    return Shape(tuple(found), tuple(kinds), tuple(links)), nodes
+
+
+class Matcher:
+    """Recognises a shape in the graph of a later forward pass, at a fifth of the time of a `walk`.
+
+    The walk is made as if the graph had the shape, and what was met is compared as a whole afterwards.
+
+    Args:
+        shape: What is looked for.
+    """
+
+    def __init__(self, shape: Shape) -> None:
+        links = [shape.roots, *(links for links in shape.links if links)]
+        flat = [link for one in links for link in one]
+        places = [None if link is None else link[0] for link in flat]
+        first = [places.index(place) for place in range(len(shape.kinds))]
+        self._counts = [len(one) for one in links]
+        self._kinds = [NoneType if place is None else shape.kinds[place] for place in places]
+        self._expanded = [first[place] for place, one in enumerate(shape.links) if one]
+        self._again = [(i, first[place]) for i, place in enumerate(places) if place is not None and i != first[place]]
+        self._first = first
+        self._outside = [place for place, kind in enumerate(shape.kinds) if kind is None]
+        self._unknown = [i for i, place in enumerate(places) if place in self._outside]
+        self._bottom = shape.bottom()
+
+    def nodes(self, roots: list[tuple[Any, int]], around: Surroundings) -> list[Any] | None:
+        """The nodes in the shape's order; None where the graph has another shape."""
+        counts, met = [len(roots)], list(roots)
+        try:
+            for place in self._expanded:
+                following = met[place][0].next_functions
+                counts.append(len(following))
+                met += following
+        except (AttributeError, IndexError):
+            # No node is there.
+            return None
+        flat = [node for node, _ in met]
+        if counts != self._counts or any(flat[i] is not flat[j] for i, j in self._again):
+            return None
+        nodes = [flat[i] for i in self._first]
+        before = self.outside(nodes)
+        kinds: list[type | None] = list(map(type, flat))
+        for i in self._unknown:
+            kinds[i] = None
+        return nodes if kinds == self._kinds and self._is_sound(nodes, before, around) else None
+
+    def outside(self, nodes: list[Any]) -> list[Any]:
+        """Those of the nodes that were there before the forward pass."""
+        return [nodes[place] for place in self._outside]
+
+    def _is_sound(self, nodes: list[Any], before: list[Any], around: Surroundings) -> bool:
+        """Whether no node is in two places, and only those were there before that should.
+
+        A node's gradient goes to older nodes only, so that of those within it is enough to look at the bottom.
+        """
+        return (
+            len(set(nodes)) == len(nodes)
+            and all(node is not None and around.has(node) for node in before)
+            and not any(nodes[place]._sequence_nr() < around.begun for place in self._bottom)
+            and (not around.inputs or around.inputs.isdisjoint(set(nodes).difference(before)))
+        )
+
+
+# Nodes whose gradients are new tensors, which nobody else reads: these are multiplied where they are.
+_NEW = {
+    *("AddmmBackward0", "MmBackward0", "BmmBackward0", "BaddbmmBackward0", "ConvolutionBackward0"),
+    *("NativeLayerNormBackward0", "NativeBatchNormBackward0"),
+}
+
+
+def multiplier(backward: Backward, kind: str, moves: tuple[tuple[int, int, int], ...]) -> Callable:
+    """The hook of a node that multiplies some of its gradients by powers of two, in backward passes of a scaled loss.
+
+    Args:
+        backward: whose passes these are.
+        kind: The node's name.
+        moves: Which gradient, by which power, and how often the pass's lift counts (see Following).
+    """
+
+    @untraced
+    def multiply(gradients: tuple, given: tuple) -> tuple | None:
+        if backward.is_shut():
+            return None
+        found = list(gradients)
+        for slot, exponent, sign in moves:
+            if found[slot] is not None:
+                found[slot] = following.moved_by(found[slot], exponent, sign)
+        return tuple(found)
+
+    following = backward.following
+    if kind not in _NEW:
+        return multiply
+    return _of_three(backward, moves, multiply) if len(moves) == 3 else _of_any(backward, moves, multiply)
+
+
+def _of_any(backward: Backward, moves: tuple[tuple[int, int, int], ...], otherwise: Callable) -> Callable:
+    """The hook of a node with new gradients, multiplied where they are; ``otherwise`` where one is not new."""
+
+    @untraced
+    def multiply(gradients: tuple, given: tuple) -> tuple | None:
+        if backward.is_shut():
+            return None
+        if gradients[0] is given[0]:
+            # The gradient of what is added to a product is the product's own.
+            return otherwise(gradients, given)
+        powers = [raised(exponent, sign) for _, exponent, sign in moves]
+        if None in powers:
+            return otherwise(gradients, given)
+        for (slot, _, _), power in zip(moves, powers):
+            gradient = gradients[slot]
+            if gradient is not None and power:
+                gradient.mul_(power_of_two(power))
+        return None
+
+    raised = backward.following.raised
+    return multiply
+
+
+def _of_three(backward: Backward, moves: tuple[tuple[int, int, int], ...], otherwise: Callable) -> Callable:
+    """Return the hook of `_of_any` for three gradients, without the loop: many layers are small."""
+    (_, *first), (_, *second), (_, *third) = sorted(moves)
+    raised = backward.following.raised
+
+    @untraced
+    def multiply(gradients: tuple, given: tuple) -> tuple | None:
+        if backward.is_shut():
+            return None
+        a, b, c = gradients
+        if a is given[0]:
+            return otherwise(gradients, given)
+        by_a, by_b, by_c = raised(*first), raised(*second), raised(*third)
+        if by_a is None or by_b is None or by_c is None:
+            return otherwise(gradients, given)
+        if a is not None:
+            a.mul_(power_of_two(by_a))
+        if b is not None:
+            b.mul_(power_of_two(by_b))
+        if c is not None:
+            c.mul_(power_of_two(by_c))
+        return None
+
+    return multiply
+
+
+# Nodes that hand a gradient on in another shape, as the transposition of a linear layer's weight.
+_VIEWS = {"TBackward0", "TransposeBackward0", "PermuteBackward0", "ViewBackward0", "UnsafeViewBackward0"}
+# Where a region's edge would change what is written into, or a node has a backward pass of its own.
+_REFUSED = {"CopySlices", "AsStridedBackward0", "AsStridedBackward1", "CompiledFunctionBackward"}
+
+
+class LearnedGraph:
+    """The sites of a graph's nodes, and the hooks that take gradients from one to the next.
+
+    A gradient that a node passes on is multiplied by 2^(difference of exponents) on its way, in a hook of that node,
+    as in a region, so that in the graph itself nothing changes.
+
+    Attributes:
+        shape: Of the graph.
+        places: Which of the nodes are parameters'.
+        parameters: These, by identity: a graph of the same shape may be another part's, at other sites.
+        order: The sites that products open, in forward's order.
+    """
+
+    def __init__(
+        self, shape: Shape, nodes: list[Any], sites: list[Site], order: list[Site], backward: Backward
+    ) -> None:
+        self.shape = shape
+        self.order = dict.fromkeys(order)
+        self._backward = backward
+        self._matcher = Matcher(shape)
+        self._sites = _settled(shape, sites, backward.sites.global_site)
+        self._all_sites = list(dict.fromkeys([backward.sites.global_site, *self._sites]))
+        self._leaves = [i for i, kind in enumerate(shape.kinds) if is_leaf(kind)]
+        self._readers = _readers(shape, sites)
+        # Other leaves, as inputs whose gradient is wanted, are new in each pass.
+        self.parameter_leaves = [place for place in self._leaves if is_parameter(nodes[place].variable)]
+        self.parameters = self.parameters_of(nodes)
+        self._exponents: list[tuple[int, bool]] = []
+        self._hooks: list[tuple[int, Callable]] = []
+
+    def match(self, roots: list[tuple[Any, int]], around: Surroundings) -> list[Any] | None:
+        """The nodes of a graph of this shape; None of another one."""
+        return self._matcher.nodes(roots, around)
+
+    def is_like(self, other: LearnedGraph) -> bool:
+        """Whether another graph differs in its parameters at most."""
+        return self.shape == other.shape and self.parameter_leaves == other.parameter_leaves
+
+    def parameters_of(self, nodes: list[Any]) -> tuple[int, ...]:
+        """Which parameters a graph of this shape reads."""
+        return tuple([id(nodes[place].variable) for place in self.parameter_leaves])
+
+    def before(self, nodes: list[Any]) -> list[Any]:
+        """Those of the nodes that were there before the forward pass."""
+        return self._matcher.outside(nodes)
+
+    def takes(self, nodes: list[Any]) -> bool:
+        """Whether no leaf is float16, whose gradient needs an edge of its own."""
+        return torch.float16 not in {nodes[place].variable.dtype for place in self._leaves}
+
+    def note_reads(self, nodes: list[Any], names: Names) -> None:
+        """Note at which sites parameters are read."""
+        for place in self.parameter_leaves:
+            parameter = nodes[place].variable
+            self._backward.note_read(parameter, self._readers[place], listed=names.of(parameter) is not None)
+
+    def attach(self, nodes: list[Any]) -> list[Site]:
+        """Hook the nodes for the present exponents; return the sites of the outputs' gradients."""
+        exponents = [(site.exponent, site.follows_global) for site in self._all_sites]
+        if exponents != self._exponents:
+            self._exponents = exponents
+            self._hooks = list(self._make_hooks())
+        for place, hook in self._hooks:
+            nodes[place].register_hook(hook)
+        return [self._sites[place] for place, _ in self.shape.roots]
+
+    def _make_hooks(self) -> Iterable[tuple[int, Callable]]:
+        made: dict[tuple, Callable] = {}
+        for place, (kind, links) in enumerate(zip(self.shape.kinds, self.shape.links)):
+            moves = [
+                (slot, *move)
+                for slot, link in enumerate(links)
+                if link is not None and any(move := self._move(self._sites[link[0]], self._sites[place]))
+            ]
+            if moves and kind is not None:
+                key = kind.__name__, tuple(moves)
+                if key not in made:
+                    made[key] = multiplier(self._backward, *key)
+                yield place, made[key]
+
+    def _move(self, source: Site, target: Site) -> tuple[int, int]:
+        """Return the power of two from ``target`` to ``source``, and the sign of the lift."""
+        return source.exponent - target.exponent, self._backward.following.sign(source, target)
+
+
+def learn(recording: Recording, outputs: list[Tensor], around: Surroundings, backward: Backward) -> LearnedGraph | None:
+    """The learned graph of a recording; None where a region is needed, as a 0-d result is kept besides the outputs."""
+    kept = {id(x) for x in outputs}
+    if recording.failed or any(one() is not None and id(one()) not in kept for one in recording.numbers):
+        return None
+    shape, nodes = walk(((x.grad_fn, x.output_nr) for x in outputs), around, recording.edges)
+    refused = any(kind is not None and kind.__name__ in _REFUSED for kind in shape.kinds)
+    if refused or _sums_in_16_bits(nodes, recording.edges):
+        return None
+    global_site = backward.sites.global_site
+    ends = [not links or kind is None for kind, links in zip(shape.kinds, shape.links)]
+    found = [global_site if end else recording.site_of(node) for node, end in zip(nodes, ends)]
+    sites = [site for site in found if site is not None]
+    return None if len(sites) < len(found) else LearnedGraph(shape, nodes, sites, list(recording.opened), backward)
+
+
+def _sums_in_16_bits(nodes: list[Any], edges: set[Any]) -> bool:
+    """Whether several nodes read one number, whose gradients in 16 bits a region sums before it moves them.
+
+    Hooks of nodes move each of them before the sum, which overflows and underflows elsewhere.
+    """
+    readers = Counter(one for node in nodes for one, _ in node.next_functions if one in edges)
+    return any(count > 1 and edge._input_metadata[0].dtype.itemsize == 2 for edge, count in readers.items())
+
+
+def approximate(
+    shape: Shape, nodes: list[Any], backward: Backward, like: Iterable[LearnedGraph]
+) -> LearnedGraph | None:
+    """Guess sites for a graph that no region saw: the sites of parameters, and the latest of each node's inputs.
+
+    Any sites give right gradients; products without parameters get no site of their own by this. None where the graph
+    has a kind of node that no ``like`` one had.
+    """
+    like = list(like)
+    known = {kind for one in like for kind in one.shape.kinds}
+    if not known.issuperset(shape.kinds):
+        return None
+    global_site = backward.sites.global_site
+    order = list(dict.fromkeys(site for one in like for site in one.order))
+    rank = {global_site: -1} | {site: i for i, site in enumerate(order)}
+    sites = [global_site] * len(nodes)
+    inner = [i for i, (kind, links) in enumerate(zip(shape.kinds, shape.links)) if links and kind is not None]
+    for i in sorted(inner, key=lambda i: nodes[i]._sequence_nr()):
+        read = [_read(nodes[link[0]], sites[link[0]], backward) for link in shape.links[i] if link is not None]
+        sites[i] = max(read, key=lambda site: rank.get(site, -1), default=global_site)
+    return LearnedGraph(shape, nodes, sites, [site for site in order if site in sites], backward)
+
+
+def _read(node: Any, site: Site, backward: Backward) -> Site:
+    parameter = getattr(node, "variable", None)
+    return site if parameter is None else backward.reader_of(parameter) or site
+
+
+def _readers(shape: Shape, sites: list[Site]) -> dict[int, Site]:
+    """The site at which each node's tensor is read, the last one in a walk from its leaf."""
+    return {link[0]: site for site, links in zip(sites, shape.links) for link in links if link is not None}
+
+
+def _settled(shape: Shape, sites: list[Site], global_site: Site) -> list[Site]:
+    """The sites, with views of a leaf at the leaf's own, so that the node before them moves the gradient."""
+    found = list(sites)
+    for i, (kind, links) in enumerate(zip(shape.kinds, shape.links)):
+        ends = [link is not None and is_leaf(shape.kinds[link[0]]) for link in links]
+        if kind is not None and kind.__name__ in _VIEWS and ends == [True]:
+            found[i] = global_site
+    return found
+
+
+# So many graphs are kept; a model that has more of them is always watched by regions.
+_GRAPHS = 16
+# So many forward passes are recorded, and so many may turn out to have another shape than those before.
+_RECORDINGS, _SURPRISES = 64, 6
+
+
+class Replays:
+    """The known graphs of a module's forward passes, which decide whether the next pass needs a region.
+
+    It needs none once the forward passes before it had known shapes, and where only exponents are wanted of it: not in
+    measured iterations, nor with a ``format``. Where its graph turns out to be another, its sites are `approximate`,
+    and more forward passes have to have known shapes before the next one goes without a region.
+
+    Args:
+        backward: whose edges would be put in.
+        names: of the model's parameters.
+    """
+
+    def __init__(self, backward: Backward, names: Names) -> None:
+        self._backward = backward
+        self._names = names
+        # Graphs of one shape, by the parameters that they read, together; the latest shape first.
+        self._graphs: list[dict[tuple[int, ...], LearnedGraph]] = []
+        self._latest: LearnedGraph | None = None
+        self._known_in_row = self._surprises = self._recordings = 0
+
+    def ready(self) -> bool:
+        """Whether the next forward pass needs no region."""
+        return self._known_in_row >= 2**self._surprises and self._backward.may_replay()
+
+    def recording(self) -> Recording | None:
+        """A recording for the next region to fill; None where no forward pass will be replayed."""
+        if self._recordings >= _RECORDINGS or not self._backward.may_replay() or self._names.sharded():
+            return None
+        self._recordings += 1
+        return Recording()
+
+    @unwatched
+    def learn(self, recording: Recording, arguments: Any, output: Any, begun: int) -> None:
+        """Store the graph that a region recorded."""
+        around = Surroundings(begun, nodes_of(arguments))
+        learned = learn(recording, outputs_in(output), around, self._backward)
+        if learned is None or not self._keep(learned):
+            self._known_in_row, self._recordings = 0, _RECORDINGS
+            return
+        if self.ready():
+            self._recordings = 0
+
+    def _keep(self, learned: LearnedGraph) -> bool:
+        """Store a learned graph; return False if there are too many already."""
+        like = next((group for group in self._graphs if _first(group).is_like(learned)), None)
+        known = like is not None and learned.parameters in like
+        if not known and sum(map(len, self._graphs)) == _GRAPHS:
+            return False
+        if like is None:
+            self._graphs.append(like := {})
+        self._known_in_row = self._known_in_row + 1 if known else 0
+        like[learned.parameters] = self._latest = learned
+        return True
+
+    def find(self, roots: list[tuple[Any, int]], around: Surroundings) -> tuple[LearnedGraph | None, list[Any]]:
+        """Return a known graph and its nodes; None in place of the graph if one scale is to hold for all."""
+        for number, group in enumerate(self._graphs):
+            nodes = _first(group).match(roots, around)
+            learned = None if nodes is None else group.get(_first(group).parameters_of(nodes))
+            if nodes is not None and learned is not None and learned.takes(nodes):
+                self._graphs.insert(0, self._graphs.pop(number))
+                if learned is not self._latest:
+                    learned.note_reads(nodes, self._names)
+                    self._latest = learned
+                return learned, nodes
+        self._known_in_row = 0
+        self._surprises += 1
+        if self._surprises >= _SURPRISES:
+            self._recordings = _RECORDINGS
+        shape, nodes = walk(roots, around)
+        learned = approximate(shape, nodes, self._backward, [one for group in self._graphs for one in group.values()])
+        if learned is None or not learned.takes(nodes):
+            return None, nodes
+        learned.note_reads(nodes, self._names)
+        return learned, nodes
+
+
+def _first(group: dict[tuple[int, ...], LearnedGraph]) -> LearnedGraph:
+    return next(iter(group.values()))
+
+
+class Replay:
+    """A forward pass that runs as it is; when it ends, its nodes get hooks that multiply gradients.
+
+    Exponents are those of that time, whenever the backward pass comes. What is read outside and is no output is found
+    by the loss, or by the forward pass that reads it: exponents rest then, and a region tells next time.
+
+    Args:
+        backward: whose exponents they go by.
+        replays: What is known of its graph.
+    """
+
+    replaying = True
+
+    def __init__(self, backward: Backward, replays: Replays) -> None:
+        self._backward = backward
+        self._replays = replays
+        self._global_site = backward.sites.global_site
+
+    def __enter__(self) -> Replay:
+        self._outer = current()
+        self._backward.end_unless_differentiating()
+        self._begun = torch._C._autograd._get_sequence_nr()
+        put(self)
+        # A region's views of parameters are cast for each reader, and the graph is to be the same.
+        self._cached = torch.is_autocast_cache_enabled()
+        torch.set_autocast_cache_enabled(False)
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        put(self._outer)
+        torch.set_autocast_cache_enabled(self._cached)
+        self._backward.forwards += 1
+        self._backward.unmarked.add(self._begun, torch._C._autograd._get_sequence_nr())
+
+    def run(self, call: Callable[..., Any], args: tuple, kwargs: dict, wide: Callable[[], bool]) -> Any:
+        """The forward pass's output at the global exponent; ``wide`` tells whether float16 becomes float32 there."""
+        inputs = nodes_of((args, kwargs))
+        for node in inputs:
+            self._outside(node)
+        output = call(*args, **kwargs)
+        outputs = outputs_in(output)
+        if not outputs:
+            return output
+        around = Surroundings(self._begun, inputs)
+        learned, nodes = self._replays.find([(x.grad_fn, x.output_nr) for x in outputs], around)
+        for node in nodes if learned is None else learned.before(nodes):
+            if learned is not None or around.has(node):
+                self._outside(node)
+        sites = [self._global_site] * len(outputs) if learned is None else learned.attach(nodes)
+        order = {} if learned is None else learned.order
+        self._backward.order.update(order)
+        by_tensor = {id(x): site for x, site in zip(outputs, sites)}
+        to_float32 = wide()
+        return map_tensors(
+            output, memoized(lambda x: x if x.is_leaf else self._left(x, by_tensor[id(x)], order, to_float32))
+        )
+
+    def _outside(self, node: Any) -> None:
+        """Note that a node made before the forward pass is at the global exponent."""
+        if not is_exit(node, self._global_site):
+            try:
+                self._backward.check_exits(node)
+            except ValueError:
+                # A region knows the sites of tensors that another one made, by whatever way they come.
+                self._backward.use_one_scale()
+            mark(node, self._global_site, self._global_site, self._global_site)
+
+    def _left(self, out: Tensor, site: Site, order: dict[Site, None], wide: bool) -> Tensor:
+        move = site.exponent - self._global_site.exponent, self._backward.following.sign(site, self._global_site)
+        if wide and out.dtype == torch.float16:
+            # The gradient takes its exponent before it is rounded to float16.
+            out = out.float()
+        elif any(move):
+            # A reader may write into it.
+            out = copy_with_strides(out)
+        elif is_exit(out.grad_fn, self._global_site):
+            # It was there before, and may outlive this pass by many, each of which would add a hook.
+            return out
+        node: Any = out.grad_fn
+        node.register_prehook(self._entering(move, order))
+        mark(node, self._global_site, self._global_site, self._global_site)
+        return out
+
+    def _entering(self, move: tuple[int, int], order: dict[Site, None]) -> Callable:
+        backward = self._backward
+
+        @untraced
+        def enter(gradients: tuple) -> tuple | None:
+            if backward.is_shut():
+                return None
+            backward.note_left(order)
+            gradient = gradients[0]
+            if gradient is None or not any(move):
+                return None
+            return backward.following.moved_by(gradient, *move), *gradients[1:]
+
+        return enter
+
+
+def forwards_without_region(scaler: Any) -> int:
+    """How many forward passes of a scaler's models ran without a region."""
+    return scaler._controller.backward.unmarked.count
+
+
+def nodes_of(arguments: Any) -> frozenset[Any]:
+    """The nodes of the tensors that a forward pass is called with."""
+    return frozenset(x.grad_fn for x in differentiable_in(arguments) if x.grad_fn is not None)
+
+
+def outputs_in(output: Any) -> list[Tensor]:
+    """The tensors of an output that a forward pass made, each once."""
+    return list({id(x): x for x in differentiable_in(output) if not x.is_leaf}.values())
