@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import torch
 
-from ._dtypes import is_narrow, is_wide
 from ._finding import Severity
-from .record._record import ParameterRecord, Realised
+from ._record import ParameterRecord, Realised
+from ._text import is_narrow, is_wide
 
 # Fewer elements say nothing of a share of 10%.
 FEWEST = 32

@@ -11,9 +11,7 @@ from typing import Any, Literal
 import torch
 
 from ..._qualified_names import pattern_of
-from .._causes import plain_causes
-from .._finding import Finding, Severity, in_words, worst_severity
-from .._listing import listing
+from .._finding import Finding, Severity, in_words, listing, plain_causes, worst_severity
 from ..page import write_page
 
 Status = Literal["nonfinite", "dtype-changed", "unchanged", "barely-moved", "constant", "changed"]

@@ -8,9 +8,8 @@ from typing import Any
 import torch
 
 from ... import formats
-from .._dtypes import dtype_name, is_narrow, precision
 from .._finding import Severity
-from .._words import percent
+from .._text import dtype_name, is_narrow, percent, precision
 from ._audit import Audit, StateAudit, TensorAudit
 from ._symptom import Symptom
 

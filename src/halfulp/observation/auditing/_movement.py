@@ -5,11 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from ..._qualified_names import pattern_of
-from .._code import KAHAN, optimizer_code
-from .._dtypes import cannot_decay, dtype_name, is_narrow, is_wide, precision
 from .._finding import Severity
 from .._lost_movement import FEWEST, HALF_LOST, LITTLE_LOST, severity_of_loss
-from .._words import at_lr, percent
+from .._text import KAHAN, at_lr, cannot_decay, dtype_name, is_narrow, is_wide, optimizer_code, percent, precision
 from ._audit import Audit, Lost, StateAudit, TensorAudit
 from ._symptom import Symptom
 

@@ -12,7 +12,7 @@ from torch import Tensor
 from ... import formats
 from ...formats import Format
 from ...rounding import quantize
-from .._dtypes import WIDE
+from .._text import WIDE
 from ..checkpoints._stored import Stored, of_tensor
 from ._audit import Lost
 

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from ..._messages import listed
-from .._dtypes import is_narrow, precision
+from .._text import is_narrow, precision
 from ..checkpoints._state_names import NamedState
 from ..checkpoints._stored import Checkpoint, Stored, of_tensor
 from ._audit import StateAudit

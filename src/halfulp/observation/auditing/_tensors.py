@@ -11,7 +11,7 @@ from torch import Tensor
 
 from ..._messages import listed
 from ...kernels import address, plain
-from .._dtypes import holds_numbers
+from .._text import holds_numbers
 from ..checkpoints._pages import map_pages
 from ..checkpoints._state_names import COUNTERS
 from ..checkpoints._stored import Checkpoint, Stored

@@ -15,8 +15,7 @@ from ... import formats
 from ..._messages import a_kind, listed
 from ...kernels import in_float64
 from ...optim._inner_optimizer import inner_optimizer
-from .._causes import plain_causes
-from .._finding import Finding
+from .._finding import Finding, plain_causes
 from ..findings import findings_of
 from ..page import write_page
 from ._costs import costs

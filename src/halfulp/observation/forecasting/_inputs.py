@@ -15,7 +15,7 @@ from ... import formats
 from ..._messages import a_kind, listed
 from ..._names import unknown
 from ...optim import Optimizer as HalfulpOptimizer
-from .._dtypes import holds_numbers
+from .._text import holds_numbers
 
 RULES = ("AdamW", "Adam", "SGD", "Lion")
 # torch's defaults, and those of the paper for Lion (arXiv 2302.06675).

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
-from .._dtypes import dtype_name
-from .._finding import Finding
-from .._listing import listing
+from .._finding import Finding, listing
+from .._text import dtype_name
 from ._data import ForecastData, LayerForecast
 
 HEADERS = ("layer", "dtype", "freezes at step", "lr there", "updates lost", "decay lost", "SR: steps to a signal")

@@ -15,8 +15,8 @@ from ...formats import Format, get
 from ...optim.parameters._local_tensors import memory
 from ...recipes._contract import Contract
 from ...rounding import quantize
-from .._dtypes import dtype_name
-from ..record._record import Expectation, Record
+from .._record import Expectation, Record
+from .._text import dtype_name
 from ..sampling._plain import stored
 from ._resumed import ResumedRun
 

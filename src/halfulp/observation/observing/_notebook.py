@@ -13,7 +13,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from ...kernels import select_engine
 from ...rounding import mix64, mix64_all
-from ..record._record import Record, Role, TensorRecord
+from .._record import Record, Role, TensorRecord
 from ..sampling._candidates import AnyFormat, Candidates, candidate
 from ..sampling._plain import Stored, stored
 from ..sampling._reference import sample_of

@@ -17,12 +17,10 @@ from torch.utils.hooks import RemovableHandle
 from ...optim import EMA
 from ...optim.parameters._local_tensors import memory
 from ...sinks import Sink
-from .._causes import plain_causes
-from .._finding import Finding
+from .._finding import Finding, plain_causes
+from .._record import Record, StepRecord, plain_record
 from ..findings import findings_of
 from ..page import write_page
-from ..record._plain import plain_record
-from ..record._record import Record, StepRecord
 from ..sampling._candidates import AnyFormat
 from ._expectations import Asked, Expectations, checked
 from ._loss_scales import LossScales

@@ -10,7 +10,7 @@ from torch import nn
 from ...optim import Optimizer
 from ...optim.parameters._local_tensors import local, memory
 from ...optim.parameters._random_identity import plain_names
-from ..record._record import ParameterRecord, Record
+from .._record import ParameterRecord, Record
 from ..sampling._plain import stored
 from ..sampling._sample_places import place_key
 from ..sampling._sampler import sampled

@@ -11,7 +11,7 @@ from torch import nn
 
 from ...formats import BlockFormat, Format
 from ...rounding import quantize
-from ..record._record import Role, TensorRecord
+from .._record import Role, TensorRecord
 from ..sampling._candidates import AnyFormat, candidate
 
 Formats: TypeAlias = Mapping[str, AnyFormat]

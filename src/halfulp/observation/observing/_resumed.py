@@ -10,8 +10,8 @@ from torch import nn
 
 from ..._torch_versions import find_dtype
 from ...recipes._contract import KEY, Contract, ContractDifference, contract, contract_differences
-from .._dtypes import dtype_name
-from ..record._record import Expectation
+from .._record import Expectation
+from .._text import dtype_name
 
 SOURCE = "contract"
 

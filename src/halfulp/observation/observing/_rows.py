@@ -13,7 +13,7 @@ import torch
 
 from ... import formats
 from ..._qualified_names import pattern_of
-from ..record._record import ParameterRecord, Record, StepRecord
+from .._record import ParameterRecord, Record, StepRecord
 from ..sampling._totals import NARROW, STEP_NONFINITE, Totals
 
 MOST_GROUPS = 24

@@ -10,7 +10,7 @@ from dataclasses import replace
 
 import torch
 
-from ..record._record import StepRecord
+from .._record import StepRecord
 
 MOST_HISTORY = 2000
 

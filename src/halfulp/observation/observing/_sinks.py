@@ -10,7 +10,7 @@ import torch.distributed as dist
 
 from ..._messages import a_kind
 from ...sinks import Outlet, Sink, outlet
-from ..record._record import StepRecord
+from .._record import StepRecord
 from ._notebook import Notebook
 from ._rows import Rows
 

@@ -9,7 +9,7 @@ from collections.abc import Callable
 import torch
 
 from ...kernels import plain_address
-from ..record._record import Role
+from .._record import Role
 from ..sampling._kernel import (
     BINS,
     BROKEN,

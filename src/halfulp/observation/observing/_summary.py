@@ -4,10 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from .._finding import Finding
-from .._listing import listing
-from .._words import times
-from ..record._record import Record
+from .._finding import Finding, listing
+from .._record import Record
+from .._text import times
 
 ROLES = ("activation", "weight", "activation gradient", "weight gradient", "update", "first moment", "second moment")
 

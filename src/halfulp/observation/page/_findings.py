@@ -8,8 +8,7 @@ from typing import Any
 
 from ..._names import described
 from ...pages import count, number
-from .._causes import plain_causes
-from .._finding import Finding, in_words
+from .._finding import Finding, in_words, plain_causes
 
 _MOST_NAMES = 60
 # What fewer elements or steps than these show is said to rest on few.

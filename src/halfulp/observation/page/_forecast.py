@@ -7,8 +7,8 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from ...pages import Cell, Column, Table, count, number, render, share
-from .._causes import counted, headline
-from .._words import LOST, plural
+from .._finding import counted, headline
+from .._text import LOST, plural
 from ._findings import cause_cards, codes_on
 from ._words import dtype_word, versions
 

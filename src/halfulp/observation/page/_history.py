@@ -6,7 +6,7 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from .._words import plural
+from .._text import plural
 
 Points = list[tuple[int, float | None]]
 

@@ -8,7 +8,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, get_args
 
 from ... import formats
-from ..record._record import Role
+from .._record import Role
 from ._words import dtype_word
 
 Plain = Mapping[str, Any]

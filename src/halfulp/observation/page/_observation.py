@@ -6,8 +6,8 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from ...pages import render
-from .._causes import counted, headline
-from .._words import LOST_AND_KEPT, plural, times
+from .._finding import counted, headline
+from .._text import LOST_AND_KEPT, plural, times
 from ._findings import cause_cards, codes_on
 from ._history import history_data, history_words
 from ._magnitudes import map_data

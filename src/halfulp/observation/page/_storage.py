@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from ...pages import Cell, Column, Table, count, number, share
-from .._words import KEPT, LOST
+from .._text import KEPT, LOST
 from ._words import dtype_word
 
 Plain = Mapping[str, Any]

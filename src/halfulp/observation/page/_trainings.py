@@ -8,7 +8,7 @@ from typing import Any
 
 from ...pages import Cell, Column, Table, count
 from .._finding import SEVERITIES
-from .._words import plural
+from .._text import plural
 
 _TONES = {"error": "bad", "warning": "open", "note": "quiet"}
 

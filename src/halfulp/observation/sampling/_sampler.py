@@ -10,7 +10,7 @@ import numpy as np
 import torch
 
 from ...kernels import address, check_bits, run_chunks, select_engine, undisturbed
-from ..record._record import TensorRecord
+from .._record import TensorRecord
 from ._candidates import DEFAULT_FORMATS, Candidates
 from ._kernel import BINS, COLUMNS, COUNT, INFINITE_WORDS, KERNEL_DTYPES, ROOM, TAKEN, copy_kernel, look_kernel
 from ._reference import count_sample, count_whole, sample_of

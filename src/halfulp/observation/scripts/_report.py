@@ -7,8 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from .._causes import plain_causes
-from .._finding import Finding
+from .._finding import Finding, plain_causes
 from ..findings._kind import causes_first
 from ..page import write_page
 from ._training import Training

@@ -12,15 +12,13 @@ import torch
 from torch import nn
 
 from ...sinks import Outlet, Row
-from .._causes import plain_causes
-from .._code import of_model
-from .._finding import Finding
+from .._finding import Finding, plain_causes
+from .._record import Record, plain_record
+from .._text import of_model
 from ..findings import findings_of
 from ..observing._observation import Observation
 from ..observing._observe import observe
 from ..observing._summary import summary
-from ..record._plain import plain_record
-from ..record._record import Record
 from ._find import Found, Together
 
 

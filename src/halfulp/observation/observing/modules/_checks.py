@@ -10,8 +10,8 @@ from torch import nn
 from torch.utils.hooks import RemovableHandle
 
 from ....kernels import in_float64
-from ...findings._same_outputs import explained_by_order
-from ...record._record import Difference
+from ..._record import Difference
+from ...findings._comparisons import explained_by_order
 from ...sampling._plain import stored
 from ...sampling._sampler import sampled
 from .._notebook import Notebook, watching

@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from ...record._record import PositionsRecord
+from ..._record import PositionsRecord
 from .._notebook import Notebook
 
 # The whole numbers up to which each format has all.

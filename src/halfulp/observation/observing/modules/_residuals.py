@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from ....kernels import in_float64
-from ...record._record import ResidualRecord
+from ..._record import ResidualRecord
 from .._notebook import Notebook
 from ..updates._realised import add_changes
 

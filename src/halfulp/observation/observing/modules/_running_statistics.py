@@ -10,7 +10,7 @@ from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from ....kernels import in_float64
-from ...record._record import AverageRecord
+from ..._record import AverageRecord
 from .._notebook import Notebook
 from ..updates._realised import add_changes
 

@@ -10,7 +10,7 @@ import numpy as np
 import torch
 
 from ....kernels import address, plain_address
-from ...record._record import ParameterRecord, Realised, Role
+from ..._record import ParameterRecord, Realised, Role
 from ...sampling._kernel import KERNEL_DTYPES
 from ...sampling._plain import PLAIN_TYPES, Stored, stored
 from ...sampling._sample_places import sample_size

@@ -8,7 +8,7 @@ import torch
 from torch.utils.hooks import RemovableHandle
 
 from ....kernels import in_float64
-from ...record._record import Realised
+from ..._record import Realised
 from ...sampling._plain import stored
 from ...sampling._sampler import sampled
 from .._notebook import Notebook, watching

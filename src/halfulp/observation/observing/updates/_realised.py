@@ -8,7 +8,7 @@ import numpy as np
 import torch
 
 from ....kernels import address, select_engine
-from ...record._record import Realised
+from ..._record import Realised
 from ._change_loop import WORDS, change_kernel
 
 

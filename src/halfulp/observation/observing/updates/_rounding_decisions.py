@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from ....optim import Optimizer
-from ...record._record import ParameterRecord, RoundingRecord
+from ..._record import ParameterRecord, RoundingRecord
 
 FEWEST = 64
 _WORDS = {torch.bfloat16: torch.int16, torch.float16: torch.int16}

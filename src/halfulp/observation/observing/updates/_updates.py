@@ -9,7 +9,7 @@ import numpy as np
 import torch
 
 from ....optim import Optimizer
-from ...record._record import Realised, Role
+from ..._record import Realised, Role
 from ...sampling._plain import Stored, stored
 from .._notebook import Notebook
 from ._batch import Layout, Stepped, located

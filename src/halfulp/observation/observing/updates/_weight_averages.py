@@ -14,7 +14,7 @@ from torch.optim.swa_utils import AveragedModel
 from ...._messages import a_kind
 from ....optim import EMA
 from ....optim._ema import decay_at
-from ...record._record import AverageRecord
+from ..._record import AverageRecord
 from ...sampling._plain import stored
 from ...sampling._sampler import sampled
 from .._notebook import Notebook

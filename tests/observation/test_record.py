@@ -4,14 +4,15 @@ import json
 
 import torch
 
-from halfulp.observation.record._plain import plain, plain_record
-from halfulp.observation.record._record import (
+from halfulp.observation._record import (
     FormatCounts,
     ParameterRecord,
     Realised,
     Record,
     StepRecord,
     TensorRecord,
+    plain,
+    plain_record,
 )
 
 
