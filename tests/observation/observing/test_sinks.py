@@ -13,7 +13,7 @@ from torch import nn
 
 import halfulp as hu
 from halfulp.observation._record import ParameterRecord
-from halfulp.observation.observing._rows import MOST_GROUPS, OTHERS, RUN, groups_of
+from halfulp.observation.observing._sinks import MOST_GROUPS, OTHERS, RUN, groups_of
 
 
 def small(dtype=torch.bfloat16):

@@ -3,19 +3,57 @@
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 import torch
 
+from ...formats import BlockFormat
 from ...kernels import address, check_bits, run_chunks, select_engine, undisturbed
+from ...rounding import Nearest, quantize
+from ...rounding.blocks._reference import _power_scale, _product_scale
 from .._record import TensorRecord
-from ._candidates import DEFAULT_FORMATS, Candidates
-from ._kernel import BINS, COLUMNS, COUNT, INFINITE_WORDS, KERNEL_DTYPES, ROOM, TAKEN, copy_kernel, look_kernel
-from ._reference import count_sample, count_whole, sample_of
-from ._sample_places import MOST, sample_size
-from ._totals import Totals
+from ._candidates import DEFAULT_FORMATS, Candidates, target_of
+from ._kernel import (
+    BINS,
+    BROKEN,
+    COLUMNS,
+    COUNT,
+    DATA,
+    FRESH,
+    INFINITE_WORD,
+    INFINITE_WORDS,
+    INTEGERS,
+    KERNEL_DTYPES,
+    KEY,
+    LARGEST_WORD,
+    NONZERO,
+    REALS_AT,
+    ROOM,
+    SAMPLE,
+    TAKEN,
+    WIDE,
+    copy_kernel,
+    look_kernel,
+)
+from ._sample_places import MOST, sample_size, sampled_places
+from ._totals import (
+    AMAX,
+    AMIN,
+    ELEMENTS,
+    FIXED,
+    LARGEST,
+    LAST_AMAX,
+    LAST_FINITE,
+    NONFINITE,
+    SAMPLED,
+    SQUARES,
+    STEP_NONFINITE,
+    ZEROS,
+    Totals,
+)
 
 
 @dataclass(slots=True)
@@ -222,3 +260,141 @@ def checked_kernel(dtype: torch.dtype) -> Callable[..., None]:
 
     check_bits(f"sample of {dtype}", lambda: counts(True), lambda: counts(False))
     return kernel
+
+
+class Rows:
+    """Tensors of one dtype on the CPU, whose samples are taken together at every sampled step.
+
+    Args:
+        dtype: of their memory, one that kernels are made for.
+        totals: what their counts are added to, and the dtypes whose largest number is counted; empty where samples are
+            only copied.
+        count: how many tensors.
+
+    Attributes:
+        written: float64, to which the samples are written; None where they are not.
+    """
+
+    def __init__(self, dtype: torch.dtype, count: int, totals: Sequence[tuple[Totals, torch.dtype]] = ()) -> None:
+        self.dtype, self._totals = dtype, [one for one, _ in totals]
+        self.written: torch.Tensor | None = None
+        self._room: np.ndarray | None = None
+        self._threads: int = 0
+        self._table: np.ndarray = np.zeros((count, COLUMNS), np.int64)
+        self._at: int = self._table.ctypes.data
+        for row, (one, storage) in enumerate(totals):
+            self._table[row, [INTEGERS, REALS_AT, LARGEST_WORD, INFINITE_WORD]] = constants(one, storage, dtype)
+
+    def point(self, data: Sequence[int] | np.ndarray, counts: Sequence[int] | np.ndarray, keys: np.ndarray) -> None:
+        """Say where the tensors lie, how many elements they have, and the keys of their places."""
+        table = self._table
+        table[:, DATA], table[:, COUNT], table[:, KEY] = data, counts, keys
+
+    def widen(self, packed: torch.Tensor, ends: np.ndarray) -> None:
+        """Write the samples to float64 too, from the ends of parts that hold as many as are sampled at most."""
+        self.written = packed
+        self._table[:, WIDE] = address(packed) + 8 * ends[:-1]
+
+    def look(self, candidates: Candidates, step: int) -> np.ndarray:
+        """Count the tensors, and return how many elements of each are sampled."""
+        table = self._table
+        table[:, FRESH] = [one.opens(step) for one in self._totals]
+        self._place_samples()
+        run_chunks(checked_kernel(self.dtype), table[:, COUNT], self._at, *candidates.arguments)
+        return table[:, TAKEN]
+
+    def copy(self) -> np.ndarray:
+        """Copy the samples alone, and return how many elements of each are sampled."""
+        self._place_samples()
+        copy_kernel(self.dtype)(0, len(self._table), self._at)
+        return self._table[:, TAKEN]
+
+    @property
+    def nonzero(self) -> list[int]:
+        """How many elements of each sample that was made float64 are not zero."""
+        return self._table[:, NONZERO].tolist()
+
+    @property
+    def broken(self) -> list[int]:
+        """Rows whose tensors hold NaN or infinity in this step."""
+        return [row for row, count in enumerate(self._table[:, BROKEN].tolist()) if count]
+
+    def _place_samples(self) -> None:
+        """Make room for the samples in float32 and the counts of their exponents."""
+        threads = torch.get_num_threads()
+        if self._threads != threads:
+            self._threads = threads
+            self._room, places = rooms(len(self._table), ROOM)
+            self._table[:, SAMPLE], self._table[:, BINS] = places, places + 4 * MOST
+
+
+def sample_of(flat: torch.Tensor, key: int) -> torch.Tensor:
+    """Return the sampled elements of a contiguous flat tensor, in float32 (float64 of float64), on the CPU."""
+    places = sampled_places(key, flat.numel())
+    taken = flat if len(places) == flat.numel() else flat[places.to(flat.device)]
+    return taken.to("cpu", torch.float64 if flat.dtype == torch.float64 else torch.float32, copy=True)
+
+
+def count_whole(flat: torch.Tensor, largest: float, totals: Totals) -> None:
+    """Add a whole tensor's extremes."""
+    if not flat.numel():
+        return
+    magnitude = flat.abs()
+    wide = magnitude.float() if magnitude.dtype.itemsize < 2 else magnitude
+    finite = wide.isfinite()
+    nonfinite = flat.numel() - int(finite.sum())
+    zeros = int((wide == 0).sum())
+    amax = float(torch.where(finite, wide, 0.0).max())
+    integers, reals = totals.integers, totals.reals
+    integers[ELEMENTS] += flat.numel()
+    integers[ZEROS] += zeros
+    integers[NONFINITE] += nonfinite
+    integers[STEP_NONFINITE] += nonfinite
+    integers[LARGEST] += int((wide == largest).sum())
+    reals[AMAX], reals[LAST_AMAX] = max(reals[AMAX], amax), max(reals[LAST_AMAX], amax)
+    if zeros + nonfinite < flat.numel():
+        smallest = float(torch.where(finite & (wide > 0), wide.double(), math.inf).min())
+        reals[AMIN] = min(reals[AMIN], smallest)
+
+
+def count_sample(sample: torch.Tensor, candidates: Candidates, totals: Totals) -> None:
+    """Add a sample's counts: histogram, squares, and what each candidate makes of it."""
+    finite = sample[sample.isfinite()]
+    integers, reals = totals.integers, totals.reals
+    integers[SAMPLED] += len(sample)
+    reals[SQUARES] += float(finite.double().square().sum())
+    reals[LAST_FINITE] += len(finite)
+    exponents = torch.frexp(finite[finite != 0].double())[1].long() - 1
+    blocks_at, histogram_at = totals.offsets
+    bins = torch.bincount(exponents - totals.lowest, minlength=len(integers) - histogram_at)
+    integers[histogram_at:] += bins.numpy()
+    for k, format in enumerate(candidates.single):
+        rounded = quantize(sample, format, Nearest(), overflow="nan") if len(sample) else sample
+        known = sample.isfinite()
+        size = rounded.abs()
+        found = (known & (sample != 0) & (size == 0), known & (size > 0) & (size < format.smallest_normal))
+        beyond = known & ~rounded.isfinite()
+        integers[FIXED + 3 * k : FIXED + 3 * k + 3] += np.array([int(one.sum()) for one in (*found, beyond)])
+    for k, block in enumerate(candidates.blocks):
+        integers[blocks_at + 4 * k : blocks_at + 4 * k + 4] += np.array(_in_blocks(sample, block))
+
+
+def _in_blocks(sample: torch.Tensor, format: BlockFormat) -> tuple[int, int, int, int]:
+    """Elements in finite blocks, those that become zero, subnormals, and zeros in blocks whose largest stays."""
+    if not len(sample):
+        return 0, 0, 0, 0
+    target = target_of(format)
+    rounded = quantize(sample, format)
+    padding = -len(sample) % format.block
+    x, y = (torch.nn.functional.pad(t, (0, padding)).view(-1, format.block) for t in (sample, rounded))
+    work = x.double() if target.powers or x.dtype == torch.float64 else x
+    amax = work.abs().amax(-1, keepdim=True)
+    good = amax.isfinite()
+    known = torch.where(good, amax, 0)
+    scale = _power_scale(known.double(), target) if target.powers else _product_scale(known, target)
+    gone = good & (x != 0) & (y == 0)
+    smallest = (format.element.smallest_normal * scale).to(y.dtype)
+    subnormal = good & (y != 0) & (y.abs() < smallest)
+    shown = good & (y.abs().amax(-1, keepdim=True) > 0)
+    counted = int(good.expand_as(x).flatten()[: len(sample)].sum())
+    return counted, int(gone.sum()), int(subnormal.sum()), int((gone & shown).sum())

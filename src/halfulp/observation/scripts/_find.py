@@ -14,8 +14,8 @@ from torch.optim.lr_scheduler import LRScheduler
 from torch.optim.swa_utils import AveragedModel
 
 from ...optim import EMA
-from ..observing._schedulers import scheduler_of
-from ..observing.updates._weight_averages import averaged
+from ..observing._averages import averaged
+from ..observing._observe import scheduler_of
 from ._losses import SCALERS
 from ._variables import names_in_script
 

@@ -16,9 +16,8 @@ from .._finding import Finding, plain_causes
 from .._record import Record, plain_record
 from .._text import of_model
 from ..findings import findings_of
-from ..observing._observation import Observation
+from ..observing._observation import Observation, summary
 from ..observing._observe import observe
-from ..observing._summary import summary
 from ._find import Found, Together
 
 

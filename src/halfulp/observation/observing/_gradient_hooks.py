@@ -7,13 +7,12 @@ import math
 import torch
 from torch.utils.hooks import RemovableHandle
 
-from ....kernels import in_float64
-from ..._record import Realised
-from ...sampling._plain import stored
-from ...sampling._sampler import sampled
-from .._notebook import Notebook, watching
-from .._slot import TensorSlot
-from ._realised import add_changes
+from ...kernels import in_float64
+from .._record import Realised
+from ..sampling._plain import stored
+from ..sampling._sampler import sampled
+from ._batch import add_changes
+from ._notebook import Notebook, TensorSlot, watching
 
 
 class GradientHooks:

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from ...._messages import a_kind
+from ..._messages import a_kind
 
 Options = Mapping[str, Any]
 # Whether weight decay multiplies the weight by 1 - lr wd, rounded by itself, before the update is subtracted.

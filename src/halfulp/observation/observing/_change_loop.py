@@ -8,7 +8,7 @@ from pathlib import Path
 
 import torch
 
-from ....kernels import VectorBuilder, compile_rows, lanes_of, source_digest, vector_bits
+from ...kernels import VectorBuilder, compile_rows, lanes_of, source_digest, vector_bits
 
 # Words of the table: addresses of float64 and, of what is written, float32 values, two flags, and more addresses.
 BEFORE, AFTER, WANTED, ROUNDED, AS_VALUES, DECREASES, ENDS, COUNTS, SUMS = range(9)

@@ -1,26 +1,26 @@
-"""Hooks on modules: activations as they are made, and the gradients that come back to them."""
+"""Hooks on modules: activations, their gradients, residual sums, positions, casts, and the loss."""
 
 from __future__ import annotations
 
 import weakref
+from collections import deque
 from collections.abc import Iterator
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
-from ...sampling._plain import PLAIN_TYPES
-from ...sampling._totals import LAST_AMAX
-from .._expectations import Expectations
-from .._notebook import Notebook, watching
-from .._slot import TensorSlot
-from ._casts import Casts
-from ._checks import CompiledModules, Recomputations
-from ._outputs import loss_in, tensors_in
-from ._positions import Positions
-from ._residuals import Residuals
-from ._running_statistics import RunningStatistics
+from ...kernels import in_float64
+from .._record import PositionsRecord, ResidualRecord
+from ..sampling._plain import PLAIN_TYPES
+from ..sampling._totals import LAST_AMAX
+from ._averages import RunningStatistics
+from ._batch import add_changes
+from ._expectations import Expectations
+from ._notebook import Notebook, TensorSlot, watching
+from ._second_runs import CompiledModules, Recomputations, loss_in, tensors_in
 
 # Hooks on outputs whose graphs may be gone, before they are looked through.
 MOST_HANDLES = 10_000
@@ -265,3 +265,216 @@ def _eager_modules(
 def is_compiled(module: nn.Module) -> bool:
     """Return whether torch.compile wraps a module, or was called on it in place."""
     return getattr(module, "_compiled_call_impl", None) is not None or hasattr(module, "_orig_mod")
+
+
+NARROW = (torch.bfloat16, torch.float16)
+# A sum is looked at when a module takes it: between a layer's input and that lie some outputs and inputs of its own.
+OUTPUTS, INPUTS = 3, 8
+SAMPLE = 4096
+
+
+@dataclass(slots=True)
+class _Held:
+    """A tensor that may be an addend: its place in autograd's graph, its numbers, and the module that made it."""
+
+    key: tuple[int, int]
+    values: torch.Tensor
+    version: int
+    name: str | None
+
+
+class Residuals:
+    """Finds sums of a module's output and a tensor that goes past it, and counts what rounding them takes away.
+
+    Which tensors a sum adds is read from autograd's graph. Some outputs and inputs are held until later ones or the
+    end of the step take their place.
+    """
+
+    def __init__(self, book: Notebook) -> None:
+        self.book = book
+        self._outputs: deque[_Held] = deque(maxlen=OUTPUTS)
+        self._inputs: deque[_Held] = deque(maxlen=INPUTS)
+
+    def forget(self) -> None:
+        """Let go of a step's tensors."""
+        self._outputs.clear()
+        self._inputs.clear()
+
+    def note(self, name: str, inputs: tuple[Any, ...], output: Any) -> None:
+        """Note that a module has run; modules inside it have been noted before."""
+        first = inputs[0] if inputs else None
+        if type(first) is torch.Tensor and first.dtype in NARROW and first.grad_fn is not None:
+            self._enter(first, None)
+        if type(output) is torch.Tensor and output.dtype in NARROW and output.grad_fn is not None:
+            self._enter(output, name)
+
+    def _enter(self, tensor: torch.Tensor, name: str | None) -> None:
+        key = graph_key(tensor.grad_fn, tensor.output_nr)
+        known = next((one for one in (*self._outputs, *self._inputs) if one.key == key), None)
+        if known is None:
+            self._look(tensor)
+        if name is None:
+            if known is None or known.name is not None:
+                self._inputs.append(_Held(key, tensor.detach(), tensor._version, known.name if known else None))
+        elif known is None:
+            self._outputs.append(_Held(key, tensor.detach(), tensor._version, name))
+
+    def _look(self, total: torch.Tensor) -> None:
+        """Count what a sum took of its smaller addend, if it is one of two tensors that are known."""
+        node: Any = total.grad_fn
+        if not total.numel() or node.name() != "AddBackward0" or len(node.next_functions) != 2:
+            return
+        held = {one.key: one for one in (*self._inputs, *self._outputs)}
+        parts = [held.get(graph_key(*pair)) for pair in node.next_functions]
+        if parts[0] is None or parts[1] is None or parts[0] is parts[1]:
+            return
+        samples = []
+        for one in parts:
+            assert one is not None
+            same = one.values.shape == total.shape and one.values.dtype is total.dtype
+            if not same or one.values._version != one.version:
+                return
+            samples.append(_sample(one.values))
+        sizes = [float(sample.square().mean().sqrt()) for sample in samples]
+        small = sizes.index(min(sizes))
+        added, past, name = samples[small], samples[1 - small], parts[small].name  # type: ignore[union-attr]
+        if name is None:
+            return
+        record = self.book.record.residuals.setdefault(name, ResidualRecord(name, total.dtype))
+        record.stream, record.added = sizes[1 - small], sizes[small]
+        add_changes([record.change], past, _sample(total), added, [0, len(added)])
+
+
+def graph_key(node: Any, number: int) -> tuple[int, int]:
+    """What tells outputs of a graph's operations apart within a thread."""
+    return (-1 if node is None else node._sequence_nr(), number)
+
+
+def _sample(tensor: torch.Tensor) -> torch.Tensor:
+    """Return some rows of a tensor at even distances."""
+    rows = tensor.detach().reshape(-1, tensor.shape[-1]) if tensor.dim() else tensor.detach().reshape(1, 1)
+    most = max(1, SAMPLE // max(1, rows.shape[1]))
+    return in_float64(rows[:: max(1, -(-rows.shape[0] // most))][:most, :SAMPLE].reshape(-1)).cpu()
+
+
+# The whole numbers up to which each format has all.
+COUNTED = {torch.bfloat16: 256, torch.float16: 2048}
+WINDOW = 8
+# As many pairs of equal neighbours chance does not place where rounding does.
+FEWEST = 16
+# Two positions may have one sine in 8 bits.
+CHANCE = 0.2
+
+
+class Positions:
+    """Looks for outputs, one row per position, in which a column repeats just where rounded positions do."""
+
+    def __init__(self, book: Notebook) -> None:
+        self.book = book
+
+    def note(self, name: str, output: Any) -> None:
+        """Note what a module returned."""
+        for one in output if isinstance(output, tuple) else (output,):
+            if type(one) is torch.Tensor and one.dim() > 1 and one.shape[-2] > min(COUNTED.values()) + WINDOW:
+                self._look(name, one)
+
+    def _look(self, name: str, output: torch.Tensor) -> None:
+        if name in self.book.record.positions or not output.is_floating_point() or not output.numel():
+            return
+        rows = output.detach()[(0,) * (output.dim() - 2)]
+        for dtype, start in COUNTED.items():
+            if len(rows) <= start + WINDOW:
+                continue
+            expected = _repeats(len(rows), dtype, rows.device)
+            end = start + WINDOW
+            columns = _like(rows[start : end + 1], expected[start:end])
+            if not bool(columns.any()) or int(expected.sum()) < FEWEST:
+                continue
+            if bool(_like(rows[:, columns], expected).any()):
+                self.book.record.positions[name] = PositionsRecord(name, dtype, len(rows))
+                return
+
+
+def _repeats(count: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    """Return which of the positions from 0 are the next one in a dtype too."""
+    positions = torch.arange(count, device=device, dtype=torch.float32).to(dtype)
+    return positions[1:] == positions[:-1]
+
+
+def _like(rows: torch.Tensor, expected: torch.Tensor) -> torch.Tensor:
+    """Return the columns whose elements repeat wherever they are expected to, and hardly anywhere else."""
+    repeats = rows[1:] == rows[:-1]
+    return repeats[expected].all(0) & (repeats[~expected].double().mean(0) < CHANCE)
+
+
+# Operations between a module's output and that of one around it, before the search is given up.
+MOST_NODES = 512
+CAST = "ToCopyBackward0"
+
+
+class Casts:
+    """Follows outputs in 16 bits all of whose gradients were zeros so far: whether a cast on the way back made them so.
+
+    Autograd's graph, from the output of a module around, leads to the cast that took the output; what comes to it on
+    the way back is what was there before rounding.
+    """
+
+    def __init__(self, book: Notebook) -> None:
+        self.book = book
+        self._wanted: dict[str, tuple[int, int]] = {}
+        self._handles: list[Any] = []
+
+    def forget(self) -> None:
+        """Forget what belongs to one step."""
+        for handle in self._handles:
+            handle.remove()
+        self._handles.clear()
+        self._wanted.clear()
+
+    def note(self, name: str, output: Any) -> None:
+        """Note that a module has run; modules inside it have been noted before."""
+        if type(output) is not torch.Tensor or output.grad_fn is None:
+            return
+        if self._wanted and any(not name or wanted.startswith(f"{name}.") for wanted in self._wanted):
+            self._search(name, output)
+        if output.dtype in NARROW:
+            totals = self.book.totals.get(("activation gradient", name))
+            if totals is not None and totals.all_zero():
+                self._wanted[name] = graph_key(output.grad_fn, output.output_nr)
+
+    def _search(self, name: str, output: torch.Tensor) -> None:
+        """Look for the casts of wanted outputs among the operations that made an output around them."""
+        wanted = {key: one for one, key in self._wanted.items() if not name or one.startswith(f"{name}.")}
+        stack: list[Any] = [output.grad_fn]
+        seen: set[int] = set()
+        while stack and len(seen) < MOST_NODES:
+            node = stack.pop()
+            number = graph_key(node, 0)[0]
+            if node is None or number in seen:
+                continue
+            seen.add(number)
+            for before in node.next_functions:
+                found = wanted.get(graph_key(*before))
+                if found is None:
+                    stack.append(before[0])
+                    continue
+                self._wanted.pop(found, None)
+                if node.name() == CAST:
+                    self._handles.append(node.register_prehook(_Cast(self.book, found)))
+
+
+class _Cast:
+    """Hook: a gradient comes to a cast."""
+
+    def __init__(self, book: Notebook, name: str) -> None:
+        self.book, self.name = book, name
+
+    def __call__(self, gradients: tuple[torch.Tensor | None, ...]) -> None:
+        self._measure(gradients[0])
+
+    @watching
+    def _measure(self, gradient: torch.Tensor | None) -> None:
+        totals = self.book.totals.get(("activation gradient", self.name))
+        if totals is not None and type(gradient) is torch.Tensor and gradient.numel():
+            low, high = torch.aminmax(gradient)
+            totals.record.before_cast = max(abs(float(low)), abs(float(high)))

@@ -8,15 +8,16 @@ from typing import Any
 import numpy as np
 import torch
 
-from ....optim import Optimizer
-from ..._record import Realised, Role
-from ...sampling._plain import Stored, stored
-from .._notebook import Notebook
-from ._batch import Layout, Stepped, located
+from ...optim import Optimizer
+from ...optim._float32_weights import read_weights
+from ...optim.parameters._parameter_plan import ParameterPlan
+from ...optim.step._reference import change_by_rule
+from .._record import ParameterRecord, Realised, Role, RoundingRecord
+from ..sampling._plain import Stored, stored
+from ..sampling._sampler import sampled
+from ._batch import Layout, Stepped, add_changes, located
 from ._elementwise import ELEMENTWISE, WHOLE, Shadow, decay_factor
-from ._halfulp_updates import decoded_states, halfulp_change, represented
-from ._realised import add_changes
-from ._rounding_decisions import RoundingDecisions, draws
+from ._notebook import Notebook
 
 # Roles of states, by their names in torch.optim and here.
 MOMENTS: dict[str, Role] = {
@@ -368,3 +369,124 @@ def _plain_option(value: Any) -> Any:
     if isinstance(value, tuple):
         return tuple(map(_plain_option, value))
     return value.item() if isinstance(value, torch.Tensor) else value
+
+
+FEWEST = 64
+_WORDS = {torch.bfloat16: torch.int16, torch.float16: torch.int16}
+
+
+def draws(optimizer: torch.optim.Optimizer, parameter: torch.Tensor) -> bool:
+    """Return whether an optimizer rounds updates of a parameter stochastically, as far as it says so."""
+    if isinstance(optimizer, Optimizer):
+        plan = optimizer._plans.get(parameter)
+        if plan is None or plan.spec.scaled or plan.spec.in_parameter or plan.spec.auxiliary_names:
+            return False
+        return plan.spec.store.dtype in _WORDS and bool(plan.spec.update.draws(plan.spec.store))
+    return parameter.dtype in _WORDS and bool(getattr(optimizer, "bf16_stochastic_round", False))
+
+
+class RoundingDecisions:
+    """Follows the directions in which one parameter's sampled elements are rounded, at the same places every time.
+
+    Attributes:
+        errors: of the last step, float64: 1 where an element was rounded away from zero, 0 where towards it, less the
+            probability of going away from it, since random bits are added to magnitudes; NaN where nothing was rounded.
+    """
+
+    __slots__ = ("_before", "errors")
+
+    def __init__(self) -> None:
+        self.errors: torch.Tensor | None = None
+        self._before: torch.Tensor | None = None
+
+    def take_errors(self) -> torch.Tensor | None:
+        """Return the errors of the last step, once."""
+        errors, self.errors = self.errors, None
+        return errors
+
+    def add(self, record: ParameterRecord, dtype: torch.dtype, wanted: torch.Tensor, after: torch.Tensor) -> None:
+        """Count the directions of one step.
+
+        Args:
+            record: of the parameter.
+            dtype: that the wanted values were rounded to.
+            wanted, after: float64 values before rounding, and what was stored.
+        """
+        low, high = neighbours(wanted, dtype)
+        up = after == high
+        probability = (wanted - low) / (high - low)
+        decided = (low < wanted) & (wanted < high) & (up | (after == low)) & (high - low).isfinite()
+        p, went_up = probability[decided], up[decided].double()
+        rounding = record.rounding = record.rounding or RoundingRecord()
+        rounding.seen += len(p)
+        rounding.excess += float((went_up - p).sum())
+        rounding.variance += float((p * (1 - p)).sum())
+        errors = torch.where(decided, up.double() - probability, torch.nan)
+        self.errors = errors * wanted.sign()
+        surprise = errors / (probability * (1 - probability)).sqrt()
+        if self._before is not None and len(self._before) == len(surprise):
+            products = self._before * surprise
+            products = products[products.isfinite()]
+            if len(products) >= FEWEST:
+                correlation = float(products.mean())
+                rounding.repeated = correlation if rounding.repeated is None else max(rounding.repeated, correlation)
+        self._before = surprise
+
+
+def neighbours(x: torch.Tensor, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the nearest numbers of a 16-bit dtype at or below and above float64 values, as float64.
+
+    >>> low, high = neighbours(torch.tensor([1.001, -1.001], dtype=torch.float64), torch.bfloat16)
+    >>> low.tolist(), high.tolist()
+    ([1.0, -1.0078125], [1.0078125, -1.0])
+    """
+    near = x.to(dtype)
+    below = torch.where(near.double() > x, _next(near, -1), near).double()
+    return below, _next(below.to(dtype), 1).double()
+
+
+def _next(x: torch.Tensor, direction: int) -> torch.Tensor:
+    """The neighbouring number upwards (1) or downwards (-1), by its bits in order."""
+    bits = x.view(torch.int16).to(torch.int32)
+    ordered = torch.where(bits < 0, -(bits & 0x7FFF), bits) + direction
+    return torch.where(ordered < 0, -ordered | 0x8000, ordered).to(torch.int16).view(x.dtype)
+
+
+def represented(optimizer: Optimizer, parameter: torch.Tensor, key: int) -> torch.Tensor | None:
+    """Return the sample of the float32 weight that a parameter and its auxiliary tensors stand for.
+
+    None before the parameter's first step, and where the weight is a ScaledTensor's or an MCTensor's.
+    """
+    plan = optimizer._plans.get(parameter)
+    if plan is None or plan.spec.scaled or plan.spec.in_parameter or not plan.spec.auxiliary_names:
+        return None
+    return sampled(read_weights([plan])[0], key)
+
+
+def halfulp_change(
+    optimizer: Optimizer,
+    parameter: torch.Tensor,
+    group: dict[str, Any],
+    gradient: torch.Tensor,
+    weight: torch.Tensor,
+    key: int,
+) -> tuple[torch.Tensor, dict[str, torch.Tensor]] | None:
+    """Return what the rule, in float32, adds to sampled weights, and the states that it wants.
+
+    None where it is not computed from such numbers: before the first step, and under `wrap` or scaled parameters.
+    """
+    plan = optimizer._plans.get(parameter)
+    rule = optimizer.rule(group)
+    if plan is None or plan.spec.scaled or rule.assigns:
+        return None
+    states = decoded_states(plan, key).values()
+    step = plan.state["step"] + 1
+    change, new = change_by_rule(rule, weight, gradient, states, rule.values(group, step))
+    return change, dict(zip([slot.name for slot in rule.states], new))
+
+
+def decoded_states(plan: ParameterPlan, key: int) -> dict[str, torch.Tensor]:
+    """Return samples of a parameter's states as float32 values, whatever they are stored as."""
+    names = [slot.name for slot in plan.spec.rule.states]
+    decoded = (codec.decode(tensors).reshape(-1) for codec, tensors in zip(plan.spec.codecs, plan.states))
+    return {name: sampled(values, key) for name, values in zip(names, decoded)}
