@@ -7,16 +7,14 @@ from typing import TYPE_CHECKING
 
 from ...optim import OPTIMIZERS
 from .._finding import Finding, Severity
-from .._lost_movement import may_be_chance
 from .._record import ParameterRecord, Realised, Record
 from .._text import cannot_decay, confidence_of, dtype_name, is_wide, optimizer_code, percent, precision
 from ..auditing._audit import Audit
-from ..auditing._movement import SECOND_MOMENTS, stuck_averages, stuck_second_moments
-from ..auditing._symptom import as_findings
+from ..auditing._symptoms import SECOND_MOMENTS, as_findings, may_be_chance, stuck_averages, stuck_second_moments
 from ._kind import FindingKind, register_finding
 
 if TYPE_CHECKING:
-    from ..forecasting._data import ForecastData, LayerForecast
+    from ..forecasting._layers import ForecastData, LayerForecast
 
 FEWEST_ADDED = 32
 # What rounding takes of a sum of a few gradients is below a hundredth; a tenth of the batch is a smaller batch.

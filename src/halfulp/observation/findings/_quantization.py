@@ -8,8 +8,7 @@ from .._finding import Finding
 from .._record import Record, TensorRecord
 from .._text import confidence_of, dtype_name, percent
 from ..auditing._audit import Audit
-from ..auditing._damage import saturated_payloads, zeroed_tensors
-from ..auditing._symptom import as_findings
+from ..auditing._symptoms import as_findings, saturated_payloads, zeroed_tensors
 from ._kind import FindingKind, register_finding
 from ._range_use import GRADIENTS, has_wide_range, nonzero, storage_format, tensors
 

@@ -13,8 +13,7 @@ from .._finding import Finding, Severity, in_words
 from .._record import ParameterRecord, Record, TensorRecord
 from .._text import confidence_of, dtype_name, number, percent, plural
 from ..auditing._audit import Audit
-from ..auditing._damage import nonfinite_tensors
-from ..auditing._symptom import as_findings
+from ..auditing._symptoms import as_findings, nonfinite_tensors
 from ._kind import FindingKind, register_finding
 from ._range_use import (
     GRADIENTS,
@@ -31,7 +30,7 @@ from ._range_use import (
 )
 
 if TYPE_CHECKING:
-    from ..forecasting._data import ForecastData
+    from ..forecasting._layers import ForecastData
 
 FEWEST_ACTIVATIONS = 32
 # Products sum activations, so what counts is the error's energy: small ones beside large ones, as in a softmax, harm

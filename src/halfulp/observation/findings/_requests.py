@@ -6,8 +6,7 @@ from .._finding import Finding
 from .._record import Record
 from .._text import dtype_name
 from ..auditing._audit import Audit
-from ..auditing._damage import changed_dtypes, mismatched_states
-from ..auditing._symptom import as_findings
+from ..auditing._symptoms import as_findings, changed_dtypes, mismatched_states
 from ._kind import FindingKind, register_finding
 
 

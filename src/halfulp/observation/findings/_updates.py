@@ -6,16 +6,24 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 from .._finding import Finding, Severity
-from .._lost_movement import FEWEST, LITTLE_LOST, keeps_the_rest, may_be_chance, severity_of_loss
 from .._record import ParameterRecord, Record, RoundingRecord
 from .._text import KAHAN, at_lr, confidence_of, dtype_name, is_wide, number, optimizer_code, percent, precision
 from ..auditing._audit import Audit
-from ..auditing._movement import frozen_weights, lost_decay, lost_updates
-from ..auditing._symptom import as_findings
+from ..auditing._symptoms import (
+    FEWEST,
+    LITTLE_LOST,
+    as_findings,
+    frozen_weights,
+    keeps_the_rest,
+    lost_decay,
+    lost_updates,
+    may_be_chance,
+    severity_of_loss,
+)
 from ._kind import FindingKind, register_finding
 
 if TYPE_CHECKING:
-    from ..forecasting._data import ForecastData, LayerForecast
+    from ..forecasting._layers import ForecastData, LayerForecast
 
 # Shares of the learning rates to come that train nothing; a schedule that ends at 0 leaves thousandths behind.
 FREEZE_WARNING = 0.02

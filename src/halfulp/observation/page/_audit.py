@@ -10,8 +10,7 @@ from typing import Any
 from ...pages import Cell, Column, Table, count, number, render, share
 from .._finding import counted, headline
 from .._text import KEPT, LOST, plural
-from ._findings import cause_cards, codes_on
-from ._words import dtype_word, versions
+from ._findings import cause_cards, codes_on, dtype_word, versions
 
 Plain = Mapping[str, Any]
 _TONES = {"error": "bad", "warning": "open", "note": "quiet"}

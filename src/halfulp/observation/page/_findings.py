@@ -1,4 +1,4 @@
-"""Causes as the pages' cards: the diagnosis, a plain sentence, the cure to copy, and the findings that show it."""
+"""Findings as cards of a page, and the words that all pages share."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import fields
 from typing import Any
 
+from ... import __version__, formats
 from ..._names import described
 from ...pages import count, number
 from .._finding import Finding, in_words, plain_causes
@@ -131,3 +132,22 @@ def _value(value: Any) -> str:
     if isinstance(value, list):
         return ", ".join(map(_value, value))
     return number(value)
+
+
+def dtype_word(dtype: str | None) -> str:
+    """Return the short name of a dtype given by torch's.
+
+    >>> dtype_word("bfloat16"), dtype_word("int8"), dtype_word(None)
+    ('bf16', 'int8', '–')
+    """
+    if dtype is None:
+        return "–"
+    try:
+        return formats.get(dtype).name
+    except ValueError:
+        return dtype
+
+
+def versions() -> str:
+    """Return what made the page."""
+    return f"halfulp {__version__}"

@@ -1,4 +1,4 @@
-"""Pages as files."""
+"""write_page: what an instrument found as one HTML file."""
 
 from __future__ import annotations
 

@@ -1,20 +1,106 @@
-"""Which parameter each of an optimizer's states belongs to: by its name, by the order of the model, or by its shape."""
+"""Whose each tensor of a checkpoint is: weight, optimizer state, average, in whatever names."""
 
 from __future__ import annotations
 
+import importlib
+import importlib.util
+import inspect
+import json
+import logging
+import re
+import warnings
 from collections import Counter
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
+import torch
 from torch import Tensor
 
-from ..._messages import listed
+from ..._messages import a_kind, listed
 from ..._qualified_names import pattern_of
 from ...kernels import address, plain
+from ...mctensor import MCTensor
 from ...optim.parameters._random_identity import plain_names
-from ._model_order import Decays, decay_rules, order_by_config
-from ._stored import Checkpoint, OptimizerStates, Stored
+from ...scaled import ScaledTensor
+from ._files import Checkpoint, OptimizerStates, Stored, of_tensor
+
+# Returns whether a parameter decays, given its name and itself.
+Decays = Callable[[str, Stored], bool]
+# As `Trainer.get_decay_parameter_names` of transformers has them (transformers/trainer.py).
+_NO_DECAY = re.compile(r"bias|layernorm|rmsnorm|(?:^|\.)norm(?:$|\.)|_norm(?:$|\.)")
+
+
+def decay_rules(tensors: Mapping[str, Stored]) -> list[Decays]:
+    """Return the usual rules of who decays: of transformers by name, the same with norms by shape, matrices alone."""
+    vectors = {
+        name.rpartition(".")[0]
+        for name, stored in tensors.items()
+        if name.rpartition(".")[2] == "weight" and len(stored.shape) == 1
+    }
+    return [
+        lambda name, stored: not _NO_DECAY.search(name.lower()),
+        lambda name, stored: not _NO_DECAY.search(name.lower()) and name.rpartition(".")[0] not in vectors,
+        lambda name, stored: len(stored.shape) >= 2,
+    ]
+
+
+def order_by_config(config: Path, tensors: Mapping[str, Stored]) -> tuple[list[str], Decays] | None:
+    """Return the names of a model of transformers in its own order, and who decays under its Trainer.
+
+    The model is made from its config on the meta device, by the class of the installed transformers that it names; code
+    beside the config is not run.
+
+    Returns:
+        None without transformers, for a class that it has not, and for a model with other names.
+    """
+    given = _read(config)
+    layers = given.get("num_hidden_layers", 0)
+    if not isinstance(layers, int) or layers > len(tensors) or importlib.util.find_spec("transformers") is None:
+        return None
+    level = logging.root.manager.disable
+    try:
+        with warnings.catch_warnings(), torch.device("meta"):
+            warnings.simplefilter("ignore")
+            logging.disable()
+            model = _model(given)
+    except Exception:  # whatever another version of transformers makes of the config
+        return None
+    finally:
+        logging.disable(level)
+    if model is None:
+        return None
+    norms = {
+        f"{name}.{own}" for name, module in model.named_modules() for own in module._parameters if _is_norm(module)
+    }
+    # A tied weight is saved once.
+    names = [name for name, _ in model.named_parameters() if name in tensors]
+    return names, lambda name, stored: name not in norms and not _NO_DECAY.search(name.lower())
+
+
+def _is_norm(module: torch.nn.Module) -> bool:
+    return isinstance(module, torch.nn.LayerNorm)
+
+
+def _model(given: Mapping[str, Any]) -> torch.nn.Module | None:
+    transformers = importlib.import_module("transformers")
+    names = given.get("architectures")
+    kind: Any = getattr(transformers, names[0], None) if isinstance(names, list) and len(names) == 1 else None
+    if not (inspect.isclass(kind) and issubclass(kind, transformers.PreTrainedModel)):
+        return None
+    made = kind(kind.config_class.from_dict({key: value for key, value in given.items() if key != "auto_map"}))
+    assert isinstance(made, torch.nn.Module), "models of transformers are modules"
+    return made
+
+
+def _read(config: Path) -> dict[str, Any]:
+    try:
+        read = json.loads(config.read_text(encoding="utf-8", errors="replace"))
+    except (OSError, ValueError):
+        return {}
+    return read if isinstance(read, dict) else {}
+
 
 COUNTERS = ("running_mean", "running_var", "num_batches_tracked", "n_averaged")
 _COMPANIONS = (".component_1", ".component_2", ".component_3", ".component_scale", ".payload_scale")
@@ -238,3 +324,141 @@ def _shape(state: dict[str, Any] | None) -> tuple[int, ...] | None:
 
 def _fits(state: dict[str, Any] | None, shape: tuple[int, ...]) -> bool:
     return not state or _shape(state) == shape
+
+
+CONTRACT = "precision_contract"
+_MODEL = re.compile(
+    r"^(model|net|network|module|weights|params|model_?state|(model_?)?state_?dict|model_state_dict)$", re.I
+)
+_AVERAGE = re.compile(r"(^|_)(ema|swa|avg|average|averaged|shadow)(_|$)", re.I)
+# What runs keep beside their weights: tensors here are a generator's state, a best score, a counter.
+_BESIDE = re.compile(
+    r"rng|random|callback|loop|schedul|scaler|metric|loss|history|sampler|hyper|config|args|step|epoch", re.I
+)
+_DEEPEST = 64
+_Leaves = dict[tuple[Any, ...], Stored]
+
+
+def checkpoint_of(content: object, path: str, mapped: bool = True) -> Checkpoint:
+    """Return the parts of what a file holds.
+
+    Args:
+        content: nested mappings and lists of tensors, or `Stored`, and plain data.
+        path: for messages.
+        mapped: whether the tensors are pages of the file.
+
+    Raises:
+        ValueError: it holds no model's tensors.
+    """
+    if not isinstance(content, Mapping):
+        raise ValueError(f"{path} holds {a_kind(content)}: give a checkpoint with a model's state_dict")
+    leaves: _Leaves = {}
+    found = Checkpoint(path, {})
+    for where, leaf in _walk(content, ()):
+        if isinstance(leaf, OptimizerStates):
+            found.optimizers.append(leaf)
+        elif isinstance(leaf, _Unreadable):
+            found.unseen.append(f"{'.'.join(map(str, where)) or 'the file'} was not compared: {leaf.reason}")
+        elif where[-1] == CONTRACT and isinstance(leaf, Mapping):
+            found.contract = dict(leaf)
+        elif isinstance(leaf, Stored):
+            leaves[where] = leaf
+        elif isinstance(leaf, Tensor):
+            leaves |= {(*where[:-1], f"{where[-1]}{suffix}"): part for suffix, part in _entries(leaf, mapped)}
+    found.tensors = _named(leaves, found.unseen)
+    if not found.tensors:
+        rest = "only an optimizer's states" if found.optimizers else f"no tensors, only {listed(content)}"
+        raise ValueError(f"{path} holds {rest if content else 'nothing'}: give a checkpoint with a model's state_dict")
+    return found
+
+
+def optimizers_of(content: object) -> list[OptimizerStates]:
+    """Return the states of all optimizers in nested data."""
+    return [leaf for _, leaf in _walk(content, ()) if isinstance(leaf, OptimizerStates)]
+
+
+@dataclass(frozen=True, slots=True)
+class _Unreadable:
+    """A part of a checkpoint that cannot be compared, and why."""
+
+    reason: str
+
+
+def _walk(content: Any, where: tuple) -> Iterator[tuple[tuple, Any]]:
+    if len(where) > _DEEPEST:
+        raise ValueError(
+            f"a checkpoint is nested more than {_DEEPEST} levels deep, or holds itself: give the model's state_dict"
+        )
+    if isinstance(content, Mapping) and "param_groups" in content:
+        yield where, _optimizer(content)
+    elif isinstance(content, Mapping):
+        for key, value in content.items():
+            if key == CONTRACT:
+                yield (*where, key), value
+            else:
+                yield from _walk(value, (*where, key))
+    elif isinstance(content, list | tuple):
+        for number, value in enumerate(content):
+            yield from _walk(value, (*where, number))
+    elif isinstance(content, Tensor) and (content.layout != torch.strided or content.is_meta):
+        kind = "on the meta device, without numbers" if content.is_meta else f"a tensor of layout {content.layout}"
+        yield where, _Unreadable(f"it is {kind}")
+    elif where:
+        yield where, content
+
+
+def _optimizer(content: Mapping[Any, Any]) -> OptimizerStates | _Unreadable:
+    state, groups = content.get("state") or {}, content["param_groups"]
+    groups = list(groups.values()) if isinstance(groups, Mapping) else groups
+    whole = isinstance(state, Mapping) and isinstance(groups, list | tuple)
+    if not whole or not all(
+        isinstance(group, Mapping) and isinstance(group.get("params") or (), list | tuple) for group in groups
+    ):
+        return _Unreadable("its param_groups and state are not those of a torch optimizer")
+    kept = {key: dict(value) for key, value in state.items() if isinstance(value, Mapping)}
+    return OptimizerStates(kept, [dict(group) for group in groups])
+
+
+def _entries(tensor: Tensor, mapped: bool) -> Iterator[tuple[str, Stored]]:
+    """Yield a tensor as a state_dict names its parts."""
+    if isinstance(tensor, MCTensor):
+        for number, part in enumerate(tensor.components):
+            yield f".component_{number}" if number else "", of_tensor(part, mapped)
+    elif isinstance(tensor, ScaledTensor):
+        yield "", of_tensor(tensor.decode(), False)
+        yield ".payload_scale", of_tensor(tensor.scale, mapped)
+    else:
+        yield "", of_tensor(getattr(tensor, "_local_tensor", tensor), mapped)
+
+
+def _named(leaves: _Leaves, unseen: list[str]) -> dict[str, Stored]:
+    """Return the model's tensors by name, those of averages under "ema."."""
+    while leaves and len({where[0] for where in leaves}) == 1 and all(len(where) > 1 for where in leaves):
+        leaves = {where[1:]: leaf for where, leaf in leaves.items()}
+    groups: dict[Any, _Leaves] = {}
+    for where, leaf in leaves.items():
+        groups.setdefault(where[0] if len(where) > 1 else None, {})[where] = leaf
+    models = [key for key in groups if isinstance(key, str) and _MODEL.match(key)]
+    if not models:
+        models = [key for key in groups if key is None or not _is_beside(key)]
+        # Loose tensors beside a model's dict are a loss or a counter.
+        models = [key for key in models if key is not None or len(models) == 1]
+    found: dict[str, Stored] = {}
+    for key in models:
+        prefix = f"{key}." if len(models) > 1 else ""
+        found |= _merged(groups[key], prefix, 1 if key is not None else 0)
+    for key in [key for key in groups if key not in models]:
+        if isinstance(key, str) and _AVERAGE.search(key):
+            found |= _merged(groups[key], "ema.", 1)
+        elif key is not None and not _is_beside(key):
+            unseen.append(f"tensors under {key!r} were not compared: they are not the model's")
+    return found
+
+
+def _is_beside(key: object) -> bool:
+    return isinstance(key, int) or bool(_BESIDE.search(str(key)))
+
+
+def _merged(leaves: _Leaves, prefix: str, skip: int) -> dict[str, Stored]:
+    names = [".".join(map(str, where[skip:])) for where in leaves]
+    return {prefix + name: leaf for name, leaf in zip(plain_names(names), leaves.values(), strict=True)}
