@@ -30,9 +30,9 @@ from ._history import History, LossScales, loss_gap
 from ._module_hooks import ModuleHooks
 from ._notebook import Notebook, watching
 from ._optimizers import Optimizers, Parameters
+from ._ranks import Ranks
 from ._sinks import Sinks
 from ._updates import Updates
-from .processes._processes import Processes
 
 # Losses of sampled steps that tell how far neighbouring ones are apart.
 RECENT_LOSSES = 256
@@ -74,7 +74,7 @@ class Observation:
         self._expectations = Expectations(model, checked(expect))
         self._modules = ModuleHooks(self.book, model, self._expectations, check)
         self._averages = WeightAverages(self.book, average, model)
-        self._processes = Processes(self.book, model, self._parameters.named)
+        self._ranks = Ranks(self.book, model, self._parameters.named)
         self._gradients = GradientHooks(self.book, self._parameters.trainable())
         self._updates = {
             id(one): Updates(self.book, one, self._steps.followed(one, self._parameters.names))
@@ -111,7 +111,7 @@ class Observation:
     def stop(self) -> Observation:
         """Remove all hooks; the record stays, and a later `start` goes on with it.
 
-        Of several processes, each waits for what the others saw in the last sampled step, two seconds at most.
+        Of several processes, each compares what it saw with the others, for which it waits five seconds at most.
         """
         return self._stop(patient=True)
 
@@ -146,7 +146,6 @@ class Observation:
     def record(self) -> Record:
         """All that was counted so far."""
         if self._began is not None:
-            self._hear()
             self._count()
         self._note_unseen()
         record = self.book.finish()
@@ -268,11 +267,10 @@ class Observation:
         step = StepRecord(book.step, book.sampling, None if lr is None else float(lr), scale, skipped)
         step.scheduled, step.loss = self._scales.scheduled(), loss
         try:
-            self._processes.follow()
             if book.sampling:
                 record.sampled_steps.append(book.step)
                 self._modules.finish_step()
-                self._processes.publish(self._rounding_errors())
+                self._ranks.note_step(self._rounding_errors())
                 record.sites = self._scales.sites()
                 exponents = [site["exponent"] for site in record.sites]
                 step.exponents = (min(exponents), max(exponents)) if exponents else None
@@ -327,15 +325,11 @@ class Observation:
     @watching
     def _enter(self) -> None:
         self._scales.begin(self.optimizers)
-        self._processes.begin(self._next_step())
-
-    @watching
-    def _hear(self) -> None:
-        self._processes.follow(at_once=True)
+        self._ranks.begin(self._next_step())
 
     @watching
     def _leave(self, patient: bool) -> None:
-        self._processes.end(patient)
+        self._ranks.end(patient)
 
     @watching
     def _remember(self) -> None:

@@ -43,7 +43,8 @@ def observe(
     of smaller tensors) at places chosen by a counter, which is counted in candidate formats. Updates are compared with
     those that the optimizer's own class makes of float64 copies of the sample. Between sampled steps only the count of
     steps is kept. Nothing that training computes changes, not one bit, and no random number is drawn. Of several
-    processes any may observe: they compare what they saw through the process group's store, without a collective.
+    processes all should observe, from the same step on: where they stop they compare what they saw through the process
+    group's store, without a collective.
 
     Args:
         model: its modules are named in what is found.

@@ -1,4 +1,4 @@
-"""What belongs to optimizers, looked for among all living objects: model, scaler, scheduler, average, and their names."""
+"""What belongs to optimizers, looked for among all living objects: model, scaler, scheduler, average, and names."""
 
 from __future__ import annotations
 
