@@ -16,6 +16,8 @@ from ..page import write_page
 
 Status = Literal["nonfinite", "dtype-changed", "unchanged", "barely-moved", "constant", "changed"]
 Role = Literal["parameter", "average", "buffer", "unknown"]
+# As the optimizers of torch, torchao, bitsandbytes and halfulp call it.
+SECOND_MOMENTS = ("exp_avg_sq", "max_exp_avg_sq", "square_avg", "second_moment", "state2", "sum")
 WORDS: dict[Status, str] = {
     "nonfinite": "has NaN or infinity",
     "dtype-changed": "another dtype",

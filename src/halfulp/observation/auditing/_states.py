@@ -16,9 +16,8 @@ from ...rounding import quantize
 from .._text import WIDE, is_narrow, precision
 from ..checkpoints._files import Checkpoint, Stored, of_tensor
 from ..checkpoints._names import NamedState
-from ._audit import Lost, StateAudit
+from ._audit import SECOND_MOMENTS, Lost, StateAudit
 from ._differences import AT_ONCE
-from ._symptoms import SECOND_MOMENTS
 from ._tensors import same_elements
 
 # What optimizers of halfulp, optimi and torchao keep beside a weight of few bits.

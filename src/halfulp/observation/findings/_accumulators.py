@@ -8,10 +8,10 @@ from typing import TYPE_CHECKING
 from ...optim import OPTIMIZERS
 from .._finding import Finding, Severity
 from .._record import ParameterRecord, Realised, Record
-from .._text import cannot_decay, confidence_of, dtype_name, is_wide, optimizer_code, percent, precision
-from ..auditing._audit import Audit
-from ..auditing._symptoms import SECOND_MOMENTS, as_findings, may_be_chance, stuck_averages, stuck_second_moments
+from .._text import cannot_decay, confidence_of, dtype_name, is_narrow, is_wide, optimizer_code, percent, precision
+from ..auditing._audit import SECOND_MOMENTS, Audit, StateAudit
 from ._kind import FindingKind, register_finding
+from ._updates import may_be_chance
 
 if TYPE_CHECKING:
     from ..forecasting._layers import ForecastData, LayerForecast
@@ -83,6 +83,8 @@ FEWEST_CHANGES = 16
 # An average that takes half of its changes lags behind; one that takes a tenth stays where it began.
 AVERAGE_WARNING = 0.5
 AVERAGE_ERROR = 0.1
+# An average that takes in what is new changes nearly everywhere; a few elements may stand still by chance.
+STUCK = 0.95
 
 
 @register_finding
@@ -117,7 +119,15 @@ class AverageStuck(FindingKind):
             )
 
     def in_audit(self, audit: Audit) -> Iterator[Finding]:
-        yield from as_findings(self, stuck_averages(audit))
+        moved = any(row.status == "changed" and row.role != "average" for row in audit.tensors.values())
+        for name, row in audit.tensors.items():
+            if row.role != "average" or not moved or row.numel < FEWEST_CHANGES or not is_narrow(row.a.dtype):
+                continue
+            if row.share_unchanged < STUCK or row.companions_moved or row.b.nonfinite or row.b.constant == 0:
+                continue
+            said = f"{percent(row.share_unchanged)} unchanged in {dtype_name(row.a.dtype)}, while the weights moved"
+            severity: Severity = "error" if row.status == "unchanged" else "warning"
+            yield self.found(name, severity, 0.8, said, unchanged=row.share_unchanged, elements=row.numel)
 
 
 @register_finding
@@ -222,7 +232,20 @@ class SecondMomentStuck(FindingKind):
                 )
 
     def in_audit(self, audit: Audit) -> Iterator[Finding]:
-        yield from as_findings(self, stuck_second_moments(audit))
+        """Find second moments that can only rise, since their format loses every decay by beta2."""
+        for name, state in audit.states.items():
+            rate = _rate_of_second_moment(state)
+            if rate is None or state.weight_update is not None:
+                continue
+            for moment, (_, dtype) in state.dtypes.items():
+                if moment not in SECOND_MOMENTS or not cannot_decay(rate, dtype):
+                    continue
+                said = f"{moment} in {dtype_name(dtype)} loses every decay by beta2 = {1 - rate:.6g}"
+                unchanged = state.unchanged.get(moment)
+                if unchanged is not None and unchanged > HALF and state.advanced:
+                    said += f"; {percent(unchanged)} of it unchanged in {state.advanced} steps"
+                evidence = {"state": moment, "dtype": dtype_name(dtype), "decay": rate, "unchanged": unchanged}
+                yield self.found(name, "warning", 1.0, said, cure=self.cure_in(dtype), **evidence)
 
     def in_forecast(self, forecast: ForecastData) -> Iterator[Finding]:
         stuck = [layer for layer in forecast.layers if _only_grows(layer)]
@@ -264,3 +287,10 @@ def _is_stuck(parameter: ParameterRecord, change: Realised) -> bool:
     if realised is None or realised >= HALF or change.seen < FEWEST_STOCHASTIC:
         return False
     return not may_be_chance(change, realised)
+
+
+def _rate_of_second_moment(state: StateAudit) -> float | None:
+    betas, alpha = state.options.get("betas"), state.options.get("alpha")
+    if isinstance(betas, list | tuple) and len(betas) >= 2:
+        return 1.0 - float(betas[1])
+    return None if alpha is None else 1.0 - float(alpha)

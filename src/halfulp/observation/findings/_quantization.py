@@ -6,9 +6,8 @@ from collections.abc import Iterator
 from ... import formats
 from .._finding import Finding
 from .._record import Record, TensorRecord
-from .._text import confidence_of, dtype_name, percent
+from .._text import confidence_of, dtype_name, is_narrow, percent, precision
 from ..auditing._audit import Audit
-from ..auditing._symptoms import as_findings, saturated_payloads, zeroed_tensors
 from ._kind import FindingKind, register_finding
 from ._range_use import GRADIENTS, has_wide_range, nonzero, storage_format, tensors
 
@@ -153,7 +152,23 @@ class PayloadSaturated(FindingKind):
         )
 
     def in_audit(self, audit: Audit) -> Iterator[Finding]:
-        yield from as_findings(self, saturated_payloads(audit))
+        for name, row in audit.tensors.items():
+            dtype, count = row.b.dtype, row.b.saturated - 1  # a scale that follows the largest element puts one there
+            share = count / max(1, row.numel)
+            if count < FEWEST_SATURATED or share < SATURATED_WARNING or row.b.constant is not None:
+                continue
+            # Formats of float32's range do not saturate; a mask is filled with their lowest number.
+            if not dtype.is_floating_point or not is_narrow(dtype) or has_wide_range(formats.get(dtype)):
+                continue
+            yield self.found(
+                name,
+                "error" if share >= SATURATED_ERROR else "warning",
+                0.9,
+                f"{percent(share)} of elements at the largest number of {dtype_name(dtype)}",
+                share=share,
+                before=row.a.saturated / max(1, row.numel),
+                elements=row.numel,
+            )
 
 
 def _count_cut_off(tensor: TensorRecord) -> int:
@@ -190,7 +205,16 @@ class QuantizedToZero(FindingKind):
             )
 
     def in_audit(self, audit: Audit) -> Iterator[Finding]:
-        yield from as_findings(self, zeroed_tensors(audit))
+        for name, row in audit.tensors.items():
+            if precision(row.b.dtype) is None or row.numel < 2 or row.role == "buffer":
+                continue
+            share, before = row.b.zeros / row.numel, row.a.zeros / row.numel
+            sure, said = 1.0, f"all zeros in B, {percent(before)} zeros in A"
+            if share < 1 or before == 1:
+                sure, said = 0.9, f"{percent(share)} zeros in {dtype_name(row.b.dtype)}, {percent(before)} before"
+                if share - before <= 0.5 or row.a.dtype == row.b.dtype:
+                    continue
+            yield self.found(name, "error", sure, said, zeros=share, before=before, elements=row.numel)
 
 
 def _quantizes(tensor: TensorRecord) -> bool:

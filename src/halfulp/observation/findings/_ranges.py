@@ -12,8 +12,7 @@ from ... import formats
 from .._finding import Finding, Severity, in_words
 from .._record import ParameterRecord, Record, TensorRecord
 from .._text import confidence_of, dtype_name, number, percent, plural
-from ..auditing._audit import Audit
-from ..auditing._symptoms import as_findings, nonfinite_tensors
+from ..auditing._audit import Audit, TensorAudit
 from ._kind import FindingKind, register_finding
 from ._range_use import (
     GRADIENTS,
@@ -171,6 +170,8 @@ FORWARD_WIDE = "bound what this layer divides by or exponentiates, or takes the 
 BACKWARD = "see what this layer's backward pass divides by (sqrt, norm or log at 0), and add an eps inside"
 LOSS = "see what the loss divides by in its backward pass (sqrt, norm or log at 0), and add an eps inside"
 STORED = "load the last clean checkpoint, which `halfulp audit` finds"
+GO_BACK = "go on from A, and observe the steps after it (hu.observe): the first module with NaN is the cause"
+GO_FURTHER_BACK = "go on from a checkpoint before A, and observe the steps after it (hu.observe)"
 BETWEEN = STORED + ", and observe from there with interval=1 to see where the first one comes from"
 
 
@@ -238,7 +239,37 @@ class FirstNonfinite(FindingKind):
         )
 
     def in_audit(self, audit: Audit) -> Iterator[Finding]:
-        yield from as_findings(self, nonfinite_tensors(audit))
+        new = [row for row in audit.tensors.values() if row.b.nonfinite > row.a.nonfinite]
+        old = [row for row in audit.tensors.values() if 0 < row.b.nonfinite <= row.a.nonfinite]
+        if new:
+            said = f"{_count_nonfinite(new)} in B, none of these in A: A is the last clean checkpoint of the two"
+            nan, infinite = sum(row.b.nan for row in new), sum(row.b.infinite for row in new)
+            names = [row.name for row in new]
+            yield self.found(names, "error", 1.0, said, cure=GO_BACK, nan=nan, infinite=infinite, last_clean="A")
+        for row in old:
+            # Attention masks are buffers of minus infinity.
+            mask = row.b.nan == 0 and row.role != "parameter" and row.status == "unchanged"
+            yield self.found(
+                row.name,
+                "note" if mask else "error",
+                0.5 if mask else 1.0,
+                "the same infinities in both: a mask?" if mask else f"{_count_nonfinite([row])}, in A already",
+                cure="nothing, if it is a mask" if mask else GO_FURTHER_BACK,
+                nan=row.b.nan,
+                infinite=row.b.infinite,
+                last_clean=None,
+            )
+        for name, state in audit.states.items():
+            for key, (before, after) in state.nonfinite.items():
+                said = f"{after} elements of {key} are NaN or infinite in B, {before} in A"
+                cure = GO_FURTHER_BACK if before else GO_BACK
+                yield self.found(name, "error", 1.0, said, cure=cure, state=key, before=before, after=after)
+
+
+def _count_nonfinite(rows: list[TensorAudit]) -> str:
+    counts = {"NaN": sum(row.b.nan for row in rows), "infinite": sum(row.b.infinite for row in rows)}
+    elements = sum(row.numel for row in rows)
+    return " and ".join(f"{count} {word}" for word, count in counts.items() if count) + f" of {elements} elements"
 
 
 def _name_maker(tensor: TensorRecord) -> str:

@@ -2,11 +2,12 @@
 
 from collections.abc import Iterator
 
-from .._finding import Finding
+import torch
+
+from .._finding import Finding, Severity
 from .._record import Record
-from .._text import dtype_name
-from ..auditing._audit import Audit
-from ..auditing._symptoms import as_findings, changed_dtypes, mismatched_states
+from .._text import dtype_name, precision
+from ..auditing._audit import Audit, StateAudit, TensorAudit
 from ._kind import FindingKind, register_finding
 
 
@@ -41,7 +42,28 @@ class DtypeChangedOnResume(FindingKind):
             )
 
     def in_audit(self, audit: Audit) -> Iterator[Finding]:
-        yield from as_findings(self, changed_dtypes(audit))
+        for name, row in audit.tensors.items():
+            if row.a.dtype != row.b.dtype:
+                yield self._changed(name, "", row.a.dtype, row.b.dtype)
+            elif row.a.storage != row.b.storage:
+                said = f"{row.a.storage} storage in A, {row.b.storage} in B"
+                yield self.found(name, "warning", 1.0, said, before=row.a.storage, after=row.b.storage)
+        for name, state in audit.states.items():
+            for key, (before, after) in state.dtypes.items():
+                if before is not None and after is not None and before != after:
+                    yield self._changed(name, f"{key} ", before, after)
+        for name, said in audit.contract:
+            yield self.found((name,) if name else (), "error", 1.0, f"the precision contracts differ: {said}")
+
+    def _changed(self, name: str, what: str, before: torch.dtype, after: torch.dtype) -> Finding:
+        digits = precision(before), precision(after)
+        said = f"{what}{dtype_name(before)} in A, {dtype_name(after)} in B"
+        fewer = digits[0] is not None and (digits[1] is None or digits[1] < digits[0])
+        if digits[0] is not None and digits[1] is not None and fewer:
+            said += f": {digits[0] - digits[1]} digits fewer"
+        state = what.strip() or None
+        severity: Severity = "error" if fewer else "warning"
+        return self.found(name, severity, 1.0, said, before=dtype_name(before), after=dtype_name(after), state=state)
 
 
 @register_finding
@@ -122,4 +144,35 @@ class StateMismatch(FindingKind):
             )
 
     def in_audit(self, audit: Audit) -> Iterator[Finding]:
-        yield from as_findings(self, mismatched_states(audit))
+        for name, state in audit.states.items():
+            row = audit.tensors.get(name)
+            if row is None:
+                continue
+            if not state.shapes_match:
+                said = f"a state has another shape than the parameter, {row.shape}"
+                cure = "see whether states and weights are of one run, and in the order of its parameters"
+                yield self.found(name, "error", 1.0, said, cure=cure)
+            if state.advanced is not None and state.advanced < 0:
+                before, after = state.steps
+                said = f"step {after} in B, {before} in A: B is the older one, or its steps began anew"
+                yield self.found(name, "warning", 0.9, said, cure="swap A and B", before=before, after=after)
+            yield from self._other_digits(name, row, state)
+
+    def _other_digits(self, name: str, row: TensorAudit, state: StateAudit) -> Iterator[Finding]:
+        # Optimizers of halfulp hold states in the dtype that they were asked for, beside what a weight's dtype loses.
+        if state.weight_update is not None or state.compensated or state.coded:
+            return
+        bits = precision(row.b.dtype)
+        for key, (_, dtype) in state.dtypes.items():
+            digits = precision(dtype)
+            if bits is None or digits is None or digits == bits or key in state.reduced:
+                continue
+            stored, kept = dtype_name(row.b.dtype), dtype_name(dtype)
+            why, cure = "a load into narrower weights rounds states", None
+            if digits > bits:
+                why, cure = (
+                    "the weights were rounded when they were saved",
+                    "save the weights in the dtype of the training",
+                )
+            said = f"saved in {stored} beside {key} in {kept}: {why}"
+            yield self.found(name, "warning", 0.7, said, cure=cure, parameter=stored, state=key, dtype=kept)

@@ -3,28 +3,86 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
+import torch
+
+from ..._qualified_names import pattern_of
 from .._finding import Finding, Severity
-from .._record import ParameterRecord, Record, RoundingRecord
-from .._text import KAHAN, at_lr, confidence_of, dtype_name, is_wide, number, optimizer_code, percent, precision
-from ..auditing._audit import Audit
-from ..auditing._symptoms import (
-    FEWEST,
-    LITTLE_LOST,
-    as_findings,
-    frozen_weights,
-    keeps_the_rest,
-    lost_decay,
-    lost_updates,
-    may_be_chance,
-    severity_of_loss,
+from .._record import ParameterRecord, Realised, Record, RoundingRecord
+from .._text import (
+    KAHAN,
+    at_lr,
+    confidence_of,
+    dtype_name,
+    is_narrow,
+    is_wide,
+    number,
+    optimizer_code,
+    percent,
+    precision,
 )
+from ..auditing._audit import Audit, Lost, StateAudit, TensorAudit
 from ._kind import FindingKind, register_finding
 
 if TYPE_CHECKING:
     from ..forecasting._layers import ForecastData, LayerForecast
 
+# Fewer elements say nothing of a share of 10%.
+FEWEST = 32
+# A tenth of the movement missing is a learning rate a tenth smaller, which no training shows; half is a different run.
+LITTLE_LOST = 0.9
+HALF_LOST = 0.5
+# Large updates are most of the movement and survive, so that nearly all of it may take place while most elements stand
+# still: a character GPT in bfloat16 that loses 51% of its updates and realises 99% ends with a validation loss of 2.16
+# instead of float32's 2.12 (docs/compare.md).
+MOST_CANCELLED = 0.5
+
+
+def grade_lost_movement(dtype: torch.dtype, realised: float | None, cancelled: float) -> Severity | None:
+    """Return how bad it is, where updates of weights of a dtype are rounded to nearest; None where few are lost.
+
+    Args:
+        dtype: of the stored weights, beside which nothing keeps what rounding takes away.
+        realised: share of the wanted movement that took place; None or NaN where it is not known.
+        cancelled: share of the updates that are not zero and left their element as it was.
+    """
+    if realised is None or realised != realised:
+        return None
+    if realised < LITTLE_LOST:
+        if is_wide(dtype):
+            return "note"
+        return "error" if realised < HALF_LOST else "warning"
+    return "warning" if is_narrow(dtype) and cancelled >= MOST_CANCELLED else None
+
+
+def may_be_chance(change: Realised, realised: float, spread: float = 1.0) -> bool:
+    """Return whether stochastic rounding, which is right on average, may have made a share of movement by chance.
+
+    The mean of n changes that are each kept with probability p is off by about sqrt((1/p - 1) / n) of itself: within
+    four times that it may be chance.
+
+    Args:
+        change: that was counted.
+        realised: the share of movement.
+        spread: the mean of 1/p over 1 over the mean of p. Of weights it is up to 3: a layer's lie in several binades,
+            and p halves from one to the next.
+
+    >>> few, many = Realised(seen=250, cancelled=225), Realised(seen=25000, cancelled=22500)
+    >>> may_be_chance(few, 0.3), may_be_chance(many, 0.3)
+    (True, False)
+    """
+    kept = 1 - change.lost_share
+    return kept > 0 and (1 - realised) ** 2 < 16 * (spread / kept - 1) / change.seen
+
+
+def keeps_the_rest(parameter: ParameterRecord) -> bool:
+    """Return whether a weight update of halfulp's keeps what rounding drops, beside the weight or on average."""
+    return parameter.weight_update not in ("nearest", "none")
+
+
+TOO_SMALL = "keep these in float32, or weight_update='split' of hu.optim: the updates are too small for 'kahan'"
+NO_GRADIENT = "see whether the loss depends on it; set requires_grad=False if it is to stay"
 # Shares of the learning rates to come that train nothing; a schedule that ends at 0 leaves thousandths behind.
 FREEZE_WARNING = 0.02
 FREEZE_ERROR = 0.5
@@ -219,7 +277,24 @@ class UpdatesLost(FindingKind):
             )
 
     def in_audit(self, audit: Audit) -> Iterator[Finding]:
-        yield from as_findings(self, lost_updates(audit))
+        for name, state, row in _rounded_to_nearest(audit):
+            update = state.update
+            if update is None or update.wanted < FEWEST:
+                continue
+            severity = grade_lost_movement(row.b.dtype, update.realised, update.share)
+            if severity is None:
+                continue
+            dtype, confidence = dtype_name(row.b.dtype), 1.0
+            said = f"{percent(update.share)} of updates lost in {dtype}{at_lr(state.options)}"
+            if update.realised >= LITTLE_LOST:
+                said += f", the smaller ones, though {percent(min(1.0, update.realised))} of the movement took place"
+            if _is_kept_elsewhere(update, row, state):
+                severity, confidence = "warning", 0.5
+                said += ", unless wider weights are kept elsewhere"
+            too_small = not is_wide(row.b.dtype) and update.lost_by.get("kahan", 0) > update.wanted / 2
+            cure = TOO_SMALL if too_small else self.cure_in(row.b.dtype)
+            code = optimizer_code(None, state.options, 'weight_update="split"' if too_small else KAHAN)
+            yield self.found(name, severity, confidence, said, cure=cure, write=code, **_evidence(update, state, dtype))
 
 
 def _grade_loss(parameter: ParameterRecord) -> Severity | None:
@@ -233,7 +308,7 @@ def _grade_loss(parameter: ParameterRecord) -> Severity | None:
         return severity if lr != 0 and update.lost_share >= UNKNOWN_LOST else None
     realised = update.realised_share
     to_nearest = parameter.rounding is None and parameter.weight_update == "nearest"
-    found = severity_of_loss(parameter.dtype, realised, update.lost_share if to_nearest else 0.0)
+    found = grade_lost_movement(parameter.dtype, realised, update.lost_share if to_nearest else 0.0)
     if realised is None or parameter.rounding is None:
         return found
     # Of so many that are kept by chance, as variance tells for small probabilities, none is left in e^-16 of the cases.
@@ -241,7 +316,6 @@ def _grade_loss(parameter: ParameterRecord) -> Severity | None:
     return None if none_kept or may_be_chance(update, realised, spread=3.0) else found
 
 
-FEWEST_DECAYED = 32
 # Decay is a regularizer: half of it is the decay of another experiment, a little less is a slightly weaker one.
 DECAY_REALISED = 0.5
 
@@ -263,7 +337,7 @@ class WeightDecayLost(FindingKind):
     def in_record(self, record: Record) -> Iterator[Finding]:
         for name, parameter in record.parameters.items():
             decay = parameter.decay
-            if decay is None or decay.seen < FEWEST_DECAYED:
+            if decay is None or decay.seen < FEWEST:
                 continue
             realised = decay.realised_share
             share = realised if realised is not None else 1 - decay.lost_share
@@ -274,7 +348,7 @@ class WeightDecayLost(FindingKind):
             yield self.found(
                 name,
                 "note" if is_wide(parameter.dtype) else "warning",
-                confidence_of(decay.seen, FEWEST_DECAYED),
+                confidence_of(decay.seen, FEWEST),
                 f"{percent(decay.lost_share)} of weight decay lost in {dtype_name(parameter.dtype)}{factor}",
                 cure=self.cure_in(parameter.dtype),
                 write=optimizer_code(parameter.optimizer, parameter.options, KAHAN),
@@ -286,7 +360,23 @@ class WeightDecayLost(FindingKind):
             )
 
     def in_audit(self, audit: Audit) -> Iterator[Finding]:
-        yield from as_findings(self, lost_decay(audit))
+        for name, state, row in _rounded_to_nearest(audit):
+            decay, rate = state.decay, state.options.get("weight_decay")
+            if decay is None or decay.wanted < FEWEST or not decay.realised < HALF_LOST:
+                continue
+            dtype, lr = dtype_name(row.b.dtype), state.options.get("lr")
+            factor = f" (1 - {lr * rate:.3g} a step)" if lr is not None and rate is not None else ""
+            yield self.found(
+                name,
+                # In float32 that is a schedule's last steps, when decay has nothing left to do.
+                "warning" if is_narrow(row.b.dtype) else "note",
+                1.0,
+                f"{percent(decay.share)} of weight decay lost in {dtype}{factor}",
+                cure=self.cure_in(row.b.dtype),
+                write=optimizer_code(None, state.options, KAHAN),
+                weight_decay=rate,
+                **_evidence(decay, state, dtype),
+            )
 
     def in_forecast(self, forecast: ForecastData) -> Iterator[Finding]:
         losing = [
@@ -370,7 +460,72 @@ class WeightFrozen(FindingKind):
             )
 
     def in_audit(self, audit: Audit) -> Iterator[Finding]:
-        yield from as_findings(self, frozen_weights(audit))
+        moving = {pattern_of(name) for name, row in audit.tensors.items() if row.status in ("changed", "barely-moved")}
+        for name, row in audit.tensors.items():
+            if row.status != "unchanged" or row.role in ("average", "buffer") or not row.numel or row.companions_moved:
+                continue
+            if precision(row.a.dtype) is None or row.b.nonfinite:
+                continue
+            if name in audit.states:
+                yield from self._stepped(row, audit.states[name])
+            else:
+                yield self._unstepped(row, audit, pattern_of(name) in moving)
+
+    def _stepped(self, row: TensorAudit, state: StateAudit) -> Iterator[Finding]:
+        steps, lr = state.advanced, state.options.get("lr")
+        if state.compensation_moved or steps == 0 or lr == 0:
+            return
+        during = f"in {steps} steps" if steps is not None and steps > 0 else "between the checkpoints"
+        said = f"has not moved {during} in {dtype_name(row.a.dtype)}{at_lr(state.options)}"
+        evidence = {"moved": 0.0, "steps": steps, "elements": row.numel, "lr": lr}
+        if state.all_zero:
+            said += ", and its moments are 0: no gradient arrives"
+            yield self.found(row.name, "note", 0.9, said, cure=NO_GRADIENT, **evidence)
+        else:
+            sure, cure = 1.0 if row.numel >= FEWEST else 0.9, self.cure_in(row.a.dtype)
+            yield self.found(row.name, "error", sure, said, cure=cure, **evidence)
+
+    def _unstepped(self, row: TensorAudit, audit: Audit, siblings_moved: bool) -> Finding:
+        said = f"not one of {row.numel} elements moved in {dtype_name(row.a.dtype)}"
+        severity: Severity = "note"
+        sure, cure = 0.3, "nothing, if it is frozen on purpose or a constant"
+        if row.b.constant is not None and row.numel > 1:
+            said += f", all still {row.b.constant:g}"
+        if audit.states and audit.states_complete:
+            sure, cure, said = 0.5, "nothing, if meant", f"{said}; the optimizer holds no state of it"
+        elif is_narrow(row.a.dtype):
+            severity, sure, cure = "warning", 0.8 if row.numel >= FEWEST else 0.5, self.cure
+        elif siblings_moved:
+            severity, sure, said = "warning", 0.6, f"{said}, those of other layers did"
+            cure = "see whether it is meant to be frozen and gets a gradient"
+        evidence = {"moved": 0.0, "elements": row.numel, "constant": row.b.constant}
+        return self.found(row.name, severity, sure, said, cure=cure, **evidence)
+
+
+def _rounded_to_nearest(audit: Audit) -> Iterator[tuple[str, StateAudit, TensorAudit]]:
+    """Yield the parameters that nothing wider stands beside and that no other rounding updates."""
+    for name, state in audit.states.items():
+        row = audit.tensors.get(name)
+        if row is None or state.compensated or row.companions_moved or row.b.storage != "plain":
+            continue
+        if state.weight_update in (None, "nearest"):
+            yield name, state, row
+
+
+def _is_kept_elsewhere(update: Lost, row: TensorAudit, state: StateAudit) -> bool:
+    """Return whether the weights seem to be copies of wider ones, which a step changes first."""
+    if update.share > 0.99 and row.share_unchanged < 0.5:  # they move although their format loses nearly every update
+        return True
+    if state.weight_update is not None:  # an optimizer of halfulp holds the states that it was asked for
+        return False
+    kept = [precision(dtype) or 0 for key, (_, dtype) in state.dtypes.items() if key not in state.reduced]
+    return bool(kept) and min(kept) > (precision(row.b.dtype) or 0)
+
+
+def _evidence(lost: Lost, state: StateAudit, dtype: str) -> dict[str, Any]:
+    by = {f"lost_by_{name}": count / max(1, lost.wanted) for name, count in lost.lost_by.items()}
+    told = {"lost": lost.share, "realised": lost.realised, "seen": lost.wanted}
+    return {**told, "dtype": dtype, "lr": state.options.get("lr"), **by}
 
 
 def _is_due(record: Record, parameter: ParameterRecord) -> bool:
