@@ -6,6 +6,7 @@ from ._page import Column as Column
 from ._page import Table as Table
 from ._page import check_writable as check_writable
 from ._page import count as count
+from ._page import make_table as make_table
 from ._page import number as number
 from ._page import render as render
 from ._page import require as require

@@ -7,7 +7,7 @@ import importlib.resources
 import json
 import os
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -99,6 +99,27 @@ class Table:
     columns: Sequence[Column]
     rows: Sequence[Sequence[Cell]] = field(default_factory=list)
     hint: str = "filter"
+
+
+def make_table(
+    key: str,
+    caption: str,
+    of: Iterable[Any],
+    columns: Sequence[tuple[str, str, Callable[[Any], Cell]]],
+    hint: str = "filter",
+) -> Table:
+    """Make a table with a row for each of some things.
+
+    Args:
+        key, caption, hint: as of a Table.
+        of: the things.
+        columns: header; "number", "minor", both or neither; the cell of a thing.
+
+    >>> make_table("t", "Two", [1, 2], [("half", "number", lambda one: Cell(f"{one / 2}"))]).rows[1][0].text
+    '1.0'
+    """
+    heads = [Column(title, "number" in marks, "minor" in marks) for title, marks, _ in columns]
+    return Table(key, caption, heads, [[cell(one) for _, _, cell in columns] for one in of], hint)
 
 
 def share(part: float | None) -> str:

@@ -4,16 +4,30 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, get_args
 
 from ... import formats
-from ...pages import Cell, Column, Table, count, number, render, share
+from ...pages import Cell, Table, count, make_table, render, share
 from .._finding import SEVERITIES, counted, headline
 from .._record import Role
 from .._text import KEPT, LOST, LOST_AND_KEPT, plural, times
-from ._findings import cause_cards, codes_on, dtype_word, versions
+from ._findings import (
+    TONES,
+    UNSEEN,
+    cause_cards,
+    codes_on,
+    count_cell,
+    dtype_word,
+    lost_cell,
+    number_cell,
+    shape_words,
+    share_cell,
+    versions,
+)
 
+Plain = Mapping[str, Any]
+Columns = list[tuple[str, str, Callable[[Plain], Cell]]]
 _STORAGE = (
     "Parameters, and outputs of the modules that were seen: the dtype asked for, where one was, and the one there."
 )
@@ -94,9 +108,6 @@ def _lead(cards: Sequence[Mapping[str, Any]], data: Mapping[str, Any], record: M
     rank, ranks = record.get("replica_of", (0, 1))
     said += [f"rank {rank} of {ranks}"] if ranks > 1 else []
     return " · ".join(said)
-
-
-Plain = Mapping[str, Any]
 
 
 def map_data(
@@ -286,185 +297,131 @@ def _points(history: Sequence[Mapping[str, Any]], key: str) -> Points:
     return [(step, float(f"{value:.5g}") if isinstance(value, int | float) else None) for step, value in found]
 
 
-_UNSEEN = Cell("–", sort="")
-
-
 def updates_table(parameters: Sequence[Plain]) -> Table:
     """Of each parameter the share of updates lost and the movement kept; those with updates alone."""
-    columns = [
-        Column("parameter"),
-        Column("stored in", minor=True),
-        Column("weight update", minor=True),
-        Column("lr", numeric=True, minor=True),
-        Column(LOST, numeric=True),
-        Column(KEPT, numeric=True),
-        Column("decay lost", numeric=True),
-        Column("states lost", numeric=True, minor=True),
-        Column("moved", numeric=True),
+    found = sorted((one for one in parameters if one["update"]["seen"]), key=lambda one: -one["update"]["lost_share"])
+    columns: Columns = [
+        ("parameter", "", lambda one: Cell(one["name"])),
+        ("stored in", "minor", lambda one: Cell(dtype_word(one["dtype"]))),
+        ("weight update", "minor", lambda one: Cell(one["weight_update"])),
+        ("lr", "number minor", lambda one: number_cell(one["options"].get("lr"))),
+        (LOST, "number", lambda one: _lost(one["update"], bar=True)),
+        (KEPT, "number", lambda one: _realised(one["update"])),
+        ("decay lost", "number", lambda one: _lost(one["decay"])),
+        ("states lost", "number minor", lambda one: _states(one["states"])),
+        ("moved", "number", lambda one: share_cell(one["moved"])),
     ]
-    rows = []
-    for one in parameters:
-        if not one["update"]["seen"]:
-            continue
-        rows.append(
-            [
-                Cell(one["name"]),
-                Cell(dtype_word(one["dtype"])),
-                Cell(one["weight_update"]),
-                _number(one["options"].get("lr")),
-                _lost(one["update"], bar=True),
-                _realised(one["update"]),
-                _lost(one["decay"]),
-                _states(one["states"]),
-                _UNSEEN if one["moved"] is None else Cell(share(one["moved"]), sort=one["moved"]),
-            ]
-        )
-    rows.sort(key=lambda row: -float(row[4].sort or 0))
-    return Table("updates", "Updates by parameter", columns, rows, "filter, as norm bf16")
+    return make_table("updates", "Updates by parameter", found, columns, "filter, as norm bf16")
 
 
 def storage_table(data: Plain) -> Table:
     """Parameters and the outputs of modules that were seen: the dtype asked for and the one there, and who steps it."""
-    columns = [
-        Column("name"),
-        Column("what"),
-        Column("class", minor=True),
-        Column("asked"),
-        Column("there"),
-        Column("elements", numeric=True, minor=True),
-        Column("gradient", minor=True),
-        Column("optimizer"),
-        Column("weight update"),
-        Column("states"),
+    asked = {
+        name: (one["asked"], one["source"], name not in one["other"])
+        for one in data.get("expectations", ())
+        for name in one["matched"]
+    }
+    outputs = [one for one in data.get("tensors", ()) if one["role"] == "activation"]
+
+    def wanted(one: Plain) -> Cell:
+        dtype, source, _ = asked.get(one["name"], ("", "", True))
+        return Cell(dtype_word(dtype), title=f"asked by {source}") if dtype else UNSEEN
+
+    def there(one: Plain) -> Cell:
+        stored, met = one.get("asked_format"), asked.get(one["name"], ("", "", True))[2]
+        small = f"quantized to {stored}" if stored else ""
+        return Cell(dtype_word(one["dtype"]), tone="" if met else "bad", small=small)
+
+    def of_parameter(cell: Callable[[Plain], Cell]) -> Callable[[Plain], Cell]:
+        return lambda one: UNSEEN if "role" in one else cell(one)
+
+    columns: Columns = [
+        ("name", "", lambda one: Cell(one["name"] or "(model)")),
+        ("what", "", lambda one: Cell("output" if "role" in one else "parameter")),
+        ("class", "minor", lambda one: Cell(one["kind"])),
+        ("asked", "", wanted),
+        ("there", "", there),
+        ("elements", "number minor", of_parameter(lambda one: count_cell(one["numel"], shape_words(one["shape"])))),
+        ("gradient", "minor", of_parameter(_gradient)),
+        ("optimizer", "", of_parameter(_holder)),
+        ("weight update", "", of_parameter(lambda one: Cell(one["weight_update"]) if one["optimizer"] else UNSEEN)),
+        ("states", "", of_parameter(_state_dtypes)),
     ]
-    asked = _requests_by_name(data.get("expectations", ()))
-    rows = [[*_there(one["name"], "parameter", one, asked), *_stepped(one)] for one in data.get("parameters", ())]
-    for one in data.get("tensors", ()):
-        if one["role"] == "activation":
-            rows.append([*_there(one["name"], "output", one, asked), *[_UNSEEN] * 5])
-    return Table("storage", "What is stored how", columns, rows, "filter, as norm float32")
+    rows = [*data.get("parameters", ()), *outputs]
+    return make_table("storage", "What is stored how", rows, columns, "filter, as norm float32")
 
 
 def extra_tables(data: Plain) -> list[Table]:
     """Tables of what only some runs have: running averages, modules that differ when computed again, sites."""
-    found = [_averages(data.get("averages", ()))]
+    averages: Columns = [
+        ("average", "", lambda one: Cell(one["name"])),
+        ("stored in", "", lambda one: Cell(dtype_word(one["dtype"]))),
+        ("kept per step", "number", lambda one: number_cell(one["retention"])),
+        (LOST, "number", lambda one: _lost(one["change"], bar=True)),
+        (KEPT, "number", lambda one: _realised(one["change"])),
+    ]
+
+    def second(one: Plain) -> Cell:
+        return Cell(dtype_word(one["dtypes"][1]), tone="bad" if len(set(one["dtypes"])) > 1 else "")
+
+    differences: Columns = [
+        ("module", "", lambda one: Cell(one["name"] or "(model)")),
+        ("first", "", lambda one: Cell(dtype_word(one["dtypes"][0]))),
+        (
+            "second",
+            "",
+            lambda one: Cell(dtype_word(one["dtypes"][1]), tone="bad" if len(set(one["dtypes"])) > 1 else ""),
+        ),
+        ("differing", "number", lambda one: share_cell(one["differing"])),
+        ("relative", "number", lambda one: number_cell(one["relative"])),
+    ]
+    found = [make_table("averages", "Running averages", data.get("averages", ()), averages)]
     for key, caption in (("recomputed", "Computed again by checkpointing"), ("compiled", "Compiled beside eager")):
-        found.append(_differences(key, caption, data.get(key, ())))
+        found.append(make_table(key, caption, data.get(key, ()), differences))
     found.append(_sites(data.get("sites", ())))
     return [table for table in found if table.rows]
 
 
-def _requests_by_name(expectations: Sequence[Plain]) -> dict[str, tuple[str, str, bool]]:
-    """name -> what was asked of it, by whom, whether it is so."""
-    return {
-        name: (one["asked"], one["source"], name not in one["other"]) for one in expectations for name in one["matched"]
-    }
+def _gradient(one: Plain) -> Cell:
+    return Cell(dtype_word(one["gradient_dtype"]), sort=None if one["gradient_dtype"] else "")
 
 
-def _there(name: str, what: str, one: Plain, asked: Mapping[str, tuple[str, str, bool]]) -> list[Cell]:
-    wanted, source, met = asked.get(name, ("", "", True))
-    there = dtype_word(one["dtype"])
-    stored = one.get("asked_format")
-    return [
-        Cell(name or "(model)"),
-        Cell(what),
-        Cell(one["kind"]),
-        Cell(dtype_word(wanted), title=f"asked by {source}") if wanted else _UNSEEN,
-        Cell(there, tone="" if met else "bad", small=f"quantized to {stored}" if stored else ""),
-    ]
-
-
-def _stepped(one: Plain) -> list[Cell]:
+def _holder(one: Plain) -> Cell:
+    """Who steps a parameter."""
     if not one["requires_grad"]:
-        holder = Cell("frozen", sort="", tone="quiet")
-    elif one["optimizer"] is None:
-        holder = Cell("none", tone="bad")
-    else:
-        holder = Cell(one["optimizer"])
+        return Cell("frozen", sort="", tone="quiet")
+    return Cell("none", tone="bad") if one["optimizer"] is None else Cell(one["optimizer"])
+
+
+def _state_dtypes(one: Plain) -> Cell:
     states: dict[str, list[str]] = {}
     for name, dtype in one["state_dtypes"].items():
         states.setdefault(dtype_word(dtype), []).append(name)
-    held = one["optimizer"] is not None
-    return [
-        Cell(count(one["numel"]), sort=one["numel"], title=" × ".join(map(str, one["shape"])) or "one number"),
-        Cell(dtype_word(one["gradient_dtype"]), sort=None if one["gradient_dtype"] else ""),
-        holder,
-        Cell(one["weight_update"]) if held else _UNSEEN,
-        Cell(", ".join(states), title="; ".join(f"{key}: {', '.join(names)}" for key, names in states.items()))
-        if states
-        else _UNSEEN,
-    ]
+    said = "; ".join(f"{key}: {', '.join(names)}" for key, names in states.items())
+    return Cell(", ".join(states), title=said) if states else UNSEEN
 
 
 def _lost(realised: Plain | None, bar: bool = False) -> Cell:
     if realised is None or not realised["seen"]:
-        return _UNSEEN
-    lost = realised["lost_share"]
+        return UNSEEN
     said = f"{count(realised['cancelled'])} of {count(realised['seen'])} sampled"
     said += "" if realised["known"] else "; counted where the gradient is not zero"
-    tone = "bad" if lost >= 0.5 else "open" if lost >= 0.1 else ""
-    return Cell(share(lost), sort=lost, bar=lost if bar else None, tone=tone if bar else "", title=said)
+    return lost_cell(realised["lost_share"], bar, said)
 
 
 def _realised(realised: Plain) -> Cell:
     part = realised["realised_share"]
     if not isinstance(part, int | float):
         return Cell("not known", sort="", title="the optimizer's class computes no update that could be predicted")
-    return Cell(share(part) if part >= 0 else f"{100 * part:.3g}%", sort=part, bar=min(1.0, max(0.0, part)))
+    return share_cell(part, bar=True)
 
 
 def _states(states: Mapping[str, Plain]) -> Cell:
     found = {name: one["lost_share"] for name, one in states.items() if one["seen"]}
     if not found:
-        return _UNSEEN
+        return UNSEEN
     worst = max(found, key=lambda name: found[name])
     return Cell(share(found[worst]), sort=found[worst], title=f"the worst, {worst}")
-
-
-def _number(value: Any) -> Cell:
-    return Cell(number(value), sort=value) if isinstance(value, int | float) else _UNSEEN
-
-
-def _averages(averages: Sequence[Plain]) -> Table:
-    columns = [
-        Column("average"),
-        Column("stored in"),
-        Column("kept per step", numeric=True),
-        Column(LOST, numeric=True),
-        Column(KEPT, numeric=True),
-    ]
-    rows = [
-        [
-            Cell(one["name"]),
-            Cell(dtype_word(one["dtype"])),
-            _number(one["retention"]),
-            _lost(one["change"], bar=True),
-            _realised(one["change"]),
-        ]
-        for one in averages
-    ]
-    return Table("averages", "Running averages", columns, rows)
-
-
-def _differences(key: str, caption: str, differences: Sequence[Plain]) -> Table:
-    columns = [
-        Column("module"),
-        Column("first"),
-        Column("second"),
-        Column("differing", numeric=True),
-        Column("relative", numeric=True),
-    ]
-    rows = [
-        [
-            Cell(one["name"] or "(model)"),
-            Cell(dtype_word(one["dtypes"][0])),
-            Cell(dtype_word(one["dtypes"][1]), tone="bad" if len(set(one["dtypes"])) > 1 else ""),
-            Cell(share(one["differing"]), sort=one["differing"]),
-            _number(one["relative"]),
-        ]
-        for one in differences
-    ]
-    return Table(key, caption, columns, rows)
 
 
 def _sites(sites: Sequence[Plain]) -> Table:
@@ -472,35 +429,44 @@ def _sites(sites: Sequence[Plain]) -> Table:
     keys = list(dict.fromkeys(key for one in sites for key in one))
     keys.sort(key=lambda key: key not in ("name", "site"))
     numeric = {key for key in keys if all(isinstance(one.get(key), int | float) for one in sites)}
-    columns = [Column(key.replace("_", " "), numeric=key in numeric) for key in keys]
-    rows = [[_number(one[key]) if key in numeric else Cell(_word(one.get(key))) for key in keys] for one in sites]
-    return Table("sites", "Sites of the gradient scaler", columns, rows)
+
+    def column(key: str) -> tuple[str, str, Callable[[Plain], Cell]]:
+        if key in numeric:
+            return key.replace("_", " "), "number", lambda one: number_cell(one[key])
+        return key.replace("_", " "), "", lambda one: Cell(_word(one.get(key)))
+
+    return make_table("sites", "Sites of the gradient scaler", sites, [column(key) for key in keys])
 
 
 def _word(value: Any) -> str:
     return ", ".join(map(str, value)) if isinstance(value, list) else "–" if value is None else str(value)
 
 
-_TONES = {"error": "bad", "warning": "open", "note": "quiet"}
-
-
-def trainings_table(trainings: Sequence[Mapping[str, Any]]) -> Table:
+def trainings_table(trainings: Sequence[Plain]) -> Table:
     """Return a row per training; without rows where there are not several.
 
     Args:
         trainings: as `Report.to_dict` gives them.
     """
-    columns = [
-        Column("training", numeric=True),
-        Column("model"),
-        Column("optimizer"),
-        Column("steps", numeric=True),
-        Column("errors and warnings"),
-        Column("codes", minor=True),
-        Column("beside", minor=True),
+
+    def verdict(one: Plain) -> Cell:
+        found = Counter(finding["severity"] for finding in one["findings"])
+        worst = next((severity for severity in reversed(SEVERITIES) if found[severity]), None)
+        said = [plural(found[severity], severity) for severity in ("error", "warning") if found[severity]]
+        rank = -1 if worst is None else SEVERITIES.index(worst)
+        return Cell(", ".join(said) or "none", sort=rank, tone=TONES.get(worst or "", "good"))
+
+    columns: Columns = [
+        ("training", "number", lambda one: Cell(str(one["number"]), sort=one["number"])),
+        ("model", "", lambda one: Cell(one["model"])),
+        ("optimizer", "", lambda one: Cell(", ".join(one["optimizers"]))),
+        ("steps", "number", lambda one: count_cell(one["steps"])),
+        ("errors and warnings", "", verdict),
+        ("codes", "minor", lambda one: Cell(", ".join(dict.fromkeys(f["code"] for f in one["findings"])) or "–")),
+        ("beside", "minor", lambda one: Cell(", ".join(map(str, one["overlaps"])) or "–")),
     ]
-    rows = [_row(one) for one in trainings] if len(trainings) > 1 else []
-    return Table("trainings", "The trainings of the script", columns, rows, "filter, as a model's name")
+    several = trainings if len(trainings) > 1 else ()
+    return make_table("trainings", "The trainings of the script", several, columns, "filter, as a model's name")
 
 
 def shown_words(trainings: Sequence[Mapping[str, Any]]) -> str:
@@ -512,20 +478,3 @@ def shown_words(trainings: Sequence[Mapping[str, Any]]) -> str:
         f"The script trained {len(trainings)} times. The findings are those of all; what follows this table is of "
         f"training {shown[0]}, the longest, and observe.json holds the others too."
     )
-
-
-def _row(one: Mapping[str, Any]) -> list[Cell]:
-    found = Counter(finding["severity"] for finding in one["findings"])
-    worst = next((severity for severity in reversed(SEVERITIES) if found[severity]), None)
-    said = [plural(found[severity], severity) for severity in ("error", "warning") if found[severity]]
-    codes = dict.fromkeys(finding["code"] for finding in one["findings"])
-    rank = -1 if worst is None else SEVERITIES.index(worst)
-    return [
-        Cell(str(one["number"]), sort=one["number"]),
-        Cell(one["model"]),
-        Cell(", ".join(one["optimizers"])),
-        Cell(count(one["steps"]), sort=one["steps"]),
-        Cell(", ".join(said) or "none", sort=rank, tone=_TONES.get(worst or "", "good")),
-        Cell(", ".join(codes) or "–"),
-        Cell(", ".join(map(str, one["overlaps"])) or "–"),
-    ]
