@@ -14,7 +14,7 @@ from .._record import ParameterRecord, Realised, Role
 from ..sampling._kernel import KERNEL_DTYPES
 from ..sampling._plain import PLAIN_TYPES, Stored, stored
 from ..sampling._sample_places import sample_size
-from ..sampling._sampler import Rows, sampled_all
+from ..sampling._sampler import Look, Rows, look
 from ._change_loop import WORDS, change_kernel
 from ._notebook import Notebook
 
@@ -95,7 +95,7 @@ class Layout:
         if data is None:
             found = [_numbers(tensor) for tensor in tensors]
             keys = [self.book.key(own) for own, _ in self.named]
-            samples = sampled_all([(one.flat, key) for one, key in zip(found, keys)])
+            samples = look([Look(one.flat, key) for one, key in zip(found, keys)])
             return self._packed(samples, found)
         return self._take(name, self._table(name, tensors[0].dtype), data)
 

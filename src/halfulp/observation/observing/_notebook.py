@@ -30,11 +30,12 @@ from ..sampling._kernel import (
     KEY,
     LARGEST_WORD,
     REALS_AT,
+    ROOM,
     SAMPLE,
 )
 from ..sampling._plain import Stored, stored
 from ..sampling._sample_places import MOST, name_key
-from ..sampling._sampler import Look, Sampler, checked_kernel, constants, sample_of, signed
+from ..sampling._sampler import Look, checked_kernel, constants, look, signed
 from ..sampling._totals import STEP_NONFINITE, Totals, is_wide
 from ._expectations import Quantized
 
@@ -50,7 +51,7 @@ class Notebook:
         record: what is filled.
         quantized: formats that tensors go through afterwards; their block formats are counted too.
         candidates: the formats that samples are counted in.
-        sampler: looks at tensors.
+        scratch: address of room for one sample in float32, and for the counts of its exponents behind.
         step: number of the running step, from 0.
         sampling: whether tensors of the running step are looked at.
         position: how many tensors were looked at in this step.
@@ -71,7 +72,8 @@ class Notebook:
         for format in counted:
             also.pop(format.name, None)
         self.candidates: Candidates = Candidates([*counted, *also.values()])
-        self.sampler: Sampler = Sampler(self.candidates)
+        self._scratch: np.ndarray = np.empty(ROOM, np.float32)
+        self.scratch: int = self._scratch.ctypes.data
         self.totals: dict[tuple[Role, str], Totals] = {}
         self.step: int = 0
         self.sampling: bool = False
@@ -143,13 +145,10 @@ class Notebook:
         found = stored(tensor)
         if found is None:
             return None
-        totals = self.totals_of(role, name, kind, found._replace(scale=found.scale * scale))
-        if totals.opens(self.step):
-            totals.begin_step()
-        self.sampler.look(Look(found.flat, found.dtype, self.key(name), totals))
-        self.note_nonfinite(totals)
+        (sample,) = self.look_all(role, [(name, kind, found._replace(scale=found.scale * scale))])
+        totals = self.totals[role, name]
         if self.quantized is not None and self.quantized.formats:
-            self.quantized.note(totals.record, sample_of(found.flat.reshape(-1), self.key(name)))
+            self.quantized.note(totals.record, sample)
         return totals
 
     def look_all(self, role: Role, named: Sequence[tuple[str, str, Stored]]) -> list[torch.Tensor]:
@@ -159,10 +158,10 @@ class Notebook:
             totals = self.totals_of(role, name, kind, found)
             if totals.opens(self.step):
                 totals.begin_step()
-            looks.append(Look(found.flat, found.dtype, self.key(name), totals))
-        samples = self.sampler.look_all(looks)
-        for look in looks:
-            self.note_nonfinite(look.totals)
+            looks.append(Look(found.flat, self.key(name), found.dtype, totals))
+        samples = look(looks, self.candidates)
+        for name, _, _ in named:
+            self.note_nonfinite(self.totals[role, name])
         return samples
 
     def note_nonfinite(self, totals: Totals) -> None:
@@ -278,7 +277,7 @@ class TensorSlot:
             row, places = self._words, (INTEGERS, REALS_AT, LARGEST_WORD, INFINITE_WORD)
             for place, word in zip(places, constants(totals, tensor.dtype, tensor.dtype)):
                 row[place] = word
-            row[SAMPLE], row[BINS] = book.sampler.scratch, book.sampler.scratch + 4 * MOST
+            row[SAMPLE], row[BINS] = book.scratch, book.scratch + 4 * MOST
             row[KEY] = int(book.keys[self._row])
             self._kernel, self._dtype = checked_kernel(tensor.dtype), tensor.dtype
         return totals

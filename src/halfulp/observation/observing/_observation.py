@@ -23,6 +23,7 @@ from .._text import times
 from ..findings import findings_of
 from ..page import write_page
 from ..sampling._candidates import AnyFormat
+from ..sampling._sampler import prepare_kernels
 from ._averages import WeightAverages
 from ._expectations import Asked, Expectations, Formats, Quantized, checked
 from ._gradient_hooks import GradientHooks
@@ -97,7 +98,7 @@ class Observation:
         """
         if self._began is not None:
             raise RuntimeError("the observation runs already: call stop() before start()")
-        self.book.sampler.prepare([torch.float32, *(memory(p).dtype for p in self._parameters.named.values())])
+        prepare_kernels([torch.float32, *(memory(p).dtype for p in self._parameters.named.values())])
         self._began = time.perf_counter()
         for optimizer in self.optimizers:
             self._handles.append(optimizer.register_step_pre_hook(self._before_step))

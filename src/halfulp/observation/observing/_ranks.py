@@ -27,7 +27,7 @@ from ...optim.parameters._local_tensors import is_dtensor, local
 from ...rounding import mix64
 from ..sampling._plain import stored
 from ..sampling._sample_places import MOST, name_key, place_key
-from ..sampling._sampler import sampled_all
+from ..sampling._sampler import Look, look
 from ..sampling._totals import AMAX, AMIN
 from ._notebook import Notebook
 
@@ -294,7 +294,7 @@ def hash_parameters(parameters: Mapping[str, torch.Tensor], key: Callable[[str],
         key: of the places where the tensors of a name are sampled.
     """
     found = {name: one for name, parameter in parameters.items() if (one := stored(parameter)) is not None}
-    samples = sampled_all([(one.flat, key(name)) for name, one in found.items()])
+    samples = look([Look(one.flat, key(name)) for name, one in found.items()])
     return {
         name: zlib.crc32(sample.numpy().data, zlib.crc32(f"{one.flat.numel()} {one.scale}".encode()))
         for (name, one), sample in zip(found.items(), samples)

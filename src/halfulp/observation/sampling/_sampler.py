@@ -62,80 +62,67 @@ class Look:
 
     Attributes:
         tensor: contiguous plain memory.
-        dtype: of its storage, whose largest number is counted; the tensor's own but for eight bits and expansions.
         key: of its places.
-        totals: what the counts are added to.
+        dtype: of its storage, whose largest number is counted; the tensor's own but for eight bits and expansions.
+        totals: what the counts are added to; None where only the sample is wanted, without the dtype.
     """
 
     tensor: torch.Tensor
-    dtype: torch.dtype
     key: int
-    totals: Totals
+    dtype: torch.dtype | None = None
+    totals: Totals | None = None
 
 
-class Sampler:
-    """Looks at tensors: exact extremes, and counts of samples in candidate formats.
+def look(tensors: Sequence[Look], candidates: Candidates | None = None) -> list[torch.Tensor]:
+    """Sample tensors, by the compiled kernel where it runs and else by the reference; with candidates count them too.
 
-    Args:
-        candidates: the formats.
-
-    Attributes:
-        scratch: address of room for one sample in float32, and for the counts of its exponents behind.
+    Returns:
+        One float32 tensor (float64 of a float64 tensor) per look, on the CPU, of at most 4096 elements; those of one
+        dtype lie one after another in memory.
     """
-
-    def __init__(self, candidates: Candidates) -> None:
-        self.candidates = candidates
-        self._scratch: np.ndarray = np.empty(ROOM, np.float32)
-        self.scratch: int = self._scratch.ctypes.data
-        self._row: np.ndarray = np.zeros((1, COLUMNS), np.int64)
-
-    def look(self, one: Look) -> None:
-        """Add one tensor's counts to its totals."""
+    samples, engine = [_EMPTY] * len(tensors), select_engine("cpu")
+    by_dtype: dict[torch.dtype, list[tuple[int, torch.Tensor]]] = {}
+    for k, one in enumerate(tensors):
         tensor = to_wide(one.tensor)
-        if not _by_kernel(tensor, select_engine("cpu")):
-            self.look_by_reference(one)
-            return
-        self._row[0] = _row(tensor, one, self.scratch)
-        checked_kernel(tensor.dtype)(0, 1, self._row.ctypes.data, *self.candidates.arguments)
-
-    def look_all(self, looks: Sequence[Look]) -> list[torch.Tensor]:
-        """Add many tensors' counts to their totals, and return their samples.
-
-        Returns:
-            One float32 tensor (float64 of a float64 tensor) per look, on the CPU, of at most 4096 elements; those of
-            one dtype lie one after another in memory.
-        """
-        samples, engine = [_EMPTY] * len(looks), select_engine("cpu")
-        by_dtype: dict[torch.dtype, list[int]] = {}
-        wide = [to_wide(one.tensor) for one in looks]
-        for k, tensor in enumerate(wide):
-            if _by_kernel(tensor, engine):
-                by_dtype.setdefault(tensor.dtype, []).append(k)
-            else:
-                samples[k] = self.look_by_reference(looks[k])
-        for dtype, positions in by_dtype.items():
-            parts = _buffers([wide[k].numel() for k in positions])
-            rows = [_row(wide[k], looks[k], address(part)) for k, part in zip(positions, parts)]
-            table = np.array(rows, np.int64)
-            room, table[:, BINS] = rooms(len(rows), ROOM - MOST)
-            arguments = table.ctypes.data, *self.candidates.arguments
-            run_chunks(checked_kernel(dtype), table[:, COUNT], *arguments)
+        if engine == "llvm" and tensor.dtype in KERNEL_DTYPES and tensor.is_cpu:
+            by_dtype.setdefault(tensor.dtype, []).append((k, tensor))
+        else:
+            samples[k] = look_by_reference(one, candidates)
+    for dtype, found in by_dtype.items():
+        parts = _buffers([tensor.numel() for _, tensor in found])
+        table = np.array([_row(tensor, tensors[k], address(part)) for (k, tensor), part in zip(found, parts)], np.int64)
+        kernel = checked_kernel(dtype)
+        if candidates is None:
+            copy_kernel(dtype)(0, len(table), table.ctypes.data)
+        else:
+            room, table[:, BINS] = rooms(len(table), ROOM - MOST)
+            run_chunks(kernel, table[:, COUNT], table.ctypes.data, *candidates.arguments)
             del room
-            _cut(samples, positions, parts, table)
-        return samples
+        # A short last run leaves some of its part free.
+        for (k, _), part, taken in zip(found, parts, table[:, TAKEN].tolist()):
+            samples[k] = part if taken == len(part) else part[:taken]
+    return samples
 
-    def prepare(self, dtypes: Iterable[torch.dtype]) -> None:
-        """Compile, or load, the kernels for tensors of some dtypes on the CPU."""
-        for dtype in set(dtypes) & set(KERNEL_DTYPES) if select_engine("cpu") == "llvm" else ():
-            checked_kernel(dtype)
 
-    def look_by_reference(self, one: Look) -> torch.Tensor:
-        """Add one tensor's counts in plain torch, and return its sample."""
-        flat = one.tensor.reshape(-1)
+def sampled(flat: torch.Tensor, key: int) -> torch.Tensor:
+    """Return a copy of a contiguous tensor's sampled elements, in float32 (float64 of float64), on the CPU."""
+    return look([Look(flat, key)])[0]
+
+
+def look_by_reference(one: Look, candidates: Candidates | None = None) -> torch.Tensor:
+    """Look at a tensor in plain torch, and return its sample."""
+    flat = one.tensor.reshape(-1)
+    sample = sample_of(flat, one.key)
+    if candidates is not None and one.totals is not None and one.dtype is not None:
         count_whole(flat, largest_of(one.dtype), one.totals)
-        sample = sample_of(flat, one.key)
-        count_sample(sample, self.candidates, one.totals)
-        return sample
+        count_sample(sample, candidates, one.totals)
+    return sample
+
+
+def prepare_kernels(dtypes: Iterable[torch.dtype]) -> None:
+    """Compile, or load, the kernels for tensors of some dtypes on the CPU."""
+    for dtype in set(dtypes) & set(KERNEL_DTYPES) if select_engine("cpu") == "llvm" else ():
+        checked_kernel(dtype)
 
 
 _EMPTY = torch.empty(0, dtype=torch.float32, device="cpu")
@@ -145,10 +132,6 @@ def to_wide(tensor: torch.Tensor) -> torch.Tensor:
     """Return eight-bit floating-point numbers as bfloat16, which holds them all, and others as they are, contiguous."""
     tensor = tensor if tensor.is_contiguous() else tensor.contiguous()
     return tensor.to(torch.bfloat16) if tensor.dtype.itemsize == 1 else tensor
-
-
-def _by_kernel(tensor: torch.Tensor, engine: str) -> bool:
-    return engine == "llvm" and tensor.dtype in KERNEL_DTYPES and tensor.is_cpu
 
 
 @functools.lru_cache(64)
@@ -165,9 +148,11 @@ def _largest_word(dtype: torch.dtype, memory: torch.dtype) -> int:
 
 
 def _row(tensor: torch.Tensor, one: Look, sample: int) -> tuple[int, ...]:
-    data, count, key = address(tensor), tensor.numel(), signed(one.key)
-    integers, reals, largest, infinite = constants(one.totals, one.dtype, tensor.dtype)
-    return data, count, key, sample, sample + 4 * MOST, integers, reals, largest, infinite, *[0] * (COLUMNS - 9)
+    counted = (0, 0, 0, 0)
+    if one.totals is not None and one.dtype is not None:
+        counted = constants(one.totals, one.dtype, tensor.dtype)
+    fields = (address(tensor), tensor.numel(), signed(one.key), sample, sample + 4 * MOST, *counted)
+    return *fields, *[0] * (COLUMNS - len(fields))
 
 
 def constants(totals: Totals, storage: torch.dtype, memory: torch.dtype) -> tuple[int, int, int, int]:
@@ -186,35 +171,6 @@ def signed(key: int) -> int:
     return key - 2**64 if key >= 2**63 else key
 
 
-def sampled(flat: torch.Tensor, key: int) -> torch.Tensor:
-    """Return a copy of a contiguous tensor's sampled elements, in float32 (float64 of float64), on the CPU."""
-    return sampled_all([(flat, key)])[0]
-
-
-def sampled_all(given: Sequence[tuple[torch.Tensor, int]]) -> list[torch.Tensor]:
-    """Return the samples of many tensors; those of one dtype lie one after another in memory."""
-    samples, engine = [_EMPTY] * len(given), select_engine("cpu")
-    by_dtype: dict[torch.dtype, list[int]] = {}
-    for k, (flat, key) in enumerate(given):
-        flat = to_wide(flat)
-        if _by_kernel(flat, engine):
-            by_dtype.setdefault(flat.dtype, []).append(k)
-        else:
-            samples[k] = sample_of(flat.reshape(-1), key)
-    for dtype, positions in by_dtype.items():
-        flats = [to_wide(given[k][0]) for k in positions]
-        parts = _buffers([flat.numel() for flat in flats])
-        rows = [
-            (address(flat), flat.numel(), signed(given[k][1]), address(part), *[0] * (COLUMNS - 4))
-            for k, flat, part in zip(positions, flats, parts)
-        ]
-        table = np.array(rows, np.int64)
-        checked_kernel(dtype)
-        copy_kernel(dtype)(0, len(rows), table.ctypes.data)
-        _cut(samples, positions, parts, table)
-    return samples
-
-
 def rooms(rows: int, words: int) -> tuple[np.ndarray, np.ndarray]:
     """Return memory that the rows of a table use in turn, or each its own where threads share them, and its places."""
     several = torch.get_num_threads() > 1
@@ -230,12 +186,6 @@ def _buffers(sizes: list[int]) -> Sequence[torch.Tensor]:
     return torch.empty(sum(wanted), dtype=torch.float32, device="cpu").split(wanted)
 
 
-def _cut(samples: list, positions: list[int], parts: Sequence[torch.Tensor], table: np.ndarray) -> None:
-    """Keep of each part what was taken: a short last run leaves some of it free."""
-    for k, part, taken in zip(positions, parts, table[:, TAKEN].tolist()):
-        samples[k] = part if taken == len(part) else part[:taken]
-
-
 @functools.cache
 @undisturbed()
 def checked_kernel(dtype: torch.dtype) -> Callable[..., None]:
@@ -248,13 +198,13 @@ def checked_kernel(dtype: torch.dtype) -> Callable[..., None]:
 
     def counts(fast: bool) -> list[torch.Tensor]:
         totals = Totals(TensorRecord("weight", "", "", dtype), candidates)
-        one = Look(x, dtype, 0x0123456789ABCDEF, totals)
+        one = Look(x, 0x0123456789ABCDEF, dtype, totals)
         if fast:
             sample = np.empty(ROOM, np.float32)
             table = np.array([_row(x, one, sample.ctypes.data)], np.int64)
             kernel(0, 1, table.ctypes.data, *candidates.arguments)
         else:
-            Sampler(candidates).look_by_reference(one)
+            look_by_reference(one, candidates)
         # Sums of squares depend on the order of the sum.
         return [torch.from_numpy(totals.integers), torch.from_numpy(totals.reals)[:3]]
 
