@@ -33,8 +33,6 @@ def compare_states(
     """Return what the states say, by parameter.
 
     Args:
-        a, b: states by parameter's name.
-        weights: checkpoint B.
         lr: in place of the learning rate that B's groups hold, or A's where that is 0, at the end of a schedule.
     """
     found = {}
@@ -185,8 +183,6 @@ def replay(
     Args:
         weight: floating-point.
         states: tensors of the parameter by name.
-        options: of its group.
-        step: how many steps it has made.
 
     Returns:
         None where the rule is not known from the names of its states, and for decay where the optimizer does not

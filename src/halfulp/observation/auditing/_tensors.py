@@ -26,7 +26,6 @@ def compare_tensors(a: Checkpoint, b: Checkpoint, parameters: set[str], share: f
     """Return how each tensor of A differs from that of its name in B.
 
     Args:
-        a, b: open checkpoints of one model.
         parameters: names that an optimizer holds.
         share: below which mean change in ulps a tensor counts as barely moved.
 

@@ -82,10 +82,7 @@ class Checkpoint:
     """A checkpoint that is open for reading.
 
     Attributes:
-        path: as it was given.
-        tensors: of the model, by qualified name.
         ordered: whether their order is that of the model, and not an alphabet's.
-        optimizers: states of each optimizer.
         contract: the precision contract saved with it, None without one.
         unseen: sentences that say what could not be read, and why.
         config: the model's config of transformers beside it, None without one.

@@ -113,7 +113,6 @@ class NamedState:
     Attributes:
         tensors: Stored or Tensor, by name of the state.
         values: plain values, by name of the state.
-        options: of its group.
     """
 
     tensors: dict[str, Any]
@@ -344,7 +343,6 @@ def checkpoint_of(content: object, path: str, mapped: bool = True) -> Checkpoint
 
     Args:
         content: nested mappings and lists of tensors, or `Stored`, and plain data.
-        path: for messages.
         mapped: whether the tensors are pages of the file.
 
     Raises:

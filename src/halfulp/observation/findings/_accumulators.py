@@ -244,8 +244,17 @@ class SecondMomentStuck(FindingKind):
                 unchanged = state.unchanged.get(moment)
                 if unchanged is not None and unchanged > HALF and state.advanced:
                     said += f"; {percent(unchanged)} of it unchanged in {state.advanced} steps"
-                evidence = {"state": moment, "dtype": dtype_name(dtype), "decay": rate, "unchanged": unchanged}
-                yield self.found(name, "warning", 1.0, said, cure=self.cure_in(dtype), **evidence)
+                yield self.found(
+                    name,
+                    "warning",
+                    1.0,
+                    said,
+                    cure=self.cure_in(dtype),
+                    state=moment,
+                    dtype=dtype_name(dtype),
+                    decay=rate,
+                    unchanged=unchanged,
+                )
 
     def in_forecast(self, forecast: ForecastData) -> Iterator[Finding]:
         stuck = [layer for layer in forecast.layers if _only_grows(layer)]

@@ -63,8 +63,6 @@ def may_be_chance(change: Realised, realised: float, spread: float = 1.0) -> boo
     four times that it may be chance.
 
     Args:
-        change: that was counted.
-        realised: the share of movement.
         spread: the mean of 1/p over 1 over the mean of p. Of weights it is up to 3: a layer's lie in several binades,
             and p halves from one to the next.
 
@@ -477,7 +475,7 @@ class WeightFrozen(FindingKind):
             return
         during = f"in {steps} steps" if steps is not None and steps > 0 else "between the checkpoints"
         said = f"has not moved {during} in {dtype_name(row.a.dtype)}{at_lr(state.options)}"
-        evidence = {"moved": 0.0, "steps": steps, "elements": row.numel, "lr": lr}
+        evidence: dict[str, Any] = {"moved": 0.0, "steps": steps, "elements": row.numel, "lr": lr}
         if state.all_zero:
             said += ", and its moments are 0: no gradient arrives"
             yield self.found(row.name, "note", 0.9, said, cure=NO_GRADIENT, **evidence)
@@ -498,7 +496,7 @@ class WeightFrozen(FindingKind):
         elif siblings_moved:
             severity, sure, said = "warning", 0.6, f"{said}, those of other layers did"
             cure = "see whether it is meant to be frozen and gets a gradient"
-        evidence = {"moved": 0.0, "elements": row.numel, "constant": row.b.constant}
+        evidence: dict[str, Any] = {"moved": 0.0, "elements": row.numel, "constant": row.b.constant}
         return self.found(row.name, severity, sure, said, cure=cure, **evidence)
 
 

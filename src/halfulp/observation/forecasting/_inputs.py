@@ -40,11 +40,9 @@ class Trained:
     """One parameter that an optimizer steps.
 
     Attributes:
-        name: qualified.
         value: its elements, of a floating-point dtype.
         dtype: what it will be trained in.
         state: the optimizer's tensors and numbers for it; empty without.
-        options: of its group.
         group: index of its group.
         gradient: its current gradient, None without one.
         weight_update: "nearest" for every optimizer but halfulp's.

@@ -89,7 +89,6 @@ class ForecastData:
     Attributes:
         layers: in the model's order.
         rule: the optimizer's update rule.
-        schedule: its name.
         start, steps: steps made so far, and of the whole run.
         costs: bytes of each weight update; empty without parameters of 16 bits.
         notes: what could not be read or is not known, in sentences.
@@ -118,7 +117,6 @@ def gaps(values: Tensor, format: Format) -> tuple[Tensor, Tensor]:
 
     Args:
         values: float64 numbers of the format, finite.
-        format: the format.
 
     Returns:
         Two float64 tensors of the same shape: up and down.
@@ -190,13 +188,11 @@ def walk(
 
     Args:
         weights: float64 numbers of the format: the elements that have updates.
-        sizes: their updates.
         rates: learning rate per coming step.
         format: what the weights are stored in.
         decay: decoupled weight decay; 0 without.
         apart: whether decay is rounded by itself before the update, as torch's loops do, or with it.
         leaps: most leaps to make.
-        generator: of the walk.
         margin: share by which updates may become smaller or larger than they are now.
     """
     steps = len(rates)
@@ -333,9 +329,7 @@ def costs(rule: str, dtype: torch.dtype, elements: int, relative: float) -> tupl
     The bytes are those that an optimizer of that rule reports of itself.
 
     Args:
-        rule: of RULES.
         dtype: of the parameters, 16 bits.
-        elements: how many parameters.
         relative: typical update over typical weight, by which it is judged what is kept.
     """
     found = []
@@ -376,13 +370,9 @@ def forecast_layer(
     """Return the forecast of one parameter.
 
     Args:
-        trained: the parameter.
-        inputs: what all parameters share.
         rates: float64, the learning rate at each coming step.
-        start: steps made so far.
         sample: most elements to follow.
         leaps: most leaps through the schedule.
-        seed: of the walk.
     """
     format = formats.get(trained.dtype)
     generator = torch.Generator(device="cpu").manual_seed(seed)

@@ -39,7 +39,6 @@ class WeightAverages:
     """Watches an average of the weights, which is updated between two optimizer steps.
 
     Args:
-        book: what is written to.
         average: `hu.optim.EMA`, torch's AveragedModel, or a module that holds averaged parameters; None for none.
         model: whose parameters are averaged, of the same names.
 
@@ -149,12 +148,7 @@ class _Statistics:
 
 
 class RunningStatistics:
-    """Watches the running mean and variance of batch normalizations.
-
-    Args:
-        book: what is written to.
-        modules: modules and their names.
-    """
+    """Watches the running mean and variance of batch normalizations."""
 
     def __init__(self, book: Notebook, modules: dict[nn.Module, str]) -> None:
         self.book = book

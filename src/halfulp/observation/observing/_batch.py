@@ -26,10 +26,6 @@ class Stepped:
     """One parameter around a step.
 
     Attributes:
-        record: its record.
-        parameter: itself.
-        options: its group.
-        elements: of its memory.
         places: where parameter, gradient and states lie, in order; 0 of those that are no plain memory.
         weight, gradient: float64 samples before the step.
         states: of halfulp's optimizers: samples of its states before the step.
@@ -57,11 +53,6 @@ class Layout:
     A tensor whose short last run is sampled leaves some of its part free, and zeros there. What is returned under a
     name is overwritten when the name is sampled again.
 
-    Args:
-        book: what is written to.
-        named: name and kind of each parameter.
-        elements: how many elements each has.
-
     Attributes:
         ends: where the parts begin and end.
         nonzero: how many elements of each of the last samples are not zero; None where that was not counted.
@@ -87,7 +78,6 @@ class Layout:
         """Return samples of one tensor per parameter, float64.
 
         Args:
-            name: of these samples.
             tensors: one per parameter, of one dtype.
             places: where they lie, if that is known.
         """

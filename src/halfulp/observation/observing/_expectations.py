@@ -43,11 +43,6 @@ class ResumedRun:
 
     Dtypes and weight updates are those at the time when this is made, since a model may be cast to be saved after the
     run; states are those of the optimizers when they are compared, since a new one has none before its first step.
-
-    Args:
-        asked: the contract.
-        model: that resumed.
-        optimizers: its optimizers.
     """
 
     def __init__(self, asked: Contract, model: nn.Module, optimizers: Sequence[torch.optim.Optimizer]) -> None:
@@ -128,7 +123,6 @@ class Expectations:
     """Compares what was asked for with what is there.
 
     Args:
-        model: the model.
         expect: formats by pattern, a glob over the names of modules and parameters; or a run that resumed under a
             contract.
     """
@@ -238,7 +232,6 @@ class Quantized:
     """Says which format the tensors of a module are quantized to, and compares samples with what that leaves of them.
 
     Args:
-        model: the model.
         given: formats by patterns over the names of its modules; of several that match the first counts.
 
     Raises:
@@ -268,7 +261,6 @@ class Quantized:
         """Write the format of a tensor, and the error of rounding its sample to it, into its record.
 
         Args:
-            record: of the tensor.
             sample: its sampled elements, in aligned runs.
         """
         format = self.formats.get(record.name) if record.role in ROLES else None

@@ -28,7 +28,6 @@ class LossScales:
 
     Args:
         scaler: the run's, or None: then one that calls an optimizer's step is found there.
-        scheduler: the run's, or None.
 
     Attributes:
         skipped: steps that were seen to be skipped.
@@ -79,10 +78,6 @@ class LossScales:
 
     def after_step(self, optimizer: torch.optim.Optimizer, sampled: bool) -> tuple[float | None, int]:
         """Count a step that was taken, before the scaler is told of it.
-
-        Args:
-            optimizer: whose step it was.
-            sampled: whether the step is.
 
         Returns:
             What `read` does, or (None, 0) where reading would wait for a device to no end.
@@ -180,11 +175,7 @@ MOST_HISTORY = 2000
 
 
 class History:
-    """Appends steps to a list, and thins it where it grows long; counts of skipped steps are never lost.
-
-    Args:
-        steps: the record's list.
-    """
+    """Appends steps to a list, and thins it where it grows long; counts of skipped steps are never lost."""
 
     def __init__(self, steps: list[StepRecord]) -> None:
         self._steps = steps

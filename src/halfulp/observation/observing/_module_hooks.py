@@ -30,8 +30,6 @@ class ModuleHooks:
     """Watches the outputs of all modules of a model that run in eager mode.
 
     Args:
-        book: what is written to.
-        model: the model.
         expectations: told what autocast makes of outputs.
         check: whether compiled modules and modules that run again are compared with a second run.
     """
@@ -203,8 +201,6 @@ class _ModuleHook:
     """Hook: a module has run.
 
     Attributes:
-        name: the module's.
-        slot: of its outputs.
         gradient: hook for their gradients.
         is_followed: whether running statistics or second runs of it are watched too.
     """

@@ -48,7 +48,6 @@ class Notebook:
     """What all hooks of an observation share.
 
     Attributes:
-        record: what is filled.
         quantized: formats that tensors go through afterwards; their block formats are counted too.
         candidates: the formats that samples are counted in.
         scratch: address of room for one sample in float32, and for the counts of its exponents behind.
@@ -221,10 +220,6 @@ def watching(function: Watch) -> Watch:
 class TensorSlot:
     """One role at one name.
 
-    Args:
-        book: what is written to.
-        role, name, kind: as `Notebook.look` takes them.
-
     Attributes:
         totals: its counts; None before the first look.
     """
@@ -309,7 +304,6 @@ class Uses:
         """Note that a module has run; modules inside it have been noted before.
 
         Args:
-            name: the module's.
             inputs: what it was given.
             output: what it returned, a tensor or a container of tensors.
         """

@@ -30,9 +30,6 @@ class Optimizers:
 
     Args:
         given: the optimizers, in any order, with or without those that they hold.
-
-    Attributes:
-        all: those to watch.
     """
 
     def __init__(self, given: Sequence[torch.optim.Optimizer]) -> None:

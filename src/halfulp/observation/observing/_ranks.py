@@ -67,11 +67,6 @@ class Ranks:
     same bits, whether shards are rounded by the same random bits, and the largest and smallest magnitudes. Ranks that
     began at another step, sampled no step in common or are late are named in the record's `unseen`; nothing hangs, and
     no step waits.
-
-    Args:
-        book: what is written to.
-        model: the model.
-        parameters: by name.
     """
 
     def __init__(self, book: Notebook, model: nn.Module, parameters: Mapping[str, torch.Tensor]) -> None:
@@ -125,7 +120,7 @@ class Ranks:
         store, keys = _default_store(), [f"{self._name}/{rank}" for rank in ranks]
         if not store.check(keys):
             there = [store.check([key]) for key in keys]
-            ranks, keys = (list(itertools.compress(one, there)) for one in (ranks, keys))
+            ranks, keys = list(itertools.compress(ranks, there)), list(itertools.compress(keys, there))
         self._own.met = {rank: int(count) for rank, count in zip(ranks, store.multi_get(keys))}
 
     def end(self, patient: bool) -> None:
@@ -290,7 +285,6 @@ def hash_parameters(parameters: Mapping[str, torch.Tensor], key: Callable[[str],
     It differs wherever one element of at most 32 bits alone does, and but for a chance of 2^-32 wherever several do.
 
     Args:
-        parameters: by name.
         key: of the places where the tensors of a name are sampled.
     """
     found = {name: one for name, parameter in parameters.items() if (one := stored(parameter)) is not None}
@@ -307,7 +301,6 @@ def chosen_errors(
     """Return the rounding errors of a few parameters in a step, by `shard_key`: a shard's number, and int8 in 1/127.
 
     Args:
-        step: its number.
         errors: of the sampled elements, by the parameter's name; NaN where nothing was rounded.
         shards: by names, the number of the shard on this rank and its elements.
     """

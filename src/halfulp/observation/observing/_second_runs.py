@@ -132,7 +132,6 @@ class CompiledModules:
     compiled code draws in another order, and where two eager runs differ from each other.
 
     Args:
-        book: what is written to.
         modules: compiled modules that wrap an original, by name.
     """
 
@@ -251,12 +250,7 @@ _GLOBAL_HOOKS = (
 
 
 class SecondRun:
-    """A module and all that its forward pass depends on, as they are when this is made.
-
-    Args:
-        module: the eager module.
-        args, kwargs: its inputs.
-    """
+    """A module and all that its forward pass depends on, as they are when this is made."""
 
     def __init__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         # Another run of the wrapper would prepare its reduction of gradients anew.

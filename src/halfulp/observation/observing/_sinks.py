@@ -42,9 +42,6 @@ class Rows:
     one name in modules of one class; the smallest beyond that are together "others". Gradients of iterations that a
     scaler skipped before the step count in it.
 
-    Args:
-        record: of the run.
-
     Attributes:
         columns: names of the entries, in order, the same in all rows.
     """
@@ -157,10 +154,6 @@ def _shares(sums: np.ndarray) -> tuple[float | None, ...]:
 
 class Sinks:
     """Gives each sink a row of every sampled step.
-
-    Args:
-        book: of the observation.
-        given: the sinks.
 
     Raises:
         TypeError: a sink that can take no rows.

@@ -34,8 +34,6 @@ class Batch:
     """Parameters that step together.
 
     Attributes:
-        layout: of their samples.
-        stepped: the parameters.
         weight, gradient: float64 samples before the step.
         states: samples of their states, and numbers of whole tensors, before the step; None where they are not known.
     """
@@ -51,8 +49,6 @@ class Updates:
     """Watches the steps of one optimizer.
 
     Args:
-        book: what is written to.
-        optimizer: the optimizer.
         names: of its parameters, by id.
     """
 
@@ -408,7 +404,6 @@ class RoundingDecisions:
         """Count the directions of one step.
 
         Args:
-            record: of the parameter.
             dtype: that the wanted values were rounded to.
             wanted, after: float64 values before rounding, and what was stored.
         """

@@ -129,7 +129,10 @@ def _remedy(update: Plain) -> Cell:
 
 
 def _contract(differences: Sequence[Plain]) -> Table:
-    columns: Columns = [(key, "", lambda one, key=key: Cell(one[key])) for key in ("name", "difference")]
+    columns: Columns = [
+        ("name", "", lambda one: Cell(one["name"])),
+        ("difference", "", lambda one: Cell(one["difference"])),
+    ]
     return make_table("contract", "Precision contracts that differ", differences, columns)
 
 

@@ -61,8 +61,6 @@ class Look:
     """One tensor to look at.
 
     Attributes:
-        tensor: contiguous plain memory.
-        key: of its places.
         dtype: of its storage, whose largest number is counted; the tensor's own but for eight bits and expansions.
         totals: what the counts are added to; None where only the sample is wanted, without the dtype.
     """
@@ -159,7 +157,6 @@ def constants(totals: Totals, storage: torch.dtype, memory: torch.dtype) -> tupl
     """Return what a row holds of totals, in order: where they are, and the words of the largest number and infinity.
 
     Args:
-        totals: the counts.
         storage: the dtype whose largest number is counted.
         memory: the dtype of the memory that is read.
     """
@@ -219,7 +216,6 @@ class Rows:
         dtype: of their memory, one that kernels are made for.
         totals: what their counts are added to, and the dtypes whose largest number is counted; empty where samples are
             only copied.
-        count: how many tensors.
 
     Attributes:
         written: float64, to which the samples are written; None where they are not.

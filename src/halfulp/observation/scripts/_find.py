@@ -29,7 +29,6 @@ class Together(nn.Module):
     """Several models that are trained together, as one to observe; each has a name of its own.
 
     Args:
-        models: in order.
         names: that the script has for them; without one a model is called by its class.
     """
 
@@ -76,7 +75,6 @@ def find(optimizers: Sequence[torch.optim.Optimizer], used: Container[torch.amp.
     """Return what belongs to optimizers; None where no module holds any of their parameters.
 
     Args:
-        optimizers: that are stepped together.
         used: scalers that belong to others, and are taken only where there is no other one.
     """
     order = [id(p) for one in optimizers for group in one.param_groups for p in group["params"]]

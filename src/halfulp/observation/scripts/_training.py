@@ -29,12 +29,6 @@ class Training:
     The hooks alone hold the observation, and the optimizers the hooks: where the script lets go of its model and
     optimizers, the three go together, and what was counted until then stays here.
 
-    Args:
-        found: the model, scaler, scheduler and average.
-        optimizers: its optimizers.
-        interval: one step in so many is sampled.
-        rows: what takes a row of each sampled step.
-
     Attributes:
         number: in the order of their first rows, where rows are taken; None before one.
         model: name of the model's class.

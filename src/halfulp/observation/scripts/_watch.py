@@ -45,7 +45,6 @@ class Watch:
     with its model: nothing here keeps models or optimizers alive.
 
     Args:
-        interval: one step in so many is sampled.
         lines: a file that gets a line of JSON of each sampled step, with the number of its training, while the script
             runs; a file that is there is begun anew by the first one.
 
@@ -116,11 +115,7 @@ class Watch:
         return max(ranks, default=0)
 
     def report(self, ended: str | None = None) -> Report:
-        """Return what was seen, after the end.
-
-        Args:
-            ended: how the script ended.
-        """
+        """Return what was seen, after the end."""
         return Report(self.trainings, list(self.unseen), self.interval, ended)
 
     # hooks ----------------------------------------------------------------------------------------------------
@@ -303,7 +298,6 @@ class Report:
     Attributes:
         trainings: in order, each with at least one step.
         unseen: sentences that say what could not be observed.
-        interval: one step in so many was sampled.
         ended: how the script ended, if somebody has said so.
     """
 
