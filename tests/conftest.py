@@ -28,7 +28,7 @@ import pytest
 import torch
 
 from halfulp._torch_floor import is_older
-from halfulp._torch_versions import HAS_GRADIENT_DTYPE, HAS_SAVED_HOOKS, HAS_STORE_CLONES
+from halfulp._torch_versions import HAS_GRADIENT_DTYPE, HAS_SAVED_HOOKS
 
 ROOT = Path(__file__).parents[1]
 PINNED = "2.13"  # of constraints.txt
@@ -240,12 +240,6 @@ def _captures_counts() -> bool:
     return bool(graphs)
 
 
-def _has_store_clones() -> bool:
-    from halfulp._torch_versions import HAS_STORE_CLONES
-
-    return HAS_STORE_CLONES
-
-
 def _takes_groups() -> bool:
     from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -325,7 +319,6 @@ TORCH_FEATURES: dict[str, Callable[[], bool]] = {
     "_fused_rms_norm with its statistics": lambda: (
         hasattr(torch.ops.aten, "_fused_rms_norm") and len(torch.ops.aten._fused_rms_norm.default._schema.returns) == 2
     ),
-    "Store.clone, by which observations of several processes meet": _has_store_clones,
     "all operators of the pinned version, whose rules the page counts": lambda: not is_older(torch.__version__, PINNED),
     "settings of precision per backend": lambda: hasattr(torch.backends.mkldnn, "matmul"),
     "a backward pass of bfloat16 softmax that rounds once": _rounds_softmax_once,
@@ -338,7 +331,6 @@ TORCH_FEATURES: dict[str, Callable[[], bool]] = {
     "slices of some dimensions alone": _slices_some_alone,
     "SavedTensor.unpack_hook": lambda: HAS_SAVED_HOOKS,
     "Inductor's emulate_precision_casts on the CPU": _keeps_casts,
-    "observations that compare ranks": lambda: HAS_STORE_CLONES,
     "a saved option that tells Adam's decay from AdamW's": lambda: (
         "decoupled_weight_decay" in torch.optim.AdamW([torch.ones(1)]).defaults
     ),

@@ -101,7 +101,6 @@ def filler():
 )
 def test_the_code_of_a_page_runs_and_prints_what_the_page_says(page, tmp_path, monkeypatch, needs_torch):
     if page.name == "replicas-differ.md":
-        needs_torch("Store.clone, by which observations of several processes meet")
         needs_torch("gloo that prints nothing of its own")
     older = is_older(torch.__version__, PINNED)
     monkeypatch.chdir(tmp_path)

@@ -76,10 +76,6 @@ BREAKS_WITH_REASON = hasattr(_frames, "_FrameExecStrategy")  # of the same versi
 # Older: a parameter sharded along one dimension twice (_StridedShard) is refused, whose map would ask other ranks.
 HAS_SOURCE_RANK = hasattr(_saved, "_top_saved_tensors_default_hooks")  # of the same version
 
-# Older: observations of several processes stay apart, as each says.
-_c10d = getattr(_C, "_distributed_c10d", None)
-HAS_STORE_CLONES = _c10d is None or hasattr(_c10d.Store, "clone")
-
 
 # Nothing is lost: older names of the same functions, which newer versions warn of.
 _NAMED_SINGLE = hasattr(_distributed, "all_gather_single")

@@ -222,7 +222,7 @@ def test_a_full_disk_is_said_after_the_report(observe, monkeypatch):
     def full(*_: object) -> None:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr("halfulp.pages._file.os.replace", full)
+    monkeypatch.setattr("halfulp.pages._page.os.replace", full)
     code, out, err = observe(LOOP.format(ending="pass"))
     assert code == 2
     assert "updates-lost" in out

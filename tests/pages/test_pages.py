@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from halfulp.pages import check_writable, render, require, write_whole
-from halfulp.pages._render import embedded
+from halfulp.pages._page import embedded
 
 
 @pytest.fixture

@@ -2,6 +2,7 @@
 
 from .. import _needs_torch as _needs_torch
 from ._finding import Finding as Finding
+from ._record import Record as Record
 from .auditing._audit import Audit as Audit
 from .auditing._run import audit as audit
 from .findings import FindingKind as FindingKind
@@ -9,7 +10,6 @@ from .findings import register_finding as register_finding
 from .forecasting import Forecast as Forecast
 from .forecasting import LayerForecast as LayerForecast
 from .forecasting import forecast as forecast
+from .observing._elementwise import register_elementwise as register_elementwise
 from .observing._observation import Observation as Observation
 from .observing._observe import observe as observe
-from .observing.updates._elementwise import register_elementwise as register_elementwise
-from .record._record import Record as Record

@@ -1,13 +1,14 @@
 """The HTML pages' common ground: one template to extend, its style sheet and script, and writing a file whole."""
 
-from ._file import check_writable as check_writable
-from ._file import write_whole as write_whole
-from ._render import render as render
-from ._render import require as require
-from ._table import DASH as DASH
-from ._table import Cell as Cell
-from ._table import Column as Column
-from ._table import Table as Table
-from ._table import count as count
-from ._table import number as number
-from ._table import share as share
+from ._page import DASH as DASH
+from ._page import Cell as Cell
+from ._page import Column as Column
+from ._page import Table as Table
+from ._page import check_writable as check_writable
+from ._page import count as count
+from ._page import make_table as make_table
+from ._page import number as number
+from ._page import render as render
+from ._page import require as require
+from ._page import share as share
+from ._page import write_whole as write_whole

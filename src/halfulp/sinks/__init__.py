@@ -1,7 +1,7 @@
 """Where rows of numbers go while a run goes on: lines of JSON, CSV, loggers by duck type, functions."""
 
-from ._outlet import Outlet as Outlet
-from ._outlet import Row as Row
-from ._row_file import RowFile as RowFile
+from ._sink import Outlet as Outlet
+from ._sink import Row as Row
+from ._sink import RowFile as RowFile
 from ._sink import Sink as Sink
 from ._sink import outlet as outlet

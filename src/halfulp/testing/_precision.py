@@ -14,7 +14,7 @@ from .. import formats, recipes
 from .._messages import a_kind
 from .._torch_versions import find_dtype
 from ..observation import Finding
-from ..observation._listing import listing
+from ..observation._finding import listing
 from ..observation.findings import get_kind
 from ..recipes import Recipe
 from ..recipes._plan import check

@@ -14,7 +14,7 @@ import torch
 from safetensors.torch import save_file
 
 import halfulp as hu
-from halfulp.observation.checkpoints import _torch_file
+from halfulp.observation.checkpoints import _files as _torch_file
 
 W = torch.linspace(-1, 1, 64).reshape(8, 8)
 

@@ -10,9 +10,9 @@ from safetensors.torch import save_file
 
 import halfulp as hu
 from halfulp.kernels import same_bits
+from halfulp.observation.checkpoints._files import OTHER_KINDS
+from halfulp.observation.checkpoints._names import named_states
 from halfulp.observation.checkpoints._open import open_checkpoint
-from halfulp.observation.checkpoints._other_kinds import OTHER_KINDS
-from halfulp.observation.checkpoints._state_names import named_states
 
 
 def trained(dtype=torch.bfloat16, named=True, steps=3):
@@ -176,21 +176,23 @@ def test_what_is_no_checkpoint_is_refused_with_a_remedy(tmp_path, make, said):
     assert "give" in str(raised.value) or "copy" in str(raised.value)
 
 
-def of_kind(kind):
+def of_kind(mark):
     """The bytes of a file of another kind: those that tell it, and more."""
-    return bytes(kind.offset) + kind.start + bytes(200)
+    return (b"" if isinstance(mark, str) else bytes(4 * (mark == b"TFL3")) + mark) + bytes(200)
 
 
 @pytest.mark.parametrize("name", ["model.safetensors", "pytorch_model.bin", "w.gguf", "folder"])
-@pytest.mark.parametrize("kind", OTHER_KINDS, ids=lambda kind: kind.name.replace(" ", "-"))
-def test_weights_of_another_kind_are_named_with_what_to_give_instead(tmp_path, kind, name):
-    path = tmp_path / (f"weights{kind.suffix}" if kind.suffix else name)
+@pytest.mark.parametrize("mark", OTHER_KINDS, ids=lambda mark: OTHER_KINDS[mark][0].replace(" ", "-"))
+def test_weights_of_another_kind_are_named_with_what_to_give_instead(tmp_path, mark, name):
+    suffix = mark if isinstance(mark, str) else ""
+    path = tmp_path / (f"weights{suffix}" if suffix else name)
     if name == "folder":
-        path = tmp_path / f"weights{kind.suffix or '.gguf'}"
-    path.write_bytes(of_kind(kind))
+        path = tmp_path / f"weights{suffix or '.gguf'}"
+    path.write_bytes(of_kind(mark))
     with pytest.raises(ValueError, match="which is not read") as raised:
         open_checkpoint(tmp_path if name == "folder" else path)
-    assert str(raised.value) == f"{path} is {kind.name}, which is not read: {kind.remedy}"
+    kind, remedy = OTHER_KINDS[mark]
+    assert str(raised.value) == f"{path} is {kind}, which is not read: {remedy}"
 
 
 def test_an_archive_of_numpy_is_named_and_a_file_of_torch_is_none(tmp_path):

@@ -10,9 +10,9 @@ from safetensors.torch import save_file
 from torch import nn
 
 from halfulp.kernels import same_bits
-from halfulp.observation.checkpoints import _model_order
+from halfulp.observation.checkpoints import _names as _model_order
+from halfulp.observation.checkpoints._names import named_states
 from halfulp.observation.checkpoints._open import open_checkpoint
-from halfulp.observation.checkpoints._state_names import named_states
 
 TRAINERS = r"bias|layernorm|rmsnorm|(?:^|\.)norm(?:$|\.)|_norm(?:$|\.)"
 

@@ -5,8 +5,8 @@ from typing import Any
 import torch
 
 from halfulp.observation._finding import Finding
+from halfulp.observation._record import ParameterRecord, Realised, Record, StepRecord, TensorRecord
 from halfulp.observation.findings import KINDS
-from halfulp.observation.record._record import ParameterRecord, Realised, Record, StepRecord, TensorRecord
 
 HALF, BRAIN, SINGLE = torch.float16, torch.bfloat16, torch.float32
 

@@ -4,7 +4,7 @@ import math
 
 import pytest
 
-from halfulp.observation.record._record import AverageRecord, Realised, Record
+from halfulp.observation._record import AverageRecord, Realised, Record
 
 from .records import BRAIN, found, parameter, realised, severity
 

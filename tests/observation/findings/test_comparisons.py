@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 
-from halfulp.observation.record._record import Difference, Record, StepRecord
+from halfulp.observation._record import Difference, Record, StepRecord
 
 from .records import found, severity
 

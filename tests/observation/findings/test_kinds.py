@@ -11,8 +11,8 @@ import torch
 import halfulp as hu
 from halfulp.observation import Finding, FindingKind, register_finding
 from halfulp.observation._finding import ranked
+from halfulp.observation._record import Record, Role
 from halfulp.observation.findings import KINDS, findings_of, get_kind
-from halfulp.observation.record._record import Record, Role
 
 from .records import parameter, realised
 

@@ -4,7 +4,7 @@ import re
 
 import pytest
 
-from halfulp.observation._causes import causes_of
+from halfulp.observation._finding import causes_of
 from halfulp.observation.findings import KINDS
 
 from ..plants.registry import PLANTS

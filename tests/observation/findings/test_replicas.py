@@ -28,6 +28,5 @@ torch.distributed.destroy_process_group()
 """
 
 
-def test_ranks_that_hold_different_weights_are_found_and_equal_ones_are_not(in_two_processes, needs_torch):
-    needs_torch("observations that compare ranks")
+def test_ranks_that_hold_different_weights_are_found_and_equal_ones_are_not(in_two_processes):
     in_two_processes(SCRIPT)

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from halfulp.observation.record._record import Expectation, Record
+from halfulp.observation._record import Expectation, Record
 
 from .records import BRAIN, HALF, SINGLE, found, parameter, severity
 

@@ -2,7 +2,7 @@
 
 import pytest
 
-from halfulp.observation.record._record import Record, StepRecord
+from halfulp.observation._record import Record, StepRecord
 
 from .records import found, severity, tensors, with_scale
 

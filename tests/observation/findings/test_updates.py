@@ -7,7 +7,7 @@ import pytest
 import torch
 
 import halfulp as hu
-from halfulp.observation.record._record import Realised, RoundingRecord, StepRecord
+from halfulp.observation._record import Realised, RoundingRecord, StepRecord
 
 from .records import BRAIN, SINGLE, found, parameter, realised, severity, tensor
 

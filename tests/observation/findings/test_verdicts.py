@@ -13,9 +13,9 @@ import halfulp as hu
 from halfulp import formats
 from halfulp._qualified_names import pattern_of
 from halfulp.observation._finding import Finding, in_words
+from halfulp.observation._record import AverageRecord, Record, StepRecord
 from halfulp.observation.findings import KINDS, findings_of
 from halfulp.observation.findings._kind import causes_first
-from halfulp.observation.record._record import AverageRecord, Record, StepRecord
 
 from .records import found, parameter, realised, tensor
 

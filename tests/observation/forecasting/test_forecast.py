@@ -10,8 +10,7 @@ from torch import nn
 
 import halfulp as hu
 from halfulp import formats
-from halfulp.observation.forecasting._rounded_walk import freeze_step, walk
-from halfulp.observation.forecasting._spacing import gaps, to_format
+from halfulp.observation.forecasting._layers import freeze_step, gaps, to_format, walk
 from halfulp.observation.forecasting._update_sizes import UpdateSizes, noise_size
 
 

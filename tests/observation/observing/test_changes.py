@@ -7,8 +7,8 @@ import pytest
 import torch
 
 from halfulp.kernels import engine, same_bits
-from halfulp.observation.observing.updates._realised import add_changes
-from halfulp.observation.record._record import Realised
+from halfulp.observation._record import Realised
+from halfulp.observation.observing._batch import add_changes
 
 LENGTHS = (0, 1, 7, 8, 9, 16, 37, 4096)
 

@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 import halfulp as hu
-from halfulp.observation.observing._loss_scales import LossScales
+from halfulp.observation.observing._history import LossScales
 
 
 class CountedScaler(torch.amp.GradScaler):

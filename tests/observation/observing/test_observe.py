@@ -357,8 +357,8 @@ def test_emulated_models_round_nothing_of_the_watching():
 
 
 def test_history_is_thinned_and_loses_no_skips():
-    from halfulp.observation.observing._schedule import MOST_HISTORY, History
-    from halfulp.observation.record._record import StepRecord
+    from halfulp.observation._record import StepRecord
+    from halfulp.observation.observing._history import MOST_HISTORY, History
 
     steps: list[StepRecord] = []
     history = History(steps)

@@ -7,7 +7,7 @@ import torch
 from torch.optim.lr_scheduler import ConstantLR, CosineAnnealingLR, SequentialLR
 
 import halfulp as hu
-from halfulp.observation.observing._schedulers import scheduler_of
+from halfulp.observation.observing._observe import scheduler_of
 
 
 def test_a_scheduler_is_found_and_its_steps_are_counted():

@@ -12,8 +12,8 @@ import torch
 from torch import nn
 
 import halfulp as hu
-from halfulp.observation.observing._rows import MOST_GROUPS, OTHERS, RUN, groups_of
-from halfulp.observation.record._record import ParameterRecord
+from halfulp.observation._record import ParameterRecord
+from halfulp.observation.observing._sinks import MOST_GROUPS, OTHERS, RUN, groups_of
 
 
 def small(dtype=torch.bfloat16):

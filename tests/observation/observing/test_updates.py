@@ -8,7 +8,7 @@ from torch import nn
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 import halfulp as hu
-from halfulp.observation.observing.updates._rounding_decisions import neighbours
+from halfulp.observation.observing._updates import neighbours
 
 OPTIMIZERS = {
     "sgd": lambda p: torch.optim.SGD(p, lr=0.003, momentum=0.9, weight_decay=0.01),
@@ -177,7 +177,7 @@ def test_a_registered_class_is_run_on_shadows():
             step(model, optimizer, torch.ones(2, 8))
         assert seen.record.parameters["weight"].update.known
     finally:
-        from halfulp.observation.observing.updates._elementwise import ELEMENTWISE
+        from halfulp.observation.observing._elementwise import ELEMENTWISE
 
         del ELEMENTWISE[Mine]
     with pytest.raises(TypeError, match="subclass of"):

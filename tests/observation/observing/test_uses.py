@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 
 import halfulp as hu
-from halfulp.observation.observing.modules._uses import Uses
+from halfulp.observation.observing._notebook import Uses
 
 
 class Root(nn.Module):

@@ -12,10 +12,7 @@ import torch
 
 import halfulp as hu
 from halfulp.observation import Finding
-from halfulp.observation.auditing._audit import Audit, Lost, Side, StateAudit, TensorAudit
-from halfulp.observation.page import audit_html, forecast_html, observation_html
-from halfulp.observation.record._plain import plain_record
-from halfulp.observation.record._record import (
+from halfulp.observation._record import (
     Expectation,
     FormatCounts,
     ParameterRecord,
@@ -23,7 +20,10 @@ from halfulp.observation.record._record import (
     Record,
     StepRecord,
     TensorRecord,
+    plain_record,
 )
+from halfulp.observation.auditing._audit import Audit, Lost, Side, StateAudit, TensorAudit
+from halfulp.observation.page import audit_html, forecast_html, observation_html
 
 FORMATS = ("fp16", "bf16", "e5m2", "e4m3fn", "mxfp8_e4m3")
 EVIL = 'layers.0.<b>"evil"</b>&.weight'

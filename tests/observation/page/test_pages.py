@@ -15,8 +15,7 @@ import halfulp as hu
 from halfulp.observation.findings import KINDS
 from halfulp.observation.page import forecast_html, observation_html
 from halfulp.observation.page._findings import cause_cards
-from halfulp.observation.page._history import history_data, history_words
-from halfulp.observation.page._magnitudes import format_limits, map_data
+from halfulp.observation.page._observation import format_limits, history_data, history_words, map_data
 
 
 @pytest.fixture(scope="module")

@@ -6,11 +6,11 @@ import pytest
 import torch
 
 import halfulp as hu
-from halfulp.observation.record._record import TensorRecord
+from halfulp.observation._record import TensorRecord
 from halfulp.observation.sampling._candidates import DEFAULT_FORMATS, Candidates
 from halfulp.observation.sampling._plain import stored
 from halfulp.observation.sampling._sample_places import MOST, RUN, place_key, run_starts, sampled_places, sampling_error
-from halfulp.observation.sampling._sampler import Look, Sampler
+from halfulp.observation.sampling._sampler import Look, look
 from halfulp.observation.sampling._totals import Totals
 
 DTYPES = (torch.float32, torch.float16, torch.bfloat16, torch.float64)
@@ -35,7 +35,7 @@ def observed(x: torch.Tensor, engine: str, key: int = 99, formats=DEFAULT_FORMAT
     found = stored(x)
     totals = Totals(TensorRecord("weight", "w", "", found.dtype), candidates, found.flat.dtype == torch.float64)
     with hu.kernels.engine(engine):
-        (sample,) = Sampler(candidates).look_all([Look(found.flat, found.dtype, key, totals)])
+        (sample,) = look([Look(found.flat, key, found.dtype, totals)], candidates)
     return totals.finish(candidates), sample
 
 

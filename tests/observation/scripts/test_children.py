@@ -8,7 +8,7 @@ import sys
 import pytest
 import torch
 
-from halfulp.observation.scripts._children import Children
+from halfulp.observation.scripts._run import Children
 
 FORK = multiprocessing.get_context("fork")
 

@@ -42,7 +42,7 @@ def audit(
 def _print(found: Any) -> None:
     from rich.text import Text
 
-    from ...observation._listing import listing
+    from ...observation._finding import listing
 
     shown = console()
     for line in listing(found.findings):

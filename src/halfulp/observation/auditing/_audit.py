@@ -11,13 +11,13 @@ from typing import Any, Literal
 import torch
 
 from ..._qualified_names import pattern_of
-from .._causes import plain_causes
-from .._finding import Finding, Severity, in_words, worst_severity
-from .._listing import listing
+from .._finding import Finding, Severity, in_words, listing, plain_causes, worst_severity
 from ..page import write_page
 
 Status = Literal["nonfinite", "dtype-changed", "unchanged", "barely-moved", "constant", "changed"]
 Role = Literal["parameter", "average", "buffer", "unknown"]
+# As the optimizers of torch, torchao, bitsandbytes and halfulp call it.
+SECOND_MOMENTS = ("exp_avg_sq", "max_exp_avg_sq", "square_avg", "second_moment", "state2", "sum")
 WORDS: dict[Status, str] = {
     "nonfinite": "has NaN or infinity",
     "dtype-changed": "another dtype",

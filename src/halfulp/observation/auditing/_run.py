@@ -1,4 +1,4 @@
-"""hu.audit: two checkpoints of one run compared, and what is wrong with the second."""
+"""audit: compare two checkpoints of a run."""
 
 from __future__ import annotations
 
@@ -11,10 +11,9 @@ from typing import Any
 
 from ..._messages import a_kind
 from ...recipes._contract import Contract, contract_differences
+from ..checkpoints._files import Checkpoint
+from ..checkpoints._names import checkpoint_of, named_states
 from ..checkpoints._open import open_checkpoint
-from ..checkpoints._parts import checkpoint_of
-from ..checkpoints._state_names import named_states
-from ..checkpoints._stored import Checkpoint
 from ..findings import findings_of
 from ._audit import Audit
 from ._states import compare_states

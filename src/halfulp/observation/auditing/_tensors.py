@@ -1,4 +1,4 @@
-"""The tensors of two checkpoints, pair by pair: which belong together, and how they differ."""
+"""The tensors of two checkpoints side by side."""
 
 from __future__ import annotations
 
@@ -11,10 +11,9 @@ from torch import Tensor
 
 from ..._messages import listed
 from ...kernels import address, plain
-from .._dtypes import holds_numbers
-from ..checkpoints._pages import map_pages
-from ..checkpoints._state_names import COUNTERS
-from ..checkpoints._stored import Checkpoint, Stored
+from .._text import holds_numbers
+from ..checkpoints._files import Checkpoint, Stored, map_pages
+from ..checkpoints._names import COUNTERS
 from . import _device_functions as d
 from ._audit import Role, Side, Status, TensorAudit
 from ._differences import AT_ONCE, Differences, add_differences, empty_differences
@@ -27,7 +26,6 @@ def compare_tensors(a: Checkpoint, b: Checkpoint, parameters: set[str], share: f
     """Return how each tensor of A differs from that of its name in B.
 
     Args:
-        a, b: open checkpoints of one model.
         parameters: names that an optimizer holds.
         share: below which mean change in ulps a tensor counts as barely moved.
 

@@ -1,4 +1,4 @@
-"""Opening a checkpoint: which of the known layouts a path holds."""
+"""A checkpoint of any layout as weights, optimizer states and options."""
 
 from __future__ import annotations
 
@@ -10,13 +10,19 @@ from typing import Any
 
 from ..._messages import listed
 from ...optim.parameters._random_identity import plain_names
-from ._dcp_folder import METADATA, open_dcp
-from ._deepspeed import is_partition, partitions, refuse
-from ._other_kinds import refuse_other_kind
-from ._parts import CONTRACT, checkpoint_of, optimizers_of
-from ._safetensors_file import open_safetensors
-from ._stored import Checkpoint, Stored
-from ._torch_file import load_torch_file
+from ._files import (
+    METADATA,
+    Checkpoint,
+    Stored,
+    is_partition,
+    load_torch_file,
+    open_dcp,
+    open_safetensors,
+    partitions,
+    refuse,
+    refuse_other_kind,
+)
+from ._names import CONTRACT, checkpoint_of, optimizers_of
 
 _TORCH = (".pt", ".pth", ".bin", ".ckpt", ".tar")
 _WEIGHTS = (

@@ -9,11 +9,11 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import torch
 
 from ..._names import enter, unknown, words_of
-from .._dtypes import is_wide
 from .._finding import Finding, Severity, ranked
+from .._text import is_wide
 
 if TYPE_CHECKING:
-    from ..record._record import Record
+    from .._record import Record
 
 KINDS: dict[str, type[FindingKind]] = {}
 # The most that a forecast is sure: the schedule, and the gradients that make the updates, are still to come.

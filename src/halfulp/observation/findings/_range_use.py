@@ -4,7 +4,7 @@ import math
 
 from ... import formats
 from ...formats import Format
-from ..record._record import Record, Role, TensorRecord
+from .._record import Record, Role, TensorRecord
 
 # bfloat16's and float32's largest numbers are beyond this power of two.
 WIDE = 2.0**100

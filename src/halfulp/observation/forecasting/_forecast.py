@@ -1,9 +1,9 @@
-"""hu.forecast: at which step each layer freezes, before the training that would show it."""
+"""forecast: what rounding will take of a training, before it runs."""
 
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -15,17 +15,13 @@ from ... import formats
 from ..._messages import a_kind, listed
 from ...kernels import in_float64
 from ...optim._inner_optimizer import inner_optimizer
-from .._causes import plain_causes
-from .._finding import Finding
+from .._finding import Finding, listing, plain_causes
+from .._text import dtype_name
 from ..findings import findings_of
 from ..page import write_page
-from ._costs import costs
-from ._data import ForecastData
-from ._from_checkpoint import read_checkpoint
-from ._inputs import Inputs, Trained, from_optimizer, from_rate, named_tensors, states_by_name
-from ._layer import forecast_layer, sample_of
+from ._inputs import Inputs, Trained, from_optimizer, from_rate, named_tensors, read_checkpoint, states_by_name
+from ._layers import ForecastData, LayerForecast, costs, forecast_layer, sample_of
 from ._schedule import Schedule, learning_rates, schedule_name
-from ._table import as_text
 
 # Elements times leaps over all layers that are followed in some seconds.
 _BUDGET = 2.4e7
@@ -252,3 +248,64 @@ def _finite(plain: dict[str, Any]) -> dict[str, Any]:
     return {
         key: None if isinstance(value, float) and value in (float("inf"),) else value for key, value in plain.items()
     }
+
+
+HEADERS = ("layer", "dtype", "freezes at step", "lr there", "updates lost", "decay lost", "SR: steps to a signal")
+COST_HEADERS = ("weights", "bytes per parameter", "in all", "keeps the updates")
+_MOST = 40
+
+
+def as_text(forecast: ForecastData, findings: Sequence[Finding]) -> str:
+    """Return the findings, a table of the layers, the costs and the notes."""
+    lines = [f"{forecast.rule}, {forecast.schedule} schedule, steps {forecast.start} to {forecast.steps}"]
+    lines += ["", *listing(findings)]
+    lines += ["", *aligned(HEADERS, map(row, forecast.layers[:_MOST]))]
+    if len(forecast.layers) > _MOST:
+        lines.append(f"... and {len(forecast.layers) - _MOST} more (.layers)")
+    if forecast.costs:
+        lines += ["", *aligned(COST_HEADERS, cost_rows(forecast))]
+    return "\n".join([*lines, *([""] if forecast.notes else []), *forecast.notes])
+
+
+def row(layer: LayerForecast) -> tuple[str, ...]:
+    """Return the cells of one layer."""
+    frozen = "not known" if layer.updates is None else "never" if layer.freeze_step is None else f"{layer.freeze_step}"
+    return (
+        layer.name,
+        dtype_name(layer.dtype),
+        frozen if layer.weight_update == "nearest" or layer.updates is None else f"({frozen})",
+        "" if layer.freeze_lr is None else f"{layer.freeze_lr:.2g}",
+        "" if layer.lost_share is None else f"{layer.lost_share:.0%}",
+        "" if layer.decay_lost is None else f"{layer.decay_lost:.0%}",
+        "" if layer.noise_steps is None else f"{layer.noise_steps:,.0f}",
+    )
+
+
+def cost_rows(forecast: ForecastData) -> list[tuple[str, ...]]:
+    """Return the cells of what each weight update costs."""
+    return [
+        (cost.weight_update, f"{cost.bytes_per_parameter:g}", size(cost.total), cost.keeps) for cost in forecast.costs
+    ]
+
+
+def size(count: int) -> str:
+    """Return a number of bytes in words.
+
+    >>> size(512), size(3 * 10**9)
+    ('512 B', '3 GB')
+    """
+    for unit, factor in (("GB", 10**9), ("MB", 10**6), ("kB", 10**3)):
+        if count >= factor:
+            return f"{count / factor:.3g} {unit}"
+    return f"{count} B"
+
+
+def aligned(headers: Sequence[str], rows: Iterable[Sequence[str]]) -> list[str]:
+    """Return lines with columns of equal width, the first to the left and all others to the right."""
+    lines = [tuple(headers), *rows]
+    widths = [max(len(line[column]) for line in lines) for column in range(len(headers))]
+    return ["  ".join(map(_padded, range(len(headers)), line, widths)).rstrip() for line in lines]
+
+
+def _padded(column: int, cell: str, width: int) -> str:
+    return cell.rjust(width) if column else cell.ljust(width)

@@ -1,9 +1,10 @@
-"""What a forecast starts from: named weights, the optimizer's states and options of each, the step it is at."""
+"""What a forecast starts from: a model, a checkpoint or a table of layers."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -15,7 +16,10 @@ from ... import formats
 from ..._messages import a_kind, listed
 from ..._names import unknown
 from ...optim import Optimizer as HalfulpOptimizer
-from .._dtypes import holds_numbers
+from .._text import holds_numbers
+from ..checkpoints._files import OptimizerStates, Stored
+from ..checkpoints._names import named_states
+from ..checkpoints._open import open_checkpoint
 
 RULES = ("AdamW", "Adam", "SGD", "Lion")
 # torch's defaults, and those of the paper for Lion (arXiv 2302.06675).
@@ -36,11 +40,9 @@ class Trained:
     """One parameter that an optimizer steps.
 
     Attributes:
-        name: qualified.
         value: its elements, of a floating-point dtype.
         dtype: what it will be trained in.
         state: the optimizer's tensors and numbers for it; empty without.
-        options: of its group.
         group: index of its group.
         gradient: its current gradient, None without one.
         weight_update: "nearest" for every optimizer but halfulp's.
@@ -292,3 +294,75 @@ def _start(found: Sequence[Trained]) -> int:
 def number(value: Any) -> float:
     """Return a number that may be a tensor of one element."""
     return float(value.item() if isinstance(value, Tensor) else value)
+
+
+@dataclass(frozen=True)
+class Saved:
+    """What a checkpoint holds.
+
+    Attributes:
+        weights: named tensors.
+        states: the optimizer's, by parameter name.
+        options: of each parameter's group, by parameter name.
+        unseen: sentences that say what could not be read.
+        all_stepped: names of all parameters that the checkpoint's optimizers step; None where that is not known.
+    """
+
+    weights: list[tuple[str, Tensor]]
+    states: dict[str, Mapping[str, Any]]
+    options: dict[str, Mapping[str, Any]]
+    unseen: tuple[str, ...]
+    all_stepped: frozenset[str] | None = None
+
+    def trained(self) -> tuple[list[tuple[str, Tensor]], str | None]:
+        """Return the weights that a training goes on with, and a sentence on those that it does not step.
+
+        Averages of the weights, and what no optimizer of the checkpoint holds, stand still because nothing steps them.
+        """
+        averages = average_prefixes(name for name, _ in self.weights)
+        kept: list[tuple[str, Tensor]] = []
+        left: list[tuple[str, Tensor]] = []
+        for name, tensor in self.weights:
+            stepped = self.all_stepped is None or name in self.all_stepped
+            apart = not stepped or (self.all_stepped is None and name.startswith(averages))
+            (left if apart else kept).append((name, tensor))
+        if not left or not kept:
+            return self.weights, None
+        why = "averages of the weights" if self.all_stepped is None else "in no optimizer of the checkpoint"
+        return kept, f"{listed([name for name, _ in left])} are {why}: left out"
+
+    @property
+    def has_rates(self) -> bool:
+        """Whether an optimizer with learning rates is saved beside the weights."""
+        return bool(self.options) and all("lr" in options for options in self.options.values())
+
+
+def read_checkpoint(path: str | Path) -> Saved:
+    """Open a checkpoint of any known layout; nothing that it holds is executed.
+
+    Raises:
+        ValueError: it is no checkpoint, truncated, or not plain data.
+    """
+    opened = open_checkpoint(path)
+    unseen = list(opened.unseen)
+    states = named_states(opened, unseen)
+    return Saved(
+        [(name, stored.read(None)) for name, stored in opened.tensors.items()],
+        {
+            name: {**state.values, **{key: _tensor(value) for key, value in state.tensors.items()}}
+            for name, state in states.items()
+        },
+        {name: state.options for name, state in states.items()},
+        tuple(unseen),
+        frozenset(states) if states and len(states) == sum(map(_members, opened.optimizers)) else None,
+    )
+
+
+def _members(optimizer: OptimizerStates) -> int:
+    return sum(len(group.get("params") or ()) for group in optimizer.groups)
+
+
+def _tensor(value: Any) -> Tensor:
+    found = value.read(None) if isinstance(value, Stored) else value
+    assert isinstance(found, Tensor), "states of a checkpoint are tensors"
+    return found

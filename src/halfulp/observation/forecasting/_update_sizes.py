@@ -65,12 +65,7 @@ def update_sizes(
     """Return the updates of a sample of a parameter's elements; None where nothing tells their size.
 
     Args:
-        trained: the parameter.
-        inputs: what all parameters share.
         index: positions of the sample among the flattened elements.
-        weights: the sample, float64.
-        steps: coming steps.
-        generator: of the random part.
     """
     if inputs.rule == "Lion":
         return UpdateSizes(

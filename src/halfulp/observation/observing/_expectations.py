@@ -1,24 +1,98 @@
-"""Dtypes and formats that were asked for, by the user, autocast or a trainer, beside those that are there."""
+"""Dtypes and formats that were asked for, beside those that are there."""
 
 from __future__ import annotations
 
+import dataclasses
 import fnmatch
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, TypeAlias
 
 import torch
 from torch import nn
 
 from ..._messages import a_kind
-from ...formats import Format, get
+from ..._torch_versions import find_dtype
+from ...formats import BlockFormat, Format, get
 from ...optim.parameters._local_tensors import memory
-from ...recipes._contract import Contract
+from ...recipes._contract import KEY, Contract, ContractDifference, contract, contract_differences
 from ...rounding import quantize
-from .._dtypes import dtype_name
-from ..record._record import Expectation, Record
+from .._record import Expectation, Record, Role, TensorRecord
+from .._text import dtype_name
+from ..sampling._candidates import AnyFormat, candidate
 from ..sampling._plain import stored
-from ._resumed import ResumedRun
+
+SOURCE = "contract"
+
+
+def as_contract(given: object) -> Contract | None:
+    """Return the contract that is given, itself or as the plain data it is saved as; None where none is.
+
+    Raises:
+        ValueError: the data is damaged, or of a later version.
+    """
+    if isinstance(given, Contract):
+        return given
+    if isinstance(given, Mapping) and (KEY in given or {"version", "tensors"} <= given.keys()):
+        return Contract.from_dict(given)
+    return None
+
+
+class ResumedRun:
+    """How a contract says that tensors are held, and how model and optimizers hold them.
+
+    Dtypes and weight updates are those at the time when this is made, since a model may be cast to be saved after the
+    run; states are those of the optimizers when they are compared, since a new one has none before its first step.
+    """
+
+    def __init__(self, asked: Contract, model: nn.Module, optimizers: Sequence[torch.optim.Optimizer]) -> None:
+        self._contract, self._model, self._optimizers = asked, model, list(optimizers)
+        self._there = contract(model, self._optimizers)
+
+    def compare(self) -> list[Expectation]:
+        """Return what the contract says: of each dtype its tensors, and whatever else differs."""
+        now = contract(self._model, self._optimizers).tensors
+        there = {
+            name: dataclasses.replace(terms, states=now[name].states if name in now else {})
+            for name, terms in self._there.tensors.items()
+        }
+        found = contract_differences(self._contract, Contract(there), with_optimizer=bool(self._optimizers))
+        others: dict[tuple[str, str], Expectation] = {}
+        for one in found:
+            if one.field != "dtype" and not _follows(one, found):
+                asked = others.setdefault((one.field, one.before), _expected(f"{one.field} {one.before}"))
+                asked.matched.append(one.name)
+                asked.other[one.name] = one.after
+        return [*others.values(), *self._dtypes(found)]
+
+    def _dtypes(self, found: Sequence[ContractDifference]) -> list[Expectation]:
+        changed = {one.name: _short(one.after) for one in found if one.field == "dtype"}
+        by_dtype: dict[str, Expectation] = {}
+        for name, terms in self._contract.tensors.items():
+            if name in self._there.tensors:
+                asked = by_dtype.setdefault(terms.dtype, _expected(_short(terms.dtype)))
+                asked.matched.append(name)
+                if name in changed:
+                    asked.other[name] = changed[name]
+        return list(by_dtype.values())
+
+
+def _follows(one: ContractDifference, found: Sequence[ContractDifference]) -> bool:
+    """Return whether a plain tensor's storage differs as its dtype does."""
+    return one.field == "storage" and any(
+        (other.name, other.field, other.before, other.after) == (one.name, "dtype", one.before, one.after)
+        for other in found
+    )
+
+
+def _expected(asked: str) -> Expectation:
+    return Expectation("*", asked, source=SOURCE)
+
+
+def _short(name: str) -> str:
+    dtype = find_dtype(name)
+    return name if dtype is None else dtype_name(dtype)
+
 
 Asked: TypeAlias = Mapping[str, torch.dtype | str | Format] | Contract | ResumedRun
 # What autocast, and trainers that use it, compute in the lower precision.
@@ -49,7 +123,6 @@ class Expectations:
     """Compares what was asked for with what is there.
 
     Args:
-        model: the model.
         expect: formats by pattern, a glob over the names of modules and parameters; or a run that resumed under a
             contract.
     """
@@ -149,3 +222,53 @@ def _holds_values(parameter: torch.Tensor, asked: Format) -> bool:
     if found is None or found.flat.dtype.itemsize < 2:
         return False
     return bool((quantize(found.flat, asked) == found.flat).all())
+
+
+Formats: TypeAlias = Mapping[str, AnyFormat]
+ROLES: tuple[Role, ...] = ("activation", "activation gradient")
+
+
+class Quantized:
+    """Says which format the tensors of a module are quantized to, and compares samples with what that leaves of them.
+
+    Args:
+        given: formats by patterns over the names of its modules; of several that match the first counts.
+
+    Raises:
+        TypeError: no mapping from patterns to formats.
+        ValueError: an unknown format, or a pattern that matches no module.
+    """
+
+    def __init__(self, model: nn.Module, given: Formats | None) -> None:
+        self.formats: dict[str, Format | BlockFormat] = {}
+        if given is None:
+            return
+        if not isinstance(given, Mapping) or not all(isinstance(pattern, str) for pattern in given):
+            raise TypeError(f'quantized= takes a dict such as {{"layers.*": "mxfp8_e4m3"}}, got {given!r}')
+        names = [name for name, _ in model.named_modules()]
+        for pattern, format in given.items():
+            matched = [name for name in names if fnmatch.fnmatchcase(name, pattern)]
+            if not matched:
+                raise ValueError(
+                    f"quantized=: {pattern!r} matches no module: take names from model.named_modules(), with * for a "
+                    f"layer's number, such as {', '.join(map(repr, names[1:4])) or repr('')}"
+                )
+            found = candidate(format)
+            for name in matched:
+                self.formats.setdefault(name, found)
+
+    def note(self, record: TensorRecord, sample: torch.Tensor) -> None:
+        """Write the format of a tensor, and the error of rounding its sample to it, into its record.
+
+        Args:
+            sample: its sampled elements, in aligned runs.
+        """
+        format = self.formats.get(record.name) if record.role in ROLES else None
+        if format is None:
+            return
+        record.asked_format = format.name
+        finite = torch.where(sample.isfinite(), sample, 0.0)
+        short = -len(finite) % format.block if isinstance(format, BlockFormat) else 0
+        rounded = quantize(nn.functional.pad(finite, (0, short)), format)[: len(finite)]
+        error: Any = (rounded.double() - finite.double()).square().mean().sqrt()
+        record.quantization_error = float(error) if len(finite) else None

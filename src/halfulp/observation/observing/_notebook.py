@@ -4,24 +4,40 @@ from __future__ import annotations
 
 import functools
 import time
-from collections.abc import Callable, Sequence
+import weakref
+from array import array
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, TypeVar
 
 import numpy as np
 import torch
 from torch.utils._python_dispatch import _disable_current_modes
 
-from ...kernels import select_engine
+from ...kernels import plain_address, select_engine
 from ...rounding import mix64, mix64_all
-from ..record._record import Record, Role, TensorRecord
+from .._record import Record, Role, TensorRecord
 from ..sampling._candidates import AnyFormat, Candidates, candidate
+from ..sampling._kernel import (
+    BINS,
+    BROKEN,
+    COLUMNS,
+    COUNT,
+    DATA,
+    FRESH,
+    INFINITE_WORD,
+    INTEGERS,
+    KERNEL_DTYPES,
+    KEY,
+    LARGEST_WORD,
+    REALS_AT,
+    ROOM,
+    SAMPLE,
+)
 from ..sampling._plain import Stored, stored
-from ..sampling._reference import sample_of
-from ..sampling._sample_places import name_key
-from ..sampling._sampler import Look, Sampler, signed
+from ..sampling._sample_places import MOST, name_key
+from ..sampling._sampler import Look, checked_kernel, constants, look, signed
 from ..sampling._totals import STEP_NONFINITE, Totals, is_wide
-from ._quantized import Quantized
-from .modules._uses import Uses
+from ._expectations import Quantized
 
 SEED = 0
 _FIRST_STEP = mix64(SEED, 0)
@@ -32,10 +48,9 @@ class Notebook:
     """What all hooks of an observation share.
 
     Attributes:
-        record: what is filled.
         quantized: formats that tensors go through afterwards; their block formats are counted too.
         candidates: the formats that samples are counted in.
-        sampler: looks at tensors.
+        scratch: address of room for one sample in float32, and for the counts of its exponents behind.
         step: number of the running step, from 0.
         sampling: whether tensors of the running step are looked at.
         position: how many tensors were looked at in this step.
@@ -56,7 +71,8 @@ class Notebook:
         for format in counted:
             also.pop(format.name, None)
         self.candidates: Candidates = Candidates([*counted, *also.values()])
-        self.sampler: Sampler = Sampler(self.candidates)
+        self._scratch: np.ndarray = np.empty(ROOM, np.float32)
+        self.scratch: int = self._scratch.ctypes.data
         self.totals: dict[tuple[Role, str], Totals] = {}
         self.step: int = 0
         self.sampling: bool = False
@@ -128,13 +144,10 @@ class Notebook:
         found = stored(tensor)
         if found is None:
             return None
-        totals = self.totals_of(role, name, kind, found._replace(scale=found.scale * scale))
-        if totals.opens(self.step):
-            totals.begin_step()
-        self.sampler.look(Look(found.flat, found.dtype, self.key(name), totals))
-        self.note_nonfinite(totals)
+        (sample,) = self.look_all(role, [(name, kind, found._replace(scale=found.scale * scale))])
+        totals = self.totals[role, name]
         if self.quantized is not None and self.quantized.formats:
-            self.quantized.note(totals.record, sample_of(found.flat.reshape(-1), self.key(name)))
+            self.quantized.note(totals.record, sample)
         return totals
 
     def look_all(self, role: Role, named: Sequence[tuple[str, str, Stored]]) -> list[torch.Tensor]:
@@ -144,10 +157,10 @@ class Notebook:
             totals = self.totals_of(role, name, kind, found)
             if totals.opens(self.step):
                 totals.begin_step()
-            looks.append(Look(found.flat, found.dtype, self.key(name), totals))
-        samples = self.sampler.look_all(looks)
-        for look in looks:
-            self.note_nonfinite(look.totals)
+            looks.append(Look(found.flat, self.key(name), found.dtype, totals))
+        samples = look(looks, self.candidates)
+        for name, _, _ in named:
+            self.note_nonfinite(self.totals[role, name])
         return samples
 
     def note_nonfinite(self, totals: Totals) -> None:
@@ -202,3 +215,131 @@ def watching(function: Watch) -> Watch:
             book.seconds += time.perf_counter() - begin
 
     return hook  # type: ignore[return-value]
+
+
+class TensorSlot:
+    """One role at one name.
+
+    Attributes:
+        totals: its counts; None before the first look.
+    """
+
+    __slots__ = ("_arguments", "_dtype", "_kernel", "_row", "_words", "book", "kind", "name", "role", "totals")
+
+    def __init__(self, book: Notebook, role: Role, name: str, kind: str) -> None:
+        self.book, self.role, self.name, self.kind = book, role, name, kind
+        self.totals: Totals | None = None
+        self._dtype: torch.dtype | None = None
+        self._row: int = book.row_of(name)
+        self._words: array[int] = array("q", bytes(8 * COLUMNS))  # the kernel's table of one row
+        self._arguments: tuple[int, ...] = (self._words.buffer_info()[0], *book.candidates.arguments)
+        self._kernel: Callable[..., None] | None = None
+
+    def look_quickly(self, tensor: torch.Tensor, scale: float = 1.0) -> bool:
+        """Count a plain tensor of the dtype that was seen last, where no mode of torch watches; False elsewhere.
+
+        No operator of torch runs, so that nothing about gradients, modes and errors has to be arranged.
+        """
+        book = self.book
+        if self._dtype is not tensor.dtype or not book.by_kernel or book.inside or is_watched():
+            return False
+        begin = time.perf_counter()
+        at, totals, row = plain_address(tensor), self.totals, self._words
+        if not at or totals is None or self._kernel is None:
+            return False
+        if totals.step != book.step and totals.opens(book.step):
+            row[FRESH], row[KEY] = 1, int(book.keys[self._row])
+        row[DATA], row[COUNT] = at, tensor.numel()
+        totals.record.scale = scale
+        book.inside = True  # the kernel runs without the interpreter's lock, and samples share their room
+        self._kernel(0, 1, *self._arguments)
+        book.inside = False
+        if row[BROKEN]:
+            book.note_nonfinite(totals)
+        else:
+            book.position += 1
+        book.seconds += time.perf_counter() - begin
+        return True
+
+    def look(self, tensor: torch.Tensor, scale: float = 1.0) -> Totals | None:
+        """Count any tensor; None where its numbers cannot be read. Call it as `watching` functions do."""
+        book, self._dtype = self.book, None
+        self.totals = totals = book.look(self.role, self.name, self.kind, tensor, scale)
+        asked = book.quantized is not None and bool(book.quantized.formats)
+        if totals is None or asked or not book.by_kernel or tensor.dtype not in KERNEL_DTYPES:
+            return totals
+        if plain_address(tensor):
+            row, places = self._words, (INTEGERS, REALS_AT, LARGEST_WORD, INFINITE_WORD)
+            for place, word in zip(places, constants(totals, tensor.dtype, tensor.dtype)):
+                row[place] = word
+            row[SAMPLE], row[BINS] = book.scratch, book.scratch + 4 * MOST
+            row[KEY] = int(book.keys[self._row])
+            self._kernel, self._dtype = checked_kernel(tensor.dtype), tensor.dtype
+        return totals
+
+
+def is_watched() -> bool:
+    """Return whether a mode of torch would see the functions that are called now, or a compiler traces them."""
+    modes = torch._C._is_torch_function_mode_enabled() or torch._C._len_torch_dispatch_stack()
+    return bool(modes) or torch.compiler.is_compiling()
+
+
+# Outputs of many forward passes without an optimizer's step, before those that are gone are looked for.
+MOST_ALIVE = 10_000
+
+
+class Uses:
+    """Follows tensors by identity from the module that made them to those that take them; keeps none alive."""
+
+    def __init__(self) -> None:
+        self._made: dict[int, tuple[weakref.ref[torch.Tensor], str]] = {}
+        self._takers: dict[str, dict[str, None]] = {}
+        self._outermost: dict[str, str] = {}
+
+    def forget(self) -> None:
+        """Forget the tensors of a step; what was learned of names stays."""
+        self._made.clear()
+
+    def note(self, name: str, inputs: Iterable[Any], output: Any) -> None:
+        """Note that a module has run; modules inside it have been noted before.
+
+        Args:
+            inputs: what it was given.
+            output: what it returned, a tensor or a container of tensors.
+        """
+        made = self._made
+        for one in inputs:
+            known = made.get(id(one))
+            # What hands its input on makes nothing of the gradient either.
+            if known is not None and one is not output and known[0]() is one:
+                self._takers.setdefault(known[1], {})[name] = None
+        if isinstance(output, torch.Tensor):
+            self._enter(name, output)
+        elif isinstance(output, tuple | list | Mapping):
+            for one in output.values() if isinstance(output, Mapping) else output:
+                if isinstance(one, torch.Tensor):
+                    self._enter(name, one)
+
+    def _enter(self, name: str, tensor: torch.Tensor) -> None:
+        made = self._made
+        known = made.get(id(tensor))
+        if known is not None and known[0]() is tensor:
+            self._outermost[known[1]] = name
+            return
+        if len(made) > MOST_ALIVE:
+            self._made = made = {key: pair for key, pair in made.items() if pair[0]() is not None}
+        made[id(tensor)] = weakref.ref(tensor), name
+
+    def sources(self, name: str) -> tuple[str, ...]:
+        """Return the innermost modules that took a module's output, else the one whose own code did, if any."""
+        takers = self._takers.get(name, {})
+        innermost = [one for one in takers if not any(_within(other, one) for other in takers)]
+        if innermost:
+            return tuple(innermost)
+        outermost = self._outermost.get(name, name)
+        return (outermost.rpartition(".")[0],) if outermost else ()
+
+
+def _within(name: str, module: str) -> bool:
+    """Return whether a module lies in another; "" is the whole model."""
+    return name != module and (not module or name.startswith(f"{module}."))

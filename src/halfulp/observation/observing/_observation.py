@@ -17,27 +17,23 @@ from torch.utils.hooks import RemovableHandle
 from ...optim import EMA
 from ...optim.parameters._local_tensors import memory
 from ...sinks import Sink
-from .._causes import plain_causes
-from .._finding import Finding
+from .._finding import Finding, listing, plain_causes
+from .._record import Record, StepRecord, plain_record
+from .._text import times
 from ..findings import findings_of
 from ..page import write_page
-from ..record._plain import plain_record
-from ..record._record import Record, StepRecord
 from ..sampling._candidates import AnyFormat
-from ._expectations import Asked, Expectations, checked
-from ._loss_scales import LossScales
+from ..sampling._sampler import prepare_kernels
+from ._averages import WeightAverages
+from ._expectations import Asked, Expectations, Formats, Quantized, checked
+from ._gradient_hooks import GradientHooks
+from ._history import History, LossScales, loss_gap
+from ._module_hooks import ModuleHooks
 from ._notebook import Notebook, watching
-from ._optimizers import Optimizers
-from ._parameters import Parameters
-from ._quantized import Formats, Quantized
-from ._schedule import History, loss_gap
+from ._optimizers import Optimizers, Parameters
+from ._ranks import Ranks
 from ._sinks import Sinks
-from ._summary import summary
-from .modules._module_hooks import ModuleHooks
-from .processes._processes import Processes
-from .updates._gradient_hooks import GradientHooks
-from .updates._updates import Updates
-from .updates._weight_averages import WeightAverages
+from ._updates import Updates
 
 # Losses of sampled steps that tell how far neighbouring ones are apart.
 RECENT_LOSSES = 256
@@ -79,7 +75,7 @@ class Observation:
         self._expectations = Expectations(model, checked(expect))
         self._modules = ModuleHooks(self.book, model, self._expectations, check)
         self._averages = WeightAverages(self.book, average, model)
-        self._processes = Processes(self.book, model, self._parameters.named)
+        self._ranks = Ranks(self.book, model, self._parameters.named)
         self._gradients = GradientHooks(self.book, self._parameters.trainable())
         self._updates = {
             id(one): Updates(self.book, one, self._steps.followed(one, self._parameters.names))
@@ -102,7 +98,7 @@ class Observation:
         """
         if self._began is not None:
             raise RuntimeError("the observation runs already: call stop() before start()")
-        self.book.sampler.prepare([torch.float32, *(memory(p).dtype for p in self._parameters.named.values())])
+        prepare_kernels([torch.float32, *(memory(p).dtype for p in self._parameters.named.values())])
         self._began = time.perf_counter()
         for optimizer in self.optimizers:
             self._handles.append(optimizer.register_step_pre_hook(self._before_step))
@@ -116,7 +112,7 @@ class Observation:
     def stop(self) -> Observation:
         """Remove all hooks; the record stays, and a later `start` goes on with it.
 
-        Of several processes, each waits for what the others saw in the last sampled step, two seconds at most.
+        Of several processes, each compares what it saw with the others, for which it waits five seconds at most.
         """
         return self._stop(patient=True)
 
@@ -151,7 +147,6 @@ class Observation:
     def record(self) -> Record:
         """All that was counted so far."""
         if self._began is not None:
-            self._hear()
             self._count()
         self._note_unseen()
         record = self.book.finish()
@@ -273,11 +268,10 @@ class Observation:
         step = StepRecord(book.step, book.sampling, None if lr is None else float(lr), scale, skipped)
         step.scheduled, step.loss = self._scales.scheduled(), loss
         try:
-            self._processes.follow()
             if book.sampling:
                 record.sampled_steps.append(book.step)
                 self._modules.finish_step()
-                self._processes.publish(self._rounding_errors())
+                self._ranks.note_step(self._rounding_errors())
                 record.sites = self._scales.sites()
                 exponents = [site["exponent"] for site in record.sites]
                 step.exponents = (min(exponents), max(exponents)) if exponents else None
@@ -332,15 +326,11 @@ class Observation:
     @watching
     def _enter(self) -> None:
         self._scales.begin(self.optimizers)
-        self._processes.begin(self._next_step())
-
-    @watching
-    def _hear(self) -> None:
-        self._processes.follow(at_once=True)
+        self._ranks.begin(self._next_step())
 
     @watching
     def _leave(self, patient: bool) -> None:
-        self._processes.end(patient)
+        self._ranks.end(patient)
 
     @watching
     def _remember(self) -> None:
@@ -380,3 +370,40 @@ class Observation:
                 "no module of the model was seen to run: it runs compiled, or under another object; activations and "
                 "their gradients are not observed"
             )
+
+
+ROLES = ("activation", "weight", "activation gradient", "weight gradient", "update", "first moment", "second moment")
+
+
+def summary(record: Record, findings: Sequence[Finding], steps: int, interval: int, overhead: float | None) -> str:
+    """Return the lines."""
+    return "\n".join([*listing(findings), "", *_seen(record, steps, interval), *_unseen(record), *_cost(overhead)])
+
+
+def _seen(record: Record, steps: int, interval: int) -> list[str]:
+    skipped = f", {record.skipped} skipped by the gradient scaler" if record.skipped else ""
+    lines = [f"{steps} steps{skipped}; {len(record.sampled_steps)} sampled (one in {interval})"]
+    if not record.tensors:
+        return lines
+    lines.append(f"{'role':<20} {'tensors':>7} {'largest':>10} {'smallest':>10} {'zeros':>7} {'not finite':>10}")
+    for role in ROLES:
+        found = [tensor for (of, _), tensor in record.tensors.items() if of == role]
+        if found:
+            elements = max(1, sum(tensor.elements for tensor in found))
+            zeros = sum(tensor.zeros for tensor in found) / elements
+            amax, amin = max(t.amax for t in found), min(t.amin for t in found)
+            broken = sum(tensor.nonfinite for tensor in found)
+            lines.append(f"{role:<20} {len(found):>7} {amax:>10.3g} {amin:>10.3g} {zeros:>7.1%} {broken:>10}")
+    seen = sum(p.update.seen for p in record.parameters.values())
+    if seen:
+        lost = sum(p.update.cancelled for p in record.parameters.values())
+        lines.append(f"updates: {lost / seen:.1%} of {seen} sampled nonzero ones left their weight as it was")
+    return lines
+
+
+def _unseen(record: Record) -> list[str]:
+    return [f"not observed: {sentence}" for sentence in record.unseen]
+
+
+def _cost(overhead: float | None) -> list[str]:
+    return [] if overhead is None else [f"time spent observing: {times(overhead)} the run's own"]

@@ -2,22 +2,21 @@
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import nn
+from torch.optim.lr_scheduler import LRScheduler
 
 from ..._messages import a_kind
 from ...optim import EMA
 from ...optim._inner_optimizer import inner_optimizer
 from ...sinks import Sink
 from ..sampling._candidates import DEFAULT_FORMATS, AnyFormat
-from ._expectations import Asked
+from ._expectations import Asked, Formats, ResumedRun, as_contract
 from ._observation import Observation
-from ._quantized import Formats
-from ._resumed import ResumedRun, as_contract
-from ._schedulers import scheduler_of
 from ._sinks import checked_sinks
 
 Optimizers = torch.optim.Optimizer | Iterable[torch.optim.Optimizer]
@@ -44,7 +43,8 @@ def observe(
     of smaller tensors) at places chosen by a counter, which is counted in candidate formats. Updates are compared with
     those that the optimizer's own class makes of float64 copies of the sample. Between sampled steps only the count of
     steps is kept. Nothing that training computes changes, not one bit, and no random number is drawn. Of several
-    processes any may observe: they compare what they saw through the process group's store, without a collective.
+    processes all should observe, from the same step on: where they stop they compare what they saw through the process
+    group's store, without a collective.
 
     Args:
         model: its modules are named in what is found.
@@ -140,3 +140,28 @@ def checked_optimizers(optimizer: Any) -> list[torch.optim.Optimizer]:
             )
         found.append(one)
     return found
+
+
+def scheduler_of(optimizers: Sequence[torch.optim.Optimizer]) -> LRScheduler | None:
+    """Return the scheduler of optimizers, None without one.
+
+    torch's schedulers mark the `step` of their optimizer, but leave no way from there to themselves: only where the
+    mark stands all living objects are searched.
+    """
+    if not any(hasattr(one.step, "_wrapped_by_lr_sched") for one in optimizers):
+        return None
+    return outermost(
+        thing for thing in gc.get_objects() if issubclass(type(thing), LRScheduler) and _of(thing, optimizers)
+    )
+
+
+def outermost(schedulers: Iterable[Any]) -> LRScheduler | None:
+    """Return the scheduler that no other one steps, None without any; one of several."""
+    found = list(schedulers)
+    inner = {id(part) for one in found for part in getattr(one, "_schedulers", ())}
+    outer = [one for one in found if id(one) not in inner]
+    return outer[-1] if outer else None
+
+
+def _of(scheduler: Any, optimizers: Sequence[torch.optim.Optimizer]) -> bool:
+    return any(getattr(scheduler, "optimizer", None) is one for one in optimizers)

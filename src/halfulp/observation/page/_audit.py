@@ -4,19 +4,29 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from ...pages import Cell, Column, Table, count, number, render, share
-from .._causes import counted, headline
-from .._words import KEPT, LOST, plural
-from ._findings import cause_cards, codes_on
-from ._words import dtype_word, versions
+from ...pages import Cell, Table, make_table, number, render, share
+from .._finding import counted, headline
+from .._text import KEPT, LOST, plural
+from ._findings import (
+    TONES,
+    UNSEEN,
+    cause_cards,
+    codes_on,
+    count_cell,
+    dtype_word,
+    lost_cell,
+    number_cell,
+    shape_words,
+    share_cell,
+    versions,
+)
 
 Plain = Mapping[str, Any]
-_TONES = {"error": "bad", "warning": "open", "note": "quiet"}
+Columns = list[tuple[str, str, Callable[[Plain], Cell]]]
 _STATUS = {"nonfinite": "bad", "dtype-changed": "open", "unchanged": "bad", "barely-moved": "open", "constant": "open"}
-_UNSEEN = Cell("–", sort="")
 # Shares from this power of ten to 30% are told apart by how deep their colour is.
 _FAINTEST = -4
 
@@ -60,78 +70,56 @@ def _lead(cards: Sequence[Plain], data: Plain) -> str:
 
 
 def _groups(groups: Sequence[Plain]) -> Table:
-    columns = [Column("tensors"), Column("verdict"), Column("dtype"), Column("how many", numeric=True)]
-    columns += [Column("elements", numeric=True, minor=True), Column("unchanged", numeric=True)]
-    rows = [
-        [
-            Cell(one["pattern"], title=", ".join(one["names"][:40])),
-            Cell(one["verdict"], tone=_TONES.get(one["severity"], "")),
-            Cell(_both(one["dtypes"].split(" -> "))),
-            Cell(count(len(one["names"])), sort=len(one["names"])),
-            Cell(count(one["numel"]), sort=one["numel"]),
-            Cell(share(one["share_unchanged"]), sort=one["share_unchanged"], bar=one["share_unchanged"]),
-        ]
-        for one in groups
+    columns: Columns = [
+        ("tensors", "", lambda one: Cell(one["pattern"], title=", ".join(one["names"][:40]))),
+        ("verdict", "", lambda one: Cell(one["verdict"], tone=TONES.get(one["severity"], ""))),
+        ("dtype", "", lambda one: Cell(_both(one["dtypes"].split(" -> ")))),
+        ("how many", "number", lambda one: count_cell(len(one["names"]))),
+        ("elements", "number minor", lambda one: count_cell(one["numel"])),
+        ("unchanged", "number", lambda one: share_cell(one["share_unchanged"], bar=True)),
     ]
-    return Table("groups", "Layer by layer", columns, rows, "filter, as norm")
+    return make_table("groups", "Layer by layer", groups, columns, "filter, as norm")
 
 
 def _tensors(tensors: Sequence[Plain]) -> Table:
-    columns = [Column("tensor"), Column("status"), Column("dtype"), Column("elements", numeric=True, minor=True)]
-    columns += [Column("unchanged", numeric=True), Column("median, ulps", numeric=True)]
-    columns += [Column("mean, ulps", numeric=True, minor=True), Column("largest, ulps", numeric=True)]
-    columns += [Column("NaN or inf", numeric=True, minor=True)]
-    rows = []
-    for one in tensors:
-        broken = one["nan"][1] + one["infinite"][1]
-        elements = math.prod(one["shape"])
-        rows.append(
-            [
-                Cell(one["name"]),
-                Cell(one["status"].replace("-", " "), tone=_STATUS.get(one["status"], "")),
-                Cell(_both(one["dtypes"])),
-                Cell(count(elements), sort=elements, title=" × ".join(map(str, one["shape"])) or "one number"),
-                Cell(share(one["share_unchanged"]), sort=one["share_unchanged"]),
-                *[_number(one[key]) for key in ("median_change_ulps", "mean_change_ulps", "largest_change_ulps")],
-                Cell(count(broken), sort=broken),
-            ]
-        )
-    return Table("tensors", "All tensors", columns, rows, "filter, as unchanged bf16")
+    columns: Columns = [
+        ("tensor", "", lambda one: Cell(one["name"])),
+        ("status", "", lambda one: Cell(one["status"].replace("-", " "), tone=_STATUS.get(one["status"], ""))),
+        ("dtype", "", lambda one: Cell(_both(one["dtypes"]))),
+        ("elements", "number minor", lambda one: count_cell(math.prod(one["shape"]), shape_words(one["shape"]))),
+        ("unchanged", "number", lambda one: share_cell(one["share_unchanged"])),
+        ("median, ulps", "number", lambda one: number_cell(one["median_change_ulps"])),
+        ("mean, ulps", "number minor", lambda one: number_cell(one["mean_change_ulps"])),
+        ("largest, ulps", "number", lambda one: number_cell(one["largest_change_ulps"])),
+        ("NaN or inf", "number minor", lambda one: count_cell(one["nan"][1] + one["infinite"][1])),
+    ]
+    return make_table("tensors", "All tensors", tensors, columns, "filter, as unchanged bf16")
 
 
 def _states(states: Sequence[Plain]) -> Table:
-    columns = [Column("parameter"), Column("lr", numeric=True), Column("weight update", minor=True), Column("states")]
-    columns += [
-        Column(LOST, numeric=True),
-        Column(KEPT, numeric=True),
-        Column("decay lost", numeric=True),
+    def kinds(one: Plain) -> Cell:
+        found = dict.fromkeys(_both(pair) for pair in one["dtypes"].values())
+        return Cell(", ".join(found), title="; ".join(one["dtypes"])) if found else UNSEEN
+
+    def kept(one: Plain) -> Cell:
+        update = one["update"]
+        return UNSEEN if update is None else Cell(f"{100 * update['realised']:.3g}%", sort=update["realised"])
+
+    columns: Columns = [
+        ("parameter", "", lambda one: Cell(one["name"])),
+        ("lr", "number", lambda one: number_cell(one["options"].get("lr"))),
+        ("weight update", "minor", lambda one: Cell(one["weight_update"] or "–", sort=one["weight_update"] or "")),
+        ("states", "", kinds),
+        (LOST, "number", lambda one: _lost(one["update"], bar=True)),
+        (KEPT, "number", kept),
+        ("decay lost", "number", lambda one: _lost(one["decay"])),
+        ("would keep it", "minor", lambda one: UNSEEN if one["update"] is None else _remedy(one["update"])),
     ]
-    columns += [Column("would keep it", minor=True)]
-    rows = []
-    for one in states:
-        kinds = dict.fromkeys(_both(pair) for pair in one["dtypes"].values())
-        update, decay = one["update"], one["decay"]
-        rows.append(
-            [
-                Cell(one["name"]),
-                _number(one["options"].get("lr")),
-                Cell(one["weight_update"] or "–", sort=one["weight_update"] or ""),
-                Cell(", ".join(kinds), title="; ".join(one["dtypes"])) if kinds else _UNSEEN,
-                _lost(update, bar=True),
-                _UNSEEN if update is None else Cell(f"{100 * update['realised']:.3g}%", sort=update["realised"]),
-                _lost(decay),
-                _UNSEEN if update is None else _remedy(update),
-            ]
-        )
-    return Table("states", "What the optimizer's state says", columns, rows)
+    return make_table("states", "What the optimizer's state says", states, columns)
 
 
 def _lost(lost: Plain | None, bar: bool = False) -> Cell:
-    if lost is None or not lost["wanted"]:
-        return _UNSEEN
-    part = lost["lost"]
-    tone = "bad" if part >= 0.5 else "open" if part >= 0.1 else ""
-    return Cell(share(part), sort=part, bar=part if bar else None, tone=tone if bar else "")
+    return UNSEEN if lost is None or not lost["wanted"] else lost_cell(lost["lost"], bar)
 
 
 def _remedy(update: Plain) -> Cell:
@@ -141,8 +129,11 @@ def _remedy(update: Plain) -> Cell:
 
 
 def _contract(differences: Sequence[Plain]) -> Table:
-    rows = [[Cell(one["name"]), Cell(one["difference"])] for one in differences]
-    return Table("contract", "Precision contracts that differ", [Column("name"), Column("difference")], rows)
+    columns: Columns = [
+        ("name", "", lambda one: Cell(one["name"])),
+        ("difference", "", lambda one: Cell(one["difference"])),
+    ]
+    return make_table("contract", "Precision contracts that differ", differences, columns)
 
 
 def _shares(groups: Sequence[Plain], tensors: Mapping[str, Plain]) -> dict[str, Any] | None:
@@ -204,7 +195,3 @@ def _range(ends: Sequence[Any]) -> str:
 
 def _both(dtypes: Sequence[str | None]) -> str:
     return " → ".join(dict.fromkeys(map(dtype_word, dtypes)))
-
-
-def _number(value: Any) -> Cell:
-    return Cell(number(value), sort=value) if isinstance(value, int | float) else _UNSEEN

@@ -1,4 +1,4 @@
-"""Causes as the pages' cards: the diagnosis, a plain sentence, the cure to copy, and the findings that show it."""
+"""Findings as cards of a page, and the words and cells that all pages share."""
 
 from __future__ import annotations
 
@@ -6,10 +6,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import fields
 from typing import Any
 
+from ... import __version__, formats
 from ..._names import described
-from ...pages import count, number
-from .._causes import plain_causes
-from .._finding import Finding, in_words
+from ...pages import Cell, count, number, share
+from .._finding import Finding, in_words, plain_causes
 
 _MOST_NAMES = 60
 # What fewer elements or steps than these show is said to rest on few.
@@ -132,3 +132,58 @@ def _value(value: Any) -> str:
     if isinstance(value, list):
         return ", ".join(map(_value, value))
     return number(value)
+
+
+def dtype_word(dtype: str | None) -> str:
+    """Return the short name of a dtype given by torch's.
+
+    >>> dtype_word("bfloat16"), dtype_word("int8"), dtype_word(None)
+    ('bf16', 'int8', '–')
+    """
+    if dtype is None:
+        return "–"
+    try:
+        return formats.get(dtype).name
+    except ValueError:
+        return dtype
+
+
+def versions() -> str:
+    """Return what made the page."""
+    return f"halfulp {__version__}"
+
+
+UNSEEN = Cell("–", sort="")
+TONES = {"error": "bad", "warning": "open", "note": "quiet"}
+
+
+def number_cell(value: Any) -> Cell:
+    """Return the cell of a number, of anything else one without."""
+    return Cell(number(value), sort=value) if isinstance(value, int | float) else UNSEEN
+
+
+def count_cell(value: int, title: str = "") -> Cell:
+    """Return the cell of a count."""
+    return Cell(count(value), sort=value, title=title)
+
+
+def shape_words(shape: Sequence[int]) -> str:
+    """Return a shape in words."""
+    return " × ".join(map(str, shape)) or "one number"
+
+
+def share_cell(part: float | None, bar: bool = False) -> Cell:
+    """Return the cell of a share, which may be negative."""
+    if part is None:
+        return UNSEEN
+    return Cell(
+        share(part) if part >= 0 else f"{100 * part:.3g}%", sort=part, bar=min(1, max(0, part)) if bar else None
+    )
+
+
+def lost_cell(part: float | None, bar: bool = False, title: str = "") -> Cell:
+    """Return the cell of a share that was lost, with a bar in the colour of how bad it is."""
+    if part is None:
+        return UNSEEN
+    tone = "bad" if part >= 0.5 else "open" if part >= 0.1 else ""
+    return Cell(share(part), sort=part, bar=part if bar else None, tone=tone if bar else "", title=title)

@@ -3,17 +3,26 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from ...pages import Cell, Column, Table, count, number, render, share
-from .._causes import counted, headline
-from .._words import LOST, plural
-from ._findings import cause_cards, codes_on
-from ._words import dtype_word, versions
+from ...pages import Cell, Table, count, make_table, render, share
+from .._finding import counted, headline
+from .._text import LOST, plural
+from ._findings import (
+    UNSEEN,
+    cause_cards,
+    codes_on,
+    count_cell,
+    dtype_word,
+    lost_cell,
+    number_cell,
+    share_cell,
+    versions,
+)
 
 Plain = Mapping[str, Any]
-_UNSEEN = Cell("–", sort="")
+Columns = list[tuple[str, str, Callable[[Plain], Cell]]]
 
 
 def forecast_html(data: Plain) -> str:
@@ -57,43 +66,31 @@ def _lead(cards: Sequence[Plain], data: Plain) -> str:
 
 
 def _layers(layers: Sequence[Plain]) -> Table:
-    columns = [Column("layer"), Column("stored in"), Column("weight update", minor=True)]
-    columns += [Column("elements", numeric=True, minor=True), Column("freezes at step", numeric=True)]
-    columns += [Column("at lr", numeric=True), Column(LOST, numeric=True), Column("decay lost", numeric=True)]
-    columns += [Column("noise = drift after", numeric=True, minor=True), Column("update size from", minor=True)]
-    rows = []
-    for one in layers:
-        rows.append(
-            [
-                Cell(one["name"]),
-                Cell(dtype_word(one["dtype"])),
-                Cell(one["weight_update"]),
-                Cell(count(one["elements"]), sort=one["elements"]),
-                _freeze(one),
-                _number(one["freeze_lr"]),
-                _lost(one["lost_share"]),
-                _share(one["decay_lost"]),
-                _steps(one["noise_steps"]),
-                Cell(one["updates"] or "not known", sort=one["updates"] or ""),
-            ]
-        )
-    rows.sort(key=lambda row: float("inf") if row[4].sort == "" else float(row[4].sort or 0))
-    return Table("layers", "Layers", columns, rows, "filter, as norm bf16")
+    columns: Columns = [
+        ("layer", "", lambda one: Cell(one["name"])),
+        ("stored in", "", lambda one: Cell(dtype_word(one["dtype"]))),
+        ("weight update", "minor", lambda one: Cell(one["weight_update"])),
+        ("elements", "number minor", lambda one: count_cell(one["elements"])),
+        ("freezes at step", "number", _freeze),
+        ("at lr", "number", lambda one: number_cell(one["freeze_lr"])),
+        (LOST, "number", lambda one: lost_cell(one["lost_share"], bar=True)),
+        ("decay lost", "number", lambda one: share_cell(one["decay_lost"])),
+        ("noise = drift after", "number minor", lambda one: _steps(one["noise_steps"])),
+        ("update size from", "minor", lambda one: Cell(one["updates"] or "not known", sort=one["updates"] or "")),
+    ]
+    first = sorted(layers, key=lambda one: float("inf") if one["freeze_step"] is None else one["freeze_step"])
+    return make_table("layers", "Layers", first, columns, "filter, as norm bf16")
 
 
 def _costs(costs: Sequence[Plain]) -> Table:
-    columns = [Column("weight update"), Column("bytes / parameter", numeric=True), Column("in all", numeric=True)]
     tones = {"yes": "good", "no": "bad", "on average": "open"}
-    rows = [
-        [
-            Cell(one["weight_update"]),
-            Cell(number(one["bytes_per_parameter"]), sort=one["bytes_per_parameter"]),
-            Cell(_bytes(one["total"]), sort=one["total"]),
-            Cell(one["keeps"], tone=tones.get(one["keeps"], "")),
-        ]
-        for one in costs
+    columns: Columns = [
+        ("weight update", "", lambda one: Cell(one["weight_update"])),
+        ("bytes / parameter", "number", lambda one: number_cell(one["bytes_per_parameter"])),
+        ("in all", "number", lambda one: Cell(_bytes(one["total"]), sort=one["total"])),
+        ("keeps the smallest", "", lambda one: Cell(one["keeps"], tone=tones.get(one["keeps"], ""))),
     ]
-    return Table("costs", "What a remedy costs", [*columns, Column("keeps the smallest")], rows)
+    return make_table("costs", "What a remedy costs", costs, columns)
 
 
 def _shares(data: Plain) -> dict[str, Any] | None:
@@ -150,22 +147,8 @@ def _freeze(one: Plain) -> Cell:
     return Cell(count(one["freeze_step"]), sort=one["freeze_step"], title=said)
 
 
-def _lost(part: float | None) -> Cell:
-    if part is None:
-        return _UNSEEN
-    return Cell(share(part), sort=part, bar=part, tone="bad" if part >= 0.5 else "open" if part >= 0.1 else "")
-
-
-def _share(part: float | None) -> Cell:
-    return _UNSEEN if part is None else Cell(share(part) if part >= 0 else f"{100 * part:.3g}%", sort=part)
-
-
-def _number(value: Any) -> Cell:
-    return Cell(number(value), sort=value) if isinstance(value, int | float) else _UNSEEN
-
-
 def _steps(value: Any) -> Cell:
-    return Cell(f"{value:,.0f} steps", sort=value) if isinstance(value, int | float) else _UNSEEN
+    return Cell(f"{value:,.0f} steps", sort=value) if isinstance(value, int | float) else UNSEEN
 
 
 def _bytes(total: float) -> str:

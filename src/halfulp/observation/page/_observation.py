@@ -1,20 +1,33 @@
-"""The page of an observation."""
+"""The page of an observation: magnitudes, storage, history and trainings."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import Any
+import math
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, get_args
 
-from ...pages import render
-from .._causes import counted, headline
-from .._words import LOST_AND_KEPT, plural, times
-from ._findings import cause_cards, codes_on
-from ._history import history_data, history_words
-from ._magnitudes import map_data
-from ._storage import extra_tables, storage_table, updates_table
-from ._trainings import shown_words, trainings_table
-from ._words import versions
+from ... import formats
+from ...pages import Cell, Table, count, make_table, render, share
+from .._finding import SEVERITIES, counted, headline
+from .._record import Role
+from .._text import KEPT, LOST, LOST_AND_KEPT, plural, times
+from ._findings import (
+    TONES,
+    UNSEEN,
+    cause_cards,
+    codes_on,
+    count_cell,
+    dtype_word,
+    lost_cell,
+    number_cell,
+    shape_words,
+    share_cell,
+    versions,
+)
 
+Plain = Mapping[str, Any]
+Columns = list[tuple[str, str, Callable[[Plain], Cell]]]
 _STORAGE = (
     "Parameters, and outputs of the modules that were seen: the dtype asked for, where one was, and the one there."
 )
@@ -95,3 +108,373 @@ def _lead(cards: Sequence[Mapping[str, Any]], data: Mapping[str, Any], record: M
     rank, ranks = record.get("replica_of", (0, 1))
     said += [f"rank {rank} of {ranks}"] if ranks > 1 else []
     return " · ".join(said)
+
+
+def map_data(
+    tensors: Iterable[Plain], parameters: Iterable[Plain] = (), role: str = "", where: Sequence[str] = ()
+) -> dict[str, Any]:
+    """Return what the map's script reads: tensors, formats and roles, those with samples alone, and where it opens.
+
+    It opens on the tensors of the first cause, in the format that stores them, the most lost first.
+
+    Args:
+        tensors: as `plain_record` gives them.
+        parameters: likewise, for what rounding their updates lost.
+        role: of the tensors that show the first cause; empty without one.
+        where: its names, of these tensors or of modules around them.
+    """
+    sampled = [one for one in tensors if one["sampled"]]
+    held = {one["name"]: one for one in parameters}
+    weights = {one["name"]: _median(one["histogram"]) for one in sampled if one["role"] == "weight"}
+    rows = [_tensor(one, held.get(one["name"]), weights.get(one["name"])) for one in sampled]
+    named = list(dict.fromkeys(name for row in rows for name in row["formats"]))
+    order = {role: place for place, role in enumerate(get_args(Role))}
+    roles = sorted({row["role"] for row in rows}, key=lambda role: order.get(role, len(order)))
+    for row in rows:
+        row["found"] = row["role"] == role and any(_lies_in(row["name"], one) for one in where)
+    found = any(row["found"] for row in rows)
+    return {
+        "tensors": sorted(rows, key=lambda row: row["order"]),
+        "formats": [format_limits(name) for name in named],
+        "stored": {role: _stored([row for row in rows if row["role"] == role]) for role in roles},
+        "roles": roles,
+        "role": role if found else (roles[0] if roles else ""),
+        "order": "lost" if found else "model",
+    }
+
+
+def _lies_in(name: str, module: str) -> bool:
+    return name == module or name.startswith(f"{module}.")
+
+
+def _stored(rows: Sequence[Plain]) -> str:
+    """The format that stores the tensors of the first cause among rows, or most of the rows."""
+    found = [row for row in rows if row["found"]] or rows
+    return Counter(row["dtype"] for row in found).most_common(1)[0][0]
+
+
+def _tensor(one: Plain, parameter: Plain | None, weight: int | None) -> dict[str, Any]:
+    smallest = one["amin"]
+    row = {
+        "role": one["role"],
+        "name": one["name"],
+        "kind": one["kind"],
+        "dtype": dtype_word(one["dtype"]),
+        "order": one["order"],
+        "sampled": one["sampled"],
+        "elements": one["elements"],
+        "nonfinite": one["nonfinite"],
+        "amax": one["amax"],
+        "amin": smallest if isinstance(smallest, int | float) and math.isfinite(smallest) else 0,
+        "bins": sorted([int(bin), many] for bin, many in one["histogram"].items()),
+        "formats": {
+            name: [counts["elements"], counts["underflow"], counts["subnormal"], counts["overflow"]]
+            for name, counts in one["formats"].items()
+        },
+    }
+    if row["dtype"] not in row["formats"] and one.get("scale", 1.0) == 1.0:
+        row["formats"] |= _as_stored(row)
+    if one["role"] == "update" and parameter is not None and parameter["update"]["seen"]:
+        row["lost"] = [parameter["update"]["seen"], parameter["update"]["cancelled"]]
+        if parameter["weight_update"] == "nearest" and parameter.get("rounding") is None and weight is not None:
+            row["weight"] = weight
+    return row
+
+
+def _as_stored(row: Plain) -> dict[str, list[int]]:
+    """Counts in the format that holds the numbers, which are there: none became zero or overflowed."""
+    try:
+        smallest = formats.get(row["dtype"]).emin
+    except ValueError:
+        return {}
+    return {row["dtype"]: [row["sampled"], 0, sum(many for bin, many in row["bins"] if bin < smallest), 0]}
+
+
+def _median(histogram: Mapping[str, int]) -> int | None:
+    """The power of two of the median of magnitudes."""
+    left = sum(histogram.values()) / 2
+    for bin, many in sorted((int(bin), many) for bin, many in histogram.items()):
+        left -= many
+        if left <= 0:
+            return bin
+    return None
+
+
+def format_limits(name: str) -> dict[str, Any]:
+    """Return where a format's magnitudes begin and end, as powers of two under rounding to nearest.
+
+    `zero` is the power below which all becomes zero, `normal` that from which numbers are normal, `over` the logarithm
+    of the smallest magnitude beyond the largest number, `digits` the bits of a number behind its first; a format in
+    blocks, whose limits move with its scales, and one that is not known here have `block` alone.
+
+    >>> limits = format_limits("fp16")
+    >>> limits["zero"], limits["normal"], round(limits["over"], 4), limits["digits"]
+    (-25, -14, 15.9996, 10)
+    >>> format_limits("mxfp8_e4m3")
+    {'name': 'mxfp8_e4m3', 'title': 'mxfp8_e4m3: blocks of 32 elements', 'block': True}
+    """
+    if name in formats.block_names():
+        blocks = formats.get_block(name).block
+        return {"name": name, "title": f"{name}: blocks of {blocks} elements", "block": True}
+    try:
+        found = formats.get(name)
+    except ValueError:
+        return {"name": name, "title": name, "block": True}
+    half_ulp = math.ldexp(0.5, found.emax - found.mantissa_bits)
+    return {
+        "name": name,
+        "title": f"{name}: {found.smallest_subnormal:.3g} to {found.max:.6g}",
+        "block": False,
+        "zero": math.frexp(found.smallest_subnormal)[1] - 2,
+        "normal": found.emin,
+        "over": math.log2(found.max) if math.isinf(found.max + half_ulp) else math.log2(found.max + half_ulp),
+        "digits": found.mantissa_bits,
+    }
+
+
+Points = list[tuple[int, float | None]]
+
+
+def history_data(history: Sequence[Mapping[str, Any]]) -> dict[str, Any] | None:
+    """Return the panels that there are values for; None without any.
+
+    Args:
+        history: `StepRecord`s as plain data, in order.
+    """
+    steps = [int(one["step"]) for one in history]
+    skipped = [int(one["step"]) for one in history if one["skipped"]]
+    total = sum(one["skipped"] for one in history)
+    panels: list[dict[str, Any]] = []
+    loss = _points(history, "loss")
+    if loss:
+        broken = [step for step, value in loss if value is None]
+        note = f"× {plural(len(broken), 'step')} with NaN or infinity" if broken else ""
+        panels.append({"title": "loss", "lines": [_line("", loss, "--c0")], "crosses": broken, "note": note})
+    scales = [(step, math.log2(value) if value else None) for step, value in _points(history, "loss_scale")]
+    if any(value is not None for _, value in scales):
+        note = f"▲ {plural(total, 'step')} skipped" if total else "no step skipped"
+        panels.append(
+            {"title": "loss scale", "log": True, "lines": [_line("", scales, "--c6")], "marks": skipped, "note": note}
+        )
+    pairs = [(int(one["step"]), *one["exponents"]) for one in history if one["exponents"]]
+    if pairs:
+        lines = [
+            _line("largest", [(step, high) for step, _, high in pairs], "--c5"),
+            _line("smallest", [(step, low) for step, low, _ in pairs], "--c4", True),
+        ]
+        panels.append({"title": "gradient exponents of the sites", "log": True, "lines": lines})
+    rates = _points(history, "lr")
+    if rates:
+        panels.append({"title": "learning rate", "zero": True, "lines": [_line("", rates, "--c1")]})
+    if not panels:
+        return None
+    return {"steps": steps, "panels": panels, "words": history_words(history)}
+
+
+def history_words(history: Sequence[Mapping[str, Any]]) -> str:
+    """Return what the curves show, for who cannot see them."""
+    said = [f"{len(history):,} steps on record"]
+    for key, word in (("loss", "loss"), ("loss_scale", "loss scale"), ("lr", "learning rate")):
+        points = _points(history, key)
+        found = [value for _, value in points if value is not None]
+        if found:
+            said.append(f"{word} from {found[0]:.4g} to {found[-1]:.4g}")
+        if len(found) < len(points):
+            said.append(f"{word} NaN or infinite in {len(points) - len(found):,} of {len(points):,} steps")
+    total = sum(one["skipped"] for one in history)
+    if total:
+        said.append(f"{total} skipped by the scaler")
+    return "; ".join(said) + "."
+
+
+def _line(name: str, points: Points, colour: str, dash: bool = False) -> dict[str, Any]:
+    return {"name": name, "points": points, "colour": colour, "dash": dash}
+
+
+def _points(history: Sequence[Mapping[str, Any]], key: str) -> Points:
+    """Steps that have a value, and it in 5 digits; None where it is NaN or infinite, which plain data has in words."""
+    found = ((int(one["step"]), one[key]) for one in history if one[key] is not None)
+    return [(step, float(f"{value:.5g}") if isinstance(value, int | float) else None) for step, value in found]
+
+
+def updates_table(parameters: Sequence[Plain]) -> Table:
+    """Of each parameter the share of updates lost and the movement kept; those with updates alone."""
+    found = sorted((one for one in parameters if one["update"]["seen"]), key=lambda one: -one["update"]["lost_share"])
+    columns: Columns = [
+        ("parameter", "", lambda one: Cell(one["name"])),
+        ("stored in", "minor", lambda one: Cell(dtype_word(one["dtype"]))),
+        ("weight update", "minor", lambda one: Cell(one["weight_update"])),
+        ("lr", "number minor", lambda one: number_cell(one["options"].get("lr"))),
+        (LOST, "number", lambda one: _lost(one["update"], bar=True)),
+        (KEPT, "number", lambda one: _realised(one["update"])),
+        ("decay lost", "number", lambda one: _lost(one["decay"])),
+        ("states lost", "number minor", lambda one: _states(one["states"])),
+        ("moved", "number", lambda one: share_cell(one["moved"])),
+    ]
+    return make_table("updates", "Updates by parameter", found, columns, "filter, as norm bf16")
+
+
+def storage_table(data: Plain) -> Table:
+    """Parameters and the outputs of modules that were seen: the dtype asked for and the one there, and who steps it."""
+    asked = {
+        name: (one["asked"], one["source"], name not in one["other"])
+        for one in data.get("expectations", ())
+        for name in one["matched"]
+    }
+    outputs = [one for one in data.get("tensors", ()) if one["role"] == "activation"]
+
+    def wanted(one: Plain) -> Cell:
+        dtype, source, _ = asked.get(one["name"], ("", "", True))
+        return Cell(dtype_word(dtype), title=f"asked by {source}") if dtype else UNSEEN
+
+    def there(one: Plain) -> Cell:
+        stored, met = one.get("asked_format"), asked.get(one["name"], ("", "", True))[2]
+        small = f"quantized to {stored}" if stored else ""
+        return Cell(dtype_word(one["dtype"]), tone="" if met else "bad", small=small)
+
+    def of_parameter(cell: Callable[[Plain], Cell]) -> Callable[[Plain], Cell]:
+        return lambda one: UNSEEN if "role" in one else cell(one)
+
+    columns: Columns = [
+        ("name", "", lambda one: Cell(one["name"] or "(model)")),
+        ("what", "", lambda one: Cell("output" if "role" in one else "parameter")),
+        ("class", "minor", lambda one: Cell(one["kind"])),
+        ("asked", "", wanted),
+        ("there", "", there),
+        ("elements", "number minor", of_parameter(lambda one: count_cell(one["numel"], shape_words(one["shape"])))),
+        ("gradient", "minor", of_parameter(_gradient)),
+        ("optimizer", "", of_parameter(_holder)),
+        ("weight update", "", of_parameter(lambda one: Cell(one["weight_update"]) if one["optimizer"] else UNSEEN)),
+        ("states", "", of_parameter(_state_dtypes)),
+    ]
+    rows = [*data.get("parameters", ()), *outputs]
+    return make_table("storage", "What is stored how", rows, columns, "filter, as norm float32")
+
+
+def extra_tables(data: Plain) -> list[Table]:
+    """Tables of what only some runs have: running averages, modules that differ when computed again, sites."""
+    averages: Columns = [
+        ("average", "", lambda one: Cell(one["name"])),
+        ("stored in", "", lambda one: Cell(dtype_word(one["dtype"]))),
+        ("kept per step", "number", lambda one: number_cell(one["retention"])),
+        (LOST, "number", lambda one: _lost(one["change"], bar=True)),
+        (KEPT, "number", lambda one: _realised(one["change"])),
+    ]
+
+    def second(one: Plain) -> Cell:
+        return Cell(dtype_word(one["dtypes"][1]), tone="bad" if len(set(one["dtypes"])) > 1 else "")
+
+    differences: Columns = [
+        ("module", "", lambda one: Cell(one["name"] or "(model)")),
+        ("first", "", lambda one: Cell(dtype_word(one["dtypes"][0]))),
+        (
+            "second",
+            "",
+            lambda one: Cell(dtype_word(one["dtypes"][1]), tone="bad" if len(set(one["dtypes"])) > 1 else ""),
+        ),
+        ("differing", "number", lambda one: share_cell(one["differing"])),
+        ("relative", "number", lambda one: number_cell(one["relative"])),
+    ]
+    found = [make_table("averages", "Running averages", data.get("averages", ()), averages)]
+    for key, caption in (("recomputed", "Computed again by checkpointing"), ("compiled", "Compiled beside eager")):
+        found.append(make_table(key, caption, data.get(key, ()), differences))
+    found.append(_sites(data.get("sites", ())))
+    return [table for table in found if table.rows]
+
+
+def _gradient(one: Plain) -> Cell:
+    return Cell(dtype_word(one["gradient_dtype"]), sort=None if one["gradient_dtype"] else "")
+
+
+def _holder(one: Plain) -> Cell:
+    """Who steps a parameter."""
+    if not one["requires_grad"]:
+        return Cell("frozen", sort="", tone="quiet")
+    return Cell("none", tone="bad") if one["optimizer"] is None else Cell(one["optimizer"])
+
+
+def _state_dtypes(one: Plain) -> Cell:
+    states: dict[str, list[str]] = {}
+    for name, dtype in one["state_dtypes"].items():
+        states.setdefault(dtype_word(dtype), []).append(name)
+    said = "; ".join(f"{key}: {', '.join(names)}" for key, names in states.items())
+    return Cell(", ".join(states), title=said) if states else UNSEEN
+
+
+def _lost(realised: Plain | None, bar: bool = False) -> Cell:
+    if realised is None or not realised["seen"]:
+        return UNSEEN
+    said = f"{count(realised['cancelled'])} of {count(realised['seen'])} sampled"
+    said += "" if realised["known"] else "; counted where the gradient is not zero"
+    return lost_cell(realised["lost_share"], bar, said)
+
+
+def _realised(realised: Plain) -> Cell:
+    part = realised["realised_share"]
+    if not isinstance(part, int | float):
+        return Cell("not known", sort="", title="the optimizer's class computes no update that could be predicted")
+    return share_cell(part, bar=True)
+
+
+def _states(states: Mapping[str, Plain]) -> Cell:
+    found = {name: one["lost_share"] for name, one in states.items() if one["seen"]}
+    if not found:
+        return UNSEEN
+    worst = max(found, key=lambda name: found[name])
+    return Cell(share(found[worst]), sort=found[worst], title=f"the worst, {worst}")
+
+
+def _sites(sites: Sequence[Plain]) -> Table:
+    """Whatever a scaler says of its sites: the first column is the one called name, or the first."""
+    keys = list(dict.fromkeys(key for one in sites for key in one))
+    keys.sort(key=lambda key: key not in ("name", "site"))
+    numeric = {key for key in keys if all(isinstance(one.get(key), int | float) for one in sites)}
+
+    def column(key: str) -> tuple[str, str, Callable[[Plain], Cell]]:
+        if key in numeric:
+            return key.replace("_", " "), "number", lambda one: number_cell(one[key])
+        return key.replace("_", " "), "", lambda one: Cell(_word(one.get(key)))
+
+    return make_table("sites", "Sites of the gradient scaler", sites, [column(key) for key in keys])
+
+
+def _word(value: Any) -> str:
+    return ", ".join(map(str, value)) if isinstance(value, list) else "–" if value is None else str(value)
+
+
+def trainings_table(trainings: Sequence[Plain]) -> Table:
+    """Return a row per training; without rows where there are not several.
+
+    Args:
+        trainings: as `Report.to_dict` gives them.
+    """
+
+    def verdict(one: Plain) -> Cell:
+        found = Counter(finding["severity"] for finding in one["findings"])
+        worst = next((severity for severity in reversed(SEVERITIES) if found[severity]), None)
+        said = [plural(found[severity], severity) for severity in ("error", "warning") if found[severity]]
+        rank = -1 if worst is None else SEVERITIES.index(worst)
+        return Cell(", ".join(said) or "none", sort=rank, tone=TONES.get(worst or "", "good"))
+
+    columns: Columns = [
+        ("training", "number", lambda one: Cell(str(one["number"]), sort=one["number"])),
+        ("model", "", lambda one: Cell(one["model"])),
+        ("optimizer", "", lambda one: Cell(", ".join(one["optimizers"]))),
+        ("steps", "number", lambda one: count_cell(one["steps"])),
+        ("errors and warnings", "", verdict),
+        ("codes", "minor", lambda one: Cell(", ".join(dict.fromkeys(f["code"] for f in one["findings"])) or "–")),
+        ("beside", "minor", lambda one: Cell(", ".join(map(str, one["overlaps"])) or "–")),
+    ]
+    several = trainings if len(trainings) > 1 else ()
+    return make_table("trainings", "The trainings of the script", several, columns, "filter, as a model's name")
+
+
+def shown_words(trainings: Sequence[Mapping[str, Any]]) -> str:
+    """Return which training the rest of the page is of."""
+    shown = [one["number"] for one in trainings if one["shown"]]
+    if len(trainings) < 2 or not shown:
+        return ""
+    return (
+        f"The script trained {len(trainings)} times. The findings are those of all; what follows this table is of "
+        f"training {shown[0]}, the longest, and observe.json holds the others too."
+    )

@@ -1,4 +1,4 @@
-"""Pages as files."""
+"""write_page: what an instrument found as one HTML file."""
 
 from __future__ import annotations
 
@@ -18,7 +18,6 @@ def write_page(instrument: Instrument, data: Mapping[str, Any], path: str | os.P
     """Write what an instrument found as one self-contained HTML file, whole or not at all.
 
     Args:
-        instrument: which.
         data: what its result's `to_dict` gives, also when read back from JSON.
         path: of the file; one that is there is replaced.
 

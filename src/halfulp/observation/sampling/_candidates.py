@@ -28,7 +28,6 @@ class Candidates:
 
     Attributes:
         names: of all, in order: formats of single elements first.
-        single, blocks: the formats.
         thresholds: int64 of shape (single, 3): the first float32 words of magnitudes that become nonzero, normal, and
             larger than the largest number.
         block_numbers: float64 of shape (blocks, 15).

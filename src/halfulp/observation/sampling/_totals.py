@@ -7,7 +7,7 @@ import math
 import numpy as np
 import torch
 
-from ..record._record import FormatCounts, TensorRecord
+from .._record import FormatCounts, TensorRecord
 from ._candidates import Candidates
 
 # Columns of the integers, then of the reals; counts of formats and the histogram follow the integers.

@@ -1,11 +1,15 @@
-"""The model, scaler, scheduler and average that belong to optimizers, looked for among all living objects."""
+"""What belongs to optimizers, looked for among all living objects: model, scaler, scheduler, average, and names."""
 
 from __future__ import annotations
 
 import gc
+import inspect
 import itertools
-from collections.abc import Container, Iterable, Sequence
+import sys
+from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from types import FrameType
+from typing import Any
 
 import torch
 from torch import nn
@@ -13,18 +17,18 @@ from torch.nn.parallel import DataParallel, DistributedDataParallel
 from torch.optim.lr_scheduler import LRScheduler
 from torch.optim.swa_utils import AveragedModel
 
+from ...gradients import AdaptiveGradScaler
 from ...optim import EMA
-from ..observing._schedulers import scheduler_of
-from ..observing.updates._weight_averages import averaged
-from ._losses import SCALERS
-from ._variables import names_in_script
+from ..observing._averages import averaged
+from ..observing._observe import scheduler_of
+
+SCALERS = (torch.amp.GradScaler, AdaptiveGradScaler)
 
 
 class Together(nn.Module):
     """Several models that are trained together, as one to observe; each has a name of its own.
 
     Args:
-        models: in order.
         names: that the script has for them; without one a model is called by its class.
     """
 
@@ -71,7 +75,6 @@ def find(optimizers: Sequence[torch.optim.Optimizer], used: Container[torch.amp.
     """Return what belongs to optimizers; None where no module holds any of their parameters.
 
     Args:
-        optimizers: that are stepped together.
         used: scalers that belong to others, and are taken only where there is no other one.
     """
     order = [id(p) for one in optimizers for group in one.param_groups for p in group["params"]]
@@ -164,3 +167,65 @@ def _unwrapped(module: nn.Module) -> nn.Module:
             module = module._forward_module  # type: ignore[assignment]
         else:
             return module
+
+
+# Frames of these hold models under names of their own, as self and module.
+_OTHERS = ("torch", "halfulp", "runpy", "contextlib", "functools")
+_MOST_ATTRIBUTES = 200
+
+
+def names_in_script(models: Sequence[Iterable[nn.Module]]) -> list[str | None]:
+    """Return the variable or attribute that holds each model, None where none does.
+
+    The outermost frame that has one decides, as there a model has the name that tells it from the others.
+
+    Args:
+        models: each with the wrappers around it, whose name does as well.
+    """
+    wanted = {id(one): place for place, same in enumerate(models) for one in same}
+    found: dict[int, str] = {}
+    for frame in reversed(list(_frames())):
+        for variables in (_locals(frame), dict(frame.f_globals)):
+            for name, value in _bound(variables):
+                place = wanted.get(id(value))
+                if place is not None and name.isidentifier() and name != "self" and not name.startswith("__"):
+                    found.setdefault(place, name)
+    return [found.get(place) for place in range(len(models))]
+
+
+def _frames() -> Iterator[FrameType]:
+    """Yield the frames of the script, the innermost first."""
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None:
+        if str(frame.f_globals.get("__name__", "")).split(".")[0] not in _OTHERS:
+            yield frame
+        frame = frame.f_back
+
+
+def _locals(frame: FrameType) -> dict[str, Any]:
+    """Return a frame's variables, which its own copy of them does not keep alive afterwards."""
+    found = dict(frame.f_locals)
+    # Until Python 3.12 a function's frame holds what was read until it is read again; a module's frame has its globals.
+    if frame.f_code.co_flags & inspect.CO_OPTIMIZED and sys.version_info < (3, 13):
+        frame.f_locals.clear()
+    return found
+
+
+def _bound(variables: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
+    """Yield variables, then what attributes of objects and items of dictionaries among them hold, with their names."""
+    yield from variables.items()
+    for value in variables.values():
+        inner = value if type(value) is dict else getattr(type(value), "__dict__", None) and _attributes(value)
+        if isinstance(inner, dict) and len(inner) <= _MOST_ATTRIBUTES:
+            yield from ((name, one) for name, one in list(inner.items()) if isinstance(name, str))
+
+
+def _attributes(value: Any) -> dict[str, Any] | None:
+    """The attributes of a plain object, an outer module's children included; None of classes and modules of Python."""
+    try:
+        own = object.__getattribute__(value, "__dict__")
+    except Exception:  # objects without one, and those that raise for any question
+        return None
+    if type(own) is not dict or isinstance(value, type(sys)):
+        return None
+    return own

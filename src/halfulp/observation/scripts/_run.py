@@ -1,16 +1,22 @@
-"""A Python script run as `python SCRIPT.py` or `python -m MODULE` would run it, inside this process."""
+"""Run a script as Python does, and tell the processes that it starts."""
 
 from __future__ import annotations
 
 import contextlib
+import functools
+import multiprocessing.process
 import os
 import runpy
+import signal
+import subprocess
 import sys
+import threading
 import traceback
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from types import TracebackType
+from types import FrameType, TracebackType
+from typing import Any
 
 INTERRUPTED = 130
 TERMINATED = 143
@@ -132,3 +138,151 @@ def _of_script(trace: TracebackType | None) -> TracebackType | None:
             return at
         at = at.tb_next
     return None
+
+
+# Modules whose processes load data, share memory or wait for work: the function that they run is no training's.
+_HELPERS = ("torch.utils.data.", "torch.multiprocessing.", "multiprocessing.", "concurrent.futures.", "multiprocess.")
+_SPAWN = "torch.multiprocessing.spawn"
+_LAUNCHERS = ("python", "torchrun", "accelerate", "deepspeed")
+REMEDY = (
+    "put `with hu.observe(model, optimizer, interval=50) as seen:` around the loop in that function, and "
+    "`seen.to_html('observe.html')` after it: rank 0 writes the page; or train in one process, without spawn"
+)
+
+# Their methods are replaced for a while.
+_PROCESS: Any = multiprocessing.process.BaseProcess
+_POPEN: Any = subprocess.Popen
+
+
+class Children:
+    """Notes the processes that are started while the context is open.
+
+    Attributes:
+        functions: what runs in those of multiprocessing, helpers left out, one name each.
+        spawned: whether torch.multiprocessing.spawn started some.
+        launched: launchers of Python that were started as programs.
+    """
+
+    def __init__(self) -> None:
+        self.functions: list[str] = []
+        self.spawned: bool = False
+        self.launched: list[str] = []
+        self._own: int = os.getpid()
+        self._start: Any = None
+        self._popen: Any = None
+
+    def __enter__(self) -> Children:
+        self._start, self._popen = _PROCESS.start, _POPEN.__init__
+        start, popen = self._start, self._popen
+
+        @functools.wraps(start)
+        def started(process: multiprocessing.process.BaseProcess) -> None:
+            self._note(process)  # start() forgets the function
+            start(process)
+
+        @functools.wraps(popen)
+        def opened(program: Any, args: Any, *more: Any, **options: Any) -> None:
+            popen(program, args, *more, **options)
+            name = os.path.basename(str(args[0] if isinstance(args, list | tuple) and args else args).split(" ")[0])
+            if os.getpid() == self._own and name.startswith(_LAUNCHERS):
+                self.launched.append(name)
+
+        _PROCESS.start, _POPEN.__init__ = started, opened
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        _PROCESS.start, _POPEN.__init__ = self._start, self._popen
+
+    def _note(self, process: multiprocessing.process.BaseProcess) -> None:
+        if os.getpid() != self._own:
+            return
+        target, args = vars(process).get("_target"), vars(process).get("_args") or ()
+        if getattr(target, "__module__", "") == _SPAWN and args:
+            self.spawned = True
+            self.functions.append(_name(args[0]))
+        elif target is None:
+            self.functions.append(type(process).__name__)
+        elif not str(getattr(target, "__module__", "")).startswith(_HELPERS):
+            self.functions.append(_name(target))
+
+    def why_unseen(self) -> str:
+        """Return that a training may have run in processes that the script started, and what to write instead.
+
+        Empty where it started none.
+        """
+        if self.functions:
+            by = "torch.multiprocessing.spawn" if self.spawned else "multiprocessing"
+            count, names = len(self.functions), ", ".join(dict.fromkeys(self.functions))
+            many = "a process" if count == 1 else f"{count} processes"
+            return f"it started {many} by {by}, where {names} runs, and what trains there is not seen here: {REMEDY}"
+        if self.launched:
+            names = ", ".join(dict.fromkeys(self.launched))
+            return (
+                f"it started {names}, and what trains there is not seen here: put `halfulp observe` before the script "
+                "that this runs"
+            )
+        return ""
+
+
+def _name(function: Any) -> str:
+    return str(getattr(function, "__name__", None) or type(function).__name__)
+
+
+class Termination:
+    """While open, SIGTERM is answered by a report, and then ends the process as it would have.
+
+    A script that handles SIGTERM itself, and processes forked from it, are as they would be without. Only the main
+    thread can catch signals; elsewhere this does nothing.
+
+    Args:
+        report: called once, before the process ends.
+    """
+
+    def __init__(self, report: Callable[[], object]) -> None:
+        self._report: Callable[[], object] | None = report
+        self._received = False
+        self._handles = False
+
+    def __enter__(self) -> Termination:
+        if threading.current_thread() is threading.main_thread() and signal.getsignal(signal.SIGTERM) == signal.SIG_DFL:
+            signal.signal(signal.SIGTERM, self._receive)
+            self._handles = True
+            if hasattr(os, "register_at_fork"):
+                os.register_at_fork(after_in_child=self._release)
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._release()
+        if self._received:
+            self._end()
+
+    def wait(self) -> None:
+        """From now on a signal waits for the end of the context: the report is being written."""
+        self._report = None
+
+    def _receive(self, number: int, frame: FrameType | None) -> None:
+        report, self._report, self._received = self._report, None, True
+        if report is None:
+            return
+        try:
+            report()
+        except Exception:
+            traceback.print_exc()
+        finally:
+            self._release()
+            self._end()
+
+    def _release(self) -> None:
+        if self._handles and signal.getsignal(signal.SIGTERM) == self._receive:
+            signal.signal(signal.SIGTERM, signal.SIG_DFL)
+        self._handles = False
+
+    def _end(self) -> None:
+        for stream in (sys.stdout, sys.stderr):
+            with contextlib.suppress(OSError, ValueError):
+                stream.flush()
+        os.kill(os.getpid(), signal.SIGTERM)

@@ -1,4 +1,4 @@
-"""One training of a script: an observation while its model lives, and its record afterwards."""
+"""A training that a script runs: its observation, and the losses that its backward passes begin with."""
 
 from __future__ import annotations
 
@@ -6,22 +6,21 @@ import functools
 import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from types import TracebackType
 from typing import Any
 
 import torch
 from torch import nn
 
+from ...kernels import in_float64
 from ...sinks import Outlet, Row
-from .._causes import plain_causes
-from .._code import of_model
-from .._finding import Finding
+from .._finding import Finding, plain_causes
+from .._record import Record, plain_record
+from .._text import of_model
 from ..findings import findings_of
-from ..observing._observation import Observation
+from ..observing._observation import Observation, summary
 from ..observing._observe import observe
-from ..observing._summary import summary
-from ..record._plain import plain_record
-from ..record._record import Record
-from ._find import Found, Together
+from ._find import SCALERS, Found, Together
 
 
 class Training:
@@ -29,12 +28,6 @@ class Training:
 
     The hooks alone hold the observation, and the optimizers the hooks: where the script lets go of its model and
     optimizers, the three go together, and what was counted until then stays here.
-
-    Args:
-        found: the model, scaler, scheduler and average.
-        optimizers: its optimizers.
-        interval: one step in so many is sampled.
-        rows: what takes a row of each sampled step.
 
     Attributes:
         number: in the order of their first rows, where rows are taken; None before one.
@@ -170,3 +163,66 @@ class _Guard:
 
     def __del__(self) -> None:
         self._training.end(self._observation)
+
+
+class BackwardLosses:
+    """Tells a listener each loss of one element that a backward pass begins with, while the context is open.
+
+    `torch.autograd.backward` and the scalers' `scale` are wrapped for that time. What a scaler was given is the loss;
+    of what was computed from a scaled loss (a share of it, a sum), the factor between the two is taken off.
+
+    Args:
+        listener: called with the loss, detached, before its backward pass.
+    """
+
+    def __init__(self, listener: Callable[[torch.Tensor], None]) -> None:
+        self._listener = listener
+        self._backward: Any = None
+        self._scales: dict[type, Any] = {}
+        self._scaled: tuple[weakref.ref[torch.Tensor], torch.Tensor, torch.Tensor] | None = None
+
+    def __enter__(self) -> BackwardLosses:
+        self._backward = torch.autograd.backward
+        torch.autograd.backward = self._telling(self._backward)
+        for kind in SCALERS:
+            self._scales[kind] = kind.scale
+            kind.scale = self._noting(kind.scale)  # type: ignore[method-assign]
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        torch.autograd.backward = self._backward
+        for scaler, scale in self._scales.items():
+            scaler.scale = scale  # type: ignore[attr-defined]
+        self._scaled = None
+
+    def _telling(self, backward: Any) -> Any:
+        @functools.wraps(backward)
+        def note_and_run(tensors: Any, *args: Any, **options: Any) -> Any:
+            single = tensors[0] if isinstance(tensors, Sequence) and len(tensors) == 1 else tensors
+            if isinstance(single, torch.Tensor) and single.numel() == 1:
+                self._listener(self._unscaled(single))
+            return backward(tensors, *args, **options)
+
+        return note_and_run
+
+    def _noting(self, scale: Any) -> Any:
+        @functools.wraps(scale)
+        def noted(scaler: Any, outputs: Any) -> Any:
+            result = scale(scaler, outputs)
+            if isinstance(outputs, torch.Tensor) and outputs.numel() == 1:
+                self._scaled = weakref.ref(result), result.detach(), outputs.detach()
+            return result
+
+        return noted
+
+    def _unscaled(self, tensor: torch.Tensor) -> torch.Tensor:
+        if self._scaled is None:
+            return tensor.detach()
+        (result, scaled, loss), self._scaled = self._scaled, None
+        if result() is tensor:
+            return loss
+        factor = in_float64(scaled) / in_float64(loss)
+        known = bool(factor.isfinite()) and bool(factor)
+        return (tensor.detach() / factor.item()).to(tensor.dtype) if known else tensor.detach()

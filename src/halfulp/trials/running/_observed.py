@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from ...observation import Observation, Record, observe
-from ...observation.record._record import FormatCounts, ParameterRecord
+from ...observation._record import FormatCounts, ParameterRecord
 
 # Of a result, what an observed trial has besides.
 READINGS = "observed"

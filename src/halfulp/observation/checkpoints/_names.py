@@ -1,0 +1,463 @@
+"""Whose each tensor of a checkpoint is: weight, optimizer state, average, in whatever names."""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import inspect
+import json
+import logging
+import re
+import warnings
+from collections import Counter
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..._messages import a_kind, listed
+from ..._qualified_names import pattern_of
+from ...kernels import address, plain
+from ...mctensor import MCTensor
+from ...optim.parameters._random_identity import plain_names
+from ...scaled import ScaledTensor
+from ._files import Checkpoint, OptimizerStates, Stored, of_tensor
+
+# Returns whether a parameter decays, given its name and itself.
+Decays = Callable[[str, Stored], bool]
+# As `Trainer.get_decay_parameter_names` of transformers has them (transformers/trainer.py).
+_NO_DECAY = re.compile(r"bias|layernorm|rmsnorm|(?:^|\.)norm(?:$|\.)|_norm(?:$|\.)")
+
+
+def decay_rules(tensors: Mapping[str, Stored]) -> list[Decays]:
+    """Return the usual rules of who decays: of transformers by name, the same with norms by shape, matrices alone."""
+    vectors = {
+        name.rpartition(".")[0]
+        for name, stored in tensors.items()
+        if name.rpartition(".")[2] == "weight" and len(stored.shape) == 1
+    }
+    return [
+        lambda name, stored: not _NO_DECAY.search(name.lower()),
+        lambda name, stored: not _NO_DECAY.search(name.lower()) and name.rpartition(".")[0] not in vectors,
+        lambda name, stored: len(stored.shape) >= 2,
+    ]
+
+
+def order_by_config(config: Path, tensors: Mapping[str, Stored]) -> tuple[list[str], Decays] | None:
+    """Return the names of a model of transformers in its own order, and who decays under its Trainer.
+
+    The model is made from its config on the meta device, by the class of the installed transformers that it names; code
+    beside the config is not run.
+
+    Returns:
+        None without transformers, for a class that it has not, and for a model with other names.
+    """
+    given = _read(config)
+    layers = given.get("num_hidden_layers", 0)
+    if not isinstance(layers, int) or layers > len(tensors) or importlib.util.find_spec("transformers") is None:
+        return None
+    level = logging.root.manager.disable
+    try:
+        with warnings.catch_warnings(), torch.device("meta"):
+            warnings.simplefilter("ignore")
+            logging.disable()
+            model = _model(given)
+    except Exception:  # whatever another version of transformers makes of the config
+        return None
+    finally:
+        logging.disable(level)
+    if model is None:
+        return None
+    norms = {
+        f"{name}.{own}" for name, module in model.named_modules() for own in module._parameters if _is_norm(module)
+    }
+    # A tied weight is saved once.
+    names = [name for name, _ in model.named_parameters() if name in tensors]
+    return names, lambda name, stored: name not in norms and not _NO_DECAY.search(name.lower())
+
+
+def _is_norm(module: torch.nn.Module) -> bool:
+    return isinstance(module, torch.nn.LayerNorm)
+
+
+def _model(given: Mapping[str, Any]) -> torch.nn.Module | None:
+    transformers = importlib.import_module("transformers")
+    names = given.get("architectures")
+    kind: Any = getattr(transformers, names[0], None) if isinstance(names, list) and len(names) == 1 else None
+    if not (inspect.isclass(kind) and issubclass(kind, transformers.PreTrainedModel)):
+        return None
+    made = kind(kind.config_class.from_dict({key: value for key, value in given.items() if key != "auto_map"}))
+    assert isinstance(made, torch.nn.Module), "models of transformers are modules"
+    return made
+
+
+def _read(config: Path) -> dict[str, Any]:
+    try:
+        read = json.loads(config.read_text(encoding="utf-8", errors="replace"))
+    except (OSError, ValueError):
+        return {}
+    return read if isinstance(read, dict) else {}
+
+
+COUNTERS = ("running_mean", "running_var", "num_batches_tracked", "n_averaged")
+_COMPANIONS = (".component_1", ".component_2", ".component_3", ".component_scale", ".payload_scale")
+
+
+@dataclass(slots=True)
+class NamedState:
+    """States of one parameter.
+
+    Attributes:
+        tensors: Stored or Tensor, by name of the state.
+        values: plain values, by name of the state.
+    """
+
+    tensors: dict[str, Any]
+    values: dict[str, Any]
+    options: dict[str, Any]
+
+
+def named_states(checkpoint: Checkpoint, unseen: list[str]) -> dict[str, NamedState]:
+    """Return the states of every parameter of a checkpoint; sentences on those that have no name go to `unseen`."""
+    found: dict[str, NamedState] = {}
+    for optimizer in checkpoint.optimizers:
+        members = [(key, group) for group in optimizer.groups for key in group.get("params") or ()]
+        names = _given_names(optimizer, members)
+        if names is None:
+            names = _by_order(checkpoint, optimizer, members)
+        if names is None:
+            names = _by_shape(checkpoint, optimizer)
+            lost = len(members) - len(names)
+            if lost:
+                known = (
+                    ", or install the transformers that saved it, which has the model's order"
+                    if checkpoint.config
+                    else ""
+                )
+                unseen.append(
+                    f"{lost} of {len(members)} optimizer states of the checkpoint have no names and no order: they "
+                    f"were not compared; make the optimizer from model.named_parameters(), which saves names{known}"
+                )
+        names = _as_weights(names, checkpoint.tensors)
+        strange = [name for name in names.values() if name not in checkpoint.tensors]
+        if strange:
+            unseen.append(
+                f"the optimizer's states of {listed(strange)} were not compared: no tensor of the checkpoint has such "
+                "a name; save weights and states under the same names"
+            )
+        groups = dict(members)
+        for key, name in names.items():
+            found[name] = _named_state(optimizer.state.get(key) or {}, groups[key])
+    return found
+
+
+def _as_weights(names: dict[Any, str], tensors: Collection[str]) -> dict[Any, str]:
+    """Return names as the weights have them, where one prefix alone, of a wrapper or of a module, sets both apart."""
+    strange = next((name for name in names.values() if name not in tensors), None)
+    if strange is None:
+        return names
+    found = []
+    for prefix, other in dict.fromkeys(_other_prefixes(strange, tensors)):
+        changed = {key: other + name.removeprefix(prefix) for key, name in names.items()}
+        if all(name.startswith(prefix) for name in names.values()) and all(x in tensors for x in changed.values()):
+            found.append(changed)
+    return found[0] if len(found) == 1 else names
+
+
+def _other_prefixes(name: str, tensors: Iterable[str]) -> Iterator[tuple[str, str]]:
+    """Yield a name's beginning and what stands in its place, for every tensor whose name ends in the same parts."""
+    own = name.split(".")
+    for tensor in tensors:
+        parts = tensor.split(".")
+        same = 0
+        while same < min(len(own), len(parts)) and own[-1 - same] == parts[-1 - same]:
+            same += 1
+        if same:
+            yield _prefix(own[:-same]), _prefix(parts[:-same])
+
+
+def _prefix(parts: list[str]) -> str:
+    return "".join(f"{part}." for part in parts)
+
+
+def _named_state(state: dict[str, Any], group: dict[str, Any]) -> NamedState:
+    tensors = {key: value for key, value in state.items() if isinstance(value, Tensor | Stored)}
+    values = {key: value for key, value in state.items() if key not in tensors}
+    left_out = ("params", "param_names", "identities", "random_stream")
+    options = {key: value for key, value in group.items() if key not in left_out}
+    return NamedState(tensors, values, options)
+
+
+def _given_names(optimizer: OptimizerStates, members: list[tuple[Any, dict]]) -> dict[Any, str] | None:
+    if members and all(isinstance(key, str) for key, _ in members):
+        keys = [key for key, _ in members]
+        return dict(zip(keys, plain_names(keys), strict=True))
+    listed = [group.get("param_names") for group in optimizer.groups]
+    if not members or not all(
+        isinstance(names, list | tuple) and len(names) == len(group.get("params") or ())
+        for names, group in zip(listed, optimizer.groups, strict=True)
+    ):
+        return None
+    names = [name for group in listed for name in group or ()]
+    return dict(zip((key for key, _ in members), plain_names(names), strict=True))
+
+
+def _by_order(
+    checkpoint: Checkpoint, optimizer: OptimizerStates, members: list[tuple[Any, dict]]
+) -> dict[Any, str] | None:
+    """Return names in the order of the model, where numbers and shapes of all parameters agree with it."""
+    candidates = dict(_parameters(checkpoint))
+    if len(candidates) != len(members):
+        return None
+    if checkpoint.ordered:
+        found = _by_groups(candidates, optimizer, decay_rules(candidates))
+        return found if found is not None else _as_they_fit(candidates, optimizer)
+    known = None if checkpoint.config is None else order_by_config(checkpoint.config, candidates)
+    if known is None or len(known[0]) != len(candidates):
+        return None
+    ordered = {name: candidates[name] for name in known[0]}
+    return _by_groups(ordered, optimizer, [known[1], *decay_rules(ordered)])
+
+
+def _by_groups(
+    ordered: Mapping[str, Stored], optimizer: OptimizerStates, rules: Sequence[Decays]
+) -> dict[Any, str] | None:
+    """Return names where one way alone to give them to one group, or to one that decays and one that does not, fits."""
+    found: list[dict[Any, str]] = []
+    for parts in _partitions(ordered, len(optimizer.groups), rules):
+        made: dict[Any, str] | None = {}
+        for group, names in zip(optimizer.groups, parts, strict=True):
+            keys = list(group.get("params") or ())
+            fits = len(keys) == len(names) and all(
+                _fits(optimizer.state.get(key), ordered[name].shape) for key, name in zip(keys, names)
+            )
+            made = made | dict(zip(keys, names)) if fits and made is not None else None
+        if made is not None and made not in found:
+            found.append(made)
+    return found[0] if len(found) == 1 else None
+
+
+def _partitions(ordered: Mapping[str, Stored], groups: int, rules: Sequence[Decays]) -> Iterator[list[list[str]]]:
+    """Yield the names of each group: those that decay come first, or second, in as many groups as there are."""
+    if groups == 1:
+        yield [list(ordered)]
+    for decays in rules if groups == 2 else ():
+        parts = [[name for name in ordered if decays(name, ordered[name]) == wanted] for wanted in (True, False)]
+        yield parts
+        yield parts[::-1]
+
+
+def _as_they_fit(ordered: Mapping[str, Stored], optimizer: OptimizerStates) -> dict[Any, str] | None:
+    """Return names in order, each given to the only group whose next state fits."""
+    waiting = [list(group.get("params") or ()) for group in optimizer.groups]
+    found = {}
+    for name, stored in ordered.items():
+        fitting = [
+            number for number, keys in enumerate(waiting) if keys and _fits(optimizer.state.get(keys[0]), stored.shape)
+        ]
+        if len(fitting) > 1:
+            # The usual split: matrices decay, vectors do not.
+            decays = len(stored.shape) >= 2
+            fitting = [n for n in fitting if bool(optimizer.groups[n].get("weight_decay")) == decays]
+        if len(fitting) != 1:
+            return None
+        found[waiting[fitting[0]].pop(0)] = name
+    return found
+
+
+def _by_shape(checkpoint: Checkpoint, optimizer: OptimizerStates) -> dict[Any, str]:
+    """Return the names of parameters whose shape only they have in their group, they and the same of other layers.
+
+    Layers of a list are in the order of their numbers, whatever the order of what is inside one.
+    """
+    tensors = dict(_parameters(checkpoint))
+    shapes = [[_shape(optimizer.state.get(key)) for key in group.get("params") or ()] for group in optimizer.groups]
+    possible: list[list[list[str]]] = []
+    for parts in _partitions(tensors, len(shapes), decay_rules(tensors)):
+        agree = all(Counter(own) == Counter(tensors[n].shape for n in names) for own, names in zip(shapes, parts))
+        if agree and parts not in possible:
+            possible.append(parts)
+    found: dict[Any, str] = {}
+    for number, group in enumerate(optimizer.groups):
+        elsewhere = {shape for k, own in enumerate(shapes) if k != number for shape in own}
+        for shape in dict.fromkeys(shapes[number]):
+            if shape is None or (len(possible) != 1 and shape in elsewhere):
+                continue
+            names = possible[0][number] if len(possible) == 1 else list(tensors)
+            fitting = [name for name in names if tensors[name].shape == shape]
+            keys = [key for key, own in zip(group["params"], shapes[number]) if own == shape]
+            if len(keys) == len(fitting) and len(set(map(pattern_of, fitting))) == 1:
+                found |= dict(zip(keys, sorted(fitting, key=_by_numbers)))
+    return found
+
+
+def _by_numbers(name: str) -> list[tuple[bool, int, str]]:
+    """Return what sorts names by the numbers of their layers."""
+    return [(part.isdecimal(), int(part) if part.isdecimal() else 0, part) for part in name.split(".")]
+
+
+def _parameters(checkpoint: Checkpoint) -> Iterable[tuple[str, Stored]]:
+    """Yield what may be a parameter, one of several names for the same memory."""
+    seen = set()
+    for name, stored in checkpoint.tensors.items():
+        last = name.rpartition(".")[2]
+        if last in COUNTERS or name.endswith(_COMPANIONS) or name.startswith("ema."):
+            continue
+        if not (stored.dtype.is_floating_point or stored.dtype.is_complex):
+            continue
+        if checkpoint.ordered and stored.mapped and stored.numel:
+            place = address(plain(stored.read(None))), stored.shape
+            if place in seen:
+                continue
+            seen.add(place)
+        yield name, stored
+
+
+def _shape(state: dict[str, Any] | None) -> tuple[int, ...] | None:
+    """Return the shape of the parameter that a state belongs to: that of its largest tensor."""
+    shapes = [tuple(value.shape) for value in (state or {}).values() if isinstance(value, Tensor | Stored)]
+    return max(shapes, key=lambda shape: (len(shape), shape), default=None)
+
+
+def _fits(state: dict[str, Any] | None, shape: tuple[int, ...]) -> bool:
+    return not state or _shape(state) == shape
+
+
+CONTRACT = "precision_contract"
+_MODEL = re.compile(
+    r"^(model|net|network|module|weights|params|model_?state|(model_?)?state_?dict|model_state_dict)$", re.I
+)
+_AVERAGE = re.compile(r"(^|_)(ema|swa|avg|average|averaged|shadow)(_|$)", re.I)
+# What runs keep beside their weights: tensors here are a generator's state, a best score, a counter.
+_BESIDE = re.compile(
+    r"rng|random|callback|loop|schedul|scaler|metric|loss|history|sampler|hyper|config|args|step|epoch", re.I
+)
+_DEEPEST = 64
+_Leaves = dict[tuple[Any, ...], Stored]
+
+
+def checkpoint_of(content: object, path: str, mapped: bool = True) -> Checkpoint:
+    """Return the parts of what a file holds.
+
+    Args:
+        content: nested mappings and lists of tensors, or `Stored`, and plain data.
+        mapped: whether the tensors are pages of the file.
+
+    Raises:
+        ValueError: it holds no model's tensors.
+    """
+    if not isinstance(content, Mapping):
+        raise ValueError(f"{path} holds {a_kind(content)}: give a checkpoint with a model's state_dict")
+    leaves: _Leaves = {}
+    found = Checkpoint(path, {})
+    for where, leaf in _walk(content, ()):
+        if isinstance(leaf, OptimizerStates):
+            found.optimizers.append(leaf)
+        elif isinstance(leaf, _Unreadable):
+            found.unseen.append(f"{'.'.join(map(str, where)) or 'the file'} was not compared: {leaf.reason}")
+        elif where[-1] == CONTRACT and isinstance(leaf, Mapping):
+            found.contract = dict(leaf)
+        elif isinstance(leaf, Stored):
+            leaves[where] = leaf
+        elif isinstance(leaf, Tensor):
+            leaves |= {(*where[:-1], f"{where[-1]}{suffix}"): part for suffix, part in _entries(leaf, mapped)}
+    found.tensors = _named(leaves, found.unseen)
+    if not found.tensors:
+        rest = "only an optimizer's states" if found.optimizers else f"no tensors, only {listed(content)}"
+        raise ValueError(f"{path} holds {rest if content else 'nothing'}: give a checkpoint with a model's state_dict")
+    return found
+
+
+def optimizers_of(content: object) -> list[OptimizerStates]:
+    """Return the states of all optimizers in nested data."""
+    return [leaf for _, leaf in _walk(content, ()) if isinstance(leaf, OptimizerStates)]
+
+
+@dataclass(frozen=True, slots=True)
+class _Unreadable:
+    """A part of a checkpoint that cannot be compared, and why."""
+
+    reason: str
+
+
+def _walk(content: Any, where: tuple) -> Iterator[tuple[tuple, Any]]:
+    if len(where) > _DEEPEST:
+        raise ValueError(
+            f"a checkpoint is nested more than {_DEEPEST} levels deep, or holds itself: give the model's state_dict"
+        )
+    if isinstance(content, Mapping) and "param_groups" in content:
+        yield where, _optimizer(content)
+    elif isinstance(content, Mapping):
+        for key, value in content.items():
+            if key == CONTRACT:
+                yield (*where, key), value
+            else:
+                yield from _walk(value, (*where, key))
+    elif isinstance(content, list | tuple):
+        for number, value in enumerate(content):
+            yield from _walk(value, (*where, number))
+    elif isinstance(content, Tensor) and (content.layout != torch.strided or content.is_meta):
+        kind = "on the meta device, without numbers" if content.is_meta else f"a tensor of layout {content.layout}"
+        yield where, _Unreadable(f"it is {kind}")
+    elif where:
+        yield where, content
+
+
+def _optimizer(content: Mapping[Any, Any]) -> OptimizerStates | _Unreadable:
+    state, groups = content.get("state") or {}, content["param_groups"]
+    groups = list(groups.values()) if isinstance(groups, Mapping) else groups
+    whole = isinstance(state, Mapping) and isinstance(groups, list | tuple)
+    if not whole or not all(
+        isinstance(group, Mapping) and isinstance(group.get("params") or (), list | tuple) for group in groups
+    ):
+        return _Unreadable("its param_groups and state are not those of a torch optimizer")
+    kept = {key: dict(value) for key, value in state.items() if isinstance(value, Mapping)}
+    return OptimizerStates(kept, [dict(group) for group in groups])
+
+
+def _entries(tensor: Tensor, mapped: bool) -> Iterator[tuple[str, Stored]]:
+    """Yield a tensor as a state_dict names its parts."""
+    if isinstance(tensor, MCTensor):
+        for number, part in enumerate(tensor.components):
+            yield f".component_{number}" if number else "", of_tensor(part, mapped)
+    elif isinstance(tensor, ScaledTensor):
+        yield "", of_tensor(tensor.decode(), False)
+        yield ".payload_scale", of_tensor(tensor.scale, mapped)
+    else:
+        yield "", of_tensor(getattr(tensor, "_local_tensor", tensor), mapped)
+
+
+def _named(leaves: _Leaves, unseen: list[str]) -> dict[str, Stored]:
+    """Return the model's tensors by name, those of averages under "ema."."""
+    while leaves and len({where[0] for where in leaves}) == 1 and all(len(where) > 1 for where in leaves):
+        leaves = {where[1:]: leaf for where, leaf in leaves.items()}
+    groups: dict[Any, _Leaves] = {}
+    for where, leaf in leaves.items():
+        groups.setdefault(where[0] if len(where) > 1 else None, {})[where] = leaf
+    models = [key for key in groups if isinstance(key, str) and _MODEL.match(key)]
+    if not models:
+        models = [key for key in groups if key is None or not _is_beside(key)]
+        # Loose tensors beside a model's dict are a loss or a counter.
+        models = [key for key in models if key is not None or len(models) == 1]
+    found: dict[str, Stored] = {}
+    for key in models:
+        prefix = f"{key}." if len(models) > 1 else ""
+        found |= _merged(groups[key], prefix, 1 if key is not None else 0)
+    for key in [key for key in groups if key not in models]:
+        if isinstance(key, str) and _AVERAGE.search(key):
+            found |= _merged(groups[key], "ema.", 1)
+        elif key is not None and not _is_beside(key):
+            unseen.append(f"tensors under {key!r} were not compared: they are not the model's")
+    return found
+
+
+def _is_beside(key: object) -> bool:
+    return isinstance(key, int) or bool(_BESIDE.search(str(key)))
+
+
+def _merged(leaves: _Leaves, prefix: str, skip: int) -> dict[str, Stored]:
+    names = [".".join(map(str, where[skip:])) for where in leaves]
+    return {prefix + name: leaf for name, leaf in zip(plain_names(names), leaves.values(), strict=True)}

@@ -1,0 +1,305 @@
+"""Findings about long sums that a narrow format stops: moments, averages, gradients, residual streams, counts."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
+
+from ...optim import OPTIMIZERS
+from .._finding import Finding, Severity
+from .._record import ParameterRecord, Realised, Record
+from .._text import cannot_decay, confidence_of, dtype_name, is_narrow, is_wide, optimizer_code, percent, precision
+from ..auditing._audit import SECOND_MOMENTS, Audit, StateAudit
+from ._kind import FindingKind, register_finding
+from ._updates import may_be_chance
+
+if TYPE_CHECKING:
+    from ..forecasting._layers import ForecastData, LayerForecast
+
+FEWEST_ADDED = 32
+# What rounding takes of a sum of a few gradients is below a hundredth; a tenth of the batch is a smaller batch.
+SUMS_WARNING = 0.9
+SUMS_ERROR = 0.5
+# Sums of 8 gradients of many examples in bfloat16 are off by 0.4%, of 96 by 1.2%; a fiftieth is the work of sums that
+# grow until what is added to them is about their spacing.
+SUMS_OFF = 0.02
+
+
+@register_finding
+class AccumulationSwamped(FindingKind):
+    """Gradients that are added to a sum in a narrow type are smaller than half its spacing, and are dropped."""
+
+    code = "accumulation-swamped"
+    cure = "accumulate in float32: hu.float32_gradients(model), or float32 parameters under autocast"
+    write = "import halfulp as hu\nhu.float32_gradients(model)  # before the first backward"
+    role = "weight gradient"
+    wide_cure = "fewer micro-batches, or each divided by their number before its backward pass"
+    worst = "error"
+
+    def in_record(self, record: Record) -> Iterator[Finding]:
+        for name, parameter in record.parameters.items():
+            sums = parameter.accumulation
+            severity = _grade_sums(parameter)
+            if sums is None or severity is None:
+                continue
+            held_in, realised = parameter.gradient_dtype or parameter.dtype, sums.realised_share
+            dtype, off = dtype_name(held_in), parameter.accumulation_error
+            assert realised is not None
+            said = f"{percent(max(0.0, 1 - realised))} of what is added to .grad is lost in {dtype}"
+            if realised >= SUMS_WARNING and off is not None:
+                said = f"sums in .grad are off by {percent(min(1.0, off))} in {dtype}"
+            yield self.found(
+                name,
+                severity,
+                confidence_of(sums.seen, FEWEST_ADDED),
+                said,
+                cure=self.cure_in(held_in),
+                lost=sums.lost_share,
+                realised=realised,
+                error=off,
+                seen=sums.seen,
+                dtype=dtype,
+            )
+
+
+def _grade_sums(parameter: ParameterRecord) -> Severity | None:
+    """Return how bad it is: by the share of what is added that is lost, and by how far the sums are off."""
+    sums = parameter.accumulation
+    realised = None if sums is None else sums.realised_share
+    if sums is None or realised is None or sums.seen < FEWEST_ADDED:
+        return None
+    if realised < SUMS_WARNING:
+        return "error" if realised < SUMS_ERROR else "warning"
+    # In float32 sums are off where they cancel: there the exact sum is small, and not the error large.
+    off = parameter.accumulation_error
+    return (
+        "warning"
+        if off is not None and off >= SUMS_OFF and not is_wide(parameter.gradient_dtype or parameter.dtype)
+        else None
+    )
+
+
+FEWEST_CHANGES = 16
+# An average that takes half of its changes lags behind; one that takes a tenth stays where it began.
+AVERAGE_WARNING = 0.5
+AVERAGE_ERROR = 0.1
+# An average that takes in what is new changes nearly everywhere; a few elements may stand still by chance.
+STUCK = 0.95
+
+
+@register_finding
+class AverageStuck(FindingKind):
+    """A running average, as of an EMA or a normalization, loses its changes to rounding and stays where it was."""
+
+    code = "average-stuck"
+    cure = "keep the average in float32, or use hu.optim.EMA, whose weight_update keeps what rounding would lose"
+    says = "the average {place} stands still: {lost:share} of its changes are lost in {dtype}"
+    wide_cure = "a step that keeps less of the average, or an average in float64"
+    worst = "lost"
+    explained_by = ("dtype-not-asked", "dtype-changed-on-resume")
+
+    def in_record(self, record: Record) -> Iterator[Finding]:
+        for name, average in record.averages.items():
+            change = average.change
+            realised = change.realised_share
+            if change.seen < FEWEST_CHANGES or realised is None or not realised < AVERAGE_WARNING:
+                continue
+            retention = "" if average.retention is None else f", of which a step keeps {average.retention:.6g}"
+            yield self.found(
+                name,
+                "note" if is_wide(average.dtype) else "error" if realised < AVERAGE_ERROR else "warning",
+                confidence_of(change.seen, FEWEST_CHANGES),
+                f"{percent(change.lost_share)} of changes lost in {dtype_name(average.dtype)}{retention}",
+                cure=self.cure_in(average.dtype),
+                lost=change.lost_share,
+                realised=realised,
+                seen=change.seen,
+                retention=average.retention,
+                dtype=dtype_name(average.dtype),
+            )
+
+    def in_audit(self, audit: Audit) -> Iterator[Finding]:
+        moved = any(row.status == "changed" and row.role != "average" for row in audit.tensors.values())
+        for name, row in audit.tensors.items():
+            if row.role != "average" or not moved or row.numel < FEWEST_CHANGES or not is_narrow(row.a.dtype):
+                continue
+            if row.share_unchanged < STUCK or row.companions_moved or row.b.nonfinite or row.b.constant == 0:
+                continue
+            said = f"{percent(row.share_unchanged)} unchanged in {dtype_name(row.a.dtype)}, while the weights moved"
+            severity: Severity = "error" if row.status == "unchanged" else "warning"
+            yield self.found(name, severity, 0.8, said, unchanged=row.share_unchanged, elements=row.numel)
+
+
+@register_finding
+class PositionsCollide(FindingKind):
+    """Neighbouring positions have one code: they were counted, or multiplied by frequencies, in 16 bits."""
+
+    code = "positions-collide"
+    cure = (
+        "count positions in int64 and compute their angles in float32, outside of autocast; round sines and cosines "
+        "alone"
+    )
+    explained_by = ("dtype-not-asked",)
+
+    def in_record(self, record: Record) -> Iterator[Finding]:
+        for name, positions in record.positions.items():
+            digits = precision(positions.dtype)
+            assert digits is not None
+            dtype, counted = dtype_name(positions.dtype), 2**digits
+            said = f"of {positions.length} positions those from {counted} on are rounded to {dtype}'s whole numbers"
+            yield self.found(name, "error", 1.0, said, length=positions.length, counted=counted, dtype=dtype)
+
+
+FEWEST_RESIDUALS = 256
+# Rounding a sum is right on average while what is added is larger than half a spacing; where half is gone it is not.
+RESIDUAL_WARNING = 0.5
+RESIDUAL_ERROR = 0.1
+
+
+@register_finding
+class ResidualSwamped(FindingKind):
+    """What a layer adds to a residual stream is smaller than half the spacing of the stream's numbers, and is lost."""
+
+    code = "residual-swamped"
+    cure = (
+        "keep the residual stream in float32 (float32 embeddings under autocast, x.float() before the first layer), or "
+        "normalize it before it grows"
+    )
+    worst = "-realised"
+    explained_by = ("dtype-not-asked",)
+
+    def in_record(self, record: Record) -> Iterator[Finding]:
+        for name, residual in record.residuals.items():
+            change = residual.change
+            realised = change.realised_share
+            if realised is None or change.seen < FEWEST_RESIDUALS or not realised < RESIDUAL_WARNING:
+                continue
+            yield self.found(
+                name,
+                "error" if realised < RESIDUAL_ERROR else "warning",
+                confidence_of(change.seen, FEWEST_RESIDUALS),
+                f"{percent(min(1.0, 1 - realised))} of what it adds to the residual stream is lost in "
+                f"{dtype_name(residual.dtype)}: it adds {residual.added:.3g} to numbers of {residual.stream:.3g}",
+                lost=change.lost_share,
+                realised=realised,
+                added=residual.added,
+                stream=residual.stream,
+                seen=change.seen,
+                dtype=dtype_name(residual.dtype),
+            )
+
+
+FEWEST_DECREASES = 32
+# With half of its changes missing the average follows a different, slower horizon than beta2 says.
+HALF = 0.5
+# Squares of gradients spread over decades, and a few of the largest decide how much movement took place: 400 decreases
+# that were rounded stochastically have shown 15% of it by chance.
+FEWEST_STOCHASTIC = 4000
+
+
+@register_finding
+class SecondMomentStuck(FindingKind):
+    """Decreases of the second moment are smaller than half its spacing: steps follow gradients of long ago."""
+
+    code = "second-moment-stuck"
+    cure = "keep the state in float32 (state_dtype=torch.float32 of hu.optim), or a beta2 of at most 0.99"
+    says = "the second moment of {place} cannot fall: {lost:share} of its decreases are lost in {dtype}"
+    write = optimizer_code(None, {}, "state_dtype=torch.float32")
+    role = "second moment"
+    wide_cure = "nothing, if steps may follow gradients of long ago; else a smaller beta2, or float64"
+    worst = "lost"
+    explained_by = ("state-mismatch", "dtype-changed-on-resume")
+    shares_cause_with = ("updates-lost", "weight-frozen", "weight-decay-lost", "freeze-ahead")
+
+    def in_record(self, record: Record) -> Iterator[Finding]:
+        for name, parameter in record.parameters.items():
+            for state, change in parameter.states.items():
+                if state not in SECOND_MOMENTS or change.seen < FEWEST_DECREASES or not _is_stuck(parameter, change):
+                    continue
+                dtype = dtype_name(parameter.state_dtypes.get(state))
+                yield self.found(
+                    name,
+                    "note" if is_wide(parameter.state_dtypes.get(state, parameter.dtype)) else "warning",
+                    confidence_of(change.seen, FEWEST_DECREASES),
+                    f"{percent(change.lost_share)} of decreases of {state} lost in {dtype}",
+                    cure=self.cure_in(parameter.state_dtypes.get(state)),
+                    write=_keep_float32_states(parameter),
+                    state=state,
+                    lost=change.lost_share,
+                    realised=change.realised_share,
+                    seen=change.seen,
+                    dtype=dtype,
+                )
+
+    def in_audit(self, audit: Audit) -> Iterator[Finding]:
+        """Find second moments that can only rise, since their format loses every decay by beta2."""
+        for name, state in audit.states.items():
+            rate = _rate_of_second_moment(state)
+            if rate is None or state.weight_update is not None:
+                continue
+            for moment, (_, dtype) in state.dtypes.items():
+                if moment not in SECOND_MOMENTS or not cannot_decay(rate, dtype):
+                    continue
+                said = f"{moment} in {dtype_name(dtype)} loses every decay by beta2 = {1 - rate:.6g}"
+                unchanged = state.unchanged.get(moment)
+                if unchanged is not None and unchanged > HALF and state.advanced:
+                    said += f"; {percent(unchanged)} of it unchanged in {state.advanced} steps"
+                yield self.found(
+                    name,
+                    "warning",
+                    1.0,
+                    said,
+                    cure=self.cure_in(dtype),
+                    state=moment,
+                    dtype=dtype_name(dtype),
+                    decay=rate,
+                    unchanged=unchanged,
+                )
+
+    def in_forecast(self, forecast: ForecastData) -> Iterator[Finding]:
+        stuck = [layer for layer in forecast.layers if _only_grows(layer)]
+        if stuck:
+            beta2, dtype = stuck[0].beta2, dtype_name(stuck[0].denominator)
+            said = f"a second moment in {dtype} cannot decay at beta2 {beta2:g}: it only grows"
+            yield self.found(
+                [layer.name for layer in stuck],
+                "warning",
+                1.0,
+                said,
+                cure=self.cure_in(stuck[0].denominator),
+                beta2=beta2,
+                dtype=dtype,
+            )
+
+
+def _keep_float32_states(parameter: ParameterRecord) -> str:
+    """Return the lines that keep the states of an optimizer in float32; empty for one that is not here."""
+    if parameter.optimizer not in OPTIMIZERS:
+        return ""
+    return optimizer_code(parameter.optimizer, parameter.options, "state_dtype=torch.float32")
+
+
+def _only_grows(layer: LayerForecast) -> bool:
+    return layer.beta2 is not None and cannot_decay(1 - layer.beta2, layer.denominator)
+
+
+def _is_stuck(parameter: ParameterRecord, change: Realised) -> bool:
+    """Return whether an average stands still.
+
+    Only decreases are counted: gradients above the average make changes that are large enough. torch rounds to nearest,
+    and counts tell. What rounds a state stochastically loses most decreases too and is right on average: there the
+    movement tells.
+    """
+    if parameter.optimizer_module.startswith("torch.optim."):
+        return change.known and change.lost_share >= HALF
+    realised = change.realised_share
+    if realised is None or realised >= HALF or change.seen < FEWEST_STOCHASTIC:
+        return False
+    return not may_be_chance(change, realised)
+
+
+def _rate_of_second_moment(state: StateAudit) -> float | None:
+    betas, alpha = state.options.get("betas"), state.options.get("alpha")
+    if isinstance(betas, list | tuple) and len(betas) >= 2:
+        return 1.0 - float(betas[1])
+    return None if alpha is None else 1.0 - float(alpha)

@@ -1,0 +1,222 @@
+"""Findings about quantizers and blocks: zeros, saturation, noise above the signal."""
+
+import math
+from collections.abc import Iterator
+
+from ... import formats
+from .._finding import Finding
+from .._record import Record, TensorRecord
+from .._text import confidence_of, dtype_name, is_narrow, percent, precision
+from ..auditing._audit import Audit
+from ._kind import FindingKind, register_finding
+from ._range_use import GRADIENTS, has_wide_range, nonzero, storage_format, tensors
+
+FEWEST_IN_BLOCKS = 64
+# Of normally distributed numbers 4-bit blocks hide up to 12%; twice that is one large element in most blocks.
+HIDDEN_WARNING = 0.25
+HIDDEN_ERROR = 0.5
+
+
+@register_finding
+class BlockHidden(FindingKind):
+    """One element of a block is so much larger that the scale it sets sends the others to zero."""
+
+    code = "block-hidden"
+    cure = (
+        "a format with smaller blocks (nvfp4 for mxfp4) or more exponent bits (mxfp8_e5m2), or leave this "
+        "layer out of emulation"
+    )
+    worst = "hidden"
+    explained_by = ("quantized-to-zero",)
+
+    def in_record(self, record: Record) -> Iterator[Finding]:
+        for tensor in record.tensors.values():
+            count = nonzero(tensor)
+            hidden = tensor.block_hidden.get(tensor.asked_format or "")
+            if hidden is None or count < FEWEST_IN_BLOCKS:
+                continue
+            share = min(1.0, hidden / count)
+            if share < HIDDEN_WARNING:
+                continue
+            yield self.found(
+                tensor.name,
+                "error" if share >= HIDDEN_ERROR else "warning",
+                confidence_of(count, FEWEST_IN_BLOCKS),
+                f"{percent(share)} of nonzero elements of {tensor.role} become 0 beside their block's largest in "
+                f"{tensor.asked_format}",
+                hidden=share,
+                role=tensor.role,
+                format=tensor.asked_format,
+                seen=count,
+            )
+
+
+# "FP4 All the Way", arXiv 2505.19115, section 4: training with quantized gradients stalls where the gradient's norm
+# falls below sqrt(3) times the standard deviation of the quantization noise times the square root of the size.
+NOISE_RATIO = math.sqrt(3.0)
+
+
+@register_finding
+class GradientBelowNoise(FindingKind):
+    """The gradient is smaller than sqrt(3) times the noise of its quantization, where quantized training stalls."""
+
+    code = "gradient-below-noise"
+    cure = "finish the training with gradients in bfloat16, or in a format of smaller blocks (nvfp4)"
+    worst = "-ratio"
+    explained_by = ("block-hidden", "gradient-underflow", "payload-saturated", "quantized-to-zero")
+
+    def in_record(self, record: Record) -> Iterator[Finding]:
+        for tensor in tensors(record, *GRADIENTS):
+            noise = tensor.quantization_error
+            if tensor.asked_format is None or not noise or not tensor.rms < NOISE_RATIO * noise:
+                continue
+            yield self.found(
+                tensor.name,
+                "warning",
+                max(0.5, confidence_of(tensor.steps, 4)),
+                f"{tensor.role} is {tensor.rms / noise:.2g} times the quantization noise of {tensor.asked_format}; "
+                f"training stalls below {NOISE_RATIO:.2f}",
+                ratio=tensor.rms / noise,
+                rms=tensor.rms,
+                noise=noise,
+                role=tensor.role,
+                steps=tensor.steps,
+            )
+
+
+# A scale taken from the largest magnitude puts one element of each tensor there, and its near neighbours.
+FEWEST_SATURATED = 8
+SATURATED_WARNING = 0.001
+# The largest elements carry most of a product: with a hundredth of them cut off the layer computes something else.
+SATURATED_ERROR = 0.01
+SCALE_FIRST = (
+    "scale this tensor before it is rounded (hu.scalify gives every tensor a scale), or round it to mxfp8_e4m3, "
+)
+SCALE_FIRST += "whose blocks have scales, or to e5m2"
+
+
+@register_finding
+class PayloadSaturated(FindingKind):
+    """Elements sit at the format's largest number: the scale is out of date or too small, and they were cut off."""
+
+    code = "payload-saturated"
+    cure = "a larger scale: hu.rescale(tensor) or current instead of delayed scaling, or e5m2 for this tensor"
+    says = "{place} [is|are] cut off at {format}'s largest number: {saturated:share} of [its|their] {role}"
+    worst = "saturated"
+    explained_by = ("dtype-not-asked",)
+
+    def in_record(self, record: Record) -> Iterator[Finding]:
+        for tensor in record.tensors.values():
+            yield from self._quantized(tensor)
+            held_in = storage_format(tensor)
+            if held_in is None or has_wide_range(held_in) or not tensor.elements:
+                continue
+            count = _count_cut_off(tensor)
+            share = count / tensor.elements
+            if count < FEWEST_SATURATED or share < SATURATED_WARNING:
+                continue
+            yield self.found(
+                tensor.name,
+                "error" if share >= SATURATED_ERROR else "warning",
+                confidence_of(count, FEWEST_SATURATED),
+                f"{percent(share)} of {tensor.role} elements are at {held_in.name}'s largest number, {held_in.max:.6g}",
+                saturated=share,
+                count=count,
+                role=tensor.role,
+                format=held_in.name,
+                scale=tensor.scale,
+            )
+
+    def _quantized(self, tensor: TensorRecord) -> Iterator[Finding]:
+        """Find it in what the run rounds to a narrower format afterwards; blocks take a scale from their elements."""
+        asked = tensor.asked_format or ""
+        counts = tensor.formats.get(asked)
+        if counts is None or asked in tensor.block_hidden or not counts.elements:
+            return
+        share = counts.overflow / counts.elements
+        if counts.overflow < FEWEST_SATURATED or share < SATURATED_WARNING:
+            return
+        largest = formats.get(asked).max
+        yield self.found(
+            tensor.name,
+            "error" if share >= SATURATED_ERROR else "warning",
+            confidence_of(counts.overflow, FEWEST_SATURATED),
+            f"{percent(share)} of {tensor.role} elements are beyond {asked}'s largest number, "
+            f"{largest:.6g}, and reach {tensor.amax:.4g}",
+            cure=SCALE_FIRST,
+            saturated=share,
+            count=counts.overflow,
+            role=tensor.role,
+            format=tensor.asked_format,
+            scale=tensor.scale,
+        )
+
+    def in_audit(self, audit: Audit) -> Iterator[Finding]:
+        for name, row in audit.tensors.items():
+            dtype, count = row.b.dtype, row.b.saturated - 1  # a scale that follows the largest element puts one there
+            share = count / max(1, row.numel)
+            if count < FEWEST_SATURATED or share < SATURATED_WARNING or row.b.constant is not None:
+                continue
+            # Formats of float32's range do not saturate; a mask is filled with their lowest number.
+            if not dtype.is_floating_point or not is_narrow(dtype) or has_wide_range(formats.get(dtype)):
+                continue
+            yield self.found(
+                name,
+                "error" if share >= SATURATED_ERROR else "warning",
+                0.9,
+                f"{percent(share)} of elements at the largest number of {dtype_name(dtype)}",
+                share=share,
+                before=row.a.saturated / max(1, row.numel),
+                elements=row.numel,
+            )
+
+
+def _count_cut_off(tensor: TensorRecord) -> int:
+    """Return how many elements are at the largest number, but for the one per step that a scale puts there."""
+    return tensor.largest - tensor.steps
+
+
+@register_finding
+class QuantizedToZero(FindingKind):
+    """A quantizer makes zeros of everything: its scale is too large, or its format too coarse."""
+
+    code = "quantized-to-zero"
+    cure = (
+        "take the scale from the data (largest magnitude over the format's largest number): hu.quantize with "
+        "a block format, or hu.scalify"
+    )
+    role = "activation"
+    worst = "elements"
+    explained_by = ("activation-underflow", "dtype-not-asked")
+
+    def in_record(self, record: Record) -> Iterator[Finding]:
+        for tensor in tensors(record, "activation"):
+            entered = tensor.input_amax
+            if not _quantizes(tensor) or not tensor.elements or tensor.zeros < tensor.elements or not entered:
+                continue
+            yield self.found(
+                tensor.name,
+                "error",
+                confidence_of(tensor.elements, 8),
+                f"all {tensor.elements} outputs in {dtype_name(tensor.dtype)} are 0, of inputs up to {entered:.3g}",
+                elements=tensor.elements,
+                input_amax=entered,
+                steps=tensor.steps,
+            )
+
+    def in_audit(self, audit: Audit) -> Iterator[Finding]:
+        for name, row in audit.tensors.items():
+            if precision(row.b.dtype) is None or row.numel < 2 or row.role == "buffer":
+                continue
+            share, before = row.b.zeros / row.numel, row.a.zeros / row.numel
+            sure, said = 1.0, f"all zeros in B, {percent(before)} zeros in A"
+            if share < 1 or before == 1:
+                sure, said = 0.9, f"{percent(share)} zeros in {dtype_name(row.b.dtype)}, {percent(before)} before"
+                if share - before <= 0.5 or row.a.dtype == row.b.dtype:
+                    continue
+            yield self.found(name, "error", sure, said, zeros=share, before=before, elements=row.numel)
+
+
+def _quantizes(tensor: TensorRecord) -> bool:
+    """Return whether zeros are the work of a quantizer, and not of a ReLU, a mask or a zero weight."""
+    return tensor.dtype.itemsize == 1 or "quant" in tensor.kind.lower()

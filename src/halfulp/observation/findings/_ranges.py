@@ -1,0 +1,487 @@
+"""Findings about numbers that leave a format's range: underflow, overflow, an eps of zero, NaN and infinities."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
+
+import torch
+
+from ... import formats
+from .._finding import Finding, Severity, in_words
+from .._record import ParameterRecord, Record, TensorRecord
+from .._text import confidence_of, dtype_name, number, percent, plural
+from ..auditing._audit import Audit, TensorAudit
+from ._kind import FindingKind, register_finding
+from ._range_use import (
+    GRADIENTS,
+    has_wide_range,
+    loss_is_scaled,
+    margin,
+    nonzero,
+    rounds_to_zero,
+    storage_format,
+    subnormal_share,
+    tensors,
+    unscaled,
+    vanished_share,
+)
+
+if TYPE_CHECKING:
+    from ..forecasting._layers import ForecastData
+
+FEWEST_ACTIVATIONS = 32
+# Products sum activations, so what counts is the error's energy: small ones beside large ones, as in a softmax, harm
+# nothing. e4m3 rounds with a relative error of 2^-4 / sqrt(3) = 3.6%; a float16 tensor that is worse has lost its use.
+NOISE_WARNING = 0.036
+NOISE_ERROR = 0.5
+ZERO_STEPS = 2
+
+
+@register_finding
+class ActivationUnderflow(FindingKind):
+    """A layer's outputs as a whole lie in the subnormal range of their format, where digits and numbers are lost."""
+
+    code = "activation-underflow"
+    cure = (
+        "scale the layer's output up by a power of two and undo it later, or compute it in bfloat16; "
+        "hu.scalify gives every tensor a scale"
+    )
+    says = "outputs of {place} are too small for their format: rounding errs by {noise:share} of their size"
+    role = "activation"
+    wide_cure = "scale the layer's output up by a power of two and undo it later; hu.scalify gives every tensor a scale"
+    worst = "noise"
+    explained_by = ("dtype-not-asked",)
+
+    def in_record(self, record: Record) -> Iterator[Finding]:
+        for tensor in tensors(record, "activation"):
+            if _has_vanished(tensor):
+                yield self._gone(tensor)
+                continue
+            held_in, count = storage_format(tensor), nonzero(tensor)
+            if (
+                held_in is None
+                or count < FEWEST_ACTIVATIONS
+                or not tensor.rms > 0
+                or not tensor.amax < held_in.smallest_normal * 2
+            ):
+                continue
+            # Rounding to multiples of q errs by q / sqrt(12) on average.
+            noise = held_in.smallest_subnormal / (math.sqrt(12) * tensor.rms)
+            if noise < NOISE_WARNING:
+                continue
+            subnormal = subnormal_share(tensor, held_in)
+            yield self.found(
+                tensor.name,
+                "error" if noise >= NOISE_ERROR else "warning",
+                confidence_of(count, FEWEST_ACTIVATIONS),
+                f"{percent(subnormal)} of nonzero activations are subnormal in {held_in.name}, "
+                f"with a rounding error of {percent(min(1.0, noise))} of their size",
+                cure=self.wide_cure if has_wide_range(held_in) else self.cure,
+                subnormal=subnormal,
+                noise=noise,
+                amax=tensor.amax,
+                rms=tensor.rms,
+                seen=count,
+            )
+
+    def _gone(self, tensor: TensorRecord) -> Finding:
+        """Of outputs that are all zeros no histogram tells."""
+        held_in = storage_format(tensor)
+        assert held_in is not None
+        entered = tensor.input_amax
+        weights = "" if tensor.weight_amax is None else f" and weights up to {tensor.weight_amax:.3g}"
+        return self.found(
+            tensor.name,
+            "error",
+            1 - 0.5**tensor.steps,
+            f"all activations are 0 in {held_in.name} in all {tensor.steps} sampled steps, of inputs up to "
+            f"{entered:.3g}{weights}",
+            subnormal=0.0,
+            noise=math.inf,
+            amax=0.0,
+            rms=0.0,
+            seen=0,
+        )
+
+
+def _has_vanished(tensor: TensorRecord) -> bool:
+    """Return whether outputs are zeros because what they are made of is below their format's numbers."""
+    held_in = storage_format(tensor)
+    if held_in is None or tensor.steps < ZERO_STEPS or not tensor.elements or tensor.zeros < tensor.elements:
+        return False
+    return tensor.input_amax is not None and rounds_to_zero(tensor.input_amax, tensor.weight_amax, held_in)
+
+
+# Where the optimizer's states are kept in float32, its denominators are.
+DENOMINATORS = ("exp_avg_sq", "square_avg", "sum", "exp_inf")
+
+
+@register_finding
+class EpsZero(FindingKind):
+    """The optimizer's eps rounds to zero in its dtype: where a second moment is zero too, the update is 0/0."""
+
+    code = "eps-zero"
+    cure = (
+        "eps=1e-7 or more in float16 (1e-4 where the moments underflow too), or float32 states; hu.optim "
+        "computes in float32"
+    )
+    says = "{place} [divides|divide] by zero where the second moment is zero: eps {eps} is 0 in {dtype}"
+    role = "second moment"
+    wide_cure = "an eps that the dtype holds, such as 1e-8"
+
+    def in_record(self, record: Record) -> Iterator[Finding]:
+        for name, parameter in record.parameters.items():
+            eps, dtype = number(parameter.options, "eps"), _find_denominator(parameter)
+            if parameter.optimizer is None or eps is None or not eps > 0 or dtype is None:
+                continue
+            if float(torch.tensor(eps, dtype=dtype, device="cpu")) == 0:
+                yield self._found(name, eps, dtype)
+
+    def in_forecast(self, forecast: ForecastData) -> Iterator[Finding]:
+        zero: dict[tuple[float, torch.dtype], list[str]] = {}
+        for layer in forecast.layers:
+            eps, dtype = layer.eps, layer.denominator
+            if eps and dtype is not None and float(torch.tensor(eps, dtype=dtype, device="cpu")) == 0:
+                zero.setdefault((eps, dtype), []).append(layer.name)
+        for (eps, dtype), names in zero.items():
+            yield self._found(names, eps, dtype)
+
+    def _found(self, names: str | list[str], eps: float, dtype: torch.dtype) -> Finding:
+        said = f"eps {eps:.3g} is 0 in {dtype_name(dtype)}"
+        cure = self.wide_cure if has_wide_range(formats.get(dtype)) else self.cure
+        return self.found(names, "error", 1.0, said, cure=cure, eps=eps, dtype=dtype_name(dtype))
+
+
+def _find_denominator(parameter: ParameterRecord) -> torch.dtype | None:
+    """Return the dtype in which the optimizer adds eps; None where it does so in float32 whatever it stores."""
+    if not parameter.optimizer_module.startswith("torch.optim."):
+        return None
+    found = [parameter.state_dtypes[state] for state in DENOMINATORS if state in parameter.state_dtypes]
+    dtype = found[0] if found else parameter.dtype
+    return dtype if dtype.is_floating_point else None
+
+
+# A loss scale makes gradients overflow now and then; what it cannot mend is there in every step.
+NONFINITE_STEPS = 3
+FORWARD = "compute this layer in float32 or bfloat16, or bound what it divides by or exponentiates"
+FORWARD_WIDE = "bound what this layer divides by or exponentiates, or takes the root or the logarithm of"
+BACKWARD = "see what this layer's backward pass divides by (sqrt, norm or log at 0), and add an eps inside"
+LOSS = "see what the loss divides by in its backward pass (sqrt, norm or log at 0), and add an eps inside"
+STORED = "load the last clean checkpoint, which `halfulp audit` finds"
+GO_BACK = "go on from A, and observe the steps after it (hu.observe): the first module with NaN is the cause"
+GO_FURTHER_BACK = "go on from a checkpoint before A, and observe the steps after it (hu.observe)"
+BETWEEN = STORED + ", and observe from there with interval=1 to see where the first one comes from"
+
+
+@register_finding
+class FirstNonfinite(FindingKind):
+    """NaN or infinity appeared; this is the first module or tensor that had it."""
+
+    code = "first-nonfinite"
+    cure = FORWARD
+    says = "{place} [has|have] the first NaN or infinity: [its|their] {role}, in step {step}"
+    wide_cure = FORWARD_WIDE
+    explained_by = ("eps-zero",)
+    spreads = True
+
+    def in_record(self, record: Record) -> Iterator[Finding]:
+        found = [tensor for tensor in record.tensors.values() if tensor.first_nonfinite is not None]
+        outputs_alone = all(tensor.role == "activation" for tensor in found)
+        if loss_is_scaled(record):
+            found = [tensor for tensor in found if tensor.role not in GRADIENTS or _is_in_every_step(tensor)]
+        if not found:
+            return
+        first = min(found, key=_first_seen)
+        step, others = _first_seen(first)[0], len(found) - 1
+        broken = [one for one in found if one.role == "weight" and _first_seen(one)[0] == step]
+        if broken:
+            yield self._stored(record, broken, first, len(found))
+            return
+        # Attention masks of -inf are infinite, and neither the loss nor a gradient that they lead to is.
+        finite = all(one.loss is None or math.isfinite(one.loss) for one in record.history)
+        alone = outputs_alone and finite and (not others or _have_gradients(record))
+        counted = f"{first.nonfinite} of {first.elements} elements since step {step}"
+        yield self.found(
+            first.sources or first.name,
+            "note" if alone else "error",
+            1 - 0.5 ** (1 + others),
+            f"{_name_maker(first)} the first NaN or infinity, {counted}; {others} more tensors have some since",
+            cure=_choose_cure(first),
+            step=step,
+            role=first.role,
+            nonfinite=first.nonfinite,
+            elements=first.elements,
+            tensors=len(found),
+        )
+
+    def _stored(self, record: Record, broken: list[TensorRecord], first: TensorRecord, tensors: int) -> Finding:
+        """Weights are looked at as a step finds them: one that is broken in the first such step was so before it."""
+        own = [one for one in broken if one.name.rpartition(".")[0] == first.name]
+        weight = min(own or broken, key=_first_seen)
+        step, others = _first_seen(first)[0], len(broken) - 1
+        before = max((one for one in record.sampled_steps if one < step), default=None)
+        also = f", as {plural(others, 'other weight')} did" if others else ""
+        clean = "" if before is None else f"; at step {before}, the sampled one before, none did"
+        return self.found(
+            weight.name,
+            "error",
+            1 - 0.5**tensors,
+            f"held NaN or infinity before step {step} began{also}{clean}",
+            cure=STORED if before is None else BETWEEN,
+            step=step,
+            role=weight.role,
+            nonfinite=weight.nonfinite,
+            elements=weight.elements,
+            weights=len(broken),
+            tensors=tensors,
+        )
+
+    def in_audit(self, audit: Audit) -> Iterator[Finding]:
+        new = [row for row in audit.tensors.values() if row.b.nonfinite > row.a.nonfinite]
+        old = [row for row in audit.tensors.values() if 0 < row.b.nonfinite <= row.a.nonfinite]
+        if new:
+            said = f"{_count_nonfinite(new)} in B, none of these in A: A is the last clean checkpoint of the two"
+            nan, infinite = sum(row.b.nan for row in new), sum(row.b.infinite for row in new)
+            names = [row.name for row in new]
+            yield self.found(names, "error", 1.0, said, cure=GO_BACK, nan=nan, infinite=infinite, last_clean="A")
+        for row in old:
+            # Attention masks are buffers of minus infinity.
+            mask = row.b.nan == 0 and row.role != "parameter" and row.status == "unchanged"
+            yield self.found(
+                row.name,
+                "note" if mask else "error",
+                0.5 if mask else 1.0,
+                "the same infinities in both: a mask?" if mask else f"{_count_nonfinite([row])}, in A already",
+                cure="nothing, if it is a mask" if mask else GO_FURTHER_BACK,
+                nan=row.b.nan,
+                infinite=row.b.infinite,
+                last_clean=None,
+            )
+        for name, state in audit.states.items():
+            for key, (before, after) in state.nonfinite.items():
+                said = f"{after} elements of {key} are NaN or infinite in B, {before} in A"
+                cure = GO_FURTHER_BACK if before else GO_BACK
+                yield self.found(name, "error", 1.0, said, cure=cure, state=key, before=before, after=after)
+
+
+def _count_nonfinite(rows: list[TensorAudit]) -> str:
+    counts = {"NaN": sum(row.b.nan for row in rows), "infinite": sum(row.b.infinite for row in rows)}
+    elements = sum(row.numel for row in rows)
+    return " and ".join(f"{count} {word}" for word, count in counts.items() if count) + f" of {elements} elements"
+
+
+def _name_maker(tensor: TensorRecord) -> str:
+    """Return who made the first ones: of an output's gradient the backward pass of what took the output."""
+    if tensor.role != "activation gradient":
+        return f"{tensor.role} has"
+    to = f"the gradient of the output of {tensor.name}" if tensor.name else "the gradient of the model's output"
+    return f"the backward pass {'' if tensor.sources else 'of the loss '}gives {to}"
+
+
+def _choose_cure(tensor: TensorRecord) -> str:
+    if tensor.role == "activation":
+        return FORWARD_WIDE if has_wide_range(storage_format(tensor)) else FORWARD
+    if tensor.role == "activation gradient" and not tensor.sources:
+        return LOSS
+    return BACKWARD if tensor.role in GRADIENTS else STORED
+
+
+def _have_gradients(record: Record) -> bool:
+    return any(role in GRADIENTS for role, _ in record.tensors)
+
+
+def _first_seen(tensor: TensorRecord) -> tuple[int, int]:
+    return tensor.first_nonfinite or (0, 0)
+
+
+def _is_in_every_step(tensor: TensorRecord) -> bool:
+    return tensor.nonfinite_steps == tensor.steps >= NONFINITE_STEPS
+
+
+FEWEST_GRADIENTS = 32
+# Gradients span many binades and each drives its own weight, so shares count, not energy. Of a tensor whose typical
+# element has lost digits half is subnormal; with a fifth at zero whole rows of weights stop.
+SUBNORMAL = 0.5
+VANISHED_WARNING = 0.05
+VANISHED_ERROR = 0.2
+# float32's and bfloat16's numbers begin below this power of two: gradients that are all 0 in these are no underflow.
+NARROW = -100
+VANISHED_STEPS = 3
+UNSCALED = "scale the loss: torch.amp.GradScaler, or hu.AdaptiveGradScaler, which gives each layer its own scale"
+SCALER = (
+    "import halfulp as hu\n"
+    "scaler = hu.AdaptiveGradScaler(model)\n"
+    "scaler.scale(loss).backward()\n"
+    "scaler.step(optimizer)\n"
+    "scaler.update()"
+)
+SUBNORMALS = "gradients of {place} are too small for {format}: {subnormal:share} have lost digits"
+SCALED = "hu.AdaptiveGradScaler, which gives each layer its own scale, or gradients in bfloat16"
+SCALED_WIDE = "hu.AdaptiveGradScaler, which gives each layer its own scale"
+
+
+@register_finding
+class GradientUnderflow(FindingKind):
+    """Gradients lie in the subnormal range of their format or below it, and become zero."""
+
+    code = "gradient-underflow"
+    cure = UNSCALED
+    says = "gradients of {place} are too small for {format}: {vanished:share} became zero"
+    write = SCALER
+    worst = "vanished"
+    explained_by = ("site-holds-scale", "scale-collapsed", "dtype-not-asked", "activation-underflow")
+
+    def in_record(self, record: Record) -> Iterator[Finding]:
+        cure = SCALED if loss_is_scaled(record) else UNSCALED
+        yield from self._all_gone(record, cure)
+        for tensor in tensors(record, *GRADIENTS):
+            if _has_vanished_here(record, tensor):
+                yield self._gone(tensor, cure)
+                continue
+            held_in, count = storage_format(tensor), nonzero(tensor)
+            if held_in is None or count < FEWEST_GRADIENTS:
+                continue
+            subnormal, vanished = subnormal_share(tensor, held_in), vanished_share(tensor, held_in)
+            severity = _grade_underflow(subnormal, vanished)
+            if severity is not None:
+                yield self.found(
+                    tensor.name,
+                    severity,
+                    confidence_of(count, FEWEST_GRADIENTS),
+                    f"{percent(subnormal)} of nonzero {tensor.role}s are subnormal in {held_in.name}, "
+                    f"about {percent(vanished)} became zero",
+                    cure=SCALED_WIDE if cure == SCALED and has_wide_range(held_in) else cure,
+                    says=self.says if vanished >= VANISHED_WARNING else SUBNORMALS,
+                    write=self.write,
+                    role=tensor.role,
+                    format=held_in.name,
+                    subnormal=subnormal,
+                    vanished=vanished,
+                    amax=tensor.amax,
+                    seen=count,
+                )
+
+    def _gone(self, tensor: TensorRecord, cure: str) -> Finding:
+        """Of gradients that are all zeros no histogram tells."""
+        back = ", which those that they are made of are not"
+        if tensor.before_cast:
+            back = f", to which a cast rounds {tensor.before_cast:.3g} and less"
+        elif tensor.role != "weight gradient":
+            back = f", on the way back from {in_words(tensor.sources)}, whose own are not"
+        return self.found(
+            tensor.name,
+            "error",
+            1 - 0.5**tensor.steps,
+            f"all {tensor.role}s are 0 in {dtype_name(tensor.dtype)} in all {tensor.steps} sampled steps{back}",
+            cure=cure,
+            role=tensor.role,
+            subnormal=0.0,
+            vanished=1.0,
+            amax=0.0,
+            seen=0,
+        )
+
+    def _all_gone(self, record: Record, cure: str) -> Iterator[Finding]:
+        """Where a loss is so small that its first gradient is zero, no later one tells of it."""
+        found = tensors(record, *GRADIENTS)
+        steps = min((one.steps for one in found), default=0)
+        if steps < VANISHED_STEPS or any(one.zeros < one.elements for one in found):
+            return
+        for tensor in found:
+            held_in = storage_format(tensor)
+            if tensor.role == "activation gradient" and held_in is not None and held_in.emin > NARROW:
+                yield self.found(
+                    tensor.name,
+                    "error",
+                    1 - 0.5**steps,
+                    f"all gradients are 0 in all {steps} sampled steps, from here in {held_in.name} on",
+                    cure=cure,
+                    write=self.write,
+                    role=tensor.role,
+                    format=held_in.name,
+                    subnormal=0.0,
+                    vanished=1.0,
+                    amax=0.0,
+                    seen=0,
+                )
+                return
+
+
+def _has_vanished_here(record: Record, tensor: TensorRecord) -> bool:
+    """Return whether gradients that are all zeros were lost where they are: those that they come from are not zeros."""
+    held_in = storage_format(tensor)
+    # Exponents of their own move gradients between modules.
+    if held_in is None or record.sites or tensor.steps < VANISHED_STEPS or not tensor.elements:
+        return False
+    if tensor.zeros < tensor.elements:
+        return False
+    if tensor.role == "weight gradient":
+        module, _, own = tensor.name.rpartition(".")
+        back = record.tensors.get(("activation gradient", module))
+        made = [one.name for one in tensors(record, GRADIENTS[0]) if module in one.sources]
+        entered = [one.amax for one in tensors(record, "activation") if one.name in made]
+        if back is None or own != "weight" or not entered:
+            return False
+        return rounds_to_zero(back.amax, max(entered), held_in)
+    if tensor.before_cast is not None and rounds_to_zero(tensor.before_cast, None, held_in):
+        return True
+    pairs = []
+    for source in tensor.sources:
+        back = record.tensors.get(("activation gradient", source))
+        weight = record.tensors.get(("weight", f"{source}.weight"))
+        pairs.append((0.0 if back is None else back.amax, None if weight is None else weight.amax))
+    return bool(pairs) and all(rounds_to_zero(*pair, held_in) for pair in pairs)
+
+
+def _grade_underflow(subnormal: float, vanished: float) -> Severity | None:
+    if vanished >= VANISHED_ERROR:
+        return "error"
+    return "warning" if vanished >= VANISHED_WARNING or subnormal >= SUBNORMAL else None
+
+
+# From step to step and from batch to batch the largest of a tensor's elements varies by a factor of two and more.
+BINADES = 2.0
+
+
+@register_finding
+class OverflowNear(FindingKind):
+    """The largest magnitude is within a factor of four of the largest number that the format holds."""
+
+    code = "overflow-near"
+    cure = (
+        "compute this layer in bfloat16 or float32, or divide its inputs by a power of two; hu.scalify gives "
+        "every tensor a scale"
+    )
+    says = "{place} [comes|come] near overflow: {role} of {amax} in {format}"
+    wide_cure = "divide its inputs by a power of two, or bound what it multiplies, sums or exponentiates"
+    worst = "-margin"
+    explained_by = ("dtype-not-asked", "payload-saturated", "first-nonfinite")
+
+    def in_record(self, record: Record) -> Iterator[Finding]:
+        gradients = () if loss_is_scaled(record) else ("activation gradient", "weight gradient")
+        for tensor in tensors(record, "activation", "weight", *gradients):
+            held_in = storage_format(tensor)
+            # What is stored in 8 bits has a scale that fills the range on purpose, also where nothing tells it.
+            if held_in is None or tensor.dtype.itemsize < 2 or not unscaled(tensor):
+                continue
+            # A mask is filled with the lowest number of such a range: torch.finfo(dtype).min.
+            if has_wide_range(held_in) and tensor.amax == held_in.max:
+                continue
+            left = margin(tensor, held_in)
+            if not left < BINADES:
+                continue
+            yield self.found(
+                tensor.name,
+                "warning",
+                max(0.5, confidence_of(tensor.steps, 2)),
+                f"{tensor.role} reaches {tensor.amax:.4g} in {held_in.name}, {left:.2g} powers of two below its "
+                "largest",
+                cure=self.wide_cure if has_wide_range(held_in) else self.cure,
+                role=tensor.role,
+                amax=tensor.amax,
+                margin=left,
+                format=held_in.name,
+                steps=tensor.steps,
+            )

@@ -1,0 +1,178 @@
+"""Findings about what was asked for and is not there: dtypes, patterns, states, a resumed run's precision."""
+
+from collections.abc import Iterator
+
+import torch
+
+from .._finding import Finding, Severity
+from .._record import Record
+from .._text import dtype_name, precision
+from ..auditing._audit import Audit, StateAudit, TensorAudit
+from ._kind import FindingKind, register_finding
+
+
+@register_finding
+class DtypeChangedOnResume(FindingKind):
+    """After loading a checkpoint, tensors have another dtype than the run had that wrote it."""
+
+    code = "dtype-changed-on-resume"
+    cure = (
+        "load in the dtype that was saved (torch_dtype= of from_pretrained, no .to() afterwards), or allow it "
+        "in hu.contract(...).check"
+    )
+
+    def in_record(self, record: Record) -> Iterator[Finding]:
+        differences: dict[str, list[tuple[str, str]]] = {}
+        for contract in reversed(record.expectations):  # whose dtypes are the last
+            for name, there in contract.other.items() if contract.source == "contract" else ():
+                differences.setdefault(name, []).append((contract.asked, there))
+        alike: dict[tuple[tuple[str, str], ...], list[str]] = {}
+        for name, found in differences.items():
+            alike.setdefault(tuple(found), []).append(name)
+        for pairs, names in alike.items():
+            asked, there = (", ".join(words) for words in zip(*pairs))
+            yield self.found(
+                names,
+                "error",
+                1.0,
+                f"the contract says {asked}, the resumed run has {there}",
+                asked=asked,
+                there=there,
+                other=len(names),
+            )
+
+    def in_audit(self, audit: Audit) -> Iterator[Finding]:
+        for name, row in audit.tensors.items():
+            if row.a.dtype != row.b.dtype:
+                yield self._changed(name, "", row.a.dtype, row.b.dtype)
+            elif row.a.storage != row.b.storage:
+                said = f"{row.a.storage} storage in A, {row.b.storage} in B"
+                yield self.found(name, "warning", 1.0, said, before=row.a.storage, after=row.b.storage)
+        for name, state in audit.states.items():
+            for key, (before, after) in state.dtypes.items():
+                if before is not None and after is not None and before != after:
+                    yield self._changed(name, f"{key} ", before, after)
+        for name, said in audit.contract:
+            yield self.found((name,) if name else (), "error", 1.0, f"the precision contracts differ: {said}")
+
+    def _changed(self, name: str, what: str, before: torch.dtype, after: torch.dtype) -> Finding:
+        digits = precision(before), precision(after)
+        said = f"{what}{dtype_name(before)} in A, {dtype_name(after)} in B"
+        fewer = digits[0] is not None and (digits[1] is None or digits[1] < digits[0])
+        if digits[0] is not None and digits[1] is not None and fewer:
+            said += f": {digits[0] - digits[1]} digits fewer"
+        state = what.strip() or None
+        severity: Severity = "error" if fewer else "warning"
+        return self.found(name, severity, 1.0, said, before=dtype_name(before), after=dtype_name(after), state=state)
+
+
+@register_finding
+class DtypeNotAsked(FindingKind):
+    """Tensors have another dtype or format than was asked for."""
+
+    code = "dtype-not-asked"
+    cure = (
+        "set the dtype where it is used (model.to, torch.autocast) and look again: a device, a filter or a "
+        "wrapper may turn a request off without a word; hu.convert raises where a recipe cannot be had"
+    )
+
+    def in_record(self, record: Record) -> Iterator[Finding]:
+        for asked in record.expectations:
+            if asked.source == "contract" or not asked.other:
+                continue
+            there = ", ".join(dict.fromkeys(asked.other.values()))
+            yield self.found(
+                tuple(asked.other),
+                "error",
+                1.0,
+                f"{asked.asked} was asked for ({asked.source}); {len(asked.other)} have {there}",
+                asked=asked.asked,
+                there=there,
+                other=len(asked.other),
+                matched=len(asked.matched),
+                pattern=asked.pattern,
+            )
+
+
+@register_finding
+class PatternEmpty(FindingKind):
+    """A pattern that was to choose modules or parameters matches none, so that nothing was done."""
+
+    code = "pattern-empty"
+    cure = (
+        "take names from model.named_modules(), with * for a layer's number; the `where=` of hu.scalify and "
+        "hu.multicomponent raise where nothing matches"
+    )
+
+    def in_record(self, record: Record) -> Iterator[Finding]:
+        for asked in record.expectations:
+            if not asked.matched:
+                said = f"{asked.pattern!r} matches no name, where {asked.asked} was asked for ({asked.source})"
+                yield self.found((), "error", 1.0, said, pattern=asked.pattern, asked=asked.asked, source=asked.source)
+
+
+@register_finding
+class StateMismatch(FindingKind):
+    """States of a torch optimizer have another dtype than their parameter: one was cast after the other was made."""
+
+    code = "state-mismatch"
+    cure = (
+        "make the optimizer after the model has its dtype, and load states with optimizer.load_state_dict, "
+        "which casts them; hu.optim says state_dtype="
+    )
+    role = "first moment"
+    explained_by = ("dtype-changed-on-resume",)
+
+    def in_record(self, record: Record) -> Iterator[Finding]:
+        for name, parameter in record.parameters.items():
+            # Others choose the dtype of their states on purpose.
+            if not parameter.optimizer_module.startswith("torch.optim.") or not parameter.dtype.is_floating_point:
+                continue
+            other = {key: dtype for key, dtype in parameter.state_dtypes.items() if dtype != parameter.dtype}
+            other.pop("step", None)
+            if not other:
+                continue
+            narrower = any(dtype.itemsize < parameter.dtype.itemsize for dtype in other.values())
+            states = ", ".join(f"{key} in {dtype_name(dtype)}" for key, dtype in other.items())
+            yield self.found(
+                name,
+                "error" if narrower else "warning",
+                1.0,
+                f"parameter in {dtype_name(parameter.dtype)}, {states}",
+                dtype=dtype_name(parameter.dtype),
+                states=states,
+            )
+
+    def in_audit(self, audit: Audit) -> Iterator[Finding]:
+        for name, state in audit.states.items():
+            row = audit.tensors.get(name)
+            if row is None:
+                continue
+            if not state.shapes_match:
+                said = f"a state has another shape than the parameter, {row.shape}"
+                cure = "see whether states and weights are of one run, and in the order of its parameters"
+                yield self.found(name, "error", 1.0, said, cure=cure)
+            if state.advanced is not None and state.advanced < 0:
+                before, after = state.steps
+                said = f"step {after} in B, {before} in A: B is the older one, or its steps began anew"
+                yield self.found(name, "warning", 0.9, said, cure="swap A and B", before=before, after=after)
+            yield from self._other_digits(name, row, state)
+
+    def _other_digits(self, name: str, row: TensorAudit, state: StateAudit) -> Iterator[Finding]:
+        # Optimizers of halfulp hold states in the dtype that they were asked for, beside what a weight's dtype loses.
+        if state.weight_update is not None or state.compensated or state.coded:
+            return
+        bits = precision(row.b.dtype)
+        for key, (_, dtype) in state.dtypes.items():
+            digits = precision(dtype)
+            if bits is None or digits is None or digits == bits or key in state.reduced:
+                continue
+            stored, kept = dtype_name(row.b.dtype), dtype_name(dtype)
+            why, cure = "a load into narrower weights rounds states", None
+            if digits > bits:
+                why, cure = (
+                    "the weights were rounded when they were saved",
+                    "save the weights in the dtype of the training",
+                )
+            said = f"saved in {stored} beside {key} in {kept}: {why}"
+            yield self.found(name, "warning", 0.7, said, cure=cure, parameter=stored, state=key, dtype=kept)

@@ -1,0 +1,542 @@
+"""Findings about weight updates: lost, frozen, biased, or never made."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from ..._qualified_names import pattern_of
+from .._finding import Finding, Severity
+from .._record import ParameterRecord, Realised, Record, RoundingRecord
+from .._text import (
+    KAHAN,
+    at_lr,
+    confidence_of,
+    dtype_name,
+    is_narrow,
+    is_wide,
+    number,
+    optimizer_code,
+    percent,
+    precision,
+)
+from ..auditing._audit import Audit, Lost, StateAudit, TensorAudit
+from ._kind import FindingKind, register_finding
+
+if TYPE_CHECKING:
+    from ..forecasting._layers import ForecastData, LayerForecast
+
+# Fewer elements say nothing of a share of 10%.
+FEWEST = 32
+# A tenth of the movement missing is a learning rate a tenth smaller, which no training shows; half is a different run.
+LITTLE_LOST = 0.9
+HALF_LOST = 0.5
+# Large updates are most of the movement and survive, so that nearly all of it may take place while most elements stand
+# still: a character GPT in bfloat16 that loses 51% of its updates and realises 99% ends with a validation loss of 2.16
+# instead of float32's 2.12 (docs/compare.md).
+MOST_CANCELLED = 0.5
+
+
+def grade_lost_movement(dtype: torch.dtype, realised: float | None, cancelled: float) -> Severity | None:
+    """Return how bad it is, where updates of weights of a dtype are rounded to nearest; None where few are lost.
+
+    Args:
+        dtype: of the stored weights, beside which nothing keeps what rounding takes away.
+        realised: share of the wanted movement that took place; None or NaN where it is not known.
+        cancelled: share of the updates that are not zero and left their element as it was.
+    """
+    if realised is None or realised != realised:
+        return None
+    if realised < LITTLE_LOST:
+        if is_wide(dtype):
+            return "note"
+        return "error" if realised < HALF_LOST else "warning"
+    return "warning" if is_narrow(dtype) and cancelled >= MOST_CANCELLED else None
+
+
+def may_be_chance(change: Realised, realised: float, spread: float = 1.0) -> bool:
+    """Return whether stochastic rounding, which is right on average, may have made a share of movement by chance.
+
+    The mean of n changes that are each kept with probability p is off by about sqrt((1/p - 1) / n) of itself: within
+    four times that it may be chance.
+
+    Args:
+        spread: the mean of 1/p over 1 over the mean of p. Of weights it is up to 3: a layer's lie in several binades,
+            and p halves from one to the next.
+
+    >>> few, many = Realised(seen=250, cancelled=225), Realised(seen=25000, cancelled=22500)
+    >>> may_be_chance(few, 0.3), may_be_chance(many, 0.3)
+    (True, False)
+    """
+    kept = 1 - change.lost_share
+    return kept > 0 and (1 - realised) ** 2 < 16 * (spread / kept - 1) / change.seen
+
+
+def keeps_the_rest(parameter: ParameterRecord) -> bool:
+    """Return whether a weight update of halfulp's keeps what rounding drops, beside the weight or on average."""
+    return parameter.weight_update not in ("nearest", "none")
+
+
+TOO_SMALL = "keep these in float32, or weight_update='split' of hu.optim: the updates are too small for 'kahan'"
+NO_GRADIENT = "see whether the loss depends on it; set requires_grad=False if it is to stay"
+# Shares of the learning rates to come that train nothing; a schedule that ends at 0 leaves thousandths behind.
+FREEZE_WARNING = 0.02
+FREEZE_ERROR = 0.5
+FROZEN = "{place} [is|are] frozen from the first step on: {dtype} weights at lr {freeze_lr}"
+FROM_STATE = "the optimizer's state"
+
+
+@register_finding
+class FreezeAhead(FindingKind):
+    """Under this schedule the learning rate falls so low that rounding to nearest holds a layer where it is."""
+
+    code = "freeze-ahead"
+    cure = "weight_update='kahan' or 'stochastic' of hu.optim, or keep these in float32"
+    says = "{place} [freezes|freeze] from step {freeze_step} on: {dtype} weights at lr {freeze_lr}"
+    write = optimizer_code(None, {}, KAHAN)
+
+    wide_cure = "nothing, if so little is not missed; else a schedule that ends earlier, or float64"
+    worst = "after_freeze"
+
+    def in_forecast(self, forecast: ForecastData) -> Iterator[Finding]:
+        frozen: dict[tuple[Severity, str], list[LayerForecast]] = {}
+        for layer in forecast.layers:
+            if layer.freeze_step is not None and layer.weight_update == "nearest":
+                frozen.setdefault((_grade_freeze(layer), dtype_name(layer.dtype)), []).append(layer)
+        for (severity, dtype), layers in frozen.items():
+            worst = max(layers, key=lambda layer: layer.after_freeze)
+            yield self.found(
+                [layer.name for layer in layers],
+                severity,
+                1.0 if worst.updates == FROM_STATE else 0.8,
+                _describe_freeze(layers, worst, dtype, forecast.start),
+                says=FROZEN if worst.freeze_step == forecast.start else self.says,
+                write=optimizer_code(forecast.rule, {"lr": worst.lr, "weight_decay": worst.weight_decay}, KAHAN),
+                cure=self.cure_in(worst.dtype),
+                freeze_step=worst.freeze_step,
+                freeze_lr=worst.freeze_lr,
+                after_freeze=worst.after_freeze,
+                dtype=dtype,
+            )
+
+
+def _grade_freeze(layer: LayerForecast) -> Severity:
+    if layer.after_freeze >= FREEZE_ERROR:
+        return "error"
+    return "warning" if layer.after_freeze >= FREEZE_WARNING else "note"
+
+
+def _describe_freeze(layers: list[LayerForecast], worst: LayerForecast, dtype: str, start: int) -> str:
+    steps = sorted({layer.freeze_step for layer in layers if layer.freeze_step is not None})
+    said = "now" if steps[0] == start else f"step {steps[0]}"
+    lr = f"at lr {worst.freeze_lr:.3g}"
+    one, several = (
+        f"frozen in {dtype} from {said} on, {lr}",
+        f"freezes in {dtype} from {said} to step {steps[-1]}, first {lr}",
+    )
+    rest = f"{percent(worst.after_freeze)} of the learning rate to come trains nothing"
+    return f"{one if len(steps) == 1 else several}: {rest}"
+
+
+COPY = "set requires_grad=False if it is a copy of weights; else see whether the loss depends on it"
+
+
+@register_finding
+class NeverStepped(FindingKind):
+    """A trainable parameter is in no optimizer, or never got a gradient, and keeps its first value."""
+
+    code = "never-stepped"
+    cure = "give it to the optimizer, or set requires_grad=False if it is to stay"
+    role = "weight"
+
+    def in_record(self, record: Record) -> Iterator[Finding]:
+        # An observation without an optimizer says nothing of who steps what.
+        if all(parameter.optimizer is None for parameter in record.parameters.values()):
+            return
+        for name, parameter in record.parameters.items():
+            if not parameter.requires_grad:
+                continue
+            if parameter.optimizer is None:
+                yield self._left_out(record, name, parameter.numel)
+            # Of a shard without elements the gradient goes to other ranks.
+            elif record.sampled_steps and parameter.gradients == 0 and parameter.numel:
+                said = f"no gradient in any of {len(record.sampled_steps)} sampled steps"
+                yield self.found(
+                    name,
+                    "warning",
+                    1 - 0.5 ** len(record.sampled_steps),
+                    said,
+                    cure="see whether the loss depends on it; set requires_grad=False if it is to stay",
+                    sampled_steps=len(record.sampled_steps),
+                )
+
+    def _left_out(self, record: Record, name: str, numel: int) -> Finding:
+        """Of a parameter in no optimizer: whether the loss depends on it tells a forgotten one from a copy."""
+        steps, gradient = len(record.sampled_steps), record.tensors.get(("weight gradient", name))
+        if not steps or (gradient is not None and gradient.zeros < gradient.elements):
+            return self.found(name, "error", 1.0, "trainable, but in no optimizer", numel=numel)
+        said = f"trainable, in no optimizer, and no gradient in any of {steps} sampled steps, as of a target or average"
+        return self.found(name, "note", 1 - 0.5**steps, said, cure=COPY, numel=numel, sampled_steps=steps)
+
+
+# In units of the standard deviation: a chance of one in 10^8 per tensor, of which a model has hundreds.
+DEVIATIONS = 6.0
+# A correlation below a tenth leaves at least 99% of the variance independent: it slows no average down.
+CORRELATION = 0.1
+FEWEST_ROUNDED = 256
+# Of small updates few are rounded up, and each that is by chance in two steps looks like a large correlation.
+COINCIDENCES = 6
+
+
+@register_finding
+class RandomBitsRepeat(FindingKind):
+    """Stochastic rounding goes one way too often, or the same way again on another step or rank."""
+
+    code = "random-bits-repeat"
+    cure = "draw fresh bits for every step and rank; hu.optim's are a hash of seed, step, parameter and element"
+    role = "update"
+
+    def in_record(self, record: Record) -> Iterator[Finding]:
+        for name, parameter in record.parameters.items():
+            rounding = parameter.rounding
+            if rounding is None or rounding.seen < FEWEST_ROUNDED:
+                continue
+            steps = max(1, len(record.sampled_steps))
+            yield from self._each(name, rounding, steps, confidence_of(rounding.seen, FEWEST_ROUNDED))
+
+    def _each(self, name: str, rounding: RoundingRecord, steps: int, confidence: float) -> Iterator[Finding]:
+        # A correlation is between two steps; of n decisions n times their mean variance are as good as open.
+        seen, opened = rounding.seen, rounding.variance / steps
+        # No decision's variance is over a quarter, so that chance correlates them by at most half of 1 over the root.
+        least = max(CORRELATION, DEVIATIONS / 2 / opened**0.5, COINCIDENCES / opened) if opened else float("inf")
+        # Of ranks the record has what chance does not explain.
+        for what, correlation, limit in (
+            ("steps", rounding.repeated, least),
+            ("ranks", rounding.between_ranks, CORRELATION),
+        ):
+            if correlation is not None and correlation > limit:
+                said = f"two {what} round the same way, with a correlation of {correlation:.2g}"
+                yield self.found(name, "error", confidence, said, correlation=correlation, between=what, seen=seen)
+        deviations = rounding.excess / rounding.variance**0.5 if rounding.variance > 0 else 0.0
+        # A bias of a hundredth of a spacing per rounding is as small as the rounding of float32 arithmetic before it.
+        bias = rounding.excess / seen
+        if abs(deviations) > DEVIATIONS and abs(bias) > 0.01:
+            way = "up" if bias > 0 else "down"
+            said = f"rounds {way} too often by {abs(bias):.2g}, {abs(deviations):.3g} standard deviations"
+            yield self.found(name, "error", confidence, said, bias=bias, deviations=deviations, seen=seen)
+
+
+# Without a computed update only the count of unchanged elements is left; half of them is more than a schedule explains.
+UNKNOWN_LOST = 0.5
+
+
+@register_finding
+class UpdatesLost(FindingKind):
+    """Updates are smaller than half the gap to the weights' neighbouring numbers: rounding puts the weights back."""
+
+    code = "updates-lost"
+    cure = "weight_update='kahan' of hu.optim, or keep these in float32"
+    says = "{place} [loses|lose] {lost:share} of [its|their] updates: {dtype} weights{at_lr}"
+    write = optimizer_code(None, {}, KAHAN)
+    role = "update"
+    wide_cure = "nothing, if these are at rest; else a larger learning rate, or float64"
+    worst = "lost"
+    explained_by = ("dtype-not-asked", "dtype-changed-on-resume")
+
+    def in_record(self, record: Record) -> Iterator[Finding]:
+        for name, parameter in record.parameters.items():
+            update = parameter.update
+            if parameter.optimizer is None or update.seen < FEWEST or not update.cancelled:
+                continue
+            severity = _grade_loss(parameter)
+            if severity is None:
+                continue
+            realised = update.realised_share
+            said, smaller = f"{percent(update.lost_share)} of updates lost in {dtype_name(parameter.dtype)}", ""
+            if realised is None:
+                said = f"{percent(update.lost_share)} of elements with a gradient unchanged"
+            elif realised >= LITTLE_LOST:
+                smaller = f", the smaller ones, though {percent(min(1.0, realised))} of the movement took place"
+            yield self.found(
+                name,
+                severity,
+                confidence_of(update.seen, FEWEST) * (1.0 if update.known else 0.5),
+                said + at_lr(parameter.options) + smaller,
+                cure=self.cure_in(parameter.dtype),
+                says=self.says if update.known else "",
+                write=optimizer_code(parameter.optimizer, parameter.options, KAHAN),
+                lost=update.lost_share,
+                realised=realised,
+                seen=update.seen,
+                dtype=dtype_name(parameter.dtype),
+                lr=number(parameter.options, "lr"),
+            )
+
+    def in_audit(self, audit: Audit) -> Iterator[Finding]:
+        for name, state, row in _rounded_to_nearest(audit):
+            update = state.update
+            if update is None or update.wanted < FEWEST:
+                continue
+            severity = grade_lost_movement(row.b.dtype, update.realised, update.share)
+            if severity is None:
+                continue
+            dtype, confidence = dtype_name(row.b.dtype), 1.0
+            said = f"{percent(update.share)} of updates lost in {dtype}{at_lr(state.options)}"
+            if update.realised >= LITTLE_LOST:
+                said += f", the smaller ones, though {percent(min(1.0, update.realised))} of the movement took place"
+            if _is_kept_elsewhere(update, row, state):
+                severity, confidence = "warning", 0.5
+                said += ", unless wider weights are kept elsewhere"
+            too_small = not is_wide(row.b.dtype) and update.lost_by.get("kahan", 0) > update.wanted / 2
+            cure = TOO_SMALL if too_small else self.cure_in(row.b.dtype)
+            code = optimizer_code(None, state.options, 'weight_update="split"' if too_small else KAHAN)
+            yield self.found(name, severity, confidence, said, cure=cure, write=code, **_evidence(update, state, dtype))
+
+
+def _grade_loss(parameter: ParameterRecord) -> Severity | None:
+    """Return how bad it is; None where stochastic rounding cancels updates and is right on average, or few are lost."""
+    update = parameter.update
+    if not update.known:
+        if keeps_the_rest(parameter):
+            return None
+        lr = parameter.options.get("lr", 1.0)
+        severity: Severity = "note" if is_wide(parameter.dtype) else "warning"
+        return severity if lr != 0 and update.lost_share >= UNKNOWN_LOST else None
+    realised = update.realised_share
+    to_nearest = parameter.rounding is None and parameter.weight_update == "nearest"
+    found = grade_lost_movement(parameter.dtype, realised, update.lost_share if to_nearest else 0.0)
+    if realised is None or parameter.rounding is None:
+        return found
+    # Of so many that are kept by chance, as variance tells for small probabilities, none is left in e^-16 of the cases.
+    none_kept = update.cancelled == update.seen and parameter.rounding.variance < 16
+    return None if none_kept or may_be_chance(update, realised, spread=3.0) else found
+
+
+# Decay is a regularizer: half of it is the decay of another experiment, a little less is a slightly weaker one.
+DECAY_REALISED = 0.5
+
+
+@register_finding
+class WeightDecayLost(FindingKind):
+    """Weight decay is smaller than half the spacing of the weights' numbers, so that the weights never decay."""
+
+    code = "weight-decay-lost"
+    cure = "weight_update='kahan' or 'stochastic' of hu.optim, which round decay and update as one, or float32 weights"
+    says = "{place} [does|do] not decay: {lost:share} of weight decay rounds away{at_lr}"
+    write = optimizer_code(None, {}, KAHAN)
+    role = "weight"
+    wide_cure = "nothing, if so small a decay is not missed; else a larger one, or float64"
+    worst = "lost"
+    explained_by = ("updates-lost", "weight-frozen", "dtype-not-asked", "dtype-changed-on-resume")
+    shares_cause_with = ("freeze-ahead",)
+
+    def in_record(self, record: Record) -> Iterator[Finding]:
+        for name, parameter in record.parameters.items():
+            decay = parameter.decay
+            if decay is None or decay.seen < FEWEST:
+                continue
+            realised = decay.realised_share
+            share = realised if realised is not None else 1 - decay.lost_share
+            if not share < DECAY_REALISED:
+                continue
+            lr, rate = number(parameter.options, "lr"), number(parameter.options, "weight_decay")
+            factor = f" (1 - {lr * rate:.3g} a step)" if lr is not None and rate is not None else ""
+            yield self.found(
+                name,
+                "note" if is_wide(parameter.dtype) else "warning",
+                confidence_of(decay.seen, FEWEST),
+                f"{percent(decay.lost_share)} of weight decay lost in {dtype_name(parameter.dtype)}{factor}",
+                cure=self.cure_in(parameter.dtype),
+                write=optimizer_code(parameter.optimizer, parameter.options, KAHAN),
+                lost=decay.lost_share,
+                realised=realised,
+                seen=decay.seen,
+                lr=lr,
+                weight_decay=rate,
+            )
+
+    def in_audit(self, audit: Audit) -> Iterator[Finding]:
+        for name, state, row in _rounded_to_nearest(audit):
+            decay, rate = state.decay, state.options.get("weight_decay")
+            if decay is None or decay.wanted < FEWEST or not decay.realised < HALF_LOST:
+                continue
+            dtype, lr = dtype_name(row.b.dtype), state.options.get("lr")
+            factor = f" (1 - {lr * rate:.3g} a step)" if lr is not None and rate is not None else ""
+            yield self.found(
+                name,
+                # In float32 that is a schedule's last steps, when decay has nothing left to do.
+                "warning" if is_narrow(row.b.dtype) else "note",
+                1.0,
+                f"{percent(decay.share)} of weight decay lost in {dtype}{factor}",
+                cure=self.cure_in(row.b.dtype),
+                write=optimizer_code(None, state.options, KAHAN),
+                weight_decay=rate,
+                **_evidence(decay, state, dtype),
+            )
+
+    def in_forecast(self, forecast: ForecastData) -> Iterator[Finding]:
+        losing = [
+            (layer, layer.decay_lost)
+            for layer in forecast.layers
+            if layer.decay_lost is not None
+            and layer.weight_update == "nearest"
+            and layer.decay_lost > 1 - DECAY_REALISED
+        ]
+        if losing:
+            worst, lost = max(losing, key=lambda pair: pair[1])
+            yield self.found(
+                [layer.name for layer, _ in losing],
+                "note" if is_wide(worst.dtype) else "warning",
+                1.0,
+                f"{percent(lost)} of weight decay will be lost in {dtype_name(worst.dtype)} "
+                f"(1 - {worst.lr * worst.weight_decay:.3g} a step at most)",
+                write=optimizer_code(forecast.rule, {"lr": worst.lr, "weight_decay": worst.weight_decay}, KAHAN),
+                cure=self.cure_in(worst.dtype),
+                lost=lost,
+                lr=worst.lr,
+                weight_decay=worst.weight_decay,
+            )
+
+
+# A smaller sample, as of a scalar, may stand still by chance for some steps.
+FEWEST_FROZEN = 8
+# Rows of an embedding that no batch has stand still in health.
+DENSE = 0.5
+# An element at a power of two may go down and come back: so rare, movement is no sign of somebody who writes.
+MOSTLY_LOST = 0.9
+FEWEST_MOVES = 16
+ROUNDED = "keep it in float32, or step it with weight_update='kahan' of hu.optim"
+WRITTEN_BACK = (
+    "find what writes its old value back after each step (copy_, load_state_dict, a weight made anew in forward); "
+    "hu.optim's weight updates need a parameter that stays"
+)
+
+
+@register_finding
+class WeightFrozen(FindingKind):
+    """A weight that the optimizer steps, with gradients that are not zero, still holds its first bits."""
+
+    code = "weight-frozen"
+    cure = ROUNDED
+    says = "{place} [has|have] not moved in {sampled_steps} sampled steps: {dtype} weights{at_lr}"
+    write = optimizer_code(None, {}, KAHAN)
+    role = "update"
+    wide_cure = "nothing, if it is at rest; else a larger learning rate, or float64"
+    worst = "lost"
+    explained_by = ("updates-lost", "never-stepped", "scale-collapsed", "first-nonfinite")
+
+    def in_record(self, record: Record) -> Iterator[Finding]:
+        steps = len(record.sampled_steps)
+        for name, parameter in record.parameters.items():
+            update = parameter.update
+            if parameter.optimizer is None or parameter.moved != 0 or steps < 2:
+                continue
+            if number(parameter.options, "lr") == 0 or not parameter.nonzero_gradients or update.seen < FEWEST_FROZEN:
+                continue
+            rounded, moves = update.lost_share >= MOSTLY_LOST, update.seen - update.cancelled
+            if not rounded and (moves < FEWEST_MOVES or not _is_dense(record, parameter)):
+                continue
+            if keeps_the_rest(parameter) and not _is_due(record, parameter):
+                continue
+            yield self.found(
+                name,
+                "note" if rounded and is_wide(parameter.dtype) else "error",
+                confidence_of(update.seen, 32) * confidence_of(steps, 1) * (1.0 if update.known else 0.5),
+                f"has not moved in {steps} sampled steps in {dtype_name(parameter.dtype)}{at_lr(parameter.options)}"
+                + ("" if rounded else ", though updates changed it"),
+                cure=self.cure_in(parameter.dtype) if rounded else WRITTEN_BACK,
+                says=self.says if rounded else "",
+                write=optimizer_code(parameter.optimizer, parameter.options, KAHAN) if rounded else "",
+                moved=0.0,
+                sampled_steps=steps,
+                seen=update.seen,
+                lost=update.lost_share,
+                dtype=dtype_name(parameter.dtype),
+                lr=number(parameter.options, "lr"),
+            )
+
+    def in_audit(self, audit: Audit) -> Iterator[Finding]:
+        moving = {pattern_of(name) for name, row in audit.tensors.items() if row.status in ("changed", "barely-moved")}
+        for name, row in audit.tensors.items():
+            if row.status != "unchanged" or row.role in ("average", "buffer") or not row.numel or row.companions_moved:
+                continue
+            if precision(row.a.dtype) is None or row.b.nonfinite:
+                continue
+            if name in audit.states:
+                yield from self._stepped(row, audit.states[name])
+            else:
+                yield self._unstepped(row, audit, pattern_of(name) in moving)
+
+    def _stepped(self, row: TensorAudit, state: StateAudit) -> Iterator[Finding]:
+        steps, lr = state.advanced, state.options.get("lr")
+        if state.compensation_moved or steps == 0 or lr == 0:
+            return
+        during = f"in {steps} steps" if steps is not None and steps > 0 else "between the checkpoints"
+        said = f"has not moved {during} in {dtype_name(row.a.dtype)}{at_lr(state.options)}"
+        evidence: dict[str, Any] = {"moved": 0.0, "steps": steps, "elements": row.numel, "lr": lr}
+        if state.all_zero:
+            said += ", and its moments are 0: no gradient arrives"
+            yield self.found(row.name, "note", 0.9, said, cure=NO_GRADIENT, **evidence)
+        else:
+            sure, cure = 1.0 if row.numel >= FEWEST else 0.9, self.cure_in(row.a.dtype)
+            yield self.found(row.name, "error", sure, said, cure=cure, **evidence)
+
+    def _unstepped(self, row: TensorAudit, audit: Audit, siblings_moved: bool) -> Finding:
+        said = f"not one of {row.numel} elements moved in {dtype_name(row.a.dtype)}"
+        severity: Severity = "note"
+        sure, cure = 0.3, "nothing, if it is frozen on purpose or a constant"
+        if row.b.constant is not None and row.numel > 1:
+            said += f", all still {row.b.constant:g}"
+        if audit.states and audit.states_complete:
+            sure, cure, said = 0.5, "nothing, if meant", f"{said}; the optimizer holds no state of it"
+        elif is_narrow(row.a.dtype):
+            severity, sure, cure = "warning", 0.8 if row.numel >= FEWEST else 0.5, self.cure
+        elif siblings_moved:
+            severity, sure, said = "warning", 0.6, f"{said}, those of other layers did"
+            cure = "see whether it is meant to be frozen and gets a gradient"
+        evidence: dict[str, Any] = {"moved": 0.0, "elements": row.numel, "constant": row.b.constant}
+        return self.found(row.name, severity, sure, said, cure=cure, **evidence)
+
+
+def _rounded_to_nearest(audit: Audit) -> Iterator[tuple[str, StateAudit, TensorAudit]]:
+    """Yield the parameters that nothing wider stands beside and that no other rounding updates."""
+    for name, state in audit.states.items():
+        row = audit.tensors.get(name)
+        if row is None or state.compensated or row.companions_moved or row.b.storage != "plain":
+            continue
+        if state.weight_update in (None, "nearest"):
+            yield name, state, row
+
+
+def _is_kept_elsewhere(update: Lost, row: TensorAudit, state: StateAudit) -> bool:
+    """Return whether the weights seem to be copies of wider ones, which a step changes first."""
+    if update.share > 0.99 and row.share_unchanged < 0.5:  # they move although their format loses nearly every update
+        return True
+    if state.weight_update is not None:  # an optimizer of halfulp holds the states that it was asked for
+        return False
+    kept = [precision(dtype) or 0 for key, (_, dtype) in state.dtypes.items() if key not in state.reduced]
+    return bool(kept) and min(kept) > (precision(row.b.dtype) or 0)
+
+
+def _evidence(lost: Lost, state: StateAudit, dtype: str) -> dict[str, Any]:
+    by = {f"lost_by_{name}": count / max(1, lost.wanted) for name, count in lost.lost_by.items()}
+    told = {"lost": lost.share, "realised": lost.realised, "seen": lost.wanted}
+    return {**told, "dtype": dtype, "lr": state.options.get("lr"), **by}
+
+
+def _is_due(record: Record, parameter: ParameterRecord) -> bool:
+    """Return whether updates that are kept until they show add up to more than the largest weight's spacing."""
+    update, weight = record.tensors.get(("update", parameter.name)), record.tensors.get(("weight", parameter.name))
+    digits = precision(parameter.dtype)
+    if not parameter.update.known or update is None or weight is None or digits is None or is_wide(parameter.dtype):
+        return False
+    steps = record.history[-1].step + 1 if record.history else 0
+    return steps * update.amax > 2.0 ** (1 - digits) * weight.amax
+
+
+def _is_dense(record: Record, parameter: ParameterRecord) -> bool:
+    """Return whether most elements of a parameter have gradients."""
+    gradient = record.tensors.get(("weight gradient", parameter.name))
+    return gradient is not None and gradient.elements - gradient.zeros > DENSE * gradient.elements

@@ -1,0 +1,216 @@
+"""Averages whose changes may be lost as updates are: an EMA's weights, a normalization's statistics."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn.modules.batchnorm import _BatchNorm
+from torch.optim.swa_utils import AveragedModel
+
+from ..._messages import a_kind
+from ...kernels import in_float64
+from ...optim import EMA
+from ...optim._ema import decay_at
+from .._record import AverageRecord
+from ..sampling._plain import stored
+from ..sampling._sampler import sampled
+from ._batch import add_changes
+from ._notebook import Notebook
+from ._updates import represented
+
+
+@dataclass(slots=True)
+class _Average:
+    """One averaged tensor before its update: samples of it and of its live weight."""
+
+    name: str
+    tensor: torch.Tensor
+    version: int
+    before: torch.Tensor
+    live: torch.Tensor
+
+
+class WeightAverages:
+    """Watches an average of the weights, which is updated between two optimizer steps.
+
+    Args:
+        average: `hu.optim.EMA`, torch's AveragedModel, or a module that holds averaged parameters; None for none.
+        model: whose parameters are averaged, of the same names.
+
+    Raises:
+        TypeError: something else.
+        ValueError: no parameter of the average has the name of one of the model's.
+    """
+
+    def __init__(self, book: Notebook, average: EMA | nn.Module | None, model: nn.Module) -> None:
+        self.book, self.average = book, average
+        self._pairs: list[tuple[str, torch.Tensor, torch.Tensor]] = []
+        self._awaited: list[_Average] = []
+        self._retention: float | None = None
+        if average is None:
+            return
+        if not isinstance(average, EMA | nn.Module):
+            raise TypeError(
+                f"average= takes a hu.optim.EMA, a torch.optim.swa_utils.AveragedModel or a module of averaged "
+                f"parameters, got {a_kind(average)}"
+            )
+        live = dict(model.named_parameters())
+        for name, tensor in averaged(average).items():
+            if name in live and tensor.shape == live[name].shape and tensor.dtype.is_floating_point:
+                self._pairs.append((name, tensor, live[name]))
+        if not self._pairs:
+            raise ValueError("average= holds no parameter named and shaped like one of the model's: give this model's")
+
+    def begin(self) -> None:
+        """Sample averages and weights as they are after a step."""
+        self._awaited = []
+        if not self._pairs:
+            return
+        self._retention = _retention(self.average)
+        for name, tensor, weight in self._pairs:
+            before, live = self._sample(name, tensor), self._sample(name, weight)
+            if before is not None and live is not None:
+                self._awaited.append(_Average(name, tensor, _version(tensor), before, live))
+
+    def end(self) -> None:
+        """Compare with what they are before the next step, where they were updated in between."""
+        held, self._awaited = self._awaited, []
+        for one in held:
+            after = self._sample(one.name, one.tensor)
+            if after is None or _version(one.tensor) == one.version:
+                continue
+            name = f"average.{one.name}"
+            record = self.book.record.averages.setdefault(name, AverageRecord(name, one.tensor.dtype, None))
+            record.retention = self._retention
+            gap = one.live.double() - one.before.double()
+            wanted = gap if self._retention is None else gap * (1 - self._retention)
+            known = self._retention is not None
+            add_changes([record.change], one.before, after, wanted, [0, len(after)], known=known)
+
+    def _sample(self, name: str, tensor: torch.Tensor) -> torch.Tensor | None:
+        key = self.book.key(name)
+        if isinstance(self.average, EMA):
+            shown = represented(self.average._inner, tensor, key)
+            if shown is not None:
+                return shown
+        found = stored(tensor)
+        return None if found is None else sampled(found.flat, key).mul_(found.scale)
+
+
+def averaged(average: EMA | nn.Module) -> dict[str, torch.Tensor]:
+    """Return the averaged parameters by name."""
+    if isinstance(average, EMA):
+        return dict(average._averages)
+    return dict((average.module if isinstance(average, AveragedModel) else average).named_parameters())
+
+
+def _retention(average: EMA | nn.Module | None) -> float | None:
+    """The share of an average that its next update keeps, where it can be told."""
+    if isinstance(average, EMA):
+        return decay_at(average._inner.param_groups[0], average.updates + 1)
+    if not isinstance(average, AveragedModel):
+        return None
+    count = int(average.n_averaged)
+    if not count:
+        return 0.0
+    function = average.multi_avg_fn or average.avg_fn
+    if function is None:
+        return count / (count + 1)
+    return _decay_of(function)
+
+
+def _decay_of(function: Callable[..., Any]) -> float | None:
+    """The decay that torch's EMA functions hold in their closure."""
+    function = inspect.unwrap(function)
+    code, cells = getattr(function, "__code__", None), getattr(function, "__closure__", None)
+    held = dict(zip(code.co_freevars, cells)) if code is not None and cells else {}
+    decay = held["decay"].cell_contents if "decay" in held else None
+    return float(decay) if isinstance(decay, float) else None
+
+
+def _version(tensor: torch.Tensor) -> int:
+    return tensor._version
+
+
+@dataclass(slots=True)
+class _Statistics:
+    """Running statistics at the beginning of a step, and float64 shadows that follow the batches."""
+
+    before: dict[str, torch.Tensor]
+    shadow: dict[str, torch.Tensor]
+    tracked: int
+    calls: int = 0
+
+
+class RunningStatistics:
+    """Watches the running mean and variance of batch normalizations."""
+
+    def __init__(self, book: Notebook, modules: dict[nn.Module, str]) -> None:
+        self.book = book
+        self._modules = {module: name for module, name in modules.items() if _is_followed(module)}
+        self._shadows: dict[nn.Module, _Statistics] = {}
+
+    def follows(self, module: nn.Module) -> bool:
+        """Return whether a module is one whose statistics are watched."""
+        return module in self._modules
+
+    def begin(self) -> None:
+        """Copy the statistics as they are before the step's batches."""
+        self._shadows = {}
+        for module in self._modules:
+            before = {key: getattr(module, key).detach().cpu().double() for key in ("running_mean", "running_var")}
+            shadow = {key: value.clone() for key, value in before.items()}
+            self._shadows[module] = _Statistics(before, shadow, _batches(module))
+
+    def follow(self, module: nn.Module, inputs: tuple[Any, ...]) -> None:
+        """Let the shadows take up a batch."""
+        held = self._shadows.get(module)
+        if held is None or not module.training or not inputs or not isinstance(inputs[0], torch.Tensor):
+            return
+        x = in_float64(inputs[0].detach())
+        over = [d for d in range(x.dim()) if d != 1]
+        count = x.numel() / max(1, x.shape[1])
+        if count < 2:
+            return
+        variance, mean = torch.var_mean(x, over, correction=1)
+        held.calls += 1
+        momentum: Any = module.momentum
+        share = 1 / (held.tracked + held.calls) if momentum is None else float(momentum)
+        for key, batch in (("running_mean", mean), ("running_var", variance)):
+            held.shadow[key] += share * (batch.cpu() - held.shadow[key])
+
+    def end(self) -> None:
+        """Compare the statistics with their shadows, where these saw every batch."""
+        held, self._shadows = self._shadows, {}
+        for module, one in held.items():
+            if not one.calls or _batches(module) - one.tracked != one.calls:
+                continue
+            momentum: Any = module.momentum
+            for key, before in one.before.items():
+                name = ".".join(part for part in (self._modules[module], key) if part)
+                now = getattr(module, key).detach()
+                retention = None if momentum is None else 1 - float(momentum)
+                record = self.book.record.averages.setdefault(name, AverageRecord(name, now.dtype, retention))
+                add_changes([record.change], before, now.reshape(-1), one.shadow[key] - before, [0, len(before)])
+
+
+def _batches(module: nn.Module) -> int:
+    """How many batches a normalization has seen."""
+    counted: Any = module.num_batches_tracked
+    return int(counted)
+
+
+def _is_followed(module: nn.Module) -> bool:
+    return (
+        isinstance(module, _BatchNorm)
+        and not isinstance(module, nn.SyncBatchNorm)
+        and isinstance(module.running_mean, torch.Tensor)
+        and isinstance(module.running_var, torch.Tensor)
+        and module.num_batches_tracked is not None
+        and not module.running_mean.is_meta
+    )

@@ -1,0 +1,297 @@
+"""Samples of the parameters that step together, and how much of the wanted changes took place."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import torch
+
+from ...kernels import address, plain_address, select_engine
+from .._record import ParameterRecord, Realised, Role
+from ..sampling._kernel import KERNEL_DTYPES
+from ..sampling._plain import PLAIN_TYPES, Stored, stored
+from ..sampling._sample_places import sample_size
+from ..sampling._sampler import Look, Rows, look
+from ._change_loop import WORDS, change_kernel
+from ._notebook import Notebook
+
+_NOTHING = torch.empty(0, dtype=torch.float64, device="cpu")
+
+
+@dataclass(slots=True)
+class Stepped:
+    """One parameter around a step.
+
+    Attributes:
+        places: where parameter, gradient and states lie, in order; 0 of those that are no plain memory.
+        weight, gradient: float64 samples before the step.
+        states: of halfulp's optimizers: samples of its states before the step.
+        change: the wanted change where the optimizer computes it in a way of its own.
+        wanted_states: samples of the states that it wants then.
+        unplanned: whether the optimizer has yet to lay out this parameter's states, so that nothing is known.
+    """
+
+    record: ParameterRecord
+    parameter: torch.Tensor
+    options: dict[str, Any]
+    elements: int
+    places: list[int]
+    weight: torch.Tensor = _NOTHING
+    gradient: torch.Tensor = _NOTHING
+    states: dict[str, Any] = field(default_factory=dict)
+    change: torch.Tensor | None = None
+    wanted_states: dict[str, torch.Tensor] = field(default_factory=dict)
+    unplanned: bool = False
+
+
+class Layout:
+    """Where the samples of some parameters lie: a part for each of as many elements as are sampled at most.
+
+    A tensor whose short last run is sampled leaves some of its part free, and zeros there. What is returned under a
+    name is overwritten when the name is sampled again.
+
+    Attributes:
+        ends: where the parts begin and end.
+        nonzero: how many elements of each of the last samples are not zero; None where that was not counted.
+    """
+
+    def __init__(self, book: Notebook, named: Sequence[tuple[str, str]], elements: Sequence[int]) -> None:
+        self.book, self.named, self.elements = book, list(named), list(elements)
+        sizes = [sample_size(count) for count in elements]
+        self.ends: np.ndarray = np.cumsum([0, *sizes], dtype=np.int64)
+        self.nonzero: list[int] | None = None
+        self._taken: np.ndarray = np.array(sizes, np.int64)
+        self._rows: np.ndarray = np.array([book.row_of(name) for name, _ in named], np.int64)
+        self._tables: dict[tuple[str, torch.dtype, int], Rows] = {}
+        self._packs: dict[str, torch.Tensor] = {}
+
+    def release(self) -> None:
+        """Let go of the memory of samples until the next sampled step."""
+        self._packs.clear()
+        for table in self._tables.values():
+            table.written = None
+
+    def sample(self, name: str, tensors: Sequence[torch.Tensor], places: list[int] | None = None) -> torch.Tensor:
+        """Return samples of one tensor per parameter, float64.
+
+        Args:
+            tensors: one per parameter, of one dtype.
+            places: where they lie, if that is known.
+        """
+        data = self._places(tensors, places)
+        if data is None:
+            found = [_numbers(tensor) for tensor in tensors]
+            keys = [self.book.key(own) for own, _ in self.named]
+            samples = look([Look(one.flat, key) for one, key in zip(found, keys)])
+            return self._packed(samples, found)
+        return self._take(name, self._table(name, tensors[0].dtype), data)
+
+    def look(
+        self, role: Role, name: str, tensors: Sequence[torch.Tensor], places: list[int] | None = None
+    ) -> torch.Tensor:
+        """Count one tensor per parameter under a role, and return the samples, as `sample` does."""
+        data = self._places(tensors, places)
+        if data is None:
+            found = [_numbers(tensor) for tensor in tensors]
+            samples = self.book.look_all(role, [(*named, one) for named, one in zip(self.named, found)])
+            return self._packed(samples, found)
+        dtype = tensors[0].dtype
+        return self._take(name, self._table(name, dtype, role, [dtype] * len(tensors)), data, role)
+
+    def look_at_changes(
+        self,
+        records: Sequence[Realised],
+        before: torch.Tensor,
+        after: torch.Tensor,
+        wanted: torch.Tensor,
+        dtypes: Sequence[torch.dtype],
+    ) -> None:
+        """Count what became of wanted values, and the changes to them under the role of updates.
+
+        Args:
+            records: one per parameter.
+            before, after, wanted: float64, in this layout.
+            dtypes: of the parameters that are changed.
+        """
+        wide = any(dtype == torch.float64 for dtype in dtypes)
+        if wide:
+            values = wanted - before
+            add_changes(records, before, after, values, self.ends)
+        else:
+            values = self._pack("changes", torch.float32)
+            add_changes(records, before, after, wanted, self.ends, as_values=True, rounded=values)
+        if wide or not self.book.by_kernel or len(set(dtypes)) > 1:
+            parts = self.parts(values)
+            named = [(*named, Stored(part, dtype)) for named, part, dtype in zip(self.named, parts, dtypes)]
+            self.book.look_all("update", named)
+            return
+        data = address(values) + 4 * self.ends[:-1]
+        table = self._table(f"update.{dtypes[0]}", torch.float32, "update", dtypes)
+        table.point(data, self._taken, self.book.keys[self._rows])
+        table.look(self.book.candidates, self.book.step)
+        self._note("update", table)
+
+    def parts(self, packed: torch.Tensor) -> list[torch.Tensor]:
+        """Return the sample of each parameter among packed ones."""
+        ends = self.ends.tolist()
+        return [packed[start : start + taken] for start, taken in zip(ends, self._taken.tolist())]
+
+    def _places(self, tensors: Sequence[torch.Tensor], places: list[int] | None) -> list[int] | None:
+        """Where plain tensors of one dtype lie; None where one is not plain."""
+        dtype = tensors[0].dtype
+        if not self.book.by_kernel or dtype not in KERNEL_DTYPES:
+            return None
+        if places is None:
+            places = [plain_address(tensor) if tensor.dtype is dtype else 0 for tensor in tensors]
+        return places if all(places) else None
+
+    def _pack(self, name: str, dtype: torch.dtype = torch.float64) -> torch.Tensor:
+        """Room for the samples of a name."""
+        pack = self._packs.get(name)
+        if pack is None:
+            pack = self._packs[name] = torch.empty(int(self.ends[-1]), dtype=dtype, device="cpu")
+        return pack
+
+    def _table(self, name: str, memory: torch.dtype, role: Role | None = None, dtypes: Sequence = ()) -> Rows:
+        """Rows for tensors of a dtype, under a role with storage of some dtypes."""
+        key = name, memory, self.book.renewed
+        table = self._tables.get(key)
+        if table is None:
+            flat = torch.empty(0, dtype=memory, device="cpu")
+            totals = []
+            for (own, kind), dtype in zip(self.named, dtypes):
+                assert role is not None
+                totals.append((self.book.totals_of(role, own, kind, Stored(flat, dtype)), dtype))
+            table = self._tables[key] = Rows(memory, len(self.named), totals)
+        return table
+
+    def _take(self, name: str, table: Rows, data: list[int], role: Role | None = None) -> torch.Tensor:
+        packed = self._pack(name)
+        if table.written is not packed:
+            table.widen(packed, self.ends)
+        table.point(data, self.elements, self.book.keys[self._rows])
+        self._taken = table.copy() if role is None else table.look(self.book.candidates, self.book.step)
+        self.nonzero = table.nonzero
+        if role is not None:
+            self._note(role, table)
+        return packed
+
+    def _note(self, role: Role, table: Rows) -> None:
+        """Give the tensors their positions in the step, and note those that hold NaN or infinity."""
+        first = self.book.position
+        for row in table.broken:
+            self.book.position = first + row
+            self.book.note_nonfinite(self.book.totals[role, self.named[row][0]])
+        self.book.position = first + len(self.named)
+
+    def _packed(self, samples: Sequence[torch.Tensor], found: Sequence[Stored]) -> torch.Tensor:
+        packed = torch.zeros(int(self.ends[-1]), dtype=torch.float64, device="cpu")
+        self._taken, self.nonzero = np.array([len(sample) for sample in samples], np.int64), None
+        for start, sample, one in zip(self.ends.tolist(), samples, found):
+            packed[start : start + len(sample)] = sample.double() * one.scale
+        return packed
+
+
+def _numbers(tensor: torch.Tensor) -> Stored:
+    found = stored(tensor)
+    assert found is not None, "asked for located first"
+    return found
+
+
+def located(tensor: torch.Tensor) -> tuple[int, int]:
+    """Return where a tensor's numbers lie, 0 if they are no plain memory, and how many they are, -1 if not known."""
+    if tensor.dtype in KERNEL_DTYPES:
+        at = plain_address(tensor)
+        simple = type(tensor) in PLAIN_TYPES and tensor.is_cpu and tensor.layout is torch.strided
+        if at or (simple and not tensor.is_nested):
+            return at, tensor.numel()
+    found = stored(tensor)
+    return 0, -1 if found is None else found.flat.numel()
+
+
+def add_changes(
+    records: Sequence[Realised],
+    before: torch.Tensor,
+    after: torch.Tensor,
+    wanted: torch.Tensor,
+    ends: Sequence[int] | np.ndarray,
+    *,
+    known: bool = True,
+    decreases: bool = False,
+    as_values: bool = False,
+    rounded: torch.Tensor | None = None,
+) -> None:
+    """Add to each record the changes of its part of three flat tensors.
+
+    Args:
+        records: one per tensor.
+        before, after: sampled values, one tensor's after the other's.
+        wanted: the changes that were wanted; where they are not known, the gradients, whose zeros want none.
+        ends: where the tensors begin and end: one more than there are tensors.
+        known: whether `wanted` is what was wanted.
+        decreases: whether wanted decreases alone are counted.
+        as_values: whether `wanted` holds the values that were wanted, and not the changes.
+        rounded: float32, to which the wanted changes are written.
+    """
+    count = len(records)
+    work = np.empty(WORDS + 4 * count + len(ends), np.int64)  # the table, what is counted, and the ends
+    counts, sums = work[WORDS : WORDS + 2 * count], work[WORDS + 2 * count : WORDS + 4 * count].view(np.float64)
+    work[WORDS + 4 * count :] = ends
+    parts = [_as_float64(one) for one in (before, after, wanted)]
+    if select_engine("cpu") == "llvm":
+        at = work.ctypes.data
+        here = at + 8 * WORDS
+        written = 0 if rounded is None else address(rounded)
+        places = here + 32 * count, here, here + 16 * count
+        work[:WORDS] = (*map(address, parts), written, as_values, decreases, *places)
+        change_kernel(rounded is not None)(0, count, at)
+    else:
+        if as_values:
+            parts[2] = parts[2] - parts[0]
+        if rounded is not None:
+            rounded.copy_(parts[2])
+        if decreases:
+            parts[2] = parts[2].clamp(max=0)
+        b, a, w = (part.numpy() for part in parts)
+        _by_numpy(b, a, w, work[-len(ends) :], counts.reshape(-1, 2), sums.reshape(-1, 2))
+    numbers, amounts = counts.tolist(), sums.tolist()
+    for record, seen, cancelled, square, kept in zip(
+        records, numbers[::2], numbers[1::2], amounts[::2], amounts[1::2], strict=True
+    ):
+        record.seen += seen
+        record.cancelled += cancelled
+        if not known:
+            record.known = False
+        elif record.known:
+            # Each step's share counts by its elements, not by the size of its learning rate.
+            share = kept / square if square else 0.0
+            record.wanted += seen if square else 0
+            record.kept += seen * share
+
+
+def _as_float64(values: torch.Tensor) -> torch.Tensor:
+    """Plain memory of float64 on the CPU."""
+    if values.dtype is torch.float64 and values.is_cpu and values.is_contiguous():
+        return values
+    return values.detach().to("cpu", torch.float64).contiguous()
+
+
+def _by_numpy(
+    before: np.ndarray,
+    after: np.ndarray,
+    wanted: np.ndarray,
+    ends: np.ndarray,
+    counts: np.ndarray,
+    sums: np.ndarray,
+) -> None:
+    """The reference."""
+    for tensor in range(len(counts)):
+        b, a, w = (part[ends[tensor] : ends[tensor + 1]] for part in (before, after, wanted))
+        with np.errstate(invalid="ignore", over="ignore", under="ignore"):
+            change = a - b
+            asked = (w != 0) & np.isfinite(w) & np.isfinite(change)
+            counts[tensor] = asked.sum(), (asked & (b.view(np.int64) == a.view(np.int64))).sum()
+            sums[tensor] = (w[asked] ** 2).sum(), (w[asked] * change[asked]).sum()

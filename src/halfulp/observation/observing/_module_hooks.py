@@ -1,0 +1,476 @@
+"""Hooks on modules: activations, their gradients, residual sums, positions, casts, and the loss."""
+
+from __future__ import annotations
+
+import weakref
+from collections import deque
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils.hooks import RemovableHandle
+
+from ...kernels import in_float64
+from .._record import PositionsRecord, ResidualRecord
+from ..sampling._plain import PLAIN_TYPES
+from ..sampling._totals import LAST_AMAX
+from ._averages import RunningStatistics
+from ._batch import add_changes
+from ._expectations import Expectations
+from ._notebook import Notebook, TensorSlot, watching
+from ._second_runs import CompiledModules, Recomputations, loss_in, tensors_in
+
+# Hooks on outputs whose graphs may be gone, before they are looked through.
+MOST_HANDLES = 10_000
+
+
+class ModuleHooks:
+    """Watches the outputs of all modules of a model that run in eager mode.
+
+    Args:
+        expectations: told what autocast makes of outputs.
+        check: whether compiled modules and modules that run again are compared with a second run.
+    """
+
+    def __init__(self, book: Notebook, model: nn.Module, expectations: Expectations, check: bool) -> None:
+        self.book, self._expectations = book, expectations
+        self.loss: torch.Tensor | None = None
+        self._handles: list[RemovableHandle] = []
+        self._gradient_handles: list[RemovableHandle] = []
+        self._seen: set[str] = set()
+        self._last: tuple[weakref.ref, int] | None = None
+        compiled: dict[str, nn.Module] = {}
+        names: dict[nn.Module, str] = {}
+        for name, module in _eager_modules(model, compiled):
+            names.setdefault(module, name)
+        for name in compiled:
+            book.missed(
+                f"{name or 'the model'} is compiled: activations and their gradients inside it are not observed, as "
+                "hooks run in eager mode only; observe the run without torch.compile to see them"
+            )
+        self.expects_calls: bool = bool(names) and not compiled
+        self._statistics = RunningStatistics(book, names)
+        self._residuals, self._positions, self._casts = Residuals(book), Positions(book), Casts(book)
+        self._again = Recomputations(book) if check else None
+        self._hooks = {
+            module: _ModuleHook(self, name, type(module).__name__, check or self._statistics.follows(module))
+            for module, name in names.items()
+        }
+        wrappers = {name: module for name, module in compiled.items() if hasattr(module, "_orig_mod")} if check else {}
+        for name in compiled.keys() - wrappers.keys() if check else ():
+            book.missed(f"{name or 'the model'} was compiled in place: there is no eager original to compare with")
+        self._compiled = CompiledModules(book, wrappers)
+
+    def attach(self) -> None:
+        """Attach the hooks."""
+        if not self._handles:
+            self._handles = [module.register_forward_hook(hook) for module, hook in self._hooks.items()]
+        self._compiled.attach()
+
+    def detach(self) -> None:
+        """Remove all hooks, and let go of a step's tensors."""
+        self._forget()
+        for handle in (*self._handles, *self._gradient_handles):
+            handle.remove()
+        self._handles.clear()
+        self._gradient_handles.clear()
+        self._compiled.detach()
+
+    def begin_step(self) -> None:
+        """Take the running statistics as they are before a sampled step."""
+        self._statistics.begin()
+
+    def finish_step(self) -> None:
+        """Compare them at the end of it."""
+        self._statistics.end()
+
+    def end_step(self) -> None:
+        """Forget what belongs to one step."""
+        for handle in self._gradient_handles:
+            handle.remove()
+        self._gradient_handles.clear()
+        self._seen.clear()
+        self._last = self.loss = None
+        self._forget()
+        if self._again is not None:
+            self._again.end_step()
+
+    def _forget(self) -> None:
+        self.book.uses.forget()
+        self._residuals.forget()
+        self._casts.forget()
+
+    def ran(self, hook: _ModuleHook, module: nn.Module, inputs: tuple[Any, ...], output: Any) -> None:
+        """A module has run; evaluation without gradients is not training and is left out."""
+        if torch.is_grad_enabled():
+            if torch._C._current_graph_task_id() == -1:  # what runs again in a backward pass was noted in the first run
+                self._first_run(hook, inputs, output)
+            if not self._quickly(hook, module, inputs, output):
+                self._activations(hook, module, inputs, output)
+        elif self._again is not None and module.training:  # the first pass of a reentrant checkpoint
+            self._note(module, output)
+
+    def _quickly(self, hook: _ModuleHook, module: nn.Module, inputs: tuple[Any, ...], output: Any) -> bool:
+        """Look at a single plain output in a forward pass where nothing else is followed; False elsewhere."""
+        if type(output) is not torch.Tensor or hook.is_followed or torch._C._current_graph_task_id() != -1:
+            return False
+        if torch._C._is_any_autocast_enabled():
+            return False
+        if not self._was_last(output):
+            if not hook.slot.look_quickly(output):
+                return False
+            totals = hook.slot.totals
+            assert totals is not None
+            if totals.reals[LAST_AMAX] == 0.0:
+                self._watch_inputs(hook, module, inputs)
+            else:
+                totals.record.input_amax = totals.record.weight_amax = None
+            self._follow(hook, output)
+        self._seen.add(hook.name)
+        if not hook.name:
+            self.loss = loss_in(output)
+        return True
+
+    @watching
+    def _first_run(self, hook: _ModuleHook, inputs: tuple[Any, ...], output: Any) -> None:
+        self.book.uses.note(hook.name, inputs, output)
+        self._residuals.note(hook.name, inputs, output)
+        self._casts.note(hook.name, output)
+        self._positions.note(hook.name, output)
+
+    @watching
+    def _activations(self, hook: _ModuleHook, module: nn.Module, inputs: tuple[Any, ...], output: Any) -> None:
+        name = hook.name
+        again = torch._C._current_graph_task_id() != -1 and name in self._seen
+        found = list(tensors_in(output))
+        self._statistics.follow(module, inputs)
+        if self._again is not None and found:
+            self._again.note(name, found[0], torch._C._current_graph_task_id() != -1)
+        if not again:
+            self._expectations.note_output(module, name, output)
+            for tensor in found:
+                if not self._was_last(tensor):
+                    self._activation(hook, module, tensor, inputs)
+            self._seen.add(name)
+        if not name:
+            self.loss = loss_in(output)
+
+    @watching
+    def _note(self, module: nn.Module, output: Any) -> None:
+        for tensor in tensors_in(output):
+            assert self._again is not None
+            self._again.note(self._hooks[module].name, tensor, again=False)
+            break
+
+    def _activation(self, hook: _ModuleHook, module: nn.Module, tensor: torch.Tensor, inputs: tuple[Any, ...]) -> None:
+        if hook.slot.look(tensor) is not None:
+            self._note_inputs(hook, module, inputs)
+            self._follow(hook, tensor)
+
+    @watching
+    def _watch_inputs(self, hook: _ModuleHook, module: nn.Module, inputs: tuple[Any, ...]) -> None:
+        self._note_inputs(hook, module, inputs)
+
+    def _note_inputs(self, hook: _ModuleHook, module: nn.Module, inputs: tuple[Any, ...]) -> None:
+        """Of outputs that are all zeros note how large that is which a quantizer or rounding may have made zeros of."""
+        totals = hook.slot.totals
+        assert totals is not None
+        record, zeros = totals.record, totals.reals[LAST_AMAX] == 0.0
+        record.input_amax = max(map(_amax, tensors_in(inputs)), default=None) if zeros else None
+        own = [one for one in module._parameters.values() if one is not None] if zeros else []
+        record.weight_amax = max(map(_amax, tensors_in(own)), default=None)
+
+    def _follow(self, hook: _ModuleHook, output: torch.Tensor) -> None:
+        """Wait for the gradient of an output."""
+        self._last = weakref.ref(output), output._version
+        if output.requires_grad:
+            handles = self._gradient_handles
+            if len(handles) > MOST_HANDLES:  # many forward passes without an optimizer's step
+                handles[:] = [handle for handle in handles if handle.hooks_dict_ref() is not None]
+            handles.append(output.register_hook(hook.gradient))
+
+    def _was_last(self, tensor: torch.Tensor) -> bool:
+        """Whether a tensor is the one that was looked at last, handed on by a module around it."""
+        last = self._last
+        return last is not None and last[0]() is tensor and last[1] == tensor._version
+
+
+class _ModuleHook:
+    """Hook: a module has run.
+
+    Attributes:
+        gradient: hook for their gradients.
+        is_followed: whether running statistics or second runs of it are watched too.
+    """
+
+    __slots__ = ("gradient", "is_followed", "name", "owner", "slot")
+
+    def __init__(self, owner: ModuleHooks, name: str, kind: str, is_followed: bool) -> None:
+        self.owner, self.name, self.is_followed = owner, name, is_followed
+        self.slot = TensorSlot(owner.book, "activation", name, kind)
+        self.gradient = _GradientHook(owner.book, name, kind)
+
+    def __call__(self, module: nn.Module, inputs: tuple[Any, ...], output: Any) -> None:
+        """Look at its outputs."""
+        if self.owner.book.sampling and not torch.compiler.is_compiling():
+            self.owner.ran(self, module, inputs, output)
+
+
+class _GradientHook:
+    """Hook: the gradient of a module's output arrives."""
+
+    __slots__ = ("book", "slot")
+
+    def __init__(self, book: Notebook, name: str, kind: str) -> None:
+        self.book = book
+        self.slot = TensorSlot(book, "activation gradient", name, kind)
+
+    def __call__(self, gradient: torch.Tensor) -> None:
+        """Look at it."""
+        if self.book.sampling and not self.slot.look_quickly(gradient, self.book.scale):
+            self._activation_gradient(gradient)
+
+    @watching
+    def _activation_gradient(self, gradient: torch.Tensor) -> None:
+        self.slot.look(gradient, self.book.scale)
+
+
+def _amax(tensor: torch.Tensor) -> float:
+    if type(tensor) not in PLAIN_TYPES or not tensor.numel():
+        return 0.0
+    values = tensor.detach()
+    low, high = torch.aminmax(values.float() if values.dtype.itemsize == 1 else values)
+    return max(abs(float(low)), abs(float(high)))
+
+
+def _eager_modules(
+    model: nn.Module, compiled: dict[str, nn.Module], prefix: str = ""
+) -> Iterator[tuple[str, nn.Module]]:
+    """Yield the modules that are called in eager mode, by name, and note those that are compiled."""
+    if is_compiled(model):
+        compiled[prefix] = model
+        return
+    if type(model).forward is not nn.Module.forward:
+        yield prefix, model
+    for name, child in model.named_children():
+        yield from _eager_modules(child, compiled, f"{prefix}.{name}" if prefix else name)
+
+
+def is_compiled(module: nn.Module) -> bool:
+    """Return whether torch.compile wraps a module, or was called on it in place."""
+    return getattr(module, "_compiled_call_impl", None) is not None or hasattr(module, "_orig_mod")
+
+
+NARROW = (torch.bfloat16, torch.float16)
+# A sum is looked at when a module takes it: between a layer's input and that lie some outputs and inputs of its own.
+OUTPUTS, INPUTS = 3, 8
+SAMPLE = 4096
+
+
+@dataclass(slots=True)
+class _Held:
+    """A tensor that may be an addend: its place in autograd's graph, its numbers, and the module that made it."""
+
+    key: tuple[int, int]
+    values: torch.Tensor
+    version: int
+    name: str | None
+
+
+class Residuals:
+    """Finds sums of a module's output and a tensor that goes past it, and counts what rounding them takes away.
+
+    Which tensors a sum adds is read from autograd's graph. Some outputs and inputs are held until later ones or the
+    end of the step take their place.
+    """
+
+    def __init__(self, book: Notebook) -> None:
+        self.book = book
+        self._outputs: deque[_Held] = deque(maxlen=OUTPUTS)
+        self._inputs: deque[_Held] = deque(maxlen=INPUTS)
+
+    def forget(self) -> None:
+        """Let go of a step's tensors."""
+        self._outputs.clear()
+        self._inputs.clear()
+
+    def note(self, name: str, inputs: tuple[Any, ...], output: Any) -> None:
+        """Note that a module has run; modules inside it have been noted before."""
+        first = inputs[0] if inputs else None
+        if type(first) is torch.Tensor and first.dtype in NARROW and first.grad_fn is not None:
+            self._enter(first, None)
+        if type(output) is torch.Tensor and output.dtype in NARROW and output.grad_fn is not None:
+            self._enter(output, name)
+
+    def _enter(self, tensor: torch.Tensor, name: str | None) -> None:
+        key = graph_key(tensor.grad_fn, tensor.output_nr)
+        known = next((one for one in (*self._outputs, *self._inputs) if one.key == key), None)
+        if known is None:
+            self._look(tensor)
+        if name is None:
+            if known is None or known.name is not None:
+                self._inputs.append(_Held(key, tensor.detach(), tensor._version, known.name if known else None))
+        elif known is None:
+            self._outputs.append(_Held(key, tensor.detach(), tensor._version, name))
+
+    def _look(self, total: torch.Tensor) -> None:
+        """Count what a sum took of its smaller addend, if it is one of two tensors that are known."""
+        node: Any = total.grad_fn
+        if not total.numel() or node.name() != "AddBackward0" or len(node.next_functions) != 2:
+            return
+        held = {one.key: one for one in (*self._inputs, *self._outputs)}
+        parts = [held.get(graph_key(*pair)) for pair in node.next_functions]
+        if parts[0] is None or parts[1] is None or parts[0] is parts[1]:
+            return
+        samples = []
+        for one in parts:
+            assert one is not None
+            same = one.values.shape == total.shape and one.values.dtype is total.dtype
+            if not same or one.values._version != one.version:
+                return
+            samples.append(_sample(one.values))
+        sizes = [float(sample.square().mean().sqrt()) for sample in samples]
+        small = sizes.index(min(sizes))
+        added, past, name = samples[small], samples[1 - small], parts[small].name  # type: ignore[union-attr]
+        if name is None:
+            return
+        record = self.book.record.residuals.setdefault(name, ResidualRecord(name, total.dtype))
+        record.stream, record.added = sizes[1 - small], sizes[small]
+        add_changes([record.change], past, _sample(total), added, [0, len(added)])
+
+
+def graph_key(node: Any, number: int) -> tuple[int, int]:
+    """What tells outputs of a graph's operations apart within a thread."""
+    return (-1 if node is None else node._sequence_nr(), number)
+
+
+def _sample(tensor: torch.Tensor) -> torch.Tensor:
+    """Return some rows of a tensor at even distances."""
+    rows = tensor.detach().reshape(-1, tensor.shape[-1]) if tensor.dim() else tensor.detach().reshape(1, 1)
+    most = max(1, SAMPLE // max(1, rows.shape[1]))
+    return in_float64(rows[:: max(1, -(-rows.shape[0] // most))][:most, :SAMPLE].reshape(-1)).cpu()
+
+
+# The whole numbers up to which each format has all.
+COUNTED = {torch.bfloat16: 256, torch.float16: 2048}
+WINDOW = 8
+# As many pairs of equal neighbours chance does not place where rounding does.
+FEWEST = 16
+# Two positions may have one sine in 8 bits.
+CHANCE = 0.2
+
+
+class Positions:
+    """Looks for outputs, one row per position, in which a column repeats just where rounded positions do."""
+
+    def __init__(self, book: Notebook) -> None:
+        self.book = book
+
+    def note(self, name: str, output: Any) -> None:
+        """Note what a module returned."""
+        for one in output if isinstance(output, tuple) else (output,):
+            if type(one) is torch.Tensor and one.dim() > 1 and one.shape[-2] > min(COUNTED.values()) + WINDOW:
+                self._look(name, one)
+
+    def _look(self, name: str, output: torch.Tensor) -> None:
+        if name in self.book.record.positions or not output.is_floating_point() or not output.numel():
+            return
+        rows = output.detach()[(0,) * (output.dim() - 2)]
+        for dtype, start in COUNTED.items():
+            if len(rows) <= start + WINDOW:
+                continue
+            expected = _repeats(len(rows), dtype, rows.device)
+            end = start + WINDOW
+            columns = _like(rows[start : end + 1], expected[start:end])
+            if not bool(columns.any()) or int(expected.sum()) < FEWEST:
+                continue
+            if bool(_like(rows[:, columns], expected).any()):
+                self.book.record.positions[name] = PositionsRecord(name, dtype, len(rows))
+                return
+
+
+def _repeats(count: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    """Return which of the positions from 0 are the next one in a dtype too."""
+    positions = torch.arange(count, device=device, dtype=torch.float32).to(dtype)
+    return positions[1:] == positions[:-1]
+
+
+def _like(rows: torch.Tensor, expected: torch.Tensor) -> torch.Tensor:
+    """Return the columns whose elements repeat wherever they are expected to, and hardly anywhere else."""
+    repeats = rows[1:] == rows[:-1]
+    return repeats[expected].all(0) & (repeats[~expected].double().mean(0) < CHANCE)
+
+
+# Operations between a module's output and that of one around it, before the search is given up.
+MOST_NODES = 512
+CAST = "ToCopyBackward0"
+
+
+class Casts:
+    """Follows outputs in 16 bits all of whose gradients were zeros so far: whether a cast on the way back made them so.
+
+    Autograd's graph, from the output of a module around, leads to the cast that took the output; what comes to it on
+    the way back is what was there before rounding.
+    """
+
+    def __init__(self, book: Notebook) -> None:
+        self.book = book
+        self._wanted: dict[str, tuple[int, int]] = {}
+        self._handles: list[Any] = []
+
+    def forget(self) -> None:
+        """Forget what belongs to one step."""
+        for handle in self._handles:
+            handle.remove()
+        self._handles.clear()
+        self._wanted.clear()
+
+    def note(self, name: str, output: Any) -> None:
+        """Note that a module has run; modules inside it have been noted before."""
+        if type(output) is not torch.Tensor or output.grad_fn is None:
+            return
+        if self._wanted and any(not name or wanted.startswith(f"{name}.") for wanted in self._wanted):
+            self._search(name, output)
+        if output.dtype in NARROW:
+            totals = self.book.totals.get(("activation gradient", name))
+            if totals is not None and totals.all_zero():
+                self._wanted[name] = graph_key(output.grad_fn, output.output_nr)
+
+    def _search(self, name: str, output: torch.Tensor) -> None:
+        """Look for the casts of wanted outputs among the operations that made an output around them."""
+        wanted = {key: one for one, key in self._wanted.items() if not name or one.startswith(f"{name}.")}
+        stack: list[Any] = [output.grad_fn]
+        seen: set[int] = set()
+        while stack and len(seen) < MOST_NODES:
+            node = stack.pop()
+            number = graph_key(node, 0)[0]
+            if node is None or number in seen:
+                continue
+            seen.add(number)
+            for before in node.next_functions:
+                found = wanted.get(graph_key(*before))
+                if found is None:
+                    stack.append(before[0])
+                    continue
+                self._wanted.pop(found, None)
+                if node.name() == CAST:
+                    self._handles.append(node.register_prehook(_Cast(self.book, found)))
+
+
+class _Cast:
+    """Hook: a gradient comes to a cast."""
+
+    def __init__(self, book: Notebook, name: str) -> None:
+        self.book, self.name = book, name
+
+    def __call__(self, gradients: tuple[torch.Tensor | None, ...]) -> None:
+        self._measure(gradients[0])
+
+    @watching
+    def _measure(self, gradient: torch.Tensor | None) -> None:
+        totals = self.book.totals.get(("activation gradient", self.name))
+        if totals is not None and type(gradient) is torch.Tensor and gradient.numel():
+            low, high = torch.aminmax(gradient)
+            totals.record.before_cast = max(abs(float(low)), abs(float(high)))

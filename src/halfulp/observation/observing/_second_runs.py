@@ -1,0 +1,539 @@
+"""Second runs: compiled modules beside eager ones, and what gradient checkpointing computes again."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import dataclasses
+import math
+import random
+import types
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import Any
+
+import numpy as np
+import torch
+from torch import nn
+from torch.autograd.graph import saved_tensors_hooks
+from torch.nn.modules import module as _torch_module
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils._device import DeviceContext
+from torch.utils.hooks import RemovableHandle
+
+from ...kernels import in_float64
+from .._record import Difference
+from ..findings._comparisons import explained_by_order
+from ..sampling._plain import stored
+from ..sampling._sampler import sampled
+from ._notebook import Notebook, watching
+
+_AT_ONCE = 1 << 22
+MOST_OUTPUTS = 16
+
+
+def tensors_in(value: Any) -> Iterator[torch.Tensor]:
+    """Yield the floating-point tensors of a nested tuple, list, or mapping, such as a model's output."""
+    stack, count = [value], 0
+    while stack and count < MOST_OUTPUTS:
+        item = stack.pop()
+        if isinstance(item, torch.Tensor):
+            if item.dtype.is_floating_point:
+                count += 1
+                yield item
+        elif isinstance(item, Mapping):
+            stack.extend(reversed(list(item.values())))
+        elif isinstance(item, tuple | list):
+            stack.extend(reversed(item))
+
+
+def loss_in(output: Any) -> torch.Tensor | None:
+    """Return the loss among a model's outputs, where it is one: `output.loss`, or a single number."""
+    loss = output.get("loss") if isinstance(output, Mapping) else output
+    if isinstance(loss, torch.Tensor) and loss.dtype.is_floating_point and loss.numel() == 1 and loss.requires_grad:
+        return loss.detach()
+    return None
+
+
+def difference(name: str, first: torch.Tensor, second: torch.Tensor) -> Difference:
+    """Return how two outputs of a module differ; NaN where the other has NaN counts as equal."""
+    names = str(first.dtype).removeprefix("torch."), str(second.dtype).removeprefix("torch.")
+    a, b = _flat(first), _flat(second)
+    if len(a) != len(b):
+        return Difference(name, names, 1.0, float("inf"))
+    count, broken, squares, gaps = 0, False, 0.0, 0.0
+    for one, other in zip(a.split(_AT_ONCE), b.split(_AT_ONCE)):
+        x, y = one.cpu().double(), other.cpu().double()
+        differing = (x != y) & ~(x.isnan() & y.isnan())
+        finite = x.isfinite() & y.isfinite()
+        count += int(differing.sum())
+        broken |= bool((differing & ~finite).any())
+        squares += float(x[finite].square().sum())
+        gaps += float((y - x)[finite].square().sum())
+    distance = float("inf") if broken else math.sqrt(gaps / squares) if squares else gaps and float("inf")
+    return Difference(name, names, count / max(1, len(a)), distance)
+
+
+def enter(records: list[Difference], made: Difference) -> None:
+    """Keep the larger difference of each module."""
+    there = next((k for k, one in enumerate(records) if one.name == made.name), None)
+    if there is None:
+        records.append(made)
+    elif _badness(made) > _badness(records[there]):
+        records[there] = made
+
+
+def _badness(one: Difference) -> tuple[bool, float, float]:
+    return one.dtypes[0] != one.dtypes[1], one.relative, one.differing
+
+
+def _flat(tensor: torch.Tensor) -> torch.Tensor:
+    found = stored(tensor)
+    if found is None:
+        return tensor.detach().to_dense().reshape(-1)
+    flat = found.flat.reshape(-1)
+    return flat if found.scale == 1.0 else in_float64(flat) * found.scale
+
+
+class Recomputations:
+    """Compares what a module gives when its forward pass runs again in the backward pass, as under checkpointing."""
+
+    def __init__(self, book: Notebook) -> None:
+        self.book = book
+        self._first: dict[str, tuple[torch.dtype, torch.Tensor] | None] = {}
+
+    def end_step(self) -> None:
+        """Forget one step's outputs."""
+        self._first.clear()
+
+    def note(self, name: str, output: torch.Tensor, again: bool) -> None:
+        """Keep a sample of a first output, or compare a second one with it; modules called twice are left out."""
+        found = stored(output)
+        if found is None:
+            return
+        sample = sampled(found.flat, self.book.key(name))
+        if not again:
+            self._first[name] = None if name in self._first else (found.dtype, sample)
+            return
+        first = self._first.get(name)
+        if first is None:
+            return
+        self._first[name] = None
+        made = difference(name, first[1], sample)
+        names = (str(first[0]).removeprefix("torch."), str(found.dtype).removeprefix("torch."))
+        enter(self.book.record.recomputed, Difference(name, names, made.differing, made.relative))
+
+
+class CompiledModules:
+    """Runs the eager original of compiled modules on the same inputs, once in a sampled step.
+
+    Nothing that training computes takes notice of it: inputs, buffers and attributes are copies, the states of random
+    generators are put back, hooks and caches are left out. There is no verdict where random numbers are drawn, which
+    compiled code draws in another order, and where two eager runs differ from each other.
+
+    Args:
+        modules: compiled modules that wrap an original, by name.
+    """
+
+    def __init__(self, book: Notebook, modules: dict[str, nn.Module]) -> None:
+        self.book, self._modules = book, modules
+        self._second_runs: dict[str, SecondRun] = {}
+        self._compared: dict[str, int] = {}
+        self._handles: list[RemovableHandle] = []
+
+    def attach(self) -> None:
+        """Attach the hooks around compiled modules, which run outside of what was compiled."""
+        if self._handles:
+            return
+        for name, module in self._modules.items():
+            before, after = _Around(self, name).hooks()
+            self._handles.append(module.register_forward_pre_hook(before, with_kwargs=True))
+            # Before hooks of the user's that change outputs, and also where the forward pass raises.
+            self._handles.append(module.register_forward_hook(after, prepend=True, always_call=True))
+
+    def detach(self) -> None:
+        """Remove the hooks."""
+        for handle in self._handles:
+            handle.remove()
+        self._handles.clear()
+        self._second_runs.clear()
+
+    def is_due(self, name: str) -> bool:
+        """Return whether a module is to be compared at its next run."""
+        return self.book.sampling and name in self._modules and self._compared.get(name) != self.book.step
+
+    def forget(self, name: str) -> None:
+        """Forget the inputs of a run that did not end."""
+        self._second_runs.pop(name, None)
+
+    def hold(self, name: str, module: nn.Module, args: tuple, kwargs: dict) -> None:
+        """Copy what the original depends on, before the compiled module runs."""
+        original: Any = module._orig_mod
+        reason = why_never(original)
+        try:
+            if reason is None:
+                self._second_runs[name] = SecondRun(original, args, kwargs)
+        except Exception as error:
+            reason = f"its inputs or attributes cannot be copied ({type(error).__name__})"
+        if reason:
+            self._give_up(name, reason)
+
+    def compare(self, name: str, output: Any) -> None:
+        """Run the original as it was then."""
+        second = self._second_runs.pop(name, None)
+        if second is None or output is None:
+            return
+        self._compared[name] = self.book.step
+        reason = second.why_not()
+        eager = None if reason else second.run()
+        reason = reason or second.why_not()
+        if reason:
+            self._give_up(name, reason)
+            return
+        made = _largest_difference(name, eager, output)
+        if made is None:
+            return
+        if made.differing and not explained_by_order(made):
+            again = _largest_difference(name, eager, second.run())
+            if again is None or again.differing:
+                self._give_up(name, "two eager runs on the same inputs differ from each other")
+                return
+            if second.hooks_left_out:
+                self._give_up(name, "they differ, and hooks on its modules, which do not run a second time, may be why")
+                return
+        enter(self.book.record.compiled, made)
+
+    def _give_up(self, name: str, reason: str) -> None:
+        self.book.missed(f"{name or 'the model'}: compiled and eager are not compared: {reason}")
+        del self._modules[name]
+
+
+class _Around:
+    """The two hooks of one compiled module."""
+
+    def __init__(self, owner: CompiledModules, name: str) -> None:
+        self.owner, self.book, self.name = owner, owner.book, name
+
+    def hooks(self) -> tuple[Any, Any]:
+        return self._before, self._after
+
+    def _before(self, module: nn.Module, args: tuple, kwargs: dict) -> None:
+        self.owner.forget(self.name)
+        if torch.is_grad_enabled() and self.owner.is_due(self.name):
+            self._hold(module, args, kwargs)
+
+    def _after(self, module: nn.Module, args: tuple, output: Any) -> None:
+        if self.owner.is_due(self.name):
+            self._compare(output)
+
+    @watching
+    def _hold(self, module: nn.Module, args: tuple, kwargs: dict) -> None:
+        self.owner.hold(self.name, module, args, kwargs)
+
+    @watching
+    def _compare(self, output: Any) -> None:
+        self.owner.compare(self.name, output)
+
+
+def _largest_difference(name: str, eager: Any, output: Any) -> Difference | None:
+    """Return that of the outputs which differ most; None where there are no floating-point ones."""
+    found = [difference(name, a, b) for a, b in zip(tensors_in(eager), tensors_in(output))]
+    return max(found, key=_badness, default=None)
+
+
+_GLOBAL_HOOKS = (
+    "_global_forward_hooks",
+    "_global_forward_pre_hooks",
+    "_global_backward_hooks",
+    "_global_backward_pre_hooks",
+)
+
+
+class SecondRun:
+    """A module and all that its forward pass depends on, as they are when this is made."""
+
+    def __init__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        # Another run of the wrapper would prepare its reduction of gradients anew.
+        self._module: nn.Module = module.module if isinstance(module, DistributedDataParallel) else module
+        copier = Copier()
+        self._args, self._kwargs = copier.copy((args, kwargs), objects=True)
+        copier.modules.extend(self._module.modules())
+        self._states: dict[nn.Module, dict[str, Any]] = {}
+        for one in copier.modules:  # which grows by the modules that those before keep in lists
+            for inner in one.modules():
+                if inner not in self._states:
+                    self._states[inner] = copier.state(inner)
+        self.hooks_left_out: bool = copier.hooks_left_out or any(getattr(_torch_module, name) for name in _GLOBAL_HOOKS)
+        self._random = RandomState()
+        self._own_random = [own_state(generator) for generator in copier.generators]
+        self._parameters = [(p, p._version) for p in self._module.parameters() if not p.is_inference()]
+        self._drew = False
+
+    def why_not(self) -> str | None:
+        """Return why the module's run cannot be compared with another one; None where it can be."""
+        if self._drew or not self._random.is_current():
+            return "its forward pass draws random numbers, which compiled code draws in another order"
+        if any(parameter._version != version for parameter, version in self._parameters):
+            return "its forward pass changes its parameters in place, so that they are not what they were"
+        return None
+
+    def run(self) -> Any:
+        """Return what the module gives in eager mode; its own buffers, attributes and generators stay as they are."""
+        copier = Copier()
+        args, kwargs = copier.copy((self._args, self._kwargs), objects=True)
+        states = {module: copier.state_of(state) for module, state in self._states.items()}
+        now = RandomState()
+        try:
+            self._random.put_back()
+            with _as_called(), _standing_in(states):
+                args, kwargs = _not_leaves((args, kwargs), {})
+                output = self._module(*args, **kwargs)
+            drawn = [own_state(generator) for generator in copier.generators]
+            self._drew = not self._random.is_current() or not same_states(drawn, self._own_random)
+            return output
+        finally:
+            now.put_back()
+
+
+def why_never(module: nn.Module) -> str | None:
+    """Return why a module is never run a second time; None where it may be."""
+    if any(hasattr(parameter, "placements") for parameter in module.parameters()):
+        return "its parameters are sharded, and another run would communicate"
+    modes = torch.overrides._get_current_function_mode_stack()
+    if torch._C._len_torch_dispatch_stack() or any(not isinstance(mode, DeviceContext) for mode in modes):
+        return "it runs under a mode that changes or watches its functions"
+    return None
+
+
+@contextlib.contextmanager
+def _as_called() -> Iterator[None]:
+    """As the user called it, but eager, and with nothing of it left in the caches and hooks of torch."""
+    cached = torch.is_autocast_cache_enabled()
+    held = {name: dict(getattr(_torch_module, name)) for name in _GLOBAL_HOOKS}
+    # Weights that this run casts would be found by layers that follow, and be held by their graphs.
+    torch.set_autocast_cache_enabled(False)
+    for name in _GLOBAL_HOOKS:
+        getattr(_torch_module, name).clear()
+    try:
+        with (
+            torch.compiler.set_stance("force_eager"),
+            torch._C._EnableTorchFunction(),
+            torch.enable_grad(),
+            saved_tensors_hooks(_itself, _itself),  # instead of the user's
+        ):
+            yield
+    finally:
+        torch.set_autocast_cache_enabled(cached)
+        for name, hooks in held.items():
+            getattr(_torch_module, name).update(hooks)
+
+
+@contextlib.contextmanager
+def _standing_in(states: dict[nn.Module, dict[str, Any]]) -> Iterator[None]:
+    """Modules whose buffers and attributes are others for a while; their own are not touched, nor their versions."""
+    held = {module: dict(vars(module)) for module in states}
+    try:
+        for module, state in states.items():
+            _set(vars(module), state)
+        yield
+    finally:
+        for module, state in held.items():
+            _set(vars(module), state)
+
+
+def _set(attributes: dict[str, Any], state: dict[str, Any]) -> None:
+    attributes.clear()
+    attributes.update(state)
+
+
+def _not_leaves(value: Any, made: dict[int, Any]) -> Any:
+    """Return inputs that require gradients as a forward pass sees them, which may change them in place."""
+    if isinstance(value, torch.Tensor):
+        if value.requires_grad and not isinstance(value, nn.Parameter):
+            return made.setdefault(id(value), value.clone())
+        return value
+    if type(value) in (tuple, list):
+        return type(value)(_not_leaves(item, made) for item in value)
+    if type(value) is dict:
+        return {key: _not_leaves(item, made) for key, item in value.items()}
+    return value
+
+
+def _itself(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor
+
+
+GENERATORS = (torch.Generator, np.random.Generator, np.random.RandomState, random.Random)
+HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+# What every module has and no forward pass changes, beside what is looked at by itself.
+_OF_EVERY_MODULE = frozenset(vars(nn.Module())) - {"_buffers", "_parameters", "_modules", "training", *HOOKS}
+_SHARED = (nn.Module, nn.Parameter, torch.Size, type, types.FunctionType, types.ModuleType, types.MethodType)
+
+
+class Copier:
+    """Copies values of one moment; what is the same object in two places is the same copy in both.
+
+    Attributes:
+        modules: met in values; they are not copied.
+        generators: copies of the random generators met, in order.
+        hooks_left_out: whether a module's hooks that are not torch's own were left out.
+    """
+
+    def __init__(self) -> None:
+        self.modules: list[nn.Module] = []
+        self.generators: list[Any] = []
+        self.hooks_left_out: bool = False
+        self._made: dict[int, tuple[Any, Any]] = {}
+
+    def copy(self, value: Any, objects: bool) -> Any:
+        """Return a copy: of tensors, generators, containers, data classes, and what these hold.
+
+        Args:
+            value: anything. Modules, parameters, and what else is not named here, are returned as they are.
+            objects: whether other objects are copied too, attribute by attribute, as inputs are. What a module holds
+                may be a trainer with all that belongs to it.
+        """
+        known = self._made.get(id(value))
+        if known is not None:
+            return known[1]
+        made = self._copy(value, objects)
+        self._made[id(value)] = (value, made)  # the value too, so that its id stays its own
+        return made
+
+    def state(self, module: nn.Module) -> dict[str, Any]:
+        """Return a module's `vars` with copies of its buffers and attributes, without its users' hooks."""
+        return self.state_of(vars(module))
+
+    def state_of(self, attributes: dict[str, Any]) -> dict[str, Any]:
+        """Return the same of `vars` that were copied before."""
+        made = {}
+        for key, value in attributes.items():
+            if key in _OF_EVERY_MODULE:
+                made[key] = value
+            elif key in HOOKS:
+                made[key] = self._without_users_hooks(value)
+            else:
+                made[key] = self.copy(value, objects=False)
+        return made
+
+    def _without_users_hooks(self, hooks: Any) -> Any:
+        kept = copy.copy(hooks)
+        for key, hook in hooks.items():
+            # Those of torch.nn.utils compute the module's weight, and belong to its forward pass.
+            home = getattr(hook, "__module__", None) or type(hook).__module__
+            if not home.startswith("torch.nn.utils"):
+                del kept[key]
+                self.hooks_left_out = True
+        return kept
+
+    def _copy(self, value: Any, objects: bool) -> Any:
+        if isinstance(value, nn.Module):
+            self.modules.append(value)
+        if isinstance(value, _SHARED):
+            return value
+        if isinstance(value, torch.Tensor):
+            return value.detach().clone().requires_grad_(value.requires_grad)
+        if isinstance(value, GENERATORS):
+            made = value.clone_state() if isinstance(value, torch.Generator) else copy.deepcopy(value)
+            self.generators.append(made)
+            return made
+        if isinstance(value, list | dict | deque | set | tuple):
+            return self._copy_container(value, objects)
+        if dataclasses.is_dataclass(value) or isinstance(value, types.SimpleNamespace) or objects:
+            return self._copy_object(value, objects)
+        return value
+
+    def _copy_container(self, value: Any, objects: bool) -> Any:
+        if isinstance(value, tuple):
+            parts = [self.copy(item, objects) for item in value]
+            if all(a is b for a, b in zip(parts, value)):
+                return value
+            return type(value)(*parts) if hasattr(value, "_make") else type(value)(parts)
+        made = copy.copy(value)
+        self._made[id(value)] = (value, made)  # before its items, one of which may lead back to it
+        if isinstance(value, dict):
+            for key, item in value.items():
+                made[key] = self.copy(item, objects)
+        elif not isinstance(value, set):
+            for position, item in enumerate(value):
+                made[position] = self.copy(item, objects)
+        return made
+
+    def _copy_object(self, value: Any, objects: bool) -> Any:
+        attributes = getattr(value, "__dict__", None)
+        if not attributes:
+            return value
+        made = copy.copy(value)
+        if made is value:  # such as an enum's member
+            return value
+        self._made[id(value)] = (value, made)
+        for key, item in attributes.items():
+            object.__setattr__(made, key, self.copy(item, objects))
+        return made
+
+
+_Source = tuple[Callable[[], Any], Callable[[Any], Any]]
+
+
+class RandomState:
+    """The states of torch's generators on every device, and of Python's and numpy's, when this was made."""
+
+    def __init__(self) -> None:
+        self._saved_states = [(read, write, read()) for read, write in _sources()]
+
+    def is_current(self) -> bool:
+        """Return whether nothing was drawn since."""
+        return all(_same(read(), value) for read, _, value in self._saved_states)
+
+    def put_back(self) -> None:
+        """Set the generators to these states."""
+        for read, write, value in self._saved_states:
+            if not _same(read(), value):
+                write(value)
+
+
+def own_state(generator: Any) -> Any:
+    """Return the state of a generator object, such as a module keeps; None of anything else."""
+    if isinstance(generator, torch.Generator):
+        return generator.get_state()
+    if isinstance(generator, np.random.Generator):
+        return generator.bit_generator.state
+    if isinstance(generator, np.random.RandomState):
+        return generator.get_state(legacy=False)
+    return generator.getstate() if isinstance(generator, random.Random) else None
+
+
+def same_states(one: Iterable[Any], other: Iterable[Any]) -> bool:
+    """Return whether two lists of `own_state` are equal."""
+    return _same(list(one), list(other))
+
+
+def _sources() -> list[_Source]:
+    found: list[_Source] = [
+        (torch.get_rng_state, torch.set_rng_state),
+        (random.getstate, random.setstate),
+        (lambda: np.random.get_state(legacy=False), np.random.set_state),
+    ]
+    accelerator = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
+    if accelerator is None:
+        return found
+    device = torch.get_device_module(accelerator)
+    # A state asked of a device that nothing has used yet would start it.
+    if getattr(device, "is_initialized", lambda: True)():
+        every = hasattr(device, "get_rng_state_all")
+        names = ("get_rng_state_all", "set_rng_state_all") if every else ("get_rng_state", "set_rng_state")
+        if all(hasattr(device, name) for name in names):
+            found.append((getattr(device, names[0]), getattr(device, names[1])))
+    return found
+
+
+def _same(one: Any, other: Any) -> bool:
+    if isinstance(one, torch.Tensor):
+        return torch.equal(one, other)
+    if isinstance(one, np.ndarray):
+        return np.array_equal(one, other)
+    if isinstance(one, dict):
+        return one.keys() == other.keys() and all(_same(one[key], other[key]) for key in one)
+    if isinstance(one, list):
+        return len(one) == len(other) and all(map(_same, one, other))
+    return bool(one == other)

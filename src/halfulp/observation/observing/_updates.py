@@ -1,0 +1,487 @@
+"""Updates: samples of weights, gradients and states around an optimizer's step, beside what was wanted."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+
+from ...optim import Optimizer
+from ...optim._float32_weights import read_weights
+from ...optim.parameters._parameter_plan import ParameterPlan
+from ...optim.step._reference import change_by_rule
+from .._record import ParameterRecord, Realised, Role, RoundingRecord
+from ..sampling._plain import Stored, stored
+from ..sampling._sampler import sampled
+from ._batch import Layout, Stepped, add_changes, located
+from ._elementwise import ELEMENTWISE, WHOLE, Shadow, decay_factor
+from ._notebook import Notebook
+
+# Roles of states, by their names in torch.optim and here.
+MOMENTS: dict[str, Role] = {
+    **dict.fromkeys(("exp_avg", "momentum_buffer", "grad_avg", "prev"), "first moment"),
+    **dict.fromkeys(("exp_avg_sq", "square_avg", "sum", "max_exp_avg_sq", "exp_inf", "acc_delta"), "second moment"),
+}
+# Averages of squares: what holds them too coarsely loses their decay and keeps their growth, so that decay alone tells.
+AVERAGED_SQUARES = ("exp_avg_sq", "square_avg", "acc_delta")
+MOST_LAYOUTS = 64
+
+
+@dataclass(slots=True)
+class Batch:
+    """Parameters that step together.
+
+    Attributes:
+        weight, gradient: float64 samples before the step.
+        states: samples of their states, and numbers of whole tensors, before the step; None where they are not known.
+    """
+
+    layout: Layout
+    stepped: list[Stepped]
+    weight: torch.Tensor
+    gradient: torch.Tensor
+    states: dict[str, Any] | None
+
+
+class Updates:
+    """Watches the steps of one optimizer.
+
+    Args:
+        names: of its parameters, by id.
+    """
+
+    def __init__(self, book: Notebook, optimizer: torch.optim.Optimizer, names: dict[int, str]) -> None:
+        self.book, self.optimizer, self._names = book, optimizer, names
+        self._batches: list[Batch] = []
+        self._layouts: dict[tuple, Layout] = {}
+        self._shadows: dict[int, Shadow] = {}
+        self._options: dict[int, tuple[str, dict[str, Any]]] = {}
+        self.rounded: dict[str, RoundingDecisions] = {}
+
+    def release(self) -> None:
+        """Let go of the memory that only sampled steps need."""
+        for layout in self._layouts.values():
+            layout.release()
+
+    def before(self, arrived: set[str]) -> None:
+        """Sample what the step is about to change.
+
+        Args:
+            arrived: names whose gradients were looked at when they arrived.
+        """
+        self._batches = []
+        groups = self._groups()
+        late = [one for _, stepped in groups.values() for one in stepped if one.record.name not in arrived]
+        if late:
+            self._look_at_late(late)
+        self._batches = [self._batch(states, stepped) for states, stepped in groups.values()]
+        for batch in self._batches if isinstance(self.optimizer, Optimizer) else ():
+            for one in batch.stepped:
+                self._represent(one)
+
+    def _groups(self) -> dict[tuple, tuple[dict[str, Any] | None, list[Stepped]]]:
+        """Parameters with gradients, by what makes them step together, and their states."""
+        groups: dict[tuple, tuple[dict[str, Any] | None, list[Stepped]]] = {}
+        for group in self.optimizer.param_groups:
+            kind, options = self._options_of(group)
+            for parameter in group["params"]:
+                name = self._names.get(id(parameter))
+                if name is None or parameter.grad is None:
+                    continue
+                one = self._stepped(name, parameter, group, options)
+                if one is not None:
+                    states, together = self._states_of(one)
+                    key = (kind, parameter.dtype, parameter.grad.dtype, *together)
+                    groups.setdefault(key, (states, []))[1].append(one)
+        return groups
+
+    def _options_of(self, group: dict[str, Any]) -> tuple[str, dict[str, Any]]:
+        """A group's options as plain data, and words that tell them from others."""
+        options = {key: _plain_option(value) for key, value in group.items() if _is_option(key, value)}
+        known = self._options.get(id(group))
+        if known is None or known[1] != options:
+            known = self._options[id(group)] = repr(options), options
+        return known
+
+    def _stepped(
+        self, name: str, parameter: torch.Tensor, group: dict[str, Any], options: dict[str, Any]
+    ) -> Stepped | None:
+        record = self.book.record.parameters[name]
+        gradient = parameter.grad
+        assert gradient is not None
+        record.gradients += 1
+        record.gradient_dtype, record.options = gradient.dtype, options
+        if isinstance(self.optimizer, Optimizer):
+            chosen = group.get("weight_update")
+            record.weight_update = str(getattr(chosen, "name", chosen) or record.weight_update)
+        (place, count), (gradient_place, slopes) = located(parameter), located(gradient)
+        if count < 0 or slopes != count:
+            self.book.missed(f"{name}: a parameter or gradient whose numbers cannot be read")
+            return None
+        if draws(self.optimizer, parameter):
+            self.book.fix(name)
+        return Stepped(record, parameter, group, count, [place, gradient_place]) if count else None
+
+    def _states_of(self, one: Stepped) -> tuple[dict[str, Any] | None, tuple]:
+        """States of a parameter that a shadow steps with, and what others must share to step with it."""
+        if type(self.optimizer) not in ELEMENTWISE:
+            return None, ()
+        states: dict[str, Any] = {}
+        whole: list[tuple[str, float]] = []
+        for key, value in self._state_of(one.parameter).items():
+            states[key] = value
+            if key in WHOLE or not isinstance(value, torch.Tensor):
+                whole.append((key, _number(value, 0.0)))
+                continue
+            place, count = located(value)
+            if not value.dtype.is_floating_point or count != one.elements:
+                return None, ("unknown",)
+            one.places.append(place)
+        return states, (*whole, *((key, getattr(value, "dtype", None)) for key, value in states.items()))
+
+    def _batch(self, states: dict[str, Any] | None, stepped: list[Stepped]) -> Batch:
+        """Sample weights, gradients and states of parameters that step together."""
+        layout = self._layout(stepped)
+        places = zip(*(one.places for one in stepped))
+        weight = layout.look("weight", "weight", [one.parameter for one in stepped], list(next(places)))
+        gradient = layout.sample("gradient", [_gradient(one.parameter) for one in stepped], list(next(places)))
+        nonzero = layout.nonzero
+        divisor = _number(getattr(self.optimizer, "grad_scale", None), 1.0)
+        if divisor != 1.0:
+            gradient /= divisor
+        if nonzero is None or divisor != 1.0:
+            nonzero = np.add.reduceat(gradient.numpy() != 0, layout.ends[:-1], dtype=np.int64).tolist()
+        for one, count in zip(stepped, nonzero):
+            one.record.nonzero_gradients += count
+        if not self._is_elementwise():
+            for one, own, slope in zip(stepped, layout.parts(weight), layout.parts(gradient)):
+                one.weight, one.gradient = own, slope
+        sampled: dict[str, Any] = {}
+        for name, value in (states or {}).items():
+            if name in WHOLE or not isinstance(value, torch.Tensor):
+                sampled[name] = value.clone() if isinstance(value, torch.Tensor) else value
+            else:
+                tensors = [self._state_of(one.parameter)[name] for one in stepped]
+                sampled[name] = layout.sample(f"{name} before", tensors, list(next(places)))
+        return Batch(layout, stepped, weight, gradient, None if states is None else sampled)
+
+    def _layout(self, stepped: list[Stepped]) -> Layout:
+        """The layout of the last step's samples, where the same parameters stepped together."""
+        named = tuple((one.record.name, one.record.kind) for one in stepped)
+        elements = [one.elements for one in stepped]
+        layout = self._layouts.get(named)
+        if layout is None or layout.elements != elements:
+            if len(self._layouts) > MOST_LAYOUTS:  # other parameters at every step
+                self._layouts.clear()
+            layout = self._layouts[named] = Layout(self.book, named, elements)
+        return layout
+
+    def _look_at_late(self, late: list[Stepped]) -> None:
+        """Count gradients that no hook has seen."""
+        found = [(one.record.name, one.record.kind, stored(_gradient(one.parameter))) for one in late]
+        self.book.look_all("weight gradient", [(name, kind, one) for name, kind, one in found if one is not None])
+
+    def _is_elementwise(self) -> bool:
+        return type(self.optimizer) in ELEMENTWISE
+
+    def _represent(self, one: Stepped) -> None:
+        """Of halfulp's optimizers: the float32 weight behind a parameter, and the change that their rule wants."""
+        if isinstance(self.optimizer, Optimizer):
+            key = self.book.key(one.record.name)
+            one.unplanned = self.optimizer._plans.get(one.parameter) is None
+            shown = represented(self.optimizer, one.parameter, key)
+            one.weight = one.weight if shown is None else shown
+            found = halfulp_change(self.optimizer, one.parameter, one.options, one.gradient, one.weight, key)
+            if found is not None:
+                one.change, one.wanted_states = found
+                one.states = dict(decoded_states(self.optimizer._plans[one.parameter], key))
+
+    def after(self) -> None:
+        """Compare with what the step has made of it."""
+        batches, self._batches = self._batches, []
+        if not batches or _number(getattr(self.optimizer, "found_inf", None), 0.0):
+            return
+        for batch in batches:
+            now = batch.layout.sample("weight after", [one.parameter for one in batch.stepped])
+            states = self._look_at_states(batch)
+            if batch.states is not None:
+                self._compare(batch, now, states)
+            else:
+                self._count_unknown(batch, now)
+
+    def _compare(self, batch: Batch, now: torch.Tensor, states_now: dict[str, torch.Tensor]) -> None:
+        """Step a shadow of some parameters, and count what was wanted against what took place."""
+        assert batch.states is not None
+        stepped, layout, weight = batch.stepped, batch.layout, batch.weight
+        options = stepped[0].options
+        states = {key: v.clone() if isinstance(v, torch.Tensor) else v for key, v in batch.states.items()}
+        shadow = self._shadows.get(id(options))
+        if shadow is None:
+            shadow = self._shadows[id(options)] = Shadow(self.optimizer)
+        moved, wanted_states = shadow.step(weight, batch.gradient, states, options)
+        for one, wanted, there in self._drawn(batch, moved, now):
+            self._follow_directions(one, wanted, there)
+        dtypes = [_stored_dtype(one.record.dtype) for one in stepped]
+        layout.look_at_changes([one.record.update for one in stepped], weight, now, moved, dtypes)
+        for key, value in wanted_states.items():
+            if key not in WHOLE and isinstance(value, torch.Tensor) and value.shape == weight.shape:
+                self._compare_state(key, batch, value, states_now.get(key))
+        self._compare_decay(batch)
+
+    def _drawn(
+        self, batch: Batch, wanted: torch.Tensor, now: torch.Tensor
+    ) -> list[tuple[Stepped, torch.Tensor, torch.Tensor]]:
+        """Parameters that are rounded stochastically, what was wanted of them, and what they are."""
+        if not any(one.record.name in self.book.fixed for one in batch.stepped):
+            return []
+        parts = zip(batch.stepped, batch.layout.parts(wanted), batch.layout.parts(now))
+        return [(one, own.clone(), there) for one, own, there in parts if one.record.name in self.book.fixed]
+
+    def _compare_state(self, key: str, batch: Batch, wanted: torch.Tensor, now: torch.Tensor | None) -> None:
+        if now is None:
+            return
+        assert batch.states is not None
+        before = batch.states.get(key)
+        before = torch.zeros_like(wanted) if before is None else before
+        records = [one.record.states.setdefault(key, Realised()) for one in batch.stepped]
+        squares = key in AVERAGED_SQUARES
+        add_changes(records, before, now, wanted, batch.layout.ends, decreases=squares, as_values=True)
+
+    def _compare_decay(self, batch: Batch) -> None:
+        """Decay that is decoupled from the gradient, rounded by itself as torch's loop does."""
+        factor = decay_factor(self.optimizer, batch.stepped[0].options)
+        if factor is None:
+            return
+        records = []
+        for one in batch.stepped:
+            if one.record.decay is None:
+                one.record.decay = Realised()
+            records.append(one.record.decay)
+        decayed = (batch.weight.to(batch.stepped[0].parameter.dtype) * factor).double()
+        add_changes(records, batch.weight, decayed, batch.weight * (factor - 1), batch.layout.ends)
+
+    def _count_unknown(self, batch: Batch, now: torch.Tensor) -> None:
+        """Count what became of updates that a shadow does not step: of halfulp's optimizers, or of no known formula."""
+        for one, plain in zip(batch.stepped, batch.layout.parts(now)):
+            if one.unplanned:
+                continue
+            after, known = self._shown(one, plain), one.change is not None
+            self._compare_own_states(one)
+            wanted = one.gradient if one.change is None else one.change
+            add_changes([one.record.update], one.weight, after, wanted, [0, len(one.weight)], known=known)
+            if one.change is not None:
+                self._follow_directions(one, one.weight.double() + one.change.double(), after.double())
+            self._look_at_update(one, one.change if one.change is not None else after.double() - one.weight.double())
+
+    def _shown(self, one: Stepped, plain: torch.Tensor) -> torch.Tensor:
+        """What a parameter stands for after the step."""
+        if not isinstance(self.optimizer, Optimizer):
+            return plain
+        shown = represented(self.optimizer, one.parameter, self.book.key(one.record.name))
+        return plain if shown is None else shown
+
+    def _follow_directions(self, one: Stepped, wanted: torch.Tensor, after: torch.Tensor) -> None:
+        """Count the directions of stochastic rounding."""
+        if one.record.name in self.book.fixed:
+            decisions = self.rounded.setdefault(one.record.name, RoundingDecisions())
+            decisions.add(one.record, one.record.dtype, wanted, after)
+
+    def _compare_own_states(self, one: Stepped) -> None:
+        """States of halfulp's optimizers, decoded from however they are stored."""
+        if not one.wanted_states:
+            return
+        assert isinstance(self.optimizer, Optimizer)
+        records = one.record.states
+        after = decoded_states(self.optimizer._plans[one.parameter], self.book.key(one.record.name))
+        for key, wanted in one.wanted_states.items():
+            before = one.states[key]
+            change, ends = wanted.double() - before.double(), [0, len(before)]
+            record, squares = records.setdefault(key, Realised()), key in AVERAGED_SQUARES
+            add_changes([record], before, after[key], change, ends, decreases=squares)
+
+    def _look_at_update(self, one: Stepped, change: torch.Tensor) -> None:
+        flat = change if one.record.dtype == torch.float64 else change.float()
+        found = Stored(flat.contiguous(), _stored_dtype(one.record.dtype))
+        self.book.look_all("update", [(one.record.name, one.record.kind, found)])
+
+    def _look_at_states(self, batch: Batch) -> dict[str, torch.Tensor]:
+        """Count the states after the step, and return samples of those that all parameters of a batch have."""
+        found: dict[str, list[tuple[Stepped, torch.Tensor, int]]] = {}
+        for one in batch.stepped:
+            for key, value in self._state_of(one.parameter).items():
+                if key in WHOLE or not isinstance(value, torch.Tensor) or not value.dtype.is_floating_point:
+                    continue
+                one.record.state_dtypes[key] = value.dtype
+                place, count = located(value)
+                if count == one.elements:
+                    found.setdefault(key, []).append((one, value, place))
+        samples = {}
+        for key, held in found.items():
+            layout, role = batch.layout, MOMENTS.get(key)
+            if len(held) < len(batch.stepped):
+                layout = self._layout([one for one, _, _ in held])
+            values = [value for _, value, _ in held]
+            alike = all(value.dtype is values[0].dtype for value in values)
+            places = [place if alike else 0 for *_, place in held]
+            taken = layout.sample(key, values, places) if role is None else layout.look(role, key, values, places)
+            if layout is batch.layout:
+                samples[key] = taken
+        return samples
+
+    def _state_of(self, parameter: torch.Tensor) -> dict[str, Any]:
+        # Indexing a defaultdict would make an entry that the optimizer takes for a started one.
+        return self.optimizer.state.get(parameter, {})
+
+
+def _gradient(parameter: torch.Tensor) -> torch.Tensor:
+    gradient = parameter.grad
+    assert gradient is not None
+    return gradient
+
+
+def _number(value: Any, otherwise: float) -> float:
+    if value is None:
+        return otherwise
+    return float(value) if isinstance(value, int | float | torch.Tensor) else otherwise
+
+
+def _stored_dtype(dtype: torch.dtype) -> torch.dtype:
+    return dtype if dtype.is_floating_point else torch.float32
+
+
+_OPTIONS = (bool, int, float, str, tuple)
+_LEFT_OUT = frozenset({"params", "param_names", "identities", "random_stream"})
+
+
+def _is_option(key: str, value: Any) -> bool:
+    if key in _LEFT_OUT:
+        return False
+    return isinstance(value, _OPTIONS) or (isinstance(value, torch.Tensor) and value.numel() == 1)
+
+
+def _plain_option(value: Any) -> Any:
+    if isinstance(value, tuple):
+        return tuple(map(_plain_option, value))
+    return value.item() if isinstance(value, torch.Tensor) else value
+
+
+FEWEST = 64
+_WORDS = {torch.bfloat16: torch.int16, torch.float16: torch.int16}
+
+
+def draws(optimizer: torch.optim.Optimizer, parameter: torch.Tensor) -> bool:
+    """Return whether an optimizer rounds updates of a parameter stochastically, as far as it says so."""
+    if isinstance(optimizer, Optimizer):
+        plan = optimizer._plans.get(parameter)
+        if plan is None or plan.spec.scaled or plan.spec.in_parameter or plan.spec.auxiliary_names:
+            return False
+        return plan.spec.store.dtype in _WORDS and bool(plan.spec.update.draws(plan.spec.store))
+    return parameter.dtype in _WORDS and bool(getattr(optimizer, "bf16_stochastic_round", False))
+
+
+class RoundingDecisions:
+    """Follows the directions in which one parameter's sampled elements are rounded, at the same places every time.
+
+    Attributes:
+        errors: of the last step, float64: 1 where an element was rounded away from zero, 0 where towards it, less the
+            probability of going away from it, since random bits are added to magnitudes; NaN where nothing was rounded.
+    """
+
+    __slots__ = ("_before", "errors")
+
+    def __init__(self) -> None:
+        self.errors: torch.Tensor | None = None
+        self._before: torch.Tensor | None = None
+
+    def take_errors(self) -> torch.Tensor | None:
+        """Return the errors of the last step, once."""
+        errors, self.errors = self.errors, None
+        return errors
+
+    def add(self, record: ParameterRecord, dtype: torch.dtype, wanted: torch.Tensor, after: torch.Tensor) -> None:
+        """Count the directions of one step.
+
+        Args:
+            dtype: that the wanted values were rounded to.
+            wanted, after: float64 values before rounding, and what was stored.
+        """
+        low, high = neighbours(wanted, dtype)
+        up = after == high
+        probability = (wanted - low) / (high - low)
+        decided = (low < wanted) & (wanted < high) & (up | (after == low)) & (high - low).isfinite()
+        p, went_up = probability[decided], up[decided].double()
+        rounding = record.rounding = record.rounding or RoundingRecord()
+        rounding.seen += len(p)
+        rounding.excess += float((went_up - p).sum())
+        rounding.variance += float((p * (1 - p)).sum())
+        errors = torch.where(decided, up.double() - probability, torch.nan)
+        self.errors = errors * wanted.sign()
+        surprise = errors / (probability * (1 - probability)).sqrt()
+        if self._before is not None and len(self._before) == len(surprise):
+            products = self._before * surprise
+            products = products[products.isfinite()]
+            if len(products) >= FEWEST:
+                correlation = float(products.mean())
+                rounding.repeated = correlation if rounding.repeated is None else max(rounding.repeated, correlation)
+        self._before = surprise
+
+
+def neighbours(x: torch.Tensor, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the nearest numbers of a 16-bit dtype at or below and above float64 values, as float64.
+
+    >>> low, high = neighbours(torch.tensor([1.001, -1.001], dtype=torch.float64), torch.bfloat16)
+    >>> low.tolist(), high.tolist()
+    ([1.0, -1.0078125], [1.0078125, -1.0])
+    """
+    near = x.to(dtype)
+    below = torch.where(near.double() > x, _next(near, -1), near).double()
+    return below, _next(below.to(dtype), 1).double()
+
+
+def _next(x: torch.Tensor, direction: int) -> torch.Tensor:
+    """The neighbouring number upwards (1) or downwards (-1), by its bits in order."""
+    bits = x.view(torch.int16).to(torch.int32)
+    ordered = torch.where(bits < 0, -(bits & 0x7FFF), bits) + direction
+    return torch.where(ordered < 0, -ordered | 0x8000, ordered).to(torch.int16).view(x.dtype)
+
+
+def represented(optimizer: Optimizer, parameter: torch.Tensor, key: int) -> torch.Tensor | None:
+    """Return the sample of the float32 weight that a parameter and its auxiliary tensors stand for.
+
+    None before the parameter's first step, and where the weight is a ScaledTensor's or an MCTensor's.
+    """
+    plan = optimizer._plans.get(parameter)
+    if plan is None or plan.spec.scaled or plan.spec.in_parameter or not plan.spec.auxiliary_names:
+        return None
+    return sampled(read_weights([plan])[0], key)
+
+
+def halfulp_change(
+    optimizer: Optimizer,
+    parameter: torch.Tensor,
+    group: dict[str, Any],
+    gradient: torch.Tensor,
+    weight: torch.Tensor,
+    key: int,
+) -> tuple[torch.Tensor, dict[str, torch.Tensor]] | None:
+    """Return what the rule, in float32, adds to sampled weights, and the states that it wants.
+
+    None where it is not computed from such numbers: before the first step, and under `wrap` or scaled parameters.
+    """
+    plan = optimizer._plans.get(parameter)
+    rule = optimizer.rule(group)
+    if plan is None or plan.spec.scaled or rule.assigns:
+        return None
+    states = decoded_states(plan, key).values()
+    step = plan.state["step"] + 1
+    change, new = change_by_rule(rule, weight, gradient, states, rule.values(group, step))
+    return change, dict(zip([slot.name for slot in rule.states], new))
+
+
+def decoded_states(plan: ParameterPlan, key: int) -> dict[str, torch.Tensor]:
+    """Return samples of a parameter's states as float32 values, whatever they are stored as."""
+    names = [slot.name for slot in plan.spec.rule.states]
+    decoded = (codec.decode(tensors).reshape(-1) for codec, tensors in zip(plan.spec.codecs, plan.states))
+    return {name: sampled(values, key) for name, values in zip(names, decoded)}

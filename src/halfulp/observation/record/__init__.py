@@ -1,1 +1,0 @@
-"""What an observation keeps: counts per tensor, parameter and step; nothing that grows with a run's length."""

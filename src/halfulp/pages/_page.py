@@ -1,0 +1,218 @@
+"""HTML pages: one engine for templates, tables, and files written whole."""
+
+from __future__ import annotations
+
+import contextlib
+import importlib.resources
+import json
+import os
+import tempfile
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+
+def write_whole(path: str | os.PathLike[str], text: str) -> None:
+    """Write a UTF-8 file whole or not at all: a temporary file beside it, then a rename.
+
+    Raises:
+        ValueError: the disk is full, or the folder is gone or not writable; a file that was there stays as it was.
+    """
+    path = Path(path)
+    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    try:
+        with open(temporary, "w", encoding="utf-8") as file:
+            file.write(text)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(temporary, path)
+    except OSError as error:
+        raise ValueError(f"cannot write {path}: {error.strerror or error}") from None
+    finally:
+        with contextlib.suppress(OSError):
+            temporary.unlink(missing_ok=True)
+
+
+def check_writable(path: str | os.PathLike[str]) -> None:
+    """Check, before any work, that a file can be written at a path; nothing is left there.
+
+    Raises:
+        ValueError: it is a folder, or its folder is missing or not writable.
+    """
+    path = Path(path)
+    if path.is_dir():
+        raise ValueError(f"cannot write {path}: it is a folder; give the name of a file in it")
+    try:
+        with tempfile.TemporaryFile(dir=path.parent):
+            pass
+    except OSError as error:
+        raise ValueError(f"cannot write {path}: {error.strerror or error}; give another file") from None
+
+
+DASH = "–"
+
+
+@dataclass(frozen=True)
+class Cell:
+    """One cell.
+
+    Attributes:
+        text: what it shows.
+        sort: what it sorts by; None is its text, "" stands last.
+        bar: length of a bar beneath, from 0 to 1.
+        tone: "bad", "open", "good" or "quiet" makes a chip of the text.
+        small: a second line.
+        title: a tooltip.
+    """
+
+    text: str
+    sort: float | str | None = None
+    bar: float | None = None
+    tone: str = ""
+    small: str = ""
+    title: str = ""
+
+
+@dataclass(frozen=True)
+class Column:
+    """One column: its header, whether it holds numbers, whether a narrow screen goes without it."""
+
+    title: str
+    numeric: bool = False
+    minor: bool = False
+
+
+@dataclass(frozen=True)
+class Table:
+    """A table that sorts and filters.
+
+    Attributes:
+        key: its id on the page.
+        caption: what it is, for who does not see the heading.
+        columns, rows: cells by column; the first is the row's header.
+        hint: what the filter field suggests to type.
+    """
+
+    key: str
+    caption: str
+    columns: Sequence[Column]
+    rows: Sequence[Sequence[Cell]] = field(default_factory=list)
+    hint: str = "filter"
+
+
+def make_table(
+    key: str,
+    caption: str,
+    of: Iterable[Any],
+    columns: Sequence[tuple[str, str, Callable[[Any], Cell]]],
+    hint: str = "filter",
+) -> Table:
+    """Make a table with a row for each of some things.
+
+    Args:
+        key, caption, hint: as of a Table.
+        of: the things.
+        columns: header; "number", "minor", both or neither; the cell of a thing.
+
+    >>> make_table("t", "Two", [1, 2], [("half", "number", lambda one: Cell(f"{one / 2}"))]).rows[1][0].text
+    '1.0'
+    """
+    heads = [Column(title, "number" in marks, "minor" in marks) for title, marks, _ in columns]
+    return Table(key, caption, heads, [[cell(one) for _, _, cell in columns] for one in of], hint)
+
+
+def share(part: float | None) -> str:
+    """Return a share from 0 to 1 as per cent, never rounded to a 0 or 100 that it is not.
+
+    >>> share(0.0), share(1e-6), share(0.1234), share(0.99999), share(1.0), share(1.1234), share(None)
+    ('0%', '<0.01%', '12.3%', '>99.9%', '100%', '112.3%', '–')
+    """
+    if part is None:
+        return DASH
+    if 0 < part < 1e-4:
+        return "<0.01%"
+    if 0.999 < part < 1:
+        return ">99.9%"
+    digits = f"{100 * part:.{1 if part >= 0.01 else 2}f}"
+    return f"{digits.rstrip('0').rstrip('.')}%"
+
+
+def count(number: float | None) -> str:
+    """Return a count with its thousands apart.
+
+    >>> count(1234567), count(None)
+    ('1,234,567', '–')
+    """
+    return DASH if number is None else f"{number:,}"
+
+
+def number(value: float | str | None, digits: int = 3) -> str:
+    """Return a number in few digits; words stand as they are.
+
+    >>> number(3e-5), number(0.25), number("inf"), number(None), number(12)
+    ('3e-05', '0.25', 'inf', '–', '12')
+    """
+    if value is None:
+        return DASH
+    return value if isinstance(value, str) else f"{value:.{digits}g}"
+
+
+NEEDED = ("jinja2",)
+
+
+def require(*modules: str, instead: str = "write no page") -> None:
+    """Check, before any work, that what a page is made with is installed.
+
+    Args:
+        modules: what it needs beside jinja2.
+        instead: what to do without it, as the message says.
+
+    Raises:
+        ValueError: a module is missing.
+    """
+    for name in (*NEEDED, *modules):
+        try:
+            importlib.import_module(name)
+        except ImportError:
+            raise ValueError(f"the page needs {name}: pip install 'halfulp[cli]', or {instead}") from None
+
+
+def render(package: str, template: str, **values: Any) -> str:
+    """Return a page as text; every value is escaped unless the template says otherwise.
+
+    Args:
+        package: the package whose folder holds the template.
+        template: its file name; it extends "base.html.j2".
+        values: what the template names. It may also call ``source(name)`` for a style sheet or script, of its own
+            folder or of the base, and ``embedded(data)`` for plain data as JSON inside a script element.
+
+    Raises:
+        ValueError: jinja2 is missing.
+    """
+    require()
+    import jinja2
+    from markupsafe import Markup
+
+    def text(name: str) -> str:
+        own = importlib.resources.files(package).joinpath(name)
+        return (own if own.is_file() else importlib.resources.files(__package__).joinpath(name)).read_text("utf-8")
+
+    environment = jinja2.Environment(
+        loader=jinja2.FunctionLoader(text), autoescape=True, trim_blocks=True, lstrip_blocks=True
+    )
+    environment.globals |= {
+        "source": lambda name: Markup(text(name).rstrip("\n")),
+        "embedded": lambda data: Markup(embedded(data)),
+    }
+    return environment.get_template(template).render(**values)
+
+
+def embedded(data: Any) -> str:
+    """Return plain data as JSON that can stand inside a script element: no text in it ends the element.
+
+    >>> embedded({"name": "</script>", "share": 0.5})
+    '{"name":"\\\\u003c/script\\\\u003e","share":0.5}'
+    """
+    text = json.dumps(data, separators=(",", ":"), allow_nan=False)
+    return text.replace("<", "\\u003c").replace(">", "\\u003e").replace("&", "\\u0026")

@@ -1,0 +1,567 @@
+"""Several processes: replicas that agree and do not, random bits of shards, ranks that observe unevenly; all bits as
+unwatched, and nothing that hangs."""
+
+import random
+
+import numpy as np
+import pytest
+import torch
+
+import halfulp as hu
+from halfulp.observation.observing._ranks import SharedRandomBits, chosen_errors, hash_parameters, shard_key
+
+WATCHED = """
+import copy, os, sys, torch
+torch.set_num_threads(1)
+import torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+import halfulp as hu
+
+rank, path, seed = int(sys.argv[1]), sys.argv[2], int(sys.argv[3])
+dist.init_process_group("gloo", init_method="file://" + path, rank=rank, world_size=2)
+torch.manual_seed(seed)
+start = nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 4))
+inputs = torch.randn(2, 6, 8) * torch.tensor([1.0, 100.0]).view(2, 1, 1)
+
+
+def sharded(model):
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
+
+    mesh = init_device_mesh("cpu", (2,))
+    for layer in (model[0], model[2]):
+        fully_shard(layer, mesh=mesh)
+    return fully_shard(model, mesh=mesh)
+
+
+def trained(wrap, watch, spoil=False):
+    model = wrap(copy.deepcopy(start))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    seen = hu.observe(model, optimizer, interval=2)
+    if watch:
+        seen.start()
+    for step in range(5):
+        if spoil and rank and step == 2:
+            with torch.no_grad():
+                next(model.parameters()).add_(1e-3)
+        model(inputs[rank]).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    seen.stop()
+    values = [getattr(p, "_local_tensor", p).detach() for p in model.parameters()]
+    return values, seen.record
+"""
+REPLICAS = """
+for wrap in (DistributedDataParallel, sharded):
+    plain, _ = trained(wrap, False)
+    watched, record = trained(wrap, True)
+    assert all(map(hu.kernels.same_bits, plain, watched)), wrap
+    assert record.replica_of == (rank, 2)
+    assert not record.unseen, record.unseen
+    assert record.sampled_steps == [0, 2, 4]
+    assert len(record.replicas) == (4 if wrap is DistributedDataParallel else 0), record.replicas
+    assert all(record.replicas.values())
+    every = [None, None]
+    first = next(key for key in record.tensors if key[0] == "activation")
+    dist.all_gather_object(every, record.tensors[first].amax)
+    assert every[0] == every[1]
+    assert all(parameter.update.seen for parameter in record.parameters.values())
+_, record = trained(DistributedDataParallel, True, spoil=True)
+different = [name for name, same in record.replicas.items() if not same]
+assert different, record.replicas
+codes = {finding.code for finding in hu.observation.findings.findings_of("observe", record)}
+assert "replicas-differ" in codes
+dist.destroy_process_group()
+"""
+FLAT = """
+import warnings
+
+with warnings.catch_warnings():
+    warnings.simplefilter("ignore")  # torch's own words of the first version of FSDP
+    from torch.distributed.fsdp import FullyShardedDataParallel
+
+for original in (False, True):
+
+
+    def flat(model):
+        cpu = torch.device("cpu")
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            return FullyShardedDataParallel(model, use_orig_params=original, device_id=cpu)
+
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        plain, _ = trained(flat, False)
+        watched, record = trained(flat, True)
+    assert all(map(hu.kernels.same_bits, plain, watched))
+    assert not record.replicas and not record.unseen, (record.replicas, record.unseen)
+    found = hu.observation.findings.findings_of("observe", record)
+    assert not [finding for finding in found if finding.severity != "note"], list(map(str, found))
+dist.destroy_process_group()
+"""
+
+
+def test_replicas_and_shards(in_two_processes):
+    in_two_processes(WATCHED + REPLICAS)
+
+
+def test_flat_shards_are_no_replicas(in_two_processes):
+    in_two_processes(WATCHED + FLAT)
+
+
+START = """
+import sys, types, torch
+torch.set_num_threads(1)
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.algorithms.join import Join
+from torch.nn.parallel import DistributedDataParallel
+import halfulp as hu
+from halfulp.observation.observing import _ranks
+
+_ranks.PATIENCE = 1.0
+rank, path, seed = int(sys.argv[1]), sys.argv[2], int(sys.argv[3])
+dist.init_process_group("gloo", init_method="file://" + path, rank=rank, world_size=2)
+APART = f"rank {1 - rank} did not begin to observe at the same step: not compared"
+RUNS_ON = f"rank {1 - rank} had not stopped observing when this one did: not compared"
+
+
+def run():
+    torch.manual_seed(seed)
+    model = DistributedDataParallel(nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 4)))
+    return model, torch.optim.AdamW(model.parameters(), lr=1e-2)
+
+
+def train(model, optimizer, steps, own=True, each=lambda step: None):
+    for step in range(steps):
+        model(torch.randn(6, 8) * (1 + rank)).square().mean().backward()
+        try:
+            optimizer.step()
+        except RuntimeError as error:
+            assert "planted" in str(error)
+        optimizer.zero_grad()
+        if own:
+            total = torch.tensor([1.0 + rank])
+            dist.all_reduce(total)
+            assert total.item() == 3.0, total
+        each(step)
+
+
+def agree(record):
+    assert len(record.replicas) == 4, record.replicas
+    assert all(record.replicas.values()), record.replicas
+"""
+ONE_RANK = """
+model, optimizer = run()
+if rank == 0:
+    with hu.observe(model, optimizer, interval=2) as seen:
+        train(model, optimizer, 5)
+    assert seen.record.unseen == [APART], seen.record.unseen
+    assert not seen.record.replicas
+else:
+    train(model, optimizer, 5)
+for _ in range(2):  # the first run of rank 1 is the second one of rank 0
+    model, optimizer = run()
+    with hu.observe(model, optimizer, interval=2) as seen:
+        train(model, optimizer, 5)
+        assert seen.record.unseen == [], seen.record.unseen
+        assert seen.record.replicas == {}  # ranks are compared where observing stops
+    assert seen.record.unseen == [], seen.record.unseen
+    agree(seen.record)
+seen.start()
+train(model, optimizer, 5)
+seen.stop()
+assert seen.record.unseen == [] and len(seen) == 10
+agree(seen.record)
+"""
+JOINED = """
+model, optimizer = run()
+with hu.observe(model, optimizer, interval=1) as seen, Join([model]):
+    train(model, optimizer, 3 + 2 * rank, own=False)
+said = ["rank 0 ended after step 2: compared until then"] if rank else []
+assert seen.record.unseen == said, seen.record.unseen
+assert len(seen) == 3 + 2 * rank
+agree(seen.record)
+"""
+FAILING = """
+model, optimizer = run()
+seen = hu.observe(model, optimizer, interval=1).start()
+
+
+def fail(*arguments):
+    raise RuntimeError("planted")
+
+
+def each(step):
+    if rank and step == 0:
+        finish, seen._modules.finish_step = seen._modules.finish_step, fail  # a hook of ours in step 1
+        each.finish = finish
+    if rank and step == 1:
+        seen._modules.finish_step = each.finish
+        each.handle = optimizer.register_step_pre_hook(fail)  # the optimizer in step 2
+    if rank and step == 2:
+        each.handle.remove()
+
+
+train(model, optimizer, 5, each=each)
+seen.stop()
+assert len(seen) == 5 - rank
+assert set(seen.record.replicas) == {"module.0.weight", "module.0.bias", "module.2.weight", "module.2.bias"}
+assert not all(seen.record.replicas.values())  # a step was not taken
+wanted = ["end step: it raised RuntimeError"] if rank else ["rank 1 ended after step 3: compared until then"]
+assert seen.record.unseen == wanted, seen.record.unseen
+"""
+THREE = """
+pair = dist.new_group([1, 2])
+
+
+def trained(model, spoiled=None, ignored=()):
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-2)
+    with hu.observe(model, optimizer, interval=1) as seen:
+        for step in range(5):
+            model(torch.randn(6, 8)).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            dist.barrier()
+            if rank == spoiled and step == 1:
+                model.module[0].bias.data[3] += 1e-5
+    differing = {name for name, same in seen.record.replicas.items() if not same}
+    return differing, seen.record
+
+
+def small():
+    torch.manual_seed(seed)
+    return nn.Sequential(nn.Linear(8, 4), nn.Linear(4, 2))
+
+
+# Rank 0 reads both others, and they read rank 0.
+differing, record = trained(DistributedDataParallel(small()), spoiled=1)
+assert record.unseen == [], record.unseen
+assert differing == ({"module.0.bias"} if rank < 2 else set()), differing
+extremes = [None] * 3
+key = ("activation", "module.1")
+dist.all_gather_object(extremes, record.tensors[key].amax)
+assert extremes[0] == max(extremes), extremes
+
+# A model that two ranks alone share, and another one of the same names.
+model = small()
+if rank:
+    model = DistributedDataParallel(model, process_group=pair)
+else:
+    torch.manual_seed(seed + 1)
+    model = nn.Sequential()
+    model.module = nn.Sequential(nn.Linear(8, 4), nn.Linear(4, 2))
+differing, record = trained(model)
+assert not differing, differing
+said = [] if rank else ["ranks 1, 2 did not begin to observe at the same step: not compared"]
+assert record.unseen == said, record.unseen
+assert len(record.replicas) == (4 if rank else 0)
+
+# What DistributedDataParallel leaves to each rank.
+model = small()
+DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(model, ["1.weight", "1.bias"])
+model[1].weight.data += rank
+differing, record = trained(DistributedDataParallel(model))
+assert not differing, differing
+assert set(record.replicas) == {"module.0.weight", "module.0.bias"}
+"""
+LATE = """
+for begins in (0, 1):  # which rank does so three steps later
+    model, optimizer = run()
+    seen = hu.observe(model, optimizer, interval=1)
+
+
+    def each(step):
+        if step == 2 and rank == begins:
+            seen.start()
+
+
+    if rank != begins:
+        seen.start()
+    train(model, optimizer, 8, each=each)
+    seen.stop()
+    assert seen.record.unseen == [APART], seen.record.unseen
+    assert not seen.record.replicas
+    seen.start()  # from another of its own steps, and together with the other rank
+    train(model, optimizer, 4)
+    seen.stop()
+    assert seen.record.unseen == [], seen.record.unseen
+    agree(seen.record)
+"""
+STOPPED = """
+model, optimizer = run()
+seen = hu.observe(model, optimizer, interval=2).start()
+train(model, optimizer, 9, each=lambda step: seen.stop() if rank and step == 4 else None)
+seen.stop()
+wanted = [RUNS_ON] if rank else ["rank 1 ended after step 4: compared until then"]
+assert seen.record.unseen == wanted, seen.record.unseen
+assert rank or agree(seen.record) is None
+
+model, optimizer = run()
+try:
+    with hu.observe(model, optimizer, interval=2) as seen:
+        train(model, optimizer, 4)
+        if rank:
+            raise KeyError("planted")
+        train(model.module, optimizer, 3, own=False)
+except KeyError:
+    assert rank
+wanted = [RUNS_ON] if rank else ["rank 1 ended after step 2: compared until then"]
+assert seen.record.unseen == wanted, seen.record.unseen
+assert rank or agree(seen.record) is None
+
+model, optimizer = run()
+with hu.observe(model, optimizer, interval=2 + rank) as seen:
+    train(model, optimizer, 8)
+assert seen.record.unseen == []  # the last of both is 6
+agree(seen.record)
+
+model, optimizer = run()
+with hu.observe(model, optimizer, interval=2) as seen:
+    train(model, optimizer, 3)
+    dist.barrier()
+    dist.destroy_process_group()
+gone = "the process group was destroyed before the observation ended"
+assert seen.record.unseen == [f"rank {1 - rank} not compared ({gone})"], seen.record.unseen
+"""
+ZERO = """
+import warnings
+
+with warnings.catch_warnings():
+    warnings.simplefilter("ignore")  # torch's own script functions
+    from torch.distributed.optim import ZeroRedundancyOptimizer
+
+for given in ("outer", "both"):
+    model, _ = run()
+    outer = ZeroRedundancyOptimizer(model.parameters(), torch.optim.AdamW, lr=1e-2)
+    with hu.observe(model, outer if given == "outer" else [outer.optim, outer], interval=1) as seen:
+        train(model, outer, 4)
+    record = seen.record
+    assert len(seen) == 4
+    assert record.unseen == [], record.unseen
+    own = {id(p) for group in outer.optim.param_groups for p in group["params"]}
+    assert 0 < len(own) < 4
+    for name, p in model.named_parameters():
+        found = record.parameters[name]
+        assert (found.gradients, found.optimizer) == (4, "AdamW"), found
+        assert found.optimizer_module.startswith("torch.optim."), found
+        assert found.update.known == (id(p) in own), found
+        assert 0 < found.update.seen <= 4 * found.numel, found
+    agree(record)
+    assert not [finding for finding in seen.findings if finding.severity != "note"], seen.findings
+dist.destroy_process_group()
+"""
+END = """
+dist.destroy_process_group()
+"""
+
+
+def test_observing_on_one_rank_alone_and_then_on_both(in_two_processes):
+    in_two_processes(START + ONE_RANK + JOINED + END)
+
+
+def test_a_rank_that_fails_or_stops(in_two_processes):
+    in_two_processes(START + FAILING + STOPPED)
+
+
+def test_three_ranks_of_which_two_share_a_model(in_processes):
+    in_processes(START.replace("world_size=2", "world_size=3") + THREE + END, count=3)
+
+
+def test_a_rank_that_begins_later(in_two_processes):
+    in_two_processes(START + LATE + END)
+
+
+def test_a_zero_redundancy_optimizer_counts_once(in_two_processes):
+    in_two_processes(START + ZERO)
+
+
+def test_a_group_without_a_store_is_said(in_process):
+    in_process(
+        """
+import torch, halfulp as hu
+import torch.distributed as dist
+from torch.testing._internal.distributed.fake_pg import FakeStore
+
+dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=2)
+model = torch.nn.Linear(4, 4)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+with hu.observe(model, optimizer, interval=1) as seen:
+    for _ in range(3):
+        model(torch.randn(2, 4)).sum().backward()
+        optimizer.step()
+assert seen.record.unseen == [
+    "rank 1 not compared (the process group's store cannot be reached: RuntimeError)"
+], seen.record.unseen
+dist.destroy_process_group()
+"""
+    )
+
+
+def rounding_errors(bits: torch.Tensor, probability: torch.Tensor) -> torch.Tensor:
+    return (bits < probability).double() - probability
+
+
+def correlation(count: int, steps: int, shared: bool, most: float) -> float:
+    """Of random probabilities up to a largest one, on two ranks."""
+    bits, name = SharedRandomBits(), "layer.weight"
+    for step in range(steps):
+        drawn = torch.rand(count, dtype=torch.float64)
+        said = []
+        for rank in range(2):
+            own = drawn if shared else torch.rand(count, dtype=torch.float64)
+            errors = rounding_errors(own, torch.rand(count, dtype=torch.float64) * most)
+            errors[:3] = torch.nan
+            said.append(chosen_errors(step, {name: errors}, {name: (rank, count)}))
+        key = shard_key(name, count)
+        bits.add(1, key, said[0][key], said[1][key])
+    return bits.correlation(key)
+
+
+@pytest.mark.parametrize("most", [1.0, 0.1, 1e-3])
+def test_bits_of_their_own_are_never_taken_for_shared_ones(seed, most):
+    assert [correlation(4096, 5, False, most) for _ in range(40)] == [0.0] * 40
+
+
+@pytest.mark.parametrize(("most", "steps"), [(1.0, 1), (0.1, 10)])
+def test_shared_bits_are_found(seed, most, steps):
+    assert all(0.1 < correlation(4096, steps, True, most) < 1 for _ in range(10))
+
+
+def test_the_same_shard_is_to_have_the_same_bits(seed):
+    bits = SharedRandomBits()
+    errors = (np.int64(0), np.array([60, -60] * 512, np.int8))
+    bits.add(1, 5, errors, errors)
+    assert bits.correlation(5) is None
+    bits.add(1, 5, errors, (1, errors[1]))
+    assert bits.correlation(5) > 0.5
+    bits.add(2, 7, (0, errors[1][:0]), (1, errors[1]))
+    assert bits.correlation(7) == 0.0
+
+
+def test_a_few_parameters_a_step_and_all_in_time():
+    errors = {f"layers.{k}": torch.full((2000,), 0.25) for k in range(20)}
+    shards = {name: (0, 2000) for name in errors if name != "layers.0"}
+    said = [chosen_errors(step, errors, shards) for step in range(100)]
+    assert all(len(one) == 4 for one in said)
+    assert set().union(*said) == {shard_key(name, 2000) for name in shards}
+    assert {len(array) for one in said for _, array in one.values()} == {1024}
+    assert shard_key("a", 4096) == shard_key("a", 100) != shard_key("a", 4097)
+
+
+def test_hashes_differ_wherever_a_sampled_element_does(seed):
+    start = {
+        "narrow": torch.randn(37, dtype=torch.bfloat16),
+        "wide": torch.randn(5, 7, dtype=torch.float64),
+        "large": torch.randn(4096),
+        "empty": torch.empty(0),
+        "number": torch.zeros(()),
+        "scaled": hu.ScaledTensor.encode(torch.randn(64), torch.float16),
+    }
+
+    def hashed(**other) -> dict[str, int]:
+        return hash_parameters({**start, **other}, lambda name: 5)
+
+    before = hashed()
+    assert before == hashed(**{name: one.clone() for name, one in start.items()})
+    other = {name: one.clone() for name, one in start.items() if name in ("narrow", "wide", "large")}
+    for one in other.values():
+        flat = one.view(-1)
+        place = random.randrange(len(flat))
+        flat[place] = torch.nextafter(flat[place], torch.tensor(torch.inf, dtype=one.dtype))
+    other["number"], other["empty"] = torch.tensor(-0.0), torch.empty(0, 3)
+    other["scaled"] = start["scaled"] * 2.0
+    after = hashed(**other)
+    assert {name for name in start if before[name] != after[name]} == {"narrow", "wide", "large", "number", "scaled"}
+    other["large"] = torch.full((4096,), torch.nan)
+    assert hashed(**other)["large"] == hashed(**other)["large"]
+
+
+SHARDS = """
+import sys, torch
+torch.set_num_threads(1)
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+import halfulp as hu
+
+rank, path, seed = int(sys.argv[1]), sys.argv[2], int(sys.argv[3])
+dist.init_process_group("gloo", init_method="file://" + path, rank=rank, world_size=2)
+mesh = init_device_mesh("cpu", (2,))
+
+
+class StochasticSGD(torch.optim.SGD):
+    bf16_stochastic_round = True
+    generator = None
+
+    @torch.no_grad()
+    def step(self):
+        for group in self.param_groups:
+            for p in group["params"]:
+                weight, gradient = (getattr(one, "_local_tensor", one) for one in (p, p.grad))
+                wanted = weight - group["lr"] * gradient
+                if weight.dtype == torch.bfloat16:
+                    wanted = weight.float() - group["lr"] * gradient.float()
+                    noise = torch.randint(0, 1 << 16, wanted.shape, generator=self.generator, dtype=torch.int32)
+                    wanted = ((wanted.view(torch.int32) + noise) & ~0xFFFF).view(torch.float32)
+                weight.copy_(wanted)
+
+
+def observed(make):
+    torch.manual_seed(seed)
+    model = nn.Sequential(nn.Linear(32, 64), nn.Tanh(), nn.Linear(64, 32)).bfloat16()
+    policy = MixedPrecisionPolicy(reduce_dtype=torch.float32)
+    for layer in (model[0], model[2]):
+        fully_shard(layer, mesh=mesh, mp_policy=policy)
+    fully_shard(model, mesh=mesh, mp_policy=policy)
+    optimizer = make(model)
+    torch.manual_seed(seed + rank)
+    with hu.observe(model, optimizer, interval=2) as seen:
+        for _ in range(24):
+            x = torch.randn(16, 32, dtype=torch.bfloat16)
+            (model(x) - x.flip(1)).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    assert seen.record.unseen == [], seen.record.unseen
+    shared = {name: p.rounding.between_ranks for name, p in seen.record.parameters.items() if p.rounding}
+    repeats = [finding for finding in seen.findings if finding.code == "random-bits-repeat"]
+    return shared, repeats
+
+
+def own(seed):
+    def make(model):
+        optimizer = StochasticSGD(model.parameters(), lr=5e-2)
+        optimizer.generator = torch.Generator().manual_seed(seed)
+        return optimizer
+
+    return make
+
+
+hu.observation.register_elementwise(StochasticSGD)
+shared, repeats = observed(own(seed))
+weights = ["0.weight", "2.weight"]
+assert all(shared[name] > 0.1 for name in weights), shared
+assert repeats and {finding.evidence["between"] for finding in repeats} == {"ranks"}, list(map(str, repeats))
+assert set(weights) <= {name for finding in repeats for name in finding.where}, list(map(str, repeats))
+for make in (own(seed + rank), lambda model: hu.optim.AdamW(model.parameters(), lr=1e-3, weight_update="stochastic")):
+    shared, repeats = observed(make)
+    assert [shared[name] for name in weights] == [0.0, 0.0], shared
+    assert not repeats, list(map(str, repeats))
+dist.destroy_process_group()
+"""
+
+
+def test_shards_rounded_by_the_same_bits_are_found_and_others_are_not(in_two_processes):
+    in_two_processes(SHARDS)
+
+
+def test_one_process_says_nothing():
+    model = torch.nn.Linear(4, 4)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with hu.observe(model, optimizer, interval=1) as seen:
+        model(torch.randn(2, 4)).sum().backward()
+        optimizer.step()
+    assert (seen.record.replicas, seen.record.replica_of, seen.record.unseen) == ({}, (0, 1), [])

@@ -1,0 +1,58 @@
+"""A record as JSON: nothing is lost but types, nothing that JSON lacks is left."""
+
+import json
+
+import torch
+
+from halfulp.observation._record import (
+    FormatCounts,
+    ParameterRecord,
+    Realised,
+    Record,
+    StepRecord,
+    TensorRecord,
+    plain,
+    plain_record,
+)
+
+
+def a_record() -> Record:
+    tensor = TensorRecord("weight", "a.weight", "Linear", torch.float16, steps=[0], histogram={-2: 3, 5: 1})
+    tensor.formats["fp16"] = FormatCounts(4, 1, 0, 2)
+    parameter = ParameterRecord("a.weight", "Linear", torch.float16, (2, 2), 4, True)
+    parameter.options = {"lr": 1e-3, "betas": (0.9, 0.99), "name": "x", "lists": [object()]}
+    parameter.states["exp_avg"] = Realised(5, 1, 2.0, 1.0)
+    record = Record(history=[StepRecord(0, True, 1e-3, loss=float("nan"), exponents=(-3, 4))], unseen=["nothing"])
+    record.tensors["weight", "a.weight"] = tensor
+    record.parameters["a.weight"] = parameter
+    return record
+
+
+def test_json_holds_it() -> None:
+    data = json.loads(json.dumps(plain_record(a_record()), allow_nan=False))
+    assert data["tensors"][0]["histogram"] == {"-2": 3, "5": 1}
+    assert data["tensors"][0]["formats"]["fp16"] == {"elements": 4, "underflow": 1, "subnormal": 0, "overflow": 2}
+    assert data["tensors"][0]["amin"] == "inf"
+    assert data["parameters"][0]["dtype"] == "float16"
+    assert data["parameters"][0]["states"]["exp_avg"] == {
+        "seen": 5,
+        "cancelled": 1,
+        "wanted": 2.0,
+        "kept": 1.0,
+        "known": True,
+        "lost_share": 0.2,
+        "realised_share": 0.5,
+    }
+    assert data["history"][0]["loss"] == "nan"
+    assert data["history"][0]["exponents"] == [-3, 4]
+    assert data["unseen"] == ["nothing"]
+
+
+def test_of_a_groups_options_numbers_stay() -> None:
+    assert plain_record(a_record())["parameters"][0]["options"] == {"lr": 1e-3, "betas": [0.9, 0.99]}
+
+
+def test_an_empty_record() -> None:
+    data = plain(Record())
+    assert data["parameters"] == data["tensors"] == data["averages"] == []
+    assert data["loss_dtype"] is None
