@@ -33,6 +33,7 @@ FACE = {
         *("UnderflowBound", "ElementWise", "AbsRange"),
     },
     "halfulp.optim": {
+        *("Adagrad", "RMSprop", "NAdam", "RAdam", "Adan", "AdEMAMix"),
         *("Adam", "AdamW", "Lion", "SGD", "Optimizer", "EMA", "wrap", "float32_gradients"),
         *("WeightUpdate", "Components", "Feedback", "Kahan", "KahanStochastic", "Master", "Split"),
         *("State", "LostUpdateReport", "UpdateRule", "StateSlot", "report"),

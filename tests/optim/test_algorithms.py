@@ -1,5 +1,6 @@
 """The optimizers beside torch.optim's: the same signature, the same numbers."""
 
+import copy
 import inspect
 import itertools
 
@@ -20,6 +21,20 @@ ADAM_OPTIONS = [
     {"weight_decay": w, "amsgrad": a, "maximize": x, "betas": b}
     for w, a, x, b in itertools.product((0, 0.1), (False, True), (False, True), ((0.9, 0.999), (0.0, 0.9)))
 ]
+
+
+def _grid(**values):
+    return [dict(zip(values, chosen)) for chosen in itertools.product(*values.values())]
+
+
+TORCH_OPTIONS = {
+    "Adagrad": _grid(
+        weight_decay=(0, 0.1), lr_decay=(0, 0.1), initial_accumulator_value=(0, 0.5), maximize=(False, True)
+    ),
+    "RMSprop": _grid(weight_decay=(0, 0.1), momentum=(0, 0.9), centered=(False, True), alpha=(0.9,), eps=(1e-3,)),
+    "NAdam": _grid(weight_decay=(0, 0.1), momentum_decay=(4e-3, 0.1), decoupled_weight_decay=(False, True)),
+    "RAdam": _grid(weight_decay=(0, 0.1), decoupled_weight_decay=(False, True), betas=((0.9, 0.999), (0.0, 0.9))),
+}
 
 
 def _name(options):
@@ -47,6 +62,50 @@ def test_adam_agrees_with_torch(seed, name, options):
     mine, _ = train(getattr(hu.optim, name), *problem, lr=0.01, **options)
     theirs, _ = train(getattr(torch.optim, name), *problem, lr=0.01, **options)
     _assert_close(mine, theirs, 0.01)
+
+
+@pytest.mark.parametrize(("name", "options"), [(n, one) for n, grid in TORCH_OPTIONS.items() for one in grid])
+def test_the_others_agree_with_torch(seed, name, options):
+    problem = make_problem(seed)
+    mine, optimizer = train(getattr(hu.optim, name), *problem, lr=0.01, **options)
+    theirs, reference = train(getattr(torch.optim, name), *problem, lr=0.01, **options)
+    _assert_close(mine, theirs, 0.1)
+    names = {key for state in reference.state.values() for key in state}
+    assert {key for state in optimizer.state.values() for key in state} <= names, "torch's names of states"
+
+
+@pytest.mark.parametrize("name", TORCH_OPTIONS)
+def test_a_run_of_torchs_goes_on_here(seed, name):
+    start, gradients = make_problem(seed)
+    theirs, reference = train(getattr(torch.optim, name), start, gradients[:20], lr=0.01, weight_decay=0.1)
+    mine, optimizer = train(getattr(hu.optim, name), theirs, [])
+    optimizer.load_state_dict(copy.deepcopy(reference.state_dict()))
+    for gradient in gradients[20:]:
+        for kind, parameters in ((reference, theirs), (optimizer, mine)):
+            for parameter, one in zip(parameters, gradient):
+                parameter.grad = one.clone()
+            kind.step()
+    _assert_close(mine, theirs, 0.1)
+
+
+@pytest.mark.parametrize(
+    ("name", "option"),
+    [("Adagrad", "lr_decay"), ("RMSprop", "alpha"), ("NAdam", "momentum_decay"), ("AdEMAMix", "alpha_warmup")],
+)
+def test_a_negative_option_is_refused_by_its_name(name, option):
+    with pytest.raises(ValueError, match=f"{option}=-1.0 is not allowed"):
+        getattr(hu.optim, name)([torch.nn.Parameter(torch.zeros(3))], **{option: -1.0})
+
+
+def test_a_centered_rmsprop_is_exact_where_nothing_was_chosen():
+    parameter = torch.nn.Parameter(torch.zeros(3, dtype=torch.bfloat16))
+    optimizer = hu.optim.RMSprop([parameter], centered=True, momentum=0.9)
+    parameter.grad = torch.ones_like(parameter)
+    optimizer.step()
+    held = {key: value.dtype for key, value in optimizer.state[parameter].items() if key in ("square_avg", "grad_avg")}
+    assert set(held.values()) == {torch.float32}
+    with pytest.raises(ValueError, match="uses 'square_avg', 'grad_avg' to the last digits"):
+        hu.optim.RMSprop([parameter], centered=True, state_dtype="8bit")
 
 
 @pytest.mark.parametrize("update", narrow_updates(but=["nearest", "kahan-literal"]))
@@ -77,7 +136,7 @@ def update_of(name):
     return UPDATES[name]
 
 
-@pytest.mark.parametrize("name", ["SGD", "Adam", "AdamW"])
+@pytest.mark.parametrize("name", ["SGD", "Adam", "AdamW", *TORCH_OPTIONS])
 def test_torchs_whole_signature_is_accepted(name):
     own = inspect.signature(getattr(torch.optim, name).__init__).parameters
     given = {

@@ -1,24 +1,24 @@
-"""SGD, Adam and AdamW with the signatures of torch.optim's, and Lion; beside them the options of Optimizer."""
+"""Optimizers with the signatures of torch.optim's, and beside them the options of Optimizer."""
 
 from __future__ import annotations
 
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 
-from .._names import enter, words_of
 from ..formats import Format
-from ._group_options import Parameters, refuse_torch_switches
+from ._group_options import Parameters, split_arguments
 from ._optimizer import Optimizer
+from .rules._adagrad import ADAGRAD
 from .rules._adam import ADAM, ADAM_AMSGRAD, ADAMW, ADAMW_AMSGRAD
-from .rules._lion import LION
+from .rules._nadam import NADAM, NADAMW
+from .rules._radam import RADAM, RADAMW
+from .rules._rmsprop import RMSPROP, RMSPROP_CENTERED, RMSPROP_CENTERED_MOMENTUM, RMSPROP_MOMENTUM
 from .rules._sgd import SGD as PLAIN
 from .rules._sgd import SGD_MOMENTUM, SGD_NESTEROV
 from .rules._update_rule import UpdateRule
 from .states._state import StateChoice
 from .weight_updates._weight_update import WeightUpdate
-
-OptimizerClass = TypeVar("OptimizerClass", bound=type[Optimizer])
 
 
 class SGD(Optimizer):
@@ -64,27 +64,10 @@ class SGD(Optimizer):
         seed: int = 0,
         report_interval: int = 50,
     ) -> None:
-        refuse_torch_switches("SGD", foreach=foreach, differentiable=differentiable, fused=fused)
         if nesterov and (momentum <= 0 or dampening != 0):
             raise ValueError("SGD(nesterov=True) needs a momentum above 0 and no dampening")
-        defaults = {
-            "lr": lr,
-            "momentum": momentum,
-            "dampening": dampening,
-            "weight_decay": weight_decay,
-            "nesterov": nesterov,
-            "maximize": maximize,
-        }
-        super().__init__(
-            params,
-            defaults,
-            weight_update=weight_update,
-            param_dtype=param_dtype,
-            state_dtype=state_dtype,
-            format=format,
-            seed=seed,
-            report_interval=report_interval,
-        )
+        defaults, own = split_arguments(locals())
+        super().__init__(params, defaults, **own)
 
     def rule(self, group: dict[str, Any]) -> UpdateRule:
         """Return plain SGD, momentum or Nesterov's momentum."""
@@ -128,27 +111,8 @@ class Adam(Optimizer):
         seed: int = 0,
         report_interval: int = 50,
     ) -> None:
-        name = type(self).__name__
-        refuse_torch_switches(name, foreach=foreach, capturable=capturable, differentiable=differentiable, fused=fused)
-        defaults = {
-            "lr": lr,
-            "betas": betas,
-            "eps": eps,
-            "weight_decay": weight_decay,
-            "amsgrad": amsgrad,
-            "maximize": maximize,
-            "decoupled_weight_decay": decoupled_weight_decay,
-        }
-        super().__init__(
-            params,
-            defaults,
-            weight_update=weight_update,
-            param_dtype=param_dtype,
-            state_dtype=state_dtype,
-            format=format,
-            seed=seed,
-            report_interval=report_interval,
-        )
+        defaults, own = split_arguments(locals())
+        super().__init__(params, defaults, **own)
 
     def rule(self, group: dict[str, Any]) -> UpdateRule:
         """Return Adam, with AMSGrad or without, decay coupled or decoupled."""
@@ -196,52 +160,50 @@ class AdamW(Adam):
         seed: int = 0,
         report_interval: int = 50,
     ) -> None:
-        super().__init__(
-            params,
-            lr,
-            betas,
-            eps,
-            weight_decay,
-            amsgrad,
-            maximize=maximize,
-            foreach=foreach,
-            capturable=capturable,
-            differentiable=differentiable,
-            fused=fused,
-            decoupled_weight_decay=True,
-            weight_update=weight_update,
-            param_dtype=param_dtype,
-            state_dtype=state_dtype,
-            format=format,
-            seed=seed,
-            report_interval=report_interval,
-        )
+        defaults, own = split_arguments(locals())
+        super().__init__(params, **defaults, decoupled_weight_decay=True, **own)
 
     def rule(self, group: dict[str, Any]) -> UpdateRule:
         """Return AdamW, with AMSGrad or without, whatever a loaded group says of the decay."""
         return ADAMW_AMSGRAD if group["amsgrad"] else ADAMW
 
 
-class Lion(Optimizer):
-    """Lion: w - lr (sign(b1 m + (1-b1) g) + wd w), m to b2 m + (1-b2) g (arXiv 2302.06675).
+class Adagrad(Optimizer):
+    """Adagrad: s + g^2 -> s, w - lr/(1 + (t-1) lr_decay) g / (sqrt(s) + eps), as torch.optim.Adagrad.
 
     Args:
         params: parameters, named parameters or groups.
-        lr, betas, weight_decay, maximize: step size, the two decay rates, decoupled decay, ascent.
+        lr, lr_decay, weight_decay, initial_accumulator_value, eps, maximize: as torch.optim.Adagrad.
+        foreach, differentiable, fused: accepted unless they ask for another implementation.
         weight_update, param_dtype, state_dtype, format, seed, report_interval: see Optimizer.
 
     Raises:
         ValueError: a hyper-parameter out of range, or options that do not go together.
+
+    >>> import torch, halfulp as hu
+    >>> w = torch.nn.Parameter(torch.ones(2, dtype=torch.bfloat16))
+    >>> opt = hu.optim.Adagrad([w], lr=0.1)
+    >>> w.grad = torch.ones_like(w)
+    >>> opt.step()
+    >>> bool((w < 1).all())
+    True
     """
+
+    _not_negative = ("lr_decay",)
 
     def __init__(
         self,
         params: Parameters,
-        lr: float | torch.Tensor = 1e-4,
-        betas: tuple[float, float] = (0.9, 0.99),
+        lr: float | torch.Tensor = 1e-2,
+        lr_decay: float = 0,
         weight_decay: float = 0,
+        initial_accumulator_value: float = 0,
+        eps: float = 1e-10,
+        foreach: bool | None = None,
         *,
         maximize: bool = False,
+        differentiable: bool = False,
+        fused: bool | None = None,
         weight_update: WeightUpdate | str | None = None,
         param_dtype: torch.dtype | None = None,
         state_dtype: StateChoice = None,
@@ -249,44 +211,167 @@ class Lion(Optimizer):
         seed: int = 0,
         report_interval: int = 50,
     ) -> None:
-        defaults = {"lr": lr, "betas": betas, "weight_decay": weight_decay, "maximize": maximize}
-        super().__init__(
-            params,
-            defaults,
-            weight_update=weight_update,
-            param_dtype=param_dtype,
-            state_dtype=state_dtype,
-            format=format,
-            seed=seed,
-            report_interval=report_interval,
-        )
+        defaults, own = split_arguments(locals())
+        super().__init__(params, defaults, **own)
 
     def rule(self, group: dict[str, Any]) -> UpdateRule:
-        """Return Lion."""
-        return LION
+        """Return Adagrad."""
+        return ADAGRAD
 
 
-OPTIMIZERS: dict[str, type[Optimizer]] = {kind.__name__: kind for kind in (SGD, Adam, AdamW, Lion)}
+class RMSprop(Optimizer):
+    """RMSprop: v the mean of g^2, w - lr g / (sqrt(v) + eps), centered or with momentum, as torch.optim.RMSprop.
 
-
-def register_optimizer(kind: OptimizerClass) -> OptimizerClass:
-    """Make an optimizer known by its class's name, to tasks, recipes and comparisons; a decorator of the class.
-
-    Returns:
-        The class.
+    Args:
+        params: parameters, named parameters or groups.
+        lr, alpha, eps, weight_decay, momentum, centered, maximize: as torch.optim.RMSprop. A centered one keeps both
+            means in float32 unless told otherwise, and takes a variance that rounding makes negative as 0.
+        capturable, foreach, differentiable: accepted unless they ask for another implementation.
+        weight_update, param_dtype, state_dtype, format, seed, report_interval: see Optimizer.
 
     Raises:
-        TypeError: it is no subclass of Optimizer, or has no `rule`.
-        ValueError: another optimizer has the name, or this one has no docstring.
+        ValueError: a hyper-parameter out of range, or options that do not go together.
 
-    >>> register_optimizer(torch.optim.Adagrad)
-    Traceback (most recent call last):
-    ...
-    TypeError: an optimizer is a subclass of hu.optim.Optimizer, got <class 'torch.optim.adagrad.Adagrad'>
+    >>> import torch, halfulp as hu
+    >>> w = torch.nn.Parameter(torch.ones(2, dtype=torch.bfloat16))
+    >>> opt = hu.optim.RMSprop([w], momentum=0.9)
+    >>> w.grad = torch.ones_like(w)
+    >>> opt.step()
+    >>> bool((w < 1).all())
+    True
     """
-    if not (isinstance(kind, type) and issubclass(kind, Optimizer)):
-        raise TypeError(f"an optimizer is a subclass of hu.optim.Optimizer, got {kind!r}")
-    if kind.rule is Optimizer.rule:
-        raise TypeError(f"{kind.__name__} has no rule: write rule(self, group), which gives an UpdateRule")
-    enter("optimizer", OPTIMIZERS, kind.__name__, kind, words_of(kind))
-    return kind
+
+    _not_negative = ("alpha",)
+
+    def __init__(
+        self,
+        params: Parameters,
+        lr: float | torch.Tensor = 1e-2,
+        alpha: float = 0.99,
+        eps: float = 1e-8,
+        weight_decay: float = 0,
+        momentum: float = 0,
+        centered: bool = False,
+        capturable: bool = False,
+        foreach: bool | None = None,
+        maximize: bool = False,
+        differentiable: bool = False,
+        *,
+        weight_update: WeightUpdate | str | None = None,
+        param_dtype: torch.dtype | None = None,
+        state_dtype: StateChoice = None,
+        format: Format | str | None = None,
+        seed: int = 0,
+        report_interval: int = 50,
+    ) -> None:
+        defaults, own = split_arguments(locals())
+        super().__init__(params, defaults, **own)
+
+    def rule(self, group: dict[str, Any]) -> UpdateRule:
+        """Return RMSprop, centered or not, with momentum or without."""
+        if group["centered"]:
+            return RMSPROP_CENTERED_MOMENTUM if group["momentum"] else RMSPROP_CENTERED
+        return RMSPROP_MOMENTUM if group["momentum"] else RMSPROP
+
+
+class NAdam(Optimizer):
+    """NAdam: Adam with Nesterov's momentum (Dozat, 2016), as torch.optim.NAdam.
+
+    The product of momenta is that of these betas from the first step on, also where a scheduler has changed them.
+
+    Args:
+        params: parameters, named parameters or groups.
+        lr, betas, eps, weight_decay, momentum_decay, decoupled_weight_decay, maximize: as torch.optim.NAdam.
+        foreach, capturable, differentiable: accepted unless they ask for another implementation.
+        weight_update, param_dtype, state_dtype, format, seed, report_interval: see Optimizer.
+
+    Raises:
+        ValueError: a hyper-parameter out of range, or options that do not go together.
+
+    >>> import torch, halfulp as hu
+    >>> w = torch.nn.Parameter(torch.ones(2, dtype=torch.bfloat16))
+    >>> opt = hu.optim.NAdam([w], weight_update="kahan")
+    >>> w.grad = torch.ones_like(w)
+    >>> opt.step()
+    >>> bool((w < 1).all())
+    True
+    """
+
+    _not_negative = ("momentum_decay",)
+
+    def __init__(
+        self,
+        params: Parameters,
+        lr: float | torch.Tensor = 2e-3,
+        betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-8,
+        weight_decay: float = 0,
+        momentum_decay: float = 4e-3,
+        decoupled_weight_decay: bool = False,
+        *,
+        foreach: bool | None = None,
+        maximize: bool = False,
+        capturable: bool = False,
+        differentiable: bool = False,
+        weight_update: WeightUpdate | str | None = None,
+        param_dtype: torch.dtype | None = None,
+        state_dtype: StateChoice = None,
+        format: Format | str | None = None,
+        seed: int = 0,
+        report_interval: int = 50,
+    ) -> None:
+        defaults, own = split_arguments(locals())
+        super().__init__(params, defaults, **own)
+
+    def rule(self, group: dict[str, Any]) -> UpdateRule:
+        """Return NAdam, decay coupled or decoupled."""
+        return NADAMW if group["decoupled_weight_decay"] else NADAM
+
+
+class RAdam(Optimizer):
+    """RAdam: Adam whose step grows with what is known of the second moment (arXiv 1908.03265), as torch.optim.RAdam.
+
+    Args:
+        params: parameters, named parameters or groups.
+        lr, betas, eps, weight_decay, decoupled_weight_decay, maximize: as torch.optim.RAdam.
+        foreach, capturable, differentiable: accepted unless they ask for another implementation.
+        weight_update, param_dtype, state_dtype, format, seed, report_interval: see Optimizer.
+
+    Raises:
+        ValueError: a hyper-parameter out of range, or options that do not go together.
+
+    >>> import torch, halfulp as hu
+    >>> w = torch.nn.Parameter(torch.ones(2, dtype=torch.bfloat16))
+    >>> opt = hu.optim.RAdam([w], weight_update="kahan")
+    >>> w.grad = torch.ones_like(w)
+    >>> opt.step()
+    >>> bool((w < 1).all())
+    True
+    """
+
+    def __init__(
+        self,
+        params: Parameters,
+        lr: float | torch.Tensor = 1e-3,
+        betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-8,
+        weight_decay: float = 0,
+        decoupled_weight_decay: bool = False,
+        *,
+        foreach: bool | None = None,
+        maximize: bool = False,
+        capturable: bool = False,
+        differentiable: bool = False,
+        weight_update: WeightUpdate | str | None = None,
+        param_dtype: torch.dtype | None = None,
+        state_dtype: StateChoice = None,
+        format: Format | str | None = None,
+        seed: int = 0,
+        report_interval: int = 50,
+    ) -> None:
+        defaults, own = split_arguments(locals())
+        super().__init__(params, defaults, **own)
+
+    def rule(self, group: dict[str, Any]) -> UpdateRule:
+        """Return RAdam, decay coupled or decoupled."""
+        return RADAMW if group["decoupled_weight_decay"] else RADAM

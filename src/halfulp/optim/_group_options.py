@@ -107,10 +107,15 @@ def check_number(name: str, value: object) -> None:
         raise ValueError(f"{name} requires a gradient, which a step here does not give: give {name}.detach()")
 
 
-def check_numbers(group: dict) -> None:
-    """Check the hyper-parameters, also those that a scheduler writes; nothing has been changed when this raises."""
-    for name in ("lr", "eps", "weight_decay", "momentum"):
-        if name in group:
+def check_numbers(group: dict, others: Iterable[str] = ()) -> None:
+    """Check the hyper-parameters, also those that a scheduler writes; nothing has been changed when this raises.
+
+    Args:
+        group: the param group.
+        others: further options that are finite and not negative, where they are not None.
+    """
+    for name in ("lr", "eps", "weight_decay", "momentum", *others):
+        if name in group and not (name in others and group[name] is None):
             check_number(name, group[name])
             value = float(group[name])
             if not 0 <= value < math.inf:
@@ -135,6 +140,7 @@ def check_betas(group: dict, count: int | None) -> None:
         raise ValueError(f"betas={given!r} are not allowed: give {wanted.get(count, f'{count} numbers')} in [0, 1)")
 
 
+OWN_OPTIONS = ("weight_update", "param_dtype", "state_dtype", "format", "seed", "report_interval")
 SWITCHES = ("foreach", "differentiable", "capturable", "fused")
 
 
@@ -154,3 +160,17 @@ def refuse_torch_switches(name: str, **switches: bool | None) -> None:
             raise NotImplementedError(f"{name}({switch}=True): {reason}")
     if switches.get("fused") is False:
         raise NotImplementedError(f"{name}(fused=False): every step here is fused; leave fused out")
+
+
+def split_arguments(given: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Return the hyper-parameters and the options of Optimizer among the arguments of an optimizer's `__init__`.
+
+    Args:
+        given: the arguments by name, `locals()` there: `self`, `params` and `__class__` are left out, and torch's
+            switches refused where they ask for another implementation.
+    """
+    switches = {name: given[name] for name in SWITCHES if name in given}
+    refuse_torch_switches(type(given["self"]).__name__, **switches)
+    left_out = ("self", "params", "__class__", *SWITCHES, *OWN_OPTIONS)
+    defaults = {name: value for name, value in given.items() if name not in left_out}
+    return defaults, {name: given[name] for name in OWN_OPTIONS}

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, TypeVar, overload
+from typing import Any, ClassVar, TypeVar, overload
 
 import torch
 
@@ -91,6 +91,8 @@ class Optimizer(CheckpointMixin):
 
     # The option that makes parameters narrow.
     narrowed_by = "param_dtype=torch.bfloat16"
+    # The names of further options that are finite numbers and not negative.
+    _not_negative: ClassVar[tuple[str, ...]] = ()
     # As copies are: all groups are there, and no step was made.
     _is_built, _stepped = True, 0
 
@@ -319,7 +321,7 @@ class Optimizer(CheckpointMixin):
 
     def _check_numbers(self, group: dict[str, Any]) -> None:
         """Check the hyper-parameters that a scheduler may write; raises ValueError."""
-        check_numbers(group)
+        check_numbers(group, self._not_negative)
         rule = self.rule(group)
         check_betas(group, rule.betas)
         check_states(rule, group)

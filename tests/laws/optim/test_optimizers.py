@@ -33,6 +33,14 @@ OF_THE_LIBRARY = sorted(name for name, kind in hu.optim.OPTIMIZERS.items() if ki
 # A value of every option that is no optimizer's default.
 OTHER = {
     "lr": 0.25,
+    "lr_decay": 0.5,
+    "initial_accumulator_value": 0.5,
+    "alpha": 0.75,
+    "centered": True,
+    "momentum_decay": 0.5,
+    "no_prox": True,
+    "alpha_warmup": 7,
+    "beta3_warmup": 5,
     "betas": (0.75, 0.5),
     "eps": 0.125,
     "weight_decay": 0.0625,

@@ -238,6 +238,7 @@ class CheckpointMixin(torch.optim.Optimizer):
             "step",
             BEGUN,
             UPDATE,
+            *plan.spec.rule.follows_from_step,
             *PAYLOAD_KEYS,
             "payload_checksum",
         }  # the latter in older files, which are trusted

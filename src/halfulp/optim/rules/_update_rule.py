@@ -23,7 +23,7 @@ class StateSlot:
         initial: its value before the first step, rounded to nearest where it is stored.
         retention: the share of it that a step keeps where it is a decaying mean, as a beta; None for other states.
         maximum_of: the state whose largest value so far it is; None for other states. It keeps what noise adds to that
-            state for good, so that both need a storage with little (`refuse_ratchet`).
+            state for good, so that both need a storage with little (`refuse_coarse`).
 
     >>> StateSlot("sum", 2, initial=lambda group: group["initial_accumulator_value"]).initial_value(
     ...     {"initial_accumulator_value": 0.1}
@@ -36,6 +36,7 @@ class StateSlot:
     initial: Number = 0.0
     retention: Number | None = None
     maximum_of: str | None = None
+    exact: bool = False
 
     def initial_value(self, group: Mapping[str, Any]) -> float:
         """Return the value before the first step under a group's options.
@@ -110,6 +111,7 @@ class UpdateRule:
         decays: the weight enters u by its decay alone. One that is infinite or NaN then has none and stays as it is,
             where inf - wd inf, or 0 inf without decay, would be NaN.
         betas: how many numbers the option `betas` holds; None where there is none, or any count will do.
+        follows_from_step: what torch.optim keeps beside the states and `values` finds from the step.
     """
 
     name: str
@@ -122,6 +124,7 @@ class UpdateRule:
     assigns: bool = False
     decays: bool = True
     betas: int | None = None
+    follows_from_step: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
         names = [unicodedata.normalize("NFKC", name) for name in self.constants]
