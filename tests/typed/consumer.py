@@ -155,6 +155,7 @@ def optimizers() -> None:
         hu.optim.NAdam(model.parameters(), momentum_decay=1e-3, decoupled_weight_decay=True),
         hu.optim.RAdam(model.parameters(), weight_decay=0.1, param_dtype=torch.bfloat16),
         hu.optim.Adan(model.parameters(), betas=(0.98, 0.92, 0.99), no_prox=True),
+        hu.optim.LAMB(model.parameters(), always_adapt=True, trust_clip=True),
         hu.optim.AdEMAMix(model.parameters(), alpha=5.0, alpha_warmup=1000, beta3_warmup=1000),
     ]
     kept: torch.optim.Optimizer = base[0]

@@ -13,11 +13,13 @@ from ._float32_gradients import float32_gradients as float32_gradients
 from ._inner_optimizer import report as report
 from ._lost_updates import LostUpdateReport as LostUpdateReport
 from ._optimizer import Optimizer as Optimizer
+from ._published_algorithms import LAMB as LAMB
 from ._published_algorithms import Adan as Adan
 from ._published_algorithms import AdEMAMix as AdEMAMix
 from ._published_algorithms import Lion as Lion
 from ._registry import OPTIMIZERS as OPTIMIZERS
 from ._registry import register_optimizer as register_optimizer
+from .rules._update_rule import Reduction as Reduction
 from .rules._update_rule import StateSlot as StateSlot
 from .rules._update_rule import UpdateRule as UpdateRule
 from .states._state import State as State

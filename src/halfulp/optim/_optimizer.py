@@ -56,6 +56,7 @@ from .states._state import StateChoice
 from .states._storage import STORES, Store
 from .step._batch import Batch
 from .step._memory import check_memory, check_parameter, gradient_memory, gradient_store
+from .step._reductions import finish_constants, reduce_batches
 from .step._roster import Roster, Setting
 from .step._run import compile_kernels, run_step
 from .step._spec import StepSpec
@@ -293,6 +294,7 @@ class Optimizer(CheckpointMixin):
         warn_of_shared_keys(self, batches)
         for batch in batches:
             compile_kernels(batch)
+        self._reduce(batches)
         for batch in batches:
             run_step(batch)
             batch.finish()
@@ -303,6 +305,11 @@ class Optimizer(CheckpointMixin):
             batch.follow_versions()
         for plan in waiting:
             follow_version(plan)
+
+    def _reduce(self, batches: list[Batch]) -> None:
+        """Find the sums that rules need before their updates, and the constants that follow from them."""
+        if any(batch.spec.rule.late_values is not None for batch in batches):
+            finish_constants(batches, reduce_batches(batches))
 
     def _check_wrappers(self, has_gradients: bool) -> None:
         """Check what else holds the parameters: wrappers of the model at the first step, averages now and then."""

@@ -11,6 +11,7 @@ from ._group_options import Parameters, split_arguments
 from ._optimizer import Optimizer
 from .rules._adan import ADAN
 from .rules._ademamix import ADEMAMIX
+from .rules._lamb import LAMB as LAMB_RULE
 from .rules._lion import LION
 from .rules._update_rule import UpdateRule
 from .states._state import StateChoice
@@ -150,3 +151,57 @@ class AdEMAMix(Optimizer):
     def rule(self, group: dict[str, Any]) -> UpdateRule:
         """Return AdEMAMix."""
         return ADEMAMIX
+
+
+class LAMB(Optimizer):
+    """LAMB: AdamW whose step of a tensor is as long as the tensor, times lr (arXiv 1904.00962).
+
+    r = m/(1-b1^t) / (sqrt(v)/sqrt(1-b2^t) + eps) + wd w -> w - lr |w|/|r| r. Both norms have the same bits on every
+    engine and under every sharding. Gradients are clipped by torch.nn.utils.clip_grad_norm_, if they are to be.
+
+    Args:
+        params: parameters, named parameters or groups.
+        lr, betas, eps, weight_decay, maximize: as AdamW.
+        bias_correction: whether the moments are divided by 1 - beta^t.
+        trust_clip: whether |w|/|r| is at most 1.
+        always_adapt: whether it is taken without weight decay too, where the ratio is else 1.
+        weight_update, param_dtype, state_dtype, format, seed, report_interval: see Optimizer.
+
+    Raises:
+        ValueError: a hyper-parameter out of range, or options that do not go together.
+
+    >>> import torch, halfulp as hu
+    >>> w = torch.nn.Parameter(torch.full((4,), 3.0))
+    >>> opt = hu.optim.LAMB([w], lr=0.125, always_adapt=True, weight_decay=0)
+    >>> w.grad = torch.ones_like(w)
+    >>> opt.step()
+    >>> w
+    Parameter containing:
+    tensor([2.6250, 2.6250, 2.6250, 2.6250], requires_grad=True)
+    """
+
+    def __init__(
+        self,
+        params: Parameters,
+        lr: float | torch.Tensor = 1e-3,
+        betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-6,
+        weight_decay: float = 1e-2,
+        bias_correction: bool = True,
+        trust_clip: bool = False,
+        always_adapt: bool = False,
+        *,
+        maximize: bool = False,
+        weight_update: WeightUpdate | str | None = None,
+        param_dtype: torch.dtype | None = None,
+        state_dtype: StateChoice = None,
+        format: Format | str | None = None,
+        seed: int = 0,
+        report_interval: int = 50,
+    ) -> None:
+        defaults, own = split_arguments(locals())
+        super().__init__(params, defaults, **own)
+
+    def rule(self, group: dict[str, Any]) -> UpdateRule:
+        """Return LAMB."""
+        return LAMB_RULE

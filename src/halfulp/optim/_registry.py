@@ -7,11 +7,11 @@ from typing import TypeVar
 from .._names import enter, words_of
 from ._algorithms import SGD, Adagrad, Adam, AdamW, NAdam, RAdam, RMSprop
 from ._optimizer import Optimizer
-from ._published_algorithms import Adan, AdEMAMix, Lion
+from ._published_algorithms import LAMB, Adan, AdEMAMix, Lion
 
 OptimizerClass = TypeVar("OptimizerClass", bound=type[Optimizer])
 
-_KINDS = (SGD, Adam, AdamW, Lion, Adagrad, RMSprop, NAdam, RAdam, Adan, AdEMAMix)
+_KINDS = (SGD, Adam, AdamW, Lion, Adagrad, RMSprop, NAdam, RAdam, Adan, AdEMAMix, LAMB)
 OPTIMIZERS: dict[str, type[Optimizer]] = {kind.__name__: kind for kind in _KINDS}
 
 

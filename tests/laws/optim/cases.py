@@ -48,10 +48,11 @@ RULES = {
     "rmsprop-centered": (hu.optim.RMSprop, {"lr": 0.01, "centered": True, "maximize": True, "eps": 1e-3}),
     "nadam": (hu.optim.NAdam, {"lr": 0.01, "weight_decay": 0.01}),
     "radamw": (hu.optim.RAdam, {"lr": 0.01, "weight_decay": 0.1, "decoupled_weight_decay": True}),
+    "lamb": (hu.optim.LAMB, {"lr": 0.01, "weight_decay": 0.1}),
     "ademamix": (hu.optim.AdEMAMix, {"lr": 0.01, "weight_decay": 0.1, "alpha_warmup": 15, "beta3_warmup": 15}),
 }
 # Of these the laws of all combinations take some weight updates, which write the same way whatever the rule.
-SAMPLED = ("adagrad", "rmsprop", "rmsprop-centered", "nadam", "radamw", "ademamix")
+SAMPLED = ("adagrad", "rmsprop", "rmsprop-centered", "nadam", "radamw", "ademamix", "lamb")
 SAMPLE = ("nearest", "stochastic", "split8", "kahan", "exact")
 WITH_ORACLE = tuple(RULES)  # in test_update_rules
 # An optimizer that a user registered joins under its own name.

@@ -13,6 +13,7 @@ from .cases import RULES, WITH_ORACLE, build, rule_of
 ALL = [rule_of(name) for name in RULES]
 CALLS = {"sqrt", "divide", "maximum", "sign_of"}
 FUNCTIONS = [f for rule in ALL for f in (rule.update, rule.error_feedback) if f is not None]
+FUNCTIONS += [reduction.of for rule in ALL for reduction in rule.reductions]
 
 
 @pytest.mark.parametrize("function", dict.fromkeys(FUNCTIONS), ids=lambda f: f.__name__)
@@ -41,6 +42,9 @@ def test_a_rule_takes_its_states_and_constants_by_name(rule):
     assert len(arguments) == 2 + len(rule.states) + len(rule.constants)
     assert arguments[2 + len(rule.states) :] == list(rule.constants)
     assert set(rule.homogeneous or ()) <= set(rule.constants)
+    for reduction in rule.reductions:
+        taken = list(inspect.signature(reduction.of).parameters)
+        assert taken == arguments[: len(taken)], "those of update, as many as it needs"
     if rule.error_feedback is not None:
         assert len(inspect.signature(rule.error_feedback).parameters) == 1 + len(rule.states) + len(rule.constants)
 
@@ -172,9 +176,19 @@ def _ademamix(w, grads, o):
     return w
 
 
+def _lamb(w, grads, o):
+    m = v = torch.zeros_like(w)
+    for t, g in enumerate(grads, 1):
+        m, v = 0.9 * m + 0.1 * g, 0.999 * v + 0.001 * g * g
+        step = m / (1 - 0.9**t) / ((v / (1 - 0.999**t)).sqrt() + 1e-6) + o.get("weight_decay", 0) * w
+        adapts = o.get("weight_decay") and w.norm() > 0
+        w = w - o["lr"] * (w.norm() / step.norm() if adapts else 1) * step
+    return w
+
+
 ORACLES = {
     **{"SGD": _sgd, "Lion": _lion, "Yogi": _yogi, "Adan": _adan, "Adagrad": _adagrad, "RMSprop": _rmsprop},
-    **{"NAdam": _nadam, "RAdam": _radam, "AdEMAMix": _ademamix},
+    **{"NAdam": _nadam, "RAdam": _radam, "AdEMAMix": _ademamix, "LAMB": _lamb},
 }
 ADAMS = ("Adam", "AdamW")
 # Powers of ten whose squares, times what a step takes of them, float32 holds.

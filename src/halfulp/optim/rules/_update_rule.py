@@ -92,6 +92,26 @@ def check_states(rule: UpdateRule, group: Mapping[str, Any]) -> None:
 
 
 @dataclass(frozen=True)
+class Reduction:
+    """A sum over elements that a step needs before it changes any.
+
+    The sum is of numbers rounded so that float64 adds them exactly, in whatever order and on however many ranks: it has
+    the same bits on every engine, under every sharding. Of n elements it is off by at most n^3 2^-104 of the largest,
+    and by its own rounding.
+
+    Attributes:
+        of: `of(w, g, *states, *constants) -> value`, a device function as a rule's `update`, of those constants that
+            `values` gives; of all these it takes as many as it has arguments.
+        squares: whether the values' squares are added up, as for a norm.
+        over_all: whether it is over all parameters of the optimizer that step; else over each tensor by itself.
+    """
+
+    of: Callable[..., Any]
+    squares: bool = False
+    over_all: bool = False
+
+
+@dataclass(frozen=True)
 class UpdateRule:
     """The arithmetic of an optimizer on float32 values.
 
@@ -102,7 +122,8 @@ class UpdateRule:
             so that every engine gives the same bits.
         states: the states, in the order in which `update` takes and returns them.
         constants: the constants' names, in order, each once; any letters, digits and underscores.
-        values: (group options, step) -> the constants as Python floats, made in float64.
+        values: (group options, step) -> the constants as Python floats, made in float64; without those that
+            `late_values` gives.
         homogeneous: constants that, multiplied together with the gradient and the states by a common power of two
             (its square for degree 2), leave u as it is; None where the rule is not homogeneous.
         error_feedback: `error_feedback(lost, *states, *constants) -> first state`: adds a lost part of the weight to
@@ -111,6 +132,8 @@ class UpdateRule:
         decays: the weight enters u by its decay alone. One that is infinite or NaN then has none and stays as it is,
             where inf - wd inf, or 0 inf without decay, would be NaN.
         betas: how many numbers the option `betas` holds; None where there is none, or any count will do.
+        reductions: sums that are needed before the update; at most two.
+        late_values: (group options, step, the sums in order) -> the last of the constants.
         follows_from_step: what torch.optim keeps beside the states and `values` finds from the step.
     """
 
@@ -124,6 +147,8 @@ class UpdateRule:
     assigns: bool = False
     decays: bool = True
     betas: int | None = None
+    reductions: tuple[Reduction, ...] = ()
+    late_values: Callable[[Mapping[str, Any], int, tuple[float, ...]], tuple[float, ...]] | None = None
     follows_from_step: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
@@ -134,6 +159,8 @@ class UpdateRule:
                 f"rule {self.name!r} has the constants {', '.join(map(repr, self.constants))}: {wrong[0]!r} stands "
                 "twice or is no name; give each its own, of letters, digits and underscores"
             )
+        if len(self.reductions) > 2:
+            raise ValueError(f"rule {self.name!r} has {len(self.reductions)} reductions: at most two fit into a step")
         kept = [state.name for state in self.states]
         for state in self.states:
             if state.maximum_of is not None and (state.maximum_of == state.name or state.maximum_of not in kept):
