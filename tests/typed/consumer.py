@@ -156,6 +156,8 @@ def optimizers() -> None:
         hu.optim.RAdam(model.parameters(), weight_decay=0.1, param_dtype=torch.bfloat16),
         hu.optim.Adan(model.parameters(), betas=(0.98, 0.92, 0.99), no_prox=True),
         hu.optim.LAMB(model.parameters(), always_adapt=True, trust_clip=True),
+        hu.optim.Adafactor(model.parameters(), eps=(None, 1e-3), d=2.0),
+        hu.optim.Muon([{"params": [model.weight]}, {"params": [model.bias], "use_muon": False}], lr=0.02),
         hu.optim.AdEMAMix(model.parameters(), alpha=5.0, alpha_warmup=1000, beta3_warmup=1000),
     ]
     kept: torch.optim.Optimizer = base[0]

@@ -2,9 +2,11 @@
 
 from .. import _needs_torch as _needs_torch
 from ._algorithms import SGD as SGD
+from ._algorithms import Adafactor as Adafactor
 from ._algorithms import Adagrad as Adagrad
 from ._algorithms import Adam as Adam
 from ._algorithms import AdamW as AdamW
+from ._algorithms import Muon as Muon
 from ._algorithms import NAdam as NAdam
 from ._algorithms import RAdam as RAdam
 from ._algorithms import RMSprop as RMSprop

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import torch
 
 from ..formats import Format
-from ._group_options import Parameters, split_arguments
+from ._group_options import NOT_NEGATIVE, Parameters, check_number, split_arguments
 from ._optimizer import Optimizer
+from .rules._adafactor import ADAFACTOR
 from .rules._adagrad import ADAGRAD
 from .rules._adam import ADAM, ADAM_AMSGRAD, ADAMW, ADAMW_AMSGRAD
+from .rules._muon import MUON
 from .rules._nadam import NADAM, NADAMW
 from .rules._radam import RADAM, RADAMW
 from .rules._rmsprop import RMSPROP, RMSPROP_CENTERED, RMSPROP_CENTERED_MOMENTUM, RMSPROP_MOMENTUM
@@ -18,6 +21,8 @@ from .rules._sgd import SGD as PLAIN
 from .rules._sgd import SGD_MOMENTUM, SGD_NESTEROV
 from .rules._update_rule import UpdateRule
 from .states._state import StateChoice
+from .states._storage import Store
+from .step._spec import StepSpec
 from .weight_updates._weight_update import WeightUpdate
 
 
@@ -189,7 +194,7 @@ class Adagrad(Optimizer):
     True
     """
 
-    _not_negative = ("lr_decay",)
+    _not_negative = (*NOT_NEGATIVE, "lr_decay")
 
     def __init__(
         self,
@@ -241,7 +246,7 @@ class RMSprop(Optimizer):
     True
     """
 
-    _not_negative = ("alpha",)
+    _not_negative = (*NOT_NEGATIVE, "alpha")
 
     def __init__(
         self,
@@ -297,7 +302,7 @@ class NAdam(Optimizer):
     True
     """
 
-    _not_negative = ("momentum_decay",)
+    _not_negative = (*NOT_NEGATIVE, "momentum_decay")
 
     def __init__(
         self,
@@ -375,3 +380,153 @@ class RAdam(Optimizer):
     def rule(self, group: dict[str, Any]) -> UpdateRule:
         """Return RAdam, decay coupled or decoupled."""
         return RADAMW if group["decoupled_weight_decay"] else RADAM
+
+
+class Adafactor(Optimizer):
+    """Adafactor: the second moment of a matrix in its rows' and columns' means (arXiv 1804.04235), as torch.optim's.
+
+    u = g / sqrt(r c / mean(r)) -> w - lr wd w - max(eps2, rms(w)) min(lr, 1/sqrt(t)) u / max(1, rms(u)/d), with r and c
+    the means of g^2 over columns and rows; of a vector its own mean of g^2. They are float32 tensors whatever
+    `state_dtype` says. The products and sums are torch's, over whole float32 tensors: 8 bytes per parameter of the
+    largest tensor while a step runs, and 4 per parameter. `eps[0]`, if None, is float32's also of narrow parameters.
+
+    Args:
+        params: parameters, named parameters or groups.
+        lr, beta2_decay, eps, d, weight_decay, maximize: as torch.optim.Adafactor.
+        foreach: accepted unless it asks for another implementation.
+        weight_update, param_dtype, state_dtype, format, seed, report_interval: see Optimizer.
+
+    Raises:
+        ValueError: a hyper-parameter out of range, or options that do not go together.
+
+    >>> import torch, halfulp as hu
+    >>> w = torch.nn.Parameter(torch.ones(4, 3, dtype=torch.bfloat16))
+    >>> opt = hu.optim.Adafactor([w], lr=0.1)
+    >>> w.grad = torch.ones_like(w)
+    >>> opt.step()
+    >>> sorted(opt.state[w]), round(w[0, 0].item(), 2)
+    (['col_var', 'low_bits', 'row_var', 'step'], 0.9)
+    """
+
+    _not_negative = ("lr", "weight_decay")
+
+    def __init__(
+        self,
+        params: Parameters,
+        lr: float | torch.Tensor = 1e-2,
+        beta2_decay: float = -0.8,
+        eps: tuple[float | None, float] = (None, 1e-3),
+        d: float = 1.0,
+        weight_decay: float = 0.0,
+        *,
+        foreach: bool | None = None,
+        maximize: bool = False,
+        weight_update: WeightUpdate | str | None = None,
+        param_dtype: torch.dtype | None = None,
+        state_dtype: StateChoice = None,
+        format: Format | str | None = None,
+        seed: int = 0,
+        report_interval: int = 50,
+    ) -> None:
+        defaults, own = split_arguments(locals())
+        super().__init__(params, defaults, **own)
+
+    def rule(self, group: dict[str, Any]) -> UpdateRule:
+        """Return Adafactor."""
+        return ADAFACTOR
+
+    def _check_numbers(self, group: dict[str, Any]) -> None:
+        super()._check_numbers(group)
+        eps = group["eps"]
+        if not isinstance(eps, tuple | list) or len(eps) != 2 or not all(e is None or 0 <= e < math.inf for e in eps):
+            raise ValueError(f"eps={eps!r} is not allowed: give two numbers that are not negative, or None and one")
+        if eps[1] is None:
+            raise ValueError(f"eps={eps!r} is not allowed: the second one has no other value, give a number")
+        for name, low, high, said in (("beta2_decay", -math.inf, 0, "0 or less"), ("d", 1, math.inf, "1 or more")):
+            check_number(name, group[name])
+            if not low <= float(group[name]) <= high:
+                raise ValueError(f"{name}={group[name]!r} is not allowed: give a number that is {said}")
+
+
+class Muon(Optimizer):
+    """Muon: matrices step by their momentum made orthogonal (kellerjordan.github.io/posts/muon), as torch.optim.Muon.
+
+    b = mu b + (1-mu) g -> w - lr wd w - lr r o, with o near U V^T of mu b + (1-mu) g = U S V^T (of b without
+    `nesterov`), by Newton-Schulz steps in bfloat16, or in float32 on processors without products of bfloat16. Those
+    products are torch's: their bits are of the processor. While a step runs it holds 4 bytes more per parameter.
+
+    Only matrices step so. Give what is none, and embeddings, a param group with `use_muon=False`, which AdamW steps
+    (with `betas`, `eps`, `amsgrad` and `maximize` of its own), or another optimizer.
+
+    Args:
+        params: parameters, named parameters or groups.
+        lr, weight_decay, momentum, nesterov, ns_coefficients, eps, ns_steps, adjust_lr_fn: as torch.optim.Muon.
+        weight_update, param_dtype, state_dtype, format, seed, report_interval: see Optimizer.
+
+    Raises:
+        ValueError: a parameter that is no matrix, a hyper-parameter out of range.
+
+    >>> import torch, halfulp as hu
+    >>> model = torch.nn.Linear(8, 4).bfloat16()
+    >>> others = {"params": [model.bias], "use_muon": False, "lr": 1e-3}
+    >>> opt = hu.optim.Muon([{"params": [model.weight]}, others], lr=0.02)
+    >>> model(torch.ones(1, 8, dtype=torch.bfloat16)).sum().backward()
+    >>> opt.step()
+    >>> sorted(opt.state[model.weight]), sorted(opt.state[model.bias])
+    (['low_bits', 'momentum_buffer', 'step'], ['exp_avg', 'exp_avg_sq', 'low_bits', 'step'])
+    """
+
+    def __init__(
+        self,
+        params: Parameters,
+        lr: float | torch.Tensor = 1e-3,
+        weight_decay: float = 0.1,
+        momentum: float = 0.95,
+        nesterov: bool = True,
+        ns_coefficients: tuple[float, float, float] = (3.4445, -4.775, 2.0315),
+        eps: float = 1e-7,
+        ns_steps: int = 5,
+        adjust_lr_fn: str | None = None,
+        *,
+        weight_update: WeightUpdate | str | None = None,
+        param_dtype: torch.dtype | None = None,
+        state_dtype: StateChoice = None,
+        format: Format | str | None = None,
+        seed: int = 0,
+        report_interval: int = 50,
+    ) -> None:
+        defaults, own = split_arguments(locals())
+        super().__init__(params, defaults, **own)
+
+    def rule(self, group: dict[str, Any]) -> UpdateRule:
+        """Return Muon, or of a group with `use_muon=False` AdamW."""
+        if group.get("use_muon", True):
+            return MUON
+        return ADAMW_AMSGRAD if group["amsgrad"] else ADAMW
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Add a group of matrices, or with `use_muon=False` one that AdamW steps."""
+        if not param_group.get("use_muon", True):
+            for name, value in (("betas", (0.9, 0.999)), ("eps", 1e-8), ("amsgrad", False), ("maximize", False)):
+                param_group.setdefault(name, value)
+        super().add_param_group(param_group)
+
+    def _step_spec(self, group: dict[str, Any], parameter: torch.Tensor, gradient: Store | None, name: str) -> StepSpec:
+        if group.get("use_muon", True) and parameter.dim() != 2:
+            raise ValueError(
+                f"parameter {name} of shape {tuple(parameter.shape)} is no matrix, which Muon makes orthogonal: give "
+                "such parameters, and embeddings, a param group with use_muon=False, which AdamW steps"
+            )
+        return super()._step_spec(group, parameter, gradient, name)
+
+    def _check_numbers(self, group: dict[str, Any]) -> None:
+        super()._check_numbers(group)
+        if not group.get("use_muon", True):
+            return
+        steps, coefficients, adjusts = group["ns_steps"], group["ns_coefficients"], group["adjust_lr_fn"]
+        if isinstance(steps, bool) or not isinstance(steps, int) or not 0 <= steps < 100:
+            raise ValueError(f"ns_steps={steps!r} is not allowed: give a whole number below 100")
+        if not isinstance(coefficients, tuple | list) or len(coefficients) != 3:
+            raise ValueError(f"ns_coefficients={coefficients!r} are not allowed: give three numbers")
+        if adjusts not in (None, "original", "match_rms_adamw"):
+            raise ValueError(f"adjust_lr_fn={adjusts!r}: allowed are 'original', 'match_rms_adamw' and None")

@@ -107,15 +107,18 @@ def check_number(name: str, value: object) -> None:
         raise ValueError(f"{name} requires a gradient, which a step here does not give: give {name}.detach()")
 
 
-def check_numbers(group: dict, others: Iterable[str] = ()) -> None:
+NOT_NEGATIVE = ("lr", "eps", "weight_decay", "momentum")
+
+
+def check_numbers(group: dict, not_negative: Iterable[str] = NOT_NEGATIVE) -> None:
     """Check the hyper-parameters, also those that a scheduler writes; nothing has been changed when this raises.
 
     Args:
         group: the param group.
-        others: further options that are finite and not negative, where they are not None.
+        not_negative: the options that are finite and not negative; those that are not common ones may be None.
     """
-    for name in ("lr", "eps", "weight_decay", "momentum", *others):
-        if name in group and not (name in others and group[name] is None):
+    for name in not_negative:
+        if name in group and (name in NOT_NEGATIVE or group[name] is not None):
             check_number(name, group[name])
             value = float(group[name])
             if not 0 <= value < math.inf:

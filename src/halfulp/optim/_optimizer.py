@@ -12,6 +12,7 @@ from ..kernels import keeping_subnormals
 from ..subclass.models import _gathered_states as _whole_states
 from ..subclass.models._averaged_models import warn_of_living_averages
 from ._group_options import (
+    NOT_NEGATIVE,
     SWITCHES,
     Parameters,
     check_betas,
@@ -56,6 +57,7 @@ from .states._state import StateChoice
 from .states._storage import STORES, Store
 from .step._batch import Batch
 from .step._memory import check_memory, check_parameter, gradient_memory, gradient_store
+from .step._preparation import prepare_batch
 from .step._reductions import finish_constants, reduce_batches
 from .step._roster import Roster, Setting
 from .step._run import compile_kernels, run_step
@@ -92,8 +94,8 @@ class Optimizer(CheckpointMixin):
 
     # The option that makes parameters narrow.
     narrowed_by = "param_dtype=torch.bfloat16"
-    # The names of further options that are finite numbers and not negative.
-    _not_negative: ClassVar[tuple[str, ...]] = ()
+    # The names of options that are finite numbers and not negative; those not among these may be None.
+    _not_negative: ClassVar[tuple[str, ...]] = NOT_NEGATIVE
     # As copies are: all groups are there, and no step was made.
     _is_built, _stepped = True, 0
 
@@ -294,7 +296,7 @@ class Optimizer(CheckpointMixin):
         warn_of_shared_keys(self, batches)
         for batch in batches:
             compile_kernels(batch)
-        self._reduce(batches)
+        self._look_ahead(batches)
         for batch in batches:
             run_step(batch)
             batch.finish()
@@ -306,8 +308,10 @@ class Optimizer(CheckpointMixin):
         for plan in waiting:
             follow_version(plan)
 
-    def _reduce(self, batches: list[Batch]) -> None:
-        """Find the sums that rules need before their updates, and the constants that follow from them."""
+    def _look_ahead(self, batches: list[Batch]) -> None:
+        """Find what rules need before their updates: sums, prepared tensors, and the constants that follow."""
+        for batch in batches:
+            prepare_batch(batch)
         if any(batch.spec.rule.late_values is not None for batch in batches):
             finish_constants(batches, reduce_batches(batches))
 

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from ..formats import Format
-from ._group_options import Parameters, split_arguments
+from ._group_options import NOT_NEGATIVE, Parameters, split_arguments
 from ._optimizer import Optimizer
 from .rules._adan import ADAN
 from .rules._ademamix import ADEMAMIX
@@ -124,7 +124,7 @@ class AdEMAMix(Optimizer):
     True
     """
 
-    _not_negative = ("alpha", "beta3_warmup", "alpha_warmup")
+    _not_negative = (*NOT_NEGATIVE, "alpha", "beta3_warmup", "alpha_warmup")
 
     def __init__(
         self,

@@ -5,13 +5,13 @@ from __future__ import annotations
 from typing import TypeVar
 
 from .._names import enter, words_of
-from ._algorithms import SGD, Adagrad, Adam, AdamW, NAdam, RAdam, RMSprop
+from ._algorithms import SGD, Adafactor, Adagrad, Adam, AdamW, Muon, NAdam, RAdam, RMSprop
 from ._optimizer import Optimizer
 from ._published_algorithms import LAMB, Adan, AdEMAMix, Lion
 
 OptimizerClass = TypeVar("OptimizerClass", bound=type[Optimizer])
 
-_KINDS = (SGD, Adam, AdamW, Lion, Adagrad, RMSprop, NAdam, RAdam, Adan, AdEMAMix, LAMB)
+_KINDS = (SGD, Adam, AdamW, Lion, Adagrad, RMSprop, NAdam, RAdam, Adafactor, Muon, Adan, AdEMAMix, LAMB)
 OPTIMIZERS: dict[str, type[Optimizer]] = {kind.__name__: kind for kind in _KINDS}
 
 

@@ -38,9 +38,10 @@ def test_a_rule_is_plus_minus_times_and_four_calls_on_names(function):
 @pytest.mark.parametrize("rule", ALL, ids=lambda rule: rule.name)
 def test_a_rule_takes_its_states_and_constants_by_name(rule):
     arguments = list(inspect.signature(rule.update).parameters)
-    assert arguments[:2] == ["w", "g"]
-    assert len(arguments) == 2 + len(rule.states) + len(rule.constants)
-    assert arguments[2 + len(rule.states) :] == list(rule.constants)
+    first = ["w", "g"] if rule.prepare is None else ["w", "g", "prepared"]
+    assert arguments[: len(first)] == first
+    assert len(arguments) == len(first) + len(rule.states) + len(rule.constants)
+    assert arguments[len(first) + len(rule.states) :] == list(rule.constants)
     assert set(rule.homogeneous or ()) <= set(rule.constants)
     for reduction in rule.reductions:
         taken = list(inspect.signature(reduction.of).parameters)
@@ -186,13 +187,24 @@ def _lamb(w, grads, o):
     return w
 
 
+def _adafactor(w, grads, o):
+    v = torch.zeros_like(w)
+    for t, g in enumerate(grads, 1):
+        g = -g if o.get("maximize") else g
+        rate = max(1e-3, w.square().mean().sqrt()) * min(o["lr"], t**-0.5)
+        v = v + t**-0.8 * (g * g - v)
+        step = g / v.clamp(min=2.0**-46).sqrt()
+        w = (1 - o["lr"] * o.get("weight_decay", 0)) * w - rate / max(1, step.square().mean().sqrt()) * step
+    return w
+
+
 ORACLES = {
     **{"SGD": _sgd, "Lion": _lion, "Yogi": _yogi, "Adan": _adan, "Adagrad": _adagrad, "RMSprop": _rmsprop},
-    **{"NAdam": _nadam, "RAdam": _radam, "AdEMAMix": _ademamix, "LAMB": _lamb},
+    **{"NAdam": _nadam, "RAdam": _radam, "AdEMAMix": _ademamix, "LAMB": _lamb, "Adafactor": _adafactor},
 }
 ADAMS = ("Adam", "AdamW")
 # Powers of ten whose squares, times what a step takes of them, float32 holds.
-LARGEST = {"adagrad": 18.5, "rmsprop": 19, "rmsprop-centered": 19}
+LARGEST = {"adagrad": 18.5, "rmsprop": 19, "rmsprop-centered": 19, "adafactor": 18.5}
 
 
 @pytest.mark.parametrize("rule", WITH_ORACLE)

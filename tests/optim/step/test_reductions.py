@@ -167,5 +167,9 @@ def test_shards_step_as_the_whole(in_two_processes):
 for update in ("split8", "kahan"):
     check(lambda held: hu.optim.LAMB(held, lr=0.1, param_dtype=torch.bfloat16, weight_update=update))
 check(lambda held: hu.optim.LAMB(held, lr=0.1, weight_decay=0.1))
+matrices = [(5, 6), (1, 3), (7, 2), (4, 4)]
+for make in (hu.optim.Adafactor, hu.optim.Muon):
+    check(lambda held: make(held, lr=0.1, param_dtype=torch.bfloat16), matrices)
+check(lambda held: hu.optim.Adafactor(held, lr=0.1, weight_decay=0.1))
 """
     in_two_processes(ON_TWO.replace("{CHECKS}", checks))

@@ -50,7 +50,17 @@ def step_spec_of(
     update.check(store)
     refuse_feedback(rule, update)
     codecs = codecs_for(rule, update, group, parameter, store, name)
-    return StepSpec(rule, update, store, gradient or store, codecs, scaled=scaled, in_parameter=own is not None)
+    factors = tuple(rule.factors(tuple(parameter.shape))) if rule.factors is not None else ()
+    return StepSpec(
+        rule,
+        update,
+        store,
+        gradient or store,
+        codecs,
+        scaled=scaled,
+        factor_names=factors,
+        in_parameter=own is not None,
+    )
 
 
 def _weight_update(group: Mapping, store: Store, scaled: bool) -> WeightUpdate:

@@ -132,6 +132,11 @@ class UpdateRule:
         decays: the weight enters u by its decay alone. One that is infinite or NaN then has none and stays as it is,
             where inf - wd inf, or 0 inf without decay, would be NaN.
         betas: how many numbers the option `betas` holds; None where there is none, or any count will do.
+        prepare: (tensors of one parameter, group options, step) -> a float32 tensor of its shape, and the last of the
+            constants: torch operations on whole tensors before the update, which takes the tensor behind the gradient,
+            `update(w, g, prepared, *states, *constants)`; None for a rule that needs none. Of a DTensor every rank
+            computes the whole, so that shards have the bits that it has.
+        factors: (shape) -> names and shapes of float32 tensors that `prepare` reads and writes, begun with zeros.
         reductions: sums that are needed before the update; at most two.
         late_values: (group options, step, the sums in order) -> the last of the constants.
         follows_from_step: what torch.optim keeps beside the states and `values` finds from the step.
@@ -147,6 +152,8 @@ class UpdateRule:
     assigns: bool = False
     decays: bool = True
     betas: int | None = None
+    prepare: Callable[[Any, Mapping[str, Any], int], tuple[Any, tuple[float, ...]]] | None = None
+    factors: Callable[[tuple[int, ...]], Mapping[str, tuple[int, ...]]] | None = None
     reductions: tuple[Reduction, ...] = ()
     late_values: Callable[[Mapping[str, Any], int, tuple[float, ...]], tuple[float, ...]] | None = None
     follows_from_step: tuple[str, ...] = ()
@@ -168,3 +175,8 @@ class UpdateRule:
                     f"rule {self.name!r} has the state {state.name!r}, the maximum of {state.maximum_of!r}: give the "
                     f"name of another of its states, which are {', '.join(map(repr, kept))}"
                 )
+
+    @property
+    def is_late(self) -> bool:
+        """Whether some of its constants are known only after a look at the tensors."""
+        return self.late_values is not None or self.prepare is not None

@@ -35,6 +35,7 @@ class Batch:
         constants: the rule's; equal ones of one group are one object.
         ages: the groups, and the numbers of the step that the rule counts, where it needs them again: its sums give
             the last constants.
+        prepared: by row, what the rule's `prepare` gives, if it has one.
         copies: by row, copies without gaps of a parameter's own tensors, where these have some; the step writes to
             the copies, and `finish` copies the values back.
         recorded: the payload versions of those whose writes are tracked.
@@ -51,6 +52,7 @@ class Batch:
     steps: list[int]
     constants: list[tuple[float, ...]]
     ages: list[tuple[Mapping[str, Any], int]] = field(default_factory=list)
+    prepared: list[torch.Tensor] = field(default_factory=list)
     copies: dict[int, Copies] = field(default_factory=dict)
     recorded: list[PayloadVersion] = field(default_factory=list)
     engine: str = ""
@@ -78,6 +80,10 @@ class Batch:
         """Return the tensors that a parameter's step reads and writes: its own without gaps, then auxiliary ones."""
         plan = self.plans[row]
         return [*self.copies[row], *plan.auxiliary_tensors] if row in self.copies else plan.parts
+
+    def states(self, row: int) -> list[list[torch.Tensor]]:
+        """Return the tensors of a parameter's states, and what is prepared for its step behind them."""
+        return [*self.plans[row].states, *([one] for one in self.prepared[row : row + 1])]
 
     def drop_stale(self) -> None:
         """Reset the auxiliary tensors of parameters that were written from outside."""

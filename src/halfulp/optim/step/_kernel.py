@@ -18,6 +18,7 @@ from ..parameters._payload_digests import payload_digest
 from ..states._int8_device_functions import GROW, HUGE, HUGE_SQUARED, SHRINK
 from ..states._scaled import Scaled, finite_word
 from ..states._state import Int8Blocks
+from ..states._storage import F32
 from ._spec import SUM_SCALES, Draw, StepSpec, draws_of, pointer_count, state_pointers
 
 GRADIENT = 4
@@ -168,7 +169,9 @@ class _Step:
     def operands(self, w: Any, g: Any, values: Sequence[Any]) -> list[Any]:
         """What a function of the rule takes before its constants."""
         finite = select(w - w == ZERO, w, ZERO) if self.spec.rule.decays else w
-        return [finite, self.times(g, self.shrink), *values]
+        if self.spec.rule.prepare is None:
+            return [finite, self.times(g, self.shrink), *values]
+        return [finite, self.times(g, self.shrink), F32.real(F32.load(self.arrays[-1], self.i)), *values]
 
     def reduce(self, w: Any, g: Any, values: Sequence[Any]) -> None:
         """Add up the values of the rule's sums, or find the largest.

@@ -143,7 +143,7 @@ class Roster:
                     ages = [step - entry.get(BEGUN, 0) for step, entry in zip(own, entries)]
                 made = {age: tuple(rule.values(groups[number], age)) for age in {*ages}}
                 constants += [*made.values()] * len(ages) if len(made) == 1 else [made[age] for age in ages]
-                if rule.late_values is not None:
+                if rule.is_late:
                     counted += [(groups[number], age) for age in ages]
                 metered |= {bool(interval) and step % interval == 0 for step in {*own}}
             if len(metered) > 1:

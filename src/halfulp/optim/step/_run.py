@@ -100,8 +100,8 @@ def reduce(spec: StepSpec, batch: Batch, constants: list[tuple[float, ...]]) -> 
     if batch.engine != "llvm":
         return np.array(
             [
-                reference_amax(spec, batch.parts(row), batch.gradients[row], plan.states, constants[row])
-                for row, plan in enumerate(batch.plans)
+                reference_amax(spec, batch.parts(row), batch.gradients[row], batch.states(row), constants[row])
+                for row in range(len(batch.plans))
             ]
         ).reshape(-1, columns)
     held, batch.constants = batch.constants, constants
@@ -116,8 +116,8 @@ def _find_amax(spec: StepSpec, batch: Batch) -> list[list[float]]:
     count = 1 + len(spec.scaled_states)
     if batch.engine != "llvm":
         return [
-            reference_amax(spec, batch.parts(row), batch.gradients[row], plan.states, batch.constants[row])
-            for row, plan in enumerate(batch.plans)
+            reference_amax(spec, batch.parts(row), batch.gradients[row], batch.states(row), batch.constants[row])
+            for row in range(len(batch.plans))
         ]
     meter = _run_compiled(spec, batch)
     found = np.zeros((len(batch.plans), METER_COLUMNS))
@@ -142,7 +142,7 @@ def _write(batch: Batch) -> None:
             spec,
             batch.parts(row),
             batch.gradients[row],
-            plan.states,
+            batch.states(row),
             batch.constants[row],
             keys[row],
             plan.index_map,
@@ -242,6 +242,8 @@ def _point_at_gradients(batch: Batch) -> None:
         for row in np.flatnonzero(pointers[:, GRADIENT] == 0).tolist():
             gradients[row] = plain_gradient(gradients[row], batch.plans[row].name)
             pointers[row, GRADIENT] = address(gradients[row])
+    for row, one in enumerate(batch.prepared):
+        pointers[row, -1] = address(one)
     for row, copies in batch.copies.items():
         for column, copy in enumerate(copies):
             pointers[row, column] = address(copy)
@@ -323,6 +325,8 @@ def _trial(spec: StepSpec, run: Callable | None = None, device: torch.device | s
     ]
     for k in spec.scaled_states:
         states[k][1].fill_(0.0625)
+    if spec.rule.prepare is not None:
+        states.append([(ramp * ramp).to(device)])
     constants = tuple(0.3 + 0.05 * position for position in range(len(spec.rule.constants)))
     keys = mix64_all(1, 2, 3, np.arange(draws_of(spec)[2], dtype=np.uint64)[None])
     pointers = [*map(address, parts), *[0] * (4 - len(parts)), address(gradient)]

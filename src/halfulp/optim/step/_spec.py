@@ -38,6 +38,7 @@ class StepSpec:
         finds_amax: nothing is written; the largest finite magnitudes that a step would store are found.
         reduces: nothing is written; of the values that the rule adds up, the "largest" finite magnitudes or the "sums"
             are found.
+        factor_names: of the tensors that the rule prepares a step with, beside the states.
         in_parameter: the auxiliary tensors are components of the parameter itself; the kernel is the same.
     """
 
@@ -50,6 +51,7 @@ class StepSpec:
     scaled: bool = False
     finds_amax: bool = False
     reduces: str = ""
+    factor_names: tuple[str, ...] = ()
     in_parameter: bool = False
 
     def __hash__(self) -> int:
@@ -139,8 +141,8 @@ class StepSpec:
 
     @functools.cached_property
     def tensors(self) -> tuple[str, ...]:
-        """The names of all tensors that a parameter's state holds: auxiliary tensors, then states."""
-        return tuple(itertools.chain(self.auxiliary_names, *self.state_tensors))
+        """The names of all tensors that a parameter's state holds: auxiliary tensors, then states, then factors."""
+        return tuple(itertools.chain(self.auxiliary_names, *self.state_tensors, self.factor_names))
 
     @property
     def name(self) -> str:
@@ -186,8 +188,8 @@ def draws_of(spec: StepSpec) -> tuple[tuple[Draw, ...], tuple[Draw, ...], int]:
 
 
 def pointer_count(spec: StepSpec) -> int:
-    """Columns of the pointer table: parameter, three auxiliary tensors, gradient, then the tensors of the states."""
-    return POINTERS_BEFORE_STATES + sum(codec.columns for codec in spec.codecs)
+    """Columns of the pointer table: parameter, three auxiliary tensors, gradient, states' tensors, what is prepared."""
+    return POINTERS_BEFORE_STATES + sum(codec.columns for codec in spec.codecs) + (spec.rule.prepare is not None)
 
 
 def state_pointers(spec: StepSpec) -> list[int]:
