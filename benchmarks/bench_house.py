@@ -26,7 +26,7 @@ EXAMPLES = ROOT / "examples" / "extending"
 # What each example registers, as the laws' cases are named; the spirals are trained by AdaBelief.
 ENTRIES = {
     "adabelief": ("AdaBelief", "adabelief"),
-    "adan": ("Adan", "adan"),
+    "adopt": ("ADOPT", "adopt"),
     "coarse_policy": ("coarse", "e5m2-coarse"),
     "format_e4m3b11fnuz": ("e4m3b11fnuz",),
     "half_away_rounding": ("half_away",),
@@ -35,7 +35,7 @@ ENTRIES = {
     "yogi": ("Yogi", "yogi"),
 }
 # Those that tests/laws does not import by itself.
-LOADED = ("adabelief", "coarse_policy", "format_e4m3b11fnuz", "half_away_rounding", "spiral_task")
+LOADED = ("adabelief", "adopt", "coarse_policy", "format_e4m3b11fnuz", "half_away_rounding", "spiral_task")
 
 
 def layers(tree: Path) -> list[set[str]]:

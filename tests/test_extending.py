@@ -92,26 +92,23 @@ USES = {
         else:
             raise AssertionError("a negative second moment was taken")
     """,
-    "adan.py": """
+    "adopt.py": """
         def equation(w, gradients):
-            m = d = n = torch.zeros(64).double()
-            before = gradients[0]
-            for t, g in enumerate(gradients, 1):
-                m = 0.98 * m + 0.02 * g
-                d = 0.92 * d + 0.08 * (g - before)
-                n = 0.99 * n + 0.01 * (g + 0.92 * (g - before)) ** 2
-                step = (m / (1 - 0.98**t) + 0.92 * d / (1 - 0.92**t)) / ((n / (1 - 0.99**t)).sqrt() + 1e-8)
-                w, before = (w - 0.01 * step) / (1 + 0.01 * 0.1), g
+            m, v = torch.zeros(64).double(), gradients[0] ** 2
+            yield w
+            for t, g in enumerate(gradients[1:], 1):
+                m = 0.9 * m + 0.1 * (g / v.sqrt().clamp(min=1e-6)).clamp(-(t**0.25), t**0.25)
+                v = 0.9999 * v + 0.0001 * g * g
+                w = w - 0.01 * (m + 0.1 * w)
                 yield w
 
-        options = {"betas": (0.98, 0.92, 0.99), "weight_decay": 0.1}
-        check_optimizer(extension.Adan, equation, second_moment="exp_avg_sq", **options)
+        check_optimizer(extension.ADOPT, equation, second_moment="exp_avg_sq", weight_decay=0.1)
         try:
-            extension.Adan([torch.nn.Parameter(torch.ones(2))], betas=(0.9, 0.99))
+            extension.ADOPT([torch.nn.Parameter(torch.ones(2))], betas=(0.9, 0.99, 0.999))
         except ValueError as error:
-            assert "give three numbers" in str(error)
+            assert "give two numbers" in str(error)
         else:
-            raise AssertionError("two betas of three were taken")
+            raise AssertionError("a third beta was taken")
     """,
     "coarse_policy.py": """
         torch.manual_seed(0)

@@ -34,6 +34,7 @@ FACE = {
         *("UnderflowBound", "ElementWise", "AbsRange"),
     },
     "halfulp.optim": {
+        *("Adagrad", "RMSprop", "NAdam", "RAdam", "Adan", "AdEMAMix", "LAMB", "Adafactor", "Muon", "Reduction"),
         *("Adam", "AdamW", "Lion", "SGD", "Optimizer", "EMA", "wrap", "float32_gradients"),
         *("WeightUpdate", "Components", "Feedback", "Kahan", "KahanStochastic", "Master", "Split"),
         *("State", "LostUpdateReport", "UpdateRule", "StateSlot", "report"),

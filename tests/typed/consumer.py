@@ -152,6 +152,15 @@ def optimizers() -> None:
         hu.optim.Adam(model.named_parameters(), state_dtype=hu.optim.State("8bit", block=64)),
         hu.optim.SGD([{"params": list(model.parameters()), "lr": 0.1}], lr=torch.tensor(0.1), momentum=0.9),
         hu.optim.Lion(model.parameters(), betas=(0.9, 0.99), seed=3),
+        hu.optim.Adagrad(model.parameters(), lr_decay=0.1, initial_accumulator_value=0.1),
+        hu.optim.RMSprop(model.parameters(), momentum=0.9, centered=True, weight_update="kahan"),
+        hu.optim.NAdam(model.parameters(), momentum_decay=1e-3, decoupled_weight_decay=True),
+        hu.optim.RAdam(model.parameters(), weight_decay=0.1, param_dtype=torch.bfloat16),
+        hu.optim.Adan(model.parameters(), betas=(0.98, 0.92, 0.99), no_prox=True),
+        hu.optim.LAMB(model.parameters(), always_adapt=True, trust_clip=True),
+        hu.optim.Adafactor(model.parameters(), eps=(None, 1e-3), d=2.0),
+        hu.optim.Muon([{"params": [model.weight]}, {"params": [model.bias], "use_muon": False}], lr=0.02),
+        hu.optim.AdEMAMix(model.parameters(), alpha=5.0, alpha_warmup=1000, beta3_warmup=1000),
     ]
     kept: torch.optim.Optimizer = base[0]
     assert_type(kept.state_dict(), dict[str, Any])

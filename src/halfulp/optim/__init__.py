@@ -1,12 +1,15 @@
 """Optimizers that keep parameters and states in 16 and fewer bits: update rules x weight updates."""
 
 from .. import _needs_torch as _needs_torch
-from ._algorithms import OPTIMIZERS as OPTIMIZERS
 from ._algorithms import SGD as SGD
+from ._algorithms import Adafactor as Adafactor
+from ._algorithms import Adagrad as Adagrad
 from ._algorithms import Adam as Adam
 from ._algorithms import AdamW as AdamW
-from ._algorithms import Lion as Lion
-from ._algorithms import register_optimizer as register_optimizer
+from ._algorithms import Muon as Muon
+from ._algorithms import NAdam as NAdam
+from ._algorithms import RAdam as RAdam
+from ._algorithms import RMSprop as RMSprop
 from ._ema import EMA as EMA
 from ._float32_gradients import float32_gradients as float32_gradients
 from ._gradient_release import GradientRelease as GradientRelease
@@ -14,6 +17,13 @@ from ._gradient_release import release_gradients as release_gradients
 from ._inner_optimizer import report as report
 from ._lost_updates import LostUpdateReport as LostUpdateReport
 from ._optimizer import Optimizer as Optimizer
+from ._published_algorithms import LAMB as LAMB
+from ._published_algorithms import Adan as Adan
+from ._published_algorithms import AdEMAMix as AdEMAMix
+from ._published_algorithms import Lion as Lion
+from ._registry import OPTIMIZERS as OPTIMIZERS
+from ._registry import register_optimizer as register_optimizer
+from .rules._update_rule import Reduction as Reduction
 from .rules._update_rule import StateSlot as StateSlot
 from .rules._update_rule import UpdateRule as UpdateRule
 from .states._state import State as State

@@ -1,24 +1,29 @@
-"""SGD, Adam and AdamW with the signatures of torch.optim's, and Lion; beside them the options of Optimizer."""
+"""Optimizers with the signatures of torch.optim's, and beside them the options of Optimizer."""
 
 from __future__ import annotations
 
-from typing import Any, TypeVar
+import math
+from typing import Any
 
 import torch
 
-from .._names import enter, words_of
 from ..formats import Format
-from ._group_options import Parameters, check_torch_switches
+from ._group_options import NOT_NEGATIVE, Parameters, check_number, split_arguments
 from ._optimizer import Optimizer
+from .rules._adafactor import ADAFACTOR
+from .rules._adagrad import ADAGRAD
 from .rules._adam import ADAM, ADAM_AMSGRAD, ADAMW, ADAMW_AMSGRAD
-from .rules._lion import LION
+from .rules._muon import MUON
+from .rules._nadam import NADAM, NADAMW
+from .rules._radam import RADAM, RADAMW
+from .rules._rmsprop import RMSPROP, RMSPROP_CENTERED, RMSPROP_CENTERED_MOMENTUM, RMSPROP_MOMENTUM
 from .rules._sgd import SGD as PLAIN
 from .rules._sgd import SGD_MOMENTUM, SGD_NESTEROV
 from .rules._update_rule import UpdateRule
 from .states._state import StateChoice
+from .states._storage import Store
+from .step._spec import StepSpec
 from .weight_updates._weight_update import WeightUpdate
-
-OptimizerClass = TypeVar("OptimizerClass", bound=type[Optimizer])
 
 
 class SGD(Optimizer):
@@ -64,25 +69,8 @@ class SGD(Optimizer):
         seed: int = 0,
         report_interval: int = 50,
     ) -> None:
-        check_torch_switches("SGD", foreach=foreach, differentiable=differentiable, fused=fused)
-        defaults = {
-            "lr": lr,
-            "momentum": momentum,
-            "dampening": dampening,
-            "weight_decay": weight_decay,
-            "nesterov": nesterov,
-            "maximize": maximize,
-        }
-        super().__init__(
-            params,
-            defaults,
-            weight_update=weight_update,
-            param_dtype=param_dtype,
-            state_dtype=state_dtype,
-            format=format,
-            seed=seed,
-            report_interval=report_interval,
-        )
+        defaults, own = split_arguments(locals())
+        super().__init__(params, defaults, **own)
 
     def _check_numbers(self, group: dict[str, Any]) -> None:
         super()._check_numbers(group)
@@ -131,27 +119,8 @@ class Adam(Optimizer):
         seed: int = 0,
         report_interval: int = 50,
     ) -> None:
-        name = type(self).__name__
-        check_torch_switches(name, foreach=foreach, capturable=capturable, differentiable=differentiable, fused=fused)
-        defaults = {
-            "lr": lr,
-            "betas": betas,
-            "eps": eps,
-            "weight_decay": weight_decay,
-            "amsgrad": amsgrad,
-            "maximize": maximize,
-            "decoupled_weight_decay": decoupled_weight_decay,
-        }
-        super().__init__(
-            params,
-            defaults,
-            weight_update=weight_update,
-            param_dtype=param_dtype,
-            state_dtype=state_dtype,
-            format=format,
-            seed=seed,
-            report_interval=report_interval,
-        )
+        defaults, own = split_arguments(locals())
+        super().__init__(params, defaults, **own)
 
     def rule(self, group: dict[str, Any]) -> UpdateRule:
         """Return Adam, with AMSGrad or without, decay coupled or decoupled."""
@@ -199,51 +168,261 @@ class AdamW(Adam):
         seed: int = 0,
         report_interval: int = 50,
     ) -> None:
-        super().__init__(
-            params,
-            lr,
-            betas,
-            eps,
-            weight_decay,
-            amsgrad,
-            maximize=maximize,
-            foreach=foreach,
-            capturable=capturable,
-            differentiable=differentiable,
-            fused=fused,
-            decoupled_weight_decay=True,
-            weight_update=weight_update,
-            param_dtype=param_dtype,
-            state_dtype=state_dtype,
-            format=format,
-            seed=seed,
-            report_interval=report_interval,
-        )
+        defaults, own = split_arguments(locals())
+        super().__init__(params, **defaults, decoupled_weight_decay=True, **own)
 
     def rule(self, group: dict[str, Any]) -> UpdateRule:
         """Return AdamW, with AMSGrad or without, whatever a loaded group says of the decay."""
         return ADAMW_AMSGRAD if group["amsgrad"] else ADAMW
 
 
-class Lion(Optimizer):
-    """Lion: w - lr (sign(b1 m + (1-b1) g) + wd w), m to b2 m + (1-b2) g (arXiv 2302.06675).
+class Adagrad(Optimizer):
+    """Adagrad: s + g^2 -> s, w - lr/(1 + (t-1) lr_decay) g / (sqrt(s) + eps), as torch.optim.Adagrad.
 
     Args:
         params: parameters, named parameters or groups.
-        lr, betas, weight_decay, maximize: step size, the two decay rates, decoupled decay, ascent.
+        lr, lr_decay, weight_decay, initial_accumulator_value, eps, maximize: as torch.optim.Adagrad.
+        foreach, differentiable, fused: accepted unless they ask for another implementation.
         weight_update, param_dtype, state_dtype, format, seed, report_interval: see Optimizer.
 
     Raises:
         ValueError: a hyper-parameter out of range, or options that do not go together.
+
+    >>> import torch, halfulp as hu
+    >>> w = torch.nn.Parameter(torch.ones(2, dtype=torch.bfloat16))
+    >>> opt = hu.optim.Adagrad([w], lr=0.1)
+    >>> w.grad = torch.ones_like(w)
+    >>> opt.step()
+    >>> bool((w < 1).all())
+    True
+    """
+
+    _not_negative = (*NOT_NEGATIVE, "lr_decay")
+
+    def __init__(
+        self,
+        params: Parameters,
+        lr: float | torch.Tensor = 1e-2,
+        lr_decay: float = 0,
+        weight_decay: float = 0,
+        initial_accumulator_value: float = 0,
+        eps: float = 1e-10,
+        foreach: bool | None = None,
+        *,
+        maximize: bool = False,
+        differentiable: bool = False,
+        fused: bool | None = None,
+        weight_update: WeightUpdate | str | None = None,
+        param_dtype: torch.dtype | None = None,
+        state_dtype: StateChoice = None,
+        format: Format | str | None = None,
+        seed: int = 0,
+        report_interval: int = 50,
+    ) -> None:
+        defaults, own = split_arguments(locals())
+        super().__init__(params, defaults, **own)
+
+    def rule(self, group: dict[str, Any]) -> UpdateRule:
+        """Return Adagrad."""
+        return ADAGRAD
+
+
+class RMSprop(Optimizer):
+    """RMSprop: v the mean of g^2, w - lr g / (sqrt(v) + eps), centered or with momentum, as torch.optim.RMSprop.
+
+    Args:
+        params: parameters, named parameters or groups.
+        lr, alpha, eps, weight_decay, momentum, centered, maximize: as torch.optim.RMSprop. A centered one keeps both
+            means in float32 unless told otherwise, and takes a variance that rounding makes negative as 0.
+        capturable, foreach, differentiable: accepted unless they ask for another implementation.
+        weight_update, param_dtype, state_dtype, format, seed, report_interval: see Optimizer.
+
+    Raises:
+        ValueError: a hyper-parameter out of range, or options that do not go together.
+
+    >>> import torch, halfulp as hu
+    >>> w = torch.nn.Parameter(torch.ones(2, dtype=torch.bfloat16))
+    >>> opt = hu.optim.RMSprop([w], momentum=0.9)
+    >>> w.grad = torch.ones_like(w)
+    >>> opt.step()
+    >>> bool((w < 1).all())
+    True
+    """
+
+    _not_negative = (*NOT_NEGATIVE, "alpha")
+
+    def __init__(
+        self,
+        params: Parameters,
+        lr: float | torch.Tensor = 1e-2,
+        alpha: float = 0.99,
+        eps: float = 1e-8,
+        weight_decay: float = 0,
+        momentum: float = 0,
+        centered: bool = False,
+        capturable: bool = False,
+        foreach: bool | None = None,
+        maximize: bool = False,
+        differentiable: bool = False,
+        *,
+        weight_update: WeightUpdate | str | None = None,
+        param_dtype: torch.dtype | None = None,
+        state_dtype: StateChoice = None,
+        format: Format | str | None = None,
+        seed: int = 0,
+        report_interval: int = 50,
+    ) -> None:
+        defaults, own = split_arguments(locals())
+        super().__init__(params, defaults, **own)
+
+    def rule(self, group: dict[str, Any]) -> UpdateRule:
+        """Return RMSprop, centered or not, with momentum or without."""
+        if group["centered"]:
+            return RMSPROP_CENTERED_MOMENTUM if group["momentum"] else RMSPROP_CENTERED
+        return RMSPROP_MOMENTUM if group["momentum"] else RMSPROP
+
+
+class NAdam(Optimizer):
+    """NAdam: Adam with Nesterov's momentum (Dozat, 2016), as torch.optim.NAdam.
+
+    The product of momenta is that of these betas from the first step on, also where a scheduler has changed them.
+
+    Args:
+        params: parameters, named parameters or groups.
+        lr, betas, eps, weight_decay, momentum_decay, decoupled_weight_decay, maximize: as torch.optim.NAdam.
+        foreach, capturable, differentiable: accepted unless they ask for another implementation.
+        weight_update, param_dtype, state_dtype, format, seed, report_interval: see Optimizer.
+
+    Raises:
+        ValueError: a hyper-parameter out of range, or options that do not go together.
+
+    >>> import torch, halfulp as hu
+    >>> w = torch.nn.Parameter(torch.ones(2, dtype=torch.bfloat16))
+    >>> opt = hu.optim.NAdam([w], weight_update="kahan")
+    >>> w.grad = torch.ones_like(w)
+    >>> opt.step()
+    >>> bool((w < 1).all())
+    True
+    """
+
+    _not_negative = (*NOT_NEGATIVE, "momentum_decay")
+
+    def __init__(
+        self,
+        params: Parameters,
+        lr: float | torch.Tensor = 2e-3,
+        betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-8,
+        weight_decay: float = 0,
+        momentum_decay: float = 4e-3,
+        decoupled_weight_decay: bool = False,
+        *,
+        foreach: bool | None = None,
+        maximize: bool = False,
+        capturable: bool = False,
+        differentiable: bool = False,
+        weight_update: WeightUpdate | str | None = None,
+        param_dtype: torch.dtype | None = None,
+        state_dtype: StateChoice = None,
+        format: Format | str | None = None,
+        seed: int = 0,
+        report_interval: int = 50,
+    ) -> None:
+        defaults, own = split_arguments(locals())
+        super().__init__(params, defaults, **own)
+
+    def rule(self, group: dict[str, Any]) -> UpdateRule:
+        """Return NAdam, decay coupled or decoupled."""
+        return NADAMW if group["decoupled_weight_decay"] else NADAM
+
+
+class RAdam(Optimizer):
+    """RAdam: Adam whose step grows with what is known of the second moment (arXiv 1908.03265), as torch.optim.RAdam.
+
+    Args:
+        params: parameters, named parameters or groups.
+        lr, betas, eps, weight_decay, decoupled_weight_decay, maximize: as torch.optim.RAdam.
+        foreach, capturable, differentiable: accepted unless they ask for another implementation.
+        weight_update, param_dtype, state_dtype, format, seed, report_interval: see Optimizer.
+
+    Raises:
+        ValueError: a hyper-parameter out of range, or options that do not go together.
+
+    >>> import torch, halfulp as hu
+    >>> w = torch.nn.Parameter(torch.ones(2, dtype=torch.bfloat16))
+    >>> opt = hu.optim.RAdam([w], weight_update="kahan")
+    >>> w.grad = torch.ones_like(w)
+    >>> opt.step()
+    >>> bool((w < 1).all())
+    True
     """
 
     def __init__(
         self,
         params: Parameters,
-        lr: float | torch.Tensor = 1e-4,
-        betas: tuple[float, float] = (0.9, 0.99),
+        lr: float | torch.Tensor = 1e-3,
+        betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-8,
         weight_decay: float = 0,
+        decoupled_weight_decay: bool = False,
         *,
+        foreach: bool | None = None,
+        maximize: bool = False,
+        capturable: bool = False,
+        differentiable: bool = False,
+        weight_update: WeightUpdate | str | None = None,
+        param_dtype: torch.dtype | None = None,
+        state_dtype: StateChoice = None,
+        format: Format | str | None = None,
+        seed: int = 0,
+        report_interval: int = 50,
+    ) -> None:
+        defaults, own = split_arguments(locals())
+        super().__init__(params, defaults, **own)
+
+    def rule(self, group: dict[str, Any]) -> UpdateRule:
+        """Return RAdam, decay coupled or decoupled."""
+        return RADAMW if group["decoupled_weight_decay"] else RADAM
+
+
+class Adafactor(Optimizer):
+    """Adafactor: the second moment of a matrix in its rows' and columns' means (arXiv 1804.04235), as torch.optim's.
+
+    u = g / sqrt(r c / mean(r)) -> w - lr wd w - max(eps2, rms(w)) min(lr, 1/sqrt(t)) u / max(1, rms(u)/d), with r and c
+    the means of g^2 over columns and rows; of a vector its own mean of g^2. They are float32 tensors whatever
+    `state_dtype` says. The products and sums are torch's, over whole float32 tensors: 8 bytes per parameter of the
+    largest tensor while a step runs, and 4 per parameter. `eps[0]`, if None, is float32's also of narrow parameters.
+
+    Args:
+        params: parameters, named parameters or groups.
+        lr, beta2_decay, eps, d, weight_decay, maximize: as torch.optim.Adafactor.
+        foreach: accepted unless it asks for another implementation.
+        weight_update, param_dtype, state_dtype, format, seed, report_interval: see Optimizer.
+
+    Raises:
+        ValueError: a hyper-parameter out of range, or options that do not go together.
+
+    >>> import torch, halfulp as hu
+    >>> w = torch.nn.Parameter(torch.ones(4, 3, dtype=torch.bfloat16))
+    >>> opt = hu.optim.Adafactor([w], lr=0.1)
+    >>> w.grad = torch.ones_like(w)
+    >>> opt.step()
+    >>> sorted(opt.state[w]), round(w[0, 0].item(), 2)
+    (['col_var', 'low_bits', 'row_var', 'step'], 0.9)
+    """
+
+    _not_negative = ("lr", "weight_decay")
+
+    def __init__(
+        self,
+        params: Parameters,
+        lr: float | torch.Tensor = 1e-2,
+        beta2_decay: float = -0.8,
+        eps: tuple[float | None, float] = (None, 1e-3),
+        d: float = 1.0,
+        weight_decay: float = 0.0,
+        *,
+        foreach: bool | None = None,
         maximize: bool = False,
         weight_update: WeightUpdate | str | None = None,
         param_dtype: torch.dtype | None = None,
@@ -252,44 +431,105 @@ class Lion(Optimizer):
         seed: int = 0,
         report_interval: int = 50,
     ) -> None:
-        defaults = {"lr": lr, "betas": betas, "weight_decay": weight_decay, "maximize": maximize}
-        super().__init__(
-            params,
-            defaults,
-            weight_update=weight_update,
-            param_dtype=param_dtype,
-            state_dtype=state_dtype,
-            format=format,
-            seed=seed,
-            report_interval=report_interval,
-        )
+        defaults, own = split_arguments(locals())
+        super().__init__(params, defaults, **own)
 
     def rule(self, group: dict[str, Any]) -> UpdateRule:
-        """Return Lion."""
-        return LION
+        """Return Adafactor."""
+        return ADAFACTOR
+
+    def _check_numbers(self, group: dict[str, Any]) -> None:
+        super()._check_numbers(group)
+        eps = group["eps"]
+        if not isinstance(eps, tuple | list) or len(eps) != 2 or not all(e is None or 0 <= e < math.inf for e in eps):
+            raise ValueError(f"eps={eps!r} is not allowed: give two numbers that are not negative, or None and one")
+        if eps[1] is None:
+            raise ValueError(f"eps={eps!r} is not allowed: the second one has no other value, give a number")
+        for name, low, high, said in (("beta2_decay", -math.inf, 0, "0 or less"), ("d", 1, math.inf, "1 or more")):
+            check_number(name, group[name])
+            if not low <= float(group[name]) <= high:
+                raise ValueError(f"{name}={group[name]!r} is not allowed: give a number that is {said}")
 
 
-OPTIMIZERS: dict[str, type[Optimizer]] = {kind.__name__: kind for kind in (SGD, Adam, AdamW, Lion)}
+class Muon(Optimizer):
+    """Muon: matrices step by their momentum made orthogonal (kellerjordan.github.io/posts/muon), as torch.optim.Muon.
 
+    b = mu b + (1-mu) g -> w - lr wd w - lr r o, with o near U V^T of mu b + (1-mu) g = U S V^T (of b without
+    `nesterov`), by Newton-Schulz steps in bfloat16, or in float32 on processors without products of bfloat16. Those
+    products are torch's: their bits are of the processor. While a step runs it holds 4 bytes more per parameter.
 
-def register_optimizer(kind: OptimizerClass) -> OptimizerClass:
-    """Make an optimizer known by its class's name, to tasks, recipes and comparisons; a decorator of the class.
+    Only matrices step so. Give what is none, and embeddings, a param group with `use_muon=False`, which AdamW steps
+    (with `betas`, `eps`, `amsgrad` and `maximize` of its own), or another optimizer.
 
-    Returns:
-        The class.
+    Args:
+        params: parameters, named parameters or groups.
+        lr, weight_decay, momentum, nesterov, ns_coefficients, eps, ns_steps, adjust_lr_fn: as torch.optim.Muon.
+        weight_update, param_dtype, state_dtype, format, seed, report_interval: see Optimizer.
 
     Raises:
-        TypeError: it is no subclass of Optimizer, or has no `rule`.
-        ValueError: another optimizer has the name, or this one has no docstring.
+        ValueError: a parameter that is no matrix, a hyper-parameter out of range.
 
-    >>> register_optimizer(torch.optim.Adagrad)
-    Traceback (most recent call last):
-    ...
-    TypeError: an optimizer is a subclass of hu.optim.Optimizer, got <class 'torch.optim.adagrad.Adagrad'>
+    >>> import torch, halfulp as hu
+    >>> model = torch.nn.Linear(8, 4).bfloat16()
+    >>> others = {"params": [model.bias], "use_muon": False, "lr": 1e-3}
+    >>> opt = hu.optim.Muon([{"params": [model.weight]}, others], lr=0.02)
+    >>> model(torch.ones(1, 8, dtype=torch.bfloat16)).sum().backward()
+    >>> opt.step()
+    >>> sorted(opt.state[model.weight]), sorted(opt.state[model.bias])
+    (['low_bits', 'momentum_buffer', 'step'], ['exp_avg', 'exp_avg_sq', 'low_bits', 'step'])
     """
-    if not (isinstance(kind, type) and issubclass(kind, Optimizer)):
-        raise TypeError(f"an optimizer is a subclass of hu.optim.Optimizer, got {kind!r}")
-    if kind.rule is Optimizer.rule:
-        raise TypeError(f"{kind.__name__} has no rule: write rule(self, group), which gives an UpdateRule")
-    enter("optimizer", OPTIMIZERS, kind.__name__, kind, words_of(kind))
-    return kind
+
+    def __init__(
+        self,
+        params: Parameters,
+        lr: float | torch.Tensor = 1e-3,
+        weight_decay: float = 0.1,
+        momentum: float = 0.95,
+        nesterov: bool = True,
+        ns_coefficients: tuple[float, float, float] = (3.4445, -4.775, 2.0315),
+        eps: float = 1e-7,
+        ns_steps: int = 5,
+        adjust_lr_fn: str | None = None,
+        *,
+        weight_update: WeightUpdate | str | None = None,
+        param_dtype: torch.dtype | None = None,
+        state_dtype: StateChoice = None,
+        format: Format | str | None = None,
+        seed: int = 0,
+        report_interval: int = 50,
+    ) -> None:
+        defaults, own = split_arguments(locals())
+        super().__init__(params, defaults, **own)
+
+    def rule(self, group: dict[str, Any]) -> UpdateRule:
+        """Return Muon, or of a group with `use_muon=False` AdamW."""
+        if group.get("use_muon", True):
+            return MUON
+        return ADAMW_AMSGRAD if group["amsgrad"] else ADAMW
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Add a group of matrices, or with `use_muon=False` one that AdamW steps."""
+        if not param_group.get("use_muon", True):
+            for name, value in (("betas", (0.9, 0.999)), ("eps", 1e-8), ("amsgrad", False), ("maximize", False)):
+                param_group.setdefault(name, value)
+        super().add_param_group(param_group)
+
+    def _step_spec(self, group: dict[str, Any], parameter: torch.Tensor, gradient: Store | None, name: str) -> StepSpec:
+        if group.get("use_muon", True) and parameter.dim() != 2:
+            raise ValueError(
+                f"parameter {name} of shape {tuple(parameter.shape)} is no matrix, which Muon makes orthogonal: give "
+                "such parameters, and embeddings, a param group with use_muon=False, which AdamW steps"
+            )
+        return super()._step_spec(group, parameter, gradient, name)
+
+    def _check_numbers(self, group: dict[str, Any]) -> None:
+        super()._check_numbers(group)
+        if not group.get("use_muon", True):
+            return
+        steps, coefficients, adjusts = group["ns_steps"], group["ns_coefficients"], group["adjust_lr_fn"]
+        if isinstance(steps, bool) or not isinstance(steps, int) or not 0 <= steps < 100:
+            raise ValueError(f"ns_steps={steps!r} is not allowed: give a whole number below 100")
+        if not isinstance(coefficients, tuple | list) or len(coefficients) != 3:
+            raise ValueError(f"ns_coefficients={coefficients!r} are not allowed: give three numbers")
+        if adjusts not in (None, "original", "match_rms_adamw"):
+            raise ValueError(f"adjust_lr_fn={adjusts!r}: allowed are 'original', 'match_rms_adamw' and None")

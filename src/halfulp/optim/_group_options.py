@@ -108,10 +108,18 @@ def check_number(name: str, value: object) -> None:
         raise ValueError(f"{name} requires a gradient, which a step here does not give: give {name}.detach()")
 
 
-def check_numbers(group: dict) -> None:
-    """Check the hyper-parameters, also those that a scheduler writes; nothing has been changed when this raises."""
-    for name in ("lr", "eps", "weight_decay", "momentum"):
-        if name in group:
+NOT_NEGATIVE = ("lr", "eps", "weight_decay", "momentum")
+
+
+def check_numbers(group: dict, not_negative: Iterable[str] = NOT_NEGATIVE) -> None:
+    """Check the hyper-parameters, also those that a scheduler writes; nothing has been changed when this raises.
+
+    Args:
+        group: the param group.
+        not_negative: the options that are finite and not negative; those that are not common ones may be None.
+    """
+    for name in not_negative:
+        if name in group and (name in NOT_NEGATIVE or group[name] is not None):
             check_number(name, group[name])
             value = float(group[name])
             if not 0 <= value < math.inf:
@@ -136,6 +144,7 @@ def check_betas(group: dict, count: int | None) -> None:
         raise ValueError(f"betas={given!r} are not allowed: give {wanted.get(count, f'{count} numbers')} in [0, 1)")
 
 
+OWN_OPTIONS = ("weight_update", "param_dtype", "state_dtype", "format", "seed", "report_interval")
 SWITCHES = ("foreach", "differentiable", "capturable", "fused")
 
 
@@ -162,3 +171,17 @@ def check_torch_switches(name: str, **switches: bool | None) -> None:
             f"{name}({', '.join(ignored)}) is ignored: one fused kernel steps all tensors",
             stacklevel=find_users_level(),
         )
+
+
+def split_arguments(given: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Return the hyper-parameters and the options of Optimizer among the arguments of an optimizer's `__init__`.
+
+    Args:
+        given: the arguments by name, `locals()` there: `self`, `params` and `__class__` are left out, and torch's
+            switches are checked (`check_torch_switches`).
+    """
+    switches = {name: given[name] for name in SWITCHES if name in given}
+    check_torch_switches(type(given["self"]).__name__, **switches)
+    left_out = ("self", "params", "__class__", *SWITCHES, *OWN_OPTIONS)
+    defaults = {name: value for name, value in given.items() if name not in left_out}
+    return defaults, {name: given[name] for name in OWN_OPTIONS}

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, TypeVar, overload
+from typing import Any, ClassVar, TypeVar, overload
 
 import torch
 
@@ -12,6 +12,7 @@ from ..kernels import keeping_subnormals
 from ..subclass.models import _gathered_states as _whole_states
 from ..subclass.models._averaged_models import warn_of_living_averages
 from ._group_options import (
+    NOT_NEGATIVE,
     SWITCHES,
     Parameters,
     check_betas,
@@ -57,6 +58,8 @@ from .states._state import StateChoice
 from .states._storage import STORES, Store
 from .step._batch import Batch
 from .step._memory import check_memory, check_parameter, gradient_memory, gradient_store
+from .step._preparation import prepare_batch
+from .step._reductions import finish_constants, reduce_batches
 from .step._roster import Roster, Setting
 from .step._run import compile_kernels, run_step
 from .step._spec import StepSpec
@@ -96,6 +99,8 @@ class Optimizer(CheckpointMixin):
 
     # The option that makes parameters narrow.
     narrowed_by = "param_dtype=torch.bfloat16"
+    # The names of options that are finite numbers and not negative; those not among these may be None.
+    _not_negative: ClassVar[tuple[str, ...]] = NOT_NEGATIVE
     # As copies are: all groups are there, and no step was made.
     _is_built, _stepped = True, 0
 
@@ -374,6 +379,7 @@ class Optimizer(CheckpointMixin):
         warn_of_shared_keys(self, batches)
         for batch in batches:
             compile_kernels(batch)
+        self._look_ahead(batches)
         for batch in batches:
             run_step(batch)
             batch.finish()
@@ -382,6 +388,13 @@ class Optimizer(CheckpointMixin):
         # A parameter cut from the same tensor as another shares its counter, which the other's step has moved.
         for batch in batches if len(batches) > 1 else ():
             batch.follow_versions()
+
+    def _look_ahead(self, batches: list[Batch]) -> None:
+        """Find what rules need before their updates: sums, prepared tensors, and the constants that follow."""
+        for batch in batches:
+            prepare_batch(batch)
+        if any(batch.spec.rule.late_values is not None for batch in batches):
+            finish_constants(batches, reduce_batches(batches))
 
     def _check_wrappers(self, has_gradients: bool) -> None:
         """Check what else holds the parameters: wrappers of the model at the first step, averages now and then."""
@@ -400,7 +413,7 @@ class Optimizer(CheckpointMixin):
 
     def _check_numbers(self, group: dict[str, Any]) -> None:
         """Check the hyper-parameters that a scheduler may write; raises ValueError."""
-        check_numbers(group)
+        check_numbers(group, self._not_negative)
         rule = self.rule(group)
         check_betas(group, rule.betas)
         check_states(rule, group)

@@ -28,6 +28,7 @@ def test_state_dict_load_state_dict_is_the_identity(rule, update):
         return parameters, build(rule, update, parameters, store)
 
     start = [fit(torch.linspace(-2, 2, 40).reshape(5, 8), store), fit(torch.tensor(0.3), store)]
+    start = start[:1] if rule == "muon" else start
     parameters, optimizer = made(start)
     with hu.kernels.engine("reference"):
         take_steps(parameters, optimizer, 0, 3)

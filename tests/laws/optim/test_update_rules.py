@@ -13,6 +13,7 @@ from .cases import RULES, WITH_ORACLE, build, rule_of
 ALL = [rule_of(name) for name in RULES]
 CALLS = {"sqrt", "divide", "maximum", "sign_of"}
 FUNCTIONS = [f for rule in ALL for f in (rule.update, rule.error_feedback) if f is not None]
+FUNCTIONS += [reduction.of for rule in ALL for reduction in rule.reductions]
 
 
 @pytest.mark.parametrize("function", dict.fromkeys(FUNCTIONS), ids=lambda f: f.__name__)
@@ -37,10 +38,14 @@ def test_a_rule_is_plus_minus_times_and_four_calls_on_names(function):
 @pytest.mark.parametrize("rule", ALL, ids=lambda rule: rule.name)
 def test_a_rule_takes_its_states_and_constants_by_name(rule):
     arguments = list(inspect.signature(rule.update).parameters)
-    assert arguments[:2] == ["w", "g"]
-    assert len(arguments) == 2 + len(rule.states) + len(rule.constants)
-    assert arguments[2 + len(rule.states) :] == list(rule.constants)
+    first = ["w", "g"] if rule.prepare is None else ["w", "g", "prepared"]
+    assert arguments[: len(first)] == first
+    assert len(arguments) == len(first) + len(rule.states) + len(rule.constants)
+    assert arguments[len(first) + len(rule.states) :] == list(rule.constants)
     assert set(rule.homogeneous or ()) <= set(rule.constants)
+    for reduction in rule.reductions:
+        taken = list(inspect.signature(reduction.of).parameters)
+        assert taken == arguments[: len(taken)], "those of update, as many as it needs"
     if rule.error_feedback is not None:
         assert len(inspect.signature(rule.error_feedback).parameters) == 1 + len(rule.states) + len(rule.constants)
 
@@ -108,7 +113,98 @@ def _adan(w, grads, o):
     return w
 
 
-ORACLES = {"SGD": _sgd, "Lion": _lion, "Yogi": _yogi, "Adan": _adan}
+def _adagrad(w, grads, o):
+    total = torch.full_like(w, o.get("initial_accumulator_value", 0))
+    for g in grads:
+        decay = o.get("weight_decay", 0) * w
+        g = _left_out(g + decay, g.abs() + decay.abs(), 2**-13)
+        total = total + g * g
+        w = w - o["lr"] * g / (total.sqrt() + 1e-10)
+    return w
+
+
+def _rmsprop(w, grads, o):
+    v = mean = buffer = torch.zeros_like(w)
+    for g in grads:
+        decay = o.get("weight_decay", 0) * w
+        g = _left_out((-g if o.get("maximize") else g) + decay, g.abs() + decay.abs(), 2**-13)
+        v, mean = 0.99 * v + 0.01 * g * g, 0.99 * mean + 0.01 * g
+        size = (_left_out(v - mean**2, v, 2**-10) if o.get("centered") else v).sqrt() + o.get("eps", 1e-8)
+        buffer = o.get("momentum", 0) * buffer + g / size
+        w = w - o["lr"] * buffer
+    return w
+
+
+def _nadam(w, grads, o):
+    m = v = torch.zeros_like(w)
+    product = 1
+    for t, g in enumerate(grads, 1):
+        decay = o.get("weight_decay", 0) * w
+        g = _left_out(g + decay, g.abs() + decay.abs(), 2**-13)
+        m, v = 0.9 * m + 0.1 * g, 0.999 * v + 0.001 * g * g
+        mu, later = (0.9 * (1 - 0.5 * 0.96 ** (0.004 * step)) for step in (t, t + 1))
+        product = product * mu
+        ahead = (1 - mu) / (1 - product) * g + later / (1 - product * later) * m
+        w = w - o["lr"] * ahead / ((v / (1 - 0.999**t)).sqrt() + 1e-8)
+    return w
+
+
+def _radam(w, grads, o):
+    m = v = torch.zeros_like(w)
+    longest = 2 / (1 - 0.999) - 1
+    for t, g in enumerate(grads, 1):
+        w = w - o["lr"] * o.get("weight_decay", 0) * w
+        m, v = 0.9 * m + 0.1 * g, 0.999 * v + 0.001 * g * g
+        length = longest - 2 * t * 0.999**t / (1 - 0.999**t)
+        step = m / (1 - 0.9**t)
+        if length > 5:
+            share = (length - 4) * (length - 2) * longest / ((longest - 4) * (longest - 2) * length)
+            step = step * math.sqrt(share * (1 - 0.999**t)) / (v.sqrt() + 1e-8)
+        w = w - o["lr"] * step
+    return w
+
+
+def _ademamix(w, grads, o):
+    m = v = slow = torch.zeros_like(w)
+    for t, g in enumerate(grads, 1):
+        share = min(1, t / 15)
+        # Half-lives, less one, grow linearly; the paper's formula says the same.
+        lives = (math.log(0.5) / math.log(b) - 1 for b in (0.9, 0.9999))
+        beta3 = 0.5 ** (1 / (sum(s * life for s, life in zip((1 - share, share), lives)) + 1))
+        m, v, slow = 0.9 * m + 0.1 * g, 0.999 * v + 0.001 * g * g, beta3 * slow + (1 - beta3) * g
+        step = (m / (1 - 0.9**t) + 2 * share * slow) / ((v / (1 - 0.999**t)).sqrt() + 1e-8)
+        w = w - o["lr"] * (step + o.get("weight_decay", 0) * w)
+    return w
+
+
+def _lamb(w, grads, o):
+    m = v = torch.zeros_like(w)
+    for t, g in enumerate(grads, 1):
+        m, v = 0.9 * m + 0.1 * g, 0.999 * v + 0.001 * g * g
+        step = m / (1 - 0.9**t) / ((v / (1 - 0.999**t)).sqrt() + 1e-6) + o.get("weight_decay", 0) * w
+        adapts = o.get("weight_decay") and w.norm() > 0
+        w = w - o["lr"] * (w.norm() / step.norm() if adapts else 1) * step
+    return w
+
+
+def _adafactor(w, grads, o):
+    v = torch.zeros_like(w)
+    for t, g in enumerate(grads, 1):
+        g = -g if o.get("maximize") else g
+        rate = max(1e-3, w.square().mean().sqrt()) * min(o["lr"], t**-0.5)
+        v = v + t**-0.8 * (g * g - v)
+        step = g / v.clamp(min=2.0**-46).sqrt()
+        w = (1 - o["lr"] * o.get("weight_decay", 0)) * w - rate / max(1, step.square().mean().sqrt()) * step
+    return w
+
+
+ORACLES = {
+    **{"SGD": _sgd, "Lion": _lion, "Yogi": _yogi, "Adan": _adan, "Adagrad": _adagrad, "RMSprop": _rmsprop},
+    **{"NAdam": _nadam, "RAdam": _radam, "AdEMAMix": _ademamix, "LAMB": _lamb, "Adafactor": _adafactor},
+}
+ADAMS = ("Adam", "AdamW")
+# Powers of ten whose squares, times what a step takes of them, float32 holds.
+LARGEST = {"adagrad": 18.5, "rmsprop": 19, "rmsprop-centered": 19, "adafactor": 18.5}
 
 
 @pytest.mark.parametrize("rule", WITH_ORACLE)
@@ -122,7 +218,7 @@ def test_every_rule_against_float64(seed, rule):
         parameter.grad = gradient
         optimizer.step()
     wide = [gradient.double() for gradient in grads]
-    if "adam" in rule:
+    if kind.__name__ in ADAMS:
         expected = _adam(start.double(), wide, options, decoupled="adamw" in rule)
     else:
         expected = ORACLES[kind.__name__](start.double(), wide, options)
@@ -143,6 +239,7 @@ def test_a_step_matches_its_definition_for_gradients(seed, rule, low, high):
     """From weights of zero and by gradients of one sign, so that no sum cancels and a missing eps or term shows."""
     kind, options = RULES[rule]
     options = {**options, "weight_decay": 0.0, "lr": 2.0**-7}
+    high = min(high, LARGEST.get(rule, high))
     size = 10 ** torch.empty(200).uniform_(low, high) * (torch.randint(0, 2, (200,)) * 2 - 1)
     grads = [size * torch.empty(200).uniform_(0.5, 2) for _ in range(5)]
     parameter = torch.nn.Parameter(torch.zeros(200))
@@ -151,5 +248,6 @@ def test_a_step_matches_its_definition_for_gradients(seed, rule, low, high):
         parameter.grad = gradient
         optimizer.step()
     start, wide = torch.zeros(200, dtype=torch.float64), [gradient.double() for gradient in grads]
-    oracle = (lambda *a: _adam(*a, decoupled="adamw" in rule)) if "adam" in rule else ORACLES[kind.__name__]
+    adam = kind.__name__ in ADAMS
+    oracle = (lambda *a: _adam(*a, decoupled="adamw" in rule)) if adam else ORACLES[kind.__name__]
     torch.testing.assert_close(parameter.detach().double(), oracle(start, wide, options), rtol=3e-6, atol=0)

@@ -227,7 +227,7 @@ def _one():
 def _scheduled(group, step):
     """Every number of a group, changed from step to step: whatever a scheduler may write."""
     for key, value in group.items():
-        if key in ("seed", "every", "report_interval") or isinstance(value, bool):
+        if key in ("seed", "every", "report_interval", "beta2_decay") or isinstance(value, bool):
             continue
         if isinstance(value, float):
             group[key] = (

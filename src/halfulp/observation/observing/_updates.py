@@ -468,11 +468,12 @@ def halfulp_change(
 ) -> tuple[torch.Tensor, dict[str, torch.Tensor]] | None:
     """Return what the rule, in float32, adds to sampled weights, and the states that it wants.
 
-    None where it is not computed from such numbers: before the first step, and under `wrap` or scaled parameters.
+    None where it is not computed from such numbers: before the first step, under `wrap` or scaled parameters, and where
+    the rule needs sums over whole tensors.
     """
     plan = optimizer._plans.get(parameter)
     rule = optimizer.rule(group)
-    if plan is None or plan.spec.scaled or rule.assigns:
+    if plan is None or plan.spec.scaled or rule.assigns or rule.late_values is not None:
         return None
     states = decoded_states(plan, key).values()
     step = plan.state["step"] + 1

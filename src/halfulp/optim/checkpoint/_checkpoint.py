@@ -109,7 +109,12 @@ class CheckpointMixin(torch.optim.Optimizer):
                 continue
             group, position = places[number]
             parameter, state = group["params"][position], {**state, **beside[number]}
-            placed = {name: _as_saved(name, value, state, parameter) for name, value in state.items()}
+            plan = self._plans.get(parameter)
+            whole = () if plan is None else plan.spec.factor_names  # the same on every rank
+            placed = {
+                name: value if name in whole else _as_saved(name, value, state, parameter)
+                for name, value in state.items()
+            }
             saved["state"][number] = codec_versions(state) | placed
         saved["param_groups"] = [_plain_group(group) for group in saved["param_groups"]]
         return saved
@@ -245,12 +250,16 @@ class CheckpointMixin(torch.optim.Optimizer):
             "step",
             BEGUN,
             UPDATE,
+            *plan.spec.rule.follows_from_step,
             *PAYLOAD_KEYS,
             "payload_checksum",
         }  # the latter in older files, which are trusted
         for codec, rule_state, names in zip(plan.spec.codecs, plan.spec.rule.states, plan.spec.state_tensors):
             used |= {f"{rule_state.name}{suffix}" for suffix in STORAGE_SUFFIXES}
             fitted |= fit_state(plan, group, codec, rule_state, names, state)
+        for name in plan.spec.factor_names:
+            used.add(name)
+            fitted[name] = checked_shape(plan, name, state.get(name), plan.tensors[name], exact=False).float()
         for name in plan.spec.auxiliary_names:
             used.add(name)
             if name in state:
@@ -414,7 +423,8 @@ def _could_be_a_copy(a: torch.Tensor, b: torch.Tensor) -> bool:
 
 def _reset_states(plan: ParameterPlan, group: Mapping) -> None:
     """Reset the states of a parameter to those before its first step."""
-    for tensor in (tensor for state in plan.states for tensor in state):
+    factors = [plan.tensors[name] for name in plan.spec.factor_names]
+    for tensor in (tensor for state in (*plan.states, factors) for tensor in state):
         tensor.zero_()
     set_initial(plan.spec, group, plan.tensors)
     plan.state["step"] = 0

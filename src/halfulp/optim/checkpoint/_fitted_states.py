@@ -24,7 +24,7 @@ _TORCH_STATES = (
     "sum", "mu_product", "mu", "eta", "ax", "prev", "step_size", "row_var", "col_var", "variance",
 )  # fmt: skip
 # Those of them that an option of a group switches off in training, with the option; they stay, as in torch.optim.
-_SWITCHED = {"max_exp_avg_sq": "amsgrad", "momentum_buffer": "momentum"}
+_SWITCHED = {"max_exp_avg_sq": "amsgrad", "momentum_buffer": "momentum", "grad_avg": "centered"}
 
 
 def steps_made(state: Mapping, name: str) -> int:

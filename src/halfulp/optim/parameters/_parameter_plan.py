@@ -256,11 +256,13 @@ class ParameterPlan:
 
     @property
     def addresses(self) -> list[int]:
-        """One row of the pointer table; the gradient's address is filled in at each step."""
-        pointers, beside = self.stored_addresses, len(self.spec.auxiliary_names)
+        """One row of the pointer table; the gradient's address and what is prepared are filled in at each step."""
+        spec, beside = self.spec, len(self.spec.auxiliary_names)
+        pointers = self.stored_addresses[: len(spec.tensors) - len(spec.factor_names)]
         weight = [self.address, *self.component_addresses, *pointers[:beside]]
         weight += [0] * (4 - len(weight))
-        return [*weight, 0, *pointers[beside:]]
+        prepared = [0] * (spec.rule.prepare is not None)
+        return [*weight, 0, *pointers[beside:], *prepared]
 
 
 def is_valid(plan: ParameterPlan, parameter: torch.Tensor, rule: UpdateRule, options: PlanOptions, state: dict) -> bool:

@@ -46,7 +46,7 @@ def complete_state(
         ValueError: a tensor of another shape or dtype than is needed, or a part of a state without the rest of it.
         TypeError: an initial value that is no number.
     """
-    wanted = state_spec(spec, local(parameter).shape)
+    wanted = state_spec(spec, local(parameter).shape) | factor_spec(spec, parameter.shape)
     if known is not None and known.spec.rule is not spec.rule:
         _store_anew(state, known.spec, spec, local(parameter).shape)
     _refuse_other_tensors(state, wanted, name)
@@ -106,6 +106,12 @@ def state_spec(spec: StepSpec, shape: torch.Size) -> dict[str, tuple[torch.Size,
     for codec, plan in zip(spec.codecs, spec.rule.states):
         wanted |= codec.tensors(plan.name, shape)
     return wanted
+
+
+def factor_spec(spec: StepSpec, shape: torch.Size) -> dict[str, tuple[torch.Size, torch.dtype]]:
+    """Return shape and dtype of the tensors that the rule prepares its steps with, by the whole parameter's shape."""
+    shapes = {} if spec.rule.factors is None else spec.rule.factors(tuple(shape))
+    return {name: (torch.Size(size), torch.float32) for name, size in shapes.items()}
 
 
 def set_initial(spec: StepSpec, group: Mapping, tensors: Mapping[str, torch.Tensor]) -> None:

@@ -12,7 +12,7 @@ from ..rules._update_rule import UpdateRule
 from ..states._float8 import PAYLOADS
 from ..states._format_values import format_store
 from ..states._scaled import Scaled
-from ..states._state import PAIR, Codec, Int8Blocks, refuse_ratchet, resolve_codecs
+from ..states._state import PAIR, Codec, Int8Blocks, refuse_coarse, resolve_codecs
 from ..states._storage import STORES, Store
 from ..step._spec import StepSpec
 from ..weight_updates._multicomponent import update_of_components
@@ -50,7 +50,17 @@ def step_spec_of(
     update.check(store)
     refuse_feedback(rule, update)
     codecs = codecs_for(rule, update, group, parameter, store, name)
-    return StepSpec(rule, update, store, gradient or store, codecs, scaled=scaled, in_parameter=own is not None)
+    factors = tuple(rule.factors(tuple(parameter.shape))) if rule.factors is not None else ()
+    return StepSpec(
+        rule,
+        update,
+        store,
+        gradient or store,
+        codecs,
+        scaled=scaled,
+        factor_names=factors,
+        in_parameter=own is not None,
+    )
 
 
 def _weight_update(group: Mapping, store: Store, scaled: bool) -> WeightUpdate:
@@ -100,7 +110,7 @@ def codecs_for(
             f"allowed are {_allowed_states(rule)} there, or scale the model by hu.scalify"
         )
     _refuse_many_scales(rule, codecs, name)
-    refuse_ratchet(rule, codecs, group["state_dtype"])
+    refuse_coarse(rule, codecs, group["state_dtype"])
     if any(isinstance(codec, Int8Blocks) for codec in codecs):
         _refuse_cut_blocks(parameter, codecs, name)
     return codecs

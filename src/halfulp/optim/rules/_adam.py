@@ -8,8 +8,8 @@ from collections.abc import Mapping
 from ...kernels import divide, maximum, sqrt
 from ._update_rule import StateSlot, UpdateRule, beta
 
-_MOMENTS = (StateSlot("exp_avg", 1, retention=beta(0)), StateSlot("exp_avg_sq", 2, retention=beta(1)))
-_MAXIMUM = (*_MOMENTS, StateSlot("max_exp_avg_sq", 2, maximum_of="exp_avg_sq"))
+MOMENTS = (StateSlot("exp_avg", 1, retention=beta(0)), StateSlot("exp_avg_sq", 2, retention=beta(1)))
+_MAXIMUM = (*MOMENTS, StateSlot("max_exp_avg_sq", 2, maximum_of="exp_avg_sq"))
 _CONSTANTS = ("sign", "decay", "keep_v", "take_m", "take_v", "unbias", "eps", "step", "feedback_gain")
 
 
@@ -79,7 +79,7 @@ def _decoupled(group: Mapping, step: int) -> tuple[float, ...]:
     return _values(group, step, float(group["lr"]) * float(group["weight_decay"]))
 
 
-ADAM = UpdateRule("adam", adam, _MOMENTS, _CONSTANTS, _coupled, ("decay", "eps"), adam_error_feedback, betas=2)
-ADAMW = UpdateRule("adamw", adamw, _MOMENTS, _CONSTANTS, _decoupled, ("eps",), adam_error_feedback, betas=2)
+ADAM = UpdateRule("adam", adam, MOMENTS, _CONSTANTS, _coupled, ("decay", "eps"), adam_error_feedback, betas=2)
+ADAMW = UpdateRule("adamw", adamw, MOMENTS, _CONSTANTS, _decoupled, ("eps",), adam_error_feedback, betas=2)
 ADAM_AMSGRAD = UpdateRule("adam_amsgrad", adam_amsgrad, _MAXIMUM, _CONSTANTS, _coupled, ("decay", "eps"), betas=2)
 ADAMW_AMSGRAD = UpdateRule("adamw_amsgrad", adamw_amsgrad, _MAXIMUM, _CONSTANTS, _decoupled, ("eps",), betas=2)

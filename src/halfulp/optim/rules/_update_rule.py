@@ -23,7 +23,7 @@ class StateSlot:
         initial: its value before the first step, rounded to nearest where it is stored.
         retention: the share of it that a step keeps where it is a decaying mean, as a beta; None for other states.
         maximum_of: the state whose largest value so far it is; None for other states. It keeps what noise adds to that
-            state for good, so that both need a storage with little (`refuse_ratchet`).
+            state for good, so that both need a storage with little (`refuse_coarse`).
 
     >>> StateSlot("sum", 2, initial=lambda group: group["initial_accumulator_value"]).initial_value(
     ...     {"initial_accumulator_value": 0.1}
@@ -36,6 +36,7 @@ class StateSlot:
     initial: Number = 0.0
     retention: Number | None = None
     maximum_of: str | None = None
+    exact: bool = False
 
     def initial_value(self, group: Mapping[str, Any]) -> float:
         """Return the value before the first step under a group's options.
@@ -91,6 +92,26 @@ def check_states(rule: UpdateRule, group: Mapping[str, Any]) -> None:
 
 
 @dataclass(frozen=True)
+class Reduction:
+    """A sum over elements that a step needs before it changes any.
+
+    The sum is of numbers rounded so that float64 adds them exactly, in whatever order and on however many ranks: it has
+    the same bits on every engine, under every sharding. Of n elements it is off by at most n^3 2^-104 of the largest,
+    and by its own rounding.
+
+    Attributes:
+        of: `of(w, g, *states, *constants) -> value`, a device function as a rule's `update`, of those constants that
+            `values` gives; of all these it takes as many as it has arguments.
+        squares: whether the values' squares are added up, as for a norm.
+        over_all: whether it is over all parameters of the optimizer that step; else over each tensor by itself.
+    """
+
+    of: Callable[..., Any]
+    squares: bool = False
+    over_all: bool = False
+
+
+@dataclass(frozen=True)
 class UpdateRule:
     """The arithmetic of an optimizer on float32 values.
 
@@ -101,7 +122,8 @@ class UpdateRule:
             so that every engine gives the same bits.
         states: the states, in the order in which `update` takes and returns them.
         constants: the constants' names, in order, each once; any letters, digits and underscores.
-        values: (group options, step) -> the constants as Python floats, made in float64.
+        values: (group options, step) -> the constants as Python floats, made in float64; without those that
+            `late_values` gives.
         homogeneous: constants that, multiplied together with the gradient and the states by a common power of two
             (its square for degree 2), leave u as it is; None where the rule is not homogeneous.
         error_feedback: `error_feedback(lost, *states, *constants) -> first state`: adds a lost part of the weight to
@@ -110,6 +132,14 @@ class UpdateRule:
         decays: the weight enters u by its decay alone. One that is infinite or NaN then has none and stays as it is,
             where inf - wd inf, or 0 inf without decay, would be NaN.
         betas: how many numbers the option `betas` holds; None where there is none, or any count will do.
+        prepare: (tensors of one parameter, group options, step) -> a float32 tensor of its shape, and the last of the
+            constants: torch operations on whole tensors before the update, which takes the tensor behind the gradient,
+            `update(w, g, prepared, *states, *constants)`; None for a rule that needs none. Of a DTensor every rank
+            computes the whole, so that shards have the bits that it has.
+        factors: (shape) -> names and shapes of float32 tensors that `prepare` reads and writes, begun with zeros.
+        reductions: sums that are needed before the update; at most two.
+        late_values: (group options, step, the sums in order) -> the last of the constants.
+        follows_from_step: what torch.optim keeps beside the states and `values` finds from the step.
     """
 
     name: str
@@ -122,6 +152,11 @@ class UpdateRule:
     assigns: bool = False
     decays: bool = True
     betas: int | None = None
+    prepare: Callable[[Any, Mapping[str, Any], int], tuple[Any, tuple[float, ...]]] | None = None
+    factors: Callable[[tuple[int, ...]], Mapping[str, tuple[int, ...]]] | None = None
+    reductions: tuple[Reduction, ...] = ()
+    late_values: Callable[[Mapping[str, Any], int, tuple[float, ...]], tuple[float, ...]] | None = None
+    follows_from_step: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
         names = [unicodedata.normalize("NFKC", name) for name in self.constants]
@@ -131,6 +166,8 @@ class UpdateRule:
                 f"rule {self.name!r} has the constants {', '.join(map(repr, self.constants))}: {wrong[0]!r} stands "
                 "twice or is no name; give each its own, of letters, digits and underscores"
             )
+        if len(self.reductions) > 2:
+            raise ValueError(f"rule {self.name!r} has {len(self.reductions)} reductions: at most two fit into a step")
         kept = [state.name for state in self.states]
         for state in self.states:
             if state.maximum_of is not None and (state.maximum_of == state.name or state.maximum_of not in kept):
@@ -138,3 +175,8 @@ class UpdateRule:
                     f"rule {self.name!r} has the state {state.name!r}, the maximum of {state.maximum_of!r}: give the "
                     f"name of another of its states, which are {', '.join(map(repr, kept))}"
                 )
+
+    @property
+    def is_late(self) -> bool:
+        """Whether some of its constants are known only after a look at the tensors."""
+        return self.late_values is not None or self.prepare is not None

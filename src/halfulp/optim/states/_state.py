@@ -10,6 +10,7 @@ from typing import Any, ClassVar
 
 import torch
 
+from ..._messages import listed
 from ..._names import enter
 from ..rules._update_rule import StateSlot, UpdateRule
 from ..weight_updates._components import Components
@@ -187,6 +188,8 @@ def resolve_codecs(
 
 def _default_for(slot: StateSlot, slots: tuple[StateSlot, ...], default: torch.dtype) -> torch.dtype | State:
     """Return what a state is stored in where nothing was chosen: bfloat16 holds no state that a maximum is taken of."""
+    if slot.exact:
+        return torch.float32
     if default != torch.bfloat16:
         return default
     # The largest of rounded numbers is the rounded largest: to nearest, a maximum neither stalls nor drifts.
@@ -197,20 +200,29 @@ def _default_for(slot: StateSlot, slots: tuple[StateSlot, ...], default: torch.d
 # The least bits behind the leading one of a maximum, and of what it is taken of. Largest so far, over 6,000 steps, of a
 # second moment stored stochastically: its root is 1.8% too large with 7 bits (bfloat16), .3% with 10 (float16).
 _MAXIMUM_BITS, _SOURCE_BITS = 7, 10
+_EXACT_BITS = 16
 
 
-def refuse_ratchet(rule: UpdateRule, codecs: tuple[Codec, ...], given: StateChoice) -> None:
-    """Refuse a storage whose noise a running maximum would keep.
+def refuse_coarse(rule: UpdateRule, codecs: tuple[Codec, ...], given: StateChoice) -> None:
+    """Refuse a storage that loses digits of an exact state, or whose noise a running maximum would keep.
 
     Args:
-        rule: whose states may hold a maximum.
+        rule: whose states may be exact or hold a maximum.
         codecs: of its states.
         given: the group's `state_dtype`.
 
     Raises:
-        ValueError: a maximum, or the state that it is taken of, in too few bits.
+        ValueError: such a state, or the one that a maximum is taken of, in too few bits.
     """
     bits = {slot.name: _kept_bits(codec) for slot, codec in zip(rule.states, codecs)}
+    exact = [slot.name for slot in rule.states if slot.exact]
+    if any(bits[name] < _EXACT_BITS for name in exact):
+        items = given.items() if isinstance(given, Mapping) else [(other.name, given) for other in rule.states]
+        rest = {name: one for name, one in items if name not in exact}
+        raise ValueError(
+            f"{rule.name} uses {listed(exact)} to the last digits, which state_dtype={given!r} does not keep: leave "
+            f"them out of it, state_dtype={rest or None!r}, and they are stored in float32 (or give {PAIR!r} there)"
+        )
     for slot in rule.states:
         if slot.maximum_of is None or (bits[slot.maximum_of] >= _SOURCE_BITS and bits[slot.name] >= _MAXIMUM_BITS):
             continue

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 
@@ -31,6 +33,9 @@ class Batch:
         gradient_scales: what gradients are multiplied by, 1 or a scaled gradient's scale, wherever that lies.
         steps: the numbers of the step, from 1 for each parameter.
         constants: the rule's; equal ones of one group are one object.
+        ages: the groups, and the numbers of the step that the rule counts, where it needs them again: its sums give
+            the last constants.
+        prepared: by row, what the rule's `prepare` gives, if it has one.
         copies: by row, copies without gaps of a parameter's own tensors, where these have some; the step writes to
             the copies, and `finish` copies the values back.
         recorded: the payload versions of those whose writes are tracked.
@@ -46,6 +51,8 @@ class Batch:
     gradient_scales: list[float | torch.Tensor]
     steps: list[int]
     constants: list[tuple[float, ...]]
+    ages: list[tuple[Mapping[str, Any], int]] = field(default_factory=list)
+    prepared: list[torch.Tensor] = field(default_factory=list)
     copies: dict[int, Copies] = field(default_factory=dict)
     recorded: list[PayloadVersion] = field(default_factory=list)
     engine: str = ""
@@ -73,6 +80,10 @@ class Batch:
         """Return the tensors that a parameter's step reads and writes: its own without gaps, then auxiliary ones."""
         plan = self.plans[row]
         return [*self.copies[row], *plan.auxiliary_tensors] if row in self.copies else plan.parts
+
+    def states(self, row: int) -> list[list[torch.Tensor]]:
+        """Return the tensors of a parameter's states, and what is prepared for its step behind them."""
+        return [*self.plans[row].states, *([one] for one in self.prepared[row : row + 1])]
 
     def drop_stale(self) -> None:
         """Reset the auxiliary tensors of parameters that were written from outside."""

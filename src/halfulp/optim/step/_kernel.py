@@ -18,7 +18,8 @@ from ..parameters._payload_digests import payload_digest
 from ..states._int8_device_functions import GROW, HUGE, HUGE_SQUARED, SHRINK
 from ..states._scaled import Scaled, finite_word
 from ..states._state import Int8Blocks
-from ._spec import Draw, StepSpec, draws_of, pointer_count, state_pointers
+from ..states._storage import F32
+from ._spec import SUM_SCALES, Draw, StepSpec, draws_of, pointer_count, state_pointers
 
 GRADIENT = 4
 ZERO, NEGATIVE_ZERO, ONE = (np.float32(x) for x in (0.0, -0.0, 1.0))
@@ -42,7 +43,7 @@ def table(spec: StepSpec) -> Table:
         record_step(spec),
         pointer_count(spec),
         len(spec.constants),
-        recorded_start() if spec.draws and not spec.finds_amax else None,
+        recorded_start() if spec.draws and spec.writes else None,
         int(WEYL),
         spec.block,
         digest=payload_digest(spec.store.dtype.itemsize) if spec.digests else None,
@@ -88,7 +89,11 @@ class _Step:
         roots = [self.root(k) for k in range(len(spec.codecs))]
         if spec.shrinks:
             self.rescale(g, roots)
-        u, new = self.update(w, g, [self.value(k, root) for k, root in enumerate(roots)])
+        values = [self.value(k, root) for k, root in enumerate(roots)]
+        if spec.reduces:
+            self.reduce(w, g, values)
+            return
+        u, new = self.update(w, g, values)
         if spec.finds_amax:
             self.trace.gather_sum("max", finite_word(w + u))
             for k, codec in spec.scaled_states.items():
@@ -152,13 +157,40 @@ class _Step:
     def update(self, w: Any, g: Any, values: Sequence[Any]) -> tuple[Any, list[Any]]:
         """The rule: the difference, or new weight, and the new states."""
         rule = self.spec.rule
-        finite = select(w - w == ZERO, w, ZERO) if rule.decays else w
-        made = record_call(rule.update, finite, self.times(g, self.shrink), *values, *self.inner_constants())
+        made = record_call(rule.update, *self.operands(w, g, values), *self.inner_constants())
         if not isinstance(made, (tuple, list)) or len(made) != 1 + len(values):
             kept = ", ".join(["the update", *(repr(slot.name) for slot in rule.states)])
             raise TypeError(f"update rule {rule.name!r} returns {made!r}: return a tuple of {kept}")
         u, *new = made
         return select(g == w, ZERO, u) if rule.assigns else u, new  # an infinity that stays
+
+    def operands(self, w: Any, g: Any, values: Sequence[Any]) -> list[Any]:
+        """What a function of the rule takes before its constants."""
+        finite = select(w - w == ZERO, w, ZERO) if self.spec.rule.decays else w
+        if self.spec.rule.prepare is None:
+            return [finite, self.times(g, self.shrink), *values]
+        return [finite, self.times(g, self.shrink), F32.real(F32.load(self.arrays[-1], self.i)), *values]
+
+    def reduce(self, w: Any, g: Any, values: Sequence[Any]) -> None:
+        """Add up the values of the rule's sums, or find the largest.
+
+        They are split in two by an anchor beside which float64 keeps so few of their digits that sums are exact.
+        """
+        constants = self.inner_constants()
+        for k, reduction in enumerate(self.spec.rule.reductions):
+            arguments = [*self.operands(w, g, values), *constants]
+            taken = arguments[: reduction.of.__code__.co_argcount]
+            value = record_call(reduction.of, *taken)
+            if self.spec.reduces == "largest":
+                self.trace.gather_sum("max", finite_word(value))
+                continue
+            inverse, *anchors = (self.scales[f"{name}_{k}"] for name in SUM_SCALES)
+            rest = self.float64(value * inverse)
+            rest = rest * rest if reduction.squares else rest
+            for anchor in map(self.float64, anchors):
+                part = (rest + anchor) - anchor
+                self.trace.gather_sum("sum", part)
+                rest = rest - part
 
     def write(self, p: Any, held: Sequence[Any], w: Any, g: Any, u: Any, bits: list[Any]) -> Any:
         """Store the weight; return what it now is."""

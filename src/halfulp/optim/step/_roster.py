@@ -131,7 +131,7 @@ class Roster:
         """
         found = []
         for seats in self.seats:
-            table, constants = seats.table, []
+            table, constants, counted = seats.table, [], []
             steps: list[int] = [entry["step"] + 1 for entry in table.entries]
             metered = set()
             for number, first, last in seats.runs:
@@ -143,6 +143,8 @@ class Roster:
                     ages = [step - entry.get(BEGUN, 0) for step, entry in zip(own, entries)]
                 made = {age: tuple(rule.values(groups[number], age)) for age in {*ages}}
                 constants += [*made.values()] * len(ages) if len(made) == 1 else [made[age] for age in ages]
+                if rule.is_late:
+                    counted += [(groups[number], age) for age in ages]
                 metered |= {bool(interval) and step % interval == 0 for step in {*own}}
             if len(metered) > 1:
                 return None
@@ -156,6 +158,7 @@ class Roster:
                     [scales.get(place, 1.0) for place in seats.places] if scales else [1.0] * len(steps),
                     steps,
                     constants,
+                    counted,
                 )
             )
         for batch in found:

@@ -28,7 +28,7 @@ from ...rounding._random_bits import mix64, mix64_all
 from ..parameters._local_tensors import scale_of
 from ..parameters._parameter_plan import ParameterPlan
 from ._batch import Batch
-from ._kernel import compiled
+from ._kernel import compiled, record_step
 from ._memory import plain_gradient
 from ._reference import reference_amax, reference_step
 from ._scales import keep_scales, with_new_scales, with_present_scales
@@ -46,7 +46,8 @@ def compile_kernels(batch: Batch) -> None:
     """
     batch.engine = select_engine(batch.device.type)
     if batch.engine == "llvm":
-        for one in (batch.spec, *([amax_spec(batch.spec)] if batch.spec.scaled else [])):
+        twins = [amax_spec(batch.spec)] if batch.spec.scaled else []
+        for one in (batch.spec, *twins, *(reducing_specs(batch.spec) if batch.spec.rule.reductions else ())):
             checked(one)
     if batch.device.type != "cpu":
         require_same_bits(
@@ -86,12 +87,37 @@ def amax_spec(spec: StepSpec) -> StepSpec:
     return dataclasses.replace(spec, metered=False, finds_amax=True)
 
 
+@functools.cache
+def reducing_specs(spec: StepSpec) -> tuple[StepSpec, StepSpec]:
+    """Return the specifications that find the largest of the values that a rule adds up, and their sums."""
+    plain = dataclasses.replace(spec, metered=False)
+    return dataclasses.replace(plain, reduces="largest"), dataclasses.replace(plain, reduces="sums")
+
+
+def reduce(spec: StepSpec, batch: Batch, constants: list[tuple[float, ...]]) -> np.ndarray:
+    """Run a specification that reduces; return a row of what it finds per parameter, on this rank."""
+    columns = len(record_step(spec).sums)
+    if batch.engine != "llvm":
+        return np.array(
+            [
+                reference_amax(spec, batch.parts(row), batch.gradients[row], batch.states(row), constants[row])
+                for row in range(len(batch.plans))
+            ]
+        ).reshape(-1, columns)
+    held, batch.constants = batch.constants, constants
+    meter = _run_compiled(spec, batch)
+    batch.constants = held
+    found = np.zeros((len(batch.plans), METER_COLUMNS))
+    (np.maximum if spec.reduces == "largest" else np.add).at(found, batch.table.chunks[:, 0], meter)
+    return found[:, :columns]
+
+
 def _find_amax(spec: StepSpec, batch: Batch) -> list[list[float]]:
     count = 1 + len(spec.scaled_states)
     if batch.engine != "llvm":
         return [
-            reference_amax(spec, batch.parts(row), batch.gradients[row], plan.states, batch.constants[row])
-            for row, plan in enumerate(batch.plans)
+            reference_amax(spec, batch.parts(row), batch.gradients[row], batch.states(row), batch.constants[row])
+            for row in range(len(batch.plans))
         ]
     meter = _run_compiled(spec, batch)
     found = np.zeros((len(batch.plans), METER_COLUMNS))
@@ -116,7 +142,7 @@ def _write(batch: Batch) -> None:
             spec,
             batch.parts(row),
             batch.gradients[row],
-            plan.states,
+            batch.states(row),
             batch.constants[row],
             *keys[row] or [None],
             plan.index_map,
@@ -135,7 +161,7 @@ def _run_compiled(spec: StepSpec, batch: Batch) -> np.ndarray:
     if row_of_each:
         chosen = array("q", row_of_each)
         rows = chosen.buffer_info()[0]
-    counts = spec.metered or spec.finds_amax
+    counts = spec.metered or not spec.writes
     meter = np.zeros((len(table.chunks) if counts else 0, METER_COLUMNS))
     at = address_of(meter) if counts else 0
     run_chunks(kernel, table.lengths, chunks, pointers, rows, numbers.buffer_info()[0], keys, at, digests)
@@ -216,6 +242,8 @@ def _point_at_gradients(batch: Batch) -> None:
         for row in np.flatnonzero(pointers[:, GRADIENT] == 0).tolist():
             gradients[row] = plain_gradient(gradients[row], batch.plans[row].name)
             pointers[row, GRADIENT] = address(gradients[row])
+    for row, one in enumerate(batch.prepared):
+        pointers[row, -1] = address(one)
     for row, copies in batch.copies.items():
         for column, copy in enumerate(copies):
             pointers[row, column] = address(copy)
@@ -281,7 +309,7 @@ def _trial(spec: StepSpec, run: Callable | None = None, device: torch.device | s
     value[5::16] *= 2.0**-128
     value[9] = 2.0**-130  # stays a subnormal number, which some devices flush
     gradient[3::16] *= 2.0**-60
-    gradient[7], gradient[9] = torch.nan, -0.0
+    gradient[7], gradient[9] = 1.0 if spec.reduces else torch.nan, -0.0  # a NaN would be the sum
     parts = [torch.zeros(shape, dtype=spec.store.dtype, device="cpu")]
     parts += [torch.zeros(shape, dtype=dtype, device="cpu") for _, dtype in spec.update.auxiliary_tensors(spec.store)]
     spec.update.fill(spec.store, parts, value)
@@ -295,22 +323,26 @@ def _trial(spec: StepSpec, run: Callable | None = None, device: torch.device | s
     ]
     for k in spec.scaled_states:
         states[k][1].fill_(0.0625)
+    if spec.rule.prepare is not None:
+        states.append([(ramp * ramp).to(device)])
     constants = tuple(0.3 + 0.05 * position for position in range(len(spec.rule.constants)))
     keys = np.full((1, int(spec.draws)), mix64(1, 2, 3), np.uint64)
     pointers = [*map(address, parts), *[0] * (4 - len(parts)), address(gradient)]
     pointers += [address(tensor) for state in states for tensor in state]
     assert len(pointers) == pointer_count(spec)
     rule_constants = constants
+    of_sums = (0.25, 1.5 * 2.0**16, 1.5 * 2.0**-30) * len(spec.rule.reductions if spec.reduces else ())
     for new_scale in (0.125, 0.5):
         if spec.scaled:
             scales = (0.125, 1 / new_scale, 4.0, 0.125 / new_scale, new_scale)
             constants = (*rule_constants, *scales, *(0.0625, 16.0) * len(spec.scaled_states))
-        if spec.finds_amax:
+        if not spec.writes:
+            constants += of_sums
             row = np.array([constants], np.float32)
             given = (spec, parts, gradient, states, constants)
             found = reference_amax(*given) if run is None else run(
                 chunks(index_map, 0), np.array([pointers], np.int64), row, keys
-            ).max(0)[: 1 + len(spec.scaled_states)]  # fmt: skip
+            ).max(0)[: len(record_step(spec).sums)]  # fmt: skip
             return [torch.tensor(found, dtype=torch.float32, device="cpu")]
         if run is None:
             reference_step(spec, parts, gradient, states, constants, *keys[0].tolist() or [None], index_map)

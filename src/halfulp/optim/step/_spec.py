@@ -18,6 +18,8 @@ from ..weight_updates._weight_update import WeightUpdate
 POINTERS_BEFORE_STATES = 5
 # The scale that a payload is read under, the reciprocal of the one it is written under, the gradient's; what the
 # payload as read is multiplied by to be under the new scale, and that scale.
+# Of each sum of a rule, the power of two that its values are multiplied by, and what they are rounded beside.
+SUM_SCALES = ("sum_inverse", "sum_anchor", "sum_low_anchor")
 WEIGHT_SCALES = ("weight_scale", "weight_inverse", "gradient_scale", "weight_ratio", "new_scale")
 
 
@@ -34,6 +36,9 @@ class StepSpec:
         metered: whether lost updates are counted.
         scaled: whether the parameter is a payload with a scale; scales are then further constants.
         finds_amax: nothing is written; the largest finite magnitudes that a step would store are found.
+        reduces: nothing is written; of the values that the rule adds up, the "largest" finite magnitudes or the "sums"
+            are found.
+        factor_names: of the tensors that the rule prepares a step with, beside the states.
         in_parameter: the auxiliary tensors are components of the parameter itself; the kernel is the same.
     """
 
@@ -45,6 +50,8 @@ class StepSpec:
     metered: bool = False
     scaled: bool = False
     finds_amax: bool = False
+    reduces: str = ""
+    factor_names: tuple[str, ...] = ()
     in_parameter: bool = False
 
     def __hash__(self) -> int:
@@ -67,10 +74,12 @@ class StepSpec:
     @property
     def constants(self) -> tuple[str, ...]:
         """The variables of the rule's constants, then of the scales before and after the step."""
+        sums = range(len(self.rule.reductions) if self.reduces else 0)
+        of_sums = [f"{name}_{k}" for k in sums for name in SUM_SCALES]
         if not self.scaled:
-            return self.rule_constants
+            return (*self.rule_constants, *of_sums)
         own = [name for k in self.scaled_states for name in (f"scale_{k}", f"inverse_{k}")]
-        return (*self.rule_constants, *WEIGHT_SCALES, *own)
+        return (*self.rule_constants, *WEIGHT_SCALES, *own, *of_sums)
 
     @functools.cached_property
     def constant_places(self) -> dict[str, int]:
@@ -101,7 +110,12 @@ class StepSpec:
     @property
     def digests(self) -> bool:
         """Whether a compiled step computes digests of the payload, to which auxiliary tensors belong."""
-        return bool(self.update.auxiliary_tensors(self.store)) and not self.finds_amax
+        return bool(self.update.auxiliary_tensors(self.store)) and self.writes
+
+    @property
+    def writes(self) -> bool:
+        """Whether anything is written."""
+        return not (self.finds_amax or self.reduces)
 
     @functools.cached_property
     def draws(self) -> bool:
@@ -132,13 +146,14 @@ class StepSpec:
 
     @functools.cached_property
     def tensors(self) -> tuple[str, ...]:
-        """The names of all tensors that a parameter's state holds: auxiliary tensors, then states."""
-        return tuple(itertools.chain(self.auxiliary_names, *self.state_tensors))
+        """The names of all tensors that a parameter's state holds: auxiliary tensors, then states, then factors."""
+        return tuple(itertools.chain(self.auxiliary_names, *self.state_tensors, self.factor_names))
 
     @property
     def name(self) -> str:
         """The name in messages and in the cache."""
-        suffix = "_amax" if self.finds_amax else "_scaled" if self.scaled else ""
+        suffix = "_amax" if self.finds_amax else f"_{self.reduces}" if self.reduces else ""
+        suffix += "_scaled" if self.scaled and not self.finds_amax else ""
         return f"{self.rule.name}_{self.update.name}_{self.store.name}{suffix}".replace("-", "_")
 
 
@@ -179,8 +194,8 @@ def draws_of(spec: StepSpec) -> tuple[tuple[Draw | None, ...], tuple[Draw | None
 
 
 def pointer_count(spec: StepSpec) -> int:
-    """Columns of the pointer table: parameter, three auxiliary tensors, gradient, then the tensors of the states."""
-    return POINTERS_BEFORE_STATES + sum(codec.columns for codec in spec.codecs)
+    """Columns of the pointer table: parameter, three auxiliary tensors, gradient, states' tensors, what is prepared."""
+    return POINTERS_BEFORE_STATES + sum(codec.columns for codec in spec.codecs) + (spec.rule.prepare is not None)
 
 
 def state_pointers(spec: StepSpec) -> list[int]:
