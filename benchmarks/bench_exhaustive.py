@@ -1,10 +1,16 @@
-"""All 2^32 float32 inputs against torch's casts, eager and compiled: `python -m benchmarks.bench_exhaustive`."""
+"""All 2^32 float32 inputs: `python -m benchmarks.bench_exhaustive` against torch's casts, eager and compiled.
+
+With `--words` every format and rounding against integer arithmetic, and casts of torch and ml_dtypes where they exist.
+What a former run has finished stands in results/exhaustive.json and is not run again without `--again`.
+"""
 
 import argparse
+import time
 from collections.abc import Callable, Iterator
 
 from ._harness import set_threads
-from ._results import Result, Table, save
+from ._results import Result, Table, load, machine, save, show
+from ._word_oracle import BLOCK, INFINITY, MODES, positive_blocks, round_block
 
 WORDS = 1 << 32
 CHUNK = 1 << 22
@@ -122,23 +128,125 @@ def split_table(limit: int) -> Table:
     return table
 
 
+WORDS_TITLE = "quantize, every float32 word, every rounding"
+WORDS_COLUMNS = {
+    "format": "",
+    "inputs": ",",
+    **dict.fromkeys(MODES, ",d"),
+    "torch or ml_dtypes": "",
+    "first": "",
+    "CPU minutes": ".1f",
+    "commit": "",
+    "bar": "",
+    "met": "",
+}
+WORDS_NOTE = """Words that differ from integer arithmetic by the format's definition, per rounding, with the format's own \
+overflow policy; then, to nearest, from the casts that torch or ml_dtypes have."""
+# Formats whose casts have another overflow policy than the format here, or another meaning.
+CAST_POLICY = {"e4m3fn": "nan", "e5m2fnuz": "nan", "e4m3fnuz": "nan"}
+NO_CAST = ("e8m0",)  # ml_dtypes rounds its ties otherwise
+
+
+def cast_of(name: str) -> Callable | None:
+    """A format's cast to nearest and back, of float32 arrays of NumPy; None where nobody has one."""
+    import ml_dtypes
+    import numpy as np
+
+    names = {"fp16": "float16", "bf16": "bfloat16", "e3m2fn": "float6_e3m2fn", "e2m3fn": "float6_e2m3fn"}
+    name = names.get(name, "float4_e2m1fn" if name == "e2m1fn" else f"float8_{name}")
+    kind = getattr(ml_dtypes, name, None) or getattr(np, name, None)
+    return None if kind is None else lambda x: x.astype(kind).astype(np.float32)
+
+
+def words_row(name: str, limit: int) -> dict:
+    """Every word of one format."""
+    import numpy as np
+    import torch
+
+    import halfulp as hu
+
+    known, cast = hu.formats.get(name), None if name in NO_CAST else cast_of(name)
+    wrong, inputs, first, start = dict.fromkeys([*MODES, "cast"], 0), 0, "", time.process_time()
+
+    def count(what: str, words, found, wanted) -> None:
+        nonlocal first
+        if np.array_equal(found.view(np.uint32), wanted.view(np.uint32)):
+            return
+        apart = (found.view(np.uint32) != wanted.view(np.uint32)) & ~(np.isnan(found) & np.isnan(wanted))
+        wrong[what] += int(apart.sum())
+        first = first or (f"{what} of 0x{words[apart][0]:08X}" if apart.any() else "")
+
+    for magnitudes in positive_blocks(limit // 2):
+        for sign in (1, -1):
+            words = magnitudes | np.uint32((sign < 0) << 31)
+            x = words.view(np.float32)
+            wanted = round_block(magnitudes, known, sign)
+            inputs += len(words)
+            for mode in MODES:
+                count(mode, words, hu.quantize(torch.from_numpy(x), known, mode).numpy(), wanted[mode])
+            if cast is not None:
+                policy = CAST_POLICY.get(name)
+                found = hu.quantize(torch.from_numpy(x), known, overflow=policy).numpy() if policy else wanted["nearest"]
+                with np.errstate(all="ignore"):
+                    count("cast", words, found, cast(x))
+    return {
+        "format": name,
+        "inputs": inputs,
+        **{mode: wrong[mode] for mode in MODES},
+        "torch or ml_dtypes": "none" if cast is None else f"{wrong['cast']:,}",
+        "first": first,
+        "CPU minutes": (time.process_time() - start) / 60,
+        "commit": machine()["commit"],
+        "bar": "0",
+        "met": not any(wrong.values()),
+    }
+
+
+def words_table(result: Result, names: list[str], limit: int, again: bool) -> None:
+    """Run every format that has no finished row, and keep each as soon as it is finished."""
+    tables = [table for table in result.tables if table.title == WORDS_TITLE]
+    kept = tables[0].rows if tables else []
+    table = Table(WORDS_TITLE, WORDS_COLUMNS, note=WORDS_NOTE)
+    result.tables = [*(one for one in result.tables if one.title != WORDS_TITLE), table]
+    table.rows = [row for row in kept if not (again and row["format"] in names)]
+    for name in names:
+        if limit == WORDS and any(row["format"] == name for row in table.rows):
+            print(f"{name}: run before; --again runs it anew", flush=True)
+            continue
+        row = words_row(name, limit)
+        whole = row["CPU minutes"] * WORDS / row["inputs"]
+        print(f"{name}: {row['CPU minutes']:.2f} CPU minutes, {whole:.1f} for all words", flush=True)
+        table.rows = [*(other for other in table.rows if other["format"] != name), row]
+        if limit == WORDS:
+            save(result)
+    if limit < WORDS:
+        show(result)
+
+
 def main() -> None:
     """Everything; --limit makes a short run that is not saved."""
+    import halfulp as hu
+
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--limit", type=int, default=WORDS, help="inputs, for a trial")
+    parser.add_argument("--words", action="store_true", help="every format and rounding against integer arithmetic")
+    parser.add_argument("--formats", default=",".join(hu.formats.names()), help="with --words: which")
+    parser.add_argument("--again", action="store_true", help="with --words: formats that were run before too")
     chosen = parser.parse_args()
     set_threads(1)
-    tables: list[Table] = []
+    result = Result("exhaustive", "All 2^32 float32 inputs", TEXT, "python -m benchmarks.bench_exhaustive [--words]")
+    kept = load(result.path()) if result.path().exists() else result
+    if chosen.words:
+        if chosen.limit == WORDS:
+            result.tables, result.machine = kept.tables, kept.machine
+        words_table(result, chosen.formats.split(","), chosen.limit, chosen.again)
+        return
+    words = [table for table in kept.tables if table.title == WORDS_TITLE]
     for make in (casts_table, split_table):
-        tables.append(make(chosen.limit))
-        result = Result(
-            "exhaustive", "All 2^32 float32 inputs", TEXT, "python -m benchmarks.bench_exhaustive", tables=tables
-        )
+        result.tables = [*(table for table in result.tables if table not in words), make(chosen.limit), *words]
         if chosen.limit == WORDS:
             save(result)
     if chosen.limit < WORDS:
-        from ._results import show
-
         show(result)
 
 

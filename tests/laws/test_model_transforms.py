@@ -42,7 +42,20 @@ def scaled(model, **options):
     return model
 
 
-FEATURES = {name: lambda model, name=name: hu.convert(model, name) for name in hu.recipes.names()} | {
+# What concerns the optimizer or the scaler alone; of the recipes that change a model alike one is taken.
+_OUTSIDE_MODELS = ("description", "weight_update", "state_dtype", "perturb", "gradient_scale", "gradient_rounding")
+
+
+def recipe_names():
+    found = {}
+    for name in hu.recipes.names():
+        recipe = hu.recipes.get(name)
+        fields = {key: value for key, value in recipe.to_dict().items() if key not in ("name", *_OUTSIDE_MODELS)}
+        found.setdefault(repr(fields), name)
+    return found.values()
+
+
+FEATURES = {name: lambda model, name=name: hu.convert(model, name) for name in recipe_names()} | {
     "scalify": hu.scalify,
     "scalify to bfloat16": lambda model: hu.scalify(model, dtype=torch.bfloat16),
     "scalify to float32": lambda model: hu.scalify(model, dtype=torch.float32),

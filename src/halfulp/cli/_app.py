@@ -73,6 +73,7 @@ def application() -> Any:
     from .commands._tasks import tasks
     from .commands._tune import tune
     from .commands._verify import verify
+    from .commands._warm import warm
 
     app = typer.Typer(
         help="Train in 16, 8 and fewer bits with 32-bit accuracy, and see why it works.",
@@ -100,7 +101,7 @@ def application() -> Any:
         elif context.invoked_subcommand is None:
             print(context.get_help())
 
-    for command in (compare, tune, verify, audit, forecast, formats, recipes, tasks, env):
+    for command in (compare, tune, verify, audit, forecast, formats, recipes, tasks, env, warm):
         app.command()(command)
     app.command(context_settings=SETTINGS)(observe)
     return app

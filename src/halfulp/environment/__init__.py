@@ -4,6 +4,7 @@ Nothing here needs torch, llvmlite or the command line's packages: what is missi
 """
 
 from ._describe import describe as describe
+from ._describe import describe_cache as describe_cache
 from ._describe import lines as lines
 from ._processor import core_count as core_count
 from ._processor import instructions as instructions

@@ -36,7 +36,7 @@ def describe() -> dict[str, Any]:
         "torch": _torch,
         "products": _products,
         "engines": _engines,
-        "cache": _cache,
+        "cache": describe_cache,
         "devices": _devices,
         "variables": _variables,
     }
@@ -150,7 +150,8 @@ def _engines() -> dict[str, str]:
     return found
 
 
-def _cache() -> dict[str, Any]:
+def describe_cache() -> dict[str, Any]:
+    """Return where compiled kernels are kept, and why they cannot be."""
     from ..kernels._cache import cache_folder
 
     folder = cache_folder()

@@ -8,6 +8,7 @@ import hashlib
 import os
 import pickle
 import tempfile
+from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -23,6 +24,8 @@ if TYPE_CHECKING:
 PATIENCE = 60.0
 _REMEDY = f"set HALFULP_CACHE_DIR to a folder that can be written; {ENVIRONMENT}"
 _TAG = b"halfulp-kernel-1"
+# How many kernels this process found or compiled, and the bytes of those that it wrote: "found", "compiled", "bytes".
+statistics = Counter[str]()
 _GENERATORS = tuple(Path(__file__).parent / name for name in ("scalar", "vector"))
 
 
@@ -66,6 +69,7 @@ class CacheEntry:
             self._take_turn(path)
             if _identity(path) != seen:
                 found = self._load(path, rebuild)
+        statistics["found" if found is not None else "compiled"] += 1
         return found
 
     def end_turn(self) -> None:
@@ -120,6 +124,7 @@ class CacheEntry:
             with os.fdopen(handle, "wb") as file:
                 file.write(_TAG + hashlib.sha256(payload).digest() + payload)
             os.replace(temporary, path)
+            statistics["bytes"] += len(payload)
         except OSError as e:
             if temporary is not None:
                 Path(temporary).unlink(missing_ok=True)

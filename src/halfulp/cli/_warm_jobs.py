@@ -1,0 +1,142 @@
+"""What `halfulp warm` runs: small examples of everything that has kernels, through the public names."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from torch import nn
+
+from .. import formats, mctensor, optim, recipes, rounding
+from .._names import unknown
+from ..optim.weight_updates._weight_update import REGISTRY
+from ..rounding._modes import MODES
+
+_NARROW = (torch.bfloat16, torch.float16)
+_STATES = (None, torch.float32, "8bit")
+# Beside an optimizer's defaults: options that choose another rule, and that trainings often have.
+_OPTIONS: dict[str, Sequence[dict[str, Any]]] = {"SGD": ({}, {"momentum": 0.9})}
+_WIDTH = 256  # whole blocks of 8-bit states
+
+
+@dataclass(frozen=True)
+class Job:
+    """Something small to run, whose kernels are then in the cache."""
+
+    group: str
+    name: str
+    run: Callable[[], object]
+
+
+def jobs(recipe_names: Sequence[str] | None, optimizer_names: Sequence[str]) -> Iterator[Job]:
+    """Yield what to run for some recipes, or for everything.
+
+    Raises:
+        ValueError: an unknown name.
+    """
+    for name in optimizer_names:
+        if name not in optim.OPTIMIZERS:
+            raise ValueError(unknown("optimizer", name, optim.OPTIMIZERS))
+    if recipe_names is not None:
+        known = [recipes.get(name) for name in recipe_names]
+        for recipe, name in itertools.product(known, optimizer_names):
+            for options in _OPTIONS.get(name, ({},)):
+                yield Job("recipes", f"{recipe.name}, {_call(name, options)}", partial(_train, recipe, name, options))
+        return
+    for name in optimizer_names:
+        yield from _steps(name)
+    if set(optimizer_names) == set(optim.OPTIMIZERS):
+        yield from _roundings()
+        yield from _expansions()
+
+
+def _call(name: str, options: dict[str, Any]) -> str:
+    return f"{name}({', '.join(f'{key}={value}' for key, value in options.items())})"
+
+
+def _steps(name: str) -> Iterator[Job]:
+    """Every weight update, dtype and storage of states that goes together under an optimizer."""
+    for options, dtype, update, state in itertools.product(
+        _OPTIONS.get(name, ({},)), (*_NARROW, torch.float32), (None, *REGISTRY), _STATES
+    ):
+        if (dtype == torch.float32) != (update is None):
+            continue
+        given = {"lr": 1e-3, "weight_update": update, "state_dtype": state, **options}
+        if _is_refused(name, dtype, given):
+            continue
+        states = str(state or dtype).removeprefix("torch.")
+        told = ", ".join(filter(None, (str(dtype).removeprefix("torch."), update, f"states {states}")))
+        yield Job("steps", f"{_call(name, options)}: {told}", partial(_step, name, dtype, given))
+
+
+def _is_refused(name: str, dtype: torch.dtype, given: dict[str, Any]) -> bool:
+    """Return whether options do not go together, or the states that they choose are the default ones, or none."""
+    try:
+        optimizer = optim.OPTIMIZERS[name]([nn.Parameter(torch.zeros(1, _WIDTH, dtype=dtype))], **given)
+        optimizer.bytes_per_parameter()
+    except (ValueError, NotImplementedError):
+        return True
+    has_states = bool(optimizer.rule(optimizer.param_groups[0]).states)
+    return given["state_dtype"] is not None and (not has_states or given["state_dtype"] == dtype)
+
+
+def _step(name: str, dtype: torch.dtype, given: dict[str, Any]) -> None:
+    """Two steps, of which one counts lost updates: another kernel."""
+    parameter = nn.Parameter(torch.ones(1, _WIDTH, dtype=dtype))
+    for interval in (0, 1):
+        optimizer = optim.OPTIMIZERS[name]([parameter], report_interval=interval, **given)
+        parameter.grad = torch.ones_like(parameter)
+        optimizer.step()
+
+
+def _train(recipe: recipes.Recipe, name: str, options: dict[str, Any]) -> None:
+    """Steps of a recipe on a model that has what most models are made of."""
+    model = nn.Sequential(nn.Embedding(4, _WIDTH), nn.LayerNorm(_WIDTH), nn.Linear(_WIDTH, 2))
+    recipes.convert(model, recipe)
+    for interval in (0, 1):
+        optimizer = recipes.optimizer(model, name, lr=1e-3, report_interval=interval, **options)
+        scaler = recipes.scaler(recipe, model)
+        loss = model(torch.arange(4)).float().square().mean()
+        if scaler is None:
+            loss.backward()
+            optimizer.step()
+        else:
+            scaler.scale(loss).backward()
+            scaler.step(optimizer)
+            scaler.update()
+        optimizer.zero_grad()
+
+
+def _roundings() -> Iterator[Job]:
+    every = (*formats.names(), *formats.block_names())
+    for name, mode in itertools.product(every, MODES):
+        yield Job("roundings", f"{name}, {mode}", partial(_quantize, name, mode))
+
+
+def _quantize(name: str, mode: str) -> None:
+    """Round tensors of the dtypes that hold a format's numbers."""
+    for dtype in (torch.float32, *_NARROW):
+        x = torch.linspace(0, 2, 64).to(dtype)
+        try:
+            rounding.quantize(x, name, mode)
+        except ValueError:
+            continue
+
+
+def _expansions() -> Iterator[Job]:
+    for dtype, components in itertools.product((torch.float16, torch.bfloat16, torch.float32, torch.float64), (2, 3)):
+        named = f"{components} x {str(dtype).removeprefix('torch.')}"
+        yield Job("expansions", f"MCTensor of {named}", partial(_calculate, dtype, components))
+
+
+def _calculate(dtype: torch.dtype, components: int) -> None:
+    """Run the operators of a small model and its loss on expansions."""
+    x = mctensor.MCTensor.encode(torch.linspace(0.5, 2, 64, dtype=torch.float64).reshape(8, 8), components, dtype)
+    for made in (x + x, x - x, x * x, x / x, x @ x, -x, x + 1, x * 2.0, x.sum(), x.mean(-1)):
+        made.decode()
+    for function in (torch.exp, torch.log, torch.sqrt, torch.tanh, torch.sigmoid, torch.nn.functional.gelu):
+        function(x).decode()

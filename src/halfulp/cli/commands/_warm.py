@@ -1,0 +1,128 @@
+"""halfulp warm: kernels compiled before they are needed."""
+
+from __future__ import annotations
+
+import sys
+import time
+from typing import Annotated, Any
+
+import typer
+
+from .._errors import fail
+from .._names import complete, recipe_names, split
+from .._output import Json, console, plain_table, print_json
+
+
+def optimizer_names() -> list[str]:
+    """All optimizers."""
+    from ...optim import OPTIMIZERS
+
+    return list(OPTIMIZERS)
+
+
+def warm(
+    recipe: Annotated[
+        list[str] | None,
+        typer.Option(
+            help="Steps of these recipes alone, separated by commas or one option each. Default: every weight update, "
+            "dtype and state, quantize to every format, and arithmetic of several components.",
+            autocompletion=complete(recipe_names),
+        ),
+    ] = None,
+    optimizer: Annotated[
+        list[str] | None,
+        typer.Option(help="Steps of these optimizers alone. Default: all.", autocompletion=complete(optimizer_names)),
+    ] = None,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Print what would be run, and compile nothing.")] = False,
+    json: Json = False,
+) -> None:
+    """Fill the cache of compiled kernels, so that the first step of a training compiles nothing.
+
+    Everything is run once on a few numbers: what it needs is compiled, compared with its reference, and kept. What the
+    cache has already is not compiled again. Kernels are for this processor, or that of HALFULP_CPU_NAME and
+    HALFULP_CPU_FEATURES: run it where the training will run.
+    """
+    from ...kernels._cache import statistics
+    from .._warm_jobs import jobs
+
+    folder = _writable_folder()
+    chosen = list(jobs(None if recipe is None else split(recipe, ()), split(optimizer, optimizer_names())))
+    counts = {group: sum(job.group == group for job in chosen) for group in dict.fromkeys(job.group for job in chosen)}
+    if dry_run:
+        _print_jobs(folder, chosen, counts, json)
+        return
+    before, start = statistics.copy(), time.monotonic()
+    _run(chosen)
+    made = statistics - before
+    found = {
+        "folder": folder,
+        "processor": _processor(),
+        "runs": counts,
+        "found": made["found"],
+        "compiled": made["compiled"],
+        "bytes": made["bytes"],
+        "seconds": round(time.monotonic() - start, 1),
+    }
+    if json:
+        print_json(found)
+        return
+    print(
+        f"{made['compiled']:,} kernels compiled in {_duration(found['seconds'])} ({made['bytes'] / 1e6:.2f} MB), "
+        f"{made['found']:,} were there, in {folder} for {found['processor']}."
+    )
+
+
+def _writable_folder() -> str:
+    """Return where kernels are kept; end the command where none can be, or where none are compiled."""
+    from ...environment import describe_cache
+    from ...kernels._engine import choose_engine
+
+    engine, reason = choose_engine("cpu")
+    if engine != "llvm":
+        fail(f"there is nothing to compile: {reason or 'HALFULP_ENGINE asks for ' + engine}")
+    cache = describe_cache()
+    if not cache["writable"]:
+        fail(f"kernels cannot be kept ({cache['reason']}): set HALFULP_CACHE_DIR to a folder that can be written")
+    return str(cache["folder"])
+
+
+def _processor() -> str:
+    from ...kernels.vector._processor import processor
+
+    return processor()[1]
+
+
+def _run(chosen: list[Any]) -> None:
+    """Run the jobs, with a bar on a terminal."""
+    import warnings
+
+    from rich.console import Console
+    from rich.progress import Progress
+
+    terminal = Console(file=sys.stderr, highlight=False)
+    with (
+        Progress(console=terminal, transient=True, disable=not terminal.is_terminal) as bars,
+        warnings.catch_warnings(),
+    ):
+        warnings.simplefilter("ignore")  # about trainings, which these are not
+        bar = bars.add_task("", total=len(chosen))
+        for job in chosen:
+            bars.update(bar, description=f"{job.group}: {job.name}")
+            job.run()
+            bars.advance(bar)
+
+
+def _print_jobs(folder: str, chosen: list[Any], counts: dict[str, int], json: bool) -> None:
+    if json:
+        print_json({"folder": folder, "runs": counts, "jobs": [f"{job.group}: {job.name}" for job in chosen]})
+        return
+    table = plain_table(["what", "which"], fold=["which"])
+    for group, count in counts.items():
+        names = [job.name for job in chosen if job.group == group]
+        table.add_row(f"{count} {group}", "; ".join(names[:3]) + ("; ..." if count > 3 else ""))
+    console().print(table, markup=False)
+    print(f"\n{len(chosen)} runs, whose kernels are kept in {folder}; --json lists them all.")
+
+
+def _duration(seconds: float) -> str:
+    return f"{seconds:.1f} s" if seconds < 100 else f"{seconds / 60:.1f} minutes"
