@@ -14,6 +14,7 @@ import torch
 from ...kernels import (
     LANES,
     SERIAL_BELOW,
+    Quick,
     address,
     compile_trace,
     define_operator,
@@ -28,6 +29,7 @@ from ...kernels.triton._pointwise import LONGEST, VECTOR, Pointwise
 from .._error_free import Terms
 from ..functions._angle_reduction import beyond_reach, reduced_exactly
 from ..functions._table import DIVISIONS, FUNCTIONS, NETWORKS, STEP
+from ._bfloat16 import quick
 from ._round_components import round_to_components, to_float64_terms
 
 Parts = tuple[torch.Tensor, ...]
@@ -48,12 +50,19 @@ class Elements:
         arithmetic: the type it computes in.
         stored: dtypes of the inputs in memory.
         written: dtypes of the outputs in memory.
+        quick: the same function in float32, of bfloat16, with a mask of elements in doubt behind its terms.
     """
 
     def __init__(
-        self, name: str, function: Callable[..., Terms], arithmetic: torch.dtype, stored: Dtypes, written: Dtypes
+        self,
+        name: str,
+        function: Callable[..., Terms],
+        arithmetic: torch.dtype,
+        stored: Dtypes,
+        written: Dtypes,
+        quick: Callable[..., Terms] | None = None,
     ) -> None:
-        self.name, self.function, self.arithmetic = name, function, arithmetic
+        self.name, self.function, self.arithmetic, self.quick = name, function, arithmetic, quick
         self.stored, self.written = stored, written
         self.label = f"{name} of {', '.join(map(str, stored))}"
 
@@ -83,7 +92,14 @@ class Elements:
     @functools.cached_property
     def kernel(self) -> Callable[..., Any]:
         """The kernel of the processor."""
-        return compile_trace(self.name, *self.traced, self.stored, self.written)
+        return compile_trace(self.name, *self.traced, self.stored, self.written, self._quick())
+
+    def _quick(self) -> Quick | None:
+        if self.quick is None:
+            return None
+        trace, found = record(self.quick, torch.float32, len(self.stored))
+        *results, doubt = (value.number for value in found)
+        return Quick(trace, tuple(results), doubt)
 
     @functools.cached_property
     def on_triton(self) -> Pointwise:
@@ -168,9 +184,10 @@ class Call:
     def elements(self) -> Elements:
         """The function as kernels of elements."""
         stored = tuple(dtype for dtype, count in self.operands for _ in range(count))
-        return Elements(
-            f"pointwise_{self.name}", self.evaluate, self.arithmetic, stored, (self.dtype,) * self.components
-        )
+        written = (self.dtype,) * self.components
+        is_pair = self.components == 2 and {*stored, self.dtype} == {torch.bfloat16}
+        short = quick(self.name, tuple(count for _, count in self.operands)) if is_pair else None
+        return Elements(f"pointwise_{self.name}", self.evaluate, self.arithmetic, stored, written, short)
 
 
 def pointwise(name: str, *operands: Parts, components: int, dtype: torch.dtype, out: Parts | None = None) -> Parts:
