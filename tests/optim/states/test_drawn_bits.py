@@ -95,7 +95,7 @@ def test_an_8_bit_code_is_what_its_draw_says(seed, squared):
     run_on_tensors(element.trace, held, {"root": roots, "random": random}, block=64)
     size = roots.double().abs() / held[1].double().repeat_interleave(64) * most**3
     k = (size ** (1 / 3) + 1e-9).floor()
-    chance = (random.double() + 0.5) * 2.0**-16
+    chance = ((random | 1).double()) * 2.0**-16
     edge = (k + chance) ** 3 if squared else k**3 + chance * ((k + 1) ** 3 - k**3)
     wanted = k + (edge < size)
     wanted = wanted.clamp(min=1) if squared else wanted

@@ -25,7 +25,7 @@ class Phases:
         waiting: those of them that need a largest word, and those that find one.
         behind: all others.
         behind_and_free: those, and what constants and counters alone give, which is computed again.
-        crossing: values of elements from before that are needed behind.
+        crossing: values from before that are needed behind.
     """
 
     largest: list[int]
@@ -72,6 +72,10 @@ class Phases:
             elif k in reads:
                 crossing.add(k)
         free = everything - waits - reads
+        both = {k for k in free & varies if trace.kinds[k] != "mask"} & with_operands(trace, behind)
+        both &= with_operands(trace, [*crossing, *used_before(trace, waits)])
+        # What is computed in both loops, such as a hash of the counter, is kept instead, but for what it is made from.
+        crossing |= {k for k in both if k not in {n for other in both for n in trace.lines[other][1]}}
         return cls(
             largest=largest,
             before=everything - waits,
@@ -130,6 +134,13 @@ class Stages:
         of = [{k for k in varies if stage[k] == number} | free for number in range(count)]
         crossing = [[k for k in sorted(varies) if stage[k] <= number < until[k]] for number in range(count - 1)]
         return cls(of, crossing)
+
+
+def used_before(trace: Trace, waits: set[int]) -> list[int]:
+    """Return what is stored, summed up and looked through for the largest word before that is known."""
+    wanted = [*trace.stores.values(), *(number for _, number in trace.sums)]
+    found = [k for k in wanted if k not in waits]
+    return found + [k for name, operands, _ in trace.lines if name == "block_largest" for k in operands]
 
 
 def in_turns(trace: Trace) -> list[int]:

@@ -129,6 +129,9 @@ class _TableLoop(VectorBuilder):
             line: self.allocate(scalar_of(self.kept_type(line)), self.together)
             for line in self.phases.of_blocks(self.trace)
         }
+        # A row per block, where as many blocks are computed at once as a vector has lanes.
+        in_rows = self.phases.largest if table.block and self.together == self.lanes else []
+        self.rows = {line: self.allocate(self.i32, self.together * self.lanes) for line in in_rows}
         with self.loop(first, last, 1) as c:
             at = b.mul(c, self.word(_CHUNK))
             row, begin, count, index = (self.word_at(chunks, at, k) for k in range(_CHUNK))
@@ -348,8 +351,12 @@ class _TableLoop(VectorBuilder):
         b, phases = self.b, self.phases
         with self.loop(self.word(0), several, 1, totals) as k:
             largest = self.up_to_largest(at(k), first, k, size, totals, buffers)
-            for line, word in zip(phases.largest, largest):
-                b.store(word, b.gep(self.of_blocks[line], [k]), align=4)
+            for line, words in zip(phases.largest, largest):
+                if self.rows:
+                    row = b.gep(self.rows[line], [b.mul(k, self.word(self.lanes))])
+                    b.store(words, b.bitcast(row, words.type.as_pointer()), align=4)
+                else:
+                    b.store(self.most(words), b.gep(self.of_blocks[line], [k]), align=4)
         self.of_largest()
         late = {*phases.behind, *phases.waiting}
         at_once = 2 if self.together > 1 and not late & {number for _, number in self.trace.sums} else 1
@@ -400,7 +407,7 @@ class _TableLoop(VectorBuilder):
 
             carried[:] = self.without_rare(turn, rest)
         totals[:] = carried[:kept]
-        return [self.most(vector) for vector in carried[kept:]]
+        return carried[kept:]
 
     def without_rare(self, turn: tuple, rest: Callable) -> list:
         """Write the rest of two vectors' instructions twice: as they are, and for vectors where rare masks are false.
@@ -435,6 +442,8 @@ class _TableLoop(VectorBuilder):
     def of_largest(self) -> None:
         """Compute what needs largest words and constants alone, for all blocks at once."""
         b, phases, computing = self.b, self.phases, Instructions(self.b, self.trace, self.together)
+        for line in self.rows:
+            b.store(self.most_of_rows(self.rows[line]), self.all_lanes(line), align=4)
         known = {line: b.load(self.all_lanes(line), align=4) for line in phases.largest}
         given = {name: self.spread(scalar, self.together) for name, scalar in self.scalars.items()}
         computed = computing.run(given, known, phases.uniform)
@@ -443,6 +452,24 @@ class _TableLoop(VectorBuilder):
             b.store(
                 b.zext(computed[line], computing.bits) if is_mask else computed[line], self.all_lanes(line), align=4
             )
+
+    def most_of_rows(self, buffer):
+        """Return the largest words of as many rows as a row has words.
+
+        Two rows become one of twice as many parts, each the lane by lane larger of a part's halves.
+        """
+        b, lanes, kind = self.b, self.lanes, self.shape(self.i32, self.lanes).as_pointer()
+        rows = [b.load(b.bitcast(b.gep(buffer, [self.word(k * lanes)]), kind), align=4) for k in range(0, lanes)]
+        part = lanes
+        while part > 1:
+            halves = [
+                [n + k for n in range(0, 2 * lanes, part) for k in range(at, at + part // 2)] for at in (0, part // 2)
+            ]
+            joined = [
+                [b.shuffle_vector(*pair, self.indices(half)) for half in halves] for pair in zip(rows[::2], rows[1::2])
+            ]
+            rows, part = [self.taken("max", *both) for both in joined], part // 2
+        return rows[0]
 
     def known_of_block(self, k, bases: dict) -> dict:
         """Return what was computed of the largest words of a block, in all lanes; store what is kept of it."""

@@ -33,8 +33,8 @@ from ._scaled import finite_word
 
 NAN = np.float32("nan")
 ONE, S5, S7, S16, S21 = (np.uint32(n) for n in (1, 5, 7, 16, 21))
-SIGN_8, SIGN_32, ZERO_WORD, BELOW_ONE = np.uint32(0x80), np.uint32(0x80000000), np.uint32(0), np.uint32(0xFFFF)
-UNIT_WORD, BELOW_UNIT = np.uint32(0x3F800000), np.float32(1 - 2.0**-17)
+SIGN_8, SIGN_32, ZERO_WORD, EVEN_ONES = np.uint32(0x80), np.uint32(0x80000000), np.uint32(0), np.uint32(0xFFFE)
+UNIT_WORD, BELOW_UNIT = np.uint32(0x3F800000), np.float32(1 - 2.0**-16)
 ZERO, HALF_CHANCE, UNIT, THREE, TWO_M16 = (np.float32(x) for x in (0.0, 0.5, 1.0, 3.0, 2.0**-16))
 TINY = np.float32(2.0**-126)
 SIGNED_CUBES, UNSIGNED_CUBES = np.float32(127.0**3), np.float32(255.0**3)
@@ -46,41 +46,39 @@ ROOT_0, ROOT_1, ROOT_2 = (np.float32(x) for x in (2.223406, -1.7760453, 0.552655
 HUGE, HUGE_SQUARED, SHRINK, GROW = (np.float32(x) for x in (2.0**60, 2.0**120, 2.0**-80, 2.0**80))
 
 
-def nearest_root(x):
-    """Device function: the whole number nearest to the cube root of 0 <= x < 2^24, or one of two, as a float32.
+def near_root(x):
+    """Device function: the cube root of 0 <= x < 2^24 within .05.
 
-    Of an inverse root y, right within 4%, p = x y^3 is near 1, and x y^2 times p^(-2/3), a polynomial, within .04 of
-    the root.
+    Of an inverse root y, right within 4%, p = x y^3 is near 1, and x y^2 times p^(-2/3), a polynomial, the root.
     """
     y = real(sub(FIRST_ROOT, mul(shr(word(x), S16), THIRD_16)))
     near = x * (y * y)
     p = near * y
-    return nearest_integer(near * (ROOT_0 + p * (ROOT_1 + p * ROOT_2)))
-
-
-def cube_floor(x):
-    """Device function: the largest whole number whose cube is at most x < 2^24, as a float32."""
-    n = nearest_root(x)
-    return select(n * n * n <= x, n, n - UNIT)
+    return near * (ROOT_0 + p * (ROOT_1 + p * ROOT_2))
 
 
 def chance_of(random):
-    """Device function: a number in (0, 1): the half above a multiple of 2^-16, whose bits are made beside a 1."""
-    return real(bit_or(shl(bit_and(random, BELOW_ONE), S7), UNIT_WORD)) - BELOW_UNIT
+    """Device function: a number in (0, 1), an odd multiple of 2^-16, whose bits are made beside a 1.
+
+    A chance is thus off by 2^-16 at most, and its sum with a code, of which 255 is the largest, is exact.
+    """
+    return real(bit_or(shl(bit_and(random, EVEN_ONES), S7), UNIT_WORD)) - BELOW_UNIT
+
+
+# Codes rise at thresholds, one between each two cubes; the root of the j-th is at most .39 above j + chance:
+# the whole number nearest to a root less the chance is the code, or one less, which one comparison tells.
 
 
 def signed_code(value, random):
     """Device function: the signed code of a value in units of its block's scale; -128 for NaN."""
     x = abs(value) * SIGNED_CUBES
     x = select(x < SIGNED_CUBES, x, SIGNED_CUBES)
-    n = nearest_root(x)
-    square, cube = n * n, n * n * n
-    fits = cube <= x
-    gap = select(fits, square + n, square - n) * THREE + UNIT  # to the cube of the next whole number
-    rest = x - select(fits, cube, cube - gap)
-    k = cube_floor(x)
-    size = select(chance_of(random) * gap < rest, k + UNIT, k)
-    code = to_word(real(bit_or(word(size), bit_and(word(value), SIGN_32))))
+    chance = chance_of(random)
+    j = nearest_integer(near_root(x) - chance)
+    square = j * j
+    gap = (square + j) * THREE + UNIT  # to the cube of the next whole number
+    size = select(chance * gap < x - square * j, j + UNIT, j)
+    code = to_word(real(bit_or(word(abs(size)), bit_and(word(value), SIGN_32))))
     return select(value == value, code, SIGN_8)
 
 
@@ -88,9 +86,10 @@ def squared_code(value, random):
     """Device function: the unsigned code of a root in units of its block's scale."""
     x = value * UNSIGNED_CUBES
     x = select(x < UNSIGNED_CUBES, x, UNSIGNED_CUBES)
-    k = cube_floor(x)
-    t = k + chance_of(random)
-    return to_word(select(t * t * t < x, k + UNIT, k))
+    chance = chance_of(random)
+    j = nearest_integer(near_root(x) - chance)
+    t = j + chance
+    return to_word(select(t * t * t < x, j + UNIT, j))
 
 
 def scale_code(top):

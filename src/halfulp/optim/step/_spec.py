@@ -172,25 +172,24 @@ def draws_of(spec: StepSpec) -> tuple[tuple[Draw | None, ...], tuple[Draw | None
 
     Each gets all bits that it uses, so that no chance is off. Those of up to 16 take the upper and the lower half of
     the first word, then the upper halves of further ones: two lower halves depend on each other. Those of more take a
-    word.
+    word. States in blocks, which are rounded apart from all else, come first.
     """
-    wanted = [*spec.update.draws(spec.store), *(codec.random_bits for codec in spec.codecs)]
-    words, halves = itertools.count(), []
-    placed: list[Draw | None] = []
-    for bits in wanted:
-        if bits == 0:
-            placed.append(None)
-        elif bits > 16:
-            placed.append(Draw(next(words), 0, 32))
-        elif len(halves) == 1:
-            placed.append(Draw(halves[0], 16 - bits, bits))
-            halves.append(-1)
-        else:
-            word = next(words)
-            placed.append(Draw(word, 32 - bits, bits))
-            halves += [] if halves else [word]
-    own = len(wanted) - len(spec.codecs)
-    return tuple(placed[:own]), tuple(placed[own:])
+    of_weight = spec.update.draws(spec.store)
+    wanted = [*of_weight, *(codec.random_bits for codec in spec.codecs)]
+    blocked = [len(of_weight) + k for k in spec.blocked_states]
+    placed: list[Draw | None] = [None] * len(wanted)
+    words, halves = itertools.count(), list[Draw]()
+    for place in sorted(range(len(wanted)), key=lambda place: place not in blocked):
+        bits = wanted[place]
+        if bits > 16:
+            placed[place] = Draw(next(words), 0, 32)
+        elif bits and len(halves) == 1:
+            halves.append(Draw(halves[0].word, 16 - bits, bits))
+            placed[place] = halves[1]
+        elif bits:
+            drawn = placed[place] = Draw(next(words), 32 - bits, bits)
+            halves = halves or [drawn]
+    return tuple(placed[: len(of_weight)]), tuple(placed[len(of_weight) :])
 
 
 def pointer_count(spec: StepSpec) -> int:
