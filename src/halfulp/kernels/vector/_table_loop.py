@@ -11,7 +11,7 @@ from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from .._trace import Piece, Trace
+from .._trace import COPIES, Piece, Trace
 from ._builder import VectorBuilder, scalar_of
 from ._instructions import Instructions
 from ._machine_function import machine_function
@@ -68,6 +68,11 @@ class Table:
     partial: bool = False
     digest: Digest | None = None
 
+    @property
+    def sums(self) -> int:
+        """Columns of the sums of chunks."""
+        return max(_CHUNK, len(self.trace.sums))
+
     def key(self) -> str:
         """Return what the instructions depend on, short of the processor and the sources of `kernels`."""
         pieces = [self.start, self.digest and self.digest.term]
@@ -81,7 +86,7 @@ def compile_table(name: str, table: Table) -> Callable[..., None]:
     """Return the function (first and last chunk, addresses of chunks, pointers, rows, constants, keys, sums, digests).
 
     The arrays are int64 (chunks, 4), int64 (rows, columns), int64 (rows,): the row of a row's constants, then numbers
-    (rows of constants, constants), uint64 (rows, counters), float64 (chunks, 4) and uint64 (chunks,).
+    (rows of constants, constants), uint64 (rows, counters), float64 (chunks, `table.sums`) and uint64 (chunks,).
     """
     return machine_function(name, table.key(), _ARGUMENTS, lambda b, *values: _TableLoop(b.b, table).build(*values))
 
@@ -92,7 +97,7 @@ class _TableLoop(VectorBuilder):
     def __init__(self, builder, table: Table) -> None:
         super().__init__(builder)
         self.table, self.trace = table, table.trace
-        assert len(self.trace.sums) <= _CHUNK, "a chunk's row of sums has as many columns as its row of the table"
+        assert not (table.block and self.trace.deposits), "a block's elements are in no order in which they could add up"
         self.lanes = vector_bits() // 32
         while table.block and 2 * self.lanes > max(table.block, 8):
             self.lanes //= 2
@@ -101,7 +106,7 @@ class _TableLoop(VectorBuilder):
         self.copied = table.partial or self.padded != table.block
         self.together = 1 if self.copied else max(1, min(vector_bits() // 32, _AT_ONCE // self.padded))
         self.phases = Phases.of(self.trace)
-        self.stages = Stages.of_trace(self.trace, not (table.block or self.trace.sums))
+        self.stages = Stages.of_trace(self.trace, not (table.block or self.trace.sums or self.trace.deposits))
         lines = self.trace.lines
         self.kinds = Instructions(builder, self.trace, 1)
         self.given = [
@@ -147,14 +152,14 @@ class _TableLoop(VectorBuilder):
             else:
                 self.vectors(begin, count, totals, copies)
             for k, (how, _) in enumerate(self.trace.sums):
-                place = self.pointer(sums, b.add(at, self.word(k)), self.f64)
+                place = self.pointer(sums, b.add(b.mul(c, self.word(table.sums)), self.word(k)), self.f64)
                 b.store(self.total(how, totals[2 * k : 2 * k + 2]), place, align=8)
             if table.digest:
                 b.store(self.digest(table.digest, begin, count), self.pointer(digests, c, self.i64), align=8)
 
     def used(self) -> list[int]:
         """Return the columns that are read or written."""
-        columns = {self.column[address] for address, *_ in self.arrays}
+        columns = {self.column[address] for address, *_ in [*self.arrays, *self.trace.deposits]}
         return sorted(columns | ({self.table.digest.column} if self.table.digest else set()))
 
     def word_at(self, table, first, k: int):
@@ -201,6 +206,7 @@ class _TableLoop(VectorBuilder):
                     loaded = {array: self.load_both(bases[array], i, array[1]) for array in dict.fromkeys(self.loads)}
                     [values] = self.computed([(loaded, b.add(before, i), None)])
                     self.finish(values, self.stores, bases, i)
+                    self.deposit(values, i, limit)
                     self.sum_up(values, i, totals, limit, range(len(self.trace.lines)))
             with b.if_then(is_rest):
                 self.copy_out(b.add(begin, whole), rest, copies)
@@ -525,6 +531,21 @@ class _TableLoop(VectorBuilder):
                 value = self.b.select(self.exists(i, limit, half), value, self.ir.Constant(value.type, None))
                 totals[at] = self.taken(how, totals[at], value)
 
+    def deposit(self, values: list, i, limit) -> None:
+        """Add the words of two vectors to counters in memory, one after the other: several may have one place."""
+        b = self.b
+        for address, place, word, apart in self.trace.deposits:
+            counters = self.address[self.column[address]]
+            for half in range(2):
+                words = values[half][word]
+                words = b.select(self.exists(i, limit, half), words, self.ir.Constant(words.type, None))
+                copies = self.ir.Constant(words.type, [apart * (k % COPIES) for k in range(self.lanes)])
+                places = values[half][place]
+                places = b.add(places if places.type == words.type else b.zext(places, words.type), copies)
+                for k in range(self.lanes):
+                    to = self.pointer(counters, self.lane(places, k), self.i64)
+                    b.store(b.add(b.load(to, align=8), self.lane(words, k)), to, align=8)
+
     def load_both(self, base, i, bits: int) -> list:
         """Elements of two vectors as words of 32 bits, or of 64 where they have so many."""
         b, lanes = self.b, self.lanes
@@ -567,7 +588,9 @@ class _TableLoop(VectorBuilder):
 
     def sum_types(self) -> list:
         """Return the types of the vectors in which sums, and largest words, gather."""
-        return [self.shape(self.f64 if how == "sum" else self.i32, self.lanes) for how, _ in self.trace.sums]
+        kinds = self.trace.kinds
+        wide = [how == "sum" or (how == "max" and kinds[number] == "f64") for how, number in self.trace.sums]
+        return [self.shape(self.f64 if is_wide else self.i32, self.lanes) for is_wide in wide]
 
     def exists(self, i, limit, half: int):
         """Which lanes of a vector are elements, not padding."""
@@ -579,22 +602,33 @@ class _TableLoop(VectorBuilder):
         """A sum or maximum with a value more."""
         if how == "sum":
             return self.b.fadd(total, value)
+        if how == "count":
+            return self.b.sub(total, self.b.sext(value, total.type))
+        if scalar_of(total.type) == self.f64:
+            return self.b.select(self.b.fcmp_ordered(">", value, total), value, total)
         return self.b.select(self.b.icmp_unsigned(">", value, total), value, total)
 
     def most(self, words):
         """The largest lane of a vector of words."""
-        name = f"llvm.vector.reduce.umax.v{self.lanes}i{words.type.element.width}"
+        return self.reduced("umax", words)
+
+    def reduced(self, how: str, words):
+        """The lanes of a vector of words together."""
+        name = f"llvm.vector.reduce.{how}.v{self.lanes}i{words.type.element.width}"
         kind = self.ir.FunctionType(words.type.element, [words.type])
         return self.b.call(self.b.module.declare_intrinsic(name, fnty=kind), [words])
 
     def total(self, how: str, vectors: list):
-        """One float64 of the lanes of two vectors; words are the bits of a float32."""
-        if how == "max":
+        """One float64 of the lanes of two vectors; of a maximum words are the bits of a float32."""
+        if how == "count":
+            return self.b.uitofp(self.reduced("add", self.b.add(*vectors)), self.f64)
+        is_word = scalar_of(vectors[0].type) == self.i32
+        if how == "max" and is_word:
             return self.b.fpext(self.b.bitcast(self.most(self.taken("max", *vectors)), self.f32), self.f64)
         lanes = [self.lane(vector, k) for vector in vectors for k in range(self.lanes)]
         found = lanes[0]
         for value in lanes[1:]:
-            found = self.b.fadd(found, value)
+            found = self.taken(how, found, value)
         return found
 
     def digest(self, given: Digest, begin, count):
