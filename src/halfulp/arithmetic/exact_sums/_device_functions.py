@@ -54,6 +54,7 @@ class Reach:
         return UNIT + LIMB * self.first
 
     @classmethod
+    @functools.cache
     def of(cls, dtype: torch.dtype, product: bool) -> Reach:
         """Return what terms of a dtype, or their products, need, and the float64 parts of blocks of them."""
         layout, factors = LAYOUTS[dtype], 1 + product
@@ -161,19 +162,19 @@ def block_of(dtype: torch.dtype, product: bool) -> int:
     return BLOCK // 4 if product and dtype == torch.float64 else BLOCK
 
 
-def count_of_parts(dtype: torch.dtype, product: bool) -> int:
-    """Return how many float64 parts a block has."""
-    return 3 if product and dtype == torch.float64 else 2
+def cuts_of(dtype: torch.dtype, product: bool) -> tuple[int, int]:
+    """Return how often terms are cut that are near each other, and how often those that are not."""
+    return (2, 5) if product and dtype == torch.float64 else (1, 4)
 
 
 @functools.cache
-def blocks_table(dtype: torch.dtype, product: bool) -> Table:
-    """What sums a block up: float64 parts whose sum is the block's, if the third last, how many parts are lost, is 0.
+def blocks_table(dtype: torch.dtype, product: bool, cuts: int) -> Table:
+    """What sums a block up: `cuts` + 1 float64, whose sum is the block's; NaN where that would not be exact.
 
-    Each term is cut at one place: q = (s + x) - s, r = x - q (Rump, Ogita, Oishi). With s = 1.5 * 2^k the q are
-    multiples of 2^(k - 52); their sum is exact while it is below 2^(k - 1), and that of the rests, at most 2^(k - 53)
-    each, while they are multiples of a unit of which it has at most 2^53. Products of float64, each the rounded product
-    and its error, are cut twice, all others once. The last sum counts the terms that are -0.
+    Each term is cut at some place: q = (s + x) - s, r = x - q (Rump, Ogita, Oishi). With s = 1.5 * 2^k the q are
+    multiples of 2^(k - 52), whose sum is exact while it is below 2^(k - 1); the rests, at most 2^(k - 53) each, are cut
+    again, or summed up, exactly while they are multiples of a unit of which their sum has at most 2^53. A product of
+    float64 is the rounded product and, from the second cut on, its error. The last number counts the terms that are -0.
     """
     layout, element = LAYOUTS[dtype], Recording(1 + product)
     wide, emit = dtype == torch.float64, element.trace.emit
@@ -200,23 +201,25 @@ def blocks_table(dtype: torch.dtype, product: bool) -> Table:
     carries = block_of(dtype, product).bit_length() - 1
     # The last bit of a product is at 2^(e - below) or above, its first one at 2^e.
     below = 2 * layout.mantissa + 1 if product else layout.mantissa
-    cuts = [2 + carries, 4 + 2 * carries - 53][: 2 if product and wide else 1]
-    most = 53 - (cuts[-1] - 53 + carries + len(cuts) - 1) - below
-    lost = (high == fields) | (o.add(high_one, cuts[0] + 1023 - bias) > 2043) | (high_one > o.add(low_one, most))
+    doubled = product and wide
+    places = [2 + carries + k * (carries - 52 + doubled) for k in range(cuts)]
+    most = 106 - places[-1] - carries - doubled - below
+    lost = (high == fields) | (o.add(high_one, places[0] + 1023 - bias) > 2043) | (high_one > o.add(low_one, most))
     if not own:
         # Below it the error of a product, or the product itself, may not be a number of float64.
         lost = lost | ((smallest != 0) & (low < (64 if wide else 2))) if product else lost
-    for k, above in enumerate(cuts):
-        exponent = o.widen(o.add(high_one, above + 1023 - bias))
-        start = o.real64(o.or64(o.shl64(exponent, 52), 1 << 51))
-        parts = [(start + rest) - start for rest in (rests if k == len(cuts) - 1 else rests[:1])]
+    for k, place in enumerate(places):
+        # Where there is nothing left to cut, any number does.
+        above = place + 1023 - bias
+        exponent = o.add(high_one, above)
+        exponent = select(high_one > -above, exponent, np.uint32(1)) if above < 0 else exponent
+        start = o.real64(select(lost, np.uint64(0x7FF8 << 48), o.or64(o.shl64(o.widen(exponent), 52), 1 << 51)))
+        parts = [(start + rest) - start for rest in (rests if k else rests[:1])]
         element.trace.gather_sum("sum", _total(parts))
         rests = [rest - part for rest, part in zip(rests, parts)] + rests[len(parts) :]
     element.trace.gather_sum("sum", _total(rests))
-    element.trace.gather_sum("count", lost)
     element.trace.gather_sum("count", bits == 1 << (63 if not own else layout.width - 1))
-    block = block_of(dtype, product)
-    return Table(element.trace, len(element.arrays), block=block, partial=True)
+    return Table(element.trace, len(element.arrays), block=block_of(dtype, product))
 
 
 def _value(dtype: torch.dtype, word: Any, emit: Any) -> Any:

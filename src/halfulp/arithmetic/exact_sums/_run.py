@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import itertools
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -11,12 +10,10 @@ import numpy as np
 import torch
 
 from ...kernels import (
+    CHUNK,
     address,
     address_of,
     check_bits,
-    chunks,
-    IndexMap,
-    plain,
     require_float64,
     run_chunks,
     run_on_tensors,
@@ -24,199 +21,214 @@ from ...kernels import (
 )
 from ...kernels._trace import COPIES
 from ...kernels.triton._launch import ready
-from ...kernels.triton._table_kernel import TableKernel
+from ...kernels.triton._table_kernel import TILE, TableKernel
 from ...kernels.vector._table_loop import Table, compile_table
 from ._accumulator import LAYOUTS, LIMB, LIMBS, LOW, WORDS
-from ._device_functions import Reach, block_of, blocks_table, count_of_parts, settling_table, terms_table
+from ._device_functions import Reach, block_of, blocks_table, cuts_of, settling_table, terms_table
 
-_AT_ONCE = {"llvm": 1 << 24, "triton": 1 << 24, "reference": 1 << 20}  # elements whose windows are in memory at a time
-_PIECE = 1 << 16  # elements of a row that are added up by themselves, for a thread; 2^18 overflow no window
-_SHORT = 128  # elements of rows that are not worth blocks
+# Elements whose windows are in memory at a time: of 2^18 of them none overflows, and blocks have fewer parts.
+_AT_ONCE = {"llvm": 1 << 24, "triton": 1 << 22, "reference": 1 << 18}
+_ROWS = 4096  # of which windows are in memory at a time
+_PIECE = 1 << 16  # neighbours that are added up by themselves, for a thread
+_FEW = 1 << 15  # elements that are not worth blocks
+_SHORT = 128  # elements of a piece up to which there are no copies of counters
 _ROOM = 1 << 20  # words of counters up to which there are copies
-_TILES, _SPREAD = 16, 32  # rows of more tiles have so many counters on an accelerator, for which programs do not queue
+_SPREAD = 32  # counters of a row of many tiles on an accelerator, for which programs do not queue
 
-Operands = tuple[torch.Tensor, ...]
+Operands = Sequence[torch.Tensor]
+Windows = Any  # int64, of NumPy or torch
 
 
 def summed(a: torch.Tensor, b: torch.Tensor | None, dtype: torch.dtype) -> torch.Tensor:
     """The rounded sum of every row of a, or of the products of a and b; (rows, columns), the last stride 1."""
-    operands, engine = _operands(a, b), _engine(a, b is not None)
-    return _settled(engine, _windows(engine, operands), _reach(operands), dtype)
+    return _run([a] if b is None else [a, b], dtype)
 
 
 def partial(a: torch.Tensor, b: torch.Tensor | None) -> torch.Tensor:
     """As `summed`, but the accumulators: int64 (rows, WORDS)."""
-    operands, engine = _operands(a, b), _engine(a, b is not None)
-    windows, reach = _windows(engine, operands), _reach(operands)
-    digits = _settled(engine, windows, reach, None)
-    words = torch.zeros(len(windows), WORDS, dtype=torch.int64, device=a.device)
-    words[:, reach.first : reach.first + reach.limbs] = digits
-    if (end := reach.first + reach.limbs) < LIMBS:
-        sign = digits[:, -1:] >> 63
-        words[:, end - 1] &= LOW
-        words[:, end:LIMBS] = sign & LOW
-        words[:, LIMBS - 1 : LIMBS] = sign
-    *_, special, minus_zeros, terms = windows.unbind(1)
-    words[:, LIMBS:] = torch.stack([special & LOW, special >> 32, minus_zeros, terms], 1)
-    return words
+    return _run([a] if b is None else [a, b], None)
 
 
 def rounded(words: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     """The float nearest to each accumulator, (rows, WORDS) -> (rows,)."""
-    return _settled(_engine(words, False), words, Reach(), dtype)
+    return _settle(_engine(words, torch.float64, False), words, Reach(), dtype)
 
 
-def _operands(a: torch.Tensor, b: torch.Tensor | None) -> Operands:
-    return (a,) if b is None else (a, b)
+def _run(operands: Operands, dtype: torch.dtype | None) -> torch.Tensor:
+    (rows, columns), own, product = operands[0].shape, operands[0].dtype, len(operands) > 1
+    engine, reach = _engine(operands[0], own, product), Reach.of(own, product)
+    return _run_by(engine, operands, reach, dtype)
 
 
-def _reach(operands: Operands) -> Reach:
-    return Reach.of(operands[0].dtype, len(operands) > 1)
+def _run_by(engine: str, operands: Operands, reach: Reach, dtype: torch.dtype | None) -> torch.Tensor:
+    rows, columns = operands[0].shape
+    step = min(_ROWS, max(1, _AT_ONCE[engine] // max(1, columns)))
+    parts = [[x[top : top + step] for x in operands] for top in range(0, max(1, rows), step)]
+    made = [_settle(engine, _windows(engine, part, reach), reach, dtype) for part in parts]
+    return made[0] if len(made) == 1 else torch.cat(made)
 
 
-def _engine(x: torch.Tensor, product: bool) -> str:
+def _engine(x: torch.Tensor, dtype: torch.dtype, product: bool) -> str:
     """Return what runs the kernels of tensors, compared with the reference before its first use."""
     engine = select_engine(x.device.type)
     if x.device.type != "cpu":
         require_float64(x.device, "exact sums")
-    dtype = torch.float64 if x.dtype == torch.int64 else x.dtype
     if engine == "llvm":
         _check(dtype, product)
     elif engine == "triton":
-        name = f"{'exact_dot' if product else 'exact_sum'} ({dtype})"
-        trial = functools.partial(_try, dtype, product)
-        found = ready(
-            ("exact sums", dtype, product),
-            name,
-            x.device,
-            lambda: "triton",
-            lambda engine, device: trial(engine, device),
-            lambda: trial("reference", torch.device("cpu")),
-        )
-        return found or "reference"
+        given = _name(dtype, product), x.device, lambda: engine, *_trial(dtype, product)
+        return ready(("exact sums", dtype, product), *given) or "reference"
     return engine
 
 
 # terms into windows ------------------------------------------------------------------------------------------
 
 
-def _windows(engine: str, operands: Operands) -> torch.Tensor:
-    """Return the windows of every row, its counters behind, and how many terms it has: int64 (rows, counters + 1)."""
-    (rows, columns), reach, most = operands[0].shape, _reach(operands), _AT_ONCE[engine]
-    words = torch.zeros(rows, reach.counters + 1, dtype=torch.int64, device=operands[0].device)
-    words[:, -1] = columns
-    wide, high = min(columns, most), max(1, most // max(columns, 1))
-    add = {"llvm": _add_blocks, "triton": _add_tiles, "reference": _add_tensors}[engine]
-    for top, left in itertools.product(range(0, rows, high), range(0, columns, wide or 1)):
-        part = [x[top : top + high, left : left + wide] for x in operands]
-        words[top : top + high, :-1] += add(part, reach)
-    return words
-
-
-def _add_tensors(operands: Sequence[torch.Tensor], reach: Reach) -> torch.Tensor:
-    dtype, product = operands[0].dtype, len(operands) > 1
-    counters = torch.zeros(len(operands[0]), reach.counters, dtype=torch.int64, device=operands[0].device)
-    run_on_tensors(terms_table(dtype, product, reach).trace, [*operands, counters])
-    return _spread(counters)
-
-
-def _add_tiles(operands: Sequence[torch.Tensor], reach: Reach) -> torch.Tensor:
-    (rows, columns), dtype, device = operands[0].shape, operands[0].dtype, operands[0].device
-    pieces = chunks(IndexMap.whole((columns,)), 0)
-    several = _SPREAD if columns > _TILES * 1024 else 1
-    counters = torch.zeros(rows, several, reach.counters, dtype=torch.int64, device=device)
-    table = np.tile(pieces, (rows, 1))
-    row, copy = np.repeat(np.arange(rows), len(pieces)), np.tile(np.arange(len(pieces)) % several, rows)
-    table[:, 0] = row * several + copy
-    numbers = np.arange(rows * several)
-    pointers = [_starts(x, numbers // several) for x in operands]
-    pointers.append(counters.data_ptr() + numbers * (8 * reach.counters))
-    _kernel("triton", terms_table(dtype, len(operands) > 1, reach))(table, np.stack(pointers, 1), device)
-    return _spread(counters).sum(1)
-
-
-def _add_blocks(operands: Sequence[torch.Tensor], reach: Reach) -> torch.Tensor:
-    (rows, columns), dtype, product = operands[0].shape, operands[0].dtype, len(operands) > 1
-    found = torch.zeros(rows, reach.counters, dtype=torch.int64, device="cpu")
-    if columns <= _SHORT:
-        _add_pieces(operands, reach, np.arange(rows), np.zeros(rows, np.int64), np.full(rows, columns), found)
-        return found
-    size, count, table = block_of(dtype, product), count_of_parts(dtype, product), blocks_table(dtype, product)
-    begin = np.arange(0, columns, size)
-    cut = np.zeros((rows, len(begin), 4), np.int64)
-    cut[:, :, 0], cut[:, :, 1], cut[:, :, 3] = np.arange(rows)[:, None], begin, begin
-    cut[:, :, 2] = np.minimum(begin + size, columns) - begin
-    pointers = np.stack([_starts(x, np.arange(rows)) for x in operands], 1)
-    sums = np.empty((rows, len(begin), table.sums))
-    lengths = cut[:, :, 2].reshape(-1)
-    run_chunks(_kernel("llvm", table), lengths, address_of(cut), address_of(pointers), 0, 0, 0, address_of(sums), 0)
-    lost = sums[:, :, count] != 0
-    found[:, -1] += torch.from_numpy(np.where(lost, 0, sums[:, :, count + 1]).sum(1).astype(np.int64))
-    parts = torch.from_numpy(np.where(lost[:, :, None], 0.0, sums[:, :, :count]).reshape(rows, -1))
-    at = [array.reshape(-1) for array in np.mgrid[0:rows, 0 : parts.shape[1] : _PIECE]]
-    _add_pieces([parts], reach, *at, np.minimum(at[1] + _PIECE, parts.shape[1]) - at[1], found)
-    if lost.any():
-        # Neighbouring blocks together, as far as a piece goes.
-        number = np.arange(len(begin))
-        first, last = (np.pad(lost, ((0, 0), edge))[:, cut_to] for edge, cut_to in (((1, 0), slice(-1)), ((0, 1), slice(1, None))))
-        first = lost & ~(first & (number * size % _PIECE != 0))
-        last = lost & ~(last & ((number + 1) * size % _PIECE != 0))
-        (row, start), (_, end) = np.nonzero(first), np.nonzero(last)
-        _add_pieces(operands, reach, row, begin[start], np.minimum((end + 1) * size, columns) - begin[start], found)
+def _windows(engine: str, operands: Operands, reach: Reach) -> Windows:
+    """Return the counters of every row, and how many terms it has: (rows, counters + 1)."""
+    (rows, columns), step = operands[0].shape, _AT_ONCE[engine]
+    add: Callable[..., Windows] = {"llvm": _add_blocks, "triton": _add_tiles, "reference": _add_tensors}[engine]
+    found = add([x[:, :step] for x in operands], reach)
+    if columns > step:
+        found = _spread(found)
+        for left in range(step, columns, step):
+            found += _spread(add([x[:, left : left + step] for x in operands], reach))
+    found[:, -1] = columns
     return found
 
 
-def _add_pieces(
-    operands: Sequence[torch.Tensor], reach: Reach, row: np.ndarray, begin: np.ndarray, count: np.ndarray, to: torch.Tensor
-) -> None:
-    """Add some pieces of rows, each on its own, to the rows' counters."""
-    dtype, words = operands[0].dtype, reach.counters
-    copies = COPIES if len(row) * words <= _ROOM else 1
-    counters = torch.zeros(len(row), copies, words, dtype=torch.int64, device="cpu")
-    table = np.zeros((len(row), 4), np.int64)
-    table[:, 0], table[:, 2] = np.arange(len(row)), count
-    pointers = [_starts(x, row) + begin * x.element_size() for x in operands]
-    pointers = np.stack([*pointers, counters.data_ptr() + table[:, 0] * (8 * words * copies)], 1)
-    kernel = _kernel("llvm", terms_table(dtype, len(operands) > 1, reach, words if copies > 1 else 0))
-    run_chunks(kernel, table[:, 2], address_of(table), address_of(pointers), *[0] * 5)
-    to.index_add_(0, torch.from_numpy(row), _spread(counters).sum(1))
+def _spread(windows: Windows) -> Windows:
+    """Pass what is beyond 32 bits on to the window after the next, so that any number of such sums add up; in place."""
+    inner = windows[..., :-3]
+    high = inner[..., :-2] >> LIMB
+    inner &= LOW  # there is nothing in the highest two
+    inner[..., 2:] += high
+    return windows
+
+
+def _add_tensors(operands: Operands, reach: Reach) -> torch.Tensor:
+    first = operands[0]
+    counters = torch.zeros(len(first), reach.counters + 1, dtype=torch.int64, device=first.device)
+    if first.numel():
+        run_on_tensors(terms_table(first.dtype, len(operands) > 1, reach).trace, [*operands, counters])
+    return counters
+
+
+def _add_tiles(operands: Operands, reach: Reach) -> torch.Tensor:
+    (rows, columns), first, words = operands[0].shape, operands[0], reach.counters + 1
+    begin = np.arange(0, columns, CHUNK)
+    several = _SPREAD if len(begin) > 1 else 1
+    counters = torch.zeros(rows, several, words, dtype=torch.int64, device=first.device)
+    row, number = (array.reshape(-1) for array in np.indices((rows, len(begin))))
+    slot = row * several + number % several
+    table = np.stack([slot, begin[number], np.minimum(columns - begin[number], CHUNK), begin[number]], 1)
+    rows_of = np.arange(rows * several)
+    pointers = [_starts(x, rows_of // several) for x in operands]
+    pointers.append(counters.data_ptr() + rows_of * (8 * words))
+    if len(table):
+        _kernel("triton", terms_table(first.dtype, len(operands) > 1, reach))(
+            table, np.stack(pointers, 1), first.device
+        )
+    return counters[:, 0] if several == 1 else _spread(counters).sum(1)
+
+
+def _add_blocks(operands: Operands, reach: Reach) -> np.ndarray:
+    (rows, columns), dtype, product = operands[0].shape, operands[0].dtype, len(operands) > 1
+    row, nothing = np.arange(rows), np.zeros(rows, np.int64)
+    size = block_of(dtype, product)
+    rest = columns if rows * columns <= _FEW else columns % size
+    found, begin = np.zeros((rows, reach.counters + 1), np.int64), np.arange(0, columns - rest, size)
+    if rest:
+        found = _add_pieces(operands, reach, row, nothing + columns - rest, nothing + rest)
+    if rest == columns:
+        return found
+    found = _spread(found)
+    cut = np.zeros((rows, len(begin), 4), np.int64)
+    cut[:, :, 0], cut[:, :, 1], cut[:, :, 2] = row[:, None], begin, size
+    pointers = np.stack([_starts(x, row) for x in operands], 1)
+    lost = np.ones((rows, len(begin)), bool)
+    for cuts in cuts_of(dtype, product):
+        table, left = blocks_table(dtype, product, cuts), cut[lost]
+        sums = np.empty((len(left), table.sums))
+        given = address_of(left), address_of(pointers), 0, 0, 0, address_of(sums), 0
+        run_chunks(_kernel("llvm", table), left[:, 2], *given)
+        failed = np.isnan(sums[:, 0])
+        sums[failed] = 0
+        parts = np.zeros((rows, len(begin), cuts + 1))
+        parts[lost] = sums[:, : cuts + 1]
+        all_parts = torch.from_numpy(parts.reshape(rows, -1))
+        found += _spread(_add_pieces([all_parts], reach, row, nothing, nothing + parts[0].size))
+        np.add.at(found[:, -2], left[:, 0], sums[:, cuts + 1].astype(np.int64))
+        lost[lost] = failed
+        if not failed.any():
+            return found
+    # Lost blocks beside each other are a piece.
+    before, behind = np.zeros_like(lost), np.zeros_like(lost)
+    before[:, 1:], behind[:, :-1] = lost[:, :-1], lost[:, 1:]
+    edge = np.arange(len(begin) + 1) * size % _PIECE == 0
+    (row, start), (_, end) = np.nonzero(lost & ~(before & ~edge[:-1])), np.nonzero(lost & ~(behind & ~edge[1:]))
+    length = (end + 1 - start) * size
+    np.add.at(found, row, _spread(_add_pieces(operands, reach, row, begin[start], length)))
+    return found
+
+
+def _add_pieces(operands: Operands, reach: Reach, row: np.ndarray, begin: np.ndarray, length: np.ndarray) -> np.ndarray:
+    """Return the counters of some pieces of rows, each by itself."""
+    first, words = operands[0], reach.counters + 1
+    copies = COPIES if len(row) * words <= _ROOM and length.max(initial=0) > _SHORT else 1
+    counters = np.zeros((len(row), copies, words), np.int64)
+    pointers = np.empty((len(row), len(operands) + 1), np.int64)
+    for k, x in enumerate(operands):
+        pointers[:, k] = _starts(x, row) + begin * x.element_size()
+    number = np.arange(len(row))
+    pointers[:, -1] = address_of(counters) + number * (8 * words * copies)
+    cut = np.zeros((len(row), 4), np.int64)
+    cut[:, 0], cut[:, 2] = number, length
+    kernel = _kernel("llvm", terms_table(first.dtype, len(operands) > 1, reach, words if copies > 1 else 0))
+    run_chunks(kernel, length, address_of(cut), address_of(pointers), *[0] * 5)
+    return counters[:, 0] if copies == 1 else counters.sum(1)
 
 
 def _starts(x: torch.Tensor, rows: np.ndarray) -> np.ndarray:
     """Return where rows begin in memory."""
-    return address(x) + rows * (x.stride(0) * x.element_size())
-
-
-def _spread(windows: torch.Tensor) -> torch.Tensor:
-    """Pass what is beyond 32 bits on to the window after the next, so that any number of such sums add up."""
-    inner = windows[..., :-2]
-    found = torch.cat([inner & LOW, windows[..., -2:]], -1)
-    found[..., 2:-2] += inner[..., :-2] >> LIMB
+    found: np.ndarray = address(x) + rows * (x.stride(0) * x.element_size())
     return found
 
 
 # windows into words or a float -------------------------------------------------------------------------------
 
 
-def _settled(engine: str, words: torch.Tensor, reach: Reach, dtype: torch.dtype | None) -> torch.Tensor:
-    """Return accumulators rounded, (rows,), or without a dtype their limbs with carries passed on, (rows, limbs)."""
-    rows, device, table = len(words), words.device, settling_table(reach, dtype)
-    counters = words.t().contiguous()[: reach.counters + (dtype is not None)]
-    if dtype is None:
-        out = torch.empty(reach.limbs, rows, dtype=torch.int64, device=device)
-    else:
-        out = torch.empty(1, rows, dtype=LAYOUTS[dtype].word, device=device)
-    arrays = [*counters, *out]
+def _settle(engine: str, words: Windows, reach: Reach, dtype: torch.dtype | None) -> torch.Tensor:
+    """Return accumulators rounded, (rows,), or without a dtype with carries passed on, (rows, WORDS)."""
+    words = torch.as_tensor(words)
+    rows, table, columns = len(words), settling_table(reach, dtype), words.t().contiguous()
+    shape, kind = ((reach.limbs, rows), torch.int64) if dtype is None else ((1, rows), LAYOUTS[dtype].word)
+    out = torch.empty(shape, dtype=kind, device=words.device)
     if engine == "reference":
-        run_on_tensors(table.trace, arrays)
+        run_on_tensors(table.trace, [*columns[: reach.counters + bool(dtype)], *out])
     elif rows:
-        cut, pointers = chunks(IndexMap.whole((rows,)), 0), np.array([[x.data_ptr() for x in arrays]], np.int64)
-        kernel = _kernel(engine, table)
+        own = np.arange(reach.counters + bool(dtype))
+        pointers = np.concatenate([_starts(columns, own), _starts(out, np.arange(len(out)))])
+        begin = np.arange(0, rows, CHUNK)
+        cut = np.stack([begin * 0, begin, np.minimum(rows - begin, CHUNK), begin], 1)
         if engine == "triton":
-            kernel(cut, pointers, device)
+            _kernel(engine, table)(cut, pointers[None], words.device)
         else:
-            run_chunks(kernel, cut[:, 2], address_of(cut), address_of(pointers), *[0] * 5)
-    return out.t() if dtype is None else out[0].view(dtype)
+            run_chunks(_kernel(engine, table), cut[:, 2], address_of(cut), address_of(pointers), *[0] * 5)
+    return _whole(out.t(), words, reach) if dtype is None else out[0].view(dtype)
+
+
+def _whole(digits: torch.Tensor, words: torch.Tensor, reach: Reach) -> torch.Tensor:
+    """Return an accumulator's words from the limbs within reach."""
+    found = torch.empty(len(digits), WORDS, dtype=torch.int64, device=digits.device)
+    end, sign = reach.first + reach.limbs, digits[:, -1:] >> 63
+    found[:, : reach.first], found[:, reach.first : end] = 0, digits
+    if end < LIMBS:
+        found[:, end - 1] &= LOW
+        found[:, end : LIMBS - 1], found[:, LIMBS - 1 : LIMBS] = sign & LOW, sign
+    special, minus_zeros, terms = words[:, -3:].unbind(1)
+    found[:, LIMBS:] = torch.stack([special & LOW, special >> LIMB, minus_zeros, terms], 1)
+    return found
 
 
 @functools.cache
@@ -226,31 +238,32 @@ def _kernel(engine: str, table: Table) -> Any:
 
 # the canary --------------------------------------------------------------------------------------------------
 
-_checked: set[tuple[torch.dtype, bool]] = set()
 
-
+@functools.cache
 def _check(dtype: torch.dtype, product: bool) -> None:
-    """The canary: once per process, dtype and kind, the kernels' accumulators on fixed rows are the reference's."""
-    if (dtype, product) in _checked:
-        return
-    name, trial = f"{'exact_dot' if product else 'exact_sum'} ({dtype})", functools.partial(_try, dtype, product)
-    check_bits(name, lambda: trial("llvm", torch.device("cpu")), lambda: trial("reference", torch.device("cpu")))
-    _checked.add((dtype, product))
+    """The canary: once per process, dtype and kind, the kernels' results on fixed rows are the reference's."""
+    run, reference = _trial(dtype, product)
+    check_bits(_name(dtype, product), lambda: run("llvm", torch.device("cpu")), reference)
 
 
-def _try(dtype: torch.dtype, product: bool, engine: str, device: torch.device) -> list[torch.Tensor]:
-    """Return windows and floats of fixed rows."""
-    a = _fixed_rows(dtype).to(device)
-    operands = (a, a.flip(1).contiguous()) if product else (a,)
-    windows = _windows(engine, operands)
-    # How windows share their bits is the engine's own affair.
-    digits = _settled(engine, windows, _reach(operands), None)
-    return [digits.cpu(), windows[:, -3:].cpu(), _settled(engine, windows, _reach(operands), dtype).cpu()]
+def _name(dtype: torch.dtype, product: bool) -> str:
+    return f"{'exact_dot' if product else 'exact_sum'} ({dtype})"
+
+
+def _trial(dtype: torch.dtype, product: bool) -> tuple[Callable[..., list[torch.Tensor]], Callable]:
+    """Return what sums fixed rows up by an engine on a device, and by the reference."""
+
+    def run(engine: str, device: torch.device) -> list[torch.Tensor]:
+        a = _fixed_rows(dtype).to(device)
+        operands = [a, a.flip(1).contiguous()] if product else [a]
+        return [_run_by(engine, operands, Reach.of(dtype, product), kind).cpu() for kind in (None, dtype)]
+
+    return run, lambda: run("reference", torch.device("cpu"))
 
 
 def _fixed_rows(dtype: torch.dtype) -> torch.Tensor:
     """Return rows that exercise every code path: near one size, far apart, everywhere, with special values."""
-    grid = torch.arange(1100, dtype=torch.float64, device="cpu")
+    grid = torch.arange(6000, dtype=torch.float64, device="cpu")
     mixed = (grid * 0.6180339887498949).frac() - 0.5
     powers = (grid % 61 - 30).exp2()
     special = mixed.clone()

@@ -115,6 +115,18 @@ class VectorBuilder:
         at = self.b.gep(self.b.inttoptr(address, scalar_of(kind).as_pointer()), [i])
         return self.b.bitcast(at, kind.as_pointer())
 
+    def prefetch(self, address) -> None:
+        """Ask for the cache line at an address, which need not be one that can be read.
+
+        It comes into the second-level cache (locality 2), whose queue of pending lines is longer than the first's.
+        """
+        ir, module, name = self.ir, self.b.module, "llvm.prefetch.p0"
+        byte = ir.IntType(8).as_pointer()
+        takes = ir.FunctionType(ir.VoidType(), [byte, self.i32, self.i32, self.i32])
+        function = module.globals.get(name) or ir.Function(module, takes, name)
+        to_read, locality, of_data = (ir.Constant(self.i32, value) for value in (0, 2, 1))
+        self.b.call(function, [self.b.inttoptr(address, byte), to_read, locality, of_data])
+
     def load_word(self, address, k: int):
         """Word k of a table of 64-bit integers."""
         return self.b.load(self.pointer(address, self.word(k), self.i64), align=8)

@@ -109,16 +109,8 @@ class Code:
             yield ways
 
     def prefetch(self, address: Number) -> None:
-        """Ask for the cache line at an address, which need not be one that can be read.
-
-        It comes into the second-level cache (locality 2), whose queue of pending lines is longer than the first's.
-        """
-        ir, module, name = self.vectors.ir, self.b.module, "llvm.prefetch.p0"
-        byte = self.i8.as_pointer()
-        takes = ir.FunctionType(ir.VoidType(), [byte, self.i32, self.i32, self.i32])
-        function = module.globals.get(name) or ir.Function(module, takes, name)
-        to_read, locality, of_data = (ir.Constant(self.i32, value) for value in (0, 2, 1))
-        self.b.call(function, [self.b.inttoptr(address.value, byte), to_read, locality, of_data])
+        """Ask for the cache line at an address, which need not be one that can be read."""
+        self.vectors.prefetch(address.value)
 
     def run(self, piece: Piece, *values: Number) -> Number:
         """Return the first result of a recorded device function."""

@@ -97,7 +97,9 @@ class _TableLoop(VectorBuilder):
     def __init__(self, builder, table: Table) -> None:
         super().__init__(builder)
         self.table, self.trace = table, table.trace
-        assert not (table.block and self.trace.deposits), "a block's elements are in no order in which they could add up"
+        assert not (table.block and self.trace.deposits), (
+            "a block's elements are in no order in which they could add up"
+        )
         self.lanes = vector_bits() // 32
         while table.block and 2 * self.lanes > max(table.block, 8):
             self.lanes //= 2
@@ -127,6 +129,7 @@ class _TableLoop(VectorBuilder):
         room = self.padded * self.together if table.block else self.width
         copied = self.arrays if not table.block or self.copied else []
         copies = {array: self.allocate(self.ir.IntType(array[1]), room) for array in copied}
+        self.held_words = [self.allocate(self.i64, self.width) for _ in range(2 if self.trace.deposits else 0)]
         crossing = self.phases.crossing if table.block else []
         buffers = [self.allocate(scalar_of(self.type_of(line)), room) for line in crossing]
         self.of_blocks = {
@@ -324,11 +327,22 @@ class _TableLoop(VectorBuilder):
         b = self.b
         for array in dict.fromkeys(self.loads):
             kind, align = self.ir.IntType(array[1]), array[1] // 8
-            with self.loop(self.word(0), size, 1) as j:
+            vectors, vector = b.sub(self.up_to_vector(size), self.word(self.width)), self.shape(kind, self.width)
+            with self.loop(self.word(0), vectors, self.width) as j:
+                value = b.load(self.pointer(bases[array], j, vector), align=align)
+                b.store(value, b.bitcast(b.gep(copies[array], [j]), vector.as_pointer()), align=align)
+            last = b.bitcast(b.gep(copies[array], [vectors]), vector.as_pointer())
+            b.store(self.ir.Constant(vector, None), last, align=align)
+            with self.loop(vectors, size, 1) as j:
                 value = b.load(self.pointer(bases[array], j, kind), align=align)
                 b.store(value, b.gep(copies[array], [j]), align=align)
-            with self.loop(size, self.word(self.padded), 1) as j:
-                b.store(self.ir.Constant(kind, 0), b.gep(copies[array], [j]), align=align)
+
+    def up_to_vector(self, size):
+        """Return how far the loops over a block go: over whole vectors."""
+        if not self.copied:
+            return self.word(self.padded)
+        width = self.word(self.width)
+        return self.b.mul(self.b.udiv(self.b.add(size, self.word(self.width - 1)), width), width)
 
     def some_blocks(self, at: Callable, first, several, size, totals: list, buffers: list) -> None:
         """Write the loops over some blocks, `several` from the chunk's block `first` on; `at` says where one lies."""
@@ -345,8 +359,9 @@ class _TableLoop(VectorBuilder):
             some = [self.lesser(b.add(k, self.word(n)), b.sub(several, self.word(1))) for n in range(at_once)]
             bases = [at(number) for number in some]
             known = [self.known_of_block(number, base) for number, base in zip(some, bases)]
-            with self.loop(self.word(0), self.word(self.padded), self.width, totals) as i:
+            with self.loop(self.word(0), self.up_to_vector(size), self.width, totals) as i:
                 turns: list[tuple] = []
+                self.prefetch_next(bases, i)
                 for number, of_block in zip(some, known):
                     held = self.held(b.add(b.mul(number, self.word(self.padded)), i), buffers)
                     turns.append(({}, b.add(self.start_of(first, number), i), [of_block | half for half in held]))
@@ -356,6 +371,20 @@ class _TableLoop(VectorBuilder):
                     self.finish(pair, behind, base, i)
                 self.sum_up(values[0], i, totals, size, late)
 
+    def prefetch_next(self, bases: list[dict], i) -> None:
+        """Ask for the next block's elements: meanwhile the memory would be idle."""
+        b = self.b
+        own = (
+            [array for array in dict.fromkeys(self.loads) if not array[2]]
+            if self.together == 1 and not self.copied
+            else []
+        )
+        for address, bits, _ in own:
+            size = bits // 8
+            for line in range(0, self.width * size, 64):
+                ahead = b.mul(b.add(i, self.word(self.padded)), self.word(size))
+                self.prefetch(b.add(bases[-1][address, bits, False], b.add(ahead, self.word(line))))
+
     def up_to_largest(self, bases: dict, first, k, size, totals: list, buffers: list) -> list:
         """Write the loop over a block, number k behind the block `first`, up to its largest words; return those."""
         b, phases = self.b, self.phases
@@ -364,7 +393,7 @@ class _TableLoop(VectorBuilder):
         stores = {array: n for array, n in self.stores.items() if not array[2] and n not in phases.behind}
         kept = len(totals)
         carried = totals + [self.ir.Constant(self.type_of(line), None) for line in phases.largest]
-        with self.loop(self.word(0), self.word(self.padded), self.width, carried) as i:
+        with self.loop(self.word(0), self.up_to_vector(size), self.width, carried) as i:
             loaded = shared | {array: self.load_both(bases[array], i, array[1]) for array in own}
             turn = loaded, b.add(start, i)
 
@@ -528,23 +557,40 @@ class _TableLoop(VectorBuilder):
         for place, (how, number) in enumerate(self.trace.sums):
             for half in range(2 if number in among else 0):
                 value, at = values[half][number], 2 * place + half
-                value = self.b.select(self.exists(i, limit, half), value, self.ir.Constant(value.type, None))
+                if self.copied or not self.table.block:
+                    value = self.b.select(self.exists(i, limit, half), value, self.ir.Constant(value.type, None))
                 totals[at] = self.taken(how, totals[at], value)
 
     def deposit(self, values: list, i, limit) -> None:
         """Add the words of two vectors to counters in memory, one after the other: several may have one place."""
-        b = self.b
+        b, several = self.b, self.shape(self.i64, self.lanes)
+
+        def add(address, place, word) -> None:
+            to = self.pointer(self.address[self.column[address]], place, self.i64)
+            b.store(b.add(b.load(to, align=8), word), to, align=8)
+
+        left = b.sub(limit, i)
         for address, place, word, apart in self.trace.deposits:
-            counters = self.address[self.column[address]]
-            for half in range(2):
-                words = values[half][word]
-                words = b.select(self.exists(i, limit, half), words, self.ir.Constant(words.type, None))
-                copies = self.ir.Constant(words.type, [apart * (k % COPIES) for k in range(self.lanes)])
-                places = values[half][place]
-                places = b.add(places if places.type == words.type else b.zext(places, words.type), copies)
-                for k in range(self.lanes):
-                    to = self.pointer(counters, self.lane(places, k), self.i64)
-                    b.store(b.add(b.load(to, align=8), self.lane(words, k)), to, align=8)
+            pairs = [[computed[k] for k in (place, word)] for computed in values]
+            pairs = [[x if x.type == several else b.zext(x, several) for x in pair] for pair in pairs]
+            with b.if_else(b.icmp_signed(">=", left, self.word(self.width))) as (whole, rest):
+                with whole:
+                    copies = self.ir.Constant(several, [apart * (k % COPIES) for k in range(self.lanes)])
+                    for places, words in pairs:
+                        places = b.add(places, copies)
+                        for k in range(self.lanes):
+                            add(address, self.lane(places, k), self.lane(words, k))
+                with rest:
+                    for half, pair in enumerate(pairs):
+                        for held, vector in zip(self.held_words, pair):
+                            to = b.gep(held, [self.word(half * self.lanes)])
+                            b.store(vector, b.bitcast(to, several.as_pointer()), align=8)
+                    with self.loop(self.word(0), left, 1) as k:
+                        at = k
+                        if self.in_pairs:
+                            one = self.word(1)
+                            at = b.add(b.mul(b.and_(k, one), self.word(self.lanes)), b.lshr(k, one))
+                        add(address, *(b.load(b.gep(held, [at])) for held in self.held_words))
 
     def load_both(self, base, i, bits: int) -> list:
         """Elements of two vectors as words of 32 bits, or of 64 where they have so many."""
