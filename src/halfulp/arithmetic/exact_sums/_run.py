@@ -233,7 +233,10 @@ def _whole(digits: torch.Tensor, words: torch.Tensor, reach: Reach) -> torch.Ten
 
 @functools.cache
 def _kernel(engine: str, table: Table) -> Any:
-    return TableKernel(table) if engine == "triton" else compile_table("exact_sums", table)
+    if engine == "llvm":
+        return compile_table("exact_sums", table)
+    # All limbs of an accumulator are in a thread's registers at once.
+    return TableKernel(table, TILE if table.trace.deposits else 128)
 
 
 # the canary --------------------------------------------------------------------------------------------------
