@@ -28,6 +28,7 @@ _REAL = {torch.float32: "f32", torch.float64: "f64"}
 Number = float | np.number
 _KINDS: dict[type, str] = {np.float32: "f32", np.float64: "f64", np.uint32: "w32", np.uint64: "w64", np.int64: "w64"}
 _COMPARISONS = ("lt", "gt", "le", "ge", "eq", "ne")
+COPIES = 4  # of counters that neighbours take turns at
 _SHORT = 60  # instructions up to which a network is better written out than called
 
 
@@ -40,6 +41,8 @@ class Trace:
         kinds: of each one's result.
         stores: what is written at the end: (address, bits, whether once per block) -> instruction.
         sums: what is added up, or whose largest is found, over all elements: (how, instruction) in order.
+        deposits: words that are added to counters in memory: (address, instruction of the place, of the word, how far
+            apart copies of the counters are) in order.
         rare: masks that hold for few elements, if any, so that a loop may ask first whether one does.
     """
 
@@ -51,6 +54,7 @@ class Trace:
         self.functions: list[Piece] = []
         self.stores: dict[tuple[int, int, bool], int] = {}
         self.sums: list[tuple[str, int]] = []
+        self.deposits: list[tuple[int, int, int, int]] = []
         self.rare: set[int] = set()
         self._line_numbers: dict[tuple, int] = {}
         self._function_numbers: dict[tuple, int] = {}
@@ -127,8 +131,23 @@ class Trace:
         return index.kind == "block"
 
     def gather_sum(self, how: str, value: Traced) -> None:
-        """Add a value up ("sum" of reals), or find its largest ("max" of words), over all elements."""
+        """Over all elements add a value up ("sum" of float64), find the largest ("max" of float32's words, or of float64),
+        or count where a mask holds ("count").
+        """
         self.sums.append((how, value.number))
+
+    def deposit(self, address: Traced, place: Traced, word: Traced, apart: int = 0) -> None:
+        """Add a 64-bit word, for each element, to the one at a place of an array of such words.
+
+        Where copies of the counters lie `apart`, COPIES in all, a writer may spread the elements over them: additions to
+        one word wait for each other.
+        """
+        self.deposits.append((address.number, place.number, word.number, apart))
+
+    def needed(self) -> list[int]:
+        """Return the instructions whose values leave the trace: what is stored, summed up and deposited."""
+        deposited = [number for _, place, word, _ in self.deposits for number in (place, word)]
+        return [*self.stores.values(), *(number for _, number in self.sums), *deposited]
 
     def table(self, values: tuple[float, ...]) -> int:
         """Return the number of a table of constants, added if it is new."""
@@ -162,7 +181,7 @@ class Trace:
     def digest(self) -> str:
         """Return a hash of everything recorded."""
         called = [(piece.trace.digest(), piece.results) for piece in self.functions]
-        written = sorted(self.stores.items()), self.sums
+        written = sorted(self.stores.items()), self.sums, self.deposits
         return hashlib.sha256(repr((self.dtype, self.lines, self.tables, called, written)).encode()).hexdigest()
 
     def _number(self, x: Traced | Number, kind: str) -> int:

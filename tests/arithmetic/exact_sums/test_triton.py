@@ -9,19 +9,15 @@ import pytest
 import torch
 
 import halfulp as hu
-from halfulp.arithmetic.exact_sums import _on_triton
 from halfulp.arithmetic.exact_sums import _run as kernels
 from halfulp.arithmetic.exact_sums._accumulator import LAYOUTS, LIMBS, WORDS
-from halfulp.arithmetic.exact_sums._device_code import module_text
-from halfulp.arithmetic.exact_sums._reference import round_words, words_of
+from halfulp.arithmetic.exact_sums._device_functions import Reach, settling_table, terms_table
 from halfulp.kernels import same_bits
-from halfulp.kernels.triton._writer import OPTIONS, load_module
 
 from ...kernels.triton.interpreted import interpreted
 
 DTYPES = tuple(LAYOUTS)
 KINDS = ("near", "wide", "special", "cancelled", "minus zero")
-NUMBERS = ("columns", "step_a", "step_b", "tiles", "copies")
 
 
 def _rows(kind, shape, dtype, generator):
@@ -50,44 +46,33 @@ def compare(seed, device, share=0, shares=1):
         shape = shapes[(seed + number) % len(shapes)] if shares > 1 else (3, 70_000)
         x, y = (_rows(kind, shape, dtype, generator) for _ in range(2))
         y = y if product else None
-        words = words_of(x, y)
         here = x.to(device), y.to(device) if product else None
         to = DTYPES[(seed + number) % 4]
+        with hu.kernels.engine("reference"):
+            words, total = kernels.partial(x, y), kernels.summed(x, y, to)
+            wanted = words, total, kernels.rounded(words, dtype)
         with hu.kernels.engine("triton"), np.errstate(all="ignore"):
             made = kernels.partial(*here), kernels.summed(*here, to), kernels.rounded(words.to(device), dtype)
-        wanted = words, round_words(words, to), round_words(words, dtype)
         if not all(same_bits(one.cpu(), other) for one, other in zip(made, wanted)):
             found.append(f"{kind} of {dtype}, {shape}, product {product}")
     return found
 
 
-def _unsettled(device):
-    """Whether any words, as sums of partials are, give torch's carries and roundings."""
+def unsettled(device):
+    """Whether any words, as sums of partials are, give torch's roundings."""
     generator = torch.Generator().manual_seed(3)
     choices = torch.tensor([0, 1, -1, 2**32 - 1, 2**32, -(2**32), 2**62, -(2**62), -(2**63)])
     words = choices[torch.randint(0, len(choices), (4, WORDS), generator=generator)]
     words[0, :LIMBS], words[0, 0] = 2**32 - 1, 2**32  # a carry through all
     words[1, :LIMBS], words[1, 0] = 0, -1  # a borrow
-    words[:, LIMBS - 1] >>= 12
+    words[:, LIMBS - 2 : LIMBS] >>= 32
     words[:, LIMBS:] = torch.tensor([[0, 0, 5, 5], [0, 0, 0, 1], [1, 0, 0, 1], [2, 1, 0, 3]])
-    sums, found = _on_triton.ExactSums(), []
+    found = []
     for dtype in (torch.bfloat16, torch.float64):
-        found.append(same_bits(sums.settled(words.to(device)[:, None], dtype).cpu(), round_words(words, dtype)))
-    parts = words.to(device).reshape(2, 2, WORDS)
-    joined = words.view(2, 2, WORDS).sum(1)
-    return [*found, same_bits(sums.settled(parts, torch.float32).cpu(), round_words(joined, torch.float32))]
-
-
-def _many_programs(device):
-    """Whether a row's programs, of few tiles and of accumulators side by side, add up to the same."""
-    found, x = [], torch.randn(2, 1000, generator=torch.Generator().manual_seed(5))
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(_on_triton, "_TILES", {128: 1})
-        for few, copies, most in ((16, 2, 64), (2, 2, 64), (2, 4, 4)):
-            for name, value in {"_FEW": few, "_COPIES": copies, "_MOST": most}.items():
-                patch.setattr(_on_triton, name, value)
-            made = _on_triton.ExactSums().sums(x.to(device), None, None)
-            found.append(same_bits(made.cpu(), words_of(x)))
+        made = [
+            kernels._settle(by, words.to(on), Reach(), dtype) for by, on in (("triton", device), ("reference", "cpu"))
+        ]
+        found.append(same_bits(made[0].cpu(), made[1]))
     return found
 
 
@@ -98,9 +83,8 @@ def test_interpreted_sums_equal_torchs_bit_for_bit(seed, part):
     assert interpreted("tests.arithmetic.exact_sums.test_triton", f"test.compare({seed}, 'cpu', {share}, 8)") == "[]"
 
 
-@pytest.mark.parametrize("function", ["_unsettled", "_many_programs"])
-def test_interpreted_carries_and_programs(function):
-    assert interpreted("tests.arithmetic.exact_sums.test_triton", f"test.{function}('cpu')") == str([True] * 3)
+def test_interpreted_carries():
+    assert interpreted("tests.arithmetic.exact_sums.test_triton", "test.unsettled('cpu')") == str([True] * 2)
 
 
 @pytest.mark.cuda
@@ -108,7 +92,7 @@ def test_sums_on_a_gpu_equal_torchs_bit_for_bit(seed):
     pytest.importorskip("triton", reason="Triton is not installed")
     assert compare(seed, "cuda") == []
     assert compare(seed, "cuda", 0, 2) == []
-    assert _unsettled("cuda") == _many_programs("cuda") == [True] * 3
+    assert unsettled("cuda") == [True] * 2
 
 
 @pytest.mark.cuda
@@ -133,14 +117,14 @@ def test_the_compiler_loads_whole_vectors_and_spills_nothing(product, capability
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
     ptxas = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "ptxas"
 
-    def compiled(kernel, types, constants, warps):
-        names = kernel.arg_names
-        given = {(names.index(name),): value for name, value in constants.items()}
-        whole = {(at,): [["tt.divisibility", 16]] for at, name in enumerate(names) if types.get(name, "")[:1] == "*"}
-        types |= dict.fromkeys(constants, "constexpr")
-        source = triton.compiler.ASTSource(kernel, {name: types[name] for name in names}, given, whole)
-        options = {**OPTIONS, "num_warps": warps}
-        ptx = triton.compile(source, target=GPUTarget("cuda", capability, 32), options=options).asm["ptx"]
+    def compiled(table):
+        kernel = kernels._kernel("triton", table)
+        names = kernel.run.arg_names
+        types = {"chunks": "*i64", "pointers": "*i64", "aligned": "constexpr"}
+        source = triton.compiler.ASTSource(
+            kernel.run, {name: types[name] for name in names}, {(names.index("aligned"),): True}
+        )
+        ptx = triton.compile(source, target=GPUTarget("cuda", capability, 32), options=kernel_options()).asm["ptx"]
         (tmp_path / "kernel.ptx").write_text(ptx)
         name = f"sm_{capability}{'a' if capability == 90 else ''}"
         command = [str(ptxas), "-v", f"--gpu-name={name}", str(tmp_path / "kernel.ptx"), "-o", str(tmp_path / "cubin")]
@@ -148,14 +132,13 @@ def test_the_compiler_loads_whole_vectors_and_spills_nothing(product, capability
         assert "0 bytes spill stores" in said
         return ptx
 
-    module = load_module(module_text())
     for dtype in (torch.bfloat16, torch.float64):
-        layout = LAYOUTS[dtype]
-        words = f"*i{layout.width}"
-        element = {"mantissa": layout.mantissa, "fields": layout.fields}
-        constants = element | {"least": layout.least_exponent, "product": product, "aligned": True, "TILE": 4096}
-        types = {"a": words, "b": words, "words": "*i64", **dict.fromkeys(NUMBERS, "i64")}
-        ptx = compiled(module["accumulate"], types, constants, 8)
-        assert "ld.global.v4.b32" in ptx or "ld.global.v2.b64" in ptx
-    given = element | {"width": layout.width, "lowest": layout.lowest, "COPIES": 32}
-    compiled(module["settle"], {"words": "*i64", "out": words, "terms": "i64"}, given, 4)
+        ptx = compiled(terms_table(dtype, product, Reach.of(dtype, product)))
+        assert any(f"ld.global.v{count}.b{bits}" in ptx for count, bits in ((2, 32), (4, 32), (2, 64)))
+    compiled(settling_table(Reach.of(torch.float32, product), torch.float32))
+
+
+def kernel_options():
+    from halfulp.kernels.triton._writer import OPTIONS
+
+    return OPTIONS

@@ -12,7 +12,6 @@ UNIT = -68 * LIMB  # exponent of limb 0: below 2^-2148, the smallest product of 
 LIMBS = 134  # up to 2^2112: 2^63 products of the two largest float64
 # Behind the limbs: how many terms are plus infinity, minus infinity (a NaN counts as both), -0, and how many there are.
 PLUS, MINUS, NEGATIVE_ZEROS, TERMS, WORDS = LIMBS, LIMBS + 1, LIMBS + 2, LIMBS + 3, LIMBS + 4
-BLOCK = 1024  # neighbours that a kernel adds up before it touches the accumulator
 
 
 @dataclass(frozen=True)
@@ -35,9 +34,14 @@ class Layout:
         return self.mantissa + 1
 
     @property
+    def exponent_bits(self) -> int:
+        """Bits of the exponent field."""
+        return self.width - 1 - self.mantissa
+
+    @property
     def fields(self) -> int:
         """The largest exponent field, that of infinities and NaNs."""
-        return (1 << (self.width - 1 - self.mantissa)) - 1
+        return (1 << self.exponent_bits) - 1
 
     @property
     def lowest(self) -> int:
@@ -56,8 +60,3 @@ LAYOUTS = {
     torch.float32: Layout(torch.int32, 32, 23),
     torch.float64: Layout(torch.int64, 64, 52),
 }
-
-
-def block_size(dtype: torch.dtype, product: bool) -> int:
-    """Return the number of elements of a block; products of float64 have 106 bits and leave fewer for carries."""
-    return BLOCK // 4 if product and dtype == torch.float64 else BLOCK

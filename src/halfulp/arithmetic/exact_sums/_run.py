@@ -1,207 +1,272 @@
-"""Running an exact sum: blocks of neighbours into a few float64 each, those into the accumulator, one rounding."""
+"""Running an exact sum: terms into windows of integers, these into words with their carries passed on, or a float."""
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
-from pathlib import Path
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import numpy as np
 import torch
 
 from ...kernels import (
+    CHUNK,
     address,
     address_of,
     check_bits,
-    compile_code,
     require_float64,
     run_chunks,
+    run_on_tensors,
     select_engine,
-    source_digest,
 )
-from . import _accumulate as p
-from ._accumulator import BLOCK, LAYOUTS, WORDS, block_size
-from ._block_sums import compile_blocks
-from ._on_triton import ExactSums, exact_sums
-from ._reference import round_words, words_of
+from ...kernels._trace import COPIES
+from ...kernels.triton._launch import ready
+from ...kernels.triton._table_kernel import TILE, TableKernel
+from ...kernels.vector._table_loop import Table, compile_table
+from ._accumulator import LAYOUTS, LIMB, LIMBS, LOW, WORDS
+from ._device_functions import Reach, block_of, blocks_table, cuts_of, settling_table, terms_table
 
-_SHARES = 64  # how many pieces threads may take up
-_BLOCKS_AT_ONCE = 1 << 14  # records in memory at a time, and far fewer than a limb has room for
-_ITEM = 512  # blocks of one accumulator; more of a row go to accumulators side by side, for other threads
+# Elements whose windows are in memory at a time: of 2^18 of them none overflows, and blocks have fewer parts.
+_AT_ONCE = {"llvm": 1 << 24, "triton": 1 << 22, "reference": 1 << 18}
+_ROWS = 4096  # of which windows are in memory at a time
+_PIECE = 1 << 16  # neighbours that are added up by themselves, for a thread
+_FEW = 1 << 15  # elements that are not worth blocks
+_SHORT = 128  # elements of a piece up to which there are no copies of counters
+_ROOM = 1 << 20  # words of counters up to which there are copies
+_SPREAD = 32  # counters of a row of many tiles on an accelerator, for which programs do not queue
+
+Operands = Sequence[torch.Tensor]
+Windows = Any  # int64, of NumPy or torch
 
 
 def summed(a: torch.Tensor, b: torch.Tensor | None, dtype: torch.dtype) -> torch.Tensor:
     """The rounded sum of every row of a, or of the products of a and b; (rows, columns), the last stride 1."""
-    if on_device := _on_triton(a, b):
-        return on_device.sums(a, b, dtype)
-    if not _compiled(a):
-        return round_words(words_of(a, b), dtype)
-    _check(a.dtype, b is not None)
-    return _run(a, b, dtype)
+    return _run([a] if b is None else [a, b], dtype)
 
 
 def partial(a: torch.Tensor, b: torch.Tensor | None) -> torch.Tensor:
     """As `summed`, but the accumulators: int64 (rows, WORDS)."""
-    if on_device := _on_triton(a, b):
-        return on_device.sums(a, b, None)
-    if not _compiled(a):
-        return words_of(a, b)
-    _check(a.dtype, b is not None)
-    return _run(a, b, None)
+    return _run([a] if b is None else [a, b], None)
 
 
 def rounded(words: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     """The float nearest to each accumulator, (rows, WORDS) -> (rows,)."""
-    if on_device := _on_triton(words):
-        return on_device.settled(words.contiguous()[:, None], dtype)
-    if not _compiled(words):
-        return round_words(words, dtype)
-    return _settled(words.clone(memory_format=torch.contiguous_format), dtype)
+    return _settle(_engine(words, torch.float64, False), words, Reach(), dtype)
 
 
-def _on_triton(a: torch.Tensor, b: torch.Tensor | None = None) -> ExactSums | None:
-    """The kernels of an accelerator; None where there are none."""
-    if select_engine(a.device.type) != "triton":
-        return None
-    require_float64(a.device, "exact sums")
-    return exact_sums(a.device, torch.float64 if a.dtype == torch.int64 else a.dtype, b is not None, _fixed_rows)
+def _run(operands: Operands, dtype: torch.dtype | None) -> torch.Tensor:
+    (rows, columns), own, product = operands[0].shape, operands[0].dtype, len(operands) > 1
+    engine, reach = _engine(operands[0], own, product), Reach.of(own, product)
+    return _run_by(engine, operands, reach, dtype)
 
 
-def _compiled(x: torch.Tensor) -> bool:
-    if x.device.type == "cpu":
-        return select_engine("cpu") == "llvm"
-    require_float64(x.device, "exact sums")
-    return False
-
-
-def _run(a: torch.Tensor, b: torch.Tensor | None, dtype: torch.dtype | None) -> torch.Tensor:
-    """Sum all rows, in chunks that bound the memory of their records; dtype None returns the accumulators."""
-    rows, columns = a.shape
-    if rows == 0 or columns == 0:
-        words = torch.zeros(rows, WORDS, dtype=torch.int64, device="cpu")
-        return words if dtype is None else torch.zeros(rows, dtype=dtype, device="cpu")
-    width = _BLOCKS_AT_ONCE * block_size(a.dtype, b is not None)
-    if columns > width:
-        parts = [slice(start, start + width) for start in range(0, columns, width)]
-        sums = (_run(a[:, part], None if b is None else b[:, part], None) for part in parts)
-        return _settled(functools.reduce(torch.add, sums), dtype)
-    step = max(1, width // columns)
-    parts = [slice(start, start + step) for start in range(0, rows, step)]
-    made = [_run_rows(a[part], None if b is None else b[part], dtype) for part in parts]
+def _run_by(engine: str, operands: Operands, reach: Reach, dtype: torch.dtype | None) -> torch.Tensor:
+    rows, columns = operands[0].shape
+    step = min(_ROWS, max(1, _AT_ONCE[engine] // max(1, columns)))
+    parts = [[x[top : top + step] for x in operands] for top in range(0, max(1, rows), step)]
+    made = [_settle(engine, _windows(engine, part, reach), reach, dtype) for part in parts]
     return made[0] if len(made) == 1 else torch.cat(made)
 
 
-def _run_rows(a: torch.Tensor, b: torch.Tensor | None, dtype: torch.dtype | None) -> torch.Tensor:
-    (rows, columns), size = a.shape, block_size(a.dtype, b is not None)
-    per_row = -(-columns // size)
-    share, block_lengths = _shares(rows * per_row, size)
-    # Few long rows become several accumulators each, one for a thread.
-    per_item = per_row if rows >= _SHARES or torch.get_num_threads() == 1 else min(per_row, _ITEM)
-    pieces = -(-per_row // per_item)
-    item_share, item_lengths = _shares(rows * pieces, per_item * size)
-    rounding = dtype is not None and pieces == 1
-    bytes_each = a.element_size()
-    words = [address(a), 0, a.stride(0) * bytes_each, 0, columns, per_row, size, rows * per_row, share]
-    if b is not None:
-        words[p.B], words[p.B_STEP] = address(b), b.stride(0) * bytes_each
-    words += [
-        rows * pieces,
-        per_item,
-        pieces,
-        item_share,
-        rounding,
-        *_element_layout(a.dtype),
-        *_result_layout(dtype or a.dtype),
-    ]
-    # The setup, records and scratch, one behind the other.
-    before, records = len(words), len(words) + rows * per_row * p.RECORD
-    work = np.empty(records + len(block_lengths) * BLOCK, np.int64)
-    work[:before] = words
-    setup = address_of(work)
-    run_chunks(_block_kernel(a.dtype, b is not None), block_lengths, setup, setup + 8 * before, setup + 8 * records)
-    made = torch.zeros(len(item_lengths) if rounding else rows * pieces, WORDS, dtype=torch.int64, device="cpu")
-    out = torch.empty(rows if rounding else 0, dtype=torch.int64, device="cpu")
-    run_chunks(_item_kernel(), item_lengths, setup, setup + 8 * before, address(made), address(out))
-    if rounding and dtype is not None:
-        return _as_floats(out, dtype)
-    if pieces > 1:
-        return _settled(made.view(rows, pieces, WORDS).sum(1), dtype)
-    return made
+def _engine(x: torch.Tensor, dtype: torch.dtype, product: bool) -> str:
+    """Return what runs the kernels of tensors, compared with the reference before its first use."""
+    engine = select_engine(x.device.type)
+    if x.device.type != "cpu":
+        require_float64(x.device, "exact sums")
+    if engine == "llvm":
+        _check(dtype, product)
+    elif engine == "triton":
+        given = _name(dtype, product), x.device, lambda: engine, *_trial(dtype, product)
+        return ready(("exact sums", dtype, product), *given) or "reference"
+    return engine
 
 
-def _settled(words: torch.Tensor, dtype: torch.dtype | None) -> torch.Tensor:
-    """Sums of accumulators with their carries passed on, or, with a dtype, rounded; the words given are used up."""
-    out = torch.empty(len(words), dtype=torch.int64, device="cpu")
-    if len(words):
-        share, lengths = _shares(len(words), WORDS)
-        setup = np.zeros(p.SETUP, np.int64)
-        setup[p.ITEMS], setup[p.ITEM_SHARE], setup[p.ROUNDED] = len(words), share, dtype is not None
-        setup[p.OUT_WIDTH :] = _result_layout(dtype or torch.float64)
-        run_chunks(_round_kernel(), lengths, address_of(setup), address(words), address(out))
-    return words if dtype is None else _as_floats(out, dtype)
+# terms into windows ------------------------------------------------------------------------------------------
 
 
-@functools.lru_cache(64)
-def _shares(count: int, length: int) -> tuple[int, np.ndarray]:
-    """How many of `count` units of a length each share has, and the lengths of all shares."""
-    share = -(-count // _SHARES)
-    return share, np.full(-(-count // share), share * length, np.int64)
+def _windows(engine: str, operands: Operands, reach: Reach) -> Windows:
+    """Return the counters of every row, and how many terms it has: (rows, counters + 1)."""
+    (rows, columns), step = operands[0].shape, _AT_ONCE[engine]
+    add: Callable[..., Windows] = {"llvm": _add_blocks, "triton": _add_tiles, "reference": _add_tensors}[engine]
+    found = add([x[:, :step] for x in operands], reach)
+    if columns > step:
+        found = _spread(found)
+        for left in range(step, columns, step):
+            found += _spread(add([x[:, left : left + step] for x in operands], reach))
+    found[:, -1] = columns
+    return found
+
+
+def _spread(windows: Windows) -> Windows:
+    """Pass what is beyond 32 bits on to the window after the next, so that any number of such sums add up; in place."""
+    inner = windows[..., :-3]
+    high = inner[..., :-2] >> LIMB
+    inner &= LOW  # there is nothing in the highest two
+    inner[..., 2:] += high
+    return windows
+
+
+def _add_tensors(operands: Operands, reach: Reach) -> torch.Tensor:
+    first = operands[0]
+    counters = torch.zeros(len(first), reach.counters + 1, dtype=torch.int64, device=first.device)
+    if first.numel():
+        run_on_tensors(terms_table(first.dtype, len(operands) > 1, reach).trace, [*operands, counters])
+    return counters
+
+
+def _add_tiles(operands: Operands, reach: Reach) -> torch.Tensor:
+    (rows, columns), first, words = operands[0].shape, operands[0], reach.counters + 1
+    begin = np.arange(0, columns, CHUNK)
+    several = _SPREAD if len(begin) > 1 else 1
+    counters = torch.zeros(rows, several, words, dtype=torch.int64, device=first.device)
+    row, number = (array.reshape(-1) for array in np.indices((rows, len(begin))))
+    slot = row * several + number % several
+    table = np.stack([slot, begin[number], np.minimum(columns - begin[number], CHUNK), begin[number]], 1)
+    rows_of = np.arange(rows * several)
+    pointers = [_starts(x, rows_of // several) for x in operands]
+    pointers.append(counters.data_ptr() + rows_of * (8 * words))
+    if len(table):
+        _kernel("triton", terms_table(first.dtype, len(operands) > 1, reach))(
+            table, np.stack(pointers, 1), first.device
+        )
+    return counters[:, 0] if several == 1 else _spread(counters).sum(1)
+
+
+def _add_blocks(operands: Operands, reach: Reach) -> np.ndarray:
+    (rows, columns), dtype, product = operands[0].shape, operands[0].dtype, len(operands) > 1
+    row, nothing = np.arange(rows), np.zeros(rows, np.int64)
+    size = block_of(dtype, product)
+    rest = columns if rows * columns <= _FEW else columns % size
+    found, begin = np.zeros((rows, reach.counters + 1), np.int64), np.arange(0, columns - rest, size)
+    if rest:
+        found = _add_pieces(operands, reach, row, nothing + columns - rest, nothing + rest)
+    if rest == columns:
+        return found
+    found = _spread(found)
+    cut = np.zeros((rows, len(begin), 4), np.int64)
+    cut[:, :, 0], cut[:, :, 1], cut[:, :, 2] = row[:, None], begin, size
+    pointers = np.stack([_starts(x, row) for x in operands], 1)
+    lost = np.ones((rows, len(begin)), bool)
+    for cuts in cuts_of(dtype, product):
+        table, left = blocks_table(dtype, product, cuts), cut[lost]
+        sums = np.empty((len(left), table.sums))
+        given = address_of(left), address_of(pointers), 0, 0, 0, address_of(sums), 0
+        run_chunks(_kernel("llvm", table), left[:, 2], *given)
+        failed = np.isnan(sums[:, 0])
+        sums[failed] = 0
+        parts = np.zeros((rows, len(begin), cuts + 1))
+        parts[lost] = sums[:, : cuts + 1]
+        all_parts = torch.from_numpy(parts.reshape(rows, -1))
+        found += _spread(_add_pieces([all_parts], reach, row, nothing, nothing + parts[0].size))
+        np.add.at(found[:, -2], left[:, 0], sums[:, cuts + 1].astype(np.int64))
+        lost[lost] = failed
+        if not failed.any():
+            return found
+    # Lost blocks beside each other are a piece.
+    before, behind = np.zeros_like(lost), np.zeros_like(lost)
+    before[:, 1:], behind[:, :-1] = lost[:, :-1], lost[:, 1:]
+    edge = np.arange(len(begin) + 1) * size % _PIECE == 0
+    (row, start), (_, end) = np.nonzero(lost & ~(before & ~edge[:-1])), np.nonzero(lost & ~(behind & ~edge[1:]))
+    length = (end + 1 - start) * size
+    np.add.at(found, row, _spread(_add_pieces(operands, reach, row, begin[start], length)))
+    return found
+
+
+def _add_pieces(operands: Operands, reach: Reach, row: np.ndarray, begin: np.ndarray, length: np.ndarray) -> np.ndarray:
+    """Return the counters of some pieces of rows, each by itself."""
+    first, words = operands[0], reach.counters + 1
+    copies = COPIES if len(row) * words <= _ROOM and length.max(initial=0) > _SHORT else 1
+    counters = np.zeros((len(row), copies, words), np.int64)
+    pointers = np.empty((len(row), len(operands) + 1), np.int64)
+    for k, x in enumerate(operands):
+        pointers[:, k] = _starts(x, row) + begin * x.element_size()
+    number = np.arange(len(row))
+    pointers[:, -1] = address_of(counters) + number * (8 * words * copies)
+    cut = np.zeros((len(row), 4), np.int64)
+    cut[:, 0], cut[:, 2] = number, length
+    kernel = _kernel("llvm", terms_table(first.dtype, len(operands) > 1, reach, words if copies > 1 else 0))
+    run_chunks(kernel, length, address_of(cut), address_of(pointers), *[0] * 5)
+    return counters[:, 0] if copies == 1 else counters.sum(1)
+
+
+def _starts(x: torch.Tensor, rows: np.ndarray) -> np.ndarray:
+    """Return where rows begin in memory."""
+    found: np.ndarray = address(x) + rows * (x.stride(0) * x.element_size())
+    return found
+
+
+# windows into words or a float -------------------------------------------------------------------------------
+
+
+def _settle(engine: str, words: Windows, reach: Reach, dtype: torch.dtype | None) -> torch.Tensor:
+    """Return accumulators rounded, (rows,), or without a dtype with carries passed on, (rows, WORDS)."""
+    words = torch.as_tensor(words)
+    rows, table, columns = len(words), settling_table(reach, dtype), words.t().contiguous()
+    shape, kind = ((reach.limbs, rows), torch.int64) if dtype is None else ((1, rows), LAYOUTS[dtype].word)
+    out = torch.empty(shape, dtype=kind, device=words.device)
+    if engine == "reference":
+        run_on_tensors(table.trace, [*columns[: reach.counters + bool(dtype)], *out])
+    elif rows:
+        own = np.arange(reach.counters + bool(dtype))
+        pointers = np.concatenate([_starts(columns, own), _starts(out, np.arange(len(out)))])
+        begin = np.arange(0, rows, CHUNK)
+        cut = np.stack([begin * 0, begin, np.minimum(rows - begin, CHUNK), begin], 1)
+        if engine == "triton":
+            _kernel(engine, table)(cut, pointers[None], words.device)
+        else:
+            run_chunks(_kernel(engine, table), cut[:, 2], address_of(cut), address_of(pointers), *[0] * 5)
+    return _whole(out.t(), words, reach) if dtype is None else out[0].view(dtype)
+
+
+def _whole(digits: torch.Tensor, words: torch.Tensor, reach: Reach) -> torch.Tensor:
+    """Return an accumulator's words from the limbs within reach."""
+    found = torch.empty(len(digits), WORDS, dtype=torch.int64, device=digits.device)
+    end, sign = reach.first + reach.limbs, digits[:, -1:] >> 63
+    found[:, : reach.first], found[:, reach.first : end] = 0, digits
+    if end < LIMBS:
+        found[:, end - 1] &= LOW
+        found[:, end : LIMBS - 1], found[:, LIMBS - 1 : LIMBS] = sign & LOW, sign
+    special, minus_zeros, terms = words[:, -3:].unbind(1)
+    found[:, LIMBS:] = torch.stack([special & LOW, special >> LIMB, minus_zeros, terms], 1)
+    return found
 
 
 @functools.cache
-def _element_layout(dtype: torch.dtype) -> tuple[int, ...]:
-    """A setup's words on how the elements are laid out."""
-    layout = LAYOUTS[dtype]
-    return layout.width, layout.mantissa, layout.fields, layout.least_exponent, 1 << 52
+def _kernel(engine: str, table: Table) -> Any:
+    if engine == "llvm":
+        return compile_table("exact_sums", table)
+    # All limbs of an accumulator are in a thread's registers at once.
+    return TableKernel(table, TILE if table.trace.deposits else 128)
+
+
+# the canary --------------------------------------------------------------------------------------------------
 
 
 @functools.cache
-def _result_layout(dtype: torch.dtype) -> tuple[int, ...]:
-    """A setup's words on how the result is laid out."""
-    layout = LAYOUTS[dtype]
-    return layout.width, layout.mantissa, layout.fields, layout.lowest
-
-
-def _as_floats(bits: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    return bits.to(LAYOUTS[dtype].word).view(dtype)
-
-
-@functools.cache
-def _item_kernel() -> Callable[..., None]:
-    return compile_code("sum_items", source_digest(Path(__file__).parent), 6, p.sum_items)
-
-
-@functools.cache
-def _round_kernel() -> Callable[..., None]:
-    return compile_code("round_items", source_digest(Path(__file__).parent), 5, p.round_items)
-
-
-@functools.cache
-def _block_kernel(dtype: torch.dtype, product: bool) -> Callable[..., None]:
-    return compile_blocks(dtype, product)
-
-
-_checked: set[tuple[torch.dtype, bool]] = set()
-
-
 def _check(dtype: torch.dtype, product: bool) -> None:
-    """The canary: once per process, dtype and kind, the kernels' accumulators on fixed rows are the reference's."""
-    if (dtype, product) in _checked:
-        return
-    a = _fixed_rows(dtype)
-    b = a.flip(1).contiguous() if product else None
-    kind = "exact_dot" if product else "exact_sum"
-    check_bits(
-        f"{kind} ({dtype})",
-        lambda: [_run(a, b, None), _run(a, b, dtype)],
-        lambda: [words_of(a, b), round_words(words_of(a, b), dtype)],
-    )
-    _checked.add((dtype, product))
+    """The canary: once per process, dtype and kind, the kernels' results on fixed rows are the reference's."""
+    run, reference = _trial(dtype, product)
+    check_bits(_name(dtype, product), lambda: run("llvm", torch.device("cpu")), reference)
+
+
+def _name(dtype: torch.dtype, product: bool) -> str:
+    return f"{'exact_dot' if product else 'exact_sum'} ({dtype})"
+
+
+def _trial(dtype: torch.dtype, product: bool) -> tuple[Callable[..., list[torch.Tensor]], Callable]:
+    """Return what sums fixed rows up by an engine on a device, and by the reference."""
+
+    def run(engine: str, device: torch.device) -> list[torch.Tensor]:
+        a = _fixed_rows(dtype).to(device)
+        operands = [a, a.flip(1).contiguous()] if product else [a]
+        return [_run_by(engine, operands, Reach.of(dtype, product), kind).cpu() for kind in (None, dtype)]
+
+    return run, lambda: run("reference", torch.device("cpu"))
 
 
 def _fixed_rows(dtype: torch.dtype) -> torch.Tensor:
     """Return rows that exercise every code path: near one size, far apart, everywhere, with special values."""
-    grid = torch.arange(1100, dtype=torch.float64, device="cpu")
+    grid = torch.arange(6000, dtype=torch.float64, device="cpu")
     mixed = (grid * 0.6180339887498949).frac() - 0.5
     powers = (grid % 61 - 30).exp2()
     special = mixed.clone()

@@ -228,6 +228,12 @@ def sub64(a: Word, b: Word) -> np.uint64:
     return np.uint64((int(a) - int(b)) & _U64)
 
 
+@_word("mul")
+def mul64(a: Word, b: Word) -> np.uint64:
+    """(a * b) mod 2^64."""
+    return np.uint64((int(a) * int(b)) & _U64)
+
+
 @_word("and")
 def and64(a: Word, b: Word) -> np.uint64:
     """Bitwise and of two 64-bit words."""
@@ -256,6 +262,12 @@ def shl64(a: Word, n: Word) -> np.uint64:
 def shr64(a: Word, n: Word) -> np.uint64:
     """A 64-bit word shifted right by n < 64, zeros coming in."""
     return np.uint64(int(a) >> int(n))
+
+
+@_word("sar")
+def sar64(a: Word, n: Word) -> np.uint64:
+    """A 64-bit word, read as a signed integer, shifted right by n < 64: rounded down."""
+    return np.uint64((np.int64(np.uint64(a).view(np.int64)) >> int(n)).view(np.uint64))
 
 
 @_convert("widen", "w64")
@@ -292,6 +304,12 @@ def load64(address: Word, i: Word) -> np.uint64:
 def store64(address: Word, i: Word, w: Word) -> None:
     """Write a 64-bit word to element i."""
     _CTYPES[64].from_address(int(address) + int(i) * 8).value = int(w)
+
+
+@_recorded(lambda trace, *given: trace.deposit(*given))
+def deposit64(address: Word, i: Word, w: Word, apart: int = 0) -> None:
+    """Add a word to the 64-bit element i of an array, or of a copy of it; see `Trace.deposit`."""
+    store64(address, i, add64(load64(address, i), w))
 
 
 def _read(bits: int, address: Word, i: Word) -> np.uint32:

@@ -79,6 +79,8 @@ def run_on_tensors(
     values = run.compute(plan)
     for (address, bits, per_block), number in trace.stores.items():
         run.store(run.arrays[address], bits, per_block, values[number], trace.kinds[number])
+    for address, place, word, _ in trace.deposits:
+        run.deposit(run.arrays[address], *(run.whole(values[k], trace.kinds[k]) for k in (place, word)))
     found = [run.whole(values[number], trace.kinds[number]) for number in results]
     return found, run.sums(values)
 
@@ -104,7 +106,7 @@ class _Plan:
 @functools.lru_cache(1024)
 def _plan(trace: Trace, results: tuple[int, ...]) -> _Plan:
     lines, end = trace.lines, len(trace.lines)
-    last = dict.fromkeys([*results, *trace.stores.values(), *(number for _, number in trace.sums)], end)
+    last = dict.fromkeys([*results, *trace.needed()], end)
     for number in reversed(range(end)):
         if number in last:
             for operand in lines[number][1]:
@@ -202,6 +204,8 @@ class _Run:
         if operation == "select":
             condition, a, b = given
             return torch.where(condition, a if isinstance(b, torch.Tensor) else self.tensor(a, kind), b)
+        if operation == "word_sar":
+            return torch.bitwise_right_shift(*given)
         if operation == "word_shr":
             return _shifted_right(given[0], given[1], 32 if kind == "w32" else 64)
         if operation == "to_word":
@@ -251,6 +255,13 @@ class _Run:
             words = words & 0xFF
         array.detach().view(_CODES[bits]).copy_(words.reshape(array.shape))
 
+    def deposit(self, counters: torch.Tensor, places: torch.Tensor, words: torch.Tensor) -> None:
+        """Add words to counters; where these are rows, equally many elements belong to each."""
+        rows = counters.reshape(-1, counters.shape[-1])
+        first = torch.arange(len(rows), device=self.device).mul_(rows.shape[1])
+        places = places.reshape(len(rows), -1).to(torch.int64) + first[:, None]
+        counters.view(-1).index_add_(0, places.reshape(-1), words.reshape(-1))
+
     def whole(self, value: Any, kind: str) -> torch.Tensor:
         """A result in the shape of the tensors."""
         flat = self.tensor(value, kind).expand(self.shape).reshape(-1)[: self.count]
@@ -263,6 +274,10 @@ class _Run:
             every = self.whole(values[number], self.trace.kinds[number])
             if how == "sum":
                 found.append(every.sum())
+            elif how == "count":
+                found.append(every.sum(dtype=torch.float32 if self.mixes else torch.float64))
+            elif every.dtype == torch.float64:
+                found.append(every.amax() if every.numel() else every.new_zeros(()))
             else:  # these words are bits of numbers that are not negative
                 largest = every.amax() if every.numel() else every.new_zeros(())
                 found.append(largest.view(torch.float32).to(torch.float64 if not self.mixes else torch.float32))

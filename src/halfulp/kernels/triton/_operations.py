@@ -92,6 +92,23 @@ def double(x):
     return x.to(tl.float64)
 
 
+def shift_signed(w, n):
+    return (w.to(tl.int64, bitcast=True) >> n.to(tl.int64)).to(tl.uint64, bitcast=True)
+
+
+def deposit64(address, places, words, lanes):
+    """Add words to counters: those of one place together, and then at once."""
+    counters = address.to(tl.pointer_type(tl.int64))
+    numbers = words.to(tl.int64, bitcast=True)
+    left = tl.where(lanes & (numbers != 0), places.to(tl.int64), 0x7FFFFFFF)
+    place = tl.min(left)
+    while place < 0x7FFFFFFF:
+        here = left == place
+        tl.atomic_add(counters + place, tl.sum(tl.where(here, numbers, 0)), sem="relaxed")
+        left = tl.where(here, 0x7FFFFFFF, left)
+        place = tl.min(left)
+
+
 def block_largest(words):
     """The largest word of each row of a tile."""
     tl.debug_barrier()  # every warp has read the old scales before one writes new ones

@@ -23,16 +23,18 @@ class TableKernel:
 
     Args:
         table: what is read, computed and written.
+        tile: elements of a program, a power of two that divides CHUNK.
     """
 
-    def __init__(self, table: Table) -> None:
+    def __init__(self, table: Table, tile: int = TILE) -> None:
+        self.tile = tile
         arguments = {column: f"a{column}" for column in range(table.columns)}
         given = ", ".join(arguments.values())
         lines = [
             *chunk_lines(),
             f"row = pointers + r * {table.columns}",
             *(f"{name} = tl.load(row + {column})" for column, name in arguments.items()),
-            *line_lines(),
+            *line_lines(tile),
             f"element(i, b, {given}, lanes, aligned)",
         ]
         body = "\n".join(f"    {line}" for line in lines)
@@ -62,7 +64,7 @@ class TableKernel:
         for aligned in (True, False):
             some = chunks[whole == aligned]
             if len(some):
-                grid = len(some), -(-int(some[:, 2].max()) // TILE)
+                grid = len(some), -(-int(some[:, 2].max()) // self.tile)
                 with np.errstate(all="ignore"), on_device(device):  # Triton's interpreter runs by NumPy, which warns
                     self.run[grid](to_device(some, device), table, aligned, **OPTIONS)
 
@@ -82,10 +84,10 @@ def chunk_lines() -> list[str]:
     ]
 
 
-def line_lines() -> list[str]:
+def line_lines(tile: int = TILE) -> list[str]:
     """Return the lines of a kernel that number the elements of a tile in a line."""
     return [
-        f"offsets = (part * {TILE} + tl.arange(0, {TILE})).to(tl.int64)",
+        f"offsets = (part * {tile} + tl.arange(0, {tile})).to(tl.int64)",
         "lanes = offsets < length",
         "i = begin + offsets",
         "b = i",

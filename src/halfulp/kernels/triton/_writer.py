@@ -27,7 +27,7 @@ _INFIX = {
 _CALLS = {
     "neg": "negative", "abs": "absolute", "div": "divide", "sqrt": "sqrt", "select": "tl.where", "to_real": "to_real",
     "to_word": "to_word", "low_word": "low_word", "high_word": "high_word", "to_float64": "double",
-    "block_largest": "block_largest", "widen": "widen",
+    "block_largest": "block_largest", "widen": "widen", "word_sar": "shift_signed",
 }  # fmt: skip
 _WIDE = ("neg", "abs", "div", "sqrt", "to_word")  # which have another form on 64 bits
 _REALS = ("product_error", "rint", "floor", "power_below", "exponent", "power")  # named by their width
@@ -78,6 +78,8 @@ def element_source(name: str, trace: Trace, arguments: Mapping[Any, str]) -> str
     for (address, bits, per_block), number in trace.stores.items():
         place = arguments[trace.lines[address][2]]
         lines.append(f"store{bits}({place}, {'b' if per_block else 'i'}, v{number}, lanes, aligned)")
+    for address, place, word, _ in trace.deposits:
+        lines.append(f"deposit64({arguments[trace.lines[address][2]]}, v{place}, v{word}, lanes)")
     lines += [f"return {', '.join(f'v{number}' for _, number in trace.sums)}"] if trace.sums else []
     return _function(name, ["i", "b", *arguments.values(), "lanes", "aligned: tl.constexpr"], lines)
 
@@ -127,7 +129,7 @@ def piece_source(name: str, piece: Piece) -> str:
 
 def needed_lines(trace: Trace, results: Iterable[int] = ()) -> set[int]:
     """Return the numbers of the instructions on which results, and what a trace stores and sums up, depend."""
-    needed = {*results, *trace.stores.values(), *(number for _, number in trace.sums)}
+    needed = {*results, *trace.needed()}
     for number in reversed(range(len(trace.lines))):
         if number in needed:
             needed.update(trace.lines[number][1])

@@ -142,6 +142,9 @@ class Instructions(VectorBuilder):
     def do_word_shr(self, _, x, y):
         return self.b.lshr(x, y)
 
+    def do_word_sar(self, _, x, y):
+        return self.b.ashr(x, y)
+
     def do_bits(self, _, x):
         return self.b.bitcast(x, self.of_kind(self.kind))
 

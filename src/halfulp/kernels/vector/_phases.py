@@ -10,6 +10,8 @@ from .._trace import Trace
 
 # Cycles after which a result is there, where they are more than one.
 _LATENCY = {"sqrt": 20, "div": 13, "add": 3, "sub": 3, "mul": 3, "word_mul": 3, "select": 2, "to_real": 3, "to_word": 3}
+# Operations that are computed again behind a block's largest words, rather than kept: their operands are no larger.
+_AGAIN = ("bits", "to_float64")
 # Operations so slow that what needs them is computed one turn of the loop later.
 _SLOW = ("sqrt",)
 
@@ -66,7 +68,7 @@ class Phases:
         needed, crossing = [operand for k in sorted(behind) for operand in trace.lines[k][1]], set()
         while needed:
             k = needed.pop()
-            if k in reads and trace.kinds[k] == "mask":  # masks are compared again
+            if k in reads and (trace.kinds[k] == "mask" or trace.lines[k][0] in _AGAIN):
                 behind.add(k)
                 needed += trace.lines[k][1]
             elif k in reads:

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from .._device_function import STREAM
-from .._trace import Piece, Trace
+from .._trace import COPIES, Piece, Trace
 from ._builder import VectorBuilder, scalar_of
 from ._instructions import Instructions
 from ._machine_function import machine_function
@@ -69,6 +69,11 @@ class Table:
     partial: bool = False
     digest: Digest | None = None
 
+    @property
+    def sums(self) -> int:
+        """Columns of the sums of chunks."""
+        return max(_CHUNK, len(self.trace.sums))
+
     def key(self) -> str:
         """Return what the instructions depend on, short of the processor and the sources of `kernels`."""
         pieces = [self.start, self.digest and self.digest.term]
@@ -82,7 +87,7 @@ def compile_table(name: str, table: Table) -> Callable[..., None]:
     """Return the function (first and last chunk, addresses of chunks, pointers, rows, constants, keys, sums, digests).
 
     The arrays are int64 (chunks, 4), int64 (rows, columns), int64 (rows,): the row of a row's constants, then numbers
-    (rows of constants, constants), uint64 (rows,): keys, float64 (chunks, 4) and uint64 (chunks,).
+    (rows of constants, constants), uint64 (rows,): keys, float64 (chunks, `table.sums`) and uint64 (chunks,).
     """
     return machine_function(name, table.key(), _ARGUMENTS, lambda b, *values: _TableLoop(b.b, table).build(*values))
 
@@ -93,7 +98,9 @@ class _TableLoop(VectorBuilder):
     def __init__(self, builder, table: Table) -> None:
         super().__init__(builder)
         self.table, self.trace = table, table.trace
-        assert len(self.trace.sums) <= _CHUNK, "a chunk's row of sums has as many columns as its row of the table"
+        assert not (table.block and self.trace.deposits), (
+            "a block's elements are in no order in which they could add up"
+        )
         self.lanes = vector_bits() // 32
         while table.block and 2 * self.lanes > max(table.block, 8):
             self.lanes //= 2
@@ -102,7 +109,7 @@ class _TableLoop(VectorBuilder):
         self.copied = table.partial or self.padded != table.block
         self.together = 1 if self.copied else max(1, min(vector_bits() // 32, _AT_ONCE // self.padded))
         self.phases = Phases.of(self.trace)
-        self.stages = Stages.of_trace(self.trace, not (table.block or self.trace.sums))
+        self.stages = Stages.of_trace(self.trace, not (table.block or self.trace.sums or self.trace.deposits))
         lines = self.trace.lines
         self.kinds = Instructions(builder, self.trace, 1)
         self.given = [
@@ -123,6 +130,7 @@ class _TableLoop(VectorBuilder):
         room = self.padded * self.together if table.block else self.width
         copied = self.arrays if not table.block or self.copied else []
         copies = {array: self.allocate(self.ir.IntType(array[1]), room) for array in copied}
+        self.held_words = [self.allocate(self.i64, self.width) for _ in range(2 if self.trace.deposits else 0)]
         crossing = self.phases.crossing if table.block else []
         buffers = [self.allocate(scalar_of(self.type_of(line)), room) for line in crossing]
         self.of_blocks = {
@@ -151,14 +159,14 @@ class _TableLoop(VectorBuilder):
             else:
                 self.vectors(begin, count, totals, copies)
             for k, (how, _) in enumerate(self.trace.sums):
-                place = self.pointer(sums, b.add(at, self.word(k)), self.f64)
+                place = self.pointer(sums, b.add(b.mul(c, self.word(table.sums)), self.word(k)), self.f64)
                 b.store(self.total(how, totals[2 * k : 2 * k + 2]), place, align=8)
             if table.digest:
                 b.store(self.digest(table.digest, begin, count), self.pointer(digests, c, self.i64), align=8)
 
     def used(self) -> list[int]:
         """Return the columns that are read or written."""
-        columns = {self.column[address] for address, *_ in self.arrays}
+        columns = {self.column[address] for address, *_ in [*self.arrays, *self.trace.deposits]}
         return sorted(columns | ({self.table.digest.column} if self.table.digest else set()))
 
     def word_at(self, table, first, k: int):
@@ -208,6 +216,7 @@ class _TableLoop(VectorBuilder):
                     self.ask_ahead(bases, i)
                     [values] = self.computed([(loaded, b.add(before, i), None)])
                     self.finish(values, self.stores, bases, i)
+                    self.deposit(values, i, limit)
                     self.sum_up(values, i, totals, limit, range(len(self.trace.lines)))
             with b.if_then(is_rest):
                 self.copy_out(b.add(begin, whole), rest, copies)
@@ -340,11 +349,22 @@ class _TableLoop(VectorBuilder):
         b = self.b
         for array in dict.fromkeys(self.loads):
             kind, align = self.ir.IntType(array[1]), array[1] // 8
-            with self.loop(self.word(0), size, 1) as j:
+            vectors, vector = b.sub(self.up_to_vector(size), self.word(self.width)), self.shape(kind, self.width)
+            with self.loop(self.word(0), vectors, self.width) as j:
+                value = b.load(self.pointer(bases[array], j, vector), align=align)
+                b.store(value, b.bitcast(b.gep(copies[array], [j]), vector.as_pointer()), align=align)
+            last = b.bitcast(b.gep(copies[array], [vectors]), vector.as_pointer())
+            b.store(self.ir.Constant(vector, None), last, align=align)
+            with self.loop(vectors, size, 1) as j:
                 value = b.load(self.pointer(bases[array], j, kind), align=align)
                 b.store(value, b.gep(copies[array], [j]), align=align)
-            with self.loop(size, self.word(self.padded), 1) as j:
-                b.store(self.ir.Constant(kind, 0), b.gep(copies[array], [j]), align=align)
+
+    def up_to_vector(self, size):
+        """Return how far the loops over a block go: over whole vectors."""
+        if not self.copied:
+            return self.word(self.padded)
+        width = self.word(self.width)
+        return self.b.mul(self.b.udiv(self.b.add(size, self.word(self.width - 1)), width), width)
 
     def some_blocks(self, at: Callable, first, several, size, totals: list, buffers: list) -> None:
         """Write the loops over some blocks, `several` from the chunk's block `first` on; `at` says where one lies."""
@@ -365,8 +385,9 @@ class _TableLoop(VectorBuilder):
             some = [self.lesser(b.add(k, self.word(n)), b.sub(several, self.word(1))) for n in range(at_once)]
             bases = [at(number) for number in some]
             known = [self.known_of_block(number, base) for number, base in zip(some, bases)]
-            with self.loop(self.word(0), self.word(self.padded), self.width, totals) as i:
+            with self.loop(self.word(0), self.up_to_vector(size), self.width, totals) as i:
                 turns: list[tuple] = []
+                self.prefetch_next(bases, i)
                 for number, of_block in zip(some, known):
                     held = self.held(b.add(b.mul(number, self.word(self.padded)), i), buffers)
                     turns.append(({}, b.add(self.start_of(first, number), i), [of_block | half for half in held]))
@@ -376,6 +397,20 @@ class _TableLoop(VectorBuilder):
                     self.finish(pair, behind, base, i)
                 self.sum_up(values[0], i, totals, size, late)
 
+    def prefetch_next(self, bases: list[dict], i) -> None:
+        """Ask for the next block's elements: meanwhile the memory would be idle."""
+        b = self.b
+        own = (
+            [array for array in dict.fromkeys(self.loads) if not array[2]]
+            if self.together == 1 and not self.copied
+            else []
+        )
+        for address, bits, _ in own:
+            size = bits // 8
+            for line in range(0, self.width * size, 64):
+                ahead = b.mul(b.add(i, self.word(self.padded)), self.word(size))
+                self.prefetch(b.add(bases[-1][address, bits, False], b.add(ahead, self.word(line))))
+
     def up_to_largest(self, bases: dict, first, k, size, totals: list, buffers: list) -> list:
         """Write the loop over a block, number k behind the block `first`, up to its largest words; return those."""
         b, phases = self.b, self.phases
@@ -384,7 +419,7 @@ class _TableLoop(VectorBuilder):
         stores = {array: n for array, n in self.stores.items() if not array[2] and n not in phases.behind}
         kept = len(totals)
         carried = totals + [self.ir.Constant(self.type_of(line), None) for line in phases.largest]
-        with self.loop(self.word(0), self.word(self.padded), self.width, carried) as i:
+        with self.loop(self.word(0), self.up_to_vector(size), self.width, carried) as i:
             loaded = shared | {array: self.load_both(bases[array], i, array[1]) for array in own}
             turn = loaded, b.add(start, i)
             if not self.copied:
@@ -568,8 +603,40 @@ class _TableLoop(VectorBuilder):
         for place, (how, number) in enumerate(self.trace.sums):
             for half in range(2 if number in among else 0):
                 value, at = values[half][number], 2 * place + half
-                value = self.b.select(self.exists(i, limit, half), value, self.ir.Constant(value.type, None))
+                if self.copied or not self.table.block:
+                    value = self.b.select(self.exists(i, limit, half), value, self.ir.Constant(value.type, None))
                 totals[at] = self.taken(how, totals[at], value)
+
+    def deposit(self, values: list, i, limit) -> None:
+        """Add the words of two vectors to counters in memory, one after the other: several may have one place."""
+        b, several = self.b, self.shape(self.i64, self.lanes)
+
+        def add(address, place, word) -> None:
+            to = self.pointer(self.address[self.column[address]], place, self.i64)
+            b.store(b.add(b.load(to, align=8), word), to, align=8)
+
+        left = b.sub(limit, i)
+        for address, place, word, apart in self.trace.deposits:
+            pairs = [[computed[k] for k in (place, word)] for computed in values]
+            pairs = [[x if x.type == several else b.zext(x, several) for x in pair] for pair in pairs]
+            with b.if_else(b.icmp_signed(">=", left, self.word(self.width))) as (whole, rest):
+                with whole:
+                    copies = self.ir.Constant(several, [apart * (k % COPIES) for k in range(self.lanes)])
+                    for places, words in pairs:
+                        places = b.add(places, copies)
+                        for k in range(self.lanes):
+                            add(address, self.lane(places, k), self.lane(words, k))
+                with rest:
+                    for half, pair in enumerate(pairs):
+                        for held, vector in zip(self.held_words, pair):
+                            to = b.gep(held, [self.word(half * self.lanes)])
+                            b.store(vector, b.bitcast(to, several.as_pointer()), align=8)
+                    with self.loop(self.word(0), left, 1) as k:
+                        at = k
+                        if self.in_pairs:
+                            one = self.word(1)
+                            at = b.add(b.mul(b.and_(k, one), self.word(self.lanes)), b.lshr(k, one))
+                        add(address, *(b.load(b.gep(held, [at])) for held in self.held_words))
 
     def load_both(self, base, i, bits: int) -> list:
         """Elements of two vectors as words of 32 bits, or of 64 where they have so many."""
@@ -613,7 +680,9 @@ class _TableLoop(VectorBuilder):
 
     def sum_types(self) -> list:
         """Return the types of the vectors in which sums, and largest words, gather."""
-        return [self.shape(self.f64 if how == "sum" else self.i32, self.lanes) for how, _ in self.trace.sums]
+        kinds = self.trace.kinds
+        wide = [how == "sum" or (how == "max" and kinds[number] == "f64") for how, number in self.trace.sums]
+        return [self.shape(self.f64 if is_wide else self.i32, self.lanes) for is_wide in wide]
 
     def exists(self, i, limit, half: int):
         """Which lanes of a vector are elements, not padding."""
@@ -625,22 +694,33 @@ class _TableLoop(VectorBuilder):
         """A sum or maximum with a value more."""
         if how == "sum":
             return self.b.fadd(total, value)
+        if how == "count":
+            return self.b.sub(total, self.b.sext(value, total.type))
+        if scalar_of(total.type) == self.f64:
+            return self.b.select(self.b.fcmp_ordered(">", value, total), value, total)
         return self.b.select(self.b.icmp_unsigned(">", value, total), value, total)
 
     def most(self, words):
         """The largest lane of a vector of words."""
-        name = f"llvm.vector.reduce.umax.v{self.lanes}i{words.type.element.width}"
+        return self.reduced("umax", words)
+
+    def reduced(self, how: str, words):
+        """The lanes of a vector of words together."""
+        name = f"llvm.vector.reduce.{how}.v{self.lanes}i{words.type.element.width}"
         kind = self.ir.FunctionType(words.type.element, [words.type])
         return self.b.call(self.b.module.declare_intrinsic(name, fnty=kind), [words])
 
     def total(self, how: str, vectors: list):
-        """One float64 of the lanes of two vectors; words are the bits of a float32."""
-        if how == "max":
+        """One float64 of the lanes of two vectors; of a maximum words are the bits of a float32."""
+        if how == "count":
+            return self.b.uitofp(self.reduced("add", self.b.add(*vectors)), self.f64)
+        is_word = scalar_of(vectors[0].type) == self.i32
+        if how == "max" and is_word:
             return self.b.fpext(self.b.bitcast(self.most(self.taken("max", *vectors)), self.f32), self.f64)
         lanes = [self.lane(vector, k) for vector in vectors for k in range(self.lanes)]
         found = lanes[0]
         for value in lanes[1:]:
-            found = self.b.fadd(found, value)
+            found = self.taken(how, found, value)
         return found
 
     def digest(self, given: Digest, begin, count):

@@ -1,42 +1,53 @@
-"""The accumulator in torch integers: carries, and the value that its words stand for."""
+"""The accumulator: carries, the value that its words stand for, and how that is rounded, by every engine."""
 
 import random
 from fractions import Fraction
 
 import numpy as np
+import pytest
 import torch
 
 from halfulp.arithmetic.exact_sums import _run as kernels
 from halfulp.arithmetic.exact_sums._accumulator import LIMBS, TERMS, UNIT, WORDS
-from halfulp.arithmetic.exact_sums._reference import carried, round_words, words_of
+from halfulp.arithmetic.exact_sums._device_functions import Reach
 from halfulp.formats import get
 from halfulp.formats._reference import round_exact
-from halfulp.kernels import same_bits
+from halfulp.kernels import engine, same_bits
+
+ENGINES = ("llvm", "reference")
 
 
 def value(limbs: torch.Tensor) -> int:
     return sum(int(v) << (32 * i) for i, v in enumerate(limbs.tolist()))
 
 
-def test_carries_run_through_any_number_of_limbs(seed):
+def carried(limbs: torch.Tensor, run_by: str) -> torch.Tensor:
+    """All limbs of an accumulator that reaches as far as those given, with carries passed on; the last has the sign."""
+    rows = torch.cat([limbs, torch.zeros(len(limbs), 4, dtype=torch.int64)], 1)
+    return kernels._settle(run_by, rows, Reach(limbs=limbs.shape[1]), None)[:, :LIMBS]
+
+
+@pytest.mark.parametrize("run_by", ENGINES)
+def test_carries_run_through_any_number_of_limbs(run_by, seed):
     choices = [0, 0, 1, -1, 2**32 - 1, 2**32 - 1, 2**32, -(2**32), 2**62, -(2**62), -(2**63)]
+    rows = []
     for _ in range(300):
         pool = random.sample(choices, 4)
-        limbs = torch.tensor([random.choice(pool) for _ in range(20)] + [0])
-        made = carried(limbs[None])[0]
-        assert value(made) == value(limbs)
+        rows.append([random.choice(pool) for _ in range(20)] + [0])
+    limbs = torch.tensor(rows)
+    for made, given in zip(carried(limbs, run_by), limbs):
+        assert value(made) == value(given)
         assert ((made[:-1] >= 0) & (made[:-1] < 2**32)).all()
     # A carry, and a borrow, through all of them.
-    ones = torch.tensor([[1] + [2**32 - 1] * 19 + [0]])
-    ones[0, 0] = 2**32
-    assert value(carried(ones)[0]) == 2**640
-    less = torch.tensor([[-1] + [0] * 19 + [1]])
-    assert carried(less)[0].tolist() == [2**32 - 1] * 20 + [0]
+    ones = torch.tensor([[2**32] + [2**32 - 1] * 19 + [0], [-1] + [0] * 19 + [1]])
+    assert [value(limbs) for limbs in carried(ones, run_by)] == [2**640, 2**640 - 1]
 
 
-def test_words_are_the_exact_sum(seed):
+@pytest.mark.parametrize("run_by", ENGINES)
+def test_words_are_the_exact_sum(run_by, seed):
     x = torch.from_numpy(np.ldexp(torch.randn(2, 400).double().numpy(), torch.randint(-1060, 1020, (2, 400)).numpy()))
-    words = words_of(x)
+    with engine(run_by):
+        words = kernels.partial(x, None)
     assert words.shape == (2, WORDS)
     assert words[:, TERMS].tolist() == [400, 400]
     for row, made in zip(x.tolist(), words):
@@ -53,6 +64,7 @@ def test_rounding_of_any_integer(seed):
     ):
         format = get(name)
         precision = round(1 - torch.tensor(torch.finfo(dtype).eps, dtype=torch.float64).log2().item())
+        made, correct = [], []
         for _ in range(60):
             mantissa = random.choice([random.getrandbits(precision), 2**precision - 1, 2 ** (precision - 1), 1])
             whole = (2 * mantissa + 1 << 80) + random.choice([-1, 0, 1])
@@ -64,5 +76,8 @@ def test_rounding_of_any_integer(seed):
             limbs.append(integer >> (32 * (LIMBS - 1)))
             words = torch.tensor([*limbs, 0, 0, 0, 1])
             wanted = torch.tensor(round_exact(exact, format), dtype=torch.float64).to(dtype)
-            assert same_bits(round_words(words, dtype), wanted)
-            assert same_bits(kernels.rounded(words[None], dtype)[0], wanted)
+            made.append(words)
+            correct.append(wanted)
+        for run_by in ENGINES:
+            with engine(run_by):
+                assert same_bits(kernels.rounded(torch.stack(made), dtype), torch.stack(correct))
