@@ -21,8 +21,7 @@ from halfulp.rounding._reference import from_words, round_words, to_words
 from halfulp.rounding._triton_kernels import plan_for
 from halfulp.rounding.blocks import _triton_kernels as blocks
 from halfulp.rounding.blocks._quantize import block_target_for
-from halfulp.rounding.blocks._reference import _in_blocks as in_blocks
-from halfulp.rounding.blocks._reference import _round_blocks as round_blocks
+from halfulp.rounding.blocks._reference import in_blocks, round_blocks
 from halfulp.rounding.blocks._table import layout_of
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)

@@ -54,9 +54,13 @@ def _recorded(mode: int, kind: tuple[str, bool, bool], width: int) -> Piece:
 
 @functools.lru_cache(1024)
 def _numbers(target: Target, layout: Layout) -> dict[tuple[str, int], int]:
-    """Return the constants of a target as signed integers, by their inputs' names."""
-    words = constants(target, layout).words.view(np.int32 if layout.width == 32 else np.int64)
-    return {("constant", k): word for k, word in enumerate(words.tolist())}
+    return inputs_of(constants(target, layout).words)
+
+
+def inputs_of(words: np.ndarray) -> dict[tuple[str, int], int]:
+    """Return constants as signed integers, by the names of a trace's inputs."""
+    signed = words.view(np.int32 if words.itemsize == 4 else np.int64)
+    return {("constant", k): word for k, word in enumerate(signed.tolist())}
 
 
 def to_words(x: torch.Tensor) -> torch.Tensor:

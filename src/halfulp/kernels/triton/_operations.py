@@ -143,6 +143,18 @@ def load64(address, i, lanes, aligned: tl.constexpr):
     return tl.load(pointer + i, mask=lanes, other=0)
 
 
+def load8_of_block(address, b):
+    return tl.load(address.to(tl.pointer_type(tl.uint8)) + b).to(tl.uint32)[:, None]
+
+
+def load16_of_block(address, b):
+    return tl.load(address.to(tl.pointer_type(tl.uint16)) + b).to(tl.uint32)[:, None]
+
+
+def load32_of_block(address, b):
+    return tl.load(address.to(tl.pointer_type(tl.uint32)) + b)[:, None]
+
+
 def store8(address, i, w, lanes, aligned: tl.constexpr):
     pointer = address.to(tl.pointer_type(tl.uint8))
     if aligned:

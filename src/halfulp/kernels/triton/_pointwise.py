@@ -35,7 +35,9 @@ class Pointwise:
     ) -> None:
         self._given = trace, tuple(results), tuple(stored), tuple(written)
         self.size = trace.size()
-        self.tile = 1024 if self.size <= 100 else 256
+        self.tile = (
+            1024 if self.size <= 100 else 512 if self.size <= 1000 else 256
+        )  # for whose values registers suffice
         self.values = tables_of(trace)
         # Kept as long as the kernel, since what runs or was captured still reads them.
         self._tables: dict[torch.device, torch.Tensor] = {}
@@ -81,26 +83,26 @@ def pointwise_source(
         f"    count = count // {VECTOR} * {VECTOR}",
         "i = tl.program_id(0).to(tl.int64) * TILE + tl.arange(0, TILE)",
         "lanes = i < count",
-        *(f"x{k} = tl.load(input{k} + place(i, columns, mode{k}), mask=lanes, other=0).to({wide})" for k in inputs),
+        *(f"x{k} = load(input{k}, i, columns, lanes, mode{k}, TILE).to({wide})" for k in inputs),
         f"{', '.join(f'y{k}' for k in outputs)} = element({', '.join([*(f'x{k}' for k in inputs), 'tables'])})",
         *(f"tl.store(output{k} + i, {stored_as(f'y{k}', dtype)}, mask=lanes)" for k, dtype in enumerate(written)),
     ]
     body = "\n".join(f"    {line}" for line in lines)
     # Triton compiles anew for integers that are 1 or multiples of 16, unless it is told not to look.
     text = f"@triton.jit(do_not_specialize=['count', 'columns'])\ndef kernel({', '.join(arguments)}):\n{body}\n"
-    return module_source([_PLACE, *functions], text)
+    return module_source([_LOAD, *functions], text)
 
 
-_PLACE = f"""@triton.jit
-def place(i, columns, mode: tl.constexpr):
-    at = i
+_LOAD = f"""@triton.jit
+def load(input, i, columns, lanes, mode: tl.constexpr, TILE: tl.constexpr):
     if mode == {_ONE}:
-        at = i * 0
-    if mode == {_PER_ROW}:
-        at = i // columns
-    if mode == {_PER_COLUMN}:
-        at = i % columns
-    return at"""
+        return tl.broadcast_to(tl.load(input), [TILE])
+    elif mode == {_PER_ROW}:
+        return tl.load(input + i // columns, mask=lanes, other=0)
+    elif mode == {_PER_COLUMN}:
+        return tl.load(input + i % columns, mask=lanes, other=0)
+    else:
+        return tl.load(input + i, mask=lanes, other=0)"""
 
 
 def places(

@@ -77,7 +77,7 @@ def element_source(name: str, trace: Trace, arguments: Mapping[Any, str]) -> str
     lines = _lines(trace, arguments, needed_lines(trace))
     for (address, bits, per_block), number in trace.stores.items():
         place = arguments[trace.lines[address][2]]
-        lines.append(f"store{bits}({place}, {'b' if per_block else 'i'}, v{number}, lanes, aligned)")
+        lines.append(f"store{bits}({place}, {'b[:, None]' if per_block else 'i'}, v{number}, lanes, aligned)")
     for address, place, word, _ in trace.deposits:
         lines.append(f"deposit64({arguments[trace.lines[address][2]]}, v{place}, v{word}, lanes)")
     lines += [f"return {', '.join(f'v{number}' for _, number in trace.sums)}"] if trace.sums else []
@@ -206,7 +206,8 @@ def _expression(trace: Trace, operation: str, operands: tuple, extra: Any, kind:
     if operation == "input":
         return names[extra]
     if operation == "load":
-        return f"load{extra[0]}({names[trace.lines[operands[0]][2]]}, {'b' if extra[1] else 'i'}, lanes, aligned)"
+        array = names[trace.lines[operands[0]][2]]
+        return f"load{extra[0]}_of_block({array}, b)" if extra[1] else f"load{extra[0]}({array}, i, lanes, aligned)"
     if operation == "constant":
         return _number(float.fromhex(extra if isinstance(extra, str) else extra[0]), kind)
     if operation == "word":

@@ -13,7 +13,7 @@ import torch
 from ...formats import BlockFormat
 from ...kernels import address, check_bits, run_chunks, select_engine, undisturbed
 from ...rounding import Nearest, quantize
-from ...rounding.blocks._reference import _power_scale, _product_scale
+from ...rounding.blocks._reference import scales_of_blocks
 from .._record import TensorRecord
 from ._candidates import DEFAULT_FORMATS, Candidates, target_of
 from ._kernel import (
@@ -337,7 +337,7 @@ def _in_blocks(sample: torch.Tensor, format: BlockFormat) -> tuple[int, int, int
     amax = work.abs().amax(-1, keepdim=True)
     good = amax.isfinite()
     known = torch.where(good, amax, 0)
-    scale = _power_scale(known.double(), target) if target.powers else _product_scale(known, target)
+    scale = scales_of_blocks(known.double() if target.powers else known, target)
     gone = good & (x != 0) & (y == 0)
     smallest = (format.element.smallest_normal * scale).to(y.dtype)
     subnormal = good & (y != 0) & (y.abs() < smallest)

@@ -103,11 +103,13 @@ def _kernel_text(spec: StepSpec) -> str:
 def _rows(block: int) -> list[str]:
     rows = TILE // block
     return [
-        f"blocks = (part * {rows} + tl.arange(0, {rows})).to(tl.int64)[:, None]",
+        f"row_of_tile = (part * {rows} + tl.arange(0, {rows})).to(tl.int64)",
+        "blocks = row_of_tile[:, None]",
         f"offsets = blocks * {block} + tl.arange(0, {block})[None, :]",
         f"lanes = blocks * {block} < length",
         "i = begin + offsets",
-        f"b = begin // {block} + blocks",
+        # Rows that do not exist read the first one's scale.
+        f"b = begin // {block} + tl.where(row_of_tile * {block} < length, row_of_tile, 0)",
         "index = start + offsets",
     ]
 

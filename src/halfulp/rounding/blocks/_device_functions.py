@@ -43,6 +43,11 @@ def block_element(w, u, c, d, b):
     return rounded_payload(w, u, inverse_of(scale, c, b), factor_of(scale, c, b), c)
 
 
+def block_scale(a, c, d, b):
+    """Device function: the scale of a block from its largest magnitude."""
+    return factor_of(scale_of(a, c, d, b), c, b)
+
+
 def finite_largest(w, c):
     """Device function: the largest magnitude of a block, 0 if one of its elements is infinite or NaN."""
     largest = block_largest(both(w, c[MAGNITUDE]))
@@ -96,7 +101,7 @@ def multiplied_kept(w, inverse, c):
 
 def product_of_scale(a, c, d, b):
     """Device function: amax / (largest element x tensor scale), rounded within the scale's range, x tensor scale."""
-    q = word(divide(real(a), real(b[UNIT])))
+    q = as_word(as_real(a) / as_real(b[UNIT]))
     e = right(q, d[FIELD])
     e = choose(e < d[LOWEST], d[LOWEST], e)
     s = minus(d[BASE], choose(e > d[HIGHEST], d[HIGHEST], e))
@@ -104,7 +109,7 @@ def product_of_scale(a, c, d, b):
     r = both(plus(q, scale_addend(q, s, flip(keep, d[ONES]), d)), keep)
     r = choose(q < d[TINY], d[TINY], r)
     r = choose(r < d[LARGEST], r, d[LARGEST])
-    return choose(a >= c[INFINITY], c[NAN], word(real(r) * real(b[TENSOR])))
+    return choose(a >= c[INFINITY], c[NAN], as_word(as_real(r) * as_real(b[TENSOR])))
 
 
 def under_tensor_scale(b):
@@ -133,12 +138,12 @@ def itself(scale, c, b):
 
 def divided(w, inverse, c):
     """Device function: an element over its scale."""
-    return word(divide(real(w), real(inverse)))
+    return as_word(as_real(w) / as_real(inverse))
 
 
 def divided_kept(w, inverse, c):
     """Device function: the same for modes in which a small number is not 0."""
-    y = word(divide(real(w), real(inverse)))
+    y = as_word(as_real(w) / as_real(inverse))
     zero = minus(c[ONE], c[ONE])
     lost = (both(y, c[MAGNITUDE]) == zero) & (both(w, c[MAGNITUDE]) > zero)
     return choose(lost, either(y, c[ONE]), y)

@@ -1,16 +1,21 @@
-"""The reference of rounding in blocks: plain torch, exact where scales are powers of two."""
+"""The reference of rounding in blocks: its device function on tensors, on any device."""
 
 from __future__ import annotations
 
-from math import frexp
+from functools import cache
 
 import torch
 
-from .._kernel_constants import WORD32, WORD64
+from ...kernels import run_on_tensors
+from ...kernels._device_function import Recording, bound
+from ...kernels._trace import Piece
+from .._kernel_constants import COUNT, WORD32, WORD64, Layout
 from .._random_bits import random_words
-from .._reference import from_words, round_words, to_words
+from .._reference import from_words, inputs_of, to_words
 from .._target import STOCHASTIC
-from ._target import CLOSEST, FLOOR, BlockTarget
+from . import _device_functions as b
+from ._table import Kind, bound_names, layout_of, words_of
+from ._target import BlockTarget
 
 _SMALLEST_NORMAL = 2.0**-126
 
@@ -29,60 +34,28 @@ def blocks_by_reference(x: torch.Tensor, target: BlockTarget, key: int) -> torch
     bits = None
     if target.element.mode == STOCHASTIC:
         bits = random_words(key, torch.arange(x.numel(), device=x.device, dtype=torch.int64)).view(rows.shape)
-        bits = _in_blocks(bits, target.block)
-    work = torch.float64 if target.powers or x.dtype == torch.float64 else torch.float32
-    blocks = _in_blocks(rows.to(work), target.block)
-    result = _round_blocks(blocks, target, bits).flatten(1)[:, : rows.shape[1]]
+        bits = in_blocks(bits, target.block)
+    layout = layout_of(x.dtype, target) or _layout(x.dtype)
+    blocks = in_blocks(rows.to(torch.float64 if layout is WORD64 else torch.float32), target.block)
+    result = round_blocks(blocks, target, bits).flatten(1)[:, : rows.shape[1]]
     return result.to(x.dtype).reshape(x.shape)
 
 
-def _in_blocks(rows: torch.Tensor, block: int) -> torch.Tensor:
+def in_blocks(rows: torch.Tensor, block: int) -> torch.Tensor:
+    """Cut rows into blocks, the last of each filled up with zeros."""
     return torch.nn.functional.pad(rows, (0, -rows.shape[1] % block)).unflatten(1, (-1, block))
 
 
-def _round_blocks(blocks: torch.Tensor, target: BlockTarget, bits: torch.Tensor | None) -> torch.Tensor:
-    amax = blocks.abs().amax(-1, keepdim=True)
-    bad = ~amax.isfinite()
-    amax = torch.where(bad, 1, amax)
-    scale = _power_scale(amax, target) if target.powers else _product_scale(torch.where(bad, 0, amax), target)
-    scale = torch.where(bad, torch.nan, scale)
-    payload = blocks / scale
-    payload = torch.where((payload == 0) & (blocks != 0), torch.copysign(_tiny(payload), blocks), payload)
-    layout = WORD64 if payload.dtype == torch.float64 else WORD32
-    rounded = from_words(round_words(to_words(payload.contiguous()), target.element, layout, bits), payload.dtype)
-    return rounded * scale
+def round_blocks(blocks: torch.Tensor, target: BlockTarget, bits: torch.Tensor | None) -> torch.Tensor:
+    """Round whole blocks, float32 or float64, with random bits for STOCHASTIC."""
+    drawn = 0 if bits is None else bits.to(torch.int32)
+    largest = blocks.abs().amax(-1)
+    return _run("block", blocks, largest, target, {"draw": drawn})
 
 
-def _tiny(like: torch.Tensor) -> torch.Tensor:
-    """The smallest subnormal, which is not lost where a quotient was."""
-    return torch.full_like(like, 5e-324 if like.dtype == torch.float64 else 2.0**-149)
-
-
-def _power_scale(amax: torch.Tensor, target: BlockTarget) -> torch.Tensor:
-    """The power of two of each block, from its largest magnitude in float64."""
-    largest, emax = target.element.max, frexp(target.element.max)[1] - 1
-    half, e = torch.frexp(amax)
-    ratio, e = half * 2.0 ** (emax + 1), e.long() - 1  # the ratio is in [2^emax, 2^(emax + 1))
-    if target.choice == FLOOR:
-        k = e - emax
-    elif target.choice == CLOSEST:
-        k = e - emax - 1 + (ratio >= 0.75 * largest).long() + (ratio >= 1.5 * largest).long()
-    else:
-        k = e - emax + (ratio > largest).long()
-    lowest, highest = target.scale.tiny_exponent, frexp(target.scale.max)[1] - 1
-    k = torch.where(amax == 0, lowest, k).clamp(lowest, highest)
-    return from_words((k + WORD64.bias) << WORD64.mantissa, torch.float64)
-
-
-def _product_scale(amax: torch.Tensor, target: BlockTarget) -> torch.Tensor:
-    """Each block's rounded scale times the tensor's."""
-    numbers = tensor_scale(float(amax.max()), target)
-    tensor, unit = (torch.tensor(value, dtype=amax.dtype, device="cpu") for value in numbers)
-    quotient = amax / unit.to(amax.device)
-    layout = WORD64 if amax.dtype == torch.float64 else WORD32
-    scale = from_words(round_words(to_words(quotient.contiguous()), target.scale, layout, None), amax.dtype)
-    scale = scale.clamp(min=2.0**target.scale.tiny_exponent)
-    return scale * tensor.to(amax.device)
+def scales_of_blocks(largest: torch.Tensor, target: BlockTarget) -> torch.Tensor:
+    """Return the scales of all of a tensor's blocks from their largest magnitudes; NaN where that is not finite."""
+    return _run("scale", largest, largest, target, {})
 
 
 def tensor_scale(amax: float, target: BlockTarget) -> tuple[float, float]:
@@ -93,3 +66,30 @@ def tensor_scale(amax: float, target: BlockTarget) -> tuple[float, float]:
     single = torch.tensor(numbers, dtype=torch.float32, device="cpu")
     scale = (single[0] / single[1]).clamp(min=_SMALLEST_NORMAL)
     return float(scale), float(scale * single[2])
+
+
+def _run(what: str, x: torch.Tensor, largest: torch.Tensor, target: BlockTarget, inputs: dict) -> torch.Tensor:
+    layout = _layout(x.dtype)
+    amax = float(torch.where(largest.isfinite(), largest, 0).max()) if target.tensor_scale else 0.0
+    numbers = inputs_of(words_of(target, layout, *tensor_scale(amax, target)))
+    piece = _recorded(what, Kind.of(x.dtype, target, layout), layout.width)
+    given = {**numbers, **inputs, "word": to_words(x.contiguous())}
+    block = target.block if what == "block" else None
+    return from_words(run_on_tensors(piece.trace, (), given, piece.results, block)[0][0], x.dtype)
+
+
+def _layout(dtype: torch.dtype) -> Layout:
+    return WORD64 if dtype == torch.float64 else WORD32
+
+
+@cache
+def _recorded(what: str, kind: Kind, width: int) -> Piece:
+    """Return the device function that rounds an element of a block, or makes a scale of a block's largest magnitude."""
+    element = Recording(0, 2 * COUNT + b.WORDS, f"w{width}")
+    word, words, names = element.given("word", f"w{width}"), element.constants, bound_names(kind, width == 64)
+    c, d, of_block = words[:COUNT], words[COUNT : 2 * COUNT], words[2 * COUNT :]
+    if what == "block":
+        made = bound(b.block_element, names)(word, element.given("draw", "w32"), c, d, of_block)
+    else:
+        made = bound(b.block_scale, names)(word, c, d, of_block)
+    return Piece(element.trace, (made.number,))

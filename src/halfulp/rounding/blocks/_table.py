@@ -79,8 +79,8 @@ def largest_table(dtype: torch.dtype, kind: Kind) -> Table:
     return _table(dtype, kind, rounds=False)
 
 
-def _names(kind: Kind, wide: bool) -> dict[str, object]:
-    """What the free names of the device functions stand for."""
+def bound_names(kind: Kind, wide: bool) -> dict[str, object]:
+    """Return what the free names of the device functions stand for."""
     names: dict[str, object] = {**mode_pieces(kind.mode, (kind.path, kind.plain, kind.saturating), wide)}
     kept = kind.mode in (UP, DOWN)
     if kind.powers:
@@ -98,7 +98,7 @@ def _table(dtype: torch.dtype, kind: Kind, rounds: bool) -> Table:
     element = Recording(2, 2 * COUNT + b.WORDS, "w64" if wide else "w32")
     i, (source, target), words = element.index, element.arrays, element.constants
     c, d, of_block = words[:COUNT], words[COUNT : 2 * COUNT], words[2 * COUNT :]
-    w, names = pieces["load"](source, i), _names(kind, wide)
+    w, names = pieces["load"](source, i), bound_names(kind, wide)
     if rounds:
         random, of_block = draw(*element.stream), b.under_tensor_scale(of_block) if kind.under_amax else of_block
         pieces["store"](target, i, bound(b.block_element, names)(w, random, c, d, of_block))
@@ -115,7 +115,7 @@ def words_of(target: BlockTarget, layout: Layout, tensor: float, unit: float) ->
         layout: of the words.
         tensor, unit: the tensor's scale, and its product with the largest element.
     """
-    of_scale = constants(target.scale, WORD32 if not target.powers else layout).words
+    of_scale = constants(target.scale, layout).words
     of_block = _block_words(target, layout, tensor, unit)
     return np.concatenate([constants(target.element, layout).words, of_scale, of_block])
 
