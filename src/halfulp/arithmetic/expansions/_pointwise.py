@@ -30,7 +30,7 @@ from .._error_free import Terms
 from ..functions._angle_reduction import beyond_reach, reduced_exactly
 from ..functions._table import DIVISIONS, FUNCTIONS, NETWORKS, STEP
 from ._bfloat16 import quick
-from ._round_components import round_to_components, to_float64_terms
+from ._round_components import float16_to_float64, round_to_components, to_float64_terms
 
 Parts = tuple[torch.Tensor, ...]
 Dtypes = tuple[torch.dtype, ...]
@@ -174,7 +174,11 @@ class Call:
         operands, rest = [], list(values)
         for dtype, count in self.operands:
             parts, rest = rest[:count], rest[count:]
-            operands.append(parts if dtype == self.arithmetic else to_float64_terms(parts))
+            if dtype == torch.float16 == self.dtype and self.name != "renormalize":  # of which terms have no order
+                parts = float16_to_float64(parts)
+            elif dtype != self.arithmetic:
+                parts = to_float64_terms(parts)
+            operands.append(parts)
         terms = NETWORKS[self.name].network(operands, self.working)
         if self.dtype == self.arithmetic:
             return terms[: self.components]
@@ -222,6 +226,32 @@ def pointwise(name: str, *operands: Parts, components: int, dtype: torch.dtype, 
     if out is None and (not plain or torch.compiler.is_compiling()):
         return tuple(_operator(name, flat, [count for _, count in kinds], components, dtype))
     return _run(_call(name, tuple(kinds), components, dtype), flat, out)
+
+
+def combine(name: str, a: Parts, b: Parts) -> Parts:
+    """`pointwise` of two contiguous operands of one shape, dtype and number of components, in half the steps.
+
+    The result is of that dtype and number too. Small operators take as long as their steps in Python.
+    """
+    first = a[0]
+    if type(first) is not torch.Tensor or type(b[0]) is not torch.Tensor or torch.compiler.is_compiling():
+        return pointwise(name, a, b, components=len(a), dtype=first.dtype)
+    elements, count = _elements(name, first.dtype, len(a)), first.numel()
+    if elements is None or not count or select_engine(first.device.type) != "llvm":
+        return pointwise(name, a, b, components=len(a), dtype=first.dtype)
+    made = tuple([torch.empty_like(first) for _ in a])
+    row = count if count < _ROW else _ROW
+    words = [row, count]
+    for part in (*a, *b, *made):
+        words += (part.data_ptr(), row, 1)
+    _run_rows(elements.kernel, words)
+    return made
+
+
+@functools.cache
+def _elements(name: str, dtype: torch.dtype, components: int) -> Elements | None:
+    """Return the kernels of `combine`; None for a division, which takes several."""
+    return None if name in DIVISIONS else _call(name, ((dtype, components),) * 2, components, dtype).elements
 
 
 def names() -> tuple[str, ...]:
@@ -360,7 +390,12 @@ def fill(kernel: Callable[..., Any], flat: Sequence[torch.Tensor], written: Part
         words += (at, row, 1)
     for part in written:
         words += (part.data_ptr() or address(part), row, 1)
-    table = array.array("q", words)
+    _run_rows(kernel, words)
+
+
+def _run_rows(kernel: Callable[..., Any], words: list[int]) -> None:
+    """Run a kernel on a table that begins with the elements of a row and of all rows."""
+    (row, count), table = words[:2], array.array("q", words)
     rows = -(-count // row)
     if count < SERIAL_BELOW or rows == 1 or torch.get_num_threads() == 1:
         kernel(0, rows, table.buffer_info()[0])

@@ -13,7 +13,7 @@ from .._error_free import Terms
 from ..functions._table import DIVISIONS, NETWORKS
 from ._fused import Fused
 from ._pointwise import ANGLES, Call, Parts, _made_like
-from ._round_components import to_float64_terms
+from ._round_components import float16_to_float64, to_float64_terms
 
 Operand = tuple[Parts, torch.Tensor | None]
 _Kind = tuple[torch.dtype, int, bool]
@@ -71,12 +71,11 @@ def _function(name: str, kinds: tuple[_Kind, ...], components: int) -> Fused:
         rest, operands = list(values), []
         for dtype, count, scaled in kinds:
             parts, rest = rest[:count], rest[count:]
-            terms = parts if dtype == torch.float64 else to_float64_terms(parts)
             if scaled:
                 scale, *rest = rest
-                # All of float16's components lie in one float64; of others each is brought to it by itself.
-                terms = terms[:1] if dtype == torch.float16 else parts
-                terms = [term * scale for term in terms]
+                terms = [t * scale for t in (float16_to_float64(parts) if dtype == torch.float16 else parts)]
+            else:
+                terms = parts if dtype == torch.float64 else to_float64_terms(parts)
             operands.append(terms)
         made = NETWORKS[name].network(operands, components)[:components]
         return [*made, select(is_finite(made[0]), abs(made[0]), 0.0)]
