@@ -106,6 +106,31 @@ def quantizing(elements: int) -> list[Contender]:
     ]
 
 
+def of_256(dtype: str, components: int, operation: str) -> list[Contender]:
+    """An operation on 256 x 256 MCTensors beside the same on plain tensors of their dtype, and of float32."""
+    import torch
+
+    import halfulp as hu
+
+    kind, generator = getattr(torch, dtype), torch.Generator().manual_seed(0)
+    x, y = (torch.randn(256, 256, dtype=torch.float64, generator=generator) for _ in range(2))
+    (a, b), (p, q), (s, t) = (
+        [make(value) for value in (x, y)]
+        for make in (lambda v: hu.MCTensor.encode(v, components, kind), lambda v: v.to(kind), lambda v: v.float())
+    )
+    call = getattr(torch, operation)
+    return [
+        Contender("peer", lambda: call(p, q)),
+        Contender("halfulp", lambda: call(a, b)),
+        Contender("float32", lambda: call(s, t)),
+    ]
+
+
+WHOLE = [
+    (dtype, components, operation)
+    for dtype, components in (("float32", 2), ("bfloat16", 2), ("bfloat16", 3), ("float16", 2), ("float64", 2))
+    for operation in ("add", "mul")
+]
 CASES: dict[str, tuple[Callable[[], list[Contender]], str]] = {
     "AdamW split8 step, 1 tensor of 8": (lambda: steps(1), "torch fused float32"),
     "AdamW split8 step, 101 tensors of 8": (lambda: steps(101), "torch fused float32"),
@@ -168,10 +193,13 @@ def first_steps(processes: int) -> dict[str, float]:
 def one() -> dict:
     """One process's measurements."""
     set_threads(1)
-    found: dict = {"calls": {}, "kernels": {}}
+    found: dict = {"calls": {}, "whole": {}, "kernels": {}}
     for name, (make, _) in CASES.items():
         timings = measure(make(), "peer", threads=1, rounds=9, window=0.01, patience=60)
         found["calls"][name] = {key: timing.to_dict() for key, timing in timings.items()}
+    for chosen in WHOLE:
+        timings = measure(of_256(*chosen), "peer", threads=1, rounds=9, window=0.01, patience=60)
+        found["whole"][" ".join(map(str, chosen))] = {key: timing.to_dict() for key, timing in timings.items()}
     for name, chosen in KERNELS.items():
         found["kernels"][name] = nanoseconds(*chosen)
     return found
@@ -204,6 +232,23 @@ def main() -> None:
             **{"peer us": 1e3 * middle["peer"]["milliseconds"]},
             dropped=sum(row["halfulp"]["dropped"] for row in rows),
         )
+    columns = {"components": "", "operation": "", "x plain": ".1f", "range": "", "x float32": ".1f", "us": ".1f"}
+    bound = (
+        "Against torch on plain tensors of the components' dtype, through the whole interface; n is the bytes' bound."
+    )
+    sizes = Table("MCTensor 256 x 256 of n components", columns, note=bound)
+    for dtype, components, operation in WHOLE:
+        rows = [run["whole"][f"{dtype} {components} {operation}"] for run in runs]
+        rows.sort(key=lambda row: row["halfulp"]["ratio"])
+        ratios, middle = [row["halfulp"]["ratio"] for row in rows], rows[len(rows) // 2]
+        sizes.add(
+            components=f"{components} {dtype}",
+            operation=operation,
+            range=f"{ratios[0]:.1f} to {ratios[-1]:.1f}",
+            us=1e3 * middle["halfulp"]["milliseconds"],
+            **{"x plain": ratios[len(rows) // 2]},
+            **{"x float32": middle["halfulp"]["milliseconds"] / middle["float32"]["milliseconds"]},
+        )
     kernels = Table("Kernels of an AdamW step in cache", {"weight update": "", "ns per element": ".2f", "range": ""})
     for name in KERNELS:
         times = sorted(run["kernels"][name] for run in runs)
@@ -213,7 +258,11 @@ def main() -> None:
     for name, seconds in first_steps(chosen.processes).items():
         first.add(**{"kernel cache": name, "seconds": seconds})
     command = "python -m benchmarks.bench_fixed_costs"
-    save(Result("fixed_costs", "What a call costs whatever its size", TEXT, command, tables=[calls, kernels, first]))
+    save(
+        Result(
+            "fixed_costs", "What a call costs whatever its size", TEXT, command, tables=[calls, sizes, kernels, first]
+        )
+    )
 
 
 if __name__ == "__main__":

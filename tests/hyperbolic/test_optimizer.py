@@ -190,3 +190,53 @@ def test_no_rows_is_no_step(seed):
     optimizer.step()
     assert torch.equal(weight, torch.ones(3, 2))
     assert HalfSpace().least == 2
+
+
+def test_a_step_is_the_exponential_map(space, draw):
+    points, gradient = draw(5), torch.randn(5, 3, dtype=torch.float64)
+    weight = torch.nn.Parameter(points.clone())
+    optimizer = RiemannianSGD([weight], lr=0.3, manifold=space)
+    weight.grad = gradient
+    optimizer.step()
+    assert torch.allclose(weight.detach(), space.exp(points, -0.3 * space.size(points) ** 2 * gradient), rtol=1e-14)
+
+
+def test_momentum_is_transported(space, draw):
+    point = draw(5)
+    weight = torch.nn.Parameter(point.clone())
+    optimizer = RiemannianSGD([weight], lr=0.2, manifold=space, momentum=0.9)
+    held = torch.zeros_like(point)
+    for _ in range(4):
+        weight.grad = torch.randn_like(point)
+        held = 0.9 * held + space.gradient(point, weight.grad)
+        optimizer.step()
+        step = -0.2 * held
+        held, point = space.transport(point, step, held), space.exp(point, step)
+        assert torch.allclose(weight.detach(), point, rtol=1e-10)
+
+
+def test_the_first_step_has_the_learning_rates_length(space, draw):
+    point = draw(5)
+    weight = torch.nn.Parameter(point.clone())
+    optimizer = RiemannianAdam([weight], lr=0.01, manifold=space, eps=0.0)
+    weight.grad = torch.randn_like(point) * 1e6
+    optimizer.step()
+    moved = space.distance(point, weight.detach())
+    assert torch.allclose(moved, torch.full_like(moved, 0.01), rtol=1e-7)
+
+
+def test_steps(space, draw):
+    point = draw(5)
+    weight = torch.nn.Parameter(point.clone())
+    optimizer = RiemannianAdam([weight], lr=0.1, manifold=space, betas=(0.8, 0.9))
+    mean, square = torch.zeros_like(point), torch.zeros_like(point[:, :1])
+    for k in range(1, 5):
+        weight.grad = torch.randn_like(point)
+        gradient = space.gradient(point, weight.grad)
+        mean = 0.8 * mean + 0.2 * gradient
+        square = 0.9 * square + 0.1 * space.norm(point, gradient) ** 2
+        optimizer.step()
+        step = -0.1 * (mean / (1 - 0.8**k)) / ((square / (1 - 0.9**k)).sqrt() + 1e-8)
+        mean, point = space.transport(point, step, mean), space.exp(point, step)
+        assert torch.allclose(weight.detach(), point, rtol=1e-10)
+    assert optimizer.state[weight]["exp_avg_sq"].shape == (5, 1)

@@ -240,7 +240,7 @@ LOOKED_AT = {
     "optim/parameters/_shared_keys.py": {"_is_same_memory"},
     "subclass/models/_parameter_holders.py": {"_check_outside_memory", "_tied", "check_overlaps", "find", "overlap"},
     "kernels/_plain_memory.py": {"address", "has_own_memory", "plain_address"},
-    "arithmetic/expansions/_pointwise.py": {"fill", "_overlaps"},
+    "arithmetic/expansions/_pointwise.py": {"combine", "fill", "_overlaps"},
     "optim/parameters/_narrowing.py": {"narrow", "take_float32"},
     "optim/checkpoint/_checkpoint.py": {"load_float32_state_dict"},
     "optim/parameters/_parameter_plan.py": {"of", "is_valid"},

@@ -10,8 +10,8 @@ import functools
 import torch
 
 from .. import arithmetic
-from ..arithmetic.expansions._fused import Fused
 from ..arithmetic.expansions._operators import added, finished, multiplied, negated
+from ..arithmetic.expansions._pointwise import Elements
 from ..arithmetic.expansions._round_components import round_to_components, to_float64_terms
 from ..arithmetic.functions._exp_log import expm1
 from ..arithmetic.functions._hyperbolic import asinh
@@ -23,7 +23,7 @@ _LEAST = {dtype: torch.finfo(dtype).tiny for dtype in arithmetic.PRECISION}
 
 
 @functools.cache
-def geodesic(width: int, components: int, dtype: torch.dtype) -> Fused:
+def geodesic(width: int, components: int, dtype: torch.dtype) -> Elements:
     """exp of `HalfSpace`: in come all components of every coordinate, then the step; out go the new components."""
     working = -(-(components * arithmetic.PRECISION[dtype] + 4) // 53) if dtype != torch.float64 else components
 
@@ -41,11 +41,11 @@ def geodesic(width: int, components: int, dtype: torch.dtype) -> Fused:
         return [t for terms in moved for t in terms]
 
     count = width * components
-    return Fused("half_space_exp", function, torch.float64, (dtype,) * (count + width), (dtype,) * count)
+    return Elements("half_space_exp", function, torch.float64, (dtype,) * (count + width), (dtype,) * count)
 
 
 @functools.cache
-def pairs(width: int, components: int, dtype: torch.dtype) -> Fused:
+def pairs(width: int, components: int, dtype: torch.dtype) -> Elements:
     """In come all components of every coordinate of u, then of v; out go, in float64, d(u, v) and its derivatives by
 
     the coordinates of u, then of v.
@@ -67,7 +67,7 @@ def pairs(width: int, components: int, dtype: torch.dtype) -> Fused:
         away = [*negated(by[:-1]), -(by[-1] + part / below)]
         return [half + half, *by[:-1], by[-1] - part / above, *away]
 
-    return Fused(
+    return Elements(
         "half_space_pairs", function, torch.float64, (dtype,) * (2 * count), (torch.float64,) * (1 + 2 * width)
     )
 

@@ -1,4 +1,4 @@
-"""The base of Riemannian optimizers: checks of points, and selecting and updating the rows that have gradients."""
+"""Riemannian optimizers: gradient descent with momentum, and Adam."""
 
 from __future__ import annotations
 
@@ -152,3 +152,125 @@ def _touched(gradient: torch.Tensor) -> tuple[torch.Tensor | None, torch.Tensor]
         )
     gradient = gradient.coalesce()
     return gradient.indices()[0], gradient.values()
+
+
+class RiemannianSGD(RiemannianOptimizer):
+    """p <- exp_p(-lr grad p), the gradient made Riemannian (Bonnabel, IEEE TAC 58, 2013).
+
+    Args:
+        params: see RiemannianOptimizer.
+        lr: learning rate.
+        manifold: "half-space", "ball", or a Manifold.
+        momentum: m <- momentum * m + grad p in place of the gradient; m is transported in parallel with its point.
+        retraction: move straight on and project, instead of along the geodesic.
+
+    Raises:
+        ValueError: see RiemannianOptimizer; momentum outside [0, 1).
+
+    >>> import torch
+    >>> from halfulp.hyperbolic import HalfSpace
+    >>> w = torch.nn.Parameter(torch.tensor([[0.0, 1.0], [3.0, 1.0]]))
+    >>> opt = RiemannianSGD([w], lr=0.1, manifold="half-space")
+    >>> before = HalfSpace().distance(w[0], w[1])
+    >>> before.backward(); opt.step()
+    >>> after = HalfSpace().distance(*w.detach())
+    >>> round(float(before.detach() - after), 4)
+    0.2
+    """
+
+    def __init__(
+        self,
+        params: ParamsT,
+        lr: float | torch.Tensor,
+        manifold: str | Manifold = "half-space",
+        momentum: float = 0.0,
+        *,
+        retraction: bool = False,
+    ) -> None:
+        check_share("momentum", momentum)
+        super().__init__(params, {"lr": lr, "manifold": manifold, "momentum": momentum, "retraction": retraction})
+
+    def _moved(
+        self,
+        group: dict[str, Any],
+        parameter: torch.Tensor,
+        rows: torch.Tensor | None,
+        space: Manifold,
+        point: torch.Tensor,
+        gradient: torch.Tensor,
+    ) -> torch.Tensor:
+        if not group["momentum"]:
+            return follow(group, space, point, -group["lr"] * gradient)
+        held = self._read_state("momentum_buffer", parameter, rows, gradient, gradient.shape[-1])
+        held = group["momentum"] * held + gradient
+        step = -group["lr"] * held
+        self._write_state("momentum_buffer", parameter, rows, space.transport(point, step, held))
+        return follow(group, space, point, step)
+
+
+class RiemannianAdam(RiemannianOptimizer):
+    """Adam on a product of hyperbolic spaces, one per point (Bécigneul and Ganea, arXiv 1810.00760).
+
+    The first moment is a vector at each point, transported in parallel with it; the second is one number per point,
+    the mean square of the gradient's Riemannian length. With bias correction,
+    p <- exp_p(-lr m^ / (sqrt(v^) + eps)). Rows without a gradient in a sparse one keep their point and moments, as
+    with torch.optim.SparseAdam; steps are counted per parameter.
+
+    Args:
+        params: see RiemannianOptimizer.
+        lr: learning rate; about how far a point moves per step.
+        manifold: "half-space", "ball", or a Manifold.
+        betas: decay of the two moments.
+        eps: added to the root.
+        retraction: move straight on and project, instead of along the geodesic.
+
+    Raises:
+        ValueError: see RiemannianOptimizer; betas outside [0, 1), eps below 0.
+
+    >>> import torch
+    >>> w = torch.nn.Parameter(torch.tensor([[0.0, 1.0]]))
+    >>> opt = RiemannianAdam([w], lr=0.5)
+    >>> w.grad = torch.tensor([[0.0, 123.0]])
+    >>> opt.step()
+    >>> round(float(w.detach()[0, 1].log()), 4)
+    -0.5
+    """
+
+    def __init__(
+        self,
+        params: ParamsT,
+        lr: float | torch.Tensor = 1e-3,
+        manifold: str | Manifold = "half-space",
+        betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-8,
+        *,
+        retraction: bool = False,
+    ) -> None:
+        for name, beta in zip(("betas[0]", "betas[1]"), betas, strict=True):
+            check_share(name, beta)
+        if not eps >= 0:
+            raise ValueError(f"eps={eps} is not allowed: it is at least 0")
+        defaults = {"lr": lr, "manifold": manifold, "betas": tuple(betas), "eps": eps, "retraction": retraction}
+        super().__init__(params, defaults)
+
+    def _moved(
+        self,
+        group: dict[str, Any],
+        parameter: torch.Tensor,
+        rows: torch.Tensor | None,
+        space: Manifold,
+        point: torch.Tensor,
+        gradient: torch.Tensor,
+    ) -> torch.Tensor:
+        beta, gamma = group["betas"]
+        number = self.state[parameter]["step"] = self.state[parameter].get("step", 0) + 1
+        mean = self._read_state("exp_avg", parameter, rows, gradient, gradient.shape[-1])
+        mean = beta * mean + (1 - beta) * gradient
+        length = space.norm(point, gradient)
+        square = self._read_state("exp_avg_sq", parameter, rows, length, 1)
+        square = gamma * square + (1 - gamma) * (length * length)
+        self._write_state("exp_avg_sq", parameter, rows, square)
+        scale = (square / (1 - gamma**number)).sqrt() + group["eps"]
+        step = mean * (-group["lr"] / (1 - beta**number) / scale)
+        self._write_state("exp_avg", parameter, rows, space.transport(point, step, mean))
+        return follow(group, space, point, step)

@@ -1,6 +1,8 @@
-"""The ranking loss of an embedding in the half-space, and its gradient in closed form."""
+"""Ranking of a graph's edges: the loss with its gradient, and the sets of nodes to rank."""
 
 from __future__ import annotations
+
+from collections.abc import Iterator
 
 import torch
 
@@ -88,3 +90,102 @@ def check_sets(points: torch.Tensor, sets: torch.Tensor) -> None:
             "sets are int64 of shape (B, 2 + K), each row the number of a point, of its partner and of at least one "
             f"other; got {sets.dtype} of shape {tuple(sets.shape)}"
         )
+
+
+_SPARE = 1.5  # candidates per wanted negative where all nodes are equally likely
+
+
+class RankingSets:
+    """Batches of (u, v, v_1, ..., v_K): an edge u -> v of a directed graph, and K nodes that are neither u nor targets
+
+    of u, distinct wherever enough of them were found. Everything is drawn at once, by torch's generator.
+
+    Args:
+        edges: int64 of shape (E, 2): sources and targets.
+        nodes: how many nodes there are.
+        others: K.
+        batch: edges per batch; the last batch of an epoch holds what is left.
+
+    Raises:
+        ValueError: no edges, numbers that are no nodes, or a source with edges to all other nodes.
+
+    >>> import torch
+    >>> sets = RankingSets(torch.tensor([[0, 1], [1, 2]]), nodes=9, others=3, batch=2)
+    >>> drawn = next(sets.epoch(torch.Generator().manual_seed(0)))
+    >>> tuple(drawn.shape), sorted(drawn[:, :2].tolist())
+    ((2, 5), [[0, 1], [1, 2]])
+    """
+
+    def __init__(self, edges: torch.Tensor, nodes: int, others: int = 50, batch: int = 32) -> None:
+        if edges.dtype != torch.int64 or edges.dim() != 2 or edges.shape[1] != 2 or len(edges) == 0:
+            raise ValueError(f"edges are int64 of shape (E, 2), got {edges.dtype} of shape {tuple(edges.shape)}")
+        if int(edges.min()) < 0 or int(edges.max()) >= nodes:
+            raise ValueError(f"edges name nodes {int(edges.min())} to {int(edges.max())}, there are 0 to {nodes - 1}")
+        if others < 1 or batch < 1:
+            raise ValueError(f"others={others} and batch={batch} are at least 1")
+        self.edges: torch.Tensor = edges
+        self.nodes: int = nodes
+        self.others: int = others
+        self.batch: int = batch
+        self._barred = torch.eye(nodes, dtype=torch.bool, device="cpu")
+        self._barred[edges[:, 0], edges[:, 1]] = True
+        full = self._barred[edges[:, 0].unique()].all(1)
+        if full.any():
+            raise ValueError(f"{int(full.sum())} sources have edges to all other nodes: nothing to rank them against")
+        self._popular = torch.bincount(edges[:, 1], minlength=nodes).double() ** 0.75
+
+    def epoch(self, generator: torch.Generator, popular: bool = False) -> Iterator[torch.Tensor]:
+        """Yield batches of sets to rank, one set for every edge, in shuffled order.
+
+        Args:
+            generator: of all random numbers.
+            popular: draw nodes in proportion to the number of edges into them to the power 0.75 (10 K tries per edge),
+                as in the burn-in of Nickel and Kiela's code, instead of uniformly.
+        """
+        order = torch.randperm(len(self.edges), generator=generator, dtype=torch.int64, device="cpu")
+        drawn = self.draw(self.edges[order], generator, popular)
+        yield from drawn.split(self.batch)
+
+    def draw(self, edges: torch.Tensor, generator: torch.Generator, popular: bool = False) -> torch.Tensor:
+        """The sets of some edges, int64 of shape (len(edges), 2 + K)."""
+        sources = edges[:, 0]
+        tries = min(10 * self.others if popular else int(_SPARE * self.others) + 8, 32_000)
+        candidates = self._candidates((len(edges), tries), generator, popular)
+        good = ~self._barred[sources.unsqueeze(1), candidates] & self._first_of_each(candidates)
+        rank = good.cumsum(1)
+        found = rank[:, -1]
+        good &= rank <= self.others
+        made = torch.empty(len(edges), self.others, dtype=torch.int64, device="cpu")
+        enough = found >= self.others
+        made[enough] = candidates[enough][good[enough]].view(-1, self.others)
+        if not enough.all():
+            made[~enough] = self._repeated(sources[~enough], candidates[~enough], good[~enough], generator)
+        return torch.cat([edges, made], 1)
+
+    def _repeated(
+        self, sources: torch.Tensor, candidates: torch.Tensor, good: torch.Tensor, generator: torch.Generator
+    ) -> torch.Tensor:
+        """Return a row's valid candidates, repeated until there are enough."""
+        found = good.sum(1, keepdim=True)
+        for row in (found == 0).nonzero()[:, 0].tolist():
+            pool = (~self._barred[sources[row]]).nonzero().flatten()
+            order = torch.randperm(len(pool), generator=generator, dtype=torch.int64, device="cpu")
+            pool = pool[order[: candidates.shape[1]]]
+            candidates[row, : len(pool)], good[row, : len(pool)], found[row] = pool, True, len(pool)
+        in_front = candidates.gather(1, (~good).to(torch.uint8).argsort(dim=1, stable=True))
+        again = torch.rand(len(good), self.others, generator=generator, dtype=torch.float64, device="cpu") * found
+        place = torch.arange(self.others, dtype=torch.int64, device="cpu")
+        return in_front.gather(1, torch.where(place < found, place, again.long()))
+
+    def _candidates(self, shape: tuple[int, int], generator: torch.Generator, popular: bool) -> torch.Tensor:
+        if not popular:
+            return torch.randint(self.nodes, shape, generator=generator, dtype=torch.int64, device="cpu")
+        ends = self._popular.cumsum(0)
+        marks = torch.rand(shape, dtype=torch.float64, generator=generator, device="cpu") * ends[-1]
+        return torch.searchsorted(ends, marks, right=True).clamp_(max=self.nodes - 1)
+
+    def _first_of_each(self, candidates: torch.Tensor) -> torch.Tensor:
+        """Return where each candidate occurs for the first time in its row."""
+        columns = torch.arange(candidates.shape[1], dtype=torch.int16, device="cpu").expand(candidates.shape)
+        seen = torch.full((len(candidates), self.nodes), 32_767, dtype=torch.int16, device="cpu")
+        return seen.scatter_reduce_(1, candidates, columns, "amin").gather(1, candidates) == columns

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from ..arithmetic import PRECISION, Parts, pointwise, renormalize
+from ..arithmetic.expansions._pointwise import combine
 from ..arithmetic.expansions._scaled import at_hand, function_of_scaled
 from ..subclass._in_backward import COMPONENTS, FIRST, gives_plain_gradient, in_backward
 from ..subclass._quotient_formulas import in_quotient_formula
@@ -110,8 +111,10 @@ def _with_scale(x: Any, device: torch.device) -> tuple[Parts, Tensor | None]:
 def evaluate(name: str, *operands: Any, form: ResultType | None = None) -> Tensor:
     """Run a function of `arithmetic.pointwise` on MCTensors, tensors and numbers."""
     if form is None and len(operands) == 2 and are_alike(*operands):
-        x = operands[0]
-        parts = pointwise(name, x._parts, operands[1]._parts, components=len(x._parts), dtype=x._parts[0].dtype)
+        x, y = operands
+        if x.shape == y.shape and x.is_contiguous() and y.is_contiguous():
+            return wrap(combine(name, x._parts, y._parts), None, x._gradients)
+        parts = pointwise(name, x._parts, y._parts, components=len(x._parts), dtype=x.dtype)
         return wrap(parts, None, x._gradients)
     form = form or result_type(operands)
     if form.scaled and not gives_plain_gradient(form.gradients, form.has_gradient):

@@ -27,10 +27,10 @@ from ...kernels import (
 from ...kernels.triton._launch import ready
 from ...kernels.triton._pointwise import LONGEST, VECTOR, Pointwise
 from .._error_free import Terms
-from ..functions._angle_reduction import beyond_reach, reduced_exactly
 from ..functions._table import DIVISIONS, FUNCTIONS, NETWORKS, STEP
+from ..functions._trigonometric import beyond_reach, reduced_exactly
 from ._bfloat16 import quick
-from ._round_components import round_to_components, to_float64_terms
+from ._round_components import float16_to_float64, round_to_components, to_float64_terms
 
 Parts = tuple[torch.Tensor, ...]
 Dtypes = tuple[torch.dtype, ...]
@@ -65,6 +65,13 @@ class Elements:
         self.name, self.function, self.arithmetic, self.quick = name, function, arithmetic, quick
         self.stored, self.written = stored, written
         self.label = f"{name} of {', '.join(map(str, stored))}"
+
+    def __call__(self, inputs: Sequence[torch.Tensor], outputs: Sequence[torch.Tensor]) -> None:
+        """Fill `outputs` (contiguous, of one shape; they may be inputs too) from inputs that broadcast to them."""
+        written = tuple(outputs)
+        if written[0].numel() and not self.fill(inputs, written):
+            for target, term in zip(written, self.evaluate(inputs), strict=True):
+                target.copy_(term)
 
     def fill(self, inputs: Sequence[torch.Tensor], outputs: Parts) -> bool:
         """Fill contiguous tensors of one shape from inputs that broadcast to them; False if no kernel can."""
@@ -174,7 +181,11 @@ class Call:
         operands, rest = [], list(values)
         for dtype, count in self.operands:
             parts, rest = rest[:count], rest[count:]
-            operands.append(parts if dtype == self.arithmetic else to_float64_terms(parts))
+            if dtype == torch.float16 == self.dtype and self.name != "renormalize":  # of which terms have no order
+                parts = float16_to_float64(parts)
+            elif dtype != self.arithmetic:
+                parts = to_float64_terms(parts)
+            operands.append(parts)
         terms = NETWORKS[self.name].network(operands, self.working)
         if self.dtype == self.arithmetic:
             return terms[: self.components]
@@ -224,6 +235,32 @@ def pointwise(name: str, *operands: Parts, components: int, dtype: torch.dtype, 
     return _run(_call(name, tuple(kinds), components, dtype), flat, out)
 
 
+def combine(name: str, a: Parts, b: Parts) -> Parts:
+    """`pointwise` of two contiguous operands of one shape, dtype and number of components, in half the steps.
+
+    The result is of that dtype and number too. Small operators take as long as their steps in Python.
+    """
+    first = a[0]
+    if type(first) is not torch.Tensor or type(b[0]) is not torch.Tensor or torch.compiler.is_compiling():
+        return pointwise(name, a, b, components=len(a), dtype=first.dtype)
+    elements, count = _elements(name, first.dtype, len(a)), first.numel()
+    if elements is None or not count or select_engine(first.device.type) != "llvm":
+        return pointwise(name, a, b, components=len(a), dtype=first.dtype)
+    made = tuple([torch.empty_like(first) for _ in a])
+    row = count if count < _ROW else _ROW
+    words = [row, count]
+    for part in (*a, *b, *made):
+        words += (part.data_ptr(), row, 1)
+    _run_rows(elements.kernel, words)
+    return made
+
+
+@functools.cache
+def _elements(name: str, dtype: torch.dtype, components: int) -> Elements | None:
+    """Return the kernels of `combine`; None for a division, which takes several."""
+    return None if name in DIVISIONS else _call(name, ((dtype, components),) * 2, components, dtype).elements
+
+
 def names() -> tuple[str, ...]:
     """Return the names of all functions that `pointwise` computes.
 
@@ -266,9 +303,7 @@ def _run(call: Call, flat: Sequence[torch.Tensor], out: Parts | None) -> Parts:
         flat = [part.clone() if _overlaps(part, out) else part for part in flat]
     else:
         written = _made_like(first, shape, call.dtype, call.components)
-    if not call.elements.fill(flat, written):
-        for target, term in zip(written, call.elements.evaluate(flat), strict=True):
-            target.copy_(term)
+    call.elements(flat, written)
     if out is not None and out is not written:
         for target, part in zip(out, written, strict=True):
             target.copy_(part)
@@ -360,7 +395,12 @@ def fill(kernel: Callable[..., Any], flat: Sequence[torch.Tensor], written: Part
         words += (at, row, 1)
     for part in written:
         words += (part.data_ptr() or address(part), row, 1)
-    table = array.array("q", words)
+    _run_rows(kernel, words)
+
+
+def _run_rows(kernel: Callable[..., Any], words: list[int]) -> None:
+    """Run a kernel on a table that begins with the elements of a row and of all rows."""
+    (row, count), table = words[:2], array.array("q", words)
     rows = -(-count // row)
     if count < SERIAL_BELOW or rows == 1 or torch.get_num_threads() == 1:
         kernel(0, rows, table.buffer_info()[0])
@@ -431,3 +471,53 @@ _operator = define_operator(
     _implementation,
     _fake,
 )
+
+
+def split(x: torch.Tensor, dtype: torch.dtype, components: int) -> Parts:
+    """A tensor as a sum of components, each the nearest number to what the ones before left.
+
+    Args:
+        x: any shape, float16, bfloat16, float32 or float64.
+        dtype: of the components.
+        components: 1 to 4.
+
+    >>> import torch
+    >>> [float(part) for part in split(torch.tensor(0.1, dtype=torch.float64), torch.float32, 2)]
+    [0.10000000149011612, -1.4901161415892261e-09]
+    """
+    return pointwise("renormalize", (x,), components=components, dtype=dtype)
+
+
+def merge(parts: Parts, dtype: torch.dtype = torch.float64) -> torch.Tensor:
+    """The sum of all components, rounded once to a dtype.
+
+    >>> import torch
+    >>> merge((torch.tensor(1.0), torch.tensor(2.0**-30)), torch.float64).item() - 1 == 2.0**-30
+    True
+    """
+    if len(parts) > 2 and dtype == torch.float64:
+        return _beyond_a_tie(*pointwise("renormalize", parts, components=3, dtype=dtype))
+    return pointwise("renormalize", parts, components=1, dtype=dtype)[0]
+
+
+def _beyond_a_tie(first: torch.Tensor, second: torch.Tensor, third: torch.Tensor) -> torch.Tensor:
+    """Round canonical components to one: the first, or its neighbour if a third component decides a tie."""
+    other = first + 2 * second
+    tie = (other - first == 2 * second) & (torch.nextafter(first, other) == other) & (second != 0)
+    return torch.where(tie & (third.sign() == second.sign()), other, first)
+
+
+def renormalize(parts: Parts, components: int, dtype: torch.dtype | None = None) -> Parts:
+    """Return canonical components of the same sum, |next| <= ulp(previous) / 2, from terms of any order and overlap."""
+    return pointwise("renormalize", parts, components=components, dtype=dtype or parts[0].dtype)
+
+
+def compare(a: Parts, b: Parts) -> torch.Tensor:
+    """The sign of a - b by value, exactly, as int8: -1, 0, 1, and 2 where either is NaN.
+
+    >>> import torch
+    >>> one, tiny = torch.tensor(1.0), torch.tensor(2.0**-60)
+    >>> int(compare((one, tiny), (one,)))
+    1
+    """
+    return pointwise("compare", a, b, components=1, dtype=torch.float32)[0].to(torch.int8)

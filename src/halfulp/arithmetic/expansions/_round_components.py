@@ -53,3 +53,11 @@ def _head(rest: Terms, dtype: torch.dtype):
 def to_float64_terms(parts: Terms) -> Terms:
     """A narrower type's components, converted to float64, as a canonical float64 expansion."""
     return list(parts) if len(parts) == 1 else gathered(list(parts), len(parts))
+
+
+def float16_to_float64(parts: Terms) -> Terms:
+    """Components of float16, converted to float64, as one: all bits that they have lie between 2^16 and 2^-24."""
+    total = parts[0]
+    for part in parts[1:]:
+        total = total + part
+    return [select(parts[0] == 0.0, parts[0], total)]

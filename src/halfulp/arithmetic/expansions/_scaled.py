@@ -11,9 +11,8 @@ import torch
 from ...kernels import is_finite, select
 from .._error_free import Terms
 from ..functions._table import DIVISIONS, NETWORKS
-from ._fused import Fused
-from ._pointwise import ANGLES, Call, Parts, _made_like
-from ._round_components import to_float64_terms
+from ._pointwise import ANGLES, Call, Elements, Parts, _made_like
+from ._round_components import float16_to_float64, to_float64_terms
 
 Operand = tuple[Parts, torch.Tensor | None]
 _Kind = tuple[torch.dtype, int, bool]
@@ -66,27 +65,26 @@ def _given(scale: torch.Tensor | None) -> tuple[torch.Tensor, ...]:
 
 
 @functools.cache
-def _function(name: str, kinds: tuple[_Kind, ...], components: int) -> Fused:
+def _function(name: str, kinds: tuple[_Kind, ...], components: int) -> Elements:
     def function(*values: Any) -> Terms:
         rest, operands = list(values), []
         for dtype, count, scaled in kinds:
             parts, rest = rest[:count], rest[count:]
-            terms = parts if dtype == torch.float64 else to_float64_terms(parts)
             if scaled:
                 scale, *rest = rest
-                # All of float16's components lie in one float64; of others each is brought to it by itself.
-                terms = terms[:1] if dtype == torch.float16 else parts
-                terms = [term * scale for term in terms]
+                terms = [t * scale for t in (float16_to_float64(parts) if dtype == torch.float16 else parts)]
+            else:
+                terms = parts if dtype == torch.float64 else to_float64_terms(parts)
             operands.append(terms)
         made = NETWORKS[name].network(operands, components)[:components]
         return [*made, select(is_finite(made[0]), abs(made[0]), 0.0)]
 
     stored = tuple(one for dtype, count, scaled in kinds for one in [*[dtype] * count, *[torch.float32] * scaled])
-    return Fused(f"scaled_{name}", function, torch.float64, stored, (torch.float64,) * (components + 1))
+    return Elements(f"scaled_{name}", function, torch.float64, stored, (torch.float64,) * (components + 1))
 
 
 @functools.cache
-def _components(count: int, components: int, dtype: torch.dtype, keeps: bool) -> Fused:
+def _components(count: int, components: int, dtype: torch.dtype, keeps: bool) -> Elements:
     rounding = Call("renormalize", ((torch.float64, count),), components, dtype)
     least = torch.finfo(dtype).smallest_normal * torch.finfo(dtype).eps
 
@@ -100,4 +98,4 @@ def _components(count: int, components: int, dtype: torch.dtype, keeps: bool) ->
         return made
 
     name = "components_under_scale_kept" if keeps else "components_under_scale"
-    return Fused(name, function, torch.float64, (torch.float64,) * count + (torch.float32,), (dtype,) * components)
+    return Elements(name, function, torch.float64, (torch.float64,) * count + (torch.float32,), (dtype,) * components)

@@ -15,8 +15,7 @@ import torch
 
 from ..expansions._pointwise import MOST, Parts, pointwise
 from ..matmul._matmul import matmul
-from ._integer_products import Integers
-from ._refinement import LIMIT, Progress, Work, largest
+from ._refinement import LIMIT, Integers, Progress, Work, largest
 
 MOST_ROWS = 128
 _F64 = torch.float64

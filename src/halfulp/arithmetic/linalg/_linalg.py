@@ -8,7 +8,7 @@ from ...kernels import define_operator
 from ..expansions._pointwise import MOST, PRECISION, Parts, pointwise
 from . import _factorizations as factors
 from . import _solve as systems
-from ._determinant import exact_determinant
+from ._factorizations import exact_determinant
 from ._refinement import Work
 
 _NEEDS_SQUARE = ("solve", "inverse", "cholesky", "det")

@@ -12,9 +12,8 @@ from collections.abc import Callable, Sequence
 import torch
 
 from .._error_free import Terms, distill, two_product, two_sum
-from ..expansions._fused import Fused
 from ..expansions._operators import finished
-from ..expansions._pointwise import MOST, PRECISION, Parts, pointwise
+from ..expansions._pointwise import MOST, PRECISION, Elements, Parts, pointwise
 
 _PIECE = 1 << 18  # products that exist at a time
 _AT_ONCE = 8  # products that one pass sums
@@ -112,7 +111,7 @@ def _cascade_result(sums: Parts) -> Parts:
 
 
 @functools.cache
-def _cascade(left: torch.dtype, a: int, right: torch.dtype, b: int) -> Fused:
+def _cascade(left: torch.dtype, a: int, right: torch.dtype, b: int) -> Elements:
     def add_products(*values) -> Terms:
         sums = _product(values[:a], values[a : a + b])
         for k in range(a + b, len(values), a + b):
@@ -120,20 +119,20 @@ def _cascade(left: torch.dtype, a: int, right: torch.dtype, b: int) -> Fused:
         return sums
 
     inputs = ((left,) * a + (right,) * b) * _AT_ONCE
-    return Fused("matmul_products", add_products, torch.float64, inputs, (torch.float64,) * 4)
+    return Elements("matmul_products", add_products, torch.float64, inputs, (torch.float64,) * 4)
 
 
 @functools.cache
-def _join() -> Fused:
+def _join() -> Elements:
     double = torch.float64
-    return Fused("matmul_join", lambda *x: _add_terms(x[:4], x[4:]), double, (double,) * 8, (double,) * 4)
+    return Elements("matmul_join", lambda *x: _add_terms(x[:4], x[4:]), double, (double,) * 8, (double,) * 4)
 
 
 @functools.cache
-def _close() -> Fused:
+def _close() -> Elements:
     double = torch.float64
     close = lambda *x: finished(x[3], distill(list(x[:3]), 2))  # noqa: E731
-    return Fused("matmul_close", close, double, (double,) * 4, (double,) * 2)
+    return Elements("matmul_close", close, double, (double,) * 4, (double,) * 2)
 
 
 def _product(x: tuple, y: tuple) -> Terms:

@@ -11,10 +11,9 @@ import torch
 from ...kernels import define_operator
 from ..expansions._pointwise import MOST, PRECISION, Parts
 from ._direct import error_direct, multiply_direct
-from ._plain import multiply
 from ._sliced import multiply_sliced
 from ._slices import BLOCK
-from ._wide import error_wide, multiply_wide, wide_type
+from ._wide import error_wide, multiply, multiply_wide, wide_type
 
 _STACK = 1 << 20  # elements of operands and result that are worked on at a time
 

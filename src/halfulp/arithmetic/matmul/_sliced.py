@@ -19,7 +19,7 @@ from .._workspace import Layout, workspace
 from ..expansions._pointwise import PRECISION, Parts
 from . import _slices as slicing
 from ._direct import multiply_entries
-from ._plain import multiply
+from ._wide import multiply
 
 _RESULTS = 7  # products that wait for being summed
 _ENTRY = 250  # what a product of two numbers costs in an entry computed alone, compared with one in a matrix product

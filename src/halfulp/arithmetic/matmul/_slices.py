@@ -9,8 +9,7 @@ import torch
 
 from ...kernels import exponent, floor, is_finite, power, select, times_power
 from .._error_free import Terms, distill, sweep, two_sum
-from ..expansions._fused import Fused
-from ..expansions._pointwise import PRECISION
+from ..expansions._pointwise import PRECISION, Elements
 from ..expansions._round_components import round_to_components, to_float64_terms
 
 BITS = 22  # of the first slice; the later ones have one more, for their sign
@@ -56,7 +55,7 @@ def first_slices(inner: int, bits: int) -> int:
 
 
 @functools.cache
-def slicer(dtype: torch.dtype, count: int, slices: int) -> Fused:
+def slicer(dtype: torch.dtype, count: int, slices: int) -> Elements:
     """Kernel: components and two factors -> slices, the tail, and the magnitude as float32."""
 
     def cut(*values) -> Terms:
@@ -78,11 +77,11 @@ def slicer(dtype: torch.dtype, count: int, slices: int) -> Fused:
 
     inputs = (dtype,) * count + (torch.float64, torch.float64)
     outputs = (torch.float64,) * (slices + 1) + (torch.float32,)
-    return Fused("matmul_slice", cut, torch.float64, inputs, outputs)
+    return Elements("matmul_slice", cut, torch.float64, inputs, outputs)
 
 
 @functools.cache
-def summer(results: int, carried: int, components: int, dtype: torch.dtype) -> Fused:
+def summer(results: int, carried: int, components: int, dtype: torch.dtype) -> Elements:
     """Kernel: products largest first, the exponents of row and column, what was carried -> components."""
     working = components if dtype == torch.float64 else -(-(components * PRECISION[dtype] + 4) // 53)
 
@@ -99,7 +98,7 @@ def summer(results: int, carried: int, components: int, dtype: torch.dtype) -> F
         return terms if dtype == torch.float64 else round_to_components(terms, dtype, components)
 
     inputs = (torch.float64,) * (results + 2 + carried)
-    return Fused("matmul_sum", add_up, torch.float64, inputs, (dtype,) * components)
+    return Elements("matmul_sum", add_up, torch.float64, inputs, (dtype,) * components)
 
 
 def _gathered(terms: Terms, keep: int) -> Terms:
@@ -130,11 +129,11 @@ def exponents(head: torch.Tensor, dim: int) -> tuple[torch.Tensor, torch.Tensor,
 
 
 @functools.cache
-def _scaler() -> Fused:
+def _scaler() -> Elements:
     def scales(largest) -> Terms:
         k = exponent(largest) + 1.0
         # Neither factor leaves the range, where 2^-k would.
         half = floor(k * 0.5)
         return [select(is_finite(largest), k, float("nan")), power(-half), power(half - k)]
 
-    return Fused("matmul_scale", scales, torch.float64, (torch.float64,), (torch.float64,) * 3)
+    return Elements("matmul_scale", scales, torch.float64, (torch.float64,), (torch.float64,) * 3)

@@ -10,14 +10,13 @@ from typing import Any
 
 import torch
 
+from ..._torch_versions import has_whole_products
 from ...kernels import is_finite, select
 from .._error_free import Terms, distill
 from .._workspace import workspace
-from ..expansions._fused import Fused
 from ..expansions._operators import finished
-from ..expansions._pointwise import PRECISION, Parts
+from ..expansions._pointwise import PRECISION, Elements, Parts
 from ..expansions._round_components import round_to_components
-from ._plain import multiply
 
 _PIECE = 512  # inner length from which on a product is taken in pieces
 _MOST_PIECES = 4
@@ -128,7 +127,7 @@ def _kept(factor: float) -> torch.Tensor:
 
 
 @functools.cache
-def _half_cutter(components: int) -> Fused:
+def _half_cutter(components: int) -> Elements:
     def scale_and_cut(x: Any, factor: Any) -> Terms:
         rest, out = x * factor, []
         for _ in range(components - 1):
@@ -138,22 +137,22 @@ def _half_cutter(components: int) -> Fused:
         return [*out, rest]
 
     inputs = (torch.float32, torch.float32)
-    return Fused("matmul_half", scale_and_cut, torch.float32, inputs, (torch.float16,) * components)
+    return Elements("matmul_half", scale_and_cut, torch.float32, inputs, (torch.float16,) * components)
 
 
 @functools.cache
-def _merger(work: torch.dtype, dtype: torch.dtype, count: int) -> Fused:
+def _merger(work: torch.dtype, dtype: torch.dtype, count: int) -> Elements:
     def add_up(*parts: Any) -> Terms:
         total = parts[-1]
         for part in parts[-2::-1]:
             total = part + total
         return [total + 0.0 if len(parts) == 1 else total]
 
-    return Fused("matmul_merge", add_up, work, (dtype,) * count, (work,))
+    return Elements("matmul_merge", add_up, work, (dtype,) * count, (work,))
 
 
 @functools.cache
-def _splitter(work: torch.dtype, dtype: torch.dtype, components: int, pieces: int) -> Fused:
+def _splitter(work: torch.dtype, dtype: torch.dtype, components: int, pieces: int) -> Elements:
     def cut(*products: Any) -> Terms:
         if work == torch.float32:
             return _cut(products[0], dtype, components)
@@ -162,7 +161,7 @@ def _splitter(work: torch.dtype, dtype: torch.dtype, components: int, pieces: in
             terms = finished(functools.reduce(operator.add, terms), distill(terms, 2))
         return round_to_components(terms, dtype, components) if dtype != work else terms[:1]
 
-    return Fused("matmul_split", cut, work, (work,) * pieces, (dtype,) * components)
+    return Elements("matmul_split", cut, work, (work,) * pieces, (dtype,) * components)
 
 
 def _cut(x: Any, dtype: torch.dtype, components: int) -> Terms:
@@ -186,3 +185,16 @@ def _nearest(x: Any, dtype: torch.dtype) -> Any:
     bits, smallest = _CUT[dtype]
     magic, far = 1.5 * 2.0**23 * smallest, x * (2.0**bits + 1.0)
     return select(abs(x) < smallest * 2.0 ** (24 - bits), (x + magic) - magic, far - (far - x))
+
+
+def multiply(x: torch.Tensor, y: torch.Tensor, out: torch.Tensor) -> None:
+    """x @ y into `out`: matrices or stacks of as many, float32 or float64.
+
+    `torch.set_float32_matmul_precision` and `torch.backends` may let torch multiply float32 matrices in TensorFloat32
+    or bfloat16. Then this one takes float64, and rounds.
+    """
+    function = torch.mm if x.dim() == 2 else torch.bmm
+    if x.dtype == torch.float32 and not has_whole_products(x.device.type):
+        out.copy_(function(x.double(), y.double()))
+    else:
+        function(x, y, out=out)

@@ -12,7 +12,7 @@ from torch._ops import OpOverload
 
 from ....kernels import torch_operators
 from ..._derivation import beyond_float64, fall_back_to_float64
-from ..products._windows import fold_windows, window_views
+from ..products._convolution import fold_windows, window_views
 from ..reductions._index_add import add_rows
 
 aten = torch_operators("aten")

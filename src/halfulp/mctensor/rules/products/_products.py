@@ -15,7 +15,7 @@ from ....subclass._in_backward import COMPONENTS, gives_plain_gradient
 from ..._derivation import beyond_float64
 from ..._mctensor import MCTensor, wrap
 from ..._registry import implements
-from ..._result_type import ResultType, are_alike, evaluate, make_result, parts_of, result_type
+from ..._result_type import ResultType, are_alike, evaluate, float64_count, make_result, parts_of, result_type
 from ..._scale import HEADROOM, TOP, divide_by_scale, magnitude, scale_for
 
 aten = torch_operators("aten")
@@ -174,3 +174,18 @@ def trilinear(a: Any, b: Any, c: Any, *dims: Any) -> Tensor:
         operands.append(x)
     first, second, third = operands
     return (first * second * third).sum(dims[3])
+
+
+@implements(aten._grouped_mm.default)
+def grouped_mm(
+    a: Any, b: Any, offs: Tensor | None = None, bias: Any = None, out_dtype: torch.dtype | None = None
+) -> Tensor:
+    """A product for each group of rows or columns; those behind the last group become 0."""
+    if bias is not None:
+        raise NotImplementedError("grouped_mm takes no bias yet, as in torch: add it to the result")
+    form = result_type((a, b), out_dtype)
+    left, right = parts_of(a, form.device), parts_of(b, form.device)
+    if form.scaled:
+        return make_result(arithmetic.grouped_matmul(left, right, offs, float64_count(form), torch.float64), form)
+    count = 1 if gives_plain_gradient(form.gradients, form.has_gradient) else form.components
+    return make_result(arithmetic.grouped_matmul(left, right, offs, count, form.dtype), form)
