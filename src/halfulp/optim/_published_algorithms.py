@@ -254,8 +254,8 @@ class ScheduleFree(Optimizer):
         parameter, plan = group["params"][position], self._plan_to_read(group, position)
         kept = self._in_training.pop(parameter)
         if mode and kept is not None and kept[1] == plan.payloads[0]._version:
-            for part, held in zip(plan.parts, kept[0], strict=True):
-                part.copy_(held)
+            for part, before in zip(plan.parts, kept[0], strict=True):
+                part.copy_(before)
             mark_current(plan)
             return
         weight = read_weights([plan])[0] * plan.scale
@@ -477,7 +477,7 @@ class Prodigy(Optimizer):
         super()._take_step()
         # One estimate for all, from a group that trains.
         leading = next((group for group in self.param_groups if group["lr"] > 0), None)
-        found = estimate(leading, self._sums) if leading is not None and self._sums else {}
+        found: dict[str, float] = estimate(leading, self._sums) if leading is not None and self._sums else {}
         for group in self.param_groups:
             group.update(found)
             group["k"] += 1
