@@ -159,7 +159,10 @@ def optimizers() -> None:
         hu.optim.Adan(model.parameters(), betas=(0.98, 0.92, 0.99), no_prox=True),
         hu.optim.LAMB(model.parameters(), always_adapt=True, trust_clip=True),
         hu.optim.Adafactor(model.parameters(), eps=(None, 1e-3), d=2.0),
-        hu.optim.Muon([{"params": [model.weight]}, {"params": [model.bias], "use_muon": False}], lr=0.02),
+        hu.optim.Muon([model.weight], lr=0.02, adjust_lr_fn="match_rms_adamw"),
+        hu.optim.Prodigy(model.parameters(), weight_decay=0.1, use_bias_correction=True),
+        hu.optim.SGDScheduleFree(model.parameters(), lr=1.0, warmup_steps=100),
+        hu.optim.AdamWScheduleFree(model.parameters(), lr=2.5e-3, weight_update="kahan"),
         hu.optim.AdEMAMix(model.parameters(), alpha=5.0, alpha_warmup=1000, beta3_warmup=1000),
     ]
     kept: torch.optim.Optimizer = base[0]

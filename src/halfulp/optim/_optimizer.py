@@ -394,7 +394,12 @@ class Optimizer(CheckpointMixin):
         for batch in batches:
             prepare_batch(batch)
         if any(batch.spec.rule.late_values is not None for batch in batches):
-            finish_constants(batches, reduce_batches(batches))
+            sums = reduce_batches(batches)
+            self._note_sums(sums)
+            finish_constants(batches, sums)
+
+    def _note_sums(self, sums: list[list[tuple[float, ...]]]) -> None:
+        """Take the sums of each parameter of each batch; an optimizer may keep what follows from them."""
 
     def _check_wrappers(self, has_gradients: bool) -> None:
         """Check what else holds the parameters: wrappers of the model at the first step, averages now and then."""

@@ -2,20 +2,30 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import torch
 
 from ..formats import Format
-from ._group_options import NOT_NEGATIVE, Parameters, split_arguments
+from ._float32_weights import read_weights
+from ._group_options import NOT_NEGATIVE, Parameters, check_number, split_arguments
 from ._optimizer import Optimizer
+from .parameters._outside_writes import mark_current
+from .parameters._tensor_map import TensorMap
+from .parameters._weights import set_weight
 from .rules._adan import ADAN
 from .rules._ademamix import ADEMAMIX
 from .rules._lamb import LAMB as LAMB_RULE
 from .rules._lion import LION
+from .rules._prodigy import PRODIGY, estimate
+from .rules._schedule_free import SCHEDULE_FREE_ADAMW, SCHEDULE_FREE_SGD, following
 from .rules._update_rule import UpdateRule
 from .states._state import StateChoice
 from .weight_updates._weight_update import WeightUpdate
+
+# What a schedule-free optimizer's groups count.
+_AT_THE_START = {"k": 0, "weight_sum": 0.0, "lr_max": -1.0, "train_mode": True}
 
 
 class Lion(Optimizer):
@@ -205,3 +215,285 @@ class LAMB(Optimizer):
     def rule(self, group: dict[str, Any]) -> UpdateRule:
         """Return LAMB."""
         return LAMB_RULE
+
+
+class ScheduleFree(Optimizer):
+    """The base of schedule-free optimizers, whose parameters are one weight in training and another in evaluation.
+
+    In training a parameter is the point at which gradients are taken, in evaluation the average that the run is for.
+    It begins in training.
+    """
+
+    _not_negative = (*NOT_NEGATIVE, "warmup_steps", "weight_lr_power")
+
+    def _start_caches(self) -> None:
+        super()._start_caches()
+        # Of each parameter in evaluation: its tensors in training, and its version since.
+        self._in_training: TensorMap[tuple[list[torch.Tensor], int]] = TensorMap()
+
+    @torch.no_grad()
+    def train(self, mode: bool = True) -> None:
+        """Let parameters be the weights to train, or with `mode=False` those to evaluate.
+
+        Weights to train come back bit for bit after an evaluation that nobody has written to; else, and from a file
+        that was saved in evaluation, by their equation.
+        """
+        for group in self.param_groups:
+            if group["train_mode"] == mode:
+                continue
+            group["train_mode"] = mode
+            for position, parameter in enumerate(group["params"]):
+                if "z" in self.state.get(parameter, ()):
+                    self._switch(group, position, mode)
+
+    def eval(self) -> None:
+        """Do what `train(False)` does."""
+        self.train(False)
+
+    def _switch(self, group: dict[str, Any], position: int, mode: bool) -> None:
+        parameter, plan = group["params"][position], self._plan_to_read(group, position)
+        kept = self._in_training.pop(parameter)
+        if mode and kept is not None and kept[1] == plan.payloads[0]._version:
+            for part, before in zip(plan.parts, kept[0], strict=True):
+                part.copy_(before)
+            mark_current(plan)
+            return
+        weight = read_weights([plan])[0] * plan.scale
+        held = [part.clone() for part in plan.parts]
+        z = plan.spec.codecs[0].decode(plan.states[0])
+        momentum = self._momentum(group)
+        set_weight(plan, (weight + (z - weight) * (1 - momentum if mode else 1 - 1 / momentum)) / plan.scale)
+        if not mode:
+            self._in_training[parameter] = held, plan.payloads[0]._version
+
+    def _momentum(self, group: dict[str, Any]) -> float:
+        """The share of the average in the point at which gradients are taken."""
+        return float(group["betas"][0] if "betas" in group else group["momentum"])
+
+    def _take_step(self) -> None:
+        if not all(group["train_mode"] for group in self.param_groups):
+            raise RuntimeError(
+                f"{type(self).__name__} is in evaluation, where parameters are averages: call its train() before step()"
+            )
+        super()._take_step()
+        for group in self.param_groups:
+            _, group["lr_max"], group["weight_sum"] = following(group)
+            group["k"] += 1
+
+    def step_parameter(self, parameter: torch.Tensor, group: dict[str, Any], position: int) -> None:
+        """Refuse: the weights of the averages count the steps of all parameters together."""
+        raise NotImplementedError(f"{type(self).__name__} steps all parameters together: call step() after backward")
+
+    def _check_numbers(self, group: dict[str, Any]) -> None:
+        super()._check_numbers(group)
+        if not 0 < self._momentum(group) < 1:
+            raise ValueError(
+                f"{type(self).__name__} takes gradients between an average and a point, at a share of the average in "
+                f"(0, 1), got {self._momentum(group)}: give betas[0] or momentum there"
+            )
+
+
+class SGDScheduleFree(ScheduleFree):
+    """Schedule-free SGD: an average of the steps in place of a learning rate schedule (arXiv 2405.15682).
+
+    z - lr (g + wd y) -> z, (1-c) x + c z -> x, with c = lr^p / sum lr^p; the parameter is y = (1-m) z + m x, and x
+    between `eval()` and `train()`. z is a float32 state (or "bfloat16x2").
+
+    Args:
+        params: parameters, named parameters or groups.
+        lr, momentum, weight_decay: step size, the share m of the average in y, decay at y.
+        warmup_steps: over which the step size grows.
+        r, weight_lr_power: the average weighs step t by t^r times this power of the largest step size so far.
+        maximize: ascent.
+        weight_update, param_dtype, state_dtype, format, seed, report_interval: see Optimizer.
+
+    Raises:
+        ValueError: a hyper-parameter out of range, or options that do not go together.
+
+    >>> import torch, halfulp as hu
+    >>> w = torch.nn.Parameter(torch.ones(2))
+    >>> opt = hu.optim.SGDScheduleFree([w], lr=0.5)
+    >>> for _ in range(2):
+    ...     w.grad = torch.ones(2)
+    ...     opt.step()
+    >>> opt.eval()
+    >>> w
+    Parameter containing:
+    tensor([0.2500, 0.2500], requires_grad=True)
+    >>> opt.train()
+    """
+
+    def __init__(
+        self,
+        params: Parameters,
+        lr: float | torch.Tensor = 1.0,
+        momentum: float = 0.9,
+        weight_decay: float = 0,
+        warmup_steps: int = 0,
+        r: float = 0.0,
+        weight_lr_power: float = 2.0,
+        *,
+        maximize: bool = False,
+        weight_update: WeightUpdate | str | None = None,
+        param_dtype: torch.dtype | None = None,
+        state_dtype: StateChoice = None,
+        format: Format | str | None = None,
+        seed: int = 0,
+        report_interval: int = 50,
+    ) -> None:
+        defaults, own = split_arguments(locals())
+        super().__init__(params, {**defaults, **_AT_THE_START}, **own)
+
+    def rule(self, group: dict[str, Any]) -> UpdateRule:
+        """Return schedule-free SGD."""
+        return SCHEDULE_FREE_SGD
+
+
+class AdamWScheduleFree(ScheduleFree):
+    """Schedule-free AdamW: an average of the steps in place of a learning rate schedule (arXiv 2405.15682).
+
+    z - lr (g / (sqrt(v)/sqrt(1-b2^t) + eps) + wd y) -> z, (1-c) x + c z -> x, with c = lr^p / sum lr^p; the parameter
+    is y = (1-b1) z + b1 x, and x between `eval()` and `train()`. z is a float32 state (or "bfloat16x2").
+
+    Args:
+        params: parameters, named parameters or groups.
+        lr, eps, weight_decay: step size, addend to the root of the second moment, decay at y.
+        betas: the share of the average in y, and the share of the second moment that a step keeps.
+        warmup_steps: over which the step size grows.
+        r, weight_lr_power: the average weighs step t by t^r times this power of the largest step size so far.
+        maximize: ascent.
+        weight_update, param_dtype, state_dtype, format, seed, report_interval: see Optimizer.
+
+    Raises:
+        ValueError: a hyper-parameter out of range, or options that do not go together.
+
+    >>> import torch, halfulp as hu
+    >>> model = torch.nn.Linear(4, 4).bfloat16()
+    >>> opt = hu.optim.AdamWScheduleFree(model.parameters(), lr=2.5e-3, weight_update="kahan")
+    >>> model(torch.ones(1, 4, dtype=torch.bfloat16)).sum().backward()
+    >>> opt.step()
+    >>> opt.eval()  # before evaluation and before the model is saved to be used
+    >>> opt.train()
+    """
+
+    def __init__(
+        self,
+        params: Parameters,
+        lr: float | torch.Tensor = 2.5e-3,
+        betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-8,
+        weight_decay: float = 0,
+        warmup_steps: int = 0,
+        r: float = 0.0,
+        weight_lr_power: float = 2.0,
+        *,
+        maximize: bool = False,
+        weight_update: WeightUpdate | str | None = None,
+        param_dtype: torch.dtype | None = None,
+        state_dtype: StateChoice = None,
+        format: Format | str | None = None,
+        seed: int = 0,
+        report_interval: int = 50,
+    ) -> None:
+        defaults, own = split_arguments(locals())
+        super().__init__(params, {**defaults, **_AT_THE_START}, **own)
+
+    def rule(self, group: dict[str, Any]) -> UpdateRule:
+        """Return schedule-free AdamW."""
+        return SCHEDULE_FREE_ADAMW
+
+
+class Prodigy(Optimizer):
+    """Prodigy: AdamW that estimates its step size from how far weights have come (arXiv 2306.06101).
+
+    m, v the moments of d g; w - d lr (m / (sqrt(v) + d eps) + wd w); d the largest so far of sum g (w0 - w) d lr over
+    sum |s|, s the sum of d lr g, over all parameters of all groups. Both sums have the same bits on every engine and
+    under every sharding. w0 is a float32 state (or "bfloat16x2").
+
+    Args:
+        params: parameters, named parameters or groups.
+        lr: a factor of the estimate, for schedules; the same in every group, or 0.
+        betas, eps, weight_decay: as AdamW; betas[0] above 0.
+        beta3: the share that the sums keep; None for the root of betas[1].
+        decouple: whether the decay is taken from the weight, or added to the gradient.
+        use_bias_correction, safeguard_warmup: unbiased moments; sums that a warmup of lr does not weigh.
+        d0, d_coef, growth_rate: the first estimate, a factor of it, and by how much a step may multiply it.
+        maximize: ascent.
+        weight_update, param_dtype, state_dtype, format, seed, report_interval: see Optimizer.
+
+    Raises:
+        ValueError: a hyper-parameter out of range, or options that do not go together.
+
+    >>> import torch, halfulp as hu
+    >>> w = torch.nn.Parameter(torch.ones(4))
+    >>> opt = hu.optim.Prodigy([w])
+    >>> for _ in range(60):
+    ...     opt.zero_grad()
+    ...     w.square().sum().backward()
+    ...     opt.step()
+    >>> opt.param_groups[0]["d"] > 0.01
+    True
+    """
+
+    _not_negative = (*NOT_NEGATIVE, "beta3", "d_coef")
+
+    def __init__(
+        self,
+        params: Parameters,
+        lr: float | torch.Tensor = 1.0,
+        betas: tuple[float, float] = (0.9, 0.999),
+        beta3: float | None = None,
+        eps: float = 1e-8,
+        weight_decay: float = 0,
+        decouple: bool = True,
+        use_bias_correction: bool = False,
+        safeguard_warmup: bool = False,
+        d0: float = 1e-6,
+        d_coef: float = 1.0,
+        growth_rate: float = math.inf,
+        *,
+        maximize: bool = False,
+        weight_update: WeightUpdate | str | None = None,
+        param_dtype: torch.dtype | None = None,
+        state_dtype: StateChoice = None,
+        format: Format | str | None = None,
+        seed: int = 0,
+        report_interval: int = 50,
+    ) -> None:
+        defaults, own = split_arguments(locals())
+        super().__init__(params, {**defaults, "d": d0, "d_max": d0, "d_numerator": 0.0, "k": 0}, **own)
+
+    def rule(self, group: dict[str, Any]) -> UpdateRule:
+        """Return Prodigy."""
+        return PRODIGY
+
+    def _take_step(self) -> None:
+        rates = {float(group["lr"]) for group in self.param_groups} - {0.0}
+        if len(rates) > 1:
+            raise ValueError(
+                f"Prodigy takes one lr for all param groups, or 0, got {sorted(rates)}: it is a factor of d"
+            )
+        self._sums: tuple[float, ...] = ()
+        super()._take_step()
+        # One estimate for all, from a group that trains.
+        leading = next((group for group in self.param_groups if group["lr"] > 0), None)
+        found: dict[str, float] = estimate(leading, self._sums) if leading is not None and self._sums else {}
+        for group in self.param_groups:
+            group.update(found)
+            group["k"] += 1
+
+    def _note_sums(self, sums: list[list[tuple[float, ...]]]) -> None:
+        self._sums = next((total for batch in sums for total in batch), ())
+
+    def step_parameter(self, parameter: torch.Tensor, group: dict[str, Any], position: int) -> None:
+        """Refuse: the estimate is over all parameters."""
+        raise NotImplementedError("Prodigy steps all parameters together: call step() after backward")
+
+    def _check_numbers(self, group: dict[str, Any]) -> None:
+        super()._check_numbers(group)
+        for name, low, said in (("d0", 0.0, "above 0"), ("growth_rate", 1.0, "of 1 or more")):
+            check_number(name, group[name])
+            if not (float(group[name]) > low or float(group[name]) == low == 1):
+                raise ValueError(f"{name}={group[name]!r} is not allowed: give a number {said}")
+        if not float(group["betas"][0]) > 0:
+            raise ValueError(f"betas={group['betas']!r} are not allowed: Prodigy needs a first beta above 0")

@@ -7,11 +7,28 @@ from typing import TypeVar
 from .._names import enter, words_of
 from ._algorithms import SGD, Adafactor, Adagrad, Adam, AdamW, Muon, NAdam, RAdam, RMSprop
 from ._optimizer import Optimizer
-from ._published_algorithms import LAMB, Adan, AdEMAMix, Lion
+from ._published_algorithms import LAMB, AdamWScheduleFree, Adan, AdEMAMix, Lion, Prodigy, SGDScheduleFree
 
 OptimizerClass = TypeVar("OptimizerClass", bound=type[Optimizer])
 
-_KINDS = (SGD, Adam, AdamW, Lion, Adagrad, RMSprop, NAdam, RAdam, Adafactor, Muon, Adan, AdEMAMix, LAMB)
+_KINDS = (
+    SGD,
+    Adam,
+    AdamW,
+    Lion,
+    Adagrad,
+    RMSprop,
+    NAdam,
+    RAdam,
+    Adafactor,
+    Muon,
+    Adan,
+    AdEMAMix,
+    LAMB,
+    SGDScheduleFree,
+    AdamWScheduleFree,
+    Prodigy,
+)
 OPTIMIZERS: dict[str, type[Optimizer]] = {kind.__name__: kind for kind in _KINDS}
 
 

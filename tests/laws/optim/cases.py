@@ -50,10 +50,26 @@ RULES = {
     "radamw": (hu.optim.RAdam, {"lr": 0.01, "weight_decay": 0.1, "decoupled_weight_decay": True}),
     "lamb": (hu.optim.LAMB, {"lr": 0.01, "weight_decay": 0.1}),
     "adafactor": (hu.optim.Adafactor, {"lr": 0.01, "weight_decay": 0.1, "maximize": True}),
+    "sgd-schedule-free": (hu.optim.SGDScheduleFree, {"lr": 0.1, "weight_decay": 0.01, "warmup_steps": 5}),
+    "adamw-schedule-free": (hu.optim.AdamWScheduleFree, {"lr": 0.01, "weight_decay": 0.1, "r": 1.0}),
+    "prodigy": (hu.optim.Prodigy, {"lr": 1.0, "weight_decay": 0.1, "d0": 1e-2}),
     "ademamix": (hu.optim.AdEMAMix, {"lr": 0.01, "weight_decay": 0.1, "alpha_warmup": 15, "beta3_warmup": 15}),
 }
 # Of these the laws of all combinations take some weight updates, which write the same way whatever the rule.
-SAMPLED = ("adagrad", "rmsprop", "rmsprop-centered", "nadam", "radamw", "ademamix", "lamb", "adafactor", "muon")
+SAMPLED = (
+    "adagrad",
+    "rmsprop",
+    "rmsprop-centered",
+    "nadam",
+    "radamw",
+    "ademamix",
+    "lamb",
+    "adafactor",
+    "muon",
+    "sgd-schedule-free",
+    "adamw-schedule-free",
+    "prodigy",
+)
 SAMPLE = ("stochastic", "split8", "kahan", "exact")
 WITH_ORACLE = tuple(RULES)  # in test_update_rules
 # Its steps are of matrices alone; tests/optim/test_algorithms.py holds them to torch's.

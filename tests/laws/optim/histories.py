@@ -8,21 +8,23 @@ import torch
 
 import halfulp as hu
 
-from .cases import UPDATES, differing, narrow_updates, snapshot
+from .cases import RULES, UPDATES, allowed, differing, narrow_updates, snapshot, storable
 
+# Half of the histories are AdamW's; the others have states that are no moments, or look at whole tensors.
+KINDS = ("adamw",) * 4 + ("nadam", "lamb", "adafactor", "adamw-schedule-free")
 SHAPES = ((6, 4), (5,), (3, 2, 2), (1,))
 
 
 class World:
     """Named bfloat16 parameters, some cut from one tensor, and their optimizer."""
 
-    def __init__(self, groups, parameters, **options):
-        self.groups, self.parameters, self.options = groups, parameters, options
+    def __init__(self, kind, groups, parameters, **options):
+        self.kind, self.groups, self.parameters, self.options = kind, groups, parameters, options
         self.optimizer = self._made()
 
     def _made(self):
         first, *others = [[(name, self.parameters[name]) for name in group] for group in self.groups]
-        optimizer = hu.optim.AdamW(first, **self.options)
+        optimizer = self.kind(first, **self.options)
         for group in others:
             optimizer.add_param_group({"params": group})
         return optimizer
@@ -34,7 +36,7 @@ class World:
     def fresh(self):
         """A world of other numbers with the same groups."""
         parameters = {name: torch.nn.Parameter(torch.randn_like(p)) for name, p in self.parameters.items()}
-        new = World(copy.deepcopy(self.groups), parameters, **self.options)
+        new = World(self.kind, copy.deepcopy(self.groups), parameters, **self.options)
         for mine, theirs in zip(new.optimizer.param_groups, self.optimizer.param_groups):
             mine["weight_update"] = theirs["weight_update"]
         return new
@@ -173,12 +175,11 @@ def live(seed: int, disturbed: bool) -> tuple[dict[str, torch.Tensor], list[str]
     names = list(parameters)
     cut = chooser.randrange(1, len(names))
     update = chooser.choice(narrow_updates())
-    options = {
-        "lr": 1e-3,
-        "weight_update": UPDATES[update],
-        "state_dtype": chooser.choice((None, torch.float32, torch.bfloat16)),
-    }
-    world, told = World([names[:cut], names[cut:]], parameters, **options), [update]
+    rule = chooser.choice([rule for rule in KINDS if allowed(rule, update, "bf16")])
+    states = storable(rule, chooser.choice((None, torch.float32, torch.bfloat16)))
+    kind, given = RULES[rule]
+    options = {**given, "lr": 1e-3, "weight_update": UPDATES[update], "state_dtype": states}
+    world, told = World(kind, [names[:cut], names[cut:]], parameters, **options), [rule, update]
     with torch.no_grad(), hu.kernels.engine("reference"):
         for _ in range(10):
             (act,) = chooser.choices(COMMON, WEIGHTS)

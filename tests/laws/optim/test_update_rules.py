@@ -198,9 +198,40 @@ def _adafactor(w, grads, o):
     return w
 
 
+def _schedule_free(w, grads, o):
+    """The paper's three sequences: z steps, x is their mean, y lies between them."""
+    adam, share = "r" in o, 0.9
+    x = z = y = w
+    v, total = torch.zeros_like(w), 0
+    for t, g in enumerate(grads, 1):
+        lr = o["lr"] * min(1, t / o["warmup_steps"]) if o.get("warmup_steps") else o["lr"]
+        weight = t ** o.get("r", 0) * lr**2
+        total = total + weight
+        v = 0.999 * v + 0.001 * g * g
+        direction = g / ((v / (1 - 0.999**t)).sqrt() + 1e-8) if adam else g
+        z = z - lr * (direction + o.get("weight_decay", 0) * y)
+        x = x + weight / total * (z - x)
+        y = (1 - share) * z + share * x
+    return y
+
+
+def _prodigy(w, grads, o):
+    m = v = s = torch.zeros_like(w)
+    start, d, numerator, keep = w, o["d0"], 0, 0.999**0.5
+    for g in grads:
+        rate = d * o["lr"]
+        numerator = keep * numerator + d / o["d0"] * rate * (g * (start - w)).sum()
+        m, v = 0.9 * m + 0.1 * d * g, 0.999 * v + 0.001 * (d * g) ** 2
+        s = keep * s + d / o["d0"] * rate * g
+        d = max(d, (numerator / s.abs().sum()).item())
+        w = w - rate * (m / (v.sqrt() + d * 1e-8) + o.get("weight_decay", 0) * w)
+    return w
+
+
 ORACLES = {
     **{"SGD": _sgd, "Lion": _lion, "Yogi": _yogi, "Adan": _adan, "Adagrad": _adagrad, "RMSprop": _rmsprop},
     **{"NAdam": _nadam, "RAdam": _radam, "AdEMAMix": _ademamix, "LAMB": _lamb, "Adafactor": _adafactor},
+    **{"SGDScheduleFree": _schedule_free, "AdamWScheduleFree": _schedule_free, "Prodigy": _prodigy},
 }
 ADAMS = ("Adam", "AdamW")
 # Powers of ten whose squares, times what a step takes of them, float32 holds.

@@ -171,5 +171,6 @@ matrices = [(5, 6), (1, 3), (7, 2), (4, 4)]
 for make in (hu.optim.Adafactor, hu.optim.Muon):
     check(lambda held: make(held, lr=0.1, param_dtype=torch.bfloat16), matrices)
 check(lambda held: hu.optim.Adafactor(held, lr=0.1, weight_decay=0.1))
+check(lambda held: hu.optim.Prodigy(held, weight_decay=0.1, param_dtype=torch.bfloat16, weight_update="kahan"))
 """
     in_two_processes(ON_TWO.replace("{CHECKS}", checks))

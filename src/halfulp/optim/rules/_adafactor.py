@@ -10,6 +10,8 @@ import torch
 
 from ._update_rule import UpdateRule
 
+_AT_ONCE = 1 << 15  # elements that torch adds up in one thread
+
 
 def adafactor(w, g, prepared, decay, size):
     """u = -lr wd w - size d, with d the gradient over the root of the factored second moment."""
@@ -42,24 +44,17 @@ def prepare(tensors: Any, group: Mapping, step: int) -> tuple[torch.Tensor, tupl
 
 
 def _mean_square(g: torch.Tensor, dimension: int) -> torch.Tensor:
-    return (g * g).mean(dimension, keepdim=True, dtype=torch.float64).float()
+    if g.numel() == g.shape[dimension]:  # one sum, whose order is of the number of threads
+        return torch.full_like(g.narrow(dimension, 0, 1), root_mean_square(g) ** 2)
+    return (g * g).mean(dimension, keepdim=True)
 
 
 def root_mean_square(x: torch.Tensor) -> float:
-    """The root of the mean square, 0 of nothing; the same bits on any number of threads.
-
-    Squares are cut in two by anchors beside which float64 adds them exactly, in whatever order.
-    """
-    largest = x.abs().max().item() if x.numel() else 0.0
-    if not 0 < largest < math.inf:
-        return largest
-    scale, length = 2.0 ** (2 - math.frexp(largest)[1]), math.ceil(math.log2(x.numel()))
-    rest, total = (x.double() * scale).square_(), 0.0
-    for anchor in (1.5 * 2.0 ** (length + 4), 1.5 * 2.0 ** (2 * length - 49)):
-        part = (rest + anchor) - anchor
-        total += part.sum().item()
-        rest = rest - part
-    return math.sqrt(total / x.numel()) / scale
+    """The root of the mean square, 0 of nothing; the same bits on any number of threads."""
+    if not x.numel():
+        return 0.0
+    parts = [torch.linalg.vector_norm(part, dtype=torch.float64) for part in x.reshape(-1).split(_AT_ONCE)]
+    return math.sqrt(torch.stack(parts).square().sum().item() / x.numel())
 
 
 def _values(group: Mapping, step: int) -> tuple[float, ...]:

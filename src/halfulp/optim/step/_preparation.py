@@ -28,7 +28,8 @@ class WholeTensors:
     @property
     def weight(self) -> torch.Tensor:
         """The weight, with its auxiliary tensors."""
-        return self._whole(read_weights([self._plan])[0] * self._plan.scale)
+        found = read_weights([self._plan])[0]
+        return self._whole(found * self._plan.scale if self._batch.spec.scaled else found)
 
     @property
     def gradient(self) -> torch.Tensor:

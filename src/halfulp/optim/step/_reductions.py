@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
@@ -13,6 +14,9 @@ from ..parameters._local_tensors import is_dtensor
 from ._batch import Batch
 from ._run import reduce, reducing_specs
 from ._scales import with_present_scales
+
+if TYPE_CHECKING:
+    from torch.distributed.tensor import DTensor
 
 # Room of a value under its power of two, |v| < 4, or its square, before anything is added.
 _ROOM = 4
@@ -106,26 +110,23 @@ def _spread(batches: Sequence[Batch], values: Sequence[np.ndarray], how) -> None
 
 def _over_ranks(batch: Batch, found: np.ndarray, how: torch.distributed.ReduceOp.RedOpType) -> np.ndarray:
     """Return what is found over the ranks that share each parameter."""
-    for runs in _runs_of_meshes(batch):
-        first = batch.plans[runs[0]].parameter
-        device = first._local_tensor.device
-        numbers = torch.from_numpy(found[runs]).to(device)
+    for first, rows in _runs_of_meshes(batch):
+        numbers = torch.from_numpy(found[rows]).to(first._local_tensor.device)
         for dimension, placement in enumerate(first.placements):
             if not placement.is_replicate():
                 torch.distributed.all_reduce(numbers, how, group=first.device_mesh.get_group(dimension))
-        found[runs] = numbers.cpu().numpy()
+        found[rows] = numbers.cpu().numpy()
     return found
 
 
-def _runs_of_meshes(batch: Batch) -> Iterator[list[int]]:
-    """Yield the rows of DTensors that follow each other on one mesh under placements of the same kinds."""
-    if batch.table.is_plain:
-        return
-    rows = [row for row, plan in enumerate(batch.plans) if is_dtensor(plan.parameter)]
+def _runs_of_meshes(batch: Batch) -> Iterator[tuple[DTensor, list[int]]]:
+    """Yield the first DTensor and the rows of those that follow each other on one mesh, replicated along the same."""
+    parameters = [] if batch.table.is_plain else [plan.parameter for plan in batch.plans]
+    sharded = [(row, held) for row, held in enumerate(parameters) if is_dtensor(held)]
+    for _, run in itertools.groupby(sharded, lambda one: _place(one[1])):
+        members = [*run]
+        yield members[0][1], [row for row, _ in members]
 
-    def place(row: int):
-        held = batch.plans[row].parameter
-        return id(held.device_mesh), tuple(placement.is_replicate() for placement in held.placements)
 
-    for _, run in itertools.groupby(rows, place):
-        yield [*run]
+def _place(parameter: DTensor) -> tuple[int, tuple[bool, ...]]:
+    return id(parameter.device_mesh), tuple(placement.is_replicate() for placement in parameter.placements)

@@ -131,7 +131,8 @@ class Roster:
         """
         found = []
         for seats in self.seats:
-            table, constants, counted = seats.table, [], []
+            table, constants = seats.table, []
+            counted: list[tuple[Mapping[str, Any], int]] = []
             steps: list[int] = [entry["step"] + 1 for entry in table.entries]
             metered = set()
             for number, first, last in seats.runs:
