@@ -204,7 +204,7 @@ def test_what_is_registered_passes_the_laws_of_the_library(forked, monkeypatch):
     options = ["-p", "no:cacheprovider", "-p", "no:xdist", "-rA", "-k", chosen]
     monkeypatch.chdir(HERE.parents[1])
     script = f"import sys\nsys.path.insert(0, {str(HERE)!r})\nimport pytest\nsys.exit(pytest.main(sys.argv[1:]))\n"
-    code, printed = forked(script, *loaded, *options, "tests/laws", patience=900)
+    code, printed = forked(script, *loaded, *options, *(f"tests/laws/{law}.py" for law in LAWS), patience=900)
     assert code == 0, printed[-4000:]
     laws = dict(LAWS)
     if not HAS_GRADIENT_DTYPE:  # steps of 16-bit parameters by float32 gradients are skipped, with that reason

@@ -1,6 +1,7 @@
 """Processes that need a kernel at the same time: one compiles it, and no other waits for it in vain."""
 
 import os
+import signal
 import textwrap
 from pathlib import Path
 
@@ -32,6 +33,25 @@ RANK = """
         time.sleep(0.001)
     assert r.quantize(torch.tensor([1.3, -2.7]), "e5m2").tolist() == [1.25, -2.5]
     (folder / f"compiled{rank}").write_text(str(len(written)))
+"""
+
+
+# A compiler that is killed where an entry is written, but is not in its place yet.
+WRITER = """
+import os, time
+from halfulp.kernels import compile_code
+
+def write(code, count, array):
+    words = code.memory(array, code.i32)
+    with code.span(0, count) as i:
+        words[i] += words[i]
+
+def hang(*paths):
+    print("written", flush=True)
+    time.sleep(300)
+
+os.replace = hang
+compile_code("double", "of this test", 2, write)
 """
 
 
@@ -82,6 +102,23 @@ def test_the_lock_of_one_that_was_killed_is_free(lock, notes):
     assert doubles() == [10, 14]
     assert notes() == ""
     assert not Path(lock.lock_file).exists()
+
+
+def test_what_a_killed_compiler_wrote_is_not_used_and_goes(cache, forking, notes, monkeypatch):
+    writer = forking(WRITER)
+    writer.says("written")
+    os.kill(writer.pid, signal.SIGKILL)
+    assert writer.code() == -signal.SIGKILL
+    assert sorted(path.suffix for path in cache.iterdir()) == [".lock", ".part"]
+    monkeypatch.setattr(_cache, "PATIENCE", 5)
+    assert doubles() == [10, 14]
+    assert notes() == "", "nobody was waited for"
+    part, entry = sorted(cache.iterdir(), key=lambda path: path.suffix, reverse=True)
+    assert (part.suffix, entry.suffix) == (".part", ".kernel")
+    entry.unlink()
+    os.utime(part, (0, 0))
+    assert doubles() == [10, 14]
+    assert list(cache.iterdir()) == [entry]
 
 
 def test_where_files_cannot_be_locked_kernels_are_compiled(lock, notes, monkeypatch):

@@ -7,23 +7,23 @@ from halfulp.trials import tasks
 from halfulp.trials.running import _trial
 
 
-def accuracy(recipe: str, share: float = 1) -> float:
-    """After a share of the task's steps."""
+def accuracy(recipe: str) -> float:
+    """After a third of the task's steps; `python -m benchmarks.bench_accuracy` makes all of them."""
     task = tasks.get("digits-fpu")
-    result = _trial.run(task, recipes.get(recipe), 0, int(share * task.steps), task.load())
+    result = _trial.run(task, recipes.get(recipe), 0, int(0.3 * task.steps), task.load())
     return result["own"]["accuracy"]
 
 
 @pytest.mark.parametrize("recipe", ["e8m3-stochastic", "e8m3-kahan", "e8m3-kahan-stochastic"])
 def test_twelve_bits_keep_the_accuracy(recipe: str) -> None:
-    assert accuracy(recipe) >= 0.95
+    assert accuracy(recipe) >= 0.92
 
 
 def test_twelve_bits_to_nearest_lose_it() -> None:
-    assert accuracy("e8m3") < 0.80
+    assert accuracy("e8m3") < 0.60
 
 
 def test_ten_bits_need_more_than_kahan() -> None:
-    assert accuracy("e8m1-kahan-stochastic", 0.5) >= 0.88
-    assert accuracy("e8m1", 0.5) < 0.30
-    assert accuracy("e8m1-kahan", 0.5) < 0.80
+    assert accuracy("e8m1-kahan-stochastic") >= 0.88
+    assert accuracy("e8m1") < 0.30
+    assert accuracy("e8m1-kahan") < 0.60

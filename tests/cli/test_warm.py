@@ -1,0 +1,85 @@
+"""halfulp warm: what it runs, that a training then compiles nothing, and where it has nothing to do."""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from halfulp import formats, optim, recipes
+from halfulp.cli import main
+from halfulp.optim.weight_updates._weight_update import REGISTRY
+
+WARM = """
+import sys
+from halfulp.cli import main
+main(["warm", "--recipe", "bf16-kahan", "--optimizer", "AdamW", "--json"])
+"""
+STEP = """
+import torch, halfulp as hu
+from halfulp.kernels._cache import statistics
+model = hu.convert(torch.nn.Linear(512, 3), "bf16-kahan")
+optimizer = hu.recipes.optimizer(model, "AdamW", lr=0.1)
+for _ in range(2):
+    model(torch.ones(1, 512)).float().sum().backward()
+    optimizer.step()
+assert statistics["found"] and not statistics["compiled"], statistics
+"""
+
+
+@pytest.fixture
+def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("HALFULP_CACHE_DIR", str(tmp_path / "cache"))
+    return tmp_path / "cache"
+
+
+@pytest.fixture
+def listed(capsys: pytest.CaptureFixture[str]) -> Callable[..., list[str]]:
+    """The runs that a dry run lists."""
+
+    def call(*options: str) -> list[str]:
+        with pytest.raises(SystemExit) as caught:
+            main(["warm", "--dry-run", "--json", *options])
+        assert caught.value.code == 0
+        return json.loads(capsys.readouterr().out)["jobs"]
+
+    return call
+
+
+def test_everything_that_is_registered_is_run(cache, listed) -> None:
+    jobs = listed()
+    assert len(jobs) == len(set(jobs))
+    for words in (optim.OPTIMIZERS, REGISTRY.keys() - {"exact"}, formats.names(), formats.block_names()):
+        assert [word for word in words if not any(word in job for job in jobs)] == []
+    assert not cache.exists(), "nothing was compiled"
+    chosen = listed("--recipe", ",".join(recipes.names()), "--optimizer", "Lion")
+    assert [job.split(",")[0] for job in chosen] == [f"recipes: {name}" for name in recipes.names()]
+
+
+def test_after_it_a_training_compiles_nothing(cache, in_process) -> None:
+    first = json.loads(in_process(WARM))
+    assert first["compiled"] == len(list(cache.iterdir())) > 0
+    assert sum(path.stat().st_size for path in cache.iterdir()) >= first["bytes"] > 0
+    again = json.loads(in_process(WARM, number=1))
+    assert (again["compiled"], again["found"], again["bytes"]) == (0, first["compiled"], 0)
+    in_process(STEP)
+
+
+@pytest.mark.parametrize(
+    ("options", "environment", "words"),
+    [
+        (["--recipe", "bf16-khan"], {}, "did you mean 'bf16-kahan'"),
+        (["--optimizer", "AdamWW"], {}, "did you mean 'AdamW'"),
+        ([], {"HALFULP_ENGINE": "reference"}, "nothing to compile: HALFULP_ENGINE asks for reference"),
+        ([], {"HALFULP_CACHE_DIR": "{file}/cache"}, "set HALFULP_CACHE_DIR to a folder that can be written"),
+    ],
+)
+def test_what_cannot_be_done_is_one_line(options, environment, words, cache, tmp_path, monkeypatch, capsys) -> None:
+    (tmp_path / "file").write_text("")
+    for name, value in environment.items():
+        monkeypatch.setenv(name, value.format(file=tmp_path / "file"))
+    with pytest.raises(SystemExit) as caught:
+        main(["warm", *options])
+    said = capsys.readouterr()
+    assert (caught.value.code, said.out, said.err.count("\n")) == (2, "", 1)
+    assert words in said.err
