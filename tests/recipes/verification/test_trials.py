@@ -4,9 +4,8 @@ import pytest
 import torch
 from torch import nn
 
-from halfulp.recipes import verify
-from halfulp.recipes.verification import _verify
-from halfulp.recipes.verification._training_step import one_step
+from halfulp.recipes import _verify, verify
+from halfulp.recipes._training_step import one_step
 
 
 @pytest.mark.parametrize("offs", [(0.0, 0.5, 0.25), (0.5, 0.0, 0.0), (0.0, 0.0, 0.125)])

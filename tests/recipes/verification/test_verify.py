@@ -9,7 +9,7 @@ from torch import nn
 from halfulp.kernels import same_bits
 from halfulp.mctensor import multicomponent, single_component
 from halfulp.recipes import verify
-from halfulp.recipes.verification._agreement import relative
+from halfulp.recipes._training_step import relative
 from halfulp.scaled import ScaledTensor, scalify, unscalify
 from halfulp.scaled._registry import RULES
 

@@ -5,7 +5,7 @@ from torch import nn
 
 from halfulp.gradients.eager import _replay as _learned
 from halfulp.recipes import verify
-from halfulp.recipes.verification._verify_exponents import verify_exponents
+from halfulp.recipes._verify import verify_exponents
 
 
 class _LostWhenLarge(torch.autograd.Function):

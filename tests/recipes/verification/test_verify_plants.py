@@ -10,8 +10,7 @@ from torch import nn
 
 from halfulp.kernels import same_bits
 from halfulp.recipes import verify
-from halfulp.recipes.verification._agreement import relative
-from halfulp.recipes.verification._training_step import default_loss, in_float64, reference
+from halfulp.recipes._training_step import default_loss, in_float64, reference, relative
 from halfulp.scaled import ScaledTensor
 from halfulp.scaled._registry import RULES
 

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 from scipy import stats
 
-from halfulp.trials.evidence._simultaneous_quantile import simultaneous_quantile
+from halfulp.trials.evidence._statistics import simultaneous_quantile
 
 
 @pytest.mark.parametrize("seeds", [2, 3, 4, 7, 12, 41])

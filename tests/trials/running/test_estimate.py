@@ -3,9 +3,8 @@
 import pytest
 
 from halfulp import recipes
-from halfulp.trials.running._estimate import TimeLeft, estimate, in_words, makespan
+from halfulp.trials.running._estimate import Cost, TimeLeft, cost_class, estimate, in_words, makespan, probes
 from halfulp.trials.running._plan import Trial, plan
-from halfulp.trials.running._probe import Cost, cost_class, probes
 
 
 class Clock:
@@ -122,6 +121,6 @@ def test_durations(seconds: float, words: str) -> None:
 
 def test_recipes_alike_in_cost_differ_in_updates_alone() -> None:
     """What a class of cost leaves out are fields that a Recipe has."""
-    from halfulp.trials.running._probe import _ALIKE
+    from halfulp.trials.running._estimate import _ALIKE
 
     assert set(_ALIKE) < set(recipes.get("bf16").to_dict())

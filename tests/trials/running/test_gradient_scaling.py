@@ -10,7 +10,7 @@ from torch import nn
 from halfulp import recipes
 from halfulp.gradients.eager._attach import WatchedForward
 from halfulp.recipes import Recipe
-from halfulp.trials.running._gradient_scaling import INTERVAL, SAMPLES, scaling
+from halfulp.trials.running._trial import INTERVAL, SAMPLES, scaling
 
 
 def take(scaled, step: int, model: nn.Module, optimizer: torch.optim.Optimizer, loss, x, targets=None) -> None:

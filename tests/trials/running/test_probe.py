@@ -4,9 +4,8 @@ import pytest
 
 from halfulp import recipes
 from halfulp.trials import compare
-from halfulp.trials.running._estimate import Estimate
+from halfulp.trials.running._estimate import Cost, Estimate, _cost, measure
 from halfulp.trials.running._plan import Trial
-from halfulp.trials.running._probe import Cost, _cost, measure
 from halfulp.trials.tasks import get
 
 
