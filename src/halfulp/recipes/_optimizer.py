@@ -181,8 +181,8 @@ class TorchOptimizer(torch.optim.Optimizer):
         parameters = [parameter for group in self.param_groups for parameter in group["params"]]
         states = [value for state in self.state.values() for value in state.values() if isinstance(value, Tensor)]
         gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
-        held = sum(_bytes(tensor) for tensor in (*parameters, *states, *gradients))
-        return held / max(1, sum(parameter.numel() for parameter in parameters))
+        held: int = sum(_bytes(tensor) for tensor in (*parameters, *states, *gradients))
+        return float(held / max(1, sum(parameter.numel() for parameter in parameters)))
 
     def float32_state_dict(self, model: nn.Module) -> dict[str, Tensor]:
         """The model's state_dict with every sum of components, and every other floating tensor, as float32."""

@@ -3,9 +3,8 @@
 import torch
 from torch import nn
 
-from halfulp.gradients.eager import _replay as _learned
+from halfulp.gradients.eager._replay import LearnedGraph
 from halfulp.recipes import verify
-from halfulp.recipes._verify import verify_exponents
 
 
 class _LostWhenLarge(torch.autograd.Function):
@@ -33,14 +32,15 @@ class _Model(nn.Module):
 
 
 def test_it_compares_every_gradient_that_there_is_and_no_other(seed):
-    found = verify_exponents(_Model(torch.mul), torch.randn(3), None, torch.sum, 2, seed)
-    assert found["gradients"] == {"weight": 0.0}
-    assert found["unused"] == ["unused"]
+    found = verify(_Model(torch.mul), torch.randn(3), "fp16-adaptive", loss=torch.sum, seed=seed)
+    assert found.gradients == {"weight": 0.0}
+    assert found.unused == ["unused"]
 
 
 def test_a_gradient_that_is_lost_under_some_scale_is_a_difference(seed):
-    found = verify_exponents(_Model(_LostWhenLarge.apply), torch.randn(3), None, torch.sum, 8, seed)
-    assert found["wrong"] == ["gradient 'weight' under a loss scale of 2^24 alone"]
+    model = _Model(_LostWhenLarge.apply)
+    found = verify(model, torch.randn(3), "fp16-adaptive", loss=torch.sum, trials=8, seed=seed)
+    assert found.wrong == ["gradient 'weight' under a loss scale of 2^24 alone"]
 
 
 class _Grows(_Model):
@@ -86,11 +86,9 @@ def test_a_graph_that_changes_is_proved_and_said_not_to_be_known(seed):
 
 
 def test_a_wrong_hook_of_a_known_graph_fails(seed, monkeypatch):
-    move = _learned.LearnedGraph._move
+    move = LearnedGraph._move
     for wrong in (lambda exponent, sign: (exponent + 1, sign), lambda exponent, sign: (exponent, 0)):
-        monkeypatch.setattr(
-            _learned.LearnedGraph, "_move", lambda self, *sites, wrong=wrong: wrong(*move(self, *sites))
-        )
+        monkeypatch.setattr(LearnedGraph, "_move", lambda self, *sites, wrong=wrong: wrong(*move(self, *sites)))
         found = verify(_network(), torch.randn(4, 6), "fp16-adaptive", seed=seed)
         assert not found.passed
         assert {name.partition(" in ")[2] for name in found.wrong} <= {"step 3 of a copy", "step 4 of a copy"}

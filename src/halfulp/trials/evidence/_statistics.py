@@ -26,9 +26,10 @@ def simultaneous_quantile(seeds: int, recipes: int, level: float = 0.05) -> floa
 
         j E[ P(|t| > k sqrt(j max(B, 1/m))) ],   t Student's of j (n - 1) degrees of freedom,
 
-    at most, for m recipes of n seeds, and k is the least number for which that is the level or less for every j. All
-    this is of gaps that are drawn apart. Where they are correlated, Bonferroni's sum over means still holds, but several
-    small deviations come together. What that adds is left to the level.
+    at most, for m recipes of n seeds, and k is the least number for which that is the level or less for every j.
+
+    All this is of gaps that are drawn apart. Where they are correlated, Bonferroni's sum over means still holds, but
+    several small deviations come together. What that adds is left to the level.
 
     >>> [round(simultaneous_quantile(seeds, recipes), 3) for seeds, recipes in ((3, 1), (3, 5), (5, 1), (5, 5))]
     [4.303, 4.303, 2.776, 3.152]

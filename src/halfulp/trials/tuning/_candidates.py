@@ -61,8 +61,8 @@ def cheapest_updates(observed: Mapping[str, Any]) -> Updates:
 def harm(observed: Mapping[str, Any], names: list[str], update: str) -> float:
     """Return how badly a kind of layers fares under an update, by an observed training: to order them, no more."""
     if update == "nearest":
-        return max(abs(1 - (observed[name]["realised"] or 0.0)) for name in names)
-    return max(observed[name]["noise"] or 0.0 for name in names)
+        return max(float(abs(1 - (observed[name]["realised"] or 0.0))) for name in names)
+    return float(max(observed[name]["noise"] or 0.0 for name in names))
 
 
 def with_updates(recipe: Recipe, model: nn.Module, updates: Updates) -> Recipe:
