@@ -11,8 +11,8 @@ import pytest
 import torch
 
 from halfulp import recipes
-from halfulp.trials.script import _compare_script
-from halfulp.trials.script._substitute import Refusal, substituted
+from halfulp.trials.script import _comparison as _compare_script
+from halfulp.trials.script._worker import Refusal, substituted
 
 SCRIPT = """
 import sys

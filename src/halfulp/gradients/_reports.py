@@ -173,10 +173,10 @@ def _matches(key: str, pattern: str) -> bool:
     return any(fnmatch.fnmatchcase(key, pattern + rest) for rest in ("", ".*", "#*"))
 
 
-def _worst_first(value: Callable[[SiteRow], float | None], largest: bool) -> Callable[[SiteRow], tuple]:
+def _worst_first(value: Callable[[SiteRow], float | None], largest: bool) -> Callable[[SiteRow], tuple[bool, float]]:
     """A sort key by which the worst rows come first, and rows without measurements last."""
 
-    def key(row: SiteRow) -> tuple:
+    def key(row: SiteRow) -> tuple[bool, float]:
         found = value(row)
         return found is None, 0 if found is None else -found if largest else found
 

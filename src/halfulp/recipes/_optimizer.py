@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from .._names import described, unknown
-from . import _torch_optimizers as _by_torch
+from ..mctensor import MCTensor
+from ..mctensor._state_dict import plain_state_dict
+from ..optim import Optimizer
+from ..optim._lost_updates import LostUpdateReport, lost_update_report
+from ..rounding import Nearest, Rounding, Stochastic, quantize
 from ._convert import recipe_of
-from ._emulated_states import hold_states
 from ._plan import named, update_of
 from ._recipe import Recipe
-from ._torch_optimizers import MeasuredOptimizer
 
 if TYPE_CHECKING:
     from ..gradients import AdaptiveGradScaler
@@ -56,7 +59,7 @@ def optimizer(
         raise ValueError(unknown("rule", rule, optim.OPTIMIZERS))
     recipe = recipe_of(model)
     if recipe.by_torch:
-        return _by_torch.optimizer(recipe, model, rule, **hyper)
+        return torch_optimizer(recipe, model, rule, **hyper)
     kind = optim.OPTIMIZERS[rule]
     choices: dict[str, Any] = {"state_dtype": _state(recipe, kind, hyper), "format": recipe.format}
     if isinstance(recipe.weight_update, str) and not _all_float32(recipe, model):
@@ -161,3 +164,91 @@ def _object(update: str) -> object:
 
     special = {"kahan-literal": optim.Kahan(literal=True), "components-3": optim.Components(3)}
     return special.get(update, update)
+
+
+class TorchOptimizer(torch.optim.Optimizer):
+    """The measurements of ``halfulp.optim``'s optimizers, for an torch_optimizer of torch.optim."""
+
+    param_groups: list[dict[str, Any]]
+    state: defaultdict[Tensor, Any]
+
+    def report(self) -> LostUpdateReport:
+        """Return None: nothing is metered."""
+        return lost_update_report(())
+
+    def bytes_per_parameter(self) -> float:
+        """Bytes of weights, states and gradients per parameter element, as held now."""
+        parameters = [parameter for group in self.param_groups for parameter in group["params"]]
+        states = [value for state in self.state.values() for value in state.values() if isinstance(value, Tensor)]
+        gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
+        held: int = sum(_bytes(tensor) for tensor in (*parameters, *states, *gradients))
+        return float(held / max(1, sum(parameter.numel() for parameter in parameters)))
+
+    def float32_state_dict(self, model: nn.Module) -> dict[str, Tensor]:
+        """The model's state_dict with every sum of components, and every other floating tensor, as float32."""
+        plain = plain_state_dict(model.state_dict(), torch.float32)
+        return {name: value.float() if value.is_floating_point() else value for name, value in plain.items()}
+
+
+class SGD(TorchOptimizer, torch.optim.SGD):
+    """torch.optim.SGD."""
+
+
+class Adam(TorchOptimizer, torch.optim.Adam):
+    """torch.optim.Adam."""
+
+
+class AdamW(TorchOptimizer, torch.optim.AdamW):
+    """torch.optim.AdamW."""
+
+
+# What `halfulp.recipes.torch_optimizer` gives: either measures itself.
+MeasuredOptimizer = Optimizer | TorchOptimizer
+
+
+_KINDS = {kind.__name__: kind for kind in (SGD, Adam, AdamW)}
+
+
+def torch_optimizer(recipe: Recipe, model: nn.Module, rule: str, **hyper: Any) -> TorchOptimizer:
+    """torch.optim's torch_optimizer of a converted model.
+
+    Raises:
+        ValueError: torch.optim has no such rule.
+    """
+    if rule not in _KINDS:
+        raise ValueError(f"recipe {recipe.name!r} steps by torch.optim: {unknown('rule', rule, _KINDS)}")
+    return _KINDS[rule](model.parameters(), **hyper)
+
+
+def _bytes(tensor: Tensor) -> int:
+    return sum(part.numel() * part.element_size() for part in _parts(tensor))
+
+
+def _parts(tensor: Tensor) -> tuple[Tensor, ...]:
+    return tensor.components if isinstance(tensor, MCTensor) else (tensor,)
+
+
+# A second moment changes by less than half an ulp per step, so that nearest rounding would freeze it.
+_SECOND_MOMENTS = ("exp_avg_sq", "max_exp_avg_sq")
+
+
+def hold_states(optimizer: torch.optim.Optimizer, format: str, seed: int) -> None:
+    """Round the float32 states to ``format`` after every step: to nearest, second moments stochastically."""
+    steps = 0
+
+    def after_step(optimizer: torch.optim.Optimizer, args: object, kwargs: object) -> None:
+        nonlocal steps
+        steps += 1
+        for position, state in enumerate(optimizer.state.values()):
+            for name, value in state.items():
+                if name != "step" and torch.is_tensor(value) and value.dtype == torch.float32:
+                    rounding, counter = _rounding(name, seed, position, steps)
+                    quantize(value, format, rounding, out=value, counter=counter)
+
+    optimizer.register_step_post_hook(after_step)
+
+
+def _rounding(name: str, seed: int, position: int, steps: int) -> tuple[Rounding, int]:
+    if name in _SECOND_MOMENTS:
+        return Stochastic(seed=seed + position), steps
+    return Nearest(), 0

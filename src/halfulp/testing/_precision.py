@@ -18,8 +18,7 @@ from ..observation._finding import listing
 from ..observation.findings import get_kind
 from ..recipes import Recipe
 from ..recipes._plan import check
-from ..recipes.verification._copies import copy_of, same_randomness, untouched
-from ..recipes.verification._training_step import LossOf, default_loss, reference
+from ..recipes._training_step import LossOf, copy_of, default_loss, reference, same_randomness, untouched
 from ._short_training import ShortTraining, short_training
 
 # Twice what the worst result of five kinds of models that train well is commonly off by, some 16 eps of the format that

@@ -17,8 +17,7 @@ from ..emulation import emulate
 from ..mctensor import MCTensor
 from ..observation import Finding, observe
 from ..recipes import Recipe
-from ..recipes.verification._copies import same_randomness
-from ..recipes.verification._training_step import LossOf, called
+from ..recipes._training_step import LossOf, called, same_randomness
 from ..scaled import ScaledTensor
 
 # A scale of 2^16 halves as often before it is 1; iterations that are skipped are no steps.

@@ -8,5 +8,5 @@ from .evidence._evidence import Evidence as Evidence
 from .evidence._row import Row as Row
 from .running._pool import TrialError as TrialError
 from .tuning._candidates import Candidate as Candidate
+from .tuning._tune import Tuned as Tuned
 from .tuning._tune import tune as tune
-from .tuning._tuned import Tuned as Tuned

@@ -9,7 +9,7 @@ import pytest
 
 from halfulp import recipes
 from halfulp.trials import Evidence
-from halfulp.trials.evidence._headline import headline, losers
+from halfulp.trials.evidence._table import headline, losers
 
 RESULTS = Path(__file__).resolve().parents[3] / "docs" / "results"
 COMPARISONS = [path for path in sorted(RESULTS.glob("*.json")) if "trials" in json.loads(path.read_text("utf-8"))]

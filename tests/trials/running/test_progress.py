@@ -5,9 +5,8 @@ import re
 
 import pytest
 
-from halfulp.trials.running._estimate import TimeLeft, estimate
+from halfulp.trials.running._estimate import Cost, TimeLeft, cost_class, estimate
 from halfulp.trials.running._plan import plan
-from halfulp.trials.running._probe import Cost, cost_class
 from halfulp.trials.running._progress import Progress
 
 

@@ -9,7 +9,8 @@ from torch import nn
 
 import halfulp as hu
 from halfulp.trials.tasks import Step
-from halfulp.trials.tuning import _candidates, _layers, _search
+from halfulp.trials.tuning import _candidates, _search
+from halfulp.trials.tuning import _candidates as _layers
 
 
 def far(seed: int, *, lr: float, steps: int = 40, distance: float = 0.5) -> Step:

@@ -7,8 +7,7 @@ from typing import Any
 
 from ...pages import write_whole
 from ..page._page import html
-from ._finished_trials import FinishedTrials
-from ._row import check
+from ._row import FinishedTrials, check
 from ._table import text
 
 SCHEMA = 1

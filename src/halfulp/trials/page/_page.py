@@ -5,12 +5,20 @@ from collections.abc import Sequence
 from typing import Any
 
 from ...pages import render, require
-from ..evidence._finished_trials import FinishedTrials
-from ..evidence._headline import headline, is_indication, losers
-from ..evidence._row import Row, judged
-from ..evidence._table import DASH, cells, loss_name, notes, number, rounds_gradients, stored_bytes
-from ._curves import svg, task_curves
-from ._line_style import LineStyle, line_styles
+from ..evidence._row import FinishedTrials, Row, judged
+from ..evidence._table import (
+    DASH,
+    cells,
+    headline,
+    is_indication,
+    losers,
+    loss_name,
+    notes,
+    number,
+    rounds_gradients,
+    stored_bytes,
+)
+from ._curves import LineStyle, line_styles, svg, task_curves
 
 _WIDE, _NARROW = (820, 560), (340, 560)
 

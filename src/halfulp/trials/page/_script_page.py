@@ -11,8 +11,7 @@ import torch
 from ... import __version__, recipes
 from ...pages import DASH, number, render, require
 from ..running._plan import REFERENCE
-from ._curves import svg
-from ._line_style import line_styles
+from ._curves import line_styles, svg
 
 _WIDE, _NARROW = (820, 480), (340, 480)
 _TITLES = ("training loss", "difference to fp32 at the same backward pass", "the close ones, magnified")

@@ -1,20 +1,99 @@
-"""The pool: worker processes, one thread each, and what becomes of one that dies."""
+"""Trials run in worker processes, one thread each, or in this process; the errors say how one ended."""
+
+from __future__ import annotations
 
 import contextlib
 import multiprocessing
 import os
+import signal
 import tempfile
+import traceback
 from collections.abc import Generator, Iterator, Sequence
-from multiprocessing.connection import wait
+from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
 
+import torch
+
+from ..._extensions import load_inherited
 from ...environment import core_count
-from . import _worker
-from ._exit_code import how_it_ended, is_killed
+from ..tasks import Data
+from ._estimate import Probe, measure
 from ._plan import Trial
-from ._probe import Probe
+from ._trial import run
+
+
+def how_it_ended(code: int | None) -> str:
+    """Return the words for the exit code of a process; minus a signal's number where one killed it.
+
+    >>> how_it_ended(3), how_it_ended(-15), how_it_ended(-99), how_it_ended(0xC0000005)
+    ('ended with exit code 3', 'was killed by SIGTERM', 'was killed by signal 99', 'ended with exit code 0xC0000005')
+    """
+    if code is None or 0 <= code < 2**31:
+        return f"ended with exit code {code}"
+    if code > 0:  # of a crash on Windows, which names it so
+        return f"ended with exit code 0x{code:X}"
+    names = {member.value: member.name for member in signal.Signals}
+    return f"was killed by {names.get(-code, f'signal {-code}')}"
+
+
+def is_killed(code: int | None) -> bool:
+    """Whether SIGKILL ended a process, as the system does where memory is short; Windows has none.
+
+    >>> is_killed(-9), is_killed(9), is_killed(None)
+    (True, False, False)
+    """
+    return code is not None and -code == getattr(signal, "SIGKILL", 9)
+
+
+def main(connection: Connection, log: str) -> None:
+    """Serve trials until the parent hangs up. Whatever is printed meanwhile goes to the file ``log``.
+
+    Messages sent are ("ready", None), ("timed", cost), ("progress", (step, loss)), ("done", result) and ("failed",
+    (line, trace)).
+    """
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    descriptor = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+    os.dup2(descriptor, 1)
+    os.dup2(descriptor, 2)
+    import torch
+
+    torch.set_num_threads(1)
+    load_inherited()
+    loaded: dict[str, Data] = {}
+    try:
+        connection.send(("ready", None))
+        while True:
+            job = connection.recv()
+            connection.send(_answer(job, loaded, connection))
+    except (EOFError, BrokenPipeError, ConnectionResetError):
+        return
+
+
+def _answer(job: Trial | Probe, loaded: dict[str, Data], connection: Connection) -> tuple[str, Any]:
+    from ._trial import run
+
+    trial = job.trial if isinstance(job, Probe) else job
+    try:
+        which = repr(trial.task.settings())
+        if which not in loaded:
+            loaded[which] = trial.task.load()
+        if isinstance(job, Probe):
+            return "timed", measure(trial, loaded[which])
+
+        def report(step: int, loss: float) -> None:
+            connection.send(("progress", (step, loss)))
+
+        return "done", run(
+            trial.task, trial.recipe, trial.seed, trial.steps, loaded[which], report, observed=trial.observed
+        )
+    except (EOFError, BrokenPipeError, ConnectionResetError):
+        raise
+    except Exception as error:
+        lines = str(error).strip().splitlines() or [""]
+        return "failed", (f"{type(error).__name__}: {lines[0]}", traceback.format_exc())
+
 
 _ONE_THREAD = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS")
 
@@ -44,7 +123,7 @@ class _Worker:
         self.log = Path(logs) / f"worker{number}.log"
         self.trial: Trial | None = None
         self.process: BaseProcess = context.Process(
-            target=_worker.main, args=(theirs, str(self.log)), name=f"halfulp-trials-{number}", daemon=True
+            target=main, args=(theirs, str(self.log)), name=f"halfulp-trials-{number}", daemon=True
         )
         with _environment():
             self.process.start()
@@ -137,3 +216,26 @@ def _environment() -> Iterator[None]:
                 del os.environ[name]
             else:
                 os.environ[name] = value
+
+
+def work_here(trials: Sequence[Trial]) -> Generator[Event, None, None]:
+    """Train all trials and yield ("start", trial, None), then ("done", trial, result).
+
+    Each begins from its own seed, and torch's random state is afterwards as it was.
+
+    Raises:
+        TrialError: a trial crashed; its ``details`` are the traceback.
+    """
+    for trial in trials:
+        yield "start", trial, None
+        devices = list(range(torch.cuda.device_count()))
+        with torch.random.fork_rng(devices=devices):
+            try:
+                result = run(
+                    trial.task, trial.recipe, trial.seed, trial.steps, trial.task.load(), observed=trial.observed
+                )
+            except Exception as error:
+                line = (str(error).strip().splitlines() or [""])[0]
+                said = f"trial {trial} failed: {type(error).__name__}: {line}"
+                raise TrialError(said, trial, traceback.format_exc()) from error
+        yield "done", trial, result

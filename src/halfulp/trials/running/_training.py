@@ -9,12 +9,11 @@ from typing import Any
 from ...environment import processor_line
 from ...pages import require
 from ..evidence._evidence import Evidence
-from . import _in_process, _pool
-from ._estimate import estimate
-from ._observed import READINGS
+from . import _pool
+from ._estimate import Cost, Probe, cost_class, estimate, probes
 from ._plan import Trial
-from ._probe import Cost, Probe, cost_class, probes
 from ._store import Store
+from ._trial import READINGS
 
 Listener = Callable[[str, Trial | None, Any], None]
 
@@ -132,7 +131,7 @@ def training(
 def _work(trials: Sequence[Trial], workers: int, timed: Sequence[Probe]) -> Generator[_pool.Event, None, None]:
     """Train in workers, then in this process what must be: no trial starts before the others were timed."""
     yield from _pool.work([trial for trial in trials if not trial.task.in_process], workers, timed)
-    yield from _in_process.work([trial for trial in trials if trial.task.in_process])
+    yield from _pool.work_here([trial for trial in trials if trial.task.in_process])
 
 
 def _nobody(kind: str, trial: Trial | None, content: Any) -> None:

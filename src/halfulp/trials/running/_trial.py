@@ -1,4 +1,6 @@
-"""One trial: a task trained once under one recipe from one seed."""
+"""One trial: a task trained under a recipe from a seed, its gradients scaled, its layers observed."""
+
+from __future__ import annotations
 
 import contextlib
 import copy
@@ -12,11 +14,244 @@ import torch
 from torch import Tensor, nn
 
 from ... import recipes
+from ...gradients import AdaptiveGradScaler
+from ...observation import Observation, Record, observe
+from ...observation._record import FormatCounts, ParameterRecord
 from ...recipes import Recipe
-from ...recipes._torch_optimizers import MeasuredOptimizer
+from ...recipes._optimizer import MeasuredOptimizer
 from ..tasks import Batch, Data, Task
-from ._gradient_scaling import Scaling, scaling
-from ._observed import READINGS, observing, readings
+
+# Underflow is counted in steps that a scaler measures anyway: every sixteenth, and no more than so many of them.
+INTERVAL = 16
+SAMPLES = 12
+
+LossOn = Callable[[nn.Module, Batch], Tensor]
+Zeros = dict[str, tuple[float, int]]
+
+
+class Scaling:
+    """Plain gradients: the loss is differentiated and the optimizer steps."""
+
+    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
+        self._optimizer = optimizer
+
+    def before(self, step: int) -> None:
+        """Before the forward pass of a step."""
+
+    def backward(self, loss: Tensor) -> None:
+        """Differentiate the loss."""
+        loss.backward()
+
+    def step(self) -> None:
+        """Step the optimizer."""
+        self._optimizer.step()
+
+    def after(self, step: int, loss_on: LossOn, batch: Batch) -> None:
+        """After a step, with what its loss was made of."""
+
+    def readings(self) -> dict[str, Any]:
+        """What a trial's result says of it."""
+        return {}
+
+
+class Rounded(Scaling):
+    """Gradients in the recipe's format: a step that overflows is skipped and counted.
+
+    Underflow is counted in sampled steps, against the same step without rounding: of the gradient elements that are
+    not zero there, the share that is stored as zero.
+    """
+
+    def __init__(
+        self, scaler: AdaptiveGradScaler, model: nn.Module, optimizer: torch.optim.Optimizer, steps: int
+    ) -> None:
+        super().__init__(optimizer)
+        self._model = model
+        self._scaler = scaler
+        self._sample_interval = INTERVAL * max(1, steps // (INTERVAL * SAMPLES))
+        self._skipped = 0
+        self._lost: dict[str, list[tuple[float, float]]] = {}
+        self._copy: nn.Module | None = None
+
+    def before(self, step: int) -> None:
+        """At a sampled step, keep the model and the random state that it starts from."""
+        self._copy = None
+        if step % self._sample_interval == 0:
+            self._copy, self._random = copy.deepcopy(self._model), torch.get_rng_state()
+
+    def backward(self, loss: Tensor) -> None:
+        """Differentiate the scaled loss."""
+        self._scaler.scale(loss).backward()
+
+    def step(self) -> None:
+        """Step unless a gradient is not finite, and set the next scales."""
+        self._scaler.step(self._optimizer)
+        self._scaler.update()
+        self._skipped += not self._applied()
+
+    def after(self, step: int, loss_on: LossOn, batch: Batch) -> None:
+        """At a sampled step, count what underflowed; what overflowed is skipped and shows nothing."""
+        if self._copy is None or not self._applied():
+            return
+        with torch.random.fork_rng(devices=[]):
+            torch.set_rng_state(self._random)
+            wanted = _exact_zeros(self._copy, loss_on, batch)
+        for key, (zeros, elements) in _zeros(self._scaler).items():
+            if key in wanted:
+                lost = max(0.0, zeros - wanted[key][0])
+                self._lost.setdefault(key, []).append((lost, elements - wanted[key][0]))
+
+    def readings(self) -> dict[str, Any]:
+        """Steps skipped, and shares that underflowed: of all sampled elements, and of the worst site's."""
+        sites = {key: _share(counts) for key, counts in self._lost.items()}
+        worst = max(sites, key=lambda site: sites[site], default=None)
+        counts = [pair for pairs in self._lost.values() for pair in pairs]
+        mean = _share(counts) if counts else None
+        return {
+            "skipped": self._skipped,
+            "underflow": {"mean": mean, "worst": None if worst is None else sites[worst], "site": worst},
+        }
+
+    def close(self) -> None:
+        """Give the model its plain forward pass back."""
+        self._scaler.detach()
+
+    def _applied(self) -> bool:
+        last = self._scaler.last_step
+        return last is not None and last.applied
+
+
+@contextlib.contextmanager
+def scaling(recipe: Recipe, model: nn.Module, optimizer: torch.optim.Optimizer, steps: int) -> Iterator[Scaling]:
+    """The recipe's way to differentiate and step, while it trains."""
+    scaler = recipes.scaler(recipe, model)
+    if scaler is None:
+        yield Scaling(optimizer)
+        return
+    rounded = Rounded(scaler, model, optimizer, steps)
+    try:
+        yield rounded
+    finally:
+        rounded.close()
+
+
+def _exact_zeros(model: nn.Module, loss_on: LossOn, batch: Batch) -> Zeros:
+    """Zeros of one step's gradients without rounding, by site."""
+    # Rounding to float32's own format changes nothing, and lets zeros be counted.
+    plain = AdaptiveGradScaler(model, policy="constant", init_scale=1.0, format="fp32")
+    plain.scale(loss_on(model, batch)).backward()
+    plain.step(torch.optim.SGD(model.parameters(), lr=0.0))
+    plain.update()
+    return _zeros(plain)
+
+
+def _zeros(scaler: AdaptiveGradScaler) -> Zeros:
+    """Zeros of the last measured step's gradients, as stored, and how many elements there are, by site."""
+    rows = [row for row in scaler.sites() if row.elements]
+    return {row.site: (row.zero * row.elements, row.elements) for row in rows if row.zero is not None}
+
+
+def _share(counts: list[tuple[float, float]]) -> float:
+    """What was lost of what could be."""
+    whole = sum(could for _, could in counts)
+    return sum(lost for lost, _ in counts) / whole if whole else 0.0
+
+
+# Of a result, what an observed trial has besides.
+READINGS = "observed"
+# Formats that parameters can have, by the dtype's name in a recipe.
+RANGES = {"bfloat16": "bf16", "float16": "fp16"}
+
+
+@contextlib.contextmanager
+def observing(wanted: bool, model: nn.Module, optimizer: torch.optim.Optimizer, steps: int) -> Iterator[Any]:
+    """Observe a trial, if that is wanted, at about a dozen of its steps; gives the Observation or None."""
+    if not wanted:
+        yield None
+        return
+    with observe(model, optimizer, interval=max(1, steps // SAMPLES)) as seen:
+        yield seen
+
+
+def readings(seen: Observation, steps: int) -> dict[str, Any]:
+    """Return what an observation of a whole trial says, as plain data.
+
+    Args:
+        seen: the observation.
+        steps: of the trial.
+
+    Returns:
+        ``parameters``: by name, how many ``elements``, in which ``dtype``; the share of wanted movement that was
+        ``realised``, the share of updates ``lost`` and the ``noise`` that stochastic rounding would add, None where
+        unknown. ``ranges``: by dtype, the largest ``share`` of a tensor's elements that would leave the format's
+        range, with its ``role`` and ``name``. ``findings``: as `hu.observe` lists them.
+    """
+    record = seen.record
+    return {
+        "parameters": {name: _parameter(record, one, steps) for name, one in record.parameters.items()},
+        "ranges": {dtype: _out_of_range(record, format) for dtype, format in RANGES.items()},
+        "findings": [finding.to_dict() for finding in seen.findings],
+    }
+
+
+def _parameter(record: Record, one: ParameterRecord, steps: int) -> dict[str, Any]:
+    realised = one.update.realised_share
+    return {
+        "elements": one.numel,
+        "dtype": str(one.dtype).removeprefix("torch."),
+        "realised": realised if realised is None or math.isfinite(realised) else None,
+        "lost": one.update.lost_share,
+        "noise": _noise(record, one, steps),
+    }
+
+
+def _noise(record: Record, one: ParameterRecord, steps: int) -> float | None:
+    """Return the noise of stochastic rounding over the longest drift that the updates could make.
+
+    An update u below the spacing d is rounded with variance u (d - u), one above it with d^2 / 6 on average (Croci et
+    al., Royal Society Open Science 9, 211631, 2022); n of them drift by n u at most.
+    """
+    update, weight = record.tensors.get(("update", one.name)), record.tensors.get(("weight", one.name))
+    if update is None or weight is None or not update.histogram or not weight.histogram:
+        return None
+    size = _root_mean_square(update.histogram)
+    spacing = 2.0 ** _median(weight.histogram) * torch.finfo(one.dtype).eps
+    variance = size * (spacing - size) if size < spacing else spacing**2 / 6
+    return math.sqrt(variance * steps) / (size * steps)
+
+
+def _root_mean_square(histogram: dict[int, int]) -> float:
+    """Of numbers counted by their powers of two, each in the middle of its binade."""
+    squares = sum(count * 4.0 ** (power + 0.5) for power, count in histogram.items())
+    return math.sqrt(squares / sum(histogram.values()))
+
+
+def _median(histogram: dict[int, int]) -> int:
+    """Return the power of two that half of the numbers reach.
+
+    >>> _median({-3: 1, 0: 2, 5: 1})
+    0
+    """
+    left = sum(histogram.values()) / 2
+    for power in sorted(histogram):
+        left -= histogram[power]
+        if left <= 0:
+            return power
+    raise AssertionError("a histogram of nothing")
+
+
+def _out_of_range(record: Record, format: str) -> dict[str, Any]:
+    worst: dict[str, Any] = {"share": 0.0, "role": None, "name": None}
+    for (role, name), tensor in record.tensors.items():
+        counts = tensor.formats.get(format)
+        share = _share_out_of_range(counts) if counts is not None else 0.0
+        if role in ("activation", "activation gradient", "weight gradient", "weight") and share > worst["share"]:
+            worst = {"share": share, "role": role, "name": name}
+    return worst
+
+
+def _share_out_of_range(counts: FormatCounts) -> float:
+    return (counts.underflow + counts.overflow) / counts.elements if counts.elements else 0.0
+
 
 POINTS = 60
 _NOTHING = {"loss": None, "accuracy": None}

@@ -8,7 +8,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, nn
 
-from . import _files
+from . import _task as _files
 from ._task import Batch, Data, Task, warm_cosine
 
 _HOW = (

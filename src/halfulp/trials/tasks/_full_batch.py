@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from ... import recipes
 from ...mctensor import MCTensor
 from ...recipes import Recipe
-from ...recipes._torch_optimizers import MeasuredOptimizer
+from ...recipes._optimizer import MeasuredOptimizer
 from ._task import Batch, Data, Task
 
 _POINTS = 60

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from ...hyperbolic import HalfSpace, RankingSets, RiemannianSGD, ranking_gradient, reconstruction
 from ...mctensor import MCTensor
 from ...recipes import Recipe
-from . import _files
+from . import _task as _files
 from ._task import Batch, Data, Task
 
 _HOW = (

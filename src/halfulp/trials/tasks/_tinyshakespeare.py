@@ -3,7 +3,7 @@
 import dataclasses
 from typing import ClassVar
 
-from . import _files
+from . import _task as _files
 from ._task import Data
 from ._text import CharacterGPT, characters
 

@@ -10,15 +10,14 @@ from typing import Any
 from ... import recipes
 from ...recipes import Recipe
 from ...recipes._plan import assign
-from ..evidence._headline import KEPT
 from ..evidence._row import Row, judged
 from ..evidence._statistics import interval, verdict
-from ..running._observed import READINGS
+from ..evidence._table import KEPT
 from ..running._plan import REFERENCE, TWIN, Trial
 from ..running._training import Training
+from ..running._trial import READINGS
 from ..tasks import Task
-from ._candidates import PROBES, Candidate, Costs, keeps_less, ladder, priced
-from ._layers import Updates, harm, kinds_of, with_updates
+from ._candidates import PROBES, Candidate, Costs, Updates, harm, keeps_less, kinds_of, ladder, priced, with_updates
 
 # A first seed that lies so many times the tolerance above float32 needs no further seeds.
 _CLEARLY = 3.0

@@ -1,6 +1,6 @@
 """Lines of a comparison are told apart without colour too."""
 
-from halfulp.trials.page._line_style import line_styles
+from halfulp.trials.page._curves import line_styles
 
 
 def test_no_two_recipes_share_marker_and_dash() -> None:

@@ -12,7 +12,7 @@ import torch
 import halfulp as hu
 from halfulp.gradients import LastStep
 
-from ..exponents import batch, clear, mean_square, mlp, sites
+from .exponents import batch, clear, mean_square, mlp, sites
 
 
 def trained(scaler, model, steps, overflows=()):

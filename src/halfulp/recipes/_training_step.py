@@ -1,0 +1,530 @@
+"""One forward and backward pass of a copy of a model, with all its results, to compare with another."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import dataclasses
+import random
+import sys
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves, tree_map
+
+from .._messages import a_kind
+from ..kernels import same_bits
+from ..scaled import ScaledTensor
+
+# Two results agree if their bits do or, behind a sum in another order, their leading 20 bits.
+NEAR = 1e-6
+# An element may be off by this many times what float32 itself is off by among elements of its size.
+_ROOM = 32.0
+# Elements up to this many binades larger count as of its size.
+_BINADES = 6
+# Beyond float32's binades, for 0.
+_ZERO = -1100
+
+
+def agrees(wanted: Tensor | None, got: Tensor | None, exact: Tensor | None) -> bool:
+    """Whether a result is plain float32's up to the order of sums, element by element.
+
+    The error against float64 must be within 1e-6 of the norm, or within 32 times plain float32's own. That says nothing
+    of elements far below the largest, so each one's error must be within 1e-6 of its value, or within 32 times the
+    largest that plain float32 makes among elements of up to 64 times its size. Without a result in float64, the norm
+    of the difference must be within 1e-6 of the norm, and elements may not become 0, nor cease to be.
+
+    Args:
+        wanted: of plain float32; None where there is none.
+        got: to be judged, of the same shape.
+        exact: of the same computation in float64, or with other rounding errors; None where there is no such run.
+
+    >>> a = torch.tensor([1.0, 1e-7]).repeat(8)
+    >>> agrees(a, a * (1 + 1e-7), a.double()), agrees(a, torch.where(a < 1e-6, 0.0, a), a.double())
+    (True, False)
+    """
+    if wanted is None or got is None:
+        return wanted is got
+    if wanted.shape != got.shape:
+        return False
+    if same_bits(wanted, got):
+        return True
+    if _not_finite(wanted, got):
+        return False
+    wanted, got = wanted.double().flatten(), got.double().flatten()
+    finite = wanted.isfinite()
+    wanted, got = wanted[finite], got[finite]
+    if exact is None or exact.numel() != finite.numel():
+        return relative(wanted, got) <= NEAR and not bool(((wanted == 0) != (got == 0)).any())
+    exact = exact.double().flatten()[finite]
+    if not exact.numel():
+        return True
+    if (got - exact).norm() > max(NEAR * exact.norm(), _ROOM * (wanted - exact).norm()):
+        return False
+    allowed = torch.maximum(NEAR * exact.abs(), _ROOM * _error_of_size(wanted, exact))
+    return bool(((got - exact).abs() <= allowed).all())
+
+
+def _error_of_size(wanted: Tensor, exact: Tensor) -> Tensor:
+    """For each element, the largest error of those that are no more than 64 times as large."""
+    errors = (wanted - exact).abs()
+    binades = torch.where(exact == 0, _ZERO, torch.frexp(exact).exponent.long()) - _ZERO
+    largest = torch.zeros(int(binades.max()) + 1 + _BINADES, dtype=torch.float64, device=errors.device)
+    largest.scatter_reduce_(0, binades, errors, "amax")
+    return torch.cummax(largest, 0).values[binades + _BINADES]
+
+
+def relative(wanted: Tensor, got: Tensor) -> float:
+    """The norm of the difference over the norm of what was wanted; infinite where infinities or NaN differ.
+
+    >>> inf = float("inf")
+    >>> relative(torch.tensor([4.0, inf]), torch.tensor([3.0, inf])), relative(torch.tensor(inf), torch.tensor(-inf))
+    (0.25, inf)
+    """
+    if _not_finite(wanted, got):
+        return float("inf")
+    wanted, got = wanted.double(), got.double()
+    finite = wanted.isfinite()
+    norm = torch.where(finite, wanted, 0.0).norm().clamp(min=torch.finfo(torch.float64).tiny)
+    return float(torch.where(finite, wanted - got, 0.0).norm() / norm)
+
+
+def _not_finite(wanted: Tensor, got: Tensor) -> bool:
+    """Whether infinities or NaN differ."""
+    finite = wanted.isfinite() & got.isfinite()
+    return not bool((finite | (wanted == got) | (wanted.isnan() & got.isnan())).all())
+
+
+# Every run begins with these random bits.
+_SEED = 0
+
+
+class _KeptTensors(TorchFunctionMode):
+    """Lets `copy.deepcopy` copy activations that a module keeps; torch copies only leaves."""
+
+    def __torch_function__(self, function: Any, types: Any, arguments: tuple = (), options: dict | None = None) -> Any:
+        if function is Tensor.__deepcopy__ and not arguments[0].is_leaf:
+            kept, memo = arguments
+            if id(kept) not in memo:
+                memo[id(kept)] = kept.detach().clone().requires_grad_(True)
+            return memo[id(kept)]
+        return function(*arguments, **(options or {}))
+
+
+def copy_of(model: nn.Module) -> nn.Module:
+    """A deep copy that keeps what `copy.deepcopy` drops: the hooks of parameters and of buffers.
+
+    Raises:
+        ValueError: a parameter has a hook that runs after its gradient is accumulated: it acts on objects outside the
+            model, such as an optimizer, which a copy must not touch; or an object of the model cannot be copied.
+    """
+    for name, parameter in model.named_parameters():
+        if parameter._post_accumulate_grad_hooks:
+            raise ValueError(
+                f"parameter {name!r} has a hook that runs after its gradient is accumulated and may change what is "
+                "outside the model: remove it for the proof (handle.remove()), and register it again afterwards"
+            )
+    try:
+        with _KeptTensors():
+            other = copy.deepcopy(model)
+    except (RuntimeError, TypeError, copy.Error) as error:
+        raise ValueError(f"the model cannot be copied, and the proof runs on copies: {error}") from error
+    for ours, theirs in zip(_tensors(model), _tensors(other), strict=True):
+        for hook in (ours._backward_hooks or {}).values():
+            theirs.register_hook(hook)
+    return other
+
+
+def _tensors(model: nn.Module) -> Iterator[Tensor]:
+    yield from model.parameters()
+    yield from (buffer for buffer in model.buffers() if buffer.requires_grad)
+
+
+@contextlib.contextmanager
+def same_randomness() -> Iterator[None]:
+    """A block with the same state of Python's, NumPy's and torch's generators each time, restored afterwards."""
+    numpy = sys.modules.get("numpy")
+    python_state, numpy_state = random.getstate(), None if numpy is None else numpy.random.get_state()
+    with torch.random.fork_rng():
+        try:
+            torch.manual_seed(_SEED)
+            random.seed(_SEED)
+            if numpy is not None:
+                numpy.random.seed(_SEED)
+            yield
+        finally:
+            random.setstate(python_state)
+            if numpy is not None:
+                numpy.random.set_state(numpy_state)
+
+
+@contextlib.contextmanager
+def untouched(model: nn.Module) -> Iterator[None]:
+    """A block in which runs of copies must not change the model; its gradients are put aside meanwhile.
+
+    Raises:
+        ValueError: they gave the model itself gradients, or wrote its parameters or buffers: a function that the model
+            keeps (a lambda, a closure) reaches the model, and its copies are no copies.
+    """
+    tensors = dict(model.named_parameters()) | dict(model.named_buffers())
+    before = {name: (tensor.grad, tensor._version) for name, tensor in tensors.items()}
+    for tensor in tensors.values():
+        tensor.grad = None
+    reached = []
+    try:
+        yield
+    finally:
+        for name, tensor in tensors.items():
+            grad, version = before[name]
+            if tensor.grad is not None or tensor._version != version:
+                reached.append(name)
+            tensor.grad = grad
+    if reached:
+        raise ValueError(
+            f"running a copy of the model reached the model's own {reached[0]!r}: a function that the model keeps "
+            "refers to the model, so that its copies are no copies; make it a method or a module"
+        )
+
+
+# Results are multiplied by 1, or by 1 more or less this.
+_PLACE = 2.0**-23
+# A payload that stands for more may saturate under another scale, or overflow; models take such numbers for "no value".
+_LARGEST = 2.0**96
+
+
+class Jitter(TorchDispatchMode):
+    """Multiplies the results of operators by 1 - 2^-23, 1 or 1 + 2^-23, element by element at random.
+
+    Rounding errors of another size and sign than a run's own show how far these go on their way, as in stochastic
+    arithmetic (Vignes, "A stochastic arithmetic for reliable scientific computation", 1993). Whole numbers stay, and so
+    does what shares memory with an operand or is written in place.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._generator = torch.Generator().manual_seed(0)
+
+    def __torch_dispatch__(self, operator: Any, types: Any, arguments: tuple = (), options: dict | None = None) -> Any:
+        options = options or {}
+        results = operator(*arguments, **options)
+        if operator.is_view or operator._schema.is_mutable:
+            return results
+        given = {_memory(x) for x in tree_leaves((arguments, options)) if isinstance(x, Tensor)}
+        return tree_map(lambda x: self._moved(x, given), results)
+
+    def _moved(self, x: Any, given: set[int]) -> Any:
+        if type(x) is not Tensor or x.dtype != torch.float32 or _memory(x) in given:
+            return x
+        steps = torch.randint(-1, 2, x.shape, generator=self._generator, dtype=torch.float32, device="cpu")
+        factor = 1 + _PLACE * steps.to(x.device)
+        # Counts, indices and what stands for no value have no rounding errors.
+        return torch.where((x == x.round()) | (x.abs() > _LARGEST), x, x * factor)
+
+
+def _memory(x: Tensor) -> int:
+    """The identity of a tensor's memory, the same for tensors that share it."""
+    try:
+        return x.untyped_storage()._cdata
+    except (RuntimeError, NotImplementedError):  # of a tensor without memory of its own
+        return 0
+
+
+LossOf = Callable[[Any], Tensor]
+
+# A run in float64, or with jitter, that is farther from float32's than this drew other random numbers, or computed
+# something else.
+_SAME_RUN = 1e-2
+
+
+@dataclasses.dataclass(frozen=True)
+class Run:
+    """The results of one step of a model, decoded.
+
+    Attributes:
+        values: the loss, floating outputs and floating buffers, by what they are called in a report.
+        gradients: of each parameter that trains, by name; None where there is none.
+    """
+
+    values: dict[str, Tensor]
+    gradients: dict[str, Tensor | None]
+
+    @property
+    def loss(self) -> Tensor:
+        """The loss."""
+        return self.values["the loss"]
+
+
+def _as_it_is(loss: Tensor) -> Tensor:
+    return loss
+
+
+def reference(model: nn.Module, batch: Any, loss_of: LossOf) -> Run:
+    """A step of a copy in plain float32, which must be finite, and the same when it is run again.
+
+    Raises:
+        ValueError: nothing to compare with.
+    """
+    run = one_step(copy_of(model), batch, loss_of)
+    if not bool(run.loss.isfinite().all()):
+        raise ValueError(f"in plain float32 the loss is {run.loss.item()}: nothing to compare with; give another batch")
+    if all(grad is None for grad in run.gradients.values()):
+        raise ValueError("in plain float32 no parameter has a gradient: give a loss that depends on one that trains")
+    for name, grad in run.gradients.items():
+        if grad is not None and not bool(grad.isfinite().all()):
+            raise ValueError(
+                f"in plain float32 the gradient of {name!r} is not finite: nothing to compare with; give another batch"
+            )
+    again = one_step(copy_of(model), batch, loss_of)
+    for name, (first, second) in pairs(run, again).items():
+        if difference(first, second):
+            raise ValueError(
+                f"two runs of the plain model differ in {name}: it keeps a state that a copy does not (a closure's, a "
+                "global one, a random generator of its own), and nothing can be proved; make that state a buffer or an "
+                "attribute of a module"
+            )
+    return run
+
+
+def in_float64(model: nn.Module, batch: Any, loss_of: LossOf, plain: Run, step: int = 1) -> Run | None:
+    """Run the step in float64, to estimate float32's own error.
+
+    Where it does not run there, it is the step in float32 with `Jitter`; None where both are another computation.
+    """
+    return _like(plain, lambda: _steps(copy_of(model).double(), tree_map(_double, batch), loss_of, step)) or _like(
+        plain, lambda: _steps(copy_of(model), batch, loss_of, step, Jitter)
+    )
+
+
+def _steps(model: nn.Module, batch: Any, loss_of: LossOf, count: int, watch: Callable | None = None) -> Run:
+    for _ in range(count):
+        run = one_step(model, batch, loss_of, watch=watch and watch())
+    return run
+
+
+def _like(plain: Run, steps: Callable[[], Run]) -> Run | None:
+    """Return a run's results if it finishes and draws the same random numbers as the plain run; else None."""
+    try:
+        other = steps()
+    except Exception:  # whatever a model of somebody else's raises in another dtype
+        return None
+    both = list(pairs(plain, other).values())
+    if any((a is None) != (b is None) or (a is not None and b is not None and a.shape != b.shape) for a, b in both):
+        return None
+    # Of a gradient that is 0 but for rounding float32 has no digit: all gradients are taken together.
+    ours, theirs = (_concatenated(run.gradients.values()) for run in (plain, other))
+    return other if relative(plain.loss, other.loss) < _SAME_RUN and relative(ours, theirs) < _SAME_RUN else None
+
+
+def _concatenated(gradients: Iterable[Tensor | None]) -> Tensor:
+    return torch.cat([gradient.double().flatten() for gradient in gradients if gradient is not None])
+
+
+def one_step(
+    model: nn.Module,
+    batch: Any,
+    loss_of: LossOf,
+    scaled: Callable[[Tensor], Tensor] = _as_it_is,
+    watch: contextlib.AbstractContextManager | None = None,
+) -> Run:
+    """Run a model on a batch, and backward from what ``scaled`` makes of the loss, under ``watch``."""
+    model.zero_grad()
+    with same_randomness(), watch or contextlib.nullcontext():
+        output = called(model, batch)
+        loss = loss_of(output)
+        if not isinstance(loss, Tensor):
+            raise TypeError(f"the loss gave {a_kind(loss)}: give a scalar tensor, loss=lambda output: ...")
+        if loss.numel() != 1:
+            raise ValueError(f"the loss has shape {list(loss.shape)}: give a scalar, loss=lambda output: ...")
+        if loss.requires_grad:
+            scaled(loss).backward()
+    trained = {name: p.grad for name, p in model.named_parameters() if p.requires_grad}
+    gradients = {name: None if grad is None else plain(grad) for name, grad in trained.items()}
+    return Run(_values(model, output, loss), gradients)
+
+
+def _values(model: nn.Module, output: Any, loss: Tensor) -> dict[str, Tensor]:
+    values = {"the loss": loss}
+    leaves = tree_leaves(dict(output) if isinstance(output, Mapping) else output)
+    values |= {f"output {index}": x for index, x in enumerate(leaves) if _floating(x)}
+    values |= {f"buffer {name!r}": x for name, x in model.named_buffers() if _floating(x)}
+    return {name: plain(x) for name, x in values.items()}
+
+
+def pairs(wanted: Run, got: Run) -> dict[str, tuple[Tensor | None, Tensor | None]]:
+    """Pairs of two runs' results: the loss, outputs, buffers and gradients."""
+    values = {name: (wanted.values.get(name), got.values.get(name)) for name in {**wanted.values, **got.values}}
+    names = {**wanted.gradients, **got.gradients}
+    return values | {f"gradient {name!r}": (wanted.gradients.get(name), got.gradients.get(name)) for name in names}
+
+
+def plain(x: Tensor) -> Tensor:
+    """A copy of the values, decoded."""
+    x = x.detach()
+    return x.decode(torch.float32) if isinstance(x, ScaledTensor) else x.clone()
+
+
+def _floating(x: Any) -> bool:
+    return isinstance(x, Tensor) and x.is_floating_point()
+
+
+def _double(x: Any) -> Any:
+    return x.double() if _floating(x) else x
+
+
+def called(model: nn.Module, batch: Any) -> Any:
+    if isinstance(batch, Mapping):
+        return model(**batch)
+    return model(*batch) if isinstance(batch, (tuple, list)) else model(batch)
+
+
+def default_loss(seed: int) -> LossOf:
+    """The output's own loss, or its elements under fixed random weights."""
+
+    def loss_of(output: Any) -> Tensor:
+        own = output.get("loss") if isinstance(output, Mapping) else getattr(output, "loss", None)
+        if own is not None:
+            return own
+        generator = torch.Generator().manual_seed(seed)
+        leaves = tree_leaves(dict(output) if isinstance(output, Mapping) else output)
+        floats = [x for x in leaves if isinstance(x, Tensor) and x.is_floating_point() and x.requires_grad]
+        if not floats:
+            raise ValueError("no floating output depends on the parameters: give loss=lambda output: ...")
+        weights = (torch.randn(x.shape, dtype=torch.float32, device="cpu", generator=generator) for x in floats)
+        first, *others = ((x * weight.to(x.device)).sum() for x, weight in zip(floats, weights))
+        return sum(others, first)
+
+    return loss_of
+
+
+def difference(wanted: Tensor | None, got: Tensor | None) -> float:
+    """The relative norm of the difference, 0 where the bits are the same, infinite where one is missing."""
+    if wanted is None or got is None:
+        return 0.0 if wanted is got else float("inf")
+    if wanted.shape != got.shape:
+        return float("inf")
+    return 0.0 if same_bits(wanted, got) else relative(wanted, got)
+
+
+class Difference(NamedTuple):
+    """An operator whose results are not torch's: its name, the module or direction it ran in, and by how much."""
+
+    operator: str
+    place: str
+    off: float
+
+
+class OperatorCheck(TorchDispatchMode):
+    """Runs torch's operator on the decoded operands beside each operator of scaled tensors.
+
+    Since both have the same operands, what a wrong operator does to those behind it is not held against them, and the
+    order in which a backward pass runs does not matter. Views compute nothing and are passed over.
+
+    Attributes:
+        unequal: the first operator whose bits differ, if any.
+        wrong: those that differ by more than another order of sums explains, in order.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.unequal: Difference | None = None
+        self.wrong: list[Difference] = []
+        self._module_paths = ["the model"]
+        self._handles = []
+        for name, module in model.named_modules():
+            path = name or "the model"
+            self._handles.append(
+                module.register_forward_pre_hook(lambda *_, path=path: self._module_paths.append(path))
+            )
+            self._handles.append(module.register_forward_hook(lambda *_: self._leave(), always_call=True))
+
+    def _leave(self) -> None:
+        self._module_paths.pop()
+
+    def __exit__(self, *error: Any) -> None:
+        super().__exit__(*error)
+        for handle in self._handles:
+            handle.remove()
+
+    def __torch_dispatch__(self, operator: Any, types: Any, arguments: tuple = (), options: dict | None = None) -> Any:
+        options = options or {}
+        given = tree_leaves((arguments, options))
+        scaled = any(isinstance(x, ScaledTensor) for x in given)
+        if not scaled or operator.is_view or operator.namespace != "aten" or "empty" in operator.name():
+            return operator(*arguments, **options)
+        # Decoded before the call, which may write into its operands.
+        operands = [tree_map(lambda x, to=to: _decoded(x, to), (arguments, options)) for to in _WIDTHS]
+        with _same_draws(options.get("generator")) as again:
+            results = operator(*arguments, **options)
+            wanted = _plainly(operator, operands[0], again)
+            got = _floats(results)
+            if len(got) == len(wanted):
+                wanted, got = list(map(_within, wanted, got)), list(map(_within, got, wanted))
+            if len(got) != len(wanted) or not all(map(same_bits, wanted, got)):
+                exact = _plainly(operator, operands[1], again)
+                self._differs(operator, wanted, got, exact)
+        return results
+
+    def _differs(self, operator: Any, wanted: list[Tensor], got: list[Tensor], exact: list[Tensor]) -> None:
+        if len(wanted) != len(got) or any(a.shape != b.shape for a, b in zip(wanted, got, strict=True)):
+            return  # torch takes no such operands; the results count by what they lead to
+        place = "the backward pass" if torch._C._current_graph_task_id() != -1 else self._module_paths[-1]
+        found = Difference(str(operator), place, max(map(relative, wanted, got)))
+        self.unequal = self.unequal or found
+        best: list[Tensor | None] = [None] * len(wanted)
+        if len(exact) == len(wanted):
+            best[:] = map(_within, exact, wanted)
+        if not all(map(agrees, wanted, got, best)):
+            self.wrong.append(found)
+
+
+_WIDTHS = (torch.float32, torch.float64)
+
+
+def _within(x: Tensor, other: Tensor) -> Tensor:
+    """The tensor, clamped to 2^96 where both are beyond: there equal signs count as equal."""
+    if x.shape != other.shape:
+        return x
+    return torch.where((x.abs() >= _LARGEST) & (other.abs() >= _LARGEST), x.clamp(-_LARGEST, _LARGEST), x)
+
+
+def _decoded(x: Any, dtype: torch.dtype) -> Any:
+    """A copy of the values in another dtype, with the strides of the tensor."""
+    if not isinstance(x, Tensor):
+        return x
+    values = x.detach()
+    values = values.decode(torch.float32) if isinstance(values, ScaledTensor) else values.clone()
+    return values.to(dtype) if values.dtype == torch.float32 else values
+
+
+def _plainly(operator: Any, operands: tuple, again: Any) -> list[Tensor]:
+    """The floating results of torch's own operator; none where it does not take these operands."""
+    arguments, options = operands
+    again()
+    try:
+        return _floats(operator(*arguments, **options))
+    except (RuntimeError, TypeError, NotImplementedError):
+        return []
+
+
+def _floats(results: Any) -> list[Tensor]:
+    return [_decoded(x, torch.float32) for x in tree_leaves(results) if isinstance(x, Tensor) and x.is_floating_point()]
+
+
+@contextlib.contextmanager
+def _same_draws(generator: torch.Generator | None) -> Iterator[Any]:
+    """A block that yields a function to rewind the generators; at its end they are where the first call left them."""
+    source = torch.random.default_generator if generator is None else generator
+    before = source.get_state()
+    after: list[Tensor] = []
+
+    def again() -> None:
+        after.append(source.get_state())
+        source.set_state(before)
+
+    yield again
+    if after:
+        source.set_state(after[0])

@@ -1,0 +1,419 @@
+"""verify: a proof on a given model that a recipe changes nothing in float32, or the operator that does."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import math
+from collections import Counter
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from .._messages import a_kind
+from ..gradients import AdaptiveGradScaler
+from ..gradients.eager._replay import forwards_without_region
+from ..mctensor import MCTensor
+from ..scaled import ScaledTensor, scalify
+from ..subclass import fallbacks
+from . import _catalog
+from ._recipe import Recipe
+from ._training_step import (
+    Difference,
+    LossOf,
+    OperatorCheck,
+    Run,
+    agrees,
+    copy_of,
+    default_loss,
+    difference,
+    in_float64,
+    one_step,
+    pairs,
+    reference,
+    untouched,
+)
+
+# Scales between 2^-SPREAD and 2^SPREAD times the measured one.
+SPREAD = 12
+# How many wrong results a report names.
+_SHOWN = 5
+
+
+# Random exponents lie in this range; differences of two are far from float32's limits.
+LOWEST, HIGHEST = -12, 24
+_GLOBAL = "global"
+# So many steps show whether the graph is known: two forward passes are watched, the others are not.
+_STEPS = 4
+# The number of an iteration that is not measured.
+_UNMEASURED = 3
+
+
+@dataclasses.dataclass(frozen=True)
+class Verification:
+    """The result of `verify`.
+
+    Attributes:
+        technique: What was verified: "scaled" or "gradients".
+        gradients: Relative difference to plain float32 of each parameter that has a gradient; 0 means equal bits.
+        values: The same of the loss, the floating outputs and the floating buffers.
+        wrong: Which gradients, values and operators differ by more than another order of sums explains.
+        first: The first operator that is wrong, or else the first whose bits are not those of torch's own on the same
+            operands: its name, the module or direction it ran in, and by how much; or None.
+        fallbacks: Operators without a rule, and how often they ran.
+        unused: Parameters that train but have no gradient in plain float32; nothing was compared there.
+        left_alone: Parameters that the recipe does not change.
+        left_out: What the recipe rounds by design, which is no part of the run: "eight-bit products"; or None.
+        trials: How often it ran, each time under other random scales or exponents.
+        seed: Of the scales.
+        merged: Gradient sites that were not exact by themselves, and now follow the global exponent.
+        replays: How many of the forward passes under random exponents were not watched, as their graph was known, like
+            most of a training's; None under scales, and 0 where it is not the same from pass to pass.
+    """
+
+    technique: str
+    gradients: dict[str, float]
+    values: dict[str, float]
+    wrong: list[str]
+    first: tuple[str, str, float] | None
+    fallbacks: dict[str, int]
+    unused: list[str]
+    left_alone: list[str]
+    left_out: str | None
+    trials: int
+    seed: int
+    merged: list[str] = dataclasses.field(default_factory=list)
+    replays: int | None = None
+
+    @property
+    def equal(self) -> int:
+        """How many gradients have equal bits."""
+        return sum(difference == 0 for difference in self.gradients.values())
+
+    @property
+    def passed(self) -> bool:
+        """Whether all results equal plain float32's, up to the order of sums, and no operator fell back."""
+        return not self.wrong and not self.fallbacks
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain data that JSON can hold; a difference that is not finite is None."""
+        data = {**dataclasses.asdict(self), "equal": self.equal, "passed": self.passed}
+        for kind in ("gradients", "values"):
+            data[kind] = {name: _finite(difference) for name, difference in data[kind].items()}
+        data["first"] = [*self.first[:2], _finite(self.first[2])] if self.first else None
+        return data
+
+    def __str__(self) -> str:
+        worst = max(self.gradients, key=lambda name: self.gradients[name], default=None)
+        under = "exponents" if self.technique == "gradients" else "scales"
+        said = [f"{self.equal} of {len(self.gradients)} gradients are bit-equal to float32's under random {under}"]
+        if worst is not None and self.gradients[worst]:
+            said.append(f"the farthest is {worst}, by {self.gradients[worst]:.1e} of its norm")
+        if self.wrong:
+            more = f" and {len(self.wrong) - _SHOWN} more" if len(self.wrong) > _SHOWN else ""
+            said.append(f"not float32's: {', '.join(self.wrong[:_SHOWN])}{more}")
+        if self.first:
+            operator, place, difference = self.first
+            said.append(f"the first operator that differs is {operator} in {place}, by {difference:.1e}")
+        for name, count in self.fallbacks.items():
+            said.append(f"{name} has no rule and ran on decoded values {count} times")
+        if self.unused:
+            said.append(f"without a gradient: {', '.join(self.unused)}")
+        if self.left_alone:
+            said.append(f"left alone: {', '.join(self.left_alone)}")
+        if self.merged:
+            said.append(f"merged into the global exponent, as not exact by themselves: {', '.join(self.merged)}")
+        if self.passed and self.replays == 0:
+            said.append("its graph is another at each pass or has parts that must be watched, as in every pass here")
+        head = "passed" if self.passed else "FAILED"
+        if self.left_out:
+            head += f" ({self.left_out} left out, as no part of the proof)"
+        return f"{head}: " + "; ".join(said)
+
+
+class Proof:
+    """Runs of copies of a model, compared with a plain one.
+
+    Attributes:
+        plain: the run in plain float32.
+        gradients, values: the largest relative difference from it, over the runs that counted.
+        wrong: what differs by more than another order of sums explains, in words, each once.
+    """
+
+    def __init__(self, model: nn.Module, batch: Any, loss: LossOf, seed: int) -> None:
+        self._model, self._batch, self._loss, self._seed = model, batch, loss, seed
+        self._generator = torch.Generator().manual_seed(seed)
+        self.plain = reference(model, batch, loss)
+        self._exact = Exact(model, batch, loss, self.plain)
+        self.gradients = {name: 0.0 for name, value in self.plain.gradients.items() if value is not None}
+        self.values = dict.fromkeys(self.plain.values, 0.0)
+        self.wrong: dict[str, None] = {}
+
+    def judge(self, found: Run, where: str = "", plain: Run | None = None, exact: Exact | None = None) -> None:
+        """Compare a run with a plain one: that of the first step, or another step's, whose `exact` is given too."""
+        plain, exact = plain or self.plain, exact or self._exact
+        for name, (wanted, got) in pairs(plain, found).items():
+            off = difference(wanted, got)
+            own = self.gradients if name not in found.values and name not in plain.values else self.values
+            key = name.removeprefix("gradient ").strip("'") if own is self.gradients else name
+            if off or key in own:
+                own[key] = max(own.get(key, 0.0), off)
+            if off and not agrees(wanted, got, exact[name]):
+                self.wrong[f"{name}{where}"] = None
+
+    def result(self, technique: str, trials: int, **fields: Any) -> Verification:
+        """What the runs showed, with the fields that they alone do not give."""
+        nothing: dict[str, Any] = {"first": None, "fallbacks": {}, "left_alone": [], "left_out": None}
+        return Verification(
+            technique=technique,
+            gradients=self.gradients,
+            values=self.values,
+            wrong=list(self.wrong),
+            unused=[name for name, value in self.plain.gradients.items() if value is None],
+            trials=trials,
+            seed=self._seed,
+            **{**nothing, **fields},
+        )
+
+    def draw(self, low: int, high: int, count: int) -> list[int]:
+        """Random whole numbers from low to high, both counted."""
+        return torch.randint(
+            low, high + 1, (count,), generator=self._generator, dtype=torch.int64, device="cpu"
+        ).tolist()
+
+
+class ScaleProof(Proof):
+    """Copies of a model with scaled parameters, run under random scales."""
+
+    def under_scales(self, recipe: Recipe, trials: int) -> Verification:
+        """Run so many draws of scales, each operator beside torch's own."""
+        first: Difference | None = None
+        unequal: Difference | None = None
+        counts: Counter[str] = Counter()
+        left: list[str] = []
+        for _ in range(trials):
+            other = scalify(copy_of(self._model), torch.float32, rescale="norms", wide="none")
+            left = [name for name, p in other.named_parameters() if not isinstance(p, ScaledTensor)]
+            for parameter in other.parameters():
+                if isinstance(parameter.data, ScaledTensor):
+                    parameter.data = self._shifted(parameter.data)
+            check = OperatorCheck(other)
+            self.judge(one_step(other, self._batch, self._loss, watch=check))
+            self.wrong |= dict.fromkeys(f"operator {one.operator} in {one.place}" for one in check.wrong)
+            first, unequal = first or next(iter(check.wrong), None), unequal or check.unequal
+            counts.update(fallbacks(other))
+        left_out = "eight-bit products" if recipe.matmul else None
+        more: dict[str, Any] = {"fallbacks": dict(counts), "left_alone": left, "left_out": left_out}
+        return self.result("scaled", trials, first=first or unequal, **more)
+
+    def _shifted(self, x: ScaledTensor) -> Tensor:
+        """The values under another scale."""
+        (power,) = self.draw(-SPREAD, SPREAD, 1)
+        return x.with_scale((x.scale * 2.0**power).clamp(2.0**-126, 2.0**127)).detach()
+
+
+class ExponentProof(Proof):
+    """Copies of a model, each with a scaler of its own, run under random exponents.
+
+    Each run is compared with one whose exponents are all 0, and that one with the plain model, so that what attaching a
+    scaler changes is not taken for what an exponent does.
+    """
+
+    def __init__(self, model: nn.Module, batch: Any, loss: LossOf, seed: int, mode: str) -> None:
+        super().__init__(model, batch, loss, seed)
+        self._mode = mode
+        self._state: dict[str, Any] | None = None
+
+    def under_exponents(self, trials: int) -> Verification:
+        """Run so many draws of exponents, and then passes whose graph is known."""
+        merged = self.merged(trials)
+        replays = 0 if self.wrong or self._mode == "module" else self.replays(merged)
+        return self.result("gradients", trials, merged=merged, replays=replays)
+
+    def merged(self, trials: int) -> list[str]:
+        """Draw exponents and merge sites until all draws are exact, or every site is merged."""
+        baseline = self._run({})
+        assert self._state is not None  # the first run keeps its scaler's
+        self.judge(baseline)
+        keys = [key for key in self._state["sites"] if key != _GLOBAL]
+        for exponent in (LOWEST, HIGHEST):
+            # A model or a hook that bounds or rounds gradients by their size is right under no other loss scale.
+            self.judge(self._run({_GLOBAL: exponent}), f" under a loss scale of 2^{exponent} alone")
+        merged: list[str] = []
+        linear = not self.wrong
+        for _ in range(trials):
+            draw = self._draw([_GLOBAL, *keys] if linear else keys)
+            found = self._run(draw, merged)
+            if _differ(baseline, found):
+                own = [key for key in keys if key not in merged]
+                alone = [key for key in own if _differ(baseline, self._run({key: draw[key] or 1}, merged))]
+                # Where none is wrong by itself, none can be told from the others.
+                merged += alone or own
+                found = self._run(draw, merged)
+            self.judge(found)
+        return merged
+
+    def replays(self, merged: list[str]) -> int:
+        """Check replayed forward passes, which run without a region once their graph is known.
+
+        One copy runs several steps beside a plain one, each under other exponents, which follow the loss besides.
+        Returns how many of the forward passes were not watched; none where the graph is not the same each time.
+        """
+        ours, theirs = copy_of(self._model), copy_of(self._model)
+        scaler = AdaptiveGradScaler(ours, mode=self._mode, init_scale=1.0, float32_outputs=False)
+        assert self._state is not None  # `merged` ran
+        scaler.load_state_dict(self._state)
+        (binade,) = self.draw(LOWEST, -LOWEST - 1, 1)
+        for step in range(1, _STEPS + 1):
+            scaler.set_exponents({})
+            # Of two steps one at least then has exponents that are not what they are meant for.
+            scaler.load_state_dict(self._unmeasured(scaler.state_dict(), merged, step, binade + step))
+            wanted = one_step(theirs, self._batch, self._loss)
+            found = self._unscaled(one_step(ours, self._batch, self._loss, scaler.scale), scaler)
+            exact = Exact(self._model, self._batch, self._loss, wanted, step)
+            self.judge(found, f" in step {step} of a copy", wanted, exact)
+        return forwards_without_region(scaler)
+
+    def _unmeasured(self, state: dict[str, Any], merged: list[str], step: int, binade: int) -> dict[str, Any]:
+        """A state of random exponents for an iteration that measures nothing, the global one an extreme by turns.
+
+        They are meant for a loss that sends gradients of this binade into the model, and follow the one that there is.
+        """
+        sites = dict(state["sites"])
+        drawn = self._draw([key for key in sites if key not in merged])
+        drawn[_GLOBAL] = HIGHEST if step % 2 else LOWEST
+        state = self._with(state, drawn, merged)
+        state["sites"][_GLOBAL]["reference"] = [binade, 0]
+        return {**state, "progress": [_UNMEASURED, 0, False, 0, 0, 0]}
+
+    def _draw(self, keys: list[str]) -> dict[str, int]:
+        return dict(zip(keys, self.draw(LOWEST, HIGHEST, len(keys))))
+
+    def _run(self, exponents: dict[str, int], merged: list[str] | None = None) -> Run:
+        """A copy's step under these exponents, 0 elsewhere, its gradients unscaled."""
+        model = copy_of(self._model)
+        scaler = AdaptiveGradScaler(model, mode=self._mode, init_scale=1.0, float32_outputs=False)
+        if self._state is not None:
+            scaler.load_state_dict(self._with(self._state, exponents, merged or []))
+        run = one_step(model, self._batch, self._loss, scaler.scale)
+        if self._state is None:
+            state = scaler.state_dict()
+            self._state = {**state, "sites": dict(state["sites"])}
+        return self._unscaled(run, scaler)
+
+    def _unscaled(self, run: Run, scaler: AdaptiveGradScaler) -> Run:
+        scale = scaler.get_scale()
+        gradients = {name: None if value is None else value / scale for name, value in run.gradients.items()}
+        return Run(run.values, gradients)
+
+    def _with(self, given: Mapping[str, Any], exponents: dict[str, int], merged: list[str]) -> dict[str, Any]:
+        state = copy.deepcopy({**given, "sites": dict(given["sites"])})
+        for key, site in state["sites"].items():
+            site["exponent"] = exponents.get(key, 0)
+            site["merged"] = site["merged"] or ("not exact by itself" if key in merged else None)
+        state["scale"] = 2.0 ** exponents.get(_GLOBAL, 0)
+        return state
+
+
+class Exact:
+    """A step of a model in float64, run once at first use.
+
+    Args:
+        model, batch, loss: as `Proof`'s.
+        plain: the step in float32.
+        step: which one of a copy it is.
+    """
+
+    def __init__(self, model: nn.Module, batch: Any, loss: LossOf, plain: Run, step: int = 1) -> None:
+        self._inputs = model, batch, loss, plain, step
+        self._results: dict[str, tuple[Tensor | None, Tensor | None]] | None = None
+
+    def __getitem__(self, name: str) -> Tensor | None:
+        """Return a result by name; None if the model does not run in float64."""
+        if self._results is None:
+            found = in_float64(*self._inputs)
+            self._results = {} if found is None else pairs(found, found)
+        return self._results.get(name, (None, None))[0]
+
+
+def _differ(baseline: Run, found: Run) -> bool:
+    return any(difference(*both) for both in pairs(baseline, found).values())
+
+
+def verify(
+    model: nn.Module,
+    batch: Any,
+    recipe: Recipe | str | AdaptiveGradScaler,
+    *,
+    loss: LossOf | None = None,
+    trials: int = 2,
+    seed: int = 0,
+) -> Verification:
+    """Compare a model's gradients with plain float32's, under random power-of-two scales or gradient exponents.
+
+    What a recipe changes is the representation; in float32 its values must be float32's own, under any scales. Copies
+    of the model run one forward and backward pass each: plain, and with every parameter (`halfulp.scalify`) or every
+    gradient site (`halfulp.AdaptiveGradScaler`) under a random scale; of gradient sites one copy runs four steps
+    besides, as forward passes whose graph is known are not watched. The model itself, its gradients and torch's random
+    state stay as they are.
+
+    Args:
+        model: with float32 parameters, in the mode (train or eval) that is to be verified.
+        batch: what the model is called with: a tensor, a tuple of arguments or a dict of keyword arguments.
+        recipe: one with a payload or a gradient scale, or its name; or the model's AdaptiveGradScaler, in which sites
+            that turn out not to be exact by themselves are merged into the global one.
+        loss: from the model's output to a scalar; by default the output's own ``loss``, or the sum of all floating
+            outputs, each element times a fixed random weight.
+        trials: how many draws of scales, at least 1.
+        seed: of the scales and weights.
+
+    Raises:
+        ValueError: an unknown recipe, trials < 1, a model without float32 parameters or with tensors of halfulp's in
+            their place, a loss that is no scalar, or nothing to compare with: in plain float32 no parameter has a
+            gradient, or the loss or a gradient is not finite.
+        TypeError: a model that is no nn.Module, a loss that is no function or gives no tensor.
+        NotImplementedError: a recipe that changes values by design, so that there is nothing to prove.
+
+    >>> print(verify(torch.nn.Linear(3, 2), torch.ones(4, 3), "scaled-fp16"))
+    passed: 2 of 2 gradients are bit-equal to float32's under random scales
+    """
+    scaler = recipe if isinstance(recipe, AdaptiveGradScaler) else None
+    recipe = _catalog.get("fp16-adaptive" if isinstance(recipe, AdaptiveGradScaler) else recipe)
+    if recipe.gradient_scale is None and not recipe.payload:
+        raise NotImplementedError(
+            f"recipe {recipe.name!r} rounds by design; verify takes recipes with a payload or a gradient scale, such "
+            "as 'scaled-fp16' and 'fp16-adaptive'"
+        )
+    _check(model, loss, trials)
+    mode = "function" if scaler is None else scaler.mode_of(model)
+    loss_of = loss or default_loss(seed)
+    with untouched(model):
+        if recipe.payload:
+            return ScaleProof(model, batch, loss_of, seed).under_scales(recipe, trials)
+        found = ExponentProof(model, batch, loss_of, seed, mode).under_exponents(trials)
+    if scaler is not None:
+        scaler.merge(*found.merged, reason="not exact by itself")
+    return found
+
+
+def _check(model: nn.Module, loss: LossOf | None, trials: int) -> None:
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"the model is {a_kind(model)}: give a torch.nn.Module")
+    if loss is not None and not callable(loss):
+        raise TypeError(f"the loss is {a_kind(loss)}: give a function, loss=lambda output: ...")
+    if trials < 1:
+        raise ValueError(f"trials={trials}: give at least 1, as no trial proves nothing")
+    for name, parameter in model.named_parameters():
+        if isinstance(parameter, (ScaledTensor, MCTensor)):
+            kind, back = type(parameter).__name__, "halfulp.scaled.unscalify(copy.deepcopy(model))"
+            if isinstance(parameter, MCTensor):
+                back = "halfulp.mctensor.single_component(copy.deepcopy(model), torch.float32)"
+            raise ValueError(f"parameter {name!r} is a {kind}: verify takes the plain float32 model, {back}")
+    if not any(parameter.dtype == torch.float32 for parameter in model.parameters()):
+        raise ValueError("the model has no float32 parameters: nothing to verify")
+
+
+def _finite(difference: float) -> float | None:
+    return difference if math.isfinite(difference) else None
