@@ -186,7 +186,9 @@ def words_row(name: str, limit: int) -> dict:
                 count(mode, words, hu.quantize(torch.from_numpy(x), known, mode).numpy(), wanted[mode])
             if cast is not None:
                 policy = CAST_POLICY.get(name)
-                found = hu.quantize(torch.from_numpy(x), known, overflow=policy).numpy() if policy else wanted["nearest"]
+                found = (
+                    hu.quantize(torch.from_numpy(x), known, overflow=policy).numpy() if policy else wanted["nearest"]
+                )
                 with np.errstate(all="ignore"):
                     count("cast", words, found, cast(x))
     return {

@@ -187,7 +187,7 @@ assert describe()["processor"]["cores"] >= 1
 from halfulp.trials.running import _pool, _exit_code, _worker
 assert _exit_code.how_it_ended(-15) == "was killed by SIGTERM"
 assert _exit_code.is_killed(-9)
-from halfulp.observation.scripts._termination import Termination
+from halfulp.observation.scripts._run import Termination
 with Termination(print):
     pass
 print("stepped")

@@ -1,6 +1,6 @@
 """Findings: the codes by what they are about, and how reliably they are found."""
 
-import importlib
+import sys
 
 from ._places import place
 from ._tables import benchmark_rows, benchmark_table, grid, whole_table
@@ -10,17 +10,19 @@ INSTRUMENTS = {"observe": "`hu.observe`", "audit": "`hu.audit`", "forecast": "`h
 
 @place
 def findings_index() -> str:
-    """All codes, in the rooms of the source, with what they say and what shows them."""
+    """All codes, by the files of the source, with what they say and what shows them."""
     from halfulp.observation.findings import KINDS
 
     rooms: dict[str, list[list[str]]] = {}
     for code, kind in sorted(KINDS.items()):
         if not kind.__module__.startswith("halfulp."):
             continue  # a user's
-        room = importlib.import_module(kind.__module__.rpartition(".")[0])
+        about = (sys.modules[kind.__module__].__doc__ or "").removeprefix("Findings about ").partition(":")[0]
         shown = ", ".join(INSTRUMENTS[name] for name in kind.instruments())
-        rooms.setdefault(room.__doc__ or "", []).append([f"[{code}](findings/{code}.md)", kind.__doc__ or "", shown])
-    tables = (f"### {title.partition(':')[0].rstrip('.')}\n\n" + _grid(rows) for title, rows in sorted(rooms.items()))
+        rooms.setdefault(about[:1].upper() + about[1:], []).append(
+            [f"[{code}](findings/{code}.md)", kind.__doc__ or "", shown]
+        )
+    tables = (f"### {title.rstrip('.')}\n\n" + _grid(rows) for title, rows in sorted(rooms.items()))
     return "\n\n".join(tables)
 
 

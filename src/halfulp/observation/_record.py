@@ -363,7 +363,7 @@ def plain(value: Any) -> Any:
     A dtype becomes its name, a number that JSON has no word for becomes "inf", "-inf" or "nan", a tuple a list; records
     keyed by name become lists, since each holds its name. Of a `Realised` the two shares stand beside its counts.
 
-    >>> from halfulp.observation.record._record import Realised, TensorRecord
+    >>> from halfulp.observation._record import Realised, TensorRecord
     >>> plain(Realised(seen=4, cancelled=3, wanted=2.0, kept=0.5))["lost_share"]
     0.75
     >>> entry = plain(TensorRecord("weight", "head.weight", "Linear", torch.bfloat16, histogram={-3: 7}))

@@ -12,6 +12,7 @@ import torch
 
 import halfulp as hu
 from halfulp.observation import Finding
+from halfulp.observation._finding import plain_causes
 from halfulp.observation._record import (
     Expectation,
     FormatCounts,
@@ -98,7 +99,8 @@ def data() -> dict[str, Any]:
     kinds = (("updates-lost", "error"), ("overflow-near", "warning"), ("never-stepped", "note"))
     where, evidence = (EVIL, "layers.1.weight"), {"lost": 0.5, "n": [1, 2]}
     findings = [Finding(code, where, severity, 0.9, evidence, "<i>cure</i>", "said") for code, severity in kinds]
-    found = {"findings": [one.to_dict() for one in findings], "steps": 100, "interval": 50, "overhead": 0.013}
+    found = {"findings": [one.to_dict() for one in findings], "causes": plain_causes(findings)}
+    found |= {"steps": 100, "interval": 50, "overhead": 0.013}
     found["record"] = plain_record(make_record())
     return json.loads(json.dumps(found, allow_nan=False))
 

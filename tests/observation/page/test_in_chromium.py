@@ -313,6 +313,6 @@ def test_a_forecast_marks_where_layers_freeze(show: Callable, pages: dict) -> No
 
 
 def test_a_page_of_an_empty_observation(show: Callable) -> None:
-    tab = show(observation_html({"findings": [], "steps": 0})).tab
+    tab = show(observation_html({"findings": [], "causes": [], "steps": 0})).tab
     assert tab.locator("h1").text_content() == "Nothing was observed: no optimizer stepped"
     assert not visible(tab, "#map")

@@ -12,6 +12,7 @@ import pytest
 import torch
 
 import halfulp as hu
+from halfulp.observation._finding import plain_causes
 from halfulp.observation.findings import KINDS
 from halfulp.observation.page import forecast_html, observation_html
 from halfulp.observation.page._findings import cause_cards
@@ -101,8 +102,12 @@ def test_a_page_of_nan_from_the_first_step() -> None:
     assert "first-nonfinite" in observation_html(seen.to_dict())
 
 
+def plain_findings(*findings: hu.observation.Finding) -> dict:
+    return {"findings": [one.to_dict() for one in findings], "causes": plain_causes(findings)}
+
+
 def card_of(*findings: hu.observation.Finding, forecast: bool = False) -> list[dict]:
-    return cause_cards({"findings": [one.to_dict() for one in findings]}, forecast)
+    return cause_cards(plain_findings(*findings), forecast)
 
 
 def test_findings_of_one_code_and_cure_share_a_card_and_notes_have_their_own() -> None:
@@ -245,20 +250,20 @@ def test_losses_of_sampled_steps_make_one_line_that_nan_alone_interrupts() -> No
 
 
 def test_without_a_step_the_headline_does_not_say_that_all_is_well() -> None:
-    assert "Nothing was observed" in observation_html({"findings": [], "steps": 0})
+    assert "Nothing was observed" in observation_html({"findings": [], "causes": [], "steps": 0})
     twice = [
         {"number": k, "model": "M", "optimizers": [], "steps": 60, "overlaps": [], "shown": k == 1} for k in (1, 2)
     ]
     for one in twice:
         one["findings"] = []
     assert "Nothing to mend in 120 steps of 2 trainings" in observation_html(
-        {"findings": [], "steps": 60, "trainings": twice}
+        {"findings": [], "causes": [], "steps": 60, "trainings": twice}
     )
 
 
 def test_a_card_says_what_its_code_means_and_links_to_the_codes_place_in_the_page_alone() -> None:
-    finding = hu.observation.Finding("updates-lost", ("a",), "error", 1.0).to_dict()
-    text = observation_html({"findings": [finding], "steps": 1}).partition("<main")[2]
+    finding = hu.observation.Finding("updates-lost", ("a",), "error", 1.0)
+    text = observation_html({**plain_findings(finding), "steps": 1}).partition("<main")[2]
     assert 'class="meaning">Updates are smaller than half the gap' in text
     assert re.findall(r'href="([^"]*)"', text) == ["#code-updates-lost"]
     assert text.count('id="code-updates-lost"') == 1
@@ -266,8 +271,8 @@ def test_a_card_says_what_its_code_means_and_links_to_the_codes_place_in_the_pag
 
 
 def test_a_users_code_has_no_page_in_the_documentation() -> None:
-    finding = hu.observation.Finding("mine-alone", ("a",), "error", 1.0).to_dict()
-    text = observation_html({"findings": [finding], "steps": 1})
+    finding = hu.observation.Finding("mine-alone", ("a",), "error", 1.0)
+    text = observation_html({**plain_findings(finding), "steps": 1})
     assert 'id="code-mine-alone"' in text
     assert "docs/findings/" not in text
 

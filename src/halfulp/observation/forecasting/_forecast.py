@@ -16,7 +16,7 @@ from ..._messages import a_kind, listed
 from ...kernels import in_float64
 from ...optim._inner_optimizer import inner_optimizer
 from .._finding import Finding, listing, plain_causes
-from .._text import dtype_name
+from .._text import bytes_in_words, dtype_name
 from ..findings import findings_of
 from ..page import write_page
 from ._inputs import Inputs, Trained, from_optimizer, from_rate, named_tensors, read_checkpoint, states_by_name
@@ -284,20 +284,9 @@ def row(layer: LayerForecast) -> tuple[str, ...]:
 def cost_rows(forecast: ForecastData) -> list[tuple[str, ...]]:
     """Return the cells of what each weight update costs."""
     return [
-        (cost.weight_update, f"{cost.bytes_per_parameter:g}", size(cost.total), cost.keeps) for cost in forecast.costs
+        (cost.weight_update, f"{cost.bytes_per_parameter:g}", bytes_in_words(cost.total), cost.keeps)
+        for cost in forecast.costs
     ]
-
-
-def size(count: int) -> str:
-    """Return a number of bytes in words.
-
-    >>> size(512), size(3 * 10**9)
-    ('512 B', '3 GB')
-    """
-    for unit, factor in (("GB", 10**9), ("MB", 10**6), ("kB", 10**3)):
-        if count >= factor:
-            return f"{count / factor:.3g} {unit}"
-    return f"{count} B"
 
 
 def aligned(headers: Sequence[str], rows: Iterable[Sequence[str]]) -> list[str]:

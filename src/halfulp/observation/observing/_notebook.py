@@ -193,28 +193,32 @@ def watching(function: Watch) -> Watch:
 
     @functools.wraps(function)
     def hook(self: Any, *arguments: Any) -> None:
-        book: Notebook = self.book
-        if book.inside or torch.compiler.is_compiling():
-            return
-        begin, book.inside = time.perf_counter(), True
-        records_gradients = torch.is_grad_enabled()
-        torch._C._set_grad_enabled(False)  # torch.no_grad() takes as long as a look at a small tensor
-        try:
-            with torch._C.DisableTorchFunction():
-                if torch._C._len_torch_dispatch_stack():
-                    with _disable_current_modes():
-                        function(self, *arguments)
-                else:
-                    function(self, *arguments)
-        except Exception as error:
-            # Its words may hold paths, hosts or values, which neither page nor JSON is to hold.
-            book.missed(f"{function.__name__.strip('_').replace('_', ' ')}: it raised {type(error).__name__}")
-        finally:
-            torch._C._set_grad_enabled(records_gradients)
-            book.inside = False
-            book.seconds += time.perf_counter() - begin
+        watch(self.book, function, self, *arguments)
 
     return hook  # type: ignore[return-value]
+
+
+def watch(book: Notebook, function: Callable[..., object], *arguments: Any) -> None:
+    """Call a function as one that is `watching`."""
+    if book.inside or torch.compiler.is_compiling():
+        return
+    begin, book.inside = time.perf_counter(), True
+    records_gradients = torch.is_grad_enabled()
+    torch._C._set_grad_enabled(False)  # torch.no_grad() takes as long as a look at a small tensor
+    try:
+        with torch._C.DisableTorchFunction():
+            if torch._C._len_torch_dispatch_stack():
+                with _disable_current_modes():
+                    function(*arguments)
+            else:
+                function(*arguments)
+    except Exception as error:
+        # Its words may hold paths, hosts or values, which neither page nor JSON is to hold.
+        book.missed(f"{function.__name__.strip('_').replace('_', ' ')}: it raised {type(error).__name__}")
+    finally:
+        torch._C._set_grad_enabled(records_gradients)
+        book.inside = False
+        book.seconds += time.perf_counter() - begin
 
 
 class TensorSlot:

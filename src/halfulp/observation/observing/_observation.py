@@ -29,7 +29,7 @@ from ._expectations import Asked, Expectations, Formats, Quantized, checked
 from ._gradient_hooks import GradientHooks
 from ._history import History, LossScales, loss_gap
 from ._module_hooks import ModuleHooks
-from ._notebook import Notebook, watching
+from ._notebook import Notebook, watch, watching
 from ._optimizers import Optimizers, Parameters
 from ._ranks import Ranks
 from ._sinks import Sinks
@@ -104,9 +104,10 @@ class Observation:
             self._handles.append(optimizer.register_step_pre_hook(self._before_step))
             self._handles.append(optimizer.register_step_post_hook(self._after_step))
         if not self.book.record.history:
-            self._remember()
-        self._enter()
-        self._begin(self._next_step())
+            watch(self.book, self._parameters.remember)
+        watch(self.book, self._scales.begin, self.optimizers)
+        watch(self.book, self._ranks.begin, self._next_step())
+        watch(self.book, self._begin_step, self._next_step(), True)
         return self
 
     def stop(self) -> Observation:
@@ -127,7 +128,7 @@ class Observation:
         self._handles.clear()
         self._modules.detach()
         self._gradients.detach()
-        self._leave(patient)
+        watch(self.book, self._ranks.end, patient)
         self._count()
         self._wall += time.perf_counter() - self._began
         self._began, self.book.sampling = None, False
@@ -221,7 +222,7 @@ class Observation:
         if ended is not None:
             self._end_step(ended)
         if self._scales.seeks:
-            self._search()
+            watch(self.book, self._scales.search)
         if not self.book.sampling:
             return None
         closure = args[1] if len(args) > 1 else kwargs.get("closure")  # the first is the optimizer
@@ -246,17 +247,9 @@ class Observation:
     def _after_step(self, optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Hook: it has stepped."""
         if self.book.sampling:
-            self._sample_after(optimizer)
+            watch(self.book, self._updates[id(optimizer)].after)
         if self._steps.ends_step(optimizer):
             self._end_step(optimizer)
-
-    @watching
-    def _search(self) -> None:
-        self._scales.search()
-
-    @watching
-    def _sample_after(self, optimizer: torch.optim.Optimizer) -> None:
-        self._updates[id(optimizer)].after()
 
     @watching
     def _end_step(self, optimizer: torch.optim.Optimizer) -> None:
@@ -314,27 +307,10 @@ class Observation:
             self.book.record.loss_gap = loss_gap(self._losses, self.book.record.loss_dtype)
         return told
 
-    @watching
-    def _begin(self, step: int) -> None:
-        self._begin_step(step, sampling=True)
-
     def _rounding_errors(self) -> dict[str, torch.Tensor]:
         """Of stochastic rounding in this step, by parameter."""
         followed = [item for one in self._updates.values() for item in one.rounded.items()]
         return {name: errors for name, one in followed if (errors := one.take_errors()) is not None}
-
-    @watching
-    def _enter(self) -> None:
-        self._scales.begin(self.optimizers)
-        self._ranks.begin(self._next_step())
-
-    @watching
-    def _leave(self, patient: bool) -> None:
-        self._ranks.end(patient)
-
-    @watching
-    def _remember(self) -> None:
-        self._parameters.remember()
 
     @watching
     def _count(self) -> None:

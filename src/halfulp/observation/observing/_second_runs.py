@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import dataclasses
+import functools
 import math
 import random
 import types
@@ -146,7 +147,7 @@ class CompiledModules:
         if self._handles:
             return
         for name, module in self._modules.items():
-            before, after = _Around(self, name).hooks()
+            before, after = functools.partial(self._before, name), functools.partial(self._after, name)
             self._handles.append(module.register_forward_pre_hook(before, with_kwargs=True))
             # Before hooks of the user's that change outputs, and also where the forward pass raises.
             self._handles.append(module.register_forward_hook(after, prepend=True, always_call=True))
@@ -158,15 +159,21 @@ class CompiledModules:
         self._handles.clear()
         self._second_runs.clear()
 
-    def is_due(self, name: str) -> bool:
+    def _before(self, name: str, module: nn.Module, args: tuple, kwargs: dict) -> None:
+        self._second_runs.pop(name, None)  # of a run that did not end
+        if torch.is_grad_enabled() and self._is_due(name):
+            self._hold(name, module, args, kwargs)
+
+    def _after(self, name: str, module: nn.Module, args: tuple, output: Any) -> None:
+        if self._is_due(name):
+            self._compare(name, output)
+
+    def _is_due(self, name: str) -> bool:
         """Return whether a module is to be compared at its next run."""
         return self.book.sampling and name in self._modules and self._compared.get(name) != self.book.step
 
-    def forget(self, name: str) -> None:
-        """Forget the inputs of a run that did not end."""
-        self._second_runs.pop(name, None)
-
-    def hold(self, name: str, module: nn.Module, args: tuple, kwargs: dict) -> None:
+    @watching
+    def _hold(self, name: str, module: nn.Module, args: tuple, kwargs: dict) -> None:
         """Copy what the original depends on, before the compiled module runs."""
         original: Any = module._orig_mod
         reason = why_never(original)
@@ -178,7 +185,8 @@ class CompiledModules:
         if reason:
             self._give_up(name, reason)
 
-    def compare(self, name: str, output: Any) -> None:
+    @watching
+    def _compare(self, name: str, output: Any) -> None:
         """Run the original as it was then."""
         second = self._second_runs.pop(name, None)
         if second is None or output is None:
@@ -206,33 +214,6 @@ class CompiledModules:
     def _give_up(self, name: str, reason: str) -> None:
         self.book.missed(f"{name or 'the model'}: compiled and eager are not compared: {reason}")
         del self._modules[name]
-
-
-class _Around:
-    """The two hooks of one compiled module."""
-
-    def __init__(self, owner: CompiledModules, name: str) -> None:
-        self.owner, self.book, self.name = owner, owner.book, name
-
-    def hooks(self) -> tuple[Any, Any]:
-        return self._before, self._after
-
-    def _before(self, module: nn.Module, args: tuple, kwargs: dict) -> None:
-        self.owner.forget(self.name)
-        if torch.is_grad_enabled() and self.owner.is_due(self.name):
-            self._hold(module, args, kwargs)
-
-    def _after(self, module: nn.Module, args: tuple, output: Any) -> None:
-        if self.owner.is_due(self.name):
-            self._compare(output)
-
-    @watching
-    def _hold(self, module: nn.Module, args: tuple, kwargs: dict) -> None:
-        self.owner.hold(self.name, module, args, kwargs)
-
-    @watching
-    def _compare(self, output: Any) -> None:
-        self.owner.compare(self.name, output)
 
 
 def _largest_difference(name: str, eager: Any, output: Any) -> Difference | None:

@@ -3,26 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import fields
 from typing import Any
 
 from ... import __version__, formats
 from ..._names import described
 from ...pages import Cell, count, number, share
-from .._finding import Finding, in_words, plain_causes
+from .._finding import in_words
 
 _MOST_NAMES = 60
 # What fewer elements or steps than these show is said to rest on few.
 _SURE = 0.9
-_FIELDS = tuple(one.name for one in fields(Finding))
-
-
-def causes_in(data: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """Return the causes of an instrument's plain data, made of its findings where it has none."""
-    if "causes" in data:
-        return list(data["causes"])
-    found = [{key: one[key] for key in _FIELDS if key in one} for one in data["findings"]]
-    return plain_causes([Finding(**{**one, "where": tuple(one["where"])}) for one in found])
 
 
 def cause_cards(data: Mapping[str, Any], forecast: bool = False) -> list[dict[str, Any]]:
@@ -32,7 +22,7 @@ def cause_cards(data: Mapping[str, Any], forecast: bool = False) -> list[dict[st
         data: with `findings` as `Finding.to_dict` gives them, ranked, and `causes` as `plain_causes` does.
         forecast: whether the findings are of what is to come, of which nothing was counted.
     """
-    return [_card(cause, [data["findings"][k] for k in cause["findings"]], forecast) for cause in causes_in(data)]
+    return [_card(cause, [data["findings"][k] for k in cause["findings"]], forecast) for cause in data["causes"]]
 
 
 def _card(cause: Mapping[str, Any], findings: Sequence[Mapping[str, Any]], forecast: bool) -> dict[str, Any]:

@@ -8,7 +8,7 @@ from typing import Any
 
 from ...pages import Cell, Table, count, make_table, render, share
 from .._finding import counted, headline
-from .._text import LOST, plural
+from .._text import LOST, bytes_in_words, plural
 from ._findings import (
     UNSEEN,
     cause_cards,
@@ -87,7 +87,7 @@ def _costs(costs: Sequence[Plain]) -> Table:
     columns: Columns = [
         ("weight update", "", lambda one: Cell(one["weight_update"])),
         ("bytes / parameter", "number", lambda one: number_cell(one["bytes_per_parameter"])),
-        ("in all", "number", lambda one: Cell(_bytes(one["total"]), sort=one["total"])),
+        ("in all", "number", lambda one: Cell(bytes_in_words(one["total"]), sort=one["total"])),
         ("keeps the smallest", "", lambda one: Cell(one["keeps"], tone=tones.get(one["keeps"], ""))),
     ]
     return make_table("costs", "What a remedy costs", costs, columns)
@@ -149,12 +149,3 @@ def _freeze(one: Plain) -> Cell:
 
 def _steps(value: Any) -> Cell:
     return Cell(f"{value:,.0f} steps", sort=value) if isinstance(value, int | float) else UNSEEN
-
-
-def _bytes(total: float) -> str:
-    """Bytes in decimal units."""
-    for unit in ("B", "kB", "MB", "GB"):
-        if total < 1000:
-            return f"{total:.3g} {unit}"
-        total /= 1000
-    return f"{total:.3g} TB"

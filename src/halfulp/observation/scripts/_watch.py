@@ -323,7 +323,13 @@ class Report:
         steps lie between its own, its findings, and, but for the one that the rest is of, its record.
         """
         if not self.trainings:
-            return {"findings": [], "steps": 0, "interval": self.interval, "record": {"unseen": self.unseen}}
+            return {
+                "findings": [],
+                "causes": [],
+                "steps": 0,
+                "interval": self.interval,
+                "record": {"unseen": self.unseen},
+            }
         longest = max(self.trainings, key=len)
         of_each = [[finding.to_dict() for finding in training.findings] for training in self.trainings]
         found = longest.to_dict()
