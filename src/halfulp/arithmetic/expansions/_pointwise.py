@@ -29,7 +29,7 @@ from ...kernels.triton._pointwise import LONGEST, VECTOR, Pointwise
 from .._error_free import Terms
 from ..functions._table import DIVISIONS, FUNCTIONS, NETWORKS, STEP
 from ..functions._trigonometric import beyond_reach, reduced_exactly
-from ._bfloat16 import quick
+from ._quick import quick
 from ._round_components import float16_to_float64, round_to_components, to_float64_terms
 
 Parts = tuple[torch.Tensor, ...]
@@ -50,7 +50,7 @@ class Elements:
         arithmetic: the type it computes in.
         stored: dtypes of the inputs in memory.
         written: dtypes of the outputs in memory.
-        quick: the same function in float32, of bfloat16, with a mask of elements in doubt behind its terms.
+        quick: the same function in fewer steps, with a mask of elements in doubt behind its terms, and its arithmetic.
     """
 
     def __init__(
@@ -60,7 +60,7 @@ class Elements:
         arithmetic: torch.dtype,
         stored: Dtypes,
         written: Dtypes,
-        quick: Callable[..., Terms] | None = None,
+        quick: tuple[Callable[..., Terms], torch.dtype] | None = None,
     ) -> None:
         self.name, self.function, self.arithmetic, self.quick = name, function, arithmetic, quick
         self.stored, self.written = stored, written
@@ -104,7 +104,7 @@ class Elements:
     def _quick(self) -> Quick | None:
         if self.quick is None:
             return None
-        trace, found = record(self.quick, torch.float32, len(self.stored))
+        trace, found = record(*self.quick, len(self.stored))
         *results, doubt = (value.number for value in found)
         return Quick(trace, tuple(results), doubt)
 
@@ -196,8 +196,8 @@ class Call:
         """The function as kernels of elements."""
         stored = tuple(dtype for dtype, count in self.operands for _ in range(count))
         written = (self.dtype,) * self.components
-        is_pair = self.components == 2 and {*stored, self.dtype} == {torch.bfloat16}
-        short = quick(self.name, tuple(count for _, count in self.operands)) if is_pair else None
+        counts, is_one = tuple(count for _, count in self.operands), len({*stored, self.dtype}) == 1
+        short = quick(self.name, counts, self.components, self.dtype) if is_one else None
         return Elements(f"pointwise_{self.name}", self.evaluate, self.arithmetic, stored, written, short)
 
 

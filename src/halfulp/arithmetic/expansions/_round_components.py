@@ -8,14 +8,15 @@ from ...kernels import is_finite, power_below, round_to_float32, select
 from .._error_free import Terms, sweep
 from ._operators import gathered
 
-_SHAPES = {torch.float16: (11, -14, 65504.0), torch.bfloat16: (8, -126, (2.0 - 2.0**-7) * 2.0**127)}
+# Bits, exponent of the smallest normal number, largest number.
+SHAPES = {torch.float16: (11, -14, 65504.0), torch.bfloat16: (8, -126, (2.0 - 2.0**-7) * 2.0**127)}
 
 
 def rounded(x, dtype: torch.dtype):
     """A float64 rounded to a narrower type's numbers, ties to even, still as float64."""
     if dtype == torch.float32:
         return round_to_float32(x)
-    precision, lowest, largest = _SHAPES[dtype]
+    precision, lowest, largest = SHAPES[dtype]
     unit = power_below(x) * 2.0 ** (1 - precision)
     smallest = 2.0 ** (lowest + 1 - precision)
     unit = select(unit > smallest, unit, unit * 0.0 + smallest)

@@ -10,7 +10,8 @@ from typing import Any
 import torch
 
 from .._trace import Trace
-from ._builder import VectorBuilder, size_of
+from ._builder import VectorBuilder, scalar_of, size_of
+from ._half import float_to_half
 from ._instructions import Instructions, hidden_one
 from ._machine_function import machine_function
 from ._processor import has_fused_vectors, vector_bits
@@ -23,11 +24,11 @@ _LONG = 3000  # instructions from which calls cost less than the compiler's time
 
 @dataclass(frozen=True)
 class Quick:
-    """A trace of float32 for arrays of bfloat16, which has the same results except where it doubts them.
+    """A short trace for arrays of bfloat16 or float16, which has the same results except where it doubts them.
 
     Attributes:
         trace: what to compute per element.
-        results: instructions whose values are bfloat16's numbers, one per output.
+        results: instructions whose values are numbers of the outputs' dtypes, one for each.
         doubt: the instruction of the mask of elements that the other trace computes.
     """
 
@@ -52,7 +53,7 @@ def compile_trace(
         results: the instructions whose values are written.
         stored: dtype in memory of each input (float16, bfloat16, float32, float64).
         written: dtype in memory of each result; the value must be one of it, or is rounded to nearest.
-        quick: what computes most elements, of bfloat16 alone, in less time.
+        quick: what computes most elements in less time, where all dtypes have 16 bits.
 
     The table is an int64 array: row length, element count, then for each input and each result address, row stride and
     neighbour stride (0 or 1). An input with neighbour stride 0 must hold LANES equal values from each row's address.
@@ -116,36 +117,50 @@ class _Loop(VectorBuilder):
             self.element([(base, self.b.mul(i, near)) for base, near in zip(bases, nears)])
 
     def quick_elements(self, quick: Quick, bases: list, nears: list, count) -> Any:
-        """Write the loop over pairs of vectors of bfloat16, and return where it ends.
+        """Write the loop over pairs of vectors, whose neighbours are words of two, and return where it ends.
 
-        Two neighbours are one word: a shift gives the even one as float32, a mask the odd one. Vectors with an element
-        in doubt are computed by the other trace, before anything is stored, as outputs may be inputs too.
+        Vectors with an element in doubt are computed by the other trace, before anything is stored, as outputs may be
+        inputs too.
         """
         b, lanes = self.b, native_lanes(quick.trace.dtype)
-        words, real = self.shape(self.i32, lanes), self.shape(self.f32, lanes)
-        shift, high = self.constant(words, 16), self.constant(words, 0xFFFF0000)
-        width = self.word(2 * lanes)
+        words, width = self.shape(self.i32, lanes), self.word(2 * lanes)
         done = b.mul(b.sdiv(count, width), width)
+        real = self.shape(self.f64 if quick.trace.dtype == torch.float64 else self.f32, lanes)
         one = hidden_one(b, real) if has_fused_vectors(vector_bits()) else None
         with self.loop(self.word(0), done, 2 * lanes) as i:
+            kind = self.shape(self.i16, 2 * lanes)
             places = [
-                self.pointer(base, b.mul(i, near), self.shape(self.i16, 2 * lanes)) for base, near in zip(bases, nears)
+                b.bitcast(self.pointer(base, b.mul(i, near), kind), words.as_pointer())
+                for base, near in zip(bases, nears)
             ]
-            pairs = [b.load(b.bitcast(place, words.as_pointer()), align=2) for place in places[: len(self.stored)]]
-            halves = []
-            for even in (True, False):
-                inputs = [b.bitcast(b.shl(pair, shift) if even else b.and_(pair, high), real) for pair in pairs]
-                halves.append(Instructions(b, quick.trace, lanes, one).run(inputs))
+            pairs = [self.both(b.load(at, align=2), dtype, real) for at, dtype in zip(places, self.stored)]
+            halves = [Instructions(b, quick.trace, lanes, one).run(list(half)) for half in zip(*pairs)]
             doubt = b.bitcast(b.or_(*(half[quick.doubt] for half in halves)), self.ir.IntType(lanes))
             with b.if_else(b.icmp_unsigned("!=", doubt, self.ir.Constant(doubt.type, 0)), likely=False) as (slow, fast):
                 with slow:
                     self.elements(bases, nears, i, b.add(i, width))
                 with fast:
-                    for number, place in zip(quick.results, places[len(self.stored) :]):
-                        even, odd = (b.bitcast(half[number], words) for half in halves)
-                        both = b.or_(b.lshr(even, shift), odd)
-                        b.store(both, b.bitcast(place, words.as_pointer()), align=2)
+                    for number, at, dtype in zip(quick.results, places[len(self.stored) :], self.written):
+                        b.store(self.pair_of([half[number] for half in halves], dtype), at, align=2)
         return done
+
+    def both(self, pair, dtype: torch.dtype, real) -> list:
+        """Return the two neighbours in words as reals: a shift gives an even bfloat16 as float32, a mask an odd one."""
+        b, shift, short = self.b, self.constant(pair.type, 16), self.like(pair, self.i16)
+        if dtype == torch.float16:
+            return [self.reals(b.trunc(x, short), dtype, scalar_of(real)) for x in (pair, b.lshr(pair, shift))]
+        even, odd = b.shl(pair, shift), b.and_(pair, self.constant(pair.type, 0xFFFF0000))
+        return [self.reals(x, torch.float32, scalar_of(real)) for x in (even, odd)]
+
+    def pair_of(self, values: list, dtype: torch.dtype):
+        """Return two neighbours, which are numbers of a dtype, as words."""
+        b, single = self.b, self.like(values[0], self.f32)
+        words, shift = self.like(values[0], self.i32), self.constant(self.like(values[0], self.i32), 16)
+        even, odd = values if values[0].type == single else [b.fptrunc(value, single) for value in values]
+        if dtype == torch.float16:
+            even, odd = (b.zext(float_to_half(self, value), words) for value in (even, odd))
+            return b.or_(even, b.shl(odd, shift))
+        return b.or_(b.lshr(b.bitcast(even, words), shift), b.bitcast(odd, words))
 
     def rest(self, bases: list, nears: list, whole, count) -> None:
         """Process a row's last elements, fewer than a vector, in a padded copy."""
