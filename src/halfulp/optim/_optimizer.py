@@ -59,7 +59,7 @@ from .step._memory import check_parameter, gradient_memory, gradient_store
 from .step._roster import Roster, Setting
 from .step._run import compile_kernels, run_step
 from .step._spec import StepSpec
-from .weight_updates._error_feedback import warn_of_rate_jump
+from .weight_updates._rounding import warn_of_rate_jump
 from .weight_updates._weight_update import WeightUpdate
 
 Loss = TypeVar("Loss")

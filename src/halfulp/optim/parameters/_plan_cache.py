@@ -9,8 +9,8 @@ import torch
 
 from ..rules._update_rule import UpdateRule
 from ..states._storage import Store
-from ..step._roster import Roster
 from ..step._memory import check_memory
+from ..step._roster import Roster
 from ..step._spec import StepSpec
 from ._local_tensors import local, memory
 from ._narrowing import is_kept
