@@ -32,9 +32,9 @@ from .rules._update_rule import UpdateRule as UpdateRule
 from .states._state import State as State
 from .states._state import register_state_store as register_state_store
 from .weight_updates._components import Components as Components
-from .weight_updates._error_feedback import Feedback as Feedback
 from .weight_updates._kahan import Kahan as Kahan
 from .weight_updates._kahan import KahanStochastic as KahanStochastic
+from .weight_updates._rounding import Feedback as Feedback
 from .weight_updates._rounding import Master as Master
 from .weight_updates._split import Split as Split
 from .weight_updates._weight_update import WeightUpdate as WeightUpdate

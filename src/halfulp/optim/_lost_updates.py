@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 from .._messages import find_users_level
 from .parameters._parameter_plan import LostUpdates, ParameterPlan
-from .states._int8_range import share_below_range
+from .states._stalled import share_below_range
 
 MANY_SAMPLES = 100
 MUCH_BELOW_RANGE = 0.01

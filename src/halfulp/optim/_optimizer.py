@@ -57,13 +57,13 @@ from .states._stalled import stall_widths
 from .states._state import StateChoice
 from .states._storage import STORES, Store
 from .step._batch import Batch
-from .step._memory import check_memory, check_parameter, gradient_memory, gradient_store
+from .step._memory import check_parameter, gradient_memory, gradient_store
 from .step._preparation import prepare_batch
 from .step._reductions import finish_constants, reduce_batches
 from .step._roster import Roster, Setting
 from .step._run import compile_kernels, run_step
 from .step._spec import StepSpec
-from .weight_updates._error_feedback import warn_of_rate_jump
+from .weight_updates._rounding import warn_of_rate_jump
 from .weight_updates._weight_update import WeightUpdate
 
 Loss = TypeVar("Loss")
@@ -212,6 +212,7 @@ class Optimizer(CheckpointMixin):
         gradient: Store,
         options: PlanOptions | None = None,
         carry: bool = True,
+        beside: torch.Tensor | None = None,
     ) -> ParameterPlan:
         """Make a parameter's plan, and the state tensors that it lacks.
 
@@ -221,6 +222,7 @@ class Optimizer(CheckpointMixin):
             gradient: how its gradients are stored.
             options: of the group, if known.
             carry: whether a weight update that the group was given since takes the weight over.
+            beside: the gradient of a step, which checks the memory of all tensors.
         """
         parameter = group["params"][position]
         if parameter not in self._identities or parameter in self._outside_states:
@@ -236,8 +238,9 @@ class Optimizer(CheckpointMixin):
         state = self.state[parameter]
         carried = weight_to_carry(self._plans.get(parameter), spec, state) if carry else None
         complete_state(state, spec, group, parameter, name, self._plans.get(parameter))
-        options, saved = options or self._plans.options_of(group), self._saved_payloads.pop(parameter)
-        plan = self._plans.renew(parameter, spec, state, options, name, identity, saved)
+        options, saved = options or self._plans.options_of(group), self._saved_payloads.get(parameter)
+        plan = self._plans.renew(parameter, spec, state, options, name, identity, saved, beside)
+        self._saved_payloads.pop(parameter)
         if carried is not None:
             set_carried(plan, carried)
         return plan
@@ -498,12 +501,7 @@ class Optimizer(CheckpointMixin):
                     or not is_valid(plan, parameter, rule, options, self.state[parameter])
                 ):
                     store = gradient_store(gradient, parameter, name_of(group, position))
-                    plan = plans[place] = self._new_plan(group, position, store, options)
-                    try:
-                        check_memory(plan, gradient)
-                    except (TypeError, ValueError):
-                        self._plans.clear()  # the next step asks again
-                        raise
+                    plan = plans[place] = self._new_plan(group, position, store, options, beside=gradient)
                 if gradient.shape != plan.shape:
                     raise ValueError(
                         f"the gradient of {plan.name} has shape {tuple(gradient.shape)}, the parameter "

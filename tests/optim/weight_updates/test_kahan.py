@@ -5,8 +5,10 @@ import torch
 
 import halfulp as hu
 from halfulp.kernels import same_bits
+from halfulp.optim._float32_weights import read_weights
+from halfulp.optim.parameters._outside_writes import mark_current
 
-from ...laws.optim.cases import Adder
+from ...laws.optim.cases import UPDATES, Adder, fit, stored_updates
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
@@ -77,3 +79,128 @@ def test_roundings_that_make_no_sense_are_refused(given, message):
 def test_rounding_objects_are_taken_by_name():
     assert hu.Kahan(weight=hu.Nearest(), residual=hu.Stochastic()) == hu.Kahan()
     assert hu.Kahan(literal=True).residual == "nearest"
+
+
+STORES = ("bf16", "fp16", "e8m5", "e4m3fn", "e5m2")
+CASES = [(update, store) for update, store in stored_updates("sgd") if store in STORES]
+TINY = {"bf16": 2.0**-133, "fp16": 2.0**-24}
+
+
+def _ulps(update) -> float:
+    """How far a float32 value may lie from its parameter."""
+    chosen = UPDATES[update]
+    if getattr(chosen, "literal", False):
+        return 1.5
+    return 1.0 if getattr(chosen, "weight", None) == "stochastic" else 0.5
+
+
+def _masked(p):
+    p[::3] = 0.25
+
+
+WRITES = {
+    "zero_": lambda p: p.zero_(),
+    "negative zero": lambda p: p.fill_(-0.0),
+    "copy_": lambda p: p.copy_(fit(torch.randn(p.numel()), "bf16")),
+    "clamp_": lambda p: p.clamp_(-0.5, 0.5),
+    "mul_": lambda p: p.mul_(2.0**-7),
+    "masked fill": _masked,
+    "the smallest": lambda p: p.fill_(torch.finfo(p.dtype).smallest_normal),
+    "powers of two": lambda p: p.copy_(torch.ldexp(torch.ones(p.numel()), torch.arange(p.numel()) % 20 - 12)),
+    "shuffled": lambda p: p.copy_(p.flip(0).clone()),
+    "infinite": lambda p: p[::2].fill_(torch.inf),
+    "NaN": lambda p: p[::2].fill_(torch.nan),
+}
+
+
+def _ulp(shown: torch.Tensor, format) -> torch.Tensor:
+    binade = torch.frexp(shown.double().nan_to_num(1.0, 1.0, 1.0))[1] - 1
+    binade = torch.where(shown == 0, format.emin, binade.clamp(min=format.emin))
+    return torch.ldexp(torch.ones(shown.shape, dtype=torch.float64), binade - format.mantissa_bits)
+
+
+def _check(held: Adder, update: str, store: str) -> None:
+    format = hu.formats.get({"bf16": torch.bfloat16, "fp16": torch.float16}.get(store, store))
+    shown, weight = held.parameter.detach().float(), held.weight
+    finite = shown.isfinite()
+    assert weight[finite].isfinite().all()
+    assert torch.equal(weight[shown.isnan()].isnan(), torch.ones(int(shown.isnan().sum()), dtype=torch.bool))
+    if "split" not in UPDATES[update].name:  # see the test of what an infinity may mean
+        assert torch.equal(weight[shown.isinf()], shown[shown.isinf()])
+    far = (weight.double() - shown.double()).abs()[finite]
+    # Each companion is rounded itself: its last place, which is at least the store's least number.
+    room = _ulps(update) * (1 + 2.0**-format.mantissa_bits) * _ulp(shown, format)[finite]
+    assert (far <= room + max(1, len(held.plan.parts) - 1) * format.smallest_subnormal).all()
+
+
+@pytest.mark.parametrize("write", WRITES)
+@pytest.mark.parametrize(("update", "store"), CASES)
+def test_a_written_parameter_is_what_it_shows_to_half_an_ulp_and_moves(seed, update, store, write):
+    held = Adder(update, torch.randn(256), store)
+    for _ in range(3):
+        held.add(torch.randn(256) * 2.0**-6)
+    values = held.parameter.data.clone()
+    WRITES[write](values)
+    held.parameter.data.copy_(fit(values.float(), store))
+    _check(held, update, store)
+    before = held.parameter.detach().clone().float()
+    held.add(torch.full((256,), 0.25))
+    after = held.parameter.detach().float()
+    _check(held, update, store)
+    wanted = before + 0.25
+    ulp = _ulp(torch.maximum(before.abs(), wanted.abs()), _format(store)).float()
+    finite = before.isfinite()
+    assert ((after - wanted).abs() <= 3 * ulp)[finite].all()
+    assert (after != before)[finite & (ulp < 0.125)].all()
+
+
+def _format(store):
+    return hu.formats.get({"bf16": torch.bfloat16, "fp16": torch.float16}.get(store, store))
+
+
+@pytest.mark.parametrize("store", ["bf16", "fp16"])
+@pytest.mark.parametrize("update", UPDATES)
+def test_any_companion_beside_any_parameter_the_compiled_reader_agrees(seed, update, store):
+    if (update, store) not in CASES:
+        return
+    words = torch.randint(-(2**15), 2**15, (3, 4096)).to(torch.int16)
+    words[0, :8] = torch.tensor([0, -(2**15), 0x7F80, -0x80, 0x7C00, 1, 0x7F7F, 0x7BFF])
+    held = Adder(update, torch.zeros(4096), store)
+    plan = held.plan
+    plan.parts[0].copy_(words[0].view(plan.parts[0].dtype))
+    for part in plan.parts[1:]:
+        size = {1: 127, 2: 2**15}.get(part.element_size())
+        part.copy_(torch.randint(-size, size, part.shape).to(part.dtype) if not part.dtype.is_floating_point else part)
+    if plan.parts[1:] and plan.parts[1].dtype.is_floating_point:
+        exponents = torch.randint(-14, 2, (4096,)).float()
+        junk = plan.parts[0].float().abs().nan_to_num(0.0, 1.0) * torch.exp2(exponents) * (torch.rand(4096) + 0.5)
+        for part in plan.parts[1:]:
+            part.copy_(junk * 2.0**-3)
+            junk = junk * 2.0**-16
+    mark_current(plan)  # else the write above is a visible one, after which no companion counts
+    _check(held, update, store)
+    with hu.kernels.engine("llvm"):
+        compiled = read_weights([plan])[0]
+    assert hu.kernels.same_bits(compiled, held.weight)
+
+
+def test_an_infinity_over_low_bits_may_be_a_float32_beyond_bfloat16s_largest():
+    held = Adder("split", torch.full((2,), 3.4e38))
+    held.fill(torch.tensor([3.4e38, -3.4e38]))
+    assert held.parameter.detach().isinf().all()
+    assert torch.equal(held.weight, torch.tensor([3.4e38, -3.4e38]))
+    plan = held.plan
+    plan.parts[1].fill_(7)  # which no float32 weight leaves beside an infinity
+    assert torch.equal(held.weight, torch.tensor([torch.inf, -torch.inf]))
+
+
+@pytest.mark.parametrize(("update", "store"), CASES)
+def test_an_update_of_exactly_zero_writes_nothing(seed, update, store):
+    held = Adder(update, torch.randn(2048), store)
+    for _ in range(3):
+        held.add(torch.randn(2048) * 2.0**-8)
+    parts = [part.clone() for part in held.plan.parts]
+    for _ in range(5):
+        held.add(torch.zeros(2048))
+    for part, before in zip(held.plan.parts, parts):
+        assert torch.equal(part, before)  # but for the sign of a zero

@@ -9,6 +9,7 @@ import torch
 
 from ..rules._update_rule import UpdateRule
 from ..states._storage import Store
+from ..step._memory import check_memory
 from ..step._roster import Roster
 from ..step._spec import StepSpec
 from ._local_tensors import local, memory
@@ -62,6 +63,7 @@ class PlanCache(TensorMap[ParameterPlan]):
         name: str,
         identity: int,
         saved: SavedPayload | None,
+        gradient: torch.Tensor | None = None,
     ) -> ParameterPlan:
         """Make a parameter's plan, in place of the one that is not valid any more.
 
@@ -73,10 +75,16 @@ class PlanCache(TensorMap[ParameterPlan]):
             name: of the parameter, for messages.
             identity: that keys its random bits.
             saved: of the payload that the auxiliary tensors belong to, if these are a copy without a plan so far.
+            gradient: with which it is to be stepped, if it is.
+
+        Raises:
+            TypeError, ValueError: memory that a step cannot use, as `check_memory` says; the plan is not kept.
         """
         known = self.get(parameter)
         record = ParameterRecord() if known is None else known.record
         plan = ParameterPlan.of(parameter, self.reference(parameter), spec, state, options, name, identity, record)
+        if gradient is not None:
+            check_memory(plan, gradient)
         if plan.tracks_writes:
             record.payload_version = payload_version_of(parameter, memory(parameter), record.payload_version, saved)
         self[parameter] = plan

@@ -10,10 +10,9 @@ from ...mctensor import MCTensor
 from ...scaled import ScaledTensor
 from ..rules._update_rule import UpdateRule
 from ..states._float8 import PAYLOADS
-from ..states._format_values import format_store
 from ..states._scaled import Scaled
 from ..states._state import PAIR, Codec, Int8Blocks, refuse_coarse, resolve_codecs
-from ..states._storage import STORES, Store
+from ..states._storage import STORES, Store, format_store
 from ..step._spec import StepSpec
 from ..weight_updates._multicomponent import update_of_components
 from ..weight_updates._weight_update import REGISTRY, WeightUpdate, weight_update

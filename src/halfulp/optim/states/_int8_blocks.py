@@ -1,4 +1,8 @@
-"""8-bit states in blocks."""
+"""8-bit states in blocks: codes whose cubes are the values, beside a scale per block.
+
+A magnitude is scale x (k / most)^3. The codes lie 1.2% (of 255) or 2.4% (of 127) apart at the block's largest value and
+reach down to 6e-8 or 5e-7 of it. All cubes are below 2^24, so that float32 compares them exactly.
+"""
 
 from __future__ import annotations
 
@@ -7,11 +11,33 @@ from dataclasses import dataclass
 from math import prod
 from typing import Any, ClassVar
 
+import numpy as np
 import torch
 
-from ...kernels.scalar._operations import sqrt
+from ...kernels._trace import block_largest, nearest_integer
+from ...kernels.scalar._operations import (
+    add,
+    bit_and,
+    bit_or,
+    bit_xor,
+    divide,
+    load8,
+    load16,
+    mul,
+    real,
+    select,
+    shl,
+    shr,
+    sqrt,
+    store8,
+    store16,
+    sub,
+    to_real,
+    to_word,
+    word,
+)
 from ._codec import TensorCodec
-from ._int8_device_functions import decode_signed, decode_squared, encode_signed, encode_squared
+from ._scaled import finite_word
 
 CODEC_VERSION = 2
 
@@ -77,3 +103,106 @@ def scale_shape(shape: torch.Size, block: int) -> torch.Size:
     if len(shape) > 1 and row % block == 0:
         return torch.Size([shape[0], row // block])
     return torch.Size([-(-prod(shape) // block)])
+
+
+NAN = np.float32("nan")
+ONE, S5, S7, S16, S21 = (np.uint32(n) for n in (1, 5, 7, 16, 21))
+SIGN_8, SIGN_32, ZERO_WORD, EVEN_ONES = np.uint32(0x80), np.uint32(0x80000000), np.uint32(0), np.uint32(0xFFFE)
+UNIT_WORD, BELOW_UNIT = np.uint32(0x3F800000), np.float32(1 - 2.0**-16)
+ZERO, UNIT, THREE = (np.float32(x) for x in (0.0, 1.0, 3.0))
+SIGNED_CUBES, UNSIGNED_CUBES = np.float32(127.0**3), np.float32(255.0**3)
+SIGNED_UNIT, UNSIGNED_UNIT = np.float32(1 / 127**3), np.float32(1 / 255**3)
+# Scales have three significant bits: finer ones move as their block decays, and all its codes are rounded again.
+BELOW_STEP, LEAST_SCALE, MOST_SCALE = np.uint32((1 << 21) - 1), np.uint32(0x0080), np.uint32(0x7F60)
+FIRST_ROOT, THIRD_16 = np.uint32(0x54A20000), np.uint32(0x5555)
+ROOT_0, ROOT_1, ROOT_2 = (np.float32(x) for x in (2.223406, -1.7760453, 0.55265582))
+HUGE, HUGE_SQUARED, SHRINK, GROW = (np.float32(x) for x in (2.0**60, 2.0**120, 2.0**-80, 2.0**80))
+
+
+def near_root(x):
+    """Device function: the cube root of 0 <= x < 2^24 within .05.
+
+    Of an inverse root y, right within 4%, p = x y^3 is near 1, and x y^2 times p^(-2/3), a polynomial, the root.
+    """
+    y = real(sub(FIRST_ROOT, mul(shr(word(x), S16), THIRD_16)))
+    near = x * (y * y)
+    p = near * y
+    return near * (ROOT_0 + p * (ROOT_1 + p * ROOT_2))
+
+
+def chance_of(random):
+    """Device function: a number in (0, 1), an odd multiple of 2^-16, whose bits are made beside a 1.
+
+    A chance is thus off by 2^-16 at most, and its sum with a code, of which 255 is the largest, is exact.
+    """
+    return real(bit_or(shl(bit_and(random, EVEN_ONES), S7), UNIT_WORD)) - BELOW_UNIT
+
+
+# Codes rise at thresholds, one between each two cubes; the root of the j-th is at most .39 above j + chance:
+# the whole number nearest to a root less the chance is the code, or one less, which one comparison tells.
+
+
+def signed_code(value, random):
+    """Device function: the signed code of a value in units of its block's scale; -128 for NaN."""
+    x = abs(value) * SIGNED_CUBES
+    x = select(x < SIGNED_CUBES, x, SIGNED_CUBES)
+    chance = chance_of(random)
+    j = nearest_integer(near_root(x) - chance)
+    square = j * j
+    gap = (square + j) * THREE + UNIT  # to the cube of the next whole number
+    size = select(chance * gap < x - square * j, j + UNIT, j)
+    code = to_word(real(bit_or(word(abs(size)), bit_and(word(value), SIGN_32))))
+    return select(value == value, code, SIGN_8)
+
+
+def squared_code(value, random):
+    """Device function: the unsigned code of a root in units of its block's scale."""
+    x = value * UNSIGNED_CUBES
+    x = select(x < UNSIGNED_CUBES, x, UNSIGNED_CUBES)
+    chance = chance_of(random)
+    j = nearest_integer(near_root(x) - chance)
+    t = j + chance
+    return to_word(select(t * t * t < x, j + UNIT, j))
+
+
+def scale_code(top):
+    """Device function: the bfloat16 code of the least scale not under a finite magnitude's word; 0 for 0."""
+    code = shl(shr(add(top, BELOW_STEP), S21), S5)
+    code = select(code < MOST_SCALE, code, MOST_SCALE)
+    code = select(code > LEAST_SCALE, code, LEAST_SCALE)
+    return select(top > ZERO_WORD, code, ZERO_WORD)
+
+
+def inverse_of(code):
+    """Device function: one over a scale; 1 for a block of zeros."""
+    scale = real(shl(code, S16))
+    return select(scale > ZERO, divide(UNIT, scale), UNIT)
+
+
+def decode_signed(codes, scales, i, block):
+    """Device function: the value of element i; code -128 is NaN."""
+    code = load8(codes, i)
+    k = to_real(sub(bit_xor(code, SIGN_8), SIGN_8))
+    value = k * k * k * SIGNED_UNIT * real(shl(load16(scales, block), S16))
+    return select(code == SIGN_8, NAN, value)
+
+
+def decode_squared(codes, scales, i, block):
+    """Device function: the root of the value of element i."""
+    k = to_real(load8(codes, i))
+    return k * k * k * UNSIGNED_UNIT * real(shl(load16(scales, block), S16))
+
+
+def encode_signed(codes, scales, i, block, value, random):
+    """Device function: store a value, and the scale of its block."""
+    scale = scale_code(block_largest(finite_word(value)))
+    store16(scales, block, scale)
+    store8(codes, i, signed_code(value * inverse_of(scale), random))
+
+
+def encode_squared(codes, scales, i, block, value, random):
+    """Device function: store a root, and the scale of its block; a positive one never gets code 0."""
+    scale = scale_code(block_largest(finite_word(value)))
+    store16(scales, block, scale)
+    code = squared_code(value * inverse_of(scale), random)
+    store8(codes, i, select(value > ZERO, select(code > ONE, code, ONE), code))

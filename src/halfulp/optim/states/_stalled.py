@@ -1,12 +1,15 @@
-"""The distance from a steady mean at which a state rounded to nearest stops moving."""
+"""What storage loses of states: means rounded to nearest that stop moving, values below the range of 8-bit codes."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
+import torch
+
 from ..parameters._parameter_plan import ParameterPlan
-from ._double_bfloat16 import DoubleBF16
+from ._codec import DoubleBF16
+from ._int8_blocks import Int8Blocks
 from ._scaled import Scaled
 from ._state import Codec, Plain
 
@@ -23,6 +26,29 @@ def stall_widths(plan: ParameterPlan, group: Mapping[str, Any]) -> dict[str, flo
         if kept is not None and bits is not None and 0 < kept < 1:
             found[slot.name] = 2.0 ** -(bits + 1) / (1 - kept)
     return found
+
+
+def share_below_range(plans: Iterable[ParameterPlan]) -> float | None:
+    """Return the share of 8-bit state elements on this rank that have the smallest code for a value that is not 0.
+
+    That is code 1 of a second moment, which a positive one gets at least, and code 0 of a first moment whose second
+    moment is not 0. First moments that have no second one beside them are not counted: their zeros may be true.
+
+    Returns:
+        None where there are no such states.
+    """
+    below = elements = 0
+    for plan in plans:
+        specs = list(zip(plan.spec.rule.states, plan.spec.codecs, plan.states))
+        seconds = [tensors[0] for state, _, tensors in specs if state.degree == 2]
+        for state, codec, tensors in specs:
+            if not isinstance(codec, Int8Blocks) or not seconds:
+                continue
+            codes = tensors[0]
+            least = codes == 1 if state.degree == 2 else (codes == 0) & (seconds[0] != 0)
+            below += int(torch.count_nonzero(least))
+            elements += codes.numel()
+    return below / elements if elements else None
 
 
 def _nearest_bits(codec: Codec) -> int | None:

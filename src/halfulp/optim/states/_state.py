@@ -14,8 +14,7 @@ from ..._messages import listed
 from ..._names import enter
 from ..rules._update_rule import StateSlot, UpdateRule
 from ..weight_updates._components import Components
-from ._codec import TensorCodec
-from ._double_bfloat16 import DoubleBF16
+from ._codec import DoubleBF16, TensorCodec
 from ._float8 import PAYLOADS
 from ._int8_blocks import Int8Blocks as Int8Blocks
 from ._scaled import Scaled

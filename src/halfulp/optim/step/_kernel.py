@@ -15,7 +15,7 @@ from ...kernels.scalar._operations import bit_and, select, shr, sqrt
 from ...kernels.vector._table_loop import Table, compile_table
 from ...rounding._random_bits import WEYL, drawn_word, hashed, recorded_start
 from ..parameters._payload_digests import payload_digest
-from ..states._int8_device_functions import GROW, HUGE, HUGE_SQUARED, SHRINK
+from ..states._int8_blocks import GROW, HUGE, HUGE_SQUARED, SHRINK
 from ..states._scaled import Scaled, finite_word
 from ..states._state import Int8Blocks
 from ..states._storage import F32

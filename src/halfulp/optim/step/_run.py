@@ -144,7 +144,7 @@ def _write(batch: Batch) -> None:
             batch.gradients[row],
             batch.states(row),
             batch.constants[row],
-            *keys[row] or [None],
+            (keys[row] or [None])[0],
             plan.index_map,
         )
         if lost is not None:
@@ -345,7 +345,7 @@ def _trial(spec: StepSpec, run: Callable | None = None, device: torch.device | s
             ).max(0)[: len(record_step(spec).sums)]  # fmt: skip
             return [torch.tensor(found, dtype=torch.float32, device="cpu")]
         if run is None:
-            reference_step(spec, parts, gradient, states, constants, *keys[0].tolist() or [None], index_map)
+            reference_step(spec, parts, gradient, states, constants, (keys[0].tolist() or [None])[0], index_map)
         else:
             row = np.array([constants], np.float32).reshape(1, -1)
             run(chunks(index_map, 0), np.array([pointers], np.int64), row, keys)

@@ -10,10 +10,18 @@ import torch
 
 from ...kernels.scalar._operations import select, sub
 from ..states._storage import Store
-from ..step._placeholders import residual_round, weight_load, weight_nearest, weight_real, weight_save
-from ._kahan import Kahan
-from ._residual_bound import fit_bindings, fitting
-from ._weight_update import WeightUpdate, register_weight_update, rounding_name, store_bindings
+from ._kahan import Kahan, fit_bindings, fitting
+from ._weight_update import (
+    WeightUpdate,
+    register_weight_update,
+    residual_round,
+    rounding_name,
+    store_bindings,
+    weight_load,
+    weight_nearest,
+    weight_real,
+    weight_save,
+)
 
 
 @dataclass(frozen=True)

@@ -27,8 +27,16 @@ from ...kernels.scalar._operations import (
     word,
 )
 from ..states._storage import Store
-from ..step._placeholders import weight_load, weight_nearest, weight_real, weight_save
-from ._weight_update import WeightUpdate, register_weight_update, rounding_name, store_bindings
+from ._weight_update import (
+    WeightUpdate,
+    register_weight_update,
+    rounding_name,
+    store_bindings,
+    weight_load,
+    weight_nearest,
+    weight_real,
+    weight_save,
+)
 
 ZERO, ONE, S8, S15, S16 = (np.uint32(n) for n in (0, 1, 8, 15, 16))
 HALF_16, LOW_8, TOP_24 = np.uint32(0x8000), np.uint32(0xFF), np.uint32(0xFFFFFF00)

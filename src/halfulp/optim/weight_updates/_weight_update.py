@@ -16,7 +16,6 @@ from ...kernels import Trace, run_on_tensors
 from ...kernels._device_function import Recording, bound
 from ...kernels._trace import Piece
 from ..states._storage import Store, canonical
-from ..step._placeholders import weight_load, weight_nearest, weight_real, weight_round, weight_save
 
 Parts = Sequence[torch.Tensor]
 # Methods on tensors that a class may bring along, and the device function that each stands for.
@@ -110,6 +109,36 @@ def _filler(update: WeightUpdate, store: Store) -> Trace:
     fill: Any = names.get("fill_weight", fill_plain)
     bound(fill, names)(*element.arrays, element.index, canonical(element.given("value")))
     return element.trace
+
+
+def weight_load(address, i):
+    """The code of parameter element i."""
+    raise AssertionError("bound when a kernel is built")
+
+
+def weight_save(address, i, code):
+    """Write the code of parameter element i."""
+    raise AssertionError("bound when a kernel is built")
+
+
+def weight_real(code):
+    """The float32 of a parameter's code."""
+    raise AssertionError("bound when a kernel is built")
+
+
+def weight_nearest(x, random):
+    """The parameter's code nearest to a float32."""
+    raise AssertionError("bound when a kernel is built")
+
+
+def weight_round(x, random):
+    """The parameter's code for a float32, by the rounding of the weight."""
+    raise AssertionError("bound when a kernel is built")
+
+
+def residual_round(x, random):
+    """The parameter's code for a float32, by the rounding of the residual."""
+    raise AssertionError("bound when a kernel is built")
 
 
 def read_plain(a0, a1, a2, a3, i):

@@ -8,7 +8,7 @@ import torch
 
 import halfulp as hu
 from halfulp.kernels import same_bits
-from halfulp.optim.states._double_bfloat16 import DoubleBF16
+from halfulp.optim.states._codec import DoubleBF16
 
 from ...laws.optim.cases import SPECIAL
 

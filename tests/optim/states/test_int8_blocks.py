@@ -7,7 +7,7 @@ from halfulp.kernels import Trace
 from halfulp.kernels.scalar._operations import SCALARS, real, word
 from halfulp.kernels.vector._machine_function import address_of
 from halfulp.kernels.vector._table_loop import Table, compile_table
-from halfulp.optim.states._int8_device_functions import UNSIGNED_CUBES, near_root
+from halfulp.optim.states._int8_blocks import UNSIGNED_CUBES, near_root
 
 
 def _roots(x):
