@@ -68,8 +68,8 @@ def codes_table(a: torch.dtype, b: torch.dtype) -> Table:
     count(x.code == y.code if a == b else x.code != x.code)
     count(x.special | y.special)
     for which, (one, dtype) in enumerate(((x, a), (y, b))):
-        first, top = (element.constants[k + which] for k in (0, 2))
-        first, top = (word if dtype.itemsize == 8 else o.low_word(word) for word in (first, top))
+        words = element.constants[which::2]
+        first, top = words if dtype.itemsize == 8 else map(o.low_word, words)
         for mask in (one.size == 0, one.size == top, one.code != first):
             count(mask)
     return Table(element.trace, 2, constants=4)
@@ -103,7 +103,7 @@ def changes_table(a: torch.dtype, b: torch.dtype) -> Table:
     place = o.bit_or(o.shl(slot, FINE), fine)
     o.deposit64(element.arrays[2], select(changed, place, np.uint32(0)), select(changed, np.uint64(1), zero), SLOTS)
     exponent = o.add(_between(o.sub(field, 4096 + 1), 2045), 1)
-    ulps = o.real64(select(changed, o.or64(fraction, o.shl64(o.widen(exponent), 52)), zero))
+    ulps: Any = o.real64(select(changed, o.or64(fraction, o.shl64(o.widen(exponent), 52)), zero))
     element.trace.gather_sum("sum", ulps)
     element.trace.gather_sum("max", ulps)
     return Table(element.trace, 3, constants=4)
@@ -155,8 +155,7 @@ def _change(element: Recording, u: Any, v: Any, wide: bool) -> tuple[Any, Any]:
         bits = select(small, o.word64(o.real64(bits) * np.float64(2.0**54)), bits)
     binade = o.add(o.shr(o.high_word(o.word64(abs(u))), 20), halved)
     spacings = []
-    for lowest, mantissa in zip(element.constants[::2], element.constants[1::2]):
-        lowest, mantissa = o.low_word(lowest), o.low_word(mantissa)
+    for lowest, mantissa in zip(*[map(o.low_word, element.constants)] * 2):
         spacings.append(o.sub(select(binade > lowest, binade, lowest), mantissa))
     # Fields below 0 are compared as if 64 higher.
     higher = [o.add(spacing, 64) for spacing in spacings]
