@@ -200,7 +200,7 @@ def _starts(x: torch.Tensor, rows: np.ndarray) -> np.ndarray:
 
 def _settle(engine: str, words: Windows, reach: Reach, dtype: torch.dtype | None) -> torch.Tensor:
     """Return accumulators rounded, (rows,), or without a dtype with carries passed on, (rows, WORDS)."""
-    words = torch.as_tensor(words)
+    words = words if isinstance(words, torch.Tensor) else torch.from_numpy(words)
     rows, table, columns = len(words), settling_table(reach, dtype), words.t().contiguous()
     shape, kind = ((reach.limbs, rows), torch.int64) if dtype is None else ((1, rows), LAYOUTS[dtype].word)
     out = torch.empty(shape, dtype=kind, device=words.device)

@@ -155,7 +155,7 @@ def _count_tensors(found: Differences, parts: list[Tensor], forms: tuple[Format,
     table = torch.zeros(1, d.SLOTS, dtype=torch.int64, device="cpu")
     sums = []
     for one, words in ((d.codes_table(*kinds), of_codes), (d.changes_table(*kinds), of_changes)):
-        inputs = {("constant", k): torch.tensor(as_signed(word, 64)) for k, word in enumerate(words)}
+        inputs = {("constant", k): as_signed(word, 64) for k, word in enumerate(words)}
         sums.append(np.array(run_on_tensors(one.trace, [*parts, table], inputs)[1]))
     _add_codes(found, sums[0][2:])
     _add_changes(found, table[0].numpy(), sums[1][:-1], sums[1][-1])
