@@ -12,10 +12,9 @@ from ._canary import KernelMismatchError, check_bits, same_bits, undisturbed
 from ._checksum import checksum, row_checksums
 from ._devices import float32_root, has_float64, in_float64, require_float64, require_same_bits
 from ._engine import engine, note, note_and_warn_once, report, select_engine
-from ._function_transforms import under_transform
 from ._index_map import CHUNK, IndexMap, chunk_table, chunks
 from ._opaque_frames import constant_result, uncompiled, untraced
-from ._operator import define_operator
+from ._operator import define_operator, under_transform
 from ._plain_memory import address, has_own_memory, overlaps_itself, plain, plain_address, resolved
 from ._subnormals import keeping_subnormals
 from ._threads import SERIAL_BELOW, run_chunks

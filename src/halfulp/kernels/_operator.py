@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 from torch._ops import OpOverload
+from torch.autograd import forward_ad
 
 from .._torch_import import defining_operators
 from .._torch_versions import CUDAGRAPH_UNSAFE, lacks
@@ -53,3 +54,16 @@ def _outside_cuda_graphs(name: str, implementation: Callable) -> Callable:
         return implementation(*arguments)
 
     return run
+
+
+def under_transform() -> bool:
+    """Return whether a torch.func transform or a level of forward-mode differentiation is active.
+
+    Not while a compiler traces, which knows the transforms itself.
+
+    There an operator's registered backward rule is no rule: grad refuses it and jvp takes its derivative for 0. An
+    autograd.Function with a jvp serves all of them, at a cost that a plain call need not pay.
+    """
+    if torch.compiler.is_compiling():
+        return False
+    return torch._C._functorch.peek_interpreter_stack() is not None or forward_ad._current_level >= 0

@@ -131,16 +131,14 @@ class Trace:
         return index.kind == "block"
 
     def gather_sum(self, how: str, value: Traced) -> None:
-        """Over all elements add a value up ("sum" of float64), find the largest ("max" of float32's words, or of float64),
-        or count where a mask holds ("count").
-        """
+        """Add a float64 up ("sum"), find the largest float32's word or float64 ("max"), or count a mask ("count")."""
         self.sums.append((how, value.number))
 
     def deposit(self, address: Traced, place: Traced, word: Traced, apart: int = 0) -> None:
         """Add a 64-bit word, for each element, to the one at a place of an array of such words.
 
-        Where copies of the counters lie `apart`, COPIES in all, a writer may spread the elements over them: additions to
-        one word wait for each other.
+        Where copies of the counters lie `apart`, COPIES in all, a writer may spread the elements over them, since
+        additions to one word wait for each other.
         """
         self.deposits.append((address.number, place.number, word.number, apart))
 

@@ -12,7 +12,7 @@ from halfulp.kernels.vector._instructions import Instructions
 
 SPECIAL = [0, 1, 2, 0x7FFFFFFF, 0x80000000, 0xFFFFFFFF, 0x7F800000, 0x7F800001, 0xFF800000, 0x00800000, 0x007FFFFF]
 SPECIAL += [0x3F800000, 0xBF800000, 0x4EFFFFFF, 0x33800000, 0x00000100]
-SHIFTS = ("shl", "shr", "shl64", "shr64")
+SHIFTS = ("shl", "shr", "shl64", "shr64", "sar64")
 # The kinds of operands and result.
 KINDS = {
     **dict.fromkeys(["add", "sub", "mul", "bit_and", "bit_or", "bit_xor", "shl", "shr"], ("w32", "w32", "w32")),
@@ -20,7 +20,7 @@ KINDS = {
     **dict.fromkeys(["sqrt", "sign_of", "floor"], ("f32", "f32")),
     **dict.fromkeys(["real", "to_real"], ("w32", "f32")),
     **dict.fromkeys(["word", "to_word"], ("f32", "w32")),
-    **dict.fromkeys(["add64", "sub64", "and64", "or64", "xor64", "shl64", "shr64"], ("w64", "w64", "w64")),
+    **dict.fromkeys(["add64", "sub64", "mul64", "and64", "or64", "xor64", *SHIFTS[2:]], ("w64", "w64", "w64")),
     "real64": ("w64", "f64"),
     "word64": ("f64", "w64"),
     "to_word64": ("f64", "w64"),
@@ -28,7 +28,7 @@ KINDS = {
     "low_word": ("w64", "w32"),
     "high_word": ("w64", "w32"),
 }
-MEMORY = ["load8", "load16", "load32", "load64", "store8", "store16", "store32", "store64"]
+MEMORY = ["load8", "load16", "load32", "load64", "store8", "store16", "store32", "store64", "deposit64"]
 TYPES = {"w32": np.uint32, "w64": np.uint64, "f32": np.float32, "f64": np.float64}
 
 

@@ -83,7 +83,7 @@ def test_vectors_variables_and_ways(monkeypatch, tmp_path):
             total += choose(row < limit, row, 0)
         found[0] = total.folded(operator.add)
         n = code.variable(count)
-        with code.repeat(lambda: n > 3):
+        with code.span(0, 3), code.when(n > 3):
             n.set(n >> 1)
         found[1] = n
         for place, value in ((2, 5), (3, 500)):

@@ -15,15 +15,18 @@ from halfulp.kernels.scalar._operations import (
     add64,
     and64,
     bit_and,
+    deposit64,
     high_word,
     low_word,
     mul,
     or64,
     real,
+    real64,
     select,
     shl64,
     shr,
     sub,
+    sub64,
     widen,
     word,
 )
@@ -47,7 +50,7 @@ def run(table, arrays, chunks=None, constants=None, keys=None):
     """Run a table on arrays, all of them one row; return the sums of each chunk."""
     chunks = np.array([[0, 0, len(arrays[0]), 0]] if chunks is None else chunks, np.int64)
     pointers = np.array([[array.ctypes.data for array in arrays]], np.int64)
-    sums = np.zeros((len(chunks), 4))
+    sums = np.zeros((len(chunks), table.sums))
     constants = np.zeros((1, 1), np.float32) if constants is None else constants
     keys = np.zeros((1, 1), np.uint64) if keys is None else keys
     kernel = compile_table("test", table)
@@ -342,3 +345,37 @@ def test_names_are_bound_in_called_functions_too():
     assert bound(_twice_moved, {"SHIFT": np.uint32(4)})(np.uint32(0x1234)) == 0x12
     assert _twice_moved(np.uint32(16)) == 4
     assert and64(np.uint64(6), np.uint64(3)) == 2
+
+
+@pytest.mark.parametrize("narrow", [False, True], ids=["words", "beside bytes"])
+@pytest.mark.parametrize("apart", [0, 50], ids=["one place each", "in copies"])
+def test_words_are_added_to_counters(narrow, apart, cache, seed):
+    """Elements, of which any number has one place, in every length and order; what is behind them counts nothing."""
+    rng, kind = np.random.default_rng(seed), np.uint16 if narrow else np.uint32
+    load = SCALARS["load16" if narrow else "load32"]
+
+    def function(trace, i, block, given, counters):
+        x = load(given, i)
+        deposit64(counters, bit_and(x, np.uint32(15)), sub64(np.uint64(3), widen(x)), apart)
+        trace.gather_sum("count", x > np.uint32(900))
+
+    for count in LENGTHS:
+        x = rng.integers(0, 1000, count).astype(kind)
+        made = np.zeros(200, np.int64)
+        sums = run(recorded(function, 2), [x, made], chunks=[[0, 0, count, 0]])
+        wanted = np.zeros(50, np.int64)
+        np.add.at(wanted, x & 15, 3 - x.astype(np.int64))
+        assert (made.reshape(4, 50).sum(0) == wanted).all()
+        assert sums[0, 0] == (x > 900).sum()
+
+
+def test_many_sums_counts_and_largest_float64(cache, seed):
+    x = np.random.default_rng(seed).normal(size=333)
+
+    def function(trace, i, block, given):
+        value = real64(SCALARS["load64"](given, i))
+        trace.gather_sum("max", value)
+        for limit in range(-3, 4):
+            trace.gather_sum("count", value > np.float64(limit))
+
+    assert run(recorded(function, 1), [x])[0].tolist() == [x.max(), *((x > limit).sum() for limit in range(-3, 4))]

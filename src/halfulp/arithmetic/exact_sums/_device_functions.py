@@ -182,7 +182,8 @@ def blocks_table(dtype: torch.dtype, product: bool, cuts: int) -> Table:
     values = [_value(dtype, word, emit) for word in words]
     rests = values[:1]
     if product:
-        rests = [values[0] * values[1], *([product_error(*values, values[0] * values[1])] if wide else [])]
+        whole = values[0] * values[1]
+        rests = [whole, product_error(values[0], values[1], whole)] if wide else [whole]
     # Of the terms' own words, or of float64, the part with the exponent.
     own = not product and not wide
     bits = words[0] if own else o.word64(rests[0])

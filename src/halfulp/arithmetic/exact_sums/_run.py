@@ -55,7 +55,7 @@ def rounded(words: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
 
 
 def _run(operands: Operands, dtype: torch.dtype | None) -> torch.Tensor:
-    (rows, columns), own, product = operands[0].shape, operands[0].dtype, len(operands) > 1
+    own, product = operands[0].dtype, len(operands) > 1
     engine, reach = _engine(operands[0], own, product), Reach.of(own, product)
     return _run_by(engine, operands, reach, dtype)
 
@@ -86,7 +86,7 @@ def _engine(x: torch.Tensor, dtype: torch.dtype, product: bool) -> str:
 
 def _windows(engine: str, operands: Operands, reach: Reach) -> Windows:
     """Return the counters of every row, and how many terms it has: (rows, counters + 1)."""
-    (rows, columns), step = operands[0].shape, _AT_ONCE[engine]
+    columns, step = operands[0].shape[1], _AT_ONCE[engine]
     add: Callable[..., Windows] = {"llvm": _add_blocks, "triton": _add_tiles, "reference": _add_tensors}[engine]
     found = add([x[:, :step] for x in operands], reach)
     if columns > step:
@@ -200,7 +200,7 @@ def _starts(x: torch.Tensor, rows: np.ndarray) -> np.ndarray:
 
 def _settle(engine: str, words: Windows, reach: Reach, dtype: torch.dtype | None) -> torch.Tensor:
     """Return accumulators rounded, (rows,), or without a dtype with carries passed on, (rows, WORDS)."""
-    words = torch.as_tensor(words)
+    words = words if isinstance(words, torch.Tensor) else torch.from_numpy(words)
     rows, table, columns = len(words), settling_table(reach, dtype), words.t().contiguous()
     shape, kind = ((reach.limbs, rows), torch.int64) if dtype is None else ((1, rows), LAYOUTS[dtype].word)
     out = torch.empty(shape, dtype=kind, device=words.device)

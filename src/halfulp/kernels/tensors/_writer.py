@@ -258,7 +258,7 @@ class _Run:
     def deposit(self, counters: torch.Tensor, places: torch.Tensor, words: torch.Tensor) -> None:
         """Add words to counters; where these are rows, equally many elements belong to each."""
         rows = counters.reshape(-1, counters.shape[-1])
-        first = torch.arange(len(rows), device=self.device).mul_(rows.shape[1])
+        first = torch.arange(len(rows), dtype=torch.int64, device=self.device).mul_(rows.shape[1])
         places = places.reshape(len(rows), -1).to(torch.int64) + first[:, None]
         counters.view(-1).index_add_(0, places.reshape(-1), words.reshape(-1))
 

@@ -12,7 +12,7 @@ import torch
 
 from .._canary import check_bits
 from .._engine import note, note_and_warn_once, reference_in_this_thread
-from .._function_transforms import under_transform
+from .._operator import under_transform
 
 _kernels: dict[Hashable, Any] = {}
 

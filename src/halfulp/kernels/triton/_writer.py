@@ -16,7 +16,6 @@ import torch
 
 from .._trace import Piece, Trace
 from . import _operations as operations
-from . import _real_operations as real_operations
 
 # No fused multiply-add: it rounds once where the reference rounds twice.
 OPTIONS = {"num_warps": 4, "enable_fp_fusion": False}
@@ -37,7 +36,7 @@ _TYPES = {"f32": "tl.float32", "f64": "tl.float64", "w32": "tl.uint32", "w64": "
 def module_source(functions: Iterable[str], kernel: str) -> str:
     """Return the source of a Triton module: a kernel, the functions that it calls, and operations that those call."""
     functions = list(functions)
-    known = {name: f for one in (operations, real_operations) for name, f in vars(one).items() if inspect.isfunction(f)}
+    known = {name: f for name, f in vars(operations).items() if inspect.isfunction(f)}
     everything = "\n".join([*functions, kernel])
     used = [f for name, f in known.items() if f"{name}(" in everything]
     needed = [f"@triton.jit\n{inspect.getsource(function).rstrip()}" for function in used]
@@ -78,8 +77,8 @@ def element_source(name: str, trace: Trace, arguments: Mapping[Any, str]) -> str
     for (address, bits, per_block), number in trace.stores.items():
         place = arguments[trace.lines[address][2]]
         lines.append(f"store{bits}({place}, {'b[:, None]' if per_block else 'i'}, v{number}, lanes, aligned)")
-    for address, place, word, _ in trace.deposits:
-        lines.append(f"deposit64({arguments[trace.lines[address][2]]}, v{place}, v{word}, lanes)")
+    for address, number, word, _ in trace.deposits:
+        lines.append(f"deposit64({arguments[trace.lines[address][2]]}, v{number}, v{word}, lanes)")
     lines += [f"return {', '.join(f'v{number}' for _, number in trace.sums)}"] if trace.sums else []
     return _function(name, ["i", "b", *arguments.values(), "lanes", "aligned: tl.constexpr"], lines)
 

@@ -28,16 +28,15 @@ def compile_code(name: str, key: str, arguments: int, write: Callable[..., None]
         write: (the code, *arguments as numbers) writes the instructions.
 
     >>> import numpy as np
-    >>> def collatz(code, start, found):
-    ...     n, steps = code.variable(start), code.variable(0)
-    ...     with code.repeat(lambda: n > 1):
-    ...         n.set(choose(n & 1 == 1, 3 * n + 1, n >> 1))
-    ...         steps += 1
-    ...     code.memory(found, code.i64)[0] = steps
+    >>> def add_up(code, count, found):
+    ...     total = code.variable(0)
+    ...     with code.span(0, count) as i, code.when(i & 1 == 1):
+    ...         total += i
+    ...     code.memory(found, code.i64)[0] = total
     >>> found = np.zeros(1, np.int64)
-    >>> compile_code("collatz", "of the example", 2, collatz)(27, found.ctypes.data)
+    >>> compile_code("odd", "of the example", 2, add_up)(10, found.ctypes.data)
     >>> found
-    array([111])
+    array([25])
     """
 
     def written(builder: VectorBuilder, *values: Any) -> None:
@@ -83,18 +82,6 @@ class Code:
         """Write what is repeated for every number from `low` to below `high`."""
         with self.vectors.loop(self.number(low).value, self.number(high).value, step) as i:
             yield Number(self, i)
-
-    @contextlib.contextmanager
-    def repeat(self, condition: Callable[[], Number]) -> Iterator[None]:
-        """Write what is repeated while a condition holds, which is written before each turn."""
-        head, body, done = (self.b.append_basic_block(name) for name in ("while", "body", "done"))
-        self.b.branch(head)
-        self.b.position_at_end(head)
-        self.b.cbranch(condition().value, body, done)
-        self.b.position_at_end(body)
-        yield
-        self.b.branch(head)
-        self.b.position_at_end(done)
 
     @contextlib.contextmanager
     def when(self, condition: Number) -> Iterator[None]:
@@ -267,10 +254,6 @@ class Number:
             convert = b.zext if kind.width > own.width else b.trunc
         return Number(self.code, convert(self.value, target))
 
-    def signed(self) -> Number:
-        """Return an integer as one of 64 bits, its highest bit as the sign."""
-        return Number(self.code, self.code.b.sext(self.value, self.code.vectors.like(self.value, self.code.i64)))
-
     def bits(self) -> Number:
         """Return a real's bits as an integer of its size."""
         kind = self.code.i64 if scalar_of(self.kind) == self.code.f64 else self.code.i32
@@ -280,10 +263,6 @@ class Number:
         """Return the real whose bits an integer of 32 or 64 bits has."""
         kind = self.code.f64 if self.is_signed else self.code.f32
         return Number(self.code, self.code.b.bitcast(self.value, self.code.vectors.like(self.value, kind)))
-
-    def size(self) -> Number:
-        """Return |x| of a real."""
-        return Number(self.code, self.code.vectors.intrinsic("fabs", self.value))
 
     def folded(self, merge: Callable[[Number, Number], Number]) -> Number:
         """Return a vector's lanes merged to one number, halves at a time."""
@@ -310,10 +289,6 @@ class Variable(Number):
 
     def __iadd__(self, other):
         self.set(self + other)
-        return self
-
-    def __ior__(self, other):
-        self.set(self | other)
         return self
 
 

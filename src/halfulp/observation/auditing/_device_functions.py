@@ -1,190 +1,164 @@
-"""Two tensors compared element by element, in machine code: one pass over the memory of both."""
+"""Two tensors compared element by element: device functions of their codes."""
 
 from __future__ import annotations
 
 import functools
-import operator
-from collections.abc import Callable
-from pathlib import Path
+from dataclasses import dataclass
+from typing import Any
 
-from ...kernels import Code, Number, choose, compile_code, gathered, larger, lesser, source_digest
+import numpy as np
+import torch
 
-# Words of a setup. SAME_FORMAT is 1 where equal codes are equal numbers, 2 where they also count ulps.
-NUMEL, SHARE, SAME_FORMAT, A, B, ULP = 0, 1, 2, 3, 9, 15
-# Of a layout, from A or B on: bits of the mantissa, bias, mask of the magnitude, first code that is no finite number,
-# code of infinity (-1 without one), code of the largest number.
-MANTISSA, BIAS, MAGNITUDE, SPECIAL, INFINITY, TOP = range(6)
-SETUP = ULP + 4  # mantissa bits and lowest exponent of both formats
+from ... import formats
+from ...kernels import select
+from ...kernels._device_function import Recording
+from ...kernels.scalar import _operations as o
+from ...kernels.vector._table_loop import Table
+
 # What is counted; from A_NAN on first of A, then of B.
 SAME, FINITE, A_NAN, A_INFINITE, A_ZEROS, A_TOP, A_VARIES, B_NAN, B_INFINITE, B_ZEROS, B_TOP, B_VARIES = range(12)
 COUNTS = 12
 # Changes in ulps by binade, from 2^LOWEST on, and by the first FINE bits of their fraction.
 FINE, LOWEST, BINADES = 5, -192, 512
-# Changes of fewer ulps, where they are whole, are counted by their number.
-SMALL = 64
-BLOCK = 1024  # with at most 2^52 steps each, their sum is below 2^63
+SLOTS = BINADES << FINE
+# Sums of `codes_table`: elements of equal codes and such that are no finite numbers, then per tensor.
+EQUAL, SPECIAL, SIDES = 0, 1, (A_ZEROS, A_TOP, A_VARIES, B_ZEROS, B_TOP, B_VARIES)
+# Sums of `changes_table`, then the sum of changes in ulps and the largest.
+CHANGED = SAME, FINITE, A_NAN, A_INFINITE, B_NAN, B_INFINITE
+
+# By the dtype of memory: the first code that is no finite number, and that of infinity.
+NATIVE = {
+    torch.float8_e4m3fn: (0x7F, None),
+    torch.float8_e5m2: (0x7C, 0x7C),
+    torch.float16: (0x7C00, 0x7C00),
+    torch.bfloat16: (0x7F80, 0x7F80),
+    torch.float32: (0x7F800000, 0x7F800000),
+    torch.float64: (0x7FF << 52, 0x7FF << 52),
+}
+_LOAD: dict[int, Any] = {1: o.load8, 2: o.load16, 4: o.load32, 8: o.load64}
+
+
+@dataclass(frozen=True)
+class _Code:
+    """A code, its part without the sign, and whether it is no finite number, or infinite."""
+
+    code: Any
+    size: Any
+    special: Any
+    infinite: Any
+
+    @classmethod
+    def read(cls, element: Recording, which: int, dtype: torch.dtype) -> _Code:
+        """Return the code of an element of one of the tensors."""
+        code = _LOAD[dtype.itemsize](element.arrays[which], element.index)
+        size = (o.and64 if dtype.itemsize == 8 else o.bit_and)(code, (1 << (8 * dtype.itemsize - 1)) - 1)
+        first, infinity = NATIVE[dtype]
+        return cls(code, size, size >= first, size != size if infinity is None else size == infinity)
 
 
 @functools.cache
-def comparison_kernel(a_bytes: int, b_bytes: int) -> Callable[..., None]:
-    """A function (first share, last share, a, b, setup, counts, table, small, sums) for elements of some sizes.
+def codes_table(a: torch.dtype, b: torch.dtype) -> Table:
+    """What counts elements of two tensors by their codes alone.
 
-    All but the first two are addresses; of the last four, each share has a row: int64 (COUNTS,), changes by size
-    (BINADES << FINE,), whole changes (SMALL,), and the sum and the largest in float64.
+    Columns: A and B. Constants: the codes of their first elements, and of their largest numbers.
     """
-    name = f"compare_{a_bytes}_{b_bytes}"
-    key = f"{name} {source_digest(Path(__file__).parent)}"
-    return compile_code(
-        name, key, 9, lambda code, *values: _Comparison(code, a_bytes, b_bytes, *values[2:]).write(*values[:2])
-    )
+    element = Recording(2, 4, "w64")
+    count = functools.partial(element.trace.gather_sum, "count")
+    x, y = (_Code.read(element, which, dtype) for which, dtype in enumerate((a, b)))
+    count(x.code == y.code if a == b else x.code != x.code)
+    count(x.special | y.special)
+    for which, (one, dtype) in enumerate(((x, a), (y, b))):
+        words = element.constants[which::2]
+        first, top = words if dtype.itemsize == 8 else map(o.low_word, words)
+        for mask in (one.size == 0, one.size == top, one.code != first):
+            count(mask)
+    return Table(element.trace, 2, constants=4)
 
 
-class _Comparison:
-    """The code that compares."""
+@functools.cache
+def changes_table(a: torch.dtype, b: torch.dtype) -> Table:
+    """What measures changes, in spacings at the element of A of that one of two formats which is coarser there.
 
-    def __init__(self, code: Code, a_bytes: int, b_bytes: int, a, b, setup, counts, table, small, sums) -> None:
-        self.code = code
-        kinds = {1: code.i8, 2: code.i16, 4: code.i32, 8: code.i64}
-        self.a, self.b = code.memory(a, kinds[a_bytes]), code.memory(b, kinds[b_bytes])
-        self.word = code.i64 if 8 in (a_bytes, b_bytes) else code.i32
-        self.setup, self.counts = code.memory(setup, code.i64), code.memory(counts, code.i64, COUNTS)
-        self.table, self.small = code.memory(table, code.i64, BINADES << FINE), code.memory(small, code.i64, SMALL)
-        self.sums = code.memory(sums, code.f64, 2)
-        self.known: list[Number] = []
+    Columns: A, B, and int64 (SLOTS,), what changed by the size of its change. Constants: of each format the biased
+    exponent of its smallest normal number and the bits of its mantissa.
+    """
+    element = Recording(3, 4, "w64")
+    count = functools.partial(element.trace.gather_sum, "count")
+    x, y = (_Code.read(element, which, dtype) for which, dtype in enumerate((a, b)))
+    finite = ~(x.special | y.special)
+    u, v = (_value(element, dtype, one, finite) for one, dtype in ((x, a), (y, b)))
+    both_nan = x.special & ~x.infinite & y.special & ~y.infinite
+    plus = [one.code == one.size for one in (x, y)]
+    same_signs = (plus[0] & plus[1]) | ~(plus[0] | plus[1])
+    count((finite & (u == v)) | both_nan | (x.infinite & y.infinite & same_signs))
+    count(finite)
+    for one in (x, y):
+        count(one.special & ~one.infinite)
+        count(one.infinite)
+    field, fraction = _change(element, u, v, wide=8 in (a.itemsize, b.itemsize))
+    changed, zero = finite & (u != v), np.uint64(0)
+    # Fields are biased: that of a size in ulps by 1023 and 4096.
+    slot = _between(o.sub(field, 4096 + 1023 + LOWEST), BINADES - 1)
+    fine = o.low_word(o.shr64(fraction, 52 - FINE))
+    place = o.bit_or(o.shl(slot, FINE), fine)
+    o.deposit64(element.arrays[2], select(changed, place, np.uint32(0)), select(changed, np.uint64(1), zero), SLOTS)
+    exponent = o.add(_between(o.sub(field, 4096 + 1), 2045), 1)
+    ulps: Any = o.real64(select(changed, o.or64(fraction, o.shl64(o.widen(exponent), 52)), zero))
+    element.trace.gather_sum("sum", ulps)
+    element.trace.gather_sum("max", ulps)
+    return Table(element.trace, 3, constants=4)
 
-    def write(self, first, last) -> None:
-        """Write the loop over shares and blocks."""
-        code, setup = self.code, self.setup
-        with code.span(first, last) as share:
-            begin = share * setup[SHARE]
-            end = lesser(begin + setup[SHARE], setup[NUMEL])
-            with code.span(begin, end, BLOCK) as low:
-                self.block(low, lesser(low + BLOCK, end), share)
 
-    def block(self, low: Number, high: Number, share: Number) -> None:
-        """Count what needs no branch first, then the elements that changed."""
-        code, counts, setup = self.code, self.counts, self.setup
-        masks, specials, tops = (
-            [setup[which + part].to(self.word) for which in (A, B)] for part in (MAGNITUDE, SPECIAL, TOP)
-        )
-        firsts = [array[0].to(self.word) for array in (self.a, self.b)]
+def _between(word: Any, most: int) -> Any:
+    """Return a signed word within [0, most]."""
+    above = select(word > most, np.uint32(most), word)
+    return select(word >= 1 << 31, np.uint32(0), above)
 
-        def turn(i: Number, lanes: int) -> list[Number]:
-            codes = [array.lanes(i, lanes).to(self.word) for array in (self.a, self.b)]
-            (p, q), (x, y) = (code & mask for code, mask in zip(codes, masks)), codes
-            found = [x == y, (p >= specials[0]) | (q >= specials[1]), p == 0, q == 0, p == tops[0], q == tops[1]]
-            return [*(mask.to(self.word) for mask in found), x ^ firsts[0], y ^ firsts[1]]
 
-        begin = [code.number(0, self.word) for _ in range(8)]
-        merges = [operator.add] * 6 + [operator.or_] * 2
-        found = [number.to(code.i64) for number in gathered(low, high, 16, begin, merges, turn)]
-        equal, special, *rest = found
-        for which, number in zip((A_ZEROS, B_ZEROS, A_TOP, B_TOP), rest):
-            counts[share, which] += number
-        for which, number in zip((A_VARIES, B_VARIES), rest[4:]):
-            counts[share, which] |= (number != 0).to(code.i64)
-        all_equal = (setup[SAME_FORMAT] != 0) & (special == 0) & (equal == high - low)
-        with code.either(all_equal) as (same, changed):
-            with same:
-                counts[share, SAME] += equal
-                counts[share, FINITE] += equal
-            with changed:
-                self.changed(low, high, share)
+def _value(element: Recording, dtype: torch.dtype, one: _Code, finite: Any) -> Any:
+    """Return a code's number as a float64; 0 where one of the two is not finite."""
+    if dtype == torch.float64:
+        return o.real64(select(finite, one.code, np.uint64(0)))
+    word, width = one.code, 8 * dtype.itemsize
+    if dtype == torch.bfloat16:
+        word = o.shl(word, 16)
+    elif width < 32:
+        form = formats.get(dtype)
+        mantissa, least = form.mantissa_bits, 1 << form.mantissa_bits
+        # Codes below the smallest normal number's are multiples of the smallest subnormal.
+        small = o.word(o.to_real(one.size) * np.float32(form.smallest_subnormal))
+        normal = o.add(o.shl(one.size, 23 - mantissa), 127 - form.bias << 23)
+        sign = o.shl(o.bit_and(one.code, 1 << (width - 1)), 32 - width)
+        word = o.bit_or(select(one.size < least, small, normal), sign)
+    real = o.real(select(finite, word, np.uint32(0)))
+    return element.trace.emit("to_float64", (real,), None, "f64")
 
-    def changed(self, low: Number, high: Number, share: Number) -> None:
-        """Count the elements of a block of which some changed, or are NaN or infinite."""
-        code, small, counts = self.code, self.small, self.counts
-        # Read once: for all that LLVM knows, counting changes them.
-        setup = self.known = [self.setup[k] for k in range(SETUP)]
-        mask_a, special_a, mask_b, special_b = (setup[x + part] for x in (A, B) for part in (MAGNITUDE, SPECIAL))
-        same, finite, top, sum_of_steps = (code.variable(0) for _ in range(4))
-        total, largest = code.variable(0.0, code.f64), code.variable(self.sums[share, 1])
-        still = small[share, 0]
-        with code.span(low, high) as i:
-            x, y = self.a[i].to(code.i64), self.b[i].to(code.i64)
-            p, q = x & mask_a, y & mask_b
-            with code.either((p >= special_a) | (q >= special_b)) as (special, known):
-                with special:
-                    same += self.special(x, y, p, q, share)
-                with known:
-                    finite += 1
-                    # In one binade and of one sign codes count ulps; to ask for equal ones first costs more than to
-                    # count them.
-                    in_steps = (setup[SAME_FORMAT] == 2) & ((x ^ y) >> setup[A + MANTISSA] == 0)
-                    with code.either(in_steps) as (near, far):
-                        with near:
-                            steps = larger(p - q, q - p)
-                            sum_of_steps += steps
-                            top.set(larger(top, steps))
-                            with code.either(steps < SMALL) as (few, many):
-                                with few:
-                                    small[share, steps] += 1
-                                with many:
-                                    self.count(steps.to(code.f64).bits(), 0, share)
-                        with far:
-                            u, v = self.value(x, p, A), self.value(y, q, B)
-                            with code.either(u == v) as (equal, changed):
-                                with equal:
-                                    same += 1
-                                with changed:
-                                    size = self.change(u, v, share)
-                                    total += size
-                                    largest.set(larger(size, largest))
-        counts[share, SAME] += same + small[share, 0] - still
-        counts[share, FINITE] += finite
-        self.sums[share, 0] += total + sum_of_steps.to(code.f64)
-        self.sums[share, 1] = larger(largest, top.to(code.f64))
 
-    def change(self, u: Number, v: Number, share: Number) -> Number:
-        """Count a change by its size, and return that in ulps: never more than the largest float64."""
-        code, setup = self.code, self.known
-        u, v, halved = code.variable(u), code.variable(v), code.variable(0)
-        with code.when((v - u).size() > 1.7976931348623157e308):
-            halved.set(1)
-            u.set(0.5 * u)
-            v.set(0.5 * v)
-        change = v - u
-        # What rounding the difference took away (Knuth's two-sum): the binade is that of the exact change.
-        back = change - v
-        rest = (v - (change - back)) + (-u - back)
-        bits, raised = code.variable(change.size().bits()), code.variable(0)
-        with code.when((rest != 0.0) & ((rest < 0.0) != (change < 0.0))):
-            bits += -1
-        with code.when(bits >> 52 == 0):
-            raised.set(54)
-            bits.set((bits.real() * 18014398509481984.0).bits())
-        binade = (u.size().bits() >> 52) - 1023 + halved
-        own, other = (larger(binade, setup[ULP + k + 1]) - setup[ULP + k] for k in (0, 2))
-        power = (bits >> 52) - 1023 - raised + halved - larger(own, other)
-        self.count(bits, power - ((bits >> 52) - 1023), share)
-        # The change with its exponent replaced by that of its size in ulps.
-        return ((bits & 0xFFFFFFFFFFFFF) | (lesser(larger(power + 1023, 1), 2046) << 52)).real()
-
-    def count(self, bits: Number, moved: Number | int, share: Number) -> None:
-        """Count a size in ulps: the bits of a float64, to be multiplied by 2^moved."""
-        slot = lesser(larger((bits >> 52) - 1023 + moved - LOWEST, 0), BINADES - 1)
-        self.table[share, (slot << FINE) + ((bits >> (52 - FINE)) & ((1 << FINE) - 1))] += 1
-
-    def value(self, codes: Number, size: Number, which: int) -> Number:
-        """Return the value of a finite code, of which `size` is the part without the sign.
-
-        Bits are chosen, not reals: a processor does that without a branch.
-        """
-        mantissa, bias = self.known[which + MANTISSA], self.known[which + BIAS]
-        power, fraction = size >> mantissa, size & ((1 << mantissa) - 1)
-        small = fraction.to(self.code.f64) * ((1024 - bias - mantissa) << 52).real()
-        normal = ((power - bias + 1023) << 52) | (fraction << (52 - mantissa))
-        bits = choose(mantissa == 52, size, choose(power == 0, small.bits(), normal))
-        return (bits | choose(codes == size, 0, -(1 << 63))).real()
-
-    def special(self, x: Number, y: Number, p: Number, q: Number, share: Number) -> Number:
-        """Count NaN and infinities of two codes, and return 1 where both stand for the same, else 0."""
-        code, setup, kinds = self.code, self.known, []
-        for which, size, infinite, nan in ((A, p, A_INFINITE, A_NAN), (B, q, B_INFINITE, B_NAN)):
-            kind = code.variable(0)
-            with code.when(size >= setup[which + SPECIAL]):
-                kind.set(choose(size == setup[which + INFINITY], 2, 1))
-                self.counts[share, choose(kind == 2, infinite, nan)] += 1
-            kinds.append(kind)
-        alike = (kinds[0] == 1) | ((x == p) == (y == q))
-        return ((kinds[0] == kinds[1]) & alike).to(code.i64)
+def _change(element: Recording, u: Any, v: Any, wide: bool) -> tuple[Any, Any]:
+    """Return the exponent field, biased by 1023 + 4096, and the fraction, of |v - u| in ulps."""
+    zero, halved = np.float64(0.0), np.uint32(0)
+    if wide:
+        beyond = abs(v - u) > np.float64(1.7976931348623157e308)
+        halved = select(beyond, np.uint32(1), halved)
+        half = select(beyond, np.float64(0.5), np.float64(1.0))
+        u, v = u * half, v * half
+    change = v - u
+    # What rounding the difference took away (Knuth's two-sum): the binade is that of the exact change.
+    back = change - v
+    rest = (v - (change - back)) - (u + back)
+    away = (rest != zero) & (((rest < zero) & (change > zero)) | ((rest > zero) & (change < zero)))
+    bits = o.sub64(o.word64(abs(change)), select(away, np.uint64(1), np.uint64(0)))
+    raised = np.uint32(0)
+    if wide:
+        small = bits < 1 << 52
+        raised = select(small, np.uint32(54), raised)
+        bits = select(small, o.word64(o.real64(bits) * np.float64(2.0**54)), bits)
+    binade = o.add(o.shr(o.high_word(o.word64(abs(u))), 20), halved)
+    spacings = []
+    for lowest, mantissa in zip(*[map(o.low_word, element.constants)] * 2):
+        spacings.append(o.sub(select(binade > lowest, binade, lowest), mantissa))
+    # Fields below 0 are compared as if 64 higher.
+    higher = [o.add(spacing, 64) for spacing in spacings]
+    spacing = select(higher[0] > higher[1], *spacings)
+    field = o.add(o.sub(o.add(o.shr(o.high_word(bits), 20), halved), raised), 4096)
+    return o.add(o.sub(field, spacing), 1023), o.and64(bits, (1 << 52) - 1)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
@@ -12,23 +13,12 @@ from torch import Tensor
 
 from ... import formats
 from ...formats import Format
-from ...kernels import address, address_of, plain, run_chunks, select_engine
+from ...kernels import CHUNK, IndexMap, address, address_of, chunks, plain, run_chunks, run_on_tensors, select_engine
+from ...kernels._trace import COPIES
+from ...kernels.tensors._writer import as_signed
+from ...kernels.vector._table_loop import Table, compile_table
 from . import _device_functions as d
 
-_NATIVE = (
-    torch.float64,
-    torch.float32,
-    torch.float16,
-    torch.bfloat16,
-    torch.float8_e4m3fn,
-    torch.float8_e5m2,
-)
-# Where whole changes of 1 to SMALL - 1 ulps stand in the table.
-_SMALL_SLOTS = [
-    ((power - d.LOWEST) << d.FINE) + ((steps << d.FINE) >> power) - (1 << d.FINE)
-    for steps in range(1, d.SMALL)
-    for power in (steps.bit_length() - 1,)
-]
 # Elements of the parts that are converted, or read, one after another.
 AT_ONCE = 1 << 21
 
@@ -75,7 +65,7 @@ class Differences:
 
 def empty_differences() -> Differences:
     """Return what is known before the first part."""
-    return Differences(np.zeros(d.COUNTS, np.int64), np.zeros(d.BINADES << d.FINE, np.int64))
+    return Differences(np.zeros(d.COUNTS, np.int64), np.zeros(d.SLOTS, np.int64))
 
 
 def add_differences(found: Differences, a: Tensor, b: Tensor) -> None:
@@ -85,114 +75,102 @@ def add_differences(found: Differences, a: Tensor, b: Tensor) -> None:
     """
     if not a.numel():
         return
-    spacings = formats.get(a.dtype), formats.get(b.dtype)
-    tops = _top(a.dtype), _top(b.dtype)
-    a, b = _native(a), _native(b)
+    forms = formats.get(a.dtype), formats.get(b.dtype)
+    a, b = (plain(x.detach()).reshape(-1) for x in (a, b))
     first = float(a[0].double()), float(b[0].double())
     if found.first is None:
         found.first = first
     # NaN is no number that a tensor can be constant at.
     for which, before, now in ((d.A_VARIES, found.first[0], first[0]), (d.B_VARIES, found.first[1], first[1])):
         found.counts[which] |= int(before != now)
-    run = _run_compiled if select_engine("cpu") == "llvm" else _run_reference
-    for low in range(0, len(a), 1 << 30):
-        run(found, a[low : low + (1 << 30)], b[low : low + (1 << 30)], spacings, tops)
+    count = _count_compiled if select_engine("cpu") == "llvm" else _count_tensors
+    for parts in zip(a.split(AT_ONCE), b.split(AT_ONCE), strict=True):
+        count(found, [_native(part) for part in parts], forms)
 
 
 def _native(x: Tensor) -> Tensor:
-    """Return the elements in a row, in a dtype whose codes the kernel reads."""
-    x = plain(x.detach()).reshape(-1).contiguous()
-    return x if x.dtype in _NATIVE else x.float()
+    """Return the elements in a row, in a dtype that has them all and whose codes are read."""
+    wide = x if x.dtype in d.NATIVE else x.to(torch.float32)
+    return wide.contiguous().cpu()
 
 
-def _top(dtype: torch.dtype) -> float:
-    return formats.get(dtype).max
-
-
-def _run_compiled(
-    found: Differences, a: Tensor, b: Tensor, spacings: tuple[Format, Format], tops: tuple[float, float]
-) -> None:
-    threads = max(1, torch.get_num_threads())
-    share = max(d.BLOCK, -(-len(a) // threads))
-    shares = -(-len(a) // share)
-    setup = np.zeros(d.SETUP, np.int64)
-    counting = all(one.torch_dtype == a.dtype for one in spacings)
-    setup[: d.A] = len(a), share, (1 + counting) * (a.dtype == b.dtype)
-    for place, dtype, top in ((d.A, a.dtype, tops[0]), (d.B, b.dtype, tops[1])):
-        setup[place : place + 6] = _layout(dtype, top)
-    setup[d.ULP :] = [word for one in spacings for word in (one.mantissa_bits, one.emin)]
-    counts = np.zeros((shares, d.COUNTS), np.int64)
-    table = np.zeros((shares, d.BINADES << d.FINE), np.int64)
-    small = np.zeros((shares, d.SMALL), np.int64)
-    sums = np.zeros((shares, 2), np.float64)
-    kernel = d.comparison_kernel(a.element_size(), b.element_size())
-    places = *map(address, (a, b)), *map(address_of, (setup, counts, table, small, sums))
-    run_chunks(kernel, np.full(shares, share, np.int64), *places)
-    for which in (d.A_VARIES, d.B_VARIES):
-        # Each share compares with the first of all.
-        counts[0, which] = counts[:, which].max()
-        counts[1:, which] = 0
-    merged = table.sum(0)
-    merged[_SMALL_SLOTS] += small.sum(0)[1:]
-    _add(found, counts.sum(0), merged, float(sums[:, 0].sum()), float(sums[:, 1].max()))
-
-
-def _add(found: Differences, counts: np.ndarray, table: np.ndarray, total: float, largest: float) -> None:
-    varies = [max(found.counts[which], counts[which]) for which in (d.A_VARIES, d.B_VARIES)]
-    found.counts += counts
-    found.counts[[d.A_VARIES, d.B_VARIES]] = varies
-    found.table += table
-    found.total += total
-    found.largest = max(found.largest, largest)
+def _constants(found: Differences, parts: list[Tensor], forms: tuple[Format, Format]) -> tuple[list[int], list[int]]:
+    """Return what the device functions of codes and of changes take, as words."""
+    assert found.first is not None
+    firsts, tops = (
+        [_word(x.dtype, value) for x, value in zip(parts, pair)] for pair in (found.first, [form.max for form in forms])
+    )
+    return [*firsts, *tops], [word for form in forms for word in (form.emin + 1023, form.mantissa_bits)]
 
 
 @functools.cache
-def _layout(dtype: torch.dtype, top: float) -> tuple[int, ...]:
-    form, bits = formats.get(dtype), 8 * dtype.itemsize
-    integers = getattr(torch, f"int{bits}")
-    largest, top_code = (
-        torch.tensor(x, dtype=torch.float64, device="cpu").to(dtype).view(integers).item() for x in (form.max, top)
+def _word(dtype: torch.dtype, value: float) -> int:
+    """Return a number's code, as a word."""
+    code = torch.tensor(value, dtype=torch.float64, device="cpu").to(dtype)
+    return int(code.view(getattr(torch, f"int{8 * dtype.itemsize}"))) & ((1 << 8 * dtype.itemsize) - 1)
+
+
+def _count_compiled(found: Differences, parts: list[Tensor], forms: tuple[Format, Format]) -> None:
+    kinds, of_codes, of_changes = [x.dtype for x in parts], *_constants(found, parts, forms)
+    cut = chunks(IndexMap.whole((parts[0].numel(),)), 0)
+    counted = _run(d.codes_table(*kinds), cut, parts, of_codes)
+    whole = (counted[:, d.EQUAL] == cut[:, 2]) & (counted[:, d.SPECIAL] == 0) & (kinds[0] == kinds[1])
+    _add_codes(found, counted[:, 2:].sum(0))
+    found.counts[[d.SAME, d.FINITE]] += int(cut[whole, 2].sum())
+    if (rest := cut[~whole]).size:
+        table = np.zeros((torch.get_num_threads(), COPIES, d.SLOTS), np.int64)
+        changed = _run(d.changes_table(*kinds), rest, parts, of_changes, table)
+        _add_changes(found, table.sum((0, 1)), changed[:, :-1].sum(0), float(changed[:, -1].max()))
+
+
+def _run(table: Table, cut: np.ndarray, parts: list[Tensor], constants: list[int], *counters: np.ndarray) -> np.ndarray:
+    """Run a device function on chunks, those of each thread with counters of its own; return the chunks' sums."""
+    groups = len(counters[0]) if counters else len(cut)
+    edges = np.linspace(0, len(cut), groups + 1).astype(np.int64)
+    lengths, cut = np.diff(edges), cut.copy()
+    cut[:, 0] = np.repeat(np.arange(groups), lengths)
+    pointers = np.empty((groups, table.columns), np.int64)
+    pointers[:, :2] = [address(x) for x in parts]
+    for own in counters:
+        pointers[:, 2] = [address_of(one) for one in own]
+    words, sums = np.array([constants], np.uint64), np.empty((len(cut), table.sums))
+    kernel = _kernel(table)
+    given = cut, pointers, np.zeros(groups, np.int64), words, np.zeros(0, np.int64), sums
+    run_chunks(
+        lambda first, last, *places: kernel(int(edges[first]), int(edges[last]), *places),
+        lengths * CHUNK,
+        *map(address_of, given),
+        0,
     )
-    infinity = largest + 1 if form.infinities else -1
-    return form.mantissa_bits, form.bias, (1 << (bits - 1)) - 1, int(largest) + 1, int(infinity), int(top_code)
+    return sums
 
 
-def _run_reference(
-    found: Differences, a: Tensor, b: Tensor, spacings: tuple[Format, Format], tops: tuple[float, float]
-) -> None:
-    for x, y in zip(a.split(AT_ONCE), b.split(AT_ONCE), strict=True):
-        _add(found, *_reference(x.double(), y.double(), spacings, tops, found.first or (0.0, 0.0)))
+@functools.cache
+def _kernel(table: Table) -> Callable[..., None]:
+    return compile_table("compare", table)
 
 
-def _reference(
-    a: Tensor, b: Tensor, spacings: tuple[Format, Format], tops: tuple[float, float], first: tuple[float, float]
-) -> tuple[np.ndarray, np.ndarray, float, float]:
-    counts = np.zeros(d.COUNTS, np.int64)
-    for place, x, top, start in ((d.A_NAN, a, tops[0], first[0]), (d.B_NAN, b, tops[1], first[1])):
-        bits = torch.tensor(start, dtype=torch.float64, device="cpu").view(torch.int64)
-        masks = x.isnan(), x.isinf(), x == 0, x.abs() == top
-        counts[place : place + 4] = [int(mask.sum()) for mask in masks]
-        counts[place + 4] = int((x.view(torch.int64) != bits).any())
-    counts[d.SAME] = int(((a == b) | (a.isnan() & b.isnan())).sum())
-    finite = a.isfinite() & b.isfinite()
-    counts[d.FINITE] = int(finite.sum())
-    changed = finite & (a != b)
-    a, b = a[changed], b[changed]
-    change = b - a
-    halved = change.isinf()
-    a, b = torch.where(halved, a / 2, a), torch.where(halved, b / 2, b)
-    change = b - a
-    back = change - b
-    rest = (b - (change - back)) + (-a - back)
-    size = change.abs()
-    beyond = (rest != 0) & ((rest < 0) != (change < 0))
-    size = torch.where(beyond, torch.nextafter(size, torch.zeros_like(size)), size)
-    fraction, power = torch.frexp(size)
-    binade = torch.where(a == 0, -5000, torch.frexp(a)[1] - 1 + halved.int())
-    spacing = torch.stack([binade.clamp(min=one.emin) - one.mantissa_bits for one in spacings]).amax(0)
-    power = power - 1 + halved.int() - spacing
-    slot = (power - d.LOWEST).clamp(0, d.BINADES - 1).long()
-    fine = ((2 * fraction - 1) * (1 << d.FINE)).long()
-    table = torch.bincount((slot << d.FINE) + fine, minlength=d.BINADES << d.FINE)
-    ulps = 2 * fraction * torch.exp2(power.clamp(-1022, 1023).double())
-    return counts, table.numpy(), float(ulps.sum()), float(ulps.max()) if len(ulps) else 0.0
+def _count_tensors(found: Differences, parts: list[Tensor], forms: tuple[Format, Format]) -> None:
+    kinds, of_codes, of_changes = [x.dtype for x in parts], *_constants(found, parts, forms)
+    table = torch.zeros(1, d.SLOTS, dtype=torch.int64, device="cpu")
+    sums = []
+    for one, words in ((d.codes_table(*kinds), of_codes), (d.changes_table(*kinds), of_changes)):
+        inputs = {("constant", k): as_signed(word, 64) for k, word in enumerate(words)}
+        sums.append(np.array(run_on_tensors(one.trace, [*parts, table], inputs)[1]))
+    _add_codes(found, sums[0][2:])
+    _add_changes(found, table[0].numpy(), sums[1][:-1], sums[1][-1])
+
+
+def _add_codes(found: Differences, counted: np.ndarray) -> None:
+    for which, count in zip(d.SIDES, counted):
+        found.counts[which] = (
+            found.counts[which] or count > 0 if which in (d.A_VARIES, d.B_VARIES) else found.counts[which] + count
+        )
+
+
+def _add_changes(found: Differences, table: np.ndarray, sums: np.ndarray, largest: float) -> None:
+    *counted, total = sums.tolist()
+    found.counts[list(d.CHANGED)] += np.array(counted, np.int64)
+    found.table += table
+    found.total += total
+    found.largest = max(found.largest, largest)

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from ...kernels.triton._real_operations import to_bfloat16
+from ...kernels.triton._operations import to_bfloat16
 from ...kernels.triton._writer import module_of
 
 if TYPE_CHECKING:
