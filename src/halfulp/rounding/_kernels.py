@@ -26,7 +26,7 @@ from ..kernels.vector._table_loop import compile_table
 from ._kernel_constants import WORD32, WORD64, constants, layout_for
 from ._reference import by_reference
 from ._table import FIXED_KEY, fixed_elements, rounding_table
-from ._target import STOCHASTIC, Target
+from ._target import Target
 from ._triton_kernels import round_by_triton
 
 
@@ -79,13 +79,11 @@ class Plan(NamedTuple):
         kernel: takes chunks and addresses.
         words: the constants.
         at: their address.
-        draws: whether random bits are drawn.
     """
 
     kernel: Callable[..., None]
     words: np.ndarray
     at: int
-    draws: bool
 
 
 def engine_for(x: torch.Tensor) -> str:
@@ -141,7 +139,7 @@ def prepare(target: Target, dtype: torch.dtype) -> Plan:
     """Return the plan of rounding tensors of a dtype by a compiled kernel."""
     known = constants(target, WORD64 if dtype == torch.float64 else WORD32)
     kernel = _kernel(dtype, target.mode, known[:3])
-    plan = Plan(kernel, known.words, address_of(known.words), target.mode == STOCHASTIC)
+    plan = Plan(kernel, known.words, address_of(known.words))
     _check(plan, dtype, target, known[:3])
     return plan
 

@@ -97,7 +97,7 @@ def _at_once(
     if plan is None:
         return None
     key = 0
-    if plan.draws:
+    if isinstance(rounding, Stochastic):
         if type(counter) is not int or not -(2**63) <= counter < 2**63:
             return None
         key = mix64(rounding.signed_seed, counter)
@@ -107,9 +107,9 @@ def _at_once(
 @lru_cache(maxsize=1024)
 def _plan_at_once(format: AnyFormat, rounding: Rounding, overflow: str | None, dtype: torch.dtype) -> Plan | None:
     """Return the plan of rounding without an operator; None where one is needed, which also says what is wrong."""
-    draws = isinstance(rounding, Stochastic)
-    blocks = isinstance(format, BlockFormat) or names_block(format)
-    if blocks or dtype not in DTYPES or (draws and rounding.seed is None):
+    if isinstance(format, BlockFormat) or names_block(format) or dtype not in DTYPES:
+        return None
+    if isinstance(rounding, Stochastic) and rounding.seed is None:
         return None
     target = _remembered(format, rounding, overflow, dtype)
     return None if target is None or is_widened(target, dtype) else prepare(target, dtype)
