@@ -7,7 +7,7 @@ import torch
 
 from halfulp._torch_versions import find_dtype
 from halfulp.kernels import KernelMismatchError, check_bits, same_bits
-from halfulp.rounding import _kernels, quantize
+from halfulp.rounding import _kernels, _quantize, quantize
 
 DTYPES = {x for x in vars(torch).values() if isinstance(x, torch.dtype)}
 FLOATS = sorted((x for x in DTYPES if x.is_floating_point), key=str)
@@ -87,6 +87,7 @@ def test_check_bits():
 def test_a_wrong_kernel_raises(monkeypatch):
     monkeypatch.setattr(_kernels, "_checked", set())
     monkeypatch.setattr(_kernels, "_kernel", lambda *arguments: lambda *arguments: None)
-    _kernels._prepared.cache_clear()
+    _kernels.prepare.cache_clear()
+    _quantize._plan_at_once.cache_clear()
     with pytest.raises(KernelMismatchError, match="quantize"):
         quantize(torch.randn(10), "bf16")

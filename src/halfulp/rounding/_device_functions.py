@@ -123,7 +123,7 @@ def adder(w, a, u, c):
 
     a + 2^(e - m + M) has exactly that spacing, for subnormals of the format too. Beyond LIMIT nothing is meant.
     """
-    binade = flip(a, both(a, c[SIGNIFICAND]))
+    binade = both(a, c[INFINITY])
     large = as_real(plus(choose(binade > c[SMALLEST_BINADE], binade, c[SMALLEST_BINADE]), c[RAISE]))
     return as_word((as_real(a) + large) - large)
 

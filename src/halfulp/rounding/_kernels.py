@@ -5,6 +5,7 @@ from __future__ import annotations
 from array import array
 from collections.abc import Callable, Hashable
 from functools import cache, lru_cache
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -19,7 +20,7 @@ from ..kernels import (
     run_chunks,
     select_engine,
 )
-from ..kernels._engine import choose_engine, reference_in_this_thread
+from ..kernels._engine import reference_in_this_thread
 from ..kernels.vector._machine_function import address_of
 from ..kernels.vector._table_loop import compile_table
 from ._kernel_constants import WORD32, WORD64, constants, layout_for
@@ -54,7 +55,7 @@ def check_device(x: torch.Tensor, target: Hashable, round_into: Callable[[torch.
 
 
 def _run(x: torch.Tensor, target: Target, key: int, out: torch.Tensor) -> None:
-    if x.dtype != torch.float64 and layout_for(target) is WORD64:
+    if is_widened(target, x.dtype):
         wide = torch.empty(x.shape, dtype=torch.float64, device=x.device)
         _run(x.to(torch.float64).contiguous(), target, key, wide)
         out.copy_(wide)
@@ -66,43 +67,59 @@ def _run(x: torch.Tensor, target: Target, key: int, out: torch.Tensor) -> None:
             out.copy_(by_reference(x, target, key))
 
 
+def is_widened(target: Target, dtype: torch.dtype) -> bool:
+    """Return whether tensors of a narrower dtype are rounded as float64."""
+    return dtype != torch.float64 and layout_for(target) is WORD64
+
+
+class Plan(NamedTuple):
+    """A target's kernel, checked.
+
+    Attributes:
+        kernel: takes chunks and addresses.
+        words: the constants.
+        at: their address.
+    """
+
+    kernel: Callable[..., None]
+    words: np.ndarray
+    at: int
+
+
 def engine_for(x: torch.Tensor) -> str:
     """Return the engine that rounds a tensor: devices other than the CPU and CUDA have the reference alone."""
     return select_engine(x.device.type) if x.device.type in ("cpu", "cuda") else "reference"
 
 
-def run_at_once(
-    x: torch.Tensor, source: int, target: Target, key: int, out: torch.Tensor | None
-) -> torch.Tensor | None:
+def run_at_once(x: torch.Tensor, source: int, plan: Plan, key: int, out: torch.Tensor | None) -> torch.Tensor | None:
     """Round plain memory on the processor without torch's dispatcher, which takes longer than a small tensor.
 
     Args:
         x: plain.
         source: its address.
-        target: of x's dtype.
+        plan: of x's dtype.
         key: of the random bits.
         out: where the result goes; None for a new tensor.
 
     Returns:
-        The result; None where the operator is needed: `out` is not plain or does not fit, another engine is chosen, or
-        words are widened.
+        The result; None where the operator is needed, as `out` is not plain or does not fit.
     """
-    dtype = x.dtype
-    if choose_engine("cpu")[0] != "llvm" or (dtype != torch.float64 and layout_for(target) is WORD64):
+    count = x.numel()
+    if out is None:
+        out = torch.empty_like(x)
+        if goal := plain_address(out):
+            _call(plan, source, goal, count, key)
+        return out if goal else None
+    goal = plain_address(out)
+    if not goal or out.dtype is not x.dtype or out.shape != x.shape or out.requires_grad:
         return None
-    made = torch.empty_like(x) if out is None else out
-    goal, count = plain_address(made), x.numel()
-    if not goal or made.dtype is not dtype or made.shape != x.shape or (made.requires_grad and out is not None):
+    if out.is_inference() and not torch.is_inference_mode_enabled():
         return None
-    if made.is_inference() and not torch.is_inference_mode_enabled():
+    if source != goal and abs(source - goal) < count * x.dtype.itemsize:
         return None
-    if source != goal and abs(source - goal) < count * dtype.itemsize:
-        return None
-    kernel, _, words = _prepared(target, dtype)
-    _call(kernel, words, source, goal, count, key)
-    if out is not None:
-        note_write(out)
-    return made
+    _call(plan, source, goal, count, key)
+    note_write(out)
+    return out
 
 
 def note_write(out: torch.Tensor) -> None:
@@ -114,17 +131,17 @@ def note_write(out: torch.Tensor) -> None:
 def _run_compiled(x: torch.Tensor, target: Target, key: int, out: torch.Tensor) -> None:
     if x.numel() == 0:
         return
-    kernel, _, words = _prepared(target, x.dtype)
-    _call(kernel, words, address(x), address(out), x.numel(), key)
+    _call(prepare(target, x.dtype), address(x), address(out), x.numel(), key)
 
 
 @lru_cache(maxsize=1024)
-def _prepared(target: Target, dtype: torch.dtype) -> tuple[Callable, np.ndarray, int]:
-    """Return a target's kernel, checked, its array of constants and where that lies."""
+def prepare(target: Target, dtype: torch.dtype) -> Plan:
+    """Return the plan of rounding tensors of a dtype by a compiled kernel."""
     known = constants(target, WORD64 if dtype == torch.float64 else WORD32)
-    kernel, words = _kernel(dtype, target.mode, known[:3]), address_of(known.words)
-    check_kernel(kernel, words, dtype, target, known[:3])
-    return kernel, known.words, words
+    kernel = _kernel(dtype, target.mode, known[:3])
+    plan = Plan(kernel, known.words, address_of(known.words))
+    _check(plan, dtype, target, known[:3])
+    return plan
 
 
 @cache
@@ -132,11 +149,11 @@ def _kernel(dtype: torch.dtype, mode: int, kind: tuple[str, bool, bool]) -> Call
     return compile_table(f"quantize_{kind[0]}", rounding_table(dtype, mode, kind))
 
 
-def _call(kernel: Callable, words: int, source: int, goal: int, count: int, key: int) -> None:
-    lengths, chunk_table = _table(count)
+def _call(plan: Plan, source: int, goal: int, count: int, key: int) -> None:
+    lengths, table = _table(count)
     numbers = array("Q", (source, goal, key, 0))
     pointers = numbers.buffer_info()[0]
-    run_chunks(kernel, lengths, chunk_table, pointers, pointers + 24, words, pointers + 16, 0, 0)
+    run_chunks(plan.kernel, lengths, table, pointers, pointers + 24, plan.at, pointers + 16, 0, 0)
 
 
 def collide(x: torch.Tensor, out: torch.Tensor) -> bool:
@@ -155,9 +172,7 @@ def _table(numel: int) -> tuple[np.ndarray, int]:
 _checked: set = set()
 
 
-def check_kernel(
-    kernel: Callable, words: int, dtype: torch.dtype, target: Target, kind: tuple[str, bool, bool]
-) -> None:
+def _check(plan: Plan, dtype: torch.dtype, target: Target, kind: tuple[str, bool, bool]) -> None:
     """The canary: once per compiled kernel, its bits on fixed elements are the reference's."""
     if (dtype, target.mode, kind) in _checked:
         return
@@ -165,7 +180,7 @@ def check_kernel(
 
     def fast() -> list[torch.Tensor]:
         out = torch.empty_like(x)
-        _call(kernel, words, address(x), address(out), x.numel(), FIXED_KEY)
+        _call(plan, address(x), address(out), x.numel(), FIXED_KEY)
         return [out]
 
     check_bits(f"quantize ({dtype}, {kind[0]})", fast, lambda: [by_reference(x, target, FIXED_KEY)])

@@ -9,9 +9,10 @@ import torch
 
 from ..formats import BlockFormat, Format, block_names, get, get_block
 from ..kernels import define_operator, plain_address, untraced
+from ..kernels._engine import choose_engine
 from ..kernels._plain_memory import is_watched, refuse
 from ._graph_constants import traced_target
-from ._kernels import collide, note_write, run, run_at_once
+from ._kernels import Plan, collide, is_widened, note_write, prepare, run, run_at_once
 from ._modes import Nearest, Rounding, Stochastic, drawn_key, get_rounding
 from ._random_bits import mix64
 from ._target import DTYPES, STOCHASTIC, Target, make_target
@@ -66,8 +67,8 @@ def quantize(
     >>> quantize(torch.tensor([1 + 2**-8 + 2**-40], dtype=torch.float64), "bf16")   # through float32 it would be 1
     tensor([1.0078], dtype=torch.float64)
     """
-    rounding, blocks = get_rounding(rounding), isinstance(format, BlockFormat) or names_block(format)
-    if not (blocks or torch.compiler.is_compiling()):
+    rounding = get_rounding(rounding)
+    if not torch.compiler.is_compiling():
         made = _at_once(x, format, rounding, overflow, counter, out)
         if made is not None:
             return made
@@ -90,15 +91,28 @@ def _at_once(
 ) -> torch.Tensor | None:
     """Round plain memory on the processor where nothing watches what runs; None where the operator is needed."""
     source = 0 if is_watched() else plain_address(x)
-    if not source or x.dtype not in DTYPES:
+    if not source or choose_engine("cpu")[0] != "llvm":
+        return None
+    plan = _plan_at_once(format, rounding, overflow, x.dtype)
+    if plan is None:
         return None
     key = 0
     if isinstance(rounding, Stochastic):
-        if rounding.seed is None or type(counter) is not int or not -(2**63) <= counter < 2**63:
+        if type(counter) is not int or not -(2**63) <= counter < 2**63:
             return None
         key = mix64(rounding.signed_seed, counter)
-    target = _remembered(format, rounding, overflow, x.dtype)
-    return None if target is None else run_at_once(x, source, target, key, out)
+    return run_at_once(x, source, plan, key, out)
+
+
+@lru_cache(maxsize=1024)
+def _plan_at_once(format: AnyFormat, rounding: Rounding, overflow: str | None, dtype: torch.dtype) -> Plan | None:
+    """Return the plan of rounding without an operator; None where one is needed, which also says what is wrong."""
+    if isinstance(format, BlockFormat) or names_block(format) or dtype not in DTYPES:
+        return None
+    if isinstance(rounding, Stochastic) and rounding.seed is None:
+        return None
+    target = _remembered(format, rounding, overflow, dtype)
+    return None if target is None or is_widened(target, dtype) else prepare(target, dtype)
 
 
 def names_block(format: object) -> TypeGuard[str]:
