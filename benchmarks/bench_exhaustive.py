@@ -1,6 +1,6 @@
 """All 2^32 float32 inputs: `python -m benchmarks.bench_exhaustive` against torch's casts, eager and compiled.
 
-With `--words` every format and rounding against integer arithmetic, and casts of torch and ml_dtypes where they exist.
+With `--words` every format and rounding against integer arithmetic, and casts of ml_dtypes and NumPy where they exist.
 What a former run has finished stands in results/exhaustive.json and is not run again without `--again`.
 """
 
@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator
 
 from ._harness import set_threads
 from ._results import Result, Table, load, machine, save, show
-from ._word_oracle import BLOCK, INFINITY, MODES, positive_blocks, round_block
+from ._word_oracle import MODES, positive_blocks, round_block
 
 WORDS = 1 << 32
 CHUNK = 1 << 22
@@ -133,15 +133,15 @@ WORDS_COLUMNS = {
     "format": "",
     "inputs": ",",
     **dict.fromkeys(MODES, ",d"),
-    "torch or ml_dtypes": "",
+    "ml_dtypes or NumPy": "",
     "first": "",
     "CPU minutes": ".1f",
     "commit": "",
     "bar": "",
     "met": "",
 }
-WORDS_NOTE = """Words that differ from integer arithmetic by the format's definition, per rounding, with the format's own \
-overflow policy; then, to nearest, from the casts that torch or ml_dtypes have."""
+WORDS_NOTE = """Words that differ from integer arithmetic by the format's definition, per rounding, with the format's \
+own overflow policy; then, to nearest, from the casts that ml_dtypes or NumPy have."""
 # Formats whose casts have another overflow policy than the format here, or another meaning.
 CAST_POLICY = {"e4m3fn": "nan", "e5m2fnuz": "nan", "e4m3fnuz": "nan"}
 NO_CAST = ("e8m0",)  # ml_dtypes rounds its ties otherwise
@@ -195,7 +195,7 @@ def words_row(name: str, limit: int) -> dict:
         "format": name,
         "inputs": inputs,
         **{mode: wrong[mode] for mode in MODES},
-        "torch or ml_dtypes": "none" if cast is None else f"{wrong['cast']:,}",
+        "ml_dtypes or NumPy": "none" if cast is None else f"{wrong['cast']:,}",
         "first": first,
         "CPU minutes": (time.process_time() - start) / 60,
         "commit": machine()["commit"],

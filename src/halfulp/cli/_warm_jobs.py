@@ -136,7 +136,9 @@ def _expansions() -> Iterator[Job]:
 def _calculate(dtype: torch.dtype, components: int) -> None:
     """Run the operators of a small model and its loss on expansions."""
     x = mctensor.MCTensor.encode(torch.linspace(0.5, 2, 64, dtype=torch.float64).reshape(8, 8), components, dtype)
-    for made in (x + x, x - x, x * x, x / x, x @ x, -x, x + 1, x * 2.0, x.sum(), x.mean(-1)):
-        made.decode()
-    for function in (torch.exp, torch.log, torch.sqrt, torch.tanh, torch.sigmoid, torch.nn.functional.gelu):
-        function(x).decode()
+    made = [x + x, x - x, x * x, x / x, x @ x, -x, x + 1, x * 2.0, x.sum(), x.mean(-1)]
+    functions = (torch.exp, torch.log, torch.sqrt, torch.tanh, torch.sigmoid, torch.nn.functional.gelu)
+    made += [function(x) for function in functions]
+    for result in made:
+        assert isinstance(result, mctensor.MCTensor)
+        result.decode()

@@ -53,7 +53,7 @@ def warm(
         return
     before, start = statistics.copy(), time.monotonic()
     _run(chosen)
-    made = statistics - before
+    made, seconds = statistics - before, round(time.monotonic() - start, 1)
     found = {
         "folder": folder,
         "processor": _processor(),
@@ -61,13 +61,13 @@ def warm(
         "found": made["found"],
         "compiled": made["compiled"],
         "bytes": made["bytes"],
-        "seconds": round(time.monotonic() - start, 1),
+        "seconds": seconds,
     }
     if json:
         print_json(found)
         return
     print(
-        f"{made['compiled']:,} kernels compiled in {_duration(found['seconds'])} ({made['bytes'] / 1e6:.2f} MB), "
+        f"{made['compiled']:,} kernels compiled in {_duration(seconds)} ({made['bytes'] / 1e6:.2f} MB), "
         f"{made['found']:,} were there, in {folder} for {found['processor']}."
     )
 

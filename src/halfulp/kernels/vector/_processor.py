@@ -68,12 +68,12 @@ def check_features() -> None:
                 f"HALFULP_CPU_FEATURES names {feature!r}: features are +name or -name, separated by commas; "
                 f"{ENVIRONMENT}"
             )
-    if not {"HALFULP_CPU_NAME", "HALFULP_CPU_FEATURES"}.isdisjoint(os.environ):
-        for line in _complaints().splitlines():
-            raise ValueError(
-                f"LLVM says of HALFULP_CPU_NAME and HALFULP_CPU_FEATURES: {line}; leave them out for this processor, or "
-                "give a name that LLVM knows, such as x86-64-v3 or generic"
-            )
+    given = {name for name in ("HALFULP_CPU_NAME", "HALFULP_CPU_FEATURES") if os.environ.get(name)}
+    if given and (complaint := _complaints().partition("\n")[0]):
+        raise ValueError(
+            f"LLVM says of {' and '.join(sorted(given))}: {complaint}; leave them out for this processor, or give a "
+            f"name that LLVM knows, such as x86-64-v3 or generic; {ENVIRONMENT}"
+        )
 
 
 def _complaints() -> str:
