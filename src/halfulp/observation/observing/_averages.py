@@ -17,7 +17,7 @@ from ...kernels import in_float64
 from ...optim import EMA
 from ...optim._ema import decay_at
 from .._record import AverageRecord
-from ..sampling._plain import stored
+from ..sampling._sample_places import stored
 from ..sampling._sampler import sampled
 from ._batch import add_changes
 from ._notebook import Notebook

@@ -12,8 +12,7 @@ import torch
 from ...kernels import address, plain_address, select_engine
 from .._record import ParameterRecord, Realised, Role
 from ..sampling._kernel import KERNEL_DTYPES
-from ..sampling._plain import PLAIN_TYPES, Stored, stored
-from ..sampling._sample_places import sample_size
+from ..sampling._sample_places import PLAIN_TYPES, Stored, sample_size, stored
 from ..sampling._sampler import Look, Rows, look
 from ._change_loop import WORDS, change_kernel
 from ._notebook import Notebook

@@ -20,7 +20,7 @@ from ...rounding import quantize
 from .._record import Expectation, Record, Role, TensorRecord
 from .._text import dtype_name
 from ..sampling._candidates import AnyFormat, candidate
-from ..sampling._plain import stored
+from ..sampling._sample_places import stored
 
 SOURCE = "contract"
 

@@ -9,7 +9,7 @@ from torch.utils.hooks import RemovableHandle
 
 from ...kernels import in_float64
 from .._record import Realised
-from ..sampling._plain import stored
+from ..sampling._sample_places import stored
 from ..sampling._sampler import sampled
 from ._batch import add_changes
 from ._notebook import Notebook, TensorSlot, watching

@@ -14,7 +14,7 @@ from torch.utils.hooks import RemovableHandle
 
 from ...kernels import in_float64
 from .._record import PositionsRecord, ResidualRecord
-from ..sampling._plain import PLAIN_TYPES
+from ..sampling._sample_places import PLAIN_TYPES
 from ..sampling._totals import LAST_AMAX
 from ._averages import RunningStatistics
 from ._batch import add_changes

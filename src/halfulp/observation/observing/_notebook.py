@@ -33,8 +33,7 @@ from ..sampling._kernel import (
     ROOM,
     SAMPLE,
 )
-from ..sampling._plain import Stored, stored
-from ..sampling._sample_places import MOST, name_key
+from ..sampling._sample_places import MOST, Stored, name_key, stored
 from ..sampling._sampler import Look, checked_kernel, constants, look, signed
 from ..sampling._totals import STEP_NONFINITE, Totals, is_wide
 from ._expectations import Quantized

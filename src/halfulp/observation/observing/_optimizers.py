@@ -11,8 +11,7 @@ from ...optim import Optimizer
 from ...optim.parameters._local_tensors import local, memory
 from ...optim.parameters._random_identity import plain_names
 from .._record import ParameterRecord, Record
-from ..sampling._plain import stored
-from ..sampling._sample_places import place_key
+from ..sampling._sample_places import place_key, stored
 from ..sampling._sampler import sampled
 
 

@@ -25,8 +25,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from ...optim.parameters._local_tensors import is_dtensor, local
 from ...rounding import mix64
-from ..sampling._plain import stored
-from ..sampling._sample_places import MOST, name_key, place_key
+from ..sampling._sample_places import MOST, name_key, place_key, stored
 from ..sampling._sampler import Look, look
 from ..sampling._totals import AMAX, AMIN
 from ._notebook import Notebook

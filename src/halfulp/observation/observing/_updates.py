@@ -13,7 +13,7 @@ from ...optim._float32_weights import read_weights
 from ...optim.parameters._parameter_plan import ParameterPlan
 from ...optim.step._reference import change_by_rule
 from .._record import ParameterRecord, Realised, Role, RoundingRecord
-from ..sampling._plain import Stored, stored
+from ..sampling._sample_places import Stored, stored
 from ..sampling._sampler import sampled
 from ._batch import Layout, Stepped, add_changes, located
 from ._elementwise import ELEMENTWISE, WHOLE, Shadow, decay_factor

@@ -1,4 +1,4 @@
-"""Where a tensor is sampled: 32 aligned runs of 128 elements, one in each of 32 equal parts, chosen by a counter.
+"""The numbers behind a tensor as plain memory, and where they are sampled: 32 aligned runs of 128, by a counter.
 
 The k-th run is floor((k + u_k) R / 32) of the tensor's R runs in row-major order, u_k uniform in [0, 1) and a pure
 function of (seed, step, name): every run has the same chance 32 / R, whatever R is, so that counts over the sample are
@@ -9,10 +9,15 @@ from __future__ import annotations
 
 import hashlib
 import math
+from typing import NamedTuple
 
 import torch
 
+from ...kernels import plain, plain_address
+from ...mctensor import MCTensor
+from ...optim.parameters._local_tensors import local
 from ...rounding import mix64, random_words
+from ...scaled import ScaledTensor
 
 RUN = 128
 RUNS = 32
@@ -73,3 +78,47 @@ def sampling_error(share: float, elements: int, steps: int = 1) -> float:
     (0.088, 0.0)
     """
     return 0.0 if elements <= MOST else math.sqrt(max(0.0, share * (1 - share)) / (RUNS * max(1, steps)))
+
+
+_NARROW = (torch.float16, torch.bfloat16)
+_FLOATS = frozenset((torch.float16, torch.bfloat16, torch.float32, torch.float64))
+PLAIN_TYPES = frozenset((torch.Tensor, torch.nn.Parameter))
+
+
+class Stored(NamedTuple):
+    """A tensor's numbers.
+
+    Attributes:
+        flat: contiguous, without history, of any shape; payload of a scaled tensor, values of an expansion.
+        dtype: of its storage: a payload's, a component's.
+        scale: its values are `flat` times this.
+    """
+
+    flat: torch.Tensor
+    dtype: torch.dtype
+    scale: float = 1.0
+
+
+def stored(tensor: torch.Tensor) -> Stored | None:
+    """Return a tensor's numbers in row-major order; None where it holds none that can be read.
+
+    Floating-point tensors only; of a DTensor the shard on this process. A sparse, quantized, nested, fake or meta
+    tensor, and one inside a transform of torch.func, has none.
+    """
+    if tensor.dtype in _FLOATS and plain_address(tensor):
+        return Stored(tensor.detach(), tensor.dtype)
+    tensor = local(tensor)
+    if not tensor.dtype.is_floating_point:
+        return None
+    try:
+        if isinstance(tensor, ScaledTensor):
+            payload = plain(tensor.payload.detach())
+            return Stored(payload.contiguous(), payload.dtype, float(tensor.scale))
+        if isinstance(tensor, MCTensor):
+            dtype = tensor.components[0].dtype
+            decoded = tensor.detach().decode(torch.float32 if dtype in _NARROW else torch.float64)
+            return Stored(plain(decoded).contiguous(), dtype)
+        flat = plain(tensor.detach())
+    except TypeError:
+        return None
+    return Stored(flat if flat.is_contiguous() else flat.contiguous(), flat.dtype)

@@ -1,4 +1,4 @@
-"""A contract given to observe: what a resumed run has otherwise is found, and what is as it was is not."""
+"""What was asked for beside what is there: a resumed run's contract, formats that tensors are quantized to."""
 
 import pytest
 import torch
@@ -109,3 +109,47 @@ def test_what_is_no_contract_is_refused():
         hu.observe(model, optimizer, expect={"version": 99, "tensors": {}})
     with pytest.raises(TypeError, match=r"a dict such as .*, or a hu\.contract, got a str"):
         hu.observe(model, optimizer, expect="last.pt")
+
+
+def watched(quantized, dtype=torch.float32):
+    model = torch.nn.Sequential(torch.nn.Linear(5, 7), torch.nn.Linear(7, 3)).to(dtype)
+    with hu.observe(model, None, quantized=quantized) as seen:
+        out = model(torch.randn(4, 5, dtype=dtype))
+        out.square().sum().backward()
+    return model, out, seen.record
+
+
+@pytest.mark.parametrize("format", ["e2m1fn", "mxfp4", "nvfp4", "fp16"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_the_error_is_that_of_quantize(format, dtype, seed):
+    _, out, record = watched({"1": format}, dtype)
+    there = record.tensors["activation", "1"]
+    assert there.asked_format == format
+    flat = out.detach().float().reshape(-1)
+    block = {"mxfp4": 32, "nvfp4": 16}.get(format, 1)
+    padded = torch.nn.functional.pad(flat, (0, -len(flat) % block))
+    expected = (hu.quantize(padded, format)[: len(flat)].double() - flat.double()).square().mean().sqrt()
+    assert there.quantization_error == pytest.approx(float(expected), rel=1e-6, abs=1e-12)
+    assert format in there.formats
+    assert record.tensors["activation gradient", "1"].asked_format == format
+    assert record.tensors["activation", "0"].asked_format is None
+    assert record.tensors["weight gradient", "1.weight"].asked_format is None
+
+
+def test_values_that_are_not_finite_are_left_out(seed):
+    model = torch.nn.Sequential(torch.nn.Linear(5, 7))
+    with torch.no_grad():
+        model[0].bias[0] = torch.nan
+    with hu.observe(model, None, quantized={"0": "mxfp4"}) as seen:
+        model(torch.randn(4, 5))
+    assert seen.record.tensors["activation", "0"].quantization_error < 10
+
+
+def test_wrong_requests_are_refused():
+    model = torch.nn.Sequential(torch.nn.Linear(5, 7))
+    with pytest.raises(ValueError, match=r"'head' matches no module: take names from model.named_modules\(\)"):
+        hu.observe(model, quantized={"head": "mxfp4"})
+    with pytest.raises(TypeError, match="quantized= takes a dict"):
+        hu.observe(model, quantized="mxfp4")
+    with pytest.raises(ValueError, match="unknown block format"):
+        hu.observe(model, quantized={"0": "mxfp5"})

@@ -8,8 +8,15 @@ import torch
 import halfulp as hu
 from halfulp.observation._record import TensorRecord
 from halfulp.observation.sampling._candidates import DEFAULT_FORMATS, Candidates
-from halfulp.observation.sampling._plain import stored
-from halfulp.observation.sampling._sample_places import MOST, RUN, place_key, run_starts, sampled_places, sampling_error
+from halfulp.observation.sampling._sample_places import (
+    MOST,
+    RUN,
+    place_key,
+    run_starts,
+    sampled_places,
+    sampling_error,
+    stored,
+)
 from halfulp.observation.sampling._sampler import Look, look
 from halfulp.observation.sampling._totals import Totals
 

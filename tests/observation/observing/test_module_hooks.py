@@ -1,4 +1,4 @@
-"""What goes wrong between modules is said of the module that does it: NaN on the way back, zeros by underflow."""
+"""Hooks on modules: who uses what, and models inside wrappers."""
 
 import random
 
@@ -8,6 +8,7 @@ from torch import Tensor, nn
 
 import halfulp as hu
 from halfulp.observation.observing._notebook import Uses
+from halfulp.observation.scripts._find import find
 
 
 class Root(nn.Module):
@@ -161,3 +162,62 @@ def test_zeros_of_masks_zero_weights_and_dead_units_are_none(seed):
                 optimizer.zero_grad()
         codes = {one.code for one in seen.findings}
         assert not codes & {"activation-underflow", "gradient-underflow"}, (odd, list(map(str, seen.findings)))
+
+
+class _Fabricated(torch.nn.Module):
+    """As Fabric wraps a model."""
+
+    def __init__(self, model):
+        super().__init__()
+        self._forward_module = self._original_module = model
+
+    def forward(self, x):
+        return self._forward_module(x).float()
+
+
+class _Checkpointed(torch.nn.Module):
+    """As torch wraps a module whose activations it computes again."""
+
+    def __init__(self, model):
+        super().__init__()
+        self._checkpoint_wrapped_module = model
+
+    def forward(self, x):
+        return self._checkpoint_wrapped_module(x)
+
+
+def _model():
+    return torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Linear(4, 2)).bfloat16()
+
+
+def _set_up(model, optimizer):
+    fabric = pytest.importorskip("lightning.fabric")
+    return fabric.Fabric(accelerator="cpu", devices=1).setup(model, optimizer)
+
+
+WRAPPERS = {
+    "Fabric's shape": lambda model, optimizer: (_Fabricated(model), optimizer),
+    "twice": lambda model, optimizer: (_Fabricated(_Fabricated(model)), optimizer),
+    "Fabric": _set_up,
+}
+
+
+@pytest.mark.parametrize("wrapper", WRAPPERS)
+def test_names_are_the_models_own(wrapper):
+    model = _model()
+    wrapped, optimizer = WRAPPERS[wrapper](model, hu.optim.AdamW(model.parameters(), lr=1e-3))
+    with hu.observe(wrapped, optimizer, interval=1) as seen:
+        wrapped(torch.ones(2, 4, dtype=torch.bfloat16)).square().mean().backward()
+        optimizer.step()
+    assert list(seen.record.parameters) == ["0.weight", "0.bias", "1.weight", "1.bias"]
+    assert {name for role, name in seen.record.tensors if role == "activation"} >= {"0", "1"}
+    assert find([hu.optim.AdamW(model.parameters())]).model is model
+
+
+def test_parameters_of_checkpointed_modules_have_their_own_names_and_parallel_ones_their_modules():
+    model = _model()
+    model[0] = _Checkpointed(model[0])
+    outer = torch.nn.Module()
+    outer.module = model
+    seen = hu.observe(outer, torch.optim.SGD(model.parameters(), lr=0.1))
+    assert list(seen.record.parameters) == [f"module.{name}" for name in ("0.weight", "0.bias", "1.weight", "1.bias")]
