@@ -13,7 +13,7 @@ from torch import Tensor
 from ..formats import fp16
 from ..rounding._random_bits import STREAM_VERSION
 from ._reports import LastStep
-from ._site import GLOBAL, Measurement, Reading, Site, Sites, by_site, recovered, to_host
+from ._site import GLOBAL, Measurement, Reading, Site, Sites, by_site, recover_sizes, to_host
 from ._state import load_sites
 from .eager._backward import Backward
 from .policies._policy import Amax, Policy
@@ -358,7 +358,7 @@ class Controller:
         fallen = self._fall(readings)
         if self.backward.measuring and not self._skipped:
             self._settle_doubts(readings)
-        lost = recovered(self.backward.edges(), readings, self.following.measured_lift)
+        lost = recover_sizes(self.backward.edges(), readings, self.following.measured_lift)
         for site, kinds in readings.items():
             if site not in fallen and all(reading.finite for reading in kinds.values()):
                 self._follow(site, kinds, site in lost)

@@ -20,18 +20,18 @@ from ..rounding import Nearest, Rounding, get_rounding
 from ._controller import Controller
 from ._reports import LastStep, Recorder, SiteTable
 from ._site import HIGHEST, LOWEST, Sites, exponent_of
-from ._state import check_entries, check_places, check_state, reduced, resume, sites_by_name, state_of
+from ._state import check_entries, check_places, check_state, reduce_scaler, resume_scaler, sites_by_name, state_of
 from ._unscale import (
     UnscaledGradients,
     flags_of,
     has_gradients,
     idles,
-    stepped,
-    stepped_with,
+    step_unscaled,
+    step_with_scaler,
     takes_scaler,
-    unscaled_once,
+    unscale_once,
 )
-from .eager._attach import attach, unwrapped
+from .eager._attach import attach, unwrap
 from .eager._backward import Backward, check_units
 from .policies._policy import Policy, get_policy
 
@@ -214,7 +214,7 @@ class AdaptiveGradScaler(torch.amp.GradScaler):
     ) -> dict[torch.device, Tensor]:
         own = super()._unscale_grads_
         known = None if allow_fp16 else self._unscaled  # float16 is allowed where torch only checks
-        return unscaled_once(lambda part, i, f: own(part, i, f, allow_fp16), known, optimizer, inv_scale, found_inf)
+        return unscale_once(lambda part, i, f: own(part, i, f, allow_fp16), known, optimizer, inv_scale, found_inf)
 
     @uncompiled
     def step(self, optimizer: torch.optim.Optimizer, *args: Any, **kwargs: Any) -> Any:
@@ -239,7 +239,7 @@ class AdaptiveGradScaler(torch.amp.GradScaler):
         whole = takes_scaler(optimizer)
         if whole:
             self._tensor(torch.device(self._device))
-            result = stepped_with(self, optimizer, args, kwargs)
+            result = step_with_scaler(self, optimizer, args, kwargs)
         elif state["stage"] is OptState.READY and not idles(optimizer):
             self.unscale_(optimizer)
         if self._controller.backward.passes:
@@ -248,7 +248,7 @@ class AdaptiveGradScaler(torch.amp.GradScaler):
         state["stage"] = OptState.STEPPED
         overflowed = self._controller.read(flags)
         self.last_step = self._controller.skip() if overflowed else LastStep(applied=True)
-        return result if whole else stepped(optimizer, flags, overflowed, args, kwargs)
+        return result if whole else step_unscaled(optimizer, flags, overflowed, args, kwargs)
 
     @uncompiled
     def update(self, new_scale: float | Tensor | None = None) -> None:
@@ -428,10 +428,10 @@ class AdaptiveGradScaler(torch.amp.GradScaler):
         Raises:
             ValueError: in the middle of an iteration, or of a scaler that its own model holds.
         """
-        return reduced(self, AdaptiveGradScaler)
+        return reduce_scaler(self, AdaptiveGradScaler)
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        resume(self, state)
+        resume_scaler(self, state)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Take over a state that `state_dict` gave, or a GradScaler's, whose scale becomes the global one.
@@ -477,7 +477,7 @@ class AdaptiveGradScaler(torch.amp.GradScaler):
             if model is None:
                 continue
             prefix = str(i) if several else ""
-            names = (name for name, _ in unwrapped(model).named_modules())
+            names = (name for name, _ in unwrap(model).named_modules())
             found |= {".".join(part for part in (prefix, name) if part) for name in names}
         return found
 

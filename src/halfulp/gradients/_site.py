@@ -361,7 +361,9 @@ def by_site(measured: list[Measurement]) -> dict[Site, dict[str, Reading]]:
     return found
 
 
-def recovered(edges: Iterable[tuple[Site, Site]], readings: dict[Site, dict[str, Reading]], lift: int = 0) -> set[Site]:
+def recover_sizes(
+    edges: Iterable[tuple[Site, Site]], readings: dict[Site, dict[str, Reading]], lift: int = 0
+) -> set[Site]:
     """The sites where all received gradients underflowed to zero; their size before the move is filled in.
 
     ``lift``: how far sites were above their exponents, from the global one.

@@ -235,7 +235,7 @@ def load_sites(given: dict[str, Any], sites: Sites, narrow: Format) -> None:
         site.history.extend(dict(entry) for entry in values["history"])
 
 
-def reduced(scaler: Any, base: type) -> tuple:
+def reduce_scaler(scaler: Any, base: type) -> tuple:
     """The result of ``__reduce__``: how to make the scaler again, and its state.
 
     Args:
@@ -255,10 +255,10 @@ def reduced(scaler: Any, base: type) -> tuple:
     models = [nn.Identity()] if None in models else models
     own = {name: value for name, value in vars(scaler).items() if name not in scaler._own}
     state = {"state": scaler.state_dict(), "last_step": scaler.last_step, "device": scaler._device, "own": own}
-    return restored, (base, type(scaler), models, {**scaler._options, "enabled": scaler._enabled}), state
+    return restore_scaler, (base, type(scaler), models, {**scaler._options, "enabled": scaler._enabled}), state
 
 
-def restored(base: type[Any], kind: type[object], models: list[nn.Module], options: dict[str, Any]) -> Any:
+def restore_scaler(base: type[Any], kind: type[object], models: list[nn.Module], options: dict[str, Any]) -> Any:
     """A scaler of those models, with those options, of a kind which is ``base`` or a subclass of it.
 
     Raises:
@@ -275,8 +275,8 @@ def restored(base: type[Any], kind: type[object], models: list[nn.Module], optio
     return scaler
 
 
-def resume(scaler: Any, state: dict[str, Any]) -> None:
-    """Restore the state of a scaler that `restored` made."""
+def resume_scaler(scaler: Any, state: dict[str, Any]) -> None:
+    """Restore the state of a scaler that `restore_scaler` made."""
     vars(scaler).update(state["own"])
     scaler.last_step, scaler._device = state["last_step"], state["device"]
     if scaler._enabled:

@@ -186,7 +186,7 @@ def _with_gradients(optimizer: torch.optim.Optimizer) -> Iterator[Tensor]:
         yield from (parameter for parameter in group["params"] if parameter.grad is not None)
 
 
-def unscaled_once(
+def unscale_once(
     unscale: Callable,
     known: UnscaledGradients | None,
     optimizer: torch.optim.Optimizer,
@@ -196,7 +196,7 @@ def unscaled_once(
     """GradScaler's unscaling of the gradients that wait at the scale; those that were divided are only checked.
 
     Args:
-        unscale: as `unscaled_by_kind` takes it.
+        unscale: as `unscale_by_kind` takes it.
         known: which gradients were divided, and are from now on; None where nothing is divided here.
         optimizer: whose gradients are unscaled.
         inverse, found: as GradScaler has them.
@@ -205,12 +205,12 @@ def unscaled_once(
         A flag for every device.
     """
     if known is None:
-        return unscaled_by_kind(unscale, optimizer, inverse, found)
+        return unscale_by_kind(unscale, optimizer, inverse, found)
     scaled, unscaled = known.split(optimizer)
-    flags = unscaled_by_kind(unscale, _holding(scaled) if unscaled else optimizer, inverse, found)
+    flags = unscale_by_kind(unscale, _holding(scaled) if unscaled else optimizer, inverse, found)
     if unscaled:
         # torch leaves values as they are, bit for bit, under an inverse of 1.
-        checked = unscaled_by_kind(unscale, _holding(unscaled), torch.ones_like(inverse), found)
+        checked = unscale_by_kind(unscale, _holding(unscaled), torch.ones_like(inverse), found)
         flags = _either(flags, checked)
     known.note(parameter for group in optimizer.param_groups for parameter in group["params"])
     return flags
@@ -227,7 +227,7 @@ def _either(flags: dict[torch.device, Tensor], more: dict[torch.device, Tensor])
     return {**flags, **more, **shared}
 
 
-def unscaled_by_kind(unscale: Callable, optimizer: torch.optim.Optimizer, inverse: Tensor, found: Tensor) -> dict:
+def unscale_by_kind(unscale: Callable, optimizer: torch.optim.Optimizer, inverse: Tensor, found: Tensor) -> dict:
     """GradScaler's unscaling, kind by kind: torch takes no list of plain gradients and DTensors, or of two meshes.
 
     Plain gradients come first: what is found in them is told to other processes by what follows.
@@ -267,19 +267,19 @@ def has_gradients(optimizer: torch.optim.Optimizer) -> bool:
     return any(parameter.grad is not None for group in optimizer.param_groups for parameter in group["params"])
 
 
-def supports(optimizer: torch.optim.Optimizer) -> bool:
+def handles_overflow(optimizer: torch.optim.Optimizer) -> bool:
     """Whether an optimizer skips overflowed steps by itself, as torch's fused ones do."""
     return getattr(optimizer, "_step_supports_amp_scaling", False)
 
 
 def takes_scaler(optimizer: torch.optim.Optimizer) -> bool:
     """Whether an optimizer's step takes the scaler and unscales by itself: the older form of the contract."""
-    return supports(optimizer) and "grad_scaler" in inspect.signature(optimizer.step).parameters
+    return handles_overflow(optimizer) and "grad_scaler" in inspect.signature(optimizer.step).parameters
 
 
 def idles(optimizer: torch.optim.Optimizer) -> bool:
     """Whether an optimizer has no gradients and takes a step all the same, as torch's fused ones do from GradScaler."""
-    return supports(optimizer) and not takes_scaler(optimizer) and not has_gradients(optimizer)
+    return handles_overflow(optimizer) and not takes_scaler(optimizer) and not has_gradients(optimizer)
 
 
 def flags_of(
@@ -301,7 +301,7 @@ def flags_of(
     return flags
 
 
-def stepped_with(scaler: torch.amp.GradScaler, optimizer: torch.optim.Optimizer, args: tuple, kwargs: dict) -> Any:
+def step_with_scaler(scaler: torch.amp.GradScaler, optimizer: torch.optim.Optimizer, args: tuple, kwargs: dict) -> Any:
     """The step of an optimizer that takes the scaler."""
     warnings.warn(
         "the optimizer's step takes grad_scaler=, which torch.amp.GradScaler is going to stop giving: let it read the "
@@ -313,9 +313,11 @@ def stepped_with(scaler: torch.amp.GradScaler, optimizer: torch.optim.Optimizer,
     return step(*args, **kwargs, grad_scaler=scaler)
 
 
-def stepped(optimizer: torch.optim.Optimizer, found: list[Tensor], overflowed: bool, args: tuple, kwargs: dict) -> Any:
+def step_unscaled(
+    optimizer: torch.optim.Optimizer, found: list[Tensor], overflowed: bool, args: tuple, kwargs: dict
+) -> Any:
     """Step with unscaled gradients; None where they overflowed, unless the optimizer handles that itself."""
-    if not supports(optimizer):
+    if not handles_overflow(optimizer):
         return None if overflowed else optimizer.step(*args, **kwargs)
     aware: Any = optimizer
     # A scale of its own that somebody set stays.

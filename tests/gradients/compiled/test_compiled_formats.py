@@ -13,7 +13,13 @@ from halfulp._torch_floor import is_older
 from halfulp._torch_versions import adds_gradients, is_backward
 from halfulp.gradients.compiled import _backend as _compiled
 from halfulp.gradients.compiled._backend import name_functions
-from halfulp.gradients.compiled._runtime_operators import factors_of_edges, observed, rounded, watched, watched_loss
+from halfulp.gradients.compiled._runtime_operators import (
+    factors_of_edges,
+    observe_gradients,
+    round_gradient,
+    watch_loss,
+    watch_operands,
+)
 from halfulp.kernels import same_bits
 
 from ..models.architectures import Case, build
@@ -364,7 +370,7 @@ def test_a_graph_that_breaks_is_refused_where_its_rest_would_not_be_rounded(seed
         run(*case.batch)
 
 
-@pytest.mark.parametrize("operator", [factors_of_edges, observed, rounded, watched, watched_loss])
+@pytest.mark.parametrize("operator", [factors_of_edges, observe_gradients, round_gradient, watch_operands, watch_loss])
 def test_no_cuda_graph_replays_what_the_scaler_decides(operator, needs_torch):
     needs_torch("Tag.cudagraph_unsafe")
     assert torch.Tag.cudagraph_unsafe in operator.tags

@@ -307,7 +307,7 @@ def test_what_is_not_finite_gives_nan(bad):
         assert math.isnan(rules.element_wise(g, w, **U))
     assert math.isnan(rules.underflow_bound(rules.Moments.of(x), **U))
     assert math.isnan(rules.lognormal(rules.LogMoments.of(x), **U))
-    assert math.isnan(rules.clipped(math.nan))
+    assert math.isnan(rules.clip_scale(math.nan))
 
 
 def test_refusals():
@@ -334,7 +334,7 @@ def test_refusals():
         rules.element_wise(x, x.long(), **U)
     for arguments in ({"scale_upper_bound": 0}, {"accumulated": 0.0}, {"accumulated": math.inf}):
         with pytest.raises(ValueError, match="positive"):
-            rules.clipped(1.0, **arguments)
+            rules.clip_scale(1.0, **arguments)
     for value in (math.nan, math.inf, -math.inf):
         with pytest.raises(ValueError, match="no exponent"):
             rules.power_of_two(value)
@@ -346,10 +346,10 @@ def test_refusals():
 def test_bounded_is_the_smaller_of_the_caps(seed):
     for _ in range(100):
         alpha, scale, total, before = torch.exp2(torch.randn(4, dtype=torch.float64) * 9).tolist()
-        found = rules.clipped(math.log2(alpha), scale, total, accumulated=before)
+        found = rules.clip_scale(math.log2(alpha), scale, total, accumulated=before)
         assert found == pytest.approx(math.log2(min(alpha, total / before, scale)), abs=NEAR)
-    assert (rules.clipped(20.0), rules.clipped(20.0, math.inf), rules.clipped(-3.0)) == (4, 10, -3)
-    assert rules.clipped(20.0, accumulated=4096.0) == -2
+    assert (rules.clip_scale(20.0), rules.clip_scale(20.0, math.inf), rules.clip_scale(-3.0)) == (4, 10, -3)
+    assert rules.clip_scale(20.0, accumulated=4096.0) == -2
 
 
 def test_power_of_two_is_the_exact_floor(seed):

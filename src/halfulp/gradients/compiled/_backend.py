@@ -12,9 +12,9 @@ from torch.fx import GraphModule, Node
 
 from ..._torch_versions import NAMES_ALL_FUNCTIONS, adds_gradients, is_backward, join_scaled_sums, partitioned_by
 from .. import _products
-from ..eager._backward import Backward, reached
+from ..eager._backward import Backward, nodes_behind
 from . import _graph_sites, _graph_writer, _placement, _runtime_operators
-from ._graph_sites import listed, planned
+from ._graph_sites import find_owner, plan_sites
 from ._graph_writer import move_gradients
 from ._placement import Plan
 from ._runtime_operators import scaled_here
@@ -81,7 +81,7 @@ def backend(backward: Backward, name: str = "inductor") -> Callable[..., Any]:
     def compile_scaled(module: GraphModule, inputs: Sequence, *, options: dict | None = None, mode: str | None = None):
         check_breaks(inputs, backward)
         join_scaled_sums(module.graph)
-        partition = Partition(backward.handle, planned(module, inputs, backward))
+        partition = Partition(backward.handle, plan_sites(module, inputs, backward))
         unmark(module, backward.handle)
         return _COMPILERS[name](module, inputs, partition, options, mode)
 
@@ -156,7 +156,7 @@ def check_breaks(inputs: Sequence, backward: Backward) -> None:
         # Marks are where another model ends that is not compiled, whose parameters have sites.
         return node.name() == _GRAPH or backward.sites.global_site in node.metadata
 
-    behind = reached([x.grad_fn for x in inputs if isinstance(x, Tensor)], ends)
+    behind = nodes_behind([x.grad_fn for x in inputs if isinstance(x, Tensor)], ends)
     broken = {name for node in behind if hasattr(node, "variable") for name in _owners(node.variable, backward)}
     names = _shortened(sorted(broken))
     if names and backward.format is not None:
@@ -176,7 +176,7 @@ def check_breaks(inputs: Sequence, backward: Backward) -> None:
 
 def _owners(parameter: Tensor, backward: Backward) -> Iterator[str]:
     """The module that holds a parameter, if it is a scaler's; none is known of FSDP's copies of parameters."""
-    name = listed(parameter, backward)
+    name = find_owner(parameter, backward)
     if name is not None:
         yield repr(name)
     elif isinstance(parameter, nn.Parameter) and any(one.sharded() for one in backward.names):

@@ -30,7 +30,7 @@ _WRITES = {*("iadd", "isub", "imul", "itruediv", "ipow", "ior", "iand", "ixor", 
 _WHOLE = (nn.MultiheadAttention,)
 
 
-def planned(module: GraphModule, inputs: Sequence, backward: Backward) -> Plan:
+def plan_sites(module: GraphModule, inputs: Sequence, backward: Backward) -> Plan:
     """The sites of a forward graph's functions, with the keys of the eager front end, and of its parameters."""
     placeholders = module.graph.find_nodes(op="placeholder")
     parameters = {node: x for node, x in zip(placeholders, inputs) if isinstance(x, nn.Parameter)}
@@ -228,11 +228,11 @@ class _Walk:
 
 def owner(node: Node, parameter: nn.Parameter, backward: Backward) -> str:
     """The qualified name of the module that holds a parameter."""
-    found = listed(parameter, backward)
+    found = find_owner(parameter, backward)
     return found or _path(name_of_source(node.meta["grapharg"].source)).rpartition(".")[0] or "model"
 
 
-def listed(parameter: Tensor, backward: Backward) -> str | None:
+def find_owner(parameter: Tensor, backward: Backward) -> str | None:
     """The module that holds a parameter, where a scaler's model lists it; else None."""
     return next((name for name in (one.of(parameter) for one in backward.names) if name), None)
 

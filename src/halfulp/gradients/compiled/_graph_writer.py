@@ -15,11 +15,11 @@ from ._runtime_operators import (
     PART,
     SHARED,
     factors_of_edges,
-    moved_number,
-    observed,
-    rounded,
-    watched,
-    watched_loss,
+    move_number,
+    observe_gradients,
+    round_gradient,
+    watch_loss,
+    watch_operands,
 )
 
 
@@ -147,7 +147,7 @@ class Writer:
             factor = self.write(torch.ops.aten.select.int, vector, 0, self._edge_numbers[edge.source, edge.target])
             moves = edge.rounded or node
             wide = self.write(cast, moves, torch.float32) if half else moves
-            times = torch.ops.aten.mul.Tensor if node.meta["val"].dim() else moved_number
+            times = torch.ops.aten.mul.Tensor if node.meta["val"].dim() else move_number
             moved = self.write(times, wide, factor)
             moved = self.write(cast, moved, dtype) if half else moved
         for reader in edge.readers:
@@ -157,12 +157,12 @@ class Writer:
     def copy_rounded(self, edge: Edge) -> Node:
         """A copy of the moving gradient, rounded to the scaler's format, for this edge alone."""
         with self._module.graph.inserting_before(min(edge.readers)):
-            return self.write(rounded, edge.node, self._scaler)
+            return self.write(round_gradient, edge.node, self._scaler)
 
     def round(self, node: Node, readers: Collection[Node] | None = None) -> Node:
         """Round a node to the scaler's format, for all its readers or those that are given."""
         with self._module.graph.inserting_after(node):
-            result = self.write(rounded, node, self._scaler)
+            result = self.write(round_gradient, node, self._scaler)
         taken = list(node.users) if readers is None else readers
         node.replace_all_uses_with(result, delete_user_cb=lambda reader: reader is not result and reader in taken)
         return result
@@ -172,7 +172,7 @@ class Writer:
         nodes, kinds, shared = zip(*gradients)
         words = PART.join(kind + SHARED * s for kind, s in zip(kinds, shared))
         with self._module.graph.inserting_after(max(nodes)):
-            self.write(observed, list(nodes), self._scaler, key, words)
+            self.write(observe_gradients, list(nodes), self._scaler, key, words)
 
     def watch(self, product: Product) -> Node | None:
         """Add a call that shows the policy both factors of a product; None where these have no `Factor`."""
@@ -181,12 +181,12 @@ class Writer:
             return None
         gradient, other, form, groups = factor
         with self._module.graph.inserting_before(product.node):
-            return self.write(watched, gradient, other, self._scaler, product.key, form, groups)
+            return self.write(watch_operands, gradient, other, self._scaler, product.key, form, groups)
 
     def watch_loss(self, edge: Edge, stored: torch.dtype) -> None:
         """Add a call that shows the policy a gradient at the global exponent, before it moves to a site."""
         with self._module.graph.inserting_before(min(edge.readers)):
-            self.write(watched_loss, edge.node, self._scaler, edge.target, stored)
+            self.write(watch_loss, edge.node, self._scaler, edge.target, stored)
 
     def _vector(self, like: Node) -> Node:
         """The factors of all edges, on the device of a node."""

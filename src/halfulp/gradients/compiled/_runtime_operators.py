@@ -102,19 +102,19 @@ factors_of_edges = define_operator(
     lambda scaler, edges, count, device: torch.empty(count, device=device, dtype=torch.float32),
     host=True,
 )
-observed = define_operator(
+observe_gradients = define_operator(
     "observe_gradients(Tensor[] gradients, str scaler, str site, str kinds) -> ()", _observe, lambda *_: None, host=True
 )
-rounded = define_operator(
+round_gradient = define_operator(
     "round_gradient(Tensor gradient, str scaler) -> Tensor", _round, lambda x, _: torch.empty_like(x), host=True
 )
-watched = define_operator(
+watch_operands = define_operator(
     "watch_operands(Tensor gradient, Tensor factor, str scaler, str site, str form, int groups) -> ()",
     _watch,
     lambda *_: None,
     host=True,
 )
-watched_loss = define_operator(
+watch_loss = define_operator(
     "watch_loss(Tensor gradient, str scaler, str site, ScalarType stored) -> ()",
     _watch_loss,
     lambda *_: None,
@@ -125,16 +125,16 @@ scaled_here = define_operator(
 )
 # Inductor cuts an expression where it reads too much, and with that decides what it computes by vectors and what one by
 # one: exp, for instance, in other last bits. A loss's gradient, which much may read, is moved apart from all that.
-moved_number = define_operator(
+move_number = define_operator(
     "moved_number(Tensor gradient, Tensor factor) -> Tensor", torch.mul, lambda gradient, _: torch.empty_like(gradient)
 )
-for _operator in (observed, watched, watched_loss):
+for _operator in (observe_gradients, watch_operands, watch_loss):
     torch.fx.node.has_side_effect(_operator)
 # Traced by other backends on the way to its refusal.
 torch.library.register_autograd("halfulp::scaled_here", lambda _, gradient: (gradient, None))
 
 
-def marked(out: Tensor, scaler: str, wide: bool) -> Tensor:
+def mark_output(out: Tensor, scaler: str, wide: bool) -> Tensor:
     """Mark a model's output in a compiled graph for the scaler's backend."""
     if not out.requires_grad:
         return out

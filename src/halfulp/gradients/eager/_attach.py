@@ -22,10 +22,10 @@ from ...scaled import ScaledTensor
 from ...subclass.models._float32_products import GraphReader, class_of, leave_compiled_products
 from .._pytree import differentiable_in, map_tensors, memoized
 from .._site import Site, narrow
-from ..compiled._runtime_operators import marked
+from ..compiled._runtime_operators import mark_output
 from ._backward import Backward, differentiating, mark
 from ._reads import hook_weight_edge, view_of
-from ._region import Names, Region, current, watched
+from ._region import Names, Region, current, watch_custom_functions
 from ._replay import Replay, Replays
 from ._strides import copy_with_strides
 
@@ -68,7 +68,7 @@ class Forward(GraphReader):
     def _marked(self, out: Any) -> Any:
         """Mark outputs in a compiled graph for the scaler's backend."""
         wide = self._widens()
-        return map_tensors(out, lambda x: marked(x, self._backward.handle, wide))
+        return map_tensors(out, lambda x: mark_output(x, self._backward.handle, wide))
 
     @property
     def __func__(self) -> Callable[..., Any]:
@@ -85,7 +85,7 @@ class Forward(GraphReader):
 
     @abc.abstractmethod
     def _with_edges(self, args: tuple, kwargs: dict) -> Any:
-        """The forward pass with edges; the plain one where it is `traced`."""
+        """The forward pass with edges; the plain one where `is_traced`."""
 
     @abc.abstractmethod
     def _widens(self) -> bool:
@@ -117,7 +117,7 @@ def plain_forward(module: nn.Module) -> types.MethodType:
     return types.MethodType(type(module).forward, module)
 
 
-def traced() -> bool:
+def is_traced() -> bool:
     """Whether a forward pass is recorded or transformed as a function, and not run to be differentiated by autograd."""
     return torch._C._are_functorch_transforms_active() or torch.jit.is_tracing()
 
@@ -140,7 +140,7 @@ class ModuleForward(Forward):
         return False
 
     def _with_edges(self, args: tuple, kwargs: dict) -> Any:
-        if traced():
+        if is_traced():
             return self.inner(*args, **kwargs)
         # While a thread is inside, the module's parameters are views.
         with self._lock:
@@ -264,7 +264,7 @@ class WatchedForward(Forward):
 
     def _with_edges(self, args: tuple, kwargs: dict) -> Any:
         region = current()
-        if region is None and traced():
+        if region is None and is_traced():
             return self.inner(*args, **kwargs)
         if region is None and differentiating():
             # What a checkpoint runs again has its edges already, or is differentiated where all are shut.
@@ -288,7 +288,7 @@ class WatchedForward(Forward):
             del region.path[depth:]
 
     def _in_region(self, args: tuple, kwargs: dict) -> Any:
-        with watched(self._backward), Region(self._backward, self._names) as region:
+        with watch_custom_functions(self._backward), Region(self._backward, self._names) as region:
             region.path = [self._place] if self._place else []
             region.recording = recording = self._replays.recording()
             region.take((args, kwargs))
@@ -390,7 +390,7 @@ def attach(model: nn.Module, backward: Backward, *, wide: bool | None, prefix: s
         TypeError: no module.
         ValueError: it is compiled, wrapped by another scaler, or holds tensors with scales or components of their own.
     """
-    wrapper, model = model, unwrapped(model)
+    wrapper, model = model, unwrap(model)
     check(model)
     # A compiled forward pass does not tell who called it.
     backward.processes.watch(wrapper)
@@ -428,7 +428,7 @@ def _attach_function(
     return restore
 
 
-def unwrapped(model: nn.Module) -> nn.Module:
+def unwrap(model: nn.Module) -> nn.Module:
     """The model inside torch's data-parallel wrappers."""
     if not isinstance(model, nn.Module):
         raise TypeError(f"the model is {a_kind(model)}: give a torch.nn.Module")

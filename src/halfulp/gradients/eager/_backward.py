@@ -41,7 +41,7 @@ def is_exit(node: Any, global_site: Site) -> bool:
     return node.metadata.get(global_site, (None, None))[0] is global_site
 
 
-def reached(nodes: Iterable[Any], ends: Callable[[Any], bool]) -> Iterator[Any]:
+def nodes_behind(nodes: Iterable[Any], ends: Callable[[Any], bool]) -> Iterator[Any]:
     """Nodes and, each once, all that a backward pass from there reaches, not past those where it ``ends``."""
     seen: set[Any] = set()
     pending = list(nodes)
@@ -107,7 +107,7 @@ def check_exits(node: Any, global_site: Site, unmarked: Unmarked) -> bool:
         ValueError: it reaches into one by another way.
     """
     escaped = False
-    for behind in reached([node], lambda one: global_site in one.metadata):
+    for behind in nodes_behind([node], lambda one: global_site in one.metadata):
         site, _ = behind.metadata.get(global_site, (None, None))
         if site is None:
             escaped |= unmarked.has(behind)
@@ -273,7 +273,7 @@ class Backward:
                 self.use_one_scale()
         except ValueError:
             # What an unwatched custom Function gave may be read anywhere, as at the global exponent.
-            behind = reached([node], lambda one: self.sites.global_site in one.metadata)
+            behind = nodes_behind([node], lambda one: self.sites.global_site in one.metadata)
             if self.custom_functions is not False or not any(map(is_custom, behind)):
                 raise
             self.note_custom_function()

@@ -50,7 +50,7 @@ def put(region: Any) -> None:
     _local.region = region
 
 
-def by_itself() -> bool:
+def is_compiled_alone() -> bool:
     """Whether a part of the model that is compiled by itself runs. Dynamo, when it traces this, gives the part up.
 
     Raises:
@@ -77,12 +77,12 @@ def _warn() -> None:
         warnings.warn(f"{COMPILED}. {given_up}", stacklevel=4)
 
 
-def unwatched(method: Callable[..., Any]) -> Callable[..., Any]:
+def without_watching(method: Callable[..., Any]) -> Callable[..., Any]:
     """Decorate a region's method so that the torch functions it calls are not watched."""
 
     @functools.wraps(method)
     def run(*args: Any, **kwargs: Any) -> Any:
-        if by_itself():
+        if is_compiled_alone():
             return torch.compiler.disable(run)(*args, **kwargs)
         with torch._C.DisableTorchFunction():
             return method(*args, **kwargs)
@@ -182,7 +182,7 @@ class Region(TorchFunctionMode):
 
     def __torch_function__(self, function, types, args=(), kwargs=None):
         kwargs = kwargs or {}
-        if by_itself():
+        if is_compiled_alone():
             self._fail_recording()
             return torch.compiler.disable(self.__torch_function__)(function, types, args, kwargs)
         if not torch.is_grad_enabled() or torch._C._are_functorch_transforms_active():
@@ -254,7 +254,7 @@ class Region(TorchFunctionMode):
                 self._tagged(view, self.site_of(tensor))
         return out
 
-    @unwatched
+    @without_watching
     def take(self, arguments: Any) -> None:
         """Put the model's arguments at the global exponent, whichever thread made them.
 
@@ -472,7 +472,7 @@ class Region(TorchFunctionMode):
             mark(out.grad_fn, site, site, site)
         return out
 
-    @unwatched
+    @without_watching
     def at_global_exponent(self, call: Callable[[tuple], Any], args: tuple) -> Any:
         """Results of a call whose gradients, in and out, are at the global exponent."""
         self._fail_recording()
@@ -496,7 +496,7 @@ class Region(TorchFunctionMode):
         region.path = list(self.path)
         return region
 
-    @unwatched
+    @without_watching
     def leave(self, output: Any, wide: bool) -> Any:
         """A model's output at the global exponent; ``wide``: in float32 where it is float16."""
         return map_tensors(output, memoized(lambda x: self._left(x, wide)))
@@ -510,11 +510,11 @@ class Region(TorchFunctionMode):
             float32_out = out.float()
             node: Any = float32_out.grad_fn
             node.register_prehook(self._backward.edge_hook(site, self._global_site))
-            return untagged(self._tagged(float32_out, self._global_site))
-        return untagged(self._tagged(self.edge(out, site, self._global_site, leaving=True), self._global_site))
+            return untag(self._tagged(float32_out, self._global_site))
+        return untag(self._tagged(self.edge(out, site, self._global_site, leaving=True), self._global_site))
 
 
-def untagged(tensor: Tensor) -> Tensor:
+def untag(tensor: Tensor) -> Tensor:
     """Remove a tensor's site: it is at the global exponent."""
     if hasattr(tensor, _TAG):
         delattr(tensor, _TAG)
@@ -528,7 +528,7 @@ _watching = 0
 
 
 @contextlib.contextmanager
-def watched(backward: Backward) -> Iterator[None]:
+def watch_custom_functions(backward: Backward) -> Iterator[None]:
     """While any thread is in here, custom Functions that are applied in a region go through it.
 
     Function modes do not see them, and torch offers no other place where their arguments can be replaced before they
@@ -576,7 +576,7 @@ def _replayed(run: Callable[..., Any], region: Region) -> Callable[..., Any]:
         if current() is not None or not torch.is_grad_enabled():
             return run(*args, **kwargs)
         region.note_replay()
-        with watched(region._backward), region.again() as replay:
+        with watch_custom_functions(region._backward), region.again() as replay:
             return replay.leave(run(*args, **kwargs), wide=False)
 
     return run_in_region

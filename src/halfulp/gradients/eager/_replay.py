@@ -16,7 +16,7 @@ from .._products import is_parameter
 from .._pytree import differentiable_in, map_tensors, memoized
 from .._site import Site
 from ._backward import LEAF, Backward, is_exit, mark
-from ._region import Names, Recording, current, put, unwatched
+from ._region import Names, Recording, current, put, without_watching
 from ._strides import copy_with_strides, power_of_two
 
 # Where a gradient goes on to: the place of a node in a walk, and which of that node's outputs.
@@ -439,7 +439,7 @@ class Replays:
         self._recordings += 1
         return Recording()
 
-    @unwatched
+    @without_watching
     def learn(self, recording: Recording, arguments: Any, output: Any, begun: int) -> None:
         """Store the graph that a region recorded."""
         around = Surroundings(begun, nodes_of(arguments))

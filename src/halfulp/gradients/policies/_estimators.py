@@ -345,7 +345,7 @@ def abs_range(gradient: Moments, weight: Moments, fan: int, *, u_min: float, u_m
     return _between(math.log2(u_min) - log_fan - least, log_fan + largest, u_max)
 
 
-def clipped(
+def clip_scale(
     log2_alpha: float,
     scale_upper_bound: float = PAPER_SCALE_UPPER_BOUND,
     accumulated_upper_bound: float = PAPER_ACCUMULATED_UPPER_BOUND,
@@ -360,7 +360,7 @@ def clipped(
         accumulated_upper_bound: of the product with the scales before it; infinity for none.
         accumulated: S, the product of the scales that the gradient already carries.
 
-    >>> clipped(9.5), clipped(9.5, accumulated=256.0), clipped(9.5, math.inf, math.inf)
+    >>> clip_scale(9.5), clip_scale(9.5, accumulated=256.0), clip_scale(9.5, math.inf, math.inf)
     (4.0, 2.0, 9.5)
     """
     if not (scale_upper_bound > 0 and accumulated_upper_bound > 0 and 0 < accumulated < math.inf):
@@ -434,12 +434,12 @@ def _check(fan: int, u_min: float, u_max: float, share: float = 0.5) -> None:
 _SAMPLED = 128
 
 
-def observed(numbers: Tensor, *, share: float, u_min: float, u_max: float) -> LogScale:
+def scale_by_numbers(numbers: Tensor, *, share: float, u_min: float, u_max: float) -> LogScale:
     """log2 of the scale at which at most half a share of the numbers that are not zero lie under ``u_min``.
 
     Half, as numbers that are a sample scatter. The numbers are finite.
 
-    >>> observed(torch.tensor([0.0, 2.0**-20, 1.0]), share=1e-3, u_min=2.0**-14, u_max=65504.0).lower
+    >>> scale_by_numbers(torch.tensor([0.0, 2.0**-20, 1.0]), share=1e-3, u_min=2.0**-14, u_max=65504.0).lower
     6.0
     """
     sizes = wide(numbers).abs().flatten()
@@ -451,7 +451,7 @@ def observed(numbers: Tensor, *, share: float, u_min: float, u_max: float) -> Lo
     return LogScale(math.log2(u_min) - math.log2(least), math.log2(u_max) - math.log2(largest))
 
 
-def sampled(gradient: Tensor, weight: Tensor) -> Tensor:
+def sample_sums(gradient: Tensor, weight: Tensor) -> Tensor:
     """A product's sums for some rows of (..., K) and some columns of (K, ...), evenly chosen, in float64."""
     rows, columns = gradient.reshape(-1, gradient.shape[-1]), weight.reshape(weight.shape[0], -1)
     rows, columns = rows[:: 1 + len(rows) // _SAMPLED], columns[:, :: 1 + columns.shape[1] // _SAMPLED]

@@ -20,12 +20,12 @@ from ._estimators import (
     Version,
     abs_range,
     bounds,
-    clipped,
+    clip_scale,
     element_wise,
     lognormal,
-    observed,
     power_of_two,
-    sampled,
+    sample_sums,
+    scale_by_numbers,
     underflow_bound,
 )
 from ._policy import Policy
@@ -65,7 +65,7 @@ class OperandStatisticsPolicy(Policy):
         """The bounds of several rules as one, of a gradient that is stored at an exponent."""
         if any(map(math.isnan, alphas)):
             return None
-        cap = clipped(
+        cap = clip_scale(
             math.inf,
             self.scale_bound or math.inf,
             self.accumulated_bound or math.inf,
@@ -113,7 +113,7 @@ class UnderflowBound(OperandStatisticsPolicy):
             underflow_bound(gradient, **limits),
         ]
         if gradient.finite and weight.finite:
-            found.append(observed(sampled(operands.gradient, operands.weight), **limits))
+            found.append(scale_by_numbers(sample_sums(operands.gradient, operands.weight), **limits))
         return found
 
     def at_the_loss(self, site: Site, gradient: Tensor, format: Format, global_site: Site) -> Proposal | None:
@@ -124,7 +124,7 @@ class UnderflowBound(OperandStatisticsPolicy):
         if not (moments.finite and moments.nonzero):
             return None
         alphas = [lognormal(LogMoments.of(gradient), **limits), underflow_bound(moments, **limits)]
-        return self._proposal(global_site.exponent, [*alphas, observed(gradient, **limits)], site, global_site)
+        return self._proposal(global_site.exponent, [*alphas, scale_by_numbers(gradient, **limits)], site, global_site)
 
 
 @dataclasses.dataclass(frozen=True)
