@@ -28,6 +28,26 @@ class Signum(hu.optim.Optimizer):
         return hu.optim.UpdateRule("signum", signum, (mean,), ("take", "step", "decay"), values)
 
 
+# %% update-rule-with-sums
+weight, gradient, step_by = lambda w: w, lambda w, g: g, lambda w, g, rate: (-(rate * g),)
+
+
+def trust(group, step, sums):
+    """The step is as long as the tensor, times lr."""
+    return (group["lr"] * (sums[0] / sums[1]) ** 0.5 if min(sums) > 0 else group["lr"],)
+
+
+NORMS = (hu.optim.Reduction(weight, squares=True), hu.optim.Reduction(gradient, squares=True))
+RULE = hu.optim.UpdateRule("lars", step_by, (), ("rate",), lambda *_: (), reductions=NORMS, late_values=trust)
+
+
+@hu.optim.register_optimizer
+class LARS(Signum):
+    """SGD by lr |w|/|g| (arXiv 1708.03888)."""
+
+    rule = lambda self, group: RULE
+
+
 # %% weight-update
 from dataclasses import dataclass
 from halfulp.optim.weight_updates._weight_update import WeightUpdate, read_plain, store_bindings, write_plain

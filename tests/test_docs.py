@@ -126,7 +126,7 @@ def test_the_code_of_a_page_runs_and_prints_what_the_page_says(page, tmp_path, m
 ADDED = """
 names = {word for entries in (
     hu.formats.names(), hu.optim.OPTIMIZERS, hu.recipes.names(), hu.trials.tasks.names()) for word in entries}
-assert {"e3m8", "Signum", "coarse-e3m8", "sides"} <= names
+assert {"e3m8", "Signum", "LARS", "coarse-e3m8", "sides"} <= names
 assert hu.quantize(torch.tensor([0.3]), "e3m8").item() == 0.2998046875
 
 task = hu.trials.tasks.get("sides")
@@ -154,6 +154,11 @@ for one in steps:
     one.step()
 dithered, nearest = (one.param_groups[0]["params"][0].double().mean().item() for one in steps)
 assert nearest == 1.0 and abs(dithered - (1 - 2.0**-12)) < 1e-4, (nearest, dithered)
+
+long = torch.nn.Parameter(torch.full((4,), 3.0))
+long.grad = torch.ones(4)
+LARS([long], lr=0.125).step()
+assert long.tolist() == [2.625] * 4
 
 assert hu.quantize(torch.tensor([2.5, -2.5, 3.6]), "e8m1", "half_toward_zero").tolist() == [2.0, -2.0, 4.0]
 moments = {}

@@ -448,7 +448,9 @@ class _Optimizer(hu.optim.Optimizer):
 
         momentum = hu.optim.StateSlot("momentum", 1, initial=lambda group: 0.0)
         assert_type(momentum.initial_value(group), float)
-        return hu.optim.UpdateRule("descent", update, (), ("lr",), values)
+        norm = hu.optim.Reduction(lambda w, g: g, squares=True)
+        assert_type(norm.over_all, bool)
+        return hu.optim.UpdateRule("descent", update, (), ("lr",), values, reductions=())
 
 
 def registries_read_only(operator: OpOverload, packet: OpOverloadPacket) -> None:

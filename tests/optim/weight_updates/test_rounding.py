@@ -189,7 +189,7 @@ def test_later_updates_sum_to_what_was_lost(seed, rule):
 
 def test_every_rule_that_repays_is_held_to_it():
     def rule(kind, options):
-        optimizer = kind([torch.zeros(1, requires_grad=True)], **options)
+        optimizer = kind([torch.zeros(1, 1, requires_grad=True)], **options)
         return optimizer.rule(optimizer.param_groups[0])
 
     held = {rule(getattr(hu.optim, name), options) for name, options, _ in REPAID.values()}

@@ -66,6 +66,6 @@ def _own_part(whole: torch.Tensor, plan: ParameterPlan) -> torch.Tensor:
     own, index = whole, plan.index_map
     for dimension, (count, first, step) in enumerate(zip(index.shape, index.offset, index.step)):
         if count != whole.shape[dimension]:
-            places = torch.arange(count, device=whole.device) * step + first
+            places = torch.arange(count, dtype=torch.int64, device=whole.device) * step + first
             own = own.index_select(dimension, places)
     return own.to(torch.float32).contiguous()
