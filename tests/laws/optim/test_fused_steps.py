@@ -18,7 +18,6 @@ from .cases import (
     CODECS,
     MIXED,
     MIXED_PAIR,
-    SAMPLED,
     build,
     combinations,
     covering,
