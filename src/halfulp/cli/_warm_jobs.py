@@ -76,7 +76,7 @@ def _steps(name: str) -> Iterator[Job]:
 def _is_refused(name: str, dtype: torch.dtype, given: dict[str, Any]) -> bool:
     """Return whether options do not go together, or the states that they choose are the default ones, or none."""
     try:
-        optimizer = optim.OPTIMIZERS[name]([nn.Parameter(torch.zeros(1, _WIDTH, dtype=dtype))], **given)
+        optimizer = optim.OPTIMIZERS[name]([nn.Parameter(torch.zeros(1, _WIDTH, dtype=dtype, device="cpu"))], **given)
         optimizer.bytes_per_parameter()
     except (ValueError, NotImplementedError):
         return True
@@ -86,7 +86,7 @@ def _is_refused(name: str, dtype: torch.dtype, given: dict[str, Any]) -> bool:
 
 def _step(name: str, dtype: torch.dtype, given: dict[str, Any]) -> None:
     """Two steps, of which one counts lost updates: another kernel."""
-    parameter = nn.Parameter(torch.ones(1, _WIDTH, dtype=dtype))
+    parameter = nn.Parameter(torch.ones(1, _WIDTH, dtype=dtype, device="cpu"))
     for interval in (0, 1):
         optimizer = optim.OPTIMIZERS[name]([parameter], report_interval=interval, **given)
         parameter.grad = torch.ones_like(parameter)
@@ -100,7 +100,7 @@ def _train(recipe: recipes.Recipe, name: str, options: dict[str, Any]) -> None:
     for interval in (0, 1):
         optimizer = recipes.optimizer(model, name, lr=1e-3, report_interval=interval, **options)
         scaler = recipes.scaler(recipe, model)
-        loss = model(torch.arange(4)).float().square().mean()
+        loss = model(torch.arange(4, dtype=torch.int64, device="cpu")).float().square().mean()
         if scaler is None:
             loss.backward()
             optimizer.step()
@@ -120,7 +120,7 @@ def _roundings() -> Iterator[Job]:
 def _quantize(name: str, mode: str) -> None:
     """Round tensors of the dtypes that hold a format's numbers."""
     for dtype in (torch.float32, *_NARROW):
-        x = torch.linspace(0, 2, 64).to(dtype)
+        x = torch.linspace(0, 2, 64, dtype=torch.float32, device="cpu").to(dtype)
         try:
             rounding.quantize(x, name, mode)
         except ValueError:
@@ -135,7 +135,8 @@ def _expansions() -> Iterator[Job]:
 
 def _calculate(dtype: torch.dtype, components: int) -> None:
     """Run the operators of a small model and its loss on expansions."""
-    x = mctensor.MCTensor.encode(torch.linspace(0.5, 2, 64, dtype=torch.float64).reshape(8, 8), components, dtype)
+    numbers = torch.linspace(0.5, 2, 64, dtype=torch.float64, device="cpu").reshape(8, 8)
+    x = mctensor.MCTensor.encode(numbers, components, dtype)
     made = [x + x, x - x, x * x, x / x, x @ x, -x, x + 1, x * 2.0, x.sum(), x.mean(-1)]
     functions = (torch.exp, torch.log, torch.sqrt, torch.tanh, torch.sigmoid, torch.nn.functional.gelu)
     made += [function(x) for function in functions]
