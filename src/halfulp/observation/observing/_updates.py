@@ -469,11 +469,11 @@ def halfulp_change(
     """Return what the rule, in float32, adds to sampled weights, and the states that it wants.
 
     None where it is not computed from such numbers: before the first step, under `wrap` or scaled parameters, and where
-    the rule needs sums over whole tensors.
+    the rule looks at whole tensors first.
     """
     plan = optimizer._plans.get(parameter)
     rule = optimizer.rule(group)
-    if plan is None or plan.spec.scaled or rule.assigns or rule.late_values is not None:
+    if plan is None or plan.spec.scaled or rule.assigns or rule.is_late:
         return None
     states = decoded_states(plan, key).values()
     step = plan.state["step"] + 1
