@@ -18,6 +18,7 @@ SIZES = {"i8": 1, "i16": 2, "i32": 4, "i64": 8, "f16": 2, "bf16": 2, "f32": 4, "
 _ACCESS = re.compile(r"tt\.(load|store) (%\w+).*: (\S+?)(?: loc\(.*)?$")
 _MOVED = re.compile(r"(%\w+) = tt\.(?:splat|addptr|broadcast|expand_dims) (%\w+)")
 _TENSOR = re.compile(r"tensor<((?:\d+x)+)!tt\.ptr<(\w+)>")
+_FUSED = re.compile(r"call .*@llvm\.fma\.(?:v(\d+))?f")
 _MEMORY = re.compile(r"\b(ld|st)\.global\S*?(?:\.v(\d))?\.b(\d+)\b")
 
 
@@ -149,8 +150,9 @@ def examine(asm, threads: int, kernel: Kernel) -> Kernel:
     fewest = sum(max(1, math.ceil(own * size / WIDEST)) for own, size in whole)
     kernel.narrowest, kernel.surplus = min(widths, default=0), len(widths) / fewest if fewest else 1.0
     words = [word for line in asm["ptx"].splitlines() if line.startswith("\t") for word in line.split()[:2]]
-    # What the source asks for, LLVM may have written out for several turns of a loop.
-    wanted = asm["llir"].count("@llvm.fma") if "math.fma" in asm["ttir"] else 0
+    # What the source asks for, LLVM may have written out for several turns of a loop, or for vectors.
+    asked = _FUSED.findall(asm["llir"]) if "math.fma" in asm["ttir"] else []
+    wanted = sum(int(lanes or 1) for lanes in asked)
     kernel.fused = max(0, sum(word.startswith("fma.") for word in words) - wanted)
     kernel.inexact = sum(any(how in word for how in (".ftz", ".approx", ".full")) for word in words)
     kernel.spills, kernel.registers = _resources(asm["ptx"], kernel.architecture)

@@ -156,10 +156,10 @@ def expansions() -> Launches:
         parts = tuple(numbers(dtype) for _ in range(count))
         given = [(parts, scale), (parts, None)]
         with hu.kernels.engine("reference"):
-            wide, _ = function_of_scaled(name, given, count)
+            wide, sizes = function_of_scaled(name, given, count)
         size, between = dtype.itemsize * count, sum(part.itemsize for part in wide)
         told = f"{name} of {count} x {dtype} with a scale"
-        yield told, (2 * size, between), lambda: function_of_scaled(name, given, count)
+        yield told, (2 * size, between + sizes.itemsize), lambda: function_of_scaled(name, given, count)
         yield told, (between, size), lambda: under_scale(wide, scale, count, dtype)
 
 
