@@ -9,7 +9,7 @@ copy: the float32 value is then what was written.
 
 After such a write a copy of the payload is kept for some steps, so that a clamp or a projection at every step costs no
 bit of the elements that it does not change. Files and copies of an optimizer hold that copy, and go on with it. A write
-through `.data`, which no counter shows, is detected element by element in the kernel (`_residual_bound`). Files and
+through `.data`, which no counter shows, is detected element by element in the kernel (`fitting` of Kahan). Files and
 copies hold checksums of the payload that their auxiliary tensors belong to, because version counters are not saved
 (`_checksum`).
 """
