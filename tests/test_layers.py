@@ -34,6 +34,8 @@ LAYERS = [
 ]
 LEVEL = {name: level for level, names in enumerate(LAYERS) for name in names}
 FILES = sorted(ROOT.rglob("*.py"))
+# The folders of optim, in the same order.
+OPTIM = ["rules", "stores", "weight_updates", "states", "parameters", "step", "checkpoint", "wrapping"]
 MOST_LINES = 800
 MOST_FILES = 20
 
@@ -86,6 +88,15 @@ def test_a_file_imports_only_what_lies_below_it():
             assert name in LEVEL, f"{path.relative_to(ROOT)} imports halfulp.{name}, which is no layer"
             if LEVEL[name] >= LEVEL[home]:
                 wrong.append(f"{path.relative_to(ROOT)} imports {name}, which is not below {home}")
+    assert not wrong, wrong
+
+
+def test_the_folders_of_optim_import_those_before_them():
+    wrong = []
+    for path in (ROOT / "optim").glob("*/*.py"):
+        level = OPTIM.index(path.parent.name)
+        rooms = {name.split(".")[1] for name in _imported(path) if name.startswith("optim.") and name.count(".") > 1}
+        wrong += [f"{path.relative_to(ROOT)} imports {room}" for room in rooms & {*OPTIM[level + 1 :]}]
     assert not wrong, wrong
 
 

@@ -143,7 +143,7 @@ class _Batch:
 
 
 def _store(name: str):
-    from halfulp.optim.states._storage import STORES
+    from halfulp.optim.stores._storage import STORES
 
     return STORES[torch.bfloat16] if torch.bfloat16 in STORES else STORES[name]
 

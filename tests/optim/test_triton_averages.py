@@ -11,7 +11,7 @@ from halfulp.kernels.triton._table_kernel import TableKernel
 from halfulp.kernels.triton._writer import OPTIONS
 from halfulp.kernels.vector._table_loop import Table
 from halfulp.optim._float32_weights import _recorded
-from halfulp.optim.states._storage import STORES
+from halfulp.optim.stores._storage import STORES
 from halfulp.optim.weight_updates._weight_update import weight_update
 
 from ..kernels.triton.compiled import inexact

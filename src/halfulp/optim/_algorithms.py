@@ -10,6 +10,7 @@ import torch
 from ..formats import Format
 from ._group_options import NOT_NEGATIVE, Parameters, check_number, split_arguments
 from ._optimizer import Optimizer
+from .parameters._step_spec import StepSpec
 from .rules._adafactor import ADAFACTOR
 from .rules._adagrad import ADAGRAD
 from .rules._adam import ADAM, ADAM_AMSGRAD, ADAMW, ADAMW_AMSGRAD
@@ -21,8 +22,7 @@ from .rules._sgd import SGD as PLAIN
 from .rules._sgd import SGD_MOMENTUM, SGD_NESTEROV
 from .rules._update_rule import UpdateRule
 from .states._state import StateChoice
-from .states._storage import Store
-from .step._spec import StepSpec
+from .stores._storage import Store
 from .weight_updates._weight_update import WeightUpdate
 
 

@@ -19,7 +19,7 @@ from ..kernels.vector._machine_function import address_of
 from ..kernels.vector._table_loop import Table, compile_table
 from .parameters._outside_writes import current_auxiliary_tensors
 from .parameters._parameter_plan import ParameterPlan
-from .states._storage import Store
+from .stores._storage import Store
 from .weight_updates._weight_update import WeightUpdate
 
 MOST_ELEMENTS = 1 << 21

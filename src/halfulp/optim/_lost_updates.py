@@ -8,8 +8,8 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 from .._messages import find_users_level
+from ._state_losses import share_below_range
 from .parameters._parameter_plan import LostUpdates, ParameterPlan
-from .states._stalled import share_below_range
 
 MANY_SAMPLES = 100
 MUCH_BELOW_RANGE = 0.01

@@ -23,6 +23,7 @@ from ._group_options import (
 )
 from ._lost_updates import LostUpdateReport, lost_update_report, warn_if_mostly_lost
 from ._spelled_options import option_defaults, read_options
+from ._state_losses import stall_widths
 from .checkpoint._checkpoint import CheckpointMixin
 from .parameters._local_tensors import local, memory, own_parts
 from .parameters._narrow_groups import (
@@ -38,7 +39,6 @@ from .parameters._narrow_groups import (
 )
 from .parameters._outside_writes import SavedPayload, follow_version
 from .parameters._parameter_plan import ParameterPlan, PlanOptions, is_valid, refuse_other_dtype
-from .parameters._plan_cache import PlanCache
 from .parameters._random_identity import (
     Identity,
     assign_identities,
@@ -47,22 +47,22 @@ from .parameters._random_identity import (
     note_identities,
     part_in_backward,
 )
-from .parameters._shared_keys import warn_of_shared_keys
 from .parameters._state_tensors import complete_state
+from .parameters._step_spec import StepSpec
 from .parameters._tensor_map import TensorMap
 from .parameters._weights import set_carried, under, weight_to_carry
 from .rules._update_rule import UpdateRule, check_states
-from .states._float8 import PAYLOADS
-from .states._stalled import stall_widths
 from .states._state import StateChoice
-from .states._storage import STORES, Store
 from .step._batch import Batch
 from .step._memory import check_parameter, gradient_memory, gradient_store
+from .step._plan_cache import PlanCache
 from .step._preparation import prepare_batch
 from .step._reductions import finish_constants, reduce_batches
 from .step._roster import Roster, Setting
 from .step._run import compile_kernels, run_step
-from .step._spec import StepSpec
+from .step._shared_keys import warn_of_shared_keys
+from .stores._float8 import PAYLOADS
+from .stores._storage import STORES, Store
 from .weight_updates._rounding import warn_of_rate_jump
 from .weight_updates._weight_update import WeightUpdate
 

@@ -12,11 +12,11 @@ import halfulp as hu
 from halfulp.kernels import engine, same_bits
 from halfulp.kernels.triton import _launch
 from halfulp.kernels.triton._writer import OPTIONS, load_module
-from halfulp.optim.states._float8 import PAYLOADS
 from halfulp.optim.step import _triton_launch
 from halfulp.optim.step._run import amax_spec
 from halfulp.optim.step._triton_kernel import triton_source
 from halfulp.optim.step._triton_scales import scales_source
+from halfulp.optim.stores._float8 import PAYLOADS
 from halfulp.scaled import ScaledTensor
 
 from ...kernels.triton.compiled import inexact

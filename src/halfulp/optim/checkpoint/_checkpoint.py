@@ -30,14 +30,15 @@ from ..parameters._outside_writes import (
     saved_payload,
 )
 from ..parameters._parameter_plan import ParameterPlan
-from ..parameters._plan_cache import PlanCache
 from ..parameters._random_identity import plain_names
+from ..parameters._saved_states import block_of, codec_versions
 from ..parameters._state_tensors import BEGUN, STORAGE_SUFFIXES, set_initial
 from ..parameters._tensor_map import TensorMap
 from ..parameters._weights import set_weight, under
 from ..states._int8_blocks import scale_shape
 from ..states._scaled import finite_amax
 from ..states._state import StateChoice, as_state
+from ..step._plan_cache import PlanCache
 from ..step._scales import weight_scale
 from ..weight_updates._weight_update import WeightUpdate, weight_update
 from ._extra_states import is_extra_state, set_extra_states
@@ -51,7 +52,6 @@ from ._fitted_states import (
     steps_made,
 )
 from ._flat_states import explain_missing_entry
-from ._saved_states import block_of, codec_versions
 from ._state_dict_validation import (
     checked_groups,
     checked_state,

@@ -10,12 +10,12 @@ from ...mctensor import MCTensor
 from ...scaled import ScaledTensor
 from ..parameters._local_tensors import local
 from ..parameters._parameter_plan import ParameterPlan
+from ..parameters._saved_states import ABSENT, check_version, saved_value
 from ..parameters._state_tensors import BEGUN, STORAGE_SUFFIXES, set_initial
 from ..rules._update_rule import StateSlot
 from ..states._state import Codec
-from ..states._storage import STORES
+from ..stores._storage import STORES
 from ..weight_updates._weight_update import REGISTRY
-from ._saved_states import ABSENT, check_version, saved_value
 from ._state_dict_validation import whole_step
 
 # The names of the states of torch.optim's optimizers, under which others keep theirs too.

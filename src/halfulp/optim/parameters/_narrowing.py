@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from ...subclass.models._data_parallel import replace_data
-from ..states._storage import STORES
+from ..stores._storage import STORES
 from ..weight_updates._split import Split16
 
 _HELD, _KEPT = "_halfulp_low_bits", "_halfulp_float32"

@@ -11,9 +11,9 @@ import torch
 
 from ...kernels import IndexMap
 from ..rules._update_rule import UpdateRule
-from ..step._spec import StepSpec
 from ._local_tensors import index_map_of, local, memory, own_parts, scale_of
 from ._payload_digests import PayloadDigests
+from ._step_spec import StepSpec
 
 # Stand for a version counter in `PayloadVersion`.
 ANY_VERSION, MOVED = -1, -2

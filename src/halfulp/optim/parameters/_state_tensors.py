@@ -8,12 +8,12 @@ from typing import Any
 import torch
 
 from ..._messages import listed
-from ..checkpoint._saved_states import saved_value
 from ..rules._update_rule import StateSlot
 from ..states._state import Codec, constant_of
-from ..step._spec import StepSpec
 from ._local_tensors import local
 from ._parameter_plan import ParameterPlan
+from ._saved_states import saved_value
+from ._step_spec import StepSpec
 
 # What the names of a state's tensors end in, over all storages.
 STORAGE_SUFFIXES = ("", "_codes", "_scale", "_residual")

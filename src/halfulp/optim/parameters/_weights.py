@@ -8,10 +8,10 @@ from typing import Any
 
 import torch
 
-from ..step._spec import StepSpec
 from ._local_tensors import memory
 from ._outside_writes import drop_stale, mark_carried, mark_current, payload_version_of
 from ._parameter_plan import ParameterPlan
+from ._step_spec import StepSpec
 
 
 def set_weight(plan: ParameterPlan, value: torch.Tensor) -> None:

@@ -13,7 +13,7 @@ from ...kernels import Trace, run_on_tensors
 from ...kernels._device_function import Recording
 from ...kernels._trace import Piece
 from ...kernels.scalar._operations import load16, select, store16, sub
-from ._storage import bf16_nearest, bf16_real, canonical, random_words_of
+from ..stores._storage import bf16_nearest, bf16_real, canonical, random_words_of
 
 
 class TensorCodec:

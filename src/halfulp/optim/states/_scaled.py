@@ -12,8 +12,8 @@ import torch
 
 from ...kernels import float32_root
 from ...kernels.scalar._operations import add, bit_and, select, shr, sqrt, sub, to_real, word
+from ..stores._storage import ABS, EXPONENT, ONE, S8, TWO_M24, Store
 from ._codec import TensorCodec
-from ._storage import ABS, EXPONENT, ONE, S8, TWO_M24, Store
 
 NONE, ZERO = np.uint32(0), np.float32(0.0)
 

@@ -13,12 +13,12 @@ import torch
 from ..._messages import listed
 from ..._names import enter
 from ..rules._update_rule import StateSlot, UpdateRule
+from ..stores._float8 import PAYLOADS
+from ..stores._storage import BF16, F32, Store
 from ..weight_updates._components import Components
 from ._codec import DoubleBF16, TensorCodec
-from ._float8 import PAYLOADS
 from ._int8_blocks import Int8Blocks as Int8Blocks
 from ._scaled import Scaled
-from ._storage import BF16, F32, Store
 
 PAIR = "bfloat16x2"
 SCALED = (torch.float16, torch.float8_e4m3fn, torch.float8_e5m2)

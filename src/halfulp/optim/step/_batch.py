@@ -13,7 +13,7 @@ from ..parameters._local_tensors import local, own_parts
 from ..parameters._outside_writes import drop_stale, follow_version, mark_stepped
 from ..parameters._parameter_plan import ParameterPlan, PayloadVersion
 from ..parameters._payload_digests import PayloadDigests
-from ._spec import StepSpec
+from ..parameters._step_spec import StepSpec
 from ._tables import Table
 
 Copies = tuple[torch.Tensor, ...]

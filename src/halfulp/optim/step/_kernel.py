@@ -15,11 +15,11 @@ from ...kernels.scalar._operations import bit_and, select, shr, sqrt
 from ...kernels.vector._table_loop import Table, compile_table
 from ...rounding._random_bits import WEYL, drawn_word, hashed, recorded_start
 from ..parameters._payload_digests import payload_digest
+from ..parameters._step_spec import SUM_SCALES, Draw, StepSpec, draws_of, pointer_count, state_pointers
 from ..states._int8_blocks import GROW, HUGE, HUGE_SQUARED, SHRINK
 from ..states._scaled import Scaled, finite_word
 from ..states._state import Int8Blocks
-from ..states._storage import F32
-from ._spec import SUM_SCALES, Draw, StepSpec, draws_of, pointer_count, state_pointers
+from ..stores._storage import F32
 
 GRADIENT = 4
 ZERO, NEGATIVE_ZERO, ONE = (np.float32(x) for x in (0.0, -0.0, 1.0))

@@ -11,8 +11,8 @@ from ...kernels._plain_memory import refuse
 from ...mctensor import MCTensor
 from ...scaled import ScaledTensor
 from ..parameters._parameter_plan import ParameterPlan
-from ..states._float8 import PAYLOADS
-from ..states._storage import STORES, Store
+from ..stores._float8 import PAYLOADS
+from ..stores._storage import STORES, Store
 
 
 def check_parameter(parameter: torch.Tensor, part: torch.Tensor, name: str) -> None:

@@ -11,9 +11,9 @@ from ...kernels import IndexMap, Traced, record, run_on_tensors
 from ...kernels._device_function import STREAM, record_call
 from ...kernels._trace import Piece
 from ...rounding._random_bits import stream_of
+from ..parameters._step_spec import POINTERS_BEFORE_STATES, StepSpec
 from ..rules._update_rule import UpdateRule
 from ._kernel import record_step
-from ._spec import POINTERS_BEFORE_STATES, StepSpec
 
 
 def reference_step(

@@ -27,12 +27,12 @@ from ...kernels.vector._machine_function import address_of
 from ...rounding._random_bits import mix64, mix64_all
 from ..parameters._local_tensors import scale_of
 from ..parameters._parameter_plan import ParameterPlan
+from ..parameters._step_spec import StepSpec, pointer_count
 from ._batch import Batch
 from ._kernel import compiled, record_step
 from ._memory import plain_gradient
 from ._reference import reference_amax, reference_step
 from ._scales import keep_scales, with_new_scales, with_present_scales
-from ._spec import StepSpec, pointer_count
 
 METER_COLUMNS, GRADIENT = 4, 4
 _FEW = 8  # keys that take Python less time than NumPy's arrays

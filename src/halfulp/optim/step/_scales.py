@@ -15,8 +15,8 @@ from ...kernels._trace import Piece
 from ...kernels.scalar._operations import add, bit_and, select, shl, shr, sub, to_real, word
 from ..parameters._local_tensors import scale_of
 from ..parameters._parameter_plan import ParameterPlan
+from ..parameters._step_spec import StepSpec
 from ..states._scaled import Scaled, finite_amax
-from ._spec import StepSpec
 
 Constants = tuple[float, ...]
 # Binades of a payload's largest magnitude: the first and the last in which a scale is kept; where a new one puts it.

@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from ...kernels._device_function import STREAM
 from ...kernels.triton._table_kernel import PARTS, TILE, chunk_lines, line_lines
 from ...kernels.triton._writer import element_source, module_source, piece_source
+from ..parameters._step_spec import StepSpec, pointer_count
 from ._kernel import record_step, table
-from ._spec import StepSpec, pointer_count
 
 METER = ("seen", "cancelled", "wanted", "kept")
 

@@ -13,7 +13,7 @@ import torch
 from ...kernels.triton._launch import on_device, ready, to_device
 from ...kernels.triton._table_kernel import PARTS, TILE
 from ...kernels.triton._writer import OPTIONS, load_module
-from ._spec import StepSpec
+from ..parameters._step_spec import StepSpec
 from ._triton_kernel import METER, largest_columns, scale_columns, triton_source
 from ._triton_scales import LANES, expected_scales, scales_source, try_scales
 

@@ -13,9 +13,9 @@ import torch
 
 from ...kernels import address
 from ...kernels.triton._writer import module_source, piece_source
+from ..parameters._step_spec import StepSpec, pointer_count, state_pointers
 from . import _scales as words
 from ._scales import reachable_scale, weight_scale
-from ._spec import StepSpec, pointer_count, state_pointers
 from ._triton_kernel import Columns, largest_columns, scale_columns
 
 LANES = 128

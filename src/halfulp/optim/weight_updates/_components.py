@@ -9,7 +9,7 @@ import numpy as np
 import torch
 
 from ...kernels.scalar._operations import select, sub
-from ..states._storage import Store
+from ..stores._storage import Store
 from ._kahan import Kahan, fit_bindings, fitting
 from ._weight_update import (
     WeightUpdate,

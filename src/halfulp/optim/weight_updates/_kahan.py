@@ -9,7 +9,7 @@ import numpy as np
 import torch
 
 from ...kernels.scalar._operations import bit_and, real, select, sub, word
-from ..states._storage import EXPONENT, Store
+from ..stores._storage import EXPONENT, Store
 from ._weight_update import (
     WeightUpdate,
     register_weight_update,

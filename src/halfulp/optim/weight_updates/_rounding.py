@@ -10,7 +10,7 @@ import torch
 
 from ..._messages import find_users_level
 from ...kernels.scalar._operations import load32, select, store32, word
-from ..states._storage import F32, Store, f32_real
+from ..stores._storage import F32, Store, f32_real
 from ._weight_update import (
     WeightUpdate,
     read_plain,

@@ -26,7 +26,7 @@ from ...kernels.scalar._operations import (
     to_word,
     word,
 )
-from ..states._storage import Store
+from ..stores._storage import Store
 from ._weight_update import (
     WeightUpdate,
     register_weight_update,

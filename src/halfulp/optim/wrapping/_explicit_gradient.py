@@ -14,9 +14,9 @@ from .._group_options import Parameters, check_number
 from .._optimizer import Optimizer
 from ..parameters._outside_writes import drop_stale
 from ..parameters._parameter_plan import ParameterPlan
+from ..parameters._step_spec import StepSpec
 from ..rules._update_rule import UpdateRule
-from ..states._storage import Store
-from ..step._spec import StepSpec
+from ..stores._storage import Store
 from ..weight_updates._weight_update import WeightUpdate
 
 

@@ -19,7 +19,7 @@ from ..parameters._outside_writes import mark_current
 from ..parameters._parameter_plan import ParameterPlan
 from ..parameters._tensor_map import TensorMap
 from ..rules._update_rule import UpdateRule
-from ..states._storage import F32
+from ..stores._storage import F32
 from ..weight_updates._weight_update import WeightUpdate
 from ._base_state import BASE, check_base_state, placed, split_base_states
 from ._base_step import is_hooked, plain_step

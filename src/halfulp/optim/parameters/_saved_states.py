@@ -7,9 +7,9 @@ from typing import Any
 
 import torch
 
-from ..parameters._local_tensors import local
 from ..rules._update_rule import StateSlot
 from ..states._int8_blocks import CODEC_VERSION, Int8Blocks, scale_shape
+from ._local_tensors import local
 
 ABSENT = object()
 BLOCKS = tuple(1 << power for power in range(4, 11))

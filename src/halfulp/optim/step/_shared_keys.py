@@ -15,8 +15,8 @@ from typing import Any
 import torch
 
 from ...kernels import note_and_warn_once
-from ..step._batch import Batch
-from ._local_tensors import local, memory
+from ..parameters._local_tensors import local, memory
+from ._batch import Batch
 
 # One of this library: Optimizer's own file imports this one.
 Optimizer = Any

@@ -7,11 +7,11 @@ from typing import Any
 
 import torch
 
-from ..parameters._parameter_plan import ParameterPlan
-from ._codec import DoubleBF16
-from ._int8_blocks import Int8Blocks
-from ._scaled import Scaled
-from ._state import Codec, Plain
+from .parameters._parameter_plan import ParameterPlan
+from .states._codec import DoubleBF16
+from .states._int8_blocks import Int8Blocks
+from .states._scaled import Scaled
+from .states._state import Codec, Plain
 
 
 def stall_widths(plan: ParameterPlan, group: Mapping[str, Any]) -> dict[str, float]:

@@ -7,17 +7,16 @@ from typing import Any
 
 import torch
 
+from ..parameters._local_tensors import local, memory
+from ..parameters._narrowing import is_kept
+from ..parameters._outside_writes import SavedPayload, payload_version_of
+from ..parameters._parameter_plan import ParameterPlan, ParameterRecord, PlanOptions, stored_choice
+from ..parameters._step_spec import StepSpec, step_spec_of
+from ..parameters._tensor_map import TensorMap
 from ..rules._update_rule import UpdateRule
-from ..states._storage import Store
-from ..step._memory import check_memory
-from ..step._roster import Roster
-from ..step._spec import StepSpec
-from ._local_tensors import local, memory
-from ._narrowing import is_kept
-from ._outside_writes import SavedPayload, payload_version_of
-from ._parameter_plan import ParameterPlan, ParameterRecord, PlanOptions, stored_choice
-from ._step_spec import step_spec_of
-from ._tensor_map import TensorMap
+from ..stores._storage import Store
+from ._memory import check_memory
+from ._roster import Roster
 
 
 class PlanCache(TensorMap[ParameterPlan]):

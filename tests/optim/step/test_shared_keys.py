@@ -9,7 +9,7 @@ import torch
 
 import halfulp as hu
 from halfulp.kernels import _engine as _engines
-from halfulp.optim.parameters import _shared_keys
+from halfulp.optim.step import _shared_keys
 
 TOLD = r"\(SGD, AdamW\) of unnamed parameters step in turn.*seed=0.*named_parameters\(\).*another seed="
 

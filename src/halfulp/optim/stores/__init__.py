@@ -1,0 +1,1 @@
+"""How one number is stored in memory: stores of parameters and states, as device functions."""
