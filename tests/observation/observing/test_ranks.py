@@ -309,8 +309,9 @@ try:
         train(model.module, optimizer, 3, own=False)
 except KeyError:
     assert rank
-wanted = [RUNS_ON] if rank else ["rank 1 ended after step 2: compared until then"]
-assert seen.record.unseen == wanted, seen.record.unseen
+# Rank 0 goes on alone for three steps, and may have ended before rank 1 looks.
+wanted = [[RUNS_ON], []] if rank else [["rank 1 ended after step 2: compared until then"]]
+assert seen.record.unseen in wanted, seen.record.unseen
 assert rank or agree(seen.record) is None
 
 _ranks.PATIENCE = 30.0
