@@ -96,7 +96,7 @@ def test_the_value_is_the_groups_own_and_a_later_group_has_it_too():
     optimizer.add_param_group({"params": [third], "initial_accumulator_value": 4.0})
     with pytest.raises(ValueError, match="begins with nan"):
         optimizer.add_param_group({"params": [_parameter()], "initial_accumulator_value": float("nan")})
-    with pytest.raises(TypeError, match="begins with 'x': give a number"):
+    with pytest.raises(ValueError, match="initial_accumulator_value='x' is no number"):
         optimizer.add_param_group({"params": [_parameter()], "initial_accumulator_value": "x"})
     assert len(optimizer.param_groups) == 3
     optimizer.bytes_per_parameter()
