@@ -482,7 +482,7 @@ class Optimizer(CheckpointMixin):
             scales: where the scales of scaled gradients go, by place.
         """
         places: dict[tuple[int, bool], list[int]] = {}
-        place = -1
+        place, new = -1, []
         for group, (rule, options, interval, _) in zip(groups, settings):
             for position, parameter in enumerate(group["params"]):
                 place += 1
@@ -500,8 +500,9 @@ class Optimizer(CheckpointMixin):
                     or gradient.layout is not torch.strided
                     or not is_valid(plan, parameter, rule, options, self.state[parameter])
                 ):
-                    store = gradient_store(gradient, parameter, name_of(group, position))
+                    store, is_first = gradient_store(gradient, parameter, name_of(group, position)), plan is None
                     plan = plans[place] = self._new_plan(group, position, store, options, beside=gradient)
+                    new += [plan] if is_first else []
                 if gradient.shape != plan.shape:
                     raise ValueError(
                         f"the gradient of {plan.name} has shape {tuple(gradient.shape)}, the parameter "
@@ -510,6 +511,10 @@ class Optimizer(CheckpointMixin):
                 gradients[place] = gradient if gradient.is_contiguous() else gradient.contiguous()
                 metered = bool(interval) and (plan.state["step"] + 1) % interval == 0
                 places.setdefault((id(plan.spec), metered), []).append(place)
+        # A plan made later may have written its parameter, whose counter one cut from the same tensor shares.
+        for plan in new:
+            if plan.payload_version is not None and plan.payload_version.version >= 0:
+                follow_version(plan)
         return [*places.values()]
 
     def report(self) -> LostUpdateReport:

@@ -271,3 +271,20 @@ def test_parameters_cut_from_one_tensor_keep_their_companions(monkeypatch, updat
 
     start = torch.randn(12, 8).bfloat16()
     assert differing(run(True), run(False)) == []
+
+
+@pytest.mark.parametrize("is_cut", [False, True])
+def test_a_weight_that_is_carried_over_writes_no_other_one_cut_from_the_same_tensor(is_cut, seed):
+    """They share a version counter; a copy of the payload, as after a write from outside, would be kept for nothing."""
+    parts = torch.randn(9, 4).bfloat16().chunk(3)
+    weights = [torch.nn.Parameter(part if is_cut else part.clone()) for part in parts]
+    optimizer = hu.optim.AdamW(
+        [(f"w{k}", w) for k, w in enumerate(weights)], weight_update=hu.Components(3, "stochastic")
+    )
+    weights[2].grad = torch.randn(3, 4).bfloat16()
+    optimizer.step()
+    optimizer.param_groups[0]["weight_update"] = hu.Kahan()
+    for weight in weights:
+        weight.grad = torch.randn(3, 4).bfloat16()
+    optimizer.step()
+    assert [optimizer._plans.get(weight).payload_version.steps for weight in weights] == [0, 0, 0]
