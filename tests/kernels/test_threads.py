@@ -118,10 +118,15 @@ def test_a_compiled_function_runs_without_the_gil(cache):
         mine, turns = code.memory(own, code.i64), code.variable(patience)
         place = code.vectors.pointer(other.value, code.number(0).value, code.i64)
         mine[0] = 1
-        with code.repeat(
-            lambda: (Number(code, code.b.load_atomic(place, "acquire", align=8)) == 0) & (turns > 0),
-        ):
-            turns += -1
+        head, body, done = (code.b.append_basic_block(name) for name in ("head", "body", "done"))
+        code.b.branch(head)
+        code.b.position_at_end(head)
+        waits = (Number(code, code.b.load_atomic(place, "acquire", align=8)) == 0) & (turns > 0)
+        code.b.cbranch(waits.value, body, done)
+        code.b.position_at_end(body)
+        turns += -1
+        code.b.branch(head)
+        code.b.position_at_end(done)
         mine[1] = (turns > 0).to(code.i64)
 
     kernel = compile_code("meet", "of the test", 3, meet)

@@ -70,12 +70,69 @@ def test_the_bits_are_those_of_a_step_after_backward(clip, parts, float32):
     assert not clip or all(same_bits(a, b) for a, b in zip(norms, found, strict=True))
 
 
-def test_a_backward_alone_steps_where_nothing_is_clipped():
+@pytest.mark.parametrize("clip", [None, 0.5])
+@pytest.mark.parametrize("clip_by", ["this", "previous"])
+def test_a_backward_past_it_is_refused(clip, clip_by):
     model = _model()
-    hu.optim.release_gradients(model, _made)
+    before = [parameter.detach().clone() for parameter in model.parameters()]
+    released = hu.optim.release_gradients(model, _made, clip=clip, clip_by=clip_by)
+    scaler = torch.amp.GradScaler("cpu")
+    for backward in (_loss(model, 0).backward, scaler.scale(_loss(model, 0)).backward):
+        with pytest.raises(RuntimeError, match=r"call released\.backward\(loss\)"):
+            backward()
+    assert all(same_bits(a, b.detach()) for a, b in zip(before, model.parameters(), strict=True))
+    released.remove()
+
+
+@pytest.mark.parametrize("clip", [None, 0.5])
+def test_a_released_backward_inside_of_accumulate_only_adds(clip):
+    model, plain = _model(), _plain(clip, 3)[0]
+    released = hu.optim.release_gradients(model, _made, clip=clip)
     for step in range(STEPS):
-        _loss(model, step).backward()
-    assert _equal(model, _plain()[0])
+        with released.accumulate():
+            for part in range(2):
+                released.backward(_loss(model, step, part))
+        released.backward(_loss(model, step, 2))
+    assert _equal(model, plain)
+
+
+@pytest.mark.parametrize("clip", [None, 0.5])
+def test_what_the_last_micro_batch_does_not_reach_steps_too(clip):
+    found = []
+    for releases in (False, True):
+        model = _model()
+        branches = [model[0].weight, model[5].weight]
+        optimizer = _made(model.named_parameters())
+        released = hu.optim.release_gradients(model, optimizer, clip=clip) if releases else None
+        for _ in range(2):
+            losses = [branch.float().square().sum() for branch in branches]
+            if released is None:
+                for loss in losses:
+                    loss.backward()
+                if clip:
+                    torch.nn.utils.clip_grad_norm_(model.parameters(), clip)
+                optimizer.step()
+                optimizer.zero_grad()
+                continue
+            with released.accumulate():
+                losses[0].backward()
+            released.backward(losses[1])
+            assert all(branch.grad is None for branch in branches)
+        found.append(model)
+    assert _equal(*found)
+
+
+def test_parameters_that_were_frozen_step_when_they_are_not():
+    model = _model()
+    model[0].weight.requires_grad_(False)
+    before = model[0].weight.detach().clone()
+    released = hu.optim.release_gradients(model, _made, clip=0.5)
+    released.backward(_loss(model, 0))
+    assert same_bits(before, model[0].weight.detach())
+    model[0].weight.requires_grad_(True)
+    released.backward(_loss(model, 1))
+    assert not same_bits(before, model[0].weight.detach())
+    assert model[0].weight.grad is None
 
 
 def test_clipping_by_the_norm_before_lags_a_step():
@@ -116,10 +173,14 @@ def test_what_is_wrong_is_said():
             hu.optim.release_gradients(model, _made, clip=clip)
     with pytest.raises(ValueError, match="allowed are 'this' and 'previous'"):
         hu.optim.release_gradients(model, _made, clip=1.0, clip_by="last")
-    released = hu.optim.release_gradients(model, _made, clip=1.0)
-    with pytest.raises(RuntimeError, match=r"call released\.backward\(loss\)"):
-        _loss(model, 0).backward()
-    released.remove()
+    for make in (lambda p: hu.optim.wrap(torch.optim.AdamW, p), hu.optim.Prodigy, hu.optim.AdamWScheduleFree):
+        with pytest.raises(NotImplementedError, match="steps all parameters together"):
+            hu.optim.release_gradients(model, make)
+    late = _model(torch.float32)
+    released = hu.optim.release_gradients(late, hu.AdamW)
+    hu.AdaptiveGradScaler(late)
+    with pytest.raises(NotImplementedError, match="unscales gradients after they were freed"):
+        released.backward(_loss(late, 0))
     scaled = _model(torch.float32)
     hu.AdaptiveGradScaler(scaled)
     with pytest.raises(NotImplementedError, match="unscales gradients after they were freed"):

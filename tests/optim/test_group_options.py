@@ -56,7 +56,7 @@ def test_a_rate_that_is_none(kind, lr):
         (hu.optim.AdamW, {"report_interval": -1}),
         (hu.optim.AdamW, {"report_interval": True}),
         (hu.optim.AdamW, {"param_dtype": torch.float64}),
-        (hu.optim.AdamW, {"param_dtype": "bf16"}),
+        (hu.optim.AdamW, {"param_dtype": "bf61"}),
         (hu.optim.AdamW, {"format": "e9m9"}),
         (hu.optim.AdamW, {"weight_update": "kahn"}),
         (hu.optim.AdamW, {"unknown_option": 1}),
@@ -206,7 +206,7 @@ def test_keys_of_users_and_schedulers_stay():
     assert own.items() <= optimizer.param_groups[0].items()
 
 
-@pytest.mark.parametrize("options", [{"lr": "1e-3"}, {"eps": "1e-8"}, {"betas": ("0.9", 0.99)}, {"weight_decay": None}])
+@pytest.mark.parametrize("options", [{"lr": [1e-3]}, {"eps": b"1e-8"}, {"betas": (None, 0.99)}, {"weight_decay": None}])
 def test_a_number_that_is_none_is_refused(options):
     with pytest.raises(TypeError, match="give a number"):
         hu.optim.AdamW([torch.nn.Parameter(torch.ones(2))], **options)

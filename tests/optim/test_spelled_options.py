@@ -13,6 +13,8 @@ WORDS = {
     "amsgrad": ("False", False),
     "maximize": ("true", True),
     "fused": ("None", None),
+    "capturable": ("False", False),
+    "foreach": ("false", False),
     "weight_update": (" kahan", "kahan"),
     "state_dtype": ("torch.float32", torch.float32),
     "seed": ("7", 7),
@@ -37,7 +39,7 @@ def test_words_give_what_values_give():
 
 def test_words_in_groups_give_what_values_give():
     for name, (word, value) in WORDS.items():
-        if name != "fused":
+        if name not in ("fused", "foreach", "capturable"):
             by_word, by_value = (hu.AdamW([{"params": [_parameter()], name: given}]) for given in (word, value))
             assert _options(by_word) == _options(by_value), name
 
@@ -53,6 +55,27 @@ def test_a_list_of_words_and_a_dict_of_dtypes_are_read():
     optimizer = hu.AdamW([_parameter()], betas=["0.9", "1e-1"], state_dtype={"exp_avg": "8bit", "exp_avg_sq": "fp32"})
     assert optimizer.defaults["betas"] == (0.9, 0.1)
     assert optimizer.defaults["state_dtype"] == {"exp_avg": "8bit", "exp_avg_sq": torch.float32}
+
+
+def test_words_of_options_without_a_default_are_read():
+    made = hu.optim.AdEMAMix([_parameter()], beta3_warmup="100", alpha_warmup="None")
+    assert (made.defaults["beta3_warmup"], made.defaults["alpha_warmup"]) == (100, None)
+    made = hu.optim.Adafactor([torch.nn.Parameter(torch.ones(2, 2))], eps="None,1e-3")
+    assert made.defaults["eps"] == (None, 1e-3)
+
+
+def test_words_of_a_subclass_with_options_of_its_base_are_read():
+    class Named(hu.AdamW):
+        def __init__(self, params, tag="a", **options):
+            super().__init__(params, **options)
+
+    assert Named([_parameter()], eps="1e-6", weight_decay="0.5").defaults["eps"] == 1e-6
+
+
+def test_words_of_muons_other_group_are_read():
+    matrix, vector = torch.nn.Parameter(torch.ones(2, 2)), torch.nn.Parameter(torch.ones(2))
+    made = hu.optim.Muon([{"params": [matrix]}, {"params": [vector], "use_muon": "false", "betas": "0.9,0.95"}])
+    assert made.param_groups[1]["betas"] == (0.9, 0.95)
 
 
 def test_options_of_a_wrapped_class_are_read():
@@ -72,6 +95,7 @@ def test_options_of_a_wrapped_class_are_read():
         ({"betas": "0.9"}, "give two numbers"),
         ({"maximize": "yes"}, "maximize='yes': write True or False"),
         ({"param_dtype": "bf61"}, "unknown param_dtype 'bf61'; did you mean 'bf16'"),
+        ({"weight_update": "none"}, "'none' is unknown"),
         ({"weight_update": "khan"}, "did you mean kahan"),
         ({"seed": "0.5"}, "a whole number from 0 on"),
         ({"capturable": "true"}, "outside CUDA graphs"),

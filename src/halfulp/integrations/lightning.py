@@ -111,6 +111,7 @@ class Precision(_lightning.Callback):
         self.ema: optim.EMA | None = None
         self._saved: dict[str, Any] = {}
         self._swap: Any = None
+        self._seen_step = 0
 
     def on_fit_start(self, trainer: Any, pl_module: Any) -> None:
         """Make the averages of the module as it is trained."""
@@ -125,12 +126,14 @@ class Precision(_lightning.Callback):
             Contract.from_dict(self._saved["contract"]).check(pl_module, self._optimizers(trainer))
         if self.ema is not None and "ema" in self._saved:
             self.ema.load_state_dict(self._saved["ema"])
-        self._saved = {}
+        self._saved, self._seen_step = {}, trainer.global_step
+        self._switch(trainer, "train")
 
     def on_train_batch_end(self, trainer: Any, pl_module: Any, *_: Any) -> None:
         """Update the averages after each step."""
-        if self.ema is not None and self.ema.updates < trainer.global_step:
+        if self.ema is not None and trainer.global_step != self._seen_step:
             self.ema.update()
+        self._seen_step = trainer.global_step
 
     def on_train_epoch_end(self, trainer: Any, pl_module: Any) -> None:
         """Log the share of lost updates."""
@@ -140,7 +143,8 @@ class Precision(_lightning.Callback):
                 pl_module.log("lost_updates", float(lost), rank_zero_only=True)
 
     def on_validation_start(self, trainer: Any, pl_module: Any) -> None:
-        """Show the averages in the module."""
+        """Show the averages in the module, also those of schedule-free optimizers."""
+        self._switch(trainer, "eval")
         if self.ema is not None and self._swap is None:
             self._swap = self.ema.apply()
             self._swap.__enter__()
@@ -150,6 +154,7 @@ class Precision(_lightning.Callback):
         if self._swap is not None:
             self._swap, swap = None, self._swap
             swap.__exit__(None, None, None)
+        self._switch(trainer, "train")
 
     on_test_start, on_test_end = on_validation_start, on_validation_end
 
@@ -173,6 +178,11 @@ class Precision(_lightning.Callback):
         """Keep the contract until the optimizers are there."""
         if "precision_contract" in checkpoint:
             self._saved["contract"] = checkpoint["precision_contract"]
+
+    def _switch(self, trainer: Any, mode: str) -> None:
+        for one in self._optimizers(trainer):
+            if isinstance(one, optim.Optimizer):
+                getattr(one, mode)()
 
     def _optimizers(self, trainer: Any) -> list[torch.optim.Optimizer]:
         return [inner_optimizer(one) for one in trainer.optimizers]

@@ -10,6 +10,7 @@ import torch
 from ..formats import Format
 from ._group_options import NOT_NEGATIVE, Parameters, check_number, split_arguments
 from ._optimizer import Optimizer
+from ._spelled_options import read_options
 from .parameters._step_spec import StepSpec
 from .rules._adafactor import ADAFACTOR
 from .rules._adagrad import ADAGRAD
@@ -509,8 +510,11 @@ class Muon(Optimizer):
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add a group of matrices, or with `use_muon=False` one that AdamW steps."""
+        own = {"betas": (0.9, 0.999), "eps": 1e-8, "amsgrad": False, "maximize": False}
+        known = {"use_muon": True, **own}
+        param_group.update(read_options({name: param_group[name] for name in known.keys() & param_group.keys()}, known))
         if not param_group.get("use_muon", True):
-            for name, value in (("betas", (0.9, 0.999)), ("eps", 1e-8), ("amsgrad", False), ("maximize", False)):
+            for name, value in own.items():
                 param_group.setdefault(name, value)
         super().add_param_group(param_group)
 

@@ -13,6 +13,7 @@ import torch
 
 from .._messages import a_kind, find_users_level
 from ..subclass.models._parameter_holders import EMULATED
+from ._spelled_options import read_options
 from .states._state import State, as_state
 from .weight_updates._weight_update import weight_update
 
@@ -180,7 +181,7 @@ def split_arguments(given: dict[str, Any]) -> tuple[dict[str, Any], dict[str, An
         given: the arguments by name, `locals()` there: `self`, `params` and `__class__` are left out, and torch's
             switches are checked (`check_torch_switches`).
     """
-    switches = {name: given[name] for name in SWITCHES if name in given}
+    switches = read_options({name: given[name] for name in SWITCHES if name in given}, dict.fromkeys(SWITCHES))
     check_torch_switches(type(given["self"]).__name__, **switches)
     left_out = ("self", "params", "__class__", *SWITCHES, *OWN_OPTIONS)
     defaults = {name: value for name, value in given.items() if name not in left_out}

@@ -27,16 +27,23 @@ def read_dtype(given: Any) -> Any:
     >>> read_dtype("torch.bfloat16"), read_dtype("fp16"), read_dtype("8bit")
     (torch.bfloat16, torch.float16, '8bit')
     """
-    return DTYPES.get(given.strip().removeprefix("torch."), given) if isinstance(given, str) else given
+    return DTYPES.get(given.strip().lower().removeprefix("torch."), given) if isinstance(given, str) else given
 
 
 def option_defaults(make: Callable[..., Any]) -> dict[str, Any]:
-    """Return the default values of a class's or function's arguments, which tell of what type each is."""
-    try:
-        parameters = inspect.signature(make).parameters.values()
-    except (TypeError, ValueError):  # made in C, without a signature
-        return {}
-    return {one.name: one.default for one in parameters if one.default is not inspect.Parameter.empty}
+    """Return the default values of a class's or function's arguments, which tell of what type each is.
+
+    Of a class they are also those of the classes that it inherits from, to which it may hand on `**options`.
+    """
+    makers = [vars(kind).get("__init__") for kind in reversed(make.__mro__)] if isinstance(make, type) else [make]
+    found = {}
+    for maker in filter(None, makers):
+        try:
+            parameters = inspect.signature(maker).parameters.values()
+        except (TypeError, ValueError):  # made in C, without a signature
+            continue
+        found |= {one.name: one.default for one in parameters if one.default is not inspect.Parameter.empty}
+    return found
 
 
 def read_options(given: Mapping[str, Any], defaults: Mapping[str, Any]) -> dict[str, Any]:
@@ -59,33 +66,45 @@ def _read(name: str, given: Any, default: Any) -> Any:
     if name == "state_dtype" and isinstance(given, Mapping):
         return {slot: read_dtype(choice) for slot, choice in given.items()}
     if isinstance(given, list | tuple) and isinstance(default, tuple | list):
-        return tuple(_read_number(name, one) if isinstance(one, str) else one for one in given)
+        return tuple(_read_item(name, one) if isinstance(one, str) else one for one in given)
     if not isinstance(given, str):
         return given
     word = given.strip()
-    if word.lower() in ("none", "null"):
+    if word == "None":
         return None
     if name in ("param_dtype", "state_dtype", "dtype"):
         found = read_dtype(word)
-        if name == "param_dtype" and found is word:
+        if name == "param_dtype" and isinstance(found, str):
             raise ValueError(unknown("param_dtype", word, ["bf16", "bfloat16", "fp16", "float16", "None"]))
         return found
     if name in _NAMES:
         return word
-    if isinstance(default, bool) or (default is None and word.lower() in _SWITCHES):
+    if isinstance(default, bool):
         if word.lower() not in _SWITCHES:
             raise ValueError(f"{name}={given!r}: write True or False")
         return _SWITCHES[word.lower()]
     if isinstance(default, tuple | list):
-        return tuple(_read_number(name, one) for one in word.strip("()[] ").split(",") if one.strip())
-    return _read_number(name, word) if isinstance(default, int | float) else given
+        return tuple(_read_item(name, one) for one in word.strip("()[] ").split(",") if one.strip())
+    if default is None:
+        return _SWITCHES.get(word.lower(), given) if _number(word) is None else _number(word)
+    return _read_item(name, word) if isinstance(default, int | float) else given
 
 
-def _read_number(name: str, word: str) -> float:
+def _read_item(name: str, word: str) -> float | None:
+    if word.strip() == "None":
+        return None
+    value = _number(word)
+    if value is None:
+        raise ValueError(f"{name}={word!r} is no number: write it as 0.001 or 1e-3")
+    return value
+
+
+def _number(word: str) -> float | None:
+    """Return the number that a word writes, as Python does, or infinity; None for any other word."""
+    if word.strip() in ("inf", "-inf"):
+        return float(word)
     try:
         value = ast.literal_eval(word.strip())
-        if isinstance(value, bool) or not isinstance(value, int | float):
-            raise ValueError
     except (SyntaxError, ValueError):
-        raise ValueError(f"{name}={word!r} is no number: write it as 0.001 or 1e-3") from None
-    return value
+        return None
+    return value if isinstance(value, int | float) and not isinstance(value, bool) else None

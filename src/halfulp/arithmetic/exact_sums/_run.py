@@ -124,7 +124,7 @@ def _add_tiles(operands: Operands, reach: Reach) -> torch.Tensor:
     table = np.stack([slot, begin[number], np.minimum(columns - begin[number], CHUNK), begin[number]], 1)
     rows_of = np.arange(rows * several)
     pointers = [_starts(x, rows_of // several) for x in operands]
-    pointers.append(counters.data_ptr() + rows_of * (8 * words))
+    pointers.append(address(counters) + rows_of * (8 * words))
     if len(table):
         _kernel("triton", terms_table(first.dtype, len(operands) > 1, reach))(
             table, np.stack(pointers, 1), first.device
