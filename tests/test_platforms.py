@@ -53,7 +53,7 @@ ALLOWED = {
     ("environment/_processor.py", "/proc/cpuinfo"): "read where it is there; other systems are asked by other ways",
     ("environment/_processor.py", "/usr/sbin/sysctl"): "asked on macOS alone, where it is part of the system",
     ("environment/_processor.py", "winreg"): "imported by name on Windows alone",
-    ("trials/script/_compare_script.py", "run without an encoding"): "what a script prints has the system's encoding",
+    ("trials/script/_comparison.py", "run without an encoding"): "what a script prints has the system's encoding",
 }
 
 
@@ -184,9 +184,9 @@ assert not torch.equal(before, model.weight)
 assert hu.quantize(torch.tensor([1.3]), "e5m2").tolist() == [1.25]
 from halfulp.environment import describe
 assert describe()["processor"]["cores"] >= 1
-from halfulp.trials.running import _pool, _exit_code, _worker
-assert _exit_code.how_it_ended(-15) == "was killed by SIGTERM"
-assert _exit_code.is_killed(-9)
+from halfulp.trials.running import _pool
+assert _pool.how_it_ended(-15) == "was killed by SIGTERM"
+assert _pool.is_killed(-9)
 from halfulp.observation.scripts._run import Termination
 with Termination(print):
     pass
