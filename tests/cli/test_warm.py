@@ -56,6 +56,26 @@ def test_everything_that_is_registered_is_run(cache, listed) -> None:
     assert [job.split(",")[0] for job in chosen] == [f"recipes: {name}" for name in recipes.names()]
 
 
+def test_recipes_are_run_under_all_optimizers_that_they_go_with(cache, capsys) -> None:
+    with pytest.raises(SystemExit) as caught:
+        main(["warm", "--recipe", "fp16-adaptive", "--optimizer", "SGD", "--json"])
+    assert caught.value.code == 0
+    made = json.loads(capsys.readouterr().out)
+    assert made["compiled"] == made["written"] > 0
+    assert made["refused"] == 0
+
+
+def test_kernels_that_cannot_be_kept_are_an_error(cache, capsys, monkeypatch) -> None:
+    def full(*_: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr("halfulp.kernels._cache.os.replace", full)
+    with pytest.raises(SystemExit) as caught:
+        main(["warm", "--recipe", "bf16-kahan", "--optimizer", "Adan"])
+    assert caught.value.code != 0
+    assert "could not be kept" in capsys.readouterr().err
+
+
 def test_after_it_a_training_compiles_nothing(cache, in_process) -> None:
     first = json.loads(in_process(WARM))
     assert first["compiled"] == len(list(cache.iterdir())) > 0

@@ -126,6 +126,26 @@ def test_adaptive_scaling_trains_clips_and_resumes(seed, tmp_path):
     assert len(scalers[0].sites().rows) > 1
 
 
+@pytest.mark.parametrize("kind", [lambda: Recipe("bf16-split8"), lambda: AdaptiveMixed("cpu")], ids=["recipe", "mixed"])
+def test_a_module_is_fitted_validated_and_fitted_again(kind, seed, tmp_path):
+    make = _split8 if isinstance(kind(), Recipe) else lambda module: torch.optim.SGD(module.parameters(), lr=0.1)
+    module, trainer = _fitted(seed, tmp_path, [kind()], make, epochs=1, callback=Precision(0.9))
+    data = torch.utils.data.DataLoader(torch.utils.data.TensorDataset(torch.randn(8, 8), torch.randn(8, 2)))
+    trainer.validate(module, data)
+    trainer.fit_loop.max_epochs = 2
+    trainer.fit(module, data)
+    other = lightning.Trainer(
+        accelerator="cpu",
+        max_epochs=1,
+        plugins=[kind()],
+        enable_checkpointing=False,
+        default_root_dir=tmp_path,
+        **QUIET,
+    )
+    other.fit(module, data)
+    other.validate(module, data)
+
+
 def test_a_recipe_that_scales_gradients_is_refused_by_name():
     with pytest.raises(ValueError, match="use AdaptiveMixed"):
         Recipe("fp16-adaptive")

@@ -13,12 +13,13 @@ from halfulp.integrations.timm import register  # noqa: E402
 @pytest.mark.filterwarnings("ignore")
 def test_every_optimizer_is_made_by_its_name():
     names = register()
-    assert len(names) == len(hu.optim.OPTIMIZERS)
-    for name, kind in zip(names, hu.optim.OPTIMIZERS.values(), strict=True):
+    kinds = {name: kind for name, kind in hu.optim.OPTIMIZERS.items() if name != "Muon"}
+    assert len(names) == len(kinds)
+    for name, kind in zip(names, kinds.values(), strict=True):
         model = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.LayerNorm(4)).bfloat16()
-        made = timm.optim.create_optimizer_v2(model, name, lr=0.1, weight_decay=0.05, weight_update="kahan")
+        made = timm.optim.create_optimizer_v2(model, name, lr=0.1, weight_decay=0.05, weight_update="stochastic")
         assert type(made) is kind
-        assert made.param_groups[0]["weight_update"].name == "kahan"
+        assert made.param_groups[0]["weight_update"].name == "stochastic"
 
 
 def test_options_are_words_on_timms_command_line():

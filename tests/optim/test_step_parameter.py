@@ -94,6 +94,8 @@ def test_what_cannot_be_done_is_refused():
         optimizer.step_param(stranger, group)
     with pytest.raises(ValueError, match="is not number 0 of a group of this optimizer"):
         optimizer.step_parameter(stranger, group, 0)
+    with pytest.raises(ValueError, match="is not number 5 of a group of this optimizer"):
+        optimizer.step_parameter(parameter, group, 5)
     with pytest.raises(ValueError, match="a group of this optimizer"):
         optimizer.step_parameter(parameter, dict(group), 0)
     optimizer.register_step_post_hook(lambda *_: None)

@@ -30,14 +30,16 @@ class Job:
     group: str
     name: str
     run: Callable[[], object]
+    may_be_refused: bool = False
 
 
-def jobs(recipe_names: Sequence[str] | None, optimizer_names: Sequence[str]) -> Iterator[Job]:
-    """Yield what to run for some recipes, or for everything.
+def jobs(recipe_names: Sequence[str] | None, chosen: Sequence[str] | None) -> Iterator[Job]:
+    """Yield what to run for some recipes, or for everything, by chosen optimizers or all, of which some may be refused.
 
     Raises:
         ValueError: an unknown name.
     """
+    optimizer_names = list(optim.OPTIMIZERS) if chosen is None else chosen
     for name in optimizer_names:
         if name not in optim.OPTIMIZERS:
             raise ValueError(unknown("optimizer", name, optim.OPTIMIZERS))
@@ -45,7 +47,8 @@ def jobs(recipe_names: Sequence[str] | None, optimizer_names: Sequence[str]) -> 
         known = [recipes.get(name) for name in recipe_names]
         for recipe, name in itertools.product(known, optimizer_names):
             for options in _OPTIONS.get(name, ({},)):
-                yield Job("recipes", f"{recipe.name}, {_call(name, options)}", partial(_train, recipe, name, options))
+                train = partial(_train, recipe, name, options)
+                yield Job("recipes", f"{recipe.name}, {_call(name, options)}", train, chosen is None)
         return
     for name in optimizer_names:
         yield from _steps(name)
@@ -97,9 +100,9 @@ def _train(recipe: recipes.Recipe, name: str, options: dict[str, Any]) -> None:
     """Steps of a recipe on a model that has what most models are made of."""
     model = nn.Sequential(nn.Embedding(4, _WIDTH), nn.LayerNorm(_WIDTH), nn.Linear(_WIDTH, 2))
     recipes.convert(model, recipe)
+    scaler = recipes.scaler(recipe, model)
     for interval in (0, 1):
         optimizer = recipes.optimizer(model, name, lr=1e-3, report_interval=interval, **options)
-        scaler = recipes.scaler(recipe, model)
         loss = model(torch.arange(4, dtype=torch.int64, device="cpu")).float().square().mean()
         if scaler is None:
             loss.backward()

@@ -59,6 +59,9 @@ class EMAModel:
     ) -> None:
         if not isinstance(model, torch.nn.Module):
             raise TypeError("EMAModel of halfulp takes the model, whose names its averages are saved under")
+        for name, value in (("decay", decay), ("min_decay", min_decay)):
+            if not 0 <= value <= 1:
+                raise ValueError(f"{name}={value}: give a number from 0 to 1")
         self.decay, self.min_decay, self.update_after_step = decay, min_decay, update_after_step
         self.use_ema_warmup, self.inv_gamma, self.power = use_ema_warmup, inv_gamma, power
         self.model_cls, self.model_config = model_cls, model_config

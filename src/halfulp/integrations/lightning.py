@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
+import weakref
 from typing import Any
 
 import torch
@@ -23,10 +24,15 @@ from ..optim._inner_optimizer import inner_optimizer
 from ..recipes import Recipe as _Recipe
 from ..recipes import contract, convert, get
 from ..recipes._contract import Contract
+from ..recipes._convert import recipe_of
 
 _NAME = "lightning.pytorch" if importlib.util.find_spec("lightning") else "pytorch_lightning"
 _lightning: Any = importlib.import_module(_NAME)
 _plugins: Any = importlib.import_module(f"{_NAME}.plugins.precision")
+
+
+# The scalers that plugins have made, by module.
+_scalers: weakref.WeakKeyDictionary[torch.nn.Module, AdaptiveGradScaler] = weakref.WeakKeyDictionary()
 
 
 class Recipe(_plugins.Precision):
@@ -57,8 +63,12 @@ class Recipe(_plugins.Precision):
             )
 
     def convert_module(self, module: torch.nn.Module) -> torch.nn.Module:
-        """Convert the module in place, once."""
-        return convert(module, self.recipe, **self.options)
+        """Convert the module in place; one that this recipe has converted, as in a run before, stays as it is."""
+        try:
+            known = recipe_of(module)
+        except ValueError:
+            known = None
+        return module if known == self.recipe else convert(module, self.recipe, **self.options)
 
 
 class AdaptiveMixed(_plugins.MixedPrecision):
@@ -79,11 +89,16 @@ class AdaptiveMixed(_plugins.MixedPrecision):
 
     def __init__(self, device: str = "cuda", **options: Any) -> None:
         super().__init__("16-mixed", device, scaler=_Unmade())
+        self.scaler: Any
         self.options = options
 
     def convert_module(self, module: torch.nn.Module) -> torch.nn.Module:
-        """Make the scaler of the module; its parameters stay as they are."""
-        self.scaler = AdaptiveGradScaler(module, **self.options)
+        """Make the scaler of the module, once; its parameters stay as they are."""
+        held = _scalers.get(module)
+        if held is not None and held is not self.scaler:
+            held.detach()  # of a plugin before
+        if held is None or held is not self.scaler:
+            self.scaler = _scalers[module] = AdaptiveGradScaler(module, **self.options)
         return module
 
 

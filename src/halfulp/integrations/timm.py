@@ -19,13 +19,17 @@ PREFIX = "hu"
 
 
 def register() -> list[str]:
-    """Register every optimizer of hu.optim, and those registered there, in timm's default registry; return the names.
+    """Register the optimizers of hu.optim, and those registered there, in timm's default registry; return the names.
+
+    Muon is not among them: it takes matrices alone, which timm's groups do not tell apart.
 
     >>> "huadamw" in register()
     True
     """
     names = []
     for name, kind in OPTIMIZERS.items():
+        if name == "Muon":
+            continue
         options = option_defaults(kind)
         names.append(f"{PREFIX}{name}".lower().replace("_", ""))
         default_registry.register(

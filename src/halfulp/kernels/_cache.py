@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 PATIENCE = 60.0
 _REMEDY = f"set HALFULP_CACHE_DIR to a folder that can be written; {ENVIRONMENT}"
 _TAG = b"halfulp-kernel-1"
-# How many kernels this process found or compiled, and the bytes of those that it wrote: "found", "compiled", "bytes".
+# How many kernels this process found, compiled and wrote, and the bytes that it wrote.
 statistics = Counter[str]()
 _GENERATORS = tuple(Path(__file__).parent / name for name in ("scalar", "vector"))
 
@@ -126,7 +126,7 @@ class CacheEntry:
             with os.fdopen(handle, "wb") as file:
                 file.write(_TAG + hashlib.sha256(payload).digest() + payload)
             os.replace(temporary, path)
-            statistics["bytes"] += len(payload)
+            statistics.update(written=1, bytes=len(payload))
         except OSError as e:
             if temporary is not None:
                 Path(temporary).unlink(missing_ok=True)

@@ -323,7 +323,8 @@ class Optimizer(CheckpointMixin):
         >>> w.tolist()
         [0.5, 0.5]
         """
-        if not any(group is own for own in self.param_groups) or group["params"][position] is not parameter:
+        is_own = any(group is own for own in self.param_groups)
+        if not is_own or not 0 <= position < len(group["params"]) or group["params"][position] is not parameter:
             raise ValueError(f"this parameter is not number {position} of a group of this optimizer: give its group")
         if self._optimizer_step_pre_hooks or self._optimizer_step_post_hooks:
             raise NotImplementedError(

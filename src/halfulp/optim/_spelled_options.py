@@ -36,7 +36,7 @@ def option_defaults(make: Callable[..., Any]) -> dict[str, Any]:
     Of a class they are also those of the classes that it inherits from, to which it may hand on `**options`.
     """
     makers = [vars(kind).get("__init__") for kind in reversed(make.__mro__)] if isinstance(make, type) else [make]
-    found = {}
+    found: dict[str, Any] = {}
     for maker in filter(None, makers):
         try:
             parameters = inspect.signature(maker).parameters.values()

@@ -182,7 +182,9 @@ def _pair(a: torch.Tensor, b: torch.Tensor, name: str) -> tuple[torch.Tensor, to
 
 def _dims(count: int, dim: Dim) -> list[int]:
     """The dimensions that are summed, from 0 up; none of a tensor without dimensions."""
-    given = [] if dim is None else [dim] if isinstance(dim, int) else list(dim)
+    given = [] if dim is None else list(dim) if isinstance(dim, list | tuple) else [dim]
+    if not all(isinstance(d, int) for d in given):
+        raise TypeError(f"dim={dim!r}: give a whole number, several in a tuple, or None for all dimensions")
     for d in given:
         if not -max(count, 1) <= d < max(count, 1):
             raise IndexError(f"dimension {d} of a tensor with {count}: allowed are {-count} to {count - 1}")

@@ -46,13 +46,15 @@ def warm(
     from .._warm_jobs import jobs
 
     folder = _writable_folder()
-    chosen = list(jobs(None if recipe is None else split(recipe, ()), split(optimizer, optimizer_names())))
+    chosen = list(
+        jobs(None if recipe is None else split(recipe, ()), None if optimizer is None else split(optimizer, ()))
+    )
     counts = {group: sum(job.group == group for job in chosen) for group in dict.fromkeys(job.group for job in chosen)}
     if dry_run:
         _print_jobs(folder, chosen, counts, json)
         return
     before, start = statistics.copy(), time.monotonic()
-    _run(chosen)
+    refused = _run(chosen)
     made, seconds = statistics - before, round(time.monotonic() - start, 1)
     found = {
         "folder": folder,
@@ -60,12 +62,20 @@ def warm(
         "runs": counts,
         "found": made["found"],
         "compiled": made["compiled"],
+        "written": made["written"],
         "bytes": made["bytes"],
+        "refused": refused,
         "seconds": seconds,
     }
     if json:
         print_json(found)
+    if made["written"] < made["compiled"]:
+        lost = made["compiled"] - made["written"]
+        fail(f"{lost} of {made['compiled']} compiled kernels could not be kept in {folder}: is the disk full?")
+    if json:
         return
+    if refused:
+        print(f"{refused} combinations of a recipe and an optimizer do not go together, and were left out.")
     print(
         f"{made['compiled']:,} kernels compiled in {_duration(seconds)} ({made['bytes'] / 1e6:.2f} MB), "
         f"{made['found']:,} were there, in {folder} for {found['processor']}."
@@ -92,8 +102,8 @@ def _processor() -> str:
     return processor()[1]
 
 
-def _run(chosen: list[Any]) -> None:
-    """Run the jobs, with a bar on a terminal."""
+def _run(chosen: list[Any]) -> int:
+    """Run the jobs, with a bar on a terminal; return how many were refused that may be."""
     import warnings
 
     from rich.console import Console
@@ -105,11 +115,17 @@ def _run(chosen: list[Any]) -> None:
         warnings.catch_warnings(),
     ):
         warnings.simplefilter("ignore")  # about trainings, which these are not
-        bar = bars.add_task("", total=len(chosen))
+        bar, refused = bars.add_task("", total=len(chosen)), 0
         for job in chosen:
             bars.update(bar, description=f"{job.group}: {job.name}")
-            job.run()
+            try:
+                job.run()
+            except (ValueError, NotImplementedError):
+                if not job.may_be_refused:
+                    raise
+                refused += 1
             bars.advance(bar)
+    return refused
 
 
 def _print_jobs(folder: str, chosen: list[Any], counts: dict[str, int], json: bool) -> None:
