@@ -191,6 +191,12 @@ class TorchOptimizer(torch.optim.Optimizer):
         held: int = sum(_bytes(tensor) for tensor in (*parameters, *states, *gradients))
         return float(held / max(1, sum(parameter.numel() for parameter in parameters)))
 
+    def train(self, mode: bool = True) -> None:
+        """Do nothing: the parameters are the weights to train and to evaluate, as of most of halfulp.optim."""
+
+    def eval(self) -> None:
+        """Do nothing, as `train`."""
+
     def float32_state_dict(self, model: nn.Module) -> dict[str, Tensor]:
         """The model's state_dict with every sum of components, and every other floating tensor, as float32."""
         plain = plain_state_dict(model.state_dict(), torch.float32)
