@@ -10,6 +10,7 @@ from halfulp import formats, recipes
 from halfulp.formats import round_exact
 from halfulp.mctensor import MCTensor
 from halfulp.recipes import Recipe
+from halfulp.rounding import quantize
 
 from .steps import converted
 
@@ -125,3 +126,65 @@ def test_second_moments_do_not_freeze(seed: int) -> None:
     for step in range(2000):
         wide = 0.999 * wide + 0.001 * (1.0 if step < 200 else 1e-4)
     assert second.mean().item() == pytest.approx(wide.item(), rel=0.1)
+
+
+@pytest.mark.parametrize(("rule", "name", "wanted"), [("Adagrad", "sum", 200.0), ("RMSprop", "square_avg", 0.866)])
+def test_second_moments_of_other_names_do_not_freeze(rule: str, name: str, wanted: float, seed: int) -> None:
+    hyper = {"alpha": 0.99} if rule == "RMSprop" else {}
+    model, optimizer = converted(recipes.get("e8m3"), nn.Linear(64, 64), rule, lr=0.0, seed=seed, **hyper)
+    for _ in range(200):
+        for parameter in model.parameters():
+            parameter.grad = torch.ones_like(parameter)
+        optimizer.step()
+    second = torch.cat([state[name].flatten() for state in optimizer.state.values()])
+    assert second.mean().item() == pytest.approx(wanted, rel=0.03)
+    assert torch.equal(second, quantize(second, "e8m3"))
+
+
+@pytest.mark.parametrize(
+    ("rule", "hyper", "names"),
+    [
+        ("SGDScheduleFree", {}, ["z"]),
+        ("AdamWScheduleFree", {}, ["z"]),
+        ("Prodigy", {}, ["p0"]),
+        ("RMSprop", {"centered": True}, ["square_avg", "grad_avg"]),
+        ("Adafactor", {}, ["row_var", "col_var"]),
+    ],
+)
+def test_states_used_to_the_last_digits_and_factors_are_not_rounded(
+    rule: str, hyper: dict, names: list[str], seed: int
+) -> None:
+    model, optimizer = converted(recipes.get("e8m3-kahan"), nn.Linear(5, 3), rule, lr=0.01, seed=seed, **hyper)
+    for _ in range(3):
+        model(torch.randn(7, 5)).square().mean().backward()
+        optimizer.step()
+    state = optimizer.state[model.weight]
+    for name in names:
+        assert not torch.equal(state[name], quantize(state[name], "e8m3")), name
+    for name in set(state) - {"step", "residual", *names}:
+        assert torch.equal(state[name], quantize(state[name], "e8m3")), name
+
+
+@pytest.mark.parametrize("name", ["bf16-split8", "scaled-fp16-kahan", "scaled-fp8-stochastic"])
+@pytest.mark.parametrize(
+    ("rule", "exact"), [("SGDScheduleFree", "z"), ("AdamWScheduleFree", "z"), ("Prodigy", "p0"), ("Muon", None)]
+)
+def test_narrow_states_leave_out_what_a_rule_uses_to_the_last_digits(
+    name: str, rule: str, exact: str | None, seed: int
+) -> None:
+    model, optimizer = converted(recipes.get(name), nn.Linear(64, 32, bias=False), rule, lr=0.01, seed=seed)
+    for parameter in model.parameters():
+        parameter.grad = torch.ones_like(parameter)
+    optimizer.step()
+    (state,) = optimizer.state.values()
+    assert exact is None or state[exact].dtype == torch.float32
+    others = [value for key, value in state.items() if torch.is_tensor(value) and key.startswith(("exp_avg", "mom"))]
+    assert all(value.dtype != torch.float32 for value in others if value.shape == (32, 64))
+
+
+def test_what_the_recipe_chooses_is_no_option(seed: int) -> None:
+    model = recipes.convert(nn.Linear(4, 4), "bf16-split8")
+    with pytest.raises(ValueError, match=r"state_dtype='8bit' beside recipe 'bf16-split8', which chooses it"):
+        recipes.optimizer(model, "AdamW", state_dtype="8bit")
+    with pytest.raises(ValueError, match=r"recipe\.replace\(weight_update=\.\.\.\)"):
+        recipes.optimizer(model, "AdamW", weight_update="kahan")

@@ -13,7 +13,7 @@ from ..mctensor import MCTensor
 from ..mctensor._state_dict import plain_state_dict
 from ..optim import Optimizer
 from ..optim._lost_updates import LostUpdateReport, lost_update_report
-from ..rounding import Nearest, Rounding, Stochastic, quantize
+from ..rounding import Nearest, Stochastic, quantize
 from ._convert import recipe_of
 from ._plan import named, update_of
 from ._recipe import Recipe
@@ -45,8 +45,8 @@ def optimizer(
         makes it.
 
     Raises:
-        ValueError: a model that is not converted, an unknown rule, a rule that the recipe does not go with, or a
-            parameter that no glob of the recipe's weight update matches.
+        ValueError: a model that is not converted, an unknown rule, a rule that the recipe does not go with, an option
+            that the recipe chooses, or a parameter that no glob of the recipe's weight update matches.
 
     >>> import halfulp as hu
     >>> model = hu.convert(nn.Linear(3, 2), "bf16-kahan")
@@ -60,6 +60,12 @@ def optimizer(
     recipe = recipe_of(model)
     if recipe.by_torch:
         return torch_optimizer(recipe, model, rule, **hyper)
+    for name in ("weight_update", "state_dtype", "format"):
+        if name in hyper and getattr(recipe, name) is not None:
+            raise ValueError(
+                f"{name}={hyper[name]!r} beside recipe {recipe.name!r}, which chooses it: leave it out, or convert the "
+                f"model by recipe.replace({name}=...)"
+            )
     kind = optim.OPTIMIZERS[rule]
     choices: dict[str, Any] = {"state_dtype": _state(recipe, kind, hyper), "format": recipe.format}
     if isinstance(recipe.weight_update, str) and not _all_float32(recipe, model):
@@ -135,7 +141,8 @@ def _groups(recipe: Recipe, model: nn.Module) -> list[Any]:
 def _state(recipe: Recipe, kind: type[Optimizer], hyper: dict[str, Any]) -> object:
     """The optimizer's ``state_dtype``; values of a format live in float32 states.
 
-    A running maximum, and the state that it is taken of, stay as the optimizer keeps them unless they may be stored so.
+    States that the rule uses to the last digits, a running maximum and the state that it is taken of stay as the
+    optimizer keeps them unless they may be stored so.
     """
     if recipe.state_dtype == "bfloat16x2":
         second = [state.name for state in _states(kind, hyper) if state.degree == 2]
@@ -146,15 +153,15 @@ def _state(recipe: Recipe, kind: type[Optimizer], hyper: dict[str, Any]) -> obje
     if chosen not in ("8bit", "fp8", *described("state store")):
         chosen = torch.float32 if chosen == recipe.format else getattr(torch, chosen)
     held = _states(kind, hyper)
-    maxima = {name for state in held if state.maximum_of for name in (state.name, state.maximum_of)}
-    if not maxima or chosen in (torch.float32, torch.float16):
-        return chosen
-    return {state.name: chosen for state in held if state.name not in maxima}
+    left = set() if chosen == torch.float32 else {state.name for state in held if state.exact}
+    if chosen not in (torch.float32, torch.float16):
+        left |= {name for state in held if state.maximum_of for name in (state.name, state.maximum_of)}
+    return {state.name: chosen for state in held if state.name not in left} if left else chosen
 
 
 def _states(kind: type[Optimizer], hyper: dict[str, Any]) -> tuple[StateSlot, ...]:
-    """The states of an optimizer of one number with these options."""
-    single = kind([nn.Parameter(torch.zeros(1, device="cpu", dtype=torch.float32))], **hyper)
+    """The states of an optimizer of one number, as a matrix, with these options."""
+    single = kind([nn.Parameter(torch.zeros(1, 1, device="cpu", dtype=torch.float32))], **hyper)
     return single.rule(single.param_groups[0]).states
 
 
@@ -183,6 +190,12 @@ class TorchOptimizer(torch.optim.Optimizer):
         gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
         held: int = sum(_bytes(tensor) for tensor in (*parameters, *states, *gradients))
         return float(held / max(1, sum(parameter.numel() for parameter in parameters)))
+
+    def train(self, mode: bool = True) -> None:
+        """Do nothing: the parameters are the weights to train and to evaluate, as of most of halfulp.optim."""
+
+    def eval(self) -> None:
+        """Do nothing, as `train`."""
 
     def float32_state_dict(self, model: nn.Module) -> dict[str, Tensor]:
         """The model's state_dict with every sum of components, and every other floating tensor, as float32."""
@@ -228,27 +241,28 @@ def _parts(tensor: Tensor) -> tuple[Tensor, ...]:
     return tensor.components if isinstance(tensor, MCTensor) else (tensor,)
 
 
-# A second moment changes by less than half an ulp per step, so that nearest rounding would freeze it.
-_SECOND_MOMENTS = ("exp_avg_sq", "max_exp_avg_sq")
+def hold_states(optimizer: Optimizer, format: str, seed: int) -> None:
+    """Round the float32 states to ``format`` after every step: to nearest, second moments stochastically.
 
-
-def hold_states(optimizer: torch.optim.Optimizer, format: str, seed: int) -> None:
-    """Round the float32 states to ``format`` after every step: to nearest, second moments stochastically."""
+    A second moment changes by less than half an ulp per step, so that nearest rounding would freeze it. States that
+    the rule uses to the last digits, and factors, stay float32.
+    """
     steps = 0
 
-    def after_step(optimizer: torch.optim.Optimizer, args: object, kwargs: object) -> None:
+    def after_step(_: torch.optim.Optimizer, args: object, kwargs: object) -> None:
         nonlocal steps
         steps += 1
-        for position, state in enumerate(optimizer.state.values()):
+        groups = {id(parameter): group for group in optimizer.param_groups for parameter in group["params"]}
+        for position, (parameter, state) in enumerate(optimizer.state.items()):
+            rule = optimizer.rule(groups[id(parameter)])
+            slots = {slot.name: slot for slot in rule.states}
+            left = {"step", *(slot.name for slot in rule.states if slot.exact)}
+            left.update(rule.factors(tuple(parameter.shape)) if rule.factors else ())
             for name, value in state.items():
-                if name != "step" and torch.is_tensor(value) and value.dtype == torch.float32:
-                    rounding, counter = _rounding(name, seed, position, steps)
-                    quantize(value, format, rounding, out=value, counter=counter)
+                if name in left or not torch.is_tensor(value) or value.dtype != torch.float32:
+                    continue
+                second = name in slots and slots[name].degree == 2
+                rounding = Stochastic(seed=seed + position) if second else Nearest()
+                quantize(value, format, rounding, out=value, counter=steps if second else 0)
 
     optimizer.register_step_post_hook(after_step)
-
-
-def _rounding(name: str, seed: int, position: int, steps: int) -> tuple[Rounding, int]:
-    if name in _SECOND_MOMENTS:
-        return Stochastic(seed=seed + position), steps
-    return Nearest(), 0

@@ -177,7 +177,8 @@ class Recipe:
             with; excludes ``weight_update`` and ``state_dtype``.
         state_dtype: What the optimizer's moments are stored in: ``"bfloat16"``, ``"float32"``, ``"8bit"``,
             ``"bfloat16x2"`` (second moments as two bfloat16, the others as one), or the same name as ``format``; None
-            is the optimizer's own choice.
+            is the optimizer's own choice. States that a rule uses to the last digits (``z`` of schedule-free ones)
+            stay float32.
         format: Name of a format whose values the float32 parameters are held to.
         emulate: Name of a format to which every operator's output is rounded, forward and backward.
         gradient_format: Name of a format to which every gradient that a product (a linear layer, a convolution,

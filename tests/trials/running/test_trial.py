@@ -123,6 +123,33 @@ def test_step_k_trains_at_rate_k(tiny, monkeypatch: pytest.MonkeyPatch, recipe: 
     assert used == pytest.approx([0.1 * (k + 1) / 7 for k in range(6)])
 
 
+@pytest.mark.parametrize("name", ["fp32", "bf16-kahan"])
+def test_a_schedule_free_trial_scores_the_average(tiny, name: str) -> None:
+    class ScheduleFree(tiny.Tiny):
+        rule = "SGDScheduleFree"
+
+    task = ScheduleFree(lr=10.0)
+    data, steps = task.load(), 12
+    found = _trial.run(task, recipes.get(name), 3, steps, data)
+    blank = task.model(data, 3)
+    model = recipes.convert(copy.deepcopy(blank), name, seed=3)
+    optimizer = recipes.optimizer(model, task.rule, seed=3, **task.hyper)
+    for step, (inputs, targets) in enumerate(task.batches(data, 3, steps)):
+        optimizer.param_groups[0]["lr"] = task.hyper["lr"] * task.rate(step, steps)
+        optimizer.zero_grad()
+        task.loss(model(inputs.to(next(model.parameters()).dtype)), targets).backward()
+        optimizer.step()
+
+    def loss() -> float:
+        blank.load_state_dict(optimizer.float32_state_dict(model))
+        return _trial.evaluate(task, blank, task.judge, data.validation)["loss"]
+
+    at_gradients = loss()
+    optimizer.eval()
+    assert found["float32"]["validation"]["loss"] == loss() != at_gradients
+    assert found["own"] == _trial.evaluate(task, model, task.judge, data.validation)
+
+
 def test_a_float32_trial_is_the_plain_loop(tiny) -> None:
     task = tiny.Tiny()
     data, steps = task.load(), 12

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from halfulp import recipes
+from halfulp import optim, recipes
 from halfulp.mctensor import MCTensor
 from halfulp.recipes import Recipe
 from halfulp.trials.tasks._full_batch import CancerLogistic, CancerMLP, LinearRegression, Logistic, encode, plain
@@ -80,3 +80,25 @@ def test_a_loss_that_is_not_finite_ends_the_trial() -> None:
     found = wild.trial(recipes.get("fp32"), 0, 200, wild.load())
     assert found["diverged_at"] is not None
     assert found["own"] == {"loss": None, "accuracy": None}
+
+
+def test_a_schedule_free_trial_scores_the_average(seed: int) -> None:
+    class ScheduleFree(LinearRegression):
+        rule = "SGDScheduleFree"
+
+    task = ScheduleFree()
+    data = task.load()
+    found = task.trial(recipes.get("fp32"), seed, 5, data)
+    model = task.model(data, seed)
+    (inputs, targets), _ = task.whole()
+    optimizer = optim.SGDScheduleFree(model.parameters(), **task.hyper)
+    for _ in range(5):
+        optimizer.zero_grad()
+        task.loss(model(inputs.float()), targets).backward()
+        optimizer.step()
+    at_gradients = task.loss(model.double()(inputs), targets).item()
+    model.float()
+    optimizer.eval()
+    average = task.loss(model.double()(inputs), targets).item()
+    assert found["float32"]["validation"]["loss"] == pytest.approx(average)
+    assert average != pytest.approx(at_gradients)

@@ -301,6 +301,8 @@ def run(
             batches = take(task.batches(data, seed, steps))
             course = _train(task, model, loss, optimizer, batches, steps, report, scaled)
         failed = course["diverged_at"] is not None
+        if not failed:
+            optimizer.eval()
         own = _NOTHING if failed else evaluate(task, model, judge, data.validation)
     wide = _in_float32(task, blank, data, None if failed else optimizer.float32_state_dict(model))
     parameters = sum(parameter.numel() for parameter in model.parameters())

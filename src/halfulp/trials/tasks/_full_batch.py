@@ -78,6 +78,7 @@ class FullBatch(Task):
         failed = course["diverged_at"] is not None
         wide = start.double()
         if not failed:
+            optimizer.eval()
             wide.load_state_dict(decoded(model, optimizer))
         scores = {
             name: self._score(wide, part, failed) for name, part in (("validation", validation), ("train", train))
