@@ -272,3 +272,21 @@ def test_sgd_refuses_nesterov_without_momentum_as_torch_does():
         for kind in (hu.optim.SGD, torch.optim.SGD):
             with pytest.raises(ValueError, match=r"[Nn]esterov"):
                 kind([torch.nn.Parameter(torch.zeros(3))], lr=0.1, **options)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("shape", [(0,), (0, 3), (3, 0), (2, 0, 3), (0, 0)])
+def test_adafactor_steps_beside_an_empty_parameter(shape, dtype):
+    values = torch.linspace(0.5, 1, 12, dtype=dtype).reshape(3, 4)
+
+    def stepped(*more):
+        parameters = [torch.nn.Parameter(values.clone()), *more]
+        optimizer = hu.optim.Adafactor(parameters, lr=0.1)
+        for _ in range(2):
+            for parameter in parameters:
+                parameter.grad = parameter.detach().clone()
+            optimizer.step()
+        assert all(optimizer.state[parameter]["step"] == 2 for parameter in parameters)
+        return parameters[0]
+
+    assert torch.equal(stepped(), stepped(torch.nn.Parameter(torch.ones(shape, dtype=dtype))))

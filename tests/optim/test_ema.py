@@ -322,6 +322,26 @@ def test_foreign_state_dicts_are_refused_and_change_nothing(seed):
     assert all(torch.equal(good["tensors"][name], t) for name, t in after["tensors"].items())
 
 
+@pytest.mark.parametrize("update", [None, "stochastic", "kahan", "split", "nearest"])
+def test_averages_of_another_random_stream_are_refused_where_they_draw(update, seed):
+    net = model()
+    ema = hu.optim.EMA(net, 0.9, weight_update=update)
+    disturb(net)
+    ema.update()
+    saved = copy.deepcopy(ema.state_dict())
+    assert saved["random_stream"] == 2
+    older = {name: value for name, value in saved.items() if name != "random_stream"}
+    fresh = hu.optim.EMA(net, 0.9, weight_update=update)
+    if update in (None, "stochastic", "kahan"):
+        for version in ({}, {"random_stream": 3}):
+            with pytest.raises(ValueError, match=r"the EMA was saved under version [13] .*: 2 into the state_dict;"):
+                fresh.load_state_dict({**older, **version})
+        assert fresh.updates == 0
+        older["random_stream"] = 2
+    fresh.load_state_dict(older)
+    assert fresh.updates == 1
+
+
 def test_a_format_in_float32_containers(seed):
     fmt = hu.formats.get("e8m3")
     net = constant(20_000, dtype=torch.float32)

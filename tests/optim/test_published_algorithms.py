@@ -99,6 +99,21 @@ def test_a_step_in_evaluation_is_refused():
     optimizer.step()
 
 
+@pytest.mark.parametrize(("words", "own"), [({}, {"d0": 1e-2}), ({"d0": "1e-2"}, {}), ({}, {"d0": "0.01"})])
+def test_prodigys_estimate_starts_from_the_d0_of_its_group(words, own):
+    def stepped(group, **options):
+        parameter = torch.nn.Parameter(torch.ones(6, 32))
+        optimizer = hu.optim.Prodigy([{"params": [parameter], **group}], **options)
+        assert (optimizer.param_groups[0]["d"], optimizer.param_groups[0]["d_max"]) == (1e-2, 1e-2)
+        _walk(parameter, optimizer, [torch.ones(6, 32)] * 3)
+        return optimizer
+
+    expected, found = stepped({}, d0=1e-2), stepped(own, **words)
+    assert differing(snapshot(expected), snapshot(found)) == []
+    again = hu.optim.Prodigy([{**found.param_groups[0], "params": [torch.nn.Parameter(torch.ones(6, 32))]}])
+    assert again.param_groups[0]["d"] == found.param_groups[0]["d"] > 1e-2, "a group that comes with an estimate"
+
+
 @pytest.mark.parametrize(
     ("kind", "options", "words"),
     [

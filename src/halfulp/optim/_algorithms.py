@@ -351,7 +351,7 @@ class RAdam(Optimizer):
 
     >>> import torch, halfulp as hu
     >>> w = torch.nn.Parameter(torch.ones(2, dtype=torch.bfloat16))
-    >>> opt = hu.optim.RAdam([w], weight_update="kahan")
+    >>> opt = hu.optim.RAdam([w], lr=0.01, weight_update="kahan")
     >>> w.grad = torch.ones_like(w)
     >>> opt.step()
     >>> bool((w < 1).all())

@@ -12,12 +12,14 @@ import torch
 from .._messages import differences, listed
 from ..formats import Format
 from ..mctensor import MCTensor
+from ..rounding._random_bits import STREAM_VERSION
 from ..subclass.models._module_parameters import check_module
 from ._float32_weights import MOST_ELEMENTS, MOST_ON_DEVICE, read_weights, runs_of
 from ._group_options import check_number
 from ._inner_optimizer import own_optimizer
 from ._lost_updates import LostUpdateReport
 from ._optimizer import Optimizer
+from .checkpoint._state_dict_validation import refuse_other_stream
 from .parameters._local_tensors import local, memory, placed_like
 from .parameters._outside_writes import mark_current, note_restored
 from .parameters._parameter_plan import ParameterPlan
@@ -262,7 +264,7 @@ class EMA:
         return found
 
     def state_dict(self) -> dict[str, Any]:
-        """Plain data that loads with weights_only: {"updates", "weight_update", "tensors"}.
+        """Plain data that loads with weights_only: {"updates", "weight_update", "random_stream", "tensors"}.
 
         "tensors" holds every average under its parameter's name in the model, without what torch.compile and
         activation checkpointing put into names, beside it each auxiliary tensor as "<name>.<tensor>", and the copied
@@ -273,14 +275,20 @@ class EMA:
             tensors[name] = mine
             tensors |= {f"{name}.{key}": placed_like(value, mine) for key, value in plans[mine].tensors.items()}
         updates = {plan.spec.update.name: plan.spec.update.to_dict() for plan in plans.values()}
-        return {"updates": self.updates, "weight_update": list(updates.values()), "tensors": _plain(tensors, False)}
+        return {
+            "updates": self.updates,
+            "weight_update": list(updates.values()),
+            "random_stream": STREAM_VERSION,
+            "tensors": _plain(tensors, False),
+        }
 
     @torch.no_grad()
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Load what `state_dict` returned, also of the same model before or after DistributedDataParallel wrapped it.
 
         Raises:
-            ValueError: other names, shapes or dtypes, or another weight update; nothing is changed.
+            ValueError: other names, shapes or dtypes, another weight update, or stochastic rounding under another
+                version of the stream of random bits; nothing is changed.
         """
         if not isinstance(state_dict, Mapping) or not {"updates", "weight_update", "tensors"} <= state_dict.keys():
             raise ValueError("this is no state_dict of an EMA: it needs 'updates', 'weight_update' and 'tensors'")
@@ -289,6 +297,9 @@ class EMA:
         saved = [weight_update(entry) for entry in state_dict["weight_update"]]
         if saved != [weight_update(entry) for entry in own["weight_update"]]:
             raise ValueError(f"the averages were saved with weight_update={saved}: make this EMA with the same")
+        plans = self._inner.plans()
+        if any(plan.spec.draws for plan in plans.values()):
+            refuse_other_stream("the EMA", "the state_dict", state_dict)
         missing, foreign = sorted(tensors.keys() - given.keys()), sorted(given.keys() - tensors.keys())
         if missing or foreign:
             raise ValueError(f"the state_dict {differences(missing, foreign)}: give one of an EMA of this model")
@@ -303,7 +314,7 @@ class EMA:
             raise ValueError(f"updates={updates!r} is not a whole number from 0 on")
         for name, tensor in tensors.items():
             tensor.copy_(given[name])
-        for mine, plan in self._inner.plans().items():
+        for mine, plan in plans.items():
             self._inner.state[mine]["step"] = updates
             mark_current(plan)
         self.updates = updates

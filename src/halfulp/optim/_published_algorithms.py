@@ -461,7 +461,14 @@ class Prodigy(Optimizer):
         report_interval: int = 50,
     ) -> None:
         defaults, own = split_arguments(locals())
-        super().__init__(params, {**defaults, "d": d0, "d_max": d0, "d_numerator": 0.0, "k": 0}, **own)
+        super().__init__(params, {**defaults, "d": 0.0, "d_max": 0.0, "d_numerator": 0.0, "k": 0}, **own)
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Add a group, as Optimizer does; its estimate starts from its own d0 unless it comes with one."""
+        lacking = [name for name in ("d", "d_max") if name not in param_group]
+        super().add_param_group(param_group)
+        group = self.param_groups[-1]
+        group.update(dict.fromkeys(lacking, group["d0"]))
 
     def rule(self, group: dict[str, Any]) -> UpdateRule:
         """Return Prodigy."""

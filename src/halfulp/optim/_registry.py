@@ -42,6 +42,7 @@ def register_optimizer(kind: OptimizerClass) -> OptimizerClass:
         TypeError: it is no subclass of Optimizer, or has no `rule`.
         ValueError: another optimizer has the name, or this one has no docstring.
 
+    >>> import torch
     >>> register_optimizer(torch.optim.Adagrad)
     Traceback (most recent call last):
     ...

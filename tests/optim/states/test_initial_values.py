@@ -10,6 +10,7 @@ import torch
 
 import halfulp as hu
 from halfulp.kernels import same_bits
+from halfulp.optim.rules._prodigy import PRODIGY
 from halfulp.optim.rules._update_rule import StateSlot, UpdateRule
 from halfulp.optim.states._state import constant_of
 
@@ -317,3 +318,8 @@ def test_a_storage_that_is_changed_in_the_group_does_not_forget_the_states():
     other = YOGI([parameter], initial_accumulator_value=0.5, state_dtype="8bit")
     other.load_state_dict(saved)
     _step(other)
+
+
+def test_late_values_need_sums():
+    with pytest.raises(ValueError, match="rule 'prodigy' has late_values, which take sums, but no reductions: give it"):
+        dataclasses.replace(PRODIGY, reductions=())

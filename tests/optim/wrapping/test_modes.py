@@ -73,3 +73,20 @@ def test_other_optimizers_have_the_methods_and_stay():
         optimizer.train()
         assert parameter.tolist() == [1] * 4
         assert not optimizer.state_dict()["state"]
+
+
+def test_parameters_frozen_after_steps_are_switched_with_the_others():
+    start = torch.linspace(0.5, 1.5, 16).bfloat16()
+    wide, narrow = (
+        [torch.nn.Parameter(start.to(d, copy=True)) for _ in range(2)] for d in (torch.float32, start.dtype)
+    )
+    theirs, ours = TwoWeights(wide, lr=0.01), hu.optim.wrap(TwoWeights, narrow, lr=0.01, weight_update="split")
+    for parameters, optimizer in ((wide, theirs), (narrow, ours)):
+        for step in range(3):
+            for k, parameter in enumerate(parameters):
+                parameter.grad = ((torch.arange(16) - 8) * (step + k + 1) / 64).to(parameter.dtype)
+            optimizer.step()
+        parameters[0].requires_grad_(False)
+        optimizer.eval()
+    module = torch.nn.ParameterList(narrow)
+    assert all(map(same_bits, (p.detach() for p in wide), ours.float32_state_dict(module).values()))

@@ -15,6 +15,7 @@ from ..._messages import differences, find_users_level, listed
 from ...formats import Format
 from ...kernels import keeping_subnormals
 from ...mctensor import MCTensor
+from ...rounding._random_bits import STREAM_VERSION
 from ...scaled import ScaledTensor
 from ..parameters._checksums import checksums_to_save
 from ..parameters._local_tensors import is_dtensor, local, memory, placed_like
@@ -33,6 +34,7 @@ from ..parameters._parameter_plan import ParameterPlan
 from ..parameters._random_identity import plain_names
 from ..parameters._saved_states import block_of, codec_versions
 from ..parameters._state_tensors import BEGUN, STORAGE_SUFFIXES, set_initial
+from ..parameters._step_spec import StepSpec
 from ..parameters._tensor_map import TensorMap
 from ..parameters._weights import set_weight, under
 from ..states._int8_blocks import scale_shape
@@ -40,6 +42,7 @@ from ..states._scaled import finite_amax
 from ..states._state import StateChoice, as_state
 from ..step._plan_cache import PlanCache
 from ..step._scales import weight_scale
+from ..stores._storage import Store
 from ..weight_updates._weight_update import WeightUpdate, weight_update
 from ._extra_states import is_extra_state, set_extra_states
 from ._fitted_states import (
@@ -79,6 +82,9 @@ class CheckpointMixin(torch.optim.Optimizer):
         def _clear_plans(self) -> None: ...
         def _start_caches(self) -> None: ...
         def _check_numbers(self, group: dict[str, Any]) -> None: ...
+        def _step_spec(
+            self, group: dict[str, Any], parameter: torch.Tensor, gradient: Store | None, name: str
+        ) -> StepSpec: ...
 
     def state_dict(self) -> dict[str, Any]:
         """Return plain data as torch.optim does: loads with weights_only, every state in its own dtype.
@@ -194,7 +200,7 @@ class CheckpointMixin(torch.optim.Optimizer):
             trial = [(*one, self._fit_tensors(*one, is_own)) for one in given]
             for number, (group, saved) in enumerate(zip(self.param_groups, state_dict["param_groups"])):
                 if self._draws(group):
-                    refuse_other_stream(number, saved)
+                    refuse_other_stream(f"param group {number}", "the groups of the state_dict", saved)
             self._warn_of_other_bits(state_dict["param_groups"])
         except Exception:
             for group, old in zip(self.param_groups, before):
@@ -408,12 +414,33 @@ class CheckpointMixin(torch.optim.Optimizer):
         return {**state, "_saved_payloads": kept}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        """Restore from `__getstate__`."""
+        """Restore from `__getstate__`.
+
+        Where another version of the stream of random bits was drawn from, it goes on with this one's and says so: a
+        refusal would lose the states, which nothing else can read out of a pickle.
+        """
         kept = state.pop("_saved_payloads", ())
         super().__setstate__(state)
         self._start_caches()
         for parameter, saved in kept:
             self._saved_payloads[parameter] = saved
+        for number, group in enumerate(self.param_groups):
+            version, group["random_stream"] = group.get("random_stream", 1), STREAM_VERSION
+            if version != STREAM_VERSION and self._has_drawn(group):
+                warnings.warn(
+                    f"param group {number} was pickled under version {version!r} of the stream of random bits, known "
+                    f"is {STREAM_VERSION}: stochastic rounding goes on, but with other bits than the pickled run's; to "
+                    "go on with the same bits, use the halfulp that pickled it",
+                    UserWarning,
+                    stacklevel=find_users_level(),
+                )
+
+    def _has_drawn(self, group: dict[str, Any]) -> bool:
+        """Return whether parameters of a group have states, and steps that draw random bits; makes no plans."""
+        return any(
+            bool(self.state.get(parameter)) and self._step_spec(group, parameter, None, name_of(group, position)).draws
+            for position, parameter in enumerate(group["params"])
+        )
 
 
 def _could_be_a_copy(a: torch.Tensor, b: torch.Tensor) -> bool:

@@ -107,12 +107,13 @@ def draws_anew(group: Mapping, saved: Mapping) -> bool:
     return not set(identities_of({"param_names": names})) <= {number for number in held if isinstance(number, int)}
 
 
-def refuse_other_stream(number: int, saved: Mapping) -> None:
-    """Refuse a saved group whose random bits are those of another version of the stream.
+def refuse_other_stream(what: str, place: str, saved: Mapping) -> None:
+    """Refuse what was saved with random bits of another version of the stream.
 
     Args:
-        number: of the group, which draws random bits.
-        saved: the group in the file.
+        what: of the file draws random bits, for the message.
+        place: where the file says the version, for the message.
+        saved: what says it there.
 
     Raises:
         ValueError: another version than this one, with what to do.
@@ -120,10 +121,10 @@ def refuse_other_stream(number: int, saved: Mapping) -> None:
     version = saved.get("random_stream", 1)
     if "weight_update" in saved and version != STREAM_VERSION:
         raise ValueError(
-            f"param group {number} was saved under version {version!r} of the stream of random bits, known is "
+            f"{what} was saved under version {version!r} of the stream of random bits, known is "
             f"{STREAM_VERSION}: its stochastic rounding would go on with other bits than the saved run's. To accept "
-            f"that, put 'random_stream': {STREAM_VERSION} into the groups of the state_dict; to go on with the same "
-            "bits, use the halfulp that saved it"
+            f"that, put 'random_stream': {STREAM_VERSION} into {place}; to go on with the same bits, "
+            "use the halfulp that saved it"
         )
 
 

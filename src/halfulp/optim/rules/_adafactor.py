@@ -27,6 +27,8 @@ def factors(shape: tuple[int, ...]) -> dict[str, tuple[int, ...]]:
 
 def prepare(tensors: Any, group: Mapping, step: int) -> tuple[torch.Tensor, tuple[float, ...]]:
     """Move the second moment on, and return g / sqrt(it) and the step size, clipped by both roots of mean squares."""
+    if not math.prod(tensors.shape):  # no rows or columns to average over
+        return tensors.gradient, (0.0,)
     eps1, eps2 = group["eps"]
     eps1 = torch.finfo(torch.float32).eps if eps1 is None else float(eps1)
     g, take = tensors.gradient, step ** float(group["beta2_decay"])

@@ -138,7 +138,7 @@ class UpdateRule:
             computes the whole, so that shards have the bits that it has.
         factors: (shape) -> names and shapes of float32 tensors that `prepare` reads and writes, begun with zeros.
         reductions: sums that are needed before the update; at most two.
-        late_values: (group options, step, the sums in order) -> the last of the constants.
+        late_values: (group options, step, the sums in order) -> the last of the constants; only beside `reductions`.
         follows_from_step: what torch.optim keeps beside the states and `values` finds from the step.
     """
 
@@ -168,6 +168,11 @@ class UpdateRule:
             )
         if len(self.reductions) > 2:
             raise ValueError(f"rule {self.name!r} has {len(self.reductions)} reductions: at most two fit into a step")
+        if self.late_values is not None and not self.reductions:
+            raise ValueError(
+                f"rule {self.name!r} has late_values, which take sums, but no reductions: give it reductions, or its "
+                "last constants by values or prepare"
+            )
         kept = [state.name for state in self.states]
         for state in self.states:
             if state.maximum_of is not None and (state.maximum_of == state.name or state.maximum_of not in kept):

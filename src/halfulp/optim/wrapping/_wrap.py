@@ -230,7 +230,8 @@ class Wrapped(ExplicitGradientOptimizer):
             return
         if self._groups_changed():
             self._follow_groups()
-        plans = list(self._all_plans(lambda p: p.requires_grad))
+        # What was frozen after steps has a state still, and two weights.
+        plans = list(self._all_plans(lambda p: p.requires_grad or bool(self.base.state.get(self._shadows[p]))))
         try:
             self._load(plans, Float32Buffer(0))
             before = [local(self._shadows[plan.parameter])._version for plan in plans]
