@@ -194,8 +194,8 @@ def optimizer_code(name: str | None, options: Mapping[str, Any], extra: str) -> 
     >>> print(optimizer_code("AdamW", {"lr": 3e-6, "weight_decay": 0.1, "betas": (0.9, 0.999)}, KAHAN))
     import halfulp as hu
     optimizer = hu.optim.AdamW(model.parameters(), lr=3e-06, weight_decay=0.1, weight_update="kahan")
-    >>> print(optimizer_code("NAdam", {"lr": 0.01}, KAHAN).splitlines()[1])
-    optimizer = hu.optim.wrap(torch.optim.NAdam, model.parameters(), lr=0.01, weight_update="kahan")
+    >>> print(optimizer_code("ASGD", {"lr": 0.01}, KAHAN).splitlines()[1])
+    optimizer = hu.optim.wrap(torch.optim.ASGD, model.parameters(), lr=0.01, weight_update="kahan")
     >>> print(optimizer_code(None, {}, KAHAN).splitlines()[1])
     optimizer = hu.optim.AdamW(model.parameters(), lr=lr, weight_update="kahan")  # or SGD, Adam, Lion, as it was
     """

@@ -128,8 +128,11 @@ class Ranks:
         Args:
             patient: whether to wait for ranks that have yet to say it.
         """
-        steps = sorted(self._own.hashes) if self._others else []
-        if not self._others or (not steps and not self._failed):
+        if not self._others:
+            return
+        # Else a rank that begins before this one the next time would take it for one that has begun.
+        self._try(lambda: _default_store().delete_key(f"{self._name}/{self.rank}"))
+        if not self._own.hashes and not self._failed:
             return
         heard: dict[int, RankSummary] = {}
         met = self._own.met
