@@ -44,9 +44,9 @@ def living_averages() -> list[object]:
     references = _references(_kinds())
     if references != _Search.references or any(one() is None for one in _Search.found):
         kinds = set(_kinds())
-        _Search.found = tuple(
-            weakref.ref(x) for x in gc.get_objects() if type(x) in kinds and _takes_weak_references(x)
-        )
+        # No tuple of a generator: another thread's search would hold the tuple while it grows, which is an error.
+        found = [weakref.ref(x) for x in gc.get_objects() if type(x) in kinds and _takes_weak_references(x)]
+        _Search.found = tuple(found)
         del kinds
         _Search.references = _references(_kinds())
     return [x for one in _Search.found if (x := one()) is not None]
