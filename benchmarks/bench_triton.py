@@ -18,7 +18,7 @@ from collections.abc import Callable, Iterator
 import torch
 
 import halfulp as hu
-from halfulp.scaled.fused import _operations as fused
+from halfulp.scaled import _fused as fused
 
 from ._results import Result, Table, save
 from ._triton_code import Kernel, Launch, compiling

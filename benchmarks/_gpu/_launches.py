@@ -20,8 +20,8 @@ from torch.utils._pytree import tree_leaves
 
 import halfulp as hu
 from halfulp.scaled import ScaledTensor, _derivation
+from halfulp.scaled import _fused as fused
 from halfulp.scaled import _powers_of_two as _powers
-from halfulp.scaled.fused import _operations as fused
 from halfulp.scaled.rules.products import _bilinear
 
 STORAGES = ("float32", "bfloat16", "float16", "fp8 products")
@@ -94,13 +94,13 @@ def blind() -> Iterator[None]:
 
 @contextlib.contextmanager
 def fused_kernels(counts: Counts | None = None) -> Iterator[None]:
-    """Let rules take their fused kernels, computed by the reference of each, and count one launch for each."""
+    """Let rules take their fused kernels, computed by torch, and count one launch for each."""
 
-    def run(key, launch, plain, payloads, scales):
+    def run(key, build, launch, by_torch, payloads, scales):
         if counts is not None:
             counts.launches[_caller(), f"fused {key[0]}"] += 1 + (key[0] == "level")
         with _disable_current_modes():
-            return plain(*payloads, *scales)
+            return by_torch(*payloads, *scales)
 
     def multiply(operator, a, b):
         if counts is not None:

@@ -8,12 +8,10 @@ import torch
 import halfulp as hu
 from halfulp.kernels.triton import _launch
 from halfulp.kernels.triton._writer import OPTIONS, load_module
-from halfulp.scaled.fused import _operations as fused
-from halfulp.scaled.fused._device_code import KINDS, MODES, module_text
+from halfulp.scaled import _fused as fused
 
-POINTERS = {0: "*fp32", 1: "*bf16", 2: "*fp16", 3: "*u8", 4: "*u8"}
-INTEGERS = ("n", "period", "programs", "loops")
-NUMBERS = ("factor", "number", "sign", "beta", "beta_power", "alpha", "power", "limit", "of_zeros")
+KINDS = list(fused.CODECS)
+POINTERS = dict(zip(KINDS, ("*fp32", "*bf16", "*fp16", "*u8", "*u8")))
 FORMS = [("product", count) for count in range(4)] + [("values", 1), ("ratio", 2), ("factor", 2), ("deviation", 1)]
 FORMS += [("paired", 3), ("paired", 4), ("levelled", 2), ("brought", 2), ("held", 1)]
 
@@ -46,7 +44,7 @@ def test_kernels_have_the_bits_of_the_reference(interpreted, of, recwarn):
     fused.affine_factors(*scales[:3], 1.0, 2.0)
     assert _launch._kernels
     assert None not in _launch._kernels.values()
-    assert not recwarn.list
+    assert not [str(warning.message) for warning in recwarn.list]
 
 
 @pytest.mark.parametrize("storage", ["float16", "fp8 products"])
@@ -65,10 +63,10 @@ def test_kernels_give_a_model_the_gradients_of_plain_torch(interpreted, benchmar
 
 
 def test_a_kernel_that_cannot_be_built_is_told_and_leaves_results_right(monkeypatch):
-    def refuse():
+    def refuse(source):
         raise RuntimeError("no compiler here")
 
-    monkeypatch.setattr(fused, "_kernels", refuse)
+    monkeypatch.setattr(fused, "load_module", refuse)
     monkeypatch.setattr(_launch, "_kernels", {})
     with pytest.warns(RuntimeWarning, match="no Triton kernel for finish .* no compiler here"):
         payload, scale = fused.finish(torch.tensor([3.0, -1e9]), [torch.tensor(2.0)], torch.float16, factor=0.5)
@@ -76,38 +74,45 @@ def test_a_kernel_that_cannot_be_built_is_told_and_leaves_results_right(monkeypa
     assert scale.item() == 2.0
 
 
-def _signature(kernel: object, kinds: dict[str, int], constants: dict[str, object], integer: str) -> dict[str, str]:
-    found = {}
-    for argument in kernel.arg_names:
-        if argument in constants:
-            found[argument] = "constexpr"
-        elif argument in INTEGERS:
-            found[argument] = integer
-        elif argument in NUMBERS:
-            found[argument] = "fp32"
-        elif argument == "parts":
-            found[argument] = "*fp64"
-        else:
-            found[argument] = POINTERS[kinds.get(argument, 0)]
+def _kernels() -> list[fused.Kernel]:
+    """A choice of kernels: every pair of storages, every mode."""
+    found = [fused.Kernel("affine_factors", fused.affine_scale, None, (3, 4, 3))]
+    for k, (of, to) in enumerate(itertools.product(KINDS, KINDS)):
+        found.append(fused._finish_kernel(*FORMS[(3 * k) % len(FORMS)], of, to))
+        keep, both = to in (torch.float16, torch.float8_e5m2), (torch.float16, of)
+        found.append(fused.Kernel("add", fused.larger_scale, fused.add_elements, (2, 1, 1), both, to, keep))
+        found.append(fused.Kernel("affine", fused.affine_scale, fused.affine_element, (3, 4, 1), both[::-1], to))
     return found
 
 
-def _forms() -> list[tuple[str, dict[str, int], dict[str, object]]]:
-    """The kernels' names, with the kinds of payloads and the constants of a choice of launches."""
+def _signature(
+    names: list[str], constants: dict[str, object], payloads: dict[str, str], integer: str
+) -> dict[str, str]:
+    def type_of(name):
+        if name in constants:
+            return "constexpr"
+        if name in payloads:
+            return payloads[name]
+        if name in ("n", "period", "programs", "loops"):
+            return integer
+        # Scales and what is kept of them; numbers.
+        return "*fp32" if name[0] in "sr" or name == "out" else "fp32"
+
+    return {name: type_of(name) for name in names}
+
+
+def _sources() -> list[tuple[str, str, dict[str, str], dict[str, object]]]:
+    """The modules' texts, a kernel's name in each, its pointers to payloads and its constants."""
     found = []
-    for of, to in itertools.product(KINDS.values(), KINDS.values()):
-        mode, count = FORMS[(3 * of + to) % len(FORMS)]
-        kinds = {"y": of, "out": to, **dict.fromkeys(("s0", "s1", "s2", "s3")[count:], of)}
-        kinds |= {"out_scale": to} if mode in ("factor", "held") else {}
-        constants = {"mode": MODES.index(mode), "count": count, "of": of, "to": to, "block": fused.BLOCK}
-        found.append(("finish", kinds, constants))
-        same = {"same": bool((of + to) % 2), "block": fused.BLOCK}
-        both = {"of_x": 2, "of_y": of, "to": to, "keep": to in (2, 3), **same}
-        found.append(("add", {"x": 2, "y": of, "out": to}, both))
-        of_two = {"of_y": of, "of_base": 2, "to": to, **same}
-        found.append(("affine", {"y": of, "base": 2, "out": to}, of_two))
-    found += [("measure", {"y": of}, {"of": of, "block": fused.BLOCK}) for of in KINDS.values()]
-    return [*found, ("affine_factors", {}, {}), ("level", {}, {"block": fused.PARTS})]
+    for k, kernel in enumerate(_kernels()):
+        payloads = {f"x{j}": POINTERS[dtype] for j, dtype in enumerate(kernel.stored)}
+        payloads |= {"out": POINTERS[kernel.written]} if kernel.stored else {}
+        constants = {"same": bool(k % 2), "BLOCK": fused.BLOCK} if kernel.stored else {}
+        found.append((fused.kernel_source(kernel), "kernel", payloads, constants))
+    for dtype in KINDS:
+        parts = {"y": POINTERS[dtype], "parts": "*fp64"}
+        found.append((fused.level_source(dtype), "measure", parts, {"BLOCK": fused.BLOCK}))
+    return [*found, (fused.level_source(KINDS[0]), "level", {"parts": "*fp64"}, {"BLOCK": fused.PARTS})]
 
 
 @pytest.mark.parametrize("capability", [80, 90])
@@ -119,14 +124,14 @@ def test_the_compiler_fuses_and_flushes_nothing(capability, monkeypatch, tmp_pat
     if triton.knobs.runtime.interpret:
         pytest.skip("interpreted functions are not compiled")
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
-    kernels = load_module(module_text())
-    forms = _forms()
+    sources = _sources()
     # Of tensors with more than 2^31 elements, the last of each kernel.
-    for (name, kinds, constants), integer in [(form, "i32") for form in forms] + [
-        (form, "i64") for form in forms[-12:]
+    for (text, name, payloads, constants), integer in [
+        *((source, "i32") for source in sources),
+        *((source, "i64") for source in sources[-12:]),
     ]:
-        kernel = kernels[name]
-        types = _signature(kernel, kinds, constants, integer)
+        kernel = load_module(text)[name]
+        types = _signature(kernel.arg_names, constants, payloads, integer)
         places = {(kernel.arg_names.index(key),): value for key, value in constants.items()}
         whole = {
             (k,): [["tt.divisibility", 16]]
@@ -138,6 +143,6 @@ def test_the_compiler_fuses_and_flushes_nothing(capability, monkeypatch, tmp_pat
         ptx = compiled.asm["ptx"]
         instructions = {line.split()[0] for line in ptx.splitlines() if line.startswith("\t") and line.split()}
         wrong = [i for i in instructions if i.startswith("fma") or ".ftz" in i or ".approx" in i or ".full" in i]
-        assert not wrong, (name, kinds, constants, wrong)
-        if name == "finish" and constants["of"] in (0, 1, 2):
-            assert "ld.global.v" in ptx, (name, kinds, constants)
+        assert not wrong, (name, payloads, constants, wrong)
+        if len(payloads) == 2 and payloads.get("x0", "*u8") != "*u8":
+            assert "ld.global.v" in ptx, (name, payloads, constants)

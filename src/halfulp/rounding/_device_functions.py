@@ -358,13 +358,23 @@ def store_float16(address, i, w):
 
 def round_to_bfloat16(address, i, w):
     """Device function: a float32's word, rounded to the nearest bfloat16, ties to even."""
+    store16(address, i, bfloat16_code(w))
+
+
+def bfloat16_code(w):
+    """Device function: the bits of the bfloat16 nearest to a float32's word, ties to even."""
     last = both32(shr(w, SIXTEEN), ONE32)
     nearest = plus32(plus32(w, last), BELOW_SIXTEEN)
-    store16(address, i, shr(choose(both32(w, SINGLE_MAGNITUDE) > SINGLE_INFINITY, SINGLE_NAN, nearest), SIXTEEN))
+    return shr(choose(both32(w, SINGLE_MAGNITUDE) > SINGLE_INFINITY, SINGLE_NAN, nearest), SIXTEEN)
 
 
 def round_to_float16(address, i, w):
-    """Device function: a float32's word, rounded to the nearest float16, ties to even.
+    """Device function: a float32's word, rounded to the nearest float16, ties to even."""
+    store16(address, i, float16_code(w))
+
+
+def float16_code(w):
+    """Device function: the bits of the float16 nearest to a float32's word, ties to even.
 
     The float adder rounds small ones: what is added has a spacing of 2^-24, that of float16's subnormals.
     """
@@ -374,7 +384,7 @@ def round_to_float16(address, i, w):
     small = sub(word(real(choose(a < SINGLE_NORMAL, a, sub(a, a))) + ONE_HALF), ONE_HALF_WORD)
     h = choose(a < SINGLE_NORMAL, small, normal)
     h = choose(a < BEYOND_HALF, h, choose(a > SINGLE_INFINITY, HALF_NAN, HALF_INFINITY))
-    store16(address, i, either32(h, shr(both32(w, flip32(SINGLE_MAGNITUDE, ONES32)), SIXTEEN)))
+    return either32(h, shr(both32(w, flip32(SINGLE_MAGNITUDE, ONES32)), SIXTEEN))
 
 
 both32, either32, flip32, ONES32 = both, either, flip, np.uint32(0xFFFFFFFF)

@@ -11,13 +11,12 @@ from torch import Tensor
 from torch.nn import functional
 
 from ..kernels import define_operator, under_transform, untraced
+from . import _fused as fused
 from . import _powers_of_two as _powers
 from ._dtypes import EIGHT_BITS, check_storage
 from ._operands import make_scaled, to_float32, to_storage
 from ._registry import implements
 from ._scaled_tensor import ScaledTensor, wrap
-from .fused import _operations as fused
-from .fused._reference import level
 
 SIDE = 16  # torch._scaled_mm takes multiples of this
 
@@ -133,8 +132,17 @@ def rms_scale_float32(values: Tensor, storage: torch.dtype) -> Tensor:
     """
     if not values.numel():
         return torch.full((), _powers.ZERO_SCALE, dtype=torch.float32, device=values.device)
-    measured = fused.level if fused.engaged(values) else level
-    return measured(values, storage, _powers.ZERO_SCALE)
+    if fused.engaged(values):
+        return fused.level(values, storage, _powers.ZERO_SCALE)
+    finite = torch.nan_to_num(values.to(torch.float32), 0.0, 0.0, 0.0)
+    amax = finite.abs().amax()
+    # Divided by a power of two next to amax, so that no square that matters leaves float32's range.
+    near = _powers.round_to_power(amax)
+    finite = finite / near
+    rms = (finite.square().sum() / finite.count_nonzero().clamp(min=1)).sqrt()
+    scale = _powers.round_to_power(near * rms, "nearest")
+    least = _powers.round_to_power(amax / torch.finfo(storage).max, "up")
+    return torch.where(amax > 0, torch.maximum(scale, least), _powers.ZERO_SCALE)
 
 
 def _cast_plain(x: Tensor, forward: torch.dtype | None, backward: torch.dtype | None) -> Tensor:

@@ -10,13 +10,14 @@ import torch
 from torch import Tensor
 
 from ..subclass._stand_ins import stand_ins
+from . import _fused as fused
 from . import _powers_of_two as _powers
 from ._dtypes import EIGHT_BITS, common_storage, smallest
 from ._powers_of_two import PowerRounding
 from ._registry import ComplexOperand
 from ._scaled_tensor import ScaledTensor, wrap
-from .fused import _operations as fused
-from .fused._reference import saturated_to
+
+INFINITE = (torch.float16, torch.float8_e5m2)
 
 
 def selectable_payload(x: ScaledTensor) -> Tensor:
@@ -41,7 +42,9 @@ def to_storage(values: Tensor, storage: torch.dtype) -> Tensor:
         return values.to(storage)
     if fused.engaged(values):
         return fused.finish(values, (), storage, "factor")[0]
-    return saturated_to(values, storage)
+    largest = torch.finfo(storage).max
+    kept = values if storage in INFINITE else torch.nan
+    return torch.where(values.isinf(), kept, values.clamp(-largest, largest)).to(storage)
 
 
 def _rounded_to_odd(values: Tensor) -> Tensor:

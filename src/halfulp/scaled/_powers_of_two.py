@@ -19,7 +19,7 @@ ZERO_SCALE = SMALLEST
 
 _EXPONENT_BITS = 0x7F800000
 _MANTISSA_BITS = 0x007FFFFF
-_HALF_POWER = 0x003504F3  # mantissa of the square root of 2: from here on the next power is nearer in log2
+HALF_POWER = 0x003504F3  # mantissa of the square root of 2: from here on the next power is nearer in log2
 
 
 def round_to_power(value: Tensor, rounding: PowerRounding = "down") -> Tensor:
@@ -37,7 +37,7 @@ def round_to_power(value: Tensor, rounding: PowerRounding = "down") -> Tensor:
     if rounding == "up":
         bits = bits + _MANTISSA_BITS
     elif rounding == "nearest":
-        bits = bits + (_MANTISSA_BITS + 1 - _HALF_POWER)
+        bits = bits + (_MANTISSA_BITS + 1 - HALF_POWER)
     return (bits & _EXPONENT_BITS).view(torch.float32)
 
 

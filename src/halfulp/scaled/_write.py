@@ -9,13 +9,13 @@ import torch
 from torch import Tensor
 
 from ..kernels import torch_operators
+from . import _fused as fused
 from . import _lost_updates
 from . import _powers_of_two as _powers
 from ._dtypes import smallest
 from ._operands import operand, plain, to_float32, to_storage
 from ._registry import implements
 from ._scaled_tensor import ScaledTensor
-from .fused import _operations as fused
 
 # Operators that write at indices or under a mask, and the names of the arguments they write.
 _WRITTEN_AT = {

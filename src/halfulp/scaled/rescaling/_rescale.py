@@ -9,11 +9,11 @@ import torch
 from torch import Tensor
 
 from ...kernels import define_operator, under_transform, untraced
+from .. import _fused as fused
 from .. import _powers_of_two as _powers
 from .._operands import make_scaled, to_float32
 from .._registry import implements
 from .._scaled_tensor import ScaledTensor, wrap
-from ..fused import _operations as fused
 
 Statistic = Literal["rms", "max", "mean"]
 Side = Literal["forward", "gradient", "both"]

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_map
 
+from .. import _fused as fused
 from .. import _powers_of_two as _powers
 from .._operands import (
     STAND_IN,
@@ -22,8 +23,6 @@ from .._operands import (
     storage_of,
 )
 from .._scaled_tensor import ScaledTensor, wrap
-from ..fused import _operations as fused
-from ..fused._device_code import KINDS
 
 # Beyond this scale, or below its inverse, payloads are brought back to about 1.
 _FAR = 2.0**60
@@ -113,7 +112,7 @@ def payloads_under(results: Any, factors: list[Tensor], holders: list[Any], sum_
 
 def is_fused(y: Tensor, factors: Sequence[Tensor], storage: torch.dtype, number: float = 1.0) -> bool:
     """Return whether one kernel makes a result of y, and there is anything to compute."""
-    if len(factors) > 3 or y.dtype not in KINDS or not fused.engaged(y):
+    if len(factors) > 3 or y.dtype not in fused.CODECS or not fused.engaged(y):
         return False
     return len(factors) != 1 or number != 1.0 or y.dtype != storage
 
@@ -122,14 +121,14 @@ def values_under(y: Any, scale: Tensor, storage: torch.dtype, dtype: torch.dtype
     """Return float32 values as a scaled tensor of a given scale, and what is no float unchanged."""
     if not is_floating(y):
         return y
-    if fused.engaged(y) and y.dtype in KINDS:
+    if fused.engaged(y) and y.dtype in fused.CODECS:
         return wrap(*fused.finish(y, (scale,), storage, "values"), dtype)
     return make_result(y, scale.clone(), _powers.ratio(scale_one(y), scale), storage, dtype)
 
 
 def values_under_one(y: Tensor, storage: torch.dtype, dtype: torch.dtype) -> ScaledTensor:
     """Return float32 values as a scaled tensor under the scale 1, or what the largest needs."""
-    if y.dtype in KINDS and y.dtype != storage and fused.engaged(y):
+    if y.dtype in fused.CODECS and y.dtype != storage and fused.engaged(y):
         return wrap(*fused.finish(y, (), storage), dtype)
     return make_scaled_to_fit(y, scale_one(y), storage, dtype)
 

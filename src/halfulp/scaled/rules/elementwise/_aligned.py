@@ -10,6 +10,7 @@ from torch import Tensor
 from torch._ops import OpOverload
 
 from ....kernels import torch_operators
+from ... import _fused as fused
 from ... import _powers_of_two as _powers
 from ..._dtypes import smallest
 from ..._operands import (
@@ -27,7 +28,6 @@ from ..._operands import (
 from ..._plain_addends import addend, large_elements, saturated
 from ..._registry import implements
 from ..._scaled_tensor import ScaledTensor, wrap
-from ...fused import _operations as fused
 from .._constants import align_with_constants, constants_under
 from .._results import align, payloads_under, value_of, values_under
 from .._vocabulary import aligned, homogeneous, unit_scale

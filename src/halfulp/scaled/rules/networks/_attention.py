@@ -11,11 +11,11 @@ from torch import Tensor
 from torch._ops import OpOverload
 
 from ....kernels import torch_operators
+from ... import _fused as fused
 from ... import _powers_of_two as _powers
 from ..._operands import first_scaled, logical_of, operand, to_float32, to_storage
 from ..._registry import implements
 from ..._scaled_tensor import ScaledTensor, wrap
-from ...fused import _operations as fused
 from .._results import make_result, sqrt_of_count, value_of
 from .._vocabulary import measured_scale
 from ..products._bilinear import product_over, product_storage

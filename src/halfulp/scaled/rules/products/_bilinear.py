@@ -12,6 +12,7 @@ from torch._ops import OpOverload
 
 from ....environment._narrow_products import widened_dtypes
 from ....kernels import torch_operators
+from ... import _fused as fused
 from ... import _powers_of_two as _powers
 from ..._derivation import run_on_values
 from ..._dtypes import EIGHT_BITS
@@ -31,7 +32,6 @@ from ..._plain_addends import addend, large_elements, saturated
 from ..._powers_of_two import power_of
 from ..._registry import implements
 from ..._scaled_tensor import ScaledTensor, wrap
-from ...fused import _operations as fused
 from .._results import align, is_fused, make_result, sqrt_of_count, value_of
 from ._wide_products import traced_wide_product, wide_product
 

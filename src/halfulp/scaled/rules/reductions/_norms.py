@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from ....kernels import torch_operators
+from ... import _fused as fused
 from ... import _powers_of_two as _powers
 from ..._operands import (
     decode_values,
@@ -25,7 +26,6 @@ from ..._operands import (
 from ..._registry import implements
 from ..._scaled_tensor import ScaledTensor, wrap
 from ..._write import write
-from ...fused import _operations as fused
 from .._results import (
     payloads_under,
     power_of_scale,

@@ -1,0 +1,588 @@
+"""Results of rules on an accelerator by one kernel each: scale arithmetic, factors, rounding, saturation.
+
+A kernel is two device functions: one of scales in float64, in which no product of them leaves the range, and one of an
+element in float32, which takes the first one's results as factors. Triton's form of them is compared with torch's
+before its first use. Without Triton, or for tensors that are no plain memory on a device, `engaged` is False, and rules
+compute operator by operator.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from ..kernels import power_below, record, round_to_float32, run_on_tensors, select, select_engine, sqrt
+from ..kernels._trace import Trace
+from ..kernels.scalar._operations import bit_and, bit_or, real, word
+from ..kernels.triton._launch import on_device, ready
+from ..kernels.triton._writer import OPTIONS, function_sources, load_module, module_source
+from ..rounding._device_functions import bfloat16_code, bfloat16_word, float16_code, float16_word
+from ..rounding._float8 import E4M3FN, E5M2
+from . import _powers_of_two as _powers
+
+SMALLEST, LARGEST, HUGE = _powers.SMALLEST, _powers.LARGEST, _powers.HUGE
+INFINITE, BFLOAT16_LARGEST = float("inf"), torch.finfo(torch.bfloat16).max
+# Where rounding to a power of two goes up, as a mantissa in float32: next to sqrt(2).
+TURN = float(np.uint32(0x3F800000 | _powers.HALF_POWER).view(np.float32))
+BLOCK = 1024
+# Blocks of which a measurement has parts at most.
+PARTS = 1024
+# Elements on which kernels are compared.
+ROWS, COLUMNS = 8, 515
+SPECIAL = (0.0, -0.0, torch.inf, -torch.inf, torch.nan, 65504.0, 65520.0, -1e9, 57344.0, 448.0, 464.0, 2.0**-25, 1e-30)
+ONE, SIZE = np.uint32(1), {1: np.uint32(0x7F), 2: np.uint32(0x7FFF)}
+
+
+# a payload's elements --------------------------------------------------------------------------------------------
+
+
+class Codec(NamedTuple):
+    """Device functions of a payload's dtype: word of memory -> float32, and back to the nearest one."""
+
+    decode: Callable[[Any], Any]
+    encode: Callable[[Any], Any]
+
+
+CODECS = {
+    torch.float32: Codec(real, word),
+    torch.bfloat16: Codec(lambda w: real(bfloat16_word(w)), lambda x: bfloat16_code(word(x))),
+    torch.float16: Codec(lambda w: real(float16_word(w)), lambda x: float16_code(word(hold(x, 65504.0)))),
+    torch.float8_e5m2: Codec(E5M2.decode, lambda x: E5M2.nearest(hold(x, 57344.0), None)),
+    torch.float8_e4m3fn: Codec(E4M3FN.decode, lambda x: E4M3FN.nearest(x, None)),
+}
+
+
+def hold(x, largest):
+    """Device function: a finite number within a range; infinities and NaN as they are."""
+    inside = select(x > largest, largest, select(x < -largest, -largest, x))
+    return select(abs(x) == INFINITE, x, inside)
+
+
+# scales, in float64 ----------------------------------------------------------------------------------------------
+
+
+def least(a, b):
+    """Device function: the smaller of two numbers."""
+    return select(a < b, a, b)
+
+
+def most(a, b):
+    """Device function: the larger of two numbers."""
+    return select(a > b, a, b)
+
+
+def within(x):
+    """Device function: a number brought into the range of scales, 2^-126 to 2^127."""
+    return least(most(x, SMALLEST), LARGEST)
+
+
+def product(scales, number):
+    """Device function: the product of scales and a number."""
+    return functools.reduce(lambda total, scale: total * scale, scales, number)
+
+
+def scale_and_rest(scales, number):
+    """Device function: a product as a scale, and the factor by which it is beyond."""
+    total = product(scales, number)
+    return within(total), total / within(total)
+
+
+def under(scale, other, top=INFINITE):
+    """Device function: the factor of a payload that is brought from one scale under another."""
+    factor = most(scale / other, SMALLEST)
+    return factor if top == INFINITE else least(factor, top)
+
+
+def deviation(scales, number):
+    """Device function: the smaller of 1 / scale and a number."""
+    scale = least(within(1.0 / scales[0]), number)
+    return scale, most(1.0 / scale, SMALLEST)
+
+
+# By mode: the scale, if there is one, and the factors of the payload.
+MODES: dict[str, Callable[..., tuple[Any, ...]]] = {
+    "product": scale_and_rest,
+    "values": lambda s, number: (s[0], most(1.0 / s[0], SMALLEST)),
+    "ratio": lambda s, number: (s[1], under(*s)),
+    "factor": lambda s, number: (within(product(s, number)),),
+    "deviation": deviation,
+    "paired": lambda s, number: (*scale_and_rest(s[:-1], number), 1.0 / within(s[-2] * s[-1])),
+    "levelled": lambda s, number: (*scale_and_rest(s, number), 1.0 / s[1]),
+    "brought": lambda s, number: (s[1], under(*s, HUGE)),
+    "held": lambda s, number: (least(BFLOAT16_LARGEST / s[0], BFLOAT16_LARGEST),),
+}
+
+
+def larger_scale(scales, sign):
+    """Device function: the larger of two scales, which no stand-in for infinity decides, and both factors."""
+    a, b = scales
+    usual = most(select(a < HUGE, a, SMALLEST), select(b < HUGE, b, SMALLEST))
+    scale = select(usual == SMALLEST, most(a, b), usual)
+    return scale, under(a, scale, HUGE), under(b, scale, HUGE)
+
+
+def affine_scale(scales, beta, beta_power, alpha, power):
+    """Device function: the scale of beta base + alpha a b, and the factors of base and of a b."""
+    base, s, t = scales
+    both = s * t
+    scale = most(within(base * beta_power), within(both * power))
+    return scale, within(base / scale), within(both / scale)
+
+
+def level_of(largest, squares, count, limit, zero_scale):
+    """Device function: the power of two next to the root mean square, or what the largest needs."""
+    rms = round_to_float32(within(sqrt(squares / most(count, 1.0))))
+    needed = round_to_float32(within(largest / limit))
+    below, beneath = power_below(rms), power_below(needed)
+    nearest = select(rms < below * TURN, below, least(below + below, LARGEST))
+    above = select(needed > beneath, beneath + beneath, beneath)
+    return (select(largest > 0.0, most(nearest, above), zero_scale),)
+
+
+# elements, in float32 --------------------------------------------------------------------------------------------
+
+
+def finish_element(values, factors, number, factor):
+    """Device function: an element times its factors, the rest of the scale last."""
+    made = values[0] * factor
+    for one in reversed(factors):
+        made = made * one
+    return made
+
+
+def hold_element(values, factors, number, factor):
+    """Device function: an element, finite ones within a range."""
+    return hold(values[0], factors[0])
+
+
+def add_elements(values, factors, sign):
+    """Device function: a sum under a common scale, and whether both numbers have one sign."""
+    u, v = values[0] * factors[0], values[1] * factors[1] * sign
+    total = u + v
+    is_one_sign = ((u >= 0.0) & (v >= 0.0)) | ((u <= 0.0) & (v <= 0.0))
+    return total, is_one_sign & (total != 0.0) & (total == total)
+
+
+def affine_element(values, factors, beta, beta_power, alpha, power):
+    """Device function: alpha y + beta base."""
+    return values[0] * (alpha * factors[1]) + values[1] * (beta * factors[0])
+
+
+def measure_element(x):
+    """Device function: a finite element's size, its square in float64, and whether it is not zero."""
+    size = select(abs(x) < INFINITE, abs(x), 0.0)
+    wide = size.trace.emit("to_float64", (size,), None, "f64")
+    return size, wide * wide, select(size > 0.0, 1.0, 0.0)
+
+
+class Kernel(NamedTuple):
+    """What a kernel computes.
+
+    Attributes:
+        name: for messages.
+        scales: device function (scales, numbers) -> float64 results.
+        element: device function (values, factors, numbers) -> float32, and whether it may not become 0; or None.
+        counts: how many scales and numbers there are, and results of scales that are kept; others are factors.
+        stored: dtypes of the payloads.
+        written: of the result.
+        keeps: whether elements that say so become the smallest number instead of 0.
+    """
+
+    name: str
+    scales: Callable[..., tuple[Any, ...]]
+    element: Callable[..., Any] | None
+    counts: tuple[int, int, int]
+    stored: tuple[torch.dtype, ...] = ()
+    written: torch.dtype = torch.float32
+    keeps: bool = False
+
+
+class Traces(NamedTuple):
+    """A kernel, recorded: its two traces with the instructions of their results."""
+
+    scales: Trace
+    made: tuple[int, ...]
+    element: Trace
+    codes: tuple[int, ...]
+
+
+@functools.cache
+def traces_of(kernel: Kernel) -> Traces:
+    """Return a kernel's device functions, recorded."""
+    scales, numbers, kept = kernel.counts
+    wide, found = record(lambda *x: kernel.scales(x[:scales], *x[scales:]), torch.float64, scales + numbers)
+    element = Trace(torch.float32)
+    codes: tuple[int, ...] = ()
+    if kernel.element is not None:
+        words = [element.emit("input", (), k, "w32") for k in range(len(kernel.stored))]
+        given = range(len(words), len(words) + len(found) - kept + numbers)
+        reals = [element.emit("input", (), k) for k in given]
+        values = [CODECS[dtype].decode(w) for dtype, w in zip(kernel.stored, words)]
+        made = kernel.element(values, reals[: len(found) - kept], *reals[len(found) - kept :])
+        value, is_kept = made if isinstance(made, tuple) else (made, None)
+        code = CODECS[kernel.written].encode(value)
+        if kernel.keeps:
+            is_zero = bit_and(code, SIZE[kernel.written.itemsize]) == ONE - ONE
+            code = select(is_kept & is_zero, bit_or(code, ONE), code)
+        codes = (code.number,)
+    return Traces(wide, tuple(x.number for x in found), element, codes)
+
+
+def run_by_torch(
+    kernel: Kernel, payloads: Sequence[Tensor], scales: Sequence[Tensor], numbers: Sequence[float]
+) -> list[Tensor]:
+    """Return the results of a kernel's traces on tensors: its payload if it has one, and the scales that it keeps."""
+    traces, kept = traces_of(kernel), kernel.counts[2]
+    device = (*payloads, *scales)[0].device
+    wide = [torch.full((), x, dtype=torch.float64, device=device) for x in numbers]
+    made, _ = run_on_tensors(traces.scales, [], dict(enumerate([*(s.double() for s in scales), *wide])), traces.made)
+    found = [x.to(torch.float32) for x in made]
+    if kernel.element is None:
+        return found
+    like = payloads[0]
+    words = [_words(x.expand(like.shape)) for x in payloads]
+    given = dict(enumerate([*words, *found[kept:], *numbers]))
+    ((code,), _) = run_on_tensors(traces.element, [], given, traces.codes)
+    bits = {1: torch.uint8, 2: torch.int16, 4: torch.int32}[kernel.written.itemsize]
+    out = torch.empty_like(like, dtype=kernel.written)
+    out.view(bits).copy_(code & 0xFF if bits == torch.uint8 else code)
+    return [out, *found[:kept]]
+
+
+def _words(x: Tensor) -> Tensor:
+    """Return a payload's bits as words, in the signed integers that hold them."""
+    bits = x.view({1: torch.uint8, 2: torch.int16, 4: torch.int32}[x.dtype.itemsize]).to(torch.int32)
+    return bits & 0xFFFF if x.dtype.itemsize == 2 else bits
+
+
+# Triton's form ---------------------------------------------------------------------------------------------------
+
+# How elements of a payload's dtype become words, and words become elements.
+_READ = {4: ".to(tl.uint32, bitcast=True)", 2: ".to(tl.uint16, bitcast=True).to(tl.uint32)", 1: ".to(tl.uint32)"}
+_REPEAT = """@triton.jit
+def repeat(program, period, BLOCK: tl.constexpr, same: tl.constexpr):
+    start = program.to(tl.int64) * BLOCK
+    if same:
+        return start + tl.arange(0, BLOCK)
+    else:
+        return ((start % period).to(tl.int32) + tl.arange(0, BLOCK)) % period"""
+_STORED = {
+    torch.float32: "{}.to(tl.float32, bitcast=True)",
+    torch.bfloat16: "{}.to(tl.uint16).to(tl.bfloat16, bitcast=True)",
+    torch.float16: "{}.to(tl.uint16).to(tl.float16, bitcast=True)",
+    torch.float8_e5m2: "{}.to(tl.uint8)",
+    torch.float8_e4m3fn: "{}.to(tl.uint8)",
+}
+
+
+def kernel_source(kernel: Kernel) -> str:
+    """Return the source of a Triton module, whose `kernel` takes payloads, scales, results, sizes and numbers."""
+    traces, (scales, numbers, kept) = traces_of(kernel), kernel.counts
+    made = [f"y{k}" for k in range(len(traces.made))]
+    given = [f"tl.load(s{k}).to(tl.float64)" for k in range(scales)]
+    given += [f"tl.full([], 1.0, tl.float64) * c{k}" for k in range(numbers)]
+    functions = function_sources("scales", traces.scales, traces.made)
+    lines = ["program = tl.program_id(0)", f"{', '.join(made)} = scales({', '.join([*given, 'None'])})"]
+    if kept:
+        lines += ["if program == 0:", *(f"    tl.store(r{k}, y{k}.to(tl.float32))" for k in range(kept))]
+    names = [*(f"s{k}" for k in range(scales)), *(f"r{k}" for k in range(kept)), *(f"c{k}" for k in range(numbers))]
+    if kernel.element is not None:
+        functions += [_REPEAT, *function_sources("element", traces.element, traces.codes)]
+        places = ("x0 + i", "x1 + repeat(program, period, BLOCK, same)")
+        words = [
+            f"tl.load({place}, mask=lanes, other=0){_READ[dtype.itemsize]}"
+            for place, dtype in zip(places, kernel.stored)
+        ]
+        elements = [*words, *(f"{y}.to(tl.float32)" for y in made[kept:]), *(f"c{k}" for k in range(numbers)), "None"]
+        lines += [
+            "i = program.to(tl.int64) * BLOCK + tl.arange(0, BLOCK)",
+            "lanes = i < n",
+            f"code = element({', '.join(elements)})",
+            f"tl.store(out + i, {_STORED[kernel.written].format('code')}, mask=lanes)",
+        ]
+        names = [*(f"x{k}" for k in range(len(words))), "out", "n", "period", *names]
+        names += ["same: tl.constexpr", "BLOCK: tl.constexpr"]
+    body = "\n".join(f"    {line}" for line in lines)
+    return module_source(functions, f"@triton.jit\ndef kernel({', '.join(names)}):\n{body}\n")
+
+
+@functools.cache
+def level_traces(dtype: torch.dtype) -> tuple[Trace, tuple[int, ...], Trace, tuple[int, ...]]:
+    """Return what measures an element of a payload, and what makes a scale of the whole, recorded."""
+    element = Trace(torch.float32)
+    measured = measure_element(CODECS[dtype].decode(element.emit("input", (), 0, "w32")))
+    wide, made = record(level_of, torch.float64, 5)
+    return element, tuple(x.number for x in measured), wide, tuple(x.number for x in made)
+
+
+def level_source(dtype: torch.dtype) -> str:
+    """Return the source of a Triton module: `measure` makes parts of a payload, and `level` a scale of these."""
+    element, measured, wide, made = level_traces(dtype)
+    functions = [*function_sources("element", element, measured), *function_sources("level_of", wide, made)]
+    return module_source(functions, _LEVEL.replace("READ", _READ[dtype.itemsize]))
+
+
+_LEVEL = """@triton.jit
+def measure(y, parts, n, programs, loops, BLOCK: tl.constexpr):
+    program = tl.program_id(0)
+    largest = tl.zeros([BLOCK], tl.float32)
+    squares = tl.zeros([BLOCK], tl.float64)
+    count = tl.zeros([BLOCK], tl.float32)
+    k = 0
+    while k < loops:
+        i = (program + k * programs).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+        size, square, one = element(tl.load(y + i, mask=i < n, other=0)READ, None)
+        largest = tl.maximum(largest, size)
+        squares += square
+        count += one
+        k += 1
+    tl.store(parts + program, tl.max(largest, axis=0).to(tl.float64))
+    tl.store(parts + programs + program, tl.sum(squares, axis=0))
+    tl.store(parts + 2 * programs + program, tl.sum(count.to(tl.float64), axis=0))
+
+
+@triton.jit
+def level(parts, out, programs, limit, zero_scale, BLOCK: tl.constexpr):
+    i = tl.arange(0, BLOCK)
+    lanes = i < programs
+    largest = tl.max(tl.load(parts + i, mask=lanes, other=0.0), axis=0)
+    squares = tl.sum(tl.load(parts + programs + i, mask=lanes, other=0.0), axis=0)
+    count = tl.sum(tl.load(parts + 2 * programs + i, mask=lanes, other=0.0), axis=0)
+    one = tl.full([], 1.0, tl.float64)
+    tl.store(out, level_of(largest, squares, count, one * limit, one * zero_scale, None).to(tl.float32))
+"""
+
+
+# what rules call -------------------------------------------------------------------------------------------------
+
+
+def engaged(x: Any) -> bool:
+    """Return whether what is computed of x now runs as Triton kernels: eagerly on CUDA, or interpreted if asked for."""
+    if type(x) is not Tensor or torch.compiler.is_dynamo_compiling():
+        return False
+    if torch._C._functorch.peek_interpreter_stack() is not None:  # whose tensors have no memory of their own
+        return False
+    device = x.device.type
+    return device in ("cuda", "cpu") and not _powers.is_concrete(x) and select_engine(device) == "triton"
+
+
+def finish(
+    y: Tensor,
+    scales: Sequence[Tensor],
+    storage: torch.dtype,
+    mode: str = "product",
+    number: float = 1.0,
+    factor: float = 1.0,
+) -> tuple[Tensor, Any]:
+    """Return a payload, y times two factors rounded once to a storage, and its scale.
+
+    Args:
+        y: a payload of any storage, or values in float32.
+        scales: at most three, and for "paired" four.
+        storage: of the result.
+        mode: "product": the scale is that of all scales and the number, within the range of scales, and the factor what
+            is beyond; "values": one scale, of values; "ratio": the second of two, of a payload under the first;
+            "factor": no scale, the factor is the product; "deviation": the smaller of the number and 1 / scale;
+            "paired": "product" without the last scale, divided by the product of the last two; "levelled": "product",
+            divided by the second scale; "brought": "ratio" with a factor of at most 2^100; "held": no scale and
+            no factors, finite elements stay within bfloat16's range under the scale, and as values.
+        number: a power of two.
+        factor: of the payload.
+    """
+    kernel = _finish_kernel(mode, len(scales), y.dtype, storage)
+    found = _run_kernel(kernel, (y,), tuple(scales), (number, factor))
+    return found[0], found[1] if kernel.counts[2] else None
+
+
+@functools.cache
+def _finish_kernel(mode: str, scales: int, stored: torch.dtype, written: torch.dtype) -> Kernel:
+    kept = int(mode not in ("factor", "held"))
+    element = hold_element if mode == "held" else finish_element
+    return Kernel("finish", _factors_of(mode), element, (scales, 2, kept), (stored,), written)
+
+
+@functools.cache
+def _factors_of(mode: str) -> Callable[..., tuple[Any, ...]]:
+    return lambda scales, number, factor: MODES[mode](scales, number)
+
+
+def add(
+    x: Tensor, y: Tensor, sx: Tensor, sy: Tensor, storage: torch.dtype, sign: float = 1.0, keep: bool = False
+) -> tuple[Tensor, Tensor]:
+    """Return x + sign y under the larger scale, which no stand-in for infinity decides, rounded once, and the scale.
+
+    Args:
+        x, y: payloads that `is_pair` accepts.
+        sx, sy: their scales.
+        storage: of the result; float16 or eight bits if numbers are kept.
+        sign: 1 or -1.
+        keep: whether sums of numbers of one sign become the smallest number instead of 0.
+    """
+    kernel = Kernel("add", larger_scale, add_elements, (2, 1, 1), (x.dtype, y.dtype), storage, keep)
+    payload, scale = _run_kernel(kernel, (x, y), (sx, sy), (sign,))
+    return payload, scale
+
+
+def affine(
+    y: Tensor, base: Tensor, scales: tuple[Tensor, Tensor, Tensor], storage: torch.dtype,
+    beta: float, beta_power: float, alpha: float, power: float,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """Return beta base + alpha y rounded once, with y a product's payload, and its scale.
+
+    Args:
+        y, base: payloads that `is_pair` accepts.
+        scales: of base, and of the two factors of the product.
+        storage: of the result.
+        beta, alpha: numbers.
+        beta_power, power: powers of two next to beta, and next to alpha times what brings the product back.
+    """
+    kernel = Kernel("affine", affine_scale, affine_element, (3, 4, 1), (y.dtype, base.dtype), storage)
+    payload, scale = _run_kernel(kernel, (y, base), scales, (beta, beta_power, alpha, power))
+    return payload, scale
+
+
+def affine_factors(s_base: Tensor, sa: Tensor, sb: Tensor, beta_power: float, power: float) -> Any:
+    """Return the scale of beta base + alpha a b, and the factors that bring the payloads of base and a b under it."""
+    kernel = Kernel("affine_factors", affine_scale, None, (3, 4, 3))
+    return _run_kernel(kernel, (), (s_base, sa, sb), (0.0, beta_power, 0.0, power))
+
+
+def level(y: Tensor, storage: torch.dtype, zero_scale: float) -> Tensor:
+    """Return the power of two next to the root mean square of finite non-zero elements, or what the largest needs.
+
+    Args:
+        y: a payload with elements.
+        storage: for which the largest element needs it.
+        zero_scale: what is returned where there is no such element.
+    """
+    limit = torch.finfo(storage).max
+
+    def launch(kernels: dict[str, Any], y: Tensor) -> list[Tensor]:
+        y = _dense(y)
+        blocks = -(-y.numel() // BLOCK)
+        programs = min(blocks, PARTS)
+        parts = torch.empty(3 * programs, dtype=torch.float64, device=y.device)
+        out = torch.empty((), dtype=torch.float32, device=y.device)
+        loops = -(-blocks // programs)
+        kernels["measure"][(programs,)](_bytes(y), parts, y.numel(), programs, loops, BLOCK, **OPTIONS)
+        kernels["level"][(1,)](parts, out, programs, limit, zero_scale, PARTS, **OPTIONS)
+        return [out]
+
+    def by_torch(y: Tensor) -> list[Tensor]:
+        element, measured, wide, made = level_traces(y.dtype)
+        (size, square, one), _ = run_on_tensors(element, [], {0: _words(y)}, measured)
+        whole = [size.amax().double(), square.sum(), one.sum(dtype=torch.float64)]
+        whole += [torch.full((), x, dtype=torch.float64, device=y.device) for x in (limit, zero_scale)]
+        return [run_on_tensors(wide, [], dict(enumerate(whole)), made)[0][0].to(torch.float32)]
+
+    key = ("level", y.dtype, storage)
+    found: Tensor = _run(key, lambda: load_module(level_source(y.dtype)), launch, by_torch, (y,), ())[0]
+    return found
+
+
+def is_pair(x: Tensor, y: Tensor) -> bool:
+    """Return whether two payloads lie alike, or the second repeats along the first."""
+    if x.shape == y.shape:
+        return x.stride() == y.stride() and _is_dense(x)
+    is_suffix = 0 < y.dim() <= x.dim() and x.shape[x.dim() - y.dim() :] == y.shape
+    return is_suffix and x.is_contiguous() and y.is_contiguous()
+
+
+def _run_kernel(
+    kernel: Kernel, payloads: tuple[Tensor, ...], scales: tuple[Tensor, ...], numbers: tuple[float, ...]
+) -> list[Tensor]:
+    """Return a kernel's payload, if it has one, and the scales that it keeps."""
+    same = len(payloads) < 2 or payloads[0].shape == payloads[1].shape
+
+    def launch(module: dict[str, Any], *given: Tensor) -> list[Tensor]:
+        held, scales = [_dense(x) for x in given[: len(payloads)]], given[len(payloads) :]
+        made = [torch.empty((), dtype=torch.float32, device=given[0].device) for _ in range(kernel.counts[2])]
+        if not held:
+            module["kernel"][(1,)](*scales, *made, *numbers, **OPTIONS)
+            return made
+        out = torch.empty_like(held[0], dtype=kernel.written)
+        count, period = held[0].numel(), held[-1].numel()
+        grid = (max(1, -(-count // BLOCK)),)
+        arrays = map(_bytes, (*held, out))
+        module["kernel"][grid](*arrays, count, period, *scales, *made, *numbers, same, BLOCK, **OPTIONS)
+        return [out, *made]
+
+    def by_torch(*given: Tensor) -> list[Tensor]:
+        return run_by_torch(kernel, given[: len(payloads)], given[len(payloads) :], numbers)
+
+    return _run(
+        (kernel.name, kernel, same), lambda: load_module(kernel_source(kernel)), launch, by_torch, payloads, scales
+    )
+
+
+def _run(
+    key: tuple[Any, ...],
+    build: Callable[[], Any],
+    launch: Callable[..., list[Tensor]],
+    by_torch: Callable[..., list[Tensor]],
+    payloads: tuple[Tensor, ...],
+    scales: tuple[Tensor, ...],
+) -> list[Tensor]:
+    """Launch a kernel, compared with torch's form before its first use on a device; else run that."""
+    device = scales[0].device if not payloads else payloads[0].device
+    if any(x.device != device for x in (*payloads, *scales)):
+        return by_torch(*payloads, *scales)  # torch says which lies where
+
+    def trial(run: Callable[..., list[Tensor]], device: torch.device) -> list[Tensor]:
+        with on_device(device):
+            return [x.cpu() for x in run(*(x.to(device) for x in _fixed(payloads, len(scales))))]
+
+    module = ready(
+        key,
+        f"{key[0]} of scaled tensors",
+        device,
+        build,
+        lambda module, device: trial(functools.partial(launch, module), device),
+        lambda: trial(by_torch, torch.device("cpu")),
+    )
+    if module is None:
+        return by_torch(*payloads, *scales)
+    with on_device(device):
+        return launch(module, *payloads, *scales)
+
+
+def _fixed(payloads: tuple[Tensor, ...], scales: int) -> list[Tensor]:
+    """Return fixed payloads of the same dtypes, the second repeating if it does, and scales."""
+    generator = torch.Generator().manual_seed(0)
+    found: list[Tensor] = []
+    for x in payloads:
+        shape = (ROWS, COLUMNS) if not found or x.shape == payloads[0].shape else (COLUMNS,)
+        values = torch.empty(shape, dtype=torch.float32, device="cpu").normal_(generator=generator)
+        values *= torch.empty_like(values).uniform_(-24, 20, generator=generator).exp2()
+        values.view(-1)[: len(SPECIAL)] = torch.tensor(SPECIAL, dtype=torch.float32, device="cpu")
+        finite = values.clamp(-torch.finfo(x.dtype).max, torch.finfo(x.dtype).max)
+        values = torch.where(values.isinf(), values, finite)
+        found.append((values.flip(-1) if found else values).to(x.dtype))
+    return found + [
+        torch.full((), power, dtype=torch.float32, device="cpu") for power in (2.0**-3, 2.0**5, 2.0, 2.0**-2)[:scales]
+    ]
+
+
+def _is_dense(x: Tensor) -> bool:
+    """Return whether elements fill their memory, in whatever order, so that kernels can go along it."""
+    if x.is_contiguous():
+        return True
+    step = 1
+    for stride, size in sorted(zip(x.stride(), x.shape)):
+        if size != 1 and stride != step:
+            return False
+        step *= size
+    return True
+
+
+def _dense(x: Tensor) -> Tensor:
+    return x if _is_dense(x) else x.contiguous()
+
+
+def _bytes(x: Tensor) -> Tensor:
+    return x.view(torch.uint8) if x.dtype.itemsize == 1 else x

@@ -1,1 +1,0 @@
-"""Arithmetic on payloads and scales in one launch where they lie on an accelerator."""
