@@ -15,7 +15,7 @@ from .._device_function import STREAM
 from .._trace import COPIES, Piece, Trace
 from ._builder import VectorBuilder, scalar_of
 from ._instructions import Instructions
-from ._machine_function import machine_function
+from ._machine_function import Kernel, machine_function
 from ._phases import Phases, Stages, in_turns, with_operands
 from ._processor import vector_bits
 
@@ -83,7 +83,7 @@ class Table:
         return repr((self.trace.digest(), sorted(self.trace.rare), counts, digest, told))
 
 
-def compile_table(name: str, table: Table) -> Callable[..., None]:
+def compile_table(name: str, table: Table) -> Kernel:
     """Return the function (first and last chunk, addresses of chunks, pointers, rows, constants, keys, sums, digests).
 
     The arrays are int64 (chunks, 4), int64 (rows, columns), int64 (rows,): the row of a row's constants, then numbers
