@@ -131,7 +131,8 @@ def _compiled(arguments: int, write: Callable[..., None]) -> bytes:
     function = ir.Function(module, ir.FunctionType(ir.VoidType(), [ir.IntType(64)]), _SYMBOL)
     function.attributes.add("nounwind")
     vectors = VectorBuilder(ir.IRBuilder(function.append_basic_block("entry")))
-    write(vectors, *(vectors.load_word(function.args[0], k) for k in range(arguments)))
+    vectors.arguments = function.args[0]
+    write(vectors, *(vectors.load_word(vectors.arguments, k) for k in range(arguments)))
     vectors.b.ret_void()
     parsed = binding.parse_assembly(str(module))
     _free_pass_managers()

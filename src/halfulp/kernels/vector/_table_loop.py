@@ -92,6 +92,20 @@ def compile_table(name: str, table: Table) -> Kernel:
     return machine_function(name, table.key(), _ARGUMENTS, lambda b, *values: _TableLoop(b.b, table).build(*values))
 
 
+def compile_row(name: str, table: Table) -> Kernel:
+    """Return the function (first and last chunk, addresses of chunks and constants, 0, key, pointers) of a single row.
+
+    As `compile_table`, without sums and digests.
+    """
+
+    def write(b: VectorBuilder, first, last, chunks, constants, *_) -> None:
+        row, key, pointers = (b.b.add(b.arguments, b.word(8 * k)) for k in (4, 5, 6))
+        nothing = b.word(0)
+        _TableLoop(b.b, table).build(first, last, chunks, pointers, row, constants, key, nothing, nothing)
+
+    return machine_function(name, f"row {table.key()}", 6 + table.columns, write)
+
+
 class _TableLoop(VectorBuilder):
     """Writes the loop."""
 
