@@ -7,6 +7,7 @@ import torch
 
 from halfulp._torch_versions import find_dtype
 from halfulp.kernels import KernelMismatchError, check_bits, same_bits
+from halfulp.kernels.vector._machine_function import Kernel
 from halfulp.rounding import _kernels, _quantize, quantize
 
 DTYPES = {x for x in vars(torch).values() if isinstance(x, torch.dtype)}
@@ -86,8 +87,10 @@ def test_check_bits():
 
 def test_a_wrong_kernel_raises(monkeypatch):
     monkeypatch.setattr(_kernels, "_checked", set())
-    monkeypatch.setattr(_kernels, "_kernel", lambda *arguments: lambda *arguments: None)
+    idle = Kernel(lambda packed: None, lambda *arguments: b"")
+    monkeypatch.setattr(_kernels, "_kernel", lambda *arguments: idle)
     _kernels.prepare.cache_clear()
     _quantize._plan_at_once.cache_clear()
+    monkeypatch.setattr(_quantize, "_latest", (None,) * 5)
     with pytest.raises(KernelMismatchError, match="quantize"):
         quantize(torch.randn(10), "bf16")

@@ -20,7 +20,13 @@ ENGINES = ("auto", "llvm", "triton", "reference")
 _UNKNOWN = f"is unknown: the processor's compiled kernels are called 'llvm' now; choose one of {', '.join(ENGINES)}"
 _notes: Counter[tuple[str, str]] = Counter()
 _requested = "auto"
-_here = threading.local()
+
+
+class _Here(threading.local):
+    reference = False
+
+
+_here = _Here()
 
 
 def note(kind: str, text: str) -> None:
@@ -69,7 +75,7 @@ def engine(name: str) -> Iterator[None]:
 @contextlib.contextmanager
 def reference_in_this_thread() -> Iterator[None]:
     """Run by plain torch inside a block, in this thread alone, whatever engine was asked for."""
-    before, _here.reference = getattr(_here, "reference", False), True
+    before, _here.reference = _here.reference, True
     try:
         yield
     finally:
@@ -95,9 +101,7 @@ def choose_engine(device: str) -> tuple[str, str]:
 
     It counts nothing and warns of nothing. Raises as `select_engine` does.
     """
-    if getattr(_here, "reference", False):
-        return "reference", ""
-    wish = _requested if _requested != "auto" else _asked()
+    wish = _wish()
     if wish not in ENGINES:
         raise ValueError(f"HALFULP_ENGINE={wish!r} {_UNKNOWN}; {ENVIRONMENT}")
     if wish == "triton" or (wish == "auto" and device == "cuda"):
@@ -117,10 +121,17 @@ _variables = getattr(os.environ, "_data", None)
 _variable = getattr(os.environ, "encodekey", str)("HALFULP_ENGINE")
 
 
-def _asked() -> str:
-    """Return the environment's engine."""
-    is_set = _variables is None or _variable in _variables
-    return os.environ.get("HALFULP_ENGINE", "auto") if is_set else "auto"
+def _wish() -> str:
+    """Return the engine that was asked for: in this thread, in this process, or in the environment."""
+    if _here.reference:
+        return "reference"
+    is_set = _requested == "auto" and (_variables is None or _variable in _variables)
+    return os.environ.get("HALFULP_ENGINE", "auto") if is_set else _requested
+
+
+def allows_machine_code() -> bool:
+    """Return whether nobody asked for another engine on the processor, whether or not there is a compiler."""
+    return _wish() in ("auto", "llvm")
 
 
 def _triton(device: str, wish: str) -> tuple[str, str]:

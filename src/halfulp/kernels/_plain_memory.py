@@ -6,10 +6,11 @@ import torch
 from torch import Tensor
 
 from .._messages import a_kind
-from ._canary import undisturbed
 
 _PLAIN = frozenset((Tensor, torch.nn.Parameter))
 _TRACED = frozenset(("FakeTensor", "FunctionalTensor"))
+_dispatch_modes, _function_modes = torch._C._len_torch_dispatch_stack, torch._C._len_torch_function_stack
+_tracing_state, _interpreters = torch._C._get_tracing_state, torch._C._functorch.peek_interpreter_stack
 
 
 def address(x: Tensor) -> int:
@@ -24,33 +25,21 @@ def address(x: Tensor) -> int:
     return at
 
 
-@undisturbed()
-def _plain_keys() -> frozenset[int]:
-    """Return the dispatch keys of CPU tensors whose memory holds their values, with and without autograd's.
-
-    There is none of a sign, of zeros not written out, of a layout, of a transform or of a class of one's own.
-    """
-    kept = torch.empty(0, dtype=torch.float32, device="cpu")
-    with torch.inference_mode():
-        without = torch.empty(0, dtype=torch.float32, device="cpu")
-    return frozenset(torch._C._dispatch_keys(one).raw_repr() for one in (kept, without))
-
-
-_KEYS = _plain_keys()
-_dispatch_keys = torch._C._dispatch_keys
-
-
 def plain_address(x: Tensor) -> int:
     """Return the address of a contiguous plain CPU tensor's elements; 0 for any other tensor, and for an empty one.
 
-    It holds where no mode of torch watches functions.
+    It holds where no mode of torch watches functions, and for floating-point dtypes: others may be conjugate or
+    quantized.
 
     >>> plain_address(torch.ones(3)) > 0, plain_address(torch.ones(2, 3).t()), plain_address(torch.ones(3).to_sparse())
     (True, 0, 0)
     """
-    if type(x) not in _PLAIN or _dispatch_keys(x).raw_repr() not in _KEYS:
+    if type(x) not in _PLAIN or not x.is_cpu or x.is_neg() or x.is_nested:
         return 0
-    return x.data_ptr() if x.is_contiguous() else 0
+    try:
+        return x.data_ptr() if x.is_contiguous() else 0
+    except RuntimeError:  # sparse, or one of torch.func's
+        return 0
 
 
 def is_watched() -> bool:
@@ -59,13 +48,7 @@ def is_watched() -> bool:
     >>> is_watched()
     False
     """
-    c = torch._C
-    return bool(
-        c._len_torch_dispatch_stack()
-        or c._len_torch_function_stack()
-        or c._get_tracing_state() is not None
-        or c._functorch.peek_interpreter_stack() is not None
-    )
+    return bool(_dispatch_modes() or _function_modes() or _tracing_state() is not None or _interpreters() is not None)
 
 
 def plain(x: Tensor, what: str = "a tensor") -> Tensor:

@@ -128,6 +128,11 @@ def adder(w, a, u, c):
     return as_word((as_real(a) + large) - large)
 
 
+def saturating_adder(w, a, u, c):
+    """Device function: the same of a magnitude that is at most the largest number."""
+    return adder(w, choose(a < c[LARGEST], a, c[LARGEST]), u, c)
+
+
 def packed(w, a, u, c):
     """Device function: a word loses bits by its exponent; below the smallest number the choice is between it and 0."""
     e = right(a, c[FIELD])
@@ -290,6 +295,11 @@ def saturated(w, a, r, c):
 def limited_by_input(w, a, r, c):
     """Device function: the same decided on the input, where rounding to nearest tells from there."""
     r = choose(a > c[LIMIT], c[OVERFLOW], r)
+    return choose(a > c[INFINITY], c[NAN], r)
+
+
+def nan_kept(w, a, r, c):
+    """Device function: NaN stays."""
     return choose(a > c[INFINITY], c[NAN], r)
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from array import array
 from collections.abc import Callable, Hashable
 from functools import cache, lru_cache
 from typing import NamedTuple
@@ -15,14 +14,14 @@ from ..kernels import (
     address,
     check_bits,
     chunks,
-    plain_address,
     require_same_bits,
     run_chunks,
     select_engine,
 )
 from ..kernels._engine import reference_in_this_thread
-from ..kernels.vector._machine_function import address_of
-from ..kernels.vector._table_loop import compile_table
+from ..kernels._subnormals import flushes
+from ..kernels.vector._machine_function import Kernel, address_of
+from ..kernels.vector._table_loop import compile_row
 from ._kernel_constants import WORD32, WORD64, constants, layout_for
 from ._reference import by_reference
 from ._table import FIXED_KEY, fixed_elements, rounding_table
@@ -79,11 +78,13 @@ class Plan(NamedTuple):
         kernel: takes chunks and addresses.
         words: the constants.
         at: their address.
+        size: bytes of an element.
     """
 
-    kernel: Callable[..., None]
+    kernel: Kernel
     words: np.ndarray
     at: int
+    size: int
 
 
 def engine_for(x: torch.Tensor) -> str:
@@ -91,47 +92,16 @@ def engine_for(x: torch.Tensor) -> str:
     return select_engine(x.device.type) if x.device.type in ("cpu", "cuda") else "reference"
 
 
-def run_at_once(x: torch.Tensor, source: int, plan: Plan, key: int, out: torch.Tensor | None) -> torch.Tensor | None:
-    """Round plain memory on the processor without torch's dispatcher, which takes longer than a small tensor.
-
-    Args:
-        x: plain.
-        source: its address.
-        plan: of x's dtype.
-        key: of the random bits.
-        out: where the result goes; None for a new tensor.
-
-    Returns:
-        The result; None where the operator is needed, as `out` is not plain or does not fit.
-    """
-    count = x.numel()
-    if out is None:
-        out = torch.empty_like(x)
-        if goal := plain_address(out):
-            _call(plan, source, goal, count, key)
-        return out if goal else None
-    goal = plain_address(out)
-    if not goal or out.dtype is not x.dtype or out.shape != x.shape or out.requires_grad:
-        return None
-    if out.is_inference() and not torch.is_inference_mode_enabled():
-        return None
-    if source != goal and abs(source - goal) < count * x.dtype.itemsize:
-        return None
-    _call(plan, source, goal, count, key)
-    note_write(out)
-    return out
-
-
 def note_write(out: torch.Tensor) -> None:
     """Increment the version of a tensor whose memory a kernel has written, by which autograd and optimizers see it."""
     if not out.is_inference():
-        torch.autograd.graph.increment_version(out)
+        _increment_version((out,))
 
 
 def _run_compiled(x: torch.Tensor, target: Target, key: int, out: torch.Tensor) -> None:
     if x.numel() == 0:
         return
-    _call(prepare(target, x.dtype), address(x), address(out), x.numel(), key)
+    round_memory(prepare(target, x.dtype), address(x), address(out), x.numel(), key)
 
 
 @lru_cache(maxsize=1024)
@@ -139,21 +109,24 @@ def prepare(target: Target, dtype: torch.dtype) -> Plan:
     """Return the plan of rounding tensors of a dtype by a compiled kernel."""
     known = constants(target, WORD64 if dtype == torch.float64 else WORD32)
     kernel = _kernel(dtype, target.mode, known[:3])
-    plan = Plan(kernel, known.words, address_of(known.words))
+    plan = Plan(kernel, known.words, address_of(known.words), dtype.itemsize)
     _check(plan, dtype, target, known[:3])
     return plan
 
 
 @cache
-def _kernel(dtype: torch.dtype, mode: int, kind: tuple[str, bool, bool]) -> Callable:
-    return compile_table(f"quantize_{kind[0]}", rounding_table(dtype, mode, kind))
+def _kernel(dtype: torch.dtype, mode: int, kind: tuple[str, bool, bool]) -> Kernel:
+    return compile_row(f"quantize_{kind[0]}", rounding_table(dtype, mode, kind))
 
 
-def _call(plan: Plan, source: int, goal: int, count: int, key: int) -> None:
+def round_memory(plan: Plan, source: int, goal: int, count: int, key: int) -> None:
+    """Round so many elements from one address to another."""
     lengths, table = _table(count)
-    numbers = array("Q", (source, goal, key, 0))
-    pointers = numbers.buffer_info()[0]
-    run_chunks(plan.kernel, lengths, table, pointers, pointers + 24, plan.at, pointers + 16, 0, 0)
+    key = key - (key >> 63 << 64)
+    if len(lengths) == 1 and not flushes():
+        plan.kernel.run(plan.kernel.pack(0, 1, table, plan.at, 0, key, source, goal))
+    else:
+        run_chunks(plan.kernel, lengths, table, plan.at, 0, key, source, goal)
 
 
 def collide(x: torch.Tensor, out: torch.Tensor) -> bool:
@@ -169,6 +142,7 @@ def _table(numel: int) -> tuple[np.ndarray, int]:
     return table[:, 2], address_of(table)
 
 
+_increment_version = torch._C._increment_version  # torch.autograd.graph's, which first asks what it was given
 _checked: set = set()
 
 
@@ -180,7 +154,7 @@ def _check(plan: Plan, dtype: torch.dtype, target: Target, kind: tuple[str, bool
 
     def fast() -> list[torch.Tensor]:
         out = torch.empty_like(x)
-        _call(plan, address(x), address(out), x.numel(), FIXED_KEY)
+        round_memory(plan, address(x), address(out), x.numel(), FIXED_KEY)
         return [out]
 
     check_bits(f"quantize ({dtype}, {kind[0]})", fast, lambda: [by_reference(x, target, FIXED_KEY)])

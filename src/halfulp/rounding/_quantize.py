@@ -9,10 +9,10 @@ import torch
 
 from ..formats import BlockFormat, Format, block_names, get, get_block
 from ..kernels import define_operator, plain_address, untraced
-from ..kernels._engine import choose_engine
+from ..kernels._engine import allows_machine_code, choose_engine
 from ..kernels._plain_memory import is_watched, refuse
 from ._graph_constants import traced_target
-from ._kernels import Plan, collide, is_widened, note_write, prepare, run, run_at_once
+from ._kernels import Plan, collide, is_widened, note_write, prepare, round_memory, run
 from ._modes import Nearest, Rounding, Stochastic, drawn_key, get_rounding
 from ._random_bits import mix64
 from ._target import DTYPES, STOCHASTIC, Target, make_target
@@ -89,11 +89,18 @@ def _at_once(
     counter: int,
     out: torch.Tensor | None,
 ) -> torch.Tensor | None:
-    """Round plain memory on the processor where nothing watches what runs; None where the operator is needed."""
+    """Round plain memory on the processor without torch's dispatcher, which takes longer than a small tensor.
+
+    None where the operator is needed: something watches what runs, a tensor is not plain, or `out` does not fit.
+    """
     source = 0 if is_watched() else plain_address(x)
-    if not source or choose_engine("cpu")[0] != "llvm":
+    if not source or not allows_machine_code():
         return None
-    plan = _plan_at_once(format, rounding, overflow, x.dtype)
+    global _latest
+    dtype, (made_for, mode, policy, of, plan) = x.dtype, _latest
+    if made_for is not format or mode is not rounding or policy is not overflow or of is not dtype:
+        plan = _plan_at_once(format, rounding, overflow, dtype)
+        _latest = format, rounding, overflow, dtype, plan
     if plan is None:
         return None
     key = 0
@@ -101,7 +108,25 @@ def _at_once(
         if type(counter) is not int or not -(2**63) <= counter < 2**63:
             return None
         key = mix64(rounding.signed_seed, counter)
-    return run_at_once(x, source, plan, key, out)
+    count = x.numel()
+    if out is None:
+        out = torch.empty_like(x)
+        round_memory(plan, source, out.data_ptr(), count, key)
+        return out
+    goal = source
+    if out is not x:
+        goal = plain_address(out)
+        if not goal or out.dtype is not dtype or out.shape != x.shape or 0 < abs(source - goal) < count * plan.size:
+            return None
+    if out.requires_grad or (out.is_inference() and not torch.is_inference_mode_enabled()):
+        return None
+    round_memory(plan, source, goal, count, key)
+    note_write(out)
+    return out
+
+
+# The last call's format, rounding, overflow, dtype, and plan: hashing a format takes as long as rounding 1,000 elements.
+_latest: tuple[object, object, object, object, Plan | None] = (None, None, None, None, None)
 
 
 @lru_cache(maxsize=1024)
@@ -109,7 +134,7 @@ def _plan_at_once(format: AnyFormat, rounding: Rounding, overflow: str | None, d
     """Return the plan of rounding without an operator; None where one is needed, which also says what is wrong."""
     if isinstance(format, BlockFormat) or names_block(format) or dtype not in DTYPES:
         return None
-    if isinstance(rounding, Stochastic) and rounding.seed is None:
+    if (isinstance(rounding, Stochastic) and rounding.seed is None) or choose_engine("cpu")[0] != "llvm":
         return None
     target = _remembered(format, rounding, overflow, dtype)
     return None if target is None or is_widened(target, dtype) else prepare(target, dtype)

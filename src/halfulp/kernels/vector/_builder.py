@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator
+from typing import Any
 
 import torch
 
@@ -15,7 +16,12 @@ class VectorBuilder:
 
     Args:
         builder: llvmlite's, at the place where the instructions go.
+
+    Attributes:
+        arguments: the address of a whole function's arguments, words of 64 bits.
     """
+
+    arguments: Any
 
     def __init__(self, builder) -> None:
         from llvmlite import ir

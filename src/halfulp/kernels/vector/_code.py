@@ -13,12 +13,12 @@ from typing import Any
 from .._trace import Piece
 from ._builder import VectorBuilder, lanes_of, scalar_of
 from ._instructions import Instructions
-from ._machine_function import machine_function
+from ._machine_function import Kernel, machine_function
 
 _REVERSED = {"<": ">", ">": "<", "<=": ">=", ">=": "<=", "==": "==", "!=": "!="}
 
 
-def compile_code(name: str, key: str, arguments: int, write: Callable[..., None]) -> Callable[..., None]:
+def compile_code(name: str, key: str, arguments: int, write: Callable[..., None]) -> Kernel:
     """Return a compiled function of so many integers of 64 bits, addresses mostly.
 
     Args:

@@ -13,7 +13,7 @@ from .._trace import Trace
 from ._builder import VectorBuilder, scalar_of, size_of
 from ._half import float_to_half
 from ._instructions import Instructions, hidden_one
-from ._machine_function import machine_function
+from ._machine_function import Kernel, machine_function
 from ._processor import has_fused_vectors, vector_bits
 
 LANES = 32  # neighbours that a broadcast operand repeats: the widest step of any kernel
@@ -44,7 +44,7 @@ def compile_trace(
     stored: Sequence[torch.dtype],
     written: Sequence[torch.dtype],
     quick: Quick | None = None,
-) -> Callable:
+) -> Kernel:
     """A function (first row, last row, table address) that runs a trace on rows of elements.
 
     Args:
@@ -65,7 +65,7 @@ def compile_trace(
     return compile_rows(name, key, lambda builder, *values: _Loop(builder, *given).build(*values))
 
 
-def compile_rows(name: str, key: str, emit: Callable) -> Callable:
+def compile_rows(name: str, key: str, emit: Callable) -> Kernel:
     """A function (first row, last row, table address) of the instructions that emit(builder, *these) writes."""
     return machine_function(f"{name}_{key[:16]}", key, 3, lambda b, *values: emit(b.b, *values))
 

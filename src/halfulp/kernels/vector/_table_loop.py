@@ -15,7 +15,7 @@ from .._device_function import STREAM
 from .._trace import COPIES, Piece, Trace
 from ._builder import VectorBuilder, scalar_of
 from ._instructions import Instructions
-from ._machine_function import machine_function
+from ._machine_function import Kernel, machine_function
 from ._phases import Phases, Stages, in_turns, with_operands
 from ._processor import vector_bits
 
@@ -83,13 +83,27 @@ class Table:
         return repr((self.trace.digest(), sorted(self.trace.rare), counts, digest, told))
 
 
-def compile_table(name: str, table: Table) -> Callable[..., None]:
+def compile_table(name: str, table: Table) -> Kernel:
     """Return the function (first and last chunk, addresses of chunks, pointers, rows, constants, keys, sums, digests).
 
     The arrays are int64 (chunks, 4), int64 (rows, columns), int64 (rows,): the row of a row's constants, then numbers
     (rows of constants, constants), uint64 (rows,): keys, float64 (chunks, `table.sums`) and uint64 (chunks,).
     """
     return machine_function(name, table.key(), _ARGUMENTS, lambda b, *values: _TableLoop(b.b, table).build(*values))
+
+
+def compile_row(name: str, table: Table) -> Kernel:
+    """Return the function (first and last chunk, addresses of chunks and constants, 0, key, pointers) of a single row.
+
+    As `compile_table`, without sums and digests.
+    """
+
+    def write(b: VectorBuilder, first, last, chunks, constants, *_) -> None:
+        row, key, pointers = (b.b.add(b.arguments, b.word(8 * k)) for k in (4, 5, 6))
+        nothing = b.word(0)
+        _TableLoop(b.b, table).build(first, last, chunks, pointers, row, constants, key, nothing, nothing)
+
+    return machine_function(name, f"row {table.key()}", 6 + table.columns, write)
 
 
 class _TableLoop(VectorBuilder):
