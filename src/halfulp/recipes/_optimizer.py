@@ -164,7 +164,7 @@ def _state(recipe: Recipe, kind: type[Optimizer], hyper: dict[str, Any]) -> obje
     if recipe.state_dtype is None:
         return None
     chosen: Any = recipe.state_dtype
-    if chosen not in ("8bit", "fp8", *described("state store")):
+    if chosen not in ("8bit", "4bit", "fp8", *described("state store")):
         chosen = torch.float32 if chosen == recipe.format else getattr(torch, chosen)
     held = _states(kind, hyper)
     left = set() if chosen == torch.float32 else {state.name for state in held if state.exact}
