@@ -186,19 +186,13 @@ PARTS = ("step", "model")
 # a row ------------------------------------------------------------------------------------------------------
 
 
-def stepper(model, run, optimizer, scaler):
+def stepper(run, optimizer, scaler):
     """One function of forward, backward and step."""
+    from halfulp.recipes._optimizer import step_by
 
     def step(batch):
         loss = run(**batch)["loss"]
-        if scaler is None:
-            loss.backward()
-            optimizer.step()
-        else:
-            scaler.scale(loss).backward()
-            scaler.step(optimizer)
-            scaler.update()
-        optimizer.zero_grad()
+        step_by(loss, optimizer, scaler)
         return loss
 
     return step
@@ -214,7 +208,7 @@ def curve(name: str, how: str, part: str | None, backend: str) -> list[float]:
     optimizer, scaler = technique(how, model)
     compiler = backend if scaler is None else scaler.backend(backend)
     run = torch.compile(model, backend=compiler) if part == "model" else model
-    step = stepper(model, run, optimizer, scaler)
+    step = stepper(run, optimizer, scaler)
     if part == "step":
         step = torch.compile(step, backend=compiler)
     losses = []

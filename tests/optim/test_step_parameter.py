@@ -5,6 +5,7 @@ import torch
 
 import halfulp as hu
 from halfulp.kernels import same_bits
+from halfulp.optim.step._roster import Roster
 
 STEPS = 4
 
@@ -77,6 +78,17 @@ def test_steps_of_both_kinds_follow_each_other():
     _train(other, optimizers[1], False)
     _train(other, optimizers[1], False)
     assert all(same_bits(a.detach(), b.detach()) for a, b in zip(one.parameters(), other.parameters(), strict=True))
+
+
+def test_a_step_of_one_parameter_looks_at_no_other_ones_states(monkeypatch):
+    weights = [torch.nn.Parameter(torch.ones(4).bfloat16()) for _ in range(5)]
+    optimizer = hu.optim.AdamW(weights)
+    looked_at, make = [], Roster.of
+    monkeypatch.setattr(Roster, "of", lambda *given: looked_at.append(len(given[4])) or make(*given))
+    for weight in weights:
+        weight.grad = torch.ones_like(weight)
+        optimizer.step_param(weight, optimizer.param_groups[0])
+    assert looked_at == [0] * 5
 
 
 def test_a_parameter_without_a_gradient_stays():

@@ -188,3 +188,13 @@ def test_what_the_recipe_chooses_is_no_option(seed: int) -> None:
         recipes.optimizer(model, "AdamW", state_dtype="8bit")
     with pytest.raises(ValueError, match=r"recipe\.replace\(weight_update=\.\.\.\)"):
         recipes.optimizer(model, "AdamW", weight_update="kahan")
+
+
+def test_muon_steps_matrices_and_adamw_the_rest(seed):
+    ours, optimizer = converted(recipes.get("bf16-split8"), torch.nn.Sequential(torch.nn.Linear(4, 3)), "Muon", lr=1e-2)
+    ours(torch.ones(2, 4)).float().square().mean().backward()
+    optimizer.step()
+    found = [(group["use_muon"], group["param_names"]) for group in optimizer.param_groups]
+    assert found == [(True, ["0.weight"]), (False, ["0.bias"])]
+    assert "exp_avg_sq" in optimizer.state[ours[0].bias]
+    assert "momentum_buffer" in optimizer.state[ours[0].weight]

@@ -14,6 +14,7 @@ from torch import nn
 from .. import formats, mctensor, optim, recipes, rounding
 from .._names import unknown
 from ..optim.weight_updates._weight_update import REGISTRY
+from ..recipes._optimizer import step_by
 from ..rounding._modes import MODES
 
 _NARROW = (torch.bfloat16, torch.float16)
@@ -104,14 +105,7 @@ def _train(recipe: recipes.Recipe, name: str, options: dict[str, Any]) -> None:
     for interval in (0, 1):
         optimizer = recipes.optimizer(model, name, lr=1e-3, report_interval=interval, **options)
         loss = model(torch.arange(4, dtype=torch.int64, device="cpu")).float().square().mean()
-        if scaler is None:
-            loss.backward()
-            optimizer.step()
-        else:
-            scaler.scale(loss).backward()
-            scaler.step(optimizer)
-            scaler.update()
-        optimizer.zero_grad()
+        step_by(loss, optimizer, scaler)
 
 
 def _roundings() -> Iterator[Job]:

@@ -60,21 +60,10 @@ class OptimizerFactory:
         for (name, parameter), plain in zip(trained, plain_names(name for name, _ in trained), strict=True):
             groups[name not in decaying]["params"].append((plain, parameter))
         groups = [group for group in groups if group["params"]]
-        if self.rule == "Muon":
-            groups = [part for group in groups for part in _by_dimension(group)]
         if isinstance(self.rule, str):
-            return optim.OPTIMIZERS[self.rule](groups, **options)
+            kind = optim.OPTIMIZERS[self.rule]
+            return kind(kind.split_groups(groups), **options)
         return optim.wrap(self.rule, groups, **options)
-
-
-def _by_dimension(group: dict[str, Any]) -> list[dict[str, Any]]:
-    """Return a group's matrices, and apart what Muon leaves to AdamW: other shapes and embeddings."""
-    parts: list[dict[str, Any]] = [{**group, "params": [], "use_muon": is_muons} for is_muons in (True, False)]
-    for name, parameter in group["params"]:
-        parts[parameter.dim() != 2 or "emb" in name or "wte" in name or "head" in name]["params"].append(
-            (name, parameter)
-        )
-    return [part for part in parts if part["params"]]
 
 
 class _NoTrainer(Trainer):

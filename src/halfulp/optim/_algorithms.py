@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import math
-from typing import Any
+from typing import Any, Unpack
 
 import torch
 
-from ..formats import Format
-from ._group_options import NOT_NEGATIVE, Parameters, check_number, split_arguments
+from ._group_options import NOT_NEGATIVE, OptimizerOptions, Parameters, check_number, split_arguments
 from ._optimizer import Optimizer
 from ._spelled_options import read_options
 from .parameters._step_spec import StepSpec
@@ -22,9 +21,7 @@ from .rules._rmsprop import RMSPROP, RMSPROP_CENTERED, RMSPROP_CENTERED_MOMENTUM
 from .rules._sgd import SGD as PLAIN
 from .rules._sgd import SGD_MOMENTUM, SGD_NESTEROV
 from .rules._update_rule import UpdateRule
-from .states._state import StateChoice
 from .stores._storage import Store
-from .weight_updates._weight_update import WeightUpdate
 
 
 class SGD(Optimizer):
@@ -34,7 +31,7 @@ class SGD(Optimizer):
         params: parameters, named parameters or groups.
         lr, momentum, dampening, weight_decay, nesterov, maximize: as torch.optim.SGD.
         foreach, differentiable, fused: see Optimizer.
-        weight_update, param_dtype, state_dtype, format, seed, report_interval: see Optimizer.
+        **options: see Optimizer.
 
     Raises:
         ValueError: a hyper-parameter out of range, or options that do not go together.
@@ -63,12 +60,7 @@ class SGD(Optimizer):
         foreach: bool | None = None,
         differentiable: bool = False,
         fused: bool | None = None,
-        weight_update: WeightUpdate | str | None = None,
-        param_dtype: torch.dtype | None = None,
-        state_dtype: StateChoice = None,
-        format: Format | str | None = None,
-        seed: int = 0,
-        report_interval: int = 50,
+        **options: Unpack[OptimizerOptions],
     ) -> None:
         defaults, own = split_arguments(locals())
         super().__init__(params, defaults, **own)
@@ -92,7 +84,7 @@ class Adam(Optimizer):
         params: parameters, named parameters or groups.
         lr, betas, eps, weight_decay, amsgrad, maximize, decoupled_weight_decay: as torch.optim.Adam.
         foreach, capturable, differentiable, fused: see Optimizer.
-        weight_update, param_dtype, state_dtype, format, seed, report_interval: see Optimizer.
+        **options: see Optimizer.
 
     Raises:
         ValueError: a hyper-parameter out of range, or options that do not go together.
@@ -113,12 +105,7 @@ class Adam(Optimizer):
         differentiable: bool = False,
         fused: bool | None = None,
         decoupled_weight_decay: bool = False,
-        weight_update: WeightUpdate | str | None = None,
-        param_dtype: torch.dtype | None = None,
-        state_dtype: StateChoice = None,
-        format: Format | str | None = None,
-        seed: int = 0,
-        report_interval: int = 50,
+        **options: Unpack[OptimizerOptions],
     ) -> None:
         defaults, own = split_arguments(locals())
         super().__init__(params, defaults, **own)
@@ -136,7 +123,7 @@ class AdamW(Adam):
         params: parameters, named parameters or groups.
         lr, betas, eps, weight_decay, amsgrad, maximize: as torch.optim.AdamW.
         foreach, capturable, differentiable, fused: see Optimizer.
-        weight_update, param_dtype, state_dtype, format, seed, report_interval: see Optimizer.
+        **options: see Optimizer.
 
     Raises:
         ValueError: a hyper-parameter out of range, or options that do not go together.
@@ -162,12 +149,7 @@ class AdamW(Adam):
         capturable: bool = False,
         differentiable: bool = False,
         fused: bool | None = None,
-        weight_update: WeightUpdate | str | None = None,
-        param_dtype: torch.dtype | None = None,
-        state_dtype: StateChoice = None,
-        format: Format | str | None = None,
-        seed: int = 0,
-        report_interval: int = 50,
+        **options: Unpack[OptimizerOptions],
     ) -> None:
         defaults, own = split_arguments(locals())
         super().__init__(params, **defaults, decoupled_weight_decay=True, **own)
@@ -184,7 +166,7 @@ class Adagrad(Optimizer):
         params: parameters, named parameters or groups.
         lr, lr_decay, weight_decay, initial_accumulator_value, eps, maximize: as torch.optim.Adagrad.
         foreach, differentiable, fused: accepted unless they ask for another implementation.
-        weight_update, param_dtype, state_dtype, format, seed, report_interval: see Optimizer.
+        **options: see Optimizer.
 
     Raises:
         ValueError: a hyper-parameter out of range, or options that do not go together.
@@ -213,12 +195,7 @@ class Adagrad(Optimizer):
         maximize: bool = False,
         differentiable: bool = False,
         fused: bool | None = None,
-        weight_update: WeightUpdate | str | None = None,
-        param_dtype: torch.dtype | None = None,
-        state_dtype: StateChoice = None,
-        format: Format | str | None = None,
-        seed: int = 0,
-        report_interval: int = 50,
+        **options: Unpack[OptimizerOptions],
     ) -> None:
         defaults, own = split_arguments(locals())
         super().__init__(params, defaults, **own)
@@ -236,7 +213,7 @@ class RMSprop(Optimizer):
         lr, alpha, eps, weight_decay, momentum, centered, maximize: as torch.optim.RMSprop. A centered one keeps both
             means in float32 unless told otherwise, and takes a variance that rounding makes negative as 0.
         capturable, foreach, differentiable: accepted unless they ask for another implementation.
-        weight_update, param_dtype, state_dtype, format, seed, report_interval: see Optimizer.
+        **options: see Optimizer.
 
     Raises:
         ValueError: a hyper-parameter out of range, or options that do not go together.
@@ -265,13 +242,7 @@ class RMSprop(Optimizer):
         foreach: bool | None = None,
         maximize: bool = False,
         differentiable: bool = False,
-        *,
-        weight_update: WeightUpdate | str | None = None,
-        param_dtype: torch.dtype | None = None,
-        state_dtype: StateChoice = None,
-        format: Format | str | None = None,
-        seed: int = 0,
-        report_interval: int = 50,
+        **options: Unpack[OptimizerOptions],
     ) -> None:
         defaults, own = split_arguments(locals())
         super().__init__(params, defaults, **own)
@@ -292,7 +263,7 @@ class NAdam(Optimizer):
         params: parameters, named parameters or groups.
         lr, betas, eps, weight_decay, momentum_decay, decoupled_weight_decay, maximize: as torch.optim.NAdam.
         foreach, capturable, differentiable: accepted unless they ask for another implementation.
-        weight_update, param_dtype, state_dtype, format, seed, report_interval: see Optimizer.
+        **options: see Optimizer.
 
     Raises:
         ValueError: a hyper-parameter out of range, or options that do not go together.
@@ -322,12 +293,7 @@ class NAdam(Optimizer):
         maximize: bool = False,
         capturable: bool = False,
         differentiable: bool = False,
-        weight_update: WeightUpdate | str | None = None,
-        param_dtype: torch.dtype | None = None,
-        state_dtype: StateChoice = None,
-        format: Format | str | None = None,
-        seed: int = 0,
-        report_interval: int = 50,
+        **options: Unpack[OptimizerOptions],
     ) -> None:
         defaults, own = split_arguments(locals())
         super().__init__(params, defaults, **own)
@@ -344,7 +310,7 @@ class RAdam(Optimizer):
         params: parameters, named parameters or groups.
         lr, betas, eps, weight_decay, decoupled_weight_decay, maximize: as torch.optim.RAdam.
         foreach, capturable, differentiable: accepted unless they ask for another implementation.
-        weight_update, param_dtype, state_dtype, format, seed, report_interval: see Optimizer.
+        **options: see Optimizer.
 
     Raises:
         ValueError: a hyper-parameter out of range, or options that do not go together.
@@ -371,12 +337,7 @@ class RAdam(Optimizer):
         maximize: bool = False,
         capturable: bool = False,
         differentiable: bool = False,
-        weight_update: WeightUpdate | str | None = None,
-        param_dtype: torch.dtype | None = None,
-        state_dtype: StateChoice = None,
-        format: Format | str | None = None,
-        seed: int = 0,
-        report_interval: int = 50,
+        **options: Unpack[OptimizerOptions],
     ) -> None:
         defaults, own = split_arguments(locals())
         super().__init__(params, defaults, **own)
@@ -398,7 +359,7 @@ class Adafactor(Optimizer):
         params: parameters, named parameters or groups.
         lr, beta2_decay, eps, d, weight_decay, maximize: as torch.optim.Adafactor.
         foreach: accepted unless it asks for another implementation.
-        weight_update, param_dtype, state_dtype, format, seed, report_interval: see Optimizer.
+        **options: see Optimizer.
 
     Raises:
         ValueError: a hyper-parameter out of range, or options that do not go together.
@@ -425,12 +386,7 @@ class Adafactor(Optimizer):
         *,
         foreach: bool | None = None,
         maximize: bool = False,
-        weight_update: WeightUpdate | str | None = None,
-        param_dtype: torch.dtype | None = None,
-        state_dtype: StateChoice = None,
-        format: Format | str | None = None,
-        seed: int = 0,
-        report_interval: int = 50,
+        **options: Unpack[OptimizerOptions],
     ) -> None:
         defaults, own = split_arguments(locals())
         super().__init__(params, defaults, **own)
@@ -460,12 +416,13 @@ class Muon(Optimizer):
     products are torch's: their bits are of the processor. While a step runs it holds 4 bytes more per parameter.
 
     Only matrices step so. Give what is none, and embeddings, a param group with `use_muon=False`, which AdamW steps
-    (with `betas`, `eps`, `amsgrad` and `maximize` of its own), or another optimizer.
+    (with `betas`, `eps`, `amsgrad` and `maximize` of its own), or another optimizer; `Muon.split_groups` makes such
+    groups.
 
     Args:
         params: parameters, named parameters or groups.
         lr, weight_decay, momentum, nesterov, ns_coefficients, eps, ns_steps, adjust_lr_fn: as torch.optim.Muon.
-        weight_update, param_dtype, state_dtype, format, seed, report_interval: see Optimizer.
+        **options: see Optimizer.
 
     Raises:
         ValueError: a parameter that is no matrix, a hyper-parameter out of range.
@@ -491,16 +448,35 @@ class Muon(Optimizer):
         eps: float = 1e-7,
         ns_steps: int = 5,
         adjust_lr_fn: str | None = None,
-        *,
-        weight_update: WeightUpdate | str | None = None,
-        param_dtype: torch.dtype | None = None,
-        state_dtype: StateChoice = None,
-        format: Format | str | None = None,
-        seed: int = 0,
-        report_interval: int = 50,
+        **options: Unpack[OptimizerOptions],
     ) -> None:
         defaults, own = split_arguments(locals())
         super().__init__(params, defaults, **own)
+
+    @classmethod
+    def split_groups(cls, params: Parameters) -> list[dict[str, Any]]:
+        """Return groups of matrices, and apart, with `use_muon=False`, of other shapes, embeddings and heads.
+
+        Embeddings and heads are told by their names. A group that says `use_muon` stays as it is.
+
+        Args:
+            params: parameters, named parameters or groups.
+
+        >>> import torch, halfulp as hu
+        >>> groups = hu.optim.Muon.split_groups(torch.nn.Linear(3, 2).named_parameters())
+        >>> [([name for name, _ in group["params"]], group["use_muon"]) for group in groups]
+        [(['weight'], True), (['bias'], False)]
+        """
+        given: list[Any] = [*params]
+        found: list[dict[str, Any]] = []
+        for group in given if given and isinstance(given[0], dict) else [{"params": given}]:
+            parts: dict[bool, list[Any]] = {True: [], False: []}
+            for entry in group["params"]:
+                name, parameter = entry if isinstance(entry, tuple) else ("", entry)
+                parts[parameter.dim() == 2 and not any(word in name for word in ("emb", "wte", "head"))].append(entry)
+            split = [{**group, "params": some, "use_muon": is_muons} for is_muons, some in parts.items() if some]
+            found += [group] if "use_muon" in group else split
+        return found
 
     def rule(self, group: dict[str, Any]) -> UpdateRule:
         """Return Muon, or of a group with `use_muon=False` AdamW."""

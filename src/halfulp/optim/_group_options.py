@@ -7,20 +7,37 @@ import math
 import numbers
 import warnings
 from collections.abc import Iterable
-from typing import Any
+from typing import Any, TypedDict
 
 import torch
 
 from .._messages import a_kind, find_users_level
+from ..formats import Format
 from ..subclass.models._parameter_holders import EMULATED
 from ._spelled_options import read_options
-from .states._state import State, as_state
-from .weight_updates._weight_update import weight_update
+from .states._state import State, StateChoice, as_state
+from .weight_updates._weight_update import WeightUpdate, weight_update
 
 # What optimizers are made from, as in torch.optim.
 Parameters = Iterable[torch.Tensor] | Iterable[tuple[str, torch.Tensor]] | Iterable[dict[str, Any]]
 # What groups hold beside options: torch's own, ours, and what schedulers write.
 _OTHER_KEYS = frozenset(("params", "param_names", "identities", "random_stream", "last_lr", "name"))
+
+
+class NarrowOptions(TypedDict, total=False):
+    """The options of Optimizer for updates that are computed elsewhere."""
+
+    weight_update: WeightUpdate | str | None
+    param_dtype: torch.dtype | str | None
+    format: Format | str | None
+    seed: int
+    report_interval: int
+
+
+class OptimizerOptions(NarrowOptions, total=False):
+    """The options of Optimizer, which every optimizer takes beside its own."""
+
+    state_dtype: StateChoice
 
 
 def check_parameters(params: object) -> None:
@@ -145,7 +162,6 @@ def check_betas(group: dict, count: int | None) -> None:
         raise ValueError(f"betas={given!r} are not allowed: give {wanted.get(count, f'{count} numbers')} in [0, 1)")
 
 
-OWN_OPTIONS = ("weight_update", "param_dtype", "state_dtype", "format", "seed", "report_interval")
 SWITCHES = ("foreach", "differentiable", "capturable", "fused")
 
 
@@ -174,7 +190,7 @@ def check_torch_switches(name: str, **switches: bool | None) -> None:
         )
 
 
-def split_arguments(given: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
+def split_arguments(given: dict[str, Any]) -> tuple[dict[str, Any], OptimizerOptions]:
     """Return the hyper-parameters and the options of Optimizer among the arguments of an optimizer's `__init__`.
 
     Args:
@@ -183,6 +199,5 @@ def split_arguments(given: dict[str, Any]) -> tuple[dict[str, Any], dict[str, An
     """
     switches = read_options({name: given[name] for name in SWITCHES if name in given}, dict.fromkeys(SWITCHES))
     check_torch_switches(type(given["self"]).__name__, **switches)
-    left_out = ("self", "params", "__class__", *SWITCHES, *OWN_OPTIONS)
-    defaults = {name: value for name, value in given.items() if name not in left_out}
-    return defaults, {name: given[name] for name in OWN_OPTIONS}
+    left_out = ("self", "params", "options", "__class__", *SWITCHES)
+    return {name: value for name, value in given.items() if name not in left_out}, given["options"]

@@ -37,7 +37,7 @@ from .parameters._narrow_groups import (
     updates_in_effect,
     warn_of_idle_update,
 )
-from .parameters._outside_writes import SavedPayload, follow_version
+from .parameters._outside_writes import SavedPayload, follow_version, is_current
 from .parameters._parameter_plan import ParameterPlan, PlanOptions, is_valid, refuse_other_dtype
 from .parameters._random_identity import (
     Identity,
@@ -50,7 +50,7 @@ from .parameters._random_identity import (
 from .parameters._state_tensors import complete_state
 from .parameters._step_spec import StepSpec
 from .parameters._tensor_map import TensorMap
-from .parameters._weights import set_carried, under, weight_to_carry
+from .parameters._weights import under, weight_to_carry, write_carried
 from .rules._update_rule import UpdateRule, check_states
 from .states._state import StateChoice
 from .step._batch import Batch
@@ -110,7 +110,7 @@ class Optimizer(CheckpointMixin):
         defaults: dict[str, Any],
         *,
         weight_update: WeightUpdate | str | None = None,
-        param_dtype: torch.dtype | None = None,
+        param_dtype: torch.dtype | str | None = None,
         state_dtype: StateChoice = None,
         format: Format | str | None = None,
         seed: int = 0,
@@ -146,6 +146,15 @@ class Optimizer(CheckpointMixin):
         """Record the identities that the groups say."""
         for group in getattr(self, "param_groups", ()):
             note_identities(group, self._identities)
+
+    @classmethod
+    def split_groups(cls, params: Parameters) -> Parameters:
+        """Return parameters in groups that this optimizer steps; a rule that steps some shapes alone splits others off.
+
+        Args:
+            params: parameters, named parameters or groups.
+        """
+        return params
 
     def rule(self, group: dict[str, Any]) -> UpdateRule:
         """The update rule of a param group."""
@@ -211,7 +220,7 @@ class Optimizer(CheckpointMixin):
         position: int,
         gradient: Store,
         options: PlanOptions | None = None,
-        carry: bool = True,
+        carried: list[tuple[ParameterPlan, torch.Tensor]] | None = None,
         beside: torch.Tensor | None = None,
     ) -> ParameterPlan:
         """Make a parameter's plan, and the state tensors that it lacks.
@@ -221,7 +230,8 @@ class Optimizer(CheckpointMixin):
             position: in it.
             gradient: how its gradients are stored.
             options: of the group, if known.
-            carry: whether a weight update that the group was given since takes the weight over.
+            carried: takes the plan and its weight if the group was given another weight update since: for
+                `write_carried`, once all plans are made. None if the weight stays behind.
             beside: the gradient of a step, which checks the memory of all tensors.
         """
         parameter = group["params"][position]
@@ -236,25 +246,30 @@ class Optimizer(CheckpointMixin):
             with under(group, copied.update):
                 self._new_plan(group, position, gradient)
         state = self.state[parameter]
-        carried = weight_to_carry(self._plans.get(parameter), spec, state) if carry else None
+        weight = None if carried is None else weight_to_carry(self._plans.get(parameter), spec, state)
         complete_state(state, spec, group, parameter, name, self._plans.get(parameter))
         options, saved = options or self._plans.options_of(group), self._saved_payloads.get(parameter)
         plan = self._plans.renew(parameter, spec, state, options, name, identity, saved, beside)
         self._saved_payloads.pop(parameter)
-        if carried is not None:
-            set_carried(plan, carried)
+        if carried is not None and weight is not None:
+            carried.append((plan, weight))
         return plan
 
     def _plan(
         self, group: dict[str, Any], position: int, gradient: Store | None = None, *, carry: bool = True
     ) -> ParameterPlan:
-        """Return a parameter's valid plan, for gradients of some store if one is given; `carry` as in `_new_plan`."""
+        """Return a parameter's valid plan, for gradients of some store if one is given.
+
+        Unless `carry` is False, a weight update that the group was given since takes the weight over.
+        """
         parameter = group["params"][position]
         plan, options = self._plans.get(parameter), self._plans.options_of(group)
         fits = plan is not None and (gradient is None or plan.spec.gradient.dtype is gradient.dtype)
         if plan is None or not fits or not is_valid(plan, parameter, self.rule(group), options, self.state[parameter]):
             likely = PAYLOADS.get(memory(parameter).dtype, STORES[torch.float32])
-            plan = self._new_plan(group, position, gradient or likely, options, carry)
+            carried: list[tuple[ParameterPlan, torch.Tensor]] | None = [] if carry else None
+            plan = self._new_plan(group, position, gradient or likely, options, carried)
+            write_carried(carried or [], [])
         return plan
 
     def _plan_to_read(self, group: dict[str, Any], position: int) -> ParameterPlan:
@@ -339,9 +354,7 @@ class Optimizer(CheckpointMixin):
         plans, gradients = [self._plans.get(parameter)], self._gradients([parameter])
         scales: dict[int, torch.Tensor] = {}
         places = self._renew_plans([alone], settings, plans, gradients, scales)
-        batches = Roster.of(settings, plans, [], places, self.state, None).batches(
-            [alone], [parameter], gradients, scales
-        )
+        batches = Roster.of(settings, plans, [], places, {}, None).batches([alone], [parameter], gradients, scales)
         assert batches is not None, "one parameter is metered or not"
         self._run(batches)
         # Schedulers ask whether there was a step.
@@ -444,8 +457,7 @@ class Optimizer(CheckpointMixin):
         waiting = []
         for place in resting:
             plan = plans[place]
-            held = None if plan is None else plan.payload_version
-            if plan is not None and held is not None and held.version == parameters[place]._version:
+            if plan is not None and is_current(plan):
                 waiting.append(plan)
         roster, batches = self._plans.roster, None
         if roster is not None and roster.stands(settings, plans, resting, parameters, gradients, self.state):
@@ -483,7 +495,7 @@ class Optimizer(CheckpointMixin):
             scales: where the scales of scaled gradients go, by place.
         """
         places: dict[tuple[int, bool], list[int]] = {}
-        place, new = -1, []
+        place, carried = -1, list[tuple[ParameterPlan, torch.Tensor]]()
         for group, (rule, options, interval, _) in zip(groups, settings):
             for position, parameter in enumerate(group["params"]):
                 place += 1
@@ -501,9 +513,8 @@ class Optimizer(CheckpointMixin):
                     or gradient.layout is not torch.strided
                     or not is_valid(plan, parameter, rule, options, self.state[parameter])
                 ):
-                    store, is_first = gradient_store(gradient, parameter, name_of(group, position)), plan is None
-                    plan = plans[place] = self._new_plan(group, position, store, options, beside=gradient)
-                    new += [plan] if is_first else []
+                    store = gradient_store(gradient, parameter, name_of(group, position))
+                    plan = plans[place] = self._new_plan(group, position, store, options, carried, gradient)
                 if gradient.shape != plan.shape:
                     raise ValueError(
                         f"the gradient of {plan.name} has shape {tuple(gradient.shape)}, the parameter "
@@ -512,10 +523,7 @@ class Optimizer(CheckpointMixin):
                 gradients[place] = gradient if gradient.is_contiguous() else gradient.contiguous()
                 metered = bool(interval) and (plan.state["step"] + 1) % interval == 0
                 places.setdefault((id(plan.spec), metered), []).append(place)
-        # A plan made later may have written its parameter, whose counter one cut from the same tensor shares.
-        for plan in new:
-            if plan.payload_version is not None and plan.payload_version.version >= 0:
-                follow_version(plan)
+        write_carried(carried, plans)
         return [*places.values()]
 
     def report(self) -> LostUpdateReport:

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import math
-from typing import Any
+from typing import Any, Unpack
 
 import torch
 
-from ..formats import Format
 from ._float32_weights import read_weights
-from ._group_options import NOT_NEGATIVE, Parameters, check_number, split_arguments
+from ._group_options import NOT_NEGATIVE, OptimizerOptions, Parameters, check_number, split_arguments
 from ._optimizer import Optimizer
 from .parameters._outside_writes import mark_current
 from .parameters._tensor_map import TensorMap
@@ -21,8 +20,6 @@ from .rules._lion import LION
 from .rules._prodigy import PRODIGY, estimate
 from .rules._schedule_free import SCHEDULE_FREE_ADAMW, SCHEDULE_FREE_SGD, following
 from .rules._update_rule import UpdateRule
-from .states._state import StateChoice
-from .weight_updates._weight_update import WeightUpdate
 
 # What a schedule-free optimizer's groups count.
 _AT_THE_START = {"k": 0, "weight_sum": 0.0, "lr_max": -1.0, "train_mode": True}
@@ -34,7 +31,7 @@ class Lion(Optimizer):
     Args:
         params: parameters, named parameters or groups.
         lr, betas, weight_decay, maximize: step size, the two decay rates, decoupled decay, ascent.
-        weight_update, param_dtype, state_dtype, format, seed, report_interval: see Optimizer.
+        **options: see Optimizer.
 
     Raises:
         ValueError: a hyper-parameter out of range, or options that do not go together.
@@ -48,12 +45,7 @@ class Lion(Optimizer):
         weight_decay: float = 0,
         *,
         maximize: bool = False,
-        weight_update: WeightUpdate | str | None = None,
-        param_dtype: torch.dtype | None = None,
-        state_dtype: StateChoice = None,
-        format: Format | str | None = None,
-        seed: int = 0,
-        report_interval: int = 50,
+        **options: Unpack[OptimizerOptions],
     ) -> None:
         defaults, own = split_arguments(locals())
         super().__init__(params, defaults, **own)
@@ -72,7 +64,7 @@ class Adan(Optimizer):
         betas: the shares that the means of gradients, of their changes and of squares keep.
         weight_decay, no_prox: w / (1 + lr weight_decay) after the step, or w (1 - lr weight_decay) before it.
         maximize: ascent.
-        weight_update, param_dtype, state_dtype, format, seed, report_interval: see Optimizer.
+        **options: see Optimizer.
 
     Raises:
         ValueError: a hyper-parameter out of range, or options that do not go together.
@@ -96,12 +88,7 @@ class Adan(Optimizer):
         no_prox: bool = False,
         *,
         maximize: bool = False,
-        weight_update: WeightUpdate | str | None = None,
-        param_dtype: torch.dtype | None = None,
-        state_dtype: StateChoice = None,
-        format: Format | str | None = None,
-        seed: int = 0,
-        report_interval: int = 50,
+        **options: Unpack[OptimizerOptions],
     ) -> None:
         defaults, own = split_arguments(locals())
         super().__init__(params, defaults, **own)
@@ -120,7 +107,7 @@ class AdEMAMix(Optimizer):
         betas: the shares that the fast momentum, the mean of squares and the slow momentum keep.
         alpha: the weight of the slow momentum.
         beta3_warmup, alpha_warmup: steps in which the slow beta and its weight grow to these values.
-        weight_update, param_dtype, state_dtype, format, seed, report_interval: see Optimizer.
+        **options: see Optimizer.
 
     Raises:
         ValueError: a hyper-parameter out of range, or options that do not go together.
@@ -148,12 +135,7 @@ class AdEMAMix(Optimizer):
         weight_decay: float = 0,
         *,
         maximize: bool = False,
-        weight_update: WeightUpdate | str | None = None,
-        param_dtype: torch.dtype | None = None,
-        state_dtype: StateChoice = None,
-        format: Format | str | None = None,
-        seed: int = 0,
-        report_interval: int = 50,
+        **options: Unpack[OptimizerOptions],
     ) -> None:
         defaults, own = split_arguments(locals())
         super().__init__(params, defaults, **own)
@@ -175,7 +157,7 @@ class LAMB(Optimizer):
         bias_correction: whether the moments are divided by 1 - beta^t.
         trust_clip: whether |w|/|r| is at most 1.
         always_adapt: whether it is taken without weight decay too, where the ratio is else 1.
-        weight_update, param_dtype, state_dtype, format, seed, report_interval: see Optimizer.
+        **options: see Optimizer.
 
     Raises:
         ValueError: a hyper-parameter out of range, or options that do not go together.
@@ -202,12 +184,7 @@ class LAMB(Optimizer):
         always_adapt: bool = False,
         *,
         maximize: bool = False,
-        weight_update: WeightUpdate | str | None = None,
-        param_dtype: torch.dtype | None = None,
-        state_dtype: StateChoice = None,
-        format: Format | str | None = None,
-        seed: int = 0,
-        report_interval: int = 50,
+        **options: Unpack[OptimizerOptions],
     ) -> None:
         defaults, own = split_arguments(locals())
         super().__init__(params, defaults, **own)
@@ -245,10 +222,6 @@ class ScheduleFree(Optimizer):
             for position, parameter in enumerate(group["params"]):
                 if "z" in self.state.get(parameter, ()):
                     self._switch(group, position, mode)
-
-    def eval(self) -> None:
-        """Do what `train(False)` does."""
-        self.train(False)
 
     def _switch(self, group: dict[str, Any], position: int, mode: bool) -> None:
         parameter, plan = group["params"][position], self._plan_to_read(group, position)
@@ -305,7 +278,7 @@ class SGDScheduleFree(ScheduleFree):
         warmup_steps: over which the step size grows.
         r, weight_lr_power: the average weighs step t by t^r times this power of the largest step size so far.
         maximize: ascent.
-        weight_update, param_dtype, state_dtype, format, seed, report_interval: see Optimizer.
+        **options: see Optimizer.
 
     Raises:
         ValueError: a hyper-parameter out of range, or options that do not go together.
@@ -334,12 +307,7 @@ class SGDScheduleFree(ScheduleFree):
         weight_lr_power: float = 2.0,
         *,
         maximize: bool = False,
-        weight_update: WeightUpdate | str | None = None,
-        param_dtype: torch.dtype | None = None,
-        state_dtype: StateChoice = None,
-        format: Format | str | None = None,
-        seed: int = 0,
-        report_interval: int = 50,
+        **options: Unpack[OptimizerOptions],
     ) -> None:
         defaults, own = split_arguments(locals())
         super().__init__(params, {**defaults, **_AT_THE_START}, **own)
@@ -362,7 +330,7 @@ class AdamWScheduleFree(ScheduleFree):
         warmup_steps: over which the step size grows.
         r, weight_lr_power: the average weighs step t by t^r times this power of the largest step size so far.
         maximize: ascent.
-        weight_update, param_dtype, state_dtype, format, seed, report_interval: see Optimizer.
+        **options: see Optimizer.
 
     Raises:
         ValueError: a hyper-parameter out of range, or options that do not go together.
@@ -388,12 +356,7 @@ class AdamWScheduleFree(ScheduleFree):
         weight_lr_power: float = 2.0,
         *,
         maximize: bool = False,
-        weight_update: WeightUpdate | str | None = None,
-        param_dtype: torch.dtype | None = None,
-        state_dtype: StateChoice = None,
-        format: Format | str | None = None,
-        seed: int = 0,
-        report_interval: int = 50,
+        **options: Unpack[OptimizerOptions],
     ) -> None:
         defaults, own = split_arguments(locals())
         super().__init__(params, {**defaults, **_AT_THE_START}, **own)
@@ -419,7 +382,7 @@ class Prodigy(Optimizer):
         use_bias_correction, safeguard_warmup: unbiased moments; sums that a warmup of lr does not weigh.
         d0, d_coef, growth_rate: the first estimate, a factor of it, and by how much a step may multiply it.
         maximize: ascent.
-        weight_update, param_dtype, state_dtype, format, seed, report_interval: see Optimizer.
+        **options: see Optimizer.
 
     Raises:
         ValueError: a hyper-parameter out of range, or options that do not go together.
@@ -453,12 +416,7 @@ class Prodigy(Optimizer):
         growth_rate: float = math.inf,
         *,
         maximize: bool = False,
-        weight_update: WeightUpdate | str | None = None,
-        param_dtype: torch.dtype | None = None,
-        state_dtype: StateChoice = None,
-        format: Format | str | None = None,
-        seed: int = 0,
-        report_interval: int = 50,
+        **options: Unpack[OptimizerOptions],
     ) -> None:
         defaults, own = split_arguments(locals())
         super().__init__(params, {**defaults, "d": 0.0, "d_max": 0.0, "d_numerator": 0.0, "k": 0}, **own)

@@ -34,8 +34,8 @@ def optimizer(
     Args:
         model: converted by `halfulp.convert`, or a wrapper round one (DistributedDataParallel, a compiled model, a
             LightningModule).
-        rule: ``"SGD"``, ``"Adam"``, ``"AdamW"``, ``"Lion"`` or the name of an optimizer of your own
-            (`halfulp.optim.register_optimizer`).
+        rule: the name of an optimizer of `halfulp.optim`, or of your own (`halfulp.optim.register_optimizer`). Muon
+            steps the matrices, and AdamW the rest.
         seed: governs the recipe's stochastic rounding.
         report_interval: how often the lost-update meter samples, in steps.
         **hyper: the rule's own hyper-parameters, ``lr=`` and so on.
@@ -71,7 +71,9 @@ def optimizer(
     if isinstance(recipe.weight_update, str) and not _all_float32(recipe, model):
         choices["weight_update"] = _object(recipe.weight_update)
     options = {key: value for key, value in choices.items() if value is not None}
-    made = kind(_groups(recipe, model), seed=seed, report_interval=report_interval, **options, **hyper)
+    made = kind(
+        kind.split_groups(_groups(recipe, model)), seed=seed, report_interval=report_interval, **options, **hyper
+    )
     if recipe.format and recipe.state_dtype == recipe.format:
         hold_states(made, recipe.format, seed)
     if recipe.gradient_format:
@@ -98,6 +100,18 @@ def scaler(recipe: Recipe, model: nn.Module) -> AdaptiveGradScaler | None:
     from ..gradients import AdaptiveGradScaler
 
     return AdaptiveGradScaler(model, **_scaler_options(recipe))
+
+
+def step_by(loss: Tensor, optimizer: torch.optim.Optimizer, scaler: AdaptiveGradScaler | None) -> None:
+    """Backpropagate a loss and step, by a scaler where there is one."""
+    if scaler is None:
+        loss.backward()
+        optimizer.step()
+    else:
+        scaler.scale(loss).backward()
+        scaler.step(optimizer)
+        scaler.update()
+    optimizer.zero_grad()
 
 
 def _scaler_options(recipe: Recipe) -> dict[str, Any]:
@@ -150,7 +164,7 @@ def _state(recipe: Recipe, kind: type[Optimizer], hyper: dict[str, Any]) -> obje
     if recipe.state_dtype is None:
         return None
     chosen: Any = recipe.state_dtype
-    if chosen not in ("8bit", "fp8", *described("state store")):
+    if chosen not in ("8bit", "4bit", "fp8", *described("state store")):
         chosen = torch.float32 if chosen == recipe.format else getattr(torch, chosen)
     held = _states(kind, hyper)
     left = set() if chosen == torch.float32 else {state.name for state in held if state.exact}

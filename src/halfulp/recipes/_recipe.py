@@ -117,7 +117,7 @@ WEIGHT_UPDATES = (
     "components-3",
 )
 PARAM_DTYPES = ("bfloat16", "float16", "float32", "float64")
-STATE_DTYPES = ("bfloat16", "bfloat16x2", "float16", "float32", "8bit", "fp8")
+STATE_DTYPES = ("bfloat16", "bfloat16x2", "float16", "float32", "8bit", "4bit", "fp8")
 PAYLOADS = ("float16", "bfloat16", "float8_e4m3fn", "float8_e5m2", "float32")
 MATMULS = ("fp8",)
 GRADIENT_SCALES = (
@@ -421,7 +421,7 @@ def _state_words(name: str) -> str:
         return f"The optimizer's moments are stored in {name}, each tensor with a scale."
     if name == "bfloat16x2":
         return "The optimizer's second moments are stored as two bfloat16, its first ones as one."
-    return f"The optimizer's moments are stored in {name.replace('8bit', '8 bits')}."
+    return f"The optimizer's moments are stored in {name.replace('bit', ' bits')}."
 
 
 def _storage_words(recipe: Recipe) -> list[str]:

@@ -28,7 +28,7 @@ KINDS = {
     "low_word": ("w64", "w32"),
     "high_word": ("w64", "w32"),
 }
-MEMORY = ["load8", "load16", "load32", "load64", "store8", "store16", "store32", "store64", "deposit64"]
+MEMORY = [f"{verb}{bits}" for verb in ("load", "store") for bits in (4, 8, 16, 32, 64)] + ["deposit64"]
 TYPES = {"w32": np.uint32, "w64": np.uint64, "f32": np.float32, "f64": np.float64}
 
 

@@ -96,6 +96,8 @@ CODECS = {
     "bf16x2": hu.Components(2),
     "8bit": "8bit",
     "8bit-16": hu.optim.State("8bit", block=16),
+    "4bit-64": hu.optim.State("4bit", block=64),
+    "4bit-16": hu.optim.State("4bit", block=16),
 }
 GRADIENTS = (torch.bfloat16, torch.float16, torch.float32)
 

@@ -7,6 +7,7 @@ import torch
 
 import halfulp as hu
 from halfulp._torch_floor import is_older
+from halfulp.optim._group_options import OptimizerOptions
 
 from ...conftest import PINNED
 from ...optim.training import make_problem, train
@@ -79,10 +80,17 @@ OTHER = {
 }
 
 
+def parameters_of(kind):
+    """The parameters that an optimizer says, and those of Optimizer in the place of `**options`."""
+    own = inspect.signature(kind).parameters
+    shared = inspect.signature(hu.optim.Optimizer).parameters
+    return {key: one for key, one in own.items() if key != "options"} | {key: shared[key] for key in OWN}
+
+
 @pytest.mark.parametrize("name", OF_THE_LIBRARY)
 def test_every_option_arrives_under_its_name(name, monkeypatch):
     kind = hu.optim.OPTIMIZERS[name]
-    parameters = inspect.signature(kind).parameters
+    parameters = parameters_of(kind)
     switches = ("foreach", "capturable", "differentiable", "fused")
     options = [key for key in parameters if key not in ("params", *switches)]
     assert set(options) <= OTHER.keys()
@@ -104,7 +112,7 @@ def test_every_option_arrives_under_its_name(name, monkeypatch):
         seen.clear()
         kind([torch.nn.Parameter(torch.zeros(1))], **needed, **{option: other[option]})
         assert seen[option] == other[option]
-        unchanged = {key: parameters[key].default for key in options if key not in (option, *needed)}
+        unchanged = {key: parameters[key].default for key in options if key not in (option, *needed, *OWN)}
         if issubclass(kind, hu.optim.AdamW):
             unchanged["decoupled_weight_decay"] = True
         assert {key: seen[key] for key in unchanged} == unchanged
@@ -122,16 +130,17 @@ OWN = {
 
 @pytest.mark.parametrize("name", OF_THE_LIBRARY)
 def test_signatures_say_every_option(name):
-    """torch's positional parameters in torch's order, then its keyword-only ones, then the same six of Optimizer."""
-    mine = inspect.signature(hu.optim.OPTIMIZERS[name]).parameters
-    assert not [key for key, value in mine.items() if value.kind in (value.VAR_KEYWORD, value.VAR_POSITIONAL)]
+    """torch's positional parameters in torch's order, then its keyword-only ones, then those of Optimizer, by type."""
+    mine = dict(inspect.signature(hu.optim.OPTIMIZERS[name]).parameters)
+    options = mine.pop("options")
+    assert options.kind is options.VAR_KEYWORD
+    assert options.annotation == "Unpack[OptimizerOptions]"
+    assert OptimizerOptions.__optional_keys__ == OWN.keys()
     assert all(value.annotation is not value.empty for value in mine.values())
-    assert list(mine)[-len(OWN) :] == list(OWN)
-    assert all(mine[key].default == value and mine[key].kind is mine[key].KEYWORD_ONLY for key, value in OWN.items())
     if hasattr(torch.optim, name):
         torchs = inspect.signature(getattr(torch.optim, name)).parameters
         # An older torch has fewer options.
-        known = [key for key in list(mine)[: -len(OWN)] if key in torchs or not is_older(torch.__version__, PINNED)]
+        known = [key for key in mine if key in torchs or not is_older(torch.__version__, PINNED)]
         assert known == list(torchs)
         for key, value in torchs.items():
             assert (mine[key].kind, mine[key].default) == (value.kind, value.default), key

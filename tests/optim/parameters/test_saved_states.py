@@ -72,19 +72,8 @@ def test_a_state_dict_loaded_and_saved_again_is_the_same(seed):
     assert differing(snapshot(optimizer), snapshot(other)) == []
 
 
-def test_codes_of_the_first_version_are_read_and_of_a_later_one_refused(seed):
-    parameter, optimizer = _stepped(hu.optim.AdamW)
-    saved = optimizer.state_dict()
-    state = saved["state"][0]
-    for name, codes in (("exp_avg", torch.int8), ("exp_avg_sq", torch.uint8)):
-        del state[f"{name}_codes"]
-        state[name] = torch.randint(1, 127, (8, 64)).to(codes)
-        state[f"{name}_scale"] = torch.full((16,), 0.5).bfloat16()
-    optimizer.load_state_dict(copy.deepcopy(saved))
-    plan = optimizer._plans[parameter]
-    for k, (name, most) in enumerate((("exp_avg", 127), ("exp_avg_sq", 255))):
-        wanted = state[name].float() * 0.5 / most
-        assert (_roots(plan.spec.codecs[k], plan.states[k]) - wanted).abs().max() <= 0.01
+def test_codes_of_a_later_version_are_refused(seed):
+    _, optimizer = _stepped(hu.optim.AdamW)
     later = optimizer.state_dict()
     later["state"][0]["exp_avg"] = 3
     with pytest.raises(ValueError, match="codes of version 3"):

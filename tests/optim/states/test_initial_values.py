@@ -56,7 +56,8 @@ def test_every_storage_holds_the_initial_value(codec, value):
     held = _second(optimizer, parameter).double()
     error = {"fp32": 0, "bf16x2": 2**-17, "8bit": 0.015, "8bit-16": 0.015}.get(codec, 2**-9) + 2**-24
     assert ((held - value).abs() <= error * value).all()
-    assert (optimizer.state[parameter]["exp_avg" + "_codes" * codec.startswith("8bit")] == 0).all()
+    form = {"8bit": "_codes", "4bit": "_packed"}.get(codec[:4], "")
+    assert (optimizer.state[parameter][f"exp_avg{form}"] == 0).all()
 
 
 @pytest.mark.parametrize("codec", [torch.float32, torch.bfloat16, torch.float16, "fp8", torch.float8_e5m2])

@@ -102,6 +102,7 @@ def test_a_kernel_that_cannot_be_built_is_told_and_leaves_the_step_right(monkeyp
     [
         ("adamw", "split8", "bf16", "default", torch.bfloat16, True),
         ("adamw", "kahan", "bf16", "8bit", torch.float32, False),
+        ("adamw", "stochastic", "bf16", "4bit-64", torch.float32, False),
         ("sgd", "components-3", "fp16", "default", torch.float16, False),
     ],
     ids=str,

@@ -180,6 +180,12 @@ def sign_of(x: np.float32) -> np.float32:
     return np.float32(np.sign(x))
 
 
+@_load(4)
+def load4(address: Word, i: Word) -> np.uint32:
+    """The unsigned half of a byte at element i of an array at an address, even elements in the low halves."""
+    return np.uint32(int(_read(8, address, int(i) // 2)) >> 4 * (int(i) % 2) & 15)
+
+
 @_load(8)
 def load8(address: Word, i: Word) -> np.uint32:
     """The unsigned byte at element i of an array at an address, as a word."""
@@ -196,6 +202,13 @@ def load16(address: Word, i: Word) -> np.uint32:
 def load32(address: Word, i: Word) -> np.uint32:
     """The 32-bit element i of an array at an address."""
     return _read(32, address, i)
+
+
+@_store(4)
+def store4(address: Word, i: Word, w: Word) -> None:
+    """Write the low 4 bits of a word to element i, half a byte."""
+    shift, held = 4 * (int(i) % 2), int(_read(8, address, int(i) // 2))
+    _write(8, address, int(i) // 2, (held & ~(15 << shift)) | (int(w) & 15) << shift)
 
 
 @_store(8)

@@ -21,7 +21,7 @@ from .._subnormals import keeping_subnormals
 from .._trace import Trace
 
 _DTYPES = {"f32": torch.float32, "f64": torch.float64, "w32": torch.int32, "w64": torch.int64}
-_CODES = {8: torch.uint8, 16: torch.int16, 32: torch.int32, 64: torch.int64}
+_CODES = {4: torch.uint8, 8: torch.uint8, 16: torch.int16, 32: torch.int32, 64: torch.int64}
 _LEAST = {"w32": -(1 << 31), "w64": -(1 << 63)}
 _UNSIGNED_CHANGES = ("word_lt", "word_gt", "word_le", "word_ge")
 _INFIX: dict[str, Callable[..., Any]] = {
@@ -124,7 +124,8 @@ def _plan(trace: Trace, results: tuple[int, ...]) -> _Plan:
         steps.append((number, operands, _INFIX.get(name) if as_they_are else None, tuple(dead.get(number, ()))))
     places = [(x[1][0], *x[2]) for x in lines if x[0] == "load"] + list(trace.stores)
     columns = {k: extra for k, (name, _, extra) in enumerate(lines) if name == "address"}
-    return _Plan(columns, tuple(address for address, _, one in places if not one), numbers, tuple(steps))
+    elements = tuple(address for address, bits, one in places if not one and bits > 4)
+    return _Plan(columns, elements, numbers, tuple(steps))
 
 
 def _number(extra: Any, kind: str) -> float:
@@ -238,7 +239,9 @@ class _Run:
 
     def load(self, address: int, bits: int, per_block: bool) -> torch.Tensor:
         """The words of an array's elements."""
-        words = self.laid_out(self.arrays[address].detach().view(_CODES[bits]), per_block)
+        codes = self.arrays[address].detach().view(_CODES[bits])
+        codes = torch.stack((codes & 15, codes >> 4), -1) if bits == 4 else codes
+        words = self.laid_out(codes, per_block)
         if bits >= 32:
             return words.clone() if address in self.written else words
         words = words.to(torch.int32)
@@ -251,8 +254,10 @@ class _Run:
             words = words.expand(self.shape)[:, 0] if words.dim() else words.expand(array.numel())
         else:
             words = words.expand(self.shape).reshape(-1)[: self.count]
-        if bits == 8:
-            words = words & 0xFF
+        if bits <= 8:
+            words = words & ((1 << bits) - 1)
+        if bits == 4:
+            words = words[::2] | words[1::2] << 4
         array.detach().view(_CODES[bits]).copy_(words.reshape(array.shape))
 
     def deposit(self, counters: torch.Tensor, places: torch.Tensor, words: torch.Tensor) -> None:

@@ -115,6 +115,11 @@ def block_largest(words):
     return tl.max(words, axis=1, keep_dims=True)
 
 
+def load4(address, i, lanes, aligned: tl.constexpr):
+    byte = tl.load(address.to(tl.pointer_type(tl.uint8)) + (i >> 1), mask=lanes, other=0).to(tl.uint32)
+    return (byte >> ((i & 1) * 4).to(tl.uint32)) & 15
+
+
 def load8(address, i, lanes, aligned: tl.constexpr):
     pointer = address.to(tl.pointer_type(tl.uint8))
     if aligned:
@@ -153,6 +158,12 @@ def load16_of_block(address, b):
 
 def load32_of_block(address, b):
     return tl.load(address.to(tl.pointer_type(tl.uint32)) + b)[:, None]
+
+
+def store4(address, i, w, lanes, aligned: tl.constexpr):
+    low, high = tl.split(tl.reshape(w & 15, [w.shape[0], w.shape[1] // 2, 2]))
+    place, _ = tl.split(tl.reshape(i >> 1, [w.shape[0], w.shape[1] // 2, 2]))
+    tl.store(address.to(tl.pointer_type(tl.uint8)) + place, (low | (high << 4)).to(tl.uint8), mask=lanes)
 
 
 def store8(address, i, w, lanes, aligned: tl.constexpr):

@@ -133,6 +133,7 @@ class _TableLoop(VectorBuilder):
         self.loads: list[Array] = [(operands[0], *extra) for name, operands, extra in lines if name == "load"]
         self.stores = self.trace.stores
         self.arrays = list(dict.fromkeys([*self.loads, *self.stores]))
+        assert not self.copied or all(bits > 4 for _, bits, _ in self.arrays), "half bytes are read in whole blocks"
         self.in_pairs = any(bits < 32 for _, bits, per_block in self.arrays if not per_block)
         self.order = in_turns(self.trace)
         self.scalars: dict[Any, Any] = {}
@@ -339,7 +340,7 @@ class _TableLoop(VectorBuilder):
         for array in self.arrays:
             address, bits, per_block = array
             place = b.add(b.sdiv(begin, block), number) if per_block else b.add(begin, b.mul(number, block))
-            bases[array] = b.add(self.address[self.column[address]], b.mul(place, self.word(bits // 8)))
+            bases[array] = b.add(self.address[self.column[address]], self.bytes_of(place, bits))
         return bases
 
     def block_in_copy(self, bases: dict, start, size, totals: list, copies: dict, buffers: list) -> None:
@@ -663,7 +664,7 @@ class _TableLoop(VectorBuilder):
             both = b.load(self.place(base, i, bits, 0, self.shape(self.ir.IntType(bits), self.width)), align=bits // 8)
             return [b.shuffle_vector(both, both, self.indices(half)) for half in self.places()]
         pairs = self.shape(self.ir.IntType(2 * bits), lanes)
-        both = b.load(self.place(base, i, bits, 0, pairs), align=bits // 8)
+        both = b.load(self.place(base, i, bits, 0, pairs), align=max(1, bits // 8))
         both = both if bits == 16 else b.zext(both, words)
         shift = self.constant(words, bits)
         return [b.and_(both, self.constant(words, (1 << bits) - 1)), b.lshr(both, shift)]
@@ -682,13 +683,17 @@ class _TableLoop(VectorBuilder):
         else:
             mask, shift = self.constant(even.type, (1 << bits) - 1), self.constant(even.type, bits)
             both = b.or_(b.and_(even, mask), b.shl(odd, shift))
-            both = both if bits == 16 else b.trunc(both, self.shape(self.i16, lanes))
-        b.store(both, self.place(base, i, bits, 0, both.type), align=bits // 8)
+            both = both if bits == 16 else b.trunc(both, self.shape(self.ir.IntType(2 * bits), lanes))
+        b.store(both, self.place(base, i, bits, 0, both.type), align=max(1, bits // 8))
 
     def place(self, base, i, bits: int, further: int, kind):
         """To the element `further` behind place i, as a type."""
-        address = self.b.add(base, self.b.mul(self.b.add(i, self.word(further)), self.word(bits // 8)))
+        address = self.b.add(base, self.bytes_of(self.b.add(i, self.word(further)), bits))
         return self.b.inttoptr(address, kind.as_pointer())
+
+    def bytes_of(self, count, bits: int):
+        """The bytes of so many elements; of half bytes an even number."""
+        return self.b.lshr(count, self.word(1)) if bits == 4 else self.b.mul(count, self.word(bits // 8))
 
     # sums ------------------------------------------------------------------------------------------------------
 

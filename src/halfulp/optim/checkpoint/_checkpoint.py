@@ -32,7 +32,7 @@ from ..parameters._outside_writes import (
 )
 from ..parameters._parameter_plan import ParameterPlan
 from ..parameters._random_identity import plain_names
-from ..parameters._saved_states import block_of, codec_versions
+from ..parameters._saved_states import block_of, codec_versions, packed_block_of
 from ..parameters._state_tensors import BEGUN, STORAGE_SUFFIXES, set_initial
 from ..parameters._step_spec import StepSpec
 from ..parameters._tensor_map import TensorMap
@@ -466,13 +466,18 @@ def _as_saved(name: str, value: object, state: Mapping, parameter: torch.Tensor)
         return value
     if value.shape == local(parameter).shape:
         return placed_like(value, parameter)
-    codes = state.get(f"{name.removesuffix('_scale')}_codes")
-    if codes is None:
+    slot = name.removesuffix("_scale").removesuffix("_packed")
+    codes, packed = state.get(f"{slot}_codes"), state.get(f"{slot}_packed")
+    if codes is None and packed is None:
         return value
     from torch.distributed.tensor import DTensor
 
     mesh, placements = parameter.device_mesh, parameter.placements
-    whole = scale_shape(parameter.shape, block_of(codes, value))
+    if name.endswith("_packed"):
+        block = 2
+    else:
+        block = packed_block_of(packed, value) if codes is None else block_of(codes, value)
+    whole = scale_shape(parameter.shape, block)
     stride = torch.empty(whole, dtype=value.dtype, device="meta").stride()
     return DTensor.from_local(value, mesh, placements, shape=whole, stride=stride, run_check=False)
 

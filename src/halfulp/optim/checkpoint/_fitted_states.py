@@ -10,9 +10,10 @@ from ...mctensor import MCTensor
 from ...scaled import ScaledTensor
 from ..parameters._local_tensors import local
 from ..parameters._parameter_plan import ParameterPlan
-from ..parameters._saved_states import ABSENT, check_version, saved_value
+from ..parameters._saved_states import ABSENT, check_version, saved_tensor, saved_value
 from ..parameters._state_tensors import BEGUN, STORAGE_SUFFIXES, set_initial
 from ..rules._update_rule import StateSlot
+from ..states._int8_blocks import scale_shape
 from ..states._state import Codec
 from ..stores._storage import STORES
 from ..weight_updates._weight_update import REGISTRY
@@ -74,7 +75,7 @@ def fit_state(
     plan: ParameterPlan, group: Mapping, codec: Codec, rule_state: StateSlot, names: tuple[str, ...], state: Mapping
 ) -> dict[str, torch.Tensor]:
     """Return one state of the rule from saved tensors: bit for bit if the dtypes agree, else through float32."""
-    given = state.get(f"{rule_state.name}_codes", state.get(rule_state.name, ABSENT))
+    given = saved_tensor(state, rule_state.name)
     if given is ABSENT:
         raise ValueError(
             f"state of parameter {plan.name} lacks {rule_state.name!r}: another optimizer saved it ({sorted(state)})"
@@ -95,7 +96,9 @@ def fit_state(
     if all(_is_same_layout(state.get(name), mine) for name, mine in zip(names, own)):
         check_version(rule_state.name, state)
         return {name: state[name] for name in names}
-    given = checked_shape(plan, rule_state.name, given, own[0], exact=False)
+    is_packed = f"{rule_state.name}_packed" in state
+    like = torch.empty(scale_shape(torch.Size(plan.shape), 2) if is_packed else plan.shape, device="meta")
+    given = checked_shape(plan, rule_state.name, given, like, exact=False)
     value = saved_value(local(given), state, rule_state)
     fresh = [torch.zeros_like(mine) for mine in own]
     codec.encode(fresh, value.to(fresh[0].device).contiguous(), None)

@@ -221,6 +221,12 @@ def follow_version(plan: ParameterPlan) -> None:
         held.version = plan.parameter._version
 
 
+def is_current(plan: ParameterPlan) -> bool:
+    """Return whether the version of a parameter is the one that its auxiliary tensors were stored beside."""
+    held = plan.payload_version
+    return held is not None and held.version == plan.parameter._version
+
+
 def mark_stepped(
     plans: Sequence[ParameterPlan],
     recorded: Sequence[PayloadVersion],

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from ..rules._update_rule import StateSlot
+from ..states._int4_blocks import Int4Blocks
 from ..states._int8_blocks import CODEC_VERSION, Int8Blocks, scale_shape
 from ._local_tensors import local
 
@@ -38,20 +39,31 @@ def check_version(name: str, state: Mapping[str, object]) -> None:
         )
 
 
-def block_of(codes: torch.Tensor, scale: torch.Tensor) -> int:
+def block_of(codes: torch.Tensor, scale: torch.Tensor, among: tuple[int, ...] = BLOCKS) -> int:
     """Return the block length of saved codes and scales.
 
     Raises:
         ValueError: no length fits the shapes.
     """
     codes, scale = local(codes), local(scale)
-    for block in BLOCKS:
+    for block in among:
         if scale_shape(codes.shape, block) == scale.shape:
             return block
     raise ValueError(
-        f"8-bit codes of shape {tuple(codes.shape)} have scales of shape {tuple(scale.shape)}, which no length of "
-        f"blocks {BLOCKS} gives: the file is damaged"
+        f"codes of shape {tuple(codes.shape)} have scales of shape {tuple(scale.shape)}, which no length of blocks "
+        f"{BLOCKS} gives: the file is damaged"
     )
+
+
+def packed_block_of(packed: torch.Tensor, scale: torch.Tensor) -> int:
+    """Return the block length of saved bytes of two codes and scales; raise ValueError if no length fits."""
+    return 2 * block_of(packed, scale, tuple(block // 2 for block in BLOCKS))
+
+
+def saved_tensor(state: Mapping[str, Any], name: str) -> Any:
+    """Return the tensor of a saved state: numbers, or codes of 8 or 4 bits; `ABSENT` without."""
+    found = (state.get(f"{name}{form}", ABSENT) for form in ("_codes", "_packed", ""))
+    return next((given for given in found if given is not ABSENT), ABSENT)
 
 
 def saved_value(given: torch.Tensor, state: Mapping[str, Any], slot: StateSlot) -> torch.Tensor:
@@ -75,8 +87,13 @@ def saved_value(given: torch.Tensor, state: Mapping[str, Any], slot: StateSlot) 
                 f"wanted are {codes} and torch.bfloat16: the file is damaged"
             )
         return Int8Blocks(block_of(given, scale), slot.degree == 2).decode([given, scale])
-    if scale is not None and given.dtype in (torch.int8, torch.uint8):
-        return _linear_codes(given, scale, slot)
+    if f"{slot.name}_packed" in state:
+        if not isinstance(scale, torch.Tensor) or (given.dtype, scale.dtype) != (torch.uint8, torch.float32):
+            raise ValueError(
+                f"saved state {slot.name!r} has 4-bit codes in {given.dtype} and scales in "
+                f"{getattr(scale, 'dtype', None)}, wanted are torch.uint8 and torch.float32: the file is damaged"
+            )
+        return Int4Blocks(packed_block_of(given, scale), slot.degree == 2).decode([given, scale])
     if not given.is_floating_point():
         raise ValueError(f"saved state {slot.name!r} is {given.dtype} without a scale: the file is damaged")
     if scale is not None:
@@ -87,14 +104,3 @@ def saved_value(given: torch.Tensor, state: Mapping[str, Any], slot: StateSlot) 
     if residual.shape != given.shape:
         raise ValueError(f"saved state {slot.name!r} and its residual have other shapes: the file is damaged")
     return given.float() + residual.float()
-
-
-def _linear_codes(codes: torch.Tensor, scale: torch.Tensor, slot: StateSlot) -> torch.Tensor:
-    """The first version's values: (code x scale / most), or its square, a scale per block in the order of memory."""
-    flat, scale = codes.reshape(-1).float(), scale.reshape(-1).float()
-    block = next((n for n in BLOCKS if -(-flat.numel() // n) == scale.numel()), None)
-    if block is None:
-        raise ValueError(f"saved state {slot.name!r} has {scale.numel()} scales for its codes: the file is damaged")
-    root = flat * (scale / (255.0 if slot.degree == 2 else 127.0)).repeat_interleave(block)[: flat.numel()]
-    root = root * root if slot.degree == 2 else torch.where(flat == -128, torch.nan, root)
-    return root.reshape(codes.shape)

@@ -9,14 +9,15 @@ import torch
 
 from ..._messages import listed
 from ..rules._update_rule import StateSlot
+from ..states._int8_blocks import scale_shape
 from ..states._state import Codec, constant_of
 from ._local_tensors import local
 from ._parameter_plan import ParameterPlan
-from ._saved_states import saved_value
+from ._saved_states import saved_tensor, saved_value
 from ._step_spec import StepSpec
 
 # What the names of a state's tensors end in, over all storages.
-STORAGE_SUFFIXES = ("", "_codes", "_scale", "_residual")
+STORAGE_SUFFIXES = ("", "_codes", "_packed", "_scale", "_residual")
 # How many steps a parameter had made when the states of its rule began, if that was later than the parameter.
 BEGUN = "states_begun"
 
@@ -87,10 +88,11 @@ def _store_left_state(
 ) -> None:
     """Convert a state that was switched off, perhaps under another storage or in a file of torch.optim's."""
     held = {name: local(state[name]) for s in STORAGE_SUFFIXES if (name := f"{slot.name}{s}") in state}
-    given = held.get(f"{slot.name}_codes", held.get(slot.name))
+    given = saved_tensor(held, slot.name)
     new = codec.tensors(slot.name, shape)
     same = held.keys() == set(wanted) and all((t.shape, t.dtype) == new[n] for n, t in held.items() if n in new)
-    if same or not isinstance(given, torch.Tensor) or given.shape != shape:
+    wanted_shape = scale_shape(shape, 2) if f"{slot.name}_packed" in held else shape
+    if same or not isinstance(given, torch.Tensor) or given.shape != wanted_shape:
         return
     made = {name: torch.zeros(size, dtype=dtype, device=given.device) for name, (size, dtype) in new.items()}
     codec.encode(list(made.values()), saved_value(given, state, slot).contiguous(), None)

@@ -13,8 +13,9 @@ import torch
 from ...mctensor import MCTensor
 from ...scaled import ScaledTensor
 from ..rules._update_rule import UpdateRule
+from ..states._int8_blocks import Int8Blocks
 from ..states._scaled import Scaled
-from ..states._state import PAIR, Codec, Int8Blocks, refuse_coarse, resolve_codecs
+from ..states._state import PAIR, Codec, refuse_coarse, resolve_codecs
 from ..stores._float8 import PAYLOADS
 from ..stores._storage import STORES, Store, format_store
 from ..weight_updates._multicomponent import update_of_components
@@ -102,20 +103,21 @@ class StepSpec:
         return {k: codec for k, codec in enumerate(self.codecs) if isinstance(codec, Scaled)}
 
     @property
-    def blocked_states(self) -> dict[int, Int8Blocks]:
-        """The codecs of the states in blocks of 8-bit codes, by the states' numbers."""
-        return {k: codec for k, codec in enumerate(self.codecs) if isinstance(codec, Int8Blocks)}
+    def blocked_states(self) -> dict[int, Codec]:
+        """The codecs of the states in blocks of codes, by the states' numbers."""
+        return {k: codec for k, codec in enumerate(self.codecs) if codec.scale_block}
 
     @property
     def block(self) -> int | None:
-        """Length of the 8-bit blocks, None if there are none."""
-        return next((codec.block for codec in self.blocked_states.values()), None)
+        """Length of the blocks, None if there are none."""
+        return next((codec.scale_block for codec in self.blocked_states.values()), None)
 
     @property
     def shrinks(self) -> bool:
         """Whether elements too large to square in float32, but not for 8-bit codes, are scaled down for the rule."""
         squares = any(state.degree == 2 for state in self.rule.states)
-        return bool(self.block) and not self.scaled and squares and self.rule.homogeneous is not None
+        in_roots = any(isinstance(codec, Int8Blocks) for codec in self.codecs)
+        return in_roots and not self.scaled and squares and self.rule.homogeneous is not None
 
     @property
     def digests(self) -> bool:
@@ -299,8 +301,9 @@ def codecs_for(
         )
     _refuse_many_scales(rule, codecs, name)
     refuse_coarse(rule, codecs, group["state_dtype"])
-    if any(isinstance(codec, Int8Blocks) for codec in codecs):
-        _refuse_cut_blocks(parameter, codecs, name)
+    blocks = {codec.scale_block for codec in codecs} - {None}
+    for block in blocks:
+        _refuse_cut_blocks(parameter, block, name)
     return codecs
 
 
@@ -319,19 +322,18 @@ def _allowed_states(rule: UpdateRule) -> str:
     """Return the words for the storages that plain parameters' states may have under a rule."""
     exact = {name for slot in rule.states if slot.maximum_of for name in (slot.name, slot.maximum_of)}
     if not exact:
-        return f"torch.float32, torch.bfloat16, {PAIR!r} and '8bit'"
+        return f"torch.float32, torch.bfloat16, {PAIR!r}, '8bit' and '4bit'"
     others = " and ".join(f"{{{slot.name!r}: ...}}" for slot in rule.states if slot.name not in exact)
-    alone = f", and torch.bfloat16 and '8bit' for {others} alone" if others else ""
+    alone = f", and torch.bfloat16, '8bit' and '4bit' for {others} alone" if others else ""
     return f"torch.float32 and {PAIR!r}{alone}"
 
 
-def _refuse_cut_blocks(parameter: torch.Tensor, codecs: tuple[Codec, ...], name: str) -> None:
-    block = max(codec.block for codec in codecs if isinstance(codec, Int8Blocks))
+def _refuse_cut_blocks(parameter: torch.Tensor, block: int, name: str) -> None:
     cut = (index_map_of(parameter).runs()[:, 1:] % block).any()
     inner = any(getattr(placement, "dim", 0) for placement in getattr(parameter, "placements", ()))
     if cut or (inner and parameter.shape[-1] % block):
         raise ValueError(
-            f"parameter {name} of shape {tuple(parameter.shape)} is sharded so that blocks of {block} 8-bit states "
+            f"parameter {name} of shape {tuple(parameter.shape)} is sharded so that blocks of {block} states "
             "are cut: shard dimension 0, or give it a group with state_dtype=torch.bfloat16"
         )
 

@@ -3,13 +3,20 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, MutableMapping
+from collections.abc import Iterable, Iterator, MutableMapping, Sequence
 from typing import Any
 
 import torch
 
 from ._local_tensors import memory
-from ._outside_writes import drop_stale, mark_carried, mark_current, payload_version_of
+from ._outside_writes import (
+    drop_stale,
+    follow_version,
+    is_current,
+    mark_carried,
+    mark_current,
+    payload_version_of,
+)
 from ._parameter_plan import ParameterPlan
 from ._step_spec import StepSpec
 
@@ -24,10 +31,23 @@ def set_weight(plan: ParameterPlan, value: torch.Tensor) -> None:
     mark_current(plan)
 
 
-def set_carried(plan: ParameterPlan, value: torch.Tensor) -> None:
-    """Set a parameter to the weight that it had under another weight update (`weight_to_carry`)."""
-    _fill(plan, value)
-    mark_carried(plan)
+def write_carried(
+    carried: Sequence[tuple[ParameterPlan, torch.Tensor]], others: Iterable[ParameterPlan | None]
+) -> None:
+    """Set parameters to the weights that they had under another weight update (`weight_to_carry`).
+
+    Args:
+        carried: their plans and weights.
+        others: plans whose payloads stay as they are, though one cut from the same tensor shares a version counter.
+    """
+    held = [plan for plan in others if carried and plan is not None and plan.payload_version is not None]
+    current = [plan for plan in held if is_current(plan)]
+    for plan, value in carried:
+        _fill(plan, value)
+    for plan in current:
+        follow_version(plan)
+    for plan, _ in carried:
+        mark_carried(plan)
 
 
 def _fill(plan: ParameterPlan, value: torch.Tensor) -> None:

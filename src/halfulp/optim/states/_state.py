@@ -1,4 +1,4 @@
-"""The choice of an optimizer state's storage: float32, bfloat16, two bfloat16, 8-bit blocks, or scaled payloads."""
+"""The choice of an optimizer state's storage: float32, bfloat16, two bfloat16, blocks of 8 or 4 bits, or payloads."""
 
 from __future__ import annotations
 
@@ -17,10 +17,13 @@ from ..stores._float8 import PAYLOADS
 from ..stores._storage import BF16, F32, Store
 from ..weight_updates._components import Components
 from ._codec import DoubleBF16, TensorCodec
-from ._int8_blocks import Int8Blocks as Int8Blocks
+from ._int4_blocks import Int4Blocks
+from ._int8_blocks import Int8Blocks
 from ._scaled import Scaled
 
 PAIR = "bfloat16x2"
+# Codes in blocks, and the usual length of these.
+BLOCKS = {"8bit": 32, "4bit": 128}
 SCALED = (torch.float16, torch.float8_e4m3fn, torch.float8_e5m2)
 
 
@@ -29,12 +32,12 @@ class State:
     """A choice of how the states of an optimizer are stored.
 
     Args:
-        dtype: torch.float32, torch.bfloat16, "8bit", two bfloat16 ("bfloat16x2" or Components(2)), or the name of a
-            storage that `register_state_store` added; for scaled parameters also torch.float16, torch.float8_e4m3fn
-            (alias "fp8") or torch.float8_e5m2, under a scale per tensor.
+        dtype: torch.float32, torch.bfloat16, "8bit", "4bit", two bfloat16 ("bfloat16x2" or Components(2)), or the name
+            of a storage that `register_state_store` added; for scaled parameters also torch.float16,
+            torch.float8_e4m3fn (alias "fp8") or torch.float8_e5m2, under a scale per tensor.
         rounding: "nearest" or "stochastic", the default: rounded to nearest a bfloat16 moment stalls under steady
             gradients, as does a float16 one that forgets slowly, and a choice by beta would change under a scheduler.
-        block: elements that share one bfloat16 scale, for "8bit": a power of two from 16 to 1024.
+        block: elements that share one scale, for "8bit" (32 if None) and "4bit" (128): a power of two from 16 to 1024.
 
     >>> State("8bit", block=64)
     State(dtype='8bit', rounding=None, block=64)
@@ -42,7 +45,7 @@ class State:
 
     dtype: torch.dtype | str | Components = torch.bfloat16
     rounding: str | None = None
-    block: int = 32
+    block: int | None = None
 
     def __post_init__(self) -> None:
         aliases: dict[object, object] = {
@@ -50,23 +53,25 @@ class State:
             "bfloat16": torch.bfloat16,
             "int8": "8bit",
             "uint8": "8bit",
+            "int4": "4bit",
         }
         aliases |= {Components(2): PAIR, "fp8": torch.float8_e4m3fn, "float16": torch.float16}
         aliases |= {"float8_e4m3fn": torch.float8_e4m3fn, "float8_e5m2": torch.float8_e5m2}
         object.__setattr__(self, "dtype", aliases.get(self.dtype, self.dtype))
-        if self.dtype not in (torch.float32, torch.bfloat16, "8bit", PAIR, *SCALED, *_registered):
+        object.__setattr__(self, "block", self.block or BLOCKS.get(str(self.dtype), 32))
+        if self.dtype not in (torch.float32, torch.bfloat16, *BLOCKS, PAIR, *SCALED, *_registered):
             own = "".join(f", {name!r}" for name in _registered)
             raise ValueError(
-                f"state_dtype {self.dtype!r}: allowed are torch.float32, torch.bfloat16{own} and '8bit', for two "
-                f"bfloat16 {PAIR!r} or Components(2) (more of them would be larger than float32), and beside scaled "
-                "parameters torch.float16 and 'fp8'"
+                f"state_dtype {self.dtype!r}: allowed are torch.float32, torch.bfloat16{own}, '8bit' and '4bit', for "
+                f"two bfloat16 {PAIR!r} or Components(2) (more of them would be larger than float32), and beside "
+                "scaled parameters torch.float16 and 'fp8'"
             )
         if self.rounding not in (None, "nearest", "stochastic"):
             raise ValueError(f"state rounding {self.rounding!r}: allowed are None, 'nearest' and 'stochastic'")
         if self.block not in (16, 32, 64, 128, 256, 512, 1024):
             raise ValueError(f"state block {self.block!r}: allowed are the powers of two from 16 to 1024")
-        if self.dtype == "8bit" and self.rounding == "nearest":
-            raise ValueError("8-bit states are stored stochastically: nearest codes stall; leave rounding out")
+        if self.dtype in BLOCKS and self.rounding == "nearest":
+            raise ValueError("states in blocks are stored stochastically: nearest codes stall; leave rounding out")
         if self.dtype == PAIR and self.rounding == "stochastic":
             raise ValueError("two bfloat16 are rounded to nearest: allowed are None and 'nearest'")
         if self.dtype in SCALED[1:] and self.rounding == "nearest":
@@ -75,7 +80,19 @@ class State:
 
 _registered: dict[str, Store] = {}
 # What `state_dtype=` takes already.
-_TAKEN = ("8bit", PAIR, "int8", "uint8", "fp8", "float32", "bfloat16", "float16", "float8_e4m3fn", "float8_e5m2")
+_TAKEN = (
+    *BLOCKS,
+    PAIR,
+    "int4",
+    "int8",
+    "uint8",
+    "fp8",
+    "float32",
+    "bfloat16",
+    "float16",
+    "float8_e4m3fn",
+    "float8_e5m2",
+)
 
 
 def register_state_store(store: Store, description: str) -> None:
@@ -145,14 +162,14 @@ class Plain(TensorCodec):
         self.store.save(arrays[0], i, rounded(value, random))
 
 
-Codec = Plain | DoubleBF16 | Int8Blocks | Scaled
+Codec = Plain | DoubleBF16 | Int8Blocks | Int4Blocks | Scaled
 OneState = torch.dtype | str | Components | State | None
 StateChoice = OneState | Mapping[str, OneState]
 
 
 def constant_of(codec: Codec, value: float) -> list[torch.Tensor]:
     """Return one element of each tensor of a state whose elements all are one value, rounded to nearest."""
-    shape = torch.Size([codec.block if isinstance(codec, Int8Blocks) else 1])
+    shape = torch.Size([codec.scale_block or 1])
     made = [torch.zeros(size, dtype=dtype, device="cpu") for size, dtype in codec.tensors("", shape).values()]
     codec.encode(made, torch.full(shape, value, dtype=torch.float32, device="cpu"))
     return [tensor.reshape(-1)[0] for tensor in made]
@@ -167,12 +184,15 @@ def resolve_codecs(
         given: `state_dtype=` of the group.
         plans: the rule's states.
         default: dtype where none was chosen.
-        shape: the parameter's global shape: 8-bit blocks never depend on how it is sharded.
+        shape: the parameter's global shape: blocks never depend on how it is sharded.
     """
     chosen = given.values() if isinstance(given, Mapping) else [given]
-    lengths = {state.block for state in (as_state(one, default) for one in chosen) if state.dtype == "8bit"}
+    lengths = {state.block for state in (as_state(one, default) for one in chosen) if state.dtype in BLOCKS}
     if len(lengths) > 1:
-        raise ValueError(f"state_dtype gives blocks of {sorted(lengths)}: the states of one parameter share one length")
+        raise ValueError(
+            f"state_dtype gives blocks of {sorted(lengths)}: the states of one parameter share one "
+            "length, such as State('8bit', block=128) has beside '4bit'"
+        )
     if isinstance(given, Mapping):
         unknown = set(given) - {slot.name for slot in slots}
         if unknown:
@@ -238,7 +258,7 @@ def _kept_bits(codec: Codec) -> int:
     """Return the bits behind the leading one that a codec keeps of every element; none where blocks share a scale."""
     if isinstance(codec, DoubleBF16):
         return 16
-    return 0 if isinstance(codec, Int8Blocks) else codec.store.mantissa_bits
+    return 0 if isinstance(codec, Int8Blocks | Int4Blocks) else codec.store.mantissa_bits
 
 
 def as_state(given: OneState, default: torch.dtype | State) -> State:
@@ -256,8 +276,9 @@ def holds_blocks(shape: torch.Size, block: int) -> bool:
 
 
 def _codec(state: State, slot: StateSlot, shape: torch.Size) -> Codec:
-    if state.dtype == "8bit" and holds_blocks(shape, state.block):
-        return Int8Blocks(state.block, slot.degree == 2)
+    if state.dtype in BLOCKS and state.block is not None and holds_blocks(shape, state.block):
+        kind = Int8Blocks if state.dtype == "8bit" else Int4Blocks
+        return kind(state.block, slot.degree == 2)
     if state.dtype == PAIR:
         return DoubleBF16()
     # Blocks that do not fit are bfloat16.

@@ -16,9 +16,8 @@ from ...kernels.vector._table_loop import Table, compile_table
 from ...rounding._random_bits import WEYL, drawn_word, hashed, recorded_start
 from ..parameters._payload_digests import payload_digest
 from ..parameters._step_spec import SUM_SCALES, Draw, StepSpec, draws_of, pointer_count, state_pointers
-from ..states._int8_blocks import GROW, HUGE, HUGE_SQUARED, SHRINK
+from ..states._int8_blocks import GROW, HUGE, HUGE_SQUARED, SHRINK, Int8Blocks
 from ..states._scaled import Scaled, finite_word
-from ..states._state import Int8Blocks
 from ..stores._storage import F32
 
 GRADIENT = 4
@@ -120,7 +119,8 @@ class _Step:
         codec, arrays = self.spec.codecs[k], self.columns(k)
         if isinstance(codec, Int8Blocks):
             return codec.load_root(arrays, self.i, self.block)
-        return codec.load(arrays, self.i, self.scales[f"scale_{k}"] if isinstance(codec, Scaled) else None)
+        scale = self.scales[f"scale_{k}"] if isinstance(codec, Scaled) else None
+        return codec.load_value(arrays, self.i, self.block, scale)
 
     def columns(self, k: int) -> Sequence[Any]:
         """Return the addresses of a state's tensors."""
@@ -226,7 +226,7 @@ class _Step:
         value = self.times(value, self.grow)
         value = self.times(value, self.grow) if slot.degree == 2 else value
         inverse = self.scales[f"inverse_{k}"] if isinstance(codec, Scaled) else None
-        codec.save(self.columns(k), self.i, value, inverse, bits)
+        codec.save_value(self.columns(k), self.i, self.block, value, inverse, bits)
 
     def bits(self, drawn: Draw | None) -> Any:
         """Random bits: a word of the element's one hash, or some of its bits."""

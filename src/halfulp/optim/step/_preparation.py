@@ -42,7 +42,7 @@ class WholeTensors:
         """A state, before the step."""
         spec = self._plan.spec
         k = [slot.name for slot in spec.rule.states].index(name)
-        return self._whole(spec.codecs[k].decode(self._plan.states[k]))
+        return self._whole(spec.codecs[k].decode(self._plan.states[k]).reshape(self._plan.shape))
 
     def _whole(self, value: torch.Tensor) -> torch.Tensor:
         parameter = self._plan.parameter

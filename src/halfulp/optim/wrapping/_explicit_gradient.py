@@ -4,20 +4,18 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from typing import Any, TypedDict, Unpack
+from typing import Any, Unpack
 
 import torch
 
-from ...formats import Format
 from ...scaled import ScaledTensor
-from .._group_options import Parameters, check_number
+from .._group_options import NarrowOptions, Parameters, check_number
 from .._optimizer import Optimizer
 from ..parameters._outside_writes import drop_stale
 from ..parameters._parameter_plan import ParameterPlan
 from ..parameters._step_spec import StepSpec
 from ..rules._update_rule import UpdateRule
 from ..stores._storage import Store
-from ..weight_updates._weight_update import WeightUpdate
 
 
 def assignment(w, g):
@@ -30,16 +28,6 @@ def _no_constants(group: Mapping, step: int) -> tuple[float, ...]:
 
 
 ASSIGNMENT = UpdateRule("assignment", assignment, (), (), _no_constants, assigns=True, decays=False)
-
-
-class NarrowOptions(TypedDict, total=False):
-    """The options of Optimizer for updates computed elsewhere."""
-
-    weight_update: WeightUpdate | str | None
-    param_dtype: torch.dtype | None
-    format: Format | str | None
-    seed: int
-    report_interval: int
 
 
 class ExplicitGradientOptimizer(Optimizer):

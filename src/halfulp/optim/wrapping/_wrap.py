@@ -49,7 +49,7 @@ def wrap(
     params: Parameters | None = None,
     *,
     weight_update: WeightUpdate | str | None = None,
-    param_dtype: torch.dtype | None = None,
+    param_dtype: torch.dtype | str | None = None,
     format: Format | str | None = None,
     seed: int = 0,
     report_interval: int = 50,

@@ -1,0 +1,153 @@
+"""4-bit states in blocks (Li, Chen and Zhu, arXiv 2309.01507): two codes per byte, beside a float32 scale per block.
+
+First moments have the paper's signed dynamic exponent map: behind the sign, e zeros and a one are the power 10^-e, and
+the f bits behind the one count the midpoints of 2^f equal parts of [0.1, 1]. Its sixteen numbers are 0, 1 and
+
+    +- 0.0055    +- 0.0325  +- 0.0775    +- 0.2125  +- 0.4375  +- 0.6625  +- 0.8875.
+
+Second moments have its linear map without zero, (k + 1) / 16: a zero would divide by eps alone. Both are torchao's
+(`torchao.optim.AdamW4bit`), which divides by the largest magnitude and rounds to the nearest code. The map has no -1:
+the largest number of a block, if it is negative, is there 0.8875 of itself after each step, so that of a steady
+gradient g the momentum m = 0.8875 (0.9 m + 0.1 g) settles at 44% of g. Here the scale is the least under which all
+numbers fit between -0.8875 and 1. The paper normalizes second moments of matrices by rows and columns ("rank-1"), which
+needs sums over all ranks of a sharded tensor and is not here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import numpy as np
+import torch
+
+from ...kernels._trace import block_largest
+from ...kernels.scalar._operations import (
+    add,
+    bit_and,
+    divide,
+    load4,
+    load32,
+    real,
+    select,
+    store4,
+    store32,
+    sub,
+    to_real,
+    to_word,
+    word,
+)
+from ..stores._storage import ABS, CANONICAL_NAN, EXPONENT
+from ._codec import TensorCodec
+from ._int8_blocks import chance_of, scale_shape
+
+
+@dataclass(frozen=True)
+class Int4Blocks(TensorCodec):
+    """4-bit codes in blocks: value = scale x map(code), of first moments signed, of second ones above zero.
+
+    The scale is the least that the block's finite numbers fit under, to the last digit: while a block only decays,
+    every code stays. Codes are rounded stochastically, so that a moment is right on average; but a second moment below
+    1/16 of the block's largest is raised to it. Infinities are kept out of the scale and stored as the largest code.
+    There is no code for NaN: the scale is NaN, and the whole block with it.
+    """
+
+    columns: ClassVar[int] = 2
+    nearest_draw: ClassVar[int] = 0x8000
+    random_bits: ClassVar[int] = 16
+
+    block: int
+    squared: bool
+
+    def tensors(self, name: str, shape: torch.Size) -> dict[str, tuple[torch.Size, torch.dtype]]:
+        """Return two codes per byte, and one scale per block, in rows that shard as the parameter's do."""
+        return {
+            f"{name}_packed": (scale_shape(shape, 2), torch.uint8),
+            f"{name}_scale": (scale_shape(shape, self.block), torch.float32),
+        }
+
+    @property
+    def scale_block(self) -> int:
+        """The elements of a block."""
+        return self.block
+
+    def scale_inputs(self, tensors: list[torch.Tensor]) -> dict[str, torch.Tensor | float]:
+        """Return a tensor that has an element where codes are half a byte."""
+        codes = tensors[0]
+        return {"elements": codes.new_empty((*codes.shape[:-1], 2 * codes.shape[-1]))}
+
+    def load_value(self, arrays: Sequence[Any], i: Any, block: Any, scale: Any) -> Any:
+        """Device function: the float32 of element i."""
+        codes, scales = arrays
+        number = (number_above_zero if self.squared else signed_number)(load4(codes, i))
+        return number * real(load32(scales, block))
+
+    def save_value(self, arrays: Sequence[Any], i: Any, block: Any, value: Any, inverse: Any, random: Any) -> None:
+        """Device function: store element i, and the scale of its block."""
+        codes, scales = arrays
+        largest = scale_word(block_largest(word_in_scale(value if self.squared else needed_scale(value))))
+        store32(scales, block, largest)
+        scale = real(largest)
+        share = value * select(scale > ZERO, divide(UNIT, scale), UNIT)
+        store4(codes, i, (code_above_zero if self.squared else signed_code)(share, chance_of(random)))
+
+
+ZERO, UNIT, SIXTEEN, SIXTEENTH = (np.float32(x) for x in (0.0, 1.0, 16.0, 0.0625))
+NONE, ONE, TWO, FOUR, SEVEN, EIGHT = (np.uint32(n) for n in (0, 1, 2, 4, 7, 8))
+LEAST_NORMAL = np.uint32(0x00800000)
+# Positive numbers of the signed map: 10^-e times the midpoints, then 1, which has the code of a negative zero.
+MAGNITUDES = tuple(np.float32(x) for x in (0.0055, 0.0325, 0.0775, 0.2125, 0.4375, 0.6625, 0.8875))
+LEAST_NEGATIVE, OVER_LEAST_NEGATIVE = MAGNITUDES[-1], np.float32(1 / 0.8875)
+
+
+def needed_scale(x):
+    """Device function: the least scale under which a number fits into the signed map, with its sign."""
+    return select(x < ZERO, x * OVER_LEAST_NEGATIVE, x)
+
+
+def word_in_scale(x):
+    """Device function: the word of |x|, 0 for infinities; of NaN the largest, so that a block knows of one."""
+    magnitude = bit_and(word(x), ABS)
+    finite = select(magnitude < EXPONENT, magnitude, NONE)
+    return select(magnitude > EXPONENT, CANONICAL_NAN, finite)
+
+
+def scale_word(largest):
+    """Device function: the word of the scale of a block; 0 below the smallest normal number, which has an inverse."""
+    return select(largest < LEAST_NORMAL, NONE, largest)
+
+
+def signed_number(code):
+    """Device function: the number of a code of the signed map."""
+    by_first, by_second = bit_and(code, ONE) > NONE, bit_and(code, TWO) > NONE
+    pairs = [select(by_first, high, low) for low, high in zip((ZERO, *MAGNITUDES[1::2]), MAGNITUDES[::2])]
+    small, large = select(by_second, pairs[1], pairs[0]), select(by_second, pairs[3], pairs[2])
+    magnitude = select(bit_and(code, FOUR) > NONE, large, small)
+    return select(code == EIGHT, UNIT, select(code > SEVEN, -magnitude, magnitude))
+
+
+def signed_code(share, chance):
+    """Device function: the code of one of the two numbers of the signed map around a share of the scale."""
+    is_positive, x = share > ZERO, abs(share)
+    x = select(is_positive | (x < LEAST_NEGATIVE), x, LEAST_NEGATIVE)
+    size, low, gap = NONE, ZERO, MAGNITUDES[0]
+    for number, (magnitude, above) in enumerate(zip(MAGNITUDES, (*MAGNITUDES[1:], UNIT)), 1):
+        is_reached = x >= magnitude
+        size = select(is_reached, np.uint32(number), size)
+        low, gap = select(is_reached, magnitude, low), select(is_reached, above - magnitude, gap)
+    size = add(size, select(chance * gap < x - low, ONE, NONE))
+    return select(is_positive | (size == NONE), size, add(size, EIGHT))
+
+
+def number_above_zero(code):
+    """Device function: the number of a code of the linear map without zero."""
+    return to_real(add(code, ONE)) * SIXTEENTH
+
+
+def code_above_zero(share, chance):
+    """Device function: the code of one of the two numbers of the linear map around a share of the scale."""
+    x = share * SIXTEEN
+    x = select(x < SIXTEEN, x, SIXTEEN)
+    count = to_word(select(x > ZERO, x, ZERO) + chance)
+    return sub(select(count > ONE, count, ONE), ONE)
