@@ -125,11 +125,17 @@ def test_what_is_wrong_is_one_line_and_exit_code_2(compare, text, arguments, wor
     assert "Traceback" not in err
 
 
-def test_several_processes_are_refused(compare, monkeypatch):
+def test_several_processes_are_refused(compare, monkeypatch, capsys, tmp_path):
+    from halfulp.cli import main
+
     monkeypatch.setenv("WORLD_SIZE", "2")
     code, _, err = compare("raise AssertionError('this must not run')")
     assert code == 2
     assert "not under torchrun" in err
+    with pytest.raises(SystemExit):
+        main(["compare", "--task", "digits", "--out", str(tmp_path / "out")])
+    assert "not under torchrun" in capsys.readouterr().err
+    assert not (tmp_path / "out").exists()
 
 
 @pytest.mark.usefixtures("forked_runs")

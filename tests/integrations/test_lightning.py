@@ -1,5 +1,8 @@
 """Precision plugins and the callback inside Lightning; skipped where it is missing."""
 
+import gc
+import weakref
+
 import pytest
 import torch
 from torch import nn
@@ -144,6 +147,16 @@ def test_a_module_is_fitted_validated_and_fitted_again(kind, seed, tmp_path):
     )
     other.fit(module, data)
     other.validate(module, data)
+
+
+def test_a_fitted_module_is_freed(seed, tmp_path):
+    module, trainer = _fitted(
+        seed, tmp_path, [AdaptiveMixed("cpu")], lambda module: torch.optim.SGD(module.parameters(), lr=0.1), epochs=1
+    )
+    seen = [weakref.ref(module), weakref.ref(trainer.precision_plugin.scaler)]
+    del module, trainer
+    gc.collect()
+    assert [one() for one in seen] == [None, None]
 
 
 def test_a_recipe_that_scales_gradients_is_refused_by_name():

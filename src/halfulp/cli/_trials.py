@@ -1,5 +1,6 @@
 """Running trials from the command line: progress on stderr, and what is kept where they end early."""
 
+import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -12,6 +13,7 @@ def run_trials(trained: Callable[..., Any], out: str, **options: Any) -> Any:
     from ..trials import TrialError
     from ..trials.running._progress import Progress
 
+    check_alone()
     with Progress() as progress:
         try:
             return trained(out=out, listen=progress, **options)
@@ -25,6 +27,12 @@ def run_trials(trained: Callable[..., Any], out: str, **options: Any) -> Any:
                 Path(out, "error.log").write_text(error.details, encoding="utf-8")
                 more = f" (more in {Path(out, 'error.log')})"
             fail(f"{error}{more}; {_kept(progress, out)}")
+
+
+def check_alone() -> None:
+    """Fail where several processes were started to train as one, as torchrun does."""
+    if int(os.environ.get("WORLD_SIZE", "1") or 1) > 1:
+        fail("halfulp trains on one device, by processes of its own, and not under torchrun: start it without")
 
 
 def _kept(progress: Any, out: str) -> str:

@@ -31,8 +31,8 @@ _lightning: Any = importlib.import_module(_NAME)
 _plugins: Any = importlib.import_module(f"{_NAME}.plugins.precision")
 
 
-# The scalers that plugins have made, by module.
-_scalers: weakref.WeakKeyDictionary[torch.nn.Module, AdaptiveGradScaler] = weakref.WeakKeyDictionary()
+# The scalers that plugins have made, by module; a scaler holds its module, which lived for ever otherwise.
+_scalers: weakref.WeakKeyDictionary[torch.nn.Module, weakref.ref[AdaptiveGradScaler]] = weakref.WeakKeyDictionary()
 
 
 class Recipe(_plugins.Precision):
@@ -94,11 +94,12 @@ class AdaptiveMixed(_plugins.MixedPrecision):
 
     def convert_module(self, module: torch.nn.Module) -> torch.nn.Module:
         """Make the scaler of the module, once; its parameters stay as they are."""
-        held = _scalers.get(module)
+        held = _scalers.get(module, lambda: None)()
         if held is not None and held is not self.scaler:
             held.detach()  # of a plugin before
         if held is None or held is not self.scaler:
-            self.scaler = _scalers[module] = AdaptiveGradScaler(module, **self.options)
+            self.scaler = AdaptiveGradScaler(module, **self.options)
+            _scalers[module] = weakref.ref(self.scaler)
         return module
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -12,6 +11,7 @@ from typing import Any
 from ...pages import check_writable, require, write_whole
 from .._errors import fail, writing
 from .._output import cell, console, plain_table, print_json
+from .._trials import check_alone
 
 _FILE, _PAGE, _LOG = "compare-script.json", "compare-script.html", "error.log"
 _STYLES = {
@@ -68,8 +68,7 @@ def _check(script: str, module: bool, unused: Mapping[str, Any]) -> None:
     given = [option for option, value in unused.items() if value is not None]
     if given:
         fail(f"{', '.join(given)}: of tasks; a script has its own length, data and seeds: leave it out")
-    if int(os.environ.get("WORLD_SIZE", "1") or 1) > 1:
-        fail("compare runs a script in one process per recipe, and not under torchrun: start it without, on one device")
+    check_alone()
     if not module and not Path(script).is_file():
         fail(f"there is no file {script!r}: give the path of a training script, a module by -m, or tasks by --task")
 
