@@ -18,7 +18,7 @@ HERE = Path(__file__).resolve().parent
 SOURCE = HERE / "results" / "compare.json"
 TASK, WINDOW = "text", 5
 WORDS = {
-    "bf16": "bfloat16, to nearest",
+    "bf16": "to nearest",
     "bf16-kahan": "kahan",
     "bf16-stochastic": "stochastic",
     "bf16-split8": "split8 (default)",
@@ -54,9 +54,9 @@ def draw(found: dict[str, dict[int, list[float]]], theme: str) -> str:
     from matplotlib.figure import Figure
 
     colours = THEMES[theme]
-    settings = {"svg.fonttype": "none", "svg.hashsalt": "halfulp", "font.size": 11, "font.family": "sans-serif"}
+    settings = {"svg.fonttype": "none", "svg.hashsalt": "halfulp", "font.size": 12, "font.family": "sans-serif"}
     with rc_context(settings):
-        figure = Figure(figsize=(9.4, 3.3), layout="constrained")
+        figure = Figure(figsize=(7.6, 3.1), layout="constrained")
         FigureCanvasSVG(figure)
         figure.patch.set_alpha(0)
         axes = figure.subplots()
@@ -69,7 +69,7 @@ def draw(found: dict[str, dict[int, list[float]]], theme: str) -> str:
             low, high = [min(values) for values in points.values()], [max(values) for values in points.values()]
             axes.fill_between(list(points), low, high, color=colour, alpha=0.18, linewidth=0)
             ends[recipe] = (max(means), means[max(means)], colour)
-        apart, last = 0.0052, -1.0
+        apart, last = 0.0056, -1.0
         for recipe, (step, value, colour) in sorted(ends.items(), key=lambda end: end[1][1]):
             last = max(value, last + apart)
             axes.annotate(
@@ -81,7 +81,7 @@ def draw(found: dict[str, dict[int, list[float]]], theme: str) -> str:
                 va="center",
                 annotation_clip=False,
             )
-        axes.set_title("training loss above float32's, nats", loc="left", fontsize=11, color=colours["ink"])
+        axes.set_title("training loss of bfloat16 above float32's, nats", loc="left", fontsize=12, color=colours["ink"])
         axes.set_xlabel("step of a character-level GPT", color=colours["ink"])
         axes.grid(axis="y", color=colours["faint"], linewidth=0.8)
         axes.set_axisbelow(True)

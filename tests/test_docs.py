@@ -305,6 +305,21 @@ def test_every_figure_is_shown_and_every_page_is_reachable():
         assert f"(benchmarks/{page.name})" in measured, f"docs/benchmarks.md does not lead to {page.name}"
 
 
+def test_the_site_has_every_page_and_every_package():
+    """mkdocs build --strict checks the rest, which .ci/run does."""
+    lines = (ROOT / "mkdocs.yml").read_text()
+    listed = {name for name in re.findall(r"^ +- (?:[^:\n]+: )?([\w/-]+\.md|[\w/-]+/)$", lines, re.MULTILINE)}
+    pages = {str(page.relative_to(ROOT / "docs")) for page in ROOT.glob("docs/**/*.md")}
+    assert not {page for page in pages if page not in listed and f"{page.partition('/')[0]}/" not in listed}
+    hooks = ast.parse((ROOT / "docs" / "mkdocs_hooks.py").read_text())
+    packages = next(ast.literal_eval(n.value) for n in hooks.body if ast.unparse(n).startswith("PACKAGES = "))
+    face = ast.parse((ROOT / "src" / "halfulp" / "__init__.pyi").read_text())
+    named = {a.name for n in face.body if isinstance(n, ast.ImportFrom) and not n.module for a in n.names}
+    defined = {n.module for n in face.body if isinstance(n, ast.ImportFrom) and n.module}
+    assert named <= set(packages)
+    assert defined <= set(packages)
+
+
 def test_the_readme_starts_with_its_two_commands():
     lines = (ROOT / "README.md").read_text().splitlines()
     assert lines[0] == "# halfulp"
