@@ -1,7 +1,7 @@
 """What MkDocs asks while it builds the site: the API reference, pages of files outside of docs/, links to them.
 
-The pages of docs/ are written for whoever reads them in the repository, with links to files beside docs/. Here such a file
-becomes a page of its own, so that the site is whole wherever it is opened.
+The pages of docs/ are written for whoever reads them in the repository, with links to files beside docs/. Here such a
+file becomes a page of its own, so that the site is whole wherever it is opened.
 """
 
 import ast
@@ -177,11 +177,13 @@ def public_names(package: str) -> list[str]:
     """The public names of a package: its `__all__`, or what it hands on."""
     tree = _face(package)
     listed = [
-        ast.literal_eval(node.value)
+        name
         for node in tree.body
         if isinstance(node, ast.Assign | ast.AugAssign) and "__all__" in ast.unparse(node).partition("=")[0]
+        if isinstance(node.value, ast.List)
+        for name in ast.literal_eval(node.value)
     ]
-    return sorted(sum(listed, [])) if listed else [name for name, _ in _exported(tree)]
+    return sorted(listed) if listed else [name for name, _ in _exported(tree)]
 
 
 def _top_level() -> dict[str, str]:

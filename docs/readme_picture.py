@@ -1,4 +1,4 @@
-"""Draws docs/img/compare-light.svg and compare-dark.svg from docs/results/compare.json: `python docs/readme_picture.py`.
+"""Draws docs/img/compare-light.svg and compare-dark.svg of docs/results/compare.json: `python docs/readme_picture.py`.
 
 The picture of README.md: by how much the training loss of each recipe exceeds float32's on the same batches, step by
 step, the mean over seeds and their range, as `halfulp compare` measured it.

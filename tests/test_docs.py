@@ -262,7 +262,7 @@ def test_the_pages_of_benchmarks_are_in_step_and_show_every_table():
 
 def test_missed_bars_come_first():
     text = (ROOT / "docs" / "benchmarks.md").read_text()
-    assert [heading for heading in re.findall(r"^## (.*)$", text, re.MULTILINE)][0] == "What was missed"
+    assert re.search(r"^## (.*)$", text, re.MULTILINE)[1] == "What was missed"
 
 
 def test_no_place_to_fill_stays_empty():
@@ -308,7 +308,7 @@ def test_every_figure_is_shown_and_every_page_is_reachable():
 def test_the_site_has_every_page_and_every_package():
     """mkdocs build --strict checks the rest, which .ci/run does."""
     lines = (ROOT / "mkdocs.yml").read_text()
-    listed = {name for name in re.findall(r"^ +- (?:[^:\n]+: )?([\w/-]+\.md|[\w/-]+/)$", lines, re.MULTILINE)}
+    listed = set(re.findall(r"^ +- (?:[^:\n]+: )?([\w/-]+\.md|[\w/-]+/)$", lines, re.MULTILINE))
     pages = {str(page.relative_to(ROOT / "docs")) for page in ROOT.glob("docs/**/*.md")}
     assert not {page for page in pages if page not in listed and f"{page.partition('/')[0]}/" not in listed}
     hooks = ast.parse((ROOT / "docs" / "mkdocs_hooks.py").read_text())
