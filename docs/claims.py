@@ -39,7 +39,7 @@ class Claim:
 
 def pages() -> list[Path]:
     """README and the pages that people write."""
-    return [ROOT / "README.md", *(page for page in sorted(HERE.glob("*.md")) if page.name != "benchmarks.md")]
+    return [ROOT / "README.md", *sorted(HERE.glob("*.md")), *sorted(HERE.glob("problems/*.md"))]
 
 
 def sentences(text: str) -> list[str]:

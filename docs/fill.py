@@ -51,7 +51,7 @@ def comparisons() -> list[Path]:
 
 def pages() -> list[Path]:
     """The pages that people write."""
-    written = sorted(path for path in HERE.glob("*.md") if path.name != "benchmarks.md")
+    written = sorted(path for path in HERE.glob("*.md"))
     return [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *written]
 
 

@@ -24,8 +24,8 @@ from halfulp.observation.findings import KINDS, _kind
 
 ROOT = Path(__file__).resolve().parents[1]
 PINNED = "2.13"  # of constraints.txt: the torch that the pages were made with
-PAGES = sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/*.md"), *ROOT.glob("docs/findings/*.md")])
-WRITTEN = [page for page in PAGES if page.name != "benchmarks.md"]
+PAGES = sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md")])
+WRITTEN = [page for page in PAGES if page.parent.name != "benchmarks"]
 CONTRIBUTING = ROOT / "CONTRIBUTING.md"
 EXAMPLES = sorted(ROOT.glob("examples/*.py"))
 FENCE = re.compile(r"^```([\w-]*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
@@ -195,13 +195,14 @@ def test_the_additions_of_contributing_are_short_and_known_by_name(in_process):
 @pytest.mark.parametrize("page", PAGES, ids=name_of)
 def test_links_lead_somewhere(page):
     text = FENCE.sub("", page.read_text())
-    for target in re.findall(r"\]\(([^)\s]+)\)", text):
+    for target in re.findall(r"\]\(([^)\s]+)\)|\b(?:src|srcset)=\"([^\"]+)\"", text):
+        target = "".join(target)
         if target.startswith(("http://", "https://")):
             continue
         path, _, anchor = target.partition("#")
         aim = page if not path else (page.parent / path)
         assert aim.exists(), f"{page.name} links to {target}, which is not there"
-        if anchor:
+        if anchor and aim.suffix == ".md":
             assert anchor in anchors(aim.read_text()), f"{page.name} links to {target}: no such heading"
 
 
@@ -246,15 +247,22 @@ def test_figures_are_in_step_with_the_files_that_hold_them(page, needs_torch):
     assert filled == text, f"{page.name} is not in step: run python docs/fill.py"
 
 
-def test_the_page_of_benchmarks_can_be_made_and_shows_every_table():
+def test_the_pages_of_benchmarks_are_in_step_and_show_every_table():
     """Also beside files that other programs keep in the same folder."""
     filler()
     from benchmarks import _results, tables
 
-    page, found = tables.page(), [json.loads(path.read_text()) for path in _results.FOLDER.glob("*.json")]
+    pages = {area: tables.page(area) for area in tables.areas()}
+    found = [json.loads(path.read_text()) for path in _results.FOLDER.glob("*.json")]
     titles = [table["title"] for result in found for table in result.get("tables", ())]
     assert titles
-    assert not [title for title in titles if f"### {title}\n" not in page]
+    assert not [title for title in titles if not any(f"### {title}\n" in page for page in pages.values())]
+    assert pages == {path.stem: path.read_text() for path in tables.PAGES.glob("*.md")}, "python -m benchmarks.tables"
+
+
+def test_missed_bars_come_first():
+    text = (ROOT / "docs" / "benchmarks.md").read_text()
+    assert re.search(r"^## (.*)$", text, re.MULTILINE)[1] == "What was missed"
 
 
 def test_no_place_to_fill_stays_empty():
@@ -283,13 +291,33 @@ def test_a_place_with_an_unknown_name_is_an_error():
 def test_every_figure_is_shown_and_every_page_is_reachable():
     text = "".join(page.read_text() for page in WRITTEN)
     for image in (ROOT / "docs" / "img").glob("*"):
-        assert f"img/{image.name})" in text, f"{image.name} is on no page"
+        assert re.search(rf'img/{re.escape(image.name)}[")#]', text), f"{image.name} is on no page"
     index = (ROOT / "docs" / "index.md").read_text()
     for page in (ROOT / "docs").glob("*.md"):
         assert page.name == "index.md" or f"({page.name}" in index, f"docs/index.md does not lead to {page.name}"
     codes = (ROOT / "docs" / "findings.md").read_text()
     for page in (ROOT / "docs" / "findings").glob("*.md"):
         assert f"(findings/{page.name})" in codes, f"docs/findings.md does not lead to {page.name}"
+    for page in (ROOT / "docs" / "problems").glob("*.md"):
+        assert f"(problems/{page.name})" in index, f"docs/index.md does not lead to {page.name}"
+    measured = (ROOT / "docs" / "benchmarks.md").read_text()
+    for page in (ROOT / "docs" / "benchmarks").glob("*.md"):
+        assert f"(benchmarks/{page.name})" in measured, f"docs/benchmarks.md does not lead to {page.name}"
+
+
+def test_the_site_has_every_page_and_every_package():
+    """mkdocs build --strict checks the rest, which .ci/run does."""
+    lines = (ROOT / "mkdocs.yml").read_text()
+    listed = set(re.findall(r"^ +- (?:[^:\n]+: )?([\w/-]+\.md|[\w/-]+/)$", lines, re.MULTILINE))
+    pages = {str(page.relative_to(ROOT / "docs")) for page in ROOT.glob("docs/**/*.md")}
+    assert not {page for page in pages if page not in listed and f"{page.partition('/')[0]}/" not in listed}
+    hooks = ast.parse((ROOT / "docs" / "mkdocs_hooks.py").read_text())
+    packages = next(ast.literal_eval(n.value) for n in hooks.body if ast.unparse(n).startswith("PACKAGES = "))
+    face = ast.parse((ROOT / "src" / "halfulp" / "__init__.pyi").read_text())
+    named = {a.name for n in face.body if isinstance(n, ast.ImportFrom) and not n.module for a in n.names}
+    defined = {n.module for n in face.body if isinstance(n, ast.ImportFrom) and n.module}
+    assert named <= set(packages)
+    assert defined <= set(packages)
 
 
 def test_the_readme_starts_with_its_two_commands():

@@ -1,6 +1,7 @@
 """What fills the places of the pages: small functions, each named like its place, in files by subject."""
 
 from . import architecture as architecture
+from . import benchmarks as benchmarks
 from . import comparisons as comparisons
 from . import gpu as gpu
 from . import gradients as gradients

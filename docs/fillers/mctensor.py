@@ -65,7 +65,8 @@ def _mctensor_operators() -> str:
         "The floating operators of torch's `op_db`, with operands that have digits in all components, with plain ones "
         "beside them, with a constant, with a gap between components and with one far element, against four float64 "
         "components (`python -m benchmarks.bench_mctensor_operators`; what each word means stands in "
-        "[Benchmarks](benchmarks.md)). What is counted is an operator in one of these five cases.",
+        "[its measurements](benchmarks/mctensor-operators.md)). What is counted is an operator in one of these five "
+        "cases.",
         grid(["format", "gradients", *kinds], found),
         _how_many_operators(),
     )

@@ -67,6 +67,29 @@ def bytes_table() -> str:
     return grid(["weight update", "states are", "weight", "companion", "states", "gradient", "total"], rows)
 
 
+_BY_MEMORY = {
+    "split8": "default: 24-bit weights, the last bit stochastic",
+    "split": "float32 weights, exactly (bfloat16 only)",
+    "kahan": "updates far below a float32's spacing",
+    "stochastic": "least memory, some noise",
+    "nearest": "what torch.optim does: loses small updates",
+}
+
+
+@place
+def by_memory() -> str:
+    """What each weight update is for, and its bytes per parameter under AdamW."""
+    found = _plots("memory")
+    if found is None:
+        return ""
+    totals = {(row["update"], row["state"]): f"{row['total']:.3f}".rstrip("0").rstrip(".") for row in found["rows"]}
+    rows = [
+        [f'`"{update}"`', words, totals[update, "bfloat16"], totals[update, "8bit"]]
+        for update, words in _BY_MEMORY.items()
+    ]
+    return grid(["weight update", "what it is for", "bfloat16 states", "8-bit states"], rows)
+
+
 def _speed(threads: int) -> str:
     title = f"AdamW step, 20.8M parameters, {threads} thread"
     return benchmark_table("adamw", title, ("optimizer", "x torch", "range"))
