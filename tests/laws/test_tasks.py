@@ -3,6 +3,7 @@
 import io
 import pickle
 import types
+import wave
 from pathlib import Path
 
 import pytest
@@ -16,7 +17,7 @@ from halfulp.trials.tasks import Task
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Small files in the schemas that tinyshakespeare, cifar10 and mammals read."""
+    """Small files in the schemas that the tasks read."""
     import pyarrow as pa
     import pyarrow.parquet as parquet
     from PIL import Image
@@ -38,7 +39,39 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     below, above = zip(*pairs)
     closure = pa.table({"id1": below, "id2": above, "weight": ["1"] * len(pairs)})
     parquet.write_table(closure, root / "wordnet_mammals" / "closure.parquet")
+    _write_table(root / "sst2" / "train.parquet", sentence=["good film", "a bad , bad film"] * 20, label=[1, 0] * 20)
+    _write_table(root / "sst2" / "validation.parquet", sentence=["a film", "bad"] * 3, label=[1, 0] * 3)
+    recordings = [{"bytes": _recording(number), "path": None} for number in range(40)]
+    for part in ("train", "test"):
+        _write_table(root / "fsdd" / f"{part}.parquet", audio=recordings, label=[number % 10 for number in range(40)])
+    people = {"age": range(20, 30), "gender": ["M", "F"] * 5, "occupation": ["artist", "doctor"] * 5}
+    films = {
+        "title": [f"Film (19{70 + n})" for n in range(10)],
+        "genres": [[int(k == n) for k in range(19)] for n in range(10)],
+    }
+    _write_table(root / "ml100k" / "users.parquet", user_id=range(1, 11), **people)
+    _write_table(root / "ml100k" / "items.parquet", item_id=range(1, 11), **films)
+    marks = [(user, item, 1 + (user + item) % 5) for user in range(1, 11) for item in range(1, 11)]
+    _write_table(root / "ml100k" / "ratings.parquet", **dict(zip(("user_id", "item_id", "rating"), zip(*marks))))
     return root
+
+
+def _write_table(path: Path, **columns) -> None:
+    import pyarrow as pa
+    import pyarrow.parquet as parquet
+
+    path.parent.mkdir(exist_ok=True)
+    parquet.write_table(pa.table({name: list(values) for name, values in columns.items()}), path)
+
+
+def _recording(number: int) -> bytes:
+    """A tenth of a second of a tone, 8,000 samples of 16 bits a second."""
+    buffer = io.BytesIO()
+    with wave.open(buffer, "wb") as file:
+        file.setparams((1, 2, 8000, 0, "NONE", ""))
+        time = torch.arange(800) / 8000
+        file.writeframes((8000 * (2 * torch.pi * (200 + 50 * number) * time).sin()).to(torch.int16).numpy().tobytes())
+    return buffer.getvalue()
 
 
 @pytest.fixture(params=tasks.names())

@@ -21,6 +21,7 @@ def compare(
     workers: int | None = None,
     resume: bool = False,
     overwrite: bool = False,
+    size: str | None = None,
     listen: Listener | None = None,
 ) -> Evidence:
     """Train each task under each recipe from each seed, with the same data order and hyper-parameters.
@@ -40,6 +41,8 @@ def compare(
         workers: How many processes; None is one per core, at most 8.
         resume: Take over the finished trials that ``out`` holds.
         overwrite: Delete the comparison that ``out`` holds.
+        size: In place of steps, how long trials are: "smoke" (seconds), "small" (minutes for many recipes on two
+            cores) or "full".
         listen: Called with ("plan", None, trials), ("timing", None, how many kinds of trial), ("estimate", None, how
             long it will take by a few timed steps of each kind) and ("reused" | "start" | "progress" | "done", trial,
             content). Without it, nothing is timed; with it, what has ten steps or more and runs in a worker.
@@ -53,7 +56,7 @@ def compare(
         TypeError: seeds that are no integers.
         TrialError: a trial crashed or its worker was killed. What had finished is kept in ``out``.
     """
-    trials = plan(task, recipes, seeds, steps, data)
+    trials = plan(task, recipes, seeds, steps, data, size)
     with training(out, trials, workers, listen, resume, overwrite) as run:
         run.train(trials, estimated=listen is not None)
     return run.evidence()

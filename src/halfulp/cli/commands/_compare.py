@@ -13,6 +13,8 @@ from .._output import Json, console, plain_table, print_json
 from .._trials import run_trials
 from ._compare_script import compare_script
 
+DEFAULT_OUT = "halfulp-compare"
+
 
 def compare(
     script: Annotated[
@@ -30,8 +32,15 @@ def compare(
     ] = None,
     seeds: Annotated[int, typer.Option(help="How many seeds; a verdict needs 3.")] = 3,
     steps: Annotated[int | None, typer.Option(help="Steps per trial; default: the task's own.")] = None,
+    size: Annotated[
+        str | None, typer.Option(help="In place of --steps, how long trials are: smoke, small or full.")
+    ] = None,
+    suite: Annotated[
+        str | None,
+        typer.Option(help="papers: the papers' kinds of tasks under every recipe, --task and --recipe for a part."),
+    ] = None,
     data: Annotated[str | None, typer.Option(help="Folder for tasks that read files.")] = None,
-    out: Annotated[str, typer.Option(help="Folder for compare.json and compare.html.")] = "halfulp-compare",
+    out: Annotated[str, typer.Option(help="Folder for compare.json and compare.html.")] = DEFAULT_OUT,
     workers: Annotated[int | None, typer.Option(help="Processes; default: one per core, at most 8.")] = None,
     resume: Annotated[bool, typer.Option("--resume", help="Take over finished trials of the same settings.")] = False,
     overwrite: Annotated[
@@ -44,10 +53,15 @@ def compare(
     With a SCRIPT.py that is run once per recipe: where it makes torch's SGD, Adam or AdamW, its model is converted. The
     folder then gets compare-script.json and compare-script.html.
     """
+    if suite is not None:
+        if script is not None or steps is not None:
+            fail("--suite trains its own tasks, as long as --size says: leave out the script and --steps")
+        _run_suite(suite, size, task, recipe, out, json, seeds, data, workers, resume, overwrite)
+        return
     if module and script is None:
         fail("-m needs the name of a module: halfulp compare -m package.train")
     if script is not None:
-        unused = {"--task": task, "--steps": steps, "--data": data, "--workers": workers}
+        unused = {"--task": task, "--steps": steps, "--size": size, "--data": data, "--workers": workers}
         unused |= {
             "--seeds": seeds if seeds != 3 else None,
             "--resume": resume or None,
@@ -63,6 +77,7 @@ def compare(
         out,
         seeds=seeds,
         steps=steps,
+        size=size,
         data=data,
         workers=workers,
         resume=resume,
@@ -74,6 +89,37 @@ def compare(
     _print_tables(evidence)
     print(f"\n{_spent(evidence.run)}")
     print(f"{Path(out, 'compare.html')} shows the curves; {Path(out, 'compare.json')} holds the numbers.")
+
+
+def _run_suite(
+    suite: str,
+    size: str | None,
+    task: list[str] | None,
+    recipe: list[str] | None,
+    out: str,
+    json: bool,
+    *options: Any,
+) -> None:
+    """Train a suite, print its statements, and say where the tables are."""
+    from ...trials.suite._papers import run_suite
+
+    out = "halfulp-evidence" if out == DEFAULT_OUT else out
+    names = ("seeds", "data", "workers", "resume", "overwrite")
+    chosen = {"tasks": split(task, ()) or None, "recipes": split(recipe, ()) or None}
+    evidence = run_trials(
+        partial(run_suite, suite, size or "small"), out, **dict(zip(names, options, strict=True)), **chosen
+    )
+    if json:
+        print_json(evidence.to_dict())
+        return
+    from ...trials.suite._statements import statements
+
+    table = plain_table(["statement", "verdict"], fold=["statement"])
+    for one in statements(evidence):
+        table.add_row(f"{one.claim} ({one.source})", one.verdict)
+    console().print(table)
+    print(f"\n{_spent(evidence.run)}")
+    print(f"{Path(out, 'evidence.html')} and evidence.md have every table; {Path(out, 'evidence.json')} the numbers.")
 
 
 def _spent(run: dict[str, Any]) -> str:

@@ -3,7 +3,7 @@
 import dataclasses
 import json
 import os
-from typing import Any
+from typing import Any, ClassVar
 
 from ...pages import write_whole
 from ..page._page import html
@@ -21,6 +21,8 @@ class Evidence(FinishedTrials):
         trials: One record per trial, ``{"settings": ..., "result": ...}``, plain data.
         run: How it was run: workers, cores, wall seconds.
     """
+
+    stem: ClassVar[str] = "compare"
 
     def to_dict(self) -> dict[str, Any]:
         """Plain data: the trials, and the rows computed from them."""

@@ -74,6 +74,8 @@ def line_styles(recipes: Sequence[str]) -> dict[str, LineStyle]:
 # recipe -> seed -> step -> mean loss of the window that ends there
 Curves: TypeAlias = Mapping[str, Mapping[int, Mapping[int, float]]]
 
+# Text stays text, and the same drawing the same bytes.
+SVG_SETTINGS = {"svg.fonttype": "none", "svg.hashsalt": "halfulp", "font.size": 9, "font.family": "sans-serif"}
 # Stand-ins that matplotlib writes and that become var(--name) afterwards.
 _INK, _FAINT = "#010101", "#020202"
 _TITLES = ("training loss, nats", "difference to fp32 on the same batches, nats", "the close ones, magnified")
@@ -110,7 +112,7 @@ def svg(
     from matplotlib.backends.backend_svg import FigureCanvasSVG
     from matplotlib.figure import Figure
 
-    with rc_context({"svg.fonttype": "none", "svg.hashsalt": "halfulp", "font.size": 9, "font.family": "sans-serif"}):
+    with rc_context(SVG_SETTINGS):
         figure = Figure(figsize=(width / 72, height / 72), layout="constrained")
         FigureCanvasSVG(figure)
         figure.patch.set_alpha(0)

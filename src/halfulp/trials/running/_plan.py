@@ -62,13 +62,17 @@ def plan(
     seeds: int | Sequence[int],
     steps: int | None,
     data: str | None,
+    size: str | None = None,
+    left_out: dict[str, dict[str, str]] | None = None,
 ) -> list[Trial]:
     """Every task x seed x recipe, ordered so that the rows of one seed finish together.
 
-    The float32 reference is always among the recipes, in front: every gap is measured against it.
+    The float32 reference is always among the recipes, in front: every gap is measured against it. A pair that does
+    not go together is an error, or, where there is a dict to put it into, left out: task, recipe, and why.
 
     Raises:
-        ValueError: an unknown or repeated name, no seeds, no steps, or another recipe under the name of a control.
+        ValueError: an unknown or repeated name, no seeds, no steps, both steps and a size, a pair that does not go
+            together, or another recipe under the name of a control.
         TypeError: seeds that are no integers.
     """
     tasks = [registry.get(one, data) for one in ([task] if isinstance(task, str | Task) else task)]
@@ -81,15 +85,18 @@ def plan(
         raise ValueError(f"no task given; the tasks are {', '.join(registry.names())}")
     if steps is not None and steps < 1:
         raise ValueError(f"steps must be at least 1, got {steps}")
+    if steps is not None and size is not None:
+        raise ValueError(f"size={size!r} says how many steps there are: give it or steps={steps}")
     for kind, found in (("task", [one.name for one in tasks]), ("recipe", [one.name for one in rows])):
         _once(kind, found)
         _plain(kind, found)
-    _check_loops(tasks, rows)
+    together = _pairs(tasks, rows, left_out)
     return [
-        Trial(task=one, recipe=recipe, seed=seed, steps=steps or one.steps)
+        Trial(task=one, recipe=recipe, seed=seed, steps=steps or one.steps_of(size))
         for one in tasks
         for seed in numbers
         for recipe in rows
+        if recipe.name in together[one.name]
     ]
 
 
@@ -106,22 +113,31 @@ def _check_controls(recipes: Sequence[Recipe]) -> None:
             )
 
 
-def _check_loops(tasks: Sequence[Task], recipes: Sequence[Recipe]) -> None:
-    """A task with a loop of its own would not round gradients."""
-    own = [task.name for task in tasks if hasattr(task, "trial")]
-    rounding = [recipe.name for recipe in recipes if recipe.gradient_format]
-    if own and rounding:
-        raise ValueError(
-            f"task {own[0]!r} has a training loop of its own, which rounds no gradients: leave out "
-            f"{', '.join(rounding)}, or compare them on another task, such as 'two-heads'"
-        )
-    steps = [task.name for task in tasks if isinstance(task, Step)]
-    emulated = [recipe.name for recipe in recipes if recipe.emulate]
-    if steps and emulated:
-        raise ValueError(
-            f"task {steps[0]!r} computes its loss outside of the model, where no emulation rounds it: leave out "
-            f"{', '.join(emulated)}, or write a Task with a loss() of its own"
-        )
+def _pairs(
+    tasks: Sequence[Task], recipes: Sequence[Recipe], left_out: dict[str, dict[str, str]] | None
+) -> dict[str, set[str]]:
+    """The recipes of each task, by name; what does not go together is refused, or put into ``left_out``."""
+    found: dict[str, set[str]] = {}
+    for task in tasks:
+        barred = {recipe.name: why for recipe in recipes if (why := _obstacle(task, recipe))}
+        if barred and left_out is None:
+            why = next(iter(barred.values()))
+            raise ValueError(f"task {task.name!r} {why}: leave out {', '.join(barred)}, or choose another task")
+        if barred and left_out is not None:
+            left_out.setdefault(task.name, {}).update({name: f"the task {why}" for name, why in barred.items()})
+        found[task.name] = {recipe.name for recipe in recipes} - set(barred)
+    return found
+
+
+def _obstacle(task: Task, recipe: Recipe) -> str | None:
+    """Why a recipe cannot be compared on a task; None where it can."""
+    if hasattr(task, "trial") and recipe.gradient_format:
+        return "has a training loop of its own, which rounds no gradients"
+    if hasattr(task, "trial") and recipe.emulate:
+        return "has a training loop of its own, which emulates no arithmetic"
+    if isinstance(task, Step) and recipe.emulate:
+        return "computes its loss outside of the model, where no emulation rounds it"
+    return None
 
 
 def _seeds(seeds: int | Sequence[int]) -> list[int]:

@@ -145,14 +145,17 @@ class _Worker:
             self.process.join()
 
 
-def work(trials: Sequence[Trial], workers: int, probes: Sequence[Probe] = ()) -> Generator[Event, None, None]:
+def work(
+    trials: Sequence[Trial], workers: int, probes: Sequence[Probe] = (), on: bool = False
+) -> Generator[Event, None, None]:
     """Train all trials and yield ("start", trial, None), ("progress", trial, (step, loss)), ("done", trial, result).
 
+    With ``on``, a trial that raises yields ("failed", trial, its exception in a line), and the others go on.
     Probes come first; each yields ("timed", its trial, a Cost or None), and no trial starts before the last one did.
     Leaving the loop early, by an exception or otherwise, ends the workers.
 
     Raises:
-        TrialError: a trial crashed or its worker died; the other workers are ended.
+        TrialError: a trial crashed, unless ``on``, or its worker died; the other workers are ended.
     """
     waiting: list[Trial | Probe] = [*reversed(trials), *reversed(probes)]
     unfinished, untimed = len(waiting), len(probes)
@@ -166,10 +169,10 @@ def work(trials: Sequence[Trial], workers: int, probes: Sequence[Probe] = ()) ->
         while unfinished:
             for connection in wait(list(crew)):
                 worker = crew[connection]
-                kind, content = _receive(worker)
+                kind, content = _receive(worker, on)
                 if worker.trial is not None:  # what has none yet is ready for its first
                     yield kind, worker.trial, content
-                if kind in ("done", "timed"):
+                if kind in ("done", "timed", "failed"):
                     unfinished -= 1
                 untimed -= kind == "timed"
                 if kind != "progress":
@@ -181,13 +184,15 @@ def work(trials: Sequence[Trial], workers: int, probes: Sequence[Probe] = ()) ->
                         yield "start", job, None
 
 
-def _receive(worker: _Worker) -> tuple[str, Any]:
+def _receive(worker: _Worker, on: bool) -> tuple[str, Any]:
     try:
         kind, content = worker.connection.recv()
     except (EOFError, OSError):
         raise _death(worker) from None
     if kind == "failed":
         line, trace = content
+        if on:
+            return kind, line
         raise TrialError(f"trial {worker.trial} failed: {line}", worker.trial, trace)
     return kind, content
 

@@ -133,6 +133,18 @@ class Progress:
         self._show_left()
         self._line(trial, result, f"{time.monotonic() - self.started[trial.key]:.1f} s")
 
+    def _failed(self, trial: Trial, line: str) -> None:
+        from rich.markup import escape
+
+        self.ended.add(trial.key)
+        self.finished += 1
+        self.left.done(trial)
+        task = self.running.pop(trial.key)
+        if self.live:
+            self.bars.remove_task(task)
+        count = f"{self.finished:>{len(str(self.total))}}/{self.total}"
+        self.console.print(f"[dim]{count}[/dim]  {trial!s:<38} [red]{escape(line)}[/red]", soft_wrap=True)
+
     def _line(self, trial: Trial, result: Any, how: str) -> None:
         loss = result["float32"]["validation"]["loss"]
         said = f"validation loss {loss:.4f}" if loss is not None else f"diverged at step {result['diverged_at']}"

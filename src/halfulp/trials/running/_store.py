@@ -17,17 +17,17 @@ from ._plan import Trial
 
 
 class Store:
-    """The folder of one comparison: ``trials/<key>.json`` per finished trial, then compare.json and compare.html.
+    """The folder of one comparison: ``trials/<key>.json`` per finished trial, then a page and a JSON file.
 
     Raises:
         ValueError: the folder cannot be made or written, or holds something that forbids this run.
     """
 
-    def __init__(self, out: str | os.PathLike[str]):
+    def __init__(self, out: str | os.PathLike[str], stem: str = "compare"):
         self.root = Path(out)
         self.trials = self.root / "trials"
-        self.report = self.root / "compare.json"
-        self.page = self.root / "compare.html"
+        self.report = self.root / f"{stem}.json"
+        self.page = self.root / f"{stem}.html"
         self._lock = filelock.FileLock(self.root / ".lock")
         try:
             self.trials.mkdir(parents=True, exist_ok=True)
@@ -107,7 +107,7 @@ class Store:
         write_whole(self.trials / f"{trial.key}.json", json.dumps(record, indent=1, allow_nan=False))
 
     def finish(self, evidence: Evidence) -> None:
-        """Write compare.html and compare.json."""
+        """Write the page, what else the evidence has, and the numbers."""
         evidence.to_html(self.page)
         write_whole(self.report, evidence.to_json())
 

@@ -27,9 +27,23 @@ class Training:
             and ("reused" | "start" | "progress" | "done", trial, content).
         store: the folder, or None.
         resume: whether finished trials of the folder are taken over.
+        make: the class of the evidence.
+
+    Attributes:
+        results: of the trials so far, by key.
+        more: what is kept in the evidence beside how it was run.
     """
 
-    def __init__(self, workers: int | None, listen: Listener | None, store: Store | None, resume: bool) -> None:
+    def __init__(
+        self,
+        workers: int | None,
+        listen: Listener | None,
+        store: Store | None,
+        resume: bool,
+        make: type[Evidence] = Evidence,
+    ) -> None:
+        self._make = make
+        self.more: dict[str, Any] = {}
         self._workers, self._listen = workers or min(_pool.cores(), 8), listen or _nobody
         self._store, self._resume = store, resume
         self._trials: dict[str, Trial] = {}
@@ -37,8 +51,16 @@ class Training:
         self._estimated: float | None = None
         self.results: dict[str, dict[str, Any]] = {}
 
-    def train(self, trials: Sequence[Trial], estimated: bool = False) -> None:
-        """Train what has no result yet; ``estimated`` has a few steps timed before, and the listener told of it."""
+    def train(
+        self, trials: Sequence[Trial], estimated: bool = False, failed: dict[str, dict[str, str]] | None = None
+    ) -> None:
+        """Train what has no result yet.
+
+        Args:
+            trials: what to train.
+            estimated: whether a few steps are timed before, and the listener told of it.
+            failed: where trials that raise are noted, by task and recipe; without it, the first ends the training.
+        """
         self._listen("plan", None, trials)
         if self._store is not None and self._resume:
             self.results |= self._store.finished([trial for trial in trials if trial.key not in self.results])
@@ -52,7 +74,7 @@ class Training:
         costs: dict[str, Cost | None] = {}
         if timed:
             self._listen("timing", None, len(timed))
-        with contextlib.closing(_work(missing, workers, timed)) as events:
+        with contextlib.closing(_work(missing, workers, timed, failed is not None)) as events:
             for kind, trial, content in events:
                 if kind == "timed":
                     costs[cost_class(trial)] = content
@@ -62,13 +84,15 @@ class Training:
                         self._estimated = None if found.untimed else found.seconds
                         self._listen("estimate", None, found)
                     continue
+                if kind == "failed" and failed is not None:
+                    failed.setdefault(trial.task.name, {})[trial.recipe.name] = content
                 if kind == "done":
                     self.results[trial.key] = content
                     if self._store is not None:
                         self._store.keep(trial, content)
                 self._listen(kind, trial, content)
         self._seconds, self._trained = self._seconds + time.monotonic() - start, self._trained + len(missing)
-        self._trials |= {trial.key: trial for trial in trials}
+        self._trials |= {trial.key: trial for trial in trials if trial.key in self.results}
 
     def evidence(self) -> Evidence:
         """What all trials so far say together."""
@@ -84,7 +108,7 @@ class Training:
         run |= {"trained": self._trained, "reused": len(records) - self._trained, "processor": processor_line()}
         if self._estimated is not None:
             run["estimated_seconds"] = round(self._estimated, 1)
-        return Evidence(trials=tuple(records), run=run)
+        return self._make(trials=tuple(records), run=run | self.more)
 
     def _has(self, trial: Trial) -> bool:
         found = self.results.get(trial.key)
@@ -99,6 +123,7 @@ def training(
     listen: Listener | None,
     resume: bool,
     overwrite: bool,
+    make: type[Evidence] = Evidence,
 ) -> Generator[Training, None, None]:
     """A block in which trials are trained; with a folder, it then holds compare.json and compare.html.
 
@@ -107,6 +132,7 @@ def training(
         first: the trials that are known already.
         workers, listen: as `Training` takes them.
         resume, overwrite: what becomes of the comparison that the folder holds; without either it is refused.
+        make: the class of the evidence, which says what its files are called.
 
     Raises:
         ValueError: a number of workers below 1, resume or overwrite without a folder, or what the folder forbids.
@@ -117,20 +143,22 @@ def training(
     if workers is not None and workers < 1:
         raise ValueError(f"workers must be at least 1, got {workers}")
     if out is None:
-        yield Training(workers, listen, None, False)
+        yield Training(workers, listen, None, False, make)
         return
     require("matplotlib", instead="give no out folder")
-    store = Store(out)
+    store = Store(out, make.stem)
     with store.alone():
-        run = Training(workers, listen, store, resume)
+        run = Training(workers, listen, store, resume, make)
         run.results |= store.begin(first, resume, overwrite)
         yield run
         store.finish(run.evidence())
 
 
-def _work(trials: Sequence[Trial], workers: int, timed: Sequence[Probe]) -> Generator[_pool.Event, None, None]:
+def _work(
+    trials: Sequence[Trial], workers: int, timed: Sequence[Probe], on: bool
+) -> Generator[_pool.Event, None, None]:
     """Train in workers, then in this process what must be: no trial starts before the others were timed."""
-    yield from _pool.work([trial for trial in trials if not trial.task.in_process], workers, timed)
+    yield from _pool.work([trial for trial in trials if not trial.task.in_process], workers, timed, on)
     yield from _pool.work_here([trial for trial in trials if trial.task.in_process])
 
 

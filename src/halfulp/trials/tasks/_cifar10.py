@@ -1,4 +1,4 @@
-"""Task cifar10: a small convolutional network on photographs."""
+"""Tasks cifar10 and cifar10-resnet: small convolutional and residual networks on photographs."""
 
 import dataclasses
 import io
@@ -8,7 +8,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, nn
 
-from . import _task as _files
+from ._files import decode, find, read_columns
 from ._task import Batch, Data, Task, warm_cosine
 
 _HOW = (
@@ -28,11 +28,12 @@ class Cifar10(Task):
     rule: ClassVar[str] = "SGD"
     hyper: ClassVar[dict[str, Any]] = {"lr": 0.05, "momentum": 0.9, "weight_decay": 5e-4}
     steps: ClassVar[int] = 800
+    sizes: ClassVar[dict[str, int]] = {"smoke": 4, "small": 120, "full": 20_000}
     batch: ClassVar[int] = 64
     target: ClassVar[str] = "image"
 
     def __post_init__(self) -> None:
-        folder = _files.find("cifar10", self.data, ("train.parquet", "test.parquet"), _HOW)
+        folder = find("cifar10", self.data, ("train.parquet", "test.parquet"), _HOW, self.name)
         object.__setattr__(self, "data", str(folder))
 
     def load(self) -> Data:
@@ -75,15 +76,63 @@ def _pixels(images: Tensor) -> Tensor:
     return (images.float() - 121.0) / 64.0
 
 
-def _read(path: str, limit: int | None = None) -> Batch:
+def _read(path: str, rows: int | None = None) -> Batch:
     try:
         import numpy as np
-        import pyarrow.parquet as parquet
         from PIL import Image
     except ImportError as error:
-        raise ValueError(f"task 'cifar10' reads Parquet and images ({error}): pip install 'halfulp[cli]'") from None
-    table = parquet.read_table(path, columns=["img", "label"])
-    table = table.slice(0, limit) if limit else table
-    images = [np.asarray(Image.open(io.BytesIO(image["bytes"])).convert("RGB")) for image in table["img"].to_pylist()]
-    pixels = torch.from_numpy(np.stack(images)).permute(0, 3, 1, 2).contiguous()
-    return pixels, torch.tensor(table["label"].to_pylist(), dtype=torch.long, device="cpu")
+        raise ValueError(f"task 'cifar10' reads images ({error}): pip install 'halfulp[cli]'") from None
+
+    def pixels(image: dict[str, bytes]) -> Any:
+        return np.asarray(Image.open(io.BytesIO(image["bytes"])).convert("RGB"))
+
+    images, labels = read_columns(path, ["img", "label"], rows)
+    whole = np.stack([decode(f"row {row} of {path}", pixels, image) for row, image in enumerate(images)])
+    return torch.from_numpy(whole).permute(0, 3, 1, 2).contiguous(), torch.tensor(
+        labels, dtype=torch.long, device="cpu"
+    )
+
+
+class Residual(nn.Module):
+    """Two convolutions beside a path that skips them; group norms, as running averages have no place in a recipe."""
+
+    def __init__(self, inputs: int, outputs: int, stride: int):
+        super().__init__()
+        self.first = nn.Conv2d(inputs, outputs, 3, stride, 1, bias=False)
+        self.first_norm = nn.GroupNorm(4, outputs)
+        self.second = nn.Conv2d(outputs, outputs, 3, 1, 1, bias=False)
+        self.second_norm = nn.GroupNorm(4, outputs)
+        self.skip = nn.Identity() if stride == 1 else nn.Conv2d(inputs, outputs, 1, stride, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """(batch, inputs, height, width) to (batch, outputs, height / stride, width / stride)."""
+        inner = self.first_norm(self.first(x)).relu()
+        return (self.skip(x) + self.second_norm(self.second(inner))).relu()
+
+
+@dataclasses.dataclass(frozen=True)
+class Cifar10ResNet(Cifar10):
+    """CIFAR-10 with a residual network of eight layers (He et al., arXiv 1512.03385); needs ``data``."""
+
+    name: ClassVar[str] = "cifar10-resnet"
+    title: ClassVar[str] = "residual network of eight layers on CIFAR-10"
+    steps: ClassVar[int] = 500
+    sizes: ClassVar[dict[str, int]] = {"smoke": 4, "small": 60, "full": 20_000}
+    stride: ClassVar[int] = 1
+
+    def model(self, data: Data, seed: int) -> nn.Module:
+        """Three stages of one block, 16 to 64 channels."""
+        torch.manual_seed(seed)
+        stem = nn.Conv2d(3, 16, 3, self.stride, 1, bias=False), nn.GroupNorm(4, 16), nn.ReLU()
+        blocks = Residual(16, 16, 1), Residual(16, 32, 2), Residual(32, 64, 2)
+        return nn.Sequential(*stem, *blocks, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(64, 10))
+
+
+@dataclasses.dataclass(frozen=True)
+class Cifar10HalfResNet(Cifar10ResNet):
+    """The same network behind a first layer that halves the resolution, at a quarter of the cost."""
+
+    name: ClassVar[str] = "cifar10-resnet-half"
+    title: ClassVar[str] = "the same residual network on CIFAR-10 at half the resolution"
+    sizes: ClassVar[dict[str, int]] = {"smoke": 4, "small": 60, "full": 20_000}
+    stride: ClassVar[int] = 2

@@ -1,4 +1,4 @@
-"""Task digits: a small classifier, pre-trained in float32, fine-tuned at a low learning rate."""
+"""Tasks digits, digits-slow and digits-fpu: a small classifier, fine-tuned at low learning rates or from scratch."""
 
 import dataclasses
 from typing import Any, ClassVar
@@ -23,6 +23,7 @@ class Digits(Task):
     rule: ClassVar[str] = "SGD"
     hyper: ClassVar[dict[str, Any]] = {"lr": 1e-3, "momentum": 0.9}
     steps: ClassVar[int] = 1500
+    sizes: ClassVar[dict[str, int]] = {"smoke": 30, "small": 600}
     batch: ClassVar[int] = 32
     judged_by: ClassVar[str] = "train_loss"
     target: ClassVar[str] = "image"
@@ -64,3 +65,41 @@ def load_digits() -> Data:
         validation=(inputs[1437:], targets[1437:]),
         note="scikit-learn's digits: 1,437 images to train on, 360 to validate",
     )
+
+
+@dataclasses.dataclass(frozen=True)
+class DigitsSlow(Digits):
+    """The same at a tenth of the learning rate, where nearest rounding loses still more of the way."""
+
+    name: ClassVar[str] = "digits-slow"
+    title: ClassVar[str] = "the same classifier, fine-tuned ten times as slowly"
+    hyper: ClassVar[dict[str, Any]] = {"lr": 1e-4, "momentum": 0.9}
+
+
+@dataclasses.dataclass(frozen=True)
+class DigitsFPU(Task):
+    """Forty epochs of SGD with momentum from a random start.
+
+    Meant for the few-bit recipes (``e8m5``, ``e8m3``, ``e8m1``), which model a processor that knows no other
+    format, as in "Revisiting BFloat16 Training" (arXiv 2010.06192). Differences are so large here that the accuracy
+    on 360 images shows them; the training loss decides.
+    """
+
+    name: ClassVar[str] = "digits-fpu"
+    title: ClassVar[str] = "small classifier of scikit-learn's digits, from scratch"
+    rule: ClassVar[str] = "SGD"
+    hyper: ClassVar[dict[str, Any]] = {"lr": 0.01, "momentum": 0.9}
+    steps: ClassVar[int] = 40 * 45
+    sizes: ClassVar[dict[str, int]] = {"smoke": 30, "small": 1350}
+    batch: ClassVar[int] = 32
+    judged_by: ClassVar[str] = "train_loss"
+    target: ClassVar[str] = "image"
+
+    def load(self) -> Data:
+        """1437 images to train on, 360 to validate, the same split always."""
+        return load_digits()
+
+    def model(self, data: Data, seed: int) -> nn.Module:
+        """Return the network with random initial weights."""
+        torch.manual_seed(seed)
+        return network()

@@ -154,6 +154,7 @@ class LinearRegression(FullBatch):
     title: ClassVar[str] = "linear regression with an exact solution"
     hyper: ClassVar[dict[str, Any]] = {"lr": 0.04}
     steps: ClassVar[int] = 2000
+    sizes: ClassVar[dict[str, int]] = {"smoke": 40, "small": 1000}
     batch: ClassVar[int] = 10
     target: ClassVar[str] = "equation"
     note: ClassVar[str] = "10 equations in 5 unknowns, all drawn from N(-1, 1.5)"
@@ -191,6 +192,7 @@ class Logistic(FullBatch):
     title: ClassVar[str] = "logistic regression of separable points"
     hyper: ClassVar[dict[str, Any]] = {"lr": 1e-3}
     steps: ClassVar[int] = 4000
+    sizes: ClassVar[dict[str, int]] = {"smoke": 40}
     batch: ClassVar[int] = 670
     target: ClassVar[str] = "point"
     note: ClassVar[str] = "1,000 points of scikit-learn's make_classification, 670 to train on"
@@ -229,6 +231,7 @@ class CancerMLP(CancerLogistic):
     title: ClassVar[str] = "small network on the breast cancer data"
     hyper: ClassVar[dict[str, Any]] = {"lr": 7e-3}
     steps: ClassVar[int] = 900
+    sizes: ClassVar[dict[str, int]] = {"smoke": 20, "small": 300}
 
     def model(self, data: Data, seed: int) -> nn.Module:
         """Weights uniform within 1 / sqrt(width), the last within 0.1."""

@@ -20,7 +20,9 @@ class Block(nn.Module):
         self.down = nn.Linear(4 * width, width)
 
     def forward(self, x: Tensor, future: Tensor) -> Tensor:
-        """``x``: (batch, time, width); ``future``: (time, time) booleans, True where attention is barred."""
+        """``x``: (batch, time, width); ``future``: booleans, True where attention is barred, which broadcast to (batch,
+        heads, time, time).
+        """
         x = x + self.out(self._attend(self.attention_norm(x), future))
         return x + self.down(nn.functional.gelu(self.up(self.feed_norm(x))))
 
@@ -59,7 +61,7 @@ class GPT(nn.Module):
             torch.ones(time, time, dtype=torch.bool, device=self.tokens.weight.device).triu(1),
             persistent=False,
         )
-        self.apply(_start)
+        self.apply(start)
 
     def forward(self, ids: Tensor) -> Tensor:
         """``ids``: (batch, time) with time at most the model's."""
@@ -70,7 +72,8 @@ class GPT(nn.Module):
         return self.head(self.norm(x))
 
 
-def _start(module: nn.Module) -> None:
+def start(module: nn.Module) -> None:
+    """Draw the weights of a layer from N(0, 0.02), its bias zero; for `nn.Module.apply`."""
     if isinstance(module, nn.Linear | nn.Embedding):
         nn.init.normal_(module.weight, std=0.02)
     if isinstance(module, nn.Linear):

@@ -34,6 +34,7 @@ class ScaledGPT(Text):
     title: ClassVar[str] = "GPT with fused attention on the help pages of Python"
     hyper: ClassVar[dict[str, Any]] = {"lr": 2e-3, "betas": (0.9, 0.95), "weight_decay": 0.1}
     steps: ClassVar[int] = 500
+    sizes: ClassVar[dict[str, int]] = {"smoke": 3, "small": 100, "full": 20_000}
     paper_gaps: ClassVar[dict[str, float]] = {
         "scaled-fp16-master": 0.0,
         "scaled-fp16": 0.05,

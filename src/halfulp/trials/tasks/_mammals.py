@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from ...hyperbolic import HalfSpace, RankingSets, RiemannianSGD, ranking_gradient, reconstruction
 from ...mctensor import MCTensor
 from ...recipes import Recipe
-from . import _task as _files
+from ._files import find, read_columns
 from ._task import Batch, Data, Task
 
 _HOW = (
@@ -48,10 +48,11 @@ class Mammals(Task):
     hyper: ClassVar[dict[str, Any]] = {"lr": 1.7, "others": OTHERS, "scale": SCALE, "burn_in": BURN_IN}
     batch: ClassVar[int] = 32
     steps: ClassVar[int] = 1000 * 205
+    sizes: ClassVar[dict[str, int]] = {"smoke": 60, "small": 10 * 205}
     target: ClassVar[str] = "edge"
 
     def __post_init__(self) -> None:
-        folder = _files.find("wordnet_mammals", self.data, ("closure.parquet",), _HOW)
+        folder = find("wordnet_mammals", self.data, ("closure.parquet",), _HOW, self.name)
         object.__setattr__(self, "data", str(folder))
 
     def load(self) -> Data:
@@ -65,14 +66,9 @@ class Mammals(Task):
 
     def edges(self) -> tuple[Tensor, list[str]]:
         """Every edge from a synset to one that it is a kind of, int64 (E, 2), and the synsets' names."""
-        try:
-            import pyarrow.parquet as parquet
-        except ImportError as error:
-            raise ValueError(f"task 'mammals' reads Parquet ({error}): pip install 'halfulp[cli]'") from None
-        table = parquet.read_table(f"{self.data}/closure.parquet", columns=["id1", "id2"])
+        columns = read_columns(f"{self.data}/closure.parquet", ["id1", "id2"])
         numbers: dict[str, int] = {}
-        pairs = zip(table["id1"].to_pylist(), table["id2"].to_pylist())
-        edges = [[numbers.setdefault(name, len(numbers)) for name in pair] for pair in pairs]
+        edges = [[numbers.setdefault(name, len(numbers)) for name in pair] for pair in zip(*columns)]
         return torch.tensor(edges, dtype=torch.int64, device="cpu"), list(numbers)
 
     def model(self, data: Data, seed: int) -> "Points":

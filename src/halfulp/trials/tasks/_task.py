@@ -4,31 +4,17 @@ import abc
 import dataclasses
 import math
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any, ClassVar
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-
-def find(task: str, data: str | None, names: tuple[str, ...], how: str) -> Path:
-    """The folder that holds all of ``names``: ``data`` itself or its subfolder named like the task.
-
-    Raises:
-        ValueError: no folder was given, or files are missing; the message says how to get them.
-    """
-    need = f"task {task!r} reads {' and '.join(names)}"
-    if data is None:
-        raise ValueError(f"{need}; give their folder with --data DIR (data= in Python). {how}")
-    root = Path(data)
-    for folder in (root / task, root):
-        if all((folder / name).is_file() for name in names):
-            return folder.resolve()
-    raise ValueError(f"{need}, but neither {root / task} nor {root} holds them. {how}")
-
+from ..._names import unknown
 
 Batch = tuple[Tensor, Tensor]
+# How long trials are: seconds, minutes for a whole comparison on two cores, and what the task deserves.
+SIZES = ("smoke", "small", "full")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -55,6 +41,8 @@ class Task(abc.ABC):
         rule: The optimizer: a class of ``halfulp.optim``.
         hyper: The rule's hyper-parameters, the same in every row.
         steps: Default number of training steps.
+        sizes: Steps by size, "smoke" (seconds), "small" (minutes for many recipes on two cores) or "full"; a size that
+            is missing has the default number, "smoke" at most twelve.
         batch: Examples per step.
         judged_by: ``"train_loss"`` or ``"validation_loss"``; both are measured, this one decides.
         target: What one target is called when accuracy is shown: "image", "character"; empty where none is shown.
@@ -69,6 +57,7 @@ class Task(abc.ABC):
     rule: ClassVar[str]
     hyper: ClassVar[dict[str, Any]]
     steps: ClassVar[int]
+    sizes: ClassVar[dict[str, int]] = {}
     batch: ClassVar[int]
     judged_by: ClassVar[str] = "validation_loss"
     target: ClassVar[str] = "example"
@@ -119,6 +108,17 @@ class Task(abc.ABC):
     def rate(self, step: int, steps: int) -> float:
         """The learning rate at a step as a share of ``hyper["lr"]``: constant unless overridden."""
         return 1.0
+
+    def steps_of(self, size: str | None) -> int:
+        """How many steps a trial of a size has; None is the default.
+
+        Raises:
+            ValueError: there is no such size.
+        """
+        if size is not None and size not in SIZES:
+            raise ValueError(unknown("size", size, SIZES))
+        whole = self.steps
+        return self.sizes.get(size or "", min(whole, 12) if size == "smoke" else whole)
 
     def settings(self) -> dict[str, Any]:
         """Everything that decides a trial's result apart from recipe, seed and length, as plain data."""

@@ -1,16 +1,23 @@
-"""Task text: a character-level GPT on English text that every Python carries."""
+"""Tasks text, tinyshakespeare and tinyshakespeare-lstm: next characters by a GPT or an LSTM."""
 
 import dataclasses
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
 
+from ._files import decode, find
 from ._gpt import GPT
+from ._lstm import CharacterLSTM
 from ._task import Batch, Data, Task, warm_cosine
 
 TIME = 64
+_HOW = (
+    "input.txt is the 1.1 MB file of karpathy/char-rnn: "
+    "https://raw.githubusercontent.com/karpathy/char-rnn/master/data/tinyshakespeare/input.txt"
+)
 
 
 class CharacterGPT(Task):
@@ -19,8 +26,10 @@ class CharacterGPT(Task):
     rule: ClassVar[str] = "AdamW"
     hyper: ClassVar[dict[str, Any]] = {"lr": 1e-3, "betas": (0.9, 0.999), "weight_decay": 0.1}
     steps: ClassVar[int] = 600
+    sizes: ClassVar[dict[str, int]] = {"smoke": 4, "small": 60, "full": 20_000}
     batch: ClassVar[int] = 16
     target: ClassVar[str] = "character"
+    time: ClassVar[int] = TIME
 
     def model(self, data: Data, seed: int) -> nn.Module:
         """A quarter of a million parameters: width 96, two layers, four heads."""
@@ -28,13 +37,13 @@ class CharacterGPT(Task):
         return GPT(int(max(data.train[0].max(), data.validation[0].max())) + 1, time=TIME)
 
     def batches(self, data: Data, seed: int, steps: int) -> Iterator[Batch]:
-        """Windows of 64 characters at random places of the training text."""
+        """Windows of characters at random places of the training text."""
         stream = data.train[0]
-        window = torch.arange(TIME, dtype=torch.int64, device="cpu")
+        window = torch.arange(self.time, dtype=torch.int64, device="cpu")
         generator = torch.Generator().manual_seed(seed)
         for _ in range(steps):
             shape = (self.batch,)
-            starts = torch.randint(len(stream) - TIME, shape, generator=generator, dtype=torch.int64, device="cpu")
+            starts = torch.randint(len(stream) - self.time, shape, generator=generator, dtype=torch.int64, device="cpu")
             places = starts[:, None] + window
             yield stream[places], stream[places + 1]
 
@@ -59,16 +68,53 @@ class Text(CharacterGPT):
         return characters("\n".join(topics.topics.values()), "pydoc_data.topics of this Python")
 
 
-def characters(text: str, source: str) -> Data:
-    """Text as character ids: a training stream, and validation windows that do not overlap."""
+def characters(text: str, source: str, time: int = TIME, most: int | None = None) -> Data:
+    """Text as character ids: a training stream, and validation windows that do not overlap, at most so many."""
     alphabet = {character: index for index, character in enumerate(sorted(set(text)))}
     ids = torch.tensor([alphabet[character] for character in text], dtype=torch.int64, device="cpu")
     split = len(ids) * 9 // 10
     train, rest = ids[:split], ids[split:]
-    note = f"{source}: {split:,} characters to train on, {len(rest):,} to validate, {len(alphabet)} different"
-    return Data(train=(train[:-1], train[1:]), validation=_windows(rest), note=note)
+    validation = _windows(rest, time, most)
+    note = (
+        f"{source}: {split:,} characters to train on, {validation[0].numel():,} to validate, {len(alphabet)} different"
+    )
+    return Data(train=(train[:-1], train[1:]), validation=validation, note=note)
 
 
-def _windows(ids: Tensor) -> Batch:
-    count = (len(ids) - 1) // TIME
-    return ids[: count * TIME].view(count, TIME), ids[1 : count * TIME + 1].view(count, TIME)
+def _windows(ids: Tensor, time: int, most: int | None) -> Batch:
+    count = min((len(ids) - 1) // time, most or len(ids))
+    return ids[: count * time].view(count, time), ids[1 : count * time + 1].view(count, time)
+
+
+@dataclasses.dataclass(frozen=True)
+class TinyShakespeare(CharacterGPT):
+    """Next-character prediction on ``input.txt`` (1.1 million characters); needs ``data``."""
+
+    data: str | None = None
+
+    name: ClassVar[str] = "tinyshakespeare"
+    title: ClassVar[str] = "character-level GPT on Shakespeare"
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "data", str(find("tinyshakespeare", self.data, ("input.txt",), _HOW, self.name)))
+
+    def load(self) -> Data:
+        """The first nine tenths train; of the last tenth, 512 windows validate."""
+        path = Path(self.data or "", "input.txt")
+        return characters(decode(str(path), bytes.decode, path.read_bytes()), "tinyshakespeare", self.time, 512)
+
+
+@dataclasses.dataclass(frozen=True)
+class TinyShakespeareLSTM(TinyShakespeare):
+    """The same characters by a recurrent network of one layer; needs ``data``."""
+
+    name: ClassVar[str] = "tinyshakespeare-lstm"
+    title: ClassVar[str] = "character-level LSTM on Shakespeare"
+    hyper: ClassVar[dict[str, Any]] = {"lr": 4e-3, "betas": (0.9, 0.999), "weight_decay": 0.1}
+    sizes: ClassVar[dict[str, int]] = {"smoke": 3, "small": 80, "full": 10_000}
+    time: ClassVar[int] = 32
+
+    def model(self, data: Data, seed: int) -> nn.Module:
+        """Width 128."""
+        torch.manual_seed(seed)
+        return CharacterLSTM(int(max(data.train[0].max(), data.validation[0].max())) + 1)

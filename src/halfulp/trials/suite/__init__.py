@@ -1,0 +1,1 @@
+"""The papers' suite: their kinds of tasks under every recipe, their figures and findings beside ours."""

@@ -1,0 +1,99 @@
+"""SuiteEvidence: what the suite found, with the papers' statements, as JSON, Markdown, a page and a figure."""
+
+import dataclasses
+import json
+import os
+from pathlib import Path
+from typing import Any, ClassVar
+
+from ...pages import write_whole
+from ..evidence._evidence import SCHEMA, Evidence
+
+
+@dataclasses.dataclass(frozen=True)
+class SuiteEvidence(Evidence):
+    """What `run_suite` found: rows as of every comparison, pairs that are none and why, and the papers' statements.
+
+    ``run`` has besides how it was run the ``suite``, the ``size`` and ``left_out``: by task and recipe, why a pair has
+    no trials.
+    """
+
+    stem: ClassVar[str] = "evidence"
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain data; each task's and recipe's settings stand once, and of a curve its two ends."""
+        from ._statements import statements
+
+        shared: dict[str, dict[str, Any]] = {"tasks": {}, "recipes": {}}
+        trials = []
+        for record in self.trials:
+            settings, result = record["settings"], dict(record["result"])
+            task, recipe = settings["task"], settings["recipe"]
+            shared["tasks"][task["name"]], shared["recipes"][recipe["name"]] = task, recipe
+            result["curve"] = [result["curve"][0], result["curve"][-1]] if result["curve"] else []
+            head = {"task": task["name"], "recipe": recipe["name"], "seed": settings["seed"]}
+            trials.append({**head, "steps": settings["steps"], "result": result})
+        versions = self.trials[0]["settings"]["versions"] if self.trials else {}
+        return {
+            "schema": SCHEMA,
+            "run": self.run,
+            "versions": versions,
+            "statements": [dataclasses.asdict(one) for one in statements(self)],
+            "rows": [dataclasses.asdict(row) for row in self.rows()],
+            **shared,
+            "suite trials": trials,
+        }
+
+    def to_json(self) -> str:
+        """``to_dict`` as JSON text without NaN or infinities, a trial a line."""
+        whole = self.to_dict()
+        parts = []
+        for key, value in whole.items():
+            if isinstance(value, list):
+                lines = ",\n  ".join(json.dumps(one, allow_nan=False) for one in value)
+                parts.append(f"{json.dumps(key)}: [\n  {lines}\n ]")
+            else:
+                parts.append(f"{json.dumps(key)}: {json.dumps(value, allow_nan=False)}")
+        return "{\n " + ",\n ".join(parts) + "\n}\n"
+
+    @classmethod
+    def from_json(cls, text: str) -> "SuiteEvidence":
+        """The evidence that ``to_json`` wrote; rows and statements are computed again from the trials.
+
+        Raises:
+            ValueError: the text is no such JSON.
+        """
+        try:
+            data = json.loads(text)
+            if data["schema"] != SCHEMA:
+                raise ValueError(f"schema {data['schema']}, this version reads {SCHEMA}")
+            trials = tuple(
+                {
+                    "settings": {
+                        "task": data["tasks"][one["task"]],
+                        "recipe": data["recipes"][one["recipe"]],
+                        "seed": one["seed"],
+                        "steps": one["steps"],
+                        "versions": data["versions"],
+                    },
+                    "result": one["result"],
+                }
+                for one in data["suite trials"]
+            )
+            return cls(trials=trials, run=data["run"])
+        except (ValueError, KeyError, TypeError) as error:
+            raise ValueError(f"not the JSON of a suite: {error}") from None
+
+    def to_html(self, path: str | os.PathLike[str]) -> None:
+        """Write one self-contained page, and beside it evidence.md and the figure for light and for dark pages.
+
+        Raises:
+            ValueError: jinja2 or matplotlib is missing, or a file cannot be written.
+        """
+        from ._report import figure, html, markdown
+
+        place = Path(path)
+        for theme in ("light", "dark"):
+            write_whole(place.with_name(f"{place.stem}-{theme}.svg"), figure(self, theme))
+        write_whole(place.with_suffix(".md"), markdown(self))
+        write_whole(place, html(self))

@@ -1,0 +1,189 @@
+"""The suite "papers": which recipes are trained on which tasks, and what each recipe's paper reports."""
+
+import dataclasses
+import os
+from collections.abc import Mapping, Sequence
+
+from ...recipes import Recipe
+from ..running._plan import Trial, plan
+from ..running._training import Listener, training
+from ._evidence import SuiteEvidence
+
+SUITES = ("papers",)
+
+_BF16 = "Revisiting BFloat16 Training, arXiv 2010.06192"
+_SCALES = "Adaptive loss scaling, arXiv 1910.12385 and IJCAI-20, runs in its repository"
+_SCALIFY = "Scalify, arXiv 2407.17353, table 3"
+_MCTENSOR = "MCTensor, arXiv 2207.08867, notebooks of its repository"
+_FLASH = "FlashOptim, arXiv 2602.23349"
+
+
+@dataclasses.dataclass(frozen=True)
+class Reported:
+    """What a paper says of a recipe on its own applications, and which verdict that would be here."""
+
+    says: str
+    source: str
+    expects: str
+
+
+_UPDATE_ONLY = Recipe(
+    name="bf16-update",
+    description="float32 arithmetic, weights held to bfloat16 by nearest rounding",
+    format="bf16",
+    weight_update="nearest",
+)
+_EIGHT_BIT_STATES = Recipe(
+    name="bf16-split-8bit",
+    description="exact float32 weights in 16 + 16 bits, 8-bit moments",
+    param_dtype="bfloat16",
+    weight_update="split",
+    state_dtype="8bit",
+)
+# On every task.
+COMMON: tuple[str | Recipe, ...] = (
+    *("fp32", "fp32-twin", "bf16", _UPDATE_ONLY, "bf16-stochastic", "bf16-kahan", "bf16-split", "bf16-split8"),
+    *(_EIGHT_BIT_STATES, "fp16"),
+    *("e8m5-kahan-stochastic", "e8m3-kahan-stochastic", "e8m1-kahan-stochastic"),
+    *("fp16-constant-1", "fp16-constant-128", "fp16-constant-16384", "fp16-dynamic", "fp16-adaptive"),
+    *("e5m2-adaptive", "scaled-fp16", "scaled-fp8-state16"),
+)
+# Several components in every operator take ten to forty times as long: on the tasks of their paper alone.
+COMPONENTS: tuple[str, ...] = ("fp16-mc2", "fp16-mc3")
+WIDE: tuple[str, ...] = ("fp64", "fp64-mc2")
+FEW_BITS: tuple[str, ...] = ("e8m5", "e8m3", "e8m1")
+
+_SLOW = "left out: several components in every operator take ten to forty times as long, see the MCTensor tasks"
+
+# Tasks, and what they are trained under beside the common recipes.
+TASKS: Mapping[str, tuple[str, ...]] = {
+    "digits-fpu": FEW_BITS,
+    "digits": (),
+    "digits-slow": (),
+    "cifar10-resnet-half": (),
+    "sst2": (),
+    "ml100k": (),
+    "fsdd": (),
+    "tinyshakespeare": (),
+    "tinyshakespeare-lstm": (),
+    "two-heads": (),
+    "mammals": WIDE,
+    "cancer-mlp": (*COMPONENTS, *WIDE),
+    "linear-regression": (*COMPONENTS, *WIDE),
+}
+
+_NONE_CLOSE = "ResNet-18 on ImageNet: 71.48 adaptive, 71.24 without a scale, 71.39 constant or dynamic"
+REPORTED: Mapping[str, Reported] = {
+    "bf16": Reported(
+        "up to 7% less validation accuracy than with stochastic rounding or Kahan; BERT loses 16% training accuracy",
+        _BF16,
+        "worse",
+    ),
+    "bf16-update": Reported("nearest rounding of the update alone is what hurts", _BF16, "worse"),
+    "bf16-stochastic": Reported(
+        "matches 32 bits in 5 of 7 applications, −0.1% to +0.2% over all 7", _BF16, "no difference"
+    ),
+    "bf16-kahan": Reported("closes the remaining gap on all 7 applications", _BF16, "no difference"),
+    "bf16-split": Reported("with 32-bit weights the gap of 16-bit arithmetic closes", _BF16, "no difference"),
+    "bf16-split8": Reported(
+        "no measurable loss with 8 more bits and 8-bit moments, SGD, AdamW, Lion", _FLASH, "no difference"
+    ),
+    "fp16": Reported("float16 fails for its range", _BF16, "worse"),
+    "fp16-constant-1": Reported(f"{_NONE_CLOSE}; SSD512 without a scale diverged", _SCALES, "worse"),
+    "fp16-constant-128": Reported("SSD512, batch 8: 78.71 (float32 78.94); ResNet-18: 71.39", _SCALES, "no difference"),
+    "fp16-constant-16384": Reported(
+        "SSD300: constants from 8 to 8192 give 75.7 to 76.3, adaptive 76.35", _SCALES, "no difference"
+    ),
+    "fp16-dynamic": Reported("SSD512, batch 8: 75.04 (float32 78.94); ResNet-18: 71.39", _SCALES, "worse"),
+    "fp16-adaptive": Reported("SSD512, batch 8: 79.27 (float32 78.94); ResNet-18: 71.48", _SCALES, "no difference"),
+    "scaled-fp16": Reported("training loss 2.92 ± 0.12 against 2.87 ± 0.12", _SCALIFY, "no difference"),
+    "scaled-fp8-state16": Reported("training loss 2.93 ± 0.12 against 2.87 ± 0.12", _SCALIFY, "no difference"),
+    "fp16-mc2": Reported(
+        "MLP 0.1232869 against 0.1232752 of float32; regression 1.97e-6 against 8.3e-12", _MCTENSOR, "no difference"
+    ),
+    "fp16-mc3": Reported(
+        "MLP 0.1232873 against 0.1232752 of float32; regression 1.97e-6 against 8.3e-12", _MCTENSOR, "no difference"
+    ),
+    "fp64-mc2": Reported(
+        "mammals: mean average precision 0.9148 against 0.9106 of float64", _MCTENSOR, "no difference"
+    ),
+}
+
+
+def run_suite(
+    suite: str = "papers",
+    size: str = "small",
+    seeds: int | Sequence[int] = 3,
+    data: str | None = None,
+    out: str | os.PathLike[str] | None = None,
+    workers: int | None = None,
+    resume: bool = False,
+    overwrite: bool = False,
+    listen: Listener | None = None,
+    tasks: Sequence[str] | None = None,
+    recipes: Sequence[str] | None = None,
+) -> SuiteEvidence:
+    """Train the papers' kinds of tasks under every recipe, and set their figures and findings beside ours.
+
+    A trial that raises does not end the run: the pair is listed with what it said. So is what does not go together.
+
+    Args:
+        suite: "papers".
+        size: Of every trial: "smoke", "small" or "full".
+        seeds, data, workers, resume, overwrite, listen: As `halfulp.compare` takes them.
+        out: A folder for evidence.json, evidence.html, evidence.md and the figures, and for finished trials.
+        tasks, recipes: Names, to run a part; None is all.
+
+    Returns:
+        The evidence.
+
+    Raises:
+        ValueError: an unknown name, missing data, or an output folder that cannot be written or holds something else.
+        TrialError: a worker was killed; what had finished is kept in ``out``.
+    """
+    trials, failed = plan_suite(suite, size, seeds, data, tasks, recipes)
+    with training(out, trials, workers, listen, resume, overwrite, SuiteEvidence) as run:
+        run.more = {"suite": suite, "size": size, "left_out": failed}
+        run.train(trials, failed=failed)
+    evidence = run.evidence()
+    assert isinstance(evidence, SuiteEvidence)
+    return evidence
+
+
+def plan_suite(
+    suite: str,
+    size: str,
+    seeds: int | Sequence[int],
+    data: str | None,
+    tasks: Sequence[str] | None = None,
+    recipes: Sequence[str] | None = None,
+) -> tuple[list[Trial], dict[str, dict[str, str]]]:
+    """The trials of a suite, and by task and recipe why a pair is none of them.
+
+    Raises:
+        ValueError: an unknown name, or missing data.
+    """
+    if suite not in SUITES:
+        raise ValueError(f"no suite {suite!r}; there is {', '.join(SUITES)}")
+    chosen = _chosen("task", tasks, list(TASKS))
+    everything = {_name(one): one for one in (*COMMON, *FEW_BITS, *COMPONENTS, *WIDE)}
+    allowed = {"fp32", "fp32-twin", *_chosen("recipe", recipes, list(everything))}
+    left_out: dict[str, dict[str, str]] = {}
+    trials: list[Trial] = []
+    for task in chosen:
+        own = [everything[_name(one)] for one in (*COMMON, *TASKS[task]) if _name(one) in allowed]
+        trials += plan(task, own, seeds, None, data, size, left_out)
+        slow = [name for name in COMPONENTS if name in allowed and name not in TASKS[task]]
+        left_out.setdefault(task, {}).update(dict.fromkeys(slow, _SLOW))
+    return trials, {task: pairs for task, pairs in left_out.items() if pairs}
+
+
+def _name(recipe: str | Recipe) -> str:
+    return recipe if isinstance(recipe, str) else recipe.name
+
+
+def _chosen(kind: str, given: Sequence[str] | None, known: Sequence[str]) -> list[str]:
+    unknown = sorted(set(given or ()) - set(known))
+    if unknown:
+        raise ValueError(f"the suite has no {kind} {', '.join(unknown)}; it has {', '.join(known)}")
+    return [name for name in known if given is None or name in given]

@@ -1,0 +1,255 @@
+"""The suite's evidence for people: sections that become Markdown or a page, and one figure of all gaps."""
+
+import dataclasses
+import io
+import re
+from collections.abc import Sequence
+from typing import Any
+
+from ...pages import render, require
+from ..evidence._row import FinishedTrials, Row
+from ..evidence._table import cells, loss_name, notes
+from ..page._curves import SVG_SETTINGS
+from ..running._estimate import in_words
+from ._papers import COMMON, REPORTED, TASKS
+from ._statements import CONFIRMED, REFUTED, statements
+
+TITLE = "The papers’ tables, every recipe side by side"
+
+
+@dataclasses.dataclass(frozen=True)
+class Section:
+    """A heading, sentences, and perhaps a table: headers and rows of text."""
+
+    title: str
+    said: Sequence[str] = ()
+    headers: Sequence[str] = ()
+    rows: Sequence[Sequence[str]] = ()
+    notes: Sequence[str] = ()
+
+
+def sections(evidence: FinishedTrials) -> list[Section]:
+    """Everything that the report says, in order."""
+    return [
+        _overview(evidence),
+        _findings(evidence),
+        *(_task(evidence, task) for task in evidence.tasks()),
+        _left_out(evidence),
+    ]
+
+
+def _overview(evidence: FinishedTrials) -> Section:
+    run = evidence.run
+    recipes = {record["settings"]["recipe"]["name"] for record in evidence.trials}
+    seeds = {record["settings"]["seed"] for record in evidence.trials}
+    said = [
+        f"{len(evidence.tasks())} tasks, {len(recipes)} recipes, {len(seeds)} seeds, {len(evidence.trials)} trials of "
+        f"size “{run['size']}”, {in_words(run['seconds'])} by {run['workers']} workers of one thread on "
+        f"{run['processor']}; {run['reused']} of the trials were kept from earlier runs.",
+        "Every row of a task starts from the same float32 weights, sees the same batches and uses the same "
+        "hyper-parameters. Gaps are paired by seed; verdicts are corrected for the number of recipes on the task.",
+        "What a paper reports is on its own application and quoted from a text that was read; figures that could not "
+        "be checked against one are left out.",
+    ]
+    if len(seeds) < 3:
+        said.append(f"{len(seeds)} seeds are too few for a spread that decides: a verdict needs three.")
+    return Section("How it was run", said)
+
+
+def _findings(evidence: FinishedTrials) -> Section:
+    rows = [[one.claim, one.source, one.verdict, one.numbers] for one in statements(evidence)]
+    return Section("The papers’ findings", (), ("statement", "paper", "verdict", "numbers"), rows)
+
+
+def _task(evidence: FinishedTrials, task: str) -> Section:
+    loss = loss_name(evidence, task)
+    shown = (loss, "gap to fp32", "verdict", "accuracy", "movement kept", "bytes/param", "step time")
+    rows = []
+    for row in evidence.rows(task):
+        words = cells(evidence, row)
+        if row.diverged:
+            words["verdict"] = _diverged(evidence, row)
+        paper = REPORTED.get(row.recipe)
+        rows.append([row.recipe, *(words[name] for name in shown), paper.says if paper else "–", _disagreement(row)])
+    title = evidence.of_task(task)[0]["settings"]["task"]["title"]
+    headers = ("recipe", *shown, "its paper, on its own application", "where ours disagrees")
+    return Section(f"{task}: {title}", (), headers, rows, notes(evidence, task))
+
+
+def _diverged(evidence: FinishedTrials, row: Row) -> str:
+    """Which seeds diverged, and at which steps."""
+    steps = [
+        record["result"]["diverged_at"]
+        for record in evidence.of_task(row.task)
+        if record["settings"]["recipe"]["name"] == row.recipe and record["result"]["diverged_at"] is not None
+    ]
+    at = f" at step {', '.join(map(str, steps))}" if steps else ""
+    return f"diverged ({row.diverged} of {row.seeds}){at}"
+
+
+def _disagreement(row: Row) -> str:
+    """What our verdict has against the paper's, and the reading that says most about why."""
+    paper = REPORTED.get(row.recipe)
+    if paper is None or row.verdict in (None, "unclear", paper.expects):
+        return ""
+    if row.verdict == "better":
+        return "" if paper.expects == "no difference" else "better here"
+    lost = row.verdict in ("worse", "diverged")
+    if lost == (paper.expects == "worse"):
+        return ""
+    if lost:
+        return f"{row.verdict} here; {_why_worse(row)}"
+    return f"no loss here; {_why_not_worse(row)}"
+
+
+def _why_not_worse(row: Row) -> str:
+    if row.underflow is not None:
+        return f"{100 * row.underflow:.1f}% of the gradient elements underflow on this task"
+    if row.realised is not None:
+        return f"the updates are large enough here: {100 * row.realised:.0f}% of the movement is kept"
+    return "the task is smaller than the paper's"
+
+
+def _why_worse(row: Row) -> str:
+    if row.underflow is not None and row.underflow > 0.01:
+        return f"{100 * row.underflow:.1f}% of the gradient elements underflow"
+    if row.skipped:
+        return f"{row.skipped:.0f} steps were skipped, a larger share of so short a training"
+    if row.realised is not None and abs(row.realised - 1) > 0.02:
+        return f"{100 * row.realised:.0f}% of the wanted movement took place"
+    return "a short training at this size ends before noise averages out"
+
+
+def _left_out(evidence: FinishedTrials) -> Section:
+    pairs = evidence.run.get("left_out", {})
+    rows = [
+        [task, ", ".join(names), why]
+        for task, of_task in pairs.items()
+        for why in dict.fromkeys(of_task.values())
+        if (names := [recipe for recipe, said in of_task.items() if said == why])
+    ]
+    return Section("Pairs that were not run, and why", (), ("task", "recipes", "why"), rows)
+
+
+def markdown(evidence: FinishedTrials) -> str:
+    """The report as a page of the documentation."""
+    run = evidence.run
+    command = f"halfulp compare --suite {run['suite']} --size {run['size']}"
+    lines = [f"# {TITLE}", "", f"This page is written by `{command} --data DIR --out DIR`.", "", _PICTURE, ""]
+    for section in sections(evidence):
+        lines += [f"## {section.title}", ""]
+        for sentence in section.said:
+            lines += [sentence, ""]
+        if section.rows:
+            lines += [_line(section.headers), _line(["---"] * len(section.headers)), *map(_line, section.rows), ""]
+        lines += [*(f"- {note}" for note in section.notes), *([""] if section.notes else [])]
+    return "\n".join(lines).rstrip() + "\n"
+
+
+_PICTURE = """<picture>
+<source media="(prefers-color-scheme: dark)" srcset="img/evidence-dark.svg">
+<img alt="Gap to float32 by recipe and task, with the spread over seeds" src="img/evidence-light.svg">
+</picture>"""
+
+
+def _line(cells: Sequence[str]) -> str:
+    return "| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |"
+
+
+def html(evidence: FinishedTrials) -> str:
+    """The report as one self-contained page.
+
+    Raises:
+        ValueError: jinja2 or matplotlib is missing.
+    """
+    require("matplotlib", instead="give no out folder")
+    return render(
+        "halfulp.trials.page",
+        "evidence.html.j2",
+        title=TITLE,
+        sections=sections(evidence),
+        light=figure(evidence, "light"),
+        dark=figure(evidence, "dark"),
+        tones={CONFIRMED: "good", REFUTED: "bad", "worse": "bad", "no difference": "good", "better": "good"},
+    )
+
+
+_THEMES = {
+    "light": {"ink": "#1f2328", "faint": "#d1d9e0", "bad": "#c4320a", "good": "#067647", "open": "#6b7280"},
+    "dark": {"ink": "#e6edf3", "faint": "#3d444d", "bad": "#ff8a65", "good": "#4fd18b", "open": "#9aa4af"},
+}
+_LINEAR, _REACH = 1.0, 100.0  # per cent of float32's loss: linear up to, and where the axis ends
+
+
+def figure(evidence: FinishedTrials, theme: str) -> str:
+    """The gap to float32 of every recipe on every task with its spread over seeds, as SVG for light or dark pages.
+
+    The axis is in per cent of float32's loss, linear up to 1% and logarithmic beyond; a cross is a divergence.
+
+    Raises:
+        ValueError: matplotlib is missing, or the theme is neither "light" nor "dark".
+    """
+    require("matplotlib", instead="give no out folder")
+    if theme not in _THEMES:
+        raise ValueError(f"a theme is light or dark, got {theme!r}")
+    from matplotlib import rc_context
+    from matplotlib.backends.backend_svg import FigureCanvasSVG
+    from matplotlib.figure import Figure
+
+    colours = _THEMES[theme]
+    names = _recipes_in_order(evidence)
+    tasks = [task for task in TASKS if task in evidence.tasks()]
+    with rc_context(SVG_SETTINGS):
+        drawn = Figure(figsize=(1.6 + 1.05 * len(tasks), 0.9 + 0.19 * len(names)), layout="constrained")
+        FigureCanvasSVG(drawn)
+        drawn.patch.set_alpha(0)
+        panels = drawn.subplots(1, len(tasks), sharey=True, squeeze=False)[0]
+        for axes, task in zip(panels, tasks):
+            _draw_task(axes, {row.recipe: row for row in evidence.rows(task)}, names, colours)
+            axes.set_title(task.replace("-", "-\n", 1), fontsize=8, color=colours["ink"])
+        panels[0].set_yticks(range(len(names)), names, color=colours["ink"], fontsize=8)
+        panels[0].invert_yaxis()
+        drawn.supxlabel("gap to float32, % of its loss", fontsize=8, color=colours["ink"])
+        target = io.StringIO()
+        drawn.savefig(target, format="svg", metadata={"Date": None, "Creator": None})
+    text = target.getvalue()
+    return re.sub(r"<metadata>.*?</metadata>", "", text[text.index("<svg") :], flags=re.DOTALL)
+
+
+def _draw_task(axes: Any, rows: dict[str, Row], names: Sequence[str], colours: dict[str, str]) -> None:
+    axes.patch.set_alpha(0)
+    axes.set_xscale("symlog", linthresh=_LINEAR)
+    axes.set_xlim(-_REACH, 1.6 * _REACH)
+    axes.set_xticks([-10, -1, 0, 1, 10, 100], ["−10", "", "0", "", "10", "100"])
+    axes.tick_params(colors=colours["ink"], length=0, labelsize=7)
+    axes.minorticks_off()
+    for side, spine in axes.spines.items():
+        spine.set_visible(side == "bottom")
+        spine.set_color(colours["faint"])
+    axes.axvline(0, color=colours["ink"], linewidth=0.8)
+    axes.set_axisbelow(True)
+    axes.grid(axis="y", color=colours["faint"], linewidth=0.5)
+    reference = rows["fp32"].loss
+    for place, name in enumerate(names):
+        row = rows.get(name)
+        if row is None:
+            continue
+        tone = {"worse": "bad", "diverged": "bad", "no difference": "good", "better": "good"}.get(
+            row.verdict or "", "open"
+        )
+        if row.diverged or row.gap is None or not reference:
+            axes.plot([1.3 * _REACH], [place], marker="x", color=colours["bad"], markersize=5)
+            continue
+        gap, spread = (100 * value / abs(reference) for value in (row.gap, row.gap_spread or 0.0))
+        shown = min(max(gap, -_REACH), _REACH)
+        axes.plot(
+            [max(gap - spread, -_REACH), min(gap + spread, _REACH)], [place] * 2, color=colours[tone], linewidth=1.4
+        )
+        axes.plot([shown], [place], marker="o" if abs(gap) <= _REACH else ">", color=colours[tone], markersize=4)
+
+
+def _recipes_in_order(evidence: FinishedTrials) -> list[str]:
+    """Every recipe but float32 itself, those of all tasks first."""
+    common = [recipe if isinstance(recipe, str) else recipe.name for recipe in COMMON]
+    found = dict.fromkeys(record["settings"]["recipe"]["name"] for record in evidence.trials)
+    return [name for name in dict.fromkeys([*common, *found]) if name in found and name != "fp32"]

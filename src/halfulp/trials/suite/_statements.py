@@ -1,0 +1,277 @@
+"""The papers' own findings as statements, each confirmed, refuted or not decidable at this size, with the numbers."""
+
+import dataclasses
+import itertools
+import statistics
+from collections.abc import Callable, Iterator
+
+from ..evidence._row import FinishedTrials, Row, judged
+from ..evidence._statistics import interval
+from ..evidence._table import number, percent
+from ..running._plan import TWIN
+
+CONFIRMED, REFUTED, OPEN = "confirmed", "refuted", "not decidable at this size"
+
+
+@dataclasses.dataclass(frozen=True)
+class Statement:
+    """A paper's finding, our verdict on it, and the numbers behind the verdict."""
+
+    claim: str
+    source: str
+    verdict: str
+    numbers: str
+
+
+def statements(evidence: FinishedTrials) -> list[Statement]:
+    """Every statement, in the order of the papers."""
+    return [make(evidence) for make in _ALL]
+
+
+_ALL: list[Callable[[FinishedTrials], Statement]] = []
+
+
+def _statement(claim: str, source: str) -> Callable[[Callable[[FinishedTrials], tuple[str, str]]], None]:
+    """Enter a function that gives a verdict and its numbers."""
+
+    def enter(judge: Callable[[FinishedTrials], tuple[str, str]]) -> None:
+        def make(evidence: FinishedTrials) -> Statement:
+            verdict, numbers = judge(evidence)
+            return Statement(claim, source, verdict, numbers or "no task of this run tells")
+
+        _ALL.append(make)
+
+    return enter
+
+
+_BF16, _SCALES, _SCALIFY, _MCTENSOR = "arXiv 2010.06192", "arXiv 1910.12385", "arXiv 2407.17353", "arXiv 2207.08867"
+FLOAT32_LOSES = ("worse", "diverged")
+
+
+@_statement("bfloat16 with nearest rounding everywhere loses against float32", _BF16)
+def _nearest_loses(evidence: FinishedTrials) -> tuple[str, str]:
+    return _majority(evidence, "bf16", FLOAT32_LOSES, ("no difference", "better"))
+
+
+@_statement("what nearest rounding loses grows as the learning rate falls", _BF16)
+def _more_at_low_rates(evidence: FinishedTrials) -> tuple[str, str]:
+    shares: list[list[float]] = []
+    said = []
+    for task in ("digits-fpu", "digits", "digits-slow"):
+        lost = list(_lost_gain(evidence, task, "bf16"))
+        if not lost:
+            return OPEN, ""
+        shares.append(lost)
+        rate = evidence.of_task(task)[0]["settings"]["task"]["hyper"]["lr"]
+        kept = evidence.row(task, "bf16").realised
+        said.append(f"{percent(statistics.fmean(lost))} at {rate:g} (movement kept {percent(kept, 0)})")
+    rising = all(max(one) < min(other) for one, other in itertools.pairwise(shares))
+    falling = all(min(one) > max(other) for one, other in itertools.pairwise(shares))
+    verdict = CONFIRMED if rising else REFUTED if falling else OPEN
+    few = min(map(len, shares)) < 3
+    return (OPEN if few else verdict), f"share of float32's gain that is lost on the digits: {', '.join(said)}"
+
+
+@_statement("rounding the weight update to nearest is what hurts, rounding forward and backward is not", _BF16)
+def _update_not_arithmetic(evidence: FinishedTrials) -> tuple[str, str]:
+    update, arithmetic = list(_rows(evidence, "bf16-update")), list(_rows(evidence, "bf16-split"))
+    pairs = [(one, other) for one in update for other in arithmetic if one.task == other.task]
+    told = [(one, other) for one, other in pairs if one.verdict in FLOAT32_LOSES or other.verdict in FLOAT32_LOSES]
+    for_it = [one.task for one, other in told if other.verdict not in FLOAT32_LOSES]
+    against = [other.task for one, other in told if one.verdict not in FLOAT32_LOSES]
+    said = "; ".join(f"{one.task}: update {_gap(one)}, arithmetic {_gap(other)}" for one, other in pairs)
+    return _more(len(for_it), len(against)), said
+
+
+@_statement(
+    "stochastic rounding and Kahan stay within 0.1% accuracy or 0.2% loss of float32, or inside the seeds' spread",
+    _BF16,
+)
+def _stochastic_and_kahan(evidence: FinishedTrials) -> tuple[str, str]:
+    return _within(evidence, ("bf16-stochastic", "bf16-kahan"), accuracy=0.001, loss=0.002)
+
+
+@_statement("ten bits with Kahan and stochastic rounding reach 90% on digits", "our measure of arXiv 2010.06192's idea")
+def _ten_bits(evidence: FinishedTrials) -> tuple[str, str]:
+    found = [row for row in _rows(evidence, "e8m1-kahan-stochastic") if row.task == "digits-fpu"]
+    if not found or found[0].accuracy is None:
+        return OPEN, "" if not found else "diverged"
+    row = found[0]
+    accuracy, spread = found[0].accuracy, row.accuracy_spread or 0.0
+    clear = abs(accuracy - 0.9) > spread and row.seeds > 2
+    said = f"{percent(accuracy)} ± {100 * spread:.1f}, float32 {percent(evidence.row('digits-fpu', 'fp32').accuracy)}"
+    return (CONFIRMED if accuracy >= 0.9 else REFUTED) if clear else OPEN, said
+
+
+@_statement("float16 MCTensor weights of two and three components equal float32", _MCTENSOR)
+def _components(evidence: FinishedTrials) -> tuple[str, str]:
+    return _within(evidence, ("fp16-mc2", "fp16-mc3"), accuracy=0.001, loss=0.002, without=("linear-regression",))
+
+
+@_statement("on the linear regression, float16 MCTensor weights equal float64", _MCTENSOR)
+def _regression(evidence: FinishedTrials) -> tuple[str, str]:
+    names = ("fp32", "fp64", "fp16-mc2", "fp16-mc3")
+    found = {row.recipe: row for row in _task_rows(evidence, "linear-regression") if row.recipe in names}
+    if set(names) - set(found):
+        return OPEN, ""
+    losses = {name: [judged(r) for r in _records(evidence, "linear-regression", name)] for name in names}
+    said = ", ".join(f"{name} {_short(found[name].loss)}" for name in names)
+    wide = [loss for loss in losses["fp64"] if loss is not None]
+    for name in ("fp16-mc2", "fp16-mc3"):
+        own = [loss for loss in losses[name] if loss is not None]
+        if len(own) < 3 or len(wide) < 3:
+            return OPEN, said
+        if min(own) > 2 * max(wide):
+            return REFUTED, f"mean square of the residuals: {said}"
+    return CONFIRMED, f"mean square of the residuals: {said}"
+
+
+_CONSTANTS = ("fp16-constant-1", "fp16-constant-128", "fp16-constant-16384")
+
+
+@_statement("adaptive scales are nowhere worse than the best constant scale, without tuning", _SCALES)
+def _adaptive(evidence: FinishedTrials) -> tuple[str, str]:
+    return _beside_best_constant(evidence, tasks=None, better=False)
+
+
+@_statement("adaptive scales are better than any constant scale where two losses are far apart", _SCALES)
+def _two_losses(evidence: FinishedTrials) -> tuple[str, str]:
+    return _beside_best_constant(evidence, tasks=("two-heads",), better=True)
+
+
+@_statement("scaled FP8 products with float16 state stay within 0.3% of float32", _SCALIFY)
+def _scaled(evidence: FinishedTrials) -> tuple[str, str]:
+    return _within(evidence, ("scaled-fp8-state16",), accuracy=0.003, loss=0.003)
+
+
+@_statement("with scales that propagate, float16 needs no loss scale", _SCALIFY)
+def _no_loss_scale(evidence: FinishedTrials) -> tuple[str, str]:
+    plain, scaled = list(_rows(evidence, "fp16")), {row.task: row for row in _rows(evidence, "scaled-fp16")}
+    told = [(row, scaled[row.task]) for row in plain if row.verdict in FLOAT32_LOSES and row.task in scaled]
+    helped = [one.task for one, other in told if _closer(one, other)]
+    said = "; ".join(f"{one.task}: float16 {_gap(one)}, with scales {_gap(other)}" for one, other in told)
+    return _more(len(helped), len(told) - len(helped)), said
+
+
+def _closer(plain: Row, scaled: Row) -> bool:
+    """Whether scales take away most of what plain float16 loses."""
+    if scaled.diverged or scaled.gap is None:
+        return False
+    return bool(plain.diverged) or plain.gap is None or scaled.gap < plain.gap / 2
+
+
+def _beside_best_constant(evidence: FinishedTrials, tasks: tuple[str, ...] | None, better: bool) -> tuple[str, str]:
+    """The adaptive recipe's loss minus the best constant scale's, seed by seed."""
+    good, bad, told = 0, 0, []
+    for task in evidence.tasks():
+        if tasks is not None and task not in tasks:
+            continue
+        rows = {row.recipe: row for row in _task_rows(evidence, task)}
+        if "fp16-adaptive" not in rows or not set(_CONSTANTS) & set(rows):
+            continue
+        alive = [rows[name] for name in _CONSTANTS if name in rows and rows[name].loss is not None]
+        best = min(alive, key=lambda row: row.loss or 0.0, default=None)
+        if best is None or rows["fp16-adaptive"].loss is None:
+            good, bad = good + (best is None), bad + (best is not None)
+            told.append(f"{task}: {'every constant' if best is None else 'adaptive'} diverged")
+            continue
+        gaps = _differences(evidence, task, "fp16-adaptive", best.recipe)
+        limit = interval(gaps, _differences(evidence, task, TWIN, "fp32"), rows["fp32"].loss or 0.0)
+        mean = statistics.fmean(gaps) if gaps else 0.0
+        told.append(f"{task}: {mean:+.3g} ± {_short(limit)} beside {best.recipe.removeprefix('fp16-')}")
+        if limit is None:
+            continue
+        good, bad = good + (mean < -limit if better else mean <= limit), bad + (mean > limit)
+    if better:
+        return (CONFIRMED if good else REFUTED if bad else OPEN), "; ".join(told)
+    return (REFUTED if bad else CONFIRMED if good else OPEN), "; ".join(told)
+
+
+def _within(
+    evidence: FinishedTrials, recipes: tuple[str, ...], accuracy: float, loss: float, without: tuple[str, ...] = ()
+) -> tuple[str, str]:
+    """Whether recipes stay within a share of accuracy or of loss, or within the noise, on every task."""
+    inside, outside, few, said = 0, [], 0, []
+    for recipe in recipes:
+        for row in _rows(evidence, recipe):
+            if row.task in without:
+                continue
+            reference = evidence.row(row.task, "fp32")
+            said.append(f"{row.task} {recipe} {_gap(row)}")
+            if row.diverged:
+                outside.append(row.task)
+                continue
+            if row.noise is None or row.gap is None or reference.loss is None:
+                few += 1
+                continue
+            lost = None if row.accuracy is None or reference.accuracy is None else reference.accuracy - row.accuracy
+            close = row.gap <= loss * abs(reference.loss) or (lost is not None and lost <= accuracy)
+            if close or row.gap <= row.noise:
+                inside += 1
+            else:
+                outside.append(row.task)
+    if few or not (inside or outside):
+        return OPEN, "; ".join(said)
+    beyond = f"beyond on {', '.join(dict.fromkeys(outside))}; " if outside else f"{inside} of {inside} inside; "
+    return (REFUTED if outside else CONFIRMED), beyond + "; ".join(said)
+
+
+def _majority(
+    evidence: FinishedTrials, recipe: str, for_it: tuple[str, ...], against: tuple[str, ...]
+) -> tuple[str, str]:
+    rows = list(_rows(evidence, recipe))
+    counts = [sum(row.verdict in verdicts for row in rows) for verdicts in (for_it, against)]
+    return _more(*counts), "; ".join(f"{row.task} {_gap(row)} ({row.verdict or 'too few seeds'})" for row in rows)
+
+
+def _more(for_it: int, against: int) -> str:
+    """The verdict by the number of tasks that speak for and against a statement."""
+    if for_it == against:
+        return OPEN
+    return CONFIRMED if for_it > against else REFUTED
+
+
+def _rows(evidence: FinishedTrials, recipe: str) -> Iterator[Row]:
+    for task in evidence.tasks():
+        yield from (row for row in _task_rows(evidence, task) if row.recipe == recipe)
+
+
+def _task_rows(evidence: FinishedTrials, task: str) -> list[Row]:
+    return evidence.rows(task) if task in evidence.tasks() else []
+
+
+def _records(evidence: FinishedTrials, task: str, recipe: str) -> list[dict]:
+    return [record for record in evidence.of_task(task) if record["settings"]["recipe"]["name"] == recipe]
+
+
+def _differences(evidence: FinishedTrials, task: str, one: str, other: str) -> list[float]:
+    """The loss under one recipe minus that under another, for each seed that has both."""
+    losses = [
+        {record["settings"]["seed"]: judged(record) for record in _records(evidence, task, name)}
+        for name in (one, other)
+    ]
+    pairs = [(losses[0][seed], losses[1].get(seed)) for seed in losses[0]]
+    return [ours - theirs for ours, theirs in pairs if ours is not None and theirs is not None]
+
+
+def _lost_gain(evidence: FinishedTrials, task: str, recipe: str) -> Iterator[float]:
+    """What a recipe's loss lacks to float32's, as a share of what float32 gained over the start, by seed."""
+    if task not in evidence.tasks():
+        return
+    reference = {record["settings"]["seed"]: record for record in _records(evidence, task, "fp32")}
+    for record in _records(evidence, task, recipe):
+        other = reference.get(record["settings"]["seed"])
+        ours, theirs = judged(record), None if other is None else judged(other)
+        if other is not None and ours is not None and theirs is not None:
+            start = other["result"]["curve"][0][1]
+            yield (ours - theirs) / (start - theirs)
+
+
+def _gap(row: Row) -> str:
+    if row.diverged:
+        return "diverged"
+    return number(row.gap, 4, sign=True)
+
+
+def _short(value: float | None) -> str:
+    return "–" if value is None else f"{value:.2g}"

@@ -1,0 +1,77 @@
+"""The files that tasks read: where they are, how to get what is missing, and which one is broken."""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, TypeVar
+
+Read = TypeVar("Read")
+
+
+def find(folder: str, data: str | None, names: tuple[str, ...], how: str, task: str | None = None) -> Path:
+    """Return the folder that holds all of ``names``: ``data`` itself or its subfolder called ``folder``.
+
+    Args:
+        folder: What the data set is called.
+        data: Where to look, or None.
+        names: The files that are needed.
+        how: How to get them, in a sentence.
+        task: Who needs them; None is a task of the data set's name.
+
+    Raises:
+        ValueError: no folder was given, or files are missing; the message says how to get them, and what runs without.
+    """
+    need = f"task {task or folder!r} reads {' and '.join(names)}"
+    if data is None:
+        raise ValueError(f"{need}; give their folder with --data DIR (data= in Python). {how}. {_without()}")
+    root = Path(data)
+    for place in (root / folder, root):
+        if all((place / name).is_file() for name in names):
+            return place.resolve()
+    raise ValueError(f"{need}, but neither {root / folder} nor {root} holds them. {how}. {_without()}")
+
+
+def _without() -> str:
+    from ._registry import kind_of, names
+
+    free = [name for name in names() if "data" not in getattr(kind_of(name), "__dataclass_fields__", {})]
+    return f"Tasks that need no files: {', '.join(free)}"
+
+
+def read_columns(path: str | Path, columns: list[str], rows: int | None = None) -> list[list[Any]]:
+    """Return columns of a Parquet file as lists, of the first ``rows`` or of all.
+
+    Raises:
+        ValueError: pyarrow is missing, the file is no Parquet file, or lacks a column.
+    """
+    try:
+        import pyarrow.parquet as parquet
+    except ImportError as error:
+        raise ValueError(f"{path} is a Parquet file ({error}): pip install 'halfulp[cli]'") from None
+
+    def read(columns: list[str]) -> Any:
+        lacking = sorted(set(columns) - set(parquet.read_schema(path).names))
+        if lacking:
+            raise ValueError(f"it has no column {', '.join(lacking)}")
+        return parquet.read_table(path, columns=columns)
+
+    table = decode(str(path), read, columns)
+    table = table.slice(0, rows) if rows else table
+    return [table[column].to_pylist() for column in columns]
+
+
+def decode(name: str, read: Callable[[Any], Read], content: Any) -> Read:
+    """Return ``read(content)``; whatever goes wrong is the file's fault.
+
+    Args:
+        name: The file, and the row of it, as the message calls it.
+        read: What decodes it.
+        content: What it decodes.
+
+    Raises:
+        ValueError: it could not be decoded.
+    """
+    try:
+        return read(content)
+    except Exception as error:
+        line = (str(error).strip().splitlines() or [""])[0]
+        raise ValueError(f"{name} is broken ({type(error).__name__}: {line}): get the file again") from None

@@ -1,0 +1,116 @@
+"""Task fsdd: which digit was spoken, by convolutions and a recurrent layer."""
+
+import dataclasses
+import io
+import wave
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor, nn
+
+from ._files import decode, find, read_columns
+from ._lstm import LSTM
+from ._task import Batch, Data, Task, warm_cosine
+
+_HOW = (
+    "They are the recordings of the Free Spoken Digit Dataset, https://github.com/Jakobovski/free-spoken-digit-dataset "
+    "(test: numbers 0 to 4 of each speaker and digit), as Parquet with columns audio.bytes (WAV) and label"
+)
+RATE, WINDOW, HOP, FRAMES, BANDS = 8000, 256, 80, 64, 32
+
+
+@dataclasses.dataclass(frozen=True)
+class SpokenDigits(Task):
+    """Recordings of six people, 0.64 seconds each, as spectra on the scale of hearing; needs ``data``.
+
+    It stands where "Revisiting BFloat16 Training" (arXiv 2010.06192) has DeepSpeech2 on LibriSpeech: convolutions over
+    the spectrogram, then a recurrent layer.
+    """
+
+    data: str | None = None
+
+    name: ClassVar[str] = "fsdd"
+    title: ClassVar[str] = "convolutional-recurrent network on spoken digits"
+    rule: ClassVar[str] = "AdamW"
+    hyper: ClassVar[dict[str, Any]] = {"lr": 3e-3, "betas": (0.9, 0.999), "weight_decay": 0.01}
+    steps: ClassVar[int] = 500
+    sizes: ClassVar[dict[str, int]] = {"smoke": 4, "small": 80, "full": 4000}
+    batch: ClassVar[int] = 32
+    target: ClassVar[str] = "recording"
+
+    def __post_init__(self) -> None:
+        folder = find("fsdd", self.data, ("train.parquet", "test.parquet"), _HOW, self.name)
+        object.__setattr__(self, "data", str(folder))
+
+    def load(self) -> Data:
+        """Logarithms of spectra, normalized by the training part."""
+        (train, labels), (validation, others) = (_read(f"{self.data}/{name}.parquet") for name in ("train", "test"))
+        mean, deviation = train.mean(), train.std()
+        note = f"Free Spoken Digits: {len(train):,} recordings to train on, {len(validation):,} to validate"
+        parts = ((part - mean) / deviation for part in (train, validation))
+        return Data(train=(next(parts), labels), validation=(next(parts), others), note=note)
+
+    def model(self, data: Data, seed: int) -> nn.Module:
+        """Two convolutions of 16 and 32 channels, a recurrent layer of 64."""
+        torch.manual_seed(seed)
+        return Listener()
+
+    def rate(self, step: int, steps: int) -> float:
+        """A warm-up over a tenth of the steps, then a cosine."""
+        return warm_cosine(step, steps)
+
+
+class Listener(nn.Module):
+    """Spectra (batch, 1, FRAMES, BANDS) to logits (batch, 10)."""
+
+    def __init__(self, channels: int = 16, width: int = 64):
+        super().__init__()
+        twice = 2 * channels
+        self.convolutions = nn.Sequential(
+            *(nn.Conv2d(1, channels, 3, 2, 1), nn.GroupNorm(4, channels), nn.ReLU()),
+            *(nn.Conv2d(channels, twice, 3, 2, 1), nn.GroupNorm(4, twice), nn.ReLU()),
+        )
+        self.recurrent = LSTM(twice * BANDS // 4, width)
+        self.head = nn.Linear(width, 10)
+
+    def forward(self, spectra: Tensor) -> Tensor:
+        """See the class."""
+        found = self.convolutions(spectra).transpose(1, 2).flatten(2)
+        return self.head(self.recurrent(found).mean(1))
+
+
+def _read(path: str) -> Batch:
+    """Spectra (n, 1, FRAMES, BANDS) and labels of a file."""
+    recordings, labels = read_columns(path, ["audio", "label"])
+    samples = [decode(f"row {row} of {path}", _samples, recording) for row, recording in enumerate(recordings)]
+    return _spectra(torch.stack(samples)), torch.tensor(labels, dtype=torch.int64, device="cpu")
+
+
+def _samples(recording: dict[str, bytes]) -> Tensor:
+    """The first samples of a WAV file of 16 bits in [-1, 1], with zeros behind."""
+    with wave.open(io.BytesIO(recording["bytes"])) as file:
+        if (file.getframerate(), file.getsampwidth(), file.getnchannels()) != (RATE, 2, 1):
+            raise ValueError(f"{RATE} samples of 16 bits a second on one channel are read")
+        heard = torch.frombuffer(bytearray(file.readframes(file.getnframes())), dtype=torch.int16)
+    whole = torch.zeros(FRAMES * HOP, dtype=torch.float32, device="cpu")
+    whole[: len(heard)] = heard[: len(whole)] / 2**15
+    return whole
+
+
+def _spectra(samples: Tensor) -> Tensor:
+    """Samples (n, FRAMES * HOP) to logarithms of energies (n, 1, FRAMES, BANDS)."""
+    window = torch.hann_window(WINDOW, dtype=torch.float32, device="cpu")
+    found = torch.stft(samples, WINDOW, HOP, window=window, return_complex=True)
+    energies = found.abs().square()[:, :, :FRAMES].transpose(1, 2)
+    return (energies @ _bands() + 1e-6).log().unsqueeze(1)
+
+
+def _bands() -> Tensor:
+    """Triangles on the mel scale, (1 + WINDOW / 2, BANDS), O'Shaughnessy's 2595 log10(1 + f / 700)."""
+    top = 2595 * torch.log10(torch.tensor(1 + RATE / 2 / 700, dtype=torch.float64, device="cpu"))
+    mels = torch.linspace(0, 1, BANDS + 2, dtype=torch.float64, device="cpu") * top
+    edges = 700 * (10 ** (mels / 2595) - 1)
+    bins = torch.linspace(0, RATE / 2, 1 + WINDOW // 2, dtype=torch.float64, device="cpu")[:, None]
+    rising = (bins - edges[:-2]) / (edges[1:-1] - edges[:-2])
+    falling = (edges[2:] - bins) / (edges[2:] - edges[1:-1])
+    return torch.minimum(rising, falling).clamp(min=0).float()

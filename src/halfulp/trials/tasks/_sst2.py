@@ -1,0 +1,99 @@
+"""Task sst2: whether a sentence of a film review is favourable, by a small transformer of BERT's kind."""
+
+import collections
+import dataclasses
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor, nn
+
+from ._files import find, read_columns
+from ._gpt import Block, start
+from ._task import Batch, Data, Task, warm_cosine
+
+_HOW = (
+    "They are the Parquet files (columns sentence and label) of the data set SetFit/sst2 on the Hugging Face hub, "
+    "named so"
+)
+TIME = 32
+# The first numbers of the vocabulary: padding, the token that is classified, and every rare word.
+_PAD, _CLASS, _RARE = 0, 1, 2
+
+
+@dataclasses.dataclass(frozen=True)
+class SST2(Task):
+    """Sentiment of whole sentences from a random start; needs ``data``.
+
+    "Revisiting BFloat16 Training" (arXiv 2010.06192) fine-tunes BERT with AdamW; this is its kind at a size for two
+    cores: attention in both directions, a token in front whose last state is classified, words as tokens.
+    """
+
+    data: str | None = None
+
+    name: ClassVar[str] = "sst2"
+    title: ClassVar[str] = "transformer of BERT's kind on sentences of film reviews"
+    rule: ClassVar[str] = "AdamW"
+    hyper: ClassVar[dict[str, Any]] = {"lr": 1e-3, "betas": (0.9, 0.999), "weight_decay": 0.01}
+    steps: ClassVar[int] = 650
+    sizes: ClassVar[dict[str, int]] = {"smoke": 4, "small": 80, "full": 2000}
+    batch: ClassVar[int] = 32
+    target: ClassVar[str] = "sentence"
+
+    def __post_init__(self) -> None:
+        folder = find("sst2", self.data, ("train.parquet", "validation.parquet"), _HOW, self.name)
+        object.__setattr__(self, "data", str(folder))
+
+    def load(self) -> Data:
+        """Words that occur twice or more in the training sentences are the vocabulary."""
+        parts = [read_columns(f"{self.data}/{name}.parquet", ["sentence", "label"]) for name in ("train", "validation")]
+        counts = collections.Counter(word for sentence in parts[0][0] for word in sentence.split())
+        words = sorted(word for word, count in counts.items() if count > 1)
+        vocabulary = {word: number for number, word in enumerate(words, 1 + _RARE)}
+        train, validation = (_encode(sentences, labels, vocabulary) for sentences, labels in parts)
+        note = (
+            f"SST-2: {len(train[0]):,} sentences to train on, {len(validation[0]):,} to validate, {len(words):,} words"
+        )
+        return Data(train=train, validation=validation, note=note)
+
+    def model(self, data: Data, seed: int) -> nn.Module:
+        """Width 64, two layers, four heads."""
+        torch.manual_seed(seed)
+        return Encoder(1 + int(data.train[0].max()))
+
+    def rate(self, step: int, steps: int) -> float:
+        """A warm-up over a tenth of the steps, then a cosine."""
+        return warm_cosine(step, steps)
+
+
+class Encoder(nn.Module):
+    """Word numbers (batch, time), 0 where a sentence has ended, to logits (batch, 2)."""
+
+    def __init__(self, vocabulary: int, width: int = 64, layers: int = 2, heads: int = 4):
+        super().__init__()
+        self.tokens = nn.Embedding(vocabulary, width)
+        self.positions = nn.Embedding(TIME, width)
+        self.blocks = nn.ModuleList(Block(width, heads) for _ in range(layers))
+        self.norm = nn.LayerNorm(width)
+        self.head = nn.Linear(width, 2)
+        self.apply(start)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        """``ids``: (batch, time)."""
+        x = self.tokens(ids) + self.positions.weight
+        barred = (ids == _PAD)[:, None, None, :]
+        for block in self.blocks:
+            x = block(x, barred)
+        return self.head(self.norm(x[:, 0]))
+
+
+def _encode(sentences: list[str], labels: list[int], vocabulary: dict[str, int]) -> Batch:
+    """Sentences as numbers (n, TIME), cut or padded, and their labels.
+
+    >>> _encode(["a film , a film"], [1], {"a": 3, "film": 4})[0][0, :8]
+    tensor([1, 3, 4, 2, 3, 4, 0, 0])
+    """
+    rows = []
+    for sentence in sentences:
+        row = [_CLASS, *(vocabulary.get(word, _RARE) for word in sentence.split())][:TIME]
+        rows.append(row + [_PAD] * (TIME - len(row)))
+    return torch.tensor(rows, dtype=torch.int64, device="cpu"), torch.tensor(labels, dtype=torch.int64, device="cpu")
