@@ -15,7 +15,7 @@ from ._group_options import Parameters
 
 _GROWN = 10.0
 _FIRST_STEPS = 32.0
-_MARGIN = 2.0
+_MARGIN = 1.5
 _FASTEST = 4.0
 
 
@@ -40,8 +40,8 @@ class HALP(torch.optim.Optimizer):
         lr: of plain gradient steps.
         bits: of an offset, 2 to 16; None for full-precision SVRG, the control.
         mu: strong convexity, which sets the grid's range, |g| / mu. Too small makes a grid that is coarser than the
-            steps, too large clips the offsets. None chooses each tensor's range: twice the way that it went in the
-            epoch before, changed by at most fourfold, and halved while the gradient grows.
+            steps, too large clips the offsets. None chooses each tensor's range: 1.5 times as far as its offset went in the
+            epoch before, changed by at most fourfold, and half of that while the gradient grows.
         bit_centering: False keeps the first center's grid for ever (LP-SVRG), the other control.
         seed: of the random bits, which depend on (seed, step, position of the parameter, element).
 
@@ -120,7 +120,7 @@ class HALP(torch.optim.Optimizer):
         for group, parameter, _ in self._members():
             state = self.state[parameter]
             if parameter not in gradients:
-                state.clear()
+                state.clear()  # frozen until the next center
                 continue
             if group["bits"] is not None and ("spacing" not in state or group["bit_centering"]):
                 mu = group["mu"] or _next_mu(state, group, last, norm)
@@ -147,7 +147,7 @@ class HALP(torch.optim.Optimizer):
             raise RuntimeError("HALP has no center yet: call opt.center(closure over all data) before the first step")
         before = torch.get_rng_state()
         result, here = self._gradients(closure)
-        weights = {parameter: parameter.detach().clone() for parameter in self.state}
+        weights = {p: p.detach().clone() for p, state in self.state.items() if "center" in state}
         try:
             torch.set_rng_state(before)
             self._write({parameter: self.state[parameter]["center"] for parameter in weights})
@@ -156,7 +156,7 @@ class HALP(torch.optim.Optimizer):
             self._write(weights)
         moved = {}
         for group, parameter, position in self._members():
-            if parameter in here and parameter in at_center:
+            if parameter in weights and parameter in here and parameter in at_center:
                 gradient = here[parameter] - at_center[parameter] + self.state[parameter]["gradient"]
                 moved[parameter] = self._move(group, parameter, gradient, position)
         self._write(moved)
@@ -168,8 +168,10 @@ class HALP(torch.optim.Optimizer):
     ) -> torch.Tensor:
         """Move one parameter's offset by the equation, and return the weight that it stands for."""
         state = self.state[parameter]
-        if group["bits"] is None or state["spacing"] == 0:
+        if group["bits"] is None:
             return parameter.detach() - group["lr"] * gradient
+        if state["spacing"] == 0:  # the center is a minimum, and its grid a point
+            return parameter.detach()
         spacing, most = state["spacing"], 2 ** (group["bits"] - 1) - 1
         key = mix64(mix64(group["seed"], self._steps), position)
         index = torch.arange(parameter.numel(), dtype=torch.int64, device=parameter.device).view(parameter.shape)
@@ -226,7 +228,7 @@ class HALP(torch.optim.Optimizer):
 
 
 def _next_mu(state: dict[str, Any], group: dict[str, Any], last: float, norm: float) -> float:
-    """Return the mu whose range is twice the way that the offset went since the last center."""
+    """Return the mu whose range is 1.5 times as far as the offset went since the last center."""
     if "mu" not in state:
         return 1 / (_FIRST_STEPS * group["lr"])
     most = 2 ** (group["bits"] - 1) - 1
