@@ -148,7 +148,10 @@ def test_what_cannot_be_allocated_is_refused():
         allocate(model, None, loss_on(x, y))
     with pytest.raises(TypeError, match="scalar loss"), allocate(model, optimizer, lambda m: 1.0):
         pass
-    with pytest.raises(ValueError, match="the loss is inf"), allocate(model, optimizer, lambda m: m(x).square().sum() * torch.inf):
+    with (
+        pytest.raises(ValueError, match="the loss is inf"),
+        allocate(model, optimizer, lambda m: m(x).square().sum() * torch.inf),
+    ):
         pass
     with pytest.raises(ValueError, match="no parameter"):
         allocate(small(0).requires_grad_(False), optimizer, loss_on(x, y))

@@ -189,7 +189,9 @@ class LossAllocation:
         width = max(map(len, self.shares))
         lines.append(f"  {'parameter':{width}}  {'change':>11}  {'by rounding':>11}  helped")
         for share in sorted(self.shares.values(), key=lambda share: -share.rounding):
-            lines.append(f"  {share.name:{width}}  {share.change:>+11.3g}  {share.rounding:>+11.3g}  {share.helped:>6.1%}")
+            lines.append(
+                f"  {share.name:{width}}  {share.change:>+11.3g}  {share.rounding:>+11.3g}  {share.helped:>6.1%}"
+            )
         if self.unsplit:
             lines.append(f"  rounding is not known in {self.unsplit} of {self.steps} steps, which count as movement")
         return "\n".join(lines)
