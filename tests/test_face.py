@@ -26,7 +26,7 @@ FACE = {
         *("Down", "Nearest", "Stochastic", "TowardZero", "Up", "quantize"),
         *("Adam", "AdamW", "Lion", "SGD"),
         *("Components", "Feedback", "Kahan", "Master", "Split", "float32_gradients", "float32_products"),
-        *("Evidence", "Recipe", "compare", "tune", "convert", "emulate", "explain", "revert"),
+        *("Evidence", "Recipe", "compare", "tune", "convert", "emulate", "explain", "multipoint", "revert"),
         *("Finding", "audit", "contract", "observe", "forecast"),
     },
     "halfulp.gradients": {
@@ -48,6 +48,7 @@ FACE = {
             "Adafactor",
             "Muon",
             "Reduction",
+            "HALP",
         ),
         *("Adam", "AdamW", "Lion", "SGD", "Optimizer", "EMA", "wrap", "float32_gradients"),
         *("WeightUpdate", "Components", "Feedback", "Kahan", "KahanStochastic", "Master", "Split"),

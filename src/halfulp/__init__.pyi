@@ -41,6 +41,7 @@ from .recipes import Recipe as Recipe
 from .recipes import contract as contract
 from .recipes import convert as convert
 from .recipes import explain as explain
+from .recipes import multipoint as multipoint
 from .recipes import revert as revert
 from .recipes import verify as verify
 from .rounding import Down as Down

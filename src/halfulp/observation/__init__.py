@@ -2,6 +2,8 @@
 
 from .. import _needs_torch as _needs_torch
 from ._finding import Finding as Finding
+from ._loss_allocation import LossAllocation as LossAllocation
+from ._loss_allocation import allocate_loss as allocate_loss
 from ._record import Record as Record
 from .auditing._audit import Audit as Audit
 from .auditing._run import audit as audit

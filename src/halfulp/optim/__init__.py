@@ -14,6 +14,7 @@ from ._ema import EMA as EMA
 from ._float32_gradients import float32_gradients as float32_gradients
 from ._gradient_release import GradientRelease as GradientRelease
 from ._gradient_release import release_gradients as release_gradients
+from ._halp import HALP as HALP
 from ._inner_optimizer import report as report
 from ._lost_updates import LostUpdateReport as LostUpdateReport
 from ._optimizer import Optimizer as Optimizer

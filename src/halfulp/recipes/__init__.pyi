@@ -7,6 +7,9 @@ from ._contract import Contract as Contract
 from ._contract import contract as contract
 from ._convert import convert as convert
 from ._convert import revert as revert
+from ._multipoint import Multipoint as Multipoint
+from ._multipoint import MultipointLayer as MultipointLayer
+from ._multipoint import multipoint as multipoint
 from ._optimizer import optimizer as optimizer
 from ._optimizer import scaler as scaler
 from ._plan import Explanation as Explanation

@@ -170,6 +170,11 @@ def recipe_of(model: nn.Module) -> Recipe:
     return found.pop()
 
 
+def is_converted(model: nn.Module) -> bool:
+    """Return whether `convert` has converted this very module."""
+    return _RECORD in vars(model)
+
+
 def _records(model: nn.Module) -> list[_Record]:
     modules = model.modules() if isinstance(model, nn.Module) else ()
     return [module.__dict__[_RECORD] for module in modules if _RECORD in module.__dict__]

@@ -1,0 +1,328 @@
+"""Loss change allocation: which parameter's movement, and which one's rounding, changed the loss by how much."""
+
+from __future__ import annotations
+
+import copy
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_map
+
+from .._messages import a_kind
+from ..emulation import Emulation
+from ..optim import Optimizer
+from ..optim._float32_weights import read_weights
+from ..optim.step._reference import change_by_rule
+from ..recipes import revert
+from ..recipes._convert import is_converted
+from .observing._elementwise import ELEMENTWISE, WHOLE, Shadow
+
+_MOST_PARTS = 32
+_TOLERANCE = 1e-3
+
+LossOf = Callable[[nn.Module], Tensor]
+Named = dict[str, Tensor]
+
+
+@dataclass
+class Share:
+    """The change of the loss that one parameter's movement has made, in float64.
+
+    Attributes:
+        name: of the parameter.
+        elements: of it.
+        change: the sum over steps of (w' - w) . g, with g the mean gradient along the step; below 0 it helped.
+        rounding: the part of `change` that rounding has made: e . g, with e what the step did beside what its
+            optimizer wanted.
+        helped: the share of its elements' steps that lowered the loss, among those that moved.
+    """
+
+    name: str
+    elements: int
+    change: float = 0.0
+    rounding: float = 0.0
+    helped: float = math.nan
+
+
+class LossAllocation:
+    """The result of `allocate_loss`: a context manager that follows a training, and tables what it has seen.
+
+    Attributes:
+        shares: one `Share` for each parameter that trains, by name.
+        first, last: the loss at the start and now, in float64.
+        steps: optimizer steps followed.
+        unsplit: those among them whose rounding is not known, which count as movement alone.
+    """
+
+    def __init__(self, model: nn.Module, optimizer: torch.optim.Optimizer, loss: LossOf, interval: int) -> None:
+        self._model, self._optimizer, self._loss, self._interval = model, optimizer, loss, interval
+        self._trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
+        self._names = {id(p): name for name, p in self._trained.items()}
+        self._copy = _float64_copy(model)
+        self._wide = dict(self._copy.named_parameters())
+        self.shares = {name: Share(name, p.numel()) for name, p in self._trained.items()}
+        self.first = self.last = math.nan
+        self.steps = self.unsplit = 0
+        self._counts = {name: [0, 0] for name in self.shares}
+        self._wanted: Named | None = {}
+        self._handles: list[Any] = []
+
+    def __enter__(self) -> LossAllocation:
+        self._point = self._weights()
+        self.last, self._gradient = self._evaluate(self._point)
+        if math.isnan(self.first):
+            self.first = self.last
+        self._pending = 0
+        self._forget_wanted()
+        self._handles = [
+            self._optimizer.register_step_pre_hook(self._before),
+            self._optimizer.register_step_post_hook(self._after),
+        ]
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        for handle in self._handles:
+            handle.remove()
+        if self._pending:
+            self._advance()
+
+    @property
+    def change(self) -> float:
+        """The loss now less the loss at the start."""
+        return self.last - self.first
+
+    @property
+    def allocated(self) -> float:
+        """The sum of all parameters' shares, which is `change` but for the error of integration."""
+        return math.fsum(share.change for share in self.shares.values())
+
+    @property
+    def error(self) -> float:
+        """The distance of `allocated` from `change`, as a share of `change`."""
+        return abs(self.allocated - self.change) / abs(self.change) if self.change else abs(self.allocated)
+
+    @torch.no_grad()
+    def _before(self, *_: Any) -> None:
+        """Note what the step wants of each parameter; what others wrote since the last one is a segment of its own."""
+        now = self._weights()
+        if not self._pending and any(not torch.equal(now[name], self._point[name]) for name in now):
+            self._wanted = None
+            self._advance(now)
+        wanted = wanted_changes(self._optimizer, self._names)
+        if wanted is None or self._wanted is None:
+            self._wanted = None
+            self.unsplit += 1
+        else:
+            for name, change in wanted.items():
+                self._wanted[name] = self._wanted[name] + change
+
+    def _after(self, *_: Any) -> None:
+        self.steps += 1
+        self._pending += 1
+        if self._pending == self._interval:
+            self._advance()
+
+    def _advance(self, end: Named | None = None) -> None:
+        """Allocate the change of the loss from the last point to the present weights."""
+        end = end or self._weights()
+        start, moved = self._point, {name: end[name] - self._point[name] for name in end}
+        loss, after = self._evaluate(end)
+        # Composite Simpson: (g_0 + 4 (g_1 + g_3 + ...) + 2 (g_2 + g_4 + ...) + g_n) / 3n, n doubled until the sum fits.
+        odd: Named = {}
+        even, parts, wanted = {name: torch.zeros_like(step) for name, step in moved.items()}, 1, loss - self.last
+        while parts == 1 or (parts < _MOST_PARTS and abs(total - wanted) > _TOLERANCE / 4 * abs(wanted)):
+            parts *= 2
+            even = {name: even[name] + odd[name] for name in odd} or even
+            points = [{n: start[n] + moved[n] * (k / parts) for n in end} for k in range(1, parts, 2)]
+            inner = [self._evaluate(point)[1] for point in points]
+            odd = {name: sum((g[name] for g in inner), torch.zeros_like(end[name])) for name in end}
+            mean = {n: (self._gradient[n] + 4 * odd[n] + 2 * even[n] + after[n]) / (3 * parts) for n in end}
+            total = math.fsum(float((mean[name] * moved[name]).sum()) for name in end)
+        for name, share in self.shares.items():
+            each = mean[name] * moved[name]
+            share.change += float(each.sum())
+            if self._wanted is not None:
+                share.rounding += float((mean[name] * (moved[name] - self._wanted[name])).sum())
+            counts = self._counts[name]
+            counts[0] += int((each < 0).sum())
+            counts[1] += int((each != 0).sum())
+            share.helped = counts[0] / counts[1] if counts[1] else math.nan
+        self._point, self.last, self._gradient, self._pending = end, loss, after, 0
+        self._forget_wanted()
+
+    def _forget_wanted(self) -> None:
+        self._wanted = {name: torch.zeros_like(weight) for name, weight in self._point.items()}
+
+    def _weights(self) -> Named:
+        return {name: p.detach().to("cpu", torch.float64, copy=True) for name, p in self._trained.items()}
+
+    def _evaluate(self, point: Named) -> tuple[float, Named]:
+        """Return the loss and its gradient at some weights, on the float64 copy."""
+        with torch.enable_grad(), torch.random.fork_rng(devices=[]):
+            for name, value in point.items():
+                self._wide[name].data.copy_(value)
+                self._wide[name].grad = None
+            loss = self._loss(self._copy)
+            if not isinstance(loss, Tensor) or loss.numel() != 1 or not loss.requires_grad:
+                raise TypeError(f"loss= returned {a_kind(loss)}: return the scalar loss of the model that it is given")
+            if not bool(loss.isfinite()):
+                raise ValueError(f"the loss is {loss.item()}: there is no change of it to allocate")
+            loss.backward()
+        made = {name: self._wide[name].grad for name in point}
+        return float(loss.detach()), {n: torch.zeros_like(point[n]) if g is None else g.cpu() for n, g in made.items()}
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain data that JSON can hold."""
+        keys = ("first", "last", "change", "allocated", "error", "steps", "unsplit")
+        return {key: getattr(self, key) for key in keys} | {"shares": [vars(share) for share in self.shares.values()]}
+
+    def __str__(self) -> str:
+        """A table of parameters, those first whose rounding cost most."""
+        lines = [
+            f"loss {self.first:.6g} -> {self.last:.6g} in {self.steps} steps: change {self.change:+.4g}, allocated "
+            f"{self.allocated:+.4g} ({100 * self.error:.3g}% off)"
+        ]
+        width = max(map(len, self.shares))
+        lines.append(f"  {'parameter':{width}}  {'change':>11}  {'by rounding':>11}  helped")
+        for share in sorted(self.shares.values(), key=lambda share: -share.rounding):
+            lines.append(
+                f"  {share.name:{width}}  {share.change:>+11.3g}  {share.rounding:>+11.3g}  {share.helped:>6.1%}"
+            )
+        if self.unsplit:
+            lines.append(f"  rounding is not known in {self.unsplit} of {self.steps} steps, which count as movement")
+        return "\n".join(lines)
+
+
+def allocate_loss(
+    model: nn.Module, optimizer: torch.optim.Optimizer, loss: LossOf, *, interval: int = 1
+) -> LossAllocation:
+    """Follow a training, and allocate the change of a loss to the parameters, and to the rounding of their updates.
+
+    Loss change allocation (Lan, Liu, Zhou and Yosinski, arXiv 1909.01440): by the fundamental theorem of calculus
+
+        L(w_T) - L(w_0) = sum over steps t and parameters i of (w_{t+1,i} - w_{t,i}) g_{t,i},
+
+    where g is the mean of grad L along the straight line from w_t to w_{t+1}. It is taken by Simpson's rule in
+    float64, on parts that are halved (at most 32) until their sum is the change of the loss to .025%. With
+    w_{t+1} - w_t = wanted + e, where "wanted" is what the optimizer's rule makes of the same gradients and states without
+    rounding the weight, the part e g is what rounding has cost: above 0 it raised the loss.
+
+    Wanted changes are computed for optimizers of `halfulp.optim` (from their second step on) and torch's element-wise
+    ones; of others the whole movement is one. Nothing that training computes changes.
+
+    Args:
+        model: of plain parameters, in any dtypes; a model under `halfulp.convert` too.
+        optimizer: that steps it.
+        loss: a function of a model that returns the scalar loss over the data that count, as large a set as time
+            allows. It is called at least twice per `interval` with a float64 copy of the model, made once, in evaluation
+            mode, whose floating inputs are cast; it must be the same function of the weights at each call.
+        interval: steps per segment; the sum of a segment's shares is exact for any number.
+
+    Returns:
+        A context manager, which prints as a table.
+
+    Raises:
+        TypeError: no module or optimizer, or parameters that are tensor subclasses.
+        ValueError: no parameter trains, an interval below 1, or an emulated model, whose loss is a step function.
+
+    >>> import torch, halfulp as hu
+    >>> model = torch.nn.Linear(4, 1)
+    >>> optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    >>> x = torch.linspace(-1, 1, 32).view(8, 4)
+    >>> with hu.observation.allocate_loss(model, optimizer, lambda m: (m(x) - 1).square().mean()) as costs:
+    ...     for _ in range(5):
+    ...         optimizer.zero_grad()
+    ...         (model(x) - 1).square().mean().backward()
+    ...         optimizer.step()
+    >>> costs.change < 0, costs.error < 1e-3, abs(costs.shares["weight"].rounding) < 1e-6
+    (True, True, True)
+    """
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"allocate_loss takes a torch.nn.Module, got {a_kind(model)}")
+    if not isinstance(optimizer, torch.optim.Optimizer):
+        raise TypeError(f"allocate_loss takes a torch optimizer, got {a_kind(optimizer)}")
+    if isinstance(interval, bool) or not isinstance(interval, int) or interval < 1:
+        raise ValueError(f"interval is a number of steps, 1 or more; got {interval!r}")
+    if any(isinstance(vars(module).get("forward"), Emulation) for module in model.modules()):
+        raise ValueError(
+            "the model is emulated, and its loss a step function, whose gradient says nothing about its changes: end the "
+            "emulation (its remove()) and give the plain model"
+        )
+    trained = [p for p in model.parameters() if p.requires_grad]
+    if not trained:
+        raise ValueError("no parameter of the model trains: there is no movement to allocate")
+    for parameter in trained:
+        if type(parameter) not in (nn.Parameter, Tensor) or type(parameter.data) is not Tensor:
+            raise TypeError(f"allocate_loss takes plain parameters, got {a_kind(parameter.data)}")
+    return LossAllocation(model, optimizer, loss, interval)
+
+
+def wanted_changes(optimizer: torch.optim.Optimizer, names: dict[int, str]) -> Named | None:
+    """Return the changes that a step would make without rounding the weights, as float64 on the CPU, by name.
+
+    Args:
+        optimizer: with gradients, before the step.
+        names: of the parameters, by id; others are left out.
+
+    Returns:
+        None where one of them is not known.
+    """
+    found: Named = {}
+    for group in optimizer.param_groups:
+        for parameter in group["params"]:
+            name = names.get(id(parameter))
+            if name is None or parameter.grad is None:
+                continue
+            if isinstance(optimizer, Optimizer):
+                change = _change_of_halfulp(optimizer, group, parameter)
+            elif type(optimizer) in ELEMENTWISE:
+                change = _change_of_torch(optimizer, group, parameter)
+            else:
+                change = None
+            if change is None:
+                return None
+            found[name] = change.to("cpu", torch.float64).view(parameter.shape)
+    return found
+
+
+def _change_of_halfulp(optimizer: Optimizer, group: dict[str, Any], parameter: Tensor) -> Tensor | None:
+    plan, rule = optimizer._plans.get(parameter), optimizer.rule(group)
+    if plan is None or plan.spec.scaled or plan.spec.in_parameter or rule.assigns or rule.is_late:
+        return None
+    gradient = parameter.grad
+    assert gradient is not None
+    weight = read_weights([plan])[0] if plan.spec.auxiliary_names else parameter.detach()
+    states = [codec.decode(tensors) for codec, tensors in zip(plan.spec.codecs, plan.states)]
+    values = rule.values(group, plan.state["step"] + 1)
+    return change_by_rule(rule, weight, gradient, [s.view(weight.shape) for s in states], values)[0]
+
+
+def _change_of_torch(optimizer: torch.optim.Optimizer, group: dict[str, Any], parameter: Tensor) -> Tensor:
+    gradient, state = parameter.grad, optimizer.state.get(parameter, {})
+    assert gradient is not None
+    weight = parameter.detach().double().reshape(-1)
+    states = {
+        key: value.detach().clone() if key in WHOLE or not isinstance(value, Tensor) else value.double().reshape(-1)
+        for key, value in state.items()
+    }
+    options = {key: value for key, value in group.items() if key not in ("params", "param_names")}
+    after, _ = Shadow(optimizer).step(weight, gradient.double().reshape(-1), states, options)
+    return after - weight
+
+
+def _float64_copy(model: nn.Module) -> nn.Module:
+    """Return a float64 copy in evaluation mode, whose floating inputs are cast."""
+    wide = copy.deepcopy(model)
+    if is_converted(wide):
+        revert(wide)
+    wide.double().eval()
+    wide.register_forward_pre_hook(_cast_inputs, with_kwargs=True)
+    return wide
+
+
+def _cast_inputs(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any]:
+    return tree_map(lambda x: x.double() if isinstance(x, Tensor) and x.is_floating_point() else x, (args, kwargs))

@@ -1,0 +1,262 @@
+"""HALP: stochastic variance-reduced gradient steps on a narrow offset from a wide center."""
+
+from __future__ import annotations
+
+import math
+import warnings
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+
+from .._messages import a_kind, find_users_level
+from ..rounding import mix64, random_words
+from ._group_options import Parameters
+
+_GROWN = 10.0
+_FIRST_STEPS = 32.0
+_MARGIN = 1.5
+_FASTEST = 4.0
+
+
+class HALP(torch.optim.Optimizer):
+    """High-accuracy low-precision training: SVRG whose iterate is an offset of a few bits from a center.
+
+    De Sa et al., arXiv 1803.03383, algorithm 2. With the center c, the full gradient g there and the offset z, a step is
+
+        z <- Q(z - lr (grad f_i(c + z) - grad f_i(c) + g)),   Q(x) = d clamp(floor(x / d + u), -2^(b-1), 2^(b-1) - 1)
+
+    with u uniform in [0, 1), and the spacing d = |g| / (mu (2^(b-1) - 1)) of the grid chosen anew at each center ("bit
+    centering"): as g shrinks, so does the grid, and `bits` bits reach the accuracy of the center's dtype. Strong
+    convexity mu guarantees that the minimum is inside: |w - w*| <= |g| / mu. Offsets are stored as integers; a
+    parameter holds c + z, which forward and backward read.
+
+    Each epoch is one `center` and then steps; a step calls its closure twice, at c + z and at c, with the same random
+    numbers of torch's CPU generator. The closure must compute the same function both times: batch normalization in
+    evaluation mode, no other data.
+
+    Args:
+        params: float32 or float64 parameters, or param groups.
+        lr: of plain gradient steps.
+        bits: of an offset, 2 to 16; None for full-precision SVRG, the control.
+        mu: strong convexity, which sets the grid's range, |g| / mu. Too small makes a grid that is coarser than the
+            steps, too large clips the offsets. None chooses each tensor's range: 1.5 times as far as its offset went in the
+            epoch before, changed by at most fourfold, and half of that while the gradient grows.
+        bit_centering: False keeps the first center's grid for ever (LP-SVRG), the other control.
+        seed: of the random bits, which depend on (seed, step, position of the parameter, element).
+
+    Raises:
+        TypeError: parameters that are not float32 or float64, or a step without a closure.
+        ValueError: a number out of range.
+        RuntimeError: a step before the first center.
+
+    >>> import torch, halfulp as hu
+    >>> w = torch.nn.Parameter(torch.zeros(2, dtype=torch.float64))
+    >>> targets = torch.tensor([[0.5, 3.0], [1.5, 1.0]], dtype=torch.float64)
+    >>> opt = hu.optim.HALP([w], lr=0.1, bits=8)
+    >>> for epoch in range(30):
+    ...     _ = opt.center(lambda: (w - targets).square().sum(1).mean().backward())
+    ...     for step in range(40):
+    ...         target = targets[step % 2]
+    ...         _ = opt.step(lambda: (w - target).square().sum().backward())
+    >>> bool((w - targets.mean(0)).abs().max() < 1e-9)
+    True
+    """
+
+    def __init__(
+        self,
+        params: Parameters,
+        lr: float = 1e-3,
+        *,
+        bits: int | None = 8,
+        mu: float | None = None,
+        bit_centering: bool = True,
+        seed: int = 0,
+    ) -> None:
+        super().__init__(params, {"lr": lr, "bits": bits, "mu": mu, "bit_centering": bit_centering, "seed": seed})
+        self._steps, self._norms = 0, (math.nan, math.inf)  # the last norm of the full gradient, and the smallest
+        self._written = self._clipped = 0
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Add a group, as torch.optim does; options out of range are refused and leave the groups as they were."""
+        super().add_param_group(param_group)
+        group = self.param_groups[-1]
+        try:
+            _check_group(group)
+        except Exception:
+            self.param_groups.pop()
+            raise
+
+    @property
+    def saturation(self) -> float:
+        """The share of offsets written since the last center that the ends of the grid clipped."""
+        return self._clipped / max(1, self._written)
+
+    def center(self, closure: Callable[[], Any]) -> Any:
+        """Make the present weights the center, and their full gradient the one that steps are corrected by.
+
+        Args:
+            closure: computes the loss over all data and its gradients (`backward`, several are summed); their weights
+                among each other must be those of a step's batches. Gradients are set to None before.
+
+        Returns:
+            What the closure returns.
+
+        Raises:
+            ValueError: a gradient that is not finite; the center stays where it was.
+        """
+        result, gradients = self._gradients(closure)
+        norm = math.sqrt(sum(float(g.double().square().sum()) for g in gradients.values()))
+        if not math.isfinite(norm):
+            raise ValueError("the full gradient is not finite, so no center can be there: take a smaller lr or mu")
+        last, least = self._norms
+        if norm > _GROWN * least:
+            warnings.warn(
+                f"the full gradient has grown from {least:.3g} to {norm:.3g}: the steps diverge, or the grid of offsets "
+                "is coarser than they are; take a smaller lr, a larger mu (None chooses it), or more bits",
+                RuntimeWarning,
+                stacklevel=find_users_level(),
+            )
+        for group, parameter, _ in self._members():
+            state = self.state[parameter]
+            if parameter not in gradients:
+                state.clear()  # frozen until the next center
+                continue
+            if group["bits"] is not None and ("spacing" not in state or group["bit_centering"]):
+                mu = group["mu"] or _next_mu(state, group, last, norm)
+                state |= {"mu": mu, "spacing": norm / (mu * (2 ** (group["bits"] - 1) - 1)), "farthest": 0}
+            state |= {"center": parameter.detach().clone(), "gradient": gradients[parameter]}
+            if group["bits"] is not None:
+                state["offset"] = torch.zeros_like(parameter, dtype=_code_dtype(group["bits"]))
+        self._norms = norm, min(norm, least)
+        self._written = self._clipped = 0
+        return result
+
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:  # type: ignore[override]
+        """Make one step by a batch's gradients at the weights and at the center.
+
+        Args:
+            closure: computes the loss of one batch and its gradients; it is called twice.
+
+        Returns:
+            What the first call, at the weights, returned.
+        """
+        if closure is None:
+            raise TypeError("HALP.step takes a closure that computes the loss and calls backward: it is called twice")
+        if not any("center" in state for state in self.state.values()):
+            raise RuntimeError("HALP has no center yet: call opt.center(closure over all data) before the first step")
+        before = torch.get_rng_state()
+        result, here = self._gradients(closure)
+        weights = {p: p.detach().clone() for p, state in self.state.items() if "center" in state}
+        try:
+            torch.set_rng_state(before)
+            self._write({parameter: self.state[parameter]["center"] for parameter in weights})
+            _, at_center = self._gradients(closure)
+        finally:
+            self._write(weights)
+        moved = {}
+        for group, parameter, position in self._members():
+            if parameter in weights and parameter in here and parameter in at_center:
+                gradient = here[parameter] - at_center[parameter] + self.state[parameter]["gradient"]
+                moved[parameter] = self._move(group, parameter, gradient, position)
+        self._write(moved)
+        self._steps += 1
+        return result
+
+    def _move(
+        self, group: dict[str, Any], parameter: torch.Tensor, gradient: torch.Tensor, position: int
+    ) -> torch.Tensor:
+        """Move one parameter's offset by the equation, and return the weight that it stands for."""
+        state = self.state[parameter]
+        if group["bits"] is None:
+            return parameter.detach() - group["lr"] * gradient
+        if state["spacing"] == 0:  # the center is a minimum, and its grid a point
+            return parameter.detach()
+        spacing, most = state["spacing"], 2 ** (group["bits"] - 1) - 1
+        key = mix64(mix64(group["seed"], self._steps), position)
+        index = torch.arange(parameter.numel(), dtype=torch.int64, device=parameter.device).view(parameter.shape)
+        uniform = random_words(key, index).double() / 2**32
+        wanted = (state["offset"].double() - group["lr"] * gradient.double() / spacing + uniform).floor()
+        codes = wanted.clamp(-most - 1, most)
+        self._written += codes.numel()
+        self._clipped += int((codes != wanted).sum())
+        state["farthest"] = max(state["farthest"], int(codes.abs().max()) if codes.numel() else 0)
+        state["offset"] = codes.to(state["offset"].dtype)
+        return (state["center"].double() + codes * spacing).to(parameter.dtype)
+
+    def _gradients(self, closure: Callable[[], Any]) -> tuple[Any, dict[torch.Tensor, torch.Tensor]]:
+        """Call a closure, and return its result and the gradients that it made."""
+        self.zero_grad(set_to_none=True)
+        with torch.enable_grad():
+            result = closure()
+        made = {p: p.grad.detach().clone() for _, p, _ in self._members() if p.grad is not None}
+        if not made:
+            raise ValueError("the closure made no gradient of these parameters: call backward() on the loss in it")
+        return result, made
+
+    def _members(self) -> Iterator[tuple[dict[str, Any], torch.Tensor, int]]:
+        """Yield each parameter with its group and its position among all."""
+        position = 0
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                yield group, parameter, position
+                position += 1
+
+    @torch.no_grad()
+    def _write(self, values: dict[torch.Tensor, torch.Tensor]) -> None:
+        for parameter, value in values.items():
+            parameter.copy_(value)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return torch's state dict, and beside it under "halp" what all parameters share."""
+        return super().state_dict() | {"halp": (self._steps, self._norms, self._written, self._clipped)}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Load what `state_dict` returned: a run goes on with the same bits.
+
+        Raises:
+            ValueError: the state of another optimizer.
+        """
+        if "halp" not in state_dict:
+            raise ValueError("this is no state dict of hu.optim.HALP: it has no entry 'halp'")
+        super().load_state_dict({name: value for name, value in state_dict.items() if name != "halp"})
+        self._steps, self._norms, self._written, self._clipped = state_dict["halp"]
+        for group, parameter, _ in self._members():
+            state = self.state[parameter]
+            if "offset" in state:  # torch has made them the parameter's dtype
+                state["offset"] = state["offset"].to(_code_dtype(group["bits"]))
+
+
+def _next_mu(state: dict[str, Any], group: dict[str, Any], last: float, norm: float) -> float:
+    """Return the mu whose range is 1.5 times as far as the offset went since the last center."""
+    if "mu" not in state:
+        return 1 / (_FIRST_STEPS * group["lr"])
+    most = 2 ** (group["bits"] - 1) - 1
+    grown = 2.0 if norm > last else 1.0
+    mu: float = state["mu"]
+    change = grown * most / (_MARGIN * max(1, state["farthest"]))
+    return mu * min(max(change, 1 / _FASTEST), _FASTEST)
+
+
+def _code_dtype(bits: int) -> torch.dtype:
+    return torch.int8 if bits <= 8 else torch.int16
+
+
+def _check_group(group: dict[str, Any]) -> None:
+    for name in ("lr", "mu"):
+        value = group[name]
+        if value is None and name == "mu":
+            continue
+        if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < math.inf:
+            raise ValueError(f"HALP({name}={value!r}): a finite number above 0" + (", or None" if name == "mu" else ""))
+    bits = group["bits"]
+    if bits is not None and (isinstance(bits, bool) or not isinstance(bits, int) or not 2 <= bits <= 16):
+        raise ValueError(f"HALP(bits={bits!r}): 2 to 16, or None for SVRG in full precision")
+    for parameter in group["params"]:
+        if type(parameter) not in (torch.nn.Parameter, torch.Tensor):
+            raise TypeError(f"HALP takes plain parameters, got {a_kind(parameter)}")
+        if parameter.dtype not in (torch.float32, torch.float64):
+            raise TypeError(
+                f"HALP takes float32 or float64 parameters, got {parameter.dtype}: the center is wide, and what is "
+                "narrow is the offset (bits=)"
+            )
