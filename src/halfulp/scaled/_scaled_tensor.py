@@ -15,7 +15,7 @@ from ..subclass._pickle import register_collate
 from ..subclass._quotient_formulas import in_quotient_formula
 from ..subclass._recorders import refuse_make_fx
 from ..subclass._rule_table import Given
-from ..subclass.models._data_parallel import refuses_fully_shard
+from ..subclass.models._parameter_holders import refuses_fully_shard
 from . import _powers_of_two as _powers
 from ._dtypes import Transient, check_home, check_logical, check_storage
 from ._powers_of_two import PowerRounding

@@ -115,10 +115,10 @@ def scalify(
         rescale = None if dtype in _FULL_RANGE and matmul is None else "norms"
     sides = _placement.sides_of(model, rescale)
     found = [place for place in matching_parameters(module_parameters(model), where) if _takes_scale(place)]
-    wrappers = check_holders([(place.name, place.value) for place in found], "scalify", replaced=True, known=2)
+    check_holders([(place.name, place.value) for place in found], "scalify", replaced=True)
     values = converted(found, lambda place: _scaled(place, dtype, home_for(dtype, wide)))
     _input_boundary.install(model)
-    put_converted(model, found, values, wrappers)
+    put_converted(model, found, values)
     warn_of_narrow_averages()
     _placement.remove(model)
     _placement.install(sides)
@@ -151,8 +151,8 @@ def unscalify(model: nn.Module, dtype: torch.dtype | None = None) -> nn.Module:
     if dtype is not None and dtype not in LOGICALS:
         raise ValueError(f"dtype={dtype}: allowed are {', '.join(map(str, LOGICALS))}, and None")
     found = [place for place in module_parameters(model) if isinstance(place.value, ScaledTensor)]
-    wrappers = check_holders([(place.name, place.value) for place in found], "unscalify", replaced=True, known=2)
-    put_plain(model, found, converted(found, lambda place: _plain(place, dtype)), wrappers)
+    check_holders([(place.name, place.value) for place in found], "unscalify", replaced=True)
+    put_plain(model, found, converted(found, lambda place: _plain(place, dtype)))
     _input_boundary.remove(model)
     _placement.remove(model)
     _product_layers.remove(model)
