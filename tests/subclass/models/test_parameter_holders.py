@@ -265,7 +265,7 @@ def test_fsdp1_is_refused(whole, seed):
     torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
     try:
         model = FullyShardedDataParallel(Net(), **options)
-        with pytest.raises(ValueError, match="held by .*FSDP1.*call param_dtype= before wrapping"):
+        with pytest.raises(ValueError, match=r"held by .*FSDP1.*call param_dtype= before wrapping"):
             narrowed(model)
     finally:
         torch.distributed.destroy_process_group()
