@@ -10,7 +10,7 @@ import halfulp as hu
 from halfulp._names import described
 from halfulp.observation.findings import KINDS, FindingKind, register_finding
 from halfulp.optim.stores._storage import BF16
-from halfulp.scaled._families import FAMILIES, Family, register_family
+from halfulp.scaled._registry import FAMILIES, Family, register_family
 from halfulp.trials.tasks import names as task_names
 
 

@@ -22,7 +22,7 @@ import halfulp as hu
 from halfulp.scaled import ScaledTensor, _derivation
 from halfulp.scaled import _fused as fused
 from halfulp.scaled import _powers_of_two as _powers
-from halfulp.scaled.rules.products import _bilinear
+from halfulp.scaled.rules import _products as _bilinear
 
 STORAGES = ("float32", "bfloat16", "float16", "fp8 products")
 # What asks for a number, or whose size depends on values; what torch copies from the host; what reads a constant.

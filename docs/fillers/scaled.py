@@ -8,7 +8,7 @@ from ._tables import all_tables, benchmark_table, grid, text_and_note
 
 def _scaled_families() -> dict[str, list[str]]:
     """The library's own registered operators by family, in the order of the families."""
-    from halfulp.scaled._families import FAMILIES
+    from halfulp.scaled._registry import FAMILIES
     from halfulp.scaled._registry import FAMILY_OF
 
     found: dict[str, list[str]] = {}
@@ -23,7 +23,7 @@ def _scaled_families() -> dict[str, list[str]]:
 @place
 def scaled_rules() -> str:
     """What each family does to payload and scale."""
-    from halfulp.scaled._families import FAMILIES
+    from halfulp.scaled._registry import FAMILIES
 
     families = [(FAMILIES[name], len(found)) for name, found in _scaled_families().items()]
     lines = [[family.name, family.payload, family.scale, str(count)] for family, count in families]

@@ -10,7 +10,6 @@ from torch import Tensor, nn
 from .._messages import a_kind
 from ..subclass._in_backward import COMPONENTS, FIRST, check_gradients
 from ..subclass.models._conversion import converted, put_converted, put_plain
-from ..subclass.models._data_parallel import Wrappers
 from ..subclass.models._module_parameters import (
     ParameterRef,
     Where,
@@ -84,11 +83,11 @@ def multicomponent(
     found = matching_parameters(module_parameters(model, constants=True), where)
     for ref in found:
         _check(ref)
-    wrappers = _check_holders(found, "multicomponent")
+    _check_holders(found, "multicomponent")
     values = converted(found, lambda ref: _to_multicomponent(ref, components, dtype, gradients))
     for ref in found:
         ref.module.__dict__.setdefault(_BEFORE, {}).setdefault(ref.key, ref.value.dtype)
-    put_converted(model, found, values, wrappers)
+    put_converted(model, found, values)
     _recurrent_inputs.install(model)
     return model
 
@@ -117,22 +116,22 @@ def single_component(model: nn.Module, dtype: torch.dtype | None = None) -> nn.M
     if dtype is not None:
         check_dtype(dtype)
     found = [ref for ref in module_parameters(model, constants=True) if isinstance(ref.value, MCTensor)]
-    wrappers = _check_holders(found, "single_component")
+    _check_holders(found, "single_component")
 
     def plain(ref: ParameterRef) -> Tensor:
         before = ref.module.__dict__.get(_BEFORE, {}).get(ref.key, ref.value.dtype)
         return _to_single_component(ref, dtype if dtype and ref.is_parameter else before)
 
-    put_plain(model, found, converted(found, plain), wrappers)
+    put_plain(model, found, converted(found, plain))
     _recurrent_inputs.remove(model)
     for module in model.modules():
         module.__dict__.pop(_BEFORE, None)
     return model
 
 
-def _check_holders(found: list[ParameterRef], what: str) -> Wrappers:
+def _check_holders(found: list[ParameterRef], what: str) -> None:
     named = [(ref.name, ref.value) for ref in found if ref.is_parameter]
-    return check_holders(named, what, replaced=True, known=2)
+    check_holders(named, what, replaced=True)
 
 
 def _check(ref: ParameterRef) -> None:

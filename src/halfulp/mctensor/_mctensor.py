@@ -17,7 +17,7 @@ from ..subclass._in_backward import FIRST, check_gradients
 from ..subclass._pickle import check_layout, register_collate, saved_marks, with_saved_marks
 from ..subclass._recorders import refuse_jit_trace, refuse_make_fx
 from ..subclass._rule_table import Given
-from ..subclass.models._data_parallel import refuses_fully_shard
+from ..subclass.models._parameter_holders import refuses_fully_shard
 from . import _encode as _numbers
 from . import _repr as _text
 from ._history import decoded_with_history, with_history

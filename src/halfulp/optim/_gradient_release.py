@@ -9,8 +9,8 @@ from typing import Any, Literal
 import torch
 from torch.utils.hooks import RemovableHandle
 
-from ..subclass.models._data_parallel import data_parallel_modules
 from ..subclass.models._module_parameters import check_module
+from ..subclass.models._parameter_holders import data_parallel_modules
 from ._group_options import check_number
 from ._inner_optimizer import own_optimizer
 from ._optimizer import Optimizer

@@ -14,8 +14,7 @@ from ..mctensor._convert_model import single_component
 from ..optim.parameters._narrowing import keep_float32, narrow, widen
 from ..scaled import scalify, unscalify
 from ..subclass import float32_products
-from ..subclass.models._data_parallel import Wrappers, replace_data
-from ..subclass.models._parameter_holders import check_holders, holding_optimizers
+from ..subclass.models._parameter_holders import Wrappers, check_holders, holding_optimizers, replace_data
 from . import _casts, _catalog
 from ._plan import assign, check, check_range, islands, kept_parameters
 from ._recipe import Recipe
@@ -259,7 +258,7 @@ def _check_holders(model: nn.Module, recipe: Recipe, what: str) -> Wrappers:
 
 def _refuse_optimizers(model: nn.Module, function: str) -> None:
     """Raise if an optimizer holds one of the parameters, whose states and low bits belong to the dtype they have."""
-    for optimizer, name in holding_optimizers(model.named_parameters()):
+    for name, optimizer in holding_optimizers(model.named_parameters()):
         raise ValueError(
             f"{optimizer} holds parameter {name!r}, whose dtype changes: take opt.float32_state_dict(model) if you "
             f"want the low bits that it keeps, delete it, and make the optimizer after halfulp.{function}"

@@ -22,10 +22,11 @@ class Float8(NamedTuple):
     stochastic: Callable[..., Any]
 
 
-def _codec(mantissa_bits: int, emin: int, largest: int, infinity: int, is_infinite: bool) -> Float8:
+def _codec(name: str, mantissa_bits: int, emin: int, largest: int, infinity: int, is_infinite: bool) -> Float8:
     """Return the device functions of a format.
 
     Args:
+        name: of the result in this module, by which its functions are pickled.
         mantissa_bits: stored bits of the significand.
         emin: exponent of the smallest normal number.
         largest: the code that numbers beyond the range become.
@@ -71,9 +72,11 @@ def _codec(mantissa_bits: int, emin: int, largest: int, infinity: int, is_infini
         code = select(magnitude > last_number, NAN_8, finite)
         return bit_or(code, bit_and(shr(word(x), S24), SIGN_8))
 
+    for function in (decode, nearest, stochastic):
+        function.__qualname__ = f"{name}.{function.__name__}"
     return Float8(decode, nearest, stochastic)
 
 
 # e4m3fn saturates, and has NaN where infinity would be; e5m2's numbers beyond the range become infinity.
-E4M3FN = _codec(3, -6, 0x7E, 0x7F, False)
-E5M2 = _codec(2, -14, 0x7C, 0x7C, True)
+E4M3FN = _codec("E4M3FN", 3, -6, 0x7E, 0x7F, False)
+E5M2 = _codec("E5M2", 2, -14, 0x7C, 0x7C, True)

@@ -14,7 +14,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 from ..kernels import torch_operators
 from ..subclass import collective_rule, functional_form, is_collective, is_written, note_fallback
-from . import _lost_updates
+from . import _write
 from ._encode import lazy_conjugates
 from ._operands import (
     decode_values,
@@ -162,7 +162,7 @@ def _in_place(operator: OpOverload, functional: OpOverload, name: str, *argument
         return operator(*arguments, **options)
     taken = {argument.name for argument in functional._schema.arguments}
     given = {name: value for name, value in given.items() if name in taken}
-    update = _lost_updates.begin(name, targets[0], given, functional)
+    update = _write.begin(name, targets[0], given, functional)
     results = tree_leaves(functional(**given))
     if name == "add_":
         results = [_keep_second_moment(targets[0], given["other"], results[0])]
@@ -173,7 +173,7 @@ def _in_place(operator: OpOverload, functional: OpOverload, name: str, *argument
     for target, result in zip(targets, results, strict=True):
         write(target, result)
     if update is not None:
-        _lost_updates.end(update, name, targets[0])
+        _write.end(update, name, targets[0])
     if not operator._schema.returns:
         return None
     return written[0] if len(written) == 1 else tuple(written)

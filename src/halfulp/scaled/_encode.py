@@ -14,9 +14,8 @@ from ..kernels import require_float64, untraced
 from ..subclass import _tangents
 from ..subclass._recorders import refuse_make_fx
 from . import _powers_of_two as _powers
-from ._dtypes import LOGICALS, check_home, check_storage, common_storage
 from ._operands import decode_values, plain, rms_scale, to_float32, to_storage
-from ._registry import class_function
+from ._registry import LOGICALS, check_home, check_storage, class_function, common_storage
 from ._scaled_tensor import ScaledTensor, wrap
 
 

@@ -13,9 +13,8 @@ from torch.nn import functional
 from ..kernels import define_operator, under_transform, untraced
 from . import _fused as fused
 from . import _powers_of_two as _powers
-from ._dtypes import EIGHT_BITS, check_storage
 from ._operands import make_scaled, to_float32, to_storage
-from ._registry import implements
+from ._registry import EIGHT_BITS, check_storage, implements
 from ._scaled_tensor import ScaledTensor, wrap
 
 SIDE = 16  # torch._scaled_mm takes multiples of this

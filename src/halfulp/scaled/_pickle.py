@@ -6,8 +6,7 @@ import torch
 from torch import Tensor
 
 from ..subclass._pickle import check_layout, saved_marks, with_saved_marks
-from ._dtypes import Transient
-from ._registry import CLASS_FUNCTIONS, class_function
+from ._registry import CLASS_FUNCTIONS, Transient, class_function
 from ._scaled_tensor import ScaledTensor, wrap
 
 VERSION = 1

@@ -15,11 +15,21 @@ from ..subclass._pickle import register_collate
 from ..subclass._quotient_formulas import in_quotient_formula
 from ..subclass._recorders import refuse_make_fx
 from ..subclass._rule_table import Given
-from ..subclass.models._data_parallel import refuses_fully_shard
+from ..subclass.models._parameter_holders import refuses_fully_shard
 from . import _powers_of_two as _powers
-from ._dtypes import Transient, check_home, check_logical, check_storage
 from ._powers_of_two import PowerRounding
-from ._registry import CLASS_FUNCTIONS, RULES, ComplexOperand, implements, promoted_rule_of, rule_of
+from ._registry import (
+    CLASS_FUNCTIONS,
+    RULES,
+    ComplexOperand,
+    Transient,
+    check_home,
+    check_logical,
+    check_storage,
+    implements,
+    promoted_rule_of,
+    rule_of,
+)
 
 _make = torch.Tensor._make_wrapper_subclass
 _data: Any = torch._C.TensorBase.data  # a descriptor, which torch types as its value

@@ -18,11 +18,18 @@ from torch.utils._pytree import tree_leaves, tree_map
 from ..subclass._quotient_formulas import in_quotient_formula
 from . import _fused as fused
 from . import _powers_of_two as _powers
-from ._dtypes import EIGHT_BITS, Transient, common_storage
-from ._families import FAMILIES
 from ._float8 import rms_scale_float32
 from ._operands import quick_rms_scale, to_float32, to_storage
-from ._registry import CLASS_FUNCTIONS, FAMILY_OF, class_function, rule_of
+from ._registry import (
+    CLASS_FUNCTIONS,
+    EIGHT_BITS,
+    FAMILIES,
+    FAMILY_OF,
+    Transient,
+    class_function,
+    common_storage,
+    rule_of,
+)
 from ._scaled_tensor import ScaledTensor, home_of, wrap
 
 WideMode = Literal["autocast", "none"]

@@ -9,7 +9,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 import halfulp as hu
 from halfulp.scaled import Drift, drift, propose_rescales
-from halfulp.scaled.rescaling._rescale_placement import placed
+from halfulp.scaled._rescale import placed
 
 
 class Block(nn.Module):

@@ -8,7 +8,6 @@ torch.set_num_threads(1)
 import torch.distributed as dist
 from torch import nn
 import halfulp as hu
-from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
@@ -100,18 +99,9 @@ def after(change):
 
 
 def inside(change):
-    outer = Parallel(net(rank), static_graph=True)
-    outer.register_comm_hook(None, allreduce_hook)
-    # Names give the random bits of a narrow weight; what replaces parameters may be given the wrapper itself.
-    optimizer = change(outer.module if change is narrowed else outer)
-    assert [hook.__name__ for hook, _ in outer._comm_hooks] == ["allreduce_hook"]
-    return trained(outer, optimizer)
-
-
-def own_group(change):
-    model = net(rank)
-    outer = Parallel(model, process_group=dist.new_group([0, 1]))
-    return trained(outer, change(model))
+    outer = Parallel(net(rank))
+    # What replaces parameters may be given the wrapper itself.
+    return trained(outer, change(outer))
 
 
 def sharded_first(change):
@@ -161,10 +151,10 @@ for update in ("split8", "kahan", "stochastic"):
     def change(model):
         return narrowed(model, weight_update=update)
     check(change, before, "")
-    check(change, after, "")
 check(wrapped, before, "")
-check(narrowed, inside, "")
-check(narrowed, own_group, "has a process group of its own, and cannot be told")
+for change in (narrowed, wrapped):
+    check(change, after, "held by DistributedDataParallel, which cannot be told that it changes: call param_dtype=")
+check(narrowed, inside, "before wrapping the model")
 for order in (sharded_first, sharded_policy):
     check(narrowed, order, "")
 check(narrowed, sharded_and_run, "the model has run")
@@ -172,9 +162,9 @@ check(narrowed, sharded_later, "fully_shard makes new parameters, so make the op
 """
 REPLACED = """
 for change in (scaled, components):
-    for order in (before, after, inside):
-        check(change, order, "")
-    check(change, own_group, "has a process group of its own, and cannot be told")
+    check(change, before, "")
+    for order in (after, inside):
+        check(change, order, "held by DistributedDataParallel, which cannot be told that it changes: call")
     check(change, sharded_first, "before sharding the model")
     check(change, sharded_later, "Use DistributedDataParallel, or shard plain parameters")
 """
@@ -191,10 +181,9 @@ for recipe in ("bf16-split8", "scaled-fp16"):
     for act in (converted, reverted):
         def change(model):
             return act(model, recipe)
-        check(change, after, "")
+        check(change, after, "held by DistributedDataParallel")
         check(change, inside, "convert before DistributedDataParallel(model)")
         check(change, sharded_first, "convert before fully_shard(model)")
-    check(change, own_group, "has a process group of its own, and cannot be told")
     check(lambda model: converted(model, recipe), before, "")
 
 

@@ -11,8 +11,15 @@ import torch
 
 from ..._messages import find_users_level
 from ...subclass.models._averaged_models import warn_of_narrow_averages
-from ...subclass.models._data_parallel import Wrappers, data_parallel_modules, replace_data, sharded_modules
-from ...subclass.models._parameter_holders import check_holders, check_overlaps, living_modules
+from ...subclass.models._parameter_holders import (
+    Wrappers,
+    check_holders,
+    check_overlaps,
+    data_parallel_modules,
+    living_modules,
+    replace_data,
+    sharded_modules,
+)
 from ..stores._storage import STORES
 from ..weight_updates._weight_update import weight_update
 from ._local_tensors import local, memory

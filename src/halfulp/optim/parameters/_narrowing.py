@@ -7,7 +7,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ...subclass.models._data_parallel import replace_data
+from ...subclass.models._parameter_holders import replace_data
 from ..stores._storage import STORES
 from ..weight_updates._split import Split16
 

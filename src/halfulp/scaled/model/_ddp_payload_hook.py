@@ -11,9 +11,9 @@ from torch import Tensor
 from torch import distributed as dist
 
 from .. import _powers_of_two as _powers
-from .._dtypes import check_storage
 from .._operands import encode_values, rms_scale, to_storage
-from ..rules.memory._collectives import agreed_scales
+from .._registry import check_storage
+from ..rules._collectives import agreed_scales
 
 
 def payload_hook(

@@ -1,18 +1,23 @@
-"""Conversion of a model's parameters to scaled tensors, and back."""
+"""Models and functions on scaled tensors: their parameters, their inputs and the way back."""
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
-from typing import Any, TypeVar
+import inspect
+import itertools
+from collections.abc import Callable, Iterator
+from typing import Any, TypeVar, cast
 
 import torch
 from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves, tree_map
 
 from ..._messages import a_kind
+from ...kernels import define_operator, untraced
 from ...subclass.models._averaged_models import warn_of_narrow_averages
 from ...subclass.models._conversion import converted, put_converted, put_plain
 from ...subclass.models._float32_products import class_of
+from ...subclass.models._hooks import remove_hooks
 from ...subclass.models._module_parameters import (
     ParameterRef,
     Where,
@@ -22,19 +27,179 @@ from ...subclass.models._module_parameters import (
     with_attributes,
 )
 from ...subclass.models._parameter_holders import check_holders
-from .._dtypes import LOGICALS, check_storage
+from .. import _rescale
 from .._float8 import linear_fp8
+from .._operands import encode_values
+from .._registry import LOGICALS, check_storage, implements
+from .._rescale import Rescale
 from .._scaled_tensor import ScaledTensor
 from .._storage_rules import WideMode, check_wide, home_for
-from ..rescaling import _rescale_placement as _placement
-from ..rescaling._rescale_placement import Rescale
-from . import _input_boundary as _input_boundary
 from . import _product_layers
 from . import _state_dict as _state_dict
-from ._scalify_function import scalify_function
+
+# `like` makes the result a scaled tensor, in compiled graphs too: operators of plain tensors give plain ones.
+_encode_like = define_operator(
+    "scaled_like(Tensor x, Tensor like, ScalarType storage) -> Tensor",
+    lambda x, like, storage: x.clone(),
+    lambda x, like, storage: torch.empty_like(x),
+)
+
+
+@implements(_encode_like, family="creation")
+def scaled_like(x: Tensor, like: ScaledTensor, storage: torch.dtype) -> ScaledTensor:
+    """Encode a plain tensor as payload x scale, the scale measured."""
+    made = encode_values(x, storage)
+    return made.clone() if made._payload is x else made
+
+
+def _remember(ctx: Any, inputs: tuple, output: Tensor) -> None:
+    ctx.dtype = inputs[0].dtype
+
+
+@untraced
+def _backward(context: Any, gradient: Tensor) -> tuple:
+    plain = gradient.decode(context.dtype) if isinstance(gradient, ScaledTensor) else gradient
+    return plain, None, None
+
+
+torch.library.register_autograd("halfulp::scaled_like", _backward, setup_context=_remember)
+
+
+def encode_arguments(arguments: Any, storage: torch.dtype, like: ScaledTensor) -> Any:
+    """Encode plain floating tensors, however nested; leave anything else unchanged."""
+
+    encode = functools.partial(ScaledTensor.encode, home=like.home)
+
+    # Compilers do not trace autograd functions that make tensor subclasses; operators lack forward-mode derivatives.
+    def entered(x: Any) -> Any:
+        if not _is_plain_float(x):
+            return x
+        return _encode_like(x, like, storage) if torch.compiler.is_compiling() else encode(x, storage)
+
+    return tree_map(entered, arguments)
+
+
+def _is_plain_float(x: Any) -> bool:
+    if not isinstance(x, Tensor) or isinstance(x, ScaledTensor) or x.dtype not in LOGICALS:
+        return False
+    if x.layout != torch.strided:
+        raise ValueError(f"an argument has layout {x.layout}: scaled tensors are dense, x.to_dense()")
+    return True
+
+
+class _PlainInput(torch.autograd.Function):
+    """The identity with a plain gradient: what computed a plain input is differentiated in its own dtype."""
+
+    generate_vmap_rule = True
+
+    @staticmethod
+    def forward(x: Tensor) -> Tensor:
+        return x.clone()
+
+    @staticmethod
+    def setup_context(context: Any, inputs: tuple, output: Tensor) -> None:
+        context.dtype = inputs[0].dtype
+
+    @staticmethod
+    @untraced
+    def backward(context: Any, gradient: Tensor) -> Tensor:
+        return _backward(context, gradient)[0]
+
+    @staticmethod
+    def jvp(context: Any, tangent: Tensor) -> Tensor:
+        return tangent.clone()
+
+
+# The same as an operator for compilers, which do not trace autograd functions whose gradients change class.
+_plain_input = define_operator("plain_input(Tensor x) -> Tensor", lambda x: x.clone(), lambda x: torch.empty_like(x))
+torch.library.register_autograd(
+    "halfulp::plain_input", lambda context, gradient: _backward(context, gradient)[0], setup_context=_remember
+)
+
+
+def install_boundary(model: nn.Module) -> None:
+    """Give plain inputs of a model that require gradients plain ones, by a forward pre-hook."""
+    if _keep_gradients_plain not in model._forward_pre_hooks.values():
+        model.register_forward_pre_hook(_keep_gradients_plain, with_kwargs=True)
+
+
+def remove_boundary(model: nn.Module) -> None:
+    """Remove the hooks of `install` from a model and its modules."""
+    remove_hooks(model.modules(), lambda hook: hook is _keep_gradients_plain)
+
+
+@untraced
+def _keep_gradients_plain(module: nn.Module, arguments: tuple, options: dict) -> tuple[tuple, dict]:
+    def entered(x: Any) -> Any:
+        if isinstance(x, Tensor) and x.requires_grad and x.layout == torch.strided and _is_plain_float(x):
+            return _plain_input(x) if torch.compiler.is_compiling() else _PlainInput.apply(x)
+        return x
+
+    return tree_map(entered, (arguments, options))
+
 
 # A module, or a function.
 Given = TypeVar("Given", bound=Callable[..., Any])
+
+
+def scalify_function(function: Given, dtype: torch.dtype = torch.float16, wide: WideMode = "autocast") -> Given:
+    """Return a function that encodes its floating arguments when called, except those with "mask" in their names.
+
+    What comes out is as what went in: with plain arguments the scaled tensors among the results, however nested, are
+    decoded, so that the function can stand in for the other; if an argument is a ScaledTensor they stay scaled.
+    Gradients flow through both. Tensors that the function closes over are used as they are: scalify a model that it
+    trains, and plain tensors are encoded where they meet scaled ones.
+
+    Args:
+        function: any callable, such as a loss, or a training step that calls backward and an optimizer.
+        dtype: of the payloads: float16, bfloat16, float8_e4m3fn, float8_e5m2 or float32.
+        wide: which results keep a float32 payload, as in `scalify`.
+
+    Raises:
+        TypeError: not callable.
+        ValueError: no storage dtype, or another wide.
+
+    >>> f = scalify_function(lambda x: (x * 3).relu())
+    >>> f(torch.tensor([1e-6, -2e-6]))
+    tensor([3.0007e-06, 0.0000e+00])
+    >>> f(ScaledTensor.encode(torch.tensor([1.0, 2.0])))
+    ScaledTensor([3., 6.], scale=2^3, payload=torch.float16)
+    """
+    check_storage(dtype)
+    check_wide(wide)
+    if not callable(function):
+        raise TypeError(f"scalify takes a module or a function, got {type(function).__name__}")
+
+    like = ScaledTensor(torch.ones((), dtype=torch.float32, device="cpu"), 1.0, home=home_for(dtype, wide))
+    positions = _positional_names(function)
+
+    def names() -> Iterator[str]:
+        return itertools.chain(positions, itertools.repeat(""))
+
+    @functools.wraps(function)
+    def scaled(*arguments: Any, **options: Any) -> Any:
+        stays = any(isinstance(x, ScaledTensor) for x in tree_leaves((arguments, options)))
+        arguments = tuple(
+            x if "mask" in name else encode_arguments(x, dtype, like) for x, name in zip(arguments, names())
+        )
+        options = {name: x if "mask" in name else encode_arguments(x, dtype, like) for name, x in options.items()}
+        results = function(*arguments, **options)
+        if stays:
+            return results
+        return tree_map(lambda x: x.decode() if isinstance(x, ScaledTensor) else x, results)
+
+    return cast(Given, scaled)
+
+
+def _positional_names(function: Callable[..., Any]) -> list[str]:
+    """Return the names of positional arguments, as far as the function's signature gives them."""
+    try:
+        parameters = inspect.signature(function).parameters.values()
+    except (ValueError, TypeError):
+        return []
+    return [p.name for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
+
+
 # Attributes that a ScaledTensor keeps in its __dict__.
 _OWN = ("_payload", "_scale", "_home")
 # Payload types with float32's range: gradients need no rescale to stay within it.
@@ -113,15 +278,15 @@ def scalify(
         return scalify_function(model, dtype, wide)
     if rescale == "auto":
         rescale = None if dtype in _FULL_RANGE and matmul is None else "norms"
-    sides = _placement.sides_of(model, rescale)
+    sides = _rescale.sides_of(model, rescale)
     found = [place for place in matching_parameters(module_parameters(model), where) if _takes_scale(place)]
-    wrappers = check_holders([(place.name, place.value) for place in found], "scalify", replaced=True, known=2)
+    check_holders([(place.name, place.value) for place in found], "scalify", replaced=True)
     values = converted(found, lambda place: _scaled(place, dtype, home_for(dtype, wide)))
-    _input_boundary.install(model)
-    put_converted(model, found, values, wrappers)
+    install_boundary(model)
+    put_converted(model, found, values)
     warn_of_narrow_averages()
-    _placement.remove(model)
-    _placement.install(sides)
+    _rescale.remove(model)
+    _rescale.install(sides)
     _product_layers.remove(model)
     _product_layers.install(model)
     _set_products(model, matmul)
@@ -151,10 +316,10 @@ def unscalify(model: nn.Module, dtype: torch.dtype | None = None) -> nn.Module:
     if dtype is not None and dtype not in LOGICALS:
         raise ValueError(f"dtype={dtype}: allowed are {', '.join(map(str, LOGICALS))}, and None")
     found = [place for place in module_parameters(model) if isinstance(place.value, ScaledTensor)]
-    wrappers = check_holders([(place.name, place.value) for place in found], "unscalify", replaced=True, known=2)
-    put_plain(model, found, converted(found, lambda place: _plain(place, dtype)), wrappers)
-    _input_boundary.remove(model)
-    _placement.remove(model)
+    check_holders([(place.name, place.value) for place in found], "unscalify", replaced=True)
+    put_plain(model, found, converted(found, lambda place: _plain(place, dtype)))
+    remove_boundary(model)
+    _rescale.remove(model)
     _product_layers.remove(model)
     _set_products(model, None)
     return model

@@ -7,7 +7,6 @@ from collections.abc import Callable, Sequence
 from torch import Tensor, nn
 
 from . import _model_fallbacks, _outer_modules, _state_dict
-from ._data_parallel import Wrappers
 from ._module_parameters import ParameterRef
 
 Converted = dict[int, Tensor]
@@ -25,24 +24,20 @@ def converted(refs: Sequence[ParameterRef], convert: Callable[[ParameterRef], Te
     return found
 
 
-def put_converted(model: nn.Module, refs: Sequence[ParameterRef], values: Converted, wrappers: Wrappers) -> None:
-    """Put tensors of a subclass in the parameters' places; install state dicts, counts of fallbacks and wrappers."""
+def put_converted(model: nn.Module, refs: Sequence[ParameterRef], values: Converted) -> None:
+    """Put tensors of a subclass in the parameters' places; install state dicts and counts of fallbacks."""
     for ref in refs:
         ref.put(values[id(ref.value)])
         _state_dict.install(ref.module)
     _state_dict.install_check(model)
     _model_fallbacks.install(model)
     _outer_modules.watch()
-    wrappers.follow()
-    for wrapper in wrappers.data_parallel:
-        _outer_modules.install(wrapper)
 
 
-def put_plain(model: nn.Module, refs: Sequence[ParameterRef], values: Converted, wrappers: Wrappers) -> None:
+def put_plain(model: nn.Module, refs: Sequence[ParameterRef], values: Converted) -> None:
     """Put plain tensors in the parameters' places, and remove what `put_converted` installed."""
     for ref in refs:
         ref.put(values[id(ref.value)])
     for module in model.modules():
         _state_dict.remove(module)
         _model_fallbacks.remove(module)
-    wrappers.follow()

@@ -1,67 +1,103 @@
-"""Refusing to narrow or replace a parameter that others hold: optimizers, hooks, views of its memory."""
+"""Who else holds a parameter: optimizers, hooks, wrappers, views of its memory; refused, by type, before a change.
+
+The order that always works: device, conversion, wrappers (DistributedDataParallel, fully_shard), torch.compile,
+optimizers.
+"""
 
 from __future__ import annotations
 
 import gc
+import itertools
 import sys
-from collections import Counter, defaultdict
+import types
+from collections import defaultdict
 from collections.abc import Callable, Iterable
-from typing import Any
+from dataclasses import dataclass, field
+from typing import Any, NoReturn, TypeVar
 
 import torch
 from torch import Tensor, nn
 
-from ._data_parallel import Wrappers, find_wrappers, is_flat_parameter, use_count
-
+TensorClass = TypeVar("TensorClass", bound=type[Tensor])
 # The name, on a parameter, of the format that `halfulp.emulate` keeps it in.
 EMULATED = "_halfulp_emulated"
 Named = Iterable[tuple[str, Tensor]]
 
 
-def check_holders(named: Named, what: str, *, replaced: bool, known: int = 0) -> Wrappers:
+@dataclass
+class Wrappers:
+    """Modules of fully_shard around parameters that are narrowed, which keep their shards flat and padded."""
+
+    sharded: list[nn.Module] = field(default_factory=list)
+
+    def follow(self) -> None:
+        """Have fully_shard read the shards again, and pad them, as module.to() does."""
+        with torch.no_grad():
+            for module in self.sharded:
+                for group in shard_groups(module):
+                    for shard in group.fsdp_params:
+                        shard.reset_sharded_param()
+
+    def __or__(self, other: Wrappers) -> Wrappers:
+        """Return the modules of both, each once."""
+        return Wrappers(list(dict.fromkeys(self.sharded + other.sharded)))
+
+
+def check_holders(named: Named, what: str, *, replaced: bool) -> Wrappers:
     """Refuse to change parameters that other objects hold, before anything is changed.
 
     What follows a change of dtype in place: modules, tied modules, optimizers, hooks on the tensor, parametrizations,
-    compiled graphs (they are traced again). What does not: a second Parameter or a flat buffer over the same memory,
-    other processes that share it, and hooks on the gradient accumulator, which autograd makes anew. A new object is
-    also unknown to optimizers and to hooks on the tensor.
+    fully_shard that has not run, compiled graphs (they are traced again). What does not: DistributedDataParallel,
+    FSDP1, memory that another parameter or process has too, and hooks on the gradient accumulator, which autograd makes
+    anew. A new object is also unknown to optimizers, to fully_shard and to hooks on the tensor.
 
     Args:
         named: qualified names and parameters; one parameter may have several names.
         what: the caller, for messages.
         replaced: whether they become new objects; else they change their dtype in place.
-        known: how many references the caller and its model have to the tensor of each pair, beside the pair.
 
     Returns:
-        The distributed wrappers that must be told: call `follow()` on it when the change is made.
+        The modules of fully_shard: call `follow()` when the change is made.
 
     Raises:
         ValueError: a holder that cannot follow, with the parameter's name and what to do.
     """
-    named = list(named)
-    held_by_others = replaced and _held_by_others(named, known)
     names: dict[int, str] = {}
-    tensors: dict[int, Tensor] = {}
+    unique = []
     for name, tensor in named:
-        names.setdefault(id(tensor), name)
-        tensors.setdefault(id(tensor), tensor)
-    unique = [(names[key], tensor) for key, tensor in tensors.items()]
+        if names.setdefault(id(tensor), name) is name:
+            unique.append((name, tensor))
     for name, tensor in unique:
         if is_flat_parameter(tensor):
+            _refuse_wrapped(name, "FullyShardedDataParallel (FSDP1)", what)
+        if replaced and hasattr(tensor, "_local_tensor"):
             raise ValueError(
-                f"parameter {name!r} is a flat parameter of FullyShardedDataParallel (FSDP1), whose views would keep "
-                f"the old numbers: call {what} before wrapping, or use fully_shard (FSDP2)"
+                f"parameter {name!r} is sharded (a DTensor of fully_shard or a parallel plan), which keeps it: "
+                f"call {what} before sharding the model"
             )
-    check_overlaps(unique, what)
-    _check_outside_memory(unique, what)
-    if replaced:
-        for name, tensor in unique:
+        if replaced:
             check_hooks(name, tensor)
-        if held_by_others:
-            _check_optimizers(named, what)
-    wrappers = find_wrappers(unique, what, replaced)
-    _check_accumulators(unique, what, wrappers)
-    return wrappers
+        _check_accumulator(name, tensor, what)
+    for name, kind in holding_optimizers(unique) if replaced else ():
+        raise ValueError(
+            f"{kind} holds parameter {name!r} and would train nothing, as parameters become new objects: delete "
+            f"it and make the optimizer after {what}"
+        )
+    for kind, modules in (("DistributedDataParallel", data_parallel_modules()), ("FSDP1", _flat_modules())):
+        for module in modules:
+            for parameter in module.parameters():
+                if id(parameter) in names:
+                    _refuse_wrapped(names[id(parameter)], kind, what)
+    check_overlaps(unique, what)
+    _check_memory(unique, what)
+    return _sharded_around(unique, what)
+
+
+def _refuse_wrapped(name: str, kind: str, what: str) -> NoReturn:
+    raise ValueError(
+        f"parameter {name!r} is held by {kind}, which cannot be told that it changes: call {what} before wrapping the "
+        "model"
+    )
 
 
 def check_hooks(name: str, tensor: Tensor) -> None:
@@ -74,8 +110,24 @@ def check_hooks(name: str, tensor: Tensor) -> None:
             )
 
 
+def _check_accumulator(name: str, tensor: Tensor, what: str) -> None:
+    """Raise where Python holds the node that accumulates a parameter's gradient, which a change of dtype replaces.
+
+    A graph that an earlier forward pass left may hold it too: its gradients still arrive, in the old dtype.
+    """
+    if not (tensor.requires_grad and tensor.is_leaf):
+        return
+    node = torch.autograd.graph.get_gradient_edge(tensor).node
+    if sys.getrefcount(node) > 2 and any(type(x) is not types.FrameType for x in gc.get_referrers(node)):
+        raise ValueError(
+            f"the gradient accumulator (AccumulateGrad) of parameter {name!r} is held from outside, by a hook "
+            f"for instance: autograd makes another after {what}, and the hook would never run. Register it "
+            f"after {what}, or use parameter.register_post_accumulate_grad_hook"
+        )
+
+
 def check_overlaps(named: Named, what: str) -> None:
-    """Raise for two parameters that lie in one memory, wholly or in part.
+    """Raise for two parameters whose memory overlaps, from each one's first byte to its last.
 
     Raises:
         ValueError: the names of both, and how to tie modules by one parameter.
@@ -83,16 +135,12 @@ def check_overlaps(named: Named, what: str) -> None:
     lying = defaultdict(list)
     for name, tensor in named:
         if (part := plain_memory(tensor)) is not None:
-            lying[part.untyped_storage().data_ptr()].append((part.data_ptr(), name, part))
+            lying[part.untyped_storage().data_ptr()].append((name, part))
     for together in lying.values():
-        together.sort(key=lambda one: one[0])
-        reached: list[tuple[int, str, Tensor]] = []
-        for begin, name, part in together:
-            reached = [one for one in reached if one[0] > begin]
-            for _, other, first in reached:
-                if overlap(first, part):
-                    raise ValueError(_tied(other, name, first, part, what))
-            reached.append((begin + _extent(part), name, part))
+        together.sort(key=lambda one: one[1].data_ptr())
+        for (one, first), (other, second) in itertools.pairwise(together):
+            if overlap(first, second):
+                raise ValueError(_tied(one, other, first, second, what))
 
 
 def _tied(one: str, other: str, first: Tensor, second: Tensor, what: str) -> str:
@@ -119,21 +167,9 @@ def plain_memory(tensor: Tensor) -> Tensor | None:
 
 
 def overlap(a: Tensor, b: Tensor) -> bool:
-    """Return whether two tensors of one storage have an element in common."""
-    start = min(a.data_ptr(), b.data_ptr())
-    size = max(t.data_ptr() - start + _extent(t) for t in (a, b))
-    if a.is_contiguous() and b.is_contiguous():
-        return max(a.data_ptr(), b.data_ptr()) < min(t.data_ptr() + _extent(t) for t in (a, b))
-    touched = torch.zeros(size, dtype=torch.int8, device="cpu")
-    for tensor in (a, b):
-        # Byte by byte, as the two may have other dtypes.
-        width = tensor.element_size()
-        strides = [step * width for step in tensor.stride()] + [1]
-        view = touched.as_strided([*tensor.shape, width], strides, tensor.data_ptr() - start)
-        if bool(view.any()):
-            return True
-        view.fill_(1)
-    return False
+    """Return whether two tensors of one storage have a byte in common, what lies between a view's elements included."""
+    (first, end), (start, _) = sorted((t.data_ptr(), t.data_ptr() + _extent(t)) for t in (a, b))
+    return first == start or start < end
 
 
 def _extent(tensor: Tensor) -> int:
@@ -142,45 +178,34 @@ def _extent(tensor: Tensor) -> int:
     return (last + 1) * tensor.element_size()
 
 
-def _check_outside_memory(named: list[tuple[str, Tensor]], what: str) -> None:
-    """Raise for memory that is shared with a parameter or a buffer that the caller does not know."""
+def _check_memory(named: list[tuple[str, Tensor]], what: str) -> None:
+    """Raise for memory that other processes, a parameter elsewhere or a flat buffer have too."""
     # Shards lie in the padded memory of fully_shard, which follows.
     plain = ((name, tensor) for name, tensor in named if not hasattr(tensor, "_local_tensor"))
     parts = [(name, part) for name, tensor in plain if (part := plain_memory(tensor)) is not None]
+    lying = defaultdict(list)
     for name, part in parts:
+        lying[part.untyped_storage().data_ptr()].append((name, part))
         if part.device.type == "cpu" and part.is_shared():
             raise ValueError(
                 f"parameter {name!r} lies in memory that other processes share: {what} would take it out of theirs; "
                 f"call share_memory() after {what}"
             )
-    sharing = Counter(part.untyped_storage().data_ptr() for _, part in parts)
-    alone = _storage_uses(torch.empty(1, dtype=torch.float32, device="cpu"))
-    storages = {part.untyped_storage().data_ptr(): _storage_uses(part) for _, part in parts}
-    suspect = {key for key, uses in storages.items() if uses - alone > sharing[key] - 1}
-    if not suspect:
-        return
     own = {id(tensor) for pairs in (named, parts) for _, tensor in pairs}
-    mine = defaultdict(list)
-    for name, part in parts:
-        if (key := part.untyped_storage().data_ptr()) in suspect:
-            mine[key].append((name, part))
 
     def find() -> str | None:
-        for x in _living(Tensor):
+        for x in living(Tensor):
             other = None if id(x) in own else plain_memory(x)
-            if other is None:
-                continue
-            for name, part in mine.get(other.untyped_storage().data_ptr(), ()):
-                if overlap(part, other):
-                    if isinstance(x, nn.Parameter) and not is_flat_parameter(x):
-                        return _tied(name, _name_of(x), part, other, what)
-                    if other.numel() > part.numel():
-                        return (
-                            f"parameter {name!r} is a view into a tensor of shape {tuple(other.shape)} that is still "
-                            f"held (a flat buffer, as FSDP1, apex and vector_to_parameters make): {what} would leave "
-                            "that one behind. Call it before the buffer is made, or give the parameter its own memory "
-                            "(p.data = p.data.clone())"
-                        )
+            for name, part in () if other is None else lying.get(other.untyped_storage().data_ptr(), ()):
+                if isinstance(x, nn.Parameter) and overlap(part, other):
+                    return _tied(name, _name_of(x), part, other, what)
+                if other.numel() > part.numel() and overlap(part, other):
+                    return (
+                        f"parameter {name!r} is a view into a tensor of shape {tuple(other.shape)} that is still "
+                        f"held (a flat buffer, as apex and vector_to_parameters make): {what} would leave that one "
+                        "behind. Call it before the buffer is made, or give the parameter its own memory "
+                        "(p.data = p.data.clone())"
+                    )
         return None
 
     if (message := _find_beyond_garbage(find)) is not None:
@@ -203,10 +228,6 @@ def named_beside(key: int) -> list[tuple[str, Tensor]]:
     return []
 
 
-def _storage_uses(tensor: Tensor) -> int:
-    return torch._C._storage_Use_Count(tensor.untyped_storage()._cdata)
-
-
 def _name_of(parameter: Tensor) -> str:
     """Return the name that a module has for a parameter."""
     for module in living_modules():
@@ -216,79 +237,48 @@ def _name_of(parameter: Tensor) -> str:
     return f"another Parameter of shape {tuple(parameter.shape)}"
 
 
-def _held_by_others(named: list[tuple[str, Tensor]], known: int) -> bool:
-    """Whether any of some tensors has more references than the caller's: else the heap need not be searched."""
-
-    def references(pairs: list[tuple[str, Tensor]]) -> dict[int, int]:
-        return {id(tensor): sys.getrefcount(tensor) for _, tensor in pairs}
-
-    (alone,) = references([("", nn.Parameter(torch.empty(0, dtype=torch.float32, device="cpu")))]).values()
-    places = Counter(id(tensor) for _, tensor in named)
-    counts = references(named).items()
-    return any(count > alone + places[key] - 1 + known * places[key] for key, count in counts)
-
-
-def _check_optimizers(named: Named, what: str) -> None:
-    """Raise if an optimizer holds one of these parameters: it would go on stepping tensors that no model has."""
-    for optimizer, name in holding_optimizers(named):
-        raise ValueError(
-            f"{optimizer} holds parameter {name!r} and would train nothing, as parameters become new objects: delete "
-            f"it and make the optimizer after {what}"
-        )
-
-
 def holding_optimizers(named: Named) -> list[tuple[str, str]]:
-    """The classes of living optimizers that hold any of some parameters, with the name of each."""
+    """Return the parameters that living optimizers hold, by name, with each optimizer's class."""
     names = {id(tensor): name for name, tensor in named}
 
     def find() -> list[tuple[str, str]]:
         groups = (
             (type(optimizer).__name__, group)
-            for optimizer in _living(torch.optim.Optimizer)
+            for optimizer in living(torch.optim.Optimizer)
             for group in optimizer.__dict__.get("param_groups", ())
         )
-        return [(kind, names[id(p)]) for kind, group in groups for p in group["params"] if id(p) in names]
+        return [(names[id(p)], kind) for kind, group in groups for p in group["params"] if id(p) in names]
 
     return _find_beyond_garbage(find) or []
 
 
-def _check_accumulators(named: Named, what: str, wrappers: Wrappers) -> None:
-    """Raise where Python holds the node that accumulates a parameter's gradient, which a change of dtype replaces.
-
-    A graph that an earlier forward pass left may hold it too: its gradients still arrive, in the old dtype.
-    """
-    alone, followed = (
-        use_count(nn.Parameter(torch.empty(0, dtype=torch.float32, device="cpu"))),
-        wrappers.parameters(),
-    )
-    suspects = [
-        (name, torch.autograd.graph.get_gradient_edge(tensor).node)
-        for name, tensor in named
-        if tensor.requires_grad and tensor.is_leaf and use_count(tensor) > alone and id(tensor) not in followed
-    ]
-    names = {id(node): name for name, node in suspects}
-    holders = gc.get_referrers(*(node for _, node in suspects)) if suspects else ()
-    held = {id(node) for holder in holders if not _is_pair(holder, suspects) for node in gc.get_referents(holder)}
-    for key in held & names.keys():
-        raise ValueError(
-            f"the gradient accumulator (AccumulateGrad) of parameter {names[key]!r} is held from outside, by a hook "
-            f"for instance: autograd makes another after {what}, and the hook would never run. Register it "
-            f"after {what}, or use parameter.register_post_accumulate_grad_hook"
-        )
-
-
-def _is_pair(holder: object, pairs: list[tuple]) -> bool:
-    return any(holder is pair for pair in pairs)
+def living(kind: type) -> list[Any]:
+    """Return all objects of a class, found by type, as isinstance may run code."""
+    return [x for x in gc.get_objects() if issubclass(type(x), kind)]
 
 
 def living_modules() -> list[nn.Module]:
-    """Every module in this process."""
-    return [module for module in _living(nn.Module) if "_parameters" in module.__dict__]
+    """Return every module in this process."""
+    return [module for module in living(nn.Module) if "_parameters" in module.__dict__]
 
 
-def _living(kind: type) -> list:
-    """Return all objects of a class that the garbage collector tracks, found by type, as isinstance may run code."""
-    return [x for x in gc.get_objects() if issubclass(type(x), kind)]
+def data_parallel_modules() -> list[nn.parallel.DistributedDataParallel]:
+    """Return every DistributedDataParallel in this process."""
+    if not torch.distributed.is_available() or not torch.distributed.is_initialized():
+        return []
+    return [module for module in living(nn.parallel.DistributedDataParallel) if "reducer" in module.__dict__]
+
+
+def _flat_modules() -> list[nn.Module]:
+    """Return every module of FSDP1 in this process."""
+    fsdp = sys.modules.get("torch.distributed.fsdp")
+    return [] if fsdp is None or not torch.distributed.is_initialized() else living(fsdp.FullyShardedDataParallel)
+
+
+def sharded_modules() -> list[nn.Module]:
+    """Return every module of fully_shard in this process."""
+    fsdp = sys.modules.get("torch.distributed.fsdp")
+    return [] if fsdp is None else living(fsdp.FSDPModule)
 
 
 def _find_beyond_garbage(find: Callable[[], Any]) -> Any:
@@ -297,3 +287,85 @@ def _find_beyond_garbage(find: Callable[[], Any]) -> Any:
         return None
     gc.collect()
     return find()
+
+
+def is_flat_parameter(tensor: object) -> bool:
+    """Return whether a parameter is a flat one, which FSDP1 made of many."""
+    return bool(getattr(tensor, "_is_flat_param", False))
+
+
+def shard_groups(module: nn.Module) -> list[Any]:
+    """fully_shard's groups of parameters at a module."""
+    state = _fsdp_state(module)
+    # torch 2.12 has one group at a module, or None.
+    groups = getattr(state, "_fsdp_param_groups", (getattr(state, "_fsdp_param_group", None),))
+    return [group for group in groups if group is not None]
+
+
+def _fsdp_state(module: nn.Module) -> Any:
+    state_of: Any = module._get_fsdp_state  # of FSDPModule, which fully_shard adds to the bases of the module's class
+    return state_of()
+
+
+def _sharded_around(named: list[tuple[str, Tensor]], what: str) -> Wrappers:
+    """Return the modules of fully_shard around some parameters.
+
+    Raises:
+        ValueError: one that has run: its buffers for gathering have the old dtype.
+    """
+    names = {id(tensor): name for name, tensor in named if hasattr(tensor, "_local_tensor")}
+    found = Wrappers()
+    for module in sharded_modules() if names else ():
+        held = [*module.parameters(recurse=False)]
+        held += [one.sharded_param for group in shard_groups(module) for one in group.fsdp_params]
+        mine = [names[id(tensor)] for tensor in held if id(tensor) in names]
+        if mine and shard_groups(module):
+            if getattr(_fsdp_state(module), "_is_root", None) is not None:
+                raise ValueError(
+                    f"parameter {mine[0]!r} is sharded by fully_shard, and the model has run: its buffers have the old "
+                    f"dtype. Call {what} after fully_shard and before the first forward pass, or on the model before "
+                    "fully_shard"
+                )
+            found.sharded.append(module)
+    return found
+
+
+def replace_data(parameter: Tensor, value: Tensor) -> None:
+    """Give a parameter other numbers of another dtype, in place: it stays the object that others hold.
+
+    A gradient that waits for a step is cast to that dtype.
+
+    Args:
+        parameter: plain, or a DTensor.
+        value: of the parameter's shape and kind.
+    """
+    gradient, parameter.grad = parameter.grad, None
+    parameter.data = value
+    if hasattr(parameter, "_local_tensor"):
+        # The assignment changes what autograd sees of a DTensor; its shard and its description are attributes.
+        for name in ("_local_tensor", "_spec"):
+            setattr(parameter, name, getattr(value, name))
+    if gradient is not None:
+        parameter.grad = gradient.to(value.dtype)
+
+
+def refuses_fully_shard(kind: TensorClass) -> TensorClass:
+    """Give a tensor class, as a decorator, attributes by which fully_shard refuses it with words."""
+    # It asks for the first one before it changes a parameter, and older versions for the others after that.
+    for name in ("_fsdp_orig_uid", "fsdp_pre_all_gather", "fsdp_post_all_gather"):
+        setattr(kind, name, property(_refuse_fully_shard))
+    return kind
+
+
+def _refuse_fully_shard(tensor: Tensor) -> NoReturn:
+    """Refuse fully_shard: the property that it finds on a tensor subclass in place of its own attributes.
+
+    Raises:
+        NotImplementedError: always.
+    """
+    name = type(tensor).__name__
+    raise NotImplementedError(
+        f"fully_shard of {name} parameters: it gathers and reduces one plain tensor per parameter, and these have "
+        "several. Use DistributedDataParallel, or shard plain parameters of a model made again (param_dtype= of "
+        "hu.optim and hu.AdaptiveGradScaler work with fully_shard)"
+    )

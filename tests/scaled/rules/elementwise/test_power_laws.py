@@ -5,7 +5,7 @@ import torch
 
 from halfulp.kernels import same_bits
 from halfulp.scaled import ScaledTensor
-from halfulp.scaled.rules.elementwise import _power_laws
+from halfulp.scaled.rules import _elementwise as _power_laws
 from halfulp.testing import check_rule
 
 EXPONENTS = (0, 1, 2, 3, 4, 7, -1, -2, -3, 0.5, -0.5, 1.5, 0.3)

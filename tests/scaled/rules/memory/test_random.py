@@ -5,7 +5,7 @@ import torch
 import torch.nn.functional as F
 
 from halfulp.scaled import ScaledTensor
-from halfulp.scaled._dtypes import LOGICALS
+from halfulp.scaled._registry import LOGICALS
 from halfulp.subclass import strict
 from halfulp.testing import check_rule
 

@@ -192,7 +192,7 @@ def test_results_that_outgrow_their_scale_take_a_larger_one():
 
 
 def test_a_wide_product_of_graphs_keeps_the_rules_of_operators():
-    from halfulp.scaled.rules.products import _wide_products
+    from halfulp.scaled.rules import _products as _wide_products
 
     operator = torch.ops.halfulp.wide_product.default
     for shapes in (((3, 5), (5, 4)), ((2, 3, 5), (2, 5, 4)), ((0, 5), (5, 4)), ((3, 0), (0, 4))):

@@ -1,4 +1,4 @@
-"""Placement of rescales: at the inputs of normalisations, at named modules, or as one measured step proposes."""
+"""Rescaling of payloads, and where in a model it is placed."""
 
 from __future__ import annotations
 
@@ -10,11 +10,134 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
-from ...kernels import untraced
-from ...subclass.models._hooks import remove_hooks
-from ...subclass.models._module_parameters import matcher
-from .._scaled_tensor import ScaledTensor
-from ._rescale import Side, check_side, rescale, root_mean_square
+from ..kernels import define_operator, under_transform, untraced
+from ..subclass.models._hooks import remove_hooks
+from ..subclass.models._module_parameters import matcher
+from . import _fused as fused
+from . import _powers_of_two as _powers
+from ._operands import make_scaled, to_float32
+from ._registry import implements
+from ._scaled_tensor import ScaledTensor, wrap
+
+Statistic = Literal["rms", "max", "mean"]
+Side = Literal["forward", "gradient", "both"]
+STATISTICS = ("rms", "max", "mean")
+SIDES = ("forward", "gradient", "both")
+# Types whose payloads have squares and sums within float32's range.
+_SHORT = (torch.float16, torch.float8_e4m3fn, torch.float8_e5m2)
+
+
+def rescale(x: Tensor, by: Statistic = "rms", side: Side = "forward") -> Tensor:
+    """Return the values under a scale that brings the payload to a magnitude of about 1.
+
+    The same values but for the smallest: what falls below the storage's smallest normal number under the new scale
+    loses digits there, down to 0. With a float32 payload or within half of the storage's binades none does.
+
+    payload / 2^k and scale * 2^k, with 2^k next to the root mean square, the largest or the mean magnitude of the
+    payload's finite non-zero elements. Payloads that would leave the storage's range get a larger scale, and zeros keep
+    theirs. The dynamic rescaling of "Scalify" (Balança et al., arXiv 2407.17353, section 3.3); it acts the same with
+    and without autograd, eager and compiled. Plain tensors have no scale and come back as they are.
+
+    Args:
+        x: a tensor of any shape.
+        by: the statistic, "rms", "max" or "mean".
+        side: "forward" rescales x, "gradient" the gradient that flows back through it, "both" both.
+
+    Returns:
+        A tensor of x's shape, storage and dtype.
+
+    Raises:
+        TypeError: x is no tensor.
+        ValueError: another statistic or side.
+
+    >>> from halfulp.scaled import ScaledTensor
+    >>> rescale(ScaledTensor(torch.tensor([1e-4, 3e-4]), 1.0))
+    ScaledTensor([1.0000e-04, 3.0000e-04], scale=2^-12, payload=torch.float32)
+    """
+    if not isinstance(x, Tensor):
+        raise TypeError(f"x is a torch.Tensor, got {type(x).__name__}")
+    if by not in STATISTICS:
+        raise ValueError(f"by={by!r}: allowed are {', '.join(STATISTICS)}")
+    check_side(side)
+    chosen: type[torch.autograd.Function] = _Transformed if under_transform() else _Rescale
+    apply: Callable[..., Tensor] = chosen.apply
+    return apply(x, by, side) if isinstance(x, ScaledTensor) else x
+
+
+def check_side(side: object) -> None:
+    """Raise unless `side` is a side on which to rescale."""
+    if side not in SIDES:
+        raise ValueError(f"side={side!r}: allowed are {', '.join(SIDES)}")
+
+
+def rescaled(x: ScaledTensor, by: Statistic = "rms") -> ScaledTensor:
+    """Return the values under the scale that brings the payload's statistic next to 1."""
+    if not x.numel():
+        return x.clone()
+    if by == "rms" and fused.engaged(x._payload):
+        power = fused.level(x._payload, x._payload.dtype, 1.0)
+        return wrap(*fused.finish(x._payload, (x._scale, power), x._payload.dtype, "levelled"), x.dtype)
+    power = power_of_payload(x._payload, by)
+    scale, rest = _powers.product(x._scale, power)
+    return make_scaled(_powers.times(to_float32(x) / power, rest), scale, x._payload.dtype, x.dtype)
+
+
+def power_of_payload(payload: Tensor, by: Statistic) -> Tensor:
+    """Return the power of two next to a statistic of the finite non-zero elements, or what the largest needs."""
+    amax, value = _statistic(payload, by)
+    lowest = amax / torch.finfo(payload.dtype).max
+    power = torch.maximum(_powers.round_to_power(value, "nearest"), _powers.round_to_power(lowest, "up"))
+    return torch.where(amax == 0, torch.ones_like(power), power)
+
+
+def root_mean_square(payload: Tensor) -> Tensor:
+    """Return the root mean square of the finite non-zero elements; 0 if there is none."""
+    return _statistic(payload, "rms")[1]
+
+
+def _statistic(payload: Tensor, by: Statistic) -> tuple[Tensor, Tensor]:
+    """Return the largest magnitude and a statistic of the finite non-zero elements."""
+    wide = payload.detach().to(torch.float32 if payload.dtype in _SHORT else torch.float64)
+    magnitudes = torch.nan_to_num(wide, 0.0, 0.0, 0.0).abs()
+    amax = magnitudes.amax()
+    if by == "max":
+        return amax, amax
+    count = magnitudes.count_nonzero().clamp(min=1)
+    if by == "mean":
+        return amax, magnitudes.sum() / count
+    return amax, (magnitudes.square().sum() / count).sqrt()
+
+
+# An operator, so that compilers see one node and do not trace into payloads.
+_change = define_operator(
+    "rescale_payload(Tensor x, str by) -> Tensor", lambda x, by: x.clone(), lambda x, by: torch.empty_like(x)
+)
+implements(_change, family="rescaling")(rescaled)
+# The identity on values, in second derivatives too.
+torch.library.register_autograd("halfulp::rescale_payload", lambda context, gradient: (gradient, None))
+
+
+class _Rescale(torch.autograd.Function):
+    """The identity on values, which rescales the result, its gradient, or both."""
+
+    @staticmethod
+    def forward(context: Any, x: Tensor, by: Statistic, side: Side) -> Tensor:
+        context.by, context.side = by, side
+        return x.view_as(x) if side == "gradient" else _change(x, by)
+
+    @staticmethod
+    @untraced
+    def backward(context: Any, gradient: Tensor) -> tuple[Any, ...]:
+        return gradient if context.side == "forward" else _change(gradient, context.by), None, None
+
+
+class _Transformed(_Rescale):
+    """The same in forward mode. Dynamo refuses Functions with a jvp, so that it is chosen only where one is needed."""
+
+    @staticmethod
+    def jvp(context: Any, tangent: Tensor, *_: object) -> Tensor:
+        return tangent.view_as(tangent) if context.side == "gradient" else _change(tangent, context.by)
+
 
 Rescale = Literal["auto", "norms"] | Iterable[str] | Mapping[str, Side] | None
 

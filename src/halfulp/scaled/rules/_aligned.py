@@ -9,28 +9,28 @@ import torch
 from torch import Tensor
 from torch._ops import OpOverload
 
-from ....kernels import torch_operators
-from ... import _fused as fused
-from ... import _powers_of_two as _powers
-from ..._dtypes import smallest
-from ..._operands import (
+from ...kernels import torch_operators
+from .. import _fused as fused
+from .. import _powers_of_two as _powers
+from .._operands import (
+    addend,
     decode_values,
     first_scaled,
     keep_nonzero,
+    large_elements,
     logical_of,
     make_scaled,
     make_scaled_to_fit,
     operand,
     plain,
+    saturated,
     storage_of,
     to_float32,
 )
-from ..._plain_addends import addend, large_elements, saturated
-from ..._registry import implements
-from ..._scaled_tensor import ScaledTensor, wrap
-from .._constants import align_with_constants, constants_under
-from .._results import align, payloads_under, value_of, values_under
-from .._vocabulary import aligned, homogeneous, unit_scale
+from .._registry import implements, smallest
+from .._scaled_tensor import ScaledTensor, wrap
+from ._results import align, payloads_under, value_of, values_under
+from ._vocabulary import align_with_constants, aligned, constants_under, homogeneous, unit_scale
 
 aten = torch_operators("aten")
 # The largest eps: numbers added to keep a divisor from 0 are no larger.

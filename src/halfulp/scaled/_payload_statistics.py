@@ -15,9 +15,9 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from ...subclass import recorded
-from .._scaled_tensor import ScaledTensor
+from ..subclass import recorded
 from ._rescale import root_mean_square
+from ._scaled_tensor import ScaledTensor
 
 FORMATS = (torch.float8_e4m3fn, torch.float8_e5m2, torch.float16, torch.bfloat16)
 

@@ -1,7 +1,13 @@
-"""Rules of products: payloads multiply, scales multiply, and a sum over K terms is brought back by sqrt(K)."""
+"""Rules of products: matrices, convolutions, linear algebra, and a product that is added to something.
+
+Factorisations and solvers are computed on values in float32, the scale of each result measured, so that a result has
+the bits of the plain operator's. What a factorisation packs into one matrix, as LU does, has no single degree in the
+operand's scale.
+"""
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable
 from typing import Any
@@ -10,32 +16,76 @@ import torch
 from torch import Tensor
 from torch._ops import OpOverload
 
-from ....environment._narrow_products import widened_dtypes
-from ....kernels import torch_operators
-from ... import _fused as fused
-from ... import _powers_of_two as _powers
-from ..._derivation import run_on_values
-from ..._dtypes import EIGHT_BITS
-from ..._float8 import eight_bit_product, is_eight_bit_product
-from ..._operands import (
+from ...environment._narrow_products import widened_dtypes
+from ...kernels import define_operator, present, torch_operators
+from .. import _fused as fused
+from .. import _powers_of_two as _powers
+from .._derivation import run_on_values
+from .._float8 import eight_bit_product, is_eight_bit_product
+from .._operands import (
+    addend,
     first_scaled,
     keep_nonzero,
+    large_elements,
     logical_of,
     make_scaled,
     make_scaled_to_fit,
     multiplicand,
     operand,
+    saturated,
     storage_of,
     to_float32,
 )
-from ..._plain_addends import addend, large_elements, saturated
-from ..._powers_of_two import power_of
-from ..._registry import implements
-from ..._scaled_tensor import ScaledTensor, wrap
-from .._results import align, is_fused, make_result, sqrt_of_count, value_of
-from ._wide_products import traced_wide_product, wide_product
+from .._powers_of_two import power_of
+from .._registry import EIGHT_BITS, LATER_RULES, implements
+from .._scaled_tensor import ScaledTensor, wrap
+from ._aligned import add
+from ._results import align, is_fused, make_result, measured_like, sqrt_of_count, value_of
+from ._vocabulary import measured_scale, overloads
 
 aten = torch_operators("aten")
+_WIDE = {aten.mm.default: aten.mm.dtype, aten.bmm.default: aten.bmm.dtype}
+
+
+def wide_product(operator: OpOverload, a: Tensor, b: Tensor) -> Tensor:
+    """Return the product of two matrices, or batches of some, of float16: exact products, summed in float32."""
+    if present([_WIDE[operator]]) and has_wide_products(a.device):
+        return _WIDE[operator](a, b, torch.float32)
+    return operator(a.to(torch.float32), b.to(torch.float32))
+
+
+def traced_wide_product(a: Tensor, b: Tensor) -> Tensor:
+    """Return `wide_product` of two matrices, or batches, as one operator of a graph.
+
+    Compilers cannot ask the device while they trace, and not all of them know torch's products with another dtype.
+    """
+    product: Tensor = _traced(a, b)
+    return product
+
+
+def _of_matrices(a: Tensor, b: Tensor) -> Tensor:
+    return wide_product(aten.mm.default if a.dim() == 2 else aten.bmm.default, a, b)
+
+
+def _without_data(a: Tensor, b: Tensor) -> Tensor:
+    return a.new_empty((*a.shape[:-1], b.shape[-1]), dtype=torch.float32)
+
+
+_traced = define_operator("wide_product(Tensor a, Tensor b) -> Tensor", _of_matrices, _without_data)
+
+
+@functools.cache
+def has_wide_products(device: torch.device) -> bool:
+    """Return whether torch multiplies float16 matrices on a device into float32 results: newer versions do on CUDA."""
+    if device.type != "cuda":
+        return False
+    try:
+        ones = torch.ones(2, 16, 16, dtype=torch.float16, device=device)
+        aten.bmm.dtype(ones, ones, torch.float32)
+        aten.mm.dtype(ones[0], ones[1], torch.float32)
+    except (NotImplementedError, RuntimeError):  # of other versions, and of ROCm
+        return False
+    return True
 
 
 def product_storage(operands: tuple) -> torch.dtype:
@@ -481,3 +531,128 @@ def trilinear(a: Any, b: Any, c: Any, expand1: Any, expand2: Any, expand3: Any, 
     scale, rest = _powers.product(*(x._scale for x in tensors), sum_scale)
     values = aten._trilinear.default(*payloads, expand1, expand2, expand3, sumdim, unroll_dim) * (1.0 / sum_scale)
     return make_result(values, scale, rest, product_storage((a, b, c)), logical_of((a, b, c)))
+
+
+@implements(aten.convolution.default, family="bilinear")
+def convolution(
+    x: Any, weight: Any, bias: Any, stride: Any, padding: Any, dilation: Any, transposed: bool, *rest: Any
+) -> Tensor:
+    """conv(px, pw) / c under the scale sx sw c with c next below the root of the terms of a sum; a bias joins it.
+
+    All powers of two go into the weight and the bias, so that the result is written once.
+    """
+    given = (x, weight) if bias is None else (x, weight, bias)
+    like = first_scaled(given)
+    x, weight = multiplicand(x, like), multiplicand(weight, like)
+    sum_scale = sqrt_of_count(_terms(weight, transposed, groups=rest[-1], of_output=True))
+    scale, _ = _powers.product(x._scale, weight._scale, sum_scale)
+    start, large = None, None
+    if bias is not None:
+        large = large_elements(bias, like)
+        large = large if large is None else large.reshape(-1, *[1] * (weight.dim() - 2))
+        bias = addend(bias, like)
+        scale = _powers.maximum_scale(scale, bias._scale)
+        start = _powers.times(to_float32(bias), product_over(bias._scale, scale=scale))
+    kernel = _powers.times(to_float32(weight), product_over(x._scale, weight._scale, scale=scale))
+    values = aten.convolution.default(to_float32(x), kernel, start, stride, padding, dilation, transposed, *rest)
+    storage = product_storage(given)
+    return make_scaled_to_fit(saturated(values, scale, storage, large), scale, storage, logical_of(given))
+
+
+@implements(aten.convolution_backward.default, family="bilinear")
+def convolution_backward(gradient: Any, x: Any, weight: Any, *rest: Any) -> tuple[Tensor | None, ...]:
+    """The gradients of the input, the weight and the bias, those that are asked for."""
+    given = (gradient, x, weight)
+    like = first_scaled(given)
+    gradient, x, weight = (multiplicand(tensor, like) for tensor in given)
+    payloads = [to_float32(tensor) for tensor in (gradient, x, weight)]
+    *_, transposed, _, groups, wanted = rest
+    values = aten.convolution_backward.default(*payloads, *rest)
+    places = gradient.shape[0] * math.prod(gradient.shape[2:])
+    inputs = x.shape[0] * math.prod(x.shape[2:]) if transposed else places
+    counts = (_terms(weight, transposed, groups, of_output=False), inputs, places)
+    others = ((weight._scale,), (x._scale,), ())
+    dtypes = (x.dtype, weight.dtype, gradient.dtype)
+    storage = product_storage(given)
+    return tuple(
+        _brought_back(y, (gradient._scale, *other), count, storage, dtype) if ask else None
+        for y, other, count, dtype, ask in zip(values, others, counts, dtypes, wanted)
+    )
+
+
+def _terms(weight: Tensor, transposed: bool, groups: int, of_output: bool) -> int:
+    """How many products an element of the output, or of the input's gradient, is the sum of."""
+    window = math.prod(weight.shape[2:])
+    # A weight is [out, in / groups, ...], that of a transposed convolution [in, out / groups, ...].
+    if transposed == of_output:
+        return weight.shape[0] // groups * window
+    return weight.shape[1] * window
+
+
+def _brought_back(values: Tensor, scales: tuple, count: int, storage: torch.dtype, dtype: torch.dtype) -> Tensor:
+    sum_scale = sqrt_of_count(count)
+    scale, rest = _powers.product(*scales, sum_scale)
+    return make_result(values * (1.0 / sum_scale), scale, rest, storage, dtype)
+
+
+@implements(aten.conv_tbc.default, family="bilinear")
+def conv_tbc(x: Any, weight: Any, bias: Any, pad: int = 0) -> Tensor:
+    """A convolution over time of [time, batch, channel], its weight [window, in, out]."""
+    y = aten.convolution.default(x.permute(1, 2, 0), weight.permute(2, 1, 0), bias, [1], [pad], [1], False, [0], 1)
+    return y.permute(2, 0, 1)
+
+
+@implements(aten.conv_tbc_backward.default, family="bilinear")
+def conv_tbc_backward(gradient: Any, x: Any, weight: Any, bias: Any, pad: int) -> tuple[Tensor, ...]:
+    """The gradients of the input, the weight and the bias."""
+    tensors = (gradient.permute(1, 2, 0), x.permute(1, 2, 0), weight.permute(2, 1, 0))
+    rest = (list(bias.shape), [1], [pad], [1], False, [0], 1, [True] * 3)
+    of_x, of_weight, of_bias = aten.convolution_backward.default(*tensors, *rest)
+    return of_x.permute(2, 0, 1), of_weight.permute(2, 1, 0), of_bias
+
+
+def fma(a: Any, b: Any, c: Any) -> Tensor:
+    """a b + c in c's storage: what dynamo makes of c.addcmul_(x, y, value=b), with a = x y, and of c.addcdiv_."""
+    total: Any = add(c, mul(a, b)) if isinstance(b, Tensor) else add(c, a, alpha=b)
+    if not isinstance(c, ScaledTensor):
+        return total
+    held = make_scaled_to_fit(to_float32(total), total._scale, c._payload.dtype, total.dtype)
+    if isinstance(b, Tensor) or is_symbolic(b) or not b > 0:
+        return held
+    # A second moment, as in `addcmul`.
+    product, before = to_float32(operand(a, c)), to_float32(c)
+    return keep_nonzero(held, torch.where((before >= 0) & (product >= 0), torch.maximum(product, before), 0.0))
+
+
+LATER_RULES["prims::fma"] = fma
+
+
+measured_scale(
+    *overloads(aten.linalg_inv_ex, aten.linalg_solve_triangular, aten.triangular_solve),
+    *overloads(aten.linalg_cholesky_ex, aten.cholesky, aten.cholesky_solve, aten.cholesky_inverse),
+    *overloads(aten.linalg_lu, aten.linalg_lu_factor_ex, aten.linalg_lu_solve, aten.lu_unpack, aten._lu_with_info),
+    *overloads(aten.linalg_ldl_factor_ex, aten.linalg_ldl_solve),
+    *overloads(aten.linalg_qr, aten.geqrf, aten.linalg_householder_product, aten.ormqr),
+    *overloads(aten._linalg_svd, aten._linalg_eigh, aten._linalg_eigvals, aten.linalg_eig, aten.linalg_eigvals),
+    *overloads(aten.linalg_lstsq, aten.linalg_pinv, aten.linalg_matrix_exp),
+    *overloads(aten._compute_linear_combination),
+    family="linear algebra",
+)
+
+
+def _factored(operator: OpOverload) -> None:
+    """Register an operator that factors the transpose of a contiguous matrix, as its gradient then takes it to have."""
+
+    def rule(matrix: Tensor, *arguments: Any, **options: Any) -> tuple:
+        values = value_of(matrix)
+        if values.is_contiguous() and not matrix.is_contiguous():
+            values = values.mT.contiguous().mT
+        holders = [x for x in (matrix, *arguments) if isinstance(x, Tensor)]
+        results = operator(values, *map(value_of, arguments), **options)
+        return tuple(measured_like(y, holders) for y in results)
+
+    implements(operator, family="linear algebra")(rule)
+
+
+for _operator in (aten._linalg_det.default, aten._linalg_slogdet.default, aten._linalg_solve_ex.default):
+    _factored(_operator)

@@ -1,0 +1,307 @@
+"""Rules of operators that move elements: views, copies, indexing, complex views, and lists of tensors.
+
+Complex results are plain values: complex numbers carry no scale. What follows in them is torch's own, and real parts
+and inverse transforms come back plain.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch._ops import OpOverload
+
+from ...kernels import require_float64, torch_operators
+from .._operands import decode_values, first_scaled, operand, plain
+from .._registry import LOGICALS, implements
+from .._scaled_tensor import ScaledTensor, wrap
+from .._write import check_written_at, write
+from ._aligned import scaled_by_number
+from ._results import measured_like, payloads_under, value_of
+from ._vocabulary import align_with_constants, data_movement, decoded, homogeneous, is_constant
+
+aten = torch_operators("aten")
+
+data_movement(
+    *(aten.view.default, aten._unsafe_view.default, aten._reshape_alias.default, aten.t.default, aten.transpose.int),
+    *(aten.permute.default, aten.expand.default, aten.slice.Tensor, aten.select.int, aten.unsqueeze.default),
+    *(aten.squeeze.default, aten.squeeze.dim, aten.squeeze.dims, aten.alias.default, aten.detach.default),
+    *(aten.split.Tensor, aten.split_with_sizes.default, aten.unbind.int, aten.diagonal.default, aten.unfold.default),
+    *(aten.as_strided.default, aten.clone.default, aten.flip.default, aten.roll.default, aten.repeat.default),
+    *(aten.index_select.default, aten.gather.default, aten.index.Tensor, aten._unsafe_index.Tensor),
+    *(aten.embedding.default, aten.take.default, aten.tril.default, aten.triu.default, aten.masked_select.default),
+    family="pass-through",
+)
+data_movement(
+    *(aten.view_copy.default, aten._reshape_copy.default, aten._reshape_alias_copy.default, aten.t_copy.default),
+    *(aten.transpose_copy.int, aten.permute_copy.default, aten.expand_copy.default, aten.slice_copy.Tensor),
+    *(aten.select_copy.int, aten.unsqueeze_copy.default, aten.squeeze_copy.default, aten.squeeze_copy.dim),
+    *(aten.squeeze_copy.dims, aten.alias_copy.default, aten.detach_copy.default, aten.lift_fresh_copy.default),
+    *(aten.split_copy.Tensor, aten.split_with_sizes_copy.default, aten.unbind_copy.int, aten.diagonal_copy.default),
+    *(aten.unfold_copy.default, aten.as_strided_copy.default, aten.narrow_copy.default),
+    family="pass-through",
+)
+homogeneous(aten.relu.default, aten.abs.default, aten.neg.default, family="pass-through")
+
+
+@implements(aten._to_copy.default, family="pass-through")
+def to_copy(
+    x: ScaledTensor, *, dtype: Any = None, device: Any = None, memory_format: Any = None, **layout: Any
+) -> Tensor:
+    """Another logical dtype or device: payload and scale as they are. Integers and truth values take the value."""
+    if dtype is not None and dtype not in LOGICALS:
+        return aten._to_copy.default(decode_values(x), dtype=dtype, device=device, memory_format=memory_format)
+    if device is not None:
+        require_float64(torch.device(device), "ScaledTensors")
+    payload = aten._to_copy.default(x._payload, device=device, memory_format=memory_format)
+    scale = aten._to_copy.default(x._scale, device=device)
+    return wrap(payload, scale, dtype or x.dtype)
+
+
+@implements(aten._local_scalar_dense.default, family="pass-through")
+def local_scalar_dense(x: ScaledTensor) -> float:
+    """The value as a Python number."""
+    return aten._local_scalar_dense.default(decode_values(x, torch.float64))
+
+
+def _on_payloads(operator: OpOverload) -> None:
+    """Register what forward-mode derivatives ask of a tensor and its tangent: nothing of values."""
+    implements(operator, family="pass-through")(
+        lambda *tensors: operator(*(x._payload if isinstance(x, ScaledTensor) else x for x in tensors))
+    )
+
+
+_on_payloads(aten.is_same_size.default)
+_on_payloads(aten._has_same_storage_numel.default)
+
+
+@implements(aten.is_pinned.default, family="pass-through")
+def is_pinned(x: ScaledTensor, device: Any = None) -> bool:
+    """Return whether the payload lies in pinned memory."""
+    return aten.is_pinned.default(x._payload, device)
+
+
+def write_aligned(x: Any, source: Any, compute: Callable[[Tensor, Any], Tensor]) -> Tensor:
+    """Return compute(payload, source's payload) under the larger scale, which constants do not decide."""
+    like = first_scaled((x, source))
+    if is_constant(source) and not isinstance(x, ScaledTensor):
+        x = operand(x, like)
+    (base, values), scale = align_with_constants([operand(x, like) if is_constant(x) else x, source])
+    return payloads_under(compute(base, values), [scale], [x, source])
+
+
+@implements(aten.index_put.default, aten._unsafe_index_put.default, family="indexing")
+def index_put(x: Any, indices: Any, values: Any, accumulate: bool = False) -> Tensor:
+    """Values at indices, or added there."""
+    operator = aten.index_put.default
+    return write_aligned(x, values, lambda p, v: operator(p, indices, v, accumulate))
+
+
+@implements(aten._index_put_impl_.default, family="indexing")
+def index_put_impl_(x: Any, indices: Any, values: Any, accumulate: bool = False, unsafe: bool = False) -> Tensor:
+    """As `index_put`, in place."""
+    result = index_put(x, indices, values, accumulate)
+    given = {"indices": indices, "values": values, "accumulate": accumulate}
+    check_written_at("_index_put_impl_", given, x, result)
+    return write(x, result)
+
+
+@implements(aten.scatter.src, family="indexing")
+def scatter(x: Any, dim: int, index: Tensor, source: Any) -> Tensor:
+    """A source at indices."""
+    return write_aligned(x, source, lambda p, v: aten.scatter.src(p, dim, index, v))
+
+
+@implements(aten.scatter_add.default, family="indexing")
+def scatter_add(x: Any, dim: int, index: Tensor, source: Any) -> Tensor:
+    """A source added at indices."""
+    return write_aligned(x, source, lambda p, v: aten.scatter_add.default(p, dim, index, v))
+
+
+@implements(aten.scatter_reduce.two, family="indexing")
+def scatter_reduce(x: Any, dim: int, index: Tensor, source: Any, reduce: str, *, include_self: bool = True) -> Tensor:
+    """Combine a source with the elements at indices: sums and extrema under the larger scale, products by value."""
+    return _reduced(aten.scatter_reduce.two, x, dim, index, source, reduce, include_self)
+
+
+@implements(aten.index_reduce.default, family="indexing")
+def index_reduce(x: Any, dim: int, index: Tensor, source: Any, reduce: str, *, include_self: bool = True) -> Tensor:
+    """As `scatter_reduce`, along a dimension."""
+    return _reduced(aten.index_reduce.default, x, dim, index, source, reduce, include_self)
+
+
+def _reduced(operator: OpOverload, x: Any, dim: int, index: Tensor, source: Any, reduce: str, include: bool) -> Tensor:
+    def compute(p: Tensor, v: Tensor) -> Tensor:
+        return operator(p, dim, index, v, reduce, include_self=include)
+
+    if reduce == "prod":
+        return measured_like(compute(value_of(x), value_of(source)), [t for t in (x, source) if t.dim()] or [x])
+    return write_aligned(x, source, compute)
+
+
+@implements(aten.scatter.value, family="indexing")
+def scatter_value(x: Any, dim: int, index: Tensor, value: Any) -> Tensor:
+    """A constant at indices, under x's scale."""
+    constant = operand(value, x) if isinstance(value, ScaledTensor) else _constant(value, x)
+    return write_aligned(x, constant, lambda p, v: aten.scatter.src(p, dim, index, v.expand(index.shape).clone()))
+
+
+@implements(aten.scatter.reduce, family="indexing")
+def scatter_with(x: Any, dim: int, index: Tensor, source: Any, *, reduce: str) -> Tensor:
+    """A source added to or multiplied with what is at indices."""
+    if reduce == "add":
+        return write_aligned(x, source, lambda p, v: torch.scatter(p, dim, index, v, reduce="add"))
+    return measured_like(torch.scatter(value_of(x), dim, index, value_of(source), reduce=reduce), [x])
+
+
+@implements(aten.scatter.value_reduce, family="indexing")
+def scatter_value_with(x: Any, dim: int, index: Tensor, value: Any, *, reduce: str) -> Tensor:
+    """A number added to or multiplied with what is at indices."""
+    return measured_like(torch.scatter(value_of(x), dim, index, value, reduce=reduce), [x])
+
+
+@implements(aten.index_add.default, family="indexing")
+def index_add(x: Any, dim: int, index: Tensor, source: Any, *, alpha: Any = 1) -> Tensor:
+    """A source, alpha times, added at indices of a dimension."""
+    moved, factor = (source, 1.0) if alpha == 1 else scaled_by_number(source, alpha, first_scaled((x, source)))
+    return write_aligned(x, moved, lambda p, v: aten.index_add.default(p, dim, index, v, alpha=factor))
+
+
+@implements(aten.index_copy.default, family="indexing")
+def index_copy(x: Any, dim: int, index: Tensor, source: Any) -> Tensor:
+    """A source at indices of a dimension."""
+    operator = aten.index_copy.default
+    return write_aligned(x, source, lambda p, v: operator(p, dim, index, v))
+
+
+@implements(aten.index_fill.int_Scalar, aten.index_fill.int_Tensor, family="indexing")
+def index_fill(x: Any, dim: int, index: Tensor, value: Any) -> Tensor:
+    """A constant at indices of a dimension, under x's scale."""
+    if not isinstance(x, ScaledTensor):
+        return aten.index_fill.int_Tensor(x, dim, index, decode_values(value, x.dtype))
+    if isinstance(value, ScaledTensor):
+        value = decode_values(value, torch.float32)
+    constant = value if isinstance(value, Tensor) else _constant(value, x)
+    return write_aligned(x, constant, lambda p, v: _index_filled(p, dim, index, v))
+
+
+def _index_filled(payload: Tensor, dim: int, index: Tensor, constant: Tensor) -> Tensor:
+    """Return a payload with a constant at indices: index_fill would read it, and wait for its device."""
+    if not payload.dim():
+        return aten.index_copy.default(payload, dim, index, constant.expand(index.numel()).reshape(index.shape))
+    size = list(payload.shape)
+    size[dim] = index.numel()
+    return aten.index_copy.default(payload, dim, index, constant.expand(size))
+
+
+@implements(aten.put.default, family="indexing")
+def put(x: Any, index: Tensor, source: Any, accumulate: bool = False) -> Tensor:
+    """Return x with a source written, or added, at indices into the flattened x."""
+    return write_aligned(x, source, lambda p, v: aten.put.default(p, index, v, accumulate))
+
+
+homogeneous(aten.embedding_dense_backward.default, family="indexing", grad_output=1)
+
+
+def _constant(value: Any, x: Tensor) -> Tensor:
+    """A number as a float32 tensor without dimensions, beside x."""
+    return torch.full((), value, dtype=torch.float32, device=x.device)
+
+
+decoded(aten._fft_r2c.default, aten.complex.default, aten.polar.default, family="complex")
+
+
+@implements(aten.view_as_complex.default, family="complex")
+def view_as_complex(x: ScaledTensor) -> Tensor:
+    """The values as complex numbers: a copy, as the payload's memory does not hold them."""
+    return torch.view_as_complex(value_of(x).contiguous())
+
+
+# Operators of one tensor whose name or arguments differ from those of the list.
+_SINGLE: dict[str, Callable[..., Any]] = {
+    "norm": lambda x, order=2, dtype=None: torch.linalg.vector_norm(x, order, dtype=dtype),
+    "powsum": lambda x, order=2, dtype=None: torch.linalg.vector_norm(x, order, dtype=dtype) ** order,
+    "max": lambda x: torch.amax(x),
+    # torch.maximum and torch.minimum take no number.
+    "maximum": lambda x, other: (torch.maximum if isinstance(other, Tensor) else torch.clamp_min)(x, other),
+    "minimum": lambda x, other: (torch.minimum if isinstance(other, Tensor) else torch.clamp_max)(x, other),
+    "copy": lambda x, source, non_blocking=False: aten.copy.default(x, source, non_blocking),
+    "copy_": lambda x, source, non_blocking=False: x.copy_(source, non_blocking),
+    "addcmul": lambda x, a, b, value=1: aten.addcmul.default(x, a, b, value=value),
+    "addcdiv": lambda x, a, b, value=1: aten.addcdiv.default(x, a, b, value=value),
+    "addcmul_": lambda x, a, b, value=1: aten.addcmul_.default(x, a, b, value=value),
+    "addcdiv_": lambda x, a, b, value=1: aten.addcdiv_.default(x, a, b, value=value),
+    "zero_": lambda x: x.zero_(),
+}
+_NAMED = ("alpha", "dtype", "memory_format")
+
+
+def _register_loop(operator: OpOverload, name: str) -> None:
+    """Register a loop over lists; a tensor of scalars is split where the overload takes one."""
+    single = _SINGLE.get(name) or getattr(torch.ops.aten, name)
+    places = [(a.name, str(a.type)) for a in operator._schema.arguments]
+    lists = {place for place, kind in places if kind.startswith("List[") or kind.endswith("[]")}
+    of_scalars = next((p for p, kind in places if kind == "Tensor" and p == "scalars"), None)
+    names = [place for place, _ in places]
+
+    def loop(*arguments: Any, **options: Any) -> list[Tensor] | None:
+        given = dict(zip(names, arguments)) | options
+        if of_scalars in given:
+            scalars = given[of_scalars]
+            given[of_scalars] = plain(scalars).tolist()
+        split = lists | {of_scalars}
+        count = max(len(given[place]) for place in lists if place in given)
+        results = [
+            _call(single, {place: x[i] if place in split else x for place, x in given.items()}) for i in range(count)
+        ]
+        return None if name.endswith("_") else results
+
+    implements(operator, family="foreach")(loop)
+
+
+def _call(single: Callable, given: dict[str, Any]) -> Tensor:
+    """Call an operator, by position for arguments whose names differ between overloads, by name for others."""
+    named = {key: x for key, x in given.items() if key in _NAMED and x is not None}
+    return single(*(x for key, x in given.items() if key not in _NAMED), **named)
+
+
+def _register() -> None:
+    for name in sorted(torch._C._dispatch_get_all_op_names()):
+        packet, _, overload = name.removeprefix("aten::").partition(".")
+        if not name.startswith("aten::_foreach_") or overload.endswith("out"):
+            continue
+        single = packet.removeprefix("_foreach_")
+        if single in _SINGLE or hasattr(torch.ops.aten, single):
+            _register_loop(getattr(getattr(torch.ops.aten, packet), overload or "default"), single)
+
+
+_register()
+
+
+def _refused(operator: OpOverload) -> None:
+    def refuse(*arguments: Any, **options: Any) -> None:
+        raise NotImplementedError(
+            f"{operator} reads memory as plain numbers, and ScaledTensors have a scale: make the optimizer with "
+            "fused=False, foreach=False, or take one of halfulp.optim"
+        )
+
+    implements(operator, family="foreach")(refuse)
+
+
+for _name in ("_fused_adam", "_fused_adamw", "_fused_sgd", "_fused_adagrad"):
+    for _packet in (getattr(aten, _name), getattr(aten, f"{_name}_")):
+        for _overload in _packet.overloads():
+            if not _overload.endswith("out"):
+                _refused(getattr(_packet, _overload))
+
+
+@implements(aten._amp_foreach_non_finite_check_and_unscale_.default, family="foreach")
+def unscale_(gradients: Any, found: Tensor, inverse: Tensor) -> None:
+    """Multiply gradients by a number, in place, and record whether one is infinite or NaN."""
+    factor = plain(inverse)
+    for gradient in gradients:
+        payload = gradient._payload if isinstance(gradient, ScaledTensor) else gradient
+        found.copy_(torch.maximum(found, (~payload.to(torch.float32).isfinite()).any().to(found.dtype)))
+        gradient.mul_(factor)

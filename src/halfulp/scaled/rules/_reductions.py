@@ -1,0 +1,326 @@
+"""Rules of reductions, sorting, pooling and losses."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch._ops import OpOverload
+
+from ...kernels import present, torch_operators
+from .. import _powers_of_two as _powers
+from .._operands import (
+    decode_values,
+    encode_values,
+    first_scaled,
+    make_scaled,
+    operand,
+    rms_scale,
+    storage_of,
+    to_float32,
+)
+from .._registry import LOGICALS, implements
+from .._scaled_tensor import ScaledTensor
+from ._results import align, measured_like, payloads_under, scale_one, sqrt_of_count, value_of, values_under
+from ._vocabulary import decoded, gate, homogeneous, measured_scale, overloads
+
+aten = torch_operators("aten")
+
+
+def terms_of(x: Tensor, dims: Sequence[int] | int | None) -> int:
+    """Return how many elements one result is the sum of."""
+    if dims is None or (not isinstance(dims, int) and not len(dims)):
+        return x.numel()
+    dims = [dims] if isinstance(dims, int) else dims
+    return math.prod(x.shape[dim] for dim in dims) if x.dim() else 1
+
+
+def sum_scale_of(x: Tensor, dims: Sequence[int] | int | None = None, *_: Any, **__: Any) -> float:
+    """Return the power of two below the square root of the number of terms."""
+    return sqrt_of_count(terms_of(x, dims))
+
+
+def with_dtype(*operators: OpOverload) -> Callable[[Callable], Callable]:
+    """Register a rule that computes in float32 for operators with dtype=, as a decorator.
+
+    With dtype=float64 they compute in it, on exact values; the result is rounded once, to payloads under a measured
+    scale. With integers and complex numbers they are torch's own, on values, and their results plain.
+    """
+
+    def register(rule: Callable) -> Callable:
+        for operator in operators:
+            implements(operator, family="reduction")(_with_dtype(operator, rule))
+        return rule
+
+    return register
+
+
+def _with_dtype(operator: OpOverload, rule: Callable) -> Callable:
+    def computed(x: ScaledTensor, *arguments: Any, dtype: torch.dtype | None = None, **options: Any) -> Tensor:
+        if dtype is None or dtype == x.dtype != torch.float64:
+            return rule(x, *arguments, **options)
+        if dtype == torch.float64:
+            values = operator(decode_values(x, dtype), *arguments, dtype=dtype, **options)
+            return encode_values(values, x._payload.dtype)
+        if dtype not in LOGICALS:
+            return operator(decode_values(x), *arguments, dtype=dtype, **options)
+        return aten._to_copy.default(rule(x, *arguments, **options), dtype=dtype)
+
+    return computed
+
+
+@with_dtype(aten.sum.default, aten.sum.dim_IntList)
+def sum_over(x: ScaledTensor, dims: Sequence[int] | None = None, keepdim: bool = False) -> Tensor:
+    """sum(p) / c under the scale s c, with c the power of two below the root of the number of terms."""
+    return payloads_under(aten.sum.dim_IntList(to_float32(x), dims, keepdim), [x._scale], [x], sum_scale_of(x, dims))
+
+
+@with_dtype(aten.nansum.default)
+def nansum(x: ScaledTensor, dims: Sequence[int] | None = None, keepdim: bool = False) -> Tensor:
+    """Sum the elements that are numbers."""
+    return payloads_under(aten.nansum.default(to_float32(x), dims, keepdim), [x._scale], [x], sum_scale_of(x, dims))
+
+
+@with_dtype(aten.mean.default, aten.mean.dim)
+def mean_over(x: ScaledTensor, dims: Sequence[int] | None = None, keepdim: bool = False) -> Tensor:
+    """mean(p) under the scale s."""
+    return payloads_under(aten.mean.dim(to_float32(x), dims, keepdim), [x._scale], [x])
+
+
+@with_dtype(aten.cumsum.default)
+def cumsum(x: ScaledTensor, dim: int) -> Tensor:
+    """Running sums, divided by the power of two below the root of the longest."""
+    return payloads_under(aten.cumsum.default(to_float32(x), dim), [x._scale], [x], sum_scale_of(x, dim))
+
+
+homogeneous(aten.trace.default, family="reduction", self=1)
+homogeneous(aten.std.correction, family="reduction", self=1)
+
+
+@implements(aten.var.correction, family="reduction")
+def var(x: ScaledTensor, *arguments: Any, **options: Any) -> Tensor:
+    """The variance: as its square under the scale s^2 leaves narrow payloads soon, under a measured one."""
+    return make_squares(aten.var.correction(to_float32(x), *arguments, **options), x._scale, [x])
+
+
+@implements(aten.var_mean.correction, family="reduction")
+def var_mean(x: ScaledTensor, *arguments: Any, **options: Any) -> tuple[Tensor, Tensor]:
+    """The variance, and the mean under s."""
+    variance, mean = aten.var_mean.correction(to_float32(x), *arguments, **options)
+    return make_squares(variance, x._scale, [x]), payloads_under(mean, [x._scale], [x])
+
+
+def make_squares(y: Tensor, scale: Tensor, holders: list[Any]) -> Tensor:
+    """Return payloads of y s^2 as a tensor; a narrow one under the power of two next to its root mean square."""
+    storage = storage_of(holders)
+    if storage == torch.float32:
+        return payloads_under(y, [scale, scale], holders)
+    power = rms_scale(y, storage)
+    return payloads_under(_powers.times(y, 1.0 / power), [scale, scale, power], holders)
+
+
+homogeneous(aten.std_mean.correction, family="reduction", self=1)
+homogeneous(
+    *(aten.amax.default, aten.amin.default, aten.aminmax.default, aten.max.default, aten.max.dim),
+    *(aten.min.default, aten.min.dim, aten.median.default, aten.median.dim, aten.nanmedian.default),
+    *(aten.nanmedian.dim, aten.mode.default, aten.kthvalue.default, aten.cummax.default, aten.cummin.default),
+    *(aten.argmax.default, aten.argmin.default, aten.all.default, aten.all.dim, aten.all.dims),
+    *(aten.any.default, aten.any.dim, aten.any.dims, aten.count_nonzero.default, aten.count_nonzero.dim_IntList),
+    family="pass-through",
+)
+gate(aten.logsumexp.default, aten.logcumsumexp.default, family="reduction", at_least_one=True)
+
+
+@with_dtype(aten.prod.default, aten.prod.dim_int)
+def prod(x: ScaledTensor, *where: Any) -> Tensor:
+    """The product of values, in float64, where n powers of two do not leave the range; its scale measured."""
+    return measured_like(torch.prod(decode_values(x, torch.float64), *where), [x])
+
+
+@with_dtype(aten.cumprod.default)
+def cumprod(x: ScaledTensor, dim: int) -> Tensor:
+    """Running products of values, in float64; their scale measured."""
+    return measured_like(aten.cumprod.default(decode_values(x, torch.float64), dim), [x])
+
+
+@with_dtype(aten.linalg_vector_norm.default)
+def vector_norm(x: Any, order: Any = 2, dims: Any = None, keepdim: bool = False) -> Tensor:
+    """norm(p) under the scale s; of order 0 a count under the scale 1."""
+    order = 2.0 if order is None else float(order)
+    count = terms_of(x, dims)
+    if order not in (0.0, 1.0, 2.0, math.inf, -math.inf):  # powers of payloads depend on how values are split
+        values = aten.linalg_vector_norm.default(decode_values(x, torch.float32), order, dims, keepdim)
+        return values_under(values, x._scale, x._payload.dtype, x.dtype)
+    values = aten.linalg_vector_norm.default(to_float32(x), order, dims, keepdim)
+    sum_scale = {0.0: sqrt_of_count(count), 1.0: sqrt_of_count(count * count), 2.0: sqrt_of_count(count)}.get(
+        order, 1.0
+    )
+    return payloads_under(values, [x._scale] if order else [], [x], sum_scale)
+
+
+@with_dtype(aten.norm.Scalar, aten.norm.ScalarOpt_dtype)
+@with_dtype(aten.norm.ScalarOpt_dim, aten.norm.ScalarOpt_dim_dtype)
+def norm(x: ScaledTensor, order: Any = 2, dims: Any = None, keepdim: bool = False) -> Tensor:
+    """norm(p) under the scale s."""
+    return vector_norm(x, order, dims, keepdim)
+
+
+homogeneous(
+    *overloads(aten.sort, aten.topk, aten._unique2, aten._unique, aten.unique_dim, aten.unique_consecutive),
+    *overloads(aten.unique_dim_consecutive),
+    family="pass-through",
+)
+decoded(*overloads(aten.argsort, aten.searchsorted, aten.bucketize), family="comparison")
+measured_scale(
+    *overloads(aten.histc, aten.histogram, aten._histogramdd_bin_edges, aten._histogramdd_from_bin_cts),
+    *overloads(aten._histogramdd_from_bin_tensors, aten.bincount),
+    aten.round.decimals,
+    family="order",
+)
+
+
+def _rounded(operator: torch._ops.OpOverload) -> None:
+    def rounded(x: ScaledTensor) -> Tensor:
+        values = operator(value_of(x))
+        scale = _powers.maximum_scale(x._scale, scale_one(values))
+        return make_scaled(
+            _powers.times(values, _powers.ratio(scale_one(values), scale)), scale, x._payload.dtype, x.dtype
+        )
+
+    implements(operator, family="order")(rounded)
+
+
+# Whole numbers are 0 or at least 1, so the scale is at least 1 too.
+for _operator in (aten.floor.default, aten.ceil.default, aten.round.default, aten.trunc.default):
+    _rounded(_operator)
+
+
+homogeneous(
+    *(aten.max_pool2d_with_indices.default, aten.max_pool3d_with_indices.default, aten.adaptive_max_pool2d.default),
+    *(aten.adaptive_max_pool3d.default, aten.max_unpool2d.default, aten.max_unpool3d.default),
+    *(aten.avg_pool2d.default, aten.avg_pool3d.default, aten._adaptive_avg_pool2d.default),
+    *(aten._adaptive_avg_pool3d.default, aten.im2col.default, aten.col2im.default, aten.pixel_shuffle.default),
+    *(aten.pixel_unshuffle.default, aten.channel_shuffle.default),
+    family="pass-through",
+)
+homogeneous(aten.fractional_max_pool2d.default, aten.fractional_max_pool3d.default, family="pooling", self=1)
+homogeneous(
+    *(aten.max_pool2d_with_indices_backward.default, aten.max_pool3d_with_indices_backward.default),
+    *(aten.adaptive_max_pool2d_backward.default, aten.adaptive_max_pool3d_backward.default),
+    *(aten.fractional_max_pool2d_backward.default, aten.fractional_max_pool3d_backward.default),
+    *(aten.avg_pool2d_backward.default, aten.avg_pool3d_backward.default),
+    *(aten._adaptive_avg_pool2d_backward.default, aten._adaptive_avg_pool3d_backward.default),
+    family="pooling",
+    grad_output=1,
+    self=0,
+)
+_KINDS = ("nearest1d", "nearest2d", "nearest3d", "linear1d", "bilinear2d", "bicubic2d", "trilinear3d")
+_EXACT = ("_upsample_nearest_exact1d", "_upsample_nearest_exact2d", "_upsample_nearest_exact3d")
+_SMOOTH = ("_upsample_bilinear2d_aa", "_upsample_bicubic2d_aa", "_upsample_lanczos2d_aa")
+for _name in (*(f"upsample_{kind}" for kind in _KINDS), *_EXACT, *_SMOOTH):
+    homogeneous(getattr(aten, _name).default, family="pass-through")
+    homogeneous(getattr(aten, f"{_name}_backward").default, family="pooling", grad_output=1)
+
+
+MEAN, SUM = 1, 2
+
+
+def _spread(count: int, reduction: int) -> float:
+    return sqrt_of_count(count) if reduction == SUM else 1.0
+
+
+def _mean_divisor(count: int, reduction: int) -> float:
+    """Return the power of two near the factor by which a mean divides gradients."""
+    return 1.0 / sqrt_of_count(count * count) if reduction == MEAN else 1.0
+
+
+homogeneous(aten._log_softmax_backward_data.default, family="loss", grad_output=1)
+homogeneous(aten._softmax_backward_data.default, family="loss", grad_output=1)
+
+
+@implements(aten.nll_loss_forward.default, aten.nll_loss2d_forward.default, family="loss")
+def nll_loss_forward(x: Any, target: Tensor, weight: Any, reduction: int, ignore_index: int) -> tuple[Tensor, Tensor]:
+    """The chosen log-probabilities under x's scale; the total weight plain in float32, as counts leave narrow types."""
+    operator = aten.nll_loss_forward.default if x.dim() < 3 else aten.nll_loss2d_forward.default
+    p = operand(x, first_scaled((x, weight)))
+    y, total = operator(to_float32(p), target, value_of(weight), reduction, ignore_index)
+    holders = [x] if isinstance(x, ScaledTensor) else [x, weight]
+    return payloads_under(y, [p._scale], holders, _spread(target.numel(), reduction)), total
+
+
+def _nll_backward(operator: OpOverload) -> None:
+    def backward(
+        gradient: Any, x: Any, target: Tensor, weight: Any, reduction: int, ignore_index: int, total: Any
+    ) -> Tensor:
+        like = first_scaled((gradient, x, weight, total))
+        g = operand(gradient, like)
+        shape_of = to_float32(x) if isinstance(x, ScaledTensor) else x.to(torch.float32)
+        y = operator(to_float32(g), shape_of, target, value_of(weight), reduction, ignore_index, value_of(total))
+        return payloads_under(y, [g._scale], [_holder(gradient, like)], _mean_divisor(target.numel(), reduction))
+
+    implements(operator, family="loss")(backward)
+
+
+_nll_backward(aten.nll_loss_backward.default)
+_nll_backward(aten.nll_loss2d_backward.default)
+
+
+def _holder(gradient: Any, like: ScaledTensor) -> ScaledTensor:
+    return gradient if isinstance(gradient, ScaledTensor) else like
+
+
+@implements(aten.mse_loss.default, family="loss")
+def mse_loss(x: Any, target: Any, reduction: int = MEAN) -> Tensor:
+    """(px - pt)^2 under the scale s^2."""
+    (a, b), scale, *_ = align(x, target)
+    y = aten.mse_loss.default(a, b, reduction)
+    return make_squares(y, scale, [x, target])
+
+
+@implements(aten.mse_loss_backward.default, family="loss")
+def mse_loss_backward(gradient: Any, x: Any, target: Any, reduction: int) -> Tensor:
+    """2 pg (px - pt) under gs s / n."""
+    like = first_scaled((gradient, x, target))
+    g = operand(gradient, like)
+    (a, b), scale, *_ = align(*(operand(t, like) for t in (x, target)))
+    y = aten.mse_loss_backward.default(to_float32(g), a, b, reduction)
+    return payloads_under(y, [g._scale, scale], [_holder(gradient, like)], _mean_divisor(a.numel(), reduction))
+
+
+def _backward_on_values(*operators: OpOverload) -> None:
+    """Register operators whose result is linear in the incoming gradient, the rest by value: under gs / n."""
+    for operator in present(operators):
+        implements(operator, family="loss")(_of_values(operator))
+
+
+def _of_values(operator: OpOverload) -> Callable:
+    names = [argument.name for argument in operator._schema.arguments]
+    at = names.index("reduction")
+
+    def backward(gradient: Any, *arguments: Any, **options: Any) -> Tensor:
+        like = first_scaled((gradient, *arguments, *options.values()))
+        g = operand(gradient, like)
+        rest = [value_of(x) for x in arguments]
+        y = operator(to_float32(g), *rest, **{name: value_of(x) for name, x in options.items()})
+        reduction = arguments[at - 1] if len(arguments) >= at else options.get("reduction", MEAN)
+        return payloads_under(y, [g._scale], [_holder(gradient, like)], _mean_divisor(arguments[0].numel(), reduction))
+
+    return backward
+
+
+_backward_on_values(
+    *(aten.smooth_l1_loss_backward.default, aten.huber_loss_backward.default, aten.soft_margin_loss_backward.default),
+    *(aten.binary_cross_entropy_backward.default, aten.multi_margin_loss_backward.default),
+    aten.multilabel_margin_loss_backward.default,
+)
+
+
+measured_scale(
+    *(aten.smooth_l1_loss.default, aten.huber_loss.default, aten.soft_margin_loss.default),
+    *(aten.multi_margin_loss.default, aten.multilabel_margin_loss_forward.default),
+    *(aten.binary_cross_entropy.default, aten.binary_cross_entropy_with_logits.default),
+    family="loss",
+)

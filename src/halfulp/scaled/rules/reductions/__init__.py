@@ -1,1 +1,0 @@
-"""Rules of sums, norms, losses and order."""
