@@ -8,8 +8,7 @@ import torch
 from halfulp.formats import Format, get, round_exact
 from halfulp.kernels import engine, same_bits
 from halfulp.rounding import Stochastic, mix64, random_words
-from halfulp.rounding._kernel_constants import random_bits
-from halfulp.rounding._target import make_target
+from halfulp.rounding._target import make_target, random_bits
 
 from ..rounding.oracle import FORMATS, MODES, all_of, inputs, oracle, random_patterns, rounded
 

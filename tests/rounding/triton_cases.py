@@ -14,14 +14,13 @@ from halfulp.formats import BlockFormat, get, get_block
 from halfulp.kernels import address, same_bits
 from halfulp.kernels.triton._tensor_kernel import TensorKernel
 from halfulp.rounding import get_rounding
-from halfulp.rounding._kernel_constants import WORD64, layout_for
+from halfulp.rounding._kernels import plan_for
 from halfulp.rounding._quantize import target_for
 from halfulp.rounding._random_bits import random_words
-from halfulp.rounding._reference import from_words, round_words, to_words
-from halfulp.rounding._triton_kernels import plan_for
-from halfulp.rounding.blocks import _triton_kernels as blocks
-from halfulp.rounding.blocks._quantize import block_target_for
-from halfulp.rounding.blocks._reference import in_blocks, round_blocks
+from halfulp.rounding._table import from_words, round_words, to_words
+from halfulp.rounding._target import WORD64, layout_for
+from halfulp.rounding.blocks import _quantize as blocks
+from halfulp.rounding.blocks._quantize import block_target_for, in_blocks, round_blocks
 from halfulp.rounding.blocks._table import layout_of
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)

@@ -42,7 +42,7 @@ from ..kernels.scalar._operations import select as choose
 from ..kernels.scalar._operations import shl as left
 from ..kernels.scalar._operations import shr as right
 from ..kernels.scalar._operations import sub as minus
-from ._kernel_constants import (
+from ._target import (
     BASE,
     DOWN_SCALE,
     DRAWN,

@@ -15,7 +15,7 @@ from ..formats import BlockFormat, Format
 from ..kernels import constant_result
 from ._modes import Rounding, get_rounding
 from ._target import Target, make_target
-from .blocks._target import BlockTarget, make_block_target
+from .blocks._table import BlockTarget, make_block_target
 
 _ERRORS: dict[str, type[Exception]] = {kind.__name__: kind for kind in (NotImplementedError, TypeError, ValueError)}
 

@@ -125,7 +125,7 @@ def _at_once(
     return out
 
 
-# The last call's format, rounding, overflow, dtype, and plan: hashing a format takes as long as rounding 1,000 elements.
+# The last call, and its plan: hashing a format takes as long as rounding 1,000 elements.
 _latest: tuple[object, object, object, object, Plan | None] = (None, None, None, None, None)
 
 

@@ -1,10 +1,13 @@
-"""The target of a rounding: format, mode and overflow policy as integers that a torch operator takes."""
+"""The target of a rounding, as integers that a torch operator takes, and the constants of its kernels."""
 
 from __future__ import annotations
 
 import struct
+from fractions import Fraction
+from functools import lru_cache
 from typing import NamedTuple
 
+import numpy as np
 import torch
 
 from ..formats import Format
@@ -137,3 +140,179 @@ def _wide_enough(format: Format) -> str:
     mantissa, emin, largest = _CONTAINERS[torch.float32]
     fits = format.mantissa_bits <= mantissa and format.max <= largest
     return "float32" if fits and format.smallest_subnormal >= 2.0 ** (emin - mantissa) else "float64"
+
+
+class Layout(NamedTuple):
+    """The words of a container: their width, explicit mantissa bits and exponent bias."""
+
+    width: int
+    mantissa: int
+    bias: int
+
+    @property
+    def smallest(self) -> int:
+        """Exponent of the smallest subnormal."""
+        return 1 - self.bias - self.mantissa
+
+    def power(self, exponent: int) -> int:
+        """The word of 2^exponent."""
+        if exponent > -self.bias:
+            return (exponent + self.bias) << self.mantissa
+        return 1 << (exponent - self.smallest) if exponent >= self.smallest else 0
+
+    def word(self, value: float) -> int:
+        """The word of a number that the container holds."""
+        double, single = ("<d", "<q"), ("<f", "<i")
+        real, integer = single if self.width == 32 else double
+        return struct.unpack(integer, struct.pack(real, value))[0]
+
+
+WORD32, WORD64 = Layout(32, 23, 127), Layout(64, 52, 1023)
+
+# Positions in a kernel's array of constants.
+MAGNITUDE, SIGN, INFINITY, NAN, ONE, ONES, SIGNIFICAND, IMPLICIT, FIELD = range(9)
+SHIFT, BASE, LOWEST, HIGHEST, ADDEND, TINY, FLOOR, TIE, FIRST_FACTOR, SECOND_FACTOR, LAST_BIT = range(9, 20)
+SMALLEST_BINADE, RAISE, LIMIT, LARGEST, OVERFLOW, ZERO_SIGN, VALUE_SIGN, NEGATIVE = range(20, 28)
+FINITE, DRAWN, UP_SCALE, DOWN_SCALE, SPARE_BITS, WHOLE_STEPS, HALF_WORD = range(28, 35)
+COUNT = 35
+
+# A fraction is compared with this many random bits where it has more: 31, and what a 30-bit product leaves for formats
+# of few bits, whose fast path is a fixed-point number.
+_SCALED_BITS = 29
+
+
+class Constants(NamedTuple):
+    """The constants of one target for words of one layout.
+
+    Attributes:
+        path: "fixed" where every word loses the same bits, "adder" where a float addition rounds, "scaled" where a
+            fixed-point number takes the random bits, else "packed".
+        plain: whether every result keeps the sign of its input.
+        saturating: whether what overflows becomes the largest number.
+        words: uint32 or uint64 array, by the positions above.
+    """
+
+    path: str
+    plain: bool
+    saturating: bool
+    words: np.ndarray
+
+
+@lru_cache(maxsize=1024)
+def layout_for(target: Target) -> Layout:
+    """The words in which a float32, bfloat16 or float16 tensor is rounded; float64 is always rounded in its own.
+
+    Numbers of the format that are subnormal in float32, or whose draws would need a factor beyond its range, take
+    the way through float64, which is exact.
+    """
+    if _is_fixed(target, WORD32):
+        return WORD32
+    deep = target.mode >= STOCHASTIC and target.tiny_exponent < -95
+    return WORD64 if deep or target.emin < -126 else WORD32
+
+
+@lru_cache(maxsize=1024)
+def constants(target: Target, layout: Layout) -> Constants:
+    """The path and the words of a target."""
+    sign = 1 << (layout.width - 1)
+    infinity = layout.power(layout.bias + 1)
+    ones = 2 * sign - 1
+    values = dict.fromkeys(range(COUNT), 0)
+    values |= {MAGNITUDE: sign - 1, SIGN: sign, INFINITY: infinity, ONE: 1, ONES: ones, FIELD: layout.mantissa}
+    values |= {SIGNIFICAND: (1 << layout.mantissa) - 1, IMPLICIT: 1 << layout.mantissa, LAST_BIT: layout.width - 1}
+    values[NAN] = infinity | 1 << (layout.mantissa - 1)
+    largest = infinity - 1 if target.max > _largest(layout) else layout.word(target.max)
+    values |= {LARGEST: largest, OVERFLOW: (infinity, values[NAN], largest)[target.policy]}
+    values |= {ZERO_SIGN: sign * target.signed_zero, VALUE_SIGN: sign * target.signed}
+    values[NEGATIVE] = ones if target.signed else sign
+    values |= {HALF_WORD: 32, FINITE: infinity - 1, DRAWN: ones & -1 << 32 - random_bits(target) & 0xFFFFFFFF}
+    values |= _grid(target, layout)
+    path = _path(target, layout)
+    if path == "adder":
+        values |= _adder(target, layout)
+    if path == "scaled":
+        values |= _scaled(target, layout)
+    dtype = np.uint32 if layout.width == 32 else np.uint64
+    words = np.array([values[i] for i in range(COUNT)], dtype=dtype)
+    return Constants(path, target.signed_zero, POLICIES[target.policy] == "saturate", words)
+
+
+def _grid(target: Target, layout: Layout) -> dict[int, int]:
+    """Return how many bits a word loses by its exponent, and the words around the smallest number."""
+    lost = max(0, layout.mantissa - target.mantissa_bits)
+    base = max(0, layout.mantissa - target.mantissa_bits + target.emin + layout.bias)
+    highest = max(0, base - lost)
+    tiny = target.tiny_exponent
+    exponent = max(0, 31 - tiny)
+    halves = (exponent // 2, exponent - exponent // 2) if layout.width == 64 else (min(exponent, 127), 0)
+    return {
+        SHIFT: lost,
+        BASE: base,
+        HIGHEST: highest,
+        LOWEST: min(highest, max(1, base - layout.mantissa)),
+        TINY: layout.power(tiny),
+        FLOOR: 0 if target.zero else layout.power(tiny),
+        TIE: layout.power(tiny - 1) + 1,
+        FIRST_FACTOR: layout.power(halves[0]),
+        SECOND_FACTOR: layout.power(halves[1]),
+    }
+
+
+def _adder(target: Target, layout: Layout) -> dict[int, int]:
+    """The addend 2^(e - m + M) of a magnitude with exponent e, and the largest magnitude that stays finite."""
+    spacing = Fraction(2) ** (_exponent(target.max) - target.mantissa_bits)
+    steps = Fraction(target.max) / spacing
+    limit = layout.word(float(Fraction(target.max) + spacing / 2)) - int(steps) % 2
+    return {
+        SMALLEST_BINADE: layout.power(target.emin),
+        RAISE: (layout.mantissa - target.mantissa_bits) << layout.mantissa,
+        LIMIT: limit,
+    }
+
+
+def _scaled(target: Target, layout: Layout) -> dict[int, int]:
+    """Exponents of the factors to and from fixed point, in which a step is 2^(29 - mantissa bits)."""
+    spare = _SCALED_BITS - target.mantissa_bits
+    return {
+        SMALLEST_BINADE: layout.power(target.emin),
+        UP_SCALE: (2 * layout.bias + _SCALED_BITS) << layout.mantissa,
+        DOWN_SCALE: _SCALED_BITS << layout.mantissa,
+        SPARE_BITS: layout.width - spare,
+        WHOLE_STEPS: (1 << layout.width) - (1 << spare),
+    }
+
+
+def random_bits(target: Target) -> int:
+    """How many random bits a fraction is compared with."""
+    return _SCALED_BITS - target.mantissa_bits if target.mantissa_bits <= 6 else 31
+
+
+def _path(target: Target, layout: Layout) -> str:
+    if _is_fixed(target, layout):
+        return "fixed"
+    normal = target.zero and (target.subnormals or target.mantissa_bits == 0)
+    if target.mode == STOCHASTIC:
+        scalable = normal and layout.width == 32 and target.mantissa_bits <= 6 and target.emin >= -96
+        return "scaled" if scalable else "packed"
+    addable = target.mode == NEAREST and normal
+    roomy = _exponent(target.max) + layout.mantissa + 1 - target.mantissa_bits <= layout.bias
+    fine = target.mantissa_bits < layout.mantissa and target.tiny_exponent >= 3 - layout.bias
+    return "adder" if addable and roomy and fine else "packed"
+
+
+def _is_fixed(target: Target, layout: Layout) -> bool:
+    """Whether the format's subnormals are the container's, so that every word loses the same bits."""
+    if not (target.zero and target.subnormals and target.mantissa_bits):
+        return False
+    finer = target.mantissa_bits >= layout.mantissa and target.tiny_exponent <= layout.smallest
+    return finer or target.emin == 1 - layout.bias
+
+
+def _exponent(value: float) -> int:
+    """The e with 2^e <= value < 2^(e + 1)."""
+    return np.frexp(value)[1].item() - 1
+
+
+def _largest(layout: Layout) -> float:
+    word = layout.power(layout.bias + 1) - 1
+    return struct.unpack("<f" if layout.width == 32 else "<d", word.to_bytes(layout.width // 8, "little"))[0]

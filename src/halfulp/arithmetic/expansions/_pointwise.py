@@ -51,6 +51,7 @@ class Elements:
         stored: dtypes of the inputs in memory.
         written: dtypes of the outputs in memory.
         quick: the same function in fewer steps, with a mask of elements in doubt behind its terms, and its arithmetic.
+        exact: whether the terms are numbers of `written`.
     """
 
     def __init__(
@@ -61,8 +62,9 @@ class Elements:
         stored: Dtypes,
         written: Dtypes,
         quick: tuple[Callable[..., Terms], torch.dtype] | None = None,
+        exact: bool = False,
     ) -> None:
-        self.name, self.function, self.arithmetic, self.quick = name, function, arithmetic, quick
+        self.name, self.function, self.arithmetic, self.quick, self.exact = name, function, arithmetic, quick, exact
         self.stored, self.written = stored, written
         self.label = f"{name} of {', '.join(map(str, stored))}"
 
@@ -99,7 +101,7 @@ class Elements:
     @functools.cached_property
     def kernel(self) -> Callable[..., Any]:
         """The kernel of the processor."""
-        return compile_trace(self.name, *self.traced, self.stored, self.written, self._quick())
+        return compile_trace(self.name, *self.traced, self.stored, self.written, self._quick(), self.exact)
 
     def _quick(self) -> Quick | None:
         if self.quick is None:
@@ -198,7 +200,7 @@ class Call:
         written = (self.dtype,) * self.components
         counts, is_one = tuple(count for _, count in self.operands), len({*stored, self.dtype}) == 1
         short = quick(self.name, counts, self.components, self.dtype) if is_one else None
-        return Elements(f"pointwise_{self.name}", self.evaluate, self.arithmetic, stored, written, short)
+        return Elements(f"pointwise_{self.name}", self.evaluate, self.arithmetic, stored, written, short, exact=True)
 
 
 def pointwise(name: str, *operands: Parts, components: int, dtype: torch.dtype, out: Parts | None = None) -> Parts:

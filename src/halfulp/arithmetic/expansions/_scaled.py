@@ -56,7 +56,8 @@ def under_scale(wide: Parts, scale: torch.Tensor, components: int, dtype: torch.
         keeps: whether no element becomes 0 that is none.
     """
     made = _made_like(wide[0], wide[0].shape, dtype, components)
-    _components(len(wide), components, dtype, keeps)([*wide, scale], made)
+    # A product with the reciprocal has the quotient's bits, as scales are powers of two.
+    _components(len(wide), components, dtype, keeps)([*wide, scale.double().reciprocal()], made)
     return made
 
 
@@ -89,8 +90,8 @@ def _components(count: int, components: int, dtype: torch.dtype, keeps: bool) ->
     least = torch.finfo(dtype).smallest_normal * torch.finfo(dtype).eps
 
     def function(*values: Any) -> Terms:
-        *wide, scale = values
-        made = rounding.evaluate(*(part / scale for part in wide))
+        *wide, inverse = values
+        made = rounding.evaluate(*(part * inverse for part in wide))
         if keeps:
             vanished = made[0] == 0.0
             made[0] = select(vanished & (wide[0] > 0.0), least, made[0])
@@ -98,4 +99,5 @@ def _components(count: int, components: int, dtype: torch.dtype, keeps: bool) ->
         return made
 
     name = "components_under_scale_kept" if keeps else "components_under_scale"
-    return Elements(name, function, torch.float64, (torch.float64,) * count + (torch.float32,), (dtype,) * components)
+    stored, written = (torch.float64,) * (count + 1), (dtype,) * components
+    return Elements(name, function, torch.float64, stored, written, exact=True)

@@ -158,15 +158,15 @@ class VectorBuilder:
             return value
         return (b.fptrunc if own == self.f64 else b.fpext)(value, self.like(bits, scalar))
 
-    def store(self, address, i, dtype: torch.dtype, value) -> None:
-        """Write reals from place i of an array on, rounded to nearest."""
+    def store(self, address, i, dtype: torch.dtype, value, exact: bool = False) -> None:
+        """Write reals from place i of an array on, rounded to nearest; `exact` ones are numbers of the dtype."""
         wide = scalar_of(value.type) == self.f64
         if dtype != torch.float64 and wide:
-            value = self._to_float32(value, to_odd=dtype != torch.float32)
+            value = self._to_float32(value, to_odd=dtype != torch.float32 and not exact)
         elif dtype == torch.float64 and not wide:
             value = self.b.fpext(value, self.like(value, self.f64))
         if dtype == torch.bfloat16:
-            value = self._to_bfloat16(value)
+            value = self._to_bfloat16(value, exact)
         elif dtype == torch.float16:
             value = float_to_half(self, value)
         self.b.store(value, self.pointer(address, i, value.type), align=size_of(dtype))
@@ -184,10 +184,12 @@ class VectorBuilder:
         odd = b.or_(below, b.zext(b.fcmp_ordered("!=", back, value), words))
         return b.bitcast(odd, near.type)
 
-    def _to_bfloat16(self, value):
+    def _to_bfloat16(self, value, exact: bool):
         b, words = self.b, self.like(value, self.i32)
         bits = b.bitcast(value, words)
         shown = b.lshr(bits, self.constant(words, 16))
+        if exact:
+            return b.trunc(shown, self.like(value, self.i16))
         half = b.add(b.and_(shown, self.constant(words, 1)), self.constant(words, 0x7FFF))
         high = b.lshr(b.add(bits, half), self.constant(words, 16))
         # A NaN whose payload lies in the lower half would become an infinity, and one of ones a zero.

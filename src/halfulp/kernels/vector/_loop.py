@@ -44,6 +44,7 @@ def compile_trace(
     stored: Sequence[torch.dtype],
     written: Sequence[torch.dtype],
     quick: Quick | None = None,
+    exact: bool = False,
 ) -> Kernel:
     """A function (first row, last row, table address) that runs a trace on rows of elements.
 
@@ -54,14 +55,15 @@ def compile_trace(
         stored: dtype in memory of each input (float16, bfloat16, float32, float64).
         written: dtype in memory of each result; the value must be one of it, or is rounded to nearest.
         quick: what computes most elements in less time, where all dtypes have 16 bits.
+        exact: whether all results are numbers of their dtypes.
 
     The table is an int64 array: row length, element count, then for each input and each result address, row stride and
     neighbour stride (0 or 1). An input with neighbour stride 0 must hold LANES equal values from each row's address.
     """
     short = quick and (quick.trace.digest(), quick.results, quick.doubt)
-    told = trace.digest(), tuple(results), tuple(stored), tuple(written), *([short] if short else [])
+    told = trace.digest(), tuple(results), tuple(stored), tuple(written), exact, *([short] if short else [])
     key = hashlib.sha256(repr(told).encode()).hexdigest()
-    given = trace, tuple(results), tuple(stored), tuple(written), quick
+    given = trace, tuple(results), tuple(stored), tuple(written), quick, exact
     return compile_rows(name, key, lambda builder, *values: _Loop(builder, *given).build(*values))
 
 
@@ -79,10 +81,10 @@ class _Loop(VectorBuilder):
     """The loop over rows, vectors of neighbours, and remaining elements."""
 
     def __init__(
-        self, builder, trace: Trace, results: tuple, stored: tuple, written: tuple, quick: Quick | None
+        self, builder, trace: Trace, results: tuple, stored: tuple, written: tuple, quick: Quick | None, exact: bool
     ) -> None:
         super().__init__(builder)
-        self.quick = quick
+        self.quick, self.exact = quick, exact
         self.trace, self.results, self.stored, self.written = trace, results, stored, written
         self.lanes = native_lanes(trace.dtype)
         self.real = self.shape(self.f64 if trace.dtype == torch.float64 else self.f32, self.lanes)
@@ -184,4 +186,4 @@ class _Loop(VectorBuilder):
         inputs = [self.load(*place, dtype, self.real) for place, dtype in zip(places, self.stored)]
         values = Instructions(self.b, self.trace, self.lanes, self.one, self.calls).run(inputs)
         for number, place, dtype in zip(self.results, places[len(self.stored) :], self.written):
-            self.store(*place, dtype, values[number])
+            self.store(*place, dtype, values[number], self.exact)

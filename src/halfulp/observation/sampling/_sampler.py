@@ -13,7 +13,7 @@ import torch
 from ...formats import BlockFormat
 from ...kernels import address, check_bits, run_chunks, select_engine, undisturbed
 from ...rounding import Nearest, quantize
-from ...rounding.blocks._reference import scales_of_blocks
+from ...rounding.blocks._quantize import scales_of_blocks
 from .._record import TensorRecord
 from ._candidates import DEFAULT_FORMATS, Candidates, target_of
 from ._kernel import (

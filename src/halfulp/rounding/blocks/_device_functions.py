@@ -15,7 +15,7 @@ from ...kernels.scalar._operations import shl as left
 from ...kernels.scalar._operations import shr as right
 from ...kernels.scalar._operations import sub as minus
 from .._device_functions import as_real, as_word, choose, rounded
-from .._kernel_constants import (
+from .._target import (
     BASE,
     FIELD,
     HIGHEST,

@@ -1,29 +1,211 @@
-"""Rounding in blocks: MX, NVFP4, and any elements that share a scale."""
+"""quantize under a BlockFormat: its operators, and the kernels of the processor, of Triton and of torch."""
 
 from __future__ import annotations
 
 from array import array
 from collections.abc import Callable, Hashable
 from functools import cache, lru_cache
+from typing import NamedTuple
 
 import numpy as np
 import torch
 
 from ...formats import BlockFormat
-from ...kernels import address, check_bits, define_operator, note, run_chunks
+from ...kernels import address, check_bits, define_operator, note, run_chunks, run_on_tensors
+from ...kernels._device_function import Recording, bound
+from ...kernels._trace import Piece
+from ...kernels.triton._launch import ready
+from ...kernels.triton._tensor_kernel import TensorKernel, fixed_memory, is_aligned
 from ...kernels.vector._machine_function import address_of
 from ...kernels.vector._table_loop import compile_table
 from .._graph_constants import traced_block_target
-from .._kernel_constants import WORD32, WORD64, Layout
 from .._kernels import check_device, collide, engine_for, note_write
 from .._modes import Rounding, Stochastic, drawn_key
-from .._random_bits import mix64
-from .._table import FIXED_KEY
-from .._target import STOCHASTIC
-from ._reference import blocks_by_reference, tensor_scale
-from ._table import Kind, fixed_rows, has_wide_results, largest_table, layout_of, rounding_table, words_of
-from ._target import BlockTarget, make_block_target
-from ._triton_kernels import round_blocks_by_triton
+from .._random_bits import mix64, random_words
+from .._table import FIXED_KEY, from_words, inputs_of, to_words
+from .._target import COUNT, STOCHASTIC, WORD32, WORD64, Layout
+from . import _device_functions as b
+from ._device_functions import AMAX
+from ._table import (
+    BlockTarget,
+    Kind,
+    bound_names,
+    fixed_rows,
+    has_wide_results,
+    largest_table,
+    layout_of,
+    make_block_target,
+    rounding_table,
+    words_of,
+)
+
+_SMALLEST_NORMAL = 2.0**-126
+
+
+def blocks_by_reference(x: torch.Tensor, target: BlockTarget, key: int) -> torch.Tensor:
+    """The result on any device.
+
+    Args:
+        x: tensor of any shape; blocks lie along its last dimension, and the last one of a row may be shorter.
+        target: what to round to.
+        key: of the random bits; an element's index is its position in x.
+    """
+    if x.numel() == 0:
+        return x.clone()
+    rows = x.reshape(-1, x.shape[-1]) if x.dim() else x.reshape(1, 1)
+    bits = None
+    if target.element.mode == STOCHASTIC:
+        bits = random_words(key, torch.arange(x.numel(), device=x.device, dtype=torch.int64)).view(rows.shape)
+        bits = in_blocks(bits, target.block)
+    layout = layout_of(x.dtype, target) or _layout(x.dtype)
+    blocks = in_blocks(rows.to(torch.float64 if layout is WORD64 else torch.float32), target.block)
+    result = round_blocks(blocks, target, bits).flatten(1)[:, : rows.shape[1]]
+    return result.to(x.dtype).reshape(x.shape)
+
+
+def in_blocks(rows: torch.Tensor, block: int) -> torch.Tensor:
+    """Cut rows into blocks, the last of each filled up with zeros."""
+    return torch.nn.functional.pad(rows, (0, -rows.shape[1] % block)).unflatten(1, (-1, block))
+
+
+def round_blocks(blocks: torch.Tensor, target: BlockTarget, bits: torch.Tensor | None) -> torch.Tensor:
+    """Round whole blocks, float32 or float64, with random bits for STOCHASTIC."""
+    drawn = 0 if bits is None else bits.to(torch.int32)
+    largest = blocks.abs().amax(-1)
+    return _run_reference("block", blocks, largest, target, {"draw": drawn})
+
+
+def scales_of_blocks(largest: torch.Tensor, target: BlockTarget) -> torch.Tensor:
+    """Return the scales of all of a tensor's blocks from their largest magnitudes; NaN where that is not finite."""
+    return _run_reference("scale", largest, largest, target, {})
+
+
+def tensor_scale(amax: float, target: BlockTarget) -> tuple[float, float]:
+    """The tensor's scale, and its product with the largest element, as float32 numbers."""
+    if not target.tensor_scale:
+        return 1.0, target.element.max
+    numbers = [amax, target.element.max * target.scale.max, target.element.max]
+    single = torch.tensor(numbers, dtype=torch.float32, device="cpu")
+    scale = (single[0] / single[1]).clamp(min=_SMALLEST_NORMAL)
+    return float(scale), float(scale * single[2])
+
+
+def _run_reference(
+    what: str, x: torch.Tensor, largest: torch.Tensor, target: BlockTarget, inputs: dict
+) -> torch.Tensor:
+    layout = _layout(x.dtype)
+    amax = float(torch.where(largest.isfinite(), largest, 0).max()) if target.tensor_scale else 0.0
+    numbers = inputs_of(words_of(target, layout, *tensor_scale(amax, target)))
+    piece = _recorded(what, Kind.of(x.dtype, target, layout), layout.width)
+    given = {**numbers, **inputs, "word": to_words(x.contiguous())}
+    block = target.block if what == "block" else None
+    return from_words(run_on_tensors(piece.trace, (), given, piece.results, block)[0][0], x.dtype)
+
+
+def _layout(dtype: torch.dtype) -> Layout:
+    return WORD64 if dtype == torch.float64 else WORD32
+
+
+@cache
+def _recorded(what: str, kind: Kind, width: int) -> Piece:
+    """Return the device function that rounds an element of a block, or makes a scale of a block's largest magnitude."""
+    element = Recording(0, 2 * COUNT + b.WORDS, f"w{width}")
+    word, words, names = element.given("word", f"w{width}"), element.constants, bound_names(kind, width == 64)
+    c, d, of_block = words[:COUNT], words[COUNT : 2 * COUNT], words[2 * COUNT :]
+    if what == "block":
+        made = bound(b.block_element, names)(word, element.given("draw", "w32"), c, d, of_block)
+    else:
+        made = bound(b.block_scale, names)(word, c, d, of_block)
+    return Piece(element.trace, (made.number,))
+
+
+class Plan(NamedTuple):
+    """What rounding tensors of a dtype to a target takes.
+
+    Attributes:
+        kernel: rounds.
+        constants: of the target, as arguments of its launch.
+        measure: finds the largest of the finite blocks' largest magnitudes, where the tensor has a scale of its own.
+        measured: the constants of that.
+        kind: what tells apart the kernels, which differ in the choice of the scale too where it is a constant.
+        name: of the kernel, for messages.
+    """
+
+    kernel: TensorKernel
+    constants: tuple[int, ...]
+    measure: TensorKernel | None
+    measured: tuple[int, ...]
+    kind: tuple[torch.dtype, Kind, int]
+    name: str
+
+
+def round_blocks_by_triton(x: torch.Tensor, target: BlockTarget, layout: Layout, key: int, out: torch.Tensor) -> bool:
+    """Round contiguous x into out, which may be x; return False if there is no Triton kernel."""
+    plan, device = plan_for(x.dtype, target, layout), x.device
+    aligned, ragged = is_aligned((address(x), address(out)), x.numel()), plan.kernel.is_ragged(_length(x))
+    found = ready(
+        ("quantize in blocks", *plan.kind, aligned, ragged),
+        plan.name,
+        device,
+        lambda: plan,
+        lambda plan, device: [_fixed_by_triton(plan, device, aligned, ragged)],
+        lambda: [blocks_by_reference(_fixed(plan, ragged), target, FIXED_KEY)],
+    )
+    if found is None:
+        return False
+    _round(plan, x, key, out, aligned)
+    return True
+
+
+@lru_cache(maxsize=1024)
+def plan_for(dtype: torch.dtype, target: BlockTarget, layout: Layout) -> Plan:
+    """Return the plan of a dtype and a target, in words of a layout."""
+    words = words_of(target, layout, 1.0, target.element.max)
+    kind = Kind.of(dtype, target, layout)._replace(under_amax=target.tensor_scale)
+    kernel, measure = triton_kernel(dtype, kind), triton_measure(dtype, kind) if target.tensor_scale else None
+    measured = () if measure is None else measure.arguments(words)
+    told, name = (dtype, kind, target.choice), f"quantize in blocks of {dtype}"
+    return Plan(kernel, kernel.arguments(words), measure, measured, told, name)
+
+
+@cache
+def triton_kernel(dtype: torch.dtype, kind: Kind) -> TensorKernel:
+    """Return the kernel that rounds; the largest magnitude on which a tensor's scale depends lies in memory."""
+    return TensorKernel(rounding_table(dtype, kind), (2 * COUNT + AMAX,) if kind.under_amax else ())
+
+
+@cache
+def triton_measure(dtype: torch.dtype, kind: Kind) -> TensorKernel:
+    """Return the kernel that finds the largest of the finite blocks' largest magnitudes."""
+    return TensorKernel(largest_table(dtype, kind))
+
+
+def _round(plan: Plan, x: torch.Tensor, key: int, out: torch.Tensor, aligned: bool) -> None:
+    device, count, length, at = x.device, x.numel(), _length(x), 0
+    addresses = address(x), address(out)
+    if plan.measure is not None:
+        # The device alone reads it, so that nothing waits.
+        amax = torch.zeros(1, dtype=torch.int32, device=device)
+        at = address(amax)
+        plan.measure.launch(device, addresses, count, plan.measured, (0,), length=length, memory=at, aligned=aligned)
+    plan.kernel.launch(device, addresses, count, plan.constants, (key,), length=length, memory=at, aligned=aligned)
+
+
+def _length(x: torch.Tensor) -> int:
+    return x.shape[-1] if x.dim() else 1
+
+
+def _fixed(plan: Plan, ragged: bool) -> torch.Tensor:
+    dtype, kind = plan.kind[:2]
+    return fixed_rows(dtype, 3 * kind.block + 1 if ragged else 16 * kind.block)
+
+
+def _fixed_by_triton(plan: Plan, device: torch.device, aligned: bool, ragged: bool) -> torch.Tensor:
+    rows = _fixed(plan, ragged)
+    here, there = (fixed_memory(rows, device, aligned) for _ in range(2))
+    _round(plan, here, FIXED_KEY, there, aligned)
+    return there.cpu()
+
 
 GROUP = 16_384
 # Kernels hold a block on the stack, of which threads may have no more than 512 KiB, or in a program's registers.

@@ -13,11 +13,11 @@ from halfulp.kernels.triton import _launch, _tensor_kernel
 from halfulp.kernels.vector._machine_function import address_of
 from halfulp.kernels.vector._table_loop import Table, compile_table
 from halfulp.rounding import get_rounding
+from halfulp.rounding._kernels import plan_for
 from halfulp.rounding._quantize import target_for
 from halfulp.rounding._random_bits import mix64
 from halfulp.rounding._table import container_pieces
-from halfulp.rounding._triton_kernels import plan_for
-from halfulp.rounding.blocks import _triton_kernels as blocks
+from halfulp.rounding.blocks import _quantize as blocks
 from halfulp.rounding.blocks._quantize import block_target_for
 from halfulp.rounding.blocks._table import layout_of
 
