@@ -75,7 +75,7 @@ def optimizers() -> None:
 def ema_and_wrap() -> None:
     """An average of weights, and a torch optimizer wrapped."""
     net = model().to(torch.bfloat16)
-    made = hu.optim.wrap(torch.optim.AdamW(net.parameters(), lr=0.5), weight_update="kahan")
+    made = hu.optim.wrap(torch.optim.AdamW, net.parameters(), lr=0.5, weight_update="kahan")
     trained(net, stepped(made), torch.bfloat16)
     ema = hu.optim.EMA(net, decay=0.9)
     ema.update()

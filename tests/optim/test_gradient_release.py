@@ -1,5 +1,7 @@
 """Gradients that are freed inside of backward: the bits of a step after it, and the memory."""
 
+import threading
+
 import pytest
 import torch
 from torch import nn
@@ -59,13 +61,17 @@ def _equal(one, other):
     return all(same_bits(a.detach(), b.detach()) for a, b in zip(one.parameters(), other.parameters(), strict=True))
 
 
+@pytest.mark.parametrize("offload", [None, "cpu"])
 @pytest.mark.parametrize("float32", [False, True])
 @pytest.mark.parametrize("parts", [1, 3])
 @pytest.mark.parametrize("clip", [None, 0.5, 1e6])
-def test_the_bits_are_those_of_a_step_after_backward(clip, parts, float32):
+def test_the_bits_are_those_of_a_step_after_backward(clip, parts, float32, offload):
     if float32 and not hasattr(torch.Tensor, "grad_dtype"):
         pytest.skip("this torch has no gradients wider than their parameter")
-    (plain, norms), (released, found) = _plain(clip, parts, float32), _released(clip, parts, float32)
+    (plain, norms), (released, found) = (
+        _plain(clip, parts, float32),
+        _released(clip, parts, float32, offload=offload),
+    )
     assert _equal(plain, released)
     assert not clip or all(same_bits(a, b) for a, b in zip(norms, found, strict=True))
 
@@ -242,3 +248,84 @@ os._exit(0)
 
 def test_shards_have_the_bits_of_a_step_after_backward(in_two_processes):
     in_two_processes(SHARDED)
+
+
+def _offloaded(steps, file=None, start=None):
+    """A model and what releases its gradients after some steps on the host, from a file if one is given."""
+    model = _model()
+    if start is not None:
+        model.load_state_dict(start)
+    released = hu.optim.release_gradients(model, _made, offload="cpu")
+    if file is not None:
+        released.optimizer.load_state_dict(file)
+    for step in steps:
+        released.backward(_loss(model, step))
+    return model, released
+
+
+def test_states_and_copies_are_the_hosts_and_the_models_memory_is_its_own():
+    """What lies on the model's device, whichever that is: parameters alone, once backward has ended."""
+    model, released = _offloaded(range(2))
+    on_device = {parameter.untyped_storage().data_ptr() for parameter in model.parameters()}
+    held = [p for group in released.optimizer.param_groups for p in group["params"]]
+    held += [value for state in released.optimizer.state.values() for value in state.values() if torch.is_tensor(value)]
+    assert len(held) == 5 * 4  # weights, low bits, and two moments, in bfloat16 where there are no whole blocks
+    assert all(tensor.device.type == "cpu" for tensor in held)
+    assert not on_device & {tensor.untyped_storage().data_ptr() for tensor in held}
+    assert all(parameter.grad is None for parameter in (*model.parameters(), *held[:5]))
+    assert all(same_bits(a.detach(), b.detach()) for a, b in zip(model.parameters(), held))
+
+
+def test_files_go_from_a_step_on_the_device_to_one_on_the_host_and_back():
+    whole, _ = _plain()
+    half, released = _offloaded(range(2))
+    model = _model()
+    model.load_state_dict(half.state_dict())
+    optimizer = _made(model.named_parameters())
+    optimizer.load_state_dict(released.optimizer.state_dict())
+    _loss(model, 2).backward()
+    optimizer.step()
+    again, released = _offloaded(range(3, STEPS), optimizer.state_dict(), model.state_dict())
+    assert _equal(whole, again)
+    weights = released.optimizer.float32_state_dict(again)
+    assert all(weights[name].dtype == torch.float32 for name in weights)
+    assert any((weights[name] != value.float()).any() for name, value in again.state_dict().items())
+
+
+def test_weights_written_from_outside_are_stepped_from_on_the_host_too():
+    def run(offload):
+        model = _model()
+        released = hu.optim.release_gradients(model, _made, offload=offload)
+        for step in range(STEPS):
+            released.backward(_loss(model, step))
+            with torch.no_grad():
+                model[0].weight.clamp_(-0.2, 0.2)
+        return model
+
+    assert _equal(run(None), run("cpu"))
+
+
+def test_what_cannot_be_offloaded_is_refused():
+    model = _model()
+    for make, error, words in (
+        (_made(model.parameters()), TypeError, "from copies: give a function"),
+        (lambda _: _made(model.parameters()), ValueError, "steps the copies"),
+    ):
+        with pytest.raises(error, match=words):
+            hu.optim.release_gradients(model, make, offload="cpu")
+    narrowing = lambda p: hu.AdamW(p, param_dtype="bf16")  # noqa: E731
+    with pytest.raises(ValueError, match="narrow the model before"):
+        hu.optim.release_gradients(_model(torch.float32), narrowing, offload="cpu")
+    with pytest.raises(ValueError, match="offload='disk': allowed are 'cpu' and None"):
+        hu.optim.release_gradients(model, _made, offload="disk")
+    with pytest.raises(NotImplementedError, match=r"0\.weight is Tensor on meta"):
+        hu.optim.release_gradients(_model().to("meta"), _made, offload="cpu")
+
+
+def test_a_step_that_fails_on_the_host_is_told_and_leaves_no_thread():
+    model, released = _offloaded(range(1))
+    released.optimizer.param_groups[0]["lr"] = -1.0
+    before = threading.active_count()
+    with pytest.raises(ValueError, match=r"lr=-1\.0 is not allowed"):
+        released.backward(_loss(model, 1))
+    assert threading.active_count() == before

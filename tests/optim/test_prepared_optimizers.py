@@ -135,8 +135,8 @@ def test_what_is_not_ours_is_refused_by_name():
         hu.optim.report(theirs)
     with pytest.raises(TypeError, match=r"optimizer= takes an optimizer of hu\.optim, got an SGD: leave it out"):
         hu.optim.EMA(model, optimizer=theirs)
-    with pytest.raises(NotImplementedError, match="Accelerated holds another optimizer, SGD in 'optimizer'"):
-        hu.optim.wrap(theirs)
+    with pytest.raises(TypeError, match="wrap takes an optimizer's class and parameters, got an Accelerated"):
+        hu.optim.wrap(theirs, model.parameters())
 
 
 def test_an_average_of_a_prepared_optimizer_follows_the_float32_weights():

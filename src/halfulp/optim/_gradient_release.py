@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any, Literal
 
 import torch
@@ -27,8 +28,15 @@ class GradientRelease:
         norm: of all gradients of the last step, before they were clipped; None without clipping, or before a step.
     """
 
-    def __init__(self, model: torch.nn.Module, optimizer: Optimizer, clip: float | None, clip_by: ClipBy) -> None:
-        self.optimizer = optimizer
+    def __init__(
+        self,
+        model: torch.nn.Module,
+        optimizer: Optimizer,
+        clip: float | None,
+        clip_by: ClipBy,
+        host: HostParameters | None = None,
+    ) -> None:
+        self.optimizer, self._host = optimizer, host
         self.norm: torch.Tensor | None = None
         self._model, self._clip, self._clip_by = model, clip, clip_by
         self._hook: Callable[[torch.Tensor, dict[str, Any], int], None] = self._refuse
@@ -50,14 +58,16 @@ class GradientRelease:
         _refuse_others(self._model, not self._has_begun)
         self._has_begun = True
         self._attach()
+        with contextlib.nullcontext() if self._host is None else self._host.stepping(self.optimizer):
+            self._backward(loss)
+
+    def _backward(self, loss: torch.Tensor) -> None:
         if self._is_accumulating:
             loss.backward()
         elif self._clip is None or self._clip_by == "previous":
             with self._hooked(self._step):
                 loss.backward()
-            for group, position, parameter in self._places():
-                if parameter.grad is not None:  # of micro-batches before, which this one has not reached
-                    self._step(parameter, group, position)
+            self._step_rest()  # of micro-batches before, which this one has not reached
             self._set_coefficient()
         elif any(parameter.grad is not None for _, _, parameter in self._places()):
             self._step_after(loss)
@@ -91,7 +101,7 @@ class GradientRelease:
     def _places(self) -> Iterator[tuple[dict[str, Any], int, torch.Tensor]]:
         for group in self.optimizer.param_groups:
             for position, parameter in enumerate(group["params"]):
-                yield group, position, parameter
+                yield group, position, parameter if self._host is None else self._host.originals[parameter]
 
     def _attach(self) -> None:
         """Hook the parameters that require a gradient, also those that were frozen or in no group before."""
@@ -116,8 +126,16 @@ class GradientRelease:
             self._norms[parameter] = _norm(gradient)
         if self._coefficient is not None:
             gradient.mul_(self._coefficient.to(gradient.device))
-        self.optimizer.step_parameter(parameter, group, position)
+        if self._host is None:
+            self.optimizer.step_parameter(parameter, group, position)
+        else:
+            self._host.step(parameter, gradient, group, position)
         parameter.grad = None
+
+    def _step_rest(self) -> None:
+        for group, position, parameter in self._places():
+            if parameter.grad is not None:
+                self._step(parameter, group, position)
 
     def _measure(self, parameter: torch.Tensor, group: dict[str, Any], position: int) -> None:
         assert parameter.grad is not None
@@ -143,8 +161,108 @@ class GradientRelease:
             loss.backward()
         assert self._clip is not None
         self.norm = torch.nn.utils.clip_grad_norm_((parameter for _, _, parameter in self._places()), self._clip)
-        self.optimizer.step()
-        self.optimizer.zero_grad()
+        self._coefficient = None
+        self._step_rest()
+
+
+class HostParameters:
+    """Copies of a model's parameters in host memory, which step there while backward goes on.
+
+    A gradient is copied to the host as it comes and stepped by in a thread of its own, whose kernels run beside
+    Python; the new weight is copied back. The device holds parameters, and gradients until they are copied; auxiliary
+    tensors and states lie beside the copies. On CUDA the copies are pinned and travel on a stream of their own.
+
+    Attributes:
+        originals: the model's parameters, by their copies.
+        named: the copies under the model's names, from which the optimizer is made.
+    """
+
+    def __init__(self, model: torch.nn.Module) -> None:
+        self.originals: TensorMap[torch.Tensor] = TensorMap()
+        self.named: list[tuple[str, torch.Tensor]] = []
+        self._copies: TensorMap[torch.Tensor] = TensorMap()
+        self._versions: TensorMap[int] = TensorMap()
+        self._streams: dict[torch.device, torch.cuda.Stream] = {}
+        self._thread: ThreadPoolExecutor | None = None
+        self._optimizer: Optimizer | None = None
+        self._steps: list[Future[None]] = []
+        for name, parameter in model.named_parameters():
+            if type(parameter.detach()) is not torch.Tensor or parameter.is_meta:
+                raise NotImplementedError(
+                    f"offload='cpu' copies plain parameters, and {name} is {type(parameter.detach()).__name__} on "
+                    f"{parameter.device}: shard by fully_shard(offload_policy=CPUOffloadPolicy()) instead, convert the "
+                    "model after that, or put it on a device"
+                )
+            held = torch.empty(
+                parameter.shape, dtype=parameter.dtype, device="cpu", pin_memory=parameter.device.type == "cuda"
+            )
+            copy = torch.nn.Parameter(held.copy_(parameter.detach()), requires_grad=parameter.requires_grad)
+            self.named.append((name, copy))
+            self.originals[copy], self._copies[parameter] = parameter, copy
+            self._versions[parameter] = parameter._version
+
+    def check(self, optimizer: Optimizer) -> None:
+        """Raise ValueError for an optimizer that was not made from the copies, or has given them another dtype."""
+        for parameter in (parameter for group in optimizer.param_groups for parameter in group["params"]):
+            original = self.originals.get(parameter)
+            if original is None or original.dtype != parameter.dtype:
+                raise ValueError(
+                    "under offload='cpu' an optimizer steps the copies that it is made from, in the model's dtype: "
+                    "narrow the model before (model.to(torch.bfloat16)), and give a function of the parameters"
+                )
+
+    @contextlib.contextmanager
+    def stepping(self, optimizer: Optimizer) -> Iterator[None]:
+        """A context in which `step` may be called; at its end every step has been made and copied back."""
+        with ThreadPoolExecutor(1, "halfulp-offload") as self._thread:
+            self._optimizer, self._steps = optimizer, []
+            yield
+            for made in self._steps:
+                made.result()
+        for device, stream in self._streams.items():
+            torch.cuda.current_stream(device).wait_stream(stream)
+
+    def step(self, parameter: torch.Tensor, gradient: torch.Tensor, group: dict[str, Any], position: int) -> None:
+        """Step a parameter by a gradient, which may be freed afterwards."""
+        assert self._thread is not None, "steps are made inside of `stepping`"
+        copy = self._copies[parameter]
+        if parameter._version != self._versions[parameter]:  # written by somebody else
+            copy.detach().copy_(parameter.detach())
+        staged, wait = self._staged(gradient.detach())
+        self._steps.append(self._thread.submit(self._step, parameter, copy, staged, wait, group, position))
+
+    def _step(
+        self,
+        parameter: torch.Tensor,
+        copy: torch.Tensor,
+        gradient: torch.Tensor,
+        wait: Callable[[], None],
+        group: dict[str, Any],
+        position: int,
+    ) -> None:
+        assert self._optimizer is not None
+        wait()
+        if gradient.dtype != copy.dtype:  # `float32_gradients`
+            copy.grad_dtype = gradient.dtype
+        copy.grad = gradient
+        self._optimizer.step_parameter(copy, group, position)
+        copy.grad = None
+        stream = self._streams.get(parameter.device)
+        with torch.no_grad(), contextlib.nullcontext() if stream is None else torch.cuda.stream(stream):
+            parameter.copy_(copy, non_blocking=True)
+        self._versions[parameter] = parameter._version
+
+    def _staged(self, gradient: torch.Tensor) -> tuple[torch.Tensor, Callable[[], None]]:
+        """Return a copy of a gradient in host memory, and what waits until it is there."""
+        if not gradient.is_cuda:
+            return gradient.to("cpu", copy=True), lambda: None
+        stream = self._streams.setdefault(gradient.device, torch.cuda.Stream(gradient.device))
+        stream.wait_stream(torch.cuda.current_stream(gradient.device))
+        with torch.cuda.stream(stream):
+            held = torch.empty(gradient.shape, dtype=gradient.dtype, device="cpu", pin_memory=True)
+            held.copy_(gradient, non_blocking=True)
+            gradient.record_stream(stream)
+            return held, stream.record_event().synchronize
 
 
 def _norm(gradient: torch.Tensor) -> torch.Tensor:
@@ -158,6 +276,7 @@ def release_gradients(
     *,
     clip: float | None = None,
     clip_by: ClipBy = "this",
+    offload: Literal["cpu"] | None = None,
 ) -> GradientRelease:
     """Step each parameter as soon as backward has its gradient, and free the gradient: no two layers' live at a time.
 
@@ -174,13 +293,17 @@ def release_gradients(
             of one dtype. "previous" clips by the norm of the step before, and not in the first one: one pass, other
             bits.
 
+        offload: "cpu" keeps auxiliary tensors and states in host memory, beside copies of the parameters that step
+            there, on the CPU, while backward goes on; the model's parameters get the result. The bits and the files
+            are the same. `optimizer` is then a function, of those copies under the model's names.
+
     Returns:
         Its `backward(loss)` stands for `loss.backward()`, which is refused; `accumulate()` is a context for all
         micro-batches but the last.
 
     Raises:
         TypeError: no module, or no optimizer of hu.optim.
-        ValueError: `clip` that is no positive number, or an unknown `clip_by`.
+        ValueError: `clip` that is no positive number, or an unknown `clip_by` or `offload`.
         NotImplementedError: DistributedDataParallel, which reduces gradients after that, a gradient scaler of halfulp,
             which unscales them after that, or an optimizer that steps all parameters together (`wrap`, Prodigy,
             schedule-free ones). A scaled loss of torch's scaler is not known as one.
@@ -199,16 +322,24 @@ def release_gradients(
             raise ValueError(f"clip={clip} is not allowed: give the largest norm, above 0, or None")
     if clip_by not in ("this", "previous"):
         raise ValueError(f"clip_by={clip_by!r}: allowed are 'this' and 'previous'")
+    if offload not in (None, "cpu"):
+        raise ValueError(f"offload={offload!r}: allowed are 'cpu' and None")
     _refuse_others(model, True)
-    if callable(optimizer) and not isinstance(optimizer, torch.optim.Optimizer):
-        optimizer = optimizer(model.named_parameters())
+    is_maker = callable(optimizer) and not isinstance(optimizer, torch.optim.Optimizer)
+    if offload and not is_maker:
+        raise TypeError("offload='cpu' makes the optimizer from copies: give a function, such as lambda p: hu.AdamW(p)")
+    host = HostParameters(model) if offload else None
+    if callable(optimizer) and is_maker:
+        optimizer = optimizer(model.named_parameters() if host is None else iter(host.named))
     own = own_optimizer(optimizer, "release_gradients", "its step does one parameter at a time")
     if type(own).step_parameter is not Optimizer.step_parameter:
         raise NotImplementedError(
             f"{type(own).__name__} steps all parameters together: step after backward, or take an optimizer of "
             "hu.optim that steps one alone, such as AdamW"
         )
-    return GradientRelease(model, own, clip, clip_by)
+    if host is not None:
+        host.check(own)
+    return GradientRelease(model, own, clip, clip_by, host)
 
 
 def _refuse_others(model: torch.nn.Module, with_wrappers: bool) -> None:

@@ -21,9 +21,8 @@ from ._group_options import (
     check_parameters,
     check_torch_switches,
 )
-from ._lost_updates import LostUpdateReport, lost_update_report, warn_if_mostly_lost
+from ._lost_updates import LostUpdateReport, lost_update_report, stall_widths, warn_if_mostly_lost
 from ._spelled_options import option_defaults, read_options
-from ._state_losses import stall_widths
 from .checkpoint._checkpoint import CheckpointMixin
 from .parameters._local_tensors import local, memory, own_parts
 from .parameters._narrow_groups import (
@@ -56,8 +55,7 @@ from .states._state import StateChoice
 from .step._batch import Batch
 from .step._memory import check_parameter, gradient_memory, gradient_store
 from .step._plan_cache import PlanCache
-from .step._preparation import prepare_batch
-from .step._reductions import finish_constants, reduce_batches
+from .step._preparation import finish_constants, prepare_batch, reduce_batches
 from .step._roster import Roster, Setting
 from .step._run import compile_kernels, run_step
 from .step._shared_keys import warn_of_shared_keys

@@ -5,7 +5,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from halfulp.optim.parameters._checksums import any_row_differs, checksums_of
+from halfulp.optim.parameters._outside_writes import any_row_differs, checksums_of
 
 WORDS = {torch.bfloat16: torch.int16, torch.float16: torch.int16, torch.float32: torch.int32}
 WORDS |= {torch.float8_e4m3fn: torch.uint8, torch.float64: torch.int64}

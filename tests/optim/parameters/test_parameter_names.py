@@ -6,8 +6,7 @@ import pytest
 import torch
 
 import halfulp as hu
-from halfulp.optim.parameters._narrow_groups import name_of
-from halfulp.optim.parameters._parameter_name import UnnamedParameter
+from halfulp.optim.parameters._narrow_groups import UnnamedParameter, name_of
 
 
 class _Wrapper(torch.nn.Module):

@@ -9,7 +9,7 @@ from torch.distributed.tensor.placement_types import Partial, _StridedShard
 import halfulp as hu
 from halfulp.kernels import IndexMap, engine, same_bits
 from halfulp.optim.parameters._local_tensors import index_map_of
-from halfulp.optim.step._reference import reference_step
+from halfulp.optim.step._kernel import reference_step
 
 from ...laws.optim.cases import build, decoded, differing, snapshot
 from .shards import SHAPE, make_problem, on_every_rank, sharded

@@ -11,7 +11,7 @@ import torch
 
 import halfulp as hu
 from halfulp.kernels import engine, same_bits
-from halfulp.optim.states._scaled import Scaled
+from halfulp.optim.states._codec import Scaled
 from halfulp.optim.step import _scales as words
 from halfulp.optim.step._scales import WINDOWS, reachable_scale, weight_scale
 from halfulp.optim.stores._float8 import PAYLOADS

@@ -11,7 +11,7 @@ import torch
 from ...optim import Optimizer
 from ...optim._float32_weights import read_weights
 from ...optim.parameters._parameter_plan import ParameterPlan
-from ...optim.step._reference import change_by_rule
+from ...optim.step._kernel import change_by_rule
 from .._record import ParameterRecord, Realised, Role, RoundingRecord
 from ..sampling._sample_places import Stored, stored
 from ..sampling._sampler import sampled

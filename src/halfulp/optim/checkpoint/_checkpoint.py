@@ -10,6 +10,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch.nn.modules.module import _EXTRA_STATE_KEY_SUFFIX
 
 from ..._messages import differences, find_users_level, listed
 from ...formats import Format
@@ -17,7 +18,6 @@ from ...kernels import keeping_subnormals
 from ...mctensor import MCTensor
 from ...rounding._random_bits import STREAM_VERSION
 from ...scaled import ScaledTensor
-from ..parameters._checksums import checksums_to_save
 from ..parameters._local_tensors import is_dtensor, local, memory, placed_like
 from ..parameters._narrow_groups import name_of
 from ..parameters._outside_writes import (
@@ -25,6 +25,7 @@ from ..parameters._outside_writes import (
     PAYLOAD_KEYS,
     SavedPayload,
     auxiliary_tensors_beside,
+    checksums_to_save,
     current_auxiliary_tensors,
     is_written,
     mark_loaded,
@@ -32,19 +33,17 @@ from ..parameters._outside_writes import (
 )
 from ..parameters._parameter_plan import ParameterPlan
 from ..parameters._random_identity import plain_names
-from ..parameters._saved_states import block_of, codec_versions, packed_block_of
-from ..parameters._state_tensors import BEGUN, STORAGE_SUFFIXES, set_initial
+from ..parameters._state_tensors import BEGUN, STORAGE_SUFFIXES, block_of, codec_versions, packed_block_of, set_initial
 from ..parameters._step_spec import StepSpec
 from ..parameters._tensor_map import TensorMap
 from ..parameters._weights import set_weight, under
+from ..states._codec import finite_amax
 from ..states._int8_blocks import scale_shape
-from ..states._scaled import finite_amax
 from ..states._state import StateChoice, as_state
 from ..step._plan_cache import PlanCache
 from ..step._scales import weight_scale
 from ..stores._storage import Store
 from ..weight_updates._weight_update import WeightUpdate, weight_update
-from ._extra_states import is_extra_state, set_extra_states
 from ._fitted_states import (
     begun,
     checked_shape,
@@ -54,11 +53,11 @@ from ._fitted_states import (
     is_switched_off,
     steps_made,
 )
-from ._flat_states import explain_missing_entry
 from ._state_dict_validation import (
     checked_groups,
     checked_state,
     draws_anew,
+    explain_missing_entry,
     is_own_file,
     refuse_confusing_keys,
     refuse_other_stream,
@@ -500,3 +499,21 @@ def _plain_state(given: StateChoice) -> object:
     state = as_state(given, torch.float32)
     dtype = state.dtype if isinstance(state.dtype, str) else str(state.dtype).removeprefix("torch.")
     return {"dtype": dtype, "rounding": state.rounding, "block": state.block}
+
+
+def is_extra_state(name: str) -> bool:
+    """Return whether a name in a model's state_dict is that of a module's extra state.
+
+    >>> is_extra_state("0.attention._extra_state"), is_extra_state("0.weight")
+    (True, False)
+    """
+    return name.rpartition(".")[2] == _EXTRA_STATE_KEY_SUFFIX
+
+
+def set_extra_states(model: torch.nn.Module, values: Mapping[str, Any]) -> None:
+    """Give modules their extra states, under plain names."""
+    modules = dict(model.named_modules())
+    names = [f"{name}.{_EXTRA_STATE_KEY_SUFFIX}".lstrip(".") for name in modules]
+    for plain, module in zip(plain_names(names), modules.values()):
+        if plain in values:
+            module.set_extra_state(values[plain])

@@ -10,8 +10,15 @@ from ...mctensor import MCTensor
 from ...scaled import ScaledTensor
 from ..parameters._local_tensors import local
 from ..parameters._parameter_plan import ParameterPlan
-from ..parameters._saved_states import ABSENT, check_version, saved_tensor, saved_value
-from ..parameters._state_tensors import BEGUN, STORAGE_SUFFIXES, set_initial
+from ..parameters._state_tensors import (
+    ABSENT,
+    BEGUN,
+    STORAGE_SUFFIXES,
+    check_version,
+    saved_tensor,
+    saved_value,
+    set_initial,
+)
 from ..rules._update_rule import StateSlot
 from ..states._int8_blocks import scale_shape
 from ..states._state import Codec

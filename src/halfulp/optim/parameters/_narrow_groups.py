@@ -1,4 +1,4 @@
-"""Narrowing of a group's parameters in place, and checks of the groups' parameters against wrappers and holders."""
+"""A group's parameters: their names, narrowing in place, and checks against wrappers and holders."""
 
 from __future__ import annotations
 
@@ -17,6 +17,7 @@ from ...subclass.models._parameter_holders import (
     check_overlaps,
     data_parallel_modules,
     living_modules,
+    named_beside,
     replace_data,
     sharded_modules,
 )
@@ -25,8 +26,8 @@ from ..weight_updates._weight_update import weight_update
 from ._local_tensors import local, memory
 from ._narrowing import is_kept, take_float32
 from ._outside_writes import drop_stale, mark_current
-from ._parameter_name import UnnamedParameter
 from ._parameter_plan import ParameterPlan
+from ._random_identity import plain_names
 
 # Bytes that travel in one message.
 _MESSAGE = 1 << 26
@@ -230,3 +231,39 @@ def updates_in_effect(optimizer: Any) -> str:
             counts[dtype, update] += 1
     said = (f"{dtype} {update} ({n} tensor{'s' * (n > 1)})" for (dtype, update), n in counts.items())
     return f"Weight updates in effect: {', '.join(said) or 'none'}"
+
+
+class UnnamedParameter(str):
+    """A parameter's position in its group, which a message replaces by the name that a living module has for it.
+
+    Modules are searched for where it is formatted alone, so that steps pay nothing; `str` gives the position.
+
+    >>> model = torch.nn.Sequential(torch.nn.Linear(2, 2))
+    >>> name = UnnamedParameter.at(1, model[0].bias)
+    >>> f"{name}", f"{name!r}", str(name)
+    ('0.bias', "'0.bias'", '#1')
+    """
+
+    __slots__ = ("key",)
+    key: int
+
+    @classmethod
+    def at(cls, position: int, parameter: torch.Tensor) -> UnnamedParameter:
+        """Return the name of the parameter at a position."""
+        name = cls(f"#{position}")
+        # By its id: a name keeps no parameter alive, and messages are about living ones.
+        name.key = id(parameter)
+        return name
+
+    def __format__(self, spec: str) -> str:
+        """Return the name that a module has for it, else the position."""
+        return format(self._found(), spec)
+
+    def __repr__(self) -> str:
+        """Return the same in quotes."""
+        return repr(self._found())
+
+    def _found(self) -> str:
+        named = named_beside(self.key)
+        plain = zip(plain_names(name for name, _ in named), named, strict=True)
+        return next((name for name, (_, tensor) in plain if id(tensor) == self.key), str(self))

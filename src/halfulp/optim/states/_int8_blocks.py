@@ -36,8 +36,7 @@ from ...kernels.scalar._operations import (
     to_word,
     word,
 )
-from ._codec import TensorCodec
-from ._scaled import finite_word
+from ._codec import TensorCodec, finite_word
 
 CODEC_VERSION = 2
 

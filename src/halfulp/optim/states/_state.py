@@ -16,10 +16,9 @@ from ..rules._update_rule import StateSlot, UpdateRule
 from ..stores._float8 import PAYLOADS
 from ..stores._storage import BF16, F32, Store
 from ..weight_updates._components import Components
-from ._codec import DoubleBF16, TensorCodec
+from ._codec import DoubleBF16, Scaled, TensorCodec
 from ._int4_blocks import Int4Blocks
 from ._int8_blocks import Int8Blocks
-from ._scaled import Scaled
 
 PAIR = "bfloat16x2"
 # Codes in blocks, and the usual length of these.

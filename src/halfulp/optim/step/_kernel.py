@@ -1,23 +1,34 @@
-"""The step of one element as a device function, recorded for a specification and compiled for the processor."""
+"""The step of one element as a device function: recorded, compiled for the processor, and run on tensors."""
 
 from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import numpy as np
+import torch
 
-from ...kernels import Trace, Traced
-from ...kernels._device_function import Recording, bound, record_call
+from ...kernels import IndexMap, Trace, Traced, record, run_on_tensors
+from ...kernels._device_function import STREAM, Recording, bound, record_call
+from ...kernels._trace import Piece
 from ...kernels.scalar._operations import bit_and, select, shr, sqrt
 from ...kernels.vector._table_loop import Table, compile_table
-from ...rounding._random_bits import WEYL, drawn_word, hashed, recorded_start
+from ...rounding._random_bits import WEYL, drawn_word, hashed, recorded_start, stream_of
 from ..parameters._payload_digests import payload_digest
-from ..parameters._step_spec import SUM_SCALES, Draw, StepSpec, draws_of, pointer_count, state_pointers
+from ..parameters._step_spec import (
+    POINTERS_BEFORE_STATES,
+    SUM_SCALES,
+    Draw,
+    StepSpec,
+    draws_of,
+    pointer_count,
+    state_pointers,
+)
+from ..rules._update_rule import UpdateRule
+from ..states._codec import Scaled, finite_word
 from ..states._int8_blocks import GROW, HUGE, HUGE_SQUARED, SHRINK, Int8Blocks
-from ..states._scaled import Scaled, finite_word
 from ..stores._storage import F32
 
 GRADIENT = 4
@@ -236,3 +247,87 @@ class _Step:
         word = shr(word, np.uint32(drawn.shift)) if drawn.shift else word
         cut = drawn.shift + drawn.bits < 32
         return bit_and(word, np.uint32((1 << drawn.bits) - 1)) if cut else word
+
+
+def reference_step(
+    spec: StepSpec,
+    parts: Sequence[torch.Tensor],
+    gradient: torch.Tensor,
+    states: Sequence[list[torch.Tensor]],
+    constants: Sequence[float],
+    key: int | None,
+    index_map: IndexMap,
+) -> tuple[float, float, float, float] | None:
+    """One step of one parameter, in place.
+
+    Args:
+        spec: the step specification.
+        parts: the parameter and its auxiliary tensors.
+        gradient: of the parameter's shape.
+        states: the tensors of each state.
+        constants: of the specification, rounded to float32 here.
+        key: of the random words; None without draws.
+        index_map: the parameter's place in the whole.
+
+    Returns:
+        For a metered specification: updates wanted, updates cancelled, sum u^2, sum u (realised change).
+    """
+    drawn = {}
+    if key is not None:
+        drawn = dict(zip(STREAM, stream_of(key, global_index(index_map, gradient.device))))
+    found = _run(spec, parts, gradient, states, constants, drawn)
+    return (found[0], found[1], found[2], found[3]) if spec.metered else None
+
+
+def reference_amax(
+    spec: StepSpec,
+    parts: Sequence[torch.Tensor],
+    gradient: torch.Tensor,
+    states: Sequence[list[torch.Tensor]],
+    constants: Sequence[float],
+) -> list[float]:
+    """The largest finite magnitudes of the weight and of each scaled state that a step would store; nothing changes."""
+    return _run(spec, parts, gradient, states, constants, {})
+
+
+def change_by_rule(
+    rule: UpdateRule,
+    weight: torch.Tensor,
+    gradient: torch.Tensor,
+    states: Iterable[torch.Tensor],
+    constants: Sequence[float],
+) -> tuple[torch.Tensor, list[torch.Tensor]]:
+    """Return what a rule, in float32, makes of weights, gradients and states: the change, and the new states."""
+    given = [weight.float(), gradient.float(), *states]
+    rounded = torch.tensor([*constants], dtype=torch.float32, device="cpu").tolist()
+    piece = _recorded_rule(rule.update, len(given) + len(rounded))
+    change, *new = run_on_tensors(piece.trace, (), dict(enumerate([*given, *rounded])), piece.results)[0]
+    return change, new
+
+
+@functools.lru_cache(64)
+def _recorded_rule(update: Callable, inputs: int) -> Piece:
+    trace, results = record(functools.partial(record_call, update), torch.float32, inputs)
+    as_values = [x if isinstance(x, Traced) else trace.emit("constant", (), float(x).hex(), "f32") for x in results]
+    return Piece(trace, tuple(x.number for x in as_values))
+
+
+def _run(spec, parts, gradient, states, constants, drawn) -> list[float]:
+    arrays = {**dict(enumerate(parts)), POINTERS_BEFORE_STATES - 1: gradient}
+    arrays |= dict(enumerate((tensor for state in states for tensor in state), POINTERS_BEFORE_STATES))
+    rounded = torch.tensor(constants, dtype=torch.float32, device="cpu").tolist()
+    inputs = {**drawn, **{("constant", k): value for k, value in enumerate(rounded)}}
+    return run_on_tensors(record_step(spec), arrays, inputs, block=spec.block)[1]
+
+
+def global_index(index_map: IndexMap, device: torch.device) -> torch.Tensor:
+    """The global flat index of every element of a local tensor, in its shape."""
+    index = torch.zeros((), dtype=torch.int64, device=device)
+    whole = index_map.global_shape
+    stride = 1
+    for d in reversed(range(len(whole))):
+        along = torch.arange(index_map.shape[d], dtype=torch.int64, device=device)
+        along = along * index_map.step[d] + index_map.offset[d]
+        index = index + (along * stride).reshape([-1 if k == d else 1 for k in range(len(whole))])
+        stride *= whole[d]
+    return index.reshape(index_map.shape)

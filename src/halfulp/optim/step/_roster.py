@@ -13,8 +13,7 @@ import torch
 from ..parameters._parameter_plan import ParameterPlan
 from ..parameters._state_tensors import BEGUN
 from ..rules._update_rule import UpdateRule
-from ._batch import Batch
-from ._tables import Table
+from ._batch import Batch, Table
 
 # Of one group: its rule, plan options, report interval and number of parameters.
 Setting = tuple[UpdateRule, Any, int, int]

@@ -29,9 +29,8 @@ from ..parameters._local_tensors import scale_of
 from ..parameters._parameter_plan import ParameterPlan
 from ..parameters._step_spec import StepSpec, pointer_count
 from ._batch import Batch
-from ._kernel import compiled, record_step
+from ._kernel import compiled, record_step, reference_amax, reference_step
 from ._memory import plain_gradient
-from ._reference import reference_amax, reference_step
 from ._scales import keep_scales, with_new_scales, with_present_scales
 
 METER_COLUMNS, GRADIENT = 4, 4

@@ -16,7 +16,7 @@ from ...kernels.scalar._operations import add, bit_and, select, shl, shr, sub, t
 from ..parameters._local_tensors import scale_of
 from ..parameters._parameter_plan import ParameterPlan
 from ..parameters._step_spec import StepSpec
-from ..states._scaled import Scaled, finite_amax
+from ..states._codec import Scaled, finite_amax
 
 Constants = tuple[float, ...]
 # Binades of a payload's largest magnitude: the first and the last in which a scale is kept; where a new one puts it.

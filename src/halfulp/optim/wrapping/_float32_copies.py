@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
 
-from ...mctensor import MCTensor
 from .._float32_weights import Float32Buffer
 from ..parameters._local_tensors import is_dtensor, local, placed_like
 from ..step._memory import gradient_memory
-from ._refusals import refuse_inner_optimizers
 
 OWN = ("weight_update", "state_dtype", "param_dtype", "format", "seed", "report_interval", "identities")
 
@@ -55,25 +52,6 @@ def merged_group(outer: Mapping, inner: Mapping) -> dict:
     """A group of parameters with the options of the wrapped optimizer's group."""
     options = {name: value for name, value in inner.items() if name not in ("params", "param_names")}
     return {**outer, **options}
-
-
-def from_instance(instance: torch.optim.Optimizer) -> tuple[torch.optim.Optimizer, list[dict], dict]:
-    """Make an optimizer over shadows from a live one; return it with its state, its groups and the shadows."""
-    refuse_inner_optimizers(instance)
-    shadows = {p: shadow_of(p) for group in instance.param_groups for p in group["params"]}
-
-    def moved(tensor: torch.Tensor) -> torch.Tensor:
-        return shadows.get(tensor, tensor)
-
-    def to_float32(tensor: torch.Tensor) -> torch.Tensor:
-        if isinstance(tensor, MCTensor):
-            return tensor.decode(torch.float32)
-        return tensor.float() if tensor.dtype in (torch.bfloat16, torch.float16) else tensor
-
-    fields = {k: mapped(v, moved) for k, v in fields_of(instance).items() if k != "state"}
-    base = rebuilt(type(instance), {**fields, "state": defaultdict(dict)})
-    base.state.update({moved(key): mapped(state, to_float32) for key, state in instance.state.items()})
-    return base, [dict(group) for group in instance.param_groups], shadows
 
 
 def fields_of(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
@@ -130,3 +108,65 @@ def float32_gradient(gradient: torch.Tensor | None, buffer: Float32Buffer) -> to
     if part.layout is not torch.strided:
         return gradient.detach().to(torch.float32)
     return placed_like(buffer.take(part).copy_(part), gradient)
+
+
+def refuse_inner_optimizers(base: torch.optim.Optimizer) -> None:
+    """Refuse an optimizer that holds another one.
+
+    Float32 weights exist during a step of the wrapped optimizer alone. An optimizer inside of it has the narrow
+    parameters themselves, or a copy of memory that is not filled yet.
+
+    Raises:
+        NotImplementedError: such an optimizer, with what to do.
+    """
+    name = type(base).__name__
+    for place, inner in _inner_optimizers(base):
+        raise NotImplementedError(
+            f"{name} holds another optimizer, {type(inner).__name__} in {place!r}, whose parameters wrap cannot put "
+            f"float32 weights behind: step float32 parameters by {name}, or wrap {type(inner).__name__} alone: "
+            f"hu.optim.wrap({type(inner).__name__}, params, ...)"
+        )
+
+
+def _inner_optimizers(base: torch.optim.Optimizer) -> Iterator[tuple[str, Any]]:
+    for name, value in vars(base).items():
+        held = value.values() if isinstance(value, dict) else value if isinstance(value, list | tuple) else [value]
+        if name not in ("param_groups", "state", "defaults"):
+            yield from ((name, one) for one in held if isinstance(one, torch.optim.Optimizer) and one is not base)
+
+
+def plain_step(optimizer: torch.optim.Optimizer, *arguments: Any) -> Any:
+    """An optimizer's step with its own hooks, and without the global ones.
+
+    torch patches the `step` of every class so that it calls both kinds; the global ones run around the outer step.
+    A `step` that somebody has set on the instance, as a scheduler does, is called as it is.
+
+    Args:
+        optimizer: to step.
+        arguments: of `step`.
+
+    Returns:
+        What `step` returns.
+    """
+    patched: Any = type(optimizer).step
+    if "step" in vars(optimizer) or not getattr(patched, "hooked", False) or not hasattr(patched, "__wrapped__"):
+        return optimizer.step(*arguments)
+    options: dict[str, Any] = {}
+    for hook in tuple(optimizer._optimizer_step_pre_hooks.values()):
+        changed = hook(optimizer, (optimizer, *arguments), options)
+        if changed is None:
+            continue
+        if not (isinstance(changed, tuple) and len(changed) == 2):
+            raise RuntimeError(f"a step pre hook returns None or (args, kwargs), this one returned {changed!r}")
+        (_, *given), options = changed
+        arguments = tuple(given)
+    result = patched.__wrapped__(optimizer, *arguments, **options)
+    optimizer._optimizer_step_code()
+    for hook in tuple(optimizer._optimizer_step_post_hooks.values()):
+        hook(optimizer, (optimizer, *arguments), options)
+    return result
+
+
+def is_hooked(optimizer: torch.optim.Optimizer) -> bool:
+    """Return whether an optimizer has step hooks that must run."""
+    return bool(optimizer._optimizer_step_pre_hooks or optimizer._optimizer_step_post_hooks)

@@ -8,6 +8,7 @@ from typing import Any, Unpack, cast, overload
 
 import torch
 
+from ..._messages import a_kind
 from ...formats import Format
 from .._float32_weights import MOST_ELEMENTS, Float32Buffer, buffer_for, read_weights, runs_of
 from .._group_options import Parameters
@@ -21,8 +22,15 @@ from ..parameters._tensor_map import TensorMap
 from ..rules._update_rule import UpdateRule
 from ..stores._storage import F32
 from ..weight_updates._weight_update import WeightUpdate
-from ._base_state import BASE, check_base_state, placed, split_base_states
-from ._base_step import is_hooked, plain_step
+from ._base_state import (
+    BASE,
+    check_base_state,
+    checked_outside_state,
+    outside_state,
+    placed,
+    restore_outside_state,
+    split_base_states,
+)
 from ._explicit_gradient import ASSIGNMENT, ExplicitGradientOptimizer, NarrowOptions
 from ._float32_copies import (
     OWN,
@@ -30,23 +38,23 @@ from ._float32_copies import (
     fields_of,
     float32_gradient,
     from_class,
-    from_instance,
+    is_hooked,
     mapped,
     merged_group,
+    plain_step,
     point,
     rebuilt,
     shadow_group,
     shadow_of,
 )
-from ._outside_state import checked_outside_state, marks_of, outside_state, restore_outside_state
 
 # What the groups of the two optimizers do not share.
 _APART = (*OWN, "params", "param_names")
 
 
 def wrap(
-    optimizer: Callable[..., torch.optim.Optimizer] | torch.optim.Optimizer,
-    params: Parameters | None = None,
+    optimizer: Callable[..., torch.optim.Optimizer],
+    params: Parameters,
     *,
     weight_update: WeightUpdate | str | None = None,
     param_dtype: torch.dtype | str | None = None,
@@ -68,13 +76,11 @@ def wrap(
     and keeps narrow states.
 
     Args:
-        optimizer: a class (or a function that makes an instance), or an instance. An instance's groups, options,
-            states and hooks are taken over, 16-bit states as float32: do not step it afterwards, and make schedulers
-            after wrapping.
-        params: for a class: parameters, named parameters or groups, which may also hold the options below.
+        optimizer: a class, or a function that makes an instance; `load_state_dict` takes the states of one over.
+        params: parameters, named parameters or groups, which may also hold the options below.
         weight_update, param_dtype, format, seed, report_interval: see Optimizer. "feedback" is refused: it needs a
             first moment.
-        options: for a class: its own, passed on.
+        options: the optimizer's own, passed on.
 
     Returns:
         A torch.optim.Optimizer whose groups hold the options of both; the inner optimizer is `.base`. A closure is
@@ -82,7 +88,7 @@ def wrap(
         its trial points rounded to nearest.
 
     Raises:
-        TypeError: neither an optimizer nor something that makes one, or parameters missing or given twice.
+        TypeError: nothing that makes an optimizer, such as a living one.
         ValueError: an optimizer of hu.optim, an option that both sides claim, or what Optimizer refuses.
         NotImplementedError: differentiable=True, a state_dtype, or an optimizer that cannot follow (Lookahead).
 
@@ -110,16 +116,10 @@ def wrap(
             "state_dtype= with wrap: the wrapped optimizer keeps its states in float32; hu.optim.SGD, Adam, AdamW and "
             "Lion have narrow ones"
         )
-    if isinstance(optimizer, torch.optim.Optimizer):
-        if params is not None or options:
-            raise TypeError("wrapping an instance takes over its parameters and options: give none beside it")
-        wrapped = Wrapped(*from_instance(optimizer), **own)
-        vars(wrapped).update({name: hooks for name, hooks in vars(optimizer).items() if name.endswith("_hooks")})
-        return wrapped
-    if not callable(optimizer) or params is None:
+    if not callable(optimizer) or isinstance(optimizer, torch.optim.Optimizer):
         raise TypeError(
-            f"wrap takes a torch optimizer's class and parameters, or an instance; got {optimizer!r} and "
-            f"{'no' if params is None else 'some'} parameters"
+            f"wrap takes an optimizer's class and parameters, got {a_kind(optimizer)}: give wrap(torch.optim.SGD, "
+            "params), and load the states of a living optimizer, wrapped.load_state_dict(optimizer.state_dict())"
         )
     options = read_options(options, option_defaults(optimizer))
     return Wrapped(*from_class(optimizer, params, options), **own)
@@ -154,7 +154,6 @@ class Wrapped(ExplicitGradientOptimizer):
         super().__init__(groups, dict(base.defaults), **narrow)
         self._complete = True
         self._pair_groups()
-        self._marks = marks_of(base)
 
     def rule(self, group: dict[str, Any]) -> UpdateRule:
         """Return the rule that assigns the new weight."""
@@ -384,7 +383,7 @@ class Wrapped(ExplicitGradientOptimizer):
                     state[number] = {**state.get(number, {}), **named}
         refuse_confusing_keys(inner, sum(len(packed["params"]) for packed in saved["param_groups"]))
         state |= {f"{BASE}{key}" if isinstance(key, str) else key: value for key, value in inner.items()}
-        beside = outside_state(self.base, self._marks)
+        beside = outside_state(self.base)
         return {**saved, "base": beside} if beside else saved
 
     def _load_between_hooks(self, state_dict: Mapping[str, Any]) -> None:
@@ -436,7 +435,7 @@ class Wrapped(ExplicitGradientOptimizer):
         """For copy and pickle: the wrapped optimizer by its class and fields, hooks left out as torch does."""
         own = super().__getstate__()
         shadows = [(p, self._shadows[p]) for group in self.param_groups for p in group["params"]]
-        own |= {"_shadows": shadows, "base": None, "_marks": self._marks}
+        own |= {"_shadows": shadows, "base": None}
         return {**own, "_inner": (type(self.base), fields_of(self.base))}
 
     def __setstate__(self, state: dict[str, Any]) -> None:

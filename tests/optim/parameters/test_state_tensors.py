@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import halfulp as hu
-from halfulp.optim.parameters._saved_states import BLOCKS, block_of, saved_value
+from halfulp.optim.parameters._state_tensors import BLOCKS, block_of, saved_value
 from halfulp.optim.states._int8_blocks import Int8Blocks, scale_shape
 
 from ...laws.optim.cases import differing, snapshot

@@ -33,7 +33,6 @@ def _weight():
 
 
 CASES = {
-    "an instance around another": (lambda: (Lookahead(torch.optim.SGD([_weight()], lr=0.1)),), "Lookahead .* SGD"),
     "a function that makes one": (
         lambda: (lambda params: Lookahead(torch.optim.SGD(params, lr=0.1)), [_weight()]),
         "Lookahead .* SGD",
