@@ -8,6 +8,8 @@ from torch import nn
 
 from halfulp.kernels import same_bits
 
+from .sharding import SHARDED
+
 accelerate = pytest.importorskip("accelerate")
 from halfulp.integrations.accelerate import use_scaler  # noqa: E402
 
@@ -60,6 +62,95 @@ def test_a_pickled_optimizer_goes_on_with_the_scaler(seed, tmp_path):
     assert prepared.scaler is accelerator.scaler
     copied = copy.copy(prepared)
     assert copied.scaler is accelerator.scaler
+
+
+BEFORE_PREPARE = """
+inputs = torch.randn(6, 2, 4, 8, generator=torch.Generator().manual_seed(seed))
+
+
+def net():
+    torch.manual_seed(seed)
+    return nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 4))
+
+
+def train(model, optimizer, backward, steps):
+    for step in steps:
+        optimizer.zero_grad()
+        backward(model(inputs[step, rank].bfloat16()).float().square().mean())
+        optimizer.step()
+
+
+def whole(model):
+    return [p.detach().full_tensor() for p in model.parameters()]
+
+
+def prepared(options):
+    plugin = FullyShardedDataParallelPlugin(
+        fsdp_version=2, auto_wrap_policy="size_based_wrap", min_num_params=1, cpu_ram_efficient_loading=False,
+        state_dict_type="SHARDED_STATE_DICT",
+    )
+    AcceleratorState._reset_state(reset_partial_state=True)
+    accelerator = accelerate.Accelerator(cpu=True, fsdp_plugin=plugin, mixed_precision="no")
+    assert accelerator.is_fsdp2
+    model = net()
+    optimizer = hu.AdamW(model.named_parameters(), lr=1e-2, param_dtype="bf16", **options)
+    return accelerator, *accelerator.prepare(model, optimizer)
+
+
+for options in ({"weight_update": "stochastic"}, {"weight_update": "split8", "state_dtype": "8bit"}):
+    accelerator, model, optimizer = prepared(options)
+    assert {p.dtype for p in model.parameters()} == {torch.bfloat16}
+    assert all(hasattr(p, "_local_tensor") for p in model.parameters())
+    train(model, optimizer, accelerator.backward, range(3))
+    folder = path + options["weight_update"]
+    accelerator.save_state(folder)
+    train(model, optimizer, accelerator.backward, range(3, 6))
+    plain, mesh = net(), init_device_mesh("cpu", (2,))
+    fully_shard(plain[0], mesh=mesh)
+    fully_shard(plain[2], mesh=mesh)
+    fully_shard(plain, mesh=mesh)
+    own = hu.AdamW(plain.named_parameters(), lr=1e-2, param_dtype="bf16", **options)
+    train(plain, own, torch.Tensor.backward, range(6))
+    assert all(map(torch.equal, whole(model), whole(plain))), options
+    accelerator, model, optimizer = prepared(options)
+    accelerator.load_state(folder)
+    train(model, optimizer, accelerator.backward, range(3, 6))
+    assert all(map(torch.equal, whole(model), whole(plain))), ("resumed", options)
+
+# Any other mixed_precision casts what the optimizer has narrowed to float32.
+plugin = FullyShardedDataParallelPlugin(fsdp_version=2, cpu_ram_efficient_loading=False)
+AcceleratorState._reset_state(reset_partial_state=True)
+accelerator = accelerate.Accelerator(cpu=True, fsdp_plugin=plugin, mixed_precision="bf16")
+model = net()
+optimizer = hu.AdamW(model.named_parameters(), lr=1e-2, param_dtype="bf16", weight_update="kahan")
+model, optimizer = accelerator.prepare(model, optimizer)
+try:
+    accelerator.backward(model(inputs[0, rank]).float().square().mean())
+    optimizer.step()
+except ValueError as error:
+    assert "is torch.float32, but its group holds torch.bfloat16" in str(error), error
+else:
+    raise AssertionError("the cast was not seen")
+end()
+"""
+
+
+def test_an_optimizer_made_before_fsdp2_trains_shards_and_resumes(in_two_processes):
+    in_two_processes(SHARDED + BEFORE_PREPARE)
+
+
+def test_a_copied_model_computes_with_its_own_weights(seed):
+    accelerator = accelerate.Accelerator(cpu=True)
+    torch.manual_seed(seed)
+    model = nn.Linear(4, 2)
+    use_scaler(accelerator, model)
+    model, _ = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    copied = copy.deepcopy(model)
+    with torch.no_grad():
+        copied.weight.zero_()
+        copied.bias.zero_()
+    assert not copied(torch.ones(1, 4)).any()
+    assert model(torch.ones(1, 4)).any()
 
 
 def test_an_engine_of_its_own_is_refused(monkeypatch):

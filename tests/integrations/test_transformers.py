@@ -8,6 +8,8 @@ import torch
 import halfulp as hu
 from halfulp.kernels import same_bits
 
+from .sharding import SHARDED
+
 transformers = pytest.importorskip("transformers")
 pytest.importorskip("accelerate")
 from safetensors.torch import load_file  # noqa: E402  comes with transformers
@@ -187,3 +189,68 @@ def test_what_is_wrong_is_said(tmp_path):
     make, options = optimizer(_arguments(tmp_path))
     with pytest.raises(ValueError, match="nothing is to be trained"):
         make()(_model(0).requires_grad_(False), **options)
+
+
+UNDER_FSDP = """
+import transformers
+from halfulp.integrations.transformers import PrecisionCallback, optimizer
+
+
+class Stop(transformers.TrainerCallback):
+    def __init__(self, step):
+        self.step = step
+
+    def on_step_end(self, args, state, control, **more):
+        control.should_training_stop |= state.global_step >= self.step
+
+
+def trainer(folder, steps=6, **options):
+    AcceleratorState._reset_state(reset_partial_state=True)
+    wrapped = {"transformer_layer_cls_to_wrap": ["GPT2Block"], "state_dict_type": "SHARDED_STATE_DICT"}
+    arguments = transformers.TrainingArguments(
+        output_dir=folder, use_cpu=True, max_steps=6, save_steps=3, per_device_train_batch_size=2, learning_rate=1e-2,
+        weight_decay=0.1, report_to=[], disable_tqdm=True, fsdp=True, fsdp_config=wrapped, logging_steps=3,
+    )
+    torch.manual_seed(seed)
+    sizes = {"n_embd": 16, "n_layer": 1, "n_head": 2, "vocab_size": 32, "n_positions": 8, "resid_pdrop": 0.0}
+    config = transformers.GPT2Config(**sizes, embd_pdrop=0.0, attn_pdrop=0.0)
+    model = transformers.GPT2LMHeadModel(config)
+    rows = [torch.randint(32, (8,), generator=torch.Generator().manual_seed(seed + k)) for k in range(32)]
+    if "optimizers" not in options:
+        narrow = {"weight_update": "split8", "param_dtype": "bf16", "state_dtype": "8bit", "report_interval": 1}
+        options["optimizer_cls_and_kwargs"] = optimizer(arguments, "AdamW", **narrow)
+    else:
+        options["optimizers"] = (torch.optim.SGD(model.parameters(), lr=0.1), None)
+    data = [{"input_ids": row, "labels": row} for row in rows]
+    return transformers.Trainer(
+        model, arguments, train_dataset=data, callbacks=[Stop(steps), PrecisionCallback()], **options
+    )
+
+
+def whole(trainer):
+    return [p.detach().full_tensor() for p in trainer.model.parameters()]
+
+
+first = trainer(path + "whole")
+first.train()
+assert {p.dtype for p in first.model.parameters()} == {torch.bfloat16}
+assert all(hasattr(p, "_local_tensor") for p in first.model.parameters())
+names = [name for group in first.optimizer.optimizer.param_groups for name in group["param_names"]]
+assert "transformer.wte.weight" in names and "transformer.h.0.ln_1.weight" in names
+half = trainer(path + "half", 3)
+half.train()
+again = trainer(path + "half")
+again.train(resume_from_checkpoint=path + "half/checkpoint-3")
+assert all(map(torch.equal, whole(first), whole(again)))
+try:
+    trainer(path + "refused", optimizers=True)
+except RuntimeError as error:
+    assert "`optimizers` is not allowed" in str(error)
+else:
+    raise AssertionError("optimizers= was taken")
+end()
+"""
+
+
+def test_the_factory_trains_and_resumes_under_fsdp2(in_two_processes):
+    in_two_processes(SHARDED + UNDER_FSDP)

@@ -24,7 +24,7 @@ from ._group_options import (
 from ._lost_updates import LostUpdateReport, lost_update_report, stall_widths, warn_if_mostly_lost
 from ._spelled_options import option_defaults, read_options
 from .checkpoint._checkpoint import CheckpointMixin
-from .parameters._local_tensors import local, memory, own_parts
+from .parameters._local_tensors import is_dtensor, local, memory, own_parts, shard_of
 from .parameters._narrow_groups import (
     broadcast_auxiliary_tensors,
     check_narrowing,
@@ -205,12 +205,30 @@ class Optimizer(CheckpointMixin):
         for group in self.param_groups:
             follow_parameters(group, self.param_groups, self._identities)
         members = {id(parameter) for group in self.param_groups for parameter in group["params"]}
+        self._follow_shards(members)
         for parameter in [key for key in self.state if isinstance(key, torch.Tensor) and id(key) not in members]:
             self._outside_states[parameter] = self.state.pop(parameter)
         for group in self.param_groups if len(self._outside_states) else ():
             for parameter in group["params"]:
                 if parameter in self._outside_states:
                     self.state[parameter] = self._outside_states.pop(parameter)
+
+    def _follow_shards(self, members: set[int]) -> None:
+        """Give shards that stand in the places of whole parameters, before any step, the low bits of these.
+
+        accelerate shards a model after its optimizer was made, and then puts the shards into the groups.
+        """
+        left = [p for p, state in self.state.items() if isinstance(p, torch.Tensor) and id(p) not in members and state]
+        whole = {self._identities.get(p): p for p in left if not self.state[p].get("step")}
+        for group in self.param_groups if whole else ():
+            for position, parameter in enumerate(group["params"]):
+                before = whole.get(self._identities.get(parameter))
+                if before is None or not is_dtensor(parameter) or before.shape != parameter.shape:
+                    continue
+                spec, state = self._step_spec(group, parameter, None, name_of(group, position)), self.state.pop(before)
+                for name, _ in spec.update.auxiliary_tensors(spec.store):
+                    self.state[parameter][name] = shard_of(state[name], parameter)
+                self._plan(group, position)
 
     def _new_plan(
         self,
