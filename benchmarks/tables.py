@@ -99,21 +99,26 @@ def page(area: str) -> str:
     return "\n\n".join([f"# {AREAS[area][0]}", LEAD, f"{said} {BACK}", *map(section, results)]) + "\n"
 
 
-def main() -> None:
-    """Write the pages; with --check, exit 1 where one on disk is another."""
+def write(check: bool = False) -> list[str]:
+    """Bring the pages on disk up to date, and return the names of those that were not; with check only return them."""
     wanted = {PAGES / f"{area}.md": page(area) for area in areas()}
     there = set(PAGES.glob("*.md"))
-    stale = sorted(
-        (there - set(wanted)) | {path for path in wanted if path not in there or path.read_text() != wanted[path]}
-    )
-    if "--check" in sys.argv[1:]:
-        sys.exit(f"not in step: {', '.join(path.name for path in stale)}" if stale else 0)
-    PAGES.mkdir(exist_ok=True)
-    for path in stale:
-        if path in wanted:
-            path.write_text(wanted[path])
-        else:
+    changed = {path for path, text in wanted.items() if path not in there or path.read_text(encoding="utf-8") != text}
+    if not check:
+        PAGES.mkdir(exist_ok=True)
+        for path in changed:
+            path.write_text(wanted[path], encoding="utf-8")
+        for path in there - set(wanted):
             path.unlink()
+    return sorted(f"benchmarks/{path.name}" for path in changed | (there - set(wanted)))
+
+
+def main() -> None:
+    """Write the pages; with --check, exit 1 where one on disk is another."""
+    check = "--check" in sys.argv[1:]
+    stale = write(check)
+    if check and stale:
+        sys.exit(f"not in step: {', '.join(stale)}")
 
 
 if __name__ == "__main__":

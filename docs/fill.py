@@ -2,7 +2,8 @@
 
 A place to fill is what stands between `<!-- fill NAME -->` and `<!-- end -->`, where NAME is a function in
 docs/fillers. What has not been measured yet stays empty. The rows of comparisons in docs/results are computed again
-from their trials. With --check nothing is written, and the exit code is 1 where a file differs.
+from their trials, and the pages of docs/benchmarks from the files of benchmarks/results. With --check nothing is
+written, and the exit code is 1 where a file differs.
 """
 
 import argparse
@@ -17,6 +18,7 @@ RESULTS = HERE / "results"
 PLACE = re.compile(r"(<!-- fill ([\w-]+) -->\n)(.*?)(<!-- end -->)", re.DOTALL)
 sys.path.insert(0, str(ROOT))
 
+from benchmarks import tables  # noqa: E402
 from docs.fillers import PLACES  # noqa: E402
 
 
@@ -60,7 +62,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--check", action="store_true")
     check = parser.parse_args().check
-    stale = []
+    stale = tables.write(check)
     for path in [*comparisons(), *pages()]:
         text = path.read_text(encoding="utf-8")
         new = recomputed(text) if path.suffix == ".json" else filled(text)
