@@ -8,6 +8,8 @@ from typing import Any, ClassVar
 
 from ...pages import write_whole
 from ..evidence._evidence import SCHEMA, Evidence
+from ._report import figure, html, markdown
+from ._statements import statements
 
 
 @dataclasses.dataclass(frozen=True)
@@ -22,8 +24,6 @@ class SuiteEvidence(Evidence):
 
     def to_dict(self) -> dict[str, Any]:
         """Plain data; each task's and recipe's settings stand once, and of a curve its two ends."""
-        from ._statements import statements
-
         shared: dict[str, dict[str, Any]] = {"tasks": {}, "recipes": {}}
         trials = []
         for record in self.trials:
@@ -90,8 +90,6 @@ class SuiteEvidence(Evidence):
         Raises:
             ValueError: jinja2 or matplotlib is missing, or a file cannot be written.
         """
-        from ._report import figure, html, markdown
-
         place = Path(path)
         for theme in ("light", "dark"):
             write_whole(place.with_name(f"{place.stem}-{theme}.svg"), figure(self, theme))
