@@ -85,13 +85,18 @@ class SuiteEvidence(Evidence):
             raise ValueError(f"not the JSON of a suite: {error}") from None
 
     def to_html(self, path: str | os.PathLike[str]) -> None:
-        """Write one self-contained page, and beside it evidence.md and the figure for light and for dark pages.
+        """Write one self-contained page, and beside it evidence.md and img/, the figure for light and for dark pages.
 
         Raises:
             ValueError: jinja2 or matplotlib is missing, or a file cannot be written.
         """
         place = Path(path)
+        pictures = place.with_name("img")
+        try:
+            pictures.mkdir(exist_ok=True)
+        except OSError as error:
+            raise ValueError(f"cannot write {pictures}: {error.strerror or error}") from None
         for theme in ("light", "dark"):
-            write_whole(place.with_name(f"{place.stem}-{theme}.svg"), figure(self, theme))
+            write_whole(pictures / f"{place.stem}-{theme}.svg", figure(self, theme))
         write_whole(place.with_suffix(".md"), markdown(self))
         write_whole(place, html(self))
