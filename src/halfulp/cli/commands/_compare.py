@@ -101,7 +101,7 @@ def _run_suite(
     *options: Any,
 ) -> None:
     """Train a suite, print its statements, and say where the tables are."""
-    from ...trials.suite._papers import run_suite
+    from ...trials.suite._run import run_suite
 
     out = "halfulp-evidence" if out == DEFAULT_OUT else out
     names = ("seeds", "data", "workers", "resume", "overwrite")

@@ -8,6 +8,8 @@ from typing import Any, ClassVar
 
 from ...pages import write_whole
 from ..evidence._evidence import SCHEMA, Evidence
+from ._report import figure, html, markdown
+from ._statements import statements
 
 
 @dataclasses.dataclass(frozen=True)
@@ -22,8 +24,6 @@ class SuiteEvidence(Evidence):
 
     def to_dict(self) -> dict[str, Any]:
         """Plain data; each task's and recipe's settings stand once, and of a curve its two ends."""
-        from ._statements import statements
-
         shared: dict[str, dict[str, Any]] = {"tasks": {}, "recipes": {}}
         trials = []
         for record in self.trials:
@@ -85,15 +85,18 @@ class SuiteEvidence(Evidence):
             raise ValueError(f"not the JSON of a suite: {error}") from None
 
     def to_html(self, path: str | os.PathLike[str]) -> None:
-        """Write one self-contained page, and beside it evidence.md and the figure for light and for dark pages.
+        """Write one self-contained page, and beside it evidence.md and img/, the figure for light and for dark pages.
 
         Raises:
             ValueError: jinja2 or matplotlib is missing, or a file cannot be written.
         """
-        from ._report import figure, html, markdown
-
         place = Path(path)
+        pictures = place.with_name("img")
+        try:
+            pictures.mkdir(exist_ok=True)
+        except OSError as error:
+            raise ValueError(f"cannot write {pictures}: {error.strerror or error}") from None
         for theme in ("light", "dark"):
-            write_whole(place.with_name(f"{place.stem}-{theme}.svg"), figure(self, theme))
+            write_whole(pictures / f"{place.stem}-{theme}.svg", figure(self, theme))
         write_whole(place.with_suffix(".md"), markdown(self))
         write_whole(place, html(self))

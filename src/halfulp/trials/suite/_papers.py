@@ -1,15 +1,9 @@
 """The suite "papers": which recipes are trained on which tasks, and what each recipe's paper reports."""
 
 import dataclasses
-import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 
 from ...recipes import Recipe
-from ..running._plan import Trial, plan
-from ..running._training import Listener, training
-from ._evidence import SuiteEvidence
-
-SUITES = ("papers",)
 
 _BF16 = "Revisiting BFloat16 Training, arXiv 2010.06192"
 _SCALES = "Adaptive loss scaling, arXiv 1910.12385 and IJCAI-20, runs in its repository"
@@ -53,7 +47,7 @@ COMPONENTS: tuple[str, ...] = ("fp16-mc2", "fp16-mc3")
 WIDE: tuple[str, ...] = ("fp64", "fp64-mc2")
 FEW_BITS: tuple[str, ...] = ("e8m5", "e8m3", "e8m1")
 
-_SLOW = "left out: several components in every operator take ten to forty times as long, see the MCTensor tasks"
+SLOW = "left out: several components in every operator take ten to forty times as long, see the MCTensor tasks"
 
 # Tasks, and what they are trained under beside the common recipes.
 TASKS: Mapping[str, tuple[str, ...]] = {
@@ -108,82 +102,3 @@ REPORTED: Mapping[str, Reported] = {
         "mammals: mean average precision 0.9148 against 0.9106 of float64", _MCTENSOR, "no difference"
     ),
 }
-
-
-def run_suite(
-    suite: str = "papers",
-    size: str = "small",
-    seeds: int | Sequence[int] = 3,
-    data: str | None = None,
-    out: str | os.PathLike[str] | None = None,
-    workers: int | None = None,
-    resume: bool = False,
-    overwrite: bool = False,
-    listen: Listener | None = None,
-    tasks: Sequence[str] | None = None,
-    recipes: Sequence[str] | None = None,
-) -> SuiteEvidence:
-    """Train the papers' kinds of tasks under every recipe, and set their figures and findings beside ours.
-
-    A trial that raises does not end the run: the pair is listed with what it said. So is what does not go together.
-
-    Args:
-        suite: "papers".
-        size: Of every trial: "smoke", "small" or "full".
-        seeds, data, workers, resume, overwrite, listen: As `halfulp.compare` takes them.
-        out: A folder for evidence.json, evidence.html, evidence.md and the figures, and for finished trials.
-        tasks, recipes: Names, to run a part; None is all.
-
-    Returns:
-        The evidence.
-
-    Raises:
-        ValueError: an unknown name, missing data, or an output folder that cannot be written or holds something else.
-        TrialError: a worker was killed; what had finished is kept in ``out``.
-    """
-    trials, failed = plan_suite(suite, size, seeds, data, tasks, recipes)
-    with training(out, trials, workers, listen, resume, overwrite, SuiteEvidence) as run:
-        run.more = {"suite": suite, "size": size, "left_out": failed}
-        run.train(trials, failed=failed)
-    evidence = run.evidence()
-    assert isinstance(evidence, SuiteEvidence)
-    return evidence
-
-
-def plan_suite(
-    suite: str,
-    size: str,
-    seeds: int | Sequence[int],
-    data: str | None,
-    tasks: Sequence[str] | None = None,
-    recipes: Sequence[str] | None = None,
-) -> tuple[list[Trial], dict[str, dict[str, str]]]:
-    """The trials of a suite, and by task and recipe why a pair is none of them.
-
-    Raises:
-        ValueError: an unknown name, or missing data.
-    """
-    if suite not in SUITES:
-        raise ValueError(f"no suite {suite!r}; there is {', '.join(SUITES)}")
-    chosen = _chosen("task", tasks, list(TASKS))
-    everything = {_name(one): one for one in (*COMMON, *FEW_BITS, *COMPONENTS, *WIDE)}
-    allowed = {"fp32", "fp32-twin", *_chosen("recipe", recipes, list(everything))}
-    left_out: dict[str, dict[str, str]] = {}
-    trials: list[Trial] = []
-    for task in chosen:
-        own = [everything[_name(one)] for one in (*COMMON, *TASKS[task]) if _name(one) in allowed]
-        trials += plan(task, own, seeds, None, data, size, left_out)
-        slow = [name for name in COMPONENTS if name in allowed and name not in TASKS[task]]
-        left_out.setdefault(task, {}).update(dict.fromkeys(slow, _SLOW))
-    return trials, {task: pairs for task, pairs in left_out.items() if pairs}
-
-
-def _name(recipe: str | Recipe) -> str:
-    return recipe if isinstance(recipe, str) else recipe.name
-
-
-def _chosen(kind: str, given: Sequence[str] | None, known: Sequence[str]) -> list[str]:
-    unknown = sorted(set(given or ()) - set(known))
-    if unknown:
-        raise ValueError(f"the suite has no {kind} {', '.join(unknown)}; it has {', '.join(known)}")
-    return [name for name in known if given is None or name in given]

@@ -42,17 +42,19 @@ def _overview(evidence: FinishedTrials) -> Section:
     run = evidence.run
     recipes = {record["settings"]["recipe"]["name"] for record in evidence.trials}
     seeds = {record["settings"]["seed"] for record in evidence.trials}
+    seeds_said = f"{len(seeds)} seed{'' if len(seeds) == 1 else 's'}"
     said = [
-        f"{len(evidence.tasks())} tasks, {len(recipes)} recipes, {len(seeds)} seeds, {len(evidence.trials)} trials of "
-        f"size “{run['size']}”, {in_words(run['seconds'])} by {run['workers']} workers of one thread on "
-        f"{run['processor']}; {run['reused']} of the trials were kept from earlier runs.",
+        f"{len(evidence.tasks())} tasks, {len(recipes)} recipes, {seeds_said}, {len(evidence.trials)} trials of size "
+        f"“{run['size']}”, {in_words(run['seconds'])} by {run['workers']} workers of one thread on {run['processor']}; "
+        f"{run['reused']} of the trials were kept from earlier runs.",
         "Every row of a task starts from the same float32 weights, sees the same batches and uses the same "
         "hyper-parameters. Gaps are paired by seed; verdicts are corrected for the number of recipes on the task.",
         "What a paper reports is on its own application and quoted from a text that was read; figures that could not "
         "be checked against one are left out.",
     ]
     if len(seeds) < 3:
-        said.append(f"{len(seeds)} seeds are too few for a spread that decides: a verdict needs three.")
+        few = f"{seeds_said} {'is' if len(seeds) == 1 else 'are'} too few"
+        said.append(f"{few} for a spread that decides: a verdict needs three.")
     return Section("How it was run", said)
 
 

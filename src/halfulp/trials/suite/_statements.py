@@ -197,14 +197,14 @@ def _within(
             if row.task in without:
                 continue
             reference = evidence.row(row.task, "fp32")
-            said.append(f"{row.task} {recipe} {_gap(row)}")
+            lost = None if row.accuracy is None or reference.accuracy is None else reference.accuracy - row.accuracy
+            said.append(f"{row.task} {recipe} {_gap(row)}" + ("" if lost is None else f" ({-100 * lost:+.1f} points)"))
             if row.diverged:
                 outside.append(row.task)
                 continue
             if row.noise is None or row.gap is None or reference.loss is None:
                 few += 1
                 continue
-            lost = None if row.accuracy is None or reference.accuracy is None else reference.accuracy - row.accuracy
             close = row.gap <= loss * abs(reference.loss) or (lost is not None and lost <= accuracy)
             if close or row.gap <= row.noise:
                 inside += 1

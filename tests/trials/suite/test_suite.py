@@ -1,0 +1,136 @@
+"""The papers' suite: a pair that fails ends nothing, the evidence goes through JSON, and statements follow numbers."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from halfulp.trials.suite import _report, _run, _statements
+from halfulp.trials.suite._evidence import SuiteEvidence
+
+OPEN, CONFIRMED, REFUTED = _statements.OPEN, _statements.CONFIRMED, _statements.REFUTED
+RUN = {"suite": "papers", "size": "smoke", "left_out": {}, "seconds": 3.0, "workers": 2, "reused": 0}
+RUN |= {"processor": "a processor", "cores": 2, "trained": 4}
+
+
+@pytest.fixture
+def evidence(make_record):
+    def make(losses: dict[tuple[str, str], list[float | None]], **result) -> SuiteEvidence:
+        records = [
+            make_record(recipe, seed, loss, task=task, **result)
+            for (task, recipe), of_seeds in losses.items()
+            for seed, loss in enumerate(of_seeds)
+        ]
+        return SuiteEvidence(trials=tuple(records), run=dict(RUN))
+
+    return make
+
+
+FLOAT32 = {("digits", "fp32"): [1.0, 1.1, 0.9], ("digits", "fp32-twin"): [1.0, 1.1, 0.9]}
+
+
+def verdict(found: SuiteEvidence, words: str) -> tuple[str, str]:
+    one = next(one for one in _statements.statements(found) if words in one.claim)
+    return one.verdict, one.numbers
+
+
+@pytest.mark.usefixtures("forked_workers")
+def test_a_run_of_a_part(tmp_path: Path) -> None:
+    found = _run.run_suite(
+        size="smoke", seeds=1, out=tmp_path, workers=1, tasks=["linear-regression"], recipes=["bf16"]
+    )
+    assert [row.recipe for row in found.rows()] == ["fp32", "fp32-twin", "bf16"]
+    again = SuiteEvidence.from_json((tmp_path / "evidence.json").read_text())
+    assert again.to_json() == found.to_json()
+    assert "1 seed is too few" in (tmp_path / "evidence.md").read_text()
+    assert (tmp_path / "evidence.html").read_text().startswith("<!doctype html>")
+    assert {path.name for path in (tmp_path / "img").iterdir()} == {"evidence-light.svg", "evidence-dark.svg"}
+    reused = _run.run_suite(
+        size="smoke", seeds=1, out=tmp_path, resume=True, tasks=["linear-regression"], recipes=["bf16"]
+    )
+    assert reused.run["trained"] == 0
+
+
+@pytest.mark.usefixtures("forked_workers")
+def test_a_pair_that_fails_is_listed_and_the_others_go_on(tiny, tmp_path: Path) -> None:
+    from halfulp.trials.running._plan import plan
+    from halfulp.trials.running._training import training
+
+    failed: dict[str, dict[str, str]] = {}
+    trials = plan(tiny.Tiny(trap="raise"), ["fp32"], 3, 3, None)
+    with training(tmp_path, trials, 1, None, False, False) as run:
+        run.train(trials, failed=failed)
+    assert failed == {"tiny": {"fp32": "ZeroDivisionError: a mistake in the task"}}
+    assert len(run.evidence().trials) == 2
+
+
+def test_what_does_not_go_together_is_left_out_with_a_reason() -> None:
+    trials, left_out = _run.plan_suite("papers", "smoke", 1, None, ["cancer-mlp", "digits-fpu"])
+    assert "rounds no gradients" in left_out["cancer-mlp"]["fp16-adaptive"]
+    assert "ten to forty times" in left_out["digits-fpu"]["fp16-mc2"]
+    pairs = {(trial.task.name, trial.recipe.name) for trial in trials}
+    assert ("cancer-mlp", "fp16-mc2") in pairs
+    assert not pairs & {(task, recipe) for task, of_task in left_out.items() for recipe in of_task}
+
+
+@pytest.mark.parametrize(
+    ("choice", "words"),
+    [
+        ({"suite": "paper"}, "no suite 'paper'; there is papers"),
+        ({"size": "tiny"}, "unknown size 'tiny'"),
+        ({"tasks": ["text"]}, "no task text; it has digits-fpu"),
+        ({"recipes": ["bf17"]}, "no recipe bf17; it has fp32"),
+    ],
+)
+def test_unknown_names(choice: dict, words: str) -> None:
+    tasks = {"tasks": ["digits"]} | choice
+    with pytest.raises(ValueError, match=words):
+        _run.plan_suite(**{"suite": "papers", "size": "smoke", "seeds": 1, "data": None} | tasks)
+
+
+def test_statements_follow_the_numbers(evidence) -> None:
+    lost = evidence(FLOAT32 | {("digits", "bf16"): [1.5, 1.6, 1.4], ("digits", "bf16-kahan"): [1.0, 1.1, 0.9]})
+    assert verdict(lost, "nearest rounding everywhere loses")[0] == CONFIRMED
+    assert verdict(lost, "stochastic rounding and Kahan stay")[0] == CONFIRMED
+    assert "+0.5000" in verdict(lost, "nearest rounding everywhere loses")[1]
+    kept = evidence(FLOAT32 | {("digits", "bf16"): [1.0, 1.1, 0.9], ("digits", "bf16-kahan"): [1.5, 1.6, 1.4]})
+    assert verdict(kept, "nearest rounding everywhere loses")[0] == REFUTED
+    # Within 0.1% of the accuracy, which is the same in all of these records.
+    assert verdict(kept, "stochastic rounding and Kahan stay")[0] == CONFIRMED
+    assert verdict(kept, "ten bits")[0] == OPEN
+
+
+def test_adaptive_scales_beside_the_best_constant(evidence) -> None:
+    task = {("two-heads", "fp32"): [1.0, 1.1, 0.9], ("two-heads", "fp16-adaptive"): [1.0, 1.1, 0.9]}
+    constants = {
+        ("two-heads", "fp16-constant-1"): [3.0, None, 3.0],
+        ("two-heads", "fp16-constant-128"): [2.0, 2.1, 1.9],
+    }
+    better = evidence(task | constants)
+    assert verdict(better, "nowhere worse than the best constant")[0] == CONFIRMED
+    found, numbers = verdict(better, "better than any constant")
+    assert found == CONFIRMED
+    assert "-1 ± " in numbers
+    assert "constant-128" in numbers
+    worse = evidence(task | {("two-heads", "fp16-constant-1"): [0.5, 0.6, 0.4]})
+    assert verdict(worse, "nowhere worse than the best constant")[0] == REFUTED
+
+
+def test_too_few_seeds_decide_nothing(evidence) -> None:
+    found = evidence({key: losses[:2] for key, losses in FLOAT32.items()} | {("digits", "bf16"): [1.5, 1.6]})
+    assert {one.verdict for one in _statements.statements(found)} == {OPEN}
+    assert "2 seeds are too few" in _report.markdown(found)
+
+
+def test_a_divergence_is_a_row_that_says_where(evidence) -> None:
+    found = evidence(FLOAT32 | {("digits", "fp16"): [1.0, None, None]})
+    assert "| diverged (2 of 3) at step 3, 3 |" in _report.markdown(found)
+    assert "img/evidence-dark.svg" in _report.markdown(found)
+    assert "<svg" in _report.figure(found, "dark")
+    with pytest.raises(ValueError, match="light or dark"):
+        _report.figure(found, "blue")
+
+
+def test_json_of_something_else() -> None:
+    with pytest.raises(ValueError, match="not the JSON of a suite"):
+        SuiteEvidence.from_json(json.dumps({"schema": 1}))
