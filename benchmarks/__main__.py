@@ -52,6 +52,7 @@ NAMES = (
     "processes",
     "audit",
     "tune",
+    "family",
     "house",
 )
 ASIDE = ("gpu",)  # not among all: they need what most machines lack

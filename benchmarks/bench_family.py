@@ -11,8 +11,9 @@ from ._results import Result, Table, save
 
 TEXT = """Methods that the four systems' papers build on, each on the task that shows what it is for. HALP: least squares \
 of 20 float64 features with condition number 10 and 1,000 rows, 15 epochs of 500 steps at lr .004. Multipoint: a small \
-convolutional net of separable layers on digits, batch normalization folded in. Published recipes: \
-tests/recipes/test_published.py plants the tasks. Loss change allocation: an MLP on digits in bfloat16."""
+convolutional net of separable layers on digits, batch normalization folded in. Published recipes: a \
+task planted for each ingredient (benchmarks/_published_recipes.py), the last loss over the first with it and without. \
+Loss change allocation: an MLP on digits, its layers in bfloat16 by nearest rounding, or one of them."""
 ROWS, WIDTH, CONDITION, EPOCHS, STEPS, RATE = 1000, 20, 10.0, 15, 500, 0.004
 
 
@@ -146,9 +147,69 @@ def multipoint(seeds) -> Table:
     return table
 
 
+def published(seeds) -> Table:
+    """Each ingredient of two published recipes on the task that is planted for it."""
+    from ._published_recipes import PLANTS
+
+    columns = {"recipe": "", "ingredient": "", "seed": "", "with it": ".3g", "without": ".3g"}
+    table = Table("Published recipes: last loss over first", columns)
+    for plant in PLANTS:
+        for seed in range(seeds):
+            ours, without = plant.losses(seed)
+            row = {"recipe": plant.recipe, "ingredient": plant.ingredient, "seed": seed, "with it": ours}
+            row |= {"without": without, "bar": "below .4 with it, above .9 without"}
+            table.add(**row, met=ours < 0.4 and not without < 0.9)
+            print(row, flush=True)
+    return table
+
+
+def allocation(seeds) -> Table:
+    """Which layer's rounding costs how much, where all layers or one of them is rounded to nearest."""
+    import torch
+    from torch import nn
+
+    import halfulp as hu
+
+    columns = {"narrow": "", "seed": "", "change": "+.3f", "allocated": "+.3f", "error in %": ".4f"}
+    columns |= {f"rounding of {layer}": "+.4f" for layer in (0, 2, 4)}
+    table = Table("Loss change allocation: digits MLP, 60 steps of SGD, lr .01", columns)
+    x, y, _, _ = digits()
+    x = x.flatten(1)
+
+    def loss(model):
+        return nn.functional.cross_entropy(model(x), y)
+
+    for narrow in ("0, 2, 4", "0", "2", "4"):
+        for seed in range(seeds):
+            torch.manual_seed(seed)
+            model = nn.Sequential(nn.Linear(64, 64), nn.Tanh(), nn.Linear(64, 64), nn.Tanh(), nn.Linear(64, 10))
+            for layer in map(int, narrow.split(", ")):
+                model[layer].weight.data = model[layer].weight.data.bfloat16().float()
+            groups = [
+                {"params": [one.weight, one.bias], "format": "bf16", "weight_update": "nearest"}
+                if str(k) in narrow.split(", ")
+                else {"params": [one.weight, one.bias]}
+                for k, one in enumerate(model)
+                if k % 2 == 0
+            ]
+            optimizer = hu.optim.SGD(groups, lr=0.01, report_interval=0)
+            with hu.observation.allocate_loss(model, optimizer, loss) as costs:
+                for rows in torch.randint(len(x), (60, 64)):
+                    optimizer.zero_grad()
+                    nn.functional.cross_entropy(model(x[rows]), y[rows]).backward()
+                    optimizer.step()
+            cost = {k: sum(costs.shares[f"{k}.{name}"].rounding for name in ("weight", "bias")) for k in (0, 2, 4)}
+            row = {"narrow": narrow, "seed": seed, "change": costs.change, "allocated": costs.allocated}
+            row |= {"error in %": 100 * costs.error, **{f"rounding of {k}": value for k, value in cost.items()}}
+            named = narrow == "0, 2, 4" or str(max(cost, key=cost.get)) == narrow
+            table.add(**row, bar="error below .1%, and the narrow layer is named", met=costs.error < 1e-3 and named)
+            print(row, flush=True)
+    return table
+
+
 def main() -> None:
     """Runs all, or the parts that are named."""
-    parts = {"halp": halp, "multipoint": multipoint}
+    parts = {"halp": halp, "multipoint": multipoint, "published": published, "allocation": allocation}
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("parts", nargs="*", choices=[*parts, []])
     parser.add_argument("--seeds", type=int, default=13)

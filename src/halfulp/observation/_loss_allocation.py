@@ -184,7 +184,7 @@ class LossAllocation:
         """A table of parameters, those first whose rounding cost most."""
         lines = [
             f"loss {self.first:.6g} -> {self.last:.6g} in {self.steps} steps: change {self.change:+.4g}, allocated "
-            f"{self.allocated:+.4g} ({100 * self.error:.3g}% off)"
+            f"{self.allocated:+.4g} ({self.error:.3%} off)"
         ]
         width = max(map(len, self.shares))
         lines.append(f"  {'parameter':{width}}  {'change':>11}  {'by rounding':>11}  helped")

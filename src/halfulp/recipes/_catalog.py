@@ -142,6 +142,23 @@ _RECIPES = (
     *(_gradients("e5m2", *choice) for choice in _SCALES),
     _gradients("e5m2", "adaptive-stochastic", "stochastically, a scale per layer", "amax", "stochastic"),
     _gradients("e4m3fn", *_SCALES[-1]),
+    Recipe(
+        name="mixed-precision",
+        description="Micikevicius et al.: float16 operands and gradients, float32 masters, one loss scale",
+        operand_format="fp16",
+        gradient_format="fp16",
+        gradient_scale="dynamic",
+    ),
+    Recipe(
+        name="fp8-training",
+        description="Mellempudi et al.: e5m2 operands and stochastic gradients, stochastic float16 masters, a floor",
+        operand_format="e5m2",
+        gradient_format="e5m2",
+        gradient_rounding="stochastic",
+        gradient_scale="rising-floor",
+        format="fp16",
+        weight_update="stochastic",
+    ),
 )
 _CATALOG = {recipe.name: recipe for recipe in _RECIPES}
 

@@ -15,7 +15,7 @@ from ..optim.parameters._narrowing import keep_float32, narrow, widen
 from ..scaled import scalify, unscalify
 from ..subclass import float32_products
 from ..subclass.models._parameter_holders import Wrappers, check_holders, holding_optimizers, replace_data
-from . import _casts, _catalog
+from . import _casts, _catalog, _operands
 from ._plan import assign, check, check_range, islands, kept_parameters
 from ._recipe import Recipe
 
@@ -102,6 +102,7 @@ def convert(model: M, recipe: Recipe | str, *, seed: int = 0) -> M:
             buffers = _to_float64(model)
         elif recipe.narrow:
             buffers = _to_narrow(model, kept, _param_dtype(recipe))
+        _operands.install(model, recipe)
     wrappers.follow()
     model.__dict__[_RECORD] = _Record(recipe, buffers)
     return model
@@ -148,6 +149,7 @@ def revert(model: M) -> M:
             owner._buffers[key] = owner.get_buffer(key).float()
     wrappers.follow()
     _casts.remove(model)
+    _operands.remove(model)
     float32_products(model, False)
     del model.__dict__[_RECORD]
     return model

@@ -174,6 +174,12 @@ def eight_bit_products(module: nn.Module) -> tuple[str | None, str]:
     return "fp8 products", f"{sides[0]} x {sides[1]}: units take multiples of {SIDE}, else fp8 is emulated"
 
 
+def rounds_operands(recipe: Recipe, name: str, module: nn.Module) -> bool:
+    """Return whether a recipe rounds a module's operands: of linear layers and convolutions that it does not exempt."""
+    layer = isinstance(module, nn.Linear | nn.modules.conv._ConvNd) and "weight" in module._parameters
+    return bool(recipe.operand_format) and layer and not any(_matches(glob, name, module) for glob in recipe.float32)
+
+
 def rounded_gradients(module: nn.Module, format: str) -> tuple[str | None, str]:
     """Return what a module gets of a ``gradient_format``, and why not.
 
@@ -307,7 +313,7 @@ class _Walk:
             self.after += p.numel() * (4 if key in stays else _bytes(self._recipe))
         wanted = {self._updates[tied.get(key, full[key])] for key in own} - {None}
         got = {self._updates[full[key]] for key, p in new.items() if key not in stays and p.requires_grad} - {None}
-        products, why_no_product = self._products(module)
+        products, why_no_product = self._products(name, module)
         reasons = [self._why_kept(name, own, stays), *_why_not_updated(own, stays, tied, bool(wanted)), why_no_product]
         return ModulePlan(
             name,
@@ -335,12 +341,14 @@ class _Walk:
             return kept
         return f"shares {listed(sorted(stays))} with a module that stays float32"
 
-    def _products(self, module: nn.Module) -> tuple[str | None, str]:
+    def _products(self, name: str, module: nn.Module) -> tuple[str | None, str]:
         if self._recipe.matmul:
             return eight_bit_products(module)
+        operands = f"operands in {self._recipe.operand_format}" if rounds_operands(self._recipe, name, module) else None
         if self._recipe.gradient_format:
-            return rounded_gradients(module, self._recipe.gradient_format)
-        return None, ""
+            gets, why = rounded_gradients(module, self._recipe.gradient_format)
+            return ", ".join(filter(None, (operands, gets))) or None, why
+        return operands, ""
 
 
 def _why_not_updated(own: dict[str, nn.Parameter], stays: set[str], tied: dict[str, str], asked: bool) -> list[str]:
@@ -371,7 +379,8 @@ def _held_as(recipe: Recipe) -> str:
 def _asked_products(recipe: Recipe) -> list[str]:
     if recipe.matmul:
         return [f"{recipe.matmul} products"]
-    return [f"gradients in {recipe.gradient_format}"] if recipe.gradient_format else []
+    said = {"operands": recipe.operand_format, "gradients": recipe.gradient_format}
+    return [", ".join(f"{what} in {format}" for what, format in said.items() if format)] if any(said.values()) else []
 
 
 def _of_bare(recipe: Recipe) -> str:

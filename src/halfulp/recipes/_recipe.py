@@ -181,6 +181,9 @@ class Recipe:
             stay float32.
         format: Name of a format whose values the float32 parameters are held to.
         emulate: Name of a format to which every operator's output is rounded, forward and backward.
+        operand_format: Name of a format to which linear layers and convolutions round their inputs, weights and results
+            in the forward pass, to nearest, with float32 sums between, but for modules that match ``float32``. The
+            parameters stay the wide master copy.
         gradient_format: Name of a format to which every gradient that a product (a linear layer, a convolution,
             attention) reads or makes is rounded, as a tensor core would: narrow operands, float32 sums, a narrow
             result. Everything else stays float32. Such a training goes through a `halfulp.AdaptiveGradScaler`.
@@ -189,7 +192,8 @@ class Recipe:
             ``"underflow-bound"``, ``"element-wise"``, ``"abs-range"``, ``"measured"``, ``"dynamic"``,
             ``"rising-floor"``, ``"constant"``.
         gradient_rounding: With ``gradient_format``: ``"nearest"``, or ``"stochastic"``, right on average.
-        float32: With ``param_dtype`` of 16 bits: which modules keep float32 parameters and compute in float32, as globs
+        float32: With ``param_dtype`` of 16 bits, or an ``operand_format``: which modules keep float32 parameters and
+            compute in float32, as globs
             over their qualified names (with all that is inside) and over the names of their classes and base classes
             (of modules that hold no others). By default every norm; ``()`` for none.
         perturb: Each starting weight is multiplied by 1 + perturb * N(0, 1): the control that shows how far two
@@ -215,6 +219,7 @@ class Recipe:
     emulate: FormatName = Converted(name_of_format, None)
     float32: Globs = Converted(globs, NORMS)
     perturb: float = 0.0
+    operand_format: FormatName = Converted(name_of_format, None)
     gradient_format: FormatName = Converted(name_of_format, None)
     gradient_scale: ScaleOrPolicy = Converted(power_or_policy, None)
     gradient_rounding: str = "nearest"
@@ -230,7 +235,7 @@ class Recipe:
         _check_among("state_dtype", self.state_dtype, (*_with_registered(STATE_DTYPES, "state store"), *formats))
         for name in self.update_names():
             _check_among("weight update", name, _with_registered(WEIGHT_UPDATES, "weight update"))
-        for field in ("format", "emulate", "gradient_format"):
+        for field in ("format", "emulate", "operand_format", "gradient_format"):
             _check_format(getattr(self, field))
         if self.format and self.param_dtype:
             raise ValueError(
@@ -308,6 +313,11 @@ class Recipe:
             raise ValueError(
                 f"recipe {self.name!r} has gradient_rounding={self.gradient_rounding!r} but float32 gradients, which "
                 "are not rounded; give gradient_format= too"
+            )
+        if self.operand_format and (self.param_dtype or self.payload or self.emulate):
+            raise ValueError(
+                f"recipe {self.name!r} has operand_format={self.operand_format!r}, which rounds what products read of "
+                "float32 parameters: leave out param_dtype, payload, components and emulate"
             )
         if self.gradient_format and (self.param_dtype or self.payload or self.emulate):
             raise ValueError(
@@ -458,6 +468,14 @@ def _arithmetic_words(recipe: Recipe) -> str:
     if recipe.payload:
         products = " Linear layers multiply in eight bits." if recipe.matmul else ""
         return f"Activations and gradients are such payloads too.{products}"
+    if recipe.operand_format:
+        wide = " or ".join(map(repr, recipe.float32))
+        backward = f" Backward runs in float32 but for gradients in {recipe.gradient_format}:"
+        return (
+            f"Inputs, weights and results of linear layers and convolutions are rounded to {recipe.operand_format}"
+            + (f", but in modules that match {wide}." if wide else ".")
+            + (backward if recipe.gradient_format else " Backward runs in float32.")
+        )
     if recipe.gradient_format:
         return f"Forward runs in float32, and backward too but for gradients in {recipe.gradient_format}:"
     return f"Forward and backward run in {recipe.param_dtype or 'float32'}."

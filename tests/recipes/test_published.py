@@ -1,0 +1,76 @@
+"""Published recipes: each ingredient on the task planted for it, and operands rounded as by hand."""
+
+import copy
+
+import pytest
+import torch
+from torch import nn
+
+import halfulp as hu
+from benchmarks._published_recipes import PLANTS
+
+
+@pytest.mark.parametrize("plant", PLANTS, ids=lambda plant: f"{plant.recipe}: {plant.ingredient}".replace(" ", "-"))
+def test_a_recipe_learns_its_planted_task_and_fails_without_the_ingredient(plant):
+    ours, without = plant.losses(seed=5)
+    assert ours < 0.4
+    assert not without < 0.9  # an infinite or NaN loss too
+
+
+@pytest.mark.parametrize("name", ["linear", "convolution"])
+def test_operands_and_results_are_rounded_as_by_hand(name, seed):
+    torch.manual_seed(seed % 2**31)
+    layer, x = {
+        "linear": lambda: (nn.Linear(6, 5), torch.randn(7, 6)),
+        "convolution": lambda: (nn.Conv2d(3, 4, 3, padding=1), torch.randn(2, 3, 5, 5)),
+    }[name]()
+    model, plain = nn.Sequential(copy.deepcopy(layer), nn.LayerNorm(5)), layer
+    hu.convert(model, hu.Recipe(name="mine", operand_format="e5m2"))
+
+    def narrow(t):
+        return t.to(torch.float8_e5m2).float()
+
+    x.requires_grad_()
+    with torch.no_grad():
+        by_hand = copy.deepcopy(plain)
+        by_hand.weight.copy_(narrow(plain.weight))
+        wanted = narrow(by_hand(narrow(x)))
+    got = model[0](x)
+    assert torch.equal(got, wanted)
+    slope = torch.randn_like(got)
+    got.backward(slope)
+    rounded = narrow(x.detach()).requires_grad_()
+    by_hand(rounded).backward(slope)
+    assert torch.equal(model[0].weight.grad, by_hand.weight.grad)
+    assert torch.equal(x.grad, rounded.grad)
+    assert isinstance(model[0].weight, nn.Parameter)
+    assert torch.equal(model[0].weight, plain.weight)
+    assert list(model.state_dict()) == ["0.weight", "0.bias", "1.weight", "1.bias"]
+    assert torch.equal(copy.deepcopy(model)[0](x), wanted)
+    assert torch.equal(hu.revert(model)[0](x), plain(x))
+
+
+def test_exempt_layers_and_those_that_raise_keep_their_weight():
+    recipe = hu.Recipe(name="mine", operand_format="e5m2", float32=["0"])
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    x, plain = torch.randn(3, 4), copy.deepcopy(model)
+    hu.convert(model, recipe)
+    assert torch.equal(model[0](x), plain[0](x))
+    assert not torch.equal(model[1](x), plain[1](x))
+    with pytest.raises(RuntimeError, match="shapes"):
+        model[1](torch.randn(3, 5))
+    assert isinstance(model[1].weight, nn.Parameter)
+    said = str(hu.explain(plain, recipe))
+    assert "operands in e5m2" in said
+
+
+def test_operand_formats_go_with_float32_parameters_alone():
+    for fields in ({"param_dtype": "bfloat16"}, {"payload": "float16"}, {"emulate": "fp16"}):
+        with pytest.raises(ValueError, match=r"operand_format='e5m2', which rounds what products read"):
+            hu.Recipe(name="mine", operand_format="e5m2", **fields)
+    with pytest.raises(ValueError, match="unknown format"):
+        hu.Recipe(name="mine", operand_format="e5q2")
+    for name in ("mixed-precision", "fp8-training"):
+        recipe = hu.recipes.get(name)
+        assert hu.Recipe.from_json(recipe.to_json()) == recipe
+        assert "Inputs, weights and results" in recipe.explain()
