@@ -92,6 +92,17 @@ def compile_table(name: str, table: Table) -> Callable[..., None]:
     return machine_function(name, table.key(), _ARGUMENTS, lambda b, *values: _TableLoop(b.b, table).build(*values))
 
 
+def compile_series(name: str, tables: Sequence[Table]) -> Callable[[int], None]:
+    """Return the function of the address of int64 (tables, 9): for each table in turn what `compile_table`'s takes."""
+
+    def write(vectors: VectorBuilder, given) -> None:
+        for number, table in enumerate(tables):
+            words = [vectors.load_word(given, _ARGUMENTS * number + k) for k in range(_ARGUMENTS)]
+            _TableLoop(vectors.b, table).build(*words)
+
+    return machine_function(name, repr([table.key() for table in tables]), 1, write)
+
+
 class _TableLoop(VectorBuilder):
     """Writes the loop."""
 
@@ -197,29 +208,47 @@ class _TableLoop(VectorBuilder):
         whole = b.mul(b.sdiv(count, width), width)
         rest = b.sub(count, whole)
         zero, one = self.word(0), self.word(1)
+        held = {array: b.ptrtoint(copies[array], self.i64) for array in self.arrays}
+        bases = {
+            array: b.add(self.address[self.column[array[0]]], b.mul(begin, self.word(array[1] // 8)))
+            for array in self.arrays
+        }
+        if self.trace.sums or self.trace.deposits:
+            # Only of what remains it is asked which lanes are elements.
+            with self.loop(zero, whole, self.width, totals) as i:
+                self.turn(bases, i, i, totals, None)
+            with self.loop(zero, rest, self.width, totals) as i:
+                self.copy_in(b.add(begin, whole), rest, copies)
+                self.turn(held, i, whole, totals, rest)
+                self.copy_out(b.add(begin, whole), rest, copies)
+            return
         first = b.select(b.icmp_signed(">", whole, zero), zero, one)
         last = b.select(b.icmp_signed(">", rest, zero), self.word(2), one)
-        with self.loop(first, last, 1, totals) as phase:
+        with self.loop(first, last, 1) as phase:
             is_rest = b.icmp_signed("==", phase, one)
             with b.if_then(is_rest):
                 self.copy_in(b.add(begin, whole), rest, copies)
-            bases = {}
-            for array in self.arrays:
-                place = b.add(self.address[self.column[array[0]]], b.mul(begin, self.word(array[1] // 8)))
-                bases[array] = b.select(is_rest, b.ptrtoint(copies[array], self.i64), place)
+            used = {array: b.select(is_rest, held[array], bases[array]) for array in self.arrays}
             limit, before = b.select(is_rest, rest, whole), b.select(is_rest, whole, zero)
             if self.stages.crossing:
-                self.in_stages(limit, before, bases)
+                self.in_stages(limit, before, used)
             else:
-                with self.loop(zero, limit, self.width, totals) as i:
-                    loaded = {array: self.load_both(bases[array], i, array[1]) for array in dict.fromkeys(self.loads)}
-                    self.ask_ahead(bases, i)
-                    [values] = self.computed([(loaded, b.add(before, i), None)])
-                    self.finish(values, self.stores, bases, i)
-                    self.deposit(values, i, limit)
-                    self.sum_up(values, i, totals, limit, range(len(self.trace.lines)))
+                with self.loop(zero, limit, self.width) as i:
+                    self.turn(used, i, b.add(before, i), [], None)
             with b.if_then(is_rest):
                 self.copy_out(b.add(begin, whole), rest, copies)
+
+    def turn(self, bases: dict, i, place, totals: list, limit) -> None:
+        """Write what happens to two vectors from i on, whose place in the chunk is another; all lanes are elements.
+
+        With a limit only those below it are.
+        """
+        loaded = {array: self.load_both(bases[array], i, array[1]) for array in dict.fromkeys(self.loads)}
+        self.ask_ahead(bases, i)
+        [values] = self.computed([(loaded, place, None)])
+        self.finish(values, self.stores, bases, i)
+        self.deposit(values, limit)
+        self.sum_up(values, i, totals, limit, range(len(self.trace.lines)))
 
     def in_stages(self, limit, before, bases: dict) -> None:
         """Write the loop over whole vectors in stages, the last of which stores.
@@ -603,11 +632,11 @@ class _TableLoop(VectorBuilder):
         for place, (how, number) in enumerate(self.trace.sums):
             for half in range(2 if number in among else 0):
                 value, at = values[half][number], 2 * place + half
-                if self.copied or not self.table.block:
+                if limit is not None and (self.copied or not self.table.block):
                     value = self.b.select(self.exists(i, limit, half), value, self.ir.Constant(value.type, None))
                 totals[at] = self.taken(how, totals[at], value)
 
-    def deposit(self, values: list, i, limit) -> None:
+    def deposit(self, values: list, limit) -> None:
         """Add the words of two vectors to counters in memory, one after the other: several may have one place."""
         b, several = self.b, self.shape(self.i64, self.lanes)
 
@@ -615,28 +644,26 @@ class _TableLoop(VectorBuilder):
             to = self.pointer(self.address[self.column[address]], place, self.i64)
             b.store(b.add(b.load(to, align=8), word), to, align=8)
 
-        left = b.sub(limit, i)
         for address, place, word, apart in self.trace.deposits:
             pairs = [[computed[k] for k in (place, word)] for computed in values]
             pairs = [[x if x.type == several else b.zext(x, several) for x in pair] for pair in pairs]
-            with b.if_else(b.icmp_signed(">=", left, self.word(self.width))) as (whole, rest):
-                with whole:
-                    copies = self.ir.Constant(several, [apart * (k % COPIES) for k in range(self.lanes)])
-                    for places, words in pairs:
-                        places = b.add(places, copies)
-                        for k in range(self.lanes):
-                            add(address, self.lane(places, k), self.lane(words, k))
-                with rest:
-                    for half, pair in enumerate(pairs):
-                        for held, vector in zip(self.held_words, pair):
-                            to = b.gep(held, [self.word(half * self.lanes)])
-                            b.store(vector, b.bitcast(to, several.as_pointer()), align=8)
-                    with self.loop(self.word(0), left, 1) as k:
-                        at = k
-                        if self.in_pairs:
-                            one = self.word(1)
-                            at = b.add(b.mul(b.and_(k, one), self.word(self.lanes)), b.lshr(k, one))
-                        add(address, *(b.load(b.gep(held, [at])) for held in self.held_words))
+            if limit is None:
+                copies = self.ir.Constant(several, [apart * (k % COPIES) for k in range(self.lanes)])
+                for places, words in pairs:
+                    places = b.add(places, copies)
+                    for k in range(self.lanes):
+                        add(address, self.lane(places, k), self.lane(words, k))
+                continue
+            for half, pair in enumerate(pairs):
+                for held, vector in zip(self.held_words, pair):
+                    to = b.gep(held, [self.word(half * self.lanes)])
+                    b.store(vector, b.bitcast(to, several.as_pointer()), align=8)
+            with self.loop(self.word(0), limit, 1) as k:
+                at = k
+                if self.in_pairs:
+                    one = self.word(1)
+                    at = b.add(b.mul(b.and_(k, one), self.word(self.lanes)), b.lshr(k, one))
+                add(address, *(b.load(b.gep(held, [at])) for held in self.held_words))
 
     def load_both(self, base, i, bits: int) -> list:
         """Elements of two vectors as words of 32 bits, or of 64 where they have so many."""
