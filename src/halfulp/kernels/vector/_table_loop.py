@@ -141,7 +141,6 @@ class _TableLoop(VectorBuilder):
         room = self.padded * self.together if table.block else self.width
         copied = self.arrays if not table.block or self.copied else []
         copies = {array: self.allocate(self.ir.IntType(array[1]), room) for array in copied}
-        self.held_words = [self.allocate(self.i64, self.width) for _ in range(2 if self.trace.deposits else 0)]
         crossing = self.phases.crossing if table.block else []
         buffers = [self.allocate(scalar_of(self.type_of(line)), room) for line in crossing]
         self.of_blocks = {
@@ -631,39 +630,51 @@ class _TableLoop(VectorBuilder):
         """Add what is summed up of two vectors, if it is among some instructions."""
         for place, (how, number) in enumerate(self.trace.sums):
             for half in range(2 if number in among else 0):
-                value, at = values[half][number], 2 * place + half
+                # Counts are exact in any order: those of both vectors take one register.
+                value, at = values[half][number], 2 * place + (half if how != "count" else 0)
                 if limit is not None and (self.copied or not self.table.block):
                     value = self.b.select(self.exists(i, limit, half), value, self.ir.Constant(value.type, None))
                 totals[at] = self.taken(how, totals[at], value)
 
     def deposit(self, values: list, limit) -> None:
-        """Add the words of two vectors to counters in memory, one after the other: several may have one place."""
-        b, several = self.b, self.shape(self.i64, self.lanes)
+        """Add the words of two vectors to counters in memory, one after the other: several may have one place.
 
-        def add(address, place, word) -> None:
-            to = self.pointer(self.address[self.column[address]], place, self.i64)
-            b.store(b.add(b.load(to, align=8), word), to, align=8)
-
+        They go through memory, from where lanes are loaded faster than they are taken out of wide vectors.
+        """
+        b = self.b
         for address, place, word, apart in self.trace.deposits:
-            pairs = [[computed[k] for k in (place, word)] for computed in values]
-            pairs = [[x if x.type == several else b.zext(x, several) for x in pair] for pair in pairs]
+            to = self.b.inttoptr(self.address[self.column[address]], self.i64.as_pointer())
+            constant = self.trace.lines[word][2][0] if self.trace.lines[word][0] == "word" else None
+            held = [
+                self.hold([half[k] for half in values]) for k in ((place,) if constant is not None else (place, word))
+            ]
+
+            def add(at, copy: int, to=to, held=held, constant=constant, apart=apart) -> None:
+                loaded = [b.load(b.gep(memory, [at])) for memory in held]
+                number, *words = (x if x.type == self.i64 else b.zext(x, self.i64) for x in loaded)
+                counter = b.gep(to, [b.add(number, self.word(apart * copy))])
+                more = self.word(constant) if constant is not None else words[0]
+                b.store(b.add(b.load(counter, align=8), more), counter, align=8)
+
             if limit is None:
-                copies = self.ir.Constant(several, [apart * (k % COPIES) for k in range(self.lanes)])
-                for places, words in pairs:
-                    places = b.add(places, copies)
-                    for k in range(self.lanes):
-                        add(address, self.lane(places, k), self.lane(words, k))
-                continue
-            for half, pair in enumerate(pairs):
-                for held, vector in zip(self.held_words, pair):
-                    to = b.gep(held, [self.word(half * self.lanes)])
-                    b.store(vector, b.bitcast(to, several.as_pointer()), align=8)
-            with self.loop(self.word(0), limit, 1) as k:
-                at = k
-                if self.in_pairs:
-                    one = self.word(1)
-                    at = b.add(b.mul(b.and_(k, one), self.word(self.lanes)), b.lshr(k, one))
-                add(address, *(b.load(b.gep(held, [at])) for held in self.held_words))
+                for k in range(self.width):
+                    add(self.word(k), k % COPIES)
+            else:
+                with self.loop(self.word(0), limit, 1) as k:
+                    at = k
+                    if self.in_pairs:
+                        one = self.word(1)
+                        at = b.add(b.mul(b.and_(k, one), self.word(self.lanes)), b.lshr(k, one))
+                    add(at, 0)
+
+    def hold(self, vectors: list):
+        """Store two vectors in memory of their own, side by side."""
+        kind = scalar_of(vectors[0].type)
+        memory = self.allocate(kind, self.width)
+        for half, vector in enumerate(vectors):
+            at = self.b.gep(memory, [self.word(half * self.lanes)])
+            self.b.store(vector, self.b.bitcast(at, vector.type.as_pointer()), align=kind.width // 8)
+        return memory
 
     def load_both(self, base, i, bits: int) -> list:
         """Elements of two vectors as words of 32 bits, or of 64 where they have so many."""

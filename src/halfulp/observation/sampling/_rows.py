@@ -5,6 +5,7 @@ Copies are counted many in one call, so that calls cost little beside what they 
 
 from __future__ import annotations
 
+import ctypes
 import functools
 import struct
 from collections.abc import Callable, Sequence
@@ -140,11 +141,16 @@ class Rows:
     def add_extremes(self, step: int) -> list[int]:
         """Add what is counted of whole tensors; return the rows of those that hold NaN or infinity."""
         run_chunks(_kernel("extremes", d.whole_table(self.dtype)), self._counts, *self._given)
-        rows = enumerate(zip(self.totals, self._counts.tolist(), self._sums.tolist(), self._largest.tolist()))
-        broken = []
-        for row, (totals, count, sums, largest) in rows:
+        factor = _factor(self.dtype)
+        amax = self._sums[:, d.LARGEST] * factor
+        amin = (d.INFINITE - self._sums[:, d.SMALLEST].astype(np.float32).view(np.int32)).view(np.float32) * factor
+        columns = (self._counts, self._sums[:, d.ZEROS], amax, amin)
+        broken, special = [], set(np.flatnonzero(~(amax < self._largest)).tolist())
+        for row, (totals, count, zeros, top, low) in enumerate(zip(self.totals, *[x.tolist() for x in columns])):
             totals.open(step)
-            if _add_extremes(totals, int(self._data[row, 0]), count, sums, self.dtype, largest):
+            if row not in special:
+                totals.add_extremes(count, int(zeros), 0, 0, top, low)
+            elif _look_beyond(totals, int(self._data[row, 0]), count, zeros, self.dtype, float(self._largest[row])):
                 broken.append(row)
         return broken
 
@@ -156,7 +162,19 @@ class Row:
         dtype: of its memory, one of KERNEL_DTYPES, and the dtype whose largest number is counted.
     """
 
-    __slots__ = ("_cut", "_kernel", "_largest", "_pointers", "_runs", "_short", "_sums", "_work", "count", "dtype")
+    __slots__ = (
+        "_at",
+        "_cut",
+        "_kernel",
+        "_largest",
+        "_pointers",
+        "_runs",
+        "_short",
+        "_sums",
+        "_work",
+        "count",
+        "dtype",
+    )
 
     def __init__(self, dtype: torch.dtype) -> None:
         self.dtype, self.count, self._runs, self._short = dtype, -1, 0, False
@@ -166,6 +184,7 @@ class Row:
         # Arguments of both kernels; then a chunk and an address of the whole, chunks and addresses of the copies.
         self._work: np.ndarray = np.zeros(_POINTERS + 2 * RUNS, np.int64)
         at = address_of(self._work)
+        self._at: int = at
         self._work[: 2 * 9] = 0, 1, at + 8 * _WHOLE, at + 8 * _DATA, 0, 0, 0, address_of(self._sums), 0, *[0] * 9
         self._work[11:13] = at + 8 * _CUT, at + 8 * _POINTERS
         self._cut: np.ndarray = self._work[_CUT:_POINTERS].reshape(RUNS, 4)
@@ -174,7 +193,7 @@ class Row:
 
     def look(self, at: int, count: int, words: Callable[[], np.ndarray], totals: Totals, counting: Counting) -> bool:
         """Count a tensor, its sample when others are; return whether it holds NaN or infinity."""
-        work, taken, target = self._work, min(count, MOST), counting.places(1)[0]
+        work, taken, target = self._work, count if count < MOST else MOST, counting.next_place()
         if count != self.count:
             self.count = work[_WHOLE + 2] = count
             self._runs, self._short = -(-count // RUN), count % RUN > 0
@@ -194,9 +213,14 @@ class Row:
             np.multiply(starts, self.dtype.itemsize, out=self._pointers[:, 0])
             self._pointers[:, 0] += at
             np.add(_PLACES, target, out=self._pointers[:, 1])
-        self._kernel(self._work.ctypes.data)
-        counting.add((totals,), (taken,))
-        return _add_extremes(totals, at, count, self._sums.tolist(), self.dtype, self._largest)
+        self._kernel(self._at)
+        counting.add_one(totals, taken)
+        smallest, zeros, top, _ = self._sums.tolist()
+        factor = _factor(self.dtype)
+        if not top * factor < self._largest:
+            return _look_beyond(totals, at, count, zeros, self.dtype, self._largest)
+        totals.add_extremes(count, int(zeros), 0, 0, top * factor, _amin(smallest) * factor)
+        return False
 
 
 # Places in the memory of a row.
@@ -209,20 +233,34 @@ def _row_kernel(dtype: torch.dtype) -> Callable[[int], None]:
     return compile_series("look", [d.whole_table(dtype), d.copy_table(dtype, False)])
 
 
-def _add_extremes(totals: Totals, at: int, count: int, sums: list, dtype: torch.dtype, largest: float) -> bool:
-    """Add the extremes of a tensor; return whether it holds NaN or infinity."""
-    smallest, zeros, top, _ = sums
-    factor, nonfinite, at_largest = 1.0 if dtype != torch.float16 else 2.0**112, 0, 0
-    if not top * factor < largest:
-        words, found = np.array([_memory_word(largest, dtype)], np.uint32), np.empty((1, 4))
-        work = np.array([0, 0, count, 0, at, 0], np.int64)
-        place, *given = map(address_of, (work, words, found))
-        kernel = _kernel("beyond", d.beyond_table(dtype))
-        run_chunks(kernel, work[2:3], place, place + 32, place + 40, given[0], 0, given[1], 0)
-        nonfinite, at_largest, top, smallest = found[0].tolist()
-    amin = struct.unpack("<f", struct.pack("<I", d.INFINITE - struct.unpack("<I", struct.pack("<f", smallest))[0]))[0]
-    totals.add_extremes(count, int(zeros), int(nonfinite), int(at_largest), top * factor, amin * factor)
+def _look_beyond(totals: Totals, at: int, count: int, zeros: float, dtype: torch.dtype, largest: float) -> bool:
+    """Add the extremes of a tensor with NaN, infinities or its dtype's largest number; return whether with the former.
+
+    Args:
+        at: its address.
+        zeros: how many it has.
+    """
+    words, found = np.array([_memory_word(largest, dtype)], np.uint32), np.empty((1, 4))
+    work = np.array([0, 0, count, 0, at, 0], np.int64)
+    place, *given = map(address_of, (work, words, found))
+    kernel = _kernel("beyond", d.beyond_table(dtype))
+    run_chunks(kernel, work[2:3], place, place + 32, place + 40, given[0], 0, given[1], 0)
+    nonfinite, at_largest, top, smallest = found[0].tolist()
+    factor = _factor(dtype)
+    totals.add_extremes(count, int(zeros), int(nonfinite), int(at_largest), top * factor, _amin(smallest) * factor)
     return nonfinite > 0
+
+
+def _factor(dtype: torch.dtype) -> float:
+    """Return what float32 numbers of kernels are multiplied by: the fraction of float16 stands where theirs does."""
+    return 2.0**112 if dtype == torch.float16 else 1.0
+
+
+def _amin(smallest: float) -> float:
+    """Return the smallest magnitude from what `whole_table` finds."""
+    word = d.INFINITE - struct.unpack("<I", struct.pack("<f", smallest))[0]
+    amin: float = struct.unpack("<f", struct.pack("<I", word))[0]
+    return amin
 
 
 @functools.cache
@@ -243,9 +281,17 @@ class Counting:
             _Blocks(*pair, count_blocks) for pair in zip(candidates.blocks, candidates.targets)
         ]
         self._room: torch.Tensor = torch.empty(SAMPLES, MOST, dtype=torch.float32, device="cpu")
-        self._places: np.ndarray = self._room.data_ptr() + 4 * MOST * np.arange(SAMPLES)
+        self._first: int = self._room.data_ptr()
+        self._places: np.ndarray = self._first + 4 * MOST * np.arange(SAMPLES)
         self._waiting: list[Totals] = []
         self._taken: list[int] = []
+        # What kernels take and give, in memory that is there: fresh pages cost as much as the counts.
+        own = np.arange(SAMPLES)
+        self._cut: np.ndarray = np.zeros((SAMPLES, 4), np.int64)
+        self._cut[:, 0] = own
+        self._counters: np.ndarray = np.empty((SAMPLES, COPIES, d.BINS + 1), np.int64)
+        self._pointers: np.ndarray = np.empty((SAMPLES, 2), np.int64)
+        self._pointers[:, 1] = address_of(self._counters) + own * self._counters[0].nbytes
 
     def places(self, count: int) -> np.ndarray:
         """Return where so many samples, which are then added, are to be written."""
@@ -255,37 +301,49 @@ class Counting:
             first = 0
         return self._places[first : first + count]
 
+    def next_place(self) -> int:
+        """Return where a sample, which is then added, is to be written."""
+        if len(self._waiting) == SAMPLES:
+            self.flush()
+        return self._first + 4 * MOST * len(self._waiting)
+
     def add(self, totals: Sequence[Totals], taken: Sequence[int]) -> None:
         """Let samples wait that were written."""
         self._waiting += totals
         self._taken += taken
+
+    def add_one(self, totals: Totals, taken: int) -> None:
+        """Let a sample wait that was written."""
+        self._waiting.append(totals)
+        self._taken.append(taken)
 
     def flush(self) -> None:
         """Count the samples that wait."""
         waiting, taken = self._waiting, self._taken
         self._waiting, self._taken = [], []
         if waiting:
-            self.count([sample[:length] for sample, length in zip(self._room, taken)], waiting)
+            self.count(self._places, taken, waiting)
 
-    def count(self, samples: Sequence[torch.Tensor], totals: Sequence[Totals]) -> None:
-        """Count float32 samples in contiguous memory."""
-        count = len(samples)
-        own = np.arange(count)
-        cut = np.zeros((count, 4), np.int64)
-        cut[:, 0], cut[:, 2] = own, [len(sample) for sample in samples]
-        counters = np.zeros((count, COPIES, d.BINS + 1), np.int64)
-        pointers = np.empty((count, 2), np.int64)
-        pointers[:, 0] = [address(sample) for sample in samples]
-        pointers[:, 1] = address_of(counters) + own * counters[0].nbytes
-        found = _run(_kernel("sample_counts", self._table), self._table, cut, pointers, own * 0, self._constants)
+    def count(self, places: np.ndarray, taken: Sequence[int], totals: Sequence[Totals]) -> None:
+        """Count float32 samples at some addresses, of so many elements each."""
+        for first in range(0, len(totals), SAMPLES):
+            last = first + SAMPLES
+            self._count(places[first:last], taken[first:last], totals[first:last])
+
+    def _count(self, places: np.ndarray, taken: Sequence[int], totals: Sequence[Totals]) -> None:
+        count = len(totals)
+        cut, pointers, counters = (x[:count] for x in (self._cut, self._pointers, self._counters))
+        cut[:, 2], pointers[:, 0] = taken, places[:count]
+        counters.fill(0)
+        found = _run(_kernel("sample_counts", self._table), self._table, cut, pointers, cut[:, 1], self._constants)
         numbers = found[:, 1:].astype(np.int64)
         finite, zeros = numbers[:, :1], numbers[:, 1:2]
         gone, small, fit = (numbers[:, 2 + k : 2 + self._constants.size : 3] for k in range(3))
         columns = [np.stack([gone - zeros, small - gone, finite - fit], 2).reshape(count, -1)]
-        columns += [one.count(samples, cut, pointers) for one in self._blocks]
+        columns += [one.count(cut, pointers) for one in self._blocks]
         columns.append(counters.sum(1)[:, : d.BINS])
         reals = found[:, : d.FINITE + 1].tolist()
-        for one, length, row, (squares, known) in zip(totals, cut[:, 2].tolist(), np.concatenate(columns, 1), reals):
+        for one, length, row, (squares, known) in zip(totals, taken, np.concatenate(columns, 1), reals):
             one.sampled += length
             one.squares += squares
             one.finite += known
@@ -309,11 +367,12 @@ class _Blocks:
             self._amax: int = len(words) - b.WORDS + b.AMAX
             self._words: np.ndarray = np.concatenate([words, np.array(thresholds(format.element)[:2], np.uint32)])
 
-    def count(self, samples: Sequence[torch.Tensor], cut: np.ndarray, pointers: np.ndarray) -> np.ndarray:
+    def count(self, cut: np.ndarray, pointers: np.ndarray) -> np.ndarray:
         """Return the four counts of each sample."""
         if self._table is None:
-            return np.array([self._count_blocks(sample, self.format) for sample in samples], np.int64).reshape(-1, 4)
-        row, words = cut[:, 0] * 0, self._words[None]
+            samples = zip(pointers[:, 0].tolist(), cut[:, 2].tolist())
+            return np.array([self._count_blocks(_sample_at(*one), self.format) for one in samples], np.int64)
+        row, words = cut[:, 1], self._words[None]
         if self._scaled:
             kernel = _kernel("largest_blocks", self._largest)
             found = _run(kernel, self._largest, cut, pointers, row, self._words[:-2])
@@ -322,6 +381,10 @@ class _Blocks:
         return _run(_kernel("block_counts", self._table), self._table, cut, pointers, row, words)[:, :4].astype(
             np.int64
         )
+
+
+def _sample_at(place: int, taken: int) -> torch.Tensor:
+    return torch.frombuffer((ctypes.c_float * max(1, taken)).from_address(place), dtype=torch.float32)[:taken].clone()
 
 
 def _run(

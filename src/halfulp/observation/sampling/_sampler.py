@@ -67,14 +67,15 @@ def look(
         keys = np.array([signed(one.key) for one in looks], np.int64)
         data, counts = ([of(tensor) for _, tensor in found] for of in (address, torch.Tensor.numel))
         taken = rows.point(data, counts, lambda keys=keys: run_words(keys))
-        rows.copy(np.array([address(part) for part in parts], np.int64))
+        places = np.array([address(part) for part in parts], np.int64)
+        rows.copy(places)
         # A short last run leaves some of its part free.
         own = [part[:length] for part, length in zip(parts, taken.tolist())]
         for (k, _), sample in zip(found, own):
             samples[k] = sample
         if candidates is not None:
             rows.add_extremes(step)
-            (counting or Counting(candidates, count_in_blocks)).count(own, rows.totals)
+            (counting or Counting(candidates, count_in_blocks)).count(places, taken.tolist(), rows.totals)
     return samples
 
 
