@@ -12,7 +12,7 @@ import torch
 from ...kernels import address, plain_address, select_engine
 from .._record import ParameterRecord, Realised, Role
 from ..sampling._device_functions import KERNEL_DTYPES
-from ..sampling._rows import SAMPLES, Rows, count_changes
+from ..sampling._rows import Rows, count_changes
 from ..sampling._sample_places import PLAIN_TYPES, Stored, sample_size, stored
 from ..sampling._sampler import Look, look
 from ._notebook import Notebook
@@ -60,8 +60,8 @@ class Layout:
         self.book, self.named, self.elements = book, list(named), list(elements)
         sizes = [sample_size(count) for count in elements]
         self.ends: np.ndarray = np.cumsum([0, *sizes], dtype=np.int64)
-        self._taken: np.ndarray = np.array(sizes, np.int64)
-        self._rows: np.ndarray = np.array([book.row_of(name) for name, _ in named], np.int64)
+        self._taken: list[int] = sizes
+        self._rows: list[int] = [book.row_of(name) for name, _ in named]
         self._tables: dict[tuple[str, torch.dtype, int], Rows] = {}
         self._packs: dict[str, torch.Tensor] = {}
 
@@ -127,13 +127,13 @@ class Layout:
             return
         data = address(values) + 4 * self.ends[:-1]
         table = self._table(f"update.{dtypes[0]}", torch.float32, "update", dtypes)
-        table.point(data, self._taken, self._words)
-        self._note("update", table.look(self.book.counting, self.book.step))
+        _, broken = table.look(data.tolist(), self._taken, self._words, self.book.step)
+        self._note("update", broken)
 
     def parts(self, packed: torch.Tensor) -> list[torch.Tensor]:
         """Return the sample of each parameter among packed ones."""
         ends = self.ends.tolist()
-        return [packed[start : start + taken] for start, taken in zip(ends, self._taken.tolist())]
+        return [packed[start : start + taken] for start, taken in zip(ends, self._taken)]
 
     def _places(self, tensors: Sequence[torch.Tensor], places: list[int] | None) -> list[int] | None:
         """Where plain tensors of one dtype lie; None where one is not plain."""
@@ -161,27 +161,24 @@ class Layout:
             for (own, kind), dtype in zip(self.named, dtypes):
                 assert role is not None
                 totals.append((self.book.totals_of(role, own, kind, Stored(flat, dtype)), dtype))
-            table = self._tables[key] = Rows(memory, len(self.named), totals)
+            is_wide = memory is not torch.float32 or role != "update"
+            table = self._tables[key] = Rows(memory, len(self.named), self.book.counting, totals, is_wide)
         return table
 
     def _take(self, name: str, table: Rows, data: list[int], role: Role | None = None) -> torch.Tensor:
         packed = self._pack(name)
         if table.wide is not packed:
             table.widen(packed, self.ends)
-        self._taken = table.point(data, self.elements, self._words)
         if role is None:
-            self._copy(table)
+            self._taken = table.copy(data, self.elements, self._words)
         else:
-            self._note(role, table.look(self.book.counting, self.book.step))
+            self._taken, broken = table.look(data, self.elements, self._words, self.book.step)
+            self._note(role, broken)
         return packed
 
-    def _words(self) -> np.ndarray:
-        return self.book.words[self._rows]
-
-    def _copy(self, table: Rows) -> None:
-        places = self.book.counting.places(SAMPLES)  # what is written there is not counted
-        for first in range(0, len(self.named), SAMPLES):
-            table.copy(places[: len(self.named) - first], first)
+    def _words(self, row: int) -> np.ndarray:
+        words: np.ndarray = self.book.words[self._rows[row]]
+        return words
 
     def _note(self, role: Role, broken: list[int]) -> None:
         """Give the tensors their positions in the step, and note those that hold NaN or infinity."""
@@ -193,7 +190,7 @@ class Layout:
 
     def _packed(self, samples: Sequence[torch.Tensor], found: Sequence[Stored]) -> torch.Tensor:
         packed = torch.zeros(int(self.ends[-1]), dtype=torch.float64, device="cpu")
-        self._taken = np.array([len(sample) for sample in samples], np.int64)
+        self._taken = [len(sample) for sample in samples]
         for start, sample, one in zip(self.ends.tolist(), samples, found):
             packed[start : start + len(sample)] = sample.double() * one.scale
         return packed

@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from torch.utils._python_dispatch import _disable_current_modes
 
-from ...kernels import plain_address, select_engine
+from ...kernels import address_of, plain_address, select_engine
 from ...rounding import mix64, mix64_all
 from .._record import Record, Role, TensorRecord
 from ..sampling._candidates import AnyFormat, Candidates, candidate
@@ -34,7 +34,7 @@ class Notebook:
     Attributes:
         quantized: formats that tensors go through afterwards; their block formats are counted too.
         candidates: the formats that samples are counted in.
-        counting: samples of this step that wait to be counted.
+        counting: how kernels count samples.
         step: number of the running step, from 0.
         sampling: whether tensors of the running step are looked at.
         position: how many tensors were looked at in this step.
@@ -77,7 +77,6 @@ class Notebook:
 
     def begin_step(self, step: int, sampling: bool) -> None:
         """Begin a step."""
-        self.counting.flush()
         self.step, self.sampling, self.position = step, sampling, 0
         self._step_key = mix64(SEED, step)
         if sampling:
@@ -168,7 +167,6 @@ class Notebook:
 
     def finish(self) -> Record:
         """Return the record with all counts so far."""
-        self.counting.flush()
         record = self.record
         record.tensors = {key: totals.finish(self.candidates) for key, totals in self.totals.items()}
         for (role, name), tensor in record.tensors.items():
@@ -221,7 +219,7 @@ class TensorSlot:
         totals: its counts; None before the first look.
     """
 
-    __slots__ = ("_dtype", "_looks", "_row", "book", "kind", "name", "role", "totals")
+    __slots__ = ("_dtype", "_looks", "_room", "_row", "book", "kind", "name", "role", "totals")
 
     def __init__(self, book: Notebook, role: Role, name: str, kind: str) -> None:
         self.book, self.role, self.name, self.kind = book, role, name, kind
@@ -229,6 +227,7 @@ class TensorSlot:
         self._dtype: torch.dtype | None = None
         self._row: int = book.row_of(name)
         self._looks: Row | None = None
+        self._room: int = address_of(book.counting.room)
 
     def look_quickly(self, tensor: torch.Tensor, scale: float = 1.0) -> bool:
         """Count a plain tensor of the dtype that was seen last, where no mode of torch watches; False elsewhere.
@@ -244,8 +243,8 @@ class TensorSlot:
             return False
         totals.record.scale = scale
         book.inside = True  # kernels run without the interpreter's lock, and samples share their room
-        totals.open(book.step)
-        broken = row.look(at, tensor.numel(), self._words, totals, book.counting)
+        row.aim(at, tensor.numel(), self._words, self._room)
+        broken = row.look(book.step)
         book.inside = False
         if broken:
             book.note_nonfinite(totals)
@@ -266,7 +265,7 @@ class TensorSlot:
             return totals
         if plain_address(tensor):
             check_kernels(tensor.dtype)
-            self._looks, self._dtype = Row(tensor.dtype), tensor.dtype
+            self._looks, self._dtype = Row(tensor.dtype, book.counting, totals), tensor.dtype
         return totals
 
 

@@ -92,6 +92,8 @@ class Rows:
         if not own:
             return found
         keys = [(id(one), one.record.dtype) for one in own.values()]
+        for one in own.values():
+            one.take(one)
         binades = np.stack([one.histogram for one in own.values()])
         if keys != self._keys:
             before = dict(zip(self._keys, self._counts))
@@ -170,7 +172,6 @@ class Sinks:
         """Give a sampled step that has ended to all sinks that still take rows."""
         if not self._outlets or not is_first():
             return
-        self._book.counting.flush()
         row = self._rows.row(step, self._book.totals)
         for one in self._outlets:
             one.put(row)

@@ -129,15 +129,18 @@ def counts_table(singles: int) -> Table:
 def blocks_table(kind: Kind) -> Table:
     """What counts float32 numbers in a block format.
 
-    Columns: the sample, and one that is not read. Constants: those of `rounding.blocks`, then the words of the first
-    payloads that become nonzero and normal. Sums: elements of finite blocks, those that become zero, those that become
-    subnormal, and zeros in blocks whose largest element stays.
+    Columns: the sample, and one that is not read. Constants: the words of the first payloads that become nonzero and
+    normal, those of `rounding.blocks`, and two of the float64 that is the largest of all finite blocks. Sums: elements
+    of finite blocks, those that become zero, those that become subnormal, and zeros in blocks whose largest stays.
     """
-    element = Recording(2, 2 * COUNT + b.WORDS + 2, "w32")
-    words = element.constants
-    c, d, of_block = words[:COUNT], words[COUNT : 2 * COUNT], words[2 * COUNT : -2]
-    nonzero, normal = words[-2:]
-    of_block = b.under_tensor_scale(of_block) if kind.under_amax else of_block
+    element = Recording(2, 2 + 2 * COUNT + b.WORDS + 2, "w32")
+    (nonzero, normal), words, amax = element.constants[:2], element.constants[2:-2], element.constants[-2:]
+    c, d, of_block = words[:COUNT], words[COUNT : 2 * COUNT], list(words[2 * COUNT :])
+    if kind.under_amax:
+        low, high = map(o.widen, amax)
+        largest = o.real64(o.or64(low, o.shl64(high, 32)))
+        of_block[b.AMAX] = o.word(element.trace.emit("to_float32", (largest,), None, "f32"))
+        of_block = b.under_tensor_scale(of_block)
     names: dict[str, Any] = bound_names(kind, wide=False)
     a = o.bit_and(o.load32(element.arrays[0], element.index), c[MAGNITUDE])
     top = block_largest(a)
@@ -149,7 +152,7 @@ def blocks_table(kind: Kind) -> Table:
     stays = finite & ~(payload_of_top < nonzero)
     for mask in (finite, gone, finite & (payload < normal) & ~(payload < nonzero), gone & stays):
         element.trace.gather_sum("count", mask)
-    return Table(element.trace, 2, len(words), block=kind.block, partial=True)
+    return Table(element.trace, 2, len(element.constants), block=kind.block, partial=True)
 
 
 @functools.cache

@@ -1,7 +1,4 @@
-"""Tensors of one dtype on the CPU: compiled kernels find the extremes of all of each, and copy and count its sample.
-
-Copies are counted many in one call, so that calls cost little beside what they count.
-"""
+"""Tensors on the CPU: one call of compiled kernels finds extremes of all of one, and copies and counts its sample."""
 
 from __future__ import annotations
 
@@ -19,7 +16,6 @@ from ...kernels import address, address_of, run_chunks
 from ...kernels._trace import COPIES
 from ...kernels.vector._table_loop import Table, compile_series, compile_table
 from ...rounding._kernel_constants import WORD32
-from ...rounding.blocks import _device_functions as b
 from ...rounding.blocks._table import Kind, largest_table, layout_of, words_of
 from ...rounding.blocks._target import BlockTarget
 from . import _device_functions as d
@@ -27,7 +23,6 @@ from ._candidates import Candidates, thresholds
 from ._sample_places import MOST, RUN, RUNS
 from ._totals import Totals
 
-SAMPLES = 64  # that wait to be counted
 _EVERY = np.arange(RUNS, dtype=np.int64)
 
 
@@ -48,189 +43,281 @@ def run_words(keys: np.ndarray) -> np.ndarray:
     return _EVERY << 32 | words
 
 
-class Rows:
-    """Some tensors of a dtype that are sampled together.
-
-    Args:
-        dtype: of their memory, one of KERNEL_DTYPES.
-        totals: what their counts are added to, and the dtypes whose largest number is counted; empty where samples are
-            only copied.
+class Counting:
+    """How kernels count samples in the candidates' formats.
 
     Attributes:
-        wide: float64, to which the samples are written too; None where they are not.
+        tables: that run one after another on a sample.
+        words: the constants of each.
+        scaled: of those whose constants end in what the table before them finds, the places among the tables.
+        others: the block formats that `count_blocks` counts in.
+        room: for a sample in float32.
     """
 
-    def __init__(self, dtype: torch.dtype, count: int, totals: Sequence[tuple[Totals, torch.dtype]] = ()) -> None:
-        self.dtype, self.totals = dtype, [one for one, _ in totals]
-        self.wide: torch.Tensor | None = None
-        self._largest: np.ndarray = np.array([torch.finfo(storage).max for _, storage in totals])
-        self._counts: np.ndarray = np.full(count, -1, np.int64)
-        self._data: np.ndarray = np.zeros((count, 1), np.int64)
-        self._starts: np.ndarray = np.zeros((count, RUNS), np.int64)
-        self._cut: np.ndarray = np.zeros((count * RUNS, 4), np.int64)
-        self._cut[:, 0] = np.arange(count * RUNS)
-        self._lengths: np.ndarray = self._cut[:, 2].reshape(count, RUNS)
-        self._whole: np.ndarray = np.zeros((count, 4), np.int64)
-        self._whole[:, 0] = np.arange(count)
-        self._sums: np.ndarray = np.zeros((count, 4))
-        self._taken: np.ndarray = np.zeros(count, np.int64)
-        self._set_columns(2)
-        self._given: tuple[int, ...] = *map(address_of, (self._whole, self._data)), 0, 0, 0, address_of(self._sums), 0
+    def __init__(self, candidates: Candidates, count_blocks: Callable[[torch.Tensor, BlockFormat], Any]) -> None:
+        self.tables: list[Table] = [d.counts_table(len(candidates.single))]
+        self.words: list[np.ndarray] = [candidates.thresholds.astype(np.uint32).reshape(-1)]
+        self.scaled: list[int] = []
+        for format, target in zip(candidates.blocks, candidates.targets):
+            if not counts_by_kernel(target):
+                continue
+            kind = Kind.of(torch.float32, target, WORD32)
+            words = words_of(target, WORD32, 1.0, target.element.max)
+            if target.tensor_scale:
+                self.tables.append(largest_table(torch.float32, kind))
+                self.words.append(words)
+                self.scaled.append(len(self.tables))
+            self.tables.append(d.blocks_table(kind._replace(under_amax=target.tensor_scale)))
+            room = np.zeros(_SUMS * 2, np.uint32)  # of which the first two words are read
+            self.words.append(np.concatenate([np.array(thresholds(format.element)[:2], np.uint32), words, room]))
+        self.candidates: Candidates = candidates
+        self.others: list[int] = [k for k, one in enumerate(candidates.targets) if not counts_by_kernel(one)]
+        self._count_blocks = count_blocks
+        self.room: np.ndarray = np.empty(MOST, np.float32)
 
-    def _set_columns(self, columns: int) -> None:
-        self._pointers: np.ndarray = np.zeros((len(self._counts) * RUNS, columns), np.int64)
-        self._sources: np.ndarray = self._pointers[:, 0].reshape(-1, RUNS)
-        self._targets: np.ndarray = self._pointers[:, 1].reshape(-1, RUNS)
+    def counters(self) -> np.ndarray:
+        """Return new counters of exponents."""
+        return np.zeros((COPIES, d.BINS + 1), np.int64)
 
-    def widen(self, packed: torch.Tensor, ends: np.ndarray) -> None:
-        """Write the samples to float64 too, from the ends of parts that hold as many as are sampled at most."""
-        self.wide = packed
-        self._set_columns(3)
-        self._pointers[:, 2] = (address(packed) + 8 * (ends[:-1, None] + _EVERY * RUN)).reshape(-1)
+    def take(self, totals: Totals) -> None:
+        """Move what kernels have counted to the counts."""
+        sums, counters, first = totals.sums, totals.counters, -149 - totals.lowest
+        assert sums is not None
+        assert counters is not None
+        sums[d.SQUARES] = 0.0  # which may be beyond integers
+        parts = iter(np.split(sums.astype(np.int64), np.cumsum([table.sums for table in self.tables])))
+        counts, singles = next(parts), totals.singles
+        gone, small, fit = (counts[d.SINGLES + k : d.SINGLES + 3 * len(singles) : 3] for k in range(3))
+        singles += np.stack([gone - counts[d.ZERO], small - gone, counts[d.FINITE] - fit], 1)
+        for k, target in enumerate(self.candidates.targets):
+            if k not in self.others:
+                if target.tensor_scale:
+                    next(parts)
+                totals.blocks[k] += next(parts)
+        totals.histogram[first : first + d.BINS] += counters.sum(0)[: d.BINS]
+        sums.fill(0)
+        counters.fill(0)
 
-    def point(self, data: Any, counts: Any, words: Callable[[], np.ndarray]) -> np.ndarray:
-        """Say where the tensors lie and how many elements they have; return how many of each are sampled.
-
-        Args:
-            words: of `run_words`, asked for where a tensor is not taken whole.
-        """
-        self._data[:, 0] = data
-        if not np.array_equal(self._counts, counts):
-            self._counts[:] = self._whole[:, 2] = counts
-            self._taken[:] = np.minimum(self._counts, MOST)
-            many = self._counts > MOST
-            self._many = slice(None) if many.all() else np.flatnonzero(many)
-            self._runs: np.ndarray = -(-self._counts[self._many, None] // RUN)
-            self._has_short: bool = bool((self._counts[self._many] % RUN).any())
-            self._starts[:] = _EVERY * RUN
-            self._lengths[:] = (self._counts[:, None] - self._starts).clip(0, RUN)
-        if self._runs.size:
-            starts = words()[self._many] * self._runs
-            starts >>= 37
-            starts *= RUN
-            self._starts[self._many] = starts
-            if self._has_short:  # the last run of a tensor, which only the last of a sample can be
-                last = np.minimum(self._counts[self._many] - starts[:, -1], RUN)
-                self._lengths[self._many, -1] = last
-                self._taken[self._many] = MOST - RUN + last
-                if self.wide is not None:
-                    for row in np.flatnonzero(self._taken < np.minimum(self._counts, MOST)).tolist():
-                        at = (int(self._pointers[row * RUNS, 2]) - address(self.wide)) // 8
-                        self.wide[at + int(self._taken[row]) : at + MOST] = 0.0
-        np.multiply(self._starts, self.dtype.itemsize, out=self._sources)
-        self._sources += self._data
-        return self._taken
-
-    def copy(self, targets: np.ndarray, first: int = 0) -> None:
-        """Write samples as float32, of as many tensors from the first on as there are addresses to write to."""
-        last, ends = first + len(targets), (first * RUNS, (first + len(targets)) * RUNS)
-        np.add(targets[:, None], _EVERY * (4 * RUN), out=self._targets[first:last])
-        kernel = _kernel("copy_samples", d.copy_table(self.dtype, self.wide is not None))
-        cut = self._cut[ends[0] : ends[1]]
-        run_chunks(kernel, cut[:, 2], address_of(cut), address_of(self._pointers), 0, 0, 0, 0, 0)
-
-    def look(self, counting: Counting, step: int) -> list[int]:
-        """Count the tensors, their samples when others are; return the rows of those that hold NaN or infinity."""
-        broken = self.add_extremes(step)
-        for first in range(0, len(self.totals), SAMPLES):
-            some = self.totals[first : first + SAMPLES]
-            self.copy(counting.places(len(some)), first)
-            counting.add(some, self._taken[first : first + SAMPLES].tolist())
-        return broken
-
-    def add_extremes(self, step: int) -> list[int]:
-        """Add what is counted of whole tensors; return the rows of those that hold NaN or infinity."""
-        run_chunks(_kernel("extremes", d.whole_table(self.dtype)), self._counts, *self._given)
-        factor = _factor(self.dtype)
-        amax = self._sums[:, d.LARGEST] * factor
-        amin = (d.INFINITE - self._sums[:, d.SMALLEST].astype(np.float32).view(np.int32)).view(np.float32) * factor
-        columns = (self._counts, self._sums[:, d.ZEROS], amax, amin)
-        broken, special = [], set(np.flatnonzero(~(amax < self._largest)).tolist())
-        for row, (totals, count, zeros, top, low) in enumerate(zip(self.totals, *[x.tolist() for x in columns])):
-            totals.open(step)
-            if row not in special:
-                totals.add_extremes(count, int(zeros), 0, 0, top, low)
-            elif _look_beyond(totals, int(self._data[row, 0]), count, zeros, self.dtype, float(self._largest[row])):
-                broken.append(row)
-        return broken
+    def count_others(self, totals: Totals, place: int, taken: int) -> None:
+        """Count a sample in formats that kernels do not count in."""
+        words = (ctypes.c_float * taken).from_address(place)
+        sample = torch.from_numpy(np.array(words, np.float32))
+        for k in self.others:
+            totals.blocks[k] += self._count_blocks(sample, self.candidates.blocks[k])
 
 
-class Row:
-    """A tensor of one place whose looks are many: as `Rows`, in one call.
-
-    Args:
-        dtype: of its memory, one of KERNEL_DTYPES, and the dtype whose largest number is counted.
-    """
-
-    __slots__ = (
-        "_at",
-        "_cut",
-        "_kernel",
-        "_largest",
-        "_pointers",
-        "_runs",
-        "_short",
-        "_sums",
-        "_work",
-        "count",
-        "dtype",
-    )
-
-    def __init__(self, dtype: torch.dtype) -> None:
-        self.dtype, self.count, self._runs, self._short = dtype, -1, 0, False
-        self._kernel = _row_kernel(dtype)
-        self._largest: float = torch.finfo(dtype).max
-        self._sums: np.ndarray = np.zeros(4)
-        # Arguments of both kernels; then a chunk and an address of the whole, chunks and addresses of the copies.
-        self._work: np.ndarray = np.zeros(_POINTERS + 2 * RUNS, np.int64)
-        at = address_of(self._work)
-        self._at: int = at
-        self._work[: 2 * 9] = 0, 1, at + 8 * _WHOLE, at + 8 * _DATA, 0, 0, 0, address_of(self._sums), 0, *[0] * 9
-        self._work[11:13] = at + 8 * _CUT, at + 8 * _POINTERS
-        self._cut: np.ndarray = self._work[_CUT:_POINTERS].reshape(RUNS, 4)
-        self._cut[:, 0] = _EVERY
-        self._pointers: np.ndarray = self._work[_POINTERS:].reshape(RUNS, 2)
-
-    def look(self, at: int, count: int, words: Callable[[], np.ndarray], totals: Totals, counting: Counting) -> bool:
-        """Count a tensor, its sample when others are; return whether it holds NaN or infinity."""
-        work, taken, target = self._work, count if count < MOST else MOST, counting.next_place()
-        if count != self.count:
-            self.count = work[_WHOLE + 2] = count
-            self._runs, self._short = -(-count // RUN), count % RUN > 0
-            work[10] = 1 if count <= MOST else RUNS
-            self._cut[:, 2] = RUN
-            self._cut[0, 2] = min(count, RUN if count > MOST else MOST)
-        work[_DATA] = at
-        if count <= MOST:
-            work[_POINTERS], work[_POINTERS + 1] = at, target
-        else:
-            starts = words() * self._runs
-            starts >>= 37
-            starts *= RUN
-            if self._short:
-                last = self._cut[-1, 2] = min(count - int(starts[-1]), RUN)
-                taken += int(last) - RUN
-            np.multiply(starts, self.dtype.itemsize, out=self._pointers[:, 0])
-            self._pointers[:, 0] += at
-            np.add(_PLACES, target, out=self._pointers[:, 1])
-        self._kernel(self._at)
-        counting.add_one(totals, taken)
-        smallest, zeros, top, _ = self._sums.tolist()
-        factor = _factor(self.dtype)
-        if not top * factor < self._largest:
-            return _look_beyond(totals, at, count, zeros, self.dtype, self._largest)
-        totals.add_extremes(count, int(zeros), 0, 0, top * factor, _amin(smallest) * factor)
-        return False
-
-
-# Places in the memory of a row.
-_WHOLE, _DATA, _CUT, _POINTERS = 18, 22, 23, 23 + 4 * RUNS
-_PLACES = _EVERY * (4 * RUN)
+def counts_by_kernel(target: BlockTarget) -> bool:
+    """Return whether a kernel counts in a block format: its scales are words of 32 bits."""
+    return layout_of(torch.float32, target) is WORD32
 
 
 @functools.cache
-def _row_kernel(dtype: torch.dtype) -> Callable[[int], None]:
-    return compile_series("look", [d.whole_table(dtype), d.copy_table(dtype, False)])
+def _series(dtype: torch.dtype, wide: bool, tables: tuple[Table, ...]) -> Callable[[int], None]:
+    return compile_series("look", [d.whole_table(dtype), d.copy_table(dtype, wide), *tables])
+
+
+# Places in the memory of a row.
+_WHOLE, _DATA, _SAMPLE, _SAMPLE_AT, _COUNTERS, _ZERO, _CUT, _POINTERS = 0, 4, 5, 9, 10, 11, 12, 12 + 4 * RUNS
+_SUMS = 4  # of a table, at least
+
+
+class Row:
+    """A tensor, and those that come at its place after it.
+
+    Args:
+        dtype: of its memory, one of KERNEL_DTYPES.
+        counting: how its samples are counted.
+        totals: what its counts are added to; None where samples are only copied.
+        storage: the dtype whose largest number is counted.
+        is_wide: whether its samples are written as float64 too, where `widen` says.
+
+    Attributes:
+        taken: how many elements the last sample has.
+    """
+
+    __slots__ = ("_arguments", "_at", "_copy", "_count", "_counting", "_cut", "_factor", "_given", "_largest")
+    __slots__ += ("_look", "_pointers", "_runs", "_short", "_sums", "_words", "_work", "dtype", "taken", "totals")
+
+    def __init__(
+        self,
+        dtype: torch.dtype,
+        counting: Counting | None = None,
+        totals: Totals | None = None,
+        storage: torch.dtype | None = None,
+        is_wide: bool = False,
+    ) -> None:
+        self.dtype, self._counting, self.totals, self.taken = dtype, counting, totals, 0
+        self._factor: float = _factor(dtype)
+        self._largest: float = torch.finfo(storage or dtype).max
+        self._count, self._runs, self._short = -1, 0, False
+        columns = 3 if is_wide else 2
+        self._work: np.ndarray = np.zeros(_POINTERS + columns * RUNS, np.int64)
+        self._cut: np.ndarray = self._work[_CUT:_POINTERS].reshape(RUNS, 4)
+        self._cut[:, 0] = _EVERY
+        self._pointers: np.ndarray = self._work[_POINTERS:].reshape(RUNS, columns)
+        at = address_of(self._work)
+        self._copy: Callable[..., None] = _kernel("copy_samples", d.copy_table(dtype, is_wide))
+        self._given: tuple[int, ...] = (at + 8 * _CUT, at + 8 * _POINTERS, 0, 0, 0, 0, 0)
+        if counting is not None and totals is not None:
+            self._prepare(counting, totals, at, is_wide)
+
+    def _prepare(self, counting: Counting, totals: Totals, at: int, is_wide: bool) -> None:
+        """Lay out what the kernels are given."""
+        self._look: Callable[[int], None] = _series(self.dtype, is_wide, tuple(counting.tables))
+        self._words: list[np.ndarray] = [words.copy() for words in counting.words]
+        sizes = [_SUMS, *(table.sums for table in counting.tables)]
+        self._sums: np.ndarray = np.zeros(sum(sizes))
+        ends, sums = np.cumsum([0, *sizes]), address_of(self._sums)
+        own = [at + 8 * place for place in (_SAMPLE, _SAMPLE_AT, _ZERO)]
+        rows = [(0, 1, at + 8 * _WHOLE, at + 8 * _DATA, 0, 0, 0, sums, 0), (0, RUNS, *self._given)]
+        for words, end in zip(self._words, ends[1:].tolist()):
+            rows.append((0, 1, *own, address_of(words), 0, sums + 8 * end, 0))
+        arguments = np.array(rows, np.int64)
+        for k in counting.scaled:
+            words = self._words[k]
+            arguments[k + 1, 7] = address_of(words) + words.nbytes - 8 * _SUMS
+        if totals.counters is None:
+            totals.sums, totals.counters, totals.take = (
+                np.zeros(len(self._sums) - _SUMS),
+                counting.counters(),
+                counting.take,
+            )
+        self._work[_COUNTERS] = address_of(totals.counters)
+        self._arguments: np.ndarray = arguments
+        self._at: int = address_of(arguments)
+
+    def widen(self, wide: int) -> None:
+        """Say where samples are written to as float64."""
+        self._pointers[:, 2] = wide + _EVERY * (8 * RUN)
+
+    def aim(self, at: int, count: int, words: Callable[[], np.ndarray], room: int) -> None:
+        """Say where the tensor lies, how many elements it has, and where its sample goes in float32.
+
+        Args:
+            words: of `run_words`, asked for where it is not taken whole.
+        """
+        work = self._work
+        if count != self._count:
+            self._count = work[_WHOLE + 2] = count
+            self._runs, self._short = -(-count // RUN), count % RUN > 0
+            self._cut[:, 2] = RUN
+            self._cut[0, 2] = RUN if count > MOST else count
+            self.taken = work[_SAMPLE + 2] = min(count, MOST)
+            if self.totals is not None:
+                self._arguments[1, 1] = 1 if count <= MOST else RUNS
+        work[_DATA], work[_SAMPLE_AT] = at, room
+        if count <= MOST:
+            work[_POINTERS], work[_POINTERS + 1] = at, room
+            return
+        starts = words() * self._runs
+        starts >>= 37
+        starts *= RUN
+        if self._short:
+            last = min(count - int(starts[-1]), RUN)
+            self._cut[-1, 2], self.taken = last, MOST - RUN + last
+            work[_SAMPLE + 2] = self.taken
+        np.multiply(starts, self.dtype.itemsize, out=self._pointers[:, 0])
+        self._pointers[:, 0] += at
+        np.add(_PLACES, room, out=self._pointers[:, 1])
+
+    def copy(self) -> None:
+        """Copy the sample alone."""
+        self._copy(0, 1 if self._count <= MOST else RUNS, *self._given)
+
+    def look(self, step: int) -> bool:
+        """Count the tensor and its sample; return whether it holds NaN or infinity."""
+        totals, counting = self.totals, self._counting
+        assert totals is not None
+        assert counting is not None
+        totals.open(step)
+        self._look(self._at)
+        smallest, zeros, top, _, squares, finite = self._sums[: _SUMS + 2].tolist()
+        totals.sampled += self.taken
+        totals.squares += squares
+        totals.finite += finite
+        totals.sums += self._sums[_SUMS:]
+        if counting.others:
+            counting.count_others(totals, int(self._work[_SAMPLE_AT]), self.taken)
+        if not top * self._factor < self._largest:
+            at = int(self._work[_DATA])
+            return _look_beyond(totals, at, self._count, zeros, self.dtype, self._largest)
+        totals.add_extremes(self._count, int(zeros), 0, 0, top * self._factor, _amin(smallest) * self._factor)
+        return False
+
+
+_PLACES = _EVERY * (4 * RUN)
+
+
+class Rows:
+    """Some tensors of a dtype that are sampled together, each a `Row`.
+
+    Args:
+        totals: what their counts are added to, and the dtypes whose largest number is counted; empty where samples are
+            only copied.
+        is_wide: whether samples are written as float64 too.
+
+    Attributes:
+        wide: float64, to which they are written.
+    """
+
+    def __init__(
+        self,
+        dtype: torch.dtype,
+        count: int,
+        counting: Counting,
+        totals: Sequence[tuple[Totals, torch.dtype]] = (),
+        is_wide: bool = False,
+    ) -> None:
+        given = totals or [(None, dtype)] * count
+        self.wide: torch.Tensor | None = None
+        self._rows: list[Row] = [Row(dtype, counting, one, storage, is_wide) for one, storage in given]
+        self._room: np.ndarray = counting.room[None]
+        self._ends: list[int] = []
+
+    def widen(self, packed: torch.Tensor, ends: np.ndarray) -> None:
+        """Write the samples to float64 too, from the ends of parts that hold as many as are sampled at most."""
+        self.wide, self._ends = packed, ends.tolist()
+        first = address(packed)
+        for row, end in zip(self._rows, self._ends):
+            row.widen(first + 8 * end)
+
+    def copy(self, data: Sequence[int] | np.ndarray, counts: Sequence[int], words: Callable[[int], np.ndarray]) -> list:
+        """Copy samples of tensors at some addresses; return how many elements each has."""
+        room = address_of(self._room)
+        for number, (row, at, count) in enumerate(zip(self._rows, data, counts)):
+            row.aim(at, count, functools.partial(words, number), room)
+            row.copy()
+        return self._clear()
+
+    def look(
+        self, data: Sequence[int] | np.ndarray, counts: Sequence[int], words: Callable[[int], np.ndarray], step: int
+    ) -> tuple[list[int], list[int]]:
+        """Count tensors at some addresses; return the elements of each sample, and rows that hold NaN or infinity."""
+        threads, broken = torch.get_num_threads(), []
+        if threads > 1 and len(self._room) < len(self._rows):
+            self._room = np.empty((len(self._rows), MOST), np.float32)
+        room, apart = address_of(self._room), self._room.strides[0] if len(self._room) > 1 else 0
+
+        def look(first: int, last: int) -> None:
+            for number in range(first, last):
+                row = self._rows[number]
+                row.aim(data[number], counts[number], functools.partial(words, number), room + apart * number)
+                if row.look(step):
+                    broken.append(number)
+
+        if apart:
+            run_chunks(look, np.asarray(counts))
+        else:
+            look(0, len(self._rows))
+        return self._clear(), sorted(broken)
+
+    def _clear(self) -> list[int]:
+        """Write zeros behind samples that leave some of their part free; return how many elements each sample has."""
+        taken = [row.taken for row in self._rows]
+        for start, end, length in zip(self._ends, self._ends[1:], taken) if self.wide is not None else ():
+            if length < end - start:
+                self.wide[start + length : end] = 0.0
+        return taken
 
 
 def _look_beyond(totals: Totals, at: int, count: int, zeros: float, dtype: torch.dtype, largest: float) -> bool:
@@ -270,133 +357,6 @@ def _memory_word(largest: float, memory: torch.dtype) -> int:
     return int(number.view(torch.int16 if memory.itemsize == 2 else torch.int32))
 
 
-class Counting:
-    """Samples that wait to be counted, at most SAMPLES, and how they are counted in the candidates' formats."""
-
-    def __init__(self, candidates: Candidates, count_blocks: Callable[[torch.Tensor, BlockFormat], Any]) -> None:
-        singles = len(candidates.single)
-        self._table: Table = d.counts_table(singles)
-        self._constants: np.ndarray = candidates.thresholds.astype(np.uint32)
-        self._blocks: list[_Blocks] = [
-            _Blocks(*pair, count_blocks) for pair in zip(candidates.blocks, candidates.targets)
-        ]
-        self._room: torch.Tensor = torch.empty(SAMPLES, MOST, dtype=torch.float32, device="cpu")
-        self._first: int = self._room.data_ptr()
-        self._places: np.ndarray = self._first + 4 * MOST * np.arange(SAMPLES)
-        self._waiting: list[Totals] = []
-        self._taken: list[int] = []
-        # What kernels take and give, in memory that is there: fresh pages cost as much as the counts.
-        own = np.arange(SAMPLES)
-        self._cut: np.ndarray = np.zeros((SAMPLES, 4), np.int64)
-        self._cut[:, 0] = own
-        self._counters: np.ndarray = np.empty((SAMPLES, COPIES, d.BINS + 1), np.int64)
-        self._pointers: np.ndarray = np.empty((SAMPLES, 2), np.int64)
-        self._pointers[:, 1] = address_of(self._counters) + own * self._counters[0].nbytes
-
-    def places(self, count: int) -> np.ndarray:
-        """Return where so many samples, which are then added, are to be written."""
-        first = len(self._waiting)
-        if first + count > SAMPLES:
-            self.flush()
-            first = 0
-        return self._places[first : first + count]
-
-    def next_place(self) -> int:
-        """Return where a sample, which is then added, is to be written."""
-        if len(self._waiting) == SAMPLES:
-            self.flush()
-        return self._first + 4 * MOST * len(self._waiting)
-
-    def add(self, totals: Sequence[Totals], taken: Sequence[int]) -> None:
-        """Let samples wait that were written."""
-        self._waiting += totals
-        self._taken += taken
-
-    def add_one(self, totals: Totals, taken: int) -> None:
-        """Let a sample wait that was written."""
-        self._waiting.append(totals)
-        self._taken.append(taken)
-
-    def flush(self) -> None:
-        """Count the samples that wait."""
-        waiting, taken = self._waiting, self._taken
-        self._waiting, self._taken = [], []
-        if waiting:
-            self.count(self._places, taken, waiting)
-
-    def count(self, places: np.ndarray, taken: Sequence[int], totals: Sequence[Totals]) -> None:
-        """Count float32 samples at some addresses, of so many elements each."""
-        for first in range(0, len(totals), SAMPLES):
-            last = first + SAMPLES
-            self._count(places[first:last], taken[first:last], totals[first:last])
-
-    def _count(self, places: np.ndarray, taken: Sequence[int], totals: Sequence[Totals]) -> None:
-        count = len(totals)
-        cut, pointers, counters = (x[:count] for x in (self._cut, self._pointers, self._counters))
-        cut[:, 2], pointers[:, 0] = taken, places[:count]
-        counters.fill(0)
-        found = _run(_kernel("sample_counts", self._table), self._table, cut, pointers, cut[:, 1], self._constants)
-        numbers = found[:, 1:].astype(np.int64)
-        finite, zeros = numbers[:, :1], numbers[:, 1:2]
-        gone, small, fit = (numbers[:, 2 + k : 2 + self._constants.size : 3] for k in range(3))
-        columns = [np.stack([gone - zeros, small - gone, finite - fit], 2).reshape(count, -1)]
-        columns += [one.count(cut, pointers) for one in self._blocks]
-        columns.append(counters.sum(1)[:, : d.BINS])
-        reals = found[:, : d.FINITE + 1].tolist()
-        for one, length, row, (squares, known) in zip(totals, taken, np.concatenate(columns, 1), reals):
-            one.sampled += length
-            one.squares += squares
-            one.finite += known
-            one.counts += row
-
-
-class _Blocks:
-    """How samples are counted in a block format; by the reference where its scales are no words of 32 bits."""
-
-    def __init__(self, format: BlockFormat, target: BlockTarget, count_blocks: Callable[..., Any]) -> None:
-        self.format, self._count_blocks = format, count_blocks
-        self._table: Table | None = None
-        if layout_of(torch.float32, target) is WORD32:
-            kind = Kind.of(torch.float32, target, WORD32)
-            self._scaled: bool = target.tensor_scale
-            self._table, self._largest = (
-                d.blocks_table(kind._replace(under_amax=self._scaled)),
-                largest_table(torch.float32, kind),
-            )
-            words = words_of(target, WORD32, 1.0, target.element.max)
-            self._amax: int = len(words) - b.WORDS + b.AMAX
-            self._words: np.ndarray = np.concatenate([words, np.array(thresholds(format.element)[:2], np.uint32)])
-
-    def count(self, cut: np.ndarray, pointers: np.ndarray) -> np.ndarray:
-        """Return the four counts of each sample."""
-        if self._table is None:
-            samples = zip(pointers[:, 0].tolist(), cut[:, 2].tolist())
-            return np.array([self._count_blocks(_sample_at(*one), self.format) for one in samples], np.int64)
-        row, words = cut[:, 1], self._words[None]
-        if self._scaled:
-            kernel = _kernel("largest_blocks", self._largest)
-            found = _run(kernel, self._largest, cut, pointers, row, self._words[:-2])
-            row, words = cut[:, 0], np.repeat(words, len(cut), 0)
-            words[:, self._amax] = found[:, 0].astype(np.float32).view(np.uint32)
-        return _run(_kernel("block_counts", self._table), self._table, cut, pointers, row, words)[:, :4].astype(
-            np.int64
-        )
-
-
-def _sample_at(place: int, taken: int) -> torch.Tensor:
-    return torch.frombuffer((ctypes.c_float * max(1, taken)).from_address(place), dtype=torch.float32)[:taken].clone()
-
-
-def _run(
-    kernel: Callable[..., None], table: Table, cut: np.ndarray, pointers: np.ndarray, row: np.ndarray, words: np.ndarray
-) -> np.ndarray:
-    """Return the sums of chunks, one per sample."""
-    keys, sums = np.zeros(len(cut), np.uint64), np.zeros((len(cut), table.sums))
-    given = map(address_of, (cut, pointers, np.ascontiguousarray(row), np.ascontiguousarray(words), keys, sums))
-    run_chunks(kernel, cut[:, 2], *given, 0)
-    return sums
-
-
 def count_changes(
     parts: Sequence[torch.Tensor],
     ends: Sequence[int] | np.ndarray,
@@ -419,5 +379,7 @@ def count_changes(
     cut[:, 1], cut[:, 2] = ends[:-1], np.diff(ends)
     pointers = np.array([address(x) for x in (*parts, *([] if rounded is None else [rounded]))], np.int64)
     words = np.array([float(as_values), 0.0 if decreases else np.inf])
-    sums = _run(_kernel("changes", table), table, cut, pointers, cut[:, 0], words)
+    sums = np.empty((len(cut), table.sums))
+    given = *map(address_of, (cut, pointers, cut[:, 0], words)), 0, address_of(sums), 0
+    run_chunks(_kernel("changes", table), cut[:, 2], *given)
     return sums[:, :2].astype(np.int64), sums[:, 2:]

@@ -17,8 +17,8 @@ from ...rounding.blocks._reference import scales_of_blocks
 from .._record import TensorRecord
 from ._candidates import DEFAULT_FORMATS, Candidates, target_of
 from ._device_functions import KERNEL_DTYPES
-from ._rows import Counting, Rows, run_words
-from ._sample_places import sample_size, sampled_places
+from ._rows import Counting, Row, run_words
+from ._sample_places import MOST, sample_size, sampled_places
 from ._totals import Totals
 
 
@@ -50,6 +50,8 @@ def look(
         One float32 tensor (float64 of a float64 tensor) per look, on the CPU, of at most 4096 elements; those of one
         dtype lie one after another in memory.
     """
+    if candidates is not None:
+        counting = counting or Counting(candidates, count_in_blocks)
     samples, engine = [_EMPTY] * len(tensors), select_engine("cpu")
     by_dtype: dict[torch.dtype, list[tuple[int, torch.Tensor]]] = {}
     for k, one in enumerate(tensors):
@@ -62,21 +64,23 @@ def look(
         check_kernels(dtype)
         looks = [tensors[k] for k, _ in found]
         given = [(one.totals, one.dtype) for one in looks if one.totals is not None and one.dtype is not None]
-        rows = Rows(dtype, len(found), given)
         parts = _buffers([tensor.numel() for _, tensor in found])
-        keys = np.array([signed(one.key) for one in looks], np.int64)
-        data, counts = ([of(tensor) for _, tensor in found] for of in (address, torch.Tensor.numel))
-        taken = rows.point(data, counts, lambda keys=keys: run_words(keys))
-        places = np.array([address(part) for part in parts], np.int64)
-        rows.copy(places)
-        # A short last run leaves some of its part free.
-        own = [part[:length] for part, length in zip(parts, taken.tolist())]
-        for (k, _), sample in zip(found, own):
-            samples[k] = sample
-        if candidates is not None:
-            rows.add_extremes(step)
-            (counting or Counting(candidates, count_in_blocks)).count(places, taken.tolist(), rows.totals)
+        words = functools.partial(_words, looks)
+        for number, ((k, tensor), part) in enumerate(zip(found, parts)):
+            row = Row(dtype, *((counting, *given[number]) if counting else ()))
+            row.aim(address(tensor), tensor.numel(), functools.partial(words, number), address(part))
+            if counting:
+                row.look(step)
+            else:
+                row.copy()
+            # A short last run leaves some of its part free.
+            samples[k] = part[: row.taken]
     return samples
+
+
+def _words(looks: Sequence[Look], number: int) -> np.ndarray:
+    words: np.ndarray = run_words(np.array([signed(looks[number].key)], np.int64))[0]
+    return words
 
 
 def sampled(flat: torch.Tensor, key: int) -> torch.Tensor:
@@ -142,17 +146,18 @@ def check_kernels(dtype: torch.dtype) -> None:
         totals = Totals(TensorRecord("weight", "", "", dtype), candidates)
         key, counting = 0x0123456789ABCDEF, Counting(candidates, count_in_blocks)
         if fast:
-            rows = Rows(dtype, 1, [(totals, dtype)])
-            rows.widen(torch.empty(sample_size(len(x)), dtype=torch.float64, device="cpu"), np.array([0, len(x)]))
-            rows.point([address(x)], [len(x)], lambda: run_words(np.array([key], np.int64)))
-            rows.look(counting, 0)
-            counting.flush()
+            row, room = Row(dtype, counting, totals, dtype, is_wide=True), np.empty(MOST, np.float64)
+            row.widen(room.ctypes.data)
+            row.aim(address(x), len(x), lambda: run_words(np.array([key], np.int64))[0], counting.room.ctypes.data)
+            row.look(0)
+            totals.take(totals)
         else:
             look_by_reference(Look(x, key, dtype, totals), candidates)
         # Sums of squares depend on the order of the sum.
         reals = torch.tensor([totals.amax, totals.amin, totals.last_amax], dtype=torch.float64, device="cpu")
+        counted = map(torch.from_numpy, (totals.singles, totals.blocks, totals.histogram))
         whole = [totals.elements, totals.zeros, totals.nonfinite, totals.largest, totals.sampled, int(totals.finite)]
-        return [torch.tensor(whole, device="cpu"), torch.from_numpy(totals.counts), reals]
+        return [torch.tensor(whole, device="cpu"), *counted, reals]
 
     check_bits(f"sample of {dtype}", lambda: counts(True), lambda: counts(False))
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 
 import numpy as np
 import torch
@@ -27,26 +28,16 @@ class Totals:
         step_nonfinite, last_amax: of the last sampled step.
         sampled: elements of samples.
         squares, finite: of the last sampled step: the sum of squares of finite sampled elements, and how many they are.
-        counts: int64: what follows, one behind the other.
-        singles: (formats of single elements, 3): underflow, subnormal, overflow.
-        blocks: (block formats, 4): elements, underflow, subnormal, hidden.
-        histogram: sampled nonzero finite elements by exponent.
+        singles: int64 (formats of single elements, 3): underflow, subnormal, overflow.
+        blocks: int64 (block formats, 4): elements, underflow, subnormal, hidden.
+        histogram: int64: sampled nonzero finite elements by exponent.
+        sums, counters: what kernels have counted and `take` moves to these; None where none has.
         lowest: the exponent of the histogram's first bin.
     """
 
-    __slots__ = (
-        "amax",
-        "amin",
-        "blocks",
-        "counts",
-        "elements",
-        "finite",
-        "histogram",
-        "largest",
-        "last_amax",
-        "lowest",
-    )
-    __slots__ += ("nonfinite", "record", "sampled", "singles", "squares", "step", "step_nonfinite", "zeros")
+    __slots__ = ("amax", "amin", "blocks", "counters", "elements", "finite", "histogram", "largest", "last_amax")
+    __slots__ += ("lowest", "nonfinite", "record", "sampled", "singles", "squares", "step", "step_nonfinite", "sums")
+    __slots__ += ("take", "zeros")
 
     def __init__(self, record: TensorRecord, candidates: Candidates, wide: bool = False) -> None:
         self.record: TensorRecord = record
@@ -64,12 +55,12 @@ class Totals:
         self.finite: float = 0.0
         self.lowest: int
         self.lowest, bins = WIDE if wide else NARROW
-        blocks_at = SINGLE_COLUMNS * len(candidates.single)
-        histogram_at = blocks_at + BLOCK_COLUMNS * len(candidates.blocks)
-        self.counts: np.ndarray = np.zeros(histogram_at + bins, np.int64)
-        self.singles: np.ndarray = self.counts[:blocks_at].reshape(-1, SINGLE_COLUMNS)
-        self.blocks: np.ndarray = self.counts[blocks_at:histogram_at].reshape(-1, BLOCK_COLUMNS)
-        self.histogram: np.ndarray = self.counts[histogram_at:]
+        self.singles: np.ndarray = np.zeros((len(candidates.single), SINGLE_COLUMNS), np.int64)
+        self.blocks: np.ndarray = np.zeros((len(candidates.blocks), BLOCK_COLUMNS), np.int64)
+        self.histogram: np.ndarray = np.zeros(bins, np.int64)
+        self.sums: np.ndarray | None = None
+        self.counters: np.ndarray | None = None
+        self.take: Callable[[Totals], None] = lambda _: None
 
     def open(self, step: int) -> None:
         """Count a step at the tensor's first sight in it, and forget what only the last sampled step counts."""
@@ -98,6 +89,7 @@ class Totals:
 
     def finish(self, candidates: Candidates) -> TensorRecord:
         """Return the record with all that was counted so far."""
+        self.take(self)
         record = self.record
         record.elements, record.zeros, record.nonfinite = self.elements, self.zeros, self.nonfinite
         record.largest, record.sampled = self.largest, self.sampled
