@@ -24,7 +24,7 @@ _CHUNK = 4
 _ARGUMENTS = 9
 _AT_ONCE = 512  # elements, in small blocks
 # Bytes by which cache lines are asked for ahead, where arrays are not few.
-_AHEAD, _LINE, _FEW_ARRAYS = 1024, 64, 3
+_AHEAD, _FAR, _LINE, _FEW_ARRAYS = 1024, 8192, 64, 3
 Array = tuple[int, int, bool]  # the instruction of its address, bits of an element, whether it has one per block
 
 
@@ -58,6 +58,7 @@ class Table:
         block: elements of a block; None if there are none.
         partial: whether a chunk's last block may be incomplete; then no array has an element per block.
         digest: of an array, after all was written.
+        is_far: whether arrays lie in no cache, so that even of a few lines are asked for, further ahead.
     """
 
     trace: Trace
@@ -68,6 +69,7 @@ class Table:
     block: int | None = None
     partial: bool = False
     digest: Digest | None = None
+    is_far: bool = False
 
     @property
     def sums(self) -> int:
@@ -79,7 +81,7 @@ class Table:
         pieces = [self.start, self.digest and self.digest.term]
         told = [(piece.trace.digest(), piece.results) for piece in pieces if piece]
         digest = self.digest and (self.digest.column, self.digest.size, self.digest.step)
-        counts = self.columns, self.constants, self.step, self.block, self.partial
+        counts = self.columns, self.constants, self.step, self.block, self.partial, self.is_far
         return repr((self.trace.digest(), sorted(self.trace.rare), counts, digest, told))
 
 
@@ -284,13 +286,15 @@ class _TableLoop(VectorBuilder):
         Processors do that by themselves for a few arrays, and only within a page, which is 2,048 elements of 16 bits.
         """
         arrays = [array for array in dict.fromkeys(self.loads) if not array[2]]
-        if len(arrays) < _FEW_ARRAYS:
+        far = self.table.is_far
+        if len(arrays) < _FEW_ARRAYS and not far:
             return
         for array in arrays:
             size = array[1] // 8
             first = self.b.add(bases[array], self.b.mul(i, self.word(size)))
             for line in range(0, self.width * size, _LINE):
-                self.prefetch(self.b.add(first, self.word(_AHEAD + line)))
+                # Far ones come into the second level, whose queue of pending lines is longer.
+                self.prefetch(self.b.add(first, self.word((_FAR if far else _AHEAD) + line)), 2 if far else 3)
 
     def stage(self, number: int, i, before, bases: dict, known: list[dict] | None) -> list[list]:
         """Return the values of two vectors in one stage, those known from earlier ones too."""

@@ -57,7 +57,7 @@ def whole_table(dtype: torch.dtype) -> Table:
     element.trace.gather_sum("max", select(a == 0, _NONE, o.sub(INFINITE, a)))
     element.trace.gather_sum("count", a == 0)
     element.trace.gather_sum("max", a)
-    return Table(element.trace, 1)
+    return Table(element.trace, 1, is_far=True)
 
 
 @functools.cache

@@ -111,13 +111,20 @@ def counts_by_kernel(target: BlockTarget) -> bool:
     return layout_of(torch.float32, target) is WORD32
 
 
+def new_chunks(rows: int, is_wide: bool) -> tuple[np.ndarray, np.ndarray]:
+    """Return chunks and pointers of the copies of some rows: (rows, 32, 4) and (rows, 32, columns)."""
+    cut = np.zeros((rows, RUNS, 4), np.int64)
+    cut[:, :, 0] = np.arange(rows * RUNS).reshape(rows, RUNS)
+    return cut, np.zeros((rows, RUNS, 3 if is_wide else 2), np.int64)
+
+
 @functools.cache
 def _series(dtype: torch.dtype, wide: bool, tables: tuple[Table, ...]) -> Callable[[int], None]:
     return compile_series("look", [d.whole_table(dtype), d.copy_table(dtype, wide), *tables])
 
 
 # Places in the memory of a row.
-_WHOLE, _DATA, _SAMPLE, _SAMPLE_AT, _COUNTERS, _ZERO, _CUT, _POINTERS = 0, 4, 5, 9, 10, 11, 12, 12 + 4 * RUNS
+_WHOLE, _DATA, _SAMPLE, _SAMPLE_AT, _COUNTERS, _ZERO, _ROW_WORDS = 0, 4, 5, 9, 10, 11, 12
 _SUMS = 4  # of a table, at least
 
 
@@ -130,12 +137,14 @@ class Row:
         totals: what its counts are added to; None where samples are only copied.
         storage: the dtype whose largest number is counted.
         is_wide: whether its samples are written as float64 too, where `widen` says.
+        chunks: chunks and pointers of the copies of several rows, of which this is one.
+        number: of the row among them.
 
     Attributes:
         taken: how many elements the last sample has.
     """
 
-    __slots__ = ("_arguments", "_at", "_copy", "_count", "_counting", "_cut", "_factor", "_given", "_largest")
+    __slots__ = ("_arguments", "_at", "_copy", "_count", "_counting", "_cut", "_factor", "_first", "_given", "_largest")
     __slots__ += ("_look", "_pointers", "_runs", "_short", "_sums", "_words", "_work", "dtype", "taken", "totals")
 
     def __init__(
@@ -145,19 +154,20 @@ class Row:
         totals: Totals | None = None,
         storage: torch.dtype | None = None,
         is_wide: bool = False,
+        chunks: tuple[np.ndarray, np.ndarray] | None = None,
+        number: int = 0,
     ) -> None:
         self.dtype, self._counting, self.totals, self.taken = dtype, counting, totals, 0
         self._factor: float = _factor(dtype)
         self._largest: float = torch.finfo(storage or dtype).max
         self._count, self._runs, self._short = -1, 0, False
-        columns = 3 if is_wide else 2
-        self._work: np.ndarray = np.zeros(_POINTERS + columns * RUNS, np.int64)
-        self._cut: np.ndarray = self._work[_CUT:_POINTERS].reshape(RUNS, 4)
-        self._cut[:, 0] = _EVERY
-        self._pointers: np.ndarray = self._work[_POINTERS:].reshape(RUNS, columns)
+        cut, pointers = chunks or new_chunks(1, is_wide)
+        self._work: np.ndarray = np.zeros(_ROW_WORDS, np.int64)
+        self._cut, self._pointers = cut[number], pointers[number]
+        self._first: np.ndarray = self._pointers[0]
         at = address_of(self._work)
         self._copy: Callable[..., None] = _kernel("copy_samples", d.copy_table(dtype, is_wide))
-        self._given: tuple[int, ...] = (at + 8 * _CUT, at + 8 * _POINTERS, 0, 0, 0, 0, 0)
+        self._given: tuple[int, ...] = (address_of(self._cut), address_of(pointers), 0, 0, 0, 0, 0)
         if counting is not None and totals is not None:
             self._prepare(counting, totals, at, is_wide)
 
@@ -200,14 +210,15 @@ class Row:
         if count != self._count:
             self._count = work[_WHOLE + 2] = count
             self._runs, self._short = -(-count // RUN), count % RUN > 0
-            self._cut[:, 2] = RUN
-            self._cut[0, 2] = RUN if count > MOST else count
+            self._cut[:, 2] = RUN if count > MOST else 0
+            if count <= MOST:
+                self._cut[0, 2] = count
             self.taken = work[_SAMPLE + 2] = min(count, MOST)
             if self.totals is not None:
                 self._arguments[1, 1] = 1 if count <= MOST else RUNS
         work[_DATA], work[_SAMPLE_AT] = at, room
         if count <= MOST:
-            work[_POINTERS], work[_POINTERS + 1] = at, room
+            self._first[0], self._first[1] = at, room
             return
         starts = words() * self._runs
         starts >>= 37
@@ -270,7 +281,11 @@ class Rows:
     ) -> None:
         given = totals or [(None, dtype)] * count
         self.wide: torch.Tensor | None = None
-        self._rows: list[Row] = [Row(dtype, counting, one, storage, is_wide) for one, storage in given]
+        self._cut, self._pointers = chunks = new_chunks(count, is_wide)
+        self._rows: list[Row] = [
+            Row(dtype, counting, one, storage, is_wide, chunks, number) for number, (one, storage) in enumerate(given)
+        ]
+        self._copy: Callable[..., None] = _kernel("copy_samples", d.copy_table(dtype, is_wide))
         self._room: np.ndarray = counting.room[None]
         self._ends: list[int] = []
 
@@ -286,7 +301,8 @@ class Rows:
         room = address_of(self._room)
         for number, (row, at, count) in enumerate(zip(self._rows, data, counts)):
             row.aim(at, count, functools.partial(words, number), room)
-            row.copy()
+        lengths = self._cut[:, :, 2].reshape(-1)
+        run_chunks(self._copy, lengths, address_of(self._cut), address_of(self._pointers), 0, 0, 0, 0, 0)
         return self._clear()
 
     def look(
