@@ -10,7 +10,8 @@ import numpy as np
 import pytest
 
 from halfulp import kernels
-from halfulp.kernels import _cache, address_of, compile_code
+from halfulp.kernels import _cache, address_of
+from halfulp.kernels.vector._machine_function import machine_function
 
 RANK = """
     import os, sys, time
@@ -39,31 +40,33 @@ RANK = """
 # A compiler that is killed where an entry is written, but is not in its place yet.
 WRITER = """
 import os, time
-from halfulp.kernels import compile_code
+from halfulp.kernels.vector._machine_function import machine_function
 
-def write(code, count, array):
-    words = code.memory(array, code.i32)
-    with code.span(0, count) as i:
-        words[i] += words[i]
+def write(vectors, count, array):
+    with vectors.loop(vectors.word(0), count, 1) as i:
+        place = vectors.pointer(array, i, vectors.i32)
+        x = vectors.b.load(place)
+        vectors.b.store(vectors.b.add(x, x), place)
 
 def hang(*paths):
     print("written", flush=True)
     time.sleep(300)
 
 os.replace = hang
-compile_code("double", "of this test", 2, write)
+machine_function("double", "of this test", 2, write)
 """
 
 
-def double(code, count, array):
-    words = code.memory(array, code.i32)
-    with code.span(0, count) as i:
-        words[i] += words[i]
+def double(vectors, count, array):
+    with vectors.loop(vectors.word(0), count, 1) as i:
+        place = vectors.pointer(array, i, vectors.i32)
+        x = vectors.b.load(place)
+        vectors.b.store(vectors.b.add(x, x), place)
 
 
 def doubles() -> list[int]:
     x = np.array([5, 7], np.uint32)
-    compile_code("double", "of this test", 2, double)(2, address_of(x))
+    machine_function("double", "of this test", 2, double)(2, address_of(x))
     return x.tolist()
 
 
@@ -131,9 +134,9 @@ def test_where_files_cannot_be_locked_kernels_are_compiled(lock, notes, monkeypa
 
 
 def test_a_compilation_that_fails_ends_its_turn(cache):
-    def broken(code, count, array):
-        code.memory(array, code.i32)[count] = absent(count)  # noqa: F821
+    def broken(vectors, count, array):
+        vectors.b.store(absent(count), vectors.pointer(array, count, vectors.i64))  # noqa: F821
 
     with pytest.raises(Exception, match="absent"):
-        compile_code("broken", "of this test", 2, broken)
+        machine_function("broken", "of this test", 2, broken)
     assert list(cache.iterdir()) == []

@@ -40,7 +40,6 @@ from ._trace import (
 from .scalar._operations import divide, floor, maximum, select, sign_of, sqrt
 from .tensors._writer import run_on_tensors
 from .vector._builder import VectorBuilder, lanes_of, scalar_of
-from .vector._code import Code, Memory, Number, Variable, choose, compile_code, gathered, larger, lesser
 from .vector._loop import LANES, Quick, compile_rows, compile_trace
 from .vector._machine_function import address_of
 from .vector._processor import has_half_conversions, vector_bits

@@ -6,9 +6,10 @@ import numpy as np
 import pytest
 import torch
 
-from halfulp.kernels import Number, Trace, compile_code, same_bits
+from halfulp.kernels import Trace, same_bits
 from halfulp.kernels.scalar._operations import SCALARS
 from halfulp.kernels.vector._instructions import Instructions
+from halfulp.kernels.vector._machine_function import machine_function
 
 SPECIAL = [0, 1, 2, 0x7FFFFFFF, 0x80000000, 0xFFFFFFFF, 0x7F800000, 0x7F800001, 0xFF800000, 0x00800000, 0x007FFFFF]
 SPECIAL += [0x3F800000, 0xBF800000, 0x4EFFFFFF, 0x33800000, 0x00000100]
@@ -49,16 +50,16 @@ def compiled(name: str, function, kinds: tuple[str, ...], lanes: int, given: lis
     assert recorded.kind == result
     made = np.zeros(len(given[0]), TYPES[result])
 
-    def write(code, count, *places):
-        types = {"w32": code.i32, "w64": code.i64, "f32": code.f32, "f64": code.f64}
-        arrays = [code.memory(place, types[kind]) for place, kind in zip(places, kinds)]
-        with code.span(0, count, lanes) as i:
-            values = [array.lanes(i, lanes).value for array in arrays[:-1]]
-            computed = Instructions(code.b, trace, lanes).run(values)
-            arrays[-1][i] = Number(code, computed[recorded.number])
+    def write(vectors, count, *places):
+        b, types = vectors.b, {"w32": vectors.i32, "w64": vectors.i64, "f32": vectors.f32, "f64": vectors.f64}
+        with vectors.loop(vectors.word(0), count, lanes) as i:
+            shapes = [vectors.shape(types[kind], lanes) for kind in kinds]
+            *sources, target = (vectors.pointer(place, i, shape) for place, shape in zip(places, shapes))
+            values = [b.load(source, align=4) for source in sources]
+            b.store(Instructions(b, trace, lanes).run(values)[recorded.number], target, align=4)
 
     key = f"{name} {kinds} {lanes} {trace.digest()}"
-    kernel = compile_code(name, key, 2 + len(operands), write)
+    kernel = machine_function(name, key, 2 + len(operands), write)
     kernel(len(made), *(array.ctypes.data for array in (*given, made)))
     return made
 

@@ -11,7 +11,7 @@ import pytest
 
 import halfulp
 from halfulp.kernels import address_of
-from halfulp.kernels.vector._code import compile_code
+from halfulp.kernels.vector._machine_function import machine_function
 
 ROOT = Path(halfulp.__file__).parent
 
@@ -19,17 +19,18 @@ ROOT = Path(halfulp.__file__).parent
 def compiled(constant: int):
     """A kernel, another one for every constant."""
 
-    def loop(code, count, array):
-        words = code.memory(array, code.i64)
-        with code.span(0, count) as i:
-            words[i] = choose_all(words[i] + constant)
+    def loop(vectors, count, array):
+        with vectors.loop(vectors.word(0), count, 1) as i:
+            place = vectors.pointer(array, i, vectors.i64)
+            vectors.b.store(mixed(vectors, vectors.b.add(vectors.b.load(place), vectors.word(constant))), place)
 
-    def choose_all(x):
+    def mixed(vectors, x):
+        b, word = vectors.b, vectors.word
         for k in range(40):
-            x = x * (2 * k + 3) + constant ^ (x >> k)
+            x = b.xor(b.add(b.mul(x, word(2 * k + 3)), word(constant)), b.ashr(x, word(k)))
         return x
 
-    return compile_code("loop", f"of this test, {constant}", 2, loop)
+    return machine_function("loop", f"of this test, {constant}", 2, loop)
 
 
 def bytes_in_use() -> int:

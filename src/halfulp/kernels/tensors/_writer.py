@@ -39,6 +39,7 @@ _OF_TENSORS: dict[str, Callable[..., torch.Tensor]] = {
     "round_to_float32": _trace.round_to_float32,
     "product_error": _trace.product_error,
     "to_float64": in_float64,
+    "to_float32": lambda x: x.to(torch.float32),
     "low_word": lambda x: x.to(torch.int32),
     "high_word": lambda x: (x >> 32).to(torch.int32),
     "widen": lambda x: x.to(torch.int64) & 0xFFFFFFFF,

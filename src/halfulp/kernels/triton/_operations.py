@@ -88,6 +88,10 @@ def absolute64(x):
     return (x.to(tl.uint64, bitcast=True) & tl.full([], 0x7FFFFFFFFFFFFFFF, tl.uint64)).to(tl.float64, bitcast=True)
 
 
+def single(x):
+    return x.to(tl.float32)
+
+
 def double(x):
     return x.to(tl.float64)
 

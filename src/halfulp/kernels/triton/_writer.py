@@ -26,7 +26,7 @@ _INFIX = {
 _CALLS = {
     "neg": "negative", "abs": "absolute", "div": "divide", "sqrt": "sqrt", "select": "tl.where", "to_real": "to_real",
     "to_word": "to_word", "low_word": "low_word", "high_word": "high_word", "to_float64": "double",
-    "block_largest": "block_largest", "widen": "widen", "word_sar": "shift_signed",
+    "to_float32": "single", "block_largest": "block_largest", "widen": "widen", "word_sar": "shift_signed",
 }  # fmt: skip
 _WIDE = ("neg", "abs", "div", "sqrt", "to_word")  # which have another form on 64 bits
 _REALS = ("product_error", "rint", "floor", "power_below", "exponent", "power")  # named by their width

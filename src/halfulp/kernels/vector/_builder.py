@@ -134,10 +134,6 @@ class VectorBuilder:
         """Word k of a table of 64-bit integers."""
         return self.b.load(self.pointer(address, self.word(k), self.i64), align=8)
 
-    def store_word(self, address, k: int, value) -> None:
-        """Write word k of a table of 64-bit integers."""
-        self.b.store(value, self.pointer(address, self.word(k), self.i64), align=8)
-
     def load_bits(self, address, i, dtype: torch.dtype, lanes: int):
         """Elements from place i of an array as integers of their size."""
         kind = self.shape(self.memory_type(dtype), lanes)

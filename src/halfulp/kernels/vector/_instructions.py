@@ -158,6 +158,9 @@ class Instructions(VectorBuilder):
     def do_to_float64(self, _, x):
         return self.b.fpext(x, self.of_kind(self.kind))
 
+    def do_to_float32(self, _, x):
+        return self.b.fptrunc(x, self.of_kind(self.kind))
+
     def do_low_word(self, _, x):
         return self.b.trunc(x, self.of_kind("w32"))
 

@@ -24,7 +24,7 @@ _CHUNK = 4
 _ARGUMENTS = 9
 _AT_ONCE = 512  # elements, in small blocks
 # Bytes by which cache lines are asked for ahead, where arrays are not few.
-_AHEAD, _LINE, _FEW_ARRAYS = 1024, 64, 3
+_AHEAD, _FAR, _LINE, _FEW_ARRAYS = 1024, 8192, 64, 3
 Array = tuple[int, int, bool]  # the instruction of its address, bits of an element, whether it has one per block
 
 
@@ -58,6 +58,7 @@ class Table:
         block: elements of a block; None if there are none.
         partial: whether a chunk's last block may be incomplete; then no array has an element per block.
         digest: of an array, after all was written.
+        is_far: whether arrays lie in no cache, so that even of a few lines are asked for, further ahead.
     """
 
     trace: Trace
@@ -68,6 +69,7 @@ class Table:
     block: int | None = None
     partial: bool = False
     digest: Digest | None = None
+    is_far: bool = False
 
     @property
     def sums(self) -> int:
@@ -79,7 +81,7 @@ class Table:
         pieces = [self.start, self.digest and self.digest.term]
         told = [(piece.trace.digest(), piece.results) for piece in pieces if piece]
         digest = self.digest and (self.digest.column, self.digest.size, self.digest.step)
-        counts = self.columns, self.constants, self.step, self.block, self.partial
+        counts = self.columns, self.constants, self.step, self.block, self.partial, self.is_far
         return repr((self.trace.digest(), sorted(self.trace.rare), counts, digest, told))
 
 
@@ -104,6 +106,15 @@ def compile_row(name: str, table: Table) -> Kernel:
         _TableLoop(b.b, table).build(first, last, chunks, pointers, row, constants, key, nothing, nothing)
 
     return machine_function(name, f"row {table.key()}", 6 + table.columns, write)
+def compile_series(name: str, tables: Sequence[Table]) -> Kernel:
+    """Return the function of the address of int64 (tables, 9): for each table in turn what `compile_table`'s takes."""
+
+    def write(vectors: VectorBuilder, given) -> None:
+        for number, table in enumerate(tables):
+            words = [vectors.load_word(given, _ARGUMENTS * number + k) for k in range(_ARGUMENTS)]
+            _TableLoop(vectors.b, table).build(*words)
+
+    return machine_function(name, repr([table.key() for table in tables]), 1, write)
 
 
 class _TableLoop(VectorBuilder):
@@ -145,7 +156,6 @@ class _TableLoop(VectorBuilder):
         room = self.padded * self.together if table.block else self.width
         copied = self.arrays if not table.block or self.copied else []
         copies = {array: self.allocate(self.ir.IntType(array[1]), room) for array in copied}
-        self.held_words = [self.allocate(self.i64, self.width) for _ in range(2 if self.trace.deposits else 0)]
         crossing = self.phases.crossing if table.block else []
         buffers = [self.allocate(scalar_of(self.type_of(line)), room) for line in crossing]
         self.of_blocks = {
@@ -212,29 +222,47 @@ class _TableLoop(VectorBuilder):
         whole = b.mul(b.sdiv(count, width), width)
         rest = b.sub(count, whole)
         zero, one = self.word(0), self.word(1)
+        held = {array: b.ptrtoint(copies[array], self.i64) for array in self.arrays}
+        bases = {
+            array: b.add(self.address[self.column[array[0]]], b.mul(begin, self.word(array[1] // 8)))
+            for array in self.arrays
+        }
+        if self.trace.sums or self.trace.deposits:
+            # Only of what remains it is asked which lanes are elements.
+            with self.loop(zero, whole, self.width, totals) as i:
+                self.turn(bases, i, i, totals, None)
+            with self.loop(zero, rest, self.width, totals) as i:
+                self.copy_in(b.add(begin, whole), rest, copies)
+                self.turn(held, i, whole, totals, rest)
+                self.copy_out(b.add(begin, whole), rest, copies)
+            return
         first = b.select(b.icmp_signed(">", whole, zero), zero, one)
         last = b.select(b.icmp_signed(">", rest, zero), self.word(2), one)
-        with self.loop(first, last, 1, totals) as phase:
+        with self.loop(first, last, 1) as phase:
             is_rest = b.icmp_signed("==", phase, one)
             with b.if_then(is_rest):
                 self.copy_in(b.add(begin, whole), rest, copies)
-            bases = {}
-            for array in self.arrays:
-                place = b.add(self.address[self.column[array[0]]], b.mul(begin, self.word(array[1] // 8)))
-                bases[array] = b.select(is_rest, b.ptrtoint(copies[array], self.i64), place)
+            used = {array: b.select(is_rest, held[array], bases[array]) for array in self.arrays}
             limit, before = b.select(is_rest, rest, whole), b.select(is_rest, whole, zero)
             if self.stages.crossing:
-                self.in_stages(limit, before, bases)
+                self.in_stages(limit, before, used)
             else:
-                with self.loop(zero, limit, self.width, totals) as i:
-                    loaded = {array: self.load_both(bases[array], i, array[1]) for array in dict.fromkeys(self.loads)}
-                    self.ask_ahead(bases, i)
-                    [values] = self.computed([(loaded, b.add(before, i), None)])
-                    self.finish(values, self.stores, bases, i)
-                    self.deposit(values, i, limit)
-                    self.sum_up(values, i, totals, limit, range(len(self.trace.lines)))
+                with self.loop(zero, limit, self.width) as i:
+                    self.turn(used, i, b.add(before, i), [], None)
             with b.if_then(is_rest):
                 self.copy_out(b.add(begin, whole), rest, copies)
+
+    def turn(self, bases: dict, i, place, totals: list, limit) -> None:
+        """Write what happens to two vectors from i on, whose place in the chunk is another; all lanes are elements.
+
+        With a limit only those below it are.
+        """
+        loaded = {array: self.load_both(bases[array], i, array[1]) for array in dict.fromkeys(self.loads)}
+        self.ask_ahead(bases, i)
+        [values] = self.computed([(loaded, place, None)])
+        self.finish(values, self.stores, bases, i)
+        self.deposit(values, limit)
+        self.sum_up(values, i, totals, limit, range(len(self.trace.lines)))
 
     def in_stages(self, limit, before, bases: dict) -> None:
         """Write the loop over whole vectors in stages, the last of which stores.
@@ -271,13 +299,15 @@ class _TableLoop(VectorBuilder):
         Processors do that by themselves for a few arrays, and only within a page, which is 2,048 elements of 16 bits.
         """
         arrays = [array for array in dict.fromkeys(self.loads) if not array[2]]
-        if len(arrays) < _FEW_ARRAYS:
+        far = self.table.is_far
+        if len(arrays) < _FEW_ARRAYS and not far:
             return
         for array in arrays:
             size = array[1] // 8
             first = self.b.add(bases[array], self.b.mul(i, self.word(size)))
             for line in range(0, self.width * size, _LINE):
-                self.prefetch(self.b.add(first, self.word(_AHEAD + line)))
+                # Far ones come into the second level, whose queue of pending lines is longer.
+                self.prefetch(self.b.add(first, self.word((_FAR if far else _AHEAD) + line)), 2 if far else 3)
 
     def stage(self, number: int, i, before, bases: dict, known: list[dict] | None) -> list[list]:
         """Return the values of two vectors in one stage, those known from earlier ones too."""
@@ -617,41 +647,51 @@ class _TableLoop(VectorBuilder):
         """Add what is summed up of two vectors, if it is among some instructions."""
         for place, (how, number) in enumerate(self.trace.sums):
             for half in range(2 if number in among else 0):
-                value, at = values[half][number], 2 * place + half
-                if self.copied or not self.table.block:
+                # Counts are exact in any order: those of both vectors take one register.
+                value, at = values[half][number], 2 * place + (half if how != "count" else 0)
+                if limit is not None and (self.copied or not self.table.block):
                     value = self.b.select(self.exists(i, limit, half), value, self.ir.Constant(value.type, None))
                 totals[at] = self.taken(how, totals[at], value)
 
-    def deposit(self, values: list, i, limit) -> None:
-        """Add the words of two vectors to counters in memory, one after the other: several may have one place."""
-        b, several = self.b, self.shape(self.i64, self.lanes)
+    def deposit(self, values: list, limit) -> None:
+        """Add the words of two vectors to counters in memory, one after the other: several may have one place.
 
-        def add(address, place, word) -> None:
-            to = self.pointer(self.address[self.column[address]], place, self.i64)
-            b.store(b.add(b.load(to, align=8), word), to, align=8)
-
-        left = b.sub(limit, i)
+        They go through memory, from where lanes are loaded faster than they are taken out of wide vectors.
+        """
+        b = self.b
         for address, place, word, apart in self.trace.deposits:
-            pairs = [[computed[k] for k in (place, word)] for computed in values]
-            pairs = [[x if x.type == several else b.zext(x, several) for x in pair] for pair in pairs]
-            with b.if_else(b.icmp_signed(">=", left, self.word(self.width))) as (whole, rest):
-                with whole:
-                    copies = self.ir.Constant(several, [apart * (k % COPIES) for k in range(self.lanes)])
-                    for places, words in pairs:
-                        places = b.add(places, copies)
-                        for k in range(self.lanes):
-                            add(address, self.lane(places, k), self.lane(words, k))
-                with rest:
-                    for half, pair in enumerate(pairs):
-                        for held, vector in zip(self.held_words, pair):
-                            to = b.gep(held, [self.word(half * self.lanes)])
-                            b.store(vector, b.bitcast(to, several.as_pointer()), align=8)
-                    with self.loop(self.word(0), left, 1) as k:
-                        at = k
-                        if self.in_pairs:
-                            one = self.word(1)
-                            at = b.add(b.mul(b.and_(k, one), self.word(self.lanes)), b.lshr(k, one))
-                        add(address, *(b.load(b.gep(held, [at])) for held in self.held_words))
+            to = self.b.inttoptr(self.address[self.column[address]], self.i64.as_pointer())
+            constant = self.trace.lines[word][2][0] if self.trace.lines[word][0] == "word" else None
+            held = [
+                self.hold([half[k] for half in values]) for k in ((place,) if constant is not None else (place, word))
+            ]
+
+            def add(at, copy: int, to=to, held=held, constant=constant, apart=apart) -> None:
+                loaded = [b.load(b.gep(memory, [at])) for memory in held]
+                number, *words = (x if x.type == self.i64 else b.zext(x, self.i64) for x in loaded)
+                counter = b.gep(to, [b.add(number, self.word(apart * copy))])
+                more = self.word(constant) if constant is not None else words[0]
+                b.store(b.add(b.load(counter, align=8), more), counter, align=8)
+
+            if limit is None:
+                for k in range(self.width):
+                    add(self.word(k), k % COPIES)
+            else:
+                with self.loop(self.word(0), limit, 1) as k:
+                    at = k
+                    if self.in_pairs:
+                        one = self.word(1)
+                        at = b.add(b.mul(b.and_(k, one), self.word(self.lanes)), b.lshr(k, one))
+                    add(at, 0)
+
+    def hold(self, vectors: list):
+        """Store two vectors in memory of their own, side by side."""
+        kind = scalar_of(vectors[0].type)
+        memory = self.allocate(kind, self.width)
+        for half, vector in enumerate(vectors):
+            at = self.b.gep(memory, [self.word(half * self.lanes)])
+            self.b.store(vector, self.b.bitcast(at, vector.type.as_pointer()), align=kind.width // 8)
+        return memory
 
     def load_both(self, base, i, bits: int) -> list:
         """Elements of two vectors as words of 32 bits, or of 64 where they have so many."""

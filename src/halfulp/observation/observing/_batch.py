@@ -11,10 +11,10 @@ import torch
 
 from ...kernels import address, plain_address, select_engine
 from .._record import ParameterRecord, Realised, Role
-from ..sampling._kernel import KERNEL_DTYPES
+from ..sampling._device_functions import KERNEL_DTYPES
+from ..sampling._rows import Rows, count_changes
 from ..sampling._sample_places import PLAIN_TYPES, Stored, sample_size, stored
-from ..sampling._sampler import Look, Rows, look
-from ._change_loop import WORDS, change_kernel
+from ..sampling._sampler import Look, look
 from ._notebook import Notebook
 
 _NOTHING = torch.empty(0, dtype=torch.float64, device="cpu")
@@ -54,16 +54,14 @@ class Layout:
 
     Attributes:
         ends: where the parts begin and end.
-        nonzero: how many elements of each of the last samples are not zero; None where that was not counted.
     """
 
     def __init__(self, book: Notebook, named: Sequence[tuple[str, str]], elements: Sequence[int]) -> None:
         self.book, self.named, self.elements = book, list(named), list(elements)
         sizes = [sample_size(count) for count in elements]
         self.ends: np.ndarray = np.cumsum([0, *sizes], dtype=np.int64)
-        self.nonzero: list[int] | None = None
-        self._taken: np.ndarray = np.array(sizes, np.int64)
-        self._rows: np.ndarray = np.array([book.row_of(name) for name, _ in named], np.int64)
+        self._taken: list[int] = sizes
+        self._rows: list[int] = [book.row_of(name) for name, _ in named]
         self._tables: dict[tuple[str, torch.dtype, int], Rows] = {}
         self._packs: dict[str, torch.Tensor] = {}
 
@@ -71,7 +69,7 @@ class Layout:
         """Let go of the memory of samples until the next sampled step."""
         self._packs.clear()
         for table in self._tables.values():
-            table.written = None
+            table.wide = None
 
     def sample(self, name: str, tensors: Sequence[torch.Tensor], places: list[int] | None = None) -> torch.Tensor:
         """Return samples of one tensor per parameter, float64.
@@ -129,14 +127,13 @@ class Layout:
             return
         data = address(values) + 4 * self.ends[:-1]
         table = self._table(f"update.{dtypes[0]}", torch.float32, "update", dtypes)
-        table.point(data, self._taken, self.book.keys[self._rows])
-        table.look(self.book.candidates, self.book.step)
-        self._note("update", table)
+        _, broken = table.look(data.tolist(), self._taken, self._words, self.book.step)
+        self._note("update", broken)
 
     def parts(self, packed: torch.Tensor) -> list[torch.Tensor]:
         """Return the sample of each parameter among packed ones."""
         ends = self.ends.tolist()
-        return [packed[start : start + taken] for start, taken in zip(ends, self._taken.tolist())]
+        return [packed[start : start + taken] for start, taken in zip(ends, self._taken)]
 
     def _places(self, tensors: Sequence[torch.Tensor], places: list[int] | None) -> list[int] | None:
         """Where plain tensors of one dtype lie; None where one is not plain."""
@@ -164,31 +161,36 @@ class Layout:
             for (own, kind), dtype in zip(self.named, dtypes):
                 assert role is not None
                 totals.append((self.book.totals_of(role, own, kind, Stored(flat, dtype)), dtype))
-            table = self._tables[key] = Rows(memory, len(self.named), totals)
+            is_wide = memory is not torch.float32 or role != "update"
+            table = self._tables[key] = Rows(memory, len(self.named), self.book.counting, totals, is_wide)
         return table
 
     def _take(self, name: str, table: Rows, data: list[int], role: Role | None = None) -> torch.Tensor:
         packed = self._pack(name)
-        if table.written is not packed:
+        if table.wide is not packed:
             table.widen(packed, self.ends)
-        table.point(data, self.elements, self.book.keys[self._rows])
-        self._taken = table.copy() if role is None else table.look(self.book.candidates, self.book.step)
-        self.nonzero = table.nonzero
-        if role is not None:
-            self._note(role, table)
+        if role is None:
+            self._taken = table.copy(data, self.elements, self._words)
+        else:
+            self._taken, broken = table.look(data, self.elements, self._words, self.book.step)
+            self._note(role, broken)
         return packed
 
-    def _note(self, role: Role, table: Rows) -> None:
+    def _words(self, row: int) -> np.ndarray:
+        words: np.ndarray = self.book.words[self._rows[row]]
+        return words
+
+    def _note(self, role: Role, broken: list[int]) -> None:
         """Give the tensors their positions in the step, and note those that hold NaN or infinity."""
         first = self.book.position
-        for row in table.broken:
+        for row in broken:
             self.book.position = first + row
             self.book.note_nonfinite(self.book.totals[role, self.named[row][0]])
         self.book.position = first + len(self.named)
 
     def _packed(self, samples: Sequence[torch.Tensor], found: Sequence[Stored]) -> torch.Tensor:
         packed = torch.zeros(int(self.ends[-1]), dtype=torch.float64, device="cpu")
-        self._taken, self.nonzero = np.array([len(sample) for sample in samples], np.int64), None
+        self._taken = [len(sample) for sample in samples]
         for start, sample, one in zip(self.ends.tolist(), samples, found):
             packed[start : start + len(sample)] = sample.double() * one.scale
         return packed
@@ -235,18 +237,9 @@ def add_changes(
         as_values: whether `wanted` holds the values that were wanted, and not the changes.
         rounded: float32, to which the wanted changes are written.
     """
-    count = len(records)
-    work = np.empty(WORDS + 4 * count + len(ends), np.int64)  # the table, what is counted, and the ends
-    counts, sums = work[WORDS : WORDS + 2 * count], work[WORDS + 2 * count : WORDS + 4 * count].view(np.float64)
-    work[WORDS + 4 * count :] = ends
     parts = [_as_float64(one) for one in (before, after, wanted)]
     if select_engine("cpu") == "llvm":
-        at = work.ctypes.data
-        here = at + 8 * WORDS
-        written = 0 if rounded is None else address(rounded)
-        places = here + 32 * count, here, here + 16 * count
-        work[:WORDS] = (*map(address, parts), written, as_values, decreases, *places)
-        change_kernel(rounded is not None)(0, count, at)
+        counts, sums = count_changes(parts, ends, rounded, as_values=as_values, decreases=decreases)
     else:
         if as_values:
             parts[2] = parts[2] - parts[0]
@@ -255,11 +248,9 @@ def add_changes(
         if decreases:
             parts[2] = parts[2].clamp(max=0)
         b, a, w = (part.numpy() for part in parts)
-        _by_numpy(b, a, w, work[-len(ends) :], counts.reshape(-1, 2), sums.reshape(-1, 2))
-    numbers, amounts = counts.tolist(), sums.tolist()
-    for record, seen, cancelled, square, kept in zip(
-        records, numbers[::2], numbers[1::2], amounts[::2], amounts[1::2], strict=True
-    ):
+        counts, sums = np.empty((len(records), 2), np.int64), np.empty((len(records), 2))
+        _by_numpy(b, a, w, ends, counts, sums)
+    for record, (seen, cancelled), (square, kept) in zip(records, counts.tolist(), sums.tolist(), strict=True):
         record.seen += seen
         record.cancelled += cancelled
         if not known:
@@ -282,7 +273,7 @@ def _by_numpy(
     before: np.ndarray,
     after: np.ndarray,
     wanted: np.ndarray,
-    ends: np.ndarray,
+    ends: Sequence[int] | np.ndarray,
     counts: np.ndarray,
     sums: np.ndarray,
 ) -> None:

@@ -15,7 +15,6 @@ from torch.utils.hooks import RemovableHandle
 from ...kernels import in_float64
 from .._record import PositionsRecord, ResidualRecord
 from ..sampling._sample_places import PLAIN_TYPES
-from ..sampling._totals import LAST_AMAX
 from ._averages import RunningStatistics
 from ._batch import add_changes
 from ._expectations import Expectations
@@ -123,7 +122,7 @@ class ModuleHooks:
                 return False
             totals = hook.slot.totals
             assert totals is not None
-            if totals.reals[LAST_AMAX] == 0.0:
+            if totals.last_amax == 0.0:
                 self._watch_inputs(hook, module, inputs)
             else:
                 totals.record.input_amax = totals.record.weight_amax = None
@@ -177,7 +176,7 @@ class ModuleHooks:
         """Of outputs that are all zeros note how large that is which a quantizer or rounding may have made zeros of."""
         totals = hook.slot.totals
         assert totals is not None
-        record, zeros = totals.record, totals.reals[LAST_AMAX] == 0.0
+        record, zeros = totals.record, totals.last_amax == 0.0
         record.input_amax = max(map(_amax, tensors_in(inputs)), default=None) if zeros else None
         own = [one for one in module._parameters.values() if one is not None] if zeros else []
         record.weight_amax = max(map(_amax, tensors_in(own)), default=None)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import functools
 import time
 import weakref
-from array import array
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, TypeVar
 
@@ -13,29 +12,15 @@ import numpy as np
 import torch
 from torch.utils._python_dispatch import _disable_current_modes
 
-from ...kernels import plain_address, select_engine
+from ...kernels import address_of, plain_address, select_engine
 from ...rounding import mix64, mix64_all
 from .._record import Record, Role, TensorRecord
 from ..sampling._candidates import AnyFormat, Candidates, candidate
-from ..sampling._kernel import (
-    BINS,
-    BROKEN,
-    COLUMNS,
-    COUNT,
-    DATA,
-    FRESH,
-    INFINITE_WORD,
-    INTEGERS,
-    KERNEL_DTYPES,
-    KEY,
-    LARGEST_WORD,
-    REALS_AT,
-    ROOM,
-    SAMPLE,
-)
-from ..sampling._sample_places import MOST, Stored, name_key, stored
-from ..sampling._sampler import Look, checked_kernel, constants, look, signed
-from ..sampling._totals import STEP_NONFINITE, Totals, is_wide
+from ..sampling._device_functions import KERNEL_DTYPES
+from ..sampling._rows import Counting, Row, run_words
+from ..sampling._sample_places import RUNS, Stored, name_key, stored
+from ..sampling._sampler import Look, check_kernels, count_in_blocks, look, signed
+from ..sampling._totals import Totals, is_wide
 from ._expectations import Quantized
 
 SEED = 0
@@ -49,7 +34,7 @@ class Notebook:
     Attributes:
         quantized: formats that tensors go through afterwards; their block formats are counted too.
         candidates: the formats that samples are counted in.
-        scratch: address of room for one sample in float32, and for the counts of its exponents behind.
+        counting: how kernels count samples.
         step: number of the running step, from 0.
         sampling: whether tensors of the running step are looked at.
         position: how many tensors were looked at in this step.
@@ -59,6 +44,7 @@ class Notebook:
         by_kernel: whether compiled kernels look at tensors on the CPU in this step.
         renewed: how often counts of float32 were replaced by counts of float64.
         keys: int64, by the names' rows: the keys of this step's places.
+        words: `run_words` of them.
         uses: who took and who handed on what.
     """
 
@@ -70,8 +56,7 @@ class Notebook:
         for format in counted:
             also.pop(format.name, None)
         self.candidates: Candidates = Candidates([*counted, *also.values()])
-        self._scratch: np.ndarray = np.empty(ROOM, np.float32)
-        self.scratch: int = self._scratch.ctypes.data
+        self.counting: Counting = Counting(self.candidates, count_in_blocks)
         self.totals: dict[tuple[Role, str], Totals] = {}
         self.step: int = 0
         self.sampling: bool = False
@@ -83,6 +68,7 @@ class Notebook:
         self.by_kernel: bool = False
         self.renewed: int = 0
         self.keys: np.ndarray = np.empty(0, np.int64)
+        self.words: np.ndarray = np.empty((0, RUNS), np.int64)
         self.uses: Uses = Uses()
         self._step_key: int = 0
         self._rows: dict[str, int] = {}
@@ -100,6 +86,8 @@ class Notebook:
     def _make_keys(self) -> None:
         own = np.array(self._name_keys, np.uint64)
         self.keys = mix64_all(self._step_key, own).view(np.int64)
+        if self.by_kernel:
+            self.words = run_words(self.keys)
         for name in self.fixed:
             self.fix(name)
 
@@ -109,14 +97,20 @@ class Notebook:
         if row is None:
             row = self._rows[name] = len(self._name_keys)
             self._name_keys.append(name_key(name))
-            self.keys = np.append(self.keys, np.int64(signed(mix64(self._step_key, self._name_keys[row]))))
+            self.keys = np.append(self.keys, np.int64(0))
+            self.words = np.append(self.words, np.zeros((1, RUNS), np.int64), 0)
+            self._set_key(row, self._step_key)
         return row
 
     def fix(self, name: str) -> None:
         """Sample a name at the same places from now on."""
         self.fixed.add(name)
-        row = self.row_of(name)
-        self.keys[row] = signed(mix64(_FIRST_STEP, self._name_keys[row]))
+        self._set_key(self.row_of(name), _FIRST_STEP)
+
+    def _set_key(self, row: int, step_key: int) -> None:
+        self.keys[row] = signed(mix64(step_key, self._name_keys[row]))
+        if self.by_kernel:
+            self.words[row] = run_words(self.keys[row : row + 1])
 
     def key(self, name: str) -> int:
         """Return the key of the places where tensors of a name are sampled in this step."""
@@ -154,10 +148,8 @@ class Notebook:
         looks = []
         for name, kind, found in named:
             totals = self.totals_of(role, name, kind, found)
-            if totals.opens(self.step):
-                totals.begin_step()
             looks.append(Look(found.flat, self.key(name), found.dtype, totals))
-        samples = look(looks, self.candidates)
+        samples = look(looks, self.candidates, self.counting, self.step)
         for name, _, _ in named:
             self.note_nonfinite(self.totals[role, name])
         return samples
@@ -165,7 +157,7 @@ class Notebook:
     def note_nonfinite(self, totals: Totals) -> None:
         """Give a tensor its position in the step, and keep the first one that holds NaN or infinity."""
         record = totals.record
-        if totals.integers[STEP_NONFINITE]:
+        if totals.step_nonfinite:
             if record.first_nonfinite is None:
                 record.first_nonfinite = (self.step, self.position)
             if self._broken.get(id(record)) != self.step:
@@ -227,16 +219,15 @@ class TensorSlot:
         totals: its counts; None before the first look.
     """
 
-    __slots__ = ("_arguments", "_dtype", "_kernel", "_row", "_words", "book", "kind", "name", "role", "totals")
+    __slots__ = ("_dtype", "_looks", "_room", "_row", "book", "kind", "name", "role", "totals")
 
     def __init__(self, book: Notebook, role: Role, name: str, kind: str) -> None:
         self.book, self.role, self.name, self.kind = book, role, name, kind
         self.totals: Totals | None = None
         self._dtype: torch.dtype | None = None
         self._row: int = book.row_of(name)
-        self._words: array[int] = array("q", bytes(8 * COLUMNS))  # the kernel's table of one row
-        self._arguments: tuple[int, ...] = (self._words.buffer_info()[0], *book.candidates.arguments)
-        self._kernel: Callable[..., None] | None = None
+        self._looks: Row | None = None
+        self._room: int = address_of(book.counting.room)
 
     def look_quickly(self, tensor: torch.Tensor, scale: float = 1.0) -> bool:
         """Count a plain tensor of the dtype that was seen last, where no mode of torch watches; False elsewhere.
@@ -247,22 +238,23 @@ class TensorSlot:
         if self._dtype is not tensor.dtype or not book.by_kernel or book.inside or is_watched():
             return False
         begin = time.perf_counter()
-        at, totals, row = plain_address(tensor), self.totals, self._words
-        if not at or totals is None or self._kernel is None:
+        at, totals, row = plain_address(tensor), self.totals, self._looks
+        if not at or totals is None or row is None:
             return False
-        if totals.step != book.step and totals.opens(book.step):
-            row[FRESH], row[KEY] = 1, int(book.keys[self._row])
-        row[DATA], row[COUNT] = at, tensor.numel()
         totals.record.scale = scale
-        book.inside = True  # the kernel runs without the interpreter's lock, and samples share their room
-        self._kernel(0, 1, *self._arguments)
+        book.inside = True  # kernels run without the interpreter's lock, and samples share their room
+        row.aim(at, tensor.numel(), self._words, self._room)
+        broken = row.look(book.step)
         book.inside = False
-        if row[BROKEN]:
+        if broken:
             book.note_nonfinite(totals)
         else:
             book.position += 1
         book.seconds += time.perf_counter() - begin
         return True
+
+    def _words(self) -> np.ndarray:
+        return self.book.words[self._row]
 
     def look(self, tensor: torch.Tensor, scale: float = 1.0) -> Totals | None:
         """Count any tensor; None where its numbers cannot be read. Call it as `watching` functions do."""
@@ -272,12 +264,8 @@ class TensorSlot:
         if totals is None or asked or not book.by_kernel or tensor.dtype not in KERNEL_DTYPES:
             return totals
         if plain_address(tensor):
-            row, places = self._words, (INTEGERS, REALS_AT, LARGEST_WORD, INFINITE_WORD)
-            for place, word in zip(places, constants(totals, tensor.dtype, tensor.dtype)):
-                row[place] = word
-            row[SAMPLE], row[BINS] = book.scratch, book.scratch + 4 * MOST
-            row[KEY] = int(book.keys[self._row])
-            self._kernel, self._dtype = checked_kernel(tensor.dtype), tensor.dtype
+            check_kernels(tensor.dtype)
+            self._looks, self._dtype = Row(tensor.dtype, book.counting, totals), tensor.dtype
         return totals
 
 

@@ -27,7 +27,6 @@ from ...optim.parameters._local_tensors import is_dtensor, local
 from ...rounding import mix64
 from ..sampling._sample_places import MOST, name_key, place_key, stored
 from ..sampling._sampler import Look, look
-from ..sampling._totals import AMAX, AMIN
 from ._notebook import Notebook
 
 Array: TypeAlias = np.ndarray[Any, np.dtype[Any]]
@@ -140,9 +139,7 @@ class Ranks:
         wanted = self._others if hub == self.rank else [hub]
 
         def gather() -> None:
-            self._own.extremes = {
-                key: (float(one.reals[AMAX]), float(one.reals[AMIN])) for key, one in self.book.totals.items()
-            }
+            self._own.extremes = {key: (one.amax, one.amin) for key, one in self.book.totals.items()}
             store = _default_store()
             store.set(self._key(self.rank), pickle.dumps(self._own))
             store.delete_key(f"{self._name}/{self.rank}/{self._before}")  # of the run before, which all have ended
@@ -204,7 +201,7 @@ class Ranks:
         for key, one in self.book.totals.items():
             if key in theirs.extremes:
                 largest, smallest = theirs.extremes[key]
-                one.reals[AMAX], one.reals[AMIN] = max(one.reals[AMAX], largest), min(one.reals[AMIN], smallest)
+                one.amax, one.amin = max(one.amax, largest), min(one.amin, smallest)
 
     def _try(self, act: Any) -> None:
         """Do something with the store of the process group; without one the record says so, and the run goes on."""

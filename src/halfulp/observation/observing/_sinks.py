@@ -18,7 +18,7 @@ from ..._messages import a_kind
 from ..._qualified_names import pattern_of
 from ...sinks import Outlet, Sink, outlet
 from .._record import ParameterRecord, Record, StepRecord
-from ..sampling._totals import NARROW, STEP_NONFINITE, Totals
+from ..sampling._totals import NARROW, Totals
 from ._notebook import Notebook
 
 MOST_GROUPS = 24
@@ -62,7 +62,7 @@ class Rows:
         """Return the row of a sampled step that has ended; shares are those since the row before."""
         skipped, self._skipped = self._record.skipped - self._skipped, self._record.skipped
         least, most = step.exponents or (None, None)
-        broken = sum(int(one.step == step.step and one.integers[STEP_NONFINITE] > 0) for one in totals.values())
+        broken = sum(int(one.step == step.step and one.step_nonfinite > 0) for one in totals.values())
         run = (step.step, step.loss, step.lr, step.loss_scale, skipped, least, most, broken)
         sums, whole = self._sums(), self._underflow(totals)
         since, self._before = sums - self._before, sums
@@ -92,7 +92,9 @@ class Rows:
         if not own:
             return found
         keys = [(id(one), one.record.dtype) for one in own.values()]
-        binades = np.stack([one.integers[one.offsets[1] :] for one in own.values()])
+        for one in own.values():
+            one.take(one)
+        binades = np.stack([one.histogram for one in own.values()])
         if keys != self._keys:
             before = dict(zip(self._keys, self._counts))
             self._counts = np.array([before.get(key, (0.0, 0.0)) for key in keys])

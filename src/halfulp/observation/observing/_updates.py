@@ -147,12 +147,10 @@ class Updates:
         places = zip(*(one.places for one in stepped))
         weight = layout.look("weight", "weight", [one.parameter for one in stepped], list(next(places)))
         gradient = layout.sample("gradient", [_gradient(one.parameter) for one in stepped], list(next(places)))
-        nonzero = layout.nonzero
         divisor = _number(getattr(self.optimizer, "grad_scale", None), 1.0)
         if divisor != 1.0:
             gradient /= divisor
-        if nonzero is None or divisor != 1.0:
-            nonzero = np.add.reduceat(gradient.numpy() != 0, layout.ends[:-1], dtype=np.int64).tolist()
+        nonzero = np.add.reduceat(gradient.numpy() != 0, layout.ends[:-1], dtype=np.int64).tolist()
         for one, count in zip(stepped, nonzero):
             one.record.nonzero_gradients += count
         if not self._is_elementwise():

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Sequence
-from math import frexp
 
 import numpy as np
 import torch
@@ -17,10 +16,6 @@ from ._sample_places import RUN
 AnyFormat = Format | BlockFormat | str | torch.dtype
 DEFAULT_FORMATS = ("fp16", "bf16", "e5m2", "e4m3fn", "mxfp8_e4m3", "nvfp4")
 INFINITY = 0x7F800000
-# Columns of a block format's row of numbers.
-BLOCK, POWERS, FIRST, SECOND, SMALLEST, GREATEST, NONZERO, NORMAL = range(8)
-LARGEST, SCALE_BITS, SCALE_EMIN, SCALE_TINY, SCALE_MAX, HAS_TENSOR_SCALE, RAISES = range(8, 15)
-BLOCK_NUMBERS = 15
 
 
 class Candidates:
@@ -30,8 +25,7 @@ class Candidates:
         names: of all, in order: formats of single elements first.
         thresholds: int64 of shape (single, 3): the first float32 words of magnitudes that become nonzero, normal, and
             larger than the largest number.
-        block_numbers: float64 of shape (blocks, 15).
-        arguments: what the kernel takes of them: addresses, each with the number of formats.
+        targets: what float32 is rounded to in each block format.
     """
 
     def __init__(self, formats: Sequence[AnyFormat]) -> None:
@@ -39,17 +33,8 @@ class Candidates:
         self.single: list[Format] = [format for format in found if isinstance(format, Format)]
         self.blocks: list[BlockFormat] = [format for format in found if isinstance(format, BlockFormat)]
         self.names: list[str] = [*(format.name for format in self.single), *(block.name for block in self.blocks)]
-        rows = [_thresholds(format) for format in self.single]
-        self.thresholds: np.ndarray = np.array(rows, np.int64).reshape(-1, 3)
-        self.block_numbers: np.ndarray = np.array([_block_row(b) for b in self.blocks], np.float64).reshape(
-            -1, BLOCK_NUMBERS
-        )
-        self.arguments: tuple[int, int, int, int] = (
-            self.thresholds.ctypes.data,
-            len(self.single),
-            self.block_numbers.ctypes.data,
-            len(self.blocks),
-        )
+        self.thresholds: np.ndarray = np.array(list(map(thresholds, self.single)), np.int64).reshape(-1, 3)
+        self.targets: list[BlockTarget] = list(map(target_of, self.blocks))
 
 
 def candidate(format: AnyFormat) -> Format | BlockFormat:
@@ -76,8 +61,8 @@ def _is_block_name(name: str) -> bool:
 
 
 @functools.lru_cache(256)
-def _thresholds(format: Format) -> tuple[int, int, int]:
-    """The words by bisection over `quantize` itself, so that ties and missing subnormals are as it has them."""
+def thresholds(format: Format) -> tuple[int, int, int]:
+    """Return the words by bisection over `quantize` itself, so that ties and missing subnormals are as it has them."""
 
     def rounded(x: torch.Tensor) -> torch.Tensor:
         return quantize(x.double(), format, Nearest(), overflow="nan")
@@ -99,35 +84,6 @@ def _first_word(holds: Callable[[torch.Tensor], torch.Tensor]) -> int:
     return low
 
 
-def _value(word: int) -> float:
-    return float(np.uint32(word).view(np.float32))
-
-
 def target_of(format: BlockFormat) -> BlockTarget:
     """Return what float32 tensors are rounded to in a block format."""
     return make_block_target(format, Nearest(), None, torch.float32)
-
-
-@functools.lru_cache(256)
-def _block_row(format: BlockFormat) -> tuple[float, ...]:
-    target = target_of(format)
-    first, second = scale_threshold(target, 23)
-    nonzero, normal, _ = _thresholds(format.element)
-    highest = frexp(target.scale.max)[1] - 1
-    return (
-        float(target.block),
-        float(target.powers),
-        float(first),
-        float(second),
-        float(target.scale.tiny_exponent),
-        float(highest),
-        _value(nonzero),
-        _value(normal),
-        target.element.max,
-        float(target.scale.mantissa_bits),
-        float(target.scale.emin),
-        2.0**target.scale.tiny_exponent,
-        target.scale.max,
-        float(target.tensor_scale),
-        float(format.scale_rounding == "up"),
-    )

@@ -1,8 +1,9 @@
-"""The running counts of one tensor role at one name, as arrays that kernels add to."""
+"""The running counts of one tensor role at one name."""
 
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 
 import numpy as np
 import torch
@@ -10,9 +11,6 @@ import torch
 from .._record import FormatCounts, TensorRecord
 from ._candidates import Candidates
 
-# Columns of the integers, then of the reals; counts of formats and the histogram follow the integers.
-ELEMENTS, ZEROS, NONFINITE, LARGEST, SAMPLED, STEP_NONFINITE, FIXED = range(7)
-AMAX, AMIN, LAST_AMAX, SQUARES, LAST_FINITE, REALS = range(6)
 SINGLE_COLUMNS, BLOCK_COLUMNS = 3, 4
 # Exponents of the smallest subnormals, and how many exponents there are to the largest numbers.
 NARROW, WIDE = (-149, 277), (-1074, 2098)
@@ -24,61 +22,86 @@ class Totals:
     Attributes:
         record: with what is no count: role, name, kind, dtype, order, steps.
         step: the last sampled step in which the tensor was seen; -1 before.
-        integers: int64: six fixed columns, three per format (underflow, subnormal, overflow), four per block format
-            (elements, underflow, subnormal, hidden), then the histogram.
-        reals: float64: largest and smallest nonzero magnitude; of the last sample: largest magnitude of the whole
-            tensor, sum of squares and number of finite elements.
+        elements, zeros, nonfinite, largest: of whole tensors: all, zeros, infinities and NaN, those at the dtype's
+            largest magnitude.
+        amax, amin: largest and smallest nonzero finite magnitude.
+        step_nonfinite, last_amax: of the last sampled step.
+        sampled: elements of samples.
+        squares, finite: of the last sampled step: the sum of squares of finite sampled elements, and how many they are.
+        singles: int64 (formats of single elements, 3): underflow, subnormal, overflow.
+        blocks: int64 (block formats, 4): elements, underflow, subnormal, hidden.
+        histogram: int64: sampled nonzero finite elements by exponent.
+        sums, counters: what kernels have counted and `take` moves to these; None where none has.
         lowest: the exponent of the histogram's first bin.
     """
 
-    __slots__ = ("addresses", "integers", "lowest", "offsets", "reals", "record", "step")
+    __slots__ = ("amax", "amin", "blocks", "counters", "elements", "finite", "histogram", "largest", "last_amax")
+    __slots__ += ("lowest", "nonfinite", "record", "sampled", "singles", "squares", "step", "step_nonfinite", "sums")
+    __slots__ += ("take", "zeros")
 
     def __init__(self, record: TensorRecord, candidates: Candidates, wide: bool = False) -> None:
         self.record: TensorRecord = record
         self.step: int = -1
+        self.elements: int = 0
+        self.zeros: int = 0
+        self.nonfinite: int = 0
+        self.largest: int = 0
+        self.amax: float = 0.0
+        self.amin: float = math.inf
+        self.step_nonfinite: int = 0
+        self.last_amax: float = 0.0
+        self.sampled: int = 0
+        self.squares: float = 0.0
+        self.finite: float = 0.0
         self.lowest: int
         self.lowest, bins = WIDE if wide else NARROW
-        blocks_at = FIXED + SINGLE_COLUMNS * len(candidates.single)
-        histogram_at = blocks_at + BLOCK_COLUMNS * len(candidates.blocks)
-        self.offsets: tuple[int, int] = (blocks_at, histogram_at)
-        self.integers: np.ndarray = np.zeros(histogram_at + bins, np.int64)
-        self.reals: np.ndarray = np.array([0.0, math.inf, 0.0, 0.0, 0.0])
-        self.addresses: tuple[int, int] = (self.integers.ctypes.data, self.reals.ctypes.data)
+        self.singles: np.ndarray = np.zeros((len(candidates.single), SINGLE_COLUMNS), np.int64)
+        self.blocks: np.ndarray = np.zeros((len(candidates.blocks), BLOCK_COLUMNS), np.int64)
+        self.histogram: np.ndarray = np.zeros(bins, np.int64)
+        self.sums: np.ndarray | None = None
+        self.counters: np.ndarray | None = None
+        self.take: Callable[[Totals], None] = lambda _: None
 
-    def opens(self, step: int) -> bool:
-        """Return whether a step is the tensor's first sight in it, and count it."""
-        if self.step == step:
-            return False
-        self.step = step
-        self.record.steps += 1
-        return True
+    def open(self, step: int) -> None:
+        """Count a step at the tensor's first sight in it, and forget what only the last sampled step counts."""
+        if self.step != step:
+            self.step = step
+            self.record.steps += 1
+            self.step_nonfinite, self.last_amax, self.squares, self.finite = 0, 0.0, 0.0, 0.0
+
+    def add_extremes(self, elements: int, zeros: int, nonfinite: int, largest: int, amax: float, amin: float) -> None:
+        """Add what a whole tensor has."""
+        self.elements += elements
+        self.zeros += zeros
+        if nonfinite:
+            self.nonfinite += nonfinite
+            self.step_nonfinite += nonfinite
+        self.largest += largest
+        if amax > self.last_amax:
+            self.last_amax = amax
+            self.amax = max(self.amax, amax)
+        if amin < self.amin:
+            self.amin = amin
 
     def all_zero(self) -> bool:
         """Return whether tensors were seen, and had no element but zeros."""
-        return bool(0 < self.integers[ELEMENTS] == self.integers[ZEROS])
-
-    def begin_step(self) -> None:
-        """Forget what only the last sampled step counts."""
-        self.reals[LAST_AMAX] = self.reals[SQUARES] = self.reals[LAST_FINITE] = 0.0
-        self.integers[STEP_NONFINITE] = 0
+        return 0 < self.elements == self.zeros
 
     def finish(self, candidates: Candidates) -> TensorRecord:
         """Return the record with all that was counted so far."""
-        record, integers, reals = self.record, self.integers.tolist(), self.reals.tolist()
-        record.elements, record.zeros, record.nonfinite, record.largest, record.sampled = integers[:5]
-        record.amax, record.amin, record.last_amax = reals[AMAX], reals[AMIN], reals[LAST_AMAX]
-        record.rms = math.sqrt(reals[SQUARES] / reals[LAST_FINITE]) if reals[LAST_FINITE] else 0.0
-        blocks_at, histogram_at = self.offsets
+        self.take(self)
+        record = self.record
+        record.elements, record.zeros, record.nonfinite = self.elements, self.zeros, self.nonfinite
+        record.largest, record.sampled = self.largest, self.sampled
+        record.amax, record.amin, record.last_amax = self.amax, self.amin, self.last_amax
+        record.rms = math.sqrt(self.squares / self.finite) if self.finite else 0.0
         record.formats, record.block_hidden = {}, {}
-        for k, single in enumerate(candidates.single):
-            under, subnormal, over = integers[FIXED + 3 * k : FIXED + 3 * k + 3]
+        for single, (under, subnormal, over) in zip(candidates.single, self.singles.tolist()):
             record.formats[single.name] = FormatCounts(record.sampled, under, subnormal, over)
-        for k, block in enumerate(candidates.blocks):
-            elements, under, subnormal, hidden = integers[blocks_at + 4 * k : blocks_at + 4 * k + 4]
+        for block, (elements, under, subnormal, hidden) in zip(candidates.blocks, self.blocks.tolist()):
             record.formats[block.name] = FormatCounts(elements, under, subnormal, 0)
             record.block_hidden[block.name] = hidden
-        bins = integers[histogram_at:]
-        record.histogram = {self.lowest + k: count for k, count in enumerate(bins) if count}
+        record.histogram = {self.lowest + k: count for k, count in enumerate(self.histogram.tolist()) if count}
         return record
 
 

@@ -1,0 +1,183 @@
+"""Device functions that look at tensors: extremes of the whole, samples copied, and samples counted in formats."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import numpy as np
+import torch
+
+from ...kernels import select
+from ...kernels._device_function import Recording, bound
+from ...kernels._trace import block_largest
+from ...kernels.scalar import _operations as o
+from ...kernels.vector._table_loop import Table
+from ...rounding._device_functions import float16_word
+from ...rounding._kernel_constants import COUNT, INFINITY, MAGNITUDE
+from ...rounding._random_bits import WEYL, draw, recorded_start
+from ...rounding.blocks import _device_functions as b
+from ...rounding.blocks._table import Kind, bound_names
+
+# The words of infinity in memory, and bits of the fraction.
+INFINITE_WORDS = {torch.float32: 0x7F800000, torch.bfloat16: 0x7F80, torch.float16: 0x7C00}
+KERNEL_DTYPES = tuple(INFINITE_WORDS)
+INFINITE = INFINITE_WORDS[torch.float32]
+BINS = 277  # of exponents of float32, from that of its smallest subnormal number on; one more takes what is not counted
+# Sums of the tables, in order.
+SMALLEST, ZEROS, LARGEST = range(3)
+NONFINITE, AT_LARGEST, FINITE_LARGEST = range(3)
+SQUARES, FINITE, ZERO, SINGLES = range(4)
+COUNTED, GONE, SMALL, HIDDEN = range(4)
+_ONE, _NONE = np.uint32(1), np.uint32(0)
+
+
+def _magnitude(dtype: torch.dtype, array: Any, index: Any) -> Any:
+    """Return an element's magnitude as the word of memory."""
+    load: Any = o.load32 if dtype == torch.float32 else o.load16
+    return o.bit_and(load(array, index), 0x7FFFFFFF if dtype == torch.float32 else 0x7FFF)
+
+
+def _raised(dtype: torch.dtype, magnitude: Any) -> Any:
+    """Return a word of memory with the fraction where float32 has it: of float16 the number times 2^-112."""
+    if dtype == torch.float32:
+        return magnitude
+    return o.shl(magnitude, 16 if dtype == torch.bfloat16 else 13)
+
+
+@functools.cache
+def whole_table(dtype: torch.dtype) -> Table:
+    """What finds extremes of tensors that are finite: SMALLEST, as infinity's word less that of the number, and so on.
+
+    An infinity or NaN shows in LARGEST, which is then none of a finite number, and makes SMALLEST meaningless.
+    """
+    element = Recording(1)
+    magnitude = _magnitude(dtype, *element.arrays, element.index)
+    a = _raised(dtype, magnitude)
+    element.trace.gather_sum("max", select(a == 0, _NONE, o.sub(INFINITE, a)))
+    element.trace.gather_sum("count", a == 0)
+    element.trace.gather_sum("max", a)
+    return Table(element.trace, 1, is_far=True)
+
+
+@functools.cache
+def beyond_table(dtype: torch.dtype) -> Table:
+    """What finds the extremes of tensors that hold infinities, NaN, or the constant: their largest number.
+
+    The sums are NONFINITE, AT_LARGEST, FINITE_LARGEST, and SMALLEST as in `whole_table` behind.
+    """
+    element = Recording(1, 1, "w32")
+    magnitude, infinite = _magnitude(dtype, *element.arrays, element.index), INFINITE_WORDS[dtype]
+    a = _raised(dtype, magnitude)
+    finite = magnitude < infinite
+    element.trace.gather_sum("count", ~finite)
+    element.trace.gather_sum("count", magnitude == element.constants[0])
+    element.trace.gather_sum("max", select(finite, a, _NONE))
+    element.trace.gather_sum("max", select(finite & (a != 0), o.sub(INFINITE, a), _NONE))
+    return Table(element.trace, 1, constants=1)
+
+
+@functools.cache
+def copy_table(dtype: torch.dtype, wide: bool) -> Table:
+    """What copies elements as float32; columns: from, to, and with `wide` to where they are float64."""
+    element = Recording(3 if wide else 2)
+    source, target, *further = element.arrays
+    load: Any = o.load32 if dtype == torch.float32 else o.load16
+    word = load(source, element.index)
+    word = float16_word(word) if dtype == torch.float16 else o.shl(word, 16) if dtype == torch.bfloat16 else word
+    o.store32(target, element.index, word)
+    for array in further:
+        value: Any = element.trace.emit("to_float64", (o.real(word),), None, "f64")
+        o.store64(array, element.index, o.word64(value))
+    return Table(element.trace, len(element.arrays))
+
+
+@functools.cache
+def words_table() -> Table:
+    """What draws the words of a stream."""
+    element = Recording(1)
+    o.store32(*element.arrays, element.index, draw(*element.stream))
+    return Table(element.trace, 1, start=recorded_start(), step=int(WEYL))
+
+
+@functools.cache
+def counts_table(singles: int) -> Table:
+    """What counts float32 numbers by exponent and in formats of single elements.
+
+    Columns: the sample, and int64 (COPIES, BINS + 1). Constants: three words of each format, the first magnitudes that
+    become nonzero, normal and too large. Sums: squares, finite numbers, zeros, and for each constant what is below it.
+    """
+    element = Recording(2, 3 * singles, "w32")
+    sample, counters = element.arrays
+    a = _magnitude(torch.float32, sample, element.index)
+    finite, zero = a < INFINITE, a == 0
+    value: Any = element.trace.emit("to_float64", (o.real(select(finite, a, _NONE)),), None, "f64")
+    element.trace.gather_sum("sum", value * value)
+    element.trace.gather_sum("count", finite)
+    element.trace.gather_sum("count", zero)
+    for limit in element.constants:
+        element.trace.gather_sum("count", a < limit)
+    # A subnormal number's digits are those of the integer that its word is.
+    subnormal = o.sub(o.shr(o.word(o.to_real(a)), 23), 127)
+    place = select(a < 0x800000, subnormal, o.add(o.shr(a, 23), 22))
+    place = select(finite & ~zero, place, np.uint32(BINS))
+    o.deposit64(counters, place, element.trace.emit("word", (), (1, 64), "w64"), BINS + 1)
+    return Table(element.trace, 2, constants=3 * singles)
+
+
+@functools.cache
+def blocks_table(kind: Kind) -> Table:
+    """What counts float32 numbers in a block format.
+
+    Columns: the sample, and one that is not read. Constants: the words of the first payloads that become nonzero and
+    normal, those of `rounding.blocks`, and two of the float64 that is the largest of all finite blocks. Sums: elements
+    of finite blocks, those that become zero, those that become subnormal, and zeros in blocks whose largest stays.
+    """
+    element = Recording(2, 2 + 2 * COUNT + b.WORDS + 2, "w32")
+    (nonzero, normal), words, amax = element.constants[:2], element.constants[2:-2], element.constants[-2:]
+    c, d, of_block = words[:COUNT], words[COUNT : 2 * COUNT], list(words[2 * COUNT :])
+    if kind.under_amax:
+        low, high = map(o.widen, amax)
+        largest = o.real64(o.or64(low, o.shl64(high, 32)))
+        of_block[b.AMAX] = o.word(element.trace.emit("to_float32", (largest,), None, "f32"))
+        of_block = b.under_tensor_scale(of_block)
+    names: dict[str, Any] = bound_names(kind, wide=False)
+    a = o.bit_and(o.load32(element.arrays[0], element.index), c[MAGNITUDE])
+    top = block_largest(a)
+    scale = bound(names["scale_of"], names)(top, c, d, of_block)
+    inverse = bound(names["inverse_of"], names)(scale, c, of_block)
+    payload, payload_of_top = (bound(names["payload"], names)(x, inverse, c) for x in (a, top))
+    finite = top < c[INFINITY]
+    gone = finite & (a != 0) & (payload < nonzero)
+    stays = finite & ~(payload_of_top < nonzero)
+    for mask in (finite, gone, finite & (payload < normal) & ~(payload < nonzero), gone & stays):
+        element.trace.gather_sum("count", mask)
+    return Table(element.trace, 2, len(element.constants), block=kind.block, partial=True)
+
+
+@functools.cache
+def changes_table(writes: bool) -> Table:
+    """What compares wanted changes of float64 values with those that took place.
+
+    Columns: before, after, wanted, and with `writes` float32 to which the wanted changes are written. Constants: 1
+    where the values that were wanted are given instead of changes, else 0; and what wanted changes must be below to
+    count. Sums: changes that count, those of them that left the bits as they were, squares of wanted changes, and their
+    products with what took place.
+    """
+    element = Recording(4 if writes else 3, 2, "f64")
+    words = [o.load64(array, element.index) for array in element.arrays[:3]]
+    before, after, wanted = map(o.real64, words)
+    as_values, limit = element.constants
+    zero = np.float64(0.0)
+    wanted = wanted - select(as_values != zero, before, zero)
+    if writes:
+        o.store32(element.arrays[3], element.index, o.word(element.trace.emit("to_float32", (wanted,), None, "f32")))
+    change = after - before
+    counts = (wanted != zero) & (wanted < limit) & (wanted > np.float64(-np.inf)) & (abs(change) < np.float64(np.inf))
+    counts = counts & (wanted == wanted)
+    element.trace.gather_sum("count", counts)
+    element.trace.gather_sum("count", counts & (words[0] == words[1]))
+    asked, took = select(counts, wanted, zero), select(counts, change, zero)
+    element.trace.gather_sum("sum", asked * asked)
+    element.trace.gather_sum("sum", asked * took)
+    return Table(element.trace, len(element.arrays), constants=2)
