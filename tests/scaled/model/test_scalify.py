@@ -1,4 +1,4 @@
-"""A model's parameters as scaled tensors, and back."""
+"""Models and functions on scaled tensors: conversion, inputs, and the way back."""
 
 import copy
 import gc
@@ -8,9 +8,12 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch.func import grad, hessian, jacfwd, jacrev, jvp, vjp, vmap
 
 import halfulp as hu
+from halfulp.kernels import same_bits
 from halfulp.scaled import ScaledTensor, unscalify
+from halfulp.subclass import strict
 
 
 def net() -> nn.Module:
@@ -267,3 +270,108 @@ def test_plain_tensors_keep_their_digits_where_scaled_ones_are_added(seed):
     torch.optim.SGD([model[0].weight], lr=1e-6).step()
     expected = start - 1e-6 * (grad.decode() if isinstance(grad, ScaledTensor) else grad)
     torch.testing.assert_close(model[0].weight.detach(), expected, rtol=1e-6, atol=1e-9)
+
+
+def test_plain_in_plain_out_with_gradients(seed):
+    def function(x, *, other, n):
+        return {"y": (x @ other["w"]).relu() * n, "n": n}
+
+    x, w = torch.randn(4, 8, requires_grad=True), torch.randn(8, 3)
+    out = hu.scalify(function, torch.float32)(x, other={"w": w}, n=2)
+    assert type(out["y"]) is torch.Tensor
+    assert out["n"] == 2
+    wanted = function(x.detach(), other={"w": w}, n=2)["y"]
+    assert torch.equal(out["y"], wanted)
+    out["y"].sum().backward()
+    assert type(x.grad) is torch.Tensor
+    twin = x.detach().requires_grad_()
+    function(twin, other={"w": w}, n=2)["y"].sum().backward()
+    assert torch.equal(x.grad, twin.grad)
+
+
+def test_scaled_in_scaled_out(seed):
+    x = ScaledTensor.encode(torch.randn(3))
+    assert isinstance(hu.scalify(torch.relu)(x), ScaledTensor)
+    ids = torch.tensor([1, 2])
+    assert hu.scalify(lambda x: x)(ids) is ids
+
+
+def test_a_training_step(seed):
+    plain = nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 3))
+    x, y = torch.randn(64, 8), torch.randint(3, (64,))
+
+    def step_of(model):
+        optimizer = torch.optim.SGD(model.parameters(), 0.1)
+
+        def step(x, y):
+            optimizer.zero_grad()
+            loss = F.cross_entropy(model(x), y)
+            loss.backward()
+            optimizer.step()
+            return loss.detach()
+
+        return step
+
+    ours = hu.scalify(step_of(hu.scalify(copy.deepcopy(plain))))
+    theirs = step_of(plain)
+    for _ in range(10):
+        loss, wanted = ours(x, y), theirs(x, y)
+        assert type(loss) is torch.Tensor
+    assert loss == pytest.approx(wanted.item(), rel=5e-3)
+
+
+def test_bad_functions():
+    with pytest.raises(ValueError, match="a payload is one of"):
+        hu.scalify(torch.relu, torch.int8)
+    with pytest.raises(TypeError, match="a module or a function"):
+        hu.scaled.scalify_function(None)
+
+
+ROWS = 3
+TRANSFORMS = {
+    "grad": lambda f, x: grad(lambda x: f(x).sum())(x[0]),
+    "vjp": lambda f, x: vjp(f, x)[1](torch.ones(ROWS, 2))[0],
+    "jvp": lambda f, x: jvp(f, (x,), (torch.ones_like(x),))[1],
+    "jacrev": lambda f, x: jacrev(f)(x[0]),
+    "jacfwd": lambda f, x: jacfwd(f)(x[0]),
+    "hessian": lambda f, x: hessian(lambda x: f(x).square().sum())(x[0]),
+    "vmap": lambda f, x: vmap(f)(x),
+    "vmap of grad": lambda f, x: vmap(grad(lambda x: f(x).sum()))(x),
+    "jacrev of jacrev": lambda f, x: jacrev(jacrev(lambda x: f(x).square().sum()))(x[0]),
+    "autograd": lambda f, x: torch.autograd.functional.jacobian(f, x[0]),
+}
+
+
+def _net():
+    return nn.Sequential(nn.Linear(4, 5), nn.Tanh(), nn.LayerNorm(5), nn.Linear(5, 2))
+
+
+def _values(x):
+    return (x.decode() if isinstance(x, ScaledTensor) else x).detach()
+
+
+@pytest.mark.filterwarnings("ignore:.*torch.jit.script:DeprecationWarning")  # torch's own, as it loads its formulas
+@pytest.mark.parametrize("storage", [torch.float32, torch.float16], ids=str)
+def test_transforms_with_respect_to_inputs(storage, seed):
+    plain, x = _net(), torch.randn(ROWS, 4)
+    scaled = hu.scalify(copy.deepcopy(plain), storage)
+    for name, transform in TRANSFORMS.items():
+        expected = _values(transform(plain, x))
+        for model in (scaled, lambda x: copy.deepcopy(scaled)(x)):
+            with strict():
+                found = _values(transform(model, x))
+            most = 1e-5 if storage == torch.float32 else 3e-2
+            assert (found - expected).norm() <= most * expected.norm(), name
+
+
+def test_a_copy_inside_a_transform_is_the_model(seed):
+    model, kept = hu.scalify(_net()), []
+    vmap(lambda x: kept.append(copy.deepcopy(model)) or x)(torch.randn(2, 4))
+    grad(lambda x: (kept.append(copy.deepcopy(model)) or x).sum())(torch.randn(4))
+    for other in kept:
+        for a, b in zip(other.parameters(), model.parameters(), strict=True):
+            assert a.requires_grad
+            assert a.is_leaf
+            assert same_bits(a.payload, b.payload)
+            assert same_bits(a.scale, b.scale)
+        other(torch.randn(2, 4)).sum().backward()
