@@ -61,7 +61,7 @@ def digits(seed: int) -> Table:
     """The distances over all shapes, forward and backward."""
     import torch
 
-    from halfulp.arithmetic.float32_products._product import product
+    from halfulp.arithmetic._float32_products import product
     from halfulp.environment._narrow_products import NARROW, float32_products_of, native_dtypes
 
     columns = {"operator": "", "dtype": "", "shapes": "", "from float64": ".3f", "gradients from float64": ".3f"}
@@ -142,7 +142,7 @@ def speed() -> Table:
     """Multiples of the time of float32."""
     import torch
 
-    from halfulp.arithmetic.float32_products._product import product
+    from halfulp.arithmetic._float32_products import product
     from halfulp.environment._narrow_products import NARROW, float32_products_of, native_dtypes
 
     set_threads(1)

@@ -141,8 +141,7 @@ def weights_and_averages() -> Launches:
 
 def expansions() -> Launches:
     """Every function once, with dtypes and one to three components in turn, and those of scaled operands."""
-    from halfulp.arithmetic.expansions._pointwise import FUNCTIONS, pointwise
-    from halfulp.arithmetic.expansions._scaled import function_of_scaled, under_scale
+    from halfulp.arithmetic.expansions._pointwise import FUNCTIONS, function_of_scaled, pointwise, under_scale
 
     kinds = itertools.cycle(itertools.product((BF16, FP16, FP32, FP64), (1, 2, 3)))
     for name, (dtype, count) in zip(FUNCTIONS, kinds):

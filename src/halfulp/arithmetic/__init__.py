@@ -24,7 +24,7 @@ from .linalg._linalg import inverse as inverse
 from .linalg._linalg import lstsq as lstsq
 from .linalg._linalg import qr as qr
 from .linalg._linalg import solve as solve
-from .matmul._grouped import grouped_matmul as grouped_matmul
+from .matmul._matmul import grouped_matmul as grouped_matmul
 from .matmul._matmul import matmul as matmul
 from .matmul._wide import half_components as half_components
 from .matmul._wide import largest_magnitude as largest_magnitude

@@ -12,7 +12,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
-from ..arithmetic.float32_products._product_functions import CELLS, PRODUCTS, name_of
+from ..arithmetic._float32_products import CELLS, PRODUCT_NAMES, name_of
 
 OperatorKind = Literal["product", "cell", "shape", "apart", "fact", "in-place", "plain", "property"]
 
@@ -29,7 +29,7 @@ _FACTS = {
     *("__repr__", "__format__", "__hash__", "__bool__", "__float__", "__int__", "backward", "grad"),
 }
 _KINDS: tuple[tuple[OperatorKind, set[str]], ...] = (
-    ("product", PRODUCTS),
+    ("product", PRODUCT_NAMES),
     ("cell", CELLS),  # all steps share a site, that of the state, which several parts of such a function read
     ("shape", _SHAPES),
     ("apart", _APART),

@@ -10,11 +10,16 @@ import functools
 import torch
 
 from .. import arithmetic
-from ..arithmetic.expansions._operators import added, finished, multiplied, negated
+from ..arithmetic.expansions._operators import (
+    added,
+    finished,
+    multiplied,
+    negated,
+    round_to_components,
+    to_float64_terms,
+)
 from ..arithmetic.expansions._pointwise import Elements
-from ..arithmetic.expansions._round_components import round_to_components, to_float64_terms
-from ..arithmetic.functions._exp_log import expm1
-from ..arithmetic.functions._hyperbolic import asinh
+from ..arithmetic.functions._exp_log import asinh, expm1
 from ..kernels import select, square_root
 
 WIDEST = 16  # coordinates of a point up to which there are kernels

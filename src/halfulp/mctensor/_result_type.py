@@ -9,8 +9,7 @@ import torch
 from torch import Tensor
 
 from ..arithmetic import PRECISION, Parts, pointwise, renormalize
-from ..arithmetic.expansions._pointwise import combine
-from ..arithmetic.expansions._scaled import at_hand, function_of_scaled
+from ..arithmetic.expansions._pointwise import at_hand, combine, function_of_scaled
 from ..subclass._in_backward import COMPONENTS, FIRST, gives_plain_gradient, in_backward
 from ..subclass._quotient_formulas import in_quotient_formula
 from ._encode import integer_components, number_components, number_in_float32

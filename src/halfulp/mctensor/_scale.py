@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from ..arithmetic import Parts, merge, renormalize
-from ..arithmetic.expansions._scaled import under_scale
+from ..arithmetic.expansions._pointwise import under_scale
 
 # A payload's largest magnitude lies in [2^(top - HEADROOM - 1), 2^(top - HEADROOM)): writes in place may grow by 16.
 HEADROOM = 4

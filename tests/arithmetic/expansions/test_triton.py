@@ -11,9 +11,16 @@ import torch
 
 import halfulp as hu
 from halfulp.arithmetic import names, pointwise
-from halfulp.arithmetic.expansions._pointwise import DIVISIONS, FUNCTIONS, _call
+from halfulp.arithmetic.expansions._pointwise import (
+    DIVISIONS,
+    FUNCTIONS,
+    _call,
+    _components,
+    _function,
+    function_of_scaled,
+    under_scale,
+)
 from halfulp.arithmetic.expansions._reductions import _Reduction, average, product, total
-from halfulp.arithmetic.expansions._scaled import _components, _function, function_of_scaled, under_scale
 from halfulp.kernels import same_bits
 from halfulp.kernels._trace import _product_error
 from halfulp.kernels.triton._pointwise import pointwise_source

@@ -7,11 +7,9 @@ from dataclasses import dataclass
 
 from ...kernels import is_finite, select
 from .._error_free import Terms, distill
-from ..expansions import _division as division
 from ..expansions import _operators as nets
-from . import _error_function as error_functions
+from . import _division as division
 from . import _exp_log as elementary
-from . import _hyperbolic as hyperbolics
 from . import _trigonometric as trigonometric
 
 
@@ -83,19 +81,19 @@ FUNCTIONS: dict[str, Function] = {
     "expm1": Function(1, elementary.expm1),
     "log": Function(1, elementary.log),
     "log1p": Function(1, elementary.log1p),
-    "sinh": Function(1, hyperbolics.sinh),
-    "cosh": Function(1, hyperbolics.cosh),
-    "tanh": Function(1, hyperbolics.tanh),
-    "asinh": Function(1, hyperbolics.asinh),
-    "acosh": Function(1, hyperbolics.acosh),
-    "sigmoid": Function(1, hyperbolics.sigmoid),
-    "pow": Function(2, hyperbolics.powered),
+    "sinh": Function(1, elementary.sinh),
+    "cosh": Function(1, elementary.cosh),
+    "tanh": Function(1, elementary.tanh),
+    "asinh": Function(1, elementary.asinh),
+    "acosh": Function(1, elementary.acosh),
+    "sigmoid": Function(1, elementary.sigmoid),
+    "pow": Function(2, elementary.powered),
     "sin": Function(1, trigonometric.sin),
     "cos": Function(1, trigonometric.cos),
     "atan": Function(1, trigonometric.atan),
-    "erf": Function(1, error_functions.erf),
-    "erfc": Function(1, error_functions.erfc),
-    "hypot": Function(2, hyperbolics.hypot),
+    "erf": Function(1, elementary.erf),
+    "erfc": Function(1, elementary.erfc),
+    "hypot": Function(2, elementary.hypot),
 }
 
 # What ends a division whose remainder is known: functions of (a, r, b). `_pointwise` makes r by "remainder step".

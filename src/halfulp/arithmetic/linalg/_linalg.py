@@ -6,10 +6,10 @@ import torch
 
 from ...kernels import define_operator
 from ..expansions._pointwise import MOST, PRECISION, Parts, pointwise
-from . import _factorizations as factors
+from . import _elimination as factors
 from . import _solve as systems
-from ._factorizations import exact_determinant
-from ._refinement import Work
+from ._elimination import exact_determinant
+from ._solve import Work
 
 _NEEDS_SQUARE = ("solve", "inverse", "cholesky", "det")
 

@@ -10,7 +10,7 @@ import torch
 
 from ...kernels import power
 from ..expansions._pointwise import MOST, PRECISION, Parts, pointwise
-from ..matmul import _slices as slicing
+from ..matmul import _sliced as slicing
 from ..matmul._matmul import matmul
 
 LIMIT = 60  # corrections; each one that counts brings at least two bits

@@ -14,7 +14,7 @@ from torch.nn.utils import parametrize
 from torch.overrides import TorchFunctionMode, _pop_mode, _push_mode
 
 from ..._torch_versions import is_exporting, saved_tensor_hooks
-from ...arithmetic.float32_products._product import PRODUCTS, product, tensors_in
+from ...arithmetic._float32_products import PRODUCTS, product, tensors_in
 from ...environment._narrow_products import widened_dtypes
 from ...kernels import constant_result, note
 from ._checkpointing import capture_hooks

@@ -10,8 +10,8 @@ import math
 
 from ...kernels import floor, is_finite, nearest_integer, select
 from .._error_free import Terms, distill, two_product
-from ..functions._exp_log import constants, number
-from ._operators import added, fitted, negated, quotient
+from ..expansions._operators import added, fitted, negated, quotient
+from ._exp_log import constants, number
 
 # A quotient that is rounded three times is less than this much too large.
 _BELOW = 1.0 - 2.0**-51

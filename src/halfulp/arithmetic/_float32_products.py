@@ -1,4 +1,4 @@
-"""One product in float32: narrow operands widened, the result rounded once, gradients alike."""
+"""Products of bfloat16 and float16 in float32, rounded once, where a processor has no instructions; the functions."""
 
 from __future__ import annotations
 
@@ -9,10 +9,35 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 
-from ..._torch_versions import saved_tensor_hooks
-from ...environment._narrow_products import NARROW, widened_dtypes
-from ...kernels import constant_result, note
-from . import _product_functions as _functions
+from .._torch_versions import saved_tensor_hooks
+from ..environment._narrow_products import NARROW, widened_dtypes
+from ..kernels import constant_result, note
+
+# By name, where a function is met as a method, a function of torch and an operator of torch.ops alike.
+PRODUCT_NAMES = {
+    *("matmul", "__matmul__", "__rmatmul__", "mm", "bmm", "mv", "addmm", "addbmm", "baddbmm", "addmv", "addr"),
+    *("linear", "bilinear", "inner", "outer", "ger", "dot", "vdot", "einsum", "tensordot", "chain_matmul"),
+    *("linalg_matmul", "linalg_vecdot", "linalg_multi_dot"),
+    *("multi_dot", "kron", "cdist", "smm", "sspaddmm", "hspmm", "_sparse_mm", "sparse_sampled_addmm", "matrix_power"),
+    *("conv1d", "conv2d", "conv3d", "convolution", "_convolution", "conv_tbc"),
+    *("conv_transpose1d", "conv_transpose2d", "conv_transpose3d"),
+    *("scaled_dot_product_attention", "multi_head_attention_forward", "_scaled_mm", "_grouped_mm"),
+    *("lstm", "gru", "rnn_tanh", "rnn_relu"),
+}
+# One step in time.
+CELLS = {"lstm_cell", "gru_cell", "rnn_tanh_cell", "rnn_relu_cell"}
+
+
+def name_of(function: Callable[..., Any] | str) -> str:
+    """Return the operator's name without its overload.
+
+    >>> import torch
+    >>> name_of(torch.ops.aten.mm.default), name_of(torch.conv2d)
+    ('mm', 'conv2d')
+    """
+    name = getattr(function, "__name__", str(function))
+    return name.split(".")[0].removeprefix("aten::")
+
 
 _CONVOLUTIONS = {
     *("conv1d", "conv2d", "conv3d", "conv_tbc", "conv_transpose1d", "conv_transpose2d", "conv_transpose3d")
@@ -37,7 +62,7 @@ _HOLDERS = (torch, torch.Tensor, torch.nn.functional, torch._C._nn, torch.linalg
 PRODUCTS: dict[Any, str] = {
     getattr(holder, name): name
     for holder in _HOLDERS
-    for name in sorted(((_functions.PRODUCTS | _functions.CELLS) - _LEFT) | _IN_PLACE)
+    for name in sorted(((PRODUCT_NAMES | CELLS) - _LEFT) | _IN_PLACE)
     if callable(getattr(holder, name, None))
 }
 _autograd: Any = torch._C._autograd

@@ -7,11 +7,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from halfulp.arithmetic.float32_products._product import PRODUCTS, product
+from halfulp.arithmetic._float32_products import PRODUCTS, product
 from halfulp.environment._narrow_products import NARROW, float32_products_of, native_dtypes
 from halfulp.kernels import report, same_bits
 
-from .cases import CALLS, Call, lstm
+from .product_cases import CALLS, Call, lstm
 
 BY_NAME = pytest.mark.parametrize("call", CALLS, ids=[call.name for call in CALLS])
 # torch adds rounded products up.
