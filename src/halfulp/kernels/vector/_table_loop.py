@@ -106,6 +106,8 @@ def compile_row(name: str, table: Table) -> Kernel:
         _TableLoop(b.b, table).build(first, last, chunks, pointers, row, constants, key, nothing, nothing)
 
     return machine_function(name, f"row {table.key()}", 6 + table.columns, write)
+
+
 def compile_series(name: str, tables: Sequence[Table]) -> Kernel:
     """Return the function of the address of int64 (tables, 9): for each table in turn what `compile_table`'s takes."""
 
