@@ -272,7 +272,7 @@ def test_no_place_to_fill_stays_empty():
 
 @pytest.mark.parametrize("page", [page for page in WRITTEN if page.name != "CHANGELOG.md"], ids=name_of)
 def test_a_page_fits_three_screens(page):
-    """Sixty lines each; tables that a program fills have pages of their own or do not count; a list of changes grows."""
+    """Sixty lines each; tables that a program fills have pages of their own or do not count, and changes grow."""
     written = filler().PLACE.sub("", page.read_text(encoding="utf-8"))
     assert written.count("\n") <= 180, f"{page.name} answers more than one question: split it"
 
