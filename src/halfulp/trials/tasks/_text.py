@@ -99,9 +99,9 @@ class TinyShakespeare(CharacterGPT):
         object.__setattr__(self, "data", str(find("tinyshakespeare", self.data, ("input.txt",), _HOW, self.name)))
 
     def load(self) -> Data:
-        """The first nine tenths train; of the last tenth, 512 windows validate."""
+        """The first nine tenths train; of the last tenth, 256 windows validate."""
         path = Path(self.data or "", "input.txt")
-        return characters(decode(str(path), bytes.decode, path.read_bytes()), "tinyshakespeare", self.time, 512)
+        return characters(decode(str(path), bytes.decode, path.read_bytes()), "tinyshakespeare", self.time, 256)
 
 
 @dataclasses.dataclass(frozen=True)
