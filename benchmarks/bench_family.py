@@ -5,6 +5,7 @@
 
 import argparse
 import copy
+import math
 import time
 
 from ._results import Result, Table, save
@@ -157,7 +158,10 @@ def published(seeds) -> Table:
         for seed in range(seeds):
             ours, without = plant.losses(seed)
             row = {"recipe": plant.recipe, "ingredient": plant.ingredient, "seed": seed, "with it": ours}
-            row |= {"without": without, "bar": "below .4 with it, above .9 without"}
+            row |= {
+                "without": without if math.isfinite(without) else str(without),
+                "bar": "below .4 with it, above .9 without",
+            }
             table.add(**row, met=ours < 0.4 and not without < 0.9)
             print(row, flush=True)
     return table
