@@ -4,10 +4,10 @@ import copy
 
 import pytest
 import torch
+from benchmarks._published_recipes import PLANTS
 from torch import nn
 
 import halfulp as hu
-from benchmarks._published_recipes import PLANTS
 
 
 @pytest.mark.parametrize("plant", PLANTS, ids=lambda plant: f"{plant.recipe}: {plant.ingredient}".replace(" ", "-"))

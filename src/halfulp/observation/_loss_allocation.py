@@ -22,7 +22,7 @@ from ..recipes._convert import is_converted
 from .observing._elementwise import ELEMENTWISE, WHOLE, Shadow
 
 _MOST_PARTS = 32
-_TOLERANCE = 1e-3
+_TOLERANCE = 0.25e-3
 
 LossOf = Callable[[nn.Module], Tensor]
 Named = dict[str, Tensor]
@@ -30,15 +30,10 @@ Named = dict[str, Tensor]
 
 @dataclass
 class Share:
-    """The change of the loss that one parameter's movement has made, in float64.
+    """The `change` of the loss that one parameter's movement has made: sum (w' - w) . g, below 0 where it helped.
 
-    Attributes:
-        name: of the parameter.
-        elements: of it.
-        change: the sum over steps of (w' - w) . g, with g the mean gradient along the step; below 0 it helped.
-        rounding: the part of `change` that rounding has made: e . g, with e what the step did beside what its
-            optimizer wanted.
-        helped: the share of its elements' steps that lowered the loss, among those that moved.
+    `rounding` is the part that rounding has made of it, and `helped` the share of its elements' movements that lowered
+    the loss.
     """
 
     name: str
@@ -53,9 +48,8 @@ class LossAllocation:
 
     Attributes:
         shares: one `Share` for each parameter that trains, by name.
-        first, last: the loss at the start and now, in float64.
-        steps: optimizer steps followed.
-        unsplit: those among them whose rounding is not known, which count as movement alone.
+        first, last: the loss at the start and now.
+        steps, unsplit: optimizer steps, and those whose rounding is not known, which count as movement alone.
     """
 
     def __init__(self, model: nn.Module, optimizer: torch.optim.Optimizer, loss: LossOf, interval: int) -> None:
@@ -133,8 +127,9 @@ class LossAllocation:
         loss, after = self._evaluate(end)
         # Composite Simpson: (g_0 + 4 (g_1 + g_3 + ...) + 2 (g_2 + g_4 + ...) + g_n) / 3n, n doubled until the sum fits.
         odd: Named = {}
-        even, parts, wanted = {name: torch.zeros_like(step) for name, step in moved.items()}, 1, loss - self.last
-        while parts == 1 or (parts < _MOST_PARTS and abs(total - wanted) > _TOLERANCE / 4 * abs(wanted)):
+        even, parts = {name: torch.zeros_like(step) for name, step in moved.items()}, 1
+        total, wanted = math.inf, loss - self.last
+        while parts < _MOST_PARTS and abs(total - wanted) > _TOLERANCE * abs(wanted):
             parts *= 2
             even = {name: even[name] + odd[name] for name in odd} or even
             points = [{n: start[n] + moved[n] * (k / parts) for n in end} for k in range(1, parts, 2)]
@@ -208,8 +203,8 @@ def allocate_loss(
 
     where g is the mean of grad L along the straight line from w_t to w_{t+1}. It is taken by Simpson's rule in
     float64, on parts that are halved (at most 32) until their sum is the change of the loss to .025%. With
-    w_{t+1} - w_t = wanted + e, where "wanted" is what the optimizer's rule makes of the same gradients and states without
-    rounding the weight, the part e g is what rounding has cost: above 0 it raised the loss.
+    w_{t+1} - w_t = wanted + e, where "wanted" is what the optimizer's rule makes of the same gradients and states
+    without rounding the weight, the part e g is what rounding has cost: above 0 it raised the loss.
 
     Wanted changes are computed for optimizers of `halfulp.optim` (from their second step on) and torch's element-wise
     ones; of others the whole movement is one. Nothing that training computes changes.
@@ -217,9 +212,9 @@ def allocate_loss(
     Args:
         model: of plain parameters, in any dtypes; a model under `halfulp.convert` too.
         optimizer: that steps it.
-        loss: a function of a model that returns the scalar loss over the data that count, as large a set as time
-            allows. It is called at least twice per `interval` with a float64 copy of the model, made once, in evaluation
-            mode, whose floating inputs are cast; it must be the same function of the weights at each call.
+        loss: a function of a model that returns the scalar loss over as many data as time allows, the same at each
+            call. It is called at least twice per `interval` with a float64 copy of the model, made once, in evaluation
+            mode, whose floating inputs are cast.
         interval: steps per segment; the sum of a segment's shares is exact for any number.
 
     Returns:
@@ -249,8 +244,8 @@ def allocate_loss(
         raise ValueError(f"interval is a number of steps, 1 or more; got {interval!r}")
     if any(isinstance(vars(module).get("forward"), Emulation) for module in model.modules()):
         raise ValueError(
-            "the model is emulated, and its loss a step function, whose gradient says nothing about its changes: end the "
-            "emulation (its remove()) and give the plain model"
+            "the model is emulated, and its loss a step function, whose gradient says nothing about its changes: end "
+            "the emulation (its remove()) and give the plain model"
         )
     trained = [p for p in model.parameters() if p.requires_grad]
     if not trained:
@@ -262,27 +257,18 @@ def allocate_loss(
 
 
 def wanted_changes(optimizer: torch.optim.Optimizer, names: dict[int, str]) -> Named | None:
-    """Return the changes that a step would make without rounding the weights, as float64 on the CPU, by name.
-
-    Args:
-        optimizer: with gradients, before the step.
-        names: of the parameters, by id; others are left out.
-
-    Returns:
-        None where one of them is not known.
-    """
+    """Return the changes that a step would make without rounding the weights, by name; None where one is unknown."""
     found: Named = {}
     for group in optimizer.param_groups:
         for parameter in group["params"]:
             name = names.get(id(parameter))
             if name is None or parameter.grad is None:
                 continue
+            change: Tensor | None = None
             if isinstance(optimizer, Optimizer):
                 change = _change_of_halfulp(optimizer, group, parameter)
             elif type(optimizer) in ELEMENTWISE:
                 change = _change_of_torch(optimizer, group, parameter)
-            else:
-                change = None
             if change is None:
                 return None
             found[name] = change.to("cpu", torch.float64).view(parameter.shape)

@@ -22,7 +22,7 @@ _FASTEST = 4.0
 class HALP(torch.optim.Optimizer):
     """High-accuracy low-precision training: SVRG whose iterate is an offset of a few bits from a center.
 
-    De Sa et al., arXiv 1803.03383, algorithm 2. With the center c, the full gradient g there and the offset z, a step is
+    De Sa et al., arXiv 1803.03383, algorithm 2. With the center c, the full gradient g there and an offset z, a step is
 
         z <- Q(z - lr (grad f_i(c + z) - grad f_i(c) + g)),   Q(x) = d clamp(floor(x / d + u), -2^(b-1), 2^(b-1) - 1)
 
@@ -40,8 +40,8 @@ class HALP(torch.optim.Optimizer):
         lr: of plain gradient steps.
         bits: of an offset, 2 to 16; None for full-precision SVRG, the control.
         mu: strong convexity, which sets the grid's range, |g| / mu. Too small makes a grid that is coarser than the
-            steps, too large clips the offsets. None chooses each tensor's range: 1.5 times as far as its offset went in the
-            epoch before, changed by at most fourfold, and half of that while the gradient grows.
+            steps, too large clips the offsets. None chooses each tensor's range: 1.5 times as far as its offset went
+            in the epoch before, changed by at most fourfold, and half of that while the gradient grows.
         bit_centering: False keeps the first center's grid for ever (LP-SVRG), the other control.
         seed: of the random bits, which depend on (seed, step, position of the parameter, element).
 
@@ -112,8 +112,8 @@ class HALP(torch.optim.Optimizer):
         last, least = self._norms
         if norm > _GROWN * least:
             warnings.warn(
-                f"the full gradient has grown from {least:.3g} to {norm:.3g}: the steps diverge, or the grid of offsets "
-                "is coarser than they are; take a smaller lr, a larger mu (None chooses it), or more bits",
+                f"the full gradient has grown from {least:.3g} to {norm:.3g}: the steps diverge, or the grid of offsets"
+                " is coarser than they are; take a smaller lr, a larger mu (None chooses it), or more bits",
                 RuntimeWarning,
                 stacklevel=find_users_level(),
             )

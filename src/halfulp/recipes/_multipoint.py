@@ -118,7 +118,7 @@ def multipoint(
         model: its linear layers and convolutions are replaced by `MultipointLayer`.
         bits: of a code, 2 to 8.
         batches: inputs for the model, a few hundred examples: tensors, tuples of arguments or dicts of them.
-        budget: bytes of the quantized weights with their scales, over those with one point per channel; 1 or more.
+        budget: bytes of the quantized weights with their scales, over those with one point per channel.
         keep: globs over names of layers that stay as they are.
 
     Returns:
@@ -151,8 +151,8 @@ def multipoint(
     single = sum(size * len(chosen[name].weight) for name, size in sizes.items())
     if isinstance(budget, bool) or not isinstance(budget, int | float) or not budget >= 1:
         raise ValueError(
-            f"budget={budget!r} is met by no choice: one point of {bits} bits per channel already takes {single:,} bytes, "
-            "which counts as 1; give 1 or more, or fewer bits"
+            f"budget={budget!r} is met by no choice: one point of {bits} bits per channel already takes {single:,} "
+            "bytes, which counts as 1; give 1 or more, or fewer bits"
         )
     moments = _second_moments(model, chosen, batches)
     ladders = {name: _Ladder(layer, bits, moments[name]) for name, layer in chosen.items()}
