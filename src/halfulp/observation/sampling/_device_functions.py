@@ -52,7 +52,7 @@ def whole_table(dtype: torch.dtype) -> Table:
     An infinity or NaN shows in LARGEST, which is then none of a finite number, and makes SMALLEST meaningless.
     """
     element = Recording(1)
-    magnitude = _magnitude(dtype, *element.arrays, element.index)
+    magnitude = _magnitude(dtype, element.arrays[0], element.index)
     a = _raised(dtype, magnitude)
     element.trace.gather_sum("max", select(a == 0, _NONE, o.sub(INFINITE, a)))
     element.trace.gather_sum("count", a == 0)
@@ -67,7 +67,7 @@ def beyond_table(dtype: torch.dtype) -> Table:
     The sums are NONFINITE, AT_LARGEST, FINITE_LARGEST, and SMALLEST as in `whole_table` behind.
     """
     element = Recording(1, 1, "w32")
-    magnitude, infinite = _magnitude(dtype, *element.arrays, element.index), INFINITE_WORDS[dtype]
+    magnitude, infinite = _magnitude(dtype, element.arrays[0], element.index), INFINITE_WORDS[dtype]
     a = _raised(dtype, magnitude)
     finite = magnitude < infinite
     element.trace.gather_sum("count", ~finite)
@@ -96,7 +96,7 @@ def copy_table(dtype: torch.dtype, wide: bool) -> Table:
 def words_table() -> Table:
     """What draws the words of a stream."""
     element = Recording(1)
-    o.store32(*element.arrays, element.index, draw(*element.stream))
+    o.store32(element.arrays[0], element.index, draw(*element.stream))
     return Table(element.trace, 1, start=recorded_start(), step=int(WEYL))
 
 
@@ -135,7 +135,8 @@ def blocks_table(kind: Kind) -> Table:
     """
     element = Recording(2, 2 + 2 * COUNT + b.WORDS + 2, "w32")
     (nonzero, normal), words, amax = element.constants[:2], element.constants[2:-2], element.constants[-2:]
-    c, d, of_block = words[:COUNT], words[COUNT : 2 * COUNT], list(words[2 * COUNT :])
+    c, d = words[:COUNT], words[COUNT : 2 * COUNT]
+    of_block: list[Any] = list(words[2 * COUNT :])
     if kind.under_amax:
         low, high = map(o.widen, amax)
         largest = o.real64(o.or64(low, o.shl64(high, 32)))

@@ -144,8 +144,28 @@ class Row:
         taken: how many elements the last sample has.
     """
 
-    __slots__ = ("_arguments", "_at", "_copy", "_count", "_counting", "_cut", "_factor", "_first", "_given", "_largest")
-    __slots__ += ("_look", "_pointers", "_runs", "_short", "_sums", "_words", "_work", "dtype", "taken", "totals")
+    __slots__ = (
+        "_arguments",
+        "_at",
+        "_copy",
+        "_count",
+        "_counting",
+        "_cut",
+        "_factor",
+        "_first",
+        "_given",
+        "_largest",
+        "_look",
+        "_pointers",
+        "_runs",
+        "_short",
+        "_sums",
+        "_words",
+        "_work",
+        "dtype",
+        "taken",
+        "totals",
+    )
 
     def __init__(
         self,
@@ -279,7 +299,7 @@ class Rows:
         totals: Sequence[tuple[Totals, torch.dtype]] = (),
         is_wide: bool = False,
     ) -> None:
-        given = totals or [(None, dtype)] * count
+        given: Sequence[tuple[Totals | None, torch.dtype]] = totals or [(None, dtype)] * count
         self.wide: torch.Tensor | None = None
         self._cut, self._pointers = chunks = new_chunks(count, is_wide)
         self._rows: list[Row] = [
@@ -330,8 +350,8 @@ class Rows:
     def _clear(self) -> list[int]:
         """Write zeros behind samples that leave some of their part free; return how many elements each sample has."""
         taken = [row.taken for row in self._rows]
-        for start, end, length in zip(self._ends, self._ends[1:], taken) if self.wide is not None else ():
-            if length < end - start:
+        for start, end, length in zip(self._ends, self._ends[1:], taken):
+            if self.wide is not None and length < end - start:
                 self.wide[start + length : end] = 0.0
         return taken
 
@@ -345,7 +365,7 @@ def _look_beyond(totals: Totals, at: int, count: int, zeros: float, dtype: torch
     """
     words, found = np.array([_memory_word(largest, dtype)], np.uint32), np.empty((1, 4))
     work = np.array([0, 0, count, 0, at, 0], np.int64)
-    place, *given = map(address_of, (work, words, found))
+    place, *given = (address_of(one) for one in (work, words, found))
     kernel = _kernel("beyond", d.beyond_table(dtype))
     run_chunks(kernel, work[2:3], place, place + 32, place + 40, given[0], 0, given[1], 0)
     nonfinite, at_largest, top, smallest = found[0].tolist()

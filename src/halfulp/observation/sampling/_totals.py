@@ -35,9 +35,28 @@ class Totals:
         lowest: the exponent of the histogram's first bin.
     """
 
-    __slots__ = ("amax", "amin", "blocks", "counters", "elements", "finite", "histogram", "largest", "last_amax")
-    __slots__ += ("lowest", "nonfinite", "record", "sampled", "singles", "squares", "step", "step_nonfinite", "sums")
-    __slots__ += ("take", "zeros")
+    __slots__ = (
+        "amax",
+        "amin",
+        "blocks",
+        "counters",
+        "elements",
+        "finite",
+        "histogram",
+        "largest",
+        "last_amax",
+        "lowest",
+        "nonfinite",
+        "record",
+        "sampled",
+        "singles",
+        "squares",
+        "step",
+        "step_nonfinite",
+        "sums",
+        "take",
+        "zeros",
+    )
 
     def __init__(self, record: TensorRecord, candidates: Candidates, wide: bool = False) -> None:
         self.record: TensorRecord = record
