@@ -8,8 +8,7 @@ from ._tables import all_tables, benchmark_table, grid, text_and_note
 
 def _scaled_families() -> dict[str, list[str]]:
     """The library's own registered operators by family, in the order of the families."""
-    from halfulp.scaled._registry import FAMILIES
-    from halfulp.scaled._registry import FAMILY_OF
+    from halfulp.scaled._registry import FAMILIES, FAMILY_OF
 
     found: dict[str, list[str]] = {}
     for operator, family in FAMILY_OF.items():

@@ -238,7 +238,7 @@ def test_overlapping_elements_are_seen(x, overlaps):
 LOOKED_AT = {
     "optim/parameters/_outside_writes.py": {"payload_version_of"},
     "optim/step/_shared_keys.py": {"_is_same_memory"},
-    "subclass/models/_parameter_holders.py": {"_check_outside_memory", "_tied", "check_overlaps", "find", "overlap"},
+    "subclass/models/_parameter_holders.py": {"_check_memory", "_tied", "check_overlaps", "find", "overlap"},
     "kernels/_plain_memory.py": {"address", "has_own_memory", "plain_address"},
     "arithmetic/expansions/_pointwise.py": {"combine", "fill", "_overlaps"},
     "optim/parameters/_narrowing.py": {"narrow", "take_float32"},

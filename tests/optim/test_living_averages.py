@@ -12,8 +12,7 @@ from torch.optim.swa_utils import AveragedModel, get_ema_avg_fn
 
 import halfulp as hu
 from halfulp.kernels import _engine as _engines
-from halfulp.subclass.models import _averaged_models
-from halfulp.subclass.models import _living_averages as _living
+from halfulp.subclass.models import _averages
 
 DECAY, UPDATES = 0.999, 200
 
@@ -22,11 +21,11 @@ DECAY, UPDATES = 0.999, 200
 def _untold(monkeypatch):
     """What has been told in this process may be told again, and nothing was searched for or hooked so far."""
     monkeypatch.setattr(_engines, "_notes", type(_engines._notes)())
-    monkeypatch.setattr(_living._Search, "references", {})
+    monkeypatch.setattr(_averages._Search, "references", {})
     hooks = torch.nn.modules.module._global_module_registration_hooks
     before = dict(hooks)
     hooks.clear()
-    monkeypatch.setattr(_averaged_models, "_handles", [])
+    monkeypatch.setattr(_averages, "_handles", [])
     yield
     hooks.clear()
     hooks.update(before)

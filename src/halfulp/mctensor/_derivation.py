@@ -15,7 +15,7 @@ from ..kernels import torch_operators
 from ..subclass import _fallbacks as _fallback
 from ..subclass._collectives import collective_rule, is_collective
 from ..subclass._in_backward import gives_plain_gradient, unrounded_results
-from ..subclass._in_place import functional_form, is_written
+from ..subclass._rule_table import functional_form, is_written
 from ._formula_constants import formula
 from ._mctensor import MCTensor, decoded, wrap
 from ._plain_operands import encode_plain_operands, has_plain

@@ -11,11 +11,9 @@ from torch import Tensor
 
 from ..arithmetic import Parts, merge
 from ..kernels import untraced
-from ..subclass import _tangents
 from ..subclass._graph_key import graph_key
-from ..subclass._in_backward import FIRST, check_gradients
+from ..subclass._in_backward import FIRST, check_gradients, refuse_jit_trace, refuse_make_fx, register_tangent
 from ..subclass._pickle import check_layout, register_collate, saved_marks, with_saved_marks
-from ..subclass._recorders import refuse_jit_trace, refuse_make_fx
 from ..subclass._rule_table import Given
 from ..subclass.models._parameter_holders import refuses_fully_shard
 from . import _encode as _numbers
@@ -398,6 +396,6 @@ def _tangent(x: Tensor, context: tuple[str, int, bool]) -> MCTensor:
     return MCTensor.encode(x.detach(), components, x.dtype, "auto" if scaled else "none", gradients=gradients)
 
 
-_tangents.register(MCTensor, _tangent)
+register_tangent(MCTensor, _tangent)
 register_collate(MCTensor)
 torch.serialization.add_safe_globals([rebuild_mctensor])

@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.utils._pytree import tree_leaves, tree_map
 
 from ..arithmetic import renormalize
-from ..subclass._recorders import refuse_jit_trace, refuse_make_fx
+from ..subclass._in_backward import refuse_jit_trace, refuse_make_fx
 from ._history import with_history
 from ._mctensor import MCTensor, wrap
 from ._result_type import ResultType, make_scaled, parts_of

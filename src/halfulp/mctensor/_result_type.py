@@ -11,7 +11,7 @@ from torch import Tensor
 from ..arithmetic import PRECISION, Parts, pointwise, renormalize
 from ..arithmetic.expansions._pointwise import at_hand, combine, function_of_scaled
 from ..subclass._in_backward import COMPONENTS, FIRST, gives_plain_gradient, in_backward
-from ..subclass._quotient_formulas import in_quotient_formula
+from ..subclass._rule_table import in_quotient_formula
 from ._encode import integer_components, number_components, number_in_float32
 from ._mctensor import MCTensor, wrap
 from ._scale import divide_by_scale, magnitude, scale_for, to_float64

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from ..arithmetic import Parts
-from ..subclass._stand_ins import stand_ins
+from ..subclass._rule_table import stand_ins
 from ._mctensor import MCTensor
 from ._scale import magnitude
 

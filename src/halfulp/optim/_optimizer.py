@@ -9,8 +9,8 @@ import torch
 
 from ..formats import Format
 from ..kernels import keeping_subnormals
-from ..subclass.models import _gathered_states as _whole_states
-from ..subclass.models._averaged_models import warn_of_living_averages
+from ..subclass.models._averages import warn_of_living_averages
+from ..subclass.models._outer_modules import watch_checkpoints
 from ._group_options import (
     NOT_NEGATIVE,
     SWITCHES,
@@ -133,7 +133,7 @@ class Optimizer(CheckpointMixin):
 
     def _start_caches(self) -> None:
         """Create what is kept by parameter beside torch's groups and states, empty; also after a copy or a load."""
-        _whole_states.watch()
+        watch_checkpoints()
         self._plans = PlanCache()
         self._outside_states: TensorMap[dict[str, Any]] = TensorMap()
         self._saved_payloads: TensorMap[SavedPayload] = TensorMap()

@@ -15,7 +15,7 @@ from torch.nn.utils.parametrize import ParametrizationList
 from .._messages import a_kind
 from ..gradients._pytree import map_tensors, memoized
 from ..subclass.models._float32_products import class_of
-from ..subclass.models._hooks import remove_hooks
+from ..subclass.models._module_parameters import remove_hooks
 
 # Stands for an entry that a container has not.
 _ABSENT = object()

@@ -11,8 +11,7 @@ from torch import Tensor
 from torch.utils._pytree import tree_leaves, tree_map
 
 from ..kernels import require_float64, untraced
-from ..subclass import _tangents
-from ..subclass._recorders import refuse_make_fx
+from ..subclass._in_backward import refuse_make_fx, register_tangent
 from . import _powers_of_two as _powers
 from ._operands import decode_values, plain, rms_scale, to_float32, to_storage
 from ._registry import LOGICALS, check_home, check_storage, class_function, common_storage
@@ -246,4 +245,4 @@ def _tangent(x: Tensor, context: tuple[torch.dtype, torch.dtype, torch.dtype | N
     return wrap(made._payload, made._scale, dtype, home)
 
 
-_tangents.register(ScaledTensor, _tangent)
+register_tangent(ScaledTensor, _tangent)

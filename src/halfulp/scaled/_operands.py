@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..subclass._stand_ins import stand_ins
+from ..subclass._rule_table import stand_ins
 from . import _fused as fused
 from . import _powers_of_two as _powers
 from ._powers_of_two import PowerRounding

@@ -11,8 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from ..kernels import define_operator, under_transform, untraced
-from ..subclass.models._hooks import remove_hooks
-from ..subclass.models._module_parameters import matcher
+from ..subclass.models._module_parameters import matcher, remove_hooks
 from . import _fused as fused
 from . import _powers_of_two as _powers
 from ._operands import make_scaled, to_float32

@@ -11,10 +11,9 @@ from torch import Tensor
 
 from ..kernels import require_float64, resolved, untraced
 from ..subclass import graph_key
+from ..subclass._in_backward import refuse_make_fx
 from ..subclass._pickle import register_collate
-from ..subclass._quotient_formulas import in_quotient_formula
-from ..subclass._recorders import refuse_make_fx
-from ..subclass._rule_table import Given
+from ..subclass._rule_table import Given, in_quotient_formula
 from ..subclass.models._parameter_holders import refuses_fully_shard
 from . import _powers_of_two as _powers
 from ._powers_of_two import PowerRounding

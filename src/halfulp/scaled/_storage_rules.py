@@ -15,7 +15,7 @@ from torch import Tensor
 from torch._ops import OpOverload
 from torch.utils._pytree import tree_leaves, tree_map
 
-from ..subclass._quotient_formulas import in_quotient_formula
+from ..subclass._rule_table import in_quotient_formula
 from . import _fused as fused
 from . import _powers_of_two as _powers
 from ._float8 import rms_scale_float32

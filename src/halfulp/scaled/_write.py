@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from ..kernels import note_and_warn_once, torch_operators
-from ..subclass.models._averaged_models import warn_of_written_average
+from ..subclass.models._averages import warn_of_written_average
 from . import _fused as fused
 from . import _powers_of_two as _powers
 from ._operands import decode_values, operand, plain, to_float32, to_storage

@@ -8,10 +8,10 @@ from ._fallbacks import note_fallback as note_fallback
 from ._fallbacks import recorded as recorded
 from ._fallbacks import strict as strict
 from ._graph_key import graph_key as graph_key
-from ._in_place import functional_form as functional_form
-from ._in_place import is_written as is_written
 from ._rule_table import RuleTable as RuleTable
+from ._rule_table import functional_form as functional_form
+from ._rule_table import is_written as is_written
+from .models._conversion import fallbacks as fallbacks
 from .models._float32_products import float32_products as float32_products
-from .models._model_fallbacks import fallbacks as fallbacks
 from .models._parameter_holders import shard_groups as shard_groups
 from .models._parameter_holders import sharded_modules as sharded_modules

@@ -1,15 +1,18 @@
-"""Whether an operator's result is a gradient, which gradients="first" rounds to a plain tensor."""
+"""What autograd and recorders of graphs meet: which results are gradients, plain gradients converted, refusals."""
 
 from __future__ import annotations
 
+import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
 import torch
+from torch import Tensor, nn
 
 from .._torch_versions import saved_tensor_hooks
+from ..kernels import untraced
 
 FIRST, COMPONENTS = "first", "components"
 _graph_task = torch._C._current_graph_task_id
@@ -80,3 +83,91 @@ def _is_gradient() -> bool:
     if not torch.is_grad_enabled():
         return True
     return saved_tensor_hooks() is None and not _node_name().startswith("Checkpoint")
+
+
+# torch calls this method of a gradient.
+_CONVERSION = "__coerce_same_metadata_as_tangent__"
+# By class: the function of a plain gradient and the traced tensor's __tensor_flatten__ context.
+_converters: dict[type, Callable[[Tensor, Any], Tensor]] = {}
+
+
+def register_tangent(kind: type[Tensor], convert: Callable[[Tensor, Any], Tensor]) -> None:
+    """Register the function that converts plain gradients for compiled graphs whose outputs are of a class."""
+    _converters[kind] = convert
+
+
+@untraced
+def _of_plain(gradient: Tensor, context: Any, expected: type | None = None) -> Tensor | None:
+    """Convert a plain gradient to the class that torch expects; None (torch's error) where none is registered."""
+    convert = None if expected is None else _converters.get(expected)
+    return None if convert is None else convert(gradient.detach(), context)
+
+
+# Of an output that the loss does not use, autograd hands over plain zeros.
+setattr(torch.Tensor, _CONVERSION, _of_plain)
+
+
+_PROXY, _FAKE = torch._C._TorchDispatchModeKey.PROXY, torch._C._TorchDispatchModeKey.FAKE
+# How a model becomes plain, by the tensor class.
+_PLAIN = {"ScaledTensor": "halfulp.scaled.unscalify", "MCTensor": "halfulp.mctensor.single_component"}
+
+
+def refuse_make_fx(kind: str) -> None:
+    """Raise where make_fx records operators of real tensors. A compiler records those of tensors without values.
+
+    Raises:
+        NotImplementedError: it does.
+    """
+    if not torch._C._len_torch_dispatch_stack():
+        return
+    if torch._C._get_dispatch_mode(_PROXY) is not None and torch._C._get_dispatch_mode(_FAKE) is None:
+        raise NotImplementedError(_words("make_fx", kind))
+
+
+def refuse_jit_trace(kind: str) -> None:
+    """Raise where torch.jit.trace records, which keeps what it cannot see as a constant, or fails at a shape.
+
+    Raises:
+        NotImplementedError: it does.
+    """
+    if torch._C._is_tracing():
+        raise NotImplementedError(_words("torch.jit.trace", kind))
+
+
+def refuse_jvp(operands: Iterable[Tensor], what: str) -> None:
+    """Raise inside torch.func.jvp if operands of a product have several dtypes.
+
+    It derives a product outside of all that is made of an MCTensor, by torch's formulas, which have one dtype.
+
+    Raises:
+        NotImplementedError: they do.
+    """
+    if getattr(sys.modules.get("torch._functorch.eager_transforms"), "JVP_NESTING", 0):
+        dtypes = {x.dtype: None for x in operands if x.is_floating_point()}
+        if len(dtypes) > 1:
+            raise NotImplementedError(
+                f"torch.func.jvp of {what} with an MCTensor and operands of {', '.join(map(str, dtypes))}: give all "
+                "one dtype, x.to(parameter.dtype) say, or take torch.autograd.forward_ad, which needs no such thing"
+            )
+
+
+def refuse_at_call(model: nn.Module, arguments: tuple) -> None:
+    """Raise as a model is called if torch.jit.trace records it, or torch.func.jvp would derive it in several dtypes.
+
+    Raises:
+        NotImplementedError: so it is.
+    """
+    if torch._C._is_tracing():
+        kinds = {type(p.data).__name__ for p in model.parameters()}
+        for kind in kinds & _PLAIN.keys():
+            refuse_jit_trace(kind)
+    if getattr(sys.modules.get("torch._functorch.eager_transforms"), "JVP_NESTING", 0):
+        parts = [p for p in model.parameters() if type(p.data).__name__ == "MCTensor"]
+        refuse_jvp([*parts, *(x for x in arguments if isinstance(x, Tensor))] if parts else [], type(model).__name__)
+
+
+def _words(recorder: str, kind: str) -> str:
+    return (
+        f"{recorder} would record constants in place of {kind}s, which are made of several tensors: record a plain "
+        f"copy of the model, {_PLAIN[kind]}(copy.deepcopy(model)), or run the model as it is by torch.compile"
+    )

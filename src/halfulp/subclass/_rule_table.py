@@ -1,10 +1,12 @@
-"""The table of rules of a tensor subclass: the function that computes each torch operator."""
+"""The table of rules of a tensor subclass, and what rules ask of operators, of operands and of the running graph."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from typing import Any, TypeVar
 
+import torch
+from torch import Tensor
 from torch._ops import OpOverload
 
 from ..kernels import present
@@ -59,3 +61,70 @@ class RuleTable:
             return rule
 
         return register
+
+
+def is_written(argument: Any) -> bool:
+    """Return whether an operator writes into this argument of its schema."""
+    return argument.alias_info is not None and argument.alias_info.is_write
+
+
+def functional_form(operator: OpOverload) -> OpOverload | None:
+    """Return the overload that takes the same arguments, in any order, and writes none of them; None without one."""
+    name = operator._schema.name.removeprefix("aten::")
+    is_out = any(argument.is_out for argument in operator._schema.arguments)
+    packet = getattr(torch.ops.aten, name if is_out else name.removesuffix("_"), None)
+    if packet is None or operator.namespace != "aten" or not (is_out or name.endswith("_")):
+        return None
+    wanted = sorted((a.name, str(a.type)) for a in operator._schema.arguments if not a.is_out)
+    for overload in packet.overloads():
+        candidate = getattr(packet, overload)
+        taken = sorted((a.name, str(a.type)) for a in candidate._schema.arguments)
+        if taken == wanted and not candidate._schema.is_mutable:
+            return candidate
+    return None
+
+
+_graph_task = torch._C._current_graph_task_id
+# 1 / (1 + exp(b - a)), 1 / (1 + x^2), a / (a^2 + b^2) and their like: beside a large x the 1 would vanish under one
+# scale, and a finite gradient would be infinite.
+_NODES = frozenset(
+    f"{name}Backward0"
+    for name in (
+        *("Logaddexp", "Logaddexp2", "Log1P", "Atan", "Atan2", "Asinh", "Acosh", "Atanh", "Asin", "Acos", "Sinc"),
+        *("Hypot", "Addcdiv", "Xlogy", "SpecialXlog1Py", "Log2", "Log10", "Logcumsumexp"),
+    )
+)
+
+
+def in_quotient_formula() -> bool:
+    """Return whether an operator is a step of such a node's formula."""
+    if _graph_task() == -1:
+        return False
+    node = torch._C._current_autograd_node()
+    return node is not None and node.name() in _NODES
+
+
+# So many times the largest of the others the least stand-in is: data of a wide range have no such gap.
+_GAP = 2.0**10
+
+
+def stand_ins(x: Tensor, size: float, among_zeros: bool = True) -> Tensor:
+    """Return where the large elements of a tensor stand for infinity; nowhere if they are data.
+
+    Stand-ins lie far beyond all other elements, and are one number or no more than the others: a column of time stamps
+    beside a padded zero is neither. A tensor of one large number is all stand-ins.
+
+    Args:
+        x: floating values.
+        size: the magnitude from which on an element is large.
+        among_zeros: whether they may stand among zeros alone: a product's zeros are exact beside any number.
+    """
+    magnitudes = torch.nan_to_num(x.detach().abs(), 0.0, 0.0, 0.0)
+    large = magnitudes >= size
+    if not x.numel():
+        return large
+    others = torch.where(large, 0.0, magnitudes).amax()
+    least, largest = torch.where(large, magnitudes, torch.inf).amin(), magnitudes.amax()
+    are_few = 2 * large.count_nonzero() <= x.numel()
+    decided = (least >= others * _GAP) & ((least == largest) | are_few)
+    return large & (decided if among_zeros else decided & (others > 0))

@@ -18,7 +18,7 @@ from transformers import (
 from halfulp.mctensor import MCTensor
 from halfulp.mctensor._convert_model import multicomponent
 from halfulp.subclass import strict
-from halfulp.subclass.models._model_fallbacks import fallbacks
+from halfulp.subclass.models._conversion import fallbacks
 
 
 def llama(attention: str) -> LlamaForCausalLM:

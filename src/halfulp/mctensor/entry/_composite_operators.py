@@ -17,8 +17,8 @@ from torch._ops import OpOverload
 from torch.utils._pytree import tree_leaves
 
 from ...kernels import present, torch_operators, untraced
-from ...subclass._in_place import functional_form
-from ...subclass._recorders import refuse_jvp
+from ...subclass._in_backward import refuse_jvp
+from ...subclass._rule_table import functional_form
 from .._derivation import write_results
 from .._formula_constants import IRRATIONAL, formula
 from .._mctensor import ENTRY_KEY, ENTRY_KEY_NAME, MCTensor

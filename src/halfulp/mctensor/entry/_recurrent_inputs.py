@@ -10,7 +10,7 @@ from torch.nn.utils.rnn import PackedSequence
 from torch.utils._pytree import tree_leaves
 
 from ...kernels import untraced
-from ...subclass.models._hooks import remove_hooks
+from ...subclass.models._module_parameters import remove_hooks
 from .._mctensor import MCTensor
 from ._promoted_operands import in_one_dtype
 

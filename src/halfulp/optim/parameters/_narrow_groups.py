@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from ..._messages import find_users_level
-from ...subclass.models._averaged_models import warn_of_narrow_averages
+from ...subclass.models._averages import warn_of_narrow_averages
 from ...subclass.models._parameter_holders import (
     Wrappers,
     check_holders,

@@ -17,7 +17,7 @@ from torch.utils._pytree import tree_map
 
 from ..._torch_versions import HAS_SAVED_HOOKS
 from ...kernels import define_operator, untraced
-from ...subclass.models._hooks import remove_hooks
+from ...subclass.models._module_parameters import remove_hooks
 from .._registry import implements
 from .._scaled_tensor import ScaledTensor
 from .._storage_rules import is_above_home, round_to_home, with_float32_payload

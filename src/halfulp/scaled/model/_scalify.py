@@ -14,16 +14,16 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 from ..._messages import a_kind
 from ...kernels import define_operator, untraced
-from ...subclass.models._averaged_models import warn_of_narrow_averages
+from ...subclass.models._averages import warn_of_narrow_averages
 from ...subclass.models._conversion import converted, put_converted, put_plain
 from ...subclass.models._float32_products import class_of
-from ...subclass.models._hooks import remove_hooks
 from ...subclass.models._module_parameters import (
     ParameterRef,
     Where,
     check_has_shape,
     matching_parameters,
     module_parameters,
+    remove_hooks,
     with_attributes,
 )
 from ...subclass.models._parameter_holders import check_holders

@@ -1,13 +1,73 @@
-"""Replacing a model's parameters by tensors of another class, with the hooks that these need, and back."""
+"""Replacing a model's parameters by tensors of another class, and back; the fallbacks of such a model, counted."""
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Sequence
+from typing import Any
 
+import torch
 from torch import Tensor, nn
 
-from . import _model_fallbacks, _outer_modules, _state_dict
-from ._module_parameters import ParameterRef
+from ...kernels import untraced
+from .. import _fallbacks as _fallback
+from .._in_backward import refuse_at_call
+from . import _outer_modules, _state_dict
+from ._module_parameters import ParameterRef, check_module, remove_hooks
+
+_COUNTS = "_halfulp_fallbacks"
+
+
+def fallbacks(model: nn.Module | None = None) -> dict[str, int]:
+    """How often each operator without a rule ran on plain tensors instead: in float64, or for scaled ones in float32.
+
+    Args:
+        model: one that `multicomponent` or `scalify` changed, or that holds such a model: counted since then, in its
+            forward passes and in whatever follows one until another such model runs forward: its backward pass, the
+            optimizer's step. None counts the whole process.
+
+    Raises:
+        ValueError: nothing is counted for this model.
+
+    >>> import torch
+    >>> from halfulp.mctensor._convert_model import multicomponent
+    >>> fallbacks(multicomponent(torch.nn.Linear(2, 2)))
+    {}
+    """
+    if model is None:
+        return _fallback.fallbacks()
+    check_module(model, "fallbacks")
+    counts = [module.__dict__[_COUNTS] for module in model.modules() if _COUNTS in module.__dict__]
+    if not counts:
+        raise ValueError(
+            f"this {type(model).__name__} has neither multi-component nor scaled parameters: hu.multicomponent(model) "
+            "or hu.scalify(model)"
+        )
+    return dict(sum(counts, Counter()))
+
+
+def install_counts(model: nn.Module) -> None:
+    """Count the fallbacks of a model's forward and backward passes."""
+    if _COUNTS not in model.__dict__:
+        model.__dict__[_COUNTS] = Counter()
+        model.register_forward_pre_hook(_begin)
+
+
+def remove_counts(module: nn.Module) -> None:
+    """Remove a model's counts and hooks."""
+    counts = module.__dict__.pop(_COUNTS, None)
+    remove_hooks([module], lambda hook: hook is _begin)
+    if _fallback._running.counts is counts:
+        _fallback._running.counts = None
+
+
+@untraced
+def _begin(module: nn.Module, arguments: Any) -> None:
+    """Attribute the fallbacks that follow to this model, and refuse recorders."""
+    if not torch.compiler.is_compiling():
+        refuse_at_call(module, arguments)
+    _fallback._running.counts = module.__dict__[_COUNTS]
+
 
 Converted = dict[int, Tensor]
 
@@ -30,7 +90,7 @@ def put_converted(model: nn.Module, refs: Sequence[ParameterRef], values: Conver
         ref.put(values[id(ref.value)])
         _state_dict.install(ref.module)
     _state_dict.install_check(model)
-    _model_fallbacks.install(model)
+    install_counts(model)
     _outer_modules.watch()
 
 
@@ -40,4 +100,4 @@ def put_plain(model: nn.Module, refs: Sequence[ParameterRef], values: Converted)
         ref.put(values[id(ref.value)])
     for module in model.modules():
         _state_dict.remove(module)
-        _model_fallbacks.remove(module)
+        remove_counts(module)

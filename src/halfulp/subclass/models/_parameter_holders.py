@@ -67,6 +67,8 @@ def check_holders(named: Named, what: str, *, replaced: bool) -> Wrappers:
     for name, tensor in named:
         if names.setdefault(id(tensor), name) is name:
             unique.append((name, tensor))
+    if not unique:
+        return Wrappers()
     for name, tensor in unique:
         if is_flat_parameter(tensor):
             _refuse_wrapped(name, "FullyShardedDataParallel (FSDP1)", what)

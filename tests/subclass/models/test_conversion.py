@@ -9,7 +9,7 @@ from torch import nn
 from halfulp.mctensor._convert_model import multicomponent, single_component
 from halfulp.subclass import FallbackWarning
 from halfulp.subclass import _fallbacks as fallback
-from halfulp.subclass.models._model_fallbacks import fallbacks
+from halfulp.subclass.models._conversion import fallbacks
 
 
 @pytest.fixture(autouse=True)
