@@ -76,13 +76,13 @@ def test_a_choice_of_operators_keeps_its_digits(digits, seed):
 @pytest.mark.filterwarnings("ignore")
 def test_what_is_wrong_is_seen(digits, monkeypatch):
     """A rule that works on first components alone; a number with a float64's digits; a step in float64."""
-    from halfulp.mctensor import MCTensor, _formula_constants, _registry
+    from halfulp.mctensor import MCTensor, _formula_constants, _mctensor
 
     known = {digits.name_of(op): op for op in digits.operators()}
     exp2, log2, tanh = torch.ops.aten.exp2.default, torch.ops.aten.log2.default, torch.ops.aten.tanh.default
-    monkeypatch.setitem(_registry.RULES, tanh, lambda x: MCTensor.encode(x.components[0].tanh(), 2))
-    monkeypatch.setitem(_registry.RULES, exp2, lambda x: (x * 0.6931471805599453).exp())
-    monkeypatch.setitem(_registry.RULES, log2, lambda x: MCTensor.encode(x.decode() / 3, len(x.components)))
+    monkeypatch.setitem(_mctensor.RULES, tanh, lambda x: MCTensor.encode(x.components[0].tanh(), 2))
+    monkeypatch.setitem(_mctensor.RULES, exp2, lambda x: (x * 0.6931471805599453).exp())
+    monkeypatch.setitem(_mctensor.RULES, log2, lambda x: MCTensor.encode(x.decode() / 3, len(x.components)))
     monkeypatch.setattr(_formula_constants, "_NODES", frozenset())
     verdicts = {}
     for name in ("tanh", "log2"):

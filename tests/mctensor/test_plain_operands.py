@@ -5,7 +5,7 @@ import torch
 import torch.nn.functional as F
 
 from halfulp.mctensor import MCTensor
-from halfulp.mctensor.entry._composite_operators import COMPOSITES
+from halfulp.mctensor._entry import COMPOSITES
 from halfulp.subclass import strict
 
 N, FOUR = (torch.float64, 2), (2, 3, 4)

@@ -11,8 +11,7 @@ from torch import nn
 
 from halfulp.kernels import same_bits
 from halfulp.mctensor import MCTensor
-from halfulp.mctensor._convert_model import multicomponent, single_component
-from halfulp.mctensor._state_dict import plain_state_dict
+from halfulp.mctensor._convert_model import multicomponent, plain_state_dict, single_component
 
 KINDS = [(torch.float16, 2), (torch.float16, 3), (torch.bfloat16, 2), (torch.float32, 4), (torch.float64, 2)]
 

@@ -3,7 +3,7 @@
 from .. import _needs_torch as _needs_torch
 from . import rules as rules
 from ._convert_model import multicomponent as multicomponent
+from ._convert_model import plain_state_dict as plain_state_dict
 from ._convert_model import single_component as single_component
 from ._mctensor import MCTensor as MCTensor
-from ._registry import implements as implements
-from ._state_dict import plain_state_dict as plain_state_dict
+from ._mctensor import implements as implements

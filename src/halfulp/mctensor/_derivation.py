@@ -17,11 +17,16 @@ from ..subclass._collectives import collective_rule, is_collective
 from ..subclass._in_backward import gives_plain_gradient, unrounded_results
 from ..subclass._rule_table import functional_form, is_written
 from ._formula_constants import formula
-from ._mctensor import MCTensor, decoded, wrap
-from ._plain_operands import encode_plain_operands, has_plain
-from ._registry import RULES, derives, implements
-from ._result_type import ResultType, make_result, parts_of, result_type
-from ._stand_ins import without_large_elements
+from ._mctensor import RULES, MCTensor, decoded, derives, implements, wrap
+from ._result_type import (
+    ResultType,
+    encode_plain_operands,
+    has_plain,
+    make_result,
+    parts_of,
+    result_type,
+    without_large_elements,
+)
 from ._write import check_takes_fractions, copy_received, write_value
 
 aten = torch_operators("aten")

@@ -8,19 +8,136 @@ from typing import TYPE_CHECKING, Any, ClassVar, SupportsIndex
 
 import torch
 from torch import Tensor
+from torch._ops import OpOverload
 
 from ..arithmetic import Parts, merge
-from ..kernels import untraced
+from ..kernels import define_operator, under_transform, untraced
 from ..subclass._graph_key import graph_key
-from ..subclass._in_backward import FIRST, check_gradients, refuse_jit_trace, refuse_make_fx, register_tangent
+from ..subclass._in_backward import (
+    COMPONENTS,
+    FIRST,
+    check_gradients,
+    refuse_jit_trace,
+    refuse_make_fx,
+    register_tangent,
+)
 from ..subclass._pickle import check_layout, register_collate, saved_marks, with_saved_marks
-from ..subclass._rule_table import Given
+from ..subclass._rule_table import Given, RuleTable
 from ..subclass.models._parameter_holders import refuses_fully_shard
 from . import _encode as _numbers
 from . import _repr as _text
-from ._history import decoded_with_history, with_history
-from ._registry import RULES, implements, rule_of
-from ._scale import to_float64
+from ._encode import to_float64
+
+_table = RuleTable()
+RULES = _table.rules
+rule_of = _table.of
+derives = _table.derives
+
+
+def implements(*operators: OpOverload) -> Callable[[Given], Given]:
+    """Register a function as the rule of torch operators for MCTensors, as a decorator.
+
+    The function takes the operator's own arguments, runs below autograd, and returns what the operator returns.
+
+    Args:
+        operators: overloads such as `torch.ops.aten.erfc.default` or `torch.ops.mylib.smooth.default`.
+
+    Raises:
+        TypeError: an argument is not one overload of an operator.
+        ValueError: an operator has a rule already.
+
+    >>> import torch
+    >>> from halfulp.mctensor import MCTensor
+    >>> _ = torch.library.define("halfulp_doc::twice", "(Tensor x) -> Tensor")
+    >>> @MCTensor.implements(torch.ops.halfulp_doc.twice.default)
+    ... def twice(x):
+    ...     return x + x
+    >>> torch.ops.halfulp_doc.twice(MCTensor.encode("0.1")).to_strings()
+    '0.20000000000000'
+    """
+    return _table.implements(*operators)
+
+
+def with_history(x: Tensor, made: Any) -> Any:
+    """Return `made`, the MCTensor that encodes x, with a graph through which gradients flow back, and tangents on."""
+    transformed = under_transform()
+    if not transformed and not (x.requires_grad and torch.is_grad_enabled()):
+        return made
+    chosen: type[torch.autograd.Function] = _TransformedEncode if transformed else _Encode
+    connect: Callable[..., Any] = chosen.apply
+    return connect(x, made)
+
+
+def decoded_with_history(x: Tensor, dtype: torch.dtype) -> Tensor:
+    """Return the value as a plain tensor, rounded once; gradients flow through it, and tangents."""
+    decode: Callable[..., Tensor] = _TransformedDecode.apply if under_transform() else torch.ops.halfulp.decode
+    return decode(x, dtype)
+
+
+class _Encode(torch.autograd.Function):
+    """Connect an MCTensor to the graph of the tensor that it encodes."""
+
+    @staticmethod
+    def forward(context: Any, x: Tensor, made: Any) -> Tensor:
+        context.made = type(made)
+        context.dtype = None if isinstance(x, context.made) else x.dtype
+        context.form = len(made._parts), made.dtype, "none" if made._scale is None else "auto", made._gradients
+        return made.detach()
+
+    @staticmethod
+    @untraced
+    def backward(context: Any, gradient: Tensor) -> tuple[Tensor, None]:
+        if context.dtype is None:
+            return gradient, None
+        return (gradient.decode(context.dtype) if hasattr(gradient, "decode") else gradient.to(context.dtype)), None
+
+
+# Dynamo refuses Functions with a jvp: those are chosen only where one is needed.
+class _TransformedEncode(_Encode):
+    """The same in forward mode."""
+
+    @staticmethod
+    def jvp(context: Any, tangent: Tensor, *_: object) -> Tensor:
+        components, dtype, scale, gradients = context.form
+        made: Tensor = context.made.encode(tangent, components, dtype, scale, gradients=gradients)
+        return made
+
+
+def remember_decoding(ctx: Any, inputs: tuple, output: Tensor) -> None:
+    """Keep what the gradient of a decoding needs."""
+    x, ctx.target = inputs
+    ctx.kind, ctx.decoded = x.dtype, type(x)
+    ctx.count = len(x._parts) if hasattr(x, "_parts") and x._gradients == COMPONENTS else 0
+
+
+@untraced
+def decoding_gradient(context: Any, gradient: Tensor) -> tuple[Tensor, None]:
+    """Return the gradient of a decoded tensor, with components where it keeps such gradients."""
+    if not context.count or isinstance(gradient, context.decoded):
+        return gradient.to(context.kind), None
+    return context.decoded.encode(gradient, context.count, context.kind, gradients=COMPONENTS), None
+
+
+class _TransformedDecode(torch.autograd.Function):
+    """Decoding for transforms of torch.func and forward mode, where an operator would lose the derivative."""
+
+    @staticmethod
+    def forward(x: Tensor, dtype: torch.dtype) -> Tensor:
+        value: Tensor = torch.ops.halfulp.decode(x, dtype)
+        return value
+
+    setup_context = staticmethod(remember_decoding)
+
+    @staticmethod
+    @untraced
+    def backward(context: Any, gradient: Tensor) -> tuple[Tensor, None]:
+        return decoding_gradient(context, gradient)
+
+    @staticmethod
+    def jvp(context: Any, tangent: Tensor, *_: object) -> Tensor:
+        value: Tensor = tangent.decode(context.target) if hasattr(tangent, "decode") else tangent.to(context.target)
+        return value
+
 
 _make = torch.Tensor._make_wrapper_subclass
 _data: Any = torch._C.TensorBase.data  # a descriptor, which torch types as its value
@@ -399,3 +516,19 @@ def _tangent(x: Tensor, context: tuple[str, int, bool]) -> MCTensor:
 register_tangent(MCTensor, _tangent)
 register_collate(MCTensor)
 torch.serialization.add_safe_globals([rebuild_mctensor])
+
+
+decode = define_operator(
+    "decode(Tensor x, ScalarType dtype) -> Tensor",
+    lambda x, dtype: x.to(dtype, copy=True),
+    lambda x, dtype: torch.empty_like(x, dtype=dtype),
+)
+
+
+@implements(decode)
+def decode_components(x: MCTensor, dtype: torch.dtype) -> Tensor:
+    """Return the value as a plain tensor of a dtype, rounded once."""
+    return decoded(x, dtype)
+
+
+torch.library.register_autograd("halfulp::decode", decoding_gradient, setup_context=remember_decoding)

@@ -1,21 +1,29 @@
-"""Type promotion of MCTensors (`result_type`), and making results of that type from components."""
+"""Type promotion of MCTensors (`result_type`), plain operands and constants beside them, and results of that type."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.utils._pytree import tree_leaves, tree_map
 
 from ..arithmetic import PRECISION, Parts, pointwise, renormalize
 from ..arithmetic.expansions._pointwise import at_hand, combine, function_of_scaled
 from ..subclass._in_backward import COMPONENTS, FIRST, gives_plain_gradient, in_backward
-from ..subclass._rule_table import in_quotient_formula
-from ._encode import integer_components, number_components, number_in_float32
-from ._mctensor import MCTensor, wrap
-from ._scale import divide_by_scale, magnitude, scale_for, to_float64
-from ._stand_ins import without_large_constants
+from ..subclass._in_backward import refuse_jit_trace, refuse_make_fx
+from ..subclass._rule_table import in_quotient_formula, stand_ins
+from ._encode import (
+    divide_by_scale,
+    integer_components,
+    magnitude,
+    number_components,
+    number_in_float32,
+    scale_for,
+    to_float64,
+)
+from ._mctensor import MCTensor, with_history, wrap
 
 # float64 holds every value of so many bits that the components promise.
 _WIDE_BITS = 53
@@ -205,3 +213,143 @@ def _round_to_components(parts: Parts, components: int, dtype: torch.dtype) -> P
     if len(parts) == components and parts[0].dtype == dtype:
         return parts
     return renormalize(parts, components, dtype)
+
+
+# From this magnitude on a constant stands for infinity.
+STAND_IN = 2.0**24
+# To at least so much it saturates: exp(-128) is 0 in float32; and to so many times the largest of the others, beside
+# which these keep all digits.
+_LEAST, _TIMES = 128.0, 2.0**8
+
+
+def without_large_constants(operands: Sequence[Any], wide: list[Parts]) -> list[Parts]:
+    """Return the components of operands that are chosen among, with large constants brought nearer to the others.
+
+    Args:
+        operands: MCTensors, plain tensors and numbers.
+        wide: their values as float64 components.
+    """
+    large = {i: _stand_ins(parts[0]) for i, parts in enumerate(wide) if not isinstance(operands[i], MCTensor)}
+    if not any(map(_may_hold, large.values())):
+        return wide
+    others = [torch.where(large[i], 0.0, parts[0]) if i in large else parts[0] for i, parts in enumerate(wide)]
+    limit = _limit(torch.stack([magnitude(part) for part in others]).amax())
+    return [_clamped(parts, large[i], limit) if i in large else parts for i, parts in enumerate(wide)]
+
+
+def without_large_elements(result: Parts, operands: Sequence[Any]) -> Parts:
+    """Return a result's float64 components, those that are large brought nearer to the others if an operand is plain.
+
+    Args:
+        result: of an operator that writes at places.
+        operands: all that it was given.
+    """
+    plain = [x for x in operands if _is_plain(x)]
+    if not any(_may_hold(_stand_ins(x)) for x in plain) or not _may_hold(places := _is_large(result[0])):
+        return result
+    return _clamped(result, places, _limit(magnitude(torch.where(places, 0.0, result[0]))))
+
+
+def saturated(result: Parts, name: str, operands: Sequence[Any]) -> Parts:
+    """Return a result's float64 components, brought nearer to the others where plain operands make it large.
+
+    Args:
+        result: of an elementwise function.
+        name: of the function: "div", a name of another with factors, "addcmul" for x + b c, "addcdiv" for x + b / c.
+        operands: x, and one other, or b, c and a number.
+    """
+    if name in ("addcmul", "addcdiv") and not any(isinstance(x, MCTensor) for x in operands[1:]):
+        first, second, *factors = (x.double() if isinstance(x, Tensor) else float(x) for x in operands[1:])
+        product = first / second if name == "addcdiv" else first * second
+        for factor in factors:
+            product = product * factor
+        large = [_stand_ins(product) if isinstance(product, Tensor) and product.dim() else None]
+    else:
+        large = [_leads_to_large(x, name) for x in operands if _is_plain(x)]
+    places = [place for place in large if place is not None and _may_hold(place)]
+    if not places or result[0].shape != torch.broadcast_shapes(result[0].shape, *(p.shape for p in places)):
+        return result
+    found = places[0]
+    for place in places[1:]:
+        found = found | place
+    found = found.expand(result[0].shape)
+    return _clamped(result, found, _limit(magnitude(torch.where(found, 0.0, result[0]))))
+
+
+def _is_plain(x: Any) -> bool:
+    return isinstance(x, Tensor) and not isinstance(x, MCTensor) and x.is_floating_point()
+
+
+def _leads_to_large(x: Tensor, name: str) -> Tensor | None:
+    if not x.dim():
+        return None
+    return _stand_ins(torch.where(x == 0, 0.0, x.reciprocal()) if name == "div" else x, among_zeros=name != "mul")
+
+
+def _stand_ins(x: Tensor, among_zeros: bool = True) -> Tensor:
+    large = _is_large(x)
+    return stand_ins(x, STAND_IN, among_zeros) if _may_hold(large) else large
+
+
+def _is_large(x: Tensor) -> Tensor:
+    return (x.abs() >= STAND_IN) & x.isfinite()
+
+
+def _may_hold(places: Tensor) -> bool:
+    return type(places) is not Tensor or places.device.type != "cpu" or bool(places.any())
+
+
+def _limit(largest: Tensor) -> Tensor:
+    """Return what large elements are brought to beside others of this magnitude; infinity beside zeros."""
+    return torch.where(largest == 0, torch.inf, (largest * _TIMES).clamp(min=_LEAST))
+
+
+def _clamped(parts: Parts, places: Tensor, limit: Tensor) -> Parts:
+    beyond = places & (parts[0].abs() > limit)
+    first = torch.where(beyond, limit.copysign(parts[0]), parts[0])
+    return (first, *(torch.where(beyond, 0.0, part) for part in parts[1:]))
+
+
+_NESTS = (list, tuple, dict)
+
+
+def is_plain(x: Any) -> bool:
+    """Return whether an operand is a plain floating-point tensor."""
+    return isinstance(x, Tensor) and not isinstance(x, MCTensor) and x.is_floating_point()
+
+
+def has_plain(arguments: tuple, options: dict) -> bool:
+    """Return whether any operand, lists of operands included, is a plain floating-point tensor."""
+    for x in (*arguments, *options.values()):
+        if is_plain(x) or (isinstance(x, _NESTS) and any(map(is_plain, tree_leaves(x)))):
+            return True
+    return False
+
+
+def encode_plain_operands(operands: Any, form: ResultType, with_gradients: bool = False) -> Any:
+    """Encode every plain floating-point tensor among nested operands as an MCTensor of an operator's result type.
+
+    Those without dimensions, which promote nothing beside others that have some, keep all the digits of a float64.
+
+    with_gradients: whether gradients flow back to the plain operands.
+    """
+    refuse_make_fx("MCTensor")
+    refuse_jit_trace("MCTensor")
+    ranked = any(isinstance(x, Tensor) and x.dim() and x.is_floating_point() for x in tree_leaves(operands))
+
+    def lift(x: Any) -> Any:
+        if not is_plain(x):
+            return x
+        made = _encode_plain_operand(x.detach(), form, ranked)
+        return with_history(x, made) if with_gradients else made
+
+    return tree_map(lift, operands)
+
+
+def _encode_plain_operand(x: Tensor, form: ResultType, ranked: bool) -> MCTensor:
+    parts = parts_of(x, form.device)
+    if ranked and not x.dim():
+        return wrap(renormalize(parts, form.components, x.double().dtype), None, form.gradients)
+    if form.scaled:
+        return make_scaled(tuple(part.double() for part in parts), form)
+    return wrap(renormalize(parts, form.components, form.dtype), None, form.gradients)

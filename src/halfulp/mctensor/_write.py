@@ -9,9 +9,9 @@ import torch
 from torch import Tensor
 
 from ..arithmetic import Parts, renormalize
+from ._encode import HEADROOM, divide_by_scale, magnitude, scale_for
 from ._mctensor import MCTensor, decoded
 from ._result_type import ResultType, float64_count, parts_of
-from ._scale import HEADROOM, divide_by_scale, magnitude, scale_for
 
 # A payload whose largest magnitude has fallen by so many binades is rescaled, so that small values keep their digits.
 _ROOM_BELOW = 8

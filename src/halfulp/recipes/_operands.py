@@ -7,7 +7,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from ..rounding import straight_through
-from ..subclass.models._hooks import remove_hooks
+from ..subclass.models._module_parameters import remove_hooks
 from ._plan import rounds_operands
 from ._recipe import Recipe
 

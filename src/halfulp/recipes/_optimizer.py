@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from .._names import described, unknown
 from ..mctensor import MCTensor
-from ..mctensor._state_dict import plain_state_dict
+from ..mctensor._convert_model import plain_state_dict
 from ..optim import Optimizer
 from ..optim._lost_updates import LostUpdateReport, lost_update_report
 from ..rounding import Nearest, Stochastic, quantize

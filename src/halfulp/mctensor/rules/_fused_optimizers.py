@@ -7,8 +7,8 @@ from typing import Any
 
 from torch import Tensor
 
-from ....kernels import torch_operators
-from ..._registry import implements
+from ...kernels import torch_operators
+from .._mctensor import implements
 
 aten = torch_operators("aten")
 Many = Sequence[Tensor]

@@ -9,12 +9,11 @@ import torch
 from torch import Tensor
 from torch._ops import OpOverload
 
-from ....arithmetic import Parts, compare, pointwise
-from ....kernels import torch_operators
-from ....subclass._in_backward import COMPONENTS, gives_plain_gradient, gives_plain_gradient_of
-from ..._mctensor import MCTensor, decoded, to_plain, wrap
-from ..._registry import implements
-from ..._result_type import ResultType, align_components, evaluate, make_result, parts_of, result_type
+from ...arithmetic import Parts, compare, pointwise
+from ...kernels import torch_operators
+from ...subclass._in_backward import COMPONENTS, gives_plain_gradient, gives_plain_gradient_of
+from .._mctensor import MCTensor, decoded, implements, to_plain, wrap
+from .._result_type import ResultType, align_components, evaluate, make_result, parts_of, result_type
 
 aten = torch_operators("aten")
 

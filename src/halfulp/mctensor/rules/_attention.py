@@ -10,10 +10,10 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
-from ....kernels import torch_operators
-from ..._derivation import beyond_float64, in_float64, run_in_steps
-from ..._registry import implements
-from ..._result_type import result_type
+from ...kernels import torch_operators
+from .._derivation import beyond_float64, in_float64, run_in_steps
+from .._mctensor import implements
+from .._result_type import result_type
 
 aten = torch_operators("aten")
 

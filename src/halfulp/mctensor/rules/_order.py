@@ -7,10 +7,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ....kernels import torch_operators
-from ..._mctensor import MCTensor
-from ..._registry import implements
-from ..elementwise._comparison import map_components
+from ...kernels import torch_operators
+from .._mctensor import MCTensor, implements
+from ._comparison import map_components
 
 aten = torch_operators("aten")
 

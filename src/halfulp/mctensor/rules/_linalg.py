@@ -8,13 +8,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .... import arithmetic
-from ...._torch_versions import solves_by_transpose
-from ....kernels import torch_operators
-from ....subclass._in_backward import COMPONENTS, gives_plain_gradient
-from ..._mctensor import MCTensor
-from ..._registry import implements
-from ..._result_type import ResultType, evaluate, float64_count, make_result, parts_of, result_type, without_rounding
+from ... import arithmetic
+from ..._torch_versions import solves_by_transpose
+from ...kernels import torch_operators
+from ...subclass._in_backward import COMPONENTS, gives_plain_gradient
+from .._mctensor import MCTensor, implements
+from .._result_type import ResultType, evaluate, float64_count, make_result, parts_of, result_type, without_rounding
 
 aten = torch_operators("aten")
 

@@ -1,0 +1,350 @@
+"""Operators that are taken apart, or whose operands are encoded, before autograd sees them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import nullcontext
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch._ops import OpOverload
+from torch.utils._pytree import tree_leaves, tree_map
+
+from ..kernels import present, torch_operators, untraced
+from ..subclass._in_backward import refuse_jvp
+from ..subclass._rule_table import functional_form
+from ._derivation import write_results
+from ._formula_constants import IRRATIONAL, formula
+from ._mctensor import ENTRY_KEY, ENTRY_KEY_NAME, MCTensor
+from ._result_type import encode_plain_operands, has_plain, is_plain, result_type
+from .rules._layers import BY_FACTORS, FORWARD
+from .rules._pointwise import constant
+
+aten = torch_operators("aten")
+
+# Those whose operands must all have one dtype.
+PROMOTED = (
+    *(aten.conv1d.default, aten.conv1d.padding, aten.conv2d.default, aten.conv2d.padding, aten.conv3d.default),
+    *(aten.conv3d.padding, aten.conv_transpose1d.default, aten.conv_transpose2d.input, aten.conv_transpose3d.input),
+    *(aten.convolution.default, aten.conv_tbc.default, aten.prelu.default, aten.bilinear.default),
+    *(aten.linear.default, aten.matmul.default, aten.mm.default, aten.bmm.default, aten.mv.default, aten.dot.default),
+    *(aten.addmm.default, aten.baddbmm.default, aten.addmv.default, aten.addbmm.default, aten.addr.default),
+    *(aten.inner.default, aten.tensordot.default, aten.outer.default, aten.vdot.default),
+)
+
+
+def of_several_dtypes(arguments: Iterable[Any]) -> bool:
+    """Return whether arguments, apart from nested ones, hold tensors of several dtypes."""
+    first = None
+    for x in arguments:
+        if isinstance(x, Tensor):
+            first = first or x.dtype
+            if x.dtype is not first:
+                return True
+    return False
+
+
+def in_one_dtype(arguments: Any) -> Any:
+    """Return an operator's arguments, nested ones too, with all floating tensors as MCTensors of the promoted dtype.
+
+    They stay as they are where they have one dtype, or none is an MCTensor.
+    """
+    tensors = [x for x in tree_leaves(arguments) if isinstance(x, Tensor) and x.is_floating_point()]
+    first = tensors[0].dtype if tensors else None
+    if all(x.dtype is first for x in tensors) or not any(isinstance(x, MCTensor) for x in tensors):
+        return arguments
+    form = result_type(tensors)
+
+    def promoted(x: Any) -> Any:
+        if isinstance(x, MCTensor):
+            return x.to(form.dtype) if x.dtype != form.dtype else x
+        return encode_plain_operands(x, form, with_gradients=True) if is_plain(x) else x
+
+    return tree_map(promoted, arguments)
+
+
+def _with_components(steps: Callable) -> Callable:
+    """Return steps that encode plain tensors first where an operand is an MCTensor, else give NotImplemented."""
+
+    def own(*arguments: Any, **options: Any) -> Any:
+        leaves = [x for x in tree_leaves((arguments, options)) if isinstance(x, Tensor)]
+        if not any(isinstance(x, MCTensor) for x in leaves):
+            return NotImplemented
+        if has_plain(arguments, options):
+            arguments, options = encode_plain_operands((arguments, options), result_type(leaves), with_gradients=True)
+        return steps(*arguments, **options)
+
+    return own
+
+
+def _number_beside(value: Any, x: Any) -> Any:
+    """Return a number as a tensor without dimensions that leaves x's dtype."""
+    if not isinstance(x, MCTensor) or isinstance(value, complex):
+        return NotImplemented
+    if x.dim():
+        return torch.scalar_tensor(value, dtype=torch.float64, device=x.device)
+    return MCTensor.encode(value, len(x._parts), x.dtype, device=x.device)
+
+
+def where_other(condition: Tensor, x: Any, other: Any) -> Any:
+    """x, or a number."""
+    number = _number_beside(other, x)
+    return number if number is NotImplemented else torch.where(condition, x, number)
+
+
+def where_self(condition: Tensor, number: Any, x: Any) -> Any:
+    """A number, or x."""
+    made = _number_beside(number, x)
+    return made if made is NotImplemented else torch.where(condition, made, x)
+
+
+def _quantile(operator: Any) -> Callable:
+    def quantile(x: Any, q: float, dim: int | None = None, keepdim: bool = False, **options: Any) -> Any:
+        if not isinstance(x, MCTensor):
+            return NotImplemented
+        at = MCTensor.encode(q, max(2, len(x._parts)), x.dtype, device=x.device)
+        return operator(x, at, dim, keepdim, **options)
+
+    return quantile
+
+
+def rms_norm(x: Any, shape: Sequence[int], weight: Any = None, eps: float | None = None) -> Any:
+    """x / sqrt(mean(x^2) + eps), times a weight."""
+    if eps is None or list(x.shape[x.dim() - len(shape) :]) != list(shape):
+        return NotImplemented
+    mean = x.square().mean(list(range(-len(shape), 0)), keepdim=True)
+    y = x * torch.rsqrt(mean + eps)
+    return y if weight is None else y * weight
+
+
+def cosine_similarity(a: Any, b: Any, dim: int = 1, eps: float = 1e-8) -> Any:
+    """The sum of a / max(|a|, eps) times b / max(|b|, eps), with the gradients that torch gives it."""
+    a, b = torch.broadcast_tensors(a, b)
+    return (_normalized(a, dim, eps) * _normalized(b, dim, eps)).sum(dim)
+
+
+def _normalized(x: Tensor, dim: int, eps: float) -> Tensor:
+    size = torch.linalg.vector_norm(x, 2, dim, True).clone()
+    with torch.no_grad():
+        size.clamp_min_(eps)
+    return x / size
+
+
+BY_NUMBERS = {
+    aten.where.ScalarOther: where_other,
+    aten.where.ScalarSelf: where_self,
+    aten.quantile.scalar: _quantile(aten.quantile.default),
+    aten.nanquantile.scalar: _quantile(aten.nanquantile.default),
+    aten.rms_norm.default: _with_components(rms_norm),
+    aten.cosine_similarity.default: _with_components(cosine_similarity),
+}
+
+
+def pad_sequence(
+    sequences: Sequence[Tensor], batch_first: bool = False, padding_value: float = 0.0, padding_side: str = "right"
+) -> Any:
+    """Sequences side by side, each filled up to the longest."""
+    if not any(isinstance(x, MCTensor) for x in sequences) or padding_side not in ("left", "right"):
+        return NotImplemented
+    longest = max(x.shape[0] for x in sequences)
+    padded = []
+    for x in sequences:
+        room = longest - x.shape[0]
+        ends = (room, 0) if padding_side == "left" else (0, room)
+        padded.append(F.pad(x, (0, 0) * (x.dim() - 1) + ends, value=padding_value))
+    return torch.stack(padded, 0 if batch_first else 1)
+
+
+def pad_packed_sequence(
+    rows: Any, batch_sizes: Tensor, batch_first: bool, padding_value: Any, total_length: int
+) -> Any:
+    """The sequences of packed rows, each filled up to a length, and their lengths."""
+    if not isinstance(rows, MCTensor):
+        return NotImplemented
+    steps = max(total_length, batch_sizes.numel())
+    if 0 < total_length < batch_sizes.numel():
+        raise ValueError(
+            f"total_length={total_length}: the longest sequence has {batch_sizes.numel()} steps, give that or more"
+        )
+    places, is_row = _places(batch_sizes, steps, rows.device)
+    padded = rows.index_select(0, places.flatten()).unflatten(0, places.shape)
+    outside = ~is_row.reshape(*is_row.shape, *[1] * (rows.dim() - 1))
+    padded = padded.masked_fill(outside, padding_value)
+    lengths = (batch_sizes[:, None] > torch.arange(places.shape[1], dtype=torch.int64, device="cpu")).sum(0)
+    return padded.transpose(0, 1) if batch_first else padded, lengths
+
+
+def _places(batch_sizes: Tensor, steps: int, device: torch.device) -> tuple[Tensor, Tensor]:
+    """Return the row of every step of every sequence, and which of these there are."""
+    counts = F.pad(batch_sizes, (0, steps - batch_sizes.numel()))
+    starts = counts.cumsum(0) - counts
+    batch = torch.arange(int(batch_sizes[0]), dtype=torch.int64, device="cpu")
+    is_row = batch < counts[:, None]
+    return torch.where(is_row, starts[:, None] + batch, 0).to(device), is_row.to(device)
+
+
+def pack_padded_sequence_backward(
+    gradient: Any, input_size: Sequence[int], batch_sizes: Tensor, batch_first: bool
+) -> Any:
+    """The gradient of the packed rows, as padded sequences with zeros outside."""
+    steps = input_size[1] if batch_first else input_size[0]
+    padded = pad_packed_sequence(gradient, batch_sizes, batch_first, 0.0, steps)
+    return padded if padded is NotImplemented else padded[0]
+
+
+def vander(x: Any, N: int | None = None, increasing: bool = False) -> Any:
+    """The powers of every element, the highest first unless increasing."""
+    if not isinstance(x, MCTensor):
+        return NotImplemented
+    if x.dim() != 1 or (N is not None and N < 0):
+        return NotImplemented
+    count = x.shape[0] if N is None else N
+    powers = torch.cat([torch.ones_like(x)[:, None], x[:, None].expand(-1, max(count - 1, 0))], 1).cumprod(1)
+    powers = powers[:, :count]
+    return powers if increasing else powers.flip(1)
+
+
+def linspace(start: Any, end: Any, steps: int, *, dtype: torch.dtype | None = None, **options: Any) -> Any:
+    """Points at equal distances from one value to another."""
+    ends = [x for x in (start, end) if isinstance(x, MCTensor)]
+    if not ends or (dtype is not None and not dtype.is_floating_point):
+        return NotImplemented
+    like = ends[0]
+    places = MCTensor.encode(
+        torch.arange(steps, dtype=torch.float64, device="cpu"), len(like._parts), dtype or like.dtype
+    )
+    ratios = places.to(like.device) / max(steps - 1, 1)
+    return start + (end - start) * ratios
+
+
+def logspace(start: Any, end: Any, steps: int, base: float = 10.0, **options: Any) -> Any:
+    """A base to the power of points at equal distances."""
+    exponents = linspace(start, end, steps, **options)
+    return exponents if exponents is NotImplemented else torch.pow(base, exponents)
+
+
+def _normal(mean: Any, std: Any = 1.0, *, generator: torch.Generator | None = None) -> Any:
+    if not isinstance(std, MCTensor) and not isinstance(mean, MCTensor):
+        return NotImplemented
+    like = std if isinstance(std, MCTensor) else mean
+    return mean + std * torch.empty_like(like).normal_(generator=generator)
+
+
+def _of_three(function: Callable, packet: Any) -> dict:
+    return {getattr(packet, name): function for name in ("Tensor_Tensor", "Tensor_Scalar", "Scalar_Tensor")}
+
+
+INTO_PLAIN = {
+    aten.pad_sequence.default: pad_sequence,
+    aten._pad_packed_sequence.default: pad_packed_sequence,
+    aten._pack_padded_sequence_backward.default: pack_padded_sequence_backward,
+    aten.vander.default: vander,
+    aten.normal.float_Tensor: _normal,
+    **_of_three(linspace, aten.linspace),
+    **_of_three(logspace, aten.logspace),
+}
+
+
+# The mode in which AOTAutograd traces: older versions of torch say that they compile to Dynamo alone.
+_FAKE = torch._C._TorchDispatchModeKey.FAKE
+
+# Those in which operands meet one another, or a constant, before they meet all others. Those that hand all operands to
+# one operator with a rule, as linear does, and those that write running statistics, as batch_norm, need none.
+COMPOSITES = (
+    *(aten.einsum.default, aten.linalg_multi_dot.default, aten.chain_matmul.default, aten.bilinear.default),
+    *(aten.scaled_dot_product_attention.default, aten.rms_norm.default, aten._weight_norm.default),
+    *(aten.kl_div.default, aten.poisson_nll_loss.default, aten.margin_ranking_loss.default),
+    *(aten.hinge_embedding_loss.default, aten.cosine_embedding_loss.default, aten.triplet_margin_loss.default),
+    *(aten.multilabel_margin_loss.default, aten.cross_entropy_loss.default, aten.grid_sampler.default),
+    *(aten.cosine_similarity.default, aten.pairwise_distance.default, aten.cdist.default, aten.isclose.default),
+    *(aten.lstm.input, aten.gru.input, aten.rnn_tanh.input, aten.rnn_relu.input),
+    *(aten.lstm.data, aten.gru.data, aten.rnn_tanh.data, aten.rnn_relu.data),
+    *(aten.lstm_cell.default, aten.gru_cell.default, aten.rnn_tanh_cell.default, aten.rnn_relu_cell.default),
+    *(aten.trapezoid.x, aten.trapz.x, aten.cumulative_trapezoid.x, aten.cov.default, aten.quantile.default),
+    *(aten.gradient.tensorarray, aten.gradient.tensorarrayint, aten.nanquantile.default),
+    *(aten.float_power.Tensor_Tensor, aten.float_power.Scalar, aten.float_power.Tensor_Scalar),
+)
+# Those with one rule whose derivative has a step of plain operands alone: what autograd saves has components too.
+DIFFERENTIATED = (
+    *(aten.addcmul.default, aten.addcdiv.default, aten.lerp.Tensor, aten.atan2.default),
+    *(aten.pow.Tensor_Tensor, aten.ldexp.Tensor, aten.xlogy.Tensor, aten.special_xlog1py.default),
+    *(aten.binary_cross_entropy_with_logits.default, aten.binary_cross_entropy.default),
+)
+# Those that put a tensor subclass's result in another tensor than the one given, which stays as it was.
+REPLACED = tuple(
+    getattr(aten.linalg_matrix_rank, name) for name in aten.linalg_matrix_rank.overloads() if "out" in name
+)
+_PROMOTED = frozenset(present(PROMOTED))
+# Keys above would find the way back to this one.
+_BELOW = torch._C._dispatch_keyset_full_after(ENTRY_KEY)
+_library = torch.library.Library("aten", "IMPL")
+
+
+def _entry(operator: OpOverload) -> Callable:
+    """An operator's kernel under the key: its function in OWN, else torch's steps of operands that have components."""
+    own, is_promoted, is_formula = OWN.get(operator), operator in _PROMOTED, operator in _FORMULAS
+
+    def entered(keys: torch._C.DispatchKeySet, *arguments: Any, **options: Any) -> Any:
+        # Inside a transform of torch.func a tensor may be one of its own around an MCTensor.
+        if torch._C._functorch.peek_interpreter_stack() is None:
+            result = NotImplemented if own is None else own(*arguments, **options)
+            if result is not NotImplemented:
+                return result
+            if is_promoted and of_several_dtypes((*arguments, *options.values())):
+                refuse_jvp((x for x in arguments if isinstance(x, Tensor)), str(operator))
+                arguments, options = in_one_dtype((arguments, options))
+            if is_formula and has_plain(arguments, options):
+                leaves = [x for x in tree_leaves((arguments, options)) if isinstance(x, Tensor)]
+                if any(isinstance(x, MCTensor) for x in leaves):
+                    form = result_type(leaves)
+                    arguments, options = encode_plain_operands((arguments, options), form, with_gradients=True)
+        with formula(operator, (arguments, options)) if is_formula else nullcontext():
+            return operator.redispatch(keys & _BELOW, *arguments, **options)
+
+    return untraced(entered)
+
+
+def ndtr(x: MCTensor) -> Tensor:
+    """The normal distribution: torch's formula, 1 + erf, has no digits far below zero."""
+    factor = constant(f"-{IRRATIONAL['1 / sqrt 2']}", x)
+    # Without dimensions it leaves the dtype of what has some.
+    factor = MCTensor.encode(factor, len(x._parts), torch.float64 if x.dim() else x.dtype)
+    return torch.erfc(x * factor) * 0.5
+
+
+def _in_compiled_steps(steps: Callable) -> Callable:
+    """Interpolation where a compiler traces: torch takes it apart there before a rule is asked."""
+
+    def interpolate(x: Any, *arguments: Any, **options: Any) -> Any:
+        traced = torch.compiler.is_compiling() or torch._C._get_dispatch_mode(_FAKE) is not None
+        if not traced or not isinstance(x, MCTensor) or result_type((x,)).fits_float64:
+            return NotImplemented
+        return steps(x, *arguments, **options)
+
+    return interpolate
+
+
+# Those with a function of their own, which gives NotImplemented where torch's steps hold all digits.
+OWN = {aten.special_ndtr.default: ndtr}
+OWN |= {operator: _in_compiled_steps(rule) for operator, rule in (FORWARD | BY_FACTORS).items()}
+_FORMULAS = frozenset(present((*COMPOSITES, *DIFFERENTIATED)))
+OWN |= BY_NUMBERS | INTO_PLAIN
+
+
+def _with_out(operator: OpOverload) -> Callable:
+    functional = functional_form(operator)
+    assert functional is not None
+
+    def entered(keys: torch._C.DispatchKeySet, *arguments: Any, **options: Any) -> Any:
+        return write_results(operator, functional, *arguments, **options)
+
+    return untraced(entered)
+
+
+_ENTERED = dict.fromkeys((*COMPOSITES, *DIFFERENTIATED, *OWN, *PROMOTED))
+for _operators, _entering in ((_ENTERED, _entry), (REPLACED, _with_out)):
+    for _operator in present(_operators):
+        _name = _operator.name().removeprefix("aten::")
+        _library.impl(_name, _entering(_operator), ENTRY_KEY_NAME, with_keyset=True)

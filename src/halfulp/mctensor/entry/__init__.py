@@ -1,1 +1,0 @@
-"""Operators that are taken apart, or whose operands are encoded, before autograd sees them."""

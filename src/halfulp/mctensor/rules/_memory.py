@@ -1,0 +1,437 @@
+"""Operators that make, move, view or send elements, component by component."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch import distributed as dist
+from torch._ops import OpOverload
+from torch.utils._mode_utils import no_dispatch
+
+from ...arithmetic import PRECISION
+from ...kernels import present, require_float64, torch_operators
+from ...subclass._in_backward import gives_plain_gradient, gives_plain_gradient_of, stores_plain_gradient
+from .._encode import divide_by_scale, magnitude, scale_for
+from .._mctensor import MCTensor, decoded, implements, to_plain, wrap
+from .._result_type import ResultType, align_components, make_result, parts_of, result_type
+from .._write import inner_tensors, integral, write_value
+from ._comparison import map_components, round_operand
+
+aten = torch_operators("aten")
+
+_BEYOND = 2.0**132  # what float16 components under no scale of ours hold: it becomes infinite, the others keep theirs
+
+
+@implements(aten.clone.default)
+def clone(x: MCTensor, *, memory_format: Any = None) -> Tensor:
+    """Copy every component and the scale."""
+    if gives_plain_gradient_of(x) or stores_plain_gradient(x._gradients):
+        return to_plain(x).clone(memory_format=memory_format)
+    scale = None if x._scale is None else x._scale.clone()
+    return wrap(tuple(part.clone(memory_format=memory_format) for part in x._parts), scale, x._gradients)
+
+
+@implements(aten._to_copy.default)
+def to_copy(x: MCTensor, *, dtype: Any = None, device: Any = None, memory_format: Any = None, **options: Any) -> Any:
+    """Convert to another device or to components of another dtype, as many as before; to integers as a plain tensor.
+
+    What is out of the new dtype's range becomes infinite, as in every conversion of torch's.
+    """
+    if dtype is not None and dtype not in PRECISION:
+        return integral(x, dtype).to(device=device)
+    if gives_plain_gradient_of(x):
+        return decoded(x, dtype or x.dtype).to(device=device)
+    if device is not None and torch.device(device) != x.device:
+        require_float64(torch.device(device), "MCTensors")
+        move = {"device": device, "non_blocking": options.get("non_blocking", False)}
+        scale = None if x._scale is None else x._scale.to(**move)
+        x = wrap(tuple(part.to(**move) for part in x._parts), scale, x._gradients)
+    if dtype is None or dtype == x.dtype:
+        return clone(x, memory_format=memory_format)
+    parts = parts_of(x, x.device)
+    if dtype == torch.float16:
+        wide = tuple(part.double() for part in parts)
+        scale = scale_for(magnitude(wide[0].where(wide[0].abs() < _BEYOND, 0.0)), dtype)
+        return wrap(divide_by_scale(wide, scale, len(x._parts), dtype), scale, x._gradients)
+    return make_result(parts, ResultType(dtype, len(x._parts), x._gradients, False, x.device))
+
+
+@implements(aten._local_scalar_dense.default)
+def local_scalar_dense(x: MCTensor) -> float:
+    """Return the one element as a Python float, rounded to float64."""
+    return decoded(x, torch.float64).item()
+
+
+@implements(aten.copy_.default)
+def copy_(x: Tensor, source: Any, non_blocking: bool = False) -> Tensor:
+    """Copy the values of an MCTensor or plain tensor into another, rounded to what that holds."""
+    if isinstance(source, Tensor) and source.device != x.device:
+        source = source.to(x.device, non_blocking=non_blocking)
+    return write_value(x, source)
+
+
+@implements(aten.fill_.Scalar, aten.fill_.Tensor)
+def fill_(x: Tensor, value: Any) -> Tensor:
+    """Write one number into every element."""
+    return write_value(x, value)
+
+
+@implements(aten.zero_.default)
+def zero_(x: MCTensor) -> Tensor:
+    """Write 0 into every element."""
+    for part in x._parts:
+        part.zero_()
+    return x
+
+
+@implements(aten.eye.out, aten.eye.m_out)
+def eye_out(*sizes: int, out: Tensor) -> Tensor:
+    """Write ones into the diagonal, zeros elsewhere."""
+    return write_value(out, torch.eye(*sizes, dtype=torch.float64, device=out.device))
+
+
+def _new_like(operator: OpOverload) -> Callable:
+    """Return the rule of an operator that makes a tensor like a given one: its first component; the others are zero."""
+
+    def new(x: MCTensor, *arguments: Any, **options: Any) -> Tensor:
+        dtype = options.get("dtype") or x.dtype
+        if dtype not in PRECISION or gives_plain_gradient_of(x) or stores_plain_gradient(x._gradients):
+            return operator(x._parts[0], *arguments, **options)
+        options["dtype"] = torch.float64 if operator in _RANDOM else dtype
+        first = operator(x._parts[0], *arguments, **options)
+        form = ResultType(dtype, len(x._parts), x._gradients, x._scale is not None and dtype == x.dtype, first.device)
+        if operator in _RANDOM:
+            return make_result((first,), form)
+        rest = tuple(torch.zeros_like(first) for _ in range(form.components - 1))
+        scale = torch.ones((), dtype=torch.float32, device=first.device) if form.scaled else None
+        filled = wrap((first, *rest), scale, x._gradients)
+        # One component holds them: where a backward pass begins with these, its gradients are plain from there on.
+        filled._seeds_backward = operator is aten.ones_like.default
+        return filled
+
+    return new
+
+
+_RANDOM = (aten.rand_like.default, aten.randn_like.default, aten.randint_like.default, aten.randint_like.low_dtype)
+_PLAIN = (
+    *(aten.empty_like.default, aten.zeros_like.default, aten.ones_like.default, aten.new_empty.default),
+    *(aten.new_empty_strided.default, aten.new_zeros.default, aten.new_ones.default),
+)
+for _operator in (*_RANDOM, *_PLAIN):
+    implements(_operator)(_new_like(_operator))
+
+
+@implements(aten.full_like.default, aten.new_full.default)
+def full_like(x: MCTensor, *arguments: Any, **options: Any) -> Tensor:
+    """One number everywhere, with all its digits."""
+    size, value = arguments if len(arguments) == 2 else (None, *arguments)
+    value = options.pop("fill_value", value)
+    blank = aten.empty_like.default(x, **options) if size is None else aten.new_empty.default(x, size, **options)
+    return blank.fill_(value)
+
+
+def _random_in_place(operator: OpOverload) -> Callable:
+    def draw(x: MCTensor, *arguments: Any, **options: Any) -> Tensor:
+        # torch draws in the order of the memory: with the strides of the components one seed gives one mask.
+        return write_value(x, operator(torch.empty_like(x._parts[0], dtype=torch.float64), *arguments, **options))
+
+    return draw
+
+
+for _operator in (
+    *(aten.normal_.default, aten.uniform_.default, aten.bernoulli_.float, aten.exponential_.default),
+    *(aten.log_normal_.default, aten.cauchy_.default, aten.geometric_.default, aten.random_.default),
+    *(aten.random_.to, getattr(aten.random_, "from")),
+):
+    implements(_operator)(_random_in_place(_operator))
+
+
+# The value is the first argument; what they fill in is 0, in every component.
+_ONE_VALUE = (
+    *(aten.index.Tensor, aten._unsafe_index.Tensor, aten.index_select.default, aten.gather.default, aten.take.default),
+    *(aten.masked_select.default, aten.repeat.default, aten.flip.default, aten.roll.default, aten.tril.default),
+    *(aten.triu.default, aten.diag_embed.default, aten.rot90.default, aten.im2col.default, aten.pixel_shuffle.default),
+    *(
+        aten.pixel_unshuffle.default,
+        aten.channel_shuffle.default,
+        aten.select_backward.default,
+        aten.slice_backward.default,
+    ),
+    *(aten.diagonal_backward.default, aten.reflection_pad1d.default, aten.reflection_pad2d.default),
+    *(aten.reflection_pad3d.default, aten.replication_pad1d.default, aten.replication_pad2d.default),
+    *(aten.replication_pad3d.default, aten.upsample_nearest1d.default, aten.upsample_nearest2d.default),
+    *(aten.upsample_nearest3d.default, aten.upsample_nearest1d.vec, aten.upsample_nearest2d.vec),
+    *(aten.upsample_nearest3d.vec, aten.embedding.default, aten.view_copy.default, aten.expand_copy.default),
+    *(aten.permute_copy.default, aten.transpose_copy.int, aten.t_copy.default, aten.slice_copy.Tensor),
+    *(aten.select_copy.int, aten.unsqueeze_copy.default, aten.squeeze_copy.default, aten.squeeze_copy.dim),
+    *(aten.as_strided_copy.default, aten.alias_copy.default, aten.detach_copy.default, aten.unfold_copy.default),
+    *(aten._reshape_copy.default, aten.diagonal_copy.default),
+)
+
+
+def _of_one_value(operator: OpOverload) -> Callable:
+    def move(x: MCTensor, *arguments: Any, **options: Any) -> Tensor:
+        arguments = tuple(_index(value) for value in arguments)
+        return map_components(x, lambda part: operator(part, *arguments, **options))
+
+    return move
+
+
+def _index(value: Any) -> Any:
+    if isinstance(value, MCTensor):
+        raise TypeError("an MCTensor is no index: give an integer tensor")
+    return value
+
+
+for _operator in _ONE_VALUE:
+    implements(_operator)(_of_one_value(_operator))
+
+
+# Positions of the arguments that are values; all come to one result type.
+_SEVERAL_VALUES = {
+    aten.scatter.src: (0, 3),
+    aten.masked_scatter.default: (0, 2),
+    aten.slice_scatter.default: (0, 1),
+    aten.select_scatter.default: (0, 1),
+    aten.diagonal_scatter.default: (0, 1),
+    aten.as_strided_scatter.default: (0, 1),
+    aten.index_copy.default: (0, 3),
+    aten.index_fill.int_Tensor: (0, 3),
+    aten.fill.Tensor: (0, 1),
+    aten.copy.default: (0, 1),
+}
+# Overloads that take a number where another takes a tensor.
+_NUMBER_OVERLOADS = {
+    aten.scatter.value: (aten.scatter.src, 3),
+    aten.index_fill.int_Scalar: (aten.index_fill.int_Tensor, 3),
+    aten.fill.Scalar: (aten.fill.Tensor, 1),
+}
+
+
+def apply_to_components(operator: OpOverload, arguments: Sequence, positions: Sequence[int], **options: Any) -> Tensor:
+    """Apply an operator on several values to every component of theirs, brought to one result type."""
+    form = result_type(arguments[i] for i in positions)
+    if gives_plain_gradient(form.gradients, form.has_gradient):
+        plain = [round_operand(x, form) if i in positions else x for i, x in enumerate(arguments)]
+        return operator(*plain, **options)
+    parts, scale = align_components([arguments[i] for i in positions], form)
+    results = []
+    for some in zip(*parts, strict=True):
+        here = dict(zip(positions, some))
+        results.append(operator(*(here.get(i, x) for i, x in enumerate(arguments)), **options))
+    return wrap(tuple(results), scale, form.gradients)
+
+
+def _of_several_values(operator: OpOverload, positions: Sequence[int]) -> Callable:
+    def move(*arguments: Any, **options: Any) -> Tensor:
+        return apply_to_components(operator, arguments, positions, **options)
+
+    return move
+
+
+def _of_a_number(operator: OpOverload, position: int) -> Callable:
+    def move(x: MCTensor, *arguments: Any, **options: Any) -> Tensor:
+        values = [x, *arguments]
+        number = torch.scalar_tensor(values[position], dtype=torch.float64, device=x.device)
+        values[position] = number.expand(values[2].shape) if operator is aten.scatter.src else number
+        return apply_to_components(operator, values, (0, position), **options)
+
+    return move
+
+
+for _operator, _positions in _SEVERAL_VALUES.items():
+    implements(_operator)(_of_several_values(_operator, _positions))
+for _operator, (_target, _position) in _NUMBER_OVERLOADS.items():
+    implements(_operator)(_of_a_number(_target, _position))
+
+
+@implements(aten._pack_padded_sequence.default)
+def pack_padded_sequence(x: MCTensor, lengths: Tensor, batch_first: bool) -> tuple[Tensor, Tensor]:
+    """The steps of all sequences one after the other, and how many there are of each."""
+    packed = [aten._pack_padded_sequence.default(part, lengths, batch_first) for part in x._parts]
+    scale = None if x._scale is None else x._scale.clone()
+    return wrap(tuple(rows for rows, _ in packed), scale, x._gradients), packed[0][1]
+
+
+def _concatenation(operator: OpOverload) -> Callable:
+    def concatenate(tensors: Sequence[Tensor], *arguments: Any, **options: Any) -> Tensor:
+        form = result_type(tensors)
+        if gives_plain_gradient(form.gradients, form.has_gradient):
+            return operator([round_operand(x, form) for x in tensors], *arguments, **options)
+        parts, scale = align_components(tensors, form)
+        results = tuple(operator(list(some), *arguments, **options) for some in zip(*parts, strict=True))
+        return wrap(results, scale, form.gradients)
+
+    return concatenate
+
+
+for _operator in (aten.cat.default, aten.stack.default, aten.block_diag.default):
+    implements(_operator)(_concatenation(_operator))
+
+
+@implements(aten.constant_pad_nd.default)
+def constant_pad_nd(x: MCTensor, pad: Sequence[int], value: Any = 0) -> Tensor:
+    """The values with a border of one number."""
+    if value == 0:
+        return map_components(x, lambda part: aten.constant_pad_nd.default(part, pad, 0))
+    inside = torch.ones(x.shape, dtype=torch.bool, device=x.device)
+    outside = ~aten.constant_pad_nd.default(inside, pad, False)
+    return constant_pad_nd(x, pad).masked_fill(outside, value)
+
+
+_ONE = (
+    *(aten.alias.default, aten.view.default, aten._unsafe_view.default, aten._reshape_alias.default, aten.t.default),
+    *(aten.transpose.int, aten.permute.default, aten.slice.Tensor, aten.select.int, aten.expand.default),
+    *(aten.unsqueeze.default, aten.squeeze.default, aten.squeeze.dim, aten.squeeze.dims, aten.as_strided.default),
+    *(aten.diagonal.default, aten.unfold.default, aten.lift_fresh.default),
+)
+_SEVERAL = (
+    *(aten.split.Tensor, aten.split_with_sizes.default, aten.unbind.int),
+    *(aten.unsafe_split.Tensor, aten.unsafe_split_with_sizes.default, aten.unsafe_chunk.default),
+)
+
+
+def _view(operator: OpOverload) -> Callable:
+    def view(x: MCTensor, *arguments: Any, **options: Any) -> Tensor:
+        if gives_plain_gradient_of(x):
+            return operator(to_plain(x), *arguments, **options)
+        return wrap(tuple(operator(part, *arguments, **options) for part in x._parts), x._scale, x._gradients)
+
+    return view
+
+
+def _views(operator: OpOverload) -> Callable:
+    def views(x: MCTensor, *arguments: Any, **options: Any) -> list[Tensor]:
+        if gives_plain_gradient_of(x):
+            return operator(to_plain(x), *arguments, **options)
+        pieces = zip(*(operator(part, *arguments, **options) for part in x._parts), strict=True)
+        return [wrap(parts, x._scale, x._gradients) for parts in pieces]
+
+    return views
+
+
+@implements(aten.detach.default)
+def detach(x: MCTensor) -> Tensor:
+    """Return the same components; a gradient that is being stored in a leaf becomes the kind that the leaf keeps."""
+    if stores_plain_gradient(x._gradients):
+        return to_plain(x).detach()
+    return wrap(tuple(aten.detach.default(part) for part in x._parts), x._scale, x._gradients)
+
+
+def _on_first_components(operator: OpOverload) -> None:
+    """Register what forward-mode derivatives ask of a tensor and its tangent: nothing of values."""
+    implements(operator)(lambda *tensors: operator(*(x._parts[0] if isinstance(x, MCTensor) else x for x in tensors)))
+
+
+for _operator in present((aten.is_same_size.default, aten._has_same_storage_numel.default)):
+    _on_first_components(_operator)
+
+
+def _in_place(operator: OpOverload, functional: OpOverload) -> Callable:
+    def view(x: MCTensor, *arguments: Any, **options: Any) -> MCTensor:
+        x._parts = tuple(functional(part, *arguments, **options) for part in x._parts)
+        with no_dispatch():
+            return operator(x, *arguments, **options)
+
+    return view
+
+
+_IN_PLACE = {
+    aten.squeeze_.default: aten.squeeze.default,
+    aten.squeeze_.dim: aten.squeeze.dim,
+    aten.squeeze_.dims: aten.squeeze.dims,
+    aten.unsqueeze_.default: aten.unsqueeze.default,
+    aten.t_.default: aten.t.default,
+    aten.transpose_.default: aten.transpose.int,
+    aten.as_strided_.default: aten.as_strided.default,
+    aten.detach_.default: aten.detach.default,
+}
+for _operator, _functional in _IN_PLACE.items():
+    implements(_operator)(_in_place(_operator, _functional))
+for _operator in _ONE:
+    implements(_operator)(_view(_operator))
+for _operator in _SEVERAL:
+    implements(_operator)(_views(_operator))
+
+
+def to_message(tensors: Sequence[Tensor]) -> Tensor:
+    """Return every component and the scale of some tensors as one byte tensor."""
+    whole = [part for x in tensors for part in inner_tensors(x)]
+    return torch.cat([part.contiguous().reshape(-1).view(torch.uint8) for part in whole])
+
+
+def from_message(message: Tensor, like: MCTensor, shape: Sequence[int]) -> MCTensor:
+    """Return the MCTensor that a message holds: of a shape, with dtype, components and scale like another's."""
+    count = len(like._parts)
+    fixed = 0 if like._scale is None else like._scale.element_size()
+    size = (message.numel() - fixed) // count
+    pieces = message.split([*[size] * count, *([fixed] if fixed else [])])
+    parts = tuple(_as_dtype(piece, like.dtype).reshape(shape) for piece in pieces[:count])
+    scale = _as_dtype(pieces[count], torch.float32).reshape(()) if fixed else None
+    return wrap(parts, scale, like._gradients)
+
+
+def _as_dtype(message: Tensor, dtype: torch.dtype) -> Tensor:
+    # A clone: a piece may start anywhere, and a view of another dtype may not.
+    return message.clone().view(dtype)
+
+
+def broadcast_(tensors: Sequence[Tensor], *arguments: Any, **options: Any) -> Any:
+    """Broadcast every component and the scale from one rank, as one message; synchronous."""
+    message = to_message(tensors)
+    _, work = torch.ops.c10d.broadcast_.default([message], *arguments, **options)
+    work.wait()
+    whole = [part for x in tensors for part in inner_tensors(x)]
+    sizes = [part.numel() * part.element_size() for part in whole]
+    for part, piece in zip(whole, message.split(sizes), strict=True):
+        part.copy_(_as_dtype(piece, part.dtype).reshape(part.shape))
+    return list(tensors), work
+
+
+if torch.distributed.is_available():
+    implements(torch_operators("c10d").broadcast_.default)(broadcast_)
+
+
+def _run_and_wait(name: str, message: Tensor, *arguments: Any) -> Tensor:
+    functional = torch.ops._c10d_functional
+    return functional.wait_tensor.default(getattr(functional, name).default(message, *arguments))
+
+
+def all_gather(x: MCTensor, size: int, group: Any) -> Tensor:
+    """Every rank's value, one after another."""
+    messages = _run_and_wait("all_gather_into_tensor", to_message([x]), size, group).chunk(size)
+    return torch.cat([from_message(message, x, x.shape) for message in messages])
+
+
+def all_to_all(x: MCTensor, output_sizes: Sequence[int], input_sizes: Sequence[int], group: Any) -> Tensor:
+    """Rows of x to every rank, and rows of every rank in x's place, one after another."""
+    pieces = [to_message([piece]) for piece in x.split(list(input_sizes))]
+    shapes = [(rows, *x.shape[1:]) for rows in output_sizes]
+    # An empty message still holds a scale.
+    fixed = 0 if x._scale is None else x._scale.element_size()
+    row = len(x._parts) * x.dtype.itemsize * x.shape[1:].numel()
+    arriving = [rows * row + fixed for rows in output_sizes]
+    leaving = [piece.numel() for piece in pieces]
+    messages = _run_and_wait("all_to_all_single", torch.cat(pieces), arriving, leaving, group).split(arriving)
+    return torch.cat([from_message(message, x, shape) for message, shape in zip(messages, shapes, strict=True)])
+
+
+def broadcast(x: MCTensor, source: int, group: Any) -> Tensor:
+    """One rank's value."""
+    return from_message(_run_and_wait("broadcast", to_message([x]), source, group), x, x.shape)
+
+
+def wait_tensor(x: MCTensor) -> MCTensor:
+    """Return the same memory: there is nothing to wait for."""
+    return wrap(x._parts, x._scale, x._gradients)
+
+
+if dist.is_available():
+    _functional = torch_operators("_c10d_functional")
+    implements(_functional.all_gather_into_tensor.default)(all_gather)
+    implements(_functional.all_to_all_single.default)(all_to_all)
+    implements(_functional.broadcast.default)(broadcast)
+    implements(_functional.wait_tensor.default)(wait_tensor)

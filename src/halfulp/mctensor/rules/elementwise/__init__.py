@@ -1,1 +1,0 @@
-"""Rules of functions of one element each."""

@@ -1,1 +1,0 @@
-"""Rules of operators that make, move, view or send elements."""

@@ -1,1 +1,0 @@
-"""Rules of the operators behind layers of networks."""

@@ -1,1 +1,0 @@
-"""Rules of products of matrices, convolutions and linear algebra."""

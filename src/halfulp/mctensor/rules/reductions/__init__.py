@@ -1,1 +1,0 @@
-"""Rules of sums, norms, order and sums at indices."""
