@@ -190,6 +190,21 @@ end()
 """
 
 
+DIFFERENT = """
+try:
+    reduce_in_bfloat16(Parallel(copy.deepcopy(start)), ("feedback", "stochastic")[rank])
+except ValueError as error:
+    assert "ranks differ: rank 1 has rounding='stochastic' where rank 0 has rounding='feedback'" in str(error), error
+else:
+    raise AssertionError("ranks that differ were taken")
+end()
+"""
+
+
+def test_ranks_that_differ_are_named_at_the_start(in_processes):
+    in_processes(START + DIFFERENT, 2, SIZE="2")
+
+
 @pytest.mark.parametrize("size", [1, 2, 4])
 def test_gradients_are_those_of_the_equation(size, in_processes, needs_torch):
     needs_torch("fully_shard on the CPU that averages gradients, not sums them")

@@ -153,12 +153,20 @@ def test_a_copied_model_computes_with_its_own_weights(seed):
     assert model(torch.ones(1, 4)).any()
 
 
-def test_an_engine_of_its_own_is_refused(monkeypatch):
+@pytest.mark.parametrize(
+    ("kind", "words"),
+    [
+        ("DEEPSPEED", "DEEPSPEED scales losses in its own engine"),
+        ("MEGATRON_LM", "MEGATRON_LM scales losses in its own engine"),
+        ("FSDP", "FSDP1 flattens parameters.*take fsdp_version=2"),
+    ],
+)
+def test_an_engine_of_its_own_is_refused(kind, words, monkeypatch):
     accelerator = accelerate.Accelerator(cpu=True)
-    monkeypatch.setattr(
-        type(accelerator), "distributed_type", property(lambda self: accelerate.utils.DistributedType.DEEPSPEED)
-    )
-    with pytest.raises(NotImplementedError, match="DEEPSPEED scales losses in its own engine"):
+    of_kind = getattr(accelerate.utils.DistributedType, kind)
+    monkeypatch.setattr(type(accelerator), "distributed_type", property(lambda self: of_kind))
+    monkeypatch.setattr(type(accelerator), "is_fsdp2", property(lambda self: False))
+    with pytest.raises(NotImplementedError, match=words):
         use_scaler(accelerator, nn.Linear(2, 2))
 
 

@@ -3,6 +3,7 @@
 import pytest
 import torch
 
+import halfulp as hu
 from halfulp.integrations.diffusers import EMAModel
 from halfulp.kernels import same_bits
 
@@ -104,6 +105,17 @@ def test_a_model_is_saved_with_its_averages(seed, tmp_path):
     saved = diffusers.UNet2DModel.from_pretrained(tmp_path)
     averages = ema.ema.float32_state_dict()
     assert all(same_bits(p.detach(), averages[name]) for name, p in saved.named_parameters())
+
+
+def test_parameters_that_diffusers_has_cast_are_narrowed_again(seed):
+    """Its scripts make trained parameters float32 before they make the optimizer."""
+    cast = pytest.importorskip("diffusers.training_utils").cast_training_params
+    model, _ = _pairs(seed)
+    model.bfloat16()
+    cast(model)
+    assert model[0].weight.dtype == torch.float32
+    hu.AdamW(model.named_parameters(), lr=1e-3, param_dtype="bf16", weight_update="split8")
+    assert model[0].weight.dtype == torch.bfloat16
 
 
 def test_what_is_wrong_is_said():

@@ -9,6 +9,7 @@ from torch import nn
 
 import halfulp as hu
 from halfulp.kernels import same_bits
+from halfulp.optim._inner_optimizer import inner_optimizer
 
 lightning = pytest.importorskip("lightning.pytorch")
 from halfulp.integrations.lightning import AdaptiveMixed, Precision, Recipe  # noqa: E402
@@ -44,7 +45,7 @@ def _split8(module):
     return hu.recipes.optimizer(module, "AdamW", lr=1e-2, report_interval=1)
 
 
-def _fitted(seed, folder, plugins, make=_split8, epochs=2, start=None, callback=None, **options):
+def _fitted(seed, folder, plugins, make=_split8, epochs=2, start=None, callback=None, others=(), **options):
     torch.manual_seed(seed)
     module = Module(make)
     data = torch.utils.data.TensorDataset(torch.randn(64, 8), torch.randn(64, 2))
@@ -55,7 +56,7 @@ def _fitted(seed, folder, plugins, make=_split8, epochs=2, start=None, callback=
         max_epochs=epochs,
         default_root_dir=folder,
         plugins=plugins,
-        callbacks=[callback or Precision()],
+        callbacks=[callback or Precision(), *others],
         enable_checkpointing=False,
         **QUIET,
         **options,
@@ -147,6 +148,57 @@ def test_a_module_is_fitted_validated_and_fitted_again(kind, seed, tmp_path):
     )
     other.fit(module, data)
     other.validate(module, data)
+
+
+def test_lightnings_own_bf16_loses_the_low_bits_that_the_recipe_keeps(seed, tmp_path):
+    def still(module):
+        return hu.AdamW(module.named_parameters(), lr=0.0, weight_decay=0.0, weight_update="split")
+
+    torch.manual_seed(seed)
+    start = Module(still).network[0].weight.detach().clone()
+    for options, is_kept in (({"plugins": [Recipe("bf16-split8")]}, True), ({"precision": "bf16-true"}, False)):
+        torch.manual_seed(seed)
+        module = Module(still)
+        data = torch.utils.data.DataLoader(torch.utils.data.TensorDataset(torch.randn(8, 8), torch.randn(8, 2)))
+        given = {"accelerator": "cpu", "devices": 1, "max_steps": 1, "enable_checkpointing": False, **QUIET}
+        trainer = lightning.Trainer(default_root_dir=tmp_path, **given, **options)
+        trainer.fit(module, data)
+        weights = inner_optimizer(trainer.optimizers[0]).float32_state_dict(module)["network.0.weight"]
+        assert torch.equal(weights, start) == is_kept
+
+
+def test_lightnings_own_averages_are_of_the_float32_start(seed, tmp_path):
+    """Its callback copies the module before the recipe converts it, so that averages of narrow weights move."""
+    callbacks = pytest.importorskip("lightning.pytorch.callbacks")
+    if not hasattr(callbacks, "EMAWeightAveraging"):
+        pytest.skip("this Lightning has no EMAWeightAveraging")
+    averaging = callbacks.EMAWeightAveraging(decay=0.5)
+    seen = []
+
+    class Spy(Precision):
+        def on_train_end(self, trainer, module):
+            seen.extend({p.dtype for p in averaging._average_model.parameters()})
+
+    _fitted(seed, tmp_path, [Recipe("bf16-split8")], epochs=1, callback=Spy(), others=[averaging])
+    assert seen == [torch.float32]
+
+
+@pytest.mark.parametrize("update", ["stochastic", "kahan"])
+def test_fabrics_prefix_changes_no_bit(update, seed):
+    fabric = pytest.importorskip("lightning.fabric").Fabric(accelerator="cpu", devices=1)
+    x, found = torch.randn(4, 8, generator=torch.Generator().manual_seed(seed)), []
+    for is_prepared in (True, False):
+        torch.manual_seed(seed)
+        model = Module(None).network
+        if is_prepared:
+            model = fabric.setup_module(model)
+        optimizer = hu.AdamW(model.named_parameters(), lr=1e-2, param_dtype="bf16", weight_update=update)
+        for _ in range(3):
+            model(x.bfloat16()).float().square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        found.append(model)
+    assert _equal(*found)
 
 
 def test_a_fitted_module_is_freed(seed, tmp_path):

@@ -1,5 +1,6 @@
 """The optimizer and the callback inside transformers' Trainer; skipped where accelerate is missing."""
 
+import copy
 import json
 
 import pytest
@@ -189,6 +190,67 @@ def test_what_is_wrong_is_said(tmp_path):
     make, options = optimizer(_arguments(tmp_path))
     with pytest.raises(ValueError, match="nothing is to be trained"):
         make()(_model(0).requires_grad_(False), **options)
+
+
+def test_fsdp1_is_refused_by_name(tmp_path):
+    make, options = optimizer(_arguments(tmp_path))
+    with pytest.raises(NotImplementedError, match="FSDP1 flattens parameters"):
+        make()(type("FullyShardedDataParallel", (torch.nn.Module,), {})(), **options)
+
+
+def test_a_full_disk_leaves_the_files_of_the_checkpoint_before(seed, tmp_path, monkeypatch):
+    trainer = _trained(seed, tmp_path, **OPTIONS)
+    folder = tmp_path / f"checkpoint-{STEPS}"
+    before = {path.name: path.read_bytes() for path in folder.iterdir() if path.is_file()}
+
+    def full(tensors, path, **more):
+        with open(path, "wb") as file:
+            file.write(b"half")
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr("halfulp.integrations.transformers.save_file", full)
+    given = {"model": trainer.model, "optimizer": trainer.optimizer}
+    with pytest.raises(OSError, match="No space left"):
+        PrecisionCallback().on_save(trainer.args, trainer.state, trainer.control, **given)
+    assert all((folder / name).read_bytes() == content for name, content in before.items())
+
+
+@pytest.mark.parametrize("is_cast", [True, False])
+def test_adapters_of_a_narrow_model_train_and_resume(is_cast, seed):
+    """PEFT makes the adapters of a bfloat16 model float32 unless it is told not to; `param_dtype=` narrows both."""
+    peft = pytest.importorskip("peft")
+    settings = peft.LoraConfig(r=2, target_modules=["c_attn"], fan_in_fan_out=True)
+
+    def made(saved=None):
+        torch.manual_seed(seed)
+        model = peft.get_peft_model(_model(seed, 0.0).bfloat16(), settings, autocast_adapter_dtype=is_cast)
+        trained = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
+        assert {p.dtype for _, p in trained} == {torch.float32 if is_cast else torch.bfloat16}
+        if saved is not None:  # as Trainer's resume does, into float32
+            model.load_state_dict(saved["model"])
+        own = hu.AdamW(trained, lr=1e-2, weight_update="kahan", param_dtype="bf16")
+        if saved is not None:
+            own.load_state_dict(saved["optimizer"])
+        return model, own, trained
+
+    def stepped(model, own, steps):
+        for step in steps:
+            row = torch.randint(32, (2, 8), generator=torch.Generator().manual_seed(step))
+            model(input_ids=row, labels=row).loss.backward()
+            own.step()
+            own.zero_grad()
+
+    model, own, trained = made()
+    assert {p.dtype for _, p in trained} == {torch.bfloat16}
+    stepped(model, own, range(3))
+    saved = {
+        "model": {k: v.clone() for k, v in model.state_dict().items()},
+        "optimizer": copy.deepcopy(own.state_dict()),
+    }
+    stepped(model, own, range(3, 6))
+    again, other, _ = made(saved)
+    stepped(again, other, range(3, 6))
+    assert _equal(model, again)
 
 
 UNDER_FSDP = """

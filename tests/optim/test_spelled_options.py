@@ -1,5 +1,7 @@
 """Options as command lines and YAML files spell them give the optimizer that the values give, or a sentence."""
 
+import importlib
+
 import pytest
 import torch
 
@@ -106,3 +108,9 @@ def test_what_is_no_value_is_refused_in_words(options, told):
         hu.AdamW([_parameter()], **options)
     with pytest.raises((ValueError, NotImplementedError), match=told.replace("*", r"\*")):
         hu.AdamW([{"params": [_parameter()], **options}])
+
+
+def test_a_class_string_that_does_not_exist_is_told_what_does():
+    with pytest.raises(AttributeError, match=r"unknown name in halfulp\.optim 'AdamV'; did you mean 'Adam'"):
+        getattr(importlib.import_module("halfulp.optim"), "AdamV")  # noqa: B009  as a loader of class strings does
+    assert not any(name.lower().endswith("8bit") for name in hu.optim.OPTIMIZERS)  # kohya's are bitsandbytes'

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch import distributed as dist
 
+from .. import __version__
 from .._messages import a_kind, differences, listed
 from .._torch_versions import ALL_GATHER, lacks
 from ..rounding import Stochastic, quantize
@@ -47,14 +48,15 @@ class NarrowReduction:
 
     Attributes:
         rounding: "feedback" or "stochastic".
+        group, size: the processes, and how many they are.
         bytes_sent: how many bytes this rank has sent to others so far.
         names: what the state of each parameter, under `fully_shard` of each sharded module, is saved under.
     """
 
     def __init__(self, rounding: Rounding, seed: int, scaler: Any, group: Any) -> None:
         self.rounding, self.bytes_sent = rounding, 0
-        self._seed, self._scaler, self._group = seed, scaler, group
-        self._rank, self._size = dist.get_rank(group), dist.get_world_size(group)
+        self._seed, self._scaler, self.group = seed, scaler, group
+        self._rank, self.size = dist.get_rank(group), dist.get_world_size(group)
         self._debts: dict[str, _Debt] = {}
         self.names: dict[Any, str] = {}
         self._scale = self._read_scale()
@@ -65,7 +67,7 @@ class NarrowReduction:
             name: {key: value for key, value in vars(debt).items() if value is not None}
             for name, debt in self._debts.items()
         }
-        head = {"version": VERSION, "rounding": self.rounding, "ranks": self._size, "scale": self._scale}
+        head = {"version": VERSION, "rounding": self.rounding, "ranks": self.size, "scale": self._scale}
         return {**head, f"rank_{self._rank}": held}
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
@@ -86,9 +88,9 @@ class NarrowReduction:
             raise ValueError(
                 f"the state was saved with rounding={state_dict['rounding']!r}, this reduction has {self.rounding!r}"
             )
-        if state_dict["ranks"] != self._size:
+        if state_dict["ranks"] != self.size:
             raise ValueError(
-                f"{state_dict['ranks']} ranks saved this state, and {self._size} load it: what a rank owes is its own. "
+                f"{state_dict['ranks']} ranks saved this state, and {self.size} load it: what a rank owes is its own. "
                 "Leave the state out: what is lost is half an ulp of one step's gradients"
             )
         if mine not in state_dict:
@@ -109,14 +111,14 @@ class NarrowReduction:
         finished: torch.futures.Future[Tensor] = torch.futures.Future()
         if bucket.buffer().is_sparse:
             raise NotImplementedError("sparse gradients are not sent in bfloat16: make the embedding with sparse=False")
-        if self._size > 1:
+        if self.size > 1:
             self._follow_scale()
             names = [self.names[parameter] for parameter in bucket.parameters()]
             gradients = bucket.gradients()
             sent = [self._round(name, "sent", gradient.reshape(-1)) for name, gradient in zip(names, gradients)]
             rows = [self._split(payload) for payload in sent]
             widths = [row.shape[1] for row in rows]
-            mean = self._sum_rows(torch.cat(rows, 1)) / self._size
+            mean = self._sum_rows(torch.cat(rows, 1)) / self.size
             mine = [self._round(name, "summed", part) for name, part in zip(names, mean.split(widths))]
             for gradient, part in zip(gradients, self._gather(torch.cat(mine)).split(widths, 1)):
                 gradient.copy_(part.reshape(-1)[: gradient.numel()].view_as(gradient))
@@ -136,9 +138,9 @@ class NarrowReduction:
                 f"fully_shard asks for {op}, as after set_gradient_divide_factor: reduce_in_bfloat16 sums and averages"
             )
         self._follow_scale()
-        rows = self._round(name, "sent", given.reshape(-1)).view(self._size, -1)
+        rows = self._round(name, "sent", given.reshape(-1)).view(self.size, -1)
         total = self._sum_rows(rows)
-        total = total / self._size if op == dist.ReduceOp.AVG else total
+        total = total / self.size if op == dist.ReduceOp.AVG else total
         output.copy_(total if output.dtype == _WIDE else self._round(name, "summed", total))
         self._debts[name].count += 1
 
@@ -173,25 +175,25 @@ class NarrowReduction:
 
     def _split(self, payload: Tensor) -> Tensor:
         """Return a row for each rank, padded with zeros."""
-        width = -(-payload.numel() // self._size)
-        return nn.functional.pad(payload, (0, width * self._size - payload.numel())).view(self._size, width)
+        width = -(-payload.numel() // self.size)
+        return nn.functional.pad(payload, (0, width * self.size - payload.numel())).view(self.size, width)
 
     def _sum_rows(self, rows: Tensor) -> Tensor:
         """Send row k to rank k, and return the float32 sum of what came, in the order of the ranks."""
         # As bytes: gloo has no bfloat16 everywhere, and nothing is added on the wire.
         sent = rows.contiguous().view(torch.uint8)
         received = torch.empty_like(sent)
-        dist.all_to_all_single(received, sent, group=self._group)
-        self.bytes_sent += sent.numel() - sent.numel() // self._size
+        dist.all_to_all_single(received, sent, group=self.group)
+        self.bytes_sent += sent.numel() - sent.numel() // self.size
         return functools.reduce(torch.add, received.view(_WIRE).to(_WIDE).unbind())
 
     def _gather(self, mine: Tensor) -> Tensor:
         """Return every rank's row."""
         sent = mine.view(torch.uint8)
-        received = torch.empty(self._size * sent.numel(), dtype=torch.uint8, device=sent.device)
-        ALL_GATHER(received, sent, group=self._group)
-        self.bytes_sent += sent.numel() * (self._size - 1)
-        return received.view(_WIRE).view(self._size, -1)
+        received = torch.empty(self.size * sent.numel(), dtype=torch.uint8, device=sent.device)
+        ALL_GATHER(received, sent, group=self.group)
+        self.bytes_sent += sent.numel() * (self.size - 1)
+        return received.view(_WIRE).view(self.size, -1)
 
     def _read_scale(self) -> float:
         return 1.0 if self._scaler is None else float(self._scaler.get_scale())
@@ -266,7 +268,8 @@ def reduce_in_bfloat16(
 
     Raises:
         TypeError: no module.
-        ValueError: a model in no such wrapper, an unknown rounding, or a second communication hook.
+        ValueError: a model in no such wrapper, an unknown rounding, a second communication hook, or ranks that differ
+            in these or in their version of halfulp.
         NotImplementedError: FSDP1, a mesh of two dimensions, parameters with several parts (scaled,
             multi-component), or a torch whose fully_shard takes no reduction.
 
@@ -298,6 +301,7 @@ def reduce_in_bfloat16(
         )
     reduction = NarrowReduction(rounding, seed, scaler, meshes[0].get_group())
     reduction.names = {module: name for module, name in sharded.items() if shard_groups(module)}
+    _check_ranks(reduction, seed)
     for module, name in reduction.names.items():
         module.set_custom_reduce_scatter(_Scatter(reduction, name))
     return reduction
@@ -308,8 +312,21 @@ def _hook(model: nn.parallel.DistributedDataParallel, rounding: Rounding, seed: 
         raise ValueError("this DistributedDataParallel has a communication hook, and takes no second one")
     reduction = NarrowReduction(rounding, seed, scaler, model.process_group)
     reduction.names = {parameter: name for name, parameter in model.module.named_parameters()}
+    _check_ranks(reduction, seed)
     model.register_comm_hook(reduction, _average)
     return reduction
+
+
+def _check_ranks(reduction: NarrowReduction, seed: int) -> None:
+    """Refuse ranks that would not send what the others expect, as they start."""
+    mine = (f"halfulp {__version__}", f"rounding={reduction.rounding!r}", f"seed={seed}")
+    mine += (f"{len(reduction.names)} names from {next(iter(reduction.names.values()), None)!r}",)
+    every: list[Any] = [None] * reduction.size
+    dist.all_gather_object(every, mine, group=reduction.group)
+    for rank, theirs in enumerate(every):
+        other = [f"{one} where rank 0 has {first}" for one, first in zip(theirs, every[0]) if one != first]
+        if other:
+            raise ValueError(f"ranks differ: rank {rank} has {'; '.join(other)}. Start all with the same")
 
 
 def _refuse_parts(model: nn.Module) -> None:

@@ -33,7 +33,7 @@ def use_scaler(accelerator: Accelerator, model: torch.nn.Module, **options: Any)
         **options: of AdaptiveGradScaler.
 
     Raises:
-        NotImplementedError: DeepSpeed or Megatron-LM, which scale losses in their own engines.
+        NotImplementedError: DeepSpeed or Megatron-LM, which scale losses in their own engines, or FSDP1.
         ValueError: a model that accelerate compiles (`dynamo_backend`): its backend is not the scaler's.
 
     >>> import accelerate
@@ -50,6 +50,8 @@ def use_scaler(accelerator: Accelerator, model: torch.nn.Module, **options: Any)
             f"{accelerator.distributed_type.value} scales losses in its own engine, which takes no other scaler: "
             "configure its loss scale, or train without it"
         )
+    if accelerator.distributed_type is DistributedType.FSDP and not accelerator.is_fsdp2:
+        raise NotImplementedError("FSDP1 flattens parameters, whose gradients have one scale: take fsdp_version=2")
     plugin = accelerator.state.dynamo_plugin
     if plugin is not None and str(getattr(plugin.backend, "value", plugin.backend)).lower() != "no":
         raise ValueError(

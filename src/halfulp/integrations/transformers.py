@@ -29,6 +29,7 @@ from .._names import unknown
 from ..optim._inner_optimizer import inner_optimizer
 from ..optim._spelled_options import option_defaults
 from ..optim.parameters._random_identity import plain_names
+from ..pages import write_whole
 from ..recipes import contract
 from ..recipes._contract import Contract
 
@@ -51,7 +52,16 @@ class OptimizerFactory:
         return self.make
 
     def make(self, model: torch.nn.Module, **options: Any) -> torch.optim.Optimizer:
-        """Make the optimizer of a model's trainable parameters."""
+        """Make the optimizer of a model's trainable parameters.
+
+        Raises:
+            ValueError: the model has none.
+            NotImplementedError: FSDP1, which hands over flat parameters.
+        """
+        if type(model).__name__ == "FullyShardedDataParallel":
+            raise NotImplementedError(
+                'FSDP1 flattens parameters, and names and decay groups go: fsdp_config["version"] = 2'
+            )
         trained = [(name, parameter) for name, parameter in model.named_parameters() if parameter.requires_grad]
         if not trained:
             raise ValueError("no parameter of the model requires a gradient: nothing is to be trained")
@@ -156,13 +166,14 @@ class PrecisionCallback(TrainerCallback):
         model, stepped = more["model"], inner_optimizer(more["optimizer"])
         held = contract(model, stepped)
         if self.contract:
-            with open(os.path.join(folder, CONTRACT_FILE), "w", encoding="utf-8") as file:
-                json.dump(held.to_dict(), file, indent=1)
+            write_whole(os.path.join(folder, CONTRACT_FILE), json.dumps(held.to_dict(), indent=1))
         is_sharded = any(hasattr(parameter, "_local_tensor") for parameter in model.parameters())
         if self.float32_weights and isinstance(stepped, optim.Optimizer) and not is_sharded:
             weights = stepped.float32_state_dict(model).items()
             plain = {name: tensor.cpu().clone(memory_format=torch.contiguous_format) for name, tensor in weights}
-            save_file(plain, os.path.join(folder, WEIGHTS_FILE), metadata={"format": "pt", **held.metadata()})
+            path = os.path.join(folder, WEIGHTS_FILE)
+            save_file(plain, f"{path}.part", metadata={"format": "pt", **held.metadata()})
+            os.replace(f"{path}.part", path)
 
     def on_log(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, logs: Any = None, **more: Any

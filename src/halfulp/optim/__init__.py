@@ -1,6 +1,7 @@
 """Optimizers that keep parameters and states in 16 and fewer bits: update rules x weight updates."""
 
 from .. import _needs_torch as _needs_torch
+from .._names import unknown as _unknown
 from ._algorithms import SGD as SGD
 from ._algorithms import Adafactor as Adafactor
 from ._algorithms import Adagrad as Adagrad
@@ -41,3 +42,8 @@ from .weight_updates._split import Split as Split
 from .weight_updates._weight_update import WeightUpdate as WeightUpdate
 from .weight_updates._weight_update import register_weight_update as register_weight_update
 from .wrapping._wrap import wrap as wrap
+
+
+def __getattr__(name: str) -> object:
+    # What a configuration spells wrongly ("halfulp.optim.AdamV") is looked up here.
+    raise AttributeError(_unknown("name in halfulp.optim", name, OPTIMIZERS))
