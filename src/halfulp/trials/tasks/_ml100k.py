@@ -35,7 +35,7 @@ class MovieLens(Task):
     rule: ClassVar[str] = "SGD"
     hyper: ClassVar[dict[str, Any]] = {"lr": 0.5, "momentum": 0.9}
     steps: ClassVar[int] = 3000
-    sizes: ClassVar[dict[str, int]] = {"smoke": 8, "small": 600, "full": 10_000}
+    sizes: ClassVar[dict[str, int]] = {"smoke": 8, "small": 450, "full": 10_000}
     batch: ClassVar[int] = 128
     target: ClassVar[str] = "rating"
 
@@ -96,7 +96,7 @@ class RankingNetwork(nn.Module):
         known = self.below(torch.cat([age, year, genres], 1).to(next(self.below.parameters()).dtype))
         vectors = torch.stack([known, *(table(rows[:, place]) for place, table in enumerate(self.tables))], 1)
         products = vectors @ vectors.transpose(1, 2)
-        first, second = torch.triu_indices(vectors.shape[1], vectors.shape[1], 1, device=rows.device)
+        first, second = torch.triu_indices(vectors.shape[1], vectors.shape[1], 1, dtype=torch.int64, device=rows.device)
         return self.above(torch.cat([known, products[:, first, second]], 1))
 
 
