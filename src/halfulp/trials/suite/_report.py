@@ -186,7 +186,7 @@ _LINEAR, _REACH = 1.0, 100.0  # per cent of float32's loss: linear up to, and wh
 def figure(evidence: FinishedTrials, theme: str) -> str:
     """The gap to float32 of every recipe on every task with its spread over seeds, as SVG for light or dark pages.
 
-    The axis is in per cent of float32's loss, linear up to 1%, logarithmic beyond, and ends at 100%; a cross is a divergence.
+    The axis is in per cent of float32's loss, linear up to 1%, logarithmic up to 100%; a cross is a divergence.
 
     Raises:
         ValueError: matplotlib is missing, or the theme is neither "light" nor "dark".
