@@ -75,7 +75,12 @@ def line_styles(recipes: Sequence[str]) -> dict[str, LineStyle]:
 Curves: TypeAlias = Mapping[str, Mapping[int, Mapping[int, float]]]
 
 # Text stays text, and the same drawing the same bytes.
-SVG_SETTINGS = {"svg.fonttype": "none", "svg.hashsalt": "halfulp", "font.size": 9, "font.family": "sans-serif"}
+SVG_SETTINGS: dict[Any, Any] = {
+    "svg.fonttype": "none",
+    "svg.hashsalt": "halfulp",
+    "font.size": 9,
+    "font.family": "sans-serif",
+}
 # Stand-ins that matplotlib writes and that become var(--name) afterwards.
 _INK, _FAINT = "#010101", "#020202"
 _TITLES = ("training loss, nats", "difference to fp32 on the same batches, nats", "the close ones, magnified")

@@ -186,7 +186,7 @@ _LINEAR, _REACH = 1.0, 100.0  # per cent of float32's loss: linear up to, and wh
 def figure(evidence: FinishedTrials, theme: str) -> str:
     """The gap to float32 of every recipe on every task with its spread over seeds, as SVG for light or dark pages.
 
-    The axis is in per cent of float32's loss, linear up to 1% and logarithmic beyond; a cross is a divergence.
+    The axis is in per cent of float32's loss, linear up to 1%, logarithmic up to 100%; a cross is a divergence.
 
     Raises:
         ValueError: matplotlib is missing, or the theme is neither "light" nor "dark".
@@ -222,7 +222,7 @@ def _draw_task(axes: Any, rows: dict[str, Row], names: Sequence[str], colours: d
     axes.patch.set_alpha(0)
     axes.set_xscale("symlog", linthresh=_LINEAR)
     axes.set_xlim(-_REACH, 1.6 * _REACH)
-    axes.set_xticks([-10, -1, 0, 1, 10, 100], ["−10", "", "0", "", "10", "100"])
+    axes.set_xticks([-10, -1, 0, 1, 10, 100], ["−10", "", "0", "", "10", ""])
     axes.tick_params(colors=colours["ink"], length=0, labelsize=7)
     axes.minorticks_off()
     for side, spine in axes.spines.items():

@@ -7,7 +7,7 @@ from ...recipes import Recipe
 from ..running._plan import Trial, plan
 from ..running._training import Listener, training
 from ._evidence import SuiteEvidence
-from ._papers import COMMON, COMPONENTS, FEW_BITS, SLOW, TASKS, WIDE
+from ._papers import COMMON, COMPONENTS, FEW_BITS, LEFT_OUT, SLOW, TASKS, WIDE
 
 SUITES = ("papers",)
 
@@ -73,10 +73,13 @@ def plan_suite(
     left_out: dict[str, dict[str, str]] = {}
     trials: list[Trial] = []
     for task in chosen:
-        own = [everything[_name(one)] for one in (*COMMON, *TASKS[task]) if _name(one) in allowed]
+        barred, why = LEFT_OUT.get(task, ((), ""))
+        slow = [name for name in COMPONENTS if name not in TASKS[task]]
+        reasons = dict.fromkeys(barred, why) | dict.fromkeys(slow, SLOW)
+        left_out[task] = {name: said for name, said in reasons.items() if name in allowed}
+        names = [_name(one) for one in (*COMMON, *TASKS[task])]
+        own = [everything[name] for name in names if name in allowed and name not in barred]
         trials += plan(task, own, seeds, None, data, size, left_out)
-        slow = [name for name in COMPONENTS if name in allowed and name not in TASKS[task]]
-        left_out.setdefault(task, {}).update(dict.fromkeys(slow, SLOW))
     return trials, {task: pairs for task, pairs in left_out.items() if pairs}
 
 

@@ -5,7 +5,6 @@ from ._registry import kind_of as kind_of
 from ._registry import names as names
 from ._registry import register as register
 from ._step import Step as Step
-from ._task import SIZES as SIZES
 from ._task import Batch as Batch
 from ._task import Data as Data
 from ._task import Task as Task

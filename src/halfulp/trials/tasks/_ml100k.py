@@ -35,7 +35,7 @@ class MovieLens(Task):
     rule: ClassVar[str] = "SGD"
     hyper: ClassVar[dict[str, Any]] = {"lr": 0.5, "momentum": 0.9}
     steps: ClassVar[int] = 3000
-    sizes: ClassVar[dict[str, int]] = {"smoke": 8, "small": 600, "full": 10_000}
+    sizes: ClassVar[dict[str, int]] = {"smoke": 8, "small": 450, "full": 10_000}
     batch: ClassVar[int] = 128
     target: ClassVar[str] = "rating"
 
@@ -82,21 +82,21 @@ class RankingNetwork(nn.Module):
 
     def __init__(self, tables: list[int], width: int = 16):
         super().__init__()
-        self.tables = nn.ModuleList(nn.Embedding(size, width) for size in tables)
+        vectors = [nn.Embedding(size, width) for size in tables]
+        for table in vectors:
+            nn.init.normal_(table.weight, std=0.1)
+        self.tables = nn.ModuleList(vectors)
         self.below = nn.Sequential(nn.Linear(2 + _GENRES, 32), nn.ReLU(), nn.Linear(32, width), nn.ReLU())
         pairs = (1 + len(tables)) * len(tables) // 2
         self.above = nn.Sequential(nn.Linear(width + pairs, 64), nn.ReLU(), nn.Linear(64, 2))
-        for table in self.tables:
-            nn.init.normal_(table.weight, std=0.1)
 
     def forward(self, rows: Tensor) -> Tensor:
         """``rows``: int64, as `MovieLens.load` makes them."""
-        weight = self.below[0].weight
         age, year, genres = rows[:, 4:5] / 50 - 1, (rows[:, 5:6] - 1980) / 20, rows[:, 6:]
-        known = self.below(torch.cat([age, year, genres], 1).to(weight.dtype))
+        known = self.below(torch.cat([age, year, genres], 1).to(next(self.below.parameters()).dtype))
         vectors = torch.stack([known, *(table(rows[:, place]) for place, table in enumerate(self.tables))], 1)
         products = vectors @ vectors.transpose(1, 2)
-        first, second = torch.triu_indices(vectors.shape[1], vectors.shape[1], 1, device=rows.device)
+        first, second = torch.triu_indices(vectors.shape[1], vectors.shape[1], 1, dtype=torch.int64, device=rows.device)
         return self.above(torch.cat([known, products[:, first, second]], 1))
 
 

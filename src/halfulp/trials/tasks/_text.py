@@ -111,7 +111,7 @@ class TinyShakespeareLSTM(TinyShakespeare):
     name: ClassVar[str] = "tinyshakespeare-lstm"
     title: ClassVar[str] = "character-level LSTM on Shakespeare"
     hyper: ClassVar[dict[str, Any]] = {"lr": 4e-3, "betas": (0.9, 0.999), "weight_decay": 0.1}
-    sizes: ClassVar[dict[str, int]] = {"smoke": 3, "small": 80, "full": 10_000}
+    sizes: ClassVar[dict[str, int]] = {"smoke": 3, "small": 60, "full": 10_000}
     time: ClassVar[int] = 32
 
     def model(self, data: Data, seed: int) -> nn.Module:

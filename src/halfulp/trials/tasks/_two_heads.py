@@ -43,7 +43,7 @@ class TwoHeads(Task):
     rule: ClassVar[str] = "AdamW"
     hyper: ClassVar[dict[str, Any]] = {"lr": 1e-2, "eps": 1e-12, "weight_decay": 0.01}
     steps: ClassVar[int] = 700
-    sizes: ClassVar[dict[str, int]] = {"smoke": 4, "small": 250}
+    sizes: ClassVar[dict[str, int]] = {"smoke": 4, "small": 200}
     batch: ClassVar[int] = 32
     target: ClassVar[str] = "image"
 
