@@ -87,7 +87,15 @@ FUNCTIONS = {
     ).decode(),
 }
 # Relative errors of derivatives, by the narrowest type that a model computes in; of others float32's.
-NEAR = {"fp8": 0.3, "bf16": 0.05, "bfloat16": 0.05, "fp16": 1e-2, "float16": 1e-2, "scalify": 1e-2}
+NEAR = {
+    "fp8": 0.3,
+    "bf16": 0.05,
+    "bfloat16": 0.05,
+    "fp16": 1e-2,
+    "float16": 1e-2,
+    "scalify": 1e-2,
+    "mixed-precision": 1e-2,
+}
 
 
 def jvp(model, x):

@@ -11,7 +11,7 @@ import torch
 
 from .._messages import a_kind, find_users_level
 from ..rounding import mix64, random_words
-from ._group_options import Parameters
+from ._group_options import Parameters, check_parameters
 
 _GROWN = 10.0
 _FIRST_STEPS = 32.0
@@ -73,6 +73,7 @@ class HALP(torch.optim.Optimizer):
         bit_centering: bool = True,
         seed: int = 0,
     ) -> None:
+        check_parameters(params)
         super().__init__(params, {"lr": lr, "bits": bits, "mu": mu, "bit_centering": bit_centering, "seed": seed})
         self._steps, self._norms = 0, (math.nan, math.inf)  # the last norm of the full gradient, and the smallest
         self._written = self._clipped = 0
@@ -132,7 +133,7 @@ class HALP(torch.optim.Optimizer):
         self._written = self._clipped = 0
         return result
 
-    def step(self, closure: Callable[[], Any] | None = None) -> Any:  # type: ignore[override]
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Make one step by a batch's gradients at the weights and at the center.
 
         Args:

@@ -347,6 +347,8 @@ class _Walk:
         operands = f"operands in {self._recipe.operand_format}" if rounds_operands(self._recipe, name, module) else None
         if self._recipe.gradient_format:
             gets, why = rounded_gradients(module, self._recipe.gradient_format)
+            if self._recipe.operand_format and gets and not operands:
+                why = "operands are rounded in linear layers and convolutions that are not exempt"
             return ", ".join(filter(None, (operands, gets))) or None, why
         return operands, ""
 
