@@ -18,8 +18,8 @@ from .._messages import a_kind, differences, listed
 from .._torch_versions import ALL_GATHER, lacks
 from ..rounding import Stochastic, quantize
 from ..rounding._random_bits import mix64
-from ..subclass.models._parameter_holders import shard_groups
 from ..subclass.models._module_parameters import check_module
+from ..subclass.models._parameter_holders import shard_groups
 
 Rounding = Literal["feedback", "stochastic"]
 ROUNDINGS = ("feedback", "stochastic")

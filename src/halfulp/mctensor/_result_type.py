@@ -11,8 +11,14 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 from ..arithmetic import PRECISION, Parts, pointwise, renormalize
 from ..arithmetic.expansions._pointwise import at_hand, combine, function_of_scaled
-from ..subclass._in_backward import COMPONENTS, FIRST, gives_plain_gradient, in_backward
-from ..subclass._in_backward import refuse_jit_trace, refuse_make_fx
+from ..subclass._in_backward import (
+    COMPONENTS,
+    FIRST,
+    gives_plain_gradient,
+    in_backward,
+    refuse_jit_trace,
+    refuse_make_fx,
+)
 from ..subclass._rule_table import in_quotient_formula, stand_ins
 from ._encode import (
     divide_by_scale,

@@ -10,7 +10,7 @@ import torch
 
 from ...formats import BlockFormat, Format, block_names, get, get_block
 from ...rounding import Nearest, quantize
-from ...rounding.blocks._table import BlockTarget, make_block_target, scale_threshold
+from ...rounding.blocks._table import BlockTarget, make_block_target
 from ._sample_places import RUN
 
 AnyFormat = Format | BlockFormat | str | torch.dtype

@@ -14,8 +14,8 @@ from ...kernels._trace import block_largest
 from ...kernels.scalar import _operations as o
 from ...kernels.vector._table_loop import Table
 from ...rounding._device_functions import float16_word
-from ...rounding._kernel_constants import COUNT, INFINITY, MAGNITUDE
 from ...rounding._random_bits import WEYL, draw, recorded_start
+from ...rounding._target import COUNT, INFINITY, MAGNITUDE
 from ...rounding.blocks import _device_functions as b
 from ...rounding.blocks._table import Kind, bound_names
 

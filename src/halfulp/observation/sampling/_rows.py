@@ -15,9 +15,8 @@ from ...formats import BlockFormat
 from ...kernels import address, address_of, run_chunks
 from ...kernels._trace import COPIES
 from ...kernels.vector._table_loop import Table, compile_series, compile_table
-from ...rounding._kernel_constants import WORD32
-from ...rounding.blocks._table import Kind, largest_table, layout_of, words_of
-from ...rounding.blocks._target import BlockTarget
+from ...rounding._target import WORD32
+from ...rounding.blocks._table import BlockTarget, Kind, largest_table, layout_of, words_of
 from . import _device_functions as d
 from ._candidates import Candidates, thresholds
 from ._sample_places import MOST, RUN, RUNS
