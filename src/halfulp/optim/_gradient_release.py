@@ -179,7 +179,7 @@ class HostParameters:
 
     def __init__(self, model: torch.nn.Module) -> None:
         self.originals: TensorMap[torch.Tensor] = TensorMap()
-        self.named: list[tuple[str, torch.Tensor]] = []
+        self.named: list[tuple[str, torch.nn.Parameter]] = []
         self._copies: TensorMap[torch.Tensor] = TensorMap()
         self._versions: TensorMap[int] = TensorMap()
         self._streams: dict[torch.device, torch.cuda.Stream] = {}

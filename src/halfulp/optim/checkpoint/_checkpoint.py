@@ -467,15 +467,15 @@ def _as_saved(name: str, value: object, state: Mapping, parameter: torch.Tensor)
         return placed_like(value, parameter)
     slot = name.removesuffix("_scale").removesuffix("_packed")
     codes, packed = state.get(f"{slot}_codes"), state.get(f"{slot}_packed")
-    if codes is None and packed is None:
+    if packed is not None:
+        block = 2 if name.endswith("_packed") else packed_block_of(packed, value)
+    elif codes is not None:
+        block = block_of(codes, value)
+    else:
         return value
     from torch.distributed.tensor import DTensor
 
     mesh, placements = parameter.device_mesh, parameter.placements
-    if name.endswith("_packed"):
-        block = 2
-    else:
-        block = packed_block_of(packed, value) if codes is None else block_of(codes, value)
     whole = scale_shape(parameter.shape, block)
     stride = torch.empty(whole, dtype=value.dtype, device="meta").stride()
     return DTensor.from_local(value, mesh, placements, shape=whole, stride=stride, run_check=False)

@@ -301,9 +301,9 @@ def codecs_for(
         )
     _refuse_many_scales(rule, codecs, name)
     refuse_coarse(rule, codecs, group["state_dtype"])
-    blocks = {codec.scale_block for codec in codecs} - {None}
-    for block in blocks:
-        _refuse_cut_blocks(parameter, block, name)
+    for block in {codec.scale_block for codec in codecs}:
+        if block is not None:
+            _refuse_cut_blocks(parameter, block, name)
     return codecs
 
 

@@ -186,7 +186,8 @@ def resolve_codecs(
         shape: the parameter's global shape: blocks never depend on how it is sharded.
     """
     chosen = given.values() if isinstance(given, Mapping) else [given]
-    lengths = {state.block for state in (as_state(one, default) for one in chosen) if state.dtype in BLOCKS}
+    states = [as_state(one, default) for one in chosen]
+    lengths = {state.block or 0 for state in states if state.dtype in BLOCKS}
     if len(lengths) > 1:
         raise ValueError(
             f"state_dtype gives blocks of {sorted(lengths)}: the states of one parameter share one "

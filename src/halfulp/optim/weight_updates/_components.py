@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import numpy as np
 import torch
@@ -188,7 +188,7 @@ def fill_four(a0, a1, a2, a3, i, value):
 register_weight_update(Components())
 
 
-def update_of_components(group: Mapping, parameter: MCTensor, name: str) -> WeightUpdate | None:
+def update_of_components(group: Mapping[str, Any], parameter: MCTensor, name: str) -> WeightUpdate | None:
     """Return the weight update of an MCTensor's components; None for a single one, which keeps its group's update.
 
     Raises:
