@@ -21,6 +21,7 @@ NAMES = (
     "defaults",
     "peers",
     "exhaustive",
+    "bits",
     "accuracy",
     "mctensor",
     "mctensor_experiments",

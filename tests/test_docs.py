@@ -22,6 +22,8 @@ import halfulp as hu
 from halfulp._torch_floor import is_older
 from halfulp.observation.findings import KINDS, _kind
 
+from .kernels.triton.interpreted import interpreted
+
 ROOT = Path(__file__).resolve().parents[1]
 PINNED = "2.13"  # of constraints.txt: the torch that the pages were made with
 PAGES = sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md")])
@@ -124,6 +126,9 @@ def test_the_code_of_a_page_runs_and_prints_what_the_page_says(page, tmp_path, m
 
 # What the additions of CONTRIBUTING are good for, once all of them have run.
 ADDED = """
+import os
+
+ENGINES = ("auto", "reference", *["triton"] * (os.environ.get("TRITON_INTERPRET") == "1"))
 names = {word for entries in (
     hu.formats.names(), hu.optim.OPTIMIZERS, hu.recipes.names(), hu.trials.tasks.names()) for word in entries}
 assert {"e3m8", "Signum", "LARS", "coarse-e3m8", "sides"} <= names
@@ -162,7 +167,7 @@ assert long.tolist() == [2.625] * 4
 
 assert hu.quantize(torch.tensor([2.5, -2.5, 3.6]), "e8m1", "half_toward_zero").tolist() == [2.0, -2.0, 4.0]
 moments = {}
-for engine in ("auto", "reference"):
+for engine in ENGINES:
     with hu.kernels.engine(engine):
         weight = torch.nn.Parameter(torch.linspace(-1, 1, 1000))
         optimizer = hu.optim.AdamW([weight], lr=1e-2, state_dtype={"exp_avg_sq": "ubf16"}, seed=3)
@@ -175,13 +180,35 @@ for engine in ("auto", "reference"):
         again = hu.optim.AdamW([weight], lr=1e-2, state_dtype={"exp_avg_sq": "ubf16"}, seed=3)
         again.load_state_dict(optimizer.state_dict())
         assert torch.equal(again.state[weight]["exp_avg_sq"], held)
-assert all(map(torch.equal, moments["auto"], moments["reference"]))
+assert all(all(map(torch.equal, held, moments["reference"])) for held in moments.values())
 exact = sum(.001 * .999**(19 - step) * torch.linspace(1, 2 + step, 1000).double()**2 for step in range(20))
 shown = (moments["auto"][0].to(torch.int32) << 15 & 0x7FFFFFFF).view(torch.float32).double()
 assert (shown / exact - 1).abs().max() < 20 * 2.0**-8 and abs((shown / exact).mean().item() - 1) < 1e-3
 
+kinds = {
+    "weight update": lambda w: Signum([w], lr=2.0**-9, weight_update="dithered", seed=2),
+    "sums": lambda w: LARS([w], lr=0.125, weight_update="kahan", seed=2),
+}
+for kind, make in kinds.items():
+    held = {}
+    for engine in ENGINES:
+        weight = torch.nn.Parameter(torch.linspace(-1, 1, 1000).bfloat16())
+        optimizer = make(weight)
+        for step in range(3):
+            weight.grad = torch.linspace(-1 - step, 2, 1000).bfloat16()
+            with hu.kernels.engine(engine):
+                optimizer.step()
+        held[engine] = weight.detach().clone()
+    assert all(torch.equal(found, held["reference"]) for found in held.values()), kind
+rounded = {}
+for engine in ENGINES:
+    with hu.kernels.engine(engine):
+        rounded[engine] = hu.quantize(torch.linspace(-9, 9, 5000), "e8m1", "half_toward_zero")
+assert all(torch.equal(found, rounded["reference"]) for found in rounded.values())
+
 make = lambda: (torch.randn(5), torch.randn(5))
 hu.testing.check_rule(torch.ops.mine.cube_times, make, gradients=False)
+print("every addition works")
 """
 
 
@@ -190,6 +217,18 @@ def test_the_additions_of_contributing_are_short_and_known_by_name(in_process):
     assert set(re.findall(r"<!-- fill addition-([\w-]+) -->", CONTRIBUTING.read_text())) == set(cells)
     assert {kind: lines for kind in cells if (lines := lines_of_code(cells[kind])) >= 15} == {}
     in_process("\n".join([*cells.values(), ADDED]))
+
+
+def test_the_additions_of_contributing_run_in_tritons_interpreter():
+    shown = interpreted("tests.test_docs", "test.run_additions()")
+    assert "every addition works" in shown
+
+
+def run_additions() -> None:
+    """Run every addition and what it is good for, by all three writers of kernels."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("error", message="no Triton kernel")
+        exec(compile("\n".join([*additions().values(), ADDED]), "additions", "exec"), {"__name__": "__main__"})
 
 
 @pytest.mark.parametrize("page", PAGES, ids=name_of)
