@@ -112,24 +112,29 @@ def test_a_compiled_function_runs_without_the_gil(cache):
 
     import numpy as np
 
-    from halfulp.kernels import Number, address_of, compile_code
+    from halfulp.kernels import address_of
+    from halfulp.kernels.vector._machine_function import machine_function
 
-    def meet(code, own, other, patience):
-        mine, turns = code.memory(own, code.i64), code.variable(patience)
-        place = code.vectors.pointer(other.value, code.number(0).value, code.i64)
-        mine[0] = 1
-        head, body, done = (code.b.append_basic_block(name) for name in ("head", "body", "done"))
-        code.b.branch(head)
-        code.b.position_at_end(head)
-        waits = (Number(code, code.b.load_atomic(place, "acquire", align=8)) == 0) & (turns > 0)
-        code.b.cbranch(waits.value, body, done)
-        code.b.position_at_end(body)
-        turns += -1
-        code.b.branch(head)
-        code.b.position_at_end(done)
-        mine[1] = (turns > 0).to(code.i64)
+    def meet(vectors, own, other, patience):
+        b, word = vectors.b, vectors.word
+        one, place = word(1), vectors.pointer(other, word(0), vectors.i64)
+        b.store(one, vectors.pointer(own, word(0), vectors.i64), align=8)
+        before = b.block
+        head, body, done = (b.append_basic_block(name) for name in ("head", "body", "done"))
+        b.branch(head)
+        b.position_at_end(head)
+        turns = b.phi(vectors.i64)
+        turns.add_incoming(patience, before)
+        left = b.icmp_signed(">", turns, word(0))
+        waits = b.icmp_signed("==", b.load_atomic(place, "acquire", align=8), word(0))
+        b.cbranch(b.and_(waits, left), body, done)
+        b.position_at_end(body)
+        turns.add_incoming(b.sub(turns, one), body)
+        b.branch(head)
+        b.position_at_end(done)
+        b.store(b.zext(left, vectors.i64), vectors.pointer(own, one, vectors.i64), align=8)
 
-    kernel = compile_code("meet", "of the test", 3, meet)
+    kernel = machine_function("meet", "of the test", 3, meet)
     words = np.zeros((2, 2), np.int64)
     places = [address_of(row) for row in words]
     thread = threading.Thread(target=kernel, args=(*places, 1 << 33))

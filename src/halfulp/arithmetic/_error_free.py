@@ -16,13 +16,13 @@ def two_sum(a: Any, b: Any) -> tuple[Any, Any]:
     return s, (a - (s - other)) + (b - other)
 
 
-def fast_two_sum(a, b):
+def fast_two_sum(a: Any, b: Any) -> tuple[Any, Any]:
     """a + b = s + e exactly for |a| >= |b| or a = 0 (Dekker 1971); 3 operations."""
     s = a + b
     return s, b - (s - a)
 
 
-def two_product(a, b):
+def two_product(a: Any, b: Any) -> tuple[Any, Any]:
     """a b = p + e exactly where e is representable, p = fl(a b)."""
     p = a * b
     return p, product_error(a, b, p)

@@ -319,8 +319,8 @@ def _hook(model: nn.parallel.DistributedDataParallel, rounding: Rounding, seed: 
 
 def _check_ranks(reduction: NarrowReduction, seed: int) -> None:
     """Refuse ranks that would not send what the others expect, as they start."""
-    mine = (f"halfulp {__version__}", f"rounding={reduction.rounding!r}", f"seed={seed}")
-    mine += (f"{len(reduction.names)} names from {next(iter(reduction.names.values()), None)!r}",)
+    names = f"{len(reduction.names)} names from {next(iter(reduction.names.values()), None)!r}"
+    mine = (f"halfulp {__version__}", f"rounding={reduction.rounding!r}", f"seed={seed}", names)
     every: list[Any] = [None] * reduction.size
     dist.all_gather_object(every, mine, group=reduction.group)
     for rank, theirs in enumerate(every):

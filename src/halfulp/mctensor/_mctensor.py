@@ -82,7 +82,8 @@ class _Encode(torch.autograd.Function):
         context.made = type(made)
         context.dtype = None if isinstance(x, context.made) else x.dtype
         context.form = len(made._parts), made.dtype, "none" if made._scale is None else "auto", made._gradients
-        return made.detach()
+        detached: Tensor = made.detach()
+        return detached
 
     @staticmethod
     @untraced
@@ -103,7 +104,7 @@ class _TransformedEncode(_Encode):
         return made
 
 
-def remember_decoding(ctx: Any, inputs: tuple, output: Tensor) -> None:
+def remember_decoding(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
     """Keep what the gradient of a decoding needs."""
     x, ctx.target = inputs
     ctx.kind, ctx.decoded = x.dtype, type(x)

@@ -92,7 +92,7 @@ def scale_and_rest(scales, number):
     return within(total), total / within(total)
 
 
-def under(scale, other, top=INFINITE):
+def under(scale: Any, other: Any, top: float = INFINITE) -> Any:
     """Device function: the factor of a payload that is brought from one scale under another."""
     factor = most(scale / other, SMALLEST)
     return factor if top == INFINITE else least(factor, top)
@@ -113,7 +113,7 @@ MODES: dict[str, Callable[..., tuple[Any, ...]]] = {
     "deviation": deviation,
     "paired": lambda s, number: (*scale_and_rest(s[:-1], number), 1.0 / within(s[-2] * s[-1])),
     "levelled": lambda s, number: (*scale_and_rest(s, number), 1.0 / s[1]),
-    "brought": lambda s, number: (s[1], under(*s, HUGE)),
+    "brought": lambda s, number: (s[1], under(s[0], s[1], HUGE)),
     "held": lambda s, number: (least(BFLOAT16_LARGEST / s[0], BFLOAT16_LARGEST),),
 }
 
@@ -246,7 +246,7 @@ def run_by_torch(
         return found
     like = payloads[0]
     words = [_words(x.expand(like.shape)) for x in payloads]
-    given = dict(enumerate([*words, *found[kept:], *numbers]))
+    given: dict[Any, torch.Tensor | float] = dict(enumerate([*words, *found[kept:], *numbers]))
     ((code,), _) = run_on_tensors(traces.element, [], given, traces.codes)
     bits = {1: torch.uint8, 2: torch.int16, 4: torch.int32}[kernel.written.itemsize]
     out = torch.empty_like(like, dtype=kernel.written)

@@ -89,7 +89,7 @@ def _cascaded(x: Parts, y: Parts, components: int, dtype: torch.dtype) -> Parts:
     return _halved_by(_add_cascades, out)
 
 
-def _halved_by(join: Callable, parts: Parts) -> Parts:
+def _halved_by(join: Callable[[Parts, Parts], Parts], parts: Parts) -> Parts:
     """The sum over the first dimension, by halves."""
     while parts[0].shape[0] > 1:
         count = parts[0].shape[0]
@@ -114,7 +114,7 @@ def _cascade_result(sums: Parts) -> Parts:
 
 @functools.cache
 def _cascade(left: torch.dtype, a: int, right: torch.dtype, b: int) -> Elements:
-    def add_products(*values) -> Terms:
+    def add_products(*values: Any) -> Terms:
         sums = _product(values[:a], values[a : a + b])
         for k in range(a + b, len(values), a + b):
             sums = _add_terms(sums, _product(values[k : k + a], values[k + a : k + a + b]))
@@ -137,7 +137,7 @@ def _close() -> Elements:
     return Elements("matmul_close", close, double, (double,) * 4, (double,) * 2)
 
 
-def _product(x: tuple, y: tuple) -> Terms:
+def _product(x: Sequence[Any], y: Sequence[Any]) -> Terms:
     """x y by order of magnitude, and the plain product."""
     first, second = two_product(x[0], y[0])
     plain, third = first, x[0] * 0.0
@@ -151,7 +151,7 @@ def _product(x: tuple, y: tuple) -> Terms:
     return [first, second, third, plain]
 
 
-def _add_terms(x: Sequence, y: Sequence) -> Terms:
+def _add_terms(x: Sequence[Any], y: Sequence[Any]) -> Terms:
     first, second = two_sum(x[0], y[0])
     middle, third = two_sum(x[1], y[1])
     second, rest = two_sum(second, middle)

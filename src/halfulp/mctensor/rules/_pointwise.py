@@ -315,7 +315,7 @@ def _binary_in_place(name: str) -> Callable:
     return function
 
 
-def _update(name: str, x: Tensor, *operands: Any, given: tuple[str, tuple] | None = None) -> Tensor:
+def _update(name: str, x: Tensor, *operands: Any, given: tuple[Any, ...] | None = None) -> Tensor:
     """Write f(operands) into x; `given` is the function and the operands of which they were made."""
     if not isinstance(x, MCTensor):
         check_takes_fractions(x)
@@ -334,8 +334,8 @@ def _update(name: str, x: Tensor, *operands: Any, given: tuple[str, tuple] | Non
 
 for _name, _operator in UNARY.items():
     implements(_operator)(_unary(_name))
-for _name, _operators in BINARY.items():
-    implements(*_operators)(_binary(_name))
+for _name, _overloads in BINARY.items():
+    implements(*_overloads)(_binary(_name))
 implements(aten.mul_.Tensor, aten.mul_.Scalar)(_binary_in_place("mul"))
 implements(aten.div_.Tensor, aten.div_.Scalar)(_binary_in_place("div"))
 

@@ -48,16 +48,16 @@ _encode_like = define_operator(
 @implements(_encode_like, family="creation")
 def scaled_like(x: Tensor, like: ScaledTensor, storage: torch.dtype) -> ScaledTensor:
     """Encode a plain tensor as payload x scale, the scale measured."""
-    made = encode_values(x, storage)
+    made: ScaledTensor = encode_values(x, storage)
     return made.clone() if made._payload is x else made
 
 
-def _remember(ctx: Any, inputs: tuple, output: Tensor) -> None:
+def _remember(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
     ctx.dtype = inputs[0].dtype
 
 
 @untraced
-def _backward(context: Any, gradient: Tensor) -> tuple:
+def _backward(context: Any, gradient: Tensor) -> tuple[Any, ...]:
     plain = gradient.decode(context.dtype) if isinstance(gradient, ScaledTensor) else gradient
     return plain, None, None
 
@@ -97,13 +97,14 @@ class _PlainInput(torch.autograd.Function):
         return x.clone()
 
     @staticmethod
-    def setup_context(context: Any, inputs: tuple, output: Tensor) -> None:
+    def setup_context(context: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
         context.dtype = inputs[0].dtype
 
     @staticmethod
     @untraced
     def backward(context: Any, gradient: Tensor) -> Tensor:
-        return _backward(context, gradient)[0]
+        plain: Tensor = _backward(context, gradient)[0]
+        return plain
 
     @staticmethod
     def jvp(context: Any, tangent: Tensor) -> Tensor:
@@ -129,10 +130,11 @@ def remove_boundary(model: nn.Module) -> None:
 
 
 @untraced
-def _keep_gradients_plain(module: nn.Module, arguments: tuple, options: dict) -> tuple[tuple, dict]:
+def _keep_gradients_plain(module: nn.Module, arguments: tuple[Any, ...], options: dict[str, Any]) -> Any:
     def entered(x: Any) -> Any:
         if isinstance(x, Tensor) and x.requires_grad and x.layout == torch.strided and _is_plain_float(x):
-            return _plain_input(x) if torch.compiler.is_compiling() else _PlainInput.apply(x)
+            enter: Callable[[Tensor], Tensor] = _plain_input if torch.compiler.is_compiling() else _PlainInput.apply
+            return enter(x)
         return x
 
     return tree_map(entered, (arguments, options))

@@ -197,8 +197,9 @@ def _check_memory(named: list[tuple[str, Tensor]], what: str) -> None:
 
     def find() -> str | None:
         for x in living(Tensor):
-            other = None if id(x) in own else plain_memory(x)
-            for name, part in () if other is None else lying.get(other.untyped_storage().data_ptr(), ()):
+            if id(x) in own or (other := plain_memory(x)) is None:
+                continue
+            for name, part in lying.get(other.untyped_storage().data_ptr(), ()):
                 if isinstance(x, nn.Parameter) and overlap(part, other):
                     return _tied(name, _name_of(x), part, other, what)
                 if other.numel() > part.numel() and overlap(part, other):
