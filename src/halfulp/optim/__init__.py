@@ -1,7 +1,6 @@
 """Optimizers that keep parameters and states in 16 and fewer bits: update rules x weight updates."""
 
 from .. import _needs_torch as _needs_torch
-from .._names import unknown as _unknown
 from ._algorithms import SGD as SGD
 from ._algorithms import Adafactor as Adafactor
 from ._algorithms import Adagrad as Adagrad
@@ -46,4 +45,6 @@ from .wrapping._wrap import wrap as wrap
 
 def __getattr__(name: str) -> object:
     # What a configuration spells wrongly ("halfulp.optim.AdamV") is looked up here.
-    raise AttributeError(_unknown("name in halfulp.optim", name, OPTIMIZERS))
+    from .._names import unknown
+
+    raise AttributeError(unknown("name in halfulp.optim", name, OPTIMIZERS))

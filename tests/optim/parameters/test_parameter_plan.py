@@ -22,7 +22,7 @@ def test_a_sharding_that_cuts_blocks_is_refused(dim, world, shape):
     def body(rank, mesh):
         parameter = torch.nn.Parameter(sharded(whole, mesh, dim, world, rank))
         if rank == 1:
-            with pytest.raises(ValueError, match="blocks of 32 8-bit states are cut: shard dimension 0"):
+            with pytest.raises(ValueError, match="blocks of 32 states are cut: shard dimension 0"):
                 hu.optim.AdamW([("w", parameter)], state_dtype="8bit")
 
     on_every_rank(world, body)
