@@ -1,5 +1,6 @@
 """Trainers with the two lines that halfulp asks for: `python -m benchmarks.bench_trainers` where they are installed."""
 
+import argparse
 import importlib.metadata
 import importlib.util
 import json
@@ -511,7 +512,12 @@ def row_of(name: str, kind: type[Trainer], folder: Path) -> dict[str, Any]:
 
 
 def main() -> None:
-    """Run, print and keep."""
+    """Run, print and keep; the rows of trainers that are not named or not installed stay as they are."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("trainers", nargs="*", help=f"which of {', '.join(TRAINERS)}; default: all")
+    given = parser.parse_args()
+    if unknown := set(given.trainers) - set(TRAINERS):
+        parser.error(f"unknown: {', '.join(sorted(unknown))}; choose from {', '.join(TRAINERS)}")
     torch.set_num_threads(1)
     warnings.simplefilter("ignore")  # advice of trainers
     result = Result("trainers", "Trainers", TEXT, "python -m benchmarks.bench_trainers")
@@ -522,7 +528,8 @@ def main() -> None:
         {row["trainer"].split()[0]: row for row in load(result.path()).tables[0].rows} if result.path().exists() else {}
     )
     for name, kind in TRAINERS.items():
-        if any(importlib.util.find_spec(package) is None for package in kind.needs):
+        left_out = given.trainers and name not in given.trainers
+        if left_out or any(importlib.util.find_spec(package) is None for package in kind.needs):
             table.add(**kept.get(name, {"trainer": f"{name} is not installed", "met": None}))
             continue
         with tempfile.TemporaryDirectory() as folder:
