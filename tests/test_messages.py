@@ -26,7 +26,7 @@ WRONG = {
 # The second argument, where one is needed.
 SECOND = {"emulate": "bf16", "convert": "bf16", "quantize": "bf16", "verify": "scaled-fp16", "wrap": [torch.ones(1)]}
 # Data classes of which Python itself says which fields they have, and what trains when it is called.
-LEFT_OUT = {"Recipe", "Policy", "WeightUpdate", "Optimizer", "compare"}
+LEFT_OUT = {"Recipe", "Policy", "WeightUpdate", "Optimizer", "compare", "__getattr__"}
 RAW = re.compile(
     r"has no attribute|unsupported operand|not subscriptable|object is not (iterable|callable)|unexpected keyword"
     r"|must be real number|cannot unpack|not supported between|list index|\ba (int|object|Identity|ordered)\b"

@@ -240,12 +240,13 @@ LOOKED_AT = {
     "optim/step/_shared_keys.py": {"_is_same_memory"},
     "subclass/models/_parameter_holders.py": {"_check_memory", "_tied", "check_overlaps", "find", "overlap"},
     "kernels/_plain_memory.py": {"address", "has_own_memory", "plain_address"},
+    "rounding/_quantize.py": {"_at_once"},
     "arithmetic/expansions/_pointwise.py": {"combine", "fill", "_overlaps"},
     "optim/parameters/_narrowing.py": {"narrow", "take_float32"},
     "optim/checkpoint/_checkpoint.py": {"load_float32_state_dict"},
     "optim/parameters/_parameter_plan.py": {"of", "is_valid"},
     "optim/step/_run.py": {"_point_at_gradients"},
-    "optim/step/_tables.py": {"stands", "_holds"},
+    "optim/step/_batch.py": {"stands", "_holds"},
 }
 
 

@@ -391,6 +391,37 @@ def checkpoints() -> None:
     terms.check(model, optimizer)
 
 
+def methods_of_papers() -> None:
+    """Bit centering, points of quantization and allocations of a loss."""
+    model, x = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 2)), torch.randn(16, 4)
+    halp = hu.optim.HALP(model.parameters(), lr=0.01, bits=8, mu=0.5)
+
+    def closure() -> Tensor:
+        halp.zero_grad()
+        loss = model(x).square().mean()
+        loss.backward()
+        return loss
+
+    halp.center(closure)
+    halp.step(closure)
+    assert_type(halp.saturation, float)
+    assert_type(halp.state_dict(), dict[str, Any])
+    optimizer = hu.optim.SGD(model.parameters(), lr=0.1)
+    with hu.observation.allocate_loss(model, optimizer, lambda given: given(x).square().mean()) as seen:
+        optimizer.zero_grad()
+        model(x).square().mean().backward()
+        optimizer.step()
+    assert_type(seen, hu.observation.LossAllocation)
+    assert_type(seen.allocated, float)
+    assert_type(seen.to_dict(), dict[str, Any])
+    quantized = hu.multipoint(model, 4, [x], budget=1.2)
+    assert_type(quantized, hu.recipes.Multipoint)
+    assert_type(quantized.bytes, int)
+    assert_type(hu.recipes.multipoint(nn.Sequential(nn.Linear(4, 2)), 8, [x], keep=["1"]), hu.recipes.Multipoint)
+    layers = [layer for layer in model if isinstance(layer, hu.recipes.MultipointLayer)]
+    assert_type(layers[0].weight, Tensor)
+
+
 def tasks() -> None:
     """Tasks are found by name."""
     assert_type(hu.trials.tasks.names(), list[str])

@@ -90,7 +90,8 @@ class MultipointLayer(nn.Module):
         """The layer's forward pass."""
         bias = cast("Tensor | None", self.layer.bias)
         if self._convolves:
-            convolved: Tensor = self.layer._conv_forward(x, self.weight, bias)  # type: ignore[operator]
+            convolve: Any = self.layer._conv_forward
+            convolved: Tensor = convolve(x, self.weight, bias)
             return convolved
         return F.linear(x, self.weight, bias)
 

@@ -157,7 +157,7 @@ def check_kernels(dtype: torch.dtype) -> None:
         reals = torch.tensor([totals.amax, totals.amin, totals.last_amax], dtype=torch.float64, device="cpu")
         counted = map(torch.from_numpy, (totals.singles, totals.blocks, totals.histogram))
         whole = [totals.elements, totals.zeros, totals.nonfinite, totals.largest, totals.sampled, int(totals.finite)]
-        return [torch.tensor(whole, device="cpu"), *counted, reals]
+        return [torch.tensor(whole, dtype=torch.int64, device="cpu"), *counted, reals]
 
     check_bits(f"sample of {dtype}", lambda: counts(True), lambda: counts(False))
 

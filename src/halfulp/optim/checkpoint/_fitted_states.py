@@ -104,7 +104,8 @@ def fit_state(
         check_version(rule_state.name, state)
         return {name: state[name] for name in names}
     is_packed = f"{rule_state.name}_packed" in state
-    like = torch.empty(scale_shape(torch.Size(plan.shape), 2) if is_packed else plan.shape, device="meta")
+    shape = scale_shape(torch.Size(plan.shape), 2) if is_packed else plan.shape
+    like = torch.empty(shape, dtype=torch.float32, device="meta")
     given = checked_shape(plan, rule_state.name, given, like, exact=False)
     value = saved_value(local(given), state, rule_state)
     fresh = [torch.zeros_like(mine) for mine in own]

@@ -199,7 +199,11 @@ def _check_memory(named: list[tuple[str, Tensor]], what: str) -> None:
         for x in living(Tensor):
             if id(x) in own or (other := plain_memory(x)) is None:
                 continue
-            for name, part in lying.get(other.untyped_storage().data_ptr(), ()):
+            try:
+                held = lying.get(other.untyped_storage().data_ptr(), ())
+            except RuntimeError:  # zeros that are not written out, and other storages without memory
+                continue
+            for name, part in held:
                 if isinstance(x, nn.Parameter) and overlap(part, other):
                     return _tied(name, _name_of(x), part, other, what)
                 if other.numel() > part.numel() and overlap(part, other):
