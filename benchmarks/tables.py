@@ -11,11 +11,11 @@ PAGES = FOLDER.parent.parent / "docs" / "benchmarks"
 AREAS = {
     "optimizers": (
         "Optimizer steps: speed, memory, what survives",
-        "claims adamw small_updates states running_maximum overhead many_tensors fixed_costs peers timm_resume "
-        "torch_contract",
+        "claims adamw small_updates states memory rules_in_bf16 running_maximum overhead many_tensors fixed_costs peers "
+        "timm_resume torch_contract",
     ),
-    "rounding": ("Rounding and formats", "quantize exhaustive compiled_formats"),
-    "accuracy": ("Accuracy, comparisons and tuning", "accuracy verdicts tune two_families"),
+    "rounding": ("Rounding and formats", "quantize exhaustive bits compiled_formats"),
+    "accuracy": ("Accuracy, comparisons and tuning", "accuracy verdicts tune two_families family"),
     "gradients": (
         "Gradient exponents",
         "gradient_exactness gradient_overhead gradient_programs gradient_safety gradient_schedules "
@@ -33,7 +33,10 @@ AREAS = {
         "observe observe_trainers findings plants forecast audit verify",
     ),
     "gpu": ("On a GPU", "gpu triton"),
-    "platforms": ("Processors, processes and versions", "processors products processes compatibility suites defaults"),
+    "platforms": (
+        "Processors, processes and versions",
+        "processors products processes trainers kills compatibility suites defaults",
+    ),
     "house": ("The source, its tests and its speed by commit", "house suite faults commits startup"),
     "more": ("More measurements", ""),
 }
