@@ -60,8 +60,11 @@ def narrow(model):
 
 def made(change, wrap, optimizer, own):
     torch.manual_seed(seed + own)
-    model = wrap(change(Net()))
-    optimizer = optimizer(model)
+    inner = change(Net())
+    # DistributedDataParallel cannot be told that a parameter changes its dtype.
+    early = optimizer(inner) if optimizer is narrow and wrap is Parallel else None
+    model = wrap(inner)
+    optimizer = early or optimizer(model)
     for _ in range(2):
         for p in model.parameters():
             p.grad = p.detach() * 0.3
