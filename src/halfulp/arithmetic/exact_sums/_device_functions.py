@@ -6,7 +6,7 @@ A window holds 16 bits of the accumulator as an int64, so that many words are ad
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -286,7 +286,7 @@ def _value(dtype: torch.dtype, word: Any) -> Any:
     return word.trace.emit("to_float64", (o.real(single),), None, "f64")
 
 
-def _total(values: list) -> Any:
+def _total(values: Sequence[Any]) -> Any:
     return functools.reduce(lambda x, y: x + y, values)
 
 
