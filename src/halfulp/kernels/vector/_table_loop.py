@@ -451,12 +451,9 @@ class _TableLoop(VectorBuilder):
     def prefetch_next(self, bases: list[dict], i) -> None:
         """Ask for the next block's elements: meanwhile the memory would be idle."""
         b = self.b
-        own = (
-            [array for array in dict.fromkeys(self.loads) if not array[2]]
-            if self.together == 1 and not self.copied
-            else []
-        )
-        for address, bits, _ in own:
+        if self.together > 1 or self.copied:
+            return
+        for address, bits, _ in [array for array in dict.fromkeys(self.loads) if not array[2]]:
             size = bits // 8
             for line in range(0, self.width * size, 64):
                 ahead = b.mul(b.add(i, self.word(self.padded)), self.word(size))
