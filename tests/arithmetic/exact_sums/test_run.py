@@ -138,3 +138,25 @@ def test_rows_in_pieces(rows, threads, monkeypatch, seed):
             assert same_bits(kernels.rounded(dots, dtype), dot)
     finally:
         torch.set_num_threads(1)
+
+
+@pytest.mark.parametrize("product", [False, True])
+@pytest.mark.parametrize("columns", [3, 8, 40, 1000])
+def test_rows_whose_sums_two_floats_hold(columns, product, seed):
+    """Rows of one block are rounded as accumulators of the same terms are, at every edge of the result's range."""
+    rows = 90
+    for dtype, layout in LAYOUTS.items():
+        for result, other in LAYOUTS.items():
+            lows = [0, -1, -20, layout.least_exponent + 3, layout.lowest, other.least_exponent - 1, other.lowest]
+            tops = [layout.fields // 2 - 2, other.fields // 2, other.fields // 2 - 6]
+            exponents = torch.tensor([e for e in lows + tops if layout.least_exponent <= e <= layout.fields // 2])
+            scale = exponents[torch.randint(len(exponents), (rows, 1))].double()
+            # Few bits make halfway cases, and sums of zero; far smaller ones decide them.
+            x = torch.randint(-4, 5, (rows, columns)) * (scale / 2).exp2() * (scale / 2).exp2()
+            x[::2] *= 1 + torch.randint(0, 3, (len(x[::2]), columns)) * 2.0**-other.precision
+            x[::3] *= torch.randint(-40, 1, (len(x[::3]), columns)).double().exp2()
+            x[-1], x[-2], x[-3, 0], x[-4, -1] = -0.0, 0.0, float("inf"), float("nan")
+            x = x.to(dtype)
+            y = torch.randint(-3, 4, (rows, columns)).to(dtype) * x.sign() if product else None
+            expected = kernels.rounded(kernels.partial(x, y), result)
+            assert same_bits(kernels.summed(x, y, result), expected), (dtype, result)

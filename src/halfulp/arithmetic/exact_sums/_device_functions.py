@@ -6,6 +6,7 @@ A window holds 16 bits of the accumulator as an int64, so that many words are ad
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -168,38 +169,88 @@ def cuts_of(dtype: torch.dtype, product: bool) -> tuple[int, int]:
 
 
 @functools.cache
-def blocks_table(dtype: torch.dtype, product: bool, cuts: int) -> Table:
+def blocks_table(dtype: torch.dtype, product: bool, cuts: int, partial: bool = False) -> Table:
     """What sums a block up: `cuts` + 1 float64, whose sum is the block's; NaN where that would not be exact.
+
+    The last number counts the terms that are -0.
+    """
+    element = Recording(1 + product)
+    words = [_LOAD[LAYOUTS[dtype].width](array, element.index) for array in element.arrays]
+    bits = block_of(dtype, product).bit_length() - 1
+    [(*parts, minus_zero)] = _split(dtype, product, cuts, bits, [words], lambda several: block_largest(several[0]))
+    for part in parts:
+        element.trace.gather_sum("sum", part)
+    element.trace.gather_sum("count", minus_zero)
+    return Table(element.trace, len(element.arrays), block=block_of(dtype, product), partial=partial)
+
+
+@functools.cache
+def short_table(dtype: torch.dtype, product: bool, width: int) -> Table:
+    """What sums rows of so many terms up as `blocks_table` does blocks, a row in each lane.
+
+    Columns: the first terms of all rows, the second ones, and so on, for products those of the other factor, then
+    float64: the two parts of the sums, and how many terms are -0.
+    """
+    element = Recording((1 + product) * width + 3)
+    words = [_LOAD[LAYOUTS[dtype].width](array, element.index) for array in element.arrays[:-3]]
+
+    def largest(several: list) -> Any:
+        return functools.reduce(lambda x, y: select(x > y, x, y), several)
+
+    terms = [words[k::width] for k in range(width)]
+    *parts, minus_zero = zip(*_split(dtype, product, 1, (width - 1).bit_length(), terms, largest))
+    counted = [select(mask, np.float64(1.0), np.float64(0.0)) for mask in minus_zero]
+    for array, several in zip(element.arrays[-3:], [*parts, counted]):
+        o.store64(array, element.index, o.word64(_total(several)))
+    return Table(element.trace, len(element.arrays))
+
+
+@functools.cache
+def pairs_table(result: torch.dtype) -> Table:
+    """What rounds sums of two float64. Columns: both, how many terms are -0, the sums; constant: how many there are."""
+    element = Recording(4, 1, "w64")
+    high, low, minus_zeros = (o.real64(o.load64(array, element.index)) for array in element.arrays[:3])
+    bits = _rounded_pair(LAYOUTS[result], high, low, o.word64(minus_zeros) == element.constants[0])
+    _STORE[LAYOUTS[result].width](element.arrays[3], element.index, bits)
+    return Table(element.trace, 4, constants=1)
+
+
+def _split(dtype: torch.dtype, product: bool, cuts: int, carries: int, terms: list, largest: Callable) -> list:
+    """Return for each of up to 2^carries terms, or pairs of factors, its parts and whether it is -0.
 
     Each term is cut at some place: q = (s + x) - s, r = x - q (Rump, Ogita, Oishi). With s = 1.5 * 2^k the q are
     multiples of 2^(k - 52), whose sum is exact while it is below 2^(k - 1); the rests, at most 2^(k - 53) each, are cut
     again, or summed up, exactly while they are multiples of a unit of which their sum has at most 2^53. A product of
-    float64 is the rounded product and, from the second cut on, its error. The last number counts the terms that are -0.
+    float64 is the rounded product and, from the second cut on, its error. Where the sums would not be exact, as
+    exponents are too far apart, or terms no finite numbers, the parts are NaN.
     """
-    layout, element = LAYOUTS[dtype], Recording(1 + product)
-    wide, emit = dtype == torch.float64, element.trace.emit
-    words = [_LOAD[layout.width](array, element.index) for array in element.arrays]
-    values = [_value(dtype, word, emit) for word in words]
-    rests = values[:1]
-    if product:
-        whole = values[0] * values[1]
-        rests = [whole, product_error(values[0], values[1], whole)] if wide else [whole]
+    layout, wide = LAYOUTS[dtype], dtype == torch.float64
     # Of the terms' own words, or of float64, the part with the exponent.
     own = not product and not wide
-    bits = words[0] if own else o.word64(rests[0])
-    size = o.bit_and(bits if own else o.high_word(bits), (1 << (layout.width if own else 32) - 1) - 1)
+    all_bits, all_rests, sizes, leasts = [], [], [], []
+    for words in terms:
+        values = [_value(dtype, word) for word in words]
+        rests = values[:1]
+        if product:
+            whole = values[0] * values[1]
+            rests = [whole, product_error(values[0], values[1], whole)] if wide else [whole]
+        bits = words[0] if own else o.word64(rests[0])
+        size = o.bit_and(bits if own else o.high_word(bits), (1 << (layout.width if own else 32) - 1) - 1)
+        least = size
+        if not own:
+            zero = np.float64(0.0)
+            nonzero = (values[0] != zero) & (values[1] != zero) if product else values[0] != zero
+            least = o.bit_or(size, select(nonzero, np.uint32(1), np.uint32(0)))
+        all_bits.append(bits)
+        all_rests.append(rests)
+        sizes.append(size)
+        # The smallest but 0 is the largest of the negatives.
+        leasts.append(o.sub(0, least))
     fields, bias, shift = (layout.fields, layout.fields >> 1, layout.mantissa) if own else (2047, 1023, 20)
-    least = size
-    if not own:
-        zero = np.float64(0.0)
-        nonzero = (values[0] != zero) & (values[1] != zero) if product else values[0] != zero
-        least = o.bit_or(size, select(nonzero, np.uint32(1), np.uint32(0)))
-    high = o.shr(block_largest(size), shift)
-    # The smallest but 0 is the largest of the negatives.
-    smallest = o.sub(0, block_largest(o.sub(0, least)))
+    high = o.shr(largest(sizes), shift)
+    smallest = o.sub(0, largest(leasts))
     low = o.shr(smallest, shift)
     high_one, low_one = (select(field == 0, np.uint32(1), field) for field in (high, low))
-    carries = block_of(dtype, product).bit_length() - 1
     # The last bit of a product is at 2^(e - below) or above, its first one at 2^e.
     below = 2 * layout.mantissa + 1 if product else layout.mantissa
     doubled = product and wide
@@ -209,29 +260,33 @@ def blocks_table(dtype: torch.dtype, product: bool, cuts: int) -> Table:
     if not own:
         # Below it the error of a product, or the product itself, may not be a number of float64.
         lost = lost | ((smallest != 0) & (low < (64 if wide else 2))) if product else lost
-    for k, place in enumerate(places):
+    starts = []
+    for place in places:
         # Where there is nothing left to cut, any number does.
         above = place + 1023 - bias
         exponent = o.add(high_one, above)
         exponent = select(high_one > -above, exponent, np.uint32(1)) if above < 0 else exponent
-        start = o.real64(select(lost, np.uint64(0x7FF8 << 48), o.or64(o.shl64(o.widen(exponent), 52), 1 << 51)))
-        parts = [(start + rest) - start for rest in (rests if k else rests[:1])]
-        element.trace.gather_sum("sum", _total(parts))
-        rests = [rest - part for rest, part in zip(rests, parts)] + rests[len(parts) :]
-    element.trace.gather_sum("sum", _total(rests))
-    element.trace.gather_sum("count", bits == 1 << (63 if not own else layout.width - 1))
-    return Table(element.trace, len(element.arrays), block=block_of(dtype, product))
+        starts.append(o.real64(select(lost, np.uint64(0x7FF8 << 48), o.or64(o.shl64(o.widen(exponent), 52), 1 << 51))))
+    found = []
+    for bits, rests in zip(all_bits, all_rests):
+        sums = []
+        for k, start in enumerate(starts):
+            parts = [(start + rest) - start for rest in (rests if k else rests[:1])]
+            sums.append(_total(parts))
+            rests = [rest - part for rest, part in zip(rests, parts)] + rests[len(parts) :]
+        found.append([*sums, _total(rests), bits == 1 << (63 if not own else layout.width - 1)])
+    return found
 
 
-def _value(dtype: torch.dtype, word: Any, emit: Any) -> Any:
+def _value(dtype: torch.dtype, word: Any) -> Any:
     """Return an element as a float64."""
     if dtype == torch.float64:
         return o.real64(word)
     single = float16_word(word) if dtype == torch.float16 else o.shl(word, 16) if dtype == torch.bfloat16 else word
-    return emit("to_float64", (o.real(single),), None, "f64")
+    return word.trace.emit("to_float64", (o.real(single),), None, "f64")
 
 
-def _total(values: list) -> Any:
+def _total(values: Sequence[Any]) -> Any:
     return functools.reduce(lambda x, y: x + y, values)
 
 
@@ -302,6 +357,19 @@ def _rounded(reach: Reach, layout: Layout, digits: list, specials: list, all_min
     # Below 62 bits it matters only whether there is anything.
     head = o.or64(head, select(lost != 0, _ONE, _NONE))
     exponent = o.add64(o.add64(o.shl64(top, 5), length), reach.unit - 1 + _FAR)
+    infinity = np.uint64(layout.fields << layout.mantissa)
+    bits = _nearest(layout, head, exponent)
+    plus, minus = specials
+    special = plus | minus
+    bits = select(special, infinity, select(zero, _NONE, bits))
+    negative = (special & minus) | (~special & ((zero & all_minus_zero) | (negative & ~zero)))
+    bits = o.or64(bits, select(negative, np.uint64(1 << (layout.width - 1)), _NONE))
+    nan = np.uint64(layout.fields << layout.mantissa | 1 << (layout.mantissa - 1))
+    return select(plus & minus, nan, bits)
+
+
+def _nearest(layout: Layout, head: Any, exponent: Any) -> Any:
+    """Return the bits of the number nearest to head * 2^(exponent - _FAR - 61); the head has 62 bits."""
     lowest = np.uint64(layout.lowest + _FAR)
     under_normal = select(exponent < lowest, o.sub64(lowest, exponent), _NONE)
     under_normal = select(under_normal > layout.precision + 1, np.uint64(layout.precision + 1), under_normal)
@@ -312,14 +380,31 @@ def _rounded(reach: Reach, layout: Layout, digits: list, specials: list, all_min
     # A mantissa's leading bit, or one that a carry made, adds 1 to the exponent field.
     field = select(exponent > lowest, o.sub64(exponent, lowest), _NONE)
     infinity = np.uint64(layout.fields << layout.mantissa)
-    bits = select(field > layout.fields - 2, infinity, o.add64(kept, o.shl64(field, layout.mantissa)))
-    plus, minus = specials
-    special = plus | minus
-    bits = select(special, infinity, select(zero, _NONE, bits))
-    negative = (special & minus) | (~special & ((zero & all_minus_zero) | (negative & ~zero)))
-    bits = o.or64(bits, select(negative, np.uint64(1 << (layout.width - 1)), _NONE))
-    nan = np.uint64(layout.fields << layout.mantissa | 1 << (layout.mantissa - 1))
-    return select(plus & minus, nan, bits)
+    return select(field > layout.fields - 2, infinity, o.add64(kept, o.shl64(field, layout.mantissa)))
+
+
+def _rounded_pair(layout: Layout, high: Any, low: Any, all_minus_zero: Any) -> Any:
+    """Return the bits of the number nearest to the sum of two float64, as a word of the layout's width; NaN for NaN."""
+    zero, sign = np.float64(0.0), np.uint64(1 << layout.width - 1)
+    total = high + low
+    # What rounding took away (Knuth's two-sum).
+    back = total - high
+    rest = (high - (total - back)) + (low - back)
+    bits = o.word64(total)
+    size = o.and64(bits, (1 << 63) - 1)
+    if layout.width < 64:
+        field = o.shr64(size, 52)
+        # Numbers without a leading bit are far below the smallest of the result.
+        head = o.shl64(o.or64(o.and64(size, (1 << 52) - 1), 1 << 52), _HEAD - 53)
+        grows = ((rest > zero) & (total > zero)) | ((rest < zero) & (total < zero))
+        head = select(rest != zero, select(grows, o.or64(head, 1), o.sub64(head, 1)), head)
+        size = _nearest(layout, head, o.add64(field, _FAR - 1023))
+    size = select(total == zero, _NONE, size)
+    negative = (total < zero) | ((total == zero) & all_minus_zero)
+    size = o.or64(size, select(negative, sign, _NONE))
+    nan = np.uint64((1 << layout.exponent_bits + 1) - 1 << layout.mantissa - 1)
+    size = select(total != total, nan, size)
+    return size if layout.width == 64 else o.low_word(size)
 
 
 def _ones(count: Any) -> Any:

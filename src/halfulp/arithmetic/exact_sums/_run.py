@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import itertools
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -22,15 +23,27 @@ from ...kernels import (
 from ...kernels._trace import COPIES
 from ...kernels.triton._launch import ready
 from ...kernels.triton._table_kernel import TILE, TableKernel
-from ...kernels.vector._table_loop import Table, compile_table
+from ...kernels.vector._machine_function import Kernel
+from ...kernels.vector._table_loop import Table, compile_row, compile_table
 from ._accumulator import LAYOUTS, LIMB, LIMBS, LOW, WORDS
-from ._device_functions import Reach, block_of, blocks_table, cuts_of, settling_table, terms_table
+from ._device_functions import (
+    BLOCK,
+    Reach,
+    block_of,
+    blocks_table,
+    cuts_of,
+    pairs_table,
+    settling_table,
+    short_table,
+    terms_table,
+)
 
 # Elements whose windows are in memory at a time: of 2^18 of them none overflows, and blocks have fewer parts.
 _AT_ONCE = {"llvm": 1 << 24, "triton": 1 << 22, "reference": 1 << 18}
 _ROWS = 4096  # of which windows are in memory at a time
 _PIECE = 1 << 16  # neighbours that are added up by themselves, for a thread
 _FEW = 1 << 15  # elements that are not worth blocks
+_LANES = 8  # columns up to which rows are summed up in lanes
 _SHORT = 128  # elements of a piece up to which there are no copies of counters
 _ROOM = 1 << 20  # words of counters up to which there are copies
 _SPREAD = 32  # counters of a row of many tiles on an accelerator, for which programs do not queue
@@ -55,9 +68,22 @@ def rounded(words: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
 
 
 def _run(operands: Operands, dtype: torch.dtype | None) -> torch.Tensor:
+    (rows, columns), own, product = operands[0].shape, operands[0].dtype, len(operands) > 1
+    # Products of float64 have three parts.
+    in_pairs = dtype and rows and 0 < columns <= BLOCK and not (product and own == torch.float64)
+    if dtype and in_pairs and select_engine(operands[0].device.type) == "llvm":
+        width = max(4, 1 << (columns - 1).bit_length()) if columns <= _LANES <= rows else None
+        _check_pairs(own, product, dtype, width)
+        found = _sum_pairs(operands, dtype, width)
+        if (lost := found.isnan()).any():
+            found[lost] = _run_any([x[lost] for x in operands], dtype)
+        return found
+    return _run_any(operands, dtype)
+
+
+def _run_any(operands: Operands, dtype: torch.dtype | None) -> torch.Tensor:
     own, product = operands[0].dtype, len(operands) > 1
-    engine, reach = _engine(operands[0], own, product), Reach.of(own, product)
-    return _run_by(engine, operands, reach, dtype)
+    return _run_by(_engine(operands[0], own, product), operands, Reach.of(own, product), dtype)
 
 
 def _run_by(engine: str, operands: Operands, reach: Reach, dtype: torch.dtype | None) -> torch.Tensor:
@@ -195,6 +221,70 @@ def _starts(x: torch.Tensor, rows: np.ndarray) -> np.ndarray:
     return found
 
 
+# rows of which two float64 hold the sums -----------------------------------------------------------------------
+
+
+def _sum_pairs(operands: Operands, dtype: torch.dtype, width: int | None) -> torch.Tensor:
+    """Return the sums of rows of up to BLOCK terms, NaN for those that two float64 do not hold.
+
+    With a width a row is summed up in a lane, of terms that are filled up to so many by -0.
+    """
+    rows, columns = operands[0].shape
+    sums = _sum_lanes(operands, width) if width else _sum_row_blocks(operands)
+    out = torch.empty(rows, dtype=LAYOUTS[dtype].word, device="cpu")
+    (lengths, chunks), terms = _cut(rows), np.array([width or columns], np.float64)
+    step, at = sums.itemsize * rows, address_of(sums)
+    given = chunks, address_of(terms), 0, 0, at, at + step, at + 2 * step, address(out)
+    run_chunks(_row_kernel(pairs_table(dtype)), lengths, *given)
+    return out.view(dtype)
+
+
+def _sum_lanes(operands: Operands, width: int) -> np.ndarray:
+    """Return the parts of the sums of rows, and how many terms are -0: (3, rows)."""
+    rows, columns = operands[0].shape
+    turned = operands[0].new_empty(len(operands), width, rows)
+    turned[:, columns:] = 0.0
+    turned[0, columns:] = -0.0
+    for to, x in zip(turned, operands):
+        to[:columns] = x.t()
+    sums = np.empty((3, rows))
+    kernel = _row_kernel(short_table(turned.dtype, len(operands) > 1, width))
+    step, at = rows * turned.element_size(), address(turned)
+    (lengths, chunks), pointers = _cut(rows), range(at, at + len(operands) * width * step, step)
+    step, at = sums.itemsize * rows, address_of(sums)
+    run_chunks(kernel, lengths, chunks, 0, 0, 0, *pointers, at, at + step, at + 2 * step)
+    return sums
+
+
+def _sum_row_blocks(operands: Operands) -> np.ndarray:
+    """As `_sum_lanes`, of rows that are a block each; with further rows that have no meaning."""
+    rows, columns = operands[0].shape
+    table = blocks_table(operands[0].dtype, len(operands) > 1, 1, partial=columns < BLOCK)
+    # Chunks, pointers and sums, one behind the other.
+    begin = [0, 4 * rows, (4 + len(operands)) * rows, (4 + len(operands) + table.sums) * rows]
+    work, number = np.zeros(begin[-1], np.int64), np.arange(rows)
+    cut, pointers, sums = (work[i:j].reshape(rows, -1) for i, j in itertools.pairwise(begin))
+    cut[:, 0], cut[:, 2] = number, columns
+    for k, x in enumerate(operands):
+        pointers[:, k] = _starts(x, number)
+    at = address_of(work)
+    run_chunks(_kernel("llvm", table), cut[:, 2], at, at + 8 * begin[1], 0, 0, 0, at + 8 * begin[2], 0)
+    return np.ascontiguousarray(sums.T)
+
+
+@functools.lru_cache(64)
+def _cut(count: int) -> tuple[np.ndarray, int]:
+    """Return the lengths of the chunks of so many elements, a view of their table, and the table's address."""
+    begin = np.arange(0, count, CHUNK)
+    cut = np.stack([begin * 0, begin, np.minimum(count - begin, CHUNK), begin], 1)
+    return cut[:, 2], address_of(cut)
+
+
+@functools.cache
+def _row_kernel(table: Table) -> Kernel:
+    return compile_row("exact_sums", table)
+
+
 # windows into words or a float -------------------------------------------------------------------------------
 
 
@@ -247,6 +337,23 @@ def _check(dtype: torch.dtype, product: bool) -> None:
     """The canary: once per process, dtype and kind, the kernels' results on fixed rows are the reference's."""
     run, reference = _trial(dtype, product)
     check_bits(_name(dtype, product), lambda: run("llvm", torch.device("cpu")), reference)
+
+
+@functools.cache
+def _check_pairs(dtype: torch.dtype, product: bool, result: torch.dtype, width: int | None) -> None:
+    """The canary of `_sum_pairs`, for the rows of which it finds the sum."""
+    a = _fixed_rows(dtype)
+    a = a[:, :960].reshape(-1, width) if width else a[:, :1000]
+    operands = [a, a.flip(1).contiguous()] if product else [a]
+
+    def reference() -> torch.Tensor:
+        return _run_by("reference", operands, Reach.of(dtype, product), result)
+
+    def fast() -> list[torch.Tensor]:
+        found = _sum_pairs(operands, result, width)
+        return [torch.where(found.isnan(), reference(), found)]
+
+    check_bits(f"{_name(dtype, product)} of rows", fast, lambda: [reference()])
 
 
 def _name(dtype: torch.dtype, product: bool) -> str:

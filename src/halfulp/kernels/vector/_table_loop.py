@@ -400,6 +400,10 @@ class _TableLoop(VectorBuilder):
             with self.loop(self.word(0), vectors, self.width) as j:
                 value = b.load(self.pointer(bases[array], j, vector), align=align)
                 b.store(value, b.bitcast(b.gep(copies[array], [j]), vector.as_pointer()), align=align)
+                # The next block may lie behind this one.
+                ahead = b.add(bases[array], self.bytes_of(b.add(size, j), array[1]))
+                for line in range(0, self.width * align, _LINE):
+                    self.prefetch(b.add(ahead, self.word(line)))
             last = b.bitcast(b.gep(copies[array], [vectors]), vector.as_pointer())
             b.store(self.ir.Constant(vector, None), last, align=align)
             with self.loop(vectors, size, 1) as j:
@@ -447,12 +451,9 @@ class _TableLoop(VectorBuilder):
     def prefetch_next(self, bases: list[dict], i) -> None:
         """Ask for the next block's elements: meanwhile the memory would be idle."""
         b = self.b
-        own = (
-            [array for array in dict.fromkeys(self.loads) if not array[2]]
-            if self.together == 1 and not self.copied
-            else []
-        )
-        for address, bits, _ in own:
+        if self.together > 1 or self.copied:
+            return
+        for address, bits, _ in [array for array in dict.fromkeys(self.loads) if not array[2]]:
             size = bits // 8
             for line in range(0, self.width * size, 64):
                 ahead = b.mul(b.add(i, self.word(self.padded)), self.word(size))
