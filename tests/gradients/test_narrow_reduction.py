@@ -238,6 +238,10 @@ def test_what_it_cannot_reduce_is_refused(alone):
         reduce_in_bfloat16(alone, "nearest")
     with pytest.raises(TypeError, match="got a Tensor"):
         reduce_in_bfloat16(torch.ones(2))
+    with pytest.raises(TypeError, match="an int, the same on every rank"):
+        reduce_in_bfloat16(alone, "stochastic", seed="a")
+    with pytest.raises(TypeError, match="scaler= takes"):
+        reduce_in_bfloat16(alone, scaler=3)
     reduce_in_bfloat16(alone)
     with pytest.raises(ValueError, match="takes no second one"):
         reduce_in_bfloat16(alone)

@@ -1,6 +1,7 @@
 """Loss change allocation against sums by an independent quadrature, and what it says of rounding planted in a layer."""
 
 import copy
+import json
 
 import pytest
 import torch
@@ -135,6 +136,35 @@ def test_writes_between_steps_are_movement_and_a_converted_model_is_taken(seed):
             optimizer.step()
     assert costs.error < 1e-3
     assert set(costs.to_dict()["shares"][0]) == {"name", "elements", "change", "rounding", "helped"}
+
+
+def test_an_error_of_the_training_comes_through_and_no_hook_stays():
+    model, (x, y) = small(0), data(0)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    costs = hu.observation.allocate_loss(model, optimizer, loss_on(x, y), interval=3)
+
+    def interrupted():
+        train(model, optimizer, x, y, 1)
+        model[0].weight.data.fill_(torch.nan)
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt), costs:
+        interrupted()
+    assert not optimizer._optimizer_step_pre_hooks
+    assert not optimizer._optimizer_step_post_hooks
+
+
+def test_entering_twice_is_refused_and_json_holds_what_never_moved():
+    model, (x, y) = small(0), data(0)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with hu.observation.allocate_loss(model, optimizer, loss_on(x, y)) as costs:
+        with pytest.raises(RuntimeError, match="already"), costs:
+            pass
+        train(model, optimizer, x, y, 1)
+    assert not optimizer._optimizer_step_pre_hooks
+    with hu.observation.allocate_loss(model, optimizer, loss_on(x, y)) as idle:
+        pass
+    assert json.loads(json.dumps(idle.to_dict(), allow_nan=False))["shares"][0]["helped"] is None
 
 
 def test_what_cannot_be_allocated_is_refused():

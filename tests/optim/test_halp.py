@@ -149,6 +149,22 @@ def test_a_closure_that_raises_leaves_the_weights():
     assert torch.equal(w.detach(), before)
 
 
+def test_a_gradient_that_is_not_finite_leaves_weights_and_offsets():
+    first, second = (torch.nn.Parameter(torch.zeros(2)) for _ in range(2))
+    optimizer = hu.optim.HALP([first, second], lr=0.1)
+
+    def closure(factor=1.0):
+        ((first - 1).square().sum() + factor * (second - 2).square().sum()).backward()
+
+    optimizer.center(closure)
+    optimizer.step(closure)
+    before = [first.detach().clone(), optimizer.state[first]["offset"].clone()]
+    with pytest.raises(ValueError, match="not finite"):
+        optimizer.step(lambda: closure(torch.nan))
+    assert torch.equal(first, before[0])
+    assert torch.equal(optimizer.state[first]["offset"], before[1])
+
+
 def test_frozen_parameters_stay_and_a_gradient_of_zero_moves_nothing():
     w, frozen = torch.nn.Parameter(torch.zeros(2)), torch.nn.Parameter(torch.ones(2))
     opt = hu.optim.HALP([w, frozen], lr=0.1)

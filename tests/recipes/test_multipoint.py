@@ -127,6 +127,24 @@ def test_a_dead_channel_and_a_model_in_training_stay_so():
     assert int(made.layers["0"].points[1]) == 1
 
 
+def test_a_layer_under_two_names_is_replaced_under_both():
+    shared = nn.Linear(6, 6)
+    model, x = nn.Sequential(shared, nn.ReLU(), nn.Sequential(shared)), torch.randn(10, 6)
+    before = model(x)
+    hu.multipoint(model, 8, [x])
+    assert model[0] is model[2][0]
+    assert torch.allclose(model(x), before, atol=0.1)
+
+
+@pytest.mark.parametrize("broken", ["weight", "input"])
+def test_what_is_not_finite_is_refused_and_nothing_changes(broken):
+    model, x = nn.Sequential(nn.Linear(6, 4)), torch.randn(3, 6)
+    (model[0].weight.data if broken == "weight" else x)[0, 0] = torch.nan
+    with pytest.raises(ValueError, match=rf"the {broken}.* of layer 0 is not finite"):
+        hu.multipoint(model, 4, [x])
+    assert type(model[0]) is nn.Linear
+
+
 def test_what_it_refuses():
     def model():
         return nn.Sequential(nn.Linear(6, 4), nn.ReLU())
@@ -147,3 +165,9 @@ def test_what_it_refuses():
     with pytest.raises(ValueError, match=r"do not reach 0\.aside"):
         hu.multipoint(unused, 4, [x])
     assert type(unused[0]) is nn.Linear
+    with pytest.raises(ValueError, match=r"keep=\['head'\] matches none of the layers 0"):
+        hu.multipoint(model(), 4, [x], keep="head")
+    quantized = model()
+    hu.multipoint(quantized, 4, [x])
+    with pytest.raises(ValueError, match="there is none"):
+        hu.multipoint(quantized, 4, [x])

@@ -267,7 +267,7 @@ def reduce_in_bfloat16(
         The state: save its `state_dict()` on every rank, and load each rank's own.
 
     Raises:
-        TypeError: no module.
+        TypeError: no module, a seed that is no int, or no scaler.
         ValueError: a model in no such wrapper, an unknown rounding, a second communication hook, or ranks that differ
             in these or in their version of halfulp.
         NotImplementedError: FSDP1, a mesh of two dimensions, parameters with several parts (scaled,
@@ -281,6 +281,10 @@ def reduce_in_bfloat16(
     check_module(model, "reduce_in_bfloat16")
     if rounding not in ROUNDINGS:
         raise ValueError(f"rounding={rounding!r}: allowed are 'feedback' and 'stochastic'")
+    if isinstance(seed, bool) or not isinstance(seed, int):
+        raise TypeError(f"seed={seed!r}: an int, the same on every rank")
+    if scaler is not None and not hasattr(scaler, "get_scale"):
+        raise TypeError(f"scaler= takes the GradScaler or AdaptiveGradScaler of these gradients, got {a_kind(scaler)}")
     _refuse_parts(model)
     if isinstance(model, nn.parallel.DistributedDataParallel):
         return _hook(model, rounding, seed, scaler)

@@ -1,7 +1,7 @@
 """Optimizers of hu.optim by name in timm's factory and its train.py.
 
     import halfulp.integrations.timm; halfulp.integrations.timm.register()
-    timm.optim.create_optimizer_v2(model, "huadamw", lr=1e-3, weight_update="kahan")
+    timm.optim.create_optimizer_v2(model, "huadamw", lr=1e-3, weight_update="kahan", param_dtype="bf16")
 
 timm 1.0.31 cuts a name at its last "_" ("halfulp_adamw" is torch's AdamW there, in silence), so the names have none:
 "hu" and the class's name. On the command line: `--opt huadamw --opt-kwargs weight_update=kahan --model-dtype bfloat16`.

@@ -66,6 +66,8 @@ class LossAllocation:
         self._handles: list[Any] = []
 
     def __enter__(self) -> LossAllocation:
+        if self._handles:
+            raise RuntimeError("this allocation follows a training already: leave its block before you enter it again")
         self._point = self._weights()
         self.last, self._gradient = self._evaluate(self._point)
         if math.isnan(self.first):
@@ -79,9 +81,9 @@ class LossAllocation:
         return self
 
     def __exit__(self, *error: object) -> None:
-        for handle in self._handles:
-            handle.remove()
-        if self._pending:
+        while self._handles:
+            self._handles.pop().remove()
+        if self._pending and error[0] is None:  # the error that ends a training is not to be replaced by another
             self._advance()
 
     @property
@@ -171,9 +173,10 @@ class LossAllocation:
         return float(loss.detach()), {n: torch.zeros_like(point[n]) if g is None else g.cpu() for n, g in made.items()}
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain data that JSON can hold."""
+        """Plain data that JSON can hold; None where nothing moved, or before the start."""
         keys = ("first", "last", "change", "allocated", "error", "steps", "unsplit")
-        return {key: getattr(self, key) for key in keys} | {"shares": [vars(share) for share in self.shares.values()]}
+        whole = {key: getattr(self, key) for key in keys} | {"shares": [vars(share) for share in self.shares.values()]}
+        return tree_map(lambda value: None if isinstance(value, float) and math.isnan(value) else value, whole)
 
     def __str__(self) -> str:
         """A table of parameters, those first whose rounding cost most."""

@@ -155,6 +155,8 @@ class HALP(torch.optim.Optimizer):
             _, at_center = self._gradients(closure)
         finally:
             self._write(weights)
+        if not all(bool(g.isfinite().all()) for made in (here, at_center) for g in made.values()):
+            raise ValueError("a gradient of this step is not finite: weights and offsets stay; take a smaller lr")
         moved = {}
         for group, parameter, position in self._members():
             if parameter in weights and parameter in here and parameter in at_center:

@@ -102,7 +102,7 @@ def multipoint(
     batches: Iterable[Any],
     budget: float = 1.1,
     *,
-    keep: Iterable[str] = (),
+    keep: str | Iterable[str] = (),
 ) -> Multipoint:
     """Quantize weights to a few bits after training, with more than one point for channels that need it, in place.
 
@@ -120,13 +120,14 @@ def multipoint(
         bits: of a code, 2 to 8.
         batches: inputs for the model, a few hundred examples: tensors, tuples of arguments or dicts of them.
         budget: bytes of the quantized weights with their scales, over those with one point per channel.
-        keep: globs over names of layers that stay as they are.
+        keep: a glob, or several, over names of layers that stay as they are.
 
     Returns:
         A table of points, errors and bytes.
 
     Raises:
-        ValueError: bits out of range, no batches, no such layer, or a budget that no choice meets.
+        ValueError: bits out of range, no batches, no such layer, a glob that matches none, weights or inputs that are
+            not finite, or a budget that no choice meets.
         TypeError: no module.
 
     >>> import torch, halfulp as hu
@@ -142,9 +143,15 @@ def multipoint(
         raise ValueError(f"bits={bits!r}: a code has 2 to 8")
     kinds = (nn.Linear, *_CONVOLUTIONS)
     layers = {
-        name: m for name, m in model.named_modules() if name and type(m) in kinds and m.weight.is_floating_point()
+        name: m
+        for name, m in model.named_modules()
+        if name and type(m) in kinds and hasattr(m, "weight") and m.weight.is_floating_point() and m.weight.numel()
     }
-    kept = tuple(name for name in layers if any(fnmatchcase(name, glob) for glob in keep))
+    globs = [keep] if isinstance(keep, str) else list(keep)
+    idle = [glob for glob in globs if not any(fnmatchcase(name, glob) for name in layers)]
+    if idle:
+        raise ValueError(f"keep={idle!r} matches none of the layers {', '.join(layers) or '(there is none)'}")
+    kept = tuple(name for name in layers if any(fnmatchcase(name, glob) for glob in globs))
     chosen = {name: layer for name, layer in layers.items() if name not in kept}
     if not chosen:
         raise ValueError(f"no linear layer or convolution is left to quantize: {', '.join(layers) or 'there is none'}")
@@ -156,16 +163,23 @@ def multipoint(
             "bytes, which counts as 1; give 1 or more, or fewer bits"
         )
     moments = _second_moments(model, chosen, batches)
+    for name, layer in chosen.items():
+        for what, tensor in (("weight", layer.weight), ("input, on these batches,", moments[name])):
+            if not bool(tensor.isfinite().all()):
+                raise ValueError(f"the {what} of layer {name} is not finite: no codes of {bits} bits stand for it")
     ladders = {name: _Ladder(layer, bits, moments[name]) for name, layer in chosen.items()}
     points = _spend(ladders, sizes, single * (budget - 1))
     made = {}
     for name, ladder in ladders.items():
-        owner, key = model.get_submodule(name.rpartition(".")[0]), name.rpartition(".")[2]
         count, channels = int(points[name].sum()), len(points[name])
         held = count * sizes[name] + (count - channels) * _CHANNEL_BYTES
         errors = ladder.error(points[name]), ladder.error(torch.ones_like(points[name]))
         made[name] = LayerPoints(name, points[name], held, *errors)
-        setattr(owner, key, MultipointLayer(chosen[name], bits, *ladder.take(points[name])))
+        layer = chosen[name]
+        places = [place for place, m in model.named_modules(remove_duplicate=False) if m is layer]
+        replaced = MultipointLayer(layer, bits, *ladder.take(points[name]))
+        for owner, _, key in (place.rpartition(".") for place in places):
+            setattr(model.get_submodule(owner), key, replaced)
     return Multipoint(made, single, kept)
 
 

@@ -61,7 +61,9 @@ def test_a_pair_that_fails_is_listed_and_the_others_go_on(tiny, tmp_path: Path) 
     with training(tmp_path, trials, 1, None, False, False) as run:
         run.train(trials, failed=failed)
     assert failed == {"tiny": {"fp32": "ZeroDivisionError: a mistake in the task"}}
-    assert len(run.evidence().trials) == 2
+    found = run.evidence()
+    assert len(found.trials) == found.run["trained"] == 2
+    assert found.run["reused"] == 0
 
 
 def test_what_does_not_go_together_is_left_out_with_a_reason() -> None:
@@ -98,6 +100,33 @@ def test_statements_follow_the_numbers(evidence) -> None:
     # Within 0.1% of the accuracy, which is the same in all of these records.
     assert verdict(kept, "stochastic rounding and Kahan stay")[0] == CONFIRMED
     assert verdict(kept, "ten bits")[0] == OPEN
+
+
+def test_what_the_seeds_leave_open_confirms_nothing(evidence) -> None:
+    wide, accurate = [1.5, 1.0, 1.1], {("digits", "bf16-stochastic"): [1.0, 1.1, 0.9]}
+    found = evidence(FLOAT32 | accurate | {("digits", "bf16-kahan"): wide})
+    for record in found.of_task("digits"):
+        record["result"]["float32"]["validation"]["accuracy"] -= record["settings"]["recipe"]["name"] == "bf16-kahan"
+    assert found.row("digits", "bf16-kahan").verdict == "unclear"
+    assert verdict(found, "stochastic rounding and Kahan stay")[0] == OPEN
+    scales = {("digits", "fp16-adaptive"): wide, ("digits", "fp16-constant-1"): [1.0, 1.1, 0.9]}
+    assert verdict(evidence(FLOAT32 | scales), "nowhere worse than the best constant")[0] == OPEN
+
+
+def test_a_task_without_float32_is_no_task(evidence) -> None:
+    found = evidence(FLOAT32 | {("text", "bf16-kahan"): [1.5, 1.6, 1.4], ("text", "fp16-adaptive"): [1.5, 1.6, 1.4]})
+    assert found.tasks() == ["digits"]
+    assert "text" not in _report.markdown(found).split("## digits")[1]
+    assert "<svg" in _report.figure(found, "dark")
+
+
+@pytest.mark.usefixtures("forked_workers")
+def test_broken_data_are_an_error_that_says_so(tmp_path: Path) -> None:
+    (tmp_path / "input.txt").write_text("a short text")
+    with pytest.raises(ValueError, match=r"no trial under fp32 finished.* 12 characters are too few"):
+        _run.run_suite(
+            size="smoke", seeds=1, data=str(tmp_path), out=tmp_path / "out", tasks=["tinyshakespeare"], recipes=["bf16"]
+        )
 
 
 def test_adaptive_scales_beside_the_best_constant(evidence) -> None:

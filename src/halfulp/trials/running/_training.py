@@ -87,11 +87,12 @@ class Training:
                 if kind == "failed" and failed is not None:
                     failed.setdefault(trial.task.name, {})[trial.recipe.name] = content
                 if kind == "done":
+                    self._trained += 1
                     self.results[trial.key] = content
                     if self._store is not None:
                         self._store.keep(trial, content)
                 self._listen(kind, trial, content)
-        self._seconds, self._trained = self._seconds + time.monotonic() - start, self._trained + len(missing)
+        self._seconds += time.monotonic() - start
         self._trials |= {trial.key: trial for trial in trials if trial.key in self.results}
 
     def evidence(self) -> Evidence:

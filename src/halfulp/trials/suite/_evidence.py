@@ -8,6 +8,7 @@ from typing import Any, ClassVar
 
 from ...pages import write_whole
 from ..evidence._evidence import SCHEMA, Evidence
+from ..running._plan import REFERENCE
 from ._report import figure, html, markdown
 from ._statements import statements
 
@@ -21,6 +22,11 @@ class SuiteEvidence(Evidence):
     """
 
     stem: ClassVar[str] = "evidence"
+
+    def tasks(self) -> list[str]:
+        """Names of the tasks that have trials under float32: without one there is no gap."""
+        heads = (record["settings"] for record in self.trials)
+        return list(dict.fromkeys(head["task"]["name"] for head in heads if head["recipe"]["name"] == REFERENCE))
 
     def to_dict(self) -> dict[str, Any]:
         """Plain data; each task's and recipe's settings stand once, and of a curve its two ends."""

@@ -4,7 +4,7 @@ import os
 from collections.abc import Sequence
 
 from ...recipes import Recipe
-from ..running._plan import Trial, plan
+from ..running._plan import REFERENCE, Trial, plan
 from ..running._training import Listener, training
 from ._evidence import SuiteEvidence
 from ._papers import COMMON, COMPONENTS, FEW_BITS, LEFT_OUT, SLOW, TASKS, WIDE
@@ -40,13 +40,17 @@ def run_suite(
         The evidence.
 
     Raises:
-        ValueError: an unknown name, missing data, or an output folder that cannot be written or holds something else.
+        ValueError: an unknown name, missing data, an output folder that cannot be written or holds something else, or
+            no task whose float32 trained.
         TrialError: a worker was killed; what had finished is kept in ``out``.
     """
     trials, failed = plan_suite(suite, size, seeds, data, tasks, recipes)
     with training(out, trials, workers, listen, resume, overwrite, SuiteEvidence) as run:
         run.more = {"suite": suite, "size": size, "left_out": failed}
         run.train(trials, failed=failed)
+        if not run.evidence().tasks():
+            told = "; ".join(f"{task}: {pairs[REFERENCE]}" for task, pairs in failed.items() if REFERENCE in pairs)
+            raise ValueError(f"no trial under {REFERENCE} finished, against which every gap is measured: {told}")
     evidence = run.evidence()
     assert isinstance(evidence, SuiteEvidence)
     return evidence

@@ -162,7 +162,7 @@ def _closer(plain: Row, scaled: Row) -> bool:
 
 def _beside_best_constant(evidence: FinishedTrials, tasks: tuple[str, ...] | None, better: bool) -> tuple[str, str]:
     """The adaptive recipe's loss minus the best constant scale's, seed by seed."""
-    good, bad, told = 0, 0, []
+    good, unclear, bad, told = 0, 0, 0, []
     for task in evidence.tasks():
         if tasks is not None and task not in tasks:
             continue
@@ -181,17 +181,22 @@ def _beside_best_constant(evidence: FinishedTrials, tasks: tuple[str, ...] | Non
         told.append(f"{task}: {mean:+.3g} ± {_short(limit)} beside {best.recipe.removeprefix('fp16-')}")
         if limit is None:
             continue
-        good, bad = good + (mean < -limit if better else mean <= limit), bad + (mean > limit)
+        bad += mean > limit
+        if better:
+            good += mean < -limit
+        elif mean <= limit:
+            near = mean + limit <= rows["fp32"].tolerance
+            good, unclear = good + near, unclear + (not near)
     if better:
         return (CONFIRMED if good else REFUTED if bad else OPEN), "; ".join(told)
-    return (REFUTED if bad else CONFIRMED if good else OPEN), "; ".join(told)
+    return (REFUTED if bad else CONFIRMED if good and not unclear else OPEN), "; ".join(told)
 
 
 def _within(
     evidence: FinishedTrials, recipes: tuple[str, ...], accuracy: float, loss: float, without: tuple[str, ...] = ()
 ) -> tuple[str, str]:
     """Whether recipes stay within a share of accuracy or of loss, or within the noise, on every task."""
-    inside, outside, few, said = 0, [], 0, []
+    inside, unclear, outside, few, said = 0, 0, [], 0, []
     for recipe in recipes:
         for row in _rows(evidence, recipe):
             if row.task in without:
@@ -206,11 +211,13 @@ def _within(
                 few += 1
                 continue
             close = row.gap <= loss * abs(reference.loss) or (lost is not None and lost <= accuracy)
-            if close or row.gap <= row.noise:
+            if not close and row.gap > row.noise:
+                outside.append(row.task)
+            elif close or row.verdict != "unclear":
                 inside += 1
             else:
-                outside.append(row.task)
-    if few or not (inside or outside):
+                unclear += 1
+    if few or (not outside and (unclear or not inside)):
         return OPEN, "; ".join(said)
     beyond = f"beyond on {', '.join(dict.fromkeys(outside))}; " if outside else f"{inside} of {inside} inside; "
     return (REFUTED if outside else CONFIRMED), beyond + "; ".join(said)

@@ -74,6 +74,10 @@ def characters(text: str, source: str, time: int = TIME, most: int | None = None
     ids = torch.tensor([alphabet[character] for character in text], dtype=torch.int64, device="cpu")
     split = len(ids) * 9 // 10
     train, rest = ids[:split], ids[split:]
+    if len(rest) <= time:
+        raise ValueError(
+            f"{source}: {len(ids):,} characters are too few, {10 * (time + 1):,} suffice: get the text again"
+        )
     validation = _windows(rest, time, most)
     note = (
         f"{source}: {split:,} characters to train on, {validation[0].numel():,} to validate, {len(alphabet)} different"
