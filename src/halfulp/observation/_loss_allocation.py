@@ -16,7 +16,7 @@ from .._messages import a_kind
 from ..emulation import Emulation
 from ..optim import Optimizer
 from ..optim._float32_weights import read_weights
-from ..optim.step._reference import change_by_rule
+from ..optim.step._kernel import change_by_rule
 from ..recipes import revert
 from ..recipes._convert import is_converted
 from .observing._elementwise import ELEMENTWISE, WHOLE, Shadow
