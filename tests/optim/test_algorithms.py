@@ -290,3 +290,25 @@ def test_adafactor_steps_beside_an_empty_parameter(shape, dtype):
         return parameters[0]
 
     assert torch.equal(stepped(), stepped(torch.nn.Parameter(torch.ones(shape, dtype=dtype))))
+
+
+def test_muon_tells_embeddings_and_heads_by_their_names():
+    others = (
+        "tok_embeddings",
+        "transformer.wpe",
+        "wte",
+        "word_embeddings",
+        "posemb",
+        "lm_head",
+        "heads.0",
+        "head2",
+        "cls_head.out",
+    )
+    matrices = ("multihead_attn.out_proj", "multi_head_attention.wq", "member", "blocks.0.mlp")
+    named = [(f"{name}.weight", torch.nn.Parameter(torch.ones(2, 2))) for name in (*others, *matrices)]
+    own, split = hu.optim.Muon.split_groups(named)
+    assert [name.removesuffix(".weight") for name, _ in own["params"]] == [*matrices]
+    assert (own["use_muon"], split["use_muon"]) == (True, False)
+    weight = named[0][1]
+    (group,) = hu.optim.Muon.split_groups([{"params": weight, "lr": 0.5}])
+    assert group == {"params": [weight], "use_muon": True, "lr": 0.5}

@@ -292,17 +292,46 @@ def test_files_go_from_a_step_on_the_device_to_one_on_the_host_and_back():
     assert any((weights[name] != value.float()).any() for name, value in again.state_dict().items())
 
 
-def test_weights_written_from_outside_are_stepped_from_on_the_host_too():
+def _clamp(weight):
+    with torch.no_grad():
+        weight.clamp_(-0.2, 0.2)
+
+
+def _clamp_data(weight):
+    weight.data.clamp_(-0.2, 0.2)
+
+
+def _replace_data(weight):
+    weight.data = weight.data.clamp(-0.2, 0.2)
+
+
+@pytest.mark.parametrize("write", [_clamp, _clamp_data, _replace_data])
+def test_weights_written_from_outside_are_stepped_from_on_the_host_too(write):
     def run(offload):
         model = _model()
         released = hu.optim.release_gradients(model, _made, offload=offload)
         for step in range(STEPS):
             released.backward(_loss(model, step))
-            with torch.no_grad():
-                model[0].weight.clamp_(-0.2, 0.2)
+            write(model[0].weight)
         return model
 
     assert _equal(run(None), run("cpu"))
+
+
+def test_float32_weights_are_not_loaded_past_copies_on_the_host():
+    model, released = _offloaded(range(1))
+    weights = released.optimizer.float32_state_dict(model)
+    with pytest.raises(ValueError, match="holds none of the parameters of this Sequential, and nothing of their low"):
+        released.optimizer.load_float32_state_dict(model, weights)
+
+
+@pytest.mark.parametrize("offload", [None, "cpu"])
+def test_parameters_that_were_replaced_are_not_taken_for_trained(offload):
+    model = _model()
+    released = hu.optim.release_gradients(model, _made, offload=offload)
+    model.load_state_dict(_model().state_dict(), assign=True)
+    with pytest.raises(ValueError, match="holds none of the parameters of this Sequential that require a gradient"):
+        released.backward(_loss(model, 0))
 
 
 def test_what_cannot_be_offloaded_is_refused():

@@ -2,6 +2,7 @@
 
 import copy
 import math
+import pickle
 import warnings
 
 import numpy as np
@@ -112,6 +113,21 @@ def test_a_resumed_run_has_the_same_bits(seed):
     for one, parameter in ((opt, w), (again, other)):
         one.center(lambda p=parameter: (0.5 * (x @ p - y).square().mean()).backward())
     assert opt.state[w]["spacing"] == again.state[other]["spacing"]
+
+
+@pytest.mark.parametrize("copied", [copy.deepcopy, lambda both: pickle.loads(pickle.dumps(both))])
+def test_a_copy_goes_on_with_the_same_bits(copied, seed):
+    x, y = least_squares(seed)
+    rows = np.random.default_rng(seed).integers(0, len(x), (2, 10)).tolist()
+    opt, w = next(train(x, y, rows, lr=5e-3, seed=3))
+    copies = [(opt, w), copied((opt, w))]
+    for one, weight in copies:
+        for i in rows[1]:
+            one.step(lambda i=i, weight=weight: (0.5 * (x[i] @ weight - y[i]).square()).backward())
+        one.center(lambda weight=weight: (0.5 * (x @ weight - y).square().mean()).backward())
+    assert w is not copies[1][1]
+    assert torch.equal(w, copies[1][1])
+    assert opt.state[w]["spacing"] == copies[1][0].state[copies[1][1]]["spacing"]
 
 
 def test_both_calls_of_a_closure_draw_the_same_random_numbers():

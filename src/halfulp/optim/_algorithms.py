@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from typing import Any, Unpack
 
 import torch
@@ -22,6 +23,11 @@ from .rules._sgd import SGD as PLAIN
 from .rules._sgd import SGD_MOMENTUM, SGD_NESTEROV
 from .rules._update_rule import UpdateRule
 from .stores._storage import Store
+
+# tok_embeddings.weight, transformer.wpe.weight, lm_head.weight, heads.0.weight; no multihead_attn.out_proj, no member.
+_EMBEDDING_OR_HEAD = re.compile(
+    r"(^|[._])(emb\w*|[^._]*emb(s|ed|eds|edding|eddings)?|wte|wpe)([._]|$)|(^|\.)(head|(?!multi_?head)\w*heads?(\.|$))"
+)
 
 
 class SGD(Optimizer):
@@ -471,9 +477,10 @@ class Muon(Optimizer):
         found: list[dict[str, Any]] = []
         for group in given if given and isinstance(given[0], dict) else [{"params": given}]:
             parts: dict[bool, list[Any]] = {True: [], False: []}
-            for entry in group["params"]:
+            members = group["params"]
+            for entry in [members] if isinstance(members, torch.Tensor) else members:
                 name, parameter = entry if isinstance(entry, tuple) else ("", entry)
-                parts[parameter.dim() == 2 and not any(word in name for word in ("emb", "wte", "head"))].append(entry)
+                parts[parameter.dim() == 2 and not _EMBEDDING_OR_HEAD.search(name)].append(entry)
             split = [{**group, "params": some, "use_muon": is_muons} for is_muons, some in parts.items() if some]
             found += [group] if "use_muon" in group else split
         return found

@@ -110,6 +110,13 @@ class GradientRelease:
                 self._handles[parameter] = parameter.register_post_accumulate_grad_hook(
                     lambda parameter, group=group, position=position: self._hook(parameter, group, position)
                 )
+        # During a pass fully_shard shows other parameters than its shards.
+        is_sharded = any(hasattr(parameter, "_local_tensor") for _, _, parameter in self._places())
+        if not is_sharded and not any(parameter in self._handles for parameter in self._model.parameters()):
+            raise ValueError(
+                f"the optimizer holds none of the parameters of this {type(self._model).__name__} that require a "
+                "gradient: fully_shard or load_state_dict(assign=True) makes new ones, so call release_gradients after"
+            )
 
     @contextlib.contextmanager
     def _hooked(self, hook: Callable[..., None]) -> Iterator[None]:
@@ -181,7 +188,7 @@ class HostParameters:
         self.originals: TensorMap[torch.Tensor] = TensorMap()
         self.named: list[tuple[str, torch.nn.Parameter]] = []
         self._copies: TensorMap[torch.Tensor] = TensorMap()
-        self._versions: TensorMap[int] = TensorMap()
+        self._written: TensorMap[tuple[tuple[int, int], int]] = TensorMap()
         self._streams: dict[torch.device, torch.cuda.Stream] = {}
         self._thread: ThreadPoolExecutor | None = None
         self._optimizer: Optimizer | None = None
@@ -199,7 +206,7 @@ class HostParameters:
             copy = torch.nn.Parameter(held.copy_(parameter.detach()), requires_grad=parameter.requires_grad)
             self.named.append((name, copy))
             self.originals[copy], self._copies[parameter] = parameter, copy
-            self._versions[parameter] = parameter._version
+            self._written[parameter] = _version(parameter), int(_sum_of_bits(copy))
 
     def check(self, optimizer: Optimizer) -> None:
         """Raise ValueError for an optimizer that was not made from the copies, or has given them another dtype."""
@@ -226,15 +233,15 @@ class HostParameters:
         """Step a parameter by a gradient, which may be freed afterwards."""
         assert self._thread is not None, "steps are made inside of `stepping`"
         copy = self._copies[parameter]
-        if parameter._version != self._versions[parameter]:  # written by somebody else
-            copy.detach().copy_(parameter.detach())
+        found, _ = self._staged(_sum_of_bits(parameter))
         staged, wait = self._staged(gradient.detach())
-        self._steps.append(self._thread.submit(self._step, parameter, copy, staged, wait, group, position))
+        self._steps.append(self._thread.submit(self._step, parameter, copy, found, staged, wait, group, position))
 
     def _step(
         self,
         parameter: torch.Tensor,
         copy: torch.Tensor,
+        found: torch.Tensor,
         gradient: torch.Tensor,
         wait: Callable[[], None],
         group: dict[str, Any],
@@ -242,6 +249,11 @@ class HostParameters:
     ) -> None:
         assert self._optimizer is not None
         wait()
+        version, bits = self._written[parameter]
+        if version != _version(parameter):  # written by somebody else
+            copy.detach().copy_(parameter.detach())
+        elif bits != int(found):  # through .data, which no counter shows, nor that of the copy
+            copy.data.copy_(parameter.detach())
         if gradient.dtype != copy.dtype:  # `float32_gradients`
             copy.grad_dtype = gradient.dtype
         copy.grad = gradient
@@ -250,7 +262,7 @@ class HostParameters:
         stream = self._streams.get(parameter.device)
         with torch.no_grad(), contextlib.nullcontext() if stream is None else torch.cuda.stream(stream):
             parameter.copy_(copy, non_blocking=True)
-        self._versions[parameter] = parameter._version
+        self._written[parameter] = _version(parameter), int(_sum_of_bits(copy))
 
     def _staged(self, gradient: torch.Tensor) -> tuple[torch.Tensor, Callable[[], None]]:
         """Return a copy of a gradient in host memory, and what waits until it is there."""
@@ -263,6 +275,16 @@ class HostParameters:
             held.copy_(gradient, non_blocking=True)
             gradient.record_stream(stream)
             return held, stream.record_event().synchronize
+
+
+def _version(tensor: torch.Tensor) -> tuple[int, int]:
+    return tensor._version, tensor.data_ptr()
+
+
+def _sum_of_bits(tensor: torch.Tensor) -> torch.Tensor:
+    """Return the sum of a tensor's elements as integers, which changes with what is written through `.data`."""
+    words = torch.int16 if tensor.element_size() == 2 else torch.int32
+    return tensor.detach().view(words).sum(dtype=torch.int64)
 
 
 def _norm(gradient: torch.Tensor) -> torch.Tensor:

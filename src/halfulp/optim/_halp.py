@@ -17,6 +17,8 @@ _GROWN = 10.0
 _FIRST_STEPS = 32.0
 _MARGIN = 1.5
 _FASTEST = 4.0
+# What all parameters share, beside their groups and states.
+_SHARED = ("_steps", "_norms", "_written", "_clipped")
 
 
 class HALP(torch.optim.Optimizer):
@@ -210,9 +212,13 @@ class HALP(torch.optim.Optimizer):
         for parameter, value in values.items():
             parameter.copy_(value)
 
+    def __getstate__(self) -> dict[str, Any]:
+        """For copy and pickle, of which torch's leaves out what all parameters share."""
+        return super().__getstate__() | {name: getattr(self, name) for name in _SHARED}
+
     def state_dict(self) -> dict[str, Any]:
         """Return torch's state dict, and beside it under "halp" what all parameters share."""
-        return super().state_dict() | {"halp": (self._steps, self._norms, self._written, self._clipped)}
+        return super().state_dict() | {"halp": tuple(getattr(self, name) for name in _SHARED)}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load what `state_dict` returned: a run goes on with the same bits.
@@ -223,7 +229,7 @@ class HALP(torch.optim.Optimizer):
         if "halp" not in state_dict:
             raise ValueError("this is no state dict of hu.optim.HALP: it has no entry 'halp'")
         super().load_state_dict({name: value for name, value in state_dict.items() if name != "halp"})
-        self._steps, self._norms, self._written, self._clipped = state_dict["halp"]
+        vars(self).update(zip(_SHARED, state_dict["halp"], strict=True))
         for group, parameter, _ in self._members():
             state = self.state[parameter]
             if "offset" in state:  # torch has made them the parameter's dtype

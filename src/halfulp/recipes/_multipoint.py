@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import heapq
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from typing import Any, cast
@@ -70,7 +70,9 @@ class MultipointLayer(nn.Module):
     def __init__(self, layer: nn.Module, bits: int, codes: Tensor, scales: Tensor, channels: Tensor) -> None:
         super().__init__()
         self.bits, self.shape = bits, tuple(cast(Tensor, layer.weight).shape)
-        self.dtype, self._convolves = cast(Tensor, layer.weight).dtype, isinstance(layer, _CONVOLUTIONS)
+        self._convolves = isinstance(layer, _CONVOLUTIONS)
+        # Of the dtype of the weight, which it follows when the model is converted.
+        self.register_buffer("like", cast(Tensor, layer.weight).detach().new_empty(0), persistent=False)
         self.register_buffer("codes", pack(codes, bits))
         self.register_buffer("scales", scales.float())
         self.register_buffer("channels", channels.to(torch.int32))
@@ -84,16 +86,28 @@ class MultipointLayer(nn.Module):
         codes = unpack(cast(Tensor, self.codes), self.bits, len(scales) * math.prod(self.shape[1:]))
         points = codes.view(len(scales), -1).to(torch.float32) * scales[:, None]
         rows = torch.zeros(self.shape[0], points.shape[1], dtype=torch.float32, device=points.device)
-        return rows.index_add(0, channels, points).view(self.shape).to(self.dtype)
+        return rows.index_add(0, channels, points).view(self.shape).to(cast(Tensor, self.like).dtype)
+
+    @property
+    def bias(self) -> Tensor | None:
+        """The layer's bias."""
+        return cast("Tensor | None", self.layer.bias)
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> MultipointLayer:
+        """Convert and move the layer; its scales keep their digits."""
+        scales = cast(Tensor, self.scales)
+        super()._apply(fn, recurse)
+        if self.scales.dtype != scales.dtype:
+            self.scales = scales.to(self.scales.device)
+        return self
 
     def forward(self, x: Tensor) -> Tensor:
         """The layer's forward pass."""
-        bias = cast("Tensor | None", self.layer.bias)
         if self._convolves:
             convolve: Any = self.layer._conv_forward
-            convolved: Tensor = convolve(x, self.weight, bias)
+            convolved: Tensor = convolve(x, self.weight, self.bias)
             return convolved
-        return F.linear(x, self.weight, bias)
+        return F.linear(x, self.weight, self.bias)
 
 
 def multipoint(
@@ -126,8 +140,8 @@ def multipoint(
         A table of points, errors and bytes.
 
     Raises:
-        ValueError: bits out of range, no batches, no such layer, a glob that matches none, weights or inputs that are
-            not finite, or a budget that no choice meets.
+        ValueError: bits out of range, no batches, no such layer or one with forward hooks, a glob that matches none,
+            numbers that are not finite, or a budget that no choice meets.
         TypeError: no module.
 
     >>> import torch, halfulp as hu
@@ -155,6 +169,11 @@ def multipoint(
     chosen = {name: layer for name, layer in layers.items() if name not in kept}
     if not chosen:
         raise ValueError(f"no linear layer or convolution is left to quantize: {', '.join(layers) or 'there is none'}")
+    for name, layer in chosen.items():
+        if layer._forward_hooks or layer._forward_pre_hooks:
+            raise ValueError(f"layer {name} has forward hooks, which its successor does not run: remove them before")
+        if not layer.weight.isfinite().all():
+            raise ValueError(f"the weight of layer {name} is not finite, which no code is: leave it out by keep=")
     sizes = {name: math.ceil(layer.weight[0].numel() * bits / 8) + _SCALE_BYTES for name, layer in chosen.items()}
     single = sum(size * len(chosen[name].weight) for name, size in sizes.items())
     if isinstance(budget, bool) or not isinstance(budget, int | float) or not budget >= 1:
@@ -163,23 +182,19 @@ def multipoint(
             "bytes, which counts as 1; give 1 or more, or fewer bits"
         )
     moments = _second_moments(model, chosen, batches)
-    for name, layer in chosen.items():
-        for what, tensor in (("weight", layer.weight), ("input, on these batches,", moments[name])):
-            if not bool(tensor.isfinite().all()):
-                raise ValueError(f"the {what} of layer {name} is not finite: no codes of {bits} bits stand for it")
     ladders = {name: _Ladder(layer, bits, moments[name]) for name, layer in chosen.items()}
     points = _spend(ladders, sizes, single * (budget - 1))
-    made = {}
+    made, quantized = {}, {}
     for name, ladder in ladders.items():
         count, channels = int(points[name].sum()), len(points[name])
         held = count * sizes[name] + (count - channels) * _CHANNEL_BYTES
         errors = ladder.error(points[name]), ladder.error(torch.ones_like(points[name]))
         made[name] = LayerPoints(name, points[name], held, *errors)
-        layer = chosen[name]
-        places = [place for place, m in model.named_modules(remove_duplicate=False) if m is layer]
-        replaced = MultipointLayer(layer, bits, *ladder.take(points[name]))
-        for owner, _, key in (place.rpartition(".") for place in places):
-            setattr(model.get_submodule(owner), key, replaced)
+        quantized[chosen[name]] = MultipointLayer(chosen[name], bits, *ladder.take(points[name]))
+    for owner in [*model.modules()]:  # a layer may stand in several places
+        for key, layer in owner._modules.items():
+            if layer in quantized:
+                setattr(owner, key, quantized[layer])
     return Multipoint(made, single, kept)
 
 
@@ -288,6 +303,9 @@ def _second_moments(model: nn.Module, chosen: Mapping[str, Any], batches: Iterab
     missing = [name for name, count in counts.items() if not count]
     if missing:
         raise ValueError(f"the batches do not reach {', '.join(missing)}: leave them out by keep=, or give others")
+    wrong = [name for name in chosen if not sums[name].isfinite().all()]
+    if wrong:
+        raise ValueError(f"what {', '.join(wrong)} read is not finite: give batches on which the model is")
     return {name: sums[name] / counts[name] for name in chosen}
 
 

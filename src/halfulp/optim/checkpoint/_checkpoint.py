@@ -335,7 +335,8 @@ class CheckpointMixin(torch.optim.Optimizer):
         What torch.compile and DistributedDataParallel put before names counts for nothing, in the file and here.
 
         Raises:
-            ValueError: missing or unexpected names, or other shapes; nothing is changed.
+            ValueError: missing or unexpected names, other shapes, or a model that is not stepped here; nothing is
+                changed.
         """
         own = model.state_dict(keep_vars=True)
         own = dict(zip(plain_names(own), own.values()))
@@ -348,6 +349,12 @@ class CheckpointMixin(torch.optim.Optimizer):
         if wrong:
             raise ValueError(f"{listed(wrong)} are not of the model's shapes: give a state_dict of this model")
         places = self._positions()
+        if not any(id(tensor) in places for tensor in own.values()):
+            raise ValueError(
+                f"the optimizer holds none of the parameters of this {type(model).__name__}, and nothing of their low "
+                "bits: give the model that it steps; under release_gradients(offload='cpu'), which steps copies, load "
+                "before that"
+            )
         with torch.no_grad():
             for name, value in state_dict.items():
                 plan = self._plan_of(own[name], places)
