@@ -91,7 +91,7 @@ def compile_table(name: str, table: Table) -> Kernel:
     The arrays are int64 (chunks, 4), int64 (rows, columns), int64 (rows,): the row of a row's constants, then numbers
     (rows of constants, constants), uint64 (rows,): keys, float64 (chunks, `table.sums`) and uint64 (chunks,).
     """
-    return machine_function(name, table.key(), _ARGUMENTS, lambda b, *values: _TableLoop(b.b, table).build(*values))
+    return machine_function(name, table.key(), _ARGUMENTS, lambda b, *values: TableLoop(b.b, table).build(*values))
 
 
 def compile_row(name: str, table: Table) -> Kernel:
@@ -103,24 +103,17 @@ def compile_row(name: str, table: Table) -> Kernel:
     def write(b: VectorBuilder, first, last, chunks, constants, *_) -> None:
         row, key, pointers = (b.b.add(b.arguments, b.word(8 * k)) for k in (4, 5, 6))
         nothing = b.word(0)
-        _TableLoop(b.b, table).build(first, last, chunks, pointers, row, constants, key, nothing, nothing)
+        TableLoop(b.b, table).build(first, last, chunks, pointers, row, constants, key, nothing, nothing)
 
     return machine_function(name, f"row {table.key()}", 6 + table.columns, write)
 
 
-def compile_series(name: str, tables: Sequence[Table]) -> Kernel:
-    """Return the function of the address of int64 (tables, 9): for each table in turn what `compile_table`'s takes."""
+class TableLoop(VectorBuilder):
+    """Writes the loop.
 
-    def write(vectors: VectorBuilder, given) -> None:
-        for number, table in enumerate(tables):
-            words = [vectors.load_word(given, _ARGUMENTS * number + k) for k in range(_ARGUMENTS)]
-            _TableLoop(vectors.b, table).build(*words)
-
-    return machine_function(name, repr([table.key() for table in tables]), 1, write)
-
-
-class _TableLoop(VectorBuilder):
-    """Writes the loop."""
+    Attributes:
+        address: of the array in each column that is read or written.
+    """
 
     def __init__(self, builder, table: Table) -> None:
         super().__init__(builder)
@@ -151,15 +144,17 @@ class _TableLoop(VectorBuilder):
         self.order = in_turns(self.trace)
         self.scalars: dict[Any, Any] = {}
         self.inputs: dict[Any, Any] = {}
+        self.address: dict[int, Any] = {}
+        self.allocate_buffers()
 
-    def build(self, first, last, chunks, pointers, rows, constants, keys, sums, digests) -> None:
-        """Write the loop over chunks."""
-        b, table = self.b, self.table
+    def allocate_buffers(self) -> None:
+        """Allocate what elements are copied to, and what the loops over a block hand on."""
+        table = self.table
         room = self.padded * self.together if table.block else self.width
         copied = self.arrays if not table.block or self.copied else []
-        copies = {array: self.allocate(self.ir.IntType(array[1]), room) for array in copied}
+        self.copies = {array: self.allocate(self.ir.IntType(array[1]), room) for array in copied}
         crossing = self.phases.crossing if table.block else []
-        buffers = [self.allocate(scalar_of(self.type_of(line)), room) for line in crossing]
+        self.buffers = [self.allocate(scalar_of(self.type_of(line)), room) for line in crossing]
         self.of_blocks = {
             line: self.allocate(scalar_of(self.kept_type(line)), self.together)
             for line in self.phases.of_blocks(self.trace)
@@ -167,29 +162,45 @@ class _TableLoop(VectorBuilder):
         # A row per block, where as many blocks are computed at once as a vector has lanes.
         in_rows = self.phases.largest if table.block and self.together == self.lanes else []
         self.rows = {line: self.allocate(self.i32, self.together * self.lanes) for line in in_rows}
+
+    def build(self, first, last, chunks, pointers, rows, constants, keys, sums, digests) -> None:
+        """Write the loop over chunks."""
+        b, table = self.b, self.table
         with self.loop(first, last, 1) as c:
             at = b.mul(c, self.word(_CHUNK))
             row, begin, count, index = (self.word_at(chunks, at, k) for k in range(_CHUNK))
             pointer = b.mul(row, self.word(table.columns))
             self.address = {column: self.word_at(pointers, pointer, column) for column in self.used()}
             if table.constants:
-                own = b.mul(self.word_at(rows, row, 0), self.word(table.constants))
-                for name, kind in self.given:
-                    place = self.pointer(constants, b.add(own, self.word(name[1])), self.kinds.of_kind(kind))
-                    self.scalars[name] = b.load(place, align=int(kind[1:]) // 8)
-                    self.inputs[name] = self.spread(self.scalars[name], self.lanes)
+                size = int(self.given[0][1][1:]) // 8 if self.given else 0
+                own = b.mul(self.word_at(rows, row, 0), self.word(table.constants * size))
+                self.load_constants(b.add(constants, own))
             if table.start:
                 self.begin_stream(table.start, self.word_at(keys, row, 0), index)
-            totals = [self.ir.Constant(kind, None) for kind in self.sum_types() for _ in range(2)]
-            if table.block:
-                self.blocks(begin, count, totals, copies, buffers)
-            else:
-                self.vectors(begin, count, totals, copies)
-            for k, (how, _) in enumerate(self.trace.sums):
+            for k, total in enumerate(self.chunk(begin, count)):
                 place = self.pointer(sums, b.add(b.mul(c, self.word(table.sums)), self.word(k)), self.f64)
-                b.store(self.total(how, totals[2 * k : 2 * k + 2]), place, align=8)
+                b.store(total, place, align=8)
             if table.digest:
                 b.store(self.digest(table.digest, begin, count), self.pointer(digests, c, self.i64), align=8)
+
+    def chunk(self, begin, count) -> list:
+        """Write what happens to the elements [begin, begin + count) of the arrays, and return what is summed up."""
+        totals = [self.ir.Constant(kind, None) for kind in self.sum_types() for _ in range(2)]
+        if self.table.block:
+            self.blocks(begin, count, totals, self.copies, self.buffers)
+        else:
+            self.vectors(begin, count, totals, self.copies)
+        return [self.total(how, totals[2 * k : 2 * k + 2]) for k, (how, _) in enumerate(self.trace.sums)]
+
+    def load_constants(self, address) -> None:
+        """Load a row's constants from an address on."""
+        for name, kind in self.given:
+            place = self.pointer(address, self.word(name[1]), self.kinds.of_kind(kind))
+            self.give_constant(name, self.b.load(place, align=int(kind[1:]) // 8))
+
+    def give_constant(self, name: tuple, value) -> None:
+        """Take a scalar for a constant."""
+        self.scalars[name], self.inputs[name] = value, self.spread(value, self.lanes)
 
     def used(self) -> list[int]:
         """Return the columns that are read or written."""

@@ -127,7 +127,8 @@ class Layout:
             return
         data = address(values) + 4 * self.ends[:-1]
         table = self._table(f"update.{dtypes[0]}", torch.float32, "update", dtypes)
-        _, broken = table.look(data.tolist(), self._taken, self._words, self.book.step)
+        table.point(data, self._taken, self.book.keys[self._rows])
+        _, broken = table.look(self.book.step)
         self._note("update", broken)
 
     def parts(self, packed: torch.Tensor) -> list[torch.Tensor]:
@@ -169,16 +170,13 @@ class Layout:
         packed = self._pack(name)
         if table.wide is not packed:
             table.widen(packed, self.ends)
+        table.point(data, self.elements, self.book.keys[self._rows])
         if role is None:
-            self._taken = table.copy(data, self.elements, self._words)
+            self._taken = table.copy()
         else:
-            self._taken, broken = table.look(data, self.elements, self._words, self.book.step)
+            self._taken, broken = table.look(self.book.step)
             self._note(role, broken)
         return packed
-
-    def _words(self, row: int) -> np.ndarray:
-        words: np.ndarray = self.book.words[self._rows[row]]
-        return words
 
     def _note(self, role: Role, broken: list[int]) -> None:
         """Give the tensors their positions in the step, and note those that hold NaN or infinity."""

@@ -17,8 +17,9 @@ from ...rounding import mix64, mix64_all
 from .._record import Record, Role, TensorRecord
 from ..sampling._candidates import AnyFormat, Candidates, candidate
 from ..sampling._device_functions import KERNEL_DTYPES
-from ..sampling._rows import Counting, Row, run_words
-from ..sampling._sample_places import RUNS, Stored, name_key, stored
+from ..sampling._loop import COUNT, DATA, KEY, SAMPLE
+from ..sampling._rows import Counting, Row, Rows
+from ..sampling._sample_places import MOST, Stored, name_key, stored
 from ..sampling._sampler import Look, check_kernels, count_in_blocks, look, signed
 from ..sampling._totals import Totals, is_wide
 from ._expectations import Quantized
@@ -44,7 +45,6 @@ class Notebook:
         by_kernel: whether compiled kernels look at tensors on the CPU in this step.
         renewed: how often counts of float32 were replaced by counts of float64.
         keys: int64, by the names' rows: the keys of this step's places.
-        words: `run_words` of them.
         uses: who took and who handed on what.
     """
 
@@ -68,7 +68,6 @@ class Notebook:
         self.by_kernel: bool = False
         self.renewed: int = 0
         self.keys: np.ndarray = np.empty(0, np.int64)
-        self.words: np.ndarray = np.empty((0, RUNS), np.int64)
         self.uses: Uses = Uses()
         self._step_key: int = 0
         self._rows: dict[str, int] = {}
@@ -86,8 +85,6 @@ class Notebook:
     def _make_keys(self) -> None:
         own = np.array(self._name_keys, np.uint64)
         self.keys = mix64_all(self._step_key, own).view(np.int64)
-        if self.by_kernel:
-            self.words = run_words(self.keys)
         for name in self.fixed:
             self.fix(name)
 
@@ -97,20 +94,14 @@ class Notebook:
         if row is None:
             row = self._rows[name] = len(self._name_keys)
             self._name_keys.append(name_key(name))
-            self.keys = np.append(self.keys, np.int64(0))
-            self.words = np.append(self.words, np.zeros((1, RUNS), np.int64), 0)
-            self._set_key(row, self._step_key)
+            self.keys = np.append(self.keys, np.int64(signed(mix64(self._step_key, self._name_keys[row]))))
         return row
 
     def fix(self, name: str) -> None:
         """Sample a name at the same places from now on."""
         self.fixed.add(name)
-        self._set_key(self.row_of(name), _FIRST_STEP)
-
-    def _set_key(self, row: int, step_key: int) -> None:
-        self.keys[row] = signed(mix64(step_key, self._name_keys[row]))
-        if self.by_kernel:
-            self.words[row] = run_words(self.keys[row : row + 1])
+        row = self.row_of(name)
+        self.keys[row] = signed(mix64(_FIRST_STEP, self._name_keys[row]))
 
     def key(self, name: str) -> int:
         """Return the key of the places where tensors of a name are sampled in this step."""
@@ -219,7 +210,7 @@ class TensorSlot:
         totals: its counts; None before the first look.
     """
 
-    __slots__ = ("_dtype", "_looks", "_room", "_row", "book", "kind", "name", "role", "totals")
+    __slots__ = ("_dtype", "_looks", "_row", "book", "kind", "name", "role", "totals")
 
     def __init__(self, book: Notebook, role: Role, name: str, kind: str) -> None:
         self.book, self.role, self.name, self.kind = book, role, name, kind
@@ -227,7 +218,6 @@ class TensorSlot:
         self._dtype: torch.dtype | None = None
         self._row: int = book.row_of(name)
         self._looks: Row | None = None
-        self._room: int = address_of(book.counting.room)
 
     def look_quickly(self, tensor: torch.Tensor, scale: float = 1.0) -> bool:
         """Count a plain tensor of the dtype that was seen last, where no mode of torch watches; False elsewhere.
@@ -243,7 +233,11 @@ class TensorSlot:
             return False
         totals.record.scale = scale
         book.inside = True  # kernels run without the interpreter's lock, and samples share their room
-        row.aim(at, tensor.numel(), self._words, self._room)
+        words = row.words
+        count = tensor.numel()
+        words[DATA], words[COUNT] = at, count
+        if count > MOST:
+            words[KEY] = book.keys[self._row]
         broken = row.look(book.step)
         book.inside = False
         if broken:
@@ -252,9 +246,6 @@ class TensorSlot:
             book.position += 1
         book.seconds += time.perf_counter() - begin
         return True
-
-    def _words(self) -> np.ndarray:
-        return self.book.words[self._row]
 
     def look(self, tensor: torch.Tensor, scale: float = 1.0) -> Totals | None:
         """Count any tensor; None where its numbers cannot be read. Call it as `watching` functions do."""
@@ -265,7 +256,9 @@ class TensorSlot:
             return totals
         if plain_address(tensor):
             check_kernels(tensor.dtype)
-            self._looks, self._dtype = Row(tensor.dtype, book.counting, totals), tensor.dtype
+            (self._looks,) = Rows(tensor.dtype, 1, book.counting, [(totals, tensor.dtype)]).rows
+            self._looks.words[SAMPLE] = address_of(book.counting.room)
+            self._dtype = tensor.dtype
         return totals
 
 

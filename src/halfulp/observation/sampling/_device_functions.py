@@ -14,7 +14,6 @@ from ...kernels._trace import block_largest
 from ...kernels.scalar import _operations as o
 from ...kernels.vector._table_loop import Table
 from ...rounding._device_functions import float16_word
-from ...rounding._random_bits import WEYL, draw, recorded_start
 from ...rounding._target import COUNT, INFINITY, MAGNITUDE
 from ...rounding.blocks import _device_functions as b
 from ...rounding.blocks._table import Kind, bound_names
@@ -27,7 +26,7 @@ BINS = 277  # of exponents of float32, from that of its smallest subnormal numbe
 # Sums of the tables, in order.
 SMALLEST, ZEROS, LARGEST = range(3)
 NONFINITE, AT_LARGEST, FINITE_LARGEST = range(3)
-SQUARES, FINITE, ZERO, SINGLES = range(4)
+SQUARES, FINITE_OF_STEP, FINITE, ZERO, SINGLES = range(5)
 COUNTED, GONE, SMALL, HIDDEN = range(4)
 _ONE, _NONE = np.uint32(1), np.uint32(0)
 
@@ -93,19 +92,12 @@ def copy_table(dtype: torch.dtype, wide: bool) -> Table:
 
 
 @functools.cache
-def words_table() -> Table:
-    """What draws the words of a stream."""
-    element = Recording(1)
-    o.store32(element.arrays[0], element.index, draw(*element.stream))
-    return Table(element.trace, 1, start=recorded_start(), step=int(WEYL))
-
-
-@functools.cache
 def counts_table(singles: int) -> Table:
     """What counts float32 numbers by exponent and in formats of single elements.
 
     Columns: the sample, and int64 (COPIES, BINS + 1). Constants: three words of each format, the first magnitudes that
-    become nonzero, normal and too large. Sums: squares, finite numbers, zeros, and for each constant what is below it.
+    become nonzero, normal and too large. Sums: squares, finite numbers (twice), zeros, and for each constant what is
+    below it.
     """
     element = Recording(2, 3 * singles, "w32")
     sample, counters = element.arrays
@@ -113,8 +105,8 @@ def counts_table(singles: int) -> Table:
     finite, zero = a < INFINITE, a == 0
     value: Any = element.trace.emit("to_float64", (o.real(select(finite, a, _NONE)),), None, "f64")
     element.trace.gather_sum("sum", value * value)
-    element.trace.gather_sum("count", finite)
-    element.trace.gather_sum("count", zero)
+    for mask in (finite, finite, zero):
+        element.trace.gather_sum("count", mask)
     for limit in element.constants:
         element.trace.gather_sum("count", a < limit)
     # A subnormal number's digits are those of the integer that its word is.

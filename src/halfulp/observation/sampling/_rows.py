@@ -14,15 +14,15 @@ import torch
 from ...formats import BlockFormat
 from ...kernels import address, address_of, run_chunks
 from ...kernels._trace import COPIES
-from ...kernels.vector._table_loop import Table, compile_series, compile_table
+from ...kernels.vector._machine_function import Kernel
+from ...kernels.vector._table_loop import Table, compile_table
 from ...rounding._target import WORD32
 from ...rounding.blocks._table import BlockTarget, Kind, largest_table, layout_of, words_of
 from . import _device_functions as d
+from . import _loop as loop
 from ._candidates import Candidates, thresholds
-from ._sample_places import MOST, RUN, RUNS
-from ._totals import Totals
-
-_EVERY = np.arange(RUNS, dtype=np.int64)
+from ._sample_places import MOST
+from ._totals import BLOCK_COLUMNS, Totals
 
 
 @functools.cache
@@ -30,68 +30,60 @@ def _kernel(name: str, table: Table) -> Callable[..., None]:
     return compile_table(name, table)
 
 
-def run_words(keys: np.ndarray) -> np.ndarray:
-    """Return (k + u_k) 2^32 of the runs of each int64 key: int64 (keys, 32)."""
-    rows = np.arange(len(keys), dtype=np.int64)
-    words, cut = np.empty((len(keys), RUNS), np.uint32), np.zeros((len(keys), 4), np.int64)
-    cut[:, 0], cut[:, 2] = rows, RUNS
-    pointers = address_of(words) + rows * (4 * RUNS)
-    given = cut, pointers, rows, keys
-    at = [address_of(one) for one in given]
-    _kernel("sample_places", d.words_table())(0, len(keys), *at[:3], 0, at[3], 0, 0)
-    return _EVERY << 32 | words
-
-
 class Counting:
     """How kernels count samples in the candidates' formats.
 
     Attributes:
         tables: that run one after another on a sample.
-        words: the constants of each.
-        scaled: of those whose constants end in what the table before them finds, the places among the tables.
+        constants: uint32, of all tables.
         others: the block formats that `count_blocks` counts in.
         room: for a sample in float32.
     """
 
     def __init__(self, candidates: Candidates, count_blocks: Callable[[torch.Tensor, BlockFormat], Any]) -> None:
-        self.tables: list[Table] = [d.counts_table(len(candidates.single))]
-        self.words: list[np.ndarray] = [candidates.thresholds.astype(np.uint32).reshape(-1)]
-        self.scaled: list[int] = []
+        tables: list[Table] = [d.counts_table(len(candidates.single))]
+        constants: list[np.ndarray] = [candidates.thresholds.reshape(-1)]
         for format, target in zip(candidates.blocks, candidates.targets):
             if not counts_by_kernel(target):
                 continue
             kind = Kind.of(torch.float32, target, WORD32)
             words = words_of(target, WORD32, 1.0, target.element.max)
             if target.tensor_scale:
-                self.tables.append(largest_table(torch.float32, kind))
-                self.words.append(words)
-                self.scaled.append(len(self.tables))
-            self.tables.append(d.blocks_table(kind._replace(under_amax=target.tensor_scale)))
-            room = np.zeros(_SUMS * 2, np.uint32)  # of which the first two words are read
-            self.words.append(np.concatenate([np.array(thresholds(format.element)[:2], np.uint32), words, room]))
+                tables.append(largest_table(torch.float32, kind))
+                constants.append(words)
+            tables.append(d.blocks_table(kind._replace(under_amax=target.tensor_scale)))
+            constants.append(np.concatenate([thresholds(format.element)[:2], words]))
+        self.tables: tuple[Table, ...] = tuple(tables)
+        sizes = [loop.constant_bytes(table) // 4 for table in tables]
+        parts = [np.pad(part, (0, size - len(part))) for part, size in zip(constants, sizes)]
+        self.constants: np.ndarray = np.concatenate(parts).astype(np.uint32)
         self.candidates: Candidates = candidates
         self.others: list[int] = [k for k, one in enumerate(candidates.targets) if not counts_by_kernel(one)]
         self._count_blocks = count_blocks
         self.room: np.ndarray = np.empty(MOST, np.float32)
 
-    def counters(self) -> np.ndarray:
-        """Return new counters of exponents."""
-        return np.zeros((COPIES, d.BINS + 1), np.int64)
+    def open(self, totals: Totals) -> None:
+        """Make room for what kernels count, unless there is some."""
+        if totals.counters is None:
+            formats = len(self.candidates.targets) - len(self.others)
+            totals.sums = np.zeros(d.SINGLES + 3 * len(totals.singles) + BLOCK_COLUMNS * formats)
+            totals.counters, totals.take = np.zeros((COPIES, d.BINS + 1), np.int64), self.take
 
     def take(self, totals: Totals) -> None:
         """Move what kernels have counted to the counts."""
         sums, counters, first = totals.sums, totals.counters, -149 - totals.lowest
         assert sums is not None
         assert counters is not None
+        totals.squares += float(sums[d.SQUARES])
+        totals.finite += float(sums[d.FINITE_OF_STEP])
         sums[d.SQUARES] = 0.0  # which may be beyond integers
-        parts = iter(np.split(sums.astype(np.int64), np.cumsum([table.sums for table in self.tables])))
-        counts, singles = next(parts), totals.singles
-        gone, small, fit = (counts[d.SINGLES + k : d.SINGLES + 3 * len(singles) : 3] for k in range(3))
+        singles, counts = totals.singles, sums.astype(np.int64)
+        end = d.SINGLES + 3 * len(singles)
+        gone, small, fit = (counts[d.SINGLES + k : end : 3] for k in range(3))
         singles += np.stack([gone - counts[d.ZERO], small - gone, counts[d.FINITE] - fit], 1)
-        for k, target in enumerate(self.candidates.targets):
+        parts = iter(counts[end:].reshape(-1, BLOCK_COLUMNS))
+        for k in range(len(totals.blocks)):
             if k not in self.others:
-                if target.tensor_scale:
-                    next(parts)
                 totals.blocks[k] += next(parts)
         totals.histogram[first : first + d.BINS] += counters.sum(0)[: d.BINS]
         sums.fill(0)
@@ -110,176 +102,77 @@ def counts_by_kernel(target: BlockTarget) -> bool:
     return layout_of(torch.float32, target) is WORD32
 
 
-def new_chunks(rows: int, is_wide: bool) -> tuple[np.ndarray, np.ndarray]:
-    """Return chunks and pointers of the copies of some rows: (rows, 32, 4) and (rows, 32, columns)."""
-    cut = np.zeros((rows, RUNS, 4), np.int64)
-    cut[:, :, 0] = np.arange(rows * RUNS).reshape(rows, RUNS)
-    return cut, np.zeros((rows, RUNS, 3 if is_wide else 2), np.int64)
-
-
-@functools.cache
-def _series(dtype: torch.dtype, wide: bool, tables: tuple[Table, ...]) -> Callable[[int], None]:
-    return compile_series("look", [d.whole_table(dtype), d.copy_table(dtype, wide), *tables])
-
-
-# Places in the memory of a row.
-_WHOLE, _DATA, _SAMPLE, _SAMPLE_AT, _COUNTERS, _ZERO, _ROW_WORDS = 0, 4, 5, 9, 10, 11, 12
-_SUMS = 4  # of a table, at least
-
-
 class Row:
-    """A tensor, and those that come at its place after it.
+    """A tensor that is counted, and those that come at its place after it.
 
     Args:
-        dtype: of its memory, one of KERNEL_DTYPES.
-        counting: how its samples are counted.
-        totals: what its counts are added to; None where samples are only copied.
+        rows: among which it is.
+        number: of the row.
         storage: the dtype whose largest number is counted.
-        is_wide: whether its samples are written as float64 too, where `widen` says.
-        chunks: chunks and pointers of the copies of several rows, of which this is one.
-        number: of the row among them.
 
     Attributes:
-        taken: how many elements the last sample has.
+        words: what the kernel reads and writes, see `_loop`.
     """
 
     __slots__ = (
-        "_arguments",
-        "_at",
-        "_copy",
-        "_count",
         "_counting",
-        "_cut",
+        "_dtype",
         "_factor",
-        "_first",
-        "_given",
+        "_found",
         "_largest",
-        "_look",
-        "_pointers",
-        "_runs",
-        "_short",
-        "_sums",
-        "_words",
-        "_work",
-        "dtype",
-        "taken",
-        "totals",
+        "_limit",
+        "_packed",
+        "_run",
+        "_smallest",
+        "_totals",
+        "words",
     )
 
-    def __init__(
-        self,
-        dtype: torch.dtype,
-        counting: Counting | None = None,
-        totals: Totals | None = None,
-        storage: torch.dtype | None = None,
-        is_wide: bool = False,
-        chunks: tuple[np.ndarray, np.ndarray] | None = None,
-        number: int = 0,
-    ) -> None:
-        self.dtype, self._counting, self.totals, self.taken = dtype, counting, totals, 0
-        self._factor: float = _factor(dtype)
-        self._largest: float = torch.finfo(storage or dtype).max
-        self._count, self._runs, self._short = -1, 0, False
-        cut, pointers = chunks or new_chunks(1, is_wide)
-        self._work: np.ndarray = np.zeros(_ROW_WORDS, np.int64)
-        self._cut, self._pointers = cut[number], pointers[number]
-        self._first: np.ndarray = self._pointers[0]
-        at = address_of(self._work)
-        self._copy: Callable[..., None] = _kernel("copy_samples", d.copy_table(dtype, is_wide))
-        self._given: tuple[int, ...] = (address_of(self._cut), address_of(pointers), 0, 0, 0, 0, 0)
-        if counting is not None and totals is not None:
-            self._prepare(counting, totals, at, is_wide)
-
-    def _prepare(self, counting: Counting, totals: Totals, at: int, is_wide: bool) -> None:
-        """Lay out what the kernels are given."""
-        self._look: Callable[[int], None] = _series(self.dtype, is_wide, tuple(counting.tables))
-        self._words: list[np.ndarray] = [words.copy() for words in counting.words]
-        sizes = [_SUMS, *(table.sums for table in counting.tables)]
-        self._sums: np.ndarray = np.zeros(sum(sizes))
-        ends, sums = np.cumsum([0, *sizes]), address_of(self._sums)
-        own = [at + 8 * place for place in (_SAMPLE, _SAMPLE_AT, _ZERO)]
-        rows = [(0, 1, at + 8 * _WHOLE, at + 8 * _DATA, 0, 0, 0, sums, 0), (0, RUNS, *self._given)]
-        for words, end in zip(self._words, ends[1:].tolist()):
-            rows.append((0, 1, *own, address_of(words), 0, sums + 8 * end, 0))
-        arguments = np.array(rows, np.int64)
-        for k in counting.scaled:
-            words = self._words[k]
-            arguments[k + 1, 7] = address_of(words) + words.nbytes - 8 * _SUMS
-        if totals.counters is None:
-            totals.sums, totals.counters, totals.take = (
-                np.zeros(len(self._sums) - _SUMS),
-                counting.counters(),
-                counting.take,
-            )
-        self._work[_COUNTERS] = address_of(totals.counters)
-        self._arguments: np.ndarray = arguments
-        self._at: int = address_of(arguments)
-
-    def widen(self, wide: int) -> None:
-        """Say where samples are written to as float64."""
-        self._pointers[:, 2] = wide + _EVERY * (8 * RUN)
-
-    def aim(self, at: int, count: int, words: Callable[[], np.ndarray], room: int) -> None:
-        """Say where the tensor lies, how many elements it has, and where its sample goes in float32.
-
-        Args:
-            words: of `run_words`, asked for where it is not taken whole.
-        """
-        work = self._work
-        if count != self._count:
-            self._count = work[_WHOLE + 2] = count
-            self._runs, self._short = -(-count // RUN), count % RUN > 0
-            self._cut[:, 2] = RUN if count > MOST else 0
-            if count <= MOST:
-                self._cut[0, 2] = count
-            self.taken = work[_SAMPLE + 2] = min(count, MOST)
-            if self.totals is not None:
-                self._arguments[1, 1] = 1 if count <= MOST else RUNS
-        work[_DATA], work[_SAMPLE_AT] = at, room
-        if count <= MOST:
-            self._first[0], self._first[1] = at, room
-            return
-        starts = words() * self._runs
-        starts >>= 37
-        starts *= RUN
-        if self._short:
-            last = min(count - int(starts[-1]), RUN)
-            self._cut[-1, 2], self.taken = last, MOST - RUN + last
-            work[_SAMPLE + 2] = self.taken
-        np.multiply(starts, self.dtype.itemsize, out=self._pointers[:, 0])
-        self._pointers[:, 0] += at
-        np.add(_PLACES, room, out=self._pointers[:, 1])
-
-    def copy(self) -> None:
-        """Copy the sample alone."""
-        self._copy(0, 1 if self._count <= MOST else RUNS, *self._given)
+    def __init__(self, rows: Rows, number: int, totals: Totals, storage: torch.dtype) -> None:
+        assert rows.kernel is not None
+        self._counting, self._totals, self._dtype = rows.counting, totals, rows.dtype
+        self._factor: float = _factor(rows.dtype)
+        self._largest: float = torch.finfo(storage).max
+        self._limit: float = self._largest / self._factor
+        self._smallest: float = 0.0
+        self.words: memoryview = memoryview(rows.table[number])
+        self._found: memoryview = memoryview(rows.table.view(np.float64)[number])
+        self._run: Callable[[bytes], None] = rows.kernel.run
+        self._packed: bytes = rows.kernel.pack(number, number + 1, *rows.given)
+        rows.counting.open(totals)
+        assert totals.sums is not None
+        assert totals.counters is not None
+        self.words[loop.SUMS], self.words[loop.COUNTERS] = address_of(totals.sums), address_of(totals.counters)
 
     def look(self, step: int) -> bool:
         """Count the tensor and its sample; return whether it holds NaN or infinity."""
-        totals, counting = self.totals, self._counting
-        assert totals is not None
-        assert counting is not None
-        totals.open(step)
-        self._look(self._at)
-        smallest, zeros, top, _, squares, finite = self._sums[: _SUMS + 2].tolist()
-        totals.sampled += self.taken
-        totals.squares += squares
-        totals.finite += finite
-        totals.sums += self._sums[_SUMS:]
-        if counting.others:
-            counting.count_others(totals, int(self._work[_SAMPLE_AT]), self.taken)
-        if not top * self._factor < self._largest:
-            at = int(self._work[_DATA])
-            return _look_beyond(totals, at, self._count, zeros, self.dtype, self._largest)
-        totals.add_extremes(self._count, int(zeros), 0, 0, top * self._factor, _amin(smallest) * self._factor)
+        if self._totals.step != step:
+            self._totals.open(step)
+        self._run(self._packed)
+        return self.add()
+
+    def add(self) -> bool:
+        """Add what the kernel found of the whole tensor; return whether it holds NaN or infinity."""
+        totals, words, found = self._totals, self.words, self._found
+        count, zeros, top, smallest = words[loop.COUNT], found[loop.ZEROS], found[loop.LARGEST], found[loop.SMALLEST]
+        totals.sampled += words[loop.TAKEN]
+        if self._counting.others:
+            self._counting.count_others(totals, words[loop.SAMPLE], words[loop.TAKEN])
+        if not top < self._limit:
+            return _look_beyond(totals, words[loop.DATA], count, zeros, self._dtype, self._largest)
+        totals.elements += count
+        if zeros:
+            totals.zeros += int(zeros)
+        if top * self._factor > totals.last_amax:
+            totals.note_amax(top * self._factor)
+        if smallest > self._smallest:
+            self._smallest = smallest
+            totals.amin = min(totals.amin, _amin(smallest) * self._factor)
         return False
 
 
-_PLACES = _EVERY * (4 * RUN)
-
-
 class Rows:
-    """Some tensors of a dtype that are sampled together, each a `Row`.
+    """Some tensors of a dtype that are sampled together.
 
     Args:
         totals: what their counts are added to, and the dtypes whose largest number is counted; empty where samples are
@@ -287,7 +180,11 @@ class Rows:
         is_wide: whether samples are written as float64 too.
 
     Attributes:
+        rows: of those that are counted.
+        table: int64 (tensors, `_loop.WORDS`).
         wide: float64, to which they are written.
+        kernel: what counts them, if anything does.
+        given: its arguments behind the first two.
     """
 
     def __init__(
@@ -298,61 +195,60 @@ class Rows:
         totals: Sequence[tuple[Totals, torch.dtype]] = (),
         is_wide: bool = False,
     ) -> None:
-        given: Sequence[tuple[Totals | None, torch.dtype]] = totals or [(None, dtype)] * count
+        self.dtype, self.counting = dtype, counting
+        self.table: np.ndarray = np.zeros((count, loop.WORDS), np.int64)
         self.wide: torch.Tensor | None = None
-        self._cut, self._pointers = chunks = new_chunks(count, is_wide)
-        self._rows: list[Row] = [
-            Row(dtype, counting, one, storage, is_wide, chunks, number) for number, (one, storage) in enumerate(given)
-        ]
-        self._copy: Callable[..., None] = _kernel("copy_samples", d.copy_table(dtype, is_wide))
+        self.kernel: Kernel | None = loop.compile_looks(dtype, is_wide, counting.tables) if totals else None
+        self._is_wide: bool = is_wide
+        self.given: tuple[int, int] = (address_of(self.table), address_of(counting.constants))
+        self.rows: list[Row] = [Row(self, number, *one) for number, one in enumerate(totals)]
+        self._totals: list[Totals] = [one for one, _ in totals]
         self._room: np.ndarray = counting.room[None]
-        self._ends: list[int] = []
 
     def widen(self, packed: torch.Tensor, ends: np.ndarray) -> None:
-        """Write the samples to float64 too, from the ends of parts that hold as many as are sampled at most."""
-        self.wide, self._ends = packed, ends.tolist()
-        first = address(packed)
-        for row, end in zip(self._rows, self._ends):
-            row.widen(first + 8 * end)
+        """Write the samples to float64 too, from the ends of parts that hold as many as are sampled at most.
 
-    def copy(self, data: Sequence[int] | np.ndarray, counts: Sequence[int], words: Callable[[int], np.ndarray]) -> list:
-        """Copy samples of tensors at some addresses; return how many elements each has."""
-        room = address_of(self._room)
-        for number, (row, at, count) in enumerate(zip(self._rows, data, counts)):
-            row.aim(at, count, functools.partial(words, number), room)
-        lengths = self._cut[:, :, 2].reshape(-1)
-        run_chunks(self._copy, lengths, address_of(self._cut), address_of(self._pointers), 0, 0, 0, 0, 0)
-        return self._clear()
+        What a short last run leaves free becomes zeros.
+        """
+        self.wide = packed
+        self.table[:, loop.WIDE] = address(packed) + 8 * ends[:-1]
 
-    def look(
-        self, data: Sequence[int] | np.ndarray, counts: Sequence[int], words: Callable[[int], np.ndarray], step: int
-    ) -> tuple[list[int], list[int]]:
-        """Count tensors at some addresses; return the elements of each sample, and rows that hold NaN or infinity."""
-        threads, broken = torch.get_num_threads(), []
-        if threads > 1 and len(self._room) < len(self._rows):
-            self._room = np.empty((len(self._rows), MOST), np.float32)
-        room, apart = address_of(self._room), self._room.strides[0] if len(self._room) > 1 else 0
+    def point(self, data: Sequence[int] | np.ndarray, counts: Sequence[int], keys: Sequence[int] | np.ndarray) -> None:
+        """Say where the tensors lie, how many elements they have, and the keys of their places."""
+        table = self.table
+        table[:, loop.DATA], table[:, loop.COUNT], table[:, loop.KEY] = data, counts, keys
 
-        def look(first: int, last: int) -> None:
-            for number in range(first, last):
-                row = self._rows[number]
-                row.aim(data[number], counts[number], functools.partial(words, number), room + apart * number)
-                if row.look(step):
-                    broken.append(number)
-
-        if apart:
-            run_chunks(look, np.asarray(counts))
-        else:
-            look(0, len(self._rows))
-        return self._clear(), sorted(broken)
-
-    def _clear(self) -> list[int]:
-        """Write zeros behind samples that leave some of their part free; return how many elements each sample has."""
-        taken = [row.taken for row in self._rows]
-        for start, end, length in zip(self._ends, self._ends[1:], taken):
-            if self.wide is not None and length < end - start:
-                self.wide[start + length : end] = 0.0
+    def copy(self, samples: Sequence[int] | None = None) -> list[int]:
+        """Copy samples, to some addresses if they are given; return how many elements each has."""
+        self._place_samples(samples)
+        kernel = loop.compile_copies(self.dtype, self._is_wide)
+        run_chunks(kernel, np.minimum(self.table[:, loop.COUNT], MOST), self.given[0])
+        taken: list[int] = self.table[:, loop.TAKEN].tolist()
         return taken
+
+    def look(self, step: int, samples: Sequence[int] | None = None) -> tuple[list[int], list[int]]:
+        """Count the tensors; return the elements of each sample, and rows that hold NaN or infinity."""
+        assert self.kernel is not None
+        self._place_samples(samples)
+        if self.counting.others:
+            broken = [number for number, row in enumerate(self.rows) if row.look(step)]
+        else:
+            for totals in self._totals:
+                totals.open(step)
+            run_chunks(self.kernel, self.table[:, loop.COUNT], *self.given)
+            broken = [number for number, row in enumerate(self.rows) if row.add()]
+        return self.table[:, loop.TAKEN].tolist(), broken
+
+    def _place_samples(self, samples: Sequence[int] | None) -> None:
+        """Say where samples in float32 go: of each tensor its own room where threads share them, else one after all."""
+        if samples is not None:
+            self.table[:, loop.SAMPLE] = samples
+            return
+        several = torch.get_num_threads() > 1
+        if several and len(self._room) < len(self.table):
+            self._room = np.empty((len(self.table), MOST), np.float32)
+        rooms = np.arange(len(self.table), dtype=np.int64) * (4 * MOST * several)
+        self.table[:, loop.SAMPLE] = address_of(self._room) + rooms
 
 
 def _look_beyond(totals: Totals, at: int, count: int, zeros: float, dtype: torch.dtype, largest: float) -> bool:

@@ -17,7 +17,7 @@ from ...rounding.blocks._quantize import scales_of_blocks
 from .._record import TensorRecord
 from ._candidates import DEFAULT_FORMATS, Candidates, target_of
 from ._device_functions import KERNEL_DTYPES
-from ._rows import Counting, Row, run_words
+from ._rows import Counting, Rows
 from ._sample_places import MOST, sample_size, sampled_places
 from ._totals import Totals
 
@@ -50,8 +50,8 @@ def look(
         One float32 tensor (float64 of a float64 tensor) per look, on the CPU, of at most 4096 elements; those of one
         dtype lie one after another in memory.
     """
-    if candidates is not None:
-        counting = counting or Counting(candidates, count_in_blocks)
+    if counting is None:
+        counting = _no_counting() if candidates is None else Counting(candidates, count_in_blocks)
     samples, engine = [_EMPTY] * len(tensors), select_engine("cpu")
     by_dtype: dict[torch.dtype, list[tuple[int, torch.Tensor]]] = {}
     for k, one in enumerate(tensors):
@@ -64,23 +64,21 @@ def look(
         check_kernels(dtype)
         looks = [tensors[k] for k, _ in found]
         given = [(one.totals, one.dtype) for one in looks if one.totals is not None and one.dtype is not None]
-        parts = _buffers([tensor.numel() for _, tensor in found])
-        words = functools.partial(_words, looks)
-        for number, ((k, tensor), part) in enumerate(zip(found, parts)):
-            row = Row(dtype, *((counting, *given[number]) if counting else ()))
-            row.aim(address(tensor), tensor.numel(), functools.partial(words, number), address(part))
-            if counting:
-                row.look(step)
-            else:
-                row.copy()
+        counts = [tensor.numel() for _, tensor in found]
+        parts = _buffers(counts)
+        rows = Rows(dtype, len(found), counting, given if candidates is not None else ())
+        rows.point([address(tensor) for _, tensor in found], counts, [signed(one.key) for one in looks])
+        places = [address(part) for part in parts]
+        taken = rows.copy(places) if candidates is None else rows.look(step, places)[0]
+        for (k, _), part, length in zip(found, parts, taken):
             # A short last run leaves some of its part free.
-            samples[k] = part[: row.taken]
+            samples[k] = part if length == len(part) else part[:length]
     return samples
 
 
-def _words(looks: Sequence[Look], number: int) -> np.ndarray:
-    words: np.ndarray = run_words(np.array([signed(looks[number].key)], np.int64))[0]
-    return words
+@functools.cache
+def _no_counting() -> Counting:
+    return Counting(Candidates(()), count_in_blocks)
 
 
 def sampled(flat: torch.Tensor, key: int) -> torch.Tensor:
@@ -146,10 +144,10 @@ def check_kernels(dtype: torch.dtype) -> None:
         totals = Totals(TensorRecord("weight", "", "", dtype), candidates)
         key, counting = 0x0123456789ABCDEF, Counting(candidates, count_in_blocks)
         if fast:
-            row, room = Row(dtype, counting, totals, dtype, is_wide=True), np.empty(MOST, np.float64)
-            row.widen(room.ctypes.data)
-            row.aim(address(x), len(x), lambda: run_words(np.array([key], np.int64))[0], counting.room.ctypes.data)
-            row.look(0)
+            rows = Rows(dtype, 1, counting, [(totals, dtype)], is_wide=True)
+            rows.widen(torch.empty(MOST, dtype=torch.float64, device="cpu"), np.array([0, MOST]))
+            rows.point([address(x)], [len(x)], [key])
+            rows.look(0)
             totals.take(totals)
         else:
             look_by_reference(Look(x, key, dtype, totals), candidates)

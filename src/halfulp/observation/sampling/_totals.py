@@ -14,6 +14,7 @@ from ._candidates import Candidates
 SINGLE_COLUMNS, BLOCK_COLUMNS = 3, 4
 # Exponents of the smallest subnormals, and how many exponents there are to the largest numbers.
 NARROW, WIDE = (-149, 277), (-1074, 2098)
+OF_STEP = 2
 
 
 class Totals:
@@ -31,7 +32,8 @@ class Totals:
         singles: int64 (formats of single elements, 3): underflow, subnormal, overflow.
         blocks: int64 (block formats, 4): elements, underflow, subnormal, hidden.
         histogram: int64: sampled nonzero finite elements by exponent.
-        sums, counters: what kernels have counted and `take` moves to these; None where none has.
+        sums, counters: what kernels have counted and `take` moves to these; None where none has. The first OF_STEP sums
+            are of the last sampled step.
         lowest: the exponent of the histogram's first bin.
     """
 
@@ -87,6 +89,8 @@ class Totals:
             self.step = step
             self.record.steps += 1
             self.step_nonfinite, self.last_amax, self.squares, self.finite = 0, 0.0, 0.0, 0.0
+            if self.sums is not None:
+                self.sums[:OF_STEP] = 0.0
 
     def add_extremes(self, elements: int, zeros: int, nonfinite: int, largest: int, amax: float, amin: float) -> None:
         """Add what a whole tensor has."""
@@ -97,10 +101,14 @@ class Totals:
             self.step_nonfinite += nonfinite
         self.largest += largest
         if amax > self.last_amax:
-            self.last_amax = amax
-            self.amax = max(self.amax, amax)
+            self.note_amax(amax)
         if amin < self.amin:
             self.amin = amin
+
+    def note_amax(self, amax: float) -> None:
+        """Take the largest magnitude of the last sampled step so far."""
+        self.last_amax = amax
+        self.amax = max(self.amax, amax)
 
     def all_zero(self) -> bool:
         """Return whether tensors were seen, and had no element but zeros."""
