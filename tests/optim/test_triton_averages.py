@@ -7,9 +7,9 @@ import pytest
 import torch
 
 import halfulp as hu
+from halfulp.kernels._table import Table
 from halfulp.kernels.triton._table_kernel import TableKernel
 from halfulp.kernels.triton._writer import OPTIONS
-from halfulp.kernels.vector._table_loop import Table
 from halfulp.optim._float32_weights import _recorded
 from halfulp.optim.stores._storage import STORES
 from halfulp.optim.weight_updates._weight_update import weight_update

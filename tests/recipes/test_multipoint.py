@@ -175,7 +175,8 @@ def test_a_layer_under_two_names_is_replaced_under_both():
 def test_what_is_not_finite_is_refused_and_nothing_changes(broken):
     model, x = nn.Sequential(nn.Linear(6, 4)), torch.randn(3, 6)
     (model[0].weight.data if broken == "weight" else x)[0, 0] = torch.nan
-    with pytest.raises(ValueError, match=rf"the {broken}.* of layer 0 is not finite"):
+    says = {"weight": "the weight of layer 0 is not finite", "input": "what 0 read is not finite"}[broken]
+    with pytest.raises(ValueError, match=says):
         hu.multipoint(model, 4, [x])
     assert type(model[0]) is nn.Linear
 

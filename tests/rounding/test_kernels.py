@@ -8,10 +8,11 @@ import halfulp as hu
 from halfulp.formats import BlockFormat, e4m3fn, e8m0
 from halfulp.kernels import IndexMap, address, chunks, run_chunks, same_bits
 from halfulp.kernels._device_function import Recording
+from halfulp.kernels._table import Table
 from halfulp.kernels.scalar._operations import load32
 from halfulp.kernels.triton import _launch, _tensor_kernel
 from halfulp.kernels.vector._machine_function import address_of
-from halfulp.kernels.vector._table_loop import Table, compile_table
+from halfulp.kernels.vector._table_loop import compile_table
 from halfulp.rounding import get_rounding
 from halfulp.rounding._kernels import plan_for
 from halfulp.rounding._quantize import target_for

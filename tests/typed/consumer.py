@@ -398,7 +398,7 @@ def methods_of_papers() -> None:
 
     def closure() -> Tensor:
         halp.zero_grad()
-        loss = model(x).square().mean()
+        loss: Tensor = model(x).square().mean()
         loss.backward()
         return loss
 

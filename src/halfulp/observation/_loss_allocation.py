@@ -6,7 +6,7 @@ import copy
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -176,7 +176,8 @@ class LossAllocation:
         """Plain data that JSON can hold; None where nothing moved, or before the start."""
         keys = ("first", "last", "change", "allocated", "error", "steps", "unsplit")
         whole = {key: getattr(self, key) for key in keys} | {"shares": [vars(share) for share in self.shares.values()]}
-        return tree_map(lambda value: None if isinstance(value, float) and math.isnan(value) else value, whole)
+        plain = tree_map(lambda value: None if isinstance(value, float) and math.isnan(value) else value, whole)
+        return cast("dict[str, Any]", plain)
 
     def __str__(self) -> str:
         """A table of parameters, those first whose rounding cost most."""
@@ -313,5 +314,5 @@ def _float64_copy(model: nn.Module) -> nn.Module:
     return wide
 
 
-def _cast_inputs(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any]:
+def _cast_inputs(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     return tree_map(lambda x: x.double() if isinstance(x, Tensor) and x.is_floating_point() else x, (args, kwargs))

@@ -12,11 +12,12 @@ import torch
 
 from ..kernels import IndexMap, Trace, address, check_bits, chunks, run_chunks, select_engine, undisturbed
 from ..kernels._device_function import Recording, bound
+from ..kernels._table import Table
 from ..kernels.scalar._operations import store32, word
 from ..kernels.triton._launch import ready
 from ..kernels.triton._table_kernel import TableKernel
 from ..kernels.vector._machine_function import address_of
-from ..kernels.vector._table_loop import Table, compile_table
+from ..kernels.vector._table_loop import compile_table
 from .parameters._outside_writes import current_auxiliary_tensors
 from .parameters._parameter_plan import ParameterPlan
 from .stores._storage import Store

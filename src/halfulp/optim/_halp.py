@@ -174,7 +174,8 @@ class HALP(torch.optim.Optimizer):
         """Move one parameter's offset by the equation, and return the weight that it stands for."""
         state = self.state[parameter]
         if group["bits"] is None:
-            return parameter.detach() - group["lr"] * gradient
+            moved: torch.Tensor = parameter.detach() - group["lr"] * gradient
+            return moved
         if state["spacing"] == 0:  # the center is a minimum, and its grid a point
             return parameter.detach()
         spacing, most = state["spacing"], 2 ** (group["bits"] - 1) - 1
@@ -187,7 +188,8 @@ class HALP(torch.optim.Optimizer):
         self._clipped += int((codes != wanted).sum())
         state["farthest"] = max(state["farthest"], int(codes.abs().max()) if codes.numel() else 0)
         state["offset"] = codes.to(state["offset"].dtype)
-        return (state["center"].double() + codes * spacing).to(parameter.dtype)
+        stands_for: torch.Tensor = (state["center"].double() + codes * spacing).to(parameter.dtype)
+        return stands_for
 
     def _gradients(self, closure: Callable[[], Any]) -> tuple[Any, dict[torch.Tensor, torch.Tensor]]:
         """Call a closure, and return its result and the gradients that it made."""
@@ -239,11 +241,11 @@ class HALP(torch.optim.Optimizer):
 def _next_mu(state: dict[str, Any], group: dict[str, Any], last: float, norm: float) -> float:
     """Return the mu whose range is 1.5 times as far as the offset went since the last center."""
     if "mu" not in state:
-        return 1 / (_FIRST_STEPS * group["lr"])
-    most = 2 ** (group["bits"] - 1) - 1
+        return 1.0 / (_FIRST_STEPS * float(group["lr"]))
+    most: int = 2 ** (int(group["bits"]) - 1) - 1
     grown = 2.0 if norm > last else 1.0
     mu: float = state["mu"]
-    change = grown * most / (_MARGIN * max(1, state["farthest"]))
+    change: float = grown * most / (_MARGIN * max(1, int(state["farthest"])))
     return mu * min(max(change, 1 / _FASTEST), _FASTEST)
 
 

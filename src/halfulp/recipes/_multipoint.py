@@ -67,6 +67,11 @@ class MultipointLayer(nn.Module):
     output channel.
     """
 
+    like: Tensor
+    codes: Tensor
+    scales: Tensor
+    channels: Tensor
+
     def __init__(self, layer: nn.Module, bits: int, codes: Tensor, scales: Tensor, channels: Tensor) -> None:
         super().__init__()
         self.bits, self.shape = bits, tuple(cast(Tensor, layer.weight).shape)
@@ -82,11 +87,11 @@ class MultipointLayer(nn.Module):
     @property
     def weight(self) -> Tensor:
         """The weight that the points sum to."""
-        scales, channels = cast(Tensor, self.scales), cast(Tensor, self.channels)
-        codes = unpack(cast(Tensor, self.codes), self.bits, len(scales) * math.prod(self.shape[1:]))
+        scales, channels = self.scales, self.channels
+        codes = unpack(self.codes, self.bits, len(scales) * math.prod(self.shape[1:]))
         points = codes.view(len(scales), -1).to(torch.float32) * scales[:, None]
         rows = torch.zeros(self.shape[0], points.shape[1], dtype=torch.float32, device=points.device)
-        return rows.index_add(0, channels, points).view(self.shape).to(cast(Tensor, self.like).dtype)
+        return rows.index_add(0, channels, points).view(self.shape).to(self.like.dtype)
 
     @property
     def bias(self) -> Tensor | None:
@@ -95,8 +100,8 @@ class MultipointLayer(nn.Module):
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> MultipointLayer:
         """Convert and move the layer; its scales keep their digits."""
-        scales = cast(Tensor, self.scales)
-        super()._apply(fn, recurse)
+        scales, convert = self.scales, cast("Callable[..., nn.Module]", super()._apply)
+        convert(fn, recurse)
         if self.scales.dtype != scales.dtype:
             self.scales = scales.to(self.scales.device)
         return self

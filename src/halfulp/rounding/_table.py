@@ -11,9 +11,9 @@ import torch
 
 from ..kernels import run_on_tensors
 from ..kernels._device_function import Recording, bound
+from ..kernels._table import Table
 from ..kernels._trace import Piece
 from ..kernels.scalar._operations import load32, load64, store32, store64
-from ..kernels.vector._table_loop import Table
 from . import _device_functions as p
 from ._device_functions import rounded
 from ._modes import own_mode

@@ -8,6 +8,7 @@ import torch
 
 from halfulp.kernels import Trace, same_bits
 from halfulp.kernels._device_function import bound, record_words
+from halfulp.kernels._table import Table
 from halfulp.kernels._trace import block_largest
 from halfulp.kernels.scalar._operations import (
     SCALARS,
@@ -31,7 +32,7 @@ from halfulp.kernels.scalar._operations import (
     word,
 )
 from halfulp.kernels.vector._machine_function import address_of
-from halfulp.kernels.vector._table_loop import Table, compile_table
+from halfulp.kernels.vector._table_loop import compile_table
 
 from ..scalar.test_operations import words
 

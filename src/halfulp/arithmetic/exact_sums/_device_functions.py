@@ -15,9 +15,9 @@ import torch
 
 from ...kernels import product_error, select
 from ...kernels._device_function import Recording
+from ...kernels._table import Table
 from ...kernels._trace import block_largest
 from ...kernels.scalar import _operations as o
-from ...kernels.vector._table_loop import Table
 from ...rounding._device_functions import float16_word
 from ._accumulator import LAYOUTS, LIMB, LIMBS, LOW, UNIT, Layout
 

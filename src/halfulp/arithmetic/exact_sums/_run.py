@@ -20,11 +20,12 @@ from ...kernels import (
     run_on_tensors,
     select_engine,
 )
+from ...kernels._table import Table
 from ...kernels._trace import COPIES
 from ...kernels.triton._launch import ready
 from ...kernels.triton._table_kernel import TILE, TableKernel
 from ...kernels.vector._machine_function import Kernel
-from ...kernels.vector._table_loop import Table, compile_row, compile_table
+from ...kernels.vector._table_loop import compile_row, compile_table
 from ._accumulator import LAYOUTS, LIMB, LIMBS, LOW, WORDS
 from ._device_functions import (
     BLOCK,

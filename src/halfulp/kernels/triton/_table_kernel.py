@@ -9,7 +9,7 @@ import numpy as np
 import torch
 
 from .._index_map import CHUNK
-from ..vector._table_loop import Table
+from .._table import Table
 from ._launch import on_device, to_device
 from ._tensor_kernel import VECTOR
 from ._writer import OPTIONS, element_source, load_module, module_source

@@ -11,8 +11,8 @@ import numpy as np
 import torch
 
 from .._device_function import STREAM
+from .._table import Table
 from .._trace import Trace
-from ..vector._table_loop import Table
 from ._launch import on_device
 from ._writer import OPTIONS, element_source, load_module, module_source, needed_lines, piece_source
 

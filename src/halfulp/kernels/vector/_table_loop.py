@@ -8,81 +8,22 @@ which narrow vectors are widened and packed.
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 from .._device_function import STREAM
-from .._trace import COPIES, Piece, Trace
+from .._table import CHUNK, Digest, Table
+from .._trace import COPIES, Piece
 from ._builder import VectorBuilder, scalar_of
 from ._instructions import Instructions
 from ._machine_function import Kernel, machine_function
 from ._phases import Phases, Stages, in_turns, with_operands
 from ._processor import vector_bits
 
-# Columns of a chunk: row of the pointers, first element, elements, global index of the first.
-_CHUNK = 4
 _ARGUMENTS = 9
 _AT_ONCE = 512  # elements, in small blocks
 # Bytes by which cache lines are asked for ahead, where arrays are not few.
 _AHEAD, _FAR, _LINE, _FEW_ARRAYS = 1024, 8192, 64, 3
 Array = tuple[int, int, bool]  # the instruction of its address, bits of an element, whether it has one per block
-
-
-@dataclass(frozen=True)
-class Digest:
-    """The digest of an array's bytes: the sum of the terms of its words, the last one filled up with zeros.
-
-    Attributes:
-        column: of the array.
-        size: bytes of an element.
-        term: (a word, its key) -> what it adds; words of 64 bits.
-        step: word j has the key (j + 1) step.
-    """
-
-    column: int
-    size: int
-    term: Piece
-    step: int
-
-
-@dataclass(frozen=True)
-class Table:
-    """What a device function reads and writes in a table of pointers.
-
-    Attributes:
-        trace: what is computed per element, of inputs ("constant", k) and those of `STREAM`.
-        columns: of the table of pointers.
-        constants: numbers per row, of 32 or 64 bits as the inputs are.
-        start: (low and high half of a row's key, global index) -> an element's inputs of `STREAM`; None without draws.
-        step: by which the counters of neighbours differ.
-        block: elements of a block; None if there are none.
-        partial: whether a chunk's last block may be incomplete; then no array has an element per block.
-        digest: of an array, after all was written.
-        is_far: whether arrays lie in no cache, so that even of a few lines are asked for, further ahead.
-    """
-
-    trace: Trace
-    columns: int
-    constants: int = 0
-    start: Piece | None = None
-    step: int = 0
-    block: int | None = None
-    partial: bool = False
-    digest: Digest | None = None
-    is_far: bool = False
-
-    @property
-    def sums(self) -> int:
-        """Columns of the sums of chunks."""
-        return max(_CHUNK, len(self.trace.sums))
-
-    def key(self) -> str:
-        """Return what the instructions depend on, short of the processor and the sources of `kernels`."""
-        pieces = [self.start, self.digest and self.digest.term]
-        told = [(piece.trace.digest(), piece.results) for piece in pieces if piece]
-        digest = self.digest and (self.digest.column, self.digest.size, self.digest.step)
-        counts = self.columns, self.constants, self.step, self.block, self.partial, self.is_far
-        return repr((self.trace.digest(), sorted(self.trace.rare), counts, digest, told))
 
 
 def compile_table(name: str, table: Table) -> Kernel:
@@ -167,8 +108,8 @@ class TableLoop(VectorBuilder):
         """Write the loop over chunks."""
         b, table = self.b, self.table
         with self.loop(first, last, 1) as c:
-            at = b.mul(c, self.word(_CHUNK))
-            row, begin, count, index = (self.word_at(chunks, at, k) for k in range(_CHUNK))
+            at = b.mul(c, self.word(CHUNK))
+            row, begin, count, index = (self.word_at(chunks, at, k) for k in range(CHUNK))
             pointer = b.mul(row, self.word(table.columns))
             self.address = {column: self.word_at(pointers, pointer, column) for column in self.used()}
             if table.constants:

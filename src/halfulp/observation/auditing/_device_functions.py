@@ -12,8 +12,8 @@ import torch
 from ... import formats
 from ...kernels import select
 from ...kernels._device_function import Recording
+from ...kernels._table import Table
 from ...kernels.scalar import _operations as o
-from ...kernels.vector._table_loop import Table
 
 # What is counted; from A_NAN on first of A, then of B.
 SAME, FINITE, A_NAN, A_INFINITE, A_ZEROS, A_TOP, A_VARIES, B_NAN, B_INFINITE, B_ZEROS, B_TOP, B_VARIES = range(12)

@@ -14,9 +14,10 @@ from torch import Tensor
 from ... import formats
 from ...formats import Format
 from ...kernels import CHUNK, IndexMap, address, address_of, chunks, plain, run_chunks, run_on_tensors, select_engine
+from ...kernels._table import Table
 from ...kernels._trace import COPIES
 from ...kernels.tensors._writer import as_signed
-from ...kernels.vector._table_loop import Table, compile_table
+from ...kernels.vector._table_loop import compile_table
 from . import _device_functions as d
 
 # Elements of the parts that are converted, or read, one after another.

@@ -10,9 +10,9 @@ import torch
 
 from ...kernels import select
 from ...kernels._device_function import Recording, bound
+from ...kernels._table import Table
 from ...kernels._trace import block_largest
 from ...kernels.scalar import _operations as o
-from ...kernels.vector._table_loop import Table
 from ...rounding._device_functions import float16_word
 from ...rounding._target import COUNT, INFINITY, MAGNITUDE
 from ...rounding.blocks import _device_functions as b

@@ -11,11 +11,12 @@ import torch
 
 from ...kernels import source_digest
 from ...kernels._device_function import record_words
+from ...kernels._table import Table
 from ...kernels._trace import Piece
 from ...kernels.vector._builder import VectorBuilder
 from ...kernels.vector._instructions import Instructions
 from ...kernels.vector._machine_function import Kernel, machine_function
-from ...kernels.vector._table_loop import Table, TableLoop
+from ...kernels.vector._table_loop import TableLoop
 from ...rounding._random_bits import WEYL, draw, recorded_start
 from ._device_functions import copy_table, whole_table
 from ._sample_places import MOST, RUN, RUNS

@@ -13,9 +13,10 @@ import torch
 
 from ...formats import BlockFormat
 from ...kernels import address, address_of, run_chunks
+from ...kernels._table import Table
 from ...kernels._trace import COPIES
 from ...kernels.vector._machine_function import Kernel
-from ...kernels.vector._table_loop import Table, compile_table
+from ...kernels.vector._table_loop import compile_table
 from ...rounding._target import WORD32
 from ...rounding.blocks._table import BlockTarget, Kind, largest_table, layout_of, words_of
 from . import _device_functions as d

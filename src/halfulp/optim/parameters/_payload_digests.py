@@ -21,9 +21,10 @@ import torch
 
 from ...kernels import IndexMap, Trace, address, chunks, plain, run_chunks, select_engine
 from ...kernels._device_function import record_words
+from ...kernels._table import Digest, Table
 from ...kernels.scalar._operations import add64, and64, shr64, xor64
 from ...kernels.vector._machine_function import address_of
-from ...kernels.vector._table_loop import Digest, Table, compile_table
+from ...kernels.vector._table_loop import compile_table
 
 # 2^64 / golden ratio, odd (Knuth, vol. 3, 6.4).
 STEP = np.uint64(0x9E3779B97F4A7C15)

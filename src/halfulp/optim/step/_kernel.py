@@ -12,9 +12,10 @@ import torch
 
 from ...kernels import IndexMap, Trace, Traced, record, run_on_tensors
 from ...kernels._device_function import STREAM, Recording, bound, record_call
+from ...kernels._table import Table
 from ...kernels._trace import Piece
 from ...kernels.scalar._operations import bit_and, select, shr, sqrt
-from ...kernels.vector._table_loop import Table, compile_table
+from ...kernels.vector._table_loop import compile_table
 from ...rounding._random_bits import WEYL, drawn_word, hashed, recorded_start, stream_of
 from ..parameters._payload_digests import payload_digest
 from ..parameters._step_spec import (

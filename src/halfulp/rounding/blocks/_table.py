@@ -12,7 +12,7 @@ import torch
 
 from ...formats import BlockFormat
 from ...kernels._device_function import Recording, bound
-from ...kernels.vector._table_loop import Table
+from ...kernels._table import Table
 from .._modes import Nearest, Rounding, Up
 from .._random_bits import WEYL, draw, recorded_start
 from .._table import container_pieces, fixed_elements, mode_pieces
