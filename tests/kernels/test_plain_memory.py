@@ -245,6 +245,7 @@ LOOKED_AT = {
     "optim/parameters/_narrowing.py": {"narrow", "take_float32"},
     "optim/checkpoint/_checkpoint.py": {"load_float32_state_dict"},
     "optim/parameters/_parameter_plan.py": {"of", "is_valid"},
+    "optim/_gradient_release.py": {"_version"},
     "optim/step/_run.py": {"_point_at_gradients"},
     "optim/step/_batch.py": {"stands", "_holds"},
 }

@@ -417,7 +417,10 @@ def methods_of_papers() -> None:
     quantized = hu.multipoint(model, 4, [x], budget=1.2)
     assert_type(quantized, hu.recipes.Multipoint)
     assert_type(quantized.bytes, int)
-    assert_type(hu.recipes.multipoint(nn.Sequential(nn.Linear(4, 2)), 8, [x], keep=["1"]), hu.recipes.Multipoint)
+    assert_type(
+        hu.recipes.multipoint(nn.Sequential(nn.Linear(4, 2), nn.Linear(2, 2)), 8, [x], keep=["1"]),
+        hu.recipes.Multipoint,
+    )
     layers = [layer for layer in model if isinstance(layer, hu.recipes.MultipointLayer)]
     assert_type(layers[0].weight, Tensor)
 

@@ -283,7 +283,7 @@ def _version(tensor: torch.Tensor) -> tuple[int, int]:
 
 def _sum_of_bits(tensor: torch.Tensor) -> torch.Tensor:
     """Return the sum of a tensor's elements as integers, which changes with what is written through `.data`."""
-    words = torch.int16 if tensor.element_size() == 2 else torch.int32
+    words = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[tensor.element_size()]
     return tensor.detach().view(words).sum(dtype=torch.int64)
 
 
