@@ -216,6 +216,7 @@ def test_a_copy_of_the_model_in_a_sampled_step_ends_nothing():
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
         train(model, optimizer, 2)
         copied = copy.deepcopy(model)
+        copied(torch.randn(3, 4)).sum().backward()
         del copied
         gc.collect()
         train(model, optimizer, 2)

@@ -219,6 +219,11 @@ class TensorSlot:
         self._row: int = book.row_of(name)
         self._looks: Row | None = None
 
+    def __getstate__(self) -> tuple[None, dict[str, Any]]:
+        # A copy, as with the hooks of a model, counts in memory of its own, which its first look makes.
+        held = {name: getattr(self, name) for name in self.__slots__}
+        return None, {**held, "_dtype": None, "_looks": None}
+
     def look_quickly(self, tensor: torch.Tensor, scale: float = 1.0) -> bool:
         """Count a plain tensor of the dtype that was seen last, where no mode of torch watches; False elsewhere.
 

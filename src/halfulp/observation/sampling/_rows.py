@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import ctypes
 import functools
 import struct
@@ -62,6 +63,12 @@ class Counting:
         self.others: list[int] = [k for k, one in enumerate(candidates.targets) if not counts_by_kernel(one)]
         self._count_blocks = count_blocks
         self.room: np.ndarray = np.empty(MOST, np.float32)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Counting:
+        # All but the room is read alone.
+        memo[id(self)] = made = copy.copy(self)
+        made.room = np.empty_like(self.room)
+        return made
 
     def open(self, totals: Totals) -> None:
         """Make room for what kernels count, unless there is some."""
@@ -203,8 +210,14 @@ class Rows:
         self._is_wide: bool = is_wide
         self.given: tuple[int, int] = (address_of(self.table), address_of(counting.constants))
         self.rows: list[Row] = [Row(self, number, *one) for number, one in enumerate(totals)]
-        self._totals: list[Totals] = [one for one, _ in totals]
+        self._counted: list[tuple[Totals, torch.dtype]] = [*totals]
         self._room: np.ndarray = counting.room[None]
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Rows:
+        # The table holds addresses: a copy has a table, and memory, of its own.
+        counting, totals = copy.deepcopy((self.counting, self._counted), memo)
+        memo[id(self)] = made = Rows(self.dtype, len(self.table), counting, totals, self._is_wide)
+        return made
 
     def widen(self, packed: torch.Tensor, ends: np.ndarray) -> None:
         """Write the samples to float64 too, from the ends of parts that hold as many as are sampled at most.
@@ -234,7 +247,7 @@ class Rows:
         if self.counting.others:
             broken = [number for number, row in enumerate(self.rows) if row.look(step)]
         else:
-            for totals in self._totals:
+            for totals, _ in self._counted:
                 totals.open(step)
             run_chunks(self.kernel, self.table[:, loop.COUNT], *self.given)
             broken = [number for number, row in enumerate(self.rows) if row.add()]
