@@ -62,6 +62,15 @@ def test_pairs_of_bfloat16(kinds, seed):
         check_bits(x, other, 2, B)
 
 
+def test_products_that_float32_takes_for_zero():
+    sizes = torch.tensor([2.0**-78, 2.0**-76, -(2.0**-75), 2.0**-70, -(2.0**-133), 0.0, -0.0, torch.inf])
+    first = torch.outer(sizes, 1 + torch.arange(128) / 128).flatten().to(B)
+    x = tuple(pointwise("renormalize", (first, (first.double() * 2.0**-9).to(B)), components=2, dtype=B))
+    for signs in itertools.product((1.0, -1.0), repeat=2):
+        for power in (1.0, 2.0**-60, 2.0**60):
+            check_bits(x, tuple(sign * power * part for sign, part in zip(signs, x)), 2, B)
+
+
 @pytest.mark.parametrize("counts", [(2, 2, 2), (3, 3, 3), (4, 1, 4), (1, 1, 2), (3, 2, 1)], ids=str)
 @pytest.mark.parametrize("dtype", [B, torch.float16], ids=str)
 def test_other_counts_and_float16(counts, dtype, seed):

@@ -79,7 +79,7 @@ def _add(x: Terms, y: Terms) -> Terms:
     s, e = two_sum(a, b)
     v, w = fast_two_sum(s, e + (left_a + left_b))
     sign = bit_and(bit_and(word(x[0]), word(y[0])), _SIGN)
-    first, second, doubt = _rounded(v, w, left_a, left_b)
+    first, second, doubt = _rounded(v, w, left_a, left_b, v == 0.0)
     return [real(bit_or(word(first), sign)), second, doubt | (left_a != 0.0) & (left_b != 0.0)]
 
 
@@ -88,7 +88,9 @@ def _multiply(x: Terms, y: Terms) -> Terms:
     p = a * b
     v, w = fast_two_sum(p, product_error(a, b, p) + (left_a * b + left_b * a))
     sign = bit_and(bit_xor(word(x[0]), word(y[0])), _SIGN)
-    first, second, doubt = _rounded(v, w, left_a, left_b)
+    # A product that float32 takes for 0 leaves the sign of a second component to the network.
+    is_zero = (v == 0.0) & ((a == 0.0) | (b == 0.0))
+    first, second, doubt = _rounded(v, w, left_a, left_b, is_zero)
     return [real(bit_or(bit_and(word(first), _HIGH ^ _SIGN), sign)), second, doubt]
 
 
@@ -103,7 +105,7 @@ def _together(x: Terms) -> tuple[Any, Any]:
     return fast_two_sum(*x) if len(x) > 1 else (x[0], x[0] * 0.0)
 
 
-def _rounded(v, w, left_a, left_b) -> tuple[Any, Any, Any]:
+def _rounded(v, w, left_a, left_b, is_zero) -> tuple[Any, Any, Any]:
     """Round v + w to two bfloat16; say where they may be others, as other bits are lost or the range ends."""
     first = _nearest(v)
     rest = (v - first) + w
@@ -112,7 +114,7 @@ def _rounded(v, w, left_a, left_b) -> tuple[Any, Any, Any]:
     beside_tie = bit_and(add(word(v), 4), 0x7FF8) == 0
     rest_beside_tie = bit_and(add(word(rest), 0x8004), 0xFFF8) == 0
     size = shl(word(v), 1)
-    in_range = (sub(size, _LEAST) < _MOST - _LEAST) | (size == 0)
+    in_range = (sub(size, _LEAST) < _MOST - _LEAST) | is_zero
     return first, _nearest(rest), lost & (beside_tie | rest_beside_tie) | ~in_range
 
 
