@@ -87,14 +87,15 @@ FUNCTIONS = {
     ).decode(),
 }
 # Relative errors of derivatives, by the narrowest type that a model computes in; of others float32's.
+# A derivative that is lost errs by 1; a norm of few numbers, or one that cancels, amplifies what rounding does to .2.
 NEAR = {
     "fp8": 0.3,
-    "bf16": 0.05,
-    "bfloat16": 0.05,
-    "fp16": 1e-2,
-    "float16": 1e-2,
-    "scalify": 1e-2,
-    "mixed-precision": 0.05,
+    "bf16": 0.5,
+    "bfloat16": 0.5,
+    "fp16": 0.1,
+    "float16": 0.1,
+    "scalify": 0.1,
+    "mixed-precision": 0.1,
 }
 
 
