@@ -74,6 +74,15 @@ def loader() -> Any:
     return torch.utils.data.DataLoader(rows(), batch_size=BATCH)  # type: ignore[arg-type]
 
 
+def train_by_hand(backward: Callable, model: nn.Module, optimizer: torch.optim.Optimizer, first: int, end: int) -> None:
+    """A user's own loop over some of the batches, with a trainer's backward."""
+    for step, batch in enumerate(loader()):
+        if first <= step < end:
+            backward(model(**batch)["loss"])
+            optimizer.step()
+            optimizer.zero_grad()
+
+
 def lines_of(text: str) -> int:
     """How many lines a user writes."""
     return sum(bool(line.strip()) for line in text.splitlines())
@@ -176,11 +185,7 @@ class Accelerate(Trainer):
             accelerator.load_state(str(folder))
 
         def train():
-            for step, batch in enumerate(loader()):
-                if (HALF if resume else 0) <= step < last:
-                    accelerator.backward(prepared(**batch)["loss"])
-                    optimizer.step()
-                    optimizer.zero_grad()
+            train_by_hand(accelerator.backward, prepared, optimizer, HALF if resume else 0, last)
 
         if case == "observe":
             return model, add(self.observe, hu=hu, model=prepared, optimizer=optimizer, train=train)["seen"]
@@ -206,11 +211,7 @@ class Fabric(Trainer):
             fabric.load(folder / "half.ckpt", {"model": prepared, "optimizer": optimizer})
 
         def train():
-            for step, batch in enumerate(loader()):
-                if (HALF if resume else 0) <= step < last:
-                    fabric.backward(prepared(**batch)["loss"])
-                    optimizer.step()
-                    optimizer.zero_grad()
+            train_by_hand(fabric.backward, prepared, optimizer, HALF if resume else 0, last)
 
         if case == "observe":
             return model, add(self.observe, hu=hu, model=prepared, optimizer=optimizer, train=train)["seen"]
