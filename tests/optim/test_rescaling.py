@@ -8,7 +8,7 @@ import torch
 import halfulp as hu
 from halfulp.kernels import engine, same_bits
 from halfulp.optim.step._scales import WINDOWS
-from halfulp.optim.stores._float8 import PAYLOADS
+from halfulp.optim.stores._storage import PAYLOADS
 from halfulp.scaled import ScaledTensor
 
 from ..laws.optim.cases import UPDATES, write_update

@@ -5,7 +5,7 @@ import torch
 
 import halfulp as hu
 from halfulp.kernels import same_bits
-from halfulp.optim.step._roster import Roster
+from halfulp.optim.step._batch import Roster
 
 STEPS = 4
 

@@ -17,7 +17,9 @@ from ._gradient_release import release_gradients as release_gradients
 from ._halp import HALP as HALP
 from ._inner_optimizer import report as report
 from ._lost_updates import LostUpdateReport as LostUpdateReport
+from ._optimizer import OPTIMIZERS as OPTIMIZERS
 from ._optimizer import Optimizer as Optimizer
+from ._optimizer import register_optimizer as register_optimizer
 from ._published_algorithms import LAMB as LAMB
 from ._published_algorithms import AdamWScheduleFree as AdamWScheduleFree
 from ._published_algorithms import Adan as Adan
@@ -25,8 +27,6 @@ from ._published_algorithms import AdEMAMix as AdEMAMix
 from ._published_algorithms import Lion as Lion
 from ._published_algorithms import Prodigy as Prodigy
 from ._published_algorithms import SGDScheduleFree as SGDScheduleFree
-from ._registry import OPTIMIZERS as OPTIMIZERS
-from ._registry import register_optimizer as register_optimizer
 from .rules._update_rule import Reduction as Reduction
 from .rules._update_rule import StateSlot as StateSlot
 from .rules._update_rule import UpdateRule as UpdateRule

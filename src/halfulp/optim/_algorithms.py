@@ -9,7 +9,7 @@ from typing import Any, Unpack
 import torch
 
 from ._group_options import NOT_NEGATIVE, OptimizerOptions, Parameters, check_number, split_arguments
-from ._optimizer import Optimizer
+from ._optimizer import Optimizer, register_optimizer
 from ._spelled_options import read_options
 from .parameters._step_spec import StepSpec
 from .rules._adafactor import ADAFACTOR
@@ -30,6 +30,7 @@ _EMBEDDING_OR_HEAD = re.compile(
 )
 
 
+@register_optimizer
 class SGD(Optimizer):
     """Stochastic gradient descent: g + wd w -> momentum b + (1 - dampening) g -> w - lr b, as torch.optim.SGD.
 
@@ -83,6 +84,7 @@ class SGD(Optimizer):
         return SGD_MOMENTUM if group["momentum"] else PLAIN
 
 
+@register_optimizer
 class Adam(Optimizer):
     """Adam with the decay added to the gradient, as torch.optim.Adam.
 
@@ -122,6 +124,7 @@ class Adam(Optimizer):
         return decoupled if group["decoupled_weight_decay"] else coupled
 
 
+@register_optimizer
 class AdamW(Adam):
     """Adam with decoupled weight decay, as torch.optim.AdamW; the decay is part of what the weight update rounds.
 
@@ -165,6 +168,7 @@ class AdamW(Adam):
         return ADAMW_AMSGRAD if group["amsgrad"] else ADAMW
 
 
+@register_optimizer
 class Adagrad(Optimizer):
     """Adagrad: s + g^2 -> s, w - lr/(1 + (t-1) lr_decay) g / (sqrt(s) + eps), as torch.optim.Adagrad.
 
@@ -211,6 +215,7 @@ class Adagrad(Optimizer):
         return ADAGRAD
 
 
+@register_optimizer
 class RMSprop(Optimizer):
     """RMSprop: v the mean of g^2, w - lr g / (sqrt(v) + eps), centered or with momentum, as torch.optim.RMSprop.
 
@@ -260,6 +265,7 @@ class RMSprop(Optimizer):
         return RMSPROP_MOMENTUM if group["momentum"] else RMSPROP
 
 
+@register_optimizer
 class NAdam(Optimizer):
     """NAdam: Adam with Nesterov's momentum (Dozat, 2016), as torch.optim.NAdam.
 
@@ -309,6 +315,7 @@ class NAdam(Optimizer):
         return NADAMW if group["decoupled_weight_decay"] else NADAM
 
 
+@register_optimizer
 class RAdam(Optimizer):
     """RAdam: Adam whose step grows with what is known of the second moment (arXiv 1908.03265), as torch.optim.RAdam.
 
@@ -353,6 +360,7 @@ class RAdam(Optimizer):
         return RADAMW if group["decoupled_weight_decay"] else RADAM
 
 
+@register_optimizer
 class Adafactor(Optimizer):
     """Adafactor: the second moment of a matrix in its rows' and columns' means (arXiv 1804.04235), as torch.optim's.
 
@@ -414,6 +422,7 @@ class Adafactor(Optimizer):
                 raise ValueError(f"{name}={group[name]!r} is not allowed: give a number that is {said}")
 
 
+@register_optimizer
 class Muon(Optimizer):
     """Muon: matrices step by their momentum made orthogonal (kellerjordan.github.io/posts/muon), as torch.optim.Muon.
 

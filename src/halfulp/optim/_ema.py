@@ -26,7 +26,7 @@ from .parameters._parameter_plan import ParameterPlan
 from .parameters._random_identity import plain_names
 from .rules._update_rule import UpdateRule
 from .weight_updates._weight_update import WeightUpdate, weight_update
-from .wrapping._explicit_gradient import ExplicitGradientOptimizer
+from .wrapping._wrap import ExplicitGradientOptimizer
 
 Decay = float | Callable[[int], float]
 

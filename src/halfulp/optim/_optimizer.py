@@ -7,6 +7,7 @@ from typing import Any, ClassVar, TypeVar, overload
 
 import torch
 
+from .._names import enter, words_of
 from ..formats import Format
 from ..kernels import keeping_subnormals
 from ..subclass.models._averages import warn_of_living_averages
@@ -36,7 +37,7 @@ from .parameters._narrow_groups import (
     updates_in_effect,
     warn_of_idle_update,
 )
-from .parameters._outside_writes import SavedPayload, follow_version, is_current
+from .parameters._outside_writes import SavedPayload, follow_version, is_current, under, weight_to_carry, write_carried
 from .parameters._parameter_plan import ParameterPlan, PlanOptions, is_valid, refuse_other_dtype
 from .parameters._random_identity import (
     Identity,
@@ -45,26 +46,21 @@ from .parameters._random_identity import (
     has_identities,
     note_identities,
     part_in_backward,
+    warn_of_shared_keys,
 )
 from .parameters._state_tensors import complete_state
 from .parameters._step_spec import StepSpec
 from .parameters._tensor_map import TensorMap
-from .parameters._weights import under, weight_to_carry, write_carried
 from .rules._update_rule import UpdateRule, check_states
 from .states._state import StateChoice
-from .step._batch import Batch
-from .step._memory import check_parameter, gradient_memory, gradient_store
-from .step._plan_cache import PlanCache
-from .step._preparation import finish_constants, prepare_batch, reduce_batches
-from .step._roster import Roster, Setting
-from .step._run import compile_kernels, run_step
-from .step._shared_keys import warn_of_shared_keys
-from .stores._float8 import PAYLOADS
-from .stores._storage import STORES, Store
+from .step._batch import Batch, PlanCache, Roster, Setting, check_parameter, gradient_memory, gradient_store
+from .step._run import compile_kernels, finish_constants, prepare_batch, reduce_batches, run_step
+from .stores._storage import PAYLOADS, STORES, Store
 from .weight_updates._rounding import warn_of_rate_jump
 from .weight_updates._weight_update import WeightUpdate
 
 Loss = TypeVar("Loss")
+OptimizerClass = TypeVar("OptimizerClass", bound="type[Optimizer]")
 
 
 class Optimizer(CheckpointMixin):
@@ -409,7 +405,8 @@ class Optimizer(CheckpointMixin):
 
     def _run(self, batches: list[Batch]) -> None:
         self._check_wrappers(bool(batches))
-        warn_of_shared_keys(self, batches)
+        if any(batch.spec.draws for batch in batches):
+            warn_of_shared_keys(self)
         for batch in batches:
             compile_kernels(batch)
         self._look_ahead(batches)
@@ -572,3 +569,30 @@ class Optimizer(CheckpointMixin):
     def __repr__(self) -> str:
         """torch.optim's description, then how each dtype is updated, then the lost updates."""
         return f"{super().__repr__()}\n{updates_in_effect(self)}\n{self.report()}"
+
+
+OPTIMIZERS: dict[str, type[Optimizer]] = {}
+
+
+def register_optimizer(kind: OptimizerClass) -> OptimizerClass:
+    """Make an optimizer known by its class's name, to tasks, recipes and comparisons; a decorator of the class.
+
+    Returns:
+        The class.
+
+    Raises:
+        TypeError: it is no subclass of Optimizer, or has no `rule`.
+        ValueError: another optimizer has the name, or this one has no docstring.
+
+    >>> import torch
+    >>> register_optimizer(torch.optim.Adagrad)
+    Traceback (most recent call last):
+    ...
+    TypeError: an optimizer is a subclass of hu.optim.Optimizer, got <class 'torch.optim.adagrad.Adagrad'>
+    """
+    if not (isinstance(kind, type) and issubclass(kind, Optimizer)):
+        raise TypeError(f"an optimizer is a subclass of hu.optim.Optimizer, got {kind!r}")
+    if kind.rule is Optimizer.rule:
+        raise TypeError(f"{kind.__name__} has no rule: write rule(self, group), which gives an UpdateRule")
+    enter("optimizer", OPTIMIZERS, kind.__name__, kind, words_of(kind))
+    return kind

@@ -9,10 +9,9 @@ import torch
 
 from ._float32_weights import read_weights
 from ._group_options import NOT_NEGATIVE, OptimizerOptions, Parameters, check_number, split_arguments
-from ._optimizer import Optimizer
-from .parameters._outside_writes import mark_current
+from ._optimizer import Optimizer, register_optimizer
+from .parameters._outside_writes import mark_current, set_weight
 from .parameters._tensor_map import TensorMap
-from .parameters._weights import set_weight
 from .rules._adan import ADAN
 from .rules._ademamix import ADEMAMIX
 from .rules._lamb import LAMB as LAMB_RULE
@@ -25,6 +24,7 @@ from .rules._update_rule import UpdateRule
 _AT_THE_START = {"k": 0, "weight_sum": 0.0, "lr_max": -1.0, "train_mode": True}
 
 
+@register_optimizer
 class Lion(Optimizer):
     """Lion: w - lr (sign(b1 m + (1-b1) g) + wd w), m to b2 m + (1-b2) g (arXiv 2302.06675).
 
@@ -55,6 +55,7 @@ class Lion(Optimizer):
         return LION
 
 
+@register_optimizer
 class Adan(Optimizer):
     """Adan: Adam with Nesterov's momentum by the change of the gradient (arXiv 2208.06677).
 
@@ -98,6 +99,7 @@ class Adan(Optimizer):
         return ADAN
 
 
+@register_optimizer
 class AdEMAMix(Optimizer):
     """AdEMAMix: AdamW with a second, slow momentum beside the fast one (arXiv 2409.03137).
 
@@ -145,6 +147,7 @@ class AdEMAMix(Optimizer):
         return ADEMAMIX
 
 
+@register_optimizer
 class LAMB(Optimizer):
     """LAMB: AdamW whose step of a tensor is as long as the tensor, times lr (arXiv 1904.00962).
 
@@ -266,6 +269,7 @@ class ScheduleFree(Optimizer):
             )
 
 
+@register_optimizer
 class SGDScheduleFree(ScheduleFree):
     """Schedule-free SGD: an average of the steps in place of a learning rate schedule (arXiv 2405.15682).
 
@@ -317,6 +321,7 @@ class SGDScheduleFree(ScheduleFree):
         return SCHEDULE_FREE_SGD
 
 
+@register_optimizer
 class AdamWScheduleFree(ScheduleFree):
     """Schedule-free AdamW: an average of the steps in place of a learning rate schedule (arXiv 2405.15682).
 
@@ -366,6 +371,7 @@ class AdamWScheduleFree(ScheduleFree):
         return SCHEDULE_FREE_ADAMW
 
 
+@register_optimizer
 class Prodigy(Optimizer):
     """Prodigy: AdamW that estimates its step size from how far weights have come (arXiv 2306.06101).
 

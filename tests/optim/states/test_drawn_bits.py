@@ -11,8 +11,7 @@ from halfulp.kernels import run_on_tensors
 from halfulp.kernels._device_function import Recording
 from halfulp.optim.states._codec import Scaled
 from halfulp.optim.states._int8_blocks import Int8Blocks
-from halfulp.optim.stores._float8 import E4M3, E5M2
-from halfulp.optim.stores._storage import BF16, FP16, format_store
+from halfulp.optim.stores._storage import BF16, E4M3, E5M2, FP16, format_store
 from halfulp.optim.weight_updates._split import SplitStochastic
 
 from ...laws.optim.cases import write_update

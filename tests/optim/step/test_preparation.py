@@ -8,8 +8,7 @@ import torch
 
 import halfulp as hu
 from halfulp.kernels import CHUNK
-from halfulp.optim.step._preparation import reduce_batches
-from halfulp.optim.step._run import compile_kernels
+from halfulp.optim.step._run import compile_kernels, reduce_batches
 
 
 def _weight(w):

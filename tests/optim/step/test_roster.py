@@ -9,7 +9,7 @@ import torch
 import halfulp as hu
 from halfulp.kernels import same_bits
 from halfulp.optim.parameters._payload_digests import digests_of
-from halfulp.optim.step._roster import Roster
+from halfulp.optim.step._batch import Roster
 
 COUNT = 4
 

@@ -14,7 +14,7 @@ from halfulp.kernels import engine, same_bits
 from halfulp.optim.states._codec import Scaled
 from halfulp.optim.step import _scales as words
 from halfulp.optim.step._scales import WINDOWS, reachable_scale, weight_scale
-from halfulp.optim.stores._float8 import PAYLOADS
+from halfulp.optim.stores._storage import PAYLOADS
 from halfulp.scaled import ScaledTensor
 
 HALF, E4M3, E5M2 = torch.float16, torch.float8_e4m3fn, torch.float8_e5m2

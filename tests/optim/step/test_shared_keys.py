@@ -9,7 +9,7 @@ import torch
 
 import halfulp as hu
 from halfulp.kernels import _engine as _engines
-from halfulp.optim.step import _shared_keys
+from halfulp.optim.parameters import _random_identity
 
 TOLD = r"\(SGD, AdamW\) of unnamed parameters step in turn.*seed=0.*named_parameters\(\).*another seed="
 
@@ -17,7 +17,7 @@ TOLD = r"\(SGD, AdamW\) of unnamed parameters step in turn.*seed=0.*named_parame
 @pytest.fixture(autouse=True)
 def _untold(monkeypatch):
     monkeypatch.setattr(_engines, "_notes", type(_engines._notes)())
-    monkeypatch.setattr(_shared_keys._Last, "optimizer", None)
+    monkeypatch.setattr(_random_identity._Last, "optimizer", None)
 
 
 def _model(*widths):

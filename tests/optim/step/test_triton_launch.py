@@ -82,7 +82,7 @@ def test_the_engine_names_what_it_needs(monkeypatch):
 
 def test_a_kernel_that_cannot_be_built_is_told_and_leaves_the_step_right(monkeypatch):
     from halfulp.kernels.triton import _launch
-    from halfulp.optim.step import _triton_launch as _triton
+    from halfulp.optim.step import _triton_kernel as _triton
 
     def refuse(source):
         raise RuntimeError("no compiler here")

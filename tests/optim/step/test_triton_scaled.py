@@ -12,11 +12,10 @@ import halfulp as hu
 from halfulp.kernels import engine, same_bits
 from halfulp.kernels.triton import _launch
 from halfulp.kernels.triton._writer import OPTIONS, load_module
-from halfulp.optim.step import _triton_launch
+from halfulp.optim.step import _triton_kernel
 from halfulp.optim.step._run import amax_spec
-from halfulp.optim.step._triton_kernel import triton_source
-from halfulp.optim.step._triton_scales import scales_source
-from halfulp.optim.stores._float8 import PAYLOADS
+from halfulp.optim.step._triton_kernel import scales_source, triton_source
+from halfulp.optim.stores._storage import PAYLOADS
 from halfulp.scaled import ScaledTensor
 
 from ...kernels.triton.compiled import inexact
@@ -173,7 +172,7 @@ def launches(count):
             for parameter in parameters:
                 parameter.grad = ScaledTensor.encode(torch.randn(48), HALF)
             if step == 2:
-                kinds = _triton_launch.ScaledKernels
+                kinds = _triton_kernel.ScaledKernels
                 ((key, kernels),) = [pair for pair in _launch._kernels.items() if isinstance(pair[1], kinds)]
                 names = ("read", "largest", "choose", "step", "keep")
                 counted = {name: _Counted(getattr(kernels, name), launched, name) for name in names}
@@ -257,7 +256,7 @@ def failing(engine_name):
     """Payload and scale after a step whose kernel fails once the scales are chosen; printed when run apart."""
     parameter = torch.nn.Parameter(ScaledTensor.encode(torch.randn(48), HALF))
     optimizer = hu.optim.AdamW([parameter], lr=1e9, weight_update="kahan", report_interval=0)
-    run = _triton_launch._run
+    run = _triton_kernel._run
 
     def refuse(spec, *rest):
         if not spec.finds_amax:
@@ -268,10 +267,10 @@ def failing(engine_name):
         parameter.grad = ScaledTensor.encode(torch.randn(48), HALF)
         optimizer.step()
         before = parameter.detach().decode().tolist()
-        _triton_launch._run = refuse
+        _triton_kernel._run = refuse
         with contextlib.suppress(RuntimeError):
             optimizer.step()
-        _triton_launch._run = run
+        _triton_kernel._run = run
     return before == parameter.detach().decode().tolist()
 
 

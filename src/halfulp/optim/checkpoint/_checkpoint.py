@@ -30,37 +30,36 @@ from ..parameters._outside_writes import (
     is_written,
     mark_loaded,
     saved_payload,
+    set_weight,
+    under,
 )
 from ..parameters._parameter_plan import ParameterPlan
 from ..parameters._random_identity import plain_names
 from ..parameters._state_tensors import BEGUN, STORAGE_SUFFIXES, block_of, codec_versions, packed_block_of, set_initial
 from ..parameters._step_spec import StepSpec
 from ..parameters._tensor_map import TensorMap
-from ..parameters._weights import set_weight, under
 from ..states._codec import finite_amax
 from ..states._int8_blocks import scale_shape
 from ..states._state import StateChoice, as_state
-from ..step._plan_cache import PlanCache
+from ..step._batch import PlanCache
 from ..step._scales import weight_scale
 from ..stores._storage import Store
 from ..weight_updates._weight_update import WeightUpdate, weight_update
-from ._fitted_states import (
-    begun,
-    checked_shape,
-    fit_state,
-    is_auxiliary,
-    is_kept_by_some_optimizer,
-    is_switched_off,
-    steps_made,
-)
 from ._state_dict_validation import (
+    begun,
     checked_groups,
+    checked_shape,
     checked_state,
     draws_anew,
     explain_missing_entry,
+    fit_state,
+    is_auxiliary,
+    is_kept_by_some_optimizer,
     is_own_file,
+    is_switched_off,
     refuse_confusing_keys,
     refuse_other_stream,
+    steps_made,
 )
 
 # In a saved state: the weight update that wrote it, where its group has been given another since.

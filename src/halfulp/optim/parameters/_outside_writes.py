@@ -1,4 +1,4 @@
-"""Writes to a parameter from outside its optimizer, and how they reset the auxiliary tensors beside it.
+"""The float32 weight of a parameter and its auxiliary tensors, and writes from outside, which reset the latter.
 
 An auxiliary tensor (a residual, low bits, a master copy) belongs to the payload that it was stored beside. If the
 parameter's version counter or address shows a write from outside, the payload is compared with the one that the last
@@ -16,9 +16,10 @@ copies hold checksums of the payload that their auxiliary tensors belong to, bec
 
 from __future__ import annotations
 
+import contextlib
 import struct
 import zlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -27,9 +28,10 @@ import torch
 
 from ...kernels import row_checksums
 from ..weight_updates._weight_update import WeightUpdate
-from ._local_tensors import is_dtensor
+from ._local_tensors import is_dtensor, memory
 from ._parameter_plan import ANY_VERSION, MOVED, ParameterPlan, PayloadVersion
 from ._payload_digests import PayloadDigests, digests_of
+from ._step_spec import StepSpec
 from ._tensor_map import TensorMap
 
 WATCHED_STEPS = 1000
@@ -378,3 +380,77 @@ def checksums_from_saved(saved: object, plan: ParameterPlan) -> torch.Tensor | N
     if isinstance(saved, torch.Tensor) and saved.dtype == torch.int64 and saved.shape == (rows,):
         return saved.clone()
     return None
+
+
+def set_weight(plan: ParameterPlan, value: torch.Tensor) -> None:
+    """Set a parameter and its auxiliary tensors to a weight, in units of its scale, as its weight update holds it.
+
+    What was written from outside until now is answered first: a file saved before would say that it has been.
+    """
+    drop_stale(plan)
+    _fill(plan, value)
+    mark_current(plan)
+
+
+def write_carried(
+    carried: Sequence[tuple[ParameterPlan, torch.Tensor]], others: Iterable[ParameterPlan | None]
+) -> None:
+    """Set parameters to the weights that they had under another weight update (`weight_to_carry`).
+
+    Args:
+        carried: their plans and weights.
+        others: plans whose payloads stay as they are, though one cut from the same tensor shares a version counter.
+    """
+    held = [plan for plan in others if carried and plan is not None and plan.payload_version is not None]
+    current = [plan for plan in held if is_current(plan)]
+    for plan, value in carried:
+        _fill(plan, value)
+    for plan in current:
+        follow_version(plan)
+    for plan, _ in carried:
+        mark_carried(plan)
+
+
+def _fill(plan: ParameterPlan, value: torch.Tensor) -> None:
+    parts = [part.contiguous() for part in plan.parts]
+    plan.spec.update.fill(plan.spec.store, parts, value)
+    for part, filled in zip(plan.parts, parts):
+        if part is not filled:
+            part.copy_(filled)
+
+
+def weight_to_carry(plan: ParameterPlan | None, spec: StepSpec, state: MutableMapping[str, Any]) -> torch.Tensor | None:
+    """Return the weight that a plan's weight update held where the new specification has another; None if it has not.
+
+    The auxiliary tensors of the old one are taken out of the state.
+
+    Args:
+        plan: of the parameter so far.
+        spec: its new step specification.
+        state: its entry in the optimizer's state.
+    """
+    if plan is None or plan.spec.in_parameter or plan.spec.update == spec.update or plan.spec.store != spec.store:
+        return None
+    if not plan.spec.auxiliary_names and not spec.auxiliary_names:
+        return None
+    if any(state.get(name) is None for name in plan.spec.auxiliary_names):
+        return None
+    if plan.payload_version is not None:  # the parameter may have moved since the plan was made
+        parameter = plan.parameter
+        plan.record.payload_version = payload_version_of(parameter, memory(parameter), plan.payload_version)
+    drop_stale(plan)
+    payloads = [part.contiguous() for part in plan.payloads]
+    value = plan.spec.update.read(plan.spec.store, [*payloads, *plan.auxiliary_tensors]).clone()
+    for name in plan.spec.auxiliary_names:
+        del state[name]
+    return value
+
+
+@contextlib.contextmanager
+def under(group: dict[str, Any], update: Any) -> Iterator[None]:
+    """A context in which a group has a weight update, whatever it was given since."""
+    chosen, group["weight_update"] = group["weight_update"], update
+    try:
+        yield
+    finally:
+        group["weight_update"] = chosen

@@ -13,8 +13,7 @@ import torch
 from ..._messages import listed
 from ..._names import enter
 from ..rules._update_rule import StateSlot, UpdateRule
-from ..stores._float8 import PAYLOADS
-from ..stores._storage import BF16, F32, Store
+from ..stores._storage import BF16, F32, PAYLOADS, Store
 from ..weight_updates._components import Components
 from ._codec import DoubleBF16, Scaled, TensorCodec
 from ._int4_blocks import Int4Blocks

@@ -1,25 +1,34 @@
-"""The input of a running step: tables that stay as long as their plans do, and gradients and constants."""
+"""The parameters of a step in batches: their plans, kept from step to step, and what belongs to one step alone."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import itertools
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from operator import is_
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
 import torch
 
-from ...kernels import chunk_table, plain
+from ...kernels import chunk_table, has_own_memory, overlaps_itself, plain
+from ...kernels._plain_memory import refuse
 from ...kernels.vector._machine_function import address_of
-from ..parameters._local_tensors import local, own_parts
-from ..parameters._outside_writes import drop_stale, follow_version, mark_stepped
-from ..parameters._parameter_plan import ParameterPlan, ParameterRecord, PayloadVersion
+from ...mctensor import MCTensor
+from ...scaled import ScaledTensor
+from ..parameters._local_tensors import local, memory, own_parts
+from ..parameters._narrowing import is_kept
+from ..parameters._outside_writes import SavedPayload, drop_stale, follow_version, mark_stepped, payload_version_of
+from ..parameters._parameter_plan import ParameterPlan, ParameterRecord, PayloadVersion, PlanOptions, stored_choice
 from ..parameters._payload_digests import PayloadDigests
-from ..parameters._step_spec import StepSpec
+from ..parameters._state_tensors import BEGUN
+from ..parameters._step_spec import StepSpec, step_spec_of
+from ..parameters._tensor_map import TensorMap
+from ..rules._update_rule import UpdateRule
+from ..stores._storage import PAYLOADS, STORES, Store
 
 if TYPE_CHECKING:
-    from ._triton_launch import DeviceChunks
+    from ._triton_kernel import DeviceChunks
 
 
 @dataclass(eq=False, slots=True)
@@ -232,3 +241,340 @@ class Batch:
         """Record the versions again, once all batches are written: parameters cut from one tensor share a counter."""
         for plan in self.plans:
             follow_version(plan)
+
+
+# Of one group: its rule, plan options, report interval and number of parameters.
+Setting = tuple[UpdateRule, Any, int, int]
+
+
+@dataclass(frozen=True, eq=False, slots=True)
+class Seats:
+    """The parameters of one batch.
+
+    Attributes:
+        table: of their plans.
+        places: theirs among the parameters of all groups.
+        runs: the number of a group and the rows of its parameters, (group, first, last).
+    """
+
+    table: Table
+    places: list[int]
+    runs: list[tuple[int, int, int]]
+
+
+@dataclass(frozen=True, eq=False, slots=True)
+class Roster:
+    """The parameters that step together, batch by batch.
+
+    Attributes:
+        settings: of the groups.
+        plans: of all parameters in the groups' order; None for one that has not stepped.
+        resting: the places of those without a gradient.
+        seats: of the batches.
+        keys, entries: of the optimizer's state, in its order, the keys by their ids.
+    """
+
+    settings: list[Setting]
+    plans: list[ParameterPlan | None]
+    resting: list[int]
+    seats: list[Seats]
+    keys: list[int]
+    entries: list[Any]
+
+    @classmethod
+    def of(
+        cls,
+        settings: list[Setting],
+        plans: list[ParameterPlan | None],
+        resting: list[int],
+        places: Sequence[list[int]],
+        state: Mapping[Any, Any],
+        before: Roster | None,
+    ) -> Roster:
+        """Return a roster.
+
+        Args:
+            settings, plans, resting: see there.
+            places: of the parameters of each batch.
+            state: the optimizer's.
+            before: the roster of the step before, whose tables stay where their plans do.
+        """
+        group_of = [number for number, setting in enumerate(settings) for _ in range(setting[-1])]
+        tables = {} if before is None else {table.plans[0]: table for table in before.tables}
+        seats = []
+        for chosen in places:
+            own = [plan for plan in map(plans.__getitem__, chosen) if plan is not None]
+            table = tables.get(own[0])
+            groups = [group_of[place] for place in chosen]
+            cuts = [0, *(k for k in range(1, len(groups)) if groups[k] != groups[k - 1]), len(groups)]
+            runs = [(groups[first], first, last) for first, last in itertools.pairwise(cuts)]
+            seats.append(Seats(Table.of(own) if table is None or table.plans != own else table, chosen, runs))
+        return cls(settings, plans, resting, seats, [*map(id, state)], [*state.values()])
+
+    @property
+    def tables(self) -> list[Table]:
+        """The tables of the batches."""
+        return [seats.table for seats in self.seats]
+
+    def _of(self, seats: Seats, values: list[Any]) -> list[Any]:
+        """Return the values of a batch's parameters, given those of all."""
+        return values if len(seats.places) == len(self.plans) else [values[place] for place in seats.places]
+
+    def stands(
+        self,
+        settings: list[Setting],
+        plans: list[ParameterPlan | None],
+        resting: list[int],
+        parameters: list[torch.Tensor],
+        gradients: list[torch.Tensor | None],
+        state: Mapping[Any, Any],
+    ) -> bool:
+        """Return whether a step has the same parameters with gradients, under plans that are all valid."""
+        if not (
+            settings == self.settings
+            and plans == self.plans
+            and resting == self.resting
+            and [*map(id, state)] == self.keys
+            and all(map(is_, state.values(), self.entries))
+        ):
+            return False
+        return all(s.table.stands(self._of(s, parameters), self._of(s, gradients)) for s in self.seats)
+
+    def batches(
+        self,
+        groups: list[dict[str, Any]],
+        parameters: list[torch.Tensor],
+        gradients: list[Any],
+        scales: dict[int, torch.Tensor],
+    ) -> list[Batch] | None:
+        """Return the batches of a step; None if some of a batch's parameters are metered in this step and others not.
+
+        Auxiliary tensors are reset where their parameters were written from outside.
+
+        Args:
+            groups: of the optimizer.
+            parameters, gradients: of all groups, in order.
+            scales: of scaled gradients, by place.
+        """
+        found = []
+        for seats in self.seats:
+            table, constants = seats.table, []
+            counted: list[tuple[Mapping[str, Any], int]] = []
+            steps: list[int] = [entry["step"] + 1 for entry in table.entries]
+            metered = set()
+            for number, first, last in seats.runs:
+                rule, _, interval, _ = self.settings[number]
+                own = steps[first:last]
+                entries = table.entries[first:last]
+                ages = own
+                if True in [BEGUN in entry for entry in entries]:
+                    ages = [step - entry.get(BEGUN, 0) for step, entry in zip(own, entries)]
+                made = {age: tuple(rule.values(groups[number], age)) for age in {*ages}}
+                constants += [*made.values()] * len(ages) if len(made) == 1 else [made[age] for age in ages]
+                if rule.is_late:
+                    counted += [(groups[number], age) for age in ages]
+                metered |= {bool(interval) and step % interval == 0 for step in {*own}}
+            if len(metered) > 1:
+                return None
+            spec = table.plans[0].spec
+            found.append(
+                Batch(
+                    spec.metered_twin if metered.pop() else spec,
+                    table,
+                    self._of(seats, parameters),
+                    self._of(seats, gradients),
+                    [scales.get(place, 1.0) for place in seats.places] if scales else [1.0] * len(steps),
+                    steps,
+                    constants,
+                    counted,
+                )
+            )
+        for batch in found:
+            batch.drop_stale()
+        return found
+
+
+class PlanCache(TensorMap[ParameterPlan]):
+    """All that an optimizer derives from its parameters, groups and states, and can derive again.
+
+    It maps each parameter to its plan. One rule says what is out of date: a plan, as soon as `is_valid` finds that
+    something it was made from has changed. Whoever uses plans asks that first and replaces the plan by `renew`.
+    Nothing else has a rule of its own:
+
+    - The roster of the last step stands only for the plans of its parameters, so that a plan which is replaced takes
+      its tables with it.
+    - A step specification is a value and never out of date; equal ones are one object, because the parameters of one
+      object step in one call.
+    - A parameter's record of lost updates and of its payload is no part of a plan, and goes on with the next one.
+
+    `clear` is the only way to make plans invalid by hand. It is for changes that no plan shows, such as of the names
+    that key the random bits when a state_dict is loaded; copies of an optimizer begin with an empty cache.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._generation = 0
+        self._specs: dict[tuple[StepSpec, torch.device], StepSpec] = {}
+        # What the keys refer to by id is kept alive by the values.
+        self._specs_by_options: dict[tuple, tuple[StepSpec, tuple]] = {}
+        self.roster: Roster | None = None
+
+    def clear(self) -> None:
+        """Make every plan invalid."""
+        self._generation += 1
+        self.roster = None
+
+    def options_of(self, group: Mapping[str, Any]) -> PlanOptions:
+        """Return the options of a group, for `is_valid` and `renew`."""
+        return PlanOptions.of(group, self._generation)
+
+    def renew(
+        self,
+        parameter: torch.Tensor,
+        spec: StepSpec,
+        state: dict[str, Any],
+        options: PlanOptions,
+        name: str,
+        identity: int,
+        saved: SavedPayload | None,
+        gradient: torch.Tensor | None = None,
+    ) -> ParameterPlan:
+        """Make a parameter's plan, in place of the one that is not valid any more.
+
+        Args:
+            parameter: as the user holds it.
+            spec: its step specification.
+            state: its entry in the optimizer's state, which holds all tensors of the specification.
+            options: of its group.
+            name: of the parameter, for messages.
+            identity: that keys its random bits.
+            saved: of the payload that the auxiliary tensors belong to, if these are a copy without a plan so far.
+            gradient: with which it is to be stepped, if it is.
+
+        Raises:
+            TypeError, ValueError: memory that a step cannot use, as `check_memory` says; the plan is not kept.
+        """
+        known = self.get(parameter)
+        record = ParameterRecord() if known is None else known.record
+        plan = ParameterPlan.of(parameter, self.reference(parameter), spec, state, options, name, identity, record)
+        if gradient is not None:
+            check_memory(plan, gradient)
+        if plan.tracks_writes:
+            record.payload_version = payload_version_of(parameter, memory(parameter), record.payload_version, saved)
+        self[parameter] = plan
+        return plan
+
+    def step_spec(
+        self, rule: UpdateRule, group: Mapping[str, Any], parameter: torch.Tensor, gradient: Store | None, name: str
+    ) -> StepSpec:
+        """Return a parameter's step specification, as `step_spec_of` does; equal ones on one device are one object."""
+        if memory(parameter) is not parameter:
+            return self._interned(step_spec_of(rule, group, parameter, gradient, name), parameter)
+        given = rule, group["weight_update"], group["format"], group["param_dtype"], gradient
+        states = stored_choice(group["state_dtype"])
+        key = *map(id, given), states, is_kept(parameter), parameter.dtype, parameter.shape, parameter.device
+        found = self._specs_by_options.get(key)
+        if found is None:
+            spec = self._interned(step_spec_of(rule, group, parameter, gradient, name), parameter)
+            found = self._specs_by_options[key] = spec, given
+        return found[0]
+
+    def _interned(self, spec: StepSpec, parameter: torch.Tensor) -> StepSpec:
+        return self._specs.setdefault((spec, local(parameter).device), spec)
+
+
+def check_parameter(parameter: torch.Tensor, part: torch.Tensor, name: str) -> None:
+    """Refuse a parameter whose numbers no step here can write.
+
+    Memory that is still to come (the meta device) is looked at when it steps, by `check_memory`.
+
+    Args:
+        parameter: as the user gave it.
+        part: the tensor in which its numbers lie: a shard, a payload, or itself.
+        name: for the message.
+
+    Raises:
+        TypeError: a tensor class that keeps its numbers in other tensors, a sparse, quantized or nested tensor.
+    """
+    if part.is_meta or has_own_memory(part):
+        return
+    if torch.nn.parameter.is_lazy(parameter):
+        return
+    dense = part.layout is torch.strided and not part.is_quantized and not part.is_nested
+    if dense and type(part) in (torch.Tensor, torch.nn.Parameter):
+        return
+    refuse(part, f"parameter {name}", "torch.optim's optimizers step what such a class allows")
+
+
+def check_memory(plan: ParameterPlan, gradient: torch.Tensor) -> None:
+    """Check every tensor whose address a step's kernel is given.
+
+    Raises:
+        TypeError: a parameter or state without plain memory: fake, on the meta device, freed.
+        ValueError: a parameter whose elements share memory, a state with gaps, or tensors on several devices.
+    """
+    own = len(plan.parts) - len(plan.auxiliary_tensors)
+    named = [("parameter", part) for part in plan.parts[:own]]
+    named += [(f"state {key!r} of parameter", tensor) for key, tensor in plan.tensors.items()]
+    for what, tensor in named:
+        if not has_own_memory(tensor) or (tensor.is_neg() and tensor.is_contiguous()):
+            refuse(tensor, f"{what} {plan.name}")
+        if tensor.device != gradient.device:
+            raise ValueError(
+                f"{what} {plan.name} is on {tensor.device} and the gradient on {gradient.device}: move them to one "
+                "device, and make the optimizer after moving the model"
+            )
+    for what, tensor in named[own:]:
+        if not tensor.is_contiguous():
+            raise ValueError(f"{what} {plan.name} is a view with gaps or of another order: store state.contiguous()")
+    if overlaps_itself(named[0][1]):
+        raise ValueError(
+            f"parameter {plan.name} is expanded: several of its elements are one number in memory, so it has no step "
+            "of its own: make it by .clone(), or train what it was expanded from"
+        )
+
+
+def gradient_memory(
+    gradient: torch.Tensor, parameter: torch.Tensor, name: str
+) -> tuple[torch.Tensor, float | torch.Tensor]:
+    """A gradient as plain memory, and its scale, which only a scaled parameter's step takes, and which is not read.
+
+    Raises:
+        TypeError: a tensor class whose memory is not its values.
+    """
+    if isinstance(gradient, ScaledTensor):
+        if isinstance(parameter, ScaledTensor):
+            return plain_gradient(cast("ScaledTensor", gradient.detach()).payload, name), gradient.scale.detach()
+        gradient = cast("ScaledTensor", gradient.detach()).decode()
+    elif isinstance(gradient, MCTensor):
+        gradient = cast("MCTensor", gradient.detach()).decode(torch.float32)
+    if gradient.layout is not torch.strided:
+        return gradient, 1.0  # refused, or kept sparse, where its dtype is looked at
+    return plain_gradient(gradient, name), 1.0
+
+
+def plain_gradient(gradient: torch.Tensor, name: str) -> torch.Tensor:
+    """Return a gradient as plain memory, or raise TypeError by its parameter's name, which is put into words then."""
+    try:
+        return plain(gradient)
+    except TypeError:
+        pass
+    return plain(gradient, f"the gradient of {name}")
+
+
+def gradient_store(gradient: torch.Tensor, parameter: torch.Tensor, name: str) -> Store:
+    """The store that a gradient's numbers are read by.
+
+    Raises:
+        ValueError: a sparse gradient, or one of another dtype.
+    """
+    if gradient.layout is not torch.strided:
+        raise ValueError(
+            f"parameter {name} has a sparse gradient: give its Embedding sparse=False, or use "
+            "hu.optim.wrap(torch.optim.SparseAdam, ...)"
+        )
+    if isinstance(parameter, ScaledTensor) and gradient.dtype in PAYLOADS:
+        return PAYLOADS[gradient.dtype]
+    if gradient.dtype not in STORES:
+        raise ValueError(f"the gradient of {name} is {gradient.dtype}: allowed are bfloat16, float16 and float32")
+    return STORES[gradient.dtype]

@@ -23,12 +23,14 @@ from ...kernels.scalar._operations import (
     add,
     bit_and,
     bit_or,
+    load8,
     load16,
     load32,
     real,
     select,
     shl,
     shr,
+    store8,
     store16,
     store32,
     sub,
@@ -36,6 +38,8 @@ from ...kernels.scalar._operations import (
     to_word,
     word,
 )
+from ...rounding._float8 import E4M3FN
+from ...rounding._float8 import E5M2 as E5M2_CODEC
 
 ONE, S8, S13, S16, S19 = (np.uint32(n) for n in (1, 8, 13, 16, 19))
 ABS, SIGN, EXPONENT, CANONICAL_NAN = (np.uint32(w) for w in (0x7FFFFFFF, 0x80000000, 0x7F800000, 0x7FC00000))
@@ -327,3 +331,9 @@ def _store(fmt: Format, pieces: tuple[Callable, Callable], constants: dict[str, 
         fmt.emin,
         bound,
     )
+
+
+E4M3 = Store("e4m3fn", torch.float8_e4m3fn, load8, store8, *E4M3FN, 32, 3, -6)
+E5M2 = Store("e5m2", torch.float8_e5m2, load8, store8, *E5M2_CODEC, 32, 2, -14)
+# What payloads of scaled tensors are stored in.
+PAYLOADS = {**STORES, E4M3.dtype: E4M3, E5M2.dtype: E5M2}

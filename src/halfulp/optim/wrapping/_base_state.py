@@ -3,20 +3,30 @@
 from __future__ import annotations
 
 import types
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
 
 from ..checkpoint._state_dict_validation import is_own_file
 from ..parameters._narrow_groups import name_of
-from ._float32_copies import mapped
 
 BASE = "base."
 # Attributes of every optimizer.
 _TORCHS = {"state", "param_groups", "defaults", "step"}
 _TORCHS |= {"_warned_capturable_if_run_uncaptured", "_zero_grad_profile_name", "_opt_called", "_step_count"}
 _ATOMS = (type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.device, torch.Size)
+
+
+def mapped(value: Any, function: Callable[[torch.Tensor], Any]) -> Any:
+    """A copy of nested dicts, lists and tuples with every tensor in them replaced."""
+    if isinstance(value, torch.Tensor):
+        return function(value)
+    if isinstance(value, dict):
+        return {key: mapped(item, function) for key, item in value.items()}
+    if type(value) in (list, tuple):
+        return type(value)(mapped(item, function) for item in value)
+    return value
 
 
 def placed(value: Any, device: torch.device | None) -> Any:
