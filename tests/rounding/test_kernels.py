@@ -19,8 +19,7 @@ from halfulp.rounding._quantize import target_for
 from halfulp.rounding._random_bits import mix64
 from halfulp.rounding._table import container_pieces
 from halfulp.rounding.blocks import _quantize as blocks
-from halfulp.rounding.blocks._quantize import block_target_for
-from halfulp.rounding.blocks._table import layout_of
+from halfulp.rounding.blocks._table import layout_of, make_block_target
 
 from ..kernels.triton.compiled import inexact, instructions
 from ..kernels.triton.interpreted import interpreted
@@ -60,7 +59,7 @@ def _plan(dtype, name, mode):
     block = next((block for block in triton_cases.BLOCKS if block.name == name), None)
     if block is None:
         return plan_for(dtype, target_for(name, rounding, None, dtype))
-    target = block_target_for(block, rounding, None, dtype)
+    target = make_block_target(block, rounding, None, dtype)
     return blocks.plan_for(dtype, target, layout_of(dtype, target))
 
 

@@ -20,8 +20,8 @@ from halfulp.rounding._random_bits import random_words
 from halfulp.rounding._table import from_words, round_words, to_words
 from halfulp.rounding._target import WORD64, layout_for
 from halfulp.rounding.blocks import _quantize as blocks
-from halfulp.rounding.blocks._quantize import block_target_for, in_blocks, round_blocks
-from halfulp.rounding.blocks._table import layout_of
+from halfulp.rounding.blocks._quantize import in_blocks, round_blocks
+from halfulp.rounding.blocks._table import layout_of, make_block_target
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 MODES = ("nearest", "toward_zero", "up", "down", "stochastic")
@@ -63,7 +63,7 @@ def block_kernels() -> Iterator[tuple[torch.dtype, str, BlockFormat, object]]:
     modes = itertools.cycle(("stochastic", "up", "stochastic", "down", "toward_zero"))
     for dtype, format in itertools.product(DTYPES, BLOCKS):
         for mode in ("nearest", next(modes)):
-            target = block_target_for(format, get_rounding(mode_of(mode)), None, dtype)
+            target = make_block_target(format, get_rounding(mode_of(mode)), None, dtype)
             layout = layout_of(dtype, target)
             if layout is not None:
                 work = torch.float64 if layout is WORD64 else dtype
@@ -145,7 +145,7 @@ def wanted_from(x: torch.Tensor, name: str | BlockFormat, key: int, first: int) 
         assert target is not None
         words = round_words(to_words(wide), target, WORD64, random_words(key, index).view(x.shape))
         return from_words(words, torch.float64).to(x.dtype)
-    target = block_target_for(get_block(name), rounding, None, x.dtype)
+    target = make_block_target(get_block(name), rounding, None, x.dtype)
     rows = wide.view(-1, x.shape[-1])
     bits = in_blocks(random_words(key, index).view(rows.shape), target.block)
     result = round_blocks(in_blocks(rows, target.block), target, bits).flatten(1)[:, : x.shape[-1]]
@@ -199,7 +199,7 @@ def beyond(seed: int) -> list[str]:
         if length is None:
             plan = plan_for(dtype, target_for(name, get_rounding(mode_of("stochastic")), None, dtype))
         else:
-            target = block_target_for(get_block(name), get_rounding(mode_of("stochastic")), None, dtype)
+            target = make_block_target(get_block(name), get_rounding(mode_of("stochastic")), None, dtype)
             plan = blocks.plan_for(dtype, target, layout_of(dtype, target))
         kernel, out, first = TensorKernel(plan.kernel.table), torch.empty_like(x), skipped * step
         kernel.__dict__["run"] = Far(kernel.run, skipped, -(-x.numel() // step))

@@ -95,9 +95,9 @@ WIDE: dict[str, Callable] = {
 as_real, as_word = real, word
 SIXTEEN, THIRTEEN, HALF_INFINITY = np.uint32(16), np.uint32(13), np.uint32(0x7C00)
 HALF_NORMAL, HALF_MAGNITUDE, HALF_SIGN = np.uint32(0x400), np.uint32(0x7FFF), np.uint32(0x8000)
-REBIAS, REBIAS_INFINITY, SINGLE_NORMAL = np.uint32(112 << 23), np.uint32(224 << 23), np.uint32(113 << 23)
+REBIAS, SINGLE_NORMAL = np.uint32(112 << 23), np.uint32(113 << 23)
 SINGLE_INFINITY, SINGLE_MAGNITUDE = np.uint32(0x7F800000), np.uint32(0x7FFFFFFF)
-HALF_UNIT, HALF_UNITS = np.float32(2.0**-24), np.float32(2.0**24)
+HALF_UNIT = np.float32(2.0**-24)
 
 
 plus32 = plus
@@ -352,18 +352,9 @@ def load_float16(address, i):
 def float16_word(h):
     """Device function: the float32 word of a float16's bits, in integers where a float32 would be subnormal."""
     a = both32(h, HALF_MAGNITUDE)
-    moved = shl(a, THIRTEEN)
-    normal = plus32(moved, choose(a >= HALF_INFINITY, REBIAS_INFINITY, REBIAS))
-    w = choose(a < HALF_NORMAL, word(to_real(a) * HALF_UNIT), normal)
-    return either32(w, shl(both32(h, HALF_SIGN), SIXTEEN))
-
-
-def store_float16(address, i, w):
-    """Device function: a float32's word whose value float16 has as that float16."""
-    a = both32(w, SINGLE_MAGNITUDE)
-    normal = shr(sub(a, choose(a >= SINGLE_INFINITY, REBIAS_INFINITY, REBIAS)), THIRTEEN)
-    h = choose(a < SINGLE_NORMAL, to_word(real(choose(a < SINGLE_NORMAL, a, sub(a, a))) * HALF_UNITS), normal)
-    store16(address, i, either32(h, shr(both32(w, flip32(SINGLE_MAGNITUDE, ONES32)), SIXTEEN)))
+    finite = choose(a < HALF_NORMAL, word(to_real(a) * HALF_UNIT), plus32(shl(a, THIRTEEN), REBIAS))
+    special = choose(a == HALF_INFINITY, SINGLE_INFINITY, SINGLE_NAN)
+    return either32(choose(a < HALF_INFINITY, finite, special), shl(both32(h, HALF_SIGN), SIXTEEN))
 
 
 def round_to_bfloat16(address, i, w):
@@ -378,8 +369,8 @@ def bfloat16_code(w):
     return shr(choose(both32(w, SINGLE_MAGNITUDE) > SINGLE_INFINITY, SINGLE_NAN, nearest), SIXTEEN)
 
 
-def round_to_float16(address, i, w):
-    """Device function: a float32's word, rounded to the nearest float16, ties to even."""
+def store_float16(address, i, w):
+    """Device function: a float32's word as the nearest float16, ties to even."""
     store16(address, i, float16_code(w))
 
 
@@ -391,8 +382,7 @@ def float16_code(w):
     a = both32(w, SINGLE_MAGNITUDE)
     last = both32(shr(a, THIRTEEN), ONE32)
     normal = shr(plus32(plus32(sub(a, REBIAS), last), BELOW_THIRTEEN), THIRTEEN)
-    small = sub(word(real(choose(a < SINGLE_NORMAL, a, sub(a, a))) + ONE_HALF), ONE_HALF_WORD)
-    h = choose(a < SINGLE_NORMAL, small, normal)
+    h = choose(a < SINGLE_NORMAL, sub(word(real(a) + ONE_HALF), ONE_HALF_WORD), normal)
     h = choose(a < BEYOND_HALF, h, choose(a > SINGLE_INFINITY, HALF_NAN, HALF_INFINITY))
     return either32(h, shr(both32(w, flip32(SINGLE_MAGNITUDE, ONES32)), SIXTEEN))
 

@@ -101,7 +101,7 @@ class Stochastic(Rounding):
             return
         if not isinstance(self.seed, int) or isinstance(self.seed, bool) or not 0 <= self.seed < 2**64:
             raise ValueError(f"a seed is an integer from 0 to 2^64 - 1, or None; got {self.seed!r}")
-        # As a string it is a constant of a compiler's graph: see rounding._traced.
+        # As a string it is a constant of a compiler's graph: see `rounding._quantize`.
         object.__setattr__(self, "_signed_seed", str(self.seed - (self.seed >> 63 << 64)))
 
     if TYPE_CHECKING:

@@ -2,21 +2,22 @@
 
 from __future__ import annotations
 
+from ast import literal_eval
 from functools import lru_cache
 from typing import Any, TypeAlias, TypeGuard
 
 import torch
 
 from ..formats import BlockFormat, Format, block_names, get, get_block
-from ..kernels import define_operator, plain_address, untraced
+from ..kernels import constant_result, define_operator, plain_address, untraced
 from ..kernels._engine import allows_machine_code, choose_engine
 from ..kernels._plain_memory import is_watched, refuse
-from ._graph_constants import traced_target
 from ._kernels import Plan, collide, is_widened, note_write, prepare, round_memory, run
 from ._modes import Nearest, Rounding, Stochastic, drawn_key, get_rounding
 from ._random_bits import mix64
 from ._target import DTYPES, STOCHASTIC, Target, make_target
-from .blocks._quantize import block_target_for, quantize_block_format
+from .blocks._quantize import round_blocks_into
+from .blocks._table import BlockTarget, make_block_target
 
 AnyFormat: TypeAlias = Format | BlockFormat | str | torch.dtype
 
@@ -75,9 +76,18 @@ def quantize(
     check_tensor(x)
     if out is not None:
         check_out(out, x)
-    if isinstance(format, BlockFormat) or names_block(format):
-        return quantize_block_format(x.detach(), get_block(format), rounding, overflow, dim, counter, out)
-    return apply(x.detach(), target_for(format, rounding, overflow, x.dtype), rounding, counter, out)
+    target, x = _flat_target(format, rounding, overflow, x.dtype), x.detach()
+    if target is None:
+        return x.clone() if out is None else out.copy_(x.clone())  # they may overlap
+    in_blocks = len(target) > _ELEMENTWISE
+    if in_blocks and x.dim() and not -x.dim() <= dim < x.dim():
+        raise ValueError(f"dim is from {-x.dim()} to {x.dim() - 1} for a tensor of shape {tuple(x.shape)}, got {dim}")
+    if not in_blocks or x.dim() < 2:
+        return _apply(x, target, rounding, counter, out)
+    if out is None:
+        return _apply(x.movedim(dim, -1), target, rounding, counter, None).movedim(-1, dim)
+    _apply(x.movedim(dim, -1), target, rounding, counter, out.movedim(dim, -1))
+    return out
 
 
 @untraced
@@ -136,7 +146,7 @@ def _plan_at_once(format: AnyFormat, rounding: Rounding, overflow: str | None, d
         return None
     if (isinstance(rounding, Stochastic) and rounding.seed is None) or choose_engine("cpu")[0] != "llvm":
         return None
-    target = _remembered(format, rounding, overflow, dtype)
+    target = target_for(format, rounding, overflow, dtype)
     return None if target is None or is_widened(target, dtype) else prepare(target, dtype)
 
 
@@ -147,22 +157,17 @@ def names_block(format: object) -> TypeGuard[str]:
     )
 
 
-def apply(
-    x: torch.Tensor, target: Target | None, rounding: Rounding, counter: int, out: torch.Tensor | None
+def _apply(
+    x: torch.Tensor, target: tuple[int, ...], rounding: Rounding, counter: int, out: torch.Tensor | None
 ) -> torch.Tensor:
     """Call the operator that fits; x is detached and all has been checked."""
-    if target is None:
-        return x.clone() if out is None else out.copy_(x.clone())  # they may overlap
-    if isinstance(rounding, Stochastic):
-        if rounding.seed is None:
-            if out is None:
-                drawn: torch.Tensor = _quantize_drawing(x, target, counter)
-                return drawn
-            _quantize_drawing_into(x, target, counter, out)
-            return out
-        seed = rounding.signed_seed
-    else:
-        seed, counter = 0, 0
+    if isinstance(rounding, Stochastic) and rounding.seed is None:
+        if out is None:
+            drawn: torch.Tensor = _quantize_drawing(x, target, counter)
+            return drawn
+        _quantize_drawing_into(x, target, counter, out)
+        return out
+    seed, counter = (rounding.signed_seed, counter) if isinstance(rounding, Stochastic) else (0, 0)
     if out is None:
         result: torch.Tensor = _quantize(x, target, seed, counter)
         return result
@@ -170,19 +175,61 @@ def apply(
     return out
 
 
+_ELEMENTWISE = len(Target._fields)
+
+
 def target_for(
     format: Format | str | torch.dtype, rounding: Rounding, overflow: str | None, dtype: torch.dtype
 ) -> Target | None:
     """Return `make_target`'s result, cached where no compiler traces."""
-    if torch.compiler.is_compiling():
-        return traced_target(get(format), rounding, overflow, dtype)
-    return _remembered(format, rounding, overflow, dtype)
+    flat = _flat_target(format, rounding, overflow, dtype)
+    return None if flat is None else Target(*flat)
+
+
+def _flat_target(
+    format: AnyFormat, rounding: Rounding, overflow: str | None, dtype: torch.dtype
+) -> tuple[int, ...] | None:
+    """Return the integers of a target, or of a block target; None where rounding changes nothing.
+
+    While a compiler traces they are a constant of the graph, guarded by all fields of the format. Of an object that is
+    an argument, a compiler makes an integer field a variable once it has seen two values of it, and `Format.max` is no
+    arithmetic of variables; a string is compared as a whole. What is raised is raised inside the trace, where a graph
+    can break and the caller sees it as it is.
+    """
+    if not torch.compiler.is_compiling():
+        return _remembered(format, rounding, overflow, dtype)
+    in_blocks = isinstance(format, BlockFormat) or names_block(format)
+    key = get_block(format)._key if in_blocks else get(format)._key
+    flat, error, message = _of_graph(key, in_blocks, rounding.name, overflow, dtype)
+    if error:
+        raise _ERRORS[error](message)
+    return flat
+
+
+_ERRORS: dict[str, type[Exception]] = {kind.__name__: kind for kind in (NotImplementedError, TypeError, ValueError)}
+
+
+@constant_result
+def _of_graph(
+    key: str, in_blocks: bool, rounding: str, overflow: str | None, dtype: torch.dtype
+) -> tuple[tuple[int, ...] | None, str, str]:
+    fields = literal_eval(key)
+    if in_blocks:
+        name, element, scale, *rest = fields
+        fields = name, Format(*literal_eval(element)), Format(*literal_eval(scale)), *rest
+    try:
+        format = BlockFormat(*fields) if in_blocks else Format(*fields)
+        return _remembered(format, get_rounding(rounding), overflow, dtype), "", ""
+    except tuple(_ERRORS.values()) as error:
+        return None, type(error).__name__, str(error)
 
 
 @lru_cache(maxsize=1024)
 def _remembered(
-    format: Format | str | torch.dtype, rounding: Rounding, overflow: str | None, dtype: torch.dtype
-) -> Target | None:
+    format: AnyFormat, rounding: Rounding, overflow: str | None, dtype: torch.dtype
+) -> tuple[int, ...] | None:
+    if isinstance(format, BlockFormat) or names_block(format):
+        return make_block_target(get_block(format), rounding, overflow, dtype).flat()
     return make_target(get(format), rounding, overflow, dtype)
 
 
@@ -205,10 +252,7 @@ def check_tensor(x: torch.Tensor) -> None:
 
 def check_format(x: torch.Tensor, format: AnyFormat, rounding: Rounding, overflow: str | None) -> None:
     """Check a format as `quantize` does."""
-    if isinstance(format, BlockFormat) or names_block(format):
-        block_target_for(get_block(format), rounding, overflow, x.dtype)
-    else:
-        target_for(format, rounding, overflow, x.dtype)
+    _flat_target(format, rounding, overflow, x.dtype)
 
 
 def check_out(out: torch.Tensor, x: torch.Tensor) -> None:
@@ -233,12 +277,16 @@ def check_out(out: torch.Tensor, x: torch.Tensor) -> None:
 
 
 def _new(x: torch.Tensor, target: list[int], seed: int, counter: int) -> torch.Tensor:
-    out = torch.empty_like(x)
+    out = _like(x, target)
     _into(x, target, seed, counter, out)
     return out
 
 
 def _into(x: torch.Tensor, target: list[int], seed: int, counter: int, out: torch.Tensor) -> None:
+    if len(target) > _ELEMENTWISE:
+        blocks = BlockTarget.of(target)
+        round_blocks_into(x, blocks, mix64(seed, counter) if blocks.element.mode == STOCHASTIC else 0, out)
+        return
     goal = Target(*target)
     key = mix64(seed, counter) if goal.mode == STOCHASTIC else 0
     same_order = not collide(x, out) and x.stride() == out.stride() and (goal.mode != STOCHASTIC or x.is_contiguous())
@@ -269,8 +317,9 @@ def _into_drawing(x: torch.Tensor, target: list[int], counter: int, out: torch.T
     _into(x, target, drawn_key(), counter, out)
 
 
-def _like(x: torch.Tensor, *arguments: object) -> torch.Tensor:
-    return torch.empty_like(x)
+def _like(x: torch.Tensor, target: list[int], *arguments: object) -> torch.Tensor:
+    is_elementwise = len(target) == _ELEMENTWISE
+    return torch.empty_like(x, memory_format=torch.preserve_format if is_elementwise else torch.contiguous_format)
 
 
 def _nothing(*arguments: object) -> None:
@@ -283,9 +332,9 @@ _quantize = define_operator("quantize(Tensor x, int[] target, int seed, SymInt c
 def _of_batch(
     info: Any, places: Any, x: torch.Tensor, target: list[int], seed: int, counter: int
 ) -> tuple[torch.Tensor, int]:
-    """Elements are rounded one by one; random bits are numbered within each sample, as without a batch."""
+    """Elements are rounded one by one; random bits and blocks are each sample's own, as without a batch."""
     x = x.movedim(places[0], 0)
-    if Target(*target).mode != STOCHASTIC:
+    if len(target) == _ELEMENTWISE and Target(*target).mode != STOCHASTIC:
         return _quantize(x, target, seed, counter), 0
     return torch.stack([_quantize(sample, target, seed, counter) for sample in x]), 0
 

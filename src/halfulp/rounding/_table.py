@@ -53,10 +53,6 @@ _CONTAINERS: dict[torch.dtype, dict[str, Callable]] = {
     torch.bfloat16: {"load": p.load_bfloat16, "store": p.store_bfloat16},
     torch.float16: {"load": p.load_float16, "store": p.store_float16},
 }
-_ROUNDING_STORES: dict[torch.dtype, Callable] = {
-    torch.bfloat16: p.round_to_bfloat16,
-    torch.float16: p.round_to_float16,
-}
 
 
 @cache
@@ -104,7 +100,8 @@ def container_pieces(dtype: torch.dtype, inexact: bool = False) -> dict[str, Cal
         dtype: of the elements.
         inexact: whether words may lie between two numbers of 16 bits and are rounded to the nearest.
     """
-    return _CONTAINERS[dtype] | ({"store": _ROUNDING_STORES[dtype]} if inexact else {})
+    rounds = inexact and dtype == torch.bfloat16  # float16's codes are those of the nearest in any case
+    return _CONTAINERS[dtype] | ({"store": p.round_to_bfloat16} if rounds else {})
 
 
 FIXED_KEY = 0x0123456789ABCDEF

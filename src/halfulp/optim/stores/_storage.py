@@ -28,7 +28,6 @@ from ...kernels.scalar._operations import (
     load32,
     real,
     select,
-    shl,
     shr,
     store8,
     store16,
@@ -38,17 +37,25 @@ from ...kernels.scalar._operations import (
     to_word,
     word,
 )
+from ...rounding._device_functions import (
+    BEYOND_HALF,
+    HALF_INFINITY,
+    HALF_NAN,
+    HALF_SIGN,
+    REBIAS,
+    SINGLE_NORMAL,
+    THIRTEEN,
+    bfloat16_word,
+    float16_code,
+    float16_word,
+)
 from ...rounding._float8 import E4M3FN
 from ...rounding._float8 import E5M2 as E5M2_CODEC
 
-ONE, S8, S13, S16, S19 = (np.uint32(n) for n in (1, 8, 13, 16, 19))
+ONE, S8, S16, S19 = (np.uint32(n) for n in (1, 8, 16, 19))
 ABS, SIGN, EXPONENT, CANONICAL_NAN = (np.uint32(w) for w in (0x7FFFFFFF, 0x80000000, 0x7F800000, 0x7FC00000))
 BF16_HALF = np.uint32(0x7FFF)
-FP16_HALF, FP16_REBIAS, FP16_INFINITY = (np.uint32(w) for w in (0x0FFF, 112 << 23, 0x7C00))
-FP16_NAN, FP16_ABS, FP16_SIGN = np.uint32(0x7E00), np.uint32(0x7FFF), np.uint32(0x8000)
-FP16_TINY_WORD, FP16_OVERFLOW_WORD, FP16_MAGIC_WORD = np.uint32(113 << 23), np.uint32(0x477FF000), np.uint32(126 << 23)
-FP16_TOP_WORD = np.uint32(0x47800000)
-FP16_MAGIC, TWO_112, TWO_24, TWO_M24 = (np.float32(x) for x in (0.5, 2.0**112, 2.0**24, 2.0**-24))
+TWO_24, TWO_M24 = np.float32(2.0**24), np.float32(2.0**-24)
 
 
 @dataclass(frozen=True)
@@ -103,7 +110,7 @@ class Store:
 
 def bf16_real(code):
     """Device function: the float32 of a bfloat16 code."""
-    return real(shl(code, S16))
+    return real(bfloat16_word(code))
 
 
 def bf16_nearest(x, random):
@@ -128,25 +135,13 @@ def f32_exact(x, random):
 
 
 def fp16_real(code):
-    """Device function: the float32 of a float16 code; the product places subnormals too, without rounding."""
-    magnitude = bit_and(code, FP16_ABS)
-    scaled = word(real(shl(magnitude, S13)) * TWO_112)
-    special = select(magnitude == FP16_INFINITY, EXPONENT, CANONICAL_NAN)
-    value = select(magnitude >= FP16_INFINITY, special, scaled)
-    return real(bit_or(value, shl(bit_and(code, FP16_SIGN), S16)))
+    """Device function: the float32 of a float16 code."""
+    return real(float16_word(code))
 
 
 def fp16_nearest(x, random):
-    """Device function: the float16 code nearest to x, ties to even; the float32 adder rounds the subnormals."""
-    bits = word(x)
-    magnitude = bit_and(bits, ABS)
-    tiny = sub(word(real(magnitude) + FP16_MAGIC), FP16_MAGIC_WORD)
-    rounded = add(add(magnitude, FP16_HALF), bit_and(shr(magnitude, S13), ONE))
-    normal = shr(sub(rounded, FP16_REBIAS), S13)
-    finite = select(magnitude < FP16_TINY_WORD, tiny, normal)
-    special = select(magnitude > EXPONENT, FP16_NAN, FP16_INFINITY)
-    code = select(magnitude >= FP16_OVERFLOW_WORD, special, finite)
-    return bit_or(code, bit_and(shr(bits, S16), FP16_SIGN))
+    """Device function: the float16 code nearest to x, ties to even."""
+    return float16_code(word(x))
 
 
 def fp16_stochastic(x, random):
@@ -154,14 +149,14 @@ def fp16_stochastic(x, random):
     bits = word(x)
     magnitude = bit_and(bits, ABS)
     units = real(magnitude) * TWO_24
-    below = to_word(select(magnitude < FP16_TINY_WORD, units, TWO_24))
+    below = to_word(select(magnitude < SINGLE_NORMAL, units, TWO_24))
     chance = to_real(shr(random, S8)) * TWO_M24
     tiny = add(below, select(chance < units - to_real(below), ONE, sub(ONE, ONE)))
-    normal = shr(sub(add(magnitude, shr(random, S19)), FP16_REBIAS), S13)
-    finite = select(magnitude < FP16_TINY_WORD, tiny, normal)
-    special = select(magnitude > EXPONENT, FP16_NAN, FP16_INFINITY)
-    code = select(magnitude >= FP16_TOP_WORD, special, finite)
-    return bit_or(code, bit_and(shr(bits, S16), FP16_SIGN))
+    normal = shr(sub(add(magnitude, shr(random, S19)), REBIAS), THIRTEEN)
+    finite = select(magnitude < SINGLE_NORMAL, tiny, normal)
+    special = select(magnitude > EXPONENT, HALF_NAN, HALF_INFINITY)
+    code = select(magnitude >= BEYOND_HALF, special, finite)
+    return bit_or(code, bit_and(shr(bits, S16), HALF_SIGN))
 
 
 def canonical(x):

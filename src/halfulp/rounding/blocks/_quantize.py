@@ -1,4 +1,4 @@
-"""quantize under a BlockFormat: its operators, and the kernels of the processor, of Triton and of torch."""
+"""Rounding in blocks by the kernels of the processor, of Triton and of torch."""
 
 from __future__ import annotations
 
@@ -10,18 +10,15 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
-from ...formats import BlockFormat
-from ...kernels import address, check_bits, define_operator, note, run_chunks, run_on_tensors
+from ...kernels import address, check_bits, note, run_chunks, run_on_tensors
 from ...kernels._device_function import Recording, bound
 from ...kernels._trace import Piece
 from ...kernels.triton._launch import ready
 from ...kernels.triton._tensor_kernel import TensorKernel, fixed_memory, is_aligned
 from ...kernels.vector._machine_function import address_of
 from ...kernels.vector._table_loop import compile_table
-from .._graph_constants import traced_block_target
 from .._kernels import check_device, collide, engine_for, note_write
-from .._modes import Rounding, Stochastic, drawn_key
-from .._random_bits import mix64, random_words
+from .._random_bits import random_words
 from .._table import FIXED_KEY, from_words, inputs_of, to_words
 from .._target import COUNT, STOCHASTIC, WORD32, WORD64, Layout
 from . import _device_functions as b
@@ -34,7 +31,6 @@ from ._table import (
     has_wide_results,
     largest_table,
     layout_of,
-    make_block_target,
     rounding_table,
     words_of,
 )
@@ -212,48 +208,12 @@ GROUP = 16_384
 _MOST_BLOCK = 4096
 
 
-def quantize_block_format(
-    x: torch.Tensor,
-    format: BlockFormat,
-    rounding: Rounding,
-    overflow: str | None,
-    dim: int,
-    counter: int,
-    out: torch.Tensor | None,
-) -> torch.Tensor:
-    """`quantize` for a block format; x is detached, and x and out have been checked."""
-    flat = block_target_for(format, rounding, overflow, x.dtype).flat()
-    if x.dim() and not -x.dim() <= dim < x.dim():
-        raise ValueError(f"dim is from {-x.dim()} to {x.dim() - 1} for a tensor of shape {tuple(x.shape)}, got {dim}")
-    moved = x.movedim(dim, -1) if x.dim() > 1 else x
-    drawing = isinstance(rounding, Stochastic) and rounding.seed is None
-    seed = rounding.signed_seed if isinstance(rounding, Stochastic) else 0
-    if out is not None:
-        into = out.movedim(dim, -1) if x.dim() > 1 else out
-        if drawing:
-            _blocks_drawing_into(moved, flat, counter, into)
-        else:
-            _blocks_into(moved, flat, seed, counter, into)
-        return out
-    result = _blocks_drawing(moved, flat, counter) if drawing else _blocks(moved, flat, seed, counter)
-    return result.movedim(-1, dim) if x.dim() > 1 else result
+def round_blocks_into(x: torch.Tensor, target: BlockTarget, key: int, out: torch.Tensor) -> None:
+    """Round x, whose blocks lie along its last dimension, into out, which may be x.
 
-
-def block_target_for(format: BlockFormat, rounding: Rounding, overflow: str | None, dtype: torch.dtype) -> BlockTarget:
-    """`make_block_target`, of constants where a compiler traces."""
-    make = traced_block_target if torch.compiler.is_compiling() else make_block_target
-    return make(format, rounding, overflow, dtype)
-
-
-def _new(x: torch.Tensor, flat: list[int], seed: int, counter: int) -> torch.Tensor:
-    out = torch.empty_like(x, memory_format=torch.contiguous_format)
-    _into(x, flat, seed, counter, out)
-    return out
-
-
-def _into(x: torch.Tensor, flat: list[int], seed: int, counter: int, out: torch.Tensor) -> None:
-    target = BlockTarget.of(flat)
-    key = mix64(seed, counter) if target.element.mode == STOCHASTIC else 0
+    Raises:
+        NotImplementedError: the device does not round as the CPU does.
+    """
     if x.numel() == 0:
         return
     if x.device.type != "cpu":
@@ -344,34 +304,3 @@ def _check(kernel, measure, dtype: torch.dtype, target: BlockTarget, layout: Lay
 
     check_bits(f"quantize in blocks ({dtype})", fast, lambda: [blocks_by_reference(rows, target, FIXED_KEY)])
     _checked.add((dtype, kind, target.choice))
-
-
-def _new_drawing(x: torch.Tensor, flat: list[int], counter: int) -> torch.Tensor:
-    return _new(x, flat, drawn_key(), counter)
-
-
-def _into_drawing(x: torch.Tensor, flat: list[int], counter: int, out: torch.Tensor) -> None:
-    _into(x, flat, drawn_key(), counter, out)
-
-
-def _like(x: torch.Tensor, *arguments) -> torch.Tensor:
-    return torch.empty_like(x, memory_format=torch.contiguous_format)
-
-
-def _nothing(*arguments) -> None:
-    return None
-
-
-_blocks = define_operator("quantize_blocks(Tensor x, int[] target, int seed, SymInt counter) -> Tensor", _new, _like)
-_blocks_into = define_operator(
-    "quantize_blocks_into(Tensor x, int[] target, int seed, SymInt counter, Tensor(a!) out) -> ()", _into, _nothing
-)
-_blocks_drawing = define_operator(
-    "quantize_blocks_drawing(Tensor x, int[] target, SymInt counter) -> Tensor", _new_drawing, _like, random=True
-)
-_blocks_drawing_into = define_operator(
-    "quantize_blocks_drawing_into(Tensor x, int[] target, SymInt counter, Tensor(a!) out) -> ()",
-    _into_drawing,
-    _nothing,
-    random=True,
-)

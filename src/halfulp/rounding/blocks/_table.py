@@ -40,9 +40,9 @@ class BlockTarget(NamedTuple):
     choice: int
     tensor_scale: bool
 
-    def flat(self) -> list[int]:
+    def flat(self) -> tuple[int, ...]:
         """Return the target as an operator's argument."""
-        return [*self.element, *self.scale, self.block, self.choice, int(self.tensor_scale)]
+        return (*self.element, *self.scale, self.block, self.choice, int(self.tensor_scale))
 
     @classmethod
     def of(cls, flat: list[int]) -> BlockTarget:
