@@ -237,17 +237,17 @@ def test_overlapping_elements_are_seen(x, overlaps):
 # Where a pointer is taken without `address`: hot loops that have looked at the tensor, and comparisons of pointers.
 LOOKED_AT = {
     "optim/parameters/_outside_writes.py": {"payload_version_of"},
-    "optim/step/_shared_keys.py": {"_is_same_memory"},
+    "optim/parameters/_random_identity.py": {"_is_same_memory"},
     "subclass/models/_parameter_holders.py": {"_check_memory", "_tied", "check_overlaps", "find", "overlap"},
     "kernels/_plain_memory.py": {"address", "has_own_memory", "plain_address"},
     "rounding/_quantize.py": {"_at_once"},
     "arithmetic/expansions/_pointwise.py": {"combine", "fill", "_overlaps"},
     "optim/parameters/_narrowing.py": {"narrow", "take_float32"},
     "optim/checkpoint/_checkpoint.py": {"load_float32_state_dict"},
-    "optim/parameters/_parameter_plan.py": {"of", "is_valid"},
+    "optim/parameters/_parameter_plan.py": {"is_valid"},
     "optim/_gradient_release.py": {"_version"},
     "optim/step/_run.py": {"_point_at_gradients"},
-    "optim/step/_batch.py": {"stands", "_holds"},
+    "optim/step/_batch.py": {"stands", "_holds", "renew"},
 }
 
 

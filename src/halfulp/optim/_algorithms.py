@@ -69,8 +69,7 @@ class SGD(Optimizer):
         fused: bool | None = None,
         **options: Unpack[OptimizerOptions],
     ) -> None:
-        defaults, own = split_arguments(locals())
-        super().__init__(params, defaults, **own)
+        super().__init__(**split_arguments(locals()))
 
     def _check_numbers(self, group: dict[str, Any]) -> None:
         super()._check_numbers(group)
@@ -115,8 +114,7 @@ class Adam(Optimizer):
         decoupled_weight_decay: bool = False,
         **options: Unpack[OptimizerOptions],
     ) -> None:
-        defaults, own = split_arguments(locals())
-        super().__init__(params, defaults, **own)
+        super().__init__(**split_arguments(locals()))
 
     def rule(self, group: dict[str, Any]) -> UpdateRule:
         """Return Adam, with AMSGrad or without, decay coupled or decoupled."""
@@ -160,8 +158,8 @@ class AdamW(Adam):
         fused: bool | None = None,
         **options: Unpack[OptimizerOptions],
     ) -> None:
-        defaults, own = split_arguments(locals())
-        super().__init__(params, **defaults, decoupled_weight_decay=True, **own)
+        given = split_arguments(locals())
+        super().__init__(**given.pop("defaults"), **given, decoupled_weight_decay=True)
 
     def rule(self, group: dict[str, Any]) -> UpdateRule:
         """Return AdamW, with AMSGrad or without, whatever a loaded group says of the decay."""
@@ -207,8 +205,7 @@ class Adagrad(Optimizer):
         fused: bool | None = None,
         **options: Unpack[OptimizerOptions],
     ) -> None:
-        defaults, own = split_arguments(locals())
-        super().__init__(params, defaults, **own)
+        super().__init__(**split_arguments(locals()))
 
     def rule(self, group: dict[str, Any]) -> UpdateRule:
         """Return Adagrad."""
@@ -255,8 +252,7 @@ class RMSprop(Optimizer):
         differentiable: bool = False,
         **options: Unpack[OptimizerOptions],
     ) -> None:
-        defaults, own = split_arguments(locals())
-        super().__init__(params, defaults, **own)
+        super().__init__(**split_arguments(locals()))
 
     def rule(self, group: dict[str, Any]) -> UpdateRule:
         """Return RMSprop, centered or not, with momentum or without."""
@@ -307,8 +303,7 @@ class NAdam(Optimizer):
         differentiable: bool = False,
         **options: Unpack[OptimizerOptions],
     ) -> None:
-        defaults, own = split_arguments(locals())
-        super().__init__(params, defaults, **own)
+        super().__init__(**split_arguments(locals()))
 
     def rule(self, group: dict[str, Any]) -> UpdateRule:
         """Return NAdam, decay coupled or decoupled."""
@@ -352,8 +347,7 @@ class RAdam(Optimizer):
         differentiable: bool = False,
         **options: Unpack[OptimizerOptions],
     ) -> None:
-        defaults, own = split_arguments(locals())
-        super().__init__(params, defaults, **own)
+        super().__init__(**split_arguments(locals()))
 
     def rule(self, group: dict[str, Any]) -> UpdateRule:
         """Return RAdam, decay coupled or decoupled."""
@@ -402,8 +396,7 @@ class Adafactor(Optimizer):
         maximize: bool = False,
         **options: Unpack[OptimizerOptions],
     ) -> None:
-        defaults, own = split_arguments(locals())
-        super().__init__(params, defaults, **own)
+        super().__init__(**split_arguments(locals()))
 
     def rule(self, group: dict[str, Any]) -> UpdateRule:
         """Return Adafactor."""
@@ -465,8 +458,7 @@ class Muon(Optimizer):
         adjust_lr_fn: str | None = None,
         **options: Unpack[OptimizerOptions],
     ) -> None:
-        defaults, own = split_arguments(locals())
-        super().__init__(params, defaults, **own)
+        super().__init__(**split_arguments(locals()))
 
     @classmethod
     def split_groups(cls, params: Parameters) -> list[dict[str, Any]]:

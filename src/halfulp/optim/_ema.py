@@ -71,12 +71,7 @@ class Averages(ExplicitGradientOptimizer):
     def plans(self) -> dict[torch.Tensor, ParameterPlan]:
         """Return the plan of every average."""
         group = self.param_groups[0]
-        known = enumerate(group["params"])
-        return {a: self._plan(group, k) for k, a in known}
-
-    def update(self, given: Mapping[torch.Tensor, torch.Tensor]) -> None:
-        """Step those averages that a tensor is given for."""
-        self._step_by(given)
+        return {average: self._plan(group, k) for k, average in enumerate(group["params"])}
 
 
 class EMA:
@@ -183,7 +178,7 @@ class EMA:
         live, copied = self._tensors()
         self._check(live)
         for weights in self._live_weights(live):
-            self._inner.update({self._averages[name]: weight for name, weight in weights.items()})
+            self._inner._step_by({self._averages[name]: weight for name, weight in weights.items()})
         for name, value in copied.items():
             self._copied[name] = value.detach().clone()
         self.updates += 1

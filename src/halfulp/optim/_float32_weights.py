@@ -54,14 +54,9 @@ class Float32Buffer:
 
 
 def read_weights(plans: Sequence[ParameterPlan], buffer: Float32Buffer | None = None) -> list[torch.Tensor]:
-    """Return the float32 weights that parameters and their auxiliary tensors represent.
+    """Return the float32 weights that parameters and their auxiliary tensors represent, contiguous and local.
 
-    Args:
-        plans: of any step specifications.
-        buffer: memory for the results; new if None.
-
-    Returns:
-        One contiguous float32 tensor per plan, of its local shape.
+    Their memory is the buffer's, or new if there is none.
     """
     buffer = Float32Buffer(0) if buffer is None else buffer
     payloads = [plan.payloads for plan in plans]
@@ -98,7 +93,8 @@ def _read(update: WeightUpdate, store: Store, parts: list[list[torch.Tensor]], o
     if select_engine(parts[0][0].device.type) == "llvm":
         _run(checked_read_kernel(update, store), parts, out)
         return
-    if select_engine(out[0].device.type) == "triton" and _on_one_device(parts):
+    is_on_one_device = len({part.device for own in parts for part in own}) == 1
+    if select_engine(out[0].device.type) == "triton" and is_on_one_device:
         kernel = _read_kernel_on(update, store, out[0].device)
         if kernel is not None:
             kernel(*_tables(parts, out), out[0].device)
@@ -111,10 +107,6 @@ def _run(kernel: Callable, parts: list[list[torch.Tensor]], out: list[torch.Tens
     table, pointers = _tables(parts, out)
     run_chunks(kernel, table[:, 2], address_of(table), address_of(pointers), *[0] * 5)
     return out
-
-
-def _on_one_device(parts: list[list[torch.Tensor]]) -> bool:
-    return len({part.device for own in parts for part in own}) == 1
 
 
 def _tables(parts: list[list[torch.Tensor]], out: list[torch.Tensor]) -> tuple[np.ndarray, np.ndarray]:

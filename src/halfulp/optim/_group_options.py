@@ -50,11 +50,7 @@ def check_parameters(params: object) -> None:
 
 
 def check_group(group: dict, options: Iterable[str] = ()) -> None:
-    """Check a new group's options.
-
-    Args:
-        group: the group.
-        options: the names that the optimizer knows; keys like none of them are the user's own, and stay.
+    """Check a new group's options; keys like none of those that the optimizer knows are the user's own, and stay.
 
     Raises:
         ValueError: an option that means nothing here, with what is allowed.
@@ -132,9 +128,7 @@ NOT_NEGATIVE = ("lr", "eps", "weight_decay", "momentum")
 def check_numbers(group: dict, not_negative: Iterable[str] = NOT_NEGATIVE) -> None:
     """Check the hyper-parameters, also those that a scheduler writes; nothing has been changed when this raises.
 
-    Args:
-        group: the param group.
-        not_negative: the options that are finite and not negative; those that are not common ones may be None.
+    Options that are not negative are finite; those of them that are not common ones may be None.
     """
     for name in not_negative:
         if name in group and (name in NOT_NEGATIVE or group[name] is not None):
@@ -190,14 +184,31 @@ def check_torch_switches(name: str, **switches: bool | None) -> None:
         )
 
 
-def split_arguments(given: dict[str, Any]) -> tuple[dict[str, Any], OptimizerOptions]:
-    """Return the hyper-parameters and the options of Optimizer among the arguments of an optimizer's `__init__`.
+def split_arguments(given: dict[str, Any], **counts: Any) -> dict[str, Any]:
+    """Return the arguments of Optimizer's `__init__` from those of the `__init__` of an optimizer.
 
     Args:
-        given: the arguments by name, `locals()` there: `self`, `params` and `__class__` are left out, and torch's
-            switches are checked (`check_torch_switches`).
+        given: the latter by name, `locals()` there; torch's switches are checked (`check_torch_switches`) and left out.
+        counts: what groups hold beside the hyper-parameters.
     """
     switches = read_options({name: given[name] for name in SWITCHES if name in given}, dict.fromkeys(SWITCHES))
     check_torch_switches(type(given["self"]).__name__, **switches)
     left_out = ("self", "params", "options", "__class__", *SWITCHES)
-    return {name: value for name, value in given.items() if name not in left_out}, given["options"]
+    defaults = {name: value for name, value in given.items() if name not in left_out}
+    return {"params": given["params"], "defaults": {**defaults, **counts}, **given["options"]}
+
+
+def warn_of_rate_jump(group: dict[str, Any]) -> None:
+    """Warn if a group's learning rate jumps: pending rounding errors are stored in units of it."""
+    chosen = group["weight_update"]
+    if chosen is None or not weight_update(chosen).feeds_back:
+        return
+    lr, before = float(group["lr"]), group.get("last_lr")
+    group["last_lr"] = lr
+    if before and lr and not 0.5 <= lr / before <= 2:
+        warnings.warn(
+            f"weight_update='feedback' and the learning rate went from {before:.3g} to {lr:.3g} in one step: "
+            f"pending rounding errors are repaid {lr / before:.3g} times too large; change it by at most twofold",
+            RuntimeWarning,
+            stacklevel=find_users_level(),
+        )

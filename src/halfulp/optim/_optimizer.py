@@ -21,6 +21,7 @@ from ._group_options import (
     check_numbers,
     check_parameters,
     check_torch_switches,
+    warn_of_rate_jump,
 )
 from ._lost_updates import LostUpdateReport, lost_update_report, stall_widths, warn_if_mostly_lost
 from ._spelled_options import option_defaults, read_options
@@ -56,7 +57,6 @@ from .states._state import StateChoice
 from .step._batch import Batch, PlanCache, Roster, Setting, check_parameter, gradient_memory, gradient_store
 from .step._run import compile_kernels, finish_constants, prepare_batch, reduce_batches, run_step
 from .stores._storage import PAYLOADS, STORES, Store
-from .weight_updates._rounding import warn_of_rate_jump
 from .weight_updates._weight_update import WeightUpdate
 
 Loss = TypeVar("Loss")
@@ -95,7 +95,7 @@ class Optimizer(CheckpointMixin):
     narrowed_by = "param_dtype=torch.bfloat16"
     # The names of options that are finite numbers and not negative; those not among these may be None.
     _not_negative: ClassVar[tuple[str, ...]] = NOT_NEGATIVE
-    # As copies are: all groups are there, and no step was made.
+    # Of copies, which have all groups and made no step.
     _is_built, _stepped = True, 0
 
     def __init__(
@@ -238,10 +238,6 @@ class Optimizer(CheckpointMixin):
         """Make a parameter's plan, and the state tensors that it lacks.
 
         Args:
-            group: of the parameter.
-            position: in it.
-            gradient: how its gradients are stored.
-            options: of the group, if known.
             carried: takes the plan and its weight if the group was given another weight update since: for
                 `write_carried`, once all plans are made. None if the weight stays behind.
             beside: the gradient of a step, which checks the memory of all tensors.
@@ -501,11 +497,7 @@ class Optimizer(CheckpointMixin):
     ) -> list[list[int]]:
         """Make the plans of all parameters with gradients valid; return the places of those that step together.
 
-        Args:
-            groups, settings: with the parameters.
-            plans: of all parameters; replaced where they are not valid.
-            gradients: of all parameters; replaced by their plain memory.
-            scales: where the scales of scaled gradients go, by place.
+        Gradients are replaced by their plain memory; the scales of scaled ones go into `scales`, by place.
         """
         places: dict[tuple[int, bool], list[int]] = {}
         place, carried = -1, list[tuple[ParameterPlan, torch.Tensor]]()

@@ -47,8 +47,7 @@ class Lion(Optimizer):
         maximize: bool = False,
         **options: Unpack[OptimizerOptions],
     ) -> None:
-        defaults, own = split_arguments(locals())
-        super().__init__(params, defaults, **own)
+        super().__init__(**split_arguments(locals()))
 
     def rule(self, group: dict[str, Any]) -> UpdateRule:
         """Return Lion."""
@@ -91,8 +90,7 @@ class Adan(Optimizer):
         maximize: bool = False,
         **options: Unpack[OptimizerOptions],
     ) -> None:
-        defaults, own = split_arguments(locals())
-        super().__init__(params, defaults, **own)
+        super().__init__(**split_arguments(locals()))
 
     def rule(self, group: dict[str, Any]) -> UpdateRule:
         """Return Adan."""
@@ -139,8 +137,7 @@ class AdEMAMix(Optimizer):
         maximize: bool = False,
         **options: Unpack[OptimizerOptions],
     ) -> None:
-        defaults, own = split_arguments(locals())
-        super().__init__(params, defaults, **own)
+        super().__init__(**split_arguments(locals()))
 
     def rule(self, group: dict[str, Any]) -> UpdateRule:
         """Return AdEMAMix."""
@@ -189,8 +186,7 @@ class LAMB(Optimizer):
         maximize: bool = False,
         **options: Unpack[OptimizerOptions],
     ) -> None:
-        defaults, own = split_arguments(locals())
-        super().__init__(params, defaults, **own)
+        super().__init__(**split_arguments(locals()))
 
     def rule(self, group: dict[str, Any]) -> UpdateRule:
         """Return LAMB."""
@@ -313,8 +309,7 @@ class SGDScheduleFree(ScheduleFree):
         maximize: bool = False,
         **options: Unpack[OptimizerOptions],
     ) -> None:
-        defaults, own = split_arguments(locals())
-        super().__init__(params, {**defaults, **_AT_THE_START}, **own)
+        super().__init__(**split_arguments(locals(), **_AT_THE_START))
 
     def rule(self, group: dict[str, Any]) -> UpdateRule:
         """Return schedule-free SGD."""
@@ -363,8 +358,7 @@ class AdamWScheduleFree(ScheduleFree):
         maximize: bool = False,
         **options: Unpack[OptimizerOptions],
     ) -> None:
-        defaults, own = split_arguments(locals())
-        super().__init__(params, {**defaults, **_AT_THE_START}, **own)
+        super().__init__(**split_arguments(locals(), **_AT_THE_START))
 
     def rule(self, group: dict[str, Any]) -> UpdateRule:
         """Return schedule-free AdamW."""
@@ -424,8 +418,7 @@ class Prodigy(Optimizer):
         maximize: bool = False,
         **options: Unpack[OptimizerOptions],
     ) -> None:
-        defaults, own = split_arguments(locals())
-        super().__init__(params, {**defaults, "d": 0.0, "d_max": 0.0, "d_numerator": 0.0, "k": 0}, **own)
+        super().__init__(**split_arguments(locals(), d=0.0, d_max=0.0, d_numerator=0.0, k=0))
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add a group, as Optimizer does; its estimate starts from its own d0 unless it comes with one."""

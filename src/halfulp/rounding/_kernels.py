@@ -29,13 +29,9 @@ from ._target import WORD32, WORD64, Target, constants, layout_for
 
 
 class TritonPlan(NamedTuple):
-    """What rounding tensors of a dtype to a target takes.
+    """The kernel that rounds tensors of a dtype to a target, and all of its kind, with the target's constants.
 
-    Attributes:
-        kernel: serves all targets of its kind.
-        constants: of the target, as arguments of a launch.
-        kind: of the kernel: dtype, mode, and the path, plainness and saturation of `Constants`.
-        name: of the kernel, for messages.
+    Its kind is the dtype, the mode, and the path, plainness and saturation of `Constants`.
     """
 
     kernel: TensorKernel
@@ -135,14 +131,7 @@ def is_widened(target: Target, dtype: torch.dtype) -> bool:
 
 
 class Plan(NamedTuple):
-    """A target's kernel, checked.
-
-    Attributes:
-        kernel: takes chunks and addresses.
-        words: the constants.
-        at: their address.
-        size: bytes of an element.
-    """
+    """A target's kernel, checked, its constants with their address, and the bytes of an element."""
 
     kernel: Kernel
     words: np.ndarray

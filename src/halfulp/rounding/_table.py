@@ -96,9 +96,7 @@ def mode_pieces(mode: int, kind: tuple[str, bool, bool], wide: bool) -> dict[str
 def container_pieces(dtype: torch.dtype, inexact: bool = False) -> dict[str, Callable]:
     """Return the device functions that convert elements of a dtype to words and back.
 
-    Args:
-        dtype: of the elements.
-        inexact: whether words may lie between two numbers of 16 bits and are rounded to the nearest.
+    `inexact` words may lie between two numbers of 16 bits and are rounded to the nearest.
     """
     rounds = inexact and dtype == torch.bfloat16  # float16's codes are those of the nearest in any case
     return _CONTAINERS[dtype] | ({"store": p.round_to_bfloat16} if rounds else {})
@@ -135,16 +133,9 @@ def by_reference(x: torch.Tensor, target: Target, key: int) -> torch.Tensor:
 
 
 def round_words(words: torch.Tensor, target: Target, layout: Layout, bits: torch.Tensor | None) -> torch.Tensor:
-    """Round the words of floats.
+    """Round words, the bits of float32 (int32 tensors) or float64 numbers (int64), as the layout says; NaNs are quiet.
 
-    Args:
-        words: int32 or int64 tensor of any shape, the bits of float32 or float64 numbers.
-        target: what to round to.
-        layout: which of the two.
-        bits: for STOCHASTIC, int64 tensor of the same shape, uniform in [0, 2^32); the upper ones are used.
-
-    Returns:
-        The bits of the results, NaNs quiet.
+    For STOCHASTIC, `bits` are an int64 tensor of the same shape, uniform in [0, 2^32); the upper ones are used.
     """
     piece, numbers = _recorded(target.mode, constants(target, layout)[:3], layout.width), _numbers(target, layout)
     drawn = 0 if bits is None else bits.to(torch.int32)

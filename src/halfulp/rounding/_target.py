@@ -16,7 +16,6 @@ from ._modes import Rounding, code_of
 NEAREST, TOWARD_ZERO, UP, DOWN, STOCHASTIC = range(5)  # as `code_of` numbers them; behind them the registered ones
 POLICIES = ("inf", "nan", "saturate")
 DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
-_SUBNORMALS, _ZERO, _SIGNED, _SIGNED_ZERO = 1, 2, 4, 8
 
 
 class Target(NamedTuple):
@@ -28,7 +27,8 @@ class Target(NamedTuple):
         emin: exponent of the smallest normal number.
         max_word: the bits of the largest number as a float64.
         policy: position in POLICIES.
-        flags: whether there are subnormals, a zero, a sign, a negative zero.
+        subnormals: whether numbers below 2^emin exist beside zero.
+        zero, signed, signed_zero: whether 0, negative numbers and -0 exist.
     """
 
     mode: int
@@ -36,32 +36,15 @@ class Target(NamedTuple):
     emin: int
     max_word: int
     policy: int
-    flags: int
+    subnormals: int
+    zero: int
+    signed: int
+    signed_zero: int
 
     @property
     def max(self) -> float:
         """Largest number."""
         return struct.unpack("<d", struct.pack("<q", self.max_word))[0]
-
-    @property
-    def subnormals(self) -> bool:
-        """Whether numbers below 2^emin exist beside zero."""
-        return bool(self.flags & _SUBNORMALS)
-
-    @property
-    def zero(self) -> bool:
-        """Whether 0 exists."""
-        return bool(self.flags & _ZERO)
-
-    @property
-    def signed(self) -> bool:
-        """Whether there are negative numbers."""
-        return bool(self.flags & _SIGNED)
-
-    @property
-    def signed_zero(self) -> bool:
-        """Whether -0 exists."""
-        return bool(self.flags & _SIGNED_ZERO)
 
     @property
     def tiny_exponent(self) -> int:
@@ -83,14 +66,13 @@ def make_target(format: Format, rounding: Rounding, overflow: str | None, dtype:
     _check_held(format, rounding, policy, dtype)
     if _is_identity(format, policy, dtype):
         return None
-    flags = format.subnormals * _SUBNORMALS + format.zero * _ZERO + format.signed * _SIGNED
     return Target(
         code_of(rounding),
         format.mantissa_bits,
         format.emin,
         struct.unpack("<q", struct.pack("<d", format.max))[0],
         POLICIES.index(policy),
-        flags + format.signed_zero * _SIGNED_ZERO,
+        *map(int, (format.subnormals, format.zero, format.signed, format.signed_zero)),
     )
 
 
@@ -234,7 +216,7 @@ def constants(target: Target, layout: Layout) -> Constants:
         values |= _scaled(target, layout)
     dtype = np.uint32 if layout.width == 32 else np.uint64
     words = np.array([values[i] for i in range(COUNT)], dtype=dtype)
-    return Constants(path, target.signed_zero, POLICIES[target.policy] == "saturate", words)
+    return Constants(path, bool(target.signed_zero), POLICIES[target.policy] == "saturate", words)
 
 
 def _grid(target: Target, layout: Layout) -> dict[int, int]:

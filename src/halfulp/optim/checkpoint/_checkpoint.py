@@ -256,8 +256,7 @@ class CheckpointMixin(torch.optim.Optimizer):
             UPDATE,
             *plan.spec.rule.follows_from_step,
             *PAYLOAD_KEYS,
-            "payload_checksum",
-        }  # the latter in older files, which are trusted
+        }
         for codec, rule_state, names in zip(plan.spec.codecs, plan.spec.rule.states, plan.spec.state_tensors):
             used |= {f"{rule_state.name}{suffix}" for suffix in STORAGE_SUFFIXES}
             fitted |= fit_state(plan, group, codec, rule_state, names, state)
@@ -356,10 +355,10 @@ class CheckpointMixin(torch.optim.Optimizer):
             )
         with torch.no_grad():
             for name, value in state_dict.items():
-                plan = self._plan_of(own[name], places)
-                if plan is None:
+                if id(own[name]) not in places:
                     own[name].copy_(value)
                     continue
+                plan = self._plan(*places[id(own[name])])
                 value = local(value.detach()).float().contiguous()
                 if plan.spec.scaled:
                     scale = weight_scale(plan.spec.store.dtype, own[name].scale.item(), finite_amax(value))
@@ -395,10 +394,6 @@ class CheckpointMixin(torch.optim.Optimizer):
         """Return a parameter's plan if it has any state: without one it is its own weight, and gets none by a look."""
         has_state = isinstance(tensor, MCTensor) or (isinstance(tensor, torch.Tensor) and self.state.get(tensor))
         return self._plan_to_read(*places[id(tensor)]) if has_state and id(tensor) in places else None
-
-    def _plan_of(self, tensor: object, places: Mapping[int, tuple[dict, int]]) -> ParameterPlan | None:
-        place = places.get(id(tensor))
-        return None if place is None else self._plan(*place)
 
     def __getstate__(self) -> dict[str, Any]:
         """For copy and pickle: caches are left out, and made again."""

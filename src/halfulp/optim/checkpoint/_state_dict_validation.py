@@ -47,16 +47,9 @@ _KEPT = ("params", "state_dtype", "param_dtype", "format", "report_interval", "r
 def checked_groups(
     groups: list[dict], state_dict: object, check_numbers: Callable[[dict], None], defaults: Mapping
 ) -> list[dict]:
-    """Return the options that each group takes from a state_dict, if it fits these groups.
+    """Return the options that each group takes from a state_dict; raise ValueError if it does not fit these groups.
 
-    Args:
-        groups: of the optimizer that loads.
-        state_dict: what was given to it.
-        check_numbers: the optimizer's own check of a group's hyper-parameters.
-        defaults: the optimizer's.
-
-    Raises:
-        ValueError: it cannot, with the reason.
+    `check_numbers` is the optimizer's own check of a group's hyper-parameters.
     """
     if not isinstance(state_dict, Mapping) or not {"state", "param_groups"} <= state_dict.keys():
         raise ValueError("this is no optimizer state_dict: it needs the keys 'state' and 'param_groups'")
@@ -83,15 +76,7 @@ def _is_parameters(key: object, value: object) -> bool:
 
 
 def refuse_confusing_keys(state: Mapping, count: int) -> None:
-    """Refuse entries of the user's own in an optimizer's state whose keys a file could not tell from parameters.
-
-    Args:
-        state: of the optimizer.
-        count: of its parameters, which files number from 0.
-
-    Raises:
-        ValueError: there is one.
-    """
+    """Raise ValueError for entries of the user's own whose keys a file could not tell from parameters' numbers."""
     for key, value in state.items():
         if isinstance(key, int) and (0 <= key < count or _is_parameters(key, value)):
             raise ValueError(
@@ -128,15 +113,11 @@ def draws_anew(group: Mapping, saved: Mapping) -> bool:
 
 
 def refuse_other_stream(what: str, place: str, saved: Mapping) -> None:
-    """Refuse what was saved with random bits of another version of the stream.
+    """Raise ValueError for what was saved with random bits of another version of the stream.
 
     Args:
-        what: of the file draws random bits, for the message.
-        place: where the file says the version, for the message.
+        what: of the file draws random bits, and place: where the file says the version, for the message.
         saved: what says it there.
-
-    Raises:
-        ValueError: another version than this one, with what to do.
     """
     version = saved.get("random_stream", 1)
     if "weight_update" in saved and version != STREAM_VERSION:
@@ -245,12 +226,7 @@ _GROUPS, _STATES = "param_groups.", "state."
 
 
 def explain_missing_entry(key: str, flat: Mapping[str, Any]) -> str:
-    """Return why a flat state lacks an entry, and what to write.
-
-    Args:
-        key: the entry, "param_groups.<parameter>.<option>" or "state.<parameter>.<state>".
-        flat: the state that lacks it.
-    """
+    """Return why a flat state lacks an entry, "param_groups.<parameter>.<option>" or "state.<parameter>.<state>"."""
     place = _STATES if key.startswith(_STATES) else _GROUPS
     parameter, _, entry = key.removeprefix(place).rpartition(".")
     if not any(held.startswith(f"{place}{parameter}.") for held in flat):
@@ -329,10 +305,7 @@ def is_kept_by_some_optimizer(name: str) -> bool:
 def is_switched_off(name: str, group: Mapping, slots: tuple[StateSlot, ...]) -> bool:
     """Return whether an entry of a saved state is of a state that its group's options have switched off.
 
-    Args:
-        name: of the entry.
-        group: whose options have.
-        slots: the states that are kept under these options.
+    `slots` are the states that are kept under these options.
     """
     kept = {slot.name for slot in slots}
     off = [state for state, option in _SWITCHED.items() if option in group and state not in kept]

@@ -109,11 +109,7 @@ def payload_version_of(
 ) -> PayloadVersion:
     """Return the payload version for a new plan, carried over from the plans before it.
 
-    Args:
-        parameter: as the user holds it.
-        part: its memory.
-        held: as it was recorded last, None if there is none.
-        saved: of the payload that the auxiliary tensors belong to, if these are a copy without a plan yet.
+    `saved` is of the payload that the auxiliary tensors belong to, if these are a copy without a plan yet.
     """
     memory = part.detach()
     if held is None:
@@ -244,7 +240,6 @@ def mark_stepped(
     hold it, so that where all do, only their versions have changed.
 
     Args:
-        plans: of the parameters.
         recorded: the payload versions of those whose writes are tracked.
         stepped: their tensors.
         digests: of their payloads in the same order, if the step has computed them.
@@ -271,10 +266,7 @@ def mark_stepped(
 def mark_current(plan: ParameterPlan, digests: PayloadDigests | None = None, scale: torch.Tensor | None = None) -> None:
     """Record that the auxiliary tensors belong to the present payload: the optimizer has written both.
 
-    Args:
-        plan: of the parameter.
-        digests: of the payload alone, if whoever wrote it has computed them; else they are computed here.
-        scale: of the payload, if whoever wrote it has a copy.
+    `digests` are of the payload alone, and `scale` is a copy of its own, if whoever wrote it has them.
     """
     held = plan.payload_version
     if held is None:
@@ -329,10 +321,7 @@ def checksums_of(
 ) -> torch.Tensor | None:
     """Return one checksum per row that this process holds; None for a parameter without memory.
 
-    Args:
-        plan: of the parameter.
-        payload: a copy of its payload in place of the present one.
-        scale: that the copy is under.
+    They are of a copy of its payload under some scale, if these are given, else of the present one.
     """
     payload = plan.payloads[0] if payload is None else payload
     if payload.is_meta:
@@ -397,9 +386,7 @@ def write_carried(
 ) -> None:
     """Set parameters to the weights that they had under another weight update (`weight_to_carry`).
 
-    Args:
-        carried: their plans and weights.
-        others: plans whose payloads stay as they are, though one cut from the same tensor shares a version counter.
+    The payloads of other plans stay as they are, though one cut from the same tensor shares a version counter.
     """
     held = [plan for plan in others if carried and plan is not None and plan.payload_version is not None]
     current = [plan for plan in held if is_current(plan)]
@@ -422,12 +409,7 @@ def _fill(plan: ParameterPlan, value: torch.Tensor) -> None:
 def weight_to_carry(plan: ParameterPlan | None, spec: StepSpec, state: MutableMapping[str, Any]) -> torch.Tensor | None:
     """Return the weight that a plan's weight update held where the new specification has another; None if it has not.
 
-    The auxiliary tensors of the old one are taken out of the state.
-
-    Args:
-        plan: of the parameter so far.
-        spec: its new step specification.
-        state: its entry in the optimizer's state.
+    The auxiliary tensors of the old one are taken out of the parameter's state.
     """
     if plan is None or plan.spec.in_parameter or plan.spec.update == spec.update or plan.spec.store != spec.store:
         return None

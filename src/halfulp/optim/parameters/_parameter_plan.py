@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -11,7 +10,7 @@ import torch
 
 from ...kernels import IndexMap
 from ..rules._update_rule import UpdateRule
-from ._local_tensors import index_map_of, local, memory, own_parts, scale_of
+from ._local_tensors import local, memory, own_parts, scale_of
 from ._payload_digests import PayloadDigests
 from ._step_spec import StepSpec
 
@@ -71,12 +70,7 @@ class PayloadVersion:
 
 @dataclass(eq=False, slots=True)
 class ParameterRecord:
-    """What the optimizer keeps of a parameter for the parameter's lifetime, across plans.
-
-    Attributes:
-        lost: the counts of lost updates, None before the first metered step.
-        payload_version: the version that its auxiliary tensors were stored beside, None before there were any.
-    """
+    """What the optimizer keeps of a parameter for its lifetime, across plans; None before there is any."""
 
     lost: LostUpdates | None = None
     payload_version: PayloadVersion | None = None
@@ -91,10 +85,8 @@ class ParameterRecord:
 class PlanOptions(NamedTuple):
     """The options of a group that the plans of its parameters are made from, besides its rule.
 
-    Attributes:
-        weight_update, format, param_dtype, seed: as the group holds them.
-        state_dtype: the same; a dict as a tuple of its items, so that a change inside is a change.
-        generation: how often the cache that holds the plan was cleared before it was made.
+    `state_dtype` is a tuple of its items where it is a dict, so that a change inside is a change; `generation` is how
+    often the cache that holds the plan was cleared before it was made.
     """
 
     weight_update: Any
@@ -103,17 +95,6 @@ class PlanOptions(NamedTuple):
     param_dtype: Any
     seed: int
     generation: int
-
-    @classmethod
-    def of(cls, group: Mapping[str, Any], generation: int) -> PlanOptions:
-        """Return the options of a group."""
-        update, states = group["weight_update"], stored_choice(group["state_dtype"])
-        return cls(update, states, group["format"], group["param_dtype"], group["seed"], generation)
-
-
-def stored_choice(state_dtype: Any) -> Any:
-    """Return a group's `state_dtype` as it is now, to be compared later: of a dict the items."""
-    return tuple(state_dtype.items()) if isinstance(state_dtype, Mapping) else state_dtype
 
 
 @dataclass(frozen=True, eq=False, slots=True)
@@ -124,14 +105,11 @@ class ParameterPlan:
 
     Attributes:
         reference: weak, to the user's parameter: a plan keeps neither the parameter nor its memory alive.
-        options: the options of its group that its step specification and random bits depend on.
         name: qualified if names were given, else its position.
         identity: the number that keys its random bits.
         spec: the step specification, unmetered.
-        index_map: where the local elements stand in the whole parameter.
         state: the parameter's entry in the optimizer's state.
-        stored: its auxiliary tensors, then the tensors of its states, local.
-        stored_addresses: their addresses when the plan was made.
+        stored: its auxiliary tensors, then the tensors of its states, local; `stored_addresses` when the plan was made.
         address, shape, stride, contiguous: of the local parameter when the plan was made.
         component_addresses: of the components behind the first, if the parameter is an MCTensor.
         plain: neither a DTensor nor a tensor class of this package.
@@ -156,41 +134,6 @@ class ParameterPlan:
     plain: bool
     tracks_writes: bool
     record: ParameterRecord
-
-    @classmethod
-    def of(
-        cls,
-        parameter: torch.Tensor,
-        reference: weakref.ref,
-        spec: StepSpec,
-        state: dict[str, Any],
-        options: PlanOptions,
-        name: str,
-        identity: int,
-        record: ParameterRecord,
-    ) -> ParameterPlan:
-        """Return the plan of a parameter as it is now with its state, which holds all tensors of the specification."""
-        part, index_map = memory(parameter), index_map_of(parameter)
-        stored = tuple(local(state[key]) for key in spec.tensors)
-        return cls(
-            reference=reference,
-            options=options,
-            name=name,
-            identity=identity,
-            spec=spec,
-            index_map=index_map,
-            state=state,
-            stored=stored,
-            stored_addresses=[tensor.data_ptr() for tensor in stored],
-            address=part.data_ptr(),
-            shape=index_map.shape,
-            stride=part.stride(),
-            contiguous=part.is_contiguous(),
-            component_addresses=tuple(other.data_ptr() for other in own_parts(parameter)[1:]),
-            plain=part is parameter,
-            tracks_writes=bool(spec.auxiliary_names) and not parameter.is_inference(),
-            record=record,
-        )
 
     @property
     def parameter(self) -> torch.Tensor:
@@ -270,13 +213,6 @@ def is_valid(plan: ParameterPlan, parameter: torch.Tensor, rule: UpdateRule, opt
 
     That is the parameter's memory (address, dtype, shape, strides, components), its group's rule and options, the
     entry of the optimizer's state, and the tensors there with their memory.
-
-    Args:
-        plan: of the parameter.
-        parameter: as the user holds it.
-        rule: the rule of its group now.
-        options: of its group now, in the present generation of the cache.
-        state: its entry in the optimizer's state now.
     """
     part, spec = parameter if plan.plain else memory(parameter), plan.spec
     if not (

@@ -93,9 +93,7 @@ def part_in_backward(groups: list[dict], states: Mapping[Any, Any]) -> bool:
     would draw the same bits. Optimizers that begin in one pass are of one training; the order of hooks is that of every
     run of it, so that a run is still repeated by its seed.
 
-    Args:
-        groups: of an optimizer.
-        states: of its parameters; one that has made a step, as in a file, keeps its identities.
+    States that have made a step, as in a file, keep their identities.
 
     Returns:
         Whether the groups' identities were changed.
@@ -162,12 +160,10 @@ _MEETINGS = 2  # one alone may be two runs, one after the other
 
 
 class _Record:
-    """What is known of one optimizer that draws bits for unnamed parameters.
+    """The first elements of an optimizer's first parameters before its first step, and whom it has stepped right after.
 
-    Attributes:
-        corners: the first elements of its first parameters before its first step, by key.
-        meetings: how often it has stepped right after another one that draws from the same keys; 0 from when on that
-            one is known to be its twin, or was told of.
+    `meetings` counts the latter, of optimizers that draw from the same keys; 0 from when on one is known to be a twin,
+    or was told of.
     """
 
     __slots__ = ("corners", "meetings")
@@ -255,11 +251,7 @@ def _are_twins(parameters: list[tuple[torch.Tensor, ...]], corners: list[tuple[t
     if any(one.shape != other.shape for one, other in parameters):
         return False
     now = [(_corner(one), _corner(other)) for one, other in parameters[:_COMPARED]]
-    return any(bool(pairs) and all(_are_equal(*pair) for pair in pairs) for pairs in (corners, now))
-
-
-def _are_equal(one: torch.Tensor, other: torch.Tensor) -> bool:
-    return torch.equal(one, other) if one.device == other.device else torch.equal(one.cpu(), other.cpu())
+    return any(bool(pairs) and all(torch.equal(a, b.to(a.device)) for a, b in pairs) for pairs in (corners, now))
 
 
 def _corner(parameter: torch.Tensor) -> torch.Tensor:

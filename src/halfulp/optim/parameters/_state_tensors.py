@@ -11,7 +11,7 @@ from ..._messages import listed
 from ..rules._update_rule import StateSlot
 from ..states._int4_blocks import Int4Blocks
 from ..states._int8_blocks import CODEC_VERSION, Int8Blocks, scale_shape
-from ..states._state import Codec, constant_of
+from ..states._state import constant_of
 from ._local_tensors import local
 from ._parameter_plan import ParameterPlan
 from ._step_spec import StepSpec
@@ -35,11 +35,6 @@ def complete_state(
     States that all begin after some steps, as where a momentum is switched on, are noted: the rule counts from there.
 
     Args:
-        state: of the parameter.
-        spec: its step specification.
-        group: its options.
-        parameter: as the user holds it.
-        name: for messages.
         known: its plan so far. Where the group has another rule since, as under another `amsgrad`, the states that both
             have are stored as this one stores them.
 
@@ -65,40 +60,31 @@ def complete_state(
 
 
 def _store_anew(state: MutableMapping[str, Any], before: StepSpec, spec: StepSpec, shape: torch.Size) -> None:
-    """Convert the states that two rules share, or that a third has left, to what the second one stores them in."""
-    places = {slot.name: place for place, slot in enumerate(before.rule.states)}
+    """Convert the states of another rule, and those that were switched off under it, to what this rule stores them in.
+
+    The latter may be of another storage, or from a file of torch.optim's.
+    """
+    known = {slot.name: (before.codecs[k], before.state_tensors[k]) for k, slot in enumerate(before.rule.states)}
     for slot, codec, wanted in zip(spec.rule.states, spec.codecs, spec.state_tensors):
-        if slot.name not in places:
-            _store_left_state(state, slot, codec, wanted, shape)
-            continue
-        old, names = before.codecs[places[slot.name]], before.state_tensors[places[slot.name]]
-        if old == codec or not state.keys() >= set(names):
-            continue
-        tensors = [local(state.pop(name)) for name in names]
-        new = {
-            name: torch.zeros(size, dtype=dtype, device=tensors[0].device)
-            for name, (size, dtype) in codec.tensors(slot.name, shape).items()
-        }
-        codec.encode(list(new.values()), old.decode(tensors).contiguous(), None)
-        state.update(new)
-
-
-def _store_left_state(
-    state: MutableMapping[str, Any], slot: StateSlot, codec: Codec, wanted: tuple[str, ...], shape: torch.Size
-) -> None:
-    """Convert a state that was switched off, perhaps under another storage or in a file of torch.optim's."""
-    held = {name: local(state[name]) for s in STORAGE_SUFFIXES if (name := f"{slot.name}{s}") in state}
-    given = saved_tensor(held, slot.name)
-    new = codec.tensors(slot.name, shape)
-    same = held.keys() == set(wanted) and all((t.shape, t.dtype) == new[n] for n, t in held.items() if n in new)
-    wanted_shape = scale_shape(shape, 2) if f"{slot.name}_packed" in held else shape
-    if same or not isinstance(given, torch.Tensor) or given.shape != wanted_shape:
-        return
-    made = {name: torch.zeros(size, dtype=dtype, device=given.device) for name, (size, dtype) in new.items()}
-    codec.encode(list(made.values()), saved_value(given, state, slot).contiguous(), None)
-    for name in held:
-        del state[name]
-    state.update(made)
+        held = {name: local(state[name]) for s in STORAGE_SUFFIXES if (name := f"{slot.name}{s}") in state}
+        new = codec.tensors(slot.name, shape)
+        if slot.name in known:
+            old, names = known[slot.name]
+            if old == codec or not held.keys() >= set(names):
+                continue
+            value = old.decode([held[name] for name in names])
+        else:
+            given = saved_tensor(held, slot.name)
+            same = held.keys() == set(wanted) and all((t.shape, t.dtype) == new[n] for n, t in held.items() if n in new)
+            wanted_shape = scale_shape(shape, 2) if f"{slot.name}_packed" in held else shape
+            if same or not isinstance(given, torch.Tensor) or given.shape != wanted_shape:
+                continue
+            value = saved_value(given, state, slot)
+        made = {name: torch.zeros(size, dtype=dtype, device=value.device) for name, (size, dtype) in new.items()}
+        codec.encode(list(made.values()), value.contiguous(), None)
+        for name in held:
+            del state[name]
+        state.update(made)
 
 
 def state_spec(spec: StepSpec, shape: torch.Size) -> dict[str, tuple[torch.Size, torch.dtype]]:
@@ -119,10 +105,7 @@ def factor_spec(spec: StepSpec, shape: torch.Size) -> dict[str, tuple[torch.Size
 def set_initial(spec: StepSpec, group: Mapping, tensors: Mapping[str, torch.Tensor]) -> None:
     """Give states the values that they have before the first step.
 
-    Args:
-        spec: the step specification.
-        group: the options that these values may depend on.
-        tensors: the new ones, local and zero; a state is left as it is where one of its tensors is not among them.
+    `tensors` are new ones, local and zero; a state is left as it is where one of its tensors is not among them.
     """
     for codec, slot, names in zip(spec.codecs, spec.rule.states, spec.state_tensors):
         value = slot.initial_value(group)
@@ -186,11 +169,7 @@ def codec_versions(state: Mapping[str, object]) -> dict[str, int]:
 
 
 def check_version(name: str, state: Mapping[str, object]) -> None:
-    """Refuse codes of an unknown version.
-
-    Raises:
-        ValueError: another version than this one.
-    """
+    """Raise ValueError for codes of another version than this one."""
     version = state.get(name)
     if f"{name}_codes" in state and version not in (None, CODEC_VERSION):
         raise ValueError(
@@ -200,11 +179,7 @@ def check_version(name: str, state: Mapping[str, object]) -> None:
 
 
 def block_of(codes: torch.Tensor, scale: torch.Tensor, among: tuple[int, ...] = BLOCKS) -> int:
-    """Return the block length of saved codes and scales.
-
-    Raises:
-        ValueError: no length fits the shapes.
-    """
+    """Return the block length of saved codes and scales; raise ValueError if none fits."""
     codes, scale = local(codes), local(scale)
     for block in among:
         if scale_shape(codes.shape, block) == scale.shape:
@@ -227,12 +202,7 @@ def saved_tensor(state: Mapping[str, Any], name: str) -> Any:
 
 
 def saved_value(given: torch.Tensor, state: Mapping[str, Any], slot: StateSlot) -> torch.Tensor:
-    """Return a saved state as float32.
-
-    Args:
-        given: its tensor, or its codes.
-        state: all that was saved of the parameter.
-        slot: which of the rule's states it is.
+    """Return a saved state as float32: its tensor, or its codes, with what else was saved of the parameter.
 
     Raises:
         ValueError: dtypes or shapes that do not belong together, or codes of an unknown version.

@@ -38,10 +38,7 @@ class StepSpec:
     """The specification of a fused call: rule, weight update, storage of the weight and the states.
 
     Attributes:
-        rule: the update rule.
-        update: the weight update.
-        store: of the parameter.
-        gradient: of the gradient.
+        store, gradient: of the parameter and of its gradient.
         codecs: of the states, in the rule's order.
         metered: whether lost updates are counted.
         scaled: whether the parameter is a payload with a scale; scales are then further constants.
@@ -118,12 +115,12 @@ class StepSpec:
         in_roots = any(isinstance(codec, Int8Blocks) for codec in self.codecs)
         return in_roots and not self.scaled and squares and self.rule.homogeneous is not None
 
-    @property
+    @functools.cached_property
     def digests(self) -> bool:
         """Whether a compiled step computes digests of the payload, to which auxiliary tensors belong."""
         return bool(self.update.auxiliary_tensors(self.store)) and self.writes
 
-    @property
+    @functools.cached_property
     def writes(self) -> bool:
         """Whether anything is written."""
         return not (self.finds_amax or self.reduces)
@@ -217,14 +214,7 @@ def state_pointers(spec: StepSpec) -> list[int]:
 def step_spec_of(
     rule: UpdateRule, group: Mapping, parameter: torch.Tensor, gradient: Store | None, name: str
 ) -> StepSpec:
-    """Return the step specification of a parameter.
-
-    Args:
-        rule: the update rule of its group.
-        group: its param group.
-        parameter: as the user holds it.
-        gradient: how its gradient is stored; None for as the parameter.
-        name: for messages.
+    """Return the step specification of a parameter, whose gradient is stored as it is if `gradient` is None.
 
     Raises:
         ValueError: a dtype, option or weight update that does not go together, with what to use instead.

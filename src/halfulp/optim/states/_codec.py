@@ -1,4 +1,4 @@
-"""Codecs by their device functions: the base, a sum of two bfloat16, and payloads under a scale per tensor."""
+"""Codecs by their device functions: the base, one number, a sum of two bfloat16, payloads under a scale per tensor."""
 
 from __future__ import annotations
 
@@ -28,12 +28,25 @@ from ..stores._storage import (
     random_words_of,
 )
 
+NONE, ZERO = np.uint32(0), np.float32(0.0)
+
 
 class TensorCodec:
-    """The base of codecs, which are hashable and give device functions: `load` and `save` of an element."""
+    """The base of codecs, which are hashable and give device functions: `load` and `save` of an element.
+
+    Attributes:
+        columns: how many tensors hold a state.
+        nearest_draw: the random word by which a stochastic rounding is one to nearest.
+        random_bits: of each rounding.
+    """
 
     columns: ClassVar[int] = 1
     nearest_draw: ClassVar[int] = 0
+
+    @property
+    def random_bits(self) -> int:
+        """Random bits of each rounding."""
+        return 0
 
     @property
     def scale_block(self) -> int | None:
@@ -41,30 +54,17 @@ class TensorCodec:
         return None
 
     @property
-    def random_bits(self) -> int:
-        """Random bits of each rounding."""
-        raise AssertionError("every codec says it")
-
-    @property
     def to_nearest(self) -> TensorCodec:
         """The same codec without draws."""
         return self
 
-    def load(self, arrays: Sequence[Any], i: Any, scale: Any) -> Any:
-        """Device function: the float32 of element i."""
+    def load(self, arrays: Sequence[Any], i: Any, block: Any, scale: Any) -> Any:
+        """Device function: the float32 of element i, in a block and under a scale where the codec has such."""
         raise AssertionError("every codec loads")
 
-    def save(self, arrays: Sequence[Any], i: Any, value: Any, inverse: Any, random: Any) -> None:
-        """Device function: store element i."""
-        raise AssertionError("every codec saves")
-
-    def load_value(self, arrays: Sequence[Any], i: Any, block: Any, scale: Any) -> Any:
-        """Device function: the float32 of element i, in a block and under a scale where the codec has such."""
-        return self.load(arrays, i, scale)
-
-    def save_value(self, arrays: Sequence[Any], i: Any, block: Any, value: Any, inverse: Any, random: Any) -> None:
+    def save(self, arrays: Sequence[Any], i: Any, block: Any, value: Any, inverse: Any, random: Any) -> None:
         """Device function: store element i, in a block and under the scale of an inverse where the codec has such."""
-        self.save(arrays, i, value, inverse, random)
+        raise AssertionError("every codec saves")
 
     def decode(self, tensors: list[torch.Tensor]) -> torch.Tensor:
         """Return the float32 values."""
@@ -83,50 +83,10 @@ class TensorCodec:
         return {}
 
 
-@dataclass(frozen=True)
-class DoubleBF16(TensorCodec):
-    """value = first + residual, both rounded to nearest: 16 bits, so that a share of 0.999 is kept, where 8 stall.
-
-    Where the first is an infinity or NaN, the residual is zero.
-    """
-
-    random_bits: ClassVar[int] = 0
-    columns: ClassVar[int] = 2
-
-    def tensors(self, name: str, shape: torch.Size) -> dict[str, tuple[torch.Size, torch.dtype]]:
-        """Return the dtypes of both numbers."""
-        return {name: (shape, torch.bfloat16), f"{name}_residual": (shape, torch.bfloat16)}
-
-    def load(self, arrays: Sequence[Any], i: Any, scale: Any) -> Any:
-        """Device function: the float32 of element i."""
-        first, residual = arrays
-        return pair_real(first, residual, i)
-
-    def save(self, arrays: Sequence[Any], i: Any, value: Any, inverse: Any, random: Any) -> None:
-        """Device function: store element i."""
-        first, residual = arrays
-        pair_save(first, residual, i, value)
-
-
-def pair_real(first, residual, i):
-    """Device function: the sum."""
-    return bf16_real(load16(first, i)) + bf16_real(load16(residual, i))
-
-
-def pair_save(first, residual, i, x):
-    """Device function: the number nearest to x, and the one nearest to the rest."""
-    code = bf16_nearest(x, x)
-    store16(first, i, code)
-    rest = x - bf16_real(code)
-    lost = rest - rest
-    low = bf16_nearest(rest, rest)
-    store16(residual, i, select(lost == lost, low, sub(low, low)))
-
-
 @functools.cache
 def _reader(codec: TensorCodec) -> Piece:
     element = Recording(codec.columns)
-    found = codec.load_value(element.arrays, element.index, element.block(), element.given("scale"))
+    found = codec.load(element.arrays, element.index, element.block(), element.given("scale"))
     return Piece(element.trace, (found.number,))
 
 
@@ -134,15 +94,72 @@ def _reader(codec: TensorCodec) -> Piece:
 def _writer(codec: TensorCodec) -> Trace:
     element = Recording(codec.columns)
     given = canonical(element.given("value")), element.given("inverse"), element.given("random", "w32")
-    codec.save_value(element.arrays, element.index, element.block(), *given)
+    codec.save(element.arrays, element.index, element.block(), *given)
     return element.trace
 
 
-NONE, ZERO = np.uint32(0), np.float32(0.0)
+@dataclass(frozen=True)
+class Plain(TensorCodec):
+    """One number per element, by a store and a rounding."""
+
+    store: Store
+    stochastic: bool
+
+    @property
+    def random_bits(self) -> int:
+        """Random bits of each rounding."""
+        return self.store.random_bits if self.stochastic else 0
+
+    @property
+    def to_nearest(self) -> Plain:
+        """The same codec without draws."""
+        return dataclasses.replace(self, stochastic=False)
+
+    def tensors(self, name: str, shape: torch.Size) -> dict[str, tuple[torch.Size, torch.dtype]]:
+        """Return shape and dtype of the tensor that holds the state."""
+        return {name: (shape, self.store.dtype)}
+
+    def load(self, arrays: Sequence[Any], i: Any, block: Any, scale: Any) -> Any:
+        """Device function: the float32 of element i."""
+        return self.store.real(self.store.load(arrays[0], i))
+
+    def save(self, arrays: Sequence[Any], i: Any, block: Any, value: Any, inverse: Any, random: Any) -> None:
+        """Device function: store element i."""
+        rounded = self.store.stochastic if self.stochastic else self.store.nearest
+        self.store.save(arrays[0], i, rounded(value, random))
 
 
 @dataclass(frozen=True)
-class Scaled(TensorCodec):
+class DoubleBF16(TensorCodec):
+    """value = first + residual, both rounded to nearest: 16 bits, so that a share of 0.999 is kept, where 8 stall.
+
+    Where the first is an infinity or NaN, the residual is zero.
+    """
+
+    columns: ClassVar[int] = 2
+
+    def tensors(self, name: str, shape: torch.Size) -> dict[str, tuple[torch.Size, torch.dtype]]:
+        """Return shape and dtype of both numbers."""
+        return {name: (shape, torch.bfloat16), f"{name}_residual": (shape, torch.bfloat16)}
+
+    def load(self, arrays: Sequence[Any], i: Any, block: Any, scale: Any) -> Any:
+        """Device function: the sum."""
+        first, residual = arrays
+        return bf16_real(load16(first, i)) + bf16_real(load16(residual, i))
+
+    def save(self, arrays: Sequence[Any], i: Any, block: Any, value: Any, inverse: Any, random: Any) -> None:
+        """Device function: store the number nearest to a value, and the one nearest to the rest."""
+        first, residual = arrays
+        code = bf16_nearest(value, value)
+        store16(first, i, code)
+        rest = value - bf16_real(code)
+        lost = rest - rest
+        low = bf16_nearest(rest, rest)
+        store16(residual, i, select(lost == lost, low, sub(low, low)))
+
+
+@dataclass(frozen=True)
+class Scaled(Plain):
     """value = payload x scale, or its square for second moments, whose roots are stored: half the range, no sign.
 
     The scale is a power of two per tensor, chosen at each step from the largest finite magnitude that is about to be
@@ -152,23 +169,11 @@ class Scaled(TensorCodec):
 
     columns: ClassVar[int] = 2
 
-    store: Store
     squared: bool
-    stochastic: bool
-
-    @property
-    def random_bits(self) -> int:
-        """Random bits of each rounding."""
-        return self.store.random_bits if self.stochastic else 0
 
     def tensors(self, name: str, shape: torch.Size) -> dict[str, tuple[torch.Size, torch.dtype]]:
-        """Shape and dtype of the payload and its scale."""
+        """Return shape and dtype of the payload and its scale."""
         return {name: (shape, self.store.dtype), f"{name}_scale": (torch.Size([]), torch.float32)}
-
-    @property
-    def to_nearest(self) -> Scaled:
-        """The same codec without draws."""
-        return dataclasses.replace(self, stochastic=False)
 
     def encode(self, tensors: list[torch.Tensor], value: torch.Tensor, random: torch.Tensor | None = None) -> None:
         """Store values under a scale of their own."""
@@ -186,38 +191,28 @@ class Scaled(TensorCodec):
         fraction, exponent = np.frexp(largest / torch.finfo(self.store.dtype).max)
         return float(2.0 ** int(np.clip(exponent - (fraction == 0.5), -126, 126)))
 
-    def load(self, arrays: Sequence[Any], i: Any, scale: Any) -> Any:
+    def load(self, arrays: Sequence[Any], i: Any, block: Any, scale: Any) -> Any:
         """Device function: the float32 of element i under a scale."""
-        value = self.store.real(self.store.load(arrays[0], i)) * scale
+        value = super().load(arrays, i, block, scale) * scale
         return value * value if self.squared else value
 
-    def save(self, arrays: Sequence[Any], i: Any, value: Any, inverse: Any, random: Any) -> None:
+    def save(self, arrays: Sequence[Any], i: Any, block: Any, value: Any, inverse: Any, random: Any) -> None:
         """Device function: store element i under the scale of an inverse."""
         store, x = self.store, self.measured(value) * inverse
         if not self.squared:
-            code = (store.stochastic if self.stochastic else store.nearest)(x, random)
-        else:
-            code = store.nearest(x, random)
-            if self.stochastic:
-                code = root_below(code, store.real(code), x)
-                code = root_code(code, store.real(code), store.real(add(code, ONE)), x, random)
-            code = select((code == NONE) & (x > ZERO), ONE, code)
-        store.save(arrays[0], i, code)
+            super().save(arrays, i, block, x, inverse, random)
+            return
+        code = store.nearest(x, random)
+        if self.stochastic:
+            code = select(store.real(code) > x, sub(code, ONE), code)
+            low, high = store.real(code), store.real(add(code, ONE))
+            chance = to_real(shr(random, S8)) * TWO_M24
+            code = select(chance * ((high - low) * (high + low)) < (x - low) * (x + low), add(code, ONE), code)
+        store.save(arrays[0], i, select((code == NONE) & (x > ZERO), ONE, code))
 
     def measured(self, value: Any) -> Any:
         """Device function: what must fit into the payload."""
         return sqrt(value) if self.squared else value
-
-
-def root_below(code, value, x):
-    """Device function: the code at or below a number that is not negative, from the nearest one."""
-    return select(value > x, sub(code, ONE), code)
-
-
-def root_code(code, low, high, x, random):
-    """Device function: one of the two codes around a root, such that its square is right on average."""
-    chance = to_real(shr(random, S8)) * TWO_M24
-    return select(chance * ((high - low) * (high + low)) < (x - low) * (x + low), add(code, ONE), code)
 
 
 def finite_word(x):

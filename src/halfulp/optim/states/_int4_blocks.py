@@ -77,13 +77,13 @@ class Int4Blocks(TensorCodec):
         codes = tensors[0]
         return {"elements": codes.new_empty((*codes.shape[:-1], 2 * codes.shape[-1]))}
 
-    def load_value(self, arrays: Sequence[Any], i: Any, block: Any, scale: Any) -> Any:
+    def load(self, arrays: Sequence[Any], i: Any, block: Any, scale: Any) -> Any:
         """Device function: the float32 of element i."""
         codes, scales = arrays
         number = (number_above_zero if self.squared else signed_number)(load4(codes, i))
         return number * real(load32(scales, block))
 
-    def save_value(self, arrays: Sequence[Any], i: Any, block: Any, value: Any, inverse: Any, random: Any) -> None:
+    def save(self, arrays: Sequence[Any], i: Any, block: Any, value: Any, inverse: Any, random: Any) -> None:
         """Device function: store element i, and the scale of its block."""
         codes, scales = arrays
         largest = scale_word(block_largest(word_in_scale(value if self.squared else needed_scale(value))))

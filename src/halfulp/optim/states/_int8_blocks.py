@@ -69,27 +69,35 @@ class Int8Blocks(TensorCodec):
             f"{name}_scale": (scale_shape(shape, self.block), torch.bfloat16),
         }
 
-    def load_root(self, arrays: Sequence[Any], i: Any, block: Any) -> Any:
-        """Device function: the float32 of element i before squaring."""
-        codes, scales = arrays
-        return (decode_squared if self.squared else decode_signed)(codes, scales, i, block)
-
-    def save_root(self, arrays: Sequence[Any], i: Any, block: Any, root: Any, random: Any) -> None:
-        """Device function: store element i, given before squaring."""
-        codes, scales = arrays
-        (encode_squared if self.squared else encode_signed)(codes, scales, i, block, root, random)
-
     @property
     def scale_block(self) -> int:
         """The elements of a block."""
         return self.block
 
-    def load_value(self, arrays: Sequence[Any], i: Any, block: Any, scale: Any) -> Any:
+    def load_root(self, arrays: Sequence[Any], i: Any, block: Any) -> Any:
+        """Device function: the float32 of element i before squaring; code -128 of a first moment is NaN."""
+        codes, scales = arrays
+        code, scale = load8(codes, i), real(shl(load16(scales, block), S16))
+        k = to_real(code if self.squared else sub(bit_xor(code, SIGN_8), SIGN_8))
+        root = k * k * k * (UNSIGNED_UNIT if self.squared else SIGNED_UNIT) * scale
+        return root if self.squared else select(code == SIGN_8, NAN, root)
+
+    def save_root(self, arrays: Sequence[Any], i: Any, block: Any, root: Any, random: Any) -> None:
+        """Device function: store element i, given before squaring, and the scale of its block."""
+        codes, scales = arrays
+        scale = scale_code(block_largest(finite_word(root)))
+        store16(scales, block, scale)
+        share = root * inverse_of(scale)
+        code = squared_code(share, random) if self.squared else signed_code(share, random)
+        # A positive root never gets code 0.
+        store8(codes, i, select(root > ZERO, select(code > ONE, code, ONE), code) if self.squared else code)
+
+    def load(self, arrays: Sequence[Any], i: Any, block: Any, scale: Any) -> Any:
         """Device function: the float32 of element i."""
         root = self.load_root(arrays, i, block)
         return root * root if self.squared else root
 
-    def save_value(self, arrays: Sequence[Any], i: Any, block: Any, value: Any, inverse: Any, random: Any) -> None:
+    def save(self, arrays: Sequence[Any], i: Any, block: Any, value: Any, inverse: Any, random: Any) -> None:
         """Device function: store element i."""
         self.save_root(arrays, i, block, sqrt(value) if self.squared else value, random)
 
@@ -176,32 +184,3 @@ def inverse_of(code):
     """Device function: one over a scale; 1 for a block of zeros."""
     scale = real(shl(code, S16))
     return select(scale > ZERO, divide(UNIT, scale), UNIT)
-
-
-def decode_signed(codes, scales, i, block):
-    """Device function: the value of element i; code -128 is NaN."""
-    code = load8(codes, i)
-    k = to_real(sub(bit_xor(code, SIGN_8), SIGN_8))
-    value = k * k * k * SIGNED_UNIT * real(shl(load16(scales, block), S16))
-    return select(code == SIGN_8, NAN, value)
-
-
-def decode_squared(codes, scales, i, block):
-    """Device function: the root of the value of element i."""
-    k = to_real(load8(codes, i))
-    return k * k * k * UNSIGNED_UNIT * real(shl(load16(scales, block), S16))
-
-
-def encode_signed(codes, scales, i, block, value, random):
-    """Device function: store a value, and the scale of its block."""
-    scale = scale_code(block_largest(finite_word(value)))
-    store16(scales, block, scale)
-    store8(codes, i, signed_code(value * inverse_of(scale), random))
-
-
-def encode_squared(codes, scales, i, block, value, random):
-    """Device function: store a root, and the scale of its block; a positive one never gets code 0."""
-    scale = scale_code(block_largest(finite_word(value)))
-    store16(scales, block, scale)
-    code = squared_code(value * inverse_of(scale), random)
-    store8(codes, i, select(value > ZERO, select(code > ONE, code, ONE), code))

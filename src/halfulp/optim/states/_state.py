@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 
@@ -15,7 +14,7 @@ from ..._names import enter
 from ..rules._update_rule import StateSlot, UpdateRule
 from ..stores._storage import BF16, F32, PAYLOADS, Store
 from ..weight_updates._components import Components
-from ._codec import DoubleBF16, Scaled, TensorCodec
+from ._codec import DoubleBF16, Plain, Scaled
 from ._int4_blocks import Int4Blocks
 from ._int8_blocks import Int8Blocks
 
@@ -78,19 +77,8 @@ class State:
 
 _registered: dict[str, Store] = {}
 # What `state_dtype=` takes already.
-_TAKEN = (
-    *BLOCKS,
-    PAIR,
-    "int4",
-    "int8",
-    "uint8",
-    "fp8",
-    "float32",
-    "bfloat16",
-    "float16",
-    "float8_e4m3fn",
-    "float8_e5m2",
-)
+_TAKEN = (*BLOCKS, PAIR, "int4", "int8", "uint8", "fp8", "float32", "bfloat16", "float16")
+_TAKEN += ("float8_e4m3fn", "float8_e5m2")
 
 
 def register_state_store(store: Store, description: str) -> None:
@@ -127,39 +115,6 @@ def register_state_store(store: Store, description: str) -> None:
     enter("state store", _registered, store.name, store, description)
 
 
-@dataclass(frozen=True)
-class Plain(TensorCodec):
-    """One number per element, by a store and a rounding."""
-
-    columns: ClassVar[int] = 1
-
-    store: Store
-    stochastic: bool
-
-    @property
-    def random_bits(self) -> int:
-        """Random bits of each rounding."""
-        return self.store.random_bits if self.stochastic else 0
-
-    def tensors(self, name: str, shape: torch.Size) -> dict[str, tuple[torch.Size, torch.dtype]]:
-        """The tensors that hold the state."""
-        return {name: (shape, self.store.dtype)}
-
-    @property
-    def to_nearest(self) -> Plain:
-        """The same codec without draws."""
-        return dataclasses.replace(self, stochastic=False)
-
-    def load(self, arrays: Sequence[Any], i: Any, scale: Any) -> Any:
-        """Device function: the float32 of element i."""
-        return self.store.real(self.store.load(arrays[0], i))
-
-    def save(self, arrays: Sequence[Any], i: Any, value: Any, inverse: Any, random: Any) -> None:
-        """Device function: store element i."""
-        rounded = self.store.stochastic if self.stochastic else self.store.nearest
-        self.store.save(arrays[0], i, rounded(value, random))
-
-
 Codec = Plain | DoubleBF16 | Int8Blocks | Int4Blocks | Scaled
 OneState = torch.dtype | str | Components | State | None
 StateChoice = OneState | Mapping[str, OneState]
@@ -176,14 +131,7 @@ def constant_of(codec: Codec, value: float) -> list[torch.Tensor]:
 def resolve_codecs(
     given: StateChoice, slots: tuple[StateSlot, ...], default: torch.dtype, shape: torch.Size
 ) -> tuple[Codec, ...]:
-    """The codec of every state of one parameter.
-
-    Args:
-        given: `state_dtype=` of the group.
-        plans: the rule's states.
-        default: dtype where none was chosen.
-        shape: the parameter's global shape: blocks never depend on how it is sharded.
-    """
+    """Return the codec of every state of one parameter, whose shape is the global one, however it is sharded."""
     chosen = given.values() if isinstance(given, Mapping) else [given]
     states = [as_state(one, default) for one in chosen]
     lengths = {state.block or 0 for state in states if state.dtype in BLOCKS}
@@ -224,19 +172,13 @@ _EXACT_BITS = 16
 def refuse_coarse(rule: UpdateRule, codecs: tuple[Codec, ...], given: StateChoice) -> None:
     """Refuse a storage that loses digits of an exact state, or whose noise a running maximum would keep.
 
-    Args:
-        rule: whose states may be exact or hold a maximum.
-        codecs: of its states.
-        given: the group's `state_dtype`.
-
     Raises:
         ValueError: such a state, or the one that a maximum is taken of, in too few bits.
     """
     bits = {slot.name: _kept_bits(codec) for slot, codec in zip(rule.states, codecs)}
     exact = [slot.name for slot in rule.states if slot.exact]
     if any(bits[name] < _EXACT_BITS for name in exact):
-        items = given.items() if isinstance(given, Mapping) else [(other.name, given) for other in rule.states]
-        rest = {name: one for name, one in items if name not in exact}
+        rest = _choices_without(exact, rule, given)
         raise ValueError(
             f"{rule.name} uses {listed(exact)} to the last digits, which state_dtype={given!r} does not keep: leave "
             f"them out of it, state_dtype={rest or None!r}, and they are stored in float32 (or give {PAIR!r} there)"
@@ -244,13 +186,17 @@ def refuse_coarse(rule: UpdateRule, codecs: tuple[Codec, ...], given: StateChoic
     for slot in rule.states:
         if slot.maximum_of is None or (bits[slot.maximum_of] >= _SOURCE_BITS and bits[slot.name] >= _MAXIMUM_BITS):
             continue
-        items = given.items() if isinstance(given, Mapping) else [(other.name, given) for other in rule.states]
-        rest = {name: one for name, one in items if name not in (slot.name, slot.maximum_of)}
+        rest = _choices_without([slot.name, slot.maximum_of], rule, given)
         raise ValueError(
             f"{rule.name} divides by {slot.name!r}, the largest {slot.maximum_of!r} so far, which keeps every upward "
             f"rounding: under state_dtype={given!r} steps would shrink by about 2% and more. Leave both out of it, "
             f"state_dtype={rest or None!r}: they are then stored with enough bits"
         )
+
+
+def _choices_without(names: Sequence[str], rule: UpdateRule, given: StateChoice) -> dict[str, Any]:
+    items = given.items() if isinstance(given, Mapping) else [(slot.name, given) for slot in rule.states]
+    return {name: one for name, one in items if name not in names}
 
 
 def _kept_bits(codec: Codec) -> int:
@@ -285,4 +231,4 @@ def _codec(state: State, slot: StateSlot, shape: torch.Size) -> Codec:
     if store is F32:
         return Plain(F32, False)
     stochastic = state.rounding != "nearest"
-    return Scaled(store, slot.degree == 2, stochastic) if state.dtype in SCALED else Plain(store, stochastic)
+    return Scaled(store, stochastic, slot.degree == 2) if state.dtype in SCALED else Plain(store, stochastic)

@@ -16,10 +16,10 @@ from ...kernels._plain_memory import refuse
 from ...kernels.vector._machine_function import address_of
 from ...mctensor import MCTensor
 from ...scaled import ScaledTensor
-from ..parameters._local_tensors import local, memory, own_parts
+from ..parameters._local_tensors import index_map_of, local, memory, own_parts
 from ..parameters._narrowing import is_kept
 from ..parameters._outside_writes import SavedPayload, drop_stale, follow_version, mark_stepped, payload_version_of
-from ..parameters._parameter_plan import ParameterPlan, ParameterRecord, PayloadVersion, PlanOptions, stored_choice
+from ..parameters._parameter_plan import ParameterPlan, ParameterRecord, PayloadVersion, PlanOptions
 from ..parameters._payload_digests import PayloadDigests
 from ..parameters._state_tensors import BEGUN
 from ..parameters._step_spec import StepSpec, step_spec_of
@@ -33,25 +33,21 @@ if TYPE_CHECKING:
 
 @dataclass(eq=False, slots=True)
 class Table:
-    """The tables of a batch's kernel, rebuilt only if one of the batch's plans changes.
+    """The tables of a batch's kernel, one row per plan, rebuilt only if one of the batch's plans changes.
 
     Attributes:
-        plans: of the batch, in order.
-        chunks: int64 array of shape (chunks, 4).
+        chunks: int64 array of shape (chunks, 4); `lengths` is a column of it.
         pointers: int64 array of shape (parameters, pointers); the gradients' column is written at each step.
         digests: of the payloads, as the last step of these plans has written them here, where it computes them.
         rows: zeros, the row of the constants of each parameter where all have the same.
         identities: uint64 array of shape (parameters, 1).
         seeds: of the random bits: one for all, or a uint64 array of shape (parameters, 1).
         keys: uint64 array of shape (parameters, 1), or (parameters, 0) without draws, written at each step.
-        lengths: of the chunks.
-        addresses_of: the addresses of chunks, pointers, rows of the constants where all have the same, keys, digests.
+        addresses_of: the addresses of chunks, pointers, rows, keys and digests.
         entries: of the optimizer's state, by parameter.
         stored: the name of each tensor there, those of all parameters, and their addresses.
         records: of those parameters whose writes are tracked.
-        shapes, addresses: of the parameters' memory.
         has_gaps: the rows of the parameters whose memory has some.
-        is_plain: whether all parameters are plain tensors.
         device_chunks: the copy of the chunks on an accelerator.
     """
 
@@ -111,10 +107,6 @@ class Table:
 
         It is `is_valid` of every plan, column by column, but for what the roster asks once for all. A no says
         nothing: tensor classes and memory with gaps are looked at one by one.
-
-        Args:
-            parameters: whose plans these are.
-            gradients: theirs.
         """
         spec, tensor = self.plans[0].spec, torch.Tensor
         try:
@@ -154,19 +146,14 @@ class Batch:
 
     Attributes:
         spec: of this step, metered or not.
-        table: of the parameters' plans.
-        parameters: as the user holds them.
         gradients: their memory, without gaps.
         gradient_scales: what gradients are multiplied by, 1 or a scaled gradient's scale, wherever that lies.
-        steps: the numbers of the step, from 1 for each parameter.
         constants: the rule's; equal ones of one group are one object.
-        ages: the groups, and the numbers of the step that the rule counts, where it needs them again: its sums give
-            the last constants.
+        ages: the groups, and the numbers of the step that the rule counts, where it needs them again.
         prepared: by row, what the rule's `prepare` gives, if it has one.
         copies: by row, copies without gaps of a parameter's own tensors, where these have some; the step writes to
             the copies, and `finish` copies the values back.
         recorded: the payload versions of those whose writes are tracked.
-        engine: which runs the step.
         digests: of the payloads as written, if the step computed them.
         scales: of the payloads as written, on their device, if the step chose them there.
     """
@@ -264,7 +251,7 @@ class Seats:
 
 @dataclass(frozen=True, eq=False, slots=True)
 class Roster:
-    """The parameters that step together, batch by batch.
+    """The parameters that step together, batch by batch, which the next step takes over while nothing has changed.
 
     Attributes:
         settings: of the groups.
@@ -291,16 +278,9 @@ class Roster:
         state: Mapping[Any, Any],
         before: Roster | None,
     ) -> Roster:
-        """Return a roster.
-
-        Args:
-            settings, plans, resting: see there.
-            places: of the parameters of each batch.
-            state: the optimizer's.
-            before: the roster of the step before, whose tables stay where their plans do.
-        """
+        """Return a roster; the tables of the one of the step before stay where their plans do."""
         group_of = [number for number, setting in enumerate(settings) for _ in range(setting[-1])]
-        tables = {} if before is None else {table.plans[0]: table for table in before.tables}
+        tables = {} if before is None else {seats.table.plans[0]: seats.table for seats in before.seats}
         seats = []
         for chosen in places:
             own = [plan for plan in map(plans.__getitem__, chosen) if plan is not None]
@@ -310,11 +290,6 @@ class Roster:
             runs = [(groups[first], first, last) for first, last in itertools.pairwise(cuts)]
             seats.append(Seats(Table.of(own) if table is None or table.plans != own else table, chosen, runs))
         return cls(settings, plans, resting, seats, [*map(id, state)], [*state.values()])
-
-    @property
-    def tables(self) -> list[Table]:
-        """The tables of the batches."""
-        return [seats.table for seats in self.seats]
 
     def _of(self, seats: Seats, values: list[Any]) -> list[Any]:
         """Return the values of a batch's parameters, given those of all."""
@@ -349,12 +324,8 @@ class Roster:
     ) -> list[Batch] | None:
         """Return the batches of a step; None if some of a batch's parameters are metered in this step and others not.
 
-        Auxiliary tensors are reset where their parameters were written from outside.
-
-        Args:
-            groups: of the optimizer.
-            parameters, gradients: of all groups, in order.
-            scales: of scaled gradients, by place.
+        Auxiliary tensors are reset where their parameters were written from outside. `scales` are those of scaled
+        gradients, by place.
         """
         found = []
         for seats in self.seats:
@@ -394,18 +365,19 @@ class Roster:
         return found
 
 
+def _stored_choice(state_dtype: Any) -> Any:
+    """Return a group's `state_dtype` as it is now, to be compared later: of a dict the items."""
+    return tuple(state_dtype.items()) if isinstance(state_dtype, Mapping) else state_dtype
+
+
 class PlanCache(TensorMap[ParameterPlan]):
     """All that an optimizer derives from its parameters, groups and states, and can derive again.
 
-    It maps each parameter to its plan. One rule says what is out of date: a plan, as soon as `is_valid` finds that
-    something it was made from has changed. Whoever uses plans asks that first and replaces the plan by `renew`.
-    Nothing else has a rule of its own:
-
-    - The roster of the last step stands only for the plans of its parameters, so that a plan which is replaced takes
-      its tables with it.
-    - A step specification is a value and never out of date; equal ones are one object, because the parameters of one
-      object step in one call.
-    - A parameter's record of lost updates and of its payload is no part of a plan, and goes on with the next one.
+    It maps each parameter to its plan, and one rule says what is out of date: a plan, as soon as `is_valid` finds that
+    something it was made from has changed. Whoever uses plans asks that first and replaces the plan by `renew`. The
+    roster of the last step stands only for the plans of its parameters; a step specification is a value, of which equal
+    ones are one object, because the parameters of one object step in one call; a parameter's record goes on with its
+    next plan.
 
     `clear` is the only way to make plans invalid by hand. It is for changes that no plan shows, such as of the names
     that key the random bits when a state_dict is loaded; copies of an optimizer begin with an empty cache.
@@ -426,7 +398,8 @@ class PlanCache(TensorMap[ParameterPlan]):
 
     def options_of(self, group: Mapping[str, Any]) -> PlanOptions:
         """Return the options of a group, for `is_valid` and `renew`."""
-        return PlanOptions.of(group, self._generation)
+        update, states = group["weight_update"], _stored_choice(group["state_dtype"])
+        return PlanOptions(update, states, group["format"], group["param_dtype"], group["seed"], self._generation)
 
     def renew(
         self,
@@ -442,11 +415,7 @@ class PlanCache(TensorMap[ParameterPlan]):
         """Make a parameter's plan, in place of the one that is not valid any more.
 
         Args:
-            parameter: as the user holds it.
-            spec: its step specification.
             state: its entry in the optimizer's state, which holds all tensors of the specification.
-            options: of its group.
-            name: of the parameter, for messages.
             identity: that keys its random bits.
             saved: of the payload that the auxiliary tensors belong to, if these are a copy without a plan so far.
             gradient: with which it is to be stepped, if it is.
@@ -454,13 +423,31 @@ class PlanCache(TensorMap[ParameterPlan]):
         Raises:
             TypeError, ValueError: memory that a step cannot use, as `check_memory` says; the plan is not kept.
         """
-        known = self.get(parameter)
-        record = ParameterRecord() if known is None else known.record
-        plan = ParameterPlan.of(parameter, self.reference(parameter), spec, state, options, name, identity, record)
+        known, part, index_map = self.get(parameter), memory(parameter), index_map_of(parameter)
+        stored = tuple(local(state[key]) for key in spec.tensors)
+        plan = ParameterPlan(
+            reference=self.reference(parameter),
+            options=options,
+            name=name,
+            identity=identity,
+            spec=spec,
+            index_map=index_map,
+            state=state,
+            stored=stored,
+            stored_addresses=[tensor.data_ptr() for tensor in stored],
+            address=part.data_ptr(),
+            shape=index_map.shape,
+            stride=part.stride(),
+            contiguous=part.is_contiguous(),
+            component_addresses=tuple(other.data_ptr() for other in own_parts(parameter)[1:]),
+            plain=part is parameter,
+            tracks_writes=bool(spec.auxiliary_names) and not parameter.is_inference(),
+            record=ParameterRecord() if known is None else known.record,
+        )
         if gradient is not None:
             check_memory(plan, gradient)
         if plan.tracks_writes:
-            record.payload_version = payload_version_of(parameter, memory(parameter), record.payload_version, saved)
+            plan.record.payload_version = payload_version_of(parameter, part, plan.record.payload_version, saved)
         self[parameter] = plan
         return plan
 
@@ -471,7 +458,7 @@ class PlanCache(TensorMap[ParameterPlan]):
         if memory(parameter) is not parameter:
             return self._interned(step_spec_of(rule, group, parameter, gradient, name), parameter)
         given = rule, group["weight_update"], group["format"], group["param_dtype"], gradient
-        states = stored_choice(group["state_dtype"])
+        states = _stored_choice(group["state_dtype"])
         key = *map(id, given), states, is_kept(parameter), parameter.dtype, parameter.shape, parameter.device
         found = self._specs_by_options.get(key)
         if found is None:
@@ -487,11 +474,6 @@ def check_parameter(parameter: torch.Tensor, part: torch.Tensor, name: str) -> N
     """Refuse a parameter whose numbers no step here can write.
 
     Memory that is still to come (the meta device) is looked at when it steps, by `check_memory`.
-
-    Args:
-        parameter: as the user gave it.
-        part: the tensor in which its numbers lie: a shard, a payload, or itself.
-        name: for the message.
 
     Raises:
         TypeError: a tensor class that keeps its numbers in other tensors, a sparse, quantized or nested tensor.

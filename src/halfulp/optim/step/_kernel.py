@@ -132,7 +132,7 @@ class _Step:
         if isinstance(codec, Int8Blocks):
             return codec.load_root(arrays, self.i, self.block)
         scale = self.scales[f"scale_{k}"] if isinstance(codec, Scaled) else None
-        return codec.load_value(arrays, self.i, self.block, scale)
+        return codec.load(arrays, self.i, self.block, scale)
 
     def columns(self, k: int) -> Sequence[Any]:
         """Return the addresses of a state's tensors."""
@@ -238,7 +238,7 @@ class _Step:
         value = self.times(value, self.grow)
         value = self.times(value, self.grow) if slot.degree == 2 else value
         inverse = self.scales[f"inverse_{k}"] if isinstance(codec, Scaled) else None
-        codec.save_value(self.columns(k), self.i, self.block, value, inverse, bits)
+        codec.save(self.columns(k), self.i, self.block, value, inverse, bits)
 
     def bits(self, drawn: Draw | None) -> Any:
         """Random bits: a word of the element's one hash, or some of its bits."""
@@ -259,16 +259,12 @@ def reference_step(
     key: int | None,
     index_map: IndexMap,
 ) -> tuple[float, float, float, float] | None:
-    """One step of one parameter, in place.
+    """Make one step of one parameter, in place.
 
     Args:
-        spec: the step specification.
-        parts: the parameter and its auxiliary tensors.
-        gradient: of the parameter's shape.
         states: the tensors of each state.
         constants: of the specification, rounded to float32 here.
         key: of the random words; None without draws.
-        index_map: the parameter's place in the whole.
 
     Returns:
         For a metered specification: updates wanted, updates cancelled, sum u^2, sum u (realised change).

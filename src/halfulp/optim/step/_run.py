@@ -76,7 +76,7 @@ def run_step(batch: Batch) -> None:
         with_present_scales(spec, plan, constants, float(scale))
         for plan, constants, scale in zip(batch.plans, batch.constants, batch.gradient_scales)
     ]
-    amax = _find_amax(amax_spec(spec), batch)
+    amax = reduce(amax_spec(spec), batch, batch.constants).tolist()
     batch.constants = [
         with_new_scales(spec, plan, constants, largest)
         for plan, constants, largest in zip(batch.plans, batch.constants, amax, strict=True)
@@ -100,34 +100,18 @@ def reducing_specs(spec: StepSpec) -> tuple[StepSpec, StepSpec]:
 
 
 def reduce(spec: StepSpec, batch: Batch, constants: list[tuple[float, ...]]) -> np.ndarray:
-    """Run a specification that reduces; return a row of what it finds per parameter, on this rank."""
+    """Run a specification that writes nothing; return a row of what it finds per parameter, on this rank."""
     columns = len(record_step(spec).sums)
     if batch.engine != "llvm":
-        return np.array(
-            [
-                reference_amax(spec, batch.parts(row), batch.gradients[row], batch.states(row), constants[row])
-                for row in range(len(batch.plans))
-            ]
-        ).reshape(-1, columns)
+        rows = range(len(batch.plans))
+        found = [reference_amax(spec, batch.parts(k), batch.gradients[k], batch.states(k), constants[k]) for k in rows]
+        return np.array(found).reshape(-1, columns)
     held, batch.constants = batch.constants, constants
     meter = _run_compiled(spec, batch)
     batch.constants = held
     found = np.zeros((len(batch.plans), METER_COLUMNS))
-    (np.maximum if spec.reduces == "largest" else np.add).at(found, batch.table.chunks[:, 0], meter)
+    (np.add if spec.reduces == "sums" else np.maximum).at(found, batch.table.chunks[:, 0], meter)
     return found[:, :columns]
-
-
-def _find_amax(spec: StepSpec, batch: Batch) -> list[list[float]]:
-    count = 1 + len(spec.scaled_states)
-    if batch.engine != "llvm":
-        return [
-            reference_amax(spec, batch.parts(row), batch.gradients[row], batch.states(row), batch.constants[row])
-            for row in range(len(batch.plans))
-        ]
-    meter = _run_compiled(spec, batch)
-    found = np.zeros((len(batch.plans), METER_COLUMNS))
-    np.maximum.at(found, batch.table.chunks[:, 0], meter)
-    return found[:, :count].tolist()
 
 
 def _write(batch: Batch) -> None:
@@ -186,7 +170,7 @@ def _run_triton(batch: Batch) -> bool:
     if kernel is None:
         return False
     table = batch.table
-    held, meter = launch(spec, kernel, device, *_numbers(batch), table.device_chunks)
+    held, meter = launch(spec, kernel, device, _numbers(batch), table.device_chunks)
     table.device_chunks = held
     if meter is not None:
         _count(meter, held.chunks, batch.plans)
@@ -205,7 +189,7 @@ def _run_triton_scaled(batch: Batch) -> bool:
     addresses = np.array([[address(scale) for scale in pair] for pair in zip(weights, gradients)], np.int64)
     table = batch.table
     numbers = _numbers(batch)
-    held, meter, batch.scales = launch_scaled(spec, kernels, device, *numbers, addresses, table.device_chunks)
+    held, meter, batch.scales = launch_scaled(spec, kernels, device, numbers, addresses, table.device_chunks)
     table.device_chunks = held
     if meter is not None:
         _count(meter, held.chunks, batch.plans)
@@ -298,14 +282,10 @@ def _run_llvm(kernel, table, pointers, constants, keys) -> np.ndarray:
 
 
 def _trial(spec: StepSpec, run: Callable | None = None, device: torch.device | str = "cpu") -> list[torch.Tensor]:
-    """Two steps on fixed elements, tiny, NaN and overwritten ones among them; returns all that was written.
+    """Make two steps on fixed elements, tiny, NaN and overwritten ones among them; return all that was written.
 
-    A scaled parameter takes another scale in the second.
-
-    Args:
-        spec: the step specification.
-        run: (chunks, pointers, constants, keys) runs a compiled kernel; None for the reference.
-        device: where the tensors lie.
+    A scaled parameter takes another scale in the second. `run(chunks, pointers, constants, keys)` runs a compiled
+    kernel; without it the reference runs.
     """
     count = 2 * (spec.block or 32)
     shape, index_map = torch.Size([count]), IndexMap((count,), (4 * CHUNK,), (CHUNK,), (1,))

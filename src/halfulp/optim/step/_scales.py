@@ -41,13 +41,8 @@ def with_present_scales(spec: StepSpec, plan: ParameterPlan, constants: Constant
 def with_new_scales(spec: StepSpec, plan: ParameterPlan, constants: Constants, amax: Sequence[float]) -> Constants:
     """Return constants with the scales under which a step's results will be stored; tensors are not changed yet.
 
-    A step reads the payload under its present scale and rounds the sum once, under the new one.
-
-    Args:
-        spec: the step specification.
-        plan: of the parameter.
-        constants: with the present scales.
-        amax: the largest finite magnitudes of the weight and of each scaled state.
+    A step reads the payload under its present scale and rounds the sum once, under the new one. `amax` are the largest
+    finite magnitudes of the weight and of each scaled state.
     """
     at = spec.constant_places
     numbers = list(constants)
@@ -89,11 +84,8 @@ def weight_scale(dtype: torch.dtype, scale: float, largest: float) -> float:
 def reachable_scale(dtype: torch.dtype, present: float, scale: float, stored: float) -> tuple[float, float]:
     """A scale that a step can bring a payload to, and the factor that does: both in float32's range.
 
-    Args:
-        dtype: of the payload.
-        present: its scale.
-        scale: the one that is wanted, and nearly always given.
-        stored: the payload's largest finite magnitude, which the factor must leave finite.
+    `scale` is the one that is wanted, and nearly always given; the factor must leave the payload's largest finite
+    magnitude, `stored`, finite.
 
     >>> reachable_scale(torch.float16, 1.0, 2.0**-40, 1.5), reachable_scale(torch.float16, 2.0**-126, 1.0, 0.0)
     ((9.094947017729282e-13, 1099511627776.0), (1.0, 1.0))

@@ -29,13 +29,10 @@ METER = ("seen", "cancelled", "wanted", "kept")
 
 @dataclass(frozen=True)
 class Columns:
-    """The columns of the parameter table: addresses, constants by their bits, the 64-bit key of whoever draws.
+    """How many columns of each kind the parameter table has, in this order.
 
-    Attributes:
-        pointers: how many addresses come first.
-        constants: of the rule, behind them.
-        keys: behind those.
-        scales: addresses of scales, behind those: of the weight's and of the gradient's.
+    Addresses, the rule's constants by their bits, the 64-bit key of whoever draws, and the addresses of the scales of
+    the weight and of the gradient.
     """
 
     pointers: int
@@ -268,10 +265,7 @@ def expected_scales(spec: StepSpec) -> list[torch.Tensor]:
 def try_scales(spec: StepSpec, device: torch.device, choose: Callable[..., torch.Tensor]) -> list[torch.Tensor]:
     """Return the table of scales and the scales' tensors after a choice among fixed magnitudes.
 
-    Args:
-        spec: the step specification.
-        device: where the tensors lie.
-        choose: (pointers, constants, keys, addresses of scales, words of the largest magnitudes) -> table of scales.
+    `choose` takes pointers, constants, keys, addresses of scales and words of the largest magnitudes.
     """
     held, largest = _rows(spec)
     tensors, count = torch.from_numpy(held).to(device), len(largest)
@@ -326,13 +320,8 @@ class DeviceChunks:
 class ScaledKernels:
     """The kernels of a step of scaled parameters, in the order in which they run.
 
-    Attributes:
-        read: fills the table of scales with the present ones.
-        largest: finds the largest magnitudes, under the specification `amax`.
-        choose: adds the new scales to the table.
-        step: writes weights and states.
-        keep: writes the new scales to their tensors, once all else is written.
-        amax: the specification that finds the largest magnitudes.
+    The present scales are read, the largest magnitudes found under the specification `amax`, the new scales chosen,
+    weights and states written, and the new scales kept once all else is written.
     """
 
     read: Any
@@ -346,10 +335,7 @@ class ScaledKernels:
 def step_kernel(spec: StepSpec, device: torch.device, trial: Callable) -> Any:
     """Return a kernel, compared with the reference before its first use; None, counted, if it cannot be used.
 
-    Args:
-        spec: of step.
-        device: where the parameters lie.
-        trial: (spec, run, device) -> what a step on fixed elements writes; by the reference without `run`.
+    `trial(spec, run, device)` is what a step on fixed elements writes, by the reference without `run`.
     """
     return ready(
         spec,
@@ -395,29 +381,23 @@ def _run_trial(spec: StepSpec, kernel: Any, device: torch.device, chunks, pointe
     return found.cpu().numpy().view(np.float32) if spec.finds_amax else None
 
 
+Numbers = tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]
+
+
 def launch(
-    spec: StepSpec,
-    kernel: Any,
-    device: torch.device,
-    chunks: np.ndarray,
-    pointers: np.ndarray,
-    constants: np.ndarray,
-    keys: np.ndarray,
-    held: DeviceChunks | None = None,
+    spec: StepSpec, kernel: Any, device: torch.device, numbers: Numbers, held: DeviceChunks | None
 ) -> tuple[DeviceChunks, np.ndarray | None]:
-    """One step of every parameter of a batch.
+    """Make one step of every parameter of a batch.
 
     Args:
-        spec, kernel, device: the step specification, its kernel, and where it runs.
-        chunks: int64 array of shape (chunks, 4).
-        pointers: int64 array of shape (parameters, pointers).
-        constants: float32 array of shape (parameters, constants).
-        keys: uint64 array of shape (parameters, 1), or (parameters, 0) without draws.
+        numbers: int64 chunks (chunks, 4) and pointers (parameters, pointers), float32 constants of the rule, a row per
+            parameter, and uint64 keys (parameters, 1), or (parameters, 0) without draws.
         held: what an earlier call with the same chunks returned.
 
     Returns:
         What to give to the next call, and for a metered step a float64 array of shape (chunks, 4) in its order.
     """
+    chunks, pointers, constants, keys = numbers
     held = _placed(chunks, _are_aligned(pointers), device, held)
     parameters = parameter_table(spec, device, pointers, constants, keys)
     return held, _counts(spec, _run(spec, kernel, held, parameters, len(pointers)))
@@ -427,24 +407,19 @@ def launch_scaled(
     spec: StepSpec,
     kernels: ScaledKernels,
     device: torch.device,
-    chunks: np.ndarray,
-    pointers: np.ndarray,
-    constants: np.ndarray,
-    keys: np.ndarray,
+    numbers: Numbers,
     addresses: np.ndarray,
-    held: DeviceChunks | None = None,
+    held: DeviceChunks | None,
 ) -> tuple[DeviceChunks, np.ndarray | None, torch.Tensor]:
     """Do what `launch` does for scaled parameters, under scales that the device chooses, and write those too.
 
     Args:
-        spec, device, chunks, pointers, keys, held: as there.
-        kernels: of the step.
-        constants: of the rule.
         addresses: int64 array of shape (parameters, 2), of the scales of weights and gradients.
 
     Returns:
         Also the scales under which the weights are stored, float32 (parameters,) on the device.
     """
+    chunks, pointers, constants, keys = numbers
     held = _placed(chunks, _are_aligned(pointers), device, held)
     parameters = parameter_table(spec, device, pointers, constants, keys, addresses)
     count = len(pointers)
@@ -464,11 +439,7 @@ def choose_scales(
 ) -> torch.Tensor:
     """Return the table of scales before and after a step; their tensors stay as they are.
 
-    Args:
-        spec, kernels: of the step.
-        parameters: the parameter table, of `count` rows.
-        count: of parameters.
-        find_largest: (table of present scales) -> words of the largest magnitudes under them.
+    `find_largest` gives the words of the largest magnitudes under the present scales, of which it takes the table.
     """
     device, grid = parameters.device, (-(-count // LANES),)
     scales = torch.empty(count, len(scale_columns(spec)), dtype=torch.float32, device=device)
@@ -482,9 +453,8 @@ def choose_scales(
 
 def keep_scales(kernels: ScaledKernels, parameters: torch.Tensor, scales: torch.Tensor) -> None:
     """Write the new scales of a table to their tensors."""
-    count = len(scales)
     with on_device(scales.device):
-        kernels.keep[(-(-count // LANES),)](parameters, scales, count, **OPTIONS)
+        kernels.keep[(-(-len(scales) // LANES),)](parameters, scales, len(scales), **OPTIONS)
 
 
 def parameter_table(

@@ -1,5 +1,6 @@
 """The weight as an unevaluated sum of n narrow components (Yu et al., arXiv 2207.08867), grown by error-free sums."""
 
+# ruff: noqa: F821  names that are free here (weight_load, fitting, ...) are bound when a kernel is written
 from __future__ import annotations
 
 from collections.abc import Mapping
@@ -12,17 +13,12 @@ import torch
 from ...kernels.scalar._operations import select, sub
 from ...mctensor import MCTensor
 from ..stores._storage import Store
-from ._kahan import Kahan, fit_bindings, fitting
+from ._kahan import Kahan, fit_bindings
 from ._weight_update import (
     WeightUpdate,
     register_weight_update,
-    residual_round,
     rounding_name,
     store_bindings,
-    weight_load,
-    weight_nearest,
-    weight_real,
-    weight_save,
     weight_update,
 )
 
@@ -74,12 +70,9 @@ class Components(WeightUpdate):
         """The device functions for n components."""
         if self.n == 2:
             return self._kahan.bindings(store)
-        pieces = (read_three, write_three, fill_three) if self.n == 3 else (read_four, write_four, fill_four)
-        last: dict[str, object] = {
-            "residual_round": store.stochastic if self.residual == "stochastic" else store.nearest
-        }
-        bound = last | fit_bindings(store, 0.5) | store_bindings(store, False)
-        return dict(zip(("read_weight", "write_weight", "fill_weight"), pieces)) | bound
+        last = store.stochastic if self.residual == "stochastic" else store.nearest
+        pieces = {"read_weight": read, "write_weight": write, "fill_weight": fill, "COUNT": self.n}
+        return {**pieces, "residual_round": last, **fit_bindings(store, 0.5), **store_bindings(store, False)}
 
     @property
     def _kahan(self) -> Kahan:
@@ -125,64 +118,42 @@ def cut_last(address, i, high, lost, random):
     weight_save(address, i, select(lost == lost, code, sub(code, code)))
 
 
-def read_three(a0, a1, a2, a3, i):
-    """Device function: the sum of three, smallest first, and the two behind the parameter, 0 if they do not fit."""
+COUNT = 4  # of the components, bound
+
+
+def read(a0, a1, a2, a3, i):
+    """Device function: the sum, smallest first, and the components behind the parameter, 0 if they do not fit."""
     p, first = component(a0, i), component(a1, i)
-    c1 = fitting(p, first)
-    c2 = select(c1 == first, component(a2, i), ZERO)
-    return p + (c1 + c2), c1, c2, c2
+    behind = [fitting(p, first)]
+    for address in (a2, a3)[: COUNT - 2]:
+        behind.append(select(behind[0] == first, component(address, i), ZERO))
+    w = ZERO
+    for number, c in enumerate(reversed(behind)):
+        w = c + w if number else c
+    return p + w, behind[0], behind[1], behind[-1]
 
 
-def read_four(a0, a1, a2, a3, i):
-    """Device function: the sum of four, smallest first, and the three behind the parameter, 0 if they do not fit."""
-    p, first = component(a0, i), component(a1, i)
-    c1 = fitting(p, first)
-    c2 = select(c1 == first, component(a2, i), ZERO)
-    c3 = select(c1 == first, component(a3, i), ZERO)
-    return p + (c1 + (c2 + c3)), c1, c2, c3
+def write(a0, a1, a2, a3, i, w, c1, c2, c3, u, r0, r1):
+    """Device function: sweep up through the components, cut from the top."""
+    parts, addresses = (component(a0, i), c1, c2, c3)[:COUNT], (a0, a1, a2, a3)[:COUNT]
+    high, low = u, ZERO
+    for number, part in enumerate(reversed(parts)):
+        high, error = two_sum(part, high)
+        low = low + error if number else error
+    high, low = normalized(high, low)
+    lost = ZERO
+    for address, part in zip(addresses[:-1], parts):
+        high, low, lost = cut(address, i, select(u == ZERO, part, high), low, lost)
+    cut_last(addresses[-1], i, select(u == ZERO, parts[-1], high), lost, r0)
+    return read(a0, a1, a2, a3, i)[0]
 
 
-def write_three(a0, a1, a2, a3, i, w, c1, c2, h2, u, r0, r1):
-    """Device function: sweep up through three components, cut from the top."""
-    p = component(a0, i)
-    high, e2 = two_sum(c2, u)
-    high, e1 = two_sum(c1, high)
-    high, e0 = two_sum(p, high)
-    high, low = normalized(high, (e2 + e1) + e0)
-    high, low, lost = cut(a0, i, select(u == ZERO, p, high), low, ZERO)
-    high, low, lost = cut(a1, i, select(u == ZERO, c1, high), low, lost)
-    cut_last(a2, i, select(u == ZERO, c2, high), lost, r0)
-    return read_three(a0, a1, a2, a3, i)[0]
-
-
-def write_four(a0, a1, a2, a3, i, w, c1, c2, c3, u, r0, r1):
-    """Device function: sweep up through four components, cut from the top."""
-    p = component(a0, i)
-    high, e3 = two_sum(c3, u)
-    high, e2 = two_sum(c2, high)
-    high, e1 = two_sum(c1, high)
-    high, e0 = two_sum(p, high)
-    high, low = normalized(high, ((e3 + e2) + e1) + e0)
-    high, low, lost = cut(a0, i, select(u == ZERO, p, high), low, ZERO)
-    high, low, lost = cut(a1, i, select(u == ZERO, c1, high), low, lost)
-    high, low, lost = cut(a2, i, select(u == ZERO, c2, high), low, lost)
-    cut_last(a3, i, select(u == ZERO, c3, high), lost, r0)
-    return read_four(a0, a1, a2, a3, i)[0]
-
-
-def fill_three(a0, a1, a2, a3, i, value):
-    """Device function: three components from the top."""
-    high, low, lost = cut(a0, i, value, ZERO, ZERO)
-    high, low, lost = cut(a1, i, high, low, lost)
-    cut_last(a2, i, high, lost, value)
-
-
-def fill_four(a0, a1, a2, a3, i, value):
-    """Device function: four components from the top."""
-    high, low, lost = cut(a0, i, value, ZERO, ZERO)
-    high, low, lost = cut(a1, i, high, low, lost)
-    high, low, lost = cut(a2, i, high, low, lost)
-    cut_last(a3, i, high, lost, value)
+def fill(a0, a1, a2, a3, i, value):
+    """Device function: components from the top."""
+    high, low, lost, addresses = value, ZERO, ZERO, (a0, a1, a2, a3)[:COUNT]
+    for address in addresses[:-1]:
+        high, low, lost = cut(address, i, high, low, lost)
+    cut_last(addresses[-1], i, high, lost, value)
 
 
 register_weight_update(Components())

@@ -1,5 +1,6 @@
 """Kahan's compensated weight update, and its generalization to more components."""
 
+# ruff: noqa: F821  names that are free here (weight_load, fitting, ...) are bound when a kernel is written
 from __future__ import annotations
 
 from dataclasses import dataclass
@@ -13,43 +14,30 @@ from ..stores._storage import EXPONENT, Store
 from ._weight_update import (
     WeightUpdate,
     register_weight_update,
-    residual_round,
     rounding_name,
     store_bindings,
-    weight_load,
-    weight_nearest,
-    weight_real,
-    weight_round,
-    weight_save,
 )
 
 ZERO, NEGATIVE_ZERO, NOTHING = np.float32(0.0), np.float32(-0.0), np.uint32(0)
-
-
-NONE = np.float32(0.0)
 
 # Bound per store and weight update.
 LEAST_BINADE, RESIDUAL_SHARE, RESIDUAL_LEAST = np.uint32(0), np.float32(0.0), np.float32(0.0)
 
 
-def fitting(p, c):
-    """Device function: a residual, or 0 if it is larger than its weight update leaves beside p, or p + c overflows."""
-    raise AssertionError("bound when a kernel is built")
-
-
 def fitting_wide(p, c):
-    """Device function: `fitting` for stores with float32's exponents, where half an ulp above the largest is finite.
+    """Device function: a residual, or 0 if it is larger than its weight update leaves beside p, or p + c overflows.
 
-    Beside an infinite p the bound is NaN.
+    For stores with float32's exponents, where half an ulp above the largest is finite; beside an infinite p the bound
+    is NaN.
     """
-    return select(abs(c) <= real(binade_of(p)) * RESIDUAL_SHARE + (p - p), c, NONE)
+    return select(abs(c) <= real(binade_of(p)) * RESIDUAL_SHARE + (p - p), c, ZERO)
 
 
 def fitting_any(p, c):
-    """Device function: `fitting` for any store and bound."""
+    """Device function: the same for any store and bound."""
     w = p + c
-    fits = (abs(c) <= real(binade_of(p)) * RESIDUAL_SHARE + RESIDUAL_LEAST) & (w - w == NONE)
-    return select(fits, c, NONE)
+    fits = (abs(c) <= real(binade_of(p)) * RESIDUAL_SHARE + RESIDUAL_LEAST) & (w - w == ZERO)
+    return select(fits, c, ZERO)
 
 
 def binade_of(p):

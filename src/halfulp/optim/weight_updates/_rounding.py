@@ -1,14 +1,13 @@
 """Weight updates without a residual: nearest, stochastic, a float32 master copy, and plain float32 parameters."""
 
+# ruff: noqa: F821  names that are free here (weight_load, fitting, ...) are bound when a kernel is written
 from __future__ import annotations
 
-import warnings
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import torch
 
-from ..._messages import find_users_level
 from ...kernels.scalar._operations import load32, select, store32, word
 from ..stores._storage import F32, Store, f32_real
 from ._weight_update import (
@@ -16,11 +15,6 @@ from ._weight_update import (
     read_plain,
     register_weight_update,
     store_bindings,
-    weight_load,
-    weight_nearest,
-    weight_real,
-    weight_save,
-    weight_update,
     write_plain,
 )
 
@@ -127,22 +121,6 @@ class Feedback(StochasticallyRounded):
     name: ClassVar[str] = "feedback"
     feeds_back: ClassVar[bool] = True
     scales: ClassVar[bool] = False
-
-
-def warn_of_rate_jump(group: dict[str, Any]) -> None:
-    """Warn if a group's learning rate jumps: pending rounding errors are stored in units of it."""
-    chosen = group["weight_update"]
-    if chosen is None or not weight_update(chosen).feeds_back:
-        return
-    lr, before = float(group["lr"]), group.get("last_lr")
-    group["last_lr"] = lr
-    if before and lr and not 0.5 <= lr / before <= 2:
-        warnings.warn(
-            f"weight_update='feedback' and the learning rate went from {before:.3g} to {lr:.3g} in one step: "
-            f"pending rounding errors are repaid {lr / before:.3g} times too large; change it by at most twofold",
-            RuntimeWarning,
-            stacklevel=find_users_level(),
-        )
 
 
 for _update in (Rounded(), StochasticallyRounded(), Feedback(), Exact(), Master()):

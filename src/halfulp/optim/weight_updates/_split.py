@@ -1,5 +1,6 @@
 """A float32 weight split into the narrow parameter and its low bits."""
 
+# ruff: noqa: F821  names that are free here (weight_load, fitting, ...) are bound when a kernel is written
 from __future__ import annotations
 
 from dataclasses import dataclass
@@ -32,10 +33,6 @@ from ._weight_update import (
     register_weight_update,
     rounding_name,
     store_bindings,
-    weight_load,
-    weight_nearest,
-    weight_real,
-    weight_save,
 )
 
 ZERO, ONE, S8, S15, S16 = (np.uint32(n) for n in (0, 1, 8, 15, 16))
@@ -162,11 +159,6 @@ def fill_split(a0, a1, a2, a3, i, value):
     bits = word(value)
     weight_save(a0, i, shr(add(bits, HALF_16), S16))
     store16(a1, i, bits)
-
-
-def rounded_sum(w, u, random):
-    """Device function: w + u as a float32."""
-    raise AssertionError("bound when a kernel is built")
 
 
 def add_nearest(w, u, random):

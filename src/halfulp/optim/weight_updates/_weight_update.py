@@ -1,5 +1,6 @@
 """The weight update: how a float32 update enters a narrow parameter. The only code that writes a parameter."""
 
+# ruff: noqa: F821  names that are free here (weight_load, fitting, ...) are bound when a kernel is written
 from __future__ import annotations
 
 import dataclasses
@@ -74,6 +75,11 @@ class WeightUpdate:
         step changes the scale of a scaled parameter, w, h0 and h1 arrive under the new one, and h2 as it was returned.
         One with auxiliary tensors gives `fill_weight(a0, a1, a2, a3, i, value)` too, which stores what is nearest to a
         float32, without draws; by default the parameter alone is written.
+
+        Free names in them stand for what is bound beside them (`store_bindings`): `weight_load(address, i)` is the code
+        of a parameter's element, `weight_save(address, i, code)` writes it, `weight_real(code)` is its float32, and
+        `weight_nearest(x, random)` and `weight_round(x, random)` are the codes for a float32, the latter by the
+        rounding of the weight.
         """
         raise AssertionError("every weight update binds its pieces")
 
@@ -109,36 +115,6 @@ def _filler(update: WeightUpdate, store: Store) -> Trace:
     fill: Any = names.get("fill_weight", fill_plain)
     bound(fill, names)(*element.arrays, element.index, canonical(element.given("value")))
     return element.trace
-
-
-def weight_load(address, i):
-    """The code of parameter element i."""
-    raise AssertionError("bound when a kernel is built")
-
-
-def weight_save(address, i, code):
-    """Write the code of parameter element i."""
-    raise AssertionError("bound when a kernel is built")
-
-
-def weight_real(code):
-    """The float32 of a parameter's code."""
-    raise AssertionError("bound when a kernel is built")
-
-
-def weight_nearest(x, random):
-    """The parameter's code nearest to a float32."""
-    raise AssertionError("bound when a kernel is built")
-
-
-def weight_round(x, random):
-    """The parameter's code for a float32, by the rounding of the weight."""
-    raise AssertionError("bound when a kernel is built")
-
-
-def residual_round(x, random):
-    """The parameter's code for a float32, by the rounding of the residual."""
-    raise AssertionError("bound when a kernel is built")
 
 
 def read_plain(a0, a1, a2, a3, i):

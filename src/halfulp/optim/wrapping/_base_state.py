@@ -65,16 +65,11 @@ def check_base_state(
     group: dict,
     position: int,
 ) -> None:
-    """Refuse saved states of a wrapped optimizer that do not fit what it holds.
+    """Raise ValueError for saved states of a wrapped optimizer that do not fit what it holds.
 
     Args:
-        state: that it saved of a parameter.
-        own: that the optimizer around it saved beside.
+        state: that it saved of a parameter, and own: that the optimizer around it saved beside.
         base: the wrapped optimizer, and shadow: the tensor that it steps for the parameter.
-        group, position: of the parameter.
-
-    Raises:
-        ValueError: other shapes, or none where the parameter has made steps.
     """
     held = base.state.get(shadow, {})
     for name, value in (state or {}).items():

@@ -47,11 +47,7 @@ def assignment(w, g):
     return (g - w,)
 
 
-def _no_constants(group: Mapping, step: int) -> tuple[float, ...]:
-    return ()
-
-
-ASSIGNMENT = UpdateRule("assignment", assignment, (), (), _no_constants, assigns=True, decays=False)
+ASSIGNMENT = UpdateRule("assignment", assignment, (), (), lambda group, step: (), assigns=True, decays=False)
 
 
 class ExplicitGradientOptimizer(Optimizer):
@@ -312,7 +308,8 @@ class Wrapped(ExplicitGradientOptimizer):
         if self._groups_changed():
             self._follow_groups()
         self._check_wrappers(any(p.grad is not None for group in self.param_groups for p in group["params"]))
-        if self._asks_for_closure():
+        wanted = inspect.signature(type(self.base).step).parameters.get("closure")
+        if wanted is not None and wanted.default is inspect.Parameter.empty:
             return self._step_with(closure)
         loss = None
         if closure is not None:
@@ -364,13 +361,13 @@ class Wrapped(ExplicitGradientOptimizer):
             self._release(plans)
         return loss
 
-    def _asks_for_closure(self) -> bool:
-        closure = inspect.signature(type(self.base).step).parameters.get("closure")
-        return closure is not None and closure.default is inspect.Parameter.empty
-
     def _runs(self, plans: list[ParameterPlan]) -> list[list[ParameterPlan]]:
         """Return the runs of plans that step together: all, unless the wrapped optimizer steps each parameter alone."""
-        if not type(self.base).__module__.startswith("torch.optim.") or is_hooked(self.base):
+        if (
+            not type(self.base).__module__.startswith("torch.optim.")
+            or self.base._optimizer_step_pre_hooks
+            or self.base._optimizer_step_post_hooks
+        ):
             return [plans]
         whole = [plan for plan in plans if _in_place(plan)]
         apart = [plan for plan in plans if not _in_place(plan)]
@@ -485,7 +482,9 @@ class Wrapped(ExplicitGradientOptimizer):
         own = super().__getstate__()
         shadows = [(p, self._shadows[p]) for group in self.param_groups for p in group["params"]]
         own |= {"_shadows": shadows, "base": None}
-        return {**own, "_inner": (type(self.base), fields_of(self.base))}
+        # Without a step that a scheduler has bound to it.
+        fields = {k: v for k, v in vars(self.base).items() if k != "step" and not k.endswith("_hooks")}
+        return {**own, "_inner": (type(self.base), fields)}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         """Restore from `__getstate__`."""
@@ -493,7 +492,8 @@ class Wrapped(ExplicitGradientOptimizer):
         self._complete = False
         super().__setstate__(state)
         self._shadows, self._base_aside = TensorMap(shadows), TensorMap()
-        self.base, self._complete = rebuilt(kind, fields), True
+        self.base, self._complete = object.__new__(kind), True
+        self.base.__setstate__(fields)
         self._pair_groups()
 
     def __repr__(self) -> str:
@@ -544,18 +544,6 @@ def merged_group(outer: Mapping, inner: Mapping) -> dict:
     """A group of parameters with the options of the wrapped optimizer's group."""
     options = {name: value for name, value in inner.items() if name not in ("params", "param_names")}
     return {**outer, **options}
-
-
-def fields_of(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
-    """An optimizer's attributes without hooks, and without a step that a scheduler has bound to it."""
-    return {k: v for k, v in vars(optimizer).items() if k != "step" and not k.endswith("_hooks")}
-
-
-def rebuilt(kind: type, fields: dict[str, Any]) -> torch.optim.Optimizer:
-    """An optimizer from its class and attributes, as unpickling makes one."""
-    optimizer: torch.optim.Optimizer = object.__new__(kind)
-    optimizer.__setstate__(fields)
-    return optimizer
 
 
 def empty_like(parameter: torch.Tensor) -> torch.Tensor:
@@ -646,8 +634,3 @@ def plain_step(optimizer: torch.optim.Optimizer, *arguments: Any) -> Any:
     for hook in tuple(optimizer._optimizer_step_post_hooks.values()):
         hook(optimizer, (optimizer, *arguments), options)
     return result
-
-
-def is_hooked(optimizer: torch.optim.Optimizer) -> bool:
-    """Return whether an optimizer has step hooks that must run."""
-    return bool(optimizer._optimizer_step_pre_hooks or optimizer._optimizer_step_post_hooks)

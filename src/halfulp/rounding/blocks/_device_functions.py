@@ -90,7 +90,11 @@ def multiplied(w, inverse, c):
 
 def multiplied_kept(w, inverse, c):
     """Device function: the same for modes in which a small number is not 0."""
-    y = as_word(as_real(w) * as_real(inverse))
+    return kept(w, multiplied(w, inverse, c), c)
+
+
+def kept(w, y, c):
+    """Device function: a quotient, of a number that is not 0 never 0."""
     zero = minus(c[ONE], c[ONE])
     lost = (both(y, c[MAGNITUDE]) == zero) & (both(w, c[MAGNITUDE]) > zero)
     return choose(lost, either(y, c[ONE]), y)
@@ -143,7 +147,4 @@ def divided(w, inverse, c):
 
 def divided_kept(w, inverse, c):
     """Device function: the same for modes in which a small number is not 0."""
-    y = as_word(as_real(w) / as_real(inverse))
-    zero = minus(c[ONE], c[ONE])
-    lost = (both(y, c[MAGNITUDE]) == zero) & (both(w, c[MAGNITUDE]) > zero)
-    return choose(lost, either(y, c[ONE]), y)
+    return kept(w, divided(w, inverse, c), c)

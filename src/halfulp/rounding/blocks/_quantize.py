@@ -39,12 +39,10 @@ _SMALLEST_NORMAL = 2.0**-126
 
 
 def blocks_by_reference(x: torch.Tensor, target: BlockTarget, key: int) -> torch.Tensor:
-    """The result on any device.
+    """Return the result on any device.
 
-    Args:
-        x: tensor of any shape; blocks lie along its last dimension, and the last one of a row may be shorter.
-        target: what to round to.
-        key: of the random bits; an element's index is its position in x.
+    Blocks lie along the last dimension of x, and the last one of a row may be shorter; the index of an element's random
+    bits is its position in x.
     """
     if x.numel() == 0:
         return x.clone()
@@ -116,15 +114,10 @@ def _recorded(what: str, kind: Kind, width: int) -> Piece:
 
 
 class Plan(NamedTuple):
-    """What rounding tensors of a dtype to a target takes.
+    """The kernels that round tensors of a dtype to a target, each with the target's constants.
 
-    Attributes:
-        kernel: rounds.
-        constants: of the target, as arguments of its launch.
-        measure: finds the largest of the finite blocks' largest magnitudes, where the tensor has a scale of its own.
-        measured: the constants of that.
-        kind: what tells apart the kernels, which differ in the choice of the scale too where it is a constant.
-        name: of the kernel, for messages.
+    Where the tensor has a scale of its own, `measure` finds the largest of the finite blocks' largest magnitudes.
+    `kind` tells kernels apart, which differ in the choice of the scale too where it is a constant.
     """
 
     kernel: TensorKernel

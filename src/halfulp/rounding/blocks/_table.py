@@ -193,10 +193,7 @@ def _table(dtype: torch.dtype, kind: Kind, rounds: bool) -> Table:
 def words_of(target: BlockTarget, layout: Layout, tensor: float, unit: float) -> np.ndarray:
     """Return the constants of a table: of the elements, of the scales, and of blocks.
 
-    Args:
-        target: what to round to.
-        layout: of the words.
-        tensor, unit: the tensor's scale, and its product with the largest element.
+    `tensor` is the tensor's scale, and `unit` its product with the largest element.
     """
     of_scale = constants(target.scale, layout).words
     of_block = _block_words(target, layout, tensor, unit)
