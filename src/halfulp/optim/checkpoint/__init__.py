@@ -1,1 +1,1 @@
-"""State dicts and checkpoints: saving, validation, and states saved by other versions and optimizers."""
+"""State dicts and checkpoints: saving, validation, and states saved by other optimizers."""
