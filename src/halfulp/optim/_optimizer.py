@@ -329,9 +329,6 @@ class Optimizer(CheckpointMixin):
         self._take_step()
         return loss
 
-    @torch._disable_dynamo
-    @torch.no_grad()
-    @keeping_subnormals()
     def step_parameter(self, parameter: torch.Tensor, group: dict[str, Any], position: int) -> None:
         """Step one parameter alone, as trainers do inside of backward to free its gradient at once.
 
@@ -361,8 +358,14 @@ class Optimizer(CheckpointMixin):
             raise NotImplementedError(
                 "a step of one parameter runs none of the hooks of step(): remove them, or call step() after backward"
             )
-        if parameter.grad is None:
-            return
+        if parameter.grad is not None:
+            self._step_alone(parameter, group, position)
+
+    @torch._disable_dynamo
+    @torch.no_grad()
+    @keeping_subnormals()
+    def _step_alone(self, parameter: torch.Tensor, group: dict[str, Any], position: int) -> None:
+        """Do what `step_parameter` does, without its questions."""
         self._begin_step()
         self._check_group_now(group)
         alone = {**group, "params": [parameter], "param_names": [name_of(group, position)]}
