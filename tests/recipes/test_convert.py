@@ -431,8 +431,8 @@ def test_low_bits_outlive_a_write_of_the_same_values(changes: bool, seed: int) -
     """DistributedDataParallel writes its first process's parameters to all, when it is made before the optimizer."""
     model = nn.Linear(8, 16)
     start = model.weight.detach().clone()
-    hu.convert(model, "bf16-split")
+    recipes.convert(model, "bf16-split")
     with torch.no_grad():
         model.weight.copy_(model.weight.clone() + int(changes))
-    kept = hu.recipes.optimizer(model, "AdamW").float32_state_dict(model)["weight"]
+    kept = recipes.optimizer(model, "AdamW").float32_state_dict(model)["weight"]
     assert torch.equal(kept, model.weight.float() if changes else start)

@@ -7,6 +7,7 @@ from typing import Any, ClassVar, TypeVar, overload
 
 import torch
 
+from .._names import unknown
 from ..formats import Format
 from ..kernels import keeping_subnormals
 from ..subclass.models._averages import warn_of_living_averages
@@ -113,7 +114,11 @@ class Optimizer(CheckpointMixin):
         format: Format | str | None = None,
         seed: int = 0,
         report_interval: int = 50,
+        **unknown_options: Any,
     ) -> None:
+        known = option_defaults(type(self))
+        for name in unknown_options:
+            raise TypeError(unknown(f"option of {type(self).__name__}", name, known))
         check_parameters(params)
         self._start_caches()
         self._is_built = False
@@ -125,7 +130,7 @@ class Optimizer(CheckpointMixin):
             "seed": seed,
             "report_interval": report_interval,
         }
-        super().__init__(params, read_options({**defaults, **own}, option_defaults(type(self))))
+        super().__init__(params, read_options({**defaults, **own}, known))
         refuse_unused_update(self, self.param_groups)
         # After all groups were accepted: what is refused leaves every parameter as it was.
         narrow(self, self.param_groups, check_narrowing(self.param_groups))
@@ -146,12 +151,18 @@ class Optimizer(CheckpointMixin):
             note_identities(group, self._identities)
 
     @classmethod
-    def split_groups(cls, params: Parameters) -> Parameters:
+    def split_groups(cls, params: Parameters, use_muon: Any = None) -> Parameters:
         """Return parameters in groups that this optimizer steps; a rule that steps some shapes alone splits others off.
 
         Args:
             params: parameters, named parameters or groups.
+            use_muon: see Muon.
+
+        Raises:
+            ValueError: `use_muon` of another optimizer.
         """
+        if use_muon is not None:
+            raise ValueError(f"{cls.__name__} steps parameters of all shapes: use_muon= is an option of Muon")
         return params
 
     def rule(self, group: dict[str, Any]) -> UpdateRule:
