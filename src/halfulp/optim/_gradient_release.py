@@ -30,11 +30,11 @@ class StepWatcher:
     def begin_step(self, optimizer: Optimizer) -> None:
         """Note that an optimizer steps its parameters one by one from now on."""
 
-    def watch_parameter(self, optimizer: Optimizer, parameter: torch.Tensor) -> contextlib.AbstractContextManager:
+    def watch_parameter(self, optimizer: Optimizer, parameter: torch.Tensor) -> contextlib.AbstractContextManager[None]:
         """Return a context in which one parameter steps."""
         return contextlib.nullcontext()
 
-    def pause(self) -> contextlib.AbstractContextManager:
+    def pause(self) -> contextlib.AbstractContextManager[None]:
         """Return a context for a backward pass that is run again."""
         return contextlib.nullcontext()
 
