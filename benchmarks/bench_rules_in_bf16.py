@@ -7,6 +7,7 @@ import argparse
 import statistics
 from concurrent.futures import ProcessPoolExecutor
 from multiprocessing import get_context
+from typing import Any
 
 from ._results import Result, Table, save
 
@@ -19,13 +20,26 @@ seed. The twin is a float32 run whose start differs by 1e-7 of each weight: its 
 RULES = {
     "Muon": {"lr": 2e-3, "weight_decay": 0.1, "adjust_lr_fn": "match_rms_adamw"},
     "Adafactor": {"lr": 1e-2},
+    "AdamW": {"lr": 3e-3, "weight_decay": 0.1},
 }
+JUDGED = ("Muon", "Adafactor")
 UPDATES = ("split8", "stochastic", "kahan", "nearest")
 BAR, SEEDS = 0.002, (0, 1, 2)
 
 
-def train(rule: str, run: str, seed: int, steps: int) -> float:
-    """The validation loss after a training, by a weight update in bfloat16, or in float32 ("float32", "twin")."""
+def train(
+    rule: str, run: str, seed: int, steps: int, width: int = 96, options: dict[str, Any] | None = None
+) -> tuple[float, float]:
+    """The validation loss after a training, by a weight update in bfloat16 or in float32 ("float32", "twin").
+
+    Args:
+        rule, run, seed, steps: of the training.
+        width: of the model.
+        options: of the optimizer, beside the rule's.
+
+    Returns:
+        Beside the loss the bytes per parameter.
+    """
     import copy
 
     import torch
@@ -38,6 +52,9 @@ def train(rule: str, run: str, seed: int, steps: int) -> float:
     data = task.load()
 
     model = task.model(data, seed)
+    if width != 96:
+        torch.manual_seed(seed)
+        model = type(model)(model.tokens.num_embeddings, width=width, time=task.time)
     start = copy.deepcopy(model)
     if run == "twin":
         with torch.no_grad():
@@ -45,7 +62,7 @@ def train(rule: str, run: str, seed: int, steps: int) -> float:
                 parameter.mul_(1 + 1e-7 * torch.randn_like(parameter))
     made = {"weight_update": run, "param_dtype": "bf16"} if run in UPDATES else {}
     kind = hu.optim.OPTIMIZERS[rule]
-    optimizer = kind(kind.split_groups(model.named_parameters()), seed=seed, **made, **RULES[rule])
+    optimizer = kind(kind.split_groups(model.named_parameters()), seed=seed, **made, **RULES[rule], **(options or {}))
     rates = [group["lr"] for group in optimizer.param_groups]
     for step, (x, y) in enumerate(task.batches(data, seed, steps)):
         for group, rate in zip(optimizer.param_groups, rates):
@@ -60,7 +77,7 @@ def train(rule: str, run: str, seed: int, steps: int) -> float:
             torch.nn.functional.cross_entropy(start(a).flatten(0, 1), b.flatten(), reduction="sum").double()
             for a, b in zip(x.split(64), y.split(64))
         ]
-    return float(sum(losses) / y.numel())
+    return float(sum(losses) / y.numel()), optimizer.bytes_per_parameter()
 
 
 def main() -> None:
@@ -68,9 +85,10 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--steps", type=int, default=120)
     steps = parser.parse_args().steps
-    runs = [(rule, run, seed) for rule in RULES for run in ("float32", "twin", *UPDATES) for seed in SEEDS]
+    runs = [(rule, run, seed) for rule in JUDGED for run in ("float32", "twin", *UPDATES) for seed in SEEDS]
     with ProcessPoolExecutor(2, get_context("spawn")) as pool:
-        losses = dict(zip(runs, pool.map(train, *zip(*runs), [steps] * len(runs))))
+        found = pool.map(train, *zip(*runs), [steps] * len(runs))
+        losses = {run: loss for run, (loss, _) in zip(runs, found)}
     table = Table(
         f"Gaps to float32 after {steps} steps",
         {"rule": "", "run": "", "loss": ".4f", "gap": "+.5f", "largest": ".5f", "bar": ""},

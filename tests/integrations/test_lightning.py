@@ -216,3 +216,80 @@ def test_a_recipe_that_scales_gradients_is_refused_by_name():
         Recipe("fp16-adaptive")
     with pytest.raises(ValueError, match="did you mean 'bf16-split8'"):
         Recipe("bf16-splitt8")
+
+
+UNDER_DDP = """
+import os, sys, warnings
+rank, path, seed = int(sys.argv[1]), sys.argv[2], int(sys.argv[3])
+warnings.simplefilter("ignore")  # Lightning's advice
+os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE="2", MASTER_ADDR="localhost", MASTER_PORT="0")
+import torch
+import torch.distributed as dist
+import lightning.pytorch as lightning
+from lightning.pytorch.plugins.environments import TorchElasticEnvironment
+from torch import nn
+import halfulp as hu
+from halfulp.integrations.lightning import Precision, Recipe
+
+torch.set_num_threads(1)
+dist.init_process_group("gloo", init_method="file://" + path, rank=rank, world_size=2)
+
+
+class Module(lightning.LightningModule):
+    def __init__(self, options):
+        super().__init__()
+        self.network = nn.Sequential(nn.Linear(8, 16), nn.LayerNorm(16), nn.Linear(16, 2))
+        self.options, self.seen = options, []
+
+    def training_step(self, batch, step):
+        self.seen.append(batch)
+        inputs, targets = batch
+        return (self.network(inputs).float() - targets).square().mean()
+
+    def configure_optimizers(self):
+        return hu.AdamW(self.named_parameters(), lr=1e-2, weight_update="kahan", **self.options)
+
+
+def fitted(options, **given):
+    torch.manual_seed(seed)
+    module = Module(options)
+    found = torch.utils.data.TensorDataset(torch.randn(16, 8), torch.randn(16, 2))
+    trainer = lightning.Trainer(
+        accelerator="cpu", devices=2, strategy=lightning.strategies.DDPStrategy(
+            cluster_environment=TorchElasticEnvironment(), process_group_backend="gloo"),
+        max_epochs=1, logger=False, enable_progress_bar=False, enable_model_summary=False, enable_checkpointing=False,
+        default_root_dir=os.path.dirname(path), **given)
+    trainer.fit(module, torch.utils.data.DataLoader(found, batch_size=2))
+    return module
+
+
+module = fitted({}, plugins=[Recipe("bf16-kahan")], callbacks=[Precision()])
+
+# The plain loop, on the batches that the sampler has given each process.
+torch.manual_seed(seed)
+plain = hu.convert(Module({}), "bf16-kahan")
+optimizer = hu.AdamW(plain.named_parameters(), lr=1e-2, weight_update="kahan")
+model = nn.parallel.DistributedDataParallel(plain.network)
+assert len(module.seen) == 4
+for inputs, targets in module.seen:
+    (model(inputs).float() - targets).square().mean().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+assert module.network[1].weight.dtype == torch.float32
+for (name, one), other in zip(module.named_parameters(), plain.parameters(), strict=True):
+    assert one.dtype == other.dtype and torch.equal(one, other), name
+
+try:
+    fitted({"param_dtype": "bf16"})
+except ValueError as error:
+    assert "give Trainer(plugins=[Recipe('bf16-split8')])" in str(error), error
+else:
+    raise AssertionError("narrowed under DistributedDataParallel")
+dist.barrier()
+sys.stdout.flush()
+os._exit(0)
+"""
+
+
+def test_a_recipe_trains_under_ddp_and_a_late_narrowing_names_it(in_two_processes):
+    in_two_processes(UNDER_DDP)

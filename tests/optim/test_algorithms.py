@@ -312,3 +312,43 @@ def test_muon_tells_embeddings_and_heads_by_their_names():
     weight = named[0][1]
     (group,) = hu.optim.Muon.split_groups([{"params": weight, "lr": 0.5}])
     assert group == {"params": [weight], "use_muon": True, "lr": 0.5}
+
+
+def test_muons_others_have_adamws_options():
+    """With the bits of AdamW beside it; a scheduler scales both rates, and files hold neither default."""
+    options = {"adamw_lr": "3e-3", "adamw_betas": (0.8, 0.9), "adamw_eps": 1e-6, "adamw_weight_decay": 0.3}
+    models = [torch.nn.Linear(8, 4) for _ in range(2)]
+    models[1].load_state_dict(models[0].state_dict())
+    one = hu.optim.Muon(hu.optim.Muon.split_groups(models[0].named_parameters()), lr=0.02, **options)
+    scheduler = torch.optim.lr_scheduler.StepLR(one, 1, 0.5)
+    muon = hu.optim.Muon([models[1].weight], lr=0.02)
+    adamw = hu.AdamW([models[1].bias], lr=3e-3, betas=(0.8, 0.9), eps=1e-6, weight_decay=0.3)
+    x = torch.linspace(-1, 1, 24).view(3, 8)
+    for _ in range(3):
+        for model, optimizers in zip(models, ([one], [muon, adamw])):
+            model(x).square().sum().backward()
+            for optimizer in optimizers:
+                optimizer.step()
+                optimizer.zero_grad()
+    assert all(hu.kernels.same_bits(a.detach(), b.detach()) for a, b in zip(*(model.parameters() for model in models)))
+    matrices, others = one.param_groups
+    assert (matrices["lr"], matrices["weight_decay"], others["lr"]) == (0.02, 0.1, 3e-3)
+    assert not any(name.startswith("adamw_") for group in one.state_dict()["param_groups"] for name in group)
+    scheduler.step()
+    assert (matrices["lr"], others["lr"]) == (0.01, 1.5e-3)
+    again = copy.deepcopy(one)
+    again.add_param_group({"params": [("more", torch.nn.Parameter(torch.ones(2)))], "use_fallback": True, "lr": 1.0})
+    assert (again.param_groups[2]["lr"], again.param_groups[2]["betas"]) == (1.0, (0.8, 0.9))
+    with pytest.raises(ValueError, match=r"lr=-1\.0 is not allowed"):
+        hu.optim.Muon([{"params": [models[0].bias], "use_muon": False}], adamw_lr=-1.0)
+
+
+def test_users_choose_muons_parameters():
+    named = [*torch.nn.Sequential(torch.nn.Linear(3, 2), torch.nn.Linear(2, 2)).named_parameters()]
+    for use_muon in ("1.weight", ["1.w*", "nothing"], lambda name, p: p.dim() == 2 and name.startswith("1")):
+        groups = hu.optim.Muon.split_groups(named, use_muon)
+        assert [name for name, _ in groups[0]["params"]] == ["1.weight"]
+    with pytest.raises(ValueError, match=r"use_muon='2\.\*' matches no name"):
+        hu.optim.Muon.split_groups(named, "2.*")
+    with pytest.raises(ValueError, match="AdamW steps parameters of all shapes: use_muon= is an option of Muon"):
+        hu.AdamW.split_groups(named, "1.weight")

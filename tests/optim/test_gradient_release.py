@@ -358,3 +358,49 @@ def test_a_step_that_fails_on_the_host_is_told_and_leaves_no_thread():
     with pytest.raises(ValueError, match=r"lr=-1\.0 is not allowed"):
         released.backward(_loss(model, 1))
     assert threading.active_count() == before
+
+
+def _contract(model, optimizer):
+    return hu.contract(model, optimizer).to_dict()["tensors"]
+
+
+def test_the_contract_of_copies_on_the_host_is_that_of_the_models_parameters():
+    model, optimizer = _model(), None
+    optimizer = _made(model.named_parameters())
+    _loss(model, 0).backward()
+    optimizer.step()
+    offloaded, released = _offloaded(range(1))
+    assert _contract(offloaded, released.optimizer) == _contract(model, optimizer)
+    assert hu.contract(offloaded, released.optimizer).tensors["0.weight"].weight_update == "split8"
+
+
+@pytest.mark.parametrize("write", [None, _clamp, _clamp_data, _replace_data])
+@pytest.mark.parametrize("release", [{}, {"offload": "cpu"}])
+def test_averages_have_the_bits_of_those_of_a_step_after_backward(release, write):
+    """The averages are of the weights that copies on the host stand for, and put back what they replace."""
+
+    def run(releases):
+        model = _model()
+        released = hu.optim.release_gradients(model, _made, **release) if releases else None
+        optimizer = released.optimizer if released else _made(model.named_parameters())
+        ema = hu.optim.EMA(model, 0.9, optimizer=optimizer)
+        for step in range(STEPS):
+            if released:
+                released.backward(_loss(model, step))
+            else:
+                _loss(model, step).backward()
+                optimizer.step()
+                optimizer.zero_grad()
+            if write:
+                write(model[0].weight)
+            ema.update()
+            with ema.apply():
+                assert not same_bits(model[0].weight.detach(), ema._averages["5.weight"])
+        return model, optimizer, ema
+
+    (plain, one, before), (model, other, after) = run(False), run(True)
+    assert _equal(plain, model)
+    weights = zip(one.float32_state_dict(plain).values(), other.float32_state_dict(model).values(), strict=True)
+    assert all(same_bits(a, b) for a, b in weights)
+    averages = zip(before.float32_state_dict().values(), after.float32_state_dict().values(), strict=True)
+    assert all(same_bits(a, b) for a, b in averages)

@@ -267,3 +267,55 @@ def test_float32_parameters_beside_narrow_ones_take_no_weight_update():
     hu.optim.AdamW([wide], weight_update="exact")
     hu.optim.AdamW([wide], weight_update="kahan", format="e8m3")
     hu.optim.AdamW([{"params": []}], weight_update="split8")
+
+
+OTHER_RANKS = """
+import os, sys, torch
+import torch.distributed as dist
+from torch import nn
+import halfulp as hu
+
+rank, path, seed = int(sys.argv[1]), sys.argv[2], int(sys.argv[3])
+dist.init_process_group("gloo", init_method="file://" + path, rank=rank, world_size=2)
+
+
+def said(make):
+    torch.manual_seed(seed)
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 2)).bfloat16()
+    optimizer = make(model)
+    wrapped = nn.parallel.DistributedDataParallel(model)
+    wrapped(torch.ones(2, 4).bfloat16()).sum().backward()
+    before = [parameter.detach().clone() for parameter in model.parameters()]
+    try:
+        optimizer.step()
+    except ValueError as error:
+        assert all(torch.equal(one, other) for one, other in zip(before, model.parameters()))
+        return str(error)
+
+
+def made(weight_update="kahan", **options):
+    return lambda model: hu.AdamW(model.named_parameters(), weight_update=weight_update, **options)
+
+
+assert said(made()) is None
+found = said(made("kahan" if rank else "split8"))
+assert "rank 1 trains in another way than rank 0: weight_update of group 0 is kahan there, and split8" in found, found
+found = said(made(seed=rank))
+assert "seed of group 0 is 1 there, and 0 on rank 0" in found, found
+found = said(made(state_dtype="8bit") if rank else made(state_dtype="4bit"))
+assert "state_dtype of group 0 is 8bit there, and 4bit" in found, found
+found = said(lambda model: (hu.SGD if rank else hu.Lion)(model.named_parameters(), lr=0.1))
+assert "the optimizer is SGD there, and Lion" in found, found
+found = said(lambda model: hu.SGD((model if rank else model[0]).named_parameters(), lr=0.1))
+assert "the number of parameters in group 0 is 4 of bfloat16 there, and 2 of bfloat16" in found, found
+import halfulp.optim._group_options as options
+options.__version__ = f"0.{rank}"
+assert "halfulp is 0.1 there, and 0.0 on rank 0" in said(made()), said
+dist.barrier()
+sys.stdout.flush()
+os._exit(0)
+"""
+
+
+def test_ranks_that_train_in_other_ways_are_named_at_the_first_step(in_two_processes):
+    in_two_processes(OTHER_RANKS)

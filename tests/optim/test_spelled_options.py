@@ -114,3 +114,17 @@ def test_a_class_string_that_does_not_exist_is_told_what_does():
     with pytest.raises(AttributeError, match=r"unknown name in halfulp\.optim 'AdamV'; did you mean 'Adam'"):
         getattr(importlib.import_module("halfulp.optim"), "AdamV")  # noqa: B009  as a loader of class strings does
     assert not any(name.lower().endswith("8bit") for name in hu.optim.OPTIMIZERS)  # kohya's are bitsandbytes'
+
+
+@pytest.mark.parametrize("kind", hu.optim.OPTIMIZERS.values())
+def test_an_unknown_option_is_said_with_the_class_that_was_called(kind):
+    weight = torch.nn.Parameter(torch.ones(2, 2))
+    with pytest.raises(TypeError, match=rf"unknown option of {kind.__name__} 'weigth_update'; did you mean 'weight_up"):
+        kind([weight], weigth_update="kahan")
+
+
+def test_a_class_that_does_not_exist_is_said_with_those_that_do():
+    with pytest.raises(AttributeError, match="unknown name in halfulp 'AdamV'; did you mean 'Adam"):
+        hu.AdamV  # noqa: B018
+    with pytest.raises(AttributeError, match=r"unknown name in halfulp\.optim 'Muun'; did you mean 'Muon'"):
+        hu.optim.Muun  # noqa: B018

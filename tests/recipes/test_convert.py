@@ -424,3 +424,15 @@ def test_a_wrapper_finds_the_recipe_inside(seed: int) -> None:
     recipes.convert(whole["head"], "bf16-split")
     with pytest.raises(ValueError, match="several recipes"):
         recipes.optimizer(whole, "AdamW", lr=0.1)
+
+
+@pytest.mark.parametrize("changes", [False, True])
+def test_low_bits_outlive_a_write_of_the_same_values(changes: bool, seed: int) -> None:
+    """DistributedDataParallel writes its first process's parameters to all, when it is made before the optimizer."""
+    model = nn.Linear(8, 16)
+    start = model.weight.detach().clone()
+    recipes.convert(model, "bf16-split")
+    with torch.no_grad():
+        model.weight.copy_(model.weight.clone() + int(changes))
+    kept = recipes.optimizer(model, "AdamW").float32_state_dict(model)["weight"]
+    assert torch.equal(kept, model.weight.float() if changes else start)

@@ -181,6 +181,17 @@ def test_what_is_not_finite_is_refused_and_nothing_changes(broken):
     assert type(model[0]) is nn.Linear
 
 
+def test_codes_are_not_converted(seed):
+    model = torch.nn.Sequential(torch.nn.Linear(16, 8), torch.nn.LayerNorm(8))
+    x = torch.randn(64, 16)
+    hu.multipoint(model, 4, [x])
+    before = model(x)
+    with pytest.raises(ValueError, match=r"0 has multipoint weights, which are codes and not trained: model\.to\("):
+        hu.convert(model, "bf16-kahan")
+    assert torch.equal(model(x), before)
+    model.to(torch.bfloat16)(x.bfloat16())
+
+
 def test_what_it_refuses():
     def model():
         return nn.Sequential(nn.Linear(6, 4), nn.ReLU())

@@ -198,3 +198,7 @@ def test_muon_steps_matrices_and_adamw_the_rest(seed):
     assert found == [(True, ["0.weight"]), (False, ["0.bias"])]
     assert "exp_avg_sq" in optimizer.state[ours[0].bias]
     assert "momentum_buffer" in optimizer.state[ours[0].weight]
+    two = recipes.convert(nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 3)), "bf16-split8")
+    chosen = recipes.optimizer(two, "Muon", lr=0.02, adamw_lr=1e-3, use_muon="0.weight")
+    found = [(group["lr"], group["param_names"]) for group in chosen.param_groups]
+    assert found == [(0.02, ["0.weight"]), (1e-3, ["0.bias", "1.weight", "1.bias"])]

@@ -72,7 +72,7 @@ class OptimizerFactory:
         groups = [group for group in groups if group["params"]]
         if isinstance(self.rule, str):
             kind = optim.OPTIMIZERS[self.rule]
-            return kind(kind.split_groups(groups), **options)
+            return kind(kind.split_groups(groups, options.pop("use_muon", None)), **options)
         return optim.wrap(self.rule, groups, **options)
 
 
@@ -90,7 +90,8 @@ def optimizer(
 
     Args:
         args: the Trainer's: learning rate, weight decay, and for rules of Adam's kind betas and eps come from there;
-            the options in `args.optim_args` ("weight_update=kahan,param_dtype=bf16"), too.
+            the options in `args.optim_args` ("weight_update=kahan,param_dtype=bf16"), too. Muon takes betas and eps
+            for the parameters that AdamW steps, whose rate is `adamw_lr=`, or that of the args.
         rule: the name of an optimizer of hu.optim, or a class of torch.optim, which `hu.optim.wrap` puts on narrow
             parameters.
         **options: of the optimizer; they precede those in args. `param_dtype` narrows a float32 model in place.
@@ -114,6 +115,8 @@ def optimizer(
     given: dict[str, Any] = {"lr": args.learning_rate}
     if "eps" in known and len(known.get("betas", ())) == 2:
         given |= {"betas": (args.adam_beta1, args.adam_beta2), "eps": args.adam_epsilon}
+    elif "adamw_betas" in known:
+        given |= {"adamw_betas": (args.adam_beta1, args.adam_beta2), "adamw_eps": args.adam_epsilon}
     return OptimizerFactory(rule, args.weight_decay), {**given, **_read_optim_args(args.optim_args), **options}
 
 

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import fnmatch
 import math
 import re
+from collections.abc import Callable, Sequence
 from typing import Any, Unpack
 
 import torch
@@ -28,6 +30,19 @@ from .stores._storage import Store
 _EMBEDDING_OR_HEAD = re.compile(
     r"(^|[._])(emb\w*|[^._]*emb(s|ed|eds|edding|eddings)?|wte|wpe)([._]|$)|(^|\.)(head|(?!multi_?head)\w*heads?(\.|$))"
 )
+
+
+# Which parameters are Muon's: by globs over names, or by name and parameter; None to tell them by shape and name.
+Choice = str | Sequence[str] | Callable[[str, torch.Tensor], bool] | None
+
+
+def _chooser(given: Choice) -> Callable[[str, torch.Tensor], bool]:
+    if callable(given):
+        return lambda name, parameter: bool(given(name, parameter))
+    if given is None:
+        return lambda name, parameter: parameter.dim() == 2 and not _EMBEDDING_OR_HEAD.search(name)
+    globs = [given] if isinstance(given, str) else given
+    return lambda name, _: any(fnmatch.fnmatchcase(name, glob) for glob in globs)
 
 
 @register_optimizer
@@ -423,13 +438,14 @@ class Muon(Optimizer):
     `nesterov`), by Newton-Schulz steps in bfloat16, or in float32 on processors without products of bfloat16. Those
     products are torch's: their bits are of the processor. While a step runs it holds 4 bytes more per parameter.
 
-    Only matrices step so. Give what is none, and embeddings, a param group with `use_muon=False`, which AdamW steps
-    (with `betas`, `eps`, `amsgrad` and `maximize` of its own), or another optimizer; `Muon.split_groups` makes such
-    groups.
+    Only matrices step so. Give what is none, and embeddings, a param group with `use_muon=False` (or timm's
+    `use_fallback=True`), which AdamW steps, or another optimizer; `Muon.split_groups` makes such groups.
 
     Args:
         params: parameters, named parameters or groups.
         lr, weight_decay, momentum, nesterov, ns_coefficients, eps, ns_steps, adjust_lr_fn: as torch.optim.Muon.
+        adamw_lr, adamw_betas, adamw_eps, adamw_weight_decay: of groups with `use_muon=False`, which may say `lr`,
+            `betas`, `eps`, `weight_decay`, `amsgrad` and `maximize` themselves. None for `lr` and `weight_decay`.
         **options: see Optimizer.
 
     Raises:
@@ -437,13 +453,17 @@ class Muon(Optimizer):
 
     >>> import torch, halfulp as hu
     >>> model = torch.nn.Linear(8, 4).bfloat16()
-    >>> others = {"params": [model.bias], "use_muon": False, "lr": 1e-3}
-    >>> opt = hu.optim.Muon([{"params": [model.weight]}, others], lr=0.02)
+    >>> groups = hu.optim.Muon.split_groups(model.named_parameters())
+    >>> opt = hu.optim.Muon(groups, lr=0.02, adamw_lr=1e-3)
+    >>> [(group["use_muon"], group["lr"]) for group in opt.param_groups]
+    [(True, 0.02), (False, 0.001)]
     >>> model(torch.ones(1, 8, dtype=torch.bfloat16)).sum().backward()
     >>> opt.step()
     >>> sorted(opt.state[model.weight]), sorted(opt.state[model.bias])
     (['low_bits', 'momentum_buffer', 'step'], ['exp_avg', 'exp_avg_sq', 'low_bits', 'step'])
     """
+
+    _adamws = ("adamw_lr", "adamw_betas", "adamw_eps", "adamw_weight_decay")
 
     def __init__(
         self,
@@ -456,18 +476,28 @@ class Muon(Optimizer):
         eps: float = 1e-7,
         ns_steps: int = 5,
         adjust_lr_fn: str | None = None,
+        *,
+        adamw_lr: float | torch.Tensor | None = None,
+        adamw_betas: tuple[float, float] = (0.9, 0.999),
+        adamw_eps: float = 1e-8,
+        adamw_weight_decay: float | None = None,
         **options: Unpack[OptimizerOptions],
     ) -> None:
         super().__init__(**split_arguments(locals()))
 
     @classmethod
-    def split_groups(cls, params: Parameters) -> list[dict[str, Any]]:
+    def split_groups(cls, params: Parameters, use_muon: Choice = None) -> list[dict[str, Any]]:
         """Return groups of matrices, and apart, with `use_muon=False`, of other shapes, embeddings and heads.
 
         Embeddings and heads are told by their names. A group that says `use_muon` stays as it is.
 
         Args:
             params: parameters, named parameters or groups.
+            use_muon: which parameters are Muon's instead: a glob over names or several, or a function of name and
+                parameter.
+
+        Raises:
+            ValueError: a glob that matches no name.
 
         >>> import torch, halfulp as hu
         >>> groups = hu.optim.Muon.split_groups(torch.nn.Linear(3, 2).named_parameters())
@@ -475,15 +505,18 @@ class Muon(Optimizer):
         [(['weight'], True), (['bias'], False)]
         """
         given: list[Any] = [*params]
+        chooses = _chooser(use_muon)
         found: list[dict[str, Any]] = []
         for group in given if given and isinstance(given[0], dict) else [{"params": given}]:
             parts: dict[bool, list[Any]] = {True: [], False: []}
             members = group["params"]
             for entry in [members] if isinstance(members, torch.Tensor) else members:
                 name, parameter = entry if isinstance(entry, tuple) else ("", entry)
-                parts[parameter.dim() == 2 and not _EMBEDDING_OR_HEAD.search(name)].append(entry)
+                parts[chooses(name, parameter)].append(entry)
             split = [{**group, "params": some, "use_muon": is_muons} for is_muons, some in parts.items() if some]
-            found += [group] if "use_muon" in group else split
+            found += [group] if group.keys() & {"use_muon", "use_fallback"} else split
+        if isinstance(use_muon, str | list | tuple) and not any(group.get("use_muon") for group in found):
+            raise ValueError(f"use_muon={use_muon!r} matches no name: give globs over the names of matrices")
         return found
 
     def rule(self, group: dict[str, Any]) -> UpdateRule:
@@ -494,13 +527,18 @@ class Muon(Optimizer):
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add a group of matrices, or with `use_muon=False` one that AdamW steps."""
-        own = {"betas": (0.9, 0.999), "eps": 1e-8, "amsgrad": False, "maximize": False}
-        known = {"use_muon": True, **own}
+        own = {name.removeprefix("adamw_"): self.defaults[name] for name in self._adamws}
+        own = {name: value for name, value in own.items() if value is not None} | {"amsgrad": False, "maximize": False}
+        known = {"use_muon": True, "use_fallback": False, **own}
         param_group.update(read_options({name: param_group[name] for name in known.keys() & param_group.keys()}, known))
+        if "use_fallback" in param_group:
+            param_group.setdefault("use_muon", not param_group.pop("use_fallback"))
         if not param_group.get("use_muon", True):
             for name, value in own.items():
                 param_group.setdefault(name, value)
         super().add_param_group(param_group)
+        for name in self._adamws:
+            self.param_groups[-1].pop(name, None)
 
     def _step_spec(self, group: dict[str, Any], parameter: torch.Tensor, gradient: Store | None, name: str) -> StepSpec:
         if group.get("use_muon", True) and parameter.dim() != 2:

@@ -15,6 +15,7 @@ from ..mctensor import MCTensor
 from ..rounding._random_bits import STREAM_VERSION
 from ..subclass.models._module_parameters import check_module
 from ._float32_weights import MOST_ELEMENTS, MOST_ON_DEVICE, read_weights, runs_of
+from ._gradient_release import model_parameters
 from ._group_options import check_number
 from ._inner_optimizer import own_optimizer
 from ._lost_updates import LostUpdateReport
@@ -140,7 +141,7 @@ class EMA:
         if not live:
             raise ValueError("the model has no parameters to average")
         if stepping is not None:
-            stepped = {id(parameter) for group in stepping.param_groups for parameter in group["params"]}
+            stepped = {id(parameter) for _, _, parameter in model_parameters(stepping)}
             if not any(id(tensor) in stepped for tensor in live.values()):
                 raise ValueError(
                     "optimizer= steps none of the model's parameters: give the optimizer of this model, or leave it out"
@@ -211,7 +212,8 @@ class EMA:
         on_cpu = all(memory(plan.parameter).is_cpu for plan in held.values())
         for plans in runs_of(held.values(), MOST_ELEMENTS if on_cpu else MOST_ON_DEVICE):
             values = read_weights(plans)
-            yield {names[id(plan)]: placed_like(value, plan.parameter) for plan, value in zip(plans, values)}
+            found = {names[id(plan)]: placed_like(value, plan.parameter) for plan, value in zip(plans, values)}
+            yield {name: value.to(live[name].device) for name, value in found.items()}
 
     @contextlib.contextmanager
     def apply(self) -> Iterator[torch.nn.Module]:
@@ -346,12 +348,12 @@ def _auxiliary_plans(optimizer: Optimizer | None, live: Mapping[str, torch.Tenso
         return {}
     found = {}
     names = {tensor: name for name, tensor in live.items()}
-    for group in optimizer.param_groups:
-        for position, parameter in enumerate(group["params"]):
-            if parameter in names and (optimizer.state.get(parameter) or isinstance(parameter, MCTensor)):
-                plan = optimizer._plan_to_read(group, position)
-                if plan.spec.update.auxiliary_tensors(plan.spec.store):
-                    found[names[parameter]] = plan
+    for group, position, parameter in model_parameters(optimizer):
+        held = group["params"][position]
+        if parameter in names and (optimizer.state.get(held) or isinstance(held, MCTensor)):
+            plan = optimizer._plan_to_read(group, position)
+            if plan.spec.update.auxiliary_tensors(plan.spec.store):
+                found[names[parameter]] = plan
     return found
 
 

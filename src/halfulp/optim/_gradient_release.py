@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import contextlib
+import functools
+import weakref
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any, Literal
 
 import torch
+from torch.optim import optimizer as _torch_optimizer
 from torch.utils.hooks import RemovableHandle
 
+from ..kernels import same_bits
 from ..subclass.models._module_parameters import check_module
 from ..subclass.models._parameter_holders import data_parallel_modules
 from ._group_options import check_number
@@ -18,6 +22,24 @@ from ._optimizer import Optimizer
 from .parameters._tensor_map import TensorMap
 
 ClipBy = Literal["this", "previous"]
+
+
+class StepWatcher:
+    """Watches steps: by its hooks of `step`, and by these methods where gradients are released inside of backward."""
+
+    def begin_step(self, optimizer: Optimizer) -> None:
+        """Note that an optimizer steps its parameters one by one from now on."""
+
+    def watch_parameter(self, optimizer: Optimizer, parameter: torch.Tensor) -> contextlib.AbstractContextManager[None]:
+        """Return a context in which one parameter steps."""
+        return contextlib.nullcontext()
+
+    def pause(self) -> contextlib.AbstractContextManager[None]:
+        """Return a context for a backward pass that is run again."""
+        return contextlib.nullcontext()
+
+    def end_step(self, optimizer: Optimizer) -> None:
+        """Note that an optimizer has stepped all parameters."""
 
 
 class GradientRelease:
@@ -44,6 +66,7 @@ class GradientRelease:
         self._norms: dict[torch.Tensor, torch.Tensor] = {}
         self._coefficient: torch.Tensor | None = None
         self._is_accumulating = self._has_begun = False
+        self._watchers: list[StepWatcher] = []
         self._attach()
 
     def backward(self, loss: torch.Tensor) -> None:
@@ -53,18 +76,26 @@ class GradientRelease:
         `accumulate` there is one, which does not step.
 
         Raises:
-            NotImplementedError: a gradient scaler of halfulp, or DistributedDataParallel, that came since.
+            NotImplementedError: a gradient scaler of halfulp, or DistributedDataParallel, that came since, or hooks of
+                the optimizer's `step` other than `hu.observe`'s.
         """
         _refuse_others(self._model, not self._has_begun)
         self._has_begun = True
         self._attach()
-        with contextlib.nullcontext() if self._host is None else self._host.stepping(self.optimizer):
-            self._backward(loss)
-
-    def _backward(self, loss: torch.Tensor) -> None:
         if self._is_accumulating:
             loss.backward()
-        elif self._clip is None or self._clip_by == "previous":
+            return
+        self._watchers = []
+        for watcher in _find_watchers(self.optimizer):
+            watcher.begin_step(self.optimizer)
+            self._watchers.append(watcher)
+        with contextlib.nullcontext() if self._host is None else self._host.stepping():
+            self._backward(loss)
+        for watcher in self._watchers:
+            watcher.end_step(self.optimizer)
+
+    def _backward(self, loss: torch.Tensor) -> None:
+        if self._clip is None or self._clip_by == "previous":
             with self._hooked(self._step):
                 loss.backward()
             self._step_rest()  # of micro-batches before, which this one has not reached
@@ -72,7 +103,9 @@ class GradientRelease:
         elif any(parameter.grad is not None for _, _, parameter in self._places()):
             self._step_after(loss)
         else:
-            with self._hooked(self._measure):
+            with contextlib.ExitStack() as paused, self._hooked(self._measure):
+                for watcher in self._watchers:
+                    paused.enter_context(watcher.pause())
                 loss.backward(retain_graph=True)
             self._set_coefficient()
             with self._hooked(self._step):
@@ -134,10 +167,17 @@ class GradientRelease:
         if self._coefficient is not None:
             gradient.mul_(self._coefficient.to(gradient.device))
         if self._host is None:
-            self.optimizer.step_parameter(parameter, group, position)
+            self._step_alone(parameter, group, position)
         else:
-            self._host.step(parameter, gradient, group, position)
+            step = functools.partial(self._step_alone, group=group, position=position)
+            self._host.step(parameter, gradient, step, waits=bool(self._watchers))
         parameter.grad = None
+
+    def _step_alone(self, parameter: torch.Tensor, group: dict[str, Any], position: int) -> None:
+        with contextlib.ExitStack() as watched:
+            for watcher in self._watchers:
+                watched.enter_context(watcher.watch_parameter(self.optimizer, parameter))
+            self.optimizer._step_alone(parameter, group, position)
 
     def _step_rest(self) -> None:
         for group, position, parameter in self._places():
@@ -191,7 +231,6 @@ class HostParameters:
         self._written: TensorMap[tuple[tuple[int, int], int]] = TensorMap()
         self._streams: dict[torch.device, torch.cuda.Stream] = {}
         self._thread: ThreadPoolExecutor | None = None
-        self._optimizer: Optimizer | None = None
         self._steps: list[Future[None]] = []
         for name, parameter in model.named_parameters():
             if type(parameter.detach()) is not torch.Tensor or parameter.is_meta:
@@ -219,23 +258,50 @@ class HostParameters:
                 )
 
     @contextlib.contextmanager
-    def stepping(self, optimizer: Optimizer) -> Iterator[None]:
+    def stepping(self) -> Iterator[None]:
         """A context in which `step` may be called; at its end every step has been made and copied back."""
         with ThreadPoolExecutor(1, "halfulp-offload") as self._thread:
-            self._optimizer, self._steps = optimizer, []
+            self._steps = []
             yield
-            for made in self._steps:
+            steps, self._steps = self._steps, []
+            for made in steps:
                 made.result()
         for device, stream in self._streams.items():
             torch.cuda.current_stream(device).wait_stream(stream)
 
-    def step(self, parameter: torch.Tensor, gradient: torch.Tensor, group: dict[str, Any], position: int) -> None:
-        """Step a parameter by a gradient, which may be freed afterwards."""
+    def step(
+        self, parameter: torch.Tensor, gradient: torch.Tensor, step: Callable[[torch.Tensor], None], waits: bool = False
+    ) -> None:
+        """Step a parameter by a gradient, which may be freed afterwards.
+
+        Args:
+            parameter, gradient: the model's.
+            step: steps a copy that has the gradient.
+            waits: until it is done, for whoever watches.
+        """
         assert self._thread is not None, "steps are made inside of `stepping`"
         copy = self._copies[parameter]
         found, _ = self._staged(_sum_of_bits(parameter))
         staged, wait = self._staged(gradient.detach())
-        self._steps.append(self._thread.submit(self._step, parameter, copy, found, staged, wait, group, position))
+        self._steps.append(self._thread.submit(self._step, parameter, copy, found, staged, wait, step))
+        if waits:
+            self._steps[-1].result()
+
+    def follow(self) -> None:
+        """Bring every copy in line with its parameter, which others may have written."""
+        for copy in self._copies.values():
+            self._follow(self.originals[copy], copy, _sum_of_bits(self.originals[copy]))
+
+    def _follow(self, parameter: torch.Tensor, copy: torch.Tensor, found: torch.Tensor) -> None:
+        version, bits = self._written[parameter]
+        now = _version(parameter), int(found)
+        if now == (version, bits):
+            return
+        held = parameter.detach().to(copy.device)
+        if not same_bits(held, copy.detach()):  # else put back, as an average's `apply` does
+            # What was written through .data no counter shows, nor does that of the copy.
+            (copy.data if version == now[0] else copy.detach()).copy_(held)
+        self._written[parameter] = now
 
     def _step(
         self,
@@ -244,20 +310,14 @@ class HostParameters:
         found: torch.Tensor,
         gradient: torch.Tensor,
         wait: Callable[[], None],
-        group: dict[str, Any],
-        position: int,
+        step: Callable[[torch.Tensor], None],
     ) -> None:
-        assert self._optimizer is not None
         wait()
-        version, bits = self._written[parameter]
-        if version != _version(parameter):  # written by somebody else
-            copy.detach().copy_(parameter.detach())
-        elif bits != int(found):  # through .data, which no counter shows, nor that of the copy
-            copy.data.copy_(parameter.detach())
+        self._follow(parameter, copy, found)
         if gradient.dtype != copy.dtype:  # `float32_gradients`
             copy.grad_dtype = gradient.dtype
         copy.grad = gradient
-        self._optimizer.step_parameter(copy, group, position)
+        step(copy)
         copy.grad = None
         stream = self._streams.get(parameter.device)
         with torch.no_grad(), contextlib.nullcontext() if stream is None else torch.cuda.stream(stream):
@@ -275,6 +335,37 @@ class HostParameters:
             held.copy_(gradient, non_blocking=True)
             gradient.record_stream(stream)
             return held, stream.record_event().synchronize
+
+
+_hosts: weakref.WeakKeyDictionary[Optimizer, HostParameters] = weakref.WeakKeyDictionary()
+
+
+def model_parameters(optimizer: torch.optim.Optimizer) -> Iterator[tuple[dict[str, Any], int, torch.Tensor]]:
+    """Yield group, position and parameter of all that an optimizer steps; a copy in host memory stands for the model's.
+
+    The copies then have the values of the model's parameters, whoever has written them.
+    """
+    host = _hosts.get(optimizer) if isinstance(optimizer, Optimizer) else None
+    if host is not None:
+        host.follow()
+    for group in optimizer.param_groups:
+        for position, parameter in enumerate(group["params"]):
+            yield group, position, parameter if host is None else host.originals.get(parameter, parameter)
+
+
+def _find_watchers(optimizer: Optimizer) -> Iterator[StepWatcher]:
+    """Yield what watches all optimizers, then what watches this one; other hooks of `step` would see none."""
+    own = (optimizer._optimizer_step_pre_hooks, optimizer._optimizer_step_post_hooks)
+    if not all(isinstance(getattr(hook, "__self__", None), StepWatcher) for hooks in own for hook in hooks.values()):
+        raise NotImplementedError(
+            "released gradients are stepped by inside of backward, where hooks of step() would see no step: remove "
+            "them, or call step() after backward"
+        )
+    # The first ones may begin to watch this one.
+    for hooks in (_torch_optimizer._global_optimizer_pre_hooks, own[0]):
+        for hook in [*hooks.values()]:
+            if isinstance(watcher := getattr(hook, "__self__", None), StepWatcher):
+                yield watcher
 
 
 def _version(tensor: torch.Tensor) -> tuple[int, int]:
@@ -361,6 +452,7 @@ def release_gradients(
         )
     if host is not None:
         host.check(own)
+        _hosts[own] = host
     return GradientRelease(model, own, clip, clip_by, host)
 
 

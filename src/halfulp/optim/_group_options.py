@@ -11,9 +11,10 @@ from typing import Any, TypedDict
 
 import torch
 
+from .. import __version__
 from .._messages import a_kind, find_users_level
 from ..formats import Format
-from ..subclass.models._parameter_holders import EMULATED
+from ..subclass.models._parameter_holders import EMULATED, data_parallel_modules
 from ._spelled_options import read_options
 from .states._state import State, StateChoice, as_state
 from .weight_updates._weight_update import WeightUpdate, weight_update
@@ -22,6 +23,42 @@ from .weight_updates._weight_update import WeightUpdate, weight_update
 Parameters = Iterable[torch.Tensor] | Iterable[tuple[str, torch.Tensor]] | Iterable[dict[str, Any]]
 # What groups hold beside options: torch's own, ours, and what schedulers write.
 _OTHER_KEYS = frozenset(("params", "param_names", "identities", "random_stream", "last_lr", "name"))
+
+
+def check_ranks(optimizer: torch.optim.Optimizer) -> None:
+    """Check that all processes of a DistributedDataParallel train in the same way; all of them must call this.
+
+    Raises:
+        ValueError: the first rank that differs, and in what; on all ranks.
+    """
+    held = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
+    for module in data_parallel_modules():
+        if any(id(parameter) in held for parameter in module.parameters()):
+            process_group: Any = module.process_group
+            ranks: list[dict[str, str]] = [{} for _ in range(process_group.size())]
+            torch.distributed.all_gather_object(ranks, _describe(optimizer), group=process_group)
+            for rank, there in enumerate(ranks):
+                for name in {**ranks[0], **there}:
+                    ours, theirs = (one.get(name, "absent") for one in (ranks[0], there))
+                    if ours != theirs:
+                        raise ValueError(
+                            f"rank {rank} trains in another way than rank 0: {name} is {theirs} there, and {ours} on "
+                            "rank 0. Start all ranks by the same script in the same environment"
+                        )
+
+
+def _describe(optimizer: torch.optim.Optimizer) -> dict[str, str]:
+    """Return in words what all ranks must agree on."""
+    found = {"halfulp": __version__, "torch": torch.__version__, "the optimizer": type(optimizer).__name__}
+    for number, group in enumerate(optimizer.param_groups):
+        for name, value in group.items():
+            if name == "params":
+                dtypes = [str(parameter.dtype).removeprefix("torch.") for parameter in value]
+                kinds = [f"{dtypes.count(kind)} of {kind}" for kind in dict.fromkeys(dtypes)]
+                found[f"the number of parameters in group {number}"] = " and ".join(kinds)
+            elif name == "weight_update" or isinstance(value, bool | int | float | str | tuple | torch.dtype | State):
+                found[f"{name} of group {number}"] = str(getattr(value, "name", value))
+    return found
 
 
 class NarrowOptions(TypedDict, total=False):

@@ -7,7 +7,7 @@ from typing import Any, ClassVar, TypeVar, overload
 
 import torch
 
-from .._names import enter, words_of
+from .._names import enter, unknown, words_of
 from ..formats import Format
 from ..kernels import keeping_subnormals
 from ..subclass.models._averages import warn_of_living_averages
@@ -20,6 +20,7 @@ from ._group_options import (
     check_group,
     check_numbers,
     check_parameters,
+    check_ranks,
     check_torch_switches,
     warn_of_rate_jump,
 )
@@ -109,7 +110,11 @@ class Optimizer(CheckpointMixin):
         format: Format | str | None = None,
         seed: int = 0,
         report_interval: int = 50,
+        **unknown_options: Any,
     ) -> None:
+        known = option_defaults(type(self))
+        for name in unknown_options:
+            raise TypeError(unknown(f"option of {type(self).__name__}", name, known))
         check_parameters(params)
         self._start_caches()
         self._is_built = False
@@ -121,7 +126,7 @@ class Optimizer(CheckpointMixin):
             "seed": seed,
             "report_interval": report_interval,
         }
-        super().__init__(params, read_options({**defaults, **own}, option_defaults(type(self))))
+        super().__init__(params, read_options({**defaults, **own}, known))
         refuse_unused_update(self, self.param_groups)
         # After all groups were accepted: what is refused leaves every parameter as it was.
         narrow(self, self.param_groups, check_narrowing(self.param_groups))
@@ -142,12 +147,18 @@ class Optimizer(CheckpointMixin):
             note_identities(group, self._identities)
 
     @classmethod
-    def split_groups(cls, params: Parameters) -> Parameters:
+    def split_groups(cls, params: Parameters, use_muon: Any = None) -> Parameters:
         """Return parameters in groups that this optimizer steps; a rule that steps some shapes alone splits others off.
 
         Args:
             params: parameters, named parameters or groups.
+            use_muon: see Muon.
+
+        Raises:
+            ValueError: `use_muon` of another optimizer.
         """
+        if use_muon is not None:
+            raise ValueError(f"{cls.__name__} steps parameters of all shapes: use_muon= is an option of Muon")
         return params
 
     def rule(self, group: dict[str, Any]) -> UpdateRule:
@@ -321,9 +332,6 @@ class Optimizer(CheckpointMixin):
         self._take_step()
         return loss
 
-    @torch._disable_dynamo
-    @torch.no_grad()
-    @keeping_subnormals()
     def step_parameter(self, parameter: torch.Tensor, group: dict[str, Any], position: int) -> None:
         """Step one parameter alone, as trainers do inside of backward to free its gradient at once.
 
@@ -353,8 +361,14 @@ class Optimizer(CheckpointMixin):
             raise NotImplementedError(
                 "a step of one parameter runs none of the hooks of step(): remove them, or call step() after backward"
             )
-        if parameter.grad is None:
-            return
+        if parameter.grad is not None:
+            self._step_alone(parameter, group, position)
+
+    @torch._disable_dynamo
+    @torch.no_grad()
+    @keeping_subnormals()
+    def _step_alone(self, parameter: torch.Tensor, group: dict[str, Any], position: int) -> None:
+        """Do what `step_parameter` does, without its questions."""
         self._begin_step()
         self._check_group_now(group)
         alone = {**group, "params": [parameter], "param_names": [name_of(group, position)]}
@@ -430,6 +444,7 @@ class Optimizer(CheckpointMixin):
     def _check_wrappers(self, has_gradients: bool) -> None:
         """Check what else holds the parameters: wrappers of the model at the first step, averages now and then."""
         if not self._stepped:
+            check_ranks(self)
             broadcast_auxiliary_tensors(self)
             if not has_gradients:
                 refuse_replaced_parameters(self)

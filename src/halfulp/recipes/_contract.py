@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from .._messages import a_kind, listed
 from ..mctensor import MCTensor
 from ..optim import Optimizer
+from ..optim._gradient_release import model_parameters
 from ..optim._inner_optimizer import inner_optimizer
 from ..optim.parameters._narrow_groups import name_of
 from ..optim.parameters._random_identity import plain_names
@@ -183,10 +184,9 @@ def contract(
         raise TypeError(f"the model is {a_kind(model)}: give a torch.nn.Module")
     optimizers = _optimizers(optimizer)
     stepped = {
-        id(p): _stepped(one, group, k)
+        id(parameter): _stepped(one, group, position)
         for one in optimizers
-        for group in one.param_groups
-        for k, p in enumerate(group["params"])
+        for group, position, parameter in model_parameters(one)
     }
     held: list[tuple[str, Tensor]] = list(model.named_parameters())
     held += [

@@ -16,6 +16,7 @@ from ..scaled import scalify, unscalify
 from ..subclass import float32_products
 from ..subclass.models._parameter_holders import Wrappers, check_holders, holding_optimizers, replace_data
 from . import _casts, _catalog, _operands
+from ._multipoint import MultipointLayer
 from ._plan import assign, check, check_range, islands, kept_parameters
 from ._recipe import Recipe
 
@@ -49,9 +50,9 @@ def convert(model: M, recipe: Recipe | str, *, seed: int = 0) -> M:
     Afterwards make the optimizer, by `halfulp.recipes.optimizer` (the recipe's own weight updates and states) or by
     hand (``hu.optim.AdamW(model.named_parameters(), weight_update="kahan")``; leave ``param_dtype=`` out). The low
     bits of the float32 start wait beside the parameters, at 2 bytes per parameter (4 under float16), until the first
-    optimizer of ``halfulp.optim`` takes them. A copy of the model, another device, fully_shard and every write before
-    that leave them behind: the weights then start as the narrow ones show them (``param_dtype=`` after fully_shard
-    keeps them).
+    optimizer of ``halfulp.optim`` takes them. A copy of the model, another device, fully_shard and every write of other
+    values before that leave them behind: the weights then start as the narrow ones show them (``param_dtype=`` after
+    fully_shard keeps them).
 
     Order: move the model to its device, convert, then wrap it (DistributedDataParallel, fully_shard), compile it and
     make optimizers.
@@ -65,8 +66,8 @@ def convert(model: M, recipe: Recipe | str, *, seed: int = 0) -> M:
         The same model.
 
     Raises:
-        ValueError: an unknown recipe, a model that is converted already, wrapped, or held by an optimizer, a glob that
-            matches nothing, or values beyond float16. The model is as it was.
+        ValueError: an unknown recipe, a model that is converted already, wrapped, held by an optimizer, or with weights
+            of `halfulp.multipoint`, a glob that matches nothing, or values beyond float16. The model is as it was.
         TypeError: no module, or parameters that are not float32.
 
     >>> model = convert(nn.Sequential(nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4)), "bf16-kahan")
@@ -83,6 +84,12 @@ def convert(model: M, recipe: Recipe | str, *, seed: int = 0) -> M:
         raise ValueError(
             f"the model is converted already, by recipe {record.recipe.name!r}: halfulp.revert(model) first"
         )
+    for name, module in model.named_modules():
+        if isinstance(module, MultipointLayer):
+            raise ValueError(
+                f"{name or 'the model'} has multipoint weights, which are codes and not trained: model.to(torch."
+                "bfloat16) narrows what is beside them, and halfulp.multipoint comes after a recipe and halfulp.revert"
+            )
     check(model, recipe)
     kept = islands(model, recipe)
     assign(recipe, model)

@@ -12,6 +12,7 @@ from .._names import described, unknown
 from ..mctensor import MCTensor
 from ..mctensor._convert_model import plain_state_dict
 from ..optim import Optimizer
+from ..optim._algorithms import Choice
 from ..optim._lost_updates import LostUpdateReport, lost_update_report
 from ..rounding import Nearest, Stochastic, quantize
 from ._convert import recipe_of
@@ -24,7 +25,13 @@ if TYPE_CHECKING:
 
 
 def optimizer(
-    model: nn.Module, rule: str = "AdamW", *, seed: int = 0, report_interval: int = 50, **hyper: Any
+    model: nn.Module,
+    rule: str = "AdamW",
+    *,
+    seed: int = 0,
+    report_interval: int = 50,
+    use_muon: Choice = None,
+    **hyper: Any,
 ) -> MeasuredOptimizer:
     """The optimizer that goes with a converted model: its weight updates and states are the recipe's.
 
@@ -35,9 +42,10 @@ def optimizer(
         model: converted by `halfulp.convert`, or a wrapper round one (DistributedDataParallel, a compiled model, a
             LightningModule).
         rule: the name of an optimizer of `halfulp.optim`, or of your own (`halfulp.optim.register_optimizer`). Muon
-            steps the matrices, and AdamW the rest.
+            steps the matrices, and AdamW the rest, by options of its own (``adamw_lr=``).
         seed: governs the recipe's stochastic rounding.
         report_interval: how often the lost-update meter samples, in steps.
+        use_muon: which parameters are Muon's; see `halfulp.optim.Muon.split_groups`.
         **hyper: the rule's own hyper-parameters, ``lr=`` and so on.
 
     Returns:
@@ -71,9 +79,8 @@ def optimizer(
     if isinstance(recipe.weight_update, str) and not _all_float32(recipe, model):
         choices["weight_update"] = _object(recipe.weight_update)
     options = {key: value for key, value in choices.items() if value is not None}
-    made = kind(
-        kind.split_groups(_groups(recipe, model)), seed=seed, report_interval=report_interval, **options, **hyper
-    )
+    groups = kind.split_groups(_groups(recipe, model), use_muon)
+    made = kind(groups, seed=seed, report_interval=report_interval, **options, **hyper)
     if recipe.format and recipe.state_dtype == recipe.format:
         hold_states(made, recipe.format, seed)
     if recipe.gradient_format:

@@ -195,9 +195,8 @@ def sharded_then_stepped(change):
 def from_the_narrow_start(model):
     # fully_shard makes new parameters, beside which no low bits wait.
     hu.convert(model, recipe)
-    with torch.no_grad():
-        for p in model.parameters():
-            p.copy_(p.clone())
+    for p in model.parameters():
+        vars(p).pop("_halfulp_low_bits", None)
     return hu.recipes.optimizer(model, "AdamW", lr=0.05)
 
 

@@ -48,6 +48,10 @@ class GradientHooks:
         if not hook.is_followed and hook.parameter is not None:
             hook.is_followed = True
             self._handles.append(hook.parameter.register_post_accumulate_grad_hook(hook.after))
+            # First of all: another hook may step by the gradient and free it. torch runs them in the order of a dict.
+            hooks = hook.parameter._post_accumulate_grad_hooks
+            for key in [*hooks][:-1]:
+                hooks[key] = hooks.pop(key)
 
     def end_step(self) -> None:
         """Compare the step's sums with the exact ones, and forget what belongs to one step."""

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 import os
 import time
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from types import TracebackType
 from typing import Any
 
@@ -15,6 +16,8 @@ from torch import nn
 from torch.utils.hooks import RemovableHandle
 
 from ...optim import EMA
+from ...optim import Optimizer as OwnOptimizer
+from ...optim._gradient_release import StepWatcher
 from ...optim.parameters._local_tensors import memory
 from ...sinks import Sink
 from .._finding import Finding, listing, plain_causes
@@ -39,7 +42,7 @@ from ._updates import Updates
 RECENT_LOSSES = 256
 
 
-class Observation:
+class Observation(StepWatcher):
     """A watched run; `observe` makes it.
 
     Use it as a context, or call `start` and `stop`. Reading `record` or `findings` is allowed at any time.
@@ -218,11 +221,7 @@ class Observation:
         self, optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
         """Hook: an optimizer is about to step; with a closure, its gradients come with that."""
-        ended = self._steps.begins_step(optimizer)
-        if ended is not None:
-            self._end_step(ended)
-        if self._scales.seeks:
-            watch(self.book, self._scales.search)
+        self.begin_step(optimizer)
         if not self.book.sampling:
             return None
         closure = args[1] if len(args) > 1 else kwargs.get("closure")  # the first is the optimizer
@@ -240,14 +239,47 @@ class Observation:
         return args, {**kwargs, "closure": watched}
 
     @watching
-    def _sample_before(self, optimizer: torch.optim.Optimizer) -> None:
-        self._averages.end()
-        self._updates[id(optimizer)].before(self._gradients.arrived)
+    def _sample_before(self, optimizer: torch.optim.Optimizer, alone: torch.Tensor | None = None) -> None:
+        self._updates[id(optimizer)].before(self._gradients.arrived, alone)
 
     def _after_step(self, optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Hook: it has stepped."""
         if self.book.sampling:
             watch(self.book, self._updates[id(optimizer)].after)
+        self.end_step(optimizer)
+
+    # released gradients, which are stepped by one after another ------------------------------------------------
+
+    def begin_step(self, optimizer: torch.optim.Optimizer) -> None:
+        """Note that an optimizer is about to step."""
+        ended = self._steps.begins_step(optimizer)
+        if ended is not None:
+            self._end_step(ended)
+        if self._scales.seeks:
+            watch(self.book, self._scales.search)
+        if self.book.sampling:
+            watch(self.book, self._averages.end)
+
+    @contextlib.contextmanager
+    def watch_parameter(self, optimizer: OwnOptimizer, parameter: torch.Tensor) -> Iterator[None]:
+        """Compare what a step of one parameter is to change with what it has made of it."""
+        if self.book.sampling:
+            self._sample_before(optimizer, parameter)
+        yield
+        if self.book.sampling:
+            watch(self.book, self._updates[id(optimizer)].after)
+
+    @contextlib.contextmanager
+    def pause(self) -> Iterator[None]:
+        """Look at nothing inside."""
+        sampling, self.book.sampling = self.book.sampling, False
+        try:
+            yield
+        finally:
+            self.book.sampling = sampling
+
+    def end_step(self, optimizer: torch.optim.Optimizer) -> None:
+        """Note that an optimizer has stepped."""
         if self._steps.ends_step(optimizer):
             self._end_step(optimizer)
 

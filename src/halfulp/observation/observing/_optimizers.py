@@ -8,6 +8,7 @@ import torch
 from torch import nn
 
 from ...optim import Optimizer
+from ...optim._gradient_release import model_parameters
 from ...optim.parameters._local_tensors import local, memory
 from ...optim.parameters._random_identity import plain_names
 from .._record import ParameterRecord, Record
@@ -119,7 +120,7 @@ class Parameters:
 
     Attributes:
         named: every parameter once, by name.
-        names: the names by the parameter's id.
+        names: the names by the parameter's id, and by that of the copy that an optimizer steps for it.
     """
 
     def __init__(self, model: nn.Module, optimizers: Sequence[torch.optim.Optimizer], record: Record) -> None:
@@ -145,19 +146,19 @@ class Parameters:
 
     def _enter_stepped(self, number: int | None, optimizer: torch.optim.Optimizer) -> None:
         place = "optimizer" if number is None else f"optimizer.{number}"
-        for k, group in enumerate(optimizer.param_groups):
-            given = group.get("param_names")
-            for position, parameter in enumerate(group["params"]):
-                name = self.names.get(id(parameter))
-                if name is None:
-                    name = f"{place}.{given[position]}" if given else f"{place}.{k}.{position}"
-                    self._enter(name, parameter, "")
-                record = self._record.parameters[name]
-                rule = type(share_of(optimizer) or optimizer)
-                record.optimizer, record.optimizer_module = rule.__name__, rule.__module__
-                record.options = {key: group[key] for key in ("lr", "weight_decay", "eps") if key in group}
-                if isinstance(optimizer, Optimizer):
-                    record.weight_update = "none"
+        places = {id(group): k for k, group in enumerate(optimizer.param_groups)}
+        for group, position, parameter in model_parameters(optimizer):
+            name, given = self.names.get(id(parameter)), group.get("param_names")
+            if name is None:
+                name = f"{place}.{given[position]}" if given else f"{place}.{places[id(group)]}.{position}"
+                self._enter(name, parameter, "")
+            self.names[id(group["params"][position])] = name
+            record = self._record.parameters[name]
+            rule = type(share_of(optimizer) or optimizer)
+            record.optimizer, record.optimizer_module = rule.__name__, rule.__module__
+            record.options = {key: group[key] for key in ("lr", "weight_decay", "eps") if key in group}
+            if isinstance(optimizer, Optimizer):
+                record.weight_update = "none"
 
     def trainable(self) -> list[tuple[str, torch.Tensor]]:
         """Return parameters that get gradients."""

@@ -65,14 +65,15 @@ class Updates:
         for layout in self._layouts.values():
             layout.release()
 
-    def before(self, arrived: set[str]) -> None:
+    def before(self, arrived: set[str], alone: torch.Tensor | None = None) -> None:
         """Sample what the step is about to change.
 
         Args:
             arrived: names whose gradients were looked at when they arrived.
+            alone: the parameter that steps, if it is one.
         """
         self._batches = []
-        groups = self._groups()
+        groups = self._groups(alone)
         late = [one for _, stepped in groups.values() for one in stepped if one.record.name not in arrived]
         if late:
             self._look_at_late(late)
@@ -81,14 +82,14 @@ class Updates:
             for one in batch.stepped:
                 self._represent(one)
 
-    def _groups(self) -> dict[tuple, tuple[dict[str, Any] | None, list[Stepped]]]:
+    def _groups(self, alone: torch.Tensor | None) -> dict[tuple, tuple[dict[str, Any] | None, list[Stepped]]]:
         """Parameters with gradients, by what makes them step together, and their states."""
         groups: dict[tuple, tuple[dict[str, Any] | None, list[Stepped]]] = {}
         for group in self.optimizer.param_groups:
             kind, options = self._options_of(group)
             for parameter in group["params"]:
                 name = self._names.get(id(parameter))
-                if name is None or parameter.grad is None:
+                if name is None or parameter.grad is None or (alone is not None and parameter is not alone):
                     continue
                 one = self._stepped(name, parameter, group, options)
                 if one is not None:

@@ -19,6 +19,7 @@ from torch.optim.swa_utils import AveragedModel
 
 from ...gradients import AdaptiveGradScaler
 from ...optim import EMA
+from ...optim._gradient_release import model_parameters
 from ..observing._averages import averaged
 from ..observing._observe import scheduler_of
 
@@ -77,7 +78,7 @@ def find(optimizers: Sequence[torch.optim.Optimizer], used: Container[torch.amp.
     Args:
         used: scalers that belong to others, and are taken only where there is no other one.
     """
-    order = [id(p) for one in optimizers for group in one.param_groups for p in group["params"]]
+    order = [id(parameter) for one in optimizers for _, _, parameter in model_parameters(one)]
     wanted = {key: place for place, key in reversed(list(enumerate(order)))}
     modules, scalers, averages = _alive()
     children = {id(child) for module in modules for child in module.children()}

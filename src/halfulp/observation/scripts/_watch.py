@@ -20,6 +20,7 @@ from torch.nn.modules.module import register_module_forward_pre_hook
 from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 from torch.utils.hooks import RemovableHandle
 
+from ...optim._gradient_release import StepWatcher, model_parameters
 from ...sinks import Row, RowFile
 from .._finding import Finding, plain_causes
 from ..findings._kind import causes_first
@@ -35,7 +36,7 @@ MOST_TRAININGS = 32
 _LOOSE = "an optimizer steps parameters that no module holds: they are not observed"
 
 
-class Watch:
+class Watch(StepWatcher):
     """Observes whatever trains while the context is open.
 
     Optimizers are noticed when they are made. The first call of a module after that begins the training of those that
@@ -160,6 +161,10 @@ class Watch:
             self._calls = None
 
     def _before_step(self, optimizer: Optimizer, args: Any, options: Any) -> None:
+        self.begin_step(optimizer)
+
+    def begin_step(self, optimizer: Optimizer) -> None:
+        """Begin a training of an optimizer that steps, if it has none."""
         if self._is_own():
             return
         if self._members:
@@ -168,6 +173,10 @@ class Watch:
             self._begin_late(optimizer)
 
     def _after_step(self, optimizer: Optimizer, args: Any, options: Any) -> None:
+        self.end_step(optimizer)
+
+    def end_step(self, optimizer: Optimizer) -> None:
+        """Count a step of an optimizer."""
         training = self._training_of.get(optimizer)
         if training is None or self._is_own():
             return
@@ -288,7 +297,7 @@ def _quietly_found(optimizers: list[Optimizer], used: Any) -> Found | None:
 
 
 def _parameters(optimizer: Optimizer) -> set[int]:
-    return {id(p) for group in optimizer.param_groups for p in group["params"]}
+    return {id(parameter) for _, _, parameter in model_parameters(optimizer)}
 
 
 @dataclass

@@ -312,7 +312,8 @@ class CheckpointMixin(torch.optim.Optimizer):
                 if plan is None:
                     auxiliary: Sequence[torch.Tensor]
                     payloads = [memory(value).contiguous()]
-                    auxiliary = auxiliary_tensors_beside(known, payloads[0], known.payloads[0])
+                    own = current_auxiliary_tensors(known)
+                    auxiliary = auxiliary_tensors_beside(known, payloads[0], known.payloads[0], own)
                 else:
                     payloads, auxiliary = [part.contiguous() for part in plan.payloads], current_auxiliary_tensors(plan)
                 decoded = known.spec.update.read(known.spec.store, [*payloads, *auxiliary])
@@ -384,7 +385,8 @@ class CheckpointMixin(torch.optim.Optimizer):
                 "no parameter of this model is stepped by this optimizer: give the model that it was made for, or, to "
                 "read a copy of that model, make the optimizer from model.named_parameters(), which tells them by name"
             )
-        return found
+        tied = {id(held[name][0]): plan for name, plan in found.items()}
+        return {name: tied[id(tensor)] for name, (tensor, _) in held.items() if id(tensor) in tied}
 
     def _positions(self) -> dict[int, tuple[dict, int]]:
         """Return group and position of every parameter, by its id."""

@@ -7,9 +7,11 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from ...kernels import row_checksums
 from ...subclass.models._parameter_holders import replace_data
 from ..stores._storage import STORES
 from ..weight_updates._split import Split16
+from ._local_tensors import local
 
 _HELD, _KEPT = "_halfulp_low_bits", "_halfulp_float32"
 _SPLIT = Split16()
@@ -21,6 +23,7 @@ class _DroppedBits(NamedTuple):
     tensor: Tensor
     address: int
     version: int
+    checksums: Tensor
 
 
 def narrow(parameter: Tensor, dtype: torch.dtype) -> None:
@@ -38,13 +41,19 @@ def narrow(parameter: Tensor, dtype: torch.dtype) -> None:
         payload, low = value.to(dtype), value.clone()
     replace_data(parameter, payload)
     if not parameter.is_meta:
-        setattr(parameter, _HELD, _DroppedBits(low, parameter.data_ptr(), parameter._version))
+        checksums = row_checksums(local(payload))
+        setattr(parameter, _HELD, _DroppedBits(low, parameter.data_ptr(), parameter._version, checksums))
 
 
 def take_float32(parameter: Tensor) -> Tensor | None:
-    """Return, once, the float32 values before `narrow`; None if already taken or the parameter was written since."""
+    """Return, once, the float32 values before `narrow`; None if already taken or other values were written since.
+
+    DistributedDataParallel writes a parameter when it is made, the same values on its first process.
+    """
     held = getattr(parameter, "__dict__", {}).pop(_HELD, None)
-    if held is None or (held.address, held.version) != (parameter.data_ptr(), parameter._version):
+    if held is None or held.address != parameter.data_ptr():
+        return None
+    if held.version != parameter._version and not torch.equal(held.checksums, row_checksums(local(parameter))):
         return None
     if parameter.dtype == torch.bfloat16 and held.tensor.dtype == torch.int16:
         return _SPLIT.read(STORES[torch.bfloat16], [parameter.detach(), held.tensor])

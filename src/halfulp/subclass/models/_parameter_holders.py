@@ -96,9 +96,15 @@ def check_holders(named: Named, what: str, *, replaced: bool) -> Wrappers:
 
 
 def _refuse_wrapped(name: str, kind: str, what: str) -> NoReturn:
+    trainer = ""
+    if {"lightning.pytorch", "pytorch_lightning"} & sys.modules.keys():
+        trainer = (
+            ". Lightning wraps the module before configure_optimizers: from halfulp.integrations.lightning import "
+            "Recipe, and give Trainer(plugins=[Recipe('bf16-split8')]), which converts it before that"
+        )
     raise ValueError(
         f"parameter {name!r} is held by {kind}, which cannot be told that it changes: call {what} before wrapping the "
-        "model"
+        f"model{trainer}"
     )
 
 
