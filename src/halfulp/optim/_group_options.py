@@ -5,16 +5,16 @@ from __future__ import annotations
 import difflib
 import math
 import numbers
+import sys
 import warnings
 from collections.abc import Iterable
 from typing import Any, TypedDict
 
 import torch
 
-from .. import __version__
 from .._messages import a_kind, find_users_level
 from ..formats import Format
-from ..subclass.models._parameter_holders import EMULATED, data_parallel_modules
+from ..subclass.models._parameter_holders import EMULATED
 from ._spelled_options import read_options
 from .states._state import State, StateChoice, as_state
 from .weight_updates._weight_update import WeightUpdate, weight_update
@@ -25,31 +25,31 @@ Parameters = Iterable[torch.Tensor] | Iterable[tuple[str, torch.Tensor]] | Itera
 _OTHER_KEYS = frozenset(("params", "param_names", "identities", "random_stream", "last_lr", "name"))
 
 
-def check_ranks(optimizer: torch.optim.Optimizer) -> None:
-    """Check that all processes of a DistributedDataParallel train in the same way; all of them must call this.
+def check_ranks(optimizer: torch.optim.Optimizer, process_group: Any) -> None:
+    """Check that all processes of a group train in the same way; all of them must call this.
 
     Raises:
         ValueError: the first rank that differs, and in what; on all ranks.
     """
-    held = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
-    for module in data_parallel_modules():
-        if any(id(parameter) in held for parameter in module.parameters()):
-            process_group: Any = module.process_group
-            ranks: list[dict[str, str]] = [{} for _ in range(process_group.size())]
-            torch.distributed.all_gather_object(ranks, _describe(optimizer), group=process_group)
-            for rank, there in enumerate(ranks):
-                for name in {**ranks[0], **there}:
-                    ours, theirs = (one.get(name, "absent") for one in (ranks[0], there))
-                    if ours != theirs:
-                        raise ValueError(
-                            f"rank {rank} trains in another way than rank 0: {name} is {theirs} there, and {ours} on "
-                            "rank 0. Start all ranks by the same script in the same environment"
-                        )
+    ranks: list[dict[str, str]] = [{} for _ in range(process_group.size())]
+    torch.distributed.all_gather_object(ranks, _describe(optimizer), group=process_group)
+    for rank, there in enumerate(ranks):
+        for name in {**ranks[0], **there}:
+            ours, theirs = (one.get(name, "absent") for one in (ranks[0], there))
+            if ours != theirs:
+                raise ValueError(
+                    f"rank {rank} trains in another way than rank 0: {name} is {theirs} there, and {ours} on rank 0. "
+                    "Start all ranks by the same script in the same environment"
+                )
 
 
 def _describe(optimizer: torch.optim.Optimizer) -> dict[str, str]:
     """Return in words what all ranks must agree on."""
-    found = {"halfulp": __version__, "torch": torch.__version__, "the optimizer": type(optimizer).__name__}
+    found = {
+        "halfulp": sys.modules["halfulp"].__version__,
+        "torch": torch.__version__,
+        "the optimizer": type(optimizer).__name__,
+    }
     for number, group in enumerate(optimizer.param_groups):
         for name, value in group.items():
             if name == "params":

@@ -20,7 +20,6 @@ from ._group_options import (
     check_group,
     check_numbers,
     check_parameters,
-    check_ranks,
     check_torch_switches,
     warn_of_rate_jump,
 )
@@ -444,7 +443,6 @@ class Optimizer(CheckpointMixin):
     def _check_wrappers(self, has_gradients: bool) -> None:
         """Check what else holds the parameters: wrappers of the model at the first step, averages now and then."""
         if not self._stepped:
-            check_ranks(self)
             broadcast_auxiliary_tensors(self)
             if not has_gradients:
                 refuse_replaced_parameters(self)

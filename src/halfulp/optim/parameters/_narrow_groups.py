@@ -21,6 +21,7 @@ from ...subclass.models._parameter_holders import (
     replace_data,
     sharded_modules,
 )
+from .._group_options import check_ranks
 from ..stores._storage import STORES
 from ..weight_updates._weight_update import weight_update
 from ._local_tensors import local, memory
@@ -101,6 +102,8 @@ def broadcast_auxiliary_tensors(optimizer: Any) -> None:
     """
     for module in data_parallel_modules():
         held, tensors = {id(p) for p in module.parameters()}, []
+        if any(id(p) in held for group in optimizer.param_groups for p in group["params"]):
+            check_ranks(optimizer, module.process_group)
         for group in optimizer.param_groups:
             for position, parameter in enumerate(group["params"]):
                 if id(parameter) in held and parameter.requires_grad:
