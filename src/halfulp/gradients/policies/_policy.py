@@ -131,7 +131,7 @@ class Amax(Policy):
             # What no narrow format stores has no limit, whatever it was before.
             return None
         limits = []
-        for kind, sizes in _sizes(site, self.measurements * site.patience).items():
+        for kind, sizes in _sizes(site, self.measurements * site.memory.patience).items():
             room = self.weight_headroom if kind == "weight" else self.headroom
             limits.append(top(site.format) - _above(sizes, room, site.format))
         return min(limits, default=None)
