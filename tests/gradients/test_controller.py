@@ -453,8 +453,6 @@ def test_the_memory_of_an_overflow_ends(seed):
     every = list(scaler._controller.sites)
     before = {site: site.exponent for site in every}
     for site in every:
-        # Once might have been a spike that is gone.
-        scaler._controller._remember(site, site.exponent)
         scaler._controller._remember(site, site.exponent)
         site.exponent -= 8
     remembered = _controller._MEMORY * interval
@@ -490,17 +488,16 @@ def test_processes_agree_on_the_least_exponent(in_two_processes):
     in_two_processes(AGREE)
 
 
-def test_an_overflow_soon_after_the_last_one_was_forgotten_counts_twice_as_long():
+def test_the_lowest_exponent_that_overflowed_is_remembered_until_the_last_one_is_old():
     memory = Memory()
-    memory.note(14, 16, 32)
-    assert (memory.at(47), memory.until, memory.patience) == (14, 48, 1)
-    assert memory.at(48) is None
-    memory.note(12, 60, 32)
-    memory.note(13, 61, 32)
-    assert (memory.exponent, memory.until, memory.patience, memory.times) == (12, 61 + 64, 2, 2)
-    assert memory.at(125) is None
-    memory.note(12, 125 + 8 * 64, 32)
-    assert (memory.until, memory.patience) == (125 + 8 * 64 + 32, 1)
+    memory.note(14, 48)
+    assert memory.at(47) == 14
+    memory.note(12, 60)
+    memory.note(13, 61)
+    assert memory.at(60) == 12
+    assert memory.at(61) is None
+    memory.note(13, 90)
+    assert memory.at(61) == 13
 
 
 SPANS = 400

@@ -96,8 +96,8 @@ def is_reached(kinds: dict[str, Reading]) -> bool:
     return any(reading.format and not reading.finite for reading in kinds.values())
 
 
-# For so many intervals an overflow is remembered, times the site's patience.
-_MEMORY = 4
+# For so many intervals an overflow is remembered.
+_MEMORY = 8
 # After so many skipped steps in a row all exponents of the iteration fall as one scale, by so many powers of two.
 _ROW, _FALL = 4, 8
 # So far a site stays below the exponent at which it overflowed.
@@ -368,7 +368,7 @@ class Controller:
                 self._remember(site, exponent)
 
     def _remember(self, site: Site, exponent: int) -> None:
-        site.memory.note(exponent, self.iteration, _MEMORY * self.interval)
+        site.memory.note(exponent, self.iteration + _MEMORY * self.interval)
 
     def _follow(self, site: Site, kinds: dict[str, Reading], lost: bool) -> None:
         """Set the exponent of a site that was measured and did not overflow; ``lost``: all arrives as zero there."""
@@ -381,7 +381,7 @@ class Controller:
             # The measurement limits the exponent better than the memory does.
             site.memory.exponent = None
         if exponent is not None:
-            self._set(site, self._allowed(site, exponent) if tells else self._halved(site, exponent))
+            self._set(site, self._halved(site, exponent) if lost else self._allowed(site, exponent))
 
     def _rise(self, readings: dict[Site, dict[str, Reading]]) -> bool:
         """Raise all sites where every gradient is stored as zero and the loss's own gradient was not measured."""
@@ -395,7 +395,7 @@ class Controller:
     def _allowed(self, site: Site, exponent: int) -> int:
         """Return the wanted exponent, limited below the last overflow while that is remembered."""
         overflowed = site.memory.at(self.iteration)
-        if overflowed is None or site.memory.times == site.memory.patience == 1:
+        if overflowed is None:
             return exponent
         return min(exponent, overflowed - self._short(site))
 
@@ -412,7 +412,7 @@ class Controller:
         if overflowed is None or not site.exponent < overflowed <= exponent:
             return exponent
         half = (site.exponent + overflowed) // 2
-        if self.policy.per_site and not self.policy.wants_operands:
+        if self.policy.per_site:
             # All gradients underflow at this exponent: allow it back up halfway.
             site.memory.exponent = max(overflowed, half + self._short(site))
         return half

@@ -17,9 +17,6 @@ GLOBAL = "global"
 # Differences of two exponents must be powers of two that float32 holds.
 LOWEST, HIGHEST = -60, 60
 HISTORY = 64
-MOST_PATIENCE = 16
-# After so many times the memory of an overflow without another one, patience is what it was at first.
-_CALM = 8
 # Why a site is merged where its policy has no other exponent than the global one.
 UNIFORM = "one scale for all"
 
@@ -67,27 +64,17 @@ class Memory:
     Attributes:
         exponent: That one; None where nothing is remembered.
         until: The iteration at which it is forgotten.
-        patience: How many times as long as usual overflows and measurements count: twice as long with every overflow
-            that comes soon after the last one was forgotten.
-        times: How many overflows in a row are remembered.
         suspected: The exponent at which it may have overflowed, in an iteration that was not measured, until one is.
     """
 
     exponent: int | None = None
     until: int = 0
-    patience: int = 1
-    times: int = 0
     suspected: int | None = None
 
-    def note(self, exponent: int, iteration: int, span: int) -> None:
-        """Remember an overflow at an exponent for a span of iterations, times the patience."""
-        if self.exponent is None:
-            recent = self.until > 0 and iteration - self.until < _CALM * span * self.patience
-            self.patience = min(MOST_PATIENCE, 2 * self.patience) if recent else 1
-            self.exponent, self.times = exponent, 0
-        self.exponent = min(self.exponent, exponent)
-        self.times += 1
-        self.until = iteration + span * self.patience
+    def note(self, exponent: int, until: int) -> None:
+        """Remember an overflow at an exponent."""
+        self.exponent = exponent if self.exponent is None else min(self.exponent, exponent)
+        self.until = until
 
     def move(self, difference: int) -> None:
         """Convert the exponents to another reference binade."""

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from ..formats import Format
-from ._site import GLOBAL, HIGHEST, LOWEST, MOST_PATIENCE, UNIFORM, Memory, Site, Sites, exponent_of
+from ._site import GLOBAL, HIGHEST, LOWEST, UNIFORM, Memory, Site, Sites, exponent_of
 
 # By the name of an entry: what it is, in words and as a question.
 _AN_EXPONENT = f"an integer from {LOWEST} to {HIGHEST}"
@@ -115,11 +115,9 @@ def _is_reference(given: object) -> bool:
 
 
 def _is_memory(given: object) -> bool:
-    if not isinstance(given, (list, tuple)) or len(given) != 5:
+    if not isinstance(given, (list, tuple)) or len(given) != 3 or not _is_whole(given[1]):
         return False
-    exponents, patience = (given[0], given[4]), given[2]
-    counts = all(map(_is_whole, given[1:4])) and 1 <= patience <= MOST_PATIENCE
-    return counts and all(exponent is None or _is_exponent(exponent) for exponent in exponents)
+    return all(exponent is None or _is_exponent(exponent) for exponent in (given[0], given[2]))
 
 
 def _is_history(given: object) -> bool:
@@ -153,10 +151,7 @@ _SITE: _Wanted = {
     "measured": ("True or False", lambda given: isinstance(given, bool)),
     "narrow": ("True or False", lambda given: isinstance(given, bool)),
     "overflows": ("a whole number", _is_whole),
-    "memory": (
-        f"[where it overflowed or None, until, patience from 1 to {MOST_PATIENCE}, times, where it may have or None]",
-        _is_memory,
-    ),
+    "memory": ("[where it overflowed or None, until, where it may have or None]", _is_memory),
     "history": ("a list of dicts with the largest magnitude of each kind, which is finite", _is_history),
 }
 _GLOBAL_SITE: _Wanted = {
