@@ -12,7 +12,7 @@ import halfulp as hu
 from halfulp.gradients import Constant, Dynamic, _controller
 from halfulp.gradients._controller import is_measured
 from halfulp.gradients._processes import Processes
-from halfulp.gradients._site import Memory, Site
+from halfulp.gradients._site import Memory
 
 from .exponents import Spiked, batch, clear, mean_square, mlp, own, sites
 

@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 import halfulp as hu
-from halfulp.gradients import Dynamic, Measured, _following
+from halfulp.gradients import Dynamic, Measured, _powers
 from halfulp.kernels import same_bits
 
 from .exponents import (
@@ -403,7 +403,7 @@ READS = ("item", "tolist", "cpu", "numpy", "__bool__", "__float__", "__int__", "
 @pytest.fixture
 def reads(monkeypatch):
     """The names of the calls that would wait for a device, where numbers are on one."""
-    monkeypatch.setattr(_following, "on_host", lambda tensor: False)
+    monkeypatch.setattr(_powers, "on_host", lambda tensor: False)
     found = []
     for name in READS:
         original = getattr(torch.Tensor, name)

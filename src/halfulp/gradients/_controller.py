@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import math
 from collections.abc import Collection, Mapping
 from typing import Any
@@ -13,10 +12,10 @@ from torch import Tensor
 from ..formats import fp16
 from ..rounding._random_bits import STREAM_VERSION
 from ._reports import LastStep
-from ._site import GLOBAL, Measurement, Reading, Site, Sites, by_site, recover_sizes, to_host
+from ._site import GLOBAL, Measurement, Reading, Site, by_site, recover_sizes, to_host
 from ._state import load_sites
 from .eager._backward import Backward
-from .policies._policy import Amax, Policy
+from .policies._policy import Amax
 
 _MASK = 2**64 - 1
 
@@ -63,8 +62,8 @@ def _mixed(number: int) -> int:
 def overflow_sources(measured: list[Measurement]) -> list[Site]:
     """The sites where gradients stopped being finite, from a measured backward pass.
 
-    An activation's gradient spreads an overflow to all that comes later in backward: of these only the first counts, and
-    none of the parameters that read it; a parameter's gradient spreads nowhere.
+    An activation's gradient spreads an overflow to all that comes later in backward: of these only the first counts,
+    and none of the parameters that read it; a parameter's gradient spreads nowhere.
     """
     flow = next((one for one in measured if one.kind != "weight" and not one.reading.finite), None)
     found = [] if flow is None else [flow.site]
@@ -479,4 +478,3 @@ class Controller:
         self._sources.clear()
         self.losses.clear()
         self._skipped = self._overflowed = self._measure_next = False
-

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.nn.utils.parametrize import ParametrizationList
 
 from .._messages import a_kind
-from ..gradients._pytree import map_tensors, memoized
+from ..gradients._functions import map_tensors, memoized
 from ..subclass.models._float32_products import class_of
 from ..subclass.models._module_parameters import remove_hooks
 

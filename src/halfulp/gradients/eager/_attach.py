@@ -17,17 +17,38 @@ from torch import Tensor, nn
 
 from ..._messages import a_kind
 from ..._torch_versions import is_exporting
+from ...kernels import define_operator
 from ...mctensor import MCTensor
 from ...scaled import ScaledTensor
 from ...subclass.models._float32_products import GraphReader, class_of, leave_compiled_products
-from .._pytree import differentiable_in, map_tensors, memoized
+from .._functions import differentiable_in, map_tensors, memoized
+from .._powers import copy_with_strides
 from .._site import Site, narrow
-from ..compiled._runtime_operators import mark_output
-from ._backward import Backward, differentiating, mark
-from ._reads import hook_weight_edge, view_of
-from ._region import Names, Region, current, watch_custom_functions
+from ._backward import Backward, current, differentiating, mark
+from ._region import Names, Region, hook_weight_edge, view_of, watch_custom_functions
 from ._replay import Replay, Replays
-from ._strides import copy_with_strides
+
+
+def _refuse(out: Tensor, scaler: str) -> Tensor:
+    raise ValueError(
+        "the model has an AdaptiveGradScaler but was compiled by another backend, which would keep all its gradients "
+        'at one exponent in silence: compile it with torch.compile(model, backend=scaler.backend("inductor")), of the '
+        "same scaler"
+    )
+
+
+scaled_here = define_operator(
+    "scaled_here(Tensor out, str scaler) -> Tensor", _refuse, lambda out, scaler: torch.empty_like(out)
+)
+# Traced by other backends on the way to its refusal.
+torch.library.register_autograd("halfulp::scaled_here", lambda _, gradient: (gradient, None))
+
+
+def mark_output(out: Tensor, scaler: str, wide: bool) -> Tensor:
+    """Mark a model's output in a compiled graph for the scaler's backend."""
+    if not out.requires_grad:
+        return out
+    return scaled_here(out.float() if wide and out.dtype == torch.float16 else out, scaler)
 
 
 class NotScriptedError(NotImplementedError, AttributeError):

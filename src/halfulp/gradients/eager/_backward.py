@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import bisect
 import itertools
+import threading
 import warnings
 import weakref
 from collections import deque
@@ -18,12 +19,11 @@ from ..._torch_versions import HAS_GRADIENT_DTYPE
 from ...formats import Format
 from ...kernels import untraced
 from ...rounding import Nearest, Rounding, Stochastic, quantize
-from .._following import Following
+from .._functions import Factor
+from .._powers import Following, is_custom
 from .._processes import Processes
-from .._products import Factor
 from .._site import Measurements, Site, Sites, narrow
 from ..policies._policy import Policy
-from ._strides import is_custom
 
 # Sequence numbers of nodes that accumulate into leaves, which many threads may share.
 LEAF = 2**62
@@ -154,6 +154,17 @@ Hook = Callable[[tuple], tuple | None]
 # By handle: what compiled graphs know of a scaler.
 ALIVE: weakref.WeakValueDictionary[str, Backward] = weakref.WeakValueDictionary()
 _handles = itertools.count()
+_local = threading.local()
+
+
+def current() -> Any:
+    """The region, or the replay of a known graph, that this thread is in; None outside of both."""
+    return getattr(_local, "region", None)
+
+
+def put(region: Any) -> None:
+    """Set the active region or replay of this thread; None for neither."""
+    _local.region = region
 
 
 class Widening(torch.autograd.Function):

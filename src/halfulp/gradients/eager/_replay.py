@@ -12,12 +12,11 @@ import torch
 from torch import Tensor
 
 from ...kernels import untraced
-from .._products import is_parameter
-from .._pytree import differentiable_in, map_tensors, memoized
+from .._functions import differentiable_in, is_parameter, map_tensors, memoized
+from .._powers import copy_with_strides, power_of_two
 from .._site import Site
-from ._backward import LEAF, Backward, is_exit, mark
-from ._region import Names, Recording, current, put, without_watching
-from ._strides import copy_with_strides, power_of_two
+from ._backward import LEAF, Backward, current, is_exit, mark, put
+from ._region import Names, Recording, without_watching
 
 # Where a gradient goes on to: the place of a node in a walk, and which of that node's outputs.
 Link = tuple[int, int]

@@ -13,7 +13,7 @@ from torch import Tensor
 from ..._messages import a_kind
 from ..._names import enter, words_of
 from ...formats import Format
-from .._products import Operands
+from .._functions import Operands
 from .._site import Proposal, Site
 
 _BY_NAME: dict[str, type[Policy]] = {}
