@@ -371,7 +371,7 @@ def test_what_nothing_measures_ends(clipped, parallel, seed, monkeypatch):
         def forward(self, x):
             return self.first(x) * Overflowing.apply(self.gain)
 
-    monkeypatch.setattr(Processes, "agreed", lambda self, occasion, iteration, values, device: values)
+    monkeypatch.setattr(Processes, "agree", lambda self, occasion, iteration, values, device: values)
     monkeypatch.setattr(Processes, "__bool__", lambda self: parallel)
     model, x = Model(), batch()
     scaler = hu.AdaptiveGradScaler(model, format="fp16")
@@ -477,7 +477,7 @@ dist.init_process_group("gloo", init_method="file://" + path, rank=rank, world_s
 processes = Processes()
 processes._add(dist.group.WORLD)
 for pair in ((3, -5), (-5, 3), (7, 7), (0, 60), (-60, -30)):
-    assert processes.agreed("update", 7, [pair[rank], rank], lambda: torch.device("cpu")) == [min(pair), 0], pair
+    assert processes.agree("update", 7, [pair[rank], rank], lambda: torch.device("cpu")) == [min(pair), 0], pair
 dist.barrier()
 dist.destroy_process_group()
 os._exit(0)

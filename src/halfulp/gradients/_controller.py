@@ -107,7 +107,7 @@ class Controller:
     """Sets every exponent at the end of an iteration, from measurements and overflows.
 
     Whether an iteration is measured, and the global exponent, are the same in all processes: they follow from the
-    number of the iteration, from which steps were skipped, and from what `_agreed` says. Other exponents may differ.
+    number of the iteration, from which steps were skipped, and from what `_agree` says. Other exponents may differ.
 
     Args:
         backward: whose sites are set, by whose policy, and whose measurements are read.
@@ -141,13 +141,13 @@ class Controller:
 
     def read(self, flags: list[Tensor]) -> bool:
         """Read whether any flag is set, and the iteration's measurements, by one copy from the device."""
-        binades = self.following.taken(flags[0].device) if self.backward.measuring else []
+        binades = self.following.take_binades(flags[0].device) if self.backward.measuring else []
         values, measured = self.backward.measurements.read([*flags, *binades])
         self._measured += measured
         self.following.read += [int(binade) for binade in values[len(flags) :] if math.isfinite(binade)]
         found = any(value != 0 for value in values[: len(flags)])
         # Gradients that are shared tell all processes the same, but for what is done to them afterwards.
-        return not self._agreed("step", int(not found))[0]
+        return not self._agree("step", int(not found))[0]
 
     def skip(self) -> LastStep:
         """Note that a step is skipped, as gradients are not finite, and find the sites that overflowed.
@@ -162,7 +162,7 @@ class Controller:
             # Nobody can be asked: it may be another's.
             finite, unknown = True, False
         else:
-            finite, unknown = map(bool, self._agreed("skipped step", int(finite), int(not found)))
+            finite, unknown = map(bool, self._agree("skipped step", int(finite), int(not found)))
         if not finite:
             return LastStep(False, "the loss is not finite, so that no exponent is to blame; look at the forward pass")
         self._overflowed = True
@@ -173,7 +173,7 @@ class Controller:
         if not found and not unknown:
             return LastStep(False, "gradients overflowed at a site of another process, whose scaler tells which")
         if not found and not backward.measuring:
-            for site in backward.reached():
+            for site in backward.list_reached():
                 site.memory.suspected = None if site.is_wide else site.exponent
             return LastStep(False, "gradients overflowed; where, the next step, which is measured, will show")
         # What no site of the model made came from outside, at the global exponent.
@@ -194,13 +194,13 @@ class Controller:
             self._keep_together(before)
         elif self.backward.measuring or self._skipped:
             global_site = self.sites.global_site
-            exponent, calm = self._agreed("update", global_site.exponent, int(not self._measure_next))
+            exponent, calm = self._agree("update", global_site.exponent, int(not self._measure_next))
             global_site.exponent, self._measure_next = exponent, not calm
         self._renew()
 
-    def _agreed(self, occasion: str, *values: int) -> list[int]:
+    def _agree(self, occasion: str, *values: int) -> list[int]:
         """The minimum of each value over all processes; ``occasion`` names the point at which they meet."""
-        return self.backward.processes.agreed(occasion, self.iteration, list(values), self.device)
+        return self.backward.processes.agree(occasion, self.iteration, list(values), self.device)
 
     def _keep_together(self, before: int) -> None:
         """Set the global exponent without communication, by what all processes know: which steps were skipped."""
@@ -314,7 +314,7 @@ class Controller:
         global_site = self.sites.global_site
         if measuring and not self._sources and not global_site.history:
             # Nothing narrow is there to say how far it may go: it comes back from an overflow step by step.
-            self._set(global_site, self._allowed(global_site, min(self.start, global_site.exponent + 1)))
+            self._set(global_site, self._limit(global_site, min(self.start, global_site.exponent + 1)))
         self.following.update_reference(narrow, self.floor, self.ceiling)
         self.sites.note_lowest()
 
@@ -346,7 +346,7 @@ class Controller:
         """
         if self.following.several:
             self.following.resumes = self.iteration + _MEMORY * self.interval
-        reached = dict.fromkeys([*self.backward.reached(), self.sites.global_site])
+        reached = dict.fromkeys([*self.backward.list_reached(), self.sites.global_site])
         # The global exponent falls at once to the others, which are far below it by now.
         own = [site for site in reached if not site.follows_global]
         highest = max(site.exponent for site in own or reached)
@@ -380,7 +380,7 @@ class Controller:
             # The measurement limits the exponent better than the memory does.
             site.memory.exponent = None
         if exponent is not None:
-            self._set(site, self._halved(site, exponent) if lost else self._allowed(site, exponent))
+            self._set(site, self._limit_halfway(site, exponent) if lost else self._limit(site, exponent))
 
     def _rise(self, readings: dict[Site, dict[str, Reading]]) -> bool:
         """Raise all sites where every gradient is stored as zero and the loss's own gradient was not measured."""
@@ -388,10 +388,10 @@ class Controller:
         if not narrow or self.sites.global_site in readings or any(reading.amax != 0 for reading in narrow):
             return False
         for site in readings:
-            self._set(site, self._halved(site, 2 * site.exponent - self.policy.exponent_after_overflow(site)))
+            self._set(site, self._limit_halfway(site, 2 * site.exponent - self.policy.exponent_after_overflow(site)))
         return True
 
-    def _allowed(self, site: Site, exponent: int) -> int:
+    def _limit(self, site: Site, exponent: int) -> int:
         """Return the wanted exponent, limited below the last overflow while that is remembered."""
         overflowed = site.memory.at(self.iteration)
         if overflowed is None:
@@ -402,7 +402,7 @@ class Controller:
         """Return how many powers of two a site stays below the exponent at which it overflowed."""
         return min(_SHORT, site.exponent - self.policy.exponent_after_overflow(site))
 
-    def _halved(self, site: Site, exponent: int) -> int:
+    def _limit_halfway(self, site: Site, exponent: int) -> int:
         """Return the wanted exponent if it is below the last overflow's, else one halfway to it.
 
         A site that does not overflow there any more, as it is there or above, may go anywhere.
@@ -454,7 +454,7 @@ class Controller:
             return wanted
         if any(explains(kinds, overflowed) for kinds in readings.values()):
             global_site.memory.exponent = None
-        return self._halved(global_site, wanted)
+        return self._limit_halfway(global_site, wanted)
 
     def _set(self, site: Site, exponent: int) -> None:
         site.exponent = max(self.floor, min(self.ceiling, exponent))

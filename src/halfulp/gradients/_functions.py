@@ -15,12 +15,10 @@ from torch import Tensor, nn
 
 from ..arithmetic._float32_products import CELLS, PRODUCT_NAMES, name_of
 
-OperatorKind = Literal["product", "cell", "shape", "apart", "fact", "in-place", "plain", "property"]
+OperatorKind = Literal["product", "cell", "shape", "fact", "in-place", "plain", "property"]
 
 # Only their first argument has a gradient.
 _SHAPES = {"view_as", "expand_as", "reshape_as", "type_as"}
-# Each result is a view of one argument.
-_APART = {"atleast_1d", "atleast_2d", "atleast_3d", "broadcast_tensors", "meshgrid"}
 # What they give has no gradient, so that reading a parameter by them opens no site.
 _FACTS = {
     *("size", "dim", "ndimension", "numel", "nelement", "stride", "storage_offset", "element_size", "__len__"),
@@ -33,7 +31,6 @@ _KINDS: tuple[tuple[OperatorKind, set[str]], ...] = (
     ("product", PRODUCT_NAMES),
     ("cell", CELLS),  # all steps share a site, that of the state, which several parts of such a function read
     ("shape", _SHAPES),
-    ("apart", _APART),
     ("fact", _FACTS),
 )
 
@@ -168,7 +165,7 @@ def differentiable_in(value: Any) -> Iterator[Tensor]:
             yield from differentiable_in(getattr(value, field.name, None))
 
 
-def memoized(change: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Tensor]:
+def memoize(change: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Tensor]:
     """Return a function cached per tensor, so that a tensor given twice stays one tensor."""
     made: dict[int, tuple[Tensor, Tensor]] = {}
 

@@ -53,17 +53,17 @@ def with_strides_of(values: Tensor, like: Tensor) -> Tensor:
     aligned = not like.storage_offset() * like.element_size() % _ALIGNMENT
     if aligned and (like.is_contiguous() or values.stride() == like.stride()):
         return values
-    return _placed(values, like) if like.numel() else values
+    return _place_like(values, like) if like.numel() else values
 
 
-def _placed(values: Tensor, like: Tensor) -> Tensor:
+def _place_like(values: Tensor, like: Tensor) -> Tensor:
     """The values in new memory, with the strides of another tensor, and as far from an aligned place."""
     size, unit = like.shape, _ALIGNMENT // like.element_size() or 1
     # What is expanded is kept once.
     kept = [1 if s == 0 else n for n, s in zip(size, like.stride())]
     stride = list(like.stride())
     if _length(kept, stride) > _SPREAD * math.prod(kept):
-        stride = _together(kept, stride, unit)
+        stride = _close_gaps(kept, stride, unit)
     offset = like.storage_offset() % unit
     memory = torch.empty(offset + _length(kept, stride), dtype=values.dtype, device=values.device)
     memory.as_strided(kept, stride, offset).copy_(values.as_strided(kept, values.stride(), values.storage_offset()))
@@ -75,7 +75,7 @@ def _length(size: list[int], stride: list[int]) -> int:
     return 1 + sum((n - 1) * s for n, s in zip(size, stride))
 
 
-def _together(size: list[int], stride: list[int], unit: int) -> list[int]:
+def _close_gaps(size: list[int], stride: list[int], unit: int) -> list[int]:
     """Strides without gaps that keep each dimension's alignment, and which dimensions are contiguous."""
     found, old, new = list(stride), 1, 1
     for i in sorted((i for i, n in enumerate(size) if n > 1), key=lambda i: stride[i]):
@@ -154,14 +154,17 @@ class Following:
         self.read: list[int] = []
         self.resumes = 0
         self.several = False
+        # That of the pass that runs, a tensor on an accelerator; 0 until an output was reached.
+        self.lift: int | Tensor = 0
+        self._is_found = False
         self._entered = 0
-        self._lift: int | Tensor | None = None
         self._factors: dict[tuple, Tensor] = {}
 
     def begin(self, measuring: bool) -> None:
         """Begin a backward pass, whose lift is not known yet; ``measuring``: binades are read at its end."""
-        self._lift = None if measuring or self._global_site.loss_binade is not None else 0
-        if self._lift is None:
+        self.lift = 0
+        self._is_found = not measuring and self._global_site.loss_binade is None
+        if not self._is_found:
             below = (site.exponent - self._global_site.exponent for site in self._sites)
             self._room = _MOST - max(map(abs, below))
         self._entered = 0
@@ -171,7 +174,7 @@ class Following:
         """Use no lift from now on, as compiled graphs have none."""
         self.wanted = self.on = False
 
-    def taken(self, device: torch.device) -> list[Tensor]:
+    def take_binades(self, device: torch.device) -> list[Tensor]:
         """Return this iteration's binades, as tensors on their devices."""
         binades, self.binades = self.binades, []
         return [torch.as_tensor(binade, dtype=torch.float32, device=device) for binade in binades]
@@ -206,38 +209,32 @@ class Following:
             most, least = max(0, min(own) - floor), min(0, max(own) - ceiling)
             self._sites.set_reference(known + max(least, min(most, largest - known)))
 
-    def moved(self, gradient: Tensor, source: Site, target: Site) -> Tensor:
+    def move(self, gradient: Tensor, source: Site, target: Site) -> Tensor:
         """A gradient stored at ``target``'s exponent, multiplied to ``source``'s; strides are kept."""
-        return self.moved_by(gradient, source.exponent - target.exponent, self.sign(source, target))
+        return self.move_by(gradient, source.exponent - target.exponent, self.sign(source, target))
 
     def sign(self, source: Site, target: Site) -> int:
         """Return the sign of the lift from ``target`` to ``source``: 1 into the sites that follow, -1 out of them."""
         return target.follows_global - source.follows_global if self.wanted else 0
 
-    def moved_by(self, gradient: Tensor, exponent: int, sign: int) -> Tensor:
+    def move_by(self, gradient: Tensor, exponent: int, sign: int) -> Tensor:
         """A gradient times 2^(exponent + sign lift); strides are kept."""
         if sign > 0:
             self._entered += 1
             self.several = self.several or self._entered > 1
         if not sign or not self.on:
             return times_power_of_two(gradient, exponent)
-        if self._lift is None:
+        if not self._is_found:
             # Before an output was reached there is nothing to follow: what is a parameter's alone, say.
-            self._lift = self._found(gradient) if sign > 0 else 0
-        if isinstance(self._lift, int):
-            return times_power_of_two(gradient, exponent + sign * self._lift)
-        factor = self._factor(self._lift, exponent, sign, gradient.device)
+            self.lift, self._is_found = self._find_lift(gradient) if sign > 0 else 0, True
+        if isinstance(self.lift, int):
+            return times_power_of_two(gradient, exponent + sign * self.lift)
+        factor = self._factor(self.lift, exponent, sign, gradient.device)
         # A number in memory takes the gradient's dtype first, which float16 may not hold.
         wide = gradient.float() if gradient.dtype == torch.float16 else gradient
         return with_strides_of((wide * factor).to(gradient.dtype), gradient)
 
-    def raised(self, exponent: int, sign: int) -> int | None:
-        """Return exponent + sign * lift if the host knows the lift, else None."""
-        if not sign or not self.on or self._lift is None:
-            return exponent
-        return exponent + sign * self._lift if isinstance(self._lift, int) else None
-
-    def _found(self, gradient: Tensor) -> int | Tensor:
+    def _find_lift(self, gradient: Tensor) -> int | Tensor:
         """The lift for a gradient that enters the model at the global exponent."""
         values = local_values(gradient)
         if not values.numel():

@@ -159,14 +159,14 @@ class AdaptiveGradScaler(torch.amp.GradScaler):
         if not self._enabled:
             return outputs
         if isinstance(outputs, Tensor):
-            return self._scaled(outputs)
+            return self._scale_output(outputs)
         if isinstance(outputs, (list, tuple)):
             return type(outputs)(self.scale(one) for one in outputs)
         if isinstance(outputs, Iterable):
             return map(self.scale, outputs)
         raise ValueError("outputs must be a Tensor or an iterable of Tensors")
 
-    def _scaled(self, output: Tensor) -> Tensor:
+    def _scale_output(self, output: Tensor) -> Tensor:
         backward = self._controller.backward
         backward.end_unless_differentiating()
         if output.grad_fn is not None and not backward.second_order:
@@ -547,11 +547,11 @@ def controller_of(
             f"rounding={rounding.name!r} without a format: the tensors' own dtypes round to nearest; give format= too"
         )
     sites = Sites(start, uniform=not policy.per_site)
-    backward = Backward(sites, policy, None if format is None else _checked(get(format)), rounding)
+    backward = Backward(sites, policy, None if format is None else _check_format(get(format)), rounding)
     return Controller(backward, interval, floor, ceiling)
 
 
-def _checked(format: Format) -> Format:
+def _check_format(format: Format) -> Format:
     """Return a format that gradients can have, or raise."""
     if not (format.signed and format.zero):
         lacks = "zero" if format.signed else "negative numbers"

@@ -43,7 +43,7 @@ class Reading:
         """Whether every element was finite."""
         return math.isfinite(self.amax)
 
-    def combined(self, other: Reading) -> Reading:
+    def combine(self, other: Reading) -> Reading:
         """The measurement of both tensors together."""
         total = self.elements + other.elements
         mine, theirs = self.elements / total, other.elements / total
@@ -330,7 +330,7 @@ def by_site(measured: list[Measurement]) -> dict[Site, dict[str, Reading]]:
     found: dict[Site, dict[str, Reading]] = {}
     for one in measured:
         kinds = found.setdefault(one.site, {})
-        kinds[one.kind] = kinds[one.kind].combined(one.reading) if one.kind in kinds else one.reading
+        kinds[one.kind] = kinds[one.kind].combine(one.reading) if one.kind in kinds else one.reading
     return found
 
 

@@ -193,10 +193,10 @@ def unscale_once(
     inverse: Tensor,
     found: Tensor,
 ) -> dict[torch.device, Tensor]:
-    """GradScaler's unscaling of the gradients that wait at the scale; those that were divided are only checked.
+    """Unscale the gradients that wait at the scale, as GradScaler does; those that were divided are only checked.
 
     Args:
-        unscale: as `unscale_by_kind` takes it.
+        unscale: GradScaler's own, of an optimizer, the inverse scale and a flag; gives a flag for every device.
         known: which gradients were divided, and are from now on; None where nothing is divided here.
         optimizer: whose gradients are unscaled.
         inverse, found: as GradScaler has them.
@@ -204,62 +204,31 @@ def unscale_once(
     Returns:
         A flag for every device.
     """
-    if known is None:
-        return unscale_by_kind(unscale, optimizer, inverse, found)
-    scaled, unscaled = known.split(optimizer)
-    flags = unscale_by_kind(unscale, _holding(scaled) if unscaled else optimizer, inverse, found)
-    if unscaled:
-        # torch leaves values as they are, bit for bit, under an inverse of 1.
-        checked = unscale_by_kind(unscale, _holding(unscaled), torch.ones_like(inverse), found)
-        flags = _either(flags, checked)
-    known.note(parameter for group in optimizer.param_groups for parameter in group["params"])
+    scaled, divided = (list(_with_gradients(optimizer)), []) if known is None else known.split(optimizer)
+    flags: dict[torch.device, Tensor] = {}
+    # torch leaves values as they are, bit for bit, under an inverse of 1.
+    for parameters, factor in ((scaled, inverse), (divided, torch.ones_like(inverse) if divided else inverse)):
+        for alike in _by_mesh(parameters):
+            held: Any = SimpleNamespace(param_groups=[{"params": alike}])
+            for device, flag in unscale(held, factor, found).items():
+                flags[device] = torch.maximum(flags[device], flag) if device in flags else flag
+    if known is not None:
+        known.note(parameter for group in optimizer.param_groups for parameter in group["params"])
     return flags
 
 
-def _holding(parameters: list[Tensor]) -> Any:
-    """Return what GradScaler takes for an optimizer of these parameters."""
-    return SimpleNamespace(param_groups=[{"params": parameters}])
-
-
-def _either(flags: dict[torch.device, Tensor], more: dict[torch.device, Tensor]) -> dict[torch.device, Tensor]:
-    """Return, for every device, the flag that is set where one of two is."""
-    shared = {device: torch.maximum(flags[device], flag) for device, flag in more.items() if device in flags}
-    return {**flags, **more, **shared}
-
-
-def unscale_by_kind(unscale: Callable, optimizer: torch.optim.Optimizer, inverse: Tensor, found: Tensor) -> dict:
-    """GradScaler's unscaling, kind by kind: torch takes no list of plain gradients and DTensors, or of two meshes.
+def _by_mesh(parameters: list[Tensor]) -> list[list[Tensor]]:
+    """Parameters by the device mesh of their gradients: torch takes no list of plain ones and DTensors, or two meshes.
 
     Plain gradients come first: what is found in them is told to other processes by what follows.
-
-    Args:
-        unscale: GradScaler's own, of an optimizer, the inverse scale and a flag; gives a flag for every device.
-        optimizer: whose gradients are unscaled.
-        inverse, found: as GradScaler has them.
-
-    Returns:
-        A flag for every device.
     """
-    kinds = _by_mesh(optimizer)
-    if len(kinds) < 2:
-        return unscale(optimizer, inverse, found)
-    flags: dict[torch.device, Tensor] = {}
-    for parameters in kinds.values():
-        flags = _either(flags, unscale(_holding(parameters), inverse, found))
-    return flags
-
-
-def _by_mesh(optimizer: torch.optim.Optimizer) -> dict[Any, list[Tensor]]:
-    """Parameters by the device mesh of their gradients, plain ones first."""
     dtensor = sys.modules.get("torch.distributed.tensor")
-    if dtensor is None:
-        return {}
     found: dict[Any, list[Tensor]] = {None: []}
-    for parameter in (one for group in optimizer.param_groups for one in group["params"]):
-        if parameter.grad is not None:
-            is_sharded = isinstance(parameter.grad, dtensor.DTensor)
-            found.setdefault(parameter.grad.device_mesh if is_sharded else None, []).append(parameter)
-    return {mesh: parameters for mesh, parameters in found.items() if parameters}
+    for parameter in parameters:
+        is_sharded = dtensor is not None and isinstance(parameter.grad, dtensor.DTensor)
+        gradient: Any = parameter.grad
+        found.setdefault(gradient.device_mesh if is_sharded else None, []).append(parameter)
+    return [alike for alike in found.values() if alike]
 
 
 def has_gradients(optimizer: torch.optim.Optimizer) -> bool:

@@ -170,7 +170,7 @@ def check_breaks(inputs: Sequence, backward: Backward) -> None:
 
     behind = nodes_behind([x.grad_fn for x in inputs if isinstance(x, Tensor)], ends)
     broken = {name for node in behind if hasattr(node, "variable") for name in _owners(node.variable, backward)}
-    names = _shortened(sorted(broken))
+    names = _shorten(sorted(broken))
     if names and backward.format is not None:
         raise NotImplementedError(
             f"torch.compile breaks the model's graph and leaves {names} uncompiled, whose gradients would not be "
@@ -195,7 +195,7 @@ def _owners(parameter: Tensor, backward: Backward) -> Iterator[str]:
         yield "modules that fully_shard wraps"
 
 
-def _shortened(words: list[str], most: int = 5) -> str:
+def _shorten(words: list[str], most: int = 5) -> str:
     rest = len(words) - most
     return ", ".join(words[:most]) + (f" and {rest} more" if rest > 0 else "")
 
@@ -321,7 +321,7 @@ class _Walk:
         for x in differentiable:
             if x in self._parameters:
                 self.read_at[self._parameters[x]] = site
-        self._sites[node] = self._picked(node, site)
+        self._sites[node] = self._pick_site(node, site)
         if kind == "in-place" and node.args and isinstance(node.args[0], Node):
             self._sites.setdefault(node.args[0], site)
 
@@ -347,28 +347,28 @@ class _Walk:
     def _site(self, node: Node, kind: OperatorKind, differentiable: list[Node]) -> str:
         whole = self._call_of(node, _WHOLE)
         if whole is not None:
-            return self._opened_whole(whole, node)
+            return self._open_whole(whole, node)
         if isinstance(node.target, torch._ops.HigherOrderOperator):
             # A custom function sees gradients of the global exponent.
             return GLOBAL
         match kind:
             case "product":
-                return self._opened(node, differentiable)
+                return self._open(node, differentiable)
             case "cell":
                 states = [x for x in pytree.tree_leaves(node.args[1:2]) if isinstance(x, Node) and self._carries(x)]
                 site = self._of(states[0]) if states and states[0] not in self._parameters else GLOBAL
-                return self._opened(node, differentiable) if site == GLOBAL else site
+                return self._open(node, differentiable) if site == GLOBAL else site
             case "in-place" if node.args and isinstance(node.args[0], Node) and node.args[0] in self._sites:
                 return self._of(node.args[0])
         sites = [self._of(x) for x in differentiable if x not in self._parameters]
-        return max(sites, key=lambda key: self._ranks.get(key, -1)) if sites else self._opened(node, differentiable)
+        return max(sites, key=lambda key: self._ranks.get(key, -1)) if sites else self._open(node, differentiable)
 
     def _of(self, node: Node) -> str:
         """The site of a node's gradient; the latest of several results'."""
         site = self._sites.get(node, GLOBAL)
         return site if isinstance(site, str) else max(site, key=lambda key: self._ranks.get(key, -1), default=GLOBAL)
 
-    def _picked(self, node: Node, site: str) -> str:
+    def _pick_site(self, node: Node, site: str) -> str:
         """The site of a result: numbers are losses, at the global exponent; one of several has its own."""
         value = node.meta.get("example_value")
         if name_of(node.target) == "getitem" and isinstance(node.args[0], Node) and isinstance(node.args[1], int):
@@ -377,18 +377,18 @@ class _Walk:
                 return several[node.args[1]]
         return GLOBAL if isinstance(value, Tensor) and value.dim() == 0 and not value._is_view() else site
 
-    def _opened(self, node: Node, differentiable: Iterable[Node]) -> str:
+    def _open(self, node: Node, differentiable: Iterable[Node]) -> str:
         """The site of this call of a product, or of what reads parameters alone."""
         owner = next((self._owners[self._parameters[x]] for x in differentiable if x in self._parameters), None)
-        return self._numbered(owner or ".".join([*self._place(node), name_of(node.target)]))
+        return self._number(owner or ".".join([*self._place(node), name_of(node.target)]))
 
-    def _opened_whole(self, call: str, node: Node) -> str:
+    def _open_whole(self, call: str, node: Node) -> str:
         """The site of this call of a module that is one product: that of the module's parameters."""
         if call not in self._whole:
-            self._whole[call] = self._numbered(".".join(self._place(node)) or "model")
+            self._whole[call] = self._number(".".join(self._place(node)) or "model")
         return self._whole[call]
 
-    def _numbered(self, key: str) -> str:
+    def _number(self, key: str) -> str:
         call = self._calls[key]
         self._calls[key] += 1
         key = f"{key}#{call}" if call else key

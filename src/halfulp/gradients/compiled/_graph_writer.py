@@ -77,7 +77,7 @@ def _observe(gradients: list[Tensor], scaler: str, site: str, kinds: str) -> Non
 
 def _round(gradient: Tensor, scaler: str) -> Tensor:
     backward = _active(scaler)
-    return gradient.clone() if backward is None else backward.rounded(gradient)
+    return gradient.clone() if backward is None else backward.round_to_format(gradient)
 
 
 def _watch(gradient: Tensor, factor: Tensor, scaler: str, site: str, form: ProductForm, groups: int) -> None:
@@ -141,16 +141,16 @@ def move_gradients(module: GraphModule, plan: Plan, scaler: str) -> None:
             edge.rounded = writer.copy_rounded(edge)
     moved = {writer.move(edge): edge for edge in edges}
     products = placement.products(moved)
-    watching = {product.node: writer.watch(product) for product in _telling(products)} if plan.watches else {}
+    watching = {product.node: writer.watch(product) for product in _select_watched(products)} if plan.watches else {}
     entering = {product.node: list(placement.entering(product, moved)) for product in products} if plan.rounds else {}
     final = _round(writer, moved, entering, watching) if plan.rounds else {}
-    for key, gradients in _limiting(placement, products, moved, entering, plan.rounds).items():
+    for key, gradients in _find_limiting(placement, products, moved, entering, plan.rounds).items():
         writer.observe(key, [(final.get(node, node), kind, shared) for node, kind, shared in gradients])
     module.graph.lint()
     module.recompile()
 
 
-def _telling(products: Iterable[Product]) -> Iterator[Product]:
+def _select_watched(products: Iterable[Product]) -> Iterator[Product]:
     """Yield the products that pass gradients on; for a site without one, the first that makes parameters' gradients."""
     by_key: dict[str, list[Product]] = {}
     for product in products:
@@ -181,7 +181,7 @@ def _round(
     return final
 
 
-def _limiting(
+def _find_limiting(
     placement: Placement,
     products: Iterable[Product],
     moved: dict[Node, Edge],

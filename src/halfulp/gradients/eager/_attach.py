@@ -21,7 +21,7 @@ from ...kernels import define_operator
 from ...mctensor import MCTensor
 from ...scaled import ScaledTensor
 from ...subclass.models._float32_products import GraphReader, class_of, leave_compiled_products
-from .._functions import differentiable_in, map_tensors, memoized
+from .._functions import differentiable_in, map_tensors, memoize
 from .._powers import copy_with_strides
 from .._site import Site, narrow
 from ._backward import Backward, current, differentiating, mark
@@ -170,7 +170,7 @@ class ModuleForward(Forward):
     def _between_boundaries(self, args: tuple, kwargs: dict) -> Any:
         self._backward.join()
         self._backward.order.setdefault(self._site)
-        args, kwargs = map_tensors((args, kwargs), memoized(self._entering))
+        args, kwargs = map_tensors((args, kwargs), memoize(self._enter))
         given = list(differentiable_in((args, kwargs)))
         versions = [x._version for x in given]
         with self._parameters_apart() as weight_edges:
@@ -186,7 +186,7 @@ class ModuleForward(Forward):
             for view in weight_edges:
                 hook_weight_edge(view, self._backward.weight_edge_hook(self._site, first.dtype))
                 mark(view.grad_fn, self._site, global_site, global_site)
-        return map_tensors(out, memoized(self._leaving))
+        return map_tensors(out, memoize(self._leave))
 
     @contextlib.contextmanager
     def _parameters_apart(self) -> Iterator[list[Tensor]]:
@@ -213,10 +213,10 @@ class ModuleForward(Forward):
                 if listed is not None:
                     holder.__dict__["_flat_weights"] = listed
 
-    def _entering(self, x: Tensor) -> Tensor:
+    def _enter(self, x: Tensor) -> Tensor:
         return self._edge(x.view_as(x), self._backward.sites.global_site, self._site)
 
-    def _leaving(self, x: Tensor) -> Tensor:
+    def _leave(self, x: Tensor) -> Tensor:
         if x.is_leaf:
             return x
         # A reader may write into it, and a write into a view would go round the hook.
@@ -465,13 +465,13 @@ def _is_compiled(module: nn.Module) -> bool:
     return wrapped or getattr(module, "_compiled_call_impl", None) is not None
 
 
-def _watched(module: nn.Module) -> bool:
+def _is_watched(module: nn.Module) -> bool:
     return isinstance(module.__dict__.get("forward"), Forward)
 
 
 def check(model: nn.Module) -> None:
     """Refuse models whose backward pass cannot be watched."""
-    if any(_watched(module) for module in model.modules()):
+    if any(_is_watched(module) for module in model.modules()):
         raise ValueError(
             "the model has an AdaptiveGradScaler already, and two would scale twice: use that one, or call its "
             "detach() before"

@@ -18,10 +18,9 @@ from torch import Tensor, nn
 from torch.autograd.function import Function, _SingleLevelFunction
 from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack
 from torch.utils import checkpoint
-from torch.utils._pytree import tree_leaves
 
 from ...kernels import constant_result, untraced
-from .._functions import Factor, differentiable_in, factors_of, is_parameter, kind_of, map_tensors, memoized, name_of
+from .._functions import Factor, differentiable_in, factors_of, is_parameter, kind_of, map_tensors, memoize, name_of
 from .._powers import CopyWithStrides, copy_with_strides, is_custom
 from .._site import Site, narrow
 from ._backward import LEAF, Backward, Hook, Widening, current, is_exit, mark, put
@@ -203,7 +202,7 @@ class Reads:
             mark(view.grad_fn, self._site, global_site, global_site)
         if self._hooks or self._leaves:
             for node, moves in self._readers(made, leaving):
-                node.register_hook(_moving(self._backward, moves))
+                node.register_hook(_make_move(self._backward, moves))
                 # It is at the call's site; what it passes on may be at several.
                 mark(node, self._site, self._site, global_site)
 
@@ -233,7 +232,7 @@ class Reads:
         return (self._leaves[leaf] or leaving) if leaf in self._leaves else None
 
 
-def _moving(backward: Backward, moves: Moves) -> Callable:
+def _make_move(backward: Backward, moves: Moves) -> Callable:
     """The hook of a node that moves some of the gradients which it passes on."""
     if moves not in backward.reader_hooks:
 
@@ -330,17 +329,15 @@ class Region(TorchFunctionMode):
         if kind == "in-place":
             return self._write(function, args, kwargs, differentiable)
         if kind == "shape":
-            return self._shaped(function, args, kwargs)
-        if kind == "apart":
-            return self._apart(function, args, kwargs)
+            return self._call_shape(function, args, kwargs)
         return self._call(function, args, kwargs, self._site(kind, function, args, differentiable), kind)
 
     def _call(self, function: Callable, args: tuple, kwargs: dict, site: Site, kind: str) -> Any:
         """Run a function with all its gradients at one site."""
         reads = Reads(self._backward, site)
         # Views run in the reverse of the order they are made in, and arms of a join must add up in the plain order.
-        kwargs = self._moved(kwargs, site, reads, function)
-        given = self._moved(args, site, reads, function)
+        kwargs = self._move(kwargs, site, reads, function)
+        given = self._move(args, site, reads, function)
         reads.begin()
         out = self._run(site, function, given, kwargs)
         reads.hook(out, out)
@@ -363,28 +360,18 @@ class Region(TorchFunctionMode):
             return out
         return self._call(function, args, {}, self._common(function, differentiable), "plain")
 
-    def _shaped(self, function: Callable, args: tuple, kwargs: dict) -> Any:
+    def _call_shape(self, function: Callable, args: tuple, kwargs: dict) -> Any:
         """Run a function that gives its first argument another argument's shape; only the first has a gradient."""
         first = list(differentiable_in(args[:1]))
         if not first:
             return function(*args, **kwargs)
         site = self._common(function, first)
         reads = Reads(self._backward, site)
-        given = self._moved(args[:1], site, reads)
+        given = self._move(args[:1], site, reads)
         reads.begin()
         out = self._run(site, function, (*given, *args[1:]), kwargs)
         reads.hook(out, out)
         return self._at_site(out, site, "plain", reads)
-
-    def _apart(self, function: Callable, args: tuple, kwargs: dict) -> Any:
-        """Run a function that returns a view of each argument; each view keeps its tensor's site."""
-        tensors = [x for x in tree_leaves(args) if isinstance(x, Tensor)]
-        self._fail_recording()
-        out = function(*args, **kwargs)
-        for tensor, view in zip(tensors, [out] if isinstance(out, Tensor) else out):
-            if view.requires_grad and not view.is_leaf:
-                self._tagged(view, self.site_of(tensor))
-        return out
 
     @without_watching
     def take(self, arguments: Any) -> None:
@@ -461,9 +448,9 @@ class Region(TorchFunctionMode):
         parameter = next((x for x in differentiable if is_parameter(x)), None)
         module = None if parameter is None else self._names.of(parameter)
         place = self.path[-1:] if self.path else []
-        return self._numbered(module or ".".join([*place, name_of(function)]))
+        return self._open_numbered(module or ".".join([*place, name_of(function)]))
 
-    def _numbered(self, key: str) -> Site:
+    def _open_numbered(self, key: str) -> Site:
         call = self._calls[key]
         self._calls[key] = call + 1
         site = self._backward.sites.open(f"{key}#{call}" if call else key)
@@ -489,7 +476,7 @@ class Region(TorchFunctionMode):
 
     # edges ----------------------------------------------------------------------------------------------------
 
-    def _moved(self, value: Any, site: Site, reads: Reads | None, function: Callable | None = None) -> Any:
+    def _move(self, value: Any, site: Site, reads: Reads | None, function: Callable | None = None) -> Any:
         """Return arguments whose gradients all leave ``site``, or are noted in ``reads`` and will.
 
         A composite function may ask whether two arguments are one tensor, so that they must stay one.
@@ -504,7 +491,7 @@ class Region(TorchFunctionMode):
             reads.add(x, source)
             return x
 
-        return map_tensors(value, memoized(moved) if isinstance(function, FunctionType) else moved)
+        return map_tensors(value, memoize(moved) if isinstance(function, FunctionType) else moved)
 
     def _read(self, parameter: Tensor, site: Site, reads: Reads | None, function: Callable | None) -> Tensor:
         """A parameter for a reader at ``site``: itself, or a view whose gradient leaves the site."""
@@ -556,14 +543,14 @@ class Region(TorchFunctionMode):
         written = args[0] if args and isinstance(args[0], Tensor) else differentiable[0]
         site = self.site_of(written) if written.requires_grad else self._common(function, differentiable)
         reads = Reads(self._backward, site)
-        kwargs = self._moved(kwargs, site, reads)
-        given = (written, *self._moved(args[1:], site, reads)) if args else ()
+        kwargs = self._move(kwargs, site, reads)
+        given = (written, *self._move(args[1:], site, reads)) if args else ()
         reads.begin()
         out = self._run(site, function, given, kwargs)
         reads.hook([written, written._base], written)
         for x in (written, written._base):
             if x is not None and x.requires_grad and not x.is_leaf:
-                self._tagged(x, getattr(x, _TAG, site))
+                self._tag_tensor(x, getattr(x, _TAG, site))
         return out
 
     def _at_site(self, out: Any, site: Site, kind: str, reads: Reads | None = None) -> Any:
@@ -589,7 +576,7 @@ class Region(TorchFunctionMode):
             site = self._global_site
             if self.recording is not None:
                 self.recording.number(out)
-        return self._tagged(out, site)
+        return self._tag_tensor(out, site)
 
     def _watch_operands(self, factors: Iterable[Factor], out: Any, site: Site) -> None:
         if isinstance(out, Tensor) and not out.is_leaf:
@@ -597,7 +584,7 @@ class Region(TorchFunctionMode):
             for factor in factors:
                 node.register_prehook(self._backward.watch_operands(site, factor))
 
-    def _tagged(self, out: Tensor, site: Site) -> Tensor:
+    def _tag_tensor(self, out: Tensor, site: Site) -> Tensor:
         """Set a tensor's site; at the global exponent, mark its node as an exit."""
         setattr(out, _TAG, site)
         if site is self._global_site:
@@ -608,7 +595,7 @@ class Region(TorchFunctionMode):
     def at_global_exponent(self, call: Callable[[tuple], Any], args: tuple) -> Any:
         """Results of a call whose gradients, in and out, are at the global exponent."""
         self._fail_recording()
-        moved = self._moved(args, self._global_site, None)
+        moved = self._move(args, self._global_site, None)
         versions = [x._version for x in differentiable_in(moved)]
         out = call(moved)
         if versions != [x._version for x in differentiable_in(moved)]:
@@ -631,9 +618,9 @@ class Region(TorchFunctionMode):
     @without_watching
     def leave(self, output: Any, wide: bool) -> Any:
         """A model's output at the global exponent; ``wide``: in float32 where it is float16."""
-        return map_tensors(output, memoized(lambda x: self._left(x, wide)))
+        return map_tensors(output, memoize(lambda x: self._leave_tensor(x, wide)))
 
-    def _left(self, out: Tensor, wide: bool) -> Tensor:
+    def _leave_tensor(self, out: Tensor, wide: bool) -> Tensor:
         if out.is_leaf:
             return out
         site = self.site_of(out)
@@ -642,8 +629,8 @@ class Region(TorchFunctionMode):
             float32_out = out.float()
             node: Any = float32_out.grad_fn
             node.register_prehook(self._backward.edge_hook(site, self._global_site))
-            return untag(self._tagged(float32_out, self._global_site))
-        return untag(self._tagged(self.edge(out, site, self._global_site, leaving=True), self._global_site))
+            return untag(self._tag_tensor(float32_out, self._global_site))
+        return untag(self._tag_tensor(self.edge(out, site, self._global_site, leaving=True), self._global_site))
 
 
 def untag(tensor: Tensor) -> Tensor:
@@ -691,7 +678,7 @@ def _apply(cls: type[Function], *args: Any, **kwargs: Any) -> Any:
     if region is None or region.replaying or not torch.is_grad_enabled() or cls in (Widening, CopyWithStrides):
         return apply(*args, **kwargs)
     if cls is checkpoint.CheckpointFunction:
-        args = (_replayed(args[0], region), *args[1:])
+        args = (_replay_in_region(args[0], region), *args[1:])
     region._backward.custom_functions = True
     if region not in _get_current_function_mode_stack():
         # A part of an operator that the region runs now (torch.library.register_autograd), which has a site already.
@@ -701,7 +688,7 @@ def _apply(cls: type[Function], *args: Any, **kwargs: Any) -> Any:
     return region.at_global_exponent(lambda moved: apply(*moved, **kwargs), args)
 
 
-def _replayed(run: Callable[..., Any], region: Region) -> Callable[..., Any]:
+def _replay_in_region(run: Callable[..., Any], region: Region) -> Callable[..., Any]:
     """The function that reentrant checkpointing runs again during backward, with edges of its own."""
 
     def run_in_region(*args: Any, **kwargs: Any) -> Any:

@@ -323,7 +323,7 @@ def element_wise(
     if largest == -math.inf:
         return NOTHING
     if rescue_share is not None:
-        least = _rescued(g, w, rescue_share, least, largest)
+        least = _rescue(g, w, rescue_share, least, largest)
     return _between(math.log2(u_min) - least, math.log2(g.shape[-1] if fan is None else fan) + largest, u_max)
 
 
@@ -406,7 +406,7 @@ def _extremes(rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     return torch.where(size == 0, torch.inf, size).amin(0), size.amax(0)
 
 
-def _rescued(g: torch.Tensor, w: torch.Tensor, share: float, least: float, largest: float) -> float:
+def _rescue(g: torch.Tensor, w: torch.Tensor, share: float, least: float, largest: float) -> float:
     """log2 of the smallest product among the largest int(share x number); infinity where none is kept."""
     g, w = (x.to("cpu").double().abs().log2().T.contiguous() for x in (g, w))
     w = w.sort().values
