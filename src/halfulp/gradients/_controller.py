@@ -9,13 +9,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..formats import fp16
+from ..formats import Format, fp16, get
+from ..rounding import Nearest, Rounding, get_rounding
 from ..rounding._random_bits import STREAM_VERSION
 from ._reports import LastStep
-from ._site import GLOBAL, Measurement, Reading, Site, by_site, recover_sizes, to_host
+from ._site import GLOBAL, HIGHEST, LOWEST, Measurement, Reading, Site, Sites, by_site, recover_sizes, to_host
 from ._state import load_sites
 from .eager._backward import Backward
-from .policies._policy import Amax
+from .policies._policy import Amax, Policy
 
 _MASK = 2**64 - 1
 
@@ -478,3 +479,56 @@ class Controller:
         self._sources.clear()
         self.losses.clear()
         self._skipped = self._overflowed = self._measure_next = False
+
+
+def controller_of(
+    policy: Policy,
+    *,
+    mode: str,
+    start: int,
+    format: Format | str | torch.dtype | None,
+    rounding: Rounding | str,
+    interval: int,
+    floor: int,
+    ceiling: int,
+) -> Controller:
+    """The controller of a scaler, with its sites and its backward edges.
+
+    Raises:
+        ValueError: an option that is not allowed, or two that exclude each other.
+    """
+    if mode not in ("function", "module"):
+        raise ValueError(f"mode is 'function' or 'module', got {mode!r}")
+    if mode == "module" and policy.wants_operands:
+        raise ValueError(
+            f"policy {policy.name!r} reads the operands of products, which mode='module' does not see: take "
+            "mode='function', or policy='amax'"
+        )
+    if not isinstance(interval, int) or isinstance(interval, bool) or interval < 1:
+        raise ValueError(f"interval is a number of iterations, at least 1, got {interval!r}")
+    _check_bounds(floor, ceiling)
+    if not floor <= start <= ceiling:
+        raise ValueError(f"init_scale is 2^{start}, beyond floor={floor} and ceiling={ceiling}")
+    rounding = get_rounding(rounding)
+    if format is None and rounding != Nearest():
+        raise ValueError(
+            f"rounding={rounding.name!r} without a format: the tensors' own dtypes round to nearest; give format= too"
+        )
+    sites = Sites(start, uniform=not policy.per_site)
+    backward = Backward(sites, policy, None if format is None else _check_format(get(format)), rounding)
+    return Controller(backward, interval, floor, ceiling)
+
+
+def _check_format(format: Format) -> Format:
+    """Return a format that gradients can have, or raise."""
+    if not (format.signed and format.zero):
+        lacks = "zero" if format.signed else "negative numbers"
+        raise ValueError(f"format {format.name} has no {lacks}, which gradients are: take another, such as 'e5m2'")
+    return format
+
+
+def _check_bounds(floor: int, ceiling: int) -> None:
+    if not (isinstance(floor, int) and isinstance(ceiling, int) and LOWEST <= floor <= ceiling <= HIGHEST):
+        raise ValueError(
+            f"floor and ceiling are integers, {LOWEST} <= floor <= ceiling <= {HIGHEST}, got {floor!r} and {ceiling!r}"
+        )

@@ -8,6 +8,7 @@ is walked anew each time instead of matched.
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable
 from types import NoneType
@@ -540,19 +541,19 @@ class Replay:
         return out
 
     def _make_entry(self, move: tuple[int, int], order: dict[Site, None]) -> Callable:
-        backward = self._backward
+        return functools.partial(_enter, self._backward, move, order)
 
-        @untraced
-        def enter(gradients: tuple) -> tuple | None:
-            if backward.is_shut():
-                return None
-            backward.note_left(order)
-            gradient = gradients[0]
-            if gradient is None or not any(move):
-                return None
-            return backward.following.move_by(gradient, *move), *gradients[1:]
 
-        return enter
+@untraced
+def _enter(backward: Backward, move: tuple[int, int], order: dict[Site, None], gradients: tuple) -> tuple | None:
+    """The hook of an output: its gradient comes to the outputs' site."""
+    if backward.is_shut():
+        return None
+    backward.note_left(order)
+    gradient = gradients[0]
+    if gradient is None or not any(move):
+        return None
+    return backward.following.move_by(gradient, *move), *gradients[1:]
 
 
 def forwards_without_region(scaler: Any) -> int:
