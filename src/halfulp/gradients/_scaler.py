@@ -550,7 +550,7 @@ class _Unscaled:
         mixed: whether that is a sum with divided values.
     """
 
-    parameter: weakref.ref
+    parameter: weakref.ref[Any]
     divided: _Written
     begun: _Written | None = None
     adds: bool = False
@@ -604,7 +604,9 @@ class UnscaledGradients:
             (unscaled if is_divided else scaled).append(parameter)
         return scaled, unscaled
 
-    def check(self, optimizer: torch.optim.Optimizer, models: Iterable[weakref.ref], divided: bool = False) -> None:
+    def check(
+        self, optimizer: torch.optim.Optimizer, models: Iterable[weakref.ref[Any]], divided: bool = False
+    ) -> None:
         """Check that no gradient of an optimizer is a sum of divided and scaled values.
 
         Args:
@@ -651,7 +653,7 @@ class UnscaledGradients:
         for parameter in parameters:
             self._records[id(parameter)] = _Unscaled(weakref.ref(parameter), _Written(parameter.grad))
 
-    def begin_pass(self, _: tuple) -> None:
+    def begin_pass(self, _: tuple[Any, ...]) -> None:
         """The hook of a scaled loss's node: see which divided gradients this backward pass writes."""
         number = torch._C._current_graph_task_id()
         if not self._records or number == self._pass:
@@ -687,7 +689,7 @@ def _with_gradients(optimizer: torch.optim.Optimizer) -> Iterator[Tensor]:
 
 
 def unscale_once(
-    unscale: Callable,
+    unscale: Callable[..., Any],
     known: UnscaledGradients | None,
     optimizer: torch.optim.Optimizer,
     inverse: Tensor,
@@ -695,14 +697,8 @@ def unscale_once(
 ) -> dict[torch.device, Tensor]:
     """Unscale the gradients that wait at the scale, as GradScaler does; those that were divided are only checked.
 
-    Args:
-        unscale: GradScaler's own, of an optimizer, the inverse scale and a flag; gives a flag for every device.
-        known: which gradients were divided, and are from now on; None where nothing is divided here.
-        optimizer: whose gradients are unscaled.
-        inverse, found: as GradScaler has them.
-
-    Returns:
-        A flag for every device.
+    ``unscale`` is GradScaler's own, of an optimizer, the inverse scale and a flag; it returns a flag for every device,
+    as this does. ``known`` tells which gradients were divided, and notes those that are now; without it none is.
     """
     scaled, divided = (list(_with_gradients(optimizer)), []) if known is None else known.split(optimizer)
     flags: dict[torch.device, Tensor] = {}
@@ -770,7 +766,9 @@ def flags_of(
     return flags
 
 
-def step_with_scaler(scaler: torch.amp.GradScaler, optimizer: torch.optim.Optimizer, args: tuple, kwargs: dict) -> Any:
+def step_with_scaler(
+    scaler: torch.amp.GradScaler, optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> Any:
     """The step of an optimizer that takes the scaler."""
     warnings.warn(
         "the optimizer's step takes grad_scaler=, which torch.amp.GradScaler is going to stop giving: let it read the "
@@ -783,7 +781,11 @@ def step_with_scaler(scaler: torch.amp.GradScaler, optimizer: torch.optim.Optimi
 
 
 def step_unscaled(
-    optimizer: torch.optim.Optimizer, found: list[Tensor], overflowed: bool, args: tuple, kwargs: dict
+    optimizer: torch.optim.Optimizer,
+    found: list[Tensor],
+    overflowed: bool,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
 ) -> Any:
     """Step with unscaled gradients; None where they overflowed, unless the optimizer handles that itself."""
     if not handles_overflow(optimizer):

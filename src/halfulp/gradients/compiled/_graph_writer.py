@@ -75,7 +75,7 @@ def _observe(gradients: list[Tensor], scaler: str, site: str, kinds: str) -> Non
         )
 
 
-def _round(gradient: Tensor, scaler: str) -> Tensor:
+def _round_tensor(gradient: Tensor, scaler: str) -> Tensor:
     backward = _active(scaler)
     return gradient.clone() if backward is None else backward.round_to_format(gradient)
 
@@ -103,7 +103,7 @@ observe_gradients = define_operator(
     "observe_gradients(Tensor[] gradients, str scaler, str site, str kinds) -> ()", _observe, lambda *_: None, host=True
 )
 round_gradient = define_operator(
-    "round_gradient(Tensor gradient, str scaler) -> Tensor", _round, lambda x, _: torch.empty_like(x), host=True
+    "round_gradient(Tensor gradient, str scaler) -> Tensor", _round_tensor, lambda x, _: torch.empty_like(x), host=True
 )
 watch_operands = define_operator(
     "watch_operands(Tensor gradient, Tensor factor, str scaler, str site, str form, int groups) -> ()",
