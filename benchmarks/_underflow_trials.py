@@ -11,7 +11,7 @@ from torch import Tensor
 
 from halfulp.formats import Format, get
 from halfulp.gradients import UnderflowBound
-from halfulp.gradients._products import Factor
+from halfulp.gradients._functions import Factor
 from halfulp.gradients._site import Site
 from halfulp.gradients.policies._underflow_bound import Proposal
 from halfulp.rounding import quantize

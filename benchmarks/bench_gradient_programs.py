@@ -29,7 +29,7 @@ def main() -> None:
 
     import torch
 
-    from halfulp.gradients.eager._reads import Reads
+    from halfulp.gradients.eager._region import Reads
 
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--count", type=int, default=COUNT, help="programs")

@@ -8,7 +8,9 @@ import re
 import subprocess
 import sys
 import tempfile
+from collections.abc import Callable
 from pathlib import Path
+from types import FrameType
 
 from docs.fillers.library import lines_of_code
 
@@ -195,12 +197,59 @@ def counted(tree: Path, command: str | None) -> dict[str, object]:
     return figures(tree) | {"complaints of mypy": mypy(tree)} | (pyright(tree, command) if command else {})
 
 
+def files_of(call: Callable[[], object]) -> dict[str, int]:
+    """The files of the library that a call goes through, each with the calls of its functions."""
+    found: dict[str, int] = {}
+
+    def note(frame: FrameType, event: str, _: object) -> None:
+        _, inside, path = frame.f_code.co_filename.rpartition("/src/halfulp/")
+        if event == "call" and inside:
+            found[path] = found.get(path, 0) + 1
+
+    sys.setprofile(note)
+    try:
+        call()
+    finally:
+        sys.setprofile(None)
+    return found
+
+
+def scaler_walk(measured: bool) -> dict[str, int]:
+    """The files of one iteration of the scaler under autocast to float16, ordinary or measured."""
+    import torch
+
+    import halfulp as hu
+
+    model = torch.nn.Sequential(*(layer for _ in range(3) for layer in (torch.nn.Linear(8, 8), torch.nn.Tanh())))
+    scaler, optimizer = hu.AdaptiveGradScaler(model), torch.optim.SGD(model.parameters(), lr=0.1)
+
+    def iterate() -> None:
+        optimizer.zero_grad()
+        with torch.autocast("cpu", torch.float16):
+            out = model(torch.ones(4, 8))
+        scaler.scale(out.float().square().mean()).backward()
+        scaler.step(optimizer)
+        scaler.update()
+
+    for _ in range(60):
+        iterate()
+    while scaler._controller.backward.measuring is not measured:
+        iterate()
+    return files_of(iterate)
+
+
 def main() -> None:
     """Print the tables and save them."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--before", default="97f2711", help="the earlier commit")
     parser.add_argument("--pyright", help="the command basedpyright, which the library's environment lacks")
+    parser.add_argument("--walks", action="store_true", help="print the files of an iteration of the scaler, no more")
     given = parser.parse_args()
+    if given.walks:
+        for measured in (False, True):
+            walk = scaler_walk(measured)
+            print("measured" if measured else "ordinary", len(walk), "files,", sum(walk.values()), "calls:", *walk)
+        return
     with tempfile.TemporaryDirectory() as folder:
         tree = Path(folder) / "before"
         subprocess.run(["git", "worktree", "add", "--detach", "-q", str(tree), given.before], cwd=ROOT, check=True)

@@ -9,7 +9,7 @@ import sys
 
 import pytest
 
-from halfulp.gradients.eager._reads import Reads
+from halfulp.gradients.eager._region import Reads
 
 from .gradient_programs import FUNCTIONS, MODULES, Program, differs
 

@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
-import dataclasses
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Mapping
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from ..formats import fp16
+from ..formats import Format, fp16, get
+from ..rounding import Nearest, Rounding, get_rounding
 from ..rounding._random_bits import STREAM_VERSION
 from ._reports import LastStep
-from ._site import GLOBAL, Measurement, Reading, Site, Sites, by_site, recover_sizes, to_host
+from ._site import GLOBAL, HIGHEST, LOWEST, Measurement, Reading, Site, Sites, by_site, recover_sizes, to_host
 from ._state import load_sites
 from .eager._backward import Backward
 from .policies._policy import Amax, Policy
@@ -60,36 +60,20 @@ def _mixed(number: int) -> int:
     return number ^ (number >> 31)
 
 
-@dataclasses.dataclass(frozen=True)
-class OverflowSource:
-    """A site that overflowed, and whether what overflowed spreads to those after it in backward."""
-
-    site: Site
-    spreads: bool
-
-
-def measured_overflow_sources(measured: list[Measurement]) -> list[OverflowSource]:
+def overflow_sources(measured: list[Measurement]) -> list[Site]:
     """The sites where gradients stopped being finite, from a measured backward pass.
 
-    What overflowed in an activation's gradient spreads to all that comes later in backward, so of these only the first
-    counts, and none of the parameters that read it; a parameter's gradient spreads nowhere.
+    An activation's gradient spreads an overflow to all that comes later in backward: of these only the first counts,
+    and none of the parameters that read it; a parameter's gradient spreads nowhere.
     """
-    found: list[OverflowSource] = []
     flow = next((one for one in measured if one.kind != "weight" and not one.reading.finite), None)
-    if flow is not None:
-        found.append(OverflowSource(flow.site, spreads=True))
+    found = [] if flow is None else [flow.site]
     for site, kinds in by_site(measured).items():
         others = [reading.finite for kind, reading in kinds.items() if kind != "weight"]
         alone = all(others) and (others or flow is None)
         if "weight" in kinds and not kinds["weight"].finite and alone:
-            found.append(OverflowSource(site, spreads=False))
+            found.append(site)
     return found
-
-
-def downstream(sources: list[Site], order: list[Site]) -> list[Site]:
-    """The sites that come after the first overflow in backward, which it reaches."""
-    places = [order.index(site) for site in sources if site in order]
-    return order[: max(places)] if places else []
 
 
 def all_finite(gradient: Tensor) -> Tensor:
@@ -107,52 +91,16 @@ def explains(kinds: dict[str, Reading], exponent: int) -> bool:
     )
 
 
-def is_wide(site: Site) -> bool:
-    """Whether a site was measured and all its gradients have float32's range."""
-    return site.measured and site.format is None
+def is_reached(kinds: dict[str, Reading]) -> bool:
+    """Whether a site has a narrow gradient that is not finite."""
+    return any(reading.format and not reading.finite for reading in kinds.values())
 
 
-def is_blind(site: Site, readings: dict[Site, dict]) -> bool:
-    """Return whether a site has no finite measurement in this iteration, because an overflow reached it."""
-    if is_wide(site):
-        return False
-    kinds = readings.get(site)
-    return kinds is None or not all(reading.finite for reading in kinds.values())
-
-
-def short_of_overflow(site: Site, exponent: int, iteration: int, short: int | None) -> int:
-    """Return the wanted exponent if it is below the last overflow's, else one halfway to it.
-
-    A site that does not overflow there any more, as it is there or above, may go anywhere.
-
-    Args:
-        site: whose exponent it is; where it may go by itself is set.
-        exponent: that is wanted.
-        iteration: now.
-        short: how far the site stays from where it overflowed; None of one that stays where it is known to overflow.
-    """
-    forget_if_old(site, iteration)
-    overflow = site.overflow
-    if overflow is None or not site.exponent < overflow.exponent <= exponent:
-        return exponent
-    half = (site.exponent + overflow.exponent) // 2
-    if short is not None:
-        # What is all zero where an overflow lowered it to may go that far from now on.
-        overflow.exponent = max(overflow.exponent, half + short)
-    return half
-
-
-def forget_if_old(site: Site, iteration: int) -> None:
-    """Forget an overflow after as many iterations as it is remembered."""
-    if site.overflow is not None and iteration >= site.until:
-        site.forget_overflow()
-
-
-# For so many intervals an overflow is remembered, times the site's patience.
-_MEMORY = 4
-# After so many skipped steps in a row, or overflows of one site, all exponents of the iteration fall as one scale.
-_ROW, _STRIKES = 4, 4
-_FALL = 8
+# For so many intervals an overflow is remembered.
+_MEMORY = 8
+# After so many skipped steps in a row all exponents of the iteration fall as one scale, by so many powers of two.
+_ROW, _FALL = 4, 8
+# So far a site stays below the exponent at which it overflowed.
 _SHORT = 4
 
 
@@ -160,7 +108,7 @@ class Controller:
     """Sets every exponent at the end of an iteration, from measurements and overflows.
 
     Whether an iteration is measured, and the global exponent, are the same in all processes: they follow from the
-    number of the iteration, from which steps were skipped, and from what `_agreed` says. Other exponents may differ.
+    number of the iteration, from which steps were skipped, and from what `_agree` says. Other exponents may differ.
 
     Args:
         backward: whose sites are set, by whose policy, and whose measurements are read.
@@ -184,7 +132,8 @@ class Controller:
         self.since = 0
         self.losses: list[Tensor] = []
         self._measured: list[Measurement] = []
-        self._overflow_sources: list[OverflowSource] = []
+        # The sites that overflowed in this iteration.
+        self._sources: dict[Site, None] = {}
         self._skipped = False
         backward.processes.after_join(self.catch_up)
         # Whether exponents are to blame for that: not for a loss that is no number.
@@ -193,46 +142,45 @@ class Controller:
 
     def read(self, flags: list[Tensor]) -> bool:
         """Read whether any flag is set, and the iteration's measurements, by one copy from the device."""
-        binades = self.following.taken(flags[0].device) if self.backward.measuring else []
+        binades = self.following.take_binades(flags[0].device) if self.backward.measuring else []
         values, measured = self.backward.measurements.read([*flags, *binades])
         self._measured += measured
         self.following.read += [int(binade) for binade in values[len(flags) :] if math.isfinite(binade)]
         found = any(value != 0 for value in values[: len(flags)])
         # Gradients that are shared tell all processes the same, but for what is done to them afterwards.
-        return not self._agreed("step", int(not found))[0]
+        return not self._agree("step", int(not found))[0]
 
     def skip(self) -> LastStep:
         """Note that a step is skipped, as gradients are not finite, and find the sites that overflowed.
 
-        A measured iteration shows them. After another one every site of it is doubted, and the next one is measured.
+        A measured iteration shows them. Another one lowers all sites, and the next one is measured.
         """
         self._skipped = True
         backward, global_site = self.backward, self.sites.global_site
         finite = all(to_host([all_finite(loss) for loss in self.losses]))
-        found = measured_overflow_sources(self._measured) if finite and self.policy.per_site else []
+        found = overflow_sources(self._measured) if finite and self.policy.per_site else []
         if backward.processes.in_join:
             # Nobody can be asked: it may be another's.
             finite, unknown = True, False
         else:
-            finite, unknown = map(bool, self._agreed("skipped step", int(finite), int(not found)))
+            finite, unknown = map(bool, self._agree("skipped step", int(finite), int(not found)))
         if not finite:
             return LastStep(False, "the loss is not finite, so that no exponent is to blame; look at the forward pass")
         self._overflowed = True
         if not self.policy.per_site:
-            self._overflow_sources = [OverflowSource(global_site, spreads=False)]
+            self._sources = {global_site: None}
             words = f"gradients overflowed at the scale of all, 2^{global_site.exponent}"
             return LastStep(False, words, (("global", global_site.exponent),))
         if not found and not unknown:
             return LastStep(False, "gradients overflowed at a site of another process, whose scaler tells which")
         if not found and not backward.measuring:
-            for site in backward.reached():
-                if not is_wide(site):
-                    self._note(site, doubted=True)
+            for site in backward.list_reached():
+                site.memory.suspected = None if site.is_wide else site.exponent
             return LastStep(False, "gradients overflowed; where, the next step, which is measured, will show")
         # What no site of the model made came from outside, at the global exponent.
-        found = found or [OverflowSource(global_site, spreads=False)]
-        self._overflow_sources += [one for one in found if one not in self._overflow_sources]
-        blamed = tuple((one.site.key, one.site.exponent) for one in found)
+        found = found or [global_site]
+        self._sources |= dict.fromkeys(found)
+        blamed = tuple((site.key, site.exponent) for site in found)
         words = ", ".join(f"{key} at 2^{exponent}" for key, exponent in blamed)
         return LastStep(False, f"gradients overflowed at {words}", blamed)
 
@@ -247,13 +195,13 @@ class Controller:
             self._keep_together(before)
         elif self.backward.measuring or self._skipped:
             global_site = self.sites.global_site
-            exponent, calm = self._agreed("update", global_site.exponent, int(not self._measure_next))
+            exponent, calm = self._agree("update", global_site.exponent, int(not self._measure_next))
             global_site.exponent, self._measure_next = exponent, not calm
         self._renew()
 
-    def _agreed(self, occasion: str, *values: int) -> list[int]:
+    def _agree(self, occasion: str, *values: int) -> list[int]:
         """The minimum of each value over all processes; ``occasion`` names the point at which they meet."""
-        return self.backward.processes.agreed(occasion, self.iteration, list(values), self.device)
+        return self.backward.processes.agree(occasion, self.iteration, list(values), self.device)
 
     def _keep_together(self, before: int) -> None:
         """Set the global exponent without communication, by what all processes know: which steps were skipped."""
@@ -288,7 +236,7 @@ class Controller:
         self.sites.set_reference(None)
         for site in self.sites:
             self._set(site, exponents.get(site.key, 0))
-            site.forget_overflow()
+            site.memory.exponent = None
         self._renew()
 
     @property
@@ -348,109 +296,92 @@ class Controller:
         """Lower the sites that overflowed, and set the others that were measured by the policy."""
         if self._skipped and not self._overflowed:
             return
+        measuring = self.backward.measuring
         self._skips_in_row = self._skips_in_row + 1 if self._skipped else 0
-        if not (self._skipped or self.backward.measuring):
+        if not (self._skipped or measuring):
             return
         narrow = any(one.reading.format for one in self._measured)
         if self.sites.global_site.loss_binade is None:
             self.following.update_reference(narrow, self.floor, self.ceiling)
         readings = by_site(self._measured)
         fallen = self._fall(readings)
-        if self.backward.measuring and not self._skipped:
-            self._settle_doubts(readings)
+        if measuring:
+            self._settle_suspects(readings)
         lost = recover_sizes(self.backward.edges(), readings, self.following.measured_lift)
         for site, kinds in readings.items():
             if site not in fallen and all(reading.finite for reading in kinds.values()):
                 self._follow(site, kinds, site in lost)
         self._measure_next = bool(lost) or self._rise(readings)
         global_site = self.sites.global_site
-        if not self._overflow_sources and self.backward.measuring and not global_site.history:
+        if measuring and not self._sources and not global_site.history:
             # Nothing narrow is there to say how far it may go: it comes back from an overflow step by step.
-            self._set(global_site, self._allowed(global_site, min(self.start, global_site.exponent + 1)))
+            self._set(global_site, self._limit(global_site, min(self.start, global_site.exponent + 1)))
         self.following.update_reference(narrow, self.floor, self.ceiling)
         self.sites.note_lowest()
 
-    def _note(self, site: Site, doubted: bool = False) -> None:
-        site.note_overflow(self.iteration, _MEMORY * self.interval, site.exponent, doubted)
+    def _fall(self, readings: dict[Site, dict[str, Reading]]) -> Collection[Site]:
+        """Lower the sites that overflowed, and those that the overflow reached; return them.
 
-    def _fall(self, readings: dict[Site, dict[str, Reading]]) -> dict[Site, None]:
-        """Lower the sites that overflowed, and those whose measurements were all infinite; return them."""
-        sources = [one.site for one in self._overflow_sources]
-        for site in sources:
+        Who it was is not known of an iteration that was not measured, and all fall. After several skips in a row, all
+        fall to one exponent.
+        """
+        for site in self._sources:
             site.overflows += 1
-            self._note(site)
-        if self._skips_in_row > _ROW or any(x.overflow and x.overflow.strikes > _STRIKES for x in sources):
+            self._remember(site, site.exponent)
+        if self._skips_in_row > _ROW:
             return self._fall_together()
-        if sources and self.backward.measuring:
-            # It was seen who overflowed: nobody else is suspected.
-            self.sites.acquit()
-        # What follows an activation's overflow gets the same room for one step, a measured one.
-        spreading = [one.site for one in self._overflow_sources if one.spreads]
-        blind = [site for site in downstream(spreading, self.backward.reached()) if is_blind(site, readings)]
-        fallen = dict.fromkeys([*sources, *blind])
+        suspects = [] if self.backward.measuring else self.sites.suspects()
+        reached = [site for site, kinds in readings.items() if is_reached(kinds)]
+        fallen = dict.fromkeys([*self._sources, *suspects, *reached])
         for site in fallen:
-            if site not in sources:
-                # What comes again and again would show in one site after the other.
-                self._note(site, doubted=True)
-            self._lower(site)
+            # At least to the exponent that the policy derives from its history.
+            wanted = None if self.policy.wants_operands else self.policy.exponent(site)
+            after = self.policy.exponent_after_overflow(site)
+            self._set(site, after if wanted is None else min(after, wanted))
         return fallen
 
-    def _fall_together(self) -> dict[Site, None]:
+    def _fall_together(self) -> Collection[Site]:
         """Lower all sites to one exponent, after lowering single ones did not stop the overflows.
 
         It does not follow losses where one pass reaches several outputs, of which the first one may mislead.
         """
         if self.following.several:
             self.following.resumes = self.iteration + _MEMORY * self.interval
-        reached = dict.fromkeys([*self.backward.reached(), self.sites.global_site])
-        # Steps in a row, of which the last one shows who overflowed: the global one falls at once to the others, which
-        # are far below it by now, and nothing holds these down.
-        seen = self._skips_in_row > _ROW and self.backward.measuring and bool(self._overflow_sources)
-        own = [site for site in reached if not site.follows_global] if seen else []
+        reached = dict.fromkeys([*self.backward.list_reached(), self.sites.global_site])
+        # The global exponent falls at once to the others, which are far below it by now.
+        own = [site for site in reached if not site.follows_global]
         highest = max(site.exponent for site in own or reached)
         for site in self.sites:
-            if site.exponent > highest - _FALL:
-                self._set(site, highest - _FALL)
-                if site in reached and not seen:
-                    site.note_overflow(self.iteration, _MEMORY * self.interval, highest, doubted=True)
+            self._set(site, min(site.exponent, highest - _FALL))
         return reached
 
-    def _lower(self, site: Site) -> None:
-        """Lower a site that overflowed, at least to the exponent that the policy derives from its history."""
-        wanted = None if self.policy.wants_operands else self.policy.exponent(site)
-        fallen = self.policy.exponent_after_overflow(site)
-        self._set(site, fallen if wanted is None else min(fallen, wanted))
+    def _settle_suspects(self, readings: dict[Site, dict[str, Reading]]) -> None:
+        """Remember the overflow of an earlier iteration, which was not measured, by what a measured one shows.
 
-    def _settle_doubts(self, readings: dict[Site, dict[str, Reading]]) -> None:
-        """Use a measured iteration without overflow to decide which suspected sites overflowed earlier.
-
-        A site that would have overflowed then explains them. While there is none, all that may have overflowed fall.
+        If a site overflows now, or would have at the exponent of then, it was that one. Else all may have been.
         """
-        doubted = self.sites.doubted()
-        if any(explains(readings[site], overflow.exponent) for site, overflow in doubted.items() if site in readings):
-            self.sites.acquit()
-            return
-        for site, overflow in doubted.items():
-            if site.exponent >= overflow.exponent and not site.may_be_free:
-                self._lower(site)
+        suspects = self.sites.suspects()
+        explained = self._sources or any(explains(readings.get(site, {}), e) for site, e in suspects.items())
+        for site, exponent in suspects.items():
+            site.memory.suspected = None
+            if not explained:
+                self._remember(site, exponent)
+
+    def _remember(self, site: Site, exponent: int) -> None:
+        site.memory.note(exponent, self.iteration + _MEMORY * self.interval)
 
     def _follow(self, site: Site, kinds: dict[str, Reading], lost: bool) -> None:
         """Set the exponent of a site that was measured and did not overflow; ``lost``: all arrives as zero there."""
         site.remember(kinds)
         exponent = (Amax() if lost else self.policy).exponent(site)
-        if site.overflow is not None and self._supersedes_overflow(site, site.overflow.exponent, kinds, lost):
-            site.forget_overflow()
-        if exponent is not None:
-            halves = lost or self.policy.wants_operands
-            self._set(site, self._halved(site, exponent) if halves else self._allowed(site, exponent))
-
-    def _supersedes_overflow(self, site: Site, overflowed: int, kinds: dict[str, Reading], lost: bool) -> bool:
-        """Whether a new measurement limits a site's exponent better than its remembered overflow does."""
-        if site.exponent <= self.floor:
-            # It cannot fall further, and is finite there.
-            return True
+        overflowed = site.memory.exponent
         # Operands alone do not tell of sums for weights.
-        return not lost and not self.policy.wants_operands and explains(kinds, overflowed)
+        tells = not lost and not self.policy.wants_operands
+        if overflowed is not None and (site.exponent <= self.floor or (tells and explains(kinds, overflowed))):
+            # The measurement limits the exponent better than the memory does.
+            site.memory.exponent = None
+        if exponent is not None:
+            self._set(site, self._limit_halfway(site, exponent) if lost else self._limit(site, exponent))
 
     def _rise(self, readings: dict[Site, dict[str, Reading]]) -> bool:
         """Raise all sites where every gradient is stored as zero and the loss's own gradient was not measured."""
@@ -458,23 +389,33 @@ class Controller:
         if not narrow or self.sites.global_site in readings or any(reading.amax != 0 for reading in narrow):
             return False
         for site in readings:
-            self._set(site, self._halved(site, 2 * site.exponent - self.policy.exponent_after_overflow(site)))
+            self._set(site, self._limit_halfway(site, 2 * site.exponent - self.policy.exponent_after_overflow(site)))
         return True
 
-    def _allowed(self, site: Site, exponent: int) -> int:
+    def _limit(self, site: Site, exponent: int) -> int:
         """Return the wanted exponent, limited below the last overflow while that is remembered."""
-        forget_if_old(site, self.iteration)
-        if site.overflow is None or site.may_be_free:
+        overflowed = site.memory.at(self.iteration)
+        if overflowed is None:
             return exponent
-        return min(exponent, site.overflow.exponent - self._short(site))
+        return min(exponent, overflowed - self._short(site))
 
     def _short(self, site: Site) -> int:
         """Return how many powers of two a site stays below the exponent at which it overflowed."""
         return min(_SHORT, site.exponent - self.policy.exponent_after_overflow(site))
 
-    def _halved(self, site: Site, exponent: int) -> int:
-        short = None if self.policy.wants_operands else self._short(site)
-        return short_of_overflow(site, exponent, self.iteration, short)
+    def _limit_halfway(self, site: Site, exponent: int) -> int:
+        """Return the wanted exponent if it is below the last overflow's, else one halfway to it.
+
+        A site that does not overflow there any more, as it is there or above, may go anywhere.
+        """
+        overflowed = site.memory.at(self.iteration)
+        if overflowed is None or not site.exponent < overflowed <= exponent:
+            return exponent
+        half = (site.exponent + overflowed) // 2
+        if self.policy.per_site:
+            # All gradients underflow at this exponent: allow it back up halfway.
+            site.memory.exponent = max(overflowed, half + self._short(site))
+        return half
 
     # one scale for all ----------------------------------------------------------------------------------------
 
@@ -484,19 +425,37 @@ class Controller:
         readings = by_site(self._measured)
         for site, kinds in readings.items():
             site.remember(kinds)
-        for one in self._overflow_sources:
-            one.site.overflows += 1
-            self._note(one.site)
+        for site in self._sources:
+            site.overflows += 1
+            self._remember(site, site.exponent)
         self.since += 1
         wanted = self.policy.global_exponent(global_site.exponent, self._skipped, self.since, self.iteration + 1)
         if wanted is None:
             if not self._skipped and not self.backward.measuring:
                 return
-            found = measured_scale(self.policy, self.sites, readings, self.iteration)
+            found = self._measured_scale(readings)
             wanted = self.policy.exponent_after_overflow(global_site) if self._skipped else found
         if wanted is not None and (wanted != global_site.exponent or self._skipped):
             self.since = 0
             self._set(global_site, wanted)
+
+    def _measured_scale(self, readings: dict[Site, dict[str, Reading]]) -> int | None:
+        """The exponent that all measured gradients allow, kept below an overflow that they do not explain.
+
+        That may have been outside the model, where nothing is measured: in the gradient of a float16 loss, say.
+        """
+        global_site = self.sites.global_site
+        found = [self.policy.exponent(site) for site in self.sites if site.history]
+        wanted = min((exponent for exponent in found if exponent is not None), default=None)
+        if wanted is None and readings:
+            # Every gradient is stored as zero.
+            wanted = 2 * global_site.exponent - self.policy.exponent_after_overflow(global_site)
+        overflowed = global_site.memory.exponent
+        if wanted is None or overflowed is None:
+            return wanted
+        if any(explains(kinds, overflowed) for kinds in readings.values()):
+            global_site.memory.exponent = None
+        return self._limit_halfway(global_site, wanted)
 
     def _set(self, site: Site, exponent: int) -> None:
         site.exponent = max(self.floor, min(self.ceiling, exponent))
@@ -517,31 +476,59 @@ class Controller:
             site.proposals.clear()
         self._measured.clear()
         self.following.read.clear()
-        self._overflow_sources.clear()
+        self._sources.clear()
         self.losses.clear()
         self._skipped = self._overflowed = self._measure_next = False
 
 
-def measured_scale(
-    policy: Policy, sites: Sites, readings: dict[Site, dict[str, Reading]], iteration: int
-) -> int | None:
-    """The exponent that all measured gradients allow, kept below an overflow that they do not explain.
+def controller_of(
+    policy: Policy,
+    *,
+    mode: str,
+    start: int,
+    format: Format | str | torch.dtype | None,
+    rounding: Rounding | str,
+    interval: int,
+    floor: int,
+    ceiling: int,
+) -> Controller:
+    """The controller of a scaler, with its sites and its backward edges.
 
-    That may have been outside the model, where nothing is measured: in the gradient of a float16 loss, say.
+    Raises:
+        ValueError: an option that is not allowed, or two that exclude each other.
     """
-    global_site = sites.global_site
-    wanted = lowest(policy, sites)
-    if wanted is None and readings:
-        # Every gradient is stored as zero.
-        wanted = 2 * global_site.exponent - policy.exponent_after_overflow(global_site)
-    if wanted is None or global_site.overflow is None:
-        return wanted
-    if any(explains(kinds, global_site.overflow.exponent) for kinds in readings.values()):
-        global_site.forget_overflow()
-    return short_of_overflow(global_site, wanted, iteration, None)
+    if mode not in ("function", "module"):
+        raise ValueError(f"mode is 'function' or 'module', got {mode!r}")
+    if mode == "module" and policy.wants_operands:
+        raise ValueError(
+            f"policy {policy.name!r} reads the operands of products, which mode='module' does not see: take "
+            "mode='function', or policy='amax'"
+        )
+    if not isinstance(interval, int) or isinstance(interval, bool) or interval < 1:
+        raise ValueError(f"interval is a number of iterations, at least 1, got {interval!r}")
+    _check_bounds(floor, ceiling)
+    if not floor <= start <= ceiling:
+        raise ValueError(f"init_scale is 2^{start}, beyond floor={floor} and ceiling={ceiling}")
+    rounding = get_rounding(rounding)
+    if format is None and rounding != Nearest():
+        raise ValueError(
+            f"rounding={rounding.name!r} without a format: the tensors' own dtypes round to nearest; give format= too"
+        )
+    sites = Sites(start, uniform=not policy.per_site)
+    backward = Backward(sites, policy, None if format is None else _check_format(get(format)), rounding)
+    return Controller(backward, interval, floor, ceiling)
 
 
-def lowest(policy: Policy, sites: Iterable[Site]) -> int | None:
-    """The least exponent that any site allows, for a policy with one scale."""
-    found = [policy.exponent(site) for site in sites if site.history]
-    return min((exponent for exponent in found if exponent is not None), default=None)
+def _check_format(format: Format) -> Format:
+    """Return a format that gradients can have, or raise."""
+    if not (format.signed and format.zero):
+        lacks = "zero" if format.signed else "negative numbers"
+        raise ValueError(f"format {format.name} has no {lacks}, which gradients are: take another, such as 'e5m2'")
+    return format
+
+
+def _check_bounds(floor: int, ceiling: int) -> None:
+    if not (isinstance(floor, int) and isinstance(ceiling, int) and LOWEST <= floor <= ceiling <= HIGHEST):
+        raise ValueError(
+            f"floor and ceiling are integers, {LOWEST} <= floor <= ceiling <= {HIGHEST}, got {floor!r} and {ceiling!r}"
+        )

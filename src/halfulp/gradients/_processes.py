@@ -113,7 +113,7 @@ class Processes:
     def watch(self, model: nn.Module) -> None:
         """Look for wrappers around a model and in it, now and where it runs."""
         if isinstance(model, nn.parallel.DistributedDataParallel):
-            self._wrapped(model, known=True)
+            self._watch_wrapper(model, known=True)
         self._models.append(weakref.ref(model))
         for group in _groups_of(model):
             self._add(group)
@@ -128,24 +128,22 @@ class Processes:
             return
         active = nn.parallel.DistributedDataParallel._active_ddp_module
         if active is not None:
-            self._wrapped(active, known=False)
+            self._watch_wrapper(active, known=False)
         for model in (one() for one in self._models):
             for group in () if model is None else _groups_of(model):
                 self._add(group)
 
-    def agreed(self, occasion: str, iteration: int, values: list[int], device: Callable[[], torch.device]) -> list[int]:
-        """`least`; the values as they are where gradients are not shared, or nobody can be asked."""
-        return values if self.in_join or not self else self.least(occasion, iteration, values, device())
-
-    def least(self, occasion: str, iteration: int, values: list[int], device: torch.device) -> list[int]:
-        """The minimum of each value over all processes; at most two integers.
+    def agree(self, occasion: str, iteration: int, values: list[int], device: Callable[[], torch.device]) -> list[int]:
+        """The minimum of each value over all processes, at most two; the values where nobody shares, or can be asked.
 
         Raises:
             RuntimeError: another process died, or did not come by, or is out of step.
         """
+        if self.in_join or not self:
+            return values
         place = OCCASIONS.index(occasion)
         message = [iteration, -iteration, place, -place, *values, *[0] * (2 - len(values))]
-        found = torch.tensor(message, device=device, dtype=torch.int64)
+        found = torch.tensor(message, device=device(), dtype=torch.int64)
         for group in self._groups:
             try:
                 dist.all_reduce(found, op=dist.ReduceOp.MIN, group=group)
@@ -184,7 +182,7 @@ class Processes:
         """Synchronise the counters of all processes at the end of a ``join()``."""
         self.catch_up = catch_up
 
-    def _wrapped(self, wrapper: nn.parallel.DistributedDataParallel, known: bool) -> None:
+    def _watch_wrapper(self, wrapper: nn.parallel.DistributedDataParallel, known: bool) -> None:
         if any(join.wrapper() is wrapper for join in self._joins):
             return
         if not known and wrapper._join_config.enable:

@@ -17,9 +17,6 @@ GLOBAL = "global"
 # Differences of two exponents must be powers of two that float32 holds.
 LOWEST, HIGHEST = -60, 60
 HISTORY = 64
-MOST_PATIENCE = 16
-# After so many times the memory of an overflow without another one, patience is what it was at first.
-_CALM = 8
 # Why a site is merged where its policy has no other exponent than the global one.
 UNIFORM = "one scale for all"
 
@@ -46,7 +43,7 @@ class Reading:
         """Whether every element was finite."""
         return math.isfinite(self.amax)
 
-    def combined(self, other: Reading) -> Reading:
+    def combine(self, other: Reading) -> Reading:
         """The measurement of both tensors together."""
         total = self.elements + other.elements
         mine, theirs = self.elements / total, other.elements / total
@@ -61,20 +58,35 @@ class Reading:
 
 
 @dataclasses.dataclass
-class Overflow:
-    """A record of a site's last overflow.
+class Memory:
+    """Remembers the lowest exponent at which a site lately overflowed, and for how long.
 
     Attributes:
-        exponent: The lowest one at which it lately did overflow, or may have.
-        doubted: Whether that may have been another site's, of the same iteration.
-        strikes: How many overflows in a row are remembered.
-        before: The site's `until` and `patience` before the first of them, which it has again if none was its own.
+        exponent: That one; None where nothing is remembered.
+        until: The iteration at which it is forgotten.
+        suspected: The exponent at which it may have overflowed, in an iteration that was not measured, until one is.
     """
 
-    exponent: int
-    doubted: bool
-    strikes: int
-    before: tuple[int, int]
+    exponent: int | None = None
+    until: int = 0
+    suspected: int | None = None
+
+    def note(self, exponent: int, until: int) -> None:
+        """Remember an overflow at an exponent."""
+        self.exponent = exponent if self.exponent is None else min(self.exponent, exponent)
+        self.until = until
+
+    def move(self, difference: int) -> None:
+        """Convert the exponents to another reference binade."""
+        for name, exponent in (("exponent", self.exponent), ("suspected", self.suspected)):
+            if exponent is not None:
+                setattr(self, name, max(LOWEST, min(HIGHEST, exponent + difference)))
+
+    def at(self, iteration: int) -> int | None:
+        """Return the exponent; None once it is as old as it is remembered for."""
+        if iteration >= self.until:
+            self.exponent = None
+        return self.exponent
 
 
 class Proposal(NamedTuple):
@@ -98,10 +110,7 @@ class Site:
         format: The narrowest format that its gradients are stored in, as last measured; None where none is narrow.
         measured: Whether they ever were.
         overflows: How often it was the one that overflowed.
-        overflow: What is remembered of its overflows; None where nothing is.
-        until: The iteration at which that is forgotten.
-        patience: How many times as long as usual overflows and measurements count: twice as long with every overflow
-            that came once the last one was forgotten.
+        memory: Remembers its overflows.
         loss_binade: Of the global site, floor(log2) of the largest gradient that losses send into the model for which
             sites' exponents are meant, which move with it from pass to pass (`Following`); None where it is not known.
         global_site: The global site of the scaler; None where it is that.
@@ -116,9 +125,7 @@ class Site:
         self.format: Format | None = None
         self.measured: bool = False
         self.overflows: int = 0
-        self.overflow: Overflow | None = None
-        self.until: int = 0
-        self.patience: int = 1
+        self.memory = Memory()
         self.stored: Format | None = None
         self.loss_binade: int | None = None
         self.global_site = global_site
@@ -155,38 +162,10 @@ class Site:
         if entry:
             self.history.append(entry)
 
-    def note_overflow(self, iteration: int, memory: int, exponent: int, doubted: bool) -> None:
-        """Remember an overflow at an exponent for so many iterations, times the patience.
-
-        ``doubted``: it may have been another site's.
-        """
-        if self.overflow is None:
-            before = self.until, self.patience
-            since, usual = iteration - self.until, memory * self.patience
-            recent = self.until > 0 and since < _CALM * usual
-            self.patience = min(MOST_PATIENCE, 2 * self.patience) if recent else 1
-            self.overflow = Overflow(exponent, doubted, 1, before)
-        else:
-            known = self.overflow
-            known.exponent = min(known.exponent, exponent)
-            known.doubted = doubted and known.doubted
-            known.strikes += 1
-        self.until = iteration + memory * self.patience
-
-    def forget_overflow(self) -> None:
-        """Forget the overflow, so that the exponent may rise to it again."""
-        self.overflow = None
-
-    def acquit(self) -> None:
-        """Undo what `note_overflow` did, as the overflow was another site's."""
-        if self.overflow is not None:
-            self.until, self.patience = self.overflow.before
-            self.overflow = None
-
     @property
-    def may_be_free(self) -> bool:
-        """Return whether at most one overflow is remembered, which may have been a spike."""
-        return self.overflow is None or self.overflow.strikes == self.patience == 1
+    def is_wide(self) -> bool:
+        """Whether it was measured and all its gradients have float32's range."""
+        return self.measured and self.format is None
 
     def change_reference(self, before: int | None, binade: int | None) -> None:
         """Convert a site's exponent and history to another reference binade (`Sites.set_reference`)."""
@@ -196,8 +175,7 @@ class Site:
                 entry.update((kind, math.ldexp(amax, factor)) for kind, amax in entry.items())
             return
         self.exponent = self._exponent + before - binade
-        if self.overflow is not None:
-            self.overflow.exponent = max(LOWEST, min(HIGHEST, self.overflow.exponent + before - binade))
+        self.memory.move(before - binade)
         for reading in self.readings.values():
             reading.amax = math.ldexp(reading.amax, binade - before)
 
@@ -251,18 +229,13 @@ class Sites:
 
     def note_lowest(self) -> None:
         """Note the lowest exponent in use, at which new sites start."""
-        fallen = [site for site in self if site.overflow is not None and not site.follows_global]
+        fallen = [site for site in self if site.memory.exponent is not None and not site.follows_global]
         measured = [site for site in self if site.format is not None]
         self.lowest = min((site.exponent for site in measured + fallen), default=None)
 
-    def doubted(self) -> dict[Site, Overflow]:
-        """Return the sites whose overflow may have been another's, with what is remembered of it."""
-        return {site: site.overflow for site in self if site.overflow is not None and site.overflow.doubted}
-
-    def acquit(self) -> None:
-        """Undo the overflows that may have been another site's, as it is known now whose they were."""
-        for site in self.doubted():
-            site.acquit()
+    def suspects(self) -> dict[Site, int]:
+        """Return the sites that may have overflowed, each with the exponent that it had."""
+        return {site: e for site in self if (e := site.memory.suspected) is not None}
 
     def merge(self, keys: Iterable[str], reason: str) -> None:
         """Let sites follow the global exponent from now on; before the first forward pass, any that will be met."""
@@ -357,7 +330,7 @@ def by_site(measured: list[Measurement]) -> dict[Site, dict[str, Reading]]:
     found: dict[Site, dict[str, Reading]] = {}
     for one in measured:
         kinds = found.setdefault(one.site, {})
-        kinds[one.kind] = kinds[one.kind].combined(one.reading) if one.kind in kinds else one.reading
+        kinds[one.kind] = kinds[one.kind].combine(one.reading) if one.kind in kinds else one.reading
     return found
 
 

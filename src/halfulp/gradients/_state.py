@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 import reprlib
 from collections.abc import Callable, Mapping
@@ -11,7 +12,7 @@ import torch
 from torch import nn
 
 from ..formats import Format
-from ._site import GLOBAL, HIGHEST, LOWEST, MOST_PATIENCE, UNIFORM, Overflow, Site, Sites, exponent_of
+from ._site import GLOBAL, HIGHEST, LOWEST, UNIFORM, Memory, Site, Sites, exponent_of
 
 # By the name of an entry: what it is, in words and as a question.
 _AN_EXPONENT = f"an integer from {LOWEST} to {HIGHEST}"
@@ -38,22 +39,13 @@ def state_of(sites: Sites, resumes: int) -> tuple[tuple[str, dict[str, Any]], ..
             "measured": site.measured,
             "narrow": site.format is not None,
             "overflows": site.overflows,
-            **_remembered(site),
+            "memory": list(dataclasses.astuple(site.memory)),
             "history": [dict(entry) for entry in site.history],
         }
         for site in sites
     }
     found[GLOBAL]["reference"] = [sites.global_site.loss_binade, resumes]
     return tuple(found.items())
-
-
-def _remembered(site: Site) -> dict[str, Any]:
-    """Return a site's record of overflows as plain data."""
-    overflow = site.overflow
-    if overflow is None:
-        return {"overflowed": None, "memory": [False, site.until, 0, site.patience, site.until, site.patience]}
-    memory = [overflow.doubted, site.until, overflow.strikes, site.patience, *overflow.before]
-    return {"overflowed": overflow.exponent, "memory": memory}
 
 
 def sites_by_name(state_dict: Any) -> Any:
@@ -123,9 +115,9 @@ def _is_reference(given: object) -> bool:
 
 
 def _is_memory(given: object) -> bool:
-    if not isinstance(given, (list, tuple)) or len(given) != 6 or not all(map(_is_whole, given[1:])):
+    if not isinstance(given, (list, tuple)) or len(given) != 3 or not _is_whole(given[1]):
         return False
-    return isinstance(given[0], bool) and all(1 <= patience <= MOST_PATIENCE for patience in (given[3], given[5]))
+    return all(exponent is None or _is_exponent(exponent) for exponent in (given[0], given[2]))
 
 
 def _is_history(given: object) -> bool:
@@ -159,11 +151,7 @@ _SITE: _Wanted = {
     "measured": ("True or False", lambda given: isinstance(given, bool)),
     "narrow": ("True or False", lambda given: isinstance(given, bool)),
     "overflows": ("a whole number", _is_whole),
-    "overflowed": (f"None or {_AN_EXPONENT}", lambda given: given is None or _is_exponent(given)),
-    "memory": (
-        f"[doubted, until, strikes, patience from 1 to {MOST_PATIENCE}, and until and patience before the overflow]",
-        _is_memory,
-    ),
+    "memory": ("[where it overflowed or None, until, where it may have or None]", _is_memory),
     "history": ("a list of dicts with the largest magnitude of each kind, which is finite", _is_history),
 }
 _GLOBAL_SITE: _Wanted = {
@@ -228,9 +216,7 @@ def load_sites(given: dict[str, Any], sites: Sites, narrow: Format) -> None:
         site.measured = values["measured"]
         site.format = narrow if values["narrow"] else None
         site.overflows = values["overflows"]
-        doubted, site.until, strikes, site.patience, *before = values["memory"]
-        lowest = values["overflowed"]
-        site.overflow = None if lowest is None else Overflow(lowest, doubted, strikes, tuple(before))
+        site.memory = Memory(*values["memory"])
         site.history.clear()
         site.history.extend(dict(entry) for entry in values["history"])
 

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.nn.utils.parametrize import ParametrizationList
 
 from .._messages import a_kind
-from ..gradients._pytree import map_tensors, memoized
+from ..gradients._functions import map_tensors, memoize
 from ..subclass.models._float32_products import class_of
 from ..subclass.models._module_parameters import remove_hooks
 
@@ -170,7 +170,7 @@ class _InputCast(_Cast, abc.ABC):
                 return None
             if not finds_writes:
                 return (cast(args[0], dtype),), kwargs
-        once = memoized(lambda x: cast(x, dtype))
+        once = memoize(lambda x: cast(x, dtype))
         cast_args, cast_kwargs = map_tensors(args, once, False), map_tensors(kwargs, once, False)
         if finds_writes:
             cast_kwargs = CopiedArguments(cast_kwargs, (args, kwargs), (cast_args, cast_kwargs))

@@ -13,7 +13,7 @@ from halfulp._torch_floor import is_older
 from halfulp._torch_versions import adds_gradients, is_backward
 from halfulp.gradients.compiled import _backend as _compiled
 from halfulp.gradients.compiled._backend import name_functions
-from halfulp.gradients.compiled._runtime_operators import (
+from halfulp.gradients.compiled._graph_writer import (
     factors_of_edges,
     observe_gradients,
     round_gradient,

@@ -1,4 +1,4 @@
-"""The compiled front end's writing: factors, roundings and observations into a backward graph."""
+"""Moves between sites, roundings and measurements: the operators of compiled graphs, and where they are written."""
 
 from __future__ import annotations
 
@@ -6,21 +6,124 @@ from collections.abc import Callable, Collection, Iterable, Iterator
 from typing import Any
 
 import torch
+from torch import Tensor
 from torch.fx import GraphModule, Node
 
-from .._site import GLOBAL
+from ...kernels import define_operator
+from .._functions import Factor, ProductForm
+from .._powers import times_power_of_two
+from .._site import GLOBAL, narrow
+from ..eager._backward import ALIVE, Backward
 from ._placement import HALF, Edge, Placement, Plan, Product, base_of, narrows
-from ._runtime_operators import (
-    ITEM,
-    PART,
-    SHARED,
-    factors_of_edges,
-    move_number,
-    observe_gradients,
-    round_gradient,
-    watch_loss,
-    watch_operands,
+
+# Separates what a string argument of an operator lists; a site's key has neither.
+ITEM, PART = "\n", "\t"
+# After the kind of a gradient that has the global exponent and not the site's.
+SHARED = "*"
+
+
+class Factors:
+    """2^(target - source) of a graph's edges, on a device, made again where exponents changed."""
+
+    def __init__(self, backward: Backward, edges: str, device: torch.device) -> None:
+        keys, *pairs = edges.split(ITEM)
+        sites = [backward.sites.open(key) for key in keys.split(PART)]
+        self.sites = dict.fromkeys(site for site in sites if site is not backward.sites.global_site)
+        self._edges = [tuple(sites[int(i)] for i in pair.split(PART)) for pair in pairs]
+        for source, target in self._edges:
+            backward.edge_hook(target, source)
+        self._device = device
+        self._exponents: list[int] = []
+        self._values = torch.empty(0, dtype=torch.float32, device="cpu")
+
+    def now(self) -> Tensor:
+        """The factors for the present exponents; a new tensor, as compilers may write into it."""
+        exponents = [target.exponent - source.exponent for source, target in self._edges]
+        if exponents != self._exponents:
+            self._exponents = exponents
+            self._values = torch.tensor([2.0**e for e in exponents], dtype=torch.float32, device="cpu").to(self._device)
+        return self._values.clone()
+
+
+def _active(scaler: str) -> Backward | None:
+    """The scaler of that handle, if it differentiates a scaled loss."""
+    backward = ALIVE.get(scaler)
+    return backward if backward is not None and backward.active else None
+
+
+def _factors(scaler: str, edges: str, count: int, device: torch.device) -> Tensor:
+    backward = _active(scaler)
+    if backward is None:
+        return torch.ones(count, device=device, dtype=torch.float32)
+    known = backward.factors.get((edges, device))
+    if known is None:
+        known = backward.factors[edges, device] = Factors(backward, edges, device)
+    backward.order.update(known.sites)
+    return known.now()
+
+
+def _observe(gradients: list[Tensor], scaler: str, site: str, kinds: str) -> None:
+    backward = _active(scaler)
+    if backward is None or not backward.measuring:
+        return
+    where = backward.sites.open(site)
+    backward.order.setdefault(where)
+    for kind, gradient in zip(kinds.split(PART), gradients):
+        exponent = where.exponent - backward.sites.global_site.exponent if kind.endswith(SHARED) else 0
+        backward.measurements.add(
+            where, kind.removesuffix(SHARED), times_power_of_two(gradient, exponent), backward.format
+        )
+
+
+def _round_tensor(gradient: Tensor, scaler: str) -> Tensor:
+    backward = _active(scaler)
+    return gradient.clone() if backward is None else backward.round_to_format(gradient)
+
+
+def _watch(gradient: Tensor, factor: Tensor, scaler: str, site: str, form: ProductForm, groups: int) -> None:
+    backward = _active(scaler)
+    if backward is not None and backward.measuring:
+        where = backward.sites.open(site)
+        backward.propose(where, gradient, Factor(factor, form, groups), narrow(gradient.dtype))
+
+
+def _watch_loss(gradient: Tensor, scaler: str, site: str, stored: torch.dtype) -> None:
+    backward = _active(scaler)
+    if backward is not None and backward.measuring:
+        backward.propose_at_loss(backward.sites.open(site), gradient, narrow(stored))
+
+
+factors_of_edges = define_operator(
+    "gradient_factors(str scaler, str edges, int count, Device device) -> Tensor",
+    _factors,
+    lambda scaler, edges, count, device: torch.empty(count, device=device, dtype=torch.float32),
+    host=True,
 )
+observe_gradients = define_operator(
+    "observe_gradients(Tensor[] gradients, str scaler, str site, str kinds) -> ()", _observe, lambda *_: None, host=True
+)
+round_gradient = define_operator(
+    "round_gradient(Tensor gradient, str scaler) -> Tensor", _round_tensor, lambda x, _: torch.empty_like(x), host=True
+)
+watch_operands = define_operator(
+    "watch_operands(Tensor gradient, Tensor factor, str scaler, str site, str form, int groups) -> ()",
+    _watch,
+    lambda *_: None,
+    host=True,
+)
+watch_loss = define_operator(
+    "watch_loss(Tensor gradient, str scaler, str site, ScalarType stored) -> ()",
+    _watch_loss,
+    lambda *_: None,
+    host=True,
+)
+# Inductor cuts an expression where it reads too much, and with that decides what it computes by vectors and what one by
+# one: exp, for instance, in other last bits. A loss's gradient, which much may read, is moved apart from all that.
+move_number = define_operator(
+    "moved_number(Tensor gradient, Tensor factor) -> Tensor", torch.mul, lambda gradient, _: torch.empty_like(gradient)
+)
+for _operator in (observe_gradients, watch_operands, watch_loss):
+    torch.fx.node.has_side_effect(_operator)
 
 
 def move_gradients(module: GraphModule, plan: Plan, scaler: str) -> None:
@@ -38,16 +141,16 @@ def move_gradients(module: GraphModule, plan: Plan, scaler: str) -> None:
             edge.rounded = writer.copy_rounded(edge)
     moved = {writer.move(edge): edge for edge in edges}
     products = placement.products(moved)
-    watching = {product.node: writer.watch(product) for product in _telling(products)} if plan.watches else {}
+    watching = {product.node: writer.watch(product) for product in _select_watched(products)} if plan.watches else {}
     entering = {product.node: list(placement.entering(product, moved)) for product in products} if plan.rounds else {}
     final = _round(writer, moved, entering, watching) if plan.rounds else {}
-    for key, gradients in _limiting(placement, products, moved, entering, plan.rounds).items():
+    for key, gradients in _find_limiting(placement, products, moved, entering, plan.rounds).items():
         writer.observe(key, [(final.get(node, node), kind, shared) for node, kind, shared in gradients])
     module.graph.lint()
     module.recompile()
 
 
-def _telling(products: Iterable[Product]) -> Iterator[Product]:
+def _select_watched(products: Iterable[Product]) -> Iterator[Product]:
     """Yield the products that pass gradients on; for a site without one, the first that makes parameters' gradients."""
     by_key: dict[str, list[Product]] = {}
     for product in products:
@@ -78,7 +181,7 @@ def _round(
     return final
 
 
-def _limiting(
+def _find_limiting(
     placement: Placement,
     products: Iterable[Product],
     moved: dict[Node, Edge],

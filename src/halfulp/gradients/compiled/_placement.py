@@ -86,7 +86,7 @@ def role_of(node: Node, gradients: Mapping[Node, None]) -> Role:
     if name == "mul":
         return "linear" if (node.args[0] in gradients) != (node.args[1] in gradients) else "other"
     if name == "copy":
-        return _copied(node, gradients)
+        return _role_of_copy(node, gradients)
     if name == "div":
         plain = "rounding_mode" not in node.kwargs or node.kwargs["rounding_mode"] is None
         return "linear" if plain and node.args[0] in gradients and node.args[1] not in gradients else "other"
@@ -125,7 +125,7 @@ def _is_data_movement(node: Node, name: str, gradients: Mapping[Node, None]) -> 
     return all(x in gradients or _is_zero(x) for x in tensors)
 
 
-def _copied(node: Node, gradients: Mapping[Node, None]) -> Role:
+def _role_of_copy(node: Node, gradients: Mapping[Node, None]) -> Role:
     """The second argument in the shape of the first."""
     shape, source = node.args[:2]
     assert isinstance(shape, Node)
@@ -299,7 +299,7 @@ class Placement:
         self._calls: dict[Node, str] = {}
         self._pinned: dict[Node, str] = {}
         self._collect(module.graph.nodes)
-        self._products = {add: product for add in self.gradients if (product := self._added(add))}
+        self._products = {add: product for add in self.gradients if (product := self._find_fused_product(add))}
         self._sums = {product: add for add, product in self._products.items()}
         self._preferred: dict[Node, str | None] = {}
         self._leads: dict[Node, bool] = {}
@@ -387,7 +387,7 @@ class Placement:
         path = self._path(node)
         return f"backward.{node.name}" if path is None else self._plan.keys[path]
 
-    def _added(self, add: Node) -> Node | None:
+    def _find_fused_product(self, add: Node) -> Node | None:
         """The product that a compiler may fuse with this sum into one addmm; the last of two."""
         if self._plan.rounds:
             # What is rounded before it is added is computed apart.

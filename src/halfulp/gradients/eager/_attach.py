@@ -17,17 +17,38 @@ from torch import Tensor, nn
 
 from ..._messages import a_kind
 from ..._torch_versions import is_exporting
+from ...kernels import define_operator
 from ...mctensor import MCTensor
 from ...scaled import ScaledTensor
 from ...subclass.models._float32_products import GraphReader, class_of, leave_compiled_products
-from .._pytree import differentiable_in, map_tensors, memoized
+from .._functions import differentiable_in, map_tensors, memoize
+from .._powers import copy_with_strides
 from .._site import Site, narrow
-from ..compiled._runtime_operators import mark_output
-from ._backward import Backward, differentiating, mark
-from ._reads import hook_weight_edge, view_of
-from ._region import Names, Region, current, watch_custom_functions
+from ._backward import Backward, current, differentiating, mark
+from ._region import Names, Region, hook_weight_edge, view_of, watch_custom_functions
 from ._replay import Replay, Replays
-from ._strides import copy_with_strides
+
+
+def _refuse(out: Tensor, scaler: str) -> Tensor:
+    raise ValueError(
+        "the model has an AdaptiveGradScaler but was compiled by another backend, which would keep all its gradients "
+        'at one exponent in silence: compile it with torch.compile(model, backend=scaler.backend("inductor")), of the '
+        "same scaler"
+    )
+
+
+scaled_here = define_operator(
+    "scaled_here(Tensor out, str scaler) -> Tensor", _refuse, lambda out, scaler: torch.empty_like(out)
+)
+# Traced by other backends on the way to its refusal.
+torch.library.register_autograd("halfulp::scaled_here", lambda _, gradient: (gradient, None))
+
+
+def mark_output(out: Tensor, scaler: str, wide: bool) -> Tensor:
+    """Mark a model's output in a compiled graph for the scaler's backend."""
+    if not out.requires_grad:
+        return out
+    return scaled_here(out.float() if wide and out.dtype == torch.float16 else out, scaler)
 
 
 class NotScriptedError(NotImplementedError, AttributeError):
@@ -149,7 +170,7 @@ class ModuleForward(Forward):
     def _between_boundaries(self, args: tuple, kwargs: dict) -> Any:
         self._backward.join()
         self._backward.order.setdefault(self._site)
-        args, kwargs = map_tensors((args, kwargs), memoized(self._entering))
+        args, kwargs = map_tensors((args, kwargs), memoize(self._enter))
         given = list(differentiable_in((args, kwargs)))
         versions = [x._version for x in given]
         with self._parameters_apart() as weight_edges:
@@ -165,7 +186,7 @@ class ModuleForward(Forward):
             for view in weight_edges:
                 hook_weight_edge(view, self._backward.weight_edge_hook(self._site, first.dtype))
                 mark(view.grad_fn, self._site, global_site, global_site)
-        return map_tensors(out, memoized(self._leaving))
+        return map_tensors(out, memoize(self._leave))
 
     @contextlib.contextmanager
     def _parameters_apart(self) -> Iterator[list[Tensor]]:
@@ -192,10 +213,10 @@ class ModuleForward(Forward):
                 if listed is not None:
                     holder.__dict__["_flat_weights"] = listed
 
-    def _entering(self, x: Tensor) -> Tensor:
+    def _enter(self, x: Tensor) -> Tensor:
         return self._edge(x.view_as(x), self._backward.sites.global_site, self._site)
 
-    def _leaving(self, x: Tensor) -> Tensor:
+    def _leave(self, x: Tensor) -> Tensor:
         if x.is_leaf:
             return x
         # A reader may write into it, and a write into a view would go round the hook.
@@ -444,13 +465,13 @@ def _is_compiled(module: nn.Module) -> bool:
     return wrapped or getattr(module, "_compiled_call_impl", None) is not None
 
 
-def _watched(module: nn.Module) -> bool:
+def _is_watched(module: nn.Module) -> bool:
     return isinstance(module.__dict__.get("forward"), Forward)
 
 
 def check(model: nn.Module) -> None:
     """Refuse models whose backward pass cannot be watched."""
-    if any(_watched(module) for module in model.modules()):
+    if any(_is_watched(module) for module in model.modules()):
         raise ValueError(
             "the model has an AdaptiveGradScaler already, and two would scale twice: use that one, or call its "
             "detach() before"

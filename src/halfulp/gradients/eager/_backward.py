@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import bisect
 import itertools
+import threading
 import warnings
 import weakref
 from collections import deque
@@ -18,12 +19,11 @@ from ..._torch_versions import HAS_GRADIENT_DTYPE
 from ...formats import Format
 from ...kernels import untraced
 from ...rounding import Nearest, Rounding, Stochastic, quantize
-from .._following import Following
+from .._functions import Factor
+from .._powers import Following, is_custom
 from .._processes import Processes
-from .._products import Factor
 from .._site import Measurements, Site, Sites, narrow
 from ..policies._policy import Policy
-from ._strides import is_custom
 
 # Sequence numbers of nodes that accumulate into leaves, which many threads may share.
 LEAF = 2**62
@@ -154,6 +154,17 @@ Hook = Callable[[tuple], tuple | None]
 # By handle: what compiled graphs know of a scaler.
 ALIVE: weakref.WeakValueDictionary[str, Backward] = weakref.WeakValueDictionary()
 _handles = itertools.count()
+_local = threading.local()
+
+
+def current() -> Any:
+    """The region, or the replay of a known graph, that this thread is in; None outside of both."""
+    return getattr(_local, "region", None)
+
+
+def put(region: Any) -> None:
+    """Set the active region or replay of this thread; None for neither."""
+    _local.region = region
 
 
 class Widening(torch.autograd.Function):
@@ -337,7 +348,7 @@ class Backward:
             self._edge_hooks[source, target] = self._make_edge_hook(source, target)
         return self._edge_hooks[source, target]
 
-    def reached(self) -> list[Site]:
+    def list_reached(self) -> list[Site]:
         """The sites of this iteration in forward's order, with those that ran before the last update and not since."""
         return [*(site for site in reversed(self._left) if site not in self.order), *self.order]
 
@@ -354,9 +365,9 @@ class Backward:
             self._left[source] = None
             if target is self.sites.global_site and self.measuring and self.policy.wants_operands:
                 self.propose_at_loss(source, gradient, source.stored)
-            changed = self._passed(gradient, target)
-            changed = self.following.moved(changed, source, target)
-            changed = self._received(changed, source)
+            changed = self._pass_on(gradient, target)
+            changed = self.following.move(changed, source, target)
+            changed = self._receive(changed, source)
             return None if changed is gradient else (changed,)
 
         return move_gradient
@@ -371,18 +382,18 @@ class Backward:
         """The hook of a product's result: its gradient is rounded to the format before the product reads it."""
         if not self.active:
             return None
-        return tuple(None if gradient is None else self.rounded(gradient) for gradient in gradients)
+        return tuple(None if gradient is None else self.round_to_format(gradient) for gradient in gradients)
 
-    def rounded(self, gradient: Tensor) -> Tensor:
+    def round_to_format(self, gradient: Tensor) -> Tensor:
         """Round a gradient to the format; an overflow becomes infinity, or NaN in a format without infinities."""
         if self.format is None:
             return gradient
         if gradient.is_complex():
-            return torch.view_as_complex(self.rounded(torch.view_as_real(gradient)))
+            return torch.view_as_complex(self.round_to_format(torch.view_as_real(gradient)))
         if gradient.is_sparse:
             gradient = gradient.coalesce()
             return torch.sparse_coo_tensor(
-                gradient.indices(), self.rounded(gradient.values()), gradient.shape, is_coalesced=True
+                gradient.indices(), self.round_to_format(gradient.values()), gradient.shape, is_coalesced=True
             )
         overflow = "inf" if self.format.infinities else "nan"
         self.roundings += 1
@@ -470,21 +481,21 @@ class Backward:
             gradient = gradients[0]
             if self.is_shut() or gradient is None:
                 return None
-            changed = self.rounded(gradient)
+            changed = self.round_to_format(gradient)
             if self.measuring:
                 self.measurements.add(site, "weight", changed, stored)
             # A float16 parameter sums its gradients in float32 (`check_leaf`), where leaving is exact.
             changed = changed.float() if changed.dtype == torch.float16 else changed
-            changed = self.following.moved(changed, self.sites.global_site, site)
+            changed = self.following.move(changed, self.sites.global_site, site)
             return None if changed is gradient else (changed,)
 
         return move_weight_gradient
 
     # the pieces -----------------------------------------------------------------------------------------------
 
-    def _passed(self, gradient: Tensor, target: Site) -> Tensor:
+    def _pass_on(self, gradient: Tensor, target: Site) -> Tensor:
         stored = self._storage(target)
-        gradient = self.rounded(gradient) if stored is self.format else gradient
+        gradient = self.round_to_format(gradient) if stored is self.format else gradient
         if self.measuring:
             self.measurements.add(target, "passed", gradient, stored)
         return gradient
@@ -493,12 +504,12 @@ class Backward:
         """Return the narrow format of a site's gradients; None at the global exponent, outside of products."""
         return None if site is self.sites.global_site else self.format or site.stored
 
-    def _received(self, gradient: Tensor, source: Site) -> Tensor:
+    def _receive(self, gradient: Tensor, source: Site) -> Tensor:
         stored = self._storage(source)
         if stored is None:
             # What was passed on, which cannot leave a wide format's range.
             return gradient
-        gradient = self.rounded(gradient) if stored is self.format else gradient
+        gradient = self.round_to_format(gradient) if stored is self.format else gradient
         if self.measuring:
             self.measurements.add(source, "received", gradient, stored)
         return gradient

@@ -18,36 +18,22 @@ from torch import Tensor, nn
 from torch.autograd.function import Function, _SingleLevelFunction
 from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack
 from torch.utils import checkpoint
-from torch.utils._pytree import tree_leaves
 
-from ...kernels import constant_result
-from .._products import Factor, factors_of, is_parameter, kind_of, name_of
-from .._pytree import differentiable_in, map_tensors, memoized
+from ...kernels import constant_result, untraced
+from .._functions import Factor, differentiable_in, factors_of, is_parameter, kind_of, map_tensors, memoize, name_of
+from .._powers import CopyWithStrides, copy_with_strides, is_custom
 from .._site import Site, narrow
-from ._backward import LEAF, Backward, Widening, is_exit, mark
-from ._reads import Reads, view_of
-from ._strides import CopyWithStrides, copy_with_strides, is_custom
+from ._backward import LEAF, Backward, Hook, Widening, current, is_exit, mark, put
 
 COMPILED = (
     "a part of the model is compiled by itself, and exponents cannot be put into its backward pass: compile the whole "
     'model with torch.compile(model, backend=scaler.backend("inductor")), or do not compile the part'
 )
-_local = threading.local()
 # Sets and returns what is not None while something that torch.compile was given runs. The function that only returns it
 # gives up a reference to it each time in torch 2.6, until Python crashes.
 _set_dynamo = torch._C._dynamo.eval_frame.set_eval_frame
 # Whose users have been warned.
 _warned: weakref.WeakSet = weakref.WeakSet()
-
-
-def current() -> Any:
-    """The region, or the replay of a known graph, that this thread is in; None outside of both."""
-    return getattr(_local, "region", None)
-
-
-def put(region: Any) -> None:
-    """Set the active region or replay of this thread; None for neither."""
-    _local.region = region
 
 
 def is_compiled_alone() -> bool:
@@ -139,6 +125,151 @@ class Recording:
         return site if number < end else None
 
 
+# Which of the gradients that a node passes on, and the hook that moves it.
+Moves = tuple[tuple[int, Hook], ...]
+
+
+class Reads:
+    """The tensors of other sites that one call reads, whose gradients the nodes that read them move on their way.
+
+    Autograd runs nodes in the reverse of the order in which they were made, and adds up what they send to a tensor in
+    that order. A node in between, such as a view's, would send what several nodes of one call make later, and as one
+    sum: another number in the last bit where others read the tensor too. Hooks leave the graph as it is.
+
+    A view is needed for a leaf under autocast, which would otherwise be cast once for calls at several sites, for a
+    float16 parameter, whose gradient leaves in float32, and where gradients are rounded to a format: what a call passes
+    on for an argument is rounded once, whichever of its nodes made it.
+
+    Args:
+        backward: whose exponents hold.
+        site: the call's.
+    """
+
+    def __init__(self, backward: Backward, site: Site) -> None:
+        self._backward = backward
+        self._site = site
+        self._hooks: dict[tuple[Any, int], Hook] = {}
+        # Leaves by identity, as their nodes may not be there before they are read.
+        self._leaves: dict[int, Hook | None] = {}
+        self._views: list[Tensor] = []
+        self._begun = 0
+
+    def takes(self, tensor: Tensor) -> bool:
+        """Whether hooks can move a tensor's gradient; a view is needed otherwise."""
+        if self._backward.format is not None:
+            return False
+        return not tensor.is_leaf or not (tensor.dtype == torch.float16 or torch._C._is_any_autocast_enabled())
+
+    def add(self, tensor: Tensor, source: Site) -> None:
+        """Note that the call reads a tensor of another site."""
+        hook = self._backward.edge_hook(source, self._site)
+        if tensor.is_leaf:
+            self._leaves[id(tensor)] = hook
+        else:
+            self._hooks[tensor.grad_fn, tensor.output_nr] = hook
+
+    def add_parameter(self, parameter: Tensor) -> None:
+        """Note that the call reads a parameter, whose gradient leaves for the global exponent."""
+        self._leaves[id(parameter)] = None
+
+    def add_view(self, view: Tensor) -> None:
+        """Note that the call reads this view of a parameter."""
+        self._views.append(view)
+
+    def begin(self) -> None:
+        """Begin the call: nodes that are made from now on are its own."""
+        self._begun = torch._C._autograd._get_sequence_nr()
+
+    def passes_on(self, tensor: Tensor) -> bool:
+        """Whether a result is one of the arguments that were read, which stays at its site."""
+        return bool(self._hooks) and (tensor.grad_fn, tensor.output_nr) in self._hooks
+
+    def hook(self, made: Any, out: Any) -> None:
+        """End the call: hook its nodes.
+
+        Args:
+            made: What it made or wrote into.
+            out: Its result, in whose dtype parameters' gradients are made.
+        """
+        if not (self._hooks or self._leaves or self._views):
+            return
+        if isinstance(out, list | tuple):
+            out = next((x for x in out if isinstance(x, Tensor)), None)
+        leaving = self._backward.weight_edge_hook(self._site, out.dtype if isinstance(out, Tensor) else torch.float32)
+        global_site = self._backward.sites.global_site
+        for view in self._views:
+            hook_weight_edge(view, leaving)
+            mark(view.grad_fn, self._site, global_site, global_site)
+        if self._hooks or self._leaves:
+            for node, moves in self._readers(made, leaving):
+                node.register_hook(_make_move(self._backward, moves))
+                # It is at the call's site; what it passes on may be at several.
+                mark(node, self._site, self._site, global_site)
+
+    def _readers(self, made: Any, leaving: Hook) -> Iterator[tuple[Any, Moves]]:
+        """The nodes of the call that read what was noted."""
+        pending: list[Any] = [x.grad_fn for x in differentiable_in(made)]
+        seen = {None}
+        while pending:
+            node = pending.pop()
+            if node in seen or not self._begun <= node._sequence_nr() < LEAF:
+                continue
+            seen.add(node)
+            moves = []
+            for slot, link in enumerate(node.next_functions):
+                hook = self._hooks.get(link) or self._leaf_hook(link[0], leaving)
+                if hook is None:
+                    pending.append(link[0])
+                else:
+                    moves.append((slot, hook))
+            if moves:
+                yield node, tuple(moves)
+
+    def _leaf_hook(self, node: Any, leaving: Hook) -> Hook | None:
+        if not self._leaves or node is None or node._sequence_nr() < LEAF:
+            return None
+        leaf = id(node.variable)
+        return (self._leaves[leaf] or leaving) if leaf in self._leaves else None
+
+
+def _make_move(backward: Backward, moves: Moves) -> Callable:
+    """The hook of a node that moves some of the gradients which it passes on."""
+    if moves not in backward.reader_hooks:
+
+        @untraced
+        def move(gradients: tuple, given: tuple) -> tuple | None:
+            if not backward.active:
+                # Whether that is for a second derivative's sake.
+                backward.is_shut()
+                return None
+            found: list[Tensor | None] | None = None
+            for slot, hook in moves:
+                changed = hook((gradients[slot],))
+                if changed is not None:
+                    found = list(gradients) if found is None else found
+                    found[slot] = changed[0]
+            return None if found is None else tuple(found)
+
+        backward.reader_hooks[moves] = move
+    return backward.reader_hooks[moves]
+
+
+def view_of(parameter: Tensor, sparse: bool) -> Tensor:
+    """Return a view of a parameter, with a node of its own; ``sparse``: an alias, which takes sparse gradients."""
+    if parameter.dtype == torch.float16:
+        return Widening.apply(parameter)
+    return torch.ops.aten.alias.default(parameter) if sparse else parameter.view_as(parameter)
+
+
+def hook_weight_edge(view: Tensor, hook: Callable) -> None:
+    """Let the gradient of a parameter's view go through a hook."""
+    node: Any = view.grad_fn
+    if isinstance(node, Widening._backward_cls):
+        node.hook = hook
+    else:
+        node.register_prehook(hook)
+
+
 _TAG = "_halfulp_site"
 
 
@@ -198,17 +329,15 @@ class Region(TorchFunctionMode):
         if kind == "in-place":
             return self._write(function, args, kwargs, differentiable)
         if kind == "shape":
-            return self._shaped(function, args, kwargs)
-        if kind == "apart":
-            return self._apart(function, args, kwargs)
+            return self._call_shape(function, args, kwargs)
         return self._call(function, args, kwargs, self._site(kind, function, args, differentiable), kind)
 
     def _call(self, function: Callable, args: tuple, kwargs: dict, site: Site, kind: str) -> Any:
         """Run a function with all its gradients at one site."""
         reads = Reads(self._backward, site)
         # Views run in the reverse of the order they are made in, and arms of a join must add up in the plain order.
-        kwargs = self._moved(kwargs, site, reads, function)
-        given = self._moved(args, site, reads, function)
+        kwargs = self._move(kwargs, site, reads, function)
+        given = self._move(args, site, reads, function)
         reads.begin()
         out = self._run(site, function, given, kwargs)
         reads.hook(out, out)
@@ -231,28 +360,18 @@ class Region(TorchFunctionMode):
             return out
         return self._call(function, args, {}, self._common(function, differentiable), "plain")
 
-    def _shaped(self, function: Callable, args: tuple, kwargs: dict) -> Any:
+    def _call_shape(self, function: Callable, args: tuple, kwargs: dict) -> Any:
         """Run a function that gives its first argument another argument's shape; only the first has a gradient."""
         first = list(differentiable_in(args[:1]))
         if not first:
             return function(*args, **kwargs)
         site = self._common(function, first)
         reads = Reads(self._backward, site)
-        given = self._moved(args[:1], site, reads)
+        given = self._move(args[:1], site, reads)
         reads.begin()
         out = self._run(site, function, (*given, *args[1:]), kwargs)
         reads.hook(out, out)
         return self._at_site(out, site, "plain", reads)
-
-    def _apart(self, function: Callable, args: tuple, kwargs: dict) -> Any:
-        """Run a function that returns a view of each argument; each view keeps its tensor's site."""
-        tensors = [x for x in tree_leaves(args) if isinstance(x, Tensor)]
-        self._fail_recording()
-        out = function(*args, **kwargs)
-        for tensor, view in zip(tensors, [out] if isinstance(out, Tensor) else out):
-            if view.requires_grad and not view.is_leaf:
-                self._tagged(view, self.site_of(tensor))
-        return out
 
     @without_watching
     def take(self, arguments: Any) -> None:
@@ -329,9 +448,9 @@ class Region(TorchFunctionMode):
         parameter = next((x for x in differentiable if is_parameter(x)), None)
         module = None if parameter is None else self._names.of(parameter)
         place = self.path[-1:] if self.path else []
-        return self._numbered(module or ".".join([*place, name_of(function)]))
+        return self._open_numbered(module or ".".join([*place, name_of(function)]))
 
-    def _numbered(self, key: str) -> Site:
+    def _open_numbered(self, key: str) -> Site:
         call = self._calls[key]
         self._calls[key] = call + 1
         site = self._backward.sites.open(f"{key}#{call}" if call else key)
@@ -357,7 +476,7 @@ class Region(TorchFunctionMode):
 
     # edges ----------------------------------------------------------------------------------------------------
 
-    def _moved(self, value: Any, site: Site, reads: Reads | None, function: Callable | None = None) -> Any:
+    def _move(self, value: Any, site: Site, reads: Reads | None, function: Callable | None = None) -> Any:
         """Return arguments whose gradients all leave ``site``, or are noted in ``reads`` and will.
 
         A composite function may ask whether two arguments are one tensor, so that they must stay one.
@@ -372,7 +491,7 @@ class Region(TorchFunctionMode):
             reads.add(x, source)
             return x
 
-        return map_tensors(value, memoized(moved) if isinstance(function, FunctionType) else moved)
+        return map_tensors(value, memoize(moved) if isinstance(function, FunctionType) else moved)
 
     def _read(self, parameter: Tensor, site: Site, reads: Reads | None, function: Callable | None) -> Tensor:
         """A parameter for a reader at ``site``: itself, or a view whose gradient leaves the site."""
@@ -424,14 +543,14 @@ class Region(TorchFunctionMode):
         written = args[0] if args and isinstance(args[0], Tensor) else differentiable[0]
         site = self.site_of(written) if written.requires_grad else self._common(function, differentiable)
         reads = Reads(self._backward, site)
-        kwargs = self._moved(kwargs, site, reads)
-        given = (written, *self._moved(args[1:], site, reads)) if args else ()
+        kwargs = self._move(kwargs, site, reads)
+        given = (written, *self._move(args[1:], site, reads)) if args else ()
         reads.begin()
         out = self._run(site, function, given, kwargs)
         reads.hook([written, written._base], written)
         for x in (written, written._base):
             if x is not None and x.requires_grad and not x.is_leaf:
-                self._tagged(x, getattr(x, _TAG, site))
+                self._tag_tensor(x, getattr(x, _TAG, site))
         return out
 
     def _at_site(self, out: Any, site: Site, kind: str, reads: Reads | None = None) -> Any:
@@ -457,7 +576,7 @@ class Region(TorchFunctionMode):
             site = self._global_site
             if self.recording is not None:
                 self.recording.number(out)
-        return self._tagged(out, site)
+        return self._tag_tensor(out, site)
 
     def _watch_operands(self, factors: Iterable[Factor], out: Any, site: Site) -> None:
         if isinstance(out, Tensor) and not out.is_leaf:
@@ -465,7 +584,7 @@ class Region(TorchFunctionMode):
             for factor in factors:
                 node.register_prehook(self._backward.watch_operands(site, factor))
 
-    def _tagged(self, out: Tensor, site: Site) -> Tensor:
+    def _tag_tensor(self, out: Tensor, site: Site) -> Tensor:
         """Set a tensor's site; at the global exponent, mark its node as an exit."""
         setattr(out, _TAG, site)
         if site is self._global_site:
@@ -476,7 +595,7 @@ class Region(TorchFunctionMode):
     def at_global_exponent(self, call: Callable[[tuple], Any], args: tuple) -> Any:
         """Results of a call whose gradients, in and out, are at the global exponent."""
         self._fail_recording()
-        moved = self._moved(args, self._global_site, None)
+        moved = self._move(args, self._global_site, None)
         versions = [x._version for x in differentiable_in(moved)]
         out = call(moved)
         if versions != [x._version for x in differentiable_in(moved)]:
@@ -499,9 +618,9 @@ class Region(TorchFunctionMode):
     @without_watching
     def leave(self, output: Any, wide: bool) -> Any:
         """A model's output at the global exponent; ``wide``: in float32 where it is float16."""
-        return map_tensors(output, memoized(lambda x: self._left(x, wide)))
+        return map_tensors(output, memoize(lambda x: self._leave_tensor(x, wide)))
 
-    def _left(self, out: Tensor, wide: bool) -> Tensor:
+    def _leave_tensor(self, out: Tensor, wide: bool) -> Tensor:
         if out.is_leaf:
             return out
         site = self.site_of(out)
@@ -510,8 +629,8 @@ class Region(TorchFunctionMode):
             float32_out = out.float()
             node: Any = float32_out.grad_fn
             node.register_prehook(self._backward.edge_hook(site, self._global_site))
-            return untag(self._tagged(float32_out, self._global_site))
-        return untag(self._tagged(self.edge(out, site, self._global_site, leaving=True), self._global_site))
+            return untag(self._tag_tensor(float32_out, self._global_site))
+        return untag(self._tag_tensor(self.edge(out, site, self._global_site, leaving=True), self._global_site))
 
 
 def untag(tensor: Tensor) -> Tensor:
@@ -559,7 +678,7 @@ def _apply(cls: type[Function], *args: Any, **kwargs: Any) -> Any:
     if region is None or region.replaying or not torch.is_grad_enabled() or cls in (Widening, CopyWithStrides):
         return apply(*args, **kwargs)
     if cls is checkpoint.CheckpointFunction:
-        args = (_replayed(args[0], region), *args[1:])
+        args = (_replay_in_region(args[0], region), *args[1:])
     region._backward.custom_functions = True
     if region not in _get_current_function_mode_stack():
         # A part of an operator that the region runs now (torch.library.register_autograd), which has a site already.
@@ -569,7 +688,7 @@ def _apply(cls: type[Function], *args: Any, **kwargs: Any) -> Any:
     return region.at_global_exponent(lambda moved: apply(*moved, **kwargs), args)
 
 
-def _replayed(run: Callable[..., Any], region: Region) -> Callable[..., Any]:
+def _replay_in_region(run: Callable[..., Any], region: Region) -> Callable[..., Any]:
     """The function that reentrant checkpointing runs again during backward, with edges of its own."""
 
     def run_in_region(*args: Any, **kwargs: Any) -> Any:

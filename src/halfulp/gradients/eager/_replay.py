@@ -1,8 +1,14 @@
-"""Replay: a forward pass without a region, whose graph is one that regions saw before."""
+"""Replay: a forward pass without a region, whose graph is one that regions saw before.
+
+Regions stay beside it for what a graph does not tell: the function that made a node, by which sites are named and
+gradients rounded once per call. On 500 linear layers a step takes 1.64 of a plain one's time, and 1.70 where the graph
+is walked anew each time instead of matched.
+"""
 
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable
 from types import NoneType
@@ -12,12 +18,11 @@ import torch
 from torch import Tensor
 
 from ...kernels import untraced
-from .._products import is_parameter
-from .._pytree import differentiable_in, map_tensors, memoized
+from .._functions import differentiable_in, is_parameter, map_tensors, memoize
+from .._powers import copy_with_strides, power_of_two
 from .._site import Site
-from ._backward import LEAF, Backward, is_exit, mark
-from ._region import Names, Recording, current, put, without_watching
-from ._strides import copy_with_strides, power_of_two
+from ._backward import LEAF, Backward, current, is_exit, mark, put
+from ._region import Names, Recording, without_watching
 
 # Where a gradient goes on to: the place of a node in a walk, and which of that node's outputs.
 Link = tuple[int, int]
@@ -185,62 +190,25 @@ def multiplier(backward: Backward, kind: str, moves: tuple[tuple[int, int, int],
         found = list(gradients)
         for slot, exponent, sign in moves:
             if found[slot] is not None:
-                found[slot] = following.moved_by(found[slot], exponent, sign)
+                found[slot] = following.move_by(found[slot], exponent, sign)
         return tuple(found)
 
-    following = backward.following
-    if kind not in _NEW:
-        return multiply
-    return _of_three(backward, moves, multiply) if len(moves) == 3 else _of_any(backward, moves, multiply)
-
-
-def _of_any(backward: Backward, moves: tuple[tuple[int, int, int], ...], otherwise: Callable) -> Callable:
-    """The hook of a node with new gradients, multiplied where they are; ``otherwise`` where one is not new."""
-
     @untraced
-    def multiply(gradients: tuple, given: tuple) -> tuple | None:
+    def multiply_in_place(gradients: tuple, given: tuple) -> tuple | None:
         if backward.is_shut():
             return None
-        if gradients[0] is given[0]:
-            # The gradient of what is added to a product is the product's own.
-            return otherwise(gradients, given)
-        powers = [raised(exponent, sign) for _, exponent, sign in moves]
-        if None in powers:
-            return otherwise(gradients, given)
-        for (slot, _, _), power in zip(moves, powers):
+        lift = following.lift
+        # The gradient of what is added to a product is the product's own.
+        if type(lift) is not int or gradients[0] is given[0]:
+            return multiply(gradients, given)
+        for slot, exponent, sign in moves:
             gradient = gradients[slot]
-            if gradient is not None and power:
-                gradient.mul_(power_of_two(power))
+            if gradient is not None:
+                gradient.mul_(power_of_two(exponent + sign * lift))
         return None
 
-    raised = backward.following.raised
-    return multiply
-
-
-def _of_three(backward: Backward, moves: tuple[tuple[int, int, int], ...], otherwise: Callable) -> Callable:
-    """Return the hook of `_of_any` for three gradients, without the loop: many layers are small."""
-    (_, *first), (_, *second), (_, *third) = sorted(moves)
-    raised = backward.following.raised
-
-    @untraced
-    def multiply(gradients: tuple, given: tuple) -> tuple | None:
-        if backward.is_shut():
-            return None
-        a, b, c = gradients
-        if a is given[0]:
-            return otherwise(gradients, given)
-        by_a, by_b, by_c = raised(*first), raised(*second), raised(*third)
-        if by_a is None or by_b is None or by_c is None:
-            return otherwise(gradients, given)
-        if a is not None:
-            a.mul_(power_of_two(by_a))
-        if b is not None:
-            b.mul_(power_of_two(by_b))
-        if c is not None:
-            c.mul_(power_of_two(by_c))
-        return None
-
-    return multiply
+    following = backward.following
+    return multiply_in_place if kind in _NEW else multiply
 
 
 # Nodes that hand a gradient on in another shape, as the transposition of a linear layer's weight.
@@ -269,7 +237,7 @@ class LearnedGraph:
         self.order = dict.fromkeys(order)
         self._backward = backward
         self._matcher = Matcher(shape)
-        self._sites = _settled(shape, sites, backward.sites.global_site)
+        self._sites = _settle_views(shape, sites, backward.sites.global_site)
         self._all_sites = list(dict.fromkeys([backward.sites.global_site, *self._sites]))
         self._leaves = [i for i, kind in enumerate(shape.kinds) if is_leaf(kind)]
         self._readers = _readers(shape, sites)
@@ -392,7 +360,7 @@ def _readers(shape: Shape, sites: list[Site]) -> dict[int, Site]:
     return {link[0]: site for site, links in zip(sites, shape.links) for link in links if link is not None}
 
 
-def _settled(shape: Shape, sites: list[Site], global_site: Site) -> list[Site]:
+def _settle_views(shape: Shape, sites: list[Site], global_site: Site) -> list[Site]:
     """The sites, with views of a leaf at the leaf's own, so that the node before them moves the gradient."""
     found = list(sites)
     for i, (kind, links) in enumerate(zip(shape.kinds, shape.links)):
@@ -543,7 +511,7 @@ class Replay:
         by_tensor = {id(x): site for x, site in zip(outputs, sites)}
         to_float32 = wide()
         return map_tensors(
-            output, memoized(lambda x: x if x.is_leaf else self._left(x, by_tensor[id(x)], order, to_float32))
+            output, memoize(lambda x: x if x.is_leaf else self._leave_tensor(x, by_tensor[id(x)], order, to_float32))
         )
 
     def _outside(self, node: Any) -> None:
@@ -556,7 +524,7 @@ class Replay:
                 self._backward.use_one_scale()
             mark(node, self._global_site, self._global_site, self._global_site)
 
-    def _left(self, out: Tensor, site: Site, order: dict[Site, None], wide: bool) -> Tensor:
+    def _leave_tensor(self, out: Tensor, site: Site, order: dict[Site, None], wide: bool) -> Tensor:
         move = site.exponent - self._global_site.exponent, self._backward.following.sign(site, self._global_site)
         if wide and out.dtype == torch.float16:
             # The gradient takes its exponent before it is rounded to float16.
@@ -568,24 +536,24 @@ class Replay:
             # It was there before, and may outlive this pass by many, each of which would add a hook.
             return out
         node: Any = out.grad_fn
-        node.register_prehook(self._entering(move, order))
+        node.register_prehook(self._make_entry(move, order))
         mark(node, self._global_site, self._global_site, self._global_site)
         return out
 
-    def _entering(self, move: tuple[int, int], order: dict[Site, None]) -> Callable:
-        backward = self._backward
+    def _make_entry(self, move: tuple[int, int], order: dict[Site, None]) -> Callable:
+        return functools.partial(_enter, self._backward, move, order)
 
-        @untraced
-        def enter(gradients: tuple) -> tuple | None:
-            if backward.is_shut():
-                return None
-            backward.note_left(order)
-            gradient = gradients[0]
-            if gradient is None or not any(move):
-                return None
-            return backward.following.moved_by(gradient, *move), *gradients[1:]
 
-        return enter
+@untraced
+def _enter(backward: Backward, move: tuple[int, int], order: dict[Site, None], gradients: tuple) -> tuple | None:
+    """The hook of an output: its gradient comes to the outputs' site."""
+    if backward.is_shut():
+        return None
+    backward.note_left(order)
+    gradient = gradients[0]
+    if gradient is None or not any(move):
+        return None
+    return backward.following.move_by(gradient, *move), *gradients[1:]
 
 
 def forwards_without_region(scaler: Any) -> int:

@@ -13,7 +13,7 @@ from torch import Tensor
 from ..._messages import a_kind
 from ..._names import enter, words_of
 from ...formats import Format
-from .._products import Operands
+from .._functions import Operands
 from .._site import Proposal, Site
 
 _BY_NAME: dict[str, type[Policy]] = {}
@@ -109,7 +109,7 @@ class Amax(Policy):
             batch to batch; None for 3, or a sixth of fewer than 18 binades, and where that is more for 8 above the
             median of the measurements that count, or what a format of fewer than 35 binades has beyond 27.
         weight_headroom: The same above the parameters' gradients.
-        measurements: How many of the last measurements count, times the site's patience; exponents fall at once and
+        measurements: How many of the last measurements count; exponents fall at once and
             rise when a peak is this old.
     """
 
@@ -131,7 +131,7 @@ class Amax(Policy):
             # What no narrow format stores has no limit, whatever it was before.
             return None
         limits = []
-        for kind, sizes in _sizes(site, self.measurements * site.patience).items():
+        for kind, sizes in _sizes(site, self.measurements).items():
             room = self.weight_headroom if kind == "weight" else self.headroom
             limits.append(top(site.format) - _above(sizes, room, site.format))
         return min(limits, default=None)

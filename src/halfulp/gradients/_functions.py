@@ -1,7 +1,8 @@
-"""The functions that open a site, products, and the operands by which they pass gradients on."""
+"""Torch functions: which of them open a site, the operands of their derivatives, and the tensors in their arguments."""
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import functools
 import math
@@ -14,12 +15,10 @@ from torch import Tensor, nn
 
 from ..arithmetic._float32_products import CELLS, PRODUCT_NAMES, name_of
 
-OperatorKind = Literal["product", "cell", "shape", "apart", "fact", "in-place", "plain", "property"]
+OperatorKind = Literal["product", "cell", "shape", "fact", "in-place", "plain", "property"]
 
 # Only their first argument has a gradient.
 _SHAPES = {"view_as", "expand_as", "reshape_as", "type_as"}
-# Each result is a view of one argument.
-_APART = {"atleast_1d", "atleast_2d", "atleast_3d", "broadcast_tensors", "meshgrid"}
 # What they give has no gradient, so that reading a parameter by them opens no site.
 _FACTS = {
     *("size", "dim", "ndimension", "numel", "nelement", "stride", "storage_offset", "element_size", "__len__"),
@@ -32,7 +31,6 @@ _KINDS: tuple[tuple[OperatorKind, set[str]], ...] = (
     ("product", PRODUCT_NAMES),
     ("cell", CELLS),  # all steps share a site, that of the state, which several parts of such a function read
     ("shape", _SHAPES),
-    ("apart", _APART),
     ("fact", _FACTS),
 )
 
@@ -144,3 +142,83 @@ def factors_of(function: Callable, args: tuple, kwargs: Mapping[str, Any]) -> It
 def is_parameter(tensor: Tensor) -> bool:
     """Whether a tensor is a parameter and a leaf, at which its gradient ends."""
     return isinstance(tensor, nn.Parameter) and tensor.is_leaf
+
+
+# tensors in nested arguments ---------------------------------------------------------------------------------
+
+_NO_TENSORS = (int, float, bool, str, type(None), torch.dtype, slice)
+
+
+def differentiable_in(value: Any) -> Iterator[Tensor]:
+    """The tensors in nested arguments that require gradients."""
+    if isinstance(value, Tensor):
+        if value.requires_grad:
+            yield value
+    elif isinstance(value, list | tuple):
+        for item in value:
+            yield from differentiable_in(item)
+    elif isinstance(value, dict):
+        for item in value.values():
+            yield from differentiable_in(item)
+    elif type(value) not in _NO_TENSORS and dataclasses.is_dataclass(value) and not isinstance(value, type):
+        for field in dataclasses.fields(value):
+            yield from differentiable_in(getattr(value, field.name, None))
+
+
+def memoize(change: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Tensor]:
+    """Return a function cached per tensor, so that a tensor given twice stays one tensor."""
+    made: dict[int, tuple[Tensor, Tensor]] = {}
+
+    def changed(x: Tensor) -> Tensor:
+        if id(x) not in made:
+            made[id(x)] = x, change(x)
+        return made[id(x)][1]
+
+    return changed
+
+
+def map_tensors(value: Any, change: Callable[[Tensor], Tensor], differentiable: bool = True) -> Any:
+    """Apply a function to every tensor that requires gradients in a structure, which is kept if none changes."""
+    if type(value) in _NO_TENSORS:
+        return value
+    if isinstance(value, Tensor):
+        return change(value) if value.requires_grad or not differentiable else value
+    if isinstance(value, dict):
+        found = {key: map_tensors(item, change, differentiable) for key, item in value.items()}
+        return value if all(found[key] is item for key, item in value.items()) else _like_dict(value, found)
+    if isinstance(value, list | tuple):
+        items = [map_tensors(item, change, differentiable) for item in reversed(value)][::-1]
+        if all(a is b for a, b in zip(items, value)):
+            return value
+        return _like_sequence(value, items)
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        return _like_dataclass(value, change, differentiable)
+    return value
+
+
+def _like_dict(value: dict, found: dict) -> dict:
+    """A dict of the same class; a subclass, such as the outputs of transformers, is changed in a copy."""
+    if type(value) is dict:
+        return found
+    changed = copy.copy(value)
+    for key, item in found.items():
+        changed[key] = item
+    return changed
+
+
+def _like_sequence(value: list | tuple, items: list) -> list | tuple:
+    """A list or tuple of the same class, named and structured ones too."""
+    if hasattr(value, "_make"):
+        return value._make(items)
+    return type(value)(items)
+
+
+def _like_dataclass(value: Any, change: Callable[[Tensor], Tensor], differentiable: bool) -> Any:
+    found = {field.name: getattr(value, field.name, None) for field in dataclasses.fields(value)}
+    changed = {name: map_tensors(item, change, differentiable) for name, item in found.items()}
+    if all(changed[name] is found[name] for name in found):
+        return value
+    made = copy.copy(value)
+    for name, item in changed.items():
+        object.__setattr__(made, name, item)
+    return made

@@ -5,7 +5,7 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from halfulp.gradients._products import factors_of
+from halfulp.gradients._functions import factors_of
 
 
 def parameter(*shape):

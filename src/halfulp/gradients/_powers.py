@@ -1,14 +1,119 @@
-"""Following: within one backward pass, all sites' exponents move with what the loss sends into the model."""
+"""Gradients times powers of two, with their strides; Following: all exponents move with the loss's gradient."""
 
 from __future__ import annotations
 
+import functools
 import math
+from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd.function import BackwardCFunction
 
+from ..kernels import untraced
 from ._site import Site, Sites, local_values
-from .eager._strides import times_power_of_two, with_strides_of
+
+# Kernels choose by how far the first element, and each row, is from a multiple of this many bytes.
+_ALIGNMENT = 64
+# A part of a tensor that lies in more than so many times its own memory is moved together.
+_SPREAD = 4
+
+
+def times_power_of_two(gradient: Tensor, exponent: int) -> Tensor:
+    """The gradient times 2^exponent, with the strides that it had.
+
+    >>> times_power_of_two(torch.ones(1), -2)
+    tensor([0.2500])
+    """
+    if not exponent:
+        return gradient
+    # Two tensors without dimensions would give the wider type.
+    plain = type(gradient) is Tensor and gradient.layout is torch.strided and gradient.dim()
+    return with_strides_of(gradient * (power_of_two(exponent) if plain else 2.0**exponent), gradient)
+
+
+@functools.cache
+def power_of_two(exponent: int) -> Tensor:
+    """2^exponent as a tensor without dimensions, by which torch multiplies in half the time of a Python number's.
+
+    >>> power_of_two(-2)
+    tensor(0.2500, dtype=torch.float64)
+    """
+    return torch.tensor(2.0**exponent, dtype=torch.float64, device="cpu")
+
+
+def with_strides_of(values: Tensor, like: Tensor) -> Tensor:
+    """Values that were made element by element of a tensor, with that tensor's strides.
+
+    torch makes the result of a part of a larger tensor, or of an expanded one, contiguous; a sum over it, or a product,
+    is then made in another order, which may change the last bit. Tensor subclasses and sparse tensors are given back.
+    """
+    if like.layout is not torch.strided or type(like) is not Tensor:
+        return values
+    aligned = not like.storage_offset() * like.element_size() % _ALIGNMENT
+    if aligned and (like.is_contiguous() or values.stride() == like.stride()):
+        return values
+    return _place_like(values, like) if like.numel() else values
+
+
+def _place_like(values: Tensor, like: Tensor) -> Tensor:
+    """The values in new memory, with the strides of another tensor, and as far from an aligned place."""
+    size, unit = like.shape, _ALIGNMENT // like.element_size() or 1
+    # What is expanded is kept once.
+    kept = [1 if s == 0 else n for n, s in zip(size, like.stride())]
+    stride = list(like.stride())
+    if _length(kept, stride) > _SPREAD * math.prod(kept):
+        stride = _close_gaps(kept, stride, unit)
+    offset = like.storage_offset() % unit
+    memory = torch.empty(offset + _length(kept, stride), dtype=values.dtype, device=values.device)
+    memory.as_strided(kept, stride, offset).copy_(values.as_strided(kept, values.stride(), values.storage_offset()))
+    return memory.as_strided(size, stride, offset)
+
+
+def _length(size: list[int], stride: list[int]) -> int:
+    """How many elements lie between the first and the last, both counted."""
+    return 1 + sum((n - 1) * s for n, s in zip(size, stride))
+
+
+def _close_gaps(size: list[int], stride: list[int], unit: int) -> list[int]:
+    """Strides without gaps that keep each dimension's alignment, and which dimensions are contiguous."""
+    found, old, new = list(stride), 1, 1
+    for i in sorted((i for i, n in enumerate(size) if n > 1), key=lambda i: stride[i]):
+        # The next place that is as aligned as the old one; a dimension that lay apart from the last still does.
+        if stride[i] > old:
+            new += 1 + (stride[i] - new - 1) % unit
+        old, found[i] = stride[i] * size[i], new
+        new *= size[i]
+    return found
+
+
+class CopyWithStrides(torch.autograd.Function):
+    """A copy with the tensor's strides, where ``clone`` would make it contiguous."""
+
+    @staticmethod
+    def forward(ctx, tensor: Tensor) -> Tensor:
+        """Return a copy of the values with their strides."""
+        return with_strides_of(tensor.clone(), tensor)
+
+    @staticmethod
+    @untraced
+    def backward(ctx, gradient: Tensor) -> Tensor:
+        """Return the gradient unchanged."""
+        return gradient
+
+
+def is_custom(node: Any) -> bool:
+    """Whether a node is that of a custom Function, and not of a `CopyWithStrides`."""
+    return isinstance(node, BackwardCFunction) and type(node) is not CopyWithStrides._backward_cls
+
+
+def copy_with_strides(tensor: Tensor) -> Tensor:
+    """A copy with the tensor's strides that autograd records, with a node of its own."""
+    out = tensor.clone()
+    if out.stride() == tensor.stride() or tensor.layout is not torch.strided or type(tensor) is not Tensor:
+        return out
+    return CopyWithStrides.apply(tensor)
+
 
 # 2^127 and 2^-126 are float32's last normal powers of two.
 _BIAS, _MOST = 127, 126
@@ -49,14 +154,17 @@ class Following:
         self.read: list[int] = []
         self.resumes = 0
         self.several = False
+        # That of the pass that runs, a tensor on an accelerator; 0 until an output was reached.
+        self.lift: int | Tensor = 0
+        self._is_found = False
         self._entered = 0
-        self._lift: int | Tensor | None = None
         self._factors: dict[tuple, Tensor] = {}
 
     def begin(self, measuring: bool) -> None:
         """Begin a backward pass, whose lift is not known yet; ``measuring``: binades are read at its end."""
-        self._lift = None if measuring or self._global_site.loss_binade is not None else 0
-        if self._lift is None:
+        self.lift = 0
+        self._is_found = not measuring and self._global_site.loss_binade is None
+        if not self._is_found:
             below = (site.exponent - self._global_site.exponent for site in self._sites)
             self._room = _MOST - max(map(abs, below))
         self._entered = 0
@@ -66,7 +174,7 @@ class Following:
         """Use no lift from now on, as compiled graphs have none."""
         self.wanted = self.on = False
 
-    def taken(self, device: torch.device) -> list[Tensor]:
+    def take_binades(self, device: torch.device) -> list[Tensor]:
         """Return this iteration's binades, as tensors on their devices."""
         binades, self.binades = self.binades, []
         return [torch.as_tensor(binade, dtype=torch.float32, device=device) for binade in binades]
@@ -101,38 +209,32 @@ class Following:
             most, least = max(0, min(own) - floor), min(0, max(own) - ceiling)
             self._sites.set_reference(known + max(least, min(most, largest - known)))
 
-    def moved(self, gradient: Tensor, source: Site, target: Site) -> Tensor:
+    def move(self, gradient: Tensor, source: Site, target: Site) -> Tensor:
         """A gradient stored at ``target``'s exponent, multiplied to ``source``'s; strides are kept."""
-        return self.moved_by(gradient, source.exponent - target.exponent, self.sign(source, target))
+        return self.move_by(gradient, source.exponent - target.exponent, self.sign(source, target))
 
     def sign(self, source: Site, target: Site) -> int:
         """Return the sign of the lift from ``target`` to ``source``: 1 into the sites that follow, -1 out of them."""
         return target.follows_global - source.follows_global if self.wanted else 0
 
-    def moved_by(self, gradient: Tensor, exponent: int, sign: int) -> Tensor:
+    def move_by(self, gradient: Tensor, exponent: int, sign: int) -> Tensor:
         """A gradient times 2^(exponent + sign lift); strides are kept."""
         if sign > 0:
             self._entered += 1
             self.several = self.several or self._entered > 1
         if not sign or not self.on:
             return times_power_of_two(gradient, exponent)
-        if self._lift is None:
+        if not self._is_found:
             # Before an output was reached there is nothing to follow: what is a parameter's alone, say.
-            self._lift = self._found(gradient) if sign > 0 else 0
-        if isinstance(self._lift, int):
-            return times_power_of_two(gradient, exponent + sign * self._lift)
-        factor = self._factor(self._lift, exponent, sign, gradient.device)
+            self.lift, self._is_found = self._find_lift(gradient) if sign > 0 else 0, True
+        if isinstance(self.lift, int):
+            return times_power_of_two(gradient, exponent + sign * self.lift)
+        factor = self._factor(self.lift, exponent, sign, gradient.device)
         # A number in memory takes the gradient's dtype first, which float16 may not hold.
         wide = gradient.float() if gradient.dtype == torch.float16 else gradient
         return with_strides_of((wide * factor).to(gradient.dtype), gradient)
 
-    def raised(self, exponent: int, sign: int) -> int | None:
-        """Return exponent + sign * lift if the host knows the lift, else None."""
-        if not sign or not self.on or self._lift is None:
-            return exponent
-        return exponent + sign * self._lift if isinstance(self._lift, int) else None
-
-    def _found(self, gradient: Tensor) -> int | Tensor:
+    def _find_lift(self, gradient: Tensor) -> int | Tensor:
         """The lift for a gradient that enters the model at the global exponent."""
         values = local_values(gradient)
         if not values.numel():
