@@ -6,6 +6,8 @@ import graphlib
 import sys
 from pathlib import Path
 
+import pytest
+
 import halfulp
 
 ROOT = Path(halfulp.__file__).parent
@@ -34,8 +36,11 @@ LAYERS = [
 ]
 LEVEL = {name: level for level, names in enumerate(LAYERS) for name in names}
 FILES = sorted(ROOT.rglob("*.py"))
-# The folders of optim, in the same order.
-OPTIM = ["rules", "stores", "weight_updates", "states", "parameters", "step", "checkpoint", "wrapping"]
+# Folders inside of layers, in the same order.
+FOLDERS = {
+    "arithmetic": ["functions", "expansions", "matmul", "linalg", "exact_sums"],
+    "optim": ["rules", "stores", "weight_updates", "states", "parameters", "step", "checkpoint", "wrapping"],
+}
 MOST_LINES = 800
 MOST_FILES = 20
 
@@ -91,12 +96,13 @@ def test_a_file_imports_only_what_lies_below_it():
     assert not wrong, wrong
 
 
-def test_the_folders_of_optim_import_those_before_them():
+@pytest.mark.parametrize("layer", FOLDERS)
+def test_the_folders_of_a_layer_import_those_before_them(layer):
     wrong = []
-    for path in (ROOT / "optim").glob("*/*.py"):
-        level = OPTIM.index(path.parent.name)
-        rooms = {name.split(".")[1] for name in _imported(path) if name.startswith("optim.") and name.count(".") > 1}
-        wrong += [f"{path.relative_to(ROOT)} imports {room}" for room in rooms & {*OPTIM[level + 1 :]}]
+    for path in (ROOT / layer).glob("*/*.py"):
+        later = {*FOLDERS[layer][FOLDERS[layer].index(path.parent.name) + 1 :]}
+        rooms = {name.split(".")[1] for name in _imported(path) if name.startswith(f"{layer}.") and name.count(".") > 1}
+        wrong += [f"{path.relative_to(ROOT)} imports {room}" for room in rooms & later]
     assert not wrong, wrong
 
 

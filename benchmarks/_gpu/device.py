@@ -39,7 +39,7 @@ def _engine(run: Run, table) -> None:
 def _units(run: Run, table) -> None:
     import torch
 
-    from halfulp.scaled._float8 import eight_bit_engine
+    from halfulp.scaled import eight_bit_engine
 
     run.add(table, what="bfloat16 in hardware", value="yes" if torch.cuda.is_bf16_supported(False) else "no: emulated")
     run.add(table, what="eight-bit products", value=eight_bit_engine("cuda"))

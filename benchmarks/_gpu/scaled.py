@@ -107,7 +107,7 @@ def _row(run: Run, table, cells: dict, steps: int, found: dict[str, dict]) -> No
     import torch
 
     import halfulp as hu
-    from halfulp.scaled._float8 import eight_bit_engine
+    from halfulp.scaled import eight_bit_engine
 
     name = cells["model"]
     if name.endswith("fp8 products") and run.on_gpu and eight_bit_engine("cuda") == "emulated":

@@ -50,6 +50,11 @@ NAMES = (
     *("nn.functional.mse_loss", "nn.functional.poisson_nll_loss", "nn.functional.rms_norm", "pow", "var", "xlogy"),
     *("special.ndtr", "linalg.vector_norm", "nn.functional.interpolate.bicubic"),
 )
+# In whose formulas torch has numbers of its own, as float64: within 2^-53 each (docs/mctensor.md).
+NUMBERED = (
+    *("deg2rad", "erf", "exp2", "log10", "log2", "sinc", "special.ndtr"),
+    *("nn.functional.group_norm", "nn.functional.hardsigmoid"),
+)
 # In which torch's formula rounds numbers, or weights, to the components' dtype.
 NARROW = ("nn.functional.interpolate.bilinear", "special.xlog1py", "xlogy")
 
@@ -69,21 +74,21 @@ def test_a_choice_of_operators_keeps_its_digits(digits, seed):
         kinds = ["3 x f32"] if name in NARROW else ["2 x f64"]
         found = digits.findings(known[name], 1, 0, kinds, cases)
         wrong += [(name, *key, x) for key, x in found if key[2] == "components" and x.verdict not in (None, "within")]
-        wrong += [(name, number, where) for number, where in digits.long_constants(known[name], 1, 0).items()]
+        long = {} if name in NUMBERED else digits.long_constants(known[name], 1, 0)
+        wrong += [(name, number, where) for number, where in long.items()]
     assert not wrong, "\n".join(map(str, wrong))
 
 
 @pytest.mark.filterwarnings("ignore")
 def test_what_is_wrong_is_seen(digits, monkeypatch):
     """A rule that works on first components alone; a number with a float64's digits; a step in float64."""
-    from halfulp.mctensor import MCTensor, _formula_constants, _mctensor
+    from halfulp.mctensor import MCTensor, _mctensor
 
     known = {digits.name_of(op): op for op in digits.operators()}
     exp2, log2, tanh = torch.ops.aten.exp2.default, torch.ops.aten.log2.default, torch.ops.aten.tanh.default
     monkeypatch.setitem(_mctensor.RULES, tanh, lambda x: MCTensor.encode(x.components[0].tanh(), 2))
     monkeypatch.setitem(_mctensor.RULES, exp2, lambda x: (x * 0.6931471805599453).exp())
     monkeypatch.setitem(_mctensor.RULES, log2, lambda x: MCTensor.encode(x.decode() / 3, len(x.components)))
-    monkeypatch.setattr(_formula_constants, "_NODES", frozenset())
     verdicts = {}
     for name in ("tanh", "log2"):
         ((_, first), *_) = digits.findings(known[name], 1, 0, ["2 x f64"], ["components"])

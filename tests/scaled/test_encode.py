@@ -11,8 +11,7 @@ import halfulp as hu
 from halfulp.kernels import same_bits
 from halfulp.rounding import quantize
 from halfulp.scaled import ScaledTensor, cast, scalify
-from halfulp.scaled._float8 import rms_scale_float32
-from halfulp.scaled._operands import rms_scale
+from halfulp.scaled._payloads import rms_scale, rms_scale_float32
 
 STORAGES = [torch.float16, torch.bfloat16, torch.float8_e4m3fn, torch.float8_e5m2, torch.float32]
 

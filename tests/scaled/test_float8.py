@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from halfulp.scaled import ScaledTensor, cast, eight_bit_engine, linear_fp8
-from halfulp.scaled import _float8 as eight_bits
+from halfulp.scaled.rules import _products
 from halfulp.subclass import strict
 
 COMPILED = pytest.mark.filterwarnings("ignore:.*torch.jit.script:DeprecationWarning")
@@ -170,7 +170,7 @@ def test_engines_give_the_same_products(monkeypatch, seed, needs_torch):
     a = ScaledTensor.encode(torch.randn(32, 64), E5M2)
     b = ScaledTensor.encode(torch.randn(48, 64), E4M3)
     emulated = [a @ b.t(), b @ a.t(), a.t()[:, :16] @ a[:16]]
-    monkeypatch.setattr(eight_bits, "eight_bit_engine", lambda device: "scaled_mm")
+    monkeypatch.setattr(_products, "eight_bit_engine", lambda device: "scaled_mm")
     calls = []
     product = torch._scaled_mm
     monkeypatch.setattr(torch, "_scaled_mm", lambda *given, **options: calls.append(1) or product(*given, **options))

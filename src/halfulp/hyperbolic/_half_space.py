@@ -8,9 +8,8 @@ from typing import ClassVar
 import torch
 
 from ..mctensor import MCTensor
-from . import _half_space_kernels as kernels
 from ._manifold import Manifold
-from ._values import direction_and_length, like, rounded, travel, turned, with_parts
+from ._values import direction_and_length, like, rounded, travel, turned
 
 
 @dataclasses.dataclass(frozen=True)
@@ -45,8 +44,6 @@ class HalfSpace(Manifold):
 
         x' = x + y 2 t h / n, y' = y + y 2 t (w - t) / n = y (1 - t^2) / n, n = (1 - w t)^2 + t^2 |h|^2.
         """
-        if _has_kernel(point, step):
-            return _by_kernel(point, step)
         x, y = point[..., :-1], point[..., -1:]
         aside, rise, factor = self._move(y, step)[:3]
         # The sum keeps a small step's digits beyond the height's own; the product those of a height that shrinks.
@@ -107,22 +104,3 @@ def _above_zero(height: torch.Tensor) -> torch.Tensor:
         return height.clamp(min=least)
     low = rounded(height) < least
     return torch.where(low, torch.full_like(height, least), height) if low.any() else height
-
-
-def _has_kernel(point: torch.Tensor, step: torch.Tensor) -> bool:
-    """A plain step of a table of points, without autograd."""
-    if torch.compiler.is_compiling() or (torch.is_grad_enabled() and (point.requires_grad or step.requires_grad)):
-        return False
-    plain = type(step) is torch.Tensor and step.shape == point.shape and step.dtype == point.dtype
-    known = type(point) is torch.Tensor or (isinstance(point, MCTensor) and point.scale is None)
-    return plain and known and point.dim() == 2 and point.shape[-1] <= kernels.WIDEST
-
-
-def _by_kernel(point: torch.Tensor, step: torch.Tensor) -> torch.Tensor:
-    parts = point.components if isinstance(point, MCTensor) else (point,)
-    columns = [part[:, k].contiguous() for k in range(point.shape[-1]) for part in parts]
-    kernel = kernels.geodesic(point.shape[-1], len(parts), point.dtype)
-    made = [torch.empty_like(column) for column in columns]
-    kernel([*columns, *step.t().contiguous()], made)
-    tables = [torch.stack(made[i :: len(parts)], -1) for i in range(len(parts))]
-    return with_parts(point, tuple(tables)) if isinstance(point, MCTensor) else tables[0]

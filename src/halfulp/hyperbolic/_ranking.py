@@ -6,10 +6,9 @@ from collections.abc import Iterator
 
 import torch
 
-from ..mctensor import MCTensor
-from . import _half_space_kernels as kernels
 from ._half_space import HalfSpace
 from ._manifold import Manifold
+from ._values import rounded
 
 
 def ranking_loss(
@@ -52,33 +51,32 @@ def ranking_gradient(points: torch.Tensor, sets: torch.Tensor, scale: float = 1.
         The loss, and its Euclidean gradient as a plain tensor of the points' shape.
     """
     check_sets(points, sets)
-    count, width = points.shape
-    first, others = sets[:, :1].contiguous(), sets[:, 1:].contiguous()
-    made = _pairs(points, first, others)
-    share = (made[0] * -scale).log_softmax(-1)
+    first, others = sets[:, :1], sets[:, 1:]
+    distance, by_first, by_others = _distances(points[first], points[others])
+    share = (distance * -scale).log_softmax(-1)
     loss = -share[:, 0].mean()
     pull = share.exp_().mul_(-scale / len(sets))
     pull[:, 0] += scale / len(sets)
-    by = made[1:].mul_(pull)
-    table = by.new_zeros(width, count)
-    table.scatter_add_(1, first.view(1, -1).expand(width, -1), by[:width].sum(-1))
-    table.scatter_add_(1, others.view(1, -1).expand(width, -1), by[width:].view(width, -1))
-    gradient = table.t()
-    if isinstance(points, MCTensor) and points.scale is not None:
-        # The half-space is the same at every scale: only what a unit is changes.
-        gradient /= points.scale
+    gradient = distance.new_zeros(points.shape)
+    gradient.index_add_(0, first.flatten(), (by_first * pull.unsqueeze(-1)).sum(1))
+    gradient.index_add_(0, others.flatten(), (by_others * pull.unsqueeze(-1)).flatten(0, 1))
     return loss.to(points.dtype), gradient.to(points.dtype)
 
 
-def _pairs(points: torch.Tensor, first: torch.Tensor, others: torch.Tensor) -> torch.Tensor:
-    """Distances and their derivatives, (1 + 2 d, B, 1 + K): see the kernel."""
-    parts = points.components if isinstance(points, MCTensor) else (points,)
-    width = points.shape[1]
-    columns = [part.detach()[:, k].contiguous() for k in range(width) for part in parts]
-    values = [column.take(first) for column in columns] + [column.take(others) for column in columns]
-    made = torch.empty(1 + 2 * width, *others.shape, dtype=torch.float64, device=points.device)
-    kernels.pairs(width, len(parts), points.dtype)(values, made.unbind())
-    return made
+def _distances(u: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Return d(u, v) in float64, and its derivatives by the coordinates of u and of v."""
+    difference = rounded(u - v, torch.float64)
+    above, below = rounded(u[..., -1], torch.float64), rounded(v[..., -1], torch.float64)
+    inverse = 0.5 / (above.sqrt() * below.sqrt())
+    ratio = difference * inverse.unsqueeze(-1)
+    a = ratio.square().sum(-1)
+    root = a.sqrt()
+    slope = torch.where(a > 0, 1 / (root * (1 + a).sqrt()), 0.0)
+    by_first = ratio * (2 * inverse * slope).unsqueeze(-1)
+    by_others = -by_first
+    by_first[..., -1] -= a * slope / above
+    by_others[..., -1] -= a * slope / below
+    return 2 * root.asinh(), by_first, by_others
 
 
 def check_sets(points: torch.Tensor, sets: torch.Tensor) -> None:

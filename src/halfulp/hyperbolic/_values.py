@@ -7,7 +7,6 @@ import math
 import torch
 
 from ..mctensor import MCTensor
-from ..mctensor._mctensor import wrap
 
 
 def rounded(x: torch.Tensor, dtype: torch.dtype | None = None) -> torch.Tensor:
@@ -71,8 +70,3 @@ def write(target: torch.Tensor, rows: torch.Tensor | None, value: torch.Tensor) 
         target.copy_(value)
     else:
         target[rows] = value
-
-
-def with_parts(x: MCTensor, parts: tuple[torch.Tensor, ...]) -> MCTensor:
-    """Canonical components without a scale as an MCTensor that keeps its gradients as x does."""
-    return wrap(parts, None, x.gradients)

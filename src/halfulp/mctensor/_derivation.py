@@ -16,7 +16,6 @@ from ..subclass import _fallbacks as _fallback
 from ..subclass._collectives import collective_rule, is_collective
 from ..subclass._in_backward import gives_plain_gradient, unrounded_results
 from ..subclass._rule_table import functional_form, is_written
-from ._formula_constants import formula
 from ._mctensor import RULES, MCTensor, decoded, derives, implements, wrap
 from ._result_type import (
     ResultType,
@@ -109,8 +108,7 @@ def _computed(operator: OpOverload, *arguments: Any, **options: Any) -> Any:
     decomposition = _decompositions().get(operator)
     if decomposition is None:
         return fall_back_to_float64(operator, arguments, options)
-    with formula(operator, (arguments, options)):
-        results = run_in_steps(decomposition, form, arguments, options)
+    results = run_in_steps(decomposition, form, arguments, options)
     return fall_back_to_float64(operator, arguments, options) if results is NotImplemented else results
 
 

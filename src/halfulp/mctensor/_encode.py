@@ -17,7 +17,6 @@ from .._messages import a_kind
 from ..arithmetic import MOST, PRECISION, Parts, merge, pointwise, renormalize
 from ..arithmetic.expansions._pointwise import under_scale
 from ..kernels import require_float64, resolved
-from ._formula_constants import terms_of
 
 _FLOAT32 = struct.Struct("f")
 # Between these, a float32 and what it leaves are both in float32's normal range.
@@ -119,13 +118,12 @@ def integer_components(x: Tensor) -> Parts:
 
 
 def number_components(x: Any, device: torch.device) -> Parts:
-    """Return a Python number as 0-d float64 tensors: one, or several for a large integer or a formula's constant."""
+    """Return a Python number as 0-d float64 tensors: one, or several for a large integer."""
     if isinstance(x, complex):
         raise ValueError(f"{x!r} is complex, an MCTensor is real: keep the real and the imaginary part as two tensors")
     if type(x) is int and abs(x) > 2**53:
         return tuple(torch.tensor(part, dtype=torch.float64, device=device) for part in _terms(Fraction(x)))
-    terms = terms_of(x) if type(x) is float else None
-    return tuple(torch.scalar_tensor(term, dtype=torch.float64, device=device) for term in terms or (x,))
+    return (torch.scalar_tensor(x, dtype=torch.float64, device=device),)
 
 
 def number_in_float32(x: Any, device: torch.device, is_factor: bool) -> Parts | None:

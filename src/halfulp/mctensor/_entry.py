@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -16,11 +15,10 @@ from ..kernels import present, torch_operators, untraced
 from ..subclass._in_backward import refuse_jvp
 from ..subclass._rule_table import functional_form
 from ._derivation import write_results
-from ._formula_constants import IRRATIONAL, formula
 from ._mctensor import ENTRY_KEY, ENTRY_KEY_NAME, MCTensor
 from ._result_type import encode_plain_operands, has_plain, is_plain, result_type
 from .rules._layers import BY_FACTORS, FORWARD
-from .rules._pointwise import constant
+from .rules._pointwise import half_root
 
 aten = torch_operators("aten")
 
@@ -284,7 +282,7 @@ _library = torch.library.Library("aten", "IMPL")
 
 def _entry(operator: OpOverload) -> Callable:
     """An operator's kernel under the key: its function in OWN, else torch's steps of operands that have components."""
-    own, is_promoted, is_formula = OWN.get(operator), operator in _PROMOTED, operator in _FORMULAS
+    own, is_promoted, is_encoded = OWN.get(operator), operator in _PROMOTED, operator in _ENCODED
 
     def entered(keys: torch._C.DispatchKeySet, *arguments: Any, **options: Any) -> Any:
         # Inside a transform of torch.func a tensor may be one of its own around an MCTensor.
@@ -295,20 +293,19 @@ def _entry(operator: OpOverload) -> Callable:
             if is_promoted and of_several_dtypes((*arguments, *options.values())):
                 refuse_jvp((x for x in arguments if isinstance(x, Tensor)), str(operator))
                 arguments, options = in_one_dtype((arguments, options))
-            if is_formula and has_plain(arguments, options):
+            if is_encoded and has_plain(arguments, options):
                 leaves = [x for x in tree_leaves((arguments, options)) if isinstance(x, Tensor)]
                 if any(isinstance(x, MCTensor) for x in leaves):
                     form = result_type(leaves)
                     arguments, options = encode_plain_operands((arguments, options), form, with_gradients=True)
-        with formula(operator, (arguments, options)) if is_formula else nullcontext():
-            return operator.redispatch(keys & _BELOW, *arguments, **options)
+        return operator.redispatch(keys & _BELOW, *arguments, **options)
 
     return untraced(entered)
 
 
 def ndtr(x: MCTensor) -> Tensor:
     """The normal distribution: torch's formula, 1 + erf, has no digits far below zero."""
-    factor = constant(f"-{IRRATIONAL['1 / sqrt 2']}", x)
+    factor = -half_root(x)
     # Without dimensions it leaves the dtype of what has some.
     factor = MCTensor.encode(factor, len(x._parts), torch.float64 if x.dim() else x.dtype)
     return torch.erfc(x * factor) * 0.5
@@ -329,7 +326,7 @@ def _in_compiled_steps(steps: Callable) -> Callable:
 # Those with a function of their own, which gives NotImplemented where torch's steps hold all digits.
 OWN = {aten.special_ndtr.default: ndtr}
 OWN |= {operator: _in_compiled_steps(rule) for operator, rule in (FORWARD | BY_FACTORS).items()}
-_FORMULAS = frozenset(present((*COMPOSITES, *DIFFERENTIATED)))
+_ENCODED = frozenset(present((*COMPOSITES, *DIFFERENTIATED)))
 OWN |= BY_NUMBERS | INTO_PLAIN
 
 

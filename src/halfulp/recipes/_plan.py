@@ -14,8 +14,8 @@ from torch.nn.utils.spectral_norm import SpectralNorm
 
 from .._messages import a_kind, listed
 from .._qualified_names import pattern_of
-from ..scaled._float8 import SIDE
 from ..scaled.model._scalify import eight_bit_forward
+from ..scaled.rules._products import SIDE
 from ..subclass.models._float32_products import class_of
 from . import _catalog
 from ._casts import inside

@@ -15,20 +15,11 @@ from torch.utils._pytree import tree_leaves, tree_map
 from ..kernels import torch_operators
 from ..subclass import collective_rule, functional_form, is_collective, is_written, note_fallback
 from . import _write
-from ._encode import lazy_conjugates
-from ._operands import (
-    decode_values,
-    encode_values,
-    keep_nonzero,
-    logical_of,
-    make_scaled_to_fit,
-    plain,
-    storage_of,
-    to_float32,
-)
+from ._operands import encode_values, keep_nonzero, logical_of, make_scaled_to_fit, storage_of
+from ._payloads import decode_values, to_float32
 from ._powers_of_two import is_concrete
 from ._registry import LATER_RULES, RULES, derives, rule_of
-from ._scaled_tensor import ScaledTensor, wrap
+from ._scaled_tensor import ScaledTensor, lazy_conjugates, plain, wrap
 from ._write import check_written_at, write
 
 aten = torch_operators("aten")

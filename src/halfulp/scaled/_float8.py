@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -13,11 +12,10 @@ from torch.nn import functional
 from ..kernels import define_operator, under_transform, untraced
 from . import _fused as fused
 from . import _powers_of_two as _powers
-from ._operands import make_scaled, to_float32, to_storage
-from ._registry import EIGHT_BITS, check_storage, implements
+from ._operands import make_scaled
+from ._payloads import rms_scale_float32, to_float32, to_storage
+from ._registry import check_storage, implements
 from ._scaled_tensor import ScaledTensor, wrap
-
-SIDE = 16  # torch._scaled_mm takes multiples of this
 
 
 def cast(x: Tensor, *, forward: torch.dtype | None = None, backward: torch.dtype | None = None) -> Tensor:
@@ -79,69 +77,6 @@ def linear_fp8(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     operands = (cast(tensor, forward=torch.float8_e4m3fn) for tensor in (x, weight))
     y = cast(functional.linear(*operands), backward=torch.float8_e5m2)
     return y if bias is None else y + bias
-
-
-def eight_bit_engine(device: torch.device | str) -> Literal["scaled_mm", "emulated"]:
-    """Return how products of eight-bit matrices are computed on a device.
-
-    "scaled_mm": by torch._scaled_mm on the device's eight-bit units (CUDA of compute capability 8.9 and above),
-    where all sides are multiples of 16 and one operand is e4m3fn. "emulated": payloads are widened to
-    float32 and multiplied there, which gives the same products, summed in float32.
-
-    >>> eight_bit_engine("cpu")
-    'emulated'
-    """
-    device = torch.device(device)
-    # On CPUs _scaled_mm gives the same sums no faster: they have no eight-bit units.
-    return "scaled_mm" if device.type == "cuda" and _has_units(device.index) else "emulated"
-
-
-@functools.cache
-def _has_units(index: int | None) -> bool:
-    if not torch.cuda.is_available() or torch.version.hip:  # ROCm's eight-bit formats may be others
-        return False
-    return torch.cuda.get_device_capability(index) >= (8, 9)
-
-
-def is_eight_bit_product(a: Tensor, b: Tensor) -> bool:
-    """Return whether two matrices, payloads, are multiplied on eight-bit units."""
-    if a.dtype not in EIGHT_BITS or b.dtype not in EIGHT_BITS or a.dtype == b.dtype == torch.float8_e5m2:
-        return False
-    if eight_bit_engine(a.device) == "emulated":
-        return False
-    return all(side % SIDE == 0 for side in (*a.shape, b.shape[1])) and a.numel() > 0 and b.numel() > 0
-
-
-def eight_bit_product(a: Tensor, b: Tensor, factor: float) -> Tensor:
-    """Return factor a b in float32 by torch._scaled_mm, which takes contiguous rows of a and columns of b."""
-    a = a if a.stride(1) == 1 else _copied(a, torch.contiguous_format)
-    b = b if b.stride(0) == 1 else _copied(b.t(), torch.contiguous_format).t()
-    one, other = (torch.full((), x, dtype=torch.float32, device=a.device) for x in (1.0, factor))
-    return torch._scaled_mm(a, b, scale_a=one, scale_b=other, out_dtype=torch.float32)
-
-
-def _copied(x: Tensor, memory_format: torch.memory_format) -> Tensor:
-    return x.view(torch.uint8).clone(memory_format=memory_format).view(x.dtype)
-
-
-def rms_scale_float32(values: Tensor, storage: torch.dtype) -> Tensor:
-    """Return the power of two next to the root mean square of the finite non-zero values, or what the largest needs.
-
-    Without such values the scale of zeros. Two float32 passes; the same for values times a power of two, times it.
-    """
-    if not values.numel():
-        return torch.full((), _powers.ZERO_SCALE, dtype=torch.float32, device=values.device)
-    if fused.engaged(values):
-        return fused.level(values, storage, _powers.ZERO_SCALE)
-    finite = torch.nan_to_num(values.to(torch.float32), 0.0, 0.0, 0.0)
-    amax = finite.abs().amax()
-    # Divided by a power of two next to amax, so that no square that matters leaves float32's range.
-    near = _powers.round_to_power(amax)
-    finite = finite / near
-    rms = (finite.square().sum() / finite.count_nonzero().clamp(min=1)).sqrt()
-    scale = _powers.round_to_power(near * rms, "nearest")
-    least = _powers.round_to_power(amax / torch.finfo(storage).max, "up")
-    return torch.where(amax > 0, torch.maximum(scale, least), _powers.ZERO_SCALE)
 
 
 def _cast_plain(x: Tensor, forward: torch.dtype | None, backward: torch.dtype | None) -> Tensor:

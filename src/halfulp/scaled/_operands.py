@@ -1,4 +1,4 @@
-"""Operands as payloads in float32 and results rounded to their storage: what every rule starts and ends with.
+"""Operands of rules as scaled tensors, and results under a scale that holds them: what every rule starts and ends with.
 
 A mask of -1e9, a penalty of 1 + 1e8 m or a last distance of 1e10 stands for infinity. Under a scale that holds it, a
 narrow payload would have no digits left for all other elements. So the scale of a plain operand is measured without
@@ -17,59 +17,9 @@ from torch import Tensor
 from ..subclass._rule_table import stand_ins
 from . import _fused as fused
 from . import _powers_of_two as _powers
-from ._powers_of_two import PowerRounding
-from ._registry import EIGHT_BITS, ComplexOperand, common_storage, smallest
+from ._payloads import ORDINARY, common_storage, rms_scale, smallest, to_float32, to_storage
+from ._registry import ComplexOperand
 from ._scaled_tensor import ScaledTensor, wrap
-
-INFINITE = (torch.float16, torch.float8_e5m2)
-
-
-def selectable_payload(x: ScaledTensor) -> Tensor:
-    """Return the payload for operators that select or negate elements: unchanged where torch has such kernels."""
-    return to_float32(x) if x._payload.dtype in EIGHT_BITS else x._payload
-
-
-def to_float32(x: ScaledTensor) -> Tensor:
-    """Return the payload in float32, in which rules compute."""
-    return x._payload if x._payload.dtype == torch.float32 else x._payload.to(torch.float32)
-
-
-def to_storage(values: Tensor, storage: torch.dtype) -> Tensor:
-    """Round values once to a payload type; finite ones beyond its range saturate, infinities stay (or become NaN)."""
-    if storage == values.dtype:
-        return values
-    if values.dtype == torch.float64 and storage != torch.float32:
-        values = _rounded_to_odd(values)
-    if storage in (torch.bfloat16, torch.float32):
-        return values.to(storage)
-    if _fits(values, storage):
-        return values.to(storage)
-    if fused.engaged(values):
-        return fused.finish(values, (), storage, "factor")[0]
-    largest = torch.finfo(storage).max
-    kept = values if storage in INFINITE else torch.nan
-    return torch.where(values.isinf(), kept, values.clamp(-largest, largest)).to(storage)
-
-
-def _rounded_to_odd(values: Tensor) -> Tensor:
-    """Round float64 values to float32 with the last bit 1 where digits were cut off.
-
-    Of such a value, rounding to 22 bits or fewer makes what it makes of the float64 one (Boldo and Melquiond, IEEE
-    Transactions on Computers 57, 2008), where rounding to float32 first may meet a tie that is none.
-    """
-    near = values.to(torch.float32)
-    cut = torch.where(near.double().abs() > values.abs(), torch.nextafter(near, torch.zeros_like(near)), near)
-    odd = (cut.view(torch.int32) | 1).view(torch.float32)
-    return torch.where((cut.double() != values) & near.isfinite(), odd, near)
-
-
-def _fits(values: Tensor, storage: torch.dtype) -> bool:
-    """Return whether values are concrete and all within a payload type's range."""
-    if not _powers.is_concrete(values) or not values.numel():
-        return False
-    largest = torch.finfo(storage).max
-    low, high = torch.aminmax(values)
-    return -largest <= low.item() and high.item() <= largest
 
 
 def make_scaled(values: Tensor, scale: Tensor, storage: torch.dtype, dtype: torch.dtype) -> ScaledTensor:
@@ -118,65 +68,6 @@ def keep_nonzero(x: ScaledTensor, exact: Tensor) -> ScaledTensor:
     return wrap(torch.where((payload == 0) & (exact != 0), least, payload).to(storage), x._scale, x.dtype)
 
 
-def decode_values(x: ScaledTensor, dtype: torch.dtype | None = None) -> Tensor:
-    """Return payload x scale, computed in float32 (float64 for that dtype) and rounded once, by default to x.dtype."""
-    dtype = dtype or x.dtype
-    wide = torch.float64 if dtype == torch.float64 else torch.float32
-    value = _powers.concrete_value(x._scale)
-    if wide == torch.float32 and x._payload.dtype != wide and fused.engaged(x._payload):
-        scaled = fused.finish(x._payload, (x._scale,), wide, "factor")[0]
-        return scaled if dtype == wide else scaled.to(dtype)
-    if value is not None and type(x._payload) is Tensor and x._payload.dtype != wide:
-        scaled = x._payload.to(wide)  # memory of its own: no second pass for the scale 1, no third tensor for others
-        scaled = scaled if value == 1.0 else scaled.mul_(value)
-    else:
-        scaled = x._payload.to(wide) * (x._scale.to(wide) if value is None else value)
-    if value is not None and value >= _powers.HUGE and wide == torch.float32:
-        # A payload may have been rounded up to 2: float32's largest number then decodes to itself, not to infinity.
-        largest = torch.finfo(wide).max
-        scaled = torch.where(x._payload.to(wide).isinf(), scaled, scaled.clamp(-largest, largest))
-    return scaled if dtype == wide else scaled.to(dtype)
-
-
-def plain(x: Any) -> Any:
-    """Return a scaled tensor's values in its logical dtype, and anything else unchanged."""
-    return decode_values(x) if isinstance(x, ScaledTensor) else x
-
-
-def rms_scale(values: Tensor, storage: torch.dtype, rounding: PowerRounding = "nearest") -> Tensor:
-    """Return the power of two next to the root mean square of the finite non-zero values, or what the largest needs.
-
-    Without such values `ZERO_SCALE`.
-    """
-    if not values.numel():
-        return torch.full((), _powers.ZERO_SCALE, dtype=torch.float32, device=values.device)
-    quick = None if storage in EIGHT_BITS else quick_rms_scale(values, rounding)
-    if quick is not None:
-        return torch.full((), quick, dtype=torch.float32, device="cpu")
-    finite = torch.nan_to_num(values.detach().to(torch.float64), 0.0, 0.0, 0.0)
-    count = finite.count_nonzero().clamp(min=1)
-    rms = (finite.square().sum() / count).sqrt()
-    amax = finite.abs().amax()
-    lowest = amax / torch.finfo(storage).max
-    scale = _powers.round_to_power(rms.to(torch.float32), rounding)
-    return torch.maximum(scale, _powers.round_to_power(lowest.to(torch.float32), "up"))
-
-
-def quick_rms_scale(values: Tensor, rounding: PowerRounding = "nearest") -> float | None:
-    """Return the same for ordinary concrete values, in two passes over them instead of eight; else None.
-
-    No element of so few is beyond float16's range under it.
-    """
-    if not _powers.is_concrete(values) or values.dtype == torch.float64 or values.requires_grad:
-        return None
-    if values.numel() > _FEW:
-        return None
-    norm = torch.linalg.vector_norm(values, dtype=torch.float32).item()
-    if not _ORDINARY[0] < norm < _ORDINARY[1]:  # squares that leave float32's range, infinities, NaN, zeros
-        return None
-    return _powers.power_of(norm / max(int(values.count_nonzero()), 1) ** 0.5, rounding)
-
-
 def encode_values(values: Tensor, storage: torch.dtype, scale: Tensor | None = None, dtype: torch.dtype | None = None):
     """Encode a plain tensor as payload x scale; the scale is measured unless given."""
     dtype = dtype or values.dtype
@@ -210,12 +101,6 @@ def operand(x: Any, like: ScaledTensor) -> ScaledTensor:
     payload = torch.full((), value / scale, dtype=torch.float32, device=like.device)
     return wrap(payload, torch.full((), scale, dtype=torch.float32, device=like.device), like.dtype)
 
-
-# The largest of n numbers is at most sqrt(n) times their root mean square, and float16 ends at nearly 2^16.
-_FEW = 2**30
-
-# Norms whose squares are normal float32 numbers, unless nearly all elements are far smaller.
-_ORDINARY = (2.0**-40, 2.0**40)
 
 # Masks write numbers of at most -STAND_IN for minus infinity: -1e9, the smallest of the dtype.
 STAND_IN = 2.0**24
@@ -276,7 +161,7 @@ def _measured_at_once(x: Tensor, is_other: Tensor) -> tuple[Tensor, Tensor]:
     others = torch.where(is_other, size, 0.0)
     amax, top = size.amax(), others.amax()
     squares, count = others.square().sum(), others.count_nonzero().clamp(min=1)
-    has_range = (squares > _ORDINARY[0] ** 2) & squares.isfinite()
+    has_range = (squares > ORDINARY[0] ** 2) & squares.isfinite()
     level = torch.where(has_range, (squares / count).sqrt(), top)
     level = torch.where(is_other.any(), level, amax)
     return _powers.round_to_power(level, "nearest"), amax

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Literal
 
@@ -17,7 +17,6 @@ from ..subclass._rule_table import Given, Rule
 STORAGES = (torch.float16, torch.bfloat16, torch.float8_e4m3fn, torch.float8_e5m2, torch.float32)
 LOGICALS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 EIGHT_BITS = (torch.float8_e4m3fn, torch.float8_e5m2)
-_WIDTH = {torch.float8_e4m3fn: 0, torch.float8_e5m2: 0, torch.float16: 1, torch.bfloat16: 1, torch.float32: 2}
 
 
 def check_storage(dtype: object) -> torch.dtype:
@@ -47,22 +46,6 @@ def check_logical(dtype: object) -> None:
     """Raise unless values can have this dtype."""
     if dtype not in LOGICALS:
         raise ValueError(f"dtype={dtype}: a logical dtype is one of {', '.join(map(str, LOGICALS))}")
-
-
-def common_storage(storages: Iterable[torch.dtype]) -> torch.dtype:
-    """Return the payload type of a result: the wider one, or of two types of one width the next wider one."""
-    found = set(storages)
-    width = max(_WIDTH[storage] for storage in found)
-    widest = [storage for storage in found if _WIDTH[storage] == width]
-    if len(widest) == 1:
-        return widest[0]
-    return torch.float16 if width == 0 else torch.float32
-
-
-def smallest(storage: torch.dtype) -> float:
-    """Return the smallest positive number of a payload type."""
-    limits = torch.finfo(storage)
-    return limits.smallest_normal * limits.eps
 
 
 Operands = Literal["float32", "home", "widest", "rule"]
@@ -182,8 +165,6 @@ for _family in (
     register_family(_family)
 
 
-# Functions that need the tensor class and lie above it: the class, and this file below it, call them by their names.
-CLASS_FUNCTIONS: dict[str, Rule] = {}
 # Rules of operators that torch defines after this package is imported, by the operators' names.
 LATER_RULES: dict[str, Rule] = {}
 
@@ -191,23 +172,12 @@ _table = RuleTable()
 RULES = _table.rules
 rule_of = _table.of
 derives = _table.derives
-_promoted: dict[OpOverload, Rule] = {}
+# For tensors with a home: a rule is a function of the home, the arguments and the options.
+_promoted = RuleTable()
+promoted_rule_of = _promoted.of
+derives_promoted = _promoted.derives
 # The family of every registered operator.
 FAMILY_OF: dict[OpOverload, str] = {}
-
-
-def promoted_rule_of(operator: OpOverload) -> Rule:
-    """Return an operator's rule for tensors with a home, a function of the home, the arguments and the options."""
-    rule = _promoted.get(operator)
-    if rule is None:
-        rule = _promoted[operator] = CLASS_FUNCTIONS["make_promoted_rule"](operator)
-    return rule
-
-
-def class_function(function: Given) -> Given:
-    """Register a function in `CLASS_FUNCTIONS` under its own name, as a decorator."""
-    CLASS_FUNCTIONS[function.__name__] = function
-    return function
 
 
 class ComplexOperand(Exception):
@@ -244,7 +214,7 @@ def implements(*operators: OpOverload, family: str = "own") -> Callable[[Given],
     def with_family(rule: Given) -> Given:
         FAMILY_OF.update(dict.fromkeys(present(operators), family))
         for operator in present(operators):
-            _promoted.pop(operator, None)
+            _promoted.forget(operator)
         return register(rule)
 
     return with_family

@@ -14,7 +14,8 @@ from ..kernels import define_operator, under_transform, untraced
 from ..subclass.models._module_parameters import matcher, remove_hooks
 from . import _fused as fused
 from . import _powers_of_two as _powers
-from ._operands import make_scaled, to_float32
+from ._operands import make_scaled
+from ._payloads import to_float32
 from ._registry import implements
 from ._scaled_tensor import ScaledTensor, wrap
 

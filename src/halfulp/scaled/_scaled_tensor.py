@@ -2,23 +2,27 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable
+from contextlib import AbstractContextManager
 from copy import deepcopy
 from typing import TYPE_CHECKING, Any, ClassVar, SupportsIndex
 
 import torch
 from torch import Tensor
+from torch.utils._pytree import tree_leaves, tree_map
 
 from ..kernels import require_float64, resolved, untraced
 from ..subclass import graph_key
-from ..subclass._in_backward import refuse_make_fx
-from ..subclass._pickle import register_collate
+from ..subclass._in_backward import refuse_make_fx, register_tangent
+from ..subclass._pickle import check_layout, register_collate, saved_marks, with_saved_marks
 from ..subclass._rule_table import Given, in_quotient_formula
 from ..subclass.models._parameter_holders import refuses_fully_shard
 from . import _powers_of_two as _powers
+from ._payloads import common_storage, decode_values, rms_scale, to_float32, to_storage
 from ._powers_of_two import PowerRounding
 from ._registry import (
-    CLASS_FUNCTIONS,
+    LOGICALS,
     RULES,
     ComplexOperand,
     Transient,
@@ -31,6 +35,8 @@ from ._registry import (
 )
 
 _make = torch.Tensor._make_wrapper_subclass
+# Of what pickle stores; a file of another layout is refused.
+SAVED_LAYOUT = 1
 _data: Any = torch._C.TensorBase.data  # a descriptor, which torch types as its value
 
 
@@ -106,9 +112,9 @@ class ScaledTensor(torch.Tensor):
                 return promoted_rule_of(operator)(home, arguments, options or {})
             return rule_of(operator)(*arguments, **(options or {}))
         except ComplexOperand:
-            return CLASS_FUNCTIONS["in_complex_numbers"](operator, arguments, options or {})
+            return _run_in_complex_numbers(operator, arguments, options or {})
         except (NotImplementedError, RuntimeError):
-            CLASS_FUNCTIONS["refuse_sparse"](operator, arguments, options or {})
+            _refuse_sparse(operator, arguments, options or {})
             raise
 
     @staticmethod
@@ -143,7 +149,21 @@ class ScaledTensor(torch.Tensor):
         >>> ScaledTensor.encode(torch.tensor([1e-6, 3e-6]), torch.float8_e4m3fn).scale.log2()
         tensor(-19.)
         """
-        encoded: ScaledTensor = CLASS_FUNCTIONS["encode"](x, dtype, scale, rounding, home)
+        if not isinstance(x, Tensor):
+            raise TypeError(f"x is a torch.Tensor, got {type(x).__name__}: torch.as_tensor makes one")
+        refuse_make_fx("ScaledTensor")
+        check_storage(dtype)
+        check_home(home)
+        _powers.check_power_rounding(rounding)
+        if x.dtype not in LOGICALS:
+            raise ValueError(f"x is {x.dtype}: allowed are {', '.join(map(str, LOGICALS))}; integers carry no scale")
+        if x.layout != torch.strided:
+            raise ValueError(f"x has layout {x.layout}: a scaled tensor is dense, x.to_dense()")
+        require_float64(x.device, "ScaledTensors")
+        if hasattr(x, "decode"):  # a ScaledTensor or an MCTensor
+            x = x.decode(x.dtype)
+        given = None if scale is None else _powers.as_scale(scale, x.device)
+        encoded: ScaledTensor = _Encode.apply(x, dtype, given, rounding, home)
         return encoded
 
     @staticmethod
@@ -183,7 +203,7 @@ class ScaledTensor(torch.Tensor):
 
     def with_scale(self, scale: Tensor | float) -> ScaledTensor:
         """Return the same values under another scale; finite payloads beyond the storage's range saturate."""
-        changed: ScaledTensor = CLASS_FUNCTIONS["with_scale"](self, scale)
+        changed: ScaledTensor = _Rescale.apply(self, _powers.as_scale(scale, self.device))
         return changed
 
     def decode(self, dtype: torch.dtype | None = None) -> Tensor:
@@ -193,12 +213,13 @@ class ScaledTensor(torch.Tensor):
         >>> ScaledTensor(torch.tensor([1.0, 1.5]), 2.0**-3).decode()
         tensor([0.1250, 0.1875])
         """
-        value: Tensor = CLASS_FUNCTIONS["decode"](self, dtype)
+        value: Tensor = _Decode.apply(self, dtype or self.dtype)
         return value
 
     def cast_(self, dtype: torch.dtype) -> ScaledTensor:
         """Change the payload's dtype, in place: the values rounded once, the scale as it is."""
-        CLASS_FUNCTIONS["cast_"](self, dtype)
+        check_storage(dtype)
+        self._payload = to_storage(to_float32(self), dtype)
         return self
 
     def share_memory_(self) -> ScaledTensor:
@@ -226,8 +247,18 @@ class ScaledTensor(torch.Tensor):
         raise TypeError("DLPack has no type for a payload with a scale: hand over x.decode()")
 
     def __repr__(self, *, tensor_contents: object = None) -> str:  # type: ignore[override]
-        text: str = CLASS_FUNCTIONS["format_scaled"](self)
-        return text
+        payload, scale = self._payload, self._scale
+        if type(payload) is not Tensor or payload.is_meta:
+            return f"ScaledTensor(shape={list(self.shape)}, payload={payload.dtype}, device={self.device})"
+        with torch.no_grad():
+            text = repr(decode_values(self.detach(), torch.float32))
+        text = text.removeprefix("tensor(").removesuffix(")").replace("\n       ", "\n             ")
+        words = [text.split(", dtype=")[0], f"scale=2^{round(math.log2(scale.item()))}", f"payload={payload.dtype}"]
+        if self.dtype != torch.float32:
+            words.append(f"dtype={self.dtype}")
+        if self.requires_grad:
+            words.append("requires_grad=True")
+        return f"ScaledTensor({', '.join(words)})"
 
     def __format__(self, specification: str) -> str:
         return format(self.item(), specification) if self.dim() == 0 and specification else repr(self)
@@ -250,8 +281,15 @@ class ScaledTensor(torch.Tensor):
         return made
 
     def __reduce_ex__(self, protocol: SupportsIndex) -> tuple[Any, ...]:
-        parts: tuple[Any, ...] = CLASS_FUNCTIONS["pickled_parts"](self)
-        return parts
+        x, marks = self, saved_marks(self)
+        if type(x._home) is Transient:
+            x = with_dtypes(x.detach(), x.dtype, x._home.storage)
+        payload = x._payload.detach()
+        # torch.load has no storage class for eight-bit floats.
+        stored = payload.view(torch.uint8) if payload.element_size() == 1 else payload
+        # Without a home the tuple is as in versions without homes, which then can read it.
+        home = () if x._home is None else (x._home,)
+        return rebuild_scaled_tensor, (SAVED_LAYOUT, stored, payload.dtype, x._scale, x.dtype, *marks, *home)
 
     @property
     def data(self) -> Tensor:
@@ -270,7 +308,13 @@ class ScaledTensor(torch.Tensor):
 
     @data.setter
     def data(self, value: Tensor) -> None:
-        held: ScaledTensor = value if isinstance(value, ScaledTensor) else CLASS_FUNCTIONS["encoded_like"](value, self)
+        if isinstance(value, ScaledTensor):
+            held = value
+        elif isinstance(value, Tensor) and type(value.data) is Tensor:
+            made = ScaledTensor.encode(value.detach(), self._payload.dtype)
+            held = wrap(made._payload, made._scale, self.dtype, self._home)
+        else:
+            raise TypeError(f"x.data of a ScaledTensor takes a ScaledTensor or a plain one, got {type(value).__name__}")
         _data.__set__(self, held)
         self._payload, self._scale = held._payload, held._scale
 
@@ -295,8 +339,7 @@ class ScaledTensor(torch.Tensor):
             return self.detach().decode()
         if expected not in (None, ScaledTensor):
             return None
-        converted: Tensor = CLASS_FUNCTIONS["with_dtypes"](self.detach(), *context)
-        return converted
+        return with_dtypes(self.detach(), *context)
 
 
 @untraced
@@ -333,4 +376,182 @@ def home_of(arguments: Iterable[Any], options: dict[str, Any] | None) -> torch.d
     return home_of(options.values(), None) if options else None
 
 
+def plain(x: Any) -> Any:
+    """Return a scaled tensor's values in its logical dtype, and anything else unchanged."""
+    return decode_values(x) if isinstance(x, ScaledTensor) else x
+
+
+def rescaled(x: ScaledTensor, scale: Tensor) -> ScaledTensor:
+    """Return the same values under another scale, in the same storage."""
+    payload = _powers.times(to_float32(x), _powers.ratio(x._scale, scale))
+    return wrap(to_storage(payload, x._payload.dtype), scale.clone(), x.dtype, x._home)
+
+
+def _run_in_complex_numbers(operator: Any, arguments: tuple, options: dict) -> Any:
+    """Run an operator on values, with plain results: complex numbers carry no scale."""
+    with lazy_conjugates():
+        return operator(*tree_map(plain, arguments), **tree_map(plain, options))
+
+
+def lazy_conjugates() -> AbstractContextManager:
+    """Let torch see that a complex tensor is still to be conjugated or negated, inside a rule too.
+
+    Below autograd torch leaves out what does so, for its own kernels have no such operands any more; but formulas of
+    several operators make them, and their results would silently be wrong.
+    """
+    include, exclude = torch._C._dispatch_tls_local_include_set(), torch._C._dispatch_tls_local_exclude_set()
+    for key in (torch._C.DispatchKey.Conjugate, torch._C.DispatchKey.Negative, torch._C.DispatchKey.ZeroTensor):
+        exclude = exclude.remove(key)
+    return torch._C._ForceDispatchKeyGuard(include, exclude)
+
+
+def _refuse_sparse(operator: Any, arguments: tuple, options: dict) -> None:
+    """Raise, in place of torch's error, if an operator takes or makes tensors that are not dense."""
+    takes = any(isinstance(x, Tensor) and x.layout != torch.strided for x in tree_leaves((arguments, options)))
+    if takes or "sparse" in operator._schema.name:
+        raise NotImplementedError(
+            f"{operator} with a sparse layout: scaled tensors are dense, use x.decode()"
+        ) from None
+
+
+def with_dtypes(
+    x: ScaledTensor, dtype: torch.dtype, storage: torch.dtype, home: torch.dtype | None = None
+) -> ScaledTensor:
+    """Return the values in another logical dtype and storage, under a measured scale if the storage is narrower."""
+    if common_storage((x._payload.dtype, storage)) == storage:
+        return wrap(to_storage(to_float32(x), storage), x._scale, dtype, home)
+    payload = to_float32(x)
+    level = rms_scale(payload, storage)
+    scale, rest = _powers.product(x._scale, level)
+    return wrap(to_storage(_powers.times(payload / level, rest), storage), scale, dtype, home)
+
+
+class _Encode(torch.autograd.Function):
+    """The identity on values, from plain to scaled."""
+
+    generate_vmap_rule = True
+
+    @staticmethod
+    def forward(
+        x: Tensor, storage: torch.dtype, scale: Tensor | None, rounding: _powers.PowerRounding, home: torch.dtype | None
+    ) -> ScaledTensor:
+        wide = x if x.dtype == torch.float64 else x.to(torch.float32)
+        if scale is None:
+            scale = rms_scale(x, storage, rounding)
+        payload = wide / scale.to(wide.dtype)
+        _check_fits(wide, payload.to(torch.float32), storage, scale)
+        return wrap(to_storage(payload, storage), scale, x.dtype, home)
+
+    @staticmethod
+    def setup_context(context: Any, inputs: tuple, output: ScaledTensor) -> None:
+        context.dtype, context.storage, context.home = inputs[0].dtype, inputs[1], inputs[4]
+
+    @staticmethod
+    @untraced
+    def backward(context: Any, gradient: Tensor) -> tuple:
+        values = gradient.decode(context.dtype) if isinstance(gradient, ScaledTensor) else gradient
+        return values, None, None, None, None
+
+    @staticmethod
+    def jvp(context: Any, tangent: Tensor, *_: None) -> Tensor:
+        return ScaledTensor.encode(tangent, context.storage, None, "nearest", context.home)
+
+
+class _Decode(torch.autograd.Function):
+    """The identity on values, from scaled to plain."""
+
+    generate_vmap_rule = True
+
+    @staticmethod
+    def forward(x: ScaledTensor, dtype: torch.dtype) -> Tensor:
+        value = decode_values(x, dtype)
+        return value.clone() if value is x._payload else value
+
+    @staticmethod
+    def setup_context(context: Any, inputs: tuple, output: Tensor) -> None:
+        x, context.target = inputs
+        context.storage, context.dtype, context.home = x._payload.dtype, x.dtype, x._home
+
+    @staticmethod
+    @untraced
+    def backward(context: Any, gradient: Tensor) -> tuple:
+        if not isinstance(gradient, ScaledTensor):
+            gradient = ScaledTensor.encode(gradient.to(context.dtype), context.storage, None, "nearest", context.home)
+        return gradient, None
+
+    @staticmethod
+    def jvp(context: Any, tangent: Tensor, *_: None) -> Tensor:
+        return tangent.decode(context.target) if isinstance(tangent, ScaledTensor) else tangent.to(context.target)
+
+
+class _Rescale(torch.autograd.Function):
+    """The identity on values, to another scale."""
+
+    generate_vmap_rule = True
+
+    @staticmethod
+    def forward(x: ScaledTensor, scale: Tensor) -> ScaledTensor:
+        return rescaled(x, scale)
+
+    @staticmethod
+    def setup_context(context: Any, inputs: tuple, output: ScaledTensor) -> None:
+        pass
+
+    @staticmethod
+    @untraced
+    def backward(context: Any, gradient: Tensor) -> tuple:
+        return gradient, None
+
+    @staticmethod
+    def jvp(context: Any, tangent: Tensor, *_: None) -> Tensor:
+        return tangent.clone()
+
+
+def _check_fits(x: Tensor, payload: Tensor, storage: torch.dtype, scale: Tensor) -> None:
+    """Raise if a finite value is beyond the payload's range; values that are not concrete saturate instead."""
+    if not _powers.is_concrete(payload) or not payload.numel():
+        return
+    largest = torch.finfo(storage).max
+    if bool(((payload.abs() > largest) & x.isfinite()).any()):
+        amax = x[x.isfinite()].abs().max().item()
+        if amax / largest > _powers.LARGEST:
+            raise ValueError(
+                f"a value of magnitude {amax:g} is beyond what any scale holds: {storage} ends at {largest:g} and "
+                f"scales at 2**127, which makes {largest * _powers.LARGEST:g}"
+            )
+        wanted = _powers.power_of(amax / largest, "up")
+        raise ValueError(
+            f"a value of magnitude {amax:g} is out of {storage}'s range under the scale {scale.item():g}: give scale="
+            f"{wanted:g} or more, or None"
+        )
+
+
+def rebuild_scaled_tensor(
+    version: int,
+    stored: Tensor,
+    storage: torch.dtype,
+    scale: Tensor,
+    dtype: torch.dtype,
+    requires_grad: bool,
+    is_parameter: bool,
+    home: torch.dtype | None = None,
+) -> ScaledTensor:
+    """Return the tensor of which `__reduce_ex__` stored the parts; files of torch.save hold this function's name.
+
+    Raises:
+        ValueError: the file was written by a version of another layout.
+    """
+    check_layout(version, SAVED_LAYOUT, "ScaledTensor", "x.payload and x.scale")
+    return with_saved_marks(wrap(stored.view(storage), scale, dtype, home), requires_grad, is_parameter)
+
+
+def _tangent(x: Tensor, context: tuple[torch.dtype, torch.dtype, torch.dtype | None]) -> ScaledTensor:
+    """Encode a plain gradient in the logical dtype, storage and home that a compiled backward was traced for."""
+    dtype, storage, home = context
+    made = ScaledTensor.encode(x, storage)
+    return wrap(made._payload, made._scale, dtype, home)
+
+
+register_tangent(ScaledTensor, _tangent)
 register_collate(ScaledTensor)
+torch.serialization.add_safe_globals([rebuild_scaled_tensor])

@@ -18,19 +18,9 @@ from torch.utils._pytree import tree_leaves, tree_map
 from ..subclass._rule_table import in_quotient_formula
 from . import _fused as fused
 from . import _powers_of_two as _powers
-from ._float8 import rms_scale_float32
-from ._operands import quick_rms_scale, to_float32, to_storage
-from ._registry import (
-    CLASS_FUNCTIONS,
-    EIGHT_BITS,
-    FAMILIES,
-    FAMILY_OF,
-    Transient,
-    class_function,
-    common_storage,
-    rule_of,
-)
-from ._scaled_tensor import ScaledTensor, home_of, wrap
+from ._payloads import common_storage, quick_rms_scale, rms_scale_float32, to_float32, to_storage
+from ._registry import EIGHT_BITS, FAMILIES, FAMILY_OF, Transient, derives_promoted, rule_of
+from ._scaled_tensor import ScaledTensor, home_of, with_dtypes, wrap
 
 WideMode = Literal["autocast", "none"]
 WIDE_MODES = ("autocast", "none")
@@ -180,7 +170,7 @@ def operands_of(operator: OpOverload) -> Operands | None:
     return _BY_NAME[name] if name in _BY_NAME else _PREPARATIONS[FAMILIES[FAMILY_OF[operator]].operands]
 
 
-@class_function
+@derives_promoted
 def make_promoted_rule(operator: OpOverload) -> Callable:
     """Return an operator's rule for operands of which one has a home, which the results then have too.
 
@@ -242,8 +232,7 @@ def _from_transient(x: Any) -> Any:
     """Round a result of a step in between to the storage of what the step was given."""
     if type(x) is not ScaledTensor or type(x._home) is not Transient:
         return x
-    rounded: ScaledTensor = CLASS_FUNCTIONS["with_dtypes"](x, x.dtype, x._home.storage)
-    return rounded
+    return with_dtypes(x, x.dtype, x._home.storage)
 
 
 # Operators that autograd runs as a gradient is stored in, or added to, a parameter's `grad`.

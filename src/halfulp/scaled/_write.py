@@ -19,9 +19,10 @@ from ..kernels import note_and_warn_once, torch_operators
 from ..subclass.models._averages import warn_of_written_average
 from . import _fused as fused
 from . import _powers_of_two as _powers
-from ._operands import decode_values, operand, plain, to_float32, to_storage
-from ._registry import implements, smallest
-from ._scaled_tensor import ScaledTensor
+from ._operands import operand
+from ._payloads import decode_values, smallest, to_float32, to_storage
+from ._registry import implements
+from ._scaled_tensor import ScaledTensor, plain
 
 # Operators that write at indices or under a mask, and the names of the arguments they write.
 _WRITTEN_AT = {

@@ -39,6 +39,10 @@ class RuleTable:
             rule = self._derived[operator] = self._derive(operator)
         return rule
 
+    def forget(self, operator: OpOverload) -> None:
+        """Derive an operator's rule anew when it is next met."""
+        self._derived.pop(operator, None)
+
     def implements(self, *operators: OpOverload) -> Callable[[Given], Given]:
         """A decorator that registers a function as the rule of operators, of which torch may lack some.
 
@@ -57,7 +61,7 @@ class RuleTable:
         def register(rule: Given) -> Given:
             for operator in known:
                 self.rules[operator] = rule
-                self._derived.pop(operator, None)
+                self.forget(operator)
             return rule
 
         return register

@@ -29,9 +29,9 @@ from ...kernels import (
 from ...kernels.triton._launch import ready
 from ...kernels.triton._pointwise import LONGEST, VECTOR, Pointwise
 from .._error_free import Terms
+from .._operators import float16_to_float64, round_to_components, to_float64_terms
 from ..functions._table import DIVISIONS, FUNCTIONS, NETWORKS, STEP
 from ..functions._trigonometric import beyond_reach, reduced_exactly
-from ._operators import float16_to_float64, round_to_components, to_float64_terms
 from ._quick import quick
 
 Parts = tuple[torch.Tensor, ...]

@@ -18,7 +18,7 @@ import torch
 from ...kernels import power_below, product_error, select
 from ...kernels.scalar._operations import add, bit_and, bit_or, bit_xor, real, shl, shr, sub, word
 from .._error_free import Terms, fast_two_sum, two_sum
-from ._operators import SHAPES
+from .._operators import SHAPES
 
 # Outside of these magnitudes float32 overflows, or loses bits below its normal numbers.
 _LEAST, _MOST = (127 - 100) << 24, (127 + 126) << 24

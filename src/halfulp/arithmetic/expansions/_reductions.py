@@ -25,7 +25,7 @@ from ...kernels import (
 from ...kernels.triton._launch import ready
 from ...kernels.triton._reductions import Reduction
 from .._error_free import Terms, two_sum
-from ._operators import added, gathered, multiplied, quotient, round_to_components
+from .._operators import added, gathered, multiplied, quotient, round_to_components
 from ._pointwise import PRECISION, Parts, pointwise
 
 _LARGE = 2**17  # elements of a matrix from which on its rows are reduced in segments, each by one thread

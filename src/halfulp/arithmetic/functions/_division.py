@@ -10,7 +10,7 @@ import math
 
 from ...kernels import floor, is_finite, nearest_integer, select
 from .._error_free import Terms, distill, two_product
-from ..expansions._operators import added, fitted, negated, quotient
+from .._operators import added, fitted, negated, quotient
 from ._exp_log import constants, number
 
 # A quotient that is rounded three times is less than this much too large.

@@ -14,7 +14,7 @@ import torch
 from ...kernels import Traced, Value, exponent, floor, gather, is_finite, nearest_integer, power, select, times_power
 from .. import _constants as known
 from .._error_free import Terms, distill, two_product
-from ..expansions._operators import (
+from .._operators import (
     added,
     divided,
     finished,

@@ -6,8 +6,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from ...kernels import is_finite, select
+from .. import _operators as nets
 from .._error_free import Terms, distill
-from ..expansions import _operators as nets
 from . import _division as division
 from . import _exp_log as elementary
 from . import _trigonometric as trigonometric

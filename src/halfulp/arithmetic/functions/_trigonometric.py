@@ -12,7 +12,7 @@ import torch
 from ...kernels import Value, is_finite, nearest_integer, note, select
 from .. import _constants as known
 from .._error_free import Terms, distill
-from ..expansions._operators import added, divided, finished, multiplied, negated, scaled
+from .._operators import added, divided, finished, multiplied, negated, scaled
 from ._exp_log import constants, looked_up, odd_at_zero, series, terms_for
 
 LARGEST_ANGLE = 2.0**20

@@ -17,8 +17,8 @@ import torch
 
 from ...kernels import exponent, floor, is_finite, power, select, times_power
 from .._error_free import Terms, distill, sweep, two_sum
+from .._operators import round_to_components, to_float64_terms
 from .._workspace import Layout, workspace
-from ..expansions._operators import round_to_components, to_float64_terms
 from ..expansions._pointwise import PRECISION, Elements, Parts
 from ._wide import multiply, multiply_entries
 

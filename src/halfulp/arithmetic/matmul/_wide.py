@@ -13,8 +13,8 @@ import torch
 from ..._torch_versions import has_whole_products
 from ...kernels import is_finite, select
 from .._error_free import Terms, distill, two_product, two_sum
+from .._operators import finished, round_to_components
 from .._workspace import workspace
-from ..expansions._operators import finished, round_to_components
 from ..expansions._pointwise import MOST, PRECISION, Elements, Parts, pointwise
 
 _PRODUCTS_AT_ONCE = 1 << 18  # products that exist at a time

@@ -442,7 +442,7 @@ def reciprocal(x: MCTensor) -> Tensor:
 _CUBE = 0.044715
 
 
-def _half_root(x: Tensor) -> Tensor:
+def half_root(x: Tensor) -> Tensor:
     """1 / sqrt(2)."""
     return constant("0.5", x).sqrt()
 
@@ -487,7 +487,7 @@ def rrelu_with_noise_(x: Any, noise: Any, *arguments: Any, **options: Any) -> Te
 
 def _normal(x: Any) -> Tensor:
     """2 Phi(x) = 1 + erf(x / sqrt(2))."""
-    return 1 + torch.erf(x * _half_root(x))
+    return 1 + torch.erf(x * half_root(x))
 
 
 def _inner(x: Any) -> tuple[Tensor, Tensor]:

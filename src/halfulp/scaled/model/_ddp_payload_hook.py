@@ -11,7 +11,8 @@ from torch import Tensor
 from torch import distributed as dist
 
 from .. import _powers_of_two as _powers
-from .._operands import encode_values, rms_scale, to_storage
+from .._operands import encode_values
+from .._payloads import rms_scale, to_storage
 from .._registry import check_storage
 from ..rules._collectives import agreed_scales
 

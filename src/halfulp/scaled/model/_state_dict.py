@@ -12,7 +12,8 @@ from torch import Tensor
 from ..._messages import a_kind
 from ...subclass.models._state_dict import StateDictLayout, check_state_dict, check_version, register
 from .. import _powers_of_two as _powers
-from .._operands import decode_values, encode_values
+from .._operands import encode_values
+from .._payloads import decode_values
 from .._registry import LOGICALS, STORAGES
 from .._scaled_tensor import ScaledTensor, wrap
 

@@ -14,7 +14,6 @@ from .. import _fused as fused
 from .. import _powers_of_two as _powers
 from .._operands import (
     addend,
-    decode_values,
     first_scaled,
     keep_nonzero,
     large_elements,
@@ -22,13 +21,12 @@ from .._operands import (
     make_scaled,
     make_scaled_to_fit,
     operand,
-    plain,
     saturated,
     storage_of,
-    to_float32,
 )
-from .._registry import implements, smallest
-from .._scaled_tensor import ScaledTensor, wrap
+from .._payloads import decode_values, smallest, to_float32
+from .._registry import implements
+from .._scaled_tensor import ScaledTensor, plain, wrap
 from ._results import align, payloads_under, value_of, values_under
 from ._vocabulary import align_with_constants, aligned, constants_under, homogeneous, unit_scale
 

@@ -13,7 +13,8 @@ from ..._torch_versions import ALL_GATHER, REDUCE_SCATTER, name_of_reduction
 from ...kernels import torch_operators
 from ...subclass import group_size
 from .. import _powers_of_two as _powers
-from .._operands import first_scaled, make_scaled, operand, to_float32, to_storage
+from .._operands import first_scaled, make_scaled, operand
+from .._payloads import to_float32, to_storage
 from .._registry import EIGHT_BITS, implements
 from .._scaled_tensor import ScaledTensor, wrap
 from .._write import write

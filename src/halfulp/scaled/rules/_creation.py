@@ -11,7 +11,8 @@ from torch._ops import OpOverload
 
 from ...kernels import torch_operators
 from .. import _powers_of_two as _powers
-from .._operands import encode_values, make_scaled, to_float32
+from .._operands import encode_values, make_scaled
+from .._payloads import to_float32
 from .._registry import EIGHT_BITS, LOGICALS, implements
 from .._scaled_tensor import ScaledTensor, wrap
 from .._write import write

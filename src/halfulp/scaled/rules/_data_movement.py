@@ -14,9 +14,10 @@ from torch import Tensor
 from torch._ops import OpOverload
 
 from ...kernels import require_float64, torch_operators
-from .._operands import decode_values, first_scaled, operand, plain
+from .._operands import first_scaled, operand
+from .._payloads import decode_values
 from .._registry import LOGICALS, implements
-from .._scaled_tensor import ScaledTensor, wrap
+from .._scaled_tensor import ScaledTensor, plain, wrap
 from .._write import check_written_at, write
 from ._aligned import scaled_by_number
 from ._results import measured_like, payloads_under, value_of

@@ -12,16 +12,8 @@ from torch._ops import OpOverload
 from ...kernels import present, torch_operators
 from .. import _powers_of_two as _powers
 from .._derivation import run_on_values
-from .._operands import (
-    encode_values,
-    first_scaled,
-    logical_of,
-    make_scaled,
-    operand,
-    selectable_payload,
-    storage_of,
-    to_float32,
-)
+from .._operands import encode_values, first_scaled, logical_of, make_scaled, operand, storage_of
+from .._payloads import selectable_payload, to_float32
 from .._powers_of_two import ratio, times
 from .._registry import implements
 from .._scaled_tensor import ScaledTensor

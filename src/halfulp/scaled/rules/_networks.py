@@ -14,8 +14,8 @@ from torch.utils._pytree import tree_leaves, tree_map
 from ...kernels import torch_operators
 from .. import _fused as fused
 from .. import _powers_of_two as _powers
-from .._float8 import rms_scale_float32
-from .._operands import first_scaled, logical_of, make_scaled, operand, storage_of, to_float32, to_storage
+from .._operands import first_scaled, logical_of, make_scaled, operand, storage_of
+from .._payloads import rms_scale_float32, to_float32, to_storage
 from .._registry import implements
 from .._scaled_tensor import ScaledTensor, wrap
 from ._products import product_over, product_storage

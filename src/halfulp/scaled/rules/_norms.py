@@ -14,7 +14,8 @@ from torch import Tensor
 from ...kernels import torch_operators
 from .. import _fused as fused
 from .. import _powers_of_two as _powers
-from .._operands import decode_values, first_scaled, logical_of, make_scaled, operand, storage_of, to_float32
+from .._operands import first_scaled, logical_of, make_scaled, operand, storage_of
+from .._payloads import decode_values, to_float32
 from .._registry import implements
 from .._scaled_tensor import ScaledTensor, wrap
 from .._write import write

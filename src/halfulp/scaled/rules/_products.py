@@ -10,7 +10,7 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -21,7 +21,6 @@ from ...kernels import define_operator, present, torch_operators
 from .. import _fused as fused
 from .. import _powers_of_two as _powers
 from .._derivation import run_on_values
-from .._float8 import eight_bit_product, is_eight_bit_product
 from .._operands import (
     addend,
     first_scaled,
@@ -34,8 +33,8 @@ from .._operands import (
     operand,
     saturated,
     storage_of,
-    to_float32,
 )
+from .._payloads import to_float32
 from .._powers_of_two import power_of
 from .._registry import EIGHT_BITS, LATER_RULES, implements
 from .._scaled_tensor import ScaledTensor, wrap
@@ -44,6 +43,7 @@ from ._results import align, is_fused, make_result, measured_like, sqrt_of_count
 from ._vocabulary import measured_scale, overloads
 
 aten = torch_operators("aten")
+SIDE = 16  # torch._scaled_mm takes multiples of this
 _WIDE = {aten.mm.default: aten.mm.dtype, aten.bmm.default: aten.bmm.dtype}
 
 
@@ -656,3 +656,46 @@ def _factored(operator: OpOverload) -> None:
 
 for _operator in (aten._linalg_det.default, aten._linalg_slogdet.default, aten._linalg_solve_ex.default):
     _factored(_operator)
+
+
+def eight_bit_engine(device: torch.device | str) -> Literal["scaled_mm", "emulated"]:
+    """Return how products of eight-bit matrices are computed on a device.
+
+    "scaled_mm": by torch._scaled_mm on the device's eight-bit units (CUDA of compute capability 8.9 and above),
+    where all sides are multiples of 16 and one operand is e4m3fn. "emulated": payloads are widened to
+    float32 and multiplied there, which gives the same products, summed in float32.
+
+    >>> eight_bit_engine("cpu")
+    'emulated'
+    """
+    device = torch.device(device)
+    # On CPUs _scaled_mm gives the same sums no faster: they have no eight-bit units.
+    return "scaled_mm" if device.type == "cuda" and _has_units(device.index) else "emulated"
+
+
+@functools.cache
+def _has_units(index: int | None) -> bool:
+    if not torch.cuda.is_available() or torch.version.hip:  # ROCm's eight-bit formats may be others
+        return False
+    return torch.cuda.get_device_capability(index) >= (8, 9)
+
+
+def is_eight_bit_product(a: Tensor, b: Tensor) -> bool:
+    """Return whether two matrices, payloads, are multiplied on eight-bit units."""
+    if a.dtype not in EIGHT_BITS or b.dtype not in EIGHT_BITS or a.dtype == b.dtype == torch.float8_e5m2:
+        return False
+    if eight_bit_engine(a.device) == "emulated":
+        return False
+    return all(side % SIDE == 0 for side in (*a.shape, b.shape[1])) and a.numel() > 0 and b.numel() > 0
+
+
+def eight_bit_product(a: Tensor, b: Tensor, factor: float) -> Tensor:
+    """Return factor a b in float32 by torch._scaled_mm, which takes contiguous rows of a and columns of b."""
+    a = a if a.stride(1) == 1 else _copied(a, torch.contiguous_format)
+    b = b if b.stride(0) == 1 else _copied(b.t(), torch.contiguous_format).t()
+    one, other = (torch.full((), x, dtype=torch.float32, device=a.device) for x in (1.0, factor))
+    return torch._scaled_mm(a, b, scale_a=one, scale_b=other, out_dtype=torch.float32)
+
+
+def _copied(x: Tensor, memory_format: torch.memory_format) -> Tensor:
+    return x.view(torch.uint8).clone(memory_format=memory_format).view(x.dtype)

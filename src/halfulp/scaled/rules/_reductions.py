@@ -12,16 +12,8 @@ from torch._ops import OpOverload
 
 from ...kernels import present, torch_operators
 from .. import _powers_of_two as _powers
-from .._operands import (
-    decode_values,
-    encode_values,
-    first_scaled,
-    make_scaled,
-    operand,
-    rms_scale,
-    storage_of,
-    to_float32,
-)
+from .._operands import encode_values, first_scaled, make_scaled, operand, storage_of
+from .._payloads import decode_values, rms_scale, to_float32
 from .._registry import LOGICALS, implements
 from .._scaled_tensor import ScaledTensor
 from ._results import align, measured_like, payloads_under, scale_one, sqrt_of_count, value_of, values_under

@@ -13,7 +13,6 @@ from .. import _fused as fused
 from .. import _powers_of_two as _powers
 from .._operands import (
     STAND_IN,
-    decode_values,
     encode_values,
     first_scaled,
     logical_of,
@@ -22,6 +21,7 @@ from .._operands import (
     payload_under,
     storage_of,
 )
+from .._payloads import decode_values
 from .._scaled_tensor import ScaledTensor, wrap
 
 # Beyond this scale, or below its inverse, payloads are brought back to about 1.

@@ -38,10 +38,9 @@ from .._operands import (
     operand,
     payload_under,
     saturated,
-    selectable_payload,
     storage_of,
-    to_float32,
 )
+from .._payloads import selectable_payload, to_float32
 from .._registry import EIGHT_BITS, implements
 from .._scaled_tensor import ScaledTensor, wrap
 from ._results import (

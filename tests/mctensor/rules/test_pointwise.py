@@ -9,7 +9,7 @@ import torch
 from halfulp.kernels import same_bits
 from halfulp.mctensor import MCTensor
 
-from ...function_values import CASES
+from ..function_values import CASES
 
 
 @pytest.mark.parametrize("kind", [(torch.bfloat16, 2), (torch.float64, 2)], ids=str)

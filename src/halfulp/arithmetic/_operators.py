@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import torch
 
-from ...kernels import (
+from ..kernels import (
     Value,
     is_finite,
     power,
@@ -22,7 +22,7 @@ from ...kernels import (
     times_power,
     trace_is_wide,
 )
-from .._error_free import Terms, distill, fast_two_sum, sweep, two_product, two_sum
+from ._error_free import Terms, distill, fast_two_sum, sweep, two_product, two_sum
 
 
 def finished(plain, terms: Terms) -> Terms:

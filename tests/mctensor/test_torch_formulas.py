@@ -1,4 +1,8 @@
-"""The numbers in torch's own formulas have all digits, a user's number the digits that it was given with."""
+"""Torch's own formulas, above all derivatives: within the float64 numbers in them; rules of our own hold all digits.
+
+A formula multiplies by a number of its own, such as 2 / sqrt(pi) in erf's derivative or 2 / n in a mean loss's: a
+float64, and so within 2^-53 of itself. A result that went through up to eight such steps is within 2^-50.
+"""
 
 import math
 
@@ -8,7 +12,6 @@ import torch
 import torch.nn.functional as F
 
 from halfulp.mctensor import MCTensor
-from halfulp.mctensor._formula_constants import _SELU, IRRATIONAL, _table, terms_of
 from halfulp.subclass import strict
 
 from .exact_values import exact
@@ -85,8 +88,15 @@ def _run(function):
     return [[_mpf(v) for v in exact(y)] for y in (x.detach(), result.detach(), x.grad)]
 
 
-def _near(found, wanted):
-    return abs(found - wanted) <= mpmath.mpf(2) ** -98 * max(abs(wanted), mpmath.mpf(2) ** -4)
+# Values that torch computes by a formula with numbers of its own.
+NUMBERED = ("sinc", "deg2rad", "rad2deg", "selu", "selu below 0")
+ALL_DIGITS, NUMBERS = 2.0**-98, 2.0**-50
+# torch inverts alpha in float32, for plain float64 too.
+SLOPES = {"celu": 2.0**-22}
+
+
+def _near(found, wanted, bound):
+    return abs(found - wanted) <= bound * max(abs(wanted), mpmath.mpf(2) ** -4)
 
 
 @pytest.mark.parametrize("name", ELEMENTWISE)
@@ -94,8 +104,8 @@ def test_values_and_slopes(name, seed):
     function, reference = ELEMENTWISE[name]
     with mpmath.workdps(60):
         for x, value, slope in zip(*_run(function)):
-            assert _near(value, reference(x))
-            assert _near(slope, mpmath.diff(reference, x))
+            assert _near(value, reference(x), NUMBERS if name in NUMBERED else ALL_DIGITS)
+            assert _near(slope, mpmath.diff(reference, x), SLOPES.get(name, NUMBERS))
 
 
 @pytest.mark.parametrize("name", OF_ALL)
@@ -103,39 +113,22 @@ def test_losses_and_norms(name, seed):
     function, reference = OF_ALL[name]
     with mpmath.workdps(60):
         values, (result,), slopes = _run(function)
-        assert _near(result, reference(values))
+        assert _near(result, reference(values), ALL_DIGITS)
         for i, slope in enumerate(slopes):
             along = [*values]
 
             def moved(x, along=along, i=i):
                 return reference([*along[:i], x, *along[i + 1 :]])
 
-            assert _near(slope, mpmath.diff(moved, values[i]))
-
-
-def test_the_table_is_mpmaths():
-    with mpmath.workdps(80):
-        pi, log = mpmath.pi, mpmath.log
-        names = {"pi": pi, "log": log, "sqrt": mpmath.sqrt}
-        for name, text in IRRATIONAL.items():
-            words = name.replace("sqrt pi", "sqrt(pi)").replace("2 pi", "2 * pi").replace("log pi", "log(pi)")
-            for number in ("2", "10"):
-                words = words.replace(f"log {number}", f"log({number})").replace(f"sqrt {number}", f"sqrt({number})")
-            words = words.replace("log sqrt(2 * pi)", "log(sqrt(2 * pi))")
-            assert abs(eval(words, names) / mpmath.mpf(text) - 1) < mpmath.mpf(10) ** -69
-        scale, product = map(mpmath.mpf, _SELU)
-        assert abs(product / scale / mpmath.mpf(ALPHA[0]) - 1) < mpmath.mpf(10) ** -69
-    assert all(abs(float(exact) / key - 1) < 2**-51 for key, exact in _table().items())
+            assert _near(slope, mpmath.diff(moved, values[i]), NUMBERS)
 
 
 def test_a_users_number_is_what_it_is():
-    assert terms_of(1 / 3) is None
-    assert terms_of(math.pi) is None
     x = MCTensor.encode([3.0], 2, torch.float64, gradients="components").requires_grad_()
     result = F.leaky_relu(-x, 1 / 3) * math.pi
     result.backward()
     with mpmath.workdps(60):
-        assert _near(_mpf(exact(x.grad)[0]), -mpmath.mpf(1 / 3) * mpmath.mpf(math.pi))
+        assert _near(_mpf(exact(x.grad)[0]), -mpmath.mpf(1 / 3) * mpmath.mpf(math.pi), ALL_DIGITS)
 
 
 def test_a_compiled_graph_holds_the_same_numbers(seed):

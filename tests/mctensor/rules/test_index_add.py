@@ -8,7 +8,7 @@ import torch
 
 from halfulp.mctensor import MCTensor
 
-from ...exact_values import exact
+from ..exact_values import exact
 
 REDUCE = {"mean": lambda values: sum(values) / len(values), "prod": prod, "amax": max, "amin": min, "sum": sum}
 

@@ -15,7 +15,7 @@ from halfulp.mctensor import MCTensor
 from halfulp.mctensor._convert_model import multicomponent
 from halfulp.subclass import strict
 
-from ...exact_values import exact
+from ..exact_values import exact
 
 HALF, BRAIN, SINGLE = torch.float16, torch.bfloat16, torch.float32
 DIGITS = {HALF: 11, BRAIN: 8, SINGLE: 24}

@@ -10,7 +10,7 @@ from halfulp.arithmetic import compare, merge, pointwise, renormalize, split
 from halfulp.formats import get, round_exact
 from halfulp.kernels import engine, same_bits
 
-from ..expansion_values import PRECISION, SMALLEST, assert_canonical, canonical, exact, opponent, stacked
+from .expansion_values import PRECISION, SMALLEST, assert_canonical, canonical, exact, opponent, stacked
 
 COUNT = 400
 DTYPES = [torch.float64, torch.float32, torch.bfloat16, torch.float16]
