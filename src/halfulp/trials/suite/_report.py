@@ -34,6 +34,7 @@ def sections(evidence: FinishedTrials) -> list[Section]:
         _overview(evidence),
         _findings(evidence),
         *(_task(evidence, task) for task in evidence.tasks()),
+        *([_failed(evidence)] if evidence.run.get("failed") else []),
         _left_out(evidence),
     ]
 
@@ -45,8 +46,7 @@ def _overview(evidence: FinishedTrials) -> Section:
     seeds_said = f"{len(seeds)} seed{'' if len(seeds) == 1 else 's'}"
     said = [
         f"{len(evidence.tasks())} tasks, {len(recipes)} recipes, {seeds_said}, {len(evidence.trials)} trials of size "
-        f"“{run['size']}”, {in_words(run['seconds'])} by {run['workers']} workers of one thread on {run['processor']}; "
-        f"{run['reused']} of the trials were kept from earlier runs.",
+        f"“{run['size']}”, {_cost(evidence)}.",
         "Every row of a task starts from the same float32 weights, sees the same batches and uses the same "
         "hyper-parameters. Gaps are paired by seed; verdicts are corrected for the number of recipes on the task.",
         "What a paper reports is on its own application and quoted from a text that was read; figures that could not "
@@ -56,6 +56,14 @@ def _overview(evidence: FinishedTrials) -> Section:
         few = f"{seeds_said} {'is' if len(seeds) == 1 else 'are'} too few"
         said.append(f"{few} for a spread that decides: a verdict needs three.")
     return Section("How it was run", said)
+
+
+def _cost(evidence: FinishedTrials) -> str:
+    """How much CPU time the training took: what a run that was resumed knows, too."""
+    results = [record["result"] for record in evidence.trials]
+    steps = [record["settings"]["steps"] for record in evidence.trials]
+    seconds = sum(result["step_ms"] / 1000 * count for result, count in zip(results, steps))
+    return f"about {in_words(seconds)} of training steps on one thread each of {evidence.run['processor']}"
 
 
 def _findings(evidence: FinishedTrials) -> Section:
@@ -131,6 +139,19 @@ def _left_out(evidence: FinishedTrials) -> Section:
         if (names := [recipe for recipe, said in of_task.items() if said == why])
     ]
     return Section("Pairs that were not run, and why", (), ("task", "recipes", "why"), rows)
+
+
+def failures(evidence: FinishedTrials) -> list[tuple[str, str, str, str]]:
+    """Task, recipe, seeds and error of the trials that failed, those of one error in one line."""
+    seeds: dict[tuple[str, str, str], list[str]] = {}
+    for one in evidence.run.get("failed", []):
+        seeds.setdefault((one["task"], one["recipe"], one["why"]), []).append(str(one["seed"]))
+    return [(task, recipe, ", ".join(of_seeds), why) for (task, recipe, why), of_seeds in seeds.items()]
+
+
+def _failed(evidence: FinishedTrials) -> Section:
+    said = ["The command ended with an error because of these; a row above counts the seeds that finished."]
+    return Section("Trials that failed, and why", said, ("task", "recipe", "seeds", "why"), failures(evidence))
 
 
 def markdown(evidence: FinishedTrials) -> str:
