@@ -12,7 +12,7 @@ from ..evidence._table import cells, loss_name, notes
 from ..page._curves import SVG_SETTINGS
 from ..running._estimate import in_words
 from ._papers import COMMON, REPORTED, TASKS
-from ._statements import CONFIRMED, REFUTED, statements
+from ._statements import CONFIRMED, REFUTED, statements, why_worse
 
 TITLE = "The papers’ tables, every recipe side by side"
 
@@ -108,7 +108,7 @@ def _disagreement(row: Row) -> str:
     if lost == (paper.expects == "worse"):
         return ""
     if lost:
-        return f"{row.verdict} here; {_why_worse(row)}"
+        return f"{row.verdict} here; {why_worse(row)}"
     return f"no loss here; {_why_not_worse(row)}"
 
 
@@ -118,16 +118,6 @@ def _why_not_worse(row: Row) -> str:
     if row.realised is not None:
         return f"the updates are large enough here: {100 * row.realised:.0f}% of the movement is kept"
     return "the task is smaller than the paper's"
-
-
-def _why_worse(row: Row) -> str:
-    if row.underflow is not None and row.underflow > 0.01:
-        return f"{100 * row.underflow:.1f}% of the gradient elements underflow"
-    if row.skipped:
-        return f"{row.skipped:.0f} steps were skipped, a larger share of so short a training"
-    if row.realised is not None and abs(row.realised - 1) > 0.02:
-        return f"{100 * row.realised:.0f}% of the wanted movement took place"
-    return "a short training at this size ends before noise averages out"
 
 
 def _left_out(evidence: FinishedTrials) -> Section:
@@ -155,18 +145,22 @@ def _failed(evidence: FinishedTrials) -> Section:
 
 
 def markdown(evidence: FinishedTrials) -> str:
-    """The report as a page of the documentation."""
+    """The report as one Markdown file."""
     run = evidence.run
     command = f"halfulp compare --suite {run['suite']} --size {run['size']}"
-    lines = [f"# {TITLE}", "", f"This page is written by `{command} --data DIR --out DIR`.", "", _PICTURE, ""]
+    written = f"This page is written by `{command} --data DIR --out DIR`."
+    return "\n\n".join([f"# {TITLE}", written, _PICTURE, body(evidence)]) + "\n"
+
+
+def body(evidence: FinishedTrials) -> str:
+    """The sections alone, for a page with a head of its own."""
+    parts = []
     for section in sections(evidence):
-        lines += [f"## {section.title}", ""]
-        for sentence in section.said:
-            lines += [sentence, ""]
+        parts += [f"## {section.title}", *section.said]
         if section.rows:
-            lines += [_line(section.headers), _line(["---"] * len(section.headers)), *map(_line, section.rows), ""]
-        lines += [*(f"- {note}" for note in section.notes), *([""] if section.notes else [])]
-    return "\n".join(lines).rstrip() + "\n"
+            parts.append("\n".join(map(_line, [section.headers, ["---"] * len(section.headers), *section.rows])))
+        parts.append("\n".join(f"- {note}" for note in section.notes))
+    return "\n\n".join(filter(None, parts))
 
 
 _PICTURE = """<picture>
