@@ -8,7 +8,7 @@ from ...recipes import Recipe
 from ..running._plan import REFERENCE, Trial, plan
 from ..running._training import Listener, training
 from ._evidence import SuiteEvidence
-from ._papers import COMMON, COMPONENTS, FEW_BITS, LEFT_OUT, SLOW, TASKS, WIDE
+from ._papers import AT_SMALL, COMMON, COMPONENTS, FEW_BITS, LEFT_OUT, SLOW, TASKS, TOO_LONG, WIDE
 
 SUITES = ("papers",)
 
@@ -81,13 +81,15 @@ def plan_suite(
     left_out: dict[str, dict[str, str]] = {}
     trials: list[Trial] = []
     for task in chosen:
+        names = [_name(one) for one in (*COMMON, *TASKS[task])]
+        late = [name for name in names if size == "small" and recipes is None and name not in AT_SMALL[task]]
         barred, why = LEFT_OUT.get(task, ((), ""))
         slow = [name for name in COMPONENTS if name not in TASKS[task]]
-        reasons = dict.fromkeys(barred, why) | dict.fromkeys(slow, SLOW)
+        reasons = dict.fromkeys(late, TOO_LONG) | dict.fromkeys(barred, why) | dict.fromkeys(slow, SLOW)
         left_out[task] = {name: said for name, said in reasons.items() if name in allowed}
-        names = [_name(one) for one in (*COMMON, *TASKS[task])]
-        own = [everything[name] for name in names if name in allowed and name not in barred]
-        trials += plan(task, own, seeds, None, data, size, left_out)
+        own = [everything[name] for name in names if name in allowed and name not in reasons]
+        if own:
+            trials += plan(task, own, seeds, None, data, size, left_out)
     return trials, {task: pairs for task, pairs in left_out.items() if pairs}
 
 
