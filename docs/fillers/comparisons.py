@@ -153,6 +153,19 @@ def evidence() -> str:
 
 
 @place
+def evidence_two_heads() -> str:
+    """The statements about two losses, from the comparison of all scales on them."""
+    from halfulp.trials import Evidence
+    from halfulp.trials.suite._statements import statements
+
+    path = RESULTS / "two-heads.json"
+    if not path.exists():
+        return ""
+    found = [one for one in statements(Evidence.from_json(path.read_text(encoding="utf-8"))) if "adaptive" in one.claim]
+    return grid(("statement", "verdict", "numbers"), [(one.claim, one.verdict, one.numbers) for one in found])
+
+
+@place
 def evidence_again() -> str:
     """The verdicts of one task by other seeds of everything, beside those of the tables."""
     from halfulp.trials.evidence._table import with_spread

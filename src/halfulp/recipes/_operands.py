@@ -99,7 +99,8 @@ class _Product(torch.autograd.Function):
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
         input, weight = ctx.saved_tensors
-        layer, found = ctx.layer, [None, None, None]
+        layer: BlockProducts = ctx.layer
+        found: list[Tensor | None] = [None, None, None]
         with torch.enable_grad():
             if ctx.needs_input_grad[0]:
                 whole = input.detach().requires_grad_()

@@ -91,7 +91,7 @@ AT_SMALL: Mapping[str, tuple[str, ...]] = {
     "fsdd": (*_FAST, *_CONSTANTS, "fp16", "mxfp8", "nvfp4"),
     "tinyshakespeare": _FAST,
     "tinyshakespeare-lstm": _FAST,
-    "two-heads": ("fp32", "fp32-twin", *_CONSTANTS, "fp16-adaptive"),
+    "two-heads": (),
     "mammals": ("fp32", "fp32-twin", *WIDE),
     "cancer-mlp": (*_FAST, "fp16", *COMPONENTS, "fp64"),
     "linear-regression": (*_FAST, "fp16", *COMPONENTS, "fp64"),
