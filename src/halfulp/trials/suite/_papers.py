@@ -80,15 +80,18 @@ _FAST = (
     *("fp32", "fp32-twin", "bf16", "bf16-update", "bf16-stochastic", "bf16-kahan", "bf16-split", "bf16-split8"),
     *("bf16-split-8bit", "fp16-constant-1", "fp16-dynamic", "fp16-adaptive", "scaled-fp16", "scaled-fp8-state16"),
 )
-_CONSTANTS = ("fp16-constant-128", "fp16-constant-16384")
+_BLOCKS = ("mxfp8", "nvfp4")
 AT_SMALL: Mapping[str, tuple[str, ...]] = {
-    "digits-fpu": (*(one if isinstance(one, str) else one.name for one in COMMON), *FEW_BITS),
+    "digits-fpu": (
+        *(*_FAST, "fp16", "fp16-constant-128", "fp16-constant-16384", "e5m2-adaptive", *_BLOCKS, *FEW_BITS),
+        *(f"{format}-kahan-stochastic" for format in FEW_BITS),
+    ),
     "digits": _FAST,
     "digits-slow": tuple(name for name in _FAST if not name.startswith(("scaled", "fp16-constant"))),
     "cifar10-resnet-half": (),
-    "sst2": (*_FAST, *_CONSTANTS, "fp16", "mxfp8", "nvfp4"),
-    "ml100k": (*_FAST, *_CONSTANTS, "fp16", "mxfp8", "nvfp4"),
-    "fsdd": (*_FAST, *_CONSTANTS, "fp16", "mxfp8", "nvfp4"),
+    "sst2": (*_FAST, "fp16", *_BLOCKS),
+    "ml100k": (*_FAST, "fp16", *_BLOCKS),
+    "fsdd": (*_FAST, "fp16", *_BLOCKS),
     "tinyshakespeare": _FAST,
     "tinyshakespeare-lstm": _FAST,
     "two-heads": (),
