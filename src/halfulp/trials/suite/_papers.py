@@ -83,7 +83,7 @@ _FAST = (
 _BLOCKS = ("mxfp8", "nvfp4")
 AT_SMALL: Mapping[str, tuple[str, ...]] = {
     "digits-fpu": (
-        *(*_FAST, "fp16", "fp16-constant-128", "fp16-constant-16384", "e5m2-adaptive", *FEW_BITS),
+        *(*_FAST, "fp16", "fp16-constant-128", "fp16-constant-16384", "e5m2-adaptive", *_BLOCKS, *FEW_BITS),
         *(f"{format}-kahan-stochastic" for format in FEW_BITS),
     ),
     "digits": _FAST,
@@ -95,7 +95,7 @@ AT_SMALL: Mapping[str, tuple[str, ...]] = {
     "tinyshakespeare": _FAST,
     "tinyshakespeare-lstm": _FAST,
     "two-heads": (),
-    "mammals": (),
+    "mammals": ("fp32", "fp32-twin", *WIDE),
     "cancer-mlp": (*_FAST, "fp16", *COMPONENTS, "fp64"),
     "linear-regression": (*_FAST, "fp16", *COMPONENTS, "fp64"),
 }
