@@ -15,7 +15,7 @@ AREAS = {
         "fixed_costs peers timm_resume torch_contract",
     ),
     "rounding": ("Rounding and formats", "quantize exhaustive bits compiled_formats"),
-    "accuracy": ("Accuracy, comparisons and tuning", "accuracy verdicts tune two_families family"),
+    "accuracy": ("Accuracy, comparisons and tuning", "accuracy verdicts tune two_families family public_script"),
     "gradients": (
         "Gradient exponents",
         "gradient_exactness gradient_overhead gradient_programs gradient_safety gradient_schedules "

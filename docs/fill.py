@@ -42,13 +42,18 @@ def filled(page: str) -> str:
 def recomputed(comparison: str) -> str:
     """The JSON of a comparison with the rows that follow from its trials today."""
     from halfulp.trials import Evidence
+    from halfulp.trials.suite._evidence import SuiteEvidence
 
-    return Evidence.from_json(comparison).to_json()
+    kind = SuiteEvidence if "suite trials" in json.loads(comparison) else Evidence
+    return kind.from_json(comparison).to_json()
 
 
 def comparisons() -> list[Path]:
     """The files that `halfulp compare` wrote."""
-    return [path for path in sorted(RESULTS.glob("*.json")) if "trials" in json.loads(path.read_text(encoding="utf-8"))]
+    kinds = {"trials", "suite trials"}
+    return [
+        path for path in sorted(RESULTS.glob("*.json")) if kinds & set(json.loads(path.read_text(encoding="utf-8")))
+    ]
 
 
 def pages() -> list[Path]:

@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Sequence
+from typing import Any
 
 from ._places import place
 from ._tables import RESULTS, grid
@@ -133,3 +134,57 @@ def compare_setting() -> str:
             f"; {run['seconds'] / 60:.1f} with its instructions above AVX2 switched off (docs/results/{limited.name})"
         )
     return f"`halfulp compare`: {spent} ({said}; docs/results/compare.json)."
+
+
+def _suite(file: str) -> Any:
+    from halfulp.trials.suite._evidence import SuiteEvidence
+
+    path = RESULTS / file
+    return SuiteEvidence.from_json(path.read_text(encoding="utf-8")) if path.exists() else None
+
+
+@place
+def evidence() -> str:
+    """The papers' suite: statements, a table per task, and what was left out."""
+    from halfulp.trials.suite._report import body
+
+    found = _suite("evidence.json")
+    return "" if found is None else body(found)
+
+
+@place
+def evidence_two_heads() -> str:
+    """The statements about two losses, from the comparison of all scales on them."""
+    from halfulp.trials import Evidence
+    from halfulp.trials.suite._statements import statements
+
+    path = RESULTS / "two-heads.json"
+    if not path.exists():
+        return ""
+    found = [one for one in statements(Evidence.from_json(path.read_text(encoding="utf-8"))) if "adaptive" in one.claim]
+    return grid(("statement", "verdict", "numbers"), [(one.claim, one.verdict, one.numbers) for one in found])
+
+
+@place
+def evidence_again() -> str:
+    """The verdicts of one task by other seeds of everything, beside those of the tables."""
+    from halfulp.trials.evidence._table import with_spread
+    from halfulp.trials.suite._evidence import SuiteEvidence
+
+    again, first = _suite("evidence-again.json"), _suite("evidence.json")
+    if again is None or first is None:
+        return ""
+    (task,) = again.tasks()
+    compared = {row.recipe for row in again.rows(task)}
+    own = [one for one in first.of_task(task) if one["settings"]["recipe"]["name"] in compared]
+    before = {row.recipe: row for row in SuiteEvidence(tuple(own), first.run).rows(task)}
+    rows = []
+    for row in again.rows(task):
+        pair = (before[row.recipe], row)
+        gaps = [with_spread(one.gap, one.gap_spread, 4, sign=True) for one in pair]
+        same = "yes" if pair[0].verdict == row.verdict else "no"
+        rows.append([row.recipe, gaps[0], str(pair[0].verdict), gaps[1], str(row.verdict), same])
+    seeds = [sorted({one["settings"]["seed"] for one in records}) for records in (own, again.trials)]
+    words = [f"seeds {', '.join(map(str, numbers))}" for numbers in seeds]
+    headers = ("recipe", f"gap, {words[0]}", "verdict", f"gap, {words[1]}", "verdict", "the same")
+    return f"{task}:\n\n{grid(headers, rows)}"

@@ -74,3 +74,55 @@ def test_operand_formats_go_with_float32_parameters_alone():
         recipe = hu.recipes.get(name)
         assert hu.Recipe.from_json(recipe.to_json()) == recipe
         assert "Inputs, weights and results" in recipe.explain()
+
+
+_LAYERS = {
+    "linear": (lambda: nn.Linear(40, 24), (3, 50, 40), (1, 0), (-1, -1)),
+    "convolution": (lambda: nn.Conv2d(36, 20, 3, padding=1), (40, 36, 3, 3), (1, 0), (1, 1)),
+    "transposed": (lambda: nn.ConvTranspose2d(36, 20, 2), (40, 36, 3, 3), (0, 1), (1, 1)),
+}
+
+
+@pytest.mark.parametrize("format", ["mxfp8_e4m3", "nvfp4"])
+@pytest.mark.parametrize("name", _LAYERS)
+def test_blocks_lie_along_what_each_product_sums_over(name, format, seed):
+    torch.manual_seed(seed % 2**31)
+    make, shape, (inputs, outputs), (channels, _) = _LAYERS[name]
+    layer, x = make(), torch.randn(shape).exp().requires_grad_()
+    model = hu.convert(nn.Sequential(copy.deepcopy(layer)), hu.Recipe(name="mine", operand_format=format))
+    got = model[0](x)
+    slope = torch.randn_like(got).exp()
+    got.backward(slope)
+
+    def with_weight(dim):
+        other = copy.deepcopy(layer)
+        with torch.no_grad():
+            other.weight.copy_(hu.quantize(layer.weight, format, dim=dim))
+        return other
+
+    def by_examples(t):
+        flat = t.detach().flatten(0, -2) if name == "linear" else t.detach()
+        return hu.quantize(flat, format, dim=0).view(t.shape)
+
+    assert torch.equal(got, with_weight(inputs)(hu.quantize(x, format, dim=channels)))
+    whole = x.detach().requires_grad_()
+    with_weight(outputs)(whole).backward(hu.quantize(slope, format, dim=channels))
+    torch.testing.assert_close(x.grad, whole.grad)
+    layer(by_examples(x)).backward(by_examples(slope))
+    torch.testing.assert_close(model[0].weight.grad, layer.weight.grad)
+    layer.zero_grad()
+    layer(x.detach()).backward(slope)
+    torch.testing.assert_close(model[0].bias.grad, layer.bias.grad)
+    assert torch.equal(copy.deepcopy(model)[0](x), got)
+    assert torch.equal(hu.revert(model)[0](x), layer(x))
+
+
+def test_block_formats_are_of_operands_alone():
+    recipe = hu.Recipe(name="mine", operand_format=hu.formats.get_block("nvfp4"))
+    assert recipe == hu.Recipe(name="mine", operand_format="nvfp4")
+    assert "in blocks of nvfp4" in recipe.explain()
+    for fields in ({"gradient_format": "e5m2"}, {"param_dtype": "bfloat16"}):
+        with pytest.raises(ValueError, match="operand_format='nvfp4'"):
+            hu.Recipe(name="mine", operand_format="nvfp4", **fields)
+    with pytest.raises(ValueError, match="goes with operand_format= alone"):
+        hu.Recipe(name="mine", emulate="nvfp4")

@@ -27,6 +27,9 @@ def run_trials(trained: Callable[..., Any], out: str, **options: Any) -> Any:
                 Path(out, "error.log").write_text(error.details, encoding="utf-8")
                 more = f" (more in {Path(out, 'error.log')})"
             fail(f"{error}{more}; {_kept(progress, out)}")
+        except ValueError as error:  # such as a disk that fills up
+            progress.bars.stop()
+            fail(f"{error}; {_kept(progress, out)}" if progress.kept else error)
 
 
 def check_alone() -> None:
@@ -36,4 +39,4 @@ def check_alone() -> None:
 
 
 def _kept(progress: Any, out: str) -> str:
-    return f"{progress.finished} of {progress.total} trials are kept in {out}, --resume continues"
+    return f"{progress.kept} of {progress.total} trials are kept in {out}, --resume continues"

@@ -159,6 +159,17 @@ _RECIPES = (
         format="fp16",
         weight_update="stochastic",
     ),
+    *(
+        Recipe(
+            name=name,
+            description=f"operands of all products in blocks of {words}, to nearest, float32 weights and sums",
+            operand_format=format,
+        )
+        for name, format, words in (
+            ("mxfp8", "mxfp8_e4m3", "32 e4m3 with a power of two"),
+            ("nvfp4", "nvfp4", "16 e2m1 with an e4m3 scale"),
+        )
+    ),
 )
 _CATALOG = {recipe.name: recipe for recipe in _RECIPES}
 

@@ -1,12 +1,14 @@
-"""Rounding of what linear layers and convolutions read in the forward pass, as a narrow tensor core would."""
+"""Rounding of what linear layers and convolutions multiply, as a narrow tensor core would."""
 
 from __future__ import annotations
 
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
-from ..rounding import straight_through
+from ..formats import block_names
+from ..rounding import quantize, straight_through
 from ..subclass.models._module_parameters import remove_hooks
 from ._plan import rounds_operands
 from ._recipe import Recipe
@@ -41,14 +43,95 @@ def _is_floating(x: Any) -> bool:
     return isinstance(x, Tensor) and x.is_floating_point()
 
 
+class BlockProducts:
+    """The forward of a layer, in place of its class's: operands of its three products are rounded in blocks.
+
+    Blocks lie along the dimension that a product sums over, as tensor cores want them: input channels forward, output
+    channels for the gradient of the input, examples (and positions of linear layers) for that of the weight. So each
+    of the layer's operands is rounded twice, from its own numbers. Products and their sums are float32.
+    """
+
+    def __init__(self, layer: Any, format: str) -> None:
+        self.layer, self.format = layer, format
+
+    def __call__(self, input: Tensor) -> Tensor:
+        """The layer's result."""
+        result: Tensor = _Product.apply(input, self.layer.weight, self.layer.bias, self)
+        return result
+
+    def product(self, input: Tensor, weight: Tensor) -> Tensor:
+        """The class's own forward, with another weight."""
+        own = vars(self.layer)
+        own["weight"] = weight
+        try:
+            result: Tensor = type(self.layer).forward(self.layer, input)
+        finally:
+            del own["weight"]
+        return result
+
+    def along_channels(self, x: Tensor) -> Tensor:
+        """Inputs, results or their gradients in blocks of channels."""
+        spatial = len(getattr(self.layer, "kernel_size", ()))
+        return quantize(x, self.format, dim=-1 - spatial)
+
+    def along_examples(self, x: Tensor) -> Tensor:
+        """Inputs or gradients of results in blocks of examples, a linear layer's positions among them."""
+        if isinstance(self.layer, nn.Linear):
+            return quantize(x.reshape(-1, x.shape[-1]), self.format, dim=0).view(x.shape)
+        return quantize(x, self.format, dim=0)
+
+    def weight(self, inputs: bool) -> Tensor:
+        """The weight in blocks of input channels, or of output channels."""
+        transposed = getattr(self.layer, "transposed", False)
+        return quantize(self.layer._parameters["weight"].detach(), self.format, dim=int(inputs != transposed))
+
+
+class _Product(torch.autograd.Function):
+    """A layer's product of operands in blocks, and its two gradients'."""
+
+    @staticmethod
+    def forward(ctx: Any, input: Tensor, weight: Tensor, bias: Tensor | None, layer: BlockProducts) -> Tensor:
+        ctx.save_for_backward(input, weight)
+        ctx.layer, ctx.biased = layer, bias is not None
+        return layer.product(layer.along_channels(input), layer.weight(inputs=True))
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
+        input, weight = ctx.saved_tensors
+        layer: BlockProducts = ctx.layer
+        found: list[Tensor | None] = [None, None, None]
+        with torch.enable_grad():
+            if ctx.needs_input_grad[0]:
+                whole = input.detach().requires_grad_()
+                result = layer.product(whole, layer.weight(inputs=False))
+                (found[0],) = torch.autograd.grad(result, whole, layer.along_channels(gradient))
+            if ctx.needs_input_grad[1]:
+                whole = weight.detach().requires_grad_()
+                result = layer.product(layer.along_examples(input), whole)
+                (found[1],) = torch.autograd.grad(result, whole, layer.along_examples(gradient))
+        if ctx.biased and ctx.needs_input_grad[2]:
+            channels = gradient.ndim - 1 - len(getattr(layer.layer, "kernel_size", ()))
+            found[2] = gradient.sum([k for k in range(gradient.ndim) if k != channels])
+        return *found, None
+
+
 def install(model: nn.Module, recipe: Recipe) -> None:
     """Let the layers of a model round what they read and give."""
     for name, module in model.named_modules():
-        if rounds_operands(recipe, name, module):
-            module.register_forward_pre_hook(RoundOperands(str(recipe.operand_format)))
-            module.register_forward_hook(RoundResult(str(recipe.operand_format)), always_call=True)
+        if not rounds_operands(recipe, name, module):
+            continue
+        format = str(recipe.operand_format)
+        if format in block_names():
+            vars(module)["forward"] = BlockProducts(module, format)
+            continue
+        module.register_forward_pre_hook(RoundOperands(format))
+        module.register_forward_hook(RoundResult(format), always_call=True)
 
 
 def remove(model: nn.Module) -> None:
     """Undo `install`."""
     remove_hooks(model.modules(), lambda hook: isinstance(hook, RoundOperands | RoundResult))
+    for module in model.modules():
+        if isinstance(vars(module).get("forward"), BlockProducts):
+            del vars(module)["forward"]

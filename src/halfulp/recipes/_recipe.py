@@ -183,7 +183,9 @@ class Recipe:
         emulate: Name of a format to which every operator's output is rounded, forward and backward.
         operand_format: Name of a format to which linear layers and convolutions round their inputs, weights and results
             in the forward pass, to nearest, with float32 sums between, but for modules that match ``float32``. The
-            parameters stay the wide master copy.
+            parameters stay the wide master copy. Under a block format (``"mxfp8_e4m3"``, ``"nvfp4"``) it is the
+            operands of all three products, forward and backward, in blocks along what each sums over; results stay
+            float32.
         gradient_format: Name of a format to which every gradient that a product (a linear layer, a convolution,
             attention) reads or makes is rounded, as a tensor core would: narrow operands, float32 sums, a narrow
             result. Everything else stays float32. Such a training goes through a `halfulp.AdaptiveGradScaler`.
@@ -236,7 +238,7 @@ class Recipe:
         for name in self.update_names():
             _check_among("weight update", name, _with_registered(WEIGHT_UPDATES, "weight update"))
         for field in ("format", "emulate", "operand_format", "gradient_format"):
-            _check_format(getattr(self, field))
+            _check_format(getattr(self, field), blocks=field == "operand_format")
         if self.format and self.param_dtype:
             raise ValueError(
                 f"recipe {self.name!r} has param_dtype={self.param_dtype!r} and format={self.format!r}: a format "
@@ -318,6 +320,11 @@ class Recipe:
             raise ValueError(
                 f"recipe {self.name!r} has operand_format={self.operand_format!r}, which rounds what products read of "
                 "float32 parameters: leave out param_dtype, payload, components and emulate"
+            )
+        if self.gradient_format and _is_block(self.operand_format):
+            raise ValueError(
+                f"recipe {self.name!r} has operand_format={self.operand_format!r}, whose blocks the backward products "
+                "read too: leave out gradient_format"
             )
         if self.gradient_format and (self.param_dtype or self.payload or self.emulate):
             raise ValueError(
@@ -412,11 +419,20 @@ def _power_of_two(scale: object) -> bool:
     return fraction == 0.5 and -30 <= exponent - 1 <= 60
 
 
-def _check_format(name: str | None) -> None:
-    if name is not None:
-        from .. import formats
+def _is_block(name: str | None) -> bool:
+    from .. import formats
 
-        formats.get(name)
+    return name in formats.block_names()
+
+
+def _check_format(name: str | None, blocks: bool) -> None:
+    if name is None or (blocks and _is_block(name)):
+        return
+    from .. import formats
+
+    if _is_block(name):
+        raise ValueError(f"{name} is a block format, whose scales products read: it goes with operand_format= alone")
+    formats.get(name)
 
 
 def _check_fields(data: Mapping[str, Any]) -> None:
@@ -468,6 +484,12 @@ def _arithmetic_words(recipe: Recipe) -> str:
     if recipe.payload:
         products = " Linear layers multiply in eight bits." if recipe.matmul else ""
         return f"Activations and gradients are such payloads too.{products}"
+    if _is_block(recipe.operand_format):
+        wide = " or ".join(map(repr, recipe.float32))
+        return (
+            f"Linear layers and convolutions read the operands of their products, forward and backward, in blocks of "
+            f"{recipe.operand_format}" + (f", but in modules that match {wide}." if wide else ".")
+        )
     if recipe.operand_format:
         wide = " or ".join(map(repr, recipe.float32))
         backward = f" Backward runs in float32 but for gradients in {recipe.gradient_format}:"

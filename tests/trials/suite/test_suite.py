@@ -1,6 +1,8 @@
 """The papers' suite: a pair that fails ends nothing, the evidence goes through JSON, and statements follow numbers."""
 
+import errno
 import json
+import os
 from pathlib import Path
 
 import pytest
@@ -56,14 +58,103 @@ def test_a_pair_that_fails_is_listed_and_the_others_go_on(tiny, tmp_path: Path) 
     from halfulp.trials.running._plan import plan
     from halfulp.trials.running._training import training
 
-    failed: dict[str, dict[str, str]] = {}
+    failed: list[dict] = []
     trials = plan(tiny.Tiny(trap="raise"), ["fp32"], 3, 3, None)
     with training(tmp_path, trials, 1, None, False, False) as run:
         run.train(trials, failed=failed)
-    assert failed == {"tiny": {"fp32": "ZeroDivisionError: a mistake in the task"}}
+    why = "ZeroDivisionError: a mistake in the task"
+    assert failed == [{"task": "tiny", "recipe": "fp32", "seed": 1, "why": why}]
     found = run.evidence()
     assert len(found.trials) == found.run["trained"] == 2
     assert found.run["reused"] == 0
+
+
+@pytest.fixture
+def command(make_record, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path):
+    """The command line on a suite whose trials take no time; ``ends`` says of a trial how it ends."""
+    from halfulp.cli import main
+    from halfulp.trials.running import _training
+
+    def call(*arguments: str, ends=lambda trial: 1.0) -> tuple[int, str]:
+        def work(trials, *_):
+            for trial in trials:
+                yield "start", trial, None
+                end = ends(trial)
+                if isinstance(end, Exception):
+                    raise end
+                record = make_record("fp32", trial.seed, end if isinstance(end, float) else None)
+                yield ("failed", trial, end) if isinstance(end, str) else ("done", trial, record["result"])
+
+        monkeypatch.setattr(_training, "_work", work)
+        common = ("--suite", "papers", "--size", "smoke", "--task", "linear-regression", "--recipe", "bf16")
+        with pytest.raises(SystemExit) as caught:
+            main(["compare", *common, "--out", str(tmp_path / "out"), *arguments])
+        return caught.value.code, capsys.readouterr().err
+
+    return call
+
+
+def test_failed_trials_end_the_command_with_an_error_that_counts_them(command, tmp_path: Path) -> None:
+    code, said = command(
+        ends=lambda trial: "ValueError: why" if (trial.recipe.name, trial.seed) == ("bf16", 1) else 1.0
+    )
+    assert code == 2
+    assert "1 of 9 trials failed: linear-regression · bf16 (seed 1); the first said ValueError: why" in said
+    found = SuiteEvidence.from_json((tmp_path / "out" / "evidence.json").read_text())
+    assert len(found.trials) == 8
+    assert "| linear-regression | bf16 | 1 | ValueError: why |" in _report.markdown(found)
+    assert command("--resume")[0] == 0
+
+
+def test_a_divergence_is_a_result_and_no_error(command, tmp_path: Path) -> None:
+    assert command(ends=lambda trial: None if trial.recipe.name == "bf16" else 1.0)[0] == 0
+    assert "diverged (3 of 3) at step 3, 3, 3" in (tmp_path / "out" / "evidence.md").read_text()
+
+
+def test_what_a_full_disk_or_a_killed_worker_leaves(command, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from halfulp.trials import TrialError
+
+    killed = TrialError("the worker of trial x was killed by SIGKILL; the memory of the machine may have run out")
+    code, said = command("--seeds", "1", ends=lambda trial: killed if trial.recipe.name == "bf16" else 1.0)
+    assert code == 2
+    assert "was killed by SIGKILL" in said
+    assert "2 of 3 trials are kept in" in said
+    sync = os.fsync
+    written: list[int] = []
+
+    def full(descriptor: int) -> None:
+        written.append(descriptor)
+        if len(written) > 2:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        sync(descriptor)
+
+    monkeypatch.setattr(os, "fsync", full)
+    code, said = command("--resume")
+    assert code == 2
+    assert "seed1.json: No space left on device; 4 of 9 trials are kept in" in said
+    monkeypatch.setattr(os, "fsync", sync)
+    assert command("--resume")[0] == 0
+
+
+def test_other_seeds_of_everything(command, tmp_path: Path) -> None:
+    assert command("--first-seed", "3")[0] == 0
+    found = SuiteEvidence.from_json((tmp_path / "out" / "evidence.json").read_text())
+    assert {record["settings"]["seed"] for record in found.trials} == {3, 4, 5}
+    assert command("--first-seed", "-1", "--resume") == (
+        2,
+        "halfulp: seeds is how many (an int, at least 1) or which (ints, 0 and up), got range(-1, 2)\n",
+    )
+
+
+def test_missing_data_say_what_is_missing_and_what_runs_without(command) -> None:
+    code, said = command("--task", "fsdd", "--data", "nowhere")
+    assert code == 2
+    for words in (
+        "task 'fsdd' reads train.parquet and test.parquet",
+        "free-spoken-digit",
+        "need no files: digits",
+    ):
+        assert words in said
 
 
 def test_what_does_not_go_together_is_left_out_with_a_reason() -> None:
@@ -73,6 +164,18 @@ def test_what_does_not_go_together_is_left_out_with_a_reason() -> None:
     pairs = {(trial.task.name, trial.recipe.name) for trial in trials}
     assert ("cancer-mlp", "fp16-mc2") in pairs
     assert not pairs & {(task, recipe) for task, of_task in left_out.items() for recipe in of_task}
+
+
+def test_small_leaves_out_what_takes_long_unless_it_is_named() -> None:
+    trials, left_out = _run.plan_suite("papers", "small", 1, None, ["digits"])
+    assert "left out at small" in left_out["digits"]["nvfp4"]
+    assert "nvfp4" not in {trial.recipe.name for trial in trials}
+    named, left_out = _run.plan_suite("papers", "small", 1, None, ["digits"], ["nvfp4"])
+    assert [trial.recipe.name for trial in named] == ["fp32", "fp32-twin", "nvfp4"]
+    assert not left_out
+    whole, left_out = _run.plan_suite("papers", "full", 1, None, ["digits"])
+    assert "nvfp4" in {trial.recipe.name for trial in whole}
+    assert set(left_out["digits"]) == {"fp16-mc2", "fp16-mc3"}
 
 
 @pytest.mark.parametrize(

@@ -2,7 +2,6 @@
 
 import pickle
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -13,9 +12,9 @@ from halfulp.mctensor import MCTensor
 from halfulp.trials.tasks._mammals import SCALE, Mammals, scored, start
 
 
-def recipe(dtype: str | None = "float64", components: int = 1, **other) -> SimpleNamespace:
-    plain = {"name": "mine", "weight_update": None, "format": None, "emulate": None, "perturb": 0.0}
-    return SimpleNamespace(**(plain | {"param_dtype": dtype, "components": components} | other))
+def recipe(dtype: str | None = "float64", components: int = 1, **other) -> recipes.Recipe:
+    several = {"components": components} if components > 1 else {}
+    return recipes.Recipe(name="mine", param_dtype=dtype, **several, **other)
 
 
 @pytest.fixture(scope="module")

@@ -31,6 +31,9 @@ def compare(
         typer.Option(help=several("Recipes", DEFAULT_RECIPES), autocompletion=complete(recipe_names)),
     ] = None,
     seeds: Annotated[int, typer.Option(help="How many seeds; a verdict needs 3.")] = 3,
+    first_seed: Annotated[
+        int, typer.Option(help="The first of them: another start, order of the data and random bits of the recipe.")
+    ] = 0,
     steps: Annotated[int | None, typer.Option(help="Steps per trial; default: the task's own.")] = None,
     size: Annotated[
         str | None, typer.Option(help="In place of --steps, how long trials are: smoke, small or full.")
@@ -56,7 +59,7 @@ def compare(
     if suite is not None:
         if script is not None or steps is not None:
             fail("--suite trains its own tasks, as long as --size says: leave out the script and --steps")
-        _run_suite(suite, size, task, recipe, out, json, seeds, data, workers, resume, overwrite)
+        _run_suite(suite, size, task, recipe, out, json, _seeds(seeds, first_seed), data, workers, resume, overwrite)
         return
     if module and script is None:
         fail("-m needs the name of a module: halfulp compare -m package.train")
@@ -64,6 +67,7 @@ def compare(
         unused = {"--task": task, "--steps": steps, "--size": size, "--data": data, "--workers": workers}
         unused |= {
             "--seeds": seeds if seeds != 3 else None,
+            "--first-seed": first_seed or None,
             "--resume": resume or None,
             "--overwrite": overwrite or None,
         }
@@ -75,7 +79,7 @@ def compare(
     evidence = run_trials(
         partial(train, tasks, recipes),
         out,
-        seeds=seeds,
+        seeds=_seeds(seeds, first_seed),
         steps=steps,
         size=size,
         data=data,
@@ -89,6 +93,11 @@ def compare(
     _print_tables(evidence)
     print(f"\n{_spent(evidence.run)}")
     print(f"{Path(out, 'compare.html')} shows the curves; {Path(out, 'compare.json')} holds the numbers.")
+
+
+def _seeds(count: int, first: int) -> int | range:
+    """Which seeds: how many from 0 on, or from another one."""
+    return range(first, first + count) if first and count > 0 else count
 
 
 def _run_suite(
@@ -111,15 +120,33 @@ def _run_suite(
     )
     if json:
         print_json(evidence.to_dict())
-        return
-    from ...trials.suite._statements import statements
+    else:
+        from ...trials.suite._statements import statements
 
-    table = plain_table(["statement", "verdict"], fold=["statement"])
-    for one in statements(evidence):
-        table.add_row(f"{one.claim} ({one.source})", one.verdict)
-    console().print(table)
-    print(f"\n{_spent(evidence.run)}")
-    print(f"{Path(out, 'evidence.html')} and evidence.md have every table; {Path(out, 'evidence.json')} the numbers.")
+        table = plain_table(["statement", "verdict"], fold=["statement"])
+        for one in statements(evidence):
+            table.add_row(f"{one.claim} ({one.source})", one.verdict)
+        console().print(table)
+        print(f"\n{_spent(evidence.run)}")
+        print(
+            f"{Path(out, 'evidence.html')} and evidence.md have every table; {Path(out, 'evidence.json')} the numbers."
+        )
+    _end_by_failures(evidence, out)
+
+
+def _end_by_failures(evidence: Any, out: str) -> None:
+    """End with an error where trials failed: how many, where, and the first one's words."""
+    from ...trials.suite._report import failures
+
+    failed = failures(evidence)
+    if not failed:
+        return
+    count = len(evidence.run["failed"])
+    where = ", ".join(f"{task} · {recipe} (seed {seeds})" for task, recipe, seeds, _ in failed)
+    fail(
+        f"{count} of {count + len(evidence.trials)} trials failed: {where}; the first said {failed[0][3]}; the others "
+        f"are kept in {out}, --resume tries these again"
+    )
 
 
 def _spent(run: dict[str, Any]) -> str:

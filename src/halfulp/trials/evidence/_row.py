@@ -36,6 +36,7 @@ class Row:
         step_ms, speed: Median process CPU time of a step on one thread; as a multiple of float32's.
         emulated: The format that the arithmetic only imitates, or None; its memory and speed are the imitation's.
         gradient_format: The format that gradients only imitate, or None; memory and speed likewise.
+        operand_format: The format that operands of products only imitate, or None; memory and speed likewise.
         skipped: Steps that were skipped because a gradient was not finite.
         underflow, worst_underflow: Of the gradient elements that are not zero without rounding, the share that was
             stored as zero, sampled during training: of all, and of the site that lost most.
@@ -66,6 +67,7 @@ class Row:
     speed: float | None
     emulated: str | None
     gradient_format: str | None
+    operand_format: str | None
     skipped: float | None
     underflow: float | None
     worst_underflow: float | None
@@ -163,6 +165,7 @@ def _row(
         speed=speed,
         emulated=settings["emulate"],
         gradient_format=settings.get("gradient_format"),
+        operand_format=settings.get("operand_format"),
         skipped=_mean([result.get("skipped") for result in results]),
         underflow=_mean([_underflow(result, "mean") for result in results]),
         worst_underflow=_mean([_underflow(result, "worst") for result in results]),

@@ -86,7 +86,7 @@ def rounds_gradients(evidence: FinishedTrials, task: str) -> bool:
 
 def imitated(row: Row) -> bool:
     """Whether memory and speed are those of an imitation in float32."""
-    return row.emulated is not None or row.gradient_format is not None
+    return any((row.emulated, row.gradient_format, row.operand_format))
 
 
 def stored_bytes(row: Row) -> float | None:

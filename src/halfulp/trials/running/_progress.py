@@ -37,7 +37,7 @@ class Progress:
         self.planned: set[str] = set()
         self.ended: set[str] = set()
         self.total = self.steps = 0
-        self.finished = 0
+        self.finished = self.kept = 0
         self.overall: Any = None
         self.left = TimeLeft()
         self.estimated = False
@@ -104,6 +104,7 @@ class Progress:
         self.ended.add(trial.key)
         self.left.done(trial)
         self.finished += 1
+        self.kept += 1
         self.bars.advance(self.overall, trial.steps)
         self._line(trial, result, "kept")
 
@@ -124,6 +125,7 @@ class Progress:
     def _done(self, trial: Trial, result: Any) -> None:
         self.ended.add(trial.key)
         self.finished += 1
+        self.kept += 1
         self.left.done(trial)
         task = self.running.pop(trial.key)
         if self.live:

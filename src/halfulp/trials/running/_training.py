@@ -52,14 +52,15 @@ class Training:
         self.results: dict[str, dict[str, Any]] = {}
 
     def train(
-        self, trials: Sequence[Trial], estimated: bool = False, failed: dict[str, dict[str, str]] | None = None
+        self, trials: Sequence[Trial], estimated: bool = False, failed: list[dict[str, Any]] | None = None
     ) -> None:
         """Train what has no result yet.
 
         Args:
             trials: what to train.
             estimated: whether a few steps are timed before, and the listener told of it.
-            failed: where trials that raise are noted, by task and recipe; without it, the first ends the training.
+            failed: where trials that raise are noted, each as its task, recipe, seed and why; without it, the first
+                ends the training.
         """
         self._listen("plan", None, trials)
         if self._store is not None and self._resume:
@@ -85,7 +86,8 @@ class Training:
                         self._listen("estimate", None, found)
                     continue
                 if kind == "failed" and failed is not None:
-                    failed.setdefault(trial.task.name, {})[trial.recipe.name] = content
+                    which = {"task": trial.task.name, "recipe": trial.recipe.name, "seed": trial.seed}
+                    failed.append({**which, "why": content})
                 if kind == "done":
                     self._trained += 1
                     self.results[trial.key] = content

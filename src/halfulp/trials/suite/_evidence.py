@@ -17,8 +17,8 @@ from ._statements import statements
 class SuiteEvidence(Evidence):
     """What `run_suite` found: rows as of every comparison, pairs that are none and why, and the papers' statements.
 
-    ``run`` has besides how it was run the ``suite``, the ``size`` and ``left_out``: by task and recipe, why a pair has
-    no trials.
+    ``run`` has besides how it was run the ``suite``, the ``size``, ``left_out``: by task and recipe, why a pair has
+    no trials; and ``failed``: the task, recipe, seed and error of each trial that raised.
     """
 
     stem: ClassVar[str] = "evidence"

@@ -12,7 +12,7 @@ from ..evidence._table import cells, loss_name, notes
 from ..page._curves import SVG_SETTINGS
 from ..running._estimate import in_words
 from ._papers import COMMON, REPORTED, TASKS
-from ._statements import CONFIRMED, REFUTED, statements
+from ._statements import CONFIRMED, REFUTED, statements, why_worse
 
 TITLE = "The papers’ tables, every recipe side by side"
 
@@ -34,6 +34,7 @@ def sections(evidence: FinishedTrials) -> list[Section]:
         _overview(evidence),
         _findings(evidence),
         *(_task(evidence, task) for task in evidence.tasks()),
+        *([_failed(evidence)] if evidence.run.get("failed") else []),
         _left_out(evidence),
     ]
 
@@ -45,8 +46,7 @@ def _overview(evidence: FinishedTrials) -> Section:
     seeds_said = f"{len(seeds)} seed{'' if len(seeds) == 1 else 's'}"
     said = [
         f"{len(evidence.tasks())} tasks, {len(recipes)} recipes, {seeds_said}, {len(evidence.trials)} trials of size "
-        f"“{run['size']}”, {in_words(run['seconds'])} by {run['workers']} workers of one thread on {run['processor']}; "
-        f"{run['reused']} of the trials were kept from earlier runs.",
+        f"“{run['size']}”, {_cost(evidence)}.",
         "Every row of a task starts from the same float32 weights, sees the same batches and uses the same "
         "hyper-parameters. Gaps are paired by seed; verdicts are corrected for the number of recipes on the task.",
         "What a paper reports is on its own application and quoted from a text that was read; figures that could not "
@@ -56,6 +56,14 @@ def _overview(evidence: FinishedTrials) -> Section:
         few = f"{seeds_said} {'is' if len(seeds) == 1 else 'are'} too few"
         said.append(f"{few} for a spread that decides: a verdict needs three.")
     return Section("How it was run", said)
+
+
+def _cost(evidence: FinishedTrials) -> str:
+    """How much CPU time the training took: what a run that was resumed knows, too."""
+    results = [record["result"] for record in evidence.trials]
+    steps = [record["settings"]["steps"] for record in evidence.trials]
+    seconds = sum(result["step_ms"] / 1000 * count for result, count in zip(results, steps))
+    return f"about {in_words(seconds)} of training steps on one thread each of {evidence.run['processor']}"
 
 
 def _findings(evidence: FinishedTrials) -> Section:
@@ -100,7 +108,7 @@ def _disagreement(row: Row) -> str:
     if lost == (paper.expects == "worse"):
         return ""
     if lost:
-        return f"{row.verdict} here; {_why_worse(row)}"
+        return f"{row.verdict} here; {why_worse(row)}"
     return f"no loss here; {_why_not_worse(row)}"
 
 
@@ -110,16 +118,6 @@ def _why_not_worse(row: Row) -> str:
     if row.realised is not None:
         return f"the updates are large enough here: {100 * row.realised:.0f}% of the movement is kept"
     return "the task is smaller than the paper's"
-
-
-def _why_worse(row: Row) -> str:
-    if row.underflow is not None and row.underflow > 0.01:
-        return f"{100 * row.underflow:.1f}% of the gradient elements underflow"
-    if row.skipped:
-        return f"{row.skipped:.0f} steps were skipped, a larger share of so short a training"
-    if row.realised is not None and abs(row.realised - 1) > 0.02:
-        return f"{100 * row.realised:.0f}% of the wanted movement took place"
-    return "a short training at this size ends before noise averages out"
 
 
 def _left_out(evidence: FinishedTrials) -> Section:
@@ -133,19 +131,36 @@ def _left_out(evidence: FinishedTrials) -> Section:
     return Section("Pairs that were not run, and why", (), ("task", "recipes", "why"), rows)
 
 
+def failures(evidence: FinishedTrials) -> list[tuple[str, str, str, str]]:
+    """Task, recipe, seeds and error of the trials that failed, those of one error in one line."""
+    seeds: dict[tuple[str, str, str], list[str]] = {}
+    for one in evidence.run.get("failed", []):
+        seeds.setdefault((one["task"], one["recipe"], one["why"]), []).append(str(one["seed"]))
+    return [(task, recipe, ", ".join(of_seeds), why) for (task, recipe, why), of_seeds in seeds.items()]
+
+
+def _failed(evidence: FinishedTrials) -> Section:
+    said = ["The command ended with an error because of these; a row above counts the seeds that finished."]
+    return Section("Trials that failed, and why", said, ("task", "recipe", "seeds", "why"), failures(evidence))
+
+
 def markdown(evidence: FinishedTrials) -> str:
-    """The report as a page of the documentation."""
+    """The report as one Markdown file."""
     run = evidence.run
     command = f"halfulp compare --suite {run['suite']} --size {run['size']}"
-    lines = [f"# {TITLE}", "", f"This page is written by `{command} --data DIR --out DIR`.", "", _PICTURE, ""]
+    written = f"This page is written by `{command} --data DIR --out DIR`."
+    return "\n\n".join([f"# {TITLE}", written, _PICTURE, body(evidence)]) + "\n"
+
+
+def body(evidence: FinishedTrials) -> str:
+    """The sections alone, for a page with a head of its own."""
+    parts = []
     for section in sections(evidence):
-        lines += [f"## {section.title}", ""]
-        for sentence in section.said:
-            lines += [sentence, ""]
+        parts += [f"## {section.title}", *section.said]
         if section.rows:
-            lines += [_line(section.headers), _line(["---"] * len(section.headers)), *map(_line, section.rows), ""]
-        lines += [*(f"- {note}" for note in section.notes), *([""] if section.notes else [])]
-    return "\n".join(lines).rstrip() + "\n"
+            parts.append("\n".join(map(_line, [section.headers, ["---"] * len(section.headers), *section.rows])))
+        parts.append("\n".join(f"- {note}" for note in section.notes))
+    return "\n\n".join(filter(None, parts))
 
 
 _PICTURE = """<picture>

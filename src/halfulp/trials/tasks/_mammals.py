@@ -98,6 +98,10 @@ class Mammals(Task):
         """A hundredth during the first fiftieth of the steps (20 epochs of 1,000)."""
         return 0.01 if step < BURN_IN * steps else 1.0
 
+    def refuses(self, recipe: Recipe) -> str | None:
+        """Why a recipe cannot be trained; None where it can."""
+        return _refusal(recipe)
+
     def trial(
         self,
         recipe: Recipe,
@@ -167,18 +171,23 @@ class Points(nn.Module):
         return -SCALE * HalfSpace().distance(chosen[:, :1], chosen[:, 1:], dtype=chosen.dtype)
 
 
+def _refusal(recipe: Recipe) -> str | None:
+    """Why a recipe is none for points; None where it is."""
+    others = (recipe.weight_update, recipe.format, recipe.emulate, recipe.payload, recipe.operand_format)
+    if recipe.param_dtype not in (None, *_DTYPES) or recipe.gradient_format or any(others):
+        return "moves float32 or float64 points, plain or with components, along geodesics"
+    return None
+
+
 def start(recipe: Recipe, points: Tensor, seed: int) -> nn.Parameter:
     """The float32 start in a recipe's format.
 
     Raises:
         ValueError: the recipe asks for points that are neither float32 nor float64, or for a weight update.
     """
-    dtype = _DTYPES.get(recipe.param_dtype or "float32")
-    if dtype is None or recipe.weight_update or recipe.format or recipe.emulate:
-        raise ValueError(
-            f"task 'mammals' moves float32 or float64 points, plain or with components, along geodesics; recipe "
-            f"{recipe.name!r} asks for something else: choose 'fp32', 'fp64' or 'fp64-mc2'"
-        )
+    if why := _refusal(recipe):
+        raise ValueError(f"task 'mammals' {why}; recipe {recipe.name!r} is none: choose 'fp32', 'fp64' or 'fp64-mc2'")
+    dtype = _DTYPES[recipe.param_dtype or "float32"]
     noise = torch.randn(points.shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float32, device="cpu")
     points = (points * (1 + recipe.perturb * noise)).to(dtype)
     components = getattr(recipe, "components", None) or 1
