@@ -27,6 +27,7 @@ from ...laws.optim.cases import (
     build,
     covering,
     differing,
+    drawn,
     fit,
     snapshot,
     special_pairs,
@@ -41,8 +42,8 @@ def _kind(rule, update, store, codec, gradient, metered=False):
 
 
 # Metered too: every value of each of the five, and all that differs from the plain kind is the meter.
-KINDS = [(*row, False) for row in covering()]
-for _row in covering():
+KINDS = [(*row, False) for row in drawn(covering())]
+for _row in drawn(covering()):
     if any(all(_row[i] != kind[i] for kind in KINDS if kind[5]) for i in range(5)):
         KINDS.append((*_row, True))
 
