@@ -4,13 +4,11 @@ A weight update and an optimizer that a user registered need no line: the regist
 numbers that break arithmetic.
 """
 
-import collections
 import functools
 import importlib.util
 import itertools
-import os
 import random
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 import torch
@@ -191,22 +189,6 @@ def covering() -> tuple[tuple[str, str, str, str, torch.dtype], ...]:
         else:
             rows = [row for row in rows if pairs[row] & left]
     return tuple(found)
-
-
-def drawn(rows: Sequence[tuple], times: int = 2, of: str = "") -> list[tuple]:
-    """Rows drawn by the run's seed such that every value occurs so many times, where it occurs as often at all.
-
-    HALFULP_TEST_WHOLE, which benchmarks/bench_processors.py sets, keeps all. Samples differ by what they are `of`.
-    """
-    if "HALFULP_TEST_WHOLE" in os.environ:
-        return [*rows]
-    order = random.Random(f"{os.environ['HALFULP_TEST_SEED']} {of}").sample(rows, len(rows))
-    left = collections.Counter({value: times for row in rows for value in enumerate(row)})
-    return [
-        row
-        for row in order
-        if any(left[value] > 0 for value in enumerate(row)) and left.subtract(enumerate(row)) is None
-    ]
 
 
 def fit(values: torch.Tensor, store: str) -> torch.Tensor:

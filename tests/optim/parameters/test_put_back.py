@@ -9,7 +9,8 @@ import torch
 import halfulp as hu
 from halfulp.optim.parameters import _outside_writes
 
-from ...laws.optim.cases import UPDATES, differing, drawn, narrow_updates, snapshot
+from ... import samples
+from ...laws.optim.cases import UPDATES, differing, narrow_updates, snapshot
 
 SIZE = 96
 UPDATES_TRIED = [name for name in narrow_updates() if not UPDATES[name].feeds_back]
@@ -215,12 +216,17 @@ COMES = {
 }
 
 
+ORDERS = ("written before the step", "written after it")
+
+
 @pytest.mark.parametrize(
     ("update", "write", "order", "at"),
-    drawn([*itertools.product(UPDATES_TRIED, WRITES, ["written before the step", "written after it"], (1, 3))], 5),
+    samples.covering(
+        [*itertools.product(UPDATES_TRIED, WRITES, ["written before the step", "written after it"], (1, 3))], 5
+    ),
 )
 def test_a_run_that_is_written_at_each_step_goes_on_from_a_file_or_a_copy(update, write, order, at):
-    whole = _Training(update, WRITES[write], order == "written before the step")
+    whole = _Training(update, WRITES[write], order == ORDERS[0])
     for number in range(5):
         if number == at:
             others = {name: come(copy.deepcopy(whole)) for name, come in COMES.items()}
