@@ -38,6 +38,7 @@ TESTS = (
     "tests/arithmetic",
     "tests/laws/optim/test_fused_steps.py",
     "tests/laws/optim/test_shards.py",
+    "tests/mctensor/training/test_model_training.py",
     "tests/optim/checkpoint/test_writes_after_loading.py",
     "tests/optim/parameters/test_put_back.py",
     "tests/optim/step/test_triton_launch.py",
