@@ -3,7 +3,9 @@
 Each line of standard input is a JSON object: script, arguments, environment, directory, a file for its output, and one
 for its errors, which may be the same. The process forks itself; the child runs the script as `python -c` would, where
 asked in a session of its own. Standard output has the child's id, then its exit code. A test of several ranks takes a
-server each, so that no two of them hash alike. A bare one has imported torch and nothing of this library.
+server each; neighbours hash differently, as processes of a launcher do. A line with two named pipes asks for another
+server, forked from this one, which takes its lines from the first and answers in the second. A bare server has imported
+torch and nothing of this library.
 """
 
 import gc
@@ -53,9 +55,15 @@ def prepare() -> None:
 
 def wait_for_script() -> dict | None:
     """In a child what it is to run, in the server itself None when there is nothing more to do."""
-    for line in sys.stdin:
+    while line := sys.stdin.readline():
         request = json.loads(line)
         child = os.fork()
+        if pipes := request.get("pipes"):
+            if child == 0:
+                sys.stdin, sys.stdout = open(pipes[0]), open(pipes[1], "w")  # noqa: SIM115
+                os.dup2(sys.stdin.fileno(), 0)
+                os.dup2(sys.stdout.fileno(), 1)
+            continue
         if child == 0:
             return request
         print(child, flush=True)

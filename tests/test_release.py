@@ -1,7 +1,5 @@
 """What a release needs: one version everywhere, types, extras, and an import that brings nothing heavy along."""
 
-import subprocess
-import sys
 import tomllib
 from pathlib import Path
 
@@ -48,12 +46,10 @@ for line in {lines!r}:
 """
 
 
-@pytest.fixture(scope="module")
-def brought() -> list[set[str]]:
-    program = PROGRAM.format(lines=["import halfulp", *(f"halfulp.{name}" for name in NAMES)])
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr
-    return [set(line.split()) for line in done.stdout.split("\n")[: len(NAMES) + 1]]
+@pytest.fixture
+def brought(in_bare_process) -> list[set[str]]:
+    printed = in_bare_process(PROGRAM.format(lines=["import halfulp", *(f"halfulp.{name}" for name in NAMES)]))
+    return [set(line.split()) for line in printed.split("\n")[: len(NAMES) + 1]]
 
 
 def test_importing_brings_a_handful_of_modules(brought):

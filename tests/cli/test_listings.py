@@ -4,6 +4,7 @@ import json
 import os
 import subprocess
 import sys
+from collections.abc import Callable
 
 import pytest
 
@@ -85,44 +86,48 @@ def test_env_prints_every_part_as_a_table_and_as_json(capsys: pytest.CaptureFixt
     assert [word for word in words if word not in table] == []
 
 
-def test_env_needs_nothing_of_the_command_line() -> None:
+def test_env_needs_nothing_of_the_command_line(forked: Callable[..., tuple[int, str]]) -> None:
     """Without typer and rich, whose absence may be what is reported."""
     program = (
         "import sys; sys.modules['typer'] = sys.modules['rich'] = None; from halfulp.cli import main; main(['env'])"
     )
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)
-    assert (done.returncode, done.stderr) == (0, "")
-    assert "processor name: " in done.stdout
-    assert "cache writable: " in done.stdout
-    as_json = program.replace("'env'", "'env', '--json'")
-    done = subprocess.run([sys.executable, "-c", as_json], capture_output=True, text=True, check=False)
-    assert (done.returncode, done.stderr) == (0, "")
-    assert json.loads(done.stdout)["versions"]["torch"]
-    program = program.replace("'env'", "'formats'")
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)
-    assert (done.returncode, done.stderr.count("\n")) == (2, 1)
-    assert "halfulp[cli]" in done.stderr
+    code, printed = forked(program, number="bare")
+    assert code == 0, printed
+    assert "processor name: " in printed
+    assert "cache writable: " in printed
+    code, printed = forked(program.replace("'env'", "'env', '--json'"), number="bare")
+    assert code == 0, printed
+    assert json.loads(printed)["versions"]["torch"]
+    code, printed = forked(program.replace("'env'", "'formats'"), number="bare")
+    assert (code, printed.count("\n")) == (2, 1)
+    assert "halfulp[cli]" in printed
 
 
-@pytest.mark.parametrize("encoding", ["cp1252", "ascii", "iso8859-2"])
-def test_outputs_whose_encoding_lacks_letters(encoding: str) -> None:
+def test_outputs_whose_encoding_lacks_letters() -> None:
     """As Windows' files and pipes: a letter is written as its number, and JSON stays JSON."""
     program = """
 import sys
 from halfulp.cli import main
-for command in sys.argv[1:]:
-    try:
-        main(command.split())
-    except SystemExit as ending:
-        assert not ending.code
-    print("----")
+encodings, commands = (text.split(",") for text in sys.argv[1:])
+for encoding in encodings:
+    sys.stdout.reconfigure(encoding=encoding, errors="strict")
+    for command in commands:
+        try:
+            main(command.split())
+        except SystemExit as ending:
+            assert not ending.code
+        print("----")
+    print("====")
 """
-    commands = ["recipes", "tasks", "env", "formats", "formats --json"]
-    environment = {**os.environ, "PYTHONIOENCODING": encoding}
-    command = [sys.executable, "-c", program, *commands]
+    encodings, commands = ["cp1252", "ascii", "iso8859-2"], ["recipes", "tasks", "env", "formats", "formats --json"]
+    command = [sys.executable, "-c", program, ",".join(encodings), ",".join(commands)]
+    environment = {**os.environ, "PYTHONIOENCODING": encodings[0]}
     done = subprocess.run(command, env=environment, capture_output=True, check=False)
     assert (done.returncode, done.stderr) == (0, b"")
-    *tables, content, end = done.stdout.decode(encoding).split("----\n")
-    assert len(tables) == 4
-    assert all(tables)
-    assert (bool(json.loads(content)["formats"]), end) == (True, "")
+    *printed, end = done.stdout.split(b"====\n")
+    assert (len(printed), end) == (len(encodings), b"")
+    for encoding, text in zip(encodings, printed):
+        *tables, content, end = text.decode(encoding).split("----\n")
+        assert len(tables) == 4
+        assert all(tables)
+        assert (bool(json.loads(content)["formats"]), end) == (True, "")

@@ -31,6 +31,9 @@ for step in range(12):
         {ending}
 """
 
+# A server's filters are those of tests.
+ALONE = "import warnings; warnings.resetwarnings()\n"
+
 
 @pytest.fixture
 def observe(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]):
@@ -77,10 +80,10 @@ def test_a_plain_loop_is_observed_and_what_is_written_names_nobody(observe):
     assert not torch.nn.modules.module._global_forward_pre_hooks
 
 
-def test_the_bits_of_a_training_are_those_without_observing(observe, tmp_path):
+def test_the_bits_of_a_training_are_those_without_observing(observe, in_bare_process):
     text = LOOP.format(ending="pass") + "torch.save(model.state_dict(), sys.argv[1])\n"
     observe(text, "seen.pt", options=("--interval", "1"))
-    subprocess.run([sys.executable, "secret-script.py", "alone.pt"], check=True, timeout=120, cwd=tmp_path)
+    in_bare_process(text, "alone.pt")
     seen, alone = torch.load("seen.pt"), torch.load("alone.pt")
     assert all(torch.equal(seen[name], alone[name]) for name in alone)
 
@@ -178,7 +181,7 @@ for step in range(12):
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="needs os.fork")
 @pytest.mark.parametrize("during", ["training", "report"])
-def test_a_termination_leaves_a_report_and_then_ends_as_without_one(tmp_path, during):
+def test_a_termination_leaves_a_report_and_then_ends_as_without_one(tmp_path, monkeypatch, forking, during):
     ending = """
         child = os.fork()
         if not child:
@@ -193,15 +196,16 @@ Report.__str__ = lambda report: [text(report), {kill}][0]
 """
     text = "import os, signal" + LOOP.format(ending=ending + (kill if during == "training" else "pass"))
     (tmp_path / "train.py").write_text(text + (late if during == "report" else ""))
-    command = [sys.executable, "-c", "from halfulp.cli import main; main()", "observe", "--interval", "3", "train.py"]
-    ended = subprocess.run(command, capture_output=True, text=True, timeout=120, cwd=tmp_path)
-    assert ended.returncode == -signal.SIGTERM, ended.stderr
-    assert "updates-lost" in ended.stdout
+    monkeypatch.chdir(tmp_path)
+    started = forking(f"{ALONE}from halfulp.cli import main; main()", "observe", "--interval", "3", "train.py")
+    code, errors = started.code(), started.errors.read_text()
+    assert code == -signal.SIGTERM, errors
+    assert "updates-lost" in started.output.read_text()
     content = json.loads((tmp_path / "halfulp-observe" / "observe.json").read_text())
     assert (tmp_path / "halfulp-observe" / "observe.html").exists()
     assert content["steps"] == (6 if during == "training" else 12)
     assert content["ended"] == ("terminated" if during == "training" else "finished")
-    assert ("was terminated after 6 steps" in ended.stderr) == (during == "training")
+    assert ("was terminated after 6 steps" in errors) == (during == "training")
 
 
 def test_a_missing_script_and_a_folder_that_cannot_be_written(observe, tmp_path, capsys):

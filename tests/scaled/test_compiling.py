@@ -64,7 +64,7 @@ TOLERANCES = {torch.float32: 2e-6, torch.float16: 2e-2, torch.bfloat16: 1e-1}
 
 @pytest.mark.parametrize(
     ("name", "dtype"),
-    [("mlp", torch.float32), ("mlp", torch.bfloat16), ("gpt", torch.float32), ("gpt", torch.float16)],
+    [("mlp", torch.float32), ("mlp", torch.bfloat16), ("gpt", torch.float16)],  # gpt in float32: dynamic, below
     ids=str,
 )
 def test_one_graph_forward_and_backward_with_the_loss_inside(name, dtype, seed):

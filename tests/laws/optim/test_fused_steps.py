@@ -14,6 +14,7 @@ from halfulp.optim.step import _run as _run_module
 from halfulp.optim.step._kernel import compiled, table
 from halfulp.optim.step._run import checked
 
+from ... import samples
 from .cases import (
     CODECS,
     MIXED,
@@ -40,7 +41,7 @@ def _run(engine, seed, rule, update, store, codec, gradient, steps=3, **more):
     return snapshot(optimizer), optimizer
 
 
-@pytest.mark.parametrize(("rule", "update", "store", "codec", "gradient"), covering())
+@pytest.mark.parametrize(("rule", "update", "store", "codec", "gradient"), samples.covering(covering()))
 def test_compiled_equals_reference(seed, rule, update, store, codec, gradient):
     case = (seed, rule, update, store, CODECS[codec], gradient)
     assert differing(_run("llvm", *case)[0], _run("reference", *case)[0]) == []
@@ -69,7 +70,7 @@ def test_kernels_that_differ_in_any_piece_have_different_keys():
     """Two kinds share a cache entry only where they are the same instructions."""
     known = {}
     codecs = itertools.cycle(("default", "bf16-nearest", "8bit", "bf16x2"))
-    for (rule, update, store), codec in zip(combinations(), codecs):
+    for (rule, update, store), codec in zip(samples.covering(combinations(), 12), codecs):
         parameter = torch.nn.Parameter(fit(torch.zeros(2, 32), store))
         optimizer = build(rule, update, [parameter], store, state_dtype=CODECS[codec])
         made = table(optimizer._step_spec(optimizer.param_groups[0], parameter, None, ""))

@@ -65,7 +65,7 @@ def test_a_running_maximum_that_is_not_declared_breaks_it(seed, monkeypatch):
             return dataclasses.replace(rule, states=tuple(states))
 
     monkeypatch.setitem(RULES, "undeclared", (Undeclared, {"lr": 0.01, "amsgrad": True}))
-    for codec, bounds in BOUNDS.items():
-        ((large, small),) = mean_steps("undeclared", [CODECS[codec]], seed)
+    found = mean_steps("undeclared", [CODECS[codec] for codec in BOUNDS], seed)
+    for bounds, (large, small) in zip(BOUNDS.values(), found, strict=True):
         assert large < 1 - bounds[0]
         assert small < 1 - bounds[1]

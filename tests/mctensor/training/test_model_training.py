@@ -2,6 +2,7 @@
 
 import copy
 import io
+import itertools
 
 import pytest
 import torch
@@ -10,6 +11,8 @@ from torch import nn
 from halfulp.mctensor import MCTensor
 from halfulp.mctensor._convert_model import multicomponent
 from halfulp.subclass import strict
+
+from ... import samples
 
 # An eps well above the gradients' errors: without it a first step is the sign of the gradient, and that of one next to
 # zero is anyone's.
@@ -55,9 +58,9 @@ def distance(ours: nn.Module, theirs: nn.Module) -> float:
     return max(float((a.detach().decode() - b.detach()).abs().max()) for a, b in pairs)
 
 
-@pytest.mark.parametrize("foreach", [False, True])
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("name", OPTIMIZERS)
+@pytest.mark.parametrize(
+    ("name", "kind", "foreach"), samples.covering([*itertools.product(OPTIMIZERS, KINDS, (False, True))], 3)
+)
 def test_training_follows_float64(name, kind, foreach, seed):
     """Gradients with all components, clipped, under a schedule; nothing falls back."""
     make, options = OPTIMIZERS[name]

@@ -1,6 +1,7 @@
 """Companions that have come from a file or a copy belong to one payload: whoever has written another, they go."""
 
 import copy
+import itertools
 import pickle
 
 import pytest
@@ -8,6 +9,7 @@ import torch
 
 import halfulp as hu
 
+from ... import samples
 from ...laws.optim.cases import UPDATES, narrow_updates
 
 
@@ -104,16 +106,15 @@ def test_what_is_loaded_or_copied_is_the_same_weight_until_it_is_written(seed, u
 @pytest.mark.parametrize(("update", "wrapped"), OPTIMIZERS)
 def test_a_write_before_the_first_step_is_the_whole_weight(seed, update, wrapped):
     source = _stepped(update, wrapped)
-    for come_name, come in COMES.items():
-        for write_name, write in WRITES.items():
-            model, optimizer = come(*source, update, wrapped)
-            with torch.no_grad():
-                write(model.weight)
-            written = _shown(model).clone()
-            where = f"{come_name}, {write_name}"
-            assert torch.equal(_read(model, optimizer), written), where
-            if not UPDATES[update].feeds_back:
-                assert _is_what_the_next_step_starts_from(written, model, optimizer), where
+    for come_name, write_name in samples.covering([*itertools.product(COMES, WRITES)], of=f"{update} {wrapped}"):
+        model, optimizer = COMES[come_name](*source, update, wrapped)
+        with torch.no_grad():
+            WRITES[write_name](model.weight)
+        written = _shown(model).clone()
+        where = f"{come_name}, {write_name}"
+        assert torch.equal(_read(model, optimizer), written), where
+        if not UPDATES[update].feeds_back:
+            assert _is_what_the_next_step_starts_from(written, model, optimizer), where
 
 
 @pytest.mark.parametrize(("update", "wrapped"), OPTIMIZERS)

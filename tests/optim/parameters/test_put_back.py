@@ -1,6 +1,8 @@
 """Stored bits that are put back, by any path, are the weight that the optimizer left."""
 
 import copy
+import functools
+import itertools
 
 import pytest
 import torch
@@ -8,6 +10,7 @@ import torch
 import halfulp as hu
 from halfulp.optim.parameters import _outside_writes
 
+from ... import samples
 from ...laws.optim.cases import UPDATES, differing, narrow_updates, snapshot
 
 SIZE = 96
@@ -103,10 +106,15 @@ def _run(update, path, at, engine="reference", steps=6, **options):
     return optimizer
 
 
+@functools.cache
+def _undisturbed(update):
+    return snapshot(_run(update, None, ()))
+
+
 @pytest.mark.parametrize("path", PATHS)
 @pytest.mark.parametrize("update", UPDATES_TRIED)
 def test_an_excursion_changes_no_bit(swaps, update, path):
-    plain = snapshot(_run(update, None, ()))
+    plain = _undisturbed(update)
     for at in (range(6), (4,)):
         assert differing(plain, snapshot(_run(update, PATHS[path], at))) == [], at
 
@@ -214,20 +222,25 @@ COMES = {
 }
 
 
-@pytest.mark.parametrize("before", [True, False], ids=["written before the step", "written after it"])
-@pytest.mark.parametrize("write", WRITES)
-@pytest.mark.parametrize("update", UPDATES_TRIED)
-def test_a_run_that_is_written_at_each_step_goes_on_from_a_file_or_a_copy(update, write, before):
-    for at in (1, 3):
-        whole = _Training(update, WRITES[write], before)
-        for number in range(5):
-            if number == at:
-                others = {name: come(copy.deepcopy(whole)) for name, come in COMES.items()}
-            whole.step(number)
-        for name, other in others.items():
-            for number in range(at, 5):
-                other.step(number)
-            assert differing(snapshot(whole.optimizer), snapshot(other.optimizer)) == [], (name, at)
+ORDERS = ("written before the step", "written after it")
+
+
+@pytest.mark.parametrize(
+    ("update", "write", "order", "at"),
+    samples.covering(
+        [*itertools.product(UPDATES_TRIED, WRITES, ["written before the step", "written after it"], (1, 3))], 5
+    ),
+)
+def test_a_run_that_is_written_at_each_step_goes_on_from_a_file_or_a_copy(update, write, order, at):
+    whole = _Training(update, WRITES[write], order == ORDERS[0])
+    for number in range(5):
+        if number == at:
+            others = {name: come(copy.deepcopy(whole)) for name, come in COMES.items()}
+        whole.step(number)
+    for name, other in others.items():
+        for number in range(at, 5):
+            other.step(number)
+        assert differing(snapshot(whole.optimizer), snapshot(other.optimizer)) == [], name
 
 
 @pytest.mark.parametrize("update", ["split8", "split", "kahan", "master"])

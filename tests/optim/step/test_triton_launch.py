@@ -16,6 +16,7 @@ from halfulp.kernels.triton._writer import OPTIONS, load_module, piece_source
 from halfulp.optim.step._triton_kernel import triton_source
 from halfulp.optim.stores._storage import STORES
 
+from ... import samples
 from ...kernels.triton.interpreted import interpreted
 from ...kernels.triton.source import check_source
 from ...laws.optim.cases import (
@@ -41,8 +42,8 @@ def _kind(rule, update, store, codec, gradient, metered=False):
 
 
 # Metered too: every value of each of the five, and all that differs from the plain kind is the meter.
-KINDS = [(*row, False) for row in covering()]
-for _row in covering():
+KINDS = [(*row, False) for row in samples.covering(covering())]
+for _row in samples.covering(covering()):
     if any(all(_row[i] != kind[i] for kind in KINDS if kind[5]) for i in range(5)):
         KINDS.append((*_row, True))
 
