@@ -12,9 +12,9 @@ import torch
 
 from .._messages import find_users_level
 from .parameters._parameter_plan import LostUpdates, ParameterPlan
-from .states._codec import DoubleBF16, Scaled
+from .states._codec import DoubleBF16, Plain, Scaled
 from .states._int8_blocks import Int8Blocks
-from .states._state import Codec, Plain
+from .states._state import Codec
 
 MANY_SAMPLES = 100
 MUCH_BELOW_RANGE = 0.01

@@ -198,9 +198,8 @@ def _flat_target(
     """
     if not torch.compiler.is_compiling():
         return _remembered(format, rounding, overflow, dtype)
-    in_blocks = isinstance(format, BlockFormat) or names_block(format)
-    key = get_block(format)._key if in_blocks else get(format)._key
-    flat, error, message = _of_graph(key, in_blocks, rounding.name, overflow, dtype)
+    known = get_block(format) if isinstance(format, BlockFormat) or names_block(format) else get(format)
+    flat, error, message = _of_graph(known._key, isinstance(known, BlockFormat), rounding.name, overflow, dtype)
     if error:
         raise _ERRORS[error](message)
     return flat

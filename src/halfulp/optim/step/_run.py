@@ -104,8 +104,10 @@ def reduce(spec: StepSpec, batch: Batch, constants: list[tuple[float, ...]]) -> 
     columns = len(record_step(spec).sums)
     if batch.engine != "llvm":
         rows = range(len(batch.plans))
-        found = [reference_amax(spec, batch.parts(k), batch.gradients[k], batch.states(k), constants[k]) for k in rows]
-        return np.array(found).reshape(-1, columns)
+        rowwise = [
+            reference_amax(spec, batch.parts(k), batch.gradients[k], batch.states(k), constants[k]) for k in rows
+        ]
+        return np.array(rowwise).reshape(-1, columns)
     held, batch.constants = batch.constants, constants
     meter = _run_compiled(spec, batch)
     batch.constants = held

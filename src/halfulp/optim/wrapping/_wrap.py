@@ -42,7 +42,7 @@ OWN = ("weight_update", "state_dtype", "param_dtype", "format", "seed", "report_
 _APART = (*OWN, "params", "param_names")
 
 
-def assignment(w, g):
+def assignment(w: Any, g: Any) -> tuple[Any]:
     """Return u and no states; the new weight is g, passed in the gradient's place."""
     return (g - w,)
 
@@ -57,7 +57,7 @@ class ExplicitGradientOptimizer(Optimizer):
         self._explicit_gradients: Mapping[torch.Tensor, torch.Tensor] = {}
         super().__init__(params, defaults, **narrow)
 
-    def _step_spec(self, group: dict, parameter: torch.Tensor, gradient: Store | None, name: str) -> StepSpec:
+    def _step_spec(self, group: dict[str, Any], parameter: torch.Tensor, gradient: Store | None, name: str) -> StepSpec:
         if isinstance(parameter, ScaledTensor):
             raise ValueError(
                 f"parameter {name} is a ScaledTensor, which wrap and EMA do not take: torch.optim's optimizers run on "
@@ -76,17 +76,17 @@ class ExplicitGradientOptimizer(Optimizer):
     def _gradients(self, parameters: list[torch.Tensor]) -> list[torch.Tensor | None]:
         return [*map(self._explicit_gradients.get, parameters)]
 
-    def _check_numbers(self, group: dict) -> None:
+    def _check_numbers(self, group: dict[str, Any]) -> None:
         lr = group.get("lr")
         if isinstance(lr, torch.Tensor):
             check_number("lr", lr)
         if isinstance(lr, (int, float, torch.Tensor)) and not (math.isfinite(value := float(lr)) and value >= 0):
             raise ValueError(f"lr={value} is not allowed: give a finite number that is not negative")
 
-    def _check_switches(self, group: dict) -> None:
+    def _check_switches(self, group: dict[str, Any]) -> None:
         """Accept all: these options belong to the wrapped optimizer."""
 
-    def _current(self, group: dict, position: int, given: Store) -> ParameterPlan:
+    def _current(self, group: dict[str, Any], position: int, given: Store) -> ParameterPlan:
         """Return a parameter's plan for gradients that are stored as given, its auxiliary tensors up to date."""
         plan = self._plan(group, position, given)
         drop_stale(plan)
@@ -506,7 +506,9 @@ def _in_place(plan: ParameterPlan) -> bool:
     return plan.spec.store is F32
 
 
-def from_class(optimizer: Callable, params: Iterable, options: dict) -> tuple[torch.optim.Optimizer, list[dict], dict]:
+def from_class(
+    optimizer: Callable[..., Any], params: Iterable[Any], options: dict[str, Any]
+) -> tuple[torch.optim.Optimizer, list[dict[str, Any]], dict[torch.Tensor, torch.Tensor]]:
     """Make an optimizer over shadows of parameters; return it, its groups and the shadows."""
     if isinstance(params, torch.Tensor):
         raise TypeError("params must be an iterable of tensors, of named tensors, or of groups, not one tensor")
@@ -525,7 +527,9 @@ def from_class(optimizer: Callable, params: Iterable, options: dict) -> tuple[to
     return base, [merged_group(outer, inner) for (_, outer), inner in zip(pairs, base.param_groups)], shadows
 
 
-def shadow_group(group: Mapping, shadows: dict) -> tuple[dict, dict]:
+def shadow_group(
+    group: Mapping[str, Any], shadows: dict[torch.Tensor, torch.Tensor]
+) -> tuple[dict[str, Any], dict[str, Any]]:
     """Return a group over shadows for the wrapped optimizer, and the same over the parameters."""
     members = group["params"]
     members = [members] if isinstance(members, torch.Tensor) else members if isinstance(members, set) else list(members)
@@ -540,7 +544,7 @@ def shadow_group(group: Mapping, shadows: dict) -> tuple[dict, dict]:
     return {**rest, "params": inner}, {**group, "params": members}
 
 
-def merged_group(outer: Mapping, inner: Mapping) -> dict:
+def merged_group(outer: Mapping[str, Any], inner: Mapping[str, Any]) -> dict[str, Any]:
     """A group of parameters with the options of the wrapped optimizer's group."""
     options = {name: value for name, value in inner.items() if name not in ("params", "param_names")}
     return {**outer, **options}
