@@ -84,13 +84,13 @@ def convert(model: M, recipe: Recipe | str, *, seed: int = 0) -> M:
         raise ValueError(
             f"the model is converted already, by recipe {record.recipe.name!r}: halfulp.revert(model) first"
         )
+    check(model, recipe)
     for name, module in model.named_modules():
         if isinstance(module, MultipointLayer):
             raise ValueError(
                 f"{name or 'the model'} has multipoint weights, which are codes and not trained: model.to(torch."
                 "bfloat16) narrows what is beside them, and halfulp.multipoint comes after a recipe and halfulp.revert"
             )
-    check(model, recipe)
     kept = islands(model, recipe)
     assign(recipe, model)
     if recipe.narrow:
