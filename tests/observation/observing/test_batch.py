@@ -8,7 +8,7 @@ import torch
 
 from halfulp.kernels import engine, same_bits
 from halfulp.observation._record import Realised
-from halfulp.observation.observing._batch import add_changes
+from halfulp.observation.observing._batch import Parts, add_changes
 
 LENGTHS = (0, 1, 7, 8, 9, 16, 37, 4096)
 
@@ -46,7 +46,9 @@ def test_counts_are_those_of_each_element(seed, as_values, decreases, name):
     records = [Realised() for _ in LENGTHS]
     rounded = torch.empty(len(before), dtype=torch.float32)
     with engine(name):
-        add_changes(records, before, after, given, ends, decreases=decreases, as_values=as_values, rounded=rounded)
+        add_changes(
+            records, before, after, given, Parts(ends), decreases=decreases, as_values=as_values, rounded=rounded
+        )
     asked = given - before if as_values else wanted
     assert same_bits(rounded, asked.float())
     for record, start, end in zip(records, ends, ends[1:]):

@@ -90,7 +90,7 @@ class WeightAverages:
             gap = one.live.double() - one.before.double()
             wanted = gap if self._retention is None else gap * (1 - self._retention)
             known = self._retention is not None
-            add_changes([record.change], one.before, after, wanted, [0, len(after)], known=known)
+            add_changes([record.change], one.before, after, wanted, known=known)
 
     def _sample(self, name: str, tensor: torch.Tensor) -> torch.Tensor | None:
         key = self.book.key(name)
@@ -196,7 +196,7 @@ class RunningStatistics:
                 now = getattr(module, key).detach()
                 retention = None if momentum is None else 1 - float(momentum)
                 record = self.book.record.averages.setdefault(name, AverageRecord(name, now.dtype, retention))
-                add_changes([record.change], before, now.reshape(-1), one.shadow[key] - before, [0, len(before)])
+                add_changes([record.change], before, now.reshape(-1), one.shadow[key] - before)
 
 
 def _batches(module: nn.Module) -> int:

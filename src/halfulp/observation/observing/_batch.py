@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -9,12 +10,13 @@ from typing import Any
 import numpy as np
 import torch
 
-from ...kernels import address, plain_address, select_engine
+from ...kernels import address, plain_address, run_chunks, select_engine
+from ...kernels._table import CHUNK
+from ...kernels.vector._machine_function import address_of
 from .._record import ParameterRecord, Realised, Role
-from ..sampling._device_functions import KERNEL_DTYPES
-from ..sampling._rows import Rows, count_changes
+from ..sampling._device_functions import KERNEL_DTYPES, changes_table
 from ..sampling._sample_places import PLAIN_TYPES, Stored, sample_size, stored
-from ..sampling._sampler import Look, look
+from ..sampling._sampler import Look, Rows, compiled, look
 from ._notebook import Notebook
 
 _NOTHING = torch.empty(0, dtype=torch.float64, device="cpu")
@@ -53,13 +55,15 @@ class Layout:
     name is overwritten when the name is sampled again.
 
     Attributes:
-        ends: where the parts begin and end.
+        places: where the parts lie.
+        ends: where they begin and end.
     """
 
     def __init__(self, book: Notebook, named: Sequence[tuple[str, str]], elements: Sequence[int]) -> None:
         self.book, self.named, self.elements = book, list(named), list(elements)
         sizes = [sample_size(count) for count in elements]
-        self.ends: np.ndarray = np.cumsum([0, *sizes], dtype=np.int64)
+        self.places: Parts = Parts(np.cumsum([0, *sizes]))
+        self.ends: np.ndarray = self.places.ends
         self._taken: list[int] = sizes
         self._rows: list[int] = [book.row_of(name) for name, _ in named]
         self._tables: dict[tuple[str, torch.dtype, int], Rows] = {}
@@ -116,10 +120,10 @@ class Layout:
         wide = any(dtype == torch.float64 for dtype in dtypes)
         if wide:
             values = wanted - before
-            add_changes(records, before, after, values, self.ends)
+            add_changes(records, before, after, values, self.places)
         else:
             values = self._pack("changes", torch.float32)
-            add_changes(records, before, after, wanted, self.ends, as_values=True, rounded=values)
+            add_changes(records, before, after, wanted, self.places, as_values=True, rounded=values)
         if wide or not self.book.by_kernel or len(set(dtypes)) > 1:
             parts = self.parts(values)
             named = [(*named, Stored(part, dtype)) for named, part, dtype in zip(self.named, parts, dtypes)]
@@ -128,13 +132,20 @@ class Layout:
         data = address(values) + 4 * self.ends[:-1]
         table = self._table(f"update.{dtypes[0]}", torch.float32, "update", dtypes)
         table.point(data, self._taken, self.book.keys[self._rows])
-        _, broken = table.look(self.book.step)
-        self._note("update", broken)
+        self._note("update", table.look(self.book.step))
 
     def parts(self, packed: torch.Tensor) -> list[torch.Tensor]:
         """Return the sample of each parameter among packed ones."""
         ends = self.ends.tolist()
         return [packed[start : start + taken] for start, taken in zip(ends, self._taken)]
+
+    def count_nonzero(self, packed: torch.Tensor) -> list[int]:
+        """Return how many elements of each part are not zero."""
+        counts, zeros = np.diff(self.ends), np.flatnonzero(packed.numpy() == 0)
+        if len(zeros):
+            counts -= np.bincount(np.searchsorted(self.ends, zeros, side="right") - 1, minlength=len(counts))
+        found: list[int] = counts.tolist()
+        return found
 
     def _places(self, tensors: Sequence[torch.Tensor], places: list[int] | None) -> list[int] | None:
         """Where plain tensors of one dtype lie; None where one is not plain."""
@@ -172,10 +183,10 @@ class Layout:
             table.widen(packed, self.ends)
         table.point(data, self.elements, self.book.keys[self._rows])
         if role is None:
-            self._taken = table.copy()
+            table.copy()
         else:
-            self._taken, broken = table.look(self.book.step)
-            self._note(role, broken)
+            self._note(role, table.look(self.book.step))
+        self._taken = table.taken
         return packed
 
     def _note(self, role: Role, broken: list[int]) -> None:
@@ -211,12 +222,65 @@ def located(tensor: torch.Tensor) -> tuple[int, int]:
     return 0, -1 if found is None else found.flat.numel()
 
 
+class Parts:
+    """Where samples of some tensors lie, one tensor's behind the other's, and what a kernel compares them with.
+
+    Args:
+        ends: where the parts begin and end: one more than there are tensors.
+    """
+
+    def __init__(self, ends: Sequence[int] | np.ndarray) -> None:
+        self.ends: np.ndarray = np.asarray(ends, np.int64)
+        count = len(self.ends) - 1
+        self._chunks = np.zeros((count, CHUNK), np.int64)
+        self._chunks[:, 1], self._chunks[:, 2] = self.ends[:-1], np.diff(self.ends)
+        self._pointers, self._rows = np.zeros(4, np.int64), np.zeros(count, np.int64)
+        self._constants, self._sums = np.zeros(2), np.zeros((count, CHUNK))
+        arrays = self._chunks, self._pointers, self._rows, self._constants
+        self._given: tuple[int, ...] = (*map(address_of, arrays), 0, address_of(self._sums), 0)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Parts:
+        memo[id(self)] = made = Parts(self.ends)  # which has addresses of its own
+        return made
+
+    def count_changes(
+        self, values: Sequence[torch.Tensor], rounded: torch.Tensor | None, as_values: bool, decreases: bool
+    ) -> list[list[float]]:
+        """Return the sums of `changes_table` of each tensor; the arguments are those of `add_changes`."""
+        if select_engine("cpu") != "llvm":
+            return self._count_by_numpy(values, rounded, as_values, decreases)
+        self._pointers[: len(values)] = [address(one) for one in values]
+        self._pointers[3] = 0 if rounded is None else address(rounded)
+        self._constants[:] = as_values, 0.0 if decreases else np.inf
+        run_chunks(compiled(changes_table(rounded is not None)), self._chunks[:, 2], *self._given)
+        sums: list[list[float]] = self._sums.tolist()
+        return sums
+
+    def _count_by_numpy(
+        self, values: Sequence[torch.Tensor], rounded: torch.Tensor | None, as_values: bool, decreases: bool
+    ) -> list[list[float]]:
+        """The reference."""
+        found = []
+        for start, end in itertools.pairwise(self.ends):
+            b, a, w = (one.numpy()[start:end] for one in values)
+            with np.errstate(invalid="ignore", over="ignore", under="ignore"):
+                w = w - b if as_values else w
+                if rounded is not None:
+                    rounded[start:end] = torch.from_numpy(w)
+                w, change = np.minimum(w, 0) if decreases else w, a - b
+                counts = (w != 0) & np.isfinite(w) & np.isfinite(change)
+                same = counts & (b.view(np.int64) == a.view(np.int64))
+                w, change = w[counts], change[counts]
+                found.append([float(x.sum()) for x in (counts, same, w**2, w * change)])
+        return found
+
+
 def add_changes(
     records: Sequence[Realised],
     before: torch.Tensor,
     after: torch.Tensor,
     wanted: torch.Tensor,
-    ends: Sequence[int] | np.ndarray,
+    parts: Parts | None = None,
     *,
     known: bool = True,
     decreases: bool = False,
@@ -229,35 +293,24 @@ def add_changes(
         records: one per tensor.
         before, after: sampled values, one tensor's after the other's.
         wanted: the changes that were wanted; where they are not known, the gradients, whose zeros want none.
-        ends: where the tensors begin and end: one more than there are tensors.
+        parts: where the tensors lie; None for a single one.
         known: whether `wanted` is what was wanted.
         decreases: whether wanted decreases alone are counted.
         as_values: whether `wanted` holds the values that were wanted, and not the changes.
         rounded: float32, to which the wanted changes are written.
     """
-    parts = [_as_float64(one) for one in (before, after, wanted)]
-    if select_engine("cpu") == "llvm":
-        counts, sums = count_changes(parts, ends, rounded, as_values=as_values, decreases=decreases)
-    else:
-        if as_values:
-            parts[2] = parts[2] - parts[0]
-        if rounded is not None:
-            rounded.copy_(parts[2])
-        if decreases:
-            parts[2] = parts[2].clamp(max=0)
-        b, a, w = (part.numpy() for part in parts)
-        counts, sums = np.empty((len(records), 2), np.int64), np.empty((len(records), 2))
-        _by_numpy(b, a, w, ends, counts, sums)
-    for record, (seen, cancelled), (square, kept) in zip(records, counts.tolist(), sums.tolist(), strict=True):
-        record.seen += seen
-        record.cancelled += cancelled
+    values = [_as_float64(one) for one in (before, after, wanted)]
+    sums = (parts or Parts([0, len(before)])).count_changes(values, rounded, as_values, decreases)
+    for record, (seen, cancelled, square, kept) in zip(records, sums, strict=True):
+        record.seen += int(seen)
+        record.cancelled += int(cancelled)
         if not known:
             record.known = False
         elif record.known:
             # Each step's share counts by its elements, not by the size of its learning rate.
             share = kept / square if square else 0.0
-            record.wanted += seen if square else 0
-            record.kept += seen * share
+            record.wanted += int(seen) if square else 0
+            record.kept += int(seen) * share
 
 
 def _as_float64(values: torch.Tensor) -> torch.Tensor:
@@ -265,21 +318,3 @@ def _as_float64(values: torch.Tensor) -> torch.Tensor:
     if values.dtype is torch.float64 and values.is_cpu and values.is_contiguous():
         return values
     return values.detach().to("cpu", torch.float64).contiguous()
-
-
-def _by_numpy(
-    before: np.ndarray,
-    after: np.ndarray,
-    wanted: np.ndarray,
-    ends: Sequence[int] | np.ndarray,
-    counts: np.ndarray,
-    sums: np.ndarray,
-) -> None:
-    """The reference."""
-    for tensor in range(len(counts)):
-        b, a, w = (part[ends[tensor] : ends[tensor + 1]] for part in (before, after, wanted))
-        with np.errstate(invalid="ignore", over="ignore", under="ignore"):
-            change = a - b
-            asked = (w != 0) & np.isfinite(w) & np.isfinite(change)
-            counts[tensor] = asked.sum(), (asked & (b.view(np.int64) == a.view(np.int64))).sum()
-            sums[tensor] = (w[asked] ** 2).sum(), (w[asked] * change[asked]).sum()

@@ -132,7 +132,7 @@ class _Arrival:
         record = self.book.record.parameters[self.name]
         if record.accumulation is None:
             record.accumulation = Realised()
-        add_changes([record.accumulation], held, now, incoming, [0, len(held)])
+        add_changes([record.accumulation], held, now, incoming)
         if self.exact is None:
             self.owner.adds(self)
         # What somebody cleared, clipped or scaled since the last addition is where the exact sum begins anew.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 import weakref
 from collections import deque
 from collections.abc import Iterator
@@ -105,17 +106,21 @@ class ModuleHooks:
         """A module has run; evaluation without gradients is not training and is left out."""
         if torch.is_grad_enabled():
             if torch._C._current_graph_task_id() == -1:  # what runs again in a backward pass was noted in the first run
-                self._first_run(hook, inputs, output)
-            if not self._quickly(hook, module, inputs, output):
-                self._activations(hook, module, inputs, output)
+                if self._is_wide(inputs, output):
+                    begin = time.perf_counter()
+                    self.book.uses.note(hook.name, inputs, output)
+                    self.book.seconds += time.perf_counter() - begin
+                else:
+                    self._first_run(hook, inputs, output)
+                if self._quickly(hook, module, inputs, output):
+                    return
+            self._activations(hook, module, inputs, output)
         elif self._again is not None and module.training:  # the first pass of a reentrant checkpoint
             self._note(module, output)
 
     def _quickly(self, hook: _ModuleHook, module: nn.Module, inputs: tuple[Any, ...], output: Any) -> bool:
         """Look at a single plain output in a forward pass where nothing else is followed; False elsewhere."""
-        if type(output) is not torch.Tensor or hook.is_followed or torch._C._current_graph_task_id() != -1:
-            return False
-        if torch._C._is_any_autocast_enabled():
+        if type(output) is not torch.Tensor or hook.is_followed or torch._C._is_any_autocast_enabled():
             return False
         if not self._was_last(output):
             if not hook.slot.look_quickly(output):
@@ -131,6 +136,13 @@ class ModuleHooks:
         if not hook.name:
             self.loss = loss_in(output)
         return True
+
+    def _is_wide(self, inputs: tuple[Any, ...], output: Any) -> bool:
+        """Return whether residual sums, casts and positions are none that could be followed, as between float32."""
+        if type(output) is not torch.Tensor or output.dtype in NARROW or self._casts.wanted or self.book.inside:
+            return False
+        is_long = output.dim() > 1 and output.shape[-2] > FEWEST_POSITIONS
+        return not is_long and not any(isinstance(one, torch.Tensor) and one.dtype in NARROW for one in inputs)
 
     @watching
     def _first_run(self, hook: _ModuleHook, inputs: tuple[Any, ...], output: Any) -> None:
@@ -337,7 +349,7 @@ class Residuals:
             return
         record = self.book.record.residuals.setdefault(name, ResidualRecord(name, total.dtype))
         record.stream, record.added = sizes[1 - small], sizes[small]
-        add_changes([record.change], past, _sample(total), added, [0, len(added)])
+        add_changes([record.change], past, _sample(total), added)
 
 
 def graph_key(node: Any, number: int) -> tuple[int, int]:
@@ -355,6 +367,7 @@ def _sample(tensor: torch.Tensor) -> torch.Tensor:
 # The whole numbers up to which each format has all.
 COUNTED = {torch.bfloat16: 256, torch.float16: 2048}
 WINDOW = 8
+FEWEST_POSITIONS = min(COUNTED.values()) + WINDOW
 # As many pairs of equal neighbours chance does not place where rounding does.
 FEWEST = 16
 # Two positions may have one sine in 8 bits.
@@ -370,7 +383,7 @@ class Positions:
     def note(self, name: str, output: Any) -> None:
         """Note what a module returned."""
         for one in output if isinstance(output, tuple) else (output,):
-            if type(one) is torch.Tensor and one.dim() > 1 and one.shape[-2] > min(COUNTED.values()) + WINDOW:
+            if type(one) is torch.Tensor and one.dim() > 1 and one.shape[-2] > FEWEST_POSITIONS:
                 self._look(name, one)
 
     def _look(self, name: str, output: torch.Tensor) -> None:
@@ -412,11 +425,14 @@ class Casts:
 
     Autograd's graph, from the output of a module around, leads to the cast that took the output; what comes to it on
     the way back is what was there before rounding.
+
+    Attributes:
+        wanted: what leads to the outputs in autograd's graph, by the names of their modules.
     """
 
     def __init__(self, book: Notebook) -> None:
         self.book = book
-        self._wanted: dict[str, tuple[int, int]] = {}
+        self.wanted: dict[str, tuple[int, int]] = {}
         self._handles: list[Any] = []
 
     def forget(self) -> None:
@@ -424,22 +440,22 @@ class Casts:
         for handle in self._handles:
             handle.remove()
         self._handles.clear()
-        self._wanted.clear()
+        self.wanted.clear()
 
     def note(self, name: str, output: Any) -> None:
         """Note that a module has run; modules inside it have been noted before."""
         if type(output) is not torch.Tensor or output.grad_fn is None:
             return
-        if self._wanted and any(not name or wanted.startswith(f"{name}.") for wanted in self._wanted):
+        if self.wanted and any(not name or wanted.startswith(f"{name}.") for wanted in self.wanted):
             self._search(name, output)
         if output.dtype in NARROW:
             totals = self.book.totals.get(("activation gradient", name))
             if totals is not None and totals.all_zero():
-                self._wanted[name] = graph_key(output.grad_fn, output.output_nr)
+                self.wanted[name] = graph_key(output.grad_fn, output.output_nr)
 
     def _search(self, name: str, output: torch.Tensor) -> None:
         """Look for the casts of wanted outputs among the operations that made an output around them."""
-        wanted = {key: one for one, key in self._wanted.items() if not name or one.startswith(f"{name}.")}
+        wanted = {key: one for one, key in self.wanted.items() if not name or one.startswith(f"{name}.")}
         stack: list[Any] = [output.grad_fn]
         seen: set[int] = set()
         while stack and len(seen) < MOST_NODES:
@@ -453,7 +469,7 @@ class Casts:
                 if found is None:
                     stack.append(before[0])
                     continue
-                self._wanted.pop(found, None)
+                self.wanted.pop(found, None)
                 if node.name() == CAST:
                     self._handles.append(node.register_prehook(_Cast(self.book, found)))
 

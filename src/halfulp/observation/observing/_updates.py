@@ -5,7 +5,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-import numpy as np
 import torch
 
 from ...optim import Optimizer
@@ -150,8 +149,7 @@ class Updates:
         divisor = _number(getattr(self.optimizer, "grad_scale", None), 1.0)
         if divisor != 1.0:
             gradient /= divisor
-        nonzero = np.add.reduceat(gradient.numpy() != 0, layout.ends[:-1], dtype=np.int64).tolist()
-        for one, count in zip(stepped, nonzero):
+        for one, count in zip(stepped, layout.count_nonzero(gradient)):
             one.record.nonzero_gradients += count
         if not self._is_elementwise():
             for one, own, slope in zip(stepped, layout.parts(weight), layout.parts(gradient)):
@@ -245,7 +243,7 @@ class Updates:
         before = torch.zeros_like(wanted) if before is None else before
         records = [one.record.states.setdefault(key, Realised()) for one in batch.stepped]
         squares = key in AVERAGED_SQUARES
-        add_changes(records, before, now, wanted, batch.layout.ends, decreases=squares, as_values=True)
+        add_changes(records, before, now, wanted, batch.layout.places, decreases=squares, as_values=True)
 
     def _compare_decay(self, batch: Batch) -> None:
         """Decay that is decoupled from the gradient, rounded by itself as torch's loop does."""
@@ -258,7 +256,7 @@ class Updates:
                 one.record.decay = Realised()
             records.append(one.record.decay)
         decayed = (batch.weight.to(batch.stepped[0].parameter.dtype) * factor).double()
-        add_changes(records, batch.weight, decayed, batch.weight * (factor - 1), batch.layout.ends)
+        add_changes(records, batch.weight, decayed, batch.weight * (factor - 1), batch.layout.places)
 
     def _count_unknown(self, batch: Batch, now: torch.Tensor) -> None:
         """Count what became of updates that a shadow does not step: of halfulp's optimizers, or of no known formula."""
@@ -268,7 +266,7 @@ class Updates:
             after, known = self._shown(one, plain), one.change is not None
             self._compare_own_states(one)
             wanted = one.gradient if one.change is None else one.change
-            add_changes([one.record.update], one.weight, after, wanted, [0, len(one.weight)], known=known)
+            add_changes([one.record.update], one.weight, after, wanted, known=known)
             if one.change is not None:
                 self._follow_directions(one, one.weight.double() + one.change.double(), after.double())
             self._look_at_update(one, one.change if one.change is not None else after.double() - one.weight.double())
@@ -295,9 +293,9 @@ class Updates:
         after = decoded_states(self.optimizer._plans[one.parameter], self.book.key(one.record.name))
         for key, wanted in one.wanted_states.items():
             before = one.states[key]
-            change, ends = wanted.double() - before.double(), [0, len(before)]
+            change = wanted.double() - before.double()
             record, squares = records.setdefault(key, Realised()), key in AVERAGED_SQUARES
-            add_changes([record], before, after[key], change, ends, decreases=squares)
+            add_changes([record], before, after[key], change, decreases=squares)
 
     def _look_at_update(self, one: Stepped, change: torch.Tensor) -> None:
         flat = change if one.record.dtype == torch.float64 else change.float()
