@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import time
 import weakref
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, TypeVar
 
 import numpy as np
@@ -262,6 +262,32 @@ def is_watched() -> bool:
     """Return whether a mode of torch would see the functions that are called now, or a compiler traces them."""
     modes = torch._C._is_torch_function_mode_enabled() or torch._C._len_torch_dispatch_stack()
     return bool(modes) or torch.compiler.is_compiling()
+
+
+MOST_OUTPUTS = 16
+
+
+def tensors_in(value: Any) -> Iterator[torch.Tensor]:
+    """Yield the floating-point tensors of a nested tuple, list, or mapping, such as a model's output."""
+    stack, count = [value], 0
+    while stack and count < MOST_OUTPUTS:
+        item = stack.pop()
+        if isinstance(item, torch.Tensor):
+            if item.dtype.is_floating_point:
+                count += 1
+                yield item
+        elif isinstance(item, Mapping):
+            stack.extend(reversed(list(item.values())))
+        elif isinstance(item, tuple | list):
+            stack.extend(reversed(item))
+
+
+def loss_in(output: Any) -> torch.Tensor | None:
+    """Return the loss among a model's outputs, where it is one: `output.loss`, or a single number."""
+    loss = output.get("loss") if isinstance(output, Mapping) else output
+    if isinstance(loss, torch.Tensor) and loss.dtype.is_floating_point and loss.numel() == 1 and loss.requires_grad:
+        return loss.detach()
+    return None
 
 
 # Outputs of many forward passes without an optimizer's step, before those that are gone are looked for.

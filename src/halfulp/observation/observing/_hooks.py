@@ -1,7 +1,8 @@
-"""Hooks on modules: activations, their gradients, residual sums, positions, casts, and the loss."""
+"""Hooks on modules and parameters: activations, gradients, residual sums, positions, casts, and the loss."""
 
 from __future__ import annotations
 
+import math
 import time
 import weakref
 from collections import deque
@@ -14,13 +15,14 @@ from torch import nn
 from torch.utils.hooks import RemovableHandle
 
 from ...kernels import in_float64
-from .._record import PositionsRecord, ResidualRecord
-from ..sampling._sample_places import PLAIN_TYPES
-from ._averages import RunningStatistics
-from ._batch import add_changes
+from .._record import PositionsRecord, Realised, ResidualRecord
+from ..sampling._sample_places import PLAIN_TYPES, stored
+from ..sampling._sampler import sampled
+from ._averages import RunningStatistics, has_running_statistics
 from ._expectations import Expectations
-from ._notebook import Notebook, TensorSlot, watching
-from ._second_runs import CompiledModules, Recomputations, loss_in, tensors_in
+from ._notebook import Notebook, TensorSlot, loss_in, tensors_in, watching
+from ._second_runs import CompiledModules, Recomputations
+from ._updates import add_changes
 
 # Hooks on outputs whose graphs may be gone, before they are looked through.
 MOST_HANDLES = 10_000
@@ -51,23 +53,25 @@ class ModuleHooks:
                 "hooks run in eager mode only; observe the run without torch.compile to see them"
             )
         self.expects_calls: bool = bool(names) and not compiled
-        self._statistics = RunningStatistics(book, names)
+        followed = {module: name for module, name in names.items() if has_running_statistics(module)}
+        self._statistics = RunningStatistics(book, followed) if followed else None
         self._residuals, self._positions, self._casts = Residuals(book), Positions(book), Casts(book)
         self._again = Recomputations(book) if check else None
         self._hooks = {
-            module: _ModuleHook(self, name, type(module).__name__, check or self._statistics.follows(module))
+            module: _ModuleHook(self, name, type(module).__name__, check or module in followed)
             for module, name in names.items()
         }
         wrappers = {name: module for name, module in compiled.items() if hasattr(module, "_orig_mod")} if check else {}
         for name in compiled.keys() - wrappers.keys() if check else ():
             book.missed(f"{name or 'the model'} was compiled in place: there is no eager original to compare with")
-        self._compiled = CompiledModules(book, wrappers)
+        self._compiled = CompiledModules(book, wrappers) if wrappers else None
 
     def attach(self) -> None:
         """Attach the hooks."""
         if not self._handles:
             self._handles = [module.register_forward_hook(hook) for module, hook in self._hooks.items()]
-        self._compiled.attach()
+        if self._compiled is not None:
+            self._compiled.attach()
 
     def detach(self) -> None:
         """Remove all hooks, and let go of a step's tensors."""
@@ -76,15 +80,18 @@ class ModuleHooks:
             handle.remove()
         self._handles.clear()
         self._gradient_handles.clear()
-        self._compiled.detach()
+        if self._compiled is not None:
+            self._compiled.detach()
 
     def begin_step(self) -> None:
         """Take the running statistics as they are before a sampled step."""
-        self._statistics.begin()
+        if self._statistics is not None:
+            self._statistics.begin()
 
     def finish_step(self) -> None:
         """Compare them at the end of it."""
-        self._statistics.end()
+        if self._statistics is not None:
+            self._statistics.end()
 
     def end_step(self) -> None:
         """Forget what belongs to one step."""
@@ -156,7 +163,8 @@ class ModuleHooks:
         name = hook.name
         again = torch._C._current_graph_task_id() != -1 and name in self._seen
         found = list(tensors_in(output))
-        self._statistics.follow(module, inputs)
+        if self._statistics is not None:
+            self._statistics.follow(module, inputs)
         if self._again is not None and found:
             self._again.note(name, found[0], torch._C._current_graph_task_id() != -1)
         if not again:
@@ -489,3 +497,141 @@ class _Cast:
         if totals is not None and type(gradient) is torch.Tensor and gradient.numel():
             low, high = torch.aminmax(gradient)
             totals.record.before_cast = max(abs(float(low)), abs(float(high)))
+
+
+class GradientHooks:
+    """Watches gradients as backward passes hand them to parameters.
+
+    Args:
+        book: what is written to; its record has the parameters.
+        named: trainable parameters and their names.
+    """
+
+    def __init__(self, book: Notebook, named: list[tuple[str, torch.Tensor]]) -> None:
+        self.book = book
+        self.arrived: set[str] = set()
+        self._hooks = [(parameter, _Arrival(self, name)) for name, parameter in named]
+        self._adding: list[_Arrival] = []
+        self._handles: list[RemovableHandle] = []
+
+    def attach(self) -> None:
+        """Attach the hooks."""
+        for parameter, hook in self._hooks if not self._handles else ():
+            if parameter.requires_grad and parameter.is_leaf:
+                hook.parameter, hook.is_followed = parameter, False
+                self._handles.append(parameter.register_hook(hook.before))
+
+    def detach(self) -> None:
+        """Remove the hooks."""
+        for handle in self._handles:
+            handle.remove()
+        self._handles.clear()
+
+    def follow(self, hook: _Arrival) -> None:
+        """Let a parameter's second hook run from now on: only gradients that are added to others need it."""
+        if not hook.is_followed and hook.parameter is not None:
+            hook.is_followed = True
+            self._handles.append(hook.parameter.register_post_accumulate_grad_hook(hook.after))
+
+    def end_step(self) -> None:
+        """Compare the step's sums with the exact ones, and forget what belongs to one step."""
+        for hook in self._adding:
+            hook.compare_sums()
+        self._adding.clear()
+        self.arrived.clear()
+
+    def adds(self, hook: _Arrival) -> None:
+        """Note that a parameter's gradient is a sum in this step."""
+        self._adding.append(hook)
+
+
+class _Arrival:
+    """The two hooks of one parameter."""
+
+    __slots__ = (
+        "accumulated",
+        "book",
+        "errors",
+        "exact",
+        "incoming",
+        "is_followed",
+        "name",
+        "owner",
+        "parameter",
+        "rounded",
+        "slot",
+        "squares",
+    )
+
+    def __init__(self, owner: GradientHooks, name: str) -> None:
+        self.owner, self.book, self.name = owner, owner.book, name
+        self.slot = TensorSlot(owner.book, "weight gradient", name, owner.book.record.parameters[name].kind)
+        self.parameter: torch.Tensor | None = None
+        self.is_followed: bool = False
+        self.accumulated: torch.Tensor | None = None
+        self.incoming: torch.Tensor | None = None
+        self.exact: torch.Tensor | None = None
+        self.rounded: torch.Tensor | None = None
+        self.errors: float = 0.0
+        self.squares: float = 0.0
+
+    def before(self, gradient: torch.Tensor) -> None:
+        """Hook: a gradient arrives, before it is added."""
+        if self.book.sampling:
+            if self.slot.look_quickly(gradient, self.book.scale):
+                self.owner.arrived.add(self.name)
+            else:
+                self._look(gradient)
+            self.accumulated = self.incoming = None
+            if self.parameter is not None and self.parameter.grad is not None:
+                self._hold(self.parameter.grad, gradient)
+
+    def after(self, parameter: torch.Tensor) -> None:
+        """Hook: it has been added."""
+        if self.accumulated is not None:
+            self._accumulated(parameter)
+
+    @watching
+    def _look(self, gradient: torch.Tensor) -> None:
+        if self.slot.look(gradient, self.book.scale) is not None:
+            self.owner.arrived.add(self.name)
+
+    @watching
+    def _hold(self, there: torch.Tensor, gradient: torch.Tensor) -> None:
+        """Keep samples of what is there and of what is added to it."""
+        held, incoming = stored(there), stored(gradient)
+        if held is not None and incoming is not None and held.flat.numel() == incoming.flat.numel():
+            key = self.book.key(self.name)
+            self.accumulated, self.incoming = sampled(held.flat, key), sampled(incoming.flat, key)
+            self.owner.follow(self)
+
+    @watching
+    def _accumulated(self, parameter: torch.Tensor) -> None:
+        held, incoming, self.accumulated, self.incoming = self.accumulated, self.incoming, None, None
+        found = stored(parameter.grad) if parameter.grad is not None else None
+        # Zeros that `zero_grad(set_to_none=False)` left swallow nothing.
+        if found is None or held is None or incoming is None or not held.any():
+            return
+        now = sampled(found.flat, self.book.key(self.name))
+        record = self.book.record.parameters[self.name]
+        if record.accumulation is None:
+            record.accumulation = Realised()
+        add_changes([record.accumulation], held, now, incoming)
+        if self.exact is None:
+            self.owner.adds(self)
+        # What somebody cleared, clipped or scaled since the last addition is where the exact sum begins anew.
+        if self.exact is None or self.rounded is None or not torch.equal(held, self.rounded):
+            self.exact = in_float64(held)
+        self.exact += in_float64(incoming)
+        self.rounded = now
+
+    def compare_sums(self) -> None:
+        """Add what rounding made of this step's sum to the record."""
+        exact, rounded, self.exact, self.rounded = self.exact, self.rounded, None, None
+        if exact is None or rounded is None or len(exact) != len(rounded):
+            return
+        error, square = (float(one.square().sum()) for one in (in_float64(rounded) - exact, exact))
+        if math.isfinite(error) and math.isfinite(square):
+            self.errors, self.squares = self.errors + error, self.squares + square
+        if self.squares:
+            self.book.record.parameters[self.name].accumulation_error = math.sqrt(self.errors / self.squares)
