@@ -10,9 +10,8 @@ from typing import Any
 import numpy as np
 import torch
 
-from ...kernels import address, plain_address, run_chunks, select_engine
+from ...kernels import address, address_of, plain_address, run_chunks, select_engine
 from ...kernels._table import CHUNK
-from ...kernels.vector._machine_function import address_of
 from ...optim import Optimizer
 from ...optim._float32_weights import read_weights
 from ...optim.parameters._parameter_plan import ParameterPlan
@@ -80,32 +79,29 @@ class Layout:
         for table in self._tables.values():
             table.wide = None
 
-    def sample(self, name: str, tensors: Sequence[torch.Tensor], places: list[int] | None = None) -> torch.Tensor:
-        """Return samples of one tensor per parameter, float64.
+    def look(
+        self,
+        name: str,
+        tensors: Sequence[torch.Tensor],
+        places: list[int] | None = None,
+        role: Role | None = None,
+    ) -> torch.Tensor:
+        """Return samples of one tensor per parameter, float64; under a role count the tensors too.
 
         Args:
             tensors: one per parameter, of one dtype.
             places: where they lie, if that is known.
         """
-        data = self._places(tensors, places)
-        if data is None:
-            found = [_numbers(tensor) for tensor in tensors]
+        data, dtype = self._places(tensors, places), tensors[0].dtype
+        if data is not None:
+            return self._take(name, self._table(name, dtype, role, [dtype] * len(tensors)), data, role)
+        found = [_numbers(tensor) for tensor in tensors]
+        if role is not None:
+            samples = self.book.look_all(role, [(*named, one) for named, one in zip(self.named, found)])
+        else:
             keys = [self.book.key(own) for own, _ in self.named]
             samples = look([Look(one.flat, key) for one, key in zip(found, keys)])
-            return self._packed(samples, found)
-        return self._take(name, self._table(name, tensors[0].dtype), data)
-
-    def look(
-        self, role: Role, name: str, tensors: Sequence[torch.Tensor], places: list[int] | None = None
-    ) -> torch.Tensor:
-        """Count one tensor per parameter under a role, and return the samples, as `sample` does."""
-        data = self._places(tensors, places)
-        if data is None:
-            found = [_numbers(tensor) for tensor in tensors]
-            samples = self.book.look_all(role, [(*named, one) for named, one in zip(self.named, found)])
-            return self._packed(samples, found)
-        dtype = tensors[0].dtype
-        return self._take(name, self._table(name, dtype, role, [dtype] * len(tensors)), data, role)
+        return self._packed(samples, found)
 
     def look_at_changes(
         self,
@@ -175,9 +171,9 @@ class Layout:
         if table is None:
             flat = torch.empty(0, dtype=memory, device="cpu")
             totals = []
-            for (own, kind), dtype in zip(self.named, dtypes):
-                assert role is not None
-                totals.append((self.book.totals_of(role, own, kind, Stored(flat, dtype)), dtype))
+            if role is not None:
+                for (own, kind), dtype in zip(self.named, dtypes):
+                    totals.append((self.book.totals_of(role, own, kind, Stored(flat, dtype)), dtype))
             is_wide = memory is not torch.float32 or role != "update"
             table = self._tables[key] = Rows(memory, len(self.named), self.book.counting, totals, is_wide)
         return table
@@ -451,8 +447,8 @@ class Updates:
         """Sample weights, gradients and states of parameters that step together."""
         layout = self._layout(stepped)
         places = zip(*(one.places for one in stepped))
-        weight = layout.look("weight", "weight", [one.parameter for one in stepped], list(next(places)))
-        gradient = layout.sample("gradient", [_gradient(one.parameter) for one in stepped], list(next(places)))
+        weight = layout.look("weight", [one.parameter for one in stepped], list(next(places)), "weight")
+        gradient = layout.look("gradient", [_gradient(one.parameter) for one in stepped], list(next(places)))
         divisor = _number(getattr(self.optimizer, "grad_scale", None), 1.0)
         if divisor != 1.0:
             gradient /= divisor
@@ -467,7 +463,7 @@ class Updates:
                 sampled[name] = value.clone() if isinstance(value, torch.Tensor) else value
             else:
                 tensors = [self._state_of(one.parameter)[name] for one in stepped]
-                sampled[name] = layout.sample(f"{name} before", tensors, list(next(places)))
+                sampled[name] = layout.look(f"{name} before", tensors, list(next(places)))
         return Batch(layout, stepped, weight, gradient, None if states is None else sampled)
 
     def _layout(self, stepped: list[Stepped]) -> Layout:
@@ -507,7 +503,7 @@ class Updates:
         if not batches or _number(getattr(self.optimizer, "found_inf", None), 0.0):
             return
         for batch in batches:
-            now = batch.layout.sample("weight after", [one.parameter for one in batch.stepped])
+            now = batch.layout.look("weight after", [one.parameter for one in batch.stepped])
             states = self._look_at_states(batch)
             if batch.states is not None:
                 self._compare(batch, now, states)
@@ -628,7 +624,7 @@ class Updates:
             values = [value for _, value, _ in held]
             alike = all(value.dtype is values[0].dtype for value in values)
             places = [place if alike else 0 for *_, place in held]
-            taken = layout.sample(key, values, places) if role is None else layout.look(role, key, values, places)
+            taken = layout.look(key, values, places, role)
             if layout is batch.layout:
                 samples[key] = taken
         return samples

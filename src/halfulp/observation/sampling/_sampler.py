@@ -20,11 +20,11 @@ import numpy as np
 import torch
 
 from ...formats import BlockFormat
-from ...kernels import address, check_bits, run_chunks, select_engine, undisturbed
+from ...kernels import address, address_of, check_bits, run_chunks, select_engine, undisturbed
 from ...kernels._subnormals import flushes
 from ...kernels._table import CHUNK, Table
 from ...kernels._trace import COPIES
-from ...kernels.vector._machine_function import Kernel, address_of, compile_calls
+from ...kernels.vector._machine_function import Kernel, compile_calls
 from ...kernels.vector._table_loop import compile_table
 from ...rounding import Nearest, quantize
 from ...rounding._target import WORD32
