@@ -12,6 +12,7 @@ import ctypes
 import functools
 import math
 import struct
+import threading
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -184,9 +185,9 @@ class Counting:
         self._programs: dict[tuple[torch.dtype, bool], Program] = {}
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Counting:
-        # All but the room is read alone.
+        # All but the room and the programs is read alone.
         memo[id(self)] = made = copy.copy(self)
-        made.room = np.empty_like(self.room)
+        made.room, made._programs = np.empty_like(self.room), {}
         return made
 
     def program(self, dtype: torch.dtype, is_wide: bool) -> Program:
@@ -255,6 +256,7 @@ class Program:
         layout: of the memory.
         kernel: what runs it for the rows of a table of `ROW`.
         given: its arguments behind the first three.
+        lock: held while it runs, as rows of one dtype share its memory.
     """
 
     def __init__(self, dtype: torch.dtype, is_wide: bool, counting: Counting | None) -> None:
@@ -292,6 +294,7 @@ class Program:
             self._count(counting)
             self._call(d.add_table(), self._at("added"), "totals")
         self.given: tuple[int, int, int] = (self._at("chunks", _TAKEN), self._at("calls"), calls)
+        self.lock: threading.Lock = threading.Lock()
         self.kernel: Kernel = compile_calls(len(_GIVEN), len(_FOUND))
         self._memory: tuple[np.ndarray, list[int]] = self.places(1)
 
@@ -420,7 +423,9 @@ class Rows:
             self._rows["sample"] = samples
         if not self._rooms and len(self._rows) > 1 and torch.get_num_threads() > 1:
             self._separate()
-        run_chunks(self._program.kernel, self._elements, self._at, *self._program.given)
+        program = self._program
+        with program.lock:  # kernels run without the interpreter's lock
+            run_chunks(program.kernel, self._elements, self._at, *program.given)
         self.taken = taken = self._taken.tolist()
         if self.wide is not None and self._is_short:
             for k in np.flatnonzero(
