@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from halfulp import formats, kernels
-from halfulp.observation.auditing import _device_functions as d
+from halfulp.observation.auditing import _differences as d
 from halfulp.observation.auditing._differences import add_differences, empty_differences
 
 DTYPES = [

@@ -2,7 +2,10 @@
 
 import json
 import math
+import sys
+import threading
 import types
+from pathlib import Path
 
 import pytest
 import torch
@@ -10,6 +13,8 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import halfulp as hu
+
+SOURCE = Path(hu.__file__).parent
 
 
 def small() -> tuple[nn.Module, torch.optim.Optimizer]:
@@ -358,7 +363,7 @@ def test_emulated_models_round_nothing_of_the_watching():
 
 def test_history_is_thinned_and_loses_no_skips():
     from halfulp.observation._record import StepRecord
-    from halfulp.observation.observing._history import MOST_HISTORY, History
+    from halfulp.observation.observing._observation import MOST_HISTORY, History
 
     steps: list[StepRecord] = []
     history = History(steps)
@@ -393,3 +398,25 @@ def test_bad_input():
         hu.observe(model, optimizer, formats=["fp15"])
     with pytest.raises(ValueError, match="unknown format"):
         hu.observe(model, optimizer, expect={"*": "fp15"})
+
+
+def test_a_sampled_step_walks_through_few_files():
+    model, optimizer = small()
+    files: set[str] = set()
+
+    def note(frame: types.FrameType, event: str, _: object) -> None:
+        if event == "call":
+            files.add(frame.f_code.co_filename)
+
+    with hu.observe(model, optimizer, interval=1):
+        train(model, optimizer, 2)
+        before = sys.getprofile()
+        threading.setprofile(note)
+        sys.setprofile(note)
+        try:
+            train(model, optimizer, 1)
+        finally:
+            sys.setprofile(before)
+            threading.setprofile(None)
+    own = {str(Path(file).relative_to(SOURCE)) for file in files if Path(file).is_relative_to(SOURCE)}
+    assert len(own) <= 12, sorted(own)

@@ -17,8 +17,7 @@ from halfulp.observation.sampling._sample_places import (
     sampling_error,
     stored,
 )
-from halfulp.observation.sampling._sampler import Look, look
-from halfulp.observation.sampling._totals import Totals
+from halfulp.observation.sampling._sampler import Look, Totals, look
 
 DTYPES = (torch.float32, torch.float16, torch.bfloat16, torch.float64)
 SIZES = (0, 1, 2, 127, 129, 4095, 4096, 4097, 5000, 70_001)

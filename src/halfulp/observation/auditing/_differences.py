@@ -6,6 +6,7 @@ import functools
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
@@ -13,12 +14,173 @@ from torch import Tensor
 
 from ... import formats
 from ...formats import Format
-from ...kernels import CHUNK, IndexMap, address, address_of, chunks, plain, run_chunks, run_on_tensors, select_engine
+from ...kernels import (
+    CHUNK,
+    IndexMap,
+    address,
+    address_of,
+    chunks,
+    plain,
+    run_chunks,
+    run_on_tensors,
+    select,
+    select_engine,
+)
+from ...kernels._device_function import Recording
 from ...kernels._table import Table
 from ...kernels._trace import COPIES
+from ...kernels.scalar import _operations as o
 from ...kernels.tensors._writer import as_signed
 from ...kernels.vector._table_loop import compile_table
-from . import _device_functions as d
+
+# What is counted; from A_NAN on first of A, then of B.
+SAME, FINITE, A_NAN, A_INFINITE, A_ZEROS, A_TOP, A_VARIES, B_NAN, B_INFINITE, B_ZEROS, B_TOP, B_VARIES = range(12)
+COUNTS = 12
+# Changes in ulps by binade, from 2^LOWEST on, and by the first FINE bits of their fraction.
+FINE, LOWEST, BINADES = 5, -192, 512
+SLOTS = BINADES << FINE
+# Sums of `codes_table`: elements of equal codes and such that are no finite numbers, then per tensor.
+EQUAL, SPECIAL, SIDES = 0, 1, (A_ZEROS, A_TOP, A_VARIES, B_ZEROS, B_TOP, B_VARIES)
+# Sums of `changes_table`, then the sum of changes in ulps and the largest.
+CHANGED = SAME, FINITE, A_NAN, A_INFINITE, B_NAN, B_INFINITE
+
+# By the dtype of memory: the first code that is no finite number, and that of infinity.
+NATIVE = {
+    torch.float8_e4m3fn: (0x7F, None),
+    torch.float8_e5m2: (0x7C, 0x7C),
+    torch.float16: (0x7C00, 0x7C00),
+    torch.bfloat16: (0x7F80, 0x7F80),
+    torch.float32: (0x7F800000, 0x7F800000),
+    torch.float64: (0x7FF << 52, 0x7FF << 52),
+}
+_LOAD: dict[int, Any] = {1: o.load8, 2: o.load16, 4: o.load32, 8: o.load64}
+
+
+@dataclass(frozen=True)
+class _Code:
+    """A code, its part without the sign, and whether it is no finite number, or infinite."""
+
+    code: Any
+    size: Any
+    special: Any
+    infinite: Any
+
+    @classmethod
+    def read(cls, element: Recording, which: int, dtype: torch.dtype) -> _Code:
+        """Return the code of an element of one of the tensors."""
+        code = _LOAD[dtype.itemsize](element.arrays[which], element.index)
+        size = (o.and64 if dtype.itemsize == 8 else o.bit_and)(code, (1 << (8 * dtype.itemsize - 1)) - 1)
+        first, infinity = NATIVE[dtype]
+        return cls(code, size, size >= first, size != size if infinity is None else size == infinity)
+
+
+@functools.cache
+def codes_table(a: torch.dtype, b: torch.dtype) -> Table:
+    """What counts elements of two tensors by their codes alone.
+
+    Columns: A and B. Constants: the codes of their first elements, and of their largest numbers.
+    """
+    element = Recording(2, 4, "w64")
+    count = functools.partial(element.trace.gather_sum, "count")
+    x, y = (_Code.read(element, which, dtype) for which, dtype in enumerate((a, b)))
+    count(x.code == y.code if a == b else x.code != x.code)
+    count(x.special | y.special)
+    for which, (one, dtype) in enumerate(((x, a), (y, b))):
+        words = element.constants[which::2]
+        first, top = words if dtype.itemsize == 8 else map(o.low_word, words)
+        for mask in (one.size == 0, one.size == top, one.code != first):
+            count(mask)
+    return Table(element.trace, 2, constants=4)
+
+
+@functools.cache
+def changes_table(a: torch.dtype, b: torch.dtype) -> Table:
+    """What measures changes, in spacings at the element of A of that one of two formats which is coarser there.
+
+    Columns: A, B, and int64 (SLOTS,), what changed by the size of its change. Constants: of each format the biased
+    exponent of its smallest normal number and the bits of its mantissa.
+    """
+    element = Recording(3, 4, "w64")
+    count = functools.partial(element.trace.gather_sum, "count")
+    x, y = (_Code.read(element, which, dtype) for which, dtype in enumerate((a, b)))
+    finite = ~(x.special | y.special)
+    u, v = (_value(element, dtype, one, finite) for one, dtype in ((x, a), (y, b)))
+    both_nan = x.special & ~x.infinite & y.special & ~y.infinite
+    plus = [one.code == one.size for one in (x, y)]
+    same_signs = (plus[0] & plus[1]) | ~(plus[0] | plus[1])
+    count((finite & (u == v)) | both_nan | (x.infinite & y.infinite & same_signs))
+    count(finite)
+    for one in (x, y):
+        count(one.special & ~one.infinite)
+        count(one.infinite)
+    field, fraction = _change(element, u, v, wide=8 in (a.itemsize, b.itemsize))
+    changed, zero = finite & (u != v), np.uint64(0)
+    # Fields are biased: that of a size in ulps by 1023 and 4096.
+    slot = _between(o.sub(field, 4096 + 1023 + LOWEST), BINADES - 1)
+    fine = o.low_word(o.shr64(fraction, 52 - FINE))
+    place = o.bit_or(o.shl(slot, FINE), fine)
+    o.deposit64(element.arrays[2], select(changed, place, np.uint32(0)), select(changed, np.uint64(1), zero), SLOTS)
+    exponent = o.add(_between(o.sub(field, 4096 + 1), 2045), 1)
+    ulps: Any = o.real64(select(changed, o.or64(fraction, o.shl64(o.widen(exponent), 52)), zero))
+    element.trace.gather_sum("sum", ulps)
+    element.trace.gather_sum("max", ulps)
+    return Table(element.trace, 3, constants=4)
+
+
+def _between(word: Any, most: int) -> Any:
+    """Return a signed word within [0, most]."""
+    above = select(word > most, np.uint32(most), word)
+    return select(word >= 1 << 31, np.uint32(0), above)
+
+
+def _value(element: Recording, dtype: torch.dtype, one: _Code, finite: Any) -> Any:
+    """Return a code's number as a float64; 0 where one of the two is not finite."""
+    if dtype == torch.float64:
+        return o.real64(select(finite, one.code, np.uint64(0)))
+    word, width = one.code, 8 * dtype.itemsize
+    if dtype == torch.bfloat16:
+        word = o.shl(word, 16)
+    elif width < 32:
+        form = formats.get(dtype)
+        mantissa, least = form.mantissa_bits, 1 << form.mantissa_bits
+        # Codes below the smallest normal number's are multiples of the smallest subnormal.
+        small = o.word(o.to_real(one.size) * np.float32(form.smallest_subnormal))
+        normal = o.add(o.shl(one.size, 23 - mantissa), 127 - form.bias << 23)
+        sign = o.shl(o.bit_and(one.code, 1 << (width - 1)), 32 - width)
+        word = o.bit_or(select(one.size < least, small, normal), sign)
+    real = o.real(select(finite, word, np.uint32(0)))
+    return element.trace.emit("to_float64", (real,), None, "f64")
+
+
+def _change(element: Recording, u: Any, v: Any, wide: bool) -> tuple[Any, Any]:
+    """Return the exponent field, biased by 1023 + 4096, and the fraction, of |v - u| in ulps."""
+    zero, halved = np.float64(0.0), np.uint32(0)
+    if wide:
+        beyond = abs(v - u) > np.float64(1.7976931348623157e308)
+        halved = select(beyond, np.uint32(1), halved)
+        half = select(beyond, np.float64(0.5), np.float64(1.0))
+        u, v = u * half, v * half
+    change = v - u
+    # What rounding the difference took away (Knuth's two-sum): the binade is that of the exact change.
+    back = change - v
+    rest = (v - (change - back)) - (u + back)
+    away = (rest != zero) & (((rest < zero) & (change > zero)) | ((rest > zero) & (change < zero)))
+    bits = o.sub64(o.word64(abs(change)), select(away, np.uint64(1), np.uint64(0)))
+    raised = np.uint32(0)
+    if wide:
+        small = bits < 1 << 52
+        raised = select(small, np.uint32(54), raised)
+        bits = select(small, o.word64(o.real64(bits) * np.float64(2.0**54)), bits)
+    binade = o.add(o.shr(o.high_word(o.word64(abs(u))), 20), halved)
+    spacings = []
+    for lowest, mantissa in zip(*[map(o.low_word, element.constants)] * 2):
+        spacings.append(o.sub(select(binade > lowest, binade, lowest), mantissa))
+    # Fields below 0 are compared as if 64 higher.
+    higher = [o.add(spacing, 64) for spacing in spacings]
+    spacing = select(higher[0] > higher[1], *spacings)
+    field = o.add(o.sub(o.add(o.shr(o.high_word(bits), 20), halved), raised), 4096)
+    return o.add(o.sub(field, spacing), 1023), o.and64(bits, (1 << 52) - 1)
+
 
 # Elements of the parts that are converted, or read, one after another.
 AT_ONCE = 1 << 21
@@ -43,12 +205,12 @@ class Differences:
 
     def histogram(self) -> dict[int, int]:
         """Return the changed elements by floor(log2 |change in ulps|)."""
-        binades = self.table.reshape(d.BINADES, -1).sum(1)
-        return {int(k) + d.LOWEST: int(binades[k]) for k in np.flatnonzero(binades)}
+        binades = self.table.reshape(BINADES, -1).sum(1)
+        return {int(k) + LOWEST: int(binades[k]) for k in np.flatnonzero(binades)}
 
     def median(self) -> float:
         """Return the lower median of |change in ulps| over finite elements, unchanged ones as 0; NaN without any."""
-        finite = int(self.counts[d.FINITE])
+        finite = int(self.counts[FINITE])
         if not finite:
             return math.nan
         still = finite - int(self.table.sum())
@@ -56,17 +218,17 @@ class Differences:
         if rank < still:
             return 0.0
         slot = int(np.searchsorted(np.cumsum(self.table), rank - still, side="right"))
-        return math.ldexp(1 + (slot % (1 << d.FINE)) / (1 << d.FINE), (slot >> d.FINE) + d.LOWEST)
+        return math.ldexp(1 + (slot % (1 << FINE)) / (1 << FINE), (slot >> FINE) + LOWEST)
 
     def mean(self) -> float:
         """Return the mean of |change in ulps| over finite elements; NaN without any."""
-        finite = int(self.counts[d.FINITE])
+        finite = int(self.counts[FINITE])
         return self.total / finite if finite else math.nan
 
 
 def empty_differences() -> Differences:
     """Return what is known before the first part."""
-    return Differences(np.zeros(d.COUNTS, np.int64), np.zeros(d.SLOTS, np.int64))
+    return Differences(np.zeros(COUNTS, np.int64), np.zeros(SLOTS, np.int64))
 
 
 def add_differences(found: Differences, a: Tensor, b: Tensor) -> None:
@@ -82,7 +244,7 @@ def add_differences(found: Differences, a: Tensor, b: Tensor) -> None:
     if found.first is None:
         found.first = first
     # NaN is no number that a tensor can be constant at.
-    for which, before, now in ((d.A_VARIES, found.first[0], first[0]), (d.B_VARIES, found.first[1], first[1])):
+    for which, before, now in ((A_VARIES, found.first[0], first[0]), (B_VARIES, found.first[1], first[1])):
         found.counts[which] |= int(before != now)
     count = _count_compiled if select_engine("cpu") == "llvm" else _count_tensors
     for parts in zip(a.split(AT_ONCE), b.split(AT_ONCE), strict=True):
@@ -91,7 +253,7 @@ def add_differences(found: Differences, a: Tensor, b: Tensor) -> None:
 
 def _native(x: Tensor) -> Tensor:
     """Return the elements in a row, in a dtype that has them all and whose codes are read."""
-    wide = x if x.dtype in d.NATIVE else x.to(torch.float32)
+    wide = x if x.dtype in NATIVE else x.to(torch.float32)
     return wide.contiguous().cpu()
 
 
@@ -114,13 +276,13 @@ def _word(dtype: torch.dtype, value: float) -> int:
 def _count_compiled(found: Differences, parts: list[Tensor], forms: tuple[Format, Format]) -> None:
     kinds, of_codes, of_changes = [x.dtype for x in parts], *_constants(found, parts, forms)
     cut = chunks(IndexMap.whole((parts[0].numel(),)), 0)
-    counted = _run(d.codes_table(*kinds), cut, parts, of_codes)
-    whole = (counted[:, d.EQUAL] == cut[:, 2]) & (counted[:, d.SPECIAL] == 0) & (kinds[0] == kinds[1])
+    counted = _run(codes_table(*kinds), cut, parts, of_codes)
+    whole = (counted[:, EQUAL] == cut[:, 2]) & (counted[:, SPECIAL] == 0) & (kinds[0] == kinds[1])
     _add_codes(found, counted[:, 2:].sum(0))
-    found.counts[[d.SAME, d.FINITE]] += int(cut[whole, 2].sum())
+    found.counts[[SAME, FINITE]] += int(cut[whole, 2].sum())
     if (rest := cut[~whole]).size:
-        table = np.zeros((torch.get_num_threads(), COPIES, d.SLOTS), np.int64)
-        changed = _run(d.changes_table(*kinds), rest, parts, of_changes, table)
+        table = np.zeros((torch.get_num_threads(), COPIES, SLOTS), np.int64)
+        changed = _run(changes_table(*kinds), rest, parts, of_changes, table)
         _add_changes(found, table.sum((0, 1)), changed[:, :-1].sum(0), float(changed[:, -1].max()))
 
 
@@ -153,9 +315,9 @@ def _kernel(table: Table) -> Callable[..., None]:
 
 def _count_tensors(found: Differences, parts: list[Tensor], forms: tuple[Format, Format]) -> None:
     kinds, of_codes, of_changes = [x.dtype for x in parts], *_constants(found, parts, forms)
-    table = torch.zeros(1, d.SLOTS, dtype=torch.int64, device="cpu")
+    table = torch.zeros(1, SLOTS, dtype=torch.int64, device="cpu")
     sums = []
-    for one, words in ((d.codes_table(*kinds), of_codes), (d.changes_table(*kinds), of_changes)):
+    for one, words in ((codes_table(*kinds), of_codes), (changes_table(*kinds), of_changes)):
         inputs = {("constant", k): as_signed(word, 64) for k, word in enumerate(words)}
         sums.append(np.array(run_on_tensors(one.trace, [*parts, table], inputs)[1]))
     _add_codes(found, sums[0][2:])
@@ -163,15 +325,15 @@ def _count_tensors(found: Differences, parts: list[Tensor], forms: tuple[Format,
 
 
 def _add_codes(found: Differences, counted: np.ndarray) -> None:
-    for which, count in zip(d.SIDES, counted):
+    for which, count in zip(SIDES, counted):
         found.counts[which] = (
-            found.counts[which] or count > 0 if which in (d.A_VARIES, d.B_VARIES) else found.counts[which] + count
+            found.counts[which] or count > 0 if which in (A_VARIES, B_VARIES) else found.counts[which] + count
         )
 
 
 def _add_changes(found: Differences, table: np.ndarray, sums: np.ndarray, largest: float) -> None:
     *counted, total = sums.tolist()
-    found.counts[list(d.CHANGED)] += np.array(counted, np.int64)
+    found.counts[list(CHANGED)] += np.array(counted, np.int64)
     found.table += table
     found.total += total
     found.largest = max(found.largest, largest)

@@ -14,7 +14,7 @@ from ...kernels import address, plain
 from .._text import holds_numbers
 from ..checkpoints._files import Checkpoint, Stored, map_pages
 from ..checkpoints._names import COUNTERS
-from . import _device_functions as d
+from . import _differences as d
 from ._audit import Role, Side, Status, TensorAudit
 from ._differences import AT_ONCE, Differences, add_differences, empty_differences
 

@@ -9,7 +9,7 @@ from .._record import Record, TensorRecord
 from .._text import confidence_of, dtype_name, is_narrow, percent, precision
 from ..auditing._audit import Audit
 from ._kind import FindingKind, register_finding
-from ._range_use import GRADIENTS, has_wide_range, nonzero, storage_format, tensors
+from ._ranges import GRADIENTS, has_wide_range, nonzero, storage_format, tensors
 
 FEWEST_IN_BLOCKS = 64
 # Of normally distributed numbers 4-bit blocks hide up to 12%; twice that is one large element in most blocks.

@@ -8,7 +8,7 @@ from .._finding import Finding
 from .._record import Record, TensorRecord
 from .._text import confidence_of, percent
 from ._kind import FindingKind, register_finding
-from ._range_use import loss_is_scaled, margin, nonzero, storage_format, subnormal_share, tensors, vanished_share
+from ._ranges import loss_is_scaled, margin, nonzero, storage_format, subnormal_share, tensors, vanished_share
 
 # A loss scale is there to make gradients larger. Below 1 it makes them smaller than they are.
 SCALE = 1.0

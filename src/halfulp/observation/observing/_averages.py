@@ -19,9 +19,8 @@ from ...optim._ema import decay_at
 from .._record import AverageRecord
 from ..sampling._sample_places import stored
 from ..sampling._sampler import sampled
-from ._batch import add_changes
 from ._notebook import Notebook
-from ._updates import represented
+from ._updates import add_changes, represented
 
 
 @dataclass(slots=True)
@@ -39,7 +38,7 @@ class WeightAverages:
     """Watches an average of the weights, which is updated between two optimizer steps.
 
     Args:
-        average: `hu.optim.EMA`, torch's AveragedModel, or a module that holds averaged parameters; None for none.
+        average: `hu.optim.EMA`, torch's AveragedModel, or a module that holds averaged parameters.
         model: whose parameters are averaged, of the same names.
 
     Raises:
@@ -47,13 +46,11 @@ class WeightAverages:
         ValueError: no parameter of the average has the name of one of the model's.
     """
 
-    def __init__(self, book: Notebook, average: EMA | nn.Module | None, model: nn.Module) -> None:
+    def __init__(self, book: Notebook, average: EMA | nn.Module, model: nn.Module) -> None:
         self.book, self.average = book, average
         self._pairs: list[tuple[str, torch.Tensor, torch.Tensor]] = []
         self._awaited: list[_Average] = []
         self._retention: float | None = None
-        if average is None:
-            return
         if not isinstance(average, EMA | nn.Module):
             raise TypeError(
                 f"average= takes a hu.optim.EMA, a torch.optim.swa_utils.AveragedModel or a module of averaged "
@@ -69,8 +66,6 @@ class WeightAverages:
     def begin(self) -> None:
         """Sample averages and weights as they are after a step."""
         self._awaited = []
-        if not self._pairs:
-            return
         self._retention = _retention(self.average)
         for name, tensor, weight in self._pairs:
             before, live = self._sample(name, tensor), self._sample(name, weight)
@@ -90,7 +85,7 @@ class WeightAverages:
             gap = one.live.double() - one.before.double()
             wanted = gap if self._retention is None else gap * (1 - self._retention)
             known = self._retention is not None
-            add_changes([record.change], one.before, after, wanted, [0, len(after)], known=known)
+            add_changes([record.change], one.before, after, wanted, known=known)
 
     def _sample(self, name: str, tensor: torch.Tensor) -> torch.Tensor | None:
         key = self.book.key(name)
@@ -148,16 +143,12 @@ class _Statistics:
 
 
 class RunningStatistics:
-    """Watches the running mean and variance of batch normalizations."""
+    """Watches the running mean and variance of batch normalizations, by their names."""
 
     def __init__(self, book: Notebook, modules: dict[nn.Module, str]) -> None:
         self.book = book
-        self._modules = {module: name for module, name in modules.items() if _is_followed(module)}
+        self._modules = modules
         self._shadows: dict[nn.Module, _Statistics] = {}
-
-    def follows(self, module: nn.Module) -> bool:
-        """Return whether a module is one whose statistics are watched."""
-        return module in self._modules
 
     def begin(self) -> None:
         """Copy the statistics as they are before the step's batches."""
@@ -196,7 +187,7 @@ class RunningStatistics:
                 now = getattr(module, key).detach()
                 retention = None if momentum is None else 1 - float(momentum)
                 record = self.book.record.averages.setdefault(name, AverageRecord(name, now.dtype, retention))
-                add_changes([record.change], before, now.reshape(-1), one.shadow[key] - before, [0, len(before)])
+                add_changes([record.change], before, now.reshape(-1), one.shadow[key] - before)
 
 
 def _batches(module: nn.Module) -> int:
@@ -205,7 +196,8 @@ def _batches(module: nn.Module) -> int:
     return int(counted)
 
 
-def _is_followed(module: nn.Module) -> bool:
+def has_running_statistics(module: nn.Module) -> bool:
+    """Return whether a module is a normalization of one process that keeps running statistics."""
     return (
         isinstance(module, _BatchNorm)
         and not isinstance(module, nn.SyncBatchNorm)

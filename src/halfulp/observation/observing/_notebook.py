@@ -5,23 +5,20 @@ from __future__ import annotations
 import functools
 import time
 import weakref
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, TypeVar
 
 import numpy as np
 import torch
 from torch.utils._python_dispatch import _disable_current_modes
 
-from ...kernels import address_of, plain_address, select_engine
+from ...kernels import plain_address, select_engine
 from ...rounding import mix64, mix64_all
 from .._record import Record, Role, TensorRecord
 from ..sampling._candidates import AnyFormat, Candidates, candidate
 from ..sampling._device_functions import KERNEL_DTYPES
-from ..sampling._loop import COUNT, DATA, KEY, SAMPLE
-from ..sampling._rows import Counting, Row, Rows
-from ..sampling._sample_places import MOST, Stored, name_key, stored
-from ..sampling._sampler import Look, check_kernels, count_in_blocks, look, signed
-from ..sampling._totals import Totals, is_wide
+from ..sampling._sample_places import Stored, name_key, stored
+from ..sampling._sampler import Counting, Look, Rows, Totals, check_kernels, look, signed
 from ._expectations import Quantized
 
 SEED = 0
@@ -56,7 +53,7 @@ class Notebook:
         for format in counted:
             also.pop(format.name, None)
         self.candidates: Candidates = Candidates([*counted, *also.values()])
-        self.counting: Counting = Counting(self.candidates, count_in_blocks)
+        self.counting: Counting = Counting(self.candidates)
         self.totals: dict[tuple[Role, str], Totals] = {}
         self.step: int = 0
         self.sampling: bool = False
@@ -115,10 +112,10 @@ class Notebook:
     def totals_of(self, role: Role, name: str, kind: str, found: Stored) -> Totals:
         """Return the running counts of a role at a name, made anew at its first tensor."""
         totals = self.totals.get((role, name))
-        if totals is None or (is_wide(found.flat.dtype) and totals.lowest > -1000):
+        if totals is None or (found.flat.dtype == torch.float64 and totals.lowest > -1000):
             self.renewed += totals is not None
             record = TensorRecord(role, name, kind, found.dtype, order=self.position)
-            totals = self.totals[role, name] = Totals(record, self.candidates, is_wide(found.flat.dtype))
+            totals = self.totals[role, name] = Totals(record, self.candidates, found.flat.dtype == torch.float64)
         record = totals.record
         record.dtype, record.scale = found.dtype, found.scale
         return totals
@@ -210,19 +207,19 @@ class TensorSlot:
         totals: its counts; None before the first look.
     """
 
-    __slots__ = ("_dtype", "_looks", "_row", "book", "kind", "name", "role", "totals")
+    __slots__ = ("_dtype", "_row", "_rows", "book", "kind", "name", "role", "totals")
 
     def __init__(self, book: Notebook, role: Role, name: str, kind: str) -> None:
         self.book, self.role, self.name, self.kind = book, role, name, kind
         self.totals: Totals | None = None
         self._dtype: torch.dtype | None = None
         self._row: int = book.row_of(name)
-        self._looks: Row | None = None
+        self._rows: Rows | None = None
 
     def __getstate__(self) -> tuple[None, dict[str, Any]]:
         # A copy, as with the hooks of a model, counts in memory of its own, which its first look makes.
         held = {name: getattr(self, name) for name in self.__slots__}
-        return None, {**held, "_dtype": None, "_looks": None}
+        return None, {**held, "_dtype": None, "_rows": None}
 
     def look_quickly(self, tensor: torch.Tensor, scale: float = 1.0) -> bool:
         """Count a plain tensor of the dtype that was seen last, where no mode of torch watches; False elsewhere.
@@ -233,17 +230,12 @@ class TensorSlot:
         if self._dtype is not tensor.dtype or not book.by_kernel or book.inside or is_watched():
             return False
         begin = time.perf_counter()
-        at, totals, row = plain_address(tensor), self.totals, self._looks
-        if not at or totals is None or row is None:
+        at, totals, rows = plain_address(tensor), self.totals, self._rows
+        if not at or totals is None or rows is None:
             return False
         totals.record.scale = scale
         book.inside = True  # kernels run without the interpreter's lock, and samples share their room
-        words = row.words
-        count = tensor.numel()
-        words[DATA], words[COUNT] = at, count
-        if count > MOST:
-            words[KEY] = book.keys[self._row]
-        broken = row.look(book.step)
+        broken = rows.look_at(at, tensor.numel(), book.keys[self._row], book.step)
         book.inside = False
         if broken:
             book.note_nonfinite(totals)
@@ -261,8 +253,7 @@ class TensorSlot:
             return totals
         if plain_address(tensor):
             check_kernels(tensor.dtype)
-            (self._looks,) = Rows(tensor.dtype, 1, book.counting, [(totals, tensor.dtype)]).rows
-            self._looks.words[SAMPLE] = address_of(book.counting.room)
+            self._rows = Rows(tensor.dtype, 1, book.counting, [(totals, tensor.dtype)])
             self._dtype = tensor.dtype
         return totals
 
@@ -271,6 +262,32 @@ def is_watched() -> bool:
     """Return whether a mode of torch would see the functions that are called now, or a compiler traces them."""
     modes = torch._C._is_torch_function_mode_enabled() or torch._C._len_torch_dispatch_stack()
     return bool(modes) or torch.compiler.is_compiling()
+
+
+MOST_OUTPUTS = 16
+
+
+def tensors_in(value: Any) -> Iterator[torch.Tensor]:
+    """Yield the floating-point tensors of a nested tuple, list, or mapping, such as a model's output."""
+    stack, count = [value], 0
+    while stack and count < MOST_OUTPUTS:
+        item = stack.pop()
+        if isinstance(item, torch.Tensor):
+            if item.dtype.is_floating_point:
+                count += 1
+                yield item
+        elif isinstance(item, Mapping):
+            stack.extend(reversed(list(item.values())))
+        elif isinstance(item, tuple | list):
+            stack.extend(reversed(item))
+
+
+def loss_in(output: Any) -> torch.Tensor | None:
+    """Return the loss among a model's outputs, where it is one: `output.loss`, or a single number."""
+    loss = output.get("loss") if isinstance(output, Mapping) else output
+    if isinstance(loss, torch.Tensor) and loss.dtype.is_floating_point and loss.numel() == 1 and loss.requires_grad:
+        return loss.detach()
+    return None
 
 
 # Outputs of many forward passes without an optimizer's step, before those that are gone are looked for.

@@ -1,39 +1,42 @@
-"""Observation: a watched run, its hooks from step to step, and what they found."""
+"""Observation: a watched run, its hooks from step to step, its optimizers, losses and scales, and what they found."""
 
 from __future__ import annotations
 
 import contextlib
+import itertools
 import math
 import os
+import statistics
+import sys
 import time
 from collections import deque
-from collections.abc import Iterator, Sequence
-from types import TracebackType
-from typing import Any
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import replace
+from types import FrameType, TracebackType
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
-from ...optim import EMA
-from ...optim import Optimizer as OwnOptimizer
-from ...optim._gradient_release import StepWatcher
-from ...optim.parameters._local_tensors import memory
+from ...gradients import AdaptiveGradScaler
+from ...optim import EMA, Optimizer
+from ...optim._gradient_release import StepWatcher, model_parameters
+from ...optim.parameters._local_tensors import local, memory
+from ...optim.parameters._random_identity import plain_names
 from ...sinks import Sink
 from .._finding import Finding, listing, plain_causes
-from .._record import Record, StepRecord, plain_record
+from .._record import ParameterRecord, Record, StepRecord, plain_record
 from .._text import times
 from ..findings import findings_of
 from ..page import write_page
 from ..sampling._candidates import AnyFormat
-from ..sampling._sampler import prepare_kernels
+from ..sampling._sample_places import place_key, stored
+from ..sampling._sampler import prepare_kernels, sampled
 from ._averages import WeightAverages
 from ._expectations import Asked, Expectations, Formats, Quantized, checked
-from ._gradient_hooks import GradientHooks
-from ._history import History, LossScales, loss_gap
-from ._module_hooks import ModuleHooks
+from ._hooks import GradientHooks, ModuleHooks
 from ._notebook import Notebook, watch, watching
-from ._optimizers import Optimizers, Parameters
 from ._ranks import Ranks
 from ._sinks import Sinks
 from ._updates import Updates
@@ -77,7 +80,7 @@ class Observation(StepWatcher):
         self._history = History(self.book.record.history)
         self._expectations = Expectations(model, checked(expect))
         self._modules = ModuleHooks(self.book, model, self._expectations, check)
-        self._averages = WeightAverages(self.book, average, model)
+        self._averages = None if average is None else WeightAverages(self.book, average, model)
         self._ranks = Ranks(self.book, model, self._parameters.named)
         self._gradients = GradientHooks(self.book, self._parameters.trainable())
         self._updates = {
@@ -257,11 +260,11 @@ class Observation(StepWatcher):
             self._end_step(ended)
         if self._scales.seeks:
             watch(self.book, self._scales.search)
-        if self.book.sampling:
+        if self.book.sampling and self._averages is not None:
             watch(self.book, self._averages.end)
 
     @contextlib.contextmanager
-    def watch_parameter(self, optimizer: OwnOptimizer, parameter: torch.Tensor) -> Iterator[None]:
+    def watch_parameter(self, optimizer: Optimizer, parameter: torch.Tensor) -> Iterator[None]:
         """Compare what a step of one parameter is to change with what it has made of it."""
         if self.book.sampling:
             self._sample_before(optimizer, parameter)
@@ -296,7 +299,8 @@ class Observation(StepWatcher):
             if book.sampling:
                 record.sampled_steps.append(book.step)
                 self._modules.finish_step()
-                self._ranks.note_step(self._rounding_errors())
+                if self._ranks.others:
+                    self._ranks.note_step(self._rounding_errors())
                 record.sites = self._scales.sites()
                 exponents = [site["exponent"] for site in record.sites]
                 step.exponents = (min(exponents), max(exponents)) if exponents else None
@@ -316,7 +320,8 @@ class Observation(StepWatcher):
             self._modules.attach()
             self._gradients.attach()
             self._modules.begin_step()
-            self._averages.begin()
+            if self._averages is not None:
+                self._averages.begin()
         else:
             self._modules.detach()
             self._gradients.detach()
@@ -415,3 +420,373 @@ def _unseen(record: Record) -> list[str]:
 
 def _cost(overhead: float | None) -> list[str]:
     return [] if overhead is None else [f"time spent observing: {times(overhead)} the run's own"]
+
+
+class Optimizers:
+    """Puts one optimizer that holds another in order, and counts steps.
+
+    A ZeroRedundancyOptimizer steps this rank's share of the parameters by an optimizer that it holds, and gets the
+    others from their ranks: the one inside follows the share, in the arithmetic of its own class, and the one outside
+    the rest. One that holds several in a list, tuple or dict, and steps nothing but their parameters, as torchtitan's
+    container does, is none of its own: those in it follow their parameters. Of any other pair the one outside follows
+    all.
+
+    A step of the run ends with the step of one optimizer, which leads: the last one to step before another steps again.
+    Where one steps again while the lead does not, it leads from then on.
+
+    Args:
+        given: the optimizers, in any order, with or without those that they hold.
+    """
+
+    def __init__(self, given: Sequence[torch.optim.Optimizer]) -> None:
+        given = list({id(part): part for one in given for part in parts_of(one)}.values())
+        shares = {id(one): share for one in given if (share := share_of(one)) is not None}
+        inside = {id(share) for share in shares.values()}
+        held = {id(part) for one in given for part in vars(one).values() if isinstance(part, torch.optim.Optimizer)}
+        self.all: list[torch.optim.Optimizer] = []
+        for one in given:
+            if id(one) not in held:
+                self.all += [one] if id(one) not in shares else [one, shares[id(one)]]
+        self._inside = inside
+        self._shares = shares
+        outside = [one for one in self.all if id(one) not in inside]
+        self._lead: torch.optim.Optimizer | None = outside[0] if len(outside) == 1 else None
+        self._stepped: list[torch.optim.Optimizer] = []
+
+    def followed(self, optimizer: torch.optim.Optimizer, names: dict[int, str]) -> dict[int, str]:
+        """Return which of the named parameters, by id, an optimizer follows."""
+        share = self._shares.get(id(optimizer))
+        if share is None:
+            return names
+        elsewhere = {id(p) for group in share.param_groups for p in group["params"]}
+        return {key: name for key, name in names.items() if key not in elsewhere}
+
+    def ends_step(self, optimizer: torch.optim.Optimizer) -> bool:
+        """Return whether a step of the run ends with a step that an optimizer has just made."""
+        if id(optimizer) in self._inside:
+            return False
+        self._stepped.append(optimizer)
+        if optimizer is self._lead:
+            self._stepped.clear()
+            return True
+        return False
+
+    def begins_step(self, optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer | None:
+        """Return the optimizer with which a step of the run has ended, where the next one's step shows it only now."""
+        if not any(one is optimizer for one in self._stepped):
+            return None
+        last = self._stepped[-1]
+        self._lead = last if self._lead is None else optimizer
+        self._stepped.clear()
+        return last
+
+    def unended(self) -> torch.optim.Optimizer | None:
+        """Return the optimizer that stepped last where no step of the run has ended yet, and end it."""
+        if self._lead is not None or not self._stepped:
+            return None
+        self._lead = self._stepped[-1]
+        self._stepped.clear()
+        return self._lead
+
+
+def parts_of(optimizer: torch.optim.Optimizer) -> list[torch.optim.Optimizer]:
+    """Return the optimizers that a container holds, or the optimizer itself.
+
+    >>> class Container(torch.optim.SGD):
+    ...     def __init__(self, parts):
+    ...         self.parts = parts
+    ...         super().__init__([p for one in parts for group in one.param_groups for p in group["params"]])
+    >>> parts = [torch.optim.Adam([torch.nn.Parameter(torch.zeros(2))]) for _ in range(2)]
+    >>> parts_of(Container(parts)) == parts, parts_of(parts[0]) == parts[:1]
+    (True, True)
+    """
+    found: dict[int, torch.optim.Optimizer] = {}
+    for value in vars(optimizer).values():
+        held = value.values() if isinstance(value, dict) else value if isinstance(value, list | tuple) else ()
+        found |= {id(one): one for one in held if isinstance(one, torch.optim.Optimizer)}
+    inside = {id(p) for one in found.values() for p in _parameters(one)}
+    if not found or not all(id(p) in inside for p in _parameters(optimizer)):
+        return [optimizer]
+    return [part for one in found.values() for part in parts_of(one)]
+
+
+def _parameters(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
+    return [p for group in optimizer.param_groups for p in group["params"]]
+
+
+def share_of(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer | None:
+    """Return the optimizer of this rank's share that a ZeroRedundancyOptimizer holds; None of any other."""
+    share = getattr(optimizer, "optim", None)
+    named = any(kind.__name__ == "ZeroRedundancyOptimizer" for kind in type(optimizer).__mro__)
+    return share if named and isinstance(share, torch.optim.Optimizer) else None
+
+
+class Parameters:
+    """Names, records and first values of a model's and its optimizers' parameters.
+
+    Attributes:
+        named: every parameter once, by name.
+        names: the names by the parameter's id, and by that of the copy that an optimizer steps for it.
+    """
+
+    def __init__(self, model: nn.Module, optimizers: Sequence[torch.optim.Optimizer], record: Record) -> None:
+        self._record = record
+        self.named: dict[str, torch.Tensor] = {}
+        self.names: dict[int, str] = {}
+        self._first: dict[str, torch.Tensor] = {}
+        kinds: dict[int, str] = {}
+        for module in model.modules():
+            for parameter in module._parameters.values():
+                kinds.setdefault(id(parameter), type(module).__name__)  # a tied one is of the first, as its name is
+        named = dict(model.named_parameters())
+        for name, parameter in zip(plain_names(named, parallel=False), named.values(), strict=True):
+            self._enter(name, parameter, kinds.get(id(parameter), ""))
+        for number, optimizer in enumerate(optimizers):
+            self._enter_stepped(number if len(optimizers) > 1 else None, optimizer)
+
+    def _enter(self, name: str, parameter: torch.Tensor, kind: str) -> None:
+        self.named[name], self.names[id(parameter)] = parameter, name
+        dtype, shape = memory(parameter).dtype, tuple(local(parameter).shape)
+        count = local(parameter).numel()
+        self._record.parameters[name] = ParameterRecord(name, kind, dtype, shape, count, parameter.requires_grad)
+
+    def _enter_stepped(self, number: int | None, optimizer: torch.optim.Optimizer) -> None:
+        place = "optimizer" if number is None else f"optimizer.{number}"
+        places = {id(group): k for k, group in enumerate(optimizer.param_groups)}
+        for group, position, parameter in model_parameters(optimizer):
+            name, given = self.names.get(id(parameter)), group.get("param_names")
+            if name is None:
+                name = f"{place}.{given[position]}" if given else f"{place}.{places[id(group)]}.{position}"
+                self._enter(name, parameter, "")
+            self.names[id(group["params"][position])] = name
+            record = self._record.parameters[name]
+            rule = type(share_of(optimizer) or optimizer)
+            record.optimizer, record.optimizer_module = rule.__name__, rule.__module__
+            record.options = {key: group[key] for key in ("lr", "weight_decay", "eps") if key in group}
+            if isinstance(optimizer, Optimizer):
+                record.weight_update = "none"
+
+    def trainable(self) -> list[tuple[str, torch.Tensor]]:
+        """Return parameters that get gradients."""
+        return [(name, parameter) for name, parameter in self.named.items() if parameter.requires_grad]
+
+    def remember(self) -> None:
+        """Keep samples of all parameters as they are before the first step."""
+        self._first = self._samples()
+
+    def count_moved(self) -> None:
+        """Compare with them."""
+        for name, now in self._samples().items():
+            before = self._first.get(name)
+            if before is not None and len(before) == len(now) and len(now):
+                self._record.parameters[name].moved = float((before != now).cpu().double().mean())
+
+    def _samples(self) -> dict[str, torch.Tensor]:
+        found = {}
+        for name, parameter in self.named.items():
+            numbers = stored(parameter)
+            if numbers is not None:
+                found[name] = sampled(numbers.flat, place_key(0, 0, name)).mul_(numbers.scale)
+        return found
+
+
+Scaler = torch.amp.GradScaler
+MOST_SEARCHES = 3
+MOST_FRAMES = 14
+# A scale that would grow beyond float32 stays as it is.
+LARGEST_SCALE = torch.finfo(torch.float32).max
+
+
+class LossScales:
+    """Follows a gradient scaler and a learning-rate scheduler.
+
+    Args:
+        scaler: the run's, or None: then one that calls an optimizer's step is found there.
+
+    Attributes:
+        skipped: steps that were seen to be skipped.
+    """
+
+    def __init__(self, scaler: Scaler | None, scheduler: Any | None) -> None:
+        self.scaler, self.scheduler = scaler, scheduler
+        self.skipped: int = 0
+        self._before: _Reading | None = None
+        self._taken: int = 0
+        self._fresh: bool = False
+        self._searches: int = 0 if scaler is not None else MOST_SEARCHES
+        self._epoch: int | None = None if scheduler is None else int(getattr(scheduler, "last_epoch", 0))
+
+    def begin(self, optimizers: Iterable[torch.optim.Optimizer]) -> None:
+        """Take the scale from which skips are counted, as a run begins to be watched."""
+        self._fresh = not any(optimizer.state for optimizer in optimizers)
+        self._before = self._now()
+        self._taken = 0
+
+    @property
+    def seeks(self) -> bool:
+        """Whether the scaler is to be looked for, as it is in the first steps of a run without a given one."""
+        return self._searches > 0
+
+    def search(self) -> None:
+        """Look for the scaler among the callers of an optimizer's step."""
+        self._searches -= 1
+        frame: FrameType | None = sys._getframe(1)
+        for _ in range(MOST_FRAMES):
+            frame = frame.f_back if frame is not None else None
+            if frame is None:
+                return
+            owner = frame.f_locals.get("self") if "self" in frame.f_code.co_varnames else None
+            if isinstance(owner, Scaler):
+                self.scaler, self._searches = owner, 0
+                self._before = self._found()
+                return
+
+    def scale(self) -> float | None:
+        """Return the loss scale, None without an enabled scaler."""
+        scaler = self.scaler
+        if scaler is None or not scaler.is_enabled():
+            return None
+        if isinstance(scaler, AdaptiveGradScaler):
+            return scaler._scale_now()
+        return float(scaler.get_scale())
+
+    def after_step(self, optimizer: torch.optim.Optimizer, sampled: bool) -> tuple[float | None, int]:
+        """Count a step that was taken, before the scaler is told of it.
+
+        Returns:
+            What `read` does, or (None, 0) where reading would wait for a device to no end.
+        """
+        found = self.read() if sampled or self._is_on_host() or self._can_have_grown() else (None, 0)
+        infinite = getattr(optimizer, "found_inf", None)  # of an optimizer that skips its step itself
+        on_host = isinstance(infinite, torch.Tensor) and infinite.is_cpu
+        self._taken += 0 if on_host and bool(infinite) else 1
+        return found
+
+    def read(self) -> tuple[float | None, int]:
+        """Return the scale now, and how many steps were skipped since it was read last."""
+        before, taken = self._before, self._taken
+        now = self._before = self._now()
+        self._taken = 0
+        if now is None or before is None or self.scaler is None:
+            return self.scale(), 0
+        skipped = _skips(before, now, taken, self.scaler)
+        self.skipped += skipped
+        return now.scale, skipped
+
+    def _now(self) -> _Reading | None:
+        scaler = self.scaler
+        if scaler is None or not scaler.is_enabled() or isinstance(scaler, AdaptiveGradScaler):
+            return None
+        return _Reading(float(scaler.get_scale()), int(scaler._get_growth_tracker()))
+
+    def _found(self) -> _Reading | None:
+        """What to count from with a scaler that is found as the first step is taken.
+
+        The first step that a new scaler does not skip follows on nothing but skips. One that has been at work before
+        has made other steps since its last skip, or has left a state in the optimizer.
+        """
+        now = self._now()
+        if now is None or self.scaler is None or now.streak or not self._fresh:
+            return now
+        return _Reading(float(self.scaler._init_scale), 0)
+
+    def _is_on_host(self) -> bool:
+        scale = getattr(self.scaler, "_scale", None)
+        return isinstance(self.scaler, AdaptiveGradScaler) or scale is None or bool(scale.is_cpu)
+
+    def _can_have_grown(self) -> bool:
+        before, scaler = self._before, self.scaler
+        return before is None or scaler is None or before.streak + self._taken >= scaler.get_growth_interval()
+
+    def scheduled(self) -> int | None:
+        """Return how many steps the scheduler took since it was asked last; None without one."""
+        if self.scheduler is None or self._epoch is None:
+            return None
+        before, self._epoch = self._epoch, int(getattr(self.scheduler, "last_epoch", 0))
+        return self._epoch - before
+
+    def sites(self) -> list[dict[str, Any]]:
+        """Return an AdaptiveGradScaler's gradient exponents per site."""
+        if not isinstance(self.scaler, AdaptiveGradScaler) or not self.scaler.is_enabled():
+            return []
+        return [
+            {
+                "site": site.key,
+                "exponent": site.exponent,
+                "overflows": site.overflows,
+                "merged": site.merged,
+                "format": None if site.format is None else site.format.name,
+                "amax": {kind: reading.amax for kind, reading in site.readings.items()},
+            }
+            for site in self.scaler._controller.sites
+        ]
+
+
+class _Reading(NamedTuple):
+    """A scaler's scale, and how many iterations in a row it had not skipped then."""
+
+    scale: float
+    streak: int
+
+
+def _skips(before: _Reading, now: _Reading, taken: int, scaler: Scaler) -> int:
+    """How many steps were skipped between two readings, between which so many were taken.
+
+    Exact where one step is taken between them, as on the host; of a scale that grew and then fell, together with
+    skips before it grew, all but one are counted.
+    """
+    if before.streak and now.streak == before.streak + taken:
+        return 0  # the scale may have been set by hand
+    factor, grown = float(scaler.get_backoff_factor()), before.scale * float(scaler.get_growth_factor())
+    grew = not now.streak and taken > 0 and before.streak + taken >= scaler.get_growth_interval()
+    highest = grown if grew and grown <= LARGEST_SCALE else before.scale
+    if not 0 < factor < 1 or now.scale >= highest or before.scale <= 0:
+        return 0
+    return 1 if now.scale <= 0 else max(1, round(math.log(now.scale / highest) / math.log(factor)))
+
+
+MOST_HISTORY = 2000
+
+
+class History:
+    """Appends steps to a list, and thins it where it grows long; counts of skipped steps are never lost."""
+
+    def __init__(self, steps: list[StepRecord]) -> None:
+        self._steps = steps
+
+    def add(self, step: StepRecord) -> None:
+        """Append a step."""
+        self._steps.append(step)
+        if len(self._steps) > MOST_HISTORY:
+            self._steps[:] = thinned(self._steps)
+
+
+def thinned(steps: list[StepRecord]) -> list[StepRecord]:
+    """Return every second step, with the skipped and scheduled steps of the one before it added to its own.
+
+    >>> one = StepRecord(0, True, 0.1, skipped=2, scheduled=1)
+    >>> thinned([one, StepRecord(1, False, 0.1, scheduled=1)])[0].skipped
+    2
+    """
+    kept = []
+    for first, second in zip(steps[::2], steps[1::2]):
+        scheduled = None if second.scheduled is None else (first.scheduled or 0) + second.scheduled
+        loss = first.loss if second.loss is None else second.loss
+        kept.append(replace(second, skipped=first.skipped + second.skipped, scheduled=scheduled, loss=loss))
+    return kept + (steps[-1:] if len(steps) % 2 else [])
+
+
+def loss_gap(losses: Iterable[float], dtype: torch.dtype | None) -> float | None:
+    """Median, over losses in a row, of the distance between a dtype's numbers there over their change."""
+    losses = list(losses)
+    if dtype is None or not dtype.is_floating_point or len(losses) < 2:
+        return None
+    kind = torch.finfo(dtype)
+    gaps = []
+    for a, b in itertools.pairwise(losses):
+        exponent = math.frexp(max(abs(a), abs(b), kind.smallest_normal))[1] - 1
+        gaps.append(math.ldexp(kind.eps, exponent) / abs(b - a) if a != b else math.inf)
+    found = statistics.median(gaps)
+    if math.isinf(found):  # most are one number: of a wide dtype that is a run that stands still
+        return math.inf if kind.bits <= 16 and losses[-1] else None
+    return found

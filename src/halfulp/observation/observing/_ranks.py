@@ -65,12 +65,15 @@ class Ranks:
     same bits, whether shards are rounded by the same random bits, and the largest and smallest magnitudes. Ranks that
     began at another step, sampled no step in common or are late are named in the record's `unseen`; nothing hangs, and
     no step waits.
+
+    Attributes:
+        others: ranks to compare with, none before `begin` and behind `end`.
     """
 
     def __init__(self, book: Notebook, model: nn.Module, parameters: Mapping[str, torch.Tensor]) -> None:
         self.book, self._model, self._parameters = book, model, parameters
         self._said: list[str] = []
-        self._others: list[int] = []
+        self.others: list[int] = []
 
     def begin(self, step: int) -> None:
         """Say that this rank observes from a step on."""
@@ -81,8 +84,8 @@ class Ranks:
         self.book.record.unseen[:] = [one for one in self.book.record.unseen if one not in self._said]
         self._said, self._first, self._own, self._failed = [], step, RankSummary(), ""
         shared = ranks_that_share(self._model) if active else None
-        self._others = [rank for rank in shared or range(size) if rank != self.rank]
-        if not self._others:
+        self.others = [rank for rank in shared or range(size) if rank != self.rank]
+        if not self.others:
             return
         self._replicated = find_replicated(self._model, self._parameters)
         self._shards = find_shards(self._parameters)
@@ -101,7 +104,7 @@ class Ranks:
         Args:
             errors: rounding errors of sampled elements by parameter, where updates are rounded stochastically.
         """
-        if not self._others or self._failed:
+        if self._failed:
             return
         step = self.book.step - self._first
         if not self._own.met:
@@ -114,7 +117,7 @@ class Ranks:
 
     def _meet(self) -> None:
         """Read who else observes: ranks that train together have all begun when one has made its first step."""
-        ranks = sorted([self.rank, *self._others])
+        ranks = sorted([self.rank, *self.others])
         store, keys = _default_store(), [f"{self._name}/{rank}" for rank in ranks]
         if not store.check(keys):
             there = [store.check([key]) for key in keys]
@@ -127,7 +130,7 @@ class Ranks:
         Args:
             patient: whether to wait for ranks that have yet to say it.
         """
-        if not self._others:
+        if not self.others:
             return
         # Else a rank that begins before this one the next time would take it for one that has begun.
         self._try(lambda: _default_store().delete_key(f"{self._name}/{self.rank}"))
@@ -136,7 +139,7 @@ class Ranks:
         heard: dict[int, RankSummary] = {}
         met = self._own.met
         hub = min(met, default=self.rank)
-        wanted = self._others if hub == self.rank else [hub]
+        wanted = self.others if hub == self.rank else [hub]
 
         def gather() -> None:
             self._own.extremes = {key: (one.amax, one.amin) for key, one in self.book.totals.items()}
@@ -160,7 +163,7 @@ class Ranks:
                 words.setdefault(said, []).append(rank)
         self._said = [f"{_name_ranks(ranks)} {said}" for said, ranks in sorted(words.items())]
         self.book.record.unseen += self._said
-        self._others = []
+        self.others = []
 
     def _key(self, rank: int) -> str:
         return f"{self._name}/{rank}/{self._own.met[rank]}"

@@ -10,7 +10,7 @@ import math
 import random
 import types
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import numpy as np
@@ -27,33 +27,9 @@ from .._record import Difference
 from ..findings._comparisons import explained_by_order
 from ..sampling._sample_places import stored
 from ..sampling._sampler import sampled
-from ._notebook import Notebook, watching
+from ._notebook import Notebook, tensors_in, watching
 
 _AT_ONCE = 1 << 22
-MOST_OUTPUTS = 16
-
-
-def tensors_in(value: Any) -> Iterator[torch.Tensor]:
-    """Yield the floating-point tensors of a nested tuple, list, or mapping, such as a model's output."""
-    stack, count = [value], 0
-    while stack and count < MOST_OUTPUTS:
-        item = stack.pop()
-        if isinstance(item, torch.Tensor):
-            if item.dtype.is_floating_point:
-                count += 1
-                yield item
-        elif isinstance(item, Mapping):
-            stack.extend(reversed(list(item.values())))
-        elif isinstance(item, tuple | list):
-            stack.extend(reversed(item))
-
-
-def loss_in(output: Any) -> torch.Tensor | None:
-    """Return the loss among a model's outputs, where it is one: `output.loss`, or a single number."""
-    loss = output.get("loss") if isinstance(output, Mapping) else output
-    if isinstance(loss, torch.Tensor) and loss.dtype.is_floating_point and loss.numel() == 1 and loss.requires_grad:
-        return loss.detach()
-    return None
 
 
 def difference(name: str, first: torch.Tensor, second: torch.Tensor) -> Difference:

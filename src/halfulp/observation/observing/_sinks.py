@@ -18,7 +18,7 @@ from ..._messages import a_kind
 from ..._qualified_names import pattern_of
 from ...sinks import Outlet, Sink, outlet
 from .._record import ParameterRecord, Record, StepRecord
-from ..sampling._totals import NARROW, Totals
+from ..sampling._sampler import NARROW, Totals
 from ._notebook import Notebook
 
 MOST_GROUPS = 24

@@ -7,21 +7,20 @@ from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from ...pages import Cell, Table, make_table, number, render, share
+from ...pages import Cell, Table, make_table, number, share
 from .._finding import counted, headline
 from .._text import KEPT, LOST, plural
 from ._findings import (
     TONES,
     UNSEEN,
     cause_cards,
-    codes_on,
     count_cell,
     dtype_word,
     lost_cell,
     number_cell,
+    render_page,
     shape_words,
     share_cell,
-    versions,
 )
 
 Plain = Mapping[str, Any]
@@ -42,21 +41,18 @@ def audit_html(data: Plain) -> str:
     """
     cards, tensors = cause_cards(data), data["tensors"]
     shares = _shares(data["groups"], {one["name"]: one for one in tensors})
-    return render(
-        __package__,
+    return render_page(
         "audit.html.j2",
+        cards,
+        {"shares": shares} if shares else {},
         headline=headline(cards, plural(len(tensors), "tensor")),
         lead=_lead(cards, data),
-        findings=cards,
-        codes=codes_on(cards),
         groups=_groups(data["groups"]),
         states=_states(data["states"]),
         tensors=_tensors(tensors),
         share_words=f"Hardly moved: less than {data['share']:g} ulp on average.",
         contract=_contract(data["contract"]),
         unseen=data["unseen"],
-        versions=versions(),
-        data={"shares": shares} if shares else {},
     )
 
 

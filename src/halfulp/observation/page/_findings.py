@@ -7,7 +7,7 @@ from typing import Any
 
 from ... import __version__, formats
 from ..._names import described
-from ...pages import Cell, count, number, share
+from ...pages import Cell, count, number, render, share
 from .._finding import in_words
 
 _MOST_NAMES = 60
@@ -52,6 +52,22 @@ def _following(
         "more": len(findings) - 1 if len({one["summary"] for one in findings}) > 1 else 0,
         "lines": [_line(one, forecast) for one in findings],
     }
+
+
+def render_page(template: str, cards: Sequence[Mapping[str, Any]], charts: Mapping[str, Any], **words: Any) -> str:
+    """Return a page of what an instrument found, as text; it refers to nothing outside itself.
+
+    Args:
+        cards: of `cause_cards`.
+        charts: what its scripts read.
+        words: what its template needs besides.
+
+    Raises:
+        ValueError: jinja2 is missing.
+    """
+    made_by = f"halfulp {__version__}"
+    given = {"findings": cards, "codes": codes_on(cards), "versions": made_by, "data": charts}
+    return render(__package__, template, **given, **words)
 
 
 def codes_on(cards: Sequence[Mapping[str, Any]]) -> list[tuple[str, str, bool]]:
@@ -136,11 +152,6 @@ def dtype_word(dtype: str | None) -> str:
         return formats.get(dtype).name
     except ValueError:
         return dtype
-
-
-def versions() -> str:
-    """Return what made the page."""
-    return f"halfulp {__version__}"
 
 
 UNSEEN = Cell("–", sort="")

@@ -6,19 +6,18 @@ import itertools
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from ...pages import Cell, Table, count, make_table, render, share
+from ...pages import Cell, Table, count, make_table, share
 from .._finding import counted, headline
 from .._text import LOST, bytes_in_words, plural
 from ._findings import (
     UNSEEN,
     cause_cards,
-    codes_on,
     count_cell,
     dtype_word,
     lost_cell,
     number_cell,
+    render_page,
     share_cell,
-    versions,
 )
 
 Plain = Mapping[str, Any]
@@ -35,19 +34,16 @@ def forecast_html(data: Plain) -> str:
         ValueError: jinja2 is missing.
     """
     cards, shares = cause_cards(data, forecast=True), _shares(data)
-    return render(
-        __package__,
+    return render_page(
         "forecast.html.j2",
+        cards,
+        {"shares": shares} if shares else {},
         headline=headline(cards, _extent(data)),
         lead=_lead(cards, data),
-        findings=cards,
-        codes=codes_on(cards),
         layers=_layers(data["layers"]),
         layers_words="Share of updates lost: those that change nothing, each step weighed by its learning rate.",
         costs=_costs(data["costs"]),
         unseen=data["notes"],
-        versions=versions(),
-        data={"shares": shares} if shares else {},
     )
 
 

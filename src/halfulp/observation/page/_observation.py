@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, get_args
 
 from ... import formats
-from ...pages import Cell, Table, count, make_table, render, share
+from ...pages import Cell, Table, count, make_table, share
 from .._finding import SEVERITIES, counted, headline
 from .._record import Role
 from .._text import KEPT, LOST, LOST_AND_KEPT, plural, times
@@ -16,14 +16,13 @@ from ._findings import (
     TONES,
     UNSEEN,
     cause_cards,
-    codes_on,
     count_cell,
     dtype_word,
     lost_cell,
     number_cell,
+    render_page,
     shape_words,
     share_cell,
-    versions,
 )
 
 Plain = Mapping[str, Any]
@@ -47,13 +46,12 @@ def observation_html(data: Mapping[str, Any]) -> str:
     charts: dict[str, Any] = map_data(record.get("tensors", ()), parameters, *_first(cards, data["findings"]))
     has_map = bool(charts["tensors"])
     curves = history_data(history)
-    return render(
-        __package__,
+    return render_page(
         "observation.html.j2",
+        cards,
+        (charts if has_map else {}) | ({"history": curves} if curves else {}),
         headline=_headline(cards, data),
         lead=_lead(cards, data, record),
-        findings=cards,
-        codes=codes_on(cards),
         trainings=trainings_table(data.get("trainings", ())),
         shown=shown_words(data.get("trainings", ())),
         has_map=has_map,
@@ -66,8 +64,6 @@ def observation_html(data: Mapping[str, Any]) -> str:
         extras=extra_tables(record),
         unseen=record.get("unseen", []),
         cost=_cost(data),
-        versions=versions(),
-        data=(charts if has_map else {}) | ({"history": curves} if curves else {}),
     )
 
 
@@ -367,11 +363,7 @@ def extra_tables(data: Plain) -> list[Table]:
     differences: Columns = [
         ("module", "", lambda one: Cell(one["name"] or "(model)")),
         ("first", "", lambda one: Cell(dtype_word(one["dtypes"][0]))),
-        (
-            "second",
-            "",
-            lambda one: Cell(dtype_word(one["dtypes"][1]), tone="bad" if len(set(one["dtypes"])) > 1 else ""),
-        ),
+        ("second", "", second),
         ("differing", "number", lambda one: share_cell(one["differing"])),
         ("relative", "number", lambda one: number_cell(one["relative"])),
     ]

@@ -9,14 +9,16 @@ import numpy as np
 import torch
 
 from ...kernels import select
-from ...kernels._device_function import Recording, bound
-from ...kernels._table import Table
+from ...kernels._device_function import Recording, bound, record_words
+from ...kernels._table import CHUNK, Table
 from ...kernels._trace import block_largest
 from ...kernels.scalar import _operations as o
 from ...rounding._device_functions import float16_word
+from ...rounding._random_bits import draw, stream_start
 from ...rounding._target import COUNT, INFINITY, MAGNITUDE
 from ...rounding.blocks import _device_functions as b
 from ...rounding.blocks._table import Kind, bound_names
+from ._sample_places import RUN, RUNS
 
 # The words of infinity in memory, and bits of the fraction.
 INFINITE_WORDS = {torch.float32: 0x7F800000, torch.bfloat16: 0x7F80, torch.float16: 0x7C00}
@@ -25,10 +27,12 @@ INFINITE = INFINITE_WORDS[torch.float32]
 BINS = 277  # of exponents of float32, from that of its smallest subnormal number on; one more takes what is not counted
 # Sums of the tables, in order.
 SMALLEST, ZEROS, LARGEST = range(3)
-NONFINITE, AT_LARGEST, FINITE_LARGEST = range(3)
 SQUARES, FINITE_OF_STEP, FINITE, ZERO, SINGLES = range(5)
 COUNTED, GONE, SMALL, HIDDEN = range(4)
-_ONE, _NONE = np.uint32(1), np.uint32(0)
+_NONE = np.uint32(0)
+# Constants of `places_table`: the tensor's address and runs, the key of its places, where samples go as float64, the
+# elements of the last run and of all others that are sampled, and where samples go as float32.
+GIVEN = ("data", "runs", "key", "wide", "rest", "before", "sample")
 
 
 def _magnitude(dtype: torch.dtype, array: Any, index: Any) -> Any:
@@ -60,25 +64,50 @@ def whole_table(dtype: torch.dtype) -> Table:
 
 
 @functools.cache
-def beyond_table(dtype: torch.dtype) -> Table:
-    """What finds the extremes of tensors that hold infinities, NaN, or the constant: their largest number.
+def places_table(size: int) -> Table:
+    """What draws the runs of a tensor that are sampled, for `copy_table`: elements of its arrays are words of 64 bits.
 
-    The sums are NONFINITE, AT_LARGEST, FINITE_LARGEST, and SMALLEST as in `whole_table` behind.
+    Columns: int64 (RUNS + 1, 4), the chunks of the runs and one of the whole sample; and where each run is copied from
+    and to. Constants: of `GIVEN`. It takes counters of its own, which are the elements' numbers.
+
+    Args:
+        size: bytes of an element of the tensor.
     """
-    element = Recording(1, 1, "w32")
-    magnitude, infinite = _magnitude(dtype, element.arrays[0], element.index), INFINITE_WORDS[dtype]
-    a = _raised(dtype, magnitude)
-    finite = magnitude < infinite
-    element.trace.gather_sum("count", ~finite)
-    element.trace.gather_sum("count", magnitude == element.constants[0])
-    element.trace.gather_sum("max", select(finite, a, _NONE))
-    element.trace.gather_sum("max", select(finite & (a != 0), o.sub(INFINITE, a), _NONE))
-    return Table(element.trace, 1, constants=1)
+    element = Recording(2, len(GIVEN), "w64")
+    data, runs, key, wide, rest, before, sample = element.constants
+    number, _ = element.stream
+    k, column, zero = o.shr(number, 2), o.bit_and(number, 3), np.uint64(0)
+    is_run = k < RUNS
+    own: Any = o.widen(select(is_run, k, np.uint32(RUNS - 1)))
+    drawn = o.widen(draw(*stream_start(o.low_word(key), o.high_word(key), own)))
+    run = o.shr64(o.mul64(o.or64(o.shl64(own, 32), drawn), runs), 32 + RUNS.bit_length() - 1)
+    behind = o.sub64(runs, run)
+    length = select(o.bit_or(o.high_word(behind), o.sub(o.low_word(behind), 1)) == 0, rest, np.uint64(RUN))
+    is_one = o.bit_or(o.high_word(before), o.low_word(before)) == 0
+    length = select(is_one & (k != 0) & is_run, zero, length)
+    chunk = select(column == 0, select(is_run, own, zero), zero)
+    chunk = select(column == 2, select(is_run, length, o.add64(before, length)), chunk)
+    o.store64(element.arrays[0], element.index, chunk)
+    place = select(column == 0, o.add64(data, o.mul64(run, np.uint64(RUN * size))), zero)
+    for target, (into, bytes_of_run) in enumerate(((sample, 4 * RUN), (wide, 8 * RUN)), start=1):
+        place = select(column == target, o.add64(into, o.mul64(own, np.uint64(bytes_of_run))), place)
+    o.store64(element.arrays[1], element.index, place)
+    start = record_words(lambda low, high, index: (o.low_word(index), high), "w32", "w32", "w64")
+    return Table(element.trace, 2, len(GIVEN), start, 1)
+
+
+@functools.cache
+def add_table() -> Table:
+    """What adds float64 numbers to others; columns: to what, and what is added."""
+    element = Recording(2)
+    total, added = (o.real64(o.load64(array, element.index)) for array in element.arrays)
+    o.store64(element.arrays[0], element.index, o.word64(total + added))
+    return Table(element.trace, 2)
 
 
 @functools.cache
 def copy_table(dtype: torch.dtype, wide: bool) -> Table:
-    """What copies elements as float32; columns: from, to, and with `wide` to where they are float64."""
+    """What copies elements as float32; columns: from, to, with `wide` to where they are float64, and one not read."""
     element = Recording(3 if wide else 2)
     source, target, *further = element.arrays
     load: Any = o.load32 if dtype == torch.float32 else o.load16
@@ -88,7 +117,7 @@ def copy_table(dtype: torch.dtype, wide: bool) -> Table:
     for array in further:
         value: Any = element.trace.emit("to_float64", (o.real(word),), None, "f64")
         o.store64(array, element.index, o.word64(value))
-    return Table(element.trace, len(element.arrays))
+    return Table(element.trace, CHUNK)
 
 
 @functools.cache

@@ -1,7 +1,9 @@
-"""Hooks on modules: activations, their gradients, residual sums, positions, casts, and the loss."""
+"""Hooks on modules and parameters: activations, gradients, residual sums, positions, casts, and the loss."""
 
 from __future__ import annotations
 
+import math
+import time
 import weakref
 from collections import deque
 from collections.abc import Iterator
@@ -13,13 +15,14 @@ from torch import nn
 from torch.utils.hooks import RemovableHandle
 
 from ...kernels import in_float64
-from .._record import PositionsRecord, ResidualRecord
-from ..sampling._sample_places import PLAIN_TYPES
-from ._averages import RunningStatistics
-from ._batch import add_changes
+from .._record import PositionsRecord, Realised, ResidualRecord
+from ..sampling._sample_places import PLAIN_TYPES, stored
+from ..sampling._sampler import sampled
+from ._averages import RunningStatistics, has_running_statistics
 from ._expectations import Expectations
-from ._notebook import Notebook, TensorSlot, watching
-from ._second_runs import CompiledModules, Recomputations, loss_in, tensors_in
+from ._notebook import Notebook, TensorSlot, loss_in, tensors_in, watching
+from ._second_runs import CompiledModules, Recomputations
+from ._updates import add_changes
 
 # Hooks on outputs whose graphs may be gone, before they are looked through.
 MOST_HANDLES = 10_000
@@ -50,23 +53,25 @@ class ModuleHooks:
                 "hooks run in eager mode only; observe the run without torch.compile to see them"
             )
         self.expects_calls: bool = bool(names) and not compiled
-        self._statistics = RunningStatistics(book, names)
+        followed = {module: name for module, name in names.items() if has_running_statistics(module)}
+        self._statistics = RunningStatistics(book, followed) if followed else None
         self._residuals, self._positions, self._casts = Residuals(book), Positions(book), Casts(book)
         self._again = Recomputations(book) if check else None
         self._hooks = {
-            module: _ModuleHook(self, name, type(module).__name__, check or self._statistics.follows(module))
+            module: _ModuleHook(self, name, type(module).__name__, check or module in followed)
             for module, name in names.items()
         }
         wrappers = {name: module for name, module in compiled.items() if hasattr(module, "_orig_mod")} if check else {}
         for name in compiled.keys() - wrappers.keys() if check else ():
             book.missed(f"{name or 'the model'} was compiled in place: there is no eager original to compare with")
-        self._compiled = CompiledModules(book, wrappers)
+        self._compiled = CompiledModules(book, wrappers) if wrappers else None
 
     def attach(self) -> None:
         """Attach the hooks."""
         if not self._handles:
             self._handles = [module.register_forward_hook(hook) for module, hook in self._hooks.items()]
-        self._compiled.attach()
+        if self._compiled is not None:
+            self._compiled.attach()
 
     def detach(self) -> None:
         """Remove all hooks, and let go of a step's tensors."""
@@ -75,15 +80,18 @@ class ModuleHooks:
             handle.remove()
         self._handles.clear()
         self._gradient_handles.clear()
-        self._compiled.detach()
+        if self._compiled is not None:
+            self._compiled.detach()
 
     def begin_step(self) -> None:
         """Take the running statistics as they are before a sampled step."""
-        self._statistics.begin()
+        if self._statistics is not None:
+            self._statistics.begin()
 
     def finish_step(self) -> None:
         """Compare them at the end of it."""
-        self._statistics.end()
+        if self._statistics is not None:
+            self._statistics.end()
 
     def end_step(self) -> None:
         """Forget what belongs to one step."""
@@ -105,17 +113,21 @@ class ModuleHooks:
         """A module has run; evaluation without gradients is not training and is left out."""
         if torch.is_grad_enabled():
             if torch._C._current_graph_task_id() == -1:  # what runs again in a backward pass was noted in the first run
-                self._first_run(hook, inputs, output)
-            if not self._quickly(hook, module, inputs, output):
-                self._activations(hook, module, inputs, output)
+                if self._is_wide(inputs, output):
+                    begin = time.perf_counter()
+                    self.book.uses.note(hook.name, inputs, output)
+                    self.book.seconds += time.perf_counter() - begin
+                else:
+                    self._first_run(hook, inputs, output)
+                if self._quickly(hook, module, inputs, output):
+                    return
+            self._activations(hook, module, inputs, output)
         elif self._again is not None and module.training:  # the first pass of a reentrant checkpoint
             self._note(module, output)
 
     def _quickly(self, hook: _ModuleHook, module: nn.Module, inputs: tuple[Any, ...], output: Any) -> bool:
         """Look at a single plain output in a forward pass where nothing else is followed; False elsewhere."""
-        if type(output) is not torch.Tensor or hook.is_followed or torch._C._current_graph_task_id() != -1:
-            return False
-        if torch._C._is_any_autocast_enabled():
+        if type(output) is not torch.Tensor or hook.is_followed or torch._C._is_any_autocast_enabled():
             return False
         if not self._was_last(output):
             if not hook.slot.look_quickly(output):
@@ -132,6 +144,13 @@ class ModuleHooks:
             self.loss = loss_in(output)
         return True
 
+    def _is_wide(self, inputs: tuple[Any, ...], output: Any) -> bool:
+        """Return whether residual sums, casts and positions are none that could be followed, as between float32."""
+        if type(output) is not torch.Tensor or output.dtype in NARROW or self._casts.wanted or self.book.inside:
+            return False
+        is_long = output.dim() > 1 and output.shape[-2] > FEWEST_POSITIONS
+        return not is_long and not any(isinstance(one, torch.Tensor) and one.dtype in NARROW for one in inputs)
+
     @watching
     def _first_run(self, hook: _ModuleHook, inputs: tuple[Any, ...], output: Any) -> None:
         self.book.uses.note(hook.name, inputs, output)
@@ -144,7 +163,8 @@ class ModuleHooks:
         name = hook.name
         again = torch._C._current_graph_task_id() != -1 and name in self._seen
         found = list(tensors_in(output))
-        self._statistics.follow(module, inputs)
+        if self._statistics is not None:
+            self._statistics.follow(module, inputs)
         if self._again is not None and found:
             self._again.note(name, found[0], torch._C._current_graph_task_id() != -1)
         if not again:
@@ -337,7 +357,7 @@ class Residuals:
             return
         record = self.book.record.residuals.setdefault(name, ResidualRecord(name, total.dtype))
         record.stream, record.added = sizes[1 - small], sizes[small]
-        add_changes([record.change], past, _sample(total), added, [0, len(added)])
+        add_changes([record.change], past, _sample(total), added)
 
 
 def graph_key(node: Any, number: int) -> tuple[int, int]:
@@ -355,6 +375,7 @@ def _sample(tensor: torch.Tensor) -> torch.Tensor:
 # The whole numbers up to which each format has all.
 COUNTED = {torch.bfloat16: 256, torch.float16: 2048}
 WINDOW = 8
+FEWEST_POSITIONS = min(COUNTED.values()) + WINDOW
 # As many pairs of equal neighbours chance does not place where rounding does.
 FEWEST = 16
 # Two positions may have one sine in 8 bits.
@@ -370,7 +391,7 @@ class Positions:
     def note(self, name: str, output: Any) -> None:
         """Note what a module returned."""
         for one in output if isinstance(output, tuple) else (output,):
-            if type(one) is torch.Tensor and one.dim() > 1 and one.shape[-2] > min(COUNTED.values()) + WINDOW:
+            if type(one) is torch.Tensor and one.dim() > 1 and one.shape[-2] > FEWEST_POSITIONS:
                 self._look(name, one)
 
     def _look(self, name: str, output: torch.Tensor) -> None:
@@ -412,11 +433,14 @@ class Casts:
 
     Autograd's graph, from the output of a module around, leads to the cast that took the output; what comes to it on
     the way back is what was there before rounding.
+
+    Attributes:
+        wanted: what leads to the outputs in autograd's graph, by the names of their modules.
     """
 
     def __init__(self, book: Notebook) -> None:
         self.book = book
-        self._wanted: dict[str, tuple[int, int]] = {}
+        self.wanted: dict[str, tuple[int, int]] = {}
         self._handles: list[Any] = []
 
     def forget(self) -> None:
@@ -424,22 +448,22 @@ class Casts:
         for handle in self._handles:
             handle.remove()
         self._handles.clear()
-        self._wanted.clear()
+        self.wanted.clear()
 
     def note(self, name: str, output: Any) -> None:
         """Note that a module has run; modules inside it have been noted before."""
         if type(output) is not torch.Tensor or output.grad_fn is None:
             return
-        if self._wanted and any(not name or wanted.startswith(f"{name}.") for wanted in self._wanted):
+        if self.wanted and any(not name or wanted.startswith(f"{name}.") for wanted in self.wanted):
             self._search(name, output)
         if output.dtype in NARROW:
             totals = self.book.totals.get(("activation gradient", name))
             if totals is not None and totals.all_zero():
-                self._wanted[name] = graph_key(output.grad_fn, output.output_nr)
+                self.wanted[name] = graph_key(output.grad_fn, output.output_nr)
 
     def _search(self, name: str, output: torch.Tensor) -> None:
         """Look for the casts of wanted outputs among the operations that made an output around them."""
-        wanted = {key: one for one, key in self._wanted.items() if not name or one.startswith(f"{name}.")}
+        wanted = {key: one for one, key in self.wanted.items() if not name or one.startswith(f"{name}.")}
         stack: list[Any] = [output.grad_fn]
         seen: set[int] = set()
         while stack and len(seen) < MOST_NODES:
@@ -453,7 +477,7 @@ class Casts:
                 if found is None:
                     stack.append(before[0])
                     continue
-                self._wanted.pop(found, None)
+                self.wanted.pop(found, None)
                 if node.name() == CAST:
                     self._handles.append(node.register_prehook(_Cast(self.book, found)))
 
@@ -473,3 +497,145 @@ class _Cast:
         if totals is not None and type(gradient) is torch.Tensor and gradient.numel():
             low, high = torch.aminmax(gradient)
             totals.record.before_cast = max(abs(float(low)), abs(float(high)))
+
+
+class GradientHooks:
+    """Watches gradients as backward passes hand them to parameters.
+
+    Args:
+        book: what is written to; its record has the parameters.
+        named: trainable parameters and their names.
+    """
+
+    def __init__(self, book: Notebook, named: list[tuple[str, torch.Tensor]]) -> None:
+        self.book = book
+        self.arrived: set[str] = set()
+        self._hooks = [(parameter, _Arrival(self, name)) for name, parameter in named]
+        self._adding: list[_Arrival] = []
+        self._handles: list[RemovableHandle] = []
+
+    def attach(self) -> None:
+        """Attach the hooks."""
+        for parameter, hook in self._hooks if not self._handles else ():
+            if parameter.requires_grad and parameter.is_leaf:
+                hook.parameter, hook.is_followed = parameter, False
+                self._handles.append(parameter.register_hook(hook.before))
+
+    def detach(self) -> None:
+        """Remove the hooks."""
+        for handle in self._handles:
+            handle.remove()
+        self._handles.clear()
+
+    def follow(self, hook: _Arrival) -> None:
+        """Let a parameter's second hook run from now on: only gradients that are added to others need it."""
+        if not hook.is_followed and hook.parameter is not None:
+            hook.is_followed = True
+            self._handles.append(hook.parameter.register_post_accumulate_grad_hook(hook.after))
+            # First of all: another hook may step by the gradient and free it. torch runs them in the order of a dict.
+            hooks = hook.parameter._post_accumulate_grad_hooks
+            for key in [*hooks][:-1]:
+                hooks[key] = hooks.pop(key)
+
+    def end_step(self) -> None:
+        """Compare the step's sums with the exact ones, and forget what belongs to one step."""
+        for hook in self._adding:
+            hook.compare_sums()
+        self._adding.clear()
+        self.arrived.clear()
+
+    def adds(self, hook: _Arrival) -> None:
+        """Note that a parameter's gradient is a sum in this step."""
+        self._adding.append(hook)
+
+
+class _Arrival:
+    """The two hooks of one parameter."""
+
+    __slots__ = (
+        "accumulated",
+        "book",
+        "errors",
+        "exact",
+        "incoming",
+        "is_followed",
+        "name",
+        "owner",
+        "parameter",
+        "rounded",
+        "slot",
+        "squares",
+    )
+
+    def __init__(self, owner: GradientHooks, name: str) -> None:
+        self.owner, self.book, self.name = owner, owner.book, name
+        self.slot = TensorSlot(owner.book, "weight gradient", name, owner.book.record.parameters[name].kind)
+        self.parameter: torch.Tensor | None = None
+        self.is_followed: bool = False
+        self.accumulated: torch.Tensor | None = None
+        self.incoming: torch.Tensor | None = None
+        self.exact: torch.Tensor | None = None
+        self.rounded: torch.Tensor | None = None
+        self.errors: float = 0.0
+        self.squares: float = 0.0
+
+    def before(self, gradient: torch.Tensor) -> None:
+        """Hook: a gradient arrives, before it is added."""
+        if self.book.sampling:
+            if self.slot.look_quickly(gradient, self.book.scale):
+                self.owner.arrived.add(self.name)
+            else:
+                self._look(gradient)
+            self.accumulated = self.incoming = None
+            if self.parameter is not None and self.parameter.grad is not None:
+                self._hold(self.parameter.grad, gradient)
+
+    def after(self, parameter: torch.Tensor) -> None:
+        """Hook: it has been added."""
+        if self.accumulated is not None:
+            self._accumulated(parameter)
+
+    @watching
+    def _look(self, gradient: torch.Tensor) -> None:
+        if self.slot.look(gradient, self.book.scale) is not None:
+            self.owner.arrived.add(self.name)
+
+    @watching
+    def _hold(self, there: torch.Tensor, gradient: torch.Tensor) -> None:
+        """Keep samples of what is there and of what is added to it."""
+        held, incoming = stored(there), stored(gradient)
+        if held is not None and incoming is not None and held.flat.numel() == incoming.flat.numel():
+            key = self.book.key(self.name)
+            self.accumulated, self.incoming = sampled(held.flat, key), sampled(incoming.flat, key)
+            self.owner.follow(self)
+
+    @watching
+    def _accumulated(self, parameter: torch.Tensor) -> None:
+        held, incoming, self.accumulated, self.incoming = self.accumulated, self.incoming, None, None
+        found = stored(parameter.grad) if parameter.grad is not None else None
+        # Zeros that `zero_grad(set_to_none=False)` left swallow nothing.
+        if found is None or held is None or incoming is None or not held.any():
+            return
+        now = sampled(found.flat, self.book.key(self.name))
+        record = self.book.record.parameters[self.name]
+        if record.accumulation is None:
+            record.accumulation = Realised()
+        add_changes([record.accumulation], held, now, incoming)
+        if self.exact is None:
+            self.owner.adds(self)
+        # What somebody cleared, clipped or scaled since the last addition is where the exact sum begins anew.
+        if self.exact is None or self.rounded is None or not torch.equal(held, self.rounded):
+            self.exact = in_float64(held)
+        self.exact += in_float64(incoming)
+        self.rounded = now
+
+    def compare_sums(self) -> None:
+        """Add what rounding made of this step's sum to the record."""
+        exact, rounded, self.exact, self.rounded = self.exact, self.rounded, None, None
+        if exact is None or rounded is None or len(exact) != len(rounded):
+            return
+        error, square = (float(one.square().sum()) for one in (in_float64(rounded) - exact, exact))
+        if math.isfinite(error) and math.isfinite(square):
+            self.errors, self.squares = self.errors + error, self.squares + square
+        if self.squares:
+            self.book.record.parameters[self.name].accumulation_error = math.sqrt(self.errors / self.squares)
