@@ -163,8 +163,8 @@ class ScaledTensor(torch.Tensor):
         if hasattr(x, "decode"):  # a ScaledTensor or an MCTensor
             x = x.decode(x.dtype)
         given = None if scale is None else _powers.as_scale(scale, x.device)
-        encoded: ScaledTensor = _Encode.apply(x, dtype, given, rounding, home)
-        return encoded
+        apply: Callable[..., ScaledTensor] = _Encode.apply
+        return apply(x, dtype, given, rounding, home)
 
     @staticmethod
     def implements(*operators: Any) -> Callable[[Given], Given]:
@@ -203,8 +203,8 @@ class ScaledTensor(torch.Tensor):
 
     def with_scale(self, scale: Tensor | float) -> ScaledTensor:
         """Return the same values under another scale; finite payloads beyond the storage's range saturate."""
-        changed: ScaledTensor = _Rescale.apply(self, _powers.as_scale(scale, self.device))
-        return changed
+        apply: Callable[..., ScaledTensor] = _Rescale.apply
+        return apply(self, _powers.as_scale(scale, self.device))
 
     def decode(self, dtype: torch.dtype | None = None) -> Tensor:
         """Return the value as a plain tensor, rounded once to the logical dtype or another; gradients flow through it.
@@ -213,8 +213,8 @@ class ScaledTensor(torch.Tensor):
         >>> ScaledTensor(torch.tensor([1.0, 1.5]), 2.0**-3).decode()
         tensor([0.1250, 0.1875])
         """
-        value: Tensor = _Decode.apply(self, dtype or self.dtype)
-        return value
+        apply: Callable[..., Tensor] = _Decode.apply
+        return apply(self, dtype or self.dtype)
 
     def cast_(self, dtype: torch.dtype) -> ScaledTensor:
         """Change the payload's dtype, in place: the values rounded once, the scale as it is."""
@@ -387,13 +387,13 @@ def rescaled(x: ScaledTensor, scale: Tensor) -> ScaledTensor:
     return wrap(to_storage(payload, x._payload.dtype), scale.clone(), x.dtype, x._home)
 
 
-def _run_in_complex_numbers(operator: Any, arguments: tuple, options: dict) -> Any:
+def _run_in_complex_numbers(operator: Any, arguments: tuple[Any, ...], options: dict[str, Any]) -> Any:
     """Run an operator on values, with plain results: complex numbers carry no scale."""
     with lazy_conjugates():
         return operator(*tree_map(plain, arguments), **tree_map(plain, options))
 
 
-def lazy_conjugates() -> AbstractContextManager:
+def lazy_conjugates() -> AbstractContextManager[Any]:
     """Let torch see that a complex tensor is still to be conjugated or negated, inside a rule too.
 
     Below autograd torch leaves out what does so, for its own kernels have no such operands any more; but formulas of
@@ -405,7 +405,7 @@ def lazy_conjugates() -> AbstractContextManager:
     return torch._C._ForceDispatchKeyGuard(include, exclude)
 
 
-def _refuse_sparse(operator: Any, arguments: tuple, options: dict) -> None:
+def _refuse_sparse(operator: Any, arguments: tuple[Any, ...], options: dict[str, Any]) -> None:
     """Raise, in place of torch's error, if an operator takes or makes tensors that are not dense."""
     takes = any(isinstance(x, Tensor) and x.layout != torch.strided for x in tree_leaves((arguments, options)))
     if takes or "sparse" in operator._schema.name:
@@ -443,12 +443,12 @@ class _Encode(torch.autograd.Function):
         return wrap(to_storage(payload, storage), scale, x.dtype, home)
 
     @staticmethod
-    def setup_context(context: Any, inputs: tuple, output: ScaledTensor) -> None:
+    def setup_context(context: Any, inputs: tuple[Any, ...], output: ScaledTensor) -> None:
         context.dtype, context.storage, context.home = inputs[0].dtype, inputs[1], inputs[4]
 
     @staticmethod
     @untraced
-    def backward(context: Any, gradient: Tensor) -> tuple:
+    def backward(context: Any, gradient: Tensor) -> tuple[Any, ...]:
         values = gradient.decode(context.dtype) if isinstance(gradient, ScaledTensor) else gradient
         return values, None, None, None, None
 
@@ -468,13 +468,13 @@ class _Decode(torch.autograd.Function):
         return value.clone() if value is x._payload else value
 
     @staticmethod
-    def setup_context(context: Any, inputs: tuple, output: Tensor) -> None:
+    def setup_context(context: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
         x, context.target = inputs
         context.storage, context.dtype, context.home = x._payload.dtype, x.dtype, x._home
 
     @staticmethod
     @untraced
-    def backward(context: Any, gradient: Tensor) -> tuple:
+    def backward(context: Any, gradient: Tensor) -> tuple[Any, ...]:
         if not isinstance(gradient, ScaledTensor):
             gradient = ScaledTensor.encode(gradient.to(context.dtype), context.storage, None, "nearest", context.home)
         return gradient, None
@@ -494,12 +494,12 @@ class _Rescale(torch.autograd.Function):
         return rescaled(x, scale)
 
     @staticmethod
-    def setup_context(context: Any, inputs: tuple, output: ScaledTensor) -> None:
+    def setup_context(context: Any, inputs: tuple[Any, ...], output: ScaledTensor) -> None:
         pass
 
     @staticmethod
     @untraced
-    def backward(context: Any, gradient: Tensor) -> tuple:
+    def backward(context: Any, gradient: Tensor) -> tuple[Any, ...]:
         return gradient, None
 
     @staticmethod
