@@ -384,8 +384,9 @@ class Rows:
         self._elements: np.ndarray = self._rows["elements"]
         self._rooms: tuple[np.ndarray, ...] = ()
         self._rows["program"], self._rows["sample"] = program.place, address_of(counting.room)
-        self._words: memoryview = memoryview(self._rows.view(np.int64))
-        self._reals: memoryview = memoryview(self._rows.view(np.float64))
+        words: Any = self._rows
+        self._words: memoryview = memoryview(words.view(np.int64))
+        self._reals: memoryview = memoryview(words.view(np.float64))
         self._one: bytes = program.kernel.pack(0, 1, self._at, *program.given)
         for row, one in zip(self._rows, self._totals):
             counting.open(one)
@@ -496,9 +497,10 @@ class Rows:
     def _look_beyond(self, row: int, zeros: int) -> bool:
         """Add the extremes of a tensor with NaN, infinity or its dtype's largest number; return if not finite."""
         dtype, count, largest = self._given[0], self.counts[row], self._largest[row]
+        kind: Any
         kind, word = (np.uint16, torch.int16) if dtype.itemsize == 2 else (np.uint32, torch.int32)
-        memory = (ctypes.c_char * (count * dtype.itemsize)).from_address(int(self._data[row]))
-        words = np.frombuffer(memory, kind) & kind(0x7FFF if dtype.itemsize == 2 else 0x7FFFFFFF)
+        memory: Any = (ctypes.c_char * (count * dtype.itemsize)).from_address(int(self._data[row]))
+        words: Any = np.frombuffer(memory, kind) & kind(0x7FFF if dtype.itemsize == 2 else 0x7FFFFFFF)
         finite = words[words < d.INFINITE_WORDS[dtype]]
         at_largest = int(torch.tensor(largest, dtype=dtype, device="cpu").view(word))
         top, low = (
