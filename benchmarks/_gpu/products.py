@@ -36,7 +36,8 @@ def measure(run: Run) -> None:
 def _row(run: Run, table, cells: dict, rows: int) -> None:
     import torch
 
-    from halfulp.scaled.rules._products import eight_bit_engine, eight_bit_product, wide_product
+    from halfulp.scaled import eight_bit_engine
+    from halfulp.scaled.rules._products import eight_bit_product, wide_product
 
     name, terms = cells["product"], cells["terms"]
     if name in ("e4m3fn", "e5m2 by e4m3fn") and eight_bit_engine(run.device) == "emulated":

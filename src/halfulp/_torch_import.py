@@ -12,7 +12,7 @@ from typing import Any
 from ._torch_floor import is_older
 
 # The functions that files of torch.save name, under the names that the files hold.
-SAVED_FUNCTIONS = ("halfulp.mctensor._mctensor.rebuild_mctensor", "halfulp.scaled._pickle.rebuild_scaled_tensor")
+SAVED_FUNCTIONS = ("halfulp.mctensor._mctensor.rebuild_mctensor", "halfulp.scaled._scaled_tensor.rebuild_scaled_tensor")
 # The packages that define operators, halfulp::name, when they are imported.
 OPERATOR_PACKAGES = ("rounding", "arithmetic", "mctensor", "scaled", "gradients")
 _here = threading.local()

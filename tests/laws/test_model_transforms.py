@@ -152,8 +152,8 @@ def check(name, transform, model, plain, x):
     if tangent is None:
         assert transform in ("jit.trace", "make_fx"), (name, transform, "the derivative is lost")
         return
-    # Two bits move the derivative by more than a bound could tell: there it is that at the rounded numbers.
-    reference = copy.deepcopy(model if name == "fp8-training" else plain).double()
+    # Few bits move the derivative by more than a bound could tell: there it is that at the rounded numbers.
+    reference = copy.deepcopy(model if name in ("fp8-training", "mxfp8", "nvfp4") else plain).double()
     with torch.no_grad():
         for own, p in zip(reference.parameters(), model.parameters()):
             own.copy_(values(p))

@@ -59,20 +59,24 @@ class BlockProducts:
         result: Tensor = _Product.apply(input, self.layer.weight, self.layer.bias, self)
         return result
 
-    def product(self, input: Tensor, weight: Tensor) -> Tensor:
-        """The class's own forward, with another weight."""
+    def product(self, input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+        """The class's own forward, with another weight and bias."""
         own = vars(self.layer)
-        own["weight"] = weight
+        own["weight"], own["bias"] = weight, bias
         try:
             result: Tensor = type(self.layer).forward(self.layer, input)
         finally:
-            del own["weight"]
+            del own["weight"], own["bias"]
         return result
+
+    @property
+    def spatial(self) -> int:
+        """How many dimensions of positions lie behind the channels."""
+        return len(getattr(self.layer, "kernel_size", ()))
 
     def along_channels(self, x: Tensor) -> Tensor:
         """Inputs, results or their gradients in blocks of channels."""
-        spatial = len(getattr(self.layer, "kernel_size", ()))
-        return quantize(x, self.format, dim=-1 - spatial)
+        return quantize(x, self.format, dim=-1 - self.spatial)
 
     def along_examples(self, x: Tensor) -> Tensor:
         """Inputs or gradients of results in blocks of examples, a linear layer's positions among them."""
@@ -80,20 +84,25 @@ class BlockProducts:
             return quantize(x.reshape(-1, x.shape[-1]), self.format, dim=0).view(x.shape)
         return quantize(x, self.format, dim=0)
 
-    def weight(self, inputs: bool) -> Tensor:
+    def round_weight(self, weight: Tensor, inputs: bool) -> Tensor:
         """The weight in blocks of input channels, or of output channels."""
         transposed = getattr(self.layer, "transposed", False)
-        return quantize(self.layer._parameters["weight"].detach(), self.format, dim=int(inputs != transposed))
+        return quantize(weight, self.format, dim=int(inputs != transposed))
 
 
 class _Product(torch.autograd.Function):
-    """A layer's product of operands in blocks, and its two gradients'."""
+    """A layer's product of operands in blocks, and its gradients'; a tangent is multiplied unrounded."""
 
     @staticmethod
-    def forward(ctx: Any, input: Tensor, weight: Tensor, bias: Tensor | None, layer: BlockProducts) -> Tensor:
+    def forward(input: Tensor, weight: Tensor, bias: Tensor | None, layer: BlockProducts) -> Tensor:
+        return layer.product(layer.along_channels(input), layer.round_weight(weight, inputs=True), bias)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+        input, weight, bias, ctx.layer = inputs
+        ctx.biased = bias is not None
         ctx.save_for_backward(input, weight)
-        ctx.layer, ctx.biased = layer, bias is not None
-        return layer.product(layer.along_channels(input), layer.weight(inputs=True))
+        ctx.save_for_forward(input, weight)
 
     @staticmethod
     @torch.autograd.function.once_differentiable
@@ -104,16 +113,29 @@ class _Product(torch.autograd.Function):
         with torch.enable_grad():
             if ctx.needs_input_grad[0]:
                 whole = input.detach().requires_grad_()
-                result = layer.product(whole, layer.weight(inputs=False))
+                result = layer.product(whole, layer.round_weight(weight.detach(), inputs=False))
                 (found[0],) = torch.autograd.grad(result, whole, layer.along_channels(gradient))
             if ctx.needs_input_grad[1]:
                 whole = weight.detach().requires_grad_()
-                result = layer.product(layer.along_examples(input), whole)
+                result = layer.product(layer.along_examples(input.detach()), whole)
                 (found[1],) = torch.autograd.grad(result, whole, layer.along_examples(gradient))
         if ctx.biased and ctx.needs_input_grad[2]:
-            channels = gradient.ndim - 1 - len(getattr(layer.layer, "kernel_size", ()))
+            channels = gradient.ndim - 1 - layer.spatial
             found[2] = gradient.sum([k for k in range(gradient.ndim) if k != channels])
         return *found, None
+
+    @staticmethod
+    def jvp(ctx: Any, input_tangent: Any, weight_tangent: Any, bias_tangent: Any, _: None) -> Tensor:
+        input, weight = ctx.saved_tensors
+        layer: BlockProducts = ctx.layer
+        parts: list[Tensor] = []
+        if input_tangent is not None:
+            parts.append(layer.product(input_tangent, layer.round_weight(weight, inputs=True)))
+        if weight_tangent is not None:
+            parts.append(layer.product(layer.along_channels(input), weight_tangent))
+        if bias_tangent is not None:
+            parts.append(bias_tangent.view(-1, *(1,) * layer.spatial))
+        return sum(parts[1:], parts[0])
 
 
 def install(model: nn.Module, recipe: Recipe) -> None:

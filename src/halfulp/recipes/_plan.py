@@ -345,12 +345,13 @@ class _Walk:
         if self._recipe.matmul:
             return eight_bit_products(module)
         operands = f"operands in {self._recipe.operand_format}" if rounds_operands(self._recipe, name, module) else None
+        lacks = ""
+        if self._recipe.operand_format and not operands:
+            lacks = "operands are rounded in linear layers and convolutions that are not exempt"
         if self._recipe.gradient_format:
             gets, why = rounded_gradients(module, self._recipe.gradient_format)
-            if self._recipe.operand_format and gets and not operands:
-                why = "operands are rounded in linear layers and convolutions that are not exempt"
-            return ", ".join(filter(None, (operands, gets))) or None, why
-        return operands, ""
+            return ", ".join(filter(None, (operands, gets))) or None, lacks if lacks and gets else why
+        return operands, lacks
 
 
 def _why_not_updated(own: dict[str, nn.Parameter], stays: set[str], tied: dict[str, str], asked: bool) -> list[str]:

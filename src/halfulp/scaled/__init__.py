@@ -4,6 +4,7 @@ from .. import _needs_torch as _needs_torch
 from . import _storage_rules as _storage_rules
 from . import rules as rules
 from ._float8 import cast as cast
+from ._float8 import eight_bit_engine as eight_bit_engine
 from ._float8 import linear_fp8 as linear_fp8
 from ._payload_statistics import Drift as Drift
 from ._payload_statistics import drift as drift
@@ -17,4 +18,3 @@ from .model._scalify import scalify as scalify
 from .model._scalify import scalify_function as scalify_function
 from .model._scalify import unscalify as unscalify
 from .model._state_dict import plain_state_dict as plain_state_dict
-from .rules._products import eight_bit_engine as eight_bit_engine

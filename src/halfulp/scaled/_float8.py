@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -145,3 +146,25 @@ class _Cast(torch.autograd.Function):
 def _differentiable_cast(x: Tensor, forward: torch.dtype | None, backward: torch.dtype | None) -> Tensor:
     apply: Callable[..., Tensor] = _Cast.apply if under_transform() else _cast
     return apply(x, forward, backward)
+
+
+def eight_bit_engine(device: torch.device | str) -> Literal["scaled_mm", "emulated"]:
+    """Return how products of eight-bit matrices are computed on a device.
+
+    "scaled_mm": by torch._scaled_mm on the device's eight-bit units (CUDA of compute capability 8.9 and above),
+    where all sides are multiples of 16 and one operand is e4m3fn. "emulated": payloads are widened to
+    float32 and multiplied there, which gives the same products, summed in float32.
+
+    >>> eight_bit_engine("cpu")
+    'emulated'
+    """
+    device = torch.device(device)
+    # On CPUs _scaled_mm gives the same sums no faster: they have no eight-bit units.
+    return "scaled_mm" if device.type == "cuda" and _has_units(device.index) else "emulated"
+
+
+@functools.cache
+def _has_units(index: int | None) -> bool:
+    if not torch.cuda.is_available() or torch.version.hip:  # ROCm's eight-bit formats may be others
+        return False
+    return torch.cuda.get_device_capability(index) >= (8, 9)

@@ -418,7 +418,7 @@ def test_the_scale_of_a_weight_and_the_factor_to_it_are_the_cpus(seed, dtype):
 @pytest.mark.parametrize("squared", [False, True])
 @pytest.mark.parametrize("dtype", STATES)
 def test_the_scale_of_a_state_is_the_cpus(seed, dtype, squared):
-    codec = Scaled(PAYLOADS[dtype], squared, stochastic=True)
+    codec = Scaled(PAYLOADS[dtype], stochastic=True, squared=squared)
     scale_of, most = words.state_scale_function(codec), torch.finfo(dtype).max
     edges = [math.ldexp(most, k) for k in range(-160, 112)]
     sides = [float(np.nextafter(np.float32(x), np.float32(to))) for x in edges for to in (0.0, np.inf)]

@@ -341,18 +341,18 @@ class Residuals:
             return
         held = {one.key: one for one in (*self._inputs, *self._outputs)}
         parts = [held.get(graph_key(*pair)) for pair in node.next_functions]
-        if parts[0] is None or parts[1] is None or parts[0] is parts[1]:
+        first, second = parts[0], parts[1]
+        if first is None or second is None or first is second:
             return
         samples = []
-        for one in parts:
-            assert one is not None
+        for one in (first, second):
             same = one.values.shape == total.shape and one.values.dtype is total.dtype
             if not same or one.values._version != one.version:
                 return
             samples.append(_sample(one.values))
         sizes = [float(sample.square().mean().sqrt()) for sample in samples]
         small = sizes.index(min(sizes))
-        added, past, name = samples[small], samples[1 - small], parts[small].name  # type: ignore[union-attr]
+        added, past, name = samples[small], samples[1 - small], (first, second)[small].name
         if name is None:
             return
         record = self.book.record.residuals.setdefault(name, ResidualRecord(name, total.dtype))

@@ -47,7 +47,12 @@ def assignment(w: Any, g: Any) -> tuple[Any]:
     return (g - w,)
 
 
-ASSIGNMENT = UpdateRule("assignment", assignment, (), (), lambda group, step: (), assigns=True, decays=False)
+def no_constants(group: Mapping[str, Any], step: int) -> tuple[float, ...]:
+    """Return the constants of an assignment."""
+    return ()
+
+
+ASSIGNMENT = UpdateRule("assignment", assignment, (), (), no_constants, assigns=True, decays=False)
 
 
 class ExplicitGradientOptimizer(Optimizer):

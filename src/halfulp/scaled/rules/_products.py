@@ -10,7 +10,7 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Callable
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -21,6 +21,7 @@ from ...kernels import define_operator, present, torch_operators
 from .. import _fused as fused
 from .. import _powers_of_two as _powers
 from .._derivation import run_on_values
+from .._float8 import eight_bit_engine
 from .._operands import (
     addend,
     first_scaled,
@@ -656,28 +657,6 @@ def _factored(operator: OpOverload) -> None:
 
 for _operator in (aten._linalg_det.default, aten._linalg_slogdet.default, aten._linalg_solve_ex.default):
     _factored(_operator)
-
-
-def eight_bit_engine(device: torch.device | str) -> Literal["scaled_mm", "emulated"]:
-    """Return how products of eight-bit matrices are computed on a device.
-
-    "scaled_mm": by torch._scaled_mm on the device's eight-bit units (CUDA of compute capability 8.9 and above),
-    where all sides are multiples of 16 and one operand is e4m3fn. "emulated": payloads are widened to
-    float32 and multiplied there, which gives the same products, summed in float32.
-
-    >>> eight_bit_engine("cpu")
-    'emulated'
-    """
-    device = torch.device(device)
-    # On CPUs _scaled_mm gives the same sums no faster: they have no eight-bit units.
-    return "scaled_mm" if device.type == "cuda" and _has_units(device.index) else "emulated"
-
-
-@functools.cache
-def _has_units(index: int | None) -> bool:
-    if not torch.cuda.is_available() or torch.version.hip:  # ROCm's eight-bit formats may be others
-        return False
-    return torch.cuda.get_device_capability(index) >= (8, 9)
 
 
 def is_eight_bit_product(a: Tensor, b: Tensor) -> bool:
