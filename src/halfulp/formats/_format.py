@@ -73,7 +73,7 @@ class Format:
             if getattr(self, field) is None:
                 object.__setattr__(self, field, value)
         _check_existence(self)
-        # A compiler takes integers of an argument for variables, a string for a constant (rounding._traced).
+        # A compiler takes integers of an argument for variables, a string for a constant (rounding._modes).
         object.__setattr__(self, "_key", repr(tuple(getattr(self, field.name) for field in fields(self))))
 
     if TYPE_CHECKING:

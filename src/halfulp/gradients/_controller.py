@@ -13,7 +13,7 @@ from ..formats import Format, fp16, get
 from ..rounding import Nearest, Rounding, get_rounding
 from ..rounding._random_bits import STREAM_VERSION
 from ._reports import LastStep
-from ._site import GLOBAL, HIGHEST, LOWEST, Measurement, Reading, Site, Sites, by_site, recover_sizes, to_host
+from ._site import GLOBAL, HIGHEST, LOWEST, Measurement, Memory, Reading, Site, Sites, by_site, recover_sizes, to_host
 from ._state import load_sites
 from .eager._backward import Backward
 from .policies._policy import Amax, Policy
@@ -236,7 +236,7 @@ class Controller:
         self.sites.set_reference(None)
         for site in self.sites:
             self._set(site, exponents.get(site.key, 0))
-            site.memory.exponent = None
+            site.memory = Memory()
         self._renew()
 
     @property
@@ -358,16 +358,19 @@ class Controller:
     def _settle_suspects(self, readings: dict[Site, dict[str, Reading]]) -> None:
         """Remember the overflow of an earlier iteration, which was not measured, by what a measured one shows.
 
-        If a site overflows now, or would have at the exponent of then, it was that one. Else all may have been.
+        If a site overflows now, or would have at the exponent of then, it was that one. Else all may have been, but
+        none falls by that again and again, far below what the policy asks for.
         """
         suspects = self.sites.suspects()
         explained = self._sources or any(explains(readings.get(site, {}), e) for site, e in suspects.items())
         for site, exponent in suspects.items():
             site.memory.suspected = None
             if not explained:
-                self._remember(site, exponent)
+                wanted = None if self.policy.wants_operands else self.policy.exponent(site)
+                self._remember(site, exponent if wanted is None else max(exponent, wanted - _FALL))
 
     def _remember(self, site: Site, exponent: int) -> None:
+        site.memory.at(self.iteration)  # forgets what is old
         site.memory.note(exponent, self.iteration + _MEMORY * self.interval)
 
     def _follow(self, site: Site, kinds: dict[str, Reading], lost: bool) -> None:

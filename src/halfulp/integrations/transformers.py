@@ -72,7 +72,8 @@ class OptimizerFactory:
         groups = [group for group in groups if group["params"]]
         if isinstance(self.rule, str):
             kind = optim.OPTIMIZERS[self.rule]
-            return kind(kind.split_groups(groups, options.pop("use_muon", None)), **options)
+            chosen = {"use_muon": options.pop("use_muon")} if "use_muon" in options else {}
+            return kind(kind.split_groups(groups, **chosen), **options)
         return optim.wrap(self.rule, groups, **options)
 
 

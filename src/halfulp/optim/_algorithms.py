@@ -515,8 +515,13 @@ class Muon(Optimizer):
                 parts[chooses(name, parameter)].append(entry)
             split = [{**group, "params": some, "use_muon": is_muons} for is_muons, some in parts.items() if some]
             found += [group] if group.keys() & {"use_muon", "use_fallback"} else split
-        if isinstance(use_muon, str | list | tuple) and not any(group.get("use_muon") for group in found):
-            raise ValueError(f"use_muon={use_muon!r} matches no name: give globs over the names of matrices")
+        if use_muon is not None and not callable(use_muon):
+            names = [e[0] for group in found for e in group["params"] if isinstance(e, tuple)]
+            for glob in [use_muon] if isinstance(use_muon, str) else use_muon:
+                if not fnmatch.filter(names, glob):
+                    raise ValueError(
+                        f"use_muon={use_muon!r}: {glob!r} matches no name; give globs over the names of matrices"
+                    )
         return found
 
     def rule(self, group: dict[str, Any]) -> UpdateRule:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import difflib
 import math
 import numbers
@@ -25,14 +26,20 @@ Parameters = Iterable[torch.Tensor] | Iterable[tuple[str, torch.Tensor]] | Itera
 _OTHER_KEYS = frozenset(("params", "param_names", "identities", "random_stream", "last_lr", "name"))
 
 
-def check_ranks(optimizer: torch.optim.Optimizer, process_group: Any) -> None:
+def check_ranks(optimizer: torch.optim.Optimizer, process_group: Any, device: torch.device) -> None:
     """Check that all processes of a group train in the same way; all of them must call this.
+
+    Args:
+        optimizer: what steps here.
+        process_group: of the processes.
+        device: on which NCCL sends.
 
     Raises:
         ValueError: the first rank that differs, and in what; on all ranks.
     """
     ranks: list[dict[str, str]] = [{} for _ in range(process_group.size())]
-    torch.distributed.all_gather_object(ranks, _describe(optimizer), group=process_group)
+    with torch.cuda.device(device) if device.type == "cuda" else contextlib.nullcontext():
+        torch.distributed.all_gather_object(ranks, _describe(optimizer), group=process_group)
     for rank, there in enumerate(ranks):
         for name in {**ranks[0], **there}:
             ours, theirs = (one.get(name, "absent") for one in (ranks[0], there))
@@ -52,11 +59,9 @@ def _describe(optimizer: torch.optim.Optimizer) -> dict[str, str]:
     }
     for number, group in enumerate(optimizer.param_groups):
         for name, value in group.items():
-            if name == "params":
-                dtypes = [str(parameter.dtype).removeprefix("torch.") for parameter in value]
-                kinds = [f"{dtypes.count(kind)} of {kind}" for kind in dict.fromkeys(dtypes)]
-                found[f"the number of parameters in group {number}"] = " and ".join(kinds)
-            elif name == "weight_update" or isinstance(value, bool | int | float | str | tuple | torch.dtype | State):
+            if name in _OTHER_KEYS or name == "report_interval":
+                continue
+            if name == "weight_update" or isinstance(value, bool | int | float | str | tuple | torch.dtype | State):
                 found[f"{name} of group {number}"] = str(getattr(value, "name", value))
     return found
 

@@ -82,12 +82,13 @@ class BlockProducts:
         """Inputs or gradients of results in blocks of examples, a linear layer's positions among them."""
         if isinstance(self.layer, nn.Linear):
             return quantize(x.reshape(-1, x.shape[-1]), self.format, dim=0).view(x.shape)
+        if x.ndim == 1 + self.spatial:  # one example
+            return quantize(x.unsqueeze(0), self.format, dim=0).squeeze(0)
         return quantize(x, self.format, dim=0)
 
     def round_weight(self, weight: Tensor, inputs: bool) -> Tensor:
         """The weight in blocks of input channels, or of output channels."""
-        transposed = getattr(self.layer, "transposed", False)
-        return quantize(weight, self.format, dim=int(inputs != transposed))
+        return quantize(weight, self.format, dim=int(inputs))
 
 
 class _Product(torch.autograd.Function):
@@ -121,7 +122,8 @@ class _Product(torch.autograd.Function):
                 (found[1],) = torch.autograd.grad(result, whole, layer.along_examples(gradient))
         if ctx.biased and ctx.needs_input_grad[2]:
             channels = gradient.ndim - 1 - layer.spatial
-            found[2] = gradient.sum([k for k in range(gradient.ndim) if k != channels])
+            others = [k for k in range(gradient.ndim) if k != channels]
+            found[2] = gradient.sum(others) if others else gradient
         return *found, None
 
     @staticmethod

@@ -79,7 +79,8 @@ def optimizer(
     if isinstance(recipe.weight_update, str) and not _all_float32(recipe, model):
         choices["weight_update"] = _object(recipe.weight_update)
     options = {key: value for key, value in choices.items() if value is not None}
-    groups = kind.split_groups(_groups(recipe, model), use_muon)
+    chosen = {} if use_muon is None else {"use_muon": use_muon}
+    groups = kind.split_groups(_groups(recipe, model), **chosen)
     made = kind(groups, seed=seed, report_interval=report_interval, **options, **hyper)
     if recipe.format and recipe.state_dtype == recipe.format:
         hold_states(made, recipe.format, seed)

@@ -14,6 +14,7 @@ from torch.nn.utils.spectral_norm import SpectralNorm
 
 from .._messages import a_kind, listed
 from .._qualified_names import pattern_of
+from ..formats import block_names
 from ..scaled.model._scalify import eight_bit_forward
 from ..scaled.rules._products import SIDE
 from ..subclass.models._float32_products import class_of
@@ -175,9 +176,24 @@ def eight_bit_products(module: nn.Module) -> tuple[str | None, str]:
 
 
 def rounds_operands(recipe: Recipe, name: str, module: nn.Module) -> bool:
-    """Return whether a recipe rounds a module's operands: of linear layers and convolutions that it does not exempt."""
+    """Return whether a recipe rounds a module's operands: of linear layers and convolutions that it does not exempt.
+
+    Block formats replace torch's own forward, so that a class or an object with another one is left as it is.
+    """
     layer = isinstance(module, nn.Linear | nn.modules.conv._ConvNd) and "weight" in module._parameters
-    return bool(recipe.operand_format) and layer and not any(_matches(glob, name, module) for glob in recipe.float32)
+    if not recipe.operand_format or not layer or any(_matches(glob, name, module) for glob in recipe.float32):
+        return False
+    return recipe.operand_format not in block_names() or _has_plain_forward(module)
+
+
+def _has_plain_forward(module: nn.Module) -> bool:
+    forward = vars(module).get("forward")
+    if forward is not None and not hasattr(forward, "along_examples"):
+        return False
+    return class_of(module).forward in (
+        nn.Linear.forward,
+        *(conv.forward for conv in (nn.Conv1d, nn.Conv2d, nn.Conv3d)),
+    )
 
 
 def rounded_gradients(module: nn.Module, format: str) -> tuple[str | None, str]:
@@ -348,6 +364,8 @@ class _Walk:
         lacks = ""
         if self._recipe.operand_format and not operands:
             lacks = "operands are rounded in linear layers and convolutions that are not exempt"
+            if self._recipe.operand_format in block_names():
+                lacks += ", by torch's own forward"
         if self._recipe.gradient_format:
             gets, why = rounded_gradients(module, self._recipe.gradient_format)
             return ", ".join(filter(None, (operands, gets))) or None, lacks if lacks and gets else why

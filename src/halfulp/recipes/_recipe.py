@@ -184,8 +184,8 @@ class Recipe:
         operand_format: Name of a format to which linear layers and convolutions round their inputs, weights and results
             in the forward pass, to nearest, with float32 sums between, but for modules that match ``float32``. The
             parameters stay the wide master copy. Under a block format (``"mxfp8_e4m3"``, ``"nvfp4"``) it is the
-            operands of all three products, forward and backward, in blocks along what each sums over; results stay
-            float32.
+            operands of all three products, forward and backward, in blocks along what each sums over, in layers with
+            torch's own forward; results stay float32, and gradients have no gradients.
         gradient_format: Name of a format to which every gradient that a product (a linear layer, a convolution,
             attention) reads or makes is rounded, as a tensor core would: narrow operands, float32 sums, a narrow
             result. Everything else stays float32. Such a training goes through a `halfulp.AdaptiveGradScaler`.

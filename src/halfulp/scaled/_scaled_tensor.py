@@ -287,7 +287,6 @@ class ScaledTensor(torch.Tensor):
         payload = x._payload.detach()
         # torch.load has no storage class for eight-bit floats.
         stored = payload.view(torch.uint8) if payload.element_size() == 1 else payload
-        # Without a home the tuple is as in versions without homes, which then can read it.
         home = () if x._home is None else (x._home,)
         return rebuild_scaled_tensor, (SAVED_LAYOUT, stored, payload.dtype, x._scale, x.dtype, *marks, *home)
 

@@ -202,9 +202,9 @@ def multiplier(backward: Backward, kind: str, moves: tuple[tuple[int, int, int],
         if type(lift) is not int or gradients[0] is given[0]:
             return multiply(gradients, given)
         for slot, exponent, sign in moves:
-            gradient = gradients[slot]
-            if gradient is not None:
-                gradient.mul_(power_of_two(exponent + sign * lift))
+            gradient, power = gradients[slot], exponent + sign * lift
+            if gradient is not None and power:
+                gradient.mul_(power_of_two(power))
         return None
 
     following = backward.following

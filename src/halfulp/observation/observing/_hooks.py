@@ -20,7 +20,7 @@ from ..sampling._sample_places import PLAIN_TYPES, stored
 from ..sampling._sampler import sampled
 from ._averages import RunningStatistics, has_running_statistics
 from ._expectations import Expectations
-from ._notebook import Notebook, TensorSlot, loss_in, tensors_in, watching
+from ._notebook import Notebook, TensorSlot, is_watched, loss_in, tensors_in, watching
 from ._second_runs import CompiledModules, Recomputations
 from ._updates import add_changes
 
@@ -146,7 +146,9 @@ class ModuleHooks:
 
     def _is_wide(self, inputs: tuple[Any, ...], output: Any) -> bool:
         """Return whether residual sums, casts and positions are none that could be followed, as between float32."""
-        if type(output) is not torch.Tensor or output.dtype in NARROW or self._casts.wanted or self.book.inside:
+        if type(output) is not torch.Tensor or self._casts.wanted or self.book.inside or is_watched():
+            return False
+        if output.dtype in NARROW:
             return False
         is_long = output.dim() > 1 and output.shape[-2] > FEWEST_POSITIONS
         return not is_long and not any(isinstance(one, torch.Tensor) and one.dtype in NARROW for one in inputs)

@@ -60,7 +60,7 @@ class Notebook:
         self.position: int = 0
         self.scale: float = 1.0
         self.seconds: float = 0.0
-        self.inside: bool = False
+        self._free: list[None] = [None]
         self.fixed: set[str] = set()
         self.by_kernel: bool = False
         self.renewed: int = 0
@@ -70,6 +70,23 @@ class Notebook:
         self._rows: dict[str, int] = {}
         self._name_keys: list[int] = []
         self._broken: dict[int, int] = {}
+
+    @property
+    def inside(self) -> bool:
+        """Whether something is looked at now."""
+        return not self._free
+
+    def enter(self) -> bool:
+        """Begin a look; False while another one goes on, maybe of another thread, as looks share memory."""
+        try:
+            self._free.pop()  # one operation, which no other thread divides
+        except IndexError:
+            return False
+        return True
+
+    def leave(self) -> None:
+        """End the look."""
+        self._free.append(None)
 
     def begin_step(self, step: int, sampling: bool) -> None:
         """Begin a step."""
@@ -179,9 +196,9 @@ def watching(function: Watch) -> Watch:
 
 def watch(book: Notebook, function: Callable[..., object], *arguments: Any) -> None:
     """Call a function as one that is `watching`."""
-    if book.inside or torch.compiler.is_compiling():
+    if torch.compiler.is_compiling() or not book.enter():
         return
-    begin, book.inside = time.perf_counter(), True
+    begin = time.perf_counter()
     records_gradients = torch.is_grad_enabled()
     torch._C._set_grad_enabled(False)  # torch.no_grad() takes as long as a look at a small tensor
     try:
@@ -196,7 +213,7 @@ def watch(book: Notebook, function: Callable[..., object], *arguments: Any) -> N
         book.missed(f"{function.__name__.strip('_').replace('_', ' ')}: it raised {type(error).__name__}")
     finally:
         torch._C._set_grad_enabled(records_gradients)
-        book.inside = False
+        book.leave()
         book.seconds += time.perf_counter() - begin
 
 
@@ -234,9 +251,12 @@ class TensorSlot:
         if not at or totals is None or rows is None:
             return False
         totals.record.scale = scale
-        book.inside = True  # kernels run without the interpreter's lock, and samples share their room
-        broken = rows.look_at(at, tensor.numel(), book.keys[self._row], book.step)
-        book.inside = False
+        if not book.enter():
+            return False
+        try:
+            broken = rows.look_at(at, tensor.numel(), book.keys[self._row], book.step)
+        finally:
+            book.leave()
         if broken:
             book.note_nonfinite(totals)
         else:

@@ -184,10 +184,15 @@ class Counting:
         self.room: np.ndarray = np.empty(MOST, np.float32)
         self._programs: dict[tuple[torch.dtype, bool], Program] = {}
 
+    def __getstate__(self) -> dict[str, Any]:
+        return {**vars(self), "room": None, "_programs": {}}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        vars(self).update(state, room=np.empty(MOST, np.float32))
+
     def __deepcopy__(self, memo: dict[int, Any]) -> Counting:
         # All but the room and the programs is read alone.
         memo[id(self)] = made = copy.copy(self)
-        made.room, made._programs = np.empty_like(self.room), {}
         return made
 
     def program(self, dtype: torch.dtype, is_wide: bool) -> Program:

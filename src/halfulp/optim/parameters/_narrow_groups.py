@@ -25,7 +25,7 @@ from .._group_options import check_ranks
 from ..stores._storage import STORES
 from ..weight_updates._weight_update import weight_update
 from ._local_tensors import local, memory
-from ._narrowing import is_kept, take_float32
+from ._narrowing import is_kept, is_written, take_float32
 from ._outside_writes import drop_stale, mark_current
 from ._parameter_plan import ParameterPlan
 from ._random_identity import plain_names
@@ -57,6 +57,7 @@ def narrow(optimizer: Any, groups: Iterable[dict], wrappers: Wrappers) -> None:
     warn_of_idle_update(optimizer, groups)
     for group in groups:
         for position, parameter in enumerate(group["params"]):
+            was_written = is_written(parameter)
             if id(parameter) in to_narrow:
                 value = parameter.detach()
                 replace_data(parameter, torch.empty_like(value, dtype=group["param_dtype"]))
@@ -64,10 +65,26 @@ def narrow(optimizer: Any, groups: Iterable[dict], wrappers: Wrappers) -> None:
                 value = take_float32(parameter)
             if value is not None:
                 plan = optimizer._new_plan(group, position, STORES[parameter.dtype])
-                plan.spec.update.fill(plan.spec.store, plan.parts, local(value).contiguous())
+                value = local(value).contiguous()
+                if was_written:
+                    _fill_beside(plan, parameter, value)
+                else:
+                    plan.spec.update.fill(plan.spec.store, plan.parts, value)
                 mark_current(plan)
                 _keep_payload_for_wrappers(plan)
     wrappers.follow()
+
+
+def _fill_beside(plan: ParameterPlan, parameter: torch.Tensor, value: torch.Tensor) -> None:
+    """Write float32 values into auxiliary tensors, and leave the parameter's bits, which other processes have too.
+
+    Where these values round to other bits, they become what the parameter holds.
+    """
+    payload = local(parameter.detach())
+    before = payload.clone()
+    plan.spec.update.fill(plan.spec.store, plan.parts, value)
+    value = torch.where(payload == before, value, before.to(value.dtype))
+    plan.spec.update.fill(plan.spec.store, plan.parts, value)
 
 
 def _keep_payload_for_wrappers(plan: ParameterPlan) -> None:
@@ -102,8 +119,10 @@ def broadcast_auxiliary_tensors(optimizer: Any) -> None:
     """
     for module in data_parallel_modules():
         held, tensors = {id(p) for p in module.parameters()}, []
-        if any(id(p) in held for group in optimizer.param_groups for p in group["params"]):
-            check_ranks(optimizer, module.process_group)
+        # Asked of the module alone, which is the same everywhere: an optimizer may hold a share that is a rank's own.
+        narrow = next((p for p in module.parameters() if p.dtype in STORES and p.dtype != torch.float32), None)
+        if narrow is not None:
+            check_ranks(optimizer, module.process_group, narrow.device)
         for group in optimizer.param_groups:
             for position, parameter in enumerate(group["params"]):
                 if id(parameter) in held and parameter.requires_grad:

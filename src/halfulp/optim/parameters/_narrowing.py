@@ -60,6 +60,12 @@ def take_float32(parameter: Tensor) -> Tensor | None:
     return held.tensor if parameter.dtype == torch.float16 else None
 
 
+def is_written(parameter: Tensor) -> bool:
+    """Return whether a parameter was written after `narrow`, maybe the same values."""
+    held = getattr(parameter, "__dict__", {}).get(_HELD)
+    return held is not None and held.version != parameter._version
+
+
 def widen(parameter: Tensor) -> None:
     """Make a narrow parameter float32 in place, with the bits that are still kept for it."""
     value = take_float32(parameter)

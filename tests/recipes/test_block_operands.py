@@ -1,0 +1,48 @@
+"""Operands in blocks: layers with a forward of their own, single examples, shapes of one dimension."""
+
+import copy
+
+import torch
+from torch import nn
+
+import halfulp as hu
+
+
+class Adapted(nn.Linear):
+    """A linear layer with a low-rank addition."""
+
+    def __init__(self, inputs, outputs):
+        super().__init__(inputs, outputs)
+        self.down, self.up = nn.Parameter(torch.randn(2, inputs)), nn.Parameter(torch.randn(outputs, 2))
+
+    def forward(self, x):
+        return super().forward(x) + x @ self.down.T @ self.up.T
+
+
+def test_a_forward_of_its_own_stays_and_is_said():
+    model = nn.Sequential(Adapted(32, 8), nn.Linear(8, 8))
+    model[1].forward = lambda x: x.sum(-1, keepdim=True)
+    first, second = (plan for plan in hu.explain(model, "mxfp8").modules if plan.parameters)
+    for plan in (first, second):
+        assert plan.products is None
+        assert "by torch's own forward" in plan.why
+    plain, x = copy.deepcopy(model[0]), torch.randn(4, 32)
+    hu.convert(model, "mxfp8")
+    assert torch.equal(model[0](x), plain(x))
+    model(x).sum().backward()
+    assert model[0].down.grad is not None
+    assert model(x).shape == (4, 1)
+    hu.revert(model)
+    assert model(x).shape == (4, 1)
+
+
+def test_one_example_is_a_batch_of_one():
+    x = torch.randn(32, 9) * torch.logspace(-3, 3, 32)[:, None]
+    model = hu.convert(nn.Sequential(nn.Conv1d(32, 4, 3)), "nvfp4")
+    model(x).sum().backward()
+    alone, model[0].weight.grad = model[0].weight.grad, None
+    model(x[None]).sum().backward()
+    assert torch.equal(alone, model[0].weight.grad)
+    linear = hu.convert(nn.Sequential(nn.Linear(32, 8)), "nvfp4")
+    linear(torch.randn(32)).sum().backward()
+    assert torch.equal(linear[0].bias.grad, torch.ones(8))
