@@ -46,3 +46,15 @@ def test_one_example_is_a_batch_of_one():
     linear = hu.convert(nn.Sequential(nn.Linear(32, 8)), "nvfp4")
     linear(torch.randn(32)).sum().backward()
     assert torch.equal(linear[0].bias.grad, torch.ones(8))
+
+
+def test_a_transposed_convolution_takes_the_size_of_its_result():
+    layer, x = nn.ConvTranspose1d(32, 4, 3, stride=2), torch.randn(2, 32, 9)
+    plain = layer(x, output_size=[20])
+    hu.convert(layer, "mxfp8")
+    found = layer(x, output_size=[20])
+    assert found.shape == plain.shape
+    assert (found - plain).norm() < 0.1 * plain.norm()
+    assert torch.equal(found, layer(x, [20]))
+    found.sum().backward()
+    assert layer.weight.grad is not None

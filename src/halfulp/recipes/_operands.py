@@ -54,17 +54,18 @@ class BlockProducts:
     def __init__(self, layer: Any, format: str) -> None:
         self.layer, self.format = layer, format
 
-    def __call__(self, input: Tensor) -> Tensor:
-        """The layer's result."""
-        result: Tensor = _Product.apply(input, self.layer.weight, self.layer.bias, self)
+    def __call__(self, input: Tensor, *size: Any, **named: Any) -> Tensor:
+        """The layer's result; a transposed convolution takes `output_size` too."""
+        size = (*size, *named.values())
+        result: Tensor = _Product.apply(input, self.layer.weight, self.layer.bias, self, size)
         return result
 
-    def product(self, input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    def product(self, input: Tensor, weight: Tensor, size: tuple[Any, ...], bias: Tensor | None = None) -> Tensor:
         """The class's own forward, with another weight and bias."""
         own = vars(self.layer)
         own["weight"], own["bias"] = weight, bias
         try:
-            result: Tensor = type(self.layer).forward(self.layer, input)
+            result: Tensor = type(self.layer).forward(self.layer, input, *size)
         finally:
             del own["weight"], own["bias"]
         return result
@@ -88,19 +89,19 @@ class BlockProducts:
 
     def round_weight(self, weight: Tensor, inputs: bool) -> Tensor:
         """The weight in blocks of input channels, or of output channels."""
-        return quantize(weight, self.format, dim=int(inputs))
+        return quantize(weight, self.format, dim=int(inputs != getattr(self.layer, "transposed", False)))
 
 
 class _Product(torch.autograd.Function):
     """A layer's product of operands in blocks, and its gradients'; a tangent is multiplied unrounded."""
 
     @staticmethod
-    def forward(input: Tensor, weight: Tensor, bias: Tensor | None, layer: BlockProducts) -> Tensor:
-        return layer.product(layer.along_channels(input), layer.round_weight(weight, inputs=True), bias)
+    def forward(input: Tensor, weight: Tensor, bias: Tensor | None, layer: BlockProducts, size: Any) -> Tensor:
+        return layer.product(layer.along_channels(input), layer.round_weight(weight, inputs=True), size, bias)
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-        input, weight, bias, ctx.layer = inputs
+        input, weight, bias, ctx.layer, ctx.size = inputs
         ctx.biased = bias is not None
         ctx.save_for_backward(input, weight)
         ctx.save_for_forward(input, weight)
@@ -114,27 +115,27 @@ class _Product(torch.autograd.Function):
         with torch.enable_grad():
             if ctx.needs_input_grad[0]:
                 whole = input.detach().requires_grad_()
-                result = layer.product(whole, layer.round_weight(weight.detach(), inputs=False))
+                result = layer.product(whole, layer.round_weight(weight.detach(), inputs=False), ctx.size)
                 (found[0],) = torch.autograd.grad(result, whole, layer.along_channels(gradient))
             if ctx.needs_input_grad[1]:
                 whole = weight.detach().requires_grad_()
-                result = layer.product(layer.along_examples(input.detach()), whole)
+                result = layer.product(layer.along_examples(input.detach()), whole, ctx.size)
                 (found[1],) = torch.autograd.grad(result, whole, layer.along_examples(gradient))
         if ctx.biased and ctx.needs_input_grad[2]:
             channels = gradient.ndim - 1 - layer.spatial
             others = [k for k in range(gradient.ndim) if k != channels]
             found[2] = gradient.sum(others) if others else gradient
-        return *found, None
+        return *found, None, None
 
     @staticmethod
-    def jvp(ctx: Any, input_tangent: Any, weight_tangent: Any, bias_tangent: Any, _: None) -> Tensor:
+    def jvp(ctx: Any, input_tangent: Any, weight_tangent: Any, bias_tangent: Any, *_: None) -> Tensor:
         input, weight = ctx.saved_tensors
         layer: BlockProducts = ctx.layer
         parts: list[Tensor] = []
         if input_tangent is not None:
-            parts.append(layer.product(input_tangent, layer.round_weight(weight, inputs=True)))
+            parts.append(layer.product(input_tangent, layer.round_weight(weight, inputs=True), ctx.size))
         if weight_tangent is not None:
-            parts.append(layer.product(layer.along_channels(input), weight_tangent))
+            parts.append(layer.product(layer.along_channels(input), weight_tangent, ctx.size))
         if bias_tangent is not None:
             parts.append(bias_tangent.view(-1, *(1,) * layer.spatial))
         return sum(parts[1:], parts[0])

@@ -147,6 +147,7 @@ def _matches(glob: str, name: str, module: nn.Module) -> bool:
     return any(fnmatch.fnmatchcase(kind.__name__, glob) for kind in classes)
 
 
+_CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d)
 _LAYERS = (
     *(nn.Linear, nn.Bilinear, nn.MultiheadAttention, nn.modules.conv._ConvNd),
     *(nn.RNNBase, nn.RNNCellBase),
@@ -190,10 +191,7 @@ def _has_plain_forward(module: nn.Module) -> bool:
     forward = vars(module).get("forward")
     if forward is not None and not hasattr(forward, "along_examples"):
         return False
-    return class_of(module).forward in (
-        nn.Linear.forward,
-        *(conv.forward for conv in (nn.Conv1d, nn.Conv2d, nn.Conv3d)),
-    )
+    return class_of(module).forward in {kind.forward for kind in (nn.Linear, *_CONVOLUTIONS)}
 
 
 def rounded_gradients(module: nn.Module, format: str) -> tuple[str | None, str]:
