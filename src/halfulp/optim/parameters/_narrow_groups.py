@@ -119,9 +119,9 @@ def broadcast_auxiliary_tensors(optimizer: Any) -> None:
     """
     for module in data_parallel_modules():
         held, tensors = {id(p) for p in module.parameters()}, []
-        # Asked of the module alone, which is the same everywhere: an optimizer may hold a share that is a rank's own.
+        # Of a share of the parameters that is a rank's own (ZeroRedundancyOptimizer) numbers are not compared.
         narrow = next((p for p in module.parameters() if p.dtype in STORES and p.dtype != torch.float32), None)
-        if narrow is not None:
+        if narrow is not None and any(id(p) in held for group in optimizer.param_groups for p in group["params"]):
             check_ranks(optimizer, module.process_group, narrow.device)
         for group in optimizer.param_groups:
             for position, parameter in enumerate(group["params"]):
