@@ -36,13 +36,8 @@ _EMBEDDING_OR_HEAD = re.compile(
 Choice = str | Sequence[str] | Callable[[str, torch.Tensor], bool] | None
 
 
-def _chooser(given: Choice) -> Callable[[str, torch.Tensor], bool]:
-    if callable(given):
-        return lambda name, parameter: bool(given(name, parameter))
-    if given is None:
-        return lambda name, parameter: parameter.dim() == 2 and not _EMBEDDING_OR_HEAD.search(name)
-    globs = [given] if isinstance(given, str) else given
-    return lambda name, _: any(fnmatch.fnmatchcase(name, glob) for glob in globs)
+def _is_hidden_matrix(name: str, parameter: torch.Tensor) -> bool:
+    return parameter.dim() == 2 and not _EMBEDDING_OR_HEAD.search(name)
 
 
 @register_optimizer
@@ -505,23 +500,31 @@ class Muon(Optimizer):
         [(['weight'], True), (['bias'], False)]
         """
         given: list[Any] = [*params]
-        chooses = _chooser(use_muon)
+        globs = () if use_muon is None or callable(use_muon) else (use_muon,) if isinstance(use_muon, str) else use_muon
+        matched: set[str] = set()
+
+        def is_matched(name: str, _: torch.Tensor) -> bool:
+            own = [glob for glob in globs if fnmatch.fnmatchcase(name, glob)]
+            matched.update(own)
+            return bool(own)
+
+        chooses = use_muon if callable(use_muon) else _is_hidden_matrix if use_muon is None else is_matched
         found: list[dict[str, Any]] = []
         for group in given if given and isinstance(given[0], dict) else [{"params": given}]:
+            members = [group["params"]] if isinstance(group["params"], torch.Tensor) else [*group["params"]]
             parts: dict[bool, list[Any]] = {True: [], False: []}
-            members = group["params"]
-            for entry in [members] if isinstance(members, torch.Tensor) else members:
+            for entry in members:
                 name, parameter = entry if isinstance(entry, tuple) else ("", entry)
-                parts[chooses(name, parameter)].append(entry)
-            split = [{**group, "params": some, "use_muon": is_muons} for is_muons, some in parts.items() if some]
-            found += [group] if group.keys() & {"use_muon", "use_fallback"} else split
-        if use_muon is not None and not callable(use_muon):
-            names = [e[0] for group in found for e in group["params"] if isinstance(e, tuple)]
-            for glob in [use_muon] if isinstance(use_muon, str) else use_muon:
-                if not fnmatch.filter(names, glob):
-                    raise ValueError(
-                        f"use_muon={use_muon!r}: {glob!r} matches no name; give globs over the names of matrices"
-                    )
+                parts[bool(chooses(name, parameter))].append(entry)
+            if group.keys() & {"use_muon", "use_fallback"}:
+                found.append({**group, "params": members})
+            else:
+                found += [{**group, "params": some, "use_muon": is_muons} for is_muons, some in parts.items() if some]
+        for glob in globs:
+            if glob not in matched:
+                raise ValueError(
+                    f"use_muon={use_muon!r}: {glob!r} matches no name; give globs over the names of matrices"
+                )
         return found
 
     def rule(self, group: dict[str, Any]) -> UpdateRule:
