@@ -131,9 +131,8 @@ def _pairs(
 
 def _obstacle(task: Task, recipe: Recipe) -> str | None:
     """Why a recipe cannot be compared on a task; None where it can."""
-    refuses = getattr(task, "refuses", None)
-    if refuses is not None and (why := refuses(recipe)):
-        return str(why)
+    if why := task.refuses(recipe):
+        return why
     if hasattr(task, "trial") and recipe.gradient_format:
         return "has a training loop of its own, which rounds no gradients"
     if hasattr(task, "trial") and recipe.emulate:

@@ -11,6 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ..._names import unknown
+from ...recipes import Recipe
 
 Batch = tuple[Tensor, Tensor]
 # How long trials are: seconds, minutes for a whole comparison on two cores, and what the task deserves.
@@ -104,6 +105,10 @@ class Task(abc.ABC):
     def count(self, targets: Tensor) -> int:
         """How many Booleans ``hits`` gives."""
         return targets.numel()
+
+    def refuses(self, recipe: Recipe) -> str | None:
+        """Why a recipe is none for this task, after the words "the task"; None where it is one."""
+        return None
 
     def rate(self, step: int, steps: int) -> float:
         """The learning rate at a step as a share of ``hyper["lr"]``: constant unless overridden."""
