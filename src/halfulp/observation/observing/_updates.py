@@ -390,8 +390,10 @@ class Updates:
         for group in self.optimizer.param_groups:
             kind, options = self._options_of(group)
             for parameter in group["params"]:
+                if alone is not None and parameter is not alone:
+                    continue
                 name = self._names.get(id(parameter))
-                if name is None or parameter.grad is None or (alone is not None and parameter is not alone):
+                if name is None or parameter.grad is None:
                     continue
                 one = self._stepped(name, parameter, group, options)
                 if one is not None:
