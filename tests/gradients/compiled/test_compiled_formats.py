@@ -151,6 +151,9 @@ def test_gradients_have_the_bits_of_the_eager_front_end(name, seed):
     eager, compiled = both(lambda: make(seed % 1000), seed % 1000, format="e5m2")
     assert eager.keys() == compiled.keys()
     for key, gradient in eager.items():
+        if name != "truncated":
+            assert same_bits(compiled[key], gradient), key
+            continue
         # A sum that lies between two numbers of the format goes to the other one where its last bit differs.
         moved = compiled[key] != gradient
         assert int(moved.sum()) <= gradient.numel() // 100, key
