@@ -199,9 +199,7 @@ def test_what_is_registered_passes_the_laws_of_the_library(forked, monkeypatch):
     files = ("adabelief", "coarse_policy", "format_e4m3b11fnuz", "half_away_rounding", "spiral_task")
     loaded = [word for name in files for word in ("-p", name)]
     entries = "e4m3b11fnuz or half_away or AdaBelief or adabelief or coarse or spirals"
-    # Of the fused step only the weight updates that split: each kernel is compiled for seconds.
-    chosen = f"({entries}) and (not test_compiled_equals_reference or split)"
-    options = ["-p", "no:cacheprovider", "-p", "no:xdist", "-rA", "-k", chosen]
+    options = ["-p", "no:cacheprovider", "-p", "no:xdist", "-rA", "-k", entries]
     monkeypatch.chdir(HERE.parents[1])
     script = f"import sys\nsys.path.insert(0, {str(HERE)!r})\nimport pytest\nsys.exit(pytest.main(sys.argv[1:]))\n"
     code, printed = forked(script, *loaded, *options, *(f"tests/laws/{law}.py" for law in LAWS), patience=900)
