@@ -122,6 +122,9 @@ def compiling(architectures: tuple[int, ...], found: list[Kernel], launch: Launc
                 seen.add((compiled.hash, driver.architecture))
                 kernel = Kernel(Launch(**vars(launch)), compiled.metadata.name, driver.architecture)
                 found.append(examine(compiled.asm, 32 * compiled.metadata.num_warps, kernel))
+        for name, argument in zip(self.arg_names, arguments):
+            if name.startswith("output"):
+                argument.zero_()  # or a division would step on and on, by what the memory held
 
     with (
         mock.patch.object(JITFunction, "run", run),

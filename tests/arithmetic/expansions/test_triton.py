@@ -184,8 +184,8 @@ def test_the_compiler_fuses_products_errors_alone(capability, monkeypatch, tmp_p
     cases = [("add", torch.float32), ("mul", torch.float32), ("exp", torch.float64), ("div", torch.bfloat16)]
     kinds = {name: _call(name, ((dtype, 2),) * FUNCTIONS[name].operands, 2, dtype).elements for name, dtype in cases}
     half = ((torch.float16, 2, True),) * 2
-    kinds |= {"mul of scaled": _function("mul", half, 1)._elements}
-    kinds |= {"add under scale": _components(1, 2, torch.float16, True)._elements}
+    kinds |= {"mul of scaled": _function("mul", half, 1)}
+    kinds |= {"add under scale": _components(1, 2, torch.float16, True)}
     for name, elements in kinds.items():
         trace, numbers = elements.traced
         constants = {f"mode{k}": 0 for k in range(len(elements.stored))} | {"WHOLE": True, "TILE": 1024}
