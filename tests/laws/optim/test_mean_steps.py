@@ -9,7 +9,7 @@ import halfulp as hu
 
 from .cases import CODECS, RULES, build, rule_of
 
-STEPS, COUNTED, SHAPE = 1000, 400, (128, 64)
+STEPS, COUNTED, SHAPE = 600, 300, (128, 64)
 # How far the mean step may be from float32's, of elements as large as their block's largest, and of small ones.
 BOUNDS = {"bf16": (0.003, 0.003), "8bit": (0.015, 0.08)}
 # Its second moment is of g - m, to which the noise of m in 8 bits adds: small elements step less.
