@@ -6,7 +6,7 @@ from ._run import Run
 
 SIZES = {"vocabulary": 50_304, "width": 768, "layers": 12, "heads": 12, "time": 1024}
 BATCH = 8
-TINY = {"vocabulary": 32, "width": 32, "layers": 2, "heads": 2, "time": 16}
+TINY = {"vocabulary": 32, "width": 32, "layers": 1, "heads": 2, "time": 16}
 TINY_BATCH = 2
 
 

@@ -116,14 +116,16 @@ def test_missing_packages_name_the_extra(run, monkeypatch: pytest.MonkeyPatch) -
     assert "pip install 'halfulp[cli]'" in err
 
 
+@pytest.mark.usefixtures("forked_workers")
 def test_compare_writes_everything_and_resumes(tmp_path: Path, run, monkeypatch: pytest.MonkeyPatch) -> None:
-    done = halfulp(*COMPARE, cwd=tmp_path)
-    assert done.returncode == 0, done.stderr
-    assert "training loss" in done.stdout
+    """tests/test_extending.py runs the command and its worker as processes of their own."""
+    monkeypatch.chdir(tmp_path)
+    code, printed, errors = run(*COMPARE)
+    assert code == 0, errors
+    assert "training loss" in printed
     out = tmp_path / "halfulp-compare"
     assert {path.name for path in out.iterdir()} == {".lock", "trials", "compare.json", "compare.html"}
     before = {path.name: path.stat().st_mtime_ns for path in (out / "trials").iterdir()}
-    monkeypatch.chdir(tmp_path)
     code, _, errors = run(*COMPARE, "--resume")
     assert code == 0, errors
     assert errors.count("kept") == 2

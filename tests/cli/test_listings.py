@@ -103,10 +103,11 @@ def test_env_needs_nothing_of_the_command_line(forked: Callable[..., tuple[int, 
     assert "halfulp[cli]" in printed
 
 
-def test_outputs_whose_encoding_lacks_letters() -> None:
+def test_outputs_whose_encoding_lacks_letters(forking: Callable) -> None:
     """As Windows' files and pipes: a letter is written as its number, and JSON stays JSON."""
     program = """
-import sys
+import sys, warnings
+warnings.resetwarnings()
 from halfulp.cli import main
 encodings, commands = (text.split(",") for text in sys.argv[1:])
 for encoding in encodings:
@@ -120,11 +121,9 @@ for encoding in encodings:
     print("====")
 """
     encodings, commands = ["cp1252", "ascii", "iso8859-2"], ["recipes", "tasks", "env", "formats", "formats --json"]
-    command = [sys.executable, "-c", program, ",".join(encodings), ",".join(commands)]
-    environment = {**os.environ, "PYTHONIOENCODING": encodings[0]}
-    done = subprocess.run(command, env=environment, capture_output=True, check=False)
-    assert (done.returncode, done.stderr) == (0, b"")
-    *printed, end = done.stdout.split(b"====\n")
+    done = forking(program, ",".join(encodings), ",".join(commands))
+    assert (done.code(), done.errors.read_text()) == (0, "")
+    *printed, end = done.output.read_bytes().split(b"====\n")
     assert (len(printed), end) == (len(encodings), b"")
     for encoding, text in zip(encodings, printed):
         *tables, content, end = text.decode(encoding).split("----\n")

@@ -12,6 +12,8 @@ from pathlib import Path
 import pytest
 import torch
 
+from halfulp.observation.scripts._run import REMEDY
+
 LOOP = """
 import sys
 import torch
@@ -328,14 +330,26 @@ def run(tmp_path: Path, *command: str) -> subprocess.CompletedProcess[str]:
     )
 
 
-def test_torchrun_with_two_processes(tmp_path):
+# As torchrun starts `-m halfulp.cli observe`.
+ON_RANKS = """
+import os, runpy, sys, warnings
+warnings.resetwarnings()
+os.environ |= {"RANK": sys.argv[1], "LOCAL_RANK": sys.argv[1], "WORLD_SIZE": "2"}
+sys.argv = ["-m", "observe", "--interval", "2", "script.py", sys.argv[2]]
+runpy.run_module("halfulp.cli", run_name="__main__")
+"""
+
+
+def test_of_two_processes_the_first_alone_reports(tmp_path, monkeypatch, in_two_processes):
     if not torch.distributed.is_available() or not torch.distributed.is_gloo_available():
         pytest.skip("this torch has no gloo")
     text = """
+import os, sys
 import torch
 from torch import nn
 import torch.distributed as dist
-dist.init_process_group("gloo")
+ranks = {"rank": int(os.environ["RANK"]), "world_size": int(os.environ["WORLD_SIZE"])}
+dist.init_process_group("gloo", init_method="file://" + sys.argv[1], **ranks)
 torch.manual_seed(dist.get_rank())
 model = nn.parallel.DistributedDataParallel(nn.Sequential(nn.Linear(16, 32), nn.Tanh(), nn.Linear(32, 4)).bfloat16())
 optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)
@@ -346,10 +360,10 @@ for step in range(6):
 dist.destroy_process_group()
 """
     (tmp_path / "script.py").write_text(text)
-    launch = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m", "halfulp.cli", "observe"]
-    done = run(tmp_path, *launch, "--interval", "2", "script.py")
-    assert done.returncode == 0, done.stderr
-    assert done.stdout.count("6 steps") == 1, "the first process alone reports"
+    monkeypatch.chdir(tmp_path)
+    in_two_processes(ON_RANKS)
+    printed = [(tmp_path / f"output{rank}").read_text() for rank in range(2)]
+    assert [text.count("6 steps") for text in printed] == [1, 0]
     content = json.loads((tmp_path / "halfulp-observe" / "observe.json").read_text())
     assert next(parameter["name"] for parameter in content["record"]["parameters"]) == "0.weight"
 
@@ -405,12 +419,12 @@ def test_trainers(tmp_path, text, needs, frozen):
 SPAWNS = """
 import torch
 import torch.multiprocessing as mp
-{imports}
+import halfulp as hu
 
 def work(rank):
     model = torch.nn.Linear(4, 4).bfloat16()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    with {watching} as seen:
+    {watching}
         for _ in range(2):
             model(torch.ones(2, 4).bfloat16()).sum().backward()
             optimizer.step()
@@ -421,17 +435,17 @@ if __name__ == "__main__":
 """
 
 
-def test_processes_of_mp_spawn_are_named_with_what_to_write_instead_which_works(tmp_path):
-    def call(**parts: str) -> "subprocess.CompletedProcess[str]":
-        (tmp_path / "script.py").write_text(SPAWNS.format(**parts))
-        command = [sys.executable, "-m", "halfulp.cli", "observe", "script.py"]
-        return subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False)
-
-    ended = call(imports="import contextlib", watching="contextlib.nullcontext()", after="pass")
-    assert ended.returncode == 2
-    assert "it started a process by torch.multiprocessing.spawn, where work runs" in ended.stderr
-    watching, after = (said.strip("`") for said in re.findall("`[^`]*`", ended.stderr)[-2:])
-    assert not (tmp_path / "observe.html").exists()
-    watching = watching.removeprefix("with ").removesuffix(" as seen:")
-    call(imports="import halfulp as hu", watching=watching, after=after)
+def test_processes_of_mp_spawn_are_named_with_what_to_write_instead_which_works(tmp_path, monkeypatch, forking):
+    """The script is written as its own refusal says."""
+    watching, after = (said.strip("`") for said in re.findall("`[^`]*`", REMEDY))
+    (tmp_path / "script.py").write_text(SPAWNS.format(watching=watching, after=after))
+    monkeypatch.chdir(tmp_path)
+    # A spawned process takes over the options of this one, whose warnings are errors.
+    ended = forking(
+        f"{ALONE}import sys; sys.warnoptions.clear()\nfrom halfulp.cli import main; main()", "observe", "script.py"
+    )
+    code, errors = ended.code(), ended.errors.read_text()
+    assert code == 2, errors
+    assert "it started a process by torch.multiprocessing.spawn, where work runs" in errors
+    assert REMEDY in errors
     assert "<h1>" in (tmp_path / "observe.html").read_text()

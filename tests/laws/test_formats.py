@@ -17,6 +17,7 @@ from hypothesis import strategies as st
 from halfulp.formats import Format, all_values, decode, encode, get, names, round_exact
 
 from ..formats.oracle import MODES, same, to_gfloat
+from ..samples import IS_WHOLE
 
 SPECIALS = [0.0, -0.0, math.inf, -math.inf, 1.0, -1.0, 5e-324, 2.0**-149, 2.0**1023, -1e300]
 USERS = [
@@ -57,9 +58,12 @@ def near_the_grid(format: Format, count: int) -> list[float]:
 
 
 @pytest.mark.parametrize("name", [n for n in names() if get(n).bits <= 16 and (get(n).ml_dtypes_name or n == "fp16")])
-def test_every_code_decodes_as_in_ml_dtypes_and_encodes_back(name):
+def test_every_code_decodes_as_in_ml_dtypes_and_encodes_back(name, seed):
     format = get(name)
     codes = np.arange(2**format.bits)
+    if format.bits > 8 and not IS_WHOLE:  # the ends of every binade, and every fifth code beside them
+        last = 2**format.mantissa_bits - 1
+        codes = codes[(codes % 5 == random.randrange(5)) | np.isin(codes & last, (0, 1, last))]
     for code, value in zip(codes.tolist(), native(codes, format).tolist()):
         ours = decode(code, format)
         assert same(ours, value), hex(code)
@@ -111,7 +115,7 @@ def test_wide_codes_decode_as_in_numpy(name, seed):
 def test_rounds_as_gfloat(format, saturate, mode, seed):
     info = to_gfloat(format)
     policy = "saturate" if saturate or format.nan is None else "inf" if format.infinities else "nan"
-    for x in near_the_grid(format, 60):
+    for x in near_the_grid(format, 20):
         theirs = gfloat.round_float(info, x, MODES[mode], sat=policy == "saturate")
         assert same(round_exact(x, format, mode, overflow=policy), theirs), x
 
@@ -178,7 +182,7 @@ def made_formats(draw):
     )
 
 
-@settings(deadline=None, max_examples=200)
+@settings(deadline=None, max_examples=100)
 @given(made_formats())
 def test_codes_of_made_formats_go_round_and_count_up(format):
     values = [decode(code, format) for code in range(2**format.bits)]
@@ -200,14 +204,14 @@ def test_codes_of_made_formats_go_round_and_count_up(format):
     assert all_values(format) == sorted({value for value in values if math.isfinite(value)})
 
 
-@settings(deadline=None, max_examples=400)
+@settings(deadline=None, max_examples=200)
 @given(made_formats(), made_formats())
 def test_holds_is_inclusion_for_made_formats(big, small):
     assume(small.max_code > small.zero << small.mantissa_bits)
     assert big.holds(small) == (set(all_values(small)) <= set(all_values(big)))
 
 
-@settings(deadline=None, max_examples=400)
+@settings(deadline=None, max_examples=200)
 @given(made_formats(), st.data())
 def test_made_formats_round_to_the_neighbour_that_the_mode_names(format, data):
     """Brute force over the list of all numbers, the next point of the grid standing for overflow."""
@@ -230,7 +234,7 @@ def test_made_formats_round_to_the_neighbour_that_the_mode_names(format, data):
     assert Fraction(round_exact(x, format, "stochastic", u=u)) == (outer if u < fraction else inner)
 
 
-@settings(deadline=None, max_examples=200)
+@settings(deadline=None, max_examples=100)
 @given(made_formats(), st.sampled_from([*MODES, "stochastic"]))
 def test_numbers_of_made_formats_stay(format, mode):
     u = Fraction(0) if mode == "stochastic" else None
@@ -238,7 +242,7 @@ def test_numbers_of_made_formats_stay(format, mode):
         assert same(round_exact(value, format, mode, u=u), value)
 
 
-@settings(deadline=None, max_examples=200)
+@settings(deadline=None, max_examples=100)
 @given(made_formats())
 def test_ties_of_made_formats_go_to_the_even_code(format):
     values = [value for value in all_values(format) if value >= 0]

@@ -13,7 +13,7 @@ from halfulp.gradients.eager._region import Reads
 
 from .gradient_programs import FUNCTIONS, MODULES, Program, differs
 
-SAMPLE = 180
+SAMPLE = 90
 
 
 @pytest.mark.parametrize("part", range(3))

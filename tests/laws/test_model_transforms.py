@@ -4,6 +4,7 @@ Under every recipe and everything else that changes a model's tensors, products 
 from the tensors, and the advice works."""
 
 import copy
+import itertools
 import re
 
 import pytest
@@ -16,6 +17,8 @@ from torch.fx.experimental.proxy_tensor import make_fx
 import halfulp as hu
 from halfulp import MCTensor, ScaledTensor
 from halfulp.kernels import same_bits
+
+from .. import samples
 
 WIDTH = 8
 pytestmark = [
@@ -162,8 +165,7 @@ def check(name, transform, model, plain, x):
     assert (values(tangent) - exact).norm() < near * exact.norm(), (name, transform)
 
 
-@pytest.mark.parametrize("make", [normed, convolved])
-@pytest.mark.parametrize("name", FEATURES)
+@pytest.mark.parametrize(("name", "make"), samples.covering([*itertools.product(FEATURES, (normed, convolved))], 1))
 def test_transforms_of_models(name, make, seed):
     plain = make()
     model = FEATURES[name](copy.deepcopy(plain))

@@ -153,7 +153,7 @@ class Tokens(nn.Module):
         super().__init__()
         layer = nn.TransformerEncoderLayer(32, 4, 64, batch_first=True, norm_first=True, dropout=0.1)
         self.embedding, self.head = nn.Embedding(17, 32), nn.Linear(32, 4)
-        self.layers = nn.TransformerEncoder(layer, 2, enable_nested_tensor=False)
+        self.layers = nn.TransformerEncoder(layer, 1, enable_nested_tensor=False)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return self.head(self.layers(self.embedding(x))).mean(1)
@@ -162,7 +162,7 @@ class Tokens(nn.Module):
 class Residual(nn.Module):
     def __init__(self) -> None:
         super().__init__()
-        parts = [nn.Sequential(nn.LayerNorm(32), nn.Linear(32, 64), nn.SiLU(), nn.Linear(64, 32)) for _ in range(6)]
+        parts = [nn.Sequential(nn.LayerNorm(32), nn.Linear(32, 64), nn.SiLU(), nn.Linear(64, 32)) for _ in range(3)]
         self.parts, self.head = nn.ModuleList(parts), nn.Linear(32, 4)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -199,7 +199,7 @@ HEALTHY = {
 @pytest.mark.parametrize("kind", HEALTHY)
 def test_models_that_train_well_stay_within_the_tolerance(kind, name, seed):
     make, batch = HEALTHY[kind]
-    check = assert_precision_ok(make(), batch(), name, steps=4)
+    check = assert_precision_ok(make(), batch(), name, steps=3)
     assert max(one.relative for one in check.differences) < check.tolerance
 
 

@@ -10,7 +10,7 @@ import pytest
 
 from .histories import differs
 
-SAMPLE = 30
+SAMPLE = 15
 
 
 @pytest.mark.parametrize("part", range(3))

@@ -121,12 +121,12 @@ def test_what_overflows_follows_the_format_and_leaves_no_nan_behind(seed, update
 
 @pytest.mark.parametrize("update", [u for u in narrow_updates() if u != "nearest"])
 def test_weight_decay_is_not_lost(update):
-    """w (1 - lr wd)^2000, on 20,000 elements."""
+    """w (1 - lr wd)^500, on 20,000 elements."""
     start = torch.randn(20_000, generator=torch.Generator().manual_seed(0)).bfloat16() * 0.02
     parameter = torch.nn.Parameter(start.clone())
-    optimizer = build("adamw", update, [parameter], lr=1e-3, weight_decay=0.1)
+    optimizer = build("adamw", update, [parameter], lr=4e-3, weight_decay=0.1)
     parameter.grad = torch.zeros_like(start)
-    for _ in range(2000):
+    for _ in range(500):
         optimizer.step()
     kept = (decoded(optimizer, parameter).double() * start.double().sign()).sum() / start.double().abs().sum()
     limit = {"kahan-nearest": 0.01, "components": 0.01, "kahan-literal": 0.2}.get(update, 0.001)

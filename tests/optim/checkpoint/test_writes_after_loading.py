@@ -106,7 +106,7 @@ def test_what_is_loaded_or_copied_is_the_same_weight_until_it_is_written(seed, u
 @pytest.mark.parametrize(("update", "wrapped"), OPTIMIZERS)
 def test_a_write_before_the_first_step_is_the_whole_weight(seed, update, wrapped):
     source = _stepped(update, wrapped)
-    for come_name, write_name in samples.covering([*itertools.product(COMES, WRITES)], of=f"{update} {wrapped}"):
+    for come_name, write_name in samples.covering([*itertools.product(COMES, WRITES)], 1, of=f"{update} {wrapped}"):
         model, optimizer = COMES[come_name](*source, update, wrapped)
         with torch.no_grad():
             WRITES[write_name](model.weight)

@@ -1,6 +1,7 @@
 """After any load, swap or copy the float32 weights change only as the file or the caller says."""
 
 import copy
+import itertools
 
 import pytest
 import torch
@@ -11,6 +12,7 @@ from halfulp.optim.parameters import _outside_writes
 from halfulp.optim.parameters._outside_writes import auxiliary_tensors_beside
 from halfulp.scaled import ScaledTensor
 
+from ... import samples
 from ...laws.optim.cases import UPDATES, Adder, narrow_updates, stored_updates
 
 SIZE = 96
@@ -174,8 +176,7 @@ ACTS = {
 }
 
 
-@pytest.mark.parametrize("act", ACTS)
-@pytest.mark.parametrize("update", narrow_updates())
+@pytest.mark.parametrize(("update", "act"), samples.covering([*itertools.product(narrow_updates(), ACTS)], 5))
 def test_float32_weights_change_only_as_the_caller_says(seed, update, act):
     model, optimizer = _stepped(update)
     expected = ACTS[act](model, optimizer, _weights(optimizer, model))

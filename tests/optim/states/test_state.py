@@ -24,8 +24,8 @@ def test_the_second_moment_follows_a_tenfold_drop(seed, beta2):
 
     The mean square is what stochastic rounding keeps; the mean of roots lies lower by an eighth of v's variance.
     """
-    elements = 32_768
-    steps = 600 if beta2 < 0.999 else 1500
+    elements = 16_384
+    steps = {0.9: 100, 0.99: 600}.get(beta2, 1500)
     held = [_adamw(elements, dtype, betas=(0.9, beta2), lr=1e-6) for dtype in (torch.bfloat16, torch.float32)]
     for step in range(2 * steps):
         gradient = torch.randn(elements) * (1.0 if step < steps else 0.1)
@@ -109,7 +109,7 @@ def test_codes_are_right_on_average_and_bounded(seed, squared, block):
     roots = (roots.abs() if squared else roots) * 10.0 ** torch.empty(64).uniform_(-12, 12).repeat_interleave(block)
     held = [torch.empty(size, dtype=dtype) for size, dtype in codec.tensors("x", roots.shape).values()]
     total = torch.zeros(roots.shape, dtype=torch.float64)
-    rounds = 400
+    rounds = 200
     for _ in range(rounds):
         _save_roots(codec, held, roots)
         total += held[0].double() if squared else codec.decode(held).double()

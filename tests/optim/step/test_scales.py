@@ -17,6 +17,8 @@ from halfulp.optim.step._scales import WINDOWS, reachable_scale, weight_scale
 from halfulp.optim.stores._storage import PAYLOADS
 from halfulp.scaled import ScaledTensor
 
+from ... import samples
+
 HALF, E4M3, E5M2 = torch.float16, torch.float8_e4m3fn, torch.float8_e5m2
 RULES = {
     "sgd": (hu.optim.SGD, {"lr": 0.1, "momentum": 0.9, "weight_decay": 0.01}),
@@ -173,12 +175,12 @@ def test_a_nan_gradient_is_a_nan_there_and_nothing_elsewhere(seed, dtype, states
         assert same_bits(whole[others], holed[others])
 
 
-def test_moments_of_decaying_gradients_stay_finite_for_a_thousand_steps(seed):
+def test_moments_of_decaying_gradients_stay_finite_until_float32_holds_none(seed):
     for states in (HALF, "fp8"):
         parameter = _parameter(torch.randn(16))
-        optimizer = _make("adamw", [parameter], state_dtype=states)
-        for step in range(1000):
-            _step(optimizer, [torch.ones(16) * 0.8**step])
+        optimizer = _make("adamw", [parameter], state_dtype=states, betas=(0.5, 0.9))
+        for step in range(200):
+            _step(optimizer, [torch.ones(16) * 0.4**step])
         state = optimizer.state[parameter]
         assert all(x.float().isfinite().all() for x in _held(optimizer))
         assert state["exp_avg_sq"].float().max() >= torch.finfo(state["exp_avg_sq"].dtype).max / 2.1
@@ -329,8 +331,8 @@ def test_torchs_optimizers_do_not_divide_by_what_float16_cannot_hold(seed, name,
     plain, scaled = torch.nn.Parameter(value.clone()), _parameter(value, torch.float16)
     optimizers = [getattr(torch.optim, name)([p], lr=1e-2, foreach=foreach) for p in (plain, scaled)]
     direction = torch.randn(64)
-    for step in range(200):
-        plain.grad = direction * sizes * 0.97**step
+    for step in range(60):
+        plain.grad = direction * sizes * 0.9**step
         scaled.grad = ScaledTensor.encode(plain.grad, torch.float16)
         for optimizer in optimizers:
             optimizer.step()
@@ -403,7 +405,9 @@ def test_the_scale_of_a_weight_and_the_factor_to_it_are_the_cpus(seed, dtype):
     most, magnitudes = torch.finfo(dtype).max, _magnitudes(seed)
     stored = [x for x in magnitudes[::3] if x <= most] + [most]
     scales = [2.0**k for k in (-126, -125, -63, -1, 0, 5, 90, 126, 127)]
-    for present, largest, payload in itertools.product(scales, magnitudes, stored):
+    pairs = itertools.product(scales, magnitudes)
+    every = 1 if samples.IS_WHOLE else 4  # neighbouring pairs take the next ones
+    for present, largest, payload in ((*pair, x) for k, pair in enumerate(pairs) for x in stored[k % every :: every]):
         scale, factor = weight_scale(dtype, present, largest), 1.0
         if scale != present:
             scale, factor = reachable_scale(dtype, present, scale, payload)

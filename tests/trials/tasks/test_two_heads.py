@@ -1,5 +1,6 @@
 """Two heads whose losses lie far apart: pages and boxes agree, and one scale serves one head."""
 
+import dataclasses
 import math
 
 import pytest
@@ -130,8 +131,9 @@ def test_one_scale_serves_one_head(data, seed: int) -> None:
 
 @pytest.mark.parametrize("recipe", ["fp32", "fp16-adaptive", "e8m5"])
 def test_a_short_trial(data, recipe: str) -> None:
-    result = _trial.run(tasks.get("two-heads"), recipes.get(recipe), 0, 3, data)
-    assert result["targets"] == 1440
+    few = dataclasses.replace(data, validation=tuple(part[::8] for part in data.validation))
+    result = _trial.run(tasks.get("two-heads"), recipes.get(recipe), 0, 3, few)
+    assert result["targets"] == 180
     assert result["diverged_at"] is None
     assert 0 <= result["float32"]["validation"]["accuracy"] <= 1
     # Chance is log 10 for the class, and the box is a few cells off.

@@ -8,6 +8,7 @@ tell, as each instance holds one.
 from __future__ import annotations
 
 import gc
+import itertools
 import re
 import sys
 import weakref
@@ -89,11 +90,10 @@ def _is_average(kind: type) -> bool:
 def _below(kind: type) -> set[type]:
     """Return all subclasses of a class."""
     found: set[type] = set()
-    waiting = [kind]
-    while waiting:
-        new = [one for one in type.__subclasses__(waiting.pop()) if one not in found]
-        found.update(new)
-        waiting += new
+    new = {kind}
+    while new:
+        new = set(itertools.chain.from_iterable(map(type.__subclasses__, new))) - found
+        found |= new
     return found
 
 
