@@ -536,7 +536,7 @@ def test_every_phase_of_every_period_is_measured(period, interval):
 pytest.importorskip("benchmarks._loss_schedules", reason="the benchmarks are not installed")
 
 
-# Random loops, by their seeds; a run draws some. Those of the second line broke a bar once: for ever skipped, or all zero.
+# Random loops, by their seeds; a run draws some. The second line's broke a bar once: for ever skipped, or all zero.
 SAMPLE = (1, 7, 9, 11, 15, 19)
 FOUND = (2, 5, 13, 23)
 # Losses that each use one of 32 experts, by their seeds: GradScaler's share of skipped steps, and the best constant
