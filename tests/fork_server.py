@@ -39,7 +39,9 @@ def prepare() -> None:
         import torch.distributed.fsdp
 
         import halfulp
+        import halfulp.gradients
         import halfulp.kernels.vector._machine_function
+        import halfulp.observation
 
         # A child's end would remove the folder that older versions of torch make for all their processes.
         instantiator = sys.modules.get("torch.distributed.nn.jit.instantiator")

@@ -1,6 +1,6 @@
 """Samples of the cases that a whole law has, drawn by the run's seed; HALFULP_TEST_WHOLE keeps all.
 
-benchmarks/bench_processors.py sets it, and runs the tests that take samples.
+benchmarks/bench_processors.py sets it, and runs the tests of bits that take samples.
 """
 
 import collections
@@ -29,6 +29,12 @@ def covering(rows: Sequence[tuple], times: int = 2, of: object = "") -> list[tup
             left.subtract(enumerate(row))
             kept.append(row)
     return kept
+
+
+def drawn(values: Sequence[T], count: int, of: object = "") -> list[T]:
+    """So many of some values that are alike, in their order; all under the whole law."""
+    kept = _chooser(of).sample(range(len(values)), len(values) if IS_WHOLE else count)
+    return [values[place] for place in sorted(kept)]
 
 
 def matched(values: Sequence[T], of: object = "") -> dict[T, list[T]]:

@@ -71,7 +71,8 @@ for wrap in (parallel, sharded):
             assert first == second, (first, second)
         dist.broadcast_object_list(saved, src=0)
         for size in GROUPS:
-            for begun in (False, True) if rank < size else ():
+            if rank < size:
+                begun = (size + (wrap is sharded) + (format is None)) % 2
                 training = Training(wrap, size, format, 1).advance(range(2 * begun))
                 state = training.state()
                 checkpoint.load(state, checkpoint_id=folder, process_group=training.group)

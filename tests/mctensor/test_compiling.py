@@ -1,11 +1,15 @@
 """torch.compile(fullgraph=True): the eager bits, forward and backward."""
 
+import itertools
+
 import pytest
 import torch
 from torch import nn
 
 from halfulp.kernels import same_bits
 from halfulp.mctensor import MCTensor
+
+from ..samples import covering
 
 pytestmark = [
     pytest.mark.usefixtures("fresh_compiler"),
@@ -28,9 +32,11 @@ FUNCTIONS = {
 }
 
 
-@pytest.mark.parametrize("gradients", ["first", "components"])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("function", FUNCTIONS)
+DTYPES = torch.float32, torch.float64, torch.bfloat16, torch.float16
+CASES = covering([*itertools.product(FUNCTIONS, DTYPES, ("first", "components"))], 2, "compiled components")
+
+
+@pytest.mark.parametrize(("function", "dtype", "gradients"), CASES, ids=str)
 def test_the_eager_bits(function, dtype, gradients, seed):
     function = FUNCTIONS[function]
     results = []

@@ -11,6 +11,8 @@ from halfulp.subclass import strict
 from halfulp.trials.tasks._gpt import GPT
 from halfulp.trials.tasks._gpt_scaled import FusedBlock
 
+from ..samples import drawn
+
 # torch's own compilers use what torch warns of.
 pytestmark = [
     pytest.mark.usefixtures("fresh_compiler"),
@@ -64,7 +66,7 @@ TOLERANCES = {torch.float32: 2e-6, torch.float16: 2e-2, torch.bfloat16: 1e-1}
 
 @pytest.mark.parametrize(
     ("name", "dtype"),
-    [("mlp", torch.float32), ("mlp", torch.bfloat16), ("gpt", torch.float16)],  # gpt in float32: dynamic, below
+    [("mlp", dtype) for dtype in drawn([torch.float32, torch.bfloat16], 1, "one graph")] + [("gpt", torch.float16)],
     ids=str,
 )
 def test_one_graph_forward_and_backward_with_the_loss_inside(name, dtype, seed):
@@ -98,7 +100,7 @@ def test_a_loss_outside_the_compiled_model(seed):
     assert _distance(_gradients(functional.cross_entropy(compiled(x), y), model), expected) <= TOLERANCES[torch.float32]
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
+@pytest.mark.parametrize("dtype", drawn([torch.float32, torch.float16], 1, "scales"), ids=str)
 def test_scales_change_without_another_graph(dtype, seed):
     model, (x, y) = scalify(_mlp(), dtype), _mlp_batch()
     compiled = torch.compile(_loss, fullgraph=True, backend="aot_eager")
@@ -136,7 +138,9 @@ def test_a_batch_as_large_as_a_layer_is_wide_takes_no_graph_of_its_own(seed):
             compiled(torch.randn(rows, 6)).sum().backward()
 
 
-@pytest.mark.parametrize(("name", "dynamic", "graphs"), [("mlp", None, 2), ("mlp", True, 1), ("gpt", True, 1)])
+@pytest.mark.parametrize(
+    ("name", "dynamic", "graphs"), [("mlp", None, 2), *drawn([("mlp", True, 1), ("gpt", True, 1)], 1, "dynamic")]
+)
 def test_a_dynamic_batch_takes_one_graph_and_two_at_most(name, dynamic, graphs, seed):
     make, batch = MODELS[name]
     model = scalify(make(), torch.float32)

@@ -353,7 +353,8 @@ class Steps(nn.Module):
 
 @architecture("recurrent")
 def lstm_cell():
-    return predicted(Recurrent(Steps(nn.LSTMCell(WIDTH, 12)), 12))
+    model = Recurrent(Steps(nn.LSTMCell(WIDTH, 12)), 12)
+    return Case(model, (tokens(5),), classes(ROWS, 5, count=VOCABULARY))
 
 
 @architecture("recurrent")

@@ -9,7 +9,7 @@ import pytest
 
 # A minute for the 28; these sum many micro-batches or train several copies.
 LONG = ("96 micro-batches", "a layer that holds")
-DRAWN = 6
+DRAWN = 3
 
 
 @pytest.mark.parametrize("number", range(DRAWN))

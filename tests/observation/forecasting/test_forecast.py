@@ -126,14 +126,14 @@ def test_the_step_at_which_a_layer_freezes_is_the_measured_one(schedule):
 
 def test_norms_freeze_and_float32_does_not():
     norm = nn.LayerNorm(256)
-    found = hu.forecast(norm, 1e-4, "cosine", steps=1000, dtype="bf16")
+    found = hu.forecast(norm, 1e-4, "cosine", steps=100, dtype="bf16")
     weight = found.layers[0]
     assert (weight.freeze_step, weight.freeze_lr, weight.lost_share) == (0, 1e-4, 1.0)
     [first, *_] = found.findings
     assert (first.code, first.severity) == ("freeze-ahead", "error")
     assert "weight" in first.where
     assert "kahan" in first.cure
-    healthy = hu.forecast(norm, 1e-4, "cosine", steps=1000)
+    healthy = hu.forecast(norm, 1e-4, "cosine", steps=100)
     assert not [finding for finding in healthy.findings if finding.severity != "note"]
     assert healthy.layers[0].dtype == torch.float32
     assert not healthy.costs
@@ -286,8 +286,8 @@ def test_a_checkpoint_says_by_which_optimizer_and_at_which_rates_it_is_stepped(m
     optimizer.step()
     optimizer.zero_grad()
     torch.save({"model": model.state_dict(), "optimizer": optimizer.state_dict()}, tmp_path / "last.pt")
-    saved = hu.forecast(tmp_path / "last.pt", None, "cosine", steps=200)
-    live = hu.forecast(model, optimizer, "cosine", steps=200)
+    saved = hu.forecast(tmp_path / "last.pt", None, "cosine", steps=20)
+    live = hu.forecast(model, optimizer, "cosine", steps=20)
     assert saved.rule == live.rule == type(optimizer).__name__
     assert [layer.to_dict() for layer in saved.layers] == [layer.to_dict() for layer in live.layers]
     assert [finding.to_dict() for finding in saved.findings] == [finding.to_dict() for finding in live.findings]
@@ -365,7 +365,7 @@ def test_averages_and_what_no_optimizer_holds_do_not_freeze(tmp_path, seed):
         ({**model.state_dict(), **{f"ema.{name}": p for name, p in model.named_parameters()}}, 1e-4, named),
         ({f"ema.{name}": p for name, p in model.named_parameters()}, 1e-4, {f"ema.{name}" for name in named}),
     ):
-        found = hu.forecast(given, lr, "cosine", steps=100)
+        found = hu.forecast(given, lr, "cosine", steps=10)
         assert {layer.name for layer in found.layers} == expected
         assert any("left out" in note for note in found.notes) == (
             given in (tmp_path / "with.pt", tmp_path / "without.pt")

@@ -1,6 +1,7 @@
 """An observation by compiled kernels beside one in plain torch: the same record, whatever the tensors are."""
 
 import dataclasses
+import itertools
 import math
 from collections.abc import Callable
 
@@ -10,6 +11,8 @@ from torch import nn
 
 import halfulp as hu
 from halfulp.kernels import engine, plain_address
+
+from ...samples import covering
 
 
 class Model(nn.Module):
@@ -48,7 +51,9 @@ MAKERS: dict[str, Callable[[Model], torch.optim.Optimizer]] = {
 }
 
 
-def observed(name: str, maker: str, dtype: torch.dtype, start: int, threads: int = 1, interval: int = 1) -> dict:
+def observed(
+    name: str, maker: str, dtype: torch.dtype, start: int, threads: int = 1, interval: int = 1, steps: int = 3
+) -> dict:
     """The record of some steps, as plain data."""
     torch.manual_seed(start)
     model = Model(dtype)
@@ -57,7 +62,7 @@ def observed(name: str, maker: str, dtype: torch.dtype, start: int, threads: int
     torch.set_num_threads(threads)
     try:
         with engine(name), hu.observe(model, optimizer, interval=interval) as seen:
-            for step in range(4):
+            for step in range(steps):
                 loss = model(torch.randn(5, 70, dtype=dtype))
                 if step == 2:
                     loss = loss * torch.inf
@@ -89,8 +94,10 @@ def check_same(one: object, other: object, where: str = "") -> None:
         assert one == other, where
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
-@pytest.mark.parametrize("maker", MAKERS)
+DTYPES = torch.float32, torch.bfloat16, torch.float16
+
+
+@pytest.mark.parametrize(("maker", "dtype"), covering([*itertools.product(MAKERS, DTYPES)], 1, "engines"), ids=str)
 def test_kernels_and_plain_torch_write_the_same_record(seed, maker, dtype):
     start = int(torch.randint(2**31, ()))
     check_same(observed("llvm", maker, dtype, start), observed("reference", maker, dtype, start))
@@ -99,13 +106,13 @@ def test_kernels_and_plain_torch_write_the_same_record(seed, maker, dtype):
 @pytest.mark.parametrize("maker", ["AdamW", "halfulp"])
 def test_steps_that_are_not_sampled_change_nothing(seed, maker):
     start = int(torch.randint(2**31, ()))
-    check_same(*(observed(name, maker, torch.bfloat16, start, interval=3) for name in ("llvm", "reference")))
+    check_same(*(observed(name, maker, torch.bfloat16, start, interval=3, steps=4) for name in ("llvm", "reference")))
 
 
 def test_threads_write_the_same_record(seed):
     start = int(torch.randint(2**31, ()))
-    two = observed("llvm", "AdamW", torch.bfloat16, start, threads=2)
-    check_same(two, observed("reference", "AdamW", torch.bfloat16, start, threads=2))
+    names = "llvm", "reference"
+    check_same(*(observed(name, "two groups", torch.bfloat16, start, threads=2, steps=2) for name in names))
 
 
 def test_an_engine_that_changes_between_steps(seed):

@@ -291,7 +291,7 @@ for begins in (0, 1):  # which rank does so three steps later
     agree(seen.record)
 """
 STOPPED = """
-_ranks.PATIENCE = 1.0 if rank else 30.0  # of rank 1, which stops first, and for which rank 0 cannot have stopped
+_ranks.PATIENCE = 0.2 if rank else 30.0  # of rank 1, which stops first, and for which rank 0 cannot have stopped
 model, optimizer = run()
 seen = hu.observe(model, optimizer, interval=2).start()
 train(model, optimizer, 9, each=lambda step: seen.stop() if rank and step == 4 else None)

@@ -15,6 +15,8 @@ from halfulp.kernels import same_bits
 from halfulp.scaled import ScaledTensor, unscalify
 from halfulp.subclass import strict
 
+from ...samples import drawn
+
 
 def net() -> nn.Module:
     return nn.Sequential(nn.Linear(8, 16), nn.LayerNorm(16), nn.GELU(), nn.Linear(16, 3))
@@ -102,13 +104,19 @@ class Clock(nn.Module):
         return (self.layer(torch.stack([times.sin(), times.cos()], -1)) + bias).softmax(-1)
 
 
-@pytest.mark.parametrize(("dtype", "most"), [(torch.float32, 1e-6), (torch.float16, 2e-3), (torch.bfloat16, 2e-2)])
-@pytest.mark.parametrize("run", [lambda model: model, lambda model: torch.compile(model, backend="aot_eager")])
-def test_what_a_model_is_given_keeps_its_digits(dtype, most, run, seed):
+CLOCKS = [(torch.float32, 1e-6), (torch.float16, 2e-3), (torch.bfloat16, 2e-2)]
+IN_GRAPH = drawn(CLOCKS, 1, "clocks")
+
+
+@pytest.mark.parametrize(
+    ("dtype", "most", "compiled"), [*((*one, False) for one in CLOCKS), *((*one, True) for one in IN_GRAPH)]
+)
+def test_what_a_model_is_given_keeps_its_digits(dtype, most, compiled, seed):
     plain = Clock()
     times, bias = 4000 + torch.arange(5.0), torch.randn(6)
     bias[3:] = torch.tensor([-1e9, torch.finfo(torch.float32).min, -torch.inf])
-    found = run(hu.scalify(copy.deepcopy(plain), dtype))(times, bias)
+    model = hu.scalify(copy.deepcopy(plain), dtype)
+    found = (torch.compile(model, backend="aot_eager") if compiled else model)(times, bias)
     assert isinstance(found, ScaledTensor)
     assert (found.detach().decode() - plain(times, bias)).abs().max() <= most
 
