@@ -174,7 +174,7 @@ def _widened(
 
 
 def _keeps_operands(args: tuple, kwargs: dict[str, Any]) -> bool:
-    """Whether a backward pass will need the operands, and autograd lets hooks say how they are kept."""
+    """Return whether a backward pass will need the operands, and autograd lets hooks say how they are kept."""
     if not torch.is_grad_enabled() or torch._C._are_functorch_transforms_active() or torch.jit.is_tracing():
         return False
     if not _autograd._saved_tensors_hooks_is_enabled():

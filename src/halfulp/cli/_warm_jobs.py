@@ -63,7 +63,7 @@ def _call(name: str, options: dict[str, Any]) -> str:
 
 
 def _steps(name: str) -> Iterator[Job]:
-    """Every weight update, dtype and storage of states that goes together under an optimizer."""
+    """Yield a job for every weight update, dtype and storage of states that an optimizer accepts together."""
     for options, dtype, update, state in itertools.product(
         _OPTIONS.get(name, ({},)), (*_NARROW, torch.float32), (None, *REGISTRY), _STATES
     ):
@@ -89,7 +89,7 @@ def _is_refused(name: str, dtype: torch.dtype, given: dict[str, Any]) -> bool:
 
 
 def _step(name: str, dtype: torch.dtype, given: dict[str, Any]) -> None:
-    """Two steps, of which one counts lost updates: another kernel."""
+    """Step twice, once with lost updates counted, which is another kernel."""
     parameter = nn.Parameter(torch.ones(1, _WIDTH, dtype=dtype, device="cpu"))
     for interval in (0, 1):
         optimizer = optim.OPTIMIZERS[name]([parameter], report_interval=interval, **given)

@@ -74,7 +74,7 @@ def _words(value: Any) -> str:
 
 
 def _tried(part: Callable[[], Any]) -> Any:
-    """A report is whole even where a driver or a library is broken."""
+    """Return a call's result, or its error as text: one broken driver does not end the report."""
     try:
         return part()
     except Exception as error:
@@ -124,7 +124,7 @@ def _torch() -> dict[str, Any]:
 
 
 def _products() -> dict[str, Any]:
-    """How products of 16-bit tensors run on the processor: by oneDNN's kernels, in float32, or by torch's loops."""
+    """Say what runs products of 16-bit tensors: oneDNN's kernels, float32, or torch's loops."""
     from ._narrow_products import NARROW, native_dtypes, widened_dtypes
 
     found = {}
@@ -162,7 +162,7 @@ def describe_cache() -> dict[str, Any]:
 
 
 def _why_not_writable(folder: Path) -> str:
-    """Try it: permissions do not tell of read-only and full disks. Nothing is left behind."""
+    """Return why a folder cannot be written, by trying: permissions do not tell of full disks."""
     there = next((one for one in (folder, *folder.parents) if one.exists()), folder)
     try:
         with tempfile.TemporaryFile(dir=there):
@@ -172,7 +172,7 @@ def _why_not_writable(folder: Path) -> str:
 
 
 def _devices() -> list[dict[str, Any]]:
-    """Every accelerator that torch finds, by the kind that tensors on it name."""
+    """Return every accelerator that torch finds, by the kind that tensors on it name."""
     import torch
 
     found: list[dict[str, Any]] = []
@@ -190,7 +190,7 @@ def _devices() -> list[dict[str, Any]]:
 
 
 def _device(module: Any, kind: str, index: int) -> dict[str, Any]:
-    """One device; what its driver does not tell is its error."""
+    """Describe one device; where its driver fails, by the error."""
     import torch
 
     device: dict[str, Any] = {"kind": kind, "index": index}
@@ -219,7 +219,7 @@ def _variables() -> dict[str, str]:
 
 
 def _doubts(found: dict[str, Any]) -> Iterator[str]:
-    """Where torch, LLVM and the system disagree about the processor, or a variable is wrong or limits something."""
+    """Say where torch, LLVM and the system disagree on the processor, or a variable is wrong or a limit."""
     # Only a variable of halfulp's own makes this a ValueError.
     wrong = str(found["products"].get("error", ""))
     if wrong.startswith("ValueError: "):

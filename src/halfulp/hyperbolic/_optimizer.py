@@ -142,7 +142,7 @@ def _name(which: str | Manifold) -> str:
 
 
 def _touched(gradient: torch.Tensor) -> tuple[torch.Tensor | None, torch.Tensor]:
-    """The rows that have a gradient, each once, and their gradients; None for all rows."""
+    """Return the rows that have a gradient, each once, and their gradients; None for all rows."""
     if isinstance(gradient, MCTensor) or gradient.layout == torch.strided:
         return None, gradient
     if gradient.layout != torch.sparse_coo or gradient.sparse_dim() != 1:

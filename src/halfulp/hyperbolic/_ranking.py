@@ -14,7 +14,7 @@ from ._values import rounded
 def ranking_loss(
     points: torch.Tensor, sets: torch.Tensor, scale: float = 1.0, manifold: Manifold | None = None
 ) -> torch.Tensor:
-    """The mean of -log(exp(-s d(u, v)) / sum over v' of exp(-s d(u, v'))) (Nickel and Kiela, arXiv 1705.08039).
+    """Return the mean of -log(exp(-s d(u, v)) / sum over v' of exp(-s d(u, v'))) (Nickel and Kiela, arXiv 1705.08039).
 
     Args:
         points: (N, d), a plain tensor or an MCTensor; differences are taken with all components.
@@ -147,7 +147,7 @@ class RankingSets:
         yield from drawn.split(self.batch)
 
     def draw(self, edges: torch.Tensor, generator: torch.Generator, popular: bool = False) -> torch.Tensor:
-        """The sets of some edges, int64 of shape (len(edges), 2 + K)."""
+        """Return the sets of some edges, int64 of shape (len(edges), 2 + K)."""
         sources = edges[:, 0]
         tries = min(10 * self.others if popular else int(_SPARE * self.others) + 8, 32_000)
         candidates = self._candidates((len(edges), tries), generator, popular)

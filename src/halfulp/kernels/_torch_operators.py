@@ -13,7 +13,7 @@ _absent: set[str] = set()
 
 
 def torch_operators(namespace: str) -> Operators:
-    """The operators of a namespace, such as "aten", to be used as torch.ops.aten is.
+    """Return the operators of a namespace, such as "aten", to be used as torch.ops.aten is.
 
     >>> aten = torch_operators("aten")
     >>> aten.add.Tensor is torch.ops.aten.add.Tensor, aten.gone_since.default
@@ -30,7 +30,7 @@ def present(operators: Iterable[Any]) -> list[Any]:
 
 
 def absent_operators() -> list[str]:
-    """The operators that were looked up by now and that the installed torch lacks."""
+    """Return the operators that were looked up by now and that the installed torch lacks."""
     return sorted(_absent)
 
 

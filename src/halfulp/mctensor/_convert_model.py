@@ -35,7 +35,7 @@ _SCALE = "component_scale"
 
 
 def plain_state_dict(state_dict: Mapping[str, Any], dtype: torch.dtype = torch.float32) -> dict[str, Any]:
-    """A multi-component model's state_dict for a plain model: every sum of components as one tensor, rounded once.
+    """Return a multi-component model's state_dict with plain tensors: every sum of components, rounded once.
 
     Args:
         state_dict: from `state_dict()`, torch.load or safetensors.

@@ -71,7 +71,7 @@ class Finding:
             raise ValueError(f"confidence {self.confidence}: give a number from 0 to 1")
 
     def __str__(self) -> str:
-        """One line: where, what is wrong, what to do."""
+        """Return one line: where, what is wrong, what to do."""
         head = f"{in_words(self.where)}: " if self.where else ""
         return f"{head}{self.summary}" + (f"; {self.cure}" if self.cure else "")
 

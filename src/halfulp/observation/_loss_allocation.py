@@ -173,7 +173,7 @@ class LossAllocation:
         return float(loss.detach()), {n: torch.zeros_like(point[n]) if g is None else g.cpu() for n, g in made.items()}
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain data that JSON can hold; None where nothing moved, or before the start."""
+        """Return plain data that JSON can hold; None where nothing moved, or before the start."""
         keys = ("first", "last", "change", "allocated", "error", "steps", "unsplit")
         whole = {key: getattr(self, key) for key in keys} | {"shares": [vars(share) for share in self.shares.values()]}
         plain = tree_map(lambda value: None if isinstance(value, float) and math.isnan(value) else value, whole)

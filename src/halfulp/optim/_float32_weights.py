@@ -43,7 +43,7 @@ class Float32Buffer:
         self._used = 0
 
     def take(self, like: torch.Tensor) -> torch.Tensor:
-        """An uninitialized contiguous float32 tensor of a tensor's shape and device."""
+        """Return an uninitialized contiguous float32 tensor of a tensor's shape and device."""
         if like.device.type != "cpu":
             return torch.empty(like.shape, device=like.device, dtype=torch.float32)
         begin, end = self._used, self._used + like.numel()
@@ -132,7 +132,7 @@ def _recorded(update: WeightUpdate, store: Store) -> Trace:
 @functools.cache
 @undisturbed()
 def checked_read_kernel(update: WeightUpdate, store: Store) -> Callable:
-    """The kernel of one weight update and store, compared with its reference before its first use in a process."""
+    """Return the kernel that reads one weight update and store, checked against its reference once per process."""
     name = f"read_{update.name}_{store.name}".replace("-", "_")
     kernel = compile_table(name, Table(_recorded(update, store), 5))
     parts = _fixed_parts(update, store)
@@ -142,7 +142,7 @@ def checked_read_kernel(update: WeightUpdate, store: Store) -> Callable:
 
 
 def _read_kernel_on(update: WeightUpdate, store: Store, device: torch.device) -> TableKernel | None:
-    """The same on an accelerator; None, counted, where there is none."""
+    """Return the kernel of `checked_read_kernel` on an accelerator; None, counted, where there is none."""
 
     def run(kernel: TableKernel, device: torch.device) -> list[torch.Tensor]:
         parts = [part.to(device) for part in _fixed_parts(update, store)]

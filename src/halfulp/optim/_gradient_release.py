@@ -113,7 +113,7 @@ class GradientRelease:
 
     @contextlib.contextmanager
     def accumulate(self) -> Iterator[None]:
-        """A context whose backward passes only add to the gradients; the next one outside steps by the sums.
+        """Return a context whose backward passes only add to the gradients; the next one outside steps by the sums.
 
         Gradients then live from one pass to the next, as in any accumulation, in their parameter's dtype or, after
         `hu.float32_gradients(model)`, in float32.
@@ -259,7 +259,7 @@ class HostParameters:
 
     @contextlib.contextmanager
     def stepping(self) -> Iterator[None]:
-        """A context in which `step` may be called; at its end every step has been made and copied back."""
+        """Return a context in which `step` may be called; at its end every step has been made and copied back."""
         with ThreadPoolExecutor(1, "halfulp-offload") as self._thread:
             self._steps = []
             yield

@@ -161,7 +161,7 @@ class Optimizer(CheckpointMixin):
         return params
 
     def rule(self, group: dict[str, Any]) -> UpdateRule:
-        """The update rule of a param group."""
+        """Return the update rule of a param group."""
         raise AssertionError("every optimizer has a rule")
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
@@ -315,7 +315,7 @@ class Optimizer(CheckpointMixin):
     @torch._disable_dynamo  # torch.compiler.disable would import the compiler with this module
     @torch.no_grad()
     def step(self, closure: Callable[[], Loss] | None = None) -> Loss | None:
-        """One optimizer step.
+        """Take one optimizer step.
 
         Args:
             closure: reevaluates the model and returns the loss, as for torch.optim.
@@ -554,7 +554,7 @@ class Optimizer(CheckpointMixin):
         return lost_update_report(self._plans.values(), tuple(stalled.items()))
 
     def bytes_per_parameter(self) -> float:
-        """Bytes of weights (and copies kept after outside writes), auxiliary tensors, states, gradients per element.
+        """Return bytes per element: weights (and copies after outside writes), auxiliary tensors, states, gradients.
 
         A frozen parameter has none but its own until it is stepped.
         """

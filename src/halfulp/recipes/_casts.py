@@ -163,7 +163,7 @@ class _InputCast(_Cast, abc.ABC):
         """A forward pre-hook."""
 
     def inputs(self, args: tuple, kwargs: dict, dtype: torch.dtype) -> tuple[tuple, dict] | None:
-        """Positional and keyword inputs, cast; what is given twice stays one tensor; None where nothing changes."""
+        """Return the cast inputs, what is given twice as one tensor, or None where nothing changes."""
         finds_writes = self.writes and not torch.compiler.is_compiling()
         if len(args) == 1 and not kwargs and isinstance(args[0], Tensor):
             if args[0].dtype == dtype:
@@ -300,7 +300,7 @@ def install(model: nn.Module, islands: Container[str], dtype: torch.dtype) -> No
 
 
 def install_inputs(model: nn.Module, dtype: torch.dtype) -> None:
-    """Cast what the model's modules with parameters are given to a wider dtype, in which they keep all digits."""
+    """Cast inputs of the model's modules with parameters to a wider dtype, which keeps all digits."""
     for module in model.modules():
         if _has_weights(module):
             _cast_inputs(module, dtype, CastInputs)
@@ -331,7 +331,7 @@ def _has_weights(module: nn.Module) -> bool:
 
 
 def _multiplies(module: nn.Module) -> bool:
-    """Whether a module multiplies its inputs by its own weights, for which torch wants one dtype.
+    """Return whether a module multiplies its inputs by its own weights, for which torch wants one dtype.
 
     A layer, with no weights below it, does. So does a composite that owns a weight by that name (MultiheadAttention's
     ``in_proj_weight``). One that owns a class token or a table of positions adds it, which type promotion settles, and

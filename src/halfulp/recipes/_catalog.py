@@ -175,7 +175,7 @@ _CATALOG = {recipe.name: recipe for recipe in _RECIPES}
 
 
 def names() -> list[str]:
-    """The names of all recipes in the catalogue.
+    """Return the names of all recipes in the catalogue.
 
     >>> names()[:4]
     ['fp32', 'fp32-twin', 'bf16', 'bf16-stochastic']
@@ -184,7 +184,7 @@ def names() -> list[str]:
 
 
 def get(name: str | Recipe) -> Recipe:
-    """The recipe of that name; a Recipe is returned as it is.
+    """Return the recipe of that name; a Recipe is returned as it is.
 
     Raises:
         ValueError: no recipe has that name; the message lists near ones.

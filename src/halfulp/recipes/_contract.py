@@ -147,7 +147,7 @@ class Contract:
             )
 
     def __str__(self) -> str:
-        """One line for each kind of terms, with its names."""
+        """Return one line for each kind of terms, with its names."""
         kinds: dict[str, list[str]] = {}
         for name, terms in self.tensors.items():
             kinds.setdefault(_words(terms), []).append(name)

@@ -163,7 +163,7 @@ def revert(model: M) -> M:
 
 
 def recipe_of(model: nn.Module) -> Recipe:
-    """The recipe of a converted model, or of the one inside a wrapper.
+    """Return the recipe of a converted model, or of the one inside a wrapper.
 
     Raises:
         ValueError: it is not converted, or its parts are by several recipes.
@@ -189,7 +189,7 @@ def _records(model: nn.Module) -> list[_Record]:
 
 
 def _param_dtype(recipe: Recipe) -> torch.dtype:
-    """The dtype that a recipe names for parameters."""
+    """Return the dtype that a recipe names for parameters."""
     dtype: torch.dtype = getattr(torch, str(recipe.param_dtype))
     return dtype
 
@@ -234,7 +234,7 @@ def _cast_buffers(model: nn.Module, names: list[str], dtype: torch.dtype) -> Non
 
 @contextmanager
 def _as_it_was(model: nn.Module, recipe: Recipe) -> Iterator[None]:
-    """A context that restores a perturbed model's weights if conversion is refused."""
+    """Return a context that restores a perturbed model's weights if conversion is refused."""
     held = [(p, p.detach().clone()) for p in model.parameters()] if recipe.perturb else []
     try:
         yield

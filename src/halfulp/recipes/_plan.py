@@ -104,13 +104,13 @@ def check_range(model: nn.Module, recipe: Recipe, keeps: set[int]) -> None:
 
 
 def kept_parameters(model: nn.Module, kept: Container[str]) -> set[int]:
-    """The ids of the parameters that lie in islands, under any of their names."""
+    """Return the ids of the parameters that lie in islands, under any of their names."""
     inner = [module for name, module in model.named_modules() if inside(name, kept)]
     return {id(p) for module in inner for p in module._parameters.values() if p is not None}
 
 
 def assign(recipe: Recipe, model: nn.Module) -> dict[str, str | None]:
-    """Which weight update each parameter of the model gets; None where the recipe leaves it to the optimizer.
+    """Return which weight update each parameter gets; None where the recipe leaves it to the optimizer.
 
     >>> from halfulp import recipes
     >>> assign(recipes.get("bf16-mixed"), nn.Sequential(nn.Linear(2, 2, bias=False), nn.LayerNorm(2)))
@@ -120,7 +120,7 @@ def assign(recipe: Recipe, model: nn.Module) -> dict[str, str | None]:
 
 
 def update_of(recipe: Recipe, name: str, module: nn.Module) -> str | None:
-    """The weight update of one parameter, by its qualified name and the module that holds it."""
+    """Return the weight update of one parameter, by its qualified name and the module that holds it."""
     if recipe.weight_update is None or isinstance(recipe.weight_update, str):
         return recipe.weight_update
     for glob, update in recipe.weight_update:
@@ -134,13 +134,13 @@ def update_of(recipe: Recipe, name: str, module: nn.Module) -> str | None:
 
 
 def named(model: nn.Module) -> Iterator[tuple[str, nn.Module, nn.Parameter]]:
-    """Every parameter once, with its qualified name and the module that holds it."""
+    """Yield every parameter once, with its qualified name and the module that holds it."""
     for name, parameter in model.named_parameters():
         yield name, model.get_submodule(name.rpartition(".")[0]), parameter
 
 
 def _matches(glob: str, name: str, module: nn.Module) -> bool:
-    """By its name; by its class only without children, as wrappers are often called by what they wrap."""
+    """Match a module by its name, or one without children by its class: wrappers are called as what they wrap."""
     if fnmatch.fnmatchcase(name, glob):
         return True
     classes = () if any(True for _ in module.children()) else type(module).__mro__
@@ -206,7 +206,7 @@ def rounded_gradients(module: nn.Module, format: str) -> tuple[str | None, str]:
 
 
 def _no_product(module: nn.Module) -> str:
-    """What to say of a module that is no layer of torch's that multiplies."""
+    """Describe a module that is none of torch's layers that multiply."""
     return "no product" if type(module).__module__.startswith("torch.nn.") else "only where its forward multiplies"
 
 
@@ -271,7 +271,7 @@ class Explanation:
 
 
 def explain(model: nn.Module, recipe: Recipe | str) -> Explanation:
-    """What `convert` would do to a model, module by module; nothing is changed.
+    """Report what `convert` would do to a model, module by module; nothing is changed.
 
     Args:
         model: with float32 parameters.
@@ -301,7 +301,7 @@ def explain(model: nn.Module, recipe: Recipe | str) -> Explanation:
 
 
 class _Walk:
-    """The modules in order: which parameters were met before, and the bytes so far."""
+    """Plans modules one after the other: knows which parameters came before, and adds up their bytes."""
 
     def __init__(
         self, recipe: Recipe, islands: dict[str, str], keeps: set[int], updates: dict[str, str | None]
@@ -341,7 +341,7 @@ class _Walk:
         )
 
     def _kept(self, name: str) -> str:
-        """Why a module stays float32; empty where it does not."""
+        """Return why a module stays float32; empty where it does not."""
         if not inside(name, self._islands):
             return ""
         if name in self._islands:
@@ -371,7 +371,7 @@ class _Walk:
 
 
 def _why_not_updated(own: dict[str, nn.Parameter], stays: set[str], tied: dict[str, str], asked: bool) -> list[str]:
-    """Why parameters have no weight update of the recipe's."""
+    """Return why some parameters have no weight update of the recipe's."""
     said = [f"{key!r} is {first!r}" for key, first in tied.items()]
     frozen = [key for key, p in own.items() if not p.requires_grad]
     if frozen:
@@ -403,7 +403,7 @@ def _asked_products(recipe: Recipe) -> list[str]:
 
 
 def _of_bare(recipe: Recipe) -> str:
-    """What modules without parameters do."""
+    """Describe what modules without parameters do."""
     if recipe.emulate:
         return f"Their outputs are rounded to {recipe.emulate}."
     if recipe.gradient_format:
@@ -420,7 +420,7 @@ def _bytes(recipe: Recipe) -> int:
 
 
 def _rows(plans: Iterable[ModulePlan]) -> list[tuple[str, ...]]:
-    """A row for each module that gets something; those that differ in numbers alone share one."""
+    """Return a row for each module that gets something; those that differ in numbers alone share one."""
     grouped: dict[tuple[str, ...], list[ModulePlan]] = {}
     for plan in plans:
         if plan.held_as:

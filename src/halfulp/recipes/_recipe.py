@@ -333,7 +333,7 @@ class Recipe:
             )
 
     def update_names(self) -> tuple[str, ...]:
-        """The weight updates that this recipe uses, in order, without repeats."""
+        """Return the weight updates that this recipe uses, in order, without repeats."""
         if self.weight_update is None:
             return ()
         if isinstance(self.weight_update, str):
@@ -341,12 +341,12 @@ class Recipe:
         return tuple(dict.fromkeys(name for _, name in self.weight_update))
 
     def replace(self, **changes: Any) -> Recipe:
-        """A copy with some fields changed; an unknown field is a ValueError with near names."""
+        """Return a copy with some fields changed; an unknown field is a ValueError with near names."""
         _check_fields(changes)
         return dataclasses.replace(self, **changes)
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain data that JSON can hold; ``Recipe.from_dict`` is its inverse."""
+        """Return plain data that JSON can hold; ``Recipe.from_dict`` is its inverse."""
         data = {**dataclasses.asdict(self), "float32": list(self.float32)}
         if isinstance(self.weight_update, tuple):
             data["weight_update"] = [list(pair) for pair in self.weight_update]
@@ -354,7 +354,7 @@ class Recipe:
 
     @classmethod
     def from_dict(cls, data: Mapping[str, Any]) -> Recipe:
-        """The recipe that ``to_dict`` described.
+        """Return the recipe that ``to_dict`` described.
 
         >>> Recipe.from_dict({"name": "x", "param_dtyp": "bfloat16"})
         Traceback (most recent call last):
@@ -366,12 +366,12 @@ class Recipe:
         return cls(**data)
 
     def to_json(self) -> str:
-        """``to_dict`` as JSON text."""
+        """Return ``to_dict`` as JSON text."""
         return json.dumps(self.to_dict(), indent=2)
 
     @classmethod
     def from_json(cls, text: str) -> Recipe:
-        """The recipe that ``to_json`` wrote; text that is not a JSON object is a ValueError."""
+        """Return the recipe that ``to_json`` wrote; text that is not a JSON object is a ValueError."""
         try:
             data = json.loads(text)
         except json.JSONDecodeError as error:

@@ -145,7 +145,7 @@ def engine_for(x: torch.Tensor) -> str:
 
 
 def note_write(out: torch.Tensor) -> None:
-    """Increment the version of a tensor whose memory a kernel has written, by which autograd and optimizers see it."""
+    """Increment a tensor's version after a kernel wrote its memory, so that autograd and optimizers notice."""
     if not out.is_inference():
         _increment_version((out,))
 
@@ -199,7 +199,7 @@ _checked: set = set()
 
 
 def _check(plan: Plan, dtype: torch.dtype, target: Target, kind: tuple[str, bool, bool]) -> None:
-    """The canary: once per compiled kernel, its bits on fixed elements are the reference's."""
+    """Compare a compiled kernel's bits on fixed elements with the reference's, once (a canary)."""
     if (dtype, target.mode, kind) in _checked:
         return
     x = fixed_elements(dtype)

@@ -225,7 +225,7 @@ def _key(name: str) -> str:
 
 
 def get_rounding(rounding: Rounding | str) -> Rounding:
-    """The mode that a name stands for; a mode is handed back.
+    """Return the mode that a name stands for; a mode is handed back.
 
     Raises:
         ValueError: If the name is unknown; the message lists near ones.
@@ -251,7 +251,7 @@ def get_rounding(rounding: Rounding | str) -> Rounding:
 
 
 def rounding_names() -> list[str]:
-    """Names of the modes, those that `register_rounding` added last.
+    """Return the names of the modes, those that `register_rounding` added last.
 
     >>> rounding_names()[:5]
     ['nearest', 'toward_zero', 'up', 'down', 'stochastic']

@@ -331,7 +331,7 @@ _quantize = define_operator("quantize(Tensor x, int[] target, int seed, SymInt c
 def _of_batch(
     info: Any, places: Any, x: torch.Tensor, target: list[int], seed: int, counter: int
 ) -> tuple[torch.Tensor, int]:
-    """Elements are rounded one by one; random bits and blocks are each sample's own, as without a batch."""
+    """Quantize under vmap: elements singly, but random bits and blocks are each sample's own."""
     x = x.movedim(places[0], 0)
     if len(target) == _ELEMENTWISE and Target(*target).mode != STOCHASTIC:
         return _quantize(x, target, seed, counter), 0

@@ -528,7 +528,7 @@ def _run(
     payloads: tuple[Tensor, ...],
     scales: tuple[Tensor, ...],
 ) -> list[Tensor]:
-    """Launch a kernel, compared with torch's form before its first use on a device; else run that."""
+    """Launch a kernel, compared with torch's form before its first use on a device; else run torch's form."""
     device = scales[0].device if not payloads else payloads[0].device
     if any(x.device != device for x in (*payloads, *scales)):
         return by_torch(*payloads, *scales)  # torch says which lies where

@@ -294,7 +294,7 @@ class _Probe:
 
     @contextmanager
     def attached(self, model: nn.Module) -> Iterator[None]:
-        """Measures while the block runs."""
+        """Measure the model's modules while the block runs."""
         handles = [
             module.register_forward_pre_hook(self._hook(name), with_kwargs=True)
             for name, module in model.named_modules()

@@ -50,7 +50,7 @@ class Outlet:
         return self._write is None
 
     def put(self, row: Row) -> None:
-        """Give a row; nothing once closed. An error of what takes it is a warning."""
+        """Write a row to the sink, unless closed; an error of the sink becomes a warning."""
         if self._write is None:
             return
         try:
@@ -65,7 +65,7 @@ class Outlet:
                 warnings.warn(f"halfulp: {self.said}{more}; the training goes on", RuntimeWarning, stacklevel=2)
 
     def close(self) -> None:
-        """Take no more rows."""
+        """Accept no more rows."""
         self._write = None
 
 
@@ -297,7 +297,7 @@ _METHODS: Mapping[str, Callable[[Any], Callable[[Row], None]]] = {
 
 
 def _known(row: Row) -> dict[str, Any]:
-    """What a logger of numbers can keep."""
+    """Return a row without the entries that are None."""
     return {key: value for key, value in row.items() if value is not None}
 
 

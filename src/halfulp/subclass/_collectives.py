@@ -125,7 +125,7 @@ def _on_lists(run: Rule) -> Rule:
 
 
 def _shard_dim_alltoall(x: Tensor, gather_dim: int, shard_dim: int, group: Any) -> Tensor:
-    """Shards along one dimension become shards along another: piece r goes to rank r, and pieces are put together."""
+    """Reshard from one dimension to another: send piece r to rank r, and concatenate the pieces received."""
     size = group_size(group)
     if x.shape[shard_dim] % size:
         raise ValueError(f"dimension {shard_dim} of size {x.shape[shard_dim]} cannot be divided among {size} ranks")
@@ -136,5 +136,5 @@ def _shard_dim_alltoall(x: Tensor, gather_dim: int, shard_dim: int, group: Any) 
 
 
 def group_size(group: Any) -> int:
-    """The number of ranks in a group, given by its name or as an object."""
+    """Return the number of ranks in a group, given by its name or as an object."""
     return torch.distributed.distributed_c10d._resolve_process_group(group).size()

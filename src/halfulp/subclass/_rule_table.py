@@ -44,7 +44,7 @@ class RuleTable:
         self._derived.pop(operator, None)
 
     def implements(self, *operators: OpOverload) -> Callable[[Given], Given]:
-        """A decorator that registers a function as the rule of operators, of which torch may lack some.
+        """Return a decorator that registers a function as the rule of operators, of which torch may lack some.
 
         Raises:
             TypeError: an argument is not one overload of an operator.

@@ -222,7 +222,7 @@ def _spacing(name: str) -> float:
 def _differences(
     plain: ShortTraining, twin: ShortTraining, narrow: ShortTraining, tolerance: float
 ) -> list[DifferenceFromFloat32]:
-    """The differences of a run from float32's, the one that is farthest beyond its allowance first."""
+    """Return the differences of a run from float32's, the one that is farthest beyond its allowance first."""
     rows: list[tuple[str, Tensor, Tensor, Tensor | None, float]] = []
     ours, other, theirs = (torch.tensor(x.losses, dtype=torch.float64, device="cpu") for x in (plain, twin, narrow))
     rows.append((f"losses of {len(plain.losses)} steps", ours, other, theirs, 0.0))

@@ -93,7 +93,7 @@ class _Trial:
             raise ValueError("make_arguments returned no floating tensor: there is nothing to give a scale")
 
     def run(self, exponent: Callable[[], int] | None) -> dict[str, Any]:
-        """Results and gradients by name, decoded; plain without exponents, else as payloads under their powers."""
+        """Return results and gradients by name, decoded; run without exponents on plain tensors, else on payloads."""
         leaves: list[Tensor] = []
 
         def leaf(x: Any) -> Any:

@@ -116,14 +116,14 @@ def _multiply(layout: Layout, a: _Term, b: _Term) -> tuple[_Term, list[tuple[Any
 
 
 def _parts(whole: Any, bits: int, count: int) -> list[tuple[Any, int]]:
-    """Cut an integer after every so many bits."""
+    """Split an integer after every so many bits."""
     found = [(o.shr64(whole, bits * k) if k else whole, bits * k) for k in range(count)]
     return [(o.and64(part, (1 << bits) - 1), place) for part, place in found[:-1]] + found[-1:]
 
 
 @functools.cache
 def terms_table(dtype: torch.dtype, product: bool, reach: Reach, apart: int = 0) -> Table:
-    """What adds terms to the counters of a row.
+    """Return the kernel that adds terms to the counters of a row.
 
     Columns: the elements, for products those of the other factor, then int64 (copies, counters) `apart` words apart.
     The last two count +infinity (and, times 2^32, -infinity; NaN as both) and terms that are -0.
@@ -170,7 +170,7 @@ def cuts_of(dtype: torch.dtype, product: bool) -> tuple[int, int]:
 
 @functools.cache
 def blocks_table(dtype: torch.dtype, product: bool, cuts: int, partial: bool = False) -> Table:
-    """What sums a block up: `cuts` + 1 float64, whose sum is the block's; NaN where that would not be exact.
+    """Return the kernel that sums a block into `cuts` + 1 float64 with its exact sum, or NaN where they cannot hold it.
 
     The last number counts the terms that are -0.
     """
@@ -186,7 +186,7 @@ def blocks_table(dtype: torch.dtype, product: bool, cuts: int, partial: bool = F
 
 @functools.cache
 def short_table(dtype: torch.dtype, product: bool, width: int) -> Table:
-    """What sums rows of so many terms up as `blocks_table` does blocks, a row in each lane.
+    """Return the kernel that sums rows of so many terms, one row in each lane, as `blocks_table` sums blocks.
 
     Columns: the first terms of all rows, the second ones, and so on, for products those of the other factor, then
     float64: the two parts of the sums, and how many terms are -0.
@@ -207,7 +207,7 @@ def short_table(dtype: torch.dtype, product: bool, width: int) -> Table:
 
 @functools.cache
 def pairs_table(result: torch.dtype) -> Table:
-    """What rounds sums of two float64. Columns: both, how many terms are -0, the sums; constant: how many there are."""
+    """Return the kernel that rounds sums of two float64; columns: both, the count of -0 terms, the sums."""
     element = Recording(4, 1, "w64")
     high, low, minus_zeros = (o.real64(o.load64(array, element.index)) for array in element.arrays[:3])
     bits = _rounded_pair(LAYOUTS[result], high, low, o.word64(minus_zeros) == element.constants[0])
@@ -295,7 +295,7 @@ def _total(values: Sequence[Any]) -> Any:
 
 @functools.cache
 def settling_table(reach: Reach, dtype: torch.dtype | None) -> Table:
-    """What passes the carries of an accumulator on, and rounds its value to a dtype, ties to even.
+    """Return the kernel that carries within an accumulator and rounds its value to a dtype, ties to even.
 
     Columns: int64 of each counter; with a dtype how many terms there are, then the floats; without one int64 of each
     limb, of which all but the last are in [0, 2^32).

@@ -54,17 +54,17 @@ Windows = Any  # int64, of NumPy or torch
 
 
 def summed(a: torch.Tensor, b: torch.Tensor | None, dtype: torch.dtype) -> torch.Tensor:
-    """The rounded sum of every row of a, or of the products of a and b; (rows, columns), the last stride 1."""
+    """Return the rounded sum of every row of a, or of the products of a and b; (rows, columns), the last stride 1."""
     return _run([a] if b is None else [a, b], dtype)
 
 
 def partial(a: torch.Tensor, b: torch.Tensor | None) -> torch.Tensor:
-    """As `summed`, but the accumulators: int64 (rows, WORDS)."""
+    """Return the unrounded accumulators of the sums that `summed` returns: int64 (rows, WORDS)."""
     return _run([a] if b is None else [a, b], None)
 
 
 def rounded(words: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """The float nearest to each accumulator, (rows, WORDS) -> (rows,)."""
+    """Return the float nearest to each accumulator, (rows, WORDS) -> (rows,)."""
     return _settle(_engine(words, torch.float64, False), words, Reach(), dtype)
 
 
@@ -125,7 +125,7 @@ def _windows(engine: str, operands: Operands, reach: Reach) -> Windows:
 
 
 def _spread(windows: Windows) -> Windows:
-    """Pass what is beyond 32 bits on to the window after the next, so that any number of such sums add up; in place."""
+    """Carry what exceeds 32 bits to the window after the next, in place, so that any number of sums add up."""
     inner = windows[..., :-3]
     high = inner[..., :-2] >> LIMB
     inner &= LOW  # there is nothing in the highest two
@@ -258,7 +258,7 @@ def _sum_lanes(operands: Operands, width: int) -> np.ndarray:
 
 
 def _sum_row_blocks(operands: Operands) -> np.ndarray:
-    """As `_sum_lanes`, of rows that are a block each; with further rows that have no meaning."""
+    """Sum rows of one block each, as `_sum_lanes` does; the result has further rows without meaning."""
     rows, columns = operands[0].shape
     table = blocks_table(operands[0].dtype, len(operands) > 1, 1, partial=columns < BLOCK)
     # Chunks, pointers and sums, one behind the other.
@@ -335,14 +335,14 @@ def _kernel(engine: str, table: Table) -> Any:
 
 @functools.cache
 def _check(dtype: torch.dtype, product: bool) -> None:
-    """The canary: once per process, dtype and kind, the kernels' results on fixed rows are the reference's."""
+    """Compare the kernels' bits on fixed rows with the reference's, once per process, dtype and kind (a canary)."""
     run, reference = _trial(dtype, product)
     check_bits(_name(dtype, product), lambda: run("llvm", torch.device("cpu")), reference)
 
 
 @functools.cache
 def _check_pairs(dtype: torch.dtype, product: bool, result: torch.dtype, width: int | None) -> None:
-    """The canary of `_sum_pairs`, for the rows of which it finds the sum."""
+    """Compare the bits of `_sum_pairs` with the reference's, for fixed rows of which it finds the sum."""
     a = _fixed_rows(dtype)
     a = a[:, :960].reshape(-1, width) if width else a[:, :1000]
     operands = [a, a.flip(1).contiguous()] if product else [a]

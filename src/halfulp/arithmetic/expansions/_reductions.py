@@ -33,7 +33,7 @@ _SEGMENT = 2**16  # elements of a segment
 
 
 def total(parts: Parts, dim: int | Sequence[int] | None, components: int, keepdim: bool = False) -> Parts:
-    """The sum over dimensions, accumulated in float64 expansions of at least two components.
+    """Return the sum over dimensions, accumulated in float64 expansions of at least two components.
 
     16 elements at a time are summed exactly but for a plain sum of their rounding errors, the blocks' results as
     expansions: the error is at most (2^8 + N/5) 2^-106 sum |x|, of components up to 48 bits in all 2^-49 sum |x|, and
@@ -54,12 +54,12 @@ def total(parts: Parts, dim: int | Sequence[int] | None, components: int, keepdi
 
 
 def product(parts: Parts, dim: int | Sequence[int] | None, components: int, keepdim: bool = False) -> Parts:
-    """The product over dimensions, as `total`."""
+    """Return the product over dimensions; arguments and order are those of `total`."""
     return _reduced("prod", parts, dim, components, keepdim)
 
 
 def average(parts: Parts, dim: int | Sequence[int] | None, components: int, keepdim: bool = False) -> Parts:
-    """The sum over dimensions, divided before it is rounded to the components: 15 u^2 of a float64 sum more.
+    """Return the sum over dimensions, divided before it is rounded to the components: 15 u^2 of a float64 sum more.
 
     >>> import torch
     >>> [float(part) for part in average((torch.tensor([1.0, 2.0**-40]),), None, 2)]
@@ -69,7 +69,7 @@ def average(parts: Parts, dim: int | Sequence[int] | None, components: int, keep
 
 
 def running(parts: Parts, dim: int, components: int) -> Parts:
-    """The running sum along a dimension (torch.cumsum), by doubling: log2 N sums of whole tensors.
+    """Return the running sum along a dimension (torch.cumsum), by doubling: log2 N sums of whole tensors.
 
     >>> import torch
     >>> running((torch.tensor([1.0, 2.0, 3.0]),), 0, 1)[0].tolist()
@@ -132,7 +132,7 @@ def _reduce(kind: str, parts: Parts, dims: Sequence[int], components: int, keepd
 
 
 def _matrices(parts: Parts, dims: Sequence[int]) -> tuple[Parts, tuple[int, int, int]]:
-    """The elements as (matrices, rows, columns) without gaps, of which the rows are reduced."""
+    """Return the elements as (matrices, rows, columns) without gaps, of which the rows are reduced."""
     shape = parts[0].shape
     if len(dims) == len(shape):
         return tuple([part.contiguous() for part in parts]), (1, parts[0].numel(), 1)
@@ -292,7 +292,7 @@ class _Reduction(NamedTuple):
 
 
 def _gathered(row: Terms) -> Terms:
-    """Combine float32 components in float64: up to two in one, three and more in two."""
+    """Combine float32 components in float64: up to two in one, more in two."""
     if len(row) <= 2:
         return [row[0] + row[1]] if len(row) == 2 else row
     high, low = two_sum(row[0], row[1])
@@ -336,7 +336,7 @@ def _kernel(reduction: _Reduction, shape: str) -> Callable[..., Any]:
 
 @functools.cache
 def _first_use(reduction: _Reduction) -> tuple[Any, ...]:
-    """What `ready` takes besides the device: key, name, what builds the kernel, and what it and plain torch make."""
+    """Return the arguments of `ready` after the device: key, name, builder, the kernel's and plain torch's results."""
     stored, written = (reduction.stored,) * reduction.inputs, (reduction.dtype,) * reduction.components
     name = f"{reduction.kind} of {reduction.inputs} x {reduction.stored} in {reduction.components} x {reduction.dtype}"
     build = functools.partial(Reduction, reduction.steps, stored, written)
@@ -344,7 +344,7 @@ def _first_use(reduction: _Reduction) -> tuple[Any, ...]:
 
 
 def _on_triton(reduction: _Reduction, device: torch.device) -> Any:
-    """The kernel of an accelerator, compared with plain torch; None, counted, where there is none."""
+    """Return the kernel of an accelerator, compared with plain torch; None, counted, where there is none."""
     key, name, build, run, reference = _first_use(reduction)
     return ready(key, name, device, build, run, reference)
 

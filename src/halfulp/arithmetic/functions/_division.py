@@ -27,7 +27,7 @@ def _differ(a: Terms, b: Terms):
 
 
 def _reaches(r: Terms, b: Terms):
-    """Whether |r| >= |b|, for finite operands and b that is not 0."""
+    """Return whether |r| >= |b|, for finite operands and b that is not 0."""
     over = distill([*_size(r), *negated(_size(b))], 1)[0] >= 0.0
     return over & is_finite(r[0]) & is_finite(b[0]) & (b[0] != 0.0)
 
@@ -66,18 +66,18 @@ def _ended(regular, zero_of, made: Terms, head) -> Terms:
 
 
 def _turns(r: Terms, b: Terms):
-    """Whether a remainder that is not 0 has the other sign than b."""
+    """Return whether a remainder that is not 0 has the other sign than b."""
     return (r[0] != 0.0) & _differ(r, b)
 
 
 def fmod(operands: list[Terms], n: int) -> Terms:
-    """The remainder of a's sign, from (a, r, b)."""
+    """Return the remainder of a's sign, from (a, r, b)."""
     a, r, b = operands
     return _ended(_is_regular(a, b), a[0] * 0.0, distill(r, n + 1), number(a[0], math.nan))
 
 
 def remainder(operands: list[Terms], n: int) -> Terms:
-    """The remainder of b's sign, from (a, r, b); torch leaves a zero a's sign."""
+    """Return the remainder of b's sign, from (a, r, b); torch leaves a zero a's sign."""
     a, r, b = operands
     turns = _turns(r, b)
     sums = distill([*r, *(select(turns & is_finite(b[0]), t, 0.0) for t in b)], n + 1)

@@ -30,7 +30,7 @@ _GUARD = 6  # bits beyond the components that series and constants are cut to
 
 
 def constants(like, values) -> Terms:
-    """Numbers as values of the kind of another."""
+    """Return numbers as constants of the trace, or as tensors of the dtype and device, of another value."""
     if isinstance(like, Traced):
         return [like.trace.emit("constant", (), float(value).hex()) for value in values]
     return [torch.tensor(value, dtype=like.dtype, device=like.device) for value in values]
@@ -65,7 +65,7 @@ def _exact(like, value: Fraction, n: int) -> Terms:
 
 
 def terms_for(n: int, bits: float, growth=lambda k: 1.0) -> int:
-    """How many terms until 2^(-bits k) / growth(k) falls below n components."""
+    """Return how many terms there are until 2^(-bits k) / growth(k) falls below n components."""
     k = 1
     while bits * k + math.log2(growth(k)) < 53 * n + _GUARD:
         k += 1
@@ -128,7 +128,7 @@ def expm1(operands: list[Terms], n: int) -> Terms:
 
 
 def odd_at_zero(x: Terms, made: Terms) -> Terms:
-    """A function that is zero at zero keeps its sign there."""
+    """Keep the sign of x in the result of a function that is zero at zero."""
     return finished(select(x[0] == 0.0, x[0], made[0]), made)
 
 
@@ -169,7 +169,7 @@ def log_finished(x, made: Terms) -> Terms:
 
 
 def log(operands: list[Terms], n: int) -> Terms:
-    """The natural logarithm."""
+    """Return the natural logarithm."""
     return log_finished(operands[0][0], log_terms(operands[0], n))
 
 
@@ -286,7 +286,7 @@ def sigmoid(operands: list[Terms], n: int) -> Terms:
 
 
 def _whole(x: Terms) -> tuple[Value, Value]:
-    """Whether a value is an integer, and whether it is an odd one."""
+    """Return whether a value is an integer, and whether it is an odd one."""
     whole, odd = _whole_term(x[0])
     for t in x[1:]:
         w, o = _whole_term(t)
@@ -344,7 +344,7 @@ _LAST = 873  # erfc(873 / 32) is below the smallest float64
 
 
 def _edge(n: int) -> int:
-    """From this many sixteenths on erf is 1 to n components."""
+    """Return from how many sixteenths on erf(x) is 1 to n components."""
     x = 1.0
     while x * x * math.log2(math.e) + math.log2(x * math.sqrt(math.pi)) < 53 * n + 3:
         x += 1 / 16

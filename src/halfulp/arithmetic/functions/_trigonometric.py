@@ -49,7 +49,7 @@ def _turned(tables: tuple, index, along: Terms, across: Terms, n: int, sign: flo
 
 
 def sin(operands: list[Terms], n: int) -> Terms:
-    """The sine, for |x| <= 2^20."""
+    """Return the sine, for |x| <= 2^20."""
     x = operands[0]
     index, sine, versine = _parts(x, n)
     made = _turned(known.circle(), index, versine, sine, n, 1.0)
@@ -57,7 +57,7 @@ def sin(operands: list[Terms], n: int) -> Terms:
 
 
 def cos(operands: list[Terms], n: int) -> Terms:
-    """The cosine, for |x| <= 2^20."""
+    """Return the cosine, for |x| <= 2^20."""
     x = operands[0]
     index, sine, versine = _parts(x, n)
     made = _turned(known.circle()[::-1], index, versine, sine, n, -1.0)
@@ -104,7 +104,7 @@ def beyond_reach(head: torch.Tensor) -> torch.Tensor | None:
 
 
 def reduced_exactly(parts: Sequence[torch.Tensor], count: int) -> tuple[torch.Tensor, tuple[torch.Tensor, ...]]:
-    """Angles in one dimension as k pi / 2 + r: k modulo 4, and r, at most pi / 4, as `count` float64 components.
+    """Reduce angles of one dimension to k pi / 2 + r: k modulo 4, and |r| <= pi / 4 as `count` float64.
 
     One element at a time, which `halfulp.kernels.report()` counts.
     """

@@ -69,7 +69,7 @@ def least_squares_by_elimination(work: Work, a: Parts, b: Parts, task: str) -> P
 
 
 def _inverse_of_gram(near: Integers, gram: Integers, task: str, device: torch.device) -> Integers:
-    """Z with |Z G - 1| < 2^-8 from a near one whose error is small in the norm of a x only: Z -= (Z G - 1) Z."""
+    """Return Z with |Z G - 1| < 2^-8 from an approximate inverse that is near in the norm of a x: Z -= (Z G - 1) Z."""
     one = Integers.of((torch.eye(gram.values.shape[0], dtype=_F64, device=device),))
     for _ in range(_NEWTON):
         error = near @ gram - one
@@ -80,7 +80,7 @@ def _inverse_of_gram(near: Integers, gram: Integers, task: str, device: torch.de
 
 
 def _orthonormalizer(a: Parts, gram: Integers, components: int) -> Parts | None:
-    """W with a W orthonormal: R^-1 of Gram's and Schmidt's process, and once more R^-1 of what that left."""
+    """Return W with a W orthonormal: R^-1 by Gram and Schmidt, then R^-1 of what that left."""
     first = _schmidt(a, components)
     if first is None:
         return None
@@ -90,7 +90,7 @@ def _orthonormalizer(a: Parts, gram: Integers, components: int) -> Parts | None:
 
 
 def _schmidt(a: Parts, components: int) -> Parts | None:
-    """R^-1 of a = Q R, column by column."""
+    """Return R^-1 of a = Q R, column by column."""
     table = pointwise("renormalize", a, components=components, dtype=_F64)
     rows = []
     for k in range(a[0].shape[-1]):
@@ -159,7 +159,7 @@ def _inverse_cholesky(a: Parts, components: int) -> Parts | None:
 
 
 def _cholesky(a: Parts, components: int) -> Parts | None:
-    """Cholesky's factor in components; None where a pivot is not positive."""
+    """Return Cholesky's factor in components, or None where a pivot is not positive."""
     table = pointwise("renormalize", a, components=components, dtype=_F64)
     columns = []
     for k in range(a[0].shape[-1]):
@@ -185,7 +185,7 @@ def refuse(why: str, task: str) -> NoReturn:
 
 
 def _inverted(a: Parts, components: int) -> Parts | None:
-    """Gauss' and Jordan's elimination of [a, 1]; None where a pivot is zero or a number overflows."""
+    """Invert a by eliminating [a, 1] (Gauss and Jordan); None where a pivot is zero or a number overflows."""
     rows, device = a[0].shape[-1], a[0].device
     right = torch.eye(rows, dtype=_F64, device=device)
     left = pointwise("renormalize", a, components=components, dtype=_F64)
@@ -224,7 +224,7 @@ def cholesky(work: Work, a: Parts) -> Parts:
 
 
 def _cholesky_started(work: Work, a: Parts) -> Parts:
-    """From float64 where it can be, together; else each matrix by the way that it needs."""
+    """Refine a float64 factor of all matrices, or, where one has none, factor each matrix by itself."""
     try:
         start, info = torch.linalg.cholesky_ex(a[0])
         refuse_singular(info, "cholesky")
@@ -258,7 +258,7 @@ def _refined_cholesky(work: Work, a: Parts, start: torch.Tensor, task: str) -> P
 
 
 def qr(work: Work, a: Parts) -> tuple[Parts, Parts]:
-    """Q with orthonormal columns and upper R, Q R = a; the signs are LAPACK's.
+    """Return Q with orthonormal columns and upper R, Q R = a; the signs are LAPACK's.
 
     Q~ = a R0^-1 is orthonormal but for float64's rounding; Q~^T Q~ = C^T C, refined, makes R = C R0 and Q = a R^-1.
     """
@@ -296,7 +296,7 @@ def _divided(work: Work, a: Parts, r: Parts, start: torch.Tensor) -> Parts:
 
 
 def determinant(work: Work, a: Parts) -> Parts:
-    """The product of U's diagonal in P a = L U, with its power of two kept apart.
+    """Return the product of U's diagonal in P a = L U, with its power of two kept apart.
 
     Raises:
         torch.linalg.LinAlgError: float64's factors are too far off to refine.
@@ -326,7 +326,7 @@ def determinant(work: Work, a: Parts) -> Parts:
 
 
 def _multiplied(work: Work, x: Parts) -> tuple[Parts, torch.Tensor]:
-    """The product over the last dimension as parts near 1 and an exponent."""
+    """Return the product over the last dimension as parts near 1 and an exponent."""
     powers = torch.zeros(x[0].shape[:-1], dtype=torch.float64, device=x[0].device)
     while True:
         k = exponent(x[0])
@@ -344,7 +344,7 @@ MOST_EXACT_ROWS = 64
 
 
 def exact_determinant(a: Parts) -> Parts:
-    """Four float64 components of the determinant of (..., N, N), by Bareiss' division-free elimination (1968)."""
+    """Return four float64 components of det(..., N, N), by Bareiss' division-free elimination (1968)."""
     size = a[0].shape[-1]
     if size > MOST_EXACT_ROWS:
         raise torch.linalg.LinAlgError(
@@ -360,7 +360,7 @@ def exact_determinant(a: Parts) -> Parts:
 
 
 def _one_determinant(parts: tuple) -> Fraction:
-    """The determinant of a sum of matrices given as nested lists."""
+    """Return the determinant of a sum of matrices given as nested lists."""
     size = len(parts[0])
     exact = [[sum(Fraction(part[i][j]) for part in parts) for j in range(size)] for i in range(size)]
     common = max(x.denominator for row in exact for x in row)

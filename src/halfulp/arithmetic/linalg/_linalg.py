@@ -15,7 +15,7 @@ _NEEDS_SQUARE = ("solve", "inverse", "cholesky", "det")
 
 
 def solve(a: Parts, b: Parts, components: int, dtype: torch.dtype) -> Parts:
-    """The x with a x = b, refined from a float64 LU factorization until no digit changes.
+    """Return the x with a x = b, refined from a float64 LU factorization until no digit changes.
 
     x += (LU)^-1 (b - a x), the residual with a component more than the result (Wilkinson 1963). Rows and columns are
     scaled by powers of two first. The error is at most a few 2^-(n p) of the largest entry of each column of x; four
@@ -47,12 +47,12 @@ def solve(a: Parts, b: Parts, components: int, dtype: torch.dtype) -> Parts:
 
 
 def inverse(a: Parts, components: int, dtype: torch.dtype) -> Parts:
-    """The inverse of (..., N, N): the solution of a x = 1, with `solve`'s accuracy and errors."""
+    """Return the inverse of (..., N, N): the solution of a x = 1, with `solve`'s accuracy and errors."""
     return _called("inverse", a, (), components, dtype)
 
 
 def lstsq(a: Parts, b: Parts, components: int, dtype: torch.dtype) -> Parts:
-    """The x of least |b - a x| for a of full column rank, refined together with the residual (Bjorck 1967).
+    """Return the x of least |b - a x| for a of full column rank, refined together with the residual (Bjorck 1967).
 
     Args:
         a: (..., M, N) with M >= N.
@@ -71,7 +71,7 @@ def lstsq(a: Parts, b: Parts, components: int, dtype: torch.dtype) -> Parts:
 
 
 def cholesky(a: Parts, components: int, dtype: torch.dtype) -> Parts:
-    """The lower L with L L^T = a for a positive definite (..., N, N), of which the lower triangle is read.
+    """Return the lower L with L L^T = a for a positive definite (..., N, N), of which the lower triangle is read.
 
     L += L phi(L^-1 (a - L L^T) L^-T), phi the lower triangle with half the diagonal.
 
@@ -83,7 +83,7 @@ def cholesky(a: Parts, components: int, dtype: torch.dtype) -> Parts:
 
 
 def qr(a: Parts, components: int, dtype: torch.dtype) -> tuple[Parts, Parts]:
-    """Q with orthonormal columns and upper R with Q R = a, (..., M, k) and (..., k, N), k = min(M, N).
+    """Return Q (..., M, k) with orthonormal columns and upper R (..., k, N), Q R = a, k = min(M, N).
 
     Raises:
         ValueError: infinities or NaNs.
@@ -94,7 +94,7 @@ def qr(a: Parts, components: int, dtype: torch.dtype) -> tuple[Parts, Parts]:
 
 
 def det(a: Parts, components: int, dtype: torch.dtype) -> Parts:
-    """The determinant of (..., N, N): of refined LU factors, or, where float64 cannot start, by exact integers.
+    """Return the determinant of (..., N, N): of refined LU factors, or, where float64 cannot start, by exact integers.
 
     The exact way takes N up to 64; it also tells that a determinant is zero.
 

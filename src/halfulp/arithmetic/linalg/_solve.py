@@ -25,7 +25,7 @@ def solve(work: Work, a: Parts, b: Parts, task: str = "solve") -> Parts:
 
 
 def _started(quick: Callable, slow: Callable, work: Work, a: Parts, b: Parts, task: str) -> Parts:
-    """From float64 where it can be, together; else each matrix by the way that it needs."""
+    """Solve all systems from a float64 start, or, where one has none, each system by itself."""
     try:
         return quick(work, a, b, task)
     except torch.linalg.LinAlgError:
@@ -57,7 +57,7 @@ def _solve_refined(work: Work, a: Parts, b: Parts, task: str) -> Parts:
 
 
 def inverse(work: Work, a: Parts) -> Parts:
-    """The solution of a x = 1."""
+    """Return the solution of a x = 1."""
     size = a[0].shape[-1]
     one = torch.eye(size, dtype=torch.float64, device=a[0].device).expand(a[0].shape)
     return solve(work, a, (one,), "inverse")
@@ -71,7 +71,7 @@ def lstsq(work: Work, a: Parts, b: Parts) -> Parts:
 
 
 def _lstsq_refined(work: Work, a: Parts, b: Parts, task: str) -> Parts:
-    """Corrections of x and of the residual together, by QR in float64."""
+    """Refine x and the residual together, by QR in float64."""
     transposed = tuple(part.mT for part in a)
     q, r = torch.linalg.qr(a[0])
     if bool((r.diagonal(dim1=-2, dim2=-1) == 0).any()):

@@ -29,7 +29,7 @@ def matmul(
 def matmul(
     a: Parts, b: Parts, components: int, dtype: torch.dtype, error: bool = False
 ) -> Parts | tuple[Parts, torch.Tensor]:
-    """The product of two matrices of expansions, or of stacks of them.
+    """Return the product of two matrices of expansions, or of stacks of them.
 
     One product in a wider native type serves where it holds the digits: float32 for results of two float16 and up to
     three bfloat16, float64 for other results of up to 48 bits. More digits come from products of slices that are exact
@@ -186,7 +186,7 @@ _KINDS = {
 
 
 def grouped_matmul(a: Parts, b: Parts, offsets: torch.Tensor | None, components: int, dtype: torch.dtype) -> Parts:
-    """The products of G groups, as `torch.nn.functional.grouped_mm`; each with `matmul`'s bounds.
+    """Return the products of G groups, as `torch.nn.functional.grouped_mm` does, each with `matmul`'s bounds.
 
     Group g is what lies from offsets[g - 1] (0 at first) to offsets[g]: of the rows of a 2d `a` and of the columns of
     a 2d `b`, or of the inner dimension where both are 2d; rows and columns behind the last group become 0.

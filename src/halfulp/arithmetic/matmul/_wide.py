@@ -29,7 +29,7 @@ def multiply_direct(a: Parts, b: Parts, components: int, dtype: torch.dtype) -> 
 
 
 def error_direct(a: Parts, b: Parts, components: int, dtype: torch.dtype) -> torch.Tensor:
-    """A bound of what `multiply_direct` is off by: the last rounding, and much less from the sum."""
+    """Return a bound of the error of `multiply_direct`: the last rounding, and much less from the sum."""
     bits = components * PRECISION[dtype]
     sums = torch.matmul(a[0].double().abs(), b[0].double().abs())
     # Four float64 components are summed with no component more.
@@ -39,7 +39,7 @@ def error_direct(a: Parts, b: Parts, components: int, dtype: torch.dtype) -> tor
 def multiply_entries(
     a: Parts, b: Parts, entries: tuple[torch.Tensor, ...], components: int, dtype: torch.dtype
 ) -> Parts:
-    """Single entries of a @ b, given by one index tensor per dimension."""
+    """Compute single entries of a @ b, given by one index tensor per dimension."""
     *batch, row, column = entries
     count, inner = len(row), a[0].shape[-1]
     step = max(1, 4 * _PRODUCTS_AT_ONCE // inner)
@@ -54,7 +54,7 @@ def multiply_entries(
 
 
 def sum_of_products(left: Parts, right: Parts, components: int, dtype: torch.dtype) -> Parts:
-    """The sum over the first dimension of left times right, which broadcast in the others."""
+    """Return the sum over the first dimension of left times right, which broadcast in the others."""
     shape = torch.broadcast_shapes(left[0].shape, right[0].shape)[1:]
     few = components * PRECISION[dtype] <= 106 and max(len(left), len(right)) <= 2
     one_piece, add, result = (_cascaded, _add_cascades, _cascade_result) if few else (_expanded, _added, _same)
@@ -69,7 +69,7 @@ def sum_of_products(left: Parts, right: Parts, components: int, dtype: torch.dty
 
 
 def _dense(parts: Parts, piece: slice, shape: torch.Size) -> Parts:
-    """The piece as (products, results), with zeros up to a whole number of passes."""
+    """Return the piece as (products, results), with zeros up to a whole number of passes."""
     out = []
     for part in parts:
         values = part[piece]
@@ -90,7 +90,7 @@ def _cascaded(x: Parts, y: Parts, components: int, dtype: torch.dtype) -> Parts:
 
 
 def _halved_by(join: Callable[[Parts, Parts], Parts], parts: Parts) -> Parts:
-    """The sum over the first dimension, by halves."""
+    """Sum over the first dimension with `join`, by halves."""
     while parts[0].shape[0] > 1:
         count = parts[0].shape[0]
         half = (count + 1) // 2
@@ -181,7 +181,7 @@ _LARGEST = {torch.float16: 65504.0}
 
 
 def wide_type(operands: tuple[Parts, Parts], components: int, dtype: torch.dtype) -> torch.dtype | None:
-    """The native type in which a product has the result's digits and a few more; None where there is none."""
+    """Return the native type in which a product has the result's digits and a few more; None where there is none."""
     bits = components * PRECISION[dtype]
     if dtype in _NARROW and bits <= 24 and all(parts[0].dtype != torch.float64 for parts in operands):
         return torch.float32
@@ -209,13 +209,13 @@ def multiply_wide(a: Parts, b: Parts, components: int, dtype: torch.dtype, work:
 
 
 def _merged(parts: Parts, out: torch.Tensor) -> torch.Tensor:
-    """The sum of all components, in the scratch memory's type."""
+    """Return the sum of all components, in the scratch memory's type."""
     _merger(out.dtype, parts[0].dtype, len(parts))(parts, (out,))
     return out
 
 
 def _multiply_pieces(x: torch.Tensor, y: torch.Tensor, products: Sequence[torch.Tensor]) -> None:
-    """Products of equal parts of the inner dimension, one into each tensor."""
+    """Multiply equal parts of the inner dimension, each product into a tensor of its own."""
     inner, count = x.shape[-1], len(products)
     for k, out in enumerate(products):
         part = slice(inner * k // count, inner * (k + 1) // count)
@@ -224,7 +224,7 @@ def _multiply_pieces(x: torch.Tensor, y: torch.Tensor, products: Sequence[torch.
 
 
 def error_wide(a: Parts, b: Parts, product: Parts, work: torch.dtype) -> torch.Tensor:
-    """A bound of what `multiply_wide` is off by: every order of additions, merging, and the last rounding."""
+    """Return a bound of the error of `multiply_wide`: any order of additions, merging, and the last rounding."""
     count, components, dtype = a[0].shape[-1], len(product), product[0].dtype
     merged = [functools.reduce(torch.add, (part.double().abs() for part in parts)) for parts in (a, b)]
     sums = torch.matmul(*merged)
@@ -265,7 +265,7 @@ def largest_magnitude(x: torch.Tensor) -> float:
 
 
 def half_components(x: torch.Tensor, factor: float, components: int) -> Parts:
-    """A float32 tensor on the CPU times a power of two as float16 components, if all |x factor| < 2^15.
+    """Return a float32 tensor on the CPU times a power of two as float16 components, if all |x factor| < 2^15.
 
     >>> [part.item() for part in half_components(torch.tensor(3.0), 0.5, 2)]
     [1.5, 0.0]
@@ -319,7 +319,7 @@ def _splitter(work: torch.dtype, dtype: torch.dtype, components: int, pieces: in
 
 
 def _cut(x: Any, dtype: torch.dtype, components: int) -> Terms:
-    """A float32 as 16-bit components, each the nearest."""
+    """Return a float32 as 16-bit components, each the nearest."""
     largest = _LARGEST.get(dtype)
     huge = abs(x) > 2.0**100
     rest, grow = x * select(huge, 2.0**-40, 1.0), select(huge, 2.0**40, 1.0)
@@ -335,7 +335,7 @@ def _cut(x: Any, dtype: torch.dtype, components: int) -> Terms:
 
 
 def _nearest(x: Any, dtype: torch.dtype) -> Any:
-    """A float32 below 2^100 as a 16-bit number (Veltkamp 1968; below the normal numbers by a fixed grid)."""
+    """Return a float32 below 2^100 as a 16-bit number (Veltkamp 1968; below the normal numbers by a fixed grid)."""
     bits, smallest = _CUT[dtype]
     magic, far = 1.5 * 2.0**23 * smallest, x * (2.0**bits + 1.0)
     return select(abs(x) < smallest * 2.0 ** (24 - bits), (x + magic) - magic, far - (far - x))

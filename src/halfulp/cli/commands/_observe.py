@@ -97,13 +97,13 @@ def _report(watch: Watch, ending: Ending, out: str, folder: str, json: bool) -> 
 
 
 def _rank() -> int:
-    """This process's number among those of torchrun."""
+    """Return this process's rank among those of torchrun."""
     given = os.environ.get("RANK", "0")
     return int(given) if given.isdigit() else 0
 
 
 def _is_first(first: bool, watch: Watch) -> bool:
-    """Whether this process reports: of several the first, also of those that torchrun did not start."""
+    """Return whether this process reports: of several the first, also of those that torchrun did not start."""
     return first and watch.rank == 0
 
 

@@ -32,7 +32,7 @@ def choice(trace: Trace, number: int) -> tuple[int, int, int] | None:
 
 
 def fits(lanes: int) -> bool:
-    """Whether the processor has the instruction for so many float32."""
+    """Return whether the processor has the instruction for so many float32."""
     return (lanes == 16 and has_features("avx512f")) or (lanes == 8 and has_features("avx512f", "avx512vl"))
 
 
@@ -66,7 +66,7 @@ def _condition(trace: Trace, number: int) -> tuple[int, int] | None:
 
 
 def _holds(trace: Trace, number: int) -> bool:
-    """Whether a mask is true because it compares a word with itself."""
+    """Return whether a mask is true because it compares a word with itself."""
     operation, operands, _ = trace.lines[number]
     return operation == "word_eq" and operands[0] == operands[1]
 

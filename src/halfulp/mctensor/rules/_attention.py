@@ -58,7 +58,7 @@ def attention(
 
 
 def _weights(scores: Any, sums: Any) -> Any:
-    """The softmax of scores; 0 in a row that is masked whole, as in torch's kernels."""
+    """Return the softmax of scores; 0 in a row that is masked whole, as in torch's kernels."""
     return (scores - sums.masked_fill(sums == -math.inf, 0.0).unsqueeze(-1)).exp()
 
 
@@ -73,7 +73,7 @@ def attention_backward(
     mask: Any = None,
     scale: float | None = None,
 ) -> tuple[Any, Any, Any, Any]:
-    """The gradients of query, key, value and mask."""
+    """Return the gradients of query, key, value and mask."""
     narrow_key, narrow_value = key, value
     key, value = _repeated_heads(query, key), _repeated_heads(query, value)
     weights = _weights(_scores(query, key, causal, mask, scale), sums[..., : query.shape[-2]])
@@ -111,7 +111,7 @@ def flash_on_cpu(
     attn_mask: Any = None,
     scale: float | None = None,
 ) -> tuple[Any, Any]:
-    """The CPU's fused kernel."""
+    """Return the CPU's fused kernel."""
     _check_dropout(dropout_p)
     return attention(query, key, value, is_causal, attn_mask, scale)
 
@@ -130,7 +130,7 @@ def flash_on_cpu_backward(
     attn_mask: Any = None,
     scale: float | None = None,
 ) -> tuple[Any, Any, Any]:
-    """Its gradients."""
+    """Return the gradients of `flash_on_cpu`."""
     return attention_backward(gradient, query, key, value, out, sums, is_causal, attn_mask, scale)[:3]
 
 
@@ -146,7 +146,7 @@ def efficient(
     *,
     scale: float | None = None,
 ) -> tuple[Any, ...]:
-    """The accelerator's fused kernel."""
+    """Return the accelerator's fused kernel."""
     _check_dropout(dropout_p)
     out, sums = _in_float64_or_steps(attention, query, key, value, is_causal, bias, scale)
     unused = torch.empty((), dtype=torch.int64, device=query.device)
@@ -170,7 +170,7 @@ def efficient_backward(
     *,
     scale: float | None = None,
 ) -> tuple[Any, ...]:
-    """Its gradients."""
+    """Return the gradients of `efficient`."""
     *three, change = _in_float64_or_steps(
         attention_backward, gradient, query, key, value, out, sums, is_causal, bias, scale
     )
@@ -189,7 +189,7 @@ def flash(
     *,
     scale: float | None = None,
 ) -> tuple[Any, ...]:
-    """The accelerator's fused kernel for 16-bit types."""
+    """Return the accelerator's fused kernel for 16-bit types."""
     _check_dropout(dropout_p)
     out, sums = _in_float64_or_steps(attention, query, key, value, is_causal, None, scale)
     unused = torch.empty((), dtype=torch.int64, device=query.device)
@@ -215,5 +215,5 @@ def flash_backward(
     *,
     scale: float | None = None,
 ) -> tuple[Any, ...]:
-    """Its gradients."""
+    """Return the gradients of `flash`."""
     return _in_float64_or_steps(attention_backward, gradient, query, key, value, out, sums, is_causal, None, scale)[:3]

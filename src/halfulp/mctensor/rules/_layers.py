@@ -27,7 +27,7 @@ aten = torch_operators("aten")
 
 @beyond_float64(aten.max_pool2d_with_indices_backward.default)
 def max_pool2d_backward(gradient: Any, x: Any, *rest: Any) -> Tensor:
-    """The gradient added where the largest values were."""
+    """Return the gradient added where the largest values were."""
     indices = rest[-1]
     planes = x.shape[:-2].numel()
     offset = torch.arange(planes, device=x.device, dtype=torch.int64).reshape(-1, 1) * x.shape[-1] * x.shape[-2]
@@ -44,7 +44,7 @@ def max_pool2d_with_indices(
     dilation: Sequence[int] = (1, 1),
     ceil_mode: bool = False,
 ) -> tuple[Tensor, Tensor]:
-    """The largest value of each window, and where it is in its plane."""
+    """Return the largest value of each window, and where it is in its plane."""
     if ceil_mode:
         given = (x, kernel, stride, padding, dilation, ceil_mode)
         return fall_back_to_float64(aten.max_pool2d_with_indices.default, given, {})
@@ -142,7 +142,7 @@ def _spans(size: int, count: int, device: torch.device) -> Tensor:
 
 @beyond_float64(aten._adaptive_avg_pool2d.default)
 def adaptive_avg_pool2d(x: Any, size: Sequence[int]) -> Tensor:
-    """The means of windows that divide each side evenly."""
+    """Return the means of windows that divide each side evenly."""
     rows, columns = (_spans(n, m, x.device) for n, m in zip(x.shape[-2:], size))
     counts = rows.sum(1, keepdim=True) * columns.sum(1)
     return rows @ x @ columns.mT / counts
@@ -150,7 +150,7 @@ def adaptive_avg_pool2d(x: Any, size: Sequence[int]) -> Tensor:
 
 @beyond_float64(aten._adaptive_avg_pool2d_backward.default)
 def adaptive_avg_pool2d_backward(gradient: Any, x: Any) -> Tensor:
-    """Each mean's gradient shared out over its window."""
+    """Spread each mean's gradient over its window."""
     rows, columns = (_spans(n, m, x.device) for n, m in zip(x.shape[-2:], gradient.shape[-2:]))
     counts = rows.sum(1, keepdim=True) * columns.sum(1)
     return rows.mT @ (gradient / counts) @ columns
@@ -210,7 +210,7 @@ def _weighted(x: Any, values: Any, weight: MCTensor, dim: int) -> Tensor:
 
 
 def _resampled(x: Any, axis: _Axis, taps: Callable) -> Tensor:
-    """Each new element as the weighted sum of its neighbours along one axis."""
+    """Compute each new element as the weighted sum of its neighbours along one axis."""
     found: Any = None
     for index, weight in taps(axis, x.device):
         term = _weighted(x, x.index_select(axis.dim, index), weight, axis.dim)
@@ -219,7 +219,7 @@ def _resampled(x: Any, axis: _Axis, taps: Callable) -> Tensor:
 
 
 def _scattered(gradient: Any, axis: _Axis, taps: Callable) -> Tensor:
-    """The derivative of `_resampled`: each new element's gradient, weighted, added to its neighbours."""
+    """Return the derivative of `_resampled`: each new element's gradient, weighted, added to its neighbours."""
     pairs = taps(axis, gradient.device)
     shape = [axis.inside if i == axis.dim else size for i, size in enumerate(gradient.shape)]
     values = torch.cat([_weighted(gradient, gradient, weight, axis.dim) for _, weight in pairs], axis.dim)
@@ -232,7 +232,7 @@ def _axes(inside: Sequence[int], outside: Sequence[int], align: bool, factors: S
 
 
 def _along_axes(step: Callable, taps: Callable) -> Callable:
-    """A rule that takes one axis after another: `_resampled` the result, `_scattered` the gradient.
+    """Return a rule that takes one axis after another: `_resampled` the result, `_scattered` the gradient.
 
     Its arguments are torch's: the size after, of the gradient the shape before, whether corners fall together, factors.
     """
@@ -247,7 +247,7 @@ def _along_axes(step: Callable, taps: Callable) -> Callable:
 
 
 def _by_factors(taps: Callable) -> Callable:
-    """The rule of the overload that takes a size or factors."""
+    """Return the rule of the overload that takes a size or factors."""
     interpolate = _along_axes(_resampled, taps)
 
     def by_factors(x: Any, size: Sequence[int] | None, align_corners: bool, factors: Sequence[float] | None) -> Tensor:

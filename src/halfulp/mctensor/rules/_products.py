@@ -38,7 +38,7 @@ def _has_scale(x: Any) -> bool:
 
 
 def _scaled_product(a: Any, b: Any, form: ResultType) -> Tensor:
-    """Scales are factors: the payloads' product, times both."""
+    """Multiply payloads, and the result by both scales."""
     payloads = _payload(a, form.device), _payload(b, form.device)
     scales = [x._scale for x in (a, b) if _has_scale(x)]
     if (
@@ -127,13 +127,13 @@ def mm(a: Any, b: Any) -> Tensor:
 
 @implements(aten.mv.default)
 def mv(a: Any, b: Any) -> Tensor:
-    """A matrix and a vector."""
+    """Multiply a matrix by a vector."""
     return product(a, b.unsqueeze(-1), result_type((a, b))).squeeze(-1)
 
 
 @implements(aten.dot.default, aten.vdot.default)
 def dot(a: Any, b: Any) -> Tensor:
-    """Two vectors."""
+    """Multiply two vectors."""
     if a.shape != b.shape:
         raise RuntimeError(f"dot of vectors of {a.numel()} and {b.numel()} elements")
     return product(a.unsqueeze(0), b.unsqueeze(-1), result_type((a, b))).reshape(())
@@ -166,7 +166,7 @@ def addr(start: Any, a: Any, b: Any, *, beta: Any = 1, alpha: Any = 1) -> Tensor
 
 @beyond_float64(aten._trilinear.default)
 def trilinear(a: Any, b: Any, c: Any, *dims: Any) -> Tensor:
-    """The product of three tensors that broadcast after new dimensions, summed over some: behind torch.bilinear."""
+    """Return the product of three broadcasting tensors, summed over some dimensions: behind torch.bilinear."""
     operands = []
     for x, new in zip((a, b, c), dims):
         for at in sorted(new):
@@ -180,7 +180,7 @@ def trilinear(a: Any, b: Any, c: Any, *dims: Any) -> Tensor:
 def grouped_mm(
     a: Any, b: Any, offs: Tensor | None = None, bias: Any = None, out_dtype: torch.dtype | None = None
 ) -> Tensor:
-    """A product for each group of rows or columns; those behind the last group become 0."""
+    """Return a product for each group of rows or columns; those behind the last group become 0."""
     if bias is not None:
         raise NotImplementedError("grouped_mm takes no bias yet, as in torch: add it to the result")
     form = result_type((a, b), out_dtype)
@@ -201,7 +201,7 @@ def _padded(x: Any, padding: Sequence[int]) -> Any:
 
 
 def _columns(x: Any, kernel: Sequence[int], stride: Sequence[int], dilation: Sequence[int], groups: int) -> Any:
-    """All windows as matrices: (batch, groups, channels of a group x taps, places)."""
+    """Return all windows as matrices: (batch, groups, channels of a group x taps, positions)."""
     seen = window_views(x.contiguous(), kernel, stride, dilation)
     batch, channels, spatial = x.shape[0], x.shape[1], len(kernel)
     places = seen.shape[2 : 2 + spatial]
@@ -265,7 +265,7 @@ def convolution(
     output_padding: Any,
     groups: int,
 ) -> Tensor:
-    """A convolution, or a transposed one, with its bias."""
+    """Return a convolution, or a transposed one, with its bias."""
     setup = _setup(weight, stride, padding, dilation, groups)
     if transposed:
         every = zip(x.shape[2:], setup["kernel"], setup["stride"], setup["dilation"], setup["padding"])
@@ -291,7 +291,7 @@ def convolution_backward(
     groups: int,
     output_mask: Sequence[bool],
 ) -> tuple[Tensor | None, ...]:
-    """The gradients of input, weight and bias, as far as they are wanted."""
+    """Return the gradients of input, weight and bias, as far as they are wanted."""
     setup = _setup(weight, stride, padding, dilation, groups)
     to_input, to_weight, to_bias = output_mask
     spatial = list(range(2, weight.dim()))
@@ -305,7 +305,7 @@ def convolution_backward(
 
 
 def window_views(x: Any, kernel: Sequence[int], stride: Sequence[int], dilation: Sequence[int]) -> Any:
-    """All windows over the last dimensions as a view: (..., out..., kernel...)."""
+    """Return all windows over the last dimensions as a view: (..., out..., kernel...)."""
     spatial = len(kernel)
     lead, sizes = x.shape[:-spatial], x.shape[-spatial:]
     steps, leads = x.stride()[-spatial:], x.stride()[:-spatial]
@@ -317,7 +317,7 @@ def window_views(x: Any, kernel: Sequence[int], stride: Sequence[int], dilation:
 
 
 def fold_windows(columns: Any, size: Sequence[int], places: Sequence[int], setup: dict) -> Any:
-    """Windows' values, (batch, channels x taps, places), summed where they overlap: one strided sum per tap."""
+    """Sum windows' values (batch, channels x taps, positions) where they overlap: one strided sum per tap."""
     kernel, stride, dilation = setup["kernel"], setup["stride"], setup["dilation"]
     into = columns.new_zeros(list(size))
     columns = columns.reshape([size[0], size[1], math.prod(kernel), *places])

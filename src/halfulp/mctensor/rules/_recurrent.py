@@ -86,7 +86,7 @@ _LSTM = 2
 
 
 def _gates(x: Any, h: Any, weights: tuple[Any, ...]) -> tuple[Any, ...]:
-    """Input, forget, cell and output gate of one step."""
+    """Return input, forget, cell and output gate of one step."""
     w_x, w_h, *biases = weights
     whole = x @ w_x.t() + h @ w_h.t()
     i, f, g, o = (whole + biases[0] + biases[1] if biases else whole).chunk(4, -1)
@@ -94,7 +94,7 @@ def _gates(x: Any, h: Any, weights: tuple[Any, ...]) -> tuple[Any, ...]:
 
 
 def _forward(x: Any, weights: tuple[Any, ...], h: Any, c: Any, reverse: bool) -> tuple[list, list, Any, Any]:
-    """Outputs in order of time, what every step had, and the last states."""
+    """Return outputs in order of time, the intermediate values of each step, and the last states."""
     outputs, kept = [None] * len(x), []
     for t in reversed(range(len(x))) if reverse else range(len(x)):
         gates = _gates(x[t], h, weights)
@@ -114,7 +114,7 @@ def _layer(x: Any, weights: tuple[Any, ...], h: Any, c: Any, reverse: bool) -> t
 def _layer_backward(
     x: Any, weights: tuple[Any, ...], h: Any, c: Any, reverse: bool, to_out: Any, to_h: Any, to_c: Any
 ) -> tuple[Any, ...]:
-    """The gradients of input, weights and first states, back through time."""
+    """Return the gradients of input, weights and first states, back through time."""
     _, kept, *_ = _forward(x, weights, h, c, reverse)
     w_x, w_h = weights[:2]
     h_back = torch.zeros_like(h) if to_h is None else to_h
@@ -172,7 +172,7 @@ def layer(
     batch_first: bool,
     train: bool,
 ) -> tuple[Any, ...]:
-    """One layer in one direction: outputs, last states, and an empty workspace."""
+    """Run one layer in one direction: return outputs, last states, and an empty workspace."""
     _check(mode, batch_sizes)
     form = result_type((x, w_x, w_h, b_x, b_h, h, c))
     results = run_in_steps(_layer, form, (x, _weights(w_x, w_h, b_x, b_h, has_biases), h, c, reverse), {})
@@ -205,7 +205,7 @@ def layer_backward(
     batch_first: bool,
     workspace: Tensor,
 ) -> tuple[Any, ...]:
-    """Its gradients."""
+    """Return the gradients of `layer`."""
     _check(mode, batch_sizes)
     given = (x, _weights(w_x, w_h, b_x, b_h, has_biases), h, c, reverse, to_out, to_h, to_c)
     form = result_type(value for value in tree_leaves(given) if isinstance(value, Tensor))

@@ -296,7 +296,7 @@ class Audit:
         write_page("audit", self.to_dict(), path)
 
     def __str__(self) -> str:
-        """Findings, the worst first, then what there is to say of each group of tensors."""
+        """Return the findings, the worst first, then what is to be said of each group of tensors."""
         groups = [f"{group.pattern} ({group.dtypes}): {group.verdict}" for group in self.groups()]
         return "\n".join([*listing(self.findings), *(groups or ["no tensors"]), *self.unseen])
 

@@ -76,7 +76,7 @@ class _Code:
 
 @functools.cache
 def codes_table(a: torch.dtype, b: torch.dtype) -> Table:
-    """What counts elements of two tensors by their codes alone.
+    """Return the kernel that counts equal and unequal elements of two tensors by their codes alone.
 
     Columns: A and B. Constants: the codes of their first elements, and of their largest numbers.
     """
@@ -95,7 +95,7 @@ def codes_table(a: torch.dtype, b: torch.dtype) -> Table:
 
 @functools.cache
 def changes_table(a: torch.dtype, b: torch.dtype) -> Table:
-    """What measures changes, in spacings at the element of A of that one of two formats which is coarser there.
+    """Return the kernel that measures changes in spacings of the coarser of two formats, at the element of A.
 
     Columns: A, B, and int64 (SLOTS,), what changed by the size of its change. Constants: of each format the biased
     exponent of its smallest normal number and the bits of its mantissa.

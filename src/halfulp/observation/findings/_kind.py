@@ -106,7 +106,7 @@ class FindingKind:
 
     @classmethod
     def instruments(cls) -> tuple[str, ...]:
-        """The instruments that can show it."""
+        """Return the instruments that can show it."""
         methods = {"observe": "in_record", "audit": "in_audit", "forecast": "in_forecast"}
         shown = [name for name, method in methods.items() if getattr(cls, method) is not getattr(FindingKind, method)]
         return tuple(shown)

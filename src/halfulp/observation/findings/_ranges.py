@@ -155,7 +155,7 @@ class ActivationUnderflow(FindingKind):
             )
 
     def _gone(self, tensor: TensorRecord) -> Finding:
-        """Of outputs that are all zeros no histogram tells."""
+        """Find outputs that are all zeros, of which no histogram tells."""
         held_in = storage_format(tensor)
         assert held_in is not None
         entered = tensor.input_amax
@@ -285,7 +285,7 @@ class FirstNonfinite(FindingKind):
         )
 
     def _stored(self, record: Record, broken: list[TensorRecord], first: TensorRecord, tensors: int) -> Finding:
-        """Weights are looked at as a step finds them: one that is broken in the first such step was so before it."""
+        """Find a weight that was not finite before the first step in which it is looked at."""
         own = [one for one in broken if one.name.rpartition(".")[0] == first.name]
         weight = min(own or broken, key=_first_seen)
         step, others = _first_seen(first)[0], len(broken) - 1
@@ -432,7 +432,7 @@ class GradientUnderflow(FindingKind):
                 )
 
     def _gone(self, tensor: TensorRecord, cure: str) -> Finding:
-        """Of gradients that are all zeros no histogram tells."""
+        """Find gradients that are all zeros, of which no histogram tells."""
         back = ", which those that they are made of are not"
         if tensor.before_cast:
             back = f", to which a cast rounds {tensor.before_cast:.3g} and less"
@@ -452,7 +452,7 @@ class GradientUnderflow(FindingKind):
         )
 
     def _all_gone(self, record: Record, cure: str) -> Iterator[Finding]:
-        """Where a loss is so small that its first gradient is zero, no later one tells of it."""
+        """Find a loss whose first gradient is zero already, of which no later gradient tells."""
         found = tensors(record, *GRADIENTS)
         steps = min((one.steps for one in found), default=0)
         if steps < VANISHED_STEPS or any(one.zeros < one.elements for one in found):

@@ -173,7 +173,7 @@ class NeverStepped(FindingKind):
                 )
 
     def _left_out(self, record: Record, name: str, numel: int) -> Finding:
-        """Of a parameter in no optimizer: whether the loss depends on it tells a forgotten one from a copy."""
+        """Find a parameter in no optimizer: forgotten if the loss depends on it, else perhaps a copy."""
         steps, gradient = len(record.sampled_steps), record.tensors.get(("weight gradient", name))
         if not steps or (gradient is not None and gradient.zeros < gradient.elements):
             return self.found(name, "error", 1.0, "trainable, but in no optimizer", numel=numel)

@@ -244,7 +244,7 @@ def _thinned(rates: Tensor, start: int) -> tuple[tuple[int, float], ...]:
 
 
 def _finite(plain: dict[str, Any]) -> dict[str, Any]:
-    """JSON has no infinity: what never ends is None."""
+    """Return None for infinity, which JSON lacks: what never ends."""
     return {
         key: None if isinstance(value, float) and value in (float("inf"),) else value for key, value in plain.items()
     }

@@ -152,12 +152,12 @@ def from_rate(
 
 
 def _saved_rate(options: Mapping[str, Any]) -> float:
-    """The learning rate that a parameter's group began with."""
+    """Return the learning rate that a parameter's group began with."""
     return number(options.get("initial_lr", options.get("lr", 0.0)))
 
 
 def _rule_of_saved(options: Mapping[str, Any], state: Mapping[str, Any]) -> str | None:
-    """Which optimizer saved a parameter's options and states, None where they tell none of those that are known."""
+    """Return which optimizer saved a parameter's options and states, or None."""
     if "momentum_buffer" in state or {"momentum", "nesterov"} <= options.keys():
         return "SGD"
     if "betas" not in options:
@@ -275,7 +275,7 @@ def _known_rule(given: str) -> str:
 
 
 def _weight_update(group: Mapping[str, Any], dtype: torch.dtype) -> str:
-    """What halfulp's optimizer does with a parameter of a dtype."""
+    """Return the name of the weight update by which halfulp's optimizer steps a parameter of a dtype."""
     if dtype.itemsize > 2:
         return "exact"
     chosen = group.get("weight_update")
@@ -287,7 +287,7 @@ def _weight_update(group: Mapping[str, Any], dtype: torch.dtype) -> str:
 
 
 def _start(found: Sequence[Trained]) -> int:
-    """The largest step count of any state."""
+    """Return the largest step count of any state."""
     return max((int(number(trained.state.get("step", 0))) for trained in found), default=0)
 
 

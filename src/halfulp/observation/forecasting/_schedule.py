@@ -109,7 +109,7 @@ def _named(
 
 
 def _length(steps: int | None, what: str, start: int) -> int:
-    """Steps from `start` to the end."""
+    """Return the steps from `start` to the end."""
     if steps is None:
         raise ValueError(f"{what} needs the length of the run: give steps=")
     if not isinstance(steps, int) or isinstance(steps, bool) or steps <= start:
@@ -152,7 +152,7 @@ def _one_for_all(rates: list[float], top_rates: Sequence[float]) -> Tensor:
 
 
 def _scheduled(scheduler: LRScheduler, count: int) -> Tensor:
-    """The rates that a scheduler would give from now on, from a copy whose optimizer holds one number per group."""
+    """Return the rates that a scheduler would give from now on, by a copy with one number per group."""
     if isinstance(scheduler, ReduceLROnPlateau):
         raise NotImplementedError(
             "ReduceLROnPlateau depends on losses to come: give a function step -> learning rate, or a list"

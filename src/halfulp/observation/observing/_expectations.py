@@ -141,7 +141,7 @@ class Expectations:
             self._autocast[name] = torch.get_autocast_dtype(device), output.dtype
 
     def compare(self, record: Record, sampled: bool) -> list[Expectation]:
-        """Return all that was asked for; activations count where a step was sampled."""
+        """Compare the user's expectations with the record; activations count where a step was sampled."""
         outputs = {name: tensor.dtype for (role, name), tensor in record.tensors.items() if role == "activation"}
         found = [self._expected(pattern, asked, outputs) for pattern, asked in self._expect.items()]
         found += self._resumed.compare() if self._resumed is not None else []
@@ -201,7 +201,7 @@ class Expectations:
 
 
 def _trainer_precisions(model: nn.Module) -> list[tuple[str, str]]:
-    """What loaded trainers say that they compute in."""
+    """Return the precision that each loaded trainer says it computes in."""
     found = []
     state = sys.modules.get("accelerate.state")
     shared = getattr(getattr(state, "AcceleratorState", None), "_shared_state", None) or {}
@@ -215,7 +215,7 @@ def _trainer_precisions(model: nn.Module) -> list[tuple[str, str]]:
 
 
 def _holds_values(parameter: torch.Tensor, asked: Format) -> bool:
-    """Whether a wider tensor holds numbers of a format that torch has no dtype for."""
+    """Return whether a wider tensor holds numbers of a format that torch has no dtype for."""
     if asked.torch_dtype_name is not None:
         return False
     found = stored(parameter)

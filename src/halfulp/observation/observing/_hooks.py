@@ -110,7 +110,7 @@ class ModuleHooks:
         self._casts.forget()
 
     def ran(self, hook: _ModuleHook, module: nn.Module, inputs: tuple[Any, ...], output: Any) -> None:
-        """A module has run; evaluation without gradients is not training and is left out."""
+        """Note that a module has run in training; evaluation without gradients is left out."""
         if torch.is_grad_enabled():
             if torch._C._current_graph_task_id() == -1:  # what runs again in a backward pass was noted in the first run
                 if self._is_wide(inputs, output):
@@ -195,7 +195,7 @@ class ModuleHooks:
         self._note_inputs(hook, module, inputs)
 
     def _note_inputs(self, hook: _ModuleHook, module: nn.Module, inputs: tuple[Any, ...]) -> None:
-        """Of outputs that are all zeros note how large that is which a quantizer or rounding may have made zeros of."""
+        """Note the largest input and weight where a module's outputs are all zeros: did rounding make them so?"""
         totals = hook.slot.totals
         assert totals is not None
         record, zeros = totals.record, totals.last_amax == 0.0
@@ -213,7 +213,7 @@ class ModuleHooks:
             handles.append(output.register_hook(hook.gradient))
 
     def _was_last(self, tensor: torch.Tensor) -> bool:
-        """Whether a tensor is the one that was looked at last, handed on by a module around it."""
+        """Return whether a tensor is the one that was looked at last, handed on by a module around it."""
         last = self._last
         return last is not None and last[0]() is tensor and last[1] == tensor._version
 
@@ -363,7 +363,7 @@ class Residuals:
 
 
 def graph_key(node: Any, number: int) -> tuple[int, int]:
-    """What tells outputs of a graph's operations apart within a thread."""
+    """Return a key that tells the outputs of a graph's operations apart within a thread."""
     return (-1 if node is None else node._sequence_nr(), number)
 
 
@@ -552,7 +552,7 @@ class GradientHooks:
 
 
 class _Arrival:
-    """The two hooks of one parameter."""
+    """The two hooks by which a parameter's gradient is observed as it arrives and once it is accumulated."""
 
     __slots__ = (
         "accumulated",

@@ -118,7 +118,7 @@ class Notebook:
         self.keys[row] = signed(mix64(_FIRST_STEP, self._name_keys[row]))
 
     def key(self, name: str) -> int:
-        """Return the key of the places where tensors of a name are sampled in this step."""
+        """Return the random key that chooses the sampled elements of tensors of a name in this step."""
         return int(self.keys[self.row_of(name)]) & (2**64 - 1)
 
     def missed(self, sentence: str) -> None:

@@ -169,7 +169,7 @@ class Ranks:
         return f"{self._name}/{rank}/{self._own.met[rank]}"
 
     def _compare(self, rank: int, theirs: RankSummary | None, bits: SharedRandomBits) -> str:
-        """Join what a rank saw to the record; return what is missing of it."""
+        """Merge another rank's summary into the record; return what is missing of it."""
         if self._failed:
             return f"not compared ({self._failed})"
         if rank not in self._own.met or (theirs is not None and theirs.met != self._own.met):
@@ -322,7 +322,7 @@ def _in_units(errors: torch.Tensor) -> Array:
 
 
 class SharedRandomBits:
-    """Whether two ranks round different shards by the same random bits: sums over the elements that both rounded.
+    """Tests whether two ranks round different shards by the same random bits: sums over elements that both rounded.
 
     Of an element that is rounded away from zero with probability p, the error e = [away] - p has mean 0 and variance
     p (1 - p); p is |e| or 1 - |e|, so that e tells both. Of two elements that are rounded by independent bits the
@@ -336,7 +336,7 @@ class SharedRandomBits:
         self._sums: dict[int, dict[int, Array]] = {}
 
     def add(self, rank: int, key: int, mine: tuple[int, Array], theirs: tuple[int, Array]) -> None:
-        """Add one step of a parameter; of the same shard the same bits are right."""
+        """Add one step's rounding errors of a parameter, or nothing where both ranks hold the same shard."""
         if mine[0] == theirs[0]:
             return
         count = min(len(mine[1]), len(theirs[1]))
@@ -353,7 +353,7 @@ class SharedRandomBits:
 
 
 def _unexplained(products: float, variance: float, deviations: float) -> float:
-    """The correlation beyond chance, at least 0.
+    """Return the correlation beyond chance, at least 0.
 
     >>> _unexplained(100.0, 40.0, 200.0) > 0.1, _unexplained(10.0, 40.0, 200.0), _unexplained(0.0, 0.0, 0.0)
     (True, 0.0, 0.0)

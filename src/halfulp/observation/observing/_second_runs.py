@@ -264,7 +264,7 @@ def why_never(module: nn.Module) -> str | None:
 
 @contextlib.contextmanager
 def _as_called() -> Iterator[None]:
-    """As the user called it, but eager, and with nothing of it left in the caches and hooks of torch."""
+    """Run as the user's call ran, but eagerly, and without a trace in torch's caches and hooks."""
     cached = torch.is_autocast_cache_enabled()
     held = {name: dict(getattr(_torch_module, name)) for name in _GLOBAL_HOOKS}
     # Weights that this run casts would be found by layers that follow, and be held by their graphs.
@@ -287,7 +287,7 @@ def _as_called() -> Iterator[None]:
 
 @contextlib.contextmanager
 def _standing_in(states: dict[nn.Module, dict[str, Any]]) -> Iterator[None]:
-    """Modules whose buffers and attributes are others for a while; their own are not touched, nor their versions."""
+    """Give modules other buffers and attributes for a while; their own, and their versions, stay untouched."""
     held = {module: dict(vars(module)) for module in states}
     try:
         for module, state in states.items():

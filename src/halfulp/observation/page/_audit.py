@@ -119,7 +119,7 @@ def _lost(lost: Plain | None, bar: bool = False) -> Cell:
 
 
 def _remedy(update: Plain) -> Cell:
-    """The weight updates that lose less than a hundredth, or less than a tenth of what nearest rounding loses."""
+    """Return the weight updates that lose less than a hundredth (or a tenth) of what rounding to nearest loses."""
     limit = max(0.01, update["lost"] / 10)
     return Cell(", ".join(name for name, part in update["lost_by"].items() if part <= limit) or "–")
 
@@ -133,7 +133,7 @@ def _contract(differences: Sequence[Plain]) -> Table:
 
 
 def _shares(groups: Sequence[Plain], tensors: Mapping[str, Plain]) -> dict[str, Any] | None:
-    """One row per group: its changes by power of two of an ulp, the elements that stayed in a column of their own."""
+    """Return one row per group: its changes by power of two of an ulp, unchanged elements in their own column."""
     rows, bins = [], set()
     for one in groups:
         found: Counter[int] = Counter()
@@ -176,7 +176,7 @@ def _depth(part: float) -> float:
 
 
 def _stayed(part: float, at: int) -> list[list[Any]]:
-    """The cell of the elements that stayed, if any, the darker the more."""
+    """Return the cell of the elements that stayed, if any, the darker the more."""
     return [[at, at + 2, round(0.14 + 0.86 * part, 3), "lost"]] if part else []
 
 

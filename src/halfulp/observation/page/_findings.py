@@ -43,7 +43,7 @@ def _card(cause: Mapping[str, Any], findings: Sequence[Mapping[str, Any]], forec
 def _following(
     code: str, findings: Sequence[Mapping[str, Any]], own: Sequence[Mapping[str, Any]], forecast: bool
 ) -> dict[str, Any]:
-    """What comes with a cause under another code: the first in words, the others counted and kept beneath."""
+    """Summarize the findings of another code that follow from a cause: the first in words, the others counted."""
     names, there = ([name for one in some for name in one["where"]] for some in (findings, own))
     return {
         "code": code,
@@ -96,7 +96,7 @@ def _line(one: Mapping[str, Any], forecast: bool) -> dict[str, Any]:
 
 
 def _words(key: str) -> str:
-    """Evidence's names as the page says them.
+    """Return the evidence's names in the page's words.
 
     >>> _words("lost"), _words("freeze_step")
     ('share lost', 'freeze step')
@@ -106,7 +106,7 @@ def _words(key: str) -> str:
 
 
 def _in_trainings(numbers: Sequence[int]) -> str:
-    """Which trainings of a script a finding is of, where it has several.
+    """Return which trainings of a script a finding is of, where it has several.
 
     >>> _in_trainings([1, 3]), _in_trainings([2]), _in_trainings([])
     (' (trainings 1, 3)', ' (training 2)', '')
@@ -117,7 +117,7 @@ def _in_trainings(numbers: Sequence[int]) -> str:
 
 
 def _sure(confidence: float) -> str:
-    """How sure a finding is, which a sample never is wholly.
+    """Return how sure a finding is, in per cent; a sample is never wholly sure.
 
     >>> _sure(0.5), _sure(1.0)
     ('50%', 'over 99%')

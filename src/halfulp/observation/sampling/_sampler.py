@@ -109,7 +109,7 @@ class Totals:
         self.take: Callable[[Totals], None] = lambda _: None
 
     def open(self, step: int) -> None:
-        """Count a step at the tensor's first sight in it, and forget what only the last sampled step counts."""
+        """Start a step at a tensor's first appearance in it: count it, reset the sums of the last sampled step."""
         if self.step != step:
             self.step = step
             self.record.steps += 1
@@ -630,7 +630,7 @@ def signed(key: int) -> int:
 
 
 def _buffers(sizes: list[int]) -> Sequence[torch.Tensor]:
-    """Memory for samples of tensors of some sizes."""
+    """Allocate memory for samples of tensors of some sizes."""
     wanted = [sample_size(size) for size in sizes]
     if len(wanted) == 1:
         return (torch.empty(wanted[0], dtype=torch.float32, device="cpu"),)

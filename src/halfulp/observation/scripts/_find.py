@@ -133,7 +133,7 @@ def _alive() -> tuple[list[nn.Module], list[torch.amp.GradScaler], list[Averaged
 
 
 def _average_of(model: nn.Module, averages: list[AveragedModel | EMA]) -> AveragedModel | EMA | None:
-    """The one average of all parameters of a model and no others."""
+    """Return the one average of all parameters of a model and no others."""
     live = {name: parameter.shape for name, parameter in model.named_parameters()}
     found = [one for one in averages if {name: x.shape for name, x in averaged(one).items()} == live]
     return found[0] if len(found) == 1 else None
@@ -144,7 +144,7 @@ def _parameter_ids(module: nn.Module) -> set[int]:
 
 
 def _covering(roots: list[tuple[nn.Module, set[int]]]) -> list[nn.Module]:
-    """As few modules as hold all that any holds: those of most parameters first, the smallest of equal ones."""
+    """Return as few modules as together hold all parameters that any holds, those of most parameters first."""
     left = set().union(*(held for _, held in roots))
     chosen = []
     for module, held in sorted(roots, key=lambda root: (-len(root[1]), sum(1 for _ in root[0].modules()))):
@@ -222,7 +222,7 @@ def _bound(variables: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
 
 
 def _attributes(value: Any) -> dict[str, Any] | None:
-    """The attributes of a plain object, an outer module's children included; None of classes and modules of Python."""
+    """Return the attributes of a plain object, or of an outer module and its children; None of classes and modules."""
     try:
         own = object.__getattribute__(value, "__dict__")
     except Exception:  # objects without one, and those that raise for any question

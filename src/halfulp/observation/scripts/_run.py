@@ -119,7 +119,7 @@ def _leaving(leave: Callable[[Ending], int] | None) -> Iterator[None]:
 
 
 def _exited(ending: SystemExit) -> Ending:
-    """As Python takes the argument of sys.exit: none is 0, a number itself, anything else is printed and 1."""
+    """Return the exit code for an argument of sys.exit: None is 0, a number itself, anything else is printed and 1."""
     code = ending.code
     if code is None:
         return Ending(0, "exited")
@@ -130,7 +130,7 @@ def _exited(ending: SystemExit) -> Ending:
 
 
 def _of_script(trace: TracebackType | None) -> TracebackType | None:
-    """The traceback without the frames that lead to the script: those of this package and of runpy."""
+    """Return the traceback without the frames that lead to the script: those of this package and of runpy."""
     at = trace
     while at is not None:
         file = at.tb_frame.f_code.co_filename
@@ -261,7 +261,7 @@ class Termination:
             self._end()
 
     def wait(self) -> None:
-        """From now on a signal waits for the end of the context: the report is being written."""
+        """Delay signals from now on until the context ends: the report is being written."""
         self._report = None
 
     def _receive(self, number: int, frame: FrameType | None) -> None:

@@ -116,7 +116,7 @@ class Training:
         self.span = (at if self.span is None else self.span[0], at)
 
     def overlaps(self, other: Training) -> bool:
-        """Whether steps of both lie between each other."""
+        """Return whether steps of both lie between each other."""
         if self.span is None or other.span is None:
             return False
         return self.span[0] < other.span[1] and other.span[0] < self.span[1]
@@ -150,7 +150,7 @@ class Training:
 
 
 def _of_named_model(finding: Finding) -> Finding:
-    """A finding whose code names the model that it is of, where it is of one among several."""
+    """Return a finding whose code uses the name of its model, where a training has several models."""
     names = {name.partition(".")[0] for name in finding.where}
     return replace(finding, write=of_model(finding.write, names.pop())) if len(names) == 1 else finding
 

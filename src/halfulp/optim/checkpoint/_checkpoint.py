@@ -398,7 +398,7 @@ class CheckpointMixin(torch.optim.Optimizer):
         return self._plan_to_read(*places[id(tensor)]) if has_state and id(tensor) in places else None
 
     def __getstate__(self) -> dict[str, Any]:
-        """For copy and pickle: caches are left out, and made again."""
+        """Return the state for copy and pickle, without the caches."""
         self._follow_groups()
         state: dict[str, Any] = super().__getstate__()
         kept: list[tuple[torch.Tensor, SavedPayload]] = []

@@ -439,7 +439,7 @@ def weight_to_carry(plan: ParameterPlan | None, spec: StepSpec, state: MutableMa
 
 @contextlib.contextmanager
 def under(group: dict[str, Any], update: Any) -> Iterator[None]:
-    """A context in which a group has a weight update, whatever it was given since."""
+    """Return a context in which a group has a weight update, whatever it was given since."""
     chosen, group["weight_update"] = group["weight_update"], update
     try:
         yield

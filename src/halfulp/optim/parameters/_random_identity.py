@@ -206,7 +206,7 @@ def warn_of_shared_keys(optimizer: Any) -> None:
 
 
 def _meet(optimizer: Any, record: _Record, last: Any) -> None:
-    """Judge two optimizers, one of which steps right after the other."""
+    """Judge whether two optimizers, of which one steps right after the other, share random bits."""
     mine, theirs, other = _drawn(optimizer), _drawn(last), _records[last]
     shared = [key for key in sorted(mine.keys() & theirs.keys()) if not _is_same_memory(mine[key], theirs[key])]
     count = record.meetings.get(last, 0) + other.meetings.get(optimizer, 0) + 1

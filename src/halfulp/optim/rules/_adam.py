@@ -49,7 +49,7 @@ def adam_amsgrad(w, g, m, v, top, sign, decay, keep_v, take_m, take_v, unbias, e
 
 
 def adam_error_feedback(lost, m, v, sign, decay, keep_v, take_m, take_v, unbias, eps, step, feedback_gain):
-    """The first moment whose later updates add up to `lost` more: m - (1-b1)/b1 lost denominator / step."""
+    """Return the first moment whose later updates add up to `lost` more: m - (1-b1)/b1 lost denominator / step."""
     return m - feedback_gain * (lost * (sqrt(v) * unbias + eps))
 
 

@@ -28,7 +28,7 @@ def adan(
 
 
 def _values(group: Mapping, step: int) -> tuple[float, ...]:
-    """Made in float64; there is no change of gradients at the first step."""
+    """Return the constants of a step, made in float64; the first step has no change of gradients."""
     lr, (beta1, beta2, beta3) = float(group["lr"]), map(float, group["betas"])
     decay, shrink = lr * float(group["weight_decay"]), 1.0
     if not group["no_prox"]:

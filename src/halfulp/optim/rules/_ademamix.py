@@ -22,7 +22,7 @@ def ademamix(w, g, m, v, slow, sign, decay, keep_v, take_m, take_v, take_slow, u
 
 
 def _slow_beta(beta1: float, beta3: float, share: float) -> float:
-    """Between two betas such that half-lives grow linearly."""
+    """Interpolate between two betas such that half-lives grow linearly."""
     fast, slow = math.log(beta1), math.log(beta3)
     return min(beta3, math.exp(fast * slow / ((1 - share) * slow + share * fast)))
 

@@ -13,7 +13,7 @@ _CONSTANTS = ("sign", "decay", "keep_v", "take_m", "take_v", "unbias_m", "unbias
 
 
 def lamb_weight(w):
-    """The weight, whose norm a tensor's step is to have."""
+    """Return the weight, whose norm a tensor's step is to have."""
     return w
 
 

@@ -34,7 +34,7 @@ def sgd_nesterov(w, g, buffer, sign, decay, keep, take, lr, feedback_gain):
 
 
 def momentum_error_feedback(lost, buffer, sign, decay, keep, take, lr, feedback_gain):
-    """The buffer whose later updates add up to `lost` more: b - (1 - momentum)/momentum lost / lr.
+    """Return the buffer whose later updates add up to `lost` more: b - (1 - momentum)/momentum lost / lr.
 
     Nesterov's updates take the buffer times momentum, so their gain is larger by 1/momentum.
     """

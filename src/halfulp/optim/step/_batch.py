@@ -519,7 +519,7 @@ def check_memory(plan: ParameterPlan, gradient: torch.Tensor) -> None:
 def gradient_memory(
     gradient: torch.Tensor, parameter: torch.Tensor, name: str
 ) -> tuple[torch.Tensor, float | torch.Tensor]:
-    """A gradient as plain memory, and its scale, which only a scaled parameter's step takes, and which is not read.
+    """Return a gradient as plain memory, with its scale, which only the step of a scaled parameter uses.
 
     Raises:
         TypeError: a tensor class whose memory is not its values.
@@ -545,7 +545,7 @@ def plain_gradient(gradient: torch.Tensor, name: str) -> torch.Tensor:
 
 
 def gradient_store(gradient: torch.Tensor, parameter: torch.Tensor, name: str) -> Store:
-    """The store that a gradient's numbers are read by.
+    """Return the store that a gradient's numbers are read by.
 
     Raises:
         ValueError: a sparse gradient, or one of another dtype.

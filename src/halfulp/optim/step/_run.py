@@ -368,7 +368,7 @@ class WholeTensors:
         return self._whole(found * batch.gradient_scales[row] if batch.spec.scaled else found)
 
     def state(self, name: str) -> torch.Tensor:
-        """A state, before the step."""
+        """Return a state, before the step."""
         spec = self._plan.spec
         k = [slot.name for slot in spec.rule.states].index(name)
         return self._whole(spec.codecs[k].decode(self._plan.states[k]).reshape(self._plan.shape))
@@ -442,7 +442,7 @@ def finish_constants(batches: Sequence[Batch], sums: Sequence[list[tuple[float, 
 
 
 def _run(batch: Batch, what: str, scales: np.ndarray | None = None) -> np.ndarray:
-    """Return what one pass finds: a row per parameter."""
+    """Run the reducing kernel of a batch once, and return a row per parameter: sums or largest magnitudes."""
     spec = reducing_specs(batch.spec)[what == "sums"]
     late = len(spec.rule.constants) - len(batch.constants[0])
     given = []

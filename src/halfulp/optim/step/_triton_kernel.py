@@ -63,7 +63,7 @@ def scale_columns(spec: StepSpec) -> tuple[str, ...]:
 
 @functools.cache
 def triton_source(spec: StepSpec) -> str:
-    """The whole module, with the kernel `step(chunks, parameters, meter, aligned)`; of scaled parameters also `scales`.
+    """Return the module's source: the kernel `step(chunks, parameters, meter, aligned)`, and `scales` where scaled.
 
     One that finds the largest magnitudes is given, in place of the meter, the words of the largest so far: int32
     (parameters, of the weight, of each scaled state, of the payload).
@@ -142,7 +142,7 @@ def _largest(spec: StepSpec, call: str) -> list[str]:
 
 
 def largest_columns(spec: StepSpec) -> int:
-    """Return how many largest magnitudes a parameter has: of its weight, its scaled states and its payload."""
+    """Return how many largest magnitudes are stored per parameter: weight, each scaled state, payload."""
     return 2 + len(spec.scaled_states)
 
 
@@ -151,7 +151,7 @@ LANES = 128
 
 @functools.cache
 def scales_source(spec: StepSpec) -> str:
-    """The whole module of a step specification.
+    """Return the whole module of a step specification.
 
     Its kernels are `read_scales(parameters, scales, count)`, `choose_scales(parameters, largest, scales, count)`, and
     `keep_scales(parameters, scales, count)`, which writes the new scales where the parameters and their states keep

@@ -270,7 +270,7 @@ def limited(magnitude, rounded):
 
 @functools.cache
 def format_store(given: Format | str | None) -> Store | None:
-    """The store of a format's values in float32; None for no format and for float32 itself.
+    """Return the store of a format's values in float32; None for no format and for float32 itself.
 
     Raises:
         ValueError: a format whose values float32 does not hold, or without sign, zero or subnormals.

@@ -98,7 +98,7 @@ class ExplicitGradientOptimizer(Optimizer):
         return plan
 
     def __getstate__(self) -> dict[str, Any]:
-        """For copy and pickle."""
+        """Return the state for copy and pickle."""
         return {**super().__getstate__(), "_explicit_gradients": {}}
 
 
@@ -113,7 +113,7 @@ def wrap(
     report_interval: int = 50,
     **options: Any,
 ) -> Wrapped:
-    """Any torch optimizer on bfloat16 or float16 parameters (or a format's values in float32 ones).
+    """Wrap any torch optimizer for bfloat16 or float16 parameters (or a format's values in float32 ones).
 
     In a step, float32 copies of the weights (auxiliary tensors included) and float32 gradients go through the
     optimizer, and each shadow's change u = new - old, weight decay and all, enters its parameter by the weight update.
@@ -299,7 +299,7 @@ class Wrapped(ExplicitGradientOptimizer):
     @torch._disable_dynamo  # torch.compiler.disable would import the compiler with this module
     @torch.no_grad()
     def step(self, closure: Callable[[], Loss] | None = None) -> Loss | None:
-        """One step of the wrapped optimizer.
+        """Take one step of the wrapped optimizer.
 
         Args:
             closure: reevaluates the model and returns the loss, as for torch.optim.
@@ -332,7 +332,7 @@ class Wrapped(ExplicitGradientOptimizer):
         return loss
 
     def _step_with(self, closure: Callable[[], Loss] | None) -> Loss:
-        """A step in which the wrapped optimizer evaluates the model at points of its choice."""
+        """Step a wrapped optimizer that evaluates the model at points of its choice."""
         if closure is None:
             raise TypeError(f"{type(self.base).__name__} needs a closure: step(closure)")
         plans, nowhere = list(self._all_plans()), Float32Buffer(0)
@@ -396,7 +396,7 @@ class Wrapped(ExplicitGradientOptimizer):
             shadow.grad = float32_gradient(parameter.grad, buffer)
 
     def _step_base(self, closure: Callable[[], Any] | None = None) -> Any:
-        """A step of the wrapped optimizer."""
+        """Step the wrapped optimizer."""
         return self._in_base(lambda: plain_step(self.base, *(() if closure is None else (closure,))))
 
     def _in_base(self, change: Callable[[], Any]) -> Any:
@@ -423,7 +423,7 @@ class Wrapped(ExplicitGradientOptimizer):
             point(shadow, empty_like(plan.parameter))
 
     def _state_dict_before_hooks(self) -> dict[str, Any]:
-        """The wrapped optimizer's states, in their dtypes, are "base.<name>" beside auxiliary tensors."""
+        """Return the wrapped optimizer's states, in their dtypes, as "base.<name>" beside auxiliary tensors."""
         saved = super()._state_dict_before_hooks()
         state, inner = saved["state"], dict(self.base.state)
         for group, packed in zip(self.param_groups, saved["param_groups"]):
@@ -459,7 +459,7 @@ class Wrapped(ExplicitGradientOptimizer):
         restore_outside_state(self.base, beside)
 
     def _fit_base_states(self, own: Mapping[Any, Any], inner: Mapping[Any, Any]) -> dict[torch.Tensor, Any]:
-        """The wrapped optimizer's states by shadow, on the parameters' devices."""
+        """Return the wrapped optimizer's states by shadow, on the parameters' devices."""
         fitted = {key: value for key, value in inner.items() if not isinstance(key, int)}
         for group, packed in zip(self.param_groups, own["param_groups"]):
             for k, (parameter, number) in enumerate(zip(group["params"], packed["params"])):
@@ -470,7 +470,7 @@ class Wrapped(ExplicitGradientOptimizer):
         return fitted
 
     def bytes_per_parameter(self) -> float:
-        """Bytes of weights, auxiliary tensors, states, gradients per parameter element, as held between steps."""
+        """Return bytes per element of weights, auxiliary tensors, states and gradients, as held between steps."""
         total = elements = 0
         for plan in self._all_plans():
             parameter = plan.parameter
@@ -483,7 +483,7 @@ class Wrapped(ExplicitGradientOptimizer):
         return total / elements if elements else 0.0
 
     def __getstate__(self) -> dict[str, Any]:
-        """For copy and pickle: the wrapped optimizer by its class and fields, hooks left out as torch does."""
+        """Return the state for copy and pickle: the wrapped optimizer by class and fields, without hooks."""
         own = super().__getstate__()
         shadows = [(p, self._shadows[p]) for group in self.param_groups for p in group["params"]]
         own |= {"_shadows": shadows, "base": None}
@@ -502,7 +502,7 @@ class Wrapped(ExplicitGradientOptimizer):
         self._pair_groups()
 
     def __repr__(self) -> str:
-        """The wrapped class, then as Optimizer."""
+        """Return the wrapped class, then the fields as Optimizer does."""
         return super().__repr__().replace("Wrapped (", f"wrap({type(self.base).__name__}) (", 1)
 
 
@@ -550,13 +550,13 @@ def shadow_group(
 
 
 def merged_group(outer: Mapping[str, Any], inner: Mapping[str, Any]) -> dict[str, Any]:
-    """A group of parameters with the options of the wrapped optimizer's group."""
+    """Return a group of parameters with the options of the wrapped optimizer's group."""
     options = {name: value for name, value in inner.items() if name not in ("params", "param_names")}
     return {**outer, **options}
 
 
 def empty_like(parameter: torch.Tensor) -> torch.Tensor:
-    """One element in a parameter's local shape."""
+    """Return a zero expanded to a parameter's local shape, without memory of that size."""
     part = local(parameter)
     return torch.zeros((), dtype=torch.float32, device=part.device).expand(part.shape)
 
@@ -575,7 +575,7 @@ def point(shadow: torch.Tensor, values: torch.Tensor) -> None:
 
 
 def float32_gradient(gradient: torch.Tensor | None, buffer: Float32Buffer) -> torch.Tensor | None:
-    """A gradient as it is or converted; one that is not strided keeps its layout."""
+    """Return a gradient as it is or converted; one that is not strided keeps its layout."""
     if gradient is None or (gradient.dtype == torch.float32 and type(gradient) is torch.Tensor):
         return gradient
     if local(gradient) is gradient:
@@ -614,7 +614,7 @@ def _inner_optimizers(base: torch.optim.Optimizer) -> Iterator[tuple[str, Any]]:
 
 
 def plain_step(optimizer: torch.optim.Optimizer, *arguments: Any) -> Any:
-    """An optimizer's step with its own hooks, and without the global ones.
+    """Return an optimizer's step with its own hooks, and without the global ones.
 
     torch patches the `step` of every class so that it calls both kinds; the global ones run around the outer step.
     A `step` that somebody has set on the instance, as a scheduler does, is called as it is.

@@ -75,7 +75,7 @@ def scales_of_blocks(largest: torch.Tensor, target: BlockTarget) -> torch.Tensor
 
 
 def tensor_scale(amax: float, target: BlockTarget) -> tuple[float, float]:
-    """The tensor's scale, and its product with the largest element, as float32 numbers."""
+    """Return the tensor's scale, and its product with the largest element, as float32 numbers."""
     if not target.tensor_scale:
         return 1.0, target.element.max
     numbers = [amax, target.element.max * target.scale.max, target.element.max]
@@ -249,7 +249,7 @@ def _run(x: torch.Tensor, target: BlockTarget, layout: Layout, key: int, out: to
 
 @cache
 def _compiled(dtype: torch.dtype, kind: Kind) -> tuple[Callable[..., None], Callable[..., None] | None]:
-    """The kernel that rounds, and that which finds the largest of the blocks' largest magnitudes where it is needed."""
+    """Return the kernel that rounds, and one that finds the largest magnitude of all blocks, where needed."""
     kernel = compile_table("quantize_blocks", rounding_table(dtype, kind))
     return kernel, None if kind.powers else compile_table("largest_blocks", largest_table(dtype, kind))
 
@@ -270,7 +270,7 @@ def _call(kernel, measure, x: torch.Tensor, target: BlockTarget, layout: Layout,
 
 @lru_cache(maxsize=64)
 def _groups(rows: int, length: int, block: int) -> tuple[np.ndarray, np.ndarray]:
-    """Rows cut into chunks of whole blocks, of which the last may be incomplete, and the chunks' lengths."""
+    """Cut rows into chunks of whole blocks, of which the last may be incomplete; return chunks and lengths."""
     if length % block == 0:
         rows, length = 1, rows * length
     step = max(1, GROUP // block) * block

@@ -100,7 +100,7 @@ def _on_wire(kind: str) -> Any:
 
 
 def _received(payload: Tensor, scale: Tensor, kind: str, terms: int, dtype: torch.dtype) -> ScaledTensor:
-    """A reduced payload under the agreed scale; averages divide in float32."""
+    """Return a reduced payload under the agreed scale; averages divide in float32."""
     values = payload.to(torch.float32)
     return wrap(values / terms if kind == "AVG" else values, scale, dtype)
 
@@ -118,12 +118,12 @@ def allreduce_(tensors: Sequence[Tensor], group: Any, op: Any, *rest: Any, **opt
 
 
 def allreduce_coalesced_(tensors: Sequence[Tensor], group: Any, op: Any, *rest: Any, **options: Any) -> Any:
-    """`allreduce_` of each."""
+    """Apply `allreduce_` to each tensor."""
     return allreduce_(tensors, group, op)[1]
 
 
 def reduce_(tensors: Sequence[Tensor], group: Any, op: Any, root: int, *rest: Any, **options: Any) -> Any:
-    """`allreduce_`, written on the root only."""
+    """Reduce like `allreduce_`, writing on the root only."""
     kept = [x.clone() for x in tensors]
     _, work = allreduce_(kept, group, op)
     if dist.ProcessGroup.unbox(group).rank() == root:
@@ -133,7 +133,7 @@ def reduce_(tensors: Sequence[Tensor], group: Any, op: Any, root: int, *rest: An
 
 
 def reduce_scatter_base_(output: Tensor, x: Tensor, group: Any, op: Any, *rest: Any, **options: Any) -> Any:
-    """This rank's piece of the result of `allreduce_`."""
+    """Write this rank's piece of the result of `allreduce_`."""
     x = operand(x, first_scaled((output, x)))
     kind = _kind(op, "reduce_scatter")
     terms = _terms(kind, group)
@@ -157,7 +157,7 @@ def reduce_scatter_(
 def allgather_(
     outputs: Sequence[Sequence[Tensor]], inputs: Sequence[Tensor], group: Any, *rest: Any, **options: Any
 ) -> Any:
-    """Every rank's payload and scale, as they are."""
+    """Gather every rank's payload and scale, unchanged."""
     for targets, x in zip(outputs, inputs):
         x = operand(x, first_scaled((*targets, x)))
         payload = x._payload.contiguous().view(torch.uint8) if x.dim() else x._payload.reshape(1).view(torch.uint8)
@@ -171,7 +171,7 @@ def allgather_(
 
 
 def allgather_base_(output: Tensor, x: Tensor, group: Any, *rest: Any, **options: Any) -> Any:
-    """Every rank's payload under the largest scale, side by side."""
+    """Gather every rank's payload under the largest scale, side by side."""
     x = operand(x, first_scaled((output, x)))
     (scale,) = _agreed([x], group)
     payload = payload_to_send(x, scale)
@@ -228,7 +228,7 @@ def _agreed_scale(x: ScaledTensor, group: Any, terms: int = 1) -> Tensor:
 
 
 def _reduced(name: str, x: ScaledTensor, reduction: str, *arguments: Any) -> ScaledTensor:
-    """The payloads under an agreed scale, reduced."""
+    """Return the payloads under an agreed scale, reduced."""
     if reduction not in _REDUCTIONS:
         raise NotImplementedError(f"{name} of scaled tensors by {reduction!r}: allowed are {', '.join(_REDUCTIONS)}")
     adds = reduction in ("sum", "avg")
@@ -239,31 +239,31 @@ def _reduced(name: str, x: ScaledTensor, reduction: str, *arguments: Any) -> Sca
 
 
 def all_reduce(x: ScaledTensor, reduction: str, group: Any) -> ScaledTensor:
-    """The reduction over all ranks."""
+    """Return the reduction over all ranks."""
     return _reduced("all_reduce", x, reduction, group)
 
 
 def reduce_scatter(x: ScaledTensor, reduction: str, size: int, group: Any) -> ScaledTensor:
-    """This rank's piece of the reduction."""
+    """Return this rank's piece of the reduction."""
     return _reduced("reduce_scatter_tensor", x, reduction, size, group)
 
 
 def all_gather(x: ScaledTensor, size: int, group: Any) -> ScaledTensor:
-    """Every rank's payload under the largest scale, one after another."""
+    """Return every rank's payload under the largest scale, one after another."""
     agreed = _agreed_scale(x, group)
     payload = payload_to_send(x, agreed)
     return wrap(_wait_for("all_gather_into_tensor", payload, size, group), agreed, x.dtype)
 
 
 def all_to_all(x: ScaledTensor, output_sizes: Sequence[int], input_sizes: Sequence[int], group: Any) -> ScaledTensor:
-    """Rows of the payload to every rank, under the largest scale, and rows of every rank in their place."""
+    """Send rows of the payload to every rank under the largest scale; return the rows received."""
     agreed = _agreed_scale(x, group)
     payload = _wait_for("all_to_all_single", payload_to_send(x, agreed), output_sizes, input_sizes, group)
     return wrap(payload, agreed, x.dtype)
 
 
 def broadcast(x: ScaledTensor, source: int, group: Any) -> ScaledTensor:
-    """One rank's payload and scale."""
+    """Return one rank's payload and scale."""
     bits = _wait_for("broadcast", x._payload.contiguous().reshape(-1).view(torch.uint8).clone(), source, group)
     scale = _wait_for("broadcast", x._scale.reshape(1).clone(), source, group).reshape(())
     return wrap(bits.view(x._payload.dtype).reshape(x.shape), scale, x.dtype)

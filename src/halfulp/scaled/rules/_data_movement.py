@@ -51,7 +51,7 @@ homogeneous(aten.relu.default, aten.abs.default, aten.neg.default, family="pass-
 def to_copy(
     x: ScaledTensor, *, dtype: Any = None, device: Any = None, memory_format: Any = None, **layout: Any
 ) -> Tensor:
-    """Another logical dtype or device: payload and scale as they are. Integers and truth values take the value."""
+    """Change logical dtype or device, keeping payload and scale; for integers and booleans convert the value."""
     if dtype is not None and dtype not in LOGICALS:
         return aten._to_copy.default(decode_values(x), dtype=dtype, device=device, memory_format=memory_format)
     if device is not None:
@@ -63,7 +63,7 @@ def to_copy(
 
 @implements(aten._local_scalar_dense.default, family="pass-through")
 def local_scalar_dense(x: ScaledTensor) -> float:
-    """The value as a Python number."""
+    """Return the value as a Python number."""
     return aten._local_scalar_dense.default(decode_values(x, torch.float64))
 
 
@@ -95,14 +95,14 @@ def write_aligned(x: Any, source: Any, compute: Callable[[Tensor, Any], Tensor])
 
 @implements(aten.index_put.default, aten._unsafe_index_put.default, family="indexing")
 def index_put(x: Any, indices: Any, values: Any, accumulate: bool = False) -> Tensor:
-    """Values at indices, or added there."""
+    """Write values at indices, or add them there."""
     operator = aten.index_put.default
     return write_aligned(x, values, lambda p, v: operator(p, indices, v, accumulate))
 
 
 @implements(aten._index_put_impl_.default, family="indexing")
 def index_put_impl_(x: Any, indices: Any, values: Any, accumulate: bool = False, unsafe: bool = False) -> Tensor:
-    """As `index_put`, in place."""
+    """Write values at indices, or add them, in place: `index_put`."""
     result = index_put(x, indices, values, accumulate)
     given = {"indices": indices, "values": values, "accumulate": accumulate}
     check_written_at("_index_put_impl_", given, x, result)
@@ -111,13 +111,13 @@ def index_put_impl_(x: Any, indices: Any, values: Any, accumulate: bool = False,
 
 @implements(aten.scatter.src, family="indexing")
 def scatter(x: Any, dim: int, index: Tensor, source: Any) -> Tensor:
-    """A source at indices."""
+    """Return a source at indices."""
     return write_aligned(x, source, lambda p, v: aten.scatter.src(p, dim, index, v))
 
 
 @implements(aten.scatter_add.default, family="indexing")
 def scatter_add(x: Any, dim: int, index: Tensor, source: Any) -> Tensor:
-    """A source added at indices."""
+    """Return a source added at indices."""
     return write_aligned(x, source, lambda p, v: aten.scatter_add.default(p, dim, index, v))
 
 
@@ -129,7 +129,7 @@ def scatter_reduce(x: Any, dim: int, index: Tensor, source: Any, reduce: str, *,
 
 @implements(aten.index_reduce.default, family="indexing")
 def index_reduce(x: Any, dim: int, index: Tensor, source: Any, reduce: str, *, include_self: bool = True) -> Tensor:
-    """As `scatter_reduce`, along a dimension."""
+    """Reduce values by an index along a dimension, like `scatter_reduce`."""
     return _reduced(aten.index_reduce.default, x, dim, index, source, reduce, include_self)
 
 
@@ -144,14 +144,14 @@ def _reduced(operator: OpOverload, x: Any, dim: int, index: Tensor, source: Any,
 
 @implements(aten.scatter.value, family="indexing")
 def scatter_value(x: Any, dim: int, index: Tensor, value: Any) -> Tensor:
-    """A constant at indices, under x's scale."""
+    """Return a constant at indices, under x's scale."""
     constant = operand(value, x) if isinstance(value, ScaledTensor) else _constant(value, x)
     return write_aligned(x, constant, lambda p, v: aten.scatter.src(p, dim, index, v.expand(index.shape).clone()))
 
 
 @implements(aten.scatter.reduce, family="indexing")
 def scatter_with(x: Any, dim: int, index: Tensor, source: Any, *, reduce: str) -> Tensor:
-    """A source added to or multiplied with what is at indices."""
+    """Return a source added to or multiplied with what is at indices."""
     if reduce == "add":
         return write_aligned(x, source, lambda p, v: torch.scatter(p, dim, index, v, reduce="add"))
     return measured_like(torch.scatter(value_of(x), dim, index, value_of(source), reduce=reduce), [x])
@@ -159,27 +159,27 @@ def scatter_with(x: Any, dim: int, index: Tensor, source: Any, *, reduce: str) -
 
 @implements(aten.scatter.value_reduce, family="indexing")
 def scatter_value_with(x: Any, dim: int, index: Tensor, value: Any, *, reduce: str) -> Tensor:
-    """A number added to or multiplied with what is at indices."""
+    """Return a number added to or multiplied with what is at indices."""
     return measured_like(torch.scatter(value_of(x), dim, index, value, reduce=reduce), [x])
 
 
 @implements(aten.index_add.default, family="indexing")
 def index_add(x: Any, dim: int, index: Tensor, source: Any, *, alpha: Any = 1) -> Tensor:
-    """A source, alpha times, added at indices of a dimension."""
+    """Return a source, alpha times, added at indices of a dimension."""
     moved, factor = (source, 1.0) if alpha == 1 else scaled_by_number(source, alpha, first_scaled((x, source)))
     return write_aligned(x, moved, lambda p, v: aten.index_add.default(p, dim, index, v, alpha=factor))
 
 
 @implements(aten.index_copy.default, family="indexing")
 def index_copy(x: Any, dim: int, index: Tensor, source: Any) -> Tensor:
-    """A source at indices of a dimension."""
+    """Return a source at indices of a dimension."""
     operator = aten.index_copy.default
     return write_aligned(x, source, lambda p, v: operator(p, dim, index, v))
 
 
 @implements(aten.index_fill.int_Scalar, aten.index_fill.int_Tensor, family="indexing")
 def index_fill(x: Any, dim: int, index: Tensor, value: Any) -> Tensor:
-    """A constant at indices of a dimension, under x's scale."""
+    """Return a constant at indices of a dimension, under x's scale."""
     if not isinstance(x, ScaledTensor):
         return aten.index_fill.int_Tensor(x, dim, index, decode_values(value, x.dtype))
     if isinstance(value, ScaledTensor):
@@ -207,7 +207,7 @@ homogeneous(aten.embedding_dense_backward.default, family="indexing", grad_outpu
 
 
 def _constant(value: Any, x: Tensor) -> Tensor:
-    """A number as a float32 tensor without dimensions, beside x."""
+    """Return a number as a float32 tensor without dimensions, beside x."""
     return torch.full((), value, dtype=torch.float32, device=x.device)
 
 
@@ -216,7 +216,7 @@ decoded(aten._fft_r2c.default, aten.complex.default, aten.polar.default, family=
 
 @implements(aten.view_as_complex.default, family="complex")
 def view_as_complex(x: ScaledTensor) -> Tensor:
-    """The values as complex numbers: a copy, as the payload's memory does not hold them."""
+    """Return the values as complex numbers: a copy, as the payload's memory does not hold them."""
     return torch.view_as_complex(value_of(x).contiguous())
 
 

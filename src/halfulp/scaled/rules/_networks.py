@@ -281,7 +281,7 @@ data_movement(aten._pack_padded_sequence_backward.default, family="pass-through"
 
 @implements(aten._pack_padded_sequence.default, family="pass-through")
 def pack_padded_sequence(x: ScaledTensor, lengths: Tensor, batch_first: bool) -> tuple[Tensor, Tensor]:
-    """The steps of all sequences one after the other, and how many there are of each."""
+    """Return the steps of all sequences one after the other, and how many there are of each."""
     payload, sizes = aten._pack_padded_sequence.default(x._payload, lengths, batch_first)
     return ScaledTensor(payload, x._scale.clone(), x.dtype), sizes
 

@@ -29,7 +29,7 @@ _LARGEST_EPS = 2.0**100
 
 
 class NormInput:
-    """The data of a normalisation: payloads where the scale is concrete, else values, which give the same."""
+    """The data of a normalisation: payloads where the scale is known and eps small beside it, else decoded values."""
 
     def __init__(self, x: ScaledTensor, eps: float) -> None:
         scale = _powers.concrete_value(x._scale)
@@ -133,7 +133,7 @@ def _statistics(x: ScaledTensor, mean: Any, deviation: Any) -> list[Tensor]:
 
 
 def _gradients(g: ScaledTensor, x: ScaledTensor, results: Any, rows: int, deviation: Tensor, holder: Any) -> tuple:
-    """To x under gs times the scale of the deviation, to weight and bias, sums over rows, under gs c."""
+    """Put x's gradient under gs times the deviation's scale, and the summed gradients of weight and bias under gs c."""
     to_x, *others = results
     if to_x is not None and fused.engaged(to_x):
         storage, dtype = storage_of([holder]), logical_of([holder])
@@ -157,7 +157,7 @@ def _requested(results: Any, mask: Any) -> list[Any]:
 def layer_norm_backward(
     gradient: Any, x: Any, shape: Any, mean: Any, deviation: Any, weight: Any, bias: Any, mask: Any
 ) -> tuple:
-    """The gradient in payloads: to x under gs / xs."""
+    """Return the gradient in payloads: to x under gs / xs."""
     like = first_scaled((gradient, x, weight))
     g, p = operand(gradient, like), operand(x, like)
     saved = _statistics(p, mean, deviation)
@@ -271,7 +271,7 @@ def batch_norm_of_running(
 def batch_norm_functional(
     x: Any, weight: Any, bias: Any, mean: Any, variance: Any, training: bool, momentum: float, eps: float
 ) -> tuple:
-    """The same with the moved running statistics as results."""
+    """Normalise like `native_batch_norm`, returning the moved running statistics as results."""
     if not training:
         return *_evaluated(x, weight, bias, mean, variance, eps), mean.clone(), variance.clone()
     y, saved, deviation, batch = _batch_statistics(x, weight, bias, eps)
@@ -294,7 +294,7 @@ def batch_norm_with_update(
 def batch_norm_with_update_functional(
     x: Any, weight: Any, bias: Any, mean: Any, variance: Any, momentum: float, eps: float
 ) -> tuple:
-    """The same with the moved running statistics as results."""
+    """Normalise over the batch, returning the moved running statistics as results."""
     results = batch_norm_functional(x, weight, bias, mean, variance, True, momentum, eps)
     return *results[:3], _reserve(x), *results[3:]
 
@@ -332,7 +332,7 @@ def batch_norm_backward(
     eps: float,
     mask: Any,
 ) -> tuple:
-    """The gradient in payloads: to x under gs / xs, to weight and bias under gs c."""
+    """Return the gradient in payloads: to x under gs / xs, to weight and bias under gs c."""
     like = first_scaled((gradient, x, weight, mean, variance))
     g, p = operand(gradient, like), operand(x, like)
     rows, holder = x.numel() // max(x.shape[1], 1), _holder(gradient, like)
@@ -366,7 +366,7 @@ def cudnn_batch_norm_backward(
 
 @implements(aten._weight_norm_interface_backward.default, family="norm")
 def weight_norm_backward(gradient: Any, v: Any, g: Any, norms: Any, dim: int) -> tuple[Tensor, Tensor]:
-    """To v: g / |v| (gradient - v <gradient, v> / |v|^2); to g: <gradient, v> / |v|."""
+    """Return gradients to v: g / |v| (gradient - v <gradient, v> / |v|^2), and to g: <gradient, v> / |v|."""
     given = (gradient, v, g, norms)
     like = first_scaled(given)
     to_w, x, size, length = (operand(y, like) for y in given)

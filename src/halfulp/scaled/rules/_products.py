@@ -245,7 +245,7 @@ for _operator in (aten.mm.default, aten.bmm.default, aten.mv.default, aten.dot.d
 
 @implements(aten.mm.dtype, aten.bmm.dtype, family="bilinear")
 def product_as(a: Any, b: Any, out_dtype: torch.dtype) -> Tensor:
-    """A product of another logical dtype."""
+    """Return a product of another logical dtype."""
     operator = aten.mm.default if a.dim() == 2 else aten.bmm.default
     return matrix_product(operator, a, b, a.shape[-1], out_dtype)
 
@@ -311,7 +311,7 @@ def _powers_of_zeros(divisor: Tensor, rest: Tensor | float) -> Tensor | float:
 
 @implements(aten.div.Tensor_mode, aten.div.Scalar_mode, family="bilinear")
 def div_rounded(a: Any, b: Any, *, rounding_mode: str | None) -> Tensor:
-    """The quotient of values, rounded to integers: it depends on the ratio alone, and is 0 or at least 1."""
+    """Return the quotient of values, rounded to integers: it depends on the ratio alone, and is 0 or at least 1."""
     if rounding_mode is None:
         return div(a, b)
     (x, y), _, storage, dtype = align(a, b)
@@ -325,7 +325,7 @@ def div_rounded(a: Any, b: Any, *, rounding_mode: str | None) -> Tensor:
 
 @implements(aten.floor_divide.default, aten.floor_divide.Scalar, family="bilinear")
 def floor_divide(a: Any, b: Any) -> Tensor:
-    """The quotient rounded down."""
+    """Return the quotient rounded down."""
     return div_rounded(a, b, rounding_mode="floor")
 
 
@@ -432,7 +432,7 @@ def _plain_product(
 
 
 def _in_range(number: Any) -> Any:
-    """A number as torch takes it beside float32 matrices; a tensor's numbers within float32's range."""
+    """Return a number as torch takes it beside float32 matrices; a tensor's numbers within float32's range."""
     largest = torch.finfo(torch.float32).max
     if isinstance(number, Tensor):
         return number.clamp(-largest, largest)
@@ -461,7 +461,7 @@ addr = _added_product(aten.addr.default, lambda a, b: 1, None)
 
 @implements(aten.addmm.dtype, aten.baddbmm.dtype, family="bilinear")
 def added_product_as(base: Any, a: Any, b: Any, out_dtype: torch.dtype, *, beta: Any = 1, alpha: Any = 1) -> Tensor:
-    """A product and a sum of another logical dtype."""
+    """Return a product plus an addend in another logical dtype."""
     total = (addmm if a.dim() == 2 else baddbmm)(base, a, b, beta=beta, alpha=alpha)
     return wrap(total._payload, total._scale, out_dtype)
 
@@ -503,7 +503,7 @@ def lerp(a: Any, b: Any, weight: Any) -> Tensor:
 
 @implements(aten._grouped_mm.default, family="bilinear")
 def grouped_mm(a: Any, b: Any, offs: Any = None, bias: Any = None, out_dtype: torch.dtype | None = None) -> Tensor:
-    """Products of groups of rows, or of columns, with a matrix each."""
+    """Multiply groups of rows, or of columns, with a matrix each."""
     if bias is not None:
         raise NotImplementedError("_grouped_mm with a bias of scaled tensors: add the bias to the result")
     like = first_scaled((a, b))
@@ -517,7 +517,7 @@ def grouped_mm(a: Any, b: Any, offs: Any = None, bias: Any = None, out_dtype: to
 
 @implements(aten._trilinear.default, family="bilinear")
 def trilinear(a: Any, b: Any, c: Any, expand1: Any, expand2: Any, expand3: Any, sumdim: Any, unroll_dim: int = 1):
-    """A sum of products of three."""
+    """Sum products of three."""
     like = first_scaled((a, b, c))
     tensors, places = [operand(x, like) for x in (a, b, c)], (expand1, expand2, expand3)
     payloads = [to_float32(x) for x in tensors]
@@ -562,7 +562,7 @@ def convolution(
 
 @implements(aten.convolution_backward.default, family="bilinear")
 def convolution_backward(gradient: Any, x: Any, weight: Any, *rest: Any) -> tuple[Tensor | None, ...]:
-    """The gradients of the input, the weight and the bias, those that are asked for."""
+    """Return the gradients of the input, the weight and the bias, those that are asked for."""
     given = (gradient, x, weight)
     like = first_scaled(given)
     gradient, x, weight = (multiplicand(tensor, like) for tensor in given)
@@ -582,7 +582,7 @@ def convolution_backward(gradient: Any, x: Any, weight: Any, *rest: Any) -> tupl
 
 
 def _terms(weight: Tensor, transposed: bool, groups: int, of_output: bool) -> int:
-    """How many products an element of the output, or of the input's gradient, is the sum of."""
+    """Return how many products an element of the output, or of the input's gradient, sums."""
     window = math.prod(weight.shape[2:])
     # A weight is [out, in / groups, ...], that of a transposed convolution [in, out / groups, ...].
     if transposed == of_output:
@@ -598,14 +598,14 @@ def _brought_back(values: Tensor, scales: tuple, count: int, storage: torch.dtyp
 
 @implements(aten.conv_tbc.default, family="bilinear")
 def conv_tbc(x: Any, weight: Any, bias: Any, pad: int = 0) -> Tensor:
-    """A convolution over time of [time, batch, channel], its weight [window, in, out]."""
+    """Return a convolution over time of [time, batch, channel], its weight [window, in, out]."""
     y = aten.convolution.default(x.permute(1, 2, 0), weight.permute(2, 1, 0), bias, [1], [pad], [1], False, [0], 1)
     return y.permute(2, 0, 1)
 
 
 @implements(aten.conv_tbc_backward.default, family="bilinear")
 def conv_tbc_backward(gradient: Any, x: Any, weight: Any, bias: Any, pad: int) -> tuple[Tensor, ...]:
-    """The gradients of the input, the weight and the bias."""
+    """Return the gradients of the input, the weight and the bias."""
     tensors = (gradient.permute(1, 2, 0), x.permute(1, 2, 0), weight.permute(2, 1, 0))
     rest = (list(bias.shape), [1], [pad], [1], False, [0], 1, [True] * 3)
     of_x, of_weight, of_bias = aten.convolution_backward.default(*tensors, *rest)

@@ -153,7 +153,7 @@ def _own_forward(module: nn.Module) -> Any:
 
 
 def _has_forward(module: nn.Module) -> bool:
-    """Whether a module has a forward pass of its own in Python, which lists, scripted and compiled modules lack."""
+    """Return whether a module has a Python forward pass of its own; lists, scripted and compiled modules have none."""
     if isinstance(module, torch.jit.ScriptModule) or type(module).__name__ == "OptimizedModule":
         return False
     if isinstance(module, nn.modules.lazy.LazyModuleMixin):
@@ -201,7 +201,7 @@ def _forward_of(made: Any, own: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _reduce(self: nn.Module, protocol: Any) -> Any:
-    """Pickle and copy a module by the class that it had."""
+    """Pickle and copy a module by its original class."""
     # A class that somebody has made of this file's is the one that is named.
     made: Any = next(kind for kind in type(self).__mro__ if _BASE in vars(kind))
     reduced = super(made, self).__reduce_ex__(max(2, int(protocol)))
@@ -254,7 +254,7 @@ def _run(forward: Callable[..., Any], module: nn.Module, args: tuple[Any, ...], 
 
 
 def _holds(module: nn.Module, dtypes: tuple[torch.dtype, ...], deep: bool) -> bool:
-    """Whether a module, or with `deep` one inside it, holds numbers of a dtype on the CPU."""
+    """Return whether a module, or with `deep` one inside it, holds numbers of a dtype on the CPU."""
     for one in module.modules() if deep else (module,):
         for held in (one._parameters, one._buffers):
             for x in held.values():
@@ -264,7 +264,7 @@ def _holds(module: nn.Module, dtypes: tuple[torch.dtype, ...], deep: bool) -> bo
 
 
 def _meets(args: tuple[Any, ...], kwargs: dict[str, Any], dtypes: tuple[torch.dtype, ...]) -> bool:
-    """Whether arguments or torch.autocast bring a dtype."""
+    """Return whether arguments or torch.autocast bring a dtype."""
     if torch.is_autocast_enabled("cpu") and torch.get_autocast_dtype("cpu") in dtypes:
         return True
     return any(x.dtype in dtypes and x.device.type == "cpu" for x in tensors_in((args, kwargs)))

@@ -38,7 +38,7 @@ _watching: list[bool] = []
 
 
 def watch_checkpoints() -> None:
-    """Wrap torch's functions, now or as soon as torch imports them."""
+    """Wrap torch's checkpoint functions, now or as soon as torch imports them."""
     if not _watching:
         _watching.append(True)
         after_import("torch.distributed.checkpoint.state_dict", _complete_module)

@@ -31,7 +31,7 @@ class Wrappers:
     sharded: list[nn.Module] = field(default_factory=list)
 
     def follow(self) -> None:
-        """Have fully_shard read the shards again, and pad them, as module.to() does."""
+        """Let fully_shard read and pad the shards again, as module.to() does."""
         with torch.no_grad():
             for module in self.sharded:
                 for group in shard_groups(module):
@@ -181,7 +181,7 @@ def overlap(a: Tensor, b: Tensor) -> bool:
 
 
 def _extent(tensor: Tensor) -> int:
-    """Bytes from a tensor's first element to the end of its last."""
+    """Return the bytes from a tensor's first element to the end of its last."""
     last = sum((size - 1) * step for size, step in zip(tensor.shape, tensor.stride()))
     return (last + 1) * tensor.element_size()
 
@@ -344,7 +344,7 @@ def _sharded_around(named: list[tuple[str, Tensor]], what: str) -> Wrappers:
 
 
 def replace_data(parameter: Tensor, value: Tensor) -> None:
-    """Give a parameter other numbers of another dtype, in place: it stays the object that others hold.
+    """Give a parameter numbers of another dtype, in place: it stays the object that others hold.
 
     A gradient that waits for a step is cast to that dtype.
 
@@ -363,7 +363,7 @@ def replace_data(parameter: Tensor, value: Tensor) -> None:
 
 
 def refuses_fully_shard(kind: TensorClass) -> TensorClass:
-    """Give a tensor class, as a decorator, attributes by which fully_shard refuses it with words."""
+    """Add attributes to a tensor class by which fully_shard refuses it with a message (a decorator)."""
     # It asks for the first one before it changes a parameter, and older versions for the others after that.
     for name in ("_fsdp_orig_uid", "fsdp_pre_all_gather", "fsdp_post_all_gather"):
         setattr(kind, name, property(_refuse_fully_shard))

@@ -80,7 +80,7 @@ def install_check(model: nn.Module) -> None:
 
 
 def remove(module: nn.Module) -> None:
-    """Take back what `install` and `install_check` did, unless parameters of such classes are left."""
+    """Remove what `install` and `install_check` added, unless parameters of such classes are left."""
     if any(_own(inner) for inner in module.modules()):
         return
     own = (_save, _load, _check_all, _forget_missing)
@@ -119,7 +119,7 @@ def _own(module: nn.Module) -> list[tuple[str, Tensor, StateDictLayout]]:
 
 
 def _save(module: nn.Module, state_dict: dict[str, Any], prefix: str, local_metadata: dict[str, Any]) -> None:
-    """Store auxiliary tensors as entries behind their parameter; with keep_vars the parameter itself stays."""
+    """Store auxiliary tensors as entries behind their parameter; with keep_vars keep the parameter itself."""
     own = {prefix + key: (parameter, layout) for key, parameter, layout in _own(module)}
     local_metadata.update({layout.key: layout.version for _, layout in own.values()})
     last: list[tuple[str, Any]] = []
@@ -212,7 +212,7 @@ def _load(
 
 
 def _forget_missing(module: nn.Module, incompatible: Any) -> None:
-    """Take what `_load` has loaded from the missing keys."""
+    """Remove the entries that `_load` has loaded from the missing keys."""
     for name in module.__dict__.pop(_LOADED, ()):
         if name in incompatible.missing_keys:
             incompatible.missing_keys.remove(name)

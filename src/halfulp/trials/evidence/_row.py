@@ -105,7 +105,7 @@ def check(record: Record) -> None:
 
 
 def judged(record: Record) -> float | None:
-    """The loss of a trial that judges its task; None where it diverged."""
+    """Return the loss of a trial that judges its task; None where it diverged."""
     part = record["settings"]["task"]["judged_by"].removesuffix("_loss")
     loss: float | None = record["result"]["float32"][part]["loss"]
     return loss
@@ -117,7 +117,7 @@ def _gaps(own: dict[int, Record], reference: dict[int, Record]) -> list[float]:
 
 
 def _diverged(own: dict[int, Record]) -> int:
-    """In how many trials the training loss or the judged loss was not finite."""
+    """Return in how many trials the training loss or the judged loss was not finite."""
     return sum(record["result"]["diverged_at"] is not None or judged(record) is None for record in own.values())
 
 
@@ -173,7 +173,7 @@ def _row(
 
 
 def _underflow(result: dict[str, Any], which: str) -> float | None:
-    """None also where every sampled step was skipped."""
+    """Return the share of gradients that underflowed; None also where every sampled step was skipped."""
     share: float | None = result.get("underflow", {}).get(which)
     return share
 
@@ -217,20 +217,20 @@ class FinishedTrials:
     run: dict[str, Any]
 
     def tasks(self) -> list[str]:
-        """Names of the tasks, in order."""
+        """Return the names of the tasks, in order."""
         return list(dict.fromkeys(record["settings"]["task"]["name"] for record in self.trials))
 
     def of_task(self, task: str) -> list[Record]:
-        """The trials of one task."""
+        """Return the trials of one task."""
         return [record for record in self.trials if record["settings"]["task"]["name"] == task]
 
     def rows(self, task: str | None = None) -> list[Row]:
-        """One row per recipe, of one task or of all."""
+        """Return one row per recipe, of one task or of all."""
         chosen = self.tasks() if task is None else [task]
         return [row for name in chosen for row in rows(name, self.of_task(name))]
 
     def row(self, task: str, recipe: str) -> Row:
-        """The row of one recipe on one task.
+        """Return the row of one recipe on one task.
 
         Raises:
             ValueError: it was not among those compared.

@@ -52,7 +52,7 @@ class LineStyle:
 
 
 def line_styles(recipes: Sequence[str]) -> dict[str, LineStyle]:
-    """The style of each recipe of a comparison, the same in curves, key and table.
+    """Return the style of each recipe of a comparison, the same in curves, key and table.
 
     Twenty-four differ beside the reference and its twin; then they come again.
 
@@ -100,7 +100,7 @@ def task_curves(evidence: FinishedTrials, task: str) -> Curves:
 def svg(
     curves: Curves, key: str, width: float, height: float, titles: Sequence[str] = _TITLES, axis: str = "step"
 ) -> str:
-    """Panels over one axis of steps: the training loss, beneath it each recipe's difference to fp32, and, where some
+    """Draw panels over one axis of steps: the training loss, beneath it each recipe's gap to fp32, and, where some
     recipes stay much closer to it than others, theirs alone, magnified.
 
     All are means over seeds; the difference is paired, step by step and seed by seed, and shaded from the smallest
@@ -161,7 +161,7 @@ def _draw_gap(
 
 
 def _near(curves: Curves) -> list[str]:
-    """The recipes that deserve a magnified panel: ten times closer to fp32 than the furthest; none if all are alike."""
+    """Return the recipes for a magnified panel, ten times closer to fp32 than the furthest; none if all are close."""
     sizes = {}
     for recipe, seeds in curves.items():
         pairs = [(points, curves[REFERENCE][seed]) for seed, points in seeds.items() if recipe != REFERENCE]
@@ -178,7 +178,7 @@ def _common(curves: Sequence[Mapping[int, float]]) -> list[int]:
 
 
 def _look(style: LineStyle, index: int) -> dict[str, Any]:
-    """What matplotlib's plot takes: markers stand at places of their own, so that lines on one another still show."""
+    """Return matplotlib's plot options; markers stand at different places, so that overlapping lines show."""
     if style.colour == 0:
         return {"color": _INK, "linewidth": 3.6, "zorder": 2}
     look = {"color": _SERIES[style.colour], "linewidth": 1.3, "zorder": 4}
@@ -190,7 +190,7 @@ def _look(style: LineStyle, index: int) -> dict[str, Any]:
 
 
 def _dress(panels: Sequence[Any], curves: Curves, titles: Sequence[str], axis: str) -> None:
-    """Axes in the page's ink, a view on what matters: the start of training is cut off above."""
+    """Style axes in the page's ink, and cut off the high losses of the first steps."""
     for axes, title in zip(panels, titles):
         axes.patch.set_alpha(0)
         axes.grid(axis="y", color=_FAINT, linewidth=0.8)
@@ -213,7 +213,7 @@ def _dress(panels: Sequence[Any], curves: Curves, titles: Sequence[str], axis: s
 
 
 def _themed(text: str, prefix: str) -> str:
-    """The bare <svg> element, ids made unique on the page, colours and fonts left to the style sheet."""
+    """Return the bare <svg> element, ids made unique on the page, colours and fonts left to the style sheet."""
     text = text[text.index("<svg") :]
     text = re.sub(r"<metadata>.*?</metadata>", "", text, flags=re.DOTALL)
     text = re.sub(r'(id="|url\(#|xlink:href="#)', rf"\g<1>{prefix}-", text)

@@ -52,7 +52,7 @@ class Progress:
         self.bars.stop()
 
     def __call__(self, kind: str, trial: Trial | None, content: Any) -> None:
-        """Take one event of ``compare``."""
+        """Show one event of ``compare``."""
         getattr(self, f"_{kind}")(trial, content)
 
     def _plan(self, trial: None, trials: list[Trial]) -> None:

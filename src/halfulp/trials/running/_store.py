@@ -58,7 +58,7 @@ class Store:
             self._lock.release()
 
     def begin(self, trials: Sequence[Trial], resume: bool, overwrite: bool = False) -> dict[str, dict[str, Any]]:
-        """The results that are there already, by key: none for a fresh start.
+        """Return the results that are there already, by key: none for a fresh start.
 
         Args:
             trials: of this comparison.
@@ -89,7 +89,7 @@ class Store:
         return {}
 
     def finished(self, trials: Sequence[Trial]) -> dict[str, dict[str, Any]]:
-        """The results of those of the trials that have finished, by key.
+        """Return the results of those of the trials that have finished, by key.
 
         Raises:
             ValueError: a trial that was trained under other settings, or a file that is none.
@@ -137,7 +137,7 @@ def _unfinished(path: Path, why: str = "") -> str:
 
 
 def _difference(left: Any, right: Any, path: str = "") -> tuple[str, Any, Any]:
-    """The first place where two nested settings differ.
+    """Return the first place where two nested settings differ.
 
     >>> _difference({"a": {"b": 1}}, {"a": {"b": 2}})
     ('a.b', 1, 2)

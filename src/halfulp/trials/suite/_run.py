@@ -68,7 +68,7 @@ def plan_suite(
     tasks: Sequence[str] | None = None,
     recipes: Sequence[str] | None = None,
 ) -> tuple[list[Trial], dict[str, dict[str, str]]]:
-    """The trials of a suite, and by task and recipe why a pair is none of them.
+    """Return the trials of a suite, and by task and recipe why a pair is none of them.
 
     Raises:
         ValueError: an unknown name, or missing data.

@@ -190,7 +190,7 @@ def _describe(recipe: Recipe, updates: Updates) -> Recipe:
 
 
 def _named(recipe: Recipe) -> Recipe:
-    """The recipe under the catalogue's name for it, or under one that says what it is."""
+    """Return the recipe under the catalogue's name for it, or under one that says what it is."""
     update = recipe.weight_update if isinstance(recipe.weight_update, str) else "mix"
     dtype = PROBES[str(recipe.param_dtype)]
     state = {None: "", "8bit": "-state8", "float32": "-state32"}[recipe.state_dtype]

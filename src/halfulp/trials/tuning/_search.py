@@ -121,12 +121,12 @@ class Search:
         return dataclasses.replace(candidate, outcome=outcome, why=why, gap=row.gap)
 
     def _probed(self, dtype: str) -> Candidate | None:
-        """The observed training as a candidate, where its one seed shows that it cannot hold."""
+        """Return the observed training as a candidate, where its one seed shows that it cannot hold."""
         probe = recipes.get(PROBES[dtype])
         return self._clearly_out(Candidate(probe, self.costs.of(probe)))
 
     def _clearly_out(self, candidate: Candidate) -> Candidate | None:
-        """What became of a candidate, if its first seed is enough to tell that it does not hold."""
+        """Return the outcome of a candidate that fails on its first seed already, else None."""
         row = self._row(candidate.recipe.name)
         if row.diverged:
             return dataclasses.replace(candidate, outcome="diverged", why="its loss is not finite")
@@ -137,7 +137,7 @@ class Search:
         return dataclasses.replace(candidate, outcome="worse", why=why, gap=row.gap)
 
     def _judged(self, row: Row) -> tuple[str, str]:
-        """The outcome of a candidate that was trained from all seeds, and why.
+        """Return the outcome of a candidate that was trained from all seeds, and why.
 
         It is that of a comparison of this candidate alone with float32, without the correction for several recipes:
         what becomes of one must not depend on how many were tried before it.
@@ -155,7 +155,7 @@ class Search:
         return outcome, why
 
     def _allowed(self, row: Row) -> float:
-        """How far the loss may be above float32's."""
+        """Return how far the loss may be above float32's."""
         if self.tolerance is None:
             return row.tolerance
         loss = self._row(REFERENCE).loss
@@ -187,7 +187,7 @@ class Search:
     # recipes for kinds of layers ------------------------------------------------------------------------------
 
     def _mixed(self, found: Candidate, failed: Sequence[Candidate]) -> Candidate:
-        """Give the more expensive update to as few kinds of layers as it takes, the worst-off first, by bisection."""
+        """Give the more expensive update to as few kinds of layers as needed, the worst first, by bisection."""
         below = [one for one in failed if _differ_in_updates(one.recipe, found.recipe)]
         below = [one for one in below if _saves(one, found)]
         if not below:
