@@ -183,7 +183,7 @@ def _keeps_operands(args: tuple, kwargs: dict[str, Any]) -> bool:
 
 
 class _Operands:
-    """What a product keeps for its backward pass: its narrow operands in place of their float32 copies.
+    """The operands that a product keeps for its backward pass: narrow ones in place of their float32 copies.
 
     Hooks of others that are in force (activation checkpointing, offloading to memory) get the narrow operand to keep.
     """
@@ -206,7 +206,7 @@ class _Operands:
         self._sources.clear()
 
     def pack(self, kept: Tensor) -> Any:
-        """Return what autograd holds of a tensor until the backward pass."""
+        """Return the object that autograd saves for a tensor until the backward pass."""
         source, stride = self._sources.get(kept.untyped_storage()._cdata, (None, ()))
         # Detached, as what a node keeps of its own output would keep the node; memory and count of writes are shared.
         kept, offset = kept.detach(), kept.storage_offset()

@@ -26,7 +26,7 @@ _WIDTH = 256  # whole blocks of 8-bit states
 
 @dataclass(frozen=True)
 class Job:
-    """Something small to run, whose kernels are then in the cache."""
+    """A small run, whose kernels are in the cache afterwards."""
 
     group: str
     name: str
@@ -35,7 +35,7 @@ class Job:
 
 
 def jobs(recipe_names: Sequence[str] | None, chosen: Sequence[str] | None) -> Iterator[Job]:
-    """Yield what to run for some recipes, or for everything, by chosen optimizers or all, of which some may be refused.
+    """Yield jobs for some recipes or all, and chosen optimizers or all; some may be refused.
 
     Raises:
         ValueError: an unknown name.

@@ -24,7 +24,7 @@ _X86 = ("x86_64", "amd64", "i386", "i686")
 
 
 def describe() -> dict[str, Any]:
-    """Return what a bug report needs, as plain data; a part that cannot be found out says why in its place.
+    """Return plain data for a bug report; a part that cannot be found out holds the reason.
 
     >>> sorted(describe())
     ['cache', 'devices', 'doubts', 'engines', 'processor', 'products', 'system', 'torch', 'variables', 'versions']
@@ -45,7 +45,7 @@ def describe() -> dict[str, Any]:
 
 
 def lines(found: dict[str, Any]) -> Iterator[tuple[str, str]]:
-    """Yield what `describe` returned as pairs of words: what, and how it is.
+    """Yield `describe`'s result as pairs of words: a name, and its value.
 
     >>> dict(lines({"cache": {"folder": "/home/me/.cache/halfulp", "writable": True}, "devices": []}))
     {'cache folder': '/home/me/.cache/halfulp', 'cache writable': 'yes', 'devices': 'none'}

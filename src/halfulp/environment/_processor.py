@@ -87,7 +87,7 @@ def instructions() -> tuple[str, ...]:
 
 
 def known_instructions(listed: Iterable[str]) -> tuple[str, ...]:
-    """Return those that matter of a system's or LLVM's names for what a processor has.
+    """Return the known instruction sets among those that a system or LLVM lists.
 
     >>> known_instructions(["fpu", "avx2", "avx512_bf16"]), known_instructions(["+avx512f", "fullfp16"])
     (('AVX2', 'AVX512_BF16'), ('AVX-512', 'FP16'))

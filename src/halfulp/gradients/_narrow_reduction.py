@@ -30,7 +30,7 @@ _GRADIENTS = (torch.float32, torch.bfloat16, torch.float16)
 
 @dataclass
 class _Debt:
-    """What one parameter, or one group of FSDP2's, is owed: the parts of its gradients that rounding has kept back.
+    """The remainders that rounding has kept back from gradients, of one parameter or one FSDP2 group.
 
     Attributes:
         count: how many times it was reduced, which keys the random bits.
@@ -44,7 +44,7 @@ class _Debt:
 
 
 class NarrowReduction:
-    """What `reduce_in_bfloat16` returns: the state of a narrow reduction, one on each rank.
+    """The state of a narrow reduction, one on each rank; `reduce_in_bfloat16` returns it.
 
     Attributes:
         rounding: "feedback" or "stochastic".

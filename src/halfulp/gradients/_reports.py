@@ -38,7 +38,7 @@ _KINDS = ("received", "passed", "weight")
 
 @dataclasses.dataclass(frozen=True)
 class SiteRow:
-    """One site as it was last measured.
+    """The last measurement of one site.
 
     Attributes:
         site: Its key.
@@ -70,7 +70,7 @@ class SiteRow:
 
     @property
     def margin(self) -> float | None:
-        """How many powers of two the largest stored gradient could grow by until it overflows the format.
+        """The powers of two by which the largest stored gradient could grow until it overflows the format.
 
         None of what no narrow format stores, and of zeros.
         """

@@ -538,7 +538,7 @@ class _Written:
 
 @dataclasses.dataclass
 class _Unscaled:
-    """What became of a parameter's gradient since its optimizer was unscaled.
+    """The history of a parameter's gradient since its optimizer was unscaled.
 
     Attributes:
         parameter: a weak reference.
@@ -672,7 +672,7 @@ class UnscaledGradients:
             record.begun = None
 
     def _record(self, parameter: Tensor) -> _Unscaled | None:
-        """Return what is known of a parameter's gradient."""
+        """Return the record of a parameter's gradient."""
         record = self._records.get(id(parameter))
         if record is None or record.parameter() is not parameter:
             return None

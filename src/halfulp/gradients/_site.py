@@ -83,7 +83,7 @@ class Memory:
                 setattr(self, name, max(LOWEST, min(HIGHEST, exponent + difference)))
 
     def at(self, iteration: int) -> int | None:
-        """Return the exponent; None once it is as old as it is remembered for."""
+        """Return the exponent, or None once it is older than it is to be remembered."""
         if iteration >= self.until:
             self.exponent = None
         return self.exponent
@@ -318,7 +318,7 @@ class Measurements:
 
 @dataclasses.dataclass(frozen=True)
 class Measurement:
-    """One gradient tensor that was measured at a site."""
+    """The statistics of one gradient tensor, measured at a site."""
 
     site: Site
     kind: str

@@ -97,7 +97,7 @@ def select_engine(device: str) -> str:
 
 
 def choose_engine(device: str) -> tuple[str, str]:
-    """Return what `select_engine` does, and why it is not the fast one; "" where it is, or where there is no other.
+    """Return the engine and why it is not the fast one; "" where it is, or where there is no other.
 
     It counts nothing and warns of nothing. Raises as `select_engine` does.
     """

@@ -25,7 +25,7 @@ def torch_operators(namespace: str) -> Operators:
 
 
 def present(operators: Iterable[Any]) -> list[Any]:
-    """Return those of some operators that the installed torch has."""
+    """Return those operators that the installed torch has."""
     return [operator for operator in operators if not isinstance(operator, AbsentOperator)]
 
 

@@ -135,7 +135,7 @@ class Trace:
         self.sums.append((how, value.number))
 
     def deposit(self, address: Traced, place: Traced, word: Traced, apart: int = 0) -> None:
-        """Add a 64-bit word, for each element, to the one at a place of an array of such words.
+        """Add a 64-bit word of each element to an entry of an array of such words.
 
         Where copies of the counters lie `apart`, COPIES in all, a writer may spread the elements over them, since
         additions to one word wait for each other.
@@ -233,7 +233,7 @@ class Traced:
 
     @property
     def kind(self) -> str:
-        """What it is: "f32", "f64", "w32", "w64", "mask", "address" or "index"."""
+        """The kind of value: "f32", "f64", "w32", "w64", "mask", "address" or "index"."""
         return self.trace.kinds[self.number]
 
     def __repr__(self) -> str:

@@ -228,7 +228,7 @@ def write_results(operator: OpOverload, functional: OpOverload, *arguments: Any,
 
 
 def _beside_constants(target: Tensor, result: Any, given: dict) -> Any:
-    """Return what is written, where plain operands do not decide the scale of the memory."""
+    """Return a result to be written without large elements, where plain operands do not decide the memory's scale."""
     if not isinstance(target, MCTensor) or target._scale is None or not isinstance(result, Tensor):
         return result
     parts = tuple(part.double() for part in parts_of(result, target.device))

@@ -105,7 +105,7 @@ class _TransformedEncode(_Encode):
 
 
 def remember_decoding(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-    """Keep what the gradient of a decoding needs."""
+    """Save what the gradient of a decoding needs."""
     x, ctx.target = inputs
     ctx.kind, ctx.decoded = x.dtype, type(x)
     ctx.count = len(x._parts) if hasattr(x, "_parts") and x._gradients == COMPONENTS else 0
@@ -299,7 +299,7 @@ class MCTensor(torch.Tensor):
 
     @property
     def gradients(self) -> str:
-        """How its gradients are kept: "first" or "components"."""
+        """The kind of gradients kept: "first" or "components"."""
         return self._gradients
 
     def decode(self, dtype: torch.dtype = torch.float64) -> Tensor:
@@ -312,7 +312,7 @@ class MCTensor(torch.Tensor):
         return decoded_with_history(self, dtype)
 
     def with_gradients(self, gradients: str) -> MCTensor:
-        """Return the same components under another way of keeping gradients: a leaf that shares memory."""
+        """Return a leaf of the same components, sharing memory, that keeps gradients of another kind."""
         check_gradients(gradients)
         made = wrap(self._parts, self._scale, gradients)
         made.requires_grad_(self.requires_grad)

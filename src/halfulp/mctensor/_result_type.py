@@ -306,7 +306,7 @@ def _may_hold(places: Tensor) -> bool:
 
 
 def _limit(largest: Tensor) -> Tensor:
-    """Return what large elements are brought to beside others of this magnitude; infinity beside zeros."""
+    """Return the bound for large elements beside others of this magnitude; infinity beside zeros."""
     return torch.where(largest == 0, torch.inf, (largest * _TIMES).clamp(min=_LEAST))
 
 

@@ -20,7 +20,7 @@ SEVERITIES: tuple[Severity, ...] = ("note", "warning", "error")
 
 @dataclass(frozen=True)
 class Finding:
-    """Something that the numbers of a run, a checkpoint or a plan show to be wrong.
+    """A problem that the numbers of a run, a checkpoint or a plan show.
 
     Attributes:
         code: a stable name of what is wrong, with a page of its own in the docs.
@@ -150,7 +150,7 @@ def ranked(
 
 
 def _all_from(start: int, follows: Mapping[int, Iterable[int]]) -> set[int]:
-    """Return what follows from a finding, directly or not."""
+    """Return all findings that follow from one, directly or not."""
     found: set[int] = set()
     left = [start]
     while left:

@@ -103,7 +103,7 @@ class LossAllocation:
 
     @torch.no_grad()
     def _before(self, *_: Any) -> None:
-        """Note what the step wants of each parameter; what others wrote since the last one is a segment of its own."""
+        """Note the changes that the step wants; writes by others since the last one are a segment of their own."""
         now = self._weights()
         if not self._pending and any(not torch.equal(now[name], self._point[name]) for name in now):
             self._wanted = None

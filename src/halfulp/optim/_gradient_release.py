@@ -43,7 +43,7 @@ class StepWatcher:
 
 
 class GradientRelease:
-    """What `release_gradients` returns.
+    """The handle that `release_gradients` returns.
 
     Attributes:
         optimizer: that steps inside of backward.
@@ -354,7 +354,7 @@ def model_parameters(optimizer: torch.optim.Optimizer) -> Iterator[tuple[dict[st
 
 
 def _find_watchers(optimizer: Optimizer) -> Iterator[StepWatcher]:
-    """Yield what watches all optimizers, then what watches this one; other hooks of `step` would see none."""
+    """Yield the observers of all optimizers, then those of this one; other step hooks would see no gradients."""
     own = (optimizer._optimizer_step_pre_hooks, optimizer._optimizer_step_post_hooks)
     if not all(isinstance(getattr(hook, "__self__", None), StepWatcher) for hooks in own for hook in hooks.values()):
         raise NotImplementedError(

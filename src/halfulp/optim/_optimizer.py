@@ -291,7 +291,7 @@ class Optimizer(CheckpointMixin):
         return plan
 
     def _plan_to_read(self, group: dict[str, Any], position: int) -> ParameterPlan:
-        """Return a parameter's valid plan under the weight update that has written it, which a look leaves as it is."""
+        """Return a parameter's valid plan under the weight update that wrote it, without changing the plan."""
         parameter, update = group["params"][position], group["weight_update"]
         known, copied = self._plans.get(parameter), self._saved_payloads.get(parameter)
         if known is not None:
@@ -429,7 +429,7 @@ class Optimizer(CheckpointMixin):
             batch.follow_versions()
 
     def _look_ahead(self, batches: list[Batch]) -> None:
-        """Find what rules need before their updates: sums, prepared tensors, and the constants that follow."""
+        """Compute what rules need before their updates: sums, prepared tensors, and the constants that follow."""
         for batch in batches:
             prepare_batch(batch)
         if any(batch.spec.rule.late_values is not None for batch in batches):

@@ -109,7 +109,7 @@ def _copies(given: Any, made: Any) -> Iterator[_Copy]:
 
 
 def _items(container: Any) -> dict:
-    """Return what lies in a list, tuple, dict or data class, by its key there."""
+    """Return the values in a list, tuple, dict or data class, by key."""
     if isinstance(container, dict):
         return dict(container)
     if isinstance(container, list | tuple):
@@ -255,7 +255,7 @@ def cast(x: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def _stored(x: Tensor) -> Tensor:
-    """Return the strided tensor of a nested or sparse one's elements."""
+    """Return the strided tensor that stores a nested or sparse one's elements."""
     if x.layout == torch.sparse_coo:
         return x._values()
     return x.values() if x.is_nested or x.layout != torch.strided else x

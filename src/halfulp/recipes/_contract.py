@@ -81,7 +81,7 @@ class Contract:
         return {"version": _VERSION, "tensors": {name: asdict(terms) for name, terms in self.tensors.items()}}
 
     def metadata(self) -> dict[str, str]:
-        """Return what `safetensors.torch.save_file(..., metadata=)` takes."""
+        """Return the contract as the metadata of `safetensors.torch.save_file(..., metadata=)`."""
         return {KEY: json.dumps(self.to_dict())}
 
     @classmethod

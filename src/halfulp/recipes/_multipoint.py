@@ -315,7 +315,7 @@ def _second_moments(model: nn.Module, chosen: Mapping[str, Any], batches: Iterab
 
 
 def _rows(layer: Any, x: Tensor) -> Tensor:
-    """Return what the output channels of a layer read, [groups, positions, inputs]."""
+    """Return the inputs that the output channels of a layer read, [groups, positions, inputs]."""
     if isinstance(layer, nn.Linear):
         return x.reshape(1, -1, x.shape[-1])
     spatial = len(layer.kernel_size)

@@ -72,7 +72,7 @@ class BlockProducts:
 
     @property
     def spatial(self) -> int:
-        """How many dimensions of positions lie behind the channels."""
+        """The number of position dimensions behind the channels."""
         return len(getattr(self.layer, "kernel_size", ()))
 
     def along_channels(self, x: Tensor) -> Tensor:

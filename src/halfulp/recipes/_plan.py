@@ -155,7 +155,7 @@ _LAYERS = (
 
 
 def eight_bit_products(module: nn.Module) -> tuple[str | None, str]:
-    """Return what a module gets of ``matmul="fp8"``, and why not all.
+    """Return which products of a module ``matmul="fp8"`` makes 8-bit, and why not all.
 
     >>> eight_bit_products(nn.Linear(32, 10))
     ('fp8 products', '32 x 10: units take multiples of 16, else fp8 is emulated')
@@ -195,7 +195,7 @@ def _has_plain_forward(module: nn.Module) -> bool:
 
 
 def rounded_gradients(module: nn.Module, format: str) -> tuple[str | None, str]:
-    """Return what a module gets of a ``gradient_format``, and why not.
+    """Return which gradients of a module a ``gradient_format`` rounds, and why not all.
 
     >>> rounded_gradients(nn.Linear(3, 2), "fp16"), rounded_gradients(nn.LayerNorm(3), "fp16")
     (('gradients in fp16', ''), (None, 'no product'))
@@ -216,7 +216,7 @@ _QUOTED = re.compile(r"(?<=')[^']*(?=')")
 
 @dataclasses.dataclass(frozen=True)
 class ModulePlan:
-    """What becomes of one module's own parameters.
+    """The planned conversion of one module's own parameters.
 
     Attributes:
         name: the module's qualified name, "" for the model itself.
@@ -247,7 +247,7 @@ class ModulePlan:
 
 @dataclasses.dataclass(frozen=True)
 class Explanation:
-    """What `explain` returns; ``print`` shows a table, modules that differ in numbers alone as one row.
+    """The conversion that `explain` describes; ``print`` shows a table, alike modules as one row.
 
     Attributes:
         recipe: the recipe.

@@ -89,7 +89,7 @@ class Verification:
 
     @property
     def equal(self) -> int:
-        """How many gradients have equal bits."""
+        """The number of gradients that have equal bits."""
         return sum(difference == 0 for difference in self.gradients.values())
 
     @property

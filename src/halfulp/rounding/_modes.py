@@ -123,7 +123,7 @@ _PARAMETERS = ["fraction", "half", "odd", "negative"]
 
 
 def register_rounding(kind: RoundingClass) -> RoundingClass:
-    """Make a rounding of one's own known by its name, to `quantize` and whatever rounds by it: a class decorator.
+    """Register a rounding of one's own under its name, for `quantize` and all that rounds (a class decorator).
 
     It says by `Rounding.goes_away` which neighbour is taken, for every format, dtype and processor. Numbers beyond a
     format's largest overflow as those do that round to nearest. Optimizers' weight updates and states round to nearest

@@ -67,7 +67,7 @@ def rounding_table(dtype: torch.dtype, mode: int, kind: tuple[str, bool, bool]) 
 
 
 def mode_pieces(mode: int, kind: tuple[str, bool, bool], wide: bool) -> dict[str, Callable]:
-    """Return what binds the free names of `rounded`; kind is the path, plainness and saturation of `Constants`."""
+    """Return the functions bound to the free names of `rounded`, for a mode and a kind of `Constants`."""
     path, plain, saturating = kind
     own = own_mode(mode)
     bind: dict[str, Callable] = {

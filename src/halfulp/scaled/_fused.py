@@ -42,7 +42,7 @@ ONE, SIZE = np.uint32(1), {1: np.uint32(0x7F), 2: np.uint32(0x7FFF)}
 
 
 class Codec(NamedTuple):
-    """Device functions of a payload's dtype: word of memory -> float32, and back to the nearest one."""
+    """Device functions of a payload's dtype: from a word of memory to float32, and back to the nearest word."""
 
     decode: Callable[[Any], Any]
     encode: Callable[[Any], Any]
@@ -181,7 +181,7 @@ def measure_element(x):
 
 
 class Kernel(NamedTuple):
-    """What a kernel computes.
+    """A kernel's device functions, its operands and its result.
 
     Attributes:
         name: for messages.
@@ -313,7 +313,7 @@ def kernel_source(kernel: Kernel) -> str:
 
 @functools.cache
 def level_traces(dtype: torch.dtype) -> tuple[Trace, tuple[int, ...], Trace, tuple[int, ...]]:
-    """Return what measures an element of a payload, and what makes a scale of the whole, recorded."""
+    """Return the traces that measure an element of a payload, and that turn the whole into a scale."""
     element = Trace(torch.float32)
     measured = measure_element(CODECS[dtype].decode(element.emit("input", (), 0, "w32")))
     wide, made = record(level_of, torch.float64, 5)

@@ -184,14 +184,14 @@ _WANTED = (
 
 
 class ScalarWriter(Protocol):
-    """Like TensorBoard's SummaryWriter."""
+    """A sink such as TensorBoard's SummaryWriter."""
 
     def add_scalar(self, tag: str, scalar_value: Any, global_step: Any = ..., /) -> Any:
         """Write a number under a name."""
 
 
 class DictLogger(Protocol):
-    """Like a wandb run."""
+    """A sink such as a wandb run."""
 
     @property
     def log(self) -> Callable[..., Any]:
@@ -199,7 +199,7 @@ class DictLogger(Protocol):
 
 
 class MetricsLogger(Protocol):
-    """Like MLflow's module, or a logger of Lightning."""
+    """A sink such as MLflow's module, or a logger of Lightning."""
 
     @property
     def log_metrics(self) -> Callable[..., Any]:
@@ -207,7 +207,7 @@ class MetricsLogger(Protocol):
 
 
 class DictWriter(Protocol):
-    """Like csv.DictWriter, whose `fieldnames` choose."""
+    """A sink such as csv.DictWriter, whose `fieldnames` choose."""
 
     @property
     def fieldnames(self) -> Any:

@@ -101,7 +101,7 @@ _NODES = frozenset(
 
 
 def in_quotient_formula() -> bool:
-    """Return whether an operator is a step of such a node's formula."""
+    """Return whether an operator is a step of a quotient node's formula."""
     if _graph_task() == -1:
         return False
     node = torch._C._current_autograd_node()

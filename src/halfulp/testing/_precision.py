@@ -48,7 +48,7 @@ class PrecisionError(AssertionError):
 
 @dataclasses.dataclass(frozen=True)
 class DifferenceFromFloat32:
-    """How far a result of a recipe's run is from float32's.
+    """The distance of a result of a recipe's run from float32's.
 
     Attributes:
         name: "gradient 'head.weight'", "output 0", "losses of 8 steps".
@@ -63,7 +63,7 @@ class DifferenceFromFloat32:
 
 @dataclasses.dataclass(frozen=True)
 class PrecisionCheck:
-    """What `assert_precision_ok` found.
+    """The findings of `assert_precision_ok`.
 
     Attributes:
         recipe: name of the recipe.

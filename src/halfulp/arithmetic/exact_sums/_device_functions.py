@@ -46,7 +46,7 @@ class Reach:
 
     @property
     def counters(self) -> int:
-        """How many words there are: limbs or windows, then those of infinite terms and of terms that are -0."""
+        """The number of words: limbs or windows, then those of infinite terms and of terms that are -0."""
         return 2 * self.limbs + 2 if self.windows else self.limbs + 3
 
     @property
@@ -57,7 +57,7 @@ class Reach:
     @classmethod
     @functools.cache
     def of(cls, dtype: torch.dtype, product: bool) -> Reach:
-        """Return what terms of a dtype, or their products, need, and the float64 parts of blocks of them."""
+        """Return the reach of terms of a dtype, or of their products, and the float64 parts of blocks of them."""
         layout, factors = LAYOUTS[dtype], 1 + product
         least = factors * layout.least_exponent
         first = (min(least, max(least, -1074) - 53) - UNIT) // LIMB

@@ -96,7 +96,7 @@ def _run_by(engine: str, operands: Operands, reach: Reach, dtype: torch.dtype | 
 
 
 def _engine(x: torch.Tensor, dtype: torch.dtype, product: bool) -> str:
-    """Return what runs the kernels of tensors, compared with the reference before its first use."""
+    """Return the engine of a tensor's kernels, compared with the reference before its first use."""
     engine = select_engine(x.device.type)
     if x.device.type != "cpu":
         require_float64(x.device, "exact sums")
@@ -362,7 +362,7 @@ def _name(dtype: torch.dtype, product: bool) -> str:
 
 
 def _trial(dtype: torch.dtype, product: bool) -> tuple[Callable[..., list[torch.Tensor]], Callable]:
-    """Return what sums fixed rows up by an engine on a device, and by the reference."""
+    """Return functions that sum fixed rows: by an engine on a device, and by the reference."""
 
     def run(engine: str, device: torch.device) -> list[torch.Tensor]:
         a = _fixed_rows(dtype).to(device)

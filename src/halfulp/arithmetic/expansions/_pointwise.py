@@ -175,7 +175,7 @@ class Call:
 
     @property
     def working(self) -> int:
-        """How many values of that arithmetic carry the result and a few bits more."""
+        """The number of components, in that arithmetic, that carry the result and a few bits more."""
         if self.arithmetic == self.dtype:
             return self.components
         return -(-(self.components * PRECISION[self.dtype] + 4) // PRECISION[self.arithmetic])

@@ -277,7 +277,7 @@ class _Reduction(NamedTuple):
 
     @property
     def _short(self) -> bool:
-        """At most 16 rounding errors are summed plainly: 2^8 u^2 of the sum of magnitudes."""
+        """Whether at most 16 rounding errors are summed plainly: 2^8 u^2 of the sum of magnitudes."""
         return self.raw and self.width == 2
 
     @property

@@ -187,7 +187,7 @@ def check_breaks(inputs: Sequence, backward: Backward) -> None:
 
 
 def _owners(parameter: Tensor, backward: Backward) -> Iterator[str]:
-    """Return the module that holds a parameter, if it is a scaler's; none is known of FSDP's copies of parameters."""
+    """Return the module that holds a parameter, if a scaler lists it; FSDP's copies of parameters have none."""
     name = find_owner(parameter, backward)
     if name is not None:
         yield repr(name)
@@ -238,7 +238,7 @@ def plan_sites(module: GraphModule, inputs: Sequence, backward: Backward) -> Pla
 
 
 class _Walk:
-    """Gives every node of a forward graph the site that a region gives its function."""
+    """Assigns to every node of a forward graph the site that a region assigns to its function."""
 
     def __init__(self, backward: Backward, parameters: dict[Node, nn.Parameter]) -> None:
         self.keys: dict[str, str] = {}

@@ -179,7 +179,7 @@ def base_of(node: Node) -> Node:
 
 @dataclasses.dataclass(frozen=True)
 class Plan:
-    """What the pass over a backward graph reads of its forward graph.
+    """The facts about a forward graph that the pass over its backward graph needs.
 
     Attributes:
         keys: The site of each function of the forward graph, by its path there.
@@ -276,7 +276,7 @@ class Product:
 
 
 class Placement:
-    """Sites of all gradients of a backward graph.
+    """The sites of all gradients of a backward graph.
 
     A product's gradients are at the product's site: the one that it reads and those that it makes. Any other function
     that is linear in gradients takes the site that its readers want, so that gradients move as soon as they are made;

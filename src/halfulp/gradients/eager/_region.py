@@ -77,7 +77,7 @@ def without_watching(method: Callable[..., Any]) -> Callable[..., Any]:
 
 
 class Names(Protocol):
-    """Which module a parameter belongs to."""
+    """A lookup of the module that a parameter belongs to."""
 
     def of(self, parameter: Tensor) -> str | None:
         """Return a parameter's qualified name; None where the model does not list it."""
@@ -385,7 +385,7 @@ class Region(TorchFunctionMode):
                 self._outside(x.grad_fn)
 
     def _outside(self, node: Any) -> None:
-        """Note that a node of before the region is at the global exponent."""
+        """Note that a node from before the region is at the global exponent."""
         if node is not None and not is_exit(node, self._global_site):
             self._backward.check_exits(node)
             mark(node, self._global_site, self._global_site, self._global_site)

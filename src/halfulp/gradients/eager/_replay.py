@@ -458,7 +458,7 @@ def _first(group: dict[tuple[int, ...], LearnedGraph]) -> LearnedGraph:
 
 
 class Replay:
-    """A forward pass that runs as it is; when it ends, its nodes get hooks that multiply gradients.
+    """A forward pass without a region; at its end, its nodes get hooks that multiply gradients.
 
     Exponents are those of that time, whenever the backward pass comes. What is read outside and is no output is found
     by the loss, or by the forward pass that reads it: exponents rest then, and a region tells next time.

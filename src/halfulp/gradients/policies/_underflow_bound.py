@@ -520,7 +520,7 @@ class OperandStatisticsPolicy(Policy):
 
 @dataclasses.dataclass(frozen=True)
 class UnderflowBound(OperandStatisticsPolicy):
-    """At most a share of a product's outputs underflows, if its operands are Gaussian and independent.
+    """Lets at most a share of a product's outputs underflow, if its operands are Gaussian and independent.
 
     See `underflow_bound` for the equations. At the loss, where a wide gradient is rounded
     before the first product, the rule for lognormal gradients (IJCAI-20) holds too. The published rules are lower

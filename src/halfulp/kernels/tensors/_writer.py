@@ -178,7 +178,7 @@ class _Run:
         return values
 
     def value(self, operation: str, kind: str, extra: Any, operands: tuple[int, ...], given: list[Any]) -> Any:
-        """Return what one instruction computes."""
+        """Compute one instruction."""
         if operation in ("address", "index", "block"):
             return None
         if operation == "input":
@@ -274,7 +274,7 @@ class _Run:
         return flat.reshape(self.like.shape)
 
     def sums(self, values: Mapping[int, Any]) -> list[float]:
-        """Return what is summed up, and the floats of the largest words."""
+        """Return the sums, counts and largest values that the trace gathers, as floats."""
         found = []
         for how, number in self.trace.sums:
             every = self.whole(values[number], self.trace.kinds[number])

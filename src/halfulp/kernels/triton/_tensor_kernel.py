@@ -64,7 +64,7 @@ class TensorKernel:
 
     @functools.cached_property
     def options(self) -> dict[str, Any]:
-        """What Triton compiles by."""
+        """Triton's compile options."""
         rows, columns = self.tile
         return OPTIONS | {"num_warps": max(OPTIONS["num_warps"], rows * columns // _LANES_PER_WARP)}
 

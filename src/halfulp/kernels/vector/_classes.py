@@ -18,7 +18,7 @@ _RESPONSES = {(0.0).hex(): 8, (-0.0).hex(): 7}
 
 
 def choice(trace: Trace, number: int) -> tuple[int, int, int] | None:
-    """Return which select is such a choice, as the numbers of what is kept and what is classified, and the table."""
+    """Return, for a select that chooses by class, the kept and the classified instruction and the table, else None."""
     condition, x, y = trace.lines[number][1]
     found = _condition(trace, condition)
     if found is None:

@@ -16,7 +16,7 @@ _PREDICATES = {"lt": "<", "gt": ">", "le": "<=", "ge": ">=", "eq": "=="}
 
 
 class Instructions(VectorBuilder):
-    """One method per operation of a trace, on scalars or vectors.
+    """Emits LLVM instructions: one method per operation of a trace, on scalars or vectors.
 
     Args:
         builder: writes the instructions.

@@ -50,7 +50,7 @@ def compile_row(name: str, table: Table) -> Kernel:
 
 
 class TableLoop(VectorBuilder):
-    """Writes the loop.
+    """Writes the loop of a kernel over a table of pointers.
 
     Attributes:
         address: of the array in each column that is read or written.
@@ -507,7 +507,7 @@ class TableLoop(VectorBuilder):
         return rows[0]
 
     def known_of_block(self, k, bases: dict) -> dict:
-        """Return what was computed of the largest words of a block, in all lanes; store what is kept of it."""
+        """Load what was computed from a block's largest words, spread over all lanes; store its outputs."""
         b = self.b
         results = {line: b.load(b.gep(buffer, [k]), align=4) for line, buffer in self.of_blocks.items()}
         for array, line in self.stores.items():
@@ -521,7 +521,7 @@ class TableLoop(VectorBuilder):
         return {line: self.spread(result, self.lanes) for line, result in (results | masks).items()}
 
     def held(self, i, buffers: list) -> list[dict]:
-        """Return what the first loop kept of the elements of two vectors."""
+        """Load what the first loop kept of the elements of two vectors."""
         lines = list(zip(self.phases.crossing, buffers))
         return [{line: self.kept(buffer, i, half, line) for line, buffer in lines} for half in range(2)]
 
@@ -530,7 +530,7 @@ class TableLoop(VectorBuilder):
         return self.b.mul(self.b.add(first, k), self.word(self.table.block or 0))
 
     def of_block(self, bases: dict) -> dict:
-        """Return what arrays with one element per block hold for a block, in all lanes."""
+        """Load a block's entries of arrays with one element per block, spread over all lanes."""
         b, shared = self.b, {}
         for array in self.loads:
             if array[2]:
@@ -599,7 +599,7 @@ class TableLoop(VectorBuilder):
             self.store_both(bases[array], i, array[1], [computed[number] for computed in values])
 
     def sum_up(self, values: list, i, totals: list, limit, among: Collection[int]) -> None:
-        """Add what is summed up of two vectors, if it is among some instructions."""
+        """Add the lanes of two vectors to the totals, for sums of the instructions in `among`."""
         for place, (how, number) in enumerate(self.trace.sums):
             for half in range(2 if number in among else 0):
                 # Counts are exact in any order: those of both vectors take one register.

@@ -33,7 +33,7 @@ def _run_arithmetic(function: Callable, operands: tuple, form: ResultType) -> An
 
 
 def _factors(a: Any, turned: bool = False) -> tuple[Tensor, Tensor]:
-    """Return what the backward pass needs: LU factors and pivots, or placeholders if there is none.
+    """Return LU factors and pivots for the backward pass, or placeholders if there is none.
 
     turned: of the transpose, which a determinant's backward pass expects of a contiguous matrix.
     """

@@ -188,7 +188,7 @@ AT_ONCE = 1 << 21
 
 @dataclass(slots=True)
 class Differences:
-    """What is known of the parts of two tensors of floating-point numbers that were compared.
+    """The differences of two floating-point tensors, summed over the parts that were compared.
 
     Attributes:
         counts: by the names of `_device_functions`.
@@ -227,7 +227,7 @@ class Differences:
 
 
 def empty_differences() -> Differences:
-    """Return what is known before the first part."""
+    """Return the differences before the first part: none."""
     return Differences(np.zeros(COUNTS, np.int64), np.zeros(SLOTS, np.int64))
 
 
@@ -258,7 +258,7 @@ def _native(x: Tensor) -> Tensor:
 
 
 def _constants(found: Differences, parts: list[Tensor], forms: tuple[Format, Format]) -> tuple[list[int], list[int]]:
-    """Return what the device functions of codes and of changes take, as words."""
+    """Return the constants of the kernels of codes and of changes, as words."""
     assert found.first is not None
     firsts, tops = (
         [_word(x.dtype, value) for x, value in zip(parts, pair)] for pair in (found.first, [form.max for form in forms])

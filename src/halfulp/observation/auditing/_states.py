@@ -30,7 +30,7 @@ _OWN = ("decoupled_weight_decay", "weight_update")
 def compare_states(
     a: Mapping[str, NamedState], b: Mapping[str, NamedState], weights: Checkpoint, lr: float | None
 ) -> dict[str, StateAudit]:
-    """Return what the states say, by parameter.
+    """Compare the optimizer states of two checkpoints, by parameter.
 
     Args:
         lr: in place of the learning rate that B's groups hold, or A's where that is 0, at the end of a schedule.
@@ -174,7 +174,7 @@ _AT_ONCE = 1 << 18
 def replay(
     weight: Stored, states: Mapping[str, Any], options: Mapping[str, Any], step: int | None
 ) -> tuple[Lost | None, Lost | None]:
-    """Return what becomes of the last update, and of weight decay alone, where nearest rounding stores the weight.
+    """Count the losses of the last update, and of weight decay alone, where nearest rounding stores the weight.
 
     Adam (Kingma and Ba, arXiv 1412.6980, algorithm 1; AdamW, amsgrad): lr m' / (sqrt(v') + eps) with bias-corrected
     moments, which after step t are those that step t used. Lion: lr sign(m). SGD with momentum: lr times the buffer.
@@ -241,7 +241,7 @@ def _wanted(rule: str, parts: Mapping[str, Tensor], options: Mapping[str, Any], 
 
 
 def _own_decay(rule: str, options: Mapping[str, Any]) -> float | None:
-    """Return what a step takes off of a weight by decay that torch's AdamW rounds on its own, before the update."""
+    """Return lr weight_decay where torch's AdamW rounds the decay by itself, before the update; else None."""
     rate = options.get("weight_decay")
     if not rate or rule != "adam" or not options.get("decoupled_weight_decay"):
         return None

@@ -66,7 +66,7 @@ def of_tensor(tensor: Tensor, mapped: bool = True) -> Stored:
 
 @dataclass(slots=True)
 class OptimizerStates:
-    """What an optimizer saved.
+    """An optimizer's saved options and states.
 
     Attributes:
         state: by the parameter's number, or name: tensors and numbers by their name.
@@ -182,7 +182,7 @@ _UNREADABLE = (
 
 
 def load_torch_file(path: Path) -> Any:
-    """Return what a file of torch.save holds: mapped if it is a zip archive, as torch has written since 1.6.
+    """Load a file of torch.save, memory-mapped if it is a zip archive, as torch has written since 1.6.
 
     An archive that somebody has zipped again, with compression, is unpacked in memory.
 
@@ -507,7 +507,7 @@ def is_partition(name: str) -> bool:
 
 
 def partitions(folder: Path) -> list[str]:
-    """Return what a folder holds of DeepSpeed's: the names of its partitions, or of the folders that have them."""
+    """Return the names of DeepSpeed's partitions in a folder, or of the folders that have them."""
     inside = sorted(folder.iterdir())
     return [path.name for path in inside if is_partition(path.name) or (path.is_dir() and _STEP.match(path.name))]
 

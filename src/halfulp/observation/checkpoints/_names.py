@@ -295,12 +295,12 @@ def _by_shape(checkpoint: Checkpoint, optimizer: OptimizerStates) -> dict[Any, s
 
 
 def _by_numbers(name: str) -> list[tuple[bool, int, str]]:
-    """Return what sorts names by the numbers of their layers."""
+    """Return a sort key for names that orders layers by their numbers."""
     return [(part.isdecimal(), int(part) if part.isdecimal() else 0, part) for part in name.split(".")]
 
 
 def _parameters(checkpoint: Checkpoint) -> Iterable[tuple[str, Stored]]:
-    """Yield what may be a parameter, one of several names for the same memory."""
+    """Yield the tensors that may be parameters, under one of several names for the same memory."""
     seen = set()
     for name, stored in checkpoint.tensors.items():
         last = name.rpartition(".")[2]

@@ -54,7 +54,7 @@ class FindingKind:
     worst: ClassVar[str] = ""
 
     def in_record(self, record: Record) -> Iterable[Finding]:
-        """Find it in what `hu.observe` recorded."""
+        """Yield this kind's findings from a record of `hu.observe`."""
         return ()
 
     def in_audit(self, audit: Any) -> Iterable[Finding]:

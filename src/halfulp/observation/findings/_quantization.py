@@ -128,7 +128,7 @@ class PayloadSaturated(FindingKind):
             )
 
     def _quantized(self, tensor: TensorRecord) -> Iterator[Finding]:
-        """Find it in what the run rounds to a narrower format afterwards; blocks take a scale from their elements."""
+        """Find saturation in tensors that the run rounds narrower afterwards; blocks are exempt by their own scales."""
         asked = tensor.asked_format or ""
         counts = tensor.formats.get(asked)
         if counts is None or asked in tensor.block_hidden or not counts.elements:

@@ -341,7 +341,7 @@ def _count_nonfinite(rows: list[TensorAudit]) -> str:
 
 
 def _name_maker(tensor: TensorRecord) -> str:
-    """Return who made the first ones: of an output's gradient the backward pass of what took the output."""
+    """Name what made the first non-finite numbers: for an output's gradient, the backward pass of its reader."""
     if tensor.role != "activation gradient":
         return f"{tensor.role} has"
     to = f"the gradient of the output of {tensor.name}" if tensor.name else "the gradient of the model's output"

@@ -34,14 +34,14 @@ _CURVE = 240
 
 @dataclass(frozen=True)
 class Forecast(ForecastData):
-    """What rounding will do to a training under a schedule; `hu.forecast` makes it.
+    """The predicted effect of rounding on a training under a schedule; `hu.forecast` makes it.
 
     `str()` is a table of the layers with the findings before it.
     """
 
     @property
     def findings(self) -> list[Finding]:
-        """What is wrong with the plan, the worst first."""
+        """The plan's problems, the worst first."""
         return findings_of("forecast", self)
 
     def to_dict(self) -> dict[str, Any]:

@@ -199,7 +199,7 @@ def named_tensors(given: object) -> list[tuple[str, Tensor]]:
 
 
 def average_prefixes(names: Iterable[str]) -> tuple[str, ...]:
-    """Return what the names of averaged weights begin with: those that this package gives, and AveragedModel's.
+    """Return the prefixes of averaged weights' names: this package's, and AveragedModel's.
 
     >>> average_prefixes(["0.weight", "ema.0.weight", "copy.n_averaged", "copy.module.0.weight"])
     ('ema.', 'copy.module.')
@@ -298,7 +298,7 @@ def number(value: Any) -> float:
 
 @dataclass(frozen=True)
 class Saved:
-    """What a checkpoint holds.
+    """A checkpoint's weights and optimizer states.
 
     Attributes:
         weights: named tensors.

@@ -151,7 +151,7 @@ _MANY = 1e6
 
 @dataclass(frozen=True)
 class Walk:
-    """What became of a sample of one layer's weights.
+    """The simulated course of a sample of one layer's weights.
 
     Attributes:
         moved: per coming step, the expected share of nonzero updates that change their element.
@@ -324,7 +324,7 @@ class Cost:
 
 
 def costs(rule: str, dtype: torch.dtype, elements: int, relative: float) -> tuple[Cost, ...]:
-    """Return what each weight update of halfulp's optimizers takes for parameters of a dtype.
+    """Return the bytes that each of halfulp's weight updates takes for parameters of a dtype.
 
     The bytes are those that an optimizer of that rule reports of itself.
 

@@ -75,7 +75,7 @@ def learning_rates(
 
 
 def schedule_name(schedule: Schedule) -> str:
-    """Return what a schedule is called in a report: its name, its class, "function" or "list"."""
+    """Return the name of a schedule for a report: its name, its class, "function" or "list"."""
     if schedule is None or isinstance(schedule, str):
         return schedule or "constant"
     if isinstance(schedule, LRScheduler):

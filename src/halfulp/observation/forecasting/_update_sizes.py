@@ -48,7 +48,7 @@ class UpdateSizes:
     source: str
 
     def repeated(self, times: int) -> UpdateSizes:
-        """Return the same for as many copies of the sample, one after the other."""
+        """Repeat the sample as many times, one copy after the other."""
         return replace(self, mean=self.mean.repeat(times), deviation=self.deviation.repeat(times))
 
     @property

@@ -39,7 +39,7 @@ def as_contract(given: object) -> Contract | None:
 
 
 class ResumedRun:
-    """How a contract says that tensors are held, and how model and optimizers hold them.
+    """Compares how a contract says that tensors are held with how model and optimizers hold them.
 
     Dtypes and weight updates are those at the time when this is made, since a model may be cast to be saved after the
     run; states are those of the optimizers when they are compared, since a new one has none before its first step.
@@ -50,7 +50,7 @@ class ResumedRun:
         self._there = contract(model, self._optimizers)
 
     def compare(self) -> list[Expectation]:
-        """Return what the contract says: of each dtype its tensors, and whatever else differs."""
+        """Return the contract's tensors of each dtype, and whatever else differs from it."""
         now = contract(self._model, self._optimizers).tensors
         there = {
             name: dataclasses.replace(terms, states=now[name].states if name in now else {})
@@ -134,7 +134,7 @@ class Expectations:
         self._autocast: dict[str, tuple[torch.dtype, torch.dtype]] = {}
 
     def note_output(self, module: nn.Module, name: str, output: Any) -> None:
-        """Note what autocast made of a product's output."""
+        """Note the dtype that autocast gave a product's output."""
         device = output.device.type if isinstance(output, torch.Tensor) else ""
         watched = isinstance(module, PRODUCTS) and device and torch.is_autocast_enabled(device)
         if watched and output.dtype != torch.float64:  # which autocast leaves alone

@@ -219,7 +219,7 @@ class ModuleHooks:
 
 
 class _ModuleHook:
-    """Hook: a module has run.
+    """A hook that runs when a module has run.
 
     Attributes:
         gradient: hook for their gradients.
@@ -240,7 +240,7 @@ class _ModuleHook:
 
 
 class _GradientHook:
-    """Hook: the gradient of a module's output arrives."""
+    """A hook that runs when the gradient of a module's output arrives."""
 
     __slots__ = ("book", "slot")
 
@@ -337,7 +337,7 @@ class Residuals:
             self._outputs.append(_Held(key, tensor.detach(), tensor._version, name))
 
     def _look(self, total: torch.Tensor) -> None:
-        """Count what a sum took of its smaller addend, if it is one of two tensors that are known."""
+        """Measure the loss of a sum's smaller addend, if both addends are noted tensors."""
         node: Any = total.grad_fn
         if not total.numel() or node.name() != "AddBackward0" or len(node.next_functions) != 2:
             return
@@ -485,7 +485,7 @@ class Casts:
 
 
 class _Cast:
-    """Hook: a gradient comes to a cast."""
+    """A hook that runs when a gradient arrives at a cast."""
 
     def __init__(self, book: Notebook, name: str) -> None:
         self.book, self.name = book, name
@@ -632,7 +632,7 @@ class _Arrival:
         self.rounded = now
 
     def compare_sums(self) -> None:
-        """Add what rounding made of this step's sum to the record."""
+        """Record the rounding error of this step's accumulated gradient."""
         exact, rounded, self.exact, self.rounded = self.exact, self.rounded, None, None
         if exact is None or rounded is None or len(exact) != len(rounded):
             return

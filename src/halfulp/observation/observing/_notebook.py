@@ -27,7 +27,7 @@ Watch = TypeVar("Watch", bound=Callable[..., None])
 
 
 class Notebook:
-    """What all hooks of an observation share.
+    """The state that all hooks of an observation share.
 
     Attributes:
         quantized: formats that tensors go through afterwards; their block formats are counted too.
@@ -218,7 +218,7 @@ def watch(book: Notebook, function: Callable[..., object], *arguments: Any) -> N
 
 
 class TensorSlot:
-    """One role at one name.
+    """The counts of one tensor role at one name.
 
     Attributes:
         totals: its counts; None before the first look.

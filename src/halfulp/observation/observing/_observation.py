@@ -162,7 +162,7 @@ class Observation(StepWatcher):
 
     @property
     def findings(self) -> list[Finding]:
-        """What the record shows to be wrong, the worst first."""
+        """The problems that the record shows, the worst first."""
         return findings_of("observe", self.record)
 
     @property
@@ -265,7 +265,7 @@ class Observation(StepWatcher):
 
     @contextlib.contextmanager
     def watch_parameter(self, optimizer: Optimizer, parameter: torch.Tensor) -> Iterator[None]:
-        """Compare what a step of one parameter is to change with what it has made of it."""
+        """Compare one parameter's wanted change with what its step has made of it."""
         if self.book.sampling:
             self._sample_before(optimizer, parameter)
         yield
@@ -423,7 +423,7 @@ def _cost(overhead: float | None) -> list[str]:
 
 
 class Optimizers:
-    """Puts one optimizer that holds another in order, and counts steps.
+    """Orders optimizers such that one which holds another counts once, and counts steps.
 
     A ZeroRedundancyOptimizer steps this rank's share of the parameters by an optimizer that it holds, and gets the
     others from their ranks: the one inside follows the share, in the arithmetic of its own class, and the one outside

@@ -43,7 +43,7 @@ _starts: Counter[str] = Counter()
 
 @dataclass(slots=True)
 class RankSummary:
-    """What one rank saw.
+    """One rank's observations, to be compared with the others'.
 
     Attributes:
         met: how often each rank had begun to observe this model when this one had made its first step.
@@ -99,7 +99,7 @@ class Ranks:
         self._try(announce)
 
     def note_step(self, errors: Mapping[str, torch.Tensor]) -> None:
-        """Keep what this rank saw in a sampled step.
+        """Keep what this rank observed in a sampled step.
 
         Args:
             errors: rounding errors of sampled elements by parameter, where updates are rounded stochastically.

@@ -193,7 +193,7 @@ class CompiledModules:
 
 
 def _largest_difference(name: str, eager: Any, output: Any) -> Difference | None:
-    """Return that of the outputs which differ most; None where there are no floating-point ones."""
+    """Return the difference of the outputs that differ most; None where none is floating-point."""
     found = [difference(name, a, b) for a, b in zip(tensors_in(eager), tensors_in(output))]
     return max(found, key=_badness, default=None)
 
@@ -235,7 +235,7 @@ class SecondRun:
         return None
 
     def run(self) -> Any:
-        """Return what the module gives in eager mode; its own buffers, attributes and generators stay as they are."""
+        """Run the module in eager mode on the same inputs; buffers, attributes and generators stay as they are."""
         copier = Copier()
         args, kwargs = copier.copy((self._args, self._kwargs), objects=True)
         states = {module: copier.state_of(state) for module, state in self._states.items()}
@@ -362,7 +362,7 @@ class Copier:
         return self.state_of(vars(module))
 
     def state_of(self, attributes: dict[str, Any]) -> dict[str, Any]:
-        """Return the same of `vars` that were copied before."""
+        """Return a copy of a module's attributes."""
         made = {}
         for key, value in attributes.items():
             if key in _OF_EVERY_MODULE:

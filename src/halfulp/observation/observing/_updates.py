@@ -53,7 +53,7 @@ class Stepped:
 
 
 class Layout:
-    """Where the samples of some parameters lie: a part for each of as many elements as are sampled at most.
+    """The memory layout of parameters' samples: a part for each, of as many elements as are sampled at most.
 
     A tensor whose short last run is sampled leaves some of its part free, and zeros there. What is returned under a
     name is overwritten when the name is sampled again.
@@ -111,7 +111,7 @@ class Layout:
         wanted: torch.Tensor,
         dtypes: Sequence[torch.dtype],
     ) -> None:
-        """Count what became of wanted values, and the changes to them under the role of updates.
+        """Count how wanted values and the changes to them were stored, under the role of updates.
 
         Args:
             records: one per parameter.
@@ -224,7 +224,7 @@ def located(tensor: torch.Tensor) -> tuple[int, int]:
 
 
 class Parts:
-    """Where samples of some tensors lie, one tensor's behind the other's, and what a kernel compares them with.
+    """The layout of samples of several tensors, one behind the other, for a kernel that compares them.
 
     Args:
         ends: where the parts begin and end: one more than there are tensors.
@@ -565,7 +565,7 @@ class Updates:
         add_changes(records, batch.weight, decayed, batch.weight * (factor - 1), batch.layout.places)
 
     def _count_unknown(self, batch: Batch, now: torch.Tensor) -> None:
-        """Count what became of updates that a shadow does not step: of halfulp's optimizers, or of no known formula."""
+        """Count lost updates that no shadow steps: of halfulp's optimizers, or of no known formula."""
         for one, plain in zip(batch.stepped, batch.layout.parts(now)):
             if one.unplanned:
                 continue
@@ -768,7 +768,7 @@ def halfulp_change(
     weight: torch.Tensor,
     key: int,
 ) -> tuple[torch.Tensor, dict[str, torch.Tensor]] | None:
-    """Return what the rule, in float32, adds to sampled weights, and the states that it wants.
+    """Return the change that the float32 rule makes to sampled weights, and the states that it wants.
 
     None where it is not computed from such numbers: before the first step, under `wrap` or scaled parameters, and where
     the rule looks at whole tensors first.

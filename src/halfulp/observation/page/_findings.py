@@ -16,7 +16,7 @@ _SURE = 0.9
 
 
 def cause_cards(data: Mapping[str, Any], forecast: bool = False) -> list[dict[str, Any]]:
-    """Return what the template needs: a card of each cause, the worst first.
+    """Return the cards of the causes for the template, the worst first.
 
     Args:
         data: with `findings` as `Finding.to_dict` gives them, ranked, and `causes` as `plain_causes` does.

@@ -109,7 +109,7 @@ def _lead(cards: Sequence[Mapping[str, Any]], data: Mapping[str, Any], record: M
 def map_data(
     tensors: Iterable[Plain], parameters: Iterable[Plain] = (), role: str = "", where: Sequence[str] = ()
 ) -> dict[str, Any]:
-    """Return what the map's script reads: tensors, formats and roles, those with samples alone, and where it opens.
+    """Return the data of the map's script: sampled tensors, formats, roles, and where it opens.
 
     It opens on the tensors of the first cause, in the format that stores them, the most lost first.
 
@@ -268,7 +268,7 @@ def history_data(history: Sequence[Mapping[str, Any]]) -> dict[str, Any] | None:
 
 
 def history_words(history: Sequence[Mapping[str, Any]]) -> str:
-    """Return what the curves show, for who cannot see them."""
+    """Describe the curves for readers who cannot see them."""
     said = [f"{len(history):,} steps on record"]
     for key, word in (("loss", "loss"), ("loss_scale", "loss scale"), ("lr", "learning rate")):
         points = _points(history, key)

@@ -48,7 +48,7 @@ class Together(nn.Module):
 
 @dataclass(frozen=True)
 class Found:
-    """What belongs together.
+    """The model, scaler, scheduler and average that belong to optimizers.
 
     Attributes:
         model: the outermost module that holds the optimizers' parameters, without wrappers that only distribute or
@@ -73,7 +73,7 @@ class Found:
 
 
 def find(optimizers: Sequence[torch.optim.Optimizer], used: Container[torch.amp.GradScaler] = ()) -> Found | None:
-    """Return what belongs to optimizers; None where no module holds any of their parameters.
+    """Find the model, scaler and so on of optimizers; None where no module holds any of their parameters.
 
     Args:
         used: scalers that belong to others, and are taken only where there is no other one.

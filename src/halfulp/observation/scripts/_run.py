@@ -29,7 +29,7 @@ _HERE = os.path.dirname(os.path.realpath(__file__))
 
 @dataclass(frozen=True)
 class Ending:
-    """How a script ended.
+    """The way in which a script ended.
 
     Attributes:
         code: the exit code that Python would have ended with.
@@ -208,7 +208,7 @@ class Children:
             self.functions.append(_name(target))
 
     def why_unseen(self) -> str:
-        """Return that a training may have run in processes that the script started, and what to write instead.
+        """Explain that training may have run in processes that the script started, and what to write instead.
 
         Empty where it started none.
         """

@@ -127,7 +127,7 @@ class Training:
 
     @property
     def findings(self) -> list[Finding]:
-        """What its record shows to be wrong, the worst first; none while it runs."""
+        """The problems that its record shows, the worst first; none while it runs."""
         found = [] if self.record is None else findings_of("observe", self.record)
         return [_of_named_model(one) for one in found] if self.together else found
 

@@ -116,7 +116,7 @@ class Watch(StepWatcher):
         return max(ranks, default=0)
 
     def report(self, ended: str | None = None) -> Report:
-        """Return what was seen, after the end."""
+        """Return the report of all trainings, after the end."""
         return Report(self.trainings, list(self.unseen), self.interval, ended)
 
     # hooks ----------------------------------------------------------------------------------------------------
@@ -317,7 +317,7 @@ class Report:
 
     @property
     def findings(self) -> list[Finding]:
-        """Those of all trainings, the worst first."""
+        """The findings of all trainings, the worst first."""
         return causes_first(finding for training in self.trainings for finding in training.findings)
 
     @property

@@ -23,7 +23,7 @@ def adamw(w, g, m, v, sign, decay, keep_v, take_m, take_v, unbias, eps, step, fe
 
 
 def adam(w, g, m, v, sign, decay, keep_v, take_m, take_v, unbias, eps, step, feedback_gain):
-    """As `adamw`, with the decay added to the gradient: g + wd w."""
+    """Compute `adamw`'s update with the decay added to the gradient: g + wd w."""
     g = sign * g + decay * w
     m = m + take_m * (g - m)
     v = keep_v * v + take_v * g * g
@@ -31,7 +31,7 @@ def adam(w, g, m, v, sign, decay, keep_v, take_m, take_v, unbias, eps, step, fee
 
 
 def adamw_amsgrad(w, g, m, v, top, sign, decay, keep_v, take_m, take_v, unbias, eps, step, feedback_gain):
-    """As `adamw`, divided by the largest v so far (Reddi et al., arXiv 1904.09237)."""
+    """Compute `adamw`'s update divided by the largest v so far (Reddi et al., arXiv 1904.09237)."""
     g = sign * g
     m = m + take_m * (g - m)
     v = keep_v * v + take_v * g * g
@@ -40,7 +40,7 @@ def adamw_amsgrad(w, g, m, v, top, sign, decay, keep_v, take_m, take_v, unbias, 
 
 
 def adam_amsgrad(w, g, m, v, top, sign, decay, keep_v, take_m, take_v, unbias, eps, step, feedback_gain):
-    """As `adam`, divided by the largest v so far."""
+    """Compute `adam`'s update divided by the largest v so far."""
     g = sign * g + decay * w
     m = m + take_m * (g - m)
     v = keep_v * v + take_v * g * g

@@ -24,7 +24,7 @@ def nadam(w, g, m, v, sign, decay, keep_v, take_m, take_v, unbias, eps, size_g, 
 
 
 def nadamw(w, g, m, v, sign, decay, keep_v, take_m, take_v, unbias, eps, size_g, size_m):
-    """As `nadam`, with the decay taken from the weight."""
+    """Compute `nadam`'s update with the decay taken from the weight."""
     g = sign * g
     m = m + take_m * (g - m)
     v = keep_v * v + take_v * g * g

@@ -21,7 +21,7 @@ def radam(w, g, m, v, sign, decay, keep_v, take_m, take_v, eps, plain, adaptive)
 
 
 def radamw(w, g, m, v, sign, decay, keep_v, take_m, take_v, eps, plain, adaptive):
-    """As `radam`, with the decay taken from the weight."""
+    """Compute `radam`'s update with the decay taken from the weight."""
     g = sign * g
     m = m + take_m * (g - m)
     v = keep_v * v + take_v * g * g

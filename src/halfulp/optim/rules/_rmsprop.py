@@ -34,7 +34,7 @@ def rmsprop(w, g, v, sign, decay, keep, take, eps, momentum, lr, none):
 
 
 def rmsprop_momentum(w, g, v, buffer, sign, decay, keep, take, eps, momentum, lr, none):
-    """As `rmsprop`, with b = momentum b + g / (sqrt(v) + eps); u = -lr b."""
+    """Compute `rmsprop`'s update with b = momentum b + g / (sqrt(v) + eps); u = -lr b."""
     g = sign * g + decay * w
     v = keep * v + take * g * g
     buffer = momentum * buffer + divide(g, sqrt(v) + eps)
@@ -42,7 +42,7 @@ def rmsprop_momentum(w, g, v, buffer, sign, decay, keep, take, eps, momentum, lr
 
 
 def rmsprop_centered(w, g, v, mean, sign, decay, keep, take, eps, momentum, lr, none):
-    """As `rmsprop`, with m = a m + (1-a) g and sqrt(v - m^2); 0 where rounding makes that negative."""
+    """Compute `rmsprop`'s update with m = a m + (1-a) g, sqrt(v - m^2); 0 where rounding makes that negative."""
     g = sign * g + decay * w
     v = keep * v + take * g * g
     mean = mean + take * (g - mean)
@@ -50,7 +50,7 @@ def rmsprop_centered(w, g, v, mean, sign, decay, keep, take, eps, momentum, lr, 
 
 
 def rmsprop_centered_momentum(w, g, v, mean, buffer, sign, decay, keep, take, eps, momentum, lr, none):
-    """As `rmsprop_centered`, with b = momentum b + g / (sqrt(v - m^2) + eps); u = -lr b."""
+    """Compute `rmsprop_centered`'s update with b = momentum b + g / (sqrt(v - m^2) + eps); u = -lr b."""
     g = sign * g + decay * w
     v = keep * v + take * g * g
     mean = mean + take * (g - mean)

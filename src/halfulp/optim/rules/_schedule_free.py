@@ -21,7 +21,7 @@ def schedule_free_sgd(w, g, z, sign, decay, first, mix, size_y, size_z):
 
 
 def schedule_free_adamw(w, g, z, v, sign, decay, first, mix, size_y, size_z, keep_v, take_v, unbias, eps):
-    """As `schedule_free_sgd`, with d = g / (sqrt(v)/sqrt(1-b2^t) + eps) + wd w."""
+    """Compute `schedule_free_sgd`'s update with d = g / (sqrt(v)/sqrt(1-b2^t) + eps) + wd w."""
     z = z + first * (w - z)
     g = sign * g
     v = keep_v * v + take_v * g * g

@@ -27,7 +27,7 @@ def sgd_momentum(w, g, buffer, sign, decay, keep, take, lr, feedback_gain):
 
 
 def sgd_nesterov(w, g, buffer, sign, decay, keep, take, lr, feedback_gain):
-    """As `sgd_momentum`, with u = -lr (g + wd w + momentum b)."""
+    """Compute `sgd_momentum`'s update with u = -lr (g + wd w + momentum b)."""
     g = sign * g + decay * w
     buffer = keep * buffer + take * g
     return -(lr * (g + keep * buffer)), buffer

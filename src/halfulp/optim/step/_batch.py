@@ -366,7 +366,7 @@ class Roster:
 
 
 def _stored_choice(state_dtype: Any) -> Any:
-    """Return a group's `state_dtype` as it is now, to be compared later: of a dict the items."""
+    """Return a comparable copy of a group's `state_dtype`: of a dict the items."""
     return tuple(state_dtype.items()) if isinstance(state_dtype, Mapping) else state_dtype
 
 

@@ -80,7 +80,7 @@ def record_step(spec: StepSpec, with_payload: bool = False) -> Trace:
 
 
 class _Step:
-    """One element's values under a specification."""
+    """One element's values in the traced step of a specification."""
 
     def __init__(self, spec: StepSpec, element: Recording) -> None:
         self.spec, self.trace, self.element = spec, element.trace, element
@@ -294,7 +294,7 @@ def change_by_rule(
     states: Iterable[torch.Tensor],
     constants: Sequence[float],
 ) -> tuple[torch.Tensor, list[torch.Tensor]]:
-    """Return what a rule, in float32, makes of weights, gradients and states: the change, and the new states."""
+    """Apply a rule in float32 to weights, gradients and states; return the change and the new states."""
     given = [weight.float(), gradient.float(), *states]
     rounded = torch.tensor([*constants], dtype=torch.float32, device="cpu").tolist()
     piece = _recorded_rule(rule.update, len(given) + len(rounded))

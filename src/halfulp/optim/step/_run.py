@@ -208,7 +208,7 @@ def _scale_tensors(batch: Batch) -> list[torch.Tensor]:
 
 
 def _numbers(batch: Batch) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
-    """Return what a step gives to a device: chunks, pointers, constants and keys."""
+    """Return the arrays that a step passes to a device: chunks, pointers, constants and keys."""
     _point_at_gradients(batch)
     distinct, row_of_each = _distinct(batch.constants)
     constants = np.array(distinct, np.float32).reshape(len(distinct), -1)
@@ -491,7 +491,7 @@ def _spread(batches: Sequence[Batch], values: Sequence[np.ndarray], how) -> None
 
 
 def _over_ranks(batch: Batch, found: np.ndarray, how: torch.distributed.ReduceOp.RedOpType) -> np.ndarray:
-    """Return what is found over the ranks that share each parameter."""
+    """Reduce what was found over the ranks that share each parameter."""
     for first, rows in _runs_of_meshes(batch):
         numbers = torch.from_numpy(found[rows]).to(first._local_tensor.device)
         for dimension, placement in enumerate(first.placements):

@@ -29,7 +29,7 @@ METER = ("seen", "cancelled", "wanted", "kept")
 
 @dataclass(frozen=True)
 class Columns:
-    """How many columns of each kind the parameter table has, in this order.
+    """The number of columns of each kind in the parameter table, in this order.
 
     Addresses, the rule's constants by their bits, the 64-bit key of whoever draws, and the addresses of the scales of
     the weight and of the gradient.

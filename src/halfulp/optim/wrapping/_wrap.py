@@ -270,7 +270,7 @@ class Wrapped(ExplicitGradientOptimizer):
 
     @torch.no_grad()
     def train(self, mode: bool = True) -> None:
-        """Switch the weights of a wrapped optimizer that has two, such as a schedule-free one; else do nothing.
+        """Switch between a wrapped optimizer's two weights, such as a schedule-free one's; else do nothing.
 
         What it writes enters the parameters by the weight update, as in a step.
         """
@@ -575,7 +575,7 @@ def point(shadow: torch.Tensor, values: torch.Tensor) -> None:
 
 
 def float32_gradient(gradient: torch.Tensor | None, buffer: Float32Buffer) -> torch.Tensor | None:
-    """Return a gradient as it is or converted; one that is not strided keeps its layout."""
+    """Return a gradient in float32, the same object if it is; one that is not strided keeps its layout."""
     if gradient is None or (gradient.dtype == torch.float32 and type(gradient) is torch.Tensor):
         return gradient
     if local(gradient) is gradient:

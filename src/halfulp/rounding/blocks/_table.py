@@ -24,7 +24,7 @@ _SCALE_ROUNDINGS = {"floor": FLOOR, "up": RAISED, "nearest": CLOSEST}
 
 
 class BlockTarget(NamedTuple):
-    """Elements, scales, and how a block gets its scale.
+    """The format of elements and scales, and the way a block gets its scale.
 
     Attributes:
         element: what payloads are rounded to.
@@ -102,7 +102,7 @@ def _exponent(value: Fraction) -> int:
 
 
 class Kind(NamedTuple):
-    """What the instructions of a block kernel depend on beside the dtype.
+    """The parameters that determine the instructions of a block kernel beside the dtype.
 
     Attributes:
         mode: of the elements' rounding.
@@ -163,7 +163,7 @@ def largest_table(dtype: torch.dtype, kind: Kind) -> Table:
 
 
 def bound_names(kind: Kind, wide: bool) -> dict[str, object]:
-    """Return what the free names of the device functions stand for."""
+    """Return the functions bound to the free names of the device functions."""
     names: dict[str, object] = {**mode_pieces(kind.mode, (kind.path, kind.plain, kind.saturating), wide)}
     kept = kind.mode in (UP, DOWN)
     if kind.powers:

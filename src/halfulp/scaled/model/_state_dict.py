@@ -68,7 +68,7 @@ def _stems(state_dict: Mapping[str, Any], suffix: str) -> set[str]:
 
 
 def _is_valued(state_dict: Mapping[str, Any], name: str) -> bool:
-    """Return whether two entries are a tensor and its payload's scale; other parameters may have such names too."""
+    """Return whether two entries are a tensor and its payload's scale, not other parameters with such names."""
     value, scale = state_dict.get(name), state_dict[name + _SCALE]
     return _is_plain(value) and _is_plain(scale) and value.is_floating_point() and _is_scale(scale)
 

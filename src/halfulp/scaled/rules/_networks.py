@@ -175,7 +175,7 @@ def _fused_output(y: Tensor, scale: Tensor, storage: torch.dtype, dtype: torch.d
 
 
 def _bias_values(given: dict[str, Any], kernel: torch.dtype) -> dict[str, Tensor]:
-    """Return what is added to logits as values; boolean masks stay."""
+    """Return the logits' bias as values; boolean masks stay."""
     found = {name: given[name] for name in _BIAS if isinstance(given.get(name), Tensor)}
     return {name: value_of(x).to(kernel) if x.is_floating_point() else x for name, x in found.items()}
 

@@ -314,7 +314,7 @@ implements(aten.miopen_batch_norm.default, family="norm")(batch_norm)
 def cudnn_batch_norm(
     x: Any, weight: Any, bias: Any, mean: Any, variance: Any, training: bool, momentum: float, eps: float
 ) -> tuple:
-    """As native_batch_norm."""
+    """Normalise like `native_batch_norm`."""
     results = batch_norm(x, weight, bias, mean, variance, training, momentum, eps)
     return *results, _reserve(x)
 
@@ -351,7 +351,7 @@ def batch_norm_backward(
 def batch_norm_backward_reserved(
     gradient: Any, x: Any, weight: Any, mean: Any, variance: Any, saved: Any, deviation: Any, *rest: Any
 ) -> tuple:
-    """As native_batch_norm_backward."""
+    """Return the gradients of `native_batch_norm_backward`."""
     return batch_norm_backward(gradient, x, weight, mean, variance, saved, deviation, *rest[:3])
 
 
@@ -359,7 +359,7 @@ def batch_norm_backward_reserved(
 def cudnn_batch_norm_backward(
     x: Any, gradient: Any, weight: Any, mean: Any, variance: Any, saved: Any, deviation: Any, eps: float, *_: Any
 ) -> tuple:
-    """As native_batch_norm_backward."""
+    """Return the gradients of `native_batch_norm_backward`."""
     mask = (True, True, True)
     return batch_norm_backward(gradient, x, weight, mean, variance, saved, deviation, True, eps, mask)
 

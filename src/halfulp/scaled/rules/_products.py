@@ -197,7 +197,7 @@ def _fused_product(operator: OpOverload, x: ScaledTensor, y: ScaledTensor, facto
 
 
 def product_operand(x: Any, like: ScaledTensor) -> ScaledTensor:
-    """Return an operand of a matrix product; a plain one beside bfloat16 is rounded to it, to multiply as such.
+    """Return an operand of a matrix product; beside bfloat16 a plain one is rounded to bfloat16.
 
     Of the narrow types it alone has float32's range, so that nothing but digits is lost.
     """

@@ -166,7 +166,7 @@ def _has_forward(module: nn.Module) -> bool:
 
 
 def _class_with_products(base: type[nn.Module]) -> type[nn.Module] | None:
-    """Return the class whose modules run a class's forward in `_run`; None where it allows no class made of it.
+    """Return the subclass whose modules run a class's forward in `_run`; None where it cannot be subclassed.
 
     A class, and no function that a module holds: shallow copies and replicas run themselves, and no cycle keeps models
     alive.
@@ -344,7 +344,7 @@ def _pushed(modes: list[TorchFunctionMode]) -> None:
 
 
 def _recomputed(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Return what activation checkpointing runs again, under the mode."""
+    """Return a function that activation checkpointing recomputes, under the mode."""
 
     def run(*args: Any, **kwargs: Any) -> Any:
         return function(*args, **kwargs) if _is_active() else _under_mode(function, args, kwargs)

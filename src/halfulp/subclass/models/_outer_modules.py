@@ -292,7 +292,7 @@ def _complete(wrapper: nn.Module) -> None:
 
 
 def _refuse_dtensor(module: nn.Module, name: str, parameter: Tensor | None) -> None:
-    """Refuse a parameter that a parallel plan has split among processes (a DTensor), as it is put into a module.
+    """Refuse a parameter that a parallel plan has split (a DTensor) when it is put into a module.
 
     Raises:
         NotImplementedError: its shards have auxiliary tensors.

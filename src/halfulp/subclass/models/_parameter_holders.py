@@ -295,7 +295,7 @@ def sharded_modules() -> list[nn.Module]:
 
 
 def _find_beyond_garbage(find: Callable[[], Any]) -> Any:
-    """Return what `find` finds; where it finds something, after collecting garbage, which may have been all of it."""
+    """Return what `find` finds; if it finds something, find again after garbage collection."""
     if not find():
         return None
     gc.collect()

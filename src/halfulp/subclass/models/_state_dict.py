@@ -19,7 +19,7 @@ _first_names: dict[int, dict[int, tuple[str, int, int]]] = {}
 
 
 class StateDictLayout(NamedTuple):
-    """How one tensor class is stored in a state_dict.
+    """The entries in which one tensor class is stored in a state_dict.
 
     Attributes:
         kind: the class.

@@ -15,7 +15,7 @@ SCHEMA = 1
 
 @dataclasses.dataclass(frozen=True)
 class Evidence(FinishedTrials):
-    """What ``compare`` found: every trial with its settings, and how it was run.
+    """The results of ``compare``: every trial with its settings, and how it was run.
 
     Args:
         trials: One record per trial, ``{"settings": ..., "result": ...}``, plain data.

@@ -38,7 +38,7 @@ _DASHES = (None, (5.0, 2.0), (1.0, 1.5), (6.0, 1.5, 1.0, 1.5))
 
 @dataclasses.dataclass(frozen=True)
 class LineStyle:
-    """How the line of one recipe is drawn.
+    """The style of one recipe's line.
 
     Attributes:
         colour: of --c0 to --c7.

@@ -29,7 +29,7 @@ Clock = Callable[[], float]
 
 @dataclasses.dataclass(frozen=True)
 class Cost:
-    """What a trial takes on one worker: seconds per step, and seconds before the first and after the last one."""
+    """The time a trial takes on one worker: seconds per step, and seconds before the first and after the last one."""
 
     step: float
     rest: float
@@ -51,7 +51,7 @@ class Probe:
 
 
 def cost_class(trial: Trial) -> str:
-    """Return what trials of about the same cost have in common: the task, the steps, dtypes and arithmetic."""
+    """Return a key of trials of about the same cost: the task, the steps, dtypes and arithmetic."""
     recipe = {name: value for name, value in trial.recipe.to_dict().items() if name not in _ALIKE}
     return json.dumps([trial.task.settings(), trial.steps, recipe], default=repr, sort_keys=True)
 
@@ -206,7 +206,7 @@ def makespan(seconds: Iterable[float], workers: int, busy: Sequence[float] = ())
 
 
 class TimeLeft:
-    """How long the trials that have not finished still take, by the estimate and by how the others went.
+    """The time that unfinished trials still take, by the estimate and by how the others went.
 
     Without an estimate, or for trials that it lacks, a step is taken to last as long as those of the same task did, or
     of any.

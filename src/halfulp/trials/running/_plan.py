@@ -29,7 +29,7 @@ class Trial:
 
     @property
     def key(self) -> str:
-        """Its name in files and messages."""
+        """The trial's name in files and messages."""
         return f"{self.task.name}.{self.recipe.name}.seed{self.seed}"
 
     def __str__(self) -> str:

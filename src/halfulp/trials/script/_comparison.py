@@ -31,7 +31,7 @@ _POINTS = 200
 
 @dataclass(frozen=True)
 class Run:
-    """What one run of a script gave.
+    """The losses and the ending of one run of a script.
 
     Attributes:
         losses: that backward passes began with.
@@ -133,7 +133,7 @@ class ScriptComparison:
         return ScriptRow(name, run.steps, loss, gap, verdict, reason, run.bytes_per_parameter)
 
     def notes(self) -> list[str]:
-        """Return what a reader has to know before the numbers."""
+        """Return notes for a reader, before the numbers."""
         said = [
             f"The loss is the mean over the last tenth of the backward passes, of one run with the script's own seeds. "
             f"A gap within {TOLERANCE:.0%} of it, or within {_SPREAD:g} times that of {TWIN}, whose start differs by "
@@ -204,7 +204,7 @@ _WORKER = "from halfulp.trials.script._worker import main; main()"
 
 
 class ScriptError(ValueError):
-    """A script that does not train as it is, or gives nothing to compare.
+    """Raised for a script that does not train unchanged, or gives nothing to compare.
 
     Attributes:
         said: what it printed to stderr.

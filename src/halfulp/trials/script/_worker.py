@@ -30,12 +30,12 @@ _IMPLEMENTATION = ("foreach", "fused", "capturable", "differentiable")
 
 
 class Refusal(BaseException):
-    """Why a recipe cannot be put into a script; no `except Exception` of the script's own is to catch it."""
+    """Raised where a recipe cannot be put into a script, past `except Exception` of the script's own."""
 
 
 @dataclass
 class Substitution:
-    """What was done to a script's models and optimizers; it keeps none of them alive.
+    """The replacements made for a script's models and optimizers; it keeps none of them alive.
 
     Attributes:
         models: that were converted.

@@ -15,7 +15,7 @@ from ._statements import statements
 
 @dataclasses.dataclass(frozen=True)
 class SuiteEvidence(Evidence):
-    """What `run_suite` found: rows as of every comparison, pairs that are none and why, and the papers' statements.
+    """The results of `run_suite`: rows of every comparison, pairs left out and why, and the papers' statements.
 
     ``run`` has besides how it was run the ``suite``, the ``size``, ``left_out``: by task and recipe, why a pair has
     no trials; and ``failed``: the task, recipe, seed and error of each trial that raised.

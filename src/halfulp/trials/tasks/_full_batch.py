@@ -42,7 +42,7 @@ class FullBatch(Task):
         """Return the float64 data to train on and to validate on."""
 
     def load(self) -> Data:
-        """Return the same, as float32."""
+        """Return the data in float32."""
         train, validation = ((inputs.float(), targets.float()) for inputs, targets in self.whole())
         return Data(train=train, validation=validation, note=self.note)
 

@@ -21,7 +21,7 @@ LIKED = 4  # of five stars
 
 @dataclasses.dataclass(frozen=True)
 class MovieLens(Task):
-    """Whether a rating is four stars or more, of a tenth of all ratings; needs ``data``.
+    """Predicts whether a rating is four stars or more, from a tenth of all ratings; needs ``data``.
 
     "Revisiting BFloat16 Training" (arXiv 2010.06192) trains DLRM (Naumov et al., arXiv 1906.00091) on clicks with
     plain SGD; this is its kind at a size for two cores: embeddings of what has no order, a network for what has, the

@@ -20,7 +20,7 @@ SIZES = ("smoke", "small", "full")
 
 @dataclasses.dataclass(frozen=True)
 class Data:
-    """What a task trains on and is judged on; each part is a pair of inputs and integer targets.
+    """The data that a task trains on and is judged on: pairs of inputs and integer targets.
 
     ``note`` says in words what it is, for reports.
     """

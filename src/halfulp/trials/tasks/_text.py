@@ -21,7 +21,7 @@ _HOW = (
 
 
 class CharacterGPT(Task):
-    """What every character-level task shares; a subclass says where the text comes from."""
+    """The base of character-level tasks; a subclass says where the text comes from."""
 
     rule: ClassVar[str] = "AdamW"
     hyper: ClassVar[dict[str, Any]] = {"lr": 1e-3, "betas": (0.9, 0.999), "weight_decay": 0.1}

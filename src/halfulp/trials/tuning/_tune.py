@@ -26,7 +26,7 @@ _MOST_FINDINGS = 5
 
 @dataclasses.dataclass(frozen=True)
 class Tuned:
-    """What `tune` found; ``print`` shows it.
+    """The result of `tune`; ``print`` shows it.
 
     Attributes:
         recipe: the recipe of fewest bytes that stays with float32 within the tolerance; float32's own where none does.
