@@ -69,11 +69,11 @@ def _register(torch: ModuleType) -> None:
     """Register halfulp's classes and operators with torch; skipped for a torch that is too old."""
     if is_older(torch.__version__):
         return
-    torch.serialization.add_safe_globals([(_imported_when_called(name), name) for name in SAVED_FUNCTIONS])
+    torch.serialization.add_safe_globals([(import_when_called(name), name) for name in SAVED_FUNCTIONS])
     torch.ops.halfulp = _operators(torch)
 
 
-def _imported_when_called(name: str) -> Callable:
+def import_when_called(name: str) -> Callable:
     """Return a function that imports the module of another function when it is called, and calls it."""
 
     def call(*arguments: Any) -> Any:

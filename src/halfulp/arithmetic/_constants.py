@@ -50,13 +50,13 @@ def exp(x: int) -> int:
     """e^x for a fixed-point x."""
     halvings = 16
     small = x >> halvings if x >= 0 else -(-x >> halvings)
-    value = _series(ONE, lambda term, k: _scaled(term * small, k))
+    value = _series(ONE, lambda term, k: _shift(term * small, k))
     for _ in range(halvings):
         value = value * value >> BITS
     return value
 
 
-def _scaled(product: int, k: int) -> int:
+def _shift(product: int, k: int) -> int:
     whole = abs(product) // (k << BITS)
     return whole if product > 0 else -whole
 
@@ -67,8 +67,8 @@ def log(value: Fraction) -> int:
     power, total, k = s, 0, 1
     square = s * s >> BITS
     while power:
-        total += _scaled(power << BITS, k)
-        power = _scaled(power * square, 1)
+        total += _shift(power << BITS, k)
+        power = _shift(power * square, 1)
         k += 2
     return 2 * total
 

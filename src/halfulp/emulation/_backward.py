@@ -76,9 +76,9 @@ class Graph:
         uses = self._leaves[id(leaf)] = self._leaves.get(id(leaf), 0) + 1
         me = weakref.ref(self)
         if uses == 1:
-            self._handles.append(leaf.register_post_accumulate_grad_hook(partial(_accumulated, me)))
+            self._handles.append(leaf.register_post_accumulate_grad_hook(partial(_round_accumulated, me)))
         elif uses == 2:
-            self._handles.append(leaf.register_hook(partial(_summed, me)))
+            self._handles.append(leaf.register_hook(partial(_round_sum, me)))
 
     def _arriving(self, node: int, name: str, gradients: tuple[Tensor | None, ...]) -> tuple | None:
         """Round an incoming gradient that is a sum, or comes from outside (a node's pre-hook)."""
@@ -110,14 +110,14 @@ class Graph:
         return None if moves else tuple(results)
 
 
-def _accumulated(graph: weakref.ref, leaf: Tensor) -> None:
+def _round_accumulated(graph: weakref.ref, leaf: Tensor) -> None:
     """Round a leaf's accumulated sum, if this backward pass went through the graph (a hook)."""
     owner = graph()
     if owner is not None and owner.task == torch._C._current_graph_task_id():
         owner.rounder.round_in_place(leaf.grad, "AccumulateGrad")
 
 
-def _summed(graph: weakref.ref, gradient: Tensor) -> Tensor | None:
+def _round_sum(graph: weakref.ref, gradient: Tensor) -> Tensor | None:
     """Round the sum of a leaf's gradients from several uses (a pre-hook)."""
     owner = graph()
     if owner is None or owner.task != torch._C._current_graph_task_id():

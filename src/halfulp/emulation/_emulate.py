@@ -78,7 +78,7 @@ class Emulation:
             self._check_parameters(self.target)
         rounded, options = self._each(self._rounded, args, kwargs)
         with Region(self.rounder):
-            cloned, options = self._each(_cloned, rounded, options)
+            cloned, options = self._each(_clone_rounded, rounded, options)
             return self._original(*cloned, **options)
 
     def region(self) -> Region:
@@ -231,7 +231,7 @@ def _needs_gradient(tensor: Tensor) -> bool:
     return tensor.requires_grad and torch.is_grad_enabled()
 
 
-def _cloned(tensor: Tensor) -> Tensor:
+def _clone_rounded(tensor: Tensor) -> Tensor:
     """Clone an argument with gradient: a clone is an operator, so it is rounded, and its gradient as well."""
     return tensor.clone() if _needs_gradient(tensor) else tensor
 

@@ -28,7 +28,7 @@ class _Mode(TorchDispatchMode):
         super().__init__()
         self.rounder = rounder
         self.task = torch._C._current_graph_task_id()
-        self._emulated = partial(_emulated, rounder)
+        self._emulated = partial(_emulate_function, rounder)
         self._graph = Graph(rounder, self._emulated)
         self._pending: list = []
         self._promised: list[weakref.ref] = []
@@ -191,7 +191,7 @@ def _check_joins(rounder: Rounder, around: Rounder) -> None:
         )
 
 
-def _emulated(rounder: Rounder, function: Callable) -> Callable:
+def _emulate_function(rounder: Rounder, function: Callable) -> Callable:
     """Return a function that runs under emulation, for what checkpointing computes again."""
     if not rounder.replayable:
         raise NotImplementedError(

@@ -40,7 +40,7 @@ def describe() -> dict[str, Any]:
         "devices": _devices,
         "variables": _variables,
     }
-    found = {name: _tried(part) for name, part in parts.items()}
+    found = {name: _try_part(part) for name, part in parts.items()}
     return {**found, "doubts": list(_doubts(found))}
 
 
@@ -73,7 +73,7 @@ def _words(value: Any) -> str:
     return "not there" if value is None else str(value)
 
 
-def _tried(part: Callable[[], Any]) -> Any:
+def _try_part(part: Callable[[], Any]) -> Any:
     """Return a call's result, or its error as text: one broken driver does not end the report."""
     try:
         return part()

@@ -65,11 +65,11 @@ def round_exact(
     if sign < 0 and not format.signed and magnitude != 0:
         return math.nan
     if isinstance(magnitude, float):  # an infinity
-        return _overflowed(sign, format, policy)
+        return _overflow(sign, format, policy)
     rounded = _round_magnitude(magnitude, sign, format, mode, u)
     if rounded > format.max:
         inward = mode in ("zero", "down" if sign > 0 else "up")
-        return math.copysign(format.max, sign) if inward else _overflowed(sign, format, policy)
+        return math.copysign(format.max, sign) if inward else _overflow(sign, format, policy)
     negative = sign < 0 and (format.signed_zero if rounded == 0 else format.signed)
     return -float(rounded) if negative else float(rounded)
 
@@ -176,7 +176,7 @@ def _split(x: float | Fraction) -> tuple[int, Fraction | float | None]:
     return int(math.copysign(1, x)), (math.inf if math.isinf(x) else abs(Fraction(x)))
 
 
-def _overflowed(sign: int, format: Format, policy: Overflow) -> float:
+def _overflow(sign: int, format: Format, policy: Overflow) -> float:
     """Return the result for a number beyond the largest, by the overflow policy."""
     return math.copysign({"inf": math.inf, "nan": math.nan, "saturate": format.max}[policy], sign)
 

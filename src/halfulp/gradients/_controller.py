@@ -49,10 +49,10 @@ def is_measured(iteration: int, restart: int, interval: int) -> bool:
         # Shorter spans go up to the largest power of two that is less than the interval, and end at its double.
         begin = 1 << (interval - 1).bit_length()
         first = restart + begin + (since - begin) // interval * interval
-    return iteration == first + _mixed(first) % length
+    return iteration == first + _mix_bits(first) % length
 
 
-def _mixed(number: int) -> int:
+def _mix_bits(number: int) -> int:
     """Return a 64-bit hash (the finalizer of SplitMix64: Steele, Lea, Flood, OOPSLA 2014)."""
     number = (number + 0x9E3779B97F4A7C15) & _MASK
     number = ((number ^ (number >> 30)) * 0xBF58476D1CE4E5B9) & _MASK

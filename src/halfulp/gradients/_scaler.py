@@ -595,10 +595,10 @@ class UnscaledGradients:
     def split(self, optimizer: torch.optim.Optimizer) -> tuple[list[Tensor], list[Tensor]]:
         """Return an optimizer's parameters whose gradients are scaled, and those whose gradients were divided."""
         if not self._records:
-            return list(_with_gradients(optimizer)), []
+            return list(_parameters_with_gradients(optimizer)), []
         scaled: list[Tensor] = []
         unscaled: list[Tensor] = []
-        for parameter in _with_gradients(optimizer):
+        for parameter in _parameters_with_gradients(optimizer):
             record = self._record(parameter)
             is_divided = record is not None and record.scaled is None and record.divided.is_held_by(parameter)
             (unscaled if is_divided else scaled).append(parameter)
@@ -621,7 +621,7 @@ class UnscaledGradients:
             RuntimeWarning: a gradient that a scaled backward pass left was written since, and will not be divided.
         """
         written = ""
-        for parameter in _with_gradients(optimizer) if self._records else ():
+        for parameter in _parameters_with_gradients(optimizer) if self._records else ():
             record = self._record(parameter)
             if record is None or record.scaled is None or not record.scaled.is_held_by(parameter):
                 continue
@@ -682,7 +682,7 @@ class UnscaledGradients:
         return record
 
 
-def _with_gradients(optimizer: torch.optim.Optimizer) -> Iterator[Tensor]:
+def _parameters_with_gradients(optimizer: torch.optim.Optimizer) -> Iterator[Tensor]:
     """Yield the parameters of an optimizer that have a gradient."""
     for group in optimizer.param_groups:
         yield from (parameter for parameter in group["params"] if parameter.grad is not None)
@@ -700,11 +700,11 @@ def unscale_once(
     ``unscale`` is GradScaler's own, of an optimizer, the inverse scale and a flag; it returns a flag for every device,
     as this does. ``known`` tells which gradients were divided, and notes those that are now; without it none is.
     """
-    scaled, divided = (list(_with_gradients(optimizer)), []) if known is None else known.split(optimizer)
+    scaled, divided = (list(_parameters_with_gradients(optimizer)), []) if known is None else known.split(optimizer)
     flags: dict[torch.device, Tensor] = {}
     # torch leaves values as they are, bit for bit, under an inverse of 1.
     for parameters, factor in ((scaled, inverse), (divided, torch.ones_like(inverse) if divided else inverse)):
-        for alike in _by_mesh(parameters):
+        for alike in _group_by_mesh(parameters):
             held: Any = SimpleNamespace(param_groups=[{"params": alike}])
             for device, flag in unscale(held, factor, found).items():
                 flags[device] = torch.maximum(flags[device], flag) if device in flags else flag
@@ -713,7 +713,7 @@ def unscale_once(
     return flags
 
 
-def _by_mesh(parameters: list[Tensor]) -> list[list[Tensor]]:
+def _group_by_mesh(parameters: list[Tensor]) -> list[list[Tensor]]:
     """Group parameters by their gradients' device mesh: torch takes no list of plain ones and DTensors, or two meshes.
 
     Plain gradients come first: what is found in them is told to other processes by what follows.

@@ -92,7 +92,7 @@ def check_sets(points: torch.Tensor, sets: torch.Tensor) -> None:
         )
 
 
-_SPARE = 1.5  # candidates per wanted negative where all nodes are equally likely
+_CANDIDATES_PER_NEGATIVE = 1.5  # candidates per wanted negative where all nodes are equally likely
 
 
 class RankingSets:
@@ -149,7 +149,7 @@ class RankingSets:
     def draw(self, edges: torch.Tensor, generator: torch.Generator, popular: bool = False) -> torch.Tensor:
         """Return the sets of some edges, int64 of shape (len(edges), 2 + K)."""
         sources = edges[:, 0]
-        tries = min(10 * self.others if popular else int(_SPARE * self.others) + 8, 32_000)
+        tries = min(10 * self.others if popular else int(_CANDIDATES_PER_NEGATIVE * self.others) + 8, 32_000)
         candidates = self._candidates((len(edges), tries), generator, popular)
         good = ~self._barred[sources.unsqueeze(1), candidates] & self._first_of_each(candidates)
         rank = good.cumsum(1)
@@ -159,10 +159,10 @@ class RankingSets:
         enough = found >= self.others
         made[enough] = candidates[enough][good[enough]].view(-1, self.others)
         if not enough.all():
-            made[~enough] = self._repeated(sources[~enough], candidates[~enough], good[~enough], generator)
+            made[~enough] = self._repeat_candidates(sources[~enough], candidates[~enough], good[~enough], generator)
         return torch.cat([edges, made], 1)
 
-    def _repeated(
+    def _repeat_candidates(
         self, sources: torch.Tensor, candidates: torch.Tensor, good: torch.Tensor, generator: torch.Generator
     ) -> torch.Tensor:
         """Return a row's valid candidates, repeated until there are enough."""

@@ -120,10 +120,10 @@ def rms_norm(x: Any, shape: Sequence[int], weight: Any = None, eps: float | None
 def cosine_similarity(a: Any, b: Any, dim: int = 1, eps: float = 1e-8) -> Any:
     """Sum a / max(|a|, eps) times b / max(|b|, eps), with the gradients that torch gives it."""
     a, b = torch.broadcast_tensors(a, b)
-    return (_normalized(a, dim, eps) * _normalized(b, dim, eps)).sum(dim)
+    return (_normalize(a, dim, eps) * _normalize(b, dim, eps)).sum(dim)
 
 
-def _normalized(x: Tensor, dim: int, eps: float) -> Tensor:
+def _normalize(x: Tensor, dim: int, eps: float) -> Tensor:
     size = torch.linalg.vector_norm(x, 2, dim, True).clone()
     with torch.no_grad():
         size.clamp_min_(eps)
@@ -311,7 +311,7 @@ def ndtr(x: MCTensor) -> Tensor:
     return torch.erfc(x * factor) * 0.5
 
 
-def _in_compiled_steps(steps: Callable) -> Callable:
+def _interpolate_when_traced(steps: Callable) -> Callable:
     """Let a function interpolate where a compiler traces, as torch decomposes it there before it asks a rule."""
 
     def interpolate(x: Any, *arguments: Any, **options: Any) -> Any:
@@ -325,7 +325,7 @@ def _in_compiled_steps(steps: Callable) -> Callable:
 
 # Those with a function of their own, which gives NotImplemented where torch's steps hold all digits.
 OWN = {aten.special_ndtr.default: ndtr}
-OWN |= {operator: _in_compiled_steps(rule) for operator, rule in (FORWARD | BY_FACTORS).items()}
+OWN |= {operator: _interpolate_when_traced(rule) for operator, rule in (FORWARD | BY_FACTORS).items()}
 _ENCODED = frozenset(present((*COMPOSITES, *DIFFERENTIATED)))
 OWN |= BY_NUMBERS | INTO_PLAIN
 

@@ -177,7 +177,9 @@ def blocks_table(dtype: torch.dtype, product: bool, cuts: int, partial: bool = F
     element = Recording(1 + product)
     words = [_LOAD[LAYOUTS[dtype].width](array, element.index) for array in element.arrays]
     bits = block_of(dtype, product).bit_length() - 1
-    [(*parts, minus_zero)] = _split(dtype, product, cuts, bits, [words], lambda several: block_largest(several[0]))
+    [(*parts, minus_zero)] = _split_terms(
+        dtype, product, cuts, bits, [words], lambda several: block_largest(several[0])
+    )
     for part in parts:
         element.trace.gather_sum("sum", part)
     element.trace.gather_sum("count", minus_zero)
@@ -198,7 +200,7 @@ def short_table(dtype: torch.dtype, product: bool, width: int) -> Table:
         return functools.reduce(lambda x, y: select(x > y, x, y), several)
 
     terms = [words[k::width] for k in range(width)]
-    *parts, minus_zero = zip(*_split(dtype, product, 1, (width - 1).bit_length(), terms, largest))
+    *parts, minus_zero = zip(*_split_terms(dtype, product, 1, (width - 1).bit_length(), terms, largest))
     counted = [select(mask, np.float64(1.0), np.float64(0.0)) for mask in minus_zero]
     for array, several in zip(element.arrays[-3:], [*parts, counted]):
         o.store64(array, element.index, o.word64(_total(several)))
@@ -215,7 +217,7 @@ def pairs_table(result: torch.dtype) -> Table:
     return Table(element.trace, 4, constants=1)
 
 
-def _split(dtype: torch.dtype, product: bool, cuts: int, carries: int, terms: list, largest: Callable) -> list:
+def _split_terms(dtype: torch.dtype, product: bool, cuts: int, carries: int, terms: list, largest: Callable) -> list:
     """Return for each of up to 2^carries terms, or pairs of factors, its parts and whether it is -0.
 
     Each term is cut at some place: q = (s + x) - s, r = x - q (Rump, Ogita, Oishi). With s = 1.5 * 2^k the q are
@@ -302,7 +304,7 @@ def settling_table(reach: Reach, dtype: torch.dtype | None) -> Table:
     """
     element = Recording(reach.counters + (2 if dtype else reach.limbs))
     read = [o.load64(array, element.index) for array in element.arrays[: reach.counters + bool(dtype)]]
-    digits = _carried(reach, read)
+    digits = _pass_carries(reach, read)
     if dtype is None:
         for array, digit in zip(element.arrays[reach.counters :], digits):
             o.store64(array, element.index, digit)
@@ -310,12 +312,12 @@ def settling_table(reach: Reach, dtype: torch.dtype | None) -> Table:
         layout, (*specials, zeros, terms) = LAYOUTS[dtype], read[(1 + reach.windows) * reach.limbs :]
         if reach.windows:
             specials = [o.and64(specials[0], LOW), o.shr64(specials[0], 32)]
-        bits = _rounded(reach, layout, digits, [word != 0 for word in specials], (terms != 0) & (terms == zeros))
+        bits = _round_bits(reach, layout, digits, [word != 0 for word in specials], (terms != 0) & (terms == zeros))
         _STORE[layout.width](element.arrays[-1], element.index, bits if layout.width == 64 else o.low_word(bits))
     return Table(element.trace, len(element.arrays))
 
 
-def _carried(reach: Reach, counters: list) -> list:
+def _pass_carries(reach: Reach, counters: list) -> list:
     """Return the limbs of sums of limbs, or windows, with carries passed on."""
     carry, digits = None, []
     for k in range(reach.limbs):
@@ -331,7 +333,7 @@ def _carried(reach: Reach, counters: list) -> list:
     return digits
 
 
-def _rounded(reach: Reach, layout: Layout, digits: list, specials: list, all_minus_zero: Any) -> Any:
+def _round_bits(reach: Reach, layout: Layout, digits: list, specials: list, all_minus_zero: Any) -> Any:
     """Return the bits of the nearest float, in a word of 64 bits."""
     negative = digits[-1] >= 1 << 63
     flip, carry = select(negative, np.uint64(LOW), _NONE), select(negative, _ONE, _NONE)

@@ -245,7 +245,7 @@ _round = define_operator(
 )
 
 
-def _spread(gradient: torch.Tensor, shape: torch.Size, dims: list[int], keepdim: bool) -> torch.Tensor:
+def _expand_gradient(gradient: torch.Tensor, shape: torch.Size, dims: list[int], keepdim: bool) -> torch.Tensor:
     """Return a sum's gradient in the shape of the summed tensor."""
     if not keepdim:
         gradient = gradient.reshape(_shape(shape, dims, True))
@@ -258,7 +258,7 @@ def _remember_sum(ctx: Any, inputs: tuple[Any, ...], output: torch.Tensor) -> No
 
 
 def _sum_backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-    return _spread(gradient.to(ctx.dtype), ctx.shape, ctx.dims, ctx.keepdim), None, None, None
+    return _expand_gradient(gradient.to(ctx.dtype), ctx.shape, ctx.dims, ctx.keepdim), None, None, None
 
 
 def _remember_dot(ctx: Any, inputs: tuple[Any, ...], output: torch.Tensor) -> None:
@@ -270,7 +270,7 @@ def _remember_dot(ctx: Any, inputs: tuple[Any, ...], output: torch.Tensor) -> No
 
 def _dot_backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
     a, b = ctx.saved_tensors
-    gradient = _spread(gradient, a.shape, ctx.dims, ctx.keepdim)
+    gradient = _expand_gradient(gradient, a.shape, ctx.dims, ctx.keepdim)
     for_a = (gradient * b).to(a.dtype) if ctx.needs_input_grad[0] else None
     for_b = (gradient * a).to(b.dtype) if ctx.needs_input_grad[1] else None
     return for_a, for_b, None, None, None

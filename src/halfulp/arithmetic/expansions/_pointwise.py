@@ -339,8 +339,8 @@ def _run_division(call: Call, flat: Sequence[torch.Tensor], out: Parts | None) -
     """Divide with remainder: steps until |r| < |b| everywhere, mostly one, then the function of (a, r, b)."""
     flat = torch.broadcast_tensors(*flat)
     (kind_a, count_a), (kind_b, count_b) = call.operands
-    a = _in_float64(kind_a, flat[:count_a])
-    b = _in_float64(kind_b, flat[count_a:])
+    a = _convert_to_float64(kind_a, flat[:count_a])
+    b = _convert_to_float64(kind_b, flat[count_a:])
     r = [*a, *(torch.zeros_like(a[0]) for _ in b)]
     step = _internal(STEP, (count_a + count_b, count_b), count_a + count_b + 1, torch.float64)
     pending = True
@@ -351,7 +351,7 @@ def _run_division(call: Call, flat: Sequence[torch.Tensor], out: Parts | None) -
     return _run(ended, (*a, *r, *b), out)
 
 
-def _in_float64(kind: torch.dtype, parts: Sequence[torch.Tensor]) -> Parts:
+def _convert_to_float64(kind: torch.dtype, parts: Sequence[torch.Tensor]) -> Parts:
     if kind == torch.float64 or len(parts) == 1:
         return tuple(part.double() for part in parts)
     return _run(_call("renormalize", ((kind, len(parts)),), len(parts), torch.float64), parts, None)
@@ -423,7 +423,7 @@ def _spread_all(flat: Sequence[torch.Tensor], shape: torch.Size, count: int) -> 
     alive: list[torch.Tensor | array.array[Any]] = []
     for part in map(plain, flat):
         if part.shape != shape:
-            held, words_of = _spread(part, shape, row)
+            held, words_of = _repeat_operand(part, shape, row)
             alive.append(held)
             words += words_of
         else:
@@ -433,7 +433,7 @@ def _spread_all(flat: Sequence[torch.Tensor], shape: torch.Size, count: int) -> 
     return words, alive
 
 
-def _spread(
+def _repeat_operand(
     part: torch.Tensor, shape: torch.Size, row: int
 ) -> tuple[torch.Tensor | array.array[Any], tuple[int, int, int]]:
     """Return a broadcast operand as the kernel reads it: repeated LANES times, row by row, or written out."""

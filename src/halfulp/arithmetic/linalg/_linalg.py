@@ -43,12 +43,12 @@ def solve(a: Parts, b: Parts, components: int, dtype: torch.dtype) -> Parts:
     >>> (5 * x[0] + 5 * x[1]).tolist()
     [[2.0], [1.0]]
     """
-    return _called("solve", a, b, components, dtype)
+    return _call_solver("solve", a, b, components, dtype)
 
 
 def inverse(a: Parts, components: int, dtype: torch.dtype) -> Parts:
     """Return the inverse of (..., N, N): the solution of a x = 1, with `solve`'s accuracy and errors."""
-    return _called("inverse", a, (), components, dtype)
+    return _call_solver("inverse", a, (), components, dtype)
 
 
 def lstsq(a: Parts, b: Parts, components: int, dtype: torch.dtype) -> Parts:
@@ -67,7 +67,7 @@ def lstsq(a: Parts, b: Parts, components: int, dtype: torch.dtype) -> Parts:
         ValueError: shapes that do not match, M < N; infinities or NaNs.
         torch.linalg.LinAlgError: the columns are dependent, or nearly.
     """
-    return _called("lstsq", a, b, components, dtype)
+    return _call_solver("lstsq", a, b, components, dtype)
 
 
 def cholesky(a: Parts, components: int, dtype: torch.dtype) -> Parts:
@@ -79,7 +79,7 @@ def cholesky(a: Parts, components: int, dtype: torch.dtype) -> Parts:
         ValueError: not square; infinities or NaNs.
         torch.linalg.LinAlgError: not positive definite, or of a condition beyond about 1e58.
     """
-    return _called("cholesky", a, (), components, dtype)
+    return _call_solver("cholesky", a, (), components, dtype)
 
 
 def qr(a: Parts, components: int, dtype: torch.dtype) -> tuple[Parts, Parts]:
@@ -89,7 +89,7 @@ def qr(a: Parts, components: int, dtype: torch.dtype) -> tuple[Parts, Parts]:
         ValueError: infinities or NaNs.
         torch.linalg.LinAlgError: the first k columns are dependent, or nearly.
     """
-    made = _called("qr", a, (), components, dtype)
+    made = _call_solver("qr", a, (), components, dtype)
     return made[:components], made[components:]
 
 
@@ -102,10 +102,10 @@ def det(a: Parts, components: int, dtype: torch.dtype) -> Parts:
         ValueError: not square; infinities or NaNs.
         torch.linalg.LinAlgError: N > 64 and singular, or of a condition beyond about 1e15.
     """
-    return _called("det", a, (), components, dtype)
+    return _call_solver("det", a, (), components, dtype)
 
 
-def _called(name: str, a: Parts, b: Parts, components: int, dtype: torch.dtype) -> Parts:
+def _call_solver(name: str, a: Parts, b: Parts, components: int, dtype: torch.dtype) -> Parts:
     for kind, count in ((a[0].dtype, len(a)), *([(b[0].dtype, len(b))] if b else []), (dtype, components)):
         if kind not in PRECISION:
             raise TypeError(f"components of {kind}: allowed are float16, bfloat16, float32 and float64")
@@ -141,12 +141,12 @@ def _run(name: str, parts: list[torch.Tensor], count: int, components: int, dtyp
         batch = torch.broadcast_shapes(a[0].shape[:-2], b[0].shape[:-2])
         a, b = (tuple(part.expand(*batch, *part.shape[-2:]) for part in some) for some in (a, b))
     work = Work.for_result(components, dtype)
-    made = _computed(name, work, a, b)
+    made = _compute(name, work, a, b)
     fit = [pointwise("renormalize", x, components=components, dtype=dtype) for x in made]
     return [part for x in fit for part in x]
 
 
-def _computed(name: str, work: Work, a: Parts, b: Parts) -> tuple[Parts, ...]:
+def _compute(name: str, work: Work, a: Parts, b: Parts) -> tuple[Parts, ...]:
     if name == "solve":
         return (systems.solve(work, a, b),)
     if name == "inverse":

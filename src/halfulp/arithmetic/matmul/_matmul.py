@@ -95,16 +95,16 @@ def _run(a: Sequence[Any], b: Sequence[Any], components: int, dtype: torch.dtype
         a = [part.reshape(-1, part.shape[-1]) for part in a]
         made = _multiply(tuple(a), tuple(b), components, dtype, error)
     else:
-        a, b = ([_stacked(part, shape[:-2]) for part in parts] for parts in (a, b))
-        made = _in_pieces(tuple(a), tuple(b), components, dtype, error)
+        a, b = ([_stack(part, shape[:-2]) for part in parts] for parts in (a, b))
+        made = _multiply_in_chunks(tuple(a), tuple(b), components, dtype, error)
     return [part.reshape(shape) for part in made]
 
 
-def _stacked(part: torch.Tensor, batch: tuple[int, ...]) -> torch.Tensor:
+def _stack(part: torch.Tensor, batch: tuple[int, ...]) -> torch.Tensor:
     return part.expand(*batch, *part.shape[-2:]).reshape(math.prod(batch), *part.shape[-2:])
 
 
-def _in_pieces(a: Parts, b: Parts, components: int, dtype: torch.dtype, error: bool) -> list[torch.Tensor]:
+def _multiply_in_chunks(a: Parts, b: Parts, components: int, dtype: torch.dtype, error: bool) -> list[torch.Tensor]:
     """Multiply a stack of matrices in chunks that keep the workspace small."""
     count, m, k = a[0].shape
     n = b[0].shape[-1]
@@ -141,7 +141,7 @@ def _multiply(a: Parts, b: Parts, components: int, dtype: torch.dtype, error: bo
     if _is_like_a_dot_product(outputs, inner, a[0].numel() + b[0].numel()):
         made = multiply_direct(a, b, components, dtype)
         return [*made, *([error_direct(a, b, components, dtype)] if error else [])]
-    a, b = (_for_slices(parts) for parts in (a, b))
+    a, b = (_prepare_slices(parts) for parts in (a, b))
     made, bound = multiply_sliced(a, b, components, dtype, error)
     return [*made, *([] if bound is None else [bound])]
 
@@ -152,7 +152,7 @@ def _is_like_a_dot_product(outputs: int, inner: int, elements: int) -> bool:
     return 250 + 0.02 * outputs * inner < sliced
 
 
-def _for_slices(parts: Parts) -> Parts:
+def _prepare_slices(parts: Parts) -> Parts:
     return parts if parts[0].dtype == torch.float64 else tuple(part.double() for part in parts)
 
 

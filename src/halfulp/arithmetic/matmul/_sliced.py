@@ -99,7 +99,7 @@ def summer(results: int, carried: int, components: int, dtype: torch.dtype) -> E
         terms = list(values[:results])
         scale = values[results] + values[results + 1]
         known = list(values[results + 2 :])
-        terms = _gathered(terms, working)
+        terms = _sum_terms(terms, working)
         terms = [times_power(term, scale) for term in terms]
         if known:
             terms = distill([*known, *terms], working)
@@ -111,7 +111,7 @@ def summer(results: int, carried: int, components: int, dtype: torch.dtype) -> E
     return Elements("matmul_sum", add_up, torch.float64, inputs, (dtype,) * components)
 
 
-def _gathered(terms: Terms, keep: int) -> Terms:
+def _sum_terms(terms: Terms, keep: int) -> Terms:
     """Return the sum to `keep` components, with an error of order u^(keep + 1) of the largest term."""
     if keep == 1:
         terms = sweep(terms)
@@ -190,7 +190,7 @@ def multiply_sliced(
     """
     tasks = _tasks(a, b, components, dtype)
     if not _all_finite(tasks):
-        return _with_special_values(a, b, components, dtype, error)
+        return _add_special_values(a, b, components, dtype, error)
     known: Parts = ()
     bound, alone = None, None
     for k, task in enumerate(tasks):
@@ -219,7 +219,7 @@ def _all_finite(tasks: list[_Task]) -> bool:
     return all(math.isfinite(float(task.row_scales[0].sum() + task.column_scales[0].sum())) for task in tasks)
 
 
-def _with_special_values(
+def _add_special_values(
     a: Parts, b: Parts, components: int, dtype: torch.dtype, error: bool
 ) -> tuple[Parts, torch.Tensor | None]:
     plain = torch.matmul(a[0].double(), b[0].double())
@@ -247,13 +247,13 @@ def _multiply_block(
     """`known` plus a block's product, the entries that must be computed alone, the bound."""
     slices = first_slices(task.inner, task.bits)
     with workspace(_layout(task, slices), task.a[0].device) as (cut, sizes, results):
-        left, right = _cut(task, slices, cut, sizes)
-        wanted, missed, bound = _judged(task, slices, sizes, error)
+        left, right = _cut_slices(task, slices, cut, sizes)
+        wanted, missed, bound = _choose_slices(task, slices, sizes, error)
         if wanted == slices:
-            return _summed(task, left, right, known, last, results), missed, bound
+            return _add_products(task, left, right, known, last, results), missed, bound
     with workspace(_layout(task, wanted), task.a[0].device) as (cut, sizes, results):
-        left, right = _cut(task, wanted, cut, sizes)
-        return _summed(task, left, right, known, last, results), missed, bound
+        left, right = _cut_slices(task, wanted, cut, sizes)
+        return _add_products(task, left, right, known, last, results), missed, bound
 
 
 def _layout(task: _Task, slices: int) -> Layout:
@@ -268,22 +268,24 @@ def _layout(task: _Task, slices: int) -> Layout:
     )
 
 
-def _cut(task: _Task, slices: int, cut: list, sizes: list) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+def _cut_slices(task: _Task, slices: int, cut: list, sizes: list) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
     """Return the slices of either operand, the tail behind them; the magnitudes go to the first two of `sizes`."""
     pieces = cut[: slices + 1], cut[slices + 1 :]
     scales = task.row_scales, task.column_scales
     for parts, out, size, (_, *factors) in zip((task.a, task.b), pieces, sizes, scales, strict=False):
-        inputs = [*parts, *(_as_row(factor) for factor in factors)]
+        inputs = [*parts, *(_read_as_row(factor) for factor in factors)]
         slicer(parts[0].dtype, len(parts), slices)(inputs, [*out, size])
     return pieces
 
 
-def _as_row(x: torch.Tensor) -> torch.Tensor:
+def _read_as_row(x: torch.Tensor) -> torch.Tensor:
     """Return one value per column of a matrix as a vector, which a kernel reads in place."""
     return x.reshape(-1) if x.dim() == 2 and x.shape[0] == 1 else x
 
 
-def _judged(task: _Task, slices: int, sizes: list, error: bool) -> tuple[int, torch.Tensor | None, torch.Tensor | None]:
+def _choose_slices(
+    task: _Task, slices: int, sizes: list, error: bool
+) -> tuple[int, torch.Tensor | None, torch.Tensor | None]:
     """Choose the number of slices; return it, the entries that it does not cover, and the error bound."""
     left, right, sums = sizes
     multiply(left, right, sums)
@@ -316,7 +318,7 @@ def _cheapest(task: _Task, slices: int, sums: torch.Tensor) -> int:
     return min(range(slices, MOST_SLICES + 1), key=cost)
 
 
-def _summed(task: _Task, left: list, right: list, known: Parts, last: bool, results: list) -> Parts:
+def _add_products(task: _Task, left: list, right: list, known: Parts, last: bool, results: list) -> Parts:
     """Add all products of slices and tails to the sum of earlier blocks."""
     slices, device = len(left) - 1, left[0].device
     final, dtype = (task.components, task.dtype) if last else (task.components + 1, torch.float64)
@@ -342,7 +344,7 @@ def _add_scaled_sums(task: _Task, waiting: list, known: Parts, written: Parts | 
     if written is None:
         written = tuple(torch.empty_like(waiting[0]) for _ in range(task.components + 1))
     kernel = summer(len(waiting), len(known), len(written), written[0].dtype)
-    kernel([*waiting, task.row_scales[0], _as_row(task.column_scales[0]), *known], written)
+    kernel([*waiting, task.row_scales[0], _read_as_row(task.column_scales[0]), *known], written)
     return written
 
 

@@ -57,14 +57,14 @@ def sum_of_products(left: Parts, right: Parts, components: int, dtype: torch.dty
     """Return the sum over the first dimension of left times right, which broadcast in the others."""
     shape = torch.broadcast_shapes(left[0].shape, right[0].shape)[1:]
     few = components * PRECISION[dtype] <= 106 and max(len(left), len(right)) <= 2
-    one_piece, add, result = (_cascaded, _add_cascades, _cascade_result) if few else (_expanded, _added, _same)
+    one_piece, add, result = (_cascaded, _add_cascades, _cascade_result) if few else (_multiply_expanded, _add, _same)
     step = max(_AT_ONCE, _PRODUCTS_AT_ONCE // max(1, shape.numel()) // _AT_ONCE * _AT_ONCE)
     pieces = []
     for first in range(0, left[0].shape[0], step):
         x, y = (_dense(parts, slice(first, first + step), shape) for parts in (left, right))
         pieces.append(one_piece(x, y, components, dtype))
     stacked = tuple(torch.stack(parts) for parts in zip(*pieces, strict=True))
-    known = result(_halved_by(add, stacked))
+    known = result(_sum_by_halves(add, stacked))
     return pointwise("renormalize", tuple(x.reshape(shape) for x in known), components=components, dtype=dtype)
 
 
@@ -86,10 +86,10 @@ def _cascaded(x: Parts, y: Parts, components: int, dtype: torch.dtype) -> Parts:
     chunks = [part[k * rows : (k + 1) * rows] for k in range(_AT_ONCE) for part in (*x, *y)]
     out = tuple(torch.empty_like(chunks[0], dtype=torch.float64) for _ in range(4))
     _cascade(x[0].dtype, len(x), y[0].dtype, len(y))(chunks, out)
-    return _halved_by(_add_cascades, out)
+    return _sum_by_halves(_add_cascades, out)
 
 
-def _halved_by(join: Callable[[Parts, Parts], Parts], parts: Parts) -> Parts:
+def _sum_by_halves(join: Callable[[Parts, Parts], Parts], parts: Parts) -> Parts:
     """Sum over the first dimension with `join`, by halves."""
     while parts[0].shape[0] > 1:
         count = parts[0].shape[0]
@@ -158,13 +158,13 @@ def _add_terms(x: Sequence[Any], y: Sequence[Any]) -> Terms:
     return [first, second, (x[2] + y[2]) + (third + rest), x[3] + y[3]]
 
 
-def _expanded(x: Parts, y: Parts, components: int, dtype: torch.dtype) -> Parts:
+def _multiply_expanded(x: Parts, y: Parts, components: int, dtype: torch.dtype) -> Parts:
     working = min(MOST, -(-(components * PRECISION[dtype] + 4) // 53) + (dtype == torch.float64))
     products = pointwise("mul", x, y, components=working, dtype=torch.float64)
-    return _halved_by(_added, products)
+    return _sum_by_halves(_add, products)
 
 
-def _added(x: Parts, y: Parts) -> Parts:
+def _add(x: Parts, y: Parts) -> Parts:
     return pointwise("add", x, y, components=len(x), dtype=torch.float64)
 
 
@@ -200,7 +200,7 @@ def multiply_wide(a: Parts, b: Parts, components: int, dtype: torch.dtype, work:
     layout = (*((tuple(parts[0].shape), work) for parts in merged), *([] if direct else [(shape, work)] * pieces))
     with workspace((layout,), a[0].device) as ((*scratch,),):
         rest = iter(scratch)
-        x, y = (_merged(parts, next(rest)) if any(parts is z for z in merged) else parts[0] for parts in (a, b))
+        x, y = (_merge(parts, next(rest)) if any(parts is z for z in merged) else parts[0] for parts in (a, b))
         scratch = list(rest)
         _multiply_pieces(x, y, written[:1] if direct else scratch)
         if not direct:
@@ -208,7 +208,7 @@ def multiply_wide(a: Parts, b: Parts, components: int, dtype: torch.dtype, work:
     return written
 
 
-def _merged(parts: Parts, out: torch.Tensor) -> torch.Tensor:
+def _merge(parts: Parts, out: torch.Tensor) -> torch.Tensor:
     """Return the sum of all components, in the scratch memory's type."""
     _merger(out.dtype, parts[0].dtype, len(parts))(parts, (out,))
     return out
@@ -250,7 +250,7 @@ def single_product(a: Parts, b: Parts) -> Iterator[torch.Tensor]:
     """
     shapes = a[0].shape, b[0].shape, (*a[0].shape[:-1], b[0].shape[-1])
     with workspace((tuple((tuple(shape), torch.float32) for shape in shapes),), a[0].device) as ((left, right, out),):
-        multiply(_merged(a, left), _merged(b, right), out)
+        multiply(_merge(a, left), _merge(b, right), out)
         yield out
 
 
@@ -309,7 +309,7 @@ def _merger(work: torch.dtype, dtype: torch.dtype, count: int) -> Elements:
 def _splitter(work: torch.dtype, dtype: torch.dtype, components: int, pieces: int) -> Elements:
     def cut(*products: Any) -> Terms:
         if work == torch.float32:
-            return _cut(products[0], dtype, components)
+            return _cut_components(products[0], dtype, components)
         terms = list(products)
         if pieces > 1:
             terms = finished(functools.reduce(operator.add, terms), distill(terms, 2))
@@ -318,7 +318,7 @@ def _splitter(work: torch.dtype, dtype: torch.dtype, components: int, pieces: in
     return Elements("matmul_split", cut, work, (work,) * pieces, (dtype,) * components)
 
 
-def _cut(x: Any, dtype: torch.dtype, components: int) -> Terms:
+def _cut_components(x: Any, dtype: torch.dtype, components: int) -> Terms:
     """Return a float32 as 16-bit components, each the nearest."""
     largest = _LARGEST.get(dtype)
     huge = abs(x) > 2.0**100

@@ -341,7 +341,7 @@ class Region(TorchFunctionMode):
         reads.begin()
         out = self._run(site, function, given, kwargs)
         reads.hook(out, out)
-        made = self._at_site(out, site, kind, reads)
+        made = self._assign_site(out, site, kind, reads)
         if kind == "product" and self._backward.measuring and self._backward.policy.wants_operands:
             self._watch_operands(factors_of(function, args, kwargs), out, site)
         return made
@@ -371,7 +371,7 @@ class Region(TorchFunctionMode):
         reads.begin()
         out = self._run(site, function, (*given, *args[1:]), kwargs)
         reads.hook(out, out)
-        return self._at_site(out, site, "plain", reads)
+        return self._assign_site(out, site, "plain", reads)
 
     @without_watching
     def take(self, arguments: Any) -> None:
@@ -553,7 +553,7 @@ class Region(TorchFunctionMode):
                 self._tag_tensor(x, getattr(x, _TAG, site))
         return out
 
-    def _at_site(self, out: Any, site: Site, kind: str, reads: Reads | None = None) -> Any:
+    def _assign_site(self, out: Any, site: Site, kind: str, reads: Reads | None = None) -> Any:
         """Assign the new tensors of a function's results to ``site``, and return the results."""
         nodes: set = set()
         return map_tensors(out, lambda x: self._tensor_at_site(x, site, kind, nodes, reads))
@@ -603,7 +603,7 @@ class Region(TorchFunctionMode):
                 f"a custom Function in {'.'.join(self.path[-1:]) or 'the model'} writes into its argument, whose "
                 "gradient then goes round the exponents: let it work on a clone, or take mode='module'"
             )
-        return self._at_site(out, self._global_site, "plain")
+        return self._assign_site(out, self._global_site, "plain")
 
     def note_replay(self) -> None:
         """Note that a checkpoint runs again during backward, with a backward pass of its own."""

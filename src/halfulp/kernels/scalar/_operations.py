@@ -26,7 +26,7 @@ _U64 = 0xFFFFFFFFFFFFFFFF
 _CTYPES = {8: ctypes.c_uint8, 16: ctypes.c_uint16, 32: ctypes.c_uint32, 64: ctypes.c_uint64}
 
 
-def _recorded(traced: Callable[..., Any]) -> Callable[[Function], Function]:
+def _record_operation(traced: Callable[..., Any]) -> Callable[[Function], Function]:
     """Make a function of scalars an operation of the language, which writes itself down where a value is traced."""
 
     def operation(function: Function) -> Function:
@@ -42,22 +42,22 @@ def _recorded(traced: Callable[..., Any]) -> Callable[[Function], Function]:
 
 
 def _word(operation: str) -> Callable[[Function], Function]:
-    return _recorded(lambda trace, a, b: trace.binary(f"word_{operation}", a, b))
+    return _record_operation(lambda trace, a, b: trace.binary(f"word_{operation}", a, b))
 
 
 def _convert(operation: str, kind: str) -> Callable[[Function], Function]:
-    return _recorded(lambda trace, x: trace.emit(operation, (x,), None, kind))
+    return _record_operation(lambda trace, x: trace.emit(operation, (x,), None, kind))
 
 
 def _load(bits: int) -> Callable[[Function], Function]:
-    return _recorded(lambda trace, address, i: trace.load(bits, address, i))
+    return _record_operation(lambda trace, address, i: trace.load(bits, address, i))
 
 
 def _store(bits: int) -> Callable[[Function], Function]:
-    return _recorded(lambda trace, address, i, value: trace.store(bits, address, i, value))
+    return _record_operation(lambda trace, address, i, value: trace.store(bits, address, i, value))
 
 
-@_recorded(lambda _, condition, a, b: _trace.select(condition, a, b))
+@_record_operation(lambda _, condition, a, b: _trace.select(condition, a, b))
 def select(condition: Any, a: Any, b: Any) -> Any:
     """a where the condition holds, else b; of tensors too."""
     return _trace.select(condition, a, b)
@@ -147,14 +147,14 @@ def to_word(x: Real) -> np.uint32:
     return np.int32(x).view(np.uint32)
 
 
-@_recorded(lambda trace, a, b: trace.binary("div", a, b))
+@_record_operation(lambda trace, a, b: trace.binary("div", a, b))
 def divide(a: np.float32, b: np.float32) -> np.float32:
     """a / b in float32, correctly rounded."""
     with np.errstate(all="ignore"):
         return np.float32(a) / np.float32(b)
 
 
-@_recorded(lambda _, x: square_root(x))
+@_record_operation(lambda _, x: square_root(x))
 def sqrt(a: np.float32) -> np.float32:
     """sqrt(a) in float32, correctly rounded."""
     with np.errstate(all="ignore"):
@@ -162,19 +162,19 @@ def sqrt(a: np.float32) -> np.float32:
         return root
 
 
-@_recorded(lambda _, x: _trace.floor(x))
+@_record_operation(lambda _, x: _trace.floor(x))
 def floor(x: Any) -> Any:
     """Return a real rounded down to an integer; of tensors too."""
     return _trace.floor(x) if hasattr(x, "floor") else np.floor(x)
 
 
-@_recorded(lambda trace, a, b: select((a > b) | (a != a), a, b))
+@_record_operation(lambda trace, a, b: select((a > b) | (a != a), a, b))
 def maximum(a: np.float32, b: np.float32) -> np.float32:
     """Return the larger of two float32; NaN if either is."""
     return a if a > b or a != a else b
 
 
-@_recorded(lambda trace, x: select(x != x, x, select(x > 0.0, 1.0, select(x < 0.0, -1.0, 0.0))))
+@_record_operation(lambda trace, x: select(x != x, x, select(x > 0.0, 1.0, select(x < 0.0, -1.0, 0.0))))
 def sign_of(x: np.float32) -> np.float32:
     """-1, 0 or 1 as float32; NaN for NaN."""
     return np.float32(np.sign(x))
@@ -319,7 +319,7 @@ def store64(address: Word, i: Word, w: Word) -> None:
     _CTYPES[64].from_address(int(address) + int(i) * 8).value = int(w)
 
 
-@_recorded(lambda trace, *given: trace.deposit(*given))
+@_record_operation(lambda trace, *given: trace.deposit(*given))
 def deposit64(address: Word, i: Word, w: Word, apart: int = 0) -> None:
     """Add a word to the 64-bit element i of an array, or of a copy of it; see `Trace.deposit`."""
     store64(address, i, add64(load64(address, i), w))

@@ -184,10 +184,12 @@ def _kernel_text(kernel: TensorKernel, arguments: list[str], inputs: list[tuple[
         types[f"c{k}"] = f"tl.int{kinds['constant', k][1:]}"
     types |= {f"key_{half}": "tl.int32" for half in ("low", "high") if table.start}
     types |= dict.fromkeys(("memory", "count", "length", "per_row"), "tl.int64")
-    lines = [f"constant{k} = {_typed(f'c{k}', kinds['constant', k])}" for k in kernel.constants]
+    lines = [f"constant{k} = {_typed_scalar(f'c{k}', kinds['constant', k])}" for k in kernel.constants]
     for slot, k in enumerate(kernel.in_memory):
         width, kind = kinds["constant", k][1:], kinds["constant", k]
-        lines.append(f"constant{k} = {_typed(f'tl.load(memory.to(tl.pointer_type(tl.int{width})) + {slot})', kind)}")
+        lines.append(
+            f"constant{k} = {_typed_scalar(f'tl.load(memory.to(tl.pointer_type(tl.int{width})) + {slot})', kind)}"
+        )
     lines += [f"{half} = key_{half}.to(tl.uint32, bitcast=True)" for half in ("low", "high") if draws]
     lines += _block_lines(kernel, draws) if table.block else _line_lines(kernel, draws)
     call = f"element(offsets, offsets, {', '.join(arguments)}, lanes, aligned)"
@@ -199,7 +201,7 @@ def _kernel_text(kernel: TensorKernel, arguments: list[str], inputs: list[tuple[
     return f"{decorator}\ndef run({typed}, aligned: tl.constexpr, ragged: tl.constexpr):\n{body}\n"
 
 
-def _typed(value: str, kind: str) -> str:
+def _typed_scalar(value: str, kind: str) -> str:
     """Return a signed integer as the value with its bits."""
     width = kind[1:]
     # In the interpreter integers of less than 2^32 have 32 bits, of which no bitcast makes 64.

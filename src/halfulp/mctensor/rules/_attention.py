@@ -90,7 +90,7 @@ def attention_backward(
     )
 
 
-def _in_float64_or_steps(function: Callable, *arguments: Any) -> Any:
+def _compute_in_float64_or_steps(function: Callable, *arguments: Any) -> Any:
     form = result_type(x for x in tree_leaves(arguments) if isinstance(x, Tensor))
     return in_float64(function, arguments, {}) if form.fits_float64 else run_in_steps(function, form, arguments, {})
 
@@ -148,7 +148,7 @@ def efficient(
 ) -> tuple[Any, ...]:
     """Return the accelerator's fused kernel."""
     _check_dropout(dropout_p)
-    out, sums = _in_float64_or_steps(attention, query, key, value, is_causal, bias, scale)
+    out, sums = _compute_in_float64_or_steps(attention, query, key, value, is_causal, bias, scale)
     unused = torch.empty((), dtype=torch.int64, device=query.device)
     return out, sums, unused, unused.clone()
 
@@ -171,7 +171,7 @@ def efficient_backward(
     scale: float | None = None,
 ) -> tuple[Any, ...]:
     """Return the gradients of `efficient`."""
-    *three, change = _in_float64_or_steps(
+    *three, change = _compute_in_float64_or_steps(
         attention_backward, gradient, query, key, value, out, sums, is_causal, bias, scale
     )
     to_bias = change if bias is None else change.sum_to_size(bias.shape)
@@ -191,7 +191,7 @@ def flash(
 ) -> tuple[Any, ...]:
     """Return the accelerator's fused kernel for 16-bit types."""
     _check_dropout(dropout_p)
-    out, sums = _in_float64_or_steps(attention, query, key, value, is_causal, None, scale)
+    out, sums = _compute_in_float64_or_steps(attention, query, key, value, is_causal, None, scale)
     unused = torch.empty((), dtype=torch.int64, device=query.device)
     return out, sums, None, None, query.shape[-2], key.shape[-2], unused, unused.clone(), query.new_empty((0,))
 
@@ -216,4 +216,6 @@ def flash_backward(
     scale: float | None = None,
 ) -> tuple[Any, ...]:
     """Return the gradients of `flash`."""
-    return _in_float64_or_steps(attention_backward, gradient, query, key, value, out, sums, is_causal, None, scale)[:3]
+    return _compute_in_float64_or_steps(
+        attention_backward, gradient, query, key, value, out, sums, is_causal, None, scale
+    )[:3]

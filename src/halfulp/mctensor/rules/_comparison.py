@@ -257,10 +257,10 @@ def ceil(x: MCTensor) -> Tensor:
 @implements(aten.trunc.default)
 def trunc(x: MCTensor) -> Tensor:
     """Return the nearest integer toward zero."""
-    return make_result(_truncated(x), result_type((x,)))
+    return make_result(_truncate(x), result_type((x,)))
 
 
-def _truncated(x: MCTensor) -> Parts:
+def _truncate(x: MCTensor) -> Parts:
     negative = x._parts[0].signbit()
     flipped = tuple(torch.where(negative, -part, part) for part in parts_of(x, x.device))
     whole = floor_parts(flipped)
@@ -271,7 +271,7 @@ def _truncated(x: MCTensor) -> Parts:
 def frac(x: MCTensor) -> Tensor:
     """Return the fractional part, x - trunc(x)."""
     form = result_type((x,))
-    return evaluate("sub", x, wrap(_truncated(x), None, COMPONENTS), form=form)
+    return evaluate("sub", x, wrap(_truncate(x), None, COMPONENTS), form=form)
 
 
 @implements(aten.round.default)

@@ -79,11 +79,11 @@ def _gradient(gradient: Tensor, options: dict) -> Tensor:
     return -gradient if options["maximize"] else gradient
 
 
-def _refused(*arguments: Any, **options: Any) -> None:
+def _refuse(*arguments: Any, **options: Any) -> None:
     raise NotImplementedError(
         "this fused step reads memory as plain numbers, and MCTensors are sums of components: make the optimizer with "
         "fused=False"
     )
 
 
-implements(aten._fused_adagrad_.default, aten._fused_adagrad_.tensor_lr)(_refused)
+implements(aten._fused_adagrad_.default, aten._fused_adagrad_.tensor_lr)(_refuse)

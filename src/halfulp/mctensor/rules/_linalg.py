@@ -58,7 +58,7 @@ def refined_lu(a: Any, components: int) -> tuple[Tensor, Tensor]:
     return (lower.tril(-1) + upper.triu()).to(a.dtype), pivots
 
 
-def _with_info(function: Callable, *operands: Any) -> tuple[Tensor, Tensor]:
+def _run_each_with_info(function: Callable, *operands: Any) -> tuple[Tensor, Tensor]:
     """Run a function on each matrix of a stack; return results and info: 0, or the size where a result is NaN.
 
     torch's functions without _ex raise where one is not 0.
@@ -72,7 +72,9 @@ def _with_info(function: Callable, *operands: Any) -> tuple[Tensor, Tensor]:
             size = torch.tensor(first.shape[-1], dtype=torch.int32, device=first.device)
             return torch.full_like(operands[-1], float("nan")), size
     stacks = [x.expand(*shape, *x.shape[-2:]).flatten(0, len(shape) - 1) for x in operands]
-    made, found = zip(*(_with_info(function, *matrices) for matrices in zip(*stacks, strict=True)), strict=True)
+    made, found = zip(
+        *(_run_each_with_info(function, *matrices) for matrices in zip(*stacks, strict=True)), strict=True
+    )
     return torch.stack(made).unflatten(0, shape), torch.stack(found).reshape(shape)
 
 
@@ -98,7 +100,7 @@ def solve_ex(a: Any, b: Any, *, left: bool = True, check_errors: bool = False) -
     """Return the solution of a linear system, and which matrices are singular."""
     form, vector = result_type((a, b)), b.dim() == 1 or (b.dim() == a.dim() - 1 and b.shape == a.shape[:-1])
     columns = b.unsqueeze(-1) if vector else b
-    x, information = _with_info(lambda a, b: _solve(a, b, left, form), a, columns)
+    x, information = _run_each_with_info(lambda a, b: _solve(a, b, left, form), a, columns)
     _check_information(information, "torch.linalg.solve_ex", check_errors)
     return (x.squeeze(-1) if vector else x), *_factors(a, solves_by_transpose()), information
 
@@ -123,7 +125,7 @@ def lu_solve(factors: Any, pivots: Tensor, b: Any, *, left: bool = True, adjoint
 @implements(aten.linalg_inv_ex.default)
 def inv_ex(a: MCTensor, *, check_errors: bool = False) -> tuple[Tensor, Tensor]:
     """Return the inverse, and which matrices are singular."""
-    found, information = _with_info(lambda a: _run_arithmetic(arithmetic.inverse, (a,), result_type((a,))), a)
+    found, information = _run_each_with_info(lambda a: _run_arithmetic(arithmetic.inverse, (a,), result_type((a,))), a)
     _check_information(information, "torch.linalg.inv_ex", check_errors)
     return found, information
 
@@ -144,7 +146,7 @@ def slogdet(a: MCTensor) -> tuple[Tensor, ...]:
 @implements(aten.linalg_cholesky_ex.default)
 def cholesky_ex(a: MCTensor, *, upper: bool = False, check_errors: bool = False) -> tuple[Tensor, Tensor]:
     """Return the triangular root of a positive definite matrix, and which matrices are not."""
-    root, information = _with_info(lambda a: cholesky(a, upper), a)
+    root, information = _run_each_with_info(lambda a: cholesky(a, upper), a)
     _check_information(information, "torch.linalg.cholesky_ex", check_errors)
     return root, information
 

@@ -251,7 +251,7 @@ def cdist_backward(gradient: Any, a: Any, b: Any, p: float, distance: Any) -> Te
     return (slope * select(zero, 0.0, gradient).unsqueeze(-1)).sum(-2)
 
 
-def _of_tensors(operator: OpOverload) -> Callable:
+def _number_rule(operator: OpOverload) -> Callable:
     """Return the rule of an overload with a number for a tensor, which keeps its digits: torch would round it."""
 
     def rule(a: Any, b: Any) -> Tensor:
@@ -268,7 +268,7 @@ for _operators in (
     (aten.xlogy.Tensor, aten.xlogy.Scalar_Self, aten.xlogy.Scalar_Other),
     (aten.special_xlog1py.default, aten.special_xlog1py.self_scalar, aten.special_xlog1py.other_scalar),
 ):
-    implements(*_operators[1:])(_of_tensors(_operators[0]))
+    implements(*_operators[1:])(_number_rule(_operators[0]))
 
 
 UNARY = {
@@ -378,16 +378,16 @@ def _intermediate_type(*operands: Any) -> Any:
 @implements(aten.addcmul.default)
 def addcmul(a: Any, b: Any, c: Any, *, value: Any = 1) -> Tensor:
     """a + value b c."""
-    return _accumulated(a, b, c, value, divide=False)
+    return _accumulate(a, b, c, value, divide=False)
 
 
 @implements(aten.addcdiv.default)
 def addcdiv(a: Any, b: Any, c: Any, *, value: Any = 1) -> Tensor:
     """a + value b / c."""
-    return _accumulated(a, b, c, value, divide=True)
+    return _accumulate(a, b, c, value, divide=True)
 
 
-def _accumulated(a: Any, b: Any, c: Any, value: Any, divide: bool) -> Tensor:
+def _accumulate(a: Any, b: Any, c: Any, value: Any, divide: bool) -> Tensor:
     form = result_type((a, b, c))
     return evaluate("addcmul", a, *_plain_product(b, c, value, divide, form), form=form)
 

@@ -195,7 +195,7 @@ def _per_dimension(value: Sequence[int], count: int) -> list[int]:
     return list(value) * (count // len(value))
 
 
-def _padded(x: Any, padding: Sequence[int]) -> Any:
+def _pad(x: Any, padding: Sequence[int]) -> Any:
     frame = [p for pad in reversed(padding) for p in (pad, pad)]
     return aten.constant_pad_nd.default(x, frame, 0) if any(frame) else x
 
@@ -211,7 +211,7 @@ def _columns(x: Any, kernel: Sequence[int], stride: Sequence[int], dilation: Seq
 
 def _forward(x: Any, weight: Any, setup: dict) -> Any:
     groups, kernel, stride, dilation = (setup[k] for k in ("groups", "kernel", "stride", "dilation"))
-    columns = _columns(_padded(x, setup["padding"]), kernel, stride, dilation, groups)
+    columns = _columns(_pad(x, setup["padding"]), kernel, stride, dilation, groups)
     matrix = weight.reshape(groups, weight.shape[0] // groups, -1)
     out = torch.matmul(matrix, columns)
     sizes = _output_sizes(x.shape[2:], setup)
@@ -223,7 +223,7 @@ def _output_sizes(sizes: Sequence[int], setup: dict) -> list[int]:
     return [(n + 2 * p - d * (k - 1) - 1) // s + 1 for n, k, s, d, p in every]
 
 
-def _to_input(gradient: Any, weight: Any, sizes: Sequence[int], setup: dict) -> Any:
+def _input_gradient(gradient: Any, weight: Any, sizes: Sequence[int], setup: dict) -> Any:
     """Return the gradient of the input, of these sizes; this is the transposed convolution, too."""
     groups, padding = setup["groups"], setup["padding"]
     batch, channels, places = gradient.shape[0], weight.shape[1] * groups, gradient.shape[2:]
@@ -234,10 +234,10 @@ def _to_input(gradient: Any, weight: Any, sizes: Sequence[int], setup: dict) -> 
     return into[(slice(None), slice(None), *(slice(p, p + n) for n, p in zip(sizes, padding)))]
 
 
-def _to_weight(gradient: Any, x: Any, shape: Sequence[int], setup: dict) -> Any:
+def _weight_gradient(gradient: Any, x: Any, shape: Sequence[int], setup: dict) -> Any:
     """Return the gradient of the weight: one product over positions and batch together."""
     groups = setup["groups"]
-    columns = _columns(_padded(x, setup["padding"]), setup["kernel"], setup["stride"], setup["dilation"], groups)
+    columns = _columns(_pad(x, setup["padding"]), setup["kernel"], setup["stride"], setup["dilation"], groups)
     rows = gradient.reshape(x.shape[0], groups, shape[0] // groups, -1)
     left = rows.permute(1, 2, 0, 3).reshape(groups, shape[0] // groups, -1)
     right = columns.permute(1, 0, 3, 2).reshape(groups, -1, columns.shape[2])
@@ -271,7 +271,7 @@ def convolution(
         every = zip(x.shape[2:], setup["kernel"], setup["stride"], setup["dilation"], setup["padding"])
         extra = _per_dimension(output_padding, weight.dim() - 2)
         sizes = [(n - 1) * s - 2 * p + d * (k - 1) + e + 1 for (n, k, s, d, p), e in zip(every, extra)]
-        out = _to_input(x, weight, sizes, setup)
+        out = _input_gradient(x, weight, sizes, setup)
     else:
         out = _forward(x, weight, setup)
     return out if bias is None else out + bias.reshape([-1] + [1] * (weight.dim() - 2))
@@ -297,10 +297,10 @@ def convolution_backward(
     spatial = list(range(2, weight.dim()))
     if transposed:
         first = _forward(gradient, weight, setup) if to_input else None
-        second = _to_weight(x, gradient, weight.shape, setup) if to_weight else None
+        second = _weight_gradient(x, gradient, weight.shape, setup) if to_weight else None
     else:
-        first = _to_input(gradient, weight, x.shape[2:], setup) if to_input else None
-        second = _to_weight(gradient, x, weight.shape, setup) if to_weight else None
+        first = _input_gradient(gradient, weight, x.shape[2:], setup) if to_input else None
+        second = _weight_gradient(gradient, x, weight.shape, setup) if to_weight else None
     return first, second, gradient.sum([0, *spatial]) if to_bias else None
 
 

@@ -34,13 +34,15 @@ def remove(model: nn.Module) -> None:
 @untraced
 def _promote(module: Any, arguments: tuple, options: dict) -> tuple[tuple, dict] | None:
     weights = _own_weights(module)
-    packed, (arguments, options) = _opened((arguments, options))  # older torch sees no tensors inside of a packed one
+    packed, (arguments, options) = _unpack_sequence(
+        (arguments, options)
+    )  # older torch sees no tensors inside of a packed one
     given = [x for x in tree_leaves((arguments, options)) if isinstance(x, Tensor) and x.is_floating_point()]
     if all(x.dtype == weights[0].dtype for x in given) or torch.is_autocast_enabled(weights[0].device.type):
         return None
     with torch.enable_grad():  # a thread that records gradients may meet the weights of one that does not
         arguments, options, module._flat_weights = in_one_dtype((arguments, options, weights))
-    return _closed((arguments, options), packed)
+    return _repack_sequence((arguments, options), packed)
 
 
 @untraced
@@ -61,7 +63,7 @@ def _own_weights(module: Any) -> list:
     return own
 
 
-def _opened(given: tuple) -> tuple[PackedSequence | None, tuple]:
+def _unpack_sequence(given: tuple) -> tuple[PackedSequence | None, tuple]:
     """Return a packed sequence among arguments, and the arguments with its rows in its place."""
     arguments, options = given
     first = arguments[0] if arguments else options.get("input")
@@ -72,7 +74,7 @@ def _opened(given: tuple) -> tuple[PackedSequence | None, tuple]:
     return first, (arguments, options | {"input": first.data})
 
 
-def _closed(given: tuple, packed: PackedSequence | None) -> tuple[tuple, dict]:
+def _repack_sequence(given: tuple, packed: PackedSequence | None) -> tuple[tuple, dict]:
     arguments, options = given
     if packed is None:
         return arguments, options

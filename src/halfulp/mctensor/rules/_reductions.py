@@ -322,11 +322,11 @@ def index_add(x: Any, dim: int, index: Tensor, source: Any, *, alpha: Any = 1) -
 @beyond_exact_float64(aten.scatter_add.default)
 def scatter_add(x: Any, dim: int, index: Tensor, source: Any) -> Tensor:
     """x with the source's elements added where the index says along a dimension."""
-    at, values = _scattered(x, dim, index, source)
+    at, values = _flat_scatter(x, dim, index, source)
     return add_rows(x.reshape(-1), at, values).reshape(x.shape)
 
 
-def _scattered(x: Any, dim: int, index: Tensor, source: Any) -> tuple[Tensor, Any]:
+def _flat_scatter(x: Any, dim: int, index: Tensor, source: Any) -> tuple[Tensor, Any]:
     """Return indices into the flattened x, and the source's elements for them."""
     if x.dim() == 0:
         return index.reshape(-1), source.reshape(-1)
@@ -350,7 +350,7 @@ def scatter_reduce(x: Any, dim: int, index: Tensor, source: Any, reduce: str, *,
     """Sums, means, products and extremes where the index says along a dimension."""
     if reduce not in _COMBINE:
         raise ValueError(f"reduce={reduce!r}: allowed are {', '.join(_COMBINE)}")
-    at, values = _scattered(x, dim, index, source)
+    at, values = _flat_scatter(x, dim, index, source)
     total = combine_rows(x.reshape(-1), at, values, _COMBINE[reduce], include_self)
     if reduce == "mean":
         count = torch.full((x.numel(),), float(include_self), dtype=torch.float64, device=index.device)
