@@ -120,7 +120,7 @@ def _table(counts: tuple[int, ...]) -> np.ndarray:
     return np.concatenate([chunks(IndexMap.whole((count,)), row) for row, count in enumerate(counts)])
 
 
-def _recorded(update: WeightUpdate, store: Store) -> Trace:
+def _record_read(update: WeightUpdate, store: Store) -> Trace:
     """Return the weight of an element as a device function: columns are the parameter, three tensors, the result."""
     element, names = Recording(5), update.bindings(store)
     *arrays, out = element.arrays
@@ -134,7 +134,7 @@ def _recorded(update: WeightUpdate, store: Store) -> Trace:
 def checked_read_kernel(update: WeightUpdate, store: Store) -> Callable:
     """Return the kernel that reads one weight update and store, checked against its reference once per process."""
     name = f"read_{update.name}_{store.name}".replace("-", "_")
-    kernel = compile_table(name, Table(_recorded(update, store), 5))
+    kernel = compile_table(name, Table(_record_read(update, store), 5))
     parts = _fixed_parts(update, store)
     out = torch.empty(64, dtype=torch.float32, device="cpu")
     check_bits(name, lambda: _run(kernel, [parts], [out]), lambda: [update.read(store, parts)])
@@ -158,7 +158,7 @@ def _read_kernel_on(update: WeightUpdate, store: Store, device: torch.device) ->
         ("read", update, store),
         f"read {update.name} {store.name}",
         device,
-        lambda: TableKernel(Table(_recorded(update, store), 5)),
+        lambda: TableKernel(Table(_record_read(update, store), 5)),
         run,
         reference,
     )

@@ -281,8 +281,8 @@ class HostParameters:
         """
         assert self._thread is not None, "steps are made inside of `stepping`"
         copy = self._copies[parameter]
-        found, _ = self._staged(_sum_of_bits(parameter))
-        staged, wait = self._staged(gradient.detach())
+        found, _ = self._stage(_sum_of_bits(parameter))
+        staged, wait = self._stage(gradient.detach())
         self._steps.append(self._thread.submit(self._step, parameter, copy, found, staged, wait, step))
         if waits:
             self._steps[-1].result()
@@ -324,7 +324,7 @@ class HostParameters:
             parameter.copy_(copy, non_blocking=True)
         self._written[parameter] = _version(parameter), int(_sum_of_bits(copy))
 
-    def _staged(self, gradient: torch.Tensor) -> tuple[torch.Tensor, Callable[[], None]]:
+    def _stage(self, gradient: torch.Tensor) -> tuple[torch.Tensor, Callable[[], None]]:
         """Return a copy of a gradient in host memory, and what waits until it is there."""
         if not gradient.is_cuda:
             return gradient.to("cpu", copy=True), lambda: None

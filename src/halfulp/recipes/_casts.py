@@ -248,13 +248,13 @@ def cast(x: Tensor, dtype: torch.dtype) -> Tensor:
     largest = torch.finfo(dtype).max
     if largest < torch.finfo(x.dtype).max:
         with torch.no_grad():
-            given, made = _stored(x), _stored(y)
+            given, made = _stored_elements(x), _stored_elements(y)
             if not _can_be_asked(made) or not math.isfinite(made.sum(dtype=torch.float32)):
                 made.copy_(torch.where(given.isinf(), made, made.clamp(-largest, largest)))
     return y
 
 
-def _stored(x: Tensor) -> Tensor:
+def _stored_elements(x: Tensor) -> Tensor:
     """Return the strided tensor that stores a nested or sparse one's elements."""
     if x.layout == torch.sparse_coo:
         return x._values()

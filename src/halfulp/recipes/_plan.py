@@ -265,7 +265,11 @@ class Explanation:
         widths = [max(len(row[k]) for row in rows) for k in range(5)]
         table = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths)).rstrip() for row in rows]
         bare = list(dict.fromkeys(plan.kind for plan in self.modules if not plan.held_as))
-        left = [f"Without parameters of their own: {', '.join(bare)}. {_of_bare(self.recipe)}"] if bare else []
+        left = (
+            [f"Without parameters of their own: {', '.join(bare)}. {_describe_bare_modules(self.recipe)}"]
+            if bare
+            else []
+        )
         size = f"{self.bytes_before:,} bytes of parameters become {self.bytes_after:,}."
         return "\n".join([self.recipe.explain(), *table, *left, size])
 
@@ -315,7 +319,7 @@ class _Walk:
         """Return the plan of the next module."""
         own = {key: p for key, p in module._parameters.items() if p is not None}
         if not own:
-            why = self._kept(name)
+            why = self._reason_kept(name)
             return ModulePlan(name, type(module).__name__, 0, "", "float32" if why else "", None, None, why)
         full = {key: f"{name}.{key}" if name else key for key in own}
         first = {key: self._first.setdefault(id(p), full[key]) for key, p in own.items()}
@@ -334,13 +338,13 @@ class _Walk:
             type(module).__name__,
             sum(p.numel() for p in new.values()),
             ", ".join([_held_as(self._recipe), *sorted(map(str, wanted)), *_asked_products(self._recipe)]),
-            _held(own, stays, _held_as(self._recipe)),
+            _describe_dtypes(own, stays, _held_as(self._recipe)),
             ", ".join(sorted(map(str, got))) or None,
             products,
             "; ".join(filter(None, reasons)),
         )
 
-    def _kept(self, name: str) -> str:
+    def _reason_kept(self, name: str) -> str:
         """Return why a module stays float32; empty where it does not."""
         if not inside(name, self._islands):
             return ""
@@ -350,7 +354,7 @@ class _Walk:
         return f"in {outer!r}, which {self._islands[outer]}"
 
     def _why_kept(self, name: str, own: dict[str, nn.Parameter], stays: set[str]) -> str:
-        kept = self._kept(name)
+        kept = self._reason_kept(name)
         if kept or not stays:
             return kept
         return f"shares {listed(sorted(stays))} with a module that stays float32"
@@ -381,7 +385,7 @@ def _why_not_updated(own: dict[str, nn.Parameter], stays: set[str], tied: dict[s
     return said
 
 
-def _held(own: dict[str, nn.Parameter], stays: set[str], narrow: str) -> str:
+def _describe_dtypes(own: dict[str, nn.Parameter], stays: set[str], narrow: str) -> str:
     if not stays or len(stays) == len(own):
         return "float32" if stays else narrow
     return f"{narrow}, {listed(sorted(stays))} float32"
@@ -402,7 +406,7 @@ def _asked_products(recipe: Recipe) -> list[str]:
     return [", ".join(f"{what} in {format}" for what, format in said.items() if format)] if any(said.values()) else []
 
 
-def _of_bare(recipe: Recipe) -> str:
+def _describe_bare_modules(recipe: Recipe) -> str:
     """Describe what modules without parameters do."""
     if recipe.emulate:
         return f"Their outputs are rounded to {recipe.emulate}."

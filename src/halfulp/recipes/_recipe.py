@@ -234,9 +234,9 @@ class Recipe:
             raise ValueError(f"a recipe needs a name, got {self.name!r}")
         _check_among("param_dtype", self.param_dtype, PARAM_DTYPES)
         formats = [self.format] if self.format else []
-        _check_among("state_dtype", self.state_dtype, (*_with_registered(STATE_DTYPES, "state store"), *formats))
+        _check_among("state_dtype", self.state_dtype, (*_append_registered(STATE_DTYPES, "state store"), *formats))
         for name in self.update_names():
-            _check_among("weight update", name, _with_registered(WEIGHT_UPDATES, "weight update"))
+            _check_among("weight update", name, _append_registered(WEIGHT_UPDATES, "weight update"))
         for field in ("format", "emulate", "operand_format", "gradient_format"):
             _check_format(getattr(self, field), blocks=field == "operand_format")
         if self.format and self.param_dtype:
@@ -299,11 +299,11 @@ class Recipe:
     def _check_gradients(self) -> None:
         scale = self.gradient_scale
         if isinstance(scale, str):
-            _check_among("gradient scale", scale, _with_registered(GRADIENT_SCALES, "policy"))
+            _check_among("gradient scale", scale, _append_registered(GRADIENT_SCALES, "policy"))
         elif scale is not None and not _power_of_two(scale):
             raise ValueError(
                 f"gradient_scale={scale!r}: allowed are a power of two from 2^-30 to 2^60, or a policy: "
-                f"{', '.join(_with_registered(GRADIENT_SCALES, 'policy'))}"
+                f"{', '.join(_append_registered(GRADIENT_SCALES, 'policy'))}"
             )
         if scale is not None and self.gradient_format is None:
             raise ValueError(
@@ -397,7 +397,7 @@ class Recipe:
         return f"{self.name}: {' '.join(said)}"
 
 
-def _with_registered(names: tuple[str, ...], kind: str) -> tuple[str, ...]:
+def _append_registered(names: tuple[str, ...], kind: str) -> tuple[str, ...]:
     """Return the library's names followed by those that were registered."""
     return (*names, *(name for name in described(kind) if name not in names))
 

@@ -258,7 +258,7 @@ class Run:
         return self.values["the loss"]
 
 
-def _as_it_is(loss: Tensor) -> Tensor:
+def _return_loss(loss: Tensor) -> Tensor:
     return loss
 
 
@@ -315,11 +315,11 @@ def _like(plain: Run, steps: Callable[[], Run]) -> Run | None:
     if any((a is None) != (b is None) or (a is not None and b is not None and a.shape != b.shape) for a, b in both):
         return None
     # Of a gradient that is 0 but for rounding float32 has no digit: all gradients are taken together.
-    ours, theirs = (_concatenated(run.gradients.values()) for run in (plain, other))
+    ours, theirs = (_concatenate(run.gradients.values()) for run in (plain, other))
     return other if relative(plain.loss, other.loss) < _SAME_RUN and relative(ours, theirs) < _SAME_RUN else None
 
 
-def _concatenated(gradients: Iterable[Tensor | None]) -> Tensor:
+def _concatenate(gradients: Iterable[Tensor | None]) -> Tensor:
     return torch.cat([gradient.double().flatten() for gradient in gradients if gradient is not None])
 
 
@@ -327,7 +327,7 @@ def one_step(
     model: nn.Module,
     batch: Any,
     loss_of: LossOf,
-    scaled: Callable[[Tensor], Tensor] = _as_it_is,
+    scaled: Callable[[Tensor], Tensor] = _return_loss,
     watch: contextlib.AbstractContextManager | None = None,
 ) -> Run:
     """Run a model on a batch, and backward from what ``scaled`` makes of the loss, under ``watch``."""
@@ -343,10 +343,10 @@ def one_step(
             scaled(loss).backward()
     trained = {name: p.grad for name, p in model.named_parameters() if p.requires_grad}
     gradients = {name: None if grad is None else plain(grad) for name, grad in trained.items()}
-    return Run(_values(model, output, loss), gradients)
+    return Run(_collect_results(model, output, loss), gradients)
 
 
-def _values(model: nn.Module, output: Any, loss: Tensor) -> dict[str, Tensor]:
+def _collect_results(model: nn.Module, output: Any, loss: Tensor) -> dict[str, Tensor]:
     values = {"the loss": loss}
     leaves = tree_leaves(dict(output) if isinstance(output, Mapping) else output)
     values |= {f"output {index}": x for index, x in enumerate(leaves) if _floating(x)}
@@ -456,13 +456,13 @@ class OperatorCheck(TorchDispatchMode):
         if not scaled or operator.is_view or operator.namespace != "aten" or "empty" in operator.name():
             return operator(*arguments, **options)
         # Decoded before the call, which may write into its operands.
-        operands = [tree_map(lambda x, to=to: _decoded(x, to), (arguments, options)) for to in _WIDTHS]
+        operands = [tree_map(lambda x, to=to: _decode(x, to), (arguments, options)) for to in _WIDTHS]
         with _same_draws(options.get("generator")) as again:
             results = operator(*arguments, **options)
             wanted = _plainly(operator, operands[0], again)
             got = _floats(results)
             if len(got) == len(wanted):
-                wanted, got = list(map(_within, wanted, got)), list(map(_within, got, wanted))
+                wanted, got = list(map(_clamp_beyond, wanted, got)), list(map(_clamp_beyond, got, wanted))
             if len(got) != len(wanted) or not all(map(same_bits, wanted, got)):
                 exact = _plainly(operator, operands[1], again)
                 self._differs(operator, wanted, got, exact)
@@ -476,7 +476,7 @@ class OperatorCheck(TorchDispatchMode):
         self.unequal = self.unequal or found
         best: list[Tensor | None] = [None] * len(wanted)
         if len(exact) == len(wanted):
-            best[:] = map(_within, exact, wanted)
+            best[:] = map(_clamp_beyond, exact, wanted)
         if not all(map(agrees, wanted, got, best)):
             self.wrong.append(found)
 
@@ -484,14 +484,14 @@ class OperatorCheck(TorchDispatchMode):
 _WIDTHS = (torch.float32, torch.float64)
 
 
-def _within(x: Tensor, other: Tensor) -> Tensor:
+def _clamp_beyond(x: Tensor, other: Tensor) -> Tensor:
     """Return the tensor, clamped to 2^96 where both are beyond: there equal signs count as equal."""
     if x.shape != other.shape:
         return x
     return torch.where((x.abs() >= _LARGEST) & (other.abs() >= _LARGEST), x.clamp(-_LARGEST, _LARGEST), x)
 
 
-def _decoded(x: Any, dtype: torch.dtype) -> Any:
+def _decode(x: Any, dtype: torch.dtype) -> Any:
     """Return a copy of the values in another dtype, with the strides of the tensor."""
     if not isinstance(x, Tensor):
         return x
@@ -511,7 +511,7 @@ def _plainly(operator: Any, operands: tuple, again: Any) -> list[Tensor]:
 
 
 def _floats(results: Any) -> list[Tensor]:
-    return [_decoded(x, torch.float32) for x in tree_leaves(results) if isinstance(x, Tensor) and x.is_floating_point()]
+    return [_decode(x, torch.float32) for x in tree_leaves(results) if isinstance(x, Tensor) and x.is_floating_point()]
 
 
 @contextlib.contextmanager

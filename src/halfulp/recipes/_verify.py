@@ -198,7 +198,7 @@ class ScaleProof(Proof):
             left = [name for name, p in other.named_parameters() if not isinstance(p, ScaledTensor)]
             for parameter in other.parameters():
                 if isinstance(parameter.data, ScaledTensor):
-                    parameter.data = self._shifted(parameter.data)
+                    parameter.data = self._shift_scale(parameter.data)
             check = OperatorCheck(other)
             self.judge(one_step(other, self._batch, self._loss, watch=check))
             self.wrong |= dict.fromkeys(f"operator {one.operator} in {one.place}" for one in check.wrong)
@@ -208,7 +208,7 @@ class ScaleProof(Proof):
         more: dict[str, Any] = {"fallbacks": dict(counts), "left_alone": left, "left_out": left_out}
         return self.result("scaled", trials, first=first or unequal, **more)
 
-    def _shifted(self, x: ScaledTensor) -> Tensor:
+    def _shift_scale(self, x: ScaledTensor) -> Tensor:
         """Return the values under another scale."""
         (power,) = self.draw(-SPREAD, SPREAD, 1)
         return x.with_scale((x.scale * 2.0**power).clamp(2.0**-126, 2.0**127)).detach()
@@ -269,14 +269,14 @@ class ExponentProof(Proof):
         for step in range(1, _STEPS + 1):
             scaler.set_exponents({})
             # Of two steps one at least then has exponents that are not what they are meant for.
-            scaler.load_state_dict(self._unmeasured(scaler.state_dict(), merged, step, binade + step))
+            scaler.load_state_dict(self._random_state(scaler.state_dict(), merged, step, binade + step))
             wanted = one_step(theirs, self._batch, self._loss)
             found = self._unscaled(one_step(ours, self._batch, self._loss, scaler.scale), scaler)
             exact = Exact(self._model, self._batch, self._loss, wanted, step)
             self.judge(found, f" in step {step} of a copy", wanted, exact)
         return forwards_without_region(scaler)
 
-    def _unmeasured(self, state: dict[str, Any], merged: list[str], step: int, binade: int) -> dict[str, Any]:
+    def _random_state(self, state: dict[str, Any], merged: list[str], step: int, binade: int) -> dict[str, Any]:
         """Return random exponents for an iteration without measurements, the global one an extreme by turns.
 
         They are meant for a loss that sends gradients of this binade into the model, and follow the one that there is.

@@ -213,7 +213,7 @@ def constants(target: Target, layout: Layout) -> Constants:
     if path == "adder":
         values |= _adder(target, layout)
     if path == "scaled":
-        values |= _scaled(target, layout)
+        values |= _fixed_point_exponents(target, layout)
     dtype = np.uint32 if layout.width == 32 else np.uint64
     words = np.array([values[i] for i in range(COUNT)], dtype=dtype)
     return Constants(path, bool(target.signed_zero), POLICIES[target.policy] == "saturate", words)
@@ -252,7 +252,7 @@ def _adder(target: Target, layout: Layout) -> dict[int, int]:
     }
 
 
-def _scaled(target: Target, layout: Layout) -> dict[int, int]:
+def _fixed_point_exponents(target: Target, layout: Layout) -> dict[int, int]:
     """Return the exponents of the factors to and from fixed point, in which a step is 2^(29 - mantissa bits)."""
     spare = _SCALED_BITS - target.mantissa_bits
     return {

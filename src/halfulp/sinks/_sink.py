@@ -263,7 +263,7 @@ def outlet(sink: Sink, columns: Sequence[str], check: bool = True) -> Outlet:
 
 def _scalars(writer: Any) -> Callable[[Row], None]:
     def write(row: Row) -> None:
-        for key, value in _known(row).items():
+        for key, value in _drop_missing(row).items():
             if key != "step":
                 writer.add_scalar(PREFIX + key, value, row["step"])
 
@@ -274,7 +274,7 @@ def _metrics(log: Callable[..., Any]) -> Callable[[Row], None]:
     with_step = _takes_step(log)
 
     def write(row: Row) -> None:
-        numbers = {PREFIX + key: value for key, value in _known(row).items()}
+        numbers = {PREFIX + key: value for key, value in _drop_missing(row).items()}
         if with_step:
             log(numbers, step=row["step"])
         else:
@@ -296,7 +296,7 @@ _METHODS: Mapping[str, Callable[[Any], Callable[[Row], None]]] = {
 }
 
 
-def _known(row: Row) -> dict[str, Any]:
+def _drop_missing(row: Row) -> dict[str, Any]:
     """Return a row without the entries that are None."""
     return {key: value for key, value in row.items() if value is not None}
 

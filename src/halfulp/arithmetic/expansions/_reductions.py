@@ -50,12 +50,12 @@ def total(parts: Parts, dim: int | Sequence[int] | None, components: int, keepdi
     >>> [float(part) for part in total((torch.tensor([1.0, 2.0**-40]),), None, 2)]
     [1.0, 9.094947017729282e-13]
     """
-    return _reduced("sum", parts, dim, components, keepdim)
+    return _run_reduction("sum", parts, dim, components, keepdim)
 
 
 def product(parts: Parts, dim: int | Sequence[int] | None, components: int, keepdim: bool = False) -> Parts:
     """Return the product over dimensions; arguments and order are those of `total`."""
-    return _reduced("prod", parts, dim, components, keepdim)
+    return _run_reduction("prod", parts, dim, components, keepdim)
 
 
 def average(parts: Parts, dim: int | Sequence[int] | None, components: int, keepdim: bool = False) -> Parts:
@@ -65,7 +65,7 @@ def average(parts: Parts, dim: int | Sequence[int] | None, components: int, keep
     >>> [float(part) for part in average((torch.tensor([1.0, 2.0**-40]),), None, 2)]
     [0.5, 4.547473508864641e-13]
     """
-    return _reduced("mean", parts, dim, components, keepdim)
+    return _run_reduction("mean", parts, dim, components, keepdim)
 
 
 def running(parts: Parts, dim: int, components: int) -> Parts:
@@ -89,7 +89,7 @@ def running(parts: Parts, dim: int, components: int) -> Parts:
     return parts
 
 
-def _reduced(kind: str, parts: Parts, dim: int | Sequence[int] | None, components: int, keepdim: bool) -> Parts:
+def _run_reduction(kind: str, parts: Parts, dim: int | Sequence[int] | None, components: int, keepdim: bool) -> Parts:
     dims = _dimensions(parts[0].dim(), dim)
     if torch.compiler.is_compiling() or not all(map(_is_readable, parts)):
         return tuple(_operator(kind, list(parts), dims, components, keepdim))

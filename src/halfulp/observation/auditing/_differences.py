@@ -246,7 +246,7 @@ def add_differences(found: Differences, a: Tensor, b: Tensor) -> None:
     # NaN is no number that a tensor can be constant at.
     for which, before, now in ((A_VARIES, found.first[0], first[0]), (B_VARIES, found.first[1], first[1])):
         found.counts[which] |= int(before != now)
-    count = _count_compiled if select_engine("cpu") == "llvm" else _count_tensors
+    count = _count_by_kernel if select_engine("cpu") == "llvm" else _count_tensors
     for parts in zip(a.split(AT_ONCE), b.split(AT_ONCE), strict=True):
         count(found, [_native(part) for part in parts], forms)
 
@@ -273,7 +273,7 @@ def _word(dtype: torch.dtype, value: float) -> int:
     return int(code.view(getattr(torch, f"int{8 * dtype.itemsize}"))) & ((1 << 8 * dtype.itemsize) - 1)
 
 
-def _count_compiled(found: Differences, parts: list[Tensor], forms: tuple[Format, Format]) -> None:
+def _count_by_kernel(found: Differences, parts: list[Tensor], forms: tuple[Format, Format]) -> None:
     kinds, of_codes, of_changes = [x.dtype for x in parts], *_constants(found, parts, forms)
     cut = chunks(IndexMap.whole((parts[0].numel(),)), 0)
     counted = _run(codes_table(*kinds), cut, parts, of_codes)

@@ -192,22 +192,24 @@ def replay(
     lr = options.get("lr")
     if rule is None or not lr or weight.numel == 0:
         return None, None
-    names, form = _needed(rule, options), formats.get(weight.dtype)
-    parts = {name: _as_stored(states[name]) for name in names}
+    names, form = _needed_states(rule, options), formats.get(weight.dtype)
+    parts = {name: _make_stored(states[name]) for name in names}
     if any(part.shape != weight.shape or not part.dtype.is_floating_point for part in parts.values()):
         return None, None
     rate = _own_decay(rule, options)
     update, decay = _Sum(form), _Sum(form) if rate else None
     for rows in weight.rows(_AT_ONCE):
         w = weight.read(rows).double()
-        wanted = _wanted(rule, {name: part.read(rows).double() for name, part in parts.items()}, options, step or 1)
+        wanted = _wanted_change(
+            rule, {name: part.read(rows).double() for name, part in parts.items()}, options, step or 1
+        )
         update.add(w, -wanted if options.get("maximize") else wanted)
         if decay is not None and rate is not None:
             decay.add(w, rate * w)
     return update.lost(), None if decay is None else decay.lost()
 
 
-def _as_stored(value: Any) -> Stored:
+def _make_stored(value: Any) -> Stored:
     return value if isinstance(value, Stored) else of_tensor(value)
 
 
@@ -222,13 +224,13 @@ def _rule(states: Mapping[str, Any], options: Mapping[str, Any], step: int | Non
     return "sgd" if "momentum_buffer" in states else None
 
 
-def _needed(rule: str, options: Mapping[str, Any]) -> tuple[str, ...]:
+def _needed_states(rule: str, options: Mapping[str, Any]) -> tuple[str, ...]:
     if rule == "adam":
         return "exp_avg", "max_exp_avg_sq" if options.get("amsgrad") else "exp_avg_sq"
     return ("exp_avg",) if rule == "lion" else ("momentum_buffer",)
 
 
-def _wanted(rule: str, parts: Mapping[str, Tensor], options: Mapping[str, Any], step: int) -> Tensor:
+def _wanted_change(rule: str, parts: Mapping[str, Tensor], options: Mapping[str, Any], step: int) -> Tensor:
     lr = float(options["lr"])
     first, *rest = parts.values()
     if rule == "lion":

@@ -417,7 +417,7 @@ def _chunk(folder: Path, info: Any, dtype: torch.dtype, size: tuple[int, ...]) -
     if not numel:
         return torch.empty(size, dtype=dtype, device="cpu")
     file = folder / info.relative_path
-    mapped = _mapped(file, file.stat().st_mtime_ns)
+    mapped = _map_file(file, file.stat().st_mtime_ns)
     record = memoryview(mapped)[info.offset : info.offset + info.length]
     place = _data_place(record, numel * dtype.itemsize)
     if place is None or _strides(record) != torch.empty(size, dtype=dtype, device="meta").stride():
@@ -474,7 +474,7 @@ class _View(io.RawIOBase):
 
 
 @functools.lru_cache(maxsize=64)
-def _mapped(path: Path, _changed: int) -> mmap.mmap:
+def _map_file(path: Path, _changed: int) -> mmap.mmap:
     # Private and writable, as torch wants memory to be: nothing is written.
     with path.open("rb") as file:
         return mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)

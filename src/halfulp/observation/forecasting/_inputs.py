@@ -96,7 +96,7 @@ def from_optimizer(
                 continue
             update = _weight_update(group, parameter.dtype) if ours else "nearest"
             state = optimizer.state.get(parameter, {})
-            found.append(_trained(name, parameter, state, options, index, dtype, parameter.grad, update))
+            found.append(_make_trained(name, parameter, state, options, index, dtype, parameter.grad, update))
     if not found:
         raise ValueError("the optimizer holds none of the model's parameters: give the one that trains this model")
     order = {name: position for position, (name, _) in enumerate(weights)}
@@ -136,7 +136,7 @@ def from_rate(
         merged = {**DEFAULTS[rule], **before, **options, "lr": rate}
         gradient = tensor.grad if tensor.is_leaf else None
         update = _weight_update(before, dtype or tensor.dtype) if "weight_update" in before else "nearest"
-        return _trained(name, tensor, states.get(name, {}), merged, groups.index(rate), dtype, gradient, update)
+        return _make_trained(name, tensor, states.get(name, {}), merged, groups.index(rate), dtype, gradient, update)
 
     found = [
         trained(name, tensor)
@@ -228,7 +228,7 @@ def states_by_name(saved: Mapping[str, Any], weights: Sequence[tuple[str, Tensor
     return {name: saved["state"].get(identity, {}) for name, identity in zip(names, ids)}
 
 
-def _trained(
+def _make_trained(
     name: str,
     tensor: Tensor,
     state: Mapping[str, Any],

@@ -215,7 +215,7 @@ def walk(
             rises_then, falls_then = _chances(mean * scale, deviation * scale, up, down, sizes.is_sign)
             shares[row, begin:end] = (rises_then + falls_then).mean()
         if apart and decay:
-            weights, lost = _decayed(weights, rate * decay, end - begin, format)
+            weights, lost = _decay(weights, rate * decay, end - begin, format)
             wanted, made = wanted + lost[0], made + lost[1]
         weights = _leap(weights, mean, deviation, (up, down), (rises, falls), end - begin, sizes.run, format, generator)
     return Walk(shares[0], shares[1], shares[2], wanted, made)
@@ -250,7 +250,7 @@ def _leap(
     return to_format(torch.where(free, walked, hopped), format)
 
 
-def _decayed(weights: Tensor, factor: float, steps: int, format: Format) -> tuple[Tensor, tuple[float, float]]:
+def _decay(weights: Tensor, factor: float, steps: int, format: Format) -> tuple[Tensor, tuple[float, float]]:
     """Return weights after steps of w (1 - lr weight_decay), each rounded; the |change| wanted, and the one made."""
     once = to_format(weights * (1 - factor), format)
     wanted = float(weights.abs().sum()) * factor * steps

@@ -145,9 +145,9 @@ class Expectations:
         outputs = {name: tensor.dtype for (role, name), tensor in record.tensors.items() if role == "activation"}
         found = [self._expected(pattern, asked, outputs) for pattern, asked in self._expect.items()]
         found += self._resumed.compare() if self._resumed is not None else []
-        found += self._by_autocast()
+        found += self._expect_by_autocast()
         if sampled:
-            found += self._by_trainers(outputs)
+            found += self._expect_by_trainers(outputs)
         return found
 
     def _expected(self, pattern: str, asked: Format, outputs: dict[str, torch.dtype]) -> Expectation:
@@ -171,7 +171,7 @@ class Expectations:
         if dtype.is_floating_point and dtype_name(dtype) != asked.name and not _holds_values(parameter, asked):
             one.other[name] = dtype_name(dtype)
 
-    def _by_autocast(self) -> list[Expectation]:
+    def _expect_by_autocast(self) -> list[Expectation]:
         if not self._autocast:
             return []
         found: dict[torch.dtype, Expectation] = {}
@@ -182,7 +182,7 @@ class Expectations:
                 one.other[name] = f"{dtype_name(there)} outputs"
         return list(found.values())
 
-    def _by_trainers(self, outputs: dict[str, torch.dtype]) -> list[Expectation]:
+    def _expect_by_trainers(self, outputs: dict[str, torch.dtype]) -> list[Expectation]:
         found = []
         for source, precision in _trainer_precisions(self._model):
             asked = next((to for start, to in _TRAINERS.items() if precision.startswith(start)), None)

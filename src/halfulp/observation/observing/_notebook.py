@@ -359,13 +359,13 @@ class Uses:
     def sources(self, name: str) -> tuple[str, ...]:
         """Return the innermost modules that took a module's output, else the one whose own code did, if any."""
         takers = self._takers.get(name, {})
-        innermost = [one for one in takers if not any(_within(other, one) for other in takers)]
+        innermost = [one for one in takers if not any(_is_within(other, one) for other in takers)]
         if innermost:
             return tuple(innermost)
         outermost = self._outermost.get(name, name)
         return (outermost.rpartition(".")[0],) if outermost else ()
 
 
-def _within(name: str, module: str) -> bool:
+def _is_within(name: str, module: str) -> bool:
     """Return whether a module lies in another; "" is the whole model."""
     return name != module and (not module or name.startswith(f"{module}."))

@@ -308,7 +308,7 @@ def chosen_errors(
     """
     keys = {shard_key(name, shards[name][1]): name for name in errors if name in shards}
     chosen = sorted(keys, key=lambda key: mix64(step, key))[:MOST_PARAMETERS]
-    return {key: (shards[keys[key]][0], _in_units(errors[keys[key]][:MOST_ELEMENTS])) for key in chosen}
+    return {key: (shards[keys[key]][0], _round_to_units(errors[keys[key]][:MOST_ELEMENTS])) for key in chosen}
 
 
 def shard_key(name: str, elements: int) -> int:
@@ -316,7 +316,7 @@ def shard_key(name: str, elements: int) -> int:
     return name_key(f"{name} {max(elements, MOST)}")
 
 
-def _in_units(errors: torch.Tensor) -> Array:
+def _round_to_units(errors: torch.Tensor) -> Array:
     found: Array = (errors.nan_to_num(0.0) * UNITS).round().to(torch.int8).numpy()
     return found
 
@@ -349,14 +349,18 @@ class SharedRandomBits:
 
     def correlation(self, key: int) -> float | None:
         """Return the largest correlation with another rank that chance does not explain; None without another one."""
-        return max((_unexplained(*sums.tolist()) for sums in self._sums.get(key, {}).values()), default=None)
+        return max(
+            (_unexplained_correlation(*sums.tolist()) for sums in self._sums.get(key, {}).values()), default=None
+        )
 
 
-def _unexplained(products: float, variance: float, deviations: float) -> float:
+def _unexplained_correlation(products: float, variance: float, deviations: float) -> float:
     """Return the correlation beyond chance, at least 0.
 
-    >>> _unexplained(100.0, 40.0, 200.0) > 0.1, _unexplained(10.0, 40.0, 200.0), _unexplained(0.0, 0.0, 0.0)
-    (True, 0.0, 0.0)
+    >>> _unexplained_correlation(100.0, 40.0, 200.0) > 0.1
+    True
+    >>> _unexplained_correlation(10.0, 40.0, 200.0), _unexplained_correlation(0.0, 0.0, 0.0)
+    (0.0, 0.0)
     """
     chance = CHANCE / 3 + math.sqrt(CHANCE * CHANCE / 9 + 2 * CHANCE * variance)
     return max(0.0, products - chance) / deviations if deviations else 0.0

@@ -242,7 +242,7 @@ class SecondRun:
         now = RandomState()
         try:
             self._random.put_back()
-            with _as_called(), _standing_in(states):
+            with _run_as_called(), _replace_states(states):
                 args, kwargs = _not_leaves((args, kwargs), {})
                 output = self._module(*args, **kwargs)
             drawn = [own_state(generator) for generator in copier.generators]
@@ -263,7 +263,7 @@ def why_never(module: nn.Module) -> str | None:
 
 
 @contextlib.contextmanager
-def _as_called() -> Iterator[None]:
+def _run_as_called() -> Iterator[None]:
     """Run as the user's call ran, but eagerly, and without a trace in torch's caches and hooks."""
     cached = torch.is_autocast_cache_enabled()
     held = {name: dict(getattr(_torch_module, name)) for name in _GLOBAL_HOOKS}
@@ -286,7 +286,7 @@ def _as_called() -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def _standing_in(states: dict[nn.Module, dict[str, Any]]) -> Iterator[None]:
+def _replace_states(states: dict[nn.Module, dict[str, Any]]) -> Iterator[None]:
     """Give modules other buffers and attributes for a while; their own, and their versions, stay untouched."""
     held = {module: dict(vars(module)) for module in states}
     try:

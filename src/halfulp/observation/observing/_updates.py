@@ -300,7 +300,7 @@ def add_changes(
         as_values: whether `wanted` holds the values that were wanted, and not the changes.
         rounded: float32, to which the wanted changes are written.
     """
-    values = [_as_float64(one) for one in (before, after, wanted)]
+    values = [_convert_to_float64(one) for one in (before, after, wanted)]
     sums = (parts or Parts([0, len(before)])).count_changes(values, rounded, as_values, decreases)
     for record, (seen, cancelled, square, kept) in zip(records, sums, strict=True):
         record.seen += int(seen)
@@ -314,7 +314,7 @@ def add_changes(
             record.kept += int(seen) * share
 
 
-def _as_float64(values: torch.Tensor) -> torch.Tensor:
+def _convert_to_float64(values: torch.Tensor) -> torch.Tensor:
     """Return values as contiguous float64 on the CPU."""
     if values.dtype is torch.float64 and values.is_cpu and values.is_contiguous():
         return values

@@ -153,7 +153,7 @@ def _shares(groups: Sequence[Plain], tensors: Mapping[str, Plain]) -> dict[str, 
             {
                 "name": one["pattern"],
                 "cells": [
-                    *_stayed(one["share_unchanged"], stayed),
+                    *_unchanged_cell(one["share_unchanged"], stayed),
                     *([at, at + 1, _depth(many / one["numel"]), "kept"] for at, many in sorted(found.items())),
                 ],
                 "texts": [share(one["share_unchanged"]), _range(ulps)],
@@ -175,7 +175,7 @@ def _depth(part: float) -> float:
     return round(0.14 + 0.86 * min(1.0, max(0.0, (math.log10(part) - _FAINTEST) / 3.5)), 3) if part else 0.0
 
 
-def _stayed(part: float, at: int) -> list[list[Any]]:
+def _unchanged_cell(part: float, at: int) -> list[list[Any]]:
     """Return the cell of the elements that stayed, if any, the darker the more."""
     return [[at, at + 2, round(0.14 + 0.86 * part, 3), "lost"]] if part else []
 

@@ -132,7 +132,7 @@ def map_data(
     return {
         "tensors": sorted(rows, key=lambda row: row["order"]),
         "formats": [format_limits(name) for name in named],
-        "stored": {role: _stored([row for row in rows if row["role"] == role]) for role in roles},
+        "stored": {role: _storage_format([row for row in rows if row["role"] == role]) for role in roles},
         "roles": roles,
         "role": role if found else (roles[0] if roles else ""),
         "order": "lost" if found else "model",
@@ -143,7 +143,7 @@ def _lies_in(name: str, module: str) -> bool:
     return name == module or name.startswith(f"{module}.")
 
 
-def _stored(rows: Sequence[Plain]) -> str:
+def _storage_format(rows: Sequence[Plain]) -> str:
     """Return the format that stores the tensors of the first cause among rows, or most of the rows."""
     found = [row for row in rows if row["found"]] or rows
     return Counter(row["dtype"] for row in found).most_common(1)[0][0]
@@ -169,7 +169,7 @@ def _tensor(one: Plain, parameter: Plain | None, weight: int | None) -> dict[str
         },
     }
     if row["dtype"] not in row["formats"] and one.get("scale", 1.0) == 1.0:
-        row["formats"] |= _as_stored(row)
+        row["formats"] |= _counts_as_stored(row)
     if one["role"] == "update" and parameter is not None and parameter["update"]["seen"]:
         row["lost"] = [parameter["update"]["seen"], parameter["update"]["cancelled"]]
         if parameter["weight_update"] == "nearest" and parameter.get("rounding") is None and weight is not None:
@@ -177,7 +177,7 @@ def _tensor(one: Plain, parameter: Plain | None, weight: int | None) -> dict[str
     return row
 
 
-def _as_stored(row: Plain) -> dict[str, list[int]]:
+def _counts_as_stored(row: Plain) -> dict[str, list[int]]:
     """Return the counts of a row in the format that stores it, where none became zero or overflowed."""
     try:
         smallest = formats.get(row["dtype"]).emin
@@ -302,7 +302,7 @@ def updates_table(parameters: Sequence[Plain]) -> Table:
         ("weight update", "minor", lambda one: Cell(one["weight_update"])),
         ("lr", "number minor", lambda one: number_cell(one["options"].get("lr"))),
         (LOST, "number", lambda one: _lost(one["update"], bar=True)),
-        (KEPT, "number", lambda one: _realised(one["update"])),
+        (KEPT, "number", lambda one: _format_realised(one["update"])),
         ("decay lost", "number", lambda one: _lost(one["decay"])),
         ("states lost", "number minor", lambda one: _states(one["states"])),
         ("moved", "number", lambda one: share_cell(one["moved"])),
@@ -339,7 +339,7 @@ def storage_table(data: Plain) -> Table:
         ("there", "", there),
         ("elements", "number minor", of_parameter(lambda one: count_cell(one["numel"], shape_words(one["shape"])))),
         ("gradient", "minor", of_parameter(_gradient)),
-        ("optimizer", "", of_parameter(_holder)),
+        ("optimizer", "", of_parameter(_optimizer_cell)),
         ("weight update", "", of_parameter(lambda one: Cell(one["weight_update"]) if one["optimizer"] else UNSEEN)),
         ("states", "", of_parameter(_state_dtypes)),
     ]
@@ -354,7 +354,7 @@ def extra_tables(data: Plain) -> list[Table]:
         ("stored in", "", lambda one: Cell(dtype_word(one["dtype"]))),
         ("kept per step", "number", lambda one: number_cell(one["retention"])),
         (LOST, "number", lambda one: _lost(one["change"], bar=True)),
-        (KEPT, "number", lambda one: _realised(one["change"])),
+        (KEPT, "number", lambda one: _format_realised(one["change"])),
     ]
 
     def second(one: Plain) -> Cell:
@@ -378,7 +378,7 @@ def _gradient(one: Plain) -> Cell:
     return Cell(dtype_word(one["gradient_dtype"]), sort=None if one["gradient_dtype"] else "")
 
 
-def _holder(one: Plain) -> Cell:
+def _optimizer_cell(one: Plain) -> Cell:
     """Return a cell with the optimizer that steps a parameter, or "frozen" or "none"."""
     if not one["requires_grad"]:
         return Cell("frozen", sort="", tone="quiet")
@@ -401,7 +401,7 @@ def _lost(realised: Plain | None, bar: bool = False) -> Cell:
     return lost_cell(realised["lost_share"], bar, said)
 
 
-def _realised(realised: Plain) -> Cell:
+def _format_realised(realised: Plain) -> Cell:
     part = realised["realised_share"]
     if not isinstance(part, int | float):
         return Cell("not known", sort="", title="the optimizer's class computes no update that could be predicted")

@@ -41,7 +41,7 @@ def _magnitude(dtype: torch.dtype, array: Any, index: Any) -> Any:
     return o.bit_and(load(array, index), 0x7FFFFFFF if dtype == torch.float32 else 0x7FFF)
 
 
-def _raised(dtype: torch.dtype, magnitude: Any) -> Any:
+def _align_fraction(dtype: torch.dtype, magnitude: Any) -> Any:
     """Return a word of memory with the fraction where float32 has it: of float16 the number times 2^-112."""
     if dtype == torch.float32:
         return magnitude
@@ -56,7 +56,7 @@ def whole_table(dtype: torch.dtype) -> Table:
     """
     element = Recording(1)
     magnitude = _magnitude(dtype, element.arrays[0], element.index)
-    a = _raised(dtype, magnitude)
+    a = _align_fraction(dtype, magnitude)
     element.trace.gather_sum("max", select(a == 0, _NONE, o.sub(INFINITE, a)))
     element.trace.gather_sum("count", a == 0)
     element.trace.gather_sum("max", a)

@@ -87,11 +87,11 @@ def find(optimizers: Sequence[torch.optim.Optimizer], used: Container[torch.amp.
     if not roots:
         return None
     covering = sorted(
-        _covering(roots), key=lambda module: min(wanted[key] for key in _parameter_ids(module) & wanted.keys())
+        _choose_covering(roots), key=lambda module: min(wanted[key] for key in _parameter_ids(module) & wanted.keys())
     )
     wrapped: dict[int, list[nn.Module]] = {}
     for one in covering:
-        wrapped.setdefault(id(_unwrapped(one)), [_unwrapped(one)]).append(one)
+        wrapped.setdefault(id(_unwrap(one)), [_unwrap(one)]).append(one)
     chosen = list(wrapped.values())
     single = len(chosen) == 1
     model = chosen[0][0] if single else Together([same[0] for same in chosen], names_in_script(chosen))
@@ -110,7 +110,7 @@ def model_of(parameters: Iterable[nn.Parameter]) -> nn.Module | None:
     wanted = {id(parameter) for parameter in parameters}
     modules, _, _ = _alive()
     holding = [module for module in modules if wanted <= _parameter_ids(module)]
-    return _unwrapped(max(holding, key=lambda module: sum(1 for _ in module.modules()))) if holding else None
+    return _unwrap(max(holding, key=lambda module: sum(1 for _ in module.modules()))) if holding else None
 
 
 def _alive() -> tuple[list[nn.Module], list[torch.amp.GradScaler], list[AveragedModel | EMA]]:
@@ -143,7 +143,7 @@ def _parameter_ids(module: nn.Module) -> set[int]:
     return {id(parameter) for parameter in module.parameters()}
 
 
-def _covering(roots: list[tuple[nn.Module, set[int]]]) -> list[nn.Module]:
+def _choose_covering(roots: list[tuple[nn.Module, set[int]]]) -> list[nn.Module]:
     """Return as few modules as together hold all parameters that any holds, those of most parameters first."""
     left = set().union(*(held for _, held in roots))
     chosen = []
@@ -158,7 +158,7 @@ def _is_compiled(model: nn.Module) -> bool:
     return any(part._compiled_call_impl is not None or "_orig_mod" in part._modules for part in model.modules())
 
 
-def _unwrapped(module: nn.Module) -> nn.Module:
+def _unwrap(module: nn.Module) -> nn.Module:
     while True:
         if isinstance(module, DataParallel | DistributedDataParallel):
             module = module.module

@@ -129,7 +129,7 @@ class Training:
     def findings(self) -> list[Finding]:
         """The problems that its record shows, the worst first; none while it runs."""
         found = [] if self.record is None else findings_of("observe", self.record)
-        return [_of_named_model(one) for one in found] if self.together else found
+        return [_name_model(one) for one in found] if self.together else found
 
     def to_dict(self) -> dict[str, Any]:
         """Return plain data as `Observation.to_dict` does, once it has ended."""
@@ -149,7 +149,7 @@ class Training:
         return summary(self.record, self.findings, len(self), self.interval, self._overhead)
 
 
-def _of_named_model(finding: Finding) -> Finding:
+def _name_model(finding: Finding) -> Finding:
     """Return a finding whose code uses the name of its model, where a training has several models."""
     names = {name.partition(".")[0] for name in finding.where}
     return replace(finding, write=of_model(finding.write, names.pop())) if len(names) == 1 else finding

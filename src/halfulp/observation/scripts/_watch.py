@@ -343,7 +343,7 @@ class Report:
         of_each = [[finding.to_dict() for finding in training.findings] for training in self.trainings]
         found = longest.to_dict()
         findings = self.findings
-        found["findings"] = [_of_trainings(finding.to_dict(), of_each) for finding in findings]
+        found["findings"] = [_number_trainings(finding.to_dict(), of_each) for finding in findings]
         found["causes"] = plain_causes(findings)
         found["ended"] = self.ended
         found["trainings"] = [
@@ -399,7 +399,7 @@ class Report:
         return said
 
 
-def _of_trainings(finding: dict[str, Any], of_each: Sequence[Sequence[dict[str, Any]]]) -> dict[str, Any]:
+def _number_trainings(finding: dict[str, Any], of_each: Sequence[Sequence[dict[str, Any]]]) -> dict[str, Any]:
     """Return a finding with the numbers of the trainings that have it, where there are several."""
     if len(of_each) == 1:
         return finding

@@ -59,8 +59,8 @@ def root_mean_square(x: torch.Tensor) -> float:
     return math.sqrt(torch.stack(parts).square().sum().item() / x.numel())
 
 
-def _values(group: Mapping, step: int) -> tuple[float, ...]:
+def _step_constants(group: Mapping, step: int) -> tuple[float, ...]:
     return (float(group["lr"]) * float(group["weight_decay"]),)
 
 
-ADAFACTOR = UpdateRule("adafactor", adafactor, (), ("decay", "size"), _values, prepare=prepare, factors=factors)
+ADAFACTOR = UpdateRule("adafactor", adafactor, (), ("decay", "size"), _step_constants, prepare=prepare, factors=factors)

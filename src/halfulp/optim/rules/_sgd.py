@@ -41,7 +41,7 @@ def momentum_error_feedback(lost, buffer, sign, decay, keep, take, lr, feedback_
     return buffer - feedback_gain * lost
 
 
-def _values(group: Mapping, step: int) -> tuple[float, ...]:
+def _step_constants(group: Mapping, step: int) -> tuple[float, ...]:
     lr, momentum = float(group["lr"]), float(group["momentum"])
     take = 1.0 if step == 1 else 1 - float(group["dampening"])
     share = momentum * momentum if group["nesterov"] else momentum
@@ -49,10 +49,10 @@ def _values(group: Mapping, step: int) -> tuple[float, ...]:
     return -1.0 if group["maximize"] else 1.0, float(group["weight_decay"]), momentum, take, lr, feedback_gain
 
 
-SGD = UpdateRule("sgd", sgd, (), _CONSTANTS, _values)
+SGD = UpdateRule("sgd", sgd, (), _CONSTANTS, _step_constants)
 SGD_MOMENTUM = UpdateRule(
-    "sgd_momentum", sgd_momentum, _BUFFER, _CONSTANTS, _values, error_feedback=momentum_error_feedback
+    "sgd_momentum", sgd_momentum, _BUFFER, _CONSTANTS, _step_constants, error_feedback=momentum_error_feedback
 )
 SGD_NESTEROV = UpdateRule(
-    "sgd_nesterov", sgd_nesterov, _BUFFER, _CONSTANTS, _values, error_feedback=momentum_error_feedback
+    "sgd_nesterov", sgd_nesterov, _BUFFER, _CONSTANTS, _step_constants, error_feedback=momentum_error_feedback
 )

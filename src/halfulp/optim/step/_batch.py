@@ -456,17 +456,17 @@ class PlanCache(TensorMap[ParameterPlan]):
     ) -> StepSpec:
         """Return a parameter's step specification, as `step_spec_of` does; equal ones on one device are one object."""
         if memory(parameter) is not parameter:
-            return self._interned(step_spec_of(rule, group, parameter, gradient, name), parameter)
+            return self._intern(step_spec_of(rule, group, parameter, gradient, name), parameter)
         given = rule, group["weight_update"], group["format"], group["param_dtype"], gradient
         states = _stored_choice(group["state_dtype"])
         key = *map(id, given), states, is_kept(parameter), parameter.dtype, parameter.shape, parameter.device
         found = self._specs_by_options.get(key)
         if found is None:
-            spec = self._interned(step_spec_of(rule, group, parameter, gradient, name), parameter)
+            spec = self._intern(step_spec_of(rule, group, parameter, gradient, name), parameter)
             found = self._specs_by_options[key] = spec, given
         return found[0]
 
-    def _interned(self, spec: StepSpec, parameter: torch.Tensor) -> StepSpec:
+    def _intern(self, spec: StepSpec, parameter: torch.Tensor) -> StepSpec:
         return self._specs.setdefault((spec, local(parameter).device), spec)
 
 

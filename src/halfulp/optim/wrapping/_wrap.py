@@ -284,7 +284,7 @@ class Wrapped(ExplicitGradientOptimizer):
         try:
             self._load(plans, Float32Buffer(0))
             before = [local(self._shadows[plan.parameter])._version for plan in plans]
-            self._in_base(change)
+            self._call_with_options(change)
             now = [local(self._shadows[plan.parameter])._version for plan in plans]
             self._write([plan for plan, one, other in zip(plans, before, now, strict=True) if one != other])
         finally:
@@ -315,7 +315,7 @@ class Wrapped(ExplicitGradientOptimizer):
         self._check_wrappers(any(p.grad is not None for group in self.param_groups for p in group["params"]))
         wanted = inspect.signature(type(self.base).step).parameters.get("closure")
         if wanted is not None and wanted.default is inspect.Parameter.empty:
-            return self._step_with(closure)
+            return self._step_with_closure(closure)
         loss = None
         if closure is not None:
             with torch.enable_grad():
@@ -331,19 +331,19 @@ class Wrapped(ExplicitGradientOptimizer):
                 self._release(plans)
         return loss
 
-    def _step_with(self, closure: Callable[[], Loss] | None) -> Loss:
+    def _step_with_closure(self, closure: Callable[[], Loss] | None) -> Loss:
         """Step a wrapped optimizer that evaluates the model at points of its choice."""
         if closure is None:
             raise TypeError(f"{type(self.base).__name__} needs a closure: step(closure)")
         plans, nowhere = list(self._all_plans()), Float32Buffer(0)
-        own = [part.detach() for plan in plans if not _in_place(plan) for part in own_parts(plan.parameter)]
+        own = [part.detach() for plan in plans if not _is_own_shadow(plan) for part in own_parts(plan.parameter)]
         before = [(part, part.clone()) for part in own]
 
         def evaluate() -> Loss:
             with torch.no_grad():
                 for plan in plans:
                     part, shadow = plan.parts[0], local(self._shadows[plan.parameter])
-                    if not _in_place(plan):
+                    if not _is_own_shadow(plan):
                         part.copy_(plan.spec.store.encode(shadow, None))
                         for other in own_parts(plan.parameter)[1:]:
                             other.detach().zero_()
@@ -374,8 +374,8 @@ class Wrapped(ExplicitGradientOptimizer):
             or self.base._optimizer_step_post_hooks
         ):
             return [plans]
-        whole = [plan for plan in plans if _in_place(plan)]
-        apart = [plan for plan in plans if not _in_place(plan)]
+        whole = [plan for plan in plans if _is_own_shadow(plan)]
+        apart = [plan for plan in plans if not _is_own_shadow(plan)]
         return [*([whole] if whole else []), *runs_of(apart, MOST_ELEMENTS)]
 
     def _all_plans(self, wanted: Callable[[torch.Tensor], bool] = lambda p: True) -> Iterable[ParameterPlan]:
@@ -387,7 +387,7 @@ class Wrapped(ExplicitGradientOptimizer):
     def _load(self, plans: list[ParameterPlan], buffer: Float32Buffer) -> None:
         """Fill the shadows and their gradients."""
         buffer.clear()
-        apart = [plan for plan in plans if not _in_place(plan)]
+        apart = [plan for plan in plans if not _is_own_shadow(plan)]
         values = dict(zip(map(id, apart), read_weights(apart, buffer)))
         for plan in plans:
             parameter = plan.parameter
@@ -397,9 +397,9 @@ class Wrapped(ExplicitGradientOptimizer):
 
     def _step_base(self, closure: Callable[[], Any] | None = None) -> Any:
         """Step the wrapped optimizer."""
-        return self._in_base(lambda: plain_step(self.base, *(() if closure is None else (closure,))))
+        return self._call_with_options(lambda: plain_step(self.base, *(() if closure is None else (closure,))))
 
-    def _in_base(self, change: Callable[[], Any]) -> Any:
+    def _call_with_options(self, change: Callable[[], Any]) -> Any:
         """Call what changes the wrapped optimizer under the options of the groups, which get what it writes there."""
         for own, inner in self._pairs:
             inner.update({name: own[name] for name in own if name not in _APART})
@@ -413,8 +413,8 @@ class Wrapped(ExplicitGradientOptimizer):
 
     def _write(self, plans: list[ParameterPlan]) -> None:
         # A float32 parameter's shadow has its memory, but a version counter of its own.
-        torch.autograd.graph.increment_version([local(plan.parameter) for plan in plans if _in_place(plan)])
-        self._step_by({s.parameter: self._shadows[s.parameter].detach() for s in plans if not _in_place(s)})
+        torch.autograd.graph.increment_version([local(plan.parameter) for plan in plans if _is_own_shadow(plan)])
+        self._step_by({s.parameter: self._shadows[s.parameter].detach() for s in plans if not _is_own_shadow(s)})
 
     def _release(self, plans: list[ParameterPlan]) -> None:
         for plan in plans:
@@ -506,7 +506,7 @@ class Wrapped(ExplicitGradientOptimizer):
         return super().__repr__().replace("Wrapped (", f"wrap({type(self.base).__name__}) (", 1)
 
 
-def _in_place(plan: ParameterPlan) -> bool:
+def _is_own_shadow(plan: ParameterPlan) -> bool:
     """Return whether a parameter is plain float32: its own shadow."""
     return plan.spec.store is F32
 

@@ -116,7 +116,7 @@ def native_dropout_backward(gradient: ScaledTensor, mask: Tensor, factor: float)
     return make_scaled(values, gradient._scale.clone(), gradient._payload.dtype, gradient.dtype)
 
 
-def _drawn(operator: OpOverload) -> None:
+def _register_drawing(operator: OpOverload) -> None:
     """Register an operator that uses only the shape of its tensor."""
 
     def draw(x: ScaledTensor, *arguments: Any, **options: Any) -> Tensor:
@@ -129,7 +129,7 @@ for _operator in (
     *(aten.uniform.default, aten.normal_functional.default, aten.exponential.default, aten.log_normal.default),
     *(aten.cauchy.default, aten.geometric.default, aten.random.default, aten.random.to, getattr(aten.random, "from")),
 ):
-    _drawn(_operator)
+    _register_drawing(_operator)
 
 
 @implements(aten.normal_.default, family="random")

@@ -67,15 +67,15 @@ def local_scalar_dense(x: ScaledTensor) -> float:
     return aten._local_scalar_dense.default(decode_values(x, torch.float64))
 
 
-def _on_payloads(operator: OpOverload) -> None:
+def _register_tangent_queries(operator: OpOverload) -> None:
     """Register what forward-mode derivatives ask of a tensor and its tangent: nothing of values."""
     implements(operator, family="pass-through")(
         lambda *tensors: operator(*(x._payload if isinstance(x, ScaledTensor) else x for x in tensors))
     )
 
 
-_on_payloads(aten.is_same_size.default)
-_on_payloads(aten._has_same_storage_numel.default)
+_register_tangent_queries(aten.is_same_size.default)
+_register_tangent_queries(aten._has_same_storage_numel.default)
 
 
 @implements(aten.is_pinned.default, family="pass-through")
@@ -124,16 +124,18 @@ def scatter_add(x: Any, dim: int, index: Tensor, source: Any) -> Tensor:
 @implements(aten.scatter_reduce.two, family="indexing")
 def scatter_reduce(x: Any, dim: int, index: Tensor, source: Any, reduce: str, *, include_self: bool = True) -> Tensor:
     """Combine a source with the elements at indices: sums and extrema under the larger scale, products by value."""
-    return _reduced(aten.scatter_reduce.two, x, dim, index, source, reduce, include_self)
+    return _reduce_at_indices(aten.scatter_reduce.two, x, dim, index, source, reduce, include_self)
 
 
 @implements(aten.index_reduce.default, family="indexing")
 def index_reduce(x: Any, dim: int, index: Tensor, source: Any, reduce: str, *, include_self: bool = True) -> Tensor:
     """Reduce values by an index along a dimension, like `scatter_reduce`."""
-    return _reduced(aten.index_reduce.default, x, dim, index, source, reduce, include_self)
+    return _reduce_at_indices(aten.index_reduce.default, x, dim, index, source, reduce, include_self)
 
 
-def _reduced(operator: OpOverload, x: Any, dim: int, index: Tensor, source: Any, reduce: str, include: bool) -> Tensor:
+def _reduce_at_indices(
+    operator: OpOverload, x: Any, dim: int, index: Tensor, source: Any, reduce: str, include: bool
+) -> Tensor:
     def compute(p: Tensor, v: Tensor) -> Tensor:
         return operator(p, dim, index, v, reduce, include_self=include)
 
@@ -185,10 +187,10 @@ def index_fill(x: Any, dim: int, index: Tensor, value: Any) -> Tensor:
     if isinstance(value, ScaledTensor):
         value = decode_values(value, torch.float32)
     constant = value if isinstance(value, Tensor) else _constant(value, x)
-    return write_aligned(x, constant, lambda p, v: _index_filled(p, dim, index, v))
+    return write_aligned(x, constant, lambda p, v: _fill_at_indices(p, dim, index, v))
 
 
-def _index_filled(payload: Tensor, dim: int, index: Tensor, constant: Tensor) -> Tensor:
+def _fill_at_indices(payload: Tensor, dim: int, index: Tensor, constant: Tensor) -> Tensor:
     """Return a payload with a constant at indices: index_fill would read it, and wait for its device."""
     if not payload.dim():
         return aten.index_copy.default(payload, dim, index, constant.expand(index.numel()).reshape(index.shape))
@@ -281,7 +283,7 @@ def _register() -> None:
 _register()
 
 
-def _refused(operator: OpOverload) -> None:
+def _register_refusal(operator: OpOverload) -> None:
     def refuse(*arguments: Any, **options: Any) -> None:
         raise NotImplementedError(
             f"{operator} reads memory as plain numbers, and ScaledTensors have a scale: make the optimizer with "
@@ -295,7 +297,7 @@ for _name in ("_fused_adam", "_fused_adamw", "_fused_sgd", "_fused_adagrad"):
     for _packet in (getattr(aten, _name), getattr(aten, f"{_name}_")):
         for _overload in _packet.overloads():
             if not _overload.endswith("out"):
-                _refused(getattr(_packet, _overload))
+                _register_refusal(getattr(_packet, _overload))
 
 
 @implements(aten._amp_foreach_non_finite_check_and_unscale_.default, family="foreach")

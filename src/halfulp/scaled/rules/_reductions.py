@@ -44,13 +44,13 @@ def with_dtype(*operators: OpOverload) -> Callable[[Callable], Callable]:
 
     def register(rule: Callable) -> Callable:
         for operator in operators:
-            implements(operator, family="reduction")(_with_dtype(operator, rule))
+            implements(operator, family="reduction")(_accept_dtype(operator, rule))
         return rule
 
     return register
 
 
-def _with_dtype(operator: OpOverload, rule: Callable) -> Callable:
+def _accept_dtype(operator: OpOverload, rule: Callable) -> Callable:
     def computed(x: ScaledTensor, *arguments: Any, dtype: torch.dtype | None = None, **options: Any) -> Tensor:
         if dtype is None or dtype == x.dtype != torch.float64:
             return rule(x, *arguments, **options)
@@ -174,7 +174,7 @@ measured_scale(
 )
 
 
-def _rounded(operator: torch._ops.OpOverload) -> None:
+def _register_rounding(operator: torch._ops.OpOverload) -> None:
     def rounded(x: ScaledTensor) -> Tensor:
         values = operator(value_of(x))
         scale = _powers.maximum_scale(x._scale, scale_one(values))
@@ -187,7 +187,7 @@ def _rounded(operator: torch._ops.OpOverload) -> None:
 
 # Whole numbers are 0 or at least 1, so the scale is at least 1 too.
 for _operator in (aten.floor.default, aten.ceil.default, aten.round.default, aten.trunc.default):
-    _rounded(_operator)
+    _register_rounding(_operator)
 
 
 homogeneous(
@@ -220,7 +220,7 @@ for _name in (*(f"upsample_{kind}" for kind in _KINDS), *_EXACT, *_SMOOTH):
 MEAN, SUM = 1, 2
 
 
-def _spread(count: int, reduction: int) -> float:
+def _sum_divisor(count: int, reduction: int) -> float:
     return sqrt_of_count(count) if reduction == SUM else 1.0
 
 
@@ -240,7 +240,7 @@ def nll_loss_forward(x: Any, target: Tensor, weight: Any, reduction: int, ignore
     p = operand(x, first_scaled((x, weight)))
     y, total = operator(to_float32(p), target, value_of(weight), reduction, ignore_index)
     holders = [x] if isinstance(x, ScaledTensor) else [x, weight]
-    return payloads_under(y, [p._scale], holders, _spread(target.numel(), reduction)), total
+    return payloads_under(y, [p._scale], holders, _sum_divisor(target.numel(), reduction)), total
 
 
 def _nll_backward(operator: OpOverload) -> None:
@@ -285,10 +285,10 @@ def mse_loss_backward(gradient: Any, x: Any, target: Any, reduction: int) -> Ten
 def _backward_on_values(*operators: OpOverload) -> None:
     """Register backward operators, linear in the gradient g, on decoded other operands; the result is under gs / n."""
     for operator in present(operators):
-        implements(operator, family="loss")(_of_values(operator))
+        implements(operator, family="loss")(_backward_rule_on_values(operator))
 
 
-def _of_values(operator: OpOverload) -> Callable:
+def _backward_rule_on_values(operator: OpOverload) -> Callable:
     names = [argument.name for argument in operator._schema.arguments]
     at = names.index("reduction")
 

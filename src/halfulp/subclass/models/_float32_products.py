@@ -122,7 +122,7 @@ class _Around:
                 return self.own(*args, **kwargs)
             with _MODE:
                 return self.own(*args, **kwargs)
-        return _under_mode(self.own, args, kwargs)
+        return _call_under_mode(self.own, args, kwargs)
 
 
 def _put_on(module: nn.Module) -> None:
@@ -243,7 +243,7 @@ def _run(forward: Callable[..., Any], module: nn.Module, args: tuple[Any, ...], 
         with _MODE:
             return forward(*args, **kwargs)
     if _holds(module, dtypes, not _local.without) or _meets(args, kwargs, dtypes):
-        return _under_mode(forward, args, kwargs)
+        return _call_under_mode(forward, args, kwargs)
     if _local.without:
         return forward(*args, **kwargs)
     _local.without = True
@@ -291,11 +291,11 @@ class _Products(TorchFunctionMode):
             hooks = saved_tensor_hooks()
             # A checkpoint around the model's modules runs them again, and they come back here by themselves.
             if hooks is not None and hooks != _local.hooks:
-                capture_hooks(hooks[0], _recomputed, "hu.float32_products")
+                capture_hooks(hooks[0], _recompute_under_mode, "hu.float32_products")
         return product(function, args, kwargs)
 
 
-def _undispatched(function: Any) -> Any:
+def _skip_dispatch(function: Any) -> Any:
     """Return a function of torch.nn.functional without its own dispatch to modes."""
     scope = {**function.__globals__, "has_torch_function": _never, "has_torch_function_variadic": _never}
     return types.FunctionType(function.__code__, scope, function.__name__, function.__defaults__)
@@ -307,7 +307,7 @@ def _never(*tensors: Any) -> bool:
 
 # Those in Python that multiply more than once, by functions that the mode knows.
 _UNDISPATCHED = {
-    function: _undispatched(function)
+    function: _skip_dispatch(function)
     for name in ("multi_head_attention_forward", "linear_cross_entropy")
     if (function := getattr(nn.functional, name, None)) is not None
 }
@@ -319,34 +319,34 @@ def _is_active() -> bool:
     return any(torch._C._get_function_stack_at(k) is _MODE for k in range(count))
 
 
-def _under_mode(function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def _call_under_mode(function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Call a function under the mode, below all others: they see products of the dtypes that the model asked for."""
-    above = _popped()
+    above = _without_modes()
     _push_mode(_MODE)
-    _pushed(above)
+    _with_modes(above)
     _local.hooks = saved_tensor_hooks()
     try:
         return function(*args, **kwargs)
     finally:
         _local.hooks = None
-        above = _popped()
+        above = _without_modes()
         above.remove(_MODE)
-        _pushed(above)
+        _with_modes(above)
 
 
-def _popped() -> list[TorchFunctionMode]:
+def _without_modes() -> list[TorchFunctionMode]:
     return [_pop_mode() for _ in range(torch._C._len_torch_function_stack())]
 
 
-def _pushed(modes: list[TorchFunctionMode]) -> None:
+def _with_modes(modes: list[TorchFunctionMode]) -> None:
     for mode in reversed(modes):
         _push_mode(mode)
 
 
-def _recomputed(function: Callable[..., Any]) -> Callable[..., Any]:
+def _recompute_under_mode(function: Callable[..., Any]) -> Callable[..., Any]:
     """Return a function that activation checkpointing recomputes, under the mode."""
 
     def run(*args: Any, **kwargs: Any) -> Any:
-        return function(*args, **kwargs) if _is_active() else _under_mode(function, args, kwargs)
+        return function(*args, **kwargs) if _is_active() else _call_under_mode(function, args, kwargs)
 
     return run

@@ -148,10 +148,10 @@ def check_overlaps(named: Named, what: str) -> None:
         together.sort(key=lambda one: one[1].data_ptr())
         for (one, first), (other, second) in itertools.pairwise(together):
             if overlap(first, second):
-                raise ValueError(_tied(one, other, first, second, what))
+                raise ValueError(_refuse_tied(one, other, first, second, what))
 
 
-def _tied(one: str, other: str, first: Tensor, second: Tensor, what: str) -> str:
+def _refuse_tied(one: str, other: str, first: Tensor, second: Tensor, what: str) -> str:
     same = (first.data_ptr(), first.shape, first.stride()) == (second.data_ptr(), second.shape, second.stride())
     how = f"two parameters over one memory (tied through .data): {what} would untie them"
     if not same:
@@ -211,7 +211,7 @@ def _check_memory(named: list[tuple[str, Tensor]], what: str) -> None:
                 continue
             for name, part in held:
                 if isinstance(x, nn.Parameter) and overlap(part, other):
-                    return _tied(name, _name_of(x), part, other, what)
+                    return _refuse_tied(name, _name_of(x), part, other, what)
                 if other.numel() > part.numel() and overlap(part, other):
                     return (
                         f"parameter {name!r} is a view into a tensor of shape {tuple(other.shape)} that is still "

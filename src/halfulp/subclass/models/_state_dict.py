@@ -129,12 +129,14 @@ def _save(module: nn.Module, state_dict: dict[str, Any], prefix: str, local_meta
     for name, value in reversed(last):
         parameter, layout = own.get(name, (value, None))
         if layout is not None and value is not parameter and isinstance(value, layout.kind):
-            state_dict.update(_tied(layout.entries(name, value), name, parameter, state_dict))
+            state_dict.update(_share_memory(layout.entries(name, value), name, parameter, state_dict))
         else:
             state_dict[name] = value
 
 
-def _tied(entries: dict[str, Tensor], name: str, parameter: Tensor, state_dict: Mapping[str, Any]) -> dict[str, Tensor]:
+def _share_memory(
+    entries: dict[str, Tensor], name: str, parameter: Tensor, state_dict: Mapping[str, Any]
+) -> dict[str, Tensor]:
     """Return a parameter's entries, in the memory that they have under its first name in this state_dict.
 
     Savers that write shared memory once (transformers) would else write the values of a tied parameter under both names

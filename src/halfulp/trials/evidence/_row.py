@@ -84,7 +84,7 @@ def rows(task: str, records: Sequence[Record]) -> list[Row]:
     compared = [
         _gaps(own, reference)
         for recipe, own in by_recipe.items()
-        if recipe not in (REFERENCE, TWIN) and not _diverged(own)
+        if recipe not in (REFERENCE, TWIN) and not _count_diverged(own)
     ]
     return [_row(task, recipe, own, reference, twins, compared) for recipe, own in by_recipe.items()]
 
@@ -116,7 +116,7 @@ def _gaps(own: dict[int, Record], reference: dict[int, Record]) -> list[float]:
     return [ours - theirs for ours, theirs in pairs if ours is not None and theirs is not None]
 
 
-def _diverged(own: dict[int, Record]) -> int:
+def _count_diverged(own: dict[int, Record]) -> int:
     """Return in how many trials the training loss or the judged loss was not finite."""
     return sum(record["result"]["diverged_at"] is not None or judged(record) is None for record in own.values())
 
@@ -132,7 +132,7 @@ def _row(
     results = [record["result"] for record in own.values()]
     settings = next(iter(own.values()))["settings"]["recipe"]
     losses = [judged(record) for record in own.values()]
-    diverged = _diverged(own)
+    diverged = _count_diverged(own)
     gaps = _gaps(own, reference) if not diverged else []
     baseline = _mean([judged(record) for record in reference.values()])
     alone, allowed = interval(gaps, twins, baseline or 0.0), tolerance(twins, baseline or 0.0)
@@ -146,15 +146,15 @@ def _row(
         seeds=len(results),
         diverged=diverged,
         loss=_mean(losses),
-        loss_spread=_spread(losses),
+        loss_spread=_spread_of(losses),
         gap=_mean(gaps),
-        gap_spread=_spread(gaps),
+        gap_spread=_spread_of(gaps),
         noise=limit,
         interval=alone,
         tolerance=allowed,
         verdict=_verdict(recipe, diverged, _mean(gaps), limit, alone, allowed),
         accuracy=_mean(accuracies),
-        accuracy_spread=_spread(accuracies),
+        accuracy_spread=_spread_of(accuracies),
         validation_loss=_mean([result["float32"]["validation"]["loss"] for result in results]),
         own_loss=_mean([result["own"]["loss"] for result in results]),
         own_accuracy=_mean([result["own"]["accuracy"] for result in results]),
@@ -195,7 +195,7 @@ def _mean(values: Sequence[float | None]) -> float | None:
     return statistics.fmean(known) if known and len(known) == len(values) else None
 
 
-def _spread(values: Sequence[float | None]) -> float | None:
+def _spread_of(values: Sequence[float | None]) -> float | None:
     known = [value for value in values if value is not None]
     return spread(known) if len(known) == len(values) else None
 

@@ -55,7 +55,9 @@ def cells(evidence: FinishedTrials, row: Row) -> dict[str, str]:
         verdict = f"diverged ({row.diverged} of {row.seeds})"
     reference = row.verdict == "reference"
     paper_gaps = kind_of(row.task).paper_gaps
-    scaled = {"skipped": _skipped(row), "underflow": _underflow(row)} if rounds_gradients(evidence, row.task) else {}
+    scaled = (
+        {"skipped": _format_skipped(row), "underflow": _underflow(row)} if rounds_gradients(evidence, row.task) else {}
+    )
     in_paper = {"gap in the paper": number(paper_gaps.get(row.recipe), 2, sign=True)} if paper_gaps else {}
     return {
         "recipe": row.recipe,
@@ -101,7 +103,7 @@ def _bytes(row: Row) -> str:
     return f"({text})" if row.emulated else text
 
 
-def _skipped(row: Row) -> str:
+def _format_skipped(row: Row) -> str:
     return number(row.skipped, 0 if row.skipped is None or row.skipped.is_integer() else 1)
 
 

@@ -125,14 +125,14 @@ def svg(
         panels = figure.subplots(3 if near else 2, 1, sharex=True)
         styles = line_styles(list(curves))
         for index, (recipe, seeds) in enumerate(curves.items()):
-            look = _look(styles[recipe], index)
+            look = _plot_options(styles[recipe], index)
             _draw_loss(panels[0], seeds, look)
             for axes in panels[1:2] if recipe not in near else panels[1:]:
                 _draw_gap(axes, recipe, seeds, curves[REFERENCE], look, shade=axes is panels[1])
         _dress(panels, curves, titles, axis)
         target = io.StringIO()
         figure.savefig(target, format="svg", metadata={"Date": None, "Creator": None})
-    return _themed(target.getvalue(), f"{key}-{int(width)}")
+    return _theme_svg(target.getvalue(), f"{key}-{int(width)}")
 
 
 def _draw_loss(axes: Any, seeds: Mapping[int, Mapping[int, float]], look: dict[str, Any]) -> None:
@@ -177,7 +177,7 @@ def _common(curves: Sequence[Mapping[int, float]]) -> list[int]:
     return sorted(set.intersection(*(set(points) for points in curves))) if curves else []
 
 
-def _look(style: LineStyle, index: int) -> dict[str, Any]:
+def _plot_options(style: LineStyle, index: int) -> dict[str, Any]:
     """Return matplotlib's plot options; markers stand at different places, so that overlapping lines show."""
     if style.colour == 0:
         return {"color": _INK, "linewidth": 3.6, "zorder": 2}
@@ -212,7 +212,7 @@ def _dress(panels: Sequence[Any], curves: Curves, titles: Sequence[str], axis: s
     panels[-1].xaxis.get_major_locator().set_params(integer=True)
 
 
-def _themed(text: str, prefix: str) -> str:
+def _theme_svg(text: str, prefix: str) -> str:
     """Return the bare <svg> element, ids made unique on the page, colours and fonts left to the style sheet."""
     text = text[text.index("<svg") :]
     text = re.sub(r"<metadata>.*?</metadata>", "", text, flags=re.DOTALL)

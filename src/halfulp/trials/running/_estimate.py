@@ -76,7 +76,7 @@ def measure(trial: Trial, data: Data, clock: Clock = time.perf_counter) -> Cost 
         _run(trial, data, _WARM, clock)
         begun = clock()
         marks = _run(trial, data, min(_TIMED, max(_FEWEST, trial.steps // _PART)), clock)
-        return _cost(begun, marks, clock(), _evaluated(trial, data))
+        return _cost(begun, marks, clock(), _evaluation_ratio(trial, data))
     except Exception:
         return None
 
@@ -99,7 +99,7 @@ def _run(trial: Trial, data: Data, steps: int, clock: Clock) -> list[float]:
     return marks
 
 
-def _evaluated(trial: Trial, data: Data) -> float:
+def _evaluation_ratio(trial: Trial, data: Data) -> float:
     """Return the time of a trial's evaluations (twice all, perhaps the training data) over that of a probe's."""
     whole = max(1.0, len(data.validation[0]) / _CHUNK)
     train = len(data.train[0]) / _CHUNK if trial.task.judged_by == "train_loss" else 0.0

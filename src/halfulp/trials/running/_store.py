@@ -117,7 +117,7 @@ def _matching(path: Path, trial: Trial) -> dict[str, Any]:
         record = json.loads(path.read_text(encoding="utf-8"))
         settings, result = record["settings"], record["result"]
     except (OSError, ValueError, KeyError, TypeError):
-        raise ValueError(_unfinished(path)) from None
+        raise ValueError(_describe_unfinished(path)) from None
     wanted = json.loads(json.dumps(trial.settings()))
     if settings != wanted:
         where, had, has = _difference(settings, wanted)
@@ -128,11 +128,11 @@ def _matching(path: Path, trial: Trial) -> dict[str, Any]:
     try:
         check(record)
     except ValueError as error:
-        raise ValueError(_unfinished(path, f" ({error})")) from None
+        raise ValueError(_describe_unfinished(path, f" ({error})")) from None
     return result
 
 
-def _unfinished(path: Path, why: str = "") -> str:
+def _describe_unfinished(path: Path, why: str = "") -> str:
     return f"{path} is not a finished trial{why}; delete it and resume again"
 
 

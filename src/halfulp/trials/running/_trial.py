@@ -305,7 +305,7 @@ def run(
         if not failed:
             optimizer.eval()
         own = _NOTHING if failed else evaluate(task, model, judge, data.validation)
-    wide = _in_float32(task, blank, data, None if failed else optimizer.float32_state_dict(model))
+    wide = _score_in_float32(task, blank, data, None if failed else optimizer.float32_state_dict(model))
     parameters = sum(parameter.numel() for parameter in model.parameters())
     size = {"parameters": parameters, "targets": task.count(data.validation[1]), "data": data.note}
     watched = {READINGS: readings(seen, steps)} if seen is not None else {}
@@ -349,17 +349,17 @@ def _train(
         seconds.append(time.process_time() - start)
         window.append(loss.item())
         if not math.isfinite(window[-1]):
-            return _course(curve, seconds, optimizer, memory, step)
+            return _describe_course(curve, seconds, optimizer, memory, step)
         scaled.after(step, loss_on, batch)
         if len(window) == width or step == steps - 1:
             curve.append([step + 1, statistics.fmean(window)])
             window = []
             if report is not None:
                 report(step + 1, curve[-1][1])
-    return _course(curve, seconds, optimizer, memory, None)
+    return _describe_course(curve, seconds, optimizer, memory, None)
 
 
-def _course(
+def _describe_course(
     curve: list[list[float]],
     seconds: list[float],
     optimizer: MeasuredOptimizer,
@@ -377,7 +377,7 @@ def _course(
     }
 
 
-def _in_float32(task: Task, blank: nn.Module, data: Data, decoded: dict[str, Tensor] | None) -> dict[str, Any]:
+def _score_in_float32(task: Task, blank: nn.Module, data: Data, decoded: dict[str, Tensor] | None) -> dict[str, Any]:
     """Score the decoded weights in a float32 copy of the model."""
     if decoded is None:
         return {"validation": _NOTHING, "train": _NOTHING}

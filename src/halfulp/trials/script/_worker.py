@@ -151,13 +151,13 @@ def _class_that_makes(own: Any, recipe: Recipe, done: Substitution) -> type:
     def make(cls: type, *args: Any, **options: Any) -> Any:
         if cls is not kind:
             return object.__new__(cls)
-        return _of_recipe(own, recipe, done, args, options)
+        return _make_recipe_optimizer(own, recipe, done, args, options)
 
     kind = type(own.__name__, (own,), {"__new__": make, "__module__": own.__module__, "__doc__": own.__doc__})
     return kind
 
 
-def _of_recipe(own: Any, recipe: Recipe, done: Substitution, args: tuple, options: dict[str, Any]) -> Any:
+def _make_recipe_optimizer(own: Any, recipe: Recipe, done: Substitution, args: tuple, options: dict[str, Any]) -> Any:
     """Return the recipe's optimizer for what was to be torch's."""
     given = dict(inspect.signature(own.__init__).bind(None, *args, **options).arguments)
     groups = _groups(given.pop("params"))
@@ -166,7 +166,7 @@ def _of_recipe(own: Any, recipe: Recipe, done: Substitution, args: tuple, option
     given = {key: value for key, value in given.items() if key not in ("self", *_IMPLEMENTATION)}
     with _refusing():
         updates = recipes.assign(recipe, model)
-        split = [part for group in groups for part in _by_update(group, names, updates)]
+        split = [part for group in groups for part in _split_by_update(group, names, updates)]
         kind: Any = optim.OPTIMIZERS[own.__name__]
         made = kind(split, state_dtype=recipe_state(recipe, kind, given), **given)
     done.add(made)
@@ -223,7 +223,9 @@ def _groups(params: Any) -> list[dict[str, Any]]:
     return found
 
 
-def _by_update(group: dict[str, Any], names: dict[int, str], updates: dict[str, str | None]) -> list[dict[str, Any]]:
+def _split_by_update(
+    group: dict[str, Any], names: dict[int, str], updates: dict[str, str | None]
+) -> list[dict[str, Any]]:
     """Return a group split by the weight updates that the recipe gives its parameters."""
     parts: dict[str | None, list[tuple[str, Tensor]]] = {}
     for parameter in group["params"]:

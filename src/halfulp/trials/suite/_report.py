@@ -34,7 +34,7 @@ def sections(evidence: FinishedTrials) -> list[Section]:
         _overview(evidence),
         _findings(evidence),
         *(_task(evidence, task) for task in evidence.tasks()),
-        *([_failed(evidence)] if evidence.run.get("failed") else []),
+        *([_failures_section(evidence)] if evidence.run.get("failed") else []),
         _left_out(evidence),
     ]
 
@@ -78,7 +78,7 @@ def _task(evidence: FinishedTrials, task: str) -> Section:
     for row in evidence.rows(task):
         words = cells(evidence, row)
         if row.diverged:
-            words["verdict"] = _diverged(evidence, row)
+            words["verdict"] = _list_diverged(evidence, row)
         paper = REPORTED.get(row.recipe)
         rows.append([row.recipe, *(words[name] for name in shown), paper.says if paper else "–", _disagreement(row)])
     title = evidence.of_task(task)[0]["settings"]["task"]["title"]
@@ -86,7 +86,7 @@ def _task(evidence: FinishedTrials, task: str) -> Section:
     return Section(f"{task}: {title}", (), headers, rows, notes(evidence, task))
 
 
-def _diverged(evidence: FinishedTrials, row: Row) -> str:
+def _list_diverged(evidence: FinishedTrials, row: Row) -> str:
     """Return which seeds diverged, and at which steps."""
     steps = [
         record["result"]["diverged_at"]
@@ -139,7 +139,7 @@ def failures(evidence: FinishedTrials) -> list[tuple[str, str, str, str]]:
     return [(task, recipe, ", ".join(of_seeds), why) for (task, recipe, why), of_seeds in seeds.items()]
 
 
-def _failed(evidence: FinishedTrials) -> Section:
+def _failures_section(evidence: FinishedTrials) -> Section:
     said = ["The command ended with an error because of these; a row above counts the seeds that finished."]
     return Section("Trials that failed, and why", said, ("task", "recipe", "seeds", "why"), failures(evidence))
 

@@ -90,7 +90,7 @@ def _update_not_arithmetic(evidence: FinishedTrials) -> tuple[str, str]:
     _BF16,
 )
 def _stochastic_and_kahan(evidence: FinishedTrials) -> tuple[str, str]:
-    return _within(evidence, ("bf16-stochastic", "bf16-kahan"), accuracy=0.001, loss=0.002)
+    return _stay_within(evidence, ("bf16-stochastic", "bf16-kahan"), accuracy=0.001, loss=0.002)
 
 
 @_statement("ten bits with Kahan and stochastic rounding reach 90% on digits", "our measure of arXiv 2010.06192's idea")
@@ -107,7 +107,7 @@ def _ten_bits(evidence: FinishedTrials) -> tuple[str, str]:
 
 @_statement("float16 MCTensor weights of two and three components equal float32", _MCTENSOR)
 def _components(evidence: FinishedTrials) -> tuple[str, str]:
-    return _within(evidence, ("fp16-mc2", "fp16-mc3"), accuracy=0.001, loss=0.002)
+    return _stay_within(evidence, ("fp16-mc2", "fp16-mc3"), accuracy=0.001, loss=0.002)
 
 
 @_statement("on the linear regression, float16 MCTensor weights equal float64", _MCTENSOR)
@@ -144,7 +144,7 @@ def _two_losses(evidence: FinishedTrials) -> tuple[str, str]:
 
 @_statement("scaled FP8 products with float16 state stay within 0.3% of float32", _SCALIFY)
 def _scaled(evidence: FinishedTrials) -> tuple[str, str]:
-    return _within(evidence, ("scaled-fp8-state16",), accuracy=0.003, loss=0.003)
+    return _stay_within(evidence, ("scaled-fp8-state16",), accuracy=0.003, loss=0.003)
 
 
 @_statement("with scales that propagate, float16 needs no loss scale", _SCALIFY)
@@ -206,7 +206,7 @@ def _beside_best_constant(evidence: FinishedTrials, tasks: tuple[str, ...] | Non
 _TO_ZERO = "linear-regression"
 
 
-def _within(evidence: FinishedTrials, recipes: tuple[str, ...], accuracy: float, loss: float) -> tuple[str, str]:
+def _stay_within(evidence: FinishedTrials, recipes: tuple[str, ...], accuracy: float, loss: float) -> tuple[str, str]:
     """Return whether recipes stay within a share of accuracy or of loss, or within the noise, on every task."""
     inside, unclear, outside, few, said = 0, [], [], 0, []
     for recipe in recipes:
