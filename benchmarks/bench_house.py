@@ -10,12 +10,13 @@ import sys
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
+from random import Random
 from types import FrameType
 
 from docs.fillers.library import lines_of_code
 
 from ._harness import ROOT
-from ._results import Result, Table, save
+from ._results import Result, Table, load, save
 from ._source_tree import SourceTree
 
 TEXT = """What whoever opens the source meets, at an earlier commit and now: sizes, who imports whom, names, types. A \
@@ -238,13 +239,72 @@ def scaler_walk(measured: bool) -> dict[str, int]:
     return files_of(iterate)
 
 
+def sample(seed: int) -> list[tuple[str, str, str]]:
+    """Draws 60 documented functions and classes and 80 other names: kind, qualified name, first docstring line."""
+    documented, names = [], []
+
+    def collect(node: ast.AST, prefix: str, of_module: bool) -> None:
+        for child in ast.iter_child_nodes(node):
+            if isinstance(child, (ast.FunctionDef, ast.ClassDef)):
+                names.append(f"{prefix}.{child.name}")
+                text = ast.get_docstring(child)
+                if text:
+                    documented.append((names[-1], text.splitlines()[0]))
+                collect(child, names[-1], False)
+            elif isinstance(child, (ast.Assign, ast.AnnAssign)) and of_module:
+                targets = child.targets if isinstance(child, ast.Assign) else [child.target]
+                names.extend(f"{prefix}.{target.id}" for target in targets if isinstance(target, ast.Name))
+
+    tree = SourceTree(ROOT / "src" / "halfulp")
+    for name, path in sorted(tree.modules.items()):
+        collect(tree.trees[path], name or "halfulp", True)
+    names = [name for name in names if not name.rpartition(".")[2].startswith("__")]
+    random = Random(seed)
+    drawn = [("docstring", *entry) for entry in random.sample(documented, 60)]
+    return drawn + [("name", name, "") for name in random.sample(names, 80)]
+
+
+def save_judgements(seed: int, path: Path) -> None:
+    """Save what a reader wrote, a line an entry: right, wrong or riddle, a tab, and what they took the thing for.
+
+    Raises:
+        ValueError: the file has another number of lines than the sample.
+    """
+    columns = dict.fromkeys(("kind", "name", "first line", "taken for", "verdict"), "")
+    found = Table(f"Seed {seed}: each entry at first reading", columns)
+    counts = Table(f"Seed {seed}: understood at first reading", dict.fromkeys(("", "drawn", "right", "bar", "met"), ""))
+    for (kind, name, first), line in zip(sample(seed), path.read_text().splitlines(), strict=True):
+        verdict, taken_for = line.split("\t")
+        cells = {"first line": first, "taken for": taken_for, "verdict": verdict}
+        found.add(kind=kind, name=name, **cells)
+    for kind, bar in (("docstring", 55), ("name", 75)):
+        verdicts = [row["verdict"] for row in found.rows if row["kind"] == kind]
+        right = verdicts.count("right")
+        counts.add(**{"": f"{kind}s", "bar": f"at least {bar}"}, drawn=len(verdicts), right=right, met=right >= bar)
+    text = "A reader who has not seen the code says what each entry is, from its name and its first line alone."
+    command = "python -m benchmarks.bench_house --sample SEED --judgements FILE"
+    result = Result("house_sample", "Names and first lines at first reading", text, command, tables=[counts, found])
+    if result.path().exists():
+        others = [table for table in load(result.path()).tables if not table.title.startswith(f"Seed {seed}:")]
+        result.tables = others + result.tables
+    save(result)
+
+
 def main() -> None:
     """Print the tables and save them."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--before", default="97f2711", help="the earlier commit")
     parser.add_argument("--pyright", help="the command basedpyright, which the library's environment lacks")
     parser.add_argument("--walks", action="store_true", help="print the files of an iteration of the scaler, no more")
+    parser.add_argument("--sample", type=int, metavar="SEED", help="print what a reader is to judge, no more")
+    parser.add_argument("--judgements", type=Path, help="save a reader's judgements of the sample")
     given = parser.parse_args()
+    if given.sample is not None:
+        if given.judgements:
+            save_judgements(given.sample, given.judgements)
+            return
+        print("seed", given.sample, *("\t".join(entry) for entry in sample(given.sample)), sep="\n")
+        return
     if given.walks:
         for measured in (False, True):
             walk = scaler_walk(measured)

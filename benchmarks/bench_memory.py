@@ -58,13 +58,13 @@ def uncounted(host) -> None:
     """Let gradients that lie in host memory go uncounted, which no device tells from its own here."""
     from torch.utils._python_dispatch import _disable_current_modes
 
-    copied = host._staged
+    copied = host._stage
 
     def copy(gradient):
         with _disable_current_modes():
             return copied(gradient)
 
-    host._staged = copy
+    host._stage = copy
 
 
 def peak(options: dict, release: dict | None) -> tuple[float, float]:

@@ -37,7 +37,7 @@ AREAS = {
         "Processors, processes and versions",
         "processors products processes trainers kills compatibility suites defaults",
     ),
-    "house": ("The source, its tests and its speed by commit", "house suite faults commits startup"),
+    "house": ("The source, its tests and its speed by commit", "house house_sample suite faults commits startup"),
     "more": ("More measurements", ""),
 }
 LEAD = (

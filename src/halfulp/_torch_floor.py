@@ -24,7 +24,7 @@ def check() -> None:
 
 
 def is_older(version: str, floor: str = FLOOR) -> bool:
-    """Whether a version of torch lies below the floor, by major and minor number.
+    """Return whether a version of torch lies below the floor, by major and minor number.
 
     >>> is_older("2.5.1+cu124", "2.12"), is_older("2.12.1", "2.12"), is_older("2.15.0a0+git1f2e", "2.12")
     (True, False, False)

@@ -52,7 +52,7 @@ class _Finder:
         return spec
 
     def _call_after(self, loader: Any) -> None:
-        """The loader stays what it is: only this one call of its method is replaced."""
+        """Replace a loader's method for one call, which `after` follows; the loader stays what it is."""
         execute = loader.exec_module
 
         def exec_module(module: ModuleType) -> None:
@@ -69,11 +69,11 @@ def _register(torch: ModuleType) -> None:
     """Register halfulp's classes and operators with torch; skipped for a torch that is too old."""
     if is_older(torch.__version__):
         return
-    torch.serialization.add_safe_globals([(_imported_when_called(name), name) for name in SAVED_FUNCTIONS])
+    torch.serialization.add_safe_globals([(import_when_called(name), name) for name in SAVED_FUNCTIONS])
     torch.ops.halfulp = _operators(torch)
 
 
-def _imported_when_called(name: str) -> Callable:
+def import_when_called(name: str) -> Callable:
     """Return a function that imports the module of another function when it is called, and calls it."""
 
     def call(*arguments: Any) -> Any:
@@ -85,7 +85,7 @@ def _imported_when_called(name: str) -> Callable:
 
 @contextlib.contextmanager
 def defining_operators() -> Iterator[None]:
-    """A context for defining operators, in which looking up an operator imports nothing."""
+    """Return a context for defining operators, in which looking up an operator imports nothing."""
     _here.defining = True
     try:
         yield
@@ -94,7 +94,7 @@ def defining_operators() -> Iterator[None]:
 
 
 def _operators(torch: ModuleType) -> Any:
-    """The namespace torch.ops.halfulp, which imports the packages that define operators when it lacks one.
+    """Return the namespace torch.ops.halfulp, which imports the packages that define operators when it lacks one.
 
     A saved graph (torch.export) names its operators by their namespace alone.
     """

@@ -208,7 +208,7 @@ def name_of_reduction(boxed: Any) -> str:
 
 @contextlib.contextmanager
 def partitioned_by(partition: Any, settings: dict[str, Any]) -> Iterator[dict[str, Any]]:
-    """Let Inductor partition joint graphs by a function with a `uuid`; yields the settings to compile with.
+    """Let Inductor partition joint graphs by a function with a `uuid`; yield the settings to compile with.
 
     Older: Inductor's caches stay unused, whose keys do not name the partition.
     """

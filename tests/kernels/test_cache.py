@@ -49,7 +49,7 @@ def test_a_second_process_finds_it(cache, forked_python):
     assert entries(cache) == first
     program = """
         from halfulp.kernels.vector import _machine_function
-        _machine_function._compiled = None   # any compilation would fail
+        _machine_function._compile_object = None   # any compilation would fail
     """
     forked_python(program, QUANTIZE)
 

@@ -238,9 +238,9 @@ def test_overlapping_elements_are_seen(x, overlaps):
 LOOKED_AT = {
     "optim/parameters/_outside_writes.py": {"payload_version_of"},
     "optim/parameters/_random_identity.py": {"_is_same_memory"},
-    "subclass/models/_parameter_holders.py": {"_check_memory", "_tied", "check_overlaps", "find", "overlap"},
+    "subclass/models/_parameter_holders.py": {"_check_memory", "_refuse_tied", "check_overlaps", "find", "overlap"},
     "kernels/_plain_memory.py": {"address", "has_own_memory", "plain_address"},
-    "rounding/_quantize.py": {"_at_once"},
+    "rounding/_quantize.py": {"_quantize_plain_memory"},
     "arithmetic/expansions/_pointwise.py": {"combine", "fill", "_overlaps"},
     "optim/parameters/_narrowing.py": {"narrow", "take_float32"},
     "optim/checkpoint/_checkpoint.py": {"load_float32_state_dict"},

@@ -10,7 +10,7 @@ import halfulp as hu
 from halfulp.kernels._table import Table
 from halfulp.kernels.triton._table_kernel import TableKernel
 from halfulp.kernels.triton._writer import OPTIONS
-from halfulp.optim._float32_weights import _recorded
+from halfulp.optim._float32_weights import _record_read
 from halfulp.optim.stores._storage import STORES
 from halfulp.optim.weight_updates._weight_update import weight_update
 
@@ -90,7 +90,7 @@ def test_reading_is_written_in_what_triton_can_compile(update):
 
 
 def _kernel(update):
-    return TableKernel(Table(_recorded(weight_update(update), STORES[torch.bfloat16]), 5))
+    return TableKernel(Table(_record_read(weight_update(update), STORES[torch.bfloat16]), 5))
 
 
 @pytest.mark.parametrize("capability", [80, 90])

@@ -33,7 +33,7 @@ def chunks(value: int, bits: int, count: int) -> tuple[float, ...]:
 
 
 def fixed(value: Fraction) -> int:
-    """A rational times 2^BITS, rounded down."""
+    """Return a rational times 2^BITS, rounded down."""
     return (value.numerator << BITS) // value.denominator
 
 
@@ -50,25 +50,25 @@ def exp(x: int) -> int:
     """e^x for a fixed-point x."""
     halvings = 16
     small = x >> halvings if x >= 0 else -(-x >> halvings)
-    value = _series(ONE, lambda term, k: _scaled(term * small, k))
+    value = _series(ONE, lambda term, k: _shift(term * small, k))
     for _ in range(halvings):
         value = value * value >> BITS
     return value
 
 
-def _scaled(product: int, k: int) -> int:
+def _shift(product: int, k: int) -> int:
     whole = abs(product) // (k << BITS)
     return whole if product > 0 else -whole
 
 
 def log(value: Fraction) -> int:
-    """The natural logarithm of a positive rational: 2 atanh((v - 1) / (v + 1)), for v near 1."""
+    """Return the natural logarithm of a positive rational: 2 atanh((v - 1) / (v + 1)), for v near 1."""
     s = fixed((value - 1) / (value + 1))
     power, total, k = s, 0, 1
     square = s * s >> BITS
     while power:
-        total += _scaled(power << BITS, k)
-        power = _scaled(power * square, 1)
+        total += _shift(power << BITS, k)
+        power = _shift(power * square, 1)
         k += 2
     return 2 * total
 
@@ -80,7 +80,7 @@ def ln2() -> int:
 
 
 def arctan(x: Fraction) -> int:
-    """The arc tangent of |x| <= 1, by halving the argument: atan x = 2 atan(x / (1 + sqrt(1 + x^2)))."""
+    """Return the arc tangent of |x| <= 1, by halving the argument: atan x = 2 atan(x / (1 + sqrt(1 + x^2)))."""
     s = fixed(x)
     for _ in range(8):
         s = (s << BITS) // (ONE + math.isqrt((ONE * ONE) + s * s))
@@ -128,7 +128,7 @@ def columns(values: list[int], count: int) -> list[tuple[float, ...]]:
 
 @functools.cache
 def reciprocals() -> tuple[tuple[float, ...], list[tuple[float, ...]]]:
-    """For j = 45 to 91: c about 64 / j, and -log c as components."""
+    """Return c about 64 / j and -log c as components, for j = 45 to 91."""
     c = [64 / j for j in range(45, 92)]
     return tuple(c), columns([-log(Fraction(x)) for x in c], 6)
 
@@ -169,7 +169,7 @@ def bells(count: int) -> tuple[list[tuple[float, ...]], list[tuple[float, ...]]]
 
 @functools.cache
 def tails(count: int) -> tuple[list[tuple[float, ...]], list[tuple[float, ...]], tuple[float, ...]]:
-    """For j = 0 to count - 1 and x = j / 32: erfc(x) 2^k, 2/sqrt(pi) e^(-x^2) 2^k, and k, which keeps them near 1."""
+    """Return erfc(x) 2^k, 2/sqrt(pi) e^(-x^2) 2^k and the k that keeps them near 1, for x = j / 32, j < count."""
     points = [Fraction(j, 32) for j in range(count)]
     shifts = [int(float(x * x) * math.log2(math.e)) for x in points]
     bell = [(exp(k * ln2() - fixed(x * x)) << BITS) * 2 // math.isqrt(pi() << BITS) for x, k in zip(points, shifts)]

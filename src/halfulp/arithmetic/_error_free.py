@@ -29,7 +29,7 @@ def two_product(a: Any, b: Any) -> tuple[Any, Any]:
 
 
 def sweep(terms: Terms, first: int = 0) -> Terms:
-    """One error-free pass from the last term up to `first`: the sum stays, its head gathers there (VecSum)."""
+    """Add error-free from the last term up to `first`: the sum stays, its head gathers there (VecSum)."""
     out = list(terms)
     for i in range(len(out) - 2, first - 1, -1):
         out[i], out[i + 1] = two_sum(out[i], out[i + 1])
@@ -38,7 +38,7 @@ def sweep(terms: Terms, first: int = 0) -> Terms:
 
 @shared
 def distill(terms: Terms, keep: int) -> Terms:
-    """The `keep` leading components of a sum of any terms: pass after pass, each fixing one more of them.
+    """Return the `keep` leading components of a sum of any terms: pass after pass, each fixing one more of them.
 
     The order of the terms does not matter, nor how much of them cancels (Priest 1992; Ogita, Rump, Oishi 2005: each
     pass divides the condition of what is left by an ulp).

@@ -95,12 +95,12 @@ def product(function: Callable[..., Any], args: tuple, kwargs: dict[str, Any]) -
     if dtype is None:
         return function(*args, **kwargs)
     if name in _IN_PLACE or kwargs.get("out") is not None:
-        return _written(function, name, args, kwargs, dtype)
+        return _compute_and_write(function, name, args, kwargs, dtype)
     _count(name, dtype)
     if torch.is_autocast_enabled("cpu"):
         with torch.autocast("cpu", enabled=False):
-            return _widened(function, args, kwargs, dtype, _FLOATS if name in _UNDER_AUTOCAST else (dtype,))
-    return _widened(function, args, kwargs, dtype, (dtype,))
+            return _call_in_float32(function, args, kwargs, dtype, _FLOATS if name in _UNDER_AUTOCAST else (dtype,))
+    return _call_in_float32(function, args, kwargs, dtype, (dtype,))
 
 
 @constant_result
@@ -108,7 +108,9 @@ def _count(name: str, dtype: torch.dtype) -> None:
     note("float32 products", f"{name} of {str(dtype).removeprefix('torch.')}")
 
 
-def _written(function: Callable[..., Any], name: str, args: tuple, kwargs: dict[str, Any], dtype: torch.dtype) -> Any:
+def _compute_and_write(
+    function: Callable[..., Any], name: str, args: tuple, kwargs: dict[str, Any], dtype: torch.dtype
+) -> Any:
     """Compute a product that is to be written into its first argument or into `out`, and write it."""
     target = args[0] if name in _IN_PLACE else kwargs["out"]
     plain = getattr(torch, name.removesuffix("_")) if name in _IN_PLACE else function
@@ -147,7 +149,7 @@ def _dtype_to_widen(name: str, args: tuple, kwargs: dict[str, Any]) -> torch.dty
     return found.pop() if len(found) == 1 and found <= set(dtypes) else None
 
 
-def _widened(
+def _call_in_float32(
     function: Callable[..., Any],
     args: tuple,
     kwargs: dict[str, Any],
@@ -162,19 +164,19 @@ def _widened(
         given: the dtypes of operands; what has another, as a mask may, stays.
     """
     if torch.compiler.is_compiling() or not _keeps_operands(args, kwargs):
-        wide = _mapped((args, kwargs), given, lambda x: x.to(dtype).float())
+        wide = _map_tensors((args, kwargs), given, lambda x: x.to(dtype).float())
         out = function(*wide[0], **wide[1])
     else:
         saved = _Operands(dtype)
-        wide = _mapped((args, kwargs), given, saved.widened)
+        wide = _map_tensors((args, kwargs), given, saved.widened)
         with saved_tensors_hooks(saved.pack, saved.unpack):
             out = function(*wide[0], **wide[1])
         saved.forget()
-    return _mapped(out, (torch.float32,), lambda y: y.to(dtype))
+    return _map_tensors(out, (torch.float32,), lambda y: y.to(dtype))
 
 
 def _keeps_operands(args: tuple, kwargs: dict[str, Any]) -> bool:
-    """Whether a backward pass will need the operands, and autograd lets hooks say how they are kept."""
+    """Return whether a backward pass will need the operands, and autograd lets hooks say how they are kept."""
     if not torch.is_grad_enabled() or torch._C._are_functorch_transforms_active() or torch.jit.is_tracing():
         return False
     if not _autograd._saved_tensors_hooks_is_enabled():
@@ -183,7 +185,7 @@ def _keeps_operands(args: tuple, kwargs: dict[str, Any]) -> bool:
 
 
 class _Operands:
-    """What a product keeps for its backward pass: its narrow operands in place of their float32 copies.
+    """The operands that a product keeps for its backward pass: narrow ones in place of their float32 copies.
 
     Hooks of others that are in force (activation checkpointing, offloading to memory) get the narrow operand to keep.
     """
@@ -206,7 +208,7 @@ class _Operands:
         self._sources.clear()
 
     def pack(self, kept: Tensor) -> Any:
-        """Return what autograd holds of a tensor until the backward pass."""
+        """Return the object that autograd saves for a tensor until the backward pass."""
         source, stride = self._sources.get(kept.untyped_storage()._cdata, (None, ()))
         # Detached, as what a node keeps of its own output would keep the node; memory and count of writes are shared.
         kept, offset = kept.detach(), kept.storage_offset()
@@ -262,13 +264,13 @@ def tensors_in(value: Any) -> Iterator[Tensor]:
             yield from tensors_in(item)
 
 
-def _mapped(value: Any, dtypes: tuple[torch.dtype, ...], change: Callable[[Tensor], Tensor]) -> Any:
+def _map_tensors(value: Any, dtypes: tuple[torch.dtype, ...], change: Callable[[Tensor], Tensor]) -> Any:
     """Return nested arguments with the tensors of some dtypes changed."""
     if isinstance(value, Tensor):
         return change(value) if value.dtype in dtypes else value
     if isinstance(value, _SEQUENCES):
-        items = [_mapped(item, dtypes, change) for item in value]
+        items = [_map_tensors(item, dtypes, change) for item in value]
         return type(value)(*items) if hasattr(value, "_fields") else type(value)(items)
     if isinstance(value, dict):
-        return {key: _mapped(item, dtypes, change) for key, item in value.items()}
+        return {key: _map_tensors(item, dtypes, change) for key, item in value.items()}
     return value

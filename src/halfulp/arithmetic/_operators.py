@@ -33,14 +33,14 @@ def finished(plain, terms: Terms) -> Terms:
 
 
 def settled(plain, terms: Terms) -> Terms:
-    """As `finished`, for terms that are not finite where the plain operation is not: sums and products."""
+    """Return the terms with the plain operation's zeros' signs; like `finished`, for sums and products."""
     sound = is_finite(terms[0])
     head = select(sound & (abs(terms[0]) > 0.0), terms[0], plain)
     return [head, *(select(sound, t, 0.0) for t in terms[1:])]
 
 
 def gathered(x: Terms, keep: int) -> Terms:
-    """The sum of any terms as `keep` components: infinities and NaN as the plain sum, a zero head's sign."""
+    """Return the sum of any terms as `keep` components: infinities and NaN as the plain sum, a zero head's sign."""
     plain = x[0]
     for t in x[1:]:
         plain = plain + t
@@ -116,7 +116,7 @@ def _multiply_two(x: Terms, y: Terms) -> Terms:
 
 
 def _distilled_product(x: Terms, y: Terms, n: int) -> Terms:
-    """Partial products by order of magnitude: exact below order n, rounded at order n, none beyond."""
+    """Return partial products by order of magnitude: exact below order n, rounded at order n, none beyond."""
     orders: list[list] = [[] for _ in range(n + 1)]
     for i, a in enumerate(x):
         for j, b in enumerate(y):
@@ -159,7 +159,7 @@ def divided(x: Terms, y: Terms, n: int) -> Terms:
 
 @shared
 def rooted(x: Terms, n: int) -> Terms:
-    """The square root to n components, for x away from the ends of the range."""
+    """Return the square root to n components, for x away from the ends of the range."""
     digits = [square_root(x[0])]
     if n == 1:
         return digits if len(x) == 1 else rooted(x, 2)[:1]
@@ -185,7 +185,7 @@ def quotient(x: Terms, y: Terms, n: int) -> Terms:
 
 
 def square_root_of(x: Terms, n: int) -> Terms:
-    """The square root for all operands; NaN below zero."""
+    """Return the square root for all operands; NaN below zero."""
     scaled_x, k = centred(x)
     plain = square_root(scaled_x[0])
     digits = rooted(scaled_x, n)
@@ -202,7 +202,7 @@ def centred(x: Terms) -> tuple[Terms, Value]:
 
 
 def fitted(terms: Terms, n: int) -> Terms:
-    """The first n terms, zeros behind."""
+    """Return the first n terms, padded with zeros."""
     return list(terms[:n]) + [select(is_finite(terms[0]), terms[0], 0.0) * 0.0] * (n - len(terms))
 
 
@@ -211,7 +211,7 @@ SHAPES = {torch.float16: (11, -14, 65504.0), torch.bfloat16: (8, -126, (2.0 - 2.
 
 
 def rounded(x, dtype: torch.dtype):
-    """A float64 rounded to a narrower type's numbers, ties to even, still as float64."""
+    """Return a float64 rounded to a narrower type's numbers, ties to even, still as float64."""
     if dtype == torch.float32:
         return round_to_float32(x)
     precision, lowest, largest = SHAPES[dtype]
@@ -239,7 +239,7 @@ def round_to_components(terms: Terms, dtype: torch.dtype, n: int) -> Terms:
 
 
 def _head(rest: Terms, dtype: torch.dtype):
-    """The sum rounded once: a tie of the first term is broken by the second."""
+    """Return the sum rounded once: a tie of the first term is broken by the second."""
     part = rounded(rest[0], dtype)
     if len(rest) == 1:
         return part
@@ -250,7 +250,7 @@ def _head(rest: Terms, dtype: torch.dtype):
 
 
 def to_float64_terms(parts: Terms) -> Terms:
-    """A narrower type's components, converted to float64, as a canonical float64 expansion."""
+    """Return a narrower type's components, converted to float64, as a canonical float64 expansion."""
     return list(parts) if len(parts) == 1 else gathered(list(parts), len(parts))
 
 

@@ -50,11 +50,11 @@ def _built(layout: Layout, device: torch.device) -> tuple[list[list[torch.Tensor
     start = sum(_bytes_of(spec) for spec in layout[0])
     size = start + max((sum(_bytes_of(spec) for spec in group) for group in layout[1:]), default=0)
     block = torch.empty(size, dtype=torch.uint8, device=device)
-    groups = [_carved(block, 0, layout[0]), *(_carved(block, start, group) for group in layout[1:])]
+    groups = [_carve_views(block, 0, layout[0]), *(_carve_views(block, start, group) for group in layout[1:])]
     return groups, size
 
 
-def _carved(block: torch.Tensor, at: int, group: tuple[Spec, ...]) -> list[torch.Tensor]:
+def _carve_views(block: torch.Tensor, at: int, group: tuple[Spec, ...]) -> list[torch.Tensor]:
     out = []
     for shape, dtype in group:
         size = math.prod(shape) * dtype.itemsize

@@ -57,7 +57,7 @@ def _print_environment(json: bool) -> int:
 
 
 def application() -> Any:
-    """The typer application, made when it is needed, so that this module imports without typer.
+    """Return the typer application, made when it is needed, so that this module imports without typer.
 
     A command imports what is slow (torch, matplotlib) where it runs, so that its help does not.
     """

@@ -15,7 +15,7 @@ def fail(message: object) -> NoReturn:
 
 @contextlib.contextmanager
 def or_fail(doing: str, telling: tuple[type[Exception], ...] = ()) -> Iterator[None]:
-    """A context for a user's code: any exception ends the command with exit code 2.
+    """Return a context for a user's code: any exception ends the command with exit code 2.
 
     Exceptions that are ``telling`` speak for themselves; before others goes what was being done, and their name.
     """
@@ -36,7 +36,7 @@ class ExitCode:
 
 @contextlib.contextmanager
 def ends_as_exit_code() -> Iterator[ExitCode]:
-    """A context that no exception leaves: messages are printed, and the exit code is 2."""
+    """Return a context that no exception leaves: messages are printed, and the exit code is 2."""
     found = ExitCode()
     try:
         yield found
@@ -50,7 +50,7 @@ def ends_as_exit_code() -> Iterator[ExitCode]:
 
 @contextlib.contextmanager
 def writing(path: str) -> Iterator[None]:
-    """A context for writing to a file that an option names; errors end the command."""
+    """Return a context for writing to a file that an option names; errors end the command."""
     try:
         yield
     except OSError as error:

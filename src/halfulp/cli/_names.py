@@ -35,14 +35,14 @@ def complete(names: Callable[[], Sequence[str]]) -> Callable[[str], list[str]]:
 
 
 def recipe_names() -> list[str]:
-    """All recipes."""
+    """Return the names of all recipes."""
     from ..recipes import names
 
     return names()
 
 
 def task_names() -> list[str]:
-    """All tasks."""
+    """Return the names of all tasks."""
     from ..trials.tasks import names
 
     return names()

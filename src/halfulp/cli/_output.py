@@ -15,7 +15,7 @@ Json = Annotated[bool, typer.Option("--json", help="Print JSON for a program in 
 
 @contextlib.contextmanager
 def prints_elsewhere() -> Iterator[None]:
-    """A context that sends what a script and its processes print to stderr, so that stdout has JSON alone."""
+    """Return a context that sends what a script and its processes print to stderr, so that stdout has JSON alone."""
     sys.stdout.flush()
     with contextlib.redirect_stdout(sys.stderr):
         kept = os.dup(1)
@@ -29,7 +29,7 @@ def prints_elsewhere() -> Iterator[None]:
 
 
 def console() -> Any:
-    """A console as wide as the terminal, and wide enough for every column where there is none."""
+    """Return a console as wide as the terminal, and wide enough for every column where there is none."""
     from rich.console import Console
 
     found = Console(highlight=False)
@@ -37,7 +37,7 @@ def console() -> Any:
 
 
 def plain_table(headers: Sequence[str], right: Sequence[str] = (), gap: int = 2, fold: Sequence[str] = ()) -> Any:
-    """A table without lines, to which `add_row` adds.
+    """Return a table without lines, to which `add_row` adds.
 
     Args:
         headers: One per column.

@@ -6,14 +6,14 @@ from typing import Any
 
 
 def write_any_letter() -> None:
-    """From now on a letter that the encoding of an output lacks is written as its number, in place of an error."""
+    """Make outputs write a letter that their encoding lacks as its number, in place of an error."""
     for stream in (sys.stdout, sys.stderr):
         if hasattr(stream, "reconfigure") and stream.errors == "strict":
             stream.reconfigure(errors="backslashreplace")
 
 
 def is_unicode(stream: object) -> bool:
-    """Whether an output can hold every letter.
+    """Return whether an output can hold every letter.
 
     >>> import io
     >>> is_unicode(io.TextIOWrapper(io.BytesIO(), "cp1252")), is_unicode(io.StringIO())

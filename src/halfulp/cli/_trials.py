@@ -19,17 +19,17 @@ def run_trials(trained: Callable[..., Any], out: str, **options: Any) -> Any:
             return trained(out=out, listen=progress, **options)
         except KeyboardInterrupt:
             progress.bars.stop()
-            fail(f"interrupted; {_kept(progress, out)}")
+            fail(f"interrupted; {_describe_kept(progress, out)}")
         except TrialError as error:
             progress.bars.stop()
             more = ""
             if error.details:
                 Path(out, "error.log").write_text(error.details, encoding="utf-8")
                 more = f" (more in {Path(out, 'error.log')})"
-            fail(f"{error}{more}; {_kept(progress, out)}")
+            fail(f"{error}{more}; {_describe_kept(progress, out)}")
         except ValueError as error:  # such as a disk that fills up
             progress.bars.stop()
-            fail(f"{error}; {_kept(progress, out)}" if progress.kept else error)
+            fail(f"{error}; {_describe_kept(progress, out)}" if progress.kept else error)
 
 
 def check_alone() -> None:
@@ -38,5 +38,5 @@ def check_alone() -> None:
         fail("halfulp trains on one device, by processes of its own, and not under torchrun: start it without")
 
 
-def _kept(progress: Any, out: str) -> str:
+def _describe_kept(progress: Any, out: str) -> str:
     return f"{progress.kept} of {progress.total} trials are kept in {out}, --resume continues"

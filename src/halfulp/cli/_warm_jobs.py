@@ -26,7 +26,7 @@ _WIDTH = 256  # whole blocks of 8-bit states
 
 @dataclass(frozen=True)
 class Job:
-    """Something small to run, whose kernels are then in the cache."""
+    """A small run, whose kernels are in the cache afterwards."""
 
     group: str
     name: str
@@ -35,7 +35,7 @@ class Job:
 
 
 def jobs(recipe_names: Sequence[str] | None, chosen: Sequence[str] | None) -> Iterator[Job]:
-    """Yield what to run for some recipes, or for everything, by chosen optimizers or all, of which some may be refused.
+    """Yield jobs for some recipes or all, and chosen optimizers or all; some may be refused.
 
     Raises:
         ValueError: an unknown name.
@@ -63,7 +63,7 @@ def _call(name: str, options: dict[str, Any]) -> str:
 
 
 def _steps(name: str) -> Iterator[Job]:
-    """Every weight update, dtype and storage of states that goes together under an optimizer."""
+    """Yield a job for every weight update, dtype and storage of states that an optimizer accepts together."""
     for options, dtype, update, state in itertools.product(
         _OPTIONS.get(name, ({},)), (*_NARROW, torch.float32), (None, *REGISTRY), _STATES
     ):
@@ -89,7 +89,7 @@ def _is_refused(name: str, dtype: torch.dtype, given: dict[str, Any]) -> bool:
 
 
 def _step(name: str, dtype: torch.dtype, given: dict[str, Any]) -> None:
-    """Two steps, of which one counts lost updates: another kernel."""
+    """Step twice, once with lost updates counted, which is another kernel."""
     parameter = nn.Parameter(torch.ones(1, _WIDTH, dtype=dtype, device="cpu"))
     for interval in (0, 1):
         optimizer = optim.OPTIMIZERS[name]([parameter], report_interval=interval, **given)

@@ -52,7 +52,7 @@ class Graph:
                 self._attach(node, number, todo)
 
     def _attach(self, node, number: int, todo: list) -> None:
-        """Register both hooks; put the nodes before this one on the list."""
+        """Register both hooks of a node, and append the nodes before it to `todo`."""
         name = node.name()
         if name == "CompiledFunctionBackward":
             raise NotImplementedError(
@@ -72,16 +72,16 @@ class Graph:
         node.register_hook(partial(self._leaving, name, tuple(edges), name in _MOVES))
 
     def _watch(self, leaf: Tensor) -> None:
-        """Hook a leaf so that the sums of its gradients are rounded: over its uses, and over backward passes."""
+        """Hook a leaf so that the sums of its gradients are rounded, over its uses and over backward passes."""
         uses = self._leaves[id(leaf)] = self._leaves.get(id(leaf), 0) + 1
         me = weakref.ref(self)
         if uses == 1:
-            self._handles.append(leaf.register_post_accumulate_grad_hook(partial(_accumulated, me)))
+            self._handles.append(leaf.register_post_accumulate_grad_hook(partial(_round_accumulated, me)))
         elif uses == 2:
-            self._handles.append(leaf.register_hook(partial(_summed, me)))
+            self._handles.append(leaf.register_hook(partial(_round_sum, me)))
 
     def _arriving(self, node: int, name: str, gradients: tuple[Tensor | None, ...]) -> tuple | None:
-        """Pre-hook of a node: round an incoming gradient that is a sum, or comes from outside."""
+        """Round an incoming gradient that is a sum, or comes from outside (a node's pre-hook)."""
         self.task = torch._C._current_graph_task_id()
         if torch.is_grad_enabled():
             raise NotImplementedError(
@@ -97,7 +97,7 @@ class Graph:
         return None if changed is None else tuple(changed)
 
     def _leaving(self, name: str, edges: tuple, moves: bool, gradients: tuple, arrived: tuple) -> tuple | None:
-        """Post-hook of a node: round each of its results once."""
+        """Round each result of a node once (its post-hook)."""
         results = list(gradients)
         for i, gradient in enumerate(gradients):
             if gradient is None:
@@ -110,15 +110,15 @@ class Graph:
         return None if moves else tuple(results)
 
 
-def _accumulated(graph: weakref.ref, leaf: Tensor) -> None:
-    """Hook of a leaf after accumulation: round the sum, if this backward pass went through the graph."""
+def _round_accumulated(graph: weakref.ref, leaf: Tensor) -> None:
+    """Round a leaf's accumulated sum, if this backward pass went through the graph (a hook)."""
     owner = graph()
     if owner is not None and owner.task == torch._C._current_graph_task_id():
         owner.rounder.round_in_place(leaf.grad, "AccumulateGrad")
 
 
-def _summed(graph: weakref.ref, gradient: Tensor) -> Tensor | None:
-    """The pre-hook of a leaf with several uses: round their sum."""
+def _round_sum(graph: weakref.ref, gradient: Tensor) -> Tensor | None:
+    """Round the sum of a leaf's gradients from several uses (a pre-hook)."""
     owner = graph()
     if owner is None or owner.task != torch._C._current_graph_task_id():
         return None

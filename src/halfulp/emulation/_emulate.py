@@ -78,11 +78,11 @@ class Emulation:
             self._check_parameters(self.target)
         rounded, options = self._each(self._rounded, args, kwargs)
         with Region(self.rounder):
-            cloned, options = self._each(_cloned, rounded, options)
+            cloned, options = self._each(_clone_rounded, rounded, options)
             return self._original(*cloned, **options)
 
     def region(self) -> Region:
-        """A `with` block under the same settings, counted here: for a loss outside the model."""
+        """Return a `with` block under the same settings, counted here: for a loss outside the model."""
         return Region(self.rounder)
 
     def remove(self) -> None:
@@ -104,7 +104,7 @@ class Emulation:
         self.remove()
 
     def explain(self) -> str:
-        """A table of the operators seen so far: how often, rounded or not and why."""
+        """Return a table of the operators seen so far: how often, rounded or not and why."""
         return describe(self.rounder, _off_format(self.target, self.rounder))
 
     def __repr__(self) -> str:
@@ -231,8 +231,8 @@ def _needs_gradient(tensor: Tensor) -> bool:
     return tensor.requires_grad and torch.is_grad_enabled()
 
 
-def _cloned(tensor: Tensor) -> Tensor:
-    """An argument with gradient: a clone is an operator, so it is rounded, and its gradient as well."""
+def _clone_rounded(tensor: Tensor) -> Tensor:
+    """Clone an argument with gradient: a clone is an operator, so it is rounded, and its gradient as well."""
     return tensor.clone() if _needs_gradient(tensor) else tensor
 
 
@@ -265,7 +265,7 @@ def _round_state(model: nn.Module, rounder: Rounder) -> None:
 
 
 def _misses(value: Tensor, rounder: Rounder) -> int:
-    """How many elements of a tensor are not in the format."""
+    """Count the elements of a tensor that are not in the format."""
     if not value.is_floating_point() or value.is_meta:
         return 0
     value = value.detach()

@@ -43,7 +43,7 @@ _NOTHING_NEW = frozenset(
 
 
 class Results(NamedTuple):
-    """Which results of an operator are new, written in place or kept for backward.
+    """The new, written, and kept results of an operator.
 
     Attributes:
         name: such as "aten.addmm".

@@ -28,7 +28,7 @@ class _Mode(TorchDispatchMode):
         super().__init__()
         self.rounder = rounder
         self.task = torch._C._current_graph_task_id()
-        self._emulated = partial(_emulated, rounder)
+        self._emulated = partial(_emulate_function, rounder)
         self._graph = Graph(rounder, self._emulated)
         self._pending: list = []
         self._promised: list[weakref.ref] = []
@@ -191,8 +191,8 @@ def _check_joins(rounder: Rounder, around: Rounder) -> None:
         )
 
 
-def _emulated(rounder: Rounder, function: Callable) -> Callable:
-    """A function that runs under emulation, for what checkpointing computes again."""
+def _emulate_function(rounder: Rounder, function: Callable) -> Callable:
+    """Return a function that runs under emulation, for what checkpointing computes again."""
     if not rounder.replayable:
         raise NotImplementedError(
             f"emulate with {rounder.rounding!r} under activation checkpointing: the recomputation would draw other bits"
@@ -213,7 +213,7 @@ def region(
     *,
     overflow: str | None = None,
 ) -> Region:
-    """A `with` block in which every operator's floating output is rounded, and the gradients of what it made.
+    """Return a `with` block in which every operator's floating output is rounded, and the gradients of what it made.
 
     For losses and other code outside a model. The backward pass may run later and elsewhere: gradients are rounded
     because of the graph they pass through. Tensors that come from outside are read as they are, and a backward pass

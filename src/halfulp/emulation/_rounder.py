@@ -85,7 +85,7 @@ class Rounder:
         return 1
 
     def rounded(self, x: Tensor, source: str) -> Tensor:
-        """A rounded copy of x; x itself where it holds no floating numbers.
+        """Return a rounded copy of x; x itself where it holds no floating numbers.
 
         Raises:
             NotImplementedError: If x cannot be rounded; the message names `source`.
@@ -110,7 +110,7 @@ class Rounder:
         out.copy_(ordered)
 
     def _key(self) -> int:
-        """The key of the next rounding's random bits."""
+        """Return the key of the next rounding's random bits."""
         if not isinstance(self.rounding, Stochastic):
             return 0
         return mix64(drawn_key(), 0) if self.rounding.seed is None else mix64(self.rounding.seed, next(self._draws))

@@ -24,7 +24,7 @@ _X86 = ("x86_64", "amd64", "i386", "i686")
 
 
 def describe() -> dict[str, Any]:
-    """Return what a bug report needs, as plain data; a part that cannot be found out says why in its place.
+    """Return plain data for a bug report; a part that cannot be found out holds the reason.
 
     >>> sorted(describe())
     ['cache', 'devices', 'doubts', 'engines', 'processor', 'products', 'system', 'torch', 'variables', 'versions']
@@ -40,12 +40,12 @@ def describe() -> dict[str, Any]:
         "devices": _devices,
         "variables": _variables,
     }
-    found = {name: _tried(part) for name, part in parts.items()}
+    found = {name: _try_part(part) for name, part in parts.items()}
     return {**found, "doubts": list(_doubts(found))}
 
 
 def lines(found: dict[str, Any]) -> Iterator[tuple[str, str]]:
-    """Yield what `describe` returned as pairs of words: what, and how it is.
+    """Yield `describe`'s result as pairs of words: a name, and its value.
 
     >>> dict(lines({"cache": {"folder": "/home/me/.cache/halfulp", "writable": True}, "devices": []}))
     {'cache folder': '/home/me/.cache/halfulp', 'cache writable': 'yes', 'devices': 'none'}
@@ -73,8 +73,8 @@ def _words(value: Any) -> str:
     return "not there" if value is None else str(value)
 
 
-def _tried(part: Callable[[], Any]) -> Any:
-    """A report is whole even where a driver or a library is broken."""
+def _try_part(part: Callable[[], Any]) -> Any:
+    """Return a call's result, or its error as text: one broken driver does not end the report."""
     try:
         return part()
     except Exception as error:
@@ -124,7 +124,7 @@ def _torch() -> dict[str, Any]:
 
 
 def _products() -> dict[str, Any]:
-    """How products of 16-bit tensors run on the processor: by oneDNN's kernels, in float32, or by torch's loops."""
+    """Say what runs products of 16-bit tensors: oneDNN's kernels, float32, or torch's loops."""
     from ._narrow_products import NARROW, native_dtypes, widened_dtypes
 
     found = {}
@@ -162,7 +162,7 @@ def describe_cache() -> dict[str, Any]:
 
 
 def _why_not_writable(folder: Path) -> str:
-    """Try it: permissions do not tell of read-only and full disks. Nothing is left behind."""
+    """Return why a folder cannot be written, by trying: permissions do not tell of full disks."""
     there = next((one for one in (folder, *folder.parents) if one.exists()), folder)
     try:
         with tempfile.TemporaryFile(dir=there):
@@ -172,7 +172,7 @@ def _why_not_writable(folder: Path) -> str:
 
 
 def _devices() -> list[dict[str, Any]]:
-    """Every accelerator that torch finds, by the kind that tensors on it name."""
+    """Return every accelerator that torch finds, by the kind that tensors on it name."""
     import torch
 
     found: list[dict[str, Any]] = []
@@ -190,7 +190,7 @@ def _devices() -> list[dict[str, Any]]:
 
 
 def _device(module: Any, kind: str, index: int) -> dict[str, Any]:
-    """One device; what its driver does not tell is its error."""
+    """Describe one device; where its driver fails, by the error."""
     import torch
 
     device: dict[str, Any] = {"kind": kind, "index": index}
@@ -219,7 +219,7 @@ def _variables() -> dict[str, str]:
 
 
 def _doubts(found: dict[str, Any]) -> Iterator[str]:
-    """Where torch, LLVM and the system disagree about the processor, or a variable is wrong or limits something."""
+    """Say where torch, LLVM and the system disagree on the processor, or a variable is wrong or a limit."""
     # Only a variable of halfulp's own makes this a ValueError.
     wrong = str(found["products"].get("error", ""))
     if wrong.startswith("ValueError: "):

@@ -32,7 +32,7 @@ def widened_dtypes() -> tuple[torch.dtype, ...]:
     ...     widened_dtypes()
     (torch.float16,)
     """
-    return _by_processor() if _forced is None else _forced
+    return _detect_by_processor() if _forced is None else _forced
 
 
 @contextlib.contextmanager
@@ -55,7 +55,7 @@ def native_dtypes() -> tuple[torch.dtype, ...]:
 
 
 @functools.cache
-def _by_processor() -> tuple[torch.dtype, ...]:
+def _detect_by_processor() -> tuple[torch.dtype, ...]:
     wish = os.environ.get(VARIABLE, "auto")
     if wish not in WISHES:
         raise ValueError(f"{VARIABLE}={wish!r} is unknown: choose one of {', '.join(WISHES)}")

@@ -87,7 +87,7 @@ def instructions() -> tuple[str, ...]:
 
 
 def known_instructions(listed: Iterable[str]) -> tuple[str, ...]:
-    """Return those that matter of a system's or LLVM's names for what a processor has.
+    """Return the known instruction sets among those that a system or LLVM lists.
 
     >>> known_instructions(["fpu", "avx2", "avx512_bf16"]), known_instructions(["+avx512f", "fullfp16"])
     (('AVX2', 'AVX512_BF16'), ('AVX-512', 'FP16'))
@@ -108,7 +108,7 @@ def core_count() -> int:
 
 
 def _cpuinfo() -> dict[str, str]:
-    """The first value of each of Linux's keys; empty on other systems."""
+    """Return the first value of each of Linux's keys; empty on other systems."""
     try:
         lines = _CPUINFO.read_text(encoding="utf-8", errors="replace").splitlines()
     except OSError:
@@ -122,7 +122,7 @@ def _cpuinfo() -> dict[str, str]:
 
 
 def _sysctl(*arguments: str) -> str:
-    """What macOS says of itself; empty where it says nothing."""
+    """Return a value that macOS tells of the machine; empty where it has none."""
     try:
         command = ["/usr/sbin/sysctl", "-n", *arguments]
         return subprocess.run(
@@ -140,7 +140,7 @@ def _macos_features() -> list[str]:
 
 
 def _registry_name() -> str:
-    """What Windows says."""
+    """Return the processor's name in Windows' registry."""
     import importlib
 
     try:

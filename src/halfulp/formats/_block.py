@@ -99,7 +99,7 @@ BLOCKS = {b.name: b for b in (mxfp8_e4m3, mxfp8_e5m2, mxfp6_e3m2, mxfp6_e2m3, mx
 
 
 def block_names() -> list[str]:
-    """Names of the block formats.
+    """Return the names of the block formats.
 
     >>> block_names()
     ['mxfp8_e4m3', 'mxfp8_e5m2', 'mxfp6_e3m2', 'mxfp6_e2m3', 'mxfp4', 'nvfp4']
@@ -108,7 +108,7 @@ def block_names() -> list[str]:
 
 
 def get_block(format: BlockFormat | str) -> BlockFormat:
-    """The block format that a name stands for; a `BlockFormat` is handed back.
+    """Return the block format that a name stands for; a `BlockFormat` is handed back.
 
     Raises:
         ValueError: If the name is not one of `block_names()`.

@@ -58,7 +58,7 @@ _PATTERN = re.compile(r"e(\d+)m(\d+)(?:(?:b(\d+))?(fnuz))?")
 
 
 def names() -> list[str]:
-    """Names of the catalogue, the widest format first.
+    """Return the names of the catalogue, the widest format first.
 
     >>> names()[:5]
     ['fp64', 'fp32', 'tf32', 'fp16', 'bf16']
@@ -67,7 +67,7 @@ def names() -> list[str]:
 
 
 def get(format: Format | str | torch.dtype) -> Format:
-    """The format that a name, a torch dtype or a format stands for.
+    """Return the format that a name, a torch dtype or a format stands for.
 
     A name is one of `names()`, a dtype's name (``"bfloat16"``, ``"float8_e4m3fn"``), or ``eXmY`` with any X
     exponent and Y mantissa bits: an IEEE 754 layout with infinities, NaN and subnormals (``eXmYfnuz``: the layout
@@ -99,12 +99,12 @@ def get(format: Format | str | torch.dtype) -> Format:
 
 
 def is_known(key: str) -> Format | None:
-    """The format that a name in lower case stands for, None where it stands for none."""
+    """Return the format that a name in lower case stands for, or None."""
     return CATALOG.get(key) or _ALIASES.get(key) or parse(key)
 
 
 def parse(name: str) -> Format | None:
-    """The format that ``eXmY`` or ``eXmYfnuz`` spells (a bias may stand before fnuz: e4m3b11fnuz), or None.
+    """Return the format that ``eXmY`` or ``eXmYfnuz`` spells (a bias may stand before fnuz: e4m3b11fnuz), or None.
 
     A catalogued format of the same layout is returned under its own name.
 
@@ -124,7 +124,7 @@ def parse(name: str) -> Format | None:
 
 
 def _from_dtype(name: str) -> Format:
-    """The format of a torch dtype's name; the packed float4 stands for its element."""
+    """Return the format of a torch dtype's name; the packed float4 stands for its element."""
     if name == "float4_e2m1fn_x2":
         return e2m1fn
     if name not in _DTYPES:

@@ -174,7 +174,7 @@ class Format:
         return ML_DTYPES.get(self.layout)
 
     def holds(self, other: Format) -> bool:
-        """Whether every finite number of ``other`` is one of this format's (-0 and NaN left aside).
+        """Return whether every finite number of ``other`` is one of this format's (-0 and NaN left aside).
 
         A format with a single normal number is judged as if it had a whole binade of them.
 

@@ -65,17 +65,17 @@ def round_exact(
     if sign < 0 and not format.signed and magnitude != 0:
         return math.nan
     if isinstance(magnitude, float):  # an infinity
-        return _overflowed(sign, format, policy)
+        return _overflow(sign, format, policy)
     rounded = _round_magnitude(magnitude, sign, format, mode, u)
     if rounded > format.max:
         inward = mode in ("zero", "down" if sign > 0 else "up")
-        return math.copysign(format.max, sign) if inward else _overflowed(sign, format, policy)
+        return math.copysign(format.max, sign) if inward else _overflow(sign, format, policy)
     negative = sign < 0 and (format.signed_zero if rounded == 0 else format.signed)
     return -float(rounded) if negative else float(rounded)
 
 
 def decode(code: int, format: Format) -> float:
-    """The number that a code stands for.
+    """Return the number that a code stands for.
 
     Codes with the exponent field 0 and a mantissa are 0 in a format without subnormals.
 
@@ -97,7 +97,7 @@ def decode(code: int, format: Format) -> float:
 
 
 def encode(value: float | Fraction, format: Format) -> int:
-    """The code of a number of ``format``: the inverse of `decode`, and one code (quiet, positive) for NaN.
+    """Return the code of a number of ``format``: the inverse of `decode`, and one code (quiet, positive) for NaN.
 
     Raises:
         ValueError: If the format has no such number: round it first.
@@ -127,7 +127,7 @@ def encode(value: float | Fraction, format: Format) -> int:
 
 
 def all_values(format: Format) -> list[float]:
-    """Every finite number of a format, ascending; 0 once.
+    """Return every finite number of a format, ascending; 0 once.
 
     Raises:
         ValueError: If the format has more than 20 bits.
@@ -144,7 +144,7 @@ def all_values(format: Format) -> list[float]:
 
 
 def _policy(format: Format, overflow: Overflow | None) -> Overflow:
-    """The policy that applies, checked."""
+    """Return the overflow policy that applies, checked."""
     policy = format.overflow if overflow is None else overflow
     if policy not in get_args(Overflow):
         allowed = ", ".join(get_args(Overflow))
@@ -165,7 +165,7 @@ def _check_mode(mode: Mode, u: Fraction | None) -> None:
 
 
 def _split(x: float | Fraction) -> tuple[int, Fraction | float | None]:
-    """Sign (of a zero too) and magnitude: a Fraction, infinity, or None for NaN."""
+    """Return the sign (of a zero too) and the magnitude: a Fraction, infinity, or None for NaN."""
     if isinstance(x, numbers.Rational):
         return (-1 if x < 0 else 1), abs(Fraction(x))
     if not isinstance(x, numbers.Real):
@@ -176,7 +176,7 @@ def _split(x: float | Fraction) -> tuple[int, Fraction | float | None]:
     return int(math.copysign(1, x)), (math.inf if math.isinf(x) else abs(Fraction(x)))
 
 
-def _overflowed(sign: int, format: Format, policy: Overflow) -> float:
+def _overflow(sign: int, format: Format, policy: Overflow) -> float:
     """Return the result for a number beyond the largest, by the overflow policy."""
     return math.copysign({"inf": math.inf, "nan": math.nan, "saturate": format.max}[policy], sign)
 
@@ -199,20 +199,20 @@ def _round_magnitude(magnitude: Fraction, sign: int, format: Format, mode: Mode,
 
 
 def _spacing(magnitude: Fraction, format: Format) -> Fraction:
-    """Distance between the neighbours of a magnitude."""
+    """Return the distance between the neighbours of a magnitude."""
     if magnitude < Fraction(format.smallest_normal):
         return Fraction(format.smallest_subnormal)
     return Fraction(2) ** (_floor_log2(magnitude) - format.mantissa_bits)
 
 
 def _floor_log2(magnitude: Fraction) -> int:
-    """The e with 2^e <= magnitude < 2^(e + 1)."""
+    """Return the e with 2^e <= magnitude < 2^(e + 1)."""
     exponent = magnitude.numerator.bit_length() - magnitude.denominator.bit_length()
     return exponent if magnitude >= Fraction(2) ** exponent else exponent - 1
 
 
 def _decode_magnitude(magnitude: int, format: Format) -> float:
-    """The value of a code without its sign bit."""
+    """Return the value of a code without its sign bit."""
     if magnitude > format.max_code:
         infinity = format.max_code + 1
         return math.inf if format.infinities and magnitude == infinity else math.nan
@@ -223,7 +223,7 @@ def _decode_magnitude(magnitude: int, format: Format) -> float:
 
 
 def _code_of_nan(format: Format) -> int:
-    """The quiet NaN."""
+    """Return the code of the quiet NaN."""
     width = format.exponent_bits + format.mantissa_bits
     if format.nan is None:
         raise ValueError(f"{format.name} has no NaN; clear NaN first, or take a format that has one")

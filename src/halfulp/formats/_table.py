@@ -7,7 +7,7 @@ from ._catalog import CATALOG
 
 
 def rows() -> list[dict[str, Any]]:
-    """One dict of plain values per format: its fields, its derived properties, and its dtype's names.
+    """Return one dict of plain values per format: its fields, its derived properties, and its dtype's names.
 
     >>> row = rows()[3]
     >>> row["name"], row["bits"], row["max"], row["binades"], row["torch_dtype"]
@@ -27,7 +27,7 @@ def rows() -> list[dict[str, Any]]:
 
 
 def block_rows() -> list[dict[str, Any]]:
-    """One dict of plain values per block format.
+    """Return one dict of plain values per block format.
 
     >>> block_rows()[-1]
     {'name': 'nvfp4', 'element': 'e2m1fn', 'scale': 'e4m3fn', 'block': 16, 'tensor_scale': True,

@@ -49,11 +49,11 @@ def is_measured(iteration: int, restart: int, interval: int) -> bool:
         # Shorter spans go up to the largest power of two that is less than the interval, and end at its double.
         begin = 1 << (interval - 1).bit_length()
         first = restart + begin + (since - begin) // interval * interval
-    return iteration == first + _mixed(first) % length
+    return iteration == first + _mix_bits(first) % length
 
 
-def _mixed(number: int) -> int:
-    """A 64-bit hash (the finalizer of SplitMix64: Steele, Lea, Flood, OOPSLA 2014)."""
+def _mix_bits(number: int) -> int:
+    """Return a 64-bit hash (the finalizer of SplitMix64: Steele, Lea, Flood, OOPSLA 2014)."""
     number = (number + 0x9E3779B97F4A7C15) & _MASK
     number = ((number ^ (number >> 30)) * 0xBF58476D1CE4E5B9) & _MASK
     number = ((number ^ (number >> 27)) * 0x94D049BB133111EB) & _MASK
@@ -61,7 +61,7 @@ def _mixed(number: int) -> int:
 
 
 def overflow_sources(measured: list[Measurement]) -> list[Site]:
-    """The sites where gradients stopped being finite, from a measured backward pass.
+    """Return the sites where gradients stopped being finite, from a measured backward pass.
 
     An activation's gradient spreads an overflow to all that comes later in backward: of these only the first counts,
     and none of the parameters that read it; a parameter's gradient spreads nowhere.
@@ -77,7 +77,7 @@ def overflow_sources(measured: list[Measurement]) -> list[Site]:
 
 
 def all_finite(gradient: Tensor) -> Tensor:
-    """Whether a gradient has no infinity and no NaN, on its device."""
+    """Return whether a gradient has no infinity and no NaN, on its device."""
     gradient = gradient.to_local() if hasattr(gradient, "to_local") else gradient
     values = gradient.coalesce().values() if gradient.is_sparse else gradient
     return torch.isfinite(values).all()
@@ -92,7 +92,7 @@ def explains(kinds: dict[str, Reading], exponent: int) -> bool:
 
 
 def is_reached(kinds: dict[str, Reading]) -> bool:
-    """Whether a site has a narrow gradient that is not finite."""
+    """Return whether a site has a narrow gradient that is not finite."""
     return any(reading.format and not reading.finite for reading in kinds.values())
 
 
@@ -200,7 +200,7 @@ class Controller:
         self._renew()
 
     def _agree(self, occasion: str, *values: int) -> list[int]:
-        """The minimum of each value over all processes; ``occasion`` names the point at which they meet."""
+        """Return the minimum of each value over all processes, at the point that ``occasion`` names."""
         return self.backward.processes.agree(occasion, self.iteration, list(values), self.device)
 
     def _keep_together(self, before: int) -> None:
@@ -218,7 +218,7 @@ class Controller:
         self.backward.measuring = is_measured(self.iteration, self._restarted, self.interval)
 
     def device(self) -> torch.device:
-        """The device of the parameters."""
+        """Return the device of the parameters."""
         return next((parameter.device for parameter, _ in self.backward.readers()), torch.device("cpu"))
 
     def restart(self, exponent: int) -> None:
@@ -320,7 +320,7 @@ class Controller:
         self.sites.note_lowest()
 
     def _fall(self, readings: dict[Site, dict[str, Reading]]) -> Collection[Site]:
-        """Lower the sites that overflowed, and those that the overflow reached; return them.
+        """Lower the sites that overflowed and those that the overflow reached; return them.
 
         Who it was is not known of an iteration that was not measured, and all fall. After several skips in a row, all
         fall to one exponent.
@@ -356,7 +356,7 @@ class Controller:
         return reached
 
     def _settle_suspects(self, readings: dict[Site, dict[str, Reading]]) -> None:
-        """Remember the overflow of an earlier iteration, which was not measured, by what a measured one shows.
+        """Decide from a measured iteration which sites caused an overflow of an earlier, unmeasured one.
 
         If a site overflows now, or would have at the exponent of then, it was that one. Else all may have been, but
         none falls by that again and again, far below what the policy asks for.
@@ -443,7 +443,7 @@ class Controller:
             self._set(global_site, wanted)
 
     def _measured_scale(self, readings: dict[Site, dict[str, Reading]]) -> int | None:
-        """The exponent that all measured gradients allow, kept below an overflow that they do not explain.
+        """Return the exponent that all measured gradients allow, kept below an overflow that they do not explain.
 
         That may have been outside the model, where nothing is measured: in the gradient of a float16 loss, say.
         """
@@ -495,7 +495,7 @@ def controller_of(
     floor: int,
     ceiling: int,
 ) -> Controller:
-    """The controller of a scaler, with its sites and its backward edges.
+    """Return the controller of a scaler, with its sites and its backward edges.
 
     Raises:
         ValueError: an option that is not allowed, or two that exclude each other.

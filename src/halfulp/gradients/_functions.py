@@ -94,7 +94,7 @@ class Factor:
     groups: int = 1
 
     def operands(self, gradient: Tensor) -> Operands:
-        """Gradient and weight with the summed dimensions last and first; complex ones as real numbers."""
+        """Return gradient and weight with the summed dimensions last and first; complex ones as real numbers."""
         gradient, weight, fan = self._seam(gradient.detach(), self.tensor.detach())
         if gradient.is_complex():
             gradient, weight = torch.cat([gradient.real, gradient.imag], -1), torch.cat([weight.real, weight.imag])
@@ -114,7 +114,7 @@ class Factor:
 
 
 def factors_of(function: Callable, args: tuple, kwargs: Mapping[str, Any]) -> Iterator[Factor]:
-    """The factors by which a product's gradient is multiplied, one for each argument that it is passed on to.
+    """Return the factors by which a product's gradient is multiplied, one for each argument that it is passed on to.
 
     A layer's input counts even where nothing is passed on to it. Nothing where there is no one such factor, as in a
     fused attention or a recurrent layer.
@@ -140,7 +140,7 @@ def factors_of(function: Callable, args: tuple, kwargs: Mapping[str, Any]) -> It
 
 
 def is_parameter(tensor: Tensor) -> bool:
-    """Whether a tensor is a parameter and a leaf, at which its gradient ends."""
+    """Return whether a tensor is a parameter and a leaf, at which its gradient ends."""
     return isinstance(tensor, nn.Parameter) and tensor.is_leaf
 
 
@@ -150,7 +150,7 @@ _NO_TENSORS = (int, float, bool, str, type(None), torch.dtype, slice)
 
 
 def differentiable_in(value: Any) -> Iterator[Tensor]:
-    """The tensors in nested arguments that require gradients."""
+    """Return the tensors in nested arguments that require gradients."""
     if isinstance(value, Tensor):
         if value.requires_grad:
             yield value
@@ -178,7 +178,7 @@ def memoize(change: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Tensor]:
 
 
 def map_tensors(value: Any, change: Callable[[Tensor], Tensor], differentiable: bool = True) -> Any:
-    """Apply a function to every tensor that requires gradients in a structure, which is kept if none changes."""
+    """Apply a function to every tensor of a structure that requires gradients; return it unchanged if none changes."""
     if type(value) in _NO_TENSORS:
         return value
     if isinstance(value, Tensor):
@@ -197,7 +197,7 @@ def map_tensors(value: Any, change: Callable[[Tensor], Tensor], differentiable: 
 
 
 def _like_dict(value: dict, found: dict) -> dict:
-    """A dict of the same class; a subclass, such as the outputs of transformers, is changed in a copy."""
+    """Return a dict of the same class; a subclass, such as the outputs of transformers, is changed in a copy."""
     if type(value) is dict:
         return found
     changed = copy.copy(value)
@@ -207,7 +207,7 @@ def _like_dict(value: dict, found: dict) -> dict:
 
 
 def _like_sequence(value: list | tuple, items: list) -> list | tuple:
-    """A list or tuple of the same class, named and structured ones too."""
+    """Return a list or tuple of the same class, named and structured ones too."""
     if hasattr(value, "_make"):
         return value._make(items)
     return type(value)(items)

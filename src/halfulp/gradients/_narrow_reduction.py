@@ -30,7 +30,7 @@ _GRADIENTS = (torch.float32, torch.bfloat16, torch.float16)
 
 @dataclass
 class _Debt:
-    """What one parameter, or one group of FSDP2's, is owed: the parts of its gradients that rounding has kept back.
+    """The remainders that rounding has kept back from gradients, of one parameter or one FSDP2 group.
 
     Attributes:
         count: how many times it was reduced, which keys the random bits.
@@ -44,7 +44,7 @@ class _Debt:
 
 
 class NarrowReduction:
-    """What `reduce_in_bfloat16` returns: the state of a narrow reduction, one on each rank.
+    """The state of a narrow reduction, one on each rank; `reduce_in_bfloat16` returns it.
 
     Attributes:
         rounding: "feedback" or "stochastic".
@@ -179,7 +179,7 @@ class NarrowReduction:
         return nn.functional.pad(payload, (0, width * self.size - payload.numel())).view(self.size, width)
 
     def _sum_rows(self, rows: Tensor) -> Tensor:
-        """Send row k to rank k, and return the float32 sum of what came, in the order of the ranks."""
+        """Send row k to rank k; return the float32 sum of the rows received, in the order of ranks."""
         # As bytes: gloo has no bfloat16 everywhere, and nothing is added on the wire.
         sent = rows.contiguous().view(torch.uint8)
         received = torch.empty_like(sent)
@@ -199,7 +199,7 @@ class NarrowReduction:
         return 1.0 if self._scaler is None else float(self._scaler.get_scale())
 
     def _follow_scale(self) -> None:
-        """Bring what is owed to the scale of the gradients that come."""
+        """Rescale the kept remainders to the scale of the arriving gradients."""
         scale = self._read_scale()
         if scale != self._scale:
             ratio, self._scale = scale / self._scale, scale

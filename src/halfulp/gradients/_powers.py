@@ -20,7 +20,7 @@ _SPREAD = 4
 
 
 def times_power_of_two(gradient: Tensor, exponent: int) -> Tensor:
-    """The gradient times 2^exponent, with the strides that it had.
+    """Return the gradient times 2^exponent, with the strides that it had.
 
     >>> times_power_of_two(torch.ones(1), -2)
     tensor([0.2500])
@@ -43,7 +43,7 @@ def power_of_two(exponent: int) -> Tensor:
 
 
 def with_strides_of(values: Tensor, like: Tensor) -> Tensor:
-    """Values that were made element by element of a tensor, with that tensor's strides.
+    """Return values that were computed element by element of a tensor, with that tensor's strides.
 
     torch makes the result of a part of a larger tensor, or of an expanded one, contiguous; a sum over it, or a product,
     is then made in another order, which may change the last bit. Tensor subclasses and sparse tensors are given back.
@@ -57,7 +57,7 @@ def with_strides_of(values: Tensor, like: Tensor) -> Tensor:
 
 
 def _place_like(values: Tensor, like: Tensor) -> Tensor:
-    """The values in new memory, with the strides of another tensor, and as far from an aligned place."""
+    """Copy the values to new memory, with the strides and the misalignment of another tensor."""
     size, unit = like.shape, _ALIGNMENT // like.element_size() or 1
     # What is expanded is kept once.
     kept = [1 if s == 0 else n for n, s in zip(size, like.stride())]
@@ -71,12 +71,12 @@ def _place_like(values: Tensor, like: Tensor) -> Tensor:
 
 
 def _length(size: list[int], stride: list[int]) -> int:
-    """How many elements lie between the first and the last, both counted."""
+    """Return how many elements lie from the first to the last, both included."""
     return 1 + sum((n - 1) * s for n, s in zip(size, stride))
 
 
 def _close_gaps(size: list[int], stride: list[int], unit: int) -> list[int]:
-    """Strides without gaps that keep each dimension's alignment, and which dimensions are contiguous."""
+    """Return strides without gaps that keep each dimension's alignment, and which dimensions are contiguous."""
     found, old, new = list(stride), 1, 1
     for i in sorted((i for i, n in enumerate(size) if n > 1), key=lambda i: stride[i]):
         # The next place that is as aligned as the old one; a dimension that lay apart from the last still does.
@@ -103,12 +103,12 @@ class CopyWithStrides(torch.autograd.Function):
 
 
 def is_custom(node: Any) -> bool:
-    """Whether a node is that of a custom Function, and not of a `CopyWithStrides`."""
+    """Return whether a node is that of a custom Function, and not of a `CopyWithStrides`."""
     return isinstance(node, BackwardCFunction) and type(node) is not CopyWithStrides._backward_cls
 
 
 def copy_with_strides(tensor: Tensor) -> Tensor:
-    """A copy with the tensor's strides that autograd records, with a node of its own."""
+    """Return a copy with the tensor's strides that autograd records, with a node of its own."""
     out = tensor.clone()
     if out.stride() == tensor.stride() or tensor.layout is not torch.strided or type(tensor) is not Tensor:
         return out
@@ -161,7 +161,7 @@ class Following:
         self._factors: dict[tuple, Tensor] = {}
 
     def begin(self, measuring: bool) -> None:
-        """Begin a backward pass, whose lift is not known yet; ``measuring``: binades are read at its end."""
+        """Begin a backward pass with its lift unknown; ``measuring``: read binades at its end."""
         self.lift = 0
         self._is_found = not measuring and self._global_site.loss_binade is None
         if not self._is_found:
@@ -171,7 +171,7 @@ class Following:
         self._factors.clear()
 
     def stop(self) -> None:
-        """Use no lift from now on, as compiled graphs have none."""
+        """Stop lifting exponents by the loss from now on, as compiled graphs cannot."""
         self.wanted = self.on = False
 
     def take_binades(self, device: torch.device) -> list[Tensor]:
@@ -191,7 +191,7 @@ class Following:
         return binade - max(self.read) if self.read and binade is not None and self.on else 0
 
     def update_reference(self, narrow: bool, floor: int, ceiling: int) -> None:
-        """Make this iteration's largest loss gradient the reference, as far as exponents stay within bounds.
+        """Make this iteration's largest loss gradient the reference, as far as exponents allow.
 
         Args:
             narrow: whether a narrow format was measured; without one there is nothing to follow for.
@@ -210,7 +210,7 @@ class Following:
             self._sites.set_reference(known + max(least, min(most, largest - known)))
 
     def move(self, gradient: Tensor, source: Site, target: Site) -> Tensor:
-        """A gradient stored at ``target``'s exponent, multiplied to ``source``'s; strides are kept."""
+        """Return a gradient stored at ``target``'s exponent, multiplied to ``source``'s; strides are kept."""
         return self.move_by(gradient, source.exponent - target.exponent, self.sign(source, target))
 
     def sign(self, source: Site, target: Site) -> int:
@@ -218,7 +218,7 @@ class Following:
         return target.follows_global - source.follows_global if self.wanted else 0
 
     def move_by(self, gradient: Tensor, exponent: int, sign: int) -> Tensor:
-        """A gradient times 2^(exponent + sign lift); strides are kept."""
+        """Return a gradient times 2^(exponent + sign lift); strides are kept."""
         if sign > 0:
             self._entered += 1
             self.several = self.several or self._entered > 1
@@ -235,7 +235,7 @@ class Following:
         return with_strides_of((wide * factor).to(gradient.dtype), gradient)
 
     def _find_lift(self, gradient: Tensor) -> int | Tensor:
-        """The lift for a gradient that enters the model at the global exponent."""
+        """Return the lift for a gradient that enters the model at the global exponent."""
         values = local_values(gradient)
         if not values.numel():
             return 0

@@ -63,7 +63,7 @@ class WatchedJoin:
 
 
 def plain_join_hook(wrapper: nn.parallel.DistributedDataParallel) -> Callable[..., JoinHook]:
-    """The ``join_hook`` of a wrapper's class."""
+    """Return the ``join_hook`` of a wrapper's class."""
     return lambda **kwargs: type(wrapper).join_hook(wrapper, **kwargs)
 
 
@@ -77,7 +77,7 @@ class _Hook(JoinHook):
         self._own.main_hook()
 
     def post_hook(self, is_last_joiner: bool) -> None:
-        """Broadcast the model and the scaler's counters of the last process."""
+        """Broadcast the last process's model and scaler counters at the end of a ``join()``."""
         self._own.post_hook(is_last_joiner)
         self._watched.end()
 
@@ -134,7 +134,7 @@ class Processes:
                 self._add(group)
 
     def agree(self, occasion: str, iteration: int, values: list[int], device: Callable[[], torch.device]) -> list[int]:
-        """The minimum of each value over all processes, at most two; the values where nobody shares, or can be asked.
+        """Return the minimum of each value (two at most) over all processes; the values where none shares or answers.
 
         Raises:
             RuntimeError: another process died, or did not come by, or is out of step.
@@ -199,7 +199,7 @@ class Processes:
 
 
 def _groups_of(model: nn.Module) -> Iterator[Any]:
-    """The process groups of FSDP2 in a model.
+    """Return the process groups of FSDP2 in a model.
 
     Raises:
         ValueError: parameters are DTensors that it does not hold.

@@ -38,7 +38,7 @@ _KINDS = ("received", "passed", "weight")
 
 @dataclasses.dataclass(frozen=True)
 class SiteRow:
-    """One site as it was last measured.
+    """The last measurement of one site.
 
     Attributes:
         site: Its key.
@@ -70,7 +70,7 @@ class SiteRow:
 
     @property
     def margin(self) -> float | None:
-        """How many powers of two the largest stored gradient could grow by until it overflows the format.
+        """The powers of two by which the largest stored gradient could grow until it overflows the format.
 
         None of what no narrow format stores, and of zeros.
         """
@@ -118,7 +118,7 @@ class SiteTable:
         sort: str | None = None,
         limit: int | None = None,
     ) -> SiteTable:
-        """The table of the sites that are asked for; see `AdaptiveGradScaler.sites`."""
+        """Return the table of the sites that are asked for; see `AdaptiveGradScaler.sites`."""
         _check(kind, sort, limit)
         chosen = [site for site in sites if pattern is None or _matches(site.key, pattern)]
         if kind is not None:
@@ -129,7 +129,7 @@ class SiteTable:
         return cls(tuple(rows[:limit]), len(sites))
 
     def __getitem__(self, key: str | int | slice) -> Any:
-        """The row of a site by its key or its place, or a table of several rows; ValueError where there is none."""
+        """Return a site's row by its key or position, or a table of several; ValueError where there is none."""
         if isinstance(key, slice):
             return dataclasses.replace(self, rows=self.rows[key])
         if isinstance(key, int):
@@ -169,12 +169,12 @@ def _check(kind: str | None, sort: str | None, limit: int | None) -> None:
 
 
 def _matches(key: str, pattern: str) -> bool:
-    """Whether a pattern is a site's key, or that of the module that the site is in, or of the layer that it calls."""
+    """Return whether a pattern is the key of a site, of its module, or of the layer that it calls."""
     return any(fnmatch.fnmatchcase(key, pattern + rest) for rest in ("", ".*", "#*"))
 
 
 def _worst_first(value: Callable[[SiteRow], float | None], largest: bool) -> Callable[[SiteRow], tuple[bool, float]]:
-    """A sort key by which the worst rows come first, and rows without measurements last."""
+    """Return a sort key by which the worst rows come first, and rows without measurements last."""
 
     def key(row: SiteRow) -> tuple[bool, float]:
         found = value(row)
@@ -265,5 +265,5 @@ class Recorder:
         self._file.write([{**common, **site, **site["amax"]} for site in sites])
 
     def close(self) -> None:
-        """End the record."""
+        """Close the recorded file."""
         self._outlet.close()

@@ -145,7 +145,7 @@ class AdaptiveGradScaler(torch.amp.GradScaler):
     @overload
     def scale(self, outputs: Iterable[Any]) -> Iterable[Any]: ...
     def scale(self, outputs: Any) -> Any:
-        """The loss times ``get_scale()``; a backward pass from there has exponents. Nested lists and tuples too.
+        """Return the loss times ``get_scale()``; a backward pass from there has exponents. Nested lists and tuples too.
 
         Raises:
             ValueError: the loss reads a tensor that left the model, or with ``mode="module"`` one of its modules, by
@@ -179,7 +179,7 @@ class AdaptiveGradScaler(torch.amp.GradScaler):
 
     @uncompiled
     def unscale_(self, optimizer: torch.optim.Optimizer) -> None:
-        """Divide the gradients of an optimizer's parameters by ``get_scale()``, before clipping them, say.
+        """Divide the gradients of an optimizer's parameters by ``get_scale()``, for instance before clipping.
 
         Gradients set by hand are multiplied by ``get_scale()`` before. What optimizers share is divided once.
 
@@ -213,7 +213,7 @@ class AdaptiveGradScaler(torch.amp.GradScaler):
 
     @uncompiled
     def step(self, optimizer: torch.optim.Optimizer, *args: Any, **kwargs: Any) -> Any:
-        """``optimizer.step()`` if all gradients are finite, after `unscale_` if that was not called; its result.
+        """Step the optimizer if all gradients are finite, unscaling them first if needed; return its result.
 
         ``last_step`` says whether it was applied. The one synchronisation with the device is here, as GradScaler's.
         An optimizer that handles overflow itself (``_step_supports_amp_scaling``) steps always, and finds
@@ -247,7 +247,7 @@ class AdaptiveGradScaler(torch.amp.GradScaler):
 
     @uncompiled
     def update(self, new_scale: float | Tensor | None = None) -> None:
-        """End the iteration: exponents that overflowed fall, measured ones follow the policy.
+        """End the iteration: lower the exponents that overflowed, set measured ones by the policy.
 
         Args:
             new_scale: A power of two that the global scale is set to instead.
@@ -280,7 +280,7 @@ class AdaptiveGradScaler(torch.amp.GradScaler):
             recorder.add(self._controller.iteration, self.last_step, self.sites())
 
     def get_scale(self) -> float:
-        """The global scale: a scaled loss over the loss, and a parameter's scaled gradient over the true one.
+        """Return the global scale: a scaled loss over the loss, and a parameter's scaled gradient over the true one.
 
         It need not fall where a step is skipped, as sites have scales of their own: ask ``last_step.applied``.
         """
@@ -291,7 +291,7 @@ class AdaptiveGradScaler(torch.amp.GradScaler):
         return 2.0**self._controller.sites.global_site.exponent if self._enabled else 1.0
 
     def _tensor(self, device: torch.device) -> Tensor:
-        """The global scale as GradScaler's tensor."""
+        """Return the global scale as GradScaler's tensor."""
         if self._scale is None:
             self._lazy_init_scale_growth_tracker(device)
         assert self._scale is not None
@@ -340,7 +340,7 @@ class AdaptiveGradScaler(torch.amp.GradScaler):
     def sites(
         self, pattern: str | None = None, *, kind: str | None = None, sort: str | None = None, limit: int | None = None
     ) -> SiteTable:
-        """Every gradient's exponent and what was measured there last; ``print`` it for a table.
+        """Return every gradient's exponent and its last measurement; ``print`` it for a table.
 
         Args:
             pattern: Only sites of this name, or in the module of this name; ``*``, ``?`` and ``[...]`` stand for other
@@ -378,7 +378,7 @@ class AdaptiveGradScaler(torch.amp.GradScaler):
         self._unscaled.clear()
 
     def mode_of(self, model: nn.Module) -> str:
-        """The mode in which a model is watched: "function" or "module".
+        """Return the mode in which a model is watched: "function" or "module".
 
         Raises:
             ValueError: it is not the one model of this scaler.
@@ -409,7 +409,7 @@ class AdaptiveGradScaler(torch.amp.GradScaler):
     # what is saved --------------------------------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, Any]:
-        """GradScaler's entries, and each site's exponent and history; plain data. Empty where not enabled."""
+        """Return GradScaler's entries and each site's exponent and history as plain data; empty where disabled."""
         if not self._enabled:
             return {}
         state = {**super().state_dict(), "scale": self._scale_now()}
@@ -429,7 +429,7 @@ class AdaptiveGradScaler(torch.amp.GradScaler):
         resume_scaler(self, state)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Take over a state that `state_dict` gave, or a GradScaler's, whose scale becomes the global one.
+        """Load what `state_dict` returned, or a GradScaler's state, whose scale becomes the global one.
 
         Sites are known from the first forward pass on; before it only the modules that they name are compared. Policy,
         floor and ceiling stay this scaler's.
@@ -494,7 +494,7 @@ def _check_kept(name: str, new_factor: float, factor: float) -> None:
 
 
 def models_of(model: nn.Module | Sequence[nn.Module]) -> list[nn.Module]:
-    """One model or several, as a list.
+    """Return one model or several as a list.
 
     Raises:
         TypeError: something else is among them, or there is none.
@@ -509,7 +509,7 @@ def models_of(model: nn.Module | Sequence[nn.Module]) -> list[nn.Module]:
 
 
 def device_of(models: Sequence[nn.Module]) -> str:
-    """The kind of device that the models' parameters are on."""
+    """Return the kind of device that the models' parameters are on."""
     return next((p.device.type for one in models for p in one.parameters()), "cpu")
 
 
@@ -526,11 +526,11 @@ class _Written:
         self._version = None if gradient is None else gradient._version
 
     def is_held_by(self, parameter: Tensor) -> bool:
-        """Whether the tensor is a parameter's gradient, whatever has been written into it since."""
+        """Return whether the tensor is a parameter's gradient, whatever has been written into it since."""
         return self._tensor is not None and parameter.grad is not None and self._tensor() is parameter.grad
 
     def stands_in(self, parameter: Tensor) -> bool:
-        """Whether a parameter's gradient is as it was then."""
+        """Return whether a parameter's gradient is unchanged since."""
         if self._tensor is None or parameter.grad is None:
             return self._tensor is None and parameter.grad is None
         return self._tensor() is parameter.grad and self._version == parameter.grad._version
@@ -538,7 +538,7 @@ class _Written:
 
 @dataclasses.dataclass
 class _Unscaled:
-    """What became of a parameter's gradient since its optimizer was unscaled.
+    """The history of a parameter's gradient since its optimizer was unscaled.
 
     Attributes:
         parameter: a weak reference.
@@ -559,7 +559,7 @@ class _Unscaled:
     mixed: bool = False
 
     def begin(self) -> None:
-        """Note what there is before a scaled backward pass."""
+        """Note the parameter's gradient before a scaled backward pass."""
         parameter = self.parameter()
         if parameter is None:
             return
@@ -568,7 +568,7 @@ class _Unscaled:
         self.adds_to_divided = self.adds and self.divided.stands_in(parameter)
 
     def look(self) -> None:
-        """Note whether the scaled backward pass that runs, or has just ended, has written the gradient."""
+        """Note whether the current or last scaled backward pass has written the gradient."""
         parameter = self.parameter()
         if parameter is None or parameter.grad is None or self.begun is None or self.begun.stands_in(parameter):
             return
@@ -595,10 +595,10 @@ class UnscaledGradients:
     def split(self, optimizer: torch.optim.Optimizer) -> tuple[list[Tensor], list[Tensor]]:
         """Return an optimizer's parameters whose gradients are scaled, and those whose gradients were divided."""
         if not self._records:
-            return list(_with_gradients(optimizer)), []
+            return list(_parameters_with_gradients(optimizer)), []
         scaled: list[Tensor] = []
         unscaled: list[Tensor] = []
-        for parameter in _with_gradients(optimizer):
+        for parameter in _parameters_with_gradients(optimizer):
             record = self._record(parameter)
             is_divided = record is not None and record.scaled is None and record.divided.is_held_by(parameter)
             (unscaled if is_divided else scaled).append(parameter)
@@ -621,7 +621,7 @@ class UnscaledGradients:
             RuntimeWarning: a gradient that a scaled backward pass left was written since, and will not be divided.
         """
         written = ""
-        for parameter in _with_gradients(optimizer) if self._records else ():
+        for parameter in _parameters_with_gradients(optimizer) if self._records else ():
             record = self._record(parameter)
             if record is None or record.scaled is None or not record.scaled.is_held_by(parameter):
                 continue
@@ -649,12 +649,12 @@ class UnscaledGradients:
             )
 
     def note(self, parameters: Iterable[Tensor]) -> None:
-        """Record that the gradients of these parameters, as far as there are, are divided now."""
+        """Mark the gradients of these parameters, where present, as divided."""
         for parameter in parameters:
             self._records[id(parameter)] = _Unscaled(weakref.ref(parameter), _Written(parameter.grad))
 
     def begin_pass(self, _: tuple[Any, ...]) -> None:
-        """The hook of a scaled loss's node: see which divided gradients this backward pass writes."""
+        """Note which divided gradients this backward pass writes (the hook of a scaled loss's node)."""
         number = torch._C._current_graph_task_id()
         if not self._records or number == self._pass:
             return
@@ -665,14 +665,14 @@ class UnscaledGradients:
         Variable._execution_engine.queue_callback(self._end_pass)
 
     def _end_pass(self) -> None:
-        """Note what a backward pass has written, also of one that raised."""
+        """Note which gradients a backward pass has written, even one that raised."""
         self._pass = -1
         for record in self._records.values():
             record.look()
             record.begun = None
 
     def _record(self, parameter: Tensor) -> _Unscaled | None:
-        """Return what is known of a parameter's gradient."""
+        """Return the record of a parameter's gradient."""
         record = self._records.get(id(parameter))
         if record is None or record.parameter() is not parameter:
             return None
@@ -682,7 +682,7 @@ class UnscaledGradients:
         return record
 
 
-def _with_gradients(optimizer: torch.optim.Optimizer) -> Iterator[Tensor]:
+def _parameters_with_gradients(optimizer: torch.optim.Optimizer) -> Iterator[Tensor]:
     """Yield the parameters of an optimizer that have a gradient."""
     for group in optimizer.param_groups:
         yield from (parameter for parameter in group["params"] if parameter.grad is not None)
@@ -695,16 +695,16 @@ def unscale_once(
     inverse: Tensor,
     found: Tensor,
 ) -> dict[torch.device, Tensor]:
-    """Unscale the gradients that wait at the scale, as GradScaler does; those that were divided are only checked.
+    """Unscale the gradients that are still scaled, as GradScaler does; check those that were divided already.
 
     ``unscale`` is GradScaler's own, of an optimizer, the inverse scale and a flag; it returns a flag for every device,
     as this does. ``known`` tells which gradients were divided, and notes those that are now; without it none is.
     """
-    scaled, divided = (list(_with_gradients(optimizer)), []) if known is None else known.split(optimizer)
+    scaled, divided = (list(_parameters_with_gradients(optimizer)), []) if known is None else known.split(optimizer)
     flags: dict[torch.device, Tensor] = {}
     # torch leaves values as they are, bit for bit, under an inverse of 1.
     for parameters, factor in ((scaled, inverse), (divided, torch.ones_like(inverse) if divided else inverse)):
-        for alike in _by_mesh(parameters):
+        for alike in _group_by_mesh(parameters):
             held: Any = SimpleNamespace(param_groups=[{"params": alike}])
             for device, flag in unscale(held, factor, found).items():
                 flags[device] = torch.maximum(flags[device], flag) if device in flags else flag
@@ -713,8 +713,8 @@ def unscale_once(
     return flags
 
 
-def _by_mesh(parameters: list[Tensor]) -> list[list[Tensor]]:
-    """Parameters by the device mesh of their gradients: torch takes no list of plain ones and DTensors, or two meshes.
+def _group_by_mesh(parameters: list[Tensor]) -> list[list[Tensor]]:
+    """Group parameters by their gradients' device mesh: torch takes no list of plain ones and DTensors, or two meshes.
 
     Plain gradients come first: what is found in them is told to other processes by what follows.
     """
@@ -728,22 +728,22 @@ def _by_mesh(parameters: list[Tensor]) -> list[list[Tensor]]:
 
 
 def has_gradients(optimizer: torch.optim.Optimizer) -> bool:
-    """Whether any parameter of an optimizer has a gradient."""
+    """Return whether any parameter of an optimizer has a gradient."""
     return any(parameter.grad is not None for group in optimizer.param_groups for parameter in group["params"])
 
 
 def handles_overflow(optimizer: torch.optim.Optimizer) -> bool:
-    """Whether an optimizer skips overflowed steps by itself, as torch's fused ones do."""
+    """Return whether an optimizer skips overflowed steps by itself, as torch's fused ones do."""
     return getattr(optimizer, "_step_supports_amp_scaling", False)
 
 
 def takes_scaler(optimizer: torch.optim.Optimizer) -> bool:
-    """Whether an optimizer's step takes the scaler and unscales by itself: the older form of the contract."""
+    """Return whether an optimizer's step takes the scaler and unscales by itself: the older form of the contract."""
     return handles_overflow(optimizer) and "grad_scaler" in inspect.signature(optimizer.step).parameters
 
 
 def idles(optimizer: torch.optim.Optimizer) -> bool:
-    """Whether an optimizer has no gradients and takes a step all the same, as torch's fused ones do from GradScaler."""
+    """Return whether an optimizer has no gradients but steps all the same, as torch's fused ones do from GradScaler."""
     return handles_overflow(optimizer) and not takes_scaler(optimizer) and not has_gradients(optimizer)
 
 
@@ -769,7 +769,7 @@ def flags_of(
 def step_with_scaler(
     scaler: torch.amp.GradScaler, optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> Any:
-    """The step of an optimizer that takes the scaler."""
+    """Take the step of an optimizer that accepts the scaler as an argument."""
     warnings.warn(
         "the optimizer's step takes grad_scaler=, which torch.amp.GradScaler is going to stop giving: let it read the "
         "attributes grad_scale and found_inf that are set on it during a step",

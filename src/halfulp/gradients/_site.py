@@ -44,7 +44,7 @@ class Reading:
         return math.isfinite(self.amax)
 
     def combine(self, other: Reading) -> Reading:
-        """The measurement of both tensors together."""
+        """Return the measurement of both tensors together."""
         total = self.elements + other.elements
         mine, theirs = self.elements / total, other.elements / total
         return Reading(
@@ -83,7 +83,7 @@ class Memory:
                 setattr(self, name, max(LOWEST, min(HIGHEST, exponent + difference)))
 
     def at(self, iteration: int) -> int | None:
-        """Return the exponent; None once it is as old as it is remembered for."""
+        """Return the exponent, or None once it is older than it is to be remembered."""
         if iteration >= self.until:
             self.exponent = None
         return self.exponent
@@ -184,7 +184,7 @@ class Site:
 
 
 class Sites:
-    """All sites of a scaler's models by key, in order of first use; the global one comes first.
+    """The sites of a scaler's models, where gradients share one exponent: by key, in order of first use, global first.
 
     Args:
         exponent: Where all start.
@@ -260,7 +260,7 @@ class Sites:
 
 
 def exponent_of(field: str, scale: float) -> int:
-    """The exponent of a scale that is a power of two.
+    """Return the exponent of a scale that is a power of two.
 
     Raises:
         ValueError: it is none, or out of bounds.
@@ -318,7 +318,7 @@ class Measurements:
 
 @dataclasses.dataclass(frozen=True)
 class Measurement:
-    """One gradient tensor that was measured at a site."""
+    """The statistics of one gradient tensor, measured at a site."""
 
     site: Site
     kind: str
@@ -326,7 +326,7 @@ class Measurement:
 
 
 def by_site(measured: list[Measurement]) -> dict[Site, dict[str, Reading]]:
-    """The readings of each site by kind; several tensors of a kind count as one."""
+    """Return the readings of each site by kind; several tensors of a kind count as one."""
     found: dict[Site, dict[str, Reading]] = {}
     for one in measured:
         kinds = found.setdefault(one.site, {})
@@ -337,7 +337,7 @@ def by_site(measured: list[Measurement]) -> dict[Site, dict[str, Reading]]:
 def recover_sizes(
     edges: Iterable[tuple[Site, Site]], readings: dict[Site, dict[str, Reading]], lift: int = 0
 ) -> set[Site]:
-    """The sites where all received gradients underflowed to zero; their size before the move is filled in.
+    """Return the sites where all received gradients underflowed to zero; their size before the move is filled in.
 
     ``lift``: how far sites were above their exponents, from the global one.
     """
@@ -367,7 +367,7 @@ def _statistics(gradient: Tensor, stored: Format | None) -> Tensor:
 
 
 def local_values(gradient: Tensor) -> Tensor:
-    """The elements that this process holds, dense."""
+    """Return the elements that this process holds, dense."""
     gradient = gradient.detach()
     if gradient.layout is not torch.strided:
         gradient = gradient.coalesce().values()
@@ -376,7 +376,7 @@ def local_values(gradient: Tensor) -> Tensor:
 
 
 def to_host(rows: list[Tensor]) -> list[Any]:
-    """Small tensors of one shape as Python lists or numbers, in order, by one copy per device."""
+    """Copy small tensors of one shape to Python lists or numbers, in order, by one copy per device."""
     values: list[Any] = [None] * len(rows)
     for device in dict.fromkeys(row.device for row in rows):
         places = [i for i, row in enumerate(rows) if row.device == device]

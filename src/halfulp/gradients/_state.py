@@ -22,7 +22,7 @@ _Wanted = dict[str, tuple[str, Callable[[Any], bool]]]
 
 
 def state_of(sites: Sites, resumes: int) -> tuple[tuple[str, dict[str, Any]], ...]:
-    """Exponents and histories as plain data: pairs of a site's name and its entries.
+    """Return exponents and histories as plain data: pairs of a site's name and its entries.
 
     A tuple is one entry to torch.distributed.checkpoint, which of a dict loads only the names that it finds before.
     Processes have exponents of their own, and it may be any of them that writes an entry: what exponents are meant for
@@ -199,7 +199,7 @@ def check_places(given: dict[str, Any], modules: set[str]) -> None:
 
 
 def _belongs(key: str, modules: set[str]) -> bool:
-    """Whether a key is a module's, an operator's in one, or of a derivative that a compiled graph alone shows."""
+    """Return whether a key names a module, an operator in one, or a derivative that only a compiled graph has."""
     place, _, name = key.rpartition(".")
     operator = any(hasattr(home, name) for home in (torch, torch.Tensor, torch.nn.functional))
     return key in modules or (operator and place in modules) or place == "backward"
@@ -222,7 +222,7 @@ def load_sites(given: dict[str, Any], sites: Sites, narrow: Format) -> None:
 
 
 def reduce_scaler(scaler: Any, base: type) -> tuple:
-    """The result of ``__reduce__``: how to make the scaler again, and its state.
+    """Return the result of ``__reduce__``: how to make the scaler again, and its state.
 
     Args:
         scaler: an AdaptiveGradScaler, or an instance of a subclass.
@@ -245,7 +245,7 @@ def reduce_scaler(scaler: Any, base: type) -> tuple:
 
 
 def restore_scaler(base: type[Any], kind: type[object], models: list[nn.Module], options: dict[str, Any]) -> Any:
-    """A scaler of those models, with those options, of a kind which is ``base`` or a subclass of it.
+    """Return a scaler of those models, with those options, of a kind which is ``base`` or a subclass of it.
 
     Raises:
         ValueError: a model is not there yet, as it holds the scaler.

@@ -84,7 +84,7 @@ class HalfSpace(Manifold):
         return factor * turned(vector, direction, end)
 
     def size(self, point: torch.Tensor) -> torch.Tensor:
-        """The height."""
+        """Return the height."""
         return point[..., -1:]
 
     def project(self, point: torch.Tensor) -> torch.Tensor:

@@ -28,7 +28,7 @@ class Manifold(abc.ABC):
     least: ClassVar[int] = 1
 
     def distance(self, u: torch.Tensor, v: torch.Tensor, dtype: torch.dtype | None = None) -> torch.Tensor:
-        """The length of the geodesic between two points, with derivative 0 where they coincide.
+        """Return the length of the geodesic between two points, with derivative 0 where they coincide.
 
         Args:
             u, v: points (..., d), shapes broadcast; plain tensors or MCTensors.
@@ -44,7 +44,7 @@ class Manifold(abc.ABC):
         return torch.where(near, torch.zeros_like(a), 2 * torch.where(near, torch.ones_like(a), a).sqrt().asinh())
 
     def squared_distance(self, u: torch.Tensor, v: torch.Tensor, dtype: torch.dtype | None = None) -> torch.Tensor:
-        """The square of `distance`, smooth also where the points coincide."""
+        """Return the square of `distance`, smooth also where the points coincide."""
         a = self._spread(u, v, dtype)
         near = a == 0
         half = torch.where(near, torch.ones_like(a), a).sqrt().asinh()
@@ -66,11 +66,11 @@ class Manifold(abc.ABC):
 
     @abc.abstractmethod
     def log(self, point: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
-        """The vector at a point that `exp` takes to the other point."""
+        """Return the vector at a point that `exp` takes to the other point."""
 
     @abc.abstractmethod
     def transport(self, point: torch.Tensor, step: torch.Tensor, vector: torch.Tensor) -> torch.Tensor:
-        """A vector at a point, moved in parallel along the geodesic of `exp(point, step)` to its end."""
+        """Return a vector at a point, moved in parallel along the geodesic of `exp(point, step)` to its end."""
 
     @abc.abstractmethod
     def size(self, point: torch.Tensor) -> torch.Tensor:
@@ -78,7 +78,7 @@ class Manifold(abc.ABC):
 
     @abc.abstractmethod
     def project(self, point: torch.Tensor) -> torch.Tensor:
-        """The point, or the nearest admissible one where rounding left it outside or on the edge."""
+        """Return the point, or the nearest admissible one where rounding left it outside or on the edge."""
 
     @abc.abstractmethod
     def _outside(self, point: torch.Tensor) -> torch.Tensor:
@@ -93,12 +93,12 @@ class Manifold(abc.ABC):
         return self.project(point + step)
 
     def gradient(self, point: torch.Tensor, gradient: torch.Tensor) -> torch.Tensor:
-        """The Riemannian gradient from the Euclidean one: size^2 times it, as wide as the gradient."""
+        """Return the Riemannian gradient from the Euclidean one: size^2 times it, as wide as the gradient."""
         size = self.size(point if isinstance(gradient, MCTensor) else rounded(point))
         return size * (size * gradient)
 
     def norm(self, point: torch.Tensor, vector: torch.Tensor) -> torch.Tensor:
-        """The length of a vector at a point; (..., 1)."""
+        """Return the length of a vector at a point; (..., 1)."""
         size = self.size(point if isinstance(vector, MCTensor) else rounded(point))
         length: torch.Tensor = torch.linalg.vector_norm(rounded(vector / size), dim=-1, keepdim=True)
         return length

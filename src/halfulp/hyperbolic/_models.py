@@ -10,7 +10,7 @@ _MODELS: dict[str, Manifold] = {model.name: model for model in (HalfSpace(), Poi
 
 
 def manifold(which: str | Manifold) -> Manifold:
-    """The model of a name, "half-space" or "ball"; a Manifold is returned as it is.
+    """Return the model of a name, "half-space" or "ball"; a Manifold is returned as it is.
 
     Raises:
         ValueError: no model has that name.

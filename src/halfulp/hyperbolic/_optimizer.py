@@ -77,7 +77,7 @@ class RiemannianOptimizer(torch.optim.Optimizer, abc.ABC):
         return loss
 
     def _step_one(self, group: dict[str, Any], parameter: torch.Tensor, given: torch.Tensor, space: Manifold) -> None:
-        rows, gradient = _touched(given)
+        rows, gradient = _rows_with_gradient(given)
         if not torch.isfinite(gradient).all():
             raise ValueError(
                 f"the gradient of a parameter of shape {tuple(parameter.shape)} is not finite: no point was moved; "
@@ -141,8 +141,8 @@ def _name(which: str | Manifold) -> str:
     return manifold(which).name
 
 
-def _touched(gradient: torch.Tensor) -> tuple[torch.Tensor | None, torch.Tensor]:
-    """The rows that have a gradient, each once, and their gradients; None for all rows."""
+def _rows_with_gradient(gradient: torch.Tensor) -> tuple[torch.Tensor | None, torch.Tensor]:
+    """Return the rows that have a gradient, each once, and their gradients; None for all rows."""
     if isinstance(gradient, MCTensor) or gradient.layout == torch.strided:
         return None, gradient
     if gradient.layout != torch.sparse_coo or gradient.sparse_dim() != 1:

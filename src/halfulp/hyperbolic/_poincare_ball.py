@@ -99,7 +99,7 @@ class PoincareBall(Manifold):
 
 
 def _step(point: torch.Tensor) -> float:
-    """The distance of neighbouring numbers just below 1, with all components."""
+    """Return the distance of neighbouring numbers just below 1, with all components."""
     count = len(point.components) if isinstance(point, MCTensor) else 1
     return 2.0 ** -(arithmetic.PRECISION[point.dtype] * count)
 

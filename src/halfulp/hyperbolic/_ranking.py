@@ -14,7 +14,7 @@ from ._values import rounded
 def ranking_loss(
     points: torch.Tensor, sets: torch.Tensor, scale: float = 1.0, manifold: Manifold | None = None
 ) -> torch.Tensor:
-    """The mean of -log(exp(-s d(u, v)) / sum over v' of exp(-s d(u, v'))) (Nickel and Kiela, arXiv 1705.08039).
+    """Return the mean of -log(exp(-s d(u, v)) / sum over v' of exp(-s d(u, v'))) (Nickel and Kiela, arXiv 1705.08039).
 
     Args:
         points: (N, d), a plain tensor or an MCTensor; differences are taken with all components.
@@ -92,7 +92,7 @@ def check_sets(points: torch.Tensor, sets: torch.Tensor) -> None:
         )
 
 
-_SPARE = 1.5  # candidates per wanted negative where all nodes are equally likely
+_CANDIDATES_PER_NEGATIVE = 1.5  # candidates per wanted negative where all nodes are equally likely
 
 
 class RankingSets:
@@ -147,9 +147,9 @@ class RankingSets:
         yield from drawn.split(self.batch)
 
     def draw(self, edges: torch.Tensor, generator: torch.Generator, popular: bool = False) -> torch.Tensor:
-        """The sets of some edges, int64 of shape (len(edges), 2 + K)."""
+        """Return the sets of some edges, int64 of shape (len(edges), 2 + K)."""
         sources = edges[:, 0]
-        tries = min(10 * self.others if popular else int(_SPARE * self.others) + 8, 32_000)
+        tries = min(10 * self.others if popular else int(_CANDIDATES_PER_NEGATIVE * self.others) + 8, 32_000)
         candidates = self._candidates((len(edges), tries), generator, popular)
         good = ~self._barred[sources.unsqueeze(1), candidates] & self._first_of_each(candidates)
         rank = good.cumsum(1)
@@ -159,10 +159,10 @@ class RankingSets:
         enough = found >= self.others
         made[enough] = candidates[enough][good[enough]].view(-1, self.others)
         if not enough.all():
-            made[~enough] = self._repeated(sources[~enough], candidates[~enough], good[~enough], generator)
+            made[~enough] = self._repeat_candidates(sources[~enough], candidates[~enough], good[~enough], generator)
         return torch.cat([edges, made], 1)
 
-    def _repeated(
+    def _repeat_candidates(
         self, sources: torch.Tensor, candidates: torch.Tensor, good: torch.Tensor, generator: torch.Generator
     ) -> torch.Tensor:
         """Return a row's valid candidates, repeated until there are enough."""

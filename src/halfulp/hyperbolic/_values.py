@@ -10,7 +10,7 @@ from ..mctensor import MCTensor
 
 
 def rounded(x: torch.Tensor, dtype: torch.dtype | None = None) -> torch.Tensor:
-    """The value as a plain tensor of a dtype, by default of the components' own."""
+    """Return the value as a plain tensor of a dtype, by default of the components' own."""
     if isinstance(x, MCTensor):
         if x.scale is None and dtype in (None, x.dtype) and not torch.is_grad_enabled():
             # Of canonical components the first is the value, rounded.
@@ -25,14 +25,14 @@ def like(x: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
 
 
 def norm(x: torch.Tensor) -> torch.Tensor:
-    """The length along the last dimension, which is kept; its derivative at 0 is 0."""
+    """Return the length along the last dimension, which is kept; its derivative at 0 is 0."""
     squares = (x * x).sum(-1, keepdim=True)
     still = squares == 0
     return torch.where(still, squares, torch.where(still, torch.ones_like(squares), squares).sqrt())
 
 
 def direction_and_length(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """The direction and the length along the last dimension; where the length is 0, so is the direction.
+    """Return the direction and the length along the last dimension; where the length is 0, so is the direction.
 
     The largest magnitude is taken out first, so that no square leaves the range.
     """
@@ -53,7 +53,7 @@ def travel(length: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def turned(vector: torch.Tensor, start: torch.Tensor, end: torch.Tensor) -> torch.Tensor:
-    """A vector under the rotation that takes one unit vector to another and moves nothing across both."""
+    """Return a vector under the rotation that takes one unit vector to another and moves nothing across both."""
     middle, _ = direction_and_length(start + end)
     return (
         vector - 2 * middle * (middle * vector).sum(-1, keepdim=True) + 2 * end * (start * vector).sum(-1, keepdim=True)

@@ -89,7 +89,7 @@ class EMAModel:
         self.ema.update()
 
     def store(self, parameters: Parameters) -> None:
-        """Note that the weights as they are now are to be restored; `copy_to` keeps them."""
+        """Keep the present weights to be restored; `copy_to` saves them."""
         self._check(parameters)
         self._is_stored = True
 

@@ -104,7 +104,7 @@ class AdaptiveMixed(_plugins.MixedPrecision):
 
 
 class _Unmade:
-    """Stands for the scaler until there is a module."""
+    """A stand-in for the scaler until there is a module."""
 
     def state_dict(self) -> dict[str, Any]:
         return {}
@@ -130,7 +130,7 @@ class Precision(_lightning.Callback):
         self._seen_step = 0
 
     def on_fit_start(self, trainer: Any, pl_module: Any) -> None:
-        """Make the averages of the module as it is trained."""
+        """Create the averages of the module as it is trained."""
         if self.ema_decay is not None:
             own = [inner_optimizer(one) for one in trainer.optimizers]
             keeps = next((one for one in own if isinstance(one, optim.Optimizer)), None)

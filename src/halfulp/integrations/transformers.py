@@ -78,7 +78,7 @@ class OptimizerFactory:
 
 
 class _NoTrainer(Trainer):
-    """Something to ask for the names of decaying parameters, which depend on the model alone."""
+    """A stand-in for a Trainer that tells the names of decaying parameters, which depend on the model alone."""
 
     def __init__(self) -> None:
         pass
@@ -87,7 +87,7 @@ class _NoTrainer(Trainer):
 def optimizer(
     args: TrainingArguments, rule: str | Callable[..., torch.optim.Optimizer] = "AdamW", **options: Any
 ) -> tuple[OptimizerFactory, dict[str, Any]]:
-    """Return what `Trainer(optimizer_cls_and_kwargs=...)` takes.
+    """Return the value of `Trainer(optimizer_cls_and_kwargs=...)`.
 
     Args:
         args: the Trainer's: learning rate, weight decay, and for rules of Adam's kind betas and eps come from there;

@@ -60,7 +60,7 @@ class CacheEntry:
         self._lock: filelock.BaseFileLock | None = None
 
     def read(self, rebuild: Callable[[bytes], Any]) -> Any:
-        """What `rebuild` makes of the file; None where it is this process's turn to compile it, until `end_turn`."""
+        """Return `rebuild` of the file, or None where this process is to compile it, until `end_turn`."""
         path = self._path()
         if path is None:
             return None
@@ -152,7 +152,7 @@ def _remove_parts_of_killed(path: Path) -> None:
 
 
 def _identity(path: Path) -> tuple[int, int] | None:
-    """Which file lies at a path; None where there is none."""
+    """Return which file lies at a path; None where there is none."""
     try:
         status = path.stat()
     except OSError:

@@ -38,7 +38,7 @@ def check_bits(name: str, fast: Callable[[], list[torch.Tensor]], reference: Cal
 
 @contextlib.contextmanager
 def undisturbed() -> Iterator[None]:
-    """A context without the caller's dispatch modes (FakeTensorMode, an emulated region), autograd, flushed numbers."""
+    """Return a context without the caller's dispatch modes (FakeTensorMode, emulation), autograd and flush-to-zero."""
     with _disable_current_modes(), torch.no_grad(), keeping_subnormals():
         yield
 

@@ -65,7 +65,7 @@ _LANGUAGE = (
 
 
 def record_call(function: Callable, *arguments: Any) -> Any:
-    """Return what a device function somebody wrote makes of traced values.
+    """Call a device function that a user wrote with traced values, so that errors name its lines.
 
     Raises:
         TypeError: it uses what the language lacks; the error names the line.

@@ -96,7 +96,7 @@ def require_same_bits(
 
 
 def _difference(device: torch.device, run: Callable[[torch.device], list[Tensor]]) -> str:
-    """Why a device cannot be used; "" where it can."""
+    """Return why a device cannot be used; "" where it can."""
     try:
         found = run(device)
     except Exception as error:  # whatever a backend raises for what it lacks

@@ -83,7 +83,7 @@ def reference_in_this_thread() -> Iterator[None]:
 
 
 def select_engine(device: str) -> str:
-    """The engine for tensors on a kind of device: "llvm" or "reference", on CUDA "triton" or "reference".
+    """Return the engine for tensors on a kind of device: "llvm" or "reference", on CUDA "triton" or "reference".
 
     Raises:
         ValueError: HALFULP_ENGINE is no engine, "triton" was asked for on tensors that it cannot reach, or
@@ -97,7 +97,7 @@ def select_engine(device: str) -> str:
 
 
 def choose_engine(device: str) -> tuple[str, str]:
-    """Return what `select_engine` does, and why it is not the fast one; "" where it is, or where there is no other.
+    """Return the engine and why it is not the fast one; "" where it is, or where there is no other.
 
     It counts nothing and warns of nothing. Raises as `select_engine` does.
     """
@@ -156,7 +156,7 @@ def _triton(device: str, wish: str) -> tuple[str, str]:
 
 @functools.cache
 def _why_missing(name: str) -> str:
-    """Why a package cannot be used, in words; "" where it can. Whoever asks is about to use it."""
+    """Return why a package cannot be imported; "" where it can. It is imported, as the caller is about to use it."""
     try:
         importlib.import_module(name)
     except ModuleNotFoundError as error:

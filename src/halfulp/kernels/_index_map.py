@@ -44,13 +44,13 @@ class IndexMap:
 
     @classmethod
     def whole(cls, shape: tuple[int, ...]) -> IndexMap:
-        """The map of a tensor that is not sharded."""
+        """Return the map of a tensor that is not sharded."""
         shape = tuple(shape)
         return cls(shape, shape, (0,) * len(shape), (1,) * len(shape))
 
     @classmethod
     def shard(cls, global_shape: tuple[int, ...], dim: int, start: int, stop: int) -> IndexMap:
-        """The map of the slice [start, stop) along one dimension."""
+        """Return the map of the slice [start, stop) along one dimension."""
         shape, offset = list(global_shape), [0] * len(global_shape)
         shape[dim], offset[dim] = stop - start, start if stop > start else 0
         return cls(tuple(shape), tuple(global_shape), tuple(offset), (1,) * len(shape))
@@ -61,7 +61,7 @@ class IndexMap:
         return prod(self.shape)
 
     def runs(self) -> np.ndarray:
-        """The local tensor as consecutive runs.
+        """Return the local tensor as consecutive runs.
 
         Returns:
             int64 array of shape (runs, 3): start in the local tensor, global index of that start, length.
@@ -116,7 +116,7 @@ def chunks(index_map: IndexMap, tensor: int) -> np.ndarray:
 
 
 def chunk_table(index_maps: Sequence[IndexMap]) -> np.ndarray:
-    """The chunks of several tensors, each in the row of its place in the sequence; equal maps are cut once.
+    """Return the chunks of several tensors, each in the row of its place in the sequence; equal maps are cut once.
 
     Returns:
         int64 array of shape (pieces, 4), as `chunks`.

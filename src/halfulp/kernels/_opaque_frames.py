@@ -28,7 +28,7 @@ def untraced(function: Function) -> Function:
 
 
 def uncompiled(function: Function) -> Function:
-    """Let torch.compile break its graph where a function is called, and run it as it is, as a decorator.
+    """Decorate a function that torch.compile is to run eagerly, breaking its graph there.
 
     What torch.compiler.disable marks its wrapper with, without the wrapper.
     """

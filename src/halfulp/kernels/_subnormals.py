@@ -41,7 +41,7 @@ class keeping_subnormals(contextlib.ContextDecorator):
             torch.set_flush_denormal(False)
 
     def __exit__(self, *error: object) -> None:
-        """Flush again if the thread did."""
+        """Restore flushing if the thread flushed before."""
         if self._flushed:
             torch.set_flush_denormal(True)
 

@@ -29,7 +29,7 @@ class Digest:
 
 @dataclass(frozen=True)
 class Table:
-    """What a device function reads and writes in a table of pointers.
+    """A traced device function with the layout of the table of pointers that it reads and writes.
 
     Attributes:
         trace: what is computed per element, of inputs ("constant", k) and those of `STREAM`.
@@ -59,7 +59,7 @@ class Table:
         return max(CHUNK, len(self.trace.sums))
 
     def key(self) -> str:
-        """Return what the instructions depend on, short of the processor and the sources of `kernels`."""
+        """Return a key of the instructions, which omits the processor and the sources of `kernels`."""
         pieces = [self.start, self.digest and self.digest.term]
         told = [(piece.trace.digest(), piece.results) for piece in pieces if piece]
         digest = self.digest and (self.digest.column, self.digest.size, self.digest.step)

@@ -13,7 +13,7 @@ _absent: set[str] = set()
 
 
 def torch_operators(namespace: str) -> Operators:
-    """The operators of a namespace, such as "aten", to be used as torch.ops.aten is.
+    """Return the operators of a namespace, such as "aten", to be used as torch.ops.aten is.
 
     >>> aten = torch_operators("aten")
     >>> aten.add.Tensor is torch.ops.aten.add.Tensor, aten.gone_since.default
@@ -25,12 +25,12 @@ def torch_operators(namespace: str) -> Operators:
 
 
 def present(operators: Iterable[Any]) -> list[Any]:
-    """Return those of some operators that the installed torch has."""
+    """Return those operators that the installed torch has."""
     return [operator for operator in operators if not isinstance(operator, AbsentOperator)]
 
 
 def absent_operators() -> list[str]:
-    """The operators that were looked up by now and that the installed torch lacks."""
+    """Return the operators that were looked up by now and that the installed torch lacks."""
     return sorted(_absent)
 
 

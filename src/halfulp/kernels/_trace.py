@@ -103,7 +103,7 @@ class Trace:
         return (traced or typed or [_REAL[self.dtype]])[0]
 
     def load(self, bits: int, address: Traced, index: Traced) -> Traced:
-        """An array's element, or what its block has one of, as a word; what was stored there before if something was.
+        """Load an array's element, or its block's one, as a word: the value stored before, if there was a store.
 
         Raises:
             TypeError: another index than the element's or the block's.
@@ -135,7 +135,7 @@ class Trace:
         self.sums.append((how, value.number))
 
     def deposit(self, address: Traced, place: Traced, word: Traced, apart: int = 0) -> None:
-        """Add a 64-bit word, for each element, to the one at a place of an array of such words.
+        """Add a 64-bit word of each element to an entry of an array of such words.
 
         Where copies of the counters lie `apart`, COPIES in all, a writer may spread the elements over them, since
         additions to one word wait for each other.
@@ -210,7 +210,7 @@ def _piece(function: Callable, shape: tuple, dtype: torch.dtype, inputs: int) ->
 
 
 def shared(network: Network) -> Network:
-    """A network, (lists of values and constants) -> a list of values, that large kernels hold once and call."""
+    """Return a network, (lists of values and constants) -> a list of values, that large kernels hold once and call."""
 
     @functools.wraps(network)
     def run(*arguments: Any) -> list[Any]:
@@ -233,7 +233,7 @@ class Traced:
 
     @property
     def kind(self) -> str:
-        """What it is: "f32", "f64", "w32", "w64", "mask", "address" or "index"."""
+        """The kind of value: "f32", "f64", "w32", "w64", "mask", "address" or "index"."""
         return self.trace.kinds[self.number]
 
     def __repr__(self) -> str:
@@ -321,7 +321,7 @@ def product_error(a, b, p):
 
 
 def square_root(x: Any) -> Any:
-    """The correctly rounded square root."""
+    """Return the correctly rounded square root."""
     if isinstance(x, Traced):
         return x.trace.emit("sqrt", (x,))
     # torch's own roots are an ulp off for some inputs on the CPU.
@@ -334,12 +334,12 @@ def square_root(x: Any) -> Any:
 
 
 def nearest_integer(x):
-    """Rounded to an integer, ties to even."""
+    """Round to an integer, ties to even."""
     return x.trace.emit("rint", (x,)) if isinstance(x, Traced) else x.round()
 
 
 def floor(x: Any) -> Any:
-    """Rounded down to an integer."""
+    """Round down to an integer."""
     return x.trace.emit("floor", (x,)) if isinstance(x, Traced) else x.floor()
 
 
@@ -386,17 +386,17 @@ def gather(table: tuple[float, ...], index):
 
 
 def block_largest(x):
-    """The largest of a block's words, for each of its elements."""
+    """Return the largest of a block's words, for each of its elements."""
     return x.trace.emit("block_largest", (x,))
 
 
 def round_to_float32(x):
-    """A float64 rounded to float32, ties to even, as float64."""
+    """Return a float64 rounded to float32, ties to even, as float64."""
     return x.trace.emit("round_to_float32", (x,)) if isinstance(x, Traced) else x.float().double()
 
 
 def is_finite(x: Any) -> Any:
-    """Whether a value is neither infinite nor NaN."""
+    """Return whether a value is neither infinite nor NaN."""
     return (x - x) == 0.0
 
 
@@ -439,5 +439,5 @@ def times_power(x, k):
 
 
 def trace_is_wide(x) -> bool:
-    """Whether a value is computed in float64."""
+    """Return whether a value is computed in float64."""
     return (x.trace.dtype if isinstance(x, Traced) else x.dtype) == torch.float64

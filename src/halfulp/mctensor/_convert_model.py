@@ -35,7 +35,7 @@ _SCALE = "component_scale"
 
 
 def plain_state_dict(state_dict: Mapping[str, Any], dtype: torch.dtype = torch.float32) -> dict[str, Any]:
-    """A multi-component model's state_dict for a plain model: every sum of components as one tensor, rounded once.
+    """Return a multi-component model's state_dict with plain tensors: every sum of components, rounded once.
 
     Args:
         state_dict: from `state_dict()`, torch.load or safetensors.
@@ -63,11 +63,11 @@ def plain_state_dict(state_dict: Mapping[str, Any], dtype: torch.dtype = torch.f
         if base not in bases:
             plain[name] = value
         elif name == base:
-            whole = _from_entries(state_dict, base)
+            whole = _tensor_from_entries(state_dict, base)
             assert whole is not None  # `name` is one of its entries
             plain[name] = decoded(whole, dtype)
     for base in bases - plain.keys():
-        _from_entries(state_dict, base)
+        _tensor_from_entries(state_dict, base)
     return plain
 
 
@@ -105,7 +105,7 @@ def _fitting(state_dict: Mapping[str, Any], name: str, parameter: MCTensor) -> M
     Raises:
         ValueError: they hold more digits than the parameter, or are of another layout.
     """
-    value = _from_entries(state_dict, name, parameter.dtype)
+    value = _tensor_from_entries(state_dict, name, parameter.dtype)
     if value is None:
         return None
     count, own = len(value._parts), len(parameter._parts)
@@ -118,18 +118,18 @@ def _fitting(state_dict: Mapping[str, Any], name: str, parameter: MCTensor) -> M
         )
     scaled = parameter._scale is not None
     if (count, value.dtype, value._scale is not None) == (own, parameter.dtype, scaled):
-        parts = tuple(_in_own_memory(part) for part in value._parts) if scaled else value._parts
+        parts = tuple(_copy_to_own_memory(part) for part in value._parts) if scaled else value._parts
         return wrap(parts, value._scale, parameter._gradients)
     scale = "auto" if scaled else "none"
     return MCTensor.encode(value, own, parameter.dtype, scale, gradients=parameter._gradients)
 
 
-def _in_own_memory(part: Tensor) -> Tensor:
+def _copy_to_own_memory(part: Tensor) -> Tensor:
     """Return a component in memory of its own: a change of scale rewrites all of a component's memory."""
     return part if part.untyped_storage().nbytes() == part.numel() * part.element_size() else part.clone()
 
 
-def _from_entries(state_dict: Mapping[str, Any], name: str, dtype: torch.dtype | None = None) -> MCTensor | None:
+def _tensor_from_entries(state_dict: Mapping[str, Any], name: str, dtype: torch.dtype | None = None) -> MCTensor | None:
     """Return all entries of one parameter as an MCTensor; dtype: of a single component stored beside its scale."""
     beside = {
         match[1]: value
@@ -147,7 +147,9 @@ def _from_entries(state_dict: Mapping[str, Any], name: str, dtype: torch.dtype |
     rest = [beside.get(part) for part in names]
     scale = beside.get("scale")
     if _SCALE in beside:
-        first, scale = _unscaled(name, first, beside[_SCALE], rest[0].dtype if rest and rest[0] is not None else dtype)
+        first, scale = _unscale_entry(
+            name, first, beside[_SCALE], rest[0].dtype if rest and rest[0] is not None else dtype
+        )
     parts = [part for part in (first, *rest) if isinstance(part, Tensor)]
     if len(parts) <= len(rest) or len({(part.shape, part.dtype) for part in parts}) != 1:
         raise ValueError(f"the components of {name!r} are not all there, or of several shapes: the file is damaged")
@@ -156,7 +158,7 @@ def _from_entries(state_dict: Mapping[str, Any], name: str, dtype: torch.dtype |
     return wrap(tuple(part.detach() for part in parts), scale, "first")
 
 
-def _unscaled(name: str, first: Tensor, scale: Tensor, dtype: torch.dtype | None) -> tuple[Tensor, Tensor | None]:
+def _unscale_entry(name: str, first: Tensor, scale: Tensor, dtype: torch.dtype | None) -> tuple[Tensor, Tensor | None]:
     """Return the leading component divided by its scale, and the scale; unchanged where it was stored alone."""
     if dtype is None:
         return first, None

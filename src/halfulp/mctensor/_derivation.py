@@ -74,7 +74,7 @@ def _primitive(operator: OpOverload, name: str) -> Callable:
         return functools.partial(write_results, operator, functional)
     if operator.is_view:
         return functools.partial(_refuse, operator, "is a view")
-    return functools.partial(_computed, operator)
+    return functools.partial(_compute_rule, operator)
 
 
 def in_float64(operator: Callable[..., Any], arguments: tuple, options: dict, form: ResultType | None = None) -> Any:
@@ -101,7 +101,7 @@ def _is_floating(x: Any) -> bool:
     return isinstance(x, Tensor) and x.is_floating_point()
 
 
-def _computed(operator: OpOverload, *arguments: Any, **options: Any) -> Any:
+def _compute_rule(operator: OpOverload, *arguments: Any, **options: Any) -> Any:
     form = result_type(x for x in tree_leaves((arguments, options)) if isinstance(x, Tensor))
     if form.fits_float64:
         return in_float64(operator, arguments, options)
@@ -219,7 +219,7 @@ def write_results(operator: OpOverload, functional: OpOverload, *arguments: Any,
             check_takes_fractions(target)
     for target, result in zip(targets, results, strict=True):
         if isinstance(target, MCTensor) or isinstance(result, MCTensor):
-            write_value(target, _beside_constants(target, result, given))
+            write_value(target, _drop_large_elements(target, result, given))
         else:
             target.copy_(result)
     if not operator._schema.returns:
@@ -227,8 +227,8 @@ def write_results(operator: OpOverload, functional: OpOverload, *arguments: Any,
     return targets[0] if len(targets) == 1 else tuple(targets)
 
 
-def _beside_constants(target: Tensor, result: Any, given: dict) -> Any:
-    """Return what is written, where plain operands do not decide the scale of the memory."""
+def _drop_large_elements(target: Tensor, result: Any, given: dict) -> Any:
+    """Return a result to be written without large elements, where plain operands do not decide the memory's scale."""
     if not isinstance(target, MCTensor) or target._scale is None or not isinstance(result, Tensor):
         return result
     parts = tuple(part.double() for part in parts_of(result, target.device))

@@ -65,7 +65,7 @@ def from_components(components: Any, scale: Any) -> tuple[Parts, Tensor | None]:
         require_float64(part.device, "MCTensors")
     kinds = {part.dtype for part in tensors}
     if len(kinds) > 1:
-        raise ValueError(f"components of several dtypes, {_listed(kinds)}: convert them to one")
+        raise ValueError(f"components of several dtypes, {_list_kinds(kinds)}: convert them to one")
     tensors = torch.broadcast_tensors(*(resolved(part.detach(), "a component") for part in tensors))
     parts: Parts = tensors[:1]
     for part in tensors[1:]:
@@ -276,7 +276,7 @@ def _exponent(largest: float, dtype: torch.dtype) -> int:
     return math.frexp(largest)[1] - math.frexp(torch.finfo(dtype).max)[1] + 4
 
 
-def _listed(kinds: set) -> str:
+def _list_kinds(kinds: set) -> str:
     return " and ".join(sorted(str(kind) for kind in kinds))
 
 

@@ -93,7 +93,7 @@ def where_other(condition: Tensor, x: Any, other: Any) -> Any:
 
 
 def where_self(condition: Tensor, number: Any, x: Any) -> Any:
-    """A number, or x."""
+    """Choose between a number and x by a condition."""
     made = _number_beside(number, x)
     return made if made is NotImplemented else torch.where(condition, made, x)
 
@@ -118,12 +118,12 @@ def rms_norm(x: Any, shape: Sequence[int], weight: Any = None, eps: float | None
 
 
 def cosine_similarity(a: Any, b: Any, dim: int = 1, eps: float = 1e-8) -> Any:
-    """The sum of a / max(|a|, eps) times b / max(|b|, eps), with the gradients that torch gives it."""
+    """Sum a / max(|a|, eps) times b / max(|b|, eps), with the gradients that torch gives it."""
     a, b = torch.broadcast_tensors(a, b)
-    return (_normalized(a, dim, eps) * _normalized(b, dim, eps)).sum(dim)
+    return (_normalize(a, dim, eps) * _normalize(b, dim, eps)).sum(dim)
 
 
-def _normalized(x: Tensor, dim: int, eps: float) -> Tensor:
+def _normalize(x: Tensor, dim: int, eps: float) -> Tensor:
     size = torch.linalg.vector_norm(x, 2, dim, True).clone()
     with torch.no_grad():
         size.clamp_min_(eps)
@@ -143,7 +143,7 @@ BY_NUMBERS = {
 def pad_sequence(
     sequences: Sequence[Tensor], batch_first: bool = False, padding_value: float = 0.0, padding_side: str = "right"
 ) -> Any:
-    """Sequences side by side, each filled up to the longest."""
+    """Stack sequences side by side, each filled up to the longest."""
     if not any(isinstance(x, MCTensor) for x in sequences) or padding_side not in ("left", "right"):
         return NotImplemented
     longest = max(x.shape[0] for x in sequences)
@@ -158,7 +158,7 @@ def pad_sequence(
 def pad_packed_sequence(
     rows: Any, batch_sizes: Tensor, batch_first: bool, padding_value: Any, total_length: int
 ) -> Any:
-    """The sequences of packed rows, each filled up to a length, and their lengths."""
+    """Return the sequences of packed rows, each filled up to a length, and their lengths."""
     if not isinstance(rows, MCTensor):
         return NotImplemented
     steps = max(total_length, batch_sizes.numel())
@@ -186,14 +186,14 @@ def _places(batch_sizes: Tensor, steps: int, device: torch.device) -> tuple[Tens
 def pack_padded_sequence_backward(
     gradient: Any, input_size: Sequence[int], batch_sizes: Tensor, batch_first: bool
 ) -> Any:
-    """The gradient of the packed rows, as padded sequences with zeros outside."""
+    """Return the gradient of the packed rows, as padded sequences with zeros outside."""
     steps = input_size[1] if batch_first else input_size[0]
     padded = pad_packed_sequence(gradient, batch_sizes, batch_first, 0.0, steps)
     return padded if padded is NotImplemented else padded[0]
 
 
 def vander(x: Any, N: int | None = None, increasing: bool = False) -> Any:
-    """The powers of every element, the highest first unless increasing."""
+    """Return the powers of every element, the highest first unless increasing."""
     if not isinstance(x, MCTensor):
         return NotImplemented
     if x.dim() != 1 or (N is not None and N < 0):
@@ -205,7 +205,7 @@ def vander(x: Any, N: int | None = None, increasing: bool = False) -> Any:
 
 
 def linspace(start: Any, end: Any, steps: int, *, dtype: torch.dtype | None = None, **options: Any) -> Any:
-    """Points at equal distances from one value to another."""
+    """Return points at equal distances from one value to another."""
     ends = [x for x in (start, end) if isinstance(x, MCTensor)]
     if not ends or (dtype is not None and not dtype.is_floating_point):
         return NotImplemented
@@ -218,7 +218,7 @@ def linspace(start: Any, end: Any, steps: int, *, dtype: torch.dtype | None = No
 
 
 def logspace(start: Any, end: Any, steps: int, base: float = 10.0, **options: Any) -> Any:
-    """A base to the power of points at equal distances."""
+    """Return a base to the power of points at equal distances."""
     exponents = linspace(start, end, steps, **options)
     return exponents if exponents is NotImplemented else torch.pow(base, exponents)
 
@@ -281,7 +281,7 @@ _library = torch.library.Library("aten", "IMPL")
 
 
 def _entry(operator: OpOverload) -> Callable:
-    """An operator's kernel under the key: its function in OWN, else torch's steps of operands that have components."""
+    """Return an operator's kernel for the key: its function in OWN, else torch's steps on operands with components."""
     own, is_promoted, is_encoded = OWN.get(operator), operator in _PROMOTED, operator in _ENCODED
 
     def entered(keys: torch._C.DispatchKeySet, *arguments: Any, **options: Any) -> Any:
@@ -304,15 +304,15 @@ def _entry(operator: OpOverload) -> Callable:
 
 
 def ndtr(x: MCTensor) -> Tensor:
-    """The normal distribution: torch's formula, 1 + erf, has no digits far below zero."""
+    """Compute the normal distribution function, as torch's formula 1 + erf has no digits far below zero."""
     factor = -half_root(x)
     # Without dimensions it leaves the dtype of what has some.
     factor = MCTensor.encode(factor, len(x._parts), torch.float64 if x.dim() else x.dtype)
     return torch.erfc(x * factor) * 0.5
 
 
-def _in_compiled_steps(steps: Callable) -> Callable:
-    """Interpolation where a compiler traces: torch takes it apart there before a rule is asked."""
+def _interpolate_when_traced(steps: Callable) -> Callable:
+    """Let a function interpolate where a compiler traces, as torch decomposes it there before it asks a rule."""
 
     def interpolate(x: Any, *arguments: Any, **options: Any) -> Any:
         traced = torch.compiler.is_compiling() or torch._C._get_dispatch_mode(_FAKE) is not None
@@ -325,7 +325,7 @@ def _in_compiled_steps(steps: Callable) -> Callable:
 
 # Those with a function of their own, which gives NotImplemented where torch's steps hold all digits.
 OWN = {aten.special_ndtr.default: ndtr}
-OWN |= {operator: _in_compiled_steps(rule) for operator, rule in (FORWARD | BY_FACTORS).items()}
+OWN |= {operator: _interpolate_when_traced(rule) for operator, rule in (FORWARD | BY_FACTORS).items()}
 _ENCODED = frozenset(present((*COMPOSITES, *DIFFERENTIATED)))
 OWN |= BY_NUMBERS | INTO_PLAIN
 

@@ -59,7 +59,7 @@ def implements(*operators: OpOverload) -> Callable[[Given], Given]:
 
 
 def with_history(x: Tensor, made: Any) -> Any:
-    """Return `made`, the MCTensor that encodes x, with a graph through which gradients flow back, and tangents on."""
+    """Return an encoded MCTensor with autograd's history, forward tangents included, back to x."""
     transformed = under_transform()
     if not transformed and not (x.requires_grad and torch.is_grad_enabled()):
         return made
@@ -105,7 +105,7 @@ class _TransformedEncode(_Encode):
 
 
 def remember_decoding(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-    """Keep what the gradient of a decoding needs."""
+    """Save what the gradient of a decoding needs."""
     x, ctx.target = inputs
     ctx.kind, ctx.decoded = x.dtype, type(x)
     ctx.count = len(x._parts) if hasattr(x, "_parts") and x._gradients == COMPONENTS else 0
@@ -221,7 +221,7 @@ class MCTensor(torch.Tensor):
         gradients: str = FIRST,
         device: torch.device | str | None = None,
     ) -> MCTensor:
-        """Values as a sum of components, with every digit that fits.
+        """Encode values as a sum of components, with every digit that fits.
 
         Args:
             x: a tensor of float16, bfloat16, float32 or float64, an MCTensor, a NumPy array of those, a number, a
@@ -258,7 +258,7 @@ class MCTensor(torch.Tensor):
     def from_components(
         components: Parts | list[Tensor], scale: Tensor | float | str | None = None, *, gradients: str = FIRST
     ) -> MCTensor:
-        """The sum of plain tensors of one dtype as that many components, renormalized: |next| <= ulp(previous) / 2.
+        """Return the sum of plain tensors of one dtype as as many components, with |next| <= ulp(previous) / 2.
 
         Args:
             components: one to four tensors of one dtype, in any order and overlapping or not; shapes broadcast.
@@ -299,11 +299,11 @@ class MCTensor(torch.Tensor):
 
     @property
     def gradients(self) -> str:
-        """How its gradients are kept: "first" or "components"."""
+        """The kind of gradients kept: "first" or "components"."""
         return self._gradients
 
     def decode(self, dtype: torch.dtype = torch.float64) -> Tensor:
-        """The value as a plain tensor, rounded once; gradients flow through it.
+        """Return the value as a plain tensor, rounded once; gradients flow through it.
 
         >>> import torch
         >>> MCTensor.encode(0.1, dtype=torch.bfloat16, components=3).decode(torch.float32)
@@ -312,14 +312,14 @@ class MCTensor(torch.Tensor):
         return decoded_with_history(self, dtype)
 
     def with_gradients(self, gradients: str) -> MCTensor:
-        """The same components under another way of keeping gradients: a leaf that shares memory."""
+        """Return a leaf of the same components, sharing memory, that keeps gradients of another kind."""
         check_gradients(gradients)
         made = wrap(self._parts, self._scale, gradients)
         made.requires_grad_(self.requires_grad)
         return made
 
     def to_strings(self, digits: int | None = None) -> str | list[Any]:
-        """Decimal strings, in nested lists of the tensor's shape.
+        """Return the values as decimal strings, in nested lists of the tensor's shape.
 
         Args:
             digits: significant ones, correctly rounded; as many as the components hold.
@@ -330,18 +330,18 @@ class MCTensor(torch.Tensor):
         return _text.strings(self._parts, self._scale, digits)
 
     def tolist(self) -> float | list[Any]:  # type: ignore[override]
-        """Python floats in nested lists: the value rounded to float64."""
+        """Return the values, rounded to float64, as Python floats in nested lists."""
         return self.detach().decode().tolist()
 
     def numpy(self, *, force: bool = False) -> Any:
-        """Refused: NumPy has no type for a sum of components."""
+        """Refuse: NumPy has no type for a sum of components."""
         raise TypeError(
             "NumPy has no type for a sum of components: x.decode(torch.float64).numpy() rounds it to one float64, "
             "and [c.numpy() for c in x.components] keeps all"
         )
 
     def apply_(self, function: Callable[..., Any]) -> MCTensor:
-        """Refused: no Python function takes a sum of components."""
+        """Refuse: no Python function takes a sum of components."""
         raise TypeError("x.apply_ calls a Python function on one plain number after another: use x.decode().apply_")
 
     def __array__(self, dtype: Any = None, copy: bool | None = None) -> Any:
@@ -359,7 +359,7 @@ class MCTensor(torch.Tensor):
     def new_tensor(  # type: ignore[override]
         self, data: Any, *, dtype: torch.dtype | None = None, device: Any = None, requires_grad: bool = False
     ) -> Tensor:
-        """A tensor of data with all digits: an MCTensor like this one, or a plain tensor of another kind of dtype."""
+        """Return data with all digits as an MCTensor like this one, or as a plain tensor for another kind of dtype."""
         kind, place = dtype or self.dtype, device or self.device
         made = _numbers.new_tensor(data, len(self._parts), kind, self._scale is not None, place)
         made = wrap(made[0], made[1], self._gradients) if isinstance(made, tuple) else made
@@ -374,7 +374,7 @@ class MCTensor(torch.Tensor):
         return made
 
     def type(self, dtype: Any = None, non_blocking: bool = False, **options: Any) -> Any:
-        """The name of torch's type of the components, or `to` a dtype or a type of this name."""
+        """Return the name of torch's type of the components, or `to` a dtype or a type of this name."""
         if dtype is None:
             return self._parts[0].type()
         if not isinstance(dtype, torch.dtype):
@@ -415,7 +415,7 @@ class MCTensor(torch.Tensor):
         return self
 
     def is_shared(self) -> bool:
-        """Whether the components are in shared memory."""
+        """Return whether the components are in shared memory."""
         return all(part.is_shared() for part in self._inner())
 
     @property

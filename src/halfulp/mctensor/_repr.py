@@ -32,7 +32,7 @@ def strings(parts: Parts, scale: Tensor | None, digits: int | None = None) -> st
     if digits is not None and digits < 1:
         raise ValueError(f"digits={digits}: allowed are 1 and more")
     flat = [decimal(value, digits or held_digits(parts)) for value in exact_values(parts, scale)]
-    return _nested(flat, list(parts[0].shape))
+    return _nest(flat, list(parts[0].shape))
 
 
 def representation(x: Tensor, parts: Parts, scale: Tensor | None, gradients: str) -> str:
@@ -80,13 +80,13 @@ def _body(parts: Parts, scale: Tensor | None) -> str:
         return f"..., size={tuple(first.shape)}"
     if not first.numel():
         return f"[], size={tuple(first.shape)}"
-    shown = tuple(map(_summarized, parts)) if first.numel() > _MOST else parts
+    shown = tuple(map(_printed_elements, parts)) if first.numel() > _MOST else parts
     flat = [decimal(value, held_digits(parts)) for value in exact_values(shown, scale)]
     width = max(map(len, flat))
     return _brackets([text.rjust(width) for text in flat], list(shown[0].shape), list(first.shape), len("MCTensor("))
 
 
-def _summarized(x: Tensor) -> Tensor:
+def _printed_elements(x: Tensor) -> Tensor:
     """Return the elements that are printed: along each long dimension the first and the last ones."""
     for dim, size in enumerate(x.shape):
         if size > 2 * _EDGE:
@@ -105,8 +105,8 @@ def _brackets(flat: list[str], shape: list[int], full: list[int], indent: int) -
     return f"[{gap.join(rows)}]"
 
 
-def _nested(flat: list[str], shape: list[int]) -> str | list[Any]:
+def _nest(flat: list[str], shape: list[int]) -> str | list[Any]:
     if not shape:
         return flat[0]
     step = len(flat) // shape[0] if shape[0] else 0
-    return [_nested(flat[i * step : i * step + step], shape[1:]) for i in range(shape[0])]
+    return [_nest(flat[i * step : i * step + step], shape[1:]) for i in range(shape[0])]

@@ -134,7 +134,7 @@ def evaluate(name: str, *operands: Any, form: ResultType | None = None) -> Tenso
         given = [_with_scale(x, form.device) for x in operands]
         if at_hand(name, given):
             wide, sizes = function_of_scaled(name, given, float64_count(form))
-            return _scaled(wide, sizes.amax() if sizes.numel() else sizes.new_zeros(()), form, name in SUMS)
+            return _scale_result(wide, sizes.amax() if sizes.numel() else sizes.new_zeros(()), form, name in SUMS)
     return run_pointwise(name, operand_parts(name, operands, form.dtype, form.components, form.device), form)
 
 
@@ -170,7 +170,7 @@ def run_pointwise(name: str, operands: list[Parts], form: ResultType) -> Tensor:
         return pointwise(name, *operands, components=1, dtype=form.dtype)[0]
     if form.scaled:
         wide = pointwise(name, *operands, components=float64_count(form), dtype=torch.float64)
-        return _scaled(wide, magnitude(wide[0]), form, name in SUMS)
+        return _scale_result(wide, magnitude(wide[0]), form, name in SUMS)
     return wrap(pointwise(name, *operands, components=form.components, dtype=form.dtype), None, form.gradients)
 
 
@@ -190,10 +190,10 @@ def make_result(parts: Parts, form: ResultType) -> Tensor:
 
 def make_scaled(wide: Parts, form: ResultType) -> MCTensor:
     """Make a scaled result from float64 components; the scale is measured."""
-    return _scaled(wide, magnitude(wide[0]), form)
+    return _scale_result(wide, magnitude(wide[0]), form)
 
 
-def _scaled(wide: Parts, largest: Tensor, form: ResultType, keeps: bool = False) -> MCTensor:
+def _scale_result(wide: Parts, largest: Tensor, form: ResultType, keeps: bool = False) -> MCTensor:
     scale = scale_for(largest, form.dtype)
     return wrap(divide_by_scale(wide, scale, form.components, form.dtype, keeps), scale, form.gradients)
 
@@ -240,7 +240,7 @@ def without_large_constants(operands: Sequence[Any], wide: list[Parts]) -> list[
         return wide
     others = [torch.where(large[i], 0.0, parts[0]) if i in large else parts[0] for i, parts in enumerate(wide)]
     limit = _limit(torch.stack([magnitude(part) for part in others]).amax())
-    return [_clamped(parts, large[i], limit) if i in large else parts for i, parts in enumerate(wide)]
+    return [_clamp_parts(parts, large[i], limit) if i in large else parts for i, parts in enumerate(wide)]
 
 
 def without_large_elements(result: Parts, operands: Sequence[Any]) -> Parts:
@@ -253,7 +253,7 @@ def without_large_elements(result: Parts, operands: Sequence[Any]) -> Parts:
     plain = [x for x in operands if _is_plain(x)]
     if not any(_may_hold(_stand_ins(x)) for x in plain) or not _may_hold(places := _is_large(result[0])):
         return result
-    return _clamped(result, places, _limit(magnitude(torch.where(places, 0.0, result[0]))))
+    return _clamp_parts(result, places, _limit(magnitude(torch.where(places, 0.0, result[0]))))
 
 
 def saturated(result: Parts, name: str, operands: Sequence[Any]) -> Parts:
@@ -279,7 +279,7 @@ def saturated(result: Parts, name: str, operands: Sequence[Any]) -> Parts:
     for place in places[1:]:
         found = found | place
     found = found.expand(result[0].shape)
-    return _clamped(result, found, _limit(magnitude(torch.where(found, 0.0, result[0]))))
+    return _clamp_parts(result, found, _limit(magnitude(torch.where(found, 0.0, result[0]))))
 
 
 def _is_plain(x: Any) -> bool:
@@ -306,11 +306,11 @@ def _may_hold(places: Tensor) -> bool:
 
 
 def _limit(largest: Tensor) -> Tensor:
-    """Return what large elements are brought to beside others of this magnitude; infinity beside zeros."""
+    """Return the bound for large elements beside others of this magnitude; infinity beside zeros."""
     return torch.where(largest == 0, torch.inf, (largest * _TIMES).clamp(min=_LEAST))
 
 
-def _clamped(parts: Parts, places: Tensor, limit: Tensor) -> Parts:
+def _clamp_parts(parts: Parts, places: Tensor, limit: Tensor) -> Parts:
     beyond = places & (parts[0].abs() > limit)
     first = torch.where(beyond, limit.copysign(parts[0]), parts[0])
     return (first, *(torch.where(beyond, 0.0, part) for part in parts[1:]))

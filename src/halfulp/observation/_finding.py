@@ -20,7 +20,7 @@ SEVERITIES: tuple[Severity, ...] = ("note", "warning", "error")
 
 @dataclass(frozen=True)
 class Finding:
-    """Something that the numbers of a run, a checkpoint or a plan show to be wrong.
+    """A problem that the numbers of a run, a checkpoint or a plan show.
 
     Attributes:
         code: a stable name of what is wrong, with a page of its own in the docs.
@@ -71,7 +71,7 @@ class Finding:
             raise ValueError(f"confidence {self.confidence}: give a number from 0 to 1")
 
     def __str__(self) -> str:
-        """One line: where, what is wrong, what to do."""
+        """Return one line: where, what is wrong, what to do."""
         head = f"{in_words(self.where)}: " if self.where else ""
         return f"{head}{self.summary}" + (f"; {self.cure}" if self.cure else "")
 
@@ -150,7 +150,7 @@ def ranked(
 
 
 def _all_from(start: int, follows: Mapping[int, Iterable[int]]) -> set[int]:
-    """Return what follows from a finding, directly or not."""
+    """Return all findings that follow from one, directly or not."""
     found: set[int] = set()
     left = [start]
     while left:
@@ -165,23 +165,23 @@ def meet(names: Iterable[str], others: Iterable[str]) -> bool:
     mine, theirs = set(names), set(others)
     if not mine or not theirs or mine & theirs:
         return True
-    return any(_within(name, theirs) for name in mine) or any(_within(name, mine) for name in theirs)
+    return any(_is_within(name, theirs) for name in mine) or any(_is_within(name, mine) for name in theirs)
 
 
-def _within(name: str, others: set[str]) -> bool:
+def _is_within(name: str, others: set[str]) -> bool:
     """Return whether a module around a name is among others; "" is the whole model."""
     parts = name.split(".")
     return any(".".join(parts[:count]) in others for count in range(len(parts)))
 
 
 def _join(one: Finding, other: Finding, measure: str) -> Finding:
-    worst = max(one, other, key=lambda finding: (_measured(finding, measure), finding.confidence))
+    worst = max(one, other, key=lambda finding: (_read_measure(finding, measure), finding.confidence))
     where = tuple(dict.fromkeys([*one.where, *other.where]))
     write = worst.write if one.write == other.write else for_groups(worst.write)
     return replace(worst, where=where, confidence=max(one.confidence, other.confidence), write=write)
 
 
-def _measured(finding: Finding, measure: str) -> float:
+def _read_measure(finding: Finding, measure: str) -> float:
     """Return how bad a finding is by a number among its evidence; minus infinity where it has none."""
     value = finding.evidence.get(measure.removeprefix("-"))
     if not isinstance(value, int | float) or math.isnan(value):
@@ -306,7 +306,7 @@ def diagnosis(findings: Sequence[Finding]) -> str:
     'h.4.mlp loses up to 50% of its updates: bf16 weights'
     """
     places = places_of(name for one in findings for name in one.where)
-    place = _in_few_words(places)
+    place = _shorten_places(places)
     template = findings[0].says
     share = next((key for _, key, spec, _ in Formatter().parse(template) if key and spec == "share"), None)
     worst = max(findings, key=lambda one: _size(one.evidence.get(share))) if share else findings[0]
@@ -316,7 +316,7 @@ def diagnosis(findings: Sequence[Finding]) -> str:
         values = {"place": place or "the model", "at_lr": at_lr(worst.evidence), **worst.evidence}
         others = {percent(_size(one.evidence.get(share))) for one in findings} if share else set()
         try:
-            return _capitalized(_filled(words, values, up_to=len(others) > 1))
+            return _capitalize(_fill(words, values, up_to=len(others) > 1))
         except (KeyError, TypeError, ValueError):
             pass  # evidence of another instrument, which lacks a number
     names = [name for one in findings for name in one.where]
@@ -324,7 +324,7 @@ def diagnosis(findings: Sequence[Finding]) -> str:
     return f"{where}: {worst.summary}" if where else worst.summary[:1].upper() + worst.summary[1:]
 
 
-def _filled(template: str, values: dict[str, Any], up_to: bool) -> str:
+def _fill(template: str, values: dict[str, Any], up_to: bool) -> str:
     said = []
     for literal, key, spec, _ in Formatter().parse(template):
         said.append(literal)
@@ -344,7 +344,7 @@ def _size(value: Any) -> float:
     return float(value) if isinstance(value, int | float) else -1.0
 
 
-def _capitalized(words: str) -> str:
+def _capitalize(words: str) -> str:
     """Return a sentence that begins with no name with a capital letter."""
     first = words.split(" ", 1)[0]
     return words[:1].upper() + words[1:] if first.isalpha() and first in ("the", "gradients", "outputs") else words
@@ -379,7 +379,7 @@ def _module(name: str) -> str:
     return head if last in ("weight", "bias") and head else name
 
 
-def _in_few_words(places: Sequence[str]) -> str:
+def _shorten_places(places: Sequence[str]) -> str:
     said = list(places)
     if len(said) > _MOST_PLACES:
         return f"{said[0]} and {len(said) - 1} other kinds of layers"

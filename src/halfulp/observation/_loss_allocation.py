@@ -103,7 +103,7 @@ class LossAllocation:
 
     @torch.no_grad()
     def _before(self, *_: Any) -> None:
-        """Note what the step wants of each parameter; what others wrote since the last one is a segment of its own."""
+        """Note the changes that the step wants; writes by others since the last one are a segment of their own."""
         now = self._weights()
         if not self._pending and any(not torch.equal(now[name], self._point[name]) for name in now):
             self._wanted = None
@@ -173,7 +173,7 @@ class LossAllocation:
         return float(loss.detach()), {n: torch.zeros_like(point[n]) if g is None else g.cpu() for n, g in made.items()}
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain data that JSON can hold; None where nothing moved, or before the start."""
+        """Return plain data that JSON can hold; None where nothing moved, or before the start."""
         keys = ("first", "last", "change", "allocated", "error", "steps", "unsplit")
         whole = {key: getattr(self, key) for key in keys} | {"shares": [vars(share) for share in self.shares.values()]}
         plain = tree_map(lambda value: None if isinstance(value, float) and math.isnan(value) else value, whole)

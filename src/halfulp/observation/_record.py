@@ -16,7 +16,7 @@ Role = Literal[
 
 @dataclass(slots=True)
 class FormatCounts:
-    """What one format, at one scale, would make of sampled finite elements that are not zero.
+    """Counts of sampled nonzero elements that one format, at one scale, would lose.
 
     Attributes:
         elements: how many sampled elements were counted, zeros included.
@@ -33,7 +33,7 @@ class FormatCounts:
 
 @dataclass(slots=True)
 class Realised:
-    """How much of the wanted changes of sampled elements took place, where the change is rounded.
+    """The share of wanted changes of sampled elements that took place, where the change is rounded.
 
     Attributes:
         seen: elements whose wanted change is not zero.
@@ -217,7 +217,7 @@ class AverageRecord:
 
 @dataclass(slots=True)
 class ResidualRecord:
-    """What a module's output adds to a stream beside it, in the 16-bit type of both.
+    """The rounding losses of a module's output added to a stream beside it, in the 16-bit type of both.
 
     Attributes:
         name: the module's.
@@ -275,7 +275,7 @@ class StepRecord:
 
 @dataclass(slots=True)
 class Expectation:
-    """What a dtype or format was asked for, and what is there.
+    """The dtype or format that was asked for, and the one found.
 
     Attributes:
         pattern: a glob over qualified names.
@@ -358,7 +358,7 @@ class Record:
 
 
 def plain(value: Any) -> Any:
-    """Return what a record holds as dicts, lists, numbers, strings, booleans and None.
+    """Return a record as dicts, lists, numbers, strings, booleans and None.
 
     A dtype becomes its name, a number that JSON has no word for becomes "inf", "-inf" or "nan", a tuple a list; records
     keyed by name become lists, since each holds its name. Of a `Realised` the two shares stand beside its counts.

@@ -38,7 +38,7 @@ def average(w: Any, g: Any, take: Any) -> tuple[Any]:
 
 
 def decay_at(group: Mapping[str, Any], step: int) -> float:
-    """The decay of an update; updates count from 1.
+    """Return the decay of an update; updates count from 1.
 
     Raises:
         ValueError: not in [0, 1].
@@ -217,7 +217,7 @@ class EMA:
 
     @contextlib.contextmanager
     def apply(self) -> Iterator[torch.nn.Module]:
-        """A context in which the model's weights are the averages; afterwards it is exactly as before.
+        """Return a context in which the model's weights are the averages; afterwards it is exactly as before.
 
         The weights wait in a copy, so the block needs their memory once more. Do not step an optimizer inside. An
         optimizer's float32_state_dict is there that of the averages as the model shows them.
@@ -247,7 +247,7 @@ class EMA:
         return pairs + [(tensor, self._copied[name]) for name, tensor in copied.items() if name in self._copied]
 
     def float32_state_dict(self) -> dict[str, torch.Tensor]:
-        """The model's state_dict with float32 averages in place of the weights; other floating tensors as float32."""
+        """Return the model's state_dict in float32, with the averages in place of the weights."""
         mine = {id(tensor): self._averages[name] for name, tensor in self._tensors()[0].items()}
         plans, found = self._inner.plans(), {}
         for name, tensor in self.model.state_dict(keep_vars=True).items():
@@ -261,7 +261,7 @@ class EMA:
         return found
 
     def state_dict(self) -> dict[str, Any]:
-        """Plain data that loads with weights_only: {"updates", "weight_update", "random_stream", "tensors"}.
+        """Return plain data that loads with weights_only: {"updates", "weight_update", "random_stream", "tensors"}.
 
         "tensors" holds every average under its parameter's name in the model, without what torch.compile and
         activation checkpointing put into names, beside it each auxiliary tensor as "<name>.<tensor>", and the copied
@@ -317,17 +317,17 @@ class EMA:
         self.updates = updates
 
     def report(self) -> LostUpdateReport:
-        """Which updates of the averages rounding cancelled, as Optimizer.report."""
+        """Return which updates of the averages rounding cancelled, as Optimizer.report does."""
         return self._inner.report()
 
     def bytes_per_parameter(self) -> float:
-        """Bytes of averages and auxiliary tensors per element."""
+        """Return the bytes of averages and auxiliary tensors per element."""
         held = [[mine, *plan.tensors.values()] for mine, plan in self._inner.plans().items()]
         total = sum(local(t).numel() * t.element_size() for tensors in held for t in tensors)
         return total / sum(local(tensors[0]).numel() for tensors in held)
 
     def __repr__(self) -> str:
-        """Decay, updates so far, and lost updates."""
+        """Return the decay, the updates so far, and the lost updates."""
         group = self._inner.param_groups[0]
         return f"EMA(decay={group['decay']}, warmup={group['warmup']}, updates={self.updates})\n{self.report()}"
 
@@ -358,5 +358,5 @@ def _auxiliary_plans(optimizer: Optimizer | None, live: Mapping[str, torch.Tenso
 
 
 def _float32_of(weight: torch.Tensor) -> torch.Tensor:
-    """A weight's local float32 values without gaps."""
+    """Return a weight's local float32 values without gaps."""
     return (weight.decode(torch.float32) if isinstance(weight, MCTensor) else local(weight).float()).contiguous()

@@ -43,7 +43,7 @@ class Float32Buffer:
         self._used = 0
 
     def take(self, like: torch.Tensor) -> torch.Tensor:
-        """An uninitialized contiguous float32 tensor of a tensor's shape and device."""
+        """Return an uninitialized contiguous float32 tensor of a tensor's shape and device."""
         if like.device.type != "cpu":
             return torch.empty(like.shape, device=like.device, dtype=torch.float32)
         begin, end = self._used, self._used + like.numel()
@@ -120,7 +120,7 @@ def _table(counts: tuple[int, ...]) -> np.ndarray:
     return np.concatenate([chunks(IndexMap.whole((count,)), row) for row, count in enumerate(counts)])
 
 
-def _recorded(update: WeightUpdate, store: Store) -> Trace:
+def _record_read(update: WeightUpdate, store: Store) -> Trace:
     """Return the weight of an element as a device function: columns are the parameter, three tensors, the result."""
     element, names = Recording(5), update.bindings(store)
     *arrays, out = element.arrays
@@ -132,9 +132,9 @@ def _recorded(update: WeightUpdate, store: Store) -> Trace:
 @functools.cache
 @undisturbed()
 def checked_read_kernel(update: WeightUpdate, store: Store) -> Callable:
-    """The kernel of one weight update and store, compared with its reference before its first use in a process."""
+    """Return the kernel that reads one weight update and store, checked against its reference once per process."""
     name = f"read_{update.name}_{store.name}".replace("-", "_")
-    kernel = compile_table(name, Table(_recorded(update, store), 5))
+    kernel = compile_table(name, Table(_record_read(update, store), 5))
     parts = _fixed_parts(update, store)
     out = torch.empty(64, dtype=torch.float32, device="cpu")
     check_bits(name, lambda: _run(kernel, [parts], [out]), lambda: [update.read(store, parts)])
@@ -142,7 +142,7 @@ def checked_read_kernel(update: WeightUpdate, store: Store) -> Callable:
 
 
 def _read_kernel_on(update: WeightUpdate, store: Store, device: torch.device) -> TableKernel | None:
-    """The same on an accelerator; None, counted, where there is none."""
+    """Return the kernel of `checked_read_kernel` on an accelerator; None, counted, where there is none."""
 
     def run(kernel: TableKernel, device: torch.device) -> list[torch.Tensor]:
         parts = [part.to(device) for part in _fixed_parts(update, store)]
@@ -158,7 +158,7 @@ def _read_kernel_on(update: WeightUpdate, store: Store, device: torch.device) ->
         ("read", update, store),
         f"read {update.name} {store.name}",
         device,
-        lambda: TableKernel(Table(_recorded(update, store), 5)),
+        lambda: TableKernel(Table(_record_read(update, store), 5)),
         run,
         reference,
     )

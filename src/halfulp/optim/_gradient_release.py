@@ -43,7 +43,7 @@ class StepWatcher:
 
 
 class GradientRelease:
-    """What `release_gradients` returns.
+    """The handle that `release_gradients` returns.
 
     Attributes:
         optimizer: that steps inside of backward.
@@ -113,7 +113,7 @@ class GradientRelease:
 
     @contextlib.contextmanager
     def accumulate(self) -> Iterator[None]:
-        """A context whose backward passes only add to the gradients; the next one outside steps by the sums.
+        """Return a context whose backward passes only add to the gradients; the next one outside steps by the sums.
 
         Gradients then live from one pass to the next, as in any accumulation, in their parameter's dtype or, after
         `hu.float32_gradients(model)`, in float32.
@@ -259,7 +259,7 @@ class HostParameters:
 
     @contextlib.contextmanager
     def stepping(self) -> Iterator[None]:
-        """A context in which `step` may be called; at its end every step has been made and copied back."""
+        """Return a context in which `step` may be called; at its end every step has been made and copied back."""
         with ThreadPoolExecutor(1, "halfulp-offload") as self._thread:
             self._steps = []
             yield
@@ -281,8 +281,8 @@ class HostParameters:
         """
         assert self._thread is not None, "steps are made inside of `stepping`"
         copy = self._copies[parameter]
-        found, _ = self._staged(_sum_of_bits(parameter))
-        staged, wait = self._staged(gradient.detach())
+        found, _ = self._stage(_sum_of_bits(parameter))
+        staged, wait = self._stage(gradient.detach())
         self._steps.append(self._thread.submit(self._step, parameter, copy, found, staged, wait, step))
         if waits:
             self._steps[-1].result()
@@ -324,7 +324,7 @@ class HostParameters:
             parameter.copy_(copy, non_blocking=True)
         self._written[parameter] = _version(parameter), int(_sum_of_bits(copy))
 
-    def _staged(self, gradient: torch.Tensor) -> tuple[torch.Tensor, Callable[[], None]]:
+    def _stage(self, gradient: torch.Tensor) -> tuple[torch.Tensor, Callable[[], None]]:
         """Return a copy of a gradient in host memory, and what waits until it is there."""
         if not gradient.is_cuda:
             return gradient.to("cpu", copy=True), lambda: None
@@ -354,7 +354,7 @@ def model_parameters(optimizer: torch.optim.Optimizer) -> Iterator[tuple[dict[st
 
 
 def _find_watchers(optimizer: Optimizer) -> Iterator[StepWatcher]:
-    """Yield what watches all optimizers, then what watches this one; other hooks of `step` would see none."""
+    """Yield the observers of all optimizers, then those of this one; other step hooks would see no gradients."""
     own = (optimizer._optimizer_step_pre_hooks, optimizer._optimizer_step_post_hooks)
     if not all(isinstance(getattr(hook, "__self__", None), StepWatcher) for hooks in own for hook in hooks.values()):
         raise NotImplementedError(

@@ -215,7 +215,7 @@ class HALP(torch.optim.Optimizer):
             parameter.copy_(value)
 
     def __getstate__(self) -> dict[str, Any]:
-        """For copy and pickle, of which torch's leaves out what all parameters share."""
+        """Return the state for copy and pickle, of which torch's leaves out what all parameters share."""
         return super().__getstate__() | {name: getattr(self, name) for name in _SHARED}
 
     def state_dict(self) -> dict[str, Any]:

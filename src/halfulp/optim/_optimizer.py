@@ -161,7 +161,7 @@ class Optimizer(CheckpointMixin):
         return params
 
     def rule(self, group: dict[str, Any]) -> UpdateRule:
-        """The update rule of a param group."""
+        """Return the update rule of a param group."""
         raise AssertionError("every optimizer has a rule")
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
@@ -291,7 +291,7 @@ class Optimizer(CheckpointMixin):
         return plan
 
     def _plan_to_read(self, group: dict[str, Any], position: int) -> ParameterPlan:
-        """Return a parameter's valid plan under the weight update that has written it, which a look leaves as it is."""
+        """Return a parameter's valid plan under the weight update that wrote it, without changing the plan."""
         parameter, update = group["params"][position], group["weight_update"]
         known, copied = self._plans.get(parameter), self._saved_payloads.get(parameter)
         if known is not None:
@@ -315,7 +315,7 @@ class Optimizer(CheckpointMixin):
     @torch._disable_dynamo  # torch.compiler.disable would import the compiler with this module
     @torch.no_grad()
     def step(self, closure: Callable[[], Loss] | None = None) -> Loss | None:
-        """One optimizer step.
+        """Take one optimizer step.
 
         Args:
             closure: reevaluates the model and returns the loss, as for torch.optim.
@@ -429,7 +429,7 @@ class Optimizer(CheckpointMixin):
             batch.follow_versions()
 
     def _look_ahead(self, batches: list[Batch]) -> None:
-        """Find what rules need before their updates: sums, prepared tensors, and the constants that follow."""
+        """Compute what rules need before their updates: sums, prepared tensors, and the constants that follow."""
         for batch in batches:
             prepare_batch(batch)
         if any(batch.spec.rule.late_values is not None for batch in batches):
@@ -554,7 +554,7 @@ class Optimizer(CheckpointMixin):
         return lost_update_report(self._plans.values(), tuple(stalled.items()))
 
     def bytes_per_parameter(self) -> float:
-        """Bytes of weights (and copies kept after outside writes), auxiliary tensors, states, gradients per element.
+        """Return bytes per element: weights (and copies after outside writes), auxiliary tensors, states, gradients.
 
         A frozen parameter has none but its own until it is stepped.
         """

@@ -239,7 +239,7 @@ class ScheduleFree(Optimizer):
             self._in_training[parameter] = held, plan.payloads[0]._version
 
     def _momentum(self, group: dict[str, Any]) -> float:
-        """The share of the average in the point at which gradients are taken."""
+        """Return the share of the average in the point at which gradients are taken."""
         return float(group["betas"][0] if "betas" in group else group["momentum"])
 
     def _take_step(self) -> None:

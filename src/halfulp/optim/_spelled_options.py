@@ -22,7 +22,7 @@ _NAMES = frozenset(("weight_update", "format", "name"))
 
 
 def read_dtype(given: Any) -> Any:
-    """Return the dtype that a word names; anything else, such as "8bit", as it is.
+    """Return the dtype that a word names; return anything else, such as "8bit", unchanged.
 
     >>> read_dtype("torch.bfloat16"), read_dtype("fp16"), read_dtype("8bit")
     (torch.bfloat16, torch.float16, '8bit')

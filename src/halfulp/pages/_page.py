@@ -55,7 +55,7 @@ DASH = "–"
 
 @dataclass(frozen=True)
 class Cell:
-    """One cell.
+    """One cell of a table.
 
     Attributes:
         text: what it shows.
@@ -76,7 +76,7 @@ class Cell:
 
 @dataclass(frozen=True)
 class Column:
-    """One column: its header, whether it holds numbers, whether a narrow screen goes without it."""
+    """One column of a table: its header, whether it holds numbers, whether a narrow screen goes without it."""
 
     title: str
     numeric: bool = False

@@ -109,7 +109,7 @@ def _copies(given: Any, made: Any) -> Iterator[_Copy]:
 
 
 def _items(container: Any) -> dict:
-    """Return what lies in a list, tuple, dict or data class, by its key there."""
+    """Return the values in a list, tuple, dict or data class, by key."""
     if isinstance(container, dict):
         return dict(container)
     if isinstance(container, list | tuple):
@@ -163,7 +163,7 @@ class _InputCast(_Cast, abc.ABC):
         """A forward pre-hook."""
 
     def inputs(self, args: tuple, kwargs: dict, dtype: torch.dtype) -> tuple[tuple, dict] | None:
-        """Positional and keyword inputs, cast; what is given twice stays one tensor; None where nothing changes."""
+        """Return the cast inputs, what is given twice as one tensor, or None where nothing changes."""
         finds_writes = self.writes and not torch.compiler.is_compiling()
         if len(args) == 1 and not kwargs and isinstance(args[0], Tensor):
             if args[0].dtype == dtype:
@@ -248,14 +248,14 @@ def cast(x: Tensor, dtype: torch.dtype) -> Tensor:
     largest = torch.finfo(dtype).max
     if largest < torch.finfo(x.dtype).max:
         with torch.no_grad():
-            given, made = _stored(x), _stored(y)
+            given, made = _stored_elements(x), _stored_elements(y)
             if not _can_be_asked(made) or not math.isfinite(made.sum(dtype=torch.float32)):
                 made.copy_(torch.where(given.isinf(), made, made.clamp(-largest, largest)))
     return y
 
 
-def _stored(x: Tensor) -> Tensor:
-    """Return the strided tensor of a nested or sparse one's elements."""
+def _stored_elements(x: Tensor) -> Tensor:
+    """Return the strided tensor that stores a nested or sparse one's elements."""
     if x.layout == torch.sparse_coo:
         return x._values()
     return x.values() if x.is_nested or x.layout != torch.strided else x
@@ -300,7 +300,7 @@ def install(model: nn.Module, islands: Container[str], dtype: torch.dtype) -> No
 
 
 def install_inputs(model: nn.Module, dtype: torch.dtype) -> None:
-    """Cast what the model's modules with parameters are given to a wider dtype, in which they keep all digits."""
+    """Cast inputs of the model's modules with parameters to a wider dtype, which keeps all digits."""
     for module in model.modules():
         if _has_weights(module):
             _cast_inputs(module, dtype, CastInputs)
@@ -331,7 +331,7 @@ def _has_weights(module: nn.Module) -> bool:
 
 
 def _multiplies(module: nn.Module) -> bool:
-    """Whether a module multiplies its inputs by its own weights, for which torch wants one dtype.
+    """Return whether a module multiplies its inputs by its own weights, for which torch wants one dtype.
 
     A layer, with no weights below it, does. So does a composite that owns a weight by that name (MultiheadAttention's
     ``in_proj_weight``). One that owns a class token or a table of positions adds it, which type promotion settles, and

@@ -14,7 +14,7 @@ def _fp16(suffix: str, description: str, **fields: Any) -> Recipe:
     return Recipe(name=f"fp16{suffix}", description=description, param_dtype="float16", **fields)
 
 
-def _scaled(name: str, description: str, **fields: Any) -> Recipe:
+def _scaled_recipe(name: str, description: str, **fields: Any) -> Recipe:
     return Recipe(name=name, description=description, payload="float16", **fields)
 
 
@@ -79,45 +79,45 @@ _RECIPES = (
     _fp16("-master", "float16 with a float32 master copy", weight_update="master"),
     _fp16("-mc2", "MCTensor: weights as two float16 components, computed with as such", components=2),
     _fp16("-mc3", "MCTensor: weights as three float16 components, computed with as such", components=3),
-    _scaled(
+    _scaled_recipe(
         "scaled-fp16-master",
         "Scalify, row 1: float16 with scales, float32 masters",
         weight_update="master",
         state_dtype="float32",
     ),
-    _scaled(
+    _scaled_recipe(
         "scaled-fp16",
         "Scalify, row 2: float16 with scales, weights too",
         weight_update="nearest",
         state_dtype="float32",
     ),
-    _scaled(
+    _scaled_recipe(
         "scaled-fp8",
         "Scalify, row 3: the same, products in eight bits",
         matmul="fp8",
         weight_update="nearest",
         state_dtype="float32",
     ),
-    _scaled(
+    _scaled_recipe(
         "scaled-fp8-state16",
         "Scalify, row 4: the same, moments float16 with scales",
         matmul="fp8",
         weight_update="nearest",
         state_dtype="float16",
     ),
-    _scaled(
+    _scaled_recipe(
         "scaled-fp16-kahan",
         "float16 with scales, moments too, a residual per weight",
         weight_update="kahan",
         state_dtype="float16",
     ),
-    _scaled(
+    _scaled_recipe(
         "scaled-fp16-stochastic",
         "float16 with scales, moments too, stochastic updates",
         weight_update="stochastic",
         state_dtype="float16",
     ),
-    _scaled(
+    _scaled_recipe(
         "scaled-fp8-stochastic",
         "the same, products and moments in eight bits",
         matmul="fp8",
@@ -175,7 +175,7 @@ _CATALOG = {recipe.name: recipe for recipe in _RECIPES}
 
 
 def names() -> list[str]:
-    """The names of all recipes in the catalogue.
+    """Return the names of all recipes in the catalogue.
 
     >>> names()[:4]
     ['fp32', 'fp32-twin', 'bf16', 'bf16-stochastic']
@@ -184,7 +184,7 @@ def names() -> list[str]:
 
 
 def get(name: str | Recipe) -> Recipe:
-    """The recipe of that name; a Recipe is returned as it is.
+    """Return the recipe of that name; a Recipe is returned as it is.
 
     Raises:
         ValueError: no recipe has that name; the message lists near ones.

@@ -81,7 +81,7 @@ class Contract:
         return {"version": _VERSION, "tensors": {name: asdict(terms) for name, terms in self.tensors.items()}}
 
     def metadata(self) -> dict[str, str]:
-        """Return what `safetensors.torch.save_file(..., metadata=)` takes."""
+        """Return the contract as the metadata of `safetensors.torch.save_file(..., metadata=)`."""
         return {KEY: json.dumps(self.to_dict())}
 
     @classmethod
@@ -92,7 +92,7 @@ class Contract:
             ValueError: it holds none, or one of a later version.
         """
         given: object = data[KEY] if isinstance(data, Mapping) and KEY in data else data
-        held = _parsed(given) if isinstance(given, str) else given
+        held = _parse(given) if isinstance(given, str) else given
         if not isinstance(held, Mapping) or "version" not in held:
             raise ValueError(f"no precision contract in {a_kind(held)}: give what hu.contract(...).to_dict() returned")
         if held["version"] != _VERSION:
@@ -147,7 +147,7 @@ class Contract:
             )
 
     def __str__(self) -> str:
-        """One line for each kind of terms, with its names."""
+        """Return one line for each kind of terms, with its names."""
         kinds: dict[str, list[str]] = {}
         for name, terms in self.tensors.items():
             kinds.setdefault(_words(terms), []).append(name)
@@ -184,7 +184,7 @@ def contract(
         raise TypeError(f"the model is {a_kind(model)}: give a torch.nn.Module")
     optimizers = _optimizers(optimizer)
     stepped = {
-        id(parameter): _stepped(one, group, position)
+        id(parameter): _step_terms(one, group, position)
         for one in optimizers
         for group, position, parameter in model_parameters(one)
     }
@@ -235,7 +235,7 @@ def _optimizers(given: object) -> list[torch.optim.Optimizer]:
     return found
 
 
-def _stepped(optimizer: torch.optim.Optimizer, group: dict[str, Any], position: int) -> tuple[str, dict[str, str]]:
+def _step_terms(optimizer: torch.optim.Optimizer, group: dict[str, Any], position: int) -> tuple[str, dict[str, str]]:
     """Return the weight update of a parameter and the dtypes of its states."""
     update = "nearest"
     if isinstance(optimizer, Optimizer):
@@ -288,7 +288,7 @@ def _name(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
 
-def _parsed(text: str) -> object:
+def _parse(text: str) -> object:
     try:
         return json.loads(text)
     except ValueError:

@@ -98,7 +98,7 @@ def convert(model: M, recipe: Recipe | str, *, seed: int = 0) -> M:
         _refuse_optimizers(model, "convert")
     wrappers = _check_holders(model, recipe, "convert")
     buffers: tuple[str, ...] = ()
-    with _as_it_was(model, recipe):
+    with _restoring_weights(model, recipe):
         _perturb(model, recipe.perturb, seed)
         if recipe.components:
             # All components of gradients too: a float16 gradient alone underflows without loss scaling.
@@ -106,9 +106,9 @@ def convert(model: M, recipe: Recipe | str, *, seed: int = 0) -> M:
         elif recipe.payload:
             scalify(model, getattr(torch, recipe.payload), matmul=recipe.matmul, wide="none")
         elif recipe.param_dtype == "float64":
-            buffers = _to_float64(model)
+            buffers = _widen_to_float64(model)
         elif recipe.narrow:
-            buffers = _to_narrow(model, kept, _param_dtype(recipe))
+            buffers = _narrow_parameters(model, kept, _param_dtype(recipe))
         _operands.install(model, recipe)
     wrappers.follow()
     model.__dict__[_RECORD] = _Record(recipe, buffers)
@@ -163,7 +163,7 @@ def revert(model: M) -> M:
 
 
 def recipe_of(model: nn.Module) -> Recipe:
-    """The recipe of a converted model, or of the one inside a wrapper.
+    """Return the recipe of a converted model, or of the one inside a wrapper.
 
     Raises:
         ValueError: it is not converted, or its parts are by several recipes.
@@ -189,12 +189,12 @@ def _records(model: nn.Module) -> list[_Record]:
 
 
 def _param_dtype(recipe: Recipe) -> torch.dtype:
-    """The dtype that a recipe names for parameters."""
+    """Return the dtype that a recipe names for parameters."""
     dtype: torch.dtype = getattr(torch, str(recipe.param_dtype))
     return dtype
 
 
-def _to_narrow(model: nn.Module, kept: Container[str], dtype: torch.dtype) -> tuple[str, ...]:
+def _narrow_parameters(model: nn.Module, kept: Container[str], dtype: torch.dtype) -> tuple[str, ...]:
     """Narrow the parameters that are not kept, and install casts between the two kinds."""
     keeps = kept_parameters(model, kept)
     for parameter in model.parameters():
@@ -217,7 +217,7 @@ def _to_narrow(model: nn.Module, kept: Container[str], dtype: torch.dtype) -> tu
     return tuple(changed)
 
 
-def _to_float64(model: nn.Module) -> tuple[str, ...]:
+def _widen_to_float64(model: nn.Module) -> tuple[str, ...]:
     for parameter in model.parameters():
         replace_data(parameter, parameter.detach().double())
     changed = [name for name, buffer in model.named_buffers() if buffer.dtype == torch.float32]
@@ -233,8 +233,8 @@ def _cast_buffers(model: nn.Module, names: list[str], dtype: torch.dtype) -> Non
 
 
 @contextmanager
-def _as_it_was(model: nn.Module, recipe: Recipe) -> Iterator[None]:
-    """A context that restores a perturbed model's weights if conversion is refused."""
+def _restoring_weights(model: nn.Module, recipe: Recipe) -> Iterator[None]:
+    """Return a context that restores a perturbed model's weights if conversion is refused."""
     held = [(p, p.detach().clone()) for p in model.parameters()] if recipe.perturb else []
     try:
         yield

@@ -123,7 +123,7 @@ def multipoint(
     *,
     keep: str | Iterable[str] = (),
 ) -> Multipoint:
-    """Quantize weights to a few bits after training, with more than one point for channels that need it, in place.
+    """Quantize weights to a few bits in place after training, with several points for channels that need them.
 
     Multipoint quantization (Liu, Ye, Zhou and Liu, arXiv 2002.09049): the weights w of an output channel become
 
@@ -222,11 +222,11 @@ class _Ladder:
         self.errors /= float(self.errors[0].mean()) or 1.0
 
     def gain(self, channel: int, points: int) -> float:
-        """The error that one more point removes."""
+        """Return the error that one more point removes."""
         return float(self.errors[points, channel] - self.errors[points + 1, channel])
 
     def error(self, points: Tensor) -> float:
-        """The error of the layer with so many points by channel."""
+        """Return the error of the layer with so many points by channel."""
         return float(self.errors.gather(0, points[None]).mean())
 
     def take(self, points: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -315,7 +315,7 @@ def _second_moments(model: nn.Module, chosen: Mapping[str, Any], batches: Iterab
 
 
 def _rows(layer: Any, x: Tensor) -> Tensor:
-    """Return what the output channels of a layer read, [groups, positions, inputs]."""
+    """Return the inputs that the output channels of a layer read, [groups, positions, inputs]."""
     if isinstance(layer, nn.Linear):
         return x.reshape(1, -1, x.shape[-1])
     spatial = len(layer.kernel_size)
@@ -343,7 +343,7 @@ def pack(codes: Tensor, bits: int) -> Tensor:
 
 
 def unpack(packed: Tensor, bits: int, count: int) -> Tensor:
-    """The inverse of `pack`, as int8.
+    """Return the inverse of `pack`, as int8.
 
     >>> unpack(torch.tensor([241, 3], dtype=torch.uint8), 4, 3)
     tensor([ 1, -1,  3], dtype=torch.int8)

@@ -61,7 +61,7 @@ class BlockProducts:
         return result
 
     def product(self, input: Tensor, weight: Tensor, size: tuple[Any, ...], bias: Tensor | None = None) -> Tensor:
-        """The class's own forward, with another weight and bias."""
+        """Return the class's own forward, with another weight and bias."""
         own = vars(self.layer)
         own["weight"], own["bias"] = weight, bias
         try:
@@ -72,15 +72,15 @@ class BlockProducts:
 
     @property
     def spatial(self) -> int:
-        """How many dimensions of positions lie behind the channels."""
+        """The number of position dimensions behind the channels."""
         return len(getattr(self.layer, "kernel_size", ()))
 
     def along_channels(self, x: Tensor) -> Tensor:
-        """Inputs, results or their gradients in blocks of channels."""
+        """Quantize inputs, results or their gradients in blocks of channels."""
         return quantize(x, self.format, dim=-1 - self.spatial)
 
     def along_examples(self, x: Tensor) -> Tensor:
-        """Inputs or gradients of results in blocks of examples, a linear layer's positions among them."""
+        """Quantize inputs or result gradients in blocks of examples, a linear layer's positions included."""
         if isinstance(self.layer, nn.Linear):
             return quantize(x.reshape(-1, x.shape[-1]), self.format, dim=0).view(x.shape)
         if x.ndim == 1 + self.spatial:  # one example
@@ -88,7 +88,7 @@ class BlockProducts:
         return quantize(x, self.format, dim=0)
 
     def round_weight(self, weight: Tensor, inputs: bool) -> Tensor:
-        """The weight in blocks of input channels, or of output channels."""
+        """Return the weight in blocks of input channels, or of output channels."""
         return quantize(weight, self.format, dim=int(inputs != getattr(self.layer, "transposed", False)))
 
 
@@ -155,7 +155,7 @@ def install(model: nn.Module, recipe: Recipe) -> None:
 
 
 def remove(model: nn.Module) -> None:
-    """Undo `install`."""
+    """Remove what `install` added."""
     remove_hooks(model.modules(), lambda hook: isinstance(hook, RoundOperands | RoundResult))
     for module in model.modules():
         if isinstance(vars(module).get("forward"), BlockProducts):

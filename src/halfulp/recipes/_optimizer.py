@@ -33,7 +33,7 @@ def optimizer(
     use_muon: Choice = None,
     **hyper: Any,
 ) -> MeasuredOptimizer:
-    """The optimizer that goes with a converted model: its weight updates and states are the recipe's.
+    """Return the optimizer that goes with a converted model: its weight updates and states are the recipe's.
 
     The first optimizer of a converted model takes over the low bits of the float32 start, wherever the weight update
     has room for them; parameters that stay float32 are stepped in float32.
@@ -90,7 +90,7 @@ def optimizer(
 
 
 def scaler(recipe: Recipe, model: nn.Module) -> AdaptiveGradScaler | None:
-    """The scaler that rounds a model's gradients and scales them as the recipe says; None where it does not.
+    """Return the scaler that rounds a model's gradients and scales them as the recipe says; None where it does not.
 
     Train with it in place of ``loss.backward()`` and ``optimizer.step()``: see `halfulp.AdaptiveGradScaler`. A policy
     starts at a scale of 2^16, as torch's scaler does.
@@ -145,7 +145,7 @@ def _all_float32(recipe: Recipe, model: nn.Module) -> bool:
 
 
 def _groups(recipe: Recipe, model: nn.Module) -> list[Any]:
-    """Named parameters; for a mix, one group per weight update, in the recipe's order."""
+    """Return named parameters; for a mix, one group per weight update, in the recipe's order."""
     if recipe.weight_update is None or isinstance(recipe.weight_update, str):
         return [(name, parameter) for name, _, parameter in named(model)]
     groups: dict[str | None, list[tuple[str, nn.Parameter]]] = {}
@@ -161,7 +161,7 @@ def _groups(recipe: Recipe, model: nn.Module) -> list[Any]:
 
 
 def _state(recipe: Recipe, kind: type[Optimizer], hyper: dict[str, Any]) -> object:
-    """The optimizer's ``state_dtype``; values of a format live in float32 states.
+    """Return the optimizer's ``state_dtype``; values of a format live in float32 states.
 
     States that the rule uses to the last digits, a running maximum and the state that it is taken of stay as the
     optimizer keeps them unless they may be stored so.
@@ -182,13 +182,13 @@ def _state(recipe: Recipe, kind: type[Optimizer], hyper: dict[str, Any]) -> obje
 
 
 def _states(kind: type[Optimizer], hyper: dict[str, Any]) -> tuple[StateSlot, ...]:
-    """The states of an optimizer of one number, as a matrix, with these options."""
+    """Return the states of an optimizer of one number, as a matrix, with these options."""
     single = kind([nn.Parameter(torch.zeros(1, 1, device="cpu", dtype=torch.float32))], **hyper)
     return single.rule(single.param_groups[0]).states
 
 
 def _object(update: str) -> object:
-    """The optimizer's ``weight_update``."""
+    """Return the optimizer's ``weight_update``."""
     from .. import optim
 
     special = {"kahan-literal": optim.Kahan(literal=True), "components-3": optim.Components(3)}
@@ -196,7 +196,7 @@ def _object(update: str) -> object:
 
 
 class TorchOptimizer(torch.optim.Optimizer):
-    """The measurements of ``halfulp.optim``'s optimizers, for an torch_optimizer of torch.optim."""
+    """The measurements of ``halfulp.optim``'s optimizers, for one of torch.optim."""
 
     param_groups: list[dict[str, Any]]
     state: defaultdict[Tensor, Any]
@@ -206,7 +206,7 @@ class TorchOptimizer(torch.optim.Optimizer):
         return lost_update_report(())
 
     def bytes_per_parameter(self) -> float:
-        """Bytes of weights, states and gradients per parameter element, as held now."""
+        """Return bytes of weights, states and gradients per parameter element, as held now."""
         parameters = [parameter for group in self.param_groups for parameter in group["params"]]
         states = [value for state in self.state.values() for value in state.values() if isinstance(value, Tensor)]
         gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
@@ -220,21 +220,21 @@ class TorchOptimizer(torch.optim.Optimizer):
         """Do nothing, as `train`."""
 
     def float32_state_dict(self, model: nn.Module) -> dict[str, Tensor]:
-        """The model's state_dict with every sum of components, and every other floating tensor, as float32."""
+        """Return the model's state_dict with every sum of components, and every other floating tensor, as float32."""
         plain = plain_state_dict(model.state_dict(), torch.float32)
         return {name: value.float() if value.is_floating_point() else value for name, value in plain.items()}
 
 
 class SGD(TorchOptimizer, torch.optim.SGD):
-    """torch.optim.SGD."""
+    """torch.optim.SGD with the measurements of halfulp's optimizers."""
 
 
 class Adam(TorchOptimizer, torch.optim.Adam):
-    """torch.optim.Adam."""
+    """torch.optim.Adam with the measurements of halfulp's optimizers."""
 
 
 class AdamW(TorchOptimizer, torch.optim.AdamW):
-    """torch.optim.AdamW."""
+    """torch.optim.AdamW with the measurements of halfulp's optimizers."""
 
 
 # What `halfulp.recipes.torch_optimizer` gives: either measures itself.

@@ -104,13 +104,13 @@ def check_range(model: nn.Module, recipe: Recipe, keeps: set[int]) -> None:
 
 
 def kept_parameters(model: nn.Module, kept: Container[str]) -> set[int]:
-    """The ids of the parameters that lie in islands, under any of their names."""
+    """Return the ids of the parameters that lie in islands, under any of their names."""
     inner = [module for name, module in model.named_modules() if inside(name, kept)]
     return {id(p) for module in inner for p in module._parameters.values() if p is not None}
 
 
 def assign(recipe: Recipe, model: nn.Module) -> dict[str, str | None]:
-    """Which weight update each parameter of the model gets; None where the recipe leaves it to the optimizer.
+    """Return which weight update each parameter gets; None where the recipe leaves it to the optimizer.
 
     >>> from halfulp import recipes
     >>> assign(recipes.get("bf16-mixed"), nn.Sequential(nn.Linear(2, 2, bias=False), nn.LayerNorm(2)))
@@ -120,7 +120,7 @@ def assign(recipe: Recipe, model: nn.Module) -> dict[str, str | None]:
 
 
 def update_of(recipe: Recipe, name: str, module: nn.Module) -> str | None:
-    """The weight update of one parameter, by its qualified name and the module that holds it."""
+    """Return the weight update of one parameter, by its qualified name and the module that holds it."""
     if recipe.weight_update is None or isinstance(recipe.weight_update, str):
         return recipe.weight_update
     for glob, update in recipe.weight_update:
@@ -134,13 +134,13 @@ def update_of(recipe: Recipe, name: str, module: nn.Module) -> str | None:
 
 
 def named(model: nn.Module) -> Iterator[tuple[str, nn.Module, nn.Parameter]]:
-    """Every parameter once, with its qualified name and the module that holds it."""
+    """Yield every parameter once, with its qualified name and the module that holds it."""
     for name, parameter in model.named_parameters():
         yield name, model.get_submodule(name.rpartition(".")[0]), parameter
 
 
 def _matches(glob: str, name: str, module: nn.Module) -> bool:
-    """By its name; by its class only without children, as wrappers are often called by what they wrap."""
+    """Match a module by its name, or one without children by its class: wrappers are called as what they wrap."""
     if fnmatch.fnmatchcase(name, glob):
         return True
     classes = () if any(True for _ in module.children()) else type(module).__mro__
@@ -155,7 +155,7 @@ _LAYERS = (
 
 
 def eight_bit_products(module: nn.Module) -> tuple[str | None, str]:
-    """Return what a module gets of ``matmul="fp8"``, and why not all.
+    """Return which products of a module ``matmul="fp8"`` makes 8-bit, and why not all.
 
     >>> eight_bit_products(nn.Linear(32, 10))
     ('fp8 products', '32 x 10: units take multiples of 16, else fp8 is emulated')
@@ -195,7 +195,7 @@ def _has_plain_forward(module: nn.Module) -> bool:
 
 
 def rounded_gradients(module: nn.Module, format: str) -> tuple[str | None, str]:
-    """Return what a module gets of a ``gradient_format``, and why not.
+    """Return which gradients of a module a ``gradient_format`` rounds, and why not all.
 
     >>> rounded_gradients(nn.Linear(3, 2), "fp16"), rounded_gradients(nn.LayerNorm(3), "fp16")
     (('gradients in fp16', ''), (None, 'no product'))
@@ -206,7 +206,7 @@ def rounded_gradients(module: nn.Module, format: str) -> tuple[str | None, str]:
 
 
 def _no_product(module: nn.Module) -> str:
-    """What to say of a module that is no layer of torch's that multiplies."""
+    """Describe a module that is none of torch's layers that multiply."""
     return "no product" if type(module).__module__.startswith("torch.nn.") else "only where its forward multiplies"
 
 
@@ -216,7 +216,7 @@ _QUOTED = re.compile(r"(?<=')[^']*(?=')")
 
 @dataclasses.dataclass(frozen=True)
 class ModulePlan:
-    """What becomes of one module's own parameters.
+    """The planned conversion of one module's own parameters.
 
     Attributes:
         name: the module's qualified name, "" for the model itself.
@@ -247,7 +247,7 @@ class ModulePlan:
 
 @dataclasses.dataclass(frozen=True)
 class Explanation:
-    """What `explain` returns; ``print`` shows a table, modules that differ in numbers alone as one row.
+    """The conversion that `explain` describes; ``print`` shows a table, alike modules as one row.
 
     Attributes:
         recipe: the recipe.
@@ -265,13 +265,17 @@ class Explanation:
         widths = [max(len(row[k]) for row in rows) for k in range(5)]
         table = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths)).rstrip() for row in rows]
         bare = list(dict.fromkeys(plan.kind for plan in self.modules if not plan.held_as))
-        left = [f"Without parameters of their own: {', '.join(bare)}. {_of_bare(self.recipe)}"] if bare else []
+        left = (
+            [f"Without parameters of their own: {', '.join(bare)}. {_describe_bare_modules(self.recipe)}"]
+            if bare
+            else []
+        )
         size = f"{self.bytes_before:,} bytes of parameters become {self.bytes_after:,}."
         return "\n".join([self.recipe.explain(), *table, *left, size])
 
 
 def explain(model: nn.Module, recipe: Recipe | str) -> Explanation:
-    """What `convert` would do to a model, module by module; nothing is changed.
+    """Report what `convert` would do to a model, module by module; nothing is changed.
 
     Args:
         model: with float32 parameters.
@@ -301,7 +305,7 @@ def explain(model: nn.Module, recipe: Recipe | str) -> Explanation:
 
 
 class _Walk:
-    """The modules in order: which parameters were met before, and the bytes so far."""
+    """Plans modules one after the other: knows which parameters came before, and adds up their bytes."""
 
     def __init__(
         self, recipe: Recipe, islands: dict[str, str], keeps: set[int], updates: dict[str, str | None]
@@ -315,7 +319,7 @@ class _Walk:
         """Return the plan of the next module."""
         own = {key: p for key, p in module._parameters.items() if p is not None}
         if not own:
-            why = self._kept(name)
+            why = self._reason_kept(name)
             return ModulePlan(name, type(module).__name__, 0, "", "float32" if why else "", None, None, why)
         full = {key: f"{name}.{key}" if name else key for key in own}
         first = {key: self._first.setdefault(id(p), full[key]) for key, p in own.items()}
@@ -334,14 +338,14 @@ class _Walk:
             type(module).__name__,
             sum(p.numel() for p in new.values()),
             ", ".join([_held_as(self._recipe), *sorted(map(str, wanted)), *_asked_products(self._recipe)]),
-            _held(own, stays, _held_as(self._recipe)),
+            _describe_dtypes(own, stays, _held_as(self._recipe)),
             ", ".join(sorted(map(str, got))) or None,
             products,
             "; ".join(filter(None, reasons)),
         )
 
-    def _kept(self, name: str) -> str:
-        """Why a module stays float32; empty where it does not."""
+    def _reason_kept(self, name: str) -> str:
+        """Return why a module stays float32; empty where it does not."""
         if not inside(name, self._islands):
             return ""
         if name in self._islands:
@@ -350,7 +354,7 @@ class _Walk:
         return f"in {outer!r}, which {self._islands[outer]}"
 
     def _why_kept(self, name: str, own: dict[str, nn.Parameter], stays: set[str]) -> str:
-        kept = self._kept(name)
+        kept = self._reason_kept(name)
         if kept or not stays:
             return kept
         return f"shares {listed(sorted(stays))} with a module that stays float32"
@@ -371,7 +375,7 @@ class _Walk:
 
 
 def _why_not_updated(own: dict[str, nn.Parameter], stays: set[str], tied: dict[str, str], asked: bool) -> list[str]:
-    """Why parameters have no weight update of the recipe's."""
+    """Return why some parameters have no weight update of the recipe's."""
     said = [f"{key!r} is {first!r}" for key, first in tied.items()]
     frozen = [key for key, p in own.items() if not p.requires_grad]
     if frozen:
@@ -381,7 +385,7 @@ def _why_not_updated(own: dict[str, nn.Parameter], stays: set[str], tied: dict[s
     return said
 
 
-def _held(own: dict[str, nn.Parameter], stays: set[str], narrow: str) -> str:
+def _describe_dtypes(own: dict[str, nn.Parameter], stays: set[str], narrow: str) -> str:
     if not stays or len(stays) == len(own):
         return "float32" if stays else narrow
     return f"{narrow}, {listed(sorted(stays))} float32"
@@ -402,8 +406,8 @@ def _asked_products(recipe: Recipe) -> list[str]:
     return [", ".join(f"{what} in {format}" for what, format in said.items() if format)] if any(said.values()) else []
 
 
-def _of_bare(recipe: Recipe) -> str:
-    """What modules without parameters do."""
+def _describe_bare_modules(recipe: Recipe) -> str:
+    """Describe what modules without parameters do."""
     if recipe.emulate:
         return f"Their outputs are rounded to {recipe.emulate}."
     if recipe.gradient_format:
@@ -420,7 +424,7 @@ def _bytes(recipe: Recipe) -> int:
 
 
 def _rows(plans: Iterable[ModulePlan]) -> list[tuple[str, ...]]:
-    """A row for each module that gets something; those that differ in numbers alone share one."""
+    """Return a row for each module that gets something; those that differ in numbers alone share one."""
     grouped: dict[tuple[str, ...], list[ModulePlan]] = {}
     for plan in plans:
         if plan.held_as:

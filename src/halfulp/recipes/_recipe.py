@@ -234,9 +234,9 @@ class Recipe:
             raise ValueError(f"a recipe needs a name, got {self.name!r}")
         _check_among("param_dtype", self.param_dtype, PARAM_DTYPES)
         formats = [self.format] if self.format else []
-        _check_among("state_dtype", self.state_dtype, (*_with_registered(STATE_DTYPES, "state store"), *formats))
+        _check_among("state_dtype", self.state_dtype, (*_append_registered(STATE_DTYPES, "state store"), *formats))
         for name in self.update_names():
-            _check_among("weight update", name, _with_registered(WEIGHT_UPDATES, "weight update"))
+            _check_among("weight update", name, _append_registered(WEIGHT_UPDATES, "weight update"))
         for field in ("format", "emulate", "operand_format", "gradient_format"):
             _check_format(getattr(self, field), blocks=field == "operand_format")
         if self.format and self.param_dtype:
@@ -299,11 +299,11 @@ class Recipe:
     def _check_gradients(self) -> None:
         scale = self.gradient_scale
         if isinstance(scale, str):
-            _check_among("gradient scale", scale, _with_registered(GRADIENT_SCALES, "policy"))
+            _check_among("gradient scale", scale, _append_registered(GRADIENT_SCALES, "policy"))
         elif scale is not None and not _power_of_two(scale):
             raise ValueError(
                 f"gradient_scale={scale!r}: allowed are a power of two from 2^-30 to 2^60, or a policy: "
-                f"{', '.join(_with_registered(GRADIENT_SCALES, 'policy'))}"
+                f"{', '.join(_append_registered(GRADIENT_SCALES, 'policy'))}"
             )
         if scale is not None and self.gradient_format is None:
             raise ValueError(
@@ -333,7 +333,7 @@ class Recipe:
             )
 
     def update_names(self) -> tuple[str, ...]:
-        """The weight updates that this recipe uses, in order, without repeats."""
+        """Return the weight updates that this recipe uses, in order, without repeats."""
         if self.weight_update is None:
             return ()
         if isinstance(self.weight_update, str):
@@ -341,12 +341,12 @@ class Recipe:
         return tuple(dict.fromkeys(name for _, name in self.weight_update))
 
     def replace(self, **changes: Any) -> Recipe:
-        """A copy with some fields changed; an unknown field is a ValueError with near names."""
+        """Return a copy with some fields changed; an unknown field is a ValueError with near names."""
         _check_fields(changes)
         return dataclasses.replace(self, **changes)
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain data that JSON can hold; ``Recipe.from_dict`` is its inverse."""
+        """Return plain data that JSON can hold; ``Recipe.from_dict`` is its inverse."""
         data = {**dataclasses.asdict(self), "float32": list(self.float32)}
         if isinstance(self.weight_update, tuple):
             data["weight_update"] = [list(pair) for pair in self.weight_update]
@@ -354,7 +354,7 @@ class Recipe:
 
     @classmethod
     def from_dict(cls, data: Mapping[str, Any]) -> Recipe:
-        """The recipe that ``to_dict`` described.
+        """Return the recipe that ``to_dict`` described.
 
         >>> Recipe.from_dict({"name": "x", "param_dtyp": "bfloat16"})
         Traceback (most recent call last):
@@ -366,12 +366,12 @@ class Recipe:
         return cls(**data)
 
     def to_json(self) -> str:
-        """``to_dict`` as JSON text."""
+        """Return ``to_dict`` as JSON text."""
         return json.dumps(self.to_dict(), indent=2)
 
     @classmethod
     def from_json(cls, text: str) -> Recipe:
-        """The recipe that ``to_json`` wrote; text that is not a JSON object is a ValueError."""
+        """Return the recipe that ``to_json`` wrote; text that is not a JSON object is a ValueError."""
         try:
             data = json.loads(text)
         except json.JSONDecodeError as error:
@@ -397,7 +397,7 @@ class Recipe:
         return f"{self.name}: {' '.join(said)}"
 
 
-def _with_registered(names: tuple[str, ...], kind: str) -> tuple[str, ...]:
+def _append_registered(names: tuple[str, ...], kind: str) -> tuple[str, ...]:
     """Return the library's names followed by those that were registered."""
     return (*names, *(name for name in described(kind) if name not in names))
 

@@ -31,7 +31,7 @@ _ZERO = -1100
 
 
 def agrees(wanted: Tensor | None, got: Tensor | None, exact: Tensor | None) -> bool:
-    """Whether a result is plain float32's up to the order of sums, element by element.
+    """Return whether a result is plain float32's up to the order of sums, element by element.
 
     The error against float64 must be within 1e-6 of the norm, or within 32 times plain float32's own. That says nothing
     of elements far below the largest, so each one's error must be within 1e-6 of its value, or within 32 times the
@@ -70,7 +70,7 @@ def agrees(wanted: Tensor | None, got: Tensor | None, exact: Tensor | None) -> b
 
 
 def _error_of_size(wanted: Tensor, exact: Tensor) -> Tensor:
-    """For each element, the largest error of those that are no more than 64 times as large."""
+    """Return, for each element, the largest error of elements no more than 64 times as large."""
     errors = (wanted - exact).abs()
     binades = torch.where(exact == 0, _ZERO, torch.frexp(exact).exponent.long()) - _ZERO
     largest = torch.zeros(int(binades.max()) + 1 + _BINADES, dtype=torch.float64, device=errors.device)
@@ -79,7 +79,7 @@ def _error_of_size(wanted: Tensor, exact: Tensor) -> Tensor:
 
 
 def relative(wanted: Tensor, got: Tensor) -> float:
-    """The norm of the difference over the norm of what was wanted; infinite where infinities or NaN differ.
+    """Return the norm of the difference over the norm of what was wanted; infinite where infinities or NaN differ.
 
     >>> inf = float("inf")
     >>> relative(torch.tensor([4.0, inf]), torch.tensor([3.0, inf])), relative(torch.tensor(inf), torch.tensor(-inf))
@@ -94,7 +94,7 @@ def relative(wanted: Tensor, got: Tensor) -> float:
 
 
 def _not_finite(wanted: Tensor, got: Tensor) -> bool:
-    """Whether infinities or NaN differ."""
+    """Return whether infinities or NaN differ."""
     finite = wanted.isfinite() & got.isfinite()
     return not bool((finite | (wanted == got) | (wanted.isnan() & got.isnan())).all())
 
@@ -116,7 +116,7 @@ class _KeptTensors(TorchFunctionMode):
 
 
 def copy_of(model: nn.Module) -> nn.Module:
-    """A deep copy that keeps what `copy.deepcopy` drops: the hooks of parameters and of buffers.
+    """Return a deep copy that keeps what `copy.deepcopy` drops: the hooks of parameters and of buffers.
 
     Raises:
         ValueError: a parameter has a hook that runs after its gradient is accumulated: it acts on objects outside the
@@ -146,7 +146,7 @@ def _tensors(model: nn.Module) -> Iterator[Tensor]:
 
 @contextlib.contextmanager
 def same_randomness() -> Iterator[None]:
-    """A block with the same state of Python's, NumPy's and torch's generators each time, restored afterwards."""
+    """Run a block from the same state of Python's, NumPy's and torch's generators; restore them."""
     numpy = sys.modules.get("numpy")
     python_state, numpy_state = random.getstate(), None if numpy is None else numpy.random.get_state()
     with torch.random.fork_rng():
@@ -164,7 +164,7 @@ def same_randomness() -> Iterator[None]:
 
 @contextlib.contextmanager
 def untouched(model: nn.Module) -> Iterator[None]:
-    """A block in which runs of copies must not change the model; its gradients are put aside meanwhile.
+    """Check that runs of copies do not change the model, whose gradients are put aside meanwhile.
 
     Raises:
         ValueError: they gave the model itself gradients, or wrote its parameters or buffers: a function that the model
@@ -226,7 +226,7 @@ class Jitter(TorchDispatchMode):
 
 
 def _memory(x: Tensor) -> int:
-    """The identity of a tensor's memory, the same for tensors that share it."""
+    """Return the identity of a tensor's memory, the same for tensors that share it."""
     try:
         return x.untyped_storage()._cdata
     except (RuntimeError, NotImplementedError):  # of a tensor without memory of its own
@@ -258,12 +258,12 @@ class Run:
         return self.values["the loss"]
 
 
-def _as_it_is(loss: Tensor) -> Tensor:
+def _return_loss(loss: Tensor) -> Tensor:
     return loss
 
 
 def reference(model: nn.Module, batch: Any, loss_of: LossOf) -> Run:
-    """A step of a copy in plain float32, which must be finite, and the same when it is run again.
+    """Run a step of a copy in plain float32, which must be finite, and the same when it is run again.
 
     Raises:
         ValueError: nothing to compare with.
@@ -315,11 +315,11 @@ def _like(plain: Run, steps: Callable[[], Run]) -> Run | None:
     if any((a is None) != (b is None) or (a is not None and b is not None and a.shape != b.shape) for a, b in both):
         return None
     # Of a gradient that is 0 but for rounding float32 has no digit: all gradients are taken together.
-    ours, theirs = (_concatenated(run.gradients.values()) for run in (plain, other))
+    ours, theirs = (_concatenate(run.gradients.values()) for run in (plain, other))
     return other if relative(plain.loss, other.loss) < _SAME_RUN and relative(ours, theirs) < _SAME_RUN else None
 
 
-def _concatenated(gradients: Iterable[Tensor | None]) -> Tensor:
+def _concatenate(gradients: Iterable[Tensor | None]) -> Tensor:
     return torch.cat([gradient.double().flatten() for gradient in gradients if gradient is not None])
 
 
@@ -327,7 +327,7 @@ def one_step(
     model: nn.Module,
     batch: Any,
     loss_of: LossOf,
-    scaled: Callable[[Tensor], Tensor] = _as_it_is,
+    scaled: Callable[[Tensor], Tensor] = _return_loss,
     watch: contextlib.AbstractContextManager | None = None,
 ) -> Run:
     """Run a model on a batch, and backward from what ``scaled`` makes of the loss, under ``watch``."""
@@ -343,10 +343,10 @@ def one_step(
             scaled(loss).backward()
     trained = {name: p.grad for name, p in model.named_parameters() if p.requires_grad}
     gradients = {name: None if grad is None else plain(grad) for name, grad in trained.items()}
-    return Run(_values(model, output, loss), gradients)
+    return Run(_collect_results(model, output, loss), gradients)
 
 
-def _values(model: nn.Module, output: Any, loss: Tensor) -> dict[str, Tensor]:
+def _collect_results(model: nn.Module, output: Any, loss: Tensor) -> dict[str, Tensor]:
     values = {"the loss": loss}
     leaves = tree_leaves(dict(output) if isinstance(output, Mapping) else output)
     values |= {f"output {index}": x for index, x in enumerate(leaves) if _floating(x)}
@@ -355,14 +355,14 @@ def _values(model: nn.Module, output: Any, loss: Tensor) -> dict[str, Tensor]:
 
 
 def pairs(wanted: Run, got: Run) -> dict[str, tuple[Tensor | None, Tensor | None]]:
-    """Pairs of two runs' results: the loss, outputs, buffers and gradients."""
+    """Return pairs of two runs' results: the loss, outputs, buffers and gradients."""
     values = {name: (wanted.values.get(name), got.values.get(name)) for name in {**wanted.values, **got.values}}
     names = {**wanted.gradients, **got.gradients}
     return values | {f"gradient {name!r}": (wanted.gradients.get(name), got.gradients.get(name)) for name in names}
 
 
 def plain(x: Tensor) -> Tensor:
-    """A copy of the values, decoded."""
+    """Return a copy of the values, decoded."""
     x = x.detach()
     return x.decode(torch.float32) if isinstance(x, ScaledTensor) else x.clone()
 
@@ -382,7 +382,7 @@ def called(model: nn.Module, batch: Any) -> Any:
 
 
 def default_loss(seed: int) -> LossOf:
-    """The output's own loss, or its elements under fixed random weights."""
+    """Return the output's own loss, or its elements under fixed random weights."""
 
     def loss_of(output: Any) -> Tensor:
         own = output.get("loss") if isinstance(output, Mapping) else getattr(output, "loss", None)
@@ -401,7 +401,7 @@ def default_loss(seed: int) -> LossOf:
 
 
 def difference(wanted: Tensor | None, got: Tensor | None) -> float:
-    """The relative norm of the difference, 0 where the bits are the same, infinite where one is missing."""
+    """Return the relative norm of the difference, 0 where the bits are the same, infinite where one is missing."""
     if wanted is None or got is None:
         return 0.0 if wanted is got else float("inf")
     if wanted.shape != got.shape:
@@ -456,13 +456,13 @@ class OperatorCheck(TorchDispatchMode):
         if not scaled or operator.is_view or operator.namespace != "aten" or "empty" in operator.name():
             return operator(*arguments, **options)
         # Decoded before the call, which may write into its operands.
-        operands = [tree_map(lambda x, to=to: _decoded(x, to), (arguments, options)) for to in _WIDTHS]
+        operands = [tree_map(lambda x, to=to: _decode(x, to), (arguments, options)) for to in _WIDTHS]
         with _same_draws(options.get("generator")) as again:
             results = operator(*arguments, **options)
             wanted = _plainly(operator, operands[0], again)
             got = _floats(results)
             if len(got) == len(wanted):
-                wanted, got = list(map(_within, wanted, got)), list(map(_within, got, wanted))
+                wanted, got = list(map(_clamp_beyond, wanted, got)), list(map(_clamp_beyond, got, wanted))
             if len(got) != len(wanted) or not all(map(same_bits, wanted, got)):
                 exact = _plainly(operator, operands[1], again)
                 self._differs(operator, wanted, got, exact)
@@ -476,7 +476,7 @@ class OperatorCheck(TorchDispatchMode):
         self.unequal = self.unequal or found
         best: list[Tensor | None] = [None] * len(wanted)
         if len(exact) == len(wanted):
-            best[:] = map(_within, exact, wanted)
+            best[:] = map(_clamp_beyond, exact, wanted)
         if not all(map(agrees, wanted, got, best)):
             self.wrong.append(found)
 
@@ -484,15 +484,15 @@ class OperatorCheck(TorchDispatchMode):
 _WIDTHS = (torch.float32, torch.float64)
 
 
-def _within(x: Tensor, other: Tensor) -> Tensor:
-    """The tensor, clamped to 2^96 where both are beyond: there equal signs count as equal."""
+def _clamp_beyond(x: Tensor, other: Tensor) -> Tensor:
+    """Return the tensor, clamped to 2^96 where both are beyond: there equal signs count as equal."""
     if x.shape != other.shape:
         return x
     return torch.where((x.abs() >= _LARGEST) & (other.abs() >= _LARGEST), x.clamp(-_LARGEST, _LARGEST), x)
 
 
-def _decoded(x: Any, dtype: torch.dtype) -> Any:
-    """A copy of the values in another dtype, with the strides of the tensor."""
+def _decode(x: Any, dtype: torch.dtype) -> Any:
+    """Return a copy of the values in another dtype, with the strides of the tensor."""
     if not isinstance(x, Tensor):
         return x
     values = x.detach()
@@ -501,7 +501,7 @@ def _decoded(x: Any, dtype: torch.dtype) -> Any:
 
 
 def _plainly(operator: Any, operands: tuple, again: Any) -> list[Tensor]:
-    """The floating results of torch's own operator; none where it does not take these operands."""
+    """Return the floating results of torch's own operator; none where it does not take these operands."""
     arguments, options = operands
     again()
     try:
@@ -511,12 +511,12 @@ def _plainly(operator: Any, operands: tuple, again: Any) -> list[Tensor]:
 
 
 def _floats(results: Any) -> list[Tensor]:
-    return [_decoded(x, torch.float32) for x in tree_leaves(results) if isinstance(x, Tensor) and x.is_floating_point()]
+    return [_decode(x, torch.float32) for x in tree_leaves(results) if isinstance(x, Tensor) and x.is_floating_point()]
 
 
 @contextlib.contextmanager
 def _same_draws(generator: torch.Generator | None) -> Iterator[Any]:
-    """A block that yields a function to rewind the generators; at its end they are where the first call left them."""
+    """Yield a function to rewind the random generators; at the end they are where its first call left them."""
     source = torch.random.default_generator if generator is None else generator
     before = source.get_state()
     after: list[Tensor] = []

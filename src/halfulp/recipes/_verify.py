@@ -89,7 +89,7 @@ class Verification:
 
     @property
     def equal(self) -> int:
-        """How many gradients have equal bits."""
+        """The number of gradients that have equal bits."""
         return sum(difference == 0 for difference in self.gradients.values())
 
     @property
@@ -98,7 +98,7 @@ class Verification:
         return not self.wrong and not self.fallbacks
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain data that JSON can hold; a difference that is not finite is None."""
+        """Return plain data that JSON can hold; a difference that is not finite is None."""
         data = {**dataclasses.asdict(self), "equal": self.equal, "passed": self.passed}
         for kind in ("gradients", "values"):
             data[kind] = {name: _finite(difference) for name, difference in data[kind].items()}
@@ -164,7 +164,7 @@ class Proof:
                 self.wrong[f"{name}{where}"] = None
 
     def result(self, technique: str, trials: int, **fields: Any) -> Verification:
-        """What the runs showed, with the fields that they alone do not give."""
+        """Return a Verification of the runs, with given fields that the runs do not determine."""
         nothing: dict[str, Any] = {"first": None, "fallbacks": {}, "left_alone": [], "left_out": None}
         return Verification(
             technique=technique,
@@ -178,7 +178,7 @@ class Proof:
         )
 
     def draw(self, low: int, high: int, count: int) -> list[int]:
-        """Random whole numbers from low to high, both counted."""
+        """Draw random integers from low to high, both included."""
         return torch.randint(
             low, high + 1, (count,), generator=self._generator, dtype=torch.int64, device="cpu"
         ).tolist()
@@ -198,7 +198,7 @@ class ScaleProof(Proof):
             left = [name for name, p in other.named_parameters() if not isinstance(p, ScaledTensor)]
             for parameter in other.parameters():
                 if isinstance(parameter.data, ScaledTensor):
-                    parameter.data = self._shifted(parameter.data)
+                    parameter.data = self._shift_scale(parameter.data)
             check = OperatorCheck(other)
             self.judge(one_step(other, self._batch, self._loss, watch=check))
             self.wrong |= dict.fromkeys(f"operator {one.operator} in {one.place}" for one in check.wrong)
@@ -208,8 +208,8 @@ class ScaleProof(Proof):
         more: dict[str, Any] = {"fallbacks": dict(counts), "left_alone": left, "left_out": left_out}
         return self.result("scaled", trials, first=first or unequal, **more)
 
-    def _shifted(self, x: ScaledTensor) -> Tensor:
-        """The values under another scale."""
+    def _shift_scale(self, x: ScaledTensor) -> Tensor:
+        """Return the values under another scale."""
         (power,) = self.draw(-SPREAD, SPREAD, 1)
         return x.with_scale((x.scale * 2.0**power).clamp(2.0**-126, 2.0**127)).detach()
 
@@ -269,15 +269,15 @@ class ExponentProof(Proof):
         for step in range(1, _STEPS + 1):
             scaler.set_exponents({})
             # Of two steps one at least then has exponents that are not what they are meant for.
-            scaler.load_state_dict(self._unmeasured(scaler.state_dict(), merged, step, binade + step))
+            scaler.load_state_dict(self._random_state(scaler.state_dict(), merged, step, binade + step))
             wanted = one_step(theirs, self._batch, self._loss)
             found = self._unscaled(one_step(ours, self._batch, self._loss, scaler.scale), scaler)
             exact = Exact(self._model, self._batch, self._loss, wanted, step)
             self.judge(found, f" in step {step} of a copy", wanted, exact)
         return forwards_without_region(scaler)
 
-    def _unmeasured(self, state: dict[str, Any], merged: list[str], step: int, binade: int) -> dict[str, Any]:
-        """A state of random exponents for an iteration that measures nothing, the global one an extreme by turns.
+    def _random_state(self, state: dict[str, Any], merged: list[str], step: int, binade: int) -> dict[str, Any]:
+        """Return random exponents for an iteration without measurements, the global one an extreme by turns.
 
         They are meant for a loss that sends gradients of this binade into the model, and follow the one that there is.
         """
@@ -292,7 +292,7 @@ class ExponentProof(Proof):
         return dict(zip(keys, self.draw(LOWEST, HIGHEST, len(keys))))
 
     def _run(self, exponents: dict[str, int], merged: list[str] | None = None) -> Run:
-        """A copy's step under these exponents, 0 elsewhere, its gradients unscaled."""
+        """Return a copy's step under these exponents, 0 elsewhere, its gradients unscaled."""
         model = copy_of(self._model)
         scaler = AdaptiveGradScaler(model, mode=self._mode, init_scale=1.0, float32_outputs=False)
         if self._state is not None:

@@ -53,7 +53,7 @@ def round_by_triton(x: torch.Tensor, target: Target, key: int, out: torch.Tensor
         device,
         lambda: plan.kernel,
         lambda kernel, device: [_fixed_by_triton(kernel, plan, device, aligned)],
-        lambda: [by_reference(_fixed(x.dtype, aligned), target, FIXED_KEY)],
+        lambda: [by_reference(_fixed_elements(x.dtype, aligned), target, FIXED_KEY)],
     )
     if kernel is None:
         return False
@@ -76,13 +76,13 @@ def triton_kernel(dtype: torch.dtype, mode: int, kind: tuple[str, bool, bool]) -
     return TensorKernel(rounding_table(dtype, mode, kind))
 
 
-def _fixed(dtype: torch.dtype, aligned: bool) -> torch.Tensor:
+def _fixed_elements(dtype: torch.dtype, aligned: bool) -> torch.Tensor:
     fixed = fixed_elements(dtype)
     return fixed[: fixed.numel() // VECTOR * VECTOR] if aligned else fixed
 
 
 def _fixed_by_triton(kernel: TensorKernel, plan: TritonPlan, device: torch.device, aligned: bool) -> torch.Tensor:
-    x = _fixed(plan.kind[0], aligned)
+    x = _fixed_elements(plan.kind[0], aligned)
     here, there = (fixed_memory(x, device, aligned) for _ in range(2))
     kernel.launch(device, (address(here), address(there)), x.numel(), plan.constants, (FIXED_KEY,), aligned=aligned)
     return there.cpu()
@@ -120,7 +120,7 @@ def _run(x: torch.Tensor, target: Target, key: int, out: torch.Tensor) -> None:
     else:
         chosen = engine_for(x)
         if chosen == "llvm":
-            _run_compiled(x, target, key, out)
+            _run_kernel(x, target, key, out)
         elif chosen == "reference" or not round_by_triton(x, target, key, out):
             out.copy_(by_reference(x, target, key))
 
@@ -145,12 +145,12 @@ def engine_for(x: torch.Tensor) -> str:
 
 
 def note_write(out: torch.Tensor) -> None:
-    """Increment the version of a tensor whose memory a kernel has written, by which autograd and optimizers see it."""
+    """Increment a tensor's version after a kernel wrote its memory, so that autograd and optimizers notice."""
     if not out.is_inference():
         _increment_version((out,))
 
 
-def _run_compiled(x: torch.Tensor, target: Target, key: int, out: torch.Tensor) -> None:
+def _run_kernel(x: torch.Tensor, target: Target, key: int, out: torch.Tensor) -> None:
     if x.numel() == 0:
         return
     round_memory(prepare(target, x.dtype), address(x), address(out), x.numel(), key)
@@ -199,7 +199,7 @@ _checked: set = set()
 
 
 def _check(plan: Plan, dtype: torch.dtype, target: Target, kind: tuple[str, bool, bool]) -> None:
-    """The canary: once per compiled kernel, its bits on fixed elements are the reference's."""
+    """Compare a compiled kernel's bits on fixed elements with the reference's, once (a canary)."""
     if (dtype, target.mode, kind) in _checked:
         return
     x = fixed_elements(dtype)

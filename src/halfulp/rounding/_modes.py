@@ -123,7 +123,7 @@ _PARAMETERS = ["fraction", "half", "odd", "negative"]
 
 
 def register_rounding(kind: RoundingClass) -> RoundingClass:
-    """Make a rounding of one's own known by its name, to `quantize` and whatever rounds by it: a class decorator.
+    """Register a rounding of one's own under its name, for `quantize` and all that rounds (a class decorator).
 
     It says by `Rounding.goes_away` which neighbour is taken, for every format, dtype and processor. Numbers beyond a
     format's largest overflow as those do that round to nearest. Optimizers' weight updates and states round to nearest
@@ -225,7 +225,7 @@ def _key(name: str) -> str:
 
 
 def get_rounding(rounding: Rounding | str) -> Rounding:
-    """The mode that a name stands for; a mode is handed back.
+    """Return the mode that a name stands for; a mode is handed back.
 
     Raises:
         ValueError: If the name is unknown; the message lists near ones.
@@ -251,7 +251,7 @@ def get_rounding(rounding: Rounding | str) -> Rounding:
 
 
 def rounding_names() -> list[str]:
-    """Names of the modes, those that `register_rounding` added last.
+    """Return the names of the modes, those that `register_rounding` added last.
 
     >>> rounding_names()[:5]
     ['nearest', 'toward_zero', 'up', 'down', 'stochastic']

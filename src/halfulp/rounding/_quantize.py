@@ -70,7 +70,7 @@ def quantize(
     """
     rounding = get_rounding(rounding)
     if not torch.compiler.is_compiling():
-        made = _at_once(x, format, rounding, overflow, counter, out)
+        made = _quantize_plain_memory(x, format, rounding, overflow, counter, out)
         if made is not None:
             return made
     check_tensor(x)
@@ -91,7 +91,7 @@ def quantize(
 
 
 @untraced
-def _at_once(
+def _quantize_plain_memory(
     x: torch.Tensor,
     format: AnyFormat,
     rounding: Rounding,
@@ -197,9 +197,9 @@ def _flat_target(
     can break and the caller sees it as it is.
     """
     if not torch.compiler.is_compiling():
-        return _remembered(format, rounding, overflow, dtype)
+        return _cached_target(format, rounding, overflow, dtype)
     known = get_block(format) if isinstance(format, BlockFormat) or names_block(format) else get(format)
-    flat, error, message = _of_graph(known._key, isinstance(known, BlockFormat), rounding.name, overflow, dtype)
+    flat, error, message = _target_of_graph(known._key, isinstance(known, BlockFormat), rounding.name, overflow, dtype)
     if error:
         raise _ERRORS[error](message)
     return flat
@@ -209,7 +209,7 @@ _ERRORS: dict[str, type[Exception]] = {kind.__name__: kind for kind in (NotImple
 
 
 @constant_result
-def _of_graph(
+def _target_of_graph(
     key: str, in_blocks: bool, rounding: str, overflow: str | None, dtype: torch.dtype
 ) -> tuple[tuple[int, ...] | None, str, str]:
     fields = literal_eval(key)
@@ -218,13 +218,13 @@ def _of_graph(
         fields = name, Format(*literal_eval(element)), Format(*literal_eval(scale)), *rest
     try:
         format = BlockFormat(*fields) if in_blocks else Format(*fields)
-        return _remembered(format, get_rounding(rounding), overflow, dtype), "", ""
+        return _cached_target(format, get_rounding(rounding), overflow, dtype), "", ""
     except tuple(_ERRORS.values()) as error:
         return None, type(error).__name__, str(error)
 
 
 @lru_cache(maxsize=1024)
-def _remembered(
+def _cached_target(
     format: AnyFormat, rounding: Rounding, overflow: str | None, dtype: torch.dtype
 ) -> tuple[int, ...] | None:
     if isinstance(format, BlockFormat) or names_block(format):
@@ -277,11 +277,11 @@ def check_out(out: torch.Tensor, x: torch.Tensor) -> None:
 
 def _new(x: torch.Tensor, target: list[int], seed: int, counter: int) -> torch.Tensor:
     out = _like(x, target)
-    _into(x, target, seed, counter, out)
+    _round_into(x, target, seed, counter, out)
     return out
 
 
-def _into(x: torch.Tensor, target: list[int], seed: int, counter: int, out: torch.Tensor) -> None:
+def _round_into(x: torch.Tensor, target: list[int], seed: int, counter: int, out: torch.Tensor) -> None:
     if len(target) > _ELEMENTWISE:
         blocks = BlockTarget.of(target)
         round_blocks_into(x, blocks, mix64(seed, counter) if blocks.element.mode == STOCHASTIC else 0, out)
@@ -312,8 +312,8 @@ def _new_drawing(x: torch.Tensor, target: list[int], counter: int) -> torch.Tens
     return _new(x, target, drawn_key(), counter)
 
 
-def _into_drawing(x: torch.Tensor, target: list[int], counter: int, out: torch.Tensor) -> None:
-    _into(x, target, drawn_key(), counter, out)
+def _quantize_into_drawing(x: torch.Tensor, target: list[int], counter: int, out: torch.Tensor) -> None:
+    _round_into(x, target, drawn_key(), counter, out)
 
 
 def _like(x: torch.Tensor, target: list[int], *arguments: object) -> torch.Tensor:
@@ -328,26 +328,26 @@ def _nothing(*arguments: object) -> None:
 _quantize = define_operator("quantize(Tensor x, int[] target, int seed, SymInt counter) -> Tensor", _new, _like)
 
 
-def _of_batch(
+def _quantize_batch(
     info: Any, places: Any, x: torch.Tensor, target: list[int], seed: int, counter: int
 ) -> tuple[torch.Tensor, int]:
-    """Elements are rounded one by one; random bits and blocks are each sample's own, as without a batch."""
+    """Quantize under vmap: elements singly, but random bits and blocks are each sample's own."""
     x = x.movedim(places[0], 0)
     if len(target) == _ELEMENTWISE and Target(*target).mode != STOCHASTIC:
         return _quantize(x, target, seed, counter), 0
     return torch.stack([_quantize(sample, target, seed, counter) for sample in x]), 0
 
 
-torch.library.register_vmap("halfulp::quantize", _of_batch)
+torch.library.register_vmap("halfulp::quantize", _quantize_batch)
 _quantize_into = define_operator(
-    "quantize_into(Tensor x, int[] target, int seed, SymInt counter, Tensor(a!) out) -> ()", _into, _nothing
+    "quantize_into(Tensor x, int[] target, int seed, SymInt counter, Tensor(a!) out) -> ()", _round_into, _nothing
 )
 _quantize_drawing = define_operator(
     "quantize_drawing(Tensor x, int[] target, SymInt counter) -> Tensor", _new_drawing, _like, random=True
 )
 _quantize_drawing_into = define_operator(
     "quantize_drawing_into(Tensor x, int[] target, SymInt counter, Tensor(a!) out) -> ()",
-    _into_drawing,
+    _quantize_into_drawing,
     _nothing,
     random=True,
 )

@@ -43,7 +43,7 @@ _S27, _S30, _S31 = np.uint64(27), np.uint64(30), np.uint64(31)
 
 
 def mix64(*values: int) -> int:
-    """One 64-bit key out of several integers, each changing every bit of it.
+    """Mix several integers into one 64-bit key, each changing every bit of it.
 
     >>> mix64(0, 1) != mix64(1, 0)
     True
@@ -108,7 +108,7 @@ def draw(counter: Word, own: Word) -> np.uint32:
 
 
 def random_words(key: int, index: torch.Tensor) -> torch.Tensor:
-    """The words of `draw` at many elements.
+    """Return the words of `draw` at many elements.
 
     Args:
         key: a 64-bit key from `mix64`.
@@ -117,15 +117,15 @@ def random_words(key: int, index: torch.Tensor) -> torch.Tensor:
     Returns:
         int64 tensor of the same shape, uniform in [0, 2^32).
     """
-    return _at_elements(_recorded_draw(), key, index)[0].to(torch.int64) & 0xFFFFFFFF
+    return _draw_at_elements(_recorded_draw(), key, index)[0].to(torch.int64) & 0xFFFFFFFF
 
 
 def stream_of(key: int, index: torch.Tensor) -> list[torch.Tensor]:
-    """The counters of elements at global indices under a key, and their stream's own words, as int32 words."""
-    return _at_elements(recorded_start(), key, index)
+    """Return the counters of elements at global indices under a key, and their stream's own words, as int32 words."""
+    return _draw_at_elements(recorded_start(), key, index)
 
 
-def _at_elements(piece: Piece, key: int, index: torch.Tensor) -> list[torch.Tensor]:
+def _draw_at_elements(piece: Piece, key: int, index: torch.Tensor) -> list[torch.Tensor]:
     halves = (as_signed(key & 0xFFFFFFFF, 32), as_signed(key >> 32, 32))
     return run_on_tensors(piece.trace, (), dict(enumerate((*halves, index))), piece.results)[0]
 

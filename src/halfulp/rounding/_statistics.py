@@ -14,7 +14,7 @@ from ._quantize import check_tensor, quantize
 
 @dataclass(frozen=True)
 class Fit:
-    """How a tensor fits a format. Shares are of all elements.
+    """Shares of a tensor's elements that a format loses or keeps.
 
     Attributes:
         elements: how many there are.

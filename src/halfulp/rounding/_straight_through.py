@@ -45,7 +45,7 @@ class _StraightThrough(torch.autograd.Function):
 
 
 class _Transformed(_StraightThrough):
-    """As `_StraightThrough`, for transforms of torch.func and forward mode, which torch.compile refuses."""
+    """`_StraightThrough` for transforms of torch.func and forward mode, which torch.compile refuses."""
 
     generate_vmap_rule = True
 

@@ -67,7 +67,7 @@ def rounding_table(dtype: torch.dtype, mode: int, kind: tuple[str, bool, bool]) 
 
 
 def mode_pieces(mode: int, kind: tuple[str, bool, bool], wide: bool) -> dict[str, Callable]:
-    """Return what binds the free names of `rounded`; kind is the path, plainness and saturation of `Constants`."""
+    """Return the functions bound to the free names of `rounded`, for a mode and a kind of `Constants`."""
     path, plain, saturating = kind
     own = own_mode(mode)
     bind: dict[str, Callable] = {
@@ -122,7 +122,7 @@ def fixed_elements(dtype: torch.dtype) -> torch.Tensor:
 
 
 def by_reference(x: torch.Tensor, target: Target, key: int) -> torch.Tensor:
-    """The result in plain torch, on any device; the random index is the position in x's logical order."""
+    """Return the result in plain torch, on any device; the random index is the position in x's logical order."""
     layout = WORD64 if x.dtype == torch.float64 else WORD32
     wide = x if x.dtype == torch.float64 else x.to(torch.float32)
     bits = None
@@ -161,10 +161,10 @@ def inputs_of(words: np.ndarray) -> dict[tuple[str, int], int]:
 
 
 def to_words(x: torch.Tensor) -> torch.Tensor:
-    """The bits of a float32 or float64 tensor, as int32 or int64."""
+    """Return the bits of a float32 or float64 tensor, as int32 or int64."""
     return x.view(torch.int64 if x.dtype == torch.float64 else torch.int32)
 
 
 def from_words(words: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """The float32 or float64 tensor with these bits."""
+    """Return the float32 or float64 tensor with these bits."""
     return words.view(dtype)

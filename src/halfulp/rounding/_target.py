@@ -53,7 +53,7 @@ class Target(NamedTuple):
 
 
 def make_target(format: Format, rounding: Rounding, overflow: str | None, dtype: torch.dtype) -> Target | None:
-    """The target of rounding tensors of a dtype; None where that changes nothing.
+    """Return the target of rounding tensors of a dtype; None where that changes nothing.
 
     Raises:
         ValueError: If the policy is not possible, or the dtype cannot hold the results.
@@ -118,7 +118,7 @@ def _check_held(format: Format, rounding: Rounding, policy: str, dtype: torch.dt
 
 
 def _wide_enough(format: Format) -> str:
-    """The narrowest of float32 and float64 that holds all of a format."""
+    """Return the narrowest of float32 and float64 that holds all of a format."""
     mantissa, emin, largest = _CONTAINERS[torch.float32]
     fits = format.mantissa_bits <= mantissa and format.max <= largest
     return "float32" if fits and format.smallest_subnormal >= 2.0 ** (emin - mantissa) else "float64"
@@ -137,13 +137,13 @@ class Layout(NamedTuple):
         return 1 - self.bias - self.mantissa
 
     def power(self, exponent: int) -> int:
-        """The word of 2^exponent."""
+        """Return the word of 2^exponent."""
         if exponent > -self.bias:
             return (exponent + self.bias) << self.mantissa
         return 1 << (exponent - self.smallest) if exponent >= self.smallest else 0
 
     def word(self, value: float) -> int:
-        """The word of a number that the container holds."""
+        """Return the word of a number that the container holds."""
         double, single = ("<d", "<q"), ("<f", "<i")
         real, integer = single if self.width == 32 else double
         return struct.unpack(integer, struct.pack(real, value))[0]
@@ -182,7 +182,7 @@ class Constants(NamedTuple):
 
 @lru_cache(maxsize=1024)
 def layout_for(target: Target) -> Layout:
-    """The words in which a float32, bfloat16 or float16 tensor is rounded; float64 is always rounded in its own.
+    """Return the words in which a float32, bfloat16 or float16 tensor is rounded; float64 is always rounded in its own.
 
     Numbers of the format that are subnormal in float32, or whose draws would need a factor beyond its range, take
     the way through float64, which is exact.
@@ -195,7 +195,7 @@ def layout_for(target: Target) -> Layout:
 
 @lru_cache(maxsize=1024)
 def constants(target: Target, layout: Layout) -> Constants:
-    """The path and the words of a target."""
+    """Return the path and the words of a target."""
     sign = 1 << (layout.width - 1)
     infinity = layout.power(layout.bias + 1)
     ones = 2 * sign - 1
@@ -213,7 +213,7 @@ def constants(target: Target, layout: Layout) -> Constants:
     if path == "adder":
         values |= _adder(target, layout)
     if path == "scaled":
-        values |= _scaled(target, layout)
+        values |= _fixed_point_exponents(target, layout)
     dtype = np.uint32 if layout.width == 32 else np.uint64
     words = np.array([values[i] for i in range(COUNT)], dtype=dtype)
     return Constants(path, bool(target.signed_zero), POLICIES[target.policy] == "saturate", words)
@@ -241,7 +241,7 @@ def _grid(target: Target, layout: Layout) -> dict[int, int]:
 
 
 def _adder(target: Target, layout: Layout) -> dict[int, int]:
-    """The addend 2^(e - m + M) of a magnitude with exponent e, and the largest magnitude that stays finite."""
+    """Return the addend 2^(e - m + M) of a magnitude with exponent e, and the largest magnitude that stays finite."""
     spacing = Fraction(2) ** (_exponent(target.max) - target.mantissa_bits)
     steps = Fraction(target.max) / spacing
     limit = layout.word(float(Fraction(target.max) + spacing / 2)) - int(steps) % 2
@@ -252,8 +252,8 @@ def _adder(target: Target, layout: Layout) -> dict[int, int]:
     }
 
 
-def _scaled(target: Target, layout: Layout) -> dict[int, int]:
-    """Exponents of the factors to and from fixed point, in which a step is 2^(29 - mantissa bits)."""
+def _fixed_point_exponents(target: Target, layout: Layout) -> dict[int, int]:
+    """Return the exponents of the factors to and from fixed point, in which a step is 2^(29 - mantissa bits)."""
     spare = _SCALED_BITS - target.mantissa_bits
     return {
         SMALLEST_BINADE: layout.power(target.emin),
@@ -265,7 +265,7 @@ def _scaled(target: Target, layout: Layout) -> dict[int, int]:
 
 
 def random_bits(target: Target) -> int:
-    """How many random bits a fraction is compared with."""
+    """Return how many random bits a fraction is compared with."""
     return _SCALED_BITS - target.mantissa_bits if target.mantissa_bits <= 6 else 31
 
 
@@ -283,7 +283,7 @@ def _path(target: Target, layout: Layout) -> str:
 
 
 def _is_fixed(target: Target, layout: Layout) -> bool:
-    """Whether the format's subnormals are the container's, so that every word loses the same bits."""
+    """Return whether the format's subnormals are the container's, so that every word loses the same bits."""
     if not (target.zero and target.subnormals and target.mantissa_bits):
         return False
     finer = target.mantissa_bits >= layout.mantissa and target.tiny_exponent <= layout.smallest
@@ -291,7 +291,7 @@ def _is_fixed(target: Target, layout: Layout) -> bool:
 
 
 def _exponent(value: float) -> int:
-    """The e with 2^e <= value < 2^(e + 1)."""
+    """Return the e with 2^e <= value < 2^(e + 1)."""
     return np.frexp(value)[1].item() - 1
 
 

@@ -41,12 +41,12 @@ def derive_rule(operator: OpOverload) -> Callable:
     if name in LATER_RULES:
         return LATER_RULES[name]
     if operator._schema.is_mutable:
-        return _written_or_refused(operator, name)
+        return _write_or_refuse(operator, name)
     if operator._can_decompose():
         return functools.partial(_composite, operator)
     decomposition = None if name.startswith(_NOT_DECOMPOSED) else _decompositions().get(operator)
     if decomposition is not None:
-        return functools.partial(_decomposed, operator, decomposition)
+        return functools.partial(_decompose, operator, decomposition)
     if operator.is_view:
         return functools.partial(_refuse, operator, "is a view")
     return functools.partial(run_fallback, operator)
@@ -68,7 +68,7 @@ def _composite(operator: OpOverload, *arguments: Any, **options: Any) -> Any:
     key = torch._C.DispatchKey.CompositeImplicitAutograd
     in_native_code = torch._C._dispatch_has_kernel_for_dispatch_key(operator.name(), key)
     formula = functools.partial(operator._op_dk, key) if in_native_code else operator.decompose
-    run = _in_ordinary_mode if torch.is_inference_mode_enabled() else _call
+    run = _run_in_ordinary_mode if torch.is_inference_mode_enabled() else _call
     results = run(formula, arguments, options)
     return run_fallback(operator, *arguments, **options) if results is NotImplemented else results
 
@@ -77,7 +77,7 @@ def _call(formula: Callable, arguments: tuple, options: dict) -> Any:
     return formula(*arguments, **options)
 
 
-def _in_ordinary_mode(formula: Callable, arguments: tuple, options: dict) -> Any:
+def _run_in_ordinary_mode(formula: Callable, arguments: tuple, options: dict) -> Any:
     """Run a formula outside of inference mode, on tensors without that mode; its results have it again."""
     given: dict[int, tuple[ScaledTensor, ScaledTensor]] = {}
 
@@ -98,7 +98,7 @@ def _in_ordinary_mode(formula: Callable, arguments: tuple, options: dict) -> Any
     return tree_map(inferred, results)
 
 
-def _decomposed(operator: OpOverload, decomposition: Callable, *arguments: Any, **options: Any) -> Any:
+def _decompose(operator: OpOverload, decomposition: Callable, *arguments: Any, **options: Any) -> Any:
     results = decomposition(*arguments, **options)
     return run_fallback(operator, *arguments, **options) if results is NotImplemented else results
 
@@ -132,7 +132,7 @@ def _encode_result(x: Any, wide: torch.dtype, dtype: torch.dtype, storage: torch
     return encode_values(x, storage, dtype=dtype if x.dtype == wide else x.dtype)
 
 
-def _written_or_refused(operator: OpOverload, name: str) -> Callable:
+def _write_or_refuse(operator: OpOverload, name: str) -> Callable:
     functional = functional_form(operator)
     if functional is None or name in _RESIZE:
         return functools.partial(_refuse, operator, "writes into its argument")

@@ -42,7 +42,7 @@ ONE, SIZE = np.uint32(1), {1: np.uint32(0x7F), 2: np.uint32(0x7FFF)}
 
 
 class Codec(NamedTuple):
-    """Device functions of a payload's dtype: word of memory -> float32, and back to the nearest one."""
+    """Device functions of a payload's dtype: from a word of memory to float32, and back to the nearest word."""
 
     decode: Callable[[Any], Any]
     encode: Callable[[Any], Any]
@@ -71,14 +71,14 @@ def least(a, b):
     return select(a < b, a, b)
 
 
-def most(a, b):
+def larger_of(a, b):
     """Device function: the larger of two numbers."""
     return select(a > b, a, b)
 
 
-def within(x):
+def clamp_scale(x):
     """Device function: a number brought into the range of scales, 2^-126 to 2^127."""
-    return least(most(x, SMALLEST), LARGEST)
+    return least(larger_of(x, SMALLEST), LARGEST)
 
 
 def product(scales, number):
@@ -89,29 +89,29 @@ def product(scales, number):
 def scale_and_rest(scales, number):
     """Device function: a product as a scale, and the factor by which it is beyond."""
     total = product(scales, number)
-    return within(total), total / within(total)
+    return clamp_scale(total), total / clamp_scale(total)
 
 
 def under(scale: Any, other: Any, top: float = INFINITE) -> Any:
     """Device function: the factor of a payload that is brought from one scale under another."""
-    factor = most(scale / other, SMALLEST)
+    factor = larger_of(scale / other, SMALLEST)
     return factor if top == INFINITE else least(factor, top)
 
 
 def deviation(scales, number):
     """Device function: the smaller of 1 / scale and a number."""
-    scale = least(within(1.0 / scales[0]), number)
-    return scale, most(1.0 / scale, SMALLEST)
+    scale = least(clamp_scale(1.0 / scales[0]), number)
+    return scale, larger_of(1.0 / scale, SMALLEST)
 
 
 # By mode: the scale, if there is one, and the factors of the payload.
 MODES: dict[str, Callable[..., tuple[Any, ...]]] = {
     "product": scale_and_rest,
-    "values": lambda s, number: (s[0], most(1.0 / s[0], SMALLEST)),
+    "values": lambda s, number: (s[0], larger_of(1.0 / s[0], SMALLEST)),
     "ratio": lambda s, number: (s[1], under(*s)),
-    "factor": lambda s, number: (within(product(s, number)),),
+    "factor": lambda s, number: (clamp_scale(product(s, number)),),
     "deviation": deviation,
-    "paired": lambda s, number: (*scale_and_rest(s[:-1], number), 1.0 / within(s[-2] * s[-1])),
+    "paired": lambda s, number: (*scale_and_rest(s[:-1], number), 1.0 / clamp_scale(s[-2] * s[-1])),
     "levelled": lambda s, number: (*scale_and_rest(s, number), 1.0 / s[1]),
     "brought": lambda s, number: (s[1], under(s[0], s[1], HUGE)),
     "held": lambda s, number: (least(BFLOAT16_LARGEST / s[0], BFLOAT16_LARGEST),),
@@ -121,8 +121,8 @@ MODES: dict[str, Callable[..., tuple[Any, ...]]] = {
 def larger_scale(scales, sign):
     """Device function: the larger of two scales, which no stand-in for infinity decides, and both factors."""
     a, b = scales
-    usual = most(select(a < HUGE, a, SMALLEST), select(b < HUGE, b, SMALLEST))
-    scale = select(usual == SMALLEST, most(a, b), usual)
+    usual = larger_of(select(a < HUGE, a, SMALLEST), select(b < HUGE, b, SMALLEST))
+    scale = select(usual == SMALLEST, larger_of(a, b), usual)
     return scale, under(a, scale, HUGE), under(b, scale, HUGE)
 
 
@@ -130,18 +130,18 @@ def affine_scale(scales, beta, beta_power, alpha, power):
     """Device function: the scale of beta base + alpha a b, and the factors of base and of a b."""
     base, s, t = scales
     both = s * t
-    scale = most(within(base * beta_power), within(both * power))
-    return scale, within(base / scale), within(both / scale)
+    scale = larger_of(clamp_scale(base * beta_power), clamp_scale(both * power))
+    return scale, clamp_scale(base / scale), clamp_scale(both / scale)
 
 
 def level_of(largest, squares, count, limit, zero_scale):
     """Device function: the power of two next to the root mean square, or what the largest needs."""
-    rms = round_to_float32(within(sqrt(squares / most(count, 1.0))))
-    needed = round_to_float32(within(largest / limit))
+    rms = round_to_float32(clamp_scale(sqrt(squares / larger_of(count, 1.0))))
+    needed = round_to_float32(clamp_scale(largest / limit))
     below, beneath = power_below(rms), power_below(needed)
     nearest = select(rms < below * TURN, below, least(below + below, LARGEST))
     above = select(needed > beneath, beneath + beneath, beneath)
-    return (select(largest > 0.0, most(nearest, above), zero_scale),)
+    return (select(largest > 0.0, larger_of(nearest, above), zero_scale),)
 
 
 # elements, in float32 --------------------------------------------------------------------------------------------
@@ -181,7 +181,7 @@ def measure_element(x):
 
 
 class Kernel(NamedTuple):
-    """What a kernel computes.
+    """A kernel's device functions, its operands and its result.
 
     Attributes:
         name: for messages.
@@ -313,7 +313,7 @@ def kernel_source(kernel: Kernel) -> str:
 
 @functools.cache
 def level_traces(dtype: torch.dtype) -> tuple[Trace, tuple[int, ...], Trace, tuple[int, ...]]:
-    """Return what measures an element of a payload, and what makes a scale of the whole, recorded."""
+    """Return the traces that measure an element of a payload, and that turn the whole into a scale."""
     element = Trace(torch.float32)
     measured = measure_element(CODECS[dtype].decode(element.emit("input", (), 0, "w32")))
     wide, made = record(level_of, torch.float64, 5)
@@ -528,14 +528,14 @@ def _run(
     payloads: tuple[Tensor, ...],
     scales: tuple[Tensor, ...],
 ) -> list[Tensor]:
-    """Launch a kernel, compared with torch's form before its first use on a device; else run that."""
+    """Launch a kernel, compared with torch's form before its first use on a device; else run torch's form."""
     device = scales[0].device if not payloads else payloads[0].device
     if any(x.device != device for x in (*payloads, *scales)):
         return by_torch(*payloads, *scales)  # torch says which lies where
 
     def trial(run: Callable[..., list[Tensor]], device: torch.device) -> list[Tensor]:
         with on_device(device):
-            return [x.cpu() for x in run(*(x.to(device) for x in _fixed(payloads, len(scales))))]
+            return [x.cpu() for x in run(*(x.to(device) for x in _fixed_payloads(payloads, len(scales))))]
 
     module = ready(
         key,
@@ -551,7 +551,7 @@ def _run(
         return launch(module, *payloads, *scales)
 
 
-def _fixed(payloads: tuple[Tensor, ...], scales: int) -> list[Tensor]:
+def _fixed_payloads(payloads: tuple[Tensor, ...], scales: int) -> list[Tensor]:
     """Return fixed payloads of the same dtypes, the second repeating if it does, and scales."""
     generator = torch.Generator().manual_seed(0)
     found: list[Tensor] = []

@@ -28,7 +28,7 @@ def make_scaled(values: Tensor, scale: Tensor, storage: torch.dtype, dtype: torc
 
 
 def make_scaled_to_fit(values: Tensor, scale: Tensor, storage: torch.dtype, dtype: torch.dtype) -> ScaledTensor:
-    """Return the same under as large a scale as the largest finite value needs in the storage, or as small a one.
+    """Make a scaled tensor, with its scale moved where the largest value needs more or less in the storage.
 
     Small is a largest value so low that those below it would lose digits. Where values cannot be looked at the scale
     stays, and they saturate or vanish.

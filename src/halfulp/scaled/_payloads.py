@@ -22,7 +22,7 @@ ORDINARY = (2.0**-40, 2.0**40)
 
 
 class Scaled(Protocol):
-    """What is read of a ScaledTensor here."""
+    """The parts of a ScaledTensor that are read here."""
 
     dtype: torch.dtype
     _payload: Tensor
@@ -133,7 +133,7 @@ def rms_scale(values: Tensor, storage: torch.dtype, rounding: PowerRounding = "n
 
 
 def quick_rms_scale(values: Tensor, rounding: PowerRounding = "nearest") -> float | None:
-    """Return the same for ordinary concrete values, in two passes over them instead of eight; else None.
+    """Return the scale of `rms_scale` for ordinary concrete values, in two passes, not eight; else None.
 
     No element of so few is beyond float16's range under it.
     """

@@ -265,7 +265,7 @@ def _first_input(arguments: tuple[Any, ...], options: dict[str, Any]) -> int | s
     return next((name for name, value in options.items() if isinstance(value, ScaledTensor)), None)
 
 
-def _replaced(
+def _replace_tensors(
     arguments: tuple[Any, ...], options: dict[str, Any], change: Callable[[ScaledTensor], Tensor]
 ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
     place = _first_input(arguments, options)
@@ -282,7 +282,7 @@ def _rescale_input(
 ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
     """Rescale a module's first scaled input: a forward pre-hook."""
     side = module.__dict__.get(_SIDE)
-    return None if side is None else _replaced(arguments, options, lambda x: rescale(x, "rms", side))
+    return None if side is None else _replace_tensors(arguments, options, lambda x: rescale(x, "rms", side))
 
 
 class _Probe:
@@ -294,7 +294,7 @@ class _Probe:
 
     @contextmanager
     def attached(self, model: nn.Module) -> Iterator[None]:
-        """Measures while the block runs."""
+        """Measure the model's modules while the block runs."""
         handles = [
             module.register_forward_pre_hook(self._hook(name), with_kwargs=True)
             for name, module in model.named_modules()
@@ -312,7 +312,7 @@ class _Probe:
             apply: Callable[..., Tensor] = _GradientMeasurement.apply
             return apply(x, self.backward, name)
 
-        return lambda module, arguments, options: _replaced(arguments, options, measure)
+        return lambda module, arguments, options: _replace_tensors(arguments, options, measure)
 
 
 def _note(measured: list[tuple[str, float]], name: str, x: Tensor) -> None:

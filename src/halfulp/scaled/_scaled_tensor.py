@@ -217,7 +217,7 @@ class ScaledTensor(torch.Tensor):
         return apply(self, dtype or self.dtype)
 
     def cast_(self, dtype: torch.dtype) -> ScaledTensor:
-        """Change the payload's dtype, in place: the values rounded once, the scale as it is."""
+        """Change the payload's dtype in place: round the values once, keep the scale."""
         check_storage(dtype)
         self._payload = to_storage(to_float32(self), dtype)
         return self

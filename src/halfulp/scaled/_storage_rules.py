@@ -75,7 +75,7 @@ def with_float32_payload(x: Any) -> Any:
     return wrap(to_float32(x), x._scale, x.dtype, x._home)
 
 
-def _to_home(x: Any) -> Any:
+def _store_at_home(x: Any) -> Any:
     return round_to_home(x) if is_above_home(x) else x
 
 
@@ -93,7 +93,7 @@ def operands_in_float32(arguments: tuple, options: dict) -> tuple[tuple, dict]:
 
 def operands_in_home(arguments: tuple, options: dict) -> tuple[tuple, dict]:
     """Round every float32 payload to the home storage."""
-    return _map_tensors(_to_home, arguments, options)
+    return _map_tensors(_store_at_home, arguments, options)
 
 
 def operands_in_widest(arguments: tuple, options: dict) -> tuple[tuple, dict]:

@@ -121,7 +121,7 @@ def _check_fits(x: ScaledTensor, payload: Tensor, value: ScaledTensor) -> None:
         return
     top = payload.abs().amax().item() if payload.numel() else 1.0
     if top <= smallest(storage) / 2:
-        _refuse_vanished(x, value)
+        _refuse_vanishing(x, value)
     elif not top <= largest and bool(_is_too_large(payload, value, largest)):
         raise ValueError(
             f"a value is out of {storage}'s range under the scale {x._scale.item():g}, which this tensor "
@@ -173,7 +173,7 @@ def _is_too_large(payload: Tensor, value: ScaledTensor, largest: float) -> Tenso
     return ((payload.abs() > largest) & to_float32(value).isfinite()).any()
 
 
-def _refuse_vanished(x: ScaledTensor, value: ScaledTensor) -> None:
+def _refuse_vanishing(x: ScaledTensor, value: ScaledTensor) -> None:
     largest = to_float32(value).abs().amax().item()
     if largest:
         raise ValueError(

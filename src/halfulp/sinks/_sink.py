@@ -50,7 +50,7 @@ class Outlet:
         return self._write is None
 
     def put(self, row: Row) -> None:
-        """Give a row; nothing once closed. An error of what takes it is a warning."""
+        """Write a row to the sink, unless closed; an error of the sink becomes a warning."""
         if self._write is None:
             return
         try:
@@ -65,7 +65,7 @@ class Outlet:
                 warnings.warn(f"halfulp: {self.said}{more}; the training goes on", RuntimeWarning, stacklevel=2)
 
     def close(self) -> None:
-        """Take no more rows."""
+        """Accept no more rows."""
         self._write = None
 
 
@@ -184,14 +184,14 @@ _WANTED = (
 
 
 class ScalarWriter(Protocol):
-    """Like TensorBoard's SummaryWriter."""
+    """A sink such as TensorBoard's SummaryWriter."""
 
     def add_scalar(self, tag: str, scalar_value: Any, global_step: Any = ..., /) -> Any:
         """Write a number under a name."""
 
 
 class DictLogger(Protocol):
-    """Like a wandb run."""
+    """A sink such as a wandb run."""
 
     @property
     def log(self) -> Callable[..., Any]:
@@ -199,7 +199,7 @@ class DictLogger(Protocol):
 
 
 class MetricsLogger(Protocol):
-    """Like MLflow's module, or a logger of Lightning."""
+    """A sink such as MLflow's module, or a logger of Lightning."""
 
     @property
     def log_metrics(self) -> Callable[..., Any]:
@@ -207,7 +207,7 @@ class MetricsLogger(Protocol):
 
 
 class DictWriter(Protocol):
-    """Like csv.DictWriter, whose `fieldnames` choose."""
+    """A sink such as csv.DictWriter, whose `fieldnames` choose."""
 
     @property
     def fieldnames(self) -> Any:
@@ -263,7 +263,7 @@ def outlet(sink: Sink, columns: Sequence[str], check: bool = True) -> Outlet:
 
 def _scalars(writer: Any) -> Callable[[Row], None]:
     def write(row: Row) -> None:
-        for key, value in _known(row).items():
+        for key, value in _drop_missing(row).items():
             if key != "step":
                 writer.add_scalar(PREFIX + key, value, row["step"])
 
@@ -274,7 +274,7 @@ def _metrics(log: Callable[..., Any]) -> Callable[[Row], None]:
     with_step = _takes_step(log)
 
     def write(row: Row) -> None:
-        numbers = {PREFIX + key: value for key, value in _known(row).items()}
+        numbers = {PREFIX + key: value for key, value in _drop_missing(row).items()}
         if with_step:
             log(numbers, step=row["step"])
         else:
@@ -296,8 +296,8 @@ _METHODS: Mapping[str, Callable[[Any], Callable[[Row], None]]] = {
 }
 
 
-def _known(row: Row) -> dict[str, Any]:
-    """What a logger of numbers can keep."""
+def _drop_missing(row: Row) -> dict[str, Any]:
+    """Return a row without the entries that are None."""
     return {key: value for key, value in row.items() if value is not None}
 
 

@@ -76,7 +76,7 @@ def collective_rule(
     if any(argument.is_out for argument in operator._schema.arguments):
         return _with_out(plain, write)
     if on_lists:
-        return _on_lists(_in_place(plain, write) if in_place else _waited(plain))
+        return _on_lists(_in_place(plain, write) if in_place else _run_and_wait(plain))
     return _in_place(plain, write) if in_place else refused
 
 
@@ -88,7 +88,7 @@ def _plain_form(operator: OpOverload) -> OpOverload | None:
     return getattr(torch.ops._c10d_functional, name).default if name in PLAIN_FORMS else None
 
 
-def _waited(plain: OpOverload) -> Rule:
+def _run_and_wait(plain: OpOverload) -> Rule:
     """Return a function that runs the functional form and waits; plain tensors may stand in a list beside others."""
 
     def run(x: Tensor, *rest: Any) -> Tensor:
@@ -98,7 +98,7 @@ def _waited(plain: OpOverload) -> Rule:
 
 
 def _in_place(plain: OpOverload, write: Write) -> Rule:
-    run = _waited(plain)
+    run = _run_and_wait(plain)
 
     def run_in_place(x: Tensor, *rest: Any) -> Tensor:
         write(x, run(x, *rest))
@@ -108,7 +108,7 @@ def _in_place(plain: OpOverload, write: Write) -> Rule:
 
 
 def _with_out(plain: OpOverload, write: Write) -> Rule:
-    run = _waited(plain)
+    run = _run_and_wait(plain)
 
     def run_with_out(x: Tensor, *rest: Any, out: Tensor) -> Tensor:
         write(out, run(x, *rest))
@@ -125,16 +125,16 @@ def _on_lists(run: Rule) -> Rule:
 
 
 def _shard_dim_alltoall(x: Tensor, gather_dim: int, shard_dim: int, group: Any) -> Tensor:
-    """Shards along one dimension become shards along another: piece r goes to rank r, and pieces are put together."""
+    """Reshard from one dimension to another: send piece r to rank r, and concatenate the pieces received."""
     size = group_size(group)
     if x.shape[shard_dim] % size:
         raise ValueError(f"dimension {shard_dim} of size {x.shape[shard_dim]} cannot be divided among {size} ranks")
     pieces = torch.cat(x.chunk(size, shard_dim))
     rows = [pieces.shape[0] // size] * size
-    received = _waited(torch.ops._c10d_functional.all_to_all_single.default)(pieces, rows, rows, group)
+    received = _run_and_wait(torch.ops._c10d_functional.all_to_all_single.default)(pieces, rows, rows, group)
     return torch.cat(received.chunk(size), gather_dim)
 
 
 def group_size(group: Any) -> int:
-    """The number of ranks in a group, given by its name or as an object."""
+    """Return the number of ranks in a group, given by its name or as an object."""
     return torch.distributed.distributed_c10d._resolve_process_group(group).size()

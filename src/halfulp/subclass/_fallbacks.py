@@ -33,7 +33,7 @@ class FallbackWarning(UserWarning):
 
 
 def fallbacks() -> dict[str, int]:
-    """How often each operator without a rule ran on plain tensors instead, in this process.
+    """Return how often each operator without a rule ran on plain tensors instead, in this process.
 
     >>> isinstance(fallbacks(), dict)
     True
@@ -43,7 +43,7 @@ def fallbacks() -> dict[str, int]:
 
 @contextmanager
 def recorded() -> Iterator[Counter[str]]:
-    """A block whose fallbacks are counted apart: operator names and how often, backward passes in it included.
+    """Return a block whose fallbacks are counted apart: operator names and how often, backward passes in it included.
 
     >>> with recorded() as counts:
     ...     pass
@@ -60,7 +60,7 @@ def recorded() -> Iterator[Counter[str]]:
 
 @contextmanager
 def strict() -> Iterator[None]:
-    """A block in which an operator without a rule raises NotImplementedError instead of running on plain tensors."""
+    """Return a context in which an operator without a rule raises NotImplementedError and never uses plain tensors."""
     _strict.append(True)
     try:
         yield

@@ -41,7 +41,7 @@ def _properties(x: Any) -> tuple[object, ...]:
 
 @functools.cache
 def _sources() -> str:
-    """A digest of this library's code."""
+    """Return a digest of this library's code."""
     found = hashlib.blake2b(digest_size=16)
     folder = Path(__file__).parents[1]
     for path in sorted(folder.rglob("*.py")):

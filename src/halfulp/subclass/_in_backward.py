@@ -97,14 +97,14 @@ def register_tangent(kind: type[Tensor], convert: Callable[[Tensor, Any], Tensor
 
 
 @untraced
-def _of_plain(gradient: Tensor, context: Any, expected: type | None = None) -> Tensor | None:
+def _convert_plain(gradient: Tensor, context: Any, expected: type | None = None) -> Tensor | None:
     """Convert a plain gradient to the class that torch expects; None (torch's error) where none is registered."""
     convert = None if expected is None else _converters.get(expected)
     return None if convert is None else convert(gradient.detach(), context)
 
 
 # Of an output that the loss does not use, autograd hands over plain zeros.
-setattr(torch.Tensor, _CONVERSION, _of_plain)
+setattr(torch.Tensor, _CONVERSION, _convert_plain)
 
 
 _PROXY, _FAKE = torch._C._TorchDispatchModeKey.PROXY, torch._C._TorchDispatchModeKey.FAKE

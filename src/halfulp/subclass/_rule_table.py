@@ -44,7 +44,7 @@ class RuleTable:
         self._derived.pop(operator, None)
 
     def implements(self, *operators: OpOverload) -> Callable[[Given], Given]:
-        """A decorator that registers a function as the rule of operators, of which torch may lack some.
+        """Return a decorator that registers a function as the rule of operators, of which torch may lack some.
 
         Raises:
             TypeError: an argument is not one overload of an operator.
@@ -101,7 +101,7 @@ _NODES = frozenset(
 
 
 def in_quotient_formula() -> bool:
-    """Return whether an operator is a step of such a node's formula."""
+    """Return whether an operator is a step of a quotient node's formula."""
     if _graph_task() == -1:
         return False
     node = torch._C._current_autograd_node()

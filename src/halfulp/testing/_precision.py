@@ -48,7 +48,7 @@ class PrecisionError(AssertionError):
 
 @dataclasses.dataclass(frozen=True)
 class DifferenceFromFloat32:
-    """How far a result of a recipe's run is from float32's.
+    """The distance of a result of a recipe's run from float32's.
 
     Attributes:
         name: "gradient 'head.weight'", "output 0", "losses of 8 steps".
@@ -63,7 +63,7 @@ class DifferenceFromFloat32:
 
 @dataclasses.dataclass(frozen=True)
 class PrecisionCheck:
-    """What `assert_precision_ok` found.
+    """The findings of `assert_precision_ok`.
 
     Attributes:
         recipe: name of the recipe.
@@ -222,7 +222,7 @@ def _spacing(name: str) -> float:
 def _differences(
     plain: ShortTraining, twin: ShortTraining, narrow: ShortTraining, tolerance: float
 ) -> list[DifferenceFromFloat32]:
-    """The differences of a run from float32's, the one that is farthest beyond its allowance first."""
+    """Return the differences of a run from float32's, the one that is farthest beyond its allowance first."""
     rows: list[tuple[str, Tensor, Tensor, Tensor | None, float]] = []
     ours, other, theirs = (torch.tensor(x.losses, dtype=torch.float64, device="cpu") for x in (plain, twin, narrow))
     rows.append((f"losses of {len(plain.losses)} steps", ours, other, theirs, 0.0))

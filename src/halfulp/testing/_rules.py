@@ -93,13 +93,13 @@ class _Trial:
             raise ValueError("make_arguments returned no floating tensor: there is nothing to give a scale")
 
     def run(self, exponent: Callable[[], int] | None) -> dict[str, Any]:
-        """Results and gradients by name, decoded; plain without exponents, else as payloads under their powers."""
+        """Return results and gradients by name, decoded; run without exponents on plain tensors, else on payloads."""
         leaves: list[Tensor] = []
 
         def leaf(x: Any) -> Any:
             if not _is_floating(x):
                 return x
-            leaves.append(_represented(x.detach().clone(), exponent))
+            leaves.append(_represent(x.detach().clone(), exponent))
             return leaves[-1].requires_grad_(self.gradients)
 
         arguments = tree_map(leaf, self.arguments)
@@ -111,7 +111,7 @@ class _Trial:
             torch.manual_seed(~self.seed)  # other numbers than the arguments, which are often drawn alike
             cotangents = [torch.randn(x.shape, dtype=x.dtype, device="cpu") for x in outputs]
             cotangents = [
-                _represented(c, exponent) if isinstance(x, ScaledTensor) else c for c, x in zip(cotangents, outputs)
+                _represent(c, exponent) if isinstance(x, ScaledTensor) else c for c, x in zip(cotangents, outputs)
             ]
             found = torch.autograd.grad(outputs, leaves, cotangents, allow_unused=True)
             named |= {f"gradient {number}": _value(x) for number, x in enumerate(found)}
@@ -122,7 +122,7 @@ def _is_floating(x: Any) -> bool:
     return isinstance(x, Tensor) and x.is_floating_point()
 
 
-def _represented(x: Tensor, exponent: Callable[[], int] | None) -> Tensor:
+def _represent(x: Tensor, exponent: Callable[[], int] | None) -> Tensor:
     if exponent is None:
         return x
     power = 2.0 ** exponent()

@@ -26,7 +26,7 @@ MOST_SKIPPED = 24
 
 @dataclasses.dataclass
 class ShortTraining:
-    """What a few steps gave.
+    """The losses, gradients and findings of a few training steps.
 
     Attributes:
         losses: of each step that was taken.

@@ -46,7 +46,7 @@ class Reach:
 
     @property
     def counters(self) -> int:
-        """How many words there are: limbs or windows, then those of infinite terms and of terms that are -0."""
+        """The number of words: limbs or windows, then those of infinite terms and of terms that are -0."""
         return 2 * self.limbs + 2 if self.windows else self.limbs + 3
 
     @property
@@ -57,7 +57,7 @@ class Reach:
     @classmethod
     @functools.cache
     def of(cls, dtype: torch.dtype, product: bool) -> Reach:
-        """Return what terms of a dtype, or their products, need, and the float64 parts of blocks of them."""
+        """Return the reach of terms of a dtype, or of their products, and the float64 parts of blocks of them."""
         layout, factors = LAYOUTS[dtype], 1 + product
         least = factors * layout.least_exponent
         first = (min(least, max(least, -1074) - 53) - UNIT) // LIMB
@@ -116,14 +116,14 @@ def _multiply(layout: Layout, a: _Term, b: _Term) -> tuple[_Term, list[tuple[Any
 
 
 def _parts(whole: Any, bits: int, count: int) -> list[tuple[Any, int]]:
-    """Cut an integer after every so many bits."""
+    """Split an integer after every so many bits."""
     found = [(o.shr64(whole, bits * k) if k else whole, bits * k) for k in range(count)]
     return [(o.and64(part, (1 << bits) - 1), place) for part, place in found[:-1]] + found[-1:]
 
 
 @functools.cache
 def terms_table(dtype: torch.dtype, product: bool, reach: Reach, apart: int = 0) -> Table:
-    """What adds terms to the counters of a row.
+    """Return the kernel that adds terms to the counters of a row.
 
     Columns: the elements, for products those of the other factor, then int64 (copies, counters) `apart` words apart.
     The last two count +infinity (and, times 2^32, -infinity; NaN as both) and terms that are -0.
@@ -170,14 +170,16 @@ def cuts_of(dtype: torch.dtype, product: bool) -> tuple[int, int]:
 
 @functools.cache
 def blocks_table(dtype: torch.dtype, product: bool, cuts: int, partial: bool = False) -> Table:
-    """What sums a block up: `cuts` + 1 float64, whose sum is the block's; NaN where that would not be exact.
+    """Return the kernel that sums a block into `cuts` + 1 float64 with its exact sum, or NaN where they cannot hold it.
 
     The last number counts the terms that are -0.
     """
     element = Recording(1 + product)
     words = [_LOAD[LAYOUTS[dtype].width](array, element.index) for array in element.arrays]
     bits = block_of(dtype, product).bit_length() - 1
-    [(*parts, minus_zero)] = _split(dtype, product, cuts, bits, [words], lambda several: block_largest(several[0]))
+    [(*parts, minus_zero)] = _split_terms(
+        dtype, product, cuts, bits, [words], lambda several: block_largest(several[0])
+    )
     for part in parts:
         element.trace.gather_sum("sum", part)
     element.trace.gather_sum("count", minus_zero)
@@ -186,7 +188,7 @@ def blocks_table(dtype: torch.dtype, product: bool, cuts: int, partial: bool = F
 
 @functools.cache
 def short_table(dtype: torch.dtype, product: bool, width: int) -> Table:
-    """What sums rows of so many terms up as `blocks_table` does blocks, a row in each lane.
+    """Return the kernel that sums rows of so many terms, one row in each lane, as `blocks_table` sums blocks.
 
     Columns: the first terms of all rows, the second ones, and so on, for products those of the other factor, then
     float64: the two parts of the sums, and how many terms are -0.
@@ -198,7 +200,7 @@ def short_table(dtype: torch.dtype, product: bool, width: int) -> Table:
         return functools.reduce(lambda x, y: select(x > y, x, y), several)
 
     terms = [words[k::width] for k in range(width)]
-    *parts, minus_zero = zip(*_split(dtype, product, 1, (width - 1).bit_length(), terms, largest))
+    *parts, minus_zero = zip(*_split_terms(dtype, product, 1, (width - 1).bit_length(), terms, largest))
     counted = [select(mask, np.float64(1.0), np.float64(0.0)) for mask in minus_zero]
     for array, several in zip(element.arrays[-3:], [*parts, counted]):
         o.store64(array, element.index, o.word64(_total(several)))
@@ -207,7 +209,7 @@ def short_table(dtype: torch.dtype, product: bool, width: int) -> Table:
 
 @functools.cache
 def pairs_table(result: torch.dtype) -> Table:
-    """What rounds sums of two float64. Columns: both, how many terms are -0, the sums; constant: how many there are."""
+    """Return the kernel that rounds sums of two float64; columns: both, the count of -0 terms, the sums."""
     element = Recording(4, 1, "w64")
     high, low, minus_zeros = (o.real64(o.load64(array, element.index)) for array in element.arrays[:3])
     bits = _rounded_pair(LAYOUTS[result], high, low, o.word64(minus_zeros) == element.constants[0])
@@ -215,7 +217,7 @@ def pairs_table(result: torch.dtype) -> Table:
     return Table(element.trace, 4, constants=1)
 
 
-def _split(dtype: torch.dtype, product: bool, cuts: int, carries: int, terms: list, largest: Callable) -> list:
+def _split_terms(dtype: torch.dtype, product: bool, cuts: int, carries: int, terms: list, largest: Callable) -> list:
     """Return for each of up to 2^carries terms, or pairs of factors, its parts and whether it is -0.
 
     Each term is cut at some place: q = (s + x) - s, r = x - q (Rump, Ogita, Oishi). With s = 1.5 * 2^k the q are
@@ -295,14 +297,14 @@ def _total(values: Sequence[Any]) -> Any:
 
 @functools.cache
 def settling_table(reach: Reach, dtype: torch.dtype | None) -> Table:
-    """What passes the carries of an accumulator on, and rounds its value to a dtype, ties to even.
+    """Return the kernel that carries within an accumulator and rounds its value to a dtype, ties to even.
 
     Columns: int64 of each counter; with a dtype how many terms there are, then the floats; without one int64 of each
     limb, of which all but the last are in [0, 2^32).
     """
     element = Recording(reach.counters + (2 if dtype else reach.limbs))
     read = [o.load64(array, element.index) for array in element.arrays[: reach.counters + bool(dtype)]]
-    digits = _carried(reach, read)
+    digits = _pass_carries(reach, read)
     if dtype is None:
         for array, digit in zip(element.arrays[reach.counters :], digits):
             o.store64(array, element.index, digit)
@@ -310,12 +312,12 @@ def settling_table(reach: Reach, dtype: torch.dtype | None) -> Table:
         layout, (*specials, zeros, terms) = LAYOUTS[dtype], read[(1 + reach.windows) * reach.limbs :]
         if reach.windows:
             specials = [o.and64(specials[0], LOW), o.shr64(specials[0], 32)]
-        bits = _rounded(reach, layout, digits, [word != 0 for word in specials], (terms != 0) & (terms == zeros))
+        bits = _round_bits(reach, layout, digits, [word != 0 for word in specials], (terms != 0) & (terms == zeros))
         _STORE[layout.width](element.arrays[-1], element.index, bits if layout.width == 64 else o.low_word(bits))
     return Table(element.trace, len(element.arrays))
 
 
-def _carried(reach: Reach, counters: list) -> list:
+def _pass_carries(reach: Reach, counters: list) -> list:
     """Return the limbs of sums of limbs, or windows, with carries passed on."""
     carry, digits = None, []
     for k in range(reach.limbs):
@@ -331,7 +333,7 @@ def _carried(reach: Reach, counters: list) -> list:
     return digits
 
 
-def _rounded(reach: Reach, layout: Layout, digits: list, specials: list, all_minus_zero: Any) -> Any:
+def _round_bits(reach: Reach, layout: Layout, digits: list, specials: list, all_minus_zero: Any) -> Any:
     """Return the bits of the nearest float, in a word of 64 bits."""
     negative = digits[-1] >= 1 << 63
     flip, carry = select(negative, np.uint64(LOW), _NONE), select(negative, _ONE, _NONE)

@@ -18,7 +18,7 @@ Dim = int | Sequence[int] | None
 def exact_sum(
     x: torch.Tensor, dim: Dim = None, keepdim: bool = False, dtype: torch.dtype | None = None
 ) -> torch.Tensor:
-    """The sum of x over `dim`, correctly rounded: the number of `dtype` nearest to the exact sum, ties to even.
+    """Return the sum of x over `dim`, correctly rounded: the number of `dtype` nearest to the exact sum, ties to even.
 
     Since nothing is rounded before the end, the result does not depend on the order of the elements, on how they are
     spread over processes (`exact_partial`), or on the number of threads, and no cancellation hurts it. Terms are added
@@ -55,7 +55,7 @@ def exact_sum(
 def exact_dot(
     a: torch.Tensor, b: torch.Tensor, dim: Dim = None, keepdim: bool = False, dtype: torch.dtype | None = None
 ) -> torch.Tensor:
-    """The sum of a * b over `dim`, correctly rounded; as `exact_sum`, and no product is rounded either.
+    """Return the sum of a * b over `dim`, correctly rounded; as `exact_sum`, and no product is rounded either.
 
     Products are exact also where a float's would overflow or underflow: 2^-1074 * 2^-1074 counts.
 
@@ -119,7 +119,7 @@ def exact_partial(a: torch.Tensor, b: torch.Tensor | None = None, dim: Dim = Non
 
 
 def exact_round(partial: torch.Tensor, dtype: torch.dtype = torch.float64) -> torch.Tensor:
-    """The correctly rounded sum that a partial, or any sum of partials, stands for.
+    """Return the correctly rounded sum that a partial, or any sum of partials, stands for.
 
     Args:
         partial: int64 (..., 138), from `exact_partial`.
@@ -181,7 +181,7 @@ def _pair(a: torch.Tensor, b: torch.Tensor, name: str) -> tuple[torch.Tensor, to
 
 
 def _dims(count: int, dim: Dim) -> list[int]:
-    """The dimensions that are summed, from 0 up; none of a tensor without dimensions."""
+    """Return the dimensions that are summed, from 0 up; none of a tensor without dimensions."""
     given = [] if dim is None else list(dim) if isinstance(dim, list | tuple) else [dim]
     if not all(isinstance(d, int) for d in given):
         raise TypeError(f"dim={dim!r}: give a whole number, several in a tuple, or None for all dimensions")
@@ -245,7 +245,7 @@ _round = define_operator(
 )
 
 
-def _spread(gradient: torch.Tensor, shape: torch.Size, dims: list[int], keepdim: bool) -> torch.Tensor:
+def _expand_gradient(gradient: torch.Tensor, shape: torch.Size, dims: list[int], keepdim: bool) -> torch.Tensor:
     """Return a sum's gradient in the shape of the summed tensor."""
     if not keepdim:
         gradient = gradient.reshape(_shape(shape, dims, True))
@@ -258,7 +258,7 @@ def _remember_sum(ctx: Any, inputs: tuple[Any, ...], output: torch.Tensor) -> No
 
 
 def _sum_backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-    return _spread(gradient.to(ctx.dtype), ctx.shape, ctx.dims, ctx.keepdim), None, None, None
+    return _expand_gradient(gradient.to(ctx.dtype), ctx.shape, ctx.dims, ctx.keepdim), None, None, None
 
 
 def _remember_dot(ctx: Any, inputs: tuple[Any, ...], output: torch.Tensor) -> None:
@@ -270,7 +270,7 @@ def _remember_dot(ctx: Any, inputs: tuple[Any, ...], output: torch.Tensor) -> No
 
 def _dot_backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
     a, b = ctx.saved_tensors
-    gradient = _spread(gradient, a.shape, ctx.dims, ctx.keepdim)
+    gradient = _expand_gradient(gradient, a.shape, ctx.dims, ctx.keepdim)
     for_a = (gradient * b).to(a.dtype) if ctx.needs_input_grad[0] else None
     for_b = (gradient * a).to(b.dtype) if ctx.needs_input_grad[1] else None
     return for_a, for_b, None, None, None
@@ -281,7 +281,7 @@ torch.library.register_autograd("halfulp::exact_dot", _dot_backward, setup_conte
 
 
 def _front(x: torch.Tensor, place: int | None, size: int) -> torch.Tensor:
-    """A batch's dimension first, made where there is none."""
+    """Return a batch's dimension first, made where there is none."""
     return x.expand(size, *x.shape) if place is None else x.movedim(place, 0)
 
 
@@ -317,7 +317,7 @@ class _Sum(torch.autograd.Function):
 
     @staticmethod
     def jvp(ctx: Any, tangent: torch.Tensor, *rest: object) -> torch.Tensor:
-        """The sum of the tangent, rounded once."""
+        """Return the sum of the tangent, rounded once."""
         return _differentiable_sum(tangent, ctx.dims, ctx.keepdim, ctx.result_dtype)
 
 
@@ -336,7 +336,7 @@ class _Dot(torch.autograd.Function):
 
     @staticmethod
     def jvp(ctx: Any, for_a: torch.Tensor | None, for_b: torch.Tensor | None, *rest: object) -> torch.Tensor:
-        """The products of each tangent with the other operand, each sum of them rounded once."""
+        """Return the products of each tangent with the other operand, each sum of them rounded once."""
         a, b = ctx.saved_tensors
         parts = [
             _differentiable_dot(tangent, other, ctx.dims, ctx.keepdim, ctx.result_dtype)

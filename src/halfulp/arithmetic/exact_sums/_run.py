@@ -54,17 +54,17 @@ Windows = Any  # int64, of NumPy or torch
 
 
 def summed(a: torch.Tensor, b: torch.Tensor | None, dtype: torch.dtype) -> torch.Tensor:
-    """The rounded sum of every row of a, or of the products of a and b; (rows, columns), the last stride 1."""
+    """Return the rounded sum of every row of a, or of the products of a and b; (rows, columns), the last stride 1."""
     return _run([a] if b is None else [a, b], dtype)
 
 
 def partial(a: torch.Tensor, b: torch.Tensor | None) -> torch.Tensor:
-    """As `summed`, but the accumulators: int64 (rows, WORDS)."""
+    """Return the unrounded accumulators of the sums that `summed` returns: int64 (rows, WORDS)."""
     return _run([a] if b is None else [a, b], None)
 
 
 def rounded(words: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """The float nearest to each accumulator, (rows, WORDS) -> (rows,)."""
+    """Return the float nearest to each accumulator, (rows, WORDS) -> (rows,)."""
     return _settle(_engine(words, torch.float64, False), words, Reach(), dtype)
 
 
@@ -96,14 +96,14 @@ def _run_by(engine: str, operands: Operands, reach: Reach, dtype: torch.dtype | 
 
 
 def _engine(x: torch.Tensor, dtype: torch.dtype, product: bool) -> str:
-    """Return what runs the kernels of tensors, compared with the reference before its first use."""
+    """Return the engine of a tensor's kernels, compared with the reference before its first use."""
     engine = select_engine(x.device.type)
     if x.device.type != "cpu":
         require_float64(x.device, "exact sums")
     if engine == "llvm":
         _check(dtype, product)
     elif engine == "triton":
-        given = _name(dtype, product), x.device, lambda: engine, *_trial(dtype, product)
+        given = _canary_name(dtype, product), x.device, lambda: engine, *_trial(dtype, product)
         return ready(("exact sums", dtype, product), *given) or "reference"
     return engine
 
@@ -117,15 +117,15 @@ def _windows(engine: str, operands: Operands, reach: Reach) -> Windows:
     add: Callable[..., Windows] = {"llvm": _add_blocks, "triton": _add_tiles, "reference": _add_tensors}[engine]
     found = add([x[:, :step] for x in operands], reach)
     if columns > step:
-        found = _spread(found)
+        found = _carry_in_place(found)
         for left in range(step, columns, step):
-            found += _spread(add([x[:, left : left + step] for x in operands], reach))
+            found += _carry_in_place(add([x[:, left : left + step] for x in operands], reach))
     found[:, -1] = columns
     return found
 
 
-def _spread(windows: Windows) -> Windows:
-    """Pass what is beyond 32 bits on to the window after the next, so that any number of such sums add up; in place."""
+def _carry_in_place(windows: Windows) -> Windows:
+    """Carry what exceeds 32 bits to the window after the next, in place, so that any number of sums add up."""
     inner = windows[..., :-3]
     high = inner[..., :-2] >> LIMB
     inner &= LOW  # there is nothing in the highest two
@@ -156,7 +156,7 @@ def _add_tiles(operands: Operands, reach: Reach) -> torch.Tensor:
         _kernel("triton", terms_table(first.dtype, len(operands) > 1, reach))(
             table, np.stack(pointers, 1), first.device
         )
-    return counters[:, 0] if several == 1 else _spread(counters).sum(1)
+    return counters[:, 0] if several == 1 else _carry_in_place(counters).sum(1)
 
 
 def _add_blocks(operands: Operands, reach: Reach) -> np.ndarray:
@@ -169,7 +169,7 @@ def _add_blocks(operands: Operands, reach: Reach) -> np.ndarray:
         found = _add_pieces(operands, reach, row, nothing + columns - rest, nothing + rest)
     if rest == columns:
         return found
-    found = _spread(found)
+    found = _carry_in_place(found)
     cut = np.zeros((rows, len(begin), 4), np.int64)
     cut[:, :, 0], cut[:, :, 1], cut[:, :, 2] = row[:, None], begin, size
     pointers = np.stack([_starts(x, row) for x in operands], 1)
@@ -184,7 +184,7 @@ def _add_blocks(operands: Operands, reach: Reach) -> np.ndarray:
         parts = np.zeros((rows, len(begin), cuts + 1))
         parts[lost] = sums[:, : cuts + 1]
         all_parts = torch.from_numpy(parts.reshape(rows, -1))
-        found += _spread(_add_pieces([all_parts], reach, row, nothing, nothing + parts[0].size))
+        found += _carry_in_place(_add_pieces([all_parts], reach, row, nothing, nothing + parts[0].size))
         np.add.at(found[:, -2], left[:, 0], sums[:, cuts + 1].astype(np.int64))
         lost[lost] = failed
         if not failed.any():
@@ -195,7 +195,7 @@ def _add_blocks(operands: Operands, reach: Reach) -> np.ndarray:
     edge = np.arange(len(begin) + 1) * size % _PIECE == 0
     (row, start), (_, end) = np.nonzero(lost & ~(before & ~edge[:-1])), np.nonzero(lost & ~(behind & ~edge[1:]))
     length = (end + 1 - start) * size
-    np.add.at(found, row, _spread(_add_pieces(operands, reach, row, begin[start], length)))
+    np.add.at(found, row, _carry_in_place(_add_pieces(operands, reach, row, begin[start], length)))
     return found
 
 
@@ -233,7 +233,7 @@ def _sum_pairs(operands: Operands, dtype: torch.dtype, width: int | None) -> tor
     rows, columns = operands[0].shape
     sums = _sum_lanes(operands, width) if width else _sum_row_blocks(operands)
     out = torch.empty(rows, dtype=LAYOUTS[dtype].word, device="cpu")
-    (lengths, chunks), terms = _cut(rows), np.array([width or columns], np.float64)
+    (lengths, chunks), terms = _chunk_lengths(rows), np.array([width or columns], np.float64)
     step, at = sums.itemsize * rows, address_of(sums)
     given = chunks, address_of(terms), 0, 0, at, at + step, at + 2 * step, address(out)
     run_chunks(_row_kernel(pairs_table(dtype)), lengths, *given)
@@ -251,14 +251,14 @@ def _sum_lanes(operands: Operands, width: int) -> np.ndarray:
     sums = np.empty((3, rows))
     kernel = _row_kernel(short_table(turned.dtype, len(operands) > 1, width))
     step, at = rows * turned.element_size(), address(turned)
-    (lengths, chunks), pointers = _cut(rows), range(at, at + len(operands) * width * step, step)
+    (lengths, chunks), pointers = _chunk_lengths(rows), range(at, at + len(operands) * width * step, step)
     step, at = sums.itemsize * rows, address_of(sums)
     run_chunks(kernel, lengths, chunks, 0, 0, 0, *pointers, at, at + step, at + 2 * step)
     return sums
 
 
 def _sum_row_blocks(operands: Operands) -> np.ndarray:
-    """As `_sum_lanes`, of rows that are a block each; with further rows that have no meaning."""
+    """Sum rows of one block each, as `_sum_lanes` does; the result has further rows without meaning."""
     rows, columns = operands[0].shape
     table = blocks_table(operands[0].dtype, len(operands) > 1, 1, partial=columns < BLOCK)
     # Chunks, pointers and sums, one behind the other.
@@ -274,7 +274,7 @@ def _sum_row_blocks(operands: Operands) -> np.ndarray:
 
 
 @functools.lru_cache(64)
-def _cut(count: int) -> tuple[np.ndarray, int]:
+def _chunk_lengths(count: int) -> tuple[np.ndarray, int]:
     """Return the lengths of the chunks of so many elements, a view of their table, and the table's address."""
     begin = np.arange(0, count, CHUNK)
     cut = np.stack([begin * 0, begin, np.minimum(count - begin, CHUNK), begin], 1)
@@ -335,14 +335,14 @@ def _kernel(engine: str, table: Table) -> Any:
 
 @functools.cache
 def _check(dtype: torch.dtype, product: bool) -> None:
-    """The canary: once per process, dtype and kind, the kernels' results on fixed rows are the reference's."""
+    """Compare the kernels' bits on fixed rows with the reference's, once per process, dtype and kind (a canary)."""
     run, reference = _trial(dtype, product)
-    check_bits(_name(dtype, product), lambda: run("llvm", torch.device("cpu")), reference)
+    check_bits(_canary_name(dtype, product), lambda: run("llvm", torch.device("cpu")), reference)
 
 
 @functools.cache
 def _check_pairs(dtype: torch.dtype, product: bool, result: torch.dtype, width: int | None) -> None:
-    """The canary of `_sum_pairs`, for the rows of which it finds the sum."""
+    """Compare the bits of `_sum_pairs` with the reference's, for fixed rows of which it finds the sum."""
     a = _fixed_rows(dtype)
     a = a[:, :960].reshape(-1, width) if width else a[:, :1000]
     operands = [a, a.flip(1).contiguous()] if product else [a]
@@ -354,15 +354,15 @@ def _check_pairs(dtype: torch.dtype, product: bool, result: torch.dtype, width: 
         found = _sum_pairs(operands, result, width)
         return [torch.where(found.isnan(), reference(), found)]
 
-    check_bits(f"{_name(dtype, product)} of rows", fast, lambda: [reference()])
+    check_bits(f"{_canary_name(dtype, product)} of rows", fast, lambda: [reference()])
 
 
-def _name(dtype: torch.dtype, product: bool) -> str:
+def _canary_name(dtype: torch.dtype, product: bool) -> str:
     return f"{'exact_dot' if product else 'exact_sum'} ({dtype})"
 
 
 def _trial(dtype: torch.dtype, product: bool) -> tuple[Callable[..., list[torch.Tensor]], Callable]:
-    """Return what sums fixed rows up by an engine on a device, and by the reference."""
+    """Return functions that sum fixed rows: by an engine on a device, and by the reference."""
 
     def run(engine: str, device: torch.device) -> list[torch.Tensor]:
         a = _fixed_rows(dtype).to(device)

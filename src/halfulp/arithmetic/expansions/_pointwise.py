@@ -91,7 +91,7 @@ class Elements:
         return True
 
     def evaluate(self, inputs: Sequence[torch.Tensor]) -> Terms:
-        """The terms, by plain torch."""
+        """Return the terms, by plain torch."""
         return self.function(*(part.to(self.arithmetic) for part in inputs))
 
     @functools.cached_property
@@ -118,7 +118,7 @@ class Elements:
         return Pointwise(*self.traced, self.stored, self.written)
 
     def _on(self, device: torch.device, whole: bool) -> Any:
-        """The kernel of an accelerator, compared with plain torch; None, counted, where there is none."""
+        """Return the kernel of an accelerator, compared with plain torch; None, counted, where there is none."""
         if self.on_triton.size > LONGEST:
             note(
                 "engine",
@@ -147,7 +147,7 @@ class Elements:
 
 @functools.cache
 def _trial(stored: Dtypes) -> list[torch.Tensor]:
-    """Fixed elements: of both signs, up to 2^12 and down to 2^-12 of it, each input another; zeros, infinities, NaN."""
+    """Return fixed elements, different per input: both signs, magnitudes from 2^-12 to 2^12, zeros, infinities, NaN."""
     made = []
     for k, dtype in enumerate(stored):
         ramp = torch.linspace(-1, 1, 509, dtype=torch.float64, device="cpu").roll(61 * k)
@@ -175,13 +175,13 @@ class Call:
 
     @property
     def working(self) -> int:
-        """How many values of that arithmetic carry the result and a few bits more."""
+        """The number of components, in that arithmetic, that carry the result and a few bits more."""
         if self.arithmetic == self.dtype:
             return self.components
         return -(-(self.components * PRECISION[self.dtype] + 4) // PRECISION[self.arithmetic])
 
     def evaluate(self, *values: Any) -> Terms:
-        """The function of all operands' components, in the arithmetic's type."""
+        """Return the function of all operands' components, in the arithmetic's type."""
         operands, rest = [], list(values)
         for dtype, count in self.operands:
             parts, rest = rest[:count], rest[count:]
@@ -206,7 +206,7 @@ class Call:
 
 
 def pointwise(name: str, *operands: Parts, components: int, dtype: torch.dtype, out: Parts | None = None) -> Parts:
-    """A function of expansions, element by element, within the bounds that its network states.
+    """Apply a function to expansions, element by element, within the bounds that its network states.
 
     Args:
         name: one of `names()`.
@@ -336,11 +336,11 @@ def _run_far(call: Call, flat: Sequence[torch.Tensor], far: torch.Tensor, out: P
 
 
 def _run_division(call: Call, flat: Sequence[torch.Tensor], out: Parts | None) -> Parts:
-    """A division with remainder: steps until |r| < |b| everywhere, mostly one, then the function of (a, r, b)."""
+    """Divide with remainder: steps until |r| < |b| everywhere, mostly one, then the function of (a, r, b)."""
     flat = torch.broadcast_tensors(*flat)
     (kind_a, count_a), (kind_b, count_b) = call.operands
-    a = _in_float64(kind_a, flat[:count_a])
-    b = _in_float64(kind_b, flat[count_a:])
+    a = _convert_to_float64(kind_a, flat[:count_a])
+    b = _convert_to_float64(kind_b, flat[count_a:])
     r = [*a, *(torch.zeros_like(a[0]) for _ in b)]
     step = _internal(STEP, (count_a + count_b, count_b), count_a + count_b + 1, torch.float64)
     pending = True
@@ -351,7 +351,7 @@ def _run_division(call: Call, flat: Sequence[torch.Tensor], out: Parts | None) -
     return _run(ended, (*a, *r, *b), out)
 
 
-def _in_float64(kind: torch.dtype, parts: Sequence[torch.Tensor]) -> Parts:
+def _convert_to_float64(kind: torch.dtype, parts: Sequence[torch.Tensor]) -> Parts:
     if kind == torch.float64 or len(parts) == 1:
         return tuple(part.double() for part in parts)
     return _run(_call("renormalize", ((kind, len(parts)),), len(parts), torch.float64), parts, None)
@@ -374,12 +374,12 @@ def _overlaps(part: torch.Tensor, out: Parts) -> bool:
 
 
 def _broadcast(shapes: set[torch.Size]) -> torch.Size:
-    """The shape that all shapes with dimensions broadcast to; mostly there is one."""
+    """Return the shape that all shapes with dimensions broadcast to; mostly there is one."""
     return next(iter(shapes)) if len(shapes) == 1 else torch.broadcast_shapes(*shapes)
 
 
 def _made_like(first: torch.Tensor, shape: torch.Size, dtype: torch.dtype, components: int) -> Parts:
-    """New contiguous tensors; from a contiguous one of that shape and dtype in half the time."""
+    """Return new contiguous tensors, in half the time for a contiguous one of that shape and dtype."""
     if first.dtype is dtype and first.is_contiguous() and first.shape == shape:
         return tuple([torch.empty_like(first) for _ in range(components)])
     return tuple([torch.empty((*shape,), dtype=dtype, device=first.device) for _ in range(components)])
@@ -423,7 +423,7 @@ def _spread_all(flat: Sequence[torch.Tensor], shape: torch.Size, count: int) -> 
     alive: list[torch.Tensor | array.array[Any]] = []
     for part in map(plain, flat):
         if part.shape != shape:
-            held, words_of = _spread(part, shape, row)
+            held, words_of = _repeat_operand(part, shape, row)
             alive.append(held)
             words += words_of
         else:
@@ -433,7 +433,7 @@ def _spread_all(flat: Sequence[torch.Tensor], shape: torch.Size, count: int) -> 
     return words, alive
 
 
-def _spread(
+def _repeat_operand(
     part: torch.Tensor, shape: torch.Size, row: int
 ) -> tuple[torch.Tensor | array.array[Any], tuple[int, int, int]]:
     """Return a broadcast operand as the kernel reads it: repeated LANES times, row by row, or written out."""
@@ -478,7 +478,7 @@ _operator = define_operator(
 
 
 def split(x: torch.Tensor, dtype: torch.dtype, components: int) -> Parts:
-    """A tensor as a sum of components, each the nearest number to what the ones before left.
+    """Return a tensor as a sum of components, each the nearest number to what the ones before left.
 
     Args:
         x: any shape, float16, bfloat16, float32 or float64.
@@ -493,7 +493,7 @@ def split(x: torch.Tensor, dtype: torch.dtype, components: int) -> Parts:
 
 
 def merge(parts: Parts, dtype: torch.dtype = torch.float64) -> torch.Tensor:
-    """The sum of all components, rounded once to a dtype.
+    """Return the sum of all components, rounded once to a dtype.
 
     >>> import torch
     >>> merge((torch.tensor(1.0), torch.tensor(2.0**-30)), torch.float64).item() - 1 == 2.0**-30
@@ -517,7 +517,7 @@ def renormalize(parts: Parts, components: int, dtype: torch.dtype | None = None)
 
 
 def compare(a: Parts, b: Parts) -> torch.Tensor:
-    """The sign of a - b by value, exactly, as int8: -1, 0, 1, and 2 where either is NaN.
+    """Return the sign of a - b by value, exactly, as int8: -1, 0, 1, and 2 where either is NaN.
 
     >>> import torch
     >>> one, tiny = torch.tensor(1.0), torch.tensor(2.0**-60)

@@ -43,19 +43,21 @@ def quick(
         return lambda *values: _PAIRS[name](list(values[: counts[0]]), list(values[counts[0] :])), torch.float32
 
     def together(*values: Any) -> Terms:
-        (a, doubt_a), (b, doubt_b) = (_in_one(list(x), dtype) for x in (values[: counts[0]], values[counts[0] :]))
+        (a, doubt_a), (b, doubt_b) = (
+            _add_components(list(x), dtype) for x in (values[: counts[0]], values[counts[0] :])
+        )
         rest = _EXACT[name](a, b)
         doubt = doubt_a | doubt_b | ~(abs(rest) < SHAPES[dtype][2] / 2)
         found = []
         for _ in range(components):
-            found.append(_rounded_in_range(rest, dtype))
+            found.append(_round_in_range(rest, dtype))
             rest = rest - found[-1]
         return [*found, doubt]
 
     return together, torch.float64
 
 
-def _in_one(x: Terms, dtype: torch.dtype) -> tuple[Any, Any]:
+def _add_components(x: Terms, dtype: torch.dtype) -> tuple[Any, Any]:
     """Add components up in float64; a first one of 0, which has a sign, is all. Say where bits were lost."""
     total, lost = x[0], x[0] != x[0]
     for part in x[1:]:
@@ -65,7 +67,7 @@ def _in_one(x: Terms, dtype: torch.dtype) -> tuple[Any, Any]:
     return select(x[0] == 0.0, x[0], total), lost
 
 
-def _rounded_in_range(x, dtype: torch.dtype):
+def _round_in_range(x, dtype: torch.dtype):
     """Round a float64 that no rounding makes infinite: see `rounded`."""
     precision, lowest, _ = SHAPES[dtype]
     magic, least = power_below(x) * (1.5 * 2.0 ** (53 - precision)), 1.5 * 2.0 ** (lowest + 53 - precision)
@@ -79,7 +81,7 @@ def _add(x: Terms, y: Terms) -> Terms:
     s, e = two_sum(a, b)
     v, w = fast_two_sum(s, e + (left_a + left_b))
     sign = bit_and(bit_and(word(x[0]), word(y[0])), _SIGN)
-    first, second, doubt = _rounded(v, w, left_a, left_b, v == 0.0)
+    first, second, doubt = _round_sum(v, w, left_a, left_b, v == 0.0)
     return [real(bit_or(word(first), sign)), second, doubt | (left_a != 0.0) & (left_b != 0.0)]
 
 
@@ -90,7 +92,7 @@ def _multiply(x: Terms, y: Terms) -> Terms:
     sign = bit_and(bit_xor(word(x[0]), word(y[0])), _SIGN)
     # A product that float32 takes for 0 leaves the sign of a second component to the network.
     is_zero = (v == 0.0) & ((a == 0.0) | (b == 0.0))
-    first, second, doubt = _rounded(v, w, left_a, left_b, is_zero)
+    first, second, doubt = _round_sum(v, w, left_a, left_b, is_zero)
     return [real(bit_or(bit_and(word(first), _HIGH ^ _SIGN), sign)), second, doubt]
 
 
@@ -105,7 +107,7 @@ def _together(x: Terms) -> tuple[Any, Any]:
     return fast_two_sum(*x) if len(x) > 1 else (x[0], x[0] * 0.0)
 
 
-def _rounded(v, w, left_a, left_b, is_zero) -> tuple[Any, Any, Any]:
+def _round_sum(v, w, left_a, left_b, is_zero) -> tuple[Any, Any, Any]:
     """Round v + w to two bfloat16; say where they may be others, as other bits are lost or the range ends."""
     first = _nearest(v)
     rest = (v - first) + w

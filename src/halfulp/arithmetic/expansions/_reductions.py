@@ -33,7 +33,7 @@ _SEGMENT = 2**16  # elements of a segment
 
 
 def total(parts: Parts, dim: int | Sequence[int] | None, components: int, keepdim: bool = False) -> Parts:
-    """The sum over dimensions, accumulated in float64 expansions of at least two components.
+    """Return the sum over dimensions, accumulated in float64 expansions of at least two components.
 
     16 elements at a time are summed exactly but for a plain sum of their rounding errors, the blocks' results as
     expansions: the error is at most (2^8 + N/5) 2^-106 sum |x|, of components up to 48 bits in all 2^-49 sum |x|, and
@@ -50,26 +50,26 @@ def total(parts: Parts, dim: int | Sequence[int] | None, components: int, keepdi
     >>> [float(part) for part in total((torch.tensor([1.0, 2.0**-40]),), None, 2)]
     [1.0, 9.094947017729282e-13]
     """
-    return _reduced("sum", parts, dim, components, keepdim)
+    return _run_reduction("sum", parts, dim, components, keepdim)
 
 
 def product(parts: Parts, dim: int | Sequence[int] | None, components: int, keepdim: bool = False) -> Parts:
-    """The product over dimensions, as `total`."""
-    return _reduced("prod", parts, dim, components, keepdim)
+    """Return the product over dimensions; arguments and order are those of `total`."""
+    return _run_reduction("prod", parts, dim, components, keepdim)
 
 
 def average(parts: Parts, dim: int | Sequence[int] | None, components: int, keepdim: bool = False) -> Parts:
-    """The sum over dimensions, divided before it is rounded to the components: 15 u^2 of a float64 sum more.
+    """Return the sum over dimensions, divided before it is rounded to the components: 15 u^2 of a float64 sum more.
 
     >>> import torch
     >>> [float(part) for part in average((torch.tensor([1.0, 2.0**-40]),), None, 2)]
     [0.5, 4.547473508864641e-13]
     """
-    return _reduced("mean", parts, dim, components, keepdim)
+    return _run_reduction("mean", parts, dim, components, keepdim)
 
 
 def running(parts: Parts, dim: int, components: int) -> Parts:
-    """The running sum along a dimension (torch.cumsum), by doubling: log2 N sums of whole tensors.
+    """Return the running sum along a dimension (torch.cumsum), by doubling: log2 N sums of whole tensors.
 
     >>> import torch
     >>> running((torch.tensor([1.0, 2.0, 3.0]),), 0, 1)[0].tolist()
@@ -89,14 +89,14 @@ def running(parts: Parts, dim: int, components: int) -> Parts:
     return parts
 
 
-def _reduced(kind: str, parts: Parts, dim: int | Sequence[int] | None, components: int, keepdim: bool) -> Parts:
+def _run_reduction(kind: str, parts: Parts, dim: int | Sequence[int] | None, components: int, keepdim: bool) -> Parts:
     dims = _dimensions(parts[0].dim(), dim)
-    if torch.compiler.is_compiling() or not all(map(_at_hand, parts)):
+    if torch.compiler.is_compiling() or not all(map(_is_readable, parts)):
         return tuple(_operator(kind, list(parts), dims, components, keepdim))
     return _reduce(kind, parts, dims, components, keepdim)
 
 
-def _at_hand(part: torch.Tensor) -> bool:
+def _is_readable(part: torch.Tensor) -> bool:
     """Return whether a kernel may read a component's memory directly, without lazy signs and zeros."""
     return type(part) is torch.Tensor and not part.is_neg() and not part._is_zerotensor()
 
@@ -123,16 +123,16 @@ def _reduce(kind: str, parts: Parts, dims: Sequence[int], components: int, keepd
     head = matrices[0].view(sizes)
     plain = getattr(head, kind)(1, dtype=torch.float64).reshape(after)
     if kind != "prod" or dtype == torch.float64:
-        return _mended(made, plain)
+        return _restore_special_values(made, plain)
     # A product that leaves float64's range does so in another place than one that only its components cannot hold.
     wide = _columns(kind, matrices, sizes, _accumulator_width(dtype, len(parts), components), torch.float64, after)
-    mended = pointwise("renormalize", _mended(wide, plain), components=components, dtype=dtype)
+    mended = pointwise("renormalize", _restore_special_values(wide, plain), components=components, dtype=dtype)
     lost = ~torch.isfinite(made[0])
     return tuple([torch.where(lost, other, part) for other, part in zip(mended, made)])
 
 
 def _matrices(parts: Parts, dims: Sequence[int]) -> tuple[Parts, tuple[int, int, int]]:
-    """The elements as (matrices, rows, columns) without gaps, of which the rows are reduced."""
+    """Return the elements as (matrices, rows, columns) without gaps, of which the rows are reduced."""
     shape = parts[0].shape
     if len(dims) == len(shape):
         return tuple([part.contiguous() for part in parts]), (1, parts[0].numel(), 1)
@@ -158,7 +158,7 @@ def _is_finite(x: torch.Tensor) -> bool:
     return math.isfinite(x.item() if x.numel() == 1 else x.sum(dtype=torch.float64).item())
 
 
-def _mended(made: Parts, plain: torch.Tensor) -> Parts:
+def _restore_special_values(made: Parts, plain: torch.Tensor) -> Parts:
     """Return a result with the infinities and NaN that the leading components' reduction has.
 
     Where components are narrower than float64, that one is not finite where an element is not; of float64 it decides
@@ -245,7 +245,7 @@ class _Reduction(NamedTuple):
         """Add the next row to a block's state."""
         width, state, row = self.width, list(values[: self.width]), list(values[self.width :])
         if self.stored != torch.float64:
-            row = _gathered(row)
+            row = _combine_in_float64(row)
         if self.kind == "prod":
             return multiplied(state, row, width)
         if not self._short:
@@ -277,7 +277,7 @@ class _Reduction(NamedTuple):
 
     @property
     def _short(self) -> bool:
-        """At most 16 rounding errors are summed plainly: 2^8 u^2 of the sum of magnitudes."""
+        """Whether at most 16 rounding errors are summed plainly: 2^8 u^2 of the sum of magnitudes."""
         return self.raw and self.width == 2
 
     @property
@@ -291,8 +291,8 @@ class _Reduction(NamedTuple):
         return 1.0 if self.kind == "prod" else 0.0
 
 
-def _gathered(row: Terms) -> Terms:
-    """Combine float32 components in float64: up to two in one, three and more in two."""
+def _combine_in_float64(row: Terms) -> Terms:
+    """Combine float32 components in float64: up to two in one, more in two."""
     if len(row) <= 2:
         return [row[0] + row[1]] if len(row) == 2 else row
     high, low = two_sum(row[0], row[1])
@@ -303,7 +303,7 @@ def _reduce_segments(reduction: _Reduction, parts: Parts, cut: _Cut, shape: Sequ
     """Reduce every segment; return the results in a shape."""
     (many, rows, columns), length, segments, several, divisor = cut
     engine = select_engine(parts[0].device.type)
-    if engine == "triton" and (on_device := _on_triton(reduction, parts[0].device)) is not None:
+    if engine == "triton" and (on_device := _ready_triton_kernel(reduction, parts[0].device)) is not None:
         written = [
             torch.empty(shape, dtype=reduction.dtype, device=parts[0].device) for _ in range(reduction.components)
         ]
@@ -336,15 +336,21 @@ def _kernel(reduction: _Reduction, shape: str) -> Callable[..., Any]:
 
 @functools.cache
 def _first_use(reduction: _Reduction) -> tuple[Any, ...]:
-    """What `ready` takes besides the device: key, name, what builds the kernel, and what it and plain torch make."""
+    """Return the arguments of `ready` after the device: key, name, builder, the kernel's and plain torch's results."""
     stored, written = (reduction.stored,) * reduction.inputs, (reduction.dtype,) * reduction.components
     name = f"{reduction.kind} of {reduction.inputs} x {reduction.stored} in {reduction.components} x {reduction.dtype}"
     build = functools.partial(Reduction, reduction.steps, stored, written)
-    return reduction, name, build, functools.partial(_tried, reduction), functools.partial(_wanted, reduction)
+    return (
+        reduction,
+        name,
+        build,
+        functools.partial(_run_trial, reduction),
+        functools.partial(_trial_reference, reduction),
+    )
 
 
-def _on_triton(reduction: _Reduction, device: torch.device) -> Any:
-    """The kernel of an accelerator, compared with plain torch; None, counted, where there is none."""
+def _ready_triton_kernel(reduction: _Reduction, device: torch.device) -> Any:
+    """Return the kernel of an accelerator, compared with plain torch; None, counted, where there is none."""
     key, name, build, run, reference = _first_use(reduction)
     return ready(key, name, device, build, run, reference)
 
@@ -360,7 +366,7 @@ def _trials(reduction: _Reduction) -> Iterator[tuple[_Cut, list[torch.Tensor]]]:
         yield cut, made
 
 
-def _tried(reduction: _Reduction, kernel: Reduction, device: torch.device) -> list[torch.Tensor]:
+def _run_trial(reduction: _Reduction, kernel: Reduction, device: torch.device) -> list[torch.Tensor]:
     found = []
     for cut, parts in _trials(reduction):
         shape = 2 * cut.segments, cut.sizes[2]
@@ -370,7 +376,7 @@ def _tried(reduction: _Reduction, kernel: Reduction, device: torch.device) -> li
     return found
 
 
-def _wanted(reduction: _Reduction) -> list[torch.Tensor]:
+def _trial_reference(reduction: _Reduction) -> list[torch.Tensor]:
     found = []
     for cut, parts in _trials(reduction):
         terms = _reduce_segments_reference(reduction, [part.reshape(cut.sizes).double() for part in parts], cut)
@@ -388,7 +394,7 @@ def _segment(reduction: _Reduction, parts: list[torch.Tensor], cut: _Cut) -> Ter
     """Reduce one segment in torch, in the order of the kernel: rows side by side, then lanes by halves."""
     (many, rows, columns), several = parts[0].shape, cut.several
     turns = -(-rows // several)
-    lanes = [_padded(part, turns * several, 0.0 if k else reduction.start) for k, part in enumerate(parts)]
+    lanes = [_pad_rows(part, turns * several, 0.0 if k else reduction.start) for k, part in enumerate(parts)]
     held = _in_blocks(reduction, [part.reshape(many, turns, several * columns) for part in lanes])
     while several > 1:
         half = (several + 1) // 2
@@ -410,7 +416,7 @@ def _in_blocks(reduction: _Reduction, lanes: list[torch.Tensor]) -> Terms:
     return held
 
 
-def _padded(part: torch.Tensor, rows: int, value: float) -> torch.Tensor:
+def _pad_rows(part: torch.Tensor, rows: int, value: float) -> torch.Tensor:
     """Append rows of the neutral element."""
     return torch.nn.functional.pad(part, (0, 0, 0, rows - part.shape[1]), value=value)
 

@@ -27,12 +27,12 @@ def _differ(a: Terms, b: Terms):
 
 
 def _reaches(r: Terms, b: Terms):
-    """Whether |r| >= |b|, for finite operands and b that is not 0."""
+    """Return whether |r| >= |b|, for finite operands and b that is not 0."""
     over = distill([*_size(r), *negated(_size(b))], 1)[0] >= 0.0
     return over & is_finite(r[0]) & is_finite(b[0]) & (b[0] != 0.0)
 
 
-def _brought_near(r, b: Terms) -> Terms:
+def _scale_near(r, b: Terms) -> Terms:
     """Return b times a power of two such that r / b is at most 2^999."""
     far = abs(r) * 2.0**-600 > abs(b[0])
     farther = abs(r) * 2.0**-600 * 2.0**-600 > abs(b[0])
@@ -44,7 +44,7 @@ def step(operands: list[Terms], n: int) -> Terms:
     """r less an integer multiple of b, of r's sign, to n - 1 components; behind them 1 where |r| >= |b| still."""
     r, b = operands
     one, zero = constants(r[0], [1.0, 0.0])
-    near = _brought_near(r[0], [select(is_finite(part), part, zero) for part in b])
+    near = _scale_near(r[0], [select(is_finite(part), part, zero) for part in b])
     whole = floor(abs(r[0] / select(near[0] == 0.0, one, near[0])) * _BELOW)
     whole = select(whole == 0.0, one, whole)
     q = select(_differ(r, b), -whole, whole)
@@ -58,7 +58,7 @@ def _is_regular(a: Terms, b: Terms):
     return is_finite(a[0]) & (b[0] == b[0]) & (b[0] != 0.0)
 
 
-def _ended(regular, zero_of, made: Terms, head) -> Terms:
+def _finish_irregular(regular, zero_of, made: Terms, head) -> Terms:
     """Return a result with `head` where the operands are not regular, and the sign of `zero_of` where it is 0."""
     sound = regular & is_finite(made[0])
     first = select(regular, select(made[0] == 0.0, zero_of, made[0]), head)
@@ -66,23 +66,23 @@ def _ended(regular, zero_of, made: Terms, head) -> Terms:
 
 
 def _turns(r: Terms, b: Terms):
-    """Whether a remainder that is not 0 has the other sign than b."""
+    """Return whether a remainder that is not 0 has the other sign than b."""
     return (r[0] != 0.0) & _differ(r, b)
 
 
 def fmod(operands: list[Terms], n: int) -> Terms:
-    """The remainder of a's sign, from (a, r, b)."""
+    """Return the remainder of a's sign, from (a, r, b)."""
     a, r, b = operands
-    return _ended(_is_regular(a, b), a[0] * 0.0, distill(r, n + 1), number(a[0], math.nan))
+    return _finish_irregular(_is_regular(a, b), a[0] * 0.0, distill(r, n + 1), number(a[0], math.nan))
 
 
 def remainder(operands: list[Terms], n: int) -> Terms:
-    """The remainder of b's sign, from (a, r, b); torch leaves a zero a's sign."""
+    """Return the remainder of b's sign, from (a, r, b); torch leaves a zero a's sign."""
     a, r, b = operands
     turns = _turns(r, b)
     sums = distill([*r, *(select(turns & is_finite(b[0]), t, 0.0) for t in b)], n + 1)
     sums = [select(turns & ~is_finite(b[0]), b[0], sums[0]), *sums[1:]]
-    return _ended(_is_regular(a, b), a[0] * 0.0, sums, number(a[0], math.nan))
+    return _finish_irregular(_is_regular(a, b), a[0] * 0.0, sums, number(a[0], math.nan))
 
 
 def _whole_quotient(a: Terms, r: Terms, b: Terms, n: int) -> Terms:
@@ -98,7 +98,7 @@ def trunc_divide(operands: list[Terms], n: int) -> Terms:
     a, r, b = operands
     plain = a[0] / b[0]
     regular = _is_regular(a, b) & is_finite(b[0])
-    return _ended(regular, plain * 0.0, _whole_quotient(a, r, b, n), plain)
+    return _finish_irregular(regular, plain * 0.0, _whole_quotient(a, r, b, n), plain)
 
 
 def floor_divide(operands: list[Terms], n: int) -> Terms:
@@ -110,4 +110,4 @@ def floor_divide(operands: list[Terms], n: int) -> Terms:
     less = added(whole, [select(_turns(r, b), number(a[0], -1.0), 0.0)], n + 1)
     less = [select(is_finite(whole[0]), less[0], whole[0]), *less[1:]]
     head = select(b[0] == 0.0, plain, number(a[0], math.nan))
-    return _ended(_is_regular(a, b), select(is_finite(plain), plain, 0.0) * 0.0, less, head)
+    return _finish_irregular(_is_regular(a, b), select(is_finite(plain), plain, 0.0) * 0.0, less, head)

@@ -30,7 +30,7 @@ _GUARD = 6  # bits beyond the components that series and constants are cut to
 
 
 def constants(like, values) -> Terms:
-    """Numbers as values of the kind of another."""
+    """Return numbers as constants of the trace, or as tensors of the dtype and device, of another value."""
     if isinstance(like, Traced):
         return [like.trace.emit("constant", (), float(value).hex()) for value in values]
     return [torch.tensor(value, dtype=like.dtype, device=like.device) for value in values]
@@ -65,7 +65,7 @@ def _exact(like, value: Fraction, n: int) -> Terms:
 
 
 def terms_for(n: int, bits: float, growth=lambda k: 1.0) -> int:
-    """How many terms until 2^(-bits k) / growth(k) falls below n components."""
+    """Return how many terms there are until 2^(-bits k) / growth(k) falls below n components."""
     k = 1
     while bits * k + math.log2(growth(k)) < 53 * n + _GUARD:
         k += 1
@@ -88,14 +88,14 @@ def exp_parts(x: Terms, n: int) -> tuple[Value, Terms]:
     k = nearest_integer(head * (128.0 / math.log(2.0)))
     pieces = known.chunks(known.ln2() // 128, 35, (53 * n + 50) // 35 + 1)
     steps = [-(k * c) for c in constants(k, pieces)]
-    r = distill(_interleaved([head, *x[1:]], steps), n)
+    r = distill(_interleave([head, *x[1:]], steps), n)
     q = floor(k * (1.0 / 128.0) + 0.5)
     e = looked_up(known.fractional_powers(), k - q * 128.0 + 64.0, n)
     p = small_expm1(r, n)
     return q, added(e, added(p, multiplied(e, p, n), n), n)
 
 
-def _interleaved(a: Terms, b: Terms) -> Terms:
+def _interleave(a: Terms, b: Terms) -> Terms:
     short = min(len(a), len(b))
     return [t for pair in zip(a, b) for t in pair] + list(a[short:]) + list(b[short:])
 
@@ -128,7 +128,7 @@ def expm1(operands: list[Terms], n: int) -> Terms:
 
 
 def odd_at_zero(x: Terms, made: Terms) -> Terms:
-    """A function that is zero at zero keeps its sign there."""
+    """Keep the sign of x in the result of a function that is zero at zero."""
     return finished(select(x[0] == 0.0, x[0], made[0]), made)
 
 
@@ -149,7 +149,7 @@ def log_terms(x: Terms, n: int, more=0.0) -> Terms:
     pieces = known.chunks(known.ln2(), 40, (53 * n + 40) // 40 + 1)
     whole = [(e - shift + more) * piece for piece in constants(c, pieces)]
     near = looked_up(known.reciprocals()[1], index, n + 1)
-    return distill(_interleaved(_interleaved(whole, near), small_log1p(r, n)), n)
+    return distill(_interleave(_interleave(whole, near), small_log1p(r, n)), n)
 
 
 def small_log1p(r: Terms, n: int) -> Terms:
@@ -169,7 +169,7 @@ def log_finished(x, made: Terms) -> Terms:
 
 
 def log(operands: list[Terms], n: int) -> Terms:
-    """The natural logarithm."""
+    """Return the natural logarithm."""
     return log_finished(operands[0][0], log_terms(operands[0], n))
 
 
@@ -197,7 +197,7 @@ def _size(x: Terms) -> Terms:
     return _select_terms(x[0] < 0.0, negated(x), x)
 
 
-def _with_sign(x, made: Terms) -> Terms:
+def _copy_sign(x, made: Terms) -> Terms:
     return _select_terms(x < 0.0, negated(made), made)
 
 
@@ -211,7 +211,7 @@ def tanh(operands: list[Terms], n: int) -> Terms:
     e = expm1_terms(scaled(near, -2.0), n)
     made = divided(negated(e), added(e, [one + one], n), n)
     made = [select(far, one, made[0]), *(select(far, zero, t) for t in made[1:])]
-    return odd_at_zero(x, _with_sign(x[0], made))
+    return odd_at_zero(x, _copy_sign(x[0], made))
 
 
 def _halves(size: Terms, n: int) -> tuple[Terms, Terms]:
@@ -228,7 +228,7 @@ def sinh(operands: list[Terms], n: int) -> Terms:
     e = expm1_terms(size, n)
     near = scaled(added(e, divided(e, added(e, constants(x[0], [1.0]), n), n), n), 0.5)
     far = finished(up[0], added(up, [select(is_finite(up[0]), t, 0.0) for t in negated(down)], n))
-    return odd_at_zero(x, _with_sign(x[0], _select_terms(size[0] < 1.0, near, far)))
+    return odd_at_zero(x, _copy_sign(x[0], _select_terms(size[0] < 1.0, near, far)))
 
 
 def cosh(operands: list[Terms], n: int) -> Terms:
@@ -257,7 +257,7 @@ def asinh(operands: list[Terms], n: int) -> Terms:
     below = added(rooted(added(square, one, n), n), one, n)
     made = _log_of_sum(size, added(near, divided(square, below, n), n), n)
     made = finished(select(is_finite(x[0]), made[0], size[0]), made)
-    return odd_at_zero(x, _with_sign(x[0], made))
+    return odd_at_zero(x, _copy_sign(x[0], made))
 
 
 def acosh(operands: list[Terms], n: int) -> Terms:
@@ -286,7 +286,7 @@ def sigmoid(operands: list[Terms], n: int) -> Terms:
 
 
 def _whole(x: Terms) -> tuple[Value, Value]:
-    """Whether a value is an integer, and whether it is an odd one."""
+    """Return whether a value is an integer, and whether it is an odd one."""
     whole, odd = _whole_term(x[0])
     for t in x[1:]:
         w, o = _whole_term(t)
@@ -344,7 +344,7 @@ _LAST = 873  # erfc(873 / 32) is below the smallest float64
 
 
 def _edge(n: int) -> int:
-    """From this many sixteenths on erf is 1 to n components."""
+    """Return from how many sixteenths on erf(x) is 1 to n components."""
     x = 1.0
     while x * x * math.log2(math.e) + math.log2(x * math.sqrt(math.pi)) < 53 * n + 3:
         x += 1 / 16

@@ -18,7 +18,7 @@ from ._exp_log import constants, looked_up, odd_at_zero, series, terms_for
 LARGEST_ANGLE = 2.0**20
 
 
-def _reduced(x: Terms, n: int) -> tuple[Value, Terms]:
+def _reduce_angle(x: Terms, n: int) -> tuple[Value, Terms]:
     """k and x - k pi / 32, relatively accurate however close x is to a multiple of pi / 2."""
     head = select(abs(x[0]) > 2.0 * LARGEST_ANGLE, 0.0, x[0])
     k = nearest_integer(head * (32.0 / math.pi))
@@ -30,7 +30,7 @@ def _reduced(x: Terms, n: int) -> tuple[Value, Terms]:
 
 def _parts(x: Terms, n: int) -> tuple[Value, Terms, Terms]:
     """Return the table's index, sin r and cos r - 1 for the reduced argument r, |r| <= pi / 64."""
-    k, r = _reduced(x, n)
+    k, r = _reduce_angle(x, n)
     index = k - nearest_integer(k * (1.0 / 64.0) - 0.5 + 1.0 / 128.0) * 64.0
     square = multiplied(r, r, n)
     bits = 8.69
@@ -41,7 +41,7 @@ def _parts(x: Terms, n: int) -> tuple[Value, Terms, Terms]:
     return index, sine, multiplied(square, series(square, even, n, bits), n)
 
 
-def _turned(tables: tuple, index, along: Terms, across: Terms, n: int, sign: float) -> Terms:
+def _rotate(tables: tuple, index, along: Terms, across: Terms, n: int, sign: float) -> Terms:
     """a + (a (cos r - 1) + sign b sin r) for a and b from the tables."""
     a, b = looked_up(tables[0], index, n), looked_up(tables[1], index, n)
     rest = added(multiplied(a, along, n), scaled(multiplied(b, across, n), sign), n)
@@ -49,18 +49,18 @@ def _turned(tables: tuple, index, along: Terms, across: Terms, n: int, sign: flo
 
 
 def sin(operands: list[Terms], n: int) -> Terms:
-    """The sine, for |x| <= 2^20."""
+    """Return the sine, for |x| <= 2^20."""
     x = operands[0]
     index, sine, versine = _parts(x, n)
-    made = _turned(known.circle(), index, versine, sine, n, 1.0)
+    made = _rotate(known.circle(), index, versine, sine, n, 1.0)
     return odd_at_zero(x, finished(select(is_finite(x[0]), made[0], x[0] - x[0]), made))
 
 
 def cos(operands: list[Terms], n: int) -> Terms:
-    """The cosine, for |x| <= 2^20."""
+    """Return the cosine, for |x| <= 2^20."""
     x = operands[0]
     index, sine, versine = _parts(x, n)
-    made = _turned(known.circle()[::-1], index, versine, sine, n, -1.0)
+    made = _rotate(known.circle()[::-1], index, versine, sine, n, -1.0)
     return finished(select(is_finite(x[0]), made[0], x[0] - x[0]), made)
 
 
@@ -104,7 +104,7 @@ def beyond_reach(head: torch.Tensor) -> torch.Tensor | None:
 
 
 def reduced_exactly(parts: Sequence[torch.Tensor], count: int) -> tuple[torch.Tensor, tuple[torch.Tensor, ...]]:
-    """Angles in one dimension as k pi / 2 + r: k modulo 4, and r, at most pi / 4, as `count` float64 components.
+    """Reduce angles of one dimension to k pi / 2 + r: k modulo 4, and |r| <= pi / 4 as `count` float64.
 
     One element at a time, which `halfulp.kernels.report()` counts.
     """

@@ -40,11 +40,11 @@ def solve_by_elimination(work: Work, a: Parts, b: Parts, task: str) -> Parts:
         torch.linalg.LinAlgError: a is singular, or beyond four components; N > 128.
     """
     matrix, right = Integers.of(a), Integers.of(b)
-    near = _proven(a, task, lambda components: _inverted(a, components), lambda z: z @ matrix)
-    return _refined(work, task, Integers.of(near), matrix, right, a[0].device)
+    near = _proven(a, task, lambda components: _invert(a, components), lambda z: z @ matrix)
+    return _refine(work, task, Integers.of(near), matrix, right, a[0].device)
 
 
-def _refined(work: Work, task: str, near: Integers, a: Integers, b: Integers, device: torch.device) -> Parts:
+def _refine(work: Work, task: str, near: Integers, a: Integers, b: Integers, device: torch.device) -> Parts:
     """x += Z (b - a x), of which nothing is rounded but x and the correction."""
     progress, x = Progress(work, task), (near @ b).parts(device, work.components)
     for _ in range(LIMIT):
@@ -65,11 +65,11 @@ def least_squares_by_elimination(work: Work, a: Parts, b: Parts, task: str) -> P
     near = _proven(a, task, lambda components: _orthonormalizer(a, gram, components), lambda w: w.mT @ gram @ w)
     left = Integers.of(near)
     inverse = _inverse_of_gram(left @ left.mT, gram, task, device)
-    return _refined(work, task, inverse @ matrix.mT, matrix, right, device)
+    return _refine(work, task, inverse @ matrix.mT, matrix, right, device)
 
 
 def _inverse_of_gram(near: Integers, gram: Integers, task: str, device: torch.device) -> Integers:
-    """Z with |Z G - 1| < 2^-8 from a near one whose error is small in the norm of a x only: Z -= (Z G - 1) Z."""
+    """Return Z with |Z G - 1| < 2^-8 from an approximate inverse that is near in the norm of a x: Z -= (Z G - 1) Z."""
     one = Integers.of((torch.eye(gram.values.shape[0], dtype=_F64, device=device),))
     for _ in range(_NEWTON):
         error = near @ gram - one
@@ -80,7 +80,7 @@ def _inverse_of_gram(near: Integers, gram: Integers, task: str, device: torch.de
 
 
 def _orthonormalizer(a: Parts, gram: Integers, components: int) -> Parts | None:
-    """W with a W orthonormal: R^-1 of Gram's and Schmidt's process, and once more R^-1 of what that left."""
+    """Return W with a W orthonormal: R^-1 by Gram and Schmidt, then R^-1 of what that left."""
     first = _schmidt(a, components)
     if first is None:
         return None
@@ -90,7 +90,7 @@ def _orthonormalizer(a: Parts, gram: Integers, components: int) -> Parts | None:
 
 
 def _schmidt(a: Parts, components: int) -> Parts | None:
-    """R^-1 of a = Q R, column by column."""
+    """Return R^-1 of a = Q R, column by column."""
     table = pointwise("renormalize", a, components=components, dtype=_F64)
     rows = []
     for k in range(a[0].shape[-1]):
@@ -107,7 +107,7 @@ def _schmidt(a: Parts, components: int) -> Parts | None:
         rows.append(row)
         row = tuple(-part for part in row)
         table = pointwise("addcmul", table, unit, row, components=components, dtype=_F64)
-    return _inverted(tuple(torch.cat(parts) for parts in zip(*rows, strict=True)), components)
+    return _invert(tuple(torch.cat(parts) for parts in zip(*rows, strict=True)), components)
 
 
 def _proven(a: Parts, task: str, make: Callable, unit: Callable) -> Parts:
@@ -155,11 +155,11 @@ def cholesky_by_elimination(work: Work, a: Parts, task: str) -> Parts:
 
 def _inverse_cholesky(a: Parts, components: int) -> Parts | None:
     root = _cholesky(a, components)
-    return None if root is None else _inverted(root, components)
+    return None if root is None else _invert(root, components)
 
 
 def _cholesky(a: Parts, components: int) -> Parts | None:
-    """Cholesky's factor in components; None where a pivot is not positive."""
+    """Return Cholesky's factor in components, or None where a pivot is not positive."""
     table = pointwise("renormalize", a, components=components, dtype=_F64)
     columns = []
     for k in range(a[0].shape[-1]):
@@ -184,8 +184,8 @@ def refuse(why: str, task: str) -> NoReturn:
     )
 
 
-def _inverted(a: Parts, components: int) -> Parts | None:
-    """Gauss' and Jordan's elimination of [a, 1]; None where a pivot is zero or a number overflows."""
+def _invert(a: Parts, components: int) -> Parts | None:
+    """Invert a by eliminating [a, 1] (Gauss and Jordan); None where a pivot is zero or a number overflows."""
     rows, device = a[0].shape[-1], a[0].device
     right = torch.eye(rows, dtype=_F64, device=device)
     left = pointwise("renormalize", a, components=components, dtype=_F64)
@@ -220,11 +220,11 @@ def cholesky(work: Work, a: Parts) -> Parts:
     # Halves of even powers of two scale L exactly.
     half = (exponent(diagonal) / 2).floor().unsqueeze(-1)
     a = times_power_of_two(times_power_of_two(a, -half), -half.mT)
-    return times_power_of_two(_cholesky_started(work, a), half)
+    return times_power_of_two(_factor_from_float64(work, a), half)
 
 
-def _cholesky_started(work: Work, a: Parts) -> Parts:
-    """From float64 where it can be, together; else each matrix by the way that it needs."""
+def _factor_from_float64(work: Work, a: Parts) -> Parts:
+    """Refine a float64 factor of all matrices, or, where one has none, factor each matrix by itself."""
     try:
         start, info = torch.linalg.cholesky_ex(a[0])
         refuse_singular(info, "cholesky")
@@ -233,7 +233,7 @@ def _cholesky_started(work: Work, a: Parts) -> Parts:
         if a[0].dim() == 2:
             return cholesky_by_elimination(work, a, "cholesky")
     matrices = zip(*(part.reshape(-1, *part.shape[-2:]) for part in a), strict=True)
-    found = [_cholesky_started(work, matrix) for matrix in matrices]
+    found = [_factor_from_float64(work, matrix) for matrix in matrices]
     return tuple(torch.stack(parts).reshape(a[0].shape) for parts in zip(*found, strict=True))
 
 
@@ -258,7 +258,7 @@ def _refined_cholesky(work: Work, a: Parts, start: torch.Tensor, task: str) -> P
 
 
 def qr(work: Work, a: Parts) -> tuple[Parts, Parts]:
-    """Q with orthonormal columns and upper R, Q R = a; the signs are LAPACK's.
+    """Return Q with orthonormal columns and upper R, Q R = a; the signs are LAPACK's.
 
     Q~ = a R0^-1 is orthonormal but for float64's rounding; Q~^T Q~ = C^T C, refined, makes R = C R0 and Q = a R^-1.
     """
@@ -271,18 +271,18 @@ def qr(work: Work, a: Parts) -> tuple[Parts, Parts]:
     start = torch.linalg.qr(a[0]).R
     if bool((start.diagonal(dim1=-2, dim2=-1) == 0).any()):
         refuse_singular(torch.ones((), dtype=torch.float32, device="cpu"), "qr")
-    near = _divided(work, a, work.to_float64((start,)), start)
+    near = _divide_by_upper(work, a, work.to_float64((start,)), start)
     gram = work.matmul(tuple(part.mT for part in near), near)
     lower, info = torch.linalg.cholesky_ex(gram[0])
     refuse_singular(info, "qr")
     factor = _refined_cholesky(work, gram, lower, "qr")
     r = work.matmul(tuple(part.mT for part in factor), (start,))
     r = tuple(part.triu() for part in r)
-    q = _divided(work, a, r, r[0])
+    q = _divide_by_upper(work, a, r, r[0])
     return q, times_power_of_two(r, columns)
 
 
-def _divided(work: Work, a: Parts, r: Parts, start: torch.Tensor) -> Parts:
+def _divide_by_upper(work: Work, a: Parts, r: Parts, start: torch.Tensor) -> Parts:
     """x with x r = a for an upper r whose head is `start`."""
     progress, x, rest = Progress(work, "qr"), None, a[0]
     for _ in range(LIMIT):
@@ -296,7 +296,7 @@ def _divided(work: Work, a: Parts, r: Parts, start: torch.Tensor) -> Parts:
 
 
 def determinant(work: Work, a: Parts) -> Parts:
-    """The product of U's diagonal in P a = L U, with its power of two kept apart.
+    """Return the product of U's diagonal in P a = L U, with its power of two kept apart.
 
     Raises:
         torch.linalg.LinAlgError: float64's factors are too far off to refine.
@@ -320,13 +320,13 @@ def determinant(work: Work, a: Parts) -> Parts:
     # A pivot that was all rounding is left with the residual's rounding, however small its corrections have become.
     refuse_singular(~((ratio > 0.5) & (ratio < 2.0)), "det")
     swaps = (pivots != torch.arange(1, pivots.shape[-1] + 1, device=pivots.device, dtype=torch.int64)).sum(-1) % 2
-    digits, k = _multiplied(work, tuple(part.diagonal(dim1=-2, dim2=-1) for part in upper))
+    digits, k = _multiply_last(work, tuple(part.diagonal(dim1=-2, dim2=-1) for part in upper))
     k = k + rows.sum((-2, -1)) + columns.sum((-2, -1))
     return times_power_of_two(tuple(part * (1 - 2 * swaps) for part in digits), k)
 
 
-def _multiplied(work: Work, x: Parts) -> tuple[Parts, torch.Tensor]:
-    """The product over the last dimension as parts near 1 and an exponent."""
+def _multiply_last(work: Work, x: Parts) -> tuple[Parts, torch.Tensor]:
+    """Return the product over the last dimension as parts near 1 and an exponent."""
     powers = torch.zeros(x[0].shape[:-1], dtype=torch.float64, device=x[0].device)
     while True:
         k = exponent(x[0])
@@ -344,7 +344,7 @@ MOST_EXACT_ROWS = 64
 
 
 def exact_determinant(a: Parts) -> Parts:
-    """Four float64 components of the determinant of (..., N, N), by Bareiss' division-free elimination (1968)."""
+    """Return four float64 components of det(..., N, N), by Bareiss' division-free elimination (1968)."""
     size = a[0].shape[-1]
     if size > MOST_EXACT_ROWS:
         raise torch.linalg.LinAlgError(
@@ -360,7 +360,7 @@ def exact_determinant(a: Parts) -> Parts:
 
 
 def _one_determinant(parts: tuple) -> Fraction:
-    """The determinant of a sum of matrices given as nested lists."""
+    """Return the determinant of a sum of matrices given as nested lists."""
     size = len(parts[0])
     exact = [[sum(Fraction(part[i][j]) for part in parts) for j in range(size)] for i in range(size)]
     common = max(x.denominator for row in exact for x in row)

@@ -15,7 +15,7 @@ _NEEDS_SQUARE = ("solve", "inverse", "cholesky", "det")
 
 
 def solve(a: Parts, b: Parts, components: int, dtype: torch.dtype) -> Parts:
-    """The x with a x = b, refined from a float64 LU factorization until no digit changes.
+    """Return the x with a x = b, refined from a float64 LU factorization until no digit changes.
 
     x += (LU)^-1 (b - a x), the residual with a component more than the result (Wilkinson 1963). Rows and columns are
     scaled by powers of two first. The error is at most a few 2^-(n p) of the largest entry of each column of x; four
@@ -43,16 +43,16 @@ def solve(a: Parts, b: Parts, components: int, dtype: torch.dtype) -> Parts:
     >>> (5 * x[0] + 5 * x[1]).tolist()
     [[2.0], [1.0]]
     """
-    return _called("solve", a, b, components, dtype)
+    return _call_solver("solve", a, b, components, dtype)
 
 
 def inverse(a: Parts, components: int, dtype: torch.dtype) -> Parts:
-    """The inverse of (..., N, N): the solution of a x = 1, with `solve`'s accuracy and errors."""
-    return _called("inverse", a, (), components, dtype)
+    """Return the inverse of (..., N, N): the solution of a x = 1, with `solve`'s accuracy and errors."""
+    return _call_solver("inverse", a, (), components, dtype)
 
 
 def lstsq(a: Parts, b: Parts, components: int, dtype: torch.dtype) -> Parts:
-    """The x of least |b - a x| for a of full column rank, refined together with the residual (Bjorck 1967).
+    """Return the x of least |b - a x| for a of full column rank, refined together with the residual (Bjorck 1967).
 
     Args:
         a: (..., M, N) with M >= N.
@@ -67,11 +67,11 @@ def lstsq(a: Parts, b: Parts, components: int, dtype: torch.dtype) -> Parts:
         ValueError: shapes that do not match, M < N; infinities or NaNs.
         torch.linalg.LinAlgError: the columns are dependent, or nearly.
     """
-    return _called("lstsq", a, b, components, dtype)
+    return _call_solver("lstsq", a, b, components, dtype)
 
 
 def cholesky(a: Parts, components: int, dtype: torch.dtype) -> Parts:
-    """The lower L with L L^T = a for a positive definite (..., N, N), of which the lower triangle is read.
+    """Return the lower L with L L^T = a for a positive definite (..., N, N), of which the lower triangle is read.
 
     L += L phi(L^-1 (a - L L^T) L^-T), phi the lower triangle with half the diagonal.
 
@@ -79,22 +79,22 @@ def cholesky(a: Parts, components: int, dtype: torch.dtype) -> Parts:
         ValueError: not square; infinities or NaNs.
         torch.linalg.LinAlgError: not positive definite, or of a condition beyond about 1e58.
     """
-    return _called("cholesky", a, (), components, dtype)
+    return _call_solver("cholesky", a, (), components, dtype)
 
 
 def qr(a: Parts, components: int, dtype: torch.dtype) -> tuple[Parts, Parts]:
-    """Q with orthonormal columns and upper R with Q R = a, (..., M, k) and (..., k, N), k = min(M, N).
+    """Return Q (..., M, k) with orthonormal columns and upper R (..., k, N), Q R = a, k = min(M, N).
 
     Raises:
         ValueError: infinities or NaNs.
         torch.linalg.LinAlgError: the first k columns are dependent, or nearly.
     """
-    made = _called("qr", a, (), components, dtype)
+    made = _call_solver("qr", a, (), components, dtype)
     return made[:components], made[components:]
 
 
 def det(a: Parts, components: int, dtype: torch.dtype) -> Parts:
-    """The determinant of (..., N, N): of refined LU factors, or, where float64 cannot start, by exact integers.
+    """Return the determinant of (..., N, N): of refined LU factors, or, where float64 cannot start, by exact integers.
 
     The exact way takes N up to 64; it also tells that a determinant is zero.
 
@@ -102,10 +102,10 @@ def det(a: Parts, components: int, dtype: torch.dtype) -> Parts:
         ValueError: not square; infinities or NaNs.
         torch.linalg.LinAlgError: N > 64 and singular, or of a condition beyond about 1e15.
     """
-    return _called("det", a, (), components, dtype)
+    return _call_solver("det", a, (), components, dtype)
 
 
-def _called(name: str, a: Parts, b: Parts, components: int, dtype: torch.dtype) -> Parts:
+def _call_solver(name: str, a: Parts, b: Parts, components: int, dtype: torch.dtype) -> Parts:
     for kind, count in ((a[0].dtype, len(a)), *([(b[0].dtype, len(b))] if b else []), (dtype, components)):
         if kind not in PRECISION:
             raise TypeError(f"components of {kind}: allowed are float16, bfloat16, float32 and float64")
@@ -141,12 +141,12 @@ def _run(name: str, parts: list[torch.Tensor], count: int, components: int, dtyp
         batch = torch.broadcast_shapes(a[0].shape[:-2], b[0].shape[:-2])
         a, b = (tuple(part.expand(*batch, *part.shape[-2:]) for part in some) for some in (a, b))
     work = Work.for_result(components, dtype)
-    made = _computed(name, work, a, b)
+    made = _compute(name, work, a, b)
     fit = [pointwise("renormalize", x, components=components, dtype=dtype) for x in made]
     return [part for x in fit for part in x]
 
 
-def _computed(name: str, work: Work, a: Parts, b: Parts) -> tuple[Parts, ...]:
+def _compute(name: str, work: Work, a: Parts, b: Parts) -> tuple[Parts, ...]:
     if name == "solve":
         return (systems.solve(work, a, b),)
     if name == "inverse":

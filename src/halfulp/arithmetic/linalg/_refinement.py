@@ -71,7 +71,7 @@ class Progress:
         self._task = task
 
     def done(self, step: torch.Tensor, size: torch.Tensor) -> bool:
-        """Whether every correction, of largest entry `step`, is small enough beside what it corrects.
+        """Return whether every correction, of largest entry `step`, is small enough against what it corrects.
 
         Raises:
             torch.linalg.LinAlgError: corrections do not shrink.
@@ -97,7 +97,7 @@ def refuse_singular(info: torch.Tensor, task: str) -> None:
 
 
 def prove_regular(a: Parts, near: torch.Tensor, task: str) -> None:
-    """|near a - 1| < 1/2 in the maximum norm proves that no x but zero has a x = 0; `near` is about the inverse.
+    """Prove by |near a - 1| < 1/2 in the maximum norm that a is regular; `near` is about the inverse.
 
     Refinement alone does not: where b lies in the range of a singular matrix it converges, to any of the solutions.
     """
@@ -114,12 +114,12 @@ def _below_half(x: torch.Tensor) -> bool:
 
 
 def largest(x: torch.Tensor, dims: tuple[int, ...] = (-2,)) -> torch.Tensor:
-    """Largest magnitude of each column, or of each matrix."""
+    """Return the largest magnitude of each column, or of each matrix."""
     return x.abs().amax(dims)
 
 
 def scaled(parts: Parts, dim: int) -> tuple[Parts, torch.Tensor]:
-    """Rows (dim = -1) or columns (dim = -2) times 2^-k, so that their largest magnitude lies in [1/2, 1), and k."""
+    """Scale rows (dim = -1) or columns (dim = -2) by 2^-k to a largest magnitude in [1/2, 1); return them and k."""
     k, first, second = slicing.exponents(parts[0], dim)
     return times_factors(parts, first, second), k
 
@@ -130,7 +130,7 @@ def times_factors(parts: Parts, first: torch.Tensor, second: torch.Tensor) -> Pa
 
 
 def times_power_of_two(parts: Parts, k: torch.Tensor) -> Parts:
-    """Times 2^k for whole k of any size, which neither over- nor underflows on the way."""
+    """Multiply by 2^k for integer k of any size, without over- or underflow on the way."""
     out = parts
     for _ in range(3):
         step = k.clamp(-1000, 1000)
@@ -152,7 +152,7 @@ class Integers:
 
     @classmethod
     def of(cls, parts: Parts) -> Integers:
-        """The exact sum of finite float64 components."""
+        """Return the exact sum of finite float64 components."""
         fractions, exponents = zip(*(np.frexp(part.detach().cpu().numpy()) for part in parts), strict=True)
         power = min(int(np.min(e, where=f != 0, initial=0)) for f, e in zip(fractions, exponents, strict=True)) - 53
         values: np.ndarray = np.zeros(parts[0].shape, dtype=object)
@@ -175,20 +175,20 @@ class Integers:
         return Integers(left - right, power)
 
     def rounded(self, bits: int) -> Integers:
-        """Cut to so many bits of the largest entry."""
+        """Round to so many bits of the largest entry, downwards."""
         most = max(int(value).bit_length() for value in self.values.flat)
         shift = max(0, most - bits)
         return Integers(self.values >> shift, self.power + shift)
 
     def parts(self, device: torch.device, components: int = MOST) -> Parts:
-        """The matrix rounded to float64 components."""
+        """Return the matrix rounded to float64 components."""
         rows = [_floats(int(value), self.power, components) for value in self.values.flat]
         wide = torch.tensor(rows, dtype=torch.float64, device=device).reshape(*self.values.shape, components)
         return pointwise("renormalize", tuple(wide.unbind(-1)), components=components, dtype=torch.float64)
 
 
 def _floats(value: int, power: int, components: int) -> list[float]:
-    """The leading digits of value 2^power, 53 at a time."""
+    """Return the leading digits of value 2^power, 53 at a time."""
     out = []
     for _ in range(components):
         shift = max(0, value.bit_length() - 53)

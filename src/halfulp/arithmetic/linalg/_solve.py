@@ -20,12 +20,12 @@ def solve(work: Work, a: Parts, b: Parts, task: str = "solve") -> Parts:
     a, rows = scaled(work.to_float64(a), -1)
     a, columns = scaled(a, -2)
     b = times_power_of_two(work.to_float64(b), -rows)
-    x = _started(_solve_refined, solve_by_elimination, work, a, b, task)
+    x = _solve_from_float64(_refine_solution, solve_by_elimination, work, a, b, task)
     return times_power_of_two(x, -columns.mT)
 
 
-def _started(quick: Callable, slow: Callable, work: Work, a: Parts, b: Parts, task: str) -> Parts:
-    """From float64 where it can be, together; else each matrix by the way that it needs."""
+def _solve_from_float64(quick: Callable, slow: Callable, work: Work, a: Parts, b: Parts, task: str) -> Parts:
+    """Solve all systems from a float64 start, or, where one has none, each system by itself."""
     try:
         return quick(work, a, b, task)
     except torch.linalg.LinAlgError:
@@ -33,12 +33,12 @@ def _started(quick: Callable, slow: Callable, work: Work, a: Parts, b: Parts, ta
             return slow(work, a, b, task)
     shape = a[0].shape[:-2]
     pairs = [zip(*(part.reshape(-1, *part.shape[-2:]) for part in some), strict=True) for some in (a, b)]
-    found = [_started(quick, slow, work, left, right, task) for left, right in zip(*pairs, strict=True)]
+    found = [_solve_from_float64(quick, slow, work, left, right, task) for left, right in zip(*pairs, strict=True)]
     stacks = (torch.stack(parts) for parts in zip(*found, strict=True))
     return tuple(stack.reshape(*shape, *stack.shape[-2:]) for stack in stacks)
 
 
-def _solve_refined(work: Work, a: Parts, b: Parts, task: str) -> Parts:
+def _refine_solution(work: Work, a: Parts, b: Parts, task: str) -> Parts:
     """x += (LU)^-1 (b - a x), LU in float64."""
     factors, pivots, info = torch.linalg.lu_factor_ex(a[0])
     refuse_singular(info, task)
@@ -57,7 +57,7 @@ def _solve_refined(work: Work, a: Parts, b: Parts, task: str) -> Parts:
 
 
 def inverse(work: Work, a: Parts) -> Parts:
-    """The solution of a x = 1."""
+    """Return the solution of a x = 1."""
     size = a[0].shape[-1]
     one = torch.eye(size, dtype=torch.float64, device=a[0].device).expand(a[0].shape)
     return solve(work, a, (one,), "inverse")
@@ -66,12 +66,12 @@ def inverse(work: Work, a: Parts) -> Parts:
 def lstsq(work: Work, a: Parts, b: Parts) -> Parts:
     """x of least |b - a x|, by refinement of r + a x = b, a^T r = 0 (Bjorck 1967); a has full column rank."""
     a, columns = scaled(work.to_float64(a), -2)
-    x = _started(_lstsq_refined, least_squares_by_elimination, work, a, work.to_float64(b), "lstsq")
+    x = _solve_from_float64(_refine_lstsq, least_squares_by_elimination, work, a, work.to_float64(b), "lstsq")
     return times_power_of_two(x, -columns.mT)
 
 
-def _lstsq_refined(work: Work, a: Parts, b: Parts, task: str) -> Parts:
-    """Corrections of x and of the residual together, by QR in float64."""
+def _refine_lstsq(work: Work, a: Parts, b: Parts, task: str) -> Parts:
+    """Refine x and the residual together, by QR in float64."""
     transposed = tuple(part.mT for part in a)
     q, r = torch.linalg.qr(a[0])
     if bool((r.diagonal(dim1=-2, dim2=-1) == 0).any()):
@@ -87,7 +87,7 @@ def _lstsq_refined(work: Work, a: Parts, b: Parts, task: str) -> Parts:
         change = upper - q @ (seen - height)
         x = work.to_float64((step,)) if x is None else work.add(x, (step,))
         rest = work.to_float64((change,)) if rest is None else work.add(rest, (change,))
-        if progress.done(largest(step), _resolved(work, x[0], b[0])):
+        if progress.done(largest(step), _resolvable_size(work, x[0], b[0])):
             break
         upper = work.sub(work.sub(b, rest), work.matmul(a, x))[0]
         lower = -work.matmul(transposed, rest)[0]
@@ -102,6 +102,6 @@ def _prove_independent(a: Parts, r: torch.Tensor) -> None:
     prove_regular((near,), near.mT, "lstsq")
 
 
-def _resolved(work: Work, x: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+def _resolvable_size(work: Work, x: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
     """Return the size by which corrections are judged: the solution's, or one that the right-hand side resolves."""
     return torch.maximum(largest(x), largest(b) * 2.0 ** -(53 * work.components - 60 - work.bits / 2))

@@ -29,7 +29,7 @@ def matmul(
 def matmul(
     a: Parts, b: Parts, components: int, dtype: torch.dtype, error: bool = False
 ) -> Parts | tuple[Parts, torch.Tensor]:
-    """The product of two matrices of expansions, or of stacks of them.
+    """Return the product of two matrices of expansions, or of stacks of them.
 
     One product in a wider native type serves where it holds the digits: float32 for results of two float16 and up to
     three bfloat16, float64 for other results of up to 48 bits. More digits come from products of slices that are exact
@@ -95,16 +95,16 @@ def _run(a: Sequence[Any], b: Sequence[Any], components: int, dtype: torch.dtype
         a = [part.reshape(-1, part.shape[-1]) for part in a]
         made = _multiply(tuple(a), tuple(b), components, dtype, error)
     else:
-        a, b = ([_stacked(part, shape[:-2]) for part in parts] for parts in (a, b))
-        made = _in_pieces(tuple(a), tuple(b), components, dtype, error)
+        a, b = ([_stack(part, shape[:-2]) for part in parts] for parts in (a, b))
+        made = _multiply_in_chunks(tuple(a), tuple(b), components, dtype, error)
     return [part.reshape(shape) for part in made]
 
 
-def _stacked(part: torch.Tensor, batch: tuple[int, ...]) -> torch.Tensor:
+def _stack(part: torch.Tensor, batch: tuple[int, ...]) -> torch.Tensor:
     return part.expand(*batch, *part.shape[-2:]).reshape(math.prod(batch), *part.shape[-2:])
 
 
-def _in_pieces(a: Parts, b: Parts, components: int, dtype: torch.dtype, error: bool) -> list[torch.Tensor]:
+def _multiply_in_chunks(a: Parts, b: Parts, components: int, dtype: torch.dtype, error: bool) -> list[torch.Tensor]:
     """Multiply a stack of matrices in chunks that keep the workspace small."""
     count, m, k = a[0].shape
     n = b[0].shape[-1]
@@ -141,7 +141,7 @@ def _multiply(a: Parts, b: Parts, components: int, dtype: torch.dtype, error: bo
     if _is_like_a_dot_product(outputs, inner, a[0].numel() + b[0].numel()):
         made = multiply_direct(a, b, components, dtype)
         return [*made, *([error_direct(a, b, components, dtype)] if error else [])]
-    a, b = (_for_slices(parts) for parts in (a, b))
+    a, b = (_prepare_slices(parts) for parts in (a, b))
     made, bound = multiply_sliced(a, b, components, dtype, error)
     return [*made, *([] if bound is None else [bound])]
 
@@ -152,7 +152,7 @@ def _is_like_a_dot_product(outputs: int, inner: int, elements: int) -> bool:
     return 250 + 0.02 * outputs * inner < sliced
 
 
-def _for_slices(parts: Parts) -> Parts:
+def _prepare_slices(parts: Parts) -> Parts:
     return parts if parts[0].dtype == torch.float64 else tuple(part.double() for part in parts)
 
 
@@ -186,7 +186,7 @@ _KINDS = {
 
 
 def grouped_matmul(a: Parts, b: Parts, offsets: torch.Tensor | None, components: int, dtype: torch.dtype) -> Parts:
-    """The products of G groups, as `torch.nn.functional.grouped_mm`; each with `matmul`'s bounds.
+    """Return the products of G groups, as `torch.nn.functional.grouped_mm` does, each with `matmul`'s bounds.
 
     Group g is what lies from offsets[g - 1] (0 at first) to offsets[g]: of the rows of a 2d `a` and of the columns of
     a 2d `b`, or of the inner dimension where both are 2d; rows and columns behind the last group become 0.

@@ -34,12 +34,12 @@ def covered(slices: int) -> int:
 
 
 def products(slices: int) -> int:
-    """How many plain products of matrices: exact ones of slices i + j <= slices + 1, and one per slice with a tail."""
+    """Return how many plain matrix products there are: exact ones of slices i + j <= slices + 1, and one a tail."""
     return slices * (slices + 1) // 2 + slices + 1
 
 
 def least_sum(slices: int, inner: int, bits: int) -> float:
-    """The |A||B| (scaled) from which on the tails' error stays under half of 2^-bits of it.
+    """Return the |A||B| (scaled) from which on the tails' error stays under half of 2^-bits of it.
 
     Every tail product is at most inner 2^-(covered + 1). Their sum, of `length` products in one accumulator, is off by
     at most `length` units of its absolute sum, and with independent roundings (Higham and Mary 2019) by 4 sqrt(length)
@@ -57,7 +57,7 @@ def tails_error(slices: int, inner: int) -> float:
 
 
 def first_slices(inner: int, bits: int) -> int:
-    """Slices that suffice where |A||B| is not much below its largest possible."""
+    """Return the slices that suffice where |A||B| is not much below its largest possible."""
     for slices in range(1, MOST_SLICES):
         if least_sum(slices, inner, bits) <= inner / 64:
             return slices
@@ -66,7 +66,7 @@ def first_slices(inner: int, bits: int) -> int:
 
 @functools.cache
 def slicer(dtype: torch.dtype, count: int, slices: int) -> Elements:
-    """Kernel: components and two factors -> slices, the tail, and the magnitude as float32."""
+    """Return the kernel (components, two factors) -> (slices, the tail, the magnitude as float32)."""
 
     def cut(*values) -> Terms:
         first, second = values[count], values[count + 1]
@@ -92,14 +92,14 @@ def slicer(dtype: torch.dtype, count: int, slices: int) -> Elements:
 
 @functools.cache
 def summer(results: int, carried: int, components: int, dtype: torch.dtype) -> Elements:
-    """Kernel: products largest first, the exponents of row and column, what was carried -> components."""
+    """Return the kernel (products, largest first, exponents of row and column, carry) -> components."""
     working = components if dtype == torch.float64 else -(-(components * PRECISION[dtype] + 4) // 53)
 
     def add_up(*values) -> Terms:
         terms = list(values[:results])
         scale = values[results] + values[results + 1]
         known = list(values[results + 2 :])
-        terms = _gathered(terms, working)
+        terms = _sum_terms(terms, working)
         terms = [times_power(term, scale) for term in terms]
         if known:
             terms = distill([*known, *terms], working)
@@ -111,8 +111,8 @@ def summer(results: int, carried: int, components: int, dtype: torch.dtype) -> E
     return Elements("matmul_sum", add_up, torch.float64, inputs, (dtype,) * components)
 
 
-def _gathered(terms: Terms, keep: int) -> Terms:
-    """The sum to `keep` components, with an error of order u^(keep + 1) of the largest term."""
+def _sum_terms(terms: Terms, keep: int) -> Terms:
+    """Return the sum to `keep` components, with an error of order u^(keep + 1) of the largest term."""
     if keep == 1:
         terms = sweep(terms)
         return [terms[0] + _plain_sum(terms[1:])] if len(terms) > 1 else terms
@@ -131,7 +131,7 @@ def _plain_sum(terms: Terms):
 
 
 def exponents(head: torch.Tensor, dim: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Per row or column: k with every magnitude at most 2^k (NaN for infinities and NaNs), and two factors of 2^-k."""
+    """Return, per row or column, k with magnitudes at most 2^k (NaN if not finite), and two factors of 2^-k."""
     largest = head.abs().amax(dim, keepdim=True)
     out = torch.empty_like(largest), torch.empty_like(largest), torch.empty_like(largest)
     _scaler()([largest], out)
@@ -190,7 +190,7 @@ def multiply_sliced(
     """
     tasks = _tasks(a, b, components, dtype)
     if not _all_finite(tasks):
-        return _with_special_values(a, b, components, dtype, error)
+        return _add_special_values(a, b, components, dtype, error)
     known: Parts = ()
     bound, alone = None, None
     for k, task in enumerate(tasks):
@@ -219,7 +219,7 @@ def _all_finite(tasks: list[_Task]) -> bool:
     return all(math.isfinite(float(task.row_scales[0].sum() + task.column_scales[0].sum())) for task in tasks)
 
 
-def _with_special_values(
+def _add_special_values(
     a: Parts, b: Parts, components: int, dtype: torch.dtype, error: bool
 ) -> tuple[Parts, torch.Tensor | None]:
     plain = torch.matmul(a[0].double(), b[0].double())
@@ -247,17 +247,17 @@ def _multiply_block(
     """`known` plus a block's product, the entries that must be computed alone, the bound."""
     slices = first_slices(task.inner, task.bits)
     with workspace(_layout(task, slices), task.a[0].device) as (cut, sizes, results):
-        left, right = _cut(task, slices, cut, sizes)
-        wanted, missed, bound = _judged(task, slices, sizes, error)
+        left, right = _cut_slices(task, slices, cut, sizes)
+        wanted, missed, bound = _choose_slices(task, slices, sizes, error)
         if wanted == slices:
-            return _summed(task, left, right, known, last, results), missed, bound
+            return _add_products(task, left, right, known, last, results), missed, bound
     with workspace(_layout(task, wanted), task.a[0].device) as (cut, sizes, results):
-        left, right = _cut(task, wanted, cut, sizes)
-        return _summed(task, left, right, known, last, results), missed, bound
+        left, right = _cut_slices(task, wanted, cut, sizes)
+        return _add_products(task, left, right, known, last, results), missed, bound
 
 
 def _layout(task: _Task, slices: int) -> Layout:
-    """Slices and tails of both operands; over each other magnitudes with their product, and results."""
+    """Return the workspace's layout: slices and tails of both operands, magnitudes with their product, results."""
     left, right = tuple(task.a[0].shape), tuple(task.b[0].shape)
     wide, narrow = torch.float64, torch.float32
     spare = task.components if task.dtype == wide else 0
@@ -268,23 +268,25 @@ def _layout(task: _Task, slices: int) -> Layout:
     )
 
 
-def _cut(task: _Task, slices: int, cut: list, sizes: list) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
-    """The slices of either operand, the tail behind them; the magnitudes go to the first two of `sizes`."""
+def _cut_slices(task: _Task, slices: int, cut: list, sizes: list) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+    """Return the slices of either operand, the tail behind them; the magnitudes go to the first two of `sizes`."""
     pieces = cut[: slices + 1], cut[slices + 1 :]
     scales = task.row_scales, task.column_scales
     for parts, out, size, (_, *factors) in zip((task.a, task.b), pieces, sizes, scales, strict=False):
-        inputs = [*parts, *(_as_row(factor) for factor in factors)]
+        inputs = [*parts, *(_read_as_row(factor) for factor in factors)]
         slicer(parts[0].dtype, len(parts), slices)(inputs, [*out, size])
     return pieces
 
 
-def _as_row(x: torch.Tensor) -> torch.Tensor:
-    """One value per column of a matrix as a vector, which a kernel reads in place."""
+def _read_as_row(x: torch.Tensor) -> torch.Tensor:
+    """Return one value per column of a matrix as a vector, which a kernel reads in place."""
     return x.reshape(-1) if x.dim() == 2 and x.shape[0] == 1 else x
 
 
-def _judged(task: _Task, slices: int, sizes: list, error: bool) -> tuple[int, torch.Tensor | None, torch.Tensor | None]:
-    """Choose the number of slices; return it, the entries not covered, and the error bound."""
+def _choose_slices(
+    task: _Task, slices: int, sizes: list, error: bool
+) -> tuple[int, torch.Tensor | None, torch.Tensor | None]:
+    """Choose the number of slices; return it, the entries that it does not cover, and the error bound."""
     left, right, sums = sizes
     multiply(left, right, sums)
     missed = None
@@ -316,7 +318,7 @@ def _cheapest(task: _Task, slices: int, sums: torch.Tensor) -> int:
     return min(range(slices, MOST_SLICES + 1), key=cost)
 
 
-def _summed(task: _Task, left: list, right: list, known: Parts, last: bool, results: list) -> Parts:
+def _add_products(task: _Task, left: list, right: list, known: Parts, last: bool, results: list) -> Parts:
     """Add all products of slices and tails to the sum of earlier blocks."""
     slices, device = len(left) - 1, left[0].device
     final, dtype = (task.components, task.dtype) if last else (task.components + 1, torch.float64)
@@ -342,7 +344,7 @@ def _add_scaled_sums(task: _Task, waiting: list, known: Parts, written: Parts | 
     if written is None:
         written = tuple(torch.empty_like(waiting[0]) for _ in range(task.components + 1))
     kernel = summer(len(waiting), len(known), len(written), written[0].dtype)
-    kernel([*waiting, task.row_scales[0], _as_row(task.column_scales[0]), *known], written)
+    kernel([*waiting, task.row_scales[0], _read_as_row(task.column_scales[0]), *known], written)
     return written
 
 

@@ -29,7 +29,7 @@ def multiply_direct(a: Parts, b: Parts, components: int, dtype: torch.dtype) -> 
 
 
 def error_direct(a: Parts, b: Parts, components: int, dtype: torch.dtype) -> torch.Tensor:
-    """A bound of what `multiply_direct` is off by: the last rounding, and much less from the sum."""
+    """Return a bound of the error of `multiply_direct`: the last rounding, and much less from the sum."""
     bits = components * PRECISION[dtype]
     sums = torch.matmul(a[0].double().abs(), b[0].double().abs())
     # Four float64 components are summed with no component more.
@@ -39,7 +39,7 @@ def error_direct(a: Parts, b: Parts, components: int, dtype: torch.dtype) -> tor
 def multiply_entries(
     a: Parts, b: Parts, entries: tuple[torch.Tensor, ...], components: int, dtype: torch.dtype
 ) -> Parts:
-    """Single entries of a @ b, given by one index tensor per dimension."""
+    """Compute single entries of a @ b, given by one index tensor per dimension."""
     *batch, row, column = entries
     count, inner = len(row), a[0].shape[-1]
     step = max(1, 4 * _PRODUCTS_AT_ONCE // inner)
@@ -54,22 +54,22 @@ def multiply_entries(
 
 
 def sum_of_products(left: Parts, right: Parts, components: int, dtype: torch.dtype) -> Parts:
-    """The sum over the first dimension of left times right, which broadcast in the others."""
+    """Return the sum over the first dimension of left times right, which broadcast in the others."""
     shape = torch.broadcast_shapes(left[0].shape, right[0].shape)[1:]
     few = components * PRECISION[dtype] <= 106 and max(len(left), len(right)) <= 2
-    one_piece, add, result = (_cascaded, _add_cascades, _cascade_result) if few else (_expanded, _added, _same)
+    one_piece, add, result = (_cascaded, _add_cascades, _cascade_result) if few else (_multiply_expanded, _add, _same)
     step = max(_AT_ONCE, _PRODUCTS_AT_ONCE // max(1, shape.numel()) // _AT_ONCE * _AT_ONCE)
     pieces = []
     for first in range(0, left[0].shape[0], step):
         x, y = (_dense(parts, slice(first, first + step), shape) for parts in (left, right))
         pieces.append(one_piece(x, y, components, dtype))
     stacked = tuple(torch.stack(parts) for parts in zip(*pieces, strict=True))
-    known = result(_halved_by(add, stacked))
+    known = result(_sum_by_halves(add, stacked))
     return pointwise("renormalize", tuple(x.reshape(shape) for x in known), components=components, dtype=dtype)
 
 
 def _dense(parts: Parts, piece: slice, shape: torch.Size) -> Parts:
-    """The piece as (products, results), with zeros up to a whole number of passes."""
+    """Return the piece as (products, results), with zeros up to a whole number of passes."""
     out = []
     for part in parts:
         values = part[piece]
@@ -86,11 +86,11 @@ def _cascaded(x: Parts, y: Parts, components: int, dtype: torch.dtype) -> Parts:
     chunks = [part[k * rows : (k + 1) * rows] for k in range(_AT_ONCE) for part in (*x, *y)]
     out = tuple(torch.empty_like(chunks[0], dtype=torch.float64) for _ in range(4))
     _cascade(x[0].dtype, len(x), y[0].dtype, len(y))(chunks, out)
-    return _halved_by(_add_cascades, out)
+    return _sum_by_halves(_add_cascades, out)
 
 
-def _halved_by(join: Callable[[Parts, Parts], Parts], parts: Parts) -> Parts:
-    """The sum over the first dimension, by halves."""
+def _sum_by_halves(join: Callable[[Parts, Parts], Parts], parts: Parts) -> Parts:
+    """Sum over the first dimension with `join`, by halves."""
     while parts[0].shape[0] > 1:
         count = parts[0].shape[0]
         half = (count + 1) // 2
@@ -158,13 +158,13 @@ def _add_terms(x: Sequence[Any], y: Sequence[Any]) -> Terms:
     return [first, second, (x[2] + y[2]) + (third + rest), x[3] + y[3]]
 
 
-def _expanded(x: Parts, y: Parts, components: int, dtype: torch.dtype) -> Parts:
+def _multiply_expanded(x: Parts, y: Parts, components: int, dtype: torch.dtype) -> Parts:
     working = min(MOST, -(-(components * PRECISION[dtype] + 4) // 53) + (dtype == torch.float64))
     products = pointwise("mul", x, y, components=working, dtype=torch.float64)
-    return _halved_by(_added, products)
+    return _sum_by_halves(_add, products)
 
 
-def _added(x: Parts, y: Parts) -> Parts:
+def _add(x: Parts, y: Parts) -> Parts:
     return pointwise("add", x, y, components=len(x), dtype=torch.float64)
 
 
@@ -181,7 +181,7 @@ _LARGEST = {torch.float16: 65504.0}
 
 
 def wide_type(operands: tuple[Parts, Parts], components: int, dtype: torch.dtype) -> torch.dtype | None:
-    """The native type in which a product has the result's digits and a few more; None where there is none."""
+    """Return the native type in which a product has the result's digits and a few more; None where there is none."""
     bits = components * PRECISION[dtype]
     if dtype in _NARROW and bits <= 24 and all(parts[0].dtype != torch.float64 for parts in operands):
         return torch.float32
@@ -200,7 +200,7 @@ def multiply_wide(a: Parts, b: Parts, components: int, dtype: torch.dtype, work:
     layout = (*((tuple(parts[0].shape), work) for parts in merged), *([] if direct else [(shape, work)] * pieces))
     with workspace((layout,), a[0].device) as ((*scratch,),):
         rest = iter(scratch)
-        x, y = (_merged(parts, next(rest)) if any(parts is z for z in merged) else parts[0] for parts in (a, b))
+        x, y = (_merge(parts, next(rest)) if any(parts is z for z in merged) else parts[0] for parts in (a, b))
         scratch = list(rest)
         _multiply_pieces(x, y, written[:1] if direct else scratch)
         if not direct:
@@ -208,14 +208,14 @@ def multiply_wide(a: Parts, b: Parts, components: int, dtype: torch.dtype, work:
     return written
 
 
-def _merged(parts: Parts, out: torch.Tensor) -> torch.Tensor:
-    """The sum of all components, in the scratch memory's type."""
+def _merge(parts: Parts, out: torch.Tensor) -> torch.Tensor:
+    """Return the sum of all components, in the scratch memory's type."""
     _merger(out.dtype, parts[0].dtype, len(parts))(parts, (out,))
     return out
 
 
 def _multiply_pieces(x: torch.Tensor, y: torch.Tensor, products: Sequence[torch.Tensor]) -> None:
-    """Products of equal parts of the inner dimension, one into each tensor."""
+    """Multiply equal parts of the inner dimension, each product into a tensor of its own."""
     inner, count = x.shape[-1], len(products)
     for k, out in enumerate(products):
         part = slice(inner * k // count, inner * (k + 1) // count)
@@ -224,7 +224,7 @@ def _multiply_pieces(x: torch.Tensor, y: torch.Tensor, products: Sequence[torch.
 
 
 def error_wide(a: Parts, b: Parts, product: Parts, work: torch.dtype) -> torch.Tensor:
-    """A bound of what `multiply_wide` is off by: every order of additions, merging, and the last rounding."""
+    """Return a bound of the error of `multiply_wide`: any order of additions, merging, and the last rounding."""
     count, components, dtype = a[0].shape[-1], len(product), product[0].dtype
     merged = [functools.reduce(torch.add, (part.double().abs() for part in parts)) for parts in (a, b)]
     sums = torch.matmul(*merged)
@@ -250,7 +250,7 @@ def single_product(a: Parts, b: Parts) -> Iterator[torch.Tensor]:
     """
     shapes = a[0].shape, b[0].shape, (*a[0].shape[:-1], b[0].shape[-1])
     with workspace((tuple((tuple(shape), torch.float32) for shape in shapes),), a[0].device) as ((left, right, out),):
-        multiply(_merged(a, left), _merged(b, right), out)
+        multiply(_merge(a, left), _merge(b, right), out)
         yield out
 
 
@@ -265,7 +265,7 @@ def largest_magnitude(x: torch.Tensor) -> float:
 
 
 def half_components(x: torch.Tensor, factor: float, components: int) -> Parts:
-    """A float32 tensor on the CPU times a power of two as float16 components, if all |x factor| < 2^15.
+    """Return a float32 tensor on the CPU times a power of two as float16 components, if all |x factor| < 2^15.
 
     >>> [part.item() for part in half_components(torch.tensor(3.0), 0.5, 2)]
     [1.5, 0.0]
@@ -309,7 +309,7 @@ def _merger(work: torch.dtype, dtype: torch.dtype, count: int) -> Elements:
 def _splitter(work: torch.dtype, dtype: torch.dtype, components: int, pieces: int) -> Elements:
     def cut(*products: Any) -> Terms:
         if work == torch.float32:
-            return _cut(products[0], dtype, components)
+            return _cut_components(products[0], dtype, components)
         terms = list(products)
         if pieces > 1:
             terms = finished(functools.reduce(operator.add, terms), distill(terms, 2))
@@ -318,8 +318,8 @@ def _splitter(work: torch.dtype, dtype: torch.dtype, components: int, pieces: in
     return Elements("matmul_split", cut, work, (work,) * pieces, (dtype,) * components)
 
 
-def _cut(x: Any, dtype: torch.dtype, components: int) -> Terms:
-    """A float32 as 16-bit components, each the nearest."""
+def _cut_components(x: Any, dtype: torch.dtype, components: int) -> Terms:
+    """Return a float32 as 16-bit components, each the nearest."""
     largest = _LARGEST.get(dtype)
     huge = abs(x) > 2.0**100
     rest, grow = x * select(huge, 2.0**-40, 1.0), select(huge, 2.0**40, 1.0)
@@ -335,7 +335,7 @@ def _cut(x: Any, dtype: torch.dtype, components: int) -> Terms:
 
 
 def _nearest(x: Any, dtype: torch.dtype) -> Any:
-    """A float32 below 2^100 as a 16-bit number (Veltkamp 1968; below the normal numbers by a fixed grid)."""
+    """Return a float32 below 2^100 as a 16-bit number (Veltkamp 1968; below the normal numbers by a fixed grid)."""
     bits, smallest = _CUT[dtype]
     magic, far = 1.5 * 2.0**23 * smallest, x * (2.0**bits + 1.0)
     return select(abs(x) < smallest * 2.0 ** (24 - bits), (x + magic) - magic, far - (far - x))

@@ -96,7 +96,7 @@ def compare(
 
 
 def _seeds(count: int, first: int) -> int | range:
-    """Which seeds: how many from 0 on, or from another one."""
+    """Return the seeds: how many from 0 on, or the range from another first one."""
     return range(first, first + count) if first and count > 0 else count
 
 
@@ -135,7 +135,7 @@ def _run_suite(
 
 
 def _end_by_failures(evidence: Any, out: str) -> None:
-    """End with an error where trials failed: how many, where, and the first one's words."""
+    """End with an error where trials failed: how many, where, and the first one's message."""
     from ...trials.suite._report import failures
 
     failed = failures(evidence)
@@ -150,7 +150,7 @@ def _end_by_failures(evidence: Any, out: str) -> None:
 
 
 def _spent(run: dict[str, Any]) -> str:
-    """How long it took, on what."""
+    """Describe how many trials took how long, on what."""
     from ...trials.running._estimate import in_words
 
     if not run["trained"]:

@@ -48,7 +48,7 @@ def compare_script(
     try:
         found = compare(script, arguments, recipes, module, listen=progress)
     except ScriptError as error:
-        fail(f"{error}{_logged(out, error.said)}")
+        fail(f"{error}{_log_output(out, error.said)}")
     except KeyboardInterrupt:
         fail(f"interrupted while the script ran under {progress.recipe}: nothing is written")
     content = found.to_dict()
@@ -61,7 +61,9 @@ def compare_script(
     ended = [row.recipe for row in found.rows if row.verdict == "crashed"]
     crashed = "\n".join(f"== {recipe}\n{found.runs[recipe].said}" for recipe in ended)
     if not as_json:
-        print(f"\n{Path(out, _PAGE)} shows the curves; {Path(out, _FILE)} holds the numbers{_logged(out, crashed)}.")
+        print(
+            f"\n{Path(out, _PAGE)} shows the curves; {Path(out, _FILE)} holds the numbers{_log_output(out, crashed)}."
+        )
 
 
 def _check(script: str, module: bool, unused: Mapping[str, Any]) -> None:
@@ -73,7 +75,7 @@ def _check(script: str, module: bool, unused: Mapping[str, Any]) -> None:
         fail(f"there is no file {script!r}: give the path of a training script, a module by -m, or tasks by --task")
 
 
-def _logged(out: str, said: str) -> str:
+def _log_output(out: str, said: str) -> str:
     """Write a failed script's output to a log file and name the file."""
     if not said.strip():
         return ""

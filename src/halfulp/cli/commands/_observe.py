@@ -30,7 +30,7 @@ def observe(
     out: Annotated[str, typer.Option(help="Folder for observe.html, .json and .jsonl.")] = "halfulp-observe",
     json: Json = False,
 ) -> int:
-    """Run a training script as it is, and say what is wrong with its numbers, and what to do about it.
+    """Run an unchanged training script; report what is wrong with its numbers, and what to do about it.
 
     Options of this command stand before the script's name, the script's own behind it. Models and optimizers are found
     while it runs, each training of a script for itself. The exit code is the script's own, or 2 where nothing was
@@ -97,13 +97,13 @@ def _report(watch: Watch, ending: Ending, out: str, folder: str, json: bool) -> 
 
 
 def _rank() -> int:
-    """This process's number among those of torchrun."""
+    """Return this process's rank among those of torchrun."""
     given = os.environ.get("RANK", "0")
     return int(given) if given.isdigit() else 0
 
 
 def _is_first(first: bool, watch: Watch) -> bool:
-    """Whether this process reports: of several the first, also of those that torchrun did not start."""
+    """Return whether this process reports: of several the first, also of those that torchrun did not start."""
     return first and watch.rank == 0
 
 

@@ -42,10 +42,10 @@ def verify(
     if out is not None:
         _check_writable(out)
     if target is not None:
-        model, batch, loss = _of_target(target)
+        model, batch, loss = _load_target(target)
     else:
         assert task is not None
-        model, batch, loss = _of_task(task, data, seed)
+        model, batch, loss = _verify_task(task, data, seed)
     with or_fail(f"verifying {target or task} raised", (ValueError, TypeError, NotImplementedError)):
         found = verify(model, batch, recipe, loss=loss, trials=trials, seed=seed)
     if json:
@@ -74,7 +74,7 @@ def _check_writable(out: str) -> None:
         path.unlink()
 
 
-def _of_task(name: str, data: str | None, seed: int) -> tuple[Any, Any, Any]:
+def _verify_task(name: str, data: str | None, seed: int) -> tuple[Any, Any, Any]:
     from ...trials.tasks import get
 
     task = get(name, data)
@@ -86,7 +86,7 @@ def _of_task(name: str, data: str | None, seed: int) -> tuple[Any, Any, Any]:
     return model, inputs, lambda logits: task.loss(logits, targets)
 
 
-def _of_target(target: str) -> tuple[Any, Any, Any]:
+def _load_target(target: str) -> tuple[Any, Any, Any]:
     import importlib
 
     name, _, function = target.partition(":")

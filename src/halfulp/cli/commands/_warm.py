@@ -14,7 +14,7 @@ from .._output import Json, console, plain_table, print_json
 
 
 def optimizer_names() -> list[str]:
-    """All optimizers."""
+    """Return the names of all optimizers."""
     from ...optim import OPTIMIZERS
 
     return list(OPTIMIZERS)

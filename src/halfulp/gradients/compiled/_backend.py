@@ -78,7 +78,7 @@ _GRAPH = "CompiledFunctionBackward"
 
 
 def backend(backward: Backward, name: str = "inductor") -> Callable[..., Any]:
-    """A backend of torch.compile for models with a scaler.
+    """Return a backend of torch.compile for models with a scaler.
 
     Args:
         backward: The scaler's.
@@ -116,7 +116,7 @@ class Partition:
         return forward, backward
 
     def uuid(self) -> tuple:
-        """The key of this partitioner in torch's caches of graphs."""
+        """Return the key of this partitioner in torch's caches of graphs."""
         from torch._inductor.custom_graph_pass import get_hash_for_files
 
         files = (_placement, _graph_writer, _functions)
@@ -187,7 +187,7 @@ def check_breaks(inputs: Sequence, backward: Backward) -> None:
 
 
 def _owners(parameter: Tensor, backward: Backward) -> Iterator[str]:
-    """The module that holds a parameter, if it is a scaler's; none is known of FSDP's copies of parameters."""
+    """Return the module that holds a parameter, if a scaler lists it; FSDP's copies of parameters have none."""
     name = find_owner(parameter, backward)
     if name is not None:
         yield repr(name)
@@ -214,7 +214,7 @@ _WHOLE = (nn.MultiheadAttention,)
 
 
 def plan_sites(module: GraphModule, inputs: Sequence, backward: Backward) -> Plan:
-    """The sites of a forward graph's functions, with the keys of the eager front end, and of its parameters."""
+    """Return the sites of a forward graph's functions, with the keys of the eager front end, and of its parameters."""
     placeholders = module.graph.find_nodes(op="placeholder")
     parameters = {node: x for node, x in zip(placeholders, inputs) if isinstance(x, nn.Parameter)}
     walk = _Walk(backward, parameters)
@@ -238,7 +238,7 @@ def plan_sites(module: GraphModule, inputs: Sequence, backward: Backward) -> Pla
 
 
 class _Walk:
-    """Gives every node of a forward graph the site that a region gives its function."""
+    """Assigns to every node of a forward graph the site that a region assigns to its function."""
 
     def __init__(self, backward: Backward, parameters: dict[Node, nn.Parameter]) -> None:
         self.keys: dict[str, str] = {}
@@ -259,7 +259,7 @@ class _Walk:
         self._records = True
 
     def run(self, module: GraphModule, outer: tuple = ()) -> None:
-        """All nodes of a graph, and those of checkpoints' bodies, in the order in which they run."""
+        """Visit all nodes of a graph, and those of checkpoints' bodies, in the order in which they run."""
         for node in module.graph.nodes:
             stack = node.meta.get("source_fn_stack")
             if stack and outer:
@@ -273,7 +273,7 @@ class _Walk:
                 self._visit(node, path_of(stack))
 
     def _checkpoint(self, body: GraphModule, node: Node, stack: tuple) -> Any:
-        """The sites of the results of a body that runs again during backward.
+        """Return the sites of the results of a body that runs again during backward.
 
         Without a graph, a reentrant one is a custom function, whose gradients have the global exponent where they enter
         and leave it, and a forward pass of its own, in which calls are counted anew.
@@ -331,7 +331,7 @@ class _Walk:
         return kind_of(node.target)
 
     def _carries(self, node: Node) -> bool:
-        """Whether gradients flow to a node."""
+        """Return whether gradients flow to a node."""
         if node in self._parameters:
             return self._parameters[node].requires_grad
         tensors = [x for x in pytree.tree_leaves(node.meta.get("example_value")) if isinstance(x, Tensor)]
@@ -340,7 +340,7 @@ class _Walk:
         return is_known or any(x.requires_grad for x in tensors)
 
     def _repeats(self, node: Node, differentiable: list[Node]) -> bool:
-        """Whether a function is given one of these tensors more than once."""
+        """Return whether a function is given one of these tensors more than once."""
         given = pytree.tree_leaves((node.args, node.kwargs))
         return any(sum(x is y for y in given) > 1 for x in differentiable)
 
@@ -364,12 +364,12 @@ class _Walk:
         return max(sites, key=lambda key: self._ranks.get(key, -1)) if sites else self._open(node, differentiable)
 
     def _of(self, node: Node) -> str:
-        """The site of a node's gradient; the latest of several results'."""
+        """Return the site of a node's gradient; the latest of several results'."""
         site = self._sites.get(node, GLOBAL)
         return site if isinstance(site, str) else max(site, key=lambda key: self._ranks.get(key, -1), default=GLOBAL)
 
     def _pick_site(self, node: Node, site: str) -> str:
-        """The site of a result: numbers are losses, at the global exponent; one of several has its own."""
+        """Return the site of a result: numbers are losses, at the global exponent; one of several has its own."""
         value = node.meta.get("example_value")
         if name_of(node.target) == "getitem" and isinstance(node.args[0], Node) and isinstance(node.args[1], int):
             several = self._sites.get(node.args[0])
@@ -378,12 +378,12 @@ class _Walk:
         return GLOBAL if isinstance(value, Tensor) and value.dim() == 0 and not value._is_view() else site
 
     def _open(self, node: Node, differentiable: Iterable[Node]) -> str:
-        """The site of this call of a product, or of what reads parameters alone."""
+        """Return the site of this call of a product, or of what reads parameters alone."""
         owner = next((self._owners[self._parameters[x]] for x in differentiable if x in self._parameters), None)
         return self._number(owner or ".".join([*self._place(node), name_of(node.target)]))
 
     def _open_whole(self, call: str, node: Node) -> str:
-        """The site of this call of a module that is one product: that of the module's parameters."""
+        """Return the site of this call of a module that is one product: that of the module's parameters."""
         if call not in self._whole:
             self._whole[call] = self._number(".".join(self._place(node)) or "model")
         return self._whole[call]
@@ -396,7 +396,7 @@ class _Walk:
         return key
 
     def _place(self, node: Node) -> list[str]:
-        """The innermost module with parts that a node runs in."""
+        """Return the innermost module with parts that a node runs in."""
         calls = reversed(list(node.meta.get("nn_module_stack") or {}))
         # Dynamo calls a module by its id, and what follows an @ counts its calls.
         names = (self._parts.get(call.partition("@")[0]) for call in calls)
@@ -404,19 +404,19 @@ class _Walk:
         return [name] if name else []
 
     def _call_of(self, node: Node, kinds: tuple[type, ...]) -> str | None:
-        """The call of a module of some classes that a node runs in."""
+        """Return the call of a module of some classes that a node runs in."""
         calls = (node.meta.get("nn_module_stack") or {}).items()
         return next((call for call, (_, kind) in calls if isinstance(kind, type) and issubclass(kind, kinds)), None)
 
 
 def owner(node: Node, parameter: nn.Parameter, backward: Backward) -> str:
-    """The qualified name of the module that holds a parameter."""
+    """Return the qualified name of the module that holds a parameter."""
     found = find_owner(parameter, backward)
     return found or _path(name_of_source(node.meta["grapharg"].source)).rpartition(".")[0] or "model"
 
 
 def find_owner(parameter: Tensor, backward: Backward) -> str | None:
-    """The module that holds a parameter, where a scaler's model lists it; else None."""
+    """Return the module that holds a parameter, where a scaler's model lists it; else None."""
     return next((name for name in (one.of(parameter) for one in backward.names) if name), None)
 
 

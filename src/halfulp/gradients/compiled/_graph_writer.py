@@ -37,7 +37,7 @@ class Factors:
         self._values = torch.empty(0, dtype=torch.float32, device="cpu")
 
     def now(self) -> Tensor:
-        """The factors for the present exponents; a new tensor, as compilers may write into it."""
+        """Return the factors for the present exponents; a new tensor, as compilers may write into it."""
         exponents = [target.exponent - source.exponent for source, target in self._edges]
         if exponents != self._exponents:
             self._exponents = exponents
@@ -46,7 +46,7 @@ class Factors:
 
 
 def _active(scaler: str) -> Backward | None:
-    """The scaler of that handle, if it differentiates a scaled loss."""
+    """Return the scaler of that handle, if it differentiates a scaled loss."""
     backward = ALIVE.get(scaler)
     return backward if backward is not None and backward.active else None
 
@@ -258,7 +258,7 @@ class Writer:
         return moved
 
     def copy_rounded(self, edge: Edge) -> Node:
-        """A copy of the moving gradient, rounded to the scaler's format, for this edge alone."""
+        """Return a copy of the moving gradient, rounded to the scaler's format, for this edge alone."""
         with self._module.graph.inserting_before(min(edge.readers)):
             return self.write(round_gradient, edge.node, self._scaler)
 
@@ -292,7 +292,7 @@ class Writer:
             self.write(watch_loss, edge.node, self._scaler, edge.target, stored)
 
     def _vector(self, like: Node) -> Node:
-        """The factors of all edges, on the device of a node."""
+        """Return the factors of all edges, on the device of a node."""
         value = like.meta["val"]
         if value.device not in self._vectors:
             first = next(node for node in self._module.graph.nodes if node.op != "placeholder")

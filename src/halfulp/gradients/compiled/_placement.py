@@ -126,7 +126,7 @@ def _is_data_movement(node: Node, name: str, gradients: Mapping[Node, None]) -> 
 
 
 def _role_of_copy(node: Node, gradients: Mapping[Node, None]) -> Role:
-    """The second argument in the shape of the first."""
+    """Return the second argument in the shape of the first."""
     shape, source = node.args[:2]
     assert isinstance(shape, Node)
     assert isinstance(source, Node)
@@ -171,7 +171,7 @@ def _widens(node: Node, gradients: Mapping[Node, None]) -> bool:
 
 
 def base_of(node: Node) -> Node:
-    """The tensor that a node is a view of."""
+    """Return the tensor that a node is a view of."""
     while isinstance(node.target, torch._ops.OpOverload) and node.target._opname in _VIEWS:
         node = node.all_input_nodes[0]
     return node
@@ -179,7 +179,7 @@ def base_of(node: Node) -> Node:
 
 @dataclasses.dataclass(frozen=True)
 class Plan:
-    """What the pass over a backward graph reads of its forward graph.
+    """The facts about a forward graph that the pass over its backward graph needs.
 
     Attributes:
         keys: The site of each function of the forward graph, by its path there.
@@ -204,7 +204,7 @@ class Plan:
     watches: bool = False
 
     def words(self) -> tuple:
-        """The cache key: all that a backward graph depends on."""
+        """Return the cache key: all that a backward graph depends on."""
         listed = (tuple(sorted(paths)) for paths in (self.products, self.opening, self.repeating, self.apart))
         return tuple(self.keys.items()), *listed, tuple(self.wholes.items()), self.parameters, self.rounds, self.watches
 
@@ -215,12 +215,12 @@ class Plan:
         return {key: i for i, key in enumerate(opened, 1)}
 
     def rank(self, key: str) -> int:
-        """The place of a site; the global one is before all, and then those that the forward pass does not know."""
+        """Return the position of a site: the global one first, then those that the forward pass does not have."""
         return -1 if key == GLOBAL else self.ranks.get(key, 0)
 
 
 def path_of(stack: Sequence[tuple]) -> str:
-    """The name of a function in a graph, after those of the functions whose bodies it is in, such as checkpoints."""
+    """Return the name of a graph's function, behind the names of the functions that it is nested in."""
     return "/".join(name for name, _ in stack)
 
 
@@ -259,12 +259,12 @@ class Product:
         return any(kind == "passed" for _, kind, _ in self.makes)
 
     def gradients(self) -> Iterator[tuple[Node, str, bool]]:
-        """The gradients to measure, with their kinds, and whether they have the global exponent."""
+        """Return the gradients to measure, with their kinds, and whether they have the global exponent."""
         yield from ((x, "received", False) for x in self.reads if not self.shared)
         yield from self.makes
 
     def factor(self) -> tuple[Node, Node, str, int] | None:
-        """A gradient that it reads, the other factor, and its form and groups as `Factor` has them; None without."""
+        """Return a gradient, the other factor, and its form and groups as in `Factor`; None without one."""
         args: Any = self.node.args
         name = getattr(self.node.target, "_opname", None)
         if name in ("mm", "bmm", "addmm", "baddbmm"):
@@ -276,7 +276,7 @@ class Product:
 
 
 class Placement:
-    """Sites of all gradients of a backward graph.
+    """The sites of all gradients of a backward graph.
 
     A product's gradients are at the product's site: the one that it reads and those that it makes. Any other function
     that is linear in gradients takes the site that its readers want, so that gradients move as soon as they are made;
@@ -346,18 +346,18 @@ class Placement:
         return "opening" if role == "linear" and path in self._plan.opening else role
 
     def _path(self, node: Node) -> str | None:
-        """The forward function to whose derivative a node belongs."""
+        """Return the forward function to whose derivative a node belongs."""
         stack = node.meta.get("fwd_source_fn_stack") or node.meta.get("source_fn_stack") or ()
         paths = (path_of(stack[:end]) for end in range(len(stack), 0, -1))
         return next((path for path in paths if path in self._plan.keys), None)
 
     def _whole(self, node: Node) -> str | None:
-        """The function, as the eager front end sees it, to whose derivative a node belongs."""
+        """Return the function, as the eager front end sees it, to whose derivative a node belongs."""
         path = self._path(node)
         return None if path is None else self._plan.wholes.get(path, path)
 
     def _is_within(self, node: Node, whole: str) -> bool:
-        """Whether a gradient is made within a function's derivative, and not only added up there."""
+        """Return whether a gradient is made within a function's derivative, and not only added up there."""
         if node not in self.roles:
             return False
         if node in self._adds:
@@ -365,7 +365,7 @@ class Placement:
         return self._whole(node) == whole
 
     def entering(self, product: Product, moved: Collection[Node]) -> Iterator[tuple[Node, list[Node]]]:
-        """The gradients that enter the derivative of the function which a product belongs to, on their way to it.
+        """Return the gradients on their way into the derivative of the function to which a product belongs.
 
         With each, what reads it there. Of gradients that such a function makes for itself the eager front end sees
         none; those of a tensor that it reads and gives are two.
@@ -388,7 +388,7 @@ class Placement:
         return f"backward.{node.name}" if path is None else self._plan.keys[path]
 
     def _find_fused_product(self, add: Node) -> Node | None:
-        """The product that a compiler may fuse with this sum into one addmm; the last of two."""
+        """Return the product that a compiler may fuse with this sum into one addmm; the last of two."""
         if self._plan.rounds:
             # What is rounded before it is added is computed apart.
             return None
@@ -426,7 +426,7 @@ class Placement:
         return self._calls[product] if own else GLOBAL
 
     def _body(self, node: Node) -> str:
-        """The body with a path in `Plan.apart` that a gradient is made in; that of a sum is its arguments'."""
+        """Return the body with a path in `Plan.apart` that a gradient is made in; that of a sum is its arguments'."""
         if node in self._adds:
             bodies = {self._body(x) for x in node.all_input_nodes}
             return bodies.pop() if len(bodies) == 1 else ""
@@ -434,7 +434,7 @@ class Placement:
         return max((one for one in self._plan.apart if path and path.startswith(f"{one}/")), key=len, default="")
 
     def _wanted_by(self, reader: Node, body: str) -> str | None:
-        """The site at which a reader wants a gradient of a body: the global one where it enters another body."""
+        """Return the site at which a reader wants a gradient of a body: the global one where it enters another body."""
         site = self._needed(reader)
         enters = site is not None and self._plan.apart and reader.op != "output" and self._body(reader)
         return GLOBAL if enters and body != enters else site
@@ -446,13 +446,13 @@ class Placement:
         self._leads[node] = any(self._goes_on(node, reader) for reader in node.users)
 
     def _goes_on(self, node: Node, reader: Node) -> bool:
-        """Whether a gradient goes to more than parameters through a reader."""
+        """Return whether a gradient goes to more than parameters through a reader."""
         if reader.op == "output":
             return not self._is_a_parameters(node)
         return self.roles[reader] in ("product", "other") or self._leads.get(reader, False)
 
     def _is_a_parameters(self, gradient: Node) -> bool:
-        """Whether a returned gradient is a parameter's, and not another input's."""
+        """Return whether a returned gradient is a parameter's, and not another input's."""
         gradients = pytree.tree_leaves(self._output.args)
         if len(gradients) != len(self._plan.parameters):
             return True
@@ -480,12 +480,12 @@ class Placement:
         return self._preferred[node] or max(inputs, key=self._plan.rank)
 
     def _is_narrow(self, node: Node) -> bool:
-        """Whether a narrow format stores a gradient."""
+        """Return whether a narrow format stores a gradient."""
         value = node.meta["val"]
         return self._plan.rounds or (isinstance(value, Tensor) and value.dtype == torch.float16)
 
     def _read_at(self, reader: Node, node: Node) -> str:
-        """The site at which a reader takes a gradient."""
+        """Return the site at which a reader takes a gradient."""
         if reader.op == "output":
             return GLOBAL
         match self.roles[reader]:
@@ -499,12 +499,12 @@ class Placement:
                 return self.sites[node]
 
     def keys(self) -> list[str]:
-        """All sites, the global one and then the others in forward's order."""
+        """Return all sites, the global one and then the others in forward order."""
         known = {*self._calls.values(), *self._pinned.values()} - {GLOBAL}
         return [GLOBAL, *sorted(known, key=self._plan.rank)]
 
     def edges(self) -> list[Edge]:
-        """Every gradient that moves, once for each site that it moves to."""
+        """Return every gradient that moves, once for each site that it moves to."""
         found: dict[tuple[Node, str], Edge] = {}
         for node, source in self.sites.items():
             for reader in node.users:
@@ -514,11 +514,11 @@ class Placement:
         return list(found.values())
 
     def stored(self, gradient: Node) -> Node:
-        """A gradient before it became wider, which it does before it moves."""
+        """Return a gradient before it became wider, which it does before it moves."""
         return gradient.all_input_nodes[0] if self.roles.get(gradient) == "widening" else gradient
 
     def dtypes(self) -> dict[str, torch.dtype]:
-        """The dtype of the gradient that each site's first product reads."""
+        """Return the dtype of the gradient that each site's first product reads."""
         dtypes: dict[str, torch.dtype] = {}
         for node, key in self._calls.items():
             read = next(x for x in node.all_input_nodes if x in self.gradients)
@@ -526,11 +526,11 @@ class Placement:
         return dtypes
 
     def kind(self, gradient: Node) -> str:
-        """The kind of measurement of a gradient that a site gives: "passed" or "weight"."""
+        """Return the kind of measurement of a gradient that a site gives: "passed" or "weight"."""
         return "passed" if self._leads[gradient] else "weight"
 
     def products(self, moved: Collection[Node]) -> list[Product]:
-        """All products, once gradients have been moved, and what else gives a site its parameters' gradients."""
+        """Return all products after gradients moved, and what else gives a site its parameters' gradients."""
         return [self._product(node, moved) for node in self._calls if not self._is_a_step(node)]
 
     def _is_a_step(self, node: Node) -> bool:

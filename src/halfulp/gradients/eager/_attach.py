@@ -106,11 +106,11 @@ class Forward(GraphReader):
 
     @abc.abstractmethod
     def _with_edges(self, args: tuple, kwargs: dict) -> Any:
-        """The forward pass with edges; the plain one where `is_traced`."""
+        """Return the forward pass with edges; the plain one where `is_traced`."""
 
     @abc.abstractmethod
     def _widens(self) -> bool:
-        """Whether float16 outputs become float32."""
+        """Return whether float16 outputs become float32."""
 
     def put(self) -> None:
         """Replace the module's forward."""
@@ -134,12 +134,12 @@ class Forward(GraphReader):
 
 
 def plain_forward(module: nn.Module) -> types.MethodType:
-    """The ``forward`` of a module's class."""
+    """Return the ``forward`` of a module's class."""
     return types.MethodType(type(module).forward, module)
 
 
 def is_traced() -> bool:
-    """Whether a forward pass is recorded or transformed as a function, and not run to be differentiated by autograd."""
+    """Return whether a forward pass is being recorded or transformed as a function, not run for autograd."""
     return torch._C._are_functorch_transforms_active() or torch.jit.is_tracing()
 
 
@@ -226,7 +226,7 @@ class ModuleForward(Forward):
         return self._edge(copy_with_strides(x), self._site, self._backward.sites.global_site)
 
     def _edge(self, out: Tensor, source: Site, target: Site) -> Tensor:
-        """A tensor, with a node of its own, whose gradient goes from ``target``'s exponent to ``source``'s."""
+        """Return a tensor, with a node of its own, whose gradient goes from ``target``'s exponent to ``source``'s."""
         node: Any = out.grad_fn
         node.register_prehook(self._backward.edge_hook(source, target))
         mark(node, target, source, self._backward.sites.global_site)
@@ -234,7 +234,7 @@ class ModuleForward(Forward):
 
 
 def modules_of(model: nn.Module, prefix: str) -> Iterator[tuple[str, nn.Module]]:
-    """The modules that are sites, with their keys: those with parameters and no parts, and whole attentions."""
+    """Return the modules that are sites, with their keys: those with parameters and no parts, and whole attentions."""
     if isinstance(model, WHOLE) or next(model.children(), None) is None:
         if next(model.parameters(), None) is not None:
             yield prefix or "model", model
@@ -327,7 +327,7 @@ class WatchedForward(Forward):
 
 
 def under_float16() -> bool:
-    """Whether autocast to float16 is on, for any kind of device."""
+    """Return whether autocast to float16 is on, for any kind of device."""
     kinds = ("cpu", "cuda", "mps", "xpu")
     return any(torch.is_autocast_enabled(kind) and torch.get_autocast_dtype(kind) == torch.float16 for kind in kinds)
 
@@ -346,7 +346,7 @@ class ParameterNames:
         self.lookups = 0
 
     def of(self, parameter: Tensor) -> str | None:
-        """Qualified name of the module that holds it; None where the model does not list it."""
+        """Return the qualified name of the module that holds a parameter; None where the model does not list it."""
         if id(parameter) not in self._names:
             self.lookups += 1
             model = self._model()
@@ -356,19 +356,19 @@ class ParameterNames:
         return self._names[id(parameter)]
 
     def parameters(self) -> Iterator[nn.Parameter]:
-        """All parameters of the model, if that is still there."""
+        """Return all parameters of the model, if it still exists."""
         model = self._model()
         return iter(()) if model is None else model.parameters()
 
     def parts(self) -> dict[int, str]:
-        """The names of the modules that have parts, by their ids: what runs in one is named after it."""
+        """Return the names of the modules that have parts, by their ids: what runs in one is named after it."""
         model = self._model()
         modules = () if model is None else model.named_modules()
         parts = ((name, one) for name, one in modules if next(one.children(), None) is not None)
         return {id(one): (self._prefix + name).strip(".") for name, one in parts}
 
     def sharded(self) -> bool:
-        """Whether parts of the model belong to FSDP, which computes with copies of its parameters."""
+        """Return whether parts of the model belong to FSDP, which computes with copies of its parameters."""
         from torch.distributed.fsdp import FSDPModule
 
         model = self._model()
@@ -376,7 +376,7 @@ class ParameterNames:
 
 
 def parts_of(model: nn.Module) -> Iterator[tuple[str, nn.Module, Role]]:
-    """The modules that a step may call by themselves, each with the place after which what runs there is named.
+    """Return the modules that a step may call by themselves, each with the place after which what runs there is named.
 
     These are those with parts of their own, and layers that the model holds itself; `nn.Sequential` calls its layers.
     """
@@ -450,7 +450,7 @@ def _attach_function(
 
 
 def unwrap(model: nn.Module) -> nn.Module:
-    """The model inside torch's data-parallel wrappers."""
+    """Return the model inside torch's data-parallel wrappers."""
     if not isinstance(model, nn.Module):
         raise TypeError(f"the model is {a_kind(model)}: give a torch.nn.Module")
     if isinstance(model, nn.DataParallel):

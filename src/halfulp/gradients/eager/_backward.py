@@ -37,12 +37,12 @@ def mark(node: Any, above: Site, below: Site, global_site: Site) -> None:
 
 
 def is_exit(node: Any, global_site: Site) -> bool:
-    """Whether a node's gradient arrives at the global exponent, so that its tensor may be read anywhere."""
+    """Return whether a node's gradient arrives at the global exponent, so that its tensor may be read anywhere."""
     return node.metadata.get(global_site, (None, None))[0] is global_site
 
 
 def nodes_behind(nodes: Iterable[Any], ends: Callable[[Any], bool]) -> Iterator[Any]:
-    """Nodes and, each once, all that a backward pass from there reaches, not past those where it ``ends``."""
+    """Return the nodes that a backward pass from some nodes reaches, each once, up to those where it ``ends``."""
     seen: set[Any] = set()
     pending = list(nodes)
     while pending:
@@ -81,7 +81,7 @@ class Unmarked:
             self._insert(*one)
 
     def _insert(self, begin: int, end: int) -> None:
-        """Insert a range of sequence numbers, joined with those that it overlaps (threads count separately)."""
+        """Insert a range of sequence numbers, merged with those that it overlaps (threads count separately)."""
         first, last = bisect.bisect_right(self._ends, begin), bisect.bisect_left(self._begins, end)
         if first < last:
             begin, end = min(begin, self._begins[first]), max(end, self._ends[last - 1])
@@ -158,7 +158,7 @@ _local = threading.local()
 
 
 def current() -> Any:
-    """The region, or the replay of a known graph, that this thread is in; None outside of both."""
+    """Return the region, or the replay of a known graph, that this thread is in; None outside of both."""
     return getattr(_local, "region", None)
 
 
@@ -181,7 +181,7 @@ class Widening(torch.autograd.Function):
     @staticmethod
     @untraced
     def backward(ctx, gradient: Tensor) -> Tensor:
-        """The gradient after the edge's hook."""
+        """Return the gradient after the edge's hook."""
         changed = ctx.hook((gradient,))
         return gradient if changed is None else changed[0]
 
@@ -252,7 +252,7 @@ class Backward:
 
     @untraced
     def begin(self, gradients: tuple) -> None:
-        """The hook of a scaled loss's node: open the edges until this backward pass ends."""
+        """Open the edges until this backward pass ends (the hook of a scaled loss's node)."""
         if torch.is_grad_enabled():
             self._switch_off()
         self.passes += 1
@@ -302,7 +302,7 @@ class Backward:
         self.custom_functions = True
 
     def may_replay(self) -> bool:
-        """Whether the next forward pass may run without a region, as nothing is measured or rounded."""
+        """Return whether the next forward pass may run without a region, as nothing is measured or rounded."""
         wanted = self._replays and not self.measuring and not self.second_order and self.format is None
         return wanted and not torch._C._len_torch_dispatch_stack()
 
@@ -343,17 +343,17 @@ class Backward:
         self._left.clear()
 
     def edge_hook(self, source: Site, target: Site) -> Hook:
-        """The hook of an edge: it takes a gradient at ``target``'s exponent to ``source``'s."""
+        """Return the hook of an edge that takes a gradient at ``target``'s exponent to ``source``'s."""
         if (source, target) not in self._edge_hooks:
             self._edge_hooks[source, target] = self._make_edge_hook(source, target)
         return self._edge_hooks[source, target]
 
     def list_reached(self) -> list[Site]:
-        """The sites of this iteration in forward's order, with those that ran before the last update and not since."""
+        """Return this iteration's sites in forward order, after those that ran before the last update alone."""
         return [*(site for site in reversed(self._left) if site not in self.order), *self.order]
 
     def edges(self) -> Iterable[tuple[Site, Site]]:
-        """Pairs of a site and one that passes gradients to it."""
+        """Return pairs of a site and one that passes gradients to it."""
         return self._edge_hooks.keys()
 
     def _make_edge_hook(self, source: Site, target: Site) -> Hook:
@@ -453,11 +453,11 @@ class Backward:
             self._listed = len({id(parameter) for names in self.names for parameter in names.parameters()})
 
     def reader_of(self, parameter: Tensor) -> Site | None:
-        """The site that read a parameter last; None where none did."""
+        """Return the site that read a parameter last; None where none did."""
         return self._readers.get(id(parameter))
 
     def readers(self) -> Iterator[tuple[Tensor, Site]]:
-        """Every parameter of the models, or read since the last update, and the site that read it last.
+        """Yield the parameters that were read, with the site that read each last.
 
         Parameters are looked up by identity: torch.utils.swap_tensors takes none that is referenced weakly.
         """
@@ -536,7 +536,7 @@ class Backward:
 
 
 def differentiating() -> bool:
-    """Whether this thread is in a backward pass."""
+    """Return whether this thread is in a backward pass."""
     return torch._C._current_graph_task_id() != -1
 
 

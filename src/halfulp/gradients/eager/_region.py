@@ -37,7 +37,7 @@ _warned: weakref.WeakSet = weakref.WeakSet()
 
 
 def is_compiled_alone() -> bool:
-    """Whether a part of the model that is compiled by itself runs. Dynamo, when it traces this, gives the part up.
+    """Return whether a separately compiled part of the model is running; under Dynamo's tracing, give the part up.
 
     Raises:
         NotImplementedError: in dynamo, which runs the part uncompiled then.
@@ -77,13 +77,13 @@ def without_watching(method: Callable[..., Any]) -> Callable[..., Any]:
 
 
 class Names(Protocol):
-    """Which module a parameter belongs to."""
+    """A lookup of the module that a parameter belongs to."""
 
     def of(self, parameter: Tensor) -> str | None:
-        """Its qualified name; None where the model does not list the parameter."""
+        """Return a parameter's qualified name; None where the model does not list it."""
 
     def sharded(self) -> bool:
-        """Whether the model is FSDP's."""
+        """Return whether the model is FSDP's."""
 
 
 class Recording:
@@ -116,7 +116,7 @@ class Recording:
         self.numbers.append(weakref.ref(tensor))
 
     def site_of(self, node: Any) -> Site | None:
-        """The site of the call that made a node; None where none did."""
+        """Return the site of the call that made a node; None where none did."""
         number = node._sequence_nr()
         call = bisect.bisect_right(self._begins, number) - 1
         if call < 0:
@@ -155,7 +155,7 @@ class Reads:
         self._begun = 0
 
     def takes(self, tensor: Tensor) -> bool:
-        """Whether hooks can move a tensor's gradient; a view is needed otherwise."""
+        """Return whether hooks can move a tensor's gradient; a view is needed otherwise."""
         if self._backward.format is not None:
             return False
         return not tensor.is_leaf or not (tensor.dtype == torch.float16 or torch._C._is_any_autocast_enabled())
@@ -181,7 +181,7 @@ class Reads:
         self._begun = torch._C._autograd._get_sequence_nr()
 
     def passes_on(self, tensor: Tensor) -> bool:
-        """Whether a result is one of the arguments that were read, which stays at its site."""
+        """Return whether a result is one of the arguments that were read, which stays at its site."""
         return bool(self._hooks) and (tensor.grad_fn, tensor.output_nr) in self._hooks
 
     def hook(self, made: Any, out: Any) -> None:
@@ -207,7 +207,7 @@ class Reads:
                 mark(node, self._site, self._site, global_site)
 
     def _readers(self, made: Any, leaving: Hook) -> Iterator[tuple[Any, Moves]]:
-        """The nodes of the call that read what was noted."""
+        """Return the nodes of the call that read what was noted."""
         pending: list[Any] = [x.grad_fn for x in differentiable_in(made)]
         seen = {None}
         while pending:
@@ -341,7 +341,7 @@ class Region(TorchFunctionMode):
         reads.begin()
         out = self._run(site, function, given, kwargs)
         reads.hook(out, out)
-        made = self._at_site(out, site, kind, reads)
+        made = self._assign_site(out, site, kind, reads)
         if kind == "product" and self._backward.measuring and self._backward.policy.wants_operands:
             self._watch_operands(factors_of(function, args, kwargs), out, site)
         return made
@@ -371,7 +371,7 @@ class Region(TorchFunctionMode):
         reads.begin()
         out = self._run(site, function, (*given, *args[1:]), kwargs)
         reads.hook(out, out)
-        return self._at_site(out, site, "plain", reads)
+        return self._assign_site(out, site, "plain", reads)
 
     @without_watching
     def take(self, arguments: Any) -> None:
@@ -385,7 +385,7 @@ class Region(TorchFunctionMode):
                 self._outside(x.grad_fn)
 
     def _outside(self, node: Any) -> None:
-        """Note that a node of before the region is at the global exponent."""
+        """Note that a node from before the region is at the global exponent."""
         if node is not None and not is_exit(node, self._global_site):
             self._backward.check_exits(node)
             mark(node, self._global_site, self._global_site, self._global_site)
@@ -406,12 +406,12 @@ class Region(TorchFunctionMode):
         return site
 
     def _tag(self, tensor: Tensor) -> Site | None:
-        """The site that a region of this scaler gave a tensor."""
+        """Return the site that a region of this scaler gave a tensor."""
         site = getattr(tensor, _TAG, None)
         return site if site is None or site is self._global_site or site.global_site is self._global_site else None
 
     def _may_be_custom(self, tensor: Tensor) -> bool:
-        """Whether a custom Function of this region may have made a tensor, or written into it or into a view of it."""
+        """Return whether a custom Function of this region may have made a tensor, or written into it or its base."""
         node: Any = (tensor if tensor._base is None else tensor._base).grad_fn
         if not is_custom(node) and type(node).__name__ != "CopySlices":
             return False
@@ -444,7 +444,7 @@ class Region(TorchFunctionMode):
         return self._common(function, differentiable)
 
     def _open(self, function: Callable, differentiable: list[Tensor]) -> Site:
-        """The site of this call of a product."""
+        """Return the site of this call of a product."""
         parameter = next((x for x in differentiable if is_parameter(x)), None)
         module = None if parameter is None else self._names.of(parameter)
         place = self.path[-1:] if self.path else []
@@ -468,7 +468,7 @@ class Region(TorchFunctionMode):
         return sites[0] if len(sites) == 1 else max(sites, key=lambda site: self._rank.get(site, -1))
 
     def _state_site(self, function: Callable, args: tuple, differentiable: list[Tensor]) -> Site:
-        """The site of a recurrent cell's state; at the first step, which has none, a new one."""
+        """Return the site of a recurrent cell's state; at the first step, which has none, a new one."""
         state = next(differentiable_in(args[1]), None) if len(args) > 1 else None
         if state is None or is_parameter(state) or self.site_of(state) is self._global_site:
             return self._open(function, differentiable)
@@ -494,7 +494,7 @@ class Region(TorchFunctionMode):
         return map_tensors(value, memoize(moved) if isinstance(function, FunctionType) else moved)
 
     def _read(self, parameter: Tensor, site: Site, reads: Reads | None, function: Callable | None) -> Tensor:
-        """A parameter for a reader at ``site``: itself, or a view whose gradient leaves the site."""
+        """Return a parameter for a reader at ``site``: itself, or a view whose gradient leaves the site."""
         listed = self._names.of(parameter) is not None
         self._backward.note_read(parameter, site, self._names.sharded, listed)
         if not listed or parameter.dtype == torch.float16 or type(parameter) is not nn.Parameter:
@@ -553,8 +553,8 @@ class Region(TorchFunctionMode):
                 self._tag_tensor(x, getattr(x, _TAG, site))
         return out
 
-    def _at_site(self, out: Any, site: Site, kind: str, reads: Reads | None = None) -> Any:
-        """Assign a function's results to ``site``, but those that it was given; return them."""
+    def _assign_site(self, out: Any, site: Site, kind: str, reads: Reads | None = None) -> Any:
+        """Assign the new tensors of a function's results to ``site``, and return the results."""
         nodes: set = set()
         return map_tensors(out, lambda x: self._tensor_at_site(x, site, kind, nodes, reads))
 
@@ -593,7 +593,7 @@ class Region(TorchFunctionMode):
 
     @without_watching
     def at_global_exponent(self, call: Callable[[tuple], Any], args: tuple) -> Any:
-        """Results of a call whose gradients, in and out, are at the global exponent."""
+        """Call a function with its incoming and outgoing gradients at the global exponent; return its results."""
         self._fail_recording()
         moved = self._move(args, self._global_site, None)
         versions = [x._version for x in differentiable_in(moved)]
@@ -603,21 +603,21 @@ class Region(TorchFunctionMode):
                 f"a custom Function in {'.'.join(self.path[-1:]) or 'the model'} writes into its argument, whose "
                 "gradient then goes round the exponents: let it work on a clone, or take mode='module'"
             )
-        return self._at_site(out, self._global_site, "plain")
+        return self._assign_site(out, self._global_site, "plain")
 
     def note_replay(self) -> None:
         """Note that a checkpoint runs again during backward, with a backward pass of its own."""
         self._backward.replayed = True
 
     def again(self) -> Region:
-        """A region of the same model and module path, for a checkpoint that runs again during backward."""
+        """Return a region of the same model and module path, for a checkpoint that runs again during backward."""
         region = Region(self._backward, self._names)
         region.path = list(self.path)
         return region
 
     @without_watching
     def leave(self, output: Any, wide: bool) -> Any:
-        """A model's output at the global exponent; ``wide``: in float32 where it is float16."""
+        """Return a model's output at the global exponent; ``wide``: in float32 where it is float16."""
         return map_tensors(output, memoize(lambda x: self._leave_tensor(x, wide)))
 
     def _leave_tensor(self, out: Tensor, wide: bool) -> Tensor:
@@ -648,7 +648,7 @@ _watching = 0
 
 @contextlib.contextmanager
 def watch_custom_functions(backward: Backward) -> Iterator[None]:
-    """While any thread is in here, custom Functions that are applied in a region go through it.
+    """Intercept custom Functions applied in a region, while any thread is in this context.
 
     Function modes do not see them, and torch offers no other place where their arguments can be replaced before they
     run: their backward has to see gradients at the global exponent, and what reentrant checkpointing runs again needs
@@ -689,7 +689,7 @@ def _apply(cls: type[Function], *args: Any, **kwargs: Any) -> Any:
 
 
 def _replay_in_region(run: Callable[..., Any], region: Region) -> Callable[..., Any]:
-    """The function that reentrant checkpointing runs again during backward, with edges of its own."""
+    """Return the function that reentrant checkpointing runs again during backward, with edges of its own."""
 
     def run_in_region(*args: Any, **kwargs: Any) -> Any:
         if current() is not None or not torch.is_grad_enabled():

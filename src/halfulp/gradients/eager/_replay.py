@@ -45,14 +45,14 @@ class Shape:
     links: tuple[tuple[Link | None, ...], ...]
 
     def bottom(self) -> list[int]:
-        """The nodes of the forward pass from where gradients only leave the graph."""
+        """Return the nodes of the forward pass from where gradients only leave the graph."""
         ends = [kind is None or is_leaf(kind) for kind in self.kinds]
         following = [[link[0] for link in links if link is not None] for links in self.links]
         return [i for i, places in enumerate(following) if not ends[i] and all(ends[place] for place in places)]
 
 
 def is_leaf(kind: type | None) -> bool:
-    """Whether nodes of a class belong to leaves."""
+    """Return whether nodes of a class belong to leaves."""
     return kind is not None and kind.__name__ == "AccumulateGrad"
 
 
@@ -69,7 +69,7 @@ class Surroundings:
     inputs: frozenset[Any]
 
     def has(self, node: Any) -> bool:
-        """Whether a node that is no leaf was there before."""
+        """Return whether a node that is no leaf was there before."""
         return node in self.inputs or node._sequence_nr() < self.begun
 
 
@@ -130,7 +130,7 @@ class Matcher:
         self._bottom = shape.bottom()
 
     def nodes(self, roots: list[tuple[Any, int]], around: Surroundings) -> list[Any] | None:
-        """The nodes in the shape's order; None where the graph has another shape."""
+        """Return the nodes in the shape's order; None where the graph has another shape."""
         counts, met = [len(roots)], list(roots)
         try:
             for place in self._expanded:
@@ -151,11 +151,11 @@ class Matcher:
         return nodes if kinds == self._kinds and self._is_sound(nodes, before, around) else None
 
     def outside(self, nodes: list[Any]) -> list[Any]:
-        """Those of the nodes that were there before the forward pass."""
+        """Return those nodes that existed before the forward pass."""
         return [nodes[place] for place in self._outside]
 
     def _is_sound(self, nodes: list[Any], before: list[Any], around: Surroundings) -> bool:
-        """Whether no node is in two places, and only those were there before that should.
+        """Return whether no node is in two places, and only those were there before that should.
 
         A node's gradient goes to older nodes only, so that of those within it is enough to look at the bottom.
         """
@@ -248,23 +248,23 @@ class LearnedGraph:
         self._hooks: list[tuple[int, Callable]] = []
 
     def match(self, roots: list[tuple[Any, int]], around: Surroundings) -> list[Any] | None:
-        """The nodes of a graph of this shape; None of another one."""
+        """Return the nodes of a graph of this shape; None of another one."""
         return self._matcher.nodes(roots, around)
 
     def is_like(self, other: LearnedGraph) -> bool:
-        """Whether another graph differs in its parameters at most."""
+        """Return whether another graph differs in its parameters at most."""
         return self.shape == other.shape and self.parameter_leaves == other.parameter_leaves
 
     def parameters_of(self, nodes: list[Any]) -> tuple[int, ...]:
-        """Which parameters a graph of this shape reads."""
+        """Return the parameters that a graph of this shape reads."""
         return tuple([id(nodes[place].variable) for place in self.parameter_leaves])
 
     def before(self, nodes: list[Any]) -> list[Any]:
-        """Those of the nodes that were there before the forward pass."""
+        """Return those nodes that existed before the forward pass."""
         return self._matcher.outside(nodes)
 
     def takes(self, nodes: list[Any]) -> bool:
-        """Whether no leaf is float16, whose gradient needs an edge of its own."""
+        """Return whether no leaf is float16, whose gradient would need an edge of its own."""
         return torch.float16 not in {nodes[place].variable.dtype for place in self._leaves}
 
     def note_reads(self, nodes: list[Any], names: Names) -> None:
@@ -319,7 +319,7 @@ def learn(recording: Recording, outputs: list[Tensor], around: Surroundings, bac
 
 
 def _sums_in_16_bits(nodes: list[Any], edges: set[Any]) -> bool:
-    """Whether several nodes read one number, whose gradients in 16 bits a region sums before it moves them.
+    """Return whether several nodes read one number, whose gradients in 16 bits a region sums before it moves them.
 
     Hooks of nodes move each of them before the sum, which overflows and underflows elsewhere.
     """
@@ -356,12 +356,12 @@ def _read(node: Any, site: Site, backward: Backward) -> Site:
 
 
 def _readers(shape: Shape, sites: list[Site]) -> dict[int, Site]:
-    """The site at which each node's tensor is read, the last one in a walk from its leaf."""
+    """Return the site at which each node's tensor is read, the last one in a walk from its leaf."""
     return {link[0]: site for site, links in zip(sites, shape.links) for link in links if link is not None}
 
 
 def _settle_views(shape: Shape, sites: list[Site], global_site: Site) -> list[Site]:
-    """The sites, with views of a leaf at the leaf's own, so that the node before them moves the gradient."""
+    """Return the sites, with views of a leaf at the leaf's own, so that the node before them moves the gradient."""
     found = list(sites)
     for i, (kind, links) in enumerate(zip(shape.kinds, shape.links)):
         ends = [link is not None and is_leaf(shape.kinds[link[0]]) for link in links]
@@ -397,11 +397,11 @@ class Replays:
         self._known_in_row = self._surprises = self._recordings = 0
 
     def ready(self) -> bool:
-        """Whether the next forward pass needs no region."""
+        """Return whether the next forward pass needs no region."""
         return self._known_in_row >= 2**self._surprises and self._backward.may_replay()
 
     def recording(self) -> Recording | None:
-        """A recording for the next region to fill; None where no forward pass will be replayed."""
+        """Return a recording for the next region to fill; None where no forward pass will be replayed."""
         if self._recordings >= _RECORDINGS or not self._backward.may_replay() or self._names.sharded():
             return None
         self._recordings += 1
@@ -458,7 +458,7 @@ def _first(group: dict[tuple[int, ...], LearnedGraph]) -> LearnedGraph:
 
 
 class Replay:
-    """A forward pass that runs as it is; when it ends, its nodes get hooks that multiply gradients.
+    """A forward pass without a region; at its end, its nodes get hooks that multiply gradients.
 
     Exponents are those of that time, whenever the backward pass comes. What is read outside and is no output is found
     by the loss, or by the forward pass that reads it: exponents rest then, and a region tells next time.
@@ -492,7 +492,7 @@ class Replay:
         self._backward.unmarked.add(self._begun, torch._C._autograd._get_sequence_nr())
 
     def run(self, call: Callable[..., Any], args: tuple, kwargs: dict, wide: Callable[[], bool]) -> Any:
-        """The forward pass's output at the global exponent; ``wide`` tells whether float16 becomes float32 there."""
+        """Return the forward output at the global exponent; ``wide`` tells whether float16 becomes float32 there."""
         inputs = nodes_of((args, kwargs))
         for node in inputs:
             self._outside(node)
@@ -557,15 +557,15 @@ def _enter(backward: Backward, move: tuple[int, int], order: dict[Site, None], g
 
 
 def forwards_without_region(scaler: Any) -> int:
-    """How many forward passes of a scaler's models ran without a region."""
+    """Return how many forward passes of a scaler's models ran without a region."""
     return scaler._controller.backward.unmarked.count
 
 
 def nodes_of(arguments: Any) -> frozenset[Any]:
-    """The nodes of the tensors that a forward pass is called with."""
+    """Return the nodes of the tensors that a forward pass is called with."""
     return frozenset(x.grad_fn for x in differentiable_in(arguments) if x.grad_fn is not None)
 
 
 def outputs_in(output: Any) -> list[Tensor]:
-    """The tensors of an output that a forward pass made, each once."""
+    """Return the tensors of an output that a forward pass made, each once."""
     return list({id(x): x for x in differentiable_in(output) if not x.is_leaf}.values())

@@ -45,14 +45,14 @@ class Policy(abc.ABC):
 
     @abc.abstractmethod
     def exponent(self, site: Site) -> int | None:
-        """The exponent of a site that was measured and did not overflow; None leaves it."""
+        """Return the exponent of a site that was measured and did not overflow; None leaves it."""
 
     def exponent_after_overflow(self, site: Site) -> int:
-        """The exponent of a site that overflowed."""
+        """Return the exponent of a site that overflowed."""
         return site.exponent - (min(8, site.format.binades // 2) if site.format else 8)
 
     def global_exponent(self, exponent: int, skipped: bool, since: int, step: int) -> int | None:
-        """The global exponent after a step, for policies that have no other; None where `exponent` decides.
+        """Return the global exponent after a step, for policies that have no other; None where `exponent` decides.
 
         Args:
             exponent: As it is.
@@ -63,7 +63,7 @@ class Policy(abc.ABC):
         return None
 
     def proposed(self, site: Site, operands: Operands, format: Format, global_site: Site) -> Proposal | None:
-        """The bounds of a site's exponent by a product's operands, for policies with ``wants_operands``; None for none.
+        """Return bounds of a site's exponent from a product's operands, for policies with ``wants_operands``, or None.
 
         Args:
             site: Whose gradient is stored at its present exponent.
@@ -74,12 +74,12 @@ class Policy(abc.ABC):
         return None
 
     def at_the_loss(self, site: Site, gradient: Tensor, format: Format, global_site: Site) -> Proposal | None:
-        """The bounds by a wide gradient that is about to be rounded at a site; None without a rule for it."""
+        """Return the bounds by a wide gradient that is about to be rounded at a site; None without a rule for it."""
         return None
 
 
 def get_policy(policy: Policy | str) -> Policy:
-    """The policy of that name with its defaults; a Policy is returned as it is.
+    """Return the policy of that name with its defaults; a Policy is returned as it is.
 
     Raises:
         TypeError, ValueError: it is neither; the message lists the names.
@@ -152,7 +152,7 @@ def _above(sizes: list[float], room: int | None, format: Format) -> int:
 
 
 def _sizes(site: Site, measurements: int) -> dict[str, list[float]]:
-    """The sizes of true gradients of each kind that a narrow format stored, over the last measurements; no zeros."""
+    """Return, by kind, the nonzero sizes of true gradients over a site's last measurements."""
     recent = list(site.history)[-measurements:]
     found: dict[str, list[float]] = {}
     for entry in recent:
@@ -163,7 +163,7 @@ def _sizes(site: Site, measurements: int) -> dict[str, list[float]]:
 
 
 def top(format: Format) -> int:
-    """The power of two that the largest gradients stored in a format may reach."""
+    """Return the power of two that the largest gradients stored in a format may reach."""
     return min(format.emax, _TOP)
 
 
@@ -271,6 +271,6 @@ class RisingFloor(Dynamic):
             raise ValueError(f"floors are pairs of a step and an exponent, by rising steps, got {self.floors!r}")
 
     def global_exponent(self, exponent: int, skipped: bool, since: int, step: int) -> int:
-        """The dynamic scale, not under the floor."""
+        """Return the dynamic scale, not under the floor."""
         floor = max((low for start, low in self.floors if step >= start), default=exponent - 1)
         return max(super().global_exponent(exponent, skipped, since, step), floor)

@@ -129,14 +129,14 @@ class LogMoments:
 
 
 def wide(x: torch.Tensor) -> torch.Tensor:
-    """The tensor in float32, or float64 as it is; no gradient flows back."""
+    """Return the tensor in float32, or float64 as it is; no gradient flows back."""
     if not x.is_floating_point():
         raise TypeError(f"statistics are of real floating-point tensors; got {x.dtype}")
     return x.detach().to(torch.float64 if x.dtype == torch.float64 else torch.float32)
 
 
 def _split(count: torch.Tensor, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
-    """A count as two floats that hold it exactly, so that it travels with the rest in one copy."""
+    """Return a count as two floats that hold it exactly, so that it travels with the rest in one copy."""
     return (count // 2**20).to(dtype), (count % 2**20).to(dtype)
 
 
@@ -207,7 +207,7 @@ def underflow_bound(
     u_min: float,
     u_max: float,
 ) -> LogScale:
-    """The papers' rule: the least scale at which a Gaussian output underflows with probability ``share``.
+    """Return the papers' rule: the least scale at which a Gaussian output underflows with probability ``share``.
 
     The gradient g (with moments mu_g, s_g) meets the weight W in sums of K = ``fan`` products. With
     P(|alpha o| < u_min) = erf(u_min / (sqrt(2) alpha s_o)) <= share,
@@ -249,7 +249,7 @@ def underflow_bound(
 
 
 def lognormal(gradient: LogMoments, *, share: float = PAPER_SHARE, u_min: float, u_max: float) -> LogScale:
-    """The rule of IJCAI-20 for the cast to a narrow format at the loss: magnitudes are taken for lognormal.
+    """Return the rule of IJCAI-20 for the cast to a narrow format at the loss: magnitudes are taken for lognormal.
 
     With ln|g| of mean mu and standard deviation s over the elements that are not zero,
 
@@ -281,7 +281,7 @@ def element_wise(
     fan: int | None = None,
     rescue_share: float | None = None,
 ) -> LogScale:
-    """The rule that looks at every product p = g_ik w_kj that is not zero, without making them.
+    """Return the rule that looks at every product p = g_ik w_kj that is not zero, without making them.
 
         alpha = min(max over p of max(u_min / |p|, 1), min over p of u_max / (K |p|))
 
@@ -328,7 +328,7 @@ def element_wise(
 
 
 def abs_range(gradient: Moments, weight: Moments, fan: int, *, u_min: float, u_max: float) -> LogScale:
-    """The rule that lifts the product of the smallest magnitudes, as if it occurred.
+    """Return the rule that lifts the product of the smallest magnitudes, as if it occurred.
 
         alpha = max((u_min / K) / max(min|g| min|W|, 1e-15), 1), at most (u_max / K) / (max|g| max|W|)
 
@@ -356,7 +356,7 @@ def clip_scale(
     *,
     accumulated: float = 1.0,
 ) -> float:
-    """The papers' caps: alpha <= scale_upper_bound, and alpha S <= accumulated_upper_bound.
+    """Return the papers' caps: alpha <= scale_upper_bound, and alpha S <= accumulated_upper_bound.
 
     Args:
         log2_alpha: of one of the rules.
@@ -377,7 +377,7 @@ def clip_scale(
 
 
 def power_of_two(log2_alpha: float) -> int:
-    """The exponent of the largest power of two that is at most alpha: 2^floor(log2 alpha).
+    """Return the exponent of the largest power of two that is at most alpha: 2^floor(log2 alpha).
 
     Raises:
         ValueError: if log2_alpha is NaN or infinite.
@@ -401,7 +401,7 @@ def _between(log_alpha: float, log_largest: float, u_max: float) -> LogScale:
 
 
 def _extremes(rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Least magnitude that is not zero (else infinity) and largest one of every column."""
+    """Return the least nonzero magnitude (else infinity) and the largest one of every column."""
     size = rows.abs()
     return torch.where(size == 0, torch.inf, size).amin(0), size.amax(0)
 
@@ -456,7 +456,7 @@ def scale_by_numbers(numbers: Tensor, *, share: float, u_min: float, u_max: floa
 
 
 def sample_sums(gradient: Tensor, weight: Tensor) -> Tensor:
-    """A product's sums for some rows of (..., K) and some columns of (K, ...), evenly chosen, in float64."""
+    """Return a product's sums for some rows of (..., K) and some columns of (K, ...), evenly chosen, in float64."""
     rows, columns = gradient.reshape(-1, gradient.shape[-1]), weight.reshape(weight.shape[0], -1)
     rows, columns = rows[:: 1 + len(rows) // _SAMPLED], columns[:, :: 1 + columns.shape[1] // _SAMPLED]
     return in_float64(rows) @ in_float64(columns)
@@ -486,17 +486,17 @@ class OperandStatisticsPolicy(Policy):
 
     @abc.abstractmethod
     def log2_alpha(self, operands: Operands, format: Format) -> list[LogScale]:
-        """The base-2 logarithms of alpha, by each rule of the policy; NaN where an operand is not finite."""
+        """Return the base-2 logarithms of alpha, by each rule of the policy; NaN where an operand is not finite."""
 
     def proposed(self, site: Site, operands: Operands, format: Format, global_site: Site) -> Proposal | None:
-        """The bounds of a site's exponent by a product's operands; the gradient is stored at the present one."""
+        """Return the bounds of a site's exponent by a product's operands; the gradient is stored at the present one."""
         # Zeros alone say nothing of how far to go.
         if not bool(operands.gradient.any()):
             return None
         return self._proposal(site.exponent, self.log2_alpha(operands, format), site, global_site)
 
     def _proposal(self, exponent: int, alphas: list[LogScale], site: Site, global_site: Site) -> Proposal | None:
-        """The bounds of several rules as one, of a gradient that is stored at an exponent."""
+        """Return the bounds of several rules as one, of a gradient that is stored at an exponent."""
         if any(map(math.isnan, alphas)):
             return None
         cap = clip_scale(
@@ -512,7 +512,7 @@ class OperandStatisticsPolicy(Policy):
         return Proposal(least, HIGHEST if upper == math.inf else exponent + power_of_two(upper))
 
     def exponent(self, site: Site) -> int | None:
-        """The largest lower bound of all proposals, at most the smallest upper one."""
+        """Return the largest lower bound of all proposals, at most the smallest upper one."""
         if not site.proposals:
             return None
         return min(max(one.least for one in site.proposals), min(one.most for one in site.proposals))
@@ -520,7 +520,7 @@ class OperandStatisticsPolicy(Policy):
 
 @dataclasses.dataclass(frozen=True)
 class UnderflowBound(OperandStatisticsPolicy):
-    """At most a share of a product's outputs underflows, if its operands are Gaussian and independent.
+    """Lets at most a share of a product's outputs underflow, if its operands are Gaussian and independent.
 
     See `underflow_bound` for the equations. At the loss, where a wide gradient is rounded
     before the first product, the rule for lognormal gradients (IJCAI-20) holds too. The published rules are lower
@@ -538,7 +538,7 @@ class UnderflowBound(OperandStatisticsPolicy):
     name = "underflow-bound"
 
     def log2_alpha(self, operands: Operands, format: Format) -> list[LogScale]:
-        """By the published rule for the product, by that for its gradient alone, and by a sample of the sums."""
+        """Return log2 alpha by the published rule for the product, for the gradient alone, and by sampled sums."""
         low, high = bounds(format)
         limits: dict[str, Any] = {"share": self.share, "u_min": low, "u_max": high}
         gradient, weight = Moments.of(operands.gradient), Moments.of(operands.weight)
@@ -551,7 +551,7 @@ class UnderflowBound(OperandStatisticsPolicy):
         return found
 
     def at_the_loss(self, site: Site, gradient: Tensor, format: Format, global_site: Site) -> Proposal | None:
-        """Bounds for a gradient at the global exponent, taken as Gaussian, as lognormal, and as it is."""
+        """Return bounds for a gradient at the global exponent: taken as Gaussian, as lognormal, as it is."""
         low, high = bounds(format)
         limits: dict[str, Any] = {"share": self.share, "u_min": low, "u_max": high}
         moments = Moments.of(gradient)

@@ -178,7 +178,7 @@ class _Run:
         return values
 
     def value(self, operation: str, kind: str, extra: Any, operands: tuple[int, ...], given: list[Any]) -> Any:
-        """Return what one instruction computes."""
+        """Compute one instruction."""
         if operation in ("address", "index", "block"):
             return None
         if operation == "input":
@@ -219,7 +219,7 @@ class _Run:
         return (given[0] ^ _LEAST[kind]).amax(1, keepdim=True) ^ _LEAST[kind]
 
     def tensor(self, x: Any, kind: str) -> torch.Tensor:
-        """A value as a tensor, of no dimension for a number."""
+        """Return a value as a tensor, of no dimension for a number."""
         if isinstance(x, torch.Tensor):
             return x
         # Filled in, not copied from the CPU, for which an accelerator would be waited for.
@@ -227,7 +227,7 @@ class _Run:
         return torch.full((), x, dtype=_DTYPES[kind], device=device)
 
     def laid_out(self, x: Any, per_block: bool = False) -> Any:
-        """A tensor with its blocks as rows, the last one filled up with zeros; without blocks it is one row."""
+        """Return a tensor with its blocks as rows, the last one filled up with zeros; without blocks it is one row."""
         if self.is_called or not isinstance(x, torch.Tensor):
             return x
         if not self.block:
@@ -239,7 +239,7 @@ class _Run:
         return flat.reshape(self.shape)
 
     def load(self, address: int, bits: int, per_block: bool) -> torch.Tensor:
-        """The words of an array's elements."""
+        """Return the words of an array's elements."""
         codes = self.arrays[address].detach().view(_CODES[bits])
         codes = torch.stack((codes & 15, codes >> 4), -1) if bits == 4 else codes
         words = self.laid_out(codes, per_block)
@@ -269,12 +269,12 @@ class _Run:
         counters.view(-1).index_add_(0, places.reshape(-1), words.reshape(-1))
 
     def whole(self, value: Any, kind: str) -> torch.Tensor:
-        """A result in the shape of the tensors."""
+        """Return a result in the shape of the tensors."""
         flat = self.tensor(value, kind).expand(self.shape).reshape(-1)[: self.count]
         return flat.reshape(self.like.shape)
 
     def sums(self, values: Mapping[int, Any]) -> list[float]:
-        """Return what is summed up, and the floats of the largest words."""
+        """Return the sums, counts and largest values that the trace gathers, as floats."""
         found = []
         for how, number in self.trace.sums:
             every = self.whole(values[number], self.trace.kinds[number])
@@ -297,7 +297,7 @@ class _Run:
         return [values[k] for k in piece.results]
 
     def bits(self, x: torch.Tensor, kind: str) -> torch.Tensor:
-        """The bits of a real as a word, or the real with a word's bits."""
+        """Return the bits of a real as a word, or the real with a word's bits."""
         if kind[0] == "w" and x.device.type not in ("cpu", "meta"):
             # A GPU's own NaN has all low bits set, which the encoders do not allow.
             x = torch.where(x == x, x, torch.nan)

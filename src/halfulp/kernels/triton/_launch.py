@@ -18,7 +18,7 @@ _kernels: dict[Hashable, Any] = {}
 
 
 def on_device(device: torch.device) -> AbstractContextManager[Any]:
-    """The context in which a kernel runs on a device: Triton launches on the current one."""
+    """Return the context in which a kernel runs on a device: Triton launches on the current one."""
     if device.type != "cuda" or device.index == torch.cuda.current_device():
         return contextlib.nullcontext()
     return torch.cuda.device(device)

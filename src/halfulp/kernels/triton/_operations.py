@@ -114,7 +114,7 @@ def deposit64(address, places, words, lanes):
 
 
 def block_largest(words):
-    """The largest word of each row of a tile."""
+    """Return the largest word of each row of a tile."""
     tl.debug_barrier()  # every warp has read the old scales before one writes new ones
     return tl.max(words, axis=1, keep_dims=True)
 

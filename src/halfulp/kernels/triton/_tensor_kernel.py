@@ -64,7 +64,7 @@ class TensorKernel:
 
     @functools.cached_property
     def options(self) -> dict[str, Any]:
-        """What Triton compiles by."""
+        """Triton's compile options."""
         rows, columns = self.tile
         return OPTIONS | {"num_warps": max(OPTIONS["num_warps"], rows * columns // _LANES_PER_WARP)}
 
@@ -135,7 +135,7 @@ def fixed_memory(x: torch.Tensor, device: torch.device, aligned: bool) -> torch.
 
 
 def _halves(key: int) -> tuple[int, int]:
-    """The low and the high word of a key as signed integers, which Triton gives one type whatever the key."""
+    """Return the low and the high word of a key as signed integers, which Triton gives one type whatever the key."""
     return _signed(key & 0xFFFFFFFF), _signed(key >> 32)
 
 
@@ -147,13 +147,13 @@ def _signed(word: int) -> int:
 
 
 def _inputs(trace: Trace) -> list[tuple[Any, str]]:
-    """The inputs on which what is written depends, with their kinds."""
+    """Return the inputs on which what is written depends, with their kinds."""
     lines = [(trace.lines[number], trace.kinds[number]) for number in sorted(needed_lines(trace))]
     return [(extra, kind) for (operation, _, extra), kind in lines if operation == "input"]
 
 
 def _sizes(trace: Trace) -> dict[int, int]:
-    """Bytes of an element of each column.
+    """Return the bytes of an element of each column.
 
     Raises:
         NotImplementedError: an array has an element per block, or two sizes.
@@ -184,10 +184,12 @@ def _kernel_text(kernel: TensorKernel, arguments: list[str], inputs: list[tuple[
         types[f"c{k}"] = f"tl.int{kinds['constant', k][1:]}"
     types |= {f"key_{half}": "tl.int32" for half in ("low", "high") if table.start}
     types |= dict.fromkeys(("memory", "count", "length", "per_row"), "tl.int64")
-    lines = [f"constant{k} = {_typed(f'c{k}', kinds['constant', k])}" for k in kernel.constants]
+    lines = [f"constant{k} = {_typed_scalar(f'c{k}', kinds['constant', k])}" for k in kernel.constants]
     for slot, k in enumerate(kernel.in_memory):
         width, kind = kinds["constant", k][1:], kinds["constant", k]
-        lines.append(f"constant{k} = {_typed(f'tl.load(memory.to(tl.pointer_type(tl.int{width})) + {slot})', kind)}")
+        lines.append(
+            f"constant{k} = {_typed_scalar(f'tl.load(memory.to(tl.pointer_type(tl.int{width})) + {slot})', kind)}"
+        )
     lines += [f"{half} = key_{half}.to(tl.uint32, bitcast=True)" for half in ("low", "high") if draws]
     lines += _block_lines(kernel, draws) if table.block else _line_lines(kernel, draws)
     call = f"element(offsets, offsets, {', '.join(arguments)}, lanes, aligned)"
@@ -199,8 +201,8 @@ def _kernel_text(kernel: TensorKernel, arguments: list[str], inputs: list[tuple[
     return f"{decorator}\ndef run({typed}, aligned: tl.constexpr, ragged: tl.constexpr):\n{body}\n"
 
 
-def _typed(value: str, kind: str) -> str:
-    """A signed integer as the value with its bits."""
+def _typed_scalar(value: str, kind: str) -> str:
+    """Return a signed integer as the value with its bits."""
     width = kind[1:]
     # In the interpreter integers of less than 2^32 have 32 bits, of which no bitcast makes 64.
     word = f"{value}.to(tl.int{width}).to(tl.uint{width})"
@@ -208,7 +210,7 @@ def _typed(value: str, kind: str) -> str:
 
 
 def _whole_tiles(kernel: TensorKernel, offsets: str, draws: bool) -> list[str]:
-    """The lines of tiles without gaps: addresses move to a tile's first element, so that offsets have 32 bits."""
+    """Return the lines of tiles without gaps; addresses move to a tile's start, so that offsets have 32 bits."""
     rows, columns = kernel.tile
     step = f"tl.full([], {kernel.table.step}, tl.uint32)"
     moved = [f"b{c} = a{c} + first * {size}" for c, size in sorted(_sizes(kernel.table.trace).items())]
@@ -253,7 +255,7 @@ def _block_lines(kernel: TensorKernel, draws: bool) -> list[str]:
 
 
 def _largest(trace: Trace, call: str) -> list[str]:
-    """The lines that find the largest word of all elements."""
+    """Return the lines that find the largest word of all elements."""
     ((how, number),) = trace.sums
     if how != "max" or trace.kinds[number] != "w32":
         raise NotImplementedError(f"a Triton kernel of whole tensors finds the largest word, got a {how}")

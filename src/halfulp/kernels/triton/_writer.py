@@ -137,7 +137,7 @@ def needed_lines(trace: Trace, results: Iterable[int] = ()) -> set[int]:
 
 @functools.cache
 def load_module(source: str) -> dict[str, object]:
-    """The names of a generated module; its text stays readable for Triton, which compiles from it.
+    """Return the names of a generated module; its text stays readable for Triton, which compiles from it.
 
     Raises:
         ImportError: triton is not installed.
@@ -150,7 +150,7 @@ def load_module(source: str) -> dict[str, object]:
 
 
 def _offsets(trace: Trace) -> dict[tuple[float, ...], int]:
-    """Where each table begins."""
+    """Return where each table begins."""
     found: dict[tuple[float, ...], int] = {}
     for one in _traces(trace):
         for table in one.tables:
@@ -233,7 +233,7 @@ def _expression(trace: Trace, operation: str, operands: tuple, extra: Any, kind:
 
 
 def _number(value: float, kind: str) -> str:
-    """A constant as a typed scalar; a zero's sign and a NaN by their bits."""
+    """Return a constant as a typed scalar; a zero's sign and a NaN by their bits."""
     if not math.isfinite(value) or (value == 0 and math.copysign(1.0, value) < 0):
         if kind == "f32":
             return f"real(tl.full([], {int(np.float32(value).view(np.uint32))}, tl.uint32))"

@@ -31,11 +31,11 @@ class VectorBuilder:
         self.f16, self.f32, self.f64 = ir.HalfType(), ir.FloatType(), ir.DoubleType()
 
     def shape(self, scalar, lanes: int):
-        """The type of so many lanes of a scalar type; of one lane it is the scalar type."""
+        """Return the type of so many lanes of a scalar type; of one lane it is the scalar type."""
         return scalar if lanes == 1 else self.ir.VectorType(scalar, lanes)
 
     def like(self, value, scalar):
-        """The type of a value's lanes with another scalar type."""
+        """Return the type of a value's lanes with another scalar type."""
         return self.shape(scalar, lanes_of(value.type))
 
     def constant(self, kind, value):
@@ -43,7 +43,7 @@ class VectorBuilder:
         return self.ir.Constant(kind, [value] * kind.count if isinstance(kind, self.ir.VectorType) else value)
 
     def word(self, value: int):
-        """A constant of 64 bits."""
+        """Return a constant of 64 bits."""
         return self.ir.Constant(self.i64, value)
 
     def undefined(self, kind):
@@ -63,19 +63,19 @@ class VectorBuilder:
         return self.b.shuffle_vector(one, nothing, self.indices([0] * lanes))
 
     def part(self, vector, first: int, lanes: int):
-        """Some lanes of a vector, as a vector."""
+        """Extract some lanes of a vector, as a vector."""
         return self.b.shuffle_vector(vector, vector, self.indices(list(range(first, first + lanes))))
 
     def lane(self, vector, k: int):
-        """One lane of a vector, as a scalar."""
+        """Extract one lane of a vector, as a scalar."""
         return self.b.extract_element(vector, self.ir.Constant(self.i32, k))
 
     def lesser(self, x, y):
-        """The lesser of two signed integers."""
+        """Return the lesser of two signed integers."""
         return self.b.select(self.b.icmp_signed("<", x, y), x, y)
 
     def intrinsic(self, name: str, *values):
-        """A function of reals that LLVM has an instruction for, such as "fma"."""
+        """Return a function of reals that LLVM has an instruction for, such as "fma"."""
         kind = values[0].type
         lanes, suffix = lanes_of(kind), "f64" if scalar_of(kind) == self.f64 else "f32"
         name = f"llvm.{name}.{suffix if lanes == 1 else f'v{lanes}{suffix}'}"
@@ -84,7 +84,7 @@ class VectorBuilder:
 
     @contextlib.contextmanager
     def loop(self, low, high, step: int, values: list | None = None) -> Iterator:
-        """A counting loop over [low, high) as a context; yields the counter.
+        """Return a counting loop over [low, high) as a context; yields the counter.
 
         `values` are carried: in the loop the list holds a turn's, what the body puts there is the next turn's, and
         behind the loop it holds what they came to.
@@ -122,25 +122,25 @@ class VectorBuilder:
         self.b.call(function, [self.b.inttoptr(address, byte), to_read, near, of_data])
 
     def memory_type(self, dtype: torch.dtype):
-        """The integer type of an element's size."""
+        """Return the integer type of an element's size."""
         return self.ir.IntType(8 * size_of(dtype))
 
     def pointer(self, address, i, kind):
-        """To elements of an array at an address, from element i on, as a type: a scalar or several lanes."""
+        """Return a pointer to element i of an array at an address, of a scalar or a vector type."""
         at = self.b.gep(self.b.inttoptr(address, scalar_of(kind).as_pointer()), [i])
         return self.b.bitcast(at, kind.as_pointer())
 
     def load_word(self, address, k: int):
-        """Word k of a table of 64-bit integers."""
+        """Load word k of a table of 64-bit integers."""
         return self.b.load(self.pointer(address, self.word(k), self.i64), align=8)
 
     def load_bits(self, address, i, dtype: torch.dtype, lanes: int):
-        """Elements from place i of an array as integers of their size."""
+        """Load elements from index i of an array, as integers of their size."""
         kind = self.shape(self.memory_type(dtype), lanes)
         return self.b.load(self.pointer(address, i, kind), align=size_of(dtype))
 
     def load(self, address, i, dtype: torch.dtype, kind):
-        """Elements from place i of an array as a type of float32 or float64, which tells how many."""
+        """Load elements from index i of an array as a type of float32 or float64, which tells how many."""
         return self.reals(self.load_bits(address, i, dtype, lanes_of(kind)), dtype, scalar_of(kind))
 
     def reals(self, bits, dtype: torch.dtype, scalar):
@@ -200,10 +200,10 @@ def lanes_of(kind) -> int:
 
 
 def scalar_of(kind):
-    """The type of a lane."""
+    """Return the type of a lane."""
     return getattr(kind, "element", kind)
 
 
 def size_of(dtype: torch.dtype) -> int:
-    """Bytes of an element in memory."""
+    """Return the bytes of an element in memory."""
     return {torch.float16: 2, torch.bfloat16: 2, torch.float32: 4}.get(dtype, 8)

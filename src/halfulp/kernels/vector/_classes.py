@@ -18,7 +18,7 @@ _RESPONSES = {(0.0).hex(): 8, (-0.0).hex(): 7}
 
 
 def choice(trace: Trace, number: int) -> tuple[int, int, int] | None:
-    """Return which select is such a choice, as the numbers of what is kept and what is classified, and the table."""
+    """Return, for a select that chooses by class, the kept and the classified instruction and the table, else None."""
     condition, x, y = trace.lines[number][1]
     found = _condition(trace, condition)
     if found is None:
@@ -32,7 +32,7 @@ def choice(trace: Trace, number: int) -> tuple[int, int, int] | None:
 
 
 def fits(lanes: int) -> bool:
-    """Whether the processor has the instruction for so many float32."""
+    """Return whether the processor has the instruction for so many float32."""
     return (lanes == 16 and has_features("avx512f")) or (lanes == 8 and has_features("avx512f", "avx512vl"))
 
 
@@ -66,7 +66,7 @@ def _condition(trace: Trace, number: int) -> tuple[int, int] | None:
 
 
 def _holds(trace: Trace, number: int) -> bool:
-    """Whether a mask is true because it compares a word with itself."""
+    """Return whether a mask is true because it compares a word with itself."""
     operation, operands, _ = trace.lines[number]
     return operation == "word_eq" and operands[0] == operands[1]
 

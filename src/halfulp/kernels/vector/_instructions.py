@@ -16,7 +16,7 @@ _PREDICATES = {"lt": "<", "gt": ">", "le": "<=", "ge": ">=", "eq": "=="}
 
 
 class Instructions(VectorBuilder):
-    """One method per operation of a trace, on scalars or vectors.
+    """Emits LLVM instructions: one method per operation of a trace, on scalars or vectors.
 
     Args:
         builder: writes the instructions.
@@ -291,7 +291,7 @@ class Instructions(VectorBuilder):
         return self.b.bitcast(self.b.shl(whole, self.constant(self.bits, self.mantissa)), self.real)
 
     def integer(self, k):
-        """A real integer as a word; NaN, which no integer stands for, as 0."""
+        """Return a real integer as a word; NaN, which no integer stands for, as 0."""
         known = self.b.select(self.b.fcmp_ordered("ord", k, k), k, self.constant(self.real, 0.0))
         return self.b.fptosi(known, self.bits)
 
@@ -323,7 +323,7 @@ class Instructions(VectorBuilder):
 
 
 def hidden_one(builder, kind):
-    """A vector of ones that the optimizer cannot see; see `Instructions.sum_of`."""
+    """Return a vector of ones that the optimizer cannot see; see `Instructions.sum_of`."""
     from llvmlite import ir
 
     one = ir.Constant(kind, [1.0] * kind.count)

@@ -46,7 +46,7 @@ def compile_trace(
     quick: Quick | None = None,
     exact: bool = False,
 ) -> Kernel:
-    """A function (first row, last row, table address) that runs a trace on rows of elements.
+    """Return a function (first row, last row, table address) that runs a trace on rows of elements.
 
     Args:
         name: for the cache.
@@ -68,12 +68,12 @@ def compile_trace(
 
 
 def compile_rows(name: str, key: str, emit: Callable) -> Kernel:
-    """A function (first row, last row, table address) of the instructions that emit(builder, *these) writes."""
+    """Return a function (first row, last row, table address) of the instructions that emit(builder, *these) writes."""
     return machine_function(f"{name}_{key[:16]}", key, 3, lambda b, *values: emit(b.b, *values))
 
 
 def native_lanes(dtype: torch.dtype) -> int:
-    """Lanes of a vector register of the processor."""
+    """Return the lanes of a vector register of the processor."""
     return vector_bits() // (64 if dtype == torch.float64 else 32)
 
 

@@ -57,11 +57,11 @@ def machine_function(name: str, key: str, arguments: int, write: Callable[..., N
     with _lock:
         entry = CacheEntry(name, key, ("llvmlite", llvmlite.__version__))
         try:
-            address = entry.read(_loaded)
+            address = entry.read(_link_object)
             if address is None:
-                code = _compiled(arguments, write)
+                code = _compile_object(arguments, write)
                 entry.write(code)
-                address = _loaded(code)
+                address = _link_object(code)
         finally:
             entry.end_turn()
     return Kernel(_FUNCTION(address), struct.Struct(f"{arguments}q").pack, address)
@@ -130,7 +130,7 @@ def address_of(array: np.ndarray) -> int:
     return found
 
 
-def _loaded(code: bytes) -> int:
+def _link_object(code: bytes) -> int:
     """Link an object file into the process; return the address of its function.
 
     Raises:
@@ -151,7 +151,7 @@ def _loaded(code: bytes) -> int:
     return address
 
 
-def _compiled(arguments: int, write: Callable[..., None]) -> bytes:
+def _compile_object(arguments: int, write: Callable[..., None]) -> bytes:
     """Return the object file of the instructions that `write` makes, behind a tag."""
     from llvmlite import binding, ir
 

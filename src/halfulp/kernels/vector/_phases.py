@@ -139,7 +139,7 @@ class Stages:
 
 
 def used_before(trace: Trace, waits: set[int]) -> list[int]:
-    """Return what is stored, summed up and looked through for the largest word before that is known."""
+    """Return the instructions stored, summed, or searched for the largest word before that word is known."""
     wanted = [*trace.stores.values(), *(number for _, number in trace.sums)]
     found = [k for k in wanted if k not in waits]
     return found + [k for name, operands, _ in trace.lines if name == "block_largest" for k in operands]

@@ -11,7 +11,7 @@ from ..._messages import ENVIRONMENT
 
 
 def processor() -> tuple[str, str, str]:
-    """Its LLVM triple, name and features (``"+avx2,-avx512f"``); part of every cache key.
+    """Return its LLVM triple, name and features (``"+avx2,-avx512f"``); part of every cache key.
 
     Named "generic", it is any 64-bit processor of this kind, and has no features but those that are given.
     """
@@ -44,7 +44,7 @@ def _own_features() -> str:
 
 @functools.cache
 def why_unknown() -> str:
-    """Why llvmlite, which is installed, cannot compile for this machine, in words; "" where it can."""
+    """Return why llvmlite, which is installed, cannot compile for this machine; "" where it can."""
     try:
         from llvmlite import binding
 
@@ -94,22 +94,22 @@ def _complaints() -> str:
 
 
 def has_features(*features: str) -> bool:
-    """Whether machine code may use all of some features, named as LLVM names them: "avx2", "avx512f", "fma"."""
+    """Return whether machine code may use all of some features, named as LLVM names them: "avx2", "avx512f", "fma"."""
     allowed = set(processor()[2].split(","))
     return all(f"+{feature}" in allowed for feature in features)
 
 
 def vector_bits() -> int:
-    """Width of the vectors that kernels work on; where a processor has less, LLVM works on parts of them."""
+    """Return the width of the vectors that kernels work on; narrower processors work on parts of them."""
     return 512 if has_features("avx512f") else 256
 
 
 def has_fused_vectors(bits: int) -> bool:
-    """Whether vectors of that width can be multiplied and added with one rounding."""
+    """Return whether vectors of that width can be multiplied and added with one rounding."""
     wanted = {256: ("avx2", "fma"), 512: ("avx512f",)}.get(bits)
     return wanted is not None and has_features(*wanted)
 
 
 def has_half_conversions() -> bool:
-    """Whether float16 is converted by instructions: not by every x86, by every other processor that LLVM knows here."""
+    """Return whether instructions convert float16: on some x86, and on every other processor that LLVM knows here."""
     return not processor()[0].startswith("x86") or has_features("f16c")

@@ -48,7 +48,7 @@ class ReductionSteps:
 def compile_reduction(
     name: str, steps: ReductionSteps, stored: Sequence[torch.dtype], written: Sequence[torch.dtype], shape: str
 ) -> Callable:
-    """A function (first segment, last segment, table address) that reduces segments of rows of matrices.
+    """Return a function (first segment, last segment, table address) that reduces segments of rows of matrices.
 
     Args:
         name: for the cache.
@@ -173,7 +173,7 @@ class _Narrow(_Reduction):
             self.finish([b.load(b.gep(part, [column])) for part in self.scratch], b.add(out, column))
 
     def vector(self, start, count, offset) -> list:
-        """The components of `width` elements from an offset on; where memory or the segment ends before, of a copy."""
+        """Load the components of `width` elements from an offset, by a copy where memory or segment ends before."""
         b = self.b
         at, left = b.add(start, offset), b.sub(count, offset)
         whole = b.icmp_signed("<=", self.width, left)

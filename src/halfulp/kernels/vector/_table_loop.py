@@ -50,7 +50,7 @@ def compile_row(name: str, table: Table) -> Kernel:
 
 
 class TableLoop(VectorBuilder):
-    """Writes the loop.
+    """Writes the loop of a kernel over a table of pointers.
 
     Attributes:
         address: of the array in each column that is read or written.
@@ -149,7 +149,7 @@ class TableLoop(VectorBuilder):
         return sorted(columns | ({self.table.digest.column} if self.table.digest else set()))
 
     def word_at(self, table, first, k: int):
-        """Word k behind the first of a table of 64-bit integers."""
+        """Load word k behind the first of a table of 64-bit integers."""
         return self.b.load(self.pointer(table, self.b.add(first, self.word(k)), self.i64), align=8)
 
     def begin_stream(self, piece: Piece, key, index) -> None:
@@ -507,7 +507,7 @@ class TableLoop(VectorBuilder):
         return rows[0]
 
     def known_of_block(self, k, bases: dict) -> dict:
-        """Return what was computed of the largest words of a block, in all lanes; store what is kept of it."""
+        """Load what was computed from a block's largest words, spread over all lanes; store its outputs."""
         b = self.b
         results = {line: b.load(b.gep(buffer, [k]), align=4) for line, buffer in self.of_blocks.items()}
         for array, line in self.stores.items():
@@ -521,7 +521,7 @@ class TableLoop(VectorBuilder):
         return {line: self.spread(result, self.lanes) for line, result in (results | masks).items()}
 
     def held(self, i, buffers: list) -> list[dict]:
-        """Return what the first loop kept of the elements of two vectors."""
+        """Load what the first loop kept of the elements of two vectors."""
         lines = list(zip(self.phases.crossing, buffers))
         return [{line: self.kept(buffer, i, half, line) for line, buffer in lines} for half in range(2)]
 
@@ -530,7 +530,7 @@ class TableLoop(VectorBuilder):
         return self.b.mul(self.b.add(first, k), self.word(self.table.block or 0))
 
     def of_block(self, bases: dict) -> dict:
-        """Return what arrays with one element per block hold for a block, in all lanes."""
+        """Load a block's entries of arrays with one element per block, spread over all lanes."""
         b, shared = self.b, {}
         for array in self.loads:
             if array[2]:
@@ -540,16 +540,16 @@ class TableLoop(VectorBuilder):
         return shared
 
     def all_lanes(self, line: int):
-        """To an instruction's results for all blocks that are computed together."""
+        """Return a pointer to an instruction's results for all blocks that are computed together."""
         kind = self.shape(scalar_of(self.kept_type(line)), self.together)
         return self.b.bitcast(self.of_blocks[line], kind.as_pointer())
 
     def kept_type(self, line: int):
-        """The type of an instruction's vectors in memory: of masks words."""
+        """Return the type of an instruction's vectors in memory: of masks words."""
         return self.shape(self.i32, self.lanes) if self.trace.kinds[line] == "mask" else self.type_of(line)
 
     def type_of(self, line: int):
-        """The type of an instruction's vectors."""
+        """Return the type of an instruction's vectors."""
         return Instructions(self.b, self.trace, self.lanes).of_kind(self.trace.kinds[line])
 
     def keep(self, buffer, i, half: int, value) -> None:
@@ -599,7 +599,7 @@ class TableLoop(VectorBuilder):
             self.store_both(bases[array], i, array[1], [computed[number] for computed in values])
 
     def sum_up(self, values: list, i, totals: list, limit, among: Collection[int]) -> None:
-        """Add what is summed up of two vectors, if it is among some instructions."""
+        """Add the lanes of two vectors to the totals, for sums of the instructions in `among`."""
         for place, (how, number) in enumerate(self.trace.sums):
             for half in range(2 if number in among else 0):
                 # Counts are exact in any order: those of both vectors take one register.
@@ -649,7 +649,7 @@ class TableLoop(VectorBuilder):
         return memory
 
     def load_both(self, base, i, bits: int) -> list:
-        """Elements of two vectors as words of 32 bits, or of 64 where they have so many."""
+        """Load elements of two vectors as words of 32 bits, or of 64 where they have so many."""
         b, lanes = self.b, self.lanes
         words = self.shape(self.i32, lanes)
         if not self.in_pairs:
@@ -682,12 +682,12 @@ class TableLoop(VectorBuilder):
         b.store(both, self.place(base, i, bits, 0, both.type), align=max(1, bits // 8))
 
     def place(self, base, i, bits: int, further: int, kind):
-        """To the element `further` behind place i, as a type."""
+        """Return a pointer to the element `further` behind index i, of a type."""
         address = self.b.add(base, self.bytes_of(self.b.add(i, self.word(further)), bits))
         return self.b.inttoptr(address, kind.as_pointer())
 
     def bytes_of(self, count, bits: int):
-        """The bytes of so many elements; of half bytes an even number."""
+        """Return the bytes of so many elements; of half bytes an even number."""
         return self.b.lshr(count, self.word(1)) if bits == 4 else self.b.mul(count, self.word(bits // 8))
 
     # sums ------------------------------------------------------------------------------------------------------
@@ -699,13 +699,13 @@ class TableLoop(VectorBuilder):
         return [self.shape(self.f64 if is_wide else self.i32, self.lanes) for is_wide in wide]
 
     def exists(self, i, limit, half: int):
-        """Which lanes of a vector are elements, not padding."""
+        """Return which lanes of a vector are elements, not padding."""
         left = self.b.trunc(self.b.sub(limit, i), self.i32)
         places = self.ir.Constant(self.shape(self.i32, self.lanes), self.places()[half])
         return self.b.icmp_signed("<", places, self.spread(left, self.lanes))
 
     def taken(self, how: str, total, value):
-        """A sum or maximum with a value more."""
+        """Combine a sum, count or maximum with one more value."""
         if how == "sum":
             return self.b.fadd(total, value)
         if how == "count":
@@ -715,17 +715,17 @@ class TableLoop(VectorBuilder):
         return self.b.select(self.b.icmp_unsigned(">", value, total), value, total)
 
     def most(self, words):
-        """The largest lane of a vector of words."""
+        """Return the largest lane of a vector of words."""
         return self.reduced("umax", words)
 
     def reduced(self, how: str, words):
-        """The lanes of a vector of words together."""
+        """Reduce the lanes of a vector of words by an LLVM reduction."""
         name = f"llvm.vector.reduce.{how}.v{self.lanes}i{words.type.element.width}"
         kind = self.ir.FunctionType(words.type.element, [words.type])
         return self.b.call(self.b.module.declare_intrinsic(name, fnty=kind), [words])
 
     def total(self, how: str, vectors: list):
-        """One float64 of the lanes of two vectors; of a maximum words are the bits of a float32."""
+        """Reduce the lanes of two vectors to one float64; words of a maximum are the bits of float32."""
         if how == "count":
             return self.b.uitofp(self.reduced("add", self.b.add(*vectors)), self.f64)
         is_word = scalar_of(vectors[0].type) == self.i32

@@ -58,7 +58,7 @@ def attention(
 
 
 def _weights(scores: Any, sums: Any) -> Any:
-    """The softmax of scores; 0 in a row that is masked whole, as in torch's kernels."""
+    """Return the softmax of scores; 0 in a row that is masked whole, as in torch's kernels."""
     return (scores - sums.masked_fill(sums == -math.inf, 0.0).unsqueeze(-1)).exp()
 
 
@@ -73,7 +73,7 @@ def attention_backward(
     mask: Any = None,
     scale: float | None = None,
 ) -> tuple[Any, Any, Any, Any]:
-    """The gradients of query, key, value and mask."""
+    """Return the gradients of query, key, value and mask."""
     narrow_key, narrow_value = key, value
     key, value = _repeated_heads(query, key), _repeated_heads(query, value)
     weights = _weights(_scores(query, key, causal, mask, scale), sums[..., : query.shape[-2]])
@@ -90,7 +90,7 @@ def attention_backward(
     )
 
 
-def _in_float64_or_steps(function: Callable, *arguments: Any) -> Any:
+def _compute_in_float64_or_steps(function: Callable, *arguments: Any) -> Any:
     form = result_type(x for x in tree_leaves(arguments) if isinstance(x, Tensor))
     return in_float64(function, arguments, {}) if form.fits_float64 else run_in_steps(function, form, arguments, {})
 
@@ -111,7 +111,7 @@ def flash_on_cpu(
     attn_mask: Any = None,
     scale: float | None = None,
 ) -> tuple[Any, Any]:
-    """The CPU's fused kernel."""
+    """Return the CPU's fused kernel."""
     _check_dropout(dropout_p)
     return attention(query, key, value, is_causal, attn_mask, scale)
 
@@ -130,7 +130,7 @@ def flash_on_cpu_backward(
     attn_mask: Any = None,
     scale: float | None = None,
 ) -> tuple[Any, Any, Any]:
-    """Its gradients."""
+    """Return the gradients of `flash_on_cpu`."""
     return attention_backward(gradient, query, key, value, out, sums, is_causal, attn_mask, scale)[:3]
 
 
@@ -146,9 +146,9 @@ def efficient(
     *,
     scale: float | None = None,
 ) -> tuple[Any, ...]:
-    """The accelerator's fused kernel."""
+    """Return the accelerator's fused kernel."""
     _check_dropout(dropout_p)
-    out, sums = _in_float64_or_steps(attention, query, key, value, is_causal, bias, scale)
+    out, sums = _compute_in_float64_or_steps(attention, query, key, value, is_causal, bias, scale)
     unused = torch.empty((), dtype=torch.int64, device=query.device)
     return out, sums, unused, unused.clone()
 
@@ -170,8 +170,8 @@ def efficient_backward(
     *,
     scale: float | None = None,
 ) -> tuple[Any, ...]:
-    """Its gradients."""
-    *three, change = _in_float64_or_steps(
+    """Return the gradients of `efficient`."""
+    *three, change = _compute_in_float64_or_steps(
         attention_backward, gradient, query, key, value, out, sums, is_causal, bias, scale
     )
     to_bias = change if bias is None else change.sum_to_size(bias.shape)
@@ -189,9 +189,9 @@ def flash(
     *,
     scale: float | None = None,
 ) -> tuple[Any, ...]:
-    """The accelerator's fused kernel for 16-bit types."""
+    """Return the accelerator's fused kernel for 16-bit types."""
     _check_dropout(dropout_p)
-    out, sums = _in_float64_or_steps(attention, query, key, value, is_causal, None, scale)
+    out, sums = _compute_in_float64_or_steps(attention, query, key, value, is_causal, None, scale)
     unused = torch.empty((), dtype=torch.int64, device=query.device)
     return out, sums, None, None, query.shape[-2], key.shape[-2], unused, unused.clone(), query.new_empty((0,))
 
@@ -215,5 +215,7 @@ def flash_backward(
     *,
     scale: float | None = None,
 ) -> tuple[Any, ...]:
-    """Its gradients."""
-    return _in_float64_or_steps(attention_backward, gradient, query, key, value, out, sums, is_causal, None, scale)[:3]
+    """Return the gradients of `flash`."""
+    return _compute_in_float64_or_steps(
+        attention_backward, gradient, query, key, value, out, sums, is_causal, None, scale
+    )[:3]

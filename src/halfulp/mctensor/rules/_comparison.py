@@ -46,13 +46,13 @@ for _name, _test in _TESTS.items():
 
 @implements(aten.equal.default)
 def equal(a: Any, b: Any) -> bool:
-    """Whether shapes and all values are the same."""
+    """Return whether shapes and all values are the same."""
     return a.shape == b.shape and bool((order_of(a, b) == 0).all())
 
 
 @implements(aten.allclose.default)
 def allclose(a: Any, b: Any, rtol: float = 1e-05, atol: float = 1e-08, equal_nan: bool = False) -> bool:
-    """Whether all values are close."""
+    """Return whether all values are close."""
     return bool(torch.isclose(a, b, rtol, atol, equal_nan).all())
 
 
@@ -80,7 +80,7 @@ def where(mask: Tensor, a: Any, b: Any) -> Tensor:
 
 @implements(aten.masked_fill.Scalar, aten.masked_fill.Tensor)
 def masked_fill(x: Any, mask: Tensor, value: Any) -> Tensor:
-    """The value where the mask holds, x elsewhere."""
+    """Return the value where the mask holds, x elsewhere."""
     return select(_truth(mask), value, x, result_type((x, value)))
 
 
@@ -90,35 +90,35 @@ def _truth(mask: Tensor) -> Tensor:
 
 @implements(aten.maximum.default)
 def maximum(a: Any, b: Any) -> Tensor:
-    """The larger value; NaN where either is."""
+    """Return the larger value; NaN where either is."""
     order = order_of(a, b)
     return select((order == 1) | ((order == 2) & is_nan(a)), a, b)
 
 
 @implements(aten.minimum.default)
 def minimum(a: Any, b: Any) -> Tensor:
-    """The smaller value; NaN where either is."""
+    """Return the smaller value; NaN where either is."""
     order = order_of(a, b)
     return select((order == -1) | ((order == 2) & is_nan(a)), a, b)
 
 
 @implements(aten.fmax.default)
 def fmax(a: Any, b: Any) -> Tensor:
-    """The larger value; the other where one is NaN."""
+    """Return the larger value; the other where one is NaN."""
     order = order_of(a, b)
     return select((order == 1) | ((order == 2) & ~is_nan(a)), a, b)
 
 
 @implements(aten.fmin.default)
 def fmin(a: Any, b: Any) -> Tensor:
-    """The smaller value; the other where one is NaN."""
+    """Return the smaller value; the other where one is NaN."""
     order = order_of(a, b)
     return select((order == -1) | ((order == 2) & ~is_nan(a)), a, b)
 
 
 @implements(aten.clamp.default, aten.clamp.Tensor)
 def clamp(x: Any, min: Any = None, max: Any = None) -> Tensor:
-    """Between two bounds, by value; a NaN stays one."""
+    """Clamp between two bounds, by value; a NaN stays one."""
     if min is None and max is None:
         raise ValueError("clamp takes at least one of min and max")
     form = result_type((x, *(bound for bound in (min, max) if isinstance(bound, Tensor))))
@@ -135,18 +135,18 @@ def _is_beyond(x: Any, bound: Any, side: int) -> Tensor:
 
 @implements(aten.clamp_min.default, aten.clamp_min.Tensor)
 def clamp_min(x: Any, min: Any) -> Tensor:
-    """Not below a bound."""
+    """Clamp to at least a bound."""
     return clamp(x, min=min)
 
 
 @implements(aten.clamp_max.default, aten.clamp_max.Tensor)
 def clamp_max(x: Any, max: Any) -> Tensor:
-    """Not above a bound."""
+    """Clamp to at most a bound."""
     return clamp(x, max=max)
 
 
 def is_nan(x: Any) -> Tensor:
-    """Where a value is NaN."""
+    """Return where values are NaN."""
     if isinstance(x, MCTensor):
         return x._parts[0].isnan()
     return x.isnan() if isinstance(x, Tensor) else torch.tensor(x != x, dtype=torch.bool, device="cpu")
@@ -183,7 +183,7 @@ for _operator in (
 
 @implements(aten.isfinite.default)
 def isfinite(x: MCTensor) -> Tensor:
-    """Neither infinite nor NaN."""
+    """Return where values are neither infinite nor NaN."""
     return x._parts[0].isfinite()
 
 
@@ -240,7 +240,7 @@ def floor_parts(parts: Parts) -> Parts:
 
 @implements(aten.floor.default)
 def floor(x: MCTensor) -> Tensor:
-    """The largest integer not above."""
+    """Return the largest integer not above."""
     form = result_type((x,))
     parts = parts_of(x, form.device)
     return make_result(_sum_of_integers(floor_parts(parts), parts[0]), form)
@@ -248,7 +248,7 @@ def floor(x: MCTensor) -> Tensor:
 
 @implements(aten.ceil.default)
 def ceil(x: MCTensor) -> Tensor:
-    """The smallest integer not below."""
+    """Return the smallest integer not below."""
     form = result_type((x,))
     negative = tuple(-part for part in parts_of(x, form.device))
     return make_result(_sum_of_integers(tuple(-part for part in floor_parts(negative)), -negative[0]), form)
@@ -256,11 +256,11 @@ def ceil(x: MCTensor) -> Tensor:
 
 @implements(aten.trunc.default)
 def trunc(x: MCTensor) -> Tensor:
-    """The nearest integer toward zero."""
-    return make_result(_truncated(x), result_type((x,)))
+    """Return the nearest integer toward zero."""
+    return make_result(_truncate(x), result_type((x,)))
 
 
-def _truncated(x: MCTensor) -> Parts:
+def _truncate(x: MCTensor) -> Parts:
     negative = x._parts[0].signbit()
     flipped = tuple(torch.where(negative, -part, part) for part in parts_of(x, x.device))
     whole = floor_parts(flipped)
@@ -269,14 +269,14 @@ def _truncated(x: MCTensor) -> Parts:
 
 @implements(aten.frac.default)
 def frac(x: MCTensor) -> Tensor:
-    """The fractional part, x - trunc(x)."""
+    """Return the fractional part, x - trunc(x)."""
     form = result_type((x,))
-    return evaluate("sub", x, wrap(_truncated(x), None, COMPONENTS), form=form)
+    return evaluate("sub", x, wrap(_truncate(x), None, COMPONENTS), form=form)
 
 
 @implements(aten.round.default)
 def round_(x: MCTensor) -> Tensor:
-    """The nearest integer, ties to even: floor(x + 1/2), one less where that is odd and was a tie."""
+    """Return the nearest integer, ties to even: floor(x + 1/2), one less where that is odd and was a tie."""
     form = result_type((x,))
     whole = form._replace(gradients=COMPONENTS)
     up: Any = evaluate("add", x, 0.5, form=whole._replace(dtype=torch.float64, scaled=False))

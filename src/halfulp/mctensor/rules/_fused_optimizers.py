@@ -16,13 +16,13 @@ Many = Sequence[Tensor]
 
 @implements(aten._fused_adam_.default, aten._fused_adam_.tensor_lr)
 def fused_adam(weights: Many, gradients: Many, *states: Many, **options: Any) -> None:
-    """Adam, with weight decay added to the gradient."""
+    """Step by Adam, with weight decay added to the gradient."""
     _adam(weights, gradients, states, options, decoupled=False)
 
 
 @implements(aten._fused_adamw_.default, aten._fused_adamw_.tensor_lr)
 def fused_adamw(weights: Many, gradients: Many, *states: Many, **options: Any) -> None:
-    """AdamW, with decoupled weight decay."""
+    """Step by AdamW, with decoupled weight decay."""
     _adam(weights, gradients, states, options, decoupled=True)
 
 
@@ -50,7 +50,7 @@ def _adam(weights: Many, gradients: Many, states: tuple[Many, ...], options: dic
 
 @implements(aten._fused_sgd_.default, aten._fused_sgd_.tensor_lr)
 def fused_sgd(weights: Many, gradients: Many, buffers: Many, **options: Any) -> None:
-    """SGD, with momentum where there are buffers."""
+    """Step by SGD, with momentum where there are buffers."""
     if _is_skipped(options):
         return
     lr, decay, momentum = float(options["lr"]), options["weight_decay"], options["momentum"]
@@ -67,7 +67,7 @@ def fused_sgd(weights: Many, gradients: Many, buffers: Many, **options: Any) -> 
 
 
 def _is_skipped(options: dict) -> bool:
-    """Whether a gradient scaler found an infinity."""
+    """Return whether a gradient scaler found an infinity."""
     found = options.get("found_inf")
     return found is not None and bool(found)
 
@@ -79,11 +79,11 @@ def _gradient(gradient: Tensor, options: dict) -> Tensor:
     return -gradient if options["maximize"] else gradient
 
 
-def _refused(*arguments: Any, **options: Any) -> None:
+def _refuse(*arguments: Any, **options: Any) -> None:
     raise NotImplementedError(
         "this fused step reads memory as plain numbers, and MCTensors are sums of components: make the optimizer with "
         "fused=False"
     )
 
 
-implements(aten._fused_adagrad_.default, aten._fused_adagrad_.tensor_lr)(_refused)
+implements(aten._fused_adagrad_.default, aten._fused_adagrad_.tensor_lr)(_refuse)

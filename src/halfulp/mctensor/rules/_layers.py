@@ -27,7 +27,7 @@ aten = torch_operators("aten")
 
 @beyond_float64(aten.max_pool2d_with_indices_backward.default)
 def max_pool2d_backward(gradient: Any, x: Any, *rest: Any) -> Tensor:
-    """The gradient added where the largest values were."""
+    """Return the gradient added where the largest values were."""
     indices = rest[-1]
     planes = x.shape[:-2].numel()
     offset = torch.arange(planes, device=x.device, dtype=torch.int64).reshape(-1, 1) * x.shape[-1] * x.shape[-2]
@@ -44,7 +44,7 @@ def max_pool2d_with_indices(
     dilation: Sequence[int] = (1, 1),
     ceil_mode: bool = False,
 ) -> tuple[Tensor, Tensor]:
-    """The largest value of each window, and where it is in its plane."""
+    """Return the largest value of each window, and where it is in its plane."""
     if ceil_mode:
         given = (x, kernel, stride, padding, dilation, ceil_mode)
         return fall_back_to_float64(aten.max_pool2d_with_indices.default, given, {})
@@ -70,13 +70,13 @@ def _setup(spatial: int, kernel: Sequence, stride: Sequence, padding: Sequence) 
     return {"kernel": kernel, "stride": stride, "padding": _per_dimension(padding, spatial), "dilation": [1] * spatial}
 
 
-def _padded(x: Any, setup: dict) -> Any:
+def _pad(x: Any, setup: dict) -> Any:
     frame = [p for pad in reversed(setup["padding"]) for p in (pad, pad)]
     return aten.constant_pad_nd.default(x, frame, 0).contiguous()
 
 
 def _windows_of(x: Any, setup: dict) -> Any:
-    return window_views(_padded(x, setup), setup["kernel"], setup["stride"], setup["dilation"])
+    return window_views(_pad(x, setup), setup["kernel"], setup["stride"], setup["dilation"])
 
 
 def _divisors(x: Any, setup: dict, include_pad: bool, divisor: int | None) -> Any:
@@ -142,7 +142,7 @@ def _spans(size: int, count: int, device: torch.device) -> Tensor:
 
 @beyond_float64(aten._adaptive_avg_pool2d.default)
 def adaptive_avg_pool2d(x: Any, size: Sequence[int]) -> Tensor:
-    """The means of windows that divide each side evenly."""
+    """Return the means of windows that divide each side evenly."""
     rows, columns = (_spans(n, m, x.device) for n, m in zip(x.shape[-2:], size))
     counts = rows.sum(1, keepdim=True) * columns.sum(1)
     return rows @ x @ columns.mT / counts
@@ -150,7 +150,7 @@ def adaptive_avg_pool2d(x: Any, size: Sequence[int]) -> Tensor:
 
 @beyond_float64(aten._adaptive_avg_pool2d_backward.default)
 def adaptive_avg_pool2d_backward(gradient: Any, x: Any) -> Tensor:
-    """Each mean's gradient shared out over its window."""
+    """Spread each mean's gradient over its window."""
     rows, columns = (_spans(n, m, x.device) for n, m in zip(x.shape[-2:], gradient.shape[-2:]))
     counts = rows.sum(1, keepdim=True) * columns.sum(1)
     return rows.mT @ (gradient / counts) @ columns
@@ -204,25 +204,25 @@ def _cubic(axis: _Axis, device: torch.device) -> list[tuple[Tensor, MCTensor]]:
     return [((first + k - 1).clamp(0, axis.inside - 1), weight) for k, weight in enumerate(weights)]
 
 
-def _weighted(x: Any, values: Any, weight: MCTensor, dim: int) -> Tensor:
+def _add_weighted(x: Any, values: Any, weight: MCTensor, dim: int) -> Tensor:
     own = round_to_type(weight, result_type((x,))._replace(gradients=COMPONENTS, scaled=False))
     return values * own.reshape([-1 if i == dim else 1 for i in range(x.dim())])
 
 
-def _resampled(x: Any, axis: _Axis, taps: Callable) -> Tensor:
-    """Each new element as the weighted sum of its neighbours along one axis."""
+def _resample(x: Any, axis: _Axis, taps: Callable) -> Tensor:
+    """Compute each new element as the weighted sum of its neighbours along one axis."""
     found: Any = None
     for index, weight in taps(axis, x.device):
-        term = _weighted(x, x.index_select(axis.dim, index), weight, axis.dim)
+        term = _add_weighted(x, x.index_select(axis.dim, index), weight, axis.dim)
         found = term if found is None else found + term
     return found
 
 
-def _scattered(gradient: Any, axis: _Axis, taps: Callable) -> Tensor:
-    """The derivative of `_resampled`: each new element's gradient, weighted, added to its neighbours."""
+def _resample_backward(gradient: Any, axis: _Axis, taps: Callable) -> Tensor:
+    """Return the derivative of `_resample`: each new element's gradient, weighted, added to its neighbours."""
     pairs = taps(axis, gradient.device)
     shape = [axis.inside if i == axis.dim else size for i, size in enumerate(gradient.shape)]
-    values = torch.cat([_weighted(gradient, gradient, weight, axis.dim) for _, weight in pairs], axis.dim)
+    values = torch.cat([_add_weighted(gradient, gradient, weight, axis.dim) for _, weight in pairs], axis.dim)
     return values.new_zeros(shape).index_add(axis.dim, torch.cat([index for index, _ in pairs]), values)
 
 
@@ -232,13 +232,13 @@ def _axes(inside: Sequence[int], outside: Sequence[int], align: bool, factors: S
 
 
 def _along_axes(step: Callable, taps: Callable) -> Callable:
-    """A rule that takes one axis after another: `_resampled` the result, `_scattered` the gradient.
+    """Return a rule that takes one axis after another: `_resample` the result, `_resample_backward` the gradient.
 
     Its arguments are torch's: the size after, of the gradient the shape before, whether corners fall together, factors.
     """
 
     def interpolate(x: Any, size: Sequence[int], *arguments: Any, **named: Any) -> Tensor:
-        shape, align_corners, *factors = (x.shape, *arguments) if step is _resampled else arguments
+        shape, align_corners, *factors = (x.shape, *arguments) if step is _resample else arguments
         for axis in _axes(shape[2:], size, align_corners, (*factors, *named.values())):
             x = step(x, axis, taps)
         return x
@@ -246,9 +246,9 @@ def _along_axes(step: Callable, taps: Callable) -> Callable:
     return interpolate
 
 
-def _by_factors(taps: Callable) -> Callable:
-    """The rule of the overload that takes a size or factors."""
-    interpolate = _along_axes(_resampled, taps)
+def _rule_by_factors(taps: Callable) -> Callable:
+    """Return the rule of the overload that takes a size or factors."""
+    interpolate = _along_axes(_resample, taps)
 
     def by_factors(x: Any, size: Sequence[int] | None, align_corners: bool, factors: Sequence[float] | None) -> Tensor:
         factors = None if size is not None else factors
@@ -259,22 +259,22 @@ def _by_factors(taps: Callable) -> Callable:
 
 
 FORWARD: dict[OpOverload, Callable] = {
-    aten.upsample_linear1d.default: _along_axes(_resampled, _linear),
-    aten.upsample_bilinear2d.default: _along_axes(_resampled, _linear),
-    aten.upsample_trilinear3d.default: _along_axes(_resampled, _linear),
-    aten.upsample_bicubic2d.default: _along_axes(_resampled, _cubic),
+    aten.upsample_linear1d.default: _along_axes(_resample, _linear),
+    aten.upsample_bilinear2d.default: _along_axes(_resample, _linear),
+    aten.upsample_trilinear3d.default: _along_axes(_resample, _linear),
+    aten.upsample_bicubic2d.default: _along_axes(_resample, _cubic),
 }
 BY_FACTORS: dict[OpOverload, Callable] = {
-    aten.upsample_linear1d.vec: _by_factors(_linear),
-    aten.upsample_bilinear2d.vec: _by_factors(_linear),
-    aten.upsample_trilinear3d.vec: _by_factors(_linear),
-    aten.upsample_bicubic2d.vec: _by_factors(_cubic),
+    aten.upsample_linear1d.vec: _rule_by_factors(_linear),
+    aten.upsample_bilinear2d.vec: _rule_by_factors(_linear),
+    aten.upsample_trilinear3d.vec: _rule_by_factors(_linear),
+    aten.upsample_bicubic2d.vec: _rule_by_factors(_cubic),
 }
 _BACKWARD: dict[OpOverload, Callable] = {
-    aten.upsample_linear1d_backward.default: _along_axes(_scattered, _linear),
-    aten.upsample_bilinear2d_backward.default: _along_axes(_scattered, _linear),
-    aten.upsample_trilinear3d_backward.default: _along_axes(_scattered, _linear),
-    aten.upsample_bicubic2d_backward.default: _along_axes(_scattered, _cubic),
+    aten.upsample_linear1d_backward.default: _along_axes(_resample_backward, _linear),
+    aten.upsample_bilinear2d_backward.default: _along_axes(_resample_backward, _linear),
+    aten.upsample_trilinear3d_backward.default: _along_axes(_resample_backward, _linear),
+    aten.upsample_bicubic2d_backward.default: _along_axes(_resample_backward, _cubic),
 }
 for _operator, _rule in (FORWARD | _BACKWARD).items():
     beyond_float64(_operator)(_rule)

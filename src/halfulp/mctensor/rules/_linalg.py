@@ -33,7 +33,7 @@ def _run_arithmetic(function: Callable, operands: tuple, form: ResultType) -> An
 
 
 def _factors(a: Any, turned: bool = False) -> tuple[Tensor, Tensor]:
-    """Return what the backward pass needs: LU factors and pivots, or placeholders if there is none.
+    """Return LU factors and pivots for the backward pass, or placeholders if there is none.
 
     turned: of the transpose, which a determinant's backward pass expects of a contiguous matrix.
     """
@@ -44,7 +44,7 @@ def _factors(a: Any, turned: bool = False) -> tuple[Tensor, Tensor]:
 
 
 def refined_lu(a: Any, components: int) -> tuple[Tensor, Tensor]:
-    """LU factors of float64 with corrections: L += L tril(z), U += triu(z) U for z = L^-1 (P a - L U) U^-1."""
+    """Refine float64 LU factors: L += L tril(z), U += triu(z) U for z = L^-1 (P a - L U) U^-1."""
     value = a.decode() if isinstance(a, MCTensor) else a.double()
     start, pivots = torch.linalg.lu_factor_ex(value)[:2]
     permutation, low, high = torch.lu_unpack(start, pivots)
@@ -58,7 +58,7 @@ def refined_lu(a: Any, components: int) -> tuple[Tensor, Tensor]:
     return (lower.tril(-1) + upper.triu()).to(a.dtype), pivots
 
 
-def _with_info(function: Callable, *operands: Any) -> tuple[Tensor, Tensor]:
+def _run_each_with_info(function: Callable, *operands: Any) -> tuple[Tensor, Tensor]:
     """Run a function on each matrix of a stack; return results and info: 0, or the size where a result is NaN.
 
     torch's functions without _ex raise where one is not 0.
@@ -72,7 +72,9 @@ def _with_info(function: Callable, *operands: Any) -> tuple[Tensor, Tensor]:
             size = torch.tensor(first.shape[-1], dtype=torch.int32, device=first.device)
             return torch.full_like(operands[-1], float("nan")), size
     stacks = [x.expand(*shape, *x.shape[-2:]).flatten(0, len(shape) - 1) for x in operands]
-    made, found = zip(*(_with_info(function, *matrices) for matrices in zip(*stacks, strict=True)), strict=True)
+    made, found = zip(
+        *(_run_each_with_info(function, *matrices) for matrices in zip(*stacks, strict=True)), strict=True
+    )
     return torch.stack(made).unflatten(0, shape), torch.stack(found).reshape(shape)
 
 
@@ -95,17 +97,17 @@ def _solve(a: Any, b: Any, left: bool, form: ResultType) -> Tensor:
 
 @implements(aten._linalg_solve_ex.default)
 def solve_ex(a: Any, b: Any, *, left: bool = True, check_errors: bool = False) -> tuple[Tensor, ...]:
-    """The solution of a linear system, and which matrices are singular."""
+    """Return the solution of a linear system, and which matrices are singular."""
     form, vector = result_type((a, b)), b.dim() == 1 or (b.dim() == a.dim() - 1 and b.shape == a.shape[:-1])
     columns = b.unsqueeze(-1) if vector else b
-    x, information = _with_info(lambda a, b: _solve(a, b, left, form), a, columns)
+    x, information = _run_each_with_info(lambda a, b: _solve(a, b, left, form), a, columns)
     _check_information(information, "torch.linalg.solve_ex", check_errors)
     return (x.squeeze(-1) if vector else x), *_factors(a, solves_by_transpose()), information
 
 
 @implements(aten.linalg_lu_solve.default)
 def lu_solve(factors: Any, pivots: Tensor, b: Any, *, left: bool = True, adjoint: bool = False) -> Tensor:
-    """A system by the factors P L U of its matrix."""
+    """Return a system by the factors P L U of its matrix."""
     if not left:
         return lu_solve(factors, pivots, b.mT, adjoint=not adjoint).mT
     form = result_type((factors, b))
@@ -122,43 +124,43 @@ def lu_solve(factors: Any, pivots: Tensor, b: Any, *, left: bool = True, adjoint
 
 @implements(aten.linalg_inv_ex.default)
 def inv_ex(a: MCTensor, *, check_errors: bool = False) -> tuple[Tensor, Tensor]:
-    """The inverse, and which matrices are singular."""
-    found, information = _with_info(lambda a: _run_arithmetic(arithmetic.inverse, (a,), result_type((a,))), a)
+    """Return the inverse, and which matrices are singular."""
+    found, information = _run_each_with_info(lambda a: _run_arithmetic(arithmetic.inverse, (a,), result_type((a,))), a)
     _check_information(information, "torch.linalg.inv_ex", check_errors)
     return found, information
 
 
 @implements(aten._linalg_det.default)
 def linalg_det(a: MCTensor) -> tuple[Tensor, Tensor, Tensor]:
-    """The determinant."""
+    """Return the determinant."""
     return _run_arithmetic(arithmetic.det, (a,), result_type((a,))), *_factors(a, turned=True)
 
 
 @implements(aten._linalg_slogdet.default)
 def slogdet(a: MCTensor) -> tuple[Tensor, ...]:
-    """The determinant's sign and the logarithm of its magnitude."""
+    """Return the determinant's sign and the logarithm of its magnitude."""
     determinant = _run_arithmetic(arithmetic.det, (a,), result_type((a,)))
     return determinant.sign(), determinant.abs().log(), *_factors(a, turned=True)
 
 
 @implements(aten.linalg_cholesky_ex.default)
 def cholesky_ex(a: MCTensor, *, upper: bool = False, check_errors: bool = False) -> tuple[Tensor, Tensor]:
-    """The triangular root of a positive definite matrix, and which matrices are not."""
-    root, information = _with_info(lambda a: cholesky(a, upper), a)
+    """Return the triangular root of a positive definite matrix, and which matrices are not."""
+    root, information = _run_each_with_info(lambda a: cholesky(a, upper), a)
     _check_information(information, "torch.linalg.cholesky_ex", check_errors)
     return root, information
 
 
 @implements(aten.cholesky.default)
 def cholesky(a: MCTensor, upper: bool = False) -> Tensor:
-    """The Cholesky factor without the information which matrices have none."""
+    """Return the Cholesky factor without the information which matrices have none."""
     lower = _run_arithmetic(arithmetic.cholesky, (a.mT if upper else a,), result_type((a,)))
     return lower.mT if upper else lower
 
 
 @implements(aten.linalg_qr.default)
 def linalg_qr(a: MCTensor, mode: str = "reduced") -> tuple[Tensor, Tensor]:
-    """Orthonormal columns and a triangular factor."""
+    """Return orthonormal columns and a triangular factor."""
     if mode == "complete" and a.shape[-2] != a.shape[-1]:
         raise NotImplementedError("qr of MCTensors has the modes 'reduced' and 'r': the rest of Q is not unique")
     q, r = _run_arithmetic(arithmetic.qr, (a,), result_type((a,)))
@@ -167,7 +169,7 @@ def linalg_qr(a: MCTensor, mode: str = "reduced") -> tuple[Tensor, Tensor]:
 
 @implements(aten.linalg_lstsq.default)
 def lstsq(a: Any, b: Any, rcond: float | None = None, *, driver: str | None = None) -> tuple[Tensor, ...]:
-    """The least-squares solution for a matrix of full column rank; another raises.
+    """Return the least-squares solution for a matrix of full column rank; another raises.
 
     Singular values, which two drivers give beside it, are computed in float64 and counted.
     """
@@ -186,7 +188,7 @@ def lstsq(a: Any, b: Any, rcond: float | None = None, *, driver: str | None = No
 
 @implements(aten.linalg_solve_triangular.default)
 def solve_triangular(a: Any, b: Any, *, upper: bool, left: bool = True, unitriangular: bool = False) -> Tensor:
-    """A triangular system, of which the other triangle is not read."""
+    """Return a triangular system, of which the other triangle is not read."""
     form = result_type((a, b))
     triangle = a.triu() if upper else a.tril()
     if unitriangular:
@@ -207,6 +209,6 @@ def triangular_solve(
 
 @implements(aten.cholesky_solve.default)
 def cholesky_solve(b: Any, root: Any, upper: bool = False) -> Tensor:
-    """A system by the triangular root of its matrix."""
+    """Return a system by the triangular root of its matrix."""
     first = solve_triangular(root.mT if upper else root, b, upper=False)
     return solve_triangular(root if upper else root.mT, first, upper=True)

@@ -126,7 +126,7 @@ for _operator in (*_RANDOM, *_PLAIN):
 
 @implements(aten.full_like.default, aten.new_full.default)
 def full_like(x: MCTensor, *arguments: Any, **options: Any) -> Tensor:
-    """One number everywhere, with all its digits."""
+    """Fill with one number, with all its digits."""
     size, value = arguments if len(arguments) == 2 else (None, *arguments)
     value = options.pop("fill_value", value)
     blank = aten.empty_like.default(x, **options) if size is None else aten.new_empty.default(x, size, **options)
@@ -250,7 +250,7 @@ for _operator, (_target, _position) in _NUMBER_OVERLOADS.items():
 
 @implements(aten._pack_padded_sequence.default)
 def pack_padded_sequence(x: MCTensor, lengths: Tensor, batch_first: bool) -> tuple[Tensor, Tensor]:
-    """The steps of all sequences one after the other, and how many there are of each."""
+    """Return the steps of all sequences one after the other, and how many there are of each."""
     packed = [aten._pack_padded_sequence.default(part, lengths, batch_first) for part in x._parts]
     scale = None if x._scale is None else x._scale.clone()
     return wrap(tuple(rows for rows, _ in packed), scale, x._gradients), packed[0][1]
@@ -274,7 +274,7 @@ for _operator in (aten.cat.default, aten.stack.default, aten.block_diag.default)
 
 @implements(aten.constant_pad_nd.default)
 def constant_pad_nd(x: MCTensor, pad: Sequence[int], value: Any = 0) -> Tensor:
-    """The values with a border of one number."""
+    """Return the values with a border of one number."""
     if value == 0:
         return map_components(x, lambda part: aten.constant_pad_nd.default(part, pad, 0))
     inside = torch.ones(x.shape, dtype=torch.bool, device=x.device)
@@ -401,13 +401,13 @@ def _run_and_wait(name: str, message: Tensor, *arguments: Any) -> Tensor:
 
 
 def all_gather(x: MCTensor, size: int, group: Any) -> Tensor:
-    """Every rank's value, one after another."""
+    """Return every rank's values, one after another."""
     messages = _run_and_wait("all_gather_into_tensor", to_message([x]), size, group).chunk(size)
     return torch.cat([from_message(message, x, x.shape) for message in messages])
 
 
 def all_to_all(x: MCTensor, output_sizes: Sequence[int], input_sizes: Sequence[int], group: Any) -> Tensor:
-    """Rows of x to every rank, and rows of every rank in x's place, one after another."""
+    """Send rows of x to every rank, and return the rows received, one rank after another."""
     pieces = [to_message([piece]) for piece in x.split(list(input_sizes))]
     shapes = [(rows, *x.shape[1:]) for rows in output_sizes]
     # An empty message still holds a scale.
@@ -420,7 +420,7 @@ def all_to_all(x: MCTensor, output_sizes: Sequence[int], input_sizes: Sequence[i
 
 
 def broadcast(x: MCTensor, source: int, group: Any) -> Tensor:
-    """One rank's value."""
+    """Return one rank's values."""
     return from_message(_run_and_wait("broadcast", to_message([x]), source, group), x, x.shape)
 
 

@@ -30,7 +30,7 @@ def _gather(x: MCTensor, dim: int, order: Tensor) -> Tensor:
 
 @implements(aten.sort.default, aten.sort.stable)
 def sort(x: MCTensor, *arguments: Any, **options: Any) -> tuple[Tensor, Tensor]:
-    """Values in order, and where they were."""
+    """Return values in order, and where they were."""
     if x.dim() == 0:
         return x.clone(), torch.zeros((), dtype=torch.int64, device=x.device)
     names = ("dim", "descending") if not options.keys() & {"stable"} and len(arguments) < 3 else ("stable", "dim")
@@ -47,7 +47,7 @@ def argsort(x: MCTensor, *, stable: bool = True, dim: int = -1, descending: bool
 
 @implements(aten.topk.default)
 def topk(x: MCTensor, k: int, dim: int = -1, largest: bool = True, sorted: bool = True) -> tuple[Tensor, Tensor]:
-    """The k largest or smallest, in order."""
+    """Return the k largest or smallest, in order."""
     values, order = sort(x, dim=dim, descending=largest)
     if x.dim() == 0:
         return values, order
@@ -58,13 +58,13 @@ def topk(x: MCTensor, k: int, dim: int = -1, largest: bool = True, sorted: bool 
 
 @implements(aten.kthvalue.default)
 def kthvalue(x: MCTensor, k: int, dim: int = -1, keepdim: bool = False) -> tuple[Tensor, Tensor]:
-    """The k-th smallest."""
+    """Return the k-th smallest."""
     return _kth_in_order(x, dim, keepdim, lambda order: order.narrow(dim, k - 1, 1))
 
 
 @implements(aten.median.dim)
 def median_dim(x: MCTensor, dim: int, keepdim: bool = False) -> tuple[Tensor, Tensor]:
-    """The lower of the middle values; NaN if any is."""
+    """Return the lower of the middle values; NaN if any is."""
     count = x.shape[dim] if x.dim() else 1
     missing = x._parts[0].isnan().sum(dim, keepdim=True) > 0
 
@@ -76,21 +76,21 @@ def median_dim(x: MCTensor, dim: int, keepdim: bool = False) -> tuple[Tensor, Te
 
 @implements(aten.median.default)
 def median(x: MCTensor) -> Tensor:
-    """The lower of the middle values of all."""
+    """Return the lower of the middle values of all."""
     flat: Any = x.reshape(-1)
     return median_dim(flat, 0)[0]
 
 
 @implements(aten.nanmedian.dim)
 def nanmedian_dim(x: MCTensor, dim: int, keepdim: bool = False) -> tuple[Tensor, Tensor]:
-    """The lower median of the values that are no NaN; NaN, which sorts last, where all are."""
+    """Return the lower median of the values that are no NaN; NaN, which sorts last, where all are."""
     numbers = (~x._parts[0].isnan()).sum(dim, keepdim=True)
     return _kth_in_order(x, dim, keepdim, lambda order: order.gather(dim, ((numbers - 1) // 2).clamp(min=0)))
 
 
 @implements(aten.nanmedian.default)
 def nanmedian(x: MCTensor) -> Tensor:
-    """The lower of the middle values of all that are numbers."""
+    """Return the lower of the middle values of all that are numbers."""
     flat: Any = x.reshape(-1)
     return nanmedian_dim(flat, 0)[0]
 
@@ -127,25 +127,25 @@ def _extreme_along(x: MCTensor, dim: int, keepdim: bool, sign: int) -> tuple[Ten
 
 @implements(aten.max.dim)
 def max_dim(x: MCTensor, dim: int, keepdim: bool = False) -> tuple[Tensor, Tensor]:
-    """The largest values along a dimension, and where."""
+    """Return the largest values along a dimension, and where."""
     return _extreme_along(x, dim, keepdim, 1)
 
 
 @implements(aten.min.dim)
 def min_dim(x: MCTensor, dim: int, keepdim: bool = False) -> tuple[Tensor, Tensor]:
-    """The smallest values along a dimension, and where."""
+    """Return the smallest values along a dimension, and where."""
     return _extreme_along(x, dim, keepdim, -1)
 
 
 @implements(aten.max.default)
 def max_all(x: MCTensor) -> Tensor:
-    """The largest value."""
+    """Return the largest value."""
     return _extreme_along(_nonempty(x), 0, False, 1)[0]
 
 
 @implements(aten.min.default)
 def min_all(x: MCTensor) -> Tensor:
-    """The smallest value."""
+    """Return the smallest value."""
     return _extreme_along(_nonempty(x), 0, False, -1)[0]
 
 
@@ -176,13 +176,13 @@ def _index_of_extreme(x: MCTensor, dim: int | None, keepdim: bool, sign: int) ->
 
 @implements(aten.amax.default)
 def amax(x: MCTensor, dim: Any = (), keepdim: bool = False) -> Tensor:
-    """The largest values over several dimensions."""
+    """Return the largest values over several dimensions."""
     return _extreme_over(x, dim, keepdim, 1)
 
 
 @implements(aten.amin.default)
 def amin(x: MCTensor, dim: Any = (), keepdim: bool = False) -> Tensor:
-    """The smallest values over several dimensions."""
+    """Return the smallest values over several dimensions."""
     return _extreme_over(x, dim, keepdim, -1)
 
 
@@ -205,7 +205,7 @@ def _extreme_over(x: MCTensor, dims: Any, keepdim: bool, sign: int) -> Tensor:
 
 
 def _running(x: MCTensor, dim: int, sign: int) -> tuple[Tensor, Tensor]:
-    """The running extreme, in log2(length) steps: each looks twice as far back."""
+    """Return the running extreme, in log2(length) steps: each looks twice as far back."""
     at = torch.arange(x.shape[dim] if x.dim() else 1, device=x.device, dtype=torch.int64)
     shape = [1] * x.dim()
     if not x.dim():
@@ -234,11 +234,11 @@ def _later_of_equal(pair: MCTensor, before: Tensor, here: Tensor, keep: Tensor) 
 
 @implements(aten.cummax.default)
 def cummax(x: MCTensor, dim: int) -> tuple[Tensor, Tensor]:
-    """The largest value so far, and where."""
+    """Return the largest value so far, and where."""
     return _running(x, dim, 1)
 
 
 @implements(aten.cummin.default)
 def cummin(x: MCTensor, dim: int) -> tuple[Tensor, Tensor]:
-    """The smallest value so far, and where."""
+    """Return the smallest value so far, and where."""
     return _running(x, dim, -1)

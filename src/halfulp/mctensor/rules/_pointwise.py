@@ -132,7 +132,7 @@ def _root_of_one_minus_square(x: MCTensor, form: ResultType) -> Tensor:
 
 @beyond_exact_float64(aten.atan2.default)
 def atan2(y: Any, x: Any) -> Tensor:
-    """The angle of the point (x, y)."""
+    """Return the angle of the point (x, y)."""
     form = result_type((y, x))
     return round_to_type(_angle(y, x, _with_one_more_component(form)), form)
 
@@ -210,7 +210,7 @@ def copysign(a: Any, b: Any) -> Tensor:
 
 @beyond_exact_float64(aten.nan_to_num.default)
 def nan_to_num(x: MCTensor, nan: Any = None, posinf: Any = None, neginf: Any = None) -> Tensor:
-    """Numbers in place of NaN and infinities."""
+    """Replace NaN and infinities by numbers."""
     ends = torch.finfo(x.dtype)
     y: Any = select(x._parts[0].isposinf(), ends.max if posinf is None else posinf, x)
     y = select(y._parts[0].isneginf(), ends.min if neginf is None else neginf, y)
@@ -225,19 +225,19 @@ def erfc(x: MCTensor) -> Tensor:
 
 @beyond_float64(aten.softshrink_backward.default, aten.hardshrink_backward.default)
 def shrink_backward(gradient: Any, x: Any, bound: Any) -> Tensor:
-    """The gradient outside the bounds."""
+    """Return the gradient outside the bounds."""
     return select(abs(x) <= bound, 0.0, gradient)
 
 
 @beyond_float64(aten._cdist_forward.default)
 def cdist_forward(a: Any, b: Any, p: float, mode: int | None) -> Tensor:
-    """The norms of all differences of rows."""
+    """Return the norms of all differences of rows."""
     return torch.linalg.vector_norm(a.unsqueeze(-2) - b.unsqueeze(-3), p, dim=-1)
 
 
 @beyond_float64(aten._cdist_backward.default)
 def cdist_backward(gradient: Any, a: Any, b: Any, p: float, distance: Any) -> Tensor:
-    """The gradient of the first rows: gradient sign(d) |d|^(p-1) / distance^(p-1), 0 where the distance is."""
+    """Return the gradient of the first rows: gradient sign(d) |d|^(p-1) / distance^(p-1), 0 where the distance is."""
     difference = a.unsqueeze(-2) - b.unsqueeze(-3)
     zero = distance == 0
     reach = select(zero, 1.0, distance)
@@ -251,8 +251,8 @@ def cdist_backward(gradient: Any, a: Any, b: Any, p: float, distance: Any) -> Te
     return (slope * select(zero, 0.0, gradient).unsqueeze(-1)).sum(-2)
 
 
-def _of_tensors(operator: OpOverload) -> Callable:
-    """The overload with a number in place of a tensor: torch's formula rounds that to the other operand's dtype."""
+def _number_rule(operator: OpOverload) -> Callable:
+    """Return the rule of an overload with a number for a tensor, which keeps its digits: torch would round it."""
 
     def rule(a: Any, b: Any) -> Tensor:
         device = (a if isinstance(a, Tensor) else b).device
@@ -268,7 +268,7 @@ for _operators in (
     (aten.xlogy.Tensor, aten.xlogy.Scalar_Self, aten.xlogy.Scalar_Other),
     (aten.special_xlog1py.default, aten.special_xlog1py.self_scalar, aten.special_xlog1py.other_scalar),
 ):
-    implements(*_operators[1:])(_of_tensors(_operators[0]))
+    implements(*_operators[1:])(_number_rule(_operators[0]))
 
 
 UNARY = {
@@ -378,16 +378,16 @@ def _intermediate_type(*operands: Any) -> Any:
 @implements(aten.addcmul.default)
 def addcmul(a: Any, b: Any, c: Any, *, value: Any = 1) -> Tensor:
     """a + value b c."""
-    return _accumulated(a, b, c, value, divide=False)
+    return _accumulate(a, b, c, value, divide=False)
 
 
 @implements(aten.addcdiv.default)
 def addcdiv(a: Any, b: Any, c: Any, *, value: Any = 1) -> Tensor:
     """a + value b / c."""
-    return _accumulated(a, b, c, value, divide=True)
+    return _accumulate(a, b, c, value, divide=True)
 
 
-def _accumulated(a: Any, b: Any, c: Any, value: Any, divide: bool) -> Tensor:
+def _accumulate(a: Any, b: Any, c: Any, value: Any, divide: bool) -> Tensor:
     form = result_type((a, b, c))
     return evaluate("addcmul", a, *_plain_product(b, c, value, divide, form), form=form)
 
@@ -457,7 +457,7 @@ def gelu(x: Any, *, approximate: str = "none") -> Tensor:
 
 @beyond_float64(aten.gelu_backward.default)
 def gelu_backward(gradient: Any, x: Any, *, approximate: str = "none") -> Tensor:
-    """The gradient times Phi(x) + x phi(x), or times the derivative of the approximation by tanh."""
+    """Return the gradient times Phi(x) + x phi(x), or times the derivative of the approximation by tanh."""
     if approximate == "tanh":
         inner, slope = _inner(x)
         bent = torch.tanh(inner)

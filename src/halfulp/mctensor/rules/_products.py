@@ -38,7 +38,7 @@ def _has_scale(x: Any) -> bool:
 
 
 def _scaled_product(a: Any, b: Any, form: ResultType) -> Tensor:
-    """Scales are factors: the payloads' product, times both."""
+    """Multiply payloads, and the result by both scales."""
     payloads = _payload(a, form.device), _payload(b, form.device)
     scales = [x._scale for x in (a, b) if _has_scale(x)]
     if (
@@ -127,13 +127,13 @@ def mm(a: Any, b: Any) -> Tensor:
 
 @implements(aten.mv.default)
 def mv(a: Any, b: Any) -> Tensor:
-    """A matrix and a vector."""
+    """Multiply a matrix by a vector."""
     return product(a, b.unsqueeze(-1), result_type((a, b))).squeeze(-1)
 
 
 @implements(aten.dot.default, aten.vdot.default)
 def dot(a: Any, b: Any) -> Tensor:
-    """Two vectors."""
+    """Multiply two vectors."""
     if a.shape != b.shape:
         raise RuntimeError(f"dot of vectors of {a.numel()} and {b.numel()} elements")
     return product(a.unsqueeze(0), b.unsqueeze(-1), result_type((a, b))).reshape(())
@@ -166,7 +166,7 @@ def addr(start: Any, a: Any, b: Any, *, beta: Any = 1, alpha: Any = 1) -> Tensor
 
 @beyond_float64(aten._trilinear.default)
 def trilinear(a: Any, b: Any, c: Any, *dims: Any) -> Tensor:
-    """The product of three tensors that broadcast after new dimensions, summed over some: behind torch.bilinear."""
+    """Return the product of three broadcasting tensors, summed over some dimensions: behind torch.bilinear."""
     operands = []
     for x, new in zip((a, b, c), dims):
         for at in sorted(new):
@@ -180,7 +180,7 @@ def trilinear(a: Any, b: Any, c: Any, *dims: Any) -> Tensor:
 def grouped_mm(
     a: Any, b: Any, offs: Tensor | None = None, bias: Any = None, out_dtype: torch.dtype | None = None
 ) -> Tensor:
-    """A product for each group of rows or columns; those behind the last group become 0."""
+    """Return a product for each group of rows or columns; those behind the last group become 0."""
     if bias is not None:
         raise NotImplementedError("grouped_mm takes no bias yet, as in torch: add it to the result")
     form = result_type((a, b), out_dtype)
@@ -195,13 +195,13 @@ def _per_dimension(value: Sequence[int], count: int) -> list[int]:
     return list(value) * (count // len(value))
 
 
-def _padded(x: Any, padding: Sequence[int]) -> Any:
+def _pad(x: Any, padding: Sequence[int]) -> Any:
     frame = [p for pad in reversed(padding) for p in (pad, pad)]
     return aten.constant_pad_nd.default(x, frame, 0) if any(frame) else x
 
 
 def _columns(x: Any, kernel: Sequence[int], stride: Sequence[int], dilation: Sequence[int], groups: int) -> Any:
-    """All windows as matrices: (batch, groups, channels of a group x taps, places)."""
+    """Return all windows as matrices: (batch, groups, channels of a group x taps, positions)."""
     seen = window_views(x.contiguous(), kernel, stride, dilation)
     batch, channels, spatial = x.shape[0], x.shape[1], len(kernel)
     places = seen.shape[2 : 2 + spatial]
@@ -211,7 +211,7 @@ def _columns(x: Any, kernel: Sequence[int], stride: Sequence[int], dilation: Seq
 
 def _forward(x: Any, weight: Any, setup: dict) -> Any:
     groups, kernel, stride, dilation = (setup[k] for k in ("groups", "kernel", "stride", "dilation"))
-    columns = _columns(_padded(x, setup["padding"]), kernel, stride, dilation, groups)
+    columns = _columns(_pad(x, setup["padding"]), kernel, stride, dilation, groups)
     matrix = weight.reshape(groups, weight.shape[0] // groups, -1)
     out = torch.matmul(matrix, columns)
     sizes = _output_sizes(x.shape[2:], setup)
@@ -223,7 +223,7 @@ def _output_sizes(sizes: Sequence[int], setup: dict) -> list[int]:
     return [(n + 2 * p - d * (k - 1) - 1) // s + 1 for n, k, s, d, p in every]
 
 
-def _to_input(gradient: Any, weight: Any, sizes: Sequence[int], setup: dict) -> Any:
+def _input_gradient(gradient: Any, weight: Any, sizes: Sequence[int], setup: dict) -> Any:
     """Return the gradient of the input, of these sizes; this is the transposed convolution, too."""
     groups, padding = setup["groups"], setup["padding"]
     batch, channels, places = gradient.shape[0], weight.shape[1] * groups, gradient.shape[2:]
@@ -234,10 +234,10 @@ def _to_input(gradient: Any, weight: Any, sizes: Sequence[int], setup: dict) -> 
     return into[(slice(None), slice(None), *(slice(p, p + n) for n, p in zip(sizes, padding)))]
 
 
-def _to_weight(gradient: Any, x: Any, shape: Sequence[int], setup: dict) -> Any:
+def _weight_gradient(gradient: Any, x: Any, shape: Sequence[int], setup: dict) -> Any:
     """Return the gradient of the weight: one product over positions and batch together."""
     groups = setup["groups"]
-    columns = _columns(_padded(x, setup["padding"]), setup["kernel"], setup["stride"], setup["dilation"], groups)
+    columns = _columns(_pad(x, setup["padding"]), setup["kernel"], setup["stride"], setup["dilation"], groups)
     rows = gradient.reshape(x.shape[0], groups, shape[0] // groups, -1)
     left = rows.permute(1, 2, 0, 3).reshape(groups, shape[0] // groups, -1)
     right = columns.permute(1, 0, 3, 2).reshape(groups, -1, columns.shape[2])
@@ -265,13 +265,13 @@ def convolution(
     output_padding: Any,
     groups: int,
 ) -> Tensor:
-    """A convolution, or a transposed one, with its bias."""
+    """Return a convolution, or a transposed one, with its bias."""
     setup = _setup(weight, stride, padding, dilation, groups)
     if transposed:
         every = zip(x.shape[2:], setup["kernel"], setup["stride"], setup["dilation"], setup["padding"])
         extra = _per_dimension(output_padding, weight.dim() - 2)
         sizes = [(n - 1) * s - 2 * p + d * (k - 1) + e + 1 for (n, k, s, d, p), e in zip(every, extra)]
-        out = _to_input(x, weight, sizes, setup)
+        out = _input_gradient(x, weight, sizes, setup)
     else:
         out = _forward(x, weight, setup)
     return out if bias is None else out + bias.reshape([-1] + [1] * (weight.dim() - 2))
@@ -291,21 +291,21 @@ def convolution_backward(
     groups: int,
     output_mask: Sequence[bool],
 ) -> tuple[Tensor | None, ...]:
-    """The gradients of input, weight and bias, as far as they are wanted."""
+    """Return the gradients of input, weight and bias, as far as they are wanted."""
     setup = _setup(weight, stride, padding, dilation, groups)
     to_input, to_weight, to_bias = output_mask
     spatial = list(range(2, weight.dim()))
     if transposed:
         first = _forward(gradient, weight, setup) if to_input else None
-        second = _to_weight(x, gradient, weight.shape, setup) if to_weight else None
+        second = _weight_gradient(x, gradient, weight.shape, setup) if to_weight else None
     else:
-        first = _to_input(gradient, weight, x.shape[2:], setup) if to_input else None
-        second = _to_weight(gradient, x, weight.shape, setup) if to_weight else None
+        first = _input_gradient(gradient, weight, x.shape[2:], setup) if to_input else None
+        second = _weight_gradient(gradient, x, weight.shape, setup) if to_weight else None
     return first, second, gradient.sum([0, *spatial]) if to_bias else None
 
 
 def window_views(x: Any, kernel: Sequence[int], stride: Sequence[int], dilation: Sequence[int]) -> Any:
-    """All windows over the last dimensions as a view: (..., out..., kernel...)."""
+    """Return all windows over the last dimensions as a view: (..., out..., kernel...)."""
     spatial = len(kernel)
     lead, sizes = x.shape[:-spatial], x.shape[-spatial:]
     steps, leads = x.stride()[-spatial:], x.stride()[:-spatial]
@@ -317,7 +317,7 @@ def window_views(x: Any, kernel: Sequence[int], stride: Sequence[int], dilation:
 
 
 def fold_windows(columns: Any, size: Sequence[int], places: Sequence[int], setup: dict) -> Any:
-    """Windows' values, (batch, channels x taps, places), summed where they overlap: one strided sum per tap."""
+    """Sum windows' values (batch, channels x taps, positions) where they overlap: one strided sum per tap."""
     kernel, stride, dilation = setup["kernel"], setup["stride"], setup["dilation"]
     into = columns.new_zeros(list(size))
     columns = columns.reshape([size[0], size[1], math.prod(kernel), *places])

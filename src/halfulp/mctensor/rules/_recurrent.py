@@ -34,13 +34,15 @@ def remove(model: nn.Module) -> None:
 @untraced
 def _promote(module: Any, arguments: tuple, options: dict) -> tuple[tuple, dict] | None:
     weights = _own_weights(module)
-    packed, (arguments, options) = _opened((arguments, options))  # older torch sees no tensors inside of a packed one
+    packed, (arguments, options) = _unpack_sequence(
+        (arguments, options)
+    )  # older torch sees no tensors inside of a packed one
     given = [x for x in tree_leaves((arguments, options)) if isinstance(x, Tensor) and x.is_floating_point()]
     if all(x.dtype == weights[0].dtype for x in given) or torch.is_autocast_enabled(weights[0].device.type):
         return None
     with torch.enable_grad():  # a thread that records gradients may meet the weights of one that does not
         arguments, options, module._flat_weights = in_one_dtype((arguments, options, weights))
-    return _closed((arguments, options), packed)
+    return _repack_sequence((arguments, options), packed)
 
 
 @untraced
@@ -61,7 +63,7 @@ def _own_weights(module: Any) -> list:
     return own
 
 
-def _opened(given: tuple) -> tuple[PackedSequence | None, tuple]:
+def _unpack_sequence(given: tuple) -> tuple[PackedSequence | None, tuple]:
     """Return a packed sequence among arguments, and the arguments with its rows in its place."""
     arguments, options = given
     first = arguments[0] if arguments else options.get("input")
@@ -72,7 +74,7 @@ def _opened(given: tuple) -> tuple[PackedSequence | None, tuple]:
     return first, (arguments, options | {"input": first.data})
 
 
-def _closed(given: tuple, packed: PackedSequence | None) -> tuple[tuple, dict]:
+def _repack_sequence(given: tuple, packed: PackedSequence | None) -> tuple[tuple, dict]:
     arguments, options = given
     if packed is None:
         return arguments, options
@@ -86,7 +88,7 @@ _LSTM = 2
 
 
 def _gates(x: Any, h: Any, weights: tuple[Any, ...]) -> tuple[Any, ...]:
-    """Input, forget, cell and output gate of one step."""
+    """Return input, forget, cell and output gate of one step."""
     w_x, w_h, *biases = weights
     whole = x @ w_x.t() + h @ w_h.t()
     i, f, g, o = (whole + biases[0] + biases[1] if biases else whole).chunk(4, -1)
@@ -94,7 +96,7 @@ def _gates(x: Any, h: Any, weights: tuple[Any, ...]) -> tuple[Any, ...]:
 
 
 def _forward(x: Any, weights: tuple[Any, ...], h: Any, c: Any, reverse: bool) -> tuple[list, list, Any, Any]:
-    """Outputs in order of time, what every step had, and the last states."""
+    """Return outputs in order of time, the intermediate values of each step, and the last states."""
     outputs, kept = [None] * len(x), []
     for t in reversed(range(len(x))) if reverse else range(len(x)):
         gates = _gates(x[t], h, weights)
@@ -114,7 +116,7 @@ def _layer(x: Any, weights: tuple[Any, ...], h: Any, c: Any, reverse: bool) -> t
 def _layer_backward(
     x: Any, weights: tuple[Any, ...], h: Any, c: Any, reverse: bool, to_out: Any, to_h: Any, to_c: Any
 ) -> tuple[Any, ...]:
-    """The gradients of input, weights and first states, back through time."""
+    """Return the gradients of input, weights and first states, back through time."""
     _, kept, *_ = _forward(x, weights, h, c, reverse)
     w_x, w_h = weights[:2]
     h_back = torch.zeros_like(h) if to_h is None else to_h
@@ -172,7 +174,7 @@ def layer(
     batch_first: bool,
     train: bool,
 ) -> tuple[Any, ...]:
-    """One layer in one direction: outputs, last states, and an empty workspace."""
+    """Run one layer in one direction: return outputs, last states, and an empty workspace."""
     _check(mode, batch_sizes)
     form = result_type((x, w_x, w_h, b_x, b_h, h, c))
     results = run_in_steps(_layer, form, (x, _weights(w_x, w_h, b_x, b_h, has_biases), h, c, reverse), {})
@@ -205,7 +207,7 @@ def layer_backward(
     batch_first: bool,
     workspace: Tensor,
 ) -> tuple[Any, ...]:
-    """Its gradients."""
+    """Return the gradients of `layer`."""
     _check(mode, batch_sizes)
     given = (x, _weights(w_x, w_h, b_x, b_h, has_biases), h, c, reverse, to_out, to_h, to_c)
     form = result_type(value for value in tree_leaves(given) if isinstance(value, Tensor))

@@ -58,7 +58,7 @@ def _working(form: ResultType, parts: Parts) -> int:
 
 @implements(aten.sum.default)
 def sum_all(x: MCTensor, *, dtype: Any = None) -> Tensor:
-    """The sum of all elements."""
+    """Return the sum of all elements."""
     return reduce_dims(arithmetic.total, x, None, False, dtype)
 
 
@@ -76,7 +76,7 @@ def nansum(x: MCTensor, dim: Any = None, keepdim: bool = False, *, dtype: Any = 
 
 @implements(aten.mean.default)
 def mean_all(x: MCTensor, *, dtype: Any = None) -> Tensor:
-    """The mean of all elements."""
+    """Return the mean of all elements."""
     return mean_dim(x, None, False, dtype=dtype)
 
 
@@ -88,7 +88,7 @@ def mean_dim(x: MCTensor, dim: Any, keepdim: bool = False, *, dtype: Any = None)
 
 @implements(aten.prod.default)
 def prod_all(x: MCTensor, *, dtype: Any = None) -> Tensor:
-    """The product of all elements."""
+    """Return the product of all elements."""
     return reduce_dims(arithmetic.product, x, None, False, dtype)
 
 
@@ -152,7 +152,7 @@ def _four_float64s(x: Tensor) -> ResultType:
 
 @implements(aten.norm.Scalar)
 def norm_all(x: MCTensor, p: Any = 2) -> Tensor:
-    """The norm of all elements."""
+    """Return the norm of all elements."""
     return torch.linalg.vector_norm(x, 2 if p is None else p)
 
 
@@ -164,7 +164,7 @@ def norm_dim(x: MCTensor, p: Any, dim: Any, keepdim: bool = False, *, dtype: Any
 
 @beyond_float64(aten.var_mean.correction)
 def var_mean(x: MCTensor, dim: Any = None, *, correction: Any = None, keepdim: bool = False) -> tuple[Tensor, Tensor]:
-    """The mean of squares about the mean, over count - correction; and the mean."""
+    """Return the mean of squares about the mean, over count - correction, and the mean."""
     dims = dimensions(x, dim)
     count = math.prod(x.shape[i] for i in dims)
     mean = x.mean(dims, keepdim=True)
@@ -176,19 +176,19 @@ def var_mean(x: MCTensor, dim: Any = None, *, correction: Any = None, keepdim: b
 
 @beyond_float64(aten.var.correction)
 def var(x: MCTensor, dim: Any = None, *, correction: Any = None, keepdim: bool = False) -> Tensor:
-    """The mean of squares about the mean, over count - correction."""
+    """Return the mean of squares about the mean, over count - correction."""
     return var_mean(x, dim, correction=correction, keepdim=keepdim)[0]
 
 
 @beyond_float64(aten.std.correction)
 def std(x: MCTensor, dim: Any = None, *, correction: Any = None, keepdim: bool = False) -> Tensor:
-    """The root of the variance."""
+    """Return the root of the variance."""
     return var(x, dim, correction=correction, keepdim=keepdim).sqrt()
 
 
 @beyond_float64(aten.std_mean.correction)
 def std_mean(x: MCTensor, dim: Any = None, *, correction: Any = None, keepdim: bool = False) -> tuple[Tensor, Tensor]:
-    """Both."""
+    """Return the standard deviation and the mean."""
     variance, mean = var_mean(x, dim, correction=correction, keepdim=keepdim)
     return variance.sqrt(), mean
 
@@ -205,13 +205,13 @@ def logsumexp(x: MCTensor, dim: Any, keepdim: bool = False) -> Tensor:
 
 @implements(aten.trace.default)
 def trace(x: MCTensor) -> Tensor:
-    """The sum of the diagonal."""
+    """Return the sum of the diagonal."""
     return torch.diagonal(x).sum()
 
 
 @implements(aten.dist.default)
 def dist(a: Any, b: Any, p: Any = 2) -> Tensor:
-    """The norm of a difference."""
+    """Return the norm of a difference."""
     return torch.linalg.vector_norm(a - b, p)
 
 
@@ -220,13 +220,13 @@ operators = torch_operators("halfulp")
 
 @implements(operators.exact_sum.default)
 def exact_sum(x: Any, dim: list[int], keepdim: bool, dtype: torch.dtype) -> Tensor:
-    """The sum of all components."""
+    """Return the sum of all components."""
     return _rounded(partial(x, None, dim), x.shape, dim, keepdim, result_type((x,), dtype))
 
 
 @implements(operators.exact_dot.default)
 def exact_dot(a: Any, b: Any, dim: list[int], keepdim: bool, dtype: torch.dtype) -> Tensor:
-    """The sum of all products of components."""
+    """Return the sum of all products of components."""
     return _rounded(partial(a, b, dim), a.shape, dim, keepdim, result_type((a, b), dtype))
 
 
@@ -322,11 +322,11 @@ def index_add(x: Any, dim: int, index: Tensor, source: Any, *, alpha: Any = 1) -
 @beyond_exact_float64(aten.scatter_add.default)
 def scatter_add(x: Any, dim: int, index: Tensor, source: Any) -> Tensor:
     """x with the source's elements added where the index says along a dimension."""
-    at, values = _scattered(x, dim, index, source)
+    at, values = _flat_scatter(x, dim, index, source)
     return add_rows(x.reshape(-1), at, values).reshape(x.shape)
 
 
-def _scattered(x: Any, dim: int, index: Tensor, source: Any) -> tuple[Tensor, Any]:
+def _flat_scatter(x: Any, dim: int, index: Tensor, source: Any) -> tuple[Tensor, Any]:
     """Return indices into the flattened x, and the source's elements for them."""
     if x.dim() == 0:
         return index.reshape(-1), source.reshape(-1)
@@ -350,7 +350,7 @@ def scatter_reduce(x: Any, dim: int, index: Tensor, source: Any, reduce: str, *,
     """Sums, means, products and extremes where the index says along a dimension."""
     if reduce not in _COMBINE:
         raise ValueError(f"reduce={reduce!r}: allowed are {', '.join(_COMBINE)}")
-    at, values = _scattered(x, dim, index, source)
+    at, values = _flat_scatter(x, dim, index, source)
     total = combine_rows(x.reshape(-1), at, values, _COMBINE[reduce], include_self)
     if reduce == "mean":
         count = torch.full((x.numel(),), float(include_self), dtype=torch.float64, device=index.device)
@@ -391,7 +391,7 @@ def put(x: Any, index: Tensor, source: Any, accumulate: bool = False) -> Tensor:
 
 @beyond_float64(aten.embedding_dense_backward.default)
 def embedding_dense_backward(gradient: Any, indices: Tensor, count: int, padding: int, by_frequency: bool) -> Tensor:
-    """The gradient's rows added where they were looked up."""
+    """Return the gradient's rows added where they were looked up."""
     index, rows = indices.reshape(-1), gradient.reshape(-1, gradient.shape[-1])
     if padding >= 0:
         rows = rows.masked_fill((index == padding).unsqueeze(1), 0)
@@ -402,7 +402,7 @@ def embedding_dense_backward(gradient: Any, indices: Tensor, count: int, padding
 
 @beyond_exact_float64(aten.unfold_backward.default)
 def unfold_backward(gradient: Any, sizes: Sequence[int], dim: int, size: int, step: int) -> Tensor:
-    """The windows' gradients added where they came from."""
+    """Return the windows' gradients added where they came from."""
     places = torch.arange(math.prod(sizes), dtype=torch.int64, device=gradient.device)
     places = places.reshape(list(sizes)).unfold(dim, size, step)
     blank = gradient.new_zeros((math.prod(sizes),))

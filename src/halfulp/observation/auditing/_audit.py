@@ -30,7 +30,7 @@ WORDS: dict[Status, str] = {
 
 @dataclass(frozen=True, slots=True)
 class Side:
-    """What one checkpoint holds of a tensor.
+    """One checkpoint's statistics of a tensor.
 
     Attributes:
         dtype: of the stored tensor.
@@ -116,7 +116,7 @@ class TensorAudit:
 
 @dataclass(frozen=True, slots=True)
 class Lost:
-    """How many wanted changes of elements round away, by how the element is stored.
+    """The counts of wanted changes of elements that round away, by how the element is stored.
 
     Attributes:
         wanted: elements whose wanted change is not zero and finite.
@@ -143,7 +143,7 @@ class Lost:
 
 @dataclass(frozen=True, slots=True)
 class StateAudit:
-    """What the optimizers' states say of one parameter.
+    """The facts about one parameter from the optimizers' states.
 
     Attributes:
         name: of the parameter.
@@ -296,7 +296,7 @@ class Audit:
         write_page("audit", self.to_dict(), path)
 
     def __str__(self) -> str:
-        """Findings, the worst first, then what there is to say of each group of tensors."""
+        """Return the findings, the worst first, then what is to be said of each group of tensors."""
         groups = [f"{group.pattern} ({group.dtypes}): {group.verdict}" for group in self.groups()]
         return "\n".join([*listing(self.findings), *(groups or ["no tensors"]), *self.unseen])
 

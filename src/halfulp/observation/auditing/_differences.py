@@ -76,7 +76,7 @@ class _Code:
 
 @functools.cache
 def codes_table(a: torch.dtype, b: torch.dtype) -> Table:
-    """What counts elements of two tensors by their codes alone.
+    """Return the kernel that counts equal and unequal elements of two tensors by their codes alone.
 
     Columns: A and B. Constants: the codes of their first elements, and of their largest numbers.
     """
@@ -95,7 +95,7 @@ def codes_table(a: torch.dtype, b: torch.dtype) -> Table:
 
 @functools.cache
 def changes_table(a: torch.dtype, b: torch.dtype) -> Table:
-    """What measures changes, in spacings at the element of A of that one of two formats which is coarser there.
+    """Return the kernel that measures changes in spacings of the coarser of two formats, at the element of A.
 
     Columns: A, B, and int64 (SLOTS,), what changed by the size of its change. Constants: of each format the biased
     exponent of its smallest normal number and the bits of its mantissa.
@@ -188,7 +188,7 @@ AT_ONCE = 1 << 21
 
 @dataclass(slots=True)
 class Differences:
-    """What is known of the parts of two tensors of floating-point numbers that were compared.
+    """The differences of two floating-point tensors, summed over the parts that were compared.
 
     Attributes:
         counts: by the names of `_device_functions`.
@@ -227,7 +227,7 @@ class Differences:
 
 
 def empty_differences() -> Differences:
-    """Return what is known before the first part."""
+    """Return the differences before the first part: none."""
     return Differences(np.zeros(COUNTS, np.int64), np.zeros(SLOTS, np.int64))
 
 
@@ -246,7 +246,7 @@ def add_differences(found: Differences, a: Tensor, b: Tensor) -> None:
     # NaN is no number that a tensor can be constant at.
     for which, before, now in ((A_VARIES, found.first[0], first[0]), (B_VARIES, found.first[1], first[1])):
         found.counts[which] |= int(before != now)
-    count = _count_compiled if select_engine("cpu") == "llvm" else _count_tensors
+    count = _count_by_kernel if select_engine("cpu") == "llvm" else _count_tensors
     for parts in zip(a.split(AT_ONCE), b.split(AT_ONCE), strict=True):
         count(found, [_native(part) for part in parts], forms)
 
@@ -258,7 +258,7 @@ def _native(x: Tensor) -> Tensor:
 
 
 def _constants(found: Differences, parts: list[Tensor], forms: tuple[Format, Format]) -> tuple[list[int], list[int]]:
-    """Return what the device functions of codes and of changes take, as words."""
+    """Return the constants of the kernels of codes and of changes, as words."""
     assert found.first is not None
     firsts, tops = (
         [_word(x.dtype, value) for x, value in zip(parts, pair)] for pair in (found.first, [form.max for form in forms])
@@ -273,7 +273,7 @@ def _word(dtype: torch.dtype, value: float) -> int:
     return int(code.view(getattr(torch, f"int{8 * dtype.itemsize}"))) & ((1 << 8 * dtype.itemsize) - 1)
 
 
-def _count_compiled(found: Differences, parts: list[Tensor], forms: tuple[Format, Format]) -> None:
+def _count_by_kernel(found: Differences, parts: list[Tensor], forms: tuple[Format, Format]) -> None:
     kinds, of_codes, of_changes = [x.dtype for x in parts], *_constants(found, parts, forms)
     cut = chunks(IndexMap.whole((parts[0].numel(),)), 0)
     counted = _run(codes_table(*kinds), cut, parts, of_codes)

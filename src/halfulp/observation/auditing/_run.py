@@ -56,7 +56,7 @@ def audit(a: Given, b: Given, *, share: float = 0.01, lr: float | None = None) -
     if _is_same(a, b):
         same = a_kind(a) if isinstance(a, Mapping) else a
         raise ValueError(f"A and B are the same checkpoint, {same}: give an earlier and a later one of a run")
-    before, after = _opened(a, "A"), _opened(b, "B")
+    before, after = _open_given(a, "A"), _open_given(b, "B")
     unseen = [*before.unseen, *after.unseen]
     earlier, later = named_states(before, unseen), named_states(after, unseen)
     after.unseen.clear()
@@ -74,7 +74,7 @@ def audit(a: Given, b: Given, *, share: float = 0.01, lr: float | None = None) -
     return dataclasses.replace(made, findings=findings_of("audit", made))
 
 
-def _opened(given: Given, which: str) -> Checkpoint:
+def _open_given(given: Given, which: str) -> Checkpoint:
     if isinstance(given, Mapping):
         return checkpoint_of(given, which)
     if isinstance(given, str | os.PathLike):

@@ -30,7 +30,7 @@ _OWN = ("decoupled_weight_decay", "weight_update")
 def compare_states(
     a: Mapping[str, NamedState], b: Mapping[str, NamedState], weights: Checkpoint, lr: float | None
 ) -> dict[str, StateAudit]:
-    """Return what the states say, by parameter.
+    """Compare the optimizer states of two checkpoints, by parameter.
 
     Args:
         lr: in place of the learning rate that B's groups hold, or A's where that is 0, at the end of a schedule.
@@ -174,7 +174,7 @@ _AT_ONCE = 1 << 18
 def replay(
     weight: Stored, states: Mapping[str, Any], options: Mapping[str, Any], step: int | None
 ) -> tuple[Lost | None, Lost | None]:
-    """Return what becomes of the last update, and of weight decay alone, where nearest rounding stores the weight.
+    """Count the losses of the last update, and of weight decay alone, where nearest rounding stores the weight.
 
     Adam (Kingma and Ba, arXiv 1412.6980, algorithm 1; AdamW, amsgrad): lr m' / (sqrt(v') + eps) with bias-corrected
     moments, which after step t are those that step t used. Lion: lr sign(m). SGD with momentum: lr times the buffer.
@@ -192,22 +192,24 @@ def replay(
     lr = options.get("lr")
     if rule is None or not lr or weight.numel == 0:
         return None, None
-    names, form = _needed(rule, options), formats.get(weight.dtype)
-    parts = {name: _as_stored(states[name]) for name in names}
+    names, form = _needed_states(rule, options), formats.get(weight.dtype)
+    parts = {name: _make_stored(states[name]) for name in names}
     if any(part.shape != weight.shape or not part.dtype.is_floating_point for part in parts.values()):
         return None, None
     rate = _own_decay(rule, options)
     update, decay = _Sum(form), _Sum(form) if rate else None
     for rows in weight.rows(_AT_ONCE):
         w = weight.read(rows).double()
-        wanted = _wanted(rule, {name: part.read(rows).double() for name, part in parts.items()}, options, step or 1)
+        wanted = _wanted_change(
+            rule, {name: part.read(rows).double() for name, part in parts.items()}, options, step or 1
+        )
         update.add(w, -wanted if options.get("maximize") else wanted)
         if decay is not None and rate is not None:
             decay.add(w, rate * w)
     return update.lost(), None if decay is None else decay.lost()
 
 
-def _as_stored(value: Any) -> Stored:
+def _make_stored(value: Any) -> Stored:
     return value if isinstance(value, Stored) else of_tensor(value)
 
 
@@ -222,13 +224,13 @@ def _rule(states: Mapping[str, Any], options: Mapping[str, Any], step: int | Non
     return "sgd" if "momentum_buffer" in states else None
 
 
-def _needed(rule: str, options: Mapping[str, Any]) -> tuple[str, ...]:
+def _needed_states(rule: str, options: Mapping[str, Any]) -> tuple[str, ...]:
     if rule == "adam":
         return "exp_avg", "max_exp_avg_sq" if options.get("amsgrad") else "exp_avg_sq"
     return ("exp_avg",) if rule == "lion" else ("momentum_buffer",)
 
 
-def _wanted(rule: str, parts: Mapping[str, Tensor], options: Mapping[str, Any], step: int) -> Tensor:
+def _wanted_change(rule: str, parts: Mapping[str, Tensor], options: Mapping[str, Any], step: int) -> Tensor:
     lr = float(options["lr"])
     first, *rest = parts.values()
     if rule == "lion":
@@ -241,7 +243,7 @@ def _wanted(rule: str, parts: Mapping[str, Tensor], options: Mapping[str, Any], 
 
 
 def _own_decay(rule: str, options: Mapping[str, Any]) -> float | None:
-    """Return what a step takes off of a weight by decay that torch's AdamW rounds on its own, before the update."""
+    """Return lr weight_decay where torch's AdamW rounds the decay by itself, before the update; else None."""
     rate = options.get("weight_decay")
     if not rate or rule != "adam" or not options.get("decoupled_weight_decay"):
         return None

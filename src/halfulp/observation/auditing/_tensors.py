@@ -32,7 +32,7 @@ def compare_tensors(a: Checkpoint, b: Checkpoint, parameters: set[str], share: f
     Raises:
         ValueError: they hold other names or shapes.
     """
-    sides = _split(a.tensors), _split(b.tensors)
+    sides = _split_companions(a.tensors), _split_companions(b.tensors)
     _check_names(a, b, sides[0][0], sides[1][0])
     found = {}
     for name, before in sides[0][0].items():
@@ -44,7 +44,7 @@ def compare_tensors(a: Checkpoint, b: Checkpoint, parameters: set[str], share: f
     return found
 
 
-def _split(tensors: Mapping[str, Stored]) -> tuple[dict[str, Stored], dict[str, dict[str, Stored]]]:
+def _split_companions(tensors: Mapping[str, Stored]) -> tuple[dict[str, Stored], dict[str, dict[str, Stored]]]:
     """Return tensors by name, and those beside them that hold a scale or further components."""
     bases: dict[str, Stored] = {}
     beside: dict[str, dict[str, Stored]] = {}
@@ -132,7 +132,7 @@ def _compare(
     numbers = all(holds_numbers(one.dtype) for one in (a, b))
     found = differences(a, b) if numbers else empty_differences()
     unchanged = int(found.counts[d.SAME]) if numbers else same_elements(a, b)
-    moved = None if not beside[0] and not beside[1] else _moved(*beside)
+    moved = None if not beside[0] and not beside[1] else _has_moved(*beside)
     before = _side(pair[0].dtype, a, found, d.A_NAN, 0, _storage(beside[0]), numbers)
     after = _side(pair[1].dtype, b, found, d.B_NAN, 1, _storage(beside[1]), numbers)
     mean = found.mean()
@@ -201,7 +201,7 @@ def _storage(beside: Mapping[str, Stored]) -> str:
     return "scaled" if beside else "plain"
 
 
-def _moved(a: Mapping[str, Stored], b: Mapping[str, Stored]) -> bool:
+def _has_moved(a: Mapping[str, Stored], b: Mapping[str, Stored]) -> bool:
     if a.keys() != b.keys():
         return True
     return any(same_elements(a[key], b[key]) < a[key].numel for key in a)

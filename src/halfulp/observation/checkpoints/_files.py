@@ -66,7 +66,7 @@ def of_tensor(tensor: Tensor, mapped: bool = True) -> Stored:
 
 @dataclass(slots=True)
 class OptimizerStates:
-    """What an optimizer saved.
+    """An optimizer's saved options and states.
 
     Attributes:
         state: by the parameter's number, or name: tensors and numbers by their name.
@@ -182,7 +182,7 @@ _UNREADABLE = (
 
 
 def load_torch_file(path: Path) -> Any:
-    """Return what a file of torch.save holds: mapped if it is a zip archive, as torch has written since 1.6.
+    """Load a file of torch.save, memory-mapped if it is a zip archive, as torch has written since 1.6.
 
     An archive that somebody has zipped again, with compression, is unpacked in memory.
 
@@ -417,7 +417,7 @@ def _chunk(folder: Path, info: Any, dtype: torch.dtype, size: tuple[int, ...]) -
     if not numel:
         return torch.empty(size, dtype=dtype, device="cpu")
     file = folder / info.relative_path
-    mapped = _mapped(file, file.stat().st_mtime_ns)
+    mapped = _map_file(file, file.stat().st_mtime_ns)
     record = memoryview(mapped)[info.offset : info.offset + info.length]
     place = _data_place(record, numel * dtype.itemsize)
     if place is None or _strides(record) != torch.empty(size, dtype=dtype, device="meta").stride():
@@ -474,7 +474,7 @@ class _View(io.RawIOBase):
 
 
 @functools.lru_cache(maxsize=64)
-def _mapped(path: Path, _changed: int) -> mmap.mmap:
+def _map_file(path: Path, _changed: int) -> mmap.mmap:
     # Private and writable, as torch wants memory to be: nothing is written.
     with path.open("rb") as file:
         return mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)
@@ -507,7 +507,7 @@ def is_partition(name: str) -> bool:
 
 
 def partitions(folder: Path) -> list[str]:
-    """Return what a folder holds of DeepSpeed's: the names of its partitions, or of the folders that have them."""
+    """Return the names of DeepSpeed's partitions in a folder, or of the folders that have them."""
     inside = sorted(folder.iterdir())
     return [path.name for path in inside if is_partition(path.name) or (path.is_dir() and _STEP.match(path.name))]
 

@@ -127,9 +127,9 @@ def named_states(checkpoint: Checkpoint, unseen: list[str]) -> dict[str, NamedSt
         members = [(key, group) for group in optimizer.groups for key in group.get("params") or ()]
         names = _given_names(optimizer, members)
         if names is None:
-            names = _by_order(checkpoint, optimizer, members)
+            names = _names_by_order(checkpoint, optimizer, members)
         if names is None:
-            names = _by_shape(checkpoint, optimizer)
+            names = _names_by_shape(checkpoint, optimizer)
             lost = len(members) - len(names)
             if lost:
                 known = (
@@ -141,7 +141,7 @@ def named_states(checkpoint: Checkpoint, unseen: list[str]) -> dict[str, NamedSt
                     f"{lost} of {len(members)} optimizer states of the checkpoint have no names and no order: they "
                     f"were not compared; make the optimizer from model.named_parameters(), which saves names{known}"
                 )
-        names = _as_weights(names, checkpoint.tensors)
+        names = _strip_prefix(names, checkpoint.tensors)
         strange = [name for name in names.values() if name not in checkpoint.tensors]
         if strange:
             unseen.append(
@@ -154,7 +154,7 @@ def named_states(checkpoint: Checkpoint, unseen: list[str]) -> dict[str, NamedSt
     return found
 
 
-def _as_weights(names: dict[Any, str], tensors: Collection[str]) -> dict[Any, str]:
+def _strip_prefix(names: dict[Any, str], tensors: Collection[str]) -> dict[Any, str]:
     """Return names as the weights have them, where one prefix alone, of a wrapper or of a module, sets both apart."""
     strange = next((name for name in names.values() if name not in tensors), None)
     if strange is None:
@@ -205,7 +205,7 @@ def _given_names(optimizer: OptimizerStates, members: list[tuple[Any, dict]]) ->
     return dict(zip((key for key, _ in members), plain_names(names), strict=True))
 
 
-def _by_order(
+def _names_by_order(
     checkpoint: Checkpoint, optimizer: OptimizerStates, members: list[tuple[Any, dict]]
 ) -> dict[Any, str] | None:
     """Return names in the order of the model, where numbers and shapes of all parameters agree with it."""
@@ -213,16 +213,16 @@ def _by_order(
     if len(candidates) != len(members):
         return None
     if checkpoint.ordered:
-        found = _by_groups(candidates, optimizer, decay_rules(candidates))
-        return found if found is not None else _as_they_fit(candidates, optimizer)
+        found = _names_by_groups(candidates, optimizer, decay_rules(candidates))
+        return found if found is not None else _names_by_fit(candidates, optimizer)
     known = None if checkpoint.config is None else order_by_config(checkpoint.config, candidates)
     if known is None or len(known[0]) != len(candidates):
         return None
     ordered = {name: candidates[name] for name in known[0]}
-    return _by_groups(ordered, optimizer, [known[1], *decay_rules(ordered)])
+    return _names_by_groups(ordered, optimizer, [known[1], *decay_rules(ordered)])
 
 
-def _by_groups(
+def _names_by_groups(
     ordered: Mapping[str, Stored], optimizer: OptimizerStates, rules: Sequence[Decays]
 ) -> dict[Any, str] | None:
     """Return names where one way alone to give them to one group, or to one that decays and one that does not, fits."""
@@ -250,7 +250,7 @@ def _partitions(ordered: Mapping[str, Stored], groups: int, rules: Sequence[Deca
         yield parts[::-1]
 
 
-def _as_they_fit(ordered: Mapping[str, Stored], optimizer: OptimizerStates) -> dict[Any, str] | None:
+def _names_by_fit(ordered: Mapping[str, Stored], optimizer: OptimizerStates) -> dict[Any, str] | None:
     """Return names in order, each given to the only group whose next state fits."""
     waiting = [list(group.get("params") or ()) for group in optimizer.groups]
     found = {}
@@ -268,7 +268,7 @@ def _as_they_fit(ordered: Mapping[str, Stored], optimizer: OptimizerStates) -> d
     return found
 
 
-def _by_shape(checkpoint: Checkpoint, optimizer: OptimizerStates) -> dict[Any, str]:
+def _names_by_shape(checkpoint: Checkpoint, optimizer: OptimizerStates) -> dict[Any, str]:
     """Return the names of parameters whose shape only they have in their group, they and the same of other layers.
 
     Layers of a list are in the order of their numbers, whatever the order of what is inside one.
@@ -290,17 +290,17 @@ def _by_shape(checkpoint: Checkpoint, optimizer: OptimizerStates) -> dict[Any, s
             fitting = [name for name in names if tensors[name].shape == shape]
             keys = [key for key, own in zip(group["params"], shapes[number]) if own == shape]
             if len(keys) == len(fitting) and len(set(map(pattern_of, fitting))) == 1:
-                found |= dict(zip(keys, sorted(fitting, key=_by_numbers)))
+                found |= dict(zip(keys, sorted(fitting, key=_layer_sort_key)))
     return found
 
 
-def _by_numbers(name: str) -> list[tuple[bool, int, str]]:
-    """Return what sorts names by the numbers of their layers."""
+def _layer_sort_key(name: str) -> list[tuple[bool, int, str]]:
+    """Return a sort key for names that orders layers by their numbers."""
     return [(part.isdecimal(), int(part) if part.isdecimal() else 0, part) for part in name.split(".")]
 
 
 def _parameters(checkpoint: Checkpoint) -> Iterable[tuple[str, Stored]]:
-    """Yield what may be a parameter, one of several names for the same memory."""
+    """Yield the tensors that may be parameters, under one of several names for the same memory."""
     seen = set()
     for name, stored in checkpoint.tensors.items():
         last = name.rpartition(".")[2]
@@ -364,7 +364,7 @@ def checkpoint_of(content: object, path: str, mapped: bool = True) -> Checkpoint
             leaves[where] = leaf
         elif isinstance(leaf, Tensor):
             leaves |= {(*where[:-1], f"{where[-1]}{suffix}"): part for suffix, part in _entries(leaf, mapped)}
-    found.tensors = _named(leaves, found.unseen)
+    found.tensors = _name_leaves(leaves, found.unseen)
     if not found.tensors:
         rest = "only an optimizer's states" if found.optimizers else f"no tensors, only {listed(content)}"
         raise ValueError(f"{path} holds {rest if content else 'nothing'}: give a checkpoint with a model's state_dict")
@@ -430,7 +430,7 @@ def _entries(tensor: Tensor, mapped: bool) -> Iterator[tuple[str, Stored]]:
         yield "", of_tensor(getattr(tensor, "_local_tensor", tensor), mapped)
 
 
-def _named(leaves: _Leaves, unseen: list[str]) -> dict[str, Stored]:
+def _name_leaves(leaves: _Leaves, unseen: list[str]) -> dict[str, Stored]:
     """Return the model's tensors by name, those of averages under "ema."."""
     while leaves and len({where[0] for where in leaves}) == 1 and all(len(where) > 1 for where in leaves):
         leaves = {where[1:]: leaf for where, leaf in leaves.items()}
@@ -445,10 +445,10 @@ def _named(leaves: _Leaves, unseen: list[str]) -> dict[str, Stored]:
     found: dict[str, Stored] = {}
     for key in models:
         prefix = f"{key}." if len(models) > 1 else ""
-        found |= _merged(groups[key], prefix, 1 if key is not None else 0)
+        found |= _merge_leaves(groups[key], prefix, 1 if key is not None else 0)
     for key in [key for key in groups if key not in models]:
         if isinstance(key, str) and _AVERAGE.search(key):
-            found |= _merged(groups[key], "ema.", 1)
+            found |= _merge_leaves(groups[key], "ema.", 1)
         elif key is not None and not _is_beside(key):
             unseen.append(f"tensors under {key!r} were not compared: they are not the model's")
     return found
@@ -458,6 +458,6 @@ def _is_beside(key: object) -> bool:
     return isinstance(key, int) or bool(_BESIDE.search(str(key)))
 
 
-def _merged(leaves: _Leaves, prefix: str, skip: int) -> dict[str, Stored]:
+def _merge_leaves(leaves: _Leaves, prefix: str, skip: int) -> dict[str, Stored]:
     names = [".".join(map(str, where[skip:])) for where in leaves]
     return {prefix + name: leaf for name, leaf in zip(plain_names(names), leaves.values(), strict=True)}

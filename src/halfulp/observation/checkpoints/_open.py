@@ -80,7 +80,7 @@ def _open_file(path: Path) -> Checkpoint:
     if path.name.endswith(".index.json"):
         return _open_sharded(path)
     if path.suffix == ".safetensors" or _begins_like_safetensors(path):
-        return _of_safetensors([path])
+        return _open_safetensors([path])
     return checkpoint_of(load_torch_file(path), str(path))
 
 
@@ -92,7 +92,7 @@ def _begins_like_safetensors(path: Path) -> bool:
 
 def _open_folder(folder: Path) -> Checkpoint:
     if (folder / METADATA).is_file():
-        return _of_dcp(folder)
+        return _open_dcp_folder(folder)
     partitioned = partitions(folder)
     files = sorted(path for path in folder.iterdir() if path.is_file() and path.name not in partitioned)
     if partitioned and not any(_holds_weights(path) for path in files):
@@ -129,7 +129,7 @@ def _weights(folder: Path, files: list[Path]) -> Checkpoint:
             return _open_sharded(index)
     tensors = [path for path in files if path.suffix == ".safetensors" and not _OTHERS.match(path.name)]
     saved = [path for path in files if path.suffix in _TORCH and not _OTHERS.match(path.name)]
-    for group, opened in ((tensors, _of_safetensors), (saved, _of_torch_files)):
+    for group, opened in ((tensors, _open_safetensors), (saved, _open_torch_files)):
         known = [path for path in group if path.stem in _WEIGHTS]
         if len(known) == 1 or len(group) == 1:
             found = opened(known[:1] or group)
@@ -171,7 +171,7 @@ def _open_sharded(index: Path) -> Checkpoint:
     if missing:
         raise ValueError(f"{index.parent} lacks the shards {listed(missing)}, which {index.name} names: copy them too")
     is_safe = all(shard.suffix == ".safetensors" for shard in shards)
-    found = _of_safetensors(shards) if is_safe else _of_torch_files(shards)
+    found = _open_safetensors(shards) if is_safe else _open_torch_files(shards)
     wanted = dict(zip(placed, plain_names(placed), strict=True))
     absent = [name for name, plain in wanted.items() if plain not in found.tensors]
     if absent:
@@ -186,19 +186,19 @@ def _is_inside(name: object) -> bool:
     return isinstance(name, str) and bool(name) and not Path(name).is_absolute() and ".." not in Path(name).parts
 
 
-def _of_safetensors(paths: list[Path]) -> Checkpoint:
+def _open_safetensors(paths: list[Path]) -> Checkpoint:
     tensors: dict[str, Stored] = {}
     contract = None
     for path in paths:
         part, metadata = open_safetensors(path)
         tensors |= part
         if CONTRACT in metadata:
-            contract = _parsed(metadata[CONTRACT], path)
+            contract = _parse(metadata[CONTRACT], path)
     named = dict(zip(plain_names(tensors), tensors.values(), strict=True))
     return Checkpoint(str(paths[0]), named, ordered=False, contract=contract)
 
 
-def _of_torch_files(paths: list[Path]) -> Checkpoint:
+def _open_torch_files(paths: list[Path]) -> Checkpoint:
     parts = [checkpoint_of(load_torch_file(path), str(path)) for path in paths]
     found = parts[0]
     for part in parts[1:]:
@@ -208,7 +208,7 @@ def _of_torch_files(paths: list[Path]) -> Checkpoint:
     return found
 
 
-def _of_dcp(folder: Path) -> Checkpoint:
+def _open_dcp_folder(folder: Path) -> Checkpoint:
     entries, unseen = open_dcp(folder)
     nested: dict[Any, Any] = {}
     for path, value in entries.items():
@@ -231,10 +231,10 @@ def _add_optimizer(found: Checkpoint, path: Path) -> None:
 
 
 def _read_json(path: Path) -> dict[str, Any]:
-    return _parsed(path.read_text(encoding="utf-8", errors="replace"), path)
+    return _parse(path.read_text(encoding="utf-8", errors="replace"), path)
 
 
-def _parsed(text: str, path: Path) -> dict[str, Any]:
+def _parse(text: str, path: Path) -> dict[str, Any]:
     try:
         read = json.loads(text)
     except ValueError:

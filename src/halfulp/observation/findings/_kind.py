@@ -54,7 +54,7 @@ class FindingKind:
     worst: ClassVar[str] = ""
 
     def in_record(self, record: Record) -> Iterable[Finding]:
-        """Find it in what `hu.observe` recorded."""
+        """Yield this kind's findings from a record of `hu.observe`."""
         return ()
 
     def in_audit(self, audit: Any) -> Iterable[Finding]:
@@ -106,7 +106,7 @@ class FindingKind:
 
     @classmethod
     def instruments(cls) -> tuple[str, ...]:
-        """The instruments that can show it."""
+        """Return the instruments that can show it."""
         methods = {"observe": "in_record", "audit": "in_audit", "forecast": "in_forecast"}
         shown = [name for name, method in methods.items() if getattr(cls, method) is not getattr(FindingKind, method)]
         return tuple(shown)

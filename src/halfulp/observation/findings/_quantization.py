@@ -9,7 +9,7 @@ from .._record import Record, TensorRecord
 from .._text import confidence_of, dtype_name, is_narrow, percent, precision
 from ..auditing._audit import Audit
 from ._kind import FindingKind, register_finding
-from ._ranges import GRADIENTS, has_wide_range, nonzero, storage_format, tensors
+from ._ranges import GRADIENTS, count_nonzero, has_wide_range, storage_format, tensors
 
 FEWEST_IN_BLOCKS = 64
 # Of normally distributed numbers 4-bit blocks hide up to 12%; twice that is one large element in most blocks.
@@ -31,7 +31,7 @@ class BlockHidden(FindingKind):
 
     def in_record(self, record: Record) -> Iterator[Finding]:
         for tensor in record.tensors.values():
-            count = nonzero(tensor)
+            count = count_nonzero(tensor)
             hidden = tensor.block_hidden.get(tensor.asked_format or "")
             if hidden is None or count < FEWEST_IN_BLOCKS:
                 continue
@@ -107,7 +107,7 @@ class PayloadSaturated(FindingKind):
 
     def in_record(self, record: Record) -> Iterator[Finding]:
         for tensor in record.tensors.values():
-            yield from self._quantized(tensor)
+            yield from self._find_in_quantized(tensor)
             held_in = storage_format(tensor)
             if held_in is None or has_wide_range(held_in) or not tensor.elements:
                 continue
@@ -127,8 +127,8 @@ class PayloadSaturated(FindingKind):
                 scale=tensor.scale,
             )
 
-    def _quantized(self, tensor: TensorRecord) -> Iterator[Finding]:
-        """Find it in what the run rounds to a narrower format afterwards; blocks take a scale from their elements."""
+    def _find_in_quantized(self, tensor: TensorRecord) -> Iterator[Finding]:
+        """Find saturation in tensors that the run rounds narrower afterwards; blocks are exempt by their own scales."""
         asked = tensor.asked_format or ""
         counts = tensor.formats.get(asked)
         if counts is None or asked in tensor.block_hidden or not counts.elements:

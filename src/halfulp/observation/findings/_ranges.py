@@ -37,7 +37,7 @@ def tensors(record: Record, *roles: Role) -> list[TensorRecord]:
     return sorted((tensor for (role, _), tensor in record.tensors.items() if role in roles), key=lambda t: t.order)
 
 
-def nonzero(tensor: TensorRecord) -> int:
+def count_nonzero(tensor: TensorRecord) -> int:
     """Return how many sampled elements are finite and not zero."""
     return sum(tensor.histogram.values())
 
@@ -45,7 +45,7 @@ def nonzero(tensor: TensorRecord) -> int:
 def subnormal_share(tensor: TensorRecord, format: Format) -> float:
     """Return the share of sampled nonzero elements that are below a format's smallest normal number."""
     below = sum(count for binade, count in tensor.histogram.items() if binade < format.emin)
-    return below / max(1, nonzero(tensor))
+    return below / max(1, count_nonzero(tensor))
 
 
 def rounds_to_zero(entered: float, weight: float | None, format: Format) -> bool:
@@ -76,7 +76,7 @@ def vanished_share(tensor: TensorRecord, format: Format) -> float:
     """
     lowest = math.frexp(format.smallest_subnormal)[1] - 1
     vanished = 0.5 * sum(count for binade, count in tensor.histogram.items() if binade <= lowest)
-    return vanished / max(1.0, nonzero(tensor) + vanished)
+    return vanished / max(1.0, count_nonzero(tensor) + vanished)
 
 
 def margin(tensor: TensorRecord, format: Format) -> float:
@@ -127,7 +127,7 @@ class ActivationUnderflow(FindingKind):
             if _has_vanished(tensor):
                 yield self._gone(tensor)
                 continue
-            held_in, count = storage_format(tensor), nonzero(tensor)
+            held_in, count = storage_format(tensor), count_nonzero(tensor)
             if (
                 held_in is None
                 or count < FEWEST_ACTIVATIONS
@@ -155,7 +155,7 @@ class ActivationUnderflow(FindingKind):
             )
 
     def _gone(self, tensor: TensorRecord) -> Finding:
-        """Of outputs that are all zeros no histogram tells."""
+        """Find outputs that are all zeros, of which no histogram tells."""
         held_in = storage_format(tensor)
         assert held_in is not None
         entered = tensor.input_amax
@@ -238,8 +238,8 @@ FORWARD_WIDE = "bound what this layer divides by or exponentiates, or takes the 
 BACKWARD = "see what this layer's backward pass divides by (sqrt, norm or log at 0), and add an eps inside"
 LOSS = "see what the loss divides by in its backward pass (sqrt, norm or log at 0), and add an eps inside"
 STORED = "load the last clean checkpoint, which `halfulp audit` finds"
-GO_BACK = "go on from A, and observe the steps after it (hu.observe): the first module with NaN is the cause"
-GO_FURTHER_BACK = "go on from a checkpoint before A, and observe the steps after it (hu.observe)"
+GO_BACK_ADVICE = "go on from A, and observe the steps after it (hu.observe): the first module with NaN is the cause"
+GO_FURTHER_BACK_ADVICE = "go on from a checkpoint before A, and observe the steps after it (hu.observe)"
 BETWEEN = STORED + ", and observe from there with interval=1 to see where the first one comes from"
 
 
@@ -285,7 +285,7 @@ class FirstNonfinite(FindingKind):
         )
 
     def _stored(self, record: Record, broken: list[TensorRecord], first: TensorRecord, tensors: int) -> Finding:
-        """Weights are looked at as a step finds them: one that is broken in the first such step was so before it."""
+        """Find a weight that was not finite before the first step in which it is looked at."""
         own = [one for one in broken if one.name.rpartition(".")[0] == first.name]
         weight = min(own or broken, key=_first_seen)
         step, others = _first_seen(first)[0], len(broken) - 1
@@ -313,7 +313,7 @@ class FirstNonfinite(FindingKind):
             said = f"{_count_nonfinite(new)} in B, none of these in A: A is the last clean checkpoint of the two"
             nan, infinite = sum(row.b.nan for row in new), sum(row.b.infinite for row in new)
             names = [row.name for row in new]
-            yield self.found(names, "error", 1.0, said, cure=GO_BACK, nan=nan, infinite=infinite, last_clean="A")
+            yield self.found(names, "error", 1.0, said, cure=GO_BACK_ADVICE, nan=nan, infinite=infinite, last_clean="A")
         for row in old:
             # Attention masks are buffers of minus infinity.
             mask = row.b.nan == 0 and row.role != "parameter" and row.status == "unchanged"
@@ -322,7 +322,7 @@ class FirstNonfinite(FindingKind):
                 "note" if mask else "error",
                 0.5 if mask else 1.0,
                 "the same infinities in both: a mask?" if mask else f"{_count_nonfinite([row])}, in A already",
-                cure="nothing, if it is a mask" if mask else GO_FURTHER_BACK,
+                cure="nothing, if it is a mask" if mask else GO_FURTHER_BACK_ADVICE,
                 nan=row.b.nan,
                 infinite=row.b.infinite,
                 last_clean=None,
@@ -330,7 +330,7 @@ class FirstNonfinite(FindingKind):
         for name, state in audit.states.items():
             for key, (before, after) in state.nonfinite.items():
                 said = f"{after} elements of {key} are NaN or infinite in B, {before} in A"
-                cure = GO_FURTHER_BACK if before else GO_BACK
+                cure = GO_FURTHER_BACK_ADVICE if before else GO_BACK_ADVICE
                 yield self.found(name, "error", 1.0, said, cure=cure, state=key, before=before, after=after)
 
 
@@ -341,7 +341,7 @@ def _count_nonfinite(rows: list[TensorAudit]) -> str:
 
 
 def _name_maker(tensor: TensorRecord) -> str:
-    """Return who made the first ones: of an output's gradient the backward pass of what took the output."""
+    """Name what made the first non-finite numbers: for an output's gradient, the backward pass of its reader."""
     if tensor.role != "activation gradient":
         return f"{tensor.role} has"
     to = f"the gradient of the output of {tensor.name}" if tensor.name else "the gradient of the model's output"
@@ -408,7 +408,7 @@ class GradientUnderflow(FindingKind):
             if _has_vanished_here(record, tensor):
                 yield self._gone(tensor, cure)
                 continue
-            held_in, count = storage_format(tensor), nonzero(tensor)
+            held_in, count = storage_format(tensor), count_nonzero(tensor)
             if held_in is None or count < FEWEST_GRADIENTS:
                 continue
             subnormal, vanished = subnormal_share(tensor, held_in), vanished_share(tensor, held_in)
@@ -432,7 +432,7 @@ class GradientUnderflow(FindingKind):
                 )
 
     def _gone(self, tensor: TensorRecord, cure: str) -> Finding:
-        """Of gradients that are all zeros no histogram tells."""
+        """Find gradients that are all zeros, of which no histogram tells."""
         back = ", which those that they are made of are not"
         if tensor.before_cast:
             back = f", to which a cast rounds {tensor.before_cast:.3g} and less"
@@ -452,7 +452,7 @@ class GradientUnderflow(FindingKind):
         )
 
     def _all_gone(self, record: Record, cure: str) -> Iterator[Finding]:
-        """Where a loss is so small that its first gradient is zero, no later one tells of it."""
+        """Find a loss whose first gradient is zero already, of which no later gradient tells."""
         found = tensors(record, *GRADIENTS)
         steps = min((one.steps for one in found), default=0)
         if steps < VANISHED_STEPS or any(one.zeros < one.elements for one in found):

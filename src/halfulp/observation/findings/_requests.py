@@ -44,18 +44,18 @@ class DtypeChangedOnResume(FindingKind):
     def in_audit(self, audit: Audit) -> Iterator[Finding]:
         for name, row in audit.tensors.items():
             if row.a.dtype != row.b.dtype:
-                yield self._changed(name, "", row.a.dtype, row.b.dtype)
+                yield self._report_change(name, "", row.a.dtype, row.b.dtype)
             elif row.a.storage != row.b.storage:
                 said = f"{row.a.storage} storage in A, {row.b.storage} in B"
                 yield self.found(name, "warning", 1.0, said, before=row.a.storage, after=row.b.storage)
         for name, state in audit.states.items():
             for key, (before, after) in state.dtypes.items():
                 if before is not None and after is not None and before != after:
-                    yield self._changed(name, f"{key} ", before, after)
+                    yield self._report_change(name, f"{key} ", before, after)
         for name, said in audit.contract:
             yield self.found((name,) if name else (), "error", 1.0, f"the precision contracts differ: {said}")
 
-    def _changed(self, name: str, what: str, before: torch.dtype, after: torch.dtype) -> Finding:
+    def _report_change(self, name: str, what: str, before: torch.dtype, after: torch.dtype) -> Finding:
         digits = precision(before), precision(after)
         said = f"{what}{dtype_name(before)} in A, {dtype_name(after)} in B"
         fewer = digits[0] is not None and (digits[1] is None or digits[1] < digits[0])

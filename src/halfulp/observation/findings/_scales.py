@@ -8,7 +8,7 @@ from .._finding import Finding
 from .._record import Record, TensorRecord
 from .._text import confidence_of, percent
 from ._kind import FindingKind, register_finding
-from ._ranges import loss_is_scaled, margin, nonzero, storage_format, subnormal_share, tensors, vanished_share
+from ._ranges import count_nonzero, loss_is_scaled, margin, storage_format, subnormal_share, tensors, vanished_share
 
 # A loss scale is there to make gradients larger. Below 1 it makes them smaller than they are.
 SCALE = 1.0
@@ -126,7 +126,7 @@ class SiteHoldsScale(FindingKind):
         yield self.found(
             [tensor.name for tensor, _ in holding],
             "warning",
-            confidence_of(min(nonzero(tensor) for tensor, _ in room), 32),
+            confidence_of(min(count_nonzero(tensor) for tensor, _ in room), 32),
             f"gradients 2^{math.floor(apart)} times the next; at the scale that it allows {percent(subnormal)} "
             "of another layer's are subnormal",
             margin=margin(*holding[0]),

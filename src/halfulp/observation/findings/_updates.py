@@ -173,7 +173,7 @@ class NeverStepped(FindingKind):
                 )
 
     def _left_out(self, record: Record, name: str, numel: int) -> Finding:
-        """Of a parameter in no optimizer: whether the loss depends on it tells a forgotten one from a copy."""
+        """Find a parameter in no optimizer: forgotten if the loss depends on it, else perhaps a copy."""
         steps, gradient = len(record.sampled_steps), record.tensors.get(("weight gradient", name))
         if not steps or (gradient is not None and gradient.zeros < gradient.elements):
             return self.found(name, "error", 1.0, "trainable, but in no optimizer", numel=numel)
@@ -467,7 +467,7 @@ class WeightFrozen(FindingKind):
             if name in audit.states:
                 yield from self._stepped(row, audit.states[name])
             else:
-                yield self._unstepped(row, audit, pattern_of(name) in moving)
+                yield self._find_never_stepped(row, audit, pattern_of(name) in moving)
 
     def _stepped(self, row: TensorAudit, state: StateAudit) -> Iterator[Finding]:
         steps, lr = state.advanced, state.options.get("lr")
@@ -483,7 +483,7 @@ class WeightFrozen(FindingKind):
             sure, cure = 1.0 if row.numel >= FEWEST else 0.9, self.cure_in(row.a.dtype)
             yield self.found(row.name, "error", sure, said, cure=cure, **evidence)
 
-    def _unstepped(self, row: TensorAudit, audit: Audit, siblings_moved: bool) -> Finding:
+    def _find_never_stepped(self, row: TensorAudit, audit: Audit, siblings_moved: bool) -> Finding:
         said = f"not one of {row.numel} elements moved in {dtype_name(row.a.dtype)}"
         severity: Severity = "note"
         sure, cure = 0.3, "nothing, if it is frozen on purpose or a constant"

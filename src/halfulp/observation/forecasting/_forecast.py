@@ -34,14 +34,14 @@ _CURVE = 240
 
 @dataclass(frozen=True)
 class Forecast(ForecastData):
-    """What rounding will do to a training under a schedule; `hu.forecast` makes it.
+    """The predicted effect of rounding on a training under a schedule; `hu.forecast` makes it.
 
     `str()` is a table of the layers with the findings before it.
     """
 
     @property
     def findings(self) -> list[Finding]:
-        """What is wrong with the plan, the worst first."""
+        """The plan's problems, the worst first."""
         return findings_of("forecast", self)
 
     def to_dict(self) -> dict[str, Any]:
@@ -135,7 +135,7 @@ def forecast(
     options = {name: value for name, value in given.items() if value is not None}
     dtype = formats.get(dtype).torch_dtype if isinstance(dtype, str) else dtype
     if isinstance(model_or_state, str | Path):
-        inputs = _of_checkpoint(model_or_state, optimizer_or_lr, optimizer, states, options, dtype)
+        inputs = _inputs_of_checkpoint(model_or_state, optimizer_or_lr, optimizer, states, options, dtype)
     else:
         weights = named_tensors(model_or_state)
         inputs = _inputs(weights, optimizer_or_lr, optimizer, states, options, dtype)
@@ -143,10 +143,10 @@ def forecast(
     rates = learning_rates(
         schedule, inputs.top_rates, steps=steps, start=begin, warmup=warmup, decay=decay, final=final_lr
     )
-    return _followed(inputs, rates, schedule_name(schedule), begin)
+    return _follow_layers(inputs, rates, schedule_name(schedule), begin)
 
 
-def _of_checkpoint(
+def _inputs_of_checkpoint(
     path: str | Path,
     lr: torch.optim.Optimizer | float | None,
     rule: str | None,
@@ -194,7 +194,7 @@ def _rate(given: object) -> float:
     return float(given)
 
 
-def _followed(inputs: Inputs, rates: Tensor, schedule: str, start: int) -> Forecast:
+def _follow_layers(inputs: Inputs, rates: Tensor, schedule: str, start: int) -> Forecast:
     """Follow every layer, each by as many elements and leaps as some seconds allow for all of them."""
     count = len(inputs.parameters)
     leaps = min(_LEAPS, rates.shape[1])
@@ -221,7 +221,7 @@ def _followed(inputs: Inputs, rates: Tensor, schedule: str, start: int) -> Forec
         smallest = min(relative, default=0.0)
         found = costs(inputs.rule, narrow[0].dtype, sum(one.value.numel() for one in narrow), smallest)
     total = start + rates.shape[1]
-    return Forecast(layers, inputs.rule, schedule, start, total, found, tuple(notes), _thinned(rates[0], start))
+    return Forecast(layers, inputs.rule, schedule, start, total, found, tuple(notes), _thin_rates(rates[0], start))
 
 
 def _has_nonfinite(trained: Trained, sample: int) -> bool:
@@ -236,7 +236,7 @@ def _has_nonfinite(trained: Trained, sample: int) -> bool:
     )
 
 
-def _thinned(rates: Tensor, start: int) -> tuple[tuple[int, float], ...]:
+def _thin_rates(rates: Tensor, start: int) -> tuple[tuple[int, float], ...]:
     """Return (step, rate) at some steps spread over all, the first and the last among them."""
     places = torch.linspace(0, len(rates) - 1, min(len(rates), _CURVE), dtype=torch.float64, device="cpu")
     at = places.round().long().tolist()
@@ -244,7 +244,7 @@ def _thinned(rates: Tensor, start: int) -> tuple[tuple[int, float], ...]:
 
 
 def _finite(plain: dict[str, Any]) -> dict[str, Any]:
-    """JSON has no infinity: what never ends is None."""
+    """Return None for infinity, which JSON lacks: what never ends."""
     return {
         key: None if isinstance(value, float) and value in (float("inf"),) else value for key, value in plain.items()
     }
@@ -293,8 +293,8 @@ def aligned(headers: Sequence[str], rows: Iterable[Sequence[str]]) -> list[str]:
     """Return lines with columns of equal width, the first to the left and all others to the right."""
     lines = [tuple(headers), *rows]
     widths = [max(len(line[column]) for line in lines) for column in range(len(headers))]
-    return ["  ".join(map(_padded, range(len(headers)), line, widths)).rstrip() for line in lines]
+    return ["  ".join(map(_pad, range(len(headers)), line, widths)).rstrip() for line in lines]
 
 
-def _padded(column: int, cell: str, width: int) -> str:
+def _pad(column: int, cell: str, width: int) -> str:
     return cell.rjust(width) if column else cell.ljust(width)

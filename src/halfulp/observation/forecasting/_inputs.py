@@ -96,7 +96,7 @@ def from_optimizer(
                 continue
             update = _weight_update(group, parameter.dtype) if ours else "nearest"
             state = optimizer.state.get(parameter, {})
-            found.append(_trained(name, parameter, state, options, index, dtype, parameter.grad, update))
+            found.append(_make_trained(name, parameter, state, options, index, dtype, parameter.grad, update))
     if not found:
         raise ValueError("the optimizer holds none of the model's parameters: give the one that trains this model")
     order = {name: position for position, (name, _) in enumerate(weights)}
@@ -136,7 +136,7 @@ def from_rate(
         merged = {**DEFAULTS[rule], **before, **options, "lr": rate}
         gradient = tensor.grad if tensor.is_leaf else None
         update = _weight_update(before, dtype or tensor.dtype) if "weight_update" in before else "nearest"
-        return _trained(name, tensor, states.get(name, {}), merged, groups.index(rate), dtype, gradient, update)
+        return _make_trained(name, tensor, states.get(name, {}), merged, groups.index(rate), dtype, gradient, update)
 
     found = [
         trained(name, tensor)
@@ -152,12 +152,12 @@ def from_rate(
 
 
 def _saved_rate(options: Mapping[str, Any]) -> float:
-    """The learning rate that a parameter's group began with."""
+    """Return the learning rate that a parameter's group began with."""
     return number(options.get("initial_lr", options.get("lr", 0.0)))
 
 
 def _rule_of_saved(options: Mapping[str, Any], state: Mapping[str, Any]) -> str | None:
-    """Which optimizer saved a parameter's options and states, None where they tell none of those that are known."""
+    """Return which optimizer saved a parameter's options and states, or None."""
     if "momentum_buffer" in state or {"momentum", "nesterov"} <= options.keys():
         return "SGD"
     if "betas" not in options:
@@ -199,7 +199,7 @@ def named_tensors(given: object) -> list[tuple[str, Tensor]]:
 
 
 def average_prefixes(names: Iterable[str]) -> tuple[str, ...]:
-    """Return what the names of averaged weights begin with: those that this package gives, and AveragedModel's.
+    """Return the prefixes of averaged weights' names: this package's, and AveragedModel's.
 
     >>> average_prefixes(["0.weight", "ema.0.weight", "copy.n_averaged", "copy.module.0.weight"])
     ('ema.', 'copy.module.')
@@ -228,7 +228,7 @@ def states_by_name(saved: Mapping[str, Any], weights: Sequence[tuple[str, Tensor
     return {name: saved["state"].get(identity, {}) for name, identity in zip(names, ids)}
 
 
-def _trained(
+def _make_trained(
     name: str,
     tensor: Tensor,
     state: Mapping[str, Any],
@@ -275,7 +275,7 @@ def _known_rule(given: str) -> str:
 
 
 def _weight_update(group: Mapping[str, Any], dtype: torch.dtype) -> str:
-    """What halfulp's optimizer does with a parameter of a dtype."""
+    """Return the name of the weight update by which halfulp's optimizer steps a parameter of a dtype."""
     if dtype.itemsize > 2:
         return "exact"
     chosen = group.get("weight_update")
@@ -287,7 +287,7 @@ def _weight_update(group: Mapping[str, Any], dtype: torch.dtype) -> str:
 
 
 def _start(found: Sequence[Trained]) -> int:
-    """The largest step count of any state."""
+    """Return the largest step count of any state."""
     return max((int(number(trained.state.get("step", 0))) for trained in found), default=0)
 
 
@@ -298,7 +298,7 @@ def number(value: Any) -> float:
 
 @dataclass(frozen=True)
 class Saved:
-    """What a checkpoint holds.
+    """A checkpoint's weights and optimizer states.
 
     Attributes:
         weights: named tensors.

@@ -151,7 +151,7 @@ _MANY = 1e6
 
 @dataclass(frozen=True)
 class Walk:
-    """What became of a sample of one layer's weights.
+    """The simulated course of a sample of one layer's weights.
 
     Attributes:
         moved: per coming step, the expected share of nonzero updates that change their element.
@@ -215,14 +215,14 @@ def walk(
             rises_then, falls_then = _chances(mean * scale, deviation * scale, up, down, sizes.is_sign)
             shares[row, begin:end] = (rises_then + falls_then).mean()
         if apart and decay:
-            weights, lost = _decayed(weights, rate * decay, end - begin, format)
+            weights, lost = _decay(weights, rate * decay, end - begin, format)
             wanted, made = wanted + lost[0], made + lost[1]
         weights = _leap(weights, mean, deviation, (up, down), (rises, falls), end - begin, sizes.run, format, generator)
     return Walk(shares[0], shares[1], shares[2], wanted, made)
 
 
 def _chances(mean: Tensor, deviation: Tensor, up: Tensor, down: Tensor, is_sign: bool) -> tuple[Tensor, Tensor]:
-    """Per element the probability that an update takes it up, and down."""
+    """Return per element the probability that an update takes it up, and down."""
     if is_sign:
         return ((mean + deviation > up / 2).double() / 2, (deviation - mean > down / 2).double() / 2)
     spread = deviation.clamp_min(torch.finfo(torch.float64).tiny)
@@ -240,7 +240,7 @@ def _leap(
     format: Format,
     generator: torch.Generator,
 ) -> Tensor:
-    """Weights after some steps whose updates have a mean, a deviation, and chances to round up and down."""
+    """Return weights after some steps whose updates have a mean, a deviation, and chances to round up and down."""
     up, down = distances
     ups, downs = (torch.poisson((chance * steps).clamp_max(_MANY), generator=generator) for chance in chances)
     hopped = weights + ups * up - downs * down
@@ -250,8 +250,8 @@ def _leap(
     return to_format(torch.where(free, walked, hopped), format)
 
 
-def _decayed(weights: Tensor, factor: float, steps: int, format: Format) -> tuple[Tensor, tuple[float, float]]:
-    """Weights after some steps of w (1 - lr weight_decay), each rounded; the |change| wanted, and the one made."""
+def _decay(weights: Tensor, factor: float, steps: int, format: Format) -> tuple[Tensor, tuple[float, float]]:
+    """Return weights after steps of w (1 - lr weight_decay), each rounded; the |change| wanted, and the one made."""
     once = to_format(weights * (1 - factor), format)
     wanted = float(weights.abs().sum()) * factor * steps
     made = float((weights.abs() - once.abs()).sum()) * steps
@@ -324,7 +324,7 @@ class Cost:
 
 
 def costs(rule: str, dtype: torch.dtype, elements: int, relative: float) -> tuple[Cost, ...]:
-    """Return what each weight update of halfulp's optimizers takes for parameters of a dtype.
+    """Return the bytes that each of halfulp's weight updates takes for parameters of a dtype.
 
     The bytes are those that an optimizer of that rule reports of itself.
 
@@ -440,7 +440,7 @@ def sample_of(elements: int, most: int) -> Tensor:
 def _freezing(
     walked: Walk, rates: Tensor, count: int, sampling: float, sizes: UpdateSizes, start: int
 ) -> dict[str, object]:
-    """When it freezes, and which share of its updates is lost when.
+    """Return when a layer freezes, and which share of its updates is lost by then.
 
     `sampling` is how far the share that moves may be off, relative to itself, as only a sample was followed.
     """
@@ -466,7 +466,7 @@ def _freezing(
 
 
 def _noise(weights: Tensor, sizes: UpdateSizes, rates: Tensor, format: Format) -> dict[str, float]:
-    """Where stochastic rounding's noise is as large as the drift.
+    """Return where stochastic rounding's noise is as large as the drift.
 
     An update u below the spacing d is rounded up with probability u / d (Croci et al., Royal Society Open Science 9,
     211631, 2022): the mean is u, the variance u (d - u). After n updates of one sign the drift is n u and the noise
@@ -497,7 +497,7 @@ def _decoupled_decay(trained: Trained, rule: str) -> float:
 
 
 def _denominator(trained: Trained, inputs: Inputs) -> torch.dtype | None:
-    """The dtype in which torch's loops add eps: the states', which is the parameter's."""
+    """Return the dtype in which torch's loops add eps: the states', which is the parameter's."""
     if not inputs.rule.startswith("Adam") or inputs.ours or trained.options.get("fused"):
         return None
     return second_moment(trained.state) or trained.dtype

@@ -59,23 +59,23 @@ def learning_rates(
     [[0.5, 1.0, 1.0, 0.5]]
     """
     if isinstance(schedule, str) or schedule is None:
-        rates = _named(schedule or "constant", top_rates, steps, start, warmup, decay, final)
+        rates = _rates_of_name(schedule or "constant", top_rates, steps, start, warmup, decay, final)
     else:
         _check_unused(schedule, warmup=warmup, decay=decay, final=final)
         if isinstance(schedule, LRScheduler):
-            rates = _scheduled(schedule, _length(steps, "a scheduler of torch", start))
+            rates = _rates_of_scheduler(schedule, _length(steps, "a scheduler of torch", start))
         elif callable(schedule):
             count = _length(steps, "a function step -> learning rate", start)
             rates = _one_for_all([_rate(schedule(step)) for step in range(start, start + count)], top_rates)
         else:
-            rates = _one_for_all(_listed(schedule, steps, start), top_rates)
+            rates = _one_for_all(_rates_of_list(schedule, steps, start), top_rates)
     if not (rates.isfinite() & (rates >= 0)).all():
         raise ValueError("the schedule gives learning rates that are no finite numbers from 0: see its formula")
     return rates
 
 
 def schedule_name(schedule: Schedule) -> str:
-    """Return what a schedule is called in a report: its name, its class, "function" or "list"."""
+    """Return the name of a schedule for a report: its name, its class, "function" or "list"."""
     if schedule is None or isinstance(schedule, str):
         return schedule or "constant"
     if isinstance(schedule, LRScheduler):
@@ -83,7 +83,7 @@ def schedule_name(schedule: Schedule) -> str:
     return "function" if callable(schedule) else "list"
 
 
-def _named(
+def _rates_of_name(
     name: str, top_rates: Sequence[float], steps: int | None, start: int, warmup: int, decay: int | None, final: float
 ) -> Tensor:
     if name not in NAMES:
@@ -109,7 +109,7 @@ def _named(
 
 
 def _length(steps: int | None, what: str, start: int) -> int:
-    """Steps from `start` to the end."""
+    """Return the steps from `start` to the end."""
     if steps is None:
         raise ValueError(f"{what} needs the length of the run: give steps=")
     if not isinstance(steps, int) or isinstance(steps, bool) or steps <= start:
@@ -134,7 +134,7 @@ def _rate(value: Any) -> float:
         raise TypeError(f"a learning rate is a number, the schedule gave {a_kind(value)}") from None
 
 
-def _listed(schedule: Any, steps: int | None, start: int) -> list[float]:
+def _rates_of_list(schedule: Any, steps: int | None, start: int) -> list[float]:
     if not isinstance(schedule, Iterable):
         raise TypeError(
             f"schedule: give {', '.join(map(repr, NAMES))}, a scheduler of torch, a function step -> learning rate "
@@ -151,8 +151,8 @@ def _one_for_all(rates: list[float], top_rates: Sequence[float]) -> Tensor:
     return torch.tensor(rates, dtype=torch.float64, device="cpu").expand(len(top_rates), -1)
 
 
-def _scheduled(scheduler: LRScheduler, count: int) -> Tensor:
-    """The rates that a scheduler would give from now on, from a copy whose optimizer holds one number per group."""
+def _rates_of_scheduler(scheduler: LRScheduler, count: int) -> Tensor:
+    """Return the rates that a scheduler would give from now on, by a copy with one number per group."""
     if isinstance(scheduler, ReduceLROnPlateau):
         raise NotImplementedError(
             "ReduceLROnPlateau depends on losses to come: give a function step -> learning rate, or a list"

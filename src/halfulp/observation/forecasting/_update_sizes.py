@@ -48,7 +48,7 @@ class UpdateSizes:
     source: str
 
     def repeated(self, times: int) -> UpdateSizes:
-        """The same for as many copies of the sample, one after the other."""
+        """Repeat the sample as many times, one copy after the other."""
         return replace(self, mean=self.mean.repeat(times), deviation=self.deviation.repeat(times))
 
     @property
@@ -85,7 +85,7 @@ def update_sizes(
 def _adam(
     trained: Trained, inputs: Inputs, index: Tensor, weights: Tensor, steps: int, generator: torch.Generator
 ) -> UpdateSizes:
-    """Sizes of Adam's updates (Kingma and Ba, arXiv 1412.6980): m / (1 - beta1^t) / (sqrt(v / (1 - beta2^t)) + eps).
+    """Return the sizes of Adam's updates m / (1 - beta1^t) / (sqrt(v / (1 - beta2^t)) + eps) (arXiv 1412.6980).
 
     If gradients were noise of mean 0, the root mean square of that would be `noise_size`; where the state shows more,
     the rest is a mean that lasts: with the share s of the mean in the gradients' squares, rms^2 = s + (1 - s) noise^2.
@@ -133,7 +133,7 @@ def _adam(
 
 
 def _sgd(trained: Trained, index: Tensor, weights: Tensor, steps: int) -> UpdateSizes | None:
-    """SGD's updates are its momentum buffer, or the gradient: their sizes are taken to stay as they are."""
+    """Return the sizes of SGD's updates, its momentum buffer or the gradient, taken to stay as they are."""
     momentum = number(trained.options.get("momentum", 0.0))
     known, source = _state(trained, "momentum_buffer"), "the momentum buffer"
     if known is None and trained.gradient is not None and trained.gradient.shape == trained.value.shape:
@@ -153,7 +153,7 @@ def _sgd(trained: Trained, index: Tensor, weights: Tensor, steps: int) -> Update
 
 
 def _drift(size: Tensor, weights: Tensor) -> Tensor:
-    """The mean update of all elements, and on top of it that of the weights next to each in order, where clear.
+    """Return the mean update of all elements, and on top of it that of the weights next to each in order, where clear.
 
     Updates of mean 0 that are averaged over k elements have a mean of about their size / sqrt(k), by chance.
     """
@@ -174,14 +174,14 @@ def _drift(size: Tensor, weights: Tensor) -> Tensor:
 
 
 def _clear(mean: Tensor, square: Tensor, count: int) -> Tensor:
-    """A mean of some numbers less what chance adds to it, and 0 where it may be chance."""
+    """Return a mean of some numbers less the part that chance explains; 0 where chance may explain it all."""
     chance = (square - mean.square()).clamp_min(0) / count
     share = (1 - chance / mean.square().clamp_min(_TINY)).clamp_min(0)
     return torch.where(mean.square() > _CLEAR**2 * chance, mean * share, 0.0)
 
 
 def _mean_square(size: Tensor, weights: Tensor) -> Tensor:
-    """The mean square of updates in the binade of each weight: updates of small weights may be small too."""
+    """Return the mean square of updates in the binade of each weight: updates of small weights may be small too."""
     overall = size.square().mean()
     _, binade = torch.frexp(weights)
     _, inverse = torch.unique(binade, return_inverse=True)
@@ -221,7 +221,7 @@ def noise_size(beta1: float, beta2: float, dtype: torch.dtype, steps: int) -> Te
 
 
 def _state(trained: Trained, *names: str) -> Tensor | None:
-    """The first of some states that is there as plain floating-point numbers, one per element."""
+    """Return the first of some states that is there as plain floating-point numbers, one per element."""
     for name in names:
         state = trained.state.get(name)
         local = getattr(state, "to_local", None)

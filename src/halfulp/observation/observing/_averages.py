@@ -105,7 +105,7 @@ def averaged(average: EMA | nn.Module) -> dict[str, torch.Tensor]:
 
 
 def _retention(average: EMA | nn.Module | None) -> float | None:
-    """The share of an average that its next update keeps, where it can be told."""
+    """Return the share of an average that its next update keeps, where it can be told."""
     if isinstance(average, EMA):
         return decay_at(average._inner.param_groups[0], average.updates + 1)
     if not isinstance(average, AveragedModel):
@@ -120,7 +120,7 @@ def _retention(average: EMA | nn.Module | None) -> float | None:
 
 
 def _decay_of(function: Callable[..., Any]) -> float | None:
-    """The decay that torch's EMA functions hold in their closure."""
+    """Return the decay that torch's EMA functions hold in their closure."""
     function = inspect.unwrap(function)
     code, cells = getattr(function, "__code__", None), getattr(function, "__closure__", None)
     held = dict(zip(code.co_freevars, cells)) if code is not None and cells else {}
@@ -191,7 +191,7 @@ class RunningStatistics:
 
 
 def _batches(module: nn.Module) -> int:
-    """How many batches a normalization has seen."""
+    """Return how many batches a normalization has seen."""
     counted: Any = module.num_batches_tracked
     return int(counted)
 

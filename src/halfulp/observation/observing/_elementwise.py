@@ -40,14 +40,14 @@ def register_elementwise(
     ELEMENTWISE[kind] = decouples if callable(decouples) else lambda options: decouples
 
 
-def _when_decoupled(options: Options) -> bool:
+def _is_decoupled(options: Options) -> bool:
     return bool(options.get("decoupled_weight_decay"))
 
 
 for _name in ("SGD", "Adagrad", "Adadelta", "Adamax", "RMSprop", "Rprop", "ASGD"):
     register_elementwise(getattr(torch.optim, _name))
 for _name in ("Adam", "NAdam", "RAdam"):
-    register_elementwise(getattr(torch.optim, _name), _when_decoupled)
+    register_elementwise(getattr(torch.optim, _name), _is_decoupled)
 register_elementwise(torch.optim.AdamW, True)
 
 
@@ -60,7 +60,7 @@ def decay_factor(optimizer: torch.optim.Optimizer, options: Options) -> float | 
     return 1 - float(options["lr"]) * float(decay)
 
 
-def _unhooked(step: Callable[..., Any]) -> Callable[..., Any]:
+def _remove_hooks(step: Callable[..., Any]) -> Callable[..., Any]:
     """Return a step without what torch puts around it: hooks, a profiler's range, the mode of gradients."""
     step = getattr(step, "__wrapped__", step)
     while hasattr(step, "__wrapped__") and getattr(step, "__globals__", {}).get("__name__") in _AROUND:
@@ -105,7 +105,7 @@ class Shadow:
         group["params"] = [weight]
         if states or not isinstance(one, torch.optim.Adagrad | torch.optim.ASGD):
             one.state = defaultdict(dict, {weight: states} if states else {})
-        _unhooked(type(one).step)(one)
+        _remove_hooks(type(one).step)(one)
         return weight.detach(), one.state[weight]
 
     def _plain(self, key: str, value: Any) -> Any:

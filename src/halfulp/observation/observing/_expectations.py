@@ -39,7 +39,7 @@ def as_contract(given: object) -> Contract | None:
 
 
 class ResumedRun:
-    """How a contract says that tensors are held, and how model and optimizers hold them.
+    """Compares how a contract says that tensors are held with how model and optimizers hold them.
 
     Dtypes and weight updates are those at the time when this is made, since a model may be cast to be saved after the
     run; states are those of the optimizers when they are compared, since a new one has none before its first step.
@@ -50,7 +50,7 @@ class ResumedRun:
         self._there = contract(model, self._optimizers)
 
     def compare(self) -> list[Expectation]:
-        """Return what the contract says: of each dtype its tensors, and whatever else differs."""
+        """Return the contract's tensors of each dtype, and whatever else differs from it."""
         now = contract(self._model, self._optimizers).tensors
         there = {
             name: dataclasses.replace(terms, states=now[name].states if name in now else {})
@@ -134,20 +134,20 @@ class Expectations:
         self._autocast: dict[str, tuple[torch.dtype, torch.dtype]] = {}
 
     def note_output(self, module: nn.Module, name: str, output: Any) -> None:
-        """Note what autocast made of a product's output."""
+        """Note the dtype that autocast gave a product's output."""
         device = output.device.type if isinstance(output, torch.Tensor) else ""
         watched = isinstance(module, PRODUCTS) and device and torch.is_autocast_enabled(device)
         if watched and output.dtype != torch.float64:  # which autocast leaves alone
             self._autocast[name] = torch.get_autocast_dtype(device), output.dtype
 
     def compare(self, record: Record, sampled: bool) -> list[Expectation]:
-        """Return all that was asked for; activations count where a step was sampled."""
+        """Compare the user's expectations with the record; activations count where a step was sampled."""
         outputs = {name: tensor.dtype for (role, name), tensor in record.tensors.items() if role == "activation"}
         found = [self._expected(pattern, asked, outputs) for pattern, asked in self._expect.items()]
         found += self._resumed.compare() if self._resumed is not None else []
-        found += self._by_autocast()
+        found += self._expect_by_autocast()
         if sampled:
-            found += self._by_trainers(outputs)
+            found += self._expect_by_trainers(outputs)
         return found
 
     def _expected(self, pattern: str, asked: Format, outputs: dict[str, torch.dtype]) -> Expectation:
@@ -171,7 +171,7 @@ class Expectations:
         if dtype.is_floating_point and dtype_name(dtype) != asked.name and not _holds_values(parameter, asked):
             one.other[name] = dtype_name(dtype)
 
-    def _by_autocast(self) -> list[Expectation]:
+    def _expect_by_autocast(self) -> list[Expectation]:
         if not self._autocast:
             return []
         found: dict[torch.dtype, Expectation] = {}
@@ -182,7 +182,7 @@ class Expectations:
                 one.other[name] = f"{dtype_name(there)} outputs"
         return list(found.values())
 
-    def _by_trainers(self, outputs: dict[str, torch.dtype]) -> list[Expectation]:
+    def _expect_by_trainers(self, outputs: dict[str, torch.dtype]) -> list[Expectation]:
         found = []
         for source, precision in _trainer_precisions(self._model):
             asked = next((to for start, to in _TRAINERS.items() if precision.startswith(start)), None)
@@ -201,7 +201,7 @@ class Expectations:
 
 
 def _trainer_precisions(model: nn.Module) -> list[tuple[str, str]]:
-    """What loaded trainers say that they compute in."""
+    """Return the precision that each loaded trainer says it computes in."""
     found = []
     state = sys.modules.get("accelerate.state")
     shared = getattr(getattr(state, "AcceleratorState", None), "_shared_state", None) or {}
@@ -215,7 +215,7 @@ def _trainer_precisions(model: nn.Module) -> list[tuple[str, str]]:
 
 
 def _holds_values(parameter: torch.Tensor, asked: Format) -> bool:
-    """Whether a wider tensor holds numbers of a format that torch has no dtype for."""
+    """Return whether a wider tensor holds numbers of a format that torch has no dtype for."""
     if asked.torch_dtype_name is not None:
         return False
     found = stored(parameter)

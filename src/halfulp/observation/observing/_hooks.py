@@ -110,7 +110,7 @@ class ModuleHooks:
         self._casts.forget()
 
     def ran(self, hook: _ModuleHook, module: nn.Module, inputs: tuple[Any, ...], output: Any) -> None:
-        """A module has run; evaluation without gradients is not training and is left out."""
+        """Note that a module has run in training; evaluation without gradients is left out."""
         if torch.is_grad_enabled():
             if torch._C._current_graph_task_id() == -1:  # what runs again in a backward pass was noted in the first run
                 if self._is_wide(inputs, output):
@@ -195,7 +195,7 @@ class ModuleHooks:
         self._note_inputs(hook, module, inputs)
 
     def _note_inputs(self, hook: _ModuleHook, module: nn.Module, inputs: tuple[Any, ...]) -> None:
-        """Of outputs that are all zeros note how large that is which a quantizer or rounding may have made zeros of."""
+        """Note the largest input and weight where a module's outputs are all zeros: did rounding make them so?"""
         totals = hook.slot.totals
         assert totals is not None
         record, zeros = totals.record, totals.last_amax == 0.0
@@ -213,13 +213,13 @@ class ModuleHooks:
             handles.append(output.register_hook(hook.gradient))
 
     def _was_last(self, tensor: torch.Tensor) -> bool:
-        """Whether a tensor is the one that was looked at last, handed on by a module around it."""
+        """Return whether a tensor is the one that was looked at last, handed on by a module around it."""
         last = self._last
         return last is not None and last[0]() is tensor and last[1] == tensor._version
 
 
 class _ModuleHook:
-    """Hook: a module has run.
+    """A hook that runs when a module has run.
 
     Attributes:
         gradient: hook for their gradients.
@@ -240,7 +240,7 @@ class _ModuleHook:
 
 
 class _GradientHook:
-    """Hook: the gradient of a module's output arrives."""
+    """A hook that runs when the gradient of a module's output arrives."""
 
     __slots__ = ("book", "slot")
 
@@ -337,7 +337,7 @@ class Residuals:
             self._outputs.append(_Held(key, tensor.detach(), tensor._version, name))
 
     def _look(self, total: torch.Tensor) -> None:
-        """Count what a sum took of its smaller addend, if it is one of two tensors that are known."""
+        """Measure the loss of a sum's smaller addend, if both addends are noted tensors."""
         node: Any = total.grad_fn
         if not total.numel() or node.name() != "AddBackward0" or len(node.next_functions) != 2:
             return
@@ -363,7 +363,7 @@ class Residuals:
 
 
 def graph_key(node: Any, number: int) -> tuple[int, int]:
-    """What tells outputs of a graph's operations apart within a thread."""
+    """Return a key that tells the outputs of a graph's operations apart within a thread."""
     return (-1 if node is None else node._sequence_nr(), number)
 
 
@@ -485,7 +485,7 @@ class Casts:
 
 
 class _Cast:
-    """Hook: a gradient comes to a cast."""
+    """A hook that runs when a gradient arrives at a cast."""
 
     def __init__(self, book: Notebook, name: str) -> None:
         self.book, self.name = book, name
@@ -552,7 +552,7 @@ class GradientHooks:
 
 
 class _Arrival:
-    """The two hooks of one parameter."""
+    """The two hooks by which a parameter's gradient is observed as it arrives and once it is accumulated."""
 
     __slots__ = (
         "accumulated",
@@ -632,7 +632,7 @@ class _Arrival:
         self.rounded = now
 
     def compare_sums(self) -> None:
-        """Add what rounding made of this step's sum to the record."""
+        """Record the rounding error of this step's accumulated gradient."""
         exact, rounded, self.exact, self.rounded = self.exact, self.rounded, None, None
         if exact is None or rounded is None or len(exact) != len(rounded):
             return

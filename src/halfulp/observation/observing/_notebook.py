@@ -27,7 +27,7 @@ Watch = TypeVar("Watch", bound=Callable[..., None])
 
 
 class Notebook:
-    """What all hooks of an observation share.
+    """The state that all hooks of an observation share.
 
     Attributes:
         quantized: formats that tensors go through afterwards; their block formats are counted too.
@@ -118,7 +118,7 @@ class Notebook:
         self.keys[row] = signed(mix64(_FIRST_STEP, self._name_keys[row]))
 
     def key(self, name: str) -> int:
-        """Return the key of the places where tensors of a name are sampled in this step."""
+        """Return the random key that chooses the sampled elements of tensors of a name in this step."""
         return int(self.keys[self.row_of(name)]) & (2**64 - 1)
 
     def missed(self, sentence: str) -> None:
@@ -218,7 +218,7 @@ def watch(book: Notebook, function: Callable[..., object], *arguments: Any) -> N
 
 
 class TensorSlot:
-    """One role at one name.
+    """The counts of one tensor role at one name.
 
     Attributes:
         totals: its counts; None before the first look.
@@ -359,13 +359,13 @@ class Uses:
     def sources(self, name: str) -> tuple[str, ...]:
         """Return the innermost modules that took a module's output, else the one whose own code did, if any."""
         takers = self._takers.get(name, {})
-        innermost = [one for one in takers if not any(_within(other, one) for other in takers)]
+        innermost = [one for one in takers if not any(_is_within(other, one) for other in takers)]
         if innermost:
             return tuple(innermost)
         outermost = self._outermost.get(name, name)
         return (outermost.rpartition(".")[0],) if outermost else ()
 
 
-def _within(name: str, module: str) -> bool:
+def _is_within(name: str, module: str) -> bool:
     """Return whether a module lies in another; "" is the whole model."""
     return name != module and (not module or name.startswith(f"{module}."))

@@ -162,7 +162,7 @@ class Observation(StepWatcher):
 
     @property
     def findings(self) -> list[Finding]:
-        """What the record shows to be wrong, the worst first."""
+        """The problems that the record shows, the worst first."""
         return findings_of("observe", self.record)
 
     @property
@@ -210,7 +210,7 @@ class Observation(StepWatcher):
             write_page("observe", self.to_dict(), path)
 
     def __len__(self) -> int:
-        """How many optimizer steps were seen."""
+        """Return how many optimizer steps were observed."""
         return self._next_step()
 
     def __str__(self) -> str:
@@ -265,7 +265,7 @@ class Observation(StepWatcher):
 
     @contextlib.contextmanager
     def watch_parameter(self, optimizer: Optimizer, parameter: torch.Tensor) -> Iterator[None]:
-        """Compare what a step of one parameter is to change with what it has made of it."""
+        """Compare one parameter's wanted change with what its step has made of it."""
         if self.book.sampling:
             self._sample_before(optimizer, parameter)
         yield
@@ -333,7 +333,7 @@ class Observation(StepWatcher):
         return history[-1].step + 1 if history else 0
 
     def _loss(self) -> float | None:
-        """The loss of this step: told, or seen among the model's outputs."""
+        """Return the loss of this step: told, or seen among the model's outputs."""
         seen, told = self._modules.loss, self._logged
         self._logged = None
         if told is None and seen is not None:
@@ -345,7 +345,7 @@ class Observation(StepWatcher):
         return told
 
     def _rounding_errors(self) -> dict[str, torch.Tensor]:
-        """Of stochastic rounding in this step, by parameter."""
+        """Return the errors of stochastic rounding in this step, by parameter."""
         followed = [item for one in self._updates.values() for item in one.rounded.items()]
         return {name: errors for name, one in followed if (errors := one.take_errors()) is not None}
 
@@ -423,7 +423,7 @@ def _cost(overhead: float | None) -> list[str]:
 
 
 class Optimizers:
-    """Puts one optimizer that holds another in order, and counts steps.
+    """Orders optimizers such that one which holds another counts once, and counts steps.
 
     A ZeroRedundancyOptimizer steps this rank's share of the parameters by an optimizer that it holds, and gets the
     others from their ranks: the one inside follows the share, in the arithmetic of its own class, and the one outside
@@ -680,7 +680,7 @@ class LossScales:
         return _Reading(float(scaler.get_scale()), int(scaler._get_growth_tracker()))
 
     def _found(self) -> _Reading | None:
-        """What to count from with a scaler that is found as the first step is taken.
+        """Return the reading to count from, for a scaler that is found as the first step is taken.
 
         The first step that a new scaler does not skip follows on nothing but skips. One that has been at work before
         has made other steps since its last skip, or has left a state in the optimizer.
@@ -730,7 +730,7 @@ class _Reading(NamedTuple):
 
 
 def _skips(before: _Reading, now: _Reading, taken: int, scaler: Scaler) -> int:
-    """How many steps were skipped between two readings, between which so many were taken.
+    """Return how many steps were skipped between two readings, between which so many were taken.
 
     Exact where one step is taken between them, as on the host; of a scale that grew and then fell, together with
     skips before it grew, all but one are counted.
@@ -777,7 +777,7 @@ def thinned(steps: list[StepRecord]) -> list[StepRecord]:
 
 
 def loss_gap(losses: Iterable[float], dtype: torch.dtype | None) -> float | None:
-    """Median, over losses in a row, of the distance between a dtype's numbers there over their change."""
+    """Return the median ratio, over successive losses, of a dtype's spacing there to their change."""
     losses = list(losses)
     if dtype is None or not dtype.is_floating_point or len(losses) < 2:
         return None

@@ -151,7 +151,7 @@ def scheduler_of(optimizers: Sequence[torch.optim.Optimizer]) -> LRScheduler | N
     if not any(hasattr(one.step, "_wrapped_by_lr_sched") for one in optimizers):
         return None
     return outermost(
-        thing for thing in gc.get_objects() if issubclass(type(thing), LRScheduler) and _of(thing, optimizers)
+        thing for thing in gc.get_objects() if issubclass(type(thing), LRScheduler) and _steps_any(thing, optimizers)
     )
 
 
@@ -163,5 +163,5 @@ def outermost(schedulers: Iterable[Any]) -> LRScheduler | None:
     return outer[-1] if outer else None
 
 
-def _of(scheduler: Any, optimizers: Sequence[torch.optim.Optimizer]) -> bool:
+def _steps_any(scheduler: Any, optimizers: Sequence[torch.optim.Optimizer]) -> bool:
     return any(getattr(scheduler, "optimizer", None) is one for one in optimizers)

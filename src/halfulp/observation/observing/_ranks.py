@@ -43,7 +43,7 @@ _starts: Counter[str] = Counter()
 
 @dataclass(slots=True)
 class RankSummary:
-    """What one rank saw.
+    """One rank's observations, to be compared with the others'.
 
     Attributes:
         met: how often each rank had begun to observe this model when this one had made its first step.
@@ -99,7 +99,7 @@ class Ranks:
         self._try(announce)
 
     def note_step(self, errors: Mapping[str, torch.Tensor]) -> None:
-        """Keep what this rank saw in a sampled step.
+        """Keep what this rank observed in a sampled step.
 
         Args:
             errors: rounding errors of sampled elements by parameter, where updates are rounded stochastically.
@@ -169,7 +169,7 @@ class Ranks:
         return f"{self._name}/{rank}/{self._own.met[rank]}"
 
     def _compare(self, rank: int, theirs: RankSummary | None, bits: SharedRandomBits) -> str:
-        """Join what a rank saw to the record; return what is missing of it."""
+        """Merge another rank's summary into the record; return what is missing of it."""
         if self._failed:
             return f"not compared ({self._failed})"
         if rank not in self._own.met or (theirs is not None and theirs.met != self._own.met):
@@ -308,7 +308,7 @@ def chosen_errors(
     """
     keys = {shard_key(name, shards[name][1]): name for name in errors if name in shards}
     chosen = sorted(keys, key=lambda key: mix64(step, key))[:MOST_PARAMETERS]
-    return {key: (shards[keys[key]][0], _in_units(errors[keys[key]][:MOST_ELEMENTS])) for key in chosen}
+    return {key: (shards[keys[key]][0], _round_to_units(errors[keys[key]][:MOST_ELEMENTS])) for key in chosen}
 
 
 def shard_key(name: str, elements: int) -> int:
@@ -316,13 +316,13 @@ def shard_key(name: str, elements: int) -> int:
     return name_key(f"{name} {max(elements, MOST)}")
 
 
-def _in_units(errors: torch.Tensor) -> Array:
+def _round_to_units(errors: torch.Tensor) -> Array:
     found: Array = (errors.nan_to_num(0.0) * UNITS).round().to(torch.int8).numpy()
     return found
 
 
 class SharedRandomBits:
-    """Whether two ranks round different shards by the same random bits: sums over the elements that both rounded.
+    """Tests whether two ranks round different shards by the same random bits: sums over elements that both rounded.
 
     Of an element that is rounded away from zero with probability p, the error e = [away] - p has mean 0 and variance
     p (1 - p); p is |e| or 1 - |e|, so that e tells both. Of two elements that are rounded by independent bits the
@@ -336,7 +336,7 @@ class SharedRandomBits:
         self._sums: dict[int, dict[int, Array]] = {}
 
     def add(self, rank: int, key: int, mine: tuple[int, Array], theirs: tuple[int, Array]) -> None:
-        """Add one step of a parameter; of the same shard the same bits are right."""
+        """Add one step's rounding errors of a parameter, or nothing where both ranks hold the same shard."""
         if mine[0] == theirs[0]:
             return
         count = min(len(mine[1]), len(theirs[1]))
@@ -349,14 +349,18 @@ class SharedRandomBits:
 
     def correlation(self, key: int) -> float | None:
         """Return the largest correlation with another rank that chance does not explain; None without another one."""
-        return max((_unexplained(*sums.tolist()) for sums in self._sums.get(key, {}).values()), default=None)
+        return max(
+            (_unexplained_correlation(*sums.tolist()) for sums in self._sums.get(key, {}).values()), default=None
+        )
 
 
-def _unexplained(products: float, variance: float, deviations: float) -> float:
-    """The correlation beyond chance, at least 0.
+def _unexplained_correlation(products: float, variance: float, deviations: float) -> float:
+    """Return the correlation beyond chance, at least 0.
 
-    >>> _unexplained(100.0, 40.0, 200.0) > 0.1, _unexplained(10.0, 40.0, 200.0), _unexplained(0.0, 0.0, 0.0)
-    (True, 0.0, 0.0)
+    >>> _unexplained_correlation(100.0, 40.0, 200.0) > 0.1
+    True
+    >>> _unexplained_correlation(10.0, 40.0, 200.0), _unexplained_correlation(0.0, 0.0, 0.0)
+    (0.0, 0.0)
     """
     chance = CHANCE / 3 + math.sqrt(CHANCE * CHANCE / 9 + 2 * CHANCE * variance)
     return max(0.0, products - chance) / deviations if deviations else 0.0

@@ -193,7 +193,7 @@ class CompiledModules:
 
 
 def _largest_difference(name: str, eager: Any, output: Any) -> Difference | None:
-    """Return that of the outputs which differ most; None where there are no floating-point ones."""
+    """Return the difference of the outputs that differ most; None where none is floating-point."""
     found = [difference(name, a, b) for a, b in zip(tensors_in(eager), tensors_in(output))]
     return max(found, key=_badness, default=None)
 
@@ -235,14 +235,14 @@ class SecondRun:
         return None
 
     def run(self) -> Any:
-        """Return what the module gives in eager mode; its own buffers, attributes and generators stay as they are."""
+        """Run the module in eager mode on the same inputs; buffers, attributes and generators stay as they are."""
         copier = Copier()
         args, kwargs = copier.copy((self._args, self._kwargs), objects=True)
         states = {module: copier.state_of(state) for module, state in self._states.items()}
         now = RandomState()
         try:
             self._random.put_back()
-            with _as_called(), _standing_in(states):
+            with _run_as_called(), _replace_states(states):
                 args, kwargs = _not_leaves((args, kwargs), {})
                 output = self._module(*args, **kwargs)
             drawn = [own_state(generator) for generator in copier.generators]
@@ -263,8 +263,8 @@ def why_never(module: nn.Module) -> str | None:
 
 
 @contextlib.contextmanager
-def _as_called() -> Iterator[None]:
-    """As the user called it, but eager, and with nothing of it left in the caches and hooks of torch."""
+def _run_as_called() -> Iterator[None]:
+    """Run as the user's call ran, but eagerly, and without a trace in torch's caches and hooks."""
     cached = torch.is_autocast_cache_enabled()
     held = {name: dict(getattr(_torch_module, name)) for name in _GLOBAL_HOOKS}
     # Weights that this run casts would be found by layers that follow, and be held by their graphs.
@@ -286,8 +286,8 @@ def _as_called() -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def _standing_in(states: dict[nn.Module, dict[str, Any]]) -> Iterator[None]:
-    """Modules whose buffers and attributes are others for a while; their own are not touched, nor their versions."""
+def _replace_states(states: dict[nn.Module, dict[str, Any]]) -> Iterator[None]:
+    """Give modules other buffers and attributes for a while; their own, and their versions, stay untouched."""
     held = {module: dict(vars(module)) for module in states}
     try:
         for module, state in states.items():
@@ -362,7 +362,7 @@ class Copier:
         return self.state_of(vars(module))
 
     def state_of(self, attributes: dict[str, Any]) -> dict[str, Any]:
-        """Return the same of `vars` that were copied before."""
+        """Return a copy of a module's attributes."""
         made = {}
         for key, value in attributes.items():
             if key in _OF_EVERY_MODULE:

@@ -73,7 +73,7 @@ class Rows:
         return dict(zip(self.columns, (*run, *shares), strict=True))
 
     def _sums(self) -> np.ndarray:
-        """Sums over each group's parameters since the observation began."""
+        """Return sums over each group's parameters since the observation began."""
         found = [[0.0] * _SUMS for _ in self._groups]
         parameters = self._record.parameters
         for name, k in self._index.items():
@@ -86,7 +86,7 @@ class Rows:
         return np.array(found, np.float64).reshape(-1, _SUMS)
 
     def _underflow(self, totals: Mapping[tuple[Any, str], Totals]) -> np.ndarray:
-        """Nonzero gradients of this step, and about how many became zero: of each group, then of activations."""
+        """Count this step's nonzero gradients, and about how many became zero: per group, then of activations."""
         found = np.zeros((len(self._groups) + 1, 2))
         own = {key: one for key, one in totals.items() if key[0] in GRADIENTS and one.lowest == NARROW[0]}
         if not own:
@@ -109,7 +109,7 @@ class Rows:
 
 
 def groups_of(parameters: Iterable[ParameterRecord]) -> dict[str, str]:
-    """Return the group of each parameter, by name; the groups are at most 24.
+    """Return the group of each parameter, by name: alike parameters share one, so that there are at most 24.
 
     >>> import torch
     >>> named = {"0.weight": "Linear", "1.weight": "LayerNorm", "3.weight": "Linear"}
@@ -137,7 +137,7 @@ def groups_of(parameters: Iterable[ParameterRecord]) -> dict[str, str]:
 
 @functools.cache
 def _smallest_binades(dtype: torch.dtype) -> np.ndarray:
-    """Which bins of a histogram hold a dtype's smallest numbers."""
+    """Return which bins of a histogram hold a dtype's smallest numbers."""
     try:
         smallest = math.frexp(formats.get(dtype).smallest_subnormal)[1] - 1
     except ValueError:  # integers, whose gradients are none

@@ -53,7 +53,7 @@ class Stepped:
 
 
 class Layout:
-    """Where the samples of some parameters lie: a part for each of as many elements as are sampled at most.
+    """The memory layout of parameters' samples: a part for each, of as many elements as are sampled at most.
 
     A tensor whose short last run is sampled leaves some of its part free, and zeros there. What is returned under a
     name is overwritten when the name is sampled again.
@@ -111,7 +111,7 @@ class Layout:
         wanted: torch.Tensor,
         dtypes: Sequence[torch.dtype],
     ) -> None:
-        """Count what became of wanted values, and the changes to them under the role of updates.
+        """Count how wanted values and the changes to them were stored, under the role of updates.
 
         Args:
             records: one per parameter.
@@ -149,7 +149,7 @@ class Layout:
         return found
 
     def _places(self, tensors: Sequence[torch.Tensor], places: list[int] | None) -> list[int] | None:
-        """Where plain tensors of one dtype lie; None where one is not plain."""
+        """Return the addresses of plain tensors of one dtype; None where one is not plain."""
         dtype = tensors[0].dtype
         if not self.book.by_kernel or dtype not in KERNEL_DTYPES:
             return None
@@ -158,14 +158,14 @@ class Layout:
         return places if all(places) else None
 
     def _pack(self, name: str, dtype: torch.dtype = torch.float64) -> torch.Tensor:
-        """Room for the samples of a name."""
+        """Return the memory for the samples of a name, allocated once."""
         pack = self._packs.get(name)
         if pack is None:
             pack = self._packs[name] = torch.empty(int(self.ends[-1]), dtype=dtype, device="cpu")
         return pack
 
     def _table(self, name: str, memory: torch.dtype, role: Role | None = None, dtypes: Sequence = ()) -> Rows:
-        """Rows for tensors of a dtype, under a role with storage of some dtypes."""
+        """Return the rows for tensors of a dtype, under a role with storage of some dtypes."""
         key = name, memory, self.book.renewed
         table = self._tables.get(key)
         if table is None:
@@ -224,7 +224,7 @@ def located(tensor: torch.Tensor) -> tuple[int, int]:
 
 
 class Parts:
-    """Where samples of some tensors lie, one tensor's behind the other's, and what a kernel compares them with.
+    """The layout of samples of several tensors, one behind the other, for a kernel that compares them.
 
     Args:
         ends: where the parts begin and end: one more than there are tensors.
@@ -260,7 +260,7 @@ class Parts:
     def _count_by_numpy(
         self, values: Sequence[torch.Tensor], rounded: torch.Tensor | None, as_values: bool, decreases: bool
     ) -> list[list[float]]:
-        """The reference."""
+        """Return the reference."""
         found = []
         for start, end in itertools.pairwise(self.ends):
             b, a, w = (one.numpy()[start:end] for one in values)
@@ -300,7 +300,7 @@ def add_changes(
         as_values: whether `wanted` holds the values that were wanted, and not the changes.
         rounded: float32, to which the wanted changes are written.
     """
-    values = [_as_float64(one) for one in (before, after, wanted)]
+    values = [_convert_to_float64(one) for one in (before, after, wanted)]
     sums = (parts or Parts([0, len(before)])).count_changes(values, rounded, as_values, decreases)
     for record, (seen, cancelled, square, kept) in zip(records, sums, strict=True):
         record.seen += int(seen)
@@ -314,8 +314,8 @@ def add_changes(
             record.kept += int(seen) * share
 
 
-def _as_float64(values: torch.Tensor) -> torch.Tensor:
-    """Plain memory of float64 on the CPU."""
+def _convert_to_float64(values: torch.Tensor) -> torch.Tensor:
+    """Return values as contiguous float64 on the CPU."""
     if values.dtype is torch.float64 and values.is_cpu and values.is_contiguous():
         return values
     return values.detach().to("cpu", torch.float64).contiguous()
@@ -385,7 +385,7 @@ class Updates:
                 self._represent(one)
 
     def _groups(self, alone: torch.Tensor | None) -> dict[tuple, tuple[dict[str, Any] | None, list[Stepped]]]:
-        """Parameters with gradients, by what makes them step together, and their states."""
+        """Group parameters with gradients, and their states, by what makes them step together."""
         groups: dict[tuple, tuple[dict[str, Any] | None, list[Stepped]]] = {}
         for group in self.optimizer.param_groups:
             kind, options = self._options_of(group)
@@ -403,7 +403,7 @@ class Updates:
         return groups
 
     def _options_of(self, group: dict[str, Any]) -> tuple[str, dict[str, Any]]:
-        """A group's options as plain data, and words that tell them from others."""
+        """Return a group's options as plain data, and words that tell them from others."""
         options = {key: _plain_option(value) for key, value in group.items() if _is_option(key, value)}
         known = self._options.get(id(group))
         if known is None or known[1] != options:
@@ -430,7 +430,7 @@ class Updates:
         return Stepped(record, parameter, group, count, [place, gradient_place]) if count else None
 
     def _states_of(self, one: Stepped) -> tuple[dict[str, Any] | None, tuple]:
-        """States of a parameter that a shadow steps with, and what others must share to step with it."""
+        """Return a parameter's states for a shadow step, and what others must share to step with it."""
         if type(self.optimizer) not in ELEMENTWISE:
             return None, ()
         states: dict[str, Any] = {}
@@ -470,7 +470,7 @@ class Updates:
         return Batch(layout, stepped, weight, gradient, None if states is None else sampled)
 
     def _layout(self, stepped: list[Stepped]) -> Layout:
-        """The layout of the last step's samples, where the same parameters stepped together."""
+        """Return the layout of the last step's samples, where the same parameters stepped together."""
         named = tuple((one.record.name, one.record.kind) for one in stepped)
         elements = [one.elements for one in stepped]
         layout = self._layouts.get(named)
@@ -489,7 +489,7 @@ class Updates:
         return type(self.optimizer) in ELEMENTWISE
 
     def _represent(self, one: Stepped) -> None:
-        """Of halfulp's optimizers: the float32 weight behind a parameter, and the change that their rule wants."""
+        """Set the float32 weight behind a parameter of halfulp's optimizers, and the change that its rule wants."""
         if isinstance(self.optimizer, Optimizer):
             key = self.book.key(one.record.name)
             one.unplanned = self.optimizer._plans.get(one.parameter) is None
@@ -535,7 +535,7 @@ class Updates:
     def _drawn(
         self, batch: Batch, wanted: torch.Tensor, now: torch.Tensor
     ) -> list[tuple[Stepped, torch.Tensor, torch.Tensor]]:
-        """Parameters that are rounded stochastically, what was wanted of them, and what they are."""
+        """Return the stochastically rounded parameters, with their wanted and their stored values."""
         if not any(one.record.name in self.book.fixed for one in batch.stepped):
             return []
         parts = zip(batch.stepped, batch.layout.parts(wanted), batch.layout.parts(now))
@@ -552,7 +552,7 @@ class Updates:
         add_changes(records, before, now, wanted, batch.layout.places, decreases=squares, as_values=True)
 
     def _compare_decay(self, batch: Batch) -> None:
-        """Decay that is decoupled from the gradient, rounded by itself as torch's loop does."""
+        """Compare decoupled decay, which torch's loop rounds by itself."""
         factor = decay_factor(self.optimizer, batch.stepped[0].options)
         if factor is None:
             return
@@ -565,7 +565,7 @@ class Updates:
         add_changes(records, batch.weight, decayed, batch.weight * (factor - 1), batch.layout.places)
 
     def _count_unknown(self, batch: Batch, now: torch.Tensor) -> None:
-        """Count what became of updates that a shadow does not step: of halfulp's optimizers, or of no known formula."""
+        """Count lost updates that no shadow steps: of halfulp's optimizers, or of no known formula."""
         for one, plain in zip(batch.stepped, batch.layout.parts(now)):
             if one.unplanned:
                 continue
@@ -578,7 +578,7 @@ class Updates:
             self._look_at_update(one, one.change if one.change is not None else after.double() - one.weight.double())
 
     def _shown(self, one: Stepped, plain: torch.Tensor) -> torch.Tensor:
-        """What a parameter stands for after the step."""
+        """Return the value that a parameter represents after the step."""
         if not isinstance(self.optimizer, Optimizer):
             return plain
         shown = represented(self.optimizer, one.parameter, self.book.key(one.record.name))
@@ -591,7 +591,7 @@ class Updates:
             decisions.add(one.record, one.record.dtype, wanted, after)
 
     def _compare_own_states(self, one: Stepped) -> None:
-        """States of halfulp's optimizers, decoded from however they are stored."""
+        """Compare the states of halfulp's optimizers, decoded from their storage."""
         if not one.wanted_states:
             return
         assert isinstance(self.optimizer, Optimizer)
@@ -743,7 +743,7 @@ def neighbours(x: torch.Tensor, dtype: torch.dtype) -> tuple[torch.Tensor, torch
 
 
 def _next(x: torch.Tensor, direction: int) -> torch.Tensor:
-    """The neighbouring number upwards (1) or downwards (-1), by its bits in order."""
+    """Return the neighbouring number upwards (1) or downwards (-1), by its bits in order."""
     bits = x.view(torch.int16).to(torch.int32)
     ordered = torch.where(bits < 0, -(bits & 0x7FFF), bits) + direction
     return torch.where(ordered < 0, -ordered | 0x8000, ordered).to(torch.int16).view(x.dtype)
@@ -768,7 +768,7 @@ def halfulp_change(
     weight: torch.Tensor,
     key: int,
 ) -> tuple[torch.Tensor, dict[str, torch.Tensor]] | None:
-    """Return what the rule, in float32, adds to sampled weights, and the states that it wants.
+    """Return the change that the float32 rule makes to sampled weights, and the states that it wants.
 
     None where it is not computed from such numbers: before the first step, under `wrap` or scaled parameters, and where
     the rule looks at whole tensors first.

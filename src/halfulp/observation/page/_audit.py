@@ -119,7 +119,7 @@ def _lost(lost: Plain | None, bar: bool = False) -> Cell:
 
 
 def _remedy(update: Plain) -> Cell:
-    """The weight updates that lose less than a hundredth, or less than a tenth of what nearest rounding loses."""
+    """Return the weight updates that lose less than a hundredth (or a tenth) of what rounding to nearest loses."""
     limit = max(0.01, update["lost"] / 10)
     return Cell(", ".join(name for name, part in update["lost_by"].items() if part <= limit) or "–")
 
@@ -133,7 +133,7 @@ def _contract(differences: Sequence[Plain]) -> Table:
 
 
 def _shares(groups: Sequence[Plain], tensors: Mapping[str, Plain]) -> dict[str, Any] | None:
-    """One row per group: its changes by power of two of an ulp, the elements that stayed in a column of their own."""
+    """Return one row per group: its changes by power of two of an ulp, unchanged elements in their own column."""
     rows, bins = [], set()
     for one in groups:
         found: Counter[int] = Counter()
@@ -153,7 +153,7 @@ def _shares(groups: Sequence[Plain], tensors: Mapping[str, Plain]) -> dict[str, 
             {
                 "name": one["pattern"],
                 "cells": [
-                    *_stayed(one["share_unchanged"], stayed),
+                    *_unchanged_cell(one["share_unchanged"], stayed),
                     *([at, at + 1, _depth(many / one["numel"]), "kept"] for at, many in sorted(found.items())),
                 ],
                 "texts": [share(one["share_unchanged"]), _range(ulps)],
@@ -175,8 +175,8 @@ def _depth(part: float) -> float:
     return round(0.14 + 0.86 * min(1.0, max(0.0, (math.log10(part) - _FAINTEST) / 3.5)), 3) if part else 0.0
 
 
-def _stayed(part: float, at: int) -> list[list[Any]]:
-    """The cell of the elements that stayed, if any, the darker the more."""
+def _unchanged_cell(part: float, at: int) -> list[list[Any]]:
+    """Return the cell of the elements that stayed, if any, the darker the more."""
     return [[at, at + 2, round(0.14 + 0.86 * part, 3), "lost"]] if part else []
 
 

@@ -16,7 +16,7 @@ _SURE = 0.9
 
 
 def cause_cards(data: Mapping[str, Any], forecast: bool = False) -> list[dict[str, Any]]:
-    """Return what the template needs: a card of each cause, the worst first.
+    """Return the cards of the causes for the template, the worst first.
 
     Args:
         data: with `findings` as `Finding.to_dict` gives them, ranked, and `causes` as `plain_causes` does.
@@ -36,14 +36,14 @@ def _card(cause: Mapping[str, Any], findings: Sequence[Mapping[str, Any]], forec
         **cause,
         "sure": "forecast" if forecast else "of few samples" if few else "",
         "lines": [_line(one, forecast) for one in own],
-        "following": [_following(code, found, own, forecast) for code, found in others.items()],
+        "following": [_summarize_consequences(code, found, own, forecast) for code, found in others.items()],
     }
 
 
-def _following(
+def _summarize_consequences(
     code: str, findings: Sequence[Mapping[str, Any]], own: Sequence[Mapping[str, Any]], forecast: bool
 ) -> dict[str, Any]:
-    """What comes with a cause under another code: the first in words, the others counted and kept beneath."""
+    """Summarize the findings of another code that follow from a cause: the first in words, the others counted."""
     names, there = ([name for one in some for name in one["where"]] for some in (findings, own))
     return {
         "code": code,
@@ -86,17 +86,17 @@ def codes_on(cards: Sequence[Mapping[str, Any]]) -> list[tuple[str, str, bool]]:
 def _line(one: Mapping[str, Any], forecast: bool) -> dict[str, Any]:
     evidence = [(_words(key), _value(value)) for key, value in one["evidence"].items()]
     if not forecast:
-        evidence.append(("how sure", _sure(one["confidence"])))
+        evidence.append(("how sure", _format_confidence(one["confidence"])))
     return {
         "where": in_words(one["where"]),
-        "summary": one["summary"] + _in_trainings(one.get("trainings", ())),
+        "summary": one["summary"] + _describe_trainings(one.get("trainings", ())),
         "names": _names(one["where"]),
         "evidence": evidence,
     }
 
 
 def _words(key: str) -> str:
-    """Evidence's names as the page says them.
+    """Return the evidence's names in the page's words.
 
     >>> _words("lost"), _words("freeze_step")
     ('share lost', 'freeze step')
@@ -105,10 +105,10 @@ def _words(key: str) -> str:
     return words.get(key, key.replace("_", " "))
 
 
-def _in_trainings(numbers: Sequence[int]) -> str:
-    """Which trainings of a script a finding is of, where it has several.
+def _describe_trainings(numbers: Sequence[int]) -> str:
+    """Return which trainings of a script a finding is of, where it has several.
 
-    >>> _in_trainings([1, 3]), _in_trainings([2]), _in_trainings([])
+    >>> _describe_trainings([1, 3]), _describe_trainings([2]), _describe_trainings([])
     (' (trainings 1, 3)', ' (training 2)', '')
     """
     if not numbers:
@@ -116,10 +116,10 @@ def _in_trainings(numbers: Sequence[int]) -> str:
     return f" (training{'s' if len(numbers) > 1 else ''} {', '.join(map(str, numbers))})"
 
 
-def _sure(confidence: float) -> str:
-    """How sure a finding is, which a sample never is wholly.
+def _format_confidence(confidence: float) -> str:
+    """Return how sure a finding is, in per cent; a sample is never wholly sure.
 
-    >>> _sure(0.5), _sure(1.0)
+    >>> _format_confidence(0.5), _format_confidence(1.0)
     ('50%', 'over 99%')
     """
     return "over 99%" if confidence > 0.99 else f"{100 * confidence:.0f}%"

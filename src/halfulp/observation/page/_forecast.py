@@ -90,7 +90,7 @@ def _costs(costs: Sequence[Plain]) -> Table:
 
 
 def _shares(data: Plain) -> dict[str, Any] | None:
-    """One row per layer: the share of updates lost, by step; the step at which it freezes marked."""
+    """Return one row per layer: the share of updates lost by step, and the step at which it freezes."""
     layers = [one for one in data["layers"] if one["lost"]]
     if not layers:
         return None

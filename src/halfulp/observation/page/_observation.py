@@ -68,32 +68,32 @@ def observation_html(data: Mapping[str, Any]) -> str:
 
 
 def _headline(cards: Sequence[Mapping[str, Any]], data: Mapping[str, Any]) -> str:
-    """The first diagnosis; of no steps, that nothing was observed."""
+    """Return the first diagnosis; of no steps, that nothing was observed."""
     return headline(cards, _extent(data)) if cards or data["steps"] else "Nothing was observed: no optimizer stepped"
 
 
 def _first(cards: Sequence[Mapping[str, Any]], findings: Sequence[Mapping[str, Any]]) -> tuple[str, list[str]]:
-    """The role of the tensors that show the first cause, and its names."""
+    """Return the role of the tensors that show the first cause, and its names."""
     own = [findings[k] for card in cards[:1] for k in card["findings"] if findings[k]["code"] == card["code"]]
     return (own[0].get("role", "") if own else ""), [name for one in own for name in one["where"]]
 
 
 def _extent(data: Mapping[str, Any]) -> str:
-    """How much was observed: steps, of how many trainings."""
+    """Describe how much was observed: steps, of how many trainings."""
     steps = [one["steps"] for one in data.get("trainings", ())] or [data["steps"]]
     of = "" if len(steps) == 1 else f" of {len(steps)} trainings"
     return f"{plural(sum(steps), 'step')}{of}"
 
 
 def _cost(data: Mapping[str, Any]) -> str:
-    """What observing cost, where that is known."""
+    """Describe what observing cost, where that is known."""
     overhead = data.get("overhead")
     every = f"Tensors of one step in {data['interval']:,} were looked at. " if data.get("interval") else ""
     return f"{every}Observing took {times(overhead)} the run's own time." if overhead is not None else ""
 
 
 def _lead(cards: Sequence[Mapping[str, Any]], data: Mapping[str, Any], record: Mapping[str, Any]) -> str:
-    """How many causes, and what was observed: sampled steps, parameters, optimizers."""
+    """Describe how many causes there are, and what was observed: sampled steps, parameters, optimizers."""
     parameters = record.get("parameters", [])
     elements = sum(one["numel"] for one in parameters)
     optimizers = dict.fromkeys(one["optimizer"] for one in parameters if one["optimizer"])
@@ -109,7 +109,7 @@ def _lead(cards: Sequence[Mapping[str, Any]], data: Mapping[str, Any], record: M
 def map_data(
     tensors: Iterable[Plain], parameters: Iterable[Plain] = (), role: str = "", where: Sequence[str] = ()
 ) -> dict[str, Any]:
-    """Return what the map's script reads: tensors, formats and roles, those with samples alone, and where it opens.
+    """Return the data of the map's script: sampled tensors, formats, roles, and where it opens.
 
     It opens on the tensors of the first cause, in the format that stores them, the most lost first.
 
@@ -132,7 +132,7 @@ def map_data(
     return {
         "tensors": sorted(rows, key=lambda row: row["order"]),
         "formats": [format_limits(name) for name in named],
-        "stored": {role: _stored([row for row in rows if row["role"] == role]) for role in roles},
+        "stored": {role: _storage_format([row for row in rows if row["role"] == role]) for role in roles},
         "roles": roles,
         "role": role if found else (roles[0] if roles else ""),
         "order": "lost" if found else "model",
@@ -143,8 +143,8 @@ def _lies_in(name: str, module: str) -> bool:
     return name == module or name.startswith(f"{module}.")
 
 
-def _stored(rows: Sequence[Plain]) -> str:
-    """The format that stores the tensors of the first cause among rows, or most of the rows."""
+def _storage_format(rows: Sequence[Plain]) -> str:
+    """Return the format that stores the tensors of the first cause among rows, or most of the rows."""
     found = [row for row in rows if row["found"]] or rows
     return Counter(row["dtype"] for row in found).most_common(1)[0][0]
 
@@ -169,7 +169,7 @@ def _tensor(one: Plain, parameter: Plain | None, weight: int | None) -> dict[str
         },
     }
     if row["dtype"] not in row["formats"] and one.get("scale", 1.0) == 1.0:
-        row["formats"] |= _as_stored(row)
+        row["formats"] |= _counts_as_stored(row)
     if one["role"] == "update" and parameter is not None and parameter["update"]["seen"]:
         row["lost"] = [parameter["update"]["seen"], parameter["update"]["cancelled"]]
         if parameter["weight_update"] == "nearest" and parameter.get("rounding") is None and weight is not None:
@@ -177,8 +177,8 @@ def _tensor(one: Plain, parameter: Plain | None, weight: int | None) -> dict[str
     return row
 
 
-def _as_stored(row: Plain) -> dict[str, list[int]]:
-    """Counts in the format that holds the numbers, which are there: none became zero or overflowed."""
+def _counts_as_stored(row: Plain) -> dict[str, list[int]]:
+    """Return the counts of a row in the format that stores it, where none became zero or overflowed."""
     try:
         smallest = formats.get(row["dtype"]).emin
     except ValueError:
@@ -187,7 +187,7 @@ def _as_stored(row: Plain) -> dict[str, list[int]]:
 
 
 def _median(histogram: Mapping[str, int]) -> int | None:
-    """The power of two of the median of magnitudes."""
+    """Return the power of two of the median of magnitudes."""
     left = sum(histogram.values()) / 2
     for bin, many in sorted((int(bin), many) for bin, many in histogram.items()):
         left -= many
@@ -268,7 +268,7 @@ def history_data(history: Sequence[Mapping[str, Any]]) -> dict[str, Any] | None:
 
 
 def history_words(history: Sequence[Mapping[str, Any]]) -> str:
-    """Return what the curves show, for who cannot see them."""
+    """Describe the curves for readers who cannot see them."""
     said = [f"{len(history):,} steps on record"]
     for key, word in (("loss", "loss"), ("loss_scale", "loss scale"), ("lr", "learning rate")):
         points = _points(history, key)
@@ -288,13 +288,13 @@ def _line(name: str, points: Points, colour: str, dash: bool = False) -> dict[st
 
 
 def _points(history: Sequence[Mapping[str, Any]], key: str) -> Points:
-    """Steps that have a value, and it in 5 digits; None where it is NaN or infinite, which plain data has in words."""
+    """Return the steps that have a value, with it in 5 digits; None where it is NaN or infinite."""
     found = ((int(one["step"]), one[key]) for one in history if one[key] is not None)
     return [(step, float(f"{value:.5g}") if isinstance(value, int | float) else None) for step, value in found]
 
 
 def updates_table(parameters: Sequence[Plain]) -> Table:
-    """Of each parameter the share of updates lost and the movement kept; those with updates alone."""
+    """Return a table of each updated parameter's share of updates lost and share of movement kept."""
     found = sorted((one for one in parameters if one["update"]["seen"]), key=lambda one: -one["update"]["lost_share"])
     columns: Columns = [
         ("parameter", "", lambda one: Cell(one["name"])),
@@ -302,7 +302,7 @@ def updates_table(parameters: Sequence[Plain]) -> Table:
         ("weight update", "minor", lambda one: Cell(one["weight_update"])),
         ("lr", "number minor", lambda one: number_cell(one["options"].get("lr"))),
         (LOST, "number", lambda one: _lost(one["update"], bar=True)),
-        (KEPT, "number", lambda one: _realised(one["update"])),
+        (KEPT, "number", lambda one: _format_realised(one["update"])),
         ("decay lost", "number", lambda one: _lost(one["decay"])),
         ("states lost", "number minor", lambda one: _states(one["states"])),
         ("moved", "number", lambda one: share_cell(one["moved"])),
@@ -311,7 +311,7 @@ def updates_table(parameters: Sequence[Plain]) -> Table:
 
 
 def storage_table(data: Plain) -> Table:
-    """Parameters and the outputs of modules that were seen: the dtype asked for and the one there, and who steps it."""
+    """Return a table of parameters and outputs: the dtype asked for, the one found, and the optimizer."""
     asked = {
         name: (one["asked"], one["source"], name not in one["other"])
         for one in data.get("expectations", ())
@@ -339,7 +339,7 @@ def storage_table(data: Plain) -> Table:
         ("there", "", there),
         ("elements", "number minor", of_parameter(lambda one: count_cell(one["numel"], shape_words(one["shape"])))),
         ("gradient", "minor", of_parameter(_gradient)),
-        ("optimizer", "", of_parameter(_holder)),
+        ("optimizer", "", of_parameter(_optimizer_cell)),
         ("weight update", "", of_parameter(lambda one: Cell(one["weight_update"]) if one["optimizer"] else UNSEEN)),
         ("states", "", of_parameter(_state_dtypes)),
     ]
@@ -348,13 +348,13 @@ def storage_table(data: Plain) -> Table:
 
 
 def extra_tables(data: Plain) -> list[Table]:
-    """Tables of what only some runs have: running averages, modules that differ when computed again, sites."""
+    """Return tables that only some runs have: running averages, modules that differ when run again, sites."""
     averages: Columns = [
         ("average", "", lambda one: Cell(one["name"])),
         ("stored in", "", lambda one: Cell(dtype_word(one["dtype"]))),
         ("kept per step", "number", lambda one: number_cell(one["retention"])),
         (LOST, "number", lambda one: _lost(one["change"], bar=True)),
-        (KEPT, "number", lambda one: _realised(one["change"])),
+        (KEPT, "number", lambda one: _format_realised(one["change"])),
     ]
 
     def second(one: Plain) -> Cell:
@@ -378,8 +378,8 @@ def _gradient(one: Plain) -> Cell:
     return Cell(dtype_word(one["gradient_dtype"]), sort=None if one["gradient_dtype"] else "")
 
 
-def _holder(one: Plain) -> Cell:
-    """Who steps a parameter."""
+def _optimizer_cell(one: Plain) -> Cell:
+    """Return a cell with the optimizer that steps a parameter, or "frozen" or "none"."""
     if not one["requires_grad"]:
         return Cell("frozen", sort="", tone="quiet")
     return Cell("none", tone="bad") if one["optimizer"] is None else Cell(one["optimizer"])
@@ -401,7 +401,7 @@ def _lost(realised: Plain | None, bar: bool = False) -> Cell:
     return lost_cell(realised["lost_share"], bar, said)
 
 
-def _realised(realised: Plain) -> Cell:
+def _format_realised(realised: Plain) -> Cell:
     part = realised["realised_share"]
     if not isinstance(part, int | float):
         return Cell("not known", sort="", title="the optimizer's class computes no update that could be predicted")
@@ -417,7 +417,7 @@ def _states(states: Mapping[str, Plain]) -> Cell:
 
 
 def _sites(sites: Sequence[Plain]) -> Table:
-    """Whatever a scaler says of its sites: the first column is the one called name, or the first."""
+    """Return a table of a scaler's sites, of whatever columns it gives; the first is the name."""
     keys = list(dict.fromkeys(key for one in sites for key in one))
     keys.sort(key=lambda key: key not in ("name", "site"))
     numeric = {key for key in keys if all(isinstance(one.get(key), int | float) for one in sites)}

@@ -85,5 +85,5 @@ def _first_word(holds: Callable[[torch.Tensor], torch.Tensor]) -> int:
 
 
 def target_of(format: BlockFormat) -> BlockTarget:
-    """Return what float32 tensors are rounded to in a block format."""
+    """Return the rounding target of float32 tensors in a block format."""
     return make_block_target(format, Nearest(), None, torch.float32)

@@ -41,7 +41,7 @@ def _magnitude(dtype: torch.dtype, array: Any, index: Any) -> Any:
     return o.bit_and(load(array, index), 0x7FFFFFFF if dtype == torch.float32 else 0x7FFF)
 
 
-def _raised(dtype: torch.dtype, magnitude: Any) -> Any:
+def _align_fraction(dtype: torch.dtype, magnitude: Any) -> Any:
     """Return a word of memory with the fraction where float32 has it: of float16 the number times 2^-112."""
     if dtype == torch.float32:
         return magnitude
@@ -50,13 +50,13 @@ def _raised(dtype: torch.dtype, magnitude: Any) -> Any:
 
 @functools.cache
 def whole_table(dtype: torch.dtype) -> Table:
-    """What finds extremes of tensors that are finite: SMALLEST, as infinity's word less that of the number, and so on.
+    """Return the kernel that finds extremes of finite tensors; SMALLEST is infinity's word less that of the number.
 
     An infinity or NaN shows in LARGEST, which is then none of a finite number, and makes SMALLEST meaningless.
     """
     element = Recording(1)
     magnitude = _magnitude(dtype, element.arrays[0], element.index)
-    a = _raised(dtype, magnitude)
+    a = _align_fraction(dtype, magnitude)
     element.trace.gather_sum("max", select(a == 0, _NONE, o.sub(INFINITE, a)))
     element.trace.gather_sum("count", a == 0)
     element.trace.gather_sum("max", a)
@@ -65,7 +65,7 @@ def whole_table(dtype: torch.dtype) -> Table:
 
 @functools.cache
 def places_table(size: int) -> Table:
-    """What draws the runs of a tensor that are sampled, for `copy_table`: elements of its arrays are words of 64 bits.
+    """Return the kernel that draws a tensor's sampled runs, for `copy_table`; its arrays hold 64-bit words.
 
     Columns: int64 (RUNS + 1, 4), the chunks of the runs and one of the whole sample; and where each run is copied from
     and to. Constants: of `GIVEN`. It takes counters of its own, which are the elements' numbers.
@@ -98,7 +98,7 @@ def places_table(size: int) -> Table:
 
 @functools.cache
 def add_table() -> Table:
-    """What adds float64 numbers to others; columns: to what, and what is added."""
+    """Return the kernel that adds float64 numbers; columns: to what, and what is added."""
     element = Recording(2)
     total, added = (o.real64(o.load64(array, element.index)) for array in element.arrays)
     o.store64(element.arrays[0], element.index, o.word64(total + added))
@@ -107,7 +107,7 @@ def add_table() -> Table:
 
 @functools.cache
 def copy_table(dtype: torch.dtype, wide: bool) -> Table:
-    """What copies elements as float32; columns: from, to, with `wide` to where they are float64, and one not read."""
+    """Return the kernel that copies elements as float32; columns: from, to (with `wide` for float64), an unread one."""
     element = Recording(3 if wide else 2)
     source, target, *further = element.arrays
     load: Any = o.load32 if dtype == torch.float32 else o.load16
@@ -122,7 +122,7 @@ def copy_table(dtype: torch.dtype, wide: bool) -> Table:
 
 @functools.cache
 def counts_table(singles: int) -> Table:
-    """What counts float32 numbers by exponent and in formats of single elements.
+    """Return the kernel that counts float32 numbers by exponent and in formats of single elements.
 
     Columns: the sample, and int64 (COPIES, BINS + 1). Constants: three words of each format, the first magnitudes that
     become nonzero, normal and too large. Sums: squares, finite numbers (twice), zeros, and for each constant what is
@@ -148,7 +148,7 @@ def counts_table(singles: int) -> Table:
 
 @functools.cache
 def blocks_table(kind: Kind) -> Table:
-    """What counts float32 numbers in a block format.
+    """Return the kernel that counts float32 numbers in a block format.
 
     Columns: the sample, and one that is not read. Constants: the words of the first payloads that become nonzero and
     normal, those of `rounding.blocks`, and two of the float64 that is the largest of all finite blocks. Sums: elements
@@ -179,7 +179,7 @@ def blocks_table(kind: Kind) -> Table:
 
 @functools.cache
 def changes_table(writes: bool) -> Table:
-    """What compares wanted changes of float64 values with those that took place.
+    """Return the kernel that compares wanted changes of float64 values with the actual ones.
 
     Columns: before, after, wanted, and with `writes` float32 to which the wanted changes are written. Constants: 1
     where the values that were wanted are given instead of changes, else 0; and what wanted changes must be below to

@@ -109,7 +109,7 @@ class Totals:
         self.take: Callable[[Totals], None] = lambda _: None
 
     def open(self, step: int) -> None:
-        """Count a step at the tensor's first sight in it, and forget what only the last sampled step counts."""
+        """Start a step at a tensor's first appearance in it: count it, reset the sums of the last sampled step."""
         if self.step != step:
             self.step = step
             self.record.steps += 1
@@ -118,7 +118,7 @@ class Totals:
                 self.sums[:OF_STEP] = 0.0
 
     def add_extremes(self, elements: int, zeros: int, nonfinite: int, largest: int, amax: float, amin: float) -> None:
-        """Add what a whole tensor has."""
+        """Add the counts and extremes of a whole tensor."""
         self.elements += elements
         self.zeros += zeros
         if nonfinite:
@@ -152,7 +152,7 @@ class Totals:
 
 
 class Counting:
-    """How kernels count samples in the candidates' formats.
+    """The kernels' way to count samples in the candidates' formats.
 
     Attributes:
         tables: that run one after another on a sample; one that finds a maximum hands it to the next.
@@ -196,7 +196,7 @@ class Counting:
         return made
 
     def program(self, dtype: torch.dtype, is_wide: bool) -> Program:
-        """Return what happens to tensors of a dtype."""
+        """Return the program for tensors of a dtype, made once."""
         made = self._programs.get((dtype, is_wide))
         if made is None:
             made = self._programs[dtype, is_wide] = Program(dtype, is_wide, self)
@@ -210,7 +210,7 @@ class Counting:
 
     @property
     def sums(self) -> int:
-        """How many sums the tables find of a sample."""
+        """The number of sums that the kernels find of a sample."""
         candidates = self.candidates
         return d.SINGLES + 3 * len(candidates.single) + BLOCK_COLUMNS * (len(candidates.blocks) - len(self.others))
 
@@ -251,7 +251,7 @@ def compiled(table: Table) -> Kernel:
 
 
 class Program:
-    """What happens to a tensor of a dtype: memory with the calls of tables, one after another, and their arguments.
+    """The kernel calls that sample a tensor of a dtype: memory, calls one after another, and their arguments.
 
     Args:
         is_wide: whether the sample is written as float64 too.
@@ -473,7 +473,7 @@ class Rows:
         return self._add(0, words[_TAKEN_OF_ROW], reals[_FIRST_REAL], reals[_FIRST_REAL + 1], reals[_FIRST_REAL + 2])
 
     def _add(self, k: int, taken: int, smallest: float, zeros: float, top: float) -> bool:
-        """Add what the kernels found of a tensor; return whether it holds NaN or infinity."""
+        """Add the kernels' counts of a tensor; return whether it holds NaN or infinity."""
         totals, factor = self._totals[k], self._factor
         totals.sampled += taken
         if self._given[2].others:
@@ -630,7 +630,7 @@ def signed(key: int) -> int:
 
 
 def _buffers(sizes: list[int]) -> Sequence[torch.Tensor]:
-    """Memory for samples of tensors of some sizes."""
+    """Allocate memory for samples of tensors of some sizes."""
     wanted = [sample_size(size) for size in sizes]
     if len(wanted) == 1:
         return (torch.empty(wanted[0], dtype=torch.float32, device="cpu"),)

@@ -48,7 +48,7 @@ class Together(nn.Module):
 
 @dataclass(frozen=True)
 class Found:
-    """What belongs together.
+    """The model, scaler, scheduler and average that belong to optimizers.
 
     Attributes:
         model: the outermost module that holds the optimizers' parameters, without wrappers that only distribute or
@@ -73,7 +73,7 @@ class Found:
 
 
 def find(optimizers: Sequence[torch.optim.Optimizer], used: Container[torch.amp.GradScaler] = ()) -> Found | None:
-    """Return what belongs to optimizers; None where no module holds any of their parameters.
+    """Find the model, scaler and so on of optimizers; None where no module holds any of their parameters.
 
     Args:
         used: scalers that belong to others, and are taken only where there is no other one.
@@ -87,11 +87,11 @@ def find(optimizers: Sequence[torch.optim.Optimizer], used: Container[torch.amp.
     if not roots:
         return None
     covering = sorted(
-        _covering(roots), key=lambda module: min(wanted[key] for key in _parameter_ids(module) & wanted.keys())
+        _choose_covering(roots), key=lambda module: min(wanted[key] for key in _parameter_ids(module) & wanted.keys())
     )
     wrapped: dict[int, list[nn.Module]] = {}
     for one in covering:
-        wrapped.setdefault(id(_unwrapped(one)), [_unwrapped(one)]).append(one)
+        wrapped.setdefault(id(_unwrap(one)), [_unwrap(one)]).append(one)
     chosen = list(wrapped.values())
     single = len(chosen) == 1
     model = chosen[0][0] if single else Together([same[0] for same in chosen], names_in_script(chosen))
@@ -110,7 +110,7 @@ def model_of(parameters: Iterable[nn.Parameter]) -> nn.Module | None:
     wanted = {id(parameter) for parameter in parameters}
     modules, _, _ = _alive()
     holding = [module for module in modules if wanted <= _parameter_ids(module)]
-    return _unwrapped(max(holding, key=lambda module: sum(1 for _ in module.modules()))) if holding else None
+    return _unwrap(max(holding, key=lambda module: sum(1 for _ in module.modules()))) if holding else None
 
 
 def _alive() -> tuple[list[nn.Module], list[torch.amp.GradScaler], list[AveragedModel | EMA]]:
@@ -133,7 +133,7 @@ def _alive() -> tuple[list[nn.Module], list[torch.amp.GradScaler], list[Averaged
 
 
 def _average_of(model: nn.Module, averages: list[AveragedModel | EMA]) -> AveragedModel | EMA | None:
-    """The one average of all parameters of a model and no others."""
+    """Return the one average of all parameters of a model and no others."""
     live = {name: parameter.shape for name, parameter in model.named_parameters()}
     found = [one for one in averages if {name: x.shape for name, x in averaged(one).items()} == live]
     return found[0] if len(found) == 1 else None
@@ -143,8 +143,8 @@ def _parameter_ids(module: nn.Module) -> set[int]:
     return {id(parameter) for parameter in module.parameters()}
 
 
-def _covering(roots: list[tuple[nn.Module, set[int]]]) -> list[nn.Module]:
-    """As few modules as hold all that any holds: those of most parameters first, the smallest of equal ones."""
+def _choose_covering(roots: list[tuple[nn.Module, set[int]]]) -> list[nn.Module]:
+    """Return as few modules as together hold all parameters that any holds, those of most parameters first."""
     left = set().union(*(held for _, held in roots))
     chosen = []
     for module, held in sorted(roots, key=lambda root: (-len(root[1]), sum(1 for _ in root[0].modules()))):
@@ -158,7 +158,7 @@ def _is_compiled(model: nn.Module) -> bool:
     return any(part._compiled_call_impl is not None or "_orig_mod" in part._modules for part in model.modules())
 
 
-def _unwrapped(module: nn.Module) -> nn.Module:
+def _unwrap(module: nn.Module) -> nn.Module:
     while True:
         if isinstance(module, DataParallel | DistributedDataParallel):
             module = module.module
@@ -222,7 +222,7 @@ def _bound(variables: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
 
 
 def _attributes(value: Any) -> dict[str, Any] | None:
-    """The attributes of a plain object, an outer module's children included; None of classes and modules of Python."""
+    """Return the attributes of a plain object, or of an outer module and its children; None of classes and modules."""
     try:
         own = object.__getattribute__(value, "__dict__")
     except Exception:  # objects without one, and those that raise for any question

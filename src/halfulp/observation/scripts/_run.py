@@ -29,7 +29,7 @@ _HERE = os.path.dirname(os.path.realpath(__file__))
 
 @dataclass(frozen=True)
 class Ending:
-    """How a script ended.
+    """The way in which a script ended.
 
     Attributes:
         code: the exit code that Python would have ended with.
@@ -60,7 +60,7 @@ def run_script(
             to exit with.
     """
     try:
-        with _as_main(path, arguments, module), _leaving(leave):
+        with _run_as_main(path, arguments, module), _leaving(leave):
             kept = (
                 runpy.run_module(path, run_name="__main__", alter_sys=True)
                 if module
@@ -71,21 +71,21 @@ def run_script(
         raise
     except SystemExit as ending:
         _KEPT[:] = [ending]
-        return _exited(ending)
+        return _exit_code(ending)
     except KeyboardInterrupt as interrupt:
         _KEPT[:] = [interrupt]
         return Ending(INTERRUPTED, "interrupted")
     except BaseException as error:
         with contextlib.suppress(OSError, ValueError):
             sys.stdout.flush()
-        traceback.print_exception(type(error), error, _of_script(error.__traceback__))
+        traceback.print_exception(type(error), error, _trim_traceback(error.__traceback__))
         _KEPT[:] = [error]
         return Ending(1, "crashed")
     return Ending(0, "finished")
 
 
 @contextlib.contextmanager
-def _as_main(path: str, arguments: Sequence[str], module: bool) -> Iterator[None]:
+def _run_as_main(path: str, arguments: Sequence[str], module: bool) -> Iterator[None]:
     argv, search = sys.argv, list(sys.path)
     sys.argv = [path, *arguments]
     if not sys.flags.safe_path:
@@ -118,8 +118,8 @@ def _leaving(leave: Callable[[Ending], int] | None) -> Iterator[None]:
         os._exit = leave_now
 
 
-def _exited(ending: SystemExit) -> Ending:
-    """As Python takes the argument of sys.exit: none is 0, a number itself, anything else is printed and 1."""
+def _exit_code(ending: SystemExit) -> Ending:
+    """Return the exit code for an argument of sys.exit: None is 0, a number itself, anything else is printed and 1."""
     code = ending.code
     if code is None:
         return Ending(0, "exited")
@@ -129,8 +129,8 @@ def _exited(ending: SystemExit) -> Ending:
     return Ending(1, "exited")
 
 
-def _of_script(trace: TracebackType | None) -> TracebackType | None:
-    """The traceback without the frames that lead to the script: those of this package and of runpy."""
+def _trim_traceback(trace: TracebackType | None) -> TracebackType | None:
+    """Return the traceback without the frames that lead to the script: those of this package and of runpy."""
     at = trace
     while at is not None:
         file = at.tb_frame.f_code.co_filename
@@ -208,7 +208,7 @@ class Children:
             self.functions.append(_name(target))
 
     def why_unseen(self) -> str:
-        """Return that a training may have run in processes that the script started, and what to write instead.
+        """Explain that training may have run in processes that the script started, and what to write instead.
 
         Empty where it started none.
         """
@@ -261,7 +261,7 @@ class Termination:
             self._end()
 
     def wait(self) -> None:
-        """From now on a signal waits for the end of the context: the report is being written."""
+        """Delay signals from now on until the context ends: the report is being written."""
         self._report = None
 
     def _receive(self, number: int, frame: FrameType | None) -> None:

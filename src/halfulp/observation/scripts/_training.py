@@ -116,7 +116,7 @@ class Training:
         self.span = (at if self.span is None else self.span[0], at)
 
     def overlaps(self, other: Training) -> bool:
-        """Whether steps of both lie between each other."""
+        """Return whether steps of both lie between each other."""
         if self.span is None or other.span is None:
             return False
         return self.span[0] < other.span[1] and other.span[0] < self.span[1]
@@ -127,9 +127,9 @@ class Training:
 
     @property
     def findings(self) -> list[Finding]:
-        """What its record shows to be wrong, the worst first; none while it runs."""
+        """The problems that its record shows, the worst first; none while it runs."""
         found = [] if self.record is None else findings_of("observe", self.record)
-        return [_of_named_model(one) for one in found] if self.together else found
+        return [_name_model(one) for one in found] if self.together else found
 
     def to_dict(self) -> dict[str, Any]:
         """Return plain data as `Observation.to_dict` does, once it has ended."""
@@ -149,8 +149,8 @@ class Training:
         return summary(self.record, self.findings, len(self), self.interval, self._overhead)
 
 
-def _of_named_model(finding: Finding) -> Finding:
-    """A finding whose code names the model that it is of, where it is of one among several."""
+def _name_model(finding: Finding) -> Finding:
+    """Return a finding whose code uses the name of its model, where a training has several models."""
     names = {name.partition(".")[0] for name in finding.where}
     return replace(finding, write=of_model(finding.write, names.pop())) if len(names) == 1 else finding
 

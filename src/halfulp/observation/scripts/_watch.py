@@ -116,7 +116,7 @@ class Watch(StepWatcher):
         return max(ranks, default=0)
 
     def report(self, ended: str | None = None) -> Report:
-        """Return what was seen, after the end."""
+        """Return the report of all trainings, after the end."""
         return Report(self.trainings, list(self.unseen), self.interval, ended)
 
     # hooks ----------------------------------------------------------------------------------------------------
@@ -135,7 +135,7 @@ class Watch(StepWatcher):
         return noticed
 
     def _is_own(self) -> bool:
-        """Whether an observation is at work, which makes optimizers of its own to learn what updates should be."""
+        """Return whether a running observation creates the optimizer itself, to learn what the updates should be."""
         running = (training.observation for training in self.trainings)
         return any(observation.book.inside for observation in running if observation is not None)
 
@@ -202,7 +202,7 @@ class Watch(StepWatcher):
 
     @torch.compiler.disable
     def _choose_called(self) -> None:
-        """At the first step of a training of several models: those that were not called are not part of it."""
+        """Keep, at a training's first step, only those of its models that were called."""
         self._members, called = {}, self._called
         self._end_calls()
         training = self.trainings[-1]
@@ -282,7 +282,7 @@ class Watch(StepWatcher):
         self._lines.write([{"training": training.number, **row}])
 
     def _alive(self) -> list[Optimizer]:
-        """Optimizers that wait."""
+        """Return the optimizers that wait for their training."""
         found = (ref() for ref in self._waiting)
         return list({id(one): one for one in found if one is not None and one not in self._training_of}.values())
 
@@ -317,7 +317,7 @@ class Report:
 
     @property
     def findings(self) -> list[Finding]:
-        """Those of all trainings, the worst first."""
+        """The findings of all trainings, the worst first."""
         return causes_first(finding for training in self.trainings for finding in training.findings)
 
     @property
@@ -343,7 +343,7 @@ class Report:
         of_each = [[finding.to_dict() for finding in training.findings] for training in self.trainings]
         found = longest.to_dict()
         findings = self.findings
-        found["findings"] = [_of_trainings(finding.to_dict(), of_each) for finding in findings]
+        found["findings"] = [_number_trainings(finding.to_dict(), of_each) for finding in findings]
         found["causes"] = plain_causes(findings)
         found["ended"] = self.ended
         found["trainings"] = [
@@ -383,7 +383,7 @@ class Report:
         return "\n\n".join([*self._each(), *(f"not observed: {said}" for said in self.unseen)])
 
     def _each(self) -> list[str]:
-        """Each training under a line that says which it is; in full where its findings are not those of one before."""
+        """Return each training's findings under a heading; shortened where they repeat an earlier one's."""
         said: list[str] = []
         before: dict[tuple[Any, ...], int] = {}
         for number, training in enumerate(self.trainings, 1):
@@ -399,8 +399,8 @@ class Report:
         return said
 
 
-def _of_trainings(finding: dict[str, Any], of_each: Sequence[Sequence[dict[str, Any]]]) -> dict[str, Any]:
-    """A finding with the numbers of the trainings that have it, where there are several."""
+def _number_trainings(finding: dict[str, Any], of_each: Sequence[Sequence[dict[str, Any]]]) -> dict[str, Any]:
+    """Return a finding with the numbers of the trainings that have it, where there are several."""
     if len(of_each) == 1:
         return finding
     return finding | {

@@ -116,7 +116,7 @@ class CheckpointMixin(torch.optim.Optimizer):
             plan = self._plans.get(parameter)
             whole = () if plan is None else plan.spec.factor_names  # the same on every rank
             placed = {
-                name: value if name in whole else _as_saved(name, value, state, parameter)
+                name: value if name in whole else _saved_form(name, value, state, parameter)
                 for name, value in state.items()
             }
             saved["state"][number] = codec_versions(state) | placed
@@ -398,7 +398,7 @@ class CheckpointMixin(torch.optim.Optimizer):
         return self._plan_to_read(*places[id(tensor)]) if has_state and id(tensor) in places else None
 
     def __getstate__(self) -> dict[str, Any]:
-        """For copy and pickle: caches are left out, and made again."""
+        """Return the state for copy and pickle, without the caches."""
         self._follow_groups()
         state: dict[str, Any] = super().__getstate__()
         kept: list[tuple[torch.Tensor, SavedPayload]] = []
@@ -460,7 +460,7 @@ def _reset_states(plan: ParameterPlan, group: Mapping) -> None:
     plan.state.pop(BEGUN, None)
 
 
-def _as_saved(name: str, value: object, state: Mapping, parameter: torch.Tensor) -> object:
+def _saved_form(name: str, value: object, state: Mapping, parameter: torch.Tensor) -> object:
     """Return a state tensor as a DTensor if its parameter is one, so that distributed checkpoints can re-shard it."""
     if name == CHECKSUMS and isinstance(value, torch.Tensor):
         return checksums_to_save(value, parameter)

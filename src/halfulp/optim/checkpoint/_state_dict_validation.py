@@ -130,7 +130,7 @@ def refuse_other_stream(what: str, place: str, saved: Mapping) -> None:
 
 
 def checked_state(state_dict: Mapping, number: object, name: str) -> Mapping:
-    """The saved state of one parameter, by its number in the file and its name for messages; empty if there is none.
+    """Return one parameter's saved state, by its number in the file and its name for messages; empty if absent.
 
     Raises:
         ValueError: it is no mapping.
@@ -142,7 +142,7 @@ def checked_state(state_dict: Mapping, number: object, name: str) -> Mapping:
 
 
 def whole_step(state: Mapping, name: str) -> int:
-    """The saved step number.
+    """Return the saved step number.
 
     Raises:
         ValueError: it is no whole number.

@@ -282,7 +282,7 @@ class UnnamedParameter(str):
         return format(self._found(), spec)
 
     def __repr__(self) -> str:
-        """Return the same in quotes."""
+        """Return the quoted description."""
         return repr(self._found())
 
     def _found(self) -> str:

@@ -47,7 +47,7 @@ _HEAD = struct.Struct("<qd")  # steps, scale
 
 @dataclass(frozen=True, eq=False, slots=True)
 class SavedPayload:
-    """What a file or a copy of an optimizer tells of the payload that a parameter's auxiliary tensors belong to.
+    """The saved identity of the payload that a parameter's auxiliary tensors belong to.
 
     Attributes:
         checksums: of its rows; None if the file has none.
@@ -65,7 +65,7 @@ class SavedPayload:
 
     @classmethod
     def of(cls, state: Mapping[str, Any], plan: ParameterPlan) -> SavedPayload:
-        """Return what a saved state holds, for the rows of this process."""
+        """Read it from a saved state, for the rows of this process."""
         checksums, kept = checksums_from_saved(state.get(CHECKSUMS), plan), state.get(COPY)
         if not isinstance(kept, bytes) or len(kept) < _HEAD.size:
             return cls(checksums)
@@ -80,12 +80,12 @@ class SavedPayload:
         return cls(checksums, None, steps, scale)  # another process's part of a sharded parameter
 
     def version(self, memory: torch.Tensor) -> PayloadVersion:
-        """Return it as the version of auxiliary tensors that were loaded or copied beside some memory."""
+        """Return the version of auxiliary tensors that were loaded or copied beside some memory."""
         return PayloadVersion(ANY_VERSION, memory, self.payload, self.steps, self.scale, self.checksums)
 
 
 def saved_payload(plan: ParameterPlan) -> dict[str, Any]:
-    """Return what is saved of a payload beside its auxiliary tensors, valid as `current_auxiliary_tensors` are."""
+    """Return the payload's saved identity beside auxiliary tensors, valid as `current_auxiliary_tensors` are."""
     held, checksums = plan.payload_version, checksums_of(plan)
     if held is None or checksums is None:
         return {}
@@ -439,7 +439,7 @@ def weight_to_carry(plan: ParameterPlan | None, spec: StepSpec, state: MutableMa
 
 @contextlib.contextmanager
 def under(group: dict[str, Any], update: Any) -> Iterator[None]:
-    """A context in which a group has a weight update, whatever it was given since."""
+    """Return a context in which a group has a weight update, whatever it was given since."""
     chosen, group["weight_update"] = group["weight_update"], update
     try:
         yield

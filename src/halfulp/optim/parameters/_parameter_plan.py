@@ -70,7 +70,7 @@ class PayloadVersion:
 
 @dataclass(eq=False, slots=True)
 class ParameterRecord:
-    """What the optimizer keeps of a parameter for its lifetime, across plans; None before there is any."""
+    """The lasting data of a parameter, across plans: lost updates and payload version, None before there is any."""
 
     lost: LostUpdates | None = None
     payload_version: PayloadVersion | None = None

@@ -196,7 +196,7 @@ def warn_of_shared_keys(optimizer: Any) -> None:
         return
     record = _records.get(optimizer)
     if record is None:
-        drawn = _drawn(optimizer)
+        drawn = _drawing_parameters(optimizer)
         if not drawn:
             return
         _records[optimizer] = _Record(drawn)
@@ -206,8 +206,8 @@ def warn_of_shared_keys(optimizer: Any) -> None:
 
 
 def _meet(optimizer: Any, record: _Record, last: Any) -> None:
-    """Judge two optimizers, one of which steps right after the other."""
-    mine, theirs, other = _drawn(optimizer), _drawn(last), _records[last]
+    """Judge whether two optimizers, of which one steps right after the other, share random bits."""
+    mine, theirs, other = _drawing_parameters(optimizer), _drawing_parameters(last), _records[last]
     shared = [key for key in sorted(mine.keys() & theirs.keys()) if not _is_same_memory(mine[key], theirs[key])]
     count = record.meetings.get(last, 0) + other.meetings.get(optimizer, 0) + 1
     if not shared or _are_twins([(mine[key], theirs[key]) for key in shared], _corners(shared, record, other)):
@@ -226,7 +226,7 @@ def _meet(optimizer: Any, record: _Record, last: Any) -> None:
     )
 
 
-def _drawn(optimizer: Any) -> dict[Key, torch.Tensor]:
+def _drawing_parameters(optimizer: Any) -> dict[Key, torch.Tensor]:
     """Return an optimizer's unnamed parameters that draw random bits, by what keys these."""
     found = {}
     for group in optimizer.param_groups:

@@ -176,7 +176,7 @@ class Draw:
 
 @functools.cache
 def draws_of(spec: StepSpec) -> tuple[tuple[Draw | None, ...], tuple[Draw | None, ...]]:
-    """The draws of the weight update and of the states; None where nothing is drawn.
+    """Return the draws of the weight update and of the states; None where nothing is drawn.
 
     Each gets all bits that it uses, so that no chance is off. Those of up to 16 take the upper and the lower half of
     the first word, then the upper halves of further ones: two lower halves depend on each other. Those of more take a
@@ -201,7 +201,7 @@ def draws_of(spec: StepSpec) -> tuple[tuple[Draw | None, ...], tuple[Draw | None
 
 
 def pointer_count(spec: StepSpec) -> int:
-    """Columns of the pointer table: parameter, three auxiliary tensors, gradient, states' tensors, what is prepared."""
+    """Return the number of pointer columns: parameter, three auxiliary, gradient, states, prepared tensors."""
     return POINTERS_BEFORE_STATES + sum(codec.columns for codec in spec.codecs) + (spec.rule.prepare is not None)
 
 

@@ -53,7 +53,7 @@ class TensorMap(Generic[Value]):
         return known
 
     def __getitem__(self, tensor: torch.Tensor) -> Value:
-        """A tensor's value; raises KeyError where there is none."""
+        """Return a tensor's value; raises KeyError where there is none."""
         return self.by_id[id(tensor)]
 
     @overload
@@ -72,15 +72,15 @@ class TensorMap(Generic[Value]):
         return self.by_id.pop(id(tensor), default)
 
     def __contains__(self, tensor: torch.Tensor) -> bool:
-        """Whether a tensor has a value."""
+        """Return whether a tensor has a value."""
         return id(tensor) in self.by_id
 
     def __len__(self) -> int:
-        """How many living tensors have one."""
+        """Return how many living tensors have a value."""
         return len(self.by_id)
 
     def values(self) -> Iterator[Value]:
-        """The values, in the order in which their tensors came."""
+        """Return the values, in the order in which their tensors came."""
         return iter(list(self.by_id.values()))
 
 

@@ -19,7 +19,7 @@ def adafactor(w, g, prepared, decay, size):
 
 
 def factors(shape: tuple[int, ...]) -> dict[str, tuple[int, ...]]:
-    """Means of squares over columns and over rows, of a vector the squares' own."""
+    """Return the shapes of Adafactor's states: means of squares over columns and over rows, or a vector's squares."""
     if len(shape) < 2:
         return {"variance": shape}
     return {"row_var": (*shape[:-1], 1), "col_var": (*shape[:-2], 1, shape[-1])}
@@ -52,15 +52,15 @@ def _mean_square(g: torch.Tensor, dimension: int) -> torch.Tensor:
 
 
 def root_mean_square(x: torch.Tensor) -> float:
-    """The root of the mean square, 0 of nothing; the same bits on any number of threads."""
+    """Return the root of the mean square, 0 of nothing; the same bits on any number of threads."""
     if not x.numel():
         return 0.0
     parts = [torch.linalg.vector_norm(part, dtype=torch.float64) for part in x.reshape(-1).split(_AT_ONCE)]
     return math.sqrt(torch.stack(parts).square().sum().item() / x.numel())
 
 
-def _values(group: Mapping, step: int) -> tuple[float, ...]:
+def _step_constants(group: Mapping, step: int) -> tuple[float, ...]:
     return (float(group["lr"]) * float(group["weight_decay"]),)
 
 
-ADAFACTOR = UpdateRule("adafactor", adafactor, (), ("decay", "size"), _values, prepare=prepare, factors=factors)
+ADAFACTOR = UpdateRule("adafactor", adafactor, (), ("decay", "size"), _step_constants, prepare=prepare, factors=factors)

@@ -19,7 +19,7 @@ def adagrad(w, g, total, sign, decay, eps, lr):
     return -(lr * divide(g, sqrt(total) + eps)), total
 
 
-def _values(group: Mapping, step: int) -> tuple[float, ...]:
+def _step_constants(group: Mapping, step: int) -> tuple[float, ...]:
     rate = float(group["lr"]) / (1 + (step - 1) * float(group["lr_decay"]))
     return -1.0 if group["maximize"] else 1.0, float(group["weight_decay"]), float(group["eps"]), rate
 
@@ -29,6 +29,6 @@ ADAGRAD = UpdateRule(
     adagrad,
     (StateSlot("sum", 2, initial=_first_sum),),
     ("sign", "decay", "eps", "lr"),
-    _values,
+    _step_constants,
     homogeneous=("decay", "eps"),
 )

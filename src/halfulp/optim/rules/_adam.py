@@ -23,7 +23,7 @@ def adamw(w, g, m, v, sign, decay, keep_v, take_m, take_v, unbias, eps, step, fe
 
 
 def adam(w, g, m, v, sign, decay, keep_v, take_m, take_v, unbias, eps, step, feedback_gain):
-    """As `adamw`, with the decay added to the gradient: g + wd w."""
+    """Compute `adamw`'s update with the decay added to the gradient: g + wd w."""
     g = sign * g + decay * w
     m = m + take_m * (g - m)
     v = keep_v * v + take_v * g * g
@@ -31,7 +31,7 @@ def adam(w, g, m, v, sign, decay, keep_v, take_m, take_v, unbias, eps, step, fee
 
 
 def adamw_amsgrad(w, g, m, v, top, sign, decay, keep_v, take_m, take_v, unbias, eps, step, feedback_gain):
-    """As `adamw`, divided by the largest v so far (Reddi et al., arXiv 1904.09237)."""
+    """Compute `adamw`'s update divided by the largest v so far (Reddi et al., arXiv 1904.09237)."""
     g = sign * g
     m = m + take_m * (g - m)
     v = keep_v * v + take_v * g * g
@@ -40,7 +40,7 @@ def adamw_amsgrad(w, g, m, v, top, sign, decay, keep_v, take_m, take_v, unbias, 
 
 
 def adam_amsgrad(w, g, m, v, top, sign, decay, keep_v, take_m, take_v, unbias, eps, step, feedback_gain):
-    """As `adam`, divided by the largest v so far."""
+    """Compute `adam`'s update divided by the largest v so far."""
     g = sign * g + decay * w
     m = m + take_m * (g - m)
     v = keep_v * v + take_v * g * g
@@ -49,11 +49,11 @@ def adam_amsgrad(w, g, m, v, top, sign, decay, keep_v, take_m, take_v, unbias, e
 
 
 def adam_error_feedback(lost, m, v, sign, decay, keep_v, take_m, take_v, unbias, eps, step, feedback_gain):
-    """The first moment whose later updates add up to `lost` more: m - (1-b1)/b1 lost denominator / step."""
+    """Return the first moment whose later updates add up to `lost` more: m - (1-b1)/b1 lost denominator / step."""
     return m - feedback_gain * (lost * (sqrt(v) * unbias + eps))
 
 
-def _values(group: Mapping, step: int, decay: float) -> tuple[float, ...]:
+def _step_constants(group: Mapping, step: int, decay: float) -> tuple[float, ...]:
     lr, (beta1, beta2) = float(group["lr"]), (float(b) for b in group["betas"])
     size = lr / (1 - beta1**step)
     feedback_gain = (1 - beta1) / (beta1 * size) if size > 0 and beta1 > 0 else 0.0
@@ -71,15 +71,23 @@ def _values(group: Mapping, step: int, decay: float) -> tuple[float, ...]:
     )
 
 
-def _coupled(group: Mapping, step: int) -> tuple[float, ...]:
-    return _values(group, step, float(group["weight_decay"]))
+def _constants_with_coupled_decay(group: Mapping, step: int) -> tuple[float, ...]:
+    return _step_constants(group, step, float(group["weight_decay"]))
 
 
-def _decoupled(group: Mapping, step: int) -> tuple[float, ...]:
-    return _values(group, step, float(group["lr"]) * float(group["weight_decay"]))
+def _constants_with_decoupled_decay(group: Mapping, step: int) -> tuple[float, ...]:
+    return _step_constants(group, step, float(group["lr"]) * float(group["weight_decay"]))
 
 
-ADAM = UpdateRule("adam", adam, MOMENTS, _CONSTANTS, _coupled, ("decay", "eps"), adam_error_feedback, betas=2)
-ADAMW = UpdateRule("adamw", adamw, MOMENTS, _CONSTANTS, _decoupled, ("eps",), adam_error_feedback, betas=2)
-ADAM_AMSGRAD = UpdateRule("adam_amsgrad", adam_amsgrad, _MAXIMUM, _CONSTANTS, _coupled, ("decay", "eps"), betas=2)
-ADAMW_AMSGRAD = UpdateRule("adamw_amsgrad", adamw_amsgrad, _MAXIMUM, _CONSTANTS, _decoupled, ("eps",), betas=2)
+ADAM = UpdateRule(
+    "adam", adam, MOMENTS, _CONSTANTS, _constants_with_coupled_decay, ("decay", "eps"), adam_error_feedback, betas=2
+)
+ADAMW = UpdateRule(
+    "adamw", adamw, MOMENTS, _CONSTANTS, _constants_with_decoupled_decay, ("eps",), adam_error_feedback, betas=2
+)
+ADAM_AMSGRAD = UpdateRule(
+    "adam_amsgrad", adam_amsgrad, _MAXIMUM, _CONSTANTS, _constants_with_coupled_decay, ("decay", "eps"), betas=2
+)
+ADAMW_AMSGRAD = UpdateRule(
+    "adamw_amsgrad", adamw_amsgrad, _MAXIMUM, _CONSTANTS, _constants_with_decoupled_decay, ("eps",), betas=2
+)

@@ -27,8 +27,8 @@ def adan(
     return -(decay * w) - divide(size_m * m + size_d * d, sqrt(n) * unbias + eps), m, d, n, g
 
 
-def _values(group: Mapping, step: int) -> tuple[float, ...]:
-    """Made in float64; there is no change of gradients at the first step."""
+def _step_constants(group: Mapping, step: int) -> tuple[float, ...]:
+    """Return the constants of a step, made in float64; the first step has no change of gradients."""
     lr, (beta1, beta2, beta3) = float(group["lr"]), map(float, group["betas"])
     decay, shrink = lr * float(group["weight_decay"]), 1.0
     if not group["no_prox"]:
@@ -50,7 +50,7 @@ ADAN = UpdateRule(
         StateSlot("gradient_before", 1, retention=0.0),
     ),
     (*_CONSTANTS, "eps"),
-    _values,
+    _step_constants,
     homogeneous=("eps",),
     betas=3,
 )

@@ -22,12 +22,12 @@ def ademamix(w, g, m, v, slow, sign, decay, keep_v, take_m, take_v, take_slow, u
 
 
 def _slow_beta(beta1: float, beta3: float, share: float) -> float:
-    """Between two betas such that half-lives grow linearly."""
+    """Interpolate between two betas such that half-lives grow linearly."""
     fast, slow = math.log(beta1), math.log(beta3)
     return min(beta3, math.exp(fast * slow / ((1 - share) * slow + share * fast)))
 
 
-def _values(group: Mapping, step: int) -> tuple[float, ...]:
+def _step_constants(group: Mapping, step: int) -> tuple[float, ...]:
     lr, (beta1, beta2, beta3) = float(group["lr"]), map(float, group["betas"])
     alpha, warmup, beta_warmup = float(group["alpha"]), group["alpha_warmup"], group["beta3_warmup"]
     if warmup:
@@ -44,7 +44,7 @@ ADEMAMIX = UpdateRule(
     ademamix,
     (*MOMENTS, StateSlot("exp_avg_slow", 1, retention=beta(2))),
     _CONSTANTS,
-    _values,
+    _step_constants,
     homogeneous=("eps",),
     betas=3,
 )

@@ -13,7 +13,7 @@ _CONSTANTS = ("sign", "decay", "keep_v", "take_m", "take_v", "unbias_m", "unbias
 
 
 def lamb_weight(w):
-    """The weight, whose norm a tensor's step is to have."""
+    """Return the weight, whose norm a tensor's step is to have."""
     return w
 
 
@@ -33,7 +33,7 @@ def lamb(w, g, m, v, sign, decay, keep_v, take_m, take_v, unbias_m, unbias_v, ep
     return -(lr * (divide(unbias_m * m, sqrt(v) * unbias_v + eps) + decay * w)), m, v
 
 
-def _values(group: Mapping, step: int) -> tuple[float, ...]:
+def _step_constants(group: Mapping, step: int) -> tuple[float, ...]:
     (beta1, beta2), decay = map(float, group["betas"]), float(group["weight_decay"])
     unbias = (1 / (1 - beta1**step), 1 / math.sqrt(1 - beta2**step)) if group["bias_correction"] else (1.0, 1.0)
     sign = -1.0 if group["maximize"] else 1.0
@@ -53,7 +53,7 @@ LAMB = UpdateRule(
     lamb,
     MOMENTS,
     _CONSTANTS,
-    _values,
+    _step_constants,
     ("eps",),
     betas=2,
     reductions=(Reduction(lamb_weight, squares=True), Reduction(lamb_direction, squares=True)),

@@ -15,7 +15,7 @@ def lion(w, g, m, sign, decay, keep, take, keep_m, take_m, lr):
     return -(decay * w) - lr * direction, keep_m * m + take_m * g
 
 
-def _values(group: Mapping, step: int) -> tuple[float, ...]:
+def _step_constants(group: Mapping, step: int) -> tuple[float, ...]:
     lr, (beta1, beta2) = float(group["lr"]), (float(b) for b in group["betas"])
     sign = -1.0 if group["maximize"] else 1.0
     return sign, lr * float(group["weight_decay"]), beta1, 1 - beta1, beta2, 1 - beta2, lr
@@ -26,6 +26,6 @@ LION = UpdateRule(
     lion,
     (StateSlot("exp_avg", 1, retention=beta(1)),),
     ("sign", "decay", "keep", "take", "keep_m", "take_m", "lr"),
-    _values,
+    _step_constants,
     betas=2,
 )

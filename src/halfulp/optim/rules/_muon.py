@@ -57,7 +57,7 @@ def _dtype_of_products(device: torch.device) -> torch.dtype:
     return torch.bfloat16
 
 
-def _values(group: Mapping, step: int) -> tuple[float, ...]:
+def _step_constants(group: Mapping, step: int) -> tuple[float, ...]:
     return float(group["lr"]) * float(group["weight_decay"]), 1 - _momentum(group)
 
 
@@ -66,6 +66,6 @@ MUON = UpdateRule(
     muon,
     (StateSlot("momentum_buffer", 1, retention=_momentum),),
     ("decay", "take", "size"),
-    _values,
+    _step_constants,
     prepare=prepare,
 )

@@ -24,7 +24,7 @@ def nadam(w, g, m, v, sign, decay, keep_v, take_m, take_v, unbias, eps, size_g, 
 
 
 def nadamw(w, g, m, v, sign, decay, keep_v, take_m, take_v, unbias, eps, size_g, size_m):
-    """As `nadam`, with the decay taken from the weight."""
+    """Compute `nadam`'s update with the decay taken from the weight."""
     g = sign * g
     m = m + take_m * (g - m)
     v = keep_v * v + take_v * g * g
@@ -49,7 +49,7 @@ def momentum_product(beta: float, momentum_decay: float, step: int) -> float:
     return known[step] if step < len(known) else 0.0
 
 
-def _values(group: Mapping, step: int, decay: float) -> tuple[float, ...]:
+def _step_constants(group: Mapping, step: int, decay: float) -> tuple[float, ...]:
     lr, (beta1, beta2), slows = float(group["lr"]), map(float, group["betas"]), float(group["momentum_decay"])
     size_g = lr * (1 - momentum_at(beta1, slows, step)) / (1 - momentum_product(beta1, slows, step))
     size_m = lr * momentum_at(beta1, slows, step + 1) / (1 - momentum_product(beta1, slows, step + 1))
@@ -57,14 +57,14 @@ def _values(group: Mapping, step: int, decay: float) -> tuple[float, ...]:
     return (-1.0 if group["maximize"] else 1.0, decay, *kept, float(group["eps"]), size_g, size_m)
 
 
-def _coupled(group: Mapping, step: int) -> tuple[float, ...]:
-    return _values(group, step, float(group["weight_decay"]))
+def _constants_with_coupled_decay(group: Mapping, step: int) -> tuple[float, ...]:
+    return _step_constants(group, step, float(group["weight_decay"]))
 
 
-def _decoupled(group: Mapping, step: int) -> tuple[float, ...]:
-    return _values(group, step, float(group["lr"]) * float(group["weight_decay"]))
+def _constants_with_decoupled_decay(group: Mapping, step: int) -> tuple[float, ...]:
+    return _step_constants(group, step, float(group["lr"]) * float(group["weight_decay"]))
 
 
 _OF_TORCH: dict[str, Any] = {"betas": 2, "follows_from_step": ("mu_product",)}
-NADAM = UpdateRule("nadam", nadam, MOMENTS, _CONSTANTS, _coupled, ("decay", "eps"), **_OF_TORCH)
-NADAMW = UpdateRule("nadamw", nadamw, MOMENTS, _CONSTANTS, _decoupled, ("eps",), **_OF_TORCH)
+NADAM = UpdateRule("nadam", nadam, MOMENTS, _CONSTANTS, _constants_with_coupled_decay, ("decay", "eps"), **_OF_TORCH)
+NADAMW = UpdateRule("nadamw", nadamw, MOMENTS, _CONSTANTS, _constants_with_decoupled_decay, ("eps",), **_OF_TORCH)

@@ -50,7 +50,7 @@ def _rate(group: Mapping) -> float:
     return group["d"] * float(group["lr"]) * unbias
 
 
-def _values(group: Mapping, step: int) -> tuple[float, ...]:
+def _step_constants(group: Mapping, step: int) -> tuple[float, ...]:
     (beta1, beta2), d, rate = map(float, group["betas"]), group["d"], _rate(group)
     decay, counts = float(group["weight_decay"]), 1.0 if group["lr"] > 0 else 0.0
     gain = d / group["d0"] * (d if group["safeguard_warmup"] else rate) * counts
@@ -83,7 +83,7 @@ PRODIGY = UpdateRule(
     prodigy,
     (*MOMENTS, StateSlot("s", 1, retention=_third_beta), StateSlot("p0", 1, exact=True)),
     _CONSTANTS,
-    _values,
+    _step_constants,
     betas=2,
     reductions=(Reduction(prodigy_progress, over_all=True), Reduction(prodigy_distance, over_all=True)),
     late_values=_late_values,

@@ -21,14 +21,14 @@ def radam(w, g, m, v, sign, decay, keep_v, take_m, take_v, eps, plain, adaptive)
 
 
 def radamw(w, g, m, v, sign, decay, keep_v, take_m, take_v, eps, plain, adaptive):
-    """As `radam`, with the decay taken from the weight."""
+    """Compute `radam`'s update with the decay taken from the weight."""
     g = sign * g
     m = m + take_m * (g - m)
     v = keep_v * v + take_v * g * g
     return -(decay * w) - plain * m - adaptive * divide(m, sqrt(v) + eps), m, v
 
 
-def _values(group: Mapping, step: int, decay: float) -> tuple[float, ...]:
+def _step_constants(group: Mapping, step: int, decay: float) -> tuple[float, ...]:
     lr, (beta1, beta2), eps = float(group["lr"]), map(float, group["betas"]), float(group["eps"])
     size, left = lr / (1 - beta1**step), 1 - beta2**step
     longest = 2 / (1 - beta2) - 1
@@ -42,14 +42,14 @@ def _values(group: Mapping, step: int, decay: float) -> tuple[float, ...]:
     return -1.0 if group["maximize"] else 1.0, decay, beta2, 1 - beta1, 1 - beta2, eps, plain, adaptive
 
 
-def _coupled(group: Mapping, step: int) -> tuple[float, ...]:
-    return _values(group, step, float(group["weight_decay"]))
+def _constants_with_coupled_decay(group: Mapping, step: int) -> tuple[float, ...]:
+    return _step_constants(group, step, float(group["weight_decay"]))
 
 
-def _decoupled(group: Mapping, step: int) -> tuple[float, ...]:
-    return _values(group, step, float(group["lr"]) * float(group["weight_decay"]))
+def _constants_with_decoupled_decay(group: Mapping, step: int) -> tuple[float, ...]:
+    return _step_constants(group, step, float(group["lr"]) * float(group["weight_decay"]))
 
 
 # Not homogeneous: the first steps grow with the gradient.
-RADAM = UpdateRule("radam", radam, MOMENTS, _CONSTANTS, _coupled, betas=2)
-RADAMW = UpdateRule("radamw", radamw, MOMENTS, _CONSTANTS, _decoupled, betas=2)
+RADAM = UpdateRule("radam", radam, MOMENTS, _CONSTANTS, _constants_with_coupled_decay, betas=2)
+RADAMW = UpdateRule("radamw", radamw, MOMENTS, _CONSTANTS, _constants_with_decoupled_decay, betas=2)

@@ -34,7 +34,7 @@ def rmsprop(w, g, v, sign, decay, keep, take, eps, momentum, lr, none):
 
 
 def rmsprop_momentum(w, g, v, buffer, sign, decay, keep, take, eps, momentum, lr, none):
-    """As `rmsprop`, with b = momentum b + g / (sqrt(v) + eps); u = -lr b."""
+    """Compute `rmsprop`'s update with b = momentum b + g / (sqrt(v) + eps); u = -lr b."""
     g = sign * g + decay * w
     v = keep * v + take * g * g
     buffer = momentum * buffer + divide(g, sqrt(v) + eps)
@@ -42,7 +42,7 @@ def rmsprop_momentum(w, g, v, buffer, sign, decay, keep, take, eps, momentum, lr
 
 
 def rmsprop_centered(w, g, v, mean, sign, decay, keep, take, eps, momentum, lr, none):
-    """As `rmsprop`, with m = a m + (1-a) g and sqrt(v - m^2); 0 where rounding makes that negative."""
+    """Compute `rmsprop`'s update with m = a m + (1-a) g, sqrt(v - m^2); 0 where rounding makes that negative."""
     g = sign * g + decay * w
     v = keep * v + take * g * g
     mean = mean + take * (g - mean)
@@ -50,7 +50,7 @@ def rmsprop_centered(w, g, v, mean, sign, decay, keep, take, eps, momentum, lr, 
 
 
 def rmsprop_centered_momentum(w, g, v, mean, buffer, sign, decay, keep, take, eps, momentum, lr, none):
-    """As `rmsprop_centered`, with b = momentum b + g / (sqrt(v - m^2) + eps); u = -lr b."""
+    """Compute `rmsprop_centered`'s update with b = momentum b + g / (sqrt(v - m^2) + eps); u = -lr b."""
     g = sign * g + decay * w
     v = keep * v + take * g * g
     mean = mean + take * (g - mean)
@@ -58,17 +58,17 @@ def rmsprop_centered_momentum(w, g, v, mean, buffer, sign, decay, keep, take, ep
     return -(lr * buffer), v, mean, buffer
 
 
-def _values(group: Mapping, step: int) -> tuple[float, ...]:
+def _step_constants(group: Mapping, step: int) -> tuple[float, ...]:
     alpha, sign = _alpha(group), -1.0 if group["maximize"] else 1.0
     decay, eps = float(group["weight_decay"]), float(group["eps"])
     return sign, decay, alpha, 1 - alpha, eps, _momentum(group), float(group["lr"]), 0.0
 
 
 _INNER = ("decay", "eps")
-RMSPROP = UpdateRule("rmsprop", rmsprop, (_SQUARE,), _CONSTANTS, _values, _INNER)
-RMSPROP_CENTERED = UpdateRule("rmsprop_centered", rmsprop_centered, _CENTERED, _CONSTANTS, _values, _INNER)
+RMSPROP = UpdateRule("rmsprop", rmsprop, (_SQUARE,), _CONSTANTS, _step_constants, _INNER)
+RMSPROP_CENTERED = UpdateRule("rmsprop_centered", rmsprop_centered, _CENTERED, _CONSTANTS, _step_constants, _INNER)
 # The buffer is a sum of quotients, which a power of two that multiplies the gradients leaves as it is.
-RMSPROP_MOMENTUM = UpdateRule("rmsprop_momentum", rmsprop_momentum, (_SQUARE, _MOMENTUM), _CONSTANTS, _values)
+RMSPROP_MOMENTUM = UpdateRule("rmsprop_momentum", rmsprop_momentum, (_SQUARE, _MOMENTUM), _CONSTANTS, _step_constants)
 RMSPROP_CENTERED_MOMENTUM = UpdateRule(
-    "rmsprop_centered_momentum", rmsprop_centered_momentum, (*_CENTERED, _MOMENTUM), _CONSTANTS, _values
+    "rmsprop_centered_momentum", rmsprop_centered_momentum, (*_CENTERED, _MOMENTUM), _CONSTANTS, _step_constants
 )

@@ -21,7 +21,7 @@ def schedule_free_sgd(w, g, z, sign, decay, first, mix, size_y, size_z):
 
 
 def schedule_free_adamw(w, g, z, v, sign, decay, first, mix, size_y, size_z, keep_v, take_v, unbias, eps):
-    """As `schedule_free_sgd`, with d = g / (sqrt(v)/sqrt(1-b2^t) + eps) + wd w."""
+    """Compute `schedule_free_sgd`'s update with d = g / (sqrt(v)/sqrt(1-b2^t) + eps) + wd w."""
     z = z + first * (w - z)
     g = sign * g
     v = keep_v * v + take_v * g * g
@@ -37,29 +37,29 @@ def following(group: Mapping) -> tuple[float, float, float]:
     return lr, largest, group["weight_sum"] + made ** float(group["r"]) * largest ** float(group["weight_lr_power"])
 
 
-def _values(group: Mapping, step: int, momentum: float) -> tuple[float, ...]:
+def _step_constants(group: Mapping, step: int, momentum: float) -> tuple[float, ...]:
     lr, _, total = following(group)
     mix = (total - group["weight_sum"]) / total if total else 0.0
     signs = -1.0 if group["maximize"] else 1.0, float(group["weight_decay"]), 1.0 if step == 1 else 0.0
     return (*signs, mix, lr * (1 - momentum * (1 - mix)), lr)
 
 
-def _of_sgd(group: Mapping, step: int) -> tuple[float, ...]:
-    return _values(group, step, float(group["momentum"]))
+def _sgd_constants(group: Mapping, step: int) -> tuple[float, ...]:
+    return _step_constants(group, step, float(group["momentum"]))
 
 
-def _of_adamw(group: Mapping, step: int) -> tuple[float, ...]:
+def _adamw_constants(group: Mapping, step: int) -> tuple[float, ...]:
     beta1, beta2 = map(float, group["betas"])
     own = beta2, 1 - beta2, 1 / math.sqrt(1 - beta2**step), float(group["eps"])
-    return (*_values(group, step, beta1), *own)
+    return (*_step_constants(group, step, beta1), *own)
 
 
-SCHEDULE_FREE_SGD = UpdateRule("schedule_free_sgd", schedule_free_sgd, (_Z,), _CONSTANTS, _of_sgd)
+SCHEDULE_FREE_SGD = UpdateRule("schedule_free_sgd", schedule_free_sgd, (_Z,), _CONSTANTS, _sgd_constants)
 SCHEDULE_FREE_ADAMW = UpdateRule(
     "schedule_free_adamw",
     schedule_free_adamw,
     (_Z, StateSlot("exp_avg_sq", 2, retention=beta(1))),
     (*_CONSTANTS, "keep_v", "take_v", "unbias", "eps"),
-    _of_adamw,
+    _adamw_constants,
     betas=2,
 )

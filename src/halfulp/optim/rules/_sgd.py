@@ -27,21 +27,21 @@ def sgd_momentum(w, g, buffer, sign, decay, keep, take, lr, feedback_gain):
 
 
 def sgd_nesterov(w, g, buffer, sign, decay, keep, take, lr, feedback_gain):
-    """As `sgd_momentum`, with u = -lr (g + wd w + momentum b)."""
+    """Compute `sgd_momentum`'s update with u = -lr (g + wd w + momentum b)."""
     g = sign * g + decay * w
     buffer = keep * buffer + take * g
     return -(lr * (g + keep * buffer)), buffer
 
 
 def momentum_error_feedback(lost, buffer, sign, decay, keep, take, lr, feedback_gain):
-    """The buffer whose later updates add up to `lost` more: b - (1 - momentum)/momentum lost / lr.
+    """Return the buffer whose later updates add up to `lost` more: b - (1 - momentum)/momentum lost / lr.
 
     Nesterov's updates take the buffer times momentum, so their gain is larger by 1/momentum.
     """
     return buffer - feedback_gain * lost
 
 
-def _values(group: Mapping, step: int) -> tuple[float, ...]:
+def _step_constants(group: Mapping, step: int) -> tuple[float, ...]:
     lr, momentum = float(group["lr"]), float(group["momentum"])
     take = 1.0 if step == 1 else 1 - float(group["dampening"])
     share = momentum * momentum if group["nesterov"] else momentum
@@ -49,10 +49,10 @@ def _values(group: Mapping, step: int) -> tuple[float, ...]:
     return -1.0 if group["maximize"] else 1.0, float(group["weight_decay"]), momentum, take, lr, feedback_gain
 
 
-SGD = UpdateRule("sgd", sgd, (), _CONSTANTS, _values)
+SGD = UpdateRule("sgd", sgd, (), _CONSTANTS, _step_constants)
 SGD_MOMENTUM = UpdateRule(
-    "sgd_momentum", sgd_momentum, _BUFFER, _CONSTANTS, _values, error_feedback=momentum_error_feedback
+    "sgd_momentum", sgd_momentum, _BUFFER, _CONSTANTS, _step_constants, error_feedback=momentum_error_feedback
 )
 SGD_NESTEROV = UpdateRule(
-    "sgd_nesterov", sgd_nesterov, _BUFFER, _CONSTANTS, _values, error_feedback=momentum_error_feedback
+    "sgd_nesterov", sgd_nesterov, _BUFFER, _CONSTANTS, _step_constants, error_feedback=momentum_error_feedback
 )

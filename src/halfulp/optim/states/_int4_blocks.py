@@ -69,7 +69,7 @@ class Int4Blocks(TensorCodec):
 
     @property
     def scale_block(self) -> int:
-        """The elements of a block."""
+        """The number of elements in a block."""
         return self.block
 
     def scale_inputs(self, tensors: list[torch.Tensor]) -> dict[str, torch.Tensor | float]:

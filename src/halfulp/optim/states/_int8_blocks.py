@@ -62,7 +62,7 @@ class Int8Blocks(TensorCodec):
     random_bits: int = 16
 
     def tensors(self, name: str, shape: torch.Size) -> dict[str, tuple[torch.Size, torch.dtype]]:
-        """Codes of the parameter's shape, and one scale per block, in rows that shard as the parameter's do."""
+        """Return codes of the parameter's shape, and one scale per block, in rows that shard as the parameter's."""
         codes = torch.uint8 if self.squared else torch.int8
         return {
             f"{name}_codes": (shape, codes),
@@ -103,7 +103,7 @@ class Int8Blocks(TensorCodec):
 
 
 def scale_shape(shape: torch.Size, block: int) -> torch.Size:
-    """One scale per block: along the last dimension where blocks divide it, else along the rows of dimension 0."""
+    """Return the shape of scales, in blocks along the last dimension where they divide it, else along dimension 0."""
     if len(shape) > 0 and shape[-1] % block == 0:
         return torch.Size([*shape[:-1], shape[-1] // block])
     row = prod(shape[1:])

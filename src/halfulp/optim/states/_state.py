@@ -82,7 +82,7 @@ _TAKEN += ("float8_e4m3fn", "float8_e5m2")
 
 
 def register_state_store(store: Store, description: str) -> None:
-    """Make a storage of one's own for optimizer states known by its name, as `state_dtype=` of optimizers and recipes.
+    """Register a storage of optimizer states under its name, for `state_dtype=` of optimizers and recipes.
 
     Args:
         store: its device functions: the code of a number in memory, and the number that a code stands for.
@@ -153,7 +153,7 @@ def resolve_codecs(
 
 
 def _default_for(slot: StateSlot, slots: tuple[StateSlot, ...], default: torch.dtype) -> torch.dtype | State:
-    """Return what a state is stored in where nothing was chosen: bfloat16 holds no state that a maximum is taken of."""
+    """Return the default storage of a state: bfloat16 holds no state that a maximum is taken of."""
     if slot.exact:
         return torch.float32
     if default != torch.bfloat16:

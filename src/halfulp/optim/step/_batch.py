@@ -366,7 +366,7 @@ class Roster:
 
 
 def _stored_choice(state_dtype: Any) -> Any:
-    """Return a group's `state_dtype` as it is now, to be compared later: of a dict the items."""
+    """Return a comparable copy of a group's `state_dtype`: of a dict the items."""
     return tuple(state_dtype.items()) if isinstance(state_dtype, Mapping) else state_dtype
 
 
@@ -456,17 +456,17 @@ class PlanCache(TensorMap[ParameterPlan]):
     ) -> StepSpec:
         """Return a parameter's step specification, as `step_spec_of` does; equal ones on one device are one object."""
         if memory(parameter) is not parameter:
-            return self._interned(step_spec_of(rule, group, parameter, gradient, name), parameter)
+            return self._intern(step_spec_of(rule, group, parameter, gradient, name), parameter)
         given = rule, group["weight_update"], group["format"], group["param_dtype"], gradient
         states = _stored_choice(group["state_dtype"])
         key = *map(id, given), states, is_kept(parameter), parameter.dtype, parameter.shape, parameter.device
         found = self._specs_by_options.get(key)
         if found is None:
-            spec = self._interned(step_spec_of(rule, group, parameter, gradient, name), parameter)
+            spec = self._intern(step_spec_of(rule, group, parameter, gradient, name), parameter)
             found = self._specs_by_options[key] = spec, given
         return found[0]
 
-    def _interned(self, spec: StepSpec, parameter: torch.Tensor) -> StepSpec:
+    def _intern(self, spec: StepSpec, parameter: torch.Tensor) -> StepSpec:
         return self._specs.setdefault((spec, local(parameter).device), spec)
 
 
@@ -519,7 +519,7 @@ def check_memory(plan: ParameterPlan, gradient: torch.Tensor) -> None:
 def gradient_memory(
     gradient: torch.Tensor, parameter: torch.Tensor, name: str
 ) -> tuple[torch.Tensor, float | torch.Tensor]:
-    """A gradient as plain memory, and its scale, which only a scaled parameter's step takes, and which is not read.
+    """Return a gradient as plain memory, with its scale, which only the step of a scaled parameter uses.
 
     Raises:
         TypeError: a tensor class whose memory is not its values.
@@ -545,7 +545,7 @@ def plain_gradient(gradient: torch.Tensor, name: str) -> torch.Tensor:
 
 
 def gradient_store(gradient: torch.Tensor, parameter: torch.Tensor, name: str) -> Store:
-    """The store that a gradient's numbers are read by.
+    """Return the store that a gradient's numbers are read by.
 
     Raises:
         ValueError: a sparse gradient, or one of another dtype.

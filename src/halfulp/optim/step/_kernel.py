@@ -80,7 +80,7 @@ def record_step(spec: StepSpec, with_payload: bool = False) -> Trace:
 
 
 class _Step:
-    """One element's values under a specification."""
+    """One element's values in the traced step of a specification."""
 
     def __init__(self, spec: StepSpec, element: Recording) -> None:
         self.spec, self.trace, self.element = spec, element.trace, element
@@ -127,7 +127,7 @@ class _Step:
         return bound(found, self.names)
 
     def root(self, k: int) -> Any:
-        """State k as it is stored: a second moment in blocks before squaring."""
+        """Load state k as it is stored: a second moment in blocks before squaring."""
         codec, arrays = self.spec.codecs[k], self.columns(k)
         if isinstance(codec, Int8Blocks):
             return codec.load_root(arrays, self.i, self.block)
@@ -149,7 +149,7 @@ class _Step:
         self.shrink, self.grow = select(large, SHRINK, ONE), select(large, GROW, ONE)
 
     def value(self, k: int, root: Any) -> Any:
-        """State k as the rule takes it."""
+        """Return state k as the rule takes it."""
         degree, is_root = self.spec.rule.states[k].degree, isinstance(self.spec.codecs[k], Int8Blocks)
         root = self.times(root, self.shrink)
         if degree == 2 and is_root:
@@ -157,7 +157,7 @@ class _Step:
         return self.times(root, self.shrink) if degree == 2 else root
 
     def times(self, value: Any, factor: Any) -> Any:
-        """A value rescaled, where elements are."""
+        """Multiply a value by a factor, if the step rescales elements."""
         return value * factor if self.spec.shrinks else value
 
     def inner_constants(self) -> list[Any]:
@@ -167,7 +167,7 @@ class _Step:
         return [value * self.shrink if name in inner else value for name, value in named]
 
     def update(self, w: Any, g: Any, values: Sequence[Any]) -> tuple[Any, list[Any]]:
-        """The rule: the difference, or new weight, and the new states."""
+        """Apply the rule: return the difference, or new weight, and the new states."""
         rule = self.spec.rule
         made = record_call(rule.update, *self.operands(w, g, values), *self.inner_constants())
         if not isinstance(made, (tuple, list)) or len(made) != 1 + len(values):
@@ -177,7 +177,7 @@ class _Step:
         return select(g == w, ZERO, u) if rule.assigns else u, new  # an infinity that stays
 
     def operands(self, w: Any, g: Any, values: Sequence[Any]) -> list[Any]:
-        """What a function of the rule takes before its constants."""
+        """Return what a function of the rule takes before its constants."""
         finite = select(w - w == ZERO, w, ZERO) if self.spec.rule.decays else w
         if self.spec.rule.prepare is None:
             return [finite, self.times(g, self.shrink), *values]
@@ -225,7 +225,7 @@ class _Step:
             self.trace.gather_sum("sum", select(asked, value, none))
 
     def float64(self, x: Traced) -> Traced:
-        """A float32 as float64."""
+        """Return a float32 as float64."""
         return self.trace.emit("to_float64", (x,), None, "f64")
 
     def store(self, k: int, value: Any, bits: Any) -> None:
@@ -241,7 +241,7 @@ class _Step:
         codec.save(self.columns(k), self.i, self.block, value, inverse, bits)
 
     def bits(self, drawn: Draw | None) -> Any:
-        """Random bits: a word of the element's one hash, or some of its bits."""
+        """Return random bits: a word of the element's one hash, or some of its bits."""
         if drawn is None:
             return UNDRAWN
         word = drawn_word(hashed(*self.element.stream), drawn.word)
@@ -283,7 +283,7 @@ def reference_amax(
     states: Sequence[list[torch.Tensor]],
     constants: Sequence[float],
 ) -> list[float]:
-    """The largest finite magnitudes of the weight and of each scaled state that a step would store; nothing changes."""
+    """Return the largest finite magnitudes of the weight and each scaled state that a step would store."""
     return _run(spec, parts, gradient, states, constants, {})
 
 
@@ -294,7 +294,7 @@ def change_by_rule(
     states: Iterable[torch.Tensor],
     constants: Sequence[float],
 ) -> tuple[torch.Tensor, list[torch.Tensor]]:
-    """Return what a rule, in float32, makes of weights, gradients and states: the change, and the new states."""
+    """Apply a rule in float32 to weights, gradients and states; return the change and the new states."""
     given = [weight.float(), gradient.float(), *states]
     rounded = torch.tensor([*constants], dtype=torch.float32, device="cpu").tolist()
     piece = _recorded_rule(rule.update, len(given) + len(rounded))
@@ -318,7 +318,7 @@ def _run(spec, parts, gradient, states, constants, drawn) -> list[float]:
 
 
 def global_index(index_map: IndexMap, device: torch.device) -> torch.Tensor:
-    """The global flat index of every element of a local tensor, in its shape."""
+    """Return the global flat index of every element of a local tensor, in its shape."""
     index = torch.zeros((), dtype=torch.int64, device=device)
     whole = index_map.global_shape
     stride = 1

@@ -109,7 +109,7 @@ def reduce(spec: StepSpec, batch: Batch, constants: list[tuple[float, ...]]) -> 
         ]
         return np.array(rowwise).reshape(-1, columns)
     held, batch.constants = batch.constants, constants
-    meter = _run_compiled(spec, batch)
+    meter = _run_kernel(spec, batch)
     batch.constants = held
     found = np.zeros((len(batch.plans), METER_COLUMNS))
     (np.add if spec.reduces == "sums" else np.maximum).at(found, batch.table.chunks[:, 0], meter)
@@ -119,7 +119,7 @@ def reduce(spec: StepSpec, batch: Batch, constants: list[tuple[float, ...]]) -> 
 def _write(batch: Batch) -> None:
     spec, device = batch.spec, batch.device.type
     if batch.engine == "llvm":
-        _run_compiled(spec, batch)
+        _run_kernel(spec, batch)
         return
     if batch.engine == "triton" and not spec.scaled and _run_triton(batch):  # scaled ones have been tried
         return
@@ -142,7 +142,7 @@ def _write(batch: Batch) -> None:
             plan.record.count(*lost)
 
 
-def _run_compiled(spec: StepSpec, batch: Batch) -> np.ndarray:
+def _run_kernel(spec: StepSpec, batch: Batch) -> np.ndarray:
     kernel, table = checked(spec), batch.table
     _point_at_gradients(batch)
     table.keys[...] = _keys(batch)
@@ -208,7 +208,7 @@ def _scale_tensors(batch: Batch) -> list[torch.Tensor]:
 
 
 def _numbers(batch: Batch) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
-    """Return what a step gives to a device: chunks, pointers, constants and keys."""
+    """Return the arrays that a step passes to a device: chunks, pointers, constants and keys."""
     _point_at_gradients(batch)
     distinct, row_of_each = _distinct(batch.constants)
     constants = np.array(distinct, np.float32).reshape(len(distinct), -1)
@@ -368,7 +368,7 @@ class WholeTensors:
         return self._whole(found * batch.gradient_scales[row] if batch.spec.scaled else found)
 
     def state(self, name: str) -> torch.Tensor:
-        """A state, before the step."""
+        """Return a state, before the step."""
         spec = self._plan.spec
         k = [slot.name for slot in spec.rule.states].index(name)
         return self._whole(spec.codecs[k].decode(self._plan.states[k]).reshape(self._plan.shape))
@@ -412,17 +412,20 @@ def reduce_batches(batches: Sequence[Batch]) -> list[list[tuple[float, ...]]]:
     summed = [batch for batch in batches if batch.spec.rule.reductions]
     if not summed:
         return [[] for _ in batches]
-    largest = [_over_ranks(batch, _run(batch, "largest"), torch.distributed.ReduceOp.MAX) for batch in summed]
+    largest = [
+        _reduce_over_ranks(batch, _run_reducing_kernel(batch, "largest"), torch.distributed.ReduceOp.MAX)
+        for batch in summed
+    ]
     counts = [_counts(batch) for batch in summed]
-    _spread(summed, largest, np.max)
-    _spread(summed, counts, np.sum)
+    _reduce_over_all(summed, largest, np.max)
+    _reduce_over_all(summed, counts, np.sum)
     totals = []
     for batch, top, count in zip(summed, largest, counts):
         scales = _sum_scales(top, count)
-        parts = _over_ranks(batch, _run(batch, "sums", scales), torch.distributed.ReduceOp.SUM)
+        parts = _reduce_over_ranks(batch, _run_reducing_kernel(batch, "sums", scales), torch.distributed.ReduceOp.SUM)
         totals.append((parts[:, ::2], parts[:, 1::2], scales[:, :, 0].astype(np.float64)))
     for k in (0, 1):
-        _spread(summed, [parts[k] for parts in totals], np.sum)
+        _reduce_over_all(summed, [parts[k] for parts in totals], np.sum)
     sums = {id(batch): _unscaled(batch, *parts) for batch, parts in zip(summed, totals)}
     return [sums.get(id(batch), []) for batch in batches]
 
@@ -441,8 +444,8 @@ def finish_constants(batches: Sequence[Batch], sums: Sequence[list[tuple[float, 
             batch.constants[row] = made[key]
 
 
-def _run(batch: Batch, what: str, scales: np.ndarray | None = None) -> np.ndarray:
-    """Return what one pass finds: a row per parameter."""
+def _run_reducing_kernel(batch: Batch, what: str, scales: np.ndarray | None = None) -> np.ndarray:
+    """Run the reducing kernel of a batch once, and return a row per parameter: sums or largest magnitudes."""
     spec = reducing_specs(batch.spec)[what == "sums"]
     late = len(spec.rule.constants) - len(batch.constants[0])
     given = []
@@ -475,7 +478,7 @@ def _unscaled(batch: Batch, high: np.ndarray, low: np.ndarray, inverse: np.ndarr
     return found
 
 
-def _spread(batches: Sequence[Batch], values: Sequence[np.ndarray], how) -> None:
+def _reduce_over_all(batches: Sequence[Batch], values: Sequence[np.ndarray], how) -> None:
     """Put the largest or the sum over all parameters where a sum is over all, in place."""
     most = max(len(batch.spec.rule.reductions) for batch in batches)
     for k in range(most):
@@ -490,8 +493,8 @@ def _spread(batches: Sequence[Batch], values: Sequence[np.ndarray], how) -> None
                 member[:] = whole
 
 
-def _over_ranks(batch: Batch, found: np.ndarray, how: torch.distributed.ReduceOp.RedOpType) -> np.ndarray:
-    """Return what is found over the ranks that share each parameter."""
+def _reduce_over_ranks(batch: Batch, found: np.ndarray, how: torch.distributed.ReduceOp.RedOpType) -> np.ndarray:
+    """Reduce what was found over the ranks that share each parameter."""
     for first, rows in _runs_of_meshes(batch):
         numbers = torch.from_numpy(found[rows]).to(first._local_tensor.device)
         for dimension, placement in enumerate(first.placements):

@@ -82,7 +82,7 @@ def weight_scale(dtype: torch.dtype, scale: float, largest: float) -> float:
 
 
 def reachable_scale(dtype: torch.dtype, present: float, scale: float, stored: float) -> tuple[float, float]:
-    """A scale that a step can bring a payload to, and the factor that does: both in float32's range.
+    """Return a scale that a step can bring a payload to, and the factor that does: both in float32's range.
 
     `scale` is the one that is wanted, and nearly always given; the factor must leave the payload's largest finite
     magnitude, `stored`, finite.

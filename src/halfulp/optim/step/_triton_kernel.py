@@ -29,7 +29,7 @@ METER = ("seen", "cancelled", "wanted", "kept")
 
 @dataclass(frozen=True)
 class Columns:
-    """How many columns of each kind the parameter table has, in this order.
+    """The number of columns of each kind in the parameter table, in this order.
 
     Addresses, the rule's constants by their bits, the 64-bit key of whoever draws, and the addresses of the scales of
     the weight and of the gradient.
@@ -63,7 +63,7 @@ def scale_columns(spec: StepSpec) -> tuple[str, ...]:
 
 @functools.cache
 def triton_source(spec: StepSpec) -> str:
-    """The whole module, with the kernel `step(chunks, parameters, meter, aligned)`; of scaled parameters also `scales`.
+    """Return the module's source: the kernel `step(chunks, parameters, meter, aligned)`, and `scales` where scaled.
 
     One that finds the largest magnitudes is given, in place of the meter, the words of the largest so far: int32
     (parameters, of the weight, of each scaled state, of the payload).
@@ -103,7 +103,7 @@ def _kernel_text(spec: StepSpec) -> str:
         *reads,
         *(_block_lines(spec.block) if spec.block else line_lines()),
         *draws,
-        *(_largest(spec, call) if spec.finds_amax else _metered(call) if spec.metered else [call]),
+        *(_largest(spec, call) if spec.finds_amax else _meter_lines(call) if spec.metered else [call]),
     ]
     body = "\n".join(f"    {line}" for line in lines)
     given = f"chunks, parameters, meter, {'scales, ' if spec.scaled else ''}aligned: tl.constexpr"
@@ -124,7 +124,7 @@ def _block_lines(block: int) -> list[str]:
     ]
 
 
-def _metered(call: str) -> list[str]:
+def _meter_lines(call: str) -> list[str]:
     lines = [f"{', '.join(METER)} = {call}", f"to = meter + (c * {PARTS} + part) * {len(METER)}"]
     return lines + [
         f"tl.store(to + {j}, tl.sum(tl.where(lanes, {name}, 0.0).to(tl.float64)))" for j, name in enumerate(METER)
@@ -142,7 +142,7 @@ def _largest(spec: StepSpec, call: str) -> list[str]:
 
 
 def largest_columns(spec: StepSpec) -> int:
-    """Return how many largest magnitudes a parameter has: of its weight, its scaled states and its payload."""
+    """Return how many largest magnitudes are stored per parameter: weight, each scaled state, payload."""
     return 2 + len(spec.scaled_states)
 
 
@@ -151,7 +151,7 @@ LANES = 128
 
 @functools.cache
 def scales_source(spec: StepSpec) -> str:
-    """The whole module of a step specification.
+    """Return the whole module of a step specification.
 
     Its kernels are `read_scales(parameters, scales, count)`, `choose_scales(parameters, largest, scales, count)`, and
     `keep_scales(parameters, scales, count)`, which writes the new scales where the parameters and their states keep
@@ -374,7 +374,7 @@ def scaled_kernels(spec: StepSpec, amax: StepSpec, device: torch.device, trial: 
 def _run_trial(spec: StepSpec, kernel: Any, device: torch.device, chunks, pointers, constants, keys) -> Any:
     """Run a kernel under constants that hold the scales too; return the largest magnitudes if it finds them."""
     own = len(spec.rule.constants)
-    held = _placed(chunks, _are_aligned(pointers), device, None)
+    held = _place_chunks(chunks, _are_aligned(pointers), device, None)
     parameters = parameter_table(spec, device, pointers, constants[:, :own], keys)
     scales = to_device(np.ascontiguousarray(constants[:, own:]), device) if spec.scaled else None
     found = _run(spec, kernel, held, parameters, len(pointers), scales)
@@ -398,7 +398,7 @@ def launch(
         What to give to the next call, and for a metered step a float64 array of shape (chunks, 4) in its order.
     """
     chunks, pointers, constants, keys = numbers
-    held = _placed(chunks, _are_aligned(pointers), device, held)
+    held = _place_chunks(chunks, _are_aligned(pointers), device, held)
     parameters = parameter_table(spec, device, pointers, constants, keys)
     return held, _counts(spec, _run(spec, kernel, held, parameters, len(pointers)))
 
@@ -420,7 +420,7 @@ def launch_scaled(
         Also the scales under which the weights are stored, float32 (parameters,) on the device.
     """
     chunks, pointers, constants, keys = numbers
-    held = _placed(chunks, _are_aligned(pointers), device, held)
+    held = _place_chunks(chunks, _are_aligned(pointers), device, held)
     parameters = parameter_table(spec, device, pointers, constants, keys, addresses)
     count = len(pointers)
     find = functools.partial(_run, kernels.amax, kernels.largest, held, parameters, count)
@@ -504,7 +504,9 @@ def _are_aligned(pointers: np.ndarray) -> np.ndarray:
     return (pointers % VECTOR == 0).all(1)
 
 
-def _placed(chunks: np.ndarray, rows: np.ndarray, device: torch.device, held: DeviceChunks | None) -> DeviceChunks:
+def _place_chunks(
+    chunks: np.ndarray, rows: np.ndarray, device: torch.device, held: DeviceChunks | None
+) -> DeviceChunks:
     if held is not None and np.array_equal(held.rows, rows):
         return held
     whole = rows[chunks[:, 0]] & (chunks[:, 1:3] % VECTOR == 0).all(1)

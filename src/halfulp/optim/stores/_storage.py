@@ -60,7 +60,7 @@ TWO_24, TWO_M24 = np.float32(2.0**24), np.float32(2.0**-24)
 
 @dataclass(frozen=True)
 class Store:
-    """One number in memory.
+    """The storage of one number in memory, as device functions.
 
     Attributes:
         name: for messages and kernel names.
@@ -94,7 +94,7 @@ class Store:
         return run_on_tensors(piece.trace, [x], results=piece.results)[0][0]
 
     def records(self) -> tuple[object, ...]:
-        """Return what the device functions do, recorded: equal for a store that was made twice."""
+        """Return a digest of what the device functions do, equal for a store that was made twice."""
         decoder = _decoder(self)
         coders = (_encoder(self, stochastic).digest() for stochastic in (False, True))
         return self.dtype, self.random_bits, decoder.trace.digest(), decoder.results, *coders
@@ -270,7 +270,7 @@ def limited(magnitude, rounded):
 
 @functools.cache
 def format_store(given: Format | str | None) -> Store | None:
-    """The store of a format's values in float32; None for no format and for float32 itself.
+    """Return the store of a format's values in float32; None for no format and for float32 itself.
 
     Raises:
         ValueError: a format whose values float32 does not hold, or without sign, zero or subnormals.

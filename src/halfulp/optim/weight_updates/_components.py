@@ -58,16 +58,16 @@ class Components(WeightUpdate):
             raise ValueError("weight_update 'components' is for narrow parameters: give 16-bit ones, or format=")
 
     def auxiliary_tensors(self, store: Store) -> tuple[tuple[str, torch.dtype], ...]:
-        """The components behind the parameter."""
+        """Return the components behind the parameter."""
         names = ("residual",) if self.n == 2 else tuple(f"component_{k}" for k in range(1, self.n))
         return tuple((name, store.dtype) for name in names)
 
     def draws(self, store: Store) -> tuple[int, ...]:
-        """One draw for the last component if it is rounded stochastically."""
+        """Return one draw for the last component if it is rounded stochastically."""
         return (store.random_bits,) if self.residual == "stochastic" else ()
 
     def bindings(self, store: Store) -> dict[str, object]:
-        """The device functions for n components."""
+        """Return the device functions for n components."""
         if self.n == 2:
             return self._kahan.bindings(store)
         last = store.stochastic if self.residual == "stochastic" else store.nearest

@@ -61,7 +61,7 @@ def fit_bindings(store: Store, ulps: float) -> dict[str, Any]:
 
 
 def ulp_of_one(store: Store) -> float:
-    """The unit in the last place of 1."""
+    """Return the unit in the last place of 1."""
     return 2.0**-store.mantissa_bits
 
 
@@ -104,15 +104,15 @@ class Kahan(WeightUpdate):
             raise ValueError("weight_update 'kahan' is for narrow parameters: give 16-bit ones, or format=")
 
     def auxiliary_tensors(self, store: Store) -> tuple[tuple[str, torch.dtype], ...]:
-        """The residual, of the parameter's dtype."""
+        """Return the residual, of the parameter's dtype."""
         return (("residual", store.dtype),)
 
     def draws(self, store: Store) -> tuple[int, ...]:
-        """One draw for each stochastic rounding: the weight, then the residual."""
+        """Return one draw for each stochastic rounding: the weight, then the residual."""
         return (store.random_bits,) * [self.weight, self.residual].count("stochastic")
 
     def bindings(self, store: Store) -> dict[str, object]:
-        """The device functions of the compensated sum."""
+        """Return the device functions of the compensated sum."""
         stochastic = self.residual == "stochastic"
         both = stochastic and self.weight == "stochastic"
         write = write_literal if self.literal else write_kahan_second if both else write_kahan

@@ -28,11 +28,11 @@ class Rounded(WeightUpdate):
     stochastic: ClassVar[bool] = False
 
     def draws(self, store: Store) -> tuple[int, ...]:
-        """One draw for the weight if it is rounded stochastically."""
+        """Return one draw for the weight if it is rounded stochastically."""
         return (store.random_bits,) if self.stochastic else ()
 
     def bindings(self, store: Store) -> dict[str, object]:
-        """The device functions of the rounded sum."""
+        """Return the device functions of the rounded sum."""
         pieces = {"read_weight": read_plain, "write_weight": write_plain}
         return pieces | store_bindings(store, self.stochastic)
 
@@ -74,11 +74,11 @@ class Master(WeightUpdate):
             raise ValueError("weight_update 'master' is for 16-bit parameters: float32 ones are their own master")
 
     def auxiliary_tensors(self, store: Store) -> tuple[tuple[str, torch.dtype], ...]:
-        """The float32 copy."""
+        """Return the float32 copy."""
         return (("master", torch.float32),)
 
     def bindings(self, store: Store) -> dict[str, object]:
-        """The device functions over the float32 copy."""
+        """Return the device functions over the float32 copy."""
         pieces = {"read_weight": read_master, "write_weight": write_master, "fill_weight": fill_master}
         return pieces | store_bindings(store, False)
 

@@ -82,15 +82,15 @@ class Split16(WeightUpdate):
             )
 
     def auxiliary_tensors(self, store: Store) -> tuple[tuple[str, torch.dtype], ...]:
-        """The low 16 bits, as a signed integer."""
+        """Return the low 16 bits, as a signed integer."""
         return (("low_bits", torch.int16),)
 
     def draws(self, store: Store) -> tuple[int, ...]:
-        """One draw for the sum if it is rounded stochastically."""
+        """Return one draw for the sum if it is rounded stochastically."""
         return (16,) if self.rounding == "stochastic" else ()
 
     def bindings(self, store: Store) -> dict[str, object]:
-        """The device functions on float32 words."""
+        """Return the device functions on float32 words."""
         rounded = round_sum if self.rounding == "stochastic" else add_nearest
         pieces = {"read_weight": read_split, "write_weight": write_split, "fill_weight": fill_split}
         return pieces | {"rounded_sum": rounded} | store_bindings(store, False)
@@ -115,15 +115,15 @@ class Split8(WeightUpdate):
             )
 
     def auxiliary_tensors(self, store: Store) -> tuple[tuple[str, torch.dtype], ...]:
-        """The 8 bits below the parameter's last, as a signed integer."""
+        """Return the 8 bits below the parameter's last, as a signed integer."""
         return (("low_bits", torch.int8),)
 
     def draws(self, store: Store) -> tuple[int, ...]:
-        """One draw for the last of the 24 bits."""
+        """Return one draw for the last of the 24 bits."""
         return (8 if store.name == "bf16" else 16,)
 
     def bindings(self, store: Store) -> dict[str, object]:
-        """The device functions: on words for bfloat16, on units of the last place for float16."""
+        """Return the device functions: on words for bfloat16, on units of the last place for float16."""
         words, units = (
             (read_split8, write_split8, fill_split8),
             (read_split8_fp16, write_split8_fp16, fill_split8_fp16),
@@ -265,7 +265,7 @@ class SplitStochastic(Split16):
 
 
 def Split(bits: int = 16, rounding: str | None = None) -> WeightUpdate:
-    """A narrow parameter plus its low bits: 16 (exact float32 beside bfloat16) or 8 (stored stochastically).
+    """Return a narrow parameter plus its low bits: 16 (exact float32 beside bfloat16) or 8 (stored stochastically).
 
     Args:
         bits: 16 or 8.

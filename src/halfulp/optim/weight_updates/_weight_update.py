@@ -65,11 +65,11 @@ class WeightUpdate:
         return ()
 
     def draws(self, store: Store) -> tuple[int, ...]:
-        """Random bits of each stochastic rounding that a step makes."""
+        """Return the random bits of each stochastic rounding that a step makes."""
         return ()
 
     def bindings(self, store: Store) -> dict[str, object]:
-        """The pieces `read_weight(a0, a1, a2, a3, i)` and `write_weight(a0, a1, a2, a3, i, w, h0, h1, h2, u, r0, r1)`.
+        """Return `read_weight(a0, a1, a2, a3, i)` and `write_weight(a0, a1, a2, a3, i, w, h0, h1, h2, u, r0, r1)`.
 
         The first returns the weight and three values for the second, which returns the weight it has stored. Where a
         step changes the scale of a scaled parameter, w, h0 and h1 arrive under the new one, and h2 as it was returned.
@@ -97,7 +97,7 @@ class WeightUpdate:
         return 0
 
     def to_dict(self) -> dict[str, object]:
-        """The name and the fields, as plain data."""
+        """Return the name and the fields, as plain data."""
         return {"name": self.name, **dataclasses.asdict(self)}
 
 

@@ -19,7 +19,7 @@ _ATOMS = (type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.
 
 
 def mapped(value: Any, function: Callable[[torch.Tensor], Any]) -> Any:
-    """A copy of nested dicts, lists and tuples with every tensor in them replaced."""
+    """Return a copy of nested dicts, lists and tuples with every tensor in them replaced."""
     if isinstance(value, torch.Tensor):
         return function(value)
     if isinstance(value, dict):
@@ -30,7 +30,7 @@ def mapped(value: Any, function: Callable[[torch.Tensor], Any]) -> Any:
 
 
 def placed(value: Any, device: torch.device | None) -> Any:
-    """A copy of a state on a device, or where it is."""
+    """Return a copy of a state on a device, or where it is."""
     return mapped(value, lambda tensor: tensor.clone() if device is None else tensor.to(device, copy=True))
 
 

@@ -98,7 +98,7 @@ class ExplicitGradientOptimizer(Optimizer):
         return plan
 
     def __getstate__(self) -> dict[str, Any]:
-        """For copy and pickle."""
+        """Return the state for copy and pickle."""
         return {**super().__getstate__(), "_explicit_gradients": {}}
 
 
@@ -113,7 +113,7 @@ def wrap(
     report_interval: int = 50,
     **options: Any,
 ) -> Wrapped:
-    """Any torch optimizer on bfloat16 or float16 parameters (or a format's values in float32 ones).
+    """Wrap any torch optimizer for bfloat16 or float16 parameters (or a format's values in float32 ones).
 
     In a step, float32 copies of the weights (auxiliary tensors included) and float32 gradients go through the
     optimizer, and each shadow's change u = new - old, weight decay and all, enters its parameter by the weight update.
@@ -270,7 +270,7 @@ class Wrapped(ExplicitGradientOptimizer):
 
     @torch.no_grad()
     def train(self, mode: bool = True) -> None:
-        """Switch the weights of a wrapped optimizer that has two, such as a schedule-free one; else do nothing.
+        """Switch between a wrapped optimizer's two weights, such as a schedule-free one's; else do nothing.
 
         What it writes enters the parameters by the weight update, as in a step.
         """
@@ -284,7 +284,7 @@ class Wrapped(ExplicitGradientOptimizer):
         try:
             self._load(plans, Float32Buffer(0))
             before = [local(self._shadows[plan.parameter])._version for plan in plans]
-            self._in_base(change)
+            self._call_with_options(change)
             now = [local(self._shadows[plan.parameter])._version for plan in plans]
             self._write([plan for plan, one, other in zip(plans, before, now, strict=True) if one != other])
         finally:
@@ -299,7 +299,7 @@ class Wrapped(ExplicitGradientOptimizer):
     @torch._disable_dynamo  # torch.compiler.disable would import the compiler with this module
     @torch.no_grad()
     def step(self, closure: Callable[[], Loss] | None = None) -> Loss | None:
-        """One step of the wrapped optimizer.
+        """Take one step of the wrapped optimizer.
 
         Args:
             closure: reevaluates the model and returns the loss, as for torch.optim.
@@ -315,7 +315,7 @@ class Wrapped(ExplicitGradientOptimizer):
         self._check_wrappers(any(p.grad is not None for group in self.param_groups for p in group["params"]))
         wanted = inspect.signature(type(self.base).step).parameters.get("closure")
         if wanted is not None and wanted.default is inspect.Parameter.empty:
-            return self._step_with(closure)
+            return self._step_with_closure(closure)
         loss = None
         if closure is not None:
             with torch.enable_grad():
@@ -331,19 +331,19 @@ class Wrapped(ExplicitGradientOptimizer):
                 self._release(plans)
         return loss
 
-    def _step_with(self, closure: Callable[[], Loss] | None) -> Loss:
-        """A step in which the wrapped optimizer evaluates the model at points of its choice."""
+    def _step_with_closure(self, closure: Callable[[], Loss] | None) -> Loss:
+        """Step a wrapped optimizer that evaluates the model at points of its choice."""
         if closure is None:
             raise TypeError(f"{type(self.base).__name__} needs a closure: step(closure)")
         plans, nowhere = list(self._all_plans()), Float32Buffer(0)
-        own = [part.detach() for plan in plans if not _in_place(plan) for part in own_parts(plan.parameter)]
+        own = [part.detach() for plan in plans if not _is_own_shadow(plan) for part in own_parts(plan.parameter)]
         before = [(part, part.clone()) for part in own]
 
         def evaluate() -> Loss:
             with torch.no_grad():
                 for plan in plans:
                     part, shadow = plan.parts[0], local(self._shadows[plan.parameter])
-                    if not _in_place(plan):
+                    if not _is_own_shadow(plan):
                         part.copy_(plan.spec.store.encode(shadow, None))
                         for other in own_parts(plan.parameter)[1:]:
                             other.detach().zero_()
@@ -374,8 +374,8 @@ class Wrapped(ExplicitGradientOptimizer):
             or self.base._optimizer_step_post_hooks
         ):
             return [plans]
-        whole = [plan for plan in plans if _in_place(plan)]
-        apart = [plan for plan in plans if not _in_place(plan)]
+        whole = [plan for plan in plans if _is_own_shadow(plan)]
+        apart = [plan for plan in plans if not _is_own_shadow(plan)]
         return [*([whole] if whole else []), *runs_of(apart, MOST_ELEMENTS)]
 
     def _all_plans(self, wanted: Callable[[torch.Tensor], bool] = lambda p: True) -> Iterable[ParameterPlan]:
@@ -387,7 +387,7 @@ class Wrapped(ExplicitGradientOptimizer):
     def _load(self, plans: list[ParameterPlan], buffer: Float32Buffer) -> None:
         """Fill the shadows and their gradients."""
         buffer.clear()
-        apart = [plan for plan in plans if not _in_place(plan)]
+        apart = [plan for plan in plans if not _is_own_shadow(plan)]
         values = dict(zip(map(id, apart), read_weights(apart, buffer)))
         for plan in plans:
             parameter = plan.parameter
@@ -396,10 +396,10 @@ class Wrapped(ExplicitGradientOptimizer):
             shadow.grad = float32_gradient(parameter.grad, buffer)
 
     def _step_base(self, closure: Callable[[], Any] | None = None) -> Any:
-        """A step of the wrapped optimizer."""
-        return self._in_base(lambda: plain_step(self.base, *(() if closure is None else (closure,))))
+        """Step the wrapped optimizer."""
+        return self._call_with_options(lambda: plain_step(self.base, *(() if closure is None else (closure,))))
 
-    def _in_base(self, change: Callable[[], Any]) -> Any:
+    def _call_with_options(self, change: Callable[[], Any]) -> Any:
         """Call what changes the wrapped optimizer under the options of the groups, which get what it writes there."""
         for own, inner in self._pairs:
             inner.update({name: own[name] for name in own if name not in _APART})
@@ -413,8 +413,8 @@ class Wrapped(ExplicitGradientOptimizer):
 
     def _write(self, plans: list[ParameterPlan]) -> None:
         # A float32 parameter's shadow has its memory, but a version counter of its own.
-        torch.autograd.graph.increment_version([local(plan.parameter) for plan in plans if _in_place(plan)])
-        self._step_by({s.parameter: self._shadows[s.parameter].detach() for s in plans if not _in_place(s)})
+        torch.autograd.graph.increment_version([local(plan.parameter) for plan in plans if _is_own_shadow(plan)])
+        self._step_by({s.parameter: self._shadows[s.parameter].detach() for s in plans if not _is_own_shadow(s)})
 
     def _release(self, plans: list[ParameterPlan]) -> None:
         for plan in plans:
@@ -423,7 +423,7 @@ class Wrapped(ExplicitGradientOptimizer):
             point(shadow, empty_like(plan.parameter))
 
     def _state_dict_before_hooks(self) -> dict[str, Any]:
-        """The wrapped optimizer's states, in their dtypes, are "base.<name>" beside auxiliary tensors."""
+        """Return the wrapped optimizer's states, in their dtypes, as "base.<name>" beside auxiliary tensors."""
         saved = super()._state_dict_before_hooks()
         state, inner = saved["state"], dict(self.base.state)
         for group, packed in zip(self.param_groups, saved["param_groups"]):
@@ -459,7 +459,7 @@ class Wrapped(ExplicitGradientOptimizer):
         restore_outside_state(self.base, beside)
 
     def _fit_base_states(self, own: Mapping[Any, Any], inner: Mapping[Any, Any]) -> dict[torch.Tensor, Any]:
-        """The wrapped optimizer's states by shadow, on the parameters' devices."""
+        """Return the wrapped optimizer's states by shadow, on the parameters' devices."""
         fitted = {key: value for key, value in inner.items() if not isinstance(key, int)}
         for group, packed in zip(self.param_groups, own["param_groups"]):
             for k, (parameter, number) in enumerate(zip(group["params"], packed["params"])):
@@ -470,7 +470,7 @@ class Wrapped(ExplicitGradientOptimizer):
         return fitted
 
     def bytes_per_parameter(self) -> float:
-        """Bytes of weights, auxiliary tensors, states, gradients per parameter element, as held between steps."""
+        """Return bytes per element of weights, auxiliary tensors, states and gradients, as held between steps."""
         total = elements = 0
         for plan in self._all_plans():
             parameter = plan.parameter
@@ -483,7 +483,7 @@ class Wrapped(ExplicitGradientOptimizer):
         return total / elements if elements else 0.0
 
     def __getstate__(self) -> dict[str, Any]:
-        """For copy and pickle: the wrapped optimizer by its class and fields, hooks left out as torch does."""
+        """Return the state for copy and pickle: the wrapped optimizer by class and fields, without hooks."""
         own = super().__getstate__()
         shadows = [(p, self._shadows[p]) for group in self.param_groups for p in group["params"]]
         own |= {"_shadows": shadows, "base": None}
@@ -502,11 +502,11 @@ class Wrapped(ExplicitGradientOptimizer):
         self._pair_groups()
 
     def __repr__(self) -> str:
-        """The wrapped class, then as Optimizer."""
+        """Return the wrapped class, then the fields as Optimizer does."""
         return super().__repr__().replace("Wrapped (", f"wrap({type(self.base).__name__}) (", 1)
 
 
-def _in_place(plan: ParameterPlan) -> bool:
+def _is_own_shadow(plan: ParameterPlan) -> bool:
     """Return whether a parameter is plain float32: its own shadow."""
     return plan.spec.store is F32
 
@@ -550,13 +550,13 @@ def shadow_group(
 
 
 def merged_group(outer: Mapping[str, Any], inner: Mapping[str, Any]) -> dict[str, Any]:
-    """A group of parameters with the options of the wrapped optimizer's group."""
+    """Return a group of parameters with the options of the wrapped optimizer's group."""
     options = {name: value for name, value in inner.items() if name not in ("params", "param_names")}
     return {**outer, **options}
 
 
 def empty_like(parameter: torch.Tensor) -> torch.Tensor:
-    """One element in a parameter's local shape."""
+    """Return a zero expanded to a parameter's local shape, without memory of that size."""
     part = local(parameter)
     return torch.zeros((), dtype=torch.float32, device=part.device).expand(part.shape)
 
@@ -575,7 +575,7 @@ def point(shadow: torch.Tensor, values: torch.Tensor) -> None:
 
 
 def float32_gradient(gradient: torch.Tensor | None, buffer: Float32Buffer) -> torch.Tensor | None:
-    """A gradient as it is or converted; one that is not strided keeps its layout."""
+    """Return a gradient in float32, the same object if it is; one that is not strided keeps its layout."""
     if gradient is None or (gradient.dtype == torch.float32 and type(gradient) is torch.Tensor):
         return gradient
     if local(gradient) is gradient:
@@ -614,7 +614,7 @@ def _inner_optimizers(base: torch.optim.Optimizer) -> Iterator[tuple[str, Any]]:
 
 
 def plain_step(optimizer: torch.optim.Optimizer, *arguments: Any) -> Any:
-    """An optimizer's step with its own hooks, and without the global ones.
+    """Return an optimizer's step with its own hooks, and without the global ones.
 
     torch patches the `step` of every class so that it calls both kinds; the global ones run around the outer step.
     A `step` that somebody has set on the instance, as a scheduler does, is called as it is.

@@ -75,7 +75,7 @@ def scales_of_blocks(largest: torch.Tensor, target: BlockTarget) -> torch.Tensor
 
 
 def tensor_scale(amax: float, target: BlockTarget) -> tuple[float, float]:
-    """The tensor's scale, and its product with the largest element, as float32 numbers."""
+    """Return the tensor's scale, and its product with the largest element, as float32 numbers."""
     if not target.tensor_scale:
         return 1.0, target.element.max
     numbers = [amax, target.element.max * target.scale.max, target.element.max]
@@ -90,7 +90,7 @@ def _run_reference(
     layout = _layout(x.dtype)
     amax = float(torch.where(largest.isfinite(), largest, 0).max()) if target.tensor_scale else 0.0
     numbers = inputs_of(words_of(target, layout, *tensor_scale(amax, target)))
-    piece = _recorded(what, Kind.of(x.dtype, target, layout), layout.width)
+    piece = _record_block_function(what, Kind.of(x.dtype, target, layout), layout.width)
     given = {**numbers, **inputs, "word": to_words(x.contiguous())}
     block = target.block if what == "block" else None
     return from_words(run_on_tensors(piece.trace, (), given, piece.results, block)[0][0], x.dtype)
@@ -101,7 +101,7 @@ def _layout(dtype: torch.dtype) -> Layout:
 
 
 @cache
-def _recorded(what: str, kind: Kind, width: int) -> Piece:
+def _record_block_function(what: str, kind: Kind, width: int) -> Piece:
     """Return the device function that rounds an element of a block, or makes a scale of a block's largest magnitude."""
     element = Recording(0, 2 * COUNT + b.WORDS, f"w{width}")
     word, words, names = element.given("word", f"w{width}"), element.constants, bound_names(kind, width == 64)
@@ -138,7 +138,7 @@ def round_blocks_by_triton(x: torch.Tensor, target: BlockTarget, layout: Layout,
         device,
         lambda: plan,
         lambda plan, device: [_fixed_by_triton(plan, device, aligned, ragged)],
-        lambda: [blocks_by_reference(_fixed(plan, ragged), target, FIXED_KEY)],
+        lambda: [blocks_by_reference(_fixed_plan(plan, ragged), target, FIXED_KEY)],
     )
     if found is None:
         return False
@@ -184,13 +184,13 @@ def _length(x: torch.Tensor) -> int:
     return x.shape[-1] if x.dim() else 1
 
 
-def _fixed(plan: Plan, ragged: bool) -> torch.Tensor:
+def _fixed_plan(plan: Plan, ragged: bool) -> torch.Tensor:
     dtype, kind = plan.kind[:2]
     return fixed_rows(dtype, 3 * kind.block + 1 if ragged else 16 * kind.block)
 
 
 def _fixed_by_triton(plan: Plan, device: torch.device, aligned: bool, ragged: bool) -> torch.Tensor:
-    rows = _fixed(plan, ragged)
+    rows = _fixed_plan(plan, ragged)
     here, there = (fixed_memory(rows, device, aligned) for _ in range(2))
     _round(plan, here, FIXED_KEY, there, aligned)
     return there.cpu()
@@ -242,14 +242,14 @@ def _round_into(x: torch.Tensor, target: BlockTarget, key: int, out: torch.Tenso
 
 def _run(x: torch.Tensor, target: BlockTarget, layout: Layout, key: int, out: torch.Tensor) -> None:
     kind = Kind.of(x.dtype, target, layout)
-    kernel, measure = _compiled(x.dtype, kind)
+    kernel, measure = _compile_kernels(x.dtype, kind)
     _check(kernel, measure, x.dtype, target, layout, kind)
     _call(kernel, measure, x, target, layout, key, out)
 
 
 @cache
-def _compiled(dtype: torch.dtype, kind: Kind) -> tuple[Callable[..., None], Callable[..., None] | None]:
-    """The kernel that rounds, and that which finds the largest of the blocks' largest magnitudes where it is needed."""
+def _compile_kernels(dtype: torch.dtype, kind: Kind) -> tuple[Callable[..., None], Callable[..., None] | None]:
+    """Return the kernel that rounds, and one that finds the largest magnitude of all blocks, where needed."""
     kernel = compile_table("quantize_blocks", rounding_table(dtype, kind))
     return kernel, None if kind.powers else compile_table("largest_blocks", largest_table(dtype, kind))
 
@@ -270,7 +270,7 @@ def _call(kernel, measure, x: torch.Tensor, target: BlockTarget, layout: Layout,
 
 @lru_cache(maxsize=64)
 def _groups(rows: int, length: int, block: int) -> tuple[np.ndarray, np.ndarray]:
-    """Rows cut into chunks of whole blocks, of which the last may be incomplete, and the chunks' lengths."""
+    """Cut rows into chunks of whole blocks, of which the last may be incomplete; return chunks and lengths."""
     if length % block == 0:
         rows, length = 1, rows * length
     step = max(1, GROUP // block) * block

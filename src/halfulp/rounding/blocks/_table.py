@@ -24,7 +24,7 @@ _SCALE_ROUNDINGS = {"floor": FLOOR, "up": RAISED, "nearest": CLOSEST}
 
 
 class BlockTarget(NamedTuple):
-    """Elements, scales, and how a block gets its scale.
+    """The format of elements and scales, and the way a block gets its scale.
 
     Attributes:
         element: what payloads are rounded to.
@@ -58,7 +58,7 @@ class BlockTarget(NamedTuple):
 
 
 def make_block_target(format: BlockFormat, rounding: Rounding, overflow: str | None, dtype: torch.dtype) -> BlockTarget:
-    """The target of rounding tensors of a dtype to a block format.
+    """Return the target of rounding tensors of a dtype to a block format.
 
     Raises:
         ValueError: If the overflow policy is not saturation, or the formats are such that no scale fits.
@@ -82,7 +82,7 @@ def make_block_target(format: BlockFormat, rounding: Rounding, overflow: str | N
 
 
 def scale_threshold(target: BlockTarget, mantissa: int) -> tuple[int, int]:
-    """How a power-of-two scale follows from largest = 2^e (1 + f): its exponent is e - first + (f >= second).
+    """Return how a power-of-two scale follows from largest = 2^e (1 + f): exponent e - first + (f >= second).
 
     `second` is in units of 2^-mantissa; a value that f never reaches stands for never.
     """
@@ -102,7 +102,7 @@ def _exponent(value: Fraction) -> int:
 
 
 class Kind(NamedTuple):
-    """What the instructions of a block kernel depend on beside the dtype.
+    """The parameters that determine the instructions of a block kernel beside the dtype.
 
     Attributes:
         mode: of the elements' rounding.
@@ -141,7 +141,7 @@ def has_wide_results(target: BlockTarget) -> bool:
 
 
 def layout_of(dtype: torch.dtype, target: BlockTarget) -> Layout | None:
-    """The words in which blocks are rounded; None where only the reference does it."""
+    """Return the words in which blocks are rounded; None where only the reference does it."""
     narrow = layout_for(target.element) is WORD32 and dtype != torch.float64
     if not target.powers:
         fits = layout_for(target.scale) is WORD32 and target.scale.tiny_exponent >= -126
@@ -163,7 +163,7 @@ def largest_table(dtype: torch.dtype, kind: Kind) -> Table:
 
 
 def bound_names(kind: Kind, wide: bool) -> dict[str, object]:
-    """Return what the free names of the device functions stand for."""
+    """Return the functions bound to the free names of the device functions."""
     names: dict[str, object] = {**mode_pieces(kind.mode, (kind.path, kind.plain, kind.saturating), wide)}
     kept = kind.mode in (UP, DOWN)
     if kind.powers:
@@ -218,7 +218,7 @@ def _block_words(target: BlockTarget, layout: Layout, tensor: float, unit: float
 
 
 def fixed_rows(dtype: torch.dtype, length: int) -> torch.Tensor:
-    """Rows of a length, of numbers of all magnitudes and the special ones."""
+    """Return rows of a length, of numbers of all magnitudes and the special ones."""
     x = fixed_elements(dtype)
     x = x.repeat(-(-length // x.numel()))
     return x[: x.numel() // length * length].view(-1, length)

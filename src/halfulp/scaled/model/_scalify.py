@@ -283,7 +283,7 @@ def scalify(
     sides = _rescale.sides_of(model, rescale)
     found = [place for place in matching_parameters(module_parameters(model), where) if _takes_scale(place)]
     check_holders([(place.name, place.value) for place in found], "scalify", replaced=True)
-    values = converted(found, lambda place: _scaled(place, dtype, home_for(dtype, wide)))
+    values = converted(found, lambda place: _scale_parameter(place, dtype, home_for(dtype, wide)))
     install_boundary(model)
     put_converted(model, found, values)
     warn_of_narrow_averages()
@@ -342,20 +342,20 @@ def _takes_scale(place: ParameterRef) -> bool:
     return place.value.dtype in LOGICALS
 
 
-def _scaled(place: ParameterRef, dtype: torch.dtype, home: torch.dtype | None) -> nn.Parameter:
+def _scale_parameter(place: ParameterRef, dtype: torch.dtype, home: torch.dtype | None) -> nn.Parameter:
     old = place.value
     if not isinstance(old, ScaledTensor) and type(old.data) is not Tensor:
         raise ValueError(
             f"parameter {place.name!r} is {a_kind(old)}: scalify takes plain tensors and ScaledTensors; leave "
             "it out by where="
         )
-    new = nn.Parameter(_encoded(old, dtype, home), old.requires_grad)
+    new = nn.Parameter(_encode(old, dtype, home), old.requires_grad)
     if old.grad is not None:
-        new.grad = _encoded(old.grad, dtype, home)
+        new.grad = _encode(old.grad, dtype, home)
     return with_attributes(new, old, _OWN)
 
 
-def _encoded(x: Tensor, dtype: torch.dtype, home: torch.dtype | None) -> ScaledTensor:
+def _encode(x: Tensor, dtype: torch.dtype, home: torch.dtype | None) -> ScaledTensor:
     return ScaledTensor.encode(x.detach(), dtype, home=home).detach()
 
 

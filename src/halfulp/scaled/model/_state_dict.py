@@ -53,7 +53,7 @@ def plain_state_dict(state_dict: Mapping[str, Any], dtype: torch.dtype = torch.f
     for name, value in state_dict.items():
         base = name.removesuffix(_OLD[0])
         if base != name and base in bases:
-            plain[base] = decode_values(_paired(state_dict, base, torch.float32), dtype)
+            plain[base] = decode_values(_join_payload(state_dict, base, torch.float32), dtype)
         elif isinstance(value, ScaledTensor):
             plain[name] = decode_values(value, dtype)
         elif name in new:
@@ -68,7 +68,7 @@ def _stems(state_dict: Mapping[str, Any], suffix: str) -> set[str]:
 
 
 def _is_valued(state_dict: Mapping[str, Any], name: str) -> bool:
-    """Return whether two entries are a tensor and its payload's scale; other parameters may have such names too."""
+    """Return whether two entries are a tensor and its payload's scale, not other parameters with such names."""
     value, scale = state_dict.get(name), state_dict[name + _SCALE]
     return _is_plain(value) and _is_plain(scale) and value.is_floating_point() and _is_scale(scale)
 
@@ -109,15 +109,15 @@ def _exact_values(x: ScaledTensor) -> Tensor:
 
 def _fitting(state_dict: Mapping[str, Any], name: str, parameter: ScaledTensor) -> ScaledTensor | None:
     """Return a parameter's entries in its own storage and home; None where the file has none."""
-    value = _in_storage(state_dict, name, parameter)
+    value = _choose_storage(state_dict, name, parameter)
     if value is None or value._home is parameter._home:
         return value
     return wrap(value._payload, value._scale, value.dtype, parameter._home)
 
 
-def _in_storage(state_dict: Mapping[str, Any], name: str, parameter: ScaledTensor) -> ScaledTensor | None:
+def _choose_storage(state_dict: Mapping[str, Any], name: str, parameter: ScaledTensor) -> ScaledTensor | None:
     storage = parameter._payload.dtype
-    value = _gathered(state_dict, name, parameter.dtype, storage)
+    value = _join_entries(state_dict, name, parameter.dtype, storage)
     if not isinstance(value, Tensor):
         return None
     if isinstance(value, ScaledTensor) and value._payload.dtype == storage:
@@ -132,14 +132,14 @@ def _in_storage(state_dict: Mapping[str, Any], name: str, parameter: ScaledTenso
         raise ValueError(f"{name!r}: {error}") from None
 
 
-def _gathered(state_dict: Mapping[str, Any], name: str, dtype: torch.dtype, storage: torch.dtype) -> Any:
+def _join_entries(state_dict: Mapping[str, Any], name: str, dtype: torch.dtype, storage: torch.dtype) -> Any:
     """Return one parameter's entries as a tensor; the plain entry if it has no scale or is no such payload."""
     names = [name, name + _SCALE, *(name + part for part in _OLD)]
     found = [entry for entry in names if state_dict.get(entry) is not None]
     if found in ([], names[:1]):
         return state_dict.get(name)
     if found == names[2:]:
-        return _paired(state_dict, name, dtype)
+        return _join_payload(state_dict, name, dtype)
     if found != names[:2]:
         raise ValueError(
             f"of {name!r} the file has {found}: it is damaged; a scaled parameter is both {name!r} and {names[1]!r} "
@@ -155,7 +155,7 @@ def _gathered(state_dict: Mapping[str, Any], name: str, dtype: torch.dtype, stor
     return values
 
 
-def _paired(state_dict: Mapping[str, Any], name: str, dtype: torch.dtype) -> ScaledTensor:
+def _join_payload(state_dict: Mapping[str, Any], name: str, dtype: torch.dtype) -> ScaledTensor:
     """Return the tensor of a layout 1 payload and its scale."""
     payload = state_dict[name + _OLD[0]]
     if not isinstance(payload, Tensor) or payload.dtype not in STORAGES:

@@ -168,7 +168,7 @@ def where(condition: Tensor, a: Any, b: Any) -> Tensor:
 
 @implements(aten.hypot.default, family="alignment")
 def hypot(a: Any, b: Any) -> Tensor:
-    """The root of a^2 + b^2 under the larger scale."""
+    """Return the root of a^2 + b^2 under the larger scale."""
     (x, y), scale, storage, dtype = align(a, b)
     total = torch.hypot(x, y)
     return keep_nonzero(make_scaled_to_fit(total, scale, storage, dtype), total)
@@ -176,13 +176,13 @@ def hypot(a: Any, b: Any) -> Tensor:
 
 @implements(aten.cat.default, family="alignment")
 def cat(tensors: Sequence[Any], dim: int = 0) -> Tensor:
-    """Tensors in a row under the largest scale."""
+    """Concatenate tensors under the largest scale."""
     return _concatenate(aten.cat.default, tensors, dim)
 
 
 @implements(aten.stack.default, family="alignment")
 def stack(tensors: Sequence[Any], dim: int = 0) -> Tensor:
-    """Tensors side by side under the largest scale."""
+    """Stack tensors under the largest scale."""
     return _concatenate(aten.stack.default, tensors, dim)
 
 
@@ -245,7 +245,7 @@ def with_constant(operator: Any, x: ScaledTensor, value: Any) -> Tensor:
 
 @implements(aten.masked_fill.Scalar, aten.masked_fill.Tensor, family="alignment")
 def masked_fill(x: Any, mask: Tensor, value: Any) -> Tensor:
-    """A constant where the mask is true, under x's scale."""
+    """Return a constant where the mask is true, under x's scale."""
     if not isinstance(x, ScaledTensor):
         return torch.masked_fill(x, mask, decode_values(value, x.dtype))
     # masked_fill reads a constant that is a tensor, and waits for its device.
@@ -256,7 +256,7 @@ def masked_fill(x: Any, mask: Tensor, value: Any) -> Tensor:
 
 @implements(aten.nan_to_num.default, family="alignment")
 def nan_to_num(x: ScaledTensor, nan: Any = None, posinf: Any = None, neginf: Any = None) -> Tensor:
-    """Numbers in place of NaN and infinities, under x's scale; those that torch takes by default saturate."""
+    """Replace NaN and infinities under x's scale; torch's default replacements saturate."""
     numbers = [0.0 if n is None else n for n in (nan, posinf, neginf)]
     constants, scale = constants_under(x, *numbers)
     largest = torch.finfo(x.dtype).max
@@ -271,7 +271,7 @@ def nan_to_num(x: ScaledTensor, nan: Any = None, posinf: Any = None, neginf: Any
 
 @implements(aten.constant_pad_nd.default, family="alignment")
 def constant_pad_nd(x: ScaledTensor, pad: Sequence[int], value: Any = 0) -> Tensor:
-    """A constant around x, under x's scale."""
+    """Return a constant around x, under x's scale."""
     if not value:
         return payloads_under(aten.constant_pad_nd.default(to_float32(x), pad), [x._scale], [x])
 
@@ -288,7 +288,7 @@ def constant_pad_nd(x: ScaledTensor, pad: Sequence[int], value: Any = 0) -> Tens
 
 @implements(aten.fill.Scalar, aten.fill.Tensor, family="alignment")
 def fill(x: Any, value: Any) -> Tensor:
-    """One number everywhere, under its own power of two."""
+    """Fill with one number, under its own power of two."""
     if not isinstance(x, ScaledTensor):
         return torch.full_like(x, 0).copy_(decode_values(value))
     number = operand(value, x)
@@ -298,13 +298,13 @@ def fill(x: Any, value: Any) -> Tensor:
 
 @implements(aten.zero.default, family="alignment")
 def zero(x: ScaledTensor) -> Tensor:
-    """Zeros, whose scale decides nothing."""
+    """Fill with zeros; their scale decides nothing."""
     return torch.zeros_like(x)
 
 
 @implements(aten.copy.default, family="alignment")
 def copy(x: Any, source: Any, non_blocking: bool = False) -> Tensor:
-    """The source's values in x's shape, storage and dtype, under the source's scale."""
+    """Return the source's values in x's shape, storage and dtype, under the source's scale."""
     if not isinstance(x, ScaledTensor):
         return aten.copy.default(x, decode_values(source), non_blocking)
     given = operand(source, x)

@@ -60,7 +60,7 @@ def payload_to_send(x: ScaledTensor, scale: Tensor) -> Tensor:
     return to_storage(_powers.times(to_float32(x), _powers.ratio(x._scale, scale)), wire_storage(x)).contiguous()
 
 
-def _sent(collective: Callable, *arguments: Any, group: Any, **options: Any) -> Any:
+def _run_and_wait(collective: Callable, *arguments: Any, group: Any, **options: Any) -> Any:
     """Run a collective on plain tensors and wait for it: callers may read before they wait for its handle."""
     group = dist.ProcessGroup.unbox(group)
     work = collective(*arguments, group=group, async_op=True, **options)
@@ -68,9 +68,9 @@ def _sent(collective: Callable, *arguments: Any, group: Any, **options: Any) -> 
     return work.boxed()
 
 
-def _agreed(tensors: Sequence[ScaledTensor], group: Any, terms: int = 1) -> list[Tensor]:
+def _agree_on_scale(tensors: Sequence[ScaledTensor], group: Any, terms: int = 1) -> list[Tensor]:
     def largest(x: Tensor) -> Tensor:
-        _sent(dist.all_reduce, x, op=dist.ReduceOp.MAX, group=group)
+        _run_and_wait(dist.all_reduce, x, op=dist.ReduceOp.MAX, group=group)
         return x
 
     return agreed_scales(tensors, largest, terms)
@@ -94,13 +94,13 @@ def _terms(kind: str, group: Any) -> int:
     return dist.ProcessGroup.unbox(group).size() if kind in ("SUM", "AVG") else 1
 
 
-def _on_wire(kind: str) -> Any:
+def _reduction_on_wire(kind: str) -> Any:
     """Return the reduction to request from the backend: some have no average."""
     return getattr(dist.ReduceOp, "SUM" if kind == "AVG" else kind)
 
 
-def _received(payload: Tensor, scale: Tensor, kind: str, terms: int, dtype: torch.dtype) -> ScaledTensor:
-    """A reduced payload under the agreed scale; averages divide in float32."""
+def _finish_reduction(payload: Tensor, scale: Tensor, kind: str, terms: int, dtype: torch.dtype) -> ScaledTensor:
+    """Return a reduced payload under the agreed scale; averages divide in float32."""
     values = payload.to(torch.float32)
     return wrap(values / terms if kind == "AVG" else values, scale, dtype)
 
@@ -110,20 +110,20 @@ def allreduce_(tensors: Sequence[Tensor], group: Any, op: Any, *rest: Any, **opt
     mine = [operand(x, first_scaled(tensors)) for x in tensors]
     kind = _kind(op, "all_reduce")
     terms = _terms(kind, group)
-    for target, x, scale in zip(tensors, mine, _agreed(mine, group, terms)):
+    for target, x, scale in zip(tensors, mine, _agree_on_scale(mine, group, terms)):
         payload = payload_to_send(x, scale)
-        work = _sent(dist.all_reduce, payload, op=_on_wire(kind), group=group)
-        write(target, _received(payload, scale, kind, terms, x.dtype))
+        work = _run_and_wait(dist.all_reduce, payload, op=_reduction_on_wire(kind), group=group)
+        write(target, _finish_reduction(payload, scale, kind, terms, x.dtype))
     return list(tensors), work
 
 
 def allreduce_coalesced_(tensors: Sequence[Tensor], group: Any, op: Any, *rest: Any, **options: Any) -> Any:
-    """`allreduce_` of each."""
+    """Apply `allreduce_` to each tensor."""
     return allreduce_(tensors, group, op)[1]
 
 
 def reduce_(tensors: Sequence[Tensor], group: Any, op: Any, root: int, *rest: Any, **options: Any) -> Any:
-    """`allreduce_`, written on the root only."""
+    """Reduce like `allreduce_`, writing on the root only."""
     kept = [x.clone() for x in tensors]
     _, work = allreduce_(kept, group, op)
     if dist.ProcessGroup.unbox(group).rank() == root:
@@ -133,15 +133,15 @@ def reduce_(tensors: Sequence[Tensor], group: Any, op: Any, root: int, *rest: An
 
 
 def reduce_scatter_base_(output: Tensor, x: Tensor, group: Any, op: Any, *rest: Any, **options: Any) -> Any:
-    """This rank's piece of the result of `allreduce_`."""
+    """Write this rank's piece of the result of `allreduce_`."""
     x = operand(x, first_scaled((output, x)))
     kind = _kind(op, "reduce_scatter")
     terms = _terms(kind, group)
-    (scale,) = _agreed([x], group, terms)
+    (scale,) = _agree_on_scale([x], group, terms)
     payload = payload_to_send(x, scale)
     piece = payload.new_empty(output.shape)
-    work = _sent(REDUCE_SCATTER, piece, payload, op=_on_wire(kind), group=group)
-    write(output, _received(piece, scale, kind, terms, x.dtype))
+    work = _run_and_wait(REDUCE_SCATTER, piece, payload, op=_reduction_on_wire(kind), group=group)
+    write(output, _finish_reduction(piece, scale, kind, terms, x.dtype))
     return output, work
 
 
@@ -157,26 +157,26 @@ def reduce_scatter_(
 def allgather_(
     outputs: Sequence[Sequence[Tensor]], inputs: Sequence[Tensor], group: Any, *rest: Any, **options: Any
 ) -> Any:
-    """Every rank's payload and scale, as they are."""
+    """Gather every rank's payload and scale, unchanged."""
     for targets, x in zip(outputs, inputs):
         x = operand(x, first_scaled((*targets, x)))
         payload = x._payload.contiguous().view(torch.uint8) if x.dim() else x._payload.reshape(1).view(torch.uint8)
         payloads = [torch.empty_like(payload) for _ in targets]
         scales = [torch.empty_like(x._scale) for _ in targets]
-        _sent(dist.all_gather, payloads, payload, group=group)
-        work = _sent(dist.all_gather, scales, x._scale.contiguous(), group=group)
+        _run_and_wait(dist.all_gather, payloads, payload, group=group)
+        work = _run_and_wait(dist.all_gather, scales, x._scale.contiguous(), group=group)
         for target, bits, scale in zip(targets, payloads, scales):
             write(target, wrap(bits.view(x._payload.dtype).reshape(x.shape), scale, x.dtype))
     return [list(targets) for targets in outputs], work
 
 
 def allgather_base_(output: Tensor, x: Tensor, group: Any, *rest: Any, **options: Any) -> Any:
-    """Every rank's payload under the largest scale, side by side."""
+    """Gather every rank's payload under the largest scale, side by side."""
     x = operand(x, first_scaled((output, x)))
-    (scale,) = _agreed([x], group)
+    (scale,) = _agree_on_scale([x], group)
     payload = payload_to_send(x, scale)
     gathered = payload.new_empty(output.shape)
-    work = _sent(ALL_GATHER, gathered, payload, group=group)
+    work = _run_and_wait(ALL_GATHER, gathered, payload, group=group)
     write(output, wrap(gathered, scale, x.dtype))
     return output, work
 
@@ -185,12 +185,12 @@ def broadcast_(tensors: Sequence[Tensor], group: Any, root: int, place: int, *re
     """Send payload and scale from one rank to the others."""
     for x in tensors:
         if not isinstance(x, ScaledTensor):
-            work = _sent(dist.broadcast, x, group_src=root, group=group)
+            work = _run_and_wait(dist.broadcast, x, group_src=root, group=group)
             continue
         payload = x._payload.contiguous().reshape(-1).view(torch.uint8).clone()
         scale = x._scale.clone()
-        _sent(dist.broadcast, payload, group_src=root, group=group)
-        work = _sent(dist.broadcast, scale, group_src=root, group=group)
+        _run_and_wait(dist.broadcast, payload, group_src=root, group=group)
+        work = _run_and_wait(dist.broadcast, scale, group_src=root, group=group)
         write(x, wrap(payload.view(x._payload.dtype).reshape(x.shape), scale, x.dtype))
     return list(tensors), work
 
@@ -227,8 +227,8 @@ def _agreed_scale(x: ScaledTensor, group: Any, terms: int = 1) -> Tensor:
     return agreed_scales([x], lambda numbers: _wait_for("all_reduce", numbers, "max", group), terms)[0]
 
 
-def _reduced(name: str, x: ScaledTensor, reduction: str, *arguments: Any) -> ScaledTensor:
-    """The payloads under an agreed scale, reduced."""
+def _reduce_payloads(name: str, x: ScaledTensor, reduction: str, *arguments: Any) -> ScaledTensor:
+    """Return the payloads under an agreed scale, reduced."""
     if reduction not in _REDUCTIONS:
         raise NotImplementedError(f"{name} of scaled tensors by {reduction!r}: allowed are {', '.join(_REDUCTIONS)}")
     adds = reduction in ("sum", "avg")
@@ -239,31 +239,31 @@ def _reduced(name: str, x: ScaledTensor, reduction: str, *arguments: Any) -> Sca
 
 
 def all_reduce(x: ScaledTensor, reduction: str, group: Any) -> ScaledTensor:
-    """The reduction over all ranks."""
-    return _reduced("all_reduce", x, reduction, group)
+    """Return the reduction over all ranks."""
+    return _reduce_payloads("all_reduce", x, reduction, group)
 
 
 def reduce_scatter(x: ScaledTensor, reduction: str, size: int, group: Any) -> ScaledTensor:
-    """This rank's piece of the reduction."""
-    return _reduced("reduce_scatter_tensor", x, reduction, size, group)
+    """Return this rank's piece of the reduction."""
+    return _reduce_payloads("reduce_scatter_tensor", x, reduction, size, group)
 
 
 def all_gather(x: ScaledTensor, size: int, group: Any) -> ScaledTensor:
-    """Every rank's payload under the largest scale, one after another."""
+    """Return every rank's payload under the largest scale, one after another."""
     agreed = _agreed_scale(x, group)
     payload = payload_to_send(x, agreed)
     return wrap(_wait_for("all_gather_into_tensor", payload, size, group), agreed, x.dtype)
 
 
 def all_to_all(x: ScaledTensor, output_sizes: Sequence[int], input_sizes: Sequence[int], group: Any) -> ScaledTensor:
-    """Rows of the payload to every rank, under the largest scale, and rows of every rank in their place."""
+    """Send rows of the payload to every rank under the largest scale; return the rows received."""
     agreed = _agreed_scale(x, group)
     payload = _wait_for("all_to_all_single", payload_to_send(x, agreed), output_sizes, input_sizes, group)
     return wrap(payload, agreed, x.dtype)
 
 
 def broadcast(x: ScaledTensor, source: int, group: Any) -> ScaledTensor:
-    """One rank's payload and scale."""
+    """Return one rank's payload and scale."""
     bits = _wait_for("broadcast", x._payload.contiguous().reshape(-1).view(torch.uint8).clone(), source, group)
     scale = _wait_for("broadcast", x._scale.reshape(1).clone(), source, group).reshape(())
     return wrap(bits.view(x._payload.dtype).reshape(x.shape), scale, x.dtype)

@@ -23,7 +23,7 @@ aten = torch_operators("aten")
 
 
 def constant(x: ScaledTensor, plain: Tensor, value: float, storage: torch.dtype | None = None) -> Tensor:
-    """A plain tensor of one number as it is, or of x's storage, or another, where its dtype is a logical one."""
+    """Return a plain tensor of one number as it is, or of x's storage, or another, where its dtype is a logical one."""
     if plain.dtype not in LOGICALS:
         return plain.fill_(value)
     storage = storage or x._payload.dtype
@@ -89,7 +89,7 @@ def eye_out(*sizes: int, out: Tensor) -> Tensor:
 
 @implements(aten.new_empty_strided.default, family="creation")
 def new_empty_strided(x: ScaledTensor, size: Any, stride: Any, **options: Any) -> Tensor:
-    """Zeros, whose scale decides nothing."""
+    """Return zeros; their scale decides nothing."""
     options["dtype"] = options.get("dtype") or x.dtype
     plain = x._payload.new_empty_strided(size, stride, **options)
     if plain.dtype not in LOGICALS:
@@ -111,12 +111,12 @@ measured_scale(
 
 @implements(aten.native_dropout_backward.default, family="random")
 def native_dropout_backward(gradient: ScaledTensor, mask: Tensor, factor: float) -> Tensor:
-    """The gradient where the mask is true, times a factor about 1."""
+    """Return the gradient where the mask is true, times a factor about 1."""
     values = aten.native_dropout_backward.default(to_float32(gradient), mask, factor)
     return make_scaled(values, gradient._scale.clone(), gradient._payload.dtype, gradient.dtype)
 
 
-def _drawn(operator: OpOverload) -> None:
+def _register_drawing(operator: OpOverload) -> None:
     """Register an operator that uses only the shape of its tensor."""
 
     def draw(x: ScaledTensor, *arguments: Any, **options: Any) -> Tensor:
@@ -129,19 +129,19 @@ for _operator in (
     *(aten.uniform.default, aten.normal_functional.default, aten.exponential.default, aten.log_normal.default),
     *(aten.cauchy.default, aten.geometric.default, aten.random.default, aten.random.to, getattr(aten.random, "from")),
 ):
-    _drawn(_operator)
+    _register_drawing(_operator)
 
 
 @implements(aten.normal_.default, family="random")
 def normal_(x: Any, mean: float = 0.0, std: float = 1.0, *, generator: Any = None) -> Tensor:
-    """Normal numbers written in place."""
+    """Write normal numbers in place."""
 
     return write(x, aten.normal_functional.default(x, mean, std, generator=generator))
 
 
 @implements(aten.bernoulli_.float, family="random")
 def bernoulli_(x: Any, p: float = 0.5, *, generator: Any = None) -> Tensor:
-    """Zeros and ones written in place, drawn in the order of the memory as torch draws them."""
+    """Write zeros and ones in place, drawn in the order of memory as torch draws them."""
     like = torch.empty_like(x._payload if isinstance(x, ScaledTensor) else x, dtype=torch.float32)
     return write(x, like.bernoulli_(p, generator=generator))
 

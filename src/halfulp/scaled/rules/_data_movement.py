@@ -51,7 +51,7 @@ homogeneous(aten.relu.default, aten.abs.default, aten.neg.default, family="pass-
 def to_copy(
     x: ScaledTensor, *, dtype: Any = None, device: Any = None, memory_format: Any = None, **layout: Any
 ) -> Tensor:
-    """Another logical dtype or device: payload and scale as they are. Integers and truth values take the value."""
+    """Change logical dtype or device, keeping payload and scale; for integers and booleans convert the value."""
     if dtype is not None and dtype not in LOGICALS:
         return aten._to_copy.default(decode_values(x), dtype=dtype, device=device, memory_format=memory_format)
     if device is not None:
@@ -63,19 +63,19 @@ def to_copy(
 
 @implements(aten._local_scalar_dense.default, family="pass-through")
 def local_scalar_dense(x: ScaledTensor) -> float:
-    """The value as a Python number."""
+    """Return the value as a Python number."""
     return aten._local_scalar_dense.default(decode_values(x, torch.float64))
 
 
-def _on_payloads(operator: OpOverload) -> None:
+def _register_tangent_queries(operator: OpOverload) -> None:
     """Register what forward-mode derivatives ask of a tensor and its tangent: nothing of values."""
     implements(operator, family="pass-through")(
         lambda *tensors: operator(*(x._payload if isinstance(x, ScaledTensor) else x for x in tensors))
     )
 
 
-_on_payloads(aten.is_same_size.default)
-_on_payloads(aten._has_same_storage_numel.default)
+_register_tangent_queries(aten.is_same_size.default)
+_register_tangent_queries(aten._has_same_storage_numel.default)
 
 
 @implements(aten.is_pinned.default, family="pass-through")
@@ -95,14 +95,14 @@ def write_aligned(x: Any, source: Any, compute: Callable[[Tensor, Any], Tensor])
 
 @implements(aten.index_put.default, aten._unsafe_index_put.default, family="indexing")
 def index_put(x: Any, indices: Any, values: Any, accumulate: bool = False) -> Tensor:
-    """Values at indices, or added there."""
+    """Write values at indices, or add them there."""
     operator = aten.index_put.default
     return write_aligned(x, values, lambda p, v: operator(p, indices, v, accumulate))
 
 
 @implements(aten._index_put_impl_.default, family="indexing")
 def index_put_impl_(x: Any, indices: Any, values: Any, accumulate: bool = False, unsafe: bool = False) -> Tensor:
-    """As `index_put`, in place."""
+    """Write values at indices, or add them, in place: `index_put`."""
     result = index_put(x, indices, values, accumulate)
     given = {"indices": indices, "values": values, "accumulate": accumulate}
     check_written_at("_index_put_impl_", given, x, result)
@@ -111,29 +111,31 @@ def index_put_impl_(x: Any, indices: Any, values: Any, accumulate: bool = False,
 
 @implements(aten.scatter.src, family="indexing")
 def scatter(x: Any, dim: int, index: Tensor, source: Any) -> Tensor:
-    """A source at indices."""
+    """Return a source at indices."""
     return write_aligned(x, source, lambda p, v: aten.scatter.src(p, dim, index, v))
 
 
 @implements(aten.scatter_add.default, family="indexing")
 def scatter_add(x: Any, dim: int, index: Tensor, source: Any) -> Tensor:
-    """A source added at indices."""
+    """Return a source added at indices."""
     return write_aligned(x, source, lambda p, v: aten.scatter_add.default(p, dim, index, v))
 
 
 @implements(aten.scatter_reduce.two, family="indexing")
 def scatter_reduce(x: Any, dim: int, index: Tensor, source: Any, reduce: str, *, include_self: bool = True) -> Tensor:
     """Combine a source with the elements at indices: sums and extrema under the larger scale, products by value."""
-    return _reduced(aten.scatter_reduce.two, x, dim, index, source, reduce, include_self)
+    return _reduce_at_indices(aten.scatter_reduce.two, x, dim, index, source, reduce, include_self)
 
 
 @implements(aten.index_reduce.default, family="indexing")
 def index_reduce(x: Any, dim: int, index: Tensor, source: Any, reduce: str, *, include_self: bool = True) -> Tensor:
-    """As `scatter_reduce`, along a dimension."""
-    return _reduced(aten.index_reduce.default, x, dim, index, source, reduce, include_self)
+    """Reduce values by an index along a dimension, like `scatter_reduce`."""
+    return _reduce_at_indices(aten.index_reduce.default, x, dim, index, source, reduce, include_self)
 
 
-def _reduced(operator: OpOverload, x: Any, dim: int, index: Tensor, source: Any, reduce: str, include: bool) -> Tensor:
+def _reduce_at_indices(
+    operator: OpOverload, x: Any, dim: int, index: Tensor, source: Any, reduce: str, include: bool
+) -> Tensor:
     def compute(p: Tensor, v: Tensor) -> Tensor:
         return operator(p, dim, index, v, reduce, include_self=include)
 
@@ -144,14 +146,14 @@ def _reduced(operator: OpOverload, x: Any, dim: int, index: Tensor, source: Any,
 
 @implements(aten.scatter.value, family="indexing")
 def scatter_value(x: Any, dim: int, index: Tensor, value: Any) -> Tensor:
-    """A constant at indices, under x's scale."""
+    """Return a constant at indices, under x's scale."""
     constant = operand(value, x) if isinstance(value, ScaledTensor) else _constant(value, x)
     return write_aligned(x, constant, lambda p, v: aten.scatter.src(p, dim, index, v.expand(index.shape).clone()))
 
 
 @implements(aten.scatter.reduce, family="indexing")
 def scatter_with(x: Any, dim: int, index: Tensor, source: Any, *, reduce: str) -> Tensor:
-    """A source added to or multiplied with what is at indices."""
+    """Return a source added to or multiplied with what is at indices."""
     if reduce == "add":
         return write_aligned(x, source, lambda p, v: torch.scatter(p, dim, index, v, reduce="add"))
     return measured_like(torch.scatter(value_of(x), dim, index, value_of(source), reduce=reduce), [x])
@@ -159,36 +161,36 @@ def scatter_with(x: Any, dim: int, index: Tensor, source: Any, *, reduce: str) -
 
 @implements(aten.scatter.value_reduce, family="indexing")
 def scatter_value_with(x: Any, dim: int, index: Tensor, value: Any, *, reduce: str) -> Tensor:
-    """A number added to or multiplied with what is at indices."""
+    """Return a number added to or multiplied with what is at indices."""
     return measured_like(torch.scatter(value_of(x), dim, index, value, reduce=reduce), [x])
 
 
 @implements(aten.index_add.default, family="indexing")
 def index_add(x: Any, dim: int, index: Tensor, source: Any, *, alpha: Any = 1) -> Tensor:
-    """A source, alpha times, added at indices of a dimension."""
+    """Return a source, alpha times, added at indices of a dimension."""
     moved, factor = (source, 1.0) if alpha == 1 else scaled_by_number(source, alpha, first_scaled((x, source)))
     return write_aligned(x, moved, lambda p, v: aten.index_add.default(p, dim, index, v, alpha=factor))
 
 
 @implements(aten.index_copy.default, family="indexing")
 def index_copy(x: Any, dim: int, index: Tensor, source: Any) -> Tensor:
-    """A source at indices of a dimension."""
+    """Return a source at indices of a dimension."""
     operator = aten.index_copy.default
     return write_aligned(x, source, lambda p, v: operator(p, dim, index, v))
 
 
 @implements(aten.index_fill.int_Scalar, aten.index_fill.int_Tensor, family="indexing")
 def index_fill(x: Any, dim: int, index: Tensor, value: Any) -> Tensor:
-    """A constant at indices of a dimension, under x's scale."""
+    """Return a constant at indices of a dimension, under x's scale."""
     if not isinstance(x, ScaledTensor):
         return aten.index_fill.int_Tensor(x, dim, index, decode_values(value, x.dtype))
     if isinstance(value, ScaledTensor):
         value = decode_values(value, torch.float32)
     constant = value if isinstance(value, Tensor) else _constant(value, x)
-    return write_aligned(x, constant, lambda p, v: _index_filled(p, dim, index, v))
+    return write_aligned(x, constant, lambda p, v: _fill_at_indices(p, dim, index, v))
 
 
-def _index_filled(payload: Tensor, dim: int, index: Tensor, constant: Tensor) -> Tensor:
+def _fill_at_indices(payload: Tensor, dim: int, index: Tensor, constant: Tensor) -> Tensor:
     """Return a payload with a constant at indices: index_fill would read it, and wait for its device."""
     if not payload.dim():
         return aten.index_copy.default(payload, dim, index, constant.expand(index.numel()).reshape(index.shape))
@@ -207,7 +209,7 @@ homogeneous(aten.embedding_dense_backward.default, family="indexing", grad_outpu
 
 
 def _constant(value: Any, x: Tensor) -> Tensor:
-    """A number as a float32 tensor without dimensions, beside x."""
+    """Return a number as a float32 tensor without dimensions, beside x."""
     return torch.full((), value, dtype=torch.float32, device=x.device)
 
 
@@ -216,7 +218,7 @@ decoded(aten._fft_r2c.default, aten.complex.default, aten.polar.default, family=
 
 @implements(aten.view_as_complex.default, family="complex")
 def view_as_complex(x: ScaledTensor) -> Tensor:
-    """The values as complex numbers: a copy, as the payload's memory does not hold them."""
+    """Return the values as complex numbers: a copy, as the payload's memory does not hold them."""
     return torch.view_as_complex(value_of(x).contiguous())
 
 
@@ -281,7 +283,7 @@ def _register() -> None:
 _register()
 
 
-def _refused(operator: OpOverload) -> None:
+def _register_refusal(operator: OpOverload) -> None:
     def refuse(*arguments: Any, **options: Any) -> None:
         raise NotImplementedError(
             f"{operator} reads memory as plain numbers, and ScaledTensors have a scale: make the optimizer with "
@@ -295,7 +297,7 @@ for _name in ("_fused_adam", "_fused_adamw", "_fused_sgd", "_fused_adagrad"):
     for _packet in (getattr(aten, _name), getattr(aten, f"{_name}_")):
         for _overload in _packet.overloads():
             if not _overload.endswith("out"):
-                _refused(getattr(_packet, _overload))
+                _register_refusal(getattr(_packet, _overload))
 
 
 @implements(aten._amp_foreach_non_finite_check_and_unscale_.default, family="foreach")

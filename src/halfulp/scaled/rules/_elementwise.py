@@ -169,7 +169,7 @@ gate(aten._prelu_kernel.default, family="gated")
 
 @implements(aten._prelu_kernel_backward.default, family="gated")
 def prelu_backward(gradient: Any, x: Any, weight: Any) -> tuple[Tensor, Tensor]:
-    """The gradient to x under gs, and to the slopes under gs xs."""
+    """Return the gradient to x under gs, and to the slopes under gs xs."""
     like = first_scaled((gradient, x, weight))
     g, p = operand(gradient, like), operand(x, like)
     to_x, to_weight = aten._prelu_kernel_backward.default(to_float32(g), to_float32(p), value_of(weight))
@@ -179,7 +179,7 @@ def prelu_backward(gradient: Any, x: Any, weight: Any) -> tuple[Tensor, Tensor]:
 
 @implements(aten.threshold_backward.default, family="gated")
 def threshold_backward(gradient: Any, x: Any, threshold: Any) -> Tensor:
-    """The gradient where x is above the threshold."""
+    """Return the gradient where x is above the threshold."""
     like = first_scaled((gradient, x))
     g = operand(gradient, like)
     holder = gradient if isinstance(gradient, ScaledTensor) else like
@@ -260,7 +260,7 @@ measured_scale(
 def ctc_loss_backward(
     gradient: Any, x: Any, targets: Tensor, lengths: Any, target_lengths: Any, loss: Any, alpha: Any, *options: Any
 ) -> Tensor:
-    """The gradient from a loss and path sums computed again: rounded, large logarithms are wrong by factors."""
+    """Return the gradient from a loss and path sums computed again: rounded, large logarithms are wrong by factors."""
     given = (gradient, x)
     values = value_of(x)
     operator = aten._ctc_loss.Tensor if isinstance(lengths, Tensor) else aten._ctc_loss.default

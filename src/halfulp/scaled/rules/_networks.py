@@ -93,7 +93,7 @@ def _attention_backward(operator: OpOverload) -> None:
         kernel = _kernel_dtype(operator, storage, query.dtype, query, value)
         bias = _bias_values(given, kernel)
         payloads = _payloads(query, key, value, kernel) | {
-            of_output: _narrowed(gradient, kernel),
+            of_output: _narrow_payload(gradient, kernel),
             "out": _output_under(output, value._scale, kernel),
             "logsumexp": value_of(given["logsumexp"]),
         }
@@ -150,14 +150,14 @@ def _kernel_dtype(
 
 
 def _payloads(query: ScaledTensor, key: ScaledTensor, value: ScaledTensor, kernel: torch.dtype) -> dict[str, Tensor]:
-    others = {"key": _narrowed(key, kernel), "value": _narrowed(value, kernel)}
+    others = {"key": _narrow_payload(key, kernel), "value": _narrow_payload(value, kernel)}
     if fused.engaged(query._payload):
         return {"query": fused.finish(query._payload, (query._scale, key._scale), kernel, "factor")[0], **others}
     payload = _powers.times(to_float32(query), product_over(query._scale, key._scale))
     return {"query": to_storage(payload, kernel), **others}
 
 
-def _narrowed(x: ScaledTensor, kernel: torch.dtype) -> Tensor:
+def _narrow_payload(x: ScaledTensor, kernel: torch.dtype) -> Tensor:
     return x._payload if x._payload.dtype == kernel else to_storage(to_float32(x), kernel)
 
 
@@ -175,7 +175,7 @@ def _fused_output(y: Tensor, scale: Tensor, storage: torch.dtype, dtype: torch.d
 
 
 def _bias_values(given: dict[str, Any], kernel: torch.dtype) -> dict[str, Tensor]:
-    """Return what is added to logits as values; boolean masks stay."""
+    """Return the logits' bias as values; boolean masks stay."""
     found = {name: given[name] for name in _BIAS if isinstance(given.get(name), Tensor)}
     return {name: value_of(x).to(kernel) if x.is_floating_point() else x for name, x in found.items()}
 
@@ -281,7 +281,7 @@ data_movement(aten._pack_padded_sequence_backward.default, family="pass-through"
 
 @implements(aten._pack_padded_sequence.default, family="pass-through")
 def pack_padded_sequence(x: ScaledTensor, lengths: Tensor, batch_first: bool) -> tuple[Tensor, Tensor]:
-    """The steps of all sequences one after the other, and how many there are of each."""
+    """Return the steps of all sequences one after the other, and how many there are of each."""
     payload, sizes = aten._pack_padded_sequence.default(x._payload, lengths, batch_first)
     return ScaledTensor(payload, x._scale.clone(), x.dtype), sizes
 

@@ -29,7 +29,7 @@ _LARGEST_EPS = 2.0**100
 
 
 class NormInput:
-    """The data of a normalisation: payloads where the scale is concrete, else values, which give the same."""
+    """The data of a normalisation: payloads where the scale is known and eps small beside it, else decoded values."""
 
     def __init__(self, x: ScaledTensor, eps: float) -> None:
         scale = _powers.concrete_value(x._scale)
@@ -79,7 +79,7 @@ def _make_normalised(y: Tensor, *operands: Any) -> ScaledTensor:
     return values_under_one(y, storage_of(given), logical_of(given))
 
 
-def _values(*tensors: Any) -> list[Any]:
+def _operand_values(*tensors: Any) -> list[Any]:
     return [value_of(x) for x in tensors]
 
 
@@ -87,7 +87,7 @@ def _values(*tensors: Any) -> list[Any]:
 def layer_norm(x: Any, shape: Any, weight: Any, bias: Any, eps: float) -> tuple[Tensor, Tensor, Tensor]:
     """(p - mean) / sqrt(var + eps / s^2) weight + bias under the scale 1."""
     given = NormInput(operand(x, first_scaled((x, weight, bias))), eps)
-    y, mean, deviation = aten.native_layer_norm.default(given.data, shape, *_values(weight, bias), given.eps)
+    y, mean, deviation = aten.native_layer_norm.default(given.data, shape, *_operand_values(weight, bias), given.eps)
     return _make_normalised(y, x, weight, bias), given.mean(mean), given.deviation(deviation)
 
 
@@ -96,7 +96,7 @@ def group_norm(x: Any, weight: Any, bias: Any, n: int, c: int, hw: int, group: i
     """(p - mean) / sqrt(var + eps / s^2) weight + bias under the scale 1, over groups of channels."""
     given = NormInput(operand(x, first_scaled((x, weight, bias))), eps)
     sizes = (n, c, hw, group)
-    y, mean, deviation = aten.native_group_norm.default(given.data, *_values(weight, bias), *sizes, given.eps)
+    y, mean, deviation = aten.native_group_norm.default(given.data, *_operand_values(weight, bias), *sizes, given.eps)
     return _make_normalised(y, x, weight, bias), given.mean(mean), given.deviation(deviation)
 
 
@@ -133,7 +133,7 @@ def _statistics(x: ScaledTensor, mean: Any, deviation: Any) -> list[Tensor]:
 
 
 def _gradients(g: ScaledTensor, x: ScaledTensor, results: Any, rows: int, deviation: Tensor, holder: Any) -> tuple:
-    """To x under gs times the scale of the deviation, to weight and bias, sums over rows, under gs c."""
+    """Put x's gradient under gs times the deviation's scale, and the summed gradients of weight and bias under gs c."""
     to_x, *others = results
     if to_x is not None and fused.engaged(to_x):
         storage, dtype = storage_of([holder]), logical_of([holder])
@@ -149,7 +149,7 @@ def _scale_of(deviation: Any, x: ScaledTensor) -> Tensor:
     return deviation._scale if isinstance(deviation, ScaledTensor) else reciprocal(x._scale)
 
 
-def _requested(results: Any, mask: Any) -> list[Any]:
+def _keep_requested(results: Any, mask: Any) -> list[Any]:
     return [y if wanted else None for y, wanted in zip(results, mask)]
 
 
@@ -157,12 +157,12 @@ def _requested(results: Any, mask: Any) -> list[Any]:
 def layer_norm_backward(
     gradient: Any, x: Any, shape: Any, mean: Any, deviation: Any, weight: Any, bias: Any, mask: Any
 ) -> tuple:
-    """The gradient in payloads: to x under gs / xs."""
+    """Return the gradient in payloads: to x under gs / xs."""
     like = first_scaled((gradient, x, weight))
     g, p = operand(gradient, like), operand(x, like)
     saved = _statistics(p, mean, deviation)
-    arguments = (to_float32(g), to_float32(p), shape, *saved, *_values(weight, bias), mask)
-    results = _requested(aten.native_layer_norm_backward.default(*arguments), mask)
+    arguments = (to_float32(g), to_float32(p), shape, *saved, *_operand_values(weight, bias), mask)
+    results = _keep_requested(aten.native_layer_norm_backward.default(*arguments), mask)
     return _gradients(g, p, results, _rows(x, shape), _scale_of(deviation, p), _holder(gradient, like))
 
 
@@ -186,7 +186,7 @@ def group_norm_backward(
     g, p = operand(gradient, like), operand(x, like)
     saved = _statistics(p, mean, deviation)
     arguments = (to_float32(g), to_float32(p), *saved, value_of(weight), n, c, hw, group, mask)
-    results = _requested(aten.native_group_norm_backward.default(*arguments), mask)
+    results = _keep_requested(aten.native_group_norm_backward.default(*arguments), mask)
     return _gradients(g, p, results, n * hw, _scale_of(deviation, p), _holder(gradient, like))
 
 
@@ -215,7 +215,7 @@ def _batch_statistics(x: Any, weight: Any, bias: Any, eps: float) -> tuple:
     channels = x.shape[1]
     zeros = torch.zeros(channels, dtype=torch.float32, device=given.data.device)
     y, mean, deviation, average, variance = aten._native_batch_norm_legit_functional.default(
-        given.data, *_values(weight, bias), zeros, zeros.clone(), True, 1.0, given.eps
+        given.data, *_operand_values(weight, bias), zeros, zeros.clone(), True, 1.0, given.eps
     )
     scale = given.x._scale.clone() if given.exact else scale_one(y)
     square, rest = _powers.product(scale, scale)
@@ -232,8 +232,8 @@ def _step_average(running: Any, batch: ScaledTensor, momentum: float) -> Any:
     return make_scaled(to_float32(mean), mean._scale, running._payload.dtype, running.dtype)
 
 
-def _evaluated(x: Any, weight: Any, bias: Any, mean: Any, variance: Any, eps: float) -> tuple:
-    values = _values(x, weight, bias, mean, variance)
+def _normalise_in_evaluation(x: Any, weight: Any, bias: Any, mean: Any, variance: Any, eps: float) -> tuple:
+    values = _operand_values(x, weight, bias, mean, variance)
     y, *_ = aten._native_batch_norm_legit_no_training.default(*values, 0.0, eps)
     empty = torch.empty(0, dtype=torch.float32, device=y.device)
     return _make_normalised(y, x, weight, bias, mean, variance), empty, empty.clone()
@@ -245,7 +245,7 @@ def batch_norm(
 ) -> tuple:
     """Normalised over the batch in training, the running statistics moved in place; else by those."""
     if not training:
-        return _evaluated(x, weight, bias, mean, variance, eps)
+        return _normalise_in_evaluation(x, weight, bias, mean, variance, eps)
     y, saved, deviation, batch = _batch_statistics(x, weight, bias, eps)
     for running, new in zip((mean, variance), batch):
         if running is not None:
@@ -264,16 +264,16 @@ def batch_norm_of_running(
     x: Any, weight: Any, bias: Any, mean: Any, variance: Any, momentum: float, eps: float
 ) -> tuple:
     """Normalised by running statistics."""
-    return _evaluated(x, weight, bias, mean, variance, eps)
+    return _normalise_in_evaluation(x, weight, bias, mean, variance, eps)
 
 
 @implements(aten._native_batch_norm_legit_functional.default, family="norm")
 def batch_norm_functional(
     x: Any, weight: Any, bias: Any, mean: Any, variance: Any, training: bool, momentum: float, eps: float
 ) -> tuple:
-    """The same with the moved running statistics as results."""
+    """Normalise like `native_batch_norm`, returning the moved running statistics as results."""
     if not training:
-        return *_evaluated(x, weight, bias, mean, variance, eps), mean.clone(), variance.clone()
+        return *_normalise_in_evaluation(x, weight, bias, mean, variance, eps), mean.clone(), variance.clone()
     y, saved, deviation, batch = _batch_statistics(x, weight, bias, eps)
     return y, saved, deviation, _step_average(mean, batch[0], momentum), _step_average(variance, batch[1], momentum)
 
@@ -294,7 +294,7 @@ def batch_norm_with_update(
 def batch_norm_with_update_functional(
     x: Any, weight: Any, bias: Any, mean: Any, variance: Any, momentum: float, eps: float
 ) -> tuple:
-    """The same with the moved running statistics as results."""
+    """Normalise over the batch, returning the moved running statistics as results."""
     results = batch_norm_functional(x, weight, bias, mean, variance, True, momentum, eps)
     return *results[:3], _reserve(x), *results[3:]
 
@@ -304,7 +304,7 @@ def batch_norm_no_update(
     x: Any, weight: Any, bias: Any, mean: Any, variance: Any, momentum: float, eps: float
 ) -> tuple:
     """Normalised by running statistics."""
-    return *_evaluated(x, weight, bias, mean, variance, eps), _reserve(x)
+    return *_normalise_in_evaluation(x, weight, bias, mean, variance, eps), _reserve(x)
 
 
 implements(aten.miopen_batch_norm.default, family="norm")(batch_norm)
@@ -314,7 +314,7 @@ implements(aten.miopen_batch_norm.default, family="norm")(batch_norm)
 def cudnn_batch_norm(
     x: Any, weight: Any, bias: Any, mean: Any, variance: Any, training: bool, momentum: float, eps: float
 ) -> tuple:
-    """As native_batch_norm."""
+    """Normalise like `native_batch_norm`."""
     results = batch_norm(x, weight, bias, mean, variance, training, momentum, eps)
     return *results, _reserve(x)
 
@@ -332,16 +332,16 @@ def batch_norm_backward(
     eps: float,
     mask: Any,
 ) -> tuple:
-    """The gradient in payloads: to x under gs / xs, to weight and bias under gs c."""
+    """Return the gradient in payloads: to x under gs / xs, to weight and bias under gs c."""
     like = first_scaled((gradient, x, weight, mean, variance))
     g, p = operand(gradient, like), operand(x, like)
     rows, holder = x.numel() // max(x.shape[1], 1), _holder(gradient, like)
     if train:
         statistics = (None, None, *_statistics(p, saved, deviation), True, 0.0, mask)
         results = aten.native_batch_norm_backward.default(to_float32(g), to_float32(p), value_of(weight), *statistics)
-        return _gradients(g, p, _requested(results, mask), rows, _scale_of(deviation, p), holder)
-    statistics = (*_values(x, weight, mean, variance), None, None, False, eps, mask)
-    to_x, *others = _requested(aten.native_batch_norm_backward.default(to_float32(g), *statistics), mask)
+        return _gradients(g, p, _keep_requested(results, mask), rows, _scale_of(deviation, p), holder)
+    statistics = (*_operand_values(x, weight, mean, variance), None, None, False, eps, mask)
+    to_x, *others = _keep_requested(aten.native_batch_norm_backward.default(to_float32(g), *statistics), mask)
     scale = deviation_scale(p, eps)
     to_x = to_x if to_x is None else _powers.times(to_x, _powers.ratio(scale_one(to_x), reciprocal(p._scale)))
     return _gradients(g, p, (to_x, *others), rows, scale, holder)
@@ -351,7 +351,7 @@ def batch_norm_backward(
 def batch_norm_backward_reserved(
     gradient: Any, x: Any, weight: Any, mean: Any, variance: Any, saved: Any, deviation: Any, *rest: Any
 ) -> tuple:
-    """As native_batch_norm_backward."""
+    """Return the gradients of `native_batch_norm_backward`."""
     return batch_norm_backward(gradient, x, weight, mean, variance, saved, deviation, *rest[:3])
 
 
@@ -359,14 +359,14 @@ def batch_norm_backward_reserved(
 def cudnn_batch_norm_backward(
     x: Any, gradient: Any, weight: Any, mean: Any, variance: Any, saved: Any, deviation: Any, eps: float, *_: Any
 ) -> tuple:
-    """As native_batch_norm_backward."""
+    """Return the gradients of `native_batch_norm_backward`."""
     mask = (True, True, True)
     return batch_norm_backward(gradient, x, weight, mean, variance, saved, deviation, True, eps, mask)
 
 
 @implements(aten._weight_norm_interface_backward.default, family="norm")
 def weight_norm_backward(gradient: Any, v: Any, g: Any, norms: Any, dim: int) -> tuple[Tensor, Tensor]:
-    """To v: g / |v| (gradient - v <gradient, v> / |v|^2); to g: <gradient, v> / |v|."""
+    """Return gradients to v: g / |v| (gradient - v <gradient, v> / |v|^2), and to g: <gradient, v> / |v|."""
     given = (gradient, v, g, norms)
     like = first_scaled(given)
     to_w, x, size, length = (operand(y, like) for y in given)

@@ -64,7 +64,7 @@ def traced_wide_product(a: Tensor, b: Tensor) -> Tensor:
     return product
 
 
-def _of_matrices(a: Tensor, b: Tensor) -> Tensor:
+def _multiply_wide(a: Tensor, b: Tensor) -> Tensor:
     return wide_product(aten.mm.default if a.dim() == 2 else aten.bmm.default, a, b)
 
 
@@ -72,7 +72,7 @@ def _without_data(a: Tensor, b: Tensor) -> Tensor:
     return a.new_empty((*a.shape[:-1], b.shape[-1]), dtype=torch.float32)
 
 
-_traced = define_operator("wide_product(Tensor a, Tensor b) -> Tensor", _of_matrices, _without_data)
+_traced = define_operator("wide_product(Tensor a, Tensor b) -> Tensor", _multiply_wide, _without_data)
 
 
 @functools.cache
@@ -168,7 +168,7 @@ def matrix_product(operator: OpOverload, a: Any, b: Any, terms: int, dtype: torc
     elif operator in _WITH_FACTOR and _is_traced_wide_product(x._payload, y._payload):
         values = traced_wide_product(x._payload, y._payload) * (1.0 / sum_scale)
     else:
-        left, right = _for_product(x, y) if operator in _WITH_FACTOR else (to_float32(x), to_float32(y))
+        left, right = _product_payloads(x, y) if operator in _WITH_FACTOR else (to_float32(x), to_float32(y))
         factor = 1.0 / sum_scale
         if isinstance(rest, Tensor) and _is_transposed(left):
             # A weight's gradient ends a graph: the transposed operand was just written, and the factor fuses there.
@@ -189,7 +189,7 @@ def _fused_product(operator: OpOverload, x: ScaledTensor, y: ScaledTensor, facto
     if operator is aten.mm.default and is_eight_bit_product(left, right):
         return eight_bit_product(left, right, factor), 1.0
     if operator in _WITH_FACTOR and left.dtype == right.dtype == torch.bfloat16:
-        left, right = _for_product(x, y)
+        left, right = _product_payloads(x, y)
         return _divided_product(operator, left, right, factor), 1.0
     if operator in _WITH_FACTOR and left.dtype == right.dtype == torch.float16:
         return wide_product(operator, left, right), factor
@@ -197,7 +197,7 @@ def _fused_product(operator: OpOverload, x: ScaledTensor, y: ScaledTensor, facto
 
 
 def product_operand(x: Any, like: ScaledTensor) -> ScaledTensor:
-    """Return an operand of a matrix product; a plain one beside bfloat16 is rounded to it, to multiply as such.
+    """Return an operand of a matrix product; beside bfloat16 a plain one is rounded to bfloat16.
 
     Of the narrow types it alone has float32's range, so that nothing but digits is lost.
     """
@@ -207,7 +207,7 @@ def product_operand(x: Any, like: ScaledTensor) -> ScaledTensor:
     return wrap(wide._payload.to(torch.bfloat16), wide._scale, wide.dtype)
 
 
-def _for_product(*tensors: ScaledTensor) -> list[Tensor]:
+def _product_payloads(*tensors: ScaledTensor) -> list[Tensor]:
     """Return payloads for a matrix product: bfloat16, which torch sums in float32 and rounds once, or float32.
 
     bfloat16 has float32's range; float16 would leave its own before the sum is brought back. Processors without
@@ -245,7 +245,7 @@ for _operator in (aten.mm.default, aten.bmm.default, aten.mv.default, aten.dot.d
 
 @implements(aten.mm.dtype, aten.bmm.dtype, family="bilinear")
 def product_as(a: Any, b: Any, out_dtype: torch.dtype) -> Tensor:
-    """A product of another logical dtype."""
+    """Return a product of another logical dtype."""
     operator = aten.mm.default if a.dim() == 2 else aten.bmm.default
     return matrix_product(operator, a, b, a.shape[-1], out_dtype)
 
@@ -311,7 +311,7 @@ def _powers_of_zeros(divisor: Tensor, rest: Tensor | float) -> Tensor | float:
 
 @implements(aten.div.Tensor_mode, aten.div.Scalar_mode, family="bilinear")
 def div_rounded(a: Any, b: Any, *, rounding_mode: str | None) -> Tensor:
-    """The quotient of values, rounded to integers: it depends on the ratio alone, and is 0 or at least 1."""
+    """Return the quotient of values, rounded to integers: it depends on the ratio alone, and is 0 or at least 1."""
     if rounding_mode is None:
         return div(a, b)
     (x, y), _, storage, dtype = align(a, b)
@@ -325,7 +325,7 @@ def div_rounded(a: Any, b: Any, *, rounding_mode: str | None) -> Tensor:
 
 @implements(aten.floor_divide.default, aten.floor_divide.Scalar, family="bilinear")
 def floor_divide(a: Any, b: Any) -> Tensor:
-    """The quotient rounded down."""
+    """Return the quotient rounded down."""
     return div_rounded(a, b, rounding_mode="floor")
 
 
@@ -372,9 +372,9 @@ def add_scaled_product(
     of_base, of_product = product_over(base._scale, scale=scale), product_over(*factors, scale=scale)
     if quotient:
         of_product = _powers_of_zeros(y._scale, of_product)
-    start, left, right = _for_product(base, x, y) if separate else (to_float32(base), to_float32(x), to_float32(y))
+    start, left, right = _product_payloads(base, x, y) if separate else (to_float32(base), to_float32(x), to_float32(y))
     if not isinstance(of_base, Tensor) and not isinstance(of_product, Tensor):
-        y = compute(start, left, right, _in_range(beta * of_base), _in_range(alpha * of_product))
+        y = compute(start, left, right, _clamp_number(beta * of_base), _clamp_number(alpha * of_product))
         return make_result(saturated(y, scale, storage, *large), scale, 1.0, storage, dtype)
     if separate is not None and left.dtype == torch.float32 and (is_symbolic(beta) or beta != 0):
         # Factors after the product fuse with what follows; before it they would cost a pass over a matrix.
@@ -402,7 +402,7 @@ def _fused_affine(
     scales = (base._scale, a._scale, b._scale)
     storage = product_storage((base, a, b))
     if base._payload.dtype == a._payload.dtype == b._payload.dtype == torch.bfloat16:
-        start, left, right = _for_product(base, a, b)
+        start, left, right = _product_payloads(base, a, b)
         scale, of_base, of_product = fused.affine_factors(*scales, beta_power, power)
         # The right operand of a product of matrices is the weight of a layer, mostly the smaller one.
         return compute(start * of_base, left, right * of_product, beta, alpha).to(storage), scale
@@ -427,12 +427,12 @@ def _plain_product(
         for factor in (a, b):
             is_beyond = is_beyond & (factor.isfinite() if isinstance(factor, Tensor) else math.isfinite(factor))
         is_beyond = is_beyond & (b != 0) if quotient else is_beyond
-        product = torch.where(is_beyond, _in_range(product), product)
+        product = torch.where(is_beyond, _clamp_number(product), product)
     return addend(product * alpha, like), [large_elements(product, like, alpha)]
 
 
-def _in_range(number: Any) -> Any:
-    """A number as torch takes it beside float32 matrices; a tensor's numbers within float32's range."""
+def _clamp_number(number: Any) -> Any:
+    """Return a number as torch takes it beside float32 matrices; a tensor's numbers within float32's range."""
     largest = torch.finfo(torch.float32).max
     if isinstance(number, Tensor):
         return number.clamp(-largest, largest)
@@ -461,7 +461,7 @@ addr = _added_product(aten.addr.default, lambda a, b: 1, None)
 
 @implements(aten.addmm.dtype, aten.baddbmm.dtype, family="bilinear")
 def added_product_as(base: Any, a: Any, b: Any, out_dtype: torch.dtype, *, beta: Any = 1, alpha: Any = 1) -> Tensor:
-    """A product and a sum of another logical dtype."""
+    """Return a product plus an addend in another logical dtype."""
     total = (addmm if a.dim() == 2 else baddbmm)(base, a, b, beta=beta, alpha=alpha)
     return wrap(total._payload, total._scale, out_dtype)
 
@@ -503,7 +503,7 @@ def lerp(a: Any, b: Any, weight: Any) -> Tensor:
 
 @implements(aten._grouped_mm.default, family="bilinear")
 def grouped_mm(a: Any, b: Any, offs: Any = None, bias: Any = None, out_dtype: torch.dtype | None = None) -> Tensor:
-    """Products of groups of rows, or of columns, with a matrix each."""
+    """Multiply groups of rows, or of columns, with a matrix each."""
     if bias is not None:
         raise NotImplementedError("_grouped_mm with a bias of scaled tensors: add the bias to the result")
     like = first_scaled((a, b))
@@ -517,7 +517,7 @@ def grouped_mm(a: Any, b: Any, offs: Any = None, bias: Any = None, out_dtype: to
 
 @implements(aten._trilinear.default, family="bilinear")
 def trilinear(a: Any, b: Any, c: Any, expand1: Any, expand2: Any, expand3: Any, sumdim: Any, unroll_dim: int = 1):
-    """A sum of products of three."""
+    """Sum products of three."""
     like = first_scaled((a, b, c))
     tensors, places = [operand(x, like) for x in (a, b, c)], (expand1, expand2, expand3)
     payloads = [to_float32(x) for x in tensors]
@@ -562,7 +562,7 @@ def convolution(
 
 @implements(aten.convolution_backward.default, family="bilinear")
 def convolution_backward(gradient: Any, x: Any, weight: Any, *rest: Any) -> tuple[Tensor | None, ...]:
-    """The gradients of the input, the weight and the bias, those that are asked for."""
+    """Return the gradients of the input, the weight and the bias, those that are asked for."""
     given = (gradient, x, weight)
     like = first_scaled(given)
     gradient, x, weight = (multiplicand(tensor, like) for tensor in given)
@@ -582,7 +582,7 @@ def convolution_backward(gradient: Any, x: Any, weight: Any, *rest: Any) -> tupl
 
 
 def _terms(weight: Tensor, transposed: bool, groups: int, of_output: bool) -> int:
-    """How many products an element of the output, or of the input's gradient, is the sum of."""
+    """Return how many products an element of the output, or of the input's gradient, sums."""
     window = math.prod(weight.shape[2:])
     # A weight is [out, in / groups, ...], that of a transposed convolution [in, out / groups, ...].
     if transposed == of_output:
@@ -598,14 +598,14 @@ def _brought_back(values: Tensor, scales: tuple, count: int, storage: torch.dtyp
 
 @implements(aten.conv_tbc.default, family="bilinear")
 def conv_tbc(x: Any, weight: Any, bias: Any, pad: int = 0) -> Tensor:
-    """A convolution over time of [time, batch, channel], its weight [window, in, out]."""
+    """Return a convolution over time of [time, batch, channel], its weight [window, in, out]."""
     y = aten.convolution.default(x.permute(1, 2, 0), weight.permute(2, 1, 0), bias, [1], [pad], [1], False, [0], 1)
     return y.permute(2, 0, 1)
 
 
 @implements(aten.conv_tbc_backward.default, family="bilinear")
 def conv_tbc_backward(gradient: Any, x: Any, weight: Any, bias: Any, pad: int) -> tuple[Tensor, ...]:
-    """The gradients of the input, the weight and the bias."""
+    """Return the gradients of the input, the weight and the bias."""
     tensors = (gradient.permute(1, 2, 0), x.permute(1, 2, 0), weight.permute(2, 1, 0))
     rest = (list(bias.shape), [1], [pad], [1], False, [0], 1, [True] * 3)
     of_x, of_weight, of_bias = aten.convolution_backward.default(*tensors, *rest)
@@ -641,7 +641,7 @@ measured_scale(
 )
 
 
-def _factored(operator: OpOverload) -> None:
+def _register_factorization(operator: OpOverload) -> None:
     """Register an operator that factors the transpose of a contiguous matrix, as its gradient then takes it to have."""
 
     def rule(matrix: Tensor, *arguments: Any, **options: Any) -> tuple:
@@ -656,7 +656,7 @@ def _factored(operator: OpOverload) -> None:
 
 
 for _operator in (aten._linalg_det.default, aten._linalg_slogdet.default, aten._linalg_solve_ex.default):
-    _factored(_operator)
+    _register_factorization(_operator)
 
 
 def is_eight_bit_product(a: Tensor, b: Tensor) -> bool:
@@ -670,11 +670,11 @@ def is_eight_bit_product(a: Tensor, b: Tensor) -> bool:
 
 def eight_bit_product(a: Tensor, b: Tensor, factor: float) -> Tensor:
     """Return factor a b in float32 by torch._scaled_mm, which takes contiguous rows of a and columns of b."""
-    a = a if a.stride(1) == 1 else _copied(a, torch.contiguous_format)
-    b = b if b.stride(0) == 1 else _copied(b.t(), torch.contiguous_format).t()
+    a = a if a.stride(1) == 1 else _copy_bytes(a, torch.contiguous_format)
+    b = b if b.stride(0) == 1 else _copy_bytes(b.t(), torch.contiguous_format).t()
     one, other = (torch.full((), x, dtype=torch.float32, device=a.device) for x in (1.0, factor))
     return torch._scaled_mm(a, b, scale_a=one, scale_b=other, out_dtype=torch.float32)
 
 
-def _copied(x: Tensor, memory_format: torch.memory_format) -> Tensor:
+def _copy_bytes(x: Tensor, memory_format: torch.memory_format) -> Tensor:
     return x.view(torch.uint8).clone(memory_format=memory_format).view(x.dtype)

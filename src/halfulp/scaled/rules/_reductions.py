@@ -44,13 +44,13 @@ def with_dtype(*operators: OpOverload) -> Callable[[Callable], Callable]:
 
     def register(rule: Callable) -> Callable:
         for operator in operators:
-            implements(operator, family="reduction")(_with_dtype(operator, rule))
+            implements(operator, family="reduction")(_accept_dtype(operator, rule))
         return rule
 
     return register
 
 
-def _with_dtype(operator: OpOverload, rule: Callable) -> Callable:
+def _accept_dtype(operator: OpOverload, rule: Callable) -> Callable:
     def computed(x: ScaledTensor, *arguments: Any, dtype: torch.dtype | None = None, **options: Any) -> Tensor:
         if dtype is None or dtype == x.dtype != torch.float64:
             return rule(x, *arguments, **options)
@@ -84,7 +84,7 @@ def mean_over(x: ScaledTensor, dims: Sequence[int] | None = None, keepdim: bool 
 
 @with_dtype(aten.cumsum.default)
 def cumsum(x: ScaledTensor, dim: int) -> Tensor:
-    """Running sums, divided by the power of two below the root of the longest."""
+    """Return running sums, divided by the power of two below the root of the longest."""
     return payloads_under(aten.cumsum.default(to_float32(x), dim), [x._scale], [x], sum_scale_of(x, dim))
 
 
@@ -94,13 +94,13 @@ homogeneous(aten.std.correction, family="reduction", self=1)
 
 @implements(aten.var.correction, family="reduction")
 def var(x: ScaledTensor, *arguments: Any, **options: Any) -> Tensor:
-    """The variance: as its square under the scale s^2 leaves narrow payloads soon, under a measured one."""
+    """Return the variance: as its square under the scale s^2 leaves narrow payloads soon, under a measured one."""
     return make_squares(aten.var.correction(to_float32(x), *arguments, **options), x._scale, [x])
 
 
 @implements(aten.var_mean.correction, family="reduction")
 def var_mean(x: ScaledTensor, *arguments: Any, **options: Any) -> tuple[Tensor, Tensor]:
-    """The variance, and the mean under s."""
+    """Return the variance, and the mean under s."""
     variance, mean = aten.var_mean.correction(to_float32(x), *arguments, **options)
     return make_squares(variance, x._scale, [x]), payloads_under(mean, [x._scale], [x])
 
@@ -128,13 +128,13 @@ gate(aten.logsumexp.default, aten.logcumsumexp.default, family="reduction", at_l
 
 @with_dtype(aten.prod.default, aten.prod.dim_int)
 def prod(x: ScaledTensor, *where: Any) -> Tensor:
-    """The product of values, in float64, where n powers of two do not leave the range; its scale measured."""
+    """Return the product of values, in float64, where n powers of two do not leave the range; its scale measured."""
     return measured_like(torch.prod(decode_values(x, torch.float64), *where), [x])
 
 
 @with_dtype(aten.cumprod.default)
 def cumprod(x: ScaledTensor, dim: int) -> Tensor:
-    """Running products of values, in float64; their scale measured."""
+    """Return running products of values, in float64; their scale is measured."""
     return measured_like(aten.cumprod.default(decode_values(x, torch.float64), dim), [x])
 
 
@@ -174,7 +174,7 @@ measured_scale(
 )
 
 
-def _rounded(operator: torch._ops.OpOverload) -> None:
+def _register_rounding(operator: torch._ops.OpOverload) -> None:
     def rounded(x: ScaledTensor) -> Tensor:
         values = operator(value_of(x))
         scale = _powers.maximum_scale(x._scale, scale_one(values))
@@ -187,7 +187,7 @@ def _rounded(operator: torch._ops.OpOverload) -> None:
 
 # Whole numbers are 0 or at least 1, so the scale is at least 1 too.
 for _operator in (aten.floor.default, aten.ceil.default, aten.round.default, aten.trunc.default):
-    _rounded(_operator)
+    _register_rounding(_operator)
 
 
 homogeneous(
@@ -220,7 +220,7 @@ for _name in (*(f"upsample_{kind}" for kind in _KINDS), *_EXACT, *_SMOOTH):
 MEAN, SUM = 1, 2
 
 
-def _spread(count: int, reduction: int) -> float:
+def _sum_divisor(count: int, reduction: int) -> float:
     return sqrt_of_count(count) if reduction == SUM else 1.0
 
 
@@ -235,12 +235,12 @@ homogeneous(aten._softmax_backward_data.default, family="loss", grad_output=1)
 
 @implements(aten.nll_loss_forward.default, aten.nll_loss2d_forward.default, family="loss")
 def nll_loss_forward(x: Any, target: Tensor, weight: Any, reduction: int, ignore_index: int) -> tuple[Tensor, Tensor]:
-    """The chosen log-probabilities under x's scale; the total weight plain in float32, as counts leave narrow types."""
+    """Return the chosen log-probabilities under x's scale; the total weight is plain float32, as counts overflow."""
     operator = aten.nll_loss_forward.default if x.dim() < 3 else aten.nll_loss2d_forward.default
     p = operand(x, first_scaled((x, weight)))
     y, total = operator(to_float32(p), target, value_of(weight), reduction, ignore_index)
     holders = [x] if isinstance(x, ScaledTensor) else [x, weight]
-    return payloads_under(y, [p._scale], holders, _spread(target.numel(), reduction)), total
+    return payloads_under(y, [p._scale], holders, _sum_divisor(target.numel(), reduction)), total
 
 
 def _nll_backward(operator: OpOverload) -> None:
@@ -283,12 +283,12 @@ def mse_loss_backward(gradient: Any, x: Any, target: Any, reduction: int) -> Ten
 
 
 def _backward_on_values(*operators: OpOverload) -> None:
-    """Register operators whose result is linear in the incoming gradient, the rest by value: under gs / n."""
+    """Register backward operators, linear in the gradient g, on decoded other operands; the result is under gs / n."""
     for operator in present(operators):
-        implements(operator, family="loss")(_of_values(operator))
+        implements(operator, family="loss")(_backward_rule_on_values(operator))
 
 
-def _of_values(operator: OpOverload) -> Callable:
+def _backward_rule_on_values(operator: OpOverload) -> Callable:
     names = [argument.name for argument in operator._schema.arguments]
     at = names.index("reduction")
 

@@ -72,11 +72,11 @@ def make_result(y: Any, scale: Tensor, rest: Tensor | float, storage: torch.dtyp
     y = _powers.times(y, rest)
     value = _powers.concrete_value(scale)
     if value is not None and not 1 / _FAR <= value <= _FAR and y.numel():
-        y, scale = _centred(y, scale)
+        y, scale = _centre(y, scale)
     return make_scaled_to_fit(y, scale, storage, dtype)
 
 
-def _centred(y: Tensor, scale: Tensor) -> tuple[Tensor, Tensor]:
+def _centre(y: Tensor, scale: Tensor) -> tuple[Tensor, Tensor]:
     """Bring a payload back to about 1: iterations that multiply scales would leave float32's range."""
     amax = torch.nan_to_num(y.abs(), 0.0, 0.0, 0.0).amax()
     power = _powers.round_to_power(torch.where(amax > 0, amax, 1.0))
@@ -149,11 +149,11 @@ def align(*operands: Any) -> tuple[list[Tensor], Tensor, torch.dtype, torch.dtyp
     scale = _powers.deciding_scale(*(x._scale for x in tensors))
     storage = storage_of(operands)
     payloads = [payload_under(x, scale) for x in tensors]
-    payloads = [_saturated(p, given, storage) for p, given in zip(payloads, operands)]
+    payloads = [_saturate(p, given, storage) for p, given in zip(payloads, operands)]
     return payloads, scale, storage, logical_of(operands)
 
 
-def _saturated(payload: Tensor, given: Any, storage: torch.dtype) -> Tensor:
+def _saturate(payload: Tensor, given: Any, storage: torch.dtype) -> Tensor:
     """Clamp an operand's stand-ins for infinity to the storage's range."""
     if isinstance(given, ScaledTensor):
         scale = _powers.concrete_value(given._scale)

@@ -330,7 +330,7 @@ def _encode_result(y: Any, storage: torch.dtype, dtype: torch.dtype, is_unit: bo
 
 
 def decoded(*operators: OpOverload, family: str = "own") -> None:
-    """Register operators with plain results, op(p s) as it is: truth values, indices, complex numbers."""
+    """Register operators with plain results, computed by value: booleans, indices, complex numbers."""
     for operator in present(operators):
         implements(operator, family=family)(_rule_of_plain_results(operator))
 

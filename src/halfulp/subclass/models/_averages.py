@@ -30,7 +30,7 @@ _NAME = re.compile(
 
 
 class _Search:
-    """What the last searches found.
+    """The results of the last searches for averages.
 
     Attributes:
         counted: how many classes there were at the last walk through them, direct and of modules.

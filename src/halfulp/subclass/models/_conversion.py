@@ -19,7 +19,7 @@ _COUNTS = "_halfulp_fallbacks"
 
 
 def fallbacks(model: nn.Module | None = None) -> dict[str, int]:
-    """How often each operator without a rule ran on plain tensors instead: in float64, or for scaled ones in float32.
+    """Return how often operators without a rule ran on plain tensors: in float64, or in float32 for scaled ones.
 
     Args:
         model: one that `multicomponent` or `scalify` changed, or that holds such a model: counted since then, in its
@@ -63,7 +63,7 @@ def remove_counts(module: nn.Module) -> None:
 
 @untraced
 def _begin(module: nn.Module, arguments: Any) -> None:
-    """Attribute the fallbacks that follow to this model, and refuse recorders."""
+    """Attribute the following fallbacks to this model, and refuse recorders."""
     if not torch.compiler.is_compiling():
         refuse_at_call(module, arguments)
     _fallback._running.counts = module.__dict__[_COUNTS]

@@ -122,7 +122,7 @@ class _Around:
                 return self.own(*args, **kwargs)
             with _MODE:
                 return self.own(*args, **kwargs)
-        return _under_mode(self.own, args, kwargs)
+        return _call_under_mode(self.own, args, kwargs)
 
 
 def _put_on(module: nn.Module) -> None:
@@ -153,7 +153,7 @@ def _own_forward(module: nn.Module) -> Any:
 
 
 def _has_forward(module: nn.Module) -> bool:
-    """Whether a module has a forward pass of its own in Python, which lists, scripted and compiled modules lack."""
+    """Return whether a module has a Python forward pass of its own; lists, scripted and compiled modules have none."""
     if isinstance(module, torch.jit.ScriptModule) or type(module).__name__ == "OptimizedModule":
         return False
     if isinstance(module, nn.modules.lazy.LazyModuleMixin):
@@ -166,7 +166,7 @@ def _has_forward(module: nn.Module) -> bool:
 
 
 def _class_with_products(base: type[nn.Module]) -> type[nn.Module] | None:
-    """Return the class whose modules run a class's forward in `_run`; None where it allows no class made of it.
+    """Return the subclass whose modules run a class's forward in `_run`; None where it cannot be subclassed.
 
     A class, and no function that a module holds: shallow copies and replicas run themselves, and no cycle keeps models
     alive.
@@ -201,7 +201,7 @@ def _forward_of(made: Any, own: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _reduce(self: nn.Module, protocol: Any) -> Any:
-    """Pickle and copy a module by the class that it had."""
+    """Pickle and copy a module by its original class."""
     # A class that somebody has made of this file's is the one that is named.
     made: Any = next(kind for kind in type(self).__mro__ if _BASE in vars(kind))
     reduced = super(made, self).__reduce_ex__(max(2, int(protocol)))
@@ -243,7 +243,7 @@ def _run(forward: Callable[..., Any], module: nn.Module, args: tuple[Any, ...], 
         with _MODE:
             return forward(*args, **kwargs)
     if _holds(module, dtypes, not _local.without) or _meets(args, kwargs, dtypes):
-        return _under_mode(forward, args, kwargs)
+        return _call_under_mode(forward, args, kwargs)
     if _local.without:
         return forward(*args, **kwargs)
     _local.without = True
@@ -254,7 +254,7 @@ def _run(forward: Callable[..., Any], module: nn.Module, args: tuple[Any, ...], 
 
 
 def _holds(module: nn.Module, dtypes: tuple[torch.dtype, ...], deep: bool) -> bool:
-    """Whether a module, or with `deep` one inside it, holds numbers of a dtype on the CPU."""
+    """Return whether a module, or with `deep` one inside it, holds numbers of a dtype on the CPU."""
     for one in module.modules() if deep else (module,):
         for held in (one._parameters, one._buffers):
             for x in held.values():
@@ -264,7 +264,7 @@ def _holds(module: nn.Module, dtypes: tuple[torch.dtype, ...], deep: bool) -> bo
 
 
 def _meets(args: tuple[Any, ...], kwargs: dict[str, Any], dtypes: tuple[torch.dtype, ...]) -> bool:
-    """Whether arguments or torch.autocast bring a dtype."""
+    """Return whether arguments or torch.autocast bring a dtype."""
     if torch.is_autocast_enabled("cpu") and torch.get_autocast_dtype("cpu") in dtypes:
         return True
     return any(x.dtype in dtypes and x.device.type == "cpu" for x in tensors_in((args, kwargs)))
@@ -291,11 +291,11 @@ class _Products(TorchFunctionMode):
             hooks = saved_tensor_hooks()
             # A checkpoint around the model's modules runs them again, and they come back here by themselves.
             if hooks is not None and hooks != _local.hooks:
-                capture_hooks(hooks[0], _recomputed, "hu.float32_products")
+                capture_hooks(hooks[0], _recompute_under_mode, "hu.float32_products")
         return product(function, args, kwargs)
 
 
-def _undispatched(function: Any) -> Any:
+def _skip_dispatch(function: Any) -> Any:
     """Return a function of torch.nn.functional without its own dispatch to modes."""
     scope = {**function.__globals__, "has_torch_function": _never, "has_torch_function_variadic": _never}
     return types.FunctionType(function.__code__, scope, function.__name__, function.__defaults__)
@@ -307,7 +307,7 @@ def _never(*tensors: Any) -> bool:
 
 # Those in Python that multiply more than once, by functions that the mode knows.
 _UNDISPATCHED = {
-    function: _undispatched(function)
+    function: _skip_dispatch(function)
     for name in ("multi_head_attention_forward", "linear_cross_entropy")
     if (function := getattr(nn.functional, name, None)) is not None
 }
@@ -319,34 +319,34 @@ def _is_active() -> bool:
     return any(torch._C._get_function_stack_at(k) is _MODE for k in range(count))
 
 
-def _under_mode(function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def _call_under_mode(function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Call a function under the mode, below all others: they see products of the dtypes that the model asked for."""
-    above = _popped()
+    above = _without_modes()
     _push_mode(_MODE)
-    _pushed(above)
+    _with_modes(above)
     _local.hooks = saved_tensor_hooks()
     try:
         return function(*args, **kwargs)
     finally:
         _local.hooks = None
-        above = _popped()
+        above = _without_modes()
         above.remove(_MODE)
-        _pushed(above)
+        _with_modes(above)
 
 
-def _popped() -> list[TorchFunctionMode]:
+def _without_modes() -> list[TorchFunctionMode]:
     return [_pop_mode() for _ in range(torch._C._len_torch_function_stack())]
 
 
-def _pushed(modes: list[TorchFunctionMode]) -> None:
+def _with_modes(modes: list[TorchFunctionMode]) -> None:
     for mode in reversed(modes):
         _push_mode(mode)
 
 
-def _recomputed(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Return what activation checkpointing runs again, under the mode."""
+def _recompute_under_mode(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Return a function that activation checkpointing recomputes, under the mode."""
 
     def run(*args: Any, **kwargs: Any) -> Any:
-        return function(*args, **kwargs) if _is_active() else _under_mode(function, args, kwargs)
+        return function(*args, **kwargs) if _is_active() else _call_under_mode(function, args, kwargs)
 
     return run

@@ -49,7 +49,7 @@ class ParameterRef(NamedTuple):
         return self.key in self.module._parameters
 
     def put(self, value: Tensor) -> None:
-        """Replace it in its module; by attribute, since recurrent modules keep lists of their weights and see that."""
+        """Replace the parameter in its module, by attribute, as recurrent modules keep lists of their weights."""
         setattr(self.module, self.key, value)
 
 

@@ -38,7 +38,7 @@ _watching: list[bool] = []
 
 
 def watch_checkpoints() -> None:
-    """Wrap torch's functions, now or as soon as torch imports them."""
+    """Wrap torch's checkpoint functions, now or as soon as torch imports them."""
     if not _watching:
         _watching.append(True)
         after_import("torch.distributed.checkpoint.state_dict", _complete_module)
@@ -223,7 +223,7 @@ def _own(module: nn.Module) -> list[str]:
 
 def _put_prefix(wrapper: nn.Module, state_dict: MutableMapping[str, Any], prefix: str, *rest: Any) -> None:
     """Rename auxiliary entries whose parameter has the wrapper's prefix already, so that they have it too."""
-    for name, parameter in _named(wrapper):
+    for name, parameter in _name_of_inner(wrapper):
         without = prefix + _without_prefixes(wrapper, name)
         if without == prefix + name or prefix + name not in state_dict:
             continue
@@ -234,7 +234,7 @@ def _put_prefix(wrapper: nn.Module, state_dict: MutableMapping[str, Any], prefix
                 state_dict[full] = state_dict.pop(entry)
 
 
-def _named(wrapper: nn.Module) -> Iterator[tuple[str, Tensor]]:
+def _name_of_inner(wrapper: nn.Module) -> Iterator[tuple[str, Tensor]]:
     pairs = wrapper.named_parameters(remove_duplicate=False)
     return ((name, parameter) for name, parameter in pairs if state_dict_layout(parameter) is not None)
 
@@ -283,7 +283,7 @@ def _complete_after_backward(wrapper: nn.Module, output: Any) -> None:
 
 def _complete(wrapper: nn.Module) -> None:
     with torch.no_grad():
-        for _, parameter in _named(wrapper):
+        for _, parameter in _name_of_inner(wrapper):
             plain = parameter.grad
             if type(plain) is Tensor and getattr(parameter, "gradients", None) != FIRST:
                 gradient = torch.zeros_like(parameter.detach())
@@ -292,7 +292,7 @@ def _complete(wrapper: nn.Module) -> None:
 
 
 def _refuse_dtensor(module: nn.Module, name: str, parameter: Tensor | None) -> None:
-    """Refuse a parameter that a parallel plan has split among processes (a DTensor), as it is put into a module.
+    """Refuse a parameter that a parallel plan has split (a DTensor) when it is put into a module.
 
     Raises:
         NotImplementedError: its shards have auxiliary tensors.

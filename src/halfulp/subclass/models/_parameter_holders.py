@@ -31,7 +31,7 @@ class Wrappers:
     sharded: list[nn.Module] = field(default_factory=list)
 
     def follow(self) -> None:
-        """Have fully_shard read the shards again, and pad them, as module.to() does."""
+        """Let fully_shard read and pad the shards again, as module.to() does."""
         with torch.no_grad():
             for module in self.sharded:
                 for group in shard_groups(module):
@@ -148,10 +148,10 @@ def check_overlaps(named: Named, what: str) -> None:
         together.sort(key=lambda one: one[1].data_ptr())
         for (one, first), (other, second) in itertools.pairwise(together):
             if overlap(first, second):
-                raise ValueError(_tied(one, other, first, second, what))
+                raise ValueError(_refuse_tied(one, other, first, second, what))
 
 
-def _tied(one: str, other: str, first: Tensor, second: Tensor, what: str) -> str:
+def _refuse_tied(one: str, other: str, first: Tensor, second: Tensor, what: str) -> str:
     same = (first.data_ptr(), first.shape, first.stride()) == (second.data_ptr(), second.shape, second.stride())
     how = f"two parameters over one memory (tied through .data): {what} would untie them"
     if not same:
@@ -181,7 +181,7 @@ def overlap(a: Tensor, b: Tensor) -> bool:
 
 
 def _extent(tensor: Tensor) -> int:
-    """Bytes from a tensor's first element to the end of its last."""
+    """Return the bytes from a tensor's first element to the end of its last."""
     last = sum((size - 1) * step for size, step in zip(tensor.shape, tensor.stride()))
     return (last + 1) * tensor.element_size()
 
@@ -211,7 +211,7 @@ def _check_memory(named: list[tuple[str, Tensor]], what: str) -> None:
                 continue
             for name, part in held:
                 if isinstance(x, nn.Parameter) and overlap(part, other):
-                    return _tied(name, _name_of(x), part, other, what)
+                    return _refuse_tied(name, _name_of(x), part, other, what)
                 if other.numel() > part.numel() and overlap(part, other):
                     return (
                         f"parameter {name!r} is a view into a tensor of shape {tuple(other.shape)} that is still "
@@ -295,7 +295,7 @@ def sharded_modules() -> list[nn.Module]:
 
 
 def _find_beyond_garbage(find: Callable[[], Any]) -> Any:
-    """Return what `find` finds; where it finds something, after collecting garbage, which may have been all of it."""
+    """Return what `find` finds; if it finds something, find again after garbage collection."""
     if not find():
         return None
     gc.collect()
@@ -344,7 +344,7 @@ def _sharded_around(named: list[tuple[str, Tensor]], what: str) -> Wrappers:
 
 
 def replace_data(parameter: Tensor, value: Tensor) -> None:
-    """Give a parameter other numbers of another dtype, in place: it stays the object that others hold.
+    """Give a parameter numbers of another dtype, in place: it stays the object that others hold.
 
     A gradient that waits for a step is cast to that dtype.
 
@@ -363,7 +363,7 @@ def replace_data(parameter: Tensor, value: Tensor) -> None:
 
 
 def refuses_fully_shard(kind: TensorClass) -> TensorClass:
-    """Give a tensor class, as a decorator, attributes by which fully_shard refuses it with words."""
+    """Add attributes to a tensor class by which fully_shard refuses it with a message (a decorator)."""
     # It asks for the first one before it changes a parameter, and older versions for the others after that.
     for name in ("_fsdp_orig_uid", "fsdp_pre_all_gather", "fsdp_post_all_gather"):
         setattr(kind, name, property(_refuse_fully_shard))

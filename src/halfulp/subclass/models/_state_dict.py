@@ -19,7 +19,7 @@ _first_names: dict[int, dict[int, tuple[str, int, int]]] = {}
 
 
 class StateDictLayout(NamedTuple):
-    """How one tensor class is stored in a state_dict.
+    """The entries in which one tensor class is stored in a state_dict.
 
     Attributes:
         kind: the class.
@@ -80,7 +80,7 @@ def install_check(model: nn.Module) -> None:
 
 
 def remove(module: nn.Module) -> None:
-    """Take back what `install` and `install_check` did, unless parameters of such classes are left."""
+    """Remove what `install` and `install_check` added, unless parameters of such classes are left."""
     if any(_own(inner) for inner in module.modules()):
         return
     own = (_save, _load, _check_all, _forget_missing)
@@ -119,7 +119,7 @@ def _own(module: nn.Module) -> list[tuple[str, Tensor, StateDictLayout]]:
 
 
 def _save(module: nn.Module, state_dict: dict[str, Any], prefix: str, local_metadata: dict[str, Any]) -> None:
-    """Store auxiliary tensors as entries behind their parameter; with keep_vars the parameter itself stays."""
+    """Store auxiliary tensors as entries behind their parameter; with keep_vars keep the parameter itself."""
     own = {prefix + key: (parameter, layout) for key, parameter, layout in _own(module)}
     local_metadata.update({layout.key: layout.version for _, layout in own.values()})
     last: list[tuple[str, Any]] = []
@@ -129,12 +129,14 @@ def _save(module: nn.Module, state_dict: dict[str, Any], prefix: str, local_meta
     for name, value in reversed(last):
         parameter, layout = own.get(name, (value, None))
         if layout is not None and value is not parameter and isinstance(value, layout.kind):
-            state_dict.update(_tied(layout.entries(name, value), name, parameter, state_dict))
+            state_dict.update(_share_memory(layout.entries(name, value), name, parameter, state_dict))
         else:
             state_dict[name] = value
 
 
-def _tied(entries: dict[str, Tensor], name: str, parameter: Tensor, state_dict: Mapping[str, Any]) -> dict[str, Tensor]:
+def _share_memory(
+    entries: dict[str, Tensor], name: str, parameter: Tensor, state_dict: Mapping[str, Any]
+) -> dict[str, Tensor]:
     """Return a parameter's entries, in the memory that they have under its first name in this state_dict.
 
     Savers that write shared memory once (transformers) would else write the values of a tied parameter under both names
@@ -212,7 +214,7 @@ def _load(
 
 
 def _forget_missing(module: nn.Module, incompatible: Any) -> None:
-    """Take what `_load` has loaded from the missing keys."""
+    """Remove the entries that `_load` has loaded from the missing keys."""
     for name in module.__dict__.pop(_LOADED, ()):
         if name in incompatible.missing_keys:
             incompatible.missing_keys.remove(name)

@@ -15,7 +15,7 @@ SCHEMA = 1
 
 @dataclasses.dataclass(frozen=True)
 class Evidence(FinishedTrials):
-    """What ``compare`` found: every trial with its settings, and how it was run.
+    """The results of ``compare``: every trial with its settings, and how it was run.
 
     Args:
         trials: One record per trial, ``{"settings": ..., "result": ...}``, plain data.
@@ -25,7 +25,7 @@ class Evidence(FinishedTrials):
     stem: ClassVar[str] = "compare"
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain data: the trials, and the rows computed from them."""
+        """Return the trials and the rows computed from them, as plain data."""
         return {
             "schema": SCHEMA,
             "run": self.run,
@@ -39,7 +39,7 @@ class Evidence(FinishedTrials):
 
     @classmethod
     def from_json(cls, text: str) -> "Evidence":
-        """The evidence that ``to_json`` wrote; the rows are computed again from the trials.
+        """Return the evidence that ``to_json`` wrote; the rows are computed again from the trials.
 
         Raises:
             ValueError: the text is no such JSON.
@@ -55,7 +55,7 @@ class Evidence(FinishedTrials):
             raise ValueError(f"not the JSON of a comparison: {error}") from None
 
     def table(self) -> str:
-        """The rows as text, one table per task."""
+        """Return the rows as text, one table per task."""
         return text(self)
 
     def to_html(self, path: str | os.PathLike[str]) -> None:

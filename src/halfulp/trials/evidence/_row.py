@@ -84,7 +84,7 @@ def rows(task: str, records: Sequence[Record]) -> list[Row]:
     compared = [
         _gaps(own, reference)
         for recipe, own in by_recipe.items()
-        if recipe not in (REFERENCE, TWIN) and not _diverged(own)
+        if recipe not in (REFERENCE, TWIN) and not _count_diverged(own)
     ]
     return [_row(task, recipe, own, reference, twins, compared) for recipe, own in by_recipe.items()]
 
@@ -105,7 +105,7 @@ def check(record: Record) -> None:
 
 
 def judged(record: Record) -> float | None:
-    """The loss of a trial that judges its task; None where it diverged."""
+    """Return the loss of a trial that judges its task; None where it diverged."""
     part = record["settings"]["task"]["judged_by"].removesuffix("_loss")
     loss: float | None = record["result"]["float32"][part]["loss"]
     return loss
@@ -116,8 +116,8 @@ def _gaps(own: dict[int, Record], reference: dict[int, Record]) -> list[float]:
     return [ours - theirs for ours, theirs in pairs if ours is not None and theirs is not None]
 
 
-def _diverged(own: dict[int, Record]) -> int:
-    """In how many trials the training loss or the judged loss was not finite."""
+def _count_diverged(own: dict[int, Record]) -> int:
+    """Return in how many trials the training loss or the judged loss was not finite."""
     return sum(record["result"]["diverged_at"] is not None or judged(record) is None for record in own.values())
 
 
@@ -132,7 +132,7 @@ def _row(
     results = [record["result"] for record in own.values()]
     settings = next(iter(own.values()))["settings"]["recipe"]
     losses = [judged(record) for record in own.values()]
-    diverged = _diverged(own)
+    diverged = _count_diverged(own)
     gaps = _gaps(own, reference) if not diverged else []
     baseline = _mean([judged(record) for record in reference.values()])
     alone, allowed = interval(gaps, twins, baseline or 0.0), tolerance(twins, baseline or 0.0)
@@ -146,15 +146,15 @@ def _row(
         seeds=len(results),
         diverged=diverged,
         loss=_mean(losses),
-        loss_spread=_spread(losses),
+        loss_spread=_spread_of(losses),
         gap=_mean(gaps),
-        gap_spread=_spread(gaps),
+        gap_spread=_spread_of(gaps),
         noise=limit,
         interval=alone,
         tolerance=allowed,
         verdict=_verdict(recipe, diverged, _mean(gaps), limit, alone, allowed),
         accuracy=_mean(accuracies),
-        accuracy_spread=_spread(accuracies),
+        accuracy_spread=_spread_of(accuracies),
         validation_loss=_mean([result["float32"]["validation"]["loss"] for result in results]),
         own_loss=_mean([result["own"]["loss"] for result in results]),
         own_accuracy=_mean([result["own"]["accuracy"] for result in results]),
@@ -173,7 +173,7 @@ def _row(
 
 
 def _underflow(result: dict[str, Any], which: str) -> float | None:
-    """None also where every sampled step was skipped."""
+    """Return the share of gradients that underflowed; None also where every sampled step was skipped."""
     share: float | None = result.get("underflow", {}).get(which)
     return share
 
@@ -195,7 +195,7 @@ def _mean(values: Sequence[float | None]) -> float | None:
     return statistics.fmean(known) if known and len(known) == len(values) else None
 
 
-def _spread(values: Sequence[float | None]) -> float | None:
+def _spread_of(values: Sequence[float | None]) -> float | None:
     known = [value for value in values if value is not None]
     return spread(known) if len(known) == len(values) else None
 
@@ -217,20 +217,20 @@ class FinishedTrials:
     run: dict[str, Any]
 
     def tasks(self) -> list[str]:
-        """Names of the tasks, in order."""
+        """Return the names of the tasks, in order."""
         return list(dict.fromkeys(record["settings"]["task"]["name"] for record in self.trials))
 
     def of_task(self, task: str) -> list[Record]:
-        """The trials of one task."""
+        """Return the trials of one task."""
         return [record for record in self.trials if record["settings"]["task"]["name"] == task]
 
     def rows(self, task: str | None = None) -> list[Row]:
-        """One row per recipe, of one task or of all."""
+        """Return one row per recipe, of one task or of all."""
         chosen = self.tasks() if task is None else [task]
         return [row for name in chosen for row in rows(name, self.of_task(name))]
 
     def row(self, task: str, recipe: str) -> Row:
-        """The row of one recipe on one task.
+        """Return the row of one recipe on one task.
 
         Raises:
             ValueError: it was not among those compared.

@@ -42,7 +42,7 @@ def simultaneous_quantile(seeds: int, recipes: int, level: float = 0.05) -> floa
 
 
 def _solve(low: float, seeds: int, recipes: int, scattering: int, level: float) -> float:
-    """The number at which the chance of an alarm is the level, by bisection."""
+    """Return the number at which the chance of an alarm is the level, by bisection."""
     high = 2 * low
     while _alarm(high, seeds, recipes, scattering) > level:
         high *= 2
@@ -53,7 +53,7 @@ def _solve(low: float, seeds: int, recipes: int, scattering: int, level: float) 
 
 
 def _alarm(k: float, seeds: int, recipes: int, scattering: int) -> float:
-    """How often one of ``scattering`` recipes out of all exceeds k, at most (Bonferroni)."""
+    """Bound how often one of ``scattering`` recipes exceeds k among all (Bonferroni)."""
     degrees = seeds - 1
     if scattering == 1:
         return float(_beyond(np.array([k]), degrees)[0])
@@ -64,7 +64,7 @@ def _alarm(k: float, seeds: int, recipes: int, scattering: int) -> float:
 
 @functools.lru_cache(maxsize=256)
 def _shares(degrees: int, recipes: int, scattering: int) -> tuple[Array, Array]:
-    """Values of B and their weights: Gauss-Legendre in the angle whose squared sine is B, on both sides of 1/m."""
+    """Return values of B and their weights: Gauss-Legendre in the angle with sine^2 = B, on both sides of 1/m."""
     kink = math.asin(math.sqrt(1 / recipes))
     angles, weights = [], []
     for low, high in ((0.0, kink), (kink, math.pi / 2)):
@@ -76,7 +76,7 @@ def _shares(degrees: int, recipes: int, scattering: int) -> tuple[Array, Array]:
 
 
 def _beyond(t: Array, degrees: int) -> Array:
-    """P(|t'| > t) of Student's distribution, a finite sum for whole degrees (Abramowitz, 26.7.3 and 26.7.4)."""
+    """Return P(|t'| > t) of Student's distribution, a finite sum for whole degrees (Abramowitz, 26.7.3, 26.7.4)."""
     angle = np.arctan(t / math.sqrt(degrees))
     square = np.cos(angle) ** 2
     odd = degrees % 2
@@ -104,7 +104,7 @@ _FEW = 5
 
 
 def spread(values: Sequence[float]) -> float | None:
-    """The standard deviation over seeds, n - 1 in the denominator; None for a single one.
+    """Return the standard deviation over seeds, n - 1 in the denominator; None for a single one.
 
     >>> spread([1.0, 3.0]), spread([1.0])
     (1.4142135623730951, None)
@@ -113,7 +113,7 @@ def spread(values: Sequence[float]) -> float | None:
 
 
 def interval(gaps: Sequence[float], twin_gaps: Sequence[float], reference: float) -> float | None:
-    """How far a recipe's true gap may be from the mean of its gaps, whatever else was compared: the largest of three.
+    """Return how far a recipe's true gap may be from its mean gap: the largest of three bounds.
 
     - half the 95% confidence interval of the mean of the gaps, paired by seed (Student's t);
     - the same for a mean of as many gaps that scatter about 0 as those between float32 and its twin do, whose start
@@ -137,7 +137,7 @@ def interval(gaps: Sequence[float], twin_gaps: Sequence[float], reference: float
 def noise(
     gaps: Sequence[float], twin_gaps: Sequence[float], reference: float, compared: Sequence[Sequence[float]] = ()
 ) -> float | None:
-    """How large a mean gap must be to count as one among those of all recipes compared.
+    """Return how large a mean gap must be to count as one among those of all recipes compared.
 
     At least the `interval`. Where several recipes are compared it also exceeds one of two, in standard errors of the
     mean, so that chance calls any of them worse or better in about 5% of comparisons at most, even where some recipes
@@ -183,7 +183,7 @@ def pooled_level(recipes: int) -> float:
 
 
 def pooled_spread(compared: Sequence[Sequence[float]]) -> float:
-    """The root mean square of the standard deviations of several recipes' gaps, weighted by degrees of freedom.
+    """Return the root mean square of the standard deviations of several recipes' gaps, weighted by degrees of freedom.
 
     >>> pooled_spread([[1.0, 3.0], [0.0, 0.0]])
     1.0
@@ -193,7 +193,7 @@ def pooled_spread(compared: Sequence[Sequence[float]]) -> float:
 
 
 def tolerance(twin_gaps: Sequence[float], reference: float) -> float:
-    """What a gap and its interval may come to together and still be called no difference: the larger of two.
+    """Return the sum of gap and interval that is still called no difference: the larger of two.
 
     - a hundredth of float32's loss;
     - three times the root mean square of the gaps between float32 and its twin.
@@ -207,18 +207,18 @@ def tolerance(twin_gaps: Sequence[float], reference: float) -> float:
 
 
 def _variance(gaps: Sequence[float]) -> float:
-    """As `statistics.variance`, in floats: simulations ask for millions."""
+    """Return the variance in floats, as `statistics.variance` is too slow for simulations."""
     mean = math.fsum(gaps) / len(gaps)
     return math.fsum((gap - mean) ** 2 for gap in gaps) / (len(gaps) - 1)
 
 
 def _scatter(twin_gaps: Sequence[float]) -> float:
-    """The root mean square of gaps whose true mean is 0."""
+    """Return the root mean square of gaps whose true mean is 0."""
     return math.sqrt(math.fsum(gap * gap for gap in twin_gaps) / len(twin_gaps)) if twin_gaps else 0.0
 
 
 def verdict(gap: float, noise: float | None, tolerance: float, interval: float | None = None) -> str | None:
-    """ "worse", "better", "no difference" or "unclear" for a gap in a loss (smaller is better); None without a noise.
+    """Return "worse", "better", "no difference" or "unclear" for a gap in a loss; None without a noise.
 
     A gap within its noise is no difference only where ``abs(gap) + interval`` is within the tolerance. That is said of
     one recipe, and needs no correction for the others; without an interval, the noise takes its place.

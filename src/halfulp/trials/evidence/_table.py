@@ -10,7 +10,7 @@ DASH = "–"
 
 
 def number(value: float | None, digits: int = 4, sign: bool = False) -> str:
-    """A number with fixed digits, a dash where there is none.
+    """Return a number with fixed digits, a dash where there is none.
 
     >>> number(1.23456), number(0.01, 3, sign=True), number(None)
     ('1.2346', '+0.010', '–')
@@ -23,7 +23,7 @@ def number(value: float | None, digits: int = 4, sign: bool = False) -> str:
 
 
 def with_spread(value: float | None, spread: float | None, digits: int = 4, sign: bool = False) -> str:
-    """A mean and, from two seeds on, its spread.
+    """Return a mean and, from two seeds on, its spread.
 
     >>> with_spread(1.5, 0.02, 2), with_spread(1.5, None, 2)
     ('1.50 ± 0.02', '1.50')
@@ -33,7 +33,7 @@ def with_spread(value: float | None, spread: float | None, digits: int = 4, sign
 
 
 def percent(value: float | None, digits: int = 1) -> str:
-    """A share as per cent.
+    """Return a share as per cent.
 
     >>> percent(0.515), percent(None)
     ('51.5%', '–')
@@ -42,20 +42,22 @@ def percent(value: float | None, digits: int = 1) -> str:
 
 
 def loss_name(evidence: FinishedTrials, task: str) -> str:
-    """Which loss judges the task, in words."""
+    """Return in words which loss judges the task."""
     judged_by = evidence.of_task(task)[0]["settings"]["task"]["judged_by"]
     return judged_by.replace("_", " ").replace("train ", "training ")
 
 
 def cells(evidence: FinishedTrials, row: Row) -> dict[str, str]:
-    """One row as header and text, the same in every table."""
+    """Return one row as header and text, the same in every table."""
     loss = loss_name(evidence, row.task)
     verdict = row.verdict or "needs 3 seeds"
     if row.diverged:
         verdict = f"diverged ({row.diverged} of {row.seeds})"
     reference = row.verdict == "reference"
     paper_gaps = kind_of(row.task).paper_gaps
-    scaled = {"skipped": _skipped(row), "underflow": _underflow(row)} if rounds_gradients(evidence, row.task) else {}
+    scaled = (
+        {"skipped": _format_skipped(row), "underflow": _underflow(row)} if rounds_gradients(evidence, row.task) else {}
+    )
     in_paper = {"gap in the paper": number(paper_gaps.get(row.recipe), 2, sign=True)} if paper_gaps else {}
     return {
         "recipe": row.recipe,
@@ -74,23 +76,23 @@ def cells(evidence: FinishedTrials, row: Row) -> dict[str, str]:
 
 
 def with_percent_spread(value: float | None, spread: float | None) -> str:
-    """A share and its spread as per cent."""
+    """Return a share and its spread as per cent."""
     text = percent(value)
     return text if value is None or spread is None else f"{text} ± {100 * spread:.1f}"
 
 
 def rounds_gradients(evidence: FinishedTrials, task: str) -> bool:
-    """Whether a recipe of the comparison has a format for gradients."""
+    """Return whether a recipe of the comparison has a format for gradients."""
     return any(record["settings"]["recipe"].get("gradient_format") for record in evidence.of_task(task))
 
 
 def imitated(row: Row) -> bool:
-    """Whether memory and speed are those of an imitation in float32."""
+    """Return whether memory and speed are those of an imitation in float32."""
     return any((row.emulated, row.gradient_format, row.operand_format))
 
 
 def stored_bytes(row: Row) -> float | None:
-    """Bytes per parameter as measured; of an emulated format, what its bits would take."""
+    """Return bytes per parameter as measured; of an emulated format, what its bits would take."""
     if row.emulated is None or row.bytes_per_parameter is None:
         return row.bytes_per_parameter
     return row.bytes_per_parameter * formats.get(row.emulated).bits / 32
@@ -101,7 +103,7 @@ def _bytes(row: Row) -> str:
     return f"({text})" if row.emulated else text
 
 
-def _skipped(row: Row) -> str:
+def _format_skipped(row: Row) -> str:
     return number(row.skipped, 0 if row.skipped is None or row.skipped.is_integer() else 1)
 
 
@@ -117,7 +119,7 @@ def _own(row: Row) -> str:
 
 
 def notes(evidence: FinishedTrials, task: str) -> list[str]:
-    """What a reader must know to read the table of a task."""
+    """Return what a reader must know to read the table of a task."""
     record = evidence.of_task(task)[0]
     settings, result = record["settings"], record["result"]
     target = settings["task"].get("target", "example")
@@ -165,7 +167,7 @@ def notes(evidence: FinishedTrials, task: str) -> list[str]:
 
 
 def text(evidence: FinishedTrials) -> str:
-    """All tables as aligned plain text, with their notes."""
+    """Return all tables as aligned plain text, with their notes."""
     parts = []
     for task in evidence.tasks():
         lines = [cells(evidence, row) for row in evidence.rows(task)]
@@ -182,7 +184,7 @@ KEPT = ("no difference", "better")
 
 
 def headline(evidence: FinishedTrials) -> str:
-    """Which recipe keeps float32's accuracy on every task with the fewest bytes, or that none does."""
+    """Return which recipe keeps float32's accuracy on every task with the fewest bytes, or that none does."""
     task = _largest(evidence)
     reference = evidence.row(task, REFERENCE)
     kept = [row for row in evidence.rows(task) if not row.emulated and _keeps_everywhere(evidence, row.recipe)]
@@ -202,7 +204,7 @@ def headline(evidence: FinishedTrials) -> str:
 
 
 def losers(evidence: FinishedTrials) -> list[str]:
-    """Sentences per task: who diverged, who lost most and the share of updates that were lost, who is unclear."""
+    """Return sentences per task: who diverged, who lost most and the share of updates lost, who is unclear."""
     said = []
     for task in evidence.tasks():
         rows = [row for row in evidence.rows(task) if row.verdict not in ("reference", "control")]
@@ -230,7 +232,7 @@ def losers(evidence: FinishedTrials) -> list[str]:
 
 
 def is_indication(evidence: FinishedTrials) -> bool:
-    """Whether there are too few seeds for a verdict."""
+    """Return whether there are too few seeds for a verdict."""
     return any(row.seeds < 3 for row in evidence.rows())
 
 
@@ -246,7 +248,7 @@ def _keeps_everywhere(evidence: FinishedTrials, recipe: str) -> bool:
 
 
 def _keeps(evidence: FinishedTrials, row: Row) -> bool:
-    """The verdict; from fewer than three seeds, whether the gap is under half a per cent of float32's loss."""
+    """Return the verdict; from fewer than three seeds, whether the gap is under half a per cent of float32's loss."""
     if row.verdict in ("reference", "control", "diverged"):
         return False
     if row.verdict is not None:
@@ -260,5 +262,5 @@ def _gradient_bits(row: Row) -> int:
 
 
 def _largest(evidence: FinishedTrials) -> str:
-    """The task with the most parameters."""
+    """Return the task with the most parameters."""
     return max(evidence.tasks(), key=lambda task: evidence.of_task(task)[0]["result"]["parameters"])

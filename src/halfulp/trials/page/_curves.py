@@ -38,7 +38,7 @@ _DASHES = (None, (5.0, 2.0), (1.0, 1.5), (6.0, 1.5, 1.0, 1.5))
 
 @dataclasses.dataclass(frozen=True)
 class LineStyle:
-    """How the line of one recipe is drawn.
+    """The style of one recipe's line.
 
     Attributes:
         colour: of --c0 to --c7.
@@ -52,7 +52,7 @@ class LineStyle:
 
 
 def line_styles(recipes: Sequence[str]) -> dict[str, LineStyle]:
-    """The style of each recipe of a comparison, the same in curves, key and table.
+    """Return the style of each recipe of a comparison, the same in curves, key and table.
 
     Twenty-four differ beside the reference and its twin; then they come again.
 
@@ -100,7 +100,7 @@ def task_curves(evidence: FinishedTrials, task: str) -> Curves:
 def svg(
     curves: Curves, key: str, width: float, height: float, titles: Sequence[str] = _TITLES, axis: str = "step"
 ) -> str:
-    """Panels over one axis of steps: the training loss, beneath it each recipe's difference to fp32, and, where some
+    """Draw panels over one axis of steps: the training loss, beneath it each recipe's gap to fp32, and, where some
     recipes stay much closer to it than others, theirs alone, magnified.
 
     All are means over seeds; the difference is paired, step by step and seed by seed, and shaded from the smallest
@@ -125,14 +125,14 @@ def svg(
         panels = figure.subplots(3 if near else 2, 1, sharex=True)
         styles = line_styles(list(curves))
         for index, (recipe, seeds) in enumerate(curves.items()):
-            look = _look(styles[recipe], index)
+            look = _plot_options(styles[recipe], index)
             _draw_loss(panels[0], seeds, look)
             for axes in panels[1:2] if recipe not in near else panels[1:]:
                 _draw_gap(axes, recipe, seeds, curves[REFERENCE], look, shade=axes is panels[1])
         _dress(panels, curves, titles, axis)
         target = io.StringIO()
         figure.savefig(target, format="svg", metadata={"Date": None, "Creator": None})
-    return _themed(target.getvalue(), f"{key}-{int(width)}")
+    return _theme_svg(target.getvalue(), f"{key}-{int(width)}")
 
 
 def _draw_loss(axes: Any, seeds: Mapping[int, Mapping[int, float]], look: dict[str, Any]) -> None:
@@ -161,7 +161,7 @@ def _draw_gap(
 
 
 def _near(curves: Curves) -> list[str]:
-    """The recipes that deserve a magnified panel: ten times closer to fp32 than the furthest; none if all are alike."""
+    """Return the recipes for a magnified panel, ten times closer to fp32 than the furthest; none if all are close."""
     sizes = {}
     for recipe, seeds in curves.items():
         pairs = [(points, curves[REFERENCE][seed]) for seed, points in seeds.items() if recipe != REFERENCE]
@@ -177,8 +177,8 @@ def _common(curves: Sequence[Mapping[int, float]]) -> list[int]:
     return sorted(set.intersection(*(set(points) for points in curves))) if curves else []
 
 
-def _look(style: LineStyle, index: int) -> dict[str, Any]:
-    """What matplotlib's plot takes: markers stand at places of their own, so that lines on one another still show."""
+def _plot_options(style: LineStyle, index: int) -> dict[str, Any]:
+    """Return matplotlib's plot options; markers stand at different places, so that overlapping lines show."""
     if style.colour == 0:
         return {"color": _INK, "linewidth": 3.6, "zorder": 2}
     look = {"color": _SERIES[style.colour], "linewidth": 1.3, "zorder": 4}
@@ -190,7 +190,7 @@ def _look(style: LineStyle, index: int) -> dict[str, Any]:
 
 
 def _dress(panels: Sequence[Any], curves: Curves, titles: Sequence[str], axis: str) -> None:
-    """Axes in the page's ink, a view on what matters: the start of training is cut off above."""
+    """Style axes in the page's ink, and cut off the high losses of the first steps."""
     for axes, title in zip(panels, titles):
         axes.patch.set_alpha(0)
         axes.grid(axis="y", color=_FAINT, linewidth=0.8)
@@ -212,8 +212,8 @@ def _dress(panels: Sequence[Any], curves: Curves, titles: Sequence[str], axis: s
     panels[-1].xaxis.get_major_locator().set_params(integer=True)
 
 
-def _themed(text: str, prefix: str) -> str:
-    """The bare <svg> element, ids made unique on the page, colours and fonts left to the style sheet."""
+def _theme_svg(text: str, prefix: str) -> str:
+    """Return the bare <svg> element, ids made unique on the page, colours and fonts left to the style sheet."""
     text = text[text.index("<svg") :]
     text = re.sub(r"<metadata>.*?</metadata>", "", text, flags=re.DOTALL)
     text = re.sub(r'(id="|url\(#|xlink:href="#)', rf"\g<1>{prefix}-", text)

@@ -24,7 +24,7 @@ _WIDE, _NARROW = (820, 560), (340, 560)
 
 
 def html(evidence: FinishedTrials) -> str:
-    """The page as text; it refers to nothing outside itself."""
+    """Return the page as text; it refers to nothing outside itself."""
     require("matplotlib", instead="give no out folder")
     first = evidence.trials[0]["settings"]
     return render(
@@ -64,7 +64,7 @@ def _task(evidence: FinishedTrials, task: str) -> dict[str, Any]:
 
 
 def _line(evidence: FinishedTrials, row: Row, style: LineStyle, most: float, reach: float) -> dict[str, Any]:
-    """One row for the template: the table's words, and lengths of bars in per cent."""
+    """Return one row for the template: the table's words, and lengths of bars in per cent."""
     words = cells(evidence, row)
     return {
         "row": row,
@@ -91,7 +91,7 @@ def _line(evidence: FinishedTrials, row: Row, style: LineStyle, most: float, rea
 
 
 def _curves_in_words(evidence: FinishedTrials, rows: Sequence[Row]) -> str:
-    """What the curves show, for who cannot see them."""
+    """Describe the curves in words, for readers who cannot see them."""
     steps = evidence.of_task(rows[0].task)[0]["settings"]["steps"]
     ends = (f"{row.recipe} ends at {number(row.loss)}" for row in rows if row.loss is not None)
     said = "; ".join([f"Training loss over {steps} steps, and its difference to fp32", *ends])
@@ -99,7 +99,7 @@ def _curves_in_words(evidence: FinishedTrials, rows: Sequence[Row]) -> str:
 
 
 def _gaps(evidence: FinishedTrials, row: Row) -> list[float]:
-    """The gap of each seed of a row."""
+    """Return the gap of each seed of a row."""
     losses: dict[str, dict[int, float | None]] = {row.recipe: {}, "fp32": {}}
     for record in evidence.of_task(row.task):
         recipe = record["settings"]["recipe"]["name"]

@@ -122,7 +122,7 @@ def _line(row: Mapping[str, Any], style: Any, reach: float, most: float) -> dict
 
 
 def _in_words(rows: Sequence[Mapping[str, Any]]) -> str:
-    """What the curves show, for who cannot see them."""
+    """Describe the curves in words, for readers who cannot see them."""
     ends = "; ".join(f"{row['recipe']} ends at {number(row['loss'], 4)}" for row in rows if row["loss"] is not None)
     return f"Training loss by backward pass, and its difference to fp32. {ends}. The table has the same numbers."
 

@@ -29,13 +29,13 @@ Clock = Callable[[], float]
 
 @dataclasses.dataclass(frozen=True)
 class Cost:
-    """What a trial takes on one worker: seconds per step, and seconds before the first and after the last one."""
+    """The time a trial takes on one worker: seconds per step, and seconds before the first and after the last one."""
 
     step: float
     rest: float
 
     def seconds(self, steps: int) -> float:
-        """Seconds of a whole trial.
+        """Return the seconds of a whole trial.
 
         >>> Cost(step=0.01, rest=2.0).seconds(300)
         5.0
@@ -51,13 +51,13 @@ class Probe:
 
 
 def cost_class(trial: Trial) -> str:
-    """Return what trials of about the same cost have in common: the task, the steps, dtypes and arithmetic."""
+    """Return a key of trials of about the same cost: the task, the steps, dtypes and arithmetic."""
     recipe = {name: value for name, value in trial.recipe.to_dict().items() if name not in _ALIKE}
     return json.dumps([trial.task.settings(), trial.steps, recipe], default=repr, sort_keys=True)
 
 
 def probes(trials: Sequence[Trial]) -> list[Probe]:
-    """One probe per class of cost; none of trials below ten steps, or that run in the process that asks for them."""
+    """Return one probe per class of cost; none of trials below ten steps, or that run in the asking process."""
     first: dict[str, Trial] = {}
     for trial in trials:
         if trial.steps >= _SHORTEST and not trial.task.in_process:
@@ -76,7 +76,7 @@ def measure(trial: Trial, data: Data, clock: Clock = time.perf_counter) -> Cost 
         _run(trial, data, _WARM, clock)
         begun = clock()
         marks = _run(trial, data, min(_TIMED, max(_FEWEST, trial.steps // _PART)), clock)
-        return _cost(begun, marks, clock(), _evaluated(trial, data))
+        return _cost(begun, marks, clock(), _evaluation_ratio(trial, data))
     except Exception:
         return None
 
@@ -99,8 +99,8 @@ def _run(trial: Trial, data: Data, steps: int, clock: Clock) -> list[float]:
     return marks
 
 
-def _evaluated(trial: Trial, data: Data) -> float:
-    """How many times as long as a probe a trial evaluates: all examples, twice, and perhaps those it trained on."""
+def _evaluation_ratio(trial: Trial, data: Data) -> float:
+    """Return the time of a trial's evaluations (twice all, perhaps the training data) over that of a probe's."""
     whole = max(1.0, len(data.validation[0]) / _CHUNK)
     train = len(data.train[0]) / _CHUNK if trial.task.judged_by == "train_loss" else 0.0
     return (2 * whole + train) / (2 + train)
@@ -120,7 +120,7 @@ def _own_loop(trial: Trial, data: Data, clock: Clock) -> Cost | None:
 
 
 def _cost(begun: float, marks: Sequence[float], ended: float, evaluations: float) -> Cost | None:
-    """The cost by the times at which steps began or ended, so that the first and the last bound all that were timed.
+    """Return the cost from the times at which steps began or ended, the first and last of which bound all.
 
     >>> _cost(0.0, [1.0, 1.5, 2.0, 2.5], 3.5, 3.0)
     Cost(step=0.5, rest=4.0)
@@ -193,7 +193,7 @@ def estimate(
 
 
 def makespan(seconds: Iterable[float], workers: int, busy: Sequence[float] = ()) -> float:
-    """How long workers take for jobs that are handed out in order, some workers being busy for a while.
+    """Return how long workers, some busy for a while, take for jobs that are handed out in order.
 
     >>> makespan([3.0, 1.0, 1.0, 2.0], 2), makespan([1.0], 2, busy=[5.0, 2.0]), makespan([], 2)
     (4.0, 5.0, 0.0)
@@ -206,7 +206,7 @@ def makespan(seconds: Iterable[float], workers: int, busy: Sequence[float] = ())
 
 
 class TimeLeft:
-    """How long the trials that have not finished still take, by the estimate and by how the others went.
+    """The time that unfinished trials still take, by the estimate and by how the others went.
 
     Without an estimate, or for trials that it lacks, a step is taken to last as long as those of the same task did, or
     of any.
@@ -225,26 +225,26 @@ class TimeLeft:
         self._took: dict[str, tuple[Trial, float, int]] = {}
 
     def plan(self, trials: Sequence[Trial]) -> None:
-        """Take more trials, which are not planned yet, into account."""
+        """Add more trials to the plan."""
         self._open |= {trial.key: trial for trial in trials}
 
     def take(self, found: Estimate) -> None:
-        """Go by an estimate from now on."""
+        """Use an estimate from now on."""
         self._expected |= found.of_trial
         self._workers = max(self._workers, found.workers)
 
     def start(self, trial: Trial) -> None:
-        """A worker has begun with a trial."""
+        """Note that a worker has begun with a trial."""
         self._started[trial.key], self._steps[trial.key] = self._clock(), 0
         self._workers = max(self._workers, len(self._started))
 
     def progress(self, trial: Trial, steps: int) -> None:
-        """So many steps of a trial are done."""
+        """Note that so many steps of a trial are done."""
         self._steps[trial.key] = steps
         self._took[trial.key] = (trial, self._clock() - self._started[trial.key], steps)
 
     def done(self, trial: Trial) -> None:
-        """A trial has finished, or was kept from an earlier run."""
+        """Note that a trial has finished, or was kept from an earlier run."""
         self._open.pop(trial.key, None)
         self._steps.pop(trial.key, None)
         begun = self._started.pop(trial.key, None)
@@ -252,7 +252,7 @@ class TimeLeft:
             self._took[trial.key] = (trial, self._clock() - begun, trial.steps)
 
     def seconds(self) -> float | None:
-        """Seconds until the last trial ends; None while nothing tells."""
+        """Return the seconds until the last trial ends; None while nothing tells."""
         rest: dict[str, float] = {}
         pace = self._pace()
         for key, trial in self._open.items():
@@ -277,7 +277,7 @@ class TimeLeft:
         return trial.steps * sum(seconds for _, seconds, _ in took) / steps if steps else None
 
     def _pace(self) -> float:
-        """By what the estimates are to be multiplied: what trials took so far over what was expected of them."""
+        """Return the factor of the estimates: the time that trials took over the time expected."""
         known = [
             (seconds, self._expected[key] * done / trial.steps)
             for key, (trial, seconds, done) in self._took.items()
@@ -289,7 +289,7 @@ class TimeLeft:
 
 
 def in_words(seconds: float) -> str:
-    """A duration, as exact as an estimate is.
+    """Return a duration, as exact as an estimate is.
 
     >>> in_words(3.2), in_words(44.0), in_words(171.0), in_words(9000.0)
     ('5 s', '45 s', '2.9 min', '2.5 h')

@@ -29,14 +29,14 @@ class Trial:
 
     @property
     def key(self) -> str:
-        """Its name in files and messages."""
+        """The trial's name in files and messages."""
         return f"{self.task.name}.{self.recipe.name}.seed{self.seed}"
 
     def __str__(self) -> str:
         return f"{self.task.name} · {self.recipe.name} · seed {self.seed}"
 
     def settings(self) -> dict[str, Any]:
-        """All that decides the result, as plain data; a finished trial is reused only if they are the same."""
+        """Return all that decides the result as plain data; a finished trial is reused only if it is equal."""
         import torch
 
         packages = {name: _version(name) for name in ("halfulp", "numpy", "llvmlite")}
@@ -65,7 +65,7 @@ def plan(
     size: str | None = None,
     left_out: dict[str, dict[str, str]] | None = None,
 ) -> list[Trial]:
-    """Every task x seed x recipe, ordered so that the rows of one seed finish together.
+    """Plan every task x seed x recipe, ordered so that the rows of one seed finish together.
 
     The float32 reference is always among the recipes, in front: every gap is measured against it. A pair that does
     not go together is an error, or, where there is a dict to put it into, left out: task, recipe, and why.
@@ -101,7 +101,7 @@ def plan(
 
 
 def _check_controls(recipes: Sequence[Recipe]) -> None:
-    """Every gap is measured against the reference and judged by the twin: no other recipe may bear their names."""
+    """Refuse other recipes under the names of the reference and its twin, which gaps are measured by."""
     for recipe in recipes:
         if recipe.name not in (REFERENCE, TWIN):
             continue
@@ -116,7 +116,7 @@ def _check_controls(recipes: Sequence[Recipe]) -> None:
 def _pairs(
     tasks: Sequence[Task], recipes: Sequence[Recipe], left_out: dict[str, dict[str, str]] | None
 ) -> dict[str, set[str]]:
-    """The recipes of each task, by name; what does not go together is refused, or put into ``left_out``."""
+    """Return the recipes of each task, by name; what does not go together is refused, or put into ``left_out``."""
     found: dict[str, set[str]] = {}
     for task in tasks:
         barred = {recipe.name: why for recipe in recipes if (why := _obstacle(task, recipe))}
@@ -130,7 +130,7 @@ def _pairs(
 
 
 def _obstacle(task: Task, recipe: Recipe) -> str | None:
-    """Why a recipe cannot be compared on a task; None where it can."""
+    """Return why a recipe cannot be compared on a task; None where it can."""
     if why := task.refuses(recipe):
         return why
     if hasattr(task, "trial") and recipe.gradient_format:

@@ -39,7 +39,7 @@ def how_it_ended(code: int | None) -> str:
 
 
 def is_killed(code: int | None) -> bool:
-    """Whether SIGKILL ended a process, as the system does where memory is short; Windows has none.
+    """Return whether SIGKILL ended a process, as the system does where memory is short; Windows has none.
 
     >>> is_killed(-9), is_killed(9), is_killed(None)
     (True, False, False)
@@ -48,7 +48,7 @@ def is_killed(code: int | None) -> bool:
 
 
 def main(connection: Connection, log: str) -> None:
-    """Serve trials until the parent hangs up. Whatever is printed meanwhile goes to the file ``log``.
+    """Serve trials until the parent hangs up; what is printed meanwhile goes to the file ``log``.
 
     Messages sent are ("ready", None), ("timed", cost), ("progress", (step, loss)), ("done", result) and ("failed",
     (line, trace)).
@@ -210,7 +210,7 @@ def _death(worker: _Worker) -> TrialError:
 
 @contextlib.contextmanager
 def _environment() -> Iterator[None]:
-    """One thread per process for the children, and Ctrl-C for the parent alone."""
+    """Give children one thread per process, and leave Ctrl-C to the parent."""
     before = {name: os.environ.get(name) for name in _ONE_THREAD}
     os.environ.update(dict.fromkeys(_ONE_THREAD, "1"))
     try:

@@ -52,7 +52,7 @@ class Progress:
         self.bars.stop()
 
     def __call__(self, kind: str, trial: Trial | None, content: Any) -> None:
-        """Take one event of ``compare``."""
+        """Show one event of ``compare``."""
         getattr(self, f"_{kind}")(trial, content)
 
     def _plan(self, trial: None, trials: list[Trial]) -> None:
@@ -98,7 +98,7 @@ class Progress:
             spent = self.bars.tasks[self.bars.task_ids.index(self.overall)].elapsed or 0.0
             self.bars.update(self.overall, total=spent + left, completed=spent)
 
-    def _reused(self, trial: Trial, result: Any) -> None:
+    def _note_reused(self, trial: Trial, result: Any) -> None:
         if trial.key in self.ended:
             return
         self.ended.add(trial.key)

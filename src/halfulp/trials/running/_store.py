@@ -58,7 +58,7 @@ class Store:
             self._lock.release()
 
     def begin(self, trials: Sequence[Trial], resume: bool, overwrite: bool = False) -> dict[str, dict[str, Any]]:
-        """The results that are there already, by key: none for a fresh start.
+        """Return the results that are there already, by key: none for a fresh start.
 
         Args:
             trials: of this comparison.
@@ -89,7 +89,7 @@ class Store:
         return {}
 
     def finished(self, trials: Sequence[Trial]) -> dict[str, dict[str, Any]]:
-        """The results of those of the trials that have finished, by key.
+        """Return the results of those of the trials that have finished, by key.
 
         Raises:
             ValueError: a trial that was trained under other settings, or a file that is none.
@@ -117,7 +117,7 @@ def _matching(path: Path, trial: Trial) -> dict[str, Any]:
         record = json.loads(path.read_text(encoding="utf-8"))
         settings, result = record["settings"], record["result"]
     except (OSError, ValueError, KeyError, TypeError):
-        raise ValueError(_unfinished(path)) from None
+        raise ValueError(_describe_unfinished(path)) from None
     wanted = json.loads(json.dumps(trial.settings()))
     if settings != wanted:
         where, had, has = _difference(settings, wanted)
@@ -128,16 +128,16 @@ def _matching(path: Path, trial: Trial) -> dict[str, Any]:
     try:
         check(record)
     except ValueError as error:
-        raise ValueError(_unfinished(path, f" ({error})")) from None
+        raise ValueError(_describe_unfinished(path, f" ({error})")) from None
     return result
 
 
-def _unfinished(path: Path, why: str = "") -> str:
+def _describe_unfinished(path: Path, why: str = "") -> str:
     return f"{path} is not a finished trial{why}; delete it and resume again"
 
 
 def _difference(left: Any, right: Any, path: str = "") -> tuple[str, Any, Any]:
-    """The first place where two nested settings differ.
+    """Return the first place where two nested settings differ.
 
     >>> _difference({"a": {"b": 1}}, {"a": {"b": 2}})
     ('a.b', 1, 2)

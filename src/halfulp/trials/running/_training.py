@@ -98,7 +98,7 @@ class Training:
         self._trials |= {trial.key: trial for trial in trials if trial.key in self.results}
 
     def evidence(self) -> Evidence:
-        """What all trials so far say together."""
+        """Return the evidence of all trials so far."""
         records = [
             {"settings": trial.settings(), "result": {k: v for k, v in self.results[key].items() if k != READINGS}}
             for key, trial in self._trials.items()
@@ -128,7 +128,7 @@ def training(
     overwrite: bool,
     make: type[Evidence] = Evidence,
 ) -> Generator[Training, None, None]:
-    """A block in which trials are trained; with a folder, it then holds compare.json and compare.html.
+    """Return a block in which trials are trained; with a folder, it then holds compare.json and compare.html.
 
     Args:
         out: the folder, or None.
@@ -166,4 +166,4 @@ def _work(
 
 
 def _nobody(kind: str, trial: Trial | None, content: Any) -> None:
-    """Nobody listens."""
+    """Ignore an event."""

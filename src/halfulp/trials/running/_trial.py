@@ -37,7 +37,7 @@ class Scaling:
         self._optimizer = optimizer
 
     def before(self, step: int) -> None:
-        """Before the forward pass of a step."""
+        """Prepare the forward pass of a step."""
 
     def backward(self, loss: Tensor) -> None:
         """Differentiate the loss."""
@@ -48,10 +48,10 @@ class Scaling:
         self._optimizer.step()
 
     def after(self, step: int, loss_on: LossOn, batch: Batch) -> None:
-        """After a step, with what its loss was made of."""
+        """Finish a step, given what its loss was made of."""
 
     def readings(self) -> dict[str, Any]:
-        """What a trial's result says of it."""
+        """Return the entries of the scaling in a trial's result."""
         return {}
 
 
@@ -74,7 +74,7 @@ class Rounded(Scaling):
         self._copy: nn.Module | None = None
 
     def before(self, step: int) -> None:
-        """At a sampled step, keep the model and the random state that it starts from."""
+        """Keep, at a sampled step, the model and the random state that it starts from."""
         self._copy = None
         if step % self._sample_interval == 0:
             self._copy, self._random = copy.deepcopy(self._model), torch.get_rng_state()
@@ -90,7 +90,7 @@ class Rounded(Scaling):
         self._skipped += not self._applied()
 
     def after(self, step: int, loss_on: LossOn, batch: Batch) -> None:
-        """At a sampled step, count what underflowed; what overflowed is skipped and shows nothing."""
+        """Count, at a sampled step, what underflowed; skipped steps, which overflowed, show nothing."""
         if self._copy is None or not self._applied():
             return
         with torch.random.fork_rng(devices=[]):
@@ -113,7 +113,7 @@ class Rounded(Scaling):
         }
 
     def close(self) -> None:
-        """Give the model its plain forward pass back."""
+        """Restore the model's plain forward pass."""
         self._scaler.detach()
 
     def _applied(self) -> bool:
@@ -123,7 +123,7 @@ class Rounded(Scaling):
 
 @contextlib.contextmanager
 def scaling(recipe: Recipe, model: nn.Module, optimizer: torch.optim.Optimizer, steps: int) -> Iterator[Scaling]:
-    """The recipe's way to differentiate and step, while it trains."""
+    """Return the recipe's way to differentiate and step, while it trains."""
     scaler = recipes.scaler(recipe, model)
     if scaler is None:
         yield Scaling(optimizer)
@@ -136,7 +136,7 @@ def scaling(recipe: Recipe, model: nn.Module, optimizer: torch.optim.Optimizer, 
 
 
 def _exact_zeros(model: nn.Module, loss_on: LossOn, batch: Batch) -> Zeros:
-    """Zeros of one step's gradients without rounding, by site."""
+    """Count zeros of one step's gradients without rounding, by site."""
     # Rounding to float32's own format changes nothing, and lets zeros be counted.
     plain = AdaptiveGradScaler(model, policy="constant", init_scale=1.0, format="fp32")
     plain.scale(loss_on(model, batch)).backward()
@@ -146,13 +146,13 @@ def _exact_zeros(model: nn.Module, loss_on: LossOn, batch: Batch) -> Zeros:
 
 
 def _zeros(scaler: AdaptiveGradScaler) -> Zeros:
-    """Zeros of the last measured step's gradients, as stored, and how many elements there are, by site."""
+    """Count stored zeros of the last measured step's gradients, and the elements, by site."""
     rows = [row for row in scaler.sites() if row.elements]
     return {row.site: (row.zero * row.elements, row.elements) for row in rows if row.zero is not None}
 
 
 def _share(counts: list[tuple[float, float]]) -> float:
-    """What was lost of what could be."""
+    """Return the share of lost values among those that could be lost."""
     whole = sum(could for _, could in counts)
     return sum(lost for lost, _ in counts) / whole if whole else 0.0
 
@@ -165,7 +165,7 @@ RANGES = {"bfloat16": "bf16", "float16": "fp16"}
 
 @contextlib.contextmanager
 def observing(wanted: bool, model: nn.Module, optimizer: torch.optim.Optimizer, steps: int) -> Iterator[Any]:
-    """Observe a trial, if that is wanted, at about a dozen of its steps; gives the Observation or None."""
+    """Observe a trial at about a dozen of its steps, if wanted; yield the Observation or None."""
     if not wanted:
         yield None
         return
@@ -221,7 +221,7 @@ def _noise(record: Record, one: ParameterRecord, steps: int) -> float | None:
 
 
 def _root_mean_square(histogram: dict[int, int]) -> float:
-    """Of numbers counted by their powers of two, each in the middle of its binade."""
+    """Return the root mean square of numbers counted by their powers of two, each taken as its binade's middle."""
     squares = sum(count * 4.0 ** (power + 0.5) for power, count in histogram.items())
     return math.sqrt(squares / sum(histogram.values()))
 
@@ -305,7 +305,7 @@ def run(
         if not failed:
             optimizer.eval()
         own = _NOTHING if failed else evaluate(task, model, judge, data.validation)
-    wide = _in_float32(task, blank, data, None if failed else optimizer.float32_state_dict(model))
+    wide = _score_in_float32(task, blank, data, None if failed else optimizer.float32_state_dict(model))
     parameters = sum(parameter.numel() for parameter in model.parameters())
     size = {"parameters": parameters, "targets": task.count(data.validation[1]), "data": data.note}
     watched = {READINGS: readings(seen, steps)} if seen is not None else {}
@@ -322,7 +322,7 @@ def _train(
     report: Report | None,
     scaled: Scaling,
 ) -> dict[str, Any]:
-    """The training loop: the loss curve, the time of a step, the memory, the updates lost."""
+    """Return the training loop: the loss curve, the time of a step, the memory, the updates lost."""
     rates = [group["lr"] for group in optimizer.param_groups]
     dtype = next(model.parameters()).dtype
     width = max(1, steps // POINTS)
@@ -349,17 +349,17 @@ def _train(
         seconds.append(time.process_time() - start)
         window.append(loss.item())
         if not math.isfinite(window[-1]):
-            return _course(curve, seconds, optimizer, memory, step)
+            return _describe_course(curve, seconds, optimizer, memory, step)
         scaled.after(step, loss_on, batch)
         if len(window) == width or step == steps - 1:
             curve.append([step + 1, statistics.fmean(window)])
             window = []
             if report is not None:
                 report(step + 1, curve[-1][1])
-    return _course(curve, seconds, optimizer, memory, None)
+    return _describe_course(curve, seconds, optimizer, memory, None)
 
 
-def _course(
+def _describe_course(
     curve: list[list[float]],
     seconds: list[float],
     optimizer: MeasuredOptimizer,
@@ -377,8 +377,8 @@ def _course(
     }
 
 
-def _in_float32(task: Task, blank: nn.Module, data: Data, decoded: dict[str, Tensor] | None) -> dict[str, Any]:
-    """Scores of the decoded weights in a float32 copy of the model."""
+def _score_in_float32(task: Task, blank: nn.Module, data: Data, decoded: dict[str, Tensor] | None) -> dict[str, Any]:
+    """Score the decoded weights in a float32 copy of the model."""
     if decoded is None:
         return {"validation": _NOTHING, "train": _NOTHING}
     blank.load_state_dict(decoded)
@@ -388,7 +388,7 @@ def _in_float32(task: Task, blank: nn.Module, data: Data, decoded: dict[str, Ten
 
 @torch.no_grad()
 def evaluate(task: Task, model: nn.Module, loss: Loss, part: Batch, size: int = 256) -> dict[str, float | None]:
-    """Mean loss in nats and the share of targets that the task calls hits; no share where it has no targets."""
+    """Return the mean loss in nats and the share of targets that are hits, None where the task has no targets."""
     inputs, targets = part
     dtype = next(model.parameters()).dtype
     total, right, count = 0.0, 0, 0

@@ -31,7 +31,7 @@ _POINTS = 200
 
 @dataclass(frozen=True)
 class Run:
-    """What one run of a script gave.
+    """The losses and the ending of one run of a script.
 
     Attributes:
         losses: that backward passes began with.
@@ -54,11 +54,11 @@ class Run:
     said: str = ""
 
     def how(self) -> str:
-        """How it ended, in words."""
+        """Describe how the process ended."""
         return f"{self.ended} with exit code {self.code}" if self.ended == "exited" else str(self.ended)
 
     def last_words(self) -> str:
-        """The last line that it said on stderr, which of a crash is the error."""
+        """Return the last line that it said on stderr, which of a crash is the error."""
         return (self.said.strip().splitlines() or [""])[-1].strip()
 
     def loss(self, share: float = _LAST) -> float | None:
@@ -133,7 +133,7 @@ class ScriptComparison:
         return ScriptRow(name, run.steps, loss, gap, verdict, reason, run.bytes_per_parameter)
 
     def notes(self) -> list[str]:
-        """Return what a reader has to know before the numbers."""
+        """Return notes for a reader, before the numbers."""
         said = [
             f"The loss is the mean over the last tenth of the backward passes, of one run with the script's own seeds. "
             f"A gap within {TOLERANCE:.0%} of it, or within {_SPREAD:g} times that of {TWIN}, whose start differs by "
@@ -168,7 +168,7 @@ class ScriptComparison:
         return None if run is None or run.code or run.refused else _finite(run.loss())
 
     def _spread(self) -> float | None:
-        """What counts as no difference; None where float32 and its twin do not tell."""
+        """Return the gap that counts as no difference; None where float32 and its twin do not tell."""
         reference, twin = self._loss(REFERENCE), self._loss(TWIN)
         if reference is None or twin is None:
             return None
@@ -204,7 +204,7 @@ _WORKER = "from halfulp.trials.script._worker import main; main()"
 
 
 class ScriptError(ValueError):
-    """A script that does not train as it is, or gives nothing to compare.
+    """Raised for a script that does not train unchanged, or gives nothing to compare.
 
     Attributes:
         said: what it printed to stderr.
@@ -270,7 +270,7 @@ def _run(script: str, arguments: Sequence[str], recipe: str, module: bool) -> Ru
 
 
 def _end_of(code: int) -> str:
-    """How a process ended that left no result, in words.
+    """Describe how a process ended that left no result.
 
     >>> _end_of(-9), _end_of(3)
     ('was killed by SIGKILL, as where memory is short', 'ended with exit code 3 before it could report')
@@ -281,7 +281,7 @@ def _end_of(code: int) -> str:
 
 
 def _check_reference(run: Run) -> None:
-    """The script has to train in float32 as it is, or nothing can be compared with it."""
+    """Refuse a script that does not train in float32, as nothing can be compared with it."""
     if run.refused:
         raise ScriptError(f"the script cannot be compared under recipes: {run.refused}", run.said)
     if run.code:

@@ -30,12 +30,12 @@ _IMPLEMENTATION = ("foreach", "fused", "capturable", "differentiable")
 
 
 class Refusal(BaseException):
-    """Why a recipe cannot be put into a script; no `except Exception` of the script's own is to catch it."""
+    """Raised where a recipe cannot be put into a script, past `except Exception` of the script's own."""
 
 
 @dataclass
 class Substitution:
-    """What was done to a script's models and optimizers; it keeps none of them alive.
+    """The replacements made for a script's models and optimizers; it keeps none of them alive.
 
     Attributes:
         models: that were converted.
@@ -52,12 +52,12 @@ class Substitution:
     steps: int = 0
 
     def add(self, optimizer: Any) -> None:
-        """Note an optimizer of the recipe's."""
+        """Add an optimizer of the recipe's."""
         self.optimizers.add(optimizer)
         self.made += 1
 
     def count(self, *_: Any) -> None:
-        """Hook after each step of an optimizer."""
+        """Count a step of an optimizer (a step hook)."""
         self.steps += 1
 
     def bytes_per_parameter(self) -> float | None:
@@ -68,7 +68,7 @@ class Substitution:
 
 @contextlib.contextmanager
 def substituted(recipe: Recipe) -> Iterator[Substitution]:
-    """While open, whoever makes torch.optim's SGD, Adam or AdamW gets a converted model and the recipe's optimizer.
+    """Give whoever makes torch.optim's SGD, Adam or AdamW a converted model and the recipe's optimizer.
 
     Yields:
         What was done.
@@ -106,7 +106,7 @@ def _put(classes: dict[str, Any], kinds: dict[str, Any]) -> None:
 
 
 def _noting(init: Any, known: set[type], done: Substitution) -> Any:
-    """The constructor of all optimizers, which notes those that are neither a recipe's nor torch's three."""
+    """Return the constructor of all optimizers, which notes those that are neither a recipe's nor torch's three."""
 
     @functools.wraps(init)
     def noted(optimizer: Any, *args: Any, **options: Any) -> None:
@@ -143,7 +143,7 @@ def check_supported(recipe: Recipe) -> None:
 
 
 def _class_that_makes(own: Any, recipe: Recipe, done: Substitution) -> type:
-    """A subclass of an optimizer whose call returns the recipe's; a subclass of it is an optimizer of its own.
+    """Return a subclass of an optimizer whose call returns the recipe's; a subclass of it is an optimizer of its own.
 
     Not `__new__` of torch's own class: one that was set and deleted leaves a class that takes no arguments any more.
     """
@@ -151,14 +151,14 @@ def _class_that_makes(own: Any, recipe: Recipe, done: Substitution) -> type:
     def make(cls: type, *args: Any, **options: Any) -> Any:
         if cls is not kind:
             return object.__new__(cls)
-        return _of_recipe(own, recipe, done, args, options)
+        return _make_recipe_optimizer(own, recipe, done, args, options)
 
     kind = type(own.__name__, (own,), {"__new__": make, "__module__": own.__module__, "__doc__": own.__doc__})
     return kind
 
 
-def _of_recipe(own: Any, recipe: Recipe, done: Substitution, args: tuple, options: dict[str, Any]) -> Any:
-    """The recipe's optimizer for what was to be torch's."""
+def _make_recipe_optimizer(own: Any, recipe: Recipe, done: Substitution, args: tuple, options: dict[str, Any]) -> Any:
+    """Return the recipe's optimizer for what was to be torch's."""
     given = dict(inspect.signature(own.__init__).bind(None, *args, **options).arguments)
     groups = _groups(given.pop("params"))
     model = _convert(groups, recipe, done)
@@ -166,7 +166,7 @@ def _of_recipe(own: Any, recipe: Recipe, done: Substitution, args: tuple, option
     given = {key: value for key, value in given.items() if key not in ("self", *_IMPLEMENTATION)}
     with _refusing():
         updates = recipes.assign(recipe, model)
-        split = [part for group in groups for part in _by_update(group, names, updates)]
+        split = [part for group in groups for part in _split_by_update(group, names, updates)]
         kind: Any = optim.OPTIMIZERS[own.__name__]
         made = kind(split, state_dtype=recipe_state(recipe, kind, given), **given)
     done.add(made)
@@ -174,7 +174,7 @@ def _of_recipe(own: Any, recipe: Recipe, done: Substitution, args: tuple, option
 
 
 def _converting(kind: Any, recipe: Recipe, done: Substitution) -> Any:
-    """A constructor that converts the model first; the optimizer stays torch's, and a subclass what it is."""
+    """Return a constructor that converts the model first; the optimizer stays torch's, and a subclass what it is."""
     init = kind.__init__
 
     @functools.wraps(init)
@@ -210,7 +210,7 @@ def _refusing() -> Iterator[None]:
 
 
 def _groups(params: Any) -> list[dict[str, Any]]:
-    """Param groups whose params are lists of tensors, of whatever an optimizer takes."""
+    """Return param groups whose params are lists of tensors, from whatever an optimizer takes."""
     if isinstance(params, Tensor) or not isinstance(params, Iterable):
         raise Refusal(f"the optimizer was given {type(params).__name__} for parameters")
     listed = list(params)
@@ -223,8 +223,10 @@ def _groups(params: Any) -> list[dict[str, Any]]:
     return found
 
 
-def _by_update(group: dict[str, Any], names: dict[int, str], updates: dict[str, str | None]) -> list[dict[str, Any]]:
-    """A group split by the weight updates that the recipe gives its parameters."""
+def _split_by_update(
+    group: dict[str, Any], names: dict[int, str], updates: dict[str, str | None]
+) -> list[dict[str, Any]]:
+    """Return a group split by the weight updates that the recipe gives its parameters."""
     parts: dict[str | None, list[tuple[str, Tensor]]] = {}
     for parameter in group["params"]:
         name = names[id(parameter)]

@@ -15,7 +15,7 @@ from ._statements import statements
 
 @dataclasses.dataclass(frozen=True)
 class SuiteEvidence(Evidence):
-    """What `run_suite` found: rows as of every comparison, pairs that are none and why, and the papers' statements.
+    """The results of `run_suite`: rows of every comparison, pairs left out and why, and the papers' statements.
 
     ``run`` has besides how it was run the ``suite``, the ``size``, ``left_out``: by task and recipe, why a pair has
     no trials; and ``failed``: the task, recipe, seed and error of each trial that raised.
@@ -24,12 +24,12 @@ class SuiteEvidence(Evidence):
     stem: ClassVar[str] = "evidence"
 
     def tasks(self) -> list[str]:
-        """Names of the tasks that have trials under float32: without one there is no gap."""
+        """Return the names of the tasks that have trials under float32: without one there is no gap."""
         heads = (record["settings"] for record in self.trials)
         return list(dict.fromkeys(head["task"]["name"] for head in heads if head["recipe"]["name"] == REFERENCE))
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain data; each task's and recipe's settings stand once, and of a curve its two ends."""
+        """Return plain data: each task's and recipe's settings once, and a curve's two ends."""
         shared: dict[str, dict[str, Any]] = {"tasks": {}, "recipes": {}}
         trials = []
         for record in self.trials:
@@ -64,7 +64,7 @@ class SuiteEvidence(Evidence):
 
     @classmethod
     def from_json(cls, text: str) -> "SuiteEvidence":
-        """The evidence that ``to_json`` wrote; rows and statements are computed again from the trials.
+        """Return the evidence that ``to_json`` wrote; rows and statements are computed again from the trials.
 
         Raises:
             ValueError: the text is no such JSON.

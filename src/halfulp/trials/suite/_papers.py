@@ -15,7 +15,7 @@ _TITAN = "torchtitan's NVFP4 notes, Llama 3 8B, 200M tokens"
 
 @dataclasses.dataclass(frozen=True)
 class Reported:
-    """What a paper says of a recipe on its own applications, and which verdict that would be here."""
+    """A paper's result for a recipe on its own applications, and the verdict that would match it here."""
 
     says: str
     source: str

@@ -29,12 +29,12 @@ class Section:
 
 
 def sections(evidence: FinishedTrials) -> list[Section]:
-    """Everything that the report says, in order."""
+    """Return everything that the report says, in order."""
     return [
         _overview(evidence),
         _findings(evidence),
         *(_task(evidence, task) for task in evidence.tasks()),
-        *([_failed(evidence)] if evidence.run.get("failed") else []),
+        *([_failures_section(evidence)] if evidence.run.get("failed") else []),
         _left_out(evidence),
     ]
 
@@ -59,7 +59,7 @@ def _overview(evidence: FinishedTrials) -> Section:
 
 
 def _cost(evidence: FinishedTrials) -> str:
-    """How much CPU time the training took: what a run that was resumed knows, too."""
+    """Return how much CPU time the training took, resumed runs included."""
     results = [record["result"] for record in evidence.trials]
     steps = [record["settings"]["steps"] for record in evidence.trials]
     seconds = sum(result["step_ms"] / 1000 * count for result, count in zip(results, steps))
@@ -78,7 +78,7 @@ def _task(evidence: FinishedTrials, task: str) -> Section:
     for row in evidence.rows(task):
         words = cells(evidence, row)
         if row.diverged:
-            words["verdict"] = _diverged(evidence, row)
+            words["verdict"] = _list_diverged(evidence, row)
         paper = REPORTED.get(row.recipe)
         rows.append([row.recipe, *(words[name] for name in shown), paper.says if paper else "–", _disagreement(row)])
     title = evidence.of_task(task)[0]["settings"]["task"]["title"]
@@ -86,8 +86,8 @@ def _task(evidence: FinishedTrials, task: str) -> Section:
     return Section(f"{task}: {title}", (), headers, rows, notes(evidence, task))
 
 
-def _diverged(evidence: FinishedTrials, row: Row) -> str:
-    """Which seeds diverged, and at which steps."""
+def _list_diverged(evidence: FinishedTrials, row: Row) -> str:
+    """Return which seeds diverged, and at which steps."""
     steps = [
         record["result"]["diverged_at"]
         for record in evidence.of_task(row.task)
@@ -98,7 +98,7 @@ def _diverged(evidence: FinishedTrials, row: Row) -> str:
 
 
 def _disagreement(row: Row) -> str:
-    """What our verdict has against the paper's, and the reading that says most about why."""
+    """Describe how our verdict differs from the paper's, and the reading that best explains it."""
     paper = REPORTED.get(row.recipe)
     if paper is None or row.verdict in (None, "unclear", paper.expects):
         return ""
@@ -132,20 +132,20 @@ def _left_out(evidence: FinishedTrials) -> Section:
 
 
 def failures(evidence: FinishedTrials) -> list[tuple[str, str, str, str]]:
-    """Task, recipe, seeds and error of the trials that failed, those of one error in one line."""
+    """Return task, recipe, seeds and error of failed trials, those of one error in one line."""
     seeds: dict[tuple[str, str, str], list[str]] = {}
     for one in evidence.run.get("failed", []):
         seeds.setdefault((one["task"], one["recipe"], one["why"]), []).append(str(one["seed"]))
     return [(task, recipe, ", ".join(of_seeds), why) for (task, recipe, why), of_seeds in seeds.items()]
 
 
-def _failed(evidence: FinishedTrials) -> Section:
+def _failures_section(evidence: FinishedTrials) -> Section:
     said = ["The command ended with an error because of these; a row above counts the seeds that finished."]
     return Section("Trials that failed, and why", said, ("task", "recipe", "seeds", "why"), failures(evidence))
 
 
 def markdown(evidence: FinishedTrials) -> str:
-    """The report as one Markdown file."""
+    """Return the report as one Markdown file."""
     run = evidence.run
     command = f"halfulp compare --suite {run['suite']} --size {run['size']}"
     written = f"This page is written by `{command} --data DIR --out DIR`."
@@ -153,7 +153,7 @@ def markdown(evidence: FinishedTrials) -> str:
 
 
 def body(evidence: FinishedTrials) -> str:
-    """The sections alone, for a page with a head of its own."""
+    """Return the sections alone, for a page with a head of its own."""
     parts = []
     for section in sections(evidence):
         parts += [f"## {section.title}", *section.said]
@@ -174,7 +174,7 @@ def _line(cells: Sequence[str]) -> str:
 
 
 def html(evidence: FinishedTrials) -> str:
-    """The report as one self-contained page.
+    """Return the report as one self-contained page.
 
     Raises:
         ValueError: jinja2 or matplotlib is missing.
@@ -199,7 +199,7 @@ _LINEAR, _REACH = 1.0, 100.0  # per cent of float32's loss: linear up to, and wh
 
 
 def figure(evidence: FinishedTrials, theme: str) -> str:
-    """The gap to float32 of every recipe on every task with its spread over seeds, as SVG for light or dark pages.
+    """Return an SVG of each recipe's gap to float32 on each task, with its spread over seeds, for light or dark pages.
 
     The axis is in per cent of float32's loss, linear up to 1%, logarithmic up to 100%; a cross is a divergence.
 
@@ -266,7 +266,7 @@ def _draw_task(axes: Any, rows: dict[str, Row], names: Sequence[str], colours: d
 
 
 def _recipes_in_order(evidence: FinishedTrials) -> list[str]:
-    """Every recipe but float32 itself, those of all tasks first."""
+    """Return every recipe but float32 itself, those of all tasks first."""
     common = [recipe if isinstance(recipe, str) else recipe.name for recipe in COMMON]
     found = dict.fromkeys(record["settings"]["recipe"]["name"] for record in evidence.trials)
     return [name for name in dict.fromkeys([*common, *found]) if name in found and name != "fp32"]

@@ -68,7 +68,7 @@ def plan_suite(
     tasks: Sequence[str] | None = None,
     recipes: Sequence[str] | None = None,
 ) -> tuple[list[Trial], dict[str, dict[str, str]]]:
-    """The trials of a suite, and by task and recipe why a pair is none of them.
+    """Return the trials of a suite, and by task and recipe why a pair is none of them.
 
     Raises:
         ValueError: an unknown name, or missing data.
@@ -76,12 +76,12 @@ def plan_suite(
     if suite not in SUITES:
         raise ValueError(f"no suite {suite!r}; there is {', '.join(SUITES)}")
     chosen = _chosen("task", tasks, list(TASKS))
-    everything = {_name(one): one for one in (*COMMON, *FEW_BITS, *COMPONENTS, *WIDE)}
+    everything = {_recipe_name(one): one for one in (*COMMON, *FEW_BITS, *COMPONENTS, *WIDE)}
     allowed = {"fp32", "fp32-twin", *_chosen("recipe", recipes, list(everything))}
     left_out: dict[str, dict[str, str]] = {}
     trials: list[Trial] = []
     for task in chosen:
-        names = [_name(one) for one in (*COMMON, *TASKS[task])]
+        names = [_recipe_name(one) for one in (*COMMON, *TASKS[task])]
         late = [name for name in names if size == "small" and recipes is None and name not in AT_SMALL[task]]
         barred, why = LEFT_OUT.get(task, ((), ""))
         slow = [name for name in COMPONENTS if name not in TASKS[task]]
@@ -93,7 +93,7 @@ def plan_suite(
     return trials, {task: pairs for task, pairs in left_out.items() if pairs}
 
 
-def _name(recipe: str | Recipe) -> str:
+def _recipe_name(recipe: str | Recipe) -> str:
     return recipe if isinstance(recipe, str) else recipe.name
 
 

@@ -24,7 +24,7 @@ class Statement:
 
 
 def statements(evidence: FinishedTrials) -> list[Statement]:
-    """Every statement, in the order of the papers."""
+    """Return every statement, in the order of the papers."""
     return [make(evidence) for make in _ALL]
 
 
@@ -32,7 +32,7 @@ _ALL: list[Callable[[FinishedTrials], Statement]] = []
 
 
 def _statement(claim: str, source: str) -> Callable[[Callable[[FinishedTrials], tuple[str, str]]], None]:
-    """Enter a function that gives a verdict and its numbers."""
+    """Register a function that gives a verdict and its numbers."""
 
     def enter(judge: Callable[[FinishedTrials], tuple[str, str]]) -> None:
         def make(evidence: FinishedTrials) -> Statement:
@@ -90,7 +90,7 @@ def _update_not_arithmetic(evidence: FinishedTrials) -> tuple[str, str]:
     _BF16,
 )
 def _stochastic_and_kahan(evidence: FinishedTrials) -> tuple[str, str]:
-    return _within(evidence, ("bf16-stochastic", "bf16-kahan"), accuracy=0.001, loss=0.002)
+    return _stay_within(evidence, ("bf16-stochastic", "bf16-kahan"), accuracy=0.001, loss=0.002)
 
 
 @_statement("ten bits with Kahan and stochastic rounding reach 90% on digits", "our measure of arXiv 2010.06192's idea")
@@ -107,7 +107,7 @@ def _ten_bits(evidence: FinishedTrials) -> tuple[str, str]:
 
 @_statement("float16 MCTensor weights of two and three components equal float32", _MCTENSOR)
 def _components(evidence: FinishedTrials) -> tuple[str, str]:
-    return _within(evidence, ("fp16-mc2", "fp16-mc3"), accuracy=0.001, loss=0.002)
+    return _stay_within(evidence, ("fp16-mc2", "fp16-mc3"), accuracy=0.001, loss=0.002)
 
 
 @_statement("on the linear regression, float16 MCTensor weights equal float64", _MCTENSOR)
@@ -144,7 +144,7 @@ def _two_losses(evidence: FinishedTrials) -> tuple[str, str]:
 
 @_statement("scaled FP8 products with float16 state stay within 0.3% of float32", _SCALIFY)
 def _scaled(evidence: FinishedTrials) -> tuple[str, str]:
-    return _within(evidence, ("scaled-fp8-state16",), accuracy=0.003, loss=0.003)
+    return _stay_within(evidence, ("scaled-fp8-state16",), accuracy=0.003, loss=0.003)
 
 
 @_statement("with scales that propagate, float16 needs no loss scale", _SCALIFY)
@@ -160,14 +160,14 @@ def _no_loss_scale(evidence: FinishedTrials) -> tuple[str, str]:
 
 
 def _closer(plain: Row, scaled: Row) -> bool:
-    """Whether scales take away most of what plain float16 loses."""
+    """Return whether scales take away most of what plain float16 loses."""
     if scaled.diverged or scaled.gap is None:
         return False
     return bool(plain.diverged) or plain.gap is None or scaled.gap < plain.gap / 2
 
 
 def _beside_best_constant(evidence: FinishedTrials, tasks: tuple[str, ...] | None, better: bool) -> tuple[str, str]:
-    """The adaptive recipe's loss minus the best constant scale's, seed by seed."""
+    """Return the adaptive recipe's loss minus the best constant scale's, seed by seed."""
     good, bad, told = 0, 0, []
     unclear: list[str] = []
     for task in evidence.tasks():
@@ -206,8 +206,8 @@ def _beside_best_constant(evidence: FinishedTrials, tasks: tuple[str, ...] | Non
 _TO_ZERO = "linear-regression"
 
 
-def _within(evidence: FinishedTrials, recipes: tuple[str, ...], accuracy: float, loss: float) -> tuple[str, str]:
-    """Whether recipes stay within a share of accuracy or of loss, or within the noise, on every task."""
+def _stay_within(evidence: FinishedTrials, recipes: tuple[str, ...], accuracy: float, loss: float) -> tuple[str, str]:
+    """Return whether recipes stay within a share of accuracy or of loss, or within the noise, on every task."""
     inside, unclear, outside, few, said = 0, [], [], 0, []
     for recipe in recipes:
         for row in _rows(evidence, recipe):
@@ -237,7 +237,7 @@ def _within(evidence: FinishedTrials, recipes: tuple[str, ...], accuracy: float,
 
 
 def why_worse(row: Row) -> str:
-    """The reading that says most about why a recipe lost."""
+    """Return the reading that says most about why a recipe lost."""
     if row.underflow is not None and row.underflow > 0.01:
         return f"{100 * row.underflow:.1f}% of the gradient elements underflow"
     if row.skipped:
@@ -256,7 +256,7 @@ def _majority(
 
 
 def _more(for_it: int, against: int) -> str:
-    """The verdict by the number of tasks that speak for and against a statement."""
+    """Return the verdict by the number of tasks that speak for and against a statement."""
     if for_it == against:
         return OPEN
     return CONFIRMED if for_it > against else REFUTED
@@ -276,7 +276,7 @@ def _records(evidence: FinishedTrials, task: str, recipe: str) -> list[dict]:
 
 
 def _differences(evidence: FinishedTrials, task: str, one: str, other: str) -> list[float]:
-    """The loss under one recipe minus that under another, for each seed that has both."""
+    """Return the loss under one recipe minus that under another, for each seed that has both."""
     losses = [
         {record["settings"]["seed"]: judged(record) for record in _records(evidence, task, name)}
         for name in (one, other)

@@ -37,21 +37,21 @@ class Cifar10(Task):
         object.__setattr__(self, "data", str(folder))
 
     def load(self) -> Data:
-        """All training images; of the test images the first 2,000."""
+        """Load all training images, and the first 2,000 test images."""
         train = _read(f"{self.data}/train.parquet")
         validation = _read(f"{self.data}/test.parquet", 2000)
         note = f"CIFAR-10: {len(train[1]):,} images to train on, {len(validation[1]):,} test images"
         return Data(train=train, validation=(_pixels(validation[0]), validation[1]), note=note)
 
     def model(self, data: Data, seed: int) -> nn.Module:
-        """Three stages of two convolutions, group norms instead of batch norms: no running averages."""
+        """Build three stages of two convolutions, with group norms: no running averages."""
         torch.manual_seed(seed)
         return nn.Sequential(
             *_stage(3, 16), *_stage(16, 32), *_stage(32, 64), nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(64, 10)
         )
 
     def batches(self, data: Data, seed: int, steps: int) -> Iterator[Batch]:
-        """Shuffled epochs, half of the images mirrored."""
+        """Yield shuffled epochs, half of the images mirrored."""
         generator = torch.Generator().manual_seed(seed + 7)
         for images, labels in super().batches(data, seed, steps):
             mirrored = torch.rand(len(images), generator=generator, dtype=torch.float32, device="cpu") < 0.5
@@ -59,7 +59,7 @@ class Cifar10(Task):
             yield _pixels(images), labels
 
     def rate(self, step: int, steps: int) -> float:
-        """A warm-up over a tenth of the steps, then a cosine."""
+        """Return a warm-up over a tenth of the steps, then a cosine."""
         return warm_cosine(step, steps)
 
 
@@ -72,7 +72,7 @@ def _stage(inputs: int, outputs: int) -> Iterator[nn.Module]:
 
 
 def _pixels(images: Tensor) -> Tensor:
-    """Bytes to floats of about unit spread."""
+    """Convert bytes to floats of about unit spread."""
     return (images.float() - 121.0) / 64.0
 
 
@@ -121,7 +121,7 @@ class Cifar10ResNet(Cifar10):
     stride: ClassVar[int] = 1
 
     def model(self, data: Data, seed: int) -> nn.Module:
-        """Three stages of one block, 16 to 64 channels."""
+        """Build three stages of one block, 16 to 64 channels."""
         torch.manual_seed(seed)
         stem = nn.Conv2d(3, 16, 3, self.stride, 1, bias=False), nn.GroupNorm(4, 16), nn.ReLU()
         blocks = Residual(16, 16, 1), Residual(16, 32, 2), Residual(32, 64, 2)

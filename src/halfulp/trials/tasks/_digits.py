@@ -33,7 +33,7 @@ class Digits(Task):
         return load_digits()
 
     def model(self, data: Data, seed: int) -> nn.Module:
-        """Six epochs of float32 SGD from a random start."""
+        """Train six epochs of float32 SGD from a random start."""
         torch.manual_seed(seed)
         model = network()
         optimizer = torch.optim.SGD(model.parameters(), lr=0.02, momentum=0.9)
@@ -78,7 +78,7 @@ class DigitsSlow(Digits):
 
 @dataclasses.dataclass(frozen=True)
 class DigitsFPU(Task):
-    """Forty epochs of SGD with momentum from a random start.
+    """A small classifier of digits, trained for forty epochs of SGD with momentum from a random start.
 
     Meant for the few-bit recipes (``e8m5``, ``e8m3``, ``e8m1``), which model a processor that knows no other
     format, as in "Revisiting BFloat16 Training" (arXiv 2010.06192). Differences are so large here that the accuracy

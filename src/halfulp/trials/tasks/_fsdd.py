@@ -43,7 +43,7 @@ class SpokenDigits(Task):
         object.__setattr__(self, "data", str(folder))
 
     def load(self) -> Data:
-        """Logarithms of spectra, normalized by the training part."""
+        """Load logarithms of spectra, normalized by the training part."""
         (train, labels), (validation, others) = (_read(f"{self.data}/{name}.parquet") for name in ("train", "test"))
         mean, deviation = train.mean(), train.std()
         note = f"Free Spoken Digits: {len(train):,} recordings to train on, {len(validation):,} to validate"
@@ -51,12 +51,12 @@ class SpokenDigits(Task):
         return Data(train=(next(parts), labels), validation=(next(parts), others), note=note)
 
     def model(self, data: Data, seed: int) -> nn.Module:
-        """Two convolutions of 16 and 32 channels, a recurrent layer of 64."""
+        """Build two convolutions of 16 and 32 channels and a recurrent layer of 64."""
         torch.manual_seed(seed)
         return Listener()
 
     def rate(self, step: int, steps: int) -> float:
-        """A warm-up over a tenth of the steps, then a cosine."""
+        """Return a warm-up over a tenth of the steps, then a cosine."""
         return warm_cosine(step, steps)
 
 
@@ -74,20 +74,20 @@ class Listener(nn.Module):
         self.head = nn.Linear(width, 10)
 
     def forward(self, spectra: Tensor) -> Tensor:
-        """See the class."""
+        """Return the logits of log spectra."""
         found = self.convolutions(spectra).transpose(1, 2).flatten(2)
         return self.head(self.recurrent(found).mean(1))
 
 
 def _read(path: str) -> Batch:
-    """Spectra (n, 1, FRAMES, BANDS) and labels of a file."""
+    """Read the spectra (n, 1, FRAMES, BANDS) and labels of a file."""
     recordings, labels = read_columns(path, ["audio", "label"])
     samples = [decode(f"row {row} of {path}", _samples, recording) for row, recording in enumerate(recordings)]
     return _spectra(torch.stack(samples)), torch.tensor(labels, dtype=torch.int64, device="cpu")
 
 
 def _samples(recording: dict[str, bytes]) -> Tensor:
-    """The first samples of a WAV file of 16 bits in [-1, 1], with zeros behind."""
+    """Return the first samples of a WAV file of 16 bits in [-1, 1], with zeros behind."""
     with wave.open(io.BytesIO(recording["bytes"])) as file:
         if (file.getframerate(), file.getsampwidth(), file.getnchannels()) != (RATE, 2, 1):
             raise ValueError(f"{RATE} samples of 16 bits a second on one channel are read")
@@ -106,7 +106,7 @@ def _spectra(samples: Tensor) -> Tensor:
 
 
 def _bands() -> Tensor:
-    """Triangles on the mel scale, (1 + WINDOW / 2, BANDS), O'Shaughnessy's 2595 log10(1 + f / 700)."""
+    """Return triangles on O'Shaughnessy's mel scale, 2595 log10(1 + f / 700): (1 + WINDOW / 2, BANDS)."""
     top = 2595 * torch.log10(torch.tensor(1 + RATE / 2 / 700, dtype=torch.float64, device="cpu"))
     mels = torch.linspace(0, 1, BANDS + 2, dtype=torch.float64, device="cpu") * top
     edges = 700 * (10 ** (mels / 2595) - 1)

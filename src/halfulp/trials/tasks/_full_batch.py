@@ -39,24 +39,24 @@ class FullBatch(Task):
 
     @abc.abstractmethod
     def whole(self) -> tuple[Batch, Batch]:
-        """The float64 data to train on and to validate on."""
+        """Return the float64 data to train on and to validate on."""
 
     def load(self) -> Data:
-        """The same, as float32."""
+        """Return the data in float32."""
         train, validation = ((inputs.float(), targets.float()) for inputs, targets in self.whole())
         return Data(train=train, validation=validation, note=self.note)
 
     def batches(self, data: Data, seed: int, steps: int) -> Iterator[Batch]:
-        """All the data every time."""
+        """Yield all the data every time."""
         for _ in range(steps):
             yield data.train
 
     def loss(self, logits: Tensor, targets: Tensor) -> Tensor:
-        """Mean cross-entropy of a yes-or-no question, in nats, in the type of the logits."""
+        """Return the mean cross-entropy of a yes-or-no question, in nats, in the type of the logits."""
         return F.binary_cross_entropy_with_logits(logits.squeeze(-1), targets)
 
     def right(self, logits: Tensor, targets: Tensor) -> float | None:
-        """The share of questions that are answered right."""
+        """Return the share of questions that are answered right."""
         return float(((logits.squeeze(-1) > 0) == (targets > 0.5)).double().mean())
 
     def trial(
@@ -67,7 +67,7 @@ class FullBatch(Task):
         data: Data,
         report: Callable[[int, float], None] | None = None,
     ) -> dict[str, Any]:
-        """One trial, with a trial's results."""
+        """Run one trial; return a trial's results."""
         torch.manual_seed(seed)
         start = self.model(data, seed)
         report_interval = max(1, min(50, steps // 12))
@@ -135,12 +135,12 @@ def encode(recipe: Recipe, x: Tensor) -> Tensor:
 
 
 def plain(x: Tensor) -> Tensor:
-    """The value in float64."""
+    """Return the value in float64."""
     return x.decode(torch.float64) if isinstance(x, MCTensor) else x.double()
 
 
 def decoded(model: nn.Module, optimizer: MeasuredOptimizer) -> dict[str, Tensor]:
-    """The weights in float64, with what the optimizer keeps beside them."""
+    """Return the weights in float64, with what the optimizer keeps beside them."""
     if any(isinstance(parameter, MCTensor) or parameter.dtype == torch.float64 for parameter in model.parameters()):
         return {name: plain(parameter.detach()) for name, parameter in model.named_parameters()}
     return {name: value.double() for name, value in optimizer.float32_state_dict(model).items()}
@@ -160,7 +160,7 @@ class LinearRegression(FullBatch):
     note: ClassVar[str] = "10 equations in 5 unknowns, all drawn from N(-1, 1.5)"
 
     def whole(self) -> tuple[Batch, Batch]:
-        """NumPy's generator of 1234; there is nothing else to validate on."""
+        """Draw the data from NumPy's generator of seed 1234; the same data validate."""
         import numpy as np
 
         random = np.random.RandomState(1234)
@@ -176,11 +176,11 @@ class LinearRegression(FullBatch):
         return layer
 
     def loss(self, logits: Tensor, targets: Tensor) -> Tensor:
-        """The mean square of the residuals, in the type of the logits."""
+        """Return the mean square of the residuals, in the type of the logits."""
         return (logits.squeeze(-1) - targets).square().mean()
 
     def right(self, logits: Tensor, targets: Tensor) -> float | None:
-        """There is none."""
+        """Return None: a regression has no right answers."""
         return None
 
 
@@ -198,11 +198,11 @@ class Logistic(FullBatch):
     note: ClassVar[str] = "1,000 points of scikit-learn's make_classification, 670 to train on"
 
     def whole(self) -> tuple[Batch, Batch]:
-        """The first draw that one coordinate separates, split once and for all."""
+        """Return the first draw that one coordinate separates, split once and for all."""
         return _separable()
 
     def model(self, data: Data, seed: int) -> nn.Module:
-        """Small weights."""
+        """Start from small weights."""
         return _linear(data.train[0].shape[1], seed)
 
 
@@ -219,7 +219,7 @@ class CancerLogistic(Logistic):
     note: ClassVar[str] = "scikit-learn's breast cancer data: 455 patients to train on, 114 to validate"
 
     def whole(self) -> tuple[Batch, Batch]:
-        """Thirty features of mean 0 and deviation 1 over the training part."""
+        """Return thirty features of mean 0 and deviation 1 over the training part."""
         return _cancer()
 
 
@@ -234,7 +234,7 @@ class CancerMLP(CancerLogistic):
     sizes: ClassVar[dict[str, int]] = {"smoke": 20, "small": 300}
 
     def model(self, data: Data, seed: int) -> nn.Module:
-        """Weights uniform within 1 / sqrt(width), the last within 0.1."""
+        """Draw weights uniformly within 1 / sqrt(width), the last within 0.1."""
         generator = torch.Generator().manual_seed(seed)
         widths, ends = (30, 128, 64, 1), (128**-0.5, 64**-0.5, 0.1)
         layers = [nn.Linear(a, b, bias=False) for a, b in itertools.pairwise(widths)]

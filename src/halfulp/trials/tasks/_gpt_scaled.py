@@ -46,7 +46,7 @@ class ScaledGPT(Text):
     )
 
     def model(self, data: Data, seed: int) -> nn.Module:
-        """Width 128, three layers, four heads."""
+        """Build a GPT of width 128, three layers, four heads."""
         torch.manual_seed(seed)
         vocabulary = int(max(data.train[0].max(), data.validation[0].max())) + 1
         return GPT(vocabulary, width=128, layers=3, heads=4, time=TIME, block=FusedBlock)

@@ -56,7 +56,7 @@ class Mammals(Task):
         object.__setattr__(self, "data", str(folder))
 
     def load(self) -> Data:
-        """The edges, and of every edge a fixed set of negatives to validate on."""
+        """Return the edges, and of every edge a fixed set of negatives to validate on."""
         edges, names = self.edges()
         sets = RankingSets(edges, len(names), OTHERS, self.batch)
         fixed = sets.draw(edges, torch.Generator().manual_seed(0))
@@ -65,26 +65,26 @@ class Mammals(Task):
         return Data(train=(fixed, targets), validation=(fixed, targets), note=note)
 
     def edges(self) -> tuple[Tensor, list[str]]:
-        """Every edge from a synset to one that it is a kind of, int64 (E, 2), and the synsets' names."""
+        """Return every edge from a synset to one that it is a kind of, int64 (E, 2), and the synsets' names."""
         columns = read_columns(f"{self.data}/closure.parquet", ["id1", "id2"])
         numbers: dict[str, int] = {}
         edges = [[numbers.setdefault(name, len(numbers)) for name in pair] for pair in zip(*columns)]
         return torch.tensor(edges, dtype=torch.int64, device="cpu"), list(numbers)
 
     def model(self, data: Data, seed: int) -> "Points":
-        """Points within 1e-4 of (0, 1)."""
+        """Draw points within 1e-4 of (0, 1)."""
         generator = torch.Generator().manual_seed(seed)
         count = 1 + int(data.train[0][:, :2].max())
         around = torch.rand(count, 2, generator=generator, dtype=torch.float32, device="cpu") * 2 - 1
         return Points(1e-4 * around + torch.tensor([0.0, 1.0], dtype=torch.float32, device="cpu"))
 
     def batches(self, data: Data, seed: int, steps: int) -> Iterator[Batch]:
-        """Shuffled epochs, each with negatives of its own; in the burn-in popular ones."""
+        """Yield shuffled epochs, each with negatives of its own; in the burn-in popular ones."""
         for sets in self.sets(data.train[0][:, :2], seed, steps):
             yield sets, torch.zeros(len(sets), dtype=torch.long, device="cpu")
 
     def sets(self, edges: Tensor, seed: int, steps: int) -> Iterator[Tensor]:
-        """The batches without their targets."""
+        """Return the batches without their targets."""
         drawn = RankingSets(edges, 1 + int(edges.max()), OTHERS, self.batch)
         generator = torch.Generator().manual_seed(seed)
         done = 0
@@ -95,11 +95,11 @@ class Mammals(Task):
                 done += 1
 
     def rate(self, step: int, steps: int) -> float:
-        """A hundredth during the first fiftieth of the steps (20 epochs of 1,000)."""
+        """Return a hundredth during the first fiftieth of the steps (20 epochs of 1,000)."""
         return 0.01 if step < BURN_IN * steps else 1.0
 
     def refuses(self, recipe: Recipe) -> str | None:
-        """Why a recipe cannot be trained; None where it can."""
+        """Return why a recipe cannot be trained; None where it can."""
         return _refusal(recipe)
 
     def trial(
@@ -110,7 +110,7 @@ class Mammals(Task):
         data: Data,
         report: Callable[[int, float], None] | None = None,
     ) -> dict[str, Any]:
-        """One trial, with a trial's results and in them `map` and `mean_rank`.
+        """Run one trial; return a trial's results with `map` and `mean_rank`.
 
         Raises:
             ValueError: a recipe with 16-bit points, or with a weight update.
@@ -172,7 +172,7 @@ class Points(nn.Module):
 
 
 def _refusal(recipe: Recipe) -> str | None:
-    """Why a recipe is none for points; None where it is."""
+    """Return why a recipe cannot train points; None where it can."""
     others = (recipe.weight_update, recipe.format, recipe.emulate, recipe.payload, recipe.operand_format)
     if recipe.param_dtype not in (None, *_DTYPES) or recipe.gradient_format or any(others):
         return "moves float32 or float64 points, plain or with components, along geodesics"
@@ -195,7 +195,7 @@ def start(recipe: Recipe, points: Tensor, seed: int) -> nn.Parameter:
 
 
 def scored(points: Tensor, edges: Tensor) -> dict[str, float]:
-    """The mean average precision, the mean rank, and the ranking loss of all edges against all other nodes."""
+    """Return the mean average precision, the mean rank, and the ranking loss of all edges against all other nodes."""
     found = reconstruction(points, edges)
     return {
         "loss": whole_loss(points, edges),

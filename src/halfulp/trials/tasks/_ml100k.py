@@ -21,7 +21,7 @@ LIKED = 4  # of five stars
 
 @dataclasses.dataclass(frozen=True)
 class MovieLens(Task):
-    """Whether a rating is four stars or more, of a tenth of all ratings; needs ``data``.
+    """Predicts whether a rating is four stars or more, from a tenth of all ratings; needs ``data``.
 
     "Revisiting BFloat16 Training" (arXiv 2010.06192) trains DLRM (Naumov et al., arXiv 1906.00091) on clicks with
     plain SGD; this is its kind at a size for two cores: embeddings of what has no order, a network for what has, the
@@ -43,7 +43,7 @@ class MovieLens(Task):
         object.__setattr__(self, "data", str(find("ml100k", self.data, _FILES, _HOW, self.name)))
 
     def load(self) -> Data:
-        """Rows of whole numbers: user, film, occupation, gender, age, year and genres; split once and for all."""
+        """Load rows of integers: user, film, occupation, gender, age, year and genres, in a fixed split."""
         users, people = _table(f"{self.data}/users.parquet", ["user_id", "occupation", "gender", "age"])
         items, films = _table(f"{self.data}/items.parquet", ["item_id", "title", "genres"])
         columns = read_columns(f"{self.data}/ratings.parquet", ["user_id", "item_id", "rating"])
@@ -67,13 +67,13 @@ class MovieLens(Task):
         return Data(train=train, validation=validation, note=note)
 
     def model(self, data: Data, seed: int) -> nn.Module:
-        """Sixteen numbers for everything."""
+        """Build embeddings of sixteen numbers for everything."""
         torch.manual_seed(seed)
         largest = torch.cat([data.train[0], data.validation[0]])[:, :4].amax(0)
         return RankingNetwork([1 + int(number) for number in largest])
 
     def rate(self, step: int, steps: int) -> float:
-        """A warm-up over a tenth of the steps, then a cosine."""
+        """Return a warm-up over a tenth of the steps, then a cosine."""
         return warm_cosine(step, steps)
 
 
@@ -101,13 +101,13 @@ class RankingNetwork(nn.Module):
 
 
 def _table(path: str, columns: list[str]) -> tuple[dict[int, int], list[tuple[Any, ...]]]:
-    """The rows of a table, and the place of each by the number in its first column."""
+    """Return the rows of a table, and the place of each by the number in its first column."""
     rows = list(zip(*read_columns(path, columns)))
     return {row[0]: place for place, row in enumerate(rows)}, rows
 
 
 def _year(title: str) -> int:
-    """The year at the end of a film's title, 1980 where there is none.
+    """Return the year at the end of a film's title, 1980 where there is none.
 
     >>> _year("Toy Story (1995)"), _year("unknown")
     (1995, 1980)

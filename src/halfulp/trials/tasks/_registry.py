@@ -37,7 +37,7 @@ _TASKS: dict[str, str | type[Task]] = {
 
 
 def names() -> list[str]:
-    """The names of all tasks.
+    """Return the names of all tasks.
 
     >>> names()[-4:]
     ['linear-regression', 'logistic', 'cancer-logistic', 'cancer-mlp']
@@ -46,7 +46,7 @@ def names() -> list[str]:
 
 
 def get(task: str | Task, data: str | None = None) -> Task:
-    """The task of that name; a Task is returned as it is.
+    """Return the task of that name; a Task is returned as it is.
 
     Args:
         task: A name, or a Task.
@@ -66,14 +66,14 @@ def get(task: str | Task, data: str | None = None) -> Task:
 
 
 def kind_of(name: str) -> type[Task]:
-    """The class of the task of that name; of a task that is not one of these, their base."""
+    """Return the class of the task of that name; of a task that is not one of these, their base."""
     from ._task import Task
 
     return _class(name) if name in _TASKS else Task
 
 
 def register(kind: TaskClass) -> TaskClass:
-    """Make a task known by its name, to comparisons and to the command line; a decorator of its class.
+    """Register a task class under its name, for comparisons and the command line (a decorator).
 
     Worker processes import the class from its module, which a script of its own, an installed package or a file that
     `halfulp --extension` names is.

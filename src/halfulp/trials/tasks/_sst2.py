@@ -44,7 +44,7 @@ class SST2(Task):
         object.__setattr__(self, "data", str(folder))
 
     def load(self) -> Data:
-        """Words that occur twice or more in the training sentences are the vocabulary."""
+        """Load sentences, with the words that occur twice or more in training as the vocabulary."""
         parts = [read_columns(f"{self.data}/{name}.parquet", ["sentence", "label"]) for name in ("train", "validation")]
         counts = collections.Counter(word for sentence in parts[0][0] for word in sentence.split())
         words = sorted(word for word, count in counts.items() if count > 1)
@@ -56,12 +56,12 @@ class SST2(Task):
         return Data(train=train, validation=validation, note=note)
 
     def model(self, data: Data, seed: int) -> nn.Module:
-        """Width 64, two layers, four heads."""
+        """Build a transformer of width 64, two layers, four heads."""
         torch.manual_seed(seed)
         return Encoder(1 + int(data.train[0].max()))
 
     def rate(self, step: int, steps: int) -> float:
-        """A warm-up over a tenth of the steps, then a cosine."""
+        """Return a warm-up over a tenth of the steps, then a cosine."""
         return warm_cosine(step, steps)
 
 
@@ -87,7 +87,7 @@ class Encoder(nn.Module):
 
 
 def _encode(sentences: list[str], labels: list[int], vocabulary: dict[str, int]) -> Batch:
-    """Sentences as numbers (n, TIME), cut or padded, and their labels.
+    """Encode sentences as numbers (n, TIME), cut or padded, and their labels.
 
     >>> _encode(["a film , a film"], [1], {"a": 3, "film": 4})[0][0, :8]
     tensor([1, 3, 4, 2, 3, 4, 0, 0])

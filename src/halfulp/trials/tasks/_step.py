@@ -82,36 +82,36 @@ class Step(Task):
         vars(self).update(name=name, rule=rule, hyper=hyper, steps=steps)
 
     def load(self) -> Data:
-        """Numbers of the batches that it is judged on."""
+        """Return the numbers of the batches that the step is judged on."""
         numbers = torch.arange(self._judged, dtype=torch.int64, device="cpu")
         return Data(train=(numbers, numbers), validation=(numbers, numbers), note="batches of a step of one's own")
 
     def model(self, data: Data, seed: int) -> nn.Module:
-        """A copy of the model, or the model of a seed."""
+        """Return a copy of the model, or the model of a seed."""
         return copy.deepcopy(self._model) if isinstance(self._model, nn.Module) else self._model(seed)
 
     def batches(self, data: Data, seed: int, steps: int) -> Iterator[Batch]:
-        """The numbers of a seed's batches."""
+        """Return the numbers of a seed's batches."""
         for number in range(seed * steps, (seed + 1) * steps):
             index = torch.tensor(number, dtype=torch.int64, device="cpu")
             yield index, index
 
     def outputs(self, model: nn.Module, inputs: Tensor) -> Tensor:
-        """The loss of a training step, or the losses of several batches that are judged."""
+        """Return the loss of a training step, or the losses of several batches that are judged."""
         if inputs.ndim == 0:
             return _scalar(self._step(model, int(inputs)), "step")
         return torch.stack([_scalar(self._judge(model, number), "judge").float() for number in inputs.tolist()])
 
     def loss(self, logits: Tensor, targets: Tensor) -> Tensor:
-        """The loss itself, or the mean of several."""
+        """Return the loss itself, or the mean of several."""
         return logits.mean() if logits.ndim else logits
 
     def hits(self, logits: Tensor, targets: Tensor) -> Tensor:
-        """No batch has anything to be right about."""
+        """Return False for every target, as no batch has a right answer."""
         return torch.zeros_like(targets, dtype=torch.bool)
 
     def rate(self, step: int, steps: int) -> float:
-        """The learning rate's share."""
+        """Return the learning rate's share."""
         return 1.0 if self._rate is None else float(self._rate(step, steps))
 
 

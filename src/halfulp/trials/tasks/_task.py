@@ -20,7 +20,7 @@ SIZES = ("smoke", "small", "full")
 
 @dataclasses.dataclass(frozen=True)
 class Data:
-    """What a task trains on and is judged on; each part is a pair of inputs and integer targets.
+    """The data that a task trains on and is judged on: pairs of inputs and integer targets.
 
     ``note`` says in words what it is, for reports.
     """
@@ -68,11 +68,11 @@ class Task(abc.ABC):
 
     @abc.abstractmethod
     def load(self) -> Data:
-        """The data, the same at every call."""
+        """Return the data, the same at every call."""
 
     @abc.abstractmethod
     def model(self, data: Data, seed: int) -> nn.Module:
-        """The float32 model that training starts from, a function of the seed alone."""
+        """Return the float32 model that training starts from, a function of the seed alone."""
 
     def batches(self, data: Data, seed: int, steps: int) -> Iterator[Batch]:
         """``steps`` batches: shuffled epochs, in an order that the seed alone decides."""
@@ -87,35 +87,35 @@ class Task(abc.ABC):
             yield inputs[chosen], targets[chosen]
 
     def outputs(self, model: nn.Module, inputs: Tensor) -> Any:
-        """What the losses are computed from: what the model returns for a batch's inputs."""
+        """Return what the losses are computed from: what the model returns for a batch's inputs."""
         return model(inputs)
 
     def loss(self, logits: Tensor, targets: Tensor) -> Tensor:
-        """Mean cross-entropy in nats, computed in float32 in every recipe."""
+        """Return the mean cross-entropy in nats, computed in float32 in every recipe."""
         return F.cross_entropy(logits.float().flatten(0, -2), targets.flatten())
 
     def judge(self, logits: Tensor, targets: Tensor) -> Tensor:
-        """The mean loss that a trial is judged by, in nats: what is trained on unless overridden."""
+        """Return the mean loss that a trial is judged by, in nats: what is trained on unless overridden."""
         return self.loss(logits, targets)
 
     def hits(self, logits: Tensor, targets: Tensor) -> Tensor:
-        """For accuracy: a Boolean per target, whether it is the one that the model ranks first."""
+        """Return a boolean per target, whether it is the one that the model ranks first, for accuracy."""
         return logits.argmax(-1) == targets
 
     def count(self, targets: Tensor) -> int:
-        """How many Booleans ``hits`` gives."""
+        """Return how many booleans ``hits`` gives."""
         return targets.numel()
 
     def refuses(self, recipe: Recipe) -> str | None:
-        """Why a recipe is none for this task, after the words "the task"; None where it is one."""
+        """Return why a recipe cannot run this task, after the words "the task"; None where it can."""
         return None
 
     def rate(self, step: int, steps: int) -> float:
-        """The learning rate at a step as a share of ``hyper["lr"]``: constant unless overridden."""
+        """Return the learning rate at a step as a share of ``hyper["lr"]``: constant unless overridden."""
         return 1.0
 
     def steps_of(self, size: str | None) -> int:
-        """How many steps a trial of a size has; None is the default.
+        """Return how many steps a trial of a size has; None is the default.
 
         Raises:
             ValueError: there is no such size.
@@ -126,7 +126,7 @@ class Task(abc.ABC):
         return self.sizes.get(size or "", min(whole, 12) if size == "smoke" else whole)
 
     def settings(self) -> dict[str, Any]:
-        """Everything that decides a trial's result apart from recipe, seed and length, as plain data."""
+        """Return all that decides a trial's result apart from recipe, seed and length, as plain data."""
         own: dict[str, Any] = (
             {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
             if (dataclasses.is_dataclass(self))
@@ -145,7 +145,7 @@ class Task(abc.ABC):
 
 
 def warm_cosine(step: int, steps: int, warm: float = 0.1, last: float = 0.01) -> float:
-    """A linear rise over the first tenth of the steps, times half a cosine from 1 down to ``last``.
+    """Return a linear rise over the first tenth of the steps, times half a cosine from 1 down to ``last``.
 
     The rise matters for a comparison: Adam's first steps are the sign of the gradient, so that without it the
     smallest rounding of a gradient moves a weight by a whole learning rate, and every recipe runs off on a path of

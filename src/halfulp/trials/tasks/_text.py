@@ -21,7 +21,7 @@ _HOW = (
 
 
 class CharacterGPT(Task):
-    """What every character-level task shares; a subclass says where the text comes from."""
+    """The base of character-level tasks; a subclass says where the text comes from."""
 
     rule: ClassVar[str] = "AdamW"
     hyper: ClassVar[dict[str, Any]] = {"lr": 1e-3, "betas": (0.9, 0.999), "weight_decay": 0.1}
@@ -32,12 +32,12 @@ class CharacterGPT(Task):
     time: ClassVar[int] = TIME
 
     def model(self, data: Data, seed: int) -> nn.Module:
-        """A quarter of a million parameters: width 96, two layers, four heads."""
+        """Build a GPT of width 96, two layers, four heads: a quarter of a million parameters."""
         torch.manual_seed(seed)
         return GPT(int(max(data.train[0].max(), data.validation[0].max())) + 1, time=TIME)
 
     def batches(self, data: Data, seed: int, steps: int) -> Iterator[Batch]:
-        """Windows of characters at random places of the training text."""
+        """Yield windows of characters at random places of the training text."""
         stream = data.train[0]
         window = torch.arange(self.time, dtype=torch.int64, device="cpu")
         generator = torch.Generator().manual_seed(seed)
@@ -48,7 +48,7 @@ class CharacterGPT(Task):
             yield stream[places], stream[places + 1]
 
     def rate(self, step: int, steps: int) -> float:
-        """A warm-up over a tenth of the steps, then a cosine."""
+        """Return a warm-up over a tenth of the steps, then a cosine."""
         return warm_cosine(step, steps)
 
 
@@ -62,14 +62,14 @@ class Text(CharacterGPT):
     title: ClassVar[str] = "character-level GPT on the help pages of Python"
 
     def load(self) -> Data:
-        """The first nine tenths train, the last tenth validates."""
+        """Load text: the first nine tenths train, the last tenth validates."""
         from pydoc_data import topics
 
         return characters("\n".join(topics.topics.values()), "pydoc_data.topics of this Python")
 
 
 def characters(text: str, source: str, time: int = TIME, most: int | None = None) -> Data:
-    """Text as character ids: a training stream, and validation windows that do not overlap, at most so many."""
+    """Convert text to character ids: a training stream, and at most so many disjoint validation windows."""
     alphabet = {character: index for index, character in enumerate(sorted(set(text)))}
     ids = torch.tensor([alphabet[character] for character in text], dtype=torch.int64, device="cpu")
     split = len(ids) * 9 // 10
@@ -103,7 +103,7 @@ class TinyShakespeare(CharacterGPT):
         object.__setattr__(self, "data", str(find("tinyshakespeare", self.data, ("input.txt",), _HOW, self.name)))
 
     def load(self) -> Data:
-        """The first nine tenths train; of the last tenth, 256 windows validate."""
+        """Load text: the first nine tenths train; of the last tenth, 256 windows validate."""
         path = Path(self.data or "", "input.txt")
         return characters(decode(str(path), bytes.decode, path.read_bytes()), "tinyshakespeare", self.time, 256)
 
@@ -119,6 +119,6 @@ class TinyShakespeareLSTM(TinyShakespeare):
     time: ClassVar[int] = 32
 
     def model(self, data: Data, seed: int) -> nn.Module:
-        """Width 128."""
+        """Build an LSTM of width 128."""
         torch.manual_seed(seed)
         return CharacterLSTM(int(max(data.train[0].max(), data.validation[0].max())) + 1)

@@ -48,7 +48,7 @@ class TwoHeads(Task):
     target: ClassVar[str] = "image"
 
     def load(self) -> Data:
-        """Every digit at four places; validation on digits that are not trained on."""
+        """Place every digit at four positions; validate on digits that are not trained on."""
         digits = load_digits()
         generator = torch.Generator().manual_seed(0)
         train, validation = (placed(*part, generator) for part in (digits.train, digits.validation))
@@ -56,31 +56,31 @@ class TwoHeads(Task):
         return Data(train=train, validation=validation, note=note)
 
     def model(self, data: Data, seed: int) -> nn.Module:
-        """A random start; boxes start in the middle of the page."""
+        """Return a random start; boxes start in the middle of the page."""
         torch.manual_seed(seed)
         return Detector()
 
     def loss(self, logits: Tensor | Found, targets: Tensor) -> Tensor:
-        """Both heads' losses; see the class."""
+        """Return the weighted sum of both heads' losses."""
         boxes, classes = logits
         return (boxes - targets[:, 1:]).square().sum() + WEIGHT * F.cross_entropy(classes, cells(targets))
 
     def judge(self, logits: Tensor | Found, targets: Tensor) -> Tensor:
-        """Both heads in nats; see the class."""
+        """Return both heads' loss in nats."""
         boxes, classes = logits
         distance = (boxes - targets[:, 1:]).abs().mean() / STRIDE
         return F.nll_loss(image_classes(classes), targets[:, 0]) + distance
 
     def hits(self, logits: Tensor | Found, targets: Tensor) -> Tensor:
-        """Whether the image's class is right."""
+        """Return whether the image's class is right."""
         return image_classes(logits[1]).argmax(1) == targets[:, 0]
 
     def count(self, targets: Tensor) -> int:
-        """Images."""
+        """Return the number of images, each of which is one hit or miss."""
         return len(targets)
 
     def rate(self, step: int, steps: int) -> float:
-        """A warm-up over a tenth of the steps, then a cosine."""
+        """Return a warm-up over a tenth of the steps, then a cosine."""
         return warm_cosine(step, steps)
 
 
@@ -103,7 +103,7 @@ class Detector(nn.Module):
         )
 
     def forward(self, images: Tensor) -> Found:
-        """See the class."""
+        """Return the class scores and boxes of images."""
         found = self.trunk(images)
         return (STRIDE * self.box(found)).float(), self.classes(found).float()
 
@@ -115,12 +115,12 @@ def _layer(inputs: int, outputs: int) -> Iterator[nn.Module]:
 
 
 def image_classes(classes: Tensor) -> Tensor:
-    """Log-probabilities (batch, 10) of an image's digit: each digit's over all cells, the background left out."""
+    """Return log-probabilities (batch, 10) of an image's digit over all cells, the background left out."""
     return classes.log_softmax(1).flatten(2)[:, 1:].logsumexp(2).log_softmax(1)
 
 
 def cells(targets: Tensor) -> Tensor:
-    """The class of every cell, (batch, 24, 24): 1 + the digit where its middle is in the box, else 0.
+    """Return the class of every cell, (batch, 24, 24): 1 + the digit where its middle is in the box, else 0.
 
     >>> cells(torch.tensor([[7, 48, 48, 8, 16]]))[0, 9:13, 10:14]
     tensor([[0, 0, 0, 0],
@@ -135,7 +135,7 @@ def cells(targets: Tensor) -> Tensor:
 
 
 def placed(images: Tensor, labels: Tensor, generator: torch.Generator) -> Batch:
-    """Digits of 8x8 pixels (n, 64) on pages: images (4 n, 1, 24, 24), and targets (4 n, 5) in pixels of the page.
+    """Place digits of 8x8 pixels (n, 64) on pages: images (4 n, 1, 24, 24), targets (4 n, 5) in page pixels.
 
     A target is the digit and its box: middle across, middle down, width and height, from 8 to 16 cells.
     """

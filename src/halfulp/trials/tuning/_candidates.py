@@ -156,7 +156,7 @@ def ladder(
         if wide is not None:
             out.append(Candidate(probe, costs.of(probe), why=wide))
             continue
-        found += _of_dtype(costs, observed[dtype]["parameters"], probe)
+        found += _candidates_of_dtype(costs, observed[dtype]["parameters"], probe)
     by_cost: dict[tuple[float, object], Candidate] = {}
     known = recipes.names()
     for candidate in sorted(found, key=lambda one: (one.bytes_per_parameter, one.recipe.name not in known)):
@@ -166,7 +166,7 @@ def ladder(
     return list(by_cost.values()), out
 
 
-def _of_dtype(costs: Costs, observed: Mapping[str, Any], probe: Recipe) -> list[Candidate]:
+def _candidates_of_dtype(costs: Costs, observed: Mapping[str, Any], probe: Recipe) -> list[Candidate]:
     updates = cheapest_updates(observed)
     if not updates:
         return []
@@ -176,7 +176,7 @@ def _of_dtype(costs: Costs, observed: Mapping[str, Any], probe: Recipe) -> list[
         rungs += [(probe.replace(weight_update=update), state) for state in ("8bit", None, "float32")]
     found = []
     for recipe, state in rungs:
-        named = _named(recipe.replace(state_dtype=state))
+        named = _name_recipe(recipe.replace(state_dtype=state))
         try:
             found.append(Candidate(named, costs.of(named)))
         except ValueError:
@@ -189,8 +189,8 @@ def _describe(recipe: Recipe, updates: Updates) -> Recipe:
     return recipe if len(names) == 1 else recipe.replace(description=f"{' and '.join(names)}, as observed")
 
 
-def _named(recipe: Recipe) -> Recipe:
-    """The recipe under the catalogue's name for it, or under one that says what it is."""
+def _name_recipe(recipe: Recipe) -> Recipe:
+    """Return the recipe under the catalogue's name for it, or under one that says what it is."""
     update = recipe.weight_update if isinstance(recipe.weight_update, str) else "mix"
     dtype = PROBES[str(recipe.param_dtype)]
     state = {None: "", "8bit": "-state8", "float32": "-state32"}[recipe.state_dtype]

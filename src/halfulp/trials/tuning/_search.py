@@ -75,7 +75,7 @@ class Search:
             self.candidates += out
         else:
             candidates = priced(self.costs, given)
-        failed = [one for one in map(self._probed, dtypes) if one is not None]
+        failed = [one for one in map(self._judge_probe, dtypes) if one is not None]
         probed = {one.recipe.name: one for one in failed}
         self.candidates += [one for one in failed if one.recipe not in [other.recipe for other in candidates]]
         found = None
@@ -88,7 +88,7 @@ class Search:
             else:
                 self.candidates.append(dataclasses.replace(candidate, why=f"{found.recipe.name} holds at fewer bytes"))
         if found is not None and given is None:
-            found = self._mixed(found, failed)
+            found = self._mix_updates(found, failed)
         float32 = recipes.get(REFERENCE)
         self.candidates.append(Candidate(float32, self.costs.of(float32), "holds", "the reference", 0.0))
         self.candidates.sort(key=attrgetter("bytes_per_parameter"))
@@ -120,24 +120,24 @@ class Search:
         outcome, why = self._judged(row)
         return dataclasses.replace(candidate, outcome=outcome, why=why, gap=row.gap)
 
-    def _probed(self, dtype: str) -> Candidate | None:
-        """The observed training as a candidate, where its one seed shows that it cannot hold."""
+    def _judge_probe(self, dtype: str) -> Candidate | None:
+        """Return the observed training as a candidate, where its one seed shows that it cannot hold."""
         probe = recipes.get(PROBES[dtype])
         return self._clearly_out(Candidate(probe, self.costs.of(probe)))
 
     def _clearly_out(self, candidate: Candidate) -> Candidate | None:
-        """What became of a candidate, if its first seed is enough to tell that it does not hold."""
+        """Return the outcome of a candidate that fails on its first seed already, else None."""
         row = self._row(candidate.recipe.name)
         if row.diverged:
             return dataclasses.replace(candidate, outcome="diverged", why="its loss is not finite")
         assert row.gap is not None
-        if row.gap <= _CLEARLY * self._allowed(row):
+        if row.gap <= _CLEARLY * self._tolerance(row):
             return None
-        why = f"its first seed is {row.gap / self._allowed(row):.0f} times the tolerance above float32"
+        why = f"its first seed is {row.gap / self._tolerance(row):.0f} times the tolerance above float32"
         return dataclasses.replace(candidate, outcome="worse", why=why, gap=row.gap)
 
     def _judged(self, row: Row) -> tuple[str, str]:
-        """The outcome of a candidate that was trained from all seeds, and why.
+        """Return the outcome of a candidate that was trained from all seeds, and why.
 
         It is that of a comparison of this candidate alone with float32, without the correction for several recipes:
         what becomes of one must not depend on how many were tried before it.
@@ -147,15 +147,15 @@ class Search:
         if self.tolerance is None:
             alone = verdict(row.gap, row.interval, row.tolerance)
             outcome = "holds" if alone in KEPT else str(alone)
-        elif row.gap + row.interval <= self._allowed(row):
+        elif row.gap + row.interval <= self._tolerance(row):
             outcome = "holds"
         else:
-            outcome = "worse" if row.gap - row.interval > self._allowed(row) else "unclear"
+            outcome = "worse" if row.gap - row.interval > self._tolerance(row) else "unclear"
         why = "" if outcome != "unclear" else f"seeds scatter by {row.interval:.4f}: more of them (seeds=) would tell"
         return outcome, why
 
-    def _allowed(self, row: Row) -> float:
-        """How far the loss may be above float32's."""
+    def _tolerance(self, row: Row) -> float:
+        """Return how far the loss may be above float32's."""
         if self.tolerance is None:
             return row.tolerance
         loss = self._row(REFERENCE).loss
@@ -186,8 +186,8 @@ class Search:
 
     # recipes for kinds of layers ------------------------------------------------------------------------------
 
-    def _mixed(self, found: Candidate, failed: Sequence[Candidate]) -> Candidate:
-        """Give the more expensive update to as few kinds of layers as it takes, the worst-off first, by bisection."""
+    def _mix_updates(self, found: Candidate, failed: Sequence[Candidate]) -> Candidate:
+        """Give the more expensive update to as few kinds of layers as needed, the worst first, by bisection."""
         below = [one for one in failed if _differ_in_updates(one.recipe, found.recipe)]
         below = [one for one in below if _saves(one, found)]
         if not below:

@@ -26,7 +26,7 @@ _MOST_FINDINGS = 5
 
 @dataclasses.dataclass(frozen=True)
 class Tuned:
-    """What `tune` found; ``print`` shows it.
+    """The result of `tune`; ``print`` shows it.
 
     Attributes:
         recipe: the recipe of fewest bytes that stays with float32 within the tolerance; float32's own where none does.
@@ -60,7 +60,7 @@ class Tuned:
         }
 
     def headline(self) -> str:
-        """Which recipe it is and what it costs, in one sentence."""
+        """Return in one sentence which recipe it is and what it costs."""
         task = self.evidence.tasks()[0]
         within = f"within {percent(self.tolerance)} of float32" if self.tolerance else "no difference to float32"
         if self.recipe.name == REFERENCE:
@@ -72,7 +72,7 @@ class Tuned:
         )
 
     def rows(self) -> list[tuple[str, ...]]:
-        """The table of the candidates as words, its header first."""
+        """Return the table of the candidates as words, its header first."""
         found: list[tuple[str, ...]] = [("recipe", "bytes/param", "gap to fp32", "outcome", "why")]
         for one in self.candidates:
             size, gap = number(one.bytes_per_parameter, 2), number(one.gap, 4, sign=True)
@@ -80,7 +80,7 @@ class Tuned:
         return found
 
     def observed(self) -> list[str]:
-        """The worst findings of the observed trainings, a line each, under a heading; nothing without any."""
+        """Return the worst findings of the observed trainings, a line each, under a heading; nothing without any."""
         shown = [f"  {finding.severity}: {finding}" for finding in self.findings[:_MOST_FINDINGS]]
         more = len(self.findings) - len(shown)
         shown += [f"  and {more} more in .findings"] if more else []
