@@ -82,7 +82,8 @@ def plan_suite(
     trials: list[Trial] = []
     for task in chosen:
         names = [_recipe_name(one) for one in (*COMMON, *TASKS[task])]
-        late = [name for name in names if size == "small" and recipes is None and name not in AT_SMALL[task]]
+        soon = AT_SMALL.get(task, names) if size == "small" and recipes is None else names
+        late = [name for name in names if name not in soon]
         barred, why = LEFT_OUT.get(task, ((), ""))
         slow = [name for name in COMPONENTS if name not in TASKS[task]]
         reasons = dict.fromkeys(late, TOO_LONG) | dict.fromkeys(barred, why) | dict.fromkeys(slow, SLOW)

@@ -26,7 +26,7 @@ def find(folder: str, data: str | None, names: tuple[str, ...], how: str, task: 
     root = Path(data)
     for place in (root / folder, root):
         if all((place / name).is_file() for name in names):
-            return place.resolve()
+            return place
     raise ValueError(f"{need}, but neither {root / folder} nor {root} holds them. {how}. {_without()}")
 
 
