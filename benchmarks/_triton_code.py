@@ -17,6 +17,7 @@ WIDEST = 16  # bytes that one instruction of a thread loads or stores
 SIZES = {"i8": 1, "i16": 2, "i32": 4, "i64": 8, "f16": 2, "bf16": 2, "f32": 4, "f64": 8}
 _ACCESS = re.compile(r"tt\.(load|store) (%\w+).*: (\S+?)(?: loc\(.*)?$")
 _MOVED = re.compile(r"(%\w+) = tt\.(?:splat|addptr|broadcast|expand_dims) (%\w+)")
+_CARRIED = re.compile(r"(%\w+) = (%\w+)")
 _TENSOR = re.compile(r"tensor<((?:\d+x)+)!tt\.ptr<(\w+)>")
 _FUSED = re.compile(r"call .*@llvm\.fma\.(?:v(\d+))?f")
 _MEMORY = re.compile(r"\b(ld|st)\.global\S*?(?:\.v(\d))?\.b(\d+)\b")
@@ -172,6 +173,8 @@ def _arrays(code: str, threads: int) -> dict[str, _Arrays]:
     for line in code.splitlines():
         if (moved := _MOVED.search(line)) and moved[2] in tables:
             tables.add(moved[1])
+        for name, begun in _CARRIED.findall(line) if "scf.while" in line else ():
+            (tables.add if begun in tables else tables.discard)(name)
         match = _ACCESS.search(line)
         if match is None:
             continue

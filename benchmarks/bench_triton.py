@@ -21,7 +21,7 @@ import torch
 import halfulp as hu
 from halfulp.scaled import _fused as fused
 
-from ._results import Result, Table, save
+from ._results import Result, Table, load, save
 from ._triton_code import Kernel, Launch, compiling
 
 ARCHITECTURES = (80, 90, 100)
@@ -32,7 +32,8 @@ must move; instructions are those that load or store elements, over the fewest t
 bytes each. Registers that do not suffice are spilled to memory. A fused multiply-add rounds once where the reference \
 rounds twice, so that none may stand but the error of a product, which asks for it; `.ftz`, `.approx` and `.full` mark \
 instructions that flush subnormal numbers or approximate. A reduction's threads have a column each, whose elements \
-they add in the processor's order: a warp reads whole lines, an instruction of a thread one element."""
+they add in the processor's order: a warp reads whole lines, an instruction of a thread one element, so that nothing is \
+compared with a least."""
 FP16, BF16, FP32, FP64 = torch.float16, torch.bfloat16, torch.float32, torch.float64
 STORAGES = (FP32, BF16, FP16, torch.float8_e4m3fn, torch.float8_e5m2)
 SHAPE = (32, 1024)
@@ -242,7 +243,7 @@ def judge(table: Table, family: str, architecture: int, kernels: list[Kernel]) -
     """Add the row of a family."""
     judged = [kernel for kernel in kernels if kernel.launch.least is not None]
     excess = {
-        way: max((moves / least for moves, least in pairs if least or moves), default=1.0)
+        way: max((moves / least for moves, least in pairs if least or moves), default=None)
         for way, pairs in (
             ("read", [(k.read, k.launch.least[0]) for k in judged]),
             ("written", [(k.written, k.launch.least[1]) for k in judged if k.launch.least[1]]),
@@ -253,7 +254,7 @@ def judge(table: Table, family: str, architecture: int, kernels: list[Kernel]) -
         "fused": max(k.fused for k in kernels),
         "inexact": max(k.inexact for k in kernels),
     }
-    surplus = max((k.surplus for k in judged), default=1.0)
+    surplus = max((k.surplus for k in judged), default=None)
     table.add(
         kernels=family,
         sm=architecture,
@@ -265,15 +266,15 @@ def judge(table: Table, family: str, architecture: int, kernels: list[Kernel]) -
         },
         registers=max(k.registers for k in kernels),
         **worst,
-        met=max(excess.values()) <= 1 and surplus <= 1 and not any(worst.values()),
+        met=all(value is None or value <= 1 for value in (*excess.values(), surplus)) and not any(worst.values()),
     )
 
 
 def main() -> None:
     """Compile, print and keep."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--family", choices=FAMILIES, action="append", help="these alone, and nothing is kept")
-    parser.add_argument("--sm", type=int, choices=ARCHITECTURES, action="append")
+    parser.add_argument("--family", choices=FAMILIES, action="append", help="these alone, beside the others' kept rows")
+    parser.add_argument("--sm", type=int, choices=ARCHITECTURES, action="append", help="these alone: nothing is kept")
     parser.add_argument("--worst", action="store_true", help="also print the kernels that miss a bar")
     given = parser.parse_args()
     warnings.simplefilter("ignore")
@@ -293,16 +294,14 @@ def main() -> None:
             for kernel in kernels if given.worst else ():
                 if kernel.spills or kernel.fused or kernel.inexact or kernel.surplus > 1:
                     print("   ", kernel.function, vars(kernel), flush=True)
-    if given.family is None and given.sm is None:
-        save(
-            Result(
-                "triton",
-                "Triton kernels, compiled ahead of time",
-                TEXT,
-                "python -m benchmarks.bench_triton",
-                tables=[table],
-            )
-        )
+    if given.sm is None:
+        result = Result("triton", "Triton kernels, compiled ahead of time", TEXT, "python -m benchmarks.bench_triton")
+        if given.family:
+            kept = load(result.path()).tables[0].rows
+            table.rows += [row for row in kept if row["kernels"] not in given.family]
+            table.rows.sort(key=lambda row: list(FAMILIES).index(row["kernels"]))
+        result.tables = [table]
+        save(result)
 
 
 if __name__ == "__main__":
