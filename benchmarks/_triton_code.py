@@ -17,6 +17,7 @@ WIDEST = 16  # bytes that one instruction of a thread loads or stores
 SIZES = {"i8": 1, "i16": 2, "i32": 4, "i64": 8, "f16": 2, "bf16": 2, "f32": 4, "f64": 8}
 _ACCESS = re.compile(r"tt\.(load|store) (%\w+).*: (\S+?)(?: loc\(.*)?$")
 _MOVED = re.compile(r"(%\w+) = tt\.(?:splat|addptr|broadcast|expand_dims) (%\w+)")
+_CARRIED = re.compile(r"(%\w+) = (%\w+)")
 _TENSOR = re.compile(r"tensor<((?:\d+x)+)!tt\.ptr<(\w+)>")
 _FUSED = re.compile(r"call .*@llvm\.fma\.(?:v(\d+))?f")
 _MEMORY = re.compile(r"\b(ld|st)\.global\S*?(?:\.v(\d))?\.b(\d+)\b")
@@ -30,12 +31,14 @@ class Launch:
         family: of kernels.
         name: of the operation.
         least: bytes per element that it must read, and write; None for kernels on something else than elements.
+        own: whether `least` is instead what each kernel is given and gives.
         arrays: that it reads, where one program reads several tiles of each; 0 for one tile.
     """
 
     family: str = ""
     name: str = ""
     least: tuple[float, float] | None = None
+    own: bool = False
     arrays: int = 0
 
 
@@ -116,13 +119,18 @@ def compiling(architectures: tuple[int, ...], found: list[Kernel], launch: Launc
     driver, compile_and_run, seen = _NoDevice(), JITFunction.run, set()
 
     def run(self, *arguments, grid, warmup=False, **options):
+        given = dict(zip(self.arg_names, arguments))
+        if launch.own:
+            launch.least = tuple(
+                sum(x.itemsize for name, x in given.items() if name.startswith(way)) for way in ("input", "output")
+            )
         for driver.architecture in architectures:
             compiled = compile_and_run(self, *arguments, grid=grid, warmup=True, **options)
             if (compiled.hash, driver.architecture) not in seen:
                 seen.add((compiled.hash, driver.architecture))
                 kernel = Kernel(Launch(**vars(launch)), compiled.metadata.name, driver.architecture)
                 found.append(examine(compiled.asm, 32 * compiled.metadata.num_warps, kernel))
-        for name, argument in zip(self.arg_names, arguments):
+        for name, argument in given.items():
             if name.startswith("output"):
                 argument.zero_()  # or a division would step on and on, by what the memory held
 
@@ -172,6 +180,8 @@ def _arrays(code: str, threads: int) -> dict[str, _Arrays]:
     for line in code.splitlines():
         if (moved := _MOVED.search(line)) and moved[2] in tables:
             tables.add(moved[1])
+        for name, begun in _CARRIED.findall(line) if "scf.while" in line else ():
+            (tables.add if begun in tables else tables.discard)(name)
         match = _ACCESS.search(line)
         if match is None:
             continue

@@ -21,7 +21,7 @@ import torch
 import halfulp as hu
 from halfulp.scaled import _fused as fused
 
-from ._results import Result, Table, save
+from ._results import Result, Table, load, save
 from ._triton_code import Kernel, Launch, compiling
 
 ARCHITECTURES = (80, 90, 100)
@@ -31,8 +31,9 @@ column. Bytes per element are those of the arrays that a program reads and write
 must move; instructions are those that load or store elements, over the fewest that a thread's elements need at 16 \
 bytes each. Registers that do not suffice are spilled to memory. A fused multiply-add rounds once where the reference \
 rounds twice, so that none may stand but the error of a product, which asks for it; `.ftz`, `.approx` and `.full` mark \
-instructions that flush subnormal numbers or approximate. A reduction's threads have a column each, whose elements \
-they add in the processor's order: a warp reads whole lines, an instruction of a thread one element."""
+instructions that flush subnormal numbers or approximate. An integer quotient takes several kernels with float64 \
+between them: the least is what each is given and gives. A reduction's threads have a column each, whose elements they \
+add in the processor's order: a warp reads whole lines, an instruction of a thread one element; it has no least."""
 FP16, BF16, FP32, FP64 = torch.float16, torch.bfloat16, torch.float32, torch.float64
 STORAGES = (FP32, BF16, FP16, torch.float8_e4m3fn, torch.float8_e5m2)
 SHAPE = (32, 1024)
@@ -169,9 +170,8 @@ def divisions() -> Launches:
 
     for name, (dtype, count) in itertools.product(DIVISIONS, ((BF16, 3), (FP32, 2), (FP64, 1))):
         parts = tuple(numbers(dtype) * 2.0**-k for k in range(count))
-        size = dtype.itemsize * count
         run = lambda: pointwise(name, parts, parts, components=count, dtype=dtype)  # noqa: E731
-        yield f"{name} of {count} x {dtype}", (2 * size, size), run
+        yield f"{name} of {count} x {dtype}", None, run
 
 
 def reductions() -> Launches:
@@ -227,7 +227,7 @@ FAMILIES: dict[str, Callable[[], Launches]] = {
 def compiled(family: str, architectures: tuple[int, ...]) -> list[Kernel]:
     """All kernels of a family; one of rows, parameters or scales has no bytes per element to move."""
     found: list[Kernel] = []
-    launch = Launch(family)
+    launch = Launch(family, own=family.endswith("quotients"))
     with compiling(architectures, found, launch):
         for launch.name, launch.least, run in FAMILIES[family]():
             launch.arrays = int(launch.name.split(" of ")[1].split(" ")[0]) if family.endswith("reductions") else 0
@@ -242,7 +242,7 @@ def judge(table: Table, family: str, architecture: int, kernels: list[Kernel]) -
     """Add the row of a family."""
     judged = [kernel for kernel in kernels if kernel.launch.least is not None]
     excess = {
-        way: max((moves / least for moves, least in pairs if least or moves), default=1.0)
+        way: max((moves / least for moves, least in pairs if least or moves), default=None)
         for way, pairs in (
             ("read", [(k.read, k.launch.least[0]) for k in judged]),
             ("written", [(k.written, k.launch.least[1]) for k in judged if k.launch.least[1]]),
@@ -253,7 +253,7 @@ def judge(table: Table, family: str, architecture: int, kernels: list[Kernel]) -
         "fused": max(k.fused for k in kernels),
         "inexact": max(k.inexact for k in kernels),
     }
-    surplus = max((k.surplus for k in judged), default=1.0)
+    surplus = max((k.surplus for k in judged), default=None)
     table.add(
         kernels=family,
         sm=architecture,
@@ -265,15 +265,15 @@ def judge(table: Table, family: str, architecture: int, kernels: list[Kernel]) -
         },
         registers=max(k.registers for k in kernels),
         **worst,
-        met=max(excess.values()) <= 1 and surplus <= 1 and not any(worst.values()),
+        met=all(value is None or value <= 1 for value in (*excess.values(), surplus)) and not any(worst.values()),
     )
 
 
 def main() -> None:
     """Compile, print and keep."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--family", choices=FAMILIES, action="append", help="these alone, and nothing is kept")
-    parser.add_argument("--sm", type=int, choices=ARCHITECTURES, action="append")
+    parser.add_argument("--family", choices=FAMILIES, action="append", help="these alone, beside the others' kept rows")
+    parser.add_argument("--sm", type=int, choices=ARCHITECTURES, action="append", help="these alone: nothing is kept")
     parser.add_argument("--worst", action="store_true", help="also print the kernels that miss a bar")
     given = parser.parse_args()
     warnings.simplefilter("ignore")
@@ -293,16 +293,14 @@ def main() -> None:
             for kernel in kernels if given.worst else ():
                 if kernel.spills or kernel.fused or kernel.inexact or kernel.surplus > 1:
                     print("   ", kernel.function, vars(kernel), flush=True)
-    if given.family is None and given.sm is None:
-        save(
-            Result(
-                "triton",
-                "Triton kernels, compiled ahead of time",
-                TEXT,
-                "python -m benchmarks.bench_triton",
-                tables=[table],
-            )
-        )
+    if given.sm is None:
+        result = Result("triton", "Triton kernels, compiled ahead of time", TEXT, "python -m benchmarks.bench_triton")
+        if given.family:
+            kept = load(result.path()).tables[0].rows
+            table.rows += [row for row in kept if row["kernels"] not in given.family]
+            table.rows.sort(key=lambda row: list(FAMILIES).index(row["kernels"]))
+        result.tables = [table]
+        save(result)
 
 
 if __name__ == "__main__":

@@ -119,37 +119,64 @@ def block_largest(words):
     return tl.max(words, axis=1, keep_dims=True)
 
 
+def read(at, lanes):
+    return tl.load(at, mask=lanes, other=0)
+
+
+def read_apart(at, lanes):
+    """`read` in a loop of one turn, which LLVM removes.
+
+    For each access by pointers that an operation computes, Triton's coalescing walks from instruction to instruction
+    through all that depends on each other: a minute for a thousand instructions and a hundred accesses. Pointers that
+    a loop carries are not computed.
+    """
+    found = tl.zeros(at.shape, at.dtype.element_ty)
+    turn = 0
+    while turn < 1:
+        found = tl.load(at, mask=lanes, other=0)
+        at += 16  # which is a multiple of a vector
+        turn += 1
+    return found
+
+
+def write(at, x, lanes):
+    tl.store(at, x, mask=lanes)
+
+
+def write_apart(at, x, lanes):
+    turn = 0
+    while turn < 1:
+        tl.store(at, x, mask=lanes)
+        at += 16
+        turn += 1
+
+
+def elements(address, kind: tl.constexpr, aligned: tl.constexpr):
+    pointer = address.to(tl.pointer_type(kind))
+    if aligned:
+        pointer = tl.multiple_of(pointer, 16)
+    return pointer
+
+
 def load4(address, i, lanes, aligned: tl.constexpr):
-    byte = tl.load(address.to(tl.pointer_type(tl.uint8)) + (i >> 1), mask=lanes, other=0).to(tl.uint32)
+    byte = read(address.to(tl.pointer_type(tl.uint8)) + (i >> 1), lanes).to(tl.uint32)
     return (byte >> ((i & 1) * 4).to(tl.uint32)) & 15
 
 
 def load8(address, i, lanes, aligned: tl.constexpr):
-    pointer = address.to(tl.pointer_type(tl.uint8))
-    if aligned:
-        pointer = tl.multiple_of(pointer, 16)
-    return tl.load(pointer + i, mask=lanes, other=0).to(tl.uint32)
+    return read(elements(address, tl.uint8, aligned) + i, lanes).to(tl.uint32)
 
 
 def load16(address, i, lanes, aligned: tl.constexpr):
-    pointer = address.to(tl.pointer_type(tl.uint16))
-    if aligned:
-        pointer = tl.multiple_of(pointer, 16)
-    return tl.load(pointer + i, mask=lanes, other=0).to(tl.uint32)
+    return read(elements(address, tl.uint16, aligned) + i, lanes).to(tl.uint32)
 
 
 def load32(address, i, lanes, aligned: tl.constexpr):
-    pointer = address.to(tl.pointer_type(tl.uint32))
-    if aligned:
-        pointer = tl.multiple_of(pointer, 16)
-    return tl.load(pointer + i, mask=lanes, other=0)
+    return read(elements(address, tl.uint32, aligned) + i, lanes)
 
 
 def load64(address, i, lanes, aligned: tl.constexpr):
-    pointer = address.to(tl.pointer_type(tl.uint64))
-    if aligned:
-        pointer = tl.multiple_of(pointer, 16)
-    return tl.load(pointer + i, mask=lanes, other=0)
+    return read(elements(address, tl.uint64, aligned) + i, lanes)
 
 
 def load8_of_block(address, b):
@@ -167,35 +194,23 @@ def load32_of_block(address, b):
 def store4(address, i, w, lanes, aligned: tl.constexpr):
     low, high = tl.split(tl.reshape(w & 15, [w.shape[0], w.shape[1] // 2, 2]))
     place, _ = tl.split(tl.reshape(i >> 1, [w.shape[0], w.shape[1] // 2, 2]))
-    tl.store(address.to(tl.pointer_type(tl.uint8)) + place, (low | (high << 4)).to(tl.uint8), mask=lanes)
+    write(address.to(tl.pointer_type(tl.uint8)) + place, (low | (high << 4)).to(tl.uint8), lanes)
 
 
 def store8(address, i, w, lanes, aligned: tl.constexpr):
-    pointer = address.to(tl.pointer_type(tl.uint8))
-    if aligned:
-        pointer = tl.multiple_of(pointer, 16)
-    tl.store(pointer + i, w.to(tl.uint8), mask=lanes)
+    write(elements(address, tl.uint8, aligned) + i, w.to(tl.uint8), lanes)
 
 
 def store16(address, i, w, lanes, aligned: tl.constexpr):
-    pointer = address.to(tl.pointer_type(tl.uint16))
-    if aligned:
-        pointer = tl.multiple_of(pointer, 16)
-    tl.store(pointer + i, w.to(tl.uint16), mask=lanes)
+    write(elements(address, tl.uint16, aligned) + i, w.to(tl.uint16), lanes)
 
 
 def store32(address, i, w, lanes, aligned: tl.constexpr):
-    pointer = address.to(tl.pointer_type(tl.uint32))
-    if aligned:
-        pointer = tl.multiple_of(pointer, 16)
-    tl.store(pointer + i, w, mask=lanes)
+    write(elements(address, tl.uint32, aligned) + i, w, lanes)
 
 
 def store64(address, i, w, lanes, aligned: tl.constexpr):
-    pointer = address.to(tl.pointer_type(tl.uint64))
-    if aligned:
-        pointer = tl.multiple_of(pointer, 16)
-    tl.store(pointer + i, w, mask=lanes)
+    write(elements(address, tl.uint64, aligned) + i, w, lanes)
 
 
 # of reals, the width of which ends a name -----------------------------------------------------------------------
@@ -267,7 +282,7 @@ def gather(table, index, last: tl.constexpr):
     # An index beyond the table, or NaN, reads its nearest end, or its first value.
     inside = tl.where(index > 0, index, 0.0)
     inside = tl.where(inside < last, inside, last * 1.0)
-    return tl.load(table + inside.to(tl.int32)).to(index.dtype)
+    return read(table + inside.to(tl.int32), tl.full(index.shape, True, tl.int1)).to(index.dtype)
 
 
 def to_bfloat16(x):

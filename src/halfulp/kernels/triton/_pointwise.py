@@ -11,10 +11,10 @@ import torch
 from .._plain_memory import plain
 from .._trace import Trace
 from ._launch import on_device
-from ._writer import OPTIONS, function_sources, load_module, module_source, stored_as, tables_of
+from ._writer import LONG, OPTIONS, function_sources, load_module, module_source, stored_as, tables_of
 
-# Instructions up to which a kernel is compiled: ptxas takes minutes for the longest.
-LONGEST = 4000
+# Instructions up to which a kernel is compiled, in some 10 seconds.
+LONGEST = 8500
 VECTOR = 16
 # How an operand lies beside the results: like them, one for all, one per row, one per column.
 _ALIKE, _ONE, _PER_ROW, _PER_COLUMN = range(4)
@@ -35,9 +35,7 @@ class Pointwise:
     ) -> None:
         self._given = trace, tuple(results), tuple(stored), tuple(written)
         self.size = trace.size()
-        self.tile = (
-            1024 if self.size <= 100 else 512 if self.size <= 1000 else 256
-        )  # for whose values registers suffice
+        self.tile = 1024 if self.size <= 100 else 512 if self.size <= LONG else 256  # whose values registers hold
         self.values = tables_of(trace)
         # Kept as long as the kernel, since what runs or was captured still reads them.
         self._tables: dict[torch.device, torch.Tensor] = {}
@@ -85,12 +83,12 @@ def pointwise_source(
         "lanes = i < count",
         *(f"x{k} = load(input{k}, i, columns, lanes, mode{k}, TILE).to({wide})" for k in inputs),
         f"{', '.join(f'y{k}' for k in outputs)} = element({', '.join([*(f'x{k}' for k in inputs), 'tables'])})",
-        *(f"tl.store(output{k} + i, {stored_as(f'y{k}', dtype)}, mask=lanes)" for k, dtype in enumerate(written)),
+        *(f"write(output{k} + i, {stored_as(f'y{k}', dtype)}, lanes)" for k, dtype in enumerate(written)),
     ]
     body = "\n".join(f"    {line}" for line in lines)
     # Triton compiles anew for integers that are 1 or multiples of 16, unless it is told not to look.
     text = f"@triton.jit(do_not_specialize=['count', 'columns'])\ndef kernel({', '.join(arguments)}):\n{body}\n"
-    return module_source([_LOAD, *functions], text)
+    return module_source([_LOAD, *functions], text, trace.size())
 
 
 _LOAD = f"""@triton.jit
@@ -98,11 +96,11 @@ def load(input, i, columns, lanes, mode: tl.constexpr, TILE: tl.constexpr):
     if mode == {_ONE}:
         return tl.broadcast_to(tl.load(input), [TILE])
     elif mode == {_PER_ROW}:
-        return tl.load(input + i // columns, mask=lanes, other=0)
+        return read(input + i // columns, lanes)
     elif mode == {_PER_COLUMN}:
-        return tl.load(input + i % columns, mask=lanes, other=0)
+        return read(input + i % columns, lanes)
     else:
-        return tl.load(input + i, mask=lanes, other=0)"""
+        return read(input + i, lanes)"""
 
 
 def places(

@@ -39,7 +39,8 @@ class TableKernel:
         ]
         body = "\n".join(f"    {line}" for line in lines)
         text = f"@triton.jit\ndef run(chunks, pointers, aligned: tl.constexpr):\n{body}\n"
-        self.source = module_source([element_source("element", table.trace, dict(arguments))], text)
+        functions = [element_source("element", table.trace, dict(arguments))]
+        self.source = module_source(functions, text, table.trace.size())
 
     @functools.cached_property
     def run(self) -> Any:

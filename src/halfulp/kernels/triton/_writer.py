@@ -19,6 +19,7 @@ from . import _operations as operations
 
 # No fused multiply-add: it rounds once where the reference rounds twice.
 OPTIONS = {"num_warps": 4, "enable_fp_fusion": False}
+LONG = 1000  # instructions, with those of calls, of a trace that takes too long to compile like others
 _INFIX = {
     **{"add": "+", "sub": "-", "mul": "*", "lt": "<", "gt": ">", "le": "<=", "ge": ">=", "eq": "==", "ne": "!="},
     **{"and": "&", "or": "|", "xor": "^", "shl": "<<", "shr": ">>"},
@@ -33,14 +34,23 @@ _REALS = ("product_error", "rint", "floor", "power_below", "exponent", "power") 
 _TYPES = {"f32": "tl.float32", "f64": "tl.float64", "w32": "tl.uint32", "w64": "tl.uint64"}
 
 
-def module_source(functions: Iterable[str], kernel: str) -> str:
-    """Return the source of a Triton module: a kernel, the functions that it calls, and operations that those call."""
-    functions = list(functions)
+def module_source(functions: Iterable[str], kernel: str, size: int = 0) -> str:
+    """Return the source of a Triton module: a kernel, the functions that it calls, and operations that those call.
+
+    Args:
+        functions: sources, those that are called first.
+        kernel: its source.
+        size: instructions; beyond LONG the kernel's tile has at most a vector of float64 per thread.
+    """
     known = {name: f for name, f in vars(operations).items() if inspect.isfunction(f)}
-    everything = "\n".join([*functions, kernel])
-    used = [f for name, f in known.items() if f"{name}(" in everything]
-    needed = [f"@triton.jit\n{inspect.getsource(function).rstrip()}" for function in used]
-    return "\n\n\n".join(["import triton\nimport triton.language as tl", *needed, *functions, kernel])
+    texts = {name: f"@triton.jit\n{inspect.getsource(function).rstrip()}" for name, function in known.items()}
+    if size > LONG:
+        texts |= {name: texts[f"{name}_apart"].replace("_apart", "") for name in ("read", "write")}
+    written = "\n\n\n".join([*functions, kernel])
+    for name, text in reversed(texts.items()):  # each stands behind those that it calls
+        if f"{name}(" in written:
+            written = f"{text}\n\n\n{written}"
+    return f"import triton\nimport triton.language as tl\n\n\n{written}"
 
 
 def module_of(functions: Iterable[Any], kernels: Mapping[Any, Sequence[str]], constants: Mapping[str, int]) -> str:
