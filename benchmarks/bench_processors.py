@@ -31,11 +31,13 @@ SETTINGS = {
         "MKL_ENABLE_INSTRUCTIONS": "SSE4_2",
     },
 }
-# What holds the promises of bits: kernels, roundings, exact sums, expansions, products by bounds, the fused step.
+# What holds the promises of bits: kernels, roundings, exact sums, expansions, products by bounds, the fused step; and
+# what else takes samples.
 TESTS = (
     "tests/kernels",
     "tests/rounding",
     "tests/arithmetic",
+    "tests/laws/test_formats.py",
     "tests/laws/test_model_transforms.py",
     "tests/laws/optim/test_fused_steps.py",
     "tests/laws/optim/test_shards.py",

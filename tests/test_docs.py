@@ -92,6 +92,8 @@ def filler():
     specification = importlib.util.spec_from_file_location("fill", ROOT / "docs" / "fill.py")
     module = importlib.util.module_from_spec(specification)
     specification.loader.exec_module(module)
+    for name, function in module.PLACES.items():  # several tests fill the same places
+        module.PLACES[name] = functools.cache(function)
     return module
 
 

@@ -338,11 +338,11 @@ def test_a_test_that_hangs_is_named_and_what_was_done_is_kept(
 
     def left():
         """Time is up soon after the last test has begun."""
-        return 4.0 if not hangs.exists() or time.time() - hangs.stat().st_mtime < 3 else 0.0
+        return 2.0 if not hangs.exists() or time.time() - hangs.stat().st_mtime < 2 else 0.0
 
     monkeypatch.setattr(run, "left", left)
     row = planted_tests(f"open({str(hangs)!r}, 'w').close(); time.sleep(300)", workers)
-    assert "not done within 4 s: 7 of 8 tests done; at work then: test_planted.test_ends (for " in run.failed
+    assert "not done within 2 s: 7 of 8 tests done; at work then: test_planted.test_ends (for " in run.failed
     assert run.failures[2:] == []
     assert "at work for" in row["reason"]
     assert row["met"] is False

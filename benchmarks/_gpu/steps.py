@@ -231,8 +231,6 @@ def measure(run: Run) -> None:
     note += f"the CPU, bit for bit; all optimizers and states of a combination. {engine_note(run)}"
     table = run.table("Steps: bits", columns, note, keys=["weight update", "parameter"])
     shown = run.table("Steps with other bits", {"combination": "", "tensors": "", "elements": ",d"})
-    known = [case for case in cases() if exists(case)]
-    if run.tiny:
-        known = [known[0], next(case for case in known if case.ragged)]
-    for case in known:
+    known = (case for case in cases() if exists(case))
+    for case in (next(known), next(case for case in known if case.ragged)) if run.tiny else [*known]:
         run.attempt(str(case), lambda case=case: compare(run, (table, shown), case, count))
