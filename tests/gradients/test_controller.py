@@ -239,6 +239,7 @@ def flooded(scaler, model, steps):
     return scales
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("policy", ["amax", "measured", "rising-floor", "underflow-bound", Dynamic(3), Constant()])
 @pytest.mark.parametrize("floor", [-30, 0])
 def test_endless_overflow_touches_no_parameter(policy, floor, seed):

@@ -239,6 +239,7 @@ def test_empty_ones(left, right):
     assert bound.shape == plain.shape
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(("left", "right", "components"), [(2, 2, 2), (1, 2, 2), (3, 2, 3), (4, 4, 4)])
 @pytest.mark.parametrize("span", [0, 300])
 def test_long_dot_products(seed, left, right, components, span):
