@@ -321,6 +321,7 @@ def test_an_overflow_shows_in_every_format(format, seed):
     assert scaler.last_step.applied
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("policy", ["amax", "underflow-bound", "measured"])
 @pytest.mark.parametrize("overflows", [0, 12])
 def test_gradients_that_all_became_zero_come_back(policy, overflows, seed):
