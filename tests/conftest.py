@@ -31,6 +31,8 @@ import torch
 from halfulp._torch_floor import is_older
 from halfulp._torch_versions import HAS_GRADIENT_DTYPE, HAS_SAVED_HOOKS
 
+from .samples import covering
+
 ROOT = Path(__file__).parents[1]
 PINNED = "2.13"  # of constraints.txt
 
@@ -58,13 +60,30 @@ def pytest_configure(config: pytest.Config) -> None:
         config.option.dist = "worksteal"
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """What needs a CUDA device is skipped where there is none."""
+@pytest.hookimpl(trylast=True)
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """What is marked so takes a sample of its cases; what needs a CUDA device is skipped where there is none."""
+    left_out = _left_out(items)
+    items[:] = [item for item in items if item not in left_out]
+    config.hook.pytest_deselected(items=[*left_out])
     if torch.cuda.is_available():
         return
     for item in items:
         if item.get_closest_marker("cuda"):
             item.add_marker(pytest.mark.skip(reason="needs a CUDA device"))
+
+
+def _left_out(items: list[pytest.Item]) -> set[pytest.Item]:
+    """The cases that the samples of a run leave out: of each test that is marked `sampled(times)` its own."""
+    cases = collections.defaultdict(dict)
+    for item in items:
+        if item.get_closest_marker("sampled"):
+            cases[item.nodeid.partition("[")[0]][tuple(map(id, item.callspec.params.values()))] = item
+    found = {item for rows in cases.values() for item in rows.values()}
+    for name, rows in cases.items():
+        (times,) = next(iter(rows.values())).get_closest_marker("sampled").args
+        found -= {rows[row] for row in covering([*rows], times, of=name)}
+    return found
 
 
 def pytest_sessionstart(session: pytest.Session) -> None:

@@ -34,6 +34,7 @@ def bound(n: int, dtype: torch.dtype, two: float) -> float:
     return two * 2.0 ** (-2 * p) if n == 2 else 2.0 ** -(n * p - 4)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("n", [2, 3, 4])
 @pytest.mark.parametrize("name", EXACT)

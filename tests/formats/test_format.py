@@ -99,6 +99,7 @@ def test_p3109_is_described(precision):
     assert (format.max, format.smallest_subnormal) == (theirs.max, theirs.smallest)
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("big", SMALL)
 @pytest.mark.parametrize("small", [n for n in SMALL if get(n).bits <= 10])
 def test_holds_is_inclusion(big, small):

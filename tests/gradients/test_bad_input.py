@@ -249,6 +249,7 @@ DAMAGED = [
 ]
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(
     ("place", "name", "value"), [(place, name, value) for place, name, values in DAMAGED for value in values]
 )

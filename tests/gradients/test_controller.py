@@ -239,6 +239,7 @@ def flooded(scaler, model, steps):
     return scales
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("policy", ["amax", "measured", "rising-floor", "underflow-bound", Dynamic(3), Constant()])
 @pytest.mark.parametrize("floor", [-30, 0])
 def test_endless_overflow_touches_no_parameter(policy, floor, seed):
@@ -320,6 +321,7 @@ def test_an_overflow_shows_in_every_format(format, seed):
     assert scaler.last_step.applied
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("policy", ["amax", "underflow-bound", "measured"])
 @pytest.mark.parametrize("overflows", [0, 12])
 def test_gradients_that_all_became_zero_come_back(policy, overflows, seed):

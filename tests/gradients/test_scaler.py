@@ -737,6 +737,7 @@ def seen_by(optimizer, model, seen):
     return optimizer
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("between", BETWEEN)
 @pytest.mark.parametrize("kinds", [*itertools.product(KINDS, repeat=2)], ids="-".join)
 @pytest.mark.parametrize("policy", ["amax", "dynamic"])

@@ -29,6 +29,7 @@ def whole(x):
     return x.detach().decode() if isinstance(x, MCTensor) else x.detach()
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("components", [1, 2])
 def test_points_meet(space, draw, make, components):
     # From more than 8 away Adam may swing about its target for longer than this.

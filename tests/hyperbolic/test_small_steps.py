@@ -78,6 +78,7 @@ OPTIMIZERS = {
 }
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("dtype", BOUNDS)
 @pytest.mark.parametrize("lr", [0.1, 1e-3, 1e-7, 1e-12])
 @pytest.mark.parametrize("name", OPTIMIZERS)

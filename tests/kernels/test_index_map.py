@@ -42,6 +42,7 @@ def test_whole(shape):
     check(IndexMap.whole(shape))
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("shape", [(7,), (5, 6), (4, 5, 6), (2, 40_000), (33_000, 2)])
 @pytest.mark.parametrize("ranks", [1, 2, 3, 4])
 def test_uneven_shards(shape, ranks):

@@ -256,6 +256,7 @@ def _close(found, wanted, bound, terms):
 COMPILED = "float32 x2"
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("call", CALLS)
 @pytest.mark.parametrize("kind", FORMATS)
 def test_an_everyday_call_agrees_with_float64(kind, call, seed):

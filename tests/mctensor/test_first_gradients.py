@@ -36,6 +36,7 @@ FUNCTIONS = {
 }
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.filterwarnings("ignore:scatter_reduce:UserWarning", "ignore:index_reduce:UserWarning")
 @pytest.mark.filterwarnings("ignore:.*no rule for:halfulp.subclass.FallbackWarning")
 @pytest.mark.parametrize("kind", KINDS, ids=str)

@@ -57,6 +57,7 @@ def floats(tree):
     return [x for x in tree_leaves(tree) if isinstance(x, torch.Tensor) and x.is_floating_point()]
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.filterwarnings("ignore:LSTM with projections")
 @pytest.mark.parametrize("dtype", NEAR)
 @pytest.mark.parametrize("training", [True, False])

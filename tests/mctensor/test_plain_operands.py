@@ -55,6 +55,7 @@ def _gap(found, wanted):
     return ((found - wanted).abs().amax() / wanted.abs().amax().clamp(min=2.0**-500)).item()
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("name", CASES)
 def test_each_operand_may_be_plain(name, seed):
     """One MCTensor among plain operands, each by turns: result and gradients beside those of four float64."""

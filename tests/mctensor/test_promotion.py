@@ -48,6 +48,7 @@ def test_float32_x2_with_another_operand(other, dtype, components):
         assert (result.dtype, len(result.components)) == (dtype, components)
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("dtype", [HALF, BRAIN, SINGLE, DOUBLE])
 @pytest.mark.parametrize("components", [1, 2, 3, 4])
 def test_steps_inside_an_operator_leave_its_number_of_components(dtype, components):

@@ -443,6 +443,7 @@ def ran(module: nn.Module, args: tuple, kwargs: dict, training: bool) -> list[Te
     return [x for x in tree_leaves(out) if isinstance(x, Tensor) and x.is_floating_point()]
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors is in prototype stage")
 @pytest.mark.parametrize("recipe", NARROW)
 @pytest.mark.parametrize("training", [True, False], ids=["train", "eval"])

@@ -75,6 +75,7 @@ def updates(model: nn.Module, recipe: hu.Recipe) -> dict[int, str]:
     return found
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("kind", MODELS)
 @pytest.mark.parametrize("name", CATALOGUE)
 def test_what_is_said_is_what_is_done(name: str, kind: str, seed: int) -> None:

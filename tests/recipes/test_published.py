@@ -9,8 +9,14 @@ from torch import nn
 
 import halfulp as hu
 
+from ..samples import drawn
 
-@pytest.mark.parametrize("plant", PLANTS, ids=lambda plant: f"{plant.recipe}: {plant.ingredient}".replace(" ", "-"))
+
+def _name(plant):
+    return f"{plant.recipe}: {plant.ingredient}".replace(" ", "-")
+
+
+@pytest.mark.parametrize("plant", drawn(PLANTS, 3, "plants"), ids=_name)
 def test_a_recipe_learns_its_planted_task_and_fails_without_the_ingredient(plant):
     ours, without = plant.losses(seed=5)
     assert ours < 0.4

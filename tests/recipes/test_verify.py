@@ -441,6 +441,7 @@ RIGHT = (
 )
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("recipe", RECIPES)
 @pytest.mark.parametrize("make", RIGHT)
 def test_what_is_right_passes_and_stays_as_it_was(make, recipe, seed):

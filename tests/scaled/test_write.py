@@ -161,6 +161,7 @@ def _values(x):
     return x.decode(torch.float64) if isinstance(x, ScaledTensor) else x.double()
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("storage", [torch.float16, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("update", UPDATES)
 def test_averages_that_stand_still_are_told(update, storage, seed):
@@ -172,6 +173,7 @@ def test_averages_that_stand_still_are_told(update, storage, seed):
     assert len(told) <= 1
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("storage", [torch.bfloat16, torch.float8_e4m3fn], ids=str)
 def test_every_way_of_averaging_is_told_where_nothing_moves(storage, seed):
     for update in UPDATES if storage == torch.bfloat16 else ("lerp_", "AveragedModel"):

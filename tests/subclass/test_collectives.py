@@ -1,8 +1,5 @@
 """Every operator in which processes meet, with both kinds of tensors: what plain ones give, or a refusal in words."""
 
-import subprocess
-import sys
-
 COLLECTIVES = """
 import os, sys, torch
 torch.set_num_threads(1)
@@ -155,8 +152,7 @@ for one in ours:
 """
 
 
-def test_an_operator_that_torch_defines_after_the_rules_has_one(needs_torch):
+def test_an_operator_that_torch_defines_after_the_rules_has_one(needs_torch, in_bare_process):
     """Functional collectives with gradients are torch's own Python, which defines an operator as it is imported."""
     needs_torch("_c10d_functional::_wrap_tensor_autograd")
-    done = subprocess.run([sys.executable, "-c", LATE], capture_output=True, text=True, timeout=120)
-    assert done.returncode == 0, done.stderr
+    in_bare_process(LATE)

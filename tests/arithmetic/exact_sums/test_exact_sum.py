@@ -72,6 +72,7 @@ def test_a_sum_is_the_nearest_number_to_the_exact_sum(dtype, run_by, seed):
                 assert float(exact_sum(x, dtype=wanted)) == nearest(exact, wanted), (name, wanted)
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("run_by", ENGINES)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_a_dot_product_is_the_nearest_number_to_the_exact_one(dtype, run_by, seed):

@@ -71,6 +71,7 @@ def test_products_that_float32_takes_for_zero():
             check_bits(x, tuple(sign * power * part for sign, part in zip(signs, x)), 2, B)
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("counts", [(2, 2, 2), (3, 3, 3), (4, 1, 4), (1, 1, 2), (3, 2, 1)], ids=str)
 @pytest.mark.parametrize("dtype", [B, torch.float16], ids=str)
 def test_other_counts_and_float16(counts, dtype, seed):

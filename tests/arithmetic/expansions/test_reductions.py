@@ -33,6 +33,7 @@ def parts_of(shape, dtype, n):
     return split(torch.randn(shape, dtype=torch.float64), dtype, n)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(("shape", "dim"), CASES, ids=str)
 @pytest.mark.parametrize(("dtype", "n"), FORMS)
 def test_both_engines_and_torchs_shape(shape, dim, dtype, n, seed):
@@ -62,6 +63,7 @@ WAYS = {
 }
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize(("dtype", "n"), [(torch.float32, 2), (torch.float64, 2), (torch.bfloat16, 1)], ids=str)
 def test_every_way_through_memory_gives_the_references_bits(way, dtype, n, seed):

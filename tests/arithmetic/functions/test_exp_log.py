@@ -70,6 +70,7 @@ def check(name: str, x: tuple, got: tuple) -> None:
             assert error <= limit(n, dtype) * abs(wanted) + 4 * mpmath.mpf(2) ** SMALLEST[dtype], (row, parts)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("dtype", PRECISION, ids=str)
 @pytest.mark.parametrize("n", [1, 2])
 @pytest.mark.parametrize("name", ORACLE)
@@ -83,6 +84,7 @@ def test_two_components_within_the_bound(name, n, dtype, seed):
     assert all(same_bits(a, b) for a, b in zip(got, wanted))
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("n", [3, 4])
 @pytest.mark.parametrize("name", ORACLE)
 def test_more_components_within_the_bound(name, n, seed):

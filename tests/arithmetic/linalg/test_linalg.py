@@ -158,6 +158,7 @@ STACKED = {
 }
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("stack", [(2,), (1, 2), (2, 1)])
 @pytest.mark.parametrize("name", STACKED)
 def test_a_stack_has_the_results_of_its_matrices(name, stack, seed):

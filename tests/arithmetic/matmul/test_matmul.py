@@ -239,6 +239,7 @@ def test_empty_ones(left, right):
     assert bound.shape == plain.shape
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(("left", "right", "components"), [(2, 2, 2), (1, 2, 2), (3, 2, 3), (4, 4, 4)])
 @pytest.mark.parametrize("span", [0, 300])
 def test_long_dot_products(seed, left, right, components, span):
@@ -298,6 +299,7 @@ def test_parameters_and_tensors_that_require_gradients(seed):
     assert torch.equal(matmul((a,), (a,), 2, F32)[0], matmul((a.detach(),), (a.detach(),), 2, F32)[0])
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("setting", ["for all", "backends", "backends.mkldnn", "backends.mkldnn.matmul"])
 @pytest.mark.parametrize(("dtype", "components", "bits"), [(BF16, 3, 20), (F16, 2, 20), (F32, 1, 21), (F64, 2, 104)])
 def test_fewer_bits_for_float32_products_are_not_taken(seed, setting, dtype, components, bits, needs_torch):

@@ -121,6 +121,7 @@ def test_formats_of_few_binades_leave_less_of_them_free(format, room):
     assert Amax(headroom=4).exponent(site) == min(get(format).emax, 15) - 4
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("format", ["e3m4", "e4m3fn", "e5m2", "fp16"])
 @pytest.mark.parametrize("start", ["low", "high", "highest"])
 def test_exponents_settle_from_any_start(format, start, seed):
@@ -144,6 +145,7 @@ def test_one_measured_scale_falls_by_as_much_from_anywhere(start, seed):
     assert scaler.get_scale() == 2.0 ** (start - 8)
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("dtype", [torch.float16, torch.float32])
 @pytest.mark.parametrize("policy", ["measured", "amax", "dynamic", "rising-floor", "underflow-bound"])
 def test_a_loss_in_float16_that_overflows_is_remembered(policy, dtype, seed):
@@ -318,6 +320,7 @@ PUBLISHED = [
 ]
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("policy", PUBLISHED, ids=repr)
 @pytest.mark.parametrize(("format", "power"), [("fp16", -16), ("e5m2", -8), (None, -16)])
 def test_published_policies_train_and_react(policy, format, power, seed):

@@ -76,6 +76,7 @@ def operands(name: str, kinds: tuple[str, ...], count: int, rng: np.random.Gener
     return given
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("lanes", [1, 8])
 @pytest.mark.parametrize("name", KINDS)
 def test_python_is_the_instruction(name, lanes, cache, seed):

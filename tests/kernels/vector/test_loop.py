@@ -33,6 +33,7 @@ def _short(a, b):
     return [*_mixed([a], [b], 1), a + b]
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 @pytest.mark.parametrize("function", [_short, _long])
 def test_every_length_has_the_bits_of_tensors(function, dtype, cache, seed):
@@ -93,6 +94,7 @@ def test_a_short_network_is_written_out():
     assert [line[0] for line in trace.lines] == ["input", "input", "add"]
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 @pytest.mark.parametrize("stored", [torch.float16, torch.bfloat16])
 def test_results_are_stored_to_nearest(stored, dtype, cache, seed):

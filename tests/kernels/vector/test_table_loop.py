@@ -64,6 +64,7 @@ REALS = {"divide": 2, "maximum": 2, "sqrt": 1, "sign_of": 1}
 WORDS = dict.fromkeys(("add", "sub", "mul", "bit_and", "bit_or", "bit_xor", "shl", "shr"), 2)
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("narrow", [False, True], ids=["words", "beside bytes"])
 @pytest.mark.parametrize("name", [*REALS, *WORDS, "to_real", "to_word", "add of reals", "comparisons", "64 bits"])
 def test_every_operation_is_that_of_numpy_scalars(name, narrow, cache, seed):
@@ -203,6 +204,7 @@ def test_blocks_store_what_their_largest_says(block, cache, seed):
     assert (narrow.reshape(7, block) == wanted_narrow).all()
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("block", [16, 32, 48, 512])
 @pytest.mark.parametrize("blocks", [1, 2, 3, 16, 17, 35])
 def test_any_number_of_blocks_and_what_is_chosen_per_block(blocks, block, cache, seed):

@@ -146,6 +146,7 @@ def test_sums_at_indices(kind, seed):
     assert all(abs(a - b) <= bound * abs(b) for a, b in zip(exact(weight.grad), sums))
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(
     ("layer", "shape"),
     [

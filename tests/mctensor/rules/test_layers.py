@@ -29,6 +29,7 @@ def _gap(x, y):
     return float((MCTensor.encode(x, 4, torch.float64) - y).decode().abs().max() / y.decode().abs().max())
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("mode", SHAPES)
 def test_all_digits_forward_and_backward(mode, way, seed):

@@ -11,6 +11,7 @@ from halfulp.mctensor._convert_model import multicomponent
 from halfulp.subclass import strict
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("gradients", ["first", "components"])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32, torch.float64])
 @pytest.mark.parametrize(

@@ -47,6 +47,7 @@ def _trained(name: str, foreach: bool | None, encode) -> list[torch.Tensor]:
     return [p.detach().decode() if isinstance(p, MCTensor) else p.detach() for p in parameters]
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.filterwarnings("ignore:Converting a tensor with requires_grad=True:UserWarning")  # LBFGS of torch 2.8
 @pytest.mark.parametrize("kind", FORMATS, ids=str)
 @pytest.mark.parametrize(("name", "foreach"), WAYS)

@@ -108,6 +108,7 @@ def test_random_and_neighbouring_codes_of_one_dtype_equal_exact_rationals(dtype,
         check(a, a)
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("engine", ["auto", "reference"])
 @pytest.mark.parametrize("pair", list(itertools.permutations(DTYPES, 2)), ids=str)
 def test_random_codes_of_two_dtypes_equal_exact_rationals(pair, engine):

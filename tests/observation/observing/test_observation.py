@@ -201,6 +201,7 @@ def made(kind: str):
     return model, torch.optim.SGD(model.parameters(), lr=1e-6, **options)
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("kind", ["plain", "momentum", "fused"])
 @pytest.mark.parametrize("given", [True, False])
 @pytest.mark.parametrize("growth_interval", [1, 3, 2000])

@@ -61,6 +61,7 @@ def _plain(seen):
     return found, sorted(tensors, key=lambda one: (one["role"], one["name"]))
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("release", RELEASES)
 @pytest.mark.parametrize("parts", [1, 3])
 @pytest.mark.parametrize("clip", [None, 0.5])

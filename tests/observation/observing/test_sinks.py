@@ -2,8 +2,6 @@
 
 import csv
 import json
-import subprocess
-import sys
 from collections import OrderedDict
 
 import numpy as np
@@ -245,18 +243,14 @@ os.kill(os.getpid(), signal.SIGKILL)
 """
 
 
-def test_a_killed_script_leaves_lines_of_each_training(tmp_path):
+def test_a_killed_script_leaves_lines_of_each_training(tmp_path, forked, monkeypatch):
     (tmp_path / "secret_script.py").write_text(KILLED)
     (tmp_path / "out").mkdir()
     (tmp_path / "out" / "observe.jsonl").write_text("of a run before\n")
     call = "from halfulp.cli import main; main()"
-    done = subprocess.run(
-        [sys.executable, "-c", call, "observe", "--interval", "2", "--out", "out", "secret_script.py"],
-        cwd=tmp_path,
-        capture_output=True,
-        timeout=120,
-    )
-    assert done.returncode < 0
+    monkeypatch.chdir(tmp_path)
+    code, _ = forked(call, "observe", "--interval", "2", "--out", "out", "secret_script.py")
+    assert code < 0
     text = (tmp_path / "out" / "observe.jsonl").read_text()
     rows = [json.loads(line) for line in text.splitlines()]
     assert [(row["training"], row["step"]) for row in rows] == [(1, 0), (1, 2), (2, 0), (2, 2), (3, 0)]

@@ -192,6 +192,7 @@ def test_nothing_in_a_name_or_cure_is_markup(show: Callable, data: dict) -> None
     assert tab.locator("#numbers-table code").first.text_content() == EVIL.removesuffix(".weight")
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(("scheme", "width"), VIEWS)
 @pytest.mark.parametrize("instrument", ["observe", "audit", "forecast"])
 def test_axe_finds_nothing_and_nothing_scrolls_sideways(

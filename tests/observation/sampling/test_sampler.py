@@ -55,6 +55,7 @@ def expected_counts(sample: torch.Tensor, name: str) -> tuple[int, int, int]:
     return int(under.sum()), int(small.sum()), int((finite & size.isnan()).sum())
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("engine", ENGINES)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("size", SIZES)
@@ -68,6 +69,7 @@ def test_formats_of_single_elements(seed, size, dtype, engine):
         assert found.elements == len(sample)
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("engine", ENGINES)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("size", SIZES)

@@ -61,6 +61,7 @@ def test_directed_modes(name, rounding, exact_blocks, seed):
         assert same_bits(quantize(x, name, rounding), q)
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("dtype", DTYPES)
 @variants
 def test_engines_agree(block_format, dtype, seed):

@@ -217,6 +217,7 @@ def test_prelu_is_close(seed):
         check_rule(lambda x, w: F.prelu(x, w[0]), lambda: (*one(), *one()), seed=seed, exact=1e-6)
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("case", [case for case in CASES if case != "rrelu"])
 def test_narrow_payloads(case, differences, seed):
     # A payload that is rounded may step over a threshold; both sides start from the rounded one.

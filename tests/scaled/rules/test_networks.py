@@ -51,6 +51,7 @@ def test_attention_is_the_plain_one_whatever_the_scales(mask, seed):
         )
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("name", KINDS)
 def test_kinds_of_attention_are_the_plain_ones(name, differences, seed):
     operator, *shapes = KINDS[name]
@@ -59,6 +60,7 @@ def test_kinds_of_attention_are_the_plain_ones(name, differences, seed):
     assert max(differences(operator, shapes)) < 1e-2
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("mask", MASKS)
 def test_attention_of_float16_payloads_is_near(mask, differences, seed):
     given = MASKS[mask]()
@@ -202,6 +204,7 @@ def _run(layer: nn.Module, x: Tensor, packed: bool) -> list[Tensor]:
     return [_value(out), *(_value(p.grad) for p in (x, *layer.parameters()))]
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.filterwarnings("ignore:LSTM with projections:UserWarning")
 @pytest.mark.parametrize("packed", [False, True])
 @pytest.mark.parametrize(("kind", "options"), LAYERS, ids=lambda given: str(given).rpartition(".")[2])

@@ -57,6 +57,7 @@ def test_a_product_is_the_plain_one_whatever_the_scales(name, seed):
         check_rule(operator, lambda: [torch.randn(shape) for shape in shapes], trials=2, seed=seed)
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("name", [name for name in PRODUCTS if not name.endswith((" 0", "nothing"))])
 def test_a_product_of_float16_payloads_is_near(name, differences, seed):
     operator, *shapes = PRODUCTS[name]
@@ -249,6 +250,7 @@ def test_a_convolution_is_the_plain_one_whatever_the_scales(name, seed):
         check_rule(operator, lambda: [torch.randn(shape) for shape in shapes], trials=2, seed=seed)
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("name", CONVOLUTIONS)
 def test_a_convolution_of_float16_payloads_is_near(name, differences, seed):
     operator, *shapes = CONVOLUTIONS[name]

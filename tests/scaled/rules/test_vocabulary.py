@@ -60,6 +60,7 @@ PLACES = {
 }
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("constant", [-1e4, -65504.0, -1e9, -1e38, torch.finfo(torch.float32).min, -float("inf")])
 @pytest.mark.parametrize("place", PLACES)
 def test_masked_softmax(place, constant, seed):

@@ -74,6 +74,7 @@ def all_bits(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[torch.T
     return [one for x in held for one in bits(x)]
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("wrap", WRAPS)
 @pytest.mark.parametrize("change", CHANGES)
 def test_a_checkpoint_goes_through_a_wrapper(change, wrap, seed):

@@ -152,6 +152,7 @@ def values(model: nn.Module) -> list[torch.Tensor]:
     return [p.decode() if hasattr(p, "decode") else p.clone() for p in found]
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("holder", HOLDERS, ids=lambda holder: holder.__name__)
 @pytest.mark.parametrize("replacer", REPLACERS)
 def test_held_parameters_train_as_others_or_are_refused(replacer, holder, seed, fresh_compiler):
