@@ -67,7 +67,7 @@ def check_entries(state_dict: Any) -> None:
     exponent_of("'scale' of the state_dict", state_dict["scale"])
     if not {"sites", "progress"} & state_dict.keys():
         return
-    _check("the state_dict", state_dict, _OURS)
+    _check("the state_dict", state_dict, _HALFULP_ENTRIES)
     for key, values in state_dict["sites"].items():
         _check(f"site {key!r} of the state_dict", values, _GLOBAL_SITE if key == GLOBAL else _SITE)
     scale, exponent = state_dict["scale"], state_dict["sites"][GLOBAL]["exponent"]
@@ -137,7 +137,7 @@ _TORCH: _Wanted = {
     "growth_interval": ("a whole number", _is_whole),
     "_growth_tracker": ("a whole number", _is_whole),
 }
-_OURS: _Wanted = {
+_HALFULP_ENTRIES: _Wanted = {
     "sites": (f"a dict of sites by name, or pairs of name and site, {GLOBAL!r} among them", _are_sites),
     "progress": (
         "[iteration, steps at this scale, whether it is measured, roundings, where measured ones are counted from, "

@@ -150,7 +150,7 @@ def _write_scaled(x: MCTensor, scale: Tensor, parts: Parts, is_sum: bool) -> MCT
 
 
 def _wanted_scale(x: MCTensor, scale: Tensor, largest: Tensor) -> Tensor:
-    """Return the scale for values up to `largest` beside those in x's memory; x's own where it suits."""
+    """Return a scale for values up to `largest` beside those in x's memory: x's own if it leaves room."""
     if largest.numel() and not _covers_memory(x):
         largest = torch.maximum(largest, torch.stack([magnitude(_memory(x)[0]).double() * scale]).amax())
     ideal = scale_for(largest, x.dtype)

@@ -110,7 +110,7 @@ def _run(kernel: Callable, parts: list[list[torch.Tensor]], out: list[torch.Tens
 
 
 def _tables(parts: list[list[torch.Tensor]], out: list[torch.Tensor]) -> tuple[np.ndarray, np.ndarray]:
-    """Return the chunks and the pointers."""
+    """Return the chunk and pointer tables of the kernel."""
     rows = [[*map(address, own), *[0] * (4 - len(own)), address(new)] for own, new in zip(parts, out)]
     return _table(tuple(new.numel() for new in out)), np.array(rows, np.int64)
 

@@ -96,19 +96,19 @@ class GradientRelease:
 
     def _backward(self, loss: torch.Tensor) -> None:
         if self._clip is None or self._clip_by == "previous":
-            with self._hooked(self._step):
+            with self._run_hooked(self._step):
                 loss.backward()
             self._step_rest()  # of micro-batches before, which this one has not reached
             self._set_coefficient()
         elif any(parameter.grad is not None for _, _, parameter in self._places()):
             self._step_after(loss)
         else:
-            with contextlib.ExitStack() as paused, self._hooked(self._measure):
+            with contextlib.ExitStack() as paused, self._run_hooked(self._measure):
                 for watcher in self._watchers:
                     paused.enter_context(watcher.pause())
                 loss.backward(retain_graph=True)
             self._set_coefficient()
-            with self._hooked(self._step):
+            with self._run_hooked(self._step):
                 loss.backward()
 
     @contextlib.contextmanager
@@ -120,7 +120,7 @@ class GradientRelease:
         """
         self._is_accumulating, before = True, self._is_accumulating
         try:
-            with self._hooked(lambda *_: None):
+            with self._run_hooked(lambda *_: None):
                 yield
         finally:
             self._is_accumulating = before
@@ -152,7 +152,7 @@ class GradientRelease:
             )
 
     @contextlib.contextmanager
-    def _hooked(self, hook: Callable[..., None]) -> Iterator[None]:
+    def _run_hooked(self, hook: Callable[..., None]) -> Iterator[None]:
         before, self._hook = self._hook, hook
         try:
             yield

@@ -294,12 +294,12 @@ def in_float64(model: nn.Module, batch: Any, loss_of: LossOf, plain: Run, step: 
 
     Where it does not run there, it is the step in float32 with `Jitter`; None where both are another computation.
     """
-    return _like(plain, lambda: _steps(copy_of(model).double(), tree_map(_double, batch), loss_of, step)) or _like(
-        plain, lambda: _steps(copy_of(model), batch, loss_of, step, Jitter)
+    return _like(plain, lambda: _run_steps(copy_of(model).double(), tree_map(_double, batch), loss_of, step)) or _like(
+        plain, lambda: _run_steps(copy_of(model), batch, loss_of, step, Jitter)
     )
 
 
-def _steps(model: nn.Module, batch: Any, loss_of: LossOf, count: int, watch: Callable | None = None) -> Run:
+def _run_steps(model: nn.Module, batch: Any, loss_of: LossOf, count: int, watch: Callable | None = None) -> Run:
     for _ in range(count):
         run = one_step(model, batch, loss_of, watch=watch and watch())
     return run

@@ -155,7 +155,7 @@ _ENTRY = 250  # what a product of two numbers costs in an entry computed alone, 
 
 @dataclass(frozen=True)
 class _Task:
-    """One block of the inner dimension: the operands, exponents and factors of rows and columns, what is wanted."""
+    """One block of the inner dimension: its operands, the scales of rows and columns, and the result's type."""
 
     a: Parts
     b: Parts

@@ -401,7 +401,7 @@ class Region(TorchFunctionMode):
         if site is None and tensor._base is not None:
             site = self._tag(tensor._base)
         if site is None:
-            self._check_known(tensor)
+            self._refuse_unwatched(tensor)
             return self._global_site
         return site
 
@@ -421,8 +421,8 @@ class Region(TorchFunctionMode):
             and not is_exit(node, self._global_site)
         )
 
-    def _check_known(self, tensor: Tensor) -> None:
-        """Refuse a tensor that was made in this region unseen, whose gradient has unknown units."""
+    def _refuse_unwatched(self, tensor: Tensor) -> None:
+        """Refuse a tensor that an unwatched function made in this region, as its gradient's exponent is unknown."""
         node = tensor.grad_fn
         if self._backward.second_order:
             # Made by a derivative within the model: all gradients have the global exponent until the next update.

@@ -271,6 +271,6 @@ class RisingFloor(Dynamic):
             raise ValueError(f"floors are pairs of a step and an exponent, by rising steps, got {self.floors!r}")
 
     def global_exponent(self, exponent: int, skipped: bool, since: int, step: int) -> int:
-        """Return the dynamic scale, not under the floor."""
+        """Return the dynamic scale's exponent, at least the floor's."""
         floor = max((low for start, low in self.floors if step >= start), default=exponent - 1)
         return max(super().global_exponent(exponent, skipped, since, step), floor)

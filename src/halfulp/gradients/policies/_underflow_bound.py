@@ -407,7 +407,7 @@ def _extremes(rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def _rescue(g: torch.Tensor, w: torch.Tensor, share: float, least: float, largest: float) -> float:
-    """log2 of the smallest product among the largest int(share x number); infinity where none is kept."""
+    """Return log2 of the k-th largest product, k = int(share x number of products); infinity where k is 0."""
     g, w = (x.to("cpu").double().abs().log2().T.contiguous() for x in (g, w))
     w = w.sort().values
 

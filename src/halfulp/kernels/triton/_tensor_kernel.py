@@ -191,7 +191,7 @@ def _kernel_text(kernel: TensorKernel, arguments: list[str], inputs: list[tuple[
             f"constant{k} = {_typed_scalar(f'tl.load(memory.to(tl.pointer_type(tl.int{width})) + {slot})', kind)}"
         )
     lines += [f"{half} = key_{half}.to(tl.uint32, bitcast=True)" for half in ("low", "high") if draws]
-    lines += _block_lines(kernel, draws) if table.block else _line_lines(kernel, draws)
+    lines += _block_lines(kernel, draws) if table.block else _offset_lines(kernel, draws)
     call = f"element(offsets, offsets, {', '.join(arguments)}, lanes, aligned)"
     lines += _largest(table.trace, call) if table.trace.sums else [call]
     body = "\n".join(f"    {line}" for line in lines)
@@ -226,7 +226,7 @@ def _whole_tiles(kernel: TensorKernel, offsets: str, draws: bool) -> list[str]:
     ]
 
 
-def _line_lines(kernel: TensorKernel, draws: bool) -> list[str]:
+def _offset_lines(kernel: TensorKernel, draws: bool) -> list[str]:
     return [*_whole_tiles(kernel, f"offsets = tl.arange(0, {TILE})", draws), "lanes = offsets < rest"]
 
 

@@ -160,14 +160,14 @@ def _strip_prefix(names: dict[Any, str], tensors: Collection[str]) -> dict[Any, 
     if strange is None:
         return names
     found = []
-    for prefix, other in dict.fromkeys(_other_prefixes(strange, tensors)):
+    for prefix, other in dict.fromkeys(_prefix_replacements(strange, tensors)):
         changed = {key: other + name.removeprefix(prefix) for key, name in names.items()}
         if all(name.startswith(prefix) for name in names.values()) and all(x in tensors for x in changed.values()):
             found.append(changed)
     return found[0] if len(found) == 1 else names
 
 
-def _other_prefixes(name: str, tensors: Iterable[str]) -> Iterator[tuple[str, str]]:
+def _prefix_replacements(name: str, tensors: Iterable[str]) -> Iterator[tuple[str, str]]:
     """Yield a name's beginning and what stands in its place, for every tensor whose name ends in the same parts."""
     own = name.split(".")
     for tensor in tensors:

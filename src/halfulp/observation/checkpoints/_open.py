@@ -35,7 +35,7 @@ _WEIGHTS = (
     "checkpoint",
 )
 _OPTIMIZERS = ("optimizer.pt", "optimizer.bin", "optimizer.pth")
-_OTHERS = re.compile(r"^(optimizer|scheduler|scaler|rng_state|training_args|random_states|sampler)", re.I)
+_NO_WEIGHTS = re.compile(r"^(optimizer|scheduler|scaler|rng_state|training_args|random_states|sampler)", re.I)
 _NUMBERED_OPTIMIZER = re.compile(r"^optimizer_\d+\.(pt|bin|pth)$")
 _NUMBERED = re.compile(r"-(\d+)-of-(\d+)$")
 REMEDY = "give a file of safetensors or torch.save, a sharded folder with its index, or a DCP folder"
@@ -118,7 +118,7 @@ def _open_folder(folder: Path) -> Checkpoint:
 
 def _holds_weights(path: Path) -> bool:
     return path.name.endswith(".index.json") or (
-        path.suffix in (".safetensors", *_TORCH) and not _OTHERS.match(path.name)
+        path.suffix in (".safetensors", *_TORCH) and not _NO_WEIGHTS.match(path.name)
     )
 
 
@@ -127,8 +127,8 @@ def _weights(folder: Path, files: list[Path]) -> Checkpoint:
     for kind in (".safetensors.index.json", ".bin.index.json"):
         for index in (path for path in indices if path.name.endswith(kind)):
             return _open_sharded(index)
-    tensors = [path for path in files if path.suffix == ".safetensors" and not _OTHERS.match(path.name)]
-    saved = [path for path in files if path.suffix in _TORCH and not _OTHERS.match(path.name)]
+    tensors = [path for path in files if path.suffix == ".safetensors" and not _NO_WEIGHTS.match(path.name)]
+    saved = [path for path in files if path.suffix in _TORCH and not _NO_WEIGHTS.match(path.name)]
     for group, opened in ((tensors, _open_safetensors), (saved, _open_torch_files)):
         known = [path for path in group if path.stem in _WEIGHTS]
         if len(known) == 1 or len(group) == 1:

@@ -237,10 +237,12 @@ FORWARD = "compute this layer in float32 or bfloat16, or bound what it divides b
 FORWARD_WIDE = "bound what this layer divides by or exponentiates, or takes the root or the logarithm of"
 BACKWARD = "see what this layer's backward pass divides by (sqrt, norm or log at 0), and add an eps inside"
 LOSS = "see what the loss divides by in its backward pass (sqrt, norm or log at 0), and add an eps inside"
-STORED = "load the last clean checkpoint, which `halfulp audit` finds"
+STORED_ADVICE = "load the last clean checkpoint, which `halfulp audit` finds"
 GO_BACK_ADVICE = "go on from A, and observe the steps after it (hu.observe): the first module with NaN is the cause"
 GO_FURTHER_BACK_ADVICE = "go on from a checkpoint before A, and observe the steps after it (hu.observe)"
-BETWEEN = STORED + ", and observe from there with interval=1 to see where the first one comes from"
+OBSERVE_EVERY_STEP_ADVICE = (
+    STORED_ADVICE + ", and observe from there with interval=1 to see where the first one comes from"
+)
 
 
 @register_finding
@@ -297,7 +299,7 @@ class FirstNonfinite(FindingKind):
             "error",
             1 - 0.5**tensors,
             f"held NaN or infinity before step {step} began{also}{clean}",
-            cure=STORED if before is None else BETWEEN,
+            cure=STORED_ADVICE if before is None else OBSERVE_EVERY_STEP_ADVICE,
             step=step,
             role=weight.role,
             nonfinite=weight.nonfinite,
@@ -353,7 +355,7 @@ def _choose_cure(tensor: TensorRecord) -> str:
         return FORWARD_WIDE if has_wide_range(storage_format(tensor)) else FORWARD
     if tensor.role == "activation gradient" and not tensor.sources:
         return LOSS
-    return BACKWARD if tensor.role in GRADIENTS else STORED
+    return BACKWARD if tensor.role in GRADIENTS else STORED_ADVICE
 
 
 def _have_gradients(record: Record) -> bool:

@@ -126,7 +126,7 @@ def from_rate(
     if own is None and rule is None and saved:
         keys = ", ".join(next(iter(saved.values())))
         notes = (*notes, f"whose options {keys} are is not known: AdamW's updates are taken; optimizer= names others")
-    rule = _known_rule(rule or own or "AdamW")
+    rule = _find_rule(rule or own or "AdamW")
     ours = any("weight_update" in one for one in saved.values())
     groups = list(dict.fromkeys(map(_saved_rate, saved.values()))) if lr is None else [lr]
 
@@ -267,7 +267,7 @@ def _rule_of(optimizer: torch.optim.Optimizer) -> str:
     )
 
 
-def _known_rule(given: str) -> str:
+def _find_rule(given: str) -> str:
     for rule in RULES:
         if isinstance(given, str) and rule.lower() == given.lower():
             return rule

@@ -16,7 +16,7 @@ Options = Mapping[str, Any]
 ELEMENTWISE: dict[type[torch.optim.Optimizer], Callable[[Options], bool]] = {}
 # State entries that belong to a whole tensor, whatever its shape.
 WHOLE = frozenset({"step", "mu_product", "eta", "mu"})
-_AROUND = ("torch.optim.optimizer", "torch.utils._contextlib")
+_TORCH_WRAPPERS = ("torch.optim.optimizer", "torch.utils._contextlib")
 _IMPLEMENTATIONS = {"foreach": False, "capturable": False, "differentiable": False}
 _FUSED = (torch.optim.Adam, torch.optim.AdamW)
 
@@ -63,7 +63,7 @@ def decay_factor(optimizer: torch.optim.Optimizer, options: Options) -> float | 
 def _remove_hooks(step: Callable[..., Any]) -> Callable[..., Any]:
     """Return a step without what torch puts around it: hooks, a profiler's range, the mode of gradients."""
     step = getattr(step, "__wrapped__", step)
-    while hasattr(step, "__wrapped__") and getattr(step, "__globals__", {}).get("__name__") in _AROUND:
+    while hasattr(step, "__wrapped__") and getattr(step, "__globals__", {}).get("__name__") in _TORCH_WRAPPERS:
         step = step.__wrapped__
     return step
 

@@ -512,8 +512,8 @@ class GradientHooks:
     def __init__(self, book: Notebook, named: list[tuple[str, torch.Tensor]]) -> None:
         self.book = book
         self.arrived: set[str] = set()
-        self._hooks = [(parameter, _Arrival(self, name)) for name, parameter in named]
-        self._adding: list[_Arrival] = []
+        self._hooks = [(parameter, _ParameterHooks(self, name)) for name, parameter in named]
+        self._adding: list[_ParameterHooks] = []
         self._handles: list[RemovableHandle] = []
 
     def attach(self) -> None:
@@ -529,7 +529,7 @@ class GradientHooks:
             handle.remove()
         self._handles.clear()
 
-    def follow(self, hook: _Arrival) -> None:
+    def follow(self, hook: _ParameterHooks) -> None:
         """Let a parameter's second hook run from now on: only gradients that are added to others need it."""
         if not hook.is_followed and hook.parameter is not None:
             hook.is_followed = True
@@ -546,12 +546,12 @@ class GradientHooks:
         self._adding.clear()
         self.arrived.clear()
 
-    def adds(self, hook: _Arrival) -> None:
+    def adds(self, hook: _ParameterHooks) -> None:
         """Note that a parameter's gradient is a sum in this step."""
         self._adding.append(hook)
 
 
-class _Arrival:
+class _ParameterHooks:
     """The two hooks by which a parameter's gradient is observed as it arrives and once it is accumulated."""
 
     __slots__ = (

@@ -507,7 +507,7 @@ class Updates:
             return
         for batch in batches:
             now = batch.layout.look("weight after", [one.parameter for one in batch.stepped])
-            states = self._look_at_states(batch)
+            states = self._count_states(batch)
             if batch.states is not None:
                 self._compare(batch, now, states)
             else:
@@ -608,7 +608,7 @@ class Updates:
         found = Stored(flat.contiguous(), _stored_dtype(one.record.dtype))
         self.book.look_all("update", [(one.record.name, one.record.kind, found)])
 
-    def _look_at_states(self, batch: Batch) -> dict[str, torch.Tensor]:
+    def _count_states(self, batch: Batch) -> dict[str, torch.Tensor]:
         """Count the states after the step, and return samples of those that all parameters of a batch have."""
         found: dict[str, list[tuple[Stepped, torch.Tensor, int]]] = {}
         for one in batch.stepped:

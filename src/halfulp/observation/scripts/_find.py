@@ -171,7 +171,7 @@ def _unwrap(module: nn.Module) -> nn.Module:
 
 
 # Frames of these hold models under names of their own, as self and module.
-_OTHERS = ("torch", "halfulp", "runpy", "contextlib", "functools")
+_SKIPPED_PACKAGES = ("torch", "halfulp", "runpy", "contextlib", "functools")
 _MOST_ATTRIBUTES = 200
 
 
@@ -198,7 +198,7 @@ def _frames() -> Iterator[FrameType]:
     """Yield the frames of the script, the innermost first."""
     frame: FrameType | None = sys._getframe(1)
     while frame is not None:
-        if str(frame.f_globals.get("__name__", "")).split(".")[0] not in _OTHERS:
+        if str(frame.f_globals.get("__name__", "")).split(".")[0] not in _SKIPPED_PACKAGES:
             yield frame
         frame = frame.f_back
 

@@ -88,7 +88,7 @@ def _fill_beside(plan: ParameterPlan, parameter: torch.Tensor, value: torch.Tens
 
 
 def _keep_payload_for_wrappers(plan: ParameterPlan) -> None:
-    """Keep a copy of the payload for one step: DistributedDataParallel writes the parameter, maybe the same values."""
+    """Keep a copy of the payload for one step, to tell whether DistributedDataParallel changed the weights."""
     held = plan.payload_version
     if held is not None and torch.distributed.is_available() and torch.distributed.is_initialized():
         held.payload, held.steps = held.memory.clone(), 1

@@ -147,7 +147,7 @@ def _run_kernel(spec: StepSpec, batch: Batch) -> np.ndarray:
     _point_at_gradients(batch)
     table.keys[...] = _keys(batch)
     chunks, pointers, rows, keys, digests = table.addresses_of
-    distinct, row_of_each = _distinct(batch.constants)
+    distinct, row_of_each = _find_distinct(batch.constants)
     numbers = array("f", itertools.chain.from_iterable(distinct))
     if row_of_each:
         chosen = array("q", row_of_each)
@@ -210,13 +210,13 @@ def _scale_tensors(batch: Batch) -> list[torch.Tensor]:
 def _numbers(batch: Batch) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
     """Return the arrays that a step passes to a device: chunks, pointers, constants and keys."""
     _point_at_gradients(batch)
-    distinct, row_of_each = _distinct(batch.constants)
+    distinct, row_of_each = _find_distinct(batch.constants)
     constants = np.array(distinct, np.float32).reshape(len(distinct), -1)
     constants = constants[row_of_each or [0] * len(batch.constants)]
     return batch.table.chunks, batch.table.pointers, constants, _keys(batch)
 
 
-def _distinct(constants: list[tuple[float, ...]]) -> tuple[list[tuple[float, ...]], list[int]]:
+def _find_distinct(constants: list[tuple[float, ...]]) -> tuple[list[tuple[float, ...]], list[int]]:
     """Return the constants that differ, and which of them each parameter has; nothing where all have the same."""
     if len({*map(id, constants)}) == 1:
         return constants[:1], []

@@ -98,7 +98,7 @@ class Progress:
             spent = self.bars.tasks[self.bars.task_ids.index(self.overall)].elapsed or 0.0
             self.bars.update(self.overall, total=spent + left, completed=spent)
 
-    def _note_reused(self, trial: Trial, result: Any) -> None:
+    def _reused(self, trial: Trial, result: Any) -> None:
         if trial.key in self.ended:
             return
         self.ended.add(trial.key)

@@ -110,7 +110,7 @@ class TinyShakespeare(CharacterGPT):
 
 @dataclasses.dataclass(frozen=True)
 class TinyShakespeareLSTM(TinyShakespeare):
-    """The same characters by a recurrent network of one layer; needs ``data``."""
+    """Next-character prediction on ``input.txt`` by a recurrent network of one layer; needs ``data``."""
 
     name: ClassVar[str] = "tinyshakespeare-lstm"
     title: ClassVar[str] = "character-level LSTM on Shakespeare"
