@@ -82,15 +82,17 @@ _FAST = (
     *("bf16-split-8bit", "fp16-constant-1", "fp16-dynamic", "fp16-adaptive", "scaled-fp16", "scaled-fp8-state16"),
 )
 _CONSTANTS = ("fp16-constant-128", "fp16-constant-16384")
+_BLOCKS = ("mxfp8", "nvfp4")
 AT_SMALL: Mapping[str, tuple[str, ...]] = {
     "digits-slow": (*(name for name in _FAST if not name.startswith("scaled")), *_CONSTANTS),
-    "cifar10-resnet-half": (*_FAST, "fp16"),
-    "tinyshakespeare": (*_FAST, *_CONSTANTS),
-    "tinyshakespeare-lstm": (*_FAST, *_CONSTANTS),
-    "two-heads": (
-        *("fp32", "fp32-twin", "bf16", "bf16-stochastic", "bf16-kahan"),
-        *("fp16-constant-1", *_CONSTANTS, "fp16-dynamic", "fp16-adaptive"),
+    "cifar10-resnet-half": (
+        *("fp32", "fp32-twin", "bf16", "bf16-stochastic", "bf16-kahan", "bf16-split8", "fp16-dynamic", "fp16-adaptive"),
     ),
+    "sst2": (*_FAST, "fp16", *_BLOCKS),
+    "fsdd": (*_FAST, "fp16", *_BLOCKS),
+    "tinyshakespeare": _FAST,
+    "tinyshakespeare-lstm": _FAST,
+    "two-heads": ("fp32", "fp32-twin", "fp16-constant-1", *_CONSTANTS, "fp16-dynamic", "fp16-adaptive"),
     "mammals": ("fp32", "fp32-twin", *WIDE),
     "cancer-mlp": (*_FAST, "fp16", *COMPONENTS, "fp64"),
     "linear-regression": (*_FAST, "fp16", *COMPONENTS, "fp64"),

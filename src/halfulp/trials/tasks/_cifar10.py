@@ -134,5 +134,5 @@ class Cifar10HalfResNet(Cifar10ResNet):
 
     name: ClassVar[str] = "cifar10-resnet-half"
     title: ClassVar[str] = "the same residual network on CIFAR-10 at half the resolution"
-    sizes: ClassVar[dict[str, int]] = {"smoke": 4, "small": 200, "full": 20_000}
+    sizes: ClassVar[dict[str, int]] = {"smoke": 4, "small": 120, "full": 20_000}
     stride: ClassVar[int] = 2
