@@ -440,10 +440,9 @@ def test_processes_of_mp_spawn_are_named_with_what_to_write_instead_which_works(
     watching, after = (said.strip("`") for said in re.findall("`[^`]*`", REMEDY))
     (tmp_path / "script.py").write_text(SPAWNS.format(watching=watching, after=after))
     monkeypatch.chdir(tmp_path)
-    # A spawned process takes over the options of this one, whose warnings are errors.
-    ended = forking(
-        f"{ALONE}import sys; sys.warnoptions.clear()\nfrom halfulp.cli import main; main()", "observe", "script.py"
-    )
+    # A spawned process takes over the options of this one, whose warnings are errors, and the folder it began in.
+    command = f"{ALONE}import sys; sys.warnoptions.clear()\nfrom halfulp.cli import main; main()"
+    ended = forking(command, "observe", str(tmp_path / "script.py"))
     code, errors = ended.code(), ended.errors.read_text()
     assert code == 2, errors
     assert "it started a process by torch.multiprocessing.spawn, where work runs" in errors

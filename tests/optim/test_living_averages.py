@@ -12,7 +12,7 @@ from torch.optim.swa_utils import AveragedModel, get_ema_avg_fn
 
 import halfulp as hu
 from halfulp.kernels import _engine as _engines
-from halfulp.subclass.models import _averages
+from halfulp.subclass.models import _averages, _outer_modules
 
 DECAY, UPDATES = 0.999, 200
 
@@ -26,6 +26,7 @@ def _untold(monkeypatch):
     before = dict(hooks)
     hooks.clear()
     monkeypatch.setattr(_averages, "_handles", [])
+    monkeypatch.setattr(_outer_modules, "_listening", [])  # whose hooks are cleared too
     yield
     hooks.clear()
     hooks.update(before)

@@ -7,6 +7,7 @@ tell, as each instance holds one.
 
 from __future__ import annotations
 
+import functools
 import gc
 import itertools
 import re
@@ -75,7 +76,7 @@ def _kinds() -> list[type]:
     """Return the classes that are named like averages."""
     counted = len(type.__subclasses__(object)), len(_below(nn.Module))
     if counted != _Search.counted:
-        named = {AveragedModel, *(kind for kind in _below(object) if _NAME.search(kind.__name__))}
+        named = {AveragedModel, *(kind for kind in _below(object) if _is_named(kind.__name__))}
         alike = named.union(*map(_below, named))
         _Search.counted, _Search.kinds = counted, tuple(weakref.ref(kind) for kind in alike if _is_average(kind))
     return [kind for one in _Search.kinds if (kind := one()) is not None]
@@ -84,7 +85,12 @@ def _kinds() -> list[type]:
 def _is_average(kind: type) -> bool:
     if any(str(base.__module__).startswith("halfulp.") for base in kind.__mro__):
         return False
-    return issubclass(kind, AveragedModel) or any(_NAME.search(base.__name__) for base in kind.__mro__)
+    return issubclass(kind, AveragedModel) or any(_is_named(base.__name__) for base in kind.__mro__)
+
+
+@functools.cache  # all classes are asked again whenever one has come
+def _is_named(name: str) -> bool:
+    return _NAME.search(name) is not None
 
 
 def _below(kind: type) -> set[type]:
