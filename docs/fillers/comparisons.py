@@ -161,7 +161,9 @@ def evidence_two_heads() -> str:
     path = RESULTS / "two-heads.json"
     if not path.exists():
         return ""
-    found = [one for one in statements(Evidence.from_json(path.read_text(encoding="utf-8"))) if "two losses" in one.claim]
+    found = [
+        one for one in statements(Evidence.from_json(path.read_text(encoding="utf-8"))) if "two losses" in one.claim
+    ]
     return grid(("statement", "verdict", "numbers"), [(one.claim, one.verdict, one.numbers) for one in found])
 
 
