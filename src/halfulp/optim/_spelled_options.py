@@ -35,10 +35,11 @@ def option_defaults(make: Callable[..., Any]) -> dict[str, Any]:
 
     Of a class they are also those of the classes that it inherits from, to which it may hand on `**options`.
     """
-    # An __init__ that is made in C has no defaults.
-    inits = [vars(kind).get("__init__") for kind in reversed(make.__mro__)] if isinstance(make, type) else []
+    makers = [make]
+    if isinstance(make, type):  # an __init__ that is made in C has no defaults
+        makers = [init for kind in reversed(make.__mro__) if inspect.isfunction(init := vars(kind).get("__init__"))]
     found: dict[str, Any] = {}
-    for maker in filter(inspect.isfunction, inits) if inits else [make]:
+    for maker in makers:
         parameters = inspect.signature(maker).parameters.values()
         found |= {one.name: one.default for one in parameters if one.default is not inspect.Parameter.empty}
     return found

@@ -6,7 +6,7 @@ import math
 from collections.abc import Mapping
 
 from ...kernels import divide, maximum, sqrt
-from ._update_rule import StateSlot, UpdateRule, beta
+from ._update_rule import StateSlot, UpdateRule, beta, decay_of
 
 MOMENTS = (StateSlot("exp_avg", 1, retention=beta(0)), StateSlot("exp_avg_sq", 2, retention=beta(1)))
 _MAXIMUM = (*MOMENTS, StateSlot("max_exp_avg_sq", 2, maximum_of="exp_avg_sq"))
@@ -53,14 +53,14 @@ def adam_error_feedback(lost, m, v, sign, decay, keep_v, take_m, take_v, unbias,
     return m - feedback_gain * (lost * (sqrt(v) * unbias + eps))
 
 
-def _step_constants(group: Mapping, step: int, decay: float) -> tuple[float, ...]:
+def _step_constants(group: Mapping, step: int, decoupled: bool = False) -> tuple[float, ...]:
     lr, (beta1, beta2) = float(group["lr"]), (float(b) for b in group["betas"])
     size = lr / (1 - beta1**step)
     feedback_gain = (1 - beta1) / (beta1 * size) if size > 0 and beta1 > 0 else 0.0
     sign = -1.0 if group["maximize"] else 1.0
     return (
         sign,
-        decay,
+        decay_of(group, decoupled),
         beta2,
         1 - beta1,
         1 - beta2,
@@ -71,23 +71,15 @@ def _step_constants(group: Mapping, step: int, decay: float) -> tuple[float, ...
     )
 
 
-def _constants_with_coupled_decay(group: Mapping, step: int) -> tuple[float, ...]:
-    return _step_constants(group, step, float(group["weight_decay"]))
+def _decoupled_constants(group: Mapping, step: int) -> tuple[float, ...]:
+    return _step_constants(group, step, decoupled=True)
 
 
-def _constants_with_decoupled_decay(group: Mapping, step: int) -> tuple[float, ...]:
-    return _step_constants(group, step, float(group["lr"]) * float(group["weight_decay"]))
-
-
-ADAM = UpdateRule(
-    "adam", adam, MOMENTS, _CONSTANTS, _constants_with_coupled_decay, ("decay", "eps"), adam_error_feedback, betas=2
-)
-ADAMW = UpdateRule(
-    "adamw", adamw, MOMENTS, _CONSTANTS, _constants_with_decoupled_decay, ("eps",), adam_error_feedback, betas=2
-)
+ADAM = UpdateRule("adam", adam, MOMENTS, _CONSTANTS, _step_constants, ("decay", "eps"), adam_error_feedback, betas=2)
+ADAMW = UpdateRule("adamw", adamw, MOMENTS, _CONSTANTS, _decoupled_constants, ("eps",), adam_error_feedback, betas=2)
 ADAM_AMSGRAD = UpdateRule(
-    "adam_amsgrad", adam_amsgrad, _MAXIMUM, _CONSTANTS, _constants_with_coupled_decay, ("decay", "eps"), betas=2
+    "adam_amsgrad", adam_amsgrad, _MAXIMUM, _CONSTANTS, _step_constants, ("decay", "eps"), betas=2
 )
 ADAMW_AMSGRAD = UpdateRule(
-    "adamw_amsgrad", adamw_amsgrad, _MAXIMUM, _CONSTANTS, _constants_with_decoupled_decay, ("eps",), betas=2
+    "adamw_amsgrad", adamw_amsgrad, _MAXIMUM, _CONSTANTS, _decoupled_constants, ("eps",), betas=2
 )

@@ -9,7 +9,7 @@ from typing import Any
 
 from ...kernels import divide, sqrt
 from ._adam import MOMENTS
-from ._update_rule import UpdateRule
+from ._update_rule import UpdateRule, decay_of
 
 _CONSTANTS = ("sign", "decay", "keep_v", "take_m", "take_v", "unbias", "eps", "size_g", "size_m")
 _NEGLIGIBLE = 2.0**-60  # beside 1
@@ -49,22 +49,18 @@ def momentum_product(beta: float, momentum_decay: float, step: int) -> float:
     return known[step] if step < len(known) else 0.0
 
 
-def _step_constants(group: Mapping, step: int, decay: float) -> tuple[float, ...]:
+def _step_constants(group: Mapping, step: int, decoupled: bool = False) -> tuple[float, ...]:
     lr, (beta1, beta2), slows = float(group["lr"]), map(float, group["betas"]), float(group["momentum_decay"])
     size_g = lr * (1 - momentum_at(beta1, slows, step)) / (1 - momentum_product(beta1, slows, step))
     size_m = lr * momentum_at(beta1, slows, step + 1) / (1 - momentum_product(beta1, slows, step + 1))
     kept = beta2, 1 - beta1, 1 - beta2, 1 / math.sqrt(1 - beta2**step)
-    return (-1.0 if group["maximize"] else 1.0, decay, *kept, float(group["eps"]), size_g, size_m)
+    return (-1.0 if group["maximize"] else 1.0, decay_of(group, decoupled), *kept, float(group["eps"]), size_g, size_m)
 
 
-def _constants_with_coupled_decay(group: Mapping, step: int) -> tuple[float, ...]:
-    return _step_constants(group, step, float(group["weight_decay"]))
-
-
-def _constants_with_decoupled_decay(group: Mapping, step: int) -> tuple[float, ...]:
-    return _step_constants(group, step, float(group["lr"]) * float(group["weight_decay"]))
+def _decoupled_constants(group: Mapping, step: int) -> tuple[float, ...]:
+    return _step_constants(group, step, decoupled=True)
 
 
 _OF_TORCH: dict[str, Any] = {"betas": 2, "follows_from_step": ("mu_product",)}
-NADAM = UpdateRule("nadam", nadam, MOMENTS, _CONSTANTS, _constants_with_coupled_decay, ("decay", "eps"), **_OF_TORCH)
-NADAMW = UpdateRule("nadamw", nadamw, MOMENTS, _CONSTANTS, _constants_with_decoupled_decay, ("eps",), **_OF_TORCH)
+NADAM = UpdateRule("nadam", nadam, MOMENTS, _CONSTANTS, _step_constants, ("decay", "eps"), **_OF_TORCH)
+NADAMW = UpdateRule("nadamw", nadamw, MOMENTS, _CONSTANTS, _decoupled_constants, ("eps",), **_OF_TORCH)

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 
 from ...kernels import divide, sqrt
 from ._adam import MOMENTS
-from ._update_rule import UpdateRule
+from ._update_rule import UpdateRule, decay_of
 
 _CONSTANTS = ("sign", "decay", "keep_v", "take_m", "take_v", "eps", "plain", "adaptive")
 
@@ -28,7 +28,7 @@ def radamw(w, g, m, v, sign, decay, keep_v, take_m, take_v, eps, plain, adaptive
     return -(decay * w) - plain * m - adaptive * divide(m, sqrt(v) + eps), m, v
 
 
-def _step_constants(group: Mapping, step: int, decay: float) -> tuple[float, ...]:
+def _step_constants(group: Mapping, step: int, decoupled: bool = False) -> tuple[float, ...]:
     lr, (beta1, beta2), eps = float(group["lr"]), map(float, group["betas"]), float(group["eps"])
     size, left = lr / (1 - beta1**step), 1 - beta2**step
     longest = 2 / (1 - beta2) - 1
@@ -39,17 +39,22 @@ def _step_constants(group: Mapping, step: int, decay: float) -> tuple[float, ...
         plain, adaptive = 0.0, size * math.sqrt(left * rest)
     else:
         eps = 1.0  # the quotient is multiplied by 0
-    return -1.0 if group["maximize"] else 1.0, decay, beta2, 1 - beta1, 1 - beta2, eps, plain, adaptive
+    return (
+        -1.0 if group["maximize"] else 1.0,
+        decay_of(group, decoupled),
+        beta2,
+        1 - beta1,
+        1 - beta2,
+        eps,
+        plain,
+        adaptive,
+    )
 
 
-def _constants_with_coupled_decay(group: Mapping, step: int) -> tuple[float, ...]:
-    return _step_constants(group, step, float(group["weight_decay"]))
-
-
-def _constants_with_decoupled_decay(group: Mapping, step: int) -> tuple[float, ...]:
-    return _step_constants(group, step, float(group["lr"]) * float(group["weight_decay"]))
+def _decoupled_constants(group: Mapping, step: int) -> tuple[float, ...]:
+    return _step_constants(group, step, decoupled=True)
 
 
 # Not homogeneous: the first steps grow with the gradient.
-RADAM = UpdateRule("radam", radam, MOMENTS, _CONSTANTS, _constants_with_coupled_decay, betas=2)
-RADAMW = UpdateRule("radamw", radamw, MOMENTS, _CONSTANTS, _constants_with_decoupled_decay, betas=2)
+RADAM = UpdateRule("radam", radam, MOMENTS, _CONSTANTS, _step_constants, betas=2)
+RADAMW = UpdateRule("radamw", radamw, MOMENTS, _CONSTANTS, _decoupled_constants, betas=2)

@@ -82,6 +82,15 @@ class _Beta:
         return float(group["betas"][self.number])
 
 
+def decay_of(group: Mapping[str, Any], decoupled: bool) -> float:
+    """Return the factor of a weight that decay takes: from the gradient, or decoupled from it, from the weight itself.
+
+    >>> decay_of({"lr": 0.5, "weight_decay": 0.5}, decoupled=True)
+    0.25
+    """
+    return (float(group["lr"]) if decoupled else 1.0) * float(group["weight_decay"])
+
+
 def check_states(rule: UpdateRule, group: Mapping[str, Any]) -> None:
     """Raise for a state that cannot begin with, or keep the share of, what a group's options say."""
     for state in rule.states:

@@ -321,24 +321,24 @@ def _is_active() -> bool:
 
 def _call_under_mode(function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Call a function under the mode, below all others: they see products of the dtypes that the model asked for."""
-    above = _without_modes()
+    above = _pop_modes()
     _push_mode(_MODE)
-    _with_modes(above)
+    _push_modes(above)
     _local.hooks = saved_tensor_hooks()
     try:
         return function(*args, **kwargs)
     finally:
         _local.hooks = None
-        above = _without_modes()
+        above = _pop_modes()
         above.remove(_MODE)
-        _with_modes(above)
+        _push_modes(above)
 
 
-def _without_modes() -> list[TorchFunctionMode]:
+def _pop_modes() -> list[TorchFunctionMode]:
     return [_pop_mode() for _ in range(torch._C._len_torch_function_stack())]
 
 
-def _with_modes(modes: list[TorchFunctionMode]) -> None:
+def _push_modes(modes: list[TorchFunctionMode]) -> None:
     for mode in reversed(modes):
         _push_mode(mode)
 
