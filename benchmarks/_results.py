@@ -52,6 +52,15 @@ class Result:
         """Where it is kept."""
         return FOLDER / f"{self.name}.json"
 
+    def earlier_tables(self) -> list[Table]:
+        """The tables that its file has, which a part of a benchmark stands beside; none where there is no file."""
+        return load(self.path()).tables if self.path().exists() else []
+
+    def earlier_rows(self, *columns: str, table: int = 0) -> dict[tuple, dict]:
+        """The rows of one of these tables, by their cells of some columns."""
+        rows = [row for found in self.earlier_tables()[table : table + 1] for row in found.rows]
+        return {tuple(row[column] for column in columns): row for row in rows}
+
 
 def machine() -> dict[str, str]:
     """Processor and versions, which every table is read with."""

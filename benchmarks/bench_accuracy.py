@@ -3,7 +3,7 @@
 import argparse
 from pathlib import Path
 
-from ._results import Result, Table, load, save
+from ._results import Result, Table, save
 
 TEXT_RECIPES = (
     "fp32",
@@ -140,7 +140,7 @@ def main() -> None:
     chosen = parser.parse_args()
     makers = {"text": text_table, "digits": digits_table}
     result = Result("accuracy", "Accuracy", TEXT, "python -m benchmarks.bench_accuracy")
-    old: list[Table] = load(Path(result.path())).tables if chosen.only and result.path().exists() else []
+    old: list[Table] = result.earlier_tables() if chosen.only else []
     for index, (name, make) in enumerate(makers.items()):
         if chosen.only in (None, name):
             result.tables.append(make(chosen.seeds, chosen.workers, chosen.keep))

@@ -6,7 +6,7 @@ from pathlib import Path
 
 from . import _workload, peers
 from ._harness import Contender, in_processes, measure, over_processes, set_threads
-from ._results import Result, Table, load, save
+from ._results import Result, Table, save
 
 # Times torch's fused float32 step, on processors with vectors of 512 bits and on others; the same on two threads.
 BARS = {
@@ -151,8 +151,7 @@ def main() -> None:
             print(json.dumps(found, indent=1))
         return
     result = Result("adamw", "AdamW: speed", TEXT, "python -m benchmarks.bench_adamw")
-    old = load(result.path()).tables if (chosen.threads or chosen.bars) and result.path().exists() else []
-    kept = {made.title: made for made in old}
+    kept = {made.title: made for made in result.earlier_tables() if chosen.threads or chosen.bars}
     for threads in (1, 2):
         if chosen.threads in (None, threads):
             result.tables.append(table(threads, chosen.processes, kept.get(title(threads)) if chosen.bars else None))

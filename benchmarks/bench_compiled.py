@@ -11,7 +11,7 @@ import fnmatch
 import gc
 import time
 
-from ._results import FOLDER, Result, Table, load, save
+from ._results import Result, Table, save
 
 TITLE = "Compiled training"
 TEXT = """Models of a few thousand parameters, trained for 12 steps on batches of changing size, eagerly and under \
@@ -263,6 +263,9 @@ COLUMNS = {
 }
 
 
+KEY = ("model", "technique", "compiled part", "backend")
+
+
 def main() -> None:
     """All rows, or those that a pattern names."""
     parser = argparse.ArgumentParser(description=__doc__)
@@ -275,24 +278,18 @@ def main() -> None:
 
     torch.set_num_threads(1)
     result = Result("compiled", TITLE, TEXT, "python -m benchmarks.bench_compiled")
-    known: dict[tuple, dict] = {}
-    if result.path().exists() and not given.fresh:
-        known = {_key(one): one for one in load(FOLDER / "compiled.json").tables[0].rows}
+    known = {} if given.fresh else result.earlier_rows(*KEY)
     order = {key: i for i, key in enumerate((m, t, p) for m in MODELS for t in TECHNIQUES for p in PARTS)}
     for key in order:
-        names = dict(zip(("model", "technique", "compiled part"), key), backend=given.backend)
+        name = (*key, given.backend)
         is_chosen = any(fnmatch.fnmatch("/".join(key), pattern) for pattern in given.only)
-        if not is_chosen or (given.keep and _key(names) in known):
+        if not is_chosen or (given.keep and name in known):
             continue
-        known[_key(names)] = {**names, **row(*key, given.backend)}
-        print(known[_key(names)], flush=True)
-        rows = sorted(known.values(), key=lambda one: (order[_key(one)[:3]], one["backend"]))
+        known[name] = dict(zip(KEY, name)) | row(*key, given.backend)
+        print(known[name], flush=True)
+        rows = [known[found] for found in sorted(known, key=lambda found: (order[found[:3]], found[3]))]
         result.tables = [Table("Compiled beside eager", COLUMNS, rows)]
         save(dataclasses.replace(result))
-
-
-def _key(one: dict) -> tuple:
-    return one["model"], one["technique"], one["compiled part"], one["backend"]
 
 
 if __name__ == "__main__":

@@ -4,7 +4,7 @@ import argparse
 import random
 import warnings
 
-from ._results import FOLDER, Result, Table, load, save
+from ._results import Result, Table, save
 
 TEXT = """Every architecture of tests/gradients/models/architectures.py, tiny, with random weights. Eager and \
 compiled: gradients of all parameters in float32 under random exponents from -12 to 24, another draw for each of \
@@ -176,11 +176,10 @@ def main() -> None:
     result = Result(
         "gradient_exactness", "Exactness of gradient exponents", TEXT, "python -m benchmarks.bench_gradient_exactness"
     )
-    path = FOLDER / f"{result.name}.json"
-    kept = {row["architecture"]: row for row in load(path).tables[0].rows} if path.exists() else {}
+    kept = {} if given.only == PARTS else result.earlier_rows("architecture")
     table = Table("Exactness by architecture", dict.fromkeys(COLUMNS, ""))
     for name in names():
-        row = {**(kept.get(name, {}) if given.only != PARTS else {}), "architecture": name}
+        row = {**kept.get((name,), {}), "architecture": name}
         for part in given.only:
             if part != "Inductor" or name in given.inductor or "all" in given.inductor:
                 row |= measured(part, name, given.seed)

@@ -16,7 +16,7 @@ from halfulp.gradients.eager._replay import forwards_without_region
 
 from ._harness import ROOT, Contender, measure
 from ._overhead_models import CASES, workload
-from ._results import Result, Table, load, machine, save
+from ._results import Result, Table, machine, save
 
 TEXT = """Forward and backward of one batch in float32 on one thread, as a multiple of the same without a scaler, \
 eager or compiled by Inductor; every site has another exponent, so that every edge multiplies. In eager mode all \
@@ -140,8 +140,7 @@ def main() -> None:
     result = Result(
         "gradient_overhead", "The cost of gradient exponents", TEXT, "python -m benchmarks.bench_gradient_overhead"
     )
-    kept = load(result.path()).tables[0].rows if result.path().exists() else []
-    lines = {(line["model"], line["engine"]): line for line in kept}
+    lines = result.earlier_rows("model", "engine")
     failed = []
     for row, bar in BARS.items():
         if not any(fnmatch.fnmatch("/".join(row), pattern) for pattern in chosen.only):

@@ -16,7 +16,7 @@ from types import FrameType
 from docs.fillers.library import lines_of_code
 
 from ._harness import ROOT
-from ._results import Result, Table, load, save
+from ._results import Result, Table, save
 from ._source_tree import SourceTree
 
 TEXT = """What whoever opens the source meets, at an earlier commit and now: sizes, who imports whom, names, types. A \
@@ -284,9 +284,8 @@ def save_judgements(seed: int, path: Path) -> None:
     text = "A reader who has not seen the code says what each entry is, from its name and its first line alone."
     command = "python -m benchmarks.bench_house --sample SEED --judgements FILE"
     result = Result("house_sample", "Names and first lines at first reading", text, command, tables=[counts, found])
-    if result.path().exists():
-        others = [table for table in load(result.path()).tables if not table.title.startswith(f"Seed {seed}:")]
-        result.tables = others + result.tables
+    others = [table for table in result.earlier_tables() if not table.title.startswith(f"Seed {seed}:")]
+    result.tables = others + result.tables
     save(result)
 
 

@@ -13,7 +13,7 @@ import sys
 import tempfile
 from pathlib import Path
 
-from ._results import Result, Table, load, save
+from ._results import Result, Table, save
 
 TEXT = """nanoGPT's train.py, as it is: its own configuration file and prepare.py, its own arguments for the processor \
 and a small model (two layers, width 64, 32 characters, batches of 8, 500 steps). `halfulp compare train.py` converts \
@@ -104,8 +104,7 @@ def main() -> None:
     table = Table("nanoGPT under recipes", columns | {"verdict, Step": "", "bar": "", "met": ""})
     command = "python -m benchmarks.bench_public_script CHECKOUT --data DIR"
     result = Result("public_script", "Somebody else's training script", TEXT, command, tables=[table])
-    if given.lr and result.path().exists():
-        table.rows = [row for row in load(result.path()).tables[0].rows if row["lr"] not in rates]
+    table.rows = [row for (lr, _), row in result.earlier_rows("lr", "recipe").items() if lr not in rates]
     with tempfile.TemporaryDirectory() as folder:
         place = Path(folder, "nanoGPT")
         shutil.copytree(given.checkout, place, ignore=shutil.ignore_patterns(".git"))

@@ -14,7 +14,7 @@ from collections import Counter
 from pathlib import Path
 
 from ._harness import ROOT
-from ._results import Result, Table, load, machine, save
+from ._results import Result, Table, machine, save
 from ._suite_meter import FOLDER
 
 TEXT = """The whole suite as CI runs it: `pytest -n 2` on two cores, a fixed seed, no kernel compiled before. Memory \
@@ -110,10 +110,11 @@ def main() -> None:
     parser.add_argument("--files", type=int, default=25, help="how many of the slowest files to list")
     arguments, rest = parser.parse_known_args()
     result = Result("suite", "The test suite", TEXT, "python -m benchmarks.bench_suite")
-    kept = load(result.path()).tables[0].rows if result.path().exists() else []
+    kept = result.earlier_rows("run")
     row, files = measured(arguments.label, arguments.seed, arguments.workers, arguments.files, rest)
     table = Table("The whole suite, two workers on two cores", SUITE, note=NOTE)
-    table.rows = [old for old in kept if old["run"] != arguments.label] + [row]
+    kept.pop((arguments.label,), None)
+    table.rows = [*kept.values(), row]
     result.tables = [table, files]
     save(result)
 

@@ -20,7 +20,7 @@ import halfulp as hu
 from halfulp.kernels import same_bits
 
 from ._harness import ROOT
-from ._results import Result, Table, load, save
+from ._results import Result, Table, save
 
 SEED, STEPS, HALF, BATCH, LR = 60413, 8, 4, 4, 1e-2
 TEXT = """One small model (two linear layers and a norm between) in each trainer, on a CPU. The lines are those that a \
@@ -525,9 +525,7 @@ def main() -> None:
     columns = ("trainer", "bf16: lines", "bits of the plain loop", "fp16 with the scaler: lines", "its bits", "resumed")
     columns += ("observe: lines", "each step seen", "weights and states", "torch", "error")
     table = Table("Trainers: lines, bits, resume", dict.fromkeys(columns, ""))
-    kept = (
-        {row["trainer"].split()[0]: row for row in load(result.path()).tables[0].rows} if result.path().exists() else {}
-    )
+    kept = {trainer.split()[0]: row for (trainer,), row in result.earlier_rows("trainer").items()}
     for name, kind in TRAINERS.items():
         left_out = given.trainers and name not in given.trainers
         if left_out or any(importlib.util.find_spec(package) is None for package in kind.needs):

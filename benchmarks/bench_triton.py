@@ -21,7 +21,7 @@ import torch
 import halfulp as hu
 from halfulp.scaled import _fused as fused
 
-from ._results import Result, Table, load, save
+from ._results import Result, Table, save
 from ._triton_code import Kernel, Launch, compiling
 
 ARCHITECTURES = (80, 90, 100)
@@ -296,7 +296,7 @@ def main() -> None:
     if given.sm is None:
         result = Result("triton", "Triton kernels, compiled ahead of time", TEXT, "python -m benchmarks.bench_triton")
         if given.family:
-            kept = load(result.path()).tables[0].rows
+            kept = result.earlier_rows("kernels", "sm").values()
             table.rows += [row for row in kept if row["kernels"] not in given.family]
             table.rows.sort(key=lambda row: list(FAMILIES).index(row["kernels"]))
         result.tables = [table]
