@@ -4,7 +4,6 @@ Under every recipe and everything else that changes a model's tensors, products 
 from the tensors, and the advice works."""
 
 import copy
-import itertools
 import re
 
 import pytest
@@ -17,8 +16,6 @@ from torch.fx.experimental.proxy_tensor import make_fx
 import halfulp as hu
 from halfulp import MCTensor, ScaledTensor
 from halfulp.kernels import same_bits
-
-from .. import samples
 
 WIDTH = 8
 pytestmark = [
@@ -165,7 +162,9 @@ def check(name, transform, model, plain, x):
     assert (values(tangent) - exact).norm() < near * exact.norm(), (name, transform)
 
 
-@pytest.mark.parametrize(("name", "make"), samples.covering([*itertools.product(FEATURES, (normed, convolved))], 1))
+@pytest.mark.sampled(1)
+@pytest.mark.parametrize("make", [normed, convolved])
+@pytest.mark.parametrize("name", FEATURES)
 def test_transforms_of_models(name, make, seed):
     plain = make()
     model = FEATURES[name](copy.deepcopy(plain))

@@ -26,6 +26,9 @@ EXTRA = [
 # Every format of the catalogue, and of users, whose numbers can be listed.
 FORMATS = [*(get(name) for name in names() if get(name).bits <= 20), *EXTRA]
 MODES = rounding_names()
+DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+# Each format with every dtype that holds its numbers.
+HELD = [(format, dtype) for format in FORMATS for dtype in DTYPES if get(dtype).holds(format)]
 
 
 def oracle(
