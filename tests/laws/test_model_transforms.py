@@ -162,23 +162,23 @@ def check(name, transform, model, plain, x):
     assert (values(tangent) - exact).norm() < near * exact.norm(), (name, transform)
 
 
-@pytest.mark.sampled(1)
+@pytest.mark.sampled(2)
+@pytest.mark.parametrize("transform", TRANSFORMS)
 @pytest.mark.parametrize("make", [normed, convolved])
 @pytest.mark.parametrize("name", FEATURES)
-def test_transforms_of_models(name, make, seed):
+def test_transforms_of_models(name, make, transform, seed):
     plain = make()
     model = FEATURES[name](copy.deepcopy(plain))
     x = torch.randn(3, WIDTH)
     if name.startswith("float32_"):
         x = x.to(next(model.parameters()).dtype)
-    for transform in TRANSFORMS:
-        if not refuses(transform, model, x):
-            check(name, transform, model, plain, x)
-            continue
-        with pytest.raises(NotImplementedError) as refused:
-            TRANSFORMS[transform](model, x)
-        advised, given = followed(refused.value, model, x)
-        check(name, transform, advised, plain, given)
+    if not refuses(transform, model, x):
+        check(name, transform, model, plain, x)
+        return
+    with pytest.raises(NotImplementedError) as refused:
+        TRANSFORMS[transform](model, x)
+    advised, given = followed(refused.value, model, x)
+    check(name, transform, advised, plain, given)
 
 
 @pytest.mark.parametrize("requires_grad", [False, True])

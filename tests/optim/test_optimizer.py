@@ -179,6 +179,7 @@ def _train(how, backend, update="kahan", steps=20, rule=hu.optim.AdamW):
     return snapshot(optimizer), counts
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("update", ["kahan", "stochastic", "split8"])
 @pytest.mark.parametrize(("how", "backend"), [("step", "eager"), ("train_step", "eager"), ("train_step", "aot_eager")])
 def test_compiled_by_torch_it_gives_the_same_bits_and_is_compiled_once(how, backend, update):
