@@ -90,6 +90,7 @@ def computed(call, encode, size, chance, dtype=None):
     return call(s, a, b, m, c), call(*plain, m, c), m.bool(), c
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("name", [*OUT_OF_PLACE, *IN_PLACE])
 def test_a_plain_operand_does_not_decide_the_scale(name, kind, seed):
@@ -166,6 +167,7 @@ def test_what_is_chosen_or_written_does_not_decide_the_scale(name, kind, seed):
     assert (found[~others].abs() >= 100).all()
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("constant", [-1e4, -1e9, LOWEST, -float("inf")])
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 @pytest.mark.parametrize("wide", ["autocast", "none"])
@@ -277,6 +279,7 @@ def test_masks_in_components_that_were_converted(seed):
     assert (torch.where(mask, -1e9, scores).softmax(-1).decode() - wanted).abs().max() < 1e-5
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("name", ["sub", "mul", "addmm", "where", "addcmul"])
 @pytest.mark.parametrize("home", [None, torch.float16])
 def test_compiled_operators_go_by_the_same_law(name, home, fresh_compiler, seed):

@@ -134,6 +134,7 @@ CONVERSIONS: dict[str, Callable[[nn.Module], nn.Module]] = {
 }
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("way", COPIES)
 @pytest.mark.parametrize("start", STARTS)
 def test_copies_keep_requires_grad(start: str, way: str, seed: int) -> None:
@@ -151,6 +152,7 @@ def test_conversions_keep_requires_grad(way: str, seed: int) -> None:
     assert after[3].weight is after[0].weight
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("dtype", [None, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("rule", optimizer_names())
 def test_optimizers_keep_requires_grad(rule: str, dtype: torch.dtype | None, seed: int) -> None:

@@ -49,6 +49,7 @@ def gradients(function, a, b):
     return [g for g in torch.autograd.grad(total, (a, b), allow_unused=True) if g is not None]
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("name", FUNCTIONS)
 def test_gradients_beside_large_arguments(name, kind, seed):
@@ -65,6 +66,7 @@ def test_gradients_beside_large_arguments(name, kind, seed):
         assert (found - wanted).abs().max() <= near * wanted.abs().max().clamp(min=1.0), (name, found, wanted)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("eps", [1e-2, 1e-5, 1.0])
 @pytest.mark.parametrize("large", [3e8, 1e4, 1e12])

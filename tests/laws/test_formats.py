@@ -107,6 +107,7 @@ def test_wide_codes_decode_as_in_numpy(name, seed):
         assert same(decode(code, format), value), hex(code)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("saturate", [False, True])
 @pytest.mark.parametrize(

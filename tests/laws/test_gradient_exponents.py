@@ -99,6 +99,7 @@ def against_grad_scaler(case, seed, dtype, cache):
     assert_same(run(scaler), wanted)
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 @pytest.mark.parametrize("name", HALF)
 def test_equal_exponents_are_grad_scaler_under_autocast(name, dtype, seed):

@@ -70,7 +70,7 @@ def test_a_choice_of_operators_keeps_its_digits(digits, seed):
     known = {digits.name_of(op): op for op in digits.operators()}
     wrong = []
     cases = ["plain operands", "constants", "gaps", "far element"]
-    for name in (*random.sample(NAMES, 8), random.choice(NARROW)):
+    for name in (*random.sample(NAMES, 5), random.choice(NARROW)):
         kinds = ["3 x f32"] if name in NARROW else ["2 x f64"]
         found = digits.findings(known[name], 1, 0, kinds, cases)
         wrong += [(name, *key, x) for key, x in found if key[2] == "components" and x.verdict not in (None, "within")]

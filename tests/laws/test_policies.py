@@ -9,6 +9,7 @@ from halfulp.gradients.policies._policy import _BY_NAME
 from ..gradients.exponents import batch, mean_square, mlp, stepped
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("format", ["fp16", "e5m2", None])
 @pytest.mark.parametrize("policy", sorted(_BY_NAME))
 def test_under_every_policy_zero_gradients_stop_nothing(policy, format, seed):

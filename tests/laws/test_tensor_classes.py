@@ -89,6 +89,7 @@ WRITES = {
 }
 
 
+@pytest.mark.sampled(2)
 @each
 @pytest.mark.parametrize("write", WRITES)
 @pytest.mark.parametrize("view", VIEWS)
@@ -112,6 +113,7 @@ def test_logsumexp_and_softmax_of_infinite_rows_are_torchs(kind, rows):
         assert_near(operator(kind.encode(x)), operator(x.double()), kind.tolerance)
 
 
+@pytest.mark.sampled(2)
 @each
 @pytest.mark.parametrize("momentum", [0.1, 0.7, None])
 @pytest.mark.parametrize("norm", [nn.BatchNorm1d, nn.BatchNorm2d, nn.InstanceNorm1d])
@@ -179,6 +181,7 @@ OPTIONS = {
 }
 
 
+@pytest.mark.sampled(2)
 @each
 @pytest.mark.parametrize("option", OPTIONS)
 def test_a_gradient_is_the_plain_one_under_every_option(kind, option, seed):
@@ -214,6 +217,7 @@ def test_a_biass_gradient_scales_with_every_operand(operator, seed):
         assert all(torch.equal(a, b) for a, b in zip(found, wanted, strict=True)), f"operand {moved}"
 
 
+@pytest.mark.sampled(2)
 @each
 @pytest.mark.parametrize("count", [1, 7, 8, 9, 127, 128, 129, 1023, 1024, 1025, 4097])
 def test_a_mean_is_float64s_on_both_sides_of_every_block_size(kind, count, seed):

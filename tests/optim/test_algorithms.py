@@ -79,10 +79,10 @@ def test_the_others_agree_with_torch(seed, name, options):
 @pytest.mark.parametrize("name", TORCH_OPTIONS)
 def test_a_run_of_torchs_goes_on_here(seed, name):
     start, gradients = make_problem(seed)
-    theirs, reference = train(getattr(torch.optim, name), start, gradients[:20], lr=0.01, weight_decay=0.1)
+    theirs, reference = train(getattr(torch.optim, name), start, gradients[:10], lr=0.01, weight_decay=0.1)
     mine, optimizer = train(getattr(hu.optim, name), theirs, [])
     optimizer.load_state_dict(copy.deepcopy(reference.state_dict()))
-    for gradient in gradients[20:]:
+    for gradient in gradients[10:]:
         for kind, parameters in ((reference, theirs), (optimizer, mine)):
             for parameter, one in zip(parameters, gradient):
                 parameter.grad = one.clone()

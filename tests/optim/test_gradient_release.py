@@ -61,6 +61,7 @@ def _equal(one, other):
     return all(same_bits(a.detach(), b.detach()) for a, b in zip(one.parameters(), other.parameters(), strict=True))
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("offload", [None, "cpu"])
 @pytest.mark.parametrize("float32", [False, True])
 @pytest.mark.parametrize("parts", [1, 3])

@@ -56,6 +56,7 @@ READ += [(x, "fp16", "reference") for x, _, _ in READ if x not in ("split", "spl
 READ += [(x, "bf16", "llvm") for x in ("kahan", "split", "components-3", "components-4")]
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(("update", "store", "engine"), READ)
 def test_the_new_weight_is_the_one_that_is_read(seed, update, store, engine):
     """Of every weight update: far components and ties make the order of a sum show in its last bit."""
@@ -151,6 +152,7 @@ def test_nan_and_infinite_updates_are_not_counted():
     assert (row.updates, row.cancelled, row.realised) == (1, 0, 1)
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("update", narrow_updates(but=["nearest"]))
 @pytest.mark.parametrize("size", [2.0**-29, 2.0**-18])
 def test_sums_in_float32_that_lose_what_is_small_are_named(seed, update, size):

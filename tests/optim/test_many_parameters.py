@@ -96,6 +96,7 @@ def test_only_states_hold_a_parameter_before_the_next_step(maker):
     assert reference() is None
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("maker", MAKERS)
 @pytest.mark.parametrize("named", [False, True])
 @pytest.mark.parametrize("surgery", ["first deleted", "reversed", "replaced", "deleted and put back"])

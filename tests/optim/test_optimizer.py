@@ -179,6 +179,7 @@ def _train(how, backend, update="kahan", steps=20, rule=hu.optim.AdamW):
     return snapshot(optimizer), counts
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("update", ["kahan", "stochastic", "split8"])
 @pytest.mark.parametrize(("how", "backend"), [("step", "eager"), ("train_step", "eager"), ("train_step", "aot_eager")])
 def test_compiled_by_torch_it_gives_the_same_bits_and_is_compiled_once(how, backend, update):
@@ -243,15 +244,15 @@ def test_learning_happens_in_sixteen_bits():
     losses = {}
     for update in ("nearest", "split8", "kahan", "stochastic"):
         parameter = torch.nn.Parameter(torch.zeros(256).bfloat16())
-        optimizer = hu.optim.SGD([("w", parameter)], lr=1e-3, weight_update=update, report_interval=0)
+        optimizer = hu.optim.SGD([("w", parameter)], lr=2e-3, weight_update=update, report_interval=0)
         weights = {"w": parameter}
-        for _ in range(3000):
+        for _ in range(1500):
             parameter.grad = (parameter.detach().float() - target).bfloat16()
             optimizer.step()
         plan = optimizer._plans[weights["w"]]
         decoded = plan.spec.update.read(plan.spec.store, plan.parts)
         losses[update] = float((decoded - target).square().mean())
-    exact = float((target * (1 - 1e-3) ** 3000).square().mean())
+    exact = float((target * (1 - 2e-3) ** 1500).square().mean())
     assert losses["nearest"] > 5 * exact
     assert abs(losses["split8"] - exact) < 0.1 * exact + 1e-5
     assert abs(losses["kahan"] - exact) < 0.1 * exact + 1e-5

@@ -104,6 +104,7 @@ TAKES = {
 }
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("kind", TAKES)
 @pytest.mark.parametrize("wrapper", WRAPPERS)
 def test_a_prepared_optimizer_is_taken_as_the_one_inside(wrapper, kind):

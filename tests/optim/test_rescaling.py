@@ -58,6 +58,7 @@ def _middle(update, store):
 PAIRS = [pair for pair in itertools.product(SCALING, PAYLOADS) if _goes(*pair)]
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(("update", "dtype"), PAIRS, ids=str)
 def test_payload_plus_companion_is_invariant_under_powers_of_two(seed, update, dtype):
     update, store = UPDATES[update], PAYLOADS[dtype]
@@ -153,6 +154,7 @@ def walk(update, dtype, factors, seed, chosen="reference", steps=3):
     return broken, [part for p in parameters for part in (p.payload.detach(), p.scale)], held
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(("update", "dtype"), PAIRS, ids=str)
 def test_steps_by_every_factor_from_2_to_the_minus_40_to_2_to_the_40_are_float32s_to_the_payloads_rounding(
     seed, update, dtype
@@ -174,6 +176,7 @@ def test_the_compiled_step_walks_the_same_way(seed, update, dtype):
     assert all(same_bits(a, b) for x, y in zip(expected, found) for a, b in zip(x, y))
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("dtype", [dtype for dtype in PAYLOADS if dtype != torch.float32])
 @pytest.mark.parametrize("update", [name for name in SCALING if name != "exact"])
 def test_a_step_that_takes_nearly_all_of_a_weight_away_leaves_the_rest(update, dtype):

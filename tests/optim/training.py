@@ -1,8 +1,8 @@
-"""A small problem, and fifty steps of an optimizer on it."""
+"""A small problem, and some steps of an optimizer on it."""
 
 import torch
 
-STEPS = 50
+STEPS = 24
 
 
 def train(kind, start, gradients, each_step=lambda parameters: None, **options):

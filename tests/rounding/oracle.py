@@ -1,5 +1,7 @@
 """An oracle for rounding that knows no bits: the two neighbours of a number in the sorted list of all values."""
 
+import contextlib
+import itertools
 from fractions import Fraction
 from functools import lru_cache
 
@@ -9,6 +11,7 @@ import torch
 
 from halfulp.formats import BlockFormat, Format, get, names, round_exact
 from halfulp.rounding import Stochastic, get_rounding, quantize, rounding_names
+from halfulp.rounding._target import make_target
 
 EXTRA = [
     Format("flush", 4, 3, subnormals=False),
@@ -26,6 +29,17 @@ EXTRA = [
 # Every format of the catalogue, and of users, whose numbers can be listed.
 FORMATS = [*(get(name) for name in names() if get(name).bits <= 20), *EXTRA]
 MODES = rounding_names()
+DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+
+
+def _takes(format: Format, mode: str, dtype: torch.dtype) -> bool:
+    with contextlib.suppress(ValueError):
+        make_target(format, get_rounding(mode), None, dtype)
+        return True
+    return False
+
+
+ROUNDED = {row: _takes(*row) for row in itertools.product(FORMATS, MODES, DTYPES)}
 
 
 def oracle(

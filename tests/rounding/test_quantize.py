@@ -221,10 +221,10 @@ def test_bad_input(call, error, words):
 def test_a_format_is_a_constant_of_the_graph(fresh_compiler, seed):
     """Any formats in turn, one graph for each: eager bits, equal formats share a graph, and so do equal seeds."""
     mine = [Format("mine", 4, 4), Format("mine", 5, 2, bias=20), Format("other", 5, 5, infinities=False, nan=None)]
-    blocks = [get_block(name) for name in drawn([*block_names()], 4, "blocks in graphs")]
+    blocks = [get_block(name) for name in drawn([*block_names()], 3, "blocks in graphs")]
     blocks += [BlockFormat("my blocks", mine[0], get("e8m0"), size) for size in (8, 16)]
     scalars = [get(name) for name in names() if name != "fp64"]
-    formats = [*drawn(scalars, 12, "formats in graphs"), *mine, *blocks]
+    formats = [*drawn(scalars, 6, "formats in graphs"), *mine, *blocks]
     counter = CompileCounter()
     compiled = torch.compile(quantize, fullgraph=True, backend=counter)
     x = torch.randn(64)

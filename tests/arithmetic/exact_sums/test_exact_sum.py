@@ -62,6 +62,7 @@ def integers(x: torch.Tensor) -> list[int]:
     return [above << -UNIT - below.bit_length() + 1 for above, below in pairs]
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("run_by", ENGINES)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_a_sum_is_the_nearest_number_to_the_exact_sum(dtype, run_by, seed):
@@ -119,6 +120,7 @@ def test_a_result_below_the_normal_numbers_is_rounded_once():
     assert float(exact_dot(terms[:1].sqrt(), terms[:1].sqrt())) == 2.0**-150
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("run_by", ENGINES)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_overflow_happens_at_the_end_if_at_all(dtype, run_by):
@@ -138,6 +140,7 @@ def test_overflow_happens_at_the_end_if_at_all(dtype, run_by):
         assert exact_dot(x[[0, 3, 0]], x[[0, 0, 1]]).item() == 0.0
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("run_by", ENGINES)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_infinities_and_nan(dtype, run_by, seed):
@@ -159,6 +162,7 @@ def test_infinities_and_nan(dtype, run_by, seed):
         assert exact_dot(torch.tensor([-INF, 1, 1], dtype=dtype), torch.tensor([-0.0, 1, 1], dtype=dtype)).isnan()
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("run_by", ENGINES)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_the_sign_of_zero(dtype, run_by):

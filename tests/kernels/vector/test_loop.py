@@ -36,7 +36,7 @@ def _short(a, b):
 @pytest.mark.sampled(1)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 @pytest.mark.parametrize("function", [_short, _long])
-def test_every_length_has_the_bits_of_tensors(function, dtype, cache, seed):
+def test_every_length_has_the_bits_of_tensors(function, dtype, seed):
     trace, results = record(function, dtype, 2)
     kernel = compile_trace("test", trace, [r.number for r in results], [dtype] * 2, [dtype] * 2)
     for count in (*range(1, 2 * LANES + 2), 100):
@@ -52,7 +52,7 @@ def test_every_length_has_the_bits_of_tensors(function, dtype, cache, seed):
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64])
-def test_rows_with_a_broadcast_operand(dtype, cache, seed):
+def test_rows_with_a_broadcast_operand(dtype, seed):
     trace, results = record(_long, torch.float64, 2)
     kernel = compile_trace("test", trace, [r.number for r in results], [dtype] * 2, [torch.float64] * 2)
     for rows, columns in ((3, 1), (4, 7), (2, 19)):
@@ -97,7 +97,7 @@ def test_a_short_network_is_written_out():
 @pytest.mark.sampled(1)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 @pytest.mark.parametrize("stored", [torch.float16, torch.bfloat16])
-def test_results_are_stored_to_nearest(stored, dtype, cache, seed):
+def test_results_are_stored_to_nearest(stored, dtype, seed):
     """Halves and their neighbours, subnormals, overflow, infinities, NaN; the oracle compares exact distances."""
     trace, results = record(lambda a: [a + a], dtype, 1)
     kernel = compile_trace("test", trace, [r.number for r in results], [dtype], [stored])

@@ -37,6 +37,7 @@ from halfulp.kernels.vector._table_loop import compile_table
 from ..scalar.test_operations import words
 
 LENGTHS = (*range(70), 128, 1000)
+KERNELS = {}
 
 
 def recorded(function, columns, **more):
@@ -54,7 +55,10 @@ def run(table, arrays, chunks=None, constants=None, keys=None):
     sums = np.zeros((len(chunks), table.sums))
     constants = np.zeros((1, 1), np.float32) if constants is None else constants
     keys = np.zeros((1, 1), np.uint64) if keys is None else keys
-    kernel = compile_table("test", table)
+    key = table.key()
+    if key not in KERNELS:
+        KERNELS[key] = compile_table("test", table)
+    kernel = KERNELS[key]
     given = chunks, pointers, np.zeros(1, np.int64), constants, keys, sums
     kernel(0, len(chunks), *map(address_of, given), 0)
     return sums
@@ -67,7 +71,7 @@ WORDS = dict.fromkeys(("add", "sub", "mul", "bit_and", "bit_or", "bit_xor", "shl
 @pytest.mark.sampled(1)
 @pytest.mark.parametrize("narrow", [False, True], ids=["words", "beside bytes"])
 @pytest.mark.parametrize("name", [*REALS, *WORDS, "to_real", "to_word", "add of reals", "comparisons", "64 bits"])
-def test_every_operation_is_that_of_numpy_scalars(name, narrow, cache, seed):
+def test_every_operation_is_that_of_numpy_scalars(name, narrow, seed):
     rng = np.random.default_rng(seed)
     a, b = words(203, rng), words(203, rng)
     if name in ("shl", "shr"):
@@ -118,7 +122,7 @@ TYPES = {8: np.uint8, 16: np.uint16, 32: np.uint32}
 
 
 @pytest.mark.parametrize("widths", [*itertools.product((8, 16, 32), repeat=2)], ids=str)
-def test_every_length_writes_its_elements_and_no_others(widths, cache, seed):
+def test_every_length_writes_its_elements_and_no_others(widths, seed):
     """One array is changed in place, the other filled from it; both have neighbours in front and behind."""
     rng = np.random.default_rng(seed)
     first, second = (TYPES[bits] for bits in widths)
@@ -141,7 +145,7 @@ def test_every_length_writes_its_elements_and_no_others(widths, cache, seed):
 
 
 @pytest.mark.parametrize("narrow", [False, True])
-def test_constants_counters_and_sums(narrow, cache, seed):
+def test_constants_counters_and_sums(narrow, seed):
     rng = np.random.default_rng(seed)
     a = rng.standard_normal(777).astype(np.float32)
     kept = np.arange(777).astype(np.uint16)
@@ -173,7 +177,7 @@ def test_constants_counters_and_sums(narrow, cache, seed):
 
 
 @pytest.mark.parametrize("block", [16, 32, 64, 256])
-def test_blocks_store_what_their_largest_says(block, cache, seed):
+def test_blocks_store_what_their_largest_says(block, seed):
     """Differences from a block's largest, what was there per block before, and draws behind it."""
     rng = np.random.default_rng(seed)
     count = 7 * block
@@ -207,7 +211,7 @@ def test_blocks_store_what_their_largest_says(block, cache, seed):
 @pytest.mark.sampled(2)
 @pytest.mark.parametrize("block", [16, 32, 48, 512])
 @pytest.mark.parametrize("blocks", [1, 2, 3, 16, 17, 35])
-def test_any_number_of_blocks_and_what_is_chosen_per_block(blocks, block, cache, seed):
+def test_any_number_of_blocks_and_what_is_chosen_per_block(blocks, block, seed):
     rng = np.random.default_rng(seed)
     x = rng.integers(0, 100, blocks * block).astype(np.uint32)
     rows = x.reshape(blocks, block).copy()
@@ -223,7 +227,7 @@ def test_any_number_of_blocks_and_what_is_chosen_per_block(blocks, block, cache,
 
 
 @pytest.mark.parametrize("often", [0.0, 0.01, 1.0])
-def test_rare_masks_are_asked_first(often, cache, seed):
+def test_rare_masks_are_asked_first(often, seed):
     rng = np.random.default_rng(seed)
     x = np.where(rng.random(40 * 32) < often, np.float32(2.0**70), rng.standard_normal(40 * 32)).astype(np.float32)
     before, out = x.copy(), np.zeros_like(x)
@@ -251,7 +255,7 @@ ZERO, NEGATIVE_ZERO, NOTHING = np.float32(0.0), np.float32(-0.0), np.uint32(0)
 
 
 @pytest.mark.parametrize("narrow", [False, True])
-def test_choices_by_what_a_number_is(narrow, cache, seed):
+def test_choices_by_what_a_number_is(narrow, seed):
     """Finite or not, zero or not, in every form that device functions write; and -(c x), of which -c is made once."""
     rng = np.random.default_rng(seed)
     special = np.array(SPECIAL, np.uint32)
@@ -298,7 +302,7 @@ def test_choices_by_what_a_number_is(narrow, cache, seed):
         assert (found == value).all(), number
 
 
-def test_what_waits_for_a_root_is_computed_a_turn_later(cache, seed):
+def test_what_waits_for_a_root_is_computed_a_turn_later(seed):
     """In place, at every length: nothing is computed of what was stored, and nothing is written beyond the end."""
     rng = np.random.default_rng(seed)
 
@@ -352,7 +356,7 @@ def test_names_are_bound_in_called_functions_too():
 
 @pytest.mark.parametrize("narrow", [False, True], ids=["words", "beside bytes"])
 @pytest.mark.parametrize("apart", [0, 50], ids=["one place each", "in copies"])
-def test_words_are_added_to_counters(narrow, apart, cache, seed):
+def test_words_are_added_to_counters(narrow, apart, seed):
     """Elements, of which any number has one place, in every length and order; what is behind them counts nothing."""
     rng, kind = np.random.default_rng(seed), np.uint16 if narrow else np.uint32
     load = SCALARS["load16" if narrow else "load32"]
@@ -372,7 +376,7 @@ def test_words_are_added_to_counters(narrow, apart, cache, seed):
         assert sums[0, 0] == (x > 900).sum()
 
 
-def test_many_sums_counts_and_largest_float64(cache, seed):
+def test_many_sums_counts_and_largest_float64(seed):
     x = np.random.default_rng(seed).normal(size=333)
 
     def function(trace, i, block, given):

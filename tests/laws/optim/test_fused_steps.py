@@ -41,7 +41,8 @@ def _run(engine, seed, rule, update, store, codec, gradient, steps=3, **more):
     return snapshot(optimizer), optimizer
 
 
-@pytest.mark.parametrize(("rule", "update", "store", "codec", "gradient"), samples.covering(covering()))
+@pytest.mark.sampled(2)
+@pytest.mark.parametrize(("rule", "update", "store", "codec", "gradient"), covering())
 def test_compiled_equals_reference(seed, rule, update, store, codec, gradient):
     case = (seed, rule, update, store, CODECS[codec], gradient)
     assert differing(_run("llvm", *case)[0], _run("reference", *case)[0]) == []

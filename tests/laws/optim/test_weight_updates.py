@@ -54,6 +54,7 @@ def test_one_update_lands_within_the_stated_precision(seed, update, store):
         assert ((held.weight.double() - wanted).abs() <= 2.0**-bits * size).all(), scale
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(("update", "store"), stored_updates("sgd"))
 def test_fill_makes_the_nearest_parameter_and_reads_back(seed, update, store):
     values = torch.randn(2048)
@@ -76,6 +77,7 @@ def test_fill_makes_the_nearest_parameter_and_reads_back(seed, update, store):
         assert torch.equal(held.parameter.detach(), hu.quantize(values, held.optimizer.param_groups[0]["format"]))
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(("update", "store"), stored_updates("sgd"))
 def test_the_parameter_holds_values_of_its_store(seed, update, store):
     held = Adder(update, torch.randn(1024), store, seed)
@@ -86,6 +88,7 @@ def test_the_parameter_holds_values_of_its_store(seed, update, store):
         assert torch.equal(value, hu.quantize(value, held.optimizer.param_groups[0]["format"]))
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(("update", "store"), [*stored_updates("sgd"), ("exact", "fp32")])
 def test_nan_in_nan_out_and_only_there(seed, update, store):
     w = torch.ones(64)
@@ -104,6 +107,7 @@ def test_nan_in_nan_out_and_only_there(seed, update, store):
 LARGEST = {"fp16": 65504.0, "fp16-in-fp32": 65504.0, "e5m2": 57344.0, "e4m3fn": 448.0, "e8m1": 1.5 * 2.0**127}
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(("update", "store"), stored_updates("sgd"))
 def test_what_overflows_follows_the_format_and_leaves_no_nan_behind(seed, update, store):
     largest = LARGEST.get(store, 3.3e38)

@@ -23,6 +23,7 @@ def codes(found):
     return {(one.code, name) for one in found.findings for name in one.where if one.severity != "note"}
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("kind", ["safetensors", "pt", "dicts"])
 def test_planted_faults_are_found_and_nothing_else(tmp_path, dtype, kind):

@@ -98,6 +98,7 @@ def check(a: torch.Tensor, b: torch.Tensor) -> None:
             assert shown == median or median >= 64 or median.denominator > 1
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("engine", ["auto", "reference"])
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_random_and_neighbouring_codes_of_one_dtype_equal_exact_rationals(dtype, engine):

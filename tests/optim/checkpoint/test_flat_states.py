@@ -16,8 +16,6 @@ import halfulp as hu
 from halfulp.kernels import same_bits
 from halfulp.optim.parameters._random_identity import name_identity
 
-from ... import samples
-
 STEPS = 3
 ROUNDING = {
     "stochastic": {"weight_update": "stochastic"},
@@ -167,6 +165,7 @@ REGROUPED = [(way, *pair) for way in FLAT for pair in itertools.product(GROUPS, 
 REGROUPED += [("torch", groups, groups) for groups in GROUPS]
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("rounding", ROUNDING)
 @pytest.mark.parametrize(("way", "before", "after"), REGROUPED)
 def test_regrouped_parameters_keep_their_bits(way, before, after, rounding):
@@ -178,9 +177,10 @@ def test_regrouped_parameters_keep_their_bits(way, before, after, rounding):
     assert _differing(resumed, _uninterrupted(rounding, before)) == []
 
 
-@pytest.mark.parametrize(
-    ("groups", "way", "rounding"), samples.covering([*itertools.product(GROUPS, FLAT, ROUNDING)], 3)
-)
+@pytest.mark.sampled(2)
+@pytest.mark.parametrize("rounding", ROUNDING)
+@pytest.mark.parametrize("way", FLAT)
+@pytest.mark.parametrize("groups", GROUPS)
 def test_pipeline_stages_load_what_all_or_other_stages_saved(groups, way, rounding):
     """All layers, two stages of two, and stages of one and three go on from each other's files."""
     model = Net()

@@ -179,6 +179,7 @@ SWITCHES = {
 STORED = {"default": {}, "float32": {"state_dtype": torch.float32}, "bfloat16x2": {"state_dtype": "bfloat16x2"}}
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("again", [False, True])
 @pytest.mark.parametrize("states", STORED)
 @pytest.mark.parametrize("name", SWITCHES)

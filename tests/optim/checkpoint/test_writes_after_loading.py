@@ -1,7 +1,6 @@
 """Companions that have come from a file or a copy belong to one payload: whoever has written another, they go."""
 
 import copy
-import itertools
 import pickle
 
 import pytest
@@ -9,7 +8,6 @@ import torch
 
 import halfulp as hu
 
-from ... import samples
 from ...laws.optim.cases import UPDATES, narrow_updates
 
 
@@ -91,40 +89,46 @@ def _is_what_the_next_step_starts_from(value, model, optimizer):
     return torch.equal(_read(model, optimizer), value)
 
 
-@pytest.mark.parametrize(("update", "wrapped"), OPTIMIZERS)
-def test_what_is_loaded_or_copied_is_the_same_weight_until_it_is_written(seed, update, wrapped):
-    source = _stepped(update, wrapped)
+each_optimizer = pytest.mark.parametrize("optimizer", OPTIMIZERS, ids=lambda one: one[0] + " wrapped" * one[1])
+each_way = pytest.mark.parametrize("come", COMES)
+
+
+@pytest.mark.sampled(2)
+@each_way
+@each_optimizer
+def test_what_is_loaded_or_copied_is_the_same_weight_until_it_is_written(seed, optimizer, come):
+    source = _stepped(*optimizer)
     before = _read(*source)
-    for name, come in COMES.items():
-        model, optimizer = come(*source, update, wrapped)
-        assert torch.equal(_read(model, optimizer), before), name
-        if not UPDATES[update].feeds_back:
-            assert _is_what_the_next_step_starts_from(before, model, optimizer), name
+    pair = COMES[come](*source, *optimizer)
+    assert torch.equal(_read(*pair), before)
+    if not UPDATES[optimizer[0]].feeds_back:
+        assert _is_what_the_next_step_starts_from(before, *pair)
     assert torch.equal(_read(*source), before)
 
 
-@pytest.mark.parametrize(("update", "wrapped"), OPTIMIZERS)
-def test_a_write_before_the_first_step_is_the_whole_weight(seed, update, wrapped):
-    source = _stepped(update, wrapped)
-    for come_name, write_name in samples.covering([*itertools.product(COMES, WRITES)], 1, of=f"{update} {wrapped}"):
-        model, optimizer = COMES[come_name](*source, update, wrapped)
-        with torch.no_grad():
-            WRITES[write_name](model.weight)
-        written = _shown(model).clone()
-        where = f"{come_name}, {write_name}"
-        assert torch.equal(_read(model, optimizer), written), where
-        if not UPDATES[update].feeds_back:
-            assert _is_what_the_next_step_starts_from(written, model, optimizer), where
+@pytest.mark.sampled(2)
+@pytest.mark.parametrize("write", WRITES)
+@each_way
+@each_optimizer
+def test_a_write_before_the_first_step_is_the_whole_weight(seed, optimizer, come, write):
+    pair = COMES[come](*_stepped(*optimizer), *optimizer)
+    with torch.no_grad():
+        WRITES[write](pair[0].weight)
+    written = _shown(pair[0]).clone()
+    assert torch.equal(_read(*pair), written)
+    if not UPDATES[optimizer[0]].feeds_back:
+        assert _is_what_the_next_step_starts_from(written, *pair)
 
 
-@pytest.mark.parametrize(("update", "wrapped"), OPTIMIZERS)
-def test_what_is_saved_or_copied_after_a_write_is_what_was_written(seed, update, wrapped):
-    source = _stepped(update, wrapped)
+@pytest.mark.sampled(2)
+@each_way
+@each_optimizer
+def test_what_is_saved_or_copied_after_a_write_is_what_was_written(seed, optimizer, come):
+    source = _stepped(*optimizer)
     with torch.no_grad():
         source[0].weight.mul_(1.5)
     written = _shown(source[0]).clone()
-    for name, come in COMES.items():
-        assert torch.equal(_read(*come(*source, update, wrapped)), written), name
+    assert torch.equal(_read(*COMES[come](*source, *optimizer)), written)
 
 
 def test_an_average_in_the_models_place_is_saved_without_the_low_bits_of_the_weights(seed):

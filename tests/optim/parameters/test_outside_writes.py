@@ -1,7 +1,6 @@
 """After any load, swap or copy the float32 weights change only as the file or the caller says."""
 
 import copy
-import itertools
 
 import pytest
 import torch
@@ -12,7 +11,6 @@ from halfulp.optim.parameters import _outside_writes
 from halfulp.optim.parameters._outside_writes import auxiliary_tensors_beside
 from halfulp.scaled import ScaledTensor
 
-from ... import samples
 from ...laws.optim.cases import UPDATES, Adder, narrow_updates, stored_updates
 
 SIZE = 96
@@ -176,7 +174,9 @@ ACTS = {
 }
 
 
-@pytest.mark.parametrize(("update", "act"), samples.covering([*itertools.product(narrow_updates(), ACTS)], 5))
+@pytest.mark.sampled(2)
+@pytest.mark.parametrize("act", ACTS)
+@pytest.mark.parametrize("update", narrow_updates())
 def test_float32_weights_change_only_as_the_caller_says(seed, update, act):
     model, optimizer = _stepped(update)
     expected = ACTS[act](model, optimizer, _weights(optimizer, model))
@@ -264,6 +264,7 @@ SCALED_WRITES = {
 }
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("write", SCALED_WRITES)
 @pytest.mark.parametrize("update", [name for name, update in UPDATES.items() if update.scales and name != "exact"])
 def test_a_scaled_weight_is_what_was_written_last(seed, update, write):
@@ -289,6 +290,7 @@ def test_a_scaled_weight_is_what_was_written_last(seed, update, write):
         assert _equal(_weights(optimizer, model), read), "a step starts from what is read"
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(("update", "store"), stored_updates("sgd"))
 def test_what_was_written_is_the_whole_weight(seed, update, store):
     """Numbers beside a format's grid too: its companions hold nothing of what the writer's number is rounded by."""

@@ -197,6 +197,7 @@ def test_a_state_that_cannot_be_is_refused(options):
         hu.optim.State(**options)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("codec", [name for name in CODECS if name not in ("default", "bf16-nearest")])
 @pytest.mark.parametrize("rule", ["adamw", "momentum", "nesterov", "lion"])
 def test_constant_gradients_move_as_in_float64_for_every_beta(seed, rule, codec):
@@ -240,6 +241,7 @@ def _scheduled(group, step):
             group[key] = tuple(1 - (1 - one) * 0.7 for one in value)
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("codec", ["default", "8bit", "bf16x2"])
 @pytest.mark.parametrize("rule", RULES)
 def test_a_run_resumed_under_schedules_of_every_number_has_the_same_bits(seed, rule, codec):

@@ -31,6 +31,7 @@ def _trained(dtype, update, state_dtype, flushed):
     return [weight.detach(), whole, *held]
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("engine", ["auto", "reference"])
 @pytest.mark.parametrize("state_dtype", [None, "8bit"])
 @pytest.mark.parametrize("update", ["split8", "kahan", "stochastic", "master"])

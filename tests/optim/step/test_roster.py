@@ -205,6 +205,7 @@ def _is_anew(run):
     run.optimizer._plans.roster = None
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("engine", ["auto", "reference"])
 @pytest.mark.parametrize("change", BETWEEN)
 def test_a_change_between_two_steps_is_followed(change, engine):

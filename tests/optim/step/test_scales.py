@@ -323,6 +323,7 @@ def test_torchs_optimizers_run_unmodified_on_float32_payloads(seed, name, foreac
 
 
 # That updates of moments in float16 are lost is told, and tested elsewhere.
+@pytest.mark.sampled(1)
 @pytest.mark.filterwarnings("ignore:.*moves a ScaledTensor of:RuntimeWarning")
 @pytest.mark.parametrize("name", ["Adam", "AdamW", "RMSprop", "Adagrad", "NAdam", "RAdam", "Adamax"])
 @pytest.mark.parametrize("foreach", [False, True])
@@ -355,6 +356,7 @@ def test_torchs_muon_multiplies_matrices_again_and_again(seed, storage, shape):
     assert (moved - wanted).norm() <= 0.3 * wanted.norm() + 2e-3
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("storage", [E4M3, E5M2])
 @pytest.mark.parametrize("name", ["SGD", "Adam", "AdamW", "RMSprop", "Adagrad", "NAdam", "RAdam", "Adamax", "Adadelta"])
 def test_torchs_optimizers_stay_finite_on_eight_bit_parameters(seed, name, storage):

@@ -43,6 +43,7 @@ def _stepped(engine, update, dtype, count):
     return rows, read, [part.clone() for part in plan.parts]
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("name", COMPENSATED)
 def test_both_engines_give_the_same_bits_whatever_stands_beside_a_weight(name, dtype):

@@ -16,7 +16,6 @@ from halfulp.kernels.triton._writer import OPTIONS, load_module, piece_source
 from halfulp.optim.step._triton_kernel import triton_source
 from halfulp.optim.stores._storage import STORES
 
-from ... import samples
 from ...kernels.triton.interpreted import interpreted
 from ...kernels.triton.source import check_source
 from ...laws.optim.cases import (
@@ -41,19 +40,27 @@ def _kind(rule, update, store, codec, gradient, metered=False):
     return plan.spec.metered_twin if metered else plan.spec
 
 
-# Metered too: every value of each of the five, and all that differs from the plain kind is the meter.
-KINDS = [(*row, False) for row in samples.covering(covering())]
-for _row in samples.covering(covering()):
-    if any(all(_row[i] != kind[i] for kind in KINDS if kind[5]) for i in range(5)):
-        KINDS.append((*_row, True))
-
-
-@pytest.mark.parametrize(("rule", "update", "store", "codec", "gradient", "metered"), KINDS)
-def test_every_kind_is_written_in_what_triton_can_compile(rule, update, store, codec, gradient, metered):
-    kind = _kind(rule, update, store, codec, gradient, metered)
+def _check_source_of(*kind):
+    kind = _kind(*kind)
     text = triton_source(kind)
     assert text == triton_source.__wrapped__(kind), "not deterministic"
     assert {"element", "step"} <= check_source(text)
+
+
+each_kind = pytest.mark.parametrize(("rule", "update", "store", "codec", "gradient"), covering())
+
+
+@pytest.mark.sampled(1)
+@each_kind
+def test_every_kind_is_written_in_what_triton_can_compile(rule, update, store, codec, gradient):
+    _check_source_of(rule, update, store, codec, gradient)
+
+
+@pytest.mark.sampled(1)
+@each_kind
+def test_every_metered_kind_is_written_in_what_triton_can_compile(rule, update, store, codec, gradient):
+    """All that differs from the plain kind is the meter."""
+    _check_source_of(rule, update, store, codec, gradient, True)
 
 
 def test_an_operation_without_a_form_on_blocks_is_refused():

@@ -44,6 +44,7 @@ BESIDE += [(*kind, "AdamW", "auto") for kind in CASES]
 BESIDE += [(*CASES[k], name, "auto") for k, name in enumerate(OPTIMIZERS) if name != "AdamW"]
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(("dtype", "count", "name", "engine"), BESIDE)
 def test_the_bits_are_those_of_components_beside_plain_parameters(dtype, count, name, engine, seed):
     held, value = pair(dtype, count, seed)

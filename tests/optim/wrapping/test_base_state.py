@@ -179,6 +179,7 @@ def _through_a_file(state_dict):
     return torch.load(buffer, weights_only=True)
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("stepped", [False, True])
 @pytest.mark.parametrize("kind", [*RESUMED, *TORCHS], ids=lambda kind: kind.__name__)
 @pytest.mark.parametrize("update", UPDATES)

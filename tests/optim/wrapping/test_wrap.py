@@ -400,6 +400,7 @@ def resumed(kind, optimizer, narrow, cls, update):
     return fresh, others
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("kind", ["state_dict", "deepcopy", "pickle"])
 @pytest.mark.parametrize("cls", DENSE, ids=lambda c: c.__name__)
 def test_resumed_is_uninterrupted(cls, kind, seed):
