@@ -8,12 +8,16 @@ server, forked from this one, which takes its lines from the first and answers i
 torch and nothing of this library.
 """
 
+import atexit
+import ctypes
 import gc
 import json
 import os
 import sys
+import threading
 import types
 import warnings
+from typing import NoReturn
 
 sys.path[0] = ""
 
@@ -91,9 +95,34 @@ def run(request: dict) -> None:
     exec(compile(request["script"], "<string>", "exec"), main.__dict__)
 
 
+def run_and_end(request: dict) -> NoReturn:
+    """Run it and end as Python does, but for taking all modules apart: the system would copy what is shared, .4 s."""
+    code: object = 0
+    try:
+        run(request)
+    except KeyboardInterrupt:
+        raise
+    except SystemExit as error:
+        code = error.code or 0
+        if not isinstance(code, int):
+            print(code, file=sys.stderr)
+            code = 1
+    except BaseException:
+        sys.excepthook(*sys.exc_info())
+        code = 1
+    threading._shutdown()
+    atexit._run_exitfuncs()
+    vars(sys.modules["__main__"]).clear()
+    gc.collect()
+    for stream in (sys.stdout, sys.stderr):
+        stream.flush()
+    ctypes.CDLL(None).fflush(None)
+    os._exit(code & 0xFF)
+
+
 if __name__ == "__main__":
     prepare_bare() if sys.argv[1:] == ["bare"] else prepare()
     found = wait_for_script()
     if found is None:
         os._exit(0)
-    run(found)
+    run_and_end(found)

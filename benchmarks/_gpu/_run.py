@@ -151,9 +151,9 @@ class Run:
 
     def free(self, what: str) -> None:
         """Give memory back, and make sure that the device still answers."""
-        gc.collect()
         if not self.on_gpu:
             return
+        gc.collect()
         import torch
 
         try:

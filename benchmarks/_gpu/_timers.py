@@ -43,14 +43,14 @@ def interleaved(
 ) -> dict[str, list[float]]:
     """Seconds per call of each contender in every round, in which all take turns.
 
-    Each runs for about ``window`` seconds of a round, after one call that is not timed. Rounds end when the part's
-    time does; there is at least one.
+    Each runs for about ``window`` seconds of a round, after one call that is not timed; in a dry run twice. Rounds end
+    when the part's time does; there is at least one.
     """
     calls = {}
     for name, call in contenders.items():
         call()  # compiles
         once = min(seconds_of(run, call) for _ in range(2))
-        calls[name] = max(1, min(200, round(window / max(once, 1e-6))))
+        calls[name] = 2 if run.tiny else max(1, min(200, round(window / max(once, 1e-6))))
     found: dict[str, list[float]] = {name: [] for name in contenders}
     for number in range(2 if run.tiny else rounds):
         if number and run.left() <= 0:

@@ -80,7 +80,7 @@ def compile_blocks(run: Run, model) -> None:
         if hasattr(torch._dynamo.config, name):
             setattr(torch._dynamo.config, name, 64)
     for block in model.blocks:
-        block.compile(backend="inductor" if run.on_gpu else "aot_eager", fullgraph=True)
+        block.compile(backend="inductor" if run.on_gpu else "eager", fullgraph=True)
 
 
 def measure(run: Run) -> None:

@@ -165,6 +165,7 @@ def test_states_used_to_the_last_digits_and_factors_are_not_rounded(
         assert torch.equal(state[name], quantize(state[name], "e8m3")), name
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("name", ["bf16-split8", "scaled-fp16-kahan", "scaled-fp8-stochastic"])
 @pytest.mark.parametrize(
     ("rule", "exact"), [("SGDScheduleFree", "z"), ("AdamWScheduleFree", "z"), ("Prodigy", "p0"), ("Muon", None)]

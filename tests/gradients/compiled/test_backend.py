@@ -1,6 +1,5 @@
 """Gradient exponents inside torch.compile: the bits of the plain graph, and no graph more as exponents change."""
 
-import os
 import random
 from collections.abc import Callable
 
@@ -18,6 +17,7 @@ from halfulp.gradients.eager._backward import Backward
 from halfulp.gradients.policies._policy import get_policy
 from halfulp.kernels import same_bits
 
+from ...samples import drawn
 from ..models.architectures import Case, build
 from ..models.sequences import GPT, Layer, predicted
 
@@ -36,8 +36,13 @@ NAMES = [
     *("moe-returned-auxiliary", "tied-autoencoder", "siamese", "checkpoint-non-reentrant", "straight-through"),
     *("in-place-columns", "complex-layers", "loss-inside", "dataclass-outputs", "hf-llama"),
 ]
-# Of a run; `python -m benchmarks.bench_gradient_exactness` compiles all.
-CHOSEN = random.Random(int(os.environ["HALFULP_TEST_SEED"])).sample(NAMES, 3)
+# `python -m benchmarks.bench_gradient_exactness` compiles all.
+CHOSEN = drawn(NAMES, 2, "compiled")
+# How many sites each has at least.
+SITES = [
+    *(("multilayer-perceptron", 3), ("gpt", 17), ("unet", 3), ("lstm-cell", 3)),
+    *(("checkpoint-non-reentrant", 8), ("torch-transformer-encoder", 6)),
+]
 
 
 def _watched(model: nn.Module, exponent: int = 0, **given) -> Backward:
@@ -159,13 +164,7 @@ def _mlp() -> nn.Module:
     return nn.Sequential(nn.Linear(6, 16), nn.ReLU(), nn.Linear(16, 16), nn.ReLU(), nn.Linear(16, 3))
 
 
-@pytest.mark.parametrize(
-    ("name", "least"),
-    [
-        *(("multilayer-perceptron", 3), ("gpt", 17), ("unet", 3), ("lstm-cell", 3)),
-        *(("checkpoint-non-reentrant", 8), ("torch-transformer-encoder", 6)),
-    ],
-)
+@pytest.mark.parametrize(("name", "least"), drawn(SITES, 3, "sites"))
 def test_sites_have_the_keys_of_the_eager_front_end_and_are_reached_from_the_loss(name, least, seed):
     keys = []
     for compiled in (False, True):

@@ -2,7 +2,6 @@
 
 import copy
 import io
-import itertools
 
 import pytest
 import torch
@@ -11,8 +10,6 @@ from torch import nn
 from halfulp.mctensor import MCTensor
 from halfulp.mctensor._convert_model import multicomponent
 from halfulp.subclass import strict
-
-from ... import samples
 
 # An eps well above the gradients' errors: without it a first step is the sign of the gradient, and that of one next to
 # zero is anyone's.
@@ -58,9 +55,10 @@ def distance(ours: nn.Module, theirs: nn.Module) -> float:
     return max(float((a.detach().decode() - b.detach()).abs().max()) for a, b in pairs)
 
 
-@pytest.mark.parametrize(
-    ("name", "kind", "foreach"), samples.covering([*itertools.product(OPTIMIZERS, KINDS, (False, True))], 2)
-)
+@pytest.mark.sampled(1)
+@pytest.mark.parametrize("foreach", [False, True])
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("name", OPTIMIZERS)
 def test_training_follows_float64(name, kind, foreach, seed):
     """Gradients with all components, clipped, under a schedule; nothing falls back."""
     make, options = OPTIMIZERS[name]
