@@ -1,7 +1,6 @@
 """Running trials from the command line: progress on stderr, and what is kept where they end early."""
 
 import contextlib
-import os
 import signal
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -20,7 +19,7 @@ def run_trials(trained: Callable[..., Any], out: str, **options: Any) -> Any:
             return trained(out=out, listen=progress, **options)
         except KeyboardInterrupt as ending:
             progress.bars.stop()
-            fail(f"{ending or 'interrupted'}; {_describe_kept(progress, out, options)}")
+            fail(f"{str(ending) or 'interrupted'}; {_describe_kept(progress, out, options)}")
         except TrialError as error:
             progress.bars.stop()
             more = ""
@@ -39,14 +38,14 @@ def shared_workers(workers: int | None) -> Iterator[Any]:
 
     SIGTERM, which torchrun sends to all ranks when one fails or dies, interrupts a rank as Ctrl-C does.
     """
-    from ..trials.running._ranks import join_ranks
+    from ..trials.running._ranks import count_ranks, join_ranks
 
+    if workers is not None and count_ranks() > 1:
+        fail("--workers: under torchrun every rank trains one trial at a time: leave it out")
     with join_ranks() as ranks:
         if ranks is None:
             yield workers
             return
-        if workers is not None:
-            fail("--workers: under torchrun every rank trains one trial at a time: leave it out")
         before = signal.signal(signal.SIGTERM, _interrupt)
         try:
             yield ranks
@@ -61,7 +60,9 @@ def _interrupt(number: int, frame: Any) -> None:
 
 def check_alone(command: str, why: str) -> None:
     """Fail where torchrun started several processes, which this command cannot share its work with."""
-    if int(os.environ.get("WORLD_SIZE", "1") or 1) > 1:
+    from ..trials.running._ranks import count_ranks
+
+    if count_ranks() > 1:
         fail(
             f"{command} does not run under torchrun: {why}. Start it without; `halfulp compare` of tasks shares its "
             "trials among the ranks"
@@ -69,7 +70,7 @@ def check_alone(command: str, why: str) -> None:
 
 
 def _describe_kept(progress: Any, out: str, options: dict[str, Any]) -> str:
-    ranks = options.get("workers")
+    ranks: Any = options.get("workers")
     if getattr(ranks, "rank", 0):
         return f"this is rank {ranks.rank}; rank 0 keeps what has finished"
     kept = f"{progress.kept} of {progress.total} trials are kept in {out}, --resume continues"

@@ -116,7 +116,7 @@ def _run_suite(
 
     out = "halfulp-evidence" if out == DEFAULT_OUT else out
     names = ("seeds", "data", "resume", "overwrite")
-    chosen = {"tasks": split(task, ()) or None, "recipes": split(recipe, ()) or None}
+    chosen: dict[str, Any] = {"tasks": split(task, ()) or None, "recipes": split(recipe, ()) or None}
     train = partial(run_suite, suite, size or "small", **dict(zip(names, options, strict=True)), **chosen)
     with shared_workers(workers) as crew:
         evidence = run_trials(train, out, workers=crew)

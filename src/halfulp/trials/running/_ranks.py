@@ -43,8 +43,11 @@ class Ranks:
         self._sent = 0
         self._read = [0] * size
         self._heard = [(0, time.monotonic() + MEET)] * size
-        self._looked = 0.0
-        threading.Thread(target=self._beat, daemon=True, name="halfulp-rank").start()
+        self._looked, self._lost = 0.0, ""
+        store.set_timeout(datetime.timedelta(seconds=SILENT))
+        self._ended = threading.Event()
+        self._thread = threading.Thread(target=self._beat, daemon=True, name="halfulp-rank")
+        self._thread.start()
 
     def train(self, trials: Sequence[Trial], missing: Sequence[Trial], on: bool) -> Generator[Event, None, None]:
         """Train on rank 0 its share of what is missing, and yield the events of all ranks.
@@ -106,6 +109,8 @@ class Ranks:
             others = [f"left/{rank}" for rank in range(1, self.size)] if self.rank == 0 else []
             while not all(map(self._has, others)) and time.monotonic() < until:
                 time.sleep(_LOOK / 4)
+        self._ended.set()
+        self._thread.join(_LEAVE)  # torch aborts a process that ends while a thread is in its store
 
     def describe_unfinished(self) -> str:
         """Return which trials each rank leaves without a result, in words; nothing where there are none."""
@@ -175,9 +180,9 @@ class Ranks:
 
     def _beat(self) -> None:
         with contextlib.suppress(RuntimeError):  # the store goes with its process
-            while True:
+            while not self._ended.is_set():
                 self._store.add(f"alive/{self.rank}", 1)
-                time.sleep(_BEAT)
+                self._ended.wait(_BEAT)
 
     def _send(self, kind: str, key: str, content: Any) -> None:
         self._put(f"event/{self.rank}/{self._sent}", [kind, key, content])
@@ -194,17 +199,26 @@ class Ranks:
         return bool(self._ask(lambda: self._store.check([key])))
 
     def _ask(self, question: Any) -> Any:
-        try:
-            return question()
-        except RuntimeError as error:  # torch.distributed's errors are
-            line = (str(error).strip().splitlines() or [""])[0]
-            raise TrialError(f"the store of torchrun does not answer any more: {line}") from None
+        if not self._lost:
+            try:
+                return question()
+            except RuntimeError as error:  # torch.distributed's errors are
+                self._lost = (str(error).strip().splitlines() or ["no answer"])[0]
+        raise TrialError(f"the store of torchrun does not answer any more: {self._lost}")
 
 
 def _train_alone(trials: Sequence[Trial], on: bool) -> Generator[Event, None, None]:
     """Train in one worker, then in this process what must be; ticks come in between, when nothing happens."""
     yield from work([trial for trial in trials if not trial.task.in_process], 1, on=on, tick=_LOOK)
     yield from work_here([trial for trial in trials if trial.task.in_process])
+
+
+def count_ranks() -> int:
+    """Return how many processes torchrun started; 1 without it."""
+    given = os.environ.get("WORLD_SIZE") or "1"
+    if not given.isdigit() or given == "0":
+        raise ValueError(f"the environment has WORLD_SIZE={given}: unset it, or start the ranks by torchrun")
+    return int(given)
 
 
 @contextlib.contextmanager
@@ -216,7 +230,7 @@ def join_ranks() -> Iterator[Ranks | None]:
     Raises:
         ValueError: torchrun's environment variables say nothing, or nobody answers at the address in them.
     """
-    if int(os.environ.get("WORLD_SIZE", "1") or 1) == 1:
+    if count_ranks() == 1:
         yield None
         return
     ranks = Ranks(*_meet())
