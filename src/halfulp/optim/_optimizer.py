@@ -30,6 +30,7 @@ from .parameters._local_tensors import is_dtensor, local, memory, own_parts, sha
 from .parameters._narrow_groups import (
     broadcast_auxiliary_tensors,
     check_narrowing,
+    check_sharded_ranks,
     name_of,
     narrow,
     refuse_overlaps,
@@ -443,6 +444,7 @@ class Optimizer(CheckpointMixin):
     def _check_wrappers(self, has_gradients: bool) -> None:
         """Check what else holds the parameters: wrappers of the model at the first step, averages now and then."""
         if not self._stepped:
+            check_sharded_ranks(self)
             broadcast_auxiliary_tensors(self)
             if not has_gradients:
                 refuse_replaced_parameters(self)
