@@ -123,6 +123,17 @@ def test_an_unknown_option_is_said_with_the_class_that_was_called(kind):
         kind([weight], weigth_update="kahan")
 
 
+def test_what_a_class_decides_is_no_option_of_it():
+    weight = torch.nn.Parameter(torch.ones(2, 2))
+    with pytest.raises(TypeError, match="unknown option of AdamW 'decay'") as said:
+        hu.AdamW([weight], decay=0.1)
+    assert "decoupled_weight_decay" not in str(said.value)
+    with pytest.raises(TypeError, match="AdamW's weight decay is always decoupled"):
+        hu.AdamW([weight], decoupled_weight_decay=False)
+    with pytest.raises(TypeError, match=r"Allowed: .*decoupled_weight_decay"):
+        hu.Adam([weight], decay=0.1)
+
+
 def test_a_class_that_does_not_exist_is_said_with_those_that_do():
     with pytest.raises(AttributeError, match="unknown name in halfulp 'AdamV'; did you mean 'Adam"):
         hu.AdamV  # noqa: B018

@@ -96,6 +96,8 @@ class Optimizer(CheckpointMixin):
     narrowed_by = "param_dtype=torch.bfloat16"
     # The names of options that are finite numbers and not negative; those not among these may be None.
     _not_negative: ClassVar[tuple[str, ...]] = NOT_NEGATIVE
+    # Options of a class above that this one decides, and no user.
+    _fixed_options: ClassVar[tuple[str, ...]] = ()
     # Of copies, which have all groups and made no step.
     _is_built, _stepped = True, 0
 
@@ -114,7 +116,8 @@ class Optimizer(CheckpointMixin):
     ) -> None:
         known = option_defaults(type(self))
         for name in unknown_options:
-            raise TypeError(unknown(f"option of {type(self).__name__}", name, known))
+            allowed = [option for option in known if option not in self._fixed_options]
+            raise TypeError(unknown(f"option of {type(self).__name__}", name, allowed))
         check_parameters(params)
         self._start_caches()
         self._is_built = False
