@@ -285,7 +285,7 @@ class CheckpointMixin(torch.optim.Optimizer):
             foreign.remove(key)
             value = state[key]
             fitted[key] = value.to(local(plan.parameter).device) if isinstance(value, torch.Tensor) else value
-        refuse_newer_keys(f"the state of parameter {plan.name}", foreign, saved_groups)
+        refuse_newer_keys("the state of parameter", plan.name, foreign, saved_groups)
         if is_own and not any(is_kept_by_some_optimizer(key) for key in foreign):
             return fitted | {key: state[key] for key in foreign}
         if foreign:

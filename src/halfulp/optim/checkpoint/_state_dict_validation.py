@@ -73,7 +73,7 @@ def checked_groups(
         raise ValueError("this is no optimizer state_dict: 'state' must hold states of parameters in 'param_groups'")
     for number, (mine, theirs) in enumerate(zip(groups, saved)):
         unknown = theirs.keys() - mine.keys() - _OURS - _LATER.keys() - _OF_RULES - _OF_OTHERS - set(_KEPT)
-        refuse_newer_keys(f"param group {number} of the state_dict", sorted(unknown), saved)
+        refuse_newer_keys("param group", number, sorted(unknown), saved)
         _check_names(mine, theirs, defaults)
         _check_updates(mine, theirs)
     return [_options(number, *pair, check_numbers) for number, pair in enumerate(zip(groups, saved))]
@@ -121,15 +121,21 @@ def draws_anew(group: Mapping, saved: Mapping) -> bool:
     return not set(identities_of({"param_names": names})) <= {number for number in held if isinstance(number, int)}
 
 
-def refuse_newer_keys(what: str, unknown: list[str], saved_groups: list[Mapping]) -> None:
-    """Raise ValueError for what this version does not know in a file of a later one; in others it is the user's own."""
+def refuse_newer_keys(what: str, name: object, unknown: list[str], saved_groups: list[Mapping]) -> None:
+    """Raise ValueError for what this version does not know in a file of a later one; in others it is the user's own.
+
+    Args:
+        what: of the file holds it, and its name, which is put into words for the message alone.
+        unknown: its keys.
+        saved_groups: of the file.
+    """
     versions = [str(group[VERSION]) for group in saved_groups if VERSION in group]
     version = next((one for one in versions if is_older(__version__, one)), None)
     if unknown and version is not None:
         raise ValueError(
-            f"{what} holds {listed(unknown)}, which halfulp {__version__} does not know: halfulp {version} saved it; "
-            f"load it with that (pip install 'halfulp>={version}'), or take the weights alone over, by "
-            "float32_state_dict there and load_float32_state_dict here"
+            f"{what} {name} of the state_dict holds {listed(unknown)}, which halfulp {__version__} does not know: "
+            f"halfulp {version} saved it; load it with that (pip install 'halfulp>={version}'), or take the weights "
+            "alone over, by float32_state_dict there and load_float32_state_dict here"
         )
 
 
