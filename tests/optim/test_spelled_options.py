@@ -1,5 +1,6 @@
 """Options as command lines and YAML files spell them give the optimizer that the values give, or a sentence."""
 
+import ast
 import importlib
 
 import pytest
@@ -108,6 +109,34 @@ def test_what_is_no_value_is_refused_in_words(options, told):
         hu.AdamW([_parameter()], **options)
     with pytest.raises((ValueError, NotImplementedError), match=told.replace("*", r"\*")):
         hu.AdamW([{"params": [_parameter()], **options}])
+
+
+# What scripts make of words for a class that they find by its dotted name; "yaml" is Hydra's and NeMo Automodel's.
+LOADERS = {
+    "kohya": lambda words: {key: ast.literal_eval(value) for key, value in (word.split("=", 1) for word in words)},
+    "axolotl": lambda words: {key: value.strip("'") for key, value in (word.split("=", 1) for word in words)},
+    "yaml": lambda words: {key: yaml_of(value.strip("'")) for key, value in (word.split("=", 1) for word in words)},
+}
+
+
+def yaml_of(value):
+    """A value as YAML 1.1 reads it: 1e-4 has no point, and stays a string."""
+    return {"true": True, "0.1": 0.1, "3": 3}.get(value.lower(), value)
+
+
+@pytest.mark.parametrize("loader", LOADERS)
+@pytest.mark.parametrize("dotted", ["halfulp.AdamW", "halfulp.optim.AdamW"])
+def test_loaders_of_dotted_classes_and_words_make_the_same_optimizer(loader, dotted):
+    words = ["weight_update='split8'", "state_dtype='8bit'", "betas=0.9,0.95", "weight_decay=0.1", "seed=3"]
+    words += ["eps=1e-4", "fused=True", "param_dtype='bf16'"]
+    module, _, name = dotted.rpartition(".")
+    parameter = torch.nn.Parameter(torch.ones(8))
+    made = getattr(importlib.import_module(module), name)([parameter], lr=1e-3, **LOADERS[loader](words))
+    other = torch.nn.Parameter(torch.ones(8))
+    options = {"weight_update": "split8", "state_dtype": "8bit", "betas": (0.9, 0.95), "weight_decay": 0.1, "seed": 3}
+    expected = hu.AdamW([other], lr=1e-3, eps=1e-4, param_dtype=torch.bfloat16, **options)
+    assert _options(made) == _options(expected)
+    assert parameter.dtype == torch.bfloat16
 
 
 def test_a_class_string_that_does_not_exist_is_told_what_does():
