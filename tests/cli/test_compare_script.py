@@ -128,16 +128,25 @@ def test_what_is_wrong_is_one_line_and_exit_code_2(compare, text, arguments, wor
     assert "Traceback" not in err
 
 
-def test_several_processes_are_refused(compare, monkeypatch, capsys, tmp_path):
+def test_ranks_of_torchrun_share_trials_and_nothing_else(compare, monkeypatch, capsys, tmp_path):
     from halfulp.cli import main
 
     monkeypatch.setenv("WORLD_SIZE", "2")
     code, _, err = compare("raise AssertionError('this must not run')")
     assert code == 2
-    assert "not under torchrun" in err
+    assert "a script is run once per recipe, as one process. Start it without" in err
+    for command, words in (
+        (["tune"], "halfulp tune does not run under torchrun"),
+        (["compare", "--workers", "2"], "every rank trains one trial at a time"),
+        (["compare"], "they cannot meet"),
+    ):
+        with pytest.raises(SystemExit):
+            main([*command, "--task", "digits", "--out", str(tmp_path / "out")])
+        assert words in capsys.readouterr().err
+    monkeypatch.setenv("WORLD_SIZE", "two")
     with pytest.raises(SystemExit):
         main(["compare", "--task", "digits", "--out", str(tmp_path / "out")])
-    assert "not under torchrun" in capsys.readouterr().err
+    assert "the environment has WORLD_SIZE=two: unset it" in capsys.readouterr().err
     assert not (tmp_path / "out").exists()
 
 

@@ -139,18 +139,34 @@ def test_an_optimizer_made_before_fsdp2_trains_shards_and_resumes(in_two_process
     in_two_processes(SHARDED + BEFORE_PREPARE)
 
 
-def test_a_copied_model_computes_with_its_own_weights(seed):
-    accelerator = accelerate.Accelerator(cpu=True)
-    torch.manual_seed(seed)
-    model = nn.Linear(4, 2)
-    use_scaler(accelerator, model)
-    model, _ = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
-    copied = copy.deepcopy(model)
-    with torch.no_grad():
-        copied.weight.zero_()
-        copied.bias.zero_()
-    assert not copied(torch.ones(1, 4)).any()
-    assert model(torch.ones(1, 4)).any()
+@pytest.mark.parametrize("precision", ["no", "bf16"])
+@pytest.mark.parametrize("order", ["before", "after"])
+def test_a_copied_model_computes_with_its_own_weights(order, precision, seed):
+    """Under autocast accelerate puts a forward of its own into the model, which may close over the scaler's."""
+    accelerate.state.AcceleratorState._reset_state(reset_partial_state=True)
+    try:
+        accelerator = accelerate.Accelerator(cpu=True, mixed_precision=precision)
+        torch.manual_seed(seed)
+        model = nn.Linear(4, 2)
+        if order == "before":
+            use_scaler(accelerator, model)
+        model, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
+        if order == "after":
+            use_scaler(accelerator, model)
+        copied = copy.deepcopy(model)
+        with torch.no_grad():
+            copied.weight.zero_()
+            copied.bias.zero_()
+        x = torch.ones(1, 4)
+        assert not copied(x).any()
+        assert model(x).any()
+        assert model(x).dtype == torch.float32
+        accelerator.backward(model(x).square().mean())
+        assert copied.weight.grad is None
+        optimizer.step()
+        assert model.weight.grad.any()
+    finally:
+        accelerate.state.AcceleratorState._reset_state(reset_partial_state=True)
 
 
 @pytest.mark.parametrize(

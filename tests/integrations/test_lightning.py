@@ -211,6 +211,32 @@ def test_a_fitted_module_is_freed(seed, tmp_path):
     assert [one() for one in seen] == [None, None]
 
 
+def test_the_command_line_takes_a_class_and_words(tmp_path):
+    pytest.importorskip("jsonargparse")
+    from lightning.pytorch.cli import LightningCLI
+
+    class Narrow(lightning.LightningModule):
+        def __init__(self):
+            super().__init__()
+            self.layer = torch.nn.Linear(4, 2)
+
+        def training_step(self, batch, at):
+            return self.layer(batch[0].to(self.layer.weight.dtype)).float().square().mean()
+
+    class Ones(lightning.LightningDataModule):
+        def train_dataloader(self):
+            return torch.utils.data.DataLoader(torch.utils.data.TensorDataset(torch.ones(4, 4)))
+
+    quiet = [f"--trainer.{name}=false" for name in (*QUIET, "enable_checkpointing")]
+    given = ["--optimizer=halfulp.optim.AdamW", "--optimizer.lr=1e-2", "--optimizer.weight_update=kahan"]
+    given += ["--optimizer.param_dtype=bf16", "--trainer.accelerator=cpu", f"--trainer.default_root_dir={tmp_path}"]
+    line = LightningCLI(Narrow, Ones, args=["fit", *given, *quiet, "--trainer.max_steps=2", "--trainer.devices=1"])
+    made = inner_optimizer(line.trainer.optimizers[0])
+    assert (type(made), made.defaults["lr"]) == (hu.optim.AdamW, 1e-2)
+    assert line.model.layer.weight.dtype == torch.bfloat16
+    assert made.state[line.model.layer.weight]["step"] == 2
+
+
 def test_a_recipe_that_scales_gradients_is_refused_by_name():
     with pytest.raises(ValueError, match="use AdaptiveMixed"):
         Recipe("fp16-adaptive")

@@ -18,10 +18,10 @@ def _model(seed):
     return nn.Sequential(nn.Linear(8, 16), nn.LayerNorm(16), nn.Linear(16, 2)).bfloat16()
 
 
-def _config(kind, **options):
+def _config(kind, first=r"^1\.", **options):
     groups = [
         components.ParamGroupConfig(
-            pattern=r"^1\.", optimizer_name="halfulp.AdamW", optimizer_kwargs={"lr": "1e-2", "weight_update": "split"}
+            pattern=first, optimizer_name="halfulp.AdamW", optimizer_kwargs={"lr": "1e-2", "weight_update": "split"}
         ),
         components.ParamGroupConfig(
             pattern=".*", optimizer_name="halfulp.AdamW", optimizer_kwargs={"lr": 1e-2, "weight_update": "stochastic"}
@@ -66,6 +66,37 @@ def test_a_flat_state_resumes_to_the_bit(seed):
     second.load_state_dict(saved)
     _train(second, other, 3, 6)
     assert all(same_bits(a.detach(), b.detach()) for a, b in zip(whole.parameters(), other.parameters(), strict=True))
+
+
+def test_stages_of_a_pipeline_go_on_from_a_file_of_the_whole_model_and_the_other_way(seed):
+    """A flat state has each entry once per name; the step of rate 0 by which torch makes states moves no weight."""
+    whole, split = _model(seed), _model(seed)
+
+    def make(model, stages):
+        return ours.Optimizers(_config(ours.Optimizers, first="weight$"), model_parts=stages)
+
+    def stages(model):
+        parts = [nn.Module(), nn.Module()]
+        for name, layer in model.named_children():
+            parts[int(name) > 0].add_module(name, layer)
+        return parts
+
+    one, two = make(whole, [whole]), make(split, stages(split))
+    for container, model in ((one, whole), (two, split)):
+        _train(container, model, 0, 3)
+    assert one.state_dict().keys() == two.state_dict().keys()
+    ends = []
+    for saved, model, parts in ((one, whole, stages), (two, split, lambda model: [model])):
+        other = _model(seed + 1)
+        other.load_state_dict(model.state_dict())
+        container = make(other, parts(other))
+        container.load_state_dict({k: v.clone() if torch.is_tensor(v) else v for k, v in saved.state_dict().items()})
+        assert all(same_bits(a.detach(), b.detach()) for a, b in zip(model.parameters(), other.parameters()))
+        _train(container, other, 3, 6)
+        ends.append(other)
+    _train(one, whole, 3, 6)
+    for other in ends:
+        assert all(same_bits(a.detach(), b.detach()) for a, b in zip(whole.parameters(), other.parameters()))
 
 
 def test_registered_names_are_known_to_every_container(seed, monkeypatch):

@@ -192,6 +192,34 @@ def test_what_is_wrong_is_said(tmp_path):
         make()(_model(0).requires_grad_(False), **options)
 
 
+def test_optimizers_of_the_trainer_are_refused_under_fsdp_where_the_factory_is_taken(tmp_path, monkeypatch):
+    """Why the entrance is `optimizer_cls_and_kwargs`, whose dictionary has the rate, as the Trainer adds none."""
+    create = transformers.Trainer.create_accelerator_and_postprocess
+
+    def under_fsdp(trainer):
+        create(trainer)
+        trainer.is_fsdp_enabled = True
+
+    monkeypatch.setattr(transformers.Trainer, "create_accelerator_and_postprocess", under_fsdp)
+    arguments, model = _arguments(tmp_path), _model(0)
+    with pytest.raises(RuntimeError, match="Passing `optimizers` is not allowed"):
+        transformers.Trainer(model, arguments, optimizers=(hu.AdamW(model.parameters()), None))
+    trainer = transformers.Trainer(model, arguments, optimizer_cls_and_kwargs=optimizer(arguments))
+    assert trainer.create_optimizer().param_groups[0]["lr"] == arguments.learning_rate == 1e-2
+
+
+def test_an_observation_begun_before_training_blames_no_parameter(tmp_path):
+    """The Trainer makes the optimizer later: what is not seen is said, and nothing is called never stepped."""
+    arguments = _arguments(tmp_path)
+    rows = [{"input_ids": row, "labels": row} for row in torch.randint(32, (16, 8))]
+    given = optimizer(arguments, weight_update="kahan", param_dtype="bf16")
+    trainer = transformers.Trainer(_model(0), arguments, train_dataset=rows, optimizer_cls_and_kwargs=given)
+    with hu.observe(trainer.model, interval=1) as seen:
+        trainer.train()
+    assert not [finding.code for finding in seen.findings]
+    assert any("no optimizer was given" in sentence for sentence in seen.record.unseen)
+
+
 def test_fsdp1_is_refused_by_name(tmp_path):
     make, options = optimizer(_arguments(tmp_path))
     with pytest.raises(NotImplementedError, match="FSDP1 flattens parameters"):

@@ -273,6 +273,8 @@ OTHER_RANKS = """
 import os, sys, torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import distribute_module, distribute_tensor
 import halfulp as hu
 
 rank, path, seed = int(sys.argv[1]), sys.argv[2], int(sys.argv[3])
@@ -284,12 +286,31 @@ def said(make):
     model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 2)).bfloat16()
     optimizer = make(model)
     wrapped = nn.parallel.DistributedDataParallel(model)
-    wrapped(torch.ones(2, 4).bfloat16()).sum().backward()
-    before = [parameter.detach().clone() for parameter in model.parameters()]
+    return said_at_step(wrapped, optimizer, torch.bfloat16)
+
+
+def said_of_shards(make, dtype=torch.bfloat16):
+    torch.manual_seed(seed)
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 2)).to(dtype)
+    fully_shard(model, mesh=dist.init_device_mesh("cpu", (2,)))
+    return said_at_step(model, make(model), dtype)
+
+
+def said_of_a_plane(make):
+    torch.manual_seed(seed)
+    model = distribute_module(nn.Linear(4, 4).bfloat16(), dist.init_device_mesh("cpu", (1, 2)))
+    return said_at_step(lambda x: model(distribute_tensor(x, model.weight.device_mesh)), make(model), torch.bfloat16)
+
+
+def said_at_step(run, optimizer, dtype):
+    parameters = optimizer.param_groups[0]["params"]
+    run(torch.ones(2, 4).to(dtype)).sum().backward()
+    before = [getattr(parameter, "_local_tensor", parameter).detach().clone() for parameter in parameters]
     try:
         optimizer.step()
     except ValueError as error:
-        assert all(torch.equal(one, other) for one, other in zip(before, model.parameters()))
+        now = [getattr(parameter, "_local_tensor", parameter) for parameter in parameters]
+        assert all(torch.equal(one, other) for one, other in zip(before, now))
         return str(error)
 
 
@@ -307,6 +328,12 @@ assert "state_dtype of group 0 is 8bit there, and 4bit" in found, found
 found = said(lambda model: (hu.SGD if rank else hu.Lion)(model.named_parameters(), lr=0.1))
 assert "the optimizer is SGD there, and Lion" in found, found
 assert said(made(report_interval=rank)) is None
+for shards in (said_of_shards, said_of_a_plane):
+    assert shards(made()) is None
+    found = shards(made("kahan" if rank else "split8"))
+    assert "rank 1 trains in another way than rank 0: weight_update of group 0 is kahan there" in found, found
+found = said_of_shards(lambda model: hu.AdamW(model.parameters(), lr=0.1 + rank), torch.float32)
+assert "lr of group 0 is 1.1 there, and 0.1 on rank 0" in found, found
 hu.__version__ = f"0.{rank}"
 assert "halfulp is 0.1 there, and 0.0 on rank 0" in said(made()), said
 dist.barrier()

@@ -1,5 +1,6 @@
 """Options as command lines and YAML files spell them give the optimizer that the values give, or a sentence."""
 
+import ast
 import importlib
 
 import pytest
@@ -110,6 +111,34 @@ def test_what_is_no_value_is_refused_in_words(options, told):
         hu.AdamW([{"params": [_parameter()], **options}])
 
 
+# What scripts make of words for a class that they find by its dotted name; "yaml" is Hydra's and NeMo Automodel's.
+LOADERS = {
+    "kohya": lambda words: {key: ast.literal_eval(value) for key, value in (word.split("=", 1) for word in words)},
+    "axolotl": lambda words: {key: value.strip("'") for key, value in (word.split("=", 1) for word in words)},
+    "yaml": lambda words: {key: yaml_of(value.strip("'")) for key, value in (word.split("=", 1) for word in words)},
+}
+
+
+def yaml_of(value):
+    """A value as YAML 1.1 reads it: 1e-4 has no point, and stays a string."""
+    return {"true": True, "0.1": 0.1, "3": 3}.get(value.lower(), value)
+
+
+@pytest.mark.parametrize("loader", LOADERS)
+@pytest.mark.parametrize("dotted", ["halfulp.AdamW", "halfulp.optim.AdamW"])
+def test_loaders_of_dotted_classes_and_words_make_the_same_optimizer(loader, dotted):
+    words = ["weight_update='split8'", "state_dtype='8bit'", "betas=0.9,0.95", "weight_decay=0.1", "seed=3"]
+    words += ["eps=1e-4", "fused=True", "param_dtype='bf16'"]
+    module, _, name = dotted.rpartition(".")
+    parameter = torch.nn.Parameter(torch.ones(8))
+    made = getattr(importlib.import_module(module), name)([parameter], lr=1e-3, **LOADERS[loader](words))
+    other = torch.nn.Parameter(torch.ones(8))
+    options = {"weight_update": "split8", "state_dtype": "8bit", "betas": (0.9, 0.95), "weight_decay": 0.1, "seed": 3}
+    expected = hu.AdamW([other], lr=1e-3, eps=1e-4, param_dtype=torch.bfloat16, **options)
+    assert _options(made) == _options(expected)
+    assert parameter.dtype == torch.bfloat16
+
+
 def test_a_class_string_that_does_not_exist_is_told_what_does():
     with pytest.raises(AttributeError, match=r"unknown name in halfulp\.optim 'AdamV'; did you mean 'Adam'"):
         getattr(importlib.import_module("halfulp.optim"), "AdamV")  # noqa: B009  as a loader of class strings does
@@ -121,6 +150,17 @@ def test_an_unknown_option_is_said_with_the_class_that_was_called(kind):
     weight = torch.nn.Parameter(torch.ones(2, 2))
     with pytest.raises(TypeError, match=rf"unknown option of {kind.__name__} 'weigth_update'; did you mean 'weight_up"):
         kind([weight], weigth_update="kahan")
+
+
+def test_what_a_class_decides_is_no_option_of_it():
+    weight = torch.nn.Parameter(torch.ones(2, 2))
+    with pytest.raises(TypeError, match="unknown option of AdamW 'decay'") as said:
+        hu.AdamW([weight], decay=0.1)
+    assert "decoupled_weight_decay" not in str(said.value)
+    with pytest.raises(TypeError, match="AdamW's weight decay is always decoupled"):
+        hu.AdamW([weight], decoupled_weight_decay=False)
+    with pytest.raises(TypeError, match=r"Allowed: .*decoupled_weight_decay"):
+        hu.Adam([weight], decay=0.1)
 
 
 def test_a_class_that_does_not_exist_is_said_with_those_that_do():

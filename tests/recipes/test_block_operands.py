@@ -1,7 +1,9 @@
 """Operands in blocks: layers with a forward of their own, single examples, shapes of one dimension."""
 
 import copy
+import pickle
 
+import pytest
 import torch
 from torch import nn
 
@@ -58,3 +60,33 @@ def test_a_transposed_convolution_takes_the_size_of_its_result():
     assert torch.equal(found, layer(x, [20]))
     found.sum().backward()
     assert layer.weight.grad is not None
+
+
+@pytest.mark.parametrize("format", ["mxfp8_e4m3", "e5m2"])
+def test_a_copy_computes_with_its_own_numbers_or_is_refused(format, seed):
+    """nn.DataParallel makes replicas by `_replicate_for_data_parallel`, and sets their parameters as attributes."""
+    layer, x = nn.Linear(32, 8), torch.randn(4, 32)
+    hu.convert(layer, hu.Recipe(name="narrow", operand_format=format))
+    expected = layer(x)
+    for deep in (copy.deepcopy(layer), pickle.loads(pickle.dumps(layer))):
+        with torch.no_grad():
+            deep.weight.mul_(2)
+            deep.bias.mul_(2)
+        assert torch.equal(deep(x), 2 * expected)
+        assert torch.equal(layer(x), expected)
+    assert torch.equal(copy.copy(layer)(x), expected), "one table of parameters for both"
+    replica = layer._replicate_for_data_parallel()
+    replica.weight, replica.bias = 2 * layer.weight, 2 * layer.bias
+    with pytest.raises(NotImplementedError, match=f"rounded to {format}.*DistributedDataParallel in place of nn.Data"):
+        replica(x)
+    hu.revert(layer)
+    assert not layer._forward_pre_hooks
+
+
+def test_a_shallow_copy_with_a_weight_of_its_own_is_refused():
+    layer = hu.convert(nn.Linear(32, 8), "mxfp8")
+    other = copy.copy(layer)
+    other._parameters = dict(layer._parameters, weight=nn.Parameter(torch.zeros(8, 32)))
+    with pytest.raises(NotImplementedError, match=r"take copy\.deepcopy for copies"):
+        other(torch.randn(4, 32))
+    assert torch.equal(layer(torch.zeros(1, 32)), layer.bias[None])

@@ -1,7 +1,8 @@
 """Running trials from the command line: progress on stderr, and what is kept where they end early."""
 
-import os
-from collections.abc import Callable
+import contextlib
+import signal
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -13,30 +14,65 @@ def run_trials(trained: Callable[..., Any], out: str, **options: Any) -> Any:
     from ..trials import TrialError
     from ..trials.running._progress import Progress
 
-    check_alone()
     with Progress() as progress:
         try:
             return trained(out=out, listen=progress, **options)
-        except KeyboardInterrupt:
+        except KeyboardInterrupt as ending:
             progress.bars.stop()
-            fail(f"interrupted; {_describe_kept(progress, out)}")
+            fail(f"{str(ending) or 'interrupted'}; {_describe_kept(progress, out, options)}")
         except TrialError as error:
             progress.bars.stop()
             more = ""
             if error.details:
                 Path(out, "error.log").write_text(error.details, encoding="utf-8")
                 more = f" (more in {Path(out, 'error.log')})"
-            fail(f"{error}{more}; {_describe_kept(progress, out)}")
+            fail(f"{error}{more}; {_describe_kept(progress, out, options)}")
         except ValueError as error:  # such as a disk that fills up
             progress.bars.stop()
-            fail(f"{error}; {_describe_kept(progress, out)}" if progress.kept else error)
+            fail(f"{error}; {_describe_kept(progress, out, options)}" if progress.kept else error)
 
 
-def check_alone() -> None:
-    """Fail where several processes were started to train as one, as torchrun does."""
-    if int(os.environ.get("WORLD_SIZE", "1") or 1) > 1:
-        fail("halfulp trains on one device, by processes of its own, and not under torchrun: start it without")
+@contextlib.contextmanager
+def shared_workers(workers: int | None) -> Iterator[Any]:
+    """Return a block with the workers of its trials: the ranks of torchrun, or so many processes.
+
+    SIGTERM, which torchrun sends to all ranks when one fails or dies, interrupts a rank as Ctrl-C does.
+    """
+    from ..trials.running._ranks import count_ranks, join_ranks
+
+    if workers is not None and count_ranks() > 1:
+        fail("--workers: under torchrun every rank trains one trial at a time: leave it out")
+    with join_ranks() as ranks:
+        if ranks is None:
+            yield workers
+            return
+        before = signal.signal(signal.SIGTERM, _interrupt)
+        try:
+            yield ranks
+        finally:
+            signal.signal(signal.SIGTERM, before)
 
 
-def _describe_kept(progress: Any, out: str) -> str:
-    return f"{progress.kept} of {progress.total} trials are kept in {out}, --resume continues"
+def _interrupt(number: int, frame: Any) -> None:
+    signal.signal(number, signal.SIG_IGN)
+    raise KeyboardInterrupt("ended by SIGTERM, as torchrun ends all ranks where one failed or died")
+
+
+def check_alone(command: str, why: str) -> None:
+    """Fail where torchrun started several processes, which this command cannot share its work with."""
+    from ..trials.running._ranks import count_ranks
+
+    if count_ranks() > 1:
+        fail(
+            f"{command} does not run under torchrun: {why}. Start it without; `halfulp compare` of tasks shares its "
+            "trials among the ranks"
+        )
+
+
+def _describe_kept(progress: Any, out: str, options: dict[str, Any]) -> str:
+    ranks: Any = options.get("workers")
+    if getattr(ranks, "rank", 0):
+        return f"this is rank {ranks.rank}; rank 0 keeps what has finished"
+    kept = f"{progress.kept} of {progress.total} trials are kept in {out}, --resume continues"
+    unfinished = ranks.describe_unfinished() if hasattr(ranks, "describe_unfinished") else ""
+    return f"{kept}; {unfinished}" if unfinished else kept

@@ -152,6 +152,8 @@ class AdamW(Adam):
     (torch.bfloat16, ['bias', 'weight'])
     """
 
+    _fixed_options = ("decoupled_weight_decay",)
+
     def __init__(
         self,
         params: Parameters,
@@ -168,6 +170,8 @@ class AdamW(Adam):
         fused: bool | None = None,
         **options: Unpack[OptimizerOptions],
     ) -> None:
+        if "decoupled_weight_decay" in options:
+            raise TypeError("AdamW's weight decay is always decoupled: leave decoupled_weight_decay out, or take Adam")
         given = split_arguments(locals())
         super().__init__(**given.pop("defaults"), **given, decoupled_weight_decay=True)
 

@@ -40,13 +40,14 @@ def check_ranks(optimizer: torch.optim.Optimizer, process_group: Any, device: to
     ranks: list[dict[str, str]] = [{} for _ in range(process_group.size())]
     with torch.cuda.device(device) if device.type == "cuda" else contextlib.nullcontext():
         torch.distributed.all_gather_object(ranks, _describe(optimizer), group=process_group)
-    for rank, there in enumerate(ranks):
-        for name in {**ranks[0], **there}:
-            ours, theirs = (one.get(name, "absent") for one in (ranks[0], there))
+    first, *others = zip(torch.distributed.get_process_group_ranks(process_group), ranks)
+    for rank, there in others:
+        for name in {**first[1], **there}:
+            ours, theirs = (one.get(name, "absent") for one in (first[1], there))
             if ours != theirs:
                 raise ValueError(
-                    f"rank {rank} trains in another way than rank 0: {name} is {theirs} there, and {ours} on rank 0. "
-                    "Start all ranks by the same script in the same environment"
+                    f"rank {rank} trains in another way than rank {first[0]}: {name} is {theirs} there, and {ours} on "
+                    f"rank {first[0]}. Start all ranks by the same script in the same environment"
                 )
 
 

@@ -30,6 +30,7 @@ from .parameters._local_tensors import is_dtensor, local, memory, own_parts, sha
 from .parameters._narrow_groups import (
     broadcast_auxiliary_tensors,
     check_narrowing,
+    check_sharded_ranks,
     name_of,
     narrow,
     refuse_overlaps,
@@ -95,6 +96,8 @@ class Optimizer(CheckpointMixin):
     narrowed_by = "param_dtype=torch.bfloat16"
     # The names of options that are finite numbers and not negative; those not among these may be None.
     _not_negative: ClassVar[tuple[str, ...]] = NOT_NEGATIVE
+    # Options of a class above that this one decides, and no user.
+    _fixed_options: ClassVar[tuple[str, ...]] = ()
     # Of copies, which have all groups and made no step.
     _is_built, _stepped = True, 0
 
@@ -113,7 +116,8 @@ class Optimizer(CheckpointMixin):
     ) -> None:
         known = option_defaults(type(self))
         for name in unknown_options:
-            raise TypeError(unknown(f"option of {type(self).__name__}", name, known))
+            allowed = [option for option in known if option not in self._fixed_options]
+            raise TypeError(unknown(f"option of {type(self).__name__}", name, allowed))
         check_parameters(params)
         self._start_caches()
         self._is_built = False
@@ -443,6 +447,7 @@ class Optimizer(CheckpointMixin):
     def _check_wrappers(self, has_gradients: bool) -> None:
         """Check what else holds the parameters: wrappers of the model at the first step, averages now and then."""
         if not self._stepped:
+            check_sharded_ranks(self)
             broadcast_auxiliary_tensors(self)
             if not has_gradients:
                 refuse_replaced_parameters(self)

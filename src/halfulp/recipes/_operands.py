@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor, nn
@@ -24,6 +24,8 @@ class RoundOperands:
         self.format = format
 
     def __call__(self, layer: Any, inputs: tuple[Any, ...]) -> tuple[Any, ...]:
+        if getattr(layer, "_is_replica", False):
+            _refuse_copy(layer, self.format)
         vars(layer)["weight"] = straight_through(layer._parameters["weight"], self.format)
         return tuple(straight_through(x, self.format) if _is_floating(x) else x for x in inputs)
 
@@ -37,6 +39,26 @@ class RoundResult:
     def __call__(self, layer: Any, inputs: tuple[Any, ...], output: Any) -> Any:
         vars(layer).pop("weight", None)
         return straight_through(output, self.format) if _is_floating(output) else None
+
+
+class RefuseCopies:
+    """Pre-hook of a layer whose forward is `BlockProducts`: refuses a copy, whose forward is that of the original."""
+
+    def __init__(self, forward: BlockProducts) -> None:
+        self.forward = forward
+
+    def __call__(self, layer: nn.Module, inputs: tuple[Any, ...]) -> None:
+        # copy.copy shares the table of parameters, and so all numbers.
+        if layer is not self.forward.layer and layer._parameters is not self.forward.layer._parameters:
+            _refuse_copy(layer, self.forward.format)
+
+
+def _refuse_copy(layer: nn.Module, format: str) -> NoReturn:
+    raise NotImplementedError(
+        f"this {type(layer).__name__} is a replica, or a shallow copy with parameters of its own, of a layer whose "
+        f"operands are rounded to {format}, and would compute with the original's: take copy.deepcopy for copies, and "
+        "DistributedDataParallel in place of nn.DataParallel"
+    )
 
 
 def _is_floating(x: Any) -> bool:
@@ -148,7 +170,8 @@ def install(model: nn.Module, recipe: Recipe) -> None:
             continue
         format = str(recipe.operand_format)
         if format in block_names():
-            vars(module)["forward"] = BlockProducts(module, format)
+            forward = vars(module)["forward"] = BlockProducts(module, format)
+            module.register_forward_pre_hook(RefuseCopies(forward))
             continue
         module.register_forward_pre_hook(RoundOperands(format))
         module.register_forward_hook(RoundResult(format), always_call=True)
@@ -156,7 +179,7 @@ def install(model: nn.Module, recipe: Recipe) -> None:
 
 def remove(model: nn.Module) -> None:
     """Remove what `install` added."""
-    remove_hooks(model.modules(), lambda hook: isinstance(hook, RoundOperands | RoundResult))
+    remove_hooks(model.modules(), lambda hook: isinstance(hook, RoundOperands | RoundResult | RefuseCopies))
     for module in model.modules():
         if isinstance(vars(module).get("forward"), BlockProducts):
             del vars(module)["forward"]

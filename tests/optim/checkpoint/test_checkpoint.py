@@ -335,6 +335,49 @@ def test_a_file_of_another_random_stream_is_refused_where_it_draws(seed, update)
         assert other.state_dict()["param_groups"][0]["random_stream"] == 2
 
 
+@pytest.mark.parametrize("place", ["state", "group"])
+def test_what_a_newer_version_added_is_refused_and_nothing_of_it_is_loaded(place):
+    """Entries of the user's own, and what schedulers write, are taken: from files of any version that is not newer."""
+
+    def make():
+        parameter = torch.nn.Parameter(torch.ones(4096).bfloat16())
+        parameter.grad = torch.ones(4096).bfloat16()
+        optimizer = hu.optim.AdamW([parameter], lr=0.1, weight_update="split8", state_dtype="8bit")
+        optimizer.step()
+        return parameter, optimizer
+
+    saved = make()[1].state_dict()
+    group = saved["param_groups"][0]
+    assert group["halfulp"] == hu.__version__
+    group.update(halfulp="7.3.1", initial_lr=0.1)
+    added, what = (
+        (saved["state"][0], "the state of parameter #0") if place == "state" else (group, "param group 0 of the")
+    )
+    added["curvature"] = torch.ones(3)
+    parameter, other = make()
+    other.step()
+    other.param_groups[0]["lr"] = 0.3
+    before, held = copy.deepcopy(other.state_dict()), snapshot(other)
+    expected = (
+        rf"{what}.* holds 'curvature', which halfulp .* does not know: halfulp 7\.3\.1 saved it; load it with that"
+    )
+    with pytest.raises(
+        ValueError, match=rf"{expected} \(pip install 'halfulp>=7\.3\.1'\), or .*load_float32_state_dict"
+    ):
+        other.load_state_dict(saved)
+    assert other.state_dict()["param_groups"] == before["param_groups"]
+    assert differing(held, snapshot(other)) == []
+    group["halfulp"] = hu.__version__
+    other.load_state_dict(saved)
+    taken = other.state[parameter] if place == "state" else other.param_groups[0]
+    assert torch.equal(taken["curvature"], torch.ones(3))
+    assert other.param_groups[0]["initial_lr"] == 0.1
+    assert "halfulp" not in other.param_groups[0]
+    del added["curvature"]
+    group["halfulp"] = "7.3.1"
+    other.load_state_dict(saved)
+
+
 @pytest.mark.parametrize("wrapped", [False, True])
 @pytest.mark.parametrize("update", ["stochastic", "nearest"])
 def test_a_pickle_of_another_random_stream_goes_on_and_says_so_where_it_draws(seed, update, wrapped):

@@ -10,7 +10,7 @@ from ...trials import DEFAULT_RECIPES, DEFAULT_TASKS
 from .._errors import fail
 from .._names import complete, recipe_names, several, split, task_names
 from .._output import Json, console, plain_table, print_json
-from .._trials import run_trials
+from .._trials import run_trials, shared_workers
 from ._compare_script import compare_script
 
 DEFAULT_OUT = "halfulp-compare"
@@ -59,7 +59,7 @@ def compare(
     if suite is not None:
         if script is not None or steps is not None:
             fail("--suite trains its own tasks, as long as --size says: leave out the script and --steps")
-        _run_suite(suite, size, task, recipe, out, json, _seeds(seeds, first_seed), data, workers, resume, overwrite)
+        _run_suite(suite, size, task, recipe, out, json, workers, _seeds(seeds, first_seed), data, resume, overwrite)
         return
     if module and script is None:
         fail("-m needs the name of a module: halfulp compare -m package.train")
@@ -76,17 +76,18 @@ def compare(
     tasks, recipes = split(task, DEFAULT_TASKS), split(recipe, DEFAULT_RECIPES)
     from ...trials import compare as train
 
-    evidence = run_trials(
-        partial(train, tasks, recipes),
-        out,
-        seeds=_seeds(seeds, first_seed),
-        steps=steps,
-        size=size,
-        data=data,
-        workers=workers,
-        resume=resume,
-        overwrite=overwrite,
-    )
+    with shared_workers(workers) as crew:
+        evidence = run_trials(
+            partial(train, tasks, recipes),
+            out,
+            seeds=_seeds(seeds, first_seed),
+            steps=steps,
+            size=size,
+            data=data,
+            workers=crew,
+            resume=resume,
+            overwrite=overwrite,
+        )
     if json:
         print_json(evidence.to_dict())
         return
@@ -107,31 +108,34 @@ def _run_suite(
     recipe: list[str] | None,
     out: str,
     json: bool,
+    workers: int | None,
     *options: Any,
 ) -> None:
     """Train a suite, print its statements, and say where the tables are."""
     from ...trials.suite._run import run_suite
 
     out = "halfulp-evidence" if out == DEFAULT_OUT else out
-    names = ("seeds", "data", "workers", "resume", "overwrite")
-    chosen = {"tasks": split(task, ()) or None, "recipes": split(recipe, ()) or None}
-    evidence = run_trials(
-        partial(run_suite, suite, size or "small"), out, **dict(zip(names, options, strict=True)), **chosen
-    )
-    if json:
-        print_json(evidence.to_dict())
-    else:
-        from ...trials.suite._statements import statements
+    names = ("seeds", "data", "resume", "overwrite")
+    chosen: dict[str, Any] = {"tasks": split(task, ()) or None, "recipes": split(recipe, ()) or None}
+    train = partial(run_suite, suite, size or "small", **dict(zip(names, options, strict=True)), **chosen)
+    with shared_workers(workers) as crew:
+        evidence = run_trials(train, out, workers=crew)
+        if json:
+            print_json(evidence.to_dict())
+        else:
+            _print_statements(evidence, out)
+        _end_by_failures(evidence, out)
 
-        table = plain_table(["statement", "verdict"], fold=["statement"])
-        for one in statements(evidence):
-            table.add_row(f"{one.claim} ({one.source})", one.verdict)
-        console().print(table)
-        print(f"\n{_spent(evidence.run)}")
-        print(
-            f"{Path(out, 'evidence.html')} and evidence.md have every table; {Path(out, 'evidence.json')} the numbers."
-        )
-    _end_by_failures(evidence, out)
+
+def _print_statements(evidence: Any, out: str) -> None:
+    from ...trials.suite._statements import statements
+
+    table = plain_table(["statement", "verdict"], fold=["statement"])
+    for one in statements(evidence):
+        table.add_row(f"{one.claim} ({one.source})", one.verdict)
+    console().print(table)
+    print(f"\n{_spent(evidence.run)}")
+    print(f"{Path(out, 'evidence.html')} and evidence.md have every table; {Path(out, 'evidence.json')} the numbers.")
 
 
 def _end_by_failures(evidence: Any, out: str) -> None:

@@ -70,7 +70,7 @@ def _check(script: str, module: bool, unused: Mapping[str, Any]) -> None:
     given = [option for option, value in unused.items() if value is not None]
     if given:
         fail(f"{', '.join(given)}: of tasks; a script has its own length, data and seeds: leave it out")
-    check_alone()
+    check_alone("halfulp compare SCRIPT", "a script is run once per recipe, as one process")
     if not module and not Path(script).is_file():
         fail(f"there is no file {script!r}: give the path of a training script, a module by -m, or tasks by --task")
 

@@ -9,7 +9,7 @@ import typer
 
 from .._names import complete, recipe_names, split, task_names
 from .._output import Json, console, plain_table, print_json
-from .._trials import run_trials
+from .._trials import check_alone, run_trials
 
 
 def tune(
@@ -41,6 +41,8 @@ def tune(
     """Find the recipe of fewest bytes per parameter that stays with float32, per layer where that pays."""
     from ...pages import write_whole
     from ...trials import tune as search
+
+    check_alone("halfulp tune", "which trials it trains depends on the results of those before")
 
     found = run_trials(
         partial(search, task, tolerance),

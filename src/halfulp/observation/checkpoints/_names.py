@@ -186,7 +186,7 @@ def _prefix(parts: list[str]) -> str:
 def _named_state(state: dict[str, Any], group: dict[str, Any]) -> NamedState:
     tensors = {key: value for key, value in state.items() if isinstance(value, Tensor | Stored)}
     values = {key: value for key, value in state.items() if key not in tensors}
-    left_out = ("params", "param_names", "identities", "random_stream")
+    left_out = ("params", "param_names", "identities", "random_stream", "halfulp")
     options = {key: value for key, value in group.items() if key not in left_out}
     return NamedState(tensors, values, options)
 

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.nn.modules.module import _EXTRA_STATE_KEY_SUFFIX
 
+from ... import __version__
 from ..._messages import differences, find_users_level, listed
 from ...formats import Format
 from ...kernels import keeping_subnormals
@@ -46,6 +47,7 @@ from ..step._scales import weight_scale
 from ..stores._storage import Store
 from ..weight_updates._weight_update import WeightUpdate, weight_update
 from ._state_dict_validation import (
+    VERSION,
     begun,
     checked_groups,
     checked_shape,
@@ -58,6 +60,7 @@ from ._state_dict_validation import (
     is_own_file,
     is_switched_off,
     refuse_confusing_keys,
+    refuse_newer_keys,
     refuse_other_stream,
     steps_made,
 )
@@ -195,7 +198,8 @@ class CheckpointMixin(torch.optim.Optimizer):
         self._clear_plans()
         is_own = is_own_file(before, state_dict["param_groups"])
         try:
-            trial = [(*one, self._fit_tensors(*one, is_own)) for one in given]
+            saved_groups = state_dict["param_groups"]
+            trial = [(*one, self._fit_tensors(*one, is_own, saved_groups)) for one in given]
             for number, (group, saved) in enumerate(zip(self.param_groups, state_dict["param_groups"])):
                 if self._draws(group):
                     refuse_other_stream(f"param group {number}", "the groups of the state_dict", saved)
@@ -235,7 +239,9 @@ class CheckpointMixin(torch.optim.Optimizer):
         numbers = {number for saved in state_dict["param_groups"] for number in saved["params"]}
         self.state.update({key: value for key, value in state_dict["state"].items() if key not in numbers})
 
-    def _fit_tensors(self, group: dict, position: int, state: Mapping, is_own: bool) -> dict[str, Any]:
+    def _fit_tensors(
+        self, group: dict, position: int, state: Mapping, is_own: bool, saved_groups: list[Mapping]
+    ) -> dict[str, Any]:
         """Return the saved tensors in the dtypes and layouts of this optimizer, and the user's own entries.
 
         Args:
@@ -243,6 +249,7 @@ class CheckpointMixin(torch.optim.Optimizer):
             position: in it.
             state: what was saved.
             is_own: whether an optimizer of this library saved it, where the user may have put entries of his own.
+            saved_groups: of the file.
         """
         if not state:
             return {}
@@ -278,6 +285,7 @@ class CheckpointMixin(torch.optim.Optimizer):
             foreign.remove(key)
             value = state[key]
             fitted[key] = value.to(local(plan.parameter).device) if isinstance(value, torch.Tensor) else value
+        refuse_newer_keys("the state of parameter", plan.name, foreign, saved_groups)
         if is_own and not any(is_kept_by_some_optimizer(key) for key in foreign):
             return fitted | {key: state[key] for key in foreign}
         if foreign:
@@ -485,7 +493,7 @@ def _saved_form(name: str, value: object, state: Mapping, parameter: torch.Tenso
 
 
 def _plain_group(group: dict) -> dict:
-    plain = dict(group)
+    plain = {**group, VERSION: __version__}
     update, states, fmt = group["weight_update"], group["state_dtype"], group["format"]
     plain["weight_update"] = update.to_dict() if isinstance(update, WeightUpdate) else update
     plain["state_dtype"] = _plain_state(states)

@@ -8,7 +8,9 @@ from typing import Any
 
 import torch
 
+from ... import __version__
 from ..._messages import differences, listed
+from ..._torch_floor import is_older
 from ...mctensor import MCTensor
 from ...rounding._random_bits import STREAM_VERSION
 from ...scaled import ScaledTensor
@@ -41,7 +43,12 @@ _LATER = {
 _OF_RULES = {"lr", "betas", "eps", "momentum", "dampening", "weight_decay", "alpha", "centered", "rho", "etas", "lambd"}
 _OF_RULES |= {"lr_decay", "momentum_decay", "initial_accumulator_value", "step_sizes", "max_iter", "history_size"}
 _OURS = {"weight_update", "state_dtype", "param_dtype", "format", "seed", "report_interval", "identities"}
-_KEPT = ("params", "state_dtype", "param_dtype", "format", "report_interval", "random_stream")
+# In a saved group: the version of this library that saved it.
+VERSION = "halfulp"
+_KEPT = ("params", "state_dtype", "param_dtype", "format", "report_interval", "random_stream", VERSION)
+# What torch's schedulers write into groups, and names.
+_OF_OTHERS = {f"{bound}_{name}" for bound in ("initial", "base", "min", "max") for name in ("lr", "momentum")}
+_OF_OTHERS |= {"swa_lr", "last_lr", "name", "param_names"}
 
 
 def checked_groups(
@@ -64,7 +71,9 @@ def checked_groups(
     states = state_dict["state"]
     if not isinstance(states, Mapping) or any(_is_parameters(key, states[key]) for key in states.keys() - set(numbers)):
         raise ValueError("this is no optimizer state_dict: 'state' must hold states of parameters in 'param_groups'")
-    for mine, theirs in zip(groups, saved):
+    for number, (mine, theirs) in enumerate(zip(groups, saved)):
+        unknown = theirs.keys() - mine.keys() - _OURS - _LATER.keys() - _OF_RULES - _OF_OTHERS - set(_KEPT)
+        refuse_newer_keys("param group", number, sorted(unknown), saved)
         _check_names(mine, theirs, defaults)
         _check_updates(mine, theirs)
     return [_options(number, *pair, check_numbers) for number, pair in enumerate(zip(groups, saved))]
@@ -110,6 +119,24 @@ def draws_anew(group: Mapping, saved: Mapping) -> bool:
     if not isinstance(held, list | tuple) or not names or not _is_keyed_by_name(saved):
         return False
     return not set(identities_of({"param_names": names})) <= {number for number in held if isinstance(number, int)}
+
+
+def refuse_newer_keys(what: str, name: object, unknown: list[str], saved_groups: list[Mapping]) -> None:
+    """Raise ValueError for what this version does not know in a file of a later one; in others it is the user's own.
+
+    Args:
+        what: of the file holds it, and its name, which is put into words for the message alone.
+        unknown: its keys.
+        saved_groups: of the file.
+    """
+    versions = [str(group[VERSION]) for group in saved_groups if VERSION in group]
+    version = next((one for one in versions if is_older(__version__, one)), None)
+    if unknown and version is not None:
+        raise ValueError(
+            f"{what} {name} of the state_dict holds {listed(unknown)}, which halfulp {__version__} does not know: "
+            f"halfulp {version} saved it; load it with that (pip install 'halfulp>={version}'), or take the weights "
+            "alone over, by float32_state_dict there and load_float32_state_dict here"
+        )
 
 
 def refuse_other_stream(what: str, place: str, saved: Mapping) -> None:

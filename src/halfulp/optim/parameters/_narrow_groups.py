@@ -24,7 +24,7 @@ from ...subclass.models._parameter_holders import (
 from .._group_options import check_ranks
 from ..stores._storage import STORES
 from ..weight_updates._weight_update import weight_update
-from ._local_tensors import local, memory
+from ._local_tensors import is_dtensor, local, memory
 from ._narrowing import is_kept, is_written, take_float32
 from ._outside_writes import drop_stale, mark_current
 from ._parameter_plan import ParameterPlan
@@ -108,6 +108,19 @@ def name_of(group: dict, position: int) -> str:
     if names and position < len(names):
         return names[position]
     return UnnamedParameter.at(position, group["params"][position])
+
+
+def check_sharded_ranks(optimizer: Any) -> None:
+    """Check that all processes with parts of the same parameters train in the same way; all of them must call this.
+
+    Raises:
+        ValueError: the first rank that differs, and in what; on all ranks of its dimension of the mesh.
+    """
+    sharded = [p for group in optimizer.param_groups for p in group["params"] if is_dtensor(p)]
+    for mesh, parameter in {parameter.device_mesh: parameter for parameter in sharded}.items():
+        for group in mesh.get_all_groups() if mesh.get_coordinate() is not None else ():
+            if torch.distributed.get_backend(group) != "fake":  # whose collectives bring nothing
+                check_ranks(optimizer, group, local(parameter).device)
 
 
 @torch.no_grad()

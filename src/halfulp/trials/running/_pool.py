@@ -146,11 +146,16 @@ class _Worker:
 
 
 def work(
-    trials: Sequence[Trial], workers: int, probes: Sequence[Probe] = (), on: bool = False
+    trials: Sequence[Trial],
+    workers: int,
+    probes: Sequence[Probe] = (),
+    on: bool = False,
+    tick: float | None = None,
 ) -> Generator[Event, None, None]:
     """Train all trials and yield ("start", trial, None), ("progress", trial, (step, loss)), ("done", trial, result).
 
     With ``on``, a trial that raises yields ("failed", trial, its exception in a line), and the others go on.
+    With ``tick``, so many seconds without an event yield ("tick", a trial, None).
     Probes come first; each yields ("timed", its trial, a Cost or None), and no trial starts before the last one did.
     Leaving the loop early, by an exception or otherwise, ends the workers.
 
@@ -167,7 +172,10 @@ def work(
             stack.callback(worker.end)
             crew[worker.connection] = worker
         while unfinished:
-            for connection in wait(list(crew)):
+            ready = wait(list(crew), tick)
+            if not ready:
+                yield "tick", trials[0], None
+            for connection in ready:
                 worker = crew[connection]
                 kind, content = _receive(worker, on)
                 if worker.trial is not None:  # what has none yet is ready for its first

@@ -120,7 +120,7 @@ def _matching(path: Path, trial: Trial) -> dict[str, Any]:
         raise ValueError(_describe_unfinished(path)) from None
     wanted = json.loads(json.dumps(trial.settings()))
     if settings != wanted:
-        where, had, has = _difference(settings, wanted)
+        where, had, has = difference(settings, wanted)
         raise ValueError(
             f"cannot resume: {path} was trained with {where} = {had!r}, this run has {has!r}; use the same settings "
             "or another folder with --out"
@@ -136,14 +136,14 @@ def _describe_unfinished(path: Path, why: str = "") -> str:
     return f"{path} is not a finished trial{why}; delete it and resume again"
 
 
-def _difference(left: Any, right: Any, path: str = "") -> tuple[str, Any, Any]:
+def difference(left: Any, right: Any, path: str = "") -> tuple[str, Any, Any]:
     """Return the first place where two nested settings differ.
 
-    >>> _difference({"a": {"b": 1}}, {"a": {"b": 2}})
+    >>> difference({"a": {"b": 1}}, {"a": {"b": 2}})
     ('a.b', 1, 2)
     """
     if isinstance(left, dict) and isinstance(right, dict):
         for key in [*left, *(key for key in right if key not in left)]:
             if left.get(key) != right.get(key):
-                return _difference(left.get(key), right.get(key), f"{path}.{key}" if path else key)
+                return difference(left.get(key), right.get(key), f"{path}.{key}" if path else key)
     return path, left, right

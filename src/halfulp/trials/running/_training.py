@@ -12,6 +12,7 @@ from ..evidence._evidence import Evidence
 from . import _pool
 from ._estimate import Cost, Probe, cost_class, estimate, probes
 from ._plan import Trial
+from ._ranks import Ranks
 from ._store import Store
 from ._trial import READINGS
 
@@ -22,7 +23,7 @@ class Training:
     """The trials of a run and their results so far; with a folder, each is kept there as soon as it has finished.
 
     Args:
-        workers: how many processes; None is one per core, at most 8.
+        workers: how many processes, None is one per core, at most 8; or the ranks of torchrun.
         listen: called with ("plan", None, trials), ("timing", None, how many kinds), ("estimate", None, an Estimate)
             and ("reused" | "start" | "progress" | "done", trial, content).
         store: the folder, or None.
@@ -36,7 +37,7 @@ class Training:
 
     def __init__(
         self,
-        workers: int | None,
+        workers: int | Ranks | None,
         listen: Listener | None,
         store: Store | None,
         resume: bool,
@@ -44,7 +45,9 @@ class Training:
     ) -> None:
         self._make = make
         self.more: dict[str, Any] = {}
-        self._workers, self._listen = workers or min(_pool.cores(), 8), listen or _nobody
+        self._ranks = workers if isinstance(workers, Ranks) else None
+        self._workers = workers.size if isinstance(workers, Ranks) else workers or min(_pool.cores(), 8)
+        self._listen = listen or _nobody
         self._store, self._resume = store, resume
         self._trials: dict[str, Trial] = {}
         self._seconds, self._trained = 0.0, 0
@@ -61,7 +64,12 @@ class Training:
             estimated: whether a few steps are timed before, and the listener told of it.
             failed: where trials that raise are noted, each as its task, recipe, seed and why; without it, the first
                 ends the training.
+
+        Raises:
+            SystemExit: on ranks other than the first, which have trained their share; the exit code is that of rank 0.
         """
+        if self._ranks is not None and self._ranks.rank:
+            raise SystemExit(self._ranks.serve(trials, failed is not None))
         self._listen("plan", None, trials)
         if self._store is not None and self._resume:
             self.results |= self._store.finished([trial for trial in trials if trial.key not in self.results])
@@ -71,11 +79,13 @@ class Training:
                 self._listen("reused", trial, self.results[trial.key])
         start = time.monotonic()
         workers = min(self._workers, len(missing))
-        timed = probes(missing) if estimated else []
+        timed = probes(missing) if estimated and self._ranks is None else []
         costs: dict[str, Cost | None] = {}
         if timed:
             self._listen("timing", None, len(timed))
-        with contextlib.closing(_work(missing, workers, timed, failed is not None)) as events:
+        on = failed is not None
+        started = self._ranks.train(trials, missing, on) if self._ranks else _work(missing, workers, timed, on)
+        with contextlib.closing(started) as events:
             for kind, trial, content in events:
                 if kind == "timed":
                     costs[cost_class(trial)] = content
@@ -122,7 +132,7 @@ class Training:
 def training(
     out: str | os.PathLike[str] | None,
     first: Sequence[Trial],
-    workers: int | None,
+    workers: int | Ranks | None,
     listen: Listener | None,
     resume: bool,
     overwrite: bool,
@@ -143,9 +153,9 @@ def training(
     for name, given in (("resume", resume), ("overwrite", overwrite)):
         if given and out is None:
             raise ValueError(f"{name}=True needs the folder of an earlier comparison: give out=")
-    if workers is not None and workers < 1:
+    if isinstance(workers, int) and workers < 1:
         raise ValueError(f"workers must be at least 1, got {workers}")
-    if out is None:
+    if out is None or (isinstance(workers, Ranks) and workers.rank):
         yield Training(workers, listen, None, False, make)
         return
     require("matplotlib", instead="give no out folder")

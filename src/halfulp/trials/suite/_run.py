@@ -6,6 +6,7 @@ from typing import Any
 
 from ...recipes import Recipe
 from ..running._plan import REFERENCE, Trial, plan
+from ..running._ranks import Ranks
 from ..running._training import Listener, training
 from ._evidence import SuiteEvidence
 from ._papers import AT_SMALL, COMMON, COMPONENTS, FEW_BITS, LEFT_OUT, SLOW, TASKS, TOO_LONG, WIDE
@@ -19,7 +20,7 @@ def run_suite(
     seeds: int | Sequence[int] = 3,
     data: str | None = None,
     out: str | os.PathLike[str] | None = None,
-    workers: int | None = None,
+    workers: int | Ranks | None = None,
     resume: bool = False,
     overwrite: bool = False,
     listen: Listener | None = None,
