@@ -12,7 +12,7 @@ from ...recipes import Recipe
 from ..running._plan import REFERENCE, Trial, plan
 from ..running._training import Listener, training
 from ._evidence import SuiteEvidence
-from ._papers import AT_SMALL, COMMON, COMPONENTS, FEW_BITS, LEFT_OUT, SLOW, TASKS, TOO_LONG, WIDE
+from ._papers import COMMON, COMPONENTS, FEW_BITS, LEFT_OUT, NOT_AT_SMALL, SLOW, TASKS, TOO_LONG, WIDE
 
 SUITES = ("papers",)
 
@@ -113,19 +113,17 @@ def plan_suite(
     left_out: dict[str, dict[str, str]] = {}
     trials: list[Trial] = []
     for task in chosen:
-        names = [_recipe_name(one) for one in (*COMMON, *TASKS[task])]
-        soon = AT_SMALL.get(task, names) if size == "small" and recipes is None else names
-        late = [name for name in names if name not in soon]
+        names = dict.fromkeys(_recipe_name(one) for one in (*COMMON, *TASKS[task], *COMPONENTS))
+        own = [everything[name] for name in names if name in allowed]
+        planned = plan(task, own, seeds, None, data, size, left_out)
+        # What cannot be trained at all has said so by now; the rest of what is left out could be.
+        late = NOT_AT_SMALL.get(task, ()) if size == "small" and recipes is None else ()
         barred, why = LEFT_OUT.get(task, ((), ""))
         slow = [name for name in COMPONENTS if name not in TASKS[task]]
-        reasons = dict.fromkeys(barred, why) | dict.fromkeys(slow, SLOW)
-        left_out[task] = {name: said for name, said in reasons.items() if name in allowed}
-        own = [everything[name] for name in names if name in allowed and name not in reasons]
-        planned = plan(task, own, seeds, None, data, size, left_out) if own else []
-        # What cannot be trained at all has said so by now; the rest of what is left out could be.
-        could = [trial.recipe.name for trial in planned if trial.recipe.name in late]
-        left_out[task] |= dict.fromkeys(could, TOO_LONG)
-        trials += [trial for trial in planned if trial.recipe.name not in late]
+        reasons = dict.fromkeys(late, TOO_LONG) | dict.fromkeys(barred, why) | dict.fromkeys(slow, SLOW)
+        could = (trial.recipe.name for trial in planned if trial.recipe.name in reasons)
+        left_out.setdefault(task, {}).update({name: reasons[name] for name in could})
+        trials += [trial for trial in planned if trial.recipe.name not in reasons]
     return trials, {task: pairs for task, pairs in left_out.items() if pairs}
 
 
