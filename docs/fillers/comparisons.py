@@ -170,6 +170,7 @@ def evidence_two_heads() -> str:
 def evidence_again() -> str:
     """The verdicts of one task by two sets of seeds, how many agree, and what decides where they do not."""
     from halfulp.trials.evidence._table import with_spread
+    from halfulp.trials.suite._statements import OPEN, statements
 
     runs = [_suite("evidence-first.json"), _suite("evidence-again.json")]
     if None in runs:
@@ -191,7 +192,8 @@ def evidence_again() -> str:
             differ.append(f"- {name}: {limits}; gaps up to {pair[0].tolerance:.2g} can be called no difference.")
     words = [f"seeds {numbers[0]} to {numbers[-1]}" for numbers in seeds]
     headers = ("recipe", *(cell for one in words for cell in (f"gap, {one}", "verdict")), "the same")
-    said = (
-        f"{task}: {len(judged) - len(differ)} of {len(judged)} recipes have the same verdict by {' and '.join(words)}."
-    )
+    claims = [pair for pair in zip(*map(statements, runs)) if any(one.verdict != OPEN for one in pair)]
+    kept = f"{sum(one.verdict == other.verdict for one, other in claims)} of {len(claims)} statements that it decides"
+    agree = f"{len(judged) - len(differ)} of {len(judged)} recipes"
+    said = f"{task}: {agree} have the same verdict by {' and by '.join(words)}, and {kept}."
     return "\n\n".join([said, *(["\n".join(differ)] if differ else []), grid(headers, rows)])

@@ -307,3 +307,19 @@ def test_a_divergence_is_a_row_that_says_where(evidence) -> None:
 def test_json_of_something_else() -> None:
     with pytest.raises(ValueError, match="not the JSON of a suite"):
         SuiteEvidence.from_json(json.dumps({"schema": 1}))
+
+
+def test_losses_near_zero_keep_their_digits_and_papers_are_named(evidence) -> None:
+    tiny = [7.1e-12, 7.7e-12, 8.3e-12]
+    found = evidence({("digits", "fp32"): tiny, ("digits", "bf16-kahan"): [2e-11, 2e-11, 2e-11]})
+    said = _report.markdown(found)
+    assert "| 7.7e-12 ± 6e-13 |" in said
+    assert "closes the remaining gap on all 7 applications (arXiv 2010.06192)" in said
+    assert "| 1.0000 ± 0.1000 |" in _report.markdown(evidence(FLOAT32))
+
+
+def test_the_time_of_all_runs_is_said(evidence) -> None:
+    found = evidence(FLOAT32)
+    assert "by the clock" not in _report.markdown(found)
+    found.run["pieces"] = [100.0, 80.0]
+    assert "; 3.0 min by the clock, in 2 runs, one resuming the other." in _report.markdown(found)
