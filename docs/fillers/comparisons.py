@@ -167,23 +167,6 @@ def evidence_two_heads() -> str:
 
 
 @place
-def evidence_range() -> str:
-    """The statement on float16 without a loss scale, and its rows, where gradients lose by their range."""
-    from halfulp.trials.evidence._table import cells
-    from halfulp.trials.suite._statements import statements
-
-    found = _suite("evidence-range.json")
-    if found is None:
-        return ""
-    (task,) = found.tasks()
-    claims = [one for one in statements(found) if "no loss scale" in one.claim]
-    said = grid(("statement", "verdict", "numbers"), [(one.claim, one.verdict, one.numbers) for one in claims])
-    shown = ("recipe", "validation loss", "gap to fp32", "verdict", "accuracy", "movement kept")
-    lines = [cells(found, row) for row in found.rows(task)]
-    return f"{said}\n\n{grid(shown, [[line[name] for name in shown] for line in lines])}"
-
-
-@place
 def evidence_again() -> str:
     """The verdicts of one task by two sets of seeds, how many agree, and what decides where they do not."""
     from halfulp.trials.evidence._table import with_spread
