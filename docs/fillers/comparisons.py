@@ -154,39 +154,46 @@ def evidence() -> str:
 
 @place
 def evidence_two_heads() -> str:
-    """The statements about two losses, from the comparison of all scales on them."""
+    """The statements about adaptive scales, from the comparison of all scales on two losses."""
     from halfulp.trials import Evidence
     from halfulp.trials.suite._statements import statements
 
     path = RESULTS / "two-heads.json"
     if not path.exists():
         return ""
-    found = [
-        one for one in statements(Evidence.from_json(path.read_text(encoding="utf-8"))) if "two losses" in one.claim
-    ]
-    return grid(("statement", "verdict", "numbers"), [(one.claim, one.verdict, one.numbers) for one in found])
+    found = statements(Evidence.from_json(path.read_text(encoding="utf-8")))
+    rows = [(one.claim, one.verdict, one.numbers) for one in found if one.claim.startswith("adaptive scales")]
+    return grid(("statement", "verdict", "numbers"), rows)
 
 
 @place
 def evidence_again() -> str:
-    """The verdicts of one task by other seeds of everything, beside those of the tables."""
+    """The verdicts of one task by two sets of seeds, how many agree, and what decides where they do not."""
     from halfulp.trials.evidence._table import with_spread
-    from halfulp.trials.suite._evidence import SuiteEvidence
+    from halfulp.trials.suite._statements import OPEN, statements
 
-    again, first = _suite("evidence-again.json"), _suite("evidence.json")
-    if again is None or first is None:
+    runs = [_suite("evidence-first.json"), _suite("evidence-again.json")]
+    if None in runs:
         return ""
-    (task,) = again.tasks()
-    compared = {row.recipe for row in again.rows(task)}
-    own = [one for one in first.of_task(task) if one["settings"]["recipe"]["name"] in compared]
-    before = {row.recipe: row for row in SuiteEvidence(tuple(own), first.run).rows(task)}
-    rows = []
-    for row in again.rows(task):
-        pair = (before[row.recipe], row)
-        gaps = [with_spread(one.gap, one.gap_spread, 4, sign=True) for one in pair]
-        same = "yes" if pair[0].verdict == row.verdict else "no"
-        rows.append([row.recipe, gaps[0], str(pair[0].verdict), gaps[1], str(row.verdict), same])
-    seeds = [sorted({one["settings"]["seed"] for one in records}) for records in (own, again.trials)]
-    words = [f"seeds {', '.join(map(str, numbers))}" for numbers in seeds]
-    headers = ("recipe", f"gap, {words[0]}", "verdict", f"gap, {words[1]}", "verdict", "the same")
-    return f"{task}:\n\n{grid(headers, rows)}"
+    (task,) = runs[0].tasks()
+    seeds = [sorted({one["settings"]["seed"] for one in run.trials}) for run in runs]
+    first, again = ({row.recipe: row for row in run.rows(task)} for run in runs)
+    judged = [name for name, row in first.items() if row.verdict not in ("reference", "control")]
+    rows, differ = [], []
+    for name in judged:
+        pair = (first[name], again[name])
+        same = pair[0].verdict == pair[1].verdict
+        cells = [
+            cell for row in pair for cell in (with_spread(row.gap, row.gap_spread, 5, sign=True), str(row.verdict))
+        ]
+        rows.append([name, *cells, "yes" if same else "no"])
+        if not same:
+            limits = " and ".join(f"{abs(row.gap):.2g} against a noise of {row.noise:.2g}" for row in pair)
+            differ.append(f"- {name}: {limits}; gaps up to {pair[0].tolerance:.2g} can be called no difference.")
+    words = [f"seeds {numbers[0]} to {numbers[-1]}" for numbers in seeds]
+    headers = ("recipe", *(cell for one in words for cell in (f"gap, {one}", "verdict")), "the same")
+    claims = [pair for pair in zip(*map(statements, runs)) if any(one.verdict != OPEN for one in pair)]
+    kept = f"{sum(one.verdict == other.verdict for one, other in claims)} of {len(claims)} statements that it decides"
+    agree = f"{len(judged) - len(differ)} of {len(judged)} recipes"
+    said = f"{task}: {agree} have the same verdict by {' and by '.join(words)}, and {kept}."
+    return "\n\n".join([said, *(["\n".join(differ)] if differ else []), grid(headers, rows)])

@@ -129,9 +129,20 @@ def interval(gaps: Sequence[float], twin_gaps: Sequence[float], reference: float
     count = len(gaps)
     if count < 3:
         return None
-    own = simultaneous_quantile(count, 1) * math.sqrt(_variance(gaps) / count)
+    own = half_interval(gaps) or 0.0
     twins = simultaneous_quantile(len(twin_gaps) + 1, 1) * _scatter(twin_gaps) / math.sqrt(count) if twin_gaps else 0.0
     return max(own, twins, MARGIN * abs(reference))
+
+
+def half_interval(values: Sequence[float]) -> float | None:
+    """Return half of Student's 95% confidence interval of a mean; None for fewer than three values.
+
+    >>> half_interval([0.060, 0.062, 0.064])
+    0.0049...
+    """
+    if len(values) < 3:
+        return None
+    return simultaneous_quantile(len(values), 1) * math.sqrt(_variance(values) / len(values))
 
 
 def noise(

@@ -3,7 +3,7 @@
 from ... import formats
 from ..running._plan import REFERENCE
 from ..tasks import kind_of
-from ._row import FinishedTrials, Row
+from ._row import FinishedTrials, Row, judged
 from ._statistics import MARGIN
 
 DASH = "–"
@@ -22,14 +22,19 @@ def number(value: float | None, digits: int = 4, sign: bool = False) -> str:
     return text.replace("-", "−")
 
 
-def with_spread(value: float | None, spread: float | None, digits: int = 4, sign: bool = False) -> str:
-    """Return a mean and, from two seeds on, its spread.
+def with_spread(value: float | None, spread: float | None, digits: int | None = 4, sign: bool = False) -> str:
+    """Return a mean and, from two seeds on, its spread; with two significant digits where none are fixed.
 
-    >>> with_spread(1.5, 0.02, 2), with_spread(1.5, None, 2)
-    ('1.50 ± 0.02', '1.50')
+    >>> with_spread(1.5, 0.02, 2), with_spread(1.5, None, 2), with_spread(2.8e-11, 1e-12, None, sign=True)
+    ('1.50 ± 0.02', '1.50', '+2.8e-11 ± 1e-12')
     """
-    text = number(value, digits, sign)
-    return text if value is None or spread is None else f"{text} ± {number(spread, digits)}"
+
+    def say(one: float | None, sign: bool = False) -> str:
+        if digits is not None or one is None:
+            return number(one, digits or 0, sign)
+        return f"{one:{'+' if sign and one else ''}.2g}".replace("-", "−").replace("e−", "e-")
+
+    return say(value, sign) if value is None or spread is None else f"{say(value, sign)} ± {say(spread)}"
 
 
 def percent(value: float | None, digits: int = 1) -> str:
@@ -59,13 +64,14 @@ def cells(evidence: FinishedTrials, row: Row) -> dict[str, str]:
         {"skipped": _format_skipped(row), "underflow": _underflow(row)} if rounds_gradients(evidence, row.task) else {}
     )
     in_paper = {"gap in the paper": number(paper_gaps.get(row.recipe), 2, sign=True)} if paper_gaps else {}
+    digits = _loss_digits(evidence, row.task)
     return {
         "recipe": row.recipe,
-        loss: with_spread(row.loss, row.loss_spread),
-        "gap to fp32": DASH if reference else with_spread(row.gap, row.gap_spread, 4, sign=True),
+        loss: with_spread(row.loss, row.loss_spread, digits),
+        "gap to fp32": DASH if reference else with_spread(row.gap, row.gap_spread, digits, sign=True),
         "verdict": verdict,
         "accuracy": with_percent_spread(row.accuracy, row.accuracy_spread),
-        "own arithmetic": _own(row),
+        "own arithmetic": _own(row, digits),
         "cancelled": percent(row.cancelled),
         "movement kept": percent(row.realised, 0),
         **scaled,
@@ -73,6 +79,13 @@ def cells(evidence: FinishedTrials, row: Row) -> dict[str, str]:
         "step time": "emulated" if imitated(row) else (DASH if row.speed is None else f"{row.speed:.2f}×"),
         **in_paper,
     }
+
+
+def _loss_digits(evidence: FinishedTrials, task: str) -> int | None:
+    """Return how many digits losses have; None on a task whose float32 loss would have none."""
+    losses = [judged(r) for r in evidence.of_task(task) if r["settings"]["recipe"]["name"] == REFERENCE]
+    known = [abs(loss) for loss in losses if loss is not None]
+    return None if known and max(known) < 1e-4 else 4
 
 
 def with_percent_spread(value: float | None, spread: float | None) -> str:
@@ -111,11 +124,11 @@ def _underflow(row: Row) -> str:
     return DASH if row.underflow is None else f"{percent(row.underflow)} · {percent(row.worst_underflow, 0)}"
 
 
-def _own(row: Row) -> str:
+def _own(row: Row, digits: int | None) -> str:
     if row.own_loss is None:
         return DASH
     accuracy = "" if row.own_accuracy is None else f" · {percent(row.own_accuracy)}"
-    return f"{number(row.own_loss)}{accuracy}"
+    return f"{with_spread(row.own_loss, None, digits)}{accuracy}"
 
 
 def notes(evidence: FinishedTrials, task: str) -> list[str]:
@@ -126,13 +139,14 @@ def notes(evidence: FinishedTrials, task: str) -> list[str]:
     rows = evidence.rows(task)
     accuracy = (
         f"Accuracy and own arithmetic (loss · accuracy as the recipe itself computes them) are on validation data, "
-        f"where one {target} is {percent(1 / result['targets'], 2 if result['targets'] < 1e4 else 4)}."
+        f"where one {target} is {100 / result['targets']:.2g}%."
     )
+    has_accuracy = target and any(row.accuracy is not None for row in rows)
     said = [
         f"{settings['steps']} steps of {settings['task']['rule']}, {rows[0].seeds} "
         f"{'seed' if rows[0].seeds == 1 else 'seeds'}, {result['parameters']:,} parameters; {result['data']}.",
         "Loss in nats, mean ± spread over seeds, in float32 on the decoded weights; gaps are paired by seed.",
-        accuracy if target else "Own arithmetic: the loss as the recipe itself computes it, on validation data.",
+        accuracy if has_accuracy else "Own arithmetic: the loss as the recipe itself computes it, on validation data.",
         "Cancelled: the share of weight updates that rounding turned into nothing. Movement kept: how much of the "
         "wanted movement took place, large updates counting most; stochastic rounding makes up for what it cancels.",
         f"Step time is CPU time on one thread against fp32's {number(rows[0].step_ms, 2)} ms.",

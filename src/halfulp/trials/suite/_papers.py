@@ -5,11 +5,11 @@ from collections.abc import Mapping
 
 from ...recipes import Recipe
 
-_BF16 = "Revisiting BFloat16 Training, arXiv 2010.06192"
-_SCALES = "Adaptive loss scaling, arXiv 1910.12385 and IJCAI-20, runs in its repository"
-_SCALIFY = "Scalify, arXiv 2407.17353, table 3"
-_MCTENSOR = "MCTensor, arXiv 2207.08867, notebooks of its repository"
-_FLASH = "FlashOptim, arXiv 2602.23349"
+_BF16 = "arXiv 2010.06192"
+_SCALES = "arXiv 1910.12385 and its repository"
+_SCALIFY = "arXiv 2407.17353, table 3"
+_MCTENSOR = "arXiv 2207.08867 and its notebooks"
+_FLASH = "arXiv 2602.23349"
 _TITAN = "torchtitan's NVFP4 notes, Llama 3 8B, 200M tokens"
 
 
@@ -35,13 +35,15 @@ _EIGHT_BIT_STATES = Recipe(
     weight_update="split",
     state_dtype="8bit",
 )
+_FEW = ("e8m5-kahan-stochastic", "e8m3-kahan-stochastic", "e8m1-kahan-stochastic")
+_OPERANDS = ("mixed-precision", "fp8-training", "mxfp8", "nvfp4")
 # On every task.
 COMMON: tuple[str | Recipe, ...] = (
     *("fp32", "fp32-twin", "bf16", _UPDATE_ONLY, "bf16-stochastic", "bf16-kahan", "bf16-split", "bf16-split8"),
     *(_EIGHT_BIT_STATES, "fp16"),
-    *("e8m5-kahan-stochastic", "e8m3-kahan-stochastic", "e8m1-kahan-stochastic"),
+    *_FEW,
     *("fp16-constant-1", "fp16-constant-128", "fp16-constant-16384", "fp16-dynamic", "fp16-adaptive"),
-    *("e5m2-adaptive", "mixed-precision", "fp8-training", "mxfp8", "nvfp4"),
+    *("e5m2-adaptive", *_OPERANDS),
     *("scaled-fp16", "scaled-fp8-state16"),
 )
 # Several components in every operator take ten to forty times as long: on the tasks of their paper alone.
@@ -52,7 +54,7 @@ FEW_BITS: tuple[str, ...] = ("e8m5", "e8m3", "e8m1")
 # What is left out of a task although it would run, and why.
 LEFT_OUT: Mapping[str, tuple[tuple[str, ...], str]] = {
     "two-heads": (
-        ("e8m5-kahan-stochastic", "e8m3-kahan-stochastic", "e8m1-kahan-stochastic"),
+        _FEW,
         "left out: this task is about gradients far apart, and the emulation would take most of its time",
     ),
 }
@@ -75,27 +77,12 @@ TASKS: Mapping[str, tuple[str, ...]] = {
     "linear-regression": (*COMPONENTS, *WIDE),
 }
 
-# Of these tasks "small" trains a part unless recipes are named: all of it took under an hour of one core. The rest is
-# for "full".
-_FAST = (
-    *("fp32", "fp32-twin", "bf16", "bf16-update", "bf16-stochastic", "bf16-kahan", "bf16-split", "bf16-split8"),
-    *("bf16-split-8bit", "fp16-constant-1", "fp16-dynamic", "fp16-adaptive", "scaled-fp16", "scaled-fp8-state16"),
-)
-_CONSTANTS = ("fp16-constant-128", "fp16-constant-16384")
-_BLOCKS = ("mxfp8", "nvfp4")
-AT_SMALL: Mapping[str, tuple[str, ...]] = {
-    "digits-slow": (*(name for name in _FAST if not name.startswith("scaled")), *_CONSTANTS),
-    "cifar10-resnet-half": (
-        *("fp32", "fp32-twin", "bf16", "bf16-stochastic", "bf16-kahan", "bf16-split8", "fp16-dynamic", "fp16-adaptive"),
-    ),
-    "sst2": (*_FAST, "fp16", *_BLOCKS),
-    "fsdd": (*_FAST, "fp16", *_BLOCKS),
-    "tinyshakespeare": _FAST,
-    "tinyshakespeare-lstm": _FAST,
-    "two-heads": ("fp32", "fp32-twin", "fp16-constant-1", *_CONSTANTS, "fp16-dynamic", "fp16-adaptive"),
-    "mammals": ("fp32", "fp32-twin", *WIDE),
-    "cancer-mlp": (*_FAST, "fp16", *COMPONENTS, "fp64"),
-    "linear-regression": (*_FAST, "fp16", *COMPONENTS, "fp64"),
+# What "small" leaves out of these tasks unless it is named: all that it trains took about an hour of one core.
+NOT_AT_SMALL: Mapping[str, tuple[str, ...]] = {
+    "cifar10-resnet-half": ("fp16", *_FEW, "e5m2-adaptive", *_OPERANDS, "scaled-fp16", "scaled-fp8-state16"),
+    "tinyshakespeare": (*_FEW, "e5m2-adaptive", *_OPERANDS),
+    "tinyshakespeare-lstm": (*_FEW, "e5m2-adaptive", *_OPERANDS),
+    "two-heads": ("e5m2-adaptive", *_OPERANDS, "scaled-fp8-state16"),
 }
 TOO_LONG = "left out at small, which is to take an hour of one core: name the recipe, or take --size full"
 
@@ -125,12 +112,12 @@ REPORTED: Mapping[str, Reported] = {
     "fp16-adaptive": Reported("SSD512, batch 8: 79.27 (float32 78.94); ResNet-18: 71.48", _SCALES, "no difference"),
     "mixed-precision": Reported(
         "ResNet-50: 76.04 (float32 75.92); SSD: 77.1 with a scale, diverges without (float32 76.9)",
-        "Mixed Precision Training, arXiv 1710.03740",
+        "arXiv 1710.03740",
         "no difference",
     ),
     "fp8-training": Reported(
         "“slightly higher validation accuracy compared to full precision baseline”, from its abstract",
-        "Mixed Precision Training With 8-bit Floating Point, arXiv 1905.12334",
+        "arXiv 1905.12334",
         "no difference",
     ),
     "mxfp8": Reported("loss 1.2671 against 1.2738 of bfloat16", _TITAN, "no difference"),

@@ -59,11 +59,16 @@ def _overview(evidence: FinishedTrials) -> Section:
 
 
 def _cost(evidence: FinishedTrials) -> str:
-    """Return how much CPU time the training took, resumed runs included."""
+    """Return how much CPU time the training took, and how long by the clock, resumed runs included."""
     results = [record["result"] for record in evidence.trials]
     steps = [record["settings"]["steps"] for record in evidence.trials]
     seconds = sum(result["step_ms"] / 1000 * count for result, count in zip(results, steps))
-    return f"about {in_words(seconds)} of training steps on one thread each of {evidence.run['processor']}"
+    steps_took = f"about {in_words(seconds)} of training steps on one thread each of {evidence.run['processor']}"
+    pieces = evidence.run.get("pieces", [])
+    if not pieces:
+        return steps_took
+    whole = "one run" if len(pieces) == 1 else f"{len(pieces)} runs, one resuming the other"
+    return f"{steps_took}; {in_words(sum(pieces))} by the clock, in {whole}"
 
 
 def _findings(evidence: FinishedTrials) -> Section:
@@ -80,7 +85,8 @@ def _task(evidence: FinishedTrials, task: str) -> Section:
         if row.diverged:
             words["verdict"] = _list_diverged(evidence, row)
         paper = REPORTED.get(row.recipe)
-        rows.append([row.recipe, *(words[name] for name in shown), paper.says if paper else "–", _disagreement(row)])
+        reported = f"{paper.says} ({paper.source})" if paper else "–"
+        rows.append([row.recipe, *(words[name] for name in shown), reported, _disagreement(row)])
     title = evidence.of_task(task)[0]["settings"]["task"]["title"]
     headers = ("recipe", *shown, "its paper, on its own application", "where ours disagrees")
     return Section(f"{task}: {title}", (), headers, rows, notes(evidence, task))

@@ -1,15 +1,19 @@
 """run_suite: train a suite's tasks under its recipes, whatever some pairs refuse."""
 
+import json
 import os
+import time
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
+from ...pages import write_whole
 from ...recipes import Recipe
 from ..running._plan import REFERENCE, Trial, plan
 from ..running._ranks import Ranks
 from ..running._training import Listener, training
 from ._evidence import SuiteEvidence
-from ._papers import AT_SMALL, COMMON, COMPONENTS, FEW_BITS, LEFT_OUT, SLOW, TASKS, TOO_LONG, WIDE
+from ._papers import COMMON, COMPONENTS, FEW_BITS, LEFT_OUT, NOT_AT_SMALL, SLOW, TASKS, TOO_LONG, WIDE
 
 SUITES = ("papers",)
 
@@ -49,8 +53,9 @@ def run_suite(
     """
     trials, left_out = plan_suite(suite, size, seeds, data, tasks, recipes)
     failed: list[dict[str, Any]] = []
-    with training(out, trials, workers, listen, resume, overwrite, SuiteEvidence) as run:
-        run.more = {"suite": suite, "size": size, "left_out": left_out, "failed": failed}
+    clock = _Clock(out, resume, listen)
+    with training(out, trials, workers, clock.listen, resume, overwrite, SuiteEvidence) as run:
+        run.more = {"suite": suite, "size": size, "left_out": left_out, "failed": failed, "pieces": clock.pieces}
         run.train(trials, failed=failed)
         if not run.evidence().tasks():
             said = {one["task"]: one["why"] for one in failed if one["recipe"] == REFERENCE}
@@ -59,6 +64,33 @@ def run_suite(
     evidence = run.evidence()
     assert isinstance(evidence, SuiteEvidence)
     return evidence
+
+
+class _Clock:
+    """The seconds of every run into a folder, each until its last finished trial; the file outlives an interruption."""
+
+    def __init__(self, out: str | os.PathLike[str] | None, resume: bool, listen: Listener | None) -> None:
+        self._path = None if out is None else Path(out, "seconds.json")
+        self._tell, self._start = listen, time.monotonic()
+        kept = self._path is not None and resume and self._path.exists()
+        self._before = _read_seconds(self._path) if self._path is not None and kept else []
+        self.pieces = list(self._before)
+
+    def listen(self, kind: str, trial: Trial | None, content: Any) -> None:
+        """Tell the other listener, and note the time of a finished trial."""
+        if self._tell is not None:
+            self._tell(kind, trial, content)
+        if kind == "done":
+            self.pieces[:] = [*self._before, round(time.monotonic() - self._start, 1)]
+            if self._path is not None:
+                write_whole(self._path, json.dumps(self.pieces))
+
+
+def _read_seconds(path: Path) -> list[float]:
+    try:
+        return [float(one) for one in json.loads(path.read_text(encoding="utf-8"))]
+    except (OSError, ValueError, TypeError) as error:
+        raise ValueError(f"{path} is no list of seconds ({error}): delete it; the earlier runs go untimed") from None
 
 
 def plan_suite(
@@ -82,16 +114,17 @@ def plan_suite(
     left_out: dict[str, dict[str, str]] = {}
     trials: list[Trial] = []
     for task in chosen:
-        names = [_recipe_name(one) for one in (*COMMON, *TASKS[task])]
-        soon = AT_SMALL.get(task, names) if size == "small" and recipes is None else names
-        late = [name for name in names if name not in soon]
+        names = dict.fromkeys(_recipe_name(one) for one in (*COMMON, *TASKS[task], *COMPONENTS))
+        own = [everything[name] for name in names if name in allowed]
+        planned = plan(task, own, seeds, None, data, size, left_out)
+        # What cannot be trained at all has said so by now; the rest of what is left out could be.
+        late = NOT_AT_SMALL.get(task, ()) if size == "small" and recipes is None else ()
         barred, why = LEFT_OUT.get(task, ((), ""))
         slow = [name for name in COMPONENTS if name not in TASKS[task]]
         reasons = dict.fromkeys(late, TOO_LONG) | dict.fromkeys(barred, why) | dict.fromkeys(slow, SLOW)
-        left_out[task] = {name: said for name, said in reasons.items() if name in allowed}
-        own = [everything[name] for name in names if name in allowed and name not in reasons]
-        if own:
-            trials += plan(task, own, seeds, None, data, size, left_out)
+        could = (trial.recipe.name for trial in planned if trial.recipe.name in reasons)
+        left_out.setdefault(task, {}).update({name: reasons[name] for name in could})
+        trials += [trial for trial in planned if trial.recipe.name not in reasons]
     return trials, {task: pairs for task, pairs in left_out.items() if pairs}
 
 

@@ -1,5 +1,6 @@
 """The files that tasks read: where they are, how to get what is missing, and which one is broken."""
 
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, TypeVar
@@ -73,5 +74,5 @@ def decode(name: str, read: Callable[[Any], Read], content: Any) -> Read:
     try:
         return read(content)
     except Exception as error:
-        line = (str(error).strip().splitlines() or [""])[0]
+        line = re.sub(r" <[^>]* at 0x\w+>", "", (str(error).strip().splitlines() or [""])[0])
         raise ValueError(f"{name} is broken ({type(error).__name__}: {line}): get the file again") from None
