@@ -7,17 +7,20 @@ import torch
 
 import halfulp as hu
 from halfulp.observation._record import TensorRecord
-from halfulp.observation.sampling._candidates import DEFAULT_FORMATS, Candidates
-from halfulp.observation.sampling._sample_places import (
+from halfulp.observation.sampling._sampler import (
+    DEFAULT_FORMATS,
     MOST,
     RUN,
+    Candidates,
+    Look,
+    Totals,
+    look,
     place_key,
     run_starts,
     sampled_places,
     sampling_error,
     stored,
 )
-from halfulp.observation.sampling._sampler import Look, Totals, look
 
 DTYPES = (torch.float32, torch.float16, torch.bfloat16, torch.float64)
 SIZES = (0, 1, 2, 127, 129, 4095, 4096, 4097, 5000, 70_001)

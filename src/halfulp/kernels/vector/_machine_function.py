@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ctypes
-import functools
 import os
 import struct
 import threading
@@ -16,7 +15,7 @@ from .._cache import CacheEntry
 from ._processor import processor
 
 if TYPE_CHECKING:
-    from ._builder import VectorBuilder
+    pass
 
 _SYMBOL = "halfulp_kernel"
 _TAG = b"halfulp-object-1"
@@ -64,7 +63,7 @@ def machine_function(name: str, key: str, arguments: int, write: Callable[..., N
                 address = _link_object(code)
         finally:
             entry.end_turn()
-    return Kernel(_FUNCTION(address), struct.Struct(f"{arguments}q").pack, address)
+    return Kernel(_FUNCTION(address), struct.Struct(f"{arguments}q").pack)
 
 
 class Kernel:
@@ -75,13 +74,12 @@ class Kernel:
     Attributes:
         run: takes the packed arguments.
         pack: packs them.
-        address: of the function, for `compile_calls`.
     """
 
-    __slots__ = ("address", "pack", "run")
+    __slots__ = ("pack", "run")
 
-    def __init__(self, run: Callable[[bytes], None], pack: Callable[..., bytes], address: int) -> None:
-        self.run, self.pack, self.address = run, pack, address
+    def __init__(self, run: Callable[[bytes], None], pack: Callable[..., bytes]) -> None:
+        self.run, self.pack = run, pack
 
     def __call__(self, *arguments: int) -> None:
         """Run the function."""
@@ -92,33 +90,6 @@ class Kernel:
 
     def __deepcopy__(self, memo: object) -> Kernel:
         return self
-
-
-@functools.cache
-def compile_calls(given: int, found: int) -> Kernel:
-    """Return the function (first and last row, rows, where results begin, where calls begin, calls) that runs programs.
-
-    A row is the address of a program, words that are given to it, and words that it finds. Its memory is the given
-    words, and, so many bytes behind its beginning, results and calls: the address of a function and of its arguments.
-    """
-
-    def write(b: VectorBuilder, first, last, rows, results, calls, count) -> None:
-        function = b.ir.FunctionType(b.ir.VoidType(), [b.i64]).as_pointer()
-
-        def move(source, target, words: int) -> None:
-            for k in range(words):
-                b.b.store(b.load_word(source, k), b.pointer(target, b.word(k), b.i64), align=8)
-
-        with b.loop(first, last, 1) as number:
-            row = b.b.add(rows, b.b.mul(number, b.word(8 * (1 + given + found))))
-            program = b.load_word(row, 0)
-            move(b.b.add(row, b.word(8)), program, given)
-            with b.loop(b.word(0), count, 1) as k:
-                at = b.b.add(b.b.add(program, calls), b.b.mul(k, b.word(16)))
-                b.b.call(b.b.inttoptr(b.load_word(at, 0), function), [b.load_word(at, 1)])
-            move(b.b.add(program, results), b.b.add(row, b.word(8 * (1 + given))), found)
-
-    return machine_function("calls", f"{given} {found}", 6, write)
 
 
 _FUNCTION = ctypes.CFUNCTYPE(None, ctypes.c_char_p)

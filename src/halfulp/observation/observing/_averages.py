@@ -17,8 +17,7 @@ from ...kernels import in_float64
 from ...optim import EMA
 from ...optim._ema import decay_at
 from .._record import AverageRecord
-from ..sampling._sample_places import stored
-from ..sampling._sampler import sampled
+from ..sampling._sampler import sampled, stored
 from ._notebook import Notebook
 from ._updates import add_changes, represented
 

@@ -19,8 +19,7 @@ from ...recipes._contract import KEY, Contract, ContractDifference, contract, co
 from ...rounding import quantize
 from .._record import Expectation, Record, Role, TensorRecord
 from .._text import dtype_name
-from ..sampling._candidates import AnyFormat, candidate
-from ..sampling._sample_places import stored
+from ..sampling._sampler import AnyFormat, candidate, stored
 
 SOURCE = "contract"
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import time
 import weakref
 from collections import deque
 from collections.abc import Iterator
@@ -16,11 +15,10 @@ from torch.utils.hooks import RemovableHandle
 
 from ...kernels import in_float64
 from .._record import PositionsRecord, Realised, ResidualRecord
-from ..sampling._sample_places import PLAIN_TYPES, stored
-from ..sampling._sampler import sampled
+from ..sampling._sampler import PLAIN_TYPES, sampled, stored
 from ._averages import RunningStatistics, has_running_statistics
 from ._expectations import Expectations
-from ._notebook import Notebook, TensorSlot, is_watched, loss_in, tensors_in, watching
+from ._notebook import Notebook, loss_in, tensors_in, watching
 from ._second_runs import CompiledModules, Recomputations
 from ._updates import add_changes
 
@@ -57,10 +55,7 @@ class ModuleHooks:
         self._statistics = RunningStatistics(book, followed) if followed else None
         self._residuals, self._positions, self._casts = Residuals(book), Positions(book), Casts(book)
         self._again = Recomputations(book) if check else None
-        self._hooks = {
-            module: _ModuleHook(self, name, type(module).__name__, check or module in followed)
-            for module, name in names.items()
-        }
+        self._hooks = {module: _ModuleHook(self, name, type(module).__name__) for module, name in names.items()}
         wrappers = {name: module for name, module in compiled.items() if hasattr(module, "_orig_mod")} if check else {}
         for name in compiled.keys() - wrappers.keys() if check else ():
             book.missed(f"{name or 'the model'} was compiled in place: there is no eager original to compare with")
@@ -112,65 +107,26 @@ class ModuleHooks:
     def ran(self, hook: _ModuleHook, module: nn.Module, inputs: tuple[Any, ...], output: Any) -> None:
         """Note that a module has run in training; evaluation without gradients is left out."""
         if torch.is_grad_enabled():
-            if torch._C._current_graph_task_id() == -1:  # what runs again in a backward pass was noted in the first run
-                if self._is_wide(inputs, output):
-                    begin = time.perf_counter()
-                    self.book.uses.note(hook.name, inputs, output)
-                    self.book.seconds += time.perf_counter() - begin
-                else:
-                    self._first_run(hook, inputs, output)
-                if self._quickly(hook, module, inputs, output):
-                    return
             self._activations(hook, module, inputs, output)
         elif self._again is not None and module.training:  # the first pass of a reentrant checkpoint
             self._note(module, output)
 
-    def _quickly(self, hook: _ModuleHook, module: nn.Module, inputs: tuple[Any, ...], output: Any) -> bool:
-        """Look at a single plain output in a forward pass where nothing else is followed; False elsewhere."""
-        if type(output) is not torch.Tensor or hook.is_followed or torch._C._is_any_autocast_enabled():
-            return False
-        if not self._was_last(output):
-            if not hook.slot.look_quickly(output):
-                return False
-            totals = hook.slot.totals
-            assert totals is not None
-            if totals.last_amax == 0.0:
-                self._watch_inputs(hook, module, inputs)
-            else:
-                totals.record.input_amax = totals.record.weight_amax = None
-            self._follow(hook, output)
-        self._seen.add(hook.name)
-        if not hook.name:
-            self.loss = loss_in(output)
-        return True
-
-    def _is_wide(self, inputs: tuple[Any, ...], output: Any) -> bool:
-        """Return whether residual sums, casts and positions are none that could be followed, as between float32."""
-        if type(output) is not torch.Tensor or self._casts.wanted or self.book.inside or is_watched():
-            return False
-        if output.dtype in NARROW:
-            return False
-        is_long = output.dim() > 1 and output.shape[-2] > FEWEST_POSITIONS
-        return not is_long and not any(isinstance(one, torch.Tensor) and one.dtype in NARROW for one in inputs)
-
-    @watching
-    def _first_run(self, hook: _ModuleHook, inputs: tuple[Any, ...], output: Any) -> None:
-        self.book.uses.note(hook.name, inputs, output)
-        self._residuals.note(hook.name, inputs, output)
-        self._casts.note(hook.name, output)
-        self._positions.note(hook.name, output)
-
     @watching
     def _activations(self, hook: _ModuleHook, module: nn.Module, inputs: tuple[Any, ...], output: Any) -> None:
-        name = hook.name
-        again = torch._C._current_graph_task_id() != -1 and name in self._seen
+        name, in_backward = hook.name, torch._C._current_graph_task_id() != -1
+        if not in_backward:  # what runs again in a backward pass was noted in the first run
+            self.book.uses.note(name, inputs, output)
+            self._residuals.note(name, inputs, output)
+            self._casts.note(name, output)
+            self._positions.note(name, output)
         found = list(tensors_in(output))
         if self._statistics is not None:
             self._statistics.follow(module, inputs)
         if self._again is not None and found:
-            self._again.note(name, found[0], torch._C._current_graph_task_id() != -1)
-        if not again:
-            self._expectations.note_output(module, name, output)
+            self._again.note(name, found[0], in_backward)
+        if not in_backward or name not in self._seen:
+            if torch._C._is_any_autocast_enabled():
+                self._expectations.note_output(module, name, output)
             for tensor in found:
                 if not self._was_last(tensor):
                     self._activation(hook, module, tensor, inputs)
@@ -186,22 +142,15 @@ class ModuleHooks:
             break
 
     def _activation(self, hook: _ModuleHook, module: nn.Module, tensor: torch.Tensor, inputs: tuple[Any, ...]) -> None:
-        if hook.slot.look(tensor) is not None:
-            self._note_inputs(hook, module, inputs)
-            self._follow(hook, tensor)
-
-    @watching
-    def _watch_inputs(self, hook: _ModuleHook, module: nn.Module, inputs: tuple[Any, ...]) -> None:
-        self._note_inputs(hook, module, inputs)
-
-    def _note_inputs(self, hook: _ModuleHook, module: nn.Module, inputs: tuple[Any, ...]) -> None:
-        """Note the largest input and weight where a module's outputs are all zeros: did rounding make them so?"""
-        totals = hook.slot.totals
-        assert totals is not None
+        totals = self.book.look("activation", hook.name, hook.kind, tensor)
+        if totals is None:
+            return
+        # Of outputs that are all zeros the largest input and weight: did rounding make them so?
         record, zeros = totals.record, totals.last_amax == 0.0
         record.input_amax = max(map(_amax, tensors_in(inputs)), default=None) if zeros else None
         own = [one for one in module._parameters.values() if one is not None] if zeros else []
         record.weight_amax = max(map(_amax, tensors_in(own)), default=None)
+        self._follow(hook, tensor)
 
     def _follow(self, hook: _ModuleHook, output: torch.Tensor) -> None:
         """Wait for the gradient of an output."""
@@ -219,43 +168,31 @@ class ModuleHooks:
 
 
 class _ModuleHook:
-    """A hook that runs when a module has run.
+    """A hook that runs when a module has run, with one for the gradients of its outputs."""
 
-    Attributes:
-        gradient: hook for their gradients.
-        is_followed: whether running statistics or second runs of it are watched too.
-    """
+    __slots__ = ("kind", "name", "owner")
 
-    __slots__ = ("gradient", "is_followed", "name", "owner", "slot")
+    def __init__(self, owner: ModuleHooks, name: str, kind: str) -> None:
+        self.owner, self.name, self.kind = owner, name, kind
 
-    def __init__(self, owner: ModuleHooks, name: str, kind: str, is_followed: bool) -> None:
-        self.owner, self.name, self.is_followed = owner, name, is_followed
-        self.slot = TensorSlot(owner.book, "activation", name, kind)
-        self.gradient = _GradientHook(owner.book, name, kind)
+    @property
+    def book(self) -> Notebook:
+        """What is written to."""
+        return self.owner.book
 
     def __call__(self, module: nn.Module, inputs: tuple[Any, ...], output: Any) -> None:
         """Look at its outputs."""
-        if self.owner.book.sampling and not torch.compiler.is_compiling():
+        if self.book.sampling and not torch.compiler.is_compiling():
             self.owner.ran(self, module, inputs, output)
 
-
-class _GradientHook:
-    """A hook that runs when the gradient of a module's output arrives."""
-
-    __slots__ = ("book", "slot")
-
-    def __init__(self, book: Notebook, name: str, kind: str) -> None:
-        self.book = book
-        self.slot = TensorSlot(book, "activation gradient", name, kind)
-
-    def __call__(self, gradient: torch.Tensor) -> None:
-        """Look at it."""
-        if self.book.sampling and not self.slot.look_quickly(gradient, self.book.scale):
+    def gradient(self, gradient: torch.Tensor) -> None:
+        """Hook: the gradient of an output arrives."""
+        if self.book.sampling:
             self._activation_gradient(gradient)
 
     @watching
     def _activation_gradient(self, gradient: torch.Tensor) -> None:
-        self.slot.look(gradient, self.book.scale)
+        self.book.look("activation gradient", self.name, self.kind, gradient, self.book.scale)
 
 
 def _amax(tensor: torch.Tensor) -> float:
@@ -565,13 +502,11 @@ class _ParameterHooks:
         "owner",
         "parameter",
         "rounded",
-        "slot",
         "squares",
     )
 
     def __init__(self, owner: GradientHooks, name: str) -> None:
         self.owner, self.book, self.name = owner, owner.book, name
-        self.slot = TensorSlot(owner.book, "weight gradient", name, owner.book.record.parameters[name].kind)
         self.parameter: torch.Tensor | None = None
         self.is_followed: bool = False
         self.accumulated: torch.Tensor | None = None
@@ -584,10 +519,7 @@ class _ParameterHooks:
     def before(self, gradient: torch.Tensor) -> None:
         """Hook: a gradient arrives, before it is added."""
         if self.book.sampling:
-            if self.slot.look_quickly(gradient, self.book.scale):
-                self.owner.arrived.add(self.name)
-            else:
-                self._look(gradient)
+            self._look(gradient)
             self.accumulated = self.incoming = None
             if self.parameter is not None and self.parameter.grad is not None:
                 self._hold(self.parameter.grad, gradient)
@@ -599,7 +531,8 @@ class _ParameterHooks:
 
     @watching
     def _look(self, gradient: torch.Tensor) -> None:
-        if self.slot.look(gradient, self.book.scale) is not None:
+        kind = self.book.record.parameters[self.name].kind
+        if self.book.look("weight gradient", self.name, kind, gradient, self.book.scale) is not None:
             self.owner.arrived.add(self.name)
 
     @watching

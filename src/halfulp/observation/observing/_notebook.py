@@ -8,21 +8,15 @@ import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, TypeVar
 
-import numpy as np
 import torch
 from torch.utils._python_dispatch import _disable_current_modes
 
-from ...kernels import plain_address, select_engine
-from ...rounding import mix64, mix64_all
 from .._record import Record, Role, TensorRecord
-from ..sampling._candidates import AnyFormat, Candidates, candidate
-from ..sampling._device_functions import KERNEL_DTYPES
-from ..sampling._sample_places import Stored, name_key, stored
-from ..sampling._sampler import Counting, Look, Rows, Totals, check_kernels, look, signed
+from ..sampling._sampler import AnyFormat, Candidates, Look, Stored, Totals, candidate, look, place_key, stored
 from ._expectations import Quantized
 
 SEED = 0
-_FIRST_STEP = mix64(SEED, 0)
+_FIRST_KEY = place_key(SEED, 0, "")
 Watch = TypeVar("Watch", bound=Callable[..., None])
 
 
@@ -32,16 +26,12 @@ class Notebook:
     Attributes:
         quantized: formats that tensors go through afterwards; their block formats are counted too.
         candidates: the formats that samples are counted in.
-        counting: how kernels count samples.
         step: number of the running step, from 0.
         sampling: whether tensors of the running step are looked at.
         position: how many tensors were looked at in this step.
         scale: the loss scale of the running backward pass.
         seconds: time spent in watching.
         fixed: names that are sampled at the same places in every step, so that directions of rounding can be compared.
-        by_kernel: whether compiled kernels look at tensors on the CPU in this step.
-        renewed: how often counts of float32 were replaced by counts of float64.
-        keys: int64, by the names' rows: the keys of this step's places.
         uses: who took and who handed on what.
     """
 
@@ -53,7 +43,6 @@ class Notebook:
         for format in counted:
             also.pop(format.name, None)
         self.candidates: Candidates = Candidates([*counted, *also.values()])
-        self.counting: Counting = Counting(self.candidates)
         self.totals: dict[tuple[Role, str], Totals] = {}
         self.step: int = 0
         self.sampling: bool = False
@@ -62,13 +51,8 @@ class Notebook:
         self.seconds: float = 0.0
         self._free: list[None] = [None]
         self.fixed: set[str] = set()
-        self.by_kernel: bool = False
-        self.renewed: int = 0
-        self.keys: np.ndarray = np.empty(0, np.int64)
         self.uses: Uses = Uses()
-        self._step_key: int = 0
-        self._rows: dict[str, int] = {}
-        self._name_keys: list[int] = []
+        self._key: int = _FIRST_KEY
         self._broken: dict[int, int] = {}
 
     @property
@@ -91,35 +75,11 @@ class Notebook:
     def begin_step(self, step: int, sampling: bool) -> None:
         """Begin a step."""
         self.step, self.sampling, self.position = step, sampling, 0
-        self._step_key = mix64(SEED, step)
-        if sampling:
-            self.by_kernel = select_engine("cpu") == "llvm"
-            self._make_keys()
-
-    def _make_keys(self) -> None:
-        own = np.array(self._name_keys, np.uint64)
-        self.keys = mix64_all(self._step_key, own).view(np.int64)
-        for name in self.fixed:
-            self.fix(name)
-
-    def row_of(self, name: str) -> int:
-        """Return the row of a name in `keys`."""
-        row = self._rows.get(name)
-        if row is None:
-            row = self._rows[name] = len(self._name_keys)
-            self._name_keys.append(name_key(name))
-            self.keys = np.append(self.keys, np.int64(signed(mix64(self._step_key, self._name_keys[row]))))
-        return row
-
-    def fix(self, name: str) -> None:
-        """Sample a name at the same places from now on."""
-        self.fixed.add(name)
-        row = self.row_of(name)
-        self.keys[row] = signed(mix64(_FIRST_STEP, self._name_keys[row]))
+        self._key = place_key(SEED, step, "")
 
     def key(self, name: str) -> int:
         """Return the random key that chooses the sampled elements of tensors of a name in this step."""
-        return int(self.keys[self.row_of(name)]) & (2**64 - 1)
+        return _FIRST_KEY if name in self.fixed else self._key
 
     def missed(self, sentence: str) -> None:
         """Note something that could not be observed, once."""
@@ -129,8 +89,7 @@ class Notebook:
     def totals_of(self, role: Role, name: str, kind: str, found: Stored) -> Totals:
         """Return the running counts of a role at a name, made anew at its first tensor."""
         totals = self.totals.get((role, name))
-        if totals is None or (found.flat.dtype == torch.float64 and totals.lowest > -1000):
-            self.renewed += totals is not None
+        if totals is None or (found.flat.dtype == torch.float64 and not totals.wide):
             record = TensorRecord(role, name, kind, found.dtype, order=self.position)
             totals = self.totals[role, name] = Totals(record, self.candidates, found.flat.dtype == torch.float64)
         record = totals.record
@@ -154,21 +113,18 @@ class Notebook:
         for name, kind, found in named:
             totals = self.totals_of(role, name, kind, found)
             looks.append(Look(found.flat, self.key(name), found.dtype, totals))
-        samples = look(looks, self.candidates, self.counting, self.step)
+        samples = look(looks, self.candidates, self.step)
         for name, _, _ in named:
-            self.note_nonfinite(self.totals[role, name])
+            totals = self.totals[role, name]
+            record = totals.record
+            if totals.step_nonfinite:
+                if record.first_nonfinite is None:
+                    record.first_nonfinite = (self.step, self.position)
+                if self._broken.get(id(record)) != self.step:
+                    self._broken[id(record)] = self.step
+                    record.nonfinite_steps += 1
+            self.position += 1
         return samples
-
-    def note_nonfinite(self, totals: Totals) -> None:
-        """Give a tensor its position in the step, and keep the first one that holds NaN or infinity."""
-        record = totals.record
-        if totals.step_nonfinite:
-            if record.first_nonfinite is None:
-                record.first_nonfinite = (self.step, self.position)
-            if self._broken.get(id(record)) != self.step:
-                self._broken[id(record)] = self.step
-                record.nonfinite_steps += 1
-        self.position += 1
 
     def finish(self) -> Record:
         """Return the record with all counts so far."""
@@ -215,73 +171,6 @@ def watch(book: Notebook, function: Callable[..., object], *arguments: Any) -> N
         torch._C._set_grad_enabled(records_gradients)
         book.leave()
         book.seconds += time.perf_counter() - begin
-
-
-class TensorSlot:
-    """The counts of one tensor role at one name.
-
-    Attributes:
-        totals: its counts; None before the first look.
-    """
-
-    __slots__ = ("_dtype", "_row", "_rows", "book", "kind", "name", "role", "totals")
-
-    def __init__(self, book: Notebook, role: Role, name: str, kind: str) -> None:
-        self.book, self.role, self.name, self.kind = book, role, name, kind
-        self.totals: Totals | None = None
-        self._dtype: torch.dtype | None = None
-        self._row: int = book.row_of(name)
-        self._rows: Rows | None = None
-
-    def __getstate__(self) -> tuple[None, dict[str, Any]]:
-        # A copy, as with the hooks of a model, counts in memory of its own, which its first look makes.
-        held = {name: getattr(self, name) for name in self.__slots__}
-        return None, {**held, "_dtype": None, "_rows": None}
-
-    def look_quickly(self, tensor: torch.Tensor, scale: float = 1.0) -> bool:
-        """Count a plain tensor of the dtype that was seen last, where no mode of torch watches; False elsewhere.
-
-        No operator of torch runs, so that nothing about gradients, modes and errors has to be arranged.
-        """
-        book = self.book
-        if self._dtype is not tensor.dtype or not book.by_kernel or book.inside or is_watched():
-            return False
-        begin = time.perf_counter()
-        at, totals, rows = plain_address(tensor), self.totals, self._rows
-        if not at or totals is None or rows is None:
-            return False
-        totals.record.scale = scale
-        if not book.enter():
-            return False
-        try:
-            broken = rows.look_at(at, tensor.numel(), book.keys[self._row], book.step)
-        finally:
-            book.leave()
-        if broken:
-            book.note_nonfinite(totals)
-        else:
-            book.position += 1
-        book.seconds += time.perf_counter() - begin
-        return True
-
-    def look(self, tensor: torch.Tensor, scale: float = 1.0) -> Totals | None:
-        """Count any tensor; None where its numbers cannot be read. Call it as `watching` functions do."""
-        book, self._dtype = self.book, None
-        self.totals = totals = book.look(self.role, self.name, self.kind, tensor, scale)
-        asked = book.quantized is not None and bool(book.quantized.formats)
-        if totals is None or asked or not book.by_kernel or tensor.dtype not in KERNEL_DTYPES:
-            return totals
-        if plain_address(tensor):
-            check_kernels(tensor.dtype)
-            self._rows = Rows(tensor.dtype, 1, book.counting, [(totals, tensor.dtype)])
-            self._dtype = tensor.dtype
-        return totals
-
-
-def is_watched() -> bool:
-    """Return whether a mode of torch would see the functions that are called now, or a compiler traces them."""
-    modes = torch._C._is_torch_function_mode_enabled() or torch._C._len_torch_dispatch_stack()
-    return bool(modes) or torch.compiler.is_compiling()
 
 
 MOST_OUTPUTS = 16

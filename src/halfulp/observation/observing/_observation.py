@@ -30,9 +30,7 @@ from .._record import ParameterRecord, Record, StepRecord, plain_record
 from .._text import times
 from ..findings import findings_of
 from ..page import write_page
-from ..sampling._candidates import AnyFormat
-from ..sampling._sample_places import place_key, stored
-from ..sampling._sampler import prepare_kernels, sampled
+from ..sampling._sampler import AnyFormat, place_key, prepare_kernels, sampled, stored
 from ._averages import WeightAverages
 from ._expectations import Asked, Expectations, Formats, Quantized, checked
 from ._hooks import GradientHooks, ModuleHooks
@@ -325,8 +323,6 @@ class Observation(StepWatcher):
         else:
             self._modules.detach()
             self._gradients.detach()
-            for updates in self._updates.values():
-                updates.release()
 
     def _next_step(self) -> int:
         history = self.book.record.history

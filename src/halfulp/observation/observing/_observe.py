@@ -14,7 +14,7 @@ from ..._messages import a_kind
 from ...optim import EMA
 from ...optim._inner_optimizer import inner_optimizer
 from ...sinks import Sink
-from ..sampling._candidates import DEFAULT_FORMATS, AnyFormat
+from ..sampling._sampler import DEFAULT_FORMATS, AnyFormat
 from ._expectations import Asked, Formats, ResumedRun, as_contract
 from ._observation import Observation
 from ._sinks import checked_sinks

@@ -25,8 +25,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from ...optim.parameters._local_tensors import is_dtensor, local
 from ...rounding import mix64
-from ..sampling._sample_places import MOST, name_key, place_key, stored
-from ..sampling._sampler import Look, look
+from ..sampling._sampler import MOST, Look, look, name_key, place_key, stored
 from ._notebook import Notebook
 
 Array: TypeAlias = np.ndarray[Any, np.dtype[Any]]

@@ -25,8 +25,7 @@ from torch.utils.hooks import RemovableHandle
 from ...kernels import in_float64
 from .._record import Difference
 from ..findings._comparisons import explained_by_order
-from ..sampling._sample_places import stored
-from ..sampling._sampler import sampled
+from ..sampling._sampler import sampled, stored
 from ._notebook import Notebook, tensors_in, watching
 
 _AT_ONCE = 1 << 22

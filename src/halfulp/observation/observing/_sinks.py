@@ -88,12 +88,10 @@ class Rows:
     def _underflow(self, totals: Mapping[tuple[Any, str], Totals]) -> np.ndarray:
         """Count this step's nonzero gradients, and about how many became zero: per group, then of activations."""
         found = np.zeros((len(self._groups) + 1, 2))
-        own = {key: one for key, one in totals.items() if key[0] in GRADIENTS and one.lowest == NARROW[0]}
+        own = {key: one for key, one in totals.items() if key[0] in GRADIENTS and not one.wide}
         if not own:
             return found
         keys = [(id(one), one.record.dtype) for one in own.values()]
-        for one in own.values():
-            one.take(one)
         binades = np.stack([one.histogram for one in own.values()])
         if keys != self._keys:
             before = dict(zip(self._keys, self._counts))

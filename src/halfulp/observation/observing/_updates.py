@@ -10,16 +10,15 @@ from typing import Any
 import numpy as np
 import torch
 
-from ...kernels import address, address_of, plain_address, run_chunks, select_engine
+from ...kernels import address, address_of, run_chunks, select_engine
 from ...kernels._table import CHUNK
 from ...optim import Optimizer
 from ...optim._float32_weights import read_weights
 from ...optim.parameters._parameter_plan import ParameterPlan
 from ...optim.step._kernel import change_by_rule
 from .._record import ParameterRecord, Realised, Role, RoundingRecord
-from ..sampling._device_functions import KERNEL_DTYPES, changes_table
-from ..sampling._sample_places import PLAIN_TYPES, Stored, sample_size, stored
-from ..sampling._sampler import Look, Rows, compiled, look, sampled
+from ..sampling._device_functions import changes_table
+from ..sampling._sampler import Look, Stored, compiled, look, sampled, stored
 from ._elementwise import ELEMENTWISE, WHOLE, Shadow, decay_factor
 from ._notebook import Notebook
 
@@ -31,7 +30,6 @@ class Stepped:
     """One parameter around a step.
 
     Attributes:
-        places: where parameter, gradient and states lie, in order; 0 of those that are no plain memory.
         weight, gradient: float64 samples before the step.
         states: of halfulp's optimizers: samples of its states before the step.
         change: the wanted change where the optimizer computes it in a way of its own.
@@ -43,7 +41,6 @@ class Stepped:
     parameter: torch.Tensor
     options: dict[str, Any]
     elements: int
-    places: list[int]
     weight: torch.Tensor = _NOTHING
     gradient: torch.Tensor = _NOTHING
     states: dict[str, Any] = field(default_factory=dict)
@@ -53,55 +50,30 @@ class Stepped:
 
 
 class Layout:
-    """The memory layout of parameters' samples: a part for each, of as many elements as are sampled at most.
-
-    A tensor whose short last run is sampled leaves some of its part free, and zeros there. What is returned under a
-    name is overwritten when the name is sampled again.
+    """The samples of parameters that step together, one after another in float64.
 
     Attributes:
-        places: where the parts lie.
-        ends: where they begin and end.
+        places: where the parameters' samples begin and end, for a kernel that compares them.
     """
 
-    def __init__(self, book: Notebook, named: Sequence[tuple[str, str]], elements: Sequence[int]) -> None:
-        self.book, self.named, self.elements = book, list(named), list(elements)
-        sizes = [sample_size(count) for count in elements]
-        self.places: Parts = Parts(np.cumsum([0, *sizes]))
-        self.ends: np.ndarray = self.places.ends
-        self._taken: list[int] = sizes
-        self._rows: list[int] = [book.row_of(name) for name, _ in named]
-        self._tables: dict[tuple[str, torch.dtype, int], Rows] = {}
-        self._packs: dict[str, torch.Tensor] = {}
+    def __init__(self, book: Notebook, named: Sequence[tuple[str, str]]) -> None:
+        self.book, self.named = book, list(named)
+        self.places: Parts = Parts([0])
 
-    def release(self) -> None:
-        """Let go of the memory of samples until the next sampled step."""
-        self._packs.clear()
-        for table in self._tables.values():
-            table.wide = None
-
-    def look(
-        self,
-        name: str,
-        tensors: Sequence[torch.Tensor],
-        places: list[int] | None = None,
-        role: Role | None = None,
-    ) -> torch.Tensor:
-        """Return samples of one tensor per parameter, float64; under a role count the tensors too.
-
-        Args:
-            tensors: one per parameter, of one dtype.
-            places: where they lie, if that is known.
-        """
-        data, dtype = self._places(tensors, places), tensors[0].dtype
-        if data is not None:
-            return self._take(name, self._table(name, dtype, role, [dtype] * len(tensors)), data, role)
+    def look(self, tensors: Sequence[torch.Tensor], role: Role | None = None) -> torch.Tensor:
+        """Return samples of one tensor per parameter, float64; under a role count the tensors too."""
         found = [_numbers(tensor) for tensor in tensors]
         if role is not None:
             samples = self.book.look_all(role, [(*named, one) for named, one in zip(self.named, found)])
         else:
-            keys = [self.book.key(own) for own, _ in self.named]
-            samples = look([Look(one.flat, key) for one, key in zip(found, keys)])
-        return self._packed(samples, found)
+            samples = look([Look(one.flat, self.book.key(own)) for one, (own, _) in zip(found, self.named)])
+        ends = [0, *itertools.accumulate(map(len, samples))]
+        if ends != self.places.ends.tolist():
+            self.places = Parts(ends)
+        packed = torch.cat(samples).double()
+        if any(one.scale != 1.0 for one in found):
+            packed *= torch.tensor([one.scale for one in found]).repeat_interleave(torch.from_numpy(np.diff(ends)))
+        return packed
 
     def look_at_changes(
         self,
@@ -118,109 +90,27 @@ class Layout:
             before, after, wanted: float64, in this layout.
             dtypes: of the parameters that are changed.
         """
-        wide = any(dtype == torch.float64 for dtype in dtypes)
-        if wide:
-            values = wanted - before
-            add_changes(records, before, after, values, self.places)
-        else:
-            values = self._pack("changes", torch.float32)
-            add_changes(records, before, after, wanted, self.places, as_values=True, rounded=values)
-        if wide or not self.book.by_kernel or len(set(dtypes)) > 1:
-            parts = self.parts(values)
-            named = [(*named, Stored(part, dtype)) for named, part, dtype in zip(self.named, parts, dtypes)]
-            self.book.look_all("update", named)
-            return
-        data = address(values) + 4 * self.ends[:-1]
-        table = self._table(f"update.{dtypes[0]}", torch.float32, "update", dtypes)
-        table.point(data, self._taken, self.book.keys[self._rows])
-        self._note("update", table.look(self.book.step))
+        add_changes(records, before, after, wanted, self.places, as_values=True)
+        changes = wanted - before
+        changes = changes if torch.float64 in dtypes else changes.float()
+        parts = zip(self.named, self.parts(changes), dtypes)
+        self.book.look_all("update", [(*named, Stored(part, dtype)) for named, part, dtype in parts])
 
     def parts(self, packed: torch.Tensor) -> list[torch.Tensor]:
         """Return the sample of each parameter among packed ones."""
-        ends = self.ends.tolist()
-        return [packed[start : start + taken] for start, taken in zip(ends, self._taken)]
-
-    def count_nonzero(self, packed: torch.Tensor) -> list[int]:
-        """Return how many elements of each part are not zero."""
-        counts, zeros = np.diff(self.ends), np.flatnonzero(packed.numpy() == 0)
-        if len(zeros):
-            counts -= np.bincount(np.searchsorted(self.ends, zeros, side="right") - 1, minlength=len(counts))
-        found: list[int] = counts.tolist()
-        return found
-
-    def _places(self, tensors: Sequence[torch.Tensor], places: list[int] | None) -> list[int] | None:
-        """Return the addresses of plain tensors of one dtype; None where one is not plain."""
-        dtype = tensors[0].dtype
-        if not self.book.by_kernel or dtype not in KERNEL_DTYPES:
-            return None
-        if places is None:
-            places = [plain_address(tensor) if tensor.dtype is dtype else 0 for tensor in tensors]
-        return places if all(places) else None
-
-    def _pack(self, name: str, dtype: torch.dtype = torch.float64) -> torch.Tensor:
-        """Return the memory for the samples of a name, allocated once."""
-        pack = self._packs.get(name)
-        if pack is None:
-            pack = self._packs[name] = torch.empty(int(self.ends[-1]), dtype=dtype, device="cpu")
-        return pack
-
-    def _table(self, name: str, memory: torch.dtype, role: Role | None = None, dtypes: Sequence = ()) -> Rows:
-        """Return the rows for tensors of a dtype, under a role with storage of some dtypes."""
-        key = name, memory, self.book.renewed
-        table = self._tables.get(key)
-        if table is None:
-            flat = torch.empty(0, dtype=memory, device="cpu")
-            totals = []
-            if role is not None:
-                for (own, kind), dtype in zip(self.named, dtypes):
-                    totals.append((self.book.totals_of(role, own, kind, Stored(flat, dtype)), dtype))
-            is_wide = memory is not torch.float32 or role != "update"
-            table = self._tables[key] = Rows(memory, len(self.named), self.book.counting, totals, is_wide)
-        return table
-
-    def _take(self, name: str, table: Rows, data: list[int], role: Role | None = None) -> torch.Tensor:
-        packed = self._pack(name)
-        if table.wide is not packed:
-            table.widen(packed, self.ends)
-        table.point(data, self.elements, self.book.keys[self._rows])
-        if role is None:
-            table.copy()
-        else:
-            self._note(role, table.look(self.book.step))
-        self._taken = table.taken
-        return packed
-
-    def _note(self, role: Role, broken: list[int]) -> None:
-        """Give the tensors their positions in the step, and note those that hold NaN or infinity."""
-        first = self.book.position
-        for row in broken:
-            self.book.position = first + row
-            self.book.note_nonfinite(self.book.totals[role, self.named[row][0]])
-        self.book.position = first + len(self.named)
-
-    def _packed(self, samples: Sequence[torch.Tensor], found: Sequence[Stored]) -> torch.Tensor:
-        packed = torch.zeros(int(self.ends[-1]), dtype=torch.float64, device="cpu")
-        self._taken = [len(sample) for sample in samples]
-        for start, sample, one in zip(self.ends.tolist(), samples, found):
-            packed[start : start + len(sample)] = sample.double() * one.scale
-        return packed
+        return list(packed.split(np.diff(self.places.ends).tolist()))
 
 
 def _numbers(tensor: torch.Tensor) -> Stored:
     found = stored(tensor)
-    assert found is not None, "asked for located first"
+    assert found is not None, "asked for count_readable first"
     return found
 
 
-def located(tensor: torch.Tensor) -> tuple[int, int]:
-    """Return where a tensor's numbers lie, 0 if they are no plain memory, and how many they are, -1 if not known."""
-    if tensor.dtype in KERNEL_DTYPES:
-        at = plain_address(tensor)
-        simple = type(tensor) in PLAIN_TYPES and tensor.is_cpu and tensor.layout is torch.strided
-        if at or (simple and not tensor.is_nested):
-            return at, tensor.numel()
+def count_readable(tensor: torch.Tensor) -> int:
+    """Return how many numbers a tensor holds, -1 if they cannot be read."""
     found = stored(tensor)
-    return 0, -1 if found is None else found.flat.numel()
+    return -1 if found is None else found.flat.numel()
 
 
 class Parts:
@@ -235,7 +125,7 @@ class Parts:
         count = len(self.ends) - 1
         self._chunks = np.zeros((count, CHUNK), np.int64)
         self._chunks[:, 1], self._chunks[:, 2] = self.ends[:-1], np.diff(self.ends)
-        self._pointers, self._rows = np.zeros(4, np.int64), np.zeros(count, np.int64)
+        self._pointers, self._rows = np.zeros(3, np.int64), np.zeros(count, np.int64)
         self._constants, self._sums = np.zeros(2), np.zeros((count, CHUNK))
         arrays = self._chunks, self._pointers, self._rows, self._constants
         self._given: tuple[int, ...] = (*map(address_of, arrays), 0, address_of(self._sums), 0)
@@ -244,30 +134,23 @@ class Parts:
         memo[id(self)] = made = Parts(self.ends)  # which has addresses of its own
         return made
 
-    def count_changes(
-        self, values: Sequence[torch.Tensor], rounded: torch.Tensor | None, as_values: bool, decreases: bool
-    ) -> list[list[float]]:
+    def count_changes(self, values: Sequence[torch.Tensor], as_values: bool, decreases: bool) -> list[list[float]]:
         """Return the sums of `changes_table` of each tensor; the arguments are those of `add_changes`."""
         if select_engine("cpu") != "llvm":
-            return self._count_by_numpy(values, rounded, as_values, decreases)
-        self._pointers[: len(values)] = [address(one) for one in values]
-        self._pointers[3] = 0 if rounded is None else address(rounded)
+            return self._count_by_numpy(values, as_values, decreases)
+        self._pointers[:] = [address(one) for one in values]
         self._constants[:] = as_values, 0.0 if decreases else np.inf
-        run_chunks(compiled(changes_table(rounded is not None)), self._chunks[:, 2], *self._given)
+        run_chunks(compiled(changes_table()), self._chunks[:, 2], *self._given)
         sums: list[list[float]] = self._sums.tolist()
         return sums
 
-    def _count_by_numpy(
-        self, values: Sequence[torch.Tensor], rounded: torch.Tensor | None, as_values: bool, decreases: bool
-    ) -> list[list[float]]:
+    def _count_by_numpy(self, values: Sequence[torch.Tensor], as_values: bool, decreases: bool) -> list[list[float]]:
         """Return the reference."""
         found = []
         for start, end in itertools.pairwise(self.ends):
             b, a, w = (one.numpy()[start:end] for one in values)
             with np.errstate(invalid="ignore", over="ignore", under="ignore"):
                 w = w - b if as_values else w
-                if rounded is not None:
-                    rounded[start:end] = torch.from_numpy(w)
                 w, change = np.minimum(w, 0) if decreases else w, a - b
                 counts = (w != 0) & np.isfinite(w) & np.isfinite(change)
                 same = counts & (b.view(np.int64) == a.view(np.int64))
@@ -286,7 +169,6 @@ def add_changes(
     known: bool = True,
     decreases: bool = False,
     as_values: bool = False,
-    rounded: torch.Tensor | None = None,
 ) -> None:
     """Add to each record the changes of its part of three flat tensors.
 
@@ -298,10 +180,9 @@ def add_changes(
         known: whether `wanted` is what was wanted.
         decreases: whether wanted decreases alone are counted.
         as_values: whether `wanted` holds the values that were wanted, and not the changes.
-        rounded: float32, to which the wanted changes are written.
     """
     values = [_convert_to_float64(one) for one in (before, after, wanted)]
-    sums = (parts or Parts([0, len(before)])).count_changes(values, rounded, as_values, decreases)
+    sums = (parts or Parts([0, len(before)])).count_changes(values, as_values, decreases)
     for record, (seen, cancelled, square, kept) in zip(records, sums, strict=True):
         record.seen += int(seen)
         record.cancelled += int(cancelled)
@@ -328,7 +209,6 @@ MOMENTS: dict[str, Role] = {
 }
 # Averages of squares: what holds them too coarsely loses their decay and keeps their growth, so that decay alone tells.
 AVERAGED_SQUARES = ("exp_avg_sq", "square_avg", "acc_delta")
-MOST_LAYOUTS = 64
 
 
 @dataclass(slots=True)
@@ -357,15 +237,9 @@ class Updates:
     def __init__(self, book: Notebook, optimizer: torch.optim.Optimizer, names: dict[int, str]) -> None:
         self.book, self.optimizer, self._names = book, optimizer, names
         self._batches: list[Batch] = []
-        self._layouts: dict[tuple, Layout] = {}
         self._shadows: dict[int, Shadow] = {}
         self._options: dict[int, tuple[str, dict[str, Any]]] = {}
         self.rounded: dict[str, RoundingDecisions] = {}
-
-    def release(self) -> None:
-        """Let go of the memory that only sampled steps need."""
-        for layout in self._layouts.values():
-            layout.release()
 
     def before(self, arrived: set[str], alone: torch.Tensor | None = None) -> None:
         """Sample what the step is about to change.
@@ -421,13 +295,13 @@ class Updates:
         if isinstance(self.optimizer, Optimizer):
             chosen = group.get("weight_update")
             record.weight_update = str(getattr(chosen, "name", chosen) or record.weight_update)
-        (place, count), (gradient_place, slopes) = located(parameter), located(gradient)
-        if count < 0 or slopes != count:
+        count = count_readable(parameter)
+        if count < 0 or count_readable(gradient) != count:
             self.book.missed(f"{name}: a parameter or gradient whose numbers cannot be read")
             return None
         if draws(self.optimizer, parameter):
-            self.book.fix(name)
-        return Stepped(record, parameter, group, count, [place, gradient_place]) if count else None
+            self.book.fixed.add(name)
+        return Stepped(record, parameter, group, count) if count else None
 
     def _states_of(self, one: Stepped) -> tuple[dict[str, Any] | None, tuple]:
         """Return a parameter's states for a shadow step, and what others must share to step with it."""
@@ -440,23 +314,20 @@ class Updates:
             if key in WHOLE or not isinstance(value, torch.Tensor):
                 whole.append((key, _number(value, 0.0)))
                 continue
-            place, count = located(value)
-            if not value.dtype.is_floating_point or count != one.elements:
+            if not value.dtype.is_floating_point or count_readable(value) != one.elements:
                 return None, ("unknown",)
-            one.places.append(place)
         return states, (*whole, *((key, getattr(value, "dtype", None)) for key, value in states.items()))
 
     def _batch(self, states: dict[str, Any] | None, stepped: list[Stepped]) -> Batch:
         """Sample weights, gradients and states of parameters that step together."""
         layout = self._layout(stepped)
-        places = zip(*(one.places for one in stepped))
-        weight = layout.look("weight", [one.parameter for one in stepped], list(next(places)), "weight")
-        gradient = layout.look("gradient", [_gradient(one.parameter) for one in stepped], list(next(places)))
+        weight = layout.look([one.parameter for one in stepped], "weight")
+        gradient = layout.look([_gradient(one.parameter) for one in stepped])
         divisor = _number(getattr(self.optimizer, "grad_scale", None), 1.0)
         if divisor != 1.0:
             gradient /= divisor
-        for one, count in zip(stepped, layout.count_nonzero(gradient)):
-            one.record.nonzero_gradients += count
+        for one, slope in zip(stepped, layout.parts(gradient)):
+            one.record.nonzero_gradients += int(slope.count_nonzero())
         if not self._is_elementwise():
             for one, own, slope in zip(stepped, layout.parts(weight), layout.parts(gradient)):
                 one.weight, one.gradient = own, slope
@@ -466,19 +337,11 @@ class Updates:
                 sampled[name] = value.clone() if isinstance(value, torch.Tensor) else value
             else:
                 tensors = [self._state_of(one.parameter)[name] for one in stepped]
-                sampled[name] = layout.look(f"{name} before", tensors, list(next(places)))
+                sampled[name] = layout.look(tensors)
         return Batch(layout, stepped, weight, gradient, None if states is None else sampled)
 
     def _layout(self, stepped: list[Stepped]) -> Layout:
-        """Return the layout of the last step's samples, where the same parameters stepped together."""
-        named = tuple((one.record.name, one.record.kind) for one in stepped)
-        elements = [one.elements for one in stepped]
-        layout = self._layouts.get(named)
-        if layout is None or layout.elements != elements:
-            if len(self._layouts) > MOST_LAYOUTS:  # other parameters at every step
-                self._layouts.clear()
-            layout = self._layouts[named] = Layout(self.book, named, elements)
-        return layout
+        return Layout(self.book, [(one.record.name, one.record.kind) for one in stepped])
 
     def _look_at_late(self, late: list[Stepped]) -> None:
         """Count gradients that no hook has seen."""
@@ -506,7 +369,7 @@ class Updates:
         if not batches or _number(getattr(self.optimizer, "found_inf", None), 0.0):
             return
         for batch in batches:
-            now = batch.layout.look("weight after", [one.parameter for one in batch.stepped])
+            now = batch.layout.look([one.parameter for one in batch.stepped])
             states = self._count_states(batch)
             if batch.states is not None:
                 self._compare(batch, now, states)
@@ -539,7 +402,7 @@ class Updates:
         if not any(one.record.name in self.book.fixed for one in batch.stepped):
             return []
         parts = zip(batch.stepped, batch.layout.parts(wanted), batch.layout.parts(now))
-        return [(one, own.clone(), there) for one, own, there in parts if one.record.name in self.book.fixed]
+        return [one for one in parts if one[0].record.name in self.book.fixed]
 
     def _compare_state(self, key: str, batch: Batch, wanted: torch.Tensor, now: torch.Tensor | None) -> None:
         if now is None:
@@ -610,25 +473,20 @@ class Updates:
 
     def _count_states(self, batch: Batch) -> dict[str, torch.Tensor]:
         """Count the states after the step, and return samples of those that all parameters of a batch have."""
-        found: dict[str, list[tuple[Stepped, torch.Tensor, int]]] = {}
+        found: dict[str, list[tuple[Stepped, torch.Tensor]]] = {}
         for one in batch.stepped:
             for key, value in self._state_of(one.parameter).items():
                 if key in WHOLE or not isinstance(value, torch.Tensor) or not value.dtype.is_floating_point:
                     continue
                 one.record.state_dtypes[key] = value.dtype
-                place, count = located(value)
-                if count == one.elements:
-                    found.setdefault(key, []).append((one, value, place))
+                if count_readable(value) == one.elements:
+                    found.setdefault(key, []).append((one, value))
         samples = {}
         for key, held in found.items():
-            layout, role = batch.layout, MOMENTS.get(key)
-            if len(held) < len(batch.stepped):
-                layout = self._layout([one for one, _, _ in held])
-            values = [value for _, value, _ in held]
-            alike = all(value.dtype is values[0].dtype for value in values)
-            places = [place if alike else 0 for *_, place in held]
-            taken = layout.look(key, values, places, role)
-            if layout is batch.layout:
+            all_have_it = len(held) == len(batch.stepped)
+            layout = batch.layout if all_have_it else self._layout([one for one, _ in held])
+            taken = layout.look([value for _, value in held], MOMENTS.get(key))
+            if all_have_it:
                 samples[key] = taken
         return samples
 

@@ -9,30 +9,24 @@ import numpy as np
 import torch
 
 from ...kernels import select
-from ...kernels._device_function import Recording, bound, record_words
-from ...kernels._table import CHUNK, Table
+from ...kernels._device_function import Recording, bound
+from ...kernels._table import Table
 from ...kernels._trace import block_largest
 from ...kernels.scalar import _operations as o
-from ...rounding._device_functions import float16_word
-from ...rounding._random_bits import draw, stream_start
 from ...rounding._target import COUNT, INFINITY, MAGNITUDE
 from ...rounding.blocks import _device_functions as b
 from ...rounding.blocks._table import Kind, bound_names
-from ._sample_places import RUN, RUNS
 
 # The words of infinity in memory, and bits of the fraction.
 INFINITE_WORDS = {torch.float32: 0x7F800000, torch.bfloat16: 0x7F80, torch.float16: 0x7C00}
 KERNEL_DTYPES = tuple(INFINITE_WORDS)
 INFINITE = INFINITE_WORDS[torch.float32]
-BINS = 277  # of exponents of float32, from that of its smallest subnormal number on; one more takes what is not counted
 # Sums of the tables, in order.
 SMALLEST, ZEROS, LARGEST = range(3)
 SQUARES, FINITE_OF_STEP, FINITE, ZERO, SINGLES = range(5)
 COUNTED, GONE, SMALL, HIDDEN = range(4)
+BINS = 277  # of exponents of float32, from that of its smallest subnormal number on; one more takes what is not counted
 _NONE = np.uint32(0)
-# Constants of `places_table`: the tensor's address and runs, the key of its places, where samples go as float64, the
-# elements of the last run and of all others that are sampled, and where samples go as float32.
-GIVEN = ("data", "runs", "key", "wide", "rest", "before", "sample")
 
 
 def _magnitude(dtype: torch.dtype, array: Any, index: Any) -> Any:
@@ -61,63 +55,6 @@ def whole_table(dtype: torch.dtype) -> Table:
     element.trace.gather_sum("count", a == 0)
     element.trace.gather_sum("max", a)
     return Table(element.trace, 1, is_far=True)
-
-
-@functools.cache
-def places_table(size: int) -> Table:
-    """Return the kernel that draws a tensor's sampled runs, for `copy_table`; its arrays hold 64-bit words.
-
-    Columns: int64 (RUNS + 1, 4), the chunks of the runs and one of the whole sample; and where each run is copied from
-    and to. Constants: of `GIVEN`. It takes counters of its own, which are the elements' numbers.
-
-    Args:
-        size: bytes of an element of the tensor.
-    """
-    element = Recording(2, len(GIVEN), "w64")
-    data, runs, key, wide, rest, before, sample = element.constants
-    number, _ = element.stream
-    k, column, zero = o.shr(number, 2), o.bit_and(number, 3), np.uint64(0)
-    is_run = k < RUNS
-    own: Any = o.widen(select(is_run, k, np.uint32(RUNS - 1)))
-    drawn = o.widen(draw(*stream_start(o.low_word(key), o.high_word(key), own)))
-    run = o.shr64(o.mul64(o.or64(o.shl64(own, 32), drawn), runs), 32 + RUNS.bit_length() - 1)
-    behind = o.sub64(runs, run)
-    length = select(o.bit_or(o.high_word(behind), o.sub(o.low_word(behind), 1)) == 0, rest, np.uint64(RUN))
-    is_one = o.bit_or(o.high_word(before), o.low_word(before)) == 0
-    length = select(is_one & (k != 0) & is_run, zero, length)
-    chunk = select(column == 0, select(is_run, own, zero), zero)
-    chunk = select(column == 2, select(is_run, length, o.add64(before, length)), chunk)
-    o.store64(element.arrays[0], element.index, chunk)
-    place = select(column == 0, o.add64(data, o.mul64(run, np.uint64(RUN * size))), zero)
-    for target, (into, bytes_of_run) in enumerate(((sample, 4 * RUN), (wide, 8 * RUN)), start=1):
-        place = select(column == target, o.add64(into, o.mul64(own, np.uint64(bytes_of_run))), place)
-    o.store64(element.arrays[1], element.index, place)
-    start = record_words(lambda low, high, index: (o.low_word(index), high), "w32", "w32", "w64")
-    return Table(element.trace, 2, len(GIVEN), start, 1)
-
-
-@functools.cache
-def add_table() -> Table:
-    """Return the kernel that adds float64 numbers; columns: to what, and what is added."""
-    element = Recording(2)
-    total, added = (o.real64(o.load64(array, element.index)) for array in element.arrays)
-    o.store64(element.arrays[0], element.index, o.word64(total + added))
-    return Table(element.trace, 2)
-
-
-@functools.cache
-def copy_table(dtype: torch.dtype, wide: bool) -> Table:
-    """Return the kernel that copies elements as float32; columns: from, to (with `wide` for float64), an unread one."""
-    element = Recording(3 if wide else 2)
-    source, target, *further = element.arrays
-    load: Any = o.load32 if dtype == torch.float32 else o.load16
-    word = load(source, element.index)
-    word = float16_word(word) if dtype == torch.float16 else o.shl(word, 16) if dtype == torch.bfloat16 else word
-    o.store32(target, element.index, word)
-    for array in further:
-        value: Any = element.trace.emit("to_float64", (o.real(word),), None, "f64")
-        o.store64(array, element.index, o.word64(value))
-    return Table(element.trace, CHUNK)
 
 
 @functools.cache
@@ -178,22 +115,19 @@ def blocks_table(kind: Kind) -> Table:
 
 
 @functools.cache
-def changes_table(writes: bool) -> Table:
+def changes_table() -> Table:
     """Return the kernel that compares wanted changes of float64 values with the actual ones.
 
-    Columns: before, after, wanted, and with `writes` float32 to which the wanted changes are written. Constants: 1
-    where the values that were wanted are given instead of changes, else 0; and what wanted changes must be below to
-    count. Sums: changes that count, those of them that left the bits as they were, squares of wanted changes, and their
-    products with what took place.
+    Columns: before, after, wanted. Constants: 1 where the values that were wanted are given instead of changes, else 0;
+    and what wanted changes must be below to count. Sums: changes that count, those of them that left the bits as they
+    were, squares of wanted changes, and their products with what took place.
     """
-    element = Recording(4 if writes else 3, 2, "f64")
-    words = [o.load64(array, element.index) for array in element.arrays[:3]]
+    element = Recording(3, 2, "f64")
+    words = [o.load64(array, element.index) for array in element.arrays]
     before, after, wanted = map(o.real64, words)
     as_values, limit = element.constants
     zero = np.float64(0.0)
     wanted = wanted - select(as_values != zero, before, zero)
-    if writes:
-        o.store32(element.arrays[3], element.index, o.word(element.trace.emit("to_float32", (wanted,), None, "f32")))
     change = after - before
     counts = (wanted != zero) & (wanted < limit) & (wanted > np.float64(-np.inf)) & (abs(change) < np.float64(np.inf))
     counts = counts & (wanted == wanted)
@@ -202,4 +136,4 @@ def changes_table(writes: bool) -> Table:
     asked, took = select(counts, wanted, zero), select(counts, change, zero)
     element.trace.gather_sum("sum", asked * asked)
     element.trace.gather_sum("sum", asked * took)
-    return Table(element.trace, len(element.arrays), constants=2)
+    return Table(element.trace, 3, constants=2)
