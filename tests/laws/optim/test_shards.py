@@ -46,7 +46,7 @@ SHARDINGS = [(0, 1), (0, 2), (0, 3), (0, 4), (1, 2), (1, 3), (1, 4), (2, 2), (2,
 
 
 def _keeps_blocks(dim, world, codec):
-    """Whether no block of states is cut, which is refused: see below."""
+    """Whether no block of states is cut, which is refused."""
     return dim < 2 or codec in ("default", "bf16x2") or (codec, world) == ("8bit-16", 2)
 
 
