@@ -5,7 +5,7 @@ import json
 import pytest
 from benchmarks.bench_bits import FAMILIES, RECORD, differing
 
-EVERY = {"optimizer steps": 311, "roundings": 7, "exact sums": 5, "MCTensor": 7, "random stream": 1}
+EVERY = {"optimizer steps": 521, "roundings": 13, "exact sums": 5, "MCTensor": 7, "random stream": 1}
 
 
 @pytest.mark.parametrize("family", FAMILIES)

@@ -157,7 +157,7 @@ def test_products_follow_what_switches_instructions_off(in_bare_process) -> None
 
 def test_a_misspelt_wish_for_products_is_a_doubt(in_process) -> None:
     program = "from halfulp.environment import describe\nprint(describe()['doubts'])"
-    said = in_process(program, 7, HALFULP_FLOAT32_PRODUCTS="yes")
+    said = in_process(program, HALFULP_FLOAT32_PRODUCTS="yes")
     assert "are refused: HALFULP_FLOAT32_PRODUCTS='yes' is unknown: choose one of auto, always, never" in said
 
 

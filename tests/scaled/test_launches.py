@@ -27,7 +27,8 @@ def total(counts, parts):
     return sum(sum(counts[part].launches.values()) for part in parts)
 
 
-STEPS = [(storage, True) for storage in STORAGES] + [(storage, False) for storage in drawn(STORAGES, 1, "launches")]
+STEPS = [(storage, True) for storage in drawn(STORAGES, 2, "kernels")]
+STEPS += [(storage, False) for storage in drawn(STORAGES, 1, "launches")]
 
 
 @pytest.fixture(scope="module")

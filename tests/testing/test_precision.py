@@ -15,6 +15,8 @@ import halfulp as hu
 from halfulp import recipes
 from halfulp.testing import PrecisionError, assert_precision_ok
 
+from ..samples import drawn
+
 
 def model() -> nn.Module:
     layers = {"up": nn.Linear(16, 64), "norm": nn.LayerNorm(64), "act": nn.Tanh(), "head": nn.Linear(64, 4)}
@@ -73,7 +75,10 @@ def test_lost_updates_are_named_with_their_cure_and_can_be_accepted(seed):
     assert assert_precision_ok(ours, x, "bf16-kahan", lr=1e-5).passed
 
 
-@pytest.mark.parametrize("update", ["kahan", "split", "master", "components", "stochastic", "kahan-stochastic"])
+KEEPING = ["kahan", "split", "master", "components", "stochastic", "kahan-stochastic"]
+
+
+@pytest.mark.parametrize("update", drawn(KEEPING, 3, "keeping"))
 def test_what_keeps_the_rest_of_updates_is_not_taken_for_frozen(update, seed):
     recipe = recipes.get("bf16").replace(float32=(), weight_update=update)
     assert assert_precision_ok(model(), torch.randn(32, 16), recipe, lr=1e-5).passed
@@ -195,6 +200,7 @@ HEALTHY = {
 }
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("name", ["bf16-kahan", "fp16-adaptive"])
 @pytest.mark.parametrize("kind", HEALTHY)
 def test_models_that_train_well_stay_within_the_tolerance(kind, name, seed):

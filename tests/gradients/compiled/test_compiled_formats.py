@@ -62,6 +62,7 @@ def both(make, seed: int, compiler: str = "aot_eager", **options) -> list[dict[s
     return found
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("compiler", ["aot_eager", "inductor"])
 @pytest.mark.parametrize("format", ["e5m2", "e4m3fn", "bf16"])
 def test_a_chain_has_the_bits_of_the_eager_front_end(compiler, format, seed):

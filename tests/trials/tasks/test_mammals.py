@@ -76,7 +76,7 @@ def test_the_model_gives_the_same_loss_as_the_trial(task, seed):
 def test_a_trial_learns(task, dtype, components, seed):
     data = task.load()
     seen = []
-    result = task.trial(recipe(dtype, components), seed, 900, data, lambda step, loss: seen.append((step, loss)))
+    result = task.trial(recipe(dtype, components), seed, 700, data, lambda step, loss: seen.append((step, loss)))
     assert result["diverged_at"] is None
     assert result["curve"][-1][1] < 0.8 * result["curve"][0][1]
     assert seen[-1] == tuple(result["curve"][-1])
