@@ -12,13 +12,13 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.nn.modules.module import _EXTRA_STATE_KEY_SUFFIX
 
-from ... import __version__
 from ..._messages import differences, find_users_level, listed
 from ...formats import Format
 from ...kernels import keeping_subnormals
 from ...mctensor import MCTensor
 from ...rounding._random_bits import STREAM_VERSION
 from ...scaled import ScaledTensor
+from .._group_options import own_version
 from ..parameters._local_tensors import is_dtensor, local, memory, placed_like
 from ..parameters._narrow_groups import name_of
 from ..parameters._outside_writes import (
@@ -493,7 +493,7 @@ def _saved_form(name: str, value: object, state: Mapping, parameter: torch.Tenso
 
 
 def _plain_group(group: dict) -> dict:
-    plain = {**group, VERSION: __version__}
+    plain = {**group, VERSION: own_version()}
     update, states, fmt = group["weight_update"], group["state_dtype"], group["format"]
     plain["weight_update"] = update.to_dict() if isinstance(update, WeightUpdate) else update
     plain["state_dtype"] = _plain_state(states)

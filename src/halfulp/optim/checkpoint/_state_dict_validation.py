@@ -8,13 +8,12 @@ from typing import Any
 
 import torch
 
-from ... import __version__
 from ..._messages import differences, listed
 from ..._torch_floor import is_older
 from ...mctensor import MCTensor
 from ...rounding._random_bits import STREAM_VERSION
 from ...scaled import ScaledTensor
-from .._group_options import check_group
+from .._group_options import check_group, own_version
 from ..parameters._local_tensors import local
 from ..parameters._parameter_plan import ParameterPlan
 from ..parameters._random_identity import identities_of, plain_names
@@ -130,10 +129,10 @@ def refuse_newer_keys(what: str, name: object, unknown: list[str], saved_groups:
         saved_groups: of the file.
     """
     versions = [str(group[VERSION]) for group in saved_groups if VERSION in group]
-    version = next((one for one in versions if is_older(__version__, one)), None)
+    version = next((one for one in versions if is_older(own_version(), one)), None)
     if unknown and version is not None:
         raise ValueError(
-            f"{what} {name} of the state_dict holds {listed(unknown)}, which halfulp {__version__} does not know: "
+            f"{what} {name} of the state_dict holds {listed(unknown)}, which halfulp {own_version()} does not know: "
             f"halfulp {version} saved it; load it with that (pip install 'halfulp>={version}'), or take the weights "
             "alone over, by float32_state_dict there and load_float32_state_dict here"
         )
