@@ -268,7 +268,8 @@ def _draw_task(axes: Any, rows: dict[str, Row], names: Sequence[str], colours: d
         axes.plot(
             [max(gap - spread, -_REACH), min(gap + spread, _REACH)], [place] * 2, color=colours[tone], linewidth=1.4
         )
-        axes.plot([shown], [place], marker="o" if abs(gap) <= _REACH else ">", color=colours[tone], markersize=4)
+        marker = "o" if abs(gap) <= _REACH else ">" if gap > 0 else "<"
+        axes.plot([shown], [place], marker=marker, color=colours[tone], markersize=4, clip_on=False)
 
 
 def _recipes_in_order(evidence: FinishedTrials) -> list[str]:
