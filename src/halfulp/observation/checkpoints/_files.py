@@ -97,29 +97,19 @@ class Checkpoint:
     config: Path | None = None
 
 
-_CONVERT = "convert it to safetensors with what wrote it, under the parameters' names"
-_WROTE = "give the checkpoints that the training wrote"
-# Files of weights that are no training checkpoint, by first bytes or suffix: what each is, and what to give instead.
+# Files that are no training checkpoint, by first bytes or suffix: what each is, and what to give instead.
 OTHER_KINDS: dict[bytes | str, tuple[str, str]] = {
     b"GGUF": (
         "a GGUF file, llama.cpp's weights for inference, rounded anew and without an optimizer's states",
         "give the checkpoints of safetensors or torch.save that the training wrote, from which it was converted",
     ),
-    b"tjgg": ("a GGML file, the weights of llama.cpp before GGUF", "give what it was converted from"),
-    b"\x89HDF\r\n\x1a\n": ("an HDF5 file, as Keras writes weights", _CONVERT),
-    b"\x93NUMPY": ("a numpy array", _CONVERT),
-    b"TFL3": ("a TensorFlow Lite model", _WROTE),
-    ".onnx": ("an ONNX model", _WROTE),
-    ".msgpack": ("a msgpack file, as Flax writes weights", _CONVERT),
-    b"\x1f\x8b": ("compressed by gzip", "unpack it (gunzip, or tar -xzf)"),
-    b"BZh": ("compressed by bzip2", "unpack it (bunzip2, or tar -xjf)"),
-    b"\xfd7zXZ\x00": ("compressed by xz", "unpack it (unxz, or tar -xJf)"),
-    b"\x28\xb5\x2f\xfd": ("compressed by zstd", "unpack it (unzstd)"),
-    b"7z\xbc\xaf\x27\x1c": ("a 7z archive", "unpack it"),
+    b"\x89HDF\r\n\x1a\n": ("an HDF5 file, as Keras writes weights", "convert it to safetensors"),
+    ".onnx": ("an ONNX model", "give the checkpoints that the training wrote"),
     b"version https://git-lfs": ("a pointer of git-lfs, in place of the file", "fetch it (git lfs pull)"),
-    b"<!doctype html": ("a web page, as a download behind a login leaves", "download it again"),
-    b"<html": ("a web page, as a download behind a login leaves", "download it again"),
+    b"<": ("a web page, as a download behind a login leaves", "download it again"),
 }
+_PACKED = (b"\x1f\x8b", b"BZh", b"\xfd7zXZ\x00", b"\x28\xb5\x2f\xfd", b"7z\xbc\xaf\x27\x1c")
+OTHER_KINDS |= dict.fromkeys(_PACKED, ("compressed", "unpack it"))
 
 
 def refuse_other_kind(path: Path) -> None:
@@ -131,21 +121,8 @@ def refuse_other_kind(path: Path) -> None:
     with path.open("rb") as file:
         head = file.read(64)
     for mark, (name, remedy) in OTHER_KINDS.items():
-        start = head[4:] if mark == b"TFL3" else head
-        if path.suffix == mark if isinstance(mark, str) else start.lower().startswith(mark.lower()):
+        if path.suffix == mark if isinstance(mark, str) else head.startswith(mark):
             raise ValueError(f"{path} is {name}, which is not read: {remedy}")
-    if head[:4] == b"PK\x03\x04" and _holds_arrays_alone(path):
-        raise ValueError(f"{path} is an archive of numpy arrays (.npz), which is not read: {_CONVERT}")
-
-
-def _holds_arrays_alone(path: Path) -> bool:
-    """Return whether a zip archive is one of numpy's."""
-    try:
-        with zipfile.ZipFile(path) as archive:
-            names = archive.namelist()
-    except (zipfile.BadZipFile, ValueError, OSError):
-        return False
-    return bool(names) and all(name.endswith(".npy") for name in names)
 
 
 # Of linux/mman.h, since Linux 5.14; older ones refuse it, and pages come one by one.

@@ -337,8 +337,8 @@ def _itself(tensor: torch.Tensor) -> torch.Tensor:
 GENERATORS = (torch.Generator, np.random.Generator, np.random.RandomState, random.Random)
 HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 # What a module may hold that its forward pass changes.
-COPIED = (nn.Module, torch.Tensor, *GENERATORS, list, dict, deque, set, tuple, types.SimpleNamespace)
-COPIED += (types.MethodType, functools.partial)
+_CONTAINERS = (list, dict, deque, set, tuple, types.SimpleNamespace)
+COPIED = (nn.Module, torch.Tensor, *GENERATORS, *_CONTAINERS, types.MethodType, functools.partial)
 
 
 _Source = tuple[Callable[[], Any], Callable[[Any], Any]]
