@@ -11,7 +11,7 @@ import halfulp as hu
 from halfulp.gradients.eager import _attach, _replay
 from halfulp.gradients.eager import _backward as _site_boundaries
 from halfulp.gradients.eager._attach import Forward
-from halfulp.gradients.eager._replay import Matcher, Surroundings, walk
+from halfulp.gradients.eager._replay import Surroundings, walk
 
 from ...samples import drawn
 from ..exponents import ALL, WIDTH, assert_same, batch, case_of, clear, gradients, mean_square, plainly, scramble
@@ -345,31 +345,7 @@ def scaler_forwards(model):
     return [module.forward for module in model.modules() if isinstance(module.__dict__.get("forward"), Forward)]
 
 
-def random_graph(draw):
-    """Outputs of a few operators on a few leaves, drawn anew from the same small choice."""
-    pool = [torch.nn.Parameter(torch.ones(2, 2)) for _ in range(2)]
-    for _ in range(draw.randint(1, 4)):
-        a, b = draw.choice(pool), draw.choice(pool)
-        pool.append(draw.choice([torch.add, torch.matmul, lambda a, _: a.tanh(), lambda a, _: a * a])(a, b))
-    made = [x for x in pool if not x.is_leaf] or [pool[0] + pool[1]]
-    return [draw.choice(made) for _ in range(draw.randint(1, 2))]
-
-
-def test_a_matcher_knows_its_shape_and_no_other(seed):
-    draw, equal = random.Random(seed), 0
-    for _ in range(400):
-        begun = torch._C._autograd._get_sequence_nr()
-        first, second = random_graph(draw), random_graph(draw)
-        around = Surroundings(begun, frozenset())
-        roots = [[(x.grad_fn, x.output_nr) for x in outputs] for outputs in (first, second)]
-        (shape, nodes), (other, _) = (walk(one, around) for one in roots)
-        assert Matcher(shape).nodes(roots[0], around) == nodes
-        assert (Matcher(shape).nodes(roots[1], around) is not None) == (shape == other)
-        equal += shape == other
-    assert equal
-
-
-def test_a_matcher_tells_nodes_of_before_from_those_of_now():
+def test_a_walk_tells_nodes_of_before_from_those_of_now():
     w = torch.nn.Parameter(torch.ones(2, 2))
     inner = w.tanh()
     begun = torch._C._autograd._get_sequence_nr()
@@ -377,12 +353,8 @@ def test_a_matcher_tells_nodes_of_before_from_those_of_now():
     around = Surroundings(begun, frozenset())
     shapes = [walk([(x.grad_fn, 0)], around)[0] for x in (old, new)]
     assert shapes[0] != shapes[1]
-    for shape, mine, other in ((shapes[0], old, new), (shapes[1], new, old)):
-        assert Matcher(shape).nodes([(mine.grad_fn, 0)], around) is not None
-        assert Matcher(shape).nodes([(other.grad_fn, 0)], around) is None
     given = Surroundings(0, frozenset([inner.grad_fn]))
     assert walk([(old.grad_fn, 0)], given)[0] == shapes[0]
-    assert Matcher(shapes[1]).nodes([(old.grad_fn, 0)], given) is None
 
 
 class Remembers(torch.nn.Module):

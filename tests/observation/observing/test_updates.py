@@ -12,7 +12,7 @@ from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 import halfulp as hu
 from halfulp.kernels import engine
 from halfulp.observation._record import Realised
-from halfulp.observation.observing._updates import Parts, add_changes, neighbours
+from halfulp.observation.observing._updates import add_changes, neighbours
 
 OPTIMIZERS = {
     "sgd": lambda p: torch.optim.SGD(p, lr=0.003, momentum=0.9, weight_decay=0.01),
@@ -289,7 +289,7 @@ def test_counts_are_those_of_each_element(seed, as_values, decreases, name):
     given = before + wanted if as_values else wanted
     records = [Realised() for _ in LENGTHS]
     with engine(name):
-        add_changes(records, before, after, given, Parts(ends), decreases=decreases, as_values=as_values)
+        add_changes(records, before, after, given, ends.tolist(), decreases=decreases, as_values=as_values)
     asked = given - before if as_values else wanted
     for record, start, end in zip(records, ends, ends[1:]):
         right = expected(*(x[start:end].numpy() for x in (before, after, asked)), decreases)

@@ -1,8 +1,7 @@
 """Replay: a forward pass without a region, whose graph is one that regions saw before.
 
 Regions stay beside it for what a graph does not tell: the function that made a node, by which sites are named and
-gradients rounded once per call. On 500 linear layers a step takes 1.64 of a plain one's time, and 1.70 where the graph
-is walked anew each time instead of matched.
+gradients rounded once per call.
 """
 
 from __future__ import annotations
@@ -11,7 +10,6 @@ import dataclasses
 import functools
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable
-from types import NoneType
 from typing import Any
 
 import torch
@@ -44,11 +42,17 @@ class Shape:
     kinds: tuple[type | None, ...]
     links: tuple[tuple[Link | None, ...], ...]
 
-    def bottom(self) -> list[int]:
-        """Return the nodes of the forward pass from where gradients only leave the graph."""
-        ends = [kind is None or is_leaf(kind) for kind in self.kinds]
-        following = [[link[0] for link in links if link is not None] for links in self.links]
-        return [i for i, places in enumerate(following) if not ends[i] and all(ends[place] for place in places)]
+    def parameters(self, nodes: list[Any]) -> tuple[tuple[int, int], ...]:
+        """Return places and identities of the parameters that a graph of this shape reads.
+
+        Other leaves, as inputs whose gradient is wanted, are new in each pass.
+        """
+        leaves = [(place, nodes[place].variable) for place, kind in enumerate(self.kinds) if is_leaf(kind)]
+        return tuple([(place, id(leaf)) for place, leaf in leaves if is_parameter(leaf)])
+
+    def before(self, nodes: list[Any]) -> list[Any]:
+        """Return those nodes that existed before the forward pass."""
+        return [node for node, kind in zip(nodes, self.kinds) if kind is None]
 
 
 def is_leaf(kind: type | None) -> bool:
@@ -104,67 +108,6 @@ def walk(roots: Iterable[tuple[Any, int]], around: Surroundings, skipped: Collec
         kinds.append(None if outside else type(node))
         links.append(() if leaf or outside else tuple(link(*one) for one in node.next_functions))
     return Shape(tuple(found), tuple(kinds), tuple(links)), nodes
-
-
-class Matcher:
-    """Recognises a shape in the graph of a later forward pass, at a fifth of the time of a `walk`.
-
-    The walk is made as if the graph had the shape, and what was met is compared as a whole afterwards.
-
-    Args:
-        shape: What is looked for.
-    """
-
-    def __init__(self, shape: Shape) -> None:
-        links = [shape.roots, *(links for links in shape.links if links)]
-        flat = [link for one in links for link in one]
-        places = [None if link is None else link[0] for link in flat]
-        first = [places.index(place) for place in range(len(shape.kinds))]
-        self._counts = [len(one) for one in links]
-        self._kinds = [NoneType if place is None else shape.kinds[place] for place in places]
-        self._expanded = [first[place] for place, one in enumerate(shape.links) if one]
-        self._again = [(i, first[place]) for i, place in enumerate(places) if place is not None and i != first[place]]
-        self._first = first
-        self._outside = [place for place, kind in enumerate(shape.kinds) if kind is None]
-        self._unknown = [i for i, place in enumerate(places) if place in self._outside]
-        self._bottom = shape.bottom()
-
-    def nodes(self, roots: list[tuple[Any, int]], around: Surroundings) -> list[Any] | None:
-        """Return the nodes in the shape's order; None where the graph has another shape."""
-        counts, met = [len(roots)], list(roots)
-        try:
-            for place in self._expanded:
-                following = met[place][0].next_functions
-                counts.append(len(following))
-                met += following
-        except (AttributeError, IndexError):
-            # No node is there.
-            return None
-        flat = [node for node, _ in met]
-        if counts != self._counts or any(flat[i] is not flat[j] for i, j in self._again):
-            return None
-        nodes = [flat[i] for i in self._first]
-        before = self.outside(nodes)
-        kinds: list[type | None] = list(map(type, flat))
-        for i in self._unknown:
-            kinds[i] = None
-        return nodes if kinds == self._kinds and self._is_sound(nodes, before, around) else None
-
-    def outside(self, nodes: list[Any]) -> list[Any]:
-        """Return those nodes that existed before the forward pass."""
-        return [nodes[place] for place in self._outside]
-
-    def _is_sound(self, nodes: list[Any], before: list[Any], around: Surroundings) -> bool:
-        """Return whether no node is in two places, and only those were there before that should.
-
-        A node's gradient goes to older nodes only, so that of those within it is enough to look at the bottom.
-        """
-        return (
-            len(set(nodes)) == len(nodes)
-            and all(node is not None and around.has(node) for node in before)
-            and not any(nodes[place]._sequence_nr() < around.begun for place in self._bottom)
-            and (not around.inputs or around.inputs.isdisjoint(set(nodes).difference(before)))
-        )
 
 
 # Nodes whose gradients are new tensors, which nobody else reads: these are multiplied where they are.
@@ -225,8 +168,7 @@ class LearnedGraph:
 
     Attributes:
         shape: Of the graph.
-        places: Which of the nodes are parameters'.
-        parameters: These, by identity: a graph of the same shape may be another part's, at other sites.
+        parameters: That it reads: a graph of the same shape may be another part's, at other sites.
         order: The sites that products open, in forward's order.
     """
 
@@ -236,32 +178,13 @@ class LearnedGraph:
         self.shape = shape
         self.order = dict.fromkeys(order)
         self._backward = backward
-        self._matcher = Matcher(shape)
         self._sites = _settle_views(shape, sites, backward.sites.global_site)
         self._all_sites = list(dict.fromkeys([backward.sites.global_site, *self._sites]))
         self._leaves = [i for i, kind in enumerate(shape.kinds) if is_leaf(kind)]
         self._readers = _readers(shape, sites)
-        # Other leaves, as inputs whose gradient is wanted, are new in each pass.
-        self.parameter_leaves = [place for place in self._leaves if is_parameter(nodes[place].variable)]
-        self.parameters = self.parameters_of(nodes)
+        self.parameters = shape.parameters(nodes)
         self._exponents: list[tuple[int, bool]] = []
         self._hooks: list[tuple[int, Callable]] = []
-
-    def match(self, roots: list[tuple[Any, int]], around: Surroundings) -> list[Any] | None:
-        """Return the nodes of a graph of this shape; None of another one."""
-        return self._matcher.nodes(roots, around)
-
-    def is_like(self, other: LearnedGraph) -> bool:
-        """Return whether another graph differs in its parameters at most."""
-        return self.shape == other.shape and self.parameter_leaves == other.parameter_leaves
-
-    def parameters_of(self, nodes: list[Any]) -> tuple[int, ...]:
-        """Return the parameters that a graph of this shape reads."""
-        return tuple([id(nodes[place].variable) for place in self.parameter_leaves])
-
-    def before(self, nodes: list[Any]) -> list[Any]:
-        """Return those nodes that existed before the forward pass."""
-        return self._matcher.outside(nodes)
 
     def takes(self, nodes: list[Any]) -> bool:
         """Return whether no leaf is float16, whose gradient would need an edge of its own."""
@@ -269,7 +192,7 @@ class LearnedGraph:
 
     def note_reads(self, nodes: list[Any], names: Names) -> None:
         """Note at which sites parameters are read."""
-        for place in self.parameter_leaves:
+        for place, _ in self.parameters:
             parameter = nodes[place].variable
             self._backward.note_read(parameter, self._readers[place], listed=names.of(parameter) is not None)
 
@@ -391,8 +314,8 @@ class Replays:
     def __init__(self, backward: Backward, names: Names) -> None:
         self._backward = backward
         self._names = names
-        # Graphs of one shape, by the parameters that they read, together; the latest shape first.
-        self._graphs: list[dict[tuple[int, ...], LearnedGraph]] = []
+        # By shape and the parameters that they read.
+        self._graphs: dict[tuple[Shape, tuple[tuple[int, int], ...]], LearnedGraph] = {}
         self._latest: LearnedGraph | None = None
         self._known_in_row = self._surprises = self._recordings = 0
 
@@ -420,41 +343,32 @@ class Replays:
 
     def _keep(self, learned: LearnedGraph) -> bool:
         """Store a learned graph; return False if there are too many already."""
-        like = next((group for group in self._graphs if _first(group).is_like(learned)), None)
-        known = like is not None and learned.parameters in like
-        if not known and sum(map(len, self._graphs)) == _GRAPHS:
+        key = learned.shape, learned.parameters
+        known = key in self._graphs
+        if not known and len(self._graphs) == _GRAPHS:
             return False
-        if like is None:
-            self._graphs.append(like := {})
         self._known_in_row = self._known_in_row + 1 if known else 0
-        like[learned.parameters] = self._latest = learned
+        self._graphs[key] = self._latest = learned
         return True
 
     def find(self, roots: list[tuple[Any, int]], around: Surroundings) -> tuple[LearnedGraph | None, list[Any]]:
         """Return a known graph and its nodes; None in place of the graph if one scale is to hold for all."""
-        for number, group in enumerate(self._graphs):
-            nodes = _first(group).match(roots, around)
-            learned = None if nodes is None else group.get(_first(group).parameters_of(nodes))
-            if nodes is not None and learned is not None and learned.takes(nodes):
-                self._graphs.insert(0, self._graphs.pop(number))
-                if learned is not self._latest:
-                    learned.note_reads(nodes, self._names)
-                    self._latest = learned
-                return learned, nodes
+        shape, nodes = walk(roots, around)
+        learned = self._graphs.get((shape, shape.parameters(nodes)))
+        if learned is not None and learned.takes(nodes):
+            if learned is not self._latest:
+                learned.note_reads(nodes, self._names)
+                self._latest = learned
+            return learned, nodes
         self._known_in_row = 0
         self._surprises += 1
         if self._surprises >= _SURPRISES:
             self._recordings = _RECORDINGS
-        shape, nodes = walk(roots, around)
-        learned = approximate(shape, nodes, self._backward, [one for group in self._graphs for one in group.values()])
+        learned = approximate(shape, nodes, self._backward, self._graphs.values())
         if learned is None or not learned.takes(nodes):
             return None, nodes
         learned.note_reads(nodes, self._names)
         return learned, nodes
-
-
-def _first(group: dict[tuple[int, ...], LearnedGraph]) -> LearnedGraph:
-    return next(iter(group.values()))
 
 
 class Replay:
@@ -502,7 +416,7 @@ class Replay:
             return output
         around = Surroundings(self._begun, inputs)
         learned, nodes = self._replays.find([(x.grad_fn, x.output_nr) for x in outputs], around)
-        for node in nodes if learned is None else learned.before(nodes):
+        for node in nodes if learned is None else learned.shape.before(nodes):
             if learned is not None or around.has(node):
                 self._outside(node)
         sites = [self._global_site] * len(outputs) if learned is None else learned.attach(nodes)

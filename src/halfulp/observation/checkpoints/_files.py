@@ -97,29 +97,19 @@ class Checkpoint:
     config: Path | None = None
 
 
-_CONVERT = "convert it to safetensors with what wrote it, under the parameters' names"
-_WROTE = "give the checkpoints that the training wrote"
-# Files of weights that are no training checkpoint, by first bytes or suffix: what each is, and what to give instead.
+# Files that are no training checkpoint, by first bytes or suffix: what each is, and what to give instead.
 OTHER_KINDS: dict[bytes | str, tuple[str, str]] = {
     b"GGUF": (
         "a GGUF file, llama.cpp's weights for inference, rounded anew and without an optimizer's states",
         "give the checkpoints of safetensors or torch.save that the training wrote, from which it was converted",
     ),
-    b"tjgg": ("a GGML file, the weights of llama.cpp before GGUF", "give what it was converted from"),
-    b"\x89HDF\r\n\x1a\n": ("an HDF5 file, as Keras writes weights", _CONVERT),
-    b"\x93NUMPY": ("a numpy array", _CONVERT),
-    b"TFL3": ("a TensorFlow Lite model", _WROTE),
-    ".onnx": ("an ONNX model", _WROTE),
-    ".msgpack": ("a msgpack file, as Flax writes weights", _CONVERT),
-    b"\x1f\x8b": ("compressed by gzip", "unpack it (gunzip, or tar -xzf)"),
-    b"BZh": ("compressed by bzip2", "unpack it (bunzip2, or tar -xjf)"),
-    b"\xfd7zXZ\x00": ("compressed by xz", "unpack it (unxz, or tar -xJf)"),
-    b"\x28\xb5\x2f\xfd": ("compressed by zstd", "unpack it (unzstd)"),
-    b"7z\xbc\xaf\x27\x1c": ("a 7z archive", "unpack it"),
+    b"\x89HDF\r\n\x1a\n": ("an HDF5 file, as Keras writes weights", "convert it to safetensors"),
+    ".onnx": ("an ONNX model", "give the checkpoints that the training wrote"),
     b"version https://git-lfs": ("a pointer of git-lfs, in place of the file", "fetch it (git lfs pull)"),
-    b"<!doctype html": ("a web page, as a download behind a login leaves", "download it again"),
-    b"<html": ("a web page, as a download behind a login leaves", "download it again"),
+    b"<": ("a web page, as a download behind a login leaves", "download it again"),
 }
+_PACKED = (b"\x1f\x8b", b"BZh", b"\xfd7zXZ\x00", b"\x28\xb5\x2f\xfd", b"7z\xbc\xaf\x27\x1c")
+OTHER_KINDS |= dict.fromkeys(_PACKED, ("compressed", "unpack it"))
 
 
 def refuse_other_kind(path: Path) -> None:
@@ -131,21 +121,8 @@ def refuse_other_kind(path: Path) -> None:
     with path.open("rb") as file:
         head = file.read(64)
     for mark, (name, remedy) in OTHER_KINDS.items():
-        start = head[4:] if mark == b"TFL3" else head
-        if path.suffix == mark if isinstance(mark, str) else start.lower().startswith(mark.lower()):
+        if path.suffix == mark if isinstance(mark, str) else head.startswith(mark):
             raise ValueError(f"{path} is {name}, which is not read: {remedy}")
-    if head[:4] == b"PK\x03\x04" and _holds_arrays_alone(path):
-        raise ValueError(f"{path} is an archive of numpy arrays (.npz), which is not read: {_CONVERT}")
-
-
-def _holds_arrays_alone(path: Path) -> bool:
-    """Return whether a zip archive is one of numpy's."""
-    try:
-        with zipfile.ZipFile(path) as archive:
-            names = archive.namelist()
-    except (zipfile.BadZipFile, ValueError, OSError):
-        return False
-    return bool(names) and all(name.endswith(".npy") for name in names)
 
 
 # Of linux/mman.h, since Linux 5.14; older ones refuse it, and pages come one by one.
@@ -360,7 +337,7 @@ def open_dcp(folder: Path) -> tuple[dict[tuple, Any], list[str]]:
         if hasattr(entry, "properties"):
             sizes = {tuple(chunk.offsets): tuple(chunk.sizes) for chunk in entry.chunks}
             read = functools.partial(_read_tensor, folder, name, entry, chunks.get(name, []), sizes)
-            found[path] = Stored(entry.properties.dtype, tuple(entry.size), read, mapped=len(entry.chunks) == 1)
+            found[path] = Stored(entry.properties.dtype, tuple(entry.size), read, mapped=False)
         elif name in chunks:
             try:
                 found[path] = _plain_value(folder, chunks[name][0][1])
@@ -397,7 +374,7 @@ def _read_tensor(
     if sum(torch.Size(size).numel() for _, size, _ in parts) < torch.Size(entry.size).numel():
         raise ValueError(f"{folder} lacks chunks of {name!r}: copy the whole checkpoint, with the files of all ranks")
     if len(parts) == 1 and parts[0][1] == tuple(entry.size):
-        whole = _chunk(folder, parts[0][2], entry.properties.dtype, parts[0][1])
+        whole = _chunk(folder, parts[0][2])
         return whole if rows is None else whole[rows]
     first, last = (0, entry.size[0]) if rows is None else (rows.start, rows.stop)
     made = torch.empty((last - first, *entry.size[1:]), dtype=entry.properties.dtype, device="cpu")
@@ -406,78 +383,23 @@ def _read_tensor(
         if low >= high or not torch.Size(size).numel():
             continue
         inner = tuple(slice(start, start + length) for start, length in zip(offset[1:], size[1:]))
-        chunk = _chunk(folder, info, entry.properties.dtype, size)
+        chunk = _chunk(folder, info)
         made[(slice(low - first, high - first), *inner)] = chunk[low - offset[0] : high - offset[0]]
     return made
 
 
-def _chunk(folder: Path, info: Any, dtype: torch.dtype, size: tuple[int, ...]) -> Tensor:
-    """Return one chunk: its bytes in the mapped file where they lie as the tensor does, else by torch.load."""
-    numel = torch.Size(size).numel()
-    if not numel:
-        return torch.empty(size, dtype=dtype, device="cpu")
+def _chunk(folder: Path, info: Any) -> Tensor:
+    """Return one chunk, which the next part of the same tensor may be of."""
     file = folder / info.relative_path
-    mapped = _map_file(file, file.stat().st_mtime_ns)
-    record = memoryview(mapped)[info.offset : info.offset + info.length]
-    place = _data_place(record, numel * dtype.itemsize)
-    if place is None or _strides(record) != torch.empty(size, dtype=dtype, device="meta").stride():
-        loaded: Tensor = torch.load(io.BytesIO(record), map_location="cpu", weights_only=True)
-        return loaded.detach()
-    return torch.frombuffer(record, dtype=dtype, count=numel, offset=place).view(size)
+    return _load_record(file, file.stat().st_mtime_ns, info.offset, info.length)
 
 
-def _data_place(record: memoryview, nbytes: int) -> int | None:
-    """Return where the only storage of a record of torch.save begins; None where it is laid out otherwise."""
-    try:
-        archive = zipfile.ZipFile(_View(record))
-    except zipfile.BadZipFile:
-        return None
-    data = [info for info in archive.infolist() if "/data/" in info.filename]
-    if len(data) != 1 or data[0].compress_type != zipfile.ZIP_STORED or data[0].file_size != nbytes:
-        return None
-    header = data[0].header_offset
-    # A local header's names may be padded, so that the lengths of the central directory do not hold for it.
-    name, extra = (int.from_bytes(record[header + at : header + at + 2], "little") for at in (26, 28))
-    return header + 30 + name + extra
-
-
-def _strides(record: memoryview) -> tuple[int, ...] | None:
-    file: Any = _View(record)
-    made = torch.load(file, map_location="meta", weights_only=True)
-    return tuple(made.stride()) if isinstance(made, Tensor) else None
-
-
-class _View(io.RawIOBase):
-    """Bytes in memory as a file, without a copy of them."""
-
-    def __init__(self, content: memoryview) -> None:
-        self._content, self._at = content, 0
-
-    def readable(self) -> bool:
-        return True
-
-    def seekable(self) -> bool:
-        return True
-
-    def seek(self, offset: int, whence: int = 0) -> int:
-        self._at = offset + (0, self._at, len(self._content))[whence]
-        return self._at
-
-    def tell(self) -> int:
-        return self._at
-
-    def readinto(self, buffer: Any) -> int:
-        part = self._content[self._at : self._at + len(buffer)]
-        buffer[: len(part)] = part
-        self._at += len(part)
-        return len(part)
-
-
-@functools.lru_cache(maxsize=64)
-def _map_file(path: Path, _changed: int) -> mmap.mmap:
-    # Private and writable, as torch wants memory to be: nothing is written.
-    with path.open("rb") as file:
-        return mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)
+@functools.lru_cache(maxsize=2)
+def _load_record(file: Path, _changed: int, offset: int, length: int) -> Tensor:
+    with file.open("rb") as opened:
+        opened.seek(offset)
+        loaded: Tensor = torch.load(io.BytesIO(opened.read(length)), map_location="cpu", weights_only=True)
+    return loaded.detach()
 
 
 def _plain_value(folder: Path, info: Any) -> Any:

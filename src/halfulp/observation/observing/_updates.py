@@ -53,12 +53,12 @@ class Layout:
     """The samples of parameters that step together, one after another in float64.
 
     Attributes:
-        places: where the parameters' samples begin and end, for a kernel that compares them.
+        ends: where the parameters' samples begin and end.
     """
 
     def __init__(self, book: Notebook, named: Sequence[tuple[str, str]]) -> None:
         self.book, self.named = book, list(named)
-        self.places: Parts = Parts([0])
+        self.ends: list[int] = [0]
 
     def look(self, tensors: Sequence[torch.Tensor], role: Role | None = None) -> torch.Tensor:
         """Return samples of one tensor per parameter, float64; under a role count the tensors too."""
@@ -67,12 +67,10 @@ class Layout:
             samples = self.book.look_all(role, [(*named, one) for named, one in zip(self.named, found)])
         else:
             samples = look([Look(one.flat, self.book.key(own)) for one, (own, _) in zip(found, self.named)])
-        ends = [0, *itertools.accumulate(map(len, samples))]
-        if ends != self.places.ends.tolist():
-            self.places = Parts(ends)
+        self.ends = [0, *itertools.accumulate(map(len, samples))]
         packed = torch.cat(samples).double()
         if any(one.scale != 1.0 for one in found):
-            packed *= torch.tensor([one.scale for one in found]).repeat_interleave(torch.from_numpy(np.diff(ends)))
+            packed *= torch.tensor([one.scale for one in found]).repeat_interleave(torch.from_numpy(np.diff(self.ends)))
         return packed
 
     def look_at_changes(
@@ -90,7 +88,7 @@ class Layout:
             before, after, wanted: float64, in this layout.
             dtypes: of the parameters that are changed.
         """
-        add_changes(records, before, after, wanted, self.places, as_values=True)
+        add_changes(records, before, after, wanted, self.ends, as_values=True)
         changes = wanted - before
         changes = changes if torch.float64 in dtypes else changes.float()
         parts = zip(self.named, self.parts(changes), dtypes)
@@ -98,7 +96,7 @@ class Layout:
 
     def parts(self, packed: torch.Tensor) -> list[torch.Tensor]:
         """Return the sample of each parameter among packed ones."""
-        return list(packed.split(np.diff(self.places.ends).tolist()))
+        return list(packed.split(np.diff(self.ends).tolist()))
 
 
 def _numbers(tensor: torch.Tensor) -> Stored:
@@ -113,50 +111,37 @@ def count_readable(tensor: torch.Tensor) -> int:
     return -1 if found is None else found.flat.numel()
 
 
-class Parts:
-    """The layout of samples of several tensors, one behind the other, for a kernel that compares them.
+def count_changes(
+    values: Sequence[torch.Tensor], ends: Sequence[int], as_values: bool, decreases: bool
+) -> list[list[float]]:
+    """Return the sums of `changes_table` of each tensor; the arguments are those of `add_changes`."""
+    if select_engine("cpu") != "llvm":
+        return _count_by_numpy(values, ends, as_values, decreases)
+    count = len(ends) - 1
+    chunks, pointers, rows = np.zeros((count, CHUNK), np.int64), np.zeros(3, np.int64), np.zeros(count, np.int64)
+    chunks[:, 1], chunks[:, 2], pointers[:] = ends[:-1], np.diff(ends), [address(one) for one in values]
+    constants, sums = np.array([as_values, 0.0 if decreases else np.inf]), np.zeros((count, CHUNK))
+    given = (*map(address_of, (chunks, pointers, rows, constants)), 0, address_of(sums), 0)
+    run_chunks(compiled(changes_table()), chunks[:, 2], *given)
+    found: list[list[float]] = sums.tolist()
+    return found
 
-    Args:
-        ends: where the parts begin and end: one more than there are tensors.
-    """
 
-    def __init__(self, ends: Sequence[int] | np.ndarray) -> None:
-        self.ends: np.ndarray = np.asarray(ends, np.int64)
-        count = len(self.ends) - 1
-        self._chunks = np.zeros((count, CHUNK), np.int64)
-        self._chunks[:, 1], self._chunks[:, 2] = self.ends[:-1], np.diff(self.ends)
-        self._pointers, self._rows = np.zeros(3, np.int64), np.zeros(count, np.int64)
-        self._constants, self._sums = np.zeros(2), np.zeros((count, CHUNK))
-        arrays = self._chunks, self._pointers, self._rows, self._constants
-        self._given: tuple[int, ...] = (*map(address_of, arrays), 0, address_of(self._sums), 0)
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> Parts:
-        memo[id(self)] = made = Parts(self.ends)  # which has addresses of its own
-        return made
-
-    def count_changes(self, values: Sequence[torch.Tensor], as_values: bool, decreases: bool) -> list[list[float]]:
-        """Return the sums of `changes_table` of each tensor; the arguments are those of `add_changes`."""
-        if select_engine("cpu") != "llvm":
-            return self._count_by_numpy(values, as_values, decreases)
-        self._pointers[:] = [address(one) for one in values]
-        self._constants[:] = as_values, 0.0 if decreases else np.inf
-        run_chunks(compiled(changes_table()), self._chunks[:, 2], *self._given)
-        sums: list[list[float]] = self._sums.tolist()
-        return sums
-
-    def _count_by_numpy(self, values: Sequence[torch.Tensor], as_values: bool, decreases: bool) -> list[list[float]]:
-        """Return the reference."""
-        found = []
-        for start, end in itertools.pairwise(self.ends):
-            b, a, w = (one.numpy()[start:end] for one in values)
-            with np.errstate(invalid="ignore", over="ignore", under="ignore"):
-                w = w - b if as_values else w
-                w, change = np.minimum(w, 0) if decreases else w, a - b
-                counts = (w != 0) & np.isfinite(w) & np.isfinite(change)
-                same = counts & (b.view(np.int64) == a.view(np.int64))
-                w, change = w[counts], change[counts]
-                found.append([float(x.sum()) for x in (counts, same, w**2, w * change)])
-        return found
+def _count_by_numpy(
+    values: Sequence[torch.Tensor], ends: Sequence[int], as_values: bool, decreases: bool
+) -> list[list[float]]:
+    """Return the same without kernels."""
+    found = []
+    for start, end in itertools.pairwise(ends):
+        b, a, w = (one.numpy()[start:end] for one in values)
+        with np.errstate(invalid="ignore", over="ignore", under="ignore"):
+            w = w - b if as_values else w
+            w, change = np.minimum(w, 0) if decreases else w, a - b
+            counts = (w != 0) & np.isfinite(w) & np.isfinite(change)
+            same = counts & (b.view(np.int64) == a.view(np.int64))
+            w, change = w[counts], change[counts]
+            found.append([float(x.sum()) for x in (counts, same, w**2, w * change)])
+    return found
 
 
 def add_changes(
@@ -164,7 +149,7 @@ def add_changes(
     before: torch.Tensor,
     after: torch.Tensor,
     wanted: torch.Tensor,
-    parts: Parts | None = None,
+    ends: Sequence[int] | None = None,
     *,
     known: bool = True,
     decreases: bool = False,
@@ -176,13 +161,13 @@ def add_changes(
         records: one per tensor.
         before, after: sampled values, one tensor's after the other's.
         wanted: the changes that were wanted; where they are not known, the gradients, whose zeros want none.
-        parts: where the tensors lie; None for a single one.
+        ends: where the tensors' parts begin and end: one more than there are tensors; None for a single one.
         known: whether `wanted` is what was wanted.
         decreases: whether wanted decreases alone are counted.
         as_values: whether `wanted` holds the values that were wanted, and not the changes.
     """
     values = [_convert_to_float64(one) for one in (before, after, wanted)]
-    sums = (parts or Parts([0, len(before)])).count_changes(values, as_values, decreases)
+    sums = count_changes(values, ends or [0, len(before)], as_values, decreases)
     for record, (seen, cancelled, square, kept) in zip(records, sums, strict=True):
         record.seen += int(seen)
         record.cancelled += int(cancelled)
@@ -412,7 +397,7 @@ class Updates:
         before = torch.zeros_like(wanted) if before is None else before
         records = [one.record.states.setdefault(key, Realised()) for one in batch.stepped]
         squares = key in AVERAGED_SQUARES
-        add_changes(records, before, now, wanted, batch.layout.places, decreases=squares, as_values=True)
+        add_changes(records, before, now, wanted, batch.layout.ends, decreases=squares, as_values=True)
 
     def _compare_decay(self, batch: Batch) -> None:
         """Compare decoupled decay, which torch's loop rounds by itself."""
@@ -425,7 +410,7 @@ class Updates:
                 one.record.decay = Realised()
             records.append(one.record.decay)
         decayed = (batch.weight.to(batch.stepped[0].parameter.dtype) * factor).double()
-        add_changes(records, batch.weight, decayed, batch.weight * (factor - 1), batch.layout.places)
+        add_changes(records, batch.weight, decayed, batch.weight * (factor - 1), batch.layout.ends)
 
     def _count_unknown(self, batch: Batch, now: torch.Tensor) -> None:
         """Count lost updates that no shadow steps: of halfulp's optimizers, or of no known formula."""
