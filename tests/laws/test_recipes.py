@@ -1,6 +1,7 @@
 """Law: every recipe survives JSON, explains itself, trains, does what it says, and reverts."""
 
 import copy
+import functools
 import json
 
 import pytest
@@ -59,28 +60,35 @@ def test_every_recipe_takes_steps(name: str, seed: int) -> None:
     assert {value.dtype for value in optimizer.float32_state_dict(ours).values()} == {torch.float32}
 
 
-@pytest.mark.parametrize("name", [name for name in recipes.names() if recipes.get(name).narrow])
-def test_a_normal_cnn_trains_under_every_narrow_recipe(name: str, seed: int) -> None:
-    """float32 images in, float32 logits out, and the loss within a tenth of float32's own course."""
+def course(model: nn.Module, optimizer: torch.optim.Optimizer, x: torch.Tensor, labels: torch.Tensor) -> float:
+    for _ in range(30):
+        optimizer.zero_grad()
+        loss = nn.functional.cross_entropy(model(x), labels)
+        loss.backward()
+        optimizer.step()
+    return loss.item()
+
+
+@functools.cache
+def plain_course(seed: int) -> tuple[nn.Module, torch.Tensor, torch.Tensor, float]:
+    """A model, images, their labels, and the loss after a course in float32."""
+    torch.manual_seed(seed)
     x = torch.randn(12, 1, 6, 6)
     labels = x.mean((1, 2, 3)).mul(6).round().clamp(-1, 1).long() + 1
     start = resnet()
-
-    def course(model: nn.Module, optimizer: torch.optim.Optimizer) -> float:
-        for _ in range(30):
-            optimizer.zero_grad()
-            loss = nn.functional.cross_entropy(model(x), labels)
-            loss.backward()
-            optimizer.step()
-        return loss.item()
-
     plain = copy.deepcopy(start)
-    wanted = course(plain, torch.optim.SGD(plain.parameters(), lr=0.1))
+    return start, x, labels, course(plain, torch.optim.SGD(plain.parameters(), lr=0.1), x, labels)
+
+
+@pytest.mark.parametrize("name", [name for name in recipes.names() if recipes.get(name).narrow])
+def test_a_normal_cnn_trains_under_every_narrow_recipe(name: str, seed: int) -> None:
+    """float32 images in, float32 logits out, and the loss within a tenth of float32's own course."""
+    start, x, labels, wanted = plain_course(seed)
     ours, optimizer = converted(name, copy.deepcopy(start), "AdamW" if "feedback" in name else "SGD", lr=0.1)
     assert {b.dtype for b in ours.buffers() if b.is_floating_point()} == (
         {torch.float32} if recipes.get(name).float32 else {torch.bfloat16}
     )
-    got = course(ours, optimizer)
+    got = course(ours, optimizer, x, labels)
     assert ours(x).dtype == torch.float32
     if "feedback" not in name:
         assert abs(got - wanted) < 0.1 * max(wanted, 0.5)

@@ -41,7 +41,7 @@ def _run(engine, seed, rule, update, store, codec, gradient, steps=3, **more):
     return snapshot(optimizer), optimizer
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(("rule", "update", "store", "codec", "gradient"), covering())
 def test_compiled_equals_reference(seed, rule, update, store, codec, gradient):
     case = (seed, rule, update, store, CODECS[codec], gradient)

@@ -171,7 +171,7 @@ def test_places_are_aligned_runs_and_depend_on_seed_step_and_name():
     assert torch.equal(places[0], sampled_places(keys[0], 10**6))
 
 
-@pytest.mark.parametrize("elements", [4097, 4224, 5000, 40_000, 40_960])
+@pytest.mark.parametrize("elements", [4097, 5000, 40_960])
 def test_every_run_has_the_same_chance(elements):
     runs, trials = -(-elements // RUN), 3000
     starts = [start for step in range(trials) for start in run_starts(place_key(3, step, "w"), elements)]
