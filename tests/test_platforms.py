@@ -57,9 +57,10 @@ ALLOWED = {
 }
 
 
-def _guarded(node: ast.AST, parents: dict[ast.AST, ast.AST]) -> bool:
+def _guarded(node: ast.AST, tree: ast.AST) -> bool:
     """Whether an `if` or a conditional expression above asks hasattr for the same name."""
     attribute = node.attr if isinstance(node, ast.Attribute) else ""
+    parents = {child: parent for parent in ast.walk(tree) for child in ast.iter_child_nodes(parent)}
     while node in parents:
         node = parents[node]
         if isinstance(node, ast.If | ast.IfExp):
@@ -73,24 +74,19 @@ def _guarded(node: ast.AST, parents: dict[ast.AST, ast.AST]) -> bool:
 def found_in(text: str) -> list[str]:
     """Everything in a source that not every system has, unguarded, and text without an encoding."""
     tree = ast.parse(text)
-    parents = {child: node for node in ast.walk(tree) for child in ast.iter_child_nodes(node)}
-    documentation = {
-        id(node.body[0].value)
-        for node in ast.walk(tree)
-        if isinstance(node, ast.Module | ast.FunctionDef | ast.ClassDef)
-        and node.body
-        and isinstance(node.body[0], ast.Expr)
-    }
-    found = []
-    for node in ast.walk(tree):
-        if isinstance(node, ast.Import):
+    documentation, found = set(), []
+    for node in ast.walk(tree):  # what is documented comes before its words
+        if isinstance(node, ast.Module | ast.FunctionDef | ast.ClassDef):
+            if node.body and isinstance(node.body[0], ast.Expr):
+                documentation.add(id(node.body[0].value))
+        elif isinstance(node, ast.Import):
             found += [alias.name for alias in node.names if alias.name.split(".")[0] in SOME_MODULES]
         elif isinstance(node, ast.ImportFrom) and not node.level:
             module = (node.module or "").split(".")[0]
             found += [module] if module in SOME_MODULES else []
             found += [f"{module}.{a.name}" for a in node.names if a.name in SOME_NAMES.get(module, ())]
         elif isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name):
-            if node.attr in SOME_NAMES.get(node.value.id, ()) and not _guarded(node, parents):
+            if node.attr in SOME_NAMES.get(node.value.id, ()) and not _guarded(node, tree):
                 found.append(f"{node.value.id}.{node.attr}")
         elif isinstance(node, ast.Constant) and isinstance(node.value, str) and id(node) not in documentation:
             found += [node.value] if node.value.startswith(SOME_PLACES) or node.value in SOME_MODULES else []

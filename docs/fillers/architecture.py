@@ -1,6 +1,7 @@
 """The house: its floors by who imports whom, and its rooms by their own first lines."""
 
 import ast
+import functools
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -19,6 +20,7 @@ def _imported(file: Path) -> Iterator[str]:
             yield from (".".join([*base, name.name]).split(".")[1] for name in node.names)
 
 
+@functools.cache
 def _packages() -> dict[str, set[str]]:
     """Each package, and the packages that it imports; packages that import less come first."""
     names = {folder.name for folder in SOURCE.iterdir() if (folder / "__init__.py").exists()}

@@ -138,9 +138,10 @@ def test_a_batch_as_large_as_a_layer_is_wide_takes_no_graph_of_its_own(seed):
             compiled(torch.randn(rows, 6)).sum().backward()
 
 
-@pytest.mark.parametrize(
-    ("name", "dynamic", "graphs"), [("mlp", None, 2), *drawn([("mlp", True, 1), ("gpt", True, 1)], 1, "dynamic")]
-)
+DYNAMIC = [("mlp", None, 2), ("mlp", True, 1), ("gpt", True, 1)]
+
+
+@pytest.mark.parametrize(("name", "dynamic", "graphs"), drawn(DYNAMIC, 1, "dynamic"))
 def test_a_dynamic_batch_takes_one_graph_and_two_at_most(name, dynamic, graphs, seed):
     make, batch = MODELS[name]
     model = scalify(make(), torch.float32)

@@ -359,7 +359,7 @@ def _values(x):
 
 
 @pytest.mark.filterwarnings("ignore:.*torch.jit.script:DeprecationWarning")  # torch's own, as it loads its formulas
-@pytest.mark.parametrize("storage", [torch.float32, torch.float16], ids=str)
+@pytest.mark.parametrize("storage", drawn([torch.float32, torch.float16], 1, "transforms"), ids=str)
 def test_transforms_with_respect_to_inputs(storage, seed):
     plain, x = _net(), torch.randn(ROWS, 4)
     scaled = hu.scalify(copy.deepcopy(plain), storage)

@@ -113,11 +113,11 @@ def test_one_scale_serves_one_head(data, seed: int) -> None:
     task = TwoHeads()
     inputs, targets = next(task.batches(data, seed, 1))
     shares = {}
-    for policy, scale in (("constant", 2.0), ("amax", 2.0**16)):
+    for policy, scale, steps in (("constant", 2.0, 2), ("amax", 2.0**16, 24)):
         model = task.model(data, seed)
         scaler = AdaptiveGradScaler(model, format="e5m2", policy=policy, init_scale=scale)
         optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
-        for _ in range(24):
+        for _ in range(steps):
             optimizer.zero_grad()
             scaler.scale(task.loss(model(inputs), targets)).backward()
             scaler.step(optimizer)
