@@ -70,7 +70,7 @@ class Layout:
         self.ends = [0, *itertools.accumulate(map(len, samples))]
         packed = torch.cat(samples).double()
         if any(one.scale != 1.0 for one in found):
-            packed *= torch.tensor([one.scale for one in found]).repeat_interleave(torch.from_numpy(np.diff(self.ends)))
+            packed *= torch.from_numpy(np.repeat([one.scale for one in found], np.diff(self.ends)))
         return packed
 
     def look_at_changes(
