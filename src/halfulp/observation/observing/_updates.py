@@ -15,6 +15,7 @@ from ...kernels._table import CHUNK
 from ...optim import Optimizer
 from ...optim._float32_weights import read_weights
 from ...optim.parameters._parameter_plan import ParameterPlan
+from ...optim.states._codec import Plain
 from ...optim.step._kernel import change_by_rule
 from .._record import ParameterRecord, Realised, Role, RoundingRecord
 from ..sampling._device_functions import changes_table
@@ -345,8 +346,7 @@ class Updates:
             one.weight = one.weight if shown is None else shown
             found = halfulp_change(self.optimizer, one.parameter, one.options, one.gradient, one.weight, key)
             if found is not None:
-                one.change, one.wanted_states = found
-                one.states = dict(decoded_states(self.optimizer._plans[one.parameter], key))
+                one.change, one.wanted_states, one.states = found
 
     def after(self) -> None:
         """Compare with what the step has made of it."""
@@ -610,8 +610,8 @@ def halfulp_change(
     gradient: torch.Tensor,
     weight: torch.Tensor,
     key: int,
-) -> tuple[torch.Tensor, dict[str, torch.Tensor]] | None:
-    """Return the change that the float32 rule makes to sampled weights, and the states that it wants.
+) -> tuple[torch.Tensor, dict[str, torch.Tensor], dict[str, torch.Tensor]] | None:
+    """Return the change that the float32 rule makes to sampled weights, the states that it wants, and those before.
 
     None where it is not computed from such numbers: before the first step, under `wrap` or scaled parameters, and where
     the rule looks at whole tensors first.
@@ -620,14 +620,17 @@ def halfulp_change(
     rule = optimizer.rule(group)
     if plan is None or plan.spec.scaled or rule.assigns or rule.is_late:
         return None
-    states = decoded_states(plan, key).values()
+    states = decoded_states(plan, key)
     step = plan.state["step"] + 1
-    change, new = change_by_rule(rule, weight, gradient, states, rule.values(group, step))
-    return change, dict(zip([slot.name for slot in rule.states], new))
+    change, new = change_by_rule(rule, weight, gradient, states.values(), rule.values(group, step))
+    return change, dict(zip(states, new)), states
 
 
 def decoded_states(plan: ParameterPlan, key: int) -> dict[str, torch.Tensor]:
     """Return samples of a parameter's states as float32 values, whatever they are stored as."""
-    names = [slot.name for slot in plan.spec.rule.states]
-    decoded = (codec.decode(tensors).reshape(-1) for codec, tensors in zip(plan.spec.codecs, plan.states))
-    return {name: sampled(values, key) for name, values in zip(names, decoded)}
+    found = {}
+    for slot, codec, tensors in zip(plan.spec.rule.states, plan.spec.codecs, plan.states):
+        # What stores numbers as they are need not be decoded where no sample looks.
+        values = tensors[0] if isinstance(codec, Plain) else codec.decode(tensors)
+        found[slot.name] = sampled(values.reshape(-1), key)
+    return found

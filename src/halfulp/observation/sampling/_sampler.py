@@ -568,12 +568,16 @@ def check_kernels(dtype: torch.dtype) -> None:
 
 def sampled(flat: torch.Tensor, key: int) -> torch.Tensor:
     """Return a copy of a contiguous tensor's sampled elements, in float32 (float64 of float64), on the CPU."""
-    flat, count = to_wide(flat.detach()).view(-1), flat.numel()
+    given = to_wide(flat.detach()).view(-1)
+    taken, count = given, given.numel()
     if count > MOST:
         runs, whole = _whole_runs(key, count), count // RUN * RUN
-        taken = flat[:whole].view(-1, RUN).index_select(0, runs.to(flat.device)).view(-1)
-        flat = taken if len(runs) == RUNS else torch.cat([taken, flat[whole:]])
-    return flat.to("cpu", torch.float64 if flat.dtype == torch.float64 else torch.float32, copy=True)
+        taken = given[:whole].view(-1, RUN).index_select(0, runs if given.is_cpu else runs.to(given.device)).view(-1)
+        taken = taken if len(runs) == RUNS else torch.cat([taken, given[whole:]])
+    if taken.is_cpu:
+        wide = taken if taken.dtype == torch.float64 else taken.float()
+        return wide.clone() if wide is given else wide
+    return taken.to("cpu", torch.float64 if taken.dtype == torch.float64 else torch.float32)
 
 
 def compute_extremes(flat: torch.Tensor, largest: float, totals: Totals) -> None:
