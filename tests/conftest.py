@@ -107,7 +107,6 @@ def pytest_collection_finish(session: pytest.Session) -> None:
 @pytest.fixture(scope="module", autouse=True)
 def _leave_nothing() -> Iterator[None]:
     """What a module's tests compiled goes with them; what stays is not looked through again by gc and `scalify`."""
-    _time_no_guards()
     yield
     if "torch._dynamo" in sys.modules:
         with warnings.catch_warnings():  # it imports the compiler, which uses what torch has deprecated
@@ -116,12 +115,6 @@ def _leave_nothing() -> Iterator[None]:
     gc.collect()
     gc.freeze()
     _return_free_memory()
-
-
-def _time_no_guards() -> None:
-    """Dynamo would time the guards of each graph, and empty the processor's caches for it: 20 ms a compilation."""
-    if guards := sys.modules.get("torch._dynamo.guards"):
-        guards.profile_guard_manager = lambda *_: 0.0
 
 
 def _return_free_memory() -> None:
@@ -145,7 +138,6 @@ def fresh_compiler() -> Iterator[None]:
     """torch.compile without what tests before compiled, and none of this one's afterwards; its counters at 0."""
     from torch._dynamo.utils import counters
 
-    _time_no_guards()
     torch._dynamo.reset()
     counters.clear()
     yield

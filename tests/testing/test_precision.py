@@ -132,6 +132,8 @@ def test_differences_are_those_of_a_step_by_hand(seed):
     by_hand = copy.deepcopy(ours)
     loss(by_hand(x)).backward()
     narrow = hu.convert(copy.deepcopy(ours), "bf16-master")
+    # It may turn a weight half-way between two: until then the low bits of all have to fit into 16.
+    hu.recipes.optimizer(narrow, "AdamW")
     loss(narrow(x)).backward()
     found = {one.name: one.relative for one in check.differences}
     for name, p in by_hand.named_parameters():
