@@ -10,7 +10,7 @@ import math
 import random
 import types
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import numpy as np
@@ -20,7 +20,6 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.nn.modules import module as _torch_module
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils._device import DeviceContext
-from torch.utils._pytree import tree_leaves, tree_map
 from torch.utils.hooks import RemovableHandle
 
 from ...kernels import in_float64
@@ -207,47 +206,24 @@ _GLOBAL_HOOKS = (
 
 
 class SecondRun:
-    """A copy of a module and its inputs, as they are when this is made; parameters are shared."""
+    """A module and all that its forward pass depends on, as they are when this is made."""
 
     def __init__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         # Another run of the wrapper would prepare its reduction of gradients anew.
-        module = module.module if isinstance(module, DistributedDataParallel) else module
-        self._parameters = [(p, p._version) for p in module.parameters() if not p.is_inference()]
-        self.hooks_left_out: bool = any(getattr(_torch_module, name) for name in _GLOBAL_HOOKS)
+        self._module: nn.Module = module.module if isinstance(module, DistributedDataParallel) else module
+        copier = Copier()
+        self._args, self._kwargs = copier.copy((args, kwargs), objects=True)
+        copier.modules.extend(self._module.modules())
+        self._states: dict[nn.Module, dict[str, Any]] = {}
+        for one in copier.modules:  # which grows by the modules that those before keep in lists
+            for inner in one.modules():
+                if inner not in self._states:
+                    self._states[inner] = copier.state(inner)
+        self.hooks_left_out: bool = copier.hooks_left_out or any(getattr(_torch_module, name) for name in _GLOBAL_HOOKS)
         self._random = RandomState()
-        self._copied = self._copy((module, args, kwargs))
+        self._own_random = [own_state(generator) for generator in copier.generators]
+        self._parameters = [(p, p._version) for p in self._module.parameters() if not p.is_inference()]
         self._drew = False
-
-    def _copy(self, given: tuple[nn.Module, Any, Any]) -> tuple[nn.Module, Any, Any]:
-        """Copy all that a forward pass depends on, but for parameters, users' hooks, and objects that modules hold."""
-        root, *inputs = given
-        modules = list(reachable_modules(root))
-        memo: dict[int, Any] = {id(p): p for one in modules for p in one._parameters.values()}
-        held = [(name, value) for one in modules for name, value in vars(one).items()]
-        for name, value in held:
-            if name in HOOKS:
-                memo[id(value)] = self._without_users_hooks(value)
-            elif not (isinstance(value, COPIED) or dataclasses.is_dataclass(value) or hasattr(value, "__deepcopy__")):
-                memo[id(value)] = value  # it may be a trainer, with all that belongs to it
-        for x in (*tree_leaves(inputs), *(value for _, value in held)):
-            # copy.deepcopy refuses results of operations, and generators.
-            if isinstance(x, torch.Tensor) and not isinstance(x, nn.Parameter):
-                memo[id(x)] = x.detach().clone().requires_grad_(x.requires_grad)
-            elif isinstance(x, torch.Generator):
-                memo[id(x)] = x.clone_state()
-        made = copy.deepcopy(given, memo)
-        self._generators = [(one, own_state(one)) for one in memo.values() if isinstance(one, GENERATORS)]
-        return made
-
-    def _without_users_hooks(self, hooks: Any) -> Any:
-        """Return hooks of torch.nn.utils alone, which compute a module's weight and belong to its forward pass."""
-        kept = copy.copy(hooks)
-        for key, hook in hooks.items():
-            home = getattr(hook, "__module__", None) or type(hook).__module__
-            if not home.startswith("torch.nn.utils"):
-                del kept[key]
-                self.hooks_left_out = True
-        return kept
 
     def why_not(self) -> str | None:
         """Return why the module's run cannot be compared with another one; None where it can be."""
@@ -258,49 +234,27 @@ class SecondRun:
         return None
 
     def run(self) -> Any:
-        """Run a copy of the copy in eager mode; buffers, attributes and generators stay as they are."""
-        module, args, kwargs = self._copy(self._copied)
+        """Run the module in eager mode on the same inputs; buffers, attributes and generators stay as they are."""
+        copier = Copier()
+        args, kwargs = copier.copy((self._args, self._kwargs), objects=True)
+        states = {module: copier.state_of(state) for module, state in self._states.items()}
         now = RandomState()
         try:
             self._random.put_back()
-            with _run_as_called():
-                args, kwargs = tree_map(_as_result, (args, kwargs))
-                output = module(*args, **kwargs)
-            drew = any(not _same(own_state(one), state) for one, state in self._generators)
-            self._drew = drew or not self._random.is_current()
+            with _run_as_called(), _replace_states(states):
+                args, kwargs = _not_leaves((args, kwargs), {})
+                output = self._module(*args, **kwargs)
+            drawn = [own_state(generator) for generator in copier.generators]
+            self._drew = not self._random.is_current() or not same_states(drawn, self._own_random)
             return output
         finally:
             now.put_back()
-
-
-def reachable_modules(root: nn.Module) -> Iterator[nn.Module]:
-    """Yield a module's parts, and the parts of modules that these keep in lists, tuples and dicts, each once."""
-    found: dict[nn.Module, None] = {}
-    left = [root]
-    while left:
-        for one in left.pop().modules():
-            if one not in found:
-                found[one] = None
-                values = [list(x.values()) if isinstance(x, dict) else x for x in vars(one).values()]
-                left += [m for x in values if isinstance(x, list | tuple) for m in x if isinstance(m, nn.Module)]
-    yield from found
-
-
-def _as_result(value: Any) -> Any:
-    """Return an input that requires gradients as a forward pass sees it, which may change it in place."""
-    is_leaf = isinstance(value, torch.Tensor) and value.requires_grad and not isinstance(value, nn.Parameter)
-    return value.clone() if is_leaf else value
 
 
 def why_never(module: nn.Module) -> str | None:
     """Return why a module is never run a second time; None where it may be."""
     if any(hasattr(parameter, "placements") for parameter in module.parameters()):
         return "its parameters are sharded, and another run would communicate"
-    own = ((one, vars(one).get("forward")) for one in module.modules())
-    if any(forward is not None and getattr(forward, "__self__", one) is not one for one, forward in own):
-        return "the forward method of one of its modules is another object's"
-    if any(isinstance(vars(one).get("forward"), types.FunctionType) for one in module.modules()):
-        return "the forward method of one of its modules was replaced by a function, which a copy would share"
     modes = torch.overrides._get_current_function_mode_stack()
     if torch._C._len_torch_dispatch_stack() or any(not isinstance(mode, DeviceContext) for mode in modes):
         return "it runs under a mode that changes or watches its functions"
@@ -330,15 +284,148 @@ def _run_as_called() -> Iterator[None]:
             getattr(_torch_module, name).update(hooks)
 
 
+@contextlib.contextmanager
+def _replace_states(states: dict[nn.Module, dict[str, Any]]) -> Iterator[None]:
+    """Give modules other buffers and attributes for a while; their own, and their versions, stay untouched."""
+    held = {module: dict(vars(module)) for module in states}
+    try:
+        for module, state in states.items():
+            _set(vars(module), state)
+        yield
+    finally:
+        for module, state in held.items():
+            _set(vars(module), state)
+
+
+def _set(attributes: dict[str, Any], state: dict[str, Any]) -> None:
+    attributes.clear()
+    attributes.update(state)
+
+
+def _not_leaves(value: Any, made: dict[int, Any]) -> Any:
+    """Return inputs that require gradients as a forward pass sees them, which may change them in place."""
+    if isinstance(value, torch.Tensor):
+        if value.requires_grad and not isinstance(value, nn.Parameter):
+            return made.setdefault(id(value), value.clone())
+        return value
+    if type(value) in (tuple, list):
+        return type(value)(_not_leaves(item, made) for item in value)
+    if type(value) is dict:
+        return {key: _not_leaves(item, made) for key, item in value.items()}
+    return value
+
+
 def _itself(tensor: torch.Tensor) -> torch.Tensor:
     return tensor
 
 
 GENERATORS = (torch.Generator, np.random.Generator, np.random.RandomState, random.Random)
 HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
-# What a module may hold that its forward pass changes.
-_CONTAINERS = (list, dict, deque, set, tuple, types.SimpleNamespace)
-COPIED = (nn.Module, torch.Tensor, *GENERATORS, *_CONTAINERS, types.MethodType, functools.partial)
+# What every module has and no forward pass changes, beside what is looked at by itself.
+_OF_EVERY_MODULE = frozenset(vars(nn.Module())) - {"_buffers", "_parameters", "_modules", "training", *HOOKS}
+_SHARED = (nn.Module, nn.Parameter, torch.Size, type, types.FunctionType, types.ModuleType, types.MethodType)
+
+
+class Copier:
+    """Copies values of one moment; what is the same object in two places is the same copy in both.
+
+    Attributes:
+        modules: met in values; they are not copied.
+        generators: copies of the random generators met, in order.
+        hooks_left_out: whether a module's hooks that are not torch's own were left out.
+    """
+
+    def __init__(self) -> None:
+        self.modules: list[nn.Module] = []
+        self.generators: list[Any] = []
+        self.hooks_left_out: bool = False
+        self._made: dict[int, tuple[Any, Any]] = {}
+
+    def copy(self, value: Any, objects: bool) -> Any:
+        """Return a copy: of tensors, generators, containers, data classes, and what these hold.
+
+        Args:
+            value: anything. Modules, parameters, and what else is not named here, are returned as they are.
+            objects: whether other objects are copied too, attribute by attribute, as inputs are. What a module holds
+                may be a trainer with all that belongs to it.
+        """
+        known = self._made.get(id(value))
+        if known is not None:
+            return known[1]
+        made = self._copy(value, objects)
+        self._made[id(value)] = (value, made)  # the value too, so that its id stays its own
+        return made
+
+    def state(self, module: nn.Module) -> dict[str, Any]:
+        """Return a module's `vars` with copies of its buffers and attributes, without its users' hooks."""
+        return self.state_of(vars(module))
+
+    def state_of(self, attributes: dict[str, Any]) -> dict[str, Any]:
+        """Return a copy of a module's attributes."""
+        made = {}
+        for key, value in attributes.items():
+            if key in _OF_EVERY_MODULE:
+                made[key] = value
+            elif key in HOOKS:
+                made[key] = self._without_users_hooks(value)
+            else:
+                made[key] = self.copy(value, objects=False)
+        return made
+
+    def _without_users_hooks(self, hooks: Any) -> Any:
+        kept = copy.copy(hooks)
+        for key, hook in hooks.items():
+            # Those of torch.nn.utils compute the module's weight, and belong to its forward pass.
+            home = getattr(hook, "__module__", None) or type(hook).__module__
+            if not home.startswith("torch.nn.utils"):
+                del kept[key]
+                self.hooks_left_out = True
+        return kept
+
+    def _copy(self, value: Any, objects: bool) -> Any:
+        if isinstance(value, nn.Module):
+            self.modules.append(value)
+        if isinstance(value, _SHARED):
+            return value
+        if isinstance(value, torch.Tensor):
+            return value.detach().clone().requires_grad_(value.requires_grad)
+        if isinstance(value, GENERATORS):
+            made = value.clone_state() if isinstance(value, torch.Generator) else copy.deepcopy(value)
+            self.generators.append(made)
+            return made
+        if isinstance(value, list | dict | deque | set | tuple):
+            return self._copy_container(value, objects)
+        if dataclasses.is_dataclass(value) or isinstance(value, types.SimpleNamespace) or objects:
+            return self._copy_object(value, objects)
+        return value
+
+    def _copy_container(self, value: Any, objects: bool) -> Any:
+        if isinstance(value, tuple):
+            parts = [self.copy(item, objects) for item in value]
+            if all(a is b for a, b in zip(parts, value)):
+                return value
+            return type(value)(*parts) if hasattr(value, "_make") else type(value)(parts)
+        made = copy.copy(value)
+        self._made[id(value)] = (value, made)  # before its items, one of which may lead back to it
+        if isinstance(value, dict):
+            for key, item in value.items():
+                made[key] = self.copy(item, objects)
+        elif not isinstance(value, set):
+            for position, item in enumerate(value):
+                made[position] = self.copy(item, objects)
+        return made
+
+    def _copy_object(self, value: Any, objects: bool) -> Any:
+        attributes = getattr(value, "__dict__", None)
+        if not attributes:
+            return value
+        made = copy.copy(value)
+        if made is value:  # such as an enum's member
+            return value
+        self._made[id(value)] = (value, made)
+        for key, item in attributes.items():
+            object.__setattr__(made, key, self.copy(item, objects))
+        return made
 
 
 _Source = tuple[Callable[[], Any], Callable[[Any], Any]]
@@ -370,6 +457,11 @@ def own_state(generator: Any) -> Any:
     if isinstance(generator, np.random.RandomState):
         return generator.get_state(legacy=False)
     return generator.getstate() if isinstance(generator, random.Random) else None
+
+
+def same_states(one: Iterable[Any], other: Iterable[Any]) -> bool:
+    """Return whether two lists of `own_state` are equal."""
+    return _same(list(one), list(other))
 
 
 def _sources() -> list[_Source]:
