@@ -337,7 +337,7 @@ def open_dcp(folder: Path) -> tuple[dict[tuple, Any], list[str]]:
         if hasattr(entry, "properties"):
             sizes = {tuple(chunk.offsets): tuple(chunk.sizes) for chunk in entry.chunks}
             read = functools.partial(_read_tensor, folder, name, entry, chunks.get(name, []), sizes)
-            found[path] = Stored(entry.properties.dtype, tuple(entry.size), read, mapped=False)
+            found[path] = Stored(entry.properties.dtype, tuple(entry.size), read, mapped=len(entry.chunks) == 1)
         elif name in chunks:
             try:
                 found[path] = _plain_value(folder, chunks[name][0][1])
@@ -374,7 +374,7 @@ def _read_tensor(
     if sum(torch.Size(size).numel() for _, size, _ in parts) < torch.Size(entry.size).numel():
         raise ValueError(f"{folder} lacks chunks of {name!r}: copy the whole checkpoint, with the files of all ranks")
     if len(parts) == 1 and parts[0][1] == tuple(entry.size):
-        whole = _chunk(folder, parts[0][2])
+        whole = _chunk(folder, parts[0][2], entry.properties.dtype, parts[0][1])
         return whole if rows is None else whole[rows]
     first, last = (0, entry.size[0]) if rows is None else (rows.start, rows.stop)
     made = torch.empty((last - first, *entry.size[1:]), dtype=entry.properties.dtype, device="cpu")
@@ -383,23 +383,78 @@ def _read_tensor(
         if low >= high or not torch.Size(size).numel():
             continue
         inner = tuple(slice(start, start + length) for start, length in zip(offset[1:], size[1:]))
-        chunk = _chunk(folder, info)
+        chunk = _chunk(folder, info, entry.properties.dtype, size)
         made[(slice(low - first, high - first), *inner)] = chunk[low - offset[0] : high - offset[0]]
     return made
 
 
-def _chunk(folder: Path, info: Any) -> Tensor:
-    """Return one chunk, which the next part of the same tensor may be of."""
+def _chunk(folder: Path, info: Any, dtype: torch.dtype, size: tuple[int, ...]) -> Tensor:
+    """Return one chunk: its bytes in the mapped file where they lie as the tensor does, else by torch.load."""
+    numel = torch.Size(size).numel()
+    if not numel:
+        return torch.empty(size, dtype=dtype, device="cpu")
     file = folder / info.relative_path
-    return _load_record(file, file.stat().st_mtime_ns, info.offset, info.length)
+    mapped = _map_file(file, file.stat().st_mtime_ns)
+    record = memoryview(mapped)[info.offset : info.offset + info.length]
+    place = _data_place(record, numel * dtype.itemsize)
+    if place is None or _strides(record) != torch.empty(size, dtype=dtype, device="meta").stride():
+        loaded: Tensor = torch.load(io.BytesIO(record), map_location="cpu", weights_only=True)
+        return loaded.detach()
+    return torch.frombuffer(record, dtype=dtype, count=numel, offset=place).view(size)
 
 
-@functools.lru_cache(maxsize=2)
-def _load_record(file: Path, _changed: int, offset: int, length: int) -> Tensor:
-    with file.open("rb") as opened:
-        opened.seek(offset)
-        loaded: Tensor = torch.load(io.BytesIO(opened.read(length)), map_location="cpu", weights_only=True)
-    return loaded.detach()
+def _data_place(record: memoryview, nbytes: int) -> int | None:
+    """Return where the only storage of a record of torch.save begins; None where it is laid out otherwise."""
+    try:
+        archive = zipfile.ZipFile(_View(record))
+    except zipfile.BadZipFile:
+        return None
+    data = [info for info in archive.infolist() if "/data/" in info.filename]
+    if len(data) != 1 or data[0].compress_type != zipfile.ZIP_STORED or data[0].file_size != nbytes:
+        return None
+    header = data[0].header_offset
+    # A local header's names may be padded, so that the lengths of the central directory do not hold for it.
+    name, extra = (int.from_bytes(record[header + at : header + at + 2], "little") for at in (26, 28))
+    return header + 30 + name + extra
+
+
+def _strides(record: memoryview) -> tuple[int, ...] | None:
+    file: Any = _View(record)
+    made = torch.load(file, map_location="meta", weights_only=True)
+    return tuple(made.stride()) if isinstance(made, Tensor) else None
+
+
+class _View(io.RawIOBase):
+    """Bytes in memory as a file, without a copy of them."""
+
+    def __init__(self, content: memoryview) -> None:
+        self._content, self._at = content, 0
+
+    def readable(self) -> bool:
+        return True
+
+    def seekable(self) -> bool:
+        return True
+
+    def seek(self, offset: int, whence: int = 0) -> int:
+        self._at = offset + (0, self._at, len(self._content))[whence]
+        return self._at
+
+    def tell(self) -> int:
+        return self._at
+
+    def readinto(self, buffer: Any) -> int:
+        part = self._content[self._at : self._at + len(buffer)]
+        buffer[: len(part)] = part
+        self._at += len(part)
+        return len(part)
+
+
+@functools.lru_cache(maxsize=64)
+def _map_file(path: Path, _changed: int) -> mmap.mmap:
+    # Private and writable, as torch wants memory to be: nothing is written.
+    with path.open("rb") as file:
+        return mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)
 
 
 def _plain_value(folder: Path, info: Any) -> Any:
