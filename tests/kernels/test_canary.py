@@ -87,7 +87,7 @@ def test_check_bits():
 
 def test_a_wrong_kernel_raises(monkeypatch):
     monkeypatch.setattr(_kernels, "_checked", set())
-    idle = Kernel(lambda packed: None, lambda *arguments: b"", 0)
+    idle = Kernel(lambda packed: None, lambda *arguments: b"")
     monkeypatch.setattr(_kernels, "_kernel", lambda *arguments: idle)
     _kernels.prepare.cache_clear()
     _quantize._plan_at_once.cache_clear()

@@ -159,6 +159,8 @@ def test_what_a_class_decides_is_no_option_of_it():
     assert "decoupled_weight_decay" not in str(said.value)
     with pytest.raises(TypeError, match="AdamW's weight decay is always decoupled"):
         hu.AdamW([weight], decoupled_weight_decay=False)
+    with pytest.raises(ValueError, match="decoupled_weight_decay=False in a group: this optimizer has True"):
+        hu.AdamW([{"params": [weight], "decoupled_weight_decay": False}])
     with pytest.raises(TypeError, match=r"Allowed: .*decoupled_weight_decay"):
         hu.Adam([weight], decay=0.1)
 

@@ -8,7 +8,7 @@ import math
 import numbers
 import sys
 import warnings
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import Any, TypedDict
 
 import torch
@@ -66,7 +66,7 @@ def _describe(optimizer: torch.optim.Optimizer) -> dict[str, str]:
     }
     for number, group in enumerate(optimizer.param_groups):
         for name, value in group.items():
-            if name in _OTHER_KEYS or name == "report_interval":
+            if name in _OTHER_KEYS or name == "report_interval" or name not in optimizer.defaults:  # a user's own
                 continue
             if name == "weight_update" or isinstance(value, bool | int | float | str | tuple | torch.dtype | State):
                 found[f"{name} of group {number}"] = str(getattr(value, "name", value))
@@ -96,6 +96,17 @@ def check_parameters(params: object) -> None:
         raise TypeError(
             f"an optimizer takes parameters, named ones or param groups, got {a_kind(params)}: give {remedy}"
         )
+
+
+def check_fixed_options(group: dict, defaults: Mapping[str, Any], fixed: Iterable[str]) -> None:
+    """Refuse another value for an option that an optimizer does not let its user choose.
+
+    Raises:
+        ValueError: a group has one.
+    """
+    for name in fixed:
+        if group[name] != defaults[name]:
+            raise ValueError(f"{name}={group[name]!r} in a group: this optimizer has {defaults[name]}; leave it out")
 
 
 def check_group(group: dict, options: Iterable[str] = ()) -> None:

@@ -17,6 +17,7 @@ from ._group_options import (
     SWITCHES,
     Parameters,
     check_betas,
+    check_fixed_options,
     check_group,
     check_numbers,
     check_parameters,
@@ -188,6 +189,7 @@ class Optimizer(CheckpointMixin):
             group.update(read_options(options, self.defaults))
             self._check_numbers(group)
             check_group(group, self.defaults)
+            check_fixed_options(group, self.defaults, self._fixed_options)
             self._check_switches(group)
             assign_identities(group, self.param_groups[:before])
             for position, parameter in enumerate(group["params"]):
@@ -403,6 +405,8 @@ class Optimizer(CheckpointMixin):
     def _take_step(self) -> None:
         """Step every parameter that has a gradient."""
         self._begin_step()
+        if not self._stepped:  # before anything raises on one rank alone
+            check_sharded_ranks(self)
         batches, waiting = self._collect()
         self._run(batches)
         for plan in waiting:
@@ -447,7 +451,6 @@ class Optimizer(CheckpointMixin):
     def _check_wrappers(self, has_gradients: bool) -> None:
         """Check what else holds the parameters: wrappers of the model at the first step, averages now and then."""
         if not self._stepped:
-            check_sharded_ranks(self)
             broadcast_auxiliary_tensors(self)
             if not has_gradients:
                 refuse_replaced_parameters(self)

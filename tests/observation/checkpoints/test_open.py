@@ -194,6 +194,15 @@ def test_weights_of_another_kind_are_named_with_what_to_give_instead(tmp_path, m
     assert str(raised.value) == f"{path} is {kind}, which is not read: {remedy}"
 
 
+@pytest.mark.parametrize("length", [60, 316])
+def test_a_length_that_begins_like_markup_is_one(tmp_path, length):
+    """The first byte of a header of so many bytes is that of a web page."""
+    header = b'{"x":{"dtype":"F32","shape":[1],"data_offsets":[0,4]}}'
+    data = length.to_bytes(8, "little") + header.ljust(length) + b"\0\0\x80?"
+    (tmp_path / "model.safetensors").write_bytes(data)
+    assert open_checkpoint(tmp_path / "model.safetensors").tensors.keys() == {"x"}
+
+
 def test_tensors_of_this_library_come_with_what_lies_beside_them(tmp_path):
     many = hu.multicomponent(torch.nn.Linear(4, 3), 2, torch.bfloat16)
     torch.save(many.state_dict(), tmp_path / "many.pt")

@@ -7,15 +7,12 @@ import os
 import struct
 import threading
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
 from .._cache import CacheEntry
 from ._processor import processor
-
-if TYPE_CHECKING:
-    pass
 
 _SYMBOL = "halfulp_kernel"
 _TAG = b"halfulp-object-1"

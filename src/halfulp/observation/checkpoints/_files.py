@@ -106,7 +106,7 @@ OTHER_KINDS: dict[bytes | str, tuple[str, str]] = {
     b"\x89HDF\r\n\x1a\n": ("an HDF5 file, as Keras writes weights", "convert it to safetensors"),
     ".onnx": ("an ONNX model", "give the checkpoints that the training wrote"),
     b"version https://git-lfs": ("a pointer of git-lfs, in place of the file", "fetch it (git lfs pull)"),
-    b"<": ("a web page, as a download behind a login leaves", "download it again"),
+    **dict.fromkeys((b"<!", b"<h", b"<H"), ("a web page, as a download behind a login leaves", "download it again")),
 }
 _PACKED = (b"\x1f\x8b", b"BZh", b"\xfd7zXZ\x00", b"\x28\xb5\x2f\xfd", b"7z\xbc\xaf\x27\x1c")
 OTHER_KINDS |= dict.fromkeys(_PACKED, ("compressed", "unpack it"))

@@ -107,19 +107,26 @@ class ModuleHooks:
     def ran(self, hook: _ModuleHook, module: nn.Module, inputs: tuple[Any, ...], output: Any) -> None:
         """Note that a module has run in training; evaluation without gradients is left out."""
         if torch.is_grad_enabled():
-            self._activations(hook, module, inputs, output)
+            in_backward = torch._C._current_graph_task_id() != -1
+            if not in_backward:  # what runs again in a backward pass was noted in the first run
+                self._note_run(hook.name, inputs, output)
+            self._activations(hook, module, inputs, output, in_backward)
         elif self._again is not None and module.training:  # the first pass of a reentrant checkpoint
             self._note(module, output)
 
     @watching
-    def _activations(self, hook: _ModuleHook, module: nn.Module, inputs: tuple[Any, ...], output: Any) -> None:
-        name, in_backward = hook.name, torch._C._current_graph_task_id() != -1
-        if not in_backward:  # what runs again in a backward pass was noted in the first run
-            self.book.uses.note(name, inputs, output)
-            self._residuals.note(name, inputs, output)
-            self._casts.note(name, output)
-            self._positions.note(name, output)
-        found = list(tensors_in(output))
+    def _note_run(self, name: str, inputs: tuple[Any, ...], output: Any) -> None:
+        """Note what is no count of activations, and whose errors cost none of them."""
+        self.book.uses.note(name, inputs, output)
+        self._residuals.note(name, inputs, output)
+        self._casts.note(name, output)
+        self._positions.note(name, output)
+
+    @watching
+    def _activations(
+        self, hook: _ModuleHook, module: nn.Module, inputs: tuple[Any, ...], output: Any, in_backward: bool
+    ) -> None:
+        name, found = hook.name, list(tensors_in(output))
         if self._statistics is not None:
             self._statistics.follow(module, inputs)
         if self._again is not None and found:

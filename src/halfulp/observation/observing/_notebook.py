@@ -16,7 +16,6 @@ from ..sampling._sampler import AnyFormat, Candidates, Look, Stored, Totals, can
 from ._expectations import Quantized
 
 SEED = 0
-_FIRST_KEY = place_key(SEED, 0, "")
 Watch = TypeVar("Watch", bound=Callable[..., None])
 
 
@@ -52,7 +51,7 @@ class Notebook:
         self._free: list[None] = [None]
         self.fixed: set[str] = set()
         self.uses: Uses = Uses()
-        self._key: int = _FIRST_KEY
+        self._keys: dict[str, int] = {}
         self._broken: dict[int, int] = {}
 
     @property
@@ -75,11 +74,16 @@ class Notebook:
     def begin_step(self, step: int, sampling: bool) -> None:
         """Begin a step."""
         self.step, self.sampling, self.position = step, sampling, 0
-        self._key = place_key(SEED, step, "")
+        self._keys.clear()
 
     def key(self, name: str) -> int:
         """Return the random key that chooses the sampled elements of tensors of a name in this step."""
-        return _FIRST_KEY if name in self.fixed else self._key
+        if name in self.fixed:
+            return place_key(SEED, 0, name)
+        key = self._keys.get(name)
+        if key is None:
+            key = self._keys[name] = place_key(SEED, self.step, name)
+        return key
 
     def missed(self, sentence: str) -> None:
         """Note something that could not be observed, once."""

@@ -631,6 +631,6 @@ def decoded_states(plan: ParameterPlan, key: int) -> dict[str, torch.Tensor]:
     found = {}
     for slot, codec, tensors in zip(plan.spec.rule.states, plan.spec.codecs, plan.states):
         # What stores numbers as they are need not be decoded where no sample looks.
-        values = tensors[0] if isinstance(codec, Plain) else codec.decode(tensors)
+        values = tensors[0] if type(codec) is Plain else codec.decode(tensors)
         found[slot.name] = sampled(values.reshape(-1), key)
     return found

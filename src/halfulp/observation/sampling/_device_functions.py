@@ -21,10 +21,8 @@ from ...rounding.blocks._table import Kind, bound_names
 INFINITE_WORDS = {torch.float32: 0x7F800000, torch.bfloat16: 0x7F80, torch.float16: 0x7C00}
 KERNEL_DTYPES = tuple(INFINITE_WORDS)
 INFINITE = INFINITE_WORDS[torch.float32]
-# Sums of the tables, in order.
-SMALLEST, ZEROS, LARGEST = range(3)
-SQUARES, FINITE_OF_STEP, FINITE, ZERO, SINGLES = range(5)
-COUNTED, GONE, SMALL, HIDDEN = range(4)
+# Where sums of `counts_table` begin: squares, what has been found since the step began, formats of single elements.
+SQUARES, FINITE, SINGLES = 0, 2, 4
 BINS = 277  # of exponents of float32, from that of its smallest subnormal number on; one more takes what is not counted
 _NONE = np.uint32(0)
 
@@ -44,9 +42,10 @@ def _align_fraction(dtype: torch.dtype, magnitude: Any) -> Any:
 
 @functools.cache
 def whole_table(dtype: torch.dtype) -> Table:
-    """Return the kernel that finds extremes of finite tensors; SMALLEST is infinity's word less that of the number.
+    """Return the kernel that finds extremes of finite tensors.
 
-    An infinity or NaN shows in LARGEST, which is then none of a finite number, and makes SMALLEST meaningless.
+    Sums: infinity's word less that of the smallest number, zeros, and the largest. An infinity or NaN shows in the
+    last, which is then none of a finite number, and makes the first meaningless.
     """
     element = Recording(1)
     magnitude = _magnitude(dtype, element.arrays[0], element.index)

@@ -24,6 +24,7 @@ import torch
 
 from ...formats import BlockFormat, Format, block_names, get, get_block
 from ...kernels import (
+    address,
     address_of,
     check_bits,
     keeping_subnormals,
@@ -517,7 +518,7 @@ class Counter:
         if dtype not in self._whole:
             constants, sums = address_of(self._kept[0]), address_of(self._extremes)
             self._whole[dtype] = self._call(d.whole_table(dtype), 0, constants, sums)
-        self._chunk[0, 0, 2], self._pointers[0, 0] = count, flat.data_ptr()
+        self._chunk[0, 0, 2], self._pointers[0, 0] = count, address(flat)
         run, arguments = self._whole[dtype]
         run(arguments)
         smallest, zeros, top, _ = self._extremes.tolist()
@@ -531,7 +532,7 @@ class Counter:
     def count(self, sample: torch.Tensor, totals: Totals) -> None:
         """Add a float32 sample's counts."""
         count = len(sample)
-        self._chunk[1, 0, 2], self._pointers[1] = count, (sample.data_ptr(), address_of(totals.counters))
+        self._chunk[1, 0, 2], self._pointers[1] = count, (address(sample), address_of(totals.counters))
         for run, arguments in self._calls:
             run(arguments)
         totals.sampled += count

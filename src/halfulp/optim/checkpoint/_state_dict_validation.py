@@ -129,7 +129,7 @@ def refuse_newer_keys(what: str, name: object, unknown: list[str], saved_groups:
         saved_groups: of the file.
     """
     versions = [str(group[VERSION]) for group in saved_groups if VERSION in group]
-    version = next((one for one in versions if is_older(own_version(), one)), None)
+    version = next((one for one in versions if is_older(own_version(), one, numbers=3)), None)
     if unknown and version is not None:
         raise ValueError(
             f"{what} {name} of the state_dict holds {listed(unknown)}, which halfulp {own_version()} does not know: "

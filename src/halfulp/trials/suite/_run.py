@@ -55,6 +55,8 @@ def run_suite(
     failed: list[dict[str, Any]] = []
     clock = _Clock(out, resume, listen)
     with training(out, trials, workers, clock.listen, resume, overwrite, SuiteEvidence) as run:
+        if not resume:
+            clock.forget()
         run.more = {"suite": suite, "size": size, "left_out": left_out, "failed": failed, "pieces": clock.pieces}
         run.train(trials, failed=failed)
         if not run.evidence().tasks():
@@ -72,9 +74,14 @@ class _Clock:
     def __init__(self, out: str | os.PathLike[str] | None, resume: bool, listen: Listener | None) -> None:
         self._path = None if out is None else Path(out, "seconds.json")
         self._tell, self._start = listen, time.monotonic()
-        kept = self._path is not None and resume and self._path.exists()
-        self._before = _read_seconds(self._path) if self._path is not None and kept else []
+        is_kept = self._path is not None and resume and self._path.exists()
+        self._before = _read_seconds(self._path) if self._path is not None and is_kept else []
         self.pieces = list(self._before)
+
+    def forget(self) -> None:
+        """Delete the seconds of a comparison that was overwritten."""
+        if self._path is not None:
+            self._path.unlink(missing_ok=True)
 
     def listen(self, kind: str, trial: Trial | None, content: Any) -> None:
         """Tell the other listener, and note the time of a finished trial."""

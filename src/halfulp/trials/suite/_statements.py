@@ -280,6 +280,7 @@ def _accuracy_lost(evidence: FinishedTrials, row: Row) -> tuple[list[float], lis
         {
             record["settings"]["seed"]: record["result"]["float32"]["validation"]["accuracy"]
             for record in _records(evidence, row.task, name)
+            if record["result"]["float32"]["validation"]["accuracy"] is not None  # of a trial that diverged
         }
         for name in (row.recipe, "fp32")
     )
