@@ -23,14 +23,14 @@ def check() -> None:
         )
 
 
-def is_older(version: str, floor: str = FLOOR, numbers: int = 2) -> bool:
-    """Return whether a version lies below a floor, by so many of its numbers: the major and the minor one.
+def is_older(version: str, floor: str = FLOOR) -> bool:
+    """Return whether a version of torch lies below the floor, by major and minor number.
 
     >>> is_older("2.5.1+cu124", "2.12"), is_older("2.12.1", "2.12"), is_older("2.15.0a0+git1f2e", "2.12")
     (True, False, False)
     """
-    return _numbers(version)[:numbers] < _numbers(floor)[:numbers]
+    return _numbers(version) < _numbers(floor)
 
 
 def _numbers(version: str) -> tuple[int, ...]:
-    return tuple(int(number) for number in re.findall(r"\d+", str(version)))
+    return tuple(int(number) for number in re.findall(r"\d+", str(version))[:2])

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import copy
+import re
 from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
 
 from ..._messages import differences, listed
-from ..._torch_floor import is_older
 from ...mctensor import MCTensor
 from ...rounding._random_bits import STREAM_VERSION
 from ...scaled import ScaledTensor
@@ -120,6 +120,10 @@ def draws_anew(group: Mapping, saved: Mapping) -> bool:
     return not set(identities_of({"param_names": names})) <= {number for number in held if isinstance(number, int)}
 
 
+def _numbers(version: str) -> list[int]:
+    return [int(number) for number in re.findall(r"\d+", version)[:3]]
+
+
 def refuse_newer_keys(what: str, name: object, unknown: list[str], saved_groups: list[Mapping]) -> None:
     """Raise ValueError for what this version does not know in a file of a later one; in others it is the user's own.
 
@@ -129,7 +133,7 @@ def refuse_newer_keys(what: str, name: object, unknown: list[str], saved_groups:
         saved_groups: of the file.
     """
     versions = [str(group[VERSION]) for group in saved_groups if VERSION in group]
-    version = next((one for one in versions if is_older(own_version(), one, numbers=3)), None)
+    version = next((one for one in versions if _numbers(own_version()) < _numbers(one)), None)
     if unknown and version is not None:
         raise ValueError(
             f"{what} {name} of the state_dict holds {listed(unknown)}, which halfulp {own_version()} does not know: "
