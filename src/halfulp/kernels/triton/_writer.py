@@ -7,7 +7,6 @@ import hashlib
 import inspect
 import linecache
 import math
-import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -51,28 +50,6 @@ def module_source(functions: Iterable[str], kernel: str, size: int = 0) -> str:
         if f"{name}(" in written:
             written = f"{text}\n\n\n{written}"
     return f"import triton\nimport triton.language as tl\n\n\n{written}"
-
-
-def module_of(functions: Iterable[Any], kernels: Mapping[Any, Sequence[str]], constants: Mapping[str, int]) -> str:
-    """Return the source of a Triton module of functions that are written by hand.
-
-    Args:
-        functions: which the kernels call, those that are called first.
-        kernels: with the names of their integers, for whose values Triton compiles nothing anew.
-        constants: numbers in place of global names, which are capital letters.
-    """
-    texts = [f"@triton.jit\n{inspect.getsource(function).rstrip()}" for function in functions]
-    texts += [
-        f"@triton.jit(do_not_specialize={list(numbers)})\n{inspect.getsource(kernel).rstrip()}"
-        for kernel, numbers in kernels.items()
-    ]
-
-    def number_of(match: re.Match[str]) -> str:
-        return str(constants.get(match[0], match[0]))
-
-    # Triton takes no globals but its own constants, with which its interpreter does not compute.
-    written = [re.sub(r"\b[A-Z][A-Z_]*\b", number_of, text) for text in texts]
-    return "\n\n\n".join(["import triton\nimport triton.language as tl", *written]) + "\n"
 
 
 def element_source(name: str, trace: Trace, arguments: Mapping[Any, str]) -> str:

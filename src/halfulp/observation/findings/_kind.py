@@ -18,7 +18,6 @@ if TYPE_CHECKING:
 KINDS: dict[str, type[FindingKind]] = {}
 # The most that a forecast is sure: the schedule, and the gradients that make the updates, are still to come.
 FORECAST = 0.9
-INSTRUMENTS = ("observe", "audit", "forecast", "contract")
 
 
 class FindingKind:

@@ -177,17 +177,12 @@ class Limits(NamedTuple):
 
 
 class Candidates:
-    """The formats that samples are counted in.
-
-    Attributes:
-        names: of all, in order: formats of single elements first.
-    """
+    """The formats that samples are counted in: those of single elements first."""
 
     def __init__(self, formats: Sequence[AnyFormat]) -> None:
         found = [candidate(format) for format in formats]
         self.single: list[Format] = [format for format in found if isinstance(format, Format)]
         self.blocks: list[BlockFormat] = [format for format in found if isinstance(format, BlockFormat)]
-        self.names: list[str] = [*(format.name for format in self.single), *(block.name for block in self.blocks)]
         self._limits: dict[bool, Limits] = {}
         self._counter: Counter | None = None
 
