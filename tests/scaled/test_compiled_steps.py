@@ -67,8 +67,11 @@ def test_one_function_of_forward_backward_and_step(layer, kind, seed):
     found = [_trained(copy.deepcopy(model), compiled, batches) for compiled in (False, True)]
     # Between the graphs torch enters rules and derivatives, which are nobody's to capture.
     assert not [one.co_name for one in get_compilation_metrics() if str(one.co_filename).startswith(_LIBRARY)]
-    for expected, one in zip(*found, strict=True):
-        assert torch.allclose(one, expected, rtol=4e-3 if kind == "scaled" else 1e-6, atol=1e-3 * expected.abs().max())
+    # A weight that moves towards zero keeps the roundings of where it began.
+    starts = [torch.zeros(()) for _ in batches] + [_value(p) for p in model.parameters()]
+    for expected, one, start in zip(*found, starts, strict=True):
+        size = max(expected.abs().max(), start.abs().max())
+        assert torch.allclose(one, expected, rtol=4e-3 if kind == "scaled" else 1e-6, atol=float(1e-3 * size))
 
 
 @pytest.mark.parametrize("kind", KINDS)
