@@ -11,7 +11,7 @@ from collections.abc import Callable
 from typing import Any
 
 from ._harness import set_threads
-from ._results import FOLDER, Result, Table, load, save
+from ._results import Result, Table, save
 from .bench_scaled import loss, model_and_batch
 
 TEXT = """`hu.scalify(model)`, which keeps float32 payloads where autocast computes in float32, beside \
@@ -172,12 +172,14 @@ def main() -> None:
     arguments = parser.parse_args()
     set_threads(1)
     warnings.simplefilter("ignore")
-    tables = load(FOLDER / "wide.json").tables if arguments.only else [None, None]
+    result = Result("wide", "float32 payloads: what they cost", TEXT, "python -m benchmarks.bench_wide")
+    tables = (result.earlier_tables() if arguments.only else []) or [None, None]
     if arguments.only != "time":
         tables[0] = memory_table()
     if arguments.only != "memory":
         tables[1] = time_table(arguments.rounds)
-    save(Result("wide", "float32 payloads: what they cost", TEXT, "python -m benchmarks.bench_wide", tables=tables))
+    result.tables = [table for table in tables if table is not None]
+    save(result)
 
 
 if __name__ == "__main__":
