@@ -39,6 +39,8 @@ FILES = sorted(ROOT.rglob("*.py"))
 # Folders inside of layers, in the same order.
 FOLDERS = {
     "arithmetic": ["functions", "expansions", "matmul", "linalg", "exact_sums"],
+    "gradients": ["policies", "eager", "compiled"],
+    "trials": ["tasks", "page", "evidence", "running", "script", "tuning", "suite"],
     "optim": ["rules", "stores", "weight_updates", "states", "parameters", "step", "checkpoint", "wrapping"],
 }
 MOST_LINES = 800

@@ -14,22 +14,23 @@ def run_trials(trained: Callable[..., Any], out: str, **options: Any) -> Any:
     from ..trials import TrialError
     from ..trials.running._progress import Progress
 
+    workers = options.get("workers")
     with Progress() as progress:
         try:
             return trained(out=out, listen=progress, **options)
         except KeyboardInterrupt as ending:
             progress.bars.stop()
-            fail(f"{str(ending) or 'interrupted'}; {_describe_kept(progress, out, options)}")
+            fail(f"{str(ending) or 'interrupted'}; {_describe_kept(progress, out, workers)}")
         except TrialError as error:
             progress.bars.stop()
             more = ""
             if error.details:
                 Path(out, "error.log").write_text(error.details, encoding="utf-8")
                 more = f" (more in {Path(out, 'error.log')})"
-            fail(f"{error}{more}; {_describe_kept(progress, out, options)}")
+            fail(f"{error}{more}; {_describe_kept(progress, out, workers)}")
         except ValueError as error:  # such as a disk that fills up
             progress.bars.stop()
-            fail(f"{error}; {_describe_kept(progress, out, options)}" if progress.kept else error)
+            fail(f"{error}; {_describe_kept(progress, out, workers)}" if progress.kept else error)
 
 
 @contextlib.contextmanager
@@ -69,10 +70,12 @@ def check_alone(command: str, why: str) -> None:
         )
 
 
-def _describe_kept(progress: Any, out: str, options: dict[str, Any]) -> str:
-    ranks: Any = options.get("workers")
-    if getattr(ranks, "rank", 0):
-        return f"this is rank {ranks.rank}; rank 0 keeps what has finished"
+def _describe_kept(progress: Any, out: str, workers: Any) -> str:
+    """Return how many trials are kept where, and of ranks, whose are missing."""
+    from ..trials.running._ranks import Ranks
+
+    if isinstance(workers, Ranks) and workers.rank:
+        return f"this is rank {workers.rank}; rank 0 keeps what has finished"
     kept = f"{progress.kept} of {progress.total} trials are kept in {out}, --resume continues"
-    unfinished = ranks.describe_unfinished() if hasattr(ranks, "describe_unfinished") else ""
+    unfinished = workers.describe_unfinished() if isinstance(workers, Ranks) else ""
     return f"{kept}; {unfinished}" if unfinished else kept

@@ -7,7 +7,7 @@ from ..recipes import Recipe
 from ._defaults import DEFAULT_RECIPES
 from .evidence._evidence import Evidence
 from .running._plan import plan
-from .running._ranks import Ranks
+from .running._ranks import Ranks, serve_other_rank
 from .running._training import Listener, training
 from .tasks import Task
 
@@ -59,6 +59,7 @@ def compare(
         TrialError: a trial crashed or its worker was killed. What had finished is kept in ``out``.
     """
     trials = plan(task, recipes, seeds, steps, data, size)
+    serve_other_rank(workers, trials)
     with training(out, trials, workers, listen, resume, overwrite) as run:
         run.train(trials, estimated=listen is not None)
     return run.evidence()

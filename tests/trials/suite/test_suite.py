@@ -323,3 +323,16 @@ def test_the_time_of_all_runs_is_said(evidence) -> None:
     assert "by the clock" not in _report.markdown(found)
     found.run["pieces"] = [100.0, 80.0]
     assert "; 3.0 min by the clock, in 2 runs, one resuming the other." in _report.markdown(found)
+
+
+def test_another_rank_than_the_first_leaves_the_folder_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from halfulp.trials.running._ranks import Ranks
+
+    other = object.__new__(Ranks)
+    other.rank, other.size = 1, 2
+    monkeypatch.setattr(Ranks, "serve", lambda self, trials, on: 5)
+    (tmp_path / "seconds.json").write_text("of rank 0")
+    for resume in (False, True):
+        with pytest.raises(SystemExit, match="5"):
+            _run.run_suite(out=tmp_path, workers=other, tasks=["linear-regression"], resume=resume)
+    assert [(path.name, path.read_text()) for path in tmp_path.iterdir()] == [("seconds.json", "of rank 0")]

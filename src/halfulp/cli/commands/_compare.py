@@ -55,6 +55,9 @@ def compare(
 
     With a SCRIPT.py that is run once per recipe: where it makes torch's SGD, Adam or AdamW, its model is converted. The
     folder then gets compare-script.json and compare-script.html.
+
+    The exit code is 0 with all trials trained, whatever the verdicts, and 2 where one failed or could not be run. With
+    --suite the others are trained to the end first and evidence.json lists what failed.
     """
     if suite is not None:
         if script is not None or steps is not None:

@@ -6,7 +6,7 @@ import os
 from typing import Any, ClassVar
 
 from ...pages import write_whole
-from ..page._page import html
+from ._page import html
 from ._row import FinishedTrials, check
 from ._table import text
 

@@ -5,7 +5,7 @@ import statistics
 from collections.abc import Sequence
 from typing import Any
 
-from ..running._plan import REFERENCE, TWIN
+from .._defaults import REFERENCE, TWIN
 from ._statistics import interval, noise, spread, tolerance, verdict
 
 Record = dict[str, Any]

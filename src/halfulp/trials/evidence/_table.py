@@ -1,7 +1,7 @@
 """The rows of an evidence as words and aligned text, and its finding in a sentence."""
 
 from ... import formats
-from ..running._plan import REFERENCE
+from .._defaults import REFERENCE
 from ..tasks import kind_of
 from ._row import FinishedTrials, Row, judged
 from ._statistics import MARGIN

@@ -1,1 +1,1 @@
-"""The report of a comparison as one HTML page."""
+"""Templates and loss curves of the pages that comparisons write."""

@@ -7,8 +7,7 @@ import statistics
 from collections.abc import Mapping, Sequence
 from typing import Any, TypeAlias
 
-from ..evidence._row import FinishedTrials
-from ..running._plan import REFERENCE, TWIN
+from .._defaults import REFERENCE, TWIN
 
 # The style sheet of the page has --c0 to --c7: the reference, its twin, and six that stay apart, by at least 16 units
 # of CAM02-UCS, under each kind of colour blindness.
@@ -85,16 +84,6 @@ SVG_SETTINGS: dict[Any, Any] = {
 _INK, _FAINT = "#010101", "#020202"
 _TITLES = ("training loss, nats", "difference to fp32 on the same batches, nats", "the close ones, magnified")
 _SERIES = [f"#0a00{index:02x}" for index in range(COLOURS)]
-
-
-def task_curves(evidence: FinishedTrials, task: str) -> Curves:
-    """Return the curves of a task's trials."""
-    curves: dict[str, dict[int, dict[int, float]]] = {}
-    for record in evidence.of_task(task):
-        settings = record["settings"]
-        points = {int(step): loss for step, loss in record["result"]["curve"]}
-        curves.setdefault(settings["recipe"]["name"], {})[settings["seed"]] = points
-    return curves
 
 
 def svg(

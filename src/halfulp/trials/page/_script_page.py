@@ -10,7 +10,7 @@ import torch
 
 from ... import __version__, recipes
 from ...pages import DASH, number, render, require
-from ..running._plan import REFERENCE
+from .._defaults import REFERENCE
 from ._curves import line_styles, svg
 
 _WIDE, _NARROW = (820, 480), (340, 480)

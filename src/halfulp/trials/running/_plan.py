@@ -11,10 +11,8 @@ from typing import Any
 from ... import recipes as catalog
 from ...recipes import Recipe
 from .. import tasks as registry
+from .._defaults import REFERENCE, TWIN
 from ..tasks import Step, Task
-
-REFERENCE = "fp32"
-TWIN = "fp32-twin"
 
 
 @dataclasses.dataclass(frozen=True)

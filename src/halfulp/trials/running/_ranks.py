@@ -207,6 +207,16 @@ class Ranks:
         raise TrialError(f"the store of torchrun does not answer any more: {self._lost}")
 
 
+def serve_other_rank(workers: object, trials: Sequence[Trial], on: bool = False) -> None:
+    """Train the share of a rank other than the first and end its process; do nothing on any other process.
+
+    Raises:
+        SystemExit: the share is trained; the exit code is that of rank 0.
+    """
+    if isinstance(workers, Ranks) and workers.rank:
+        raise SystemExit(workers.serve(trials, on))
+
+
 def _train_alone(trials: Sequence[Trial], on: bool) -> Generator[Event, None, None]:
     """Train in one worker, then in this process what must be; ticks come in between, when nothing happens."""
     yield from work([trial for trial in trials if not trial.task.in_process], 1, on=on, tick=_LOOK)

@@ -64,12 +64,7 @@ class Training:
             estimated: whether a few steps are timed before, and the listener told of it.
             failed: where trials that raise are noted, each as its task, recipe, seed and why; without it, the first
                 ends the training.
-
-        Raises:
-            SystemExit: on ranks other than the first, which have trained their share; the exit code is that of rank 0.
         """
-        if self._ranks is not None and self._ranks.rank:
-            raise SystemExit(self._ranks.serve(trials, failed is not None))
         self._listen("plan", None, trials)
         if self._store is not None and self._resume:
             self.results |= self._store.finished([trial for trial in trials if trial.key not in self.results])
@@ -155,7 +150,7 @@ def training(
             raise ValueError(f"{name}=True needs the folder of an earlier comparison: give out=")
     if isinstance(workers, int) and workers < 1:
         raise ValueError(f"workers must be at least 1, got {workers}")
-    if out is None or (isinstance(workers, Ranks) and workers.rank):
+    if out is None:
         yield Training(workers, listen, None, False, make)
         return
     require("matplotlib", instead="give no out folder")

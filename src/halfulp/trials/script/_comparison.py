@@ -16,8 +16,8 @@ from typing import Any
 
 from ... import recipes
 from ...pages import write_whole
+from .._defaults import REFERENCE, TWIN
 from ..page._script_page import script_html
-from ..running._plan import REFERENCE, TWIN
 from ..running._pool import how_it_ended, is_killed
 
 # The loss is the mean over this share of the backward passes at the end.

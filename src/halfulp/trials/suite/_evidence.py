@@ -7,8 +7,8 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 from ...pages import write_whole
+from .._defaults import REFERENCE
 from ..evidence._evidence import SCHEMA, Evidence
-from ..running._plan import REFERENCE
 from ._report import figure, html, markdown
 from ._statements import statements
 

@@ -9,8 +9,9 @@ from typing import Any
 
 from ...pages import write_whole
 from ...recipes import Recipe
-from ..running._plan import REFERENCE, Trial, plan
-from ..running._ranks import Ranks
+from .._defaults import REFERENCE
+from ..running._plan import Trial, plan
+from ..running._ranks import Ranks, serve_other_rank
 from ..running._training import Listener, training
 from ._evidence import SuiteEvidence
 from ._papers import COMMON, COMPONENTS, FEW_BITS, LEFT_OUT, NOT_AT_SMALL, SLOW, TASKS, TOO_LONG, WIDE
@@ -52,6 +53,7 @@ def run_suite(
         TrialError: a worker was killed; what had finished is kept in ``out``.
     """
     trials, left_out = plan_suite(suite, size, seeds, data, tasks, recipes)
+    serve_other_rank(workers, trials, on=True)
     failed: list[dict[str, Any]] = []
     clock = _Clock(out, resume, listen)
     with training(out, trials, workers, clock.listen, resume, overwrite, SuiteEvidence) as run:

@@ -5,10 +5,10 @@ import itertools
 import statistics
 from collections.abc import Callable, Iterator
 
+from .._defaults import TWIN
 from ..evidence._row import FinishedTrials, Row, judged
 from ..evidence._statistics import half_interval, interval
 from ..evidence._table import number, percent
-from ..running._plan import TWIN
 
 CONFIRMED, REFUTED, OPEN = "confirmed", "refuted", "not decidable at this size"
 

@@ -13,9 +13,10 @@ from ..._names import unknown
 from ...observation import Finding
 from ...observation._finding import SEVERITIES
 from ...recipes import Recipe
+from .._defaults import REFERENCE, TWIN
 from ..evidence._evidence import Evidence
 from ..evidence._table import number, percent
-from ..running._plan import REFERENCE, TWIN, plan
+from ..running._plan import plan
 from ..running._training import Listener, training
 from ..tasks import Task
 from ._candidates import PROBES, Candidate

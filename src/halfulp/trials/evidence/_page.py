@@ -1,12 +1,13 @@
-"""The report: one self-contained HTML page."""
+"""The page of a comparison: tables and curves in one self-contained HTML file."""
 
 import datetime
 from collections.abc import Sequence
 from typing import Any
 
 from ...pages import render, require
-from ..evidence._row import FinishedTrials, Row, judged
-from ..evidence._table import (
+from ..page._curves import Curves, LineStyle, line_styles, svg
+from ._row import FinishedTrials, Row, judged
+from ._table import (
     DASH,
     cells,
     headline,
@@ -18,7 +19,6 @@ from ..evidence._table import (
     rounds_gradients,
     stored_bytes,
 )
-from ._curves import LineStyle, line_styles, svg, task_curves
 
 _WIDE, _NARROW = (820, 560), (340, 560)
 
@@ -28,7 +28,7 @@ def html(evidence: FinishedTrials) -> str:
     require("matplotlib", instead="give no out folder")
     first = evidence.trials[0]["settings"]
     return render(
-        __package__,
+        "halfulp.trials.page",
         "compare.html.j2",
         headline=headline(evidence),
         losers=losers(evidence),
@@ -45,7 +45,7 @@ def _task(evidence: FinishedTrials, task: str) -> dict[str, Any]:
     rows = evidence.rows(task)
     settings = evidence.of_task(task)[0]["settings"]
     most = max((stored_bytes(row) or 0.0 for row in rows), default=0.0)
-    curves = task_curves(evidence, task)
+    curves = _task_curves(evidence, task)
     styles = line_styles([row.recipe for row in rows])
     reach = max((abs(gap) for row in rows for gap in _gaps(evidence, row)), default=0.0) or 1.0
     return {
@@ -61,6 +61,16 @@ def _task(evidence: FinishedTrials, task: str) -> dict[str, Any]:
         "settings": _settings(settings),
         "recipes": [record["settings"]["recipe"] for record in _one_per_recipe(evidence, task)],
     }
+
+
+def _task_curves(evidence: FinishedTrials, task: str) -> Curves:
+    """Return the training loss of a task's trials."""
+    curves: dict[str, dict[int, dict[int, float]]] = {}
+    for record in evidence.of_task(task):
+        settings = record["settings"]
+        points = {int(step): loss for step, loss in record["result"]["curve"]}
+        curves.setdefault(settings["recipe"]["name"], {})[settings["seed"]] = points
+    return curves
 
 
 def _line(evidence: FinishedTrials, row: Row, style: LineStyle, most: float, reach: float) -> dict[str, Any]:
