@@ -47,6 +47,15 @@ def differences(missing: Iterable[object], unknown: Iterable[object]) -> str:
     return " and ".join(lacks + ([f"has the unknown {listed(unknown)}"] if unknown else []))
 
 
+def first_line(error: object) -> str:
+    """Return the first line of an error's message; "" of one that has none.
+
+    >>> first_line(ValueError("no such task", )), first_line(KeyboardInterrupt())
+    ('no such task', '')
+    """
+    return str(error).strip().partition("\n")[0]
+
+
 def find_users_level() -> int:
     """Return the `stacklevel` by which warnings.warn, called in the same line, points at the user's line.
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 Out = Annotated[str | None, typer.Option(help="Folder for the page and the JSON, named after the command.")]
 
 
-def prepare(out: str | None, name: Instrument) -> None:
+def prepare(out: str | None, name: Instrument | Literal["compare-script"]) -> None:
     """Create the output folder and check, before any work, that a page can be written into it.
 
     Raises:

@@ -59,10 +59,17 @@ def compare(
     The exit code is 0 with all trials trained, whatever the verdicts, and 2 where one failed or could not be run. With
     --suite the others are trained to the end first and evidence.json lists what failed.
     """
+    options: dict[str, Any] = {
+        "seeds": range(first_seed, first_seed + seeds) if first_seed and seeds > 0 else seeds,
+        "data": data,
+        "resume": resume,
+        "overwrite": overwrite,
+    }
     if suite is not None:
         if script is not None or steps is not None:
             fail("--suite trains its own tasks, as long as --size says: leave out the script and --steps")
-        _run_suite(suite, size, task, recipe, out, json, workers, _seeds(seeds, first_seed), data, resume, overwrite)
+        options |= {"size": size or "small", "tasks": split(task, ()) or None, "recipes": split(recipe, ()) or None}
+        _run_suite(suite, "halfulp-evidence" if out == DEFAULT_OUT else out, workers, json, options)
         return
     if module and script is None:
         fail("-m needs the name of a module: halfulp compare -m package.train")
@@ -80,49 +87,21 @@ def compare(
     from ...trials import compare as train
 
     with shared_workers(workers) as crew:
-        evidence = run_trials(
-            partial(train, tasks, recipes),
-            out,
-            seeds=_seeds(seeds, first_seed),
-            steps=steps,
-            size=size,
-            data=data,
-            workers=crew,
-            resume=resume,
-            overwrite=overwrite,
-        )
+        evidence = run_trials(partial(train, tasks, recipes, steps=steps, size=size), out, workers=crew, **options)
     if json:
         print_json(evidence.to_dict())
         return
     _print_tables(evidence)
-    print(f"\n{_spent(evidence.run)}")
+    print(f"\n{_describe_run(evidence.run)}")
     print(f"{Path(out, 'compare.html')} shows the curves; {Path(out, 'compare.json')} holds the numbers.")
 
 
-def _seeds(count: int, first: int) -> int | range:
-    """Return the seeds: how many from 0 on, or the range from another first one."""
-    return range(first, first + count) if first and count > 0 else count
-
-
-def _run_suite(
-    suite: str,
-    size: str | None,
-    task: list[str] | None,
-    recipe: list[str] | None,
-    out: str,
-    json: bool,
-    workers: int | None,
-    *options: Any,
-) -> None:
+def _run_suite(suite: str, out: str, workers: int | None, json: bool, options: dict[str, Any]) -> None:
     """Train a suite, print its statements, and say where the tables are."""
     from ...trials.suite._run import run_suite
 
-    out = "halfulp-evidence" if out == DEFAULT_OUT else out
-    names = ("seeds", "data", "resume", "overwrite")
-    chosen: dict[str, Any] = {"tasks": split(task, ()) or None, "recipes": split(recipe, ()) or None}
-    train = partial(run_suite, suite, size or "small", **dict(zip(names, options, strict=True)), **chosen)
     with shared_workers(workers) as crew:
-        evidence = run_trials(train, out, workers=crew)
+        evidence = run_trials(partial(run_suite, suite), out, workers=crew, **options)
         if json:
             print_json(evidence.to_dict())
         else:
@@ -137,7 +116,7 @@ def _print_statements(evidence: Any, out: str) -> None:
     for one in statements(evidence):
         table.add_row(f"{one.claim} ({one.source})", one.verdict)
     console().print(table)
-    print(f"\n{_spent(evidence.run)}")
+    print(f"\n{_describe_run(evidence.run)}")
     print(f"{Path(out, 'evidence.html')} and evidence.md have every table; {Path(out, 'evidence.json')} the numbers.")
 
 
@@ -156,7 +135,7 @@ def _end_by_failures(evidence: Any, out: str) -> None:
     )
 
 
-def _spent(run: dict[str, Any]) -> str:
+def _describe_run(run: dict[str, Any]) -> str:
     """Describe how many trials took how long, on what."""
     from ...trials.running._estimate import in_words
 

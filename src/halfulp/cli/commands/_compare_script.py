@@ -8,8 +8,9 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from ...pages import check_writable, require, write_whole
-from .._errors import fail, writing
+from ...pages import require, write_whole
+from .._errors import fail
+from .._out import prepare
 from .._output import cell, console, plain_table, print_json
 from .._trials import check_alone
 
@@ -40,10 +41,7 @@ def compare_script(
 
     _check(script, module, unused)
     require("matplotlib")
-    with writing(out):
-        Path(out).mkdir(parents=True, exist_ok=True)
-    for name in (_FILE, _PAGE):
-        check_writable(Path(out, name))
+    prepare(out, "compare-script")
     progress = _Progress()
     try:
         found = compare(script, arguments, recipes, module, listen=progress)

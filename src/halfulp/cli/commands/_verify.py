@@ -1,5 +1,6 @@
 """halfulp verify: a proof on a model that a recipe's scales change no gradient."""
 
+import json as encoder
 import sys
 from pathlib import Path
 from typing import Annotated, Any
@@ -7,7 +8,8 @@ from typing import Annotated, Any
 import typer
 
 from ..._messages import a_kind
-from .._errors import fail, or_fail, writing
+from ...pages import check_writable, write_whole
+from .._errors import fail, or_fail
 from .._names import complete, recipe_names, task_names
 from .._output import Json, console, plain_table, print_json
 
@@ -40,7 +42,7 @@ def verify(
     if (target is None) == (task is None):
         fail("give either a target, package.module:function, or --task with a task's name")
     if out is not None:
-        _check_writable(out)
+        check_writable(out)
     if target is not None:
         model, batch, loss = _load_target(target)
     else:
@@ -53,25 +55,8 @@ def verify(
     else:
         _print(found)
     if out is not None:
-        with writing(out):
-            _write(out, found)
+        write_whole(out, encoder.dumps(found.to_dict(), indent=2))
     return 0 if found.passed else 1
-
-
-def _write(out: str, found: Any) -> None:
-    import json
-
-    Path(out).write_text(json.dumps(found.to_dict(), indent=2), encoding="utf-8")
-
-
-def _check_writable(out: str) -> None:
-    """Check that a file can be written, before the work; leave nothing behind if not."""
-    path = Path(out).resolve()
-    new = not path.exists()
-    with writing(out):
-        path.open("ab").close()
-    if new:
-        path.unlink()
 
 
 def _verify_task(name: str, data: str | None, seed: int) -> tuple[Any, Any, Any]:

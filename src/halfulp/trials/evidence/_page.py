@@ -6,7 +6,7 @@ from typing import Any
 
 from ...pages import render, require
 from ..page._curves import Curves, LineStyle, line_styles, svg
-from ._row import FinishedTrials, Row, judged
+from ._row import FinishedTrials, Row
 from ._table import (
     DASH,
     cells,
@@ -47,7 +47,7 @@ def _task(evidence: FinishedTrials, task: str) -> dict[str, Any]:
     most = max((stored_bytes(row) or 0.0 for row in rows), default=0.0)
     curves = _task_curves(evidence, task)
     styles = line_styles([row.recipe for row in rows])
-    reach = max((abs(gap) for row in rows for gap in _gaps(evidence, row)), default=0.0) or 1.0
+    reach = max((abs(gap) for row in rows for gap in evidence.gaps(row.task, row.recipe)), default=0.0) or 1.0
     return {
         "name": task,
         "title": settings["task"]["title"],
@@ -59,7 +59,7 @@ def _task(evidence: FinishedTrials, task: str) -> dict[str, Any]:
         "narrow": svg(curves, task, *_NARROW),
         "rows": [_line(evidence, row, styles[row.recipe], most, reach) for row in rows],
         "settings": _settings(settings),
-        "recipes": [record["settings"]["recipe"] for record in _one_per_recipe(evidence, task)],
+        "recipes": [evidence.of_recipe(task, row.recipe)[0]["settings"]["recipe"] for row in rows],
     }
 
 
@@ -95,7 +95,7 @@ def _line(evidence: FinishedTrials, row: Row, style: LineStyle, most: float, rea
         "speed": words["step time"],
         "cancelled_width": 100 * (row.cancelled or 0.0),
         "bytes_width": 100 * (stored_bytes(row) or 0.0) / most if most else 0.0,
-        "dots": [50 + 46 * gap / reach for gap in _gaps(evidence, row)],
+        "dots": [50 + 46 * gap / reach for gap in evidence.gaps(row.task, row.recipe)],
         "band": min(46 * row.noise / reach, 50) if row.noise else None,
     }
 
@@ -108,22 +108,7 @@ def _curves_in_words(evidence: FinishedTrials, rows: Sequence[Row]) -> str:
     return f"{said}. The table has the same numbers."
 
 
-def _gaps(evidence: FinishedTrials, row: Row) -> list[float]:
-    """Return the gap of each seed of a row."""
-    losses: dict[str, dict[int, float | None]] = {row.recipe: {}, "fp32": {}}
-    for record in evidence.of_task(row.task):
-        recipe = record["settings"]["recipe"]["name"]
-        if recipe in losses:
-            losses[recipe][record["settings"]["seed"]] = judged(record)
-    pairs = [(loss, losses["fp32"].get(seed)) for seed, loss in losses[row.recipe].items()]
-    return [ours - theirs for ours, theirs in pairs if ours is not None and theirs is not None]
-
-
 def _settings(settings: dict[str, Any]) -> dict[str, str]:
     task = settings["task"]
     said = {"optimizer": task["rule"], **{key: str(value) for key, value in task["hyper"].items()}}
     return said | {"batch": str(task["batch"]), "steps": str(settings["steps"]), "judged by": task["judged_by"]}
-
-
-def _one_per_recipe(evidence: FinishedTrials, task: str) -> list[dict[str, Any]]:
-    return list({record["settings"]["recipe"]["name"]: record for record in evidence.of_task(task)}.values())

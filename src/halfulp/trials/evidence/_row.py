@@ -2,7 +2,7 @@
 
 import dataclasses
 import statistics
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 from .._defaults import REFERENCE, TWIN
@@ -75,10 +75,7 @@ class Row:
 
 def rows(task: str, records: Sequence[Record]) -> list[Row]:
     """One row per recipe of a task, in the order of the records, which are all of that task."""
-    by_recipe: dict[str, dict[int, Record]] = {}
-    for record in records:
-        recipe = record["settings"]["recipe"]["name"]
-        by_recipe.setdefault(recipe, {})[record["settings"]["seed"]] = record
+    by_recipe = _by_recipe(records)
     reference = by_recipe.get(REFERENCE, {})
     twins = _gaps(by_recipe.get(TWIN, {}), reference)
     compared = [
@@ -87,6 +84,15 @@ def rows(task: str, records: Sequence[Record]) -> list[Row]:
         if recipe not in (REFERENCE, TWIN) and not _count_diverged(own)
     ]
     return [_row(task, recipe, own, reference, twins, compared) for recipe, own in by_recipe.items()]
+
+
+def _by_recipe(records: Iterable[Record]) -> dict[str, dict[int, Record]]:
+    """Return trials of one task by recipe and seed."""
+    found: dict[str, dict[int, Record]] = {}
+    for record in records:
+        settings = record["settings"]
+        found.setdefault(settings["recipe"]["name"], {})[settings["seed"]] = record
+    return found
 
 
 def check(record: Record) -> None:
@@ -112,6 +118,7 @@ def judged(record: Record) -> float | None:
 
 
 def _gaps(own: dict[int, Record], reference: dict[int, Record]) -> list[float]:
+    """Return the judged losses of trials minus those of others from the same seeds."""
     pairs = ((judged(own[seed]), judged(reference[seed])) for seed in own if seed in reference)
     return [ours - theirs for ours, theirs in pairs if ours is not None and theirs is not None]
 
@@ -223,6 +230,15 @@ class FinishedTrials:
     def of_task(self, task: str) -> list[Record]:
         """Return the trials of one task."""
         return [record for record in self.trials if record["settings"]["task"]["name"] == task]
+
+    def of_recipe(self, task: str, recipe: str) -> list[Record]:
+        """Return the trials of one recipe on one task."""
+        return [record for record in self.of_task(task) if record["settings"]["recipe"]["name"] == recipe]
+
+    def gaps(self, task: str, recipe: str, other: str = REFERENCE) -> list[float]:
+        """Return a recipe's judged loss minus another's, for each seed that finished under both."""
+        trials = _by_recipe(self.of_task(task))
+        return _gaps(trials.get(recipe, {}), trials.get(other, {}))
 
     def rows(self, task: str | None = None) -> list[Row]:
         """Return one row per recipe, of one task or of all."""

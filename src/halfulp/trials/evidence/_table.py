@@ -83,7 +83,7 @@ def cells(evidence: FinishedTrials, row: Row) -> dict[str, str]:
 
 def _loss_digits(evidence: FinishedTrials, task: str) -> int | None:
     """Return how many digits losses have; None on a task whose float32 loss would have none."""
-    losses = [judged(r) for r in evidence.of_task(task) if r["settings"]["recipe"]["name"] == REFERENCE]
+    losses = map(judged, evidence.of_recipe(task, REFERENCE))
     known = [abs(loss) for loss in losses if loss is not None]
     return None if known and max(known) < 1e-4 else 4
 

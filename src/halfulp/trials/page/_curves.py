@@ -119,9 +119,15 @@ def svg(
             for axes in panels[1:2] if recipe not in near else panels[1:]:
                 _draw_gap(axes, recipe, seeds, curves[REFERENCE], look, shade=axes is panels[1])
         _dress(panels, curves, titles, axis)
-        target = io.StringIO()
-        figure.savefig(target, format="svg", metadata={"Date": None, "Creator": None})
-    return _theme_svg(target.getvalue(), f"{key}-{int(width)}")
+        return _theme_svg(write_svg(figure), f"{key}-{int(width)}")
+
+
+def write_svg(figure: Any) -> str:
+    """Return the bare <svg> element of a figure of matplotlib, without a date, so that it is the same every time."""
+    target = io.StringIO()
+    figure.savefig(target, format="svg", metadata={"Date": None, "Creator": None})
+    text = target.getvalue()
+    return re.sub(r"<metadata>.*?</metadata>", "", text[text.index("<svg") :], flags=re.DOTALL)
 
 
 def _draw_loss(axes: Any, seeds: Mapping[int, Mapping[int, float]], look: dict[str, Any]) -> None:
@@ -202,9 +208,7 @@ def _dress(panels: Sequence[Any], curves: Curves, titles: Sequence[str], axis: s
 
 
 def _theme_svg(text: str, prefix: str) -> str:
-    """Return the bare <svg> element, ids made unique on the page, colours and fonts left to the style sheet."""
-    text = text[text.index("<svg") :]
-    text = re.sub(r"<metadata>.*?</metadata>", "", text, flags=re.DOTALL)
+    """Return an <svg> element with ids unique on the page, and colours and fonts left to the style sheet."""
     text = re.sub(r'(id="|url\(#|xlink:href="#)', rf"\g<1>{prefix}-", text)
     text = text.replace(_INK, "var(--ink)").replace(_FAINT, "var(--faint)")
     for index, colour in enumerate(_SERIES):

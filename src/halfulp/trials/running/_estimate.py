@@ -221,7 +221,7 @@ class TimeLeft:
         self._expected: dict[str, float] = {}
         self._workers = 1
         self._started: dict[str, float] = {}
-        self._steps: dict[str, int] = {}
+        # Of each trial that was begun, the seconds until its latest report and the steps done by then.
         self._took: dict[str, tuple[Trial, float, int]] = {}
 
     def plan(self, trials: Sequence[Trial]) -> None:
@@ -235,38 +235,35 @@ class TimeLeft:
 
     def start(self, trial: Trial) -> None:
         """Note that a worker has begun with a trial."""
-        self._started[trial.key], self._steps[trial.key] = self._clock(), 0
+        self._started[trial.key] = self._clock()
+        self._took[trial.key] = (trial, 0.0, 0)
         self._workers = max(self._workers, len(self._started))
 
     def progress(self, trial: Trial, steps: int) -> None:
         """Note that so many steps of a trial are done."""
-        self._steps[trial.key] = steps
         self._took[trial.key] = (trial, self._clock() - self._started[trial.key], steps)
 
     def done(self, trial: Trial) -> None:
         """Note that a trial has finished, or was kept from an earlier run."""
         self._open.pop(trial.key, None)
-        self._steps.pop(trial.key, None)
         begun = self._started.pop(trial.key, None)
         if begun is not None:
             self._took[trial.key] = (trial, self._clock() - begun, trial.steps)
 
     def seconds(self) -> float | None:
         """Return the seconds until the last trial ends; None while nothing tells."""
-        rest: dict[str, float] = {}
-        pace = self._pace()
+        waiting, busy, pace = [], [], self._pace()
         for key, trial in self._open.items():
             whole = self._whole(trial, pace)
             if whole is None:
                 return None
-            begun = self._started.get(key)
-            rest[key] = whole if begun is None else max(0.0, whole * (1 - self._steps[key] / trial.steps))
-            if begun is not None and key in self._took:
-                rest[key] = max(0.0, rest[key] - (self._clock() - begun - self._took[key][1]))
-            elif begun is not None:
-                rest[key] = max(0.0, rest[key] - (self._clock() - begun))
-        busy = [rest[key] for key in rest if key in self._started]
-        return makespan([rest[key] for key in rest if key not in self._started], self._workers, busy)
+            if key not in self._started:
+                waiting.append(whole)
+                continue
+            _, seconds, steps = self._took[key]
+            silent = self._clock() - self._started[key] - seconds
+            busy.append(max(0.0, whole * (1 - steps / trial.steps) - silent))
+        return makespan(waiting, self._workers, busy)
 
     def _whole(self, trial: Trial, pace: float) -> float | None:
         if trial.key in self._expected:

@@ -17,6 +17,7 @@ from typing import Any
 import torch
 
 from ..._extensions import load_inherited
+from ..._messages import first_line
 from ...environment import core_count
 from ..tasks import Data
 from ._estimate import Probe, measure
@@ -57,8 +58,6 @@ def main(connection: Connection, log: str) -> None:
     descriptor = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
     os.dup2(descriptor, 1)
     os.dup2(descriptor, 2)
-    import torch
-
     torch.set_num_threads(1)
     load_inherited()
     loaded: dict[str, Data] = {}
@@ -72,8 +71,6 @@ def main(connection: Connection, log: str) -> None:
 
 
 def _answer(job: Trial | Probe, loaded: dict[str, Data], connection: Connection) -> tuple[str, Any]:
-    from ._trial import run
-
     trial = job.trial if isinstance(job, Probe) else job
     try:
         which = repr(trial.task.settings())
@@ -91,8 +88,7 @@ def _answer(job: Trial | Probe, loaded: dict[str, Data], connection: Connection)
     except (EOFError, BrokenPipeError, ConnectionResetError):
         raise
     except Exception as error:
-        lines = str(error).strip().splitlines() or [""]
-        return "failed", (f"{type(error).__name__}: {lines[0]}", traceback.format_exc())
+        return "failed", (f"{type(error).__name__}: {first_line(error)}", traceback.format_exc())
 
 
 _ONE_THREAD = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS")
@@ -248,7 +244,6 @@ def work_here(trials: Sequence[Trial]) -> Generator[Event, None, None]:
                     trial.task, trial.recipe, trial.seed, trial.steps, trial.task.load(), observed=trial.observed
                 )
             except Exception as error:
-                line = (str(error).strip().splitlines() or [""])[0]
-                said = f"trial {trial} failed: {type(error).__name__}: {line}"
+                said = f"trial {trial} failed: {type(error).__name__}: {first_line(error)}"
                 raise TrialError(said, trial, traceback.format_exc()) from error
         yield "done", trial, result

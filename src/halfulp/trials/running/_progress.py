@@ -78,12 +78,9 @@ class Progress:
         workers = f"{found.workers} worker{'' if found.workers == 1 else 's'} of one thread"
         each = ", ".join(f"{task} {in_words(seconds)}" for task, seconds in found.of_task.items())
         each = f" ({each})" if len(found.of_task) > 1 else ""
-        about, rest = "About", ""
-        if found.untimed:
-            about, rest = (
-                "At least",
-                f"; {found.untimed} of {found.untimed + len(found.of_trial)} trials were not timed",
-            )
+        about = "At least" if found.untimed else "About"
+        total = found.untimed + len(found.of_trial)
+        rest = f"; {found.untimed} of {total} trials were not timed" if found.untimed else ""
         said = f"{about} {in_words(found.seconds)}{each} by {workers} on {found.processor}{rest}."
         self.console.print(said, soft_wrap=True)
         self._show_left()
@@ -101,12 +98,9 @@ class Progress:
     def _reused(self, trial: Trial, result: Any) -> None:
         if trial.key in self.ended:
             return
-        self.ended.add(trial.key)
-        self.left.done(trial)
-        self.finished += 1
+        self._end(trial)
         self.kept += 1
-        self.bars.advance(self.overall, trial.steps)
-        self._line(trial, result, "kept")
+        self._print_result(trial, result, "kept")
 
     def _start(self, trial: Trial, content: None) -> None:
         self.running[trial.key] = self.bars.add_task(f"  {trial}", total=trial.steps, said="")
@@ -123,34 +117,36 @@ class Progress:
         self._show_left()
 
     def _done(self, trial: Trial, result: Any) -> None:
-        self.ended.add(trial.key)
-        self.finished += 1
+        self._end(trial)
         self.kept += 1
-        self.left.done(trial)
-        task = self.running.pop(trial.key)
-        if self.live:
-            rest = trial.steps - self.bars.tasks[self.bars.task_ids.index(task)].completed
-            self.bars.advance(self.overall, rest)
-            self.bars.remove_task(task)
-        self._show_left()
-        self._line(trial, result, f"{time.monotonic() - self.started[trial.key]:.1f} s")
+        self._print_result(trial, result, f"{time.monotonic() - self.started[trial.key]:.1f} s")
 
     def _failed(self, trial: Trial, line: str) -> None:
         from rich.markup import escape
 
+        self._end(trial)
+        self._print_end(trial, f"[red]{escape(line)}[/red]")
+
+    def _end(self, trial: Trial) -> None:
+        """Take away the bar of a trial, whose remaining steps count as done."""
         self.ended.add(trial.key)
         self.finished += 1
         self.left.done(trial)
-        task = self.running.pop(trial.key)
-        if self.live:
+        task = self.running.pop(trial.key, None)
+        done = 0.0
+        if task is not None and self.live:
+            done = self.bars.tasks[self.bars.task_ids.index(task)].completed
             self.bars.remove_task(task)
-        count = f"{self.finished:>{len(str(self.total))}}/{self.total}"
-        self.console.print(f"[dim]{count}[/dim]  {trial!s:<38} [red]{escape(line)}[/red]", soft_wrap=True)
+        self.bars.advance(self.overall, trial.steps - done)
+        self._show_left()
 
-    def _line(self, trial: Trial, result: Any, how: str) -> None:
+    def _print_result(self, trial: Trial, result: Any, how: str) -> None:
         loss = result["float32"]["validation"]["loss"]
         said = f"validation loss {loss:.4f}" if loss is not None else f"diverged at step {result['diverged_at']}"
-        count = f"{self.finished:>{len(str(self.total))}}/{self.total}"
         left = self.left.seconds()
         rest = f", about {in_words(left)} left" if left and not self.live else ""
-        self.console.print(f"[dim]{count}[/dim]  {trial!s:<38} {said}  [dim]{how}{rest}[/dim]", soft_wrap=True)
+        self._print_end(trial, f"{said}  [dim]{how}{rest}[/dim]")
+
+    def _print_end(self, trial: Trial, said: str) -> None:
+        count = f"{self.finished:>{len(str(self.total))}}/{self.total}"
+        self.console.print(f"[dim]{count}[/dim]  {trial!s:<38} {said}", soft_wrap=True)

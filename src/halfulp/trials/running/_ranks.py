@@ -11,6 +11,7 @@ import time
 from collections.abc import Generator, Iterator, Sequence
 from typing import Any
 
+from ..._messages import first_line
 from ._plan import Trial
 from ._pool import Event, TrialError, work, work_here
 from ._store import difference
@@ -203,7 +204,7 @@ class Ranks:
             try:
                 return question()
             except RuntimeError as error:  # torch.distributed's errors are
-                self._lost = (str(error).strip().splitlines() or ["no answer"])[0]
+                self._lost = first_line(error) or "no answer"
         raise TrialError(f"the store of torchrun does not answer any more: {self._lost}")
 
 
@@ -265,9 +266,8 @@ def _meet() -> tuple[Any, int, int]:
     try:
         store, rank, size = next(rendezvous("env://", timeout=datetime.timedelta(seconds=MEET)))
     except (ValueError, RuntimeError) as error:
-        line = (str(error).strip().splitlines() or [""])[0]
         raise ValueError(
             f"WORLD_SIZE={os.environ['WORLD_SIZE']} says that torchrun started several ranks, and they cannot meet: "
-            f"{line}; start them by torchrun, or unset WORLD_SIZE"
+            f"{first_line(error)}; start them by torchrun, or unset WORLD_SIZE"
         ) from None
     return torch.distributed.PrefixStore("halfulp", store), rank, size

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import copy
 import math
-import statistics
 import time
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -21,6 +20,7 @@ from ...observation._record import FormatCounts, ParameterRecord
 from ...recipes import Recipe
 from ...recipes._optimizer import MeasuredOptimizer
 from ..tasks import Batch, Data, Task
+from ..tasks._task import Course, Report, finite_or_none
 
 # Underflow is counted in steps that a scaler measures anyway: every sixteenth, and no more than so many of them.
 INTERVAL = 16
@@ -195,11 +195,10 @@ def readings(seen: Observation, steps: int) -> dict[str, Any]:
 
 
 def _parameter(record: Record, one: ParameterRecord, steps: int) -> dict[str, Any]:
-    realised = one.update.realised_share
     return {
         "elements": one.numel,
         "dtype": str(one.dtype).removeprefix("torch."),
-        "realised": realised if realised is None or math.isfinite(realised) else None,
+        "realised": finite_or_none(one.update.realised_share),
         "lost": one.update.lost_share,
         "noise": _noise(record, one, steps),
     }
@@ -254,11 +253,9 @@ def _share_out_of_range(counts: FormatCounts) -> float:
     return (counts.underflow + counts.overflow) / counts.elements if counts.elements else 0.0
 
 
-POINTS = 60
 _NOTHING = {"loss": None, "accuracy": None}
 
 Loss = Callable[[Tensor, Tensor], Tensor]
-Report = Callable[[int, float], None]
 
 
 def run(
@@ -322,14 +319,10 @@ def _train(
     report: Report | None,
     scaled: Scaling,
 ) -> dict[str, Any]:
-    """Return the training loop: the loss curve, the time of a step, the memory, the updates lost."""
+    """Train a model in place; return the course of the training as plain data."""
     rates = [group["lr"] for group in optimizer.param_groups]
     dtype = next(model.parameters()).dtype
-    width = max(1, steps // POINTS)
-    curve: list[list[float]] = []
-    window: list[float] = []
-    seconds: list[float] = []
-    memory = None
+    course, memory = Course(steps, report), None
 
     def loss_on(model: nn.Module, batch: Batch) -> Tensor:
         return loss_of(task.outputs(model, batch[0]), batch[1])
@@ -346,35 +339,12 @@ def _train(
             memory = optimizer.bytes_per_parameter()
         scaled.step()
         optimizer.zero_grad()
-        seconds.append(time.process_time() - start)
-        window.append(loss.item())
-        if not math.isfinite(window[-1]):
-            return _describe_course(curve, seconds, optimizer, memory, step)
+        course.seconds.append(time.process_time() - start)
+        if not course.add(loss.item()):
+            break
         scaled.after(step, loss_on, batch)
-        if len(window) == width or step == steps - 1:
-            curve.append([step + 1, statistics.fmean(window)])
-            window = []
-            if report is not None:
-                report(step + 1, curve[-1][1])
-    return _describe_course(curve, seconds, optimizer, memory, None)
-
-
-def _describe_course(
-    curve: list[list[float]],
-    seconds: list[float],
-    optimizer: MeasuredOptimizer,
-    memory: float | None,
-    diverged_at: int | None,
-) -> dict[str, Any]:
     lost = optimizer.report()
-    return {
-        "curve": curve,
-        "step_ms": 1000 * statistics.median(seconds),
-        "bytes_per_parameter": memory,
-        "cancelled": _finite(lost.cancelled),
-        "realised": _finite(lost.realised),
-        "diverged_at": diverged_at,
-    }
+    return course.describe(lost.cancelled, lost.realised, memory)
 
 
 def _score_in_float32(task: Task, blank: nn.Module, data: Data, decoded: dict[str, Tensor] | None) -> dict[str, Any]:
@@ -401,15 +371,11 @@ def evaluate(task: Task, model: nn.Module, loss: Loss, part: Batch, size: int = 
         right += int(hit.sum())
         count += hit.numel()
     model.train()
-    return {"loss": _finite(total / count), "accuracy": right / count if task.target else None}
+    return {"loss": finite_or_none(total / count), "accuracy": right / count if task.target else None}
 
 
 def _cast(inputs: Tensor, dtype: torch.dtype) -> Tensor:
     return inputs.to(dtype) if inputs.is_floating_point() else inputs
-
-
-def _finite(value: float | None) -> float | None:
-    return None if value is None or not math.isfinite(value) else float(value)
 
 
 @contextlib.contextmanager

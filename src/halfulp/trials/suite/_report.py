@@ -1,15 +1,13 @@
 """The suite's evidence for people: sections that become Markdown or a page, and one figure of all gaps."""
 
 import dataclasses
-import io
-import re
 from collections.abc import Sequence
 from typing import Any
 
 from ...pages import render, require
 from ..evidence._row import FinishedTrials, Row
 from ..evidence._table import cells, loss_name, notes
-from ..page._curves import SVG_SETTINGS
+from ..page._curves import SVG_SETTINGS, write_svg
 from ..running._estimate import in_words
 from ._papers import COMMON, REPORTED, TASKS
 from ._statements import CONFIRMED, REFUTED, statements, why_worse
@@ -94,11 +92,8 @@ def _task(evidence: FinishedTrials, task: str) -> Section:
 
 def _list_diverged(evidence: FinishedTrials, row: Row) -> str:
     """Return which seeds diverged, and at which steps."""
-    steps = [
-        record["result"]["diverged_at"]
-        for record in evidence.of_task(row.task)
-        if record["settings"]["recipe"]["name"] == row.recipe and record["result"]["diverged_at"] is not None
-    ]
+    found = (record["result"]["diverged_at"] for record in evidence.of_recipe(row.task, row.recipe))
+    steps = [step for step in found if step is not None]
     at = f" at step {', '.join(map(str, steps))}" if steps else ""
     return f"diverged ({row.diverged} of {row.seeds}){at}"
 
@@ -233,10 +228,7 @@ def figure(evidence: FinishedTrials, theme: str) -> str:
         panels[0].set_yticks(range(len(names)), names, color=colours["ink"], fontsize=8)
         panels[0].invert_yaxis()
         drawn.supxlabel("gap to float32, % of its loss", fontsize=8, color=colours["ink"])
-        target = io.StringIO()
-        drawn.savefig(target, format="svg", metadata={"Date": None, "Creator": None})
-    text = target.getvalue()
-    return re.sub(r"<metadata>.*?</metadata>", "", text[text.index("<svg") :], flags=re.DOTALL)
+        return write_svg(drawn)
 
 
 def _draw_task(axes: Any, rows: dict[str, Row], names: Sequence[str], colours: dict[str, str]) -> None:

@@ -58,7 +58,7 @@ def _more_at_low_rates(evidence: FinishedTrials) -> tuple[str, str]:
     shares: list[list[float]] = []
     said = []
     for task in ("digits-fpu", "digits", "digits-slow"):
-        kept = [record["result"]["realised"] for record in _records(evidence, task, "bf16")]
+        kept = [record["result"]["realised"] for record in evidence.of_recipe(task, "bf16")]
         if not kept or None in kept or task not in evidence.tasks():
             return OPEN, ""
         shares.append([1 - one for one in kept])
@@ -116,7 +116,7 @@ def _regression(evidence: FinishedTrials) -> tuple[str, str]:
     found = {row.recipe: row for row in _task_rows(evidence, "linear-regression") if row.recipe in names}
     if set(names) - set(found):
         return OPEN, ""
-    losses = {name: [judged(r) for r in _records(evidence, "linear-regression", name)] for name in names}
+    losses = {name: [judged(r) for r in evidence.of_recipe("linear-regression", name)] for name in names}
     said = ", ".join(f"{name} {_short(found[name].loss)}" for name in names)
     wide = [loss for loss in losses["fp64"] if loss is not None]
     for name in ("fp16-mc2", "fp16-mc3"):
@@ -187,8 +187,8 @@ def _beside_best_constant(evidence: FinishedTrials, tasks: tuple[str, ...] | Non
             good, bad = good + (best is None), bad + (best is not None)
             told.append(f"{task}: {'every constant' if best is None else 'adaptive'} diverged")
             continue
-        gaps = _differences(evidence, task, "fp16-adaptive", best.recipe)
-        limit = interval(gaps, _differences(evidence, task, TWIN, "fp32"), rows["fp32"].loss or 0.0)
+        gaps = evidence.gaps(task, "fp16-adaptive", best.recipe)
+        limit = interval(gaps, evidence.gaps(task, TWIN), rows["fp32"].loss or 0.0)
         mean = statistics.fmean(gaps) if gaps else 0.0
         told.append(f"{task}: {mean:+.3g} ± {_short(limit)} beside {best.recipe.removeprefix('fp16-')}")
         if limit is None:
@@ -279,7 +279,7 @@ def _accuracy_lost(evidence: FinishedTrials, row: Row) -> tuple[list[float], lis
     own, reference = (
         {
             record["settings"]["seed"]: record["result"]["float32"]["validation"]["accuracy"]
-            for record in _records(evidence, row.task, name)
+            for record in evidence.of_recipe(row.task, name)
             if record["result"]["float32"]["validation"]["accuracy"] is not None  # of a trial that diverged
         }
         for name in (row.recipe, "fp32")
@@ -289,8 +289,8 @@ def _accuracy_lost(evidence: FinishedTrials, row: Row) -> tuple[list[float], lis
 
 def _loss_gained(evidence: FinishedTrials, row: Row) -> tuple[list[float], list[float]]:
     """Return a recipe's loss minus float32's for each seed, and float32's."""
-    reference = [judged(record) for record in _records(evidence, row.task, "fp32")]
-    return _differences(evidence, row.task, row.recipe, "fp32"), [loss for loss in reference if loss is not None]
+    reference = [judged(record) for record in evidence.of_recipe(row.task, "fp32")]
+    return evidence.gaps(row.task, row.recipe), [loss for loss in reference if loss is not None]
 
 
 def _points(evidence: FinishedTrials, row: Row) -> str:
@@ -339,20 +339,6 @@ def _rows(evidence: FinishedTrials, recipe: str) -> Iterator[Row]:
 
 def _task_rows(evidence: FinishedTrials, task: str) -> list[Row]:
     return evidence.rows(task) if task in evidence.tasks() else []
-
-
-def _records(evidence: FinishedTrials, task: str, recipe: str) -> list[dict]:
-    return [record for record in evidence.of_task(task) if record["settings"]["recipe"]["name"] == recipe]
-
-
-def _differences(evidence: FinishedTrials, task: str, one: str, other: str) -> list[float]:
-    """Return the loss under one recipe minus that under another, for each seed that has both."""
-    losses = [
-        {record["settings"]["seed"]: judged(record) for record in _records(evidence, task, name)}
-        for name in (one, other)
-    ]
-    pairs = [(losses[0][seed], losses[1].get(seed)) for seed in losses[0]]
-    return [ours - theirs for ours, theirs in pairs if ours is not None and theirs is not None]
 
 
 def _gap(row: Row) -> str:

@@ -8,8 +8,8 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, nn
 
-from ._files import decode, find, read_columns
-from ._task import Batch, Data, Task, warm_cosine
+from ._files import FileTask, decode, read_columns
+from ._task import Batch, Data, warm_cosine_rate
 
 _HOW = (
     "They are the Parquet files (columns img.bytes and label) of the data set uoft-cs/cifar10 on the Hugging Face "
@@ -18,10 +18,8 @@ _HOW = (
 
 
 @dataclasses.dataclass(frozen=True)
-class Cifar10(Task):
+class Cifar10(FileTask):
     """CIFAR-10, 32x32 photographs of ten classes; needs ``data``. Judged by the loss on the test images."""
-
-    data: str | None = None
 
     name: ClassVar[str] = "cifar10"
     title: ClassVar[str] = "small convolutional network on CIFAR-10"
@@ -31,10 +29,10 @@ class Cifar10(Task):
     sizes: ClassVar[dict[str, int]] = {"smoke": 4, "small": 120, "full": 20_000}
     batch: ClassVar[int] = 64
     target: ClassVar[str] = "image"
-
-    def __post_init__(self) -> None:
-        folder = find("cifar10", self.data, ("train.parquet", "test.parquet"), _HOW, self.name)
-        object.__setattr__(self, "data", str(folder))
+    rate = warm_cosine_rate
+    folder: ClassVar[str] = "cifar10"
+    files: ClassVar[tuple[str, ...]] = ("train.parquet", "test.parquet")
+    how: ClassVar[str] = _HOW
 
     def load(self) -> Data:
         """Load all training images, and the first 2,000 test images."""
@@ -57,10 +55,6 @@ class Cifar10(Task):
             mirrored = torch.rand(len(images), generator=generator, dtype=torch.float32, device="cpu") < 0.5
             images = torch.where(mirrored[:, None, None, None], images.flip(-1), images)
             yield _pixels(images), labels
-
-    def rate(self, step: int, steps: int) -> float:
-        """Return a warm-up over a tenth of the steps, then a cosine."""
-        return warm_cosine(step, steps)
 
 
 def _stage(inputs: int, outputs: int) -> Iterator[nn.Module]:

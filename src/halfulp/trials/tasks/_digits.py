@@ -77,7 +77,7 @@ class DigitsSlow(Digits):
 
 
 @dataclasses.dataclass(frozen=True)
-class DigitsFPU(Task):
+class DigitsFPU(Digits):
     """A small classifier of digits, trained for forty epochs of SGD with momentum from a random start.
 
     Meant for the few-bit recipes (``e8m5``, ``e8m3``, ``e8m1``), which model a processor that knows no other
@@ -87,17 +87,9 @@ class DigitsFPU(Task):
 
     name: ClassVar[str] = "digits-fpu"
     title: ClassVar[str] = "small classifier of scikit-learn's digits, from scratch"
-    rule: ClassVar[str] = "SGD"
     hyper: ClassVar[dict[str, Any]] = {"lr": 0.01, "momentum": 0.9}
     steps: ClassVar[int] = 40 * 45
     sizes: ClassVar[dict[str, int]] = {"smoke": 30, "small": 1350}
-    batch: ClassVar[int] = 32
-    judged_by: ClassVar[str] = "train_loss"
-    target: ClassVar[str] = "image"
-
-    def load(self) -> Data:
-        """1437 images to train on, 360 to validate, the same split always."""
-        return load_digits()
 
     def model(self, data: Data, seed: int) -> nn.Module:
         """Return the network with random initial weights."""

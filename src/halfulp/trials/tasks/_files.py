@@ -1,11 +1,35 @@
 """The files that tasks read: where they are, how to get what is missing, and which one is broken."""
 
+import dataclasses
 import re
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, ClassVar, TypeVar
+
+from ..._messages import first_line
+from ._task import Task
 
 Read = TypeVar("Read")
+
+
+@dataclasses.dataclass(frozen=True)
+class FileTask(Task):
+    """A task on a data set that lies in files; ``data`` is the folder that holds them, or one above it.
+
+    Attributes:
+        folder: What the data set is called, and the folder below ``data`` that may hold it.
+        files: The files that are needed.
+        how: How to get them, in a sentence.
+    """
+
+    data: str | None = None
+
+    folder: ClassVar[str]
+    files: ClassVar[tuple[str, ...]]
+    how: ClassVar[str]
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "data", str(find(self.folder, self.data, self.files, self.how, self.name)))
 
 
 def find(folder: str, data: str | None, names: tuple[str, ...], how: str, task: str | None = None) -> Path:
@@ -32,9 +56,9 @@ def find(folder: str, data: str | None, names: tuple[str, ...], how: str, task: 
 
 
 def _without() -> str:
-    from ._registry import kind_of, names
+    from ._registry import kind_of, names, needs_data
 
-    free = [name for name in names() if "data" not in getattr(kind_of(name), "__dataclass_fields__", {})]
+    free = [name for name in names() if not needs_data(kind_of(name))]
     return f"Tasks that need no files: {', '.join(free)}"
 
 
@@ -74,5 +98,5 @@ def decode(name: str, read: Callable[[Any], Read], content: Any) -> Read:
     try:
         return read(content)
     except Exception as error:
-        line = re.sub(r" <[^>]* at 0x\w+>", "", (str(error).strip().splitlines() or [""])[0])
+        line = re.sub(r" <[^>]* at 0x\w+>", "", first_line(error))
         raise ValueError(f"{name} is broken ({type(error).__name__}: {line}): get the file again") from None

@@ -8,9 +8,9 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, nn
 
-from ._files import decode, find, read_columns
+from ._files import FileTask, decode, read_columns
 from ._lstm import LSTM
-from ._task import Batch, Data, Task, warm_cosine
+from ._task import Batch, Data, warm_cosine_rate
 
 _HOW = (
     "They are the recordings of the Free Spoken Digit Dataset, https://github.com/Jakobovski/free-spoken-digit-dataset "
@@ -20,14 +20,12 @@ RATE, WINDOW, HOP, FRAMES, BANDS = 8000, 256, 80, 64, 32
 
 
 @dataclasses.dataclass(frozen=True)
-class SpokenDigits(Task):
+class SpokenDigits(FileTask):
     """Recordings of six people, 0.64 seconds each, as spectra on the scale of hearing; needs ``data``.
 
     It stands where "Revisiting BFloat16 Training" (arXiv 2010.06192) has DeepSpeech2 on LibriSpeech: convolutions over
     the spectrogram, then a recurrent layer.
     """
-
-    data: str | None = None
 
     name: ClassVar[str] = "fsdd"
     title: ClassVar[str] = "convolutional-recurrent network on spoken digits"
@@ -37,10 +35,10 @@ class SpokenDigits(Task):
     sizes: ClassVar[dict[str, int]] = {"smoke": 4, "small": 80, "full": 4000}
     batch: ClassVar[int] = 32
     target: ClassVar[str] = "recording"
-
-    def __post_init__(self) -> None:
-        folder = find("fsdd", self.data, ("train.parquet", "test.parquet"), _HOW, self.name)
-        object.__setattr__(self, "data", str(folder))
+    rate = warm_cosine_rate
+    folder: ClassVar[str] = "fsdd"
+    files: ClassVar[tuple[str, ...]] = ("train.parquet", "test.parquet")
+    how: ClassVar[str] = _HOW
 
     def load(self) -> Data:
         """Load logarithms of spectra, normalized by the training part."""
@@ -54,10 +52,6 @@ class SpokenDigits(Task):
         """Build two convolutions of 16 and 32 channels and a recurrent layer of 64."""
         torch.manual_seed(seed)
         return Listener()
-
-    def rate(self, step: int, steps: int) -> float:
-        """Return a warm-up over a tenth of the steps, then a cosine."""
-        return warm_cosine(step, steps)
 
 
 class Listener(nn.Module):

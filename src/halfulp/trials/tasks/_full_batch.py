@@ -5,10 +5,8 @@ import copy
 import dataclasses
 import functools
 import itertools
-import math
-import statistics
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any, ClassVar
 
 import torch
@@ -19,9 +17,7 @@ from ... import recipes
 from ...mctensor import MCTensor
 from ...recipes import Recipe
 from ...recipes._optimizer import MeasuredOptimizer
-from ._task import Batch, Data, Task
-
-_POINTS = 60
+from ._task import Batch, Course, Data, Report, Task
 
 
 @dataclasses.dataclass(frozen=True)
@@ -65,7 +61,7 @@ class FullBatch(Task):
         seed: int,
         steps: int,
         data: Data,
-        report: Callable[[int, float], None] | None = None,
+        report: Report | None = None,
     ) -> dict[str, Any]:
         """Run one trial; return a trial's results."""
         torch.manual_seed(seed)
@@ -74,7 +70,7 @@ class FullBatch(Task):
         model = recipes.convert(copy.deepcopy(start), recipe, seed=seed)
         optimizer = recipes.optimizer(model, self.rule, seed=seed, report_interval=report_interval, **self.hyper)
         train, validation = self.whole()
-        course = self._course(model, optimizer, [encode(recipe, x) for x in train], steps, report)
+        course = self._train(model, optimizer, [encode(recipe, x) for x in train], steps, report)
         failed = course["diverged_at"] is not None
         wide = start.double()
         if not failed:
@@ -87,18 +83,16 @@ class FullBatch(Task):
         size = {"parameters": sum(p.numel() for p in model.parameters()), "targets": len(validation[1])}
         return {**course, "float32": scores, "own": own, **size, "data": self.note}
 
-    def _course(
+    def _train(
         self,
         model: nn.Module,
         optimizer: MeasuredOptimizer,
         train: list[Tensor],
         steps: int,
-        report: Callable[[int, float], None] | None,
+        report: Report | None,
     ) -> dict[str, Any]:
-        """Train; the loss curve, the time of a step, the memory, the updates lost."""
-        width = max(1, steps // _POINTS)
-        curve: list[list[float]] = []
-        window, seconds, memory, failed = [], [], None, None
+        """Train a model in place; return the course of the training as plain data."""
+        course, memory = Course(steps, report), None
         for step in range(steps):
             begun = time.process_time()
             loss = self.loss(model(train[0]), train[1])
@@ -106,19 +100,11 @@ class FullBatch(Task):
             memory = optimizer.bytes_per_parameter() if step == min(2, steps - 1) else memory
             optimizer.step()
             optimizer.zero_grad()
-            seconds.append(time.process_time() - begun)
-            window.append(loss.item())
-            if not math.isfinite(window[-1]):
-                failed = step
+            course.seconds.append(time.process_time() - begun)
+            if not course.add(loss.item()):
                 break
-            if len(window) == width or step == steps - 1:
-                curve.append([step + 1, statistics.fmean(window)])
-                window = []
-                if report is not None:
-                    report(step + 1, curve[-1][1])
         lost = optimizer.report()
-        readings = {"cancelled": lost.cancelled, "realised": lost.realised, "bytes_per_parameter": memory}
-        return {"curve": curve, "step_ms": 1000 * statistics.median(seconds), **readings, "diverged_at": failed}
+        return course.describe(lost.cancelled, lost.realised, memory)
 
     @torch.no_grad()
     def _score(self, model: nn.Module, part: Batch | list[Tensor], failed: bool) -> dict[str, float | None]:

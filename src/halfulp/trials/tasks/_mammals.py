@@ -1,10 +1,8 @@
 """Task mammals: WordNet's mammals embedded in the hyperbolic plane, where plain floats run out of digits."""
 
 import dataclasses
-import math
-import statistics
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any, ClassVar
 
 import torch
@@ -13,8 +11,8 @@ from torch import Tensor, nn
 from ...hyperbolic import HalfSpace, RankingSets, RiemannianSGD, ranking_gradient, reconstruction
 from ...mctensor import MCTensor
 from ...recipes import Recipe
-from ._files import find, read_columns
-from ._task import Batch, Data, Task
+from ._files import FileTask, read_columns
+from ._task import Batch, Course, Data, Report
 
 _HOW = (
     "It is the transitive closure of WordNet's mammals (columns id1, id2, weight; 6,540 edges), "
@@ -24,12 +22,11 @@ _HOW = (
 OTHERS = 50
 SCALE = 0.3
 BURN_IN = 0.02  # of all steps, at a hundredth of the learning rate
-_POINTS = 60
 _DTYPES = {"float32": torch.float32, "float64": torch.float64}
 
 
 @dataclasses.dataclass(frozen=True)
-class Mammals(Task):
+class Mammals(FileTask):
     """1,180 synsets as points of the half-space of two dimensions; needs ``data``.
 
     The experiment of "MCTensor" (arXiv 2207.08867), which trains 1,000 epochs: an animal shall be closer to what it
@@ -40,8 +37,6 @@ class Mammals(Task):
     Each trial is one run of `embed`, not of the common training loop.
     """
 
-    data: str | None = None
-
     name: ClassVar[str] = "mammals"
     title: ClassVar[str] = "WordNet's mammals in the hyperbolic plane"
     rule: ClassVar[str] = "RiemannianSGD"
@@ -50,10 +45,9 @@ class Mammals(Task):
     steps: ClassVar[int] = 1000 * 205
     sizes: ClassVar[dict[str, int]] = {"smoke": 60, "small": 10 * 205}
     target: ClassVar[str] = "edge"
-
-    def __post_init__(self) -> None:
-        folder = find("wordnet_mammals", self.data, ("closure.parquet",), _HOW, self.name)
-        object.__setattr__(self, "data", str(folder))
+    folder: ClassVar[str] = "wordnet_mammals"
+    files: ClassVar[tuple[str, ...]] = ("closure.parquet",)
+    how: ClassVar[str] = _HOW
 
     def load(self) -> Data:
         """Return the edges, and of every edge a fixed set of negatives to validate on."""
@@ -99,7 +93,7 @@ class Mammals(Task):
         return 0.01 if step < BURN_IN * steps else 1.0
 
     def refuses(self, recipe: Recipe) -> str | None:
-        """Return why a recipe cannot be trained; None where it can."""
+        """Return why a recipe cannot train points; None where it can."""
         return _refusal(recipe)
 
     def trial(
@@ -108,7 +102,7 @@ class Mammals(Task):
         seed: int,
         steps: int,
         data: Data,
-        report: Callable[[int, float], None] | None = None,
+        report: Report | None = None,
     ) -> dict[str, Any]:
         """Run one trial; return a trial's results with `map` and `mean_rank`.
 
@@ -118,7 +112,6 @@ class Mammals(Task):
         points = start(recipe, self.model(data, seed).points.detach(), seed)
         edges = data.train[0][:, :2]
         course = self.embed(points, edges, seed, steps, report)
-        course["bytes_per_parameter"] = points.element_size() * (1.0 + len(getattr(points, "components", (0,))))
         scores = scored(points.detach(), edges) if course["diverged_at"] is None else {}
         score = {"loss": scores.get("loss"), "accuracy": scores.get("map")}
         size = {"parameters": points.numel(), "targets": len(edges), "data": data.note}
@@ -131,30 +124,20 @@ class Mammals(Task):
         edges: Tensor,
         seed: int,
         steps: int,
-        report: Callable[[int, float], None] | None = None,
+        report: Report | None = None,
     ) -> dict[str, Any]:
-        """Train points in place; what happened on the way, as plain data."""
-        optimizer = RiemannianSGD([points], lr=self.hyper["lr"])
-        width = max(1, steps // _POINTS)
-        curve: list[list[float]] = []
-        window, seconds, failed = [], [], None
+        """Train points in place; return the course of the training as plain data."""
+        optimizer, course = RiemannianSGD([points], lr=self.hyper["lr"]), Course(steps, report)
         for step, sets in enumerate(self.sets(edges, seed, steps)):
             optimizer.param_groups[0]["lr"] = self.hyper["lr"] * self.rate(step, steps)
             begun = time.process_time()
             loss, points.grad = ranking_gradient(points.detach(), sets, SCALE)
-            window.append(float(loss))
-            if not math.isfinite(window[-1]):
-                failed = step
+            if not course.add(float(loss)):
                 break
             optimizer.step()
-            seconds.append(time.process_time() - begun)
-            if len(window) == width or step == steps - 1:
-                curve.append([step + 1, statistics.fmean(window)])
-                window = []
-                if report is not None:
-                    report(step + 1, curve[-1][1])
-        lost = {"cancelled": None, "realised": None, "diverged_at": failed}
-        return {"curve": curve, "step_ms": 1000 * statistics.median(seconds or [0.0]), **lost}
+            course.seconds.append(time.process_time() - begun)
+        size = points.element_size() * (1.0 + len(getattr(points, "components", (0,))))
+        return course.describe(bytes_per_parameter=size)
 
 
 class Points(nn.Module):

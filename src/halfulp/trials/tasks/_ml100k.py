@@ -7,28 +7,25 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, nn
 
-from ._files import decode, find, read_columns
-from ._task import Data, Task, warm_cosine
+from ._files import FileTask, decode, read_columns
+from ._task import Data, warm_cosine_rate
 
 _HOW = (
     "They are the tables u.data, u.user and u.item of MovieLens 100K, https://grouplens.org/datasets/movielens/100k/, "
     "as Parquet (user_id, item_id, rating; user_id, age, gender, occupation; item_id, title, genres)"
 )
-_FILES = ("ratings.parquet", "users.parquet", "items.parquet")
 _GENRES = 19
 LIKED = 4  # of five stars
 
 
 @dataclasses.dataclass(frozen=True)
-class MovieLens(Task):
+class MovieLens(FileTask):
     """Predicts whether a rating is four stars or more, from a tenth of all ratings; needs ``data``.
 
     "Revisiting BFloat16 Training" (arXiv 2010.06192) trains DLRM (Naumov et al., arXiv 1906.00091) on clicks with
     plain SGD; this is its kind at a size for two cores: embeddings of what has no order, a network for what has, the
     products of all pairs, and a network on top.
     """
-
-    data: str | None = None
 
     name: ClassVar[str] = "ml100k"
     title: ClassVar[str] = "ranking network of DLRM's kind on ratings of films"
@@ -38,9 +35,10 @@ class MovieLens(Task):
     sizes: ClassVar[dict[str, int]] = {"smoke": 8, "small": 450, "full": 10_000}
     batch: ClassVar[int] = 128
     target: ClassVar[str] = "rating"
-
-    def __post_init__(self) -> None:
-        object.__setattr__(self, "data", str(find("ml100k", self.data, _FILES, _HOW, self.name)))
+    rate = warm_cosine_rate
+    folder: ClassVar[str] = "ml100k"
+    files: ClassVar[tuple[str, ...]] = ("ratings.parquet", "users.parquet", "items.parquet")
+    how: ClassVar[str] = _HOW
 
     def load(self) -> Data:
         """Load rows of integers: user, film, occupation, gender, age, year and genres, in a fixed split."""
@@ -71,10 +69,6 @@ class MovieLens(Task):
         torch.manual_seed(seed)
         largest = torch.cat([data.train[0], data.validation[0]])[:, :4].amax(0)
         return RankingNetwork([1 + int(number) for number in largest])
-
-    def rate(self, step: int, steps: int) -> float:
-        """Return a warm-up over a tenth of the steps, then a cosine."""
-        return warm_cosine(step, steps)
 
 
 class RankingNetwork(nn.Module):

@@ -62,7 +62,12 @@ def get(task: str | Task, data: str | None = None) -> Task:
     if task not in _TASKS:
         raise ValueError(unknown("task", task, _TASKS))
     kind: Callable[..., Task] = _class(task)
-    return kind(data=data) if "data" in getattr(kind, "__dataclass_fields__", {}) else kind()
+    return kind(data=data) if needs_data(kind) else kind()
+
+
+def needs_data(kind: object) -> bool:
+    """Return whether tasks of a class read files: it is a dataclass with a field ``data``, their folder."""
+    return "data" in getattr(kind, "__dataclass_fields__", {})
 
 
 def kind_of(name: str) -> type[Task]:

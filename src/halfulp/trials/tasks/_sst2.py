@@ -7,9 +7,9 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, nn
 
-from ._files import find, read_columns
+from ._files import FileTask, read_columns
 from ._gpt import Block, start
-from ._task import Batch, Data, Task, warm_cosine
+from ._task import Batch, Data, warm_cosine_rate
 
 _HOW = (
     "They are the Parquet files (columns sentence and label) of the data set SetFit/sst2 on the Hugging Face hub, "
@@ -21,14 +21,12 @@ _PAD, _CLASS, _RARE = 0, 1, 2
 
 
 @dataclasses.dataclass(frozen=True)
-class SST2(Task):
+class SST2(FileTask):
     """Sentiment of whole sentences from a random start; needs ``data``.
 
     "Revisiting BFloat16 Training" (arXiv 2010.06192) fine-tunes BERT with AdamW; this is its kind at a size for two
     cores: attention in both directions, a token in front whose last state is classified, words as tokens.
     """
-
-    data: str | None = None
 
     name: ClassVar[str] = "sst2"
     title: ClassVar[str] = "transformer of BERT's kind on sentences of film reviews"
@@ -38,10 +36,10 @@ class SST2(Task):
     sizes: ClassVar[dict[str, int]] = {"smoke": 4, "small": 80, "full": 2000}
     batch: ClassVar[int] = 32
     target: ClassVar[str] = "sentence"
-
-    def __post_init__(self) -> None:
-        folder = find("sst2", self.data, ("train.parquet", "validation.parquet"), _HOW, self.name)
-        object.__setattr__(self, "data", str(folder))
+    rate = warm_cosine_rate
+    folder: ClassVar[str] = "sst2"
+    files: ClassVar[tuple[str, ...]] = ("train.parquet", "validation.parquet")
+    how: ClassVar[str] = _HOW
 
     def load(self) -> Data:
         """Load sentences, with the words that occur twice or more in training as the vocabulary."""
@@ -59,10 +57,6 @@ class SST2(Task):
         """Build a transformer of width 64, two layers, four heads."""
         torch.manual_seed(seed)
         return Encoder(1 + int(data.train[0].max()))
-
-    def rate(self, step: int, steps: int) -> float:
-        """Return a warm-up over a tenth of the steps, then a cosine."""
-        return warm_cosine(step, steps)
 
 
 class Encoder(nn.Module):

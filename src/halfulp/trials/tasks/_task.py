@@ -3,7 +3,8 @@
 import abc
 import dataclasses
 import math
-from collections.abc import Iterator
+import statistics
+from collections.abc import Callable, Iterator
 from typing import Any, ClassVar
 
 import torch
@@ -16,6 +17,10 @@ from ...recipes import Recipe
 Batch = tuple[Tensor, Tensor]
 # How long trials are: seconds, minutes for a whole comparison on two cores, and what the task deserves.
 SIZES = ("smoke", "small", "full")
+# Called with the number of steps done and the loss of late.
+Report = Callable[[int, float], None]
+# Points of a loss curve.
+_POINTS = 60
 
 
 @dataclasses.dataclass(frozen=True)
@@ -28,6 +33,63 @@ class Data:
     train: Batch
     validation: Batch
     note: str
+
+
+class Course:
+    """The loss curve of one training, the CPU time of its steps, and where its loss stopped being finite.
+
+    Args:
+        steps: of the training.
+        report: called at each point of the curve with the number of steps done and the loss there.
+
+    Attributes:
+        seconds: CPU time of each step; the training loop adds to it.
+        diverged_at: the first step whose loss is not finite; None without one.
+    """
+
+    def __init__(self, steps: int, report: Report | None = None) -> None:
+        self._steps, self._report = steps, report
+        self._curve: list[list[float]] = []
+        self._window: list[float] = []
+        self._done = 0
+        self.seconds: list[float] = []
+        self.diverged_at: int | None = None
+
+    def add(self, loss: float) -> bool:
+        """Add the loss of the next step; return whether it is finite."""
+        if not math.isfinite(loss):
+            self.diverged_at = self._done
+            return False
+        self._done += 1
+        self._window.append(loss)
+        if len(self._window) == max(1, self._steps // _POINTS) or self._done == self._steps:
+            self._curve.append([self._done, statistics.fmean(self._window)])
+            self._window = []
+            if self._report is not None:
+                self._report(self._done, self._curve[-1][1])
+        return True
+
+    def describe(
+        self, cancelled: float | None = None, realised: float | None = None, bytes_per_parameter: float | None = None
+    ) -> dict[str, Any]:
+        """Return the course as plain data, with what the optimizer says of its updates and its memory."""
+        return {
+            "curve": self._curve,
+            "step_ms": 1000 * statistics.median(self.seconds or [0.0]),
+            "bytes_per_parameter": bytes_per_parameter,
+            "cancelled": finite_or_none(cancelled),
+            "realised": finite_or_none(realised),
+            "diverged_at": self.diverged_at,
+        }
+
+
+def finite_or_none(value: float | None) -> float | None:
+    """Return a number that JSON can hold: None for NaN and infinities.
+
+    >>> finite_or_none(1.5), finite_or_none(math.nan), finite_or_none(None)
+    (1.5, None, None)
+    """
+    return None if value is None or not math.isfinite(value) else float(value)
 
 
 class Task(abc.ABC):
@@ -156,3 +218,8 @@ def warm_cosine(step: int, steps: int, warm: float = 0.1, last: float = 0.01) ->
     """
     rise = min(1.0, (step + 1) / max(1.0, warm * steps))
     return rise * (last + (1 - last) * 0.5 * (1 + math.cos(math.pi * step / steps)))
+
+
+def warm_cosine_rate(task: Task, step: int, steps: int) -> float:
+    """Return `warm_cosine`, as the method ``rate`` of a task that is set to it."""
+    return warm_cosine(step, steps)

@@ -8,10 +8,10 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, nn
 
-from ._files import decode, find
+from ._files import FileTask, decode
 from ._gpt import GPT
 from ._lstm import CharacterLSTM
-from ._task import Batch, Data, Task, warm_cosine
+from ._task import Batch, Data, Task, warm_cosine_rate
 
 TIME = 64
 _HOW = (
@@ -29,6 +29,7 @@ class CharacterGPT(Task):
     sizes: ClassVar[dict[str, int]] = {"smoke": 4, "small": 60, "full": 20_000}
     batch: ClassVar[int] = 16
     target: ClassVar[str] = "character"
+    rate = warm_cosine_rate
     time: ClassVar[int] = TIME
 
     def model(self, data: Data, seed: int) -> nn.Module:
@@ -46,10 +47,6 @@ class CharacterGPT(Task):
             starts = torch.randint(len(stream) - self.time, shape, generator=generator, dtype=torch.int64, device="cpu")
             places = starts[:, None] + window
             yield stream[places], stream[places + 1]
-
-    def rate(self, step: int, steps: int) -> float:
-        """Return a warm-up over a tenth of the steps, then a cosine."""
-        return warm_cosine(step, steps)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -91,16 +88,14 @@ def _windows(ids: Tensor, time: int, most: int | None) -> Batch:
 
 
 @dataclasses.dataclass(frozen=True)
-class TinyShakespeare(CharacterGPT):
+class TinyShakespeare(FileTask, CharacterGPT):
     """Next-character prediction on ``input.txt`` (1.1 million characters); needs ``data``."""
-
-    data: str | None = None
 
     name: ClassVar[str] = "tinyshakespeare"
     title: ClassVar[str] = "character-level GPT on Shakespeare"
-
-    def __post_init__(self) -> None:
-        object.__setattr__(self, "data", str(find("tinyshakespeare", self.data, ("input.txt",), _HOW, self.name)))
+    folder: ClassVar[str] = "tinyshakespeare"
+    files: ClassVar[tuple[str, ...]] = ("input.txt",)
+    how: ClassVar[str] = _HOW
 
     def load(self) -> Data:
         """Load text: the first nine tenths train; of the last tenth, 256 windows validate."""

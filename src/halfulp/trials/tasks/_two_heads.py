@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ._digits import load_digits
-from ._task import Batch, Data, Task, warm_cosine
+from ._task import Batch, Data, Task, warm_cosine_rate
 
 # Cells of the image along each side, and pixels of the page along a cell.
 SIDE, STRIDE = 24, 4
@@ -46,6 +46,7 @@ class TwoHeads(Task):
     sizes: ClassVar[dict[str, int]] = {"smoke": 4, "small": 200}
     batch: ClassVar[int] = 32
     target: ClassVar[str] = "image"
+    rate = warm_cosine_rate
 
     def load(self) -> Data:
         """Place every digit at four positions; validate on digits that are not trained on."""
@@ -78,10 +79,6 @@ class TwoHeads(Task):
     def count(self, targets: Tensor) -> int:
         """Return the number of images, each of which is one hit or miss."""
         return len(targets)
-
-    def rate(self, step: int, steps: int) -> float:
-        """Return a warm-up over a tenth of the steps, then a cosine."""
-        return warm_cosine(step, steps)
 
 
 class Detector(nn.Module):

@@ -11,7 +11,7 @@ from ... import recipes
 from ...recipes import Recipe
 from ...recipes._plan import assign
 from .._defaults import REFERENCE, TWIN
-from ..evidence._row import Row, judged
+from ..evidence._row import Row
 from ..evidence._statistics import interval, verdict
 from ..evidence._table import KEPT
 from ..running._plan import Trial
@@ -165,13 +165,7 @@ class Search:
 
     def _check_tolerance(self, loss: float) -> None:
         """Refuse a tolerance that not even a second float32 could be told to be within."""
-        losses: dict[str, dict[int, float | None]] = {REFERENCE: {}, TWIN: {}}
-        for record in self._training.evidence().of_task(self.task.name):
-            name = record["settings"]["recipe"]["name"]
-            if name in losses:
-                losses[name][record["settings"]["seed"]] = judged(record)
-        pairs = [(losses[TWIN].get(seed), losses[REFERENCE].get(seed)) for seed in self.seeds]
-        twins = [twin - reference for twin, reference in pairs if twin is not None and reference is not None]
+        twins = self._training.evidence().gaps(self.task.name, TWIN)
         least = interval([0.0] * len(self.seeds), twins, loss)
         assert least is not None
         assert self.tolerance is not None
