@@ -50,7 +50,7 @@ def points(name: str, mammals, data, seed: int):
 
 def train(name: str, mammals, data, seed: int, epochs: int) -> dict:
     """One run and what it ends with."""
-    from halfulp.trials.tasks._mammals import scored
+    from halfulp.trials.tasks._mammals import score_points
 
     edges = data.train[0][:, :2]
     weight = points(name, mammals, data, seed)
@@ -60,7 +60,7 @@ def train(name: str, mammals, data, seed: int, epochs: int) -> dict:
     plain = weight.detach()
     first = plain.components[0] if VARIANTS[name][1] > 1 else plain
     ends = {"lowest": float(first[:, 1].min()), "farthest": float(first.abs().max())}
-    return {**scored(plain, edges), **ends, "seconds": seconds, "diverged_at": course["diverged_at"]}
+    return {**score_points(plain, edges), **ends, "seconds": seconds, "diverged_at": course["diverged_at"]}
 
 
 def trained(mammals, data, names: list[str], seeds: int, epochs: int, keep: Path | None) -> dict[str, list[dict]]:

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 import halfulp as hu
-from halfulp.trials.tasks._digits import network
+from halfulp.trials.tasks._digits import make_network
 from halfulp.trials.tasks._gpt import GPT, Block
 
 from ._harness import Contender, Timing, measure, set_threads
@@ -32,7 +32,7 @@ MOST_RATIO, MOST_SHARE, MOST_MICROSECONDS, SLOW = 1.25, 0.02, 20.0, 10.0
 def digits() -> Workload:
     """The network of the task digits on a batch of 32 images."""
     inputs, targets = torch.rand(32, 64), torch.randint(10, (32,))
-    return network(), lambda made: nn.functional.cross_entropy(made(inputs), targets)
+    return make_network(), lambda made: nn.functional.cross_entropy(made(inputs), targets)
 
 
 class RealMaskBlock(Block):

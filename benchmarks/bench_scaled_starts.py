@@ -30,10 +30,10 @@ def start(seed: int, power: int, nudge: float = 0.0):
     """A network whose parameters are 2^power times those of the seed, each off by a nudge."""
     import torch
 
-    from halfulp.trials.tasks._digits import network
+    from halfulp.trials.tasks._digits import make_network
 
     torch.manual_seed(seed)
-    model = network()
+    model = make_network()
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.mul_(2.0**power * (1 + nudge * torch.randn_like(parameter)))

@@ -129,13 +129,13 @@ def told(family: Family, gaps: Sequence[float], seeds: int, draws: random.Random
 
 def _on_text() -> tuple[Family, dict[str, float]]:
     """How gaps scatter on `text`, with their mean correlation, and what each recipe adds, in shares of the loss."""
-    from halfulp.trials.evidence._row import judged
+    from halfulp.trials.evidence._row import read_judged_loss
 
     losses: dict[str, dict[int, float]] = {}
     for trial in json.loads(COMPARISON.read_text(encoding="utf-8"))["trials"]:
         settings = trial["settings"]
         if settings["task"]["name"] == "text":
-            losses.setdefault(settings["recipe"]["name"], {})[settings["seed"]] = judged(trial)
+            losses.setdefault(settings["recipe"]["name"], {})[settings["seed"]] = read_judged_loss(trial)
     reference = losses.pop("fp32")
     loss = statistics.fmean(reference.values())
     gaps = {

@@ -31,7 +31,7 @@ def load(extensions: Iterable[str]) -> None:
 
 
 def load_inherited() -> None:
-    """Import what the environment names: worker processes, and commands, begin with it."""
+    """Import the extensions that the environment names, with which worker processes and commands begin."""
     load(name for name in os.environ.get(VARIABLE, "").split(os.pathsep) if name)
 
 

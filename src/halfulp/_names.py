@@ -1,4 +1,4 @@
-"""Names in registries: how formats, recipes, optimizers, tasks and policies get in, and what an unknown one is told."""
+"""Registration of named formats, recipes, optimizers, tasks and policies, and the message for an unknown name."""
 
 import difflib
 from collections.abc import Iterable

@@ -12,7 +12,7 @@ import torch
 
 from halfulp import recipes
 from halfulp.trials.script import _comparison as _compare_script
-from halfulp.trials.script._worker import Refusal, substituted
+from halfulp.trials.script._worker import Refusal, substitute_optimizers
 
 SCRIPT = """
 import sys
@@ -199,7 +199,7 @@ def test_classes_are_put_back_and_subclasses_stay_themselves():
 
     model = torch.nn.Linear(2, 2)
     before = {name: vars(getattr(torch.optim, name)).get("__init__") for name in ("SGD", "Adam", "AdamW")}
-    with substituted(recipes.get("bf16-kahan")) as done:
+    with substitute_optimizers(recipes.get("bf16-kahan")) as done:
         assert type(Mine(torch.nn.Linear(2, 2).parameters())) is Mine
         assert not done.made
         assert done.others == ["Mine"]
@@ -208,7 +208,7 @@ def test_classes_are_put_back_and_subclasses_stay_themselves():
     assert optimizer.param_groups[0]["betas"] == (0.8, 0.9)
     assert {parameter.dtype for parameter in model.parameters()} == {torch.bfloat16}
     for recipe in ("fp32", "bf16"):
-        with substituted(recipes.get(recipe)):
+        with substitute_optimizers(recipes.get(recipe)):
             pass
     assert before == {name: vars(getattr(torch.optim, name)).get("__init__") for name in ("SGD", "Adam", "AdamW")}
     assert type(torch.optim.AdamW([torch.zeros(1, requires_grad=True)])) is torch.optim.AdamW
@@ -216,11 +216,11 @@ def test_classes_are_put_back_and_subclasses_stay_themselves():
 
 @pytest.mark.parametrize("recipe", ["scaled-fp16", "e8m3", "fp16-none"])
 def test_recipes_that_need_the_scripts_help_are_refused(recipe):
-    with pytest.raises(Refusal, match=r"hu\."), substituted(recipes.get(recipe)):
+    with pytest.raises(Refusal, match=r"hu\."), substitute_optimizers(recipes.get(recipe)):
         pass
 
 
 def test_parameters_without_a_module_are_refused():
     loose = torch.nn.Parameter(torch.ones(3))
-    with substituted(recipes.get("bf16")), pytest.raises(Refusal, match="no module holds"):
+    with substitute_optimizers(recipes.get("bf16")), pytest.raises(Refusal, match="no module holds"):
         torch.optim.SGD([loose], lr=0.1)

@@ -1,4 +1,4 @@
-"""The application of all commands, and how it starts and ends."""
+"""The typer application of all commands, and its entry point."""
 
 import sys
 from typing import Annotated, Any, NoReturn
@@ -45,7 +45,7 @@ def _run(arguments: list[str] | None) -> int:
 
 
 def _print_environment(json: bool) -> int:
-    """`halfulp env` without the packages of the command line: what is broken may be the installation."""
+    """Print what `halfulp env` does without the packages of the command line, which may be what is broken."""
     from ..environment import describe, lines
 
     if json:

@@ -1,4 +1,4 @@
-"""How a command ends when something is wrong: one line on stderr, and exit code 2."""
+"""Errors of commands: one line on stderr, and exit code 2."""
 
 import contextlib
 import sys
@@ -15,7 +15,7 @@ def fail(message: object) -> NoReturn:
 
 @contextlib.contextmanager
 def or_fail(doing: str, telling: tuple[type[Exception], ...] = ()) -> Iterator[None]:
-    """Return a context for a user's code: any exception ends the command with exit code 2.
+    """Run a user's code in a block: any exception ends the command with exit code 2.
 
     Exceptions that are ``telling`` speak for themselves; before others goes what was being done, and their name.
     """
@@ -29,14 +29,14 @@ def or_fail(doing: str, telling: tuple[type[Exception], ...] = ()) -> Iterator[N
 
 @dataclass
 class ExitCode:
-    """An exception that ends a command with an exit code."""
+    """The exit code of a block of `ends_as_exit_code`."""
 
     code: int = 0
 
 
 @contextlib.contextmanager
 def ends_as_exit_code() -> Iterator[ExitCode]:
-    """Return a context that no exception leaves: messages are printed, and the exit code is 2."""
+    """Keep exceptions inside of a block: print their messages, and make its exit code 2."""
     found = ExitCode()
     try:
         yield found
@@ -50,7 +50,7 @@ def ends_as_exit_code() -> Iterator[ExitCode]:
 
 @contextlib.contextmanager
 def writing(path: str) -> Iterator[None]:
-    """Return a context for writing to a file that an option names; errors end the command."""
+    """Write, in a block, to a path that an option names; errors end the command."""
     try:
         yield
     except OSError as error:

@@ -1,4 +1,4 @@
-"""Lists of names in options: how they are split, what the help says of them, what a shell completes them to."""
+"""Options that take several names: splitting, help texts and shell completion."""
 
 from collections.abc import Callable, Sequence
 
@@ -20,7 +20,7 @@ def split(given: list[str] | None, default: Sequence[str]) -> list[str]:
 
 
 def complete(names: Callable[[], Sequence[str]]) -> Callable[[str], list[str]]:
-    """Return a shell's completions of the last of several names; torch is not imported.
+    """Return a function that completes the last of several names for a shell; torch is not imported.
 
     >>> complete(lambda: ["digits", "text", "two-heads"])("digits,t")
     ['digits,text', 'digits,two-heads']

@@ -15,7 +15,7 @@ Json = Annotated[bool, typer.Option("--json", help="Print JSON for a program in 
 
 @contextlib.contextmanager
 def prints_elsewhere() -> Iterator[None]:
-    """Return a context that sends what a script and its processes print to stderr, so that stdout has JSON alone."""
+    """Send what a script and its processes print in a block to stderr, so that stdout has JSON alone."""
     sys.stdout.flush()
     with contextlib.redirect_stdout(sys.stderr):
         kept = os.dup(1)

@@ -1,4 +1,4 @@
-"""Running trials from the command line: progress on stderr, and what is kept where they end early."""
+"""Trials from the command line: progress on stderr, and a sentence on how to go on where they end early."""
 
 import contextlib
 import signal
@@ -10,7 +10,7 @@ from ._errors import fail
 
 
 def run_trials(trained: Callable[..., Any], out: str, **options: Any) -> Any:
-    """Call `compare` or `tune` with a folder and progress bars; what ends it early says how to go on."""
+    """Call `compare` or `tune` with a folder and progress bars; end the command where they end early."""
     from ..trials import TrialError
     from ..trials.running._progress import Progress
 
@@ -35,7 +35,7 @@ def run_trials(trained: Callable[..., Any], out: str, **options: Any) -> Any:
 
 @contextlib.contextmanager
 def shared_workers(workers: int | None) -> Iterator[Any]:
-    """Return a block with the workers of its trials: the ranks of torchrun, or so many processes.
+    """Yield the workers for a command's trials: the ranks of torchrun, or so many processes.
 
     SIGTERM, which torchrun sends to all ranks when one fails or dies, interrupts a rank as Ctrl-C does.
     """

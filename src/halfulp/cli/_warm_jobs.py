@@ -1,4 +1,4 @@
-"""What `halfulp warm` runs: small examples of everything that has kernels, through the public names."""
+"""Jobs of `halfulp warm`: small examples of everything that has kernels, through the public names."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ _WIDTH = 256  # whole blocks of 8-bit states
 
 @dataclass(frozen=True)
 class Job:
-    """A small run, whose kernels are in the cache afterwards."""
+    """A small run that puts its kernels into the cache."""
 
     group: str
     name: str
@@ -98,7 +98,7 @@ def _step(name: str, dtype: torch.dtype, given: dict[str, Any]) -> None:
 
 
 def _train(recipe: recipes.Recipe, name: str, options: dict[str, Any]) -> None:
-    """Steps of a recipe on a model that has what most models are made of."""
+    """Train a small model of the most common layers for two steps under a recipe."""
     model = nn.Sequential(nn.Embedding(4, _WIDTH), nn.LayerNorm(_WIDTH), nn.Linear(_WIDTH, 2))
     recipes.convert(model, recipe)
     scaler = recipes.scaler(recipe, model)

@@ -14,7 +14,7 @@ from ._values import direction_and_length, like, rounded, travel, turned
 
 @dataclasses.dataclass(frozen=True)
 class HalfSpace(Manifold):
-    """Points (x, y) with height y > 0 and lengths |v| / y.
+    """The half-space model of hyperbolic space: points (x, y) with height y > 0 and lengths |v| / y.
 
     Nothing here is better conditioned than a difference of coordinates: with d(u, v) = 2 asinh(|u - v| / (2 sqrt(u_y
     v_y))), two points at height y whose x differ by a few y lose log2(|x| / y) bits in plain arithmetic. Components
@@ -40,7 +40,9 @@ class HalfSpace(Manifold):
         return (ratio * ratio).sum(-1)
 
     def exp(self, point: torch.Tensor, step: torch.Tensor) -> torch.Tensor:
-        """See Manifold. With t = tanh(s / 2), s the length and (h, w) the direction of the step over y:
+        """Return the end of the geodesic along a step (see Manifold).
+
+        With t = tanh(s / 2), s the length and (h, w) the direction of the step over y:
 
         x' = x + y 2 t h / n, y' = y + y 2 t (w - t) / n = y (1 - t^2) / n, n = (1 - w t)^2 + t^2 |h|^2.
         """
@@ -51,7 +53,7 @@ class HalfSpace(Manifold):
         return torch.cat([x + y * aside, _above_zero(height)], -1)
 
     def _move(self, y: torch.Tensor, step: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        """2 t h / n, 2 t (w - t) / n, (1 - t^2) / n, then direction, t, 1 - t and n / (1 - t)."""
+        """Return 2 t h / n, 2 t (w - t) / n, (1 - t^2) / n, then direction, t, 1 - t and n / (1 - t), as in `exp`."""
         direction, length = direction_and_length(step / like(y, step))
         h, w = direction[..., :-1], direction[..., -1:]
         t, rest = travel(length)
@@ -64,7 +66,7 @@ class HalfSpace(Manifold):
         return 2 * t * h / n / rest, 2 * t * (w - t) / n / rest, (1 + t) / n, direction, t, rest, n
 
     def log(self, point: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
-        """See Manifold: sinh(d) (h, w) = ((x' - x) / y', cosh(d) - y / y')."""
+        """Return the step to another point (see Manifold): sinh(d) (h, w) = ((x' - x) / y', cosh(d) - y / y')."""
         y, up = point[..., -1:], other[..., -1:]
         a = self._spread(point, other, None).unsqueeze(-1)
         sine = 2 * (a.sqrt() * (1 + a).sqrt())
@@ -77,7 +79,7 @@ class HalfSpace(Manifold):
         return y * (length * direction)
 
     def transport(self, point: torch.Tensor, step: torch.Tensor, vector: torch.Tensor) -> torch.Tensor:
-        """See Manifold. A vector keeps its length over the height, and its angle to the geodesic."""
+        """Move a vector along a geodesic (see Manifold): it keeps its length over the height, and its angle."""
         _, _, factor, direction, t, rest, n = self._move(like(point[..., -1:], vector), step)
         w = direction[..., -1:]
         end = torch.cat([direction[..., :-1] * factor, (w * (1 + t * t) - 2 * t) / n / rest], -1)
@@ -88,7 +90,7 @@ class HalfSpace(Manifold):
         return point[..., -1:]
 
     def project(self, point: torch.Tensor) -> torch.Tensor:
-        """Heights at least the smallest normal number."""
+        """Raise heights below the smallest normal number to it."""
         return torch.cat([point[..., :-1], _above_zero(point[..., -1:])], -1)
 
     def _outside(self, point: torch.Tensor) -> torch.Tensor:

@@ -1,4 +1,4 @@
-"""The interface of a model of hyperbolic space."""
+"""Manifold: the interface of a model of hyperbolic space."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ class Manifold(abc.ABC):
 
     @abc.abstractmethod
     def _spread(self, u: torch.Tensor, v: torch.Tensor, dtype: torch.dtype | None) -> torch.Tensor:
-        """sinh^2(d / 2)."""
+        """Return sinh^2(d / 2)."""
 
     @abc.abstractmethod
     def exp(self, point: torch.Tensor, step: torch.Tensor) -> torch.Tensor:
@@ -89,7 +89,7 @@ class Manifold(abc.ABC):
         """Return the condition on points, in words."""
 
     def retract(self, point: torch.Tensor, step: torch.Tensor) -> torch.Tensor:
-        """point + step, projected: agrees with `exp` to first order, for a fraction of its time."""
+        """Return point + step, projected: `exp` to first order, for a fraction of its time."""
         return self.project(point + step)
 
     def gradient(self, point: torch.Tensor, gradient: torch.Tensor) -> torch.Tensor:

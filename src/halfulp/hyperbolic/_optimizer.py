@@ -86,11 +86,11 @@ class RiemannianOptimizer(torch.optim.Optimizer, abc.ABC):
         if rows is not None and len(rows) == 0:
             return
         point = parameter.detach() if rows is None else parameter.detach()[rows]
-        moved = self._moved(group, parameter, rows, space, point, space.gradient(point, gradient))
+        moved = self._move_points(group, parameter, rows, space, point, space.gradient(point, gradient))
         write(parameter, rows, moved)
 
     @abc.abstractmethod
-    def _moved(
+    def _move_points(
         self,
         group: dict[str, Any],
         parameter: torch.Tensor,
@@ -155,7 +155,7 @@ def _rows_with_gradient(gradient: torch.Tensor) -> tuple[torch.Tensor | None, to
 
 
 class RiemannianSGD(RiemannianOptimizer):
-    """p <- exp_p(-lr grad p), the gradient made Riemannian (Bonnabel, IEEE TAC 58, 2013).
+    """Riemannian gradient descent, p <- exp_p(-lr grad p) (Bonnabel, IEEE TAC 58, 2013).
 
     Args:
         params: see RiemannianOptimizer.
@@ -190,7 +190,7 @@ class RiemannianSGD(RiemannianOptimizer):
         check_share("momentum", momentum)
         super().__init__(params, {"lr": lr, "manifold": manifold, "momentum": momentum, "retraction": retraction})
 
-    def _moved(
+    def _move_points(
         self,
         group: dict[str, Any],
         parameter: torch.Tensor,
@@ -253,7 +253,7 @@ class RiemannianAdam(RiemannianOptimizer):
         defaults = {"lr": lr, "manifold": manifold, "betas": tuple(betas), "eps": eps, "retraction": retraction}
         super().__init__(params, defaults)
 
-    def _moved(
+    def _move_points(
         self,
         group: dict[str, Any],
         parameter: torch.Tensor,

@@ -16,7 +16,7 @@ from ._values import direction_and_length, like, rounded, travel, turned
 
 @dataclasses.dataclass(frozen=True)
 class PoincareBall(Manifold):
-    """Points of length below 1 and lengths 2 |v| / (1 - |p|^2).
+    """The Poincaré ball: points of length below 1 and lengths 2 |v| / (1 - |p|^2).
 
     Everything near the rim depends on 1 - |p|^2, which plain arithmetic gets by cancellation; here it is the exact
     value, rounded once. A coordinate in float64 still ends 2^-53 before the rim, a distance of 37 from the middle;
@@ -39,9 +39,10 @@ class PoincareBall(Manifold):
         return (ratio * ratio).sum(-1)
 
     def exp(self, point: torch.Tensor, step: torch.Tensor) -> torch.Tensor:
-        """See Manifold. Möbius addition p + m t (v + t p) / n of t = tanh(s / 2) along the unit vector v, where
+        """Return the end of the geodesic along a step (see Manifold).
 
-        m = 1 - |p|^2, s is the length of the step and n = 1 + 2 t <p, v> + t^2 |p|^2.
+        It is the Möbius addition p + m t (v + t p) / n of t = tanh(s / 2) along the unit vector v, where m = 1 - |p|^2,
+        s is the length of the step and n = 1 + 2 t <p, v> + t^2 |p|^2.
         """
         m = margin(point)
         place = like(point, step)
@@ -58,14 +59,14 @@ class PoincareBall(Manifold):
         return direction, t, radius, gap / (1 + radius) + radius * rest, (both * both).sum(-1, keepdim=True)
 
     def log(self, point: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
-        """See Manifold: d (1 - |p|^2) / 2 along (1 - |p|^2) (q - p) - |q - p|^2 p."""
+        """Return the step to another point: d (1 - |p|^2) / 2 along (1 - |p|^2) (q - p) - |q - p|^2 p."""
         m, difference = margin(point), other - point
         squares = (difference * difference).sum(-1, keepdim=True)
         direction, _ = direction_and_length(m * difference - squares * point)
         return direction * (m * (self.distance(point, other).unsqueeze(-1) / 2))
 
     def transport(self, point: torch.Tensor, step: torch.Tensor, vector: torch.Tensor) -> torch.Tensor:
-        """See Manifold. A vector keeps its length over 1 - |p|^2, and its angle to the geodesic.
+        """Move a vector along a geodesic (see Manifold): it keeps its length over 1 - |p|^2, and its angle.
 
         The geodesic ends along (1 - t^2 |p|^2) v + 2 t (1 + t <p, v>) p, the derivative by t of what `exp` gives: the
         direction from the point to its rounded end would turn vectors at small steps.
@@ -79,7 +80,7 @@ class PoincareBall(Manifold):
         return margin(self.exp(point, step)) / m * turned(vector, before, after)
 
     def size(self, point: torch.Tensor) -> torch.Tensor:
-        """(1 - |p|^2) / 2."""
+        """Return (1 - |p|^2) / 2."""
         return margin(point) / 2
 
     def project(self, point: torch.Tensor) -> torch.Tensor:
@@ -105,7 +106,7 @@ def _step(point: torch.Tensor) -> float:
 
 
 def margin(point: torch.Tensor) -> torch.Tensor:
-    """1 - |p|^2 without cancellation, (..., 1); plain tensors: the exact value, rounded once or to 2^-100."""
+    """Return 1 - |p|^2 without cancellation, (..., 1); of plain tensors exact, rounded once or to 2^-100."""
     if isinstance(point, MCTensor):
         return 1 - (point * point).sum(-1, keepdim=True)
     rounded_once: Callable[..., torch.Tensor] = _Margin.apply
@@ -113,7 +114,7 @@ def margin(point: torch.Tensor) -> torch.Tensor:
 
 
 class _Margin(torch.autograd.Function):
-    """The squares of plain coordinates as two components each, and their sum from 1 down."""
+    """1 - |p|^2 of plain coordinates, by squares of two components each, with its derivative."""
 
     @staticmethod
     def forward(context: Any, point: torch.Tensor) -> torch.Tensor:

@@ -39,7 +39,7 @@ def ranking_loss(
 
 @torch.no_grad()
 def ranking_gradient(points: torch.Tensor, sets: torch.Tensor, scale: float = 1.0) -> tuple[torch.Tensor, torch.Tensor]:
-    """`ranking_loss` in the half-space and its gradient, without autograd.
+    """Return `ranking_loss` in the half-space and its gradient, without autograd.
 
     With a = sinh^2(d / 2) = |u - v|^2 / (4 u_y v_y), the derivative of d by a is 1 / sqrt(a (1 + a)), that of a by u is
     (u - v) / (2 u_y v_y), less a / u_y in the height.
@@ -96,9 +96,10 @@ _CANDIDATES_PER_NEGATIVE = 1.5  # candidates per wanted negative where all nodes
 
 
 class RankingSets:
-    """Batches of (u, v, v_1, ..., v_K): an edge u -> v of a directed graph, and K nodes that are neither u nor targets
+    """Batches of ranking sets (u, v, v_1, ..., v_K): an edge u -> v of a directed graph, and K negatives.
 
-    of u, distinct wherever enough of them were found. Everything is drawn at once, by torch's generator.
+    Negatives are nodes that are neither u nor targets of u, distinct wherever enough of them were found. Everything is
+    drawn at once, by torch's generator.
 
     Args:
         edges: int64 of shape (E, 2): sources and targets.

@@ -1,4 +1,4 @@
-"""How well the distances of an embedding reproduce a graph."""
+"""Measures of how well the distances of an embedding reproduce a graph."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _ROWS = 128
 
 @dataclass(frozen=True)
 class Reconstruction:
-    """Mean average precision and mean rank; both are 1 if every source is closest to its targets.
+    """Mean average precision and mean rank of an embedding; both are 1 if every source is closest to its targets.
 
     Attributes:
         mean_average_precision: over the sources, of their targets among all nodes ranked by distance.

@@ -1,4 +1,4 @@
-"""Operations of formulas that plain tensors and MCTensors need in different forms."""
+"""Vector operations for formulas on plain tensors and MCTensors alike."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def rounded(x: torch.Tensor, dtype: torch.dtype | None = None) -> torch.Tensor:
 
 
 def like(x: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
-    """x as wide as another value: with all components beside an MCTensor, rounded beside a plain tensor."""
+    """Return x as wide as another value: with all components beside an MCTensor, rounded beside a plain tensor."""
     return x if isinstance(other, MCTensor) else rounded(x)
 
 
@@ -44,7 +44,7 @@ def direction_and_length(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def travel(length: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """tanh(s / 2) and 1 - tanh(s / 2) = 2 / (e^s + 1), each to full relative accuracy.
+    """Return tanh(s / 2) and 1 - tanh(s / 2) = 2 / (e^s + 1), each to full relative accuracy.
 
     A length beyond the logarithm of the largest number would lead out of the range; it is cut there.
     """
@@ -53,7 +53,7 @@ def travel(length: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def turned(vector: torch.Tensor, start: torch.Tensor, end: torch.Tensor) -> torch.Tensor:
-    """Return a vector under the rotation that takes one unit vector to another and moves nothing across both."""
+    """Rotate a vector by the rotation that takes one unit vector to another and moves nothing across both."""
     middle, _ = direction_and_length(start + end)
     return (
         vector - 2 * middle * (middle * vector).sum(-1, keepdim=True) + 2 * end * (start * vector).sum(-1, keepdim=True)

@@ -1,4 +1,4 @@
-"""The HTML pages' common ground: one template to extend, its style sheet and script, and writing a file whole."""
+"""What all HTML pages share: a template to extend, its style sheet and script, tables, and files written whole."""
 
 from ._page import DASH as DASH
 from ._page import Cell as Cell

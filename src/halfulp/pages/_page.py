@@ -85,7 +85,7 @@ class Column:
 
 @dataclass(frozen=True)
 class Table:
-    """A table that sorts and filters.
+    """A table of a page, which readers can sort and filter.
 
     Attributes:
         key: its id on the page.
@@ -162,7 +162,7 @@ NEEDED = ("jinja2",)
 
 
 def require(*modules: str, instead: str = "write no page") -> None:
-    """Check, before any work, that what a page is made with is installed.
+    """Raise, before any work, unless the packages that a page is made with are installed.
 
     Args:
         modules: what it needs beside jinja2.

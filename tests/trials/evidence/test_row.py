@@ -5,7 +5,7 @@ import json
 import pytest
 
 from halfulp.trials.evidence._evidence import Evidence
-from halfulp.trials.evidence._row import check, rows
+from halfulp.trials.evidence._row import check_record, rows
 
 
 def test_gaps_are_paired_by_seed(make_record) -> None:
@@ -80,9 +80,9 @@ def test_a_judged_loss_that_is_not_finite_is_divergence(make_record) -> None:
 @pytest.mark.parametrize("damage", [{}, None, [], "text", {"curve": []}])
 def test_what_is_no_trial_is_refused_by_the_missing_field(make_record, damage) -> None:
     record = make_record("fp32", 0, 1.0)
-    check(record)
+    check_record(record)
     with pytest.raises(ValueError, match=r"it has no '|of another kind"):
-        check(record | {"result": damage})
+        check_record(record | {"result": damage})
     with pytest.raises(ValueError, match=r"not the JSON of a comparison: it has no '|of another kind"):
         Evidence.from_json(json.dumps({"schema": 1, "run": {}, "trials": [record | {"result": damage}]}))
 

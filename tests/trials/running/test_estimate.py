@@ -8,12 +8,12 @@ from halfulp.trials.running._estimate import (
     Cost,
     Estimate,
     TimeLeft,
-    _cost,
-    cost_class,
+    _compute_cost,
+    describe_duration,
     estimate,
-    in_words,
     makespan,
-    measure,
+    measure_cost,
+    name_cost_class,
     probes,
 )
 from halfulp.trials.running._plan import Trial, plan
@@ -34,7 +34,7 @@ def make_trials(tiny, names=("fp32", "bf16", "bf16-kahan"), seeds: int = 2, step
 
 
 def costs_of(trials: list[Trial], wide: Cost | None, narrow: Cost | None) -> dict[str, Cost | None]:
-    return {cost_class(trial): wide if trial.recipe.param_dtype is None else narrow for trial in trials}
+    return {name_cost_class(trial): wide if trial.recipe.param_dtype is None else narrow for trial in trials}
 
 
 def test_workers_take_the_next_job_when_they_are_free() -> None:
@@ -49,7 +49,7 @@ def test_one_probe_per_dtype_and_none_for_short_trials(tiny) -> None:
     assert [probe.trial.recipe.name for probe in probes(trials)] == ["fp32", "bf16", "fp16", "e8m3"]
     assert len(probes(make_trials(tiny, steps=10))) == 2
     assert probes(make_trials(tiny, steps=9)) == []
-    assert cost_class(trials[0]) != cost_class(make_trials(tiny, steps=200)[0])
+    assert name_cost_class(trials[0]) != name_cost_class(make_trials(tiny, steps=200)[0])
 
 
 def test_the_estimate_adds_up_over_the_workers(tiny) -> None:
@@ -129,7 +129,7 @@ def test_time_left_without_an_estimate_goes_by_what_finished(tiny) -> None:
     ("seconds", "words"), [(0.1, "5 s"), (61, "60 s"), (89, "90 s"), (95, "1.6 min"), (7200, "2.0 h")]
 )
 def test_durations(seconds: float, words: str) -> None:
-    assert in_words(seconds) == words
+    assert describe_duration(seconds) == words
 
 
 def test_recipes_alike_in_cost_differ_in_updates_alone() -> None:
@@ -151,16 +151,16 @@ class Ticking:
 
 
 def test_the_median_step_and_the_rest() -> None:
-    found = _cost(10.0, [12.0, 13.0, 14.0, 20.0, 21.0], 22.0, evaluations=5.0)
+    found = _compute_cost(10.0, [12.0, 13.0, 14.0, 20.0, 21.0], 22.0, evaluations=5.0)
     assert found == Cost(step=1.0, rest=2.0 + 5.0)
     assert found.seconds(100) == 107.0
-    assert _cost(0.0, [1.0, 2.0], 3.0, 1.0) is None
+    assert _compute_cost(0.0, [1.0, 2.0], 3.0, 1.0) is None
 
 
 @pytest.mark.parametrize("recipe", ["fp32", "bf16", "bf16-split8", "e8m3", "fp16-adaptive", "scaled-fp16"])
 def test_a_trial_is_timed_by_a_few_of_its_steps(recipe: str) -> None:
     task = get("digits", None)
-    found = measure(Trial(task, recipes.get(recipe), 0, 1500), task.load(), Ticking())
+    found = measure_cost(Trial(task, recipes.get(recipe), 0, 1500), task.load(), Ticking())
     # One look at the clock per step; 1,437 examples of the training and 360 of the validation, which is judged twice.
     assert found == Cost(step=1.0, rest=pytest.approx(1 + (2 * 360 + 1437) / (2 * 256 + 1437)))
 
@@ -168,14 +168,14 @@ def test_a_trial_is_timed_by_a_few_of_its_steps(recipe: str) -> None:
 @pytest.mark.parametrize("steps", [10, 2000])
 def test_a_loop_of_a_tasks_own_is_timed_by_its_reports(steps: int) -> None:
     task = get("linear-regression", None)
-    found = measure(Trial(task, recipes.get("fp32"), 0, steps), task.load(), Ticking())
+    found = measure_cost(Trial(task, recipes.get("fp32"), 0, steps), task.load(), Ticking())
     assert found == Cost(step=1.0, rest=2.0)
 
 
 @pytest.mark.parametrize(("steps", "timed"), [(10, 3), (20, 5), (59, 12), (1000, 12)])
 def test_of_a_short_trial_a_quarter_is_timed(tiny, steps: int, timed: int) -> None:
     clock = Ticking()
-    found = measure(Trial(tiny.Tiny(), recipes.get("fp32"), 0, steps), tiny.Tiny().load(), clock)
+    found = measure_cost(Trial(tiny.Tiny(), recipes.get("fp32"), 0, steps), tiny.Tiny().load(), clock)
     assert found == Cost(step=1.0, rest=2.0)
     # One look at each step and one at the end, of two steps before and of those timed; and at begin and end.
     assert clock.now == (2 + 1) + (timed + 1) + 2
@@ -183,7 +183,7 @@ def test_of_a_short_trial_a_quarter_is_timed(tiny, steps: int, timed: int) -> No
 
 def test_what_fails_is_left_to_the_trial(tiny) -> None:
     task = tiny.Tiny(trap="raise")
-    assert measure(Trial(task, recipes.get("fp32"), 1, 100), task.load()) is None
+    assert measure_cost(Trial(task, recipes.get("fp32"), 1, 100), task.load()) is None
 
 
 @pytest.mark.usefixtures("forked_workers")

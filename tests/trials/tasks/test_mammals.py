@@ -9,7 +9,7 @@ import torch
 from halfulp import recipes
 from halfulp.hyperbolic import HalfSpace
 from halfulp.mctensor import MCTensor
-from halfulp.trials.tasks._mammals import SCALE, Mammals, scored, start
+from halfulp.trials.tasks._mammals import SCALE, Mammals, score_points, start
 
 
 def recipe(dtype: str | None = "float64", components: int = 1, **other) -> recipes.Recipe:
@@ -107,7 +107,7 @@ def test_the_loss_of_all_edges(task, seed):
         others = [k for k in range(len(names)) if k not in (u, v) and (u, k) not in known]
         logits = -SCALE * HalfSpace().distance(points[u], points[[v, *others]])
         total += float(logits.logsumexp(0) - logits[0])
-    assert scored(points, edges)["loss"] == pytest.approx(total / len(edges))
+    assert score_points(points, edges)["loss"] == pytest.approx(total / len(edges))
 
 
 @pytest.mark.parametrize("name", ["bf16-kahan", "e8m3"])

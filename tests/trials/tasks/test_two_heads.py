@@ -12,7 +12,7 @@ from halfulp.gradients import AdaptiveGradScaler
 from halfulp.trials import tasks
 from halfulp.trials.running import _trial
 from halfulp.trials.tasks._digits import load_digits
-from halfulp.trials.tasks._two_heads import CLASSES, SIDE, STRIDE, TwoHeads, cells, image_classes, placed
+from halfulp.trials.tasks._two_heads import CLASSES, SIDE, STRIDE, TwoHeads, cells, classify_images, place_digits
 
 
 @pytest.fixture(scope="module")
@@ -49,7 +49,7 @@ def test_pages_by_hand(data) -> None:
     """Bilinear interpolation of the digit, nothing around it."""
     digits = load_digits().validation[0].view(-1, 8, 8)
     generator = torch.Generator().manual_seed(0)
-    pages, targets = placed(digits.flatten(1), load_digits().validation[1], generator)
+    pages, targets = place_digits(digits.flatten(1), load_digits().validation[1], generator)
     for i in range(0, len(pages), 131):
         digit, (_, across, down, width, height) = digits[i % len(digits)].tolist(), targets[i].tolist()
         for row in range(SIDE):
@@ -91,7 +91,7 @@ def test_hits() -> None:
     classes[:, 4, 5, 5] = 29
     assert task_hits(classes, targets) == [True, False]
     assert (cells(targets) > 0).sum() == 2 * 100
-    torch.testing.assert_close(image_classes(classes).exp().sum(1), torch.ones(2))
+    torch.testing.assert_close(classify_images(classes).exp().sum(1), torch.ones(2))
 
 
 def task_hits(classes: torch.Tensor, targets: torch.Tensor) -> list[bool]:

@@ -178,7 +178,7 @@ def test_a_range_that_does_not_fit_rules_a_dtype_out(seed: int) -> None:
     costs = _search.Costs(task, task.model(task.load(), 0))
     ranges = {"float16": {"share": 1.0, "role": "activation", "name": "up"}}
     readings = {"float16": {"parameters": {"weight": {"dtype": "float16"}}, "ranges": ranges}}
-    left, out = _candidates.ladder(costs, readings, ["float16"])
+    left, out = _candidates.order_candidates(costs, readings, ["float16"])
     assert not left
     assert out[0].why == "100.0% of the activation of up would leave float16's range"
 
@@ -191,7 +191,7 @@ def test_candidates_have_names_of_their_own_and_rise_in_bytes(rule: str) -> None
     for realised, noise in ((1.0, 0.1), (0.1, 0.2), (0.1, 7.0)):
         one = {"dtype": "bfloat16", "realised": realised, "noise": noise}
         readings = {"parameters": {"weight": one, "bias": one}, "ranges": {"bfloat16": {"share": 0.0}}}
-        left, out = _candidates.ladder(costs, {"bfloat16": readings}, ["bfloat16"])
+        left, out = _candidates.order_candidates(costs, {"bfloat16": readings}, ["bfloat16"])
         assert not out
         names = [candidate.recipe.name for candidate in left]
         assert len(set(names)) == len(names) >= 3
@@ -208,5 +208,5 @@ def test_globs_give_each_parameter_its_update() -> None:
     model["a"][0].register_module("norm", nn.Linear(2, 2, bias=False))
     updates = {"a.0.weight": "kahan", "a.0.norm.weight": "stochastic"}
     for wanted in (updates, {name: updates[other] for name, other in zip(updates, reversed(updates))}):
-        mixed = _layers.with_updates(hu.recipes.get("bf16"), model, wanted)
+        mixed = _layers.set_updates(hu.recipes.get("bf16"), model, wanted)
         assert hu.recipes._plan.assign(mixed, model) == wanted

@@ -122,9 +122,9 @@ def _print_statements(evidence: Any, out: str) -> None:
 
 def _end_by_failures(evidence: Any, out: str) -> None:
     """End with an error where trials failed: how many, where, and the first one's message."""
-    from ...trials.suite._report import failures
+    from ...trials.suite._report import group_failures
 
-    failed = failures(evidence)
+    failed = group_failures(evidence)
     if not failed:
         return
     count = len(evidence.run["failed"])
@@ -137,13 +137,15 @@ def _end_by_failures(evidence: Any, out: str) -> None:
 
 def _describe_run(run: dict[str, Any]) -> str:
     """Describe how many trials took how long, on what."""
-    from ...trials.running._estimate import in_words
+    from ...trials.running._estimate import describe_duration
 
     if not run["trained"]:
         return "All trials were kept from an earlier run."
-    expected = f", {in_words(run['estimated_seconds'])} expected" if "estimated_seconds" in run else ""
+    expected = f", {describe_duration(run['estimated_seconds'])} expected" if "estimated_seconds" in run else ""
     workers = f"{run['workers']} worker{'' if run['workers'] == 1 else 's'} of one thread"
-    return f"{run['trained']} trials in {in_words(run['seconds'])}{expected}, by {workers} on {run['processor']}."
+    return (
+        f"{run['trained']} trials in {describe_duration(run['seconds'])}{expected}, by {workers} on {run['processor']}."
+    )
 
 
 def _print_tables(evidence: Any) -> None:

@@ -35,7 +35,7 @@ def compare_script(
     out: str,
     as_json: bool,
 ) -> None:
-    """Run it, print a table or JSON, and write the page and the JSON."""
+    """Run a script under recipes, print a table or JSON, and write the page and the JSON."""
     from ...trials.script import ScriptError
     from ...trials.script import compare_script as compare
 
@@ -82,7 +82,7 @@ def _log_output(out: str, said: str) -> str:
 
 
 class _Progress:
-    """Lines on stderr, one per recipe that begins and one when it has ended."""
+    """A listener that prints a line on stderr as a recipe begins and another one when it has ended."""
 
     def __init__(self) -> None:
         self.recipe = ""

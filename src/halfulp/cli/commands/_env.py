@@ -1,4 +1,4 @@
-"""halfulp env: what a bug report needs."""
+"""halfulp env: versions, processor and settings for a bug report."""
 
 from .._output import Json, console, plain_table, print_json
 

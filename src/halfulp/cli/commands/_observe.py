@@ -1,4 +1,4 @@
-"""halfulp observe: a training script run unmodified, and what its numbers do."""
+"""halfulp observe: a training script run unmodified, and a report on its numbers."""
 
 from __future__ import annotations
 

@@ -1,1 +1,1 @@
-"""What finished trials say together: statistics, rows and the finding in words."""
+"""Evidence from finished trials: rows per recipe, their statistics, and tables and pages of them."""

@@ -1,4 +1,4 @@
-"""Evidence: what a comparison found, as a table, a page and JSON."""
+"""Evidence: the results of a comparison, as a table, a page and JSON."""
 
 import dataclasses
 import json
@@ -6,8 +6,8 @@ import os
 from typing import Any, ClassVar
 
 from ...pages import write_whole
-from ._page import html
-from ._row import FinishedTrials, check
+from ._page import render_page
+from ._row import FinishedTrials, check_record
 from ._table import text
 
 SCHEMA = 1
@@ -34,7 +34,7 @@ class Evidence(FinishedTrials):
         }
 
     def to_json(self) -> str:
-        """``to_dict`` as JSON text without NaN or infinities; what is missing is null."""
+        """Return ``to_dict`` as JSON text without NaN or infinities; what is missing is null."""
         return json.dumps(self.to_dict(), indent=1, allow_nan=False)
 
     @classmethod
@@ -49,7 +49,7 @@ class Evidence(FinishedTrials):
             if data["schema"] != SCHEMA:
                 raise ValueError(f"schema {data['schema']}, this version reads {SCHEMA}")
             for record in data["trials"]:
-                check(record)
+                check_record(record)
             return cls(trials=tuple(data["trials"]), run=data["run"])
         except (ValueError, KeyError, TypeError) as error:
             raise ValueError(f"not the JSON of a comparison: {error}") from None
@@ -64,7 +64,7 @@ class Evidence(FinishedTrials):
         Raises:
             ValueError: jinja2 or matplotlib is missing, or the file cannot be written.
         """
-        write_whole(path, html(self))
+        write_whole(path, render_page(self))
 
     def __str__(self) -> str:
         return self.table()

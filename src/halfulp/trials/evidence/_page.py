@@ -5,26 +5,26 @@ from collections.abc import Sequence
 from typing import Any
 
 from ...pages import render, require
-from ..page._curves import Curves, LineStyle, line_styles, svg
+from ..page._curves import Curves, LineStyle, choose_line_styles, draw_curves
 from ._row import FinishedTrials, Row
 from ._table import (
     DASH,
     cells,
+    has_gradient_formats,
     headline,
     is_indication,
     losers,
     loss_name,
     notes,
     number,
-    rounds_gradients,
     stored_bytes,
 )
 
 _WIDE, _NARROW = (820, 560), (340, 560)
 
 
-def html(evidence: FinishedTrials) -> str:
-    """Return the page as text; it refers to nothing outside itself."""
+def render_page(evidence: FinishedTrials) -> str:
+    """Return a comparison's page as HTML text; it refers to nothing outside itself."""
     require("matplotlib", instead="give no out folder")
     first = evidence.trials[0]["settings"]
     return render(
@@ -33,7 +33,7 @@ def html(evidence: FinishedTrials) -> str:
         headline=headline(evidence),
         losers=losers(evidence),
         indication=is_indication(evidence),
-        tasks=[_task(evidence, task) for task in evidence.tasks()],
+        tasks=[_describe_task(evidence, task) for task in evidence.tasks()],
         run=evidence.run,
         versions=first["versions"],
         date=datetime.date.today().isoformat(),
@@ -41,29 +41,30 @@ def html(evidence: FinishedTrials) -> str:
     )
 
 
-def _task(evidence: FinishedTrials, task: str) -> dict[str, Any]:
+def _describe_task(evidence: FinishedTrials, task: str) -> dict[str, Any]:
+    """Return one task for the template: its rows, curves, notes and settings."""
     rows = evidence.rows(task)
     settings = evidence.of_task(task)[0]["settings"]
     most = max((stored_bytes(row) or 0.0 for row in rows), default=0.0)
-    curves = _task_curves(evidence, task)
-    styles = line_styles([row.recipe for row in rows])
+    curves = _read_curves(evidence, task)
+    styles = choose_line_styles([row.recipe for row in rows])
     reach = max((abs(gap) for row in rows for gap in evidence.gaps(row.task, row.recipe)), default=0.0) or 1.0
     return {
         "name": task,
         "title": settings["task"]["title"],
         "loss_name": loss_name(evidence, task),
-        "rounds_gradients": rounds_gradients(evidence, task),
+        "rounds_gradients": has_gradient_formats(evidence, task),
         "notes": notes(evidence, task),
-        "curves_in_words": _curves_in_words(evidence, rows),
-        "wide": svg(curves, task, *_WIDE),
-        "narrow": svg(curves, task, *_NARROW),
-        "rows": [_line(evidence, row, styles[row.recipe], most, reach) for row in rows],
-        "settings": _settings(settings),
+        "curves_in_words": _describe_curves(evidence, rows),
+        "wide": draw_curves(curves, task, *_WIDE),
+        "narrow": draw_curves(curves, task, *_NARROW),
+        "rows": [_describe_row(evidence, row, styles[row.recipe], most, reach) for row in rows],
+        "settings": _describe_settings(settings),
         "recipes": [evidence.of_recipe(task, row.recipe)[0]["settings"]["recipe"] for row in rows],
     }
 
 
-def _task_curves(evidence: FinishedTrials, task: str) -> Curves:
+def _read_curves(evidence: FinishedTrials, task: str) -> Curves:
     """Return the training loss of a task's trials."""
     curves: dict[str, dict[int, dict[int, float]]] = {}
     for record in evidence.of_task(task):
@@ -73,7 +74,7 @@ def _task_curves(evidence: FinishedTrials, task: str) -> Curves:
     return curves
 
 
-def _line(evidence: FinishedTrials, row: Row, style: LineStyle, most: float, reach: float) -> dict[str, Any]:
+def _describe_row(evidence: FinishedTrials, row: Row, style: LineStyle, most: float, reach: float) -> dict[str, Any]:
     """Return one row for the template: the table's words, and lengths of bars in per cent."""
     words = cells(evidence, row)
     return {
@@ -100,7 +101,7 @@ def _line(evidence: FinishedTrials, row: Row, style: LineStyle, most: float, rea
     }
 
 
-def _curves_in_words(evidence: FinishedTrials, rows: Sequence[Row]) -> str:
+def _describe_curves(evidence: FinishedTrials, rows: Sequence[Row]) -> str:
     """Describe the curves in words, for readers who cannot see them."""
     steps = evidence.of_task(rows[0].task)[0]["settings"]["steps"]
     ends = (f"{row.recipe} ends at {number(row.loss)}" for row in rows if row.loss is not None)
@@ -108,7 +109,7 @@ def _curves_in_words(evidence: FinishedTrials, rows: Sequence[Row]) -> str:
     return f"{said}. The table has the same numbers."
 
 
-def _settings(settings: dict[str, Any]) -> dict[str, str]:
+def _describe_settings(settings: dict[str, Any]) -> dict[str, str]:
     task = settings["task"]
     said = {"optimizer": task["rule"], **{key: str(value) for key, value in task["hyper"].items()}}
     return said | {"batch": str(task["batch"]), "steps": str(settings["steps"]), "judged by": task["judged_by"]}

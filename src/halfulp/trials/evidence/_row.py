@@ -13,10 +13,10 @@ Record = dict[str, Any]
 
 @dataclasses.dataclass(frozen=True)
 class Row:
-    """One line of the table; losses in nats, gaps paired by seed, None where there is nothing to say.
+    """The results of one recipe on one task: losses in nats, gaps paired by seed, None where unknown.
 
     Attributes:
-        task, recipe, description: Whose line it is.
+        task, recipe, description: Whose results they are.
         seeds: How many trials.
         diverged: In how many the training loss or the judged loss was not finite; then the means are None.
         loss, loss_spread: The loss that judges the task, in float32 on the decoded weights.
@@ -74,19 +74,19 @@ class Row:
 
 
 def rows(task: str, records: Sequence[Record]) -> list[Row]:
-    """One row per recipe of a task, in the order of the records, which are all of that task."""
-    by_recipe = _by_recipe(records)
+    """Return one row per recipe of a task, in the order of the records, which are all of that task."""
+    by_recipe = _group_by_recipe(records)
     reference = by_recipe.get(REFERENCE, {})
-    twins = _gaps(by_recipe.get(TWIN, {}), reference)
+    twins = _pair_gaps(by_recipe.get(TWIN, {}), reference)
     compared = [
-        _gaps(own, reference)
+        _pair_gaps(own, reference)
         for recipe, own in by_recipe.items()
         if recipe not in (REFERENCE, TWIN) and not _count_diverged(own)
     ]
-    return [_row(task, recipe, own, reference, twins, compared) for recipe, own in by_recipe.items()]
+    return [_make_row(task, recipe, own, reference, twins, compared) for recipe, own in by_recipe.items()]
 
 
-def _by_recipe(records: Iterable[Record]) -> dict[str, dict[int, Record]]:
+def _group_by_recipe(records: Iterable[Record]) -> dict[str, dict[int, Record]]:
     """Return trials of one task by recipe and seed."""
     found: dict[str, dict[int, Record]] = {}
     for record in records:
@@ -95,7 +95,7 @@ def _by_recipe(records: Iterable[Record]) -> dict[str, dict[int, Record]]:
     return found
 
 
-def check(record: Record) -> None:
+def check_record(record: Record) -> None:
     """Refuse what is not a finished trial as this version writes it.
 
     Raises:
@@ -110,25 +110,27 @@ def check(record: Record) -> None:
         raise ValueError(f"a field is of another kind: {error}") from None
 
 
-def judged(record: Record) -> float | None:
+def read_judged_loss(record: Record) -> float | None:
     """Return the loss of a trial that judges its task; None where it diverged."""
     part = record["settings"]["task"]["judged_by"].removesuffix("_loss")
     loss: float | None = record["result"]["float32"][part]["loss"]
     return loss
 
 
-def _gaps(own: dict[int, Record], reference: dict[int, Record]) -> list[float]:
+def _pair_gaps(own: dict[int, Record], reference: dict[int, Record]) -> list[float]:
     """Return the judged losses of trials minus those of others from the same seeds."""
-    pairs = ((judged(own[seed]), judged(reference[seed])) for seed in own if seed in reference)
+    pairs = ((read_judged_loss(own[seed]), read_judged_loss(reference[seed])) for seed in own if seed in reference)
     return [ours - theirs for ours, theirs in pairs if ours is not None and theirs is not None]
 
 
 def _count_diverged(own: dict[int, Record]) -> int:
     """Return in how many trials the training loss or the judged loss was not finite."""
-    return sum(record["result"]["diverged_at"] is not None or judged(record) is None for record in own.values())
+    return sum(
+        record["result"]["diverged_at"] is not None or read_judged_loss(record) is None for record in own.values()
+    )
 
 
-def _row(
+def _make_row(
     task: str,
     recipe: str,
     own: dict[int, Record],
@@ -136,15 +138,18 @@ def _row(
     twins: list[float],
     compared: list[list[float]],
 ) -> Row:
+    """Return the row of one recipe, from its trials and float32's by seed and the gaps of all recipes."""
     results = [record["result"] for record in own.values()]
     settings = next(iter(own.values()))["settings"]["recipe"]
-    losses = [judged(record) for record in own.values()]
+    losses = [read_judged_loss(record) for record in own.values()]
     diverged = _count_diverged(own)
-    gaps = _gaps(own, reference) if not diverged else []
-    baseline = _mean([judged(record) for record in reference.values()])
+    gaps = _pair_gaps(own, reference) if not diverged else []
+    baseline = _compute_mean([read_judged_loss(record) for record in reference.values()])
     alone, allowed = interval(gaps, twins, baseline or 0.0), tolerance(twins, baseline or 0.0)
     limit = noise(gaps, twins, baseline or 0.0, compared if recipe not in (REFERENCE, TWIN) else ())
-    speed = _ratio(_mean([r["step_ms"] for r in results]), [r["result"]["step_ms"] for r in reference.values()])
+    speed = _compute_ratio(
+        _compute_mean([r["step_ms"] for r in results]), [r["result"]["step_ms"] for r in reference.values()]
+    )
     accuracies = [result["float32"]["validation"]["accuracy"] for result in results]
     return Row(
         task=task,
@@ -152,40 +157,40 @@ def _row(
         description=settings["description"],
         seeds=len(results),
         diverged=diverged,
-        loss=_mean(losses),
-        loss_spread=_spread_of(losses),
-        gap=_mean(gaps),
-        gap_spread=_spread_of(gaps),
+        loss=_compute_mean(losses),
+        loss_spread=_compute_spread(losses),
+        gap=_compute_mean(gaps),
+        gap_spread=_compute_spread(gaps),
         noise=limit,
         interval=alone,
         tolerance=allowed,
-        verdict=_verdict(recipe, diverged, _mean(gaps), limit, alone, allowed),
-        accuracy=_mean(accuracies),
-        accuracy_spread=_spread_of(accuracies),
-        validation_loss=_mean([result["float32"]["validation"]["loss"] for result in results]),
-        own_loss=_mean([result["own"]["loss"] for result in results]),
-        own_accuracy=_mean([result["own"]["accuracy"] for result in results]),
-        cancelled=_mean([result["cancelled"] for result in results]),
-        realised=_mean([result["realised"] for result in results]),
-        bytes_per_parameter=_mean([result["bytes_per_parameter"] for result in results]),
-        step_ms=_mean([result["step_ms"] for result in results]),
+        verdict=_judge(recipe, diverged, _compute_mean(gaps), limit, alone, allowed),
+        accuracy=_compute_mean(accuracies),
+        accuracy_spread=_compute_spread(accuracies),
+        validation_loss=_compute_mean([result["float32"]["validation"]["loss"] for result in results]),
+        own_loss=_compute_mean([result["own"]["loss"] for result in results]),
+        own_accuracy=_compute_mean([result["own"]["accuracy"] for result in results]),
+        cancelled=_compute_mean([result["cancelled"] for result in results]),
+        realised=_compute_mean([result["realised"] for result in results]),
+        bytes_per_parameter=_compute_mean([result["bytes_per_parameter"] for result in results]),
+        step_ms=_compute_mean([result["step_ms"] for result in results]),
         speed=speed,
         emulated=settings["emulate"],
         gradient_format=settings.get("gradient_format"),
         operand_format=settings.get("operand_format"),
-        skipped=_mean([result.get("skipped") for result in results]),
-        underflow=_mean([_underflow(result, "mean") for result in results]),
-        worst_underflow=_mean([_underflow(result, "worst") for result in results]),
+        skipped=_compute_mean([result.get("skipped") for result in results]),
+        underflow=_compute_mean([_read_underflow(result, "mean") for result in results]),
+        worst_underflow=_compute_mean([_read_underflow(result, "worst") for result in results]),
     )
 
 
-def _underflow(result: dict[str, Any], which: str) -> float | None:
+def _read_underflow(result: dict[str, Any], which: str) -> float | None:
     """Return the share of gradients that underflowed; None also where every sampled step was skipped."""
     share: float | None = result.get("underflow", {}).get(which)
     return share
 
 
-def _verdict(
+def _judge(
     recipe: str, diverged: int, gap: float | None, limit: float | None, alone: float | None, allowed: float
 ) -> str | None:
     if diverged:
@@ -197,17 +202,17 @@ def _verdict(
     return None if gap is None else verdict(gap, limit, allowed, alone)
 
 
-def _mean(values: Sequence[float | None]) -> float | None:
+def _compute_mean(values: Sequence[float | None]) -> float | None:
     known = [value for value in values if value is not None]
     return statistics.fmean(known) if known and len(known) == len(values) else None
 
 
-def _spread_of(values: Sequence[float | None]) -> float | None:
+def _compute_spread(values: Sequence[float | None]) -> float | None:
     known = [value for value in values if value is not None]
     return spread(known) if len(known) == len(values) else None
 
 
-def _ratio(value: float | None, reference: Sequence[float]) -> float | None:
+def _compute_ratio(value: float | None, reference: Sequence[float]) -> float | None:
     return value / statistics.fmean(reference) if value is not None and reference else None
 
 
@@ -237,8 +242,8 @@ class FinishedTrials:
 
     def gaps(self, task: str, recipe: str, other: str = REFERENCE) -> list[float]:
         """Return a recipe's judged loss minus another's, for each seed that finished under both."""
-        trials = _by_recipe(self.of_task(task))
-        return _gaps(trials.get(recipe, {}), trials.get(other, {}))
+        trials = _group_by_recipe(self.of_task(task))
+        return _pair_gaps(trials.get(recipe, {}), trials.get(other, {}))
 
     def rows(self, task: str | None = None) -> list[Row]:
         """Return one row per recipe, of one task or of all."""

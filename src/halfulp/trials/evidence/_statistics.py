@@ -1,4 +1,4 @@
-"""The statistics of a few seeds: mean, spread, and when a difference is one."""
+"""Statistics of a few seeds: spread, confidence intervals, and the verdict on a difference."""
 
 import functools
 import math
@@ -15,14 +15,15 @@ Array = NDArray[np.float64]
 
 @functools.lru_cache(maxsize=256)
 def simultaneous_quantile(seeds: int, recipes: int, level: float = 0.05) -> float:
-    """Return k, which the largest of so many means exceeds by chance as often as the level says, in standard errors.
+    """Return the quantile, in standard errors, for the largest of several recipes' mean gaps.
 
-    For one recipe it is Student's two-sided quantile. Several recipes' deviations may differ by any factor: each mean
-    gap is measured in units of the larger of two deviations, its own and the pooled one, which is the root mean square
-    over the recipes. Only recipes whose gaps scatter can be called worse or better by chance. Where a single one does,
-    its own deviation counts and Student's t holds; where all scatter alike, the pooled deviation keeps small ones from
-    happening. The worst is in between: j recipes scatter alike and the others not at all. With the squares of their
-    deviations T B and T (1 - B), where T and B are independent (chi square and beta), the chance of an alarm is
+    It is k, which the largest exceeds by chance as often as the level says. For one recipe it is Student's two-sided
+    quantile. Several recipes' deviations may differ by any factor: each mean gap is measured in units of the larger of
+    two deviations, its own and the pooled one, which is the root mean square over the recipes. Only recipes whose gaps
+    scatter can be called worse or better by chance. Where a single one does, its own deviation counts and Student's t
+    holds; where all scatter alike, the pooled deviation keeps small ones from happening. The worst is in between: j
+    recipes scatter alike and the others not at all. With the squares of their deviations T B and T (1 - B), where T and
+    B are independent (chi square and beta), the chance of an alarm is
 
         j E[ P(|t| > k sqrt(j max(B, 1/m))) ],   t Student's of j (n - 1) degrees of freedom,
 
@@ -36,35 +37,35 @@ def simultaneous_quantile(seeds: int, recipes: int, level: float = 0.05) -> floa
     """
     found = 1.0
     for scattering in range(1, recipes + 1):
-        if _alarm(found, seeds, recipes, scattering) > level:
-            found = _solve(found, seeds, recipes, scattering, level)
+        if _bound_alarms(found, seeds, recipes, scattering) > level:
+            found = _find_quantile(found, seeds, recipes, scattering, level)
     return found
 
 
-def _solve(low: float, seeds: int, recipes: int, scattering: int, level: float) -> float:
+def _find_quantile(low: float, seeds: int, recipes: int, scattering: int, level: float) -> float:
     """Return the number at which the chance of an alarm is the level, by bisection."""
     high = 2 * low
-    while _alarm(high, seeds, recipes, scattering) > level:
+    while _bound_alarms(high, seeds, recipes, scattering) > level:
         high *= 2
     while high - low > 1e-9 * high:
         middle = (low + high) / 2
-        low, high = (middle, high) if _alarm(middle, seeds, recipes, scattering) > level else (low, middle)
+        low, high = (middle, high) if _bound_alarms(middle, seeds, recipes, scattering) > level else (low, middle)
     return high
 
 
-def _alarm(k: float, seeds: int, recipes: int, scattering: int) -> float:
-    """Bound how often one of ``scattering`` recipes exceeds k among all (Bonferroni)."""
+def _bound_alarms(k: float, seeds: int, recipes: int, scattering: int) -> float:
+    """Bound the chance that any of ``scattering`` recipes exceeds k standard errors (Bonferroni)."""
     degrees = seeds - 1
     if scattering == 1:
-        return float(_beyond(np.array([k]), degrees)[0])
-    shares, weights = _shares(degrees, recipes, scattering)
-    beyond = _beyond(k * np.sqrt(scattering * np.maximum(shares, 1 / recipes)), scattering * degrees)
+        return float(_compute_tail(np.array([k]), degrees)[0])
+    shares, weights = _weigh_shares(degrees, recipes, scattering)
+    beyond = _compute_tail(k * np.sqrt(scattering * np.maximum(shares, 1 / recipes)), scattering * degrees)
     return scattering * float(weights @ beyond)
 
 
 @functools.lru_cache(maxsize=256)
-def _shares(degrees: int, recipes: int, scattering: int) -> tuple[Array, Array]:
-    """Return values of B and their weights: Gauss-Legendre in the angle with sine^2 = B, on both sides of 1/m."""
+def _weigh_shares(degrees: int, recipes: int, scattering: int) -> tuple[Array, Array]:
+    """Return the nodes and weights to integrate over B: Gauss-Legendre in the angle with sine^2 = B, split at 1/m."""
     kink = math.asin(math.sqrt(1 / recipes))
     angles, weights = [], []
     for low, high in ((0.0, kink), (kink, math.pi / 2)):
@@ -75,8 +76,8 @@ def _shares(degrees: int, recipes: int, scattering: int) -> tuple[Array, Array]:
     return np.sin(angle) ** 2, weight / weight.sum()
 
 
-def _beyond(t: Array, degrees: int) -> Array:
-    """Return P(|t'| > t) of Student's distribution, a finite sum for whole degrees (Abramowitz, 26.7.3, 26.7.4)."""
+def _compute_tail(t: Array, degrees: int) -> Array:
+    """Return the tail P(|t'| > t) of Student's distribution, a finite sum (Abramowitz, 26.7.3 and 26.7.4)."""
     angle = np.arctan(t / math.sqrt(degrees))
     square = np.cos(angle) ** 2
     odd = degrees % 2

@@ -1,12 +1,11 @@
-"""The rows of an evidence as words and aligned text, and its finding in a sentence."""
+"""Tables of a comparison as words and aligned text, with notes and a headline."""
 
 from ... import formats
+from ...pages import DASH
 from .._defaults import REFERENCE
 from ..tasks import kind_of
-from ._row import FinishedTrials, Row, judged
+from ._row import FinishedTrials, Row, read_judged_loss
 from ._statistics import MARGIN
-
-DASH = "–"
 
 
 def number(value: float | None, digits: int = 4, sign: bool = False) -> str:
@@ -53,7 +52,7 @@ def loss_name(evidence: FinishedTrials, task: str) -> str:
 
 
 def cells(evidence: FinishedTrials, row: Row) -> dict[str, str]:
-    """Return one row as header and text, the same in every table."""
+    """Return the cells of a row as text, by column header, the same in every table."""
     loss = loss_name(evidence, row.task)
     verdict = row.verdict or "needs 3 seeds"
     if row.diverged:
@@ -61,7 +60,9 @@ def cells(evidence: FinishedTrials, row: Row) -> dict[str, str]:
     reference = row.verdict == "reference"
     paper_gaps = kind_of(row.task).paper_gaps
     scaled = (
-        {"skipped": _format_skipped(row), "underflow": _underflow(row)} if rounds_gradients(evidence, row.task) else {}
+        {"skipped": _format_skipped(row), "underflow": _format_underflow(row)}
+        if has_gradient_formats(evidence, row.task)
+        else {}
     )
     in_paper = {"gap in the paper": number(paper_gaps.get(row.recipe), 2, sign=True)} if paper_gaps else {}
     digits = _loss_digits(evidence, row.task)
@@ -71,19 +72,19 @@ def cells(evidence: FinishedTrials, row: Row) -> dict[str, str]:
         "gap to fp32": DASH if reference else with_spread(row.gap, row.gap_spread, digits, sign=True),
         "verdict": verdict,
         "accuracy": with_percent_spread(row.accuracy, row.accuracy_spread),
-        "own arithmetic": _own(row, digits),
+        "own arithmetic": _format_own(row, digits),
         "cancelled": percent(row.cancelled),
         "movement kept": percent(row.realised, 0),
         **scaled,
-        "bytes/param": _bytes(row),
-        "step time": "emulated" if imitated(row) else (DASH if row.speed is None else f"{row.speed:.2f}×"),
+        "bytes/param": _format_bytes(row),
+        "step time": "emulated" if is_imitated(row) else (DASH if row.speed is None else f"{row.speed:.2f}×"),
         **in_paper,
     }
 
 
 def _loss_digits(evidence: FinishedTrials, task: str) -> int | None:
     """Return how many digits losses have; None on a task whose float32 loss would have none."""
-    losses = map(judged, evidence.of_recipe(task, REFERENCE))
+    losses = map(read_judged_loss, evidence.of_recipe(task, REFERENCE))
     known = [abs(loss) for loss in losses if loss is not None]
     return None if known and max(known) < 1e-4 else 4
 
@@ -94,13 +95,13 @@ def with_percent_spread(value: float | None, spread: float | None) -> str:
     return text if value is None or spread is None else f"{text} ± {100 * spread:.1f}"
 
 
-def rounds_gradients(evidence: FinishedTrials, task: str) -> bool:
+def has_gradient_formats(evidence: FinishedTrials, task: str) -> bool:
     """Return whether a recipe of the comparison has a format for gradients."""
     return any(record["settings"]["recipe"].get("gradient_format") for record in evidence.of_task(task))
 
 
-def imitated(row: Row) -> bool:
-    """Return whether memory and speed are those of an imitation in float32."""
+def is_imitated(row: Row) -> bool:
+    """Return whether a row's formats are imitated in float32, whose memory and speed it then has."""
     return any((row.emulated, row.gradient_format, row.operand_format))
 
 
@@ -111,7 +112,7 @@ def stored_bytes(row: Row) -> float | None:
     return row.bytes_per_parameter * formats.get(row.emulated).bits / 32
 
 
-def _bytes(row: Row) -> str:
+def _format_bytes(row: Row) -> str:
     text = number(stored_bytes(row), 1)
     return f"({text})" if row.emulated else text
 
@@ -120,11 +121,11 @@ def _format_skipped(row: Row) -> str:
     return number(row.skipped, 0 if row.skipped is None or row.skipped.is_integer() else 1)
 
 
-def _underflow(row: Row) -> str:
+def _format_underflow(row: Row) -> str:
     return DASH if row.underflow is None else f"{percent(row.underflow)} · {percent(row.worst_underflow, 0)}"
 
 
-def _own(row: Row, digits: int | None) -> str:
+def _format_own(row: Row, digits: int | None) -> str:
     if row.own_loss is None:
         return DASH
     accuracy = "" if row.own_accuracy is None else f" · {percent(row.own_accuracy)}"
@@ -132,7 +133,7 @@ def _own(row: Row, digits: int | None) -> str:
 
 
 def notes(evidence: FinishedTrials, task: str) -> list[str]:
-    """Return what a reader must know to read the table of a task."""
+    """Return the notes beneath the table of a task, which explain its columns."""
     record = evidence.of_task(task)[0]
     settings, result = record["settings"], record["result"]
     target = settings["task"].get("target", "example")
@@ -164,7 +165,7 @@ def notes(evidence: FinishedTrials, task: str) -> list[str]:
     if any(row.verdict == "unclear" for row in rows):
         more = f"--seeds {2 * rows[0].seeds} --resume"
         said.append(f"Unclear: the gaps of the seeds lie too far apart to tell. More seeds will: {more}.")
-    if rounds_gradients(evidence, task):
+    if has_gradient_formats(evidence, task):
         said.append(
             "Skipped: steps without an update, as a gradient was not finite. Underflow: of the gradient elements that "
             "are not zero when the same step runs without rounding, the share that the format stored as zero, of all · "
@@ -199,20 +200,20 @@ KEPT = ("no difference", "better")
 
 def headline(evidence: FinishedTrials) -> str:
     """Return which recipe keeps float32's accuracy on every task with the fewest bytes, or that none does."""
-    task = _largest(evidence)
+    task = _find_largest_task(evidence)
     reference = evidence.row(task, REFERENCE)
-    kept = [row for row in evidence.rows(task) if not row.emulated and _keeps_everywhere(evidence, row.recipe)]
+    kept = [row for row in evidence.rows(task) if not row.emulated and _is_kept_everywhere(evidence, row.recipe)]
     kept = [row for row in kept if row.bytes_per_parameter is not None]
     if not kept:
         verb = "is sure to have stayed" if any(row.verdict == "unclear" for row in evidence.rows()) else "stayed"
-        return f"{_few(evidence)}no recipe {verb} with float32".capitalize() + "."
+        return f"{_name_few_seeds(evidence)}no recipe {verb} with float32".capitalize() + "."
     best = min(kept, key=lambda row: (row.bytes_per_parameter, _gradient_bits(row)))
-    verb = "keeps float32’s accuracy" if not _few(evidence) else "stays with float32"
+    verb = "keeps float32’s accuracy" if not _name_few_seeds(evidence) else "stays with float32"
     where = f" ({task})" if len(evidence.tasks()) > 1 else ""
     if best.gradient_format:
-        return f"{_few(evidence)}{best.recipe} {verb} with gradients in {best.gradient_format}{where}."
+        return f"{_name_few_seeds(evidence)}{best.recipe} {verb} with gradients in {best.gradient_format}{where}."
     return (
-        f"{_few(evidence)}{best.recipe} {verb} at {number(best.bytes_per_parameter, 1)} bytes per parameter "
+        f"{_name_few_seeds(evidence)}{best.recipe} {verb} at {number(best.bytes_per_parameter, 1)} bytes per parameter "
         f"instead of {number(reference.bytes_per_parameter, 1)}{where}."
     )
 
@@ -226,7 +227,7 @@ def losers(evidence: FinishedTrials) -> list[str]:
         if diverged:
             said.append(f"On {task}, {' and '.join(diverged)} diverged.")
         unclear = [row.recipe for row in rows if row.verdict == "unclear"]
-        rows = [row for row in rows if row.recipe not in unclear and not _keeps(evidence, row)]
+        rows = [row for row in rows if row.recipe not in unclear and not _is_kept(evidence, row)]
         gaps = [(row.gap, row) for row in rows if row.gap is not None]
         if gaps:
             gap, worst = max(gaps, key=lambda pair: pair[0])
@@ -250,19 +251,19 @@ def is_indication(evidence: FinishedTrials) -> bool:
     return any(row.seeds < 3 for row in evidence.rows())
 
 
-def _few(evidence: FinishedTrials) -> str:
+def _name_few_seeds(evidence: FinishedTrials) -> str:
     if not is_indication(evidence):
         return ""
     seeds = min(row.seeds for row in evidence.rows())
     return f"On {seeds} {'seed' if seeds == 1 else 'seeds'}, "
 
 
-def _keeps_everywhere(evidence: FinishedTrials, recipe: str) -> bool:
-    return all(_keeps(evidence, evidence.row(task, recipe)) for task in evidence.tasks())
+def _is_kept_everywhere(evidence: FinishedTrials, recipe: str) -> bool:
+    return all(_is_kept(evidence, evidence.row(task, recipe)) for task in evidence.tasks())
 
 
-def _keeps(evidence: FinishedTrials, row: Row) -> bool:
-    """Return the verdict; from fewer than three seeds, whether the gap is under half a per cent of float32's loss."""
+def _is_kept(evidence: FinishedTrials, row: Row) -> bool:
+    """Return whether a recipe keeps float32's loss: by its verdict, or on few seeds by a gap under half a per cent."""
     if row.verdict in ("reference", "control", "diverged"):
         return False
     if row.verdict is not None:
@@ -275,6 +276,6 @@ def _gradient_bits(row: Row) -> int:
     return formats.get(row.gradient_format).bits if row.gradient_format else 32
 
 
-def _largest(evidence: FinishedTrials) -> str:
+def _find_largest_task(evidence: FinishedTrials) -> str:
     """Return the task with the most parameters."""
     return max(evidence.tasks(), key=lambda task: evidence.of_task(task)[0]["result"]["parameters"])

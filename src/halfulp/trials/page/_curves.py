@@ -17,7 +17,7 @@ _OWN = 6
 
 @dataclasses.dataclass(frozen=True)
 class Marker:
-    """A shape on a line: what matplotlib calls it, and its outline in a box of 12 by 12 for the page's key."""
+    """A marker of a curve: matplotlib's name for it, and its outline in a box of 12 by 12 for the page's key."""
 
     name: str
     path: str
@@ -37,7 +37,7 @@ _DASHES = (None, (5.0, 2.0), (1.0, 1.5), (6.0, 1.5, 1.0, 1.5))
 
 @dataclasses.dataclass(frozen=True)
 class LineStyle:
-    """The style of one recipe's line.
+    """The colour, marker and dashes of one recipe's curve.
 
     Attributes:
         colour: of --c0 to --c7.
@@ -50,12 +50,12 @@ class LineStyle:
     dash: tuple[float, ...] | None = None
 
 
-def line_styles(recipes: Sequence[str]) -> dict[str, LineStyle]:
+def choose_line_styles(recipes: Sequence[str]) -> dict[str, LineStyle]:
     """Return the style of each recipe of a comparison, the same in curves, key and table.
 
     Twenty-four differ beside the reference and its twin; then they come again.
 
-    >>> styles = line_styles(["fp32", "bf16", *(f"recipe-{k}" for k in range(23))])
+    >>> styles = choose_line_styles(["fp32", "bf16", *(f"recipe-{k}" for k in range(23))])
     >>> styles["fp32"].colour, styles["bf16"].marker.name, len(set(styles.values()))
     (0, 'o', 25)
     >>> styles["bf16"].marker == styles["recipe-5"].marker, styles["bf16"].dash, styles["recipe-5"].dash
@@ -86,14 +86,14 @@ _TITLES = ("training loss, nats", "difference to fp32 on the same batches, nats"
 _SERIES = [f"#0a00{index:02x}" for index in range(COLOURS)]
 
 
-def svg(
+def draw_curves(
     curves: Curves, key: str, width: float, height: float, titles: Sequence[str] = _TITLES, axis: str = "step"
 ) -> str:
-    """Draw panels over one axis of steps: the training loss, beneath it each recipe's gap to fp32, and, where some
-    recipes stay much closer to it than others, theirs alone, magnified.
+    """Draw the training loss of recipes, beneath it their gaps to fp32, as an SVG.
 
-    All are means over seeds; the difference is paired, step by step and seed by seed, and shaded from the smallest
-    to the largest seed. Recipes are told apart by markers and dashes too.
+    Where some recipes stay much closer to fp32 than others, a third panel shows theirs alone, magnified. All are means
+    over seeds; the difference is paired, step by step and seed by seed, and shaded from the smallest to the largest
+    seed. Recipes are told apart by markers and dashes too.
 
     Args:
         curves: those of the reference among them.
@@ -110,15 +110,15 @@ def svg(
         figure = Figure(figsize=(width / 72, height / 72), layout="constrained")
         FigureCanvasSVG(figure)
         figure.patch.set_alpha(0)
-        near = _near(curves)
+        near = _choose_magnified(curves)
         panels = figure.subplots(3 if near else 2, 1, sharex=True)
-        styles = line_styles(list(curves))
+        styles = choose_line_styles(list(curves))
         for index, (recipe, seeds) in enumerate(curves.items()):
-            look = _plot_options(styles[recipe], index)
+            look = _choose_plot_options(styles[recipe], index)
             _draw_loss(panels[0], seeds, look)
             for axes in panels[1:2] if recipe not in near else panels[1:]:
                 _draw_gap(axes, recipe, seeds, curves[REFERENCE], look, shade=axes is panels[1])
-        _dress(panels, curves, titles, axis)
+        _style_panels(panels, curves, titles, axis)
         return _theme_svg(write_svg(figure), f"{key}-{int(width)}")
 
 
@@ -131,7 +131,7 @@ def write_svg(figure: Any) -> str:
 
 
 def _draw_loss(axes: Any, seeds: Mapping[int, Mapping[int, float]], look: dict[str, Any]) -> None:
-    steps = _common(list(seeds.values()))
+    steps = _find_common_steps(list(seeds.values()))
     mean = [statistics.fmean(points[step] for points in seeds.values()) for step in steps]
     axes.plot(steps, mean, **look)
 
@@ -147,7 +147,7 @@ def _draw_gap(
     pairs = [(seeds[seed], reference[seed]) for seed in seeds if seed in reference]
     if recipe == REFERENCE or not pairs:
         return
-    steps = _common([points for pair in pairs for points in pair])
+    steps = _find_common_steps([points for pair in pairs for points in pair])
     gaps = [[ours[step] - theirs[step] for ours, theirs in pairs] for step in steps]
     axes.plot(steps, [statistics.fmean(gap) for gap in gaps], **look)
     if shade and len(pairs) > 1:
@@ -155,7 +155,7 @@ def _draw_gap(
         axes.fill_between(steps, low, high, color=look["color"], alpha=0.15, linewidth=0)
 
 
-def _near(curves: Curves) -> list[str]:
+def _choose_magnified(curves: Curves) -> list[str]:
     """Return the recipes for a magnified panel, ten times closer to fp32 than the furthest; none if all are close."""
     sizes = {}
     for recipe, seeds in curves.items():
@@ -168,11 +168,11 @@ def _near(curves: Curves) -> list[str]:
     return near if any(sizes[recipe] > 0 for recipe in near) else []
 
 
-def _common(curves: Sequence[Mapping[int, float]]) -> list[int]:
+def _find_common_steps(curves: Sequence[Mapping[int, float]]) -> list[int]:
     return sorted(set.intersection(*(set(points) for points in curves))) if curves else []
 
 
-def _plot_options(style: LineStyle, index: int) -> dict[str, Any]:
+def _choose_plot_options(style: LineStyle, index: int) -> dict[str, Any]:
     """Return matplotlib's plot options; markers stand at different places, so that overlapping lines show."""
     if style.colour == 0:
         return {"color": _INK, "linewidth": 3.6, "zorder": 2}
@@ -184,7 +184,7 @@ def _plot_options(style: LineStyle, index: int) -> dict[str, Any]:
     return {**look, "marker": style.marker.name, "markersize": 4.2, "markeredgewidth": 0, "markevery": places}
 
 
-def _dress(panels: Sequence[Any], curves: Curves, titles: Sequence[str], axis: str) -> None:
+def _style_panels(panels: Sequence[Any], curves: Curves, titles: Sequence[str], axis: str) -> None:
     """Style axes in the page's ink, and cut off the high losses of the first steps."""
     for axes, title in zip(panels, titles):
         axes.patch.set_alpha(0)

@@ -11,7 +11,7 @@ import torch
 from ... import __version__, recipes
 from ...pages import DASH, number, render, require
 from .._defaults import REFERENCE
-from ._curves import line_styles, svg
+from ._curves import choose_line_styles, draw_curves
 
 _WIDE, _NARROW = (820, 480), (340, 480)
 _TITLES = ("training loss", "difference to fp32 at the same backward pass", "the close ones, magnified")
@@ -27,8 +27,8 @@ _TONES = {
 _KEPT = ("no difference", "better")
 
 
-def script_html(data: Mapping[str, Any]) -> str:
-    """Return the page as text; it refers to nothing outside itself.
+def render_script_page(data: Mapping[str, Any]) -> str:
+    """Return the page of a script's comparison as HTML text; it refers to nothing outside itself.
 
     Args:
         data: what `ScriptComparison.to_dict` gives, also when read back from JSON.
@@ -40,40 +40,40 @@ def script_html(data: Mapping[str, Any]) -> str:
     rows = data["recipes"]
     drawn = [row for row in rows if row["curve"]]
     curves = {row["recipe"]: {0: {int(at): loss for at, loss in row["curve"]}} for row in drawn}
-    styles = line_styles([row["recipe"] for row in rows])
+    styles = choose_line_styles([row["recipe"] for row in rows])
     gaps = [abs(row["gap"]) for row in rows if row["gap"] is not None]
     most = max((row["bytes_per_parameter"] or 0.0 for row in rows), default=0.0)
-    lines = [_line(row, styles[row["recipe"]], max(gaps, default=0.0) or 1.0, most) for row in rows]
+    lines = [_describe_row(row, styles[row["recipe"]], max(gaps, default=0.0) or 1.0, most) for row in rows]
     key = (
         None
         if REFERENCE not in curves
         else {
-            "curves_in_words": _in_words(rows),
+            "curves_in_words": _describe_curves(rows),
             "rows": [line for line in lines if line["drawn"]],
-            "wide": svg(curves, "script", *_WIDE, titles=_TITLES, axis="backward pass"),
-            "narrow": svg(curves, "script", *_NARROW, titles=_TITLES, axis="backward pass"),
+            "wide": draw_curves(curves, "script", *_WIDE, titles=_TITLES, axis="backward pass"),
+            "narrow": draw_curves(curves, "script", *_NARROW, titles=_TITLES, axis="backward pass"),
         }
     )
     return render(
         __package__,
         "script.html.j2",
-        headline=script_headline(rows),
-        leads=_leads(rows),
+        headline=write_headline(rows),
+        leads=_list_failures(rows),
         notes=data["notes"],
         key=key,
         rows=lines,
         reasons=any(row["reason"] for row in rows),
-        recipes=[(row["recipe"], _description(row["recipe"])) for row in rows],
+        recipes=[(row["recipe"], _find_description(row["recipe"])) for row in rows],
         versions=f"halfulp {__version__}, torch {torch.__version__}",
         date=datetime.date.today().isoformat(),
     )
 
 
-def script_headline(rows: Sequence[Mapping[str, Any]]) -> str:
+def write_headline(rows: Sequence[Mapping[str, Any]]) -> str:
     """Return in words which recipes keep float32's loss.
 
     >>> row = {"recipe": "bf16-kahan", "verdict": "no difference"}
-    >>> script_headline([row, {"recipe": "bf16", "verdict": "worse"}])
+    >>> write_headline([row, {"recipe": "bf16", "verdict": "worse"}])
     'bf16-kahan keeps float32’s loss; bf16 does not.'
     """
     of = {verdict: [row["recipe"] for row in rows if row["verdict"] == verdict] for verdict in _TONES}
@@ -82,18 +82,18 @@ def script_headline(rows: Sequence[Mapping[str, Any]]) -> str:
     if of["no verdict"]:
         return "Float32 itself did not learn: no verdict on any recipe."
     if kept:
-        rest = f"; {_and(lost)} {'does' if len(lost) == 1 else 'do'} not" if lost else ""
-        return f"{_and(kept)} {'keeps' if len(kept) == 1 else 'keep'} float32’s loss{rest}."
+        rest = f"; {_join_names(lost)} {'does' if len(lost) == 1 else 'do'} not" if lost else ""
+        return f"{_join_names(kept)} {'keeps' if len(kept) == 1 else 'keep'} float32’s loss{rest}."
     if lost:
-        return f"{_and(lost)} {'loses' if len(lost) == 1 else 'lose'} against float32."
+        return f"{_join_names(lost)} {'loses' if len(lost) == 1 else 'lose'} against float32."
     return "None of the recipes could be compared." if of["cannot"] or of["crashed"] else "Float32 beside its twin."
 
 
-def _and(names: Sequence[str]) -> str:
+def _join_names(names: Sequence[str]) -> str:
     return " and ".join([", ".join(names[:-1]), names[-1]] if len(names) > 1 else names)
 
 
-def _leads(rows: Sequence[Mapping[str, Any]]) -> list[str]:
+def _list_failures(rows: Sequence[Mapping[str, Any]]) -> list[str]:
     return [
         f"{row['recipe']} {'could not be used' if row['verdict'] == 'cannot' else row['verdict']}: {row['reason']}"
         for row in rows
@@ -101,11 +101,11 @@ def _leads(rows: Sequence[Mapping[str, Any]]) -> list[str]:
     ]
 
 
-def _line(row: Mapping[str, Any], style: Any, reach: float, most: float) -> dict[str, Any]:
+def _describe_row(row: Mapping[str, Any], style: Any, reach: float, most: float) -> dict[str, Any]:
     size, gap = row["bytes_per_parameter"], row["gap"]
     return {
         "recipe": row["recipe"],
-        "description": _description(row["recipe"]),
+        "description": _find_description(row["recipe"]),
         "verdict": row["verdict"],
         "tone": _TONES.get(row["verdict"], ""),
         "style": style,
@@ -121,13 +121,13 @@ def _line(row: Mapping[str, Any], style: Any, reach: float, most: float) -> dict
     }
 
 
-def _in_words(rows: Sequence[Mapping[str, Any]]) -> str:
+def _describe_curves(rows: Sequence[Mapping[str, Any]]) -> str:
     """Describe the curves in words, for readers who cannot see them."""
     ends = "; ".join(f"{row['recipe']} ends at {number(row['loss'], 4)}" for row in rows if row["loss"] is not None)
     return f"Training loss by backward pass, and its difference to fp32. {ends}. The table has the same numbers."
 
 
-def _description(recipe: str) -> str:
+def _find_description(recipe: str) -> str:
     try:
         return recipes.get(recipe).description
     except ValueError:  # one of an extension that is not loaded here

@@ -1,4 +1,4 @@
-"""How long trials will take, by a few timed steps of each kind."""
+"""Estimates of how long trials take, from a few timed steps of each kind."""
 
 import dataclasses
 import heapq
@@ -45,12 +45,12 @@ class Cost:
 
 @dataclasses.dataclass(frozen=True)
 class Probe:
-    """The order to time a trial in place of training it."""
+    """A job for a worker: time a few steps of a trial instead of training it."""
 
     trial: Trial
 
 
-def cost_class(trial: Trial) -> str:
+def name_cost_class(trial: Trial) -> str:
     """Return a key of trials of about the same cost: the task, the steps, dtypes and arithmetic."""
     recipe = {name: value for name, value in trial.recipe.to_dict().items() if name not in _ALIKE}
     return json.dumps([trial.task.settings(), trial.steps, recipe], default=repr, sort_keys=True)
@@ -61,28 +61,28 @@ def probes(trials: Sequence[Trial]) -> list[Probe]:
     first: dict[str, Trial] = {}
     for trial in trials:
         if trial.steps >= _SHORTEST and not trial.task.in_process:
-            first.setdefault(cost_class(trial), trial)
+            first.setdefault(name_cost_class(trial), trial)
     return [Probe(trial) for trial in first.values()]
 
 
-def measure(trial: Trial, data: Data, clock: Clock = time.perf_counter) -> Cost | None:
-    """Run a few steps of a trial and a part of its evaluation; None where that is no measurement.
+def measure_cost(trial: Trial, data: Data, clock: Clock = time.perf_counter) -> Cost | None:
+    """Time a few steps of a trial and a part of its evaluation; return None where that fails.
 
     An error is left to the trial itself, which meets it too and says more.
     """
     try:
         if hasattr(trial.task, "trial"):
-            return _own_loop(trial, data, clock)
-        _run(trial, data, _WARM, clock)
+            return _time_own_loop(trial, data, clock)
+        _time_steps(trial, data, _WARM, clock)
         begun = clock()
-        marks = _run(trial, data, min(_TIMED, max(_FEWEST, trial.steps // _PART)), clock)
-        return _cost(begun, marks, clock(), _evaluation_ratio(trial, data))
+        marks = _time_steps(trial, data, min(_TIMED, max(_FEWEST, trial.steps // _PART)), clock)
+        return _compute_cost(begun, marks, clock(), _compare_evaluations(trial, data))
     except Exception:
         return None
 
 
-def _run(trial: Trial, data: Data, steps: int, clock: Clock) -> list[float]:
-    """Train so many steps of a trial and judge the first examples; the times at which steps began, and the end."""
+def _time_steps(trial: Trial, data: Data, steps: int, clock: Clock) -> list[float]:
+    """Train and evaluate a part of a trial; return the times at which steps began, and of the end."""
     from ._trial import run
 
     marks: list[float] = []
@@ -99,14 +99,15 @@ def _run(trial: Trial, data: Data, steps: int, clock: Clock) -> list[float]:
     return marks
 
 
-def _evaluation_ratio(trial: Trial, data: Data) -> float:
+def _compare_evaluations(trial: Trial, data: Data) -> float:
     """Return the time of a trial's evaluations (twice all, perhaps the training data) over that of a probe's."""
     whole = max(1.0, len(data.validation[0]) / _CHUNK)
     train = len(data.train[0]) / _CHUNK if trial.task.judged_by == "train_loss" else 0.0
     return (2 * whole + train) / (2 + train)
 
 
-def _own_loop(trial: Trial, data: Data, clock: Clock) -> Cost | None:
+def _time_own_loop(trial: Trial, data: Data, clock: Clock) -> Cost | None:
+    """Time a short run of a task that has a training loop of its own, by its reports."""
     marks: list[float] = []
 
     def report(step: int, loss: float) -> None:
@@ -116,13 +117,13 @@ def _own_loop(trial: Trial, data: Data, clock: Clock) -> Cost | None:
     own: Any = trial.task
     begun = clock()
     own.trial(trial.recipe, trial.seed, steps, data, report)
-    return _cost(begun, marks, clock(), 1.0)
+    return _compute_cost(begun, marks, clock(), 1.0)
 
 
-def _cost(begun: float, marks: Sequence[float], ended: float, evaluations: float) -> Cost | None:
+def _compute_cost(begun: float, marks: Sequence[float], ended: float, evaluations: float) -> Cost | None:
     """Return the cost from the times at which steps began or ended, the first and last of which bound all.
 
-    >>> _cost(0.0, [1.0, 1.5, 2.0, 2.5], 3.5, 3.0)
+    >>> _compute_cost(0.0, [1.0, 1.5, 2.0, 2.5], 3.5, 3.0)
     Cost(step=0.5, rest=4.0)
     """
     if len(marks) < 3:
@@ -137,7 +138,7 @@ _TRUST = 0.05
 
 @dataclasses.dataclass(frozen=True)
 class Estimate:
-    """About how long a comparison takes on this machine.
+    """The estimated duration of a comparison on this machine, in all and by trial.
 
     Attributes:
         seconds: From start to end of the training, the timing of a few steps included, of the trials that were timed;
@@ -179,7 +180,7 @@ def estimate(
     crowding = max(1.0, workers / cores) / max(1.0, min(workers, timed or 1) / cores)
     of_trial = {}
     for trial in trials:
-        cost = costs.get(cost_class(trial))
+        cost = costs.get(name_cost_class(trial))
         if cost is not None:
             of_trial[trial.key] = crowding * cost.seconds(trial.steps)
     of_task = {
@@ -206,7 +207,7 @@ def makespan(seconds: Iterable[float], workers: int, busy: Sequence[float] = ())
 
 
 class TimeLeft:
-    """The time that unfinished trials still take, by the estimate and by how the others went.
+    """A running estimate of the time that unfinished trials still take, corrected by those that finished.
 
     Without an estimate, or for trials that it lacks, a step is taken to last as long as those of the same task did, or
     of any.
@@ -251,10 +252,10 @@ class TimeLeft:
             self._took[trial.key] = (trial, self._clock() - begun, trial.steps)
 
     def seconds(self) -> float | None:
-        """Return the seconds until the last trial ends; None while nothing tells."""
-        waiting, busy, pace = [], [], self._pace()
+        """Return the seconds until the last trial ends; None before anything was measured."""
+        waiting, busy, pace = [], [], self._measure_pace()
         for key, trial in self._open.items():
-            whole = self._whole(trial, pace)
+            whole = self._estimate_trial(trial, pace)
             if whole is None:
                 return None
             if key not in self._started:
@@ -265,7 +266,8 @@ class TimeLeft:
             busy.append(max(0.0, whole * (1 - steps / trial.steps) - silent))
         return makespan(waiting, self._workers, busy)
 
-    def _whole(self, trial: Trial, pace: float) -> float | None:
+    def _estimate_trial(self, trial: Trial, pace: float) -> float | None:
+        """Return the seconds of a whole trial; None before anything was measured."""
         if trial.key in self._expected:
             return pace * self._expected[trial.key]
         took = [one for one in self._took.values() if one[2]]
@@ -273,7 +275,7 @@ class TimeLeft:
         steps = sum(done for _, _, done in took)
         return trial.steps * sum(seconds for _, seconds, _ in took) / steps if steps else None
 
-    def _pace(self) -> float:
+    def _measure_pace(self) -> float:
         """Return the factor of the estimates: the time that trials took over the time expected."""
         known = [
             (seconds, self._expected[key] * done / trial.steps)
@@ -285,10 +287,10 @@ class TimeLeft:
         return (sum(seconds for seconds, _ in known) + prior) / expected if expected else 1.0
 
 
-def in_words(seconds: float) -> str:
-    """Return a duration, as exact as an estimate is.
+def describe_duration(seconds: float) -> str:
+    """Return a duration in words, rounded as coarsely as an estimate deserves.
 
-    >>> in_words(3.2), in_words(44.0), in_words(171.0), in_words(9000.0)
+    >>> describe_duration(3.2), describe_duration(44.0), describe_duration(171.0), describe_duration(9000.0)
     ('5 s', '45 s', '2.9 min', '2.5 h')
     """
     if seconds < 90:

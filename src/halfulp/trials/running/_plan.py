@@ -1,4 +1,4 @@
-"""The plan: which trials a comparison consists of, in which order."""
+"""The plan of a comparison: its trials, in the order in which they start."""
 
 import dataclasses
 import importlib.metadata
@@ -37,7 +37,7 @@ class Trial:
         """Return all that decides the result as plain data; a finished trial is reused only if it is equal."""
         import torch
 
-        packages = {name: _version(name) for name in ("halfulp", "numpy", "llvmlite")}
+        packages = {name: _read_version(name) for name in ("halfulp", "numpy", "llvmlite")}
         return {
             "task": self.task.settings(),
             "recipe": self.recipe.to_dict(),
@@ -47,7 +47,7 @@ class Trial:
         }
 
 
-def _version(package: str) -> str | None:
+def _read_version(package: str) -> str | None:
     try:
         return importlib.metadata.version(package)
     except importlib.metadata.PackageNotFoundError:
@@ -78,7 +78,7 @@ def plan(
     _check_controls(rows)
     if all(recipe.name != REFERENCE for recipe in rows):
         rows.insert(0, catalog.get(REFERENCE))
-    numbers = _seeds(seeds)
+    numbers = _list_seeds(seeds)
     if not tasks:
         raise ValueError(f"no task given; the tasks are {', '.join(registry.names())}")
     if steps is not None and steps < 1:
@@ -86,9 +86,9 @@ def plan(
     if steps is not None and size is not None:
         raise ValueError(f"size={size!r} says how many steps there are: give it or steps={steps}")
     for kind, found in (("task", [one.name for one in tasks]), ("recipe", [one.name for one in rows])):
-        _once(kind, found)
-        _plain(kind, found)
-    together = _pairs(tasks, rows, left_out)
+        _check_unique(kind, found)
+        _check_file_names(kind, found)
+    together = _pair_recipes(tasks, rows, left_out)
     return [
         Trial(task=one, recipe=recipe, seed=seed, steps=steps or one.steps_of(size))
         for one in tasks
@@ -111,13 +111,13 @@ def _check_controls(recipes: Sequence[Recipe]) -> None:
             )
 
 
-def _pairs(
+def _pair_recipes(
     tasks: Sequence[Task], recipes: Sequence[Recipe], left_out: dict[str, dict[str, str]] | None
 ) -> dict[str, set[str]]:
     """Return the recipes of each task, by name; what does not go together is refused, or put into ``left_out``."""
     found: dict[str, set[str]] = {}
     for task in tasks:
-        barred = {recipe.name: why for recipe in recipes if (why := _obstacle(task, recipe))}
+        barred = {recipe.name: why for recipe in recipes if (why := _find_obstacle(task, recipe))}
         if barred and left_out is None:
             why = next(iter(barred.values()))
             raise ValueError(f"task {task.name!r} {why}: leave out {', '.join(barred)}, or choose another task")
@@ -127,7 +127,7 @@ def _pairs(
     return found
 
 
-def _obstacle(task: Task, recipe: Recipe) -> str | None:
+def _find_obstacle(task: Task, recipe: Recipe) -> str | None:
     """Return why a recipe cannot be compared on a task; None where it can."""
     if why := task.refuses(recipe):
         return why
@@ -140,7 +140,8 @@ def _obstacle(task: Task, recipe: Recipe) -> str | None:
     return None
 
 
-def _seeds(seeds: int | Sequence[int]) -> list[int]:
+def _list_seeds(seeds: int | Sequence[int]) -> list[int]:
+    """Return the seeds from 0 on where their number is given, or those that are listed."""
     allowed = "seeds is how many (an int, at least 1) or which (ints, 0 and up)"
     if isinstance(seeds, str | bytes | bool):
         raise TypeError(f"{allowed}, got {seeds!r}")
@@ -150,17 +151,19 @@ def _seeds(seeds: int | Sequence[int]) -> list[int]:
         raise TypeError(f"{allowed}, got {seeds!r}") from None
     if not numbers or min(numbers) < 0:
         raise ValueError(f"{allowed}, got {seeds!r}")
-    _once("seed", [str(number) for number in numbers])
+    _check_unique("seed", [str(number) for number in numbers])
     return numbers
 
 
-def _once(kind: str, names: list[str]) -> None:
+def _check_unique(kind: str, names: list[str]) -> None:
+    """Refuse names that are given more than once."""
     twice = sorted({name for name in names if names.count(name) > 1})
     if twice:
         raise ValueError(f"{kind} {', '.join(twice)} is given more than once")
 
 
-def _plain(kind: str, names: list[str]) -> None:
+def _check_file_names(kind: str, names: list[str]) -> None:
+    """Refuse names that cannot be part of a file's name."""
     for name in names:
         if not re.fullmatch(r"\w[\w.+-]*", name):
             raise ValueError(f"the name of a {kind} becomes a file name: letters, digits and _.+- only, got {name!r}")

@@ -1,4 +1,4 @@
-"""Trials run in worker processes, one thread each, or in this process; the errors say how one ended."""
+"""Worker processes that train trials, one thread each, and training in this process."""
 
 from __future__ import annotations
 
@@ -20,15 +20,15 @@ from ..._extensions import load_inherited
 from ..._messages import first_line
 from ...environment import core_count
 from ..tasks import Data
-from ._estimate import Probe, measure
+from ._estimate import Probe, measure_cost
 from ._plan import Trial
 from ._trial import run
 
 
-def how_it_ended(code: int | None) -> str:
-    """Return the words for the exit code of a process; minus a signal's number where one killed it.
+def describe_exit(code: int | None) -> str:
+    """Describe how a process ended, by its exit code: minus a signal's number where one killed it.
 
-    >>> how_it_ended(3), how_it_ended(-15), how_it_ended(-99), how_it_ended(0xC0000005)
+    >>> describe_exit(3), describe_exit(-15), describe_exit(-99), describe_exit(0xC0000005)
     ('ended with exit code 3', 'was killed by SIGTERM', 'was killed by signal 99', 'ended with exit code 0xC0000005')
     """
     if code is None or 0 <= code < 2**31:
@@ -71,13 +71,14 @@ def main(connection: Connection, log: str) -> None:
 
 
 def _answer(job: Trial | Probe, loaded: dict[str, Data], connection: Connection) -> tuple[str, Any]:
+    """Train a trial, or time a probe, and return the message that says what came of it."""
     trial = job.trial if isinstance(job, Probe) else job
     try:
         which = repr(trial.task.settings())
         if which not in loaded:
             loaded[which] = trial.task.load()
         if isinstance(job, Probe):
-            return "timed", measure(trial, loaded[which])
+            return "timed", measure_cost(trial, loaded[which])
 
         def report(step: int, loss: float) -> None:
             connection.send(("progress", (step, loss)))
@@ -121,7 +122,7 @@ class _Worker:
         self.process: BaseProcess = context.Process(
             target=main, args=(theirs, str(self.log)), name=f"halfulp-trials-{number}", daemon=True
         )
-        with _environment():
+        with _set_environment():
             self.process.start()
         theirs.close()
 
@@ -189,10 +190,11 @@ def work(
 
 
 def _receive(worker: _Worker, on: bool) -> tuple[str, Any]:
+    """Return the next message of a worker; raise where it died, or its trial did unless ``on``."""
     try:
         kind, content = worker.connection.recv()
     except (EOFError, OSError):
-        raise _death(worker) from None
+        raise _describe_death(worker) from None
     if kind == "failed":
         line, trace = content
         if on:
@@ -201,10 +203,11 @@ def _receive(worker: _Worker, on: bool) -> tuple[str, Any]:
     return kind, content
 
 
-def _death(worker: _Worker) -> TrialError:
+def _describe_death(worker: _Worker) -> TrialError:
+    """Return the error of a worker that ended early: its exit code and its last output."""
     worker.process.join(10)
     code = worker.process.exitcode
-    how, hint = how_it_ended(code), "; the memory of the machine may have run out" if is_killed(code) else ""
+    how, hint = describe_exit(code), "; the memory of the machine may have run out" if is_killed(code) else ""
     output = worker.log.read_text(encoding="utf-8", errors="replace") if worker.log.exists() else ""
     if worker.trial is None:
         hint = '; in a script, call compare under `if __name__ == "__main__":`, since workers import the script again'
@@ -213,7 +216,7 @@ def _death(worker: _Worker) -> TrialError:
 
 
 @contextlib.contextmanager
-def _environment() -> Iterator[None]:
+def _set_environment() -> Iterator[None]:
     """Give children one thread per process, and leave Ctrl-C to the parent."""
     before = {name: os.environ.get(name) for name in _ONE_THREAD}
     os.environ.update(dict.fromkeys(_ONE_THREAD, "1"))
@@ -227,7 +230,7 @@ def _environment() -> Iterator[None]:
                 os.environ[name] = value
 
 
-def work_here(trials: Sequence[Trial]) -> Generator[Event, None, None]:
+def train_here(trials: Sequence[Trial]) -> Generator[Event, None, None]:
     """Train all trials and yield ("start", trial, None), then ("done", trial, result).
 
     Each begins from its own seed, and torch's random state is afterwards as it was.

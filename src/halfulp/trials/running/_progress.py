@@ -1,11 +1,11 @@
-"""What a person sees while trials run: one bar per running trial, one for all, or plain lines."""
+"""Progress of trials on stderr: live bars on a terminal, plain lines elsewhere."""
 
 import sys
 import time
 from types import TracebackType
 from typing import Any
 
-from ._estimate import Estimate, TimeLeft, in_words
+from ._estimate import Estimate, TimeLeft, describe_duration
 from ._plan import Trial
 
 
@@ -76,12 +76,12 @@ class Progress:
             self.console.print("How long it takes is not known: no trial could be timed.", soft_wrap=True)
             return
         workers = f"{found.workers} worker{'' if found.workers == 1 else 's'} of one thread"
-        each = ", ".join(f"{task} {in_words(seconds)}" for task, seconds in found.of_task.items())
+        each = ", ".join(f"{task} {describe_duration(seconds)}" for task, seconds in found.of_task.items())
         each = f" ({each})" if len(found.of_task) > 1 else ""
         about = "At least" if found.untimed else "About"
         total = found.untimed + len(found.of_trial)
         rest = f"; {found.untimed} of {total} trials were not timed" if found.untimed else ""
-        said = f"{about} {in_words(found.seconds)}{each} by {workers} on {found.processor}{rest}."
+        said = f"{about} {describe_duration(found.seconds)}{each} by {workers} on {found.processor}{rest}."
         self.console.print(said, soft_wrap=True)
         self._show_left()
 
@@ -90,7 +90,7 @@ class Progress:
         left = self.left.seconds()
         if not self.live or left is None:
             return
-        self.bars.update(self.overall, said=f"about {in_words(left)} left")
+        self.bars.update(self.overall, said=f"about {describe_duration(left)} left")
         if self.estimated:
             spent = self.bars.tasks[self.bars.task_ids.index(self.overall)].elapsed or 0.0
             self.bars.update(self.overall, total=spent + left, completed=spent)
@@ -144,7 +144,7 @@ class Progress:
         loss = result["float32"]["validation"]["loss"]
         said = f"validation loss {loss:.4f}" if loss is not None else f"diverged at step {result['diverged_at']}"
         left = self.left.seconds()
-        rest = f", about {in_words(left)} left" if left and not self.live else ""
+        rest = f", about {describe_duration(left)} left" if left and not self.live else ""
         self._print_end(trial, f"{said}  [dim]{how}{rest}[/dim]")
 
     def _print_end(self, trial: Trial, said: str) -> None:

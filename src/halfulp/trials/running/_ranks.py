@@ -13,8 +13,8 @@ from typing import Any
 
 from ..._messages import first_line
 from ._plan import Trial
-from ._pool import Event, TrialError, work, work_here
-from ._store import difference
+from ._pool import Event, TrialError, train_here, work
+from ._store import find_difference
 
 # Seconds until all have met, and until one that is not heard of is given up.
 MEET, SILENT = 300.0, 60.0
@@ -25,7 +25,7 @@ _LEAVE = 10.0
 
 
 class Ranks:
-    """This process among those of torchrun: its rank, and the store of torchrun, over which results travel.
+    """This process as one of torchrun's ranks, and the store of torchrun, over which results travel.
 
     Only rank 0 needs the output folder. Every trial has one rank, by its place among the missing ones.
 
@@ -151,11 +151,12 @@ class Ranks:
         if alone := sorted(ours.keys() ^ theirs.keys()):
             told = f"{alone[0]} is {'none of its trials' if alone[0] in theirs else 'none of those of rank 0'}"
         else:
-            where, there, here = difference(theirs, ours)
+            where, there, here = find_difference(theirs, ours)
             told = f"{where} is {here!r} here and {there!r} on rank 0"
         raise TrialError(f"{told}. Start all ranks by the same command in the same environment")
 
     def _check_alive(self, rank: int) -> None:
+        """Raise where a rank has given no sign of life for too long."""
         beats, until = self._heard[rank]
         if (now := int(self._ask(lambda: self._store.add(f"alive/{rank}", 0)))) != beats:
             self._heard[rank] = (now, time.monotonic() + SILENT)
@@ -180,6 +181,7 @@ class Ranks:
         return True
 
     def _beat(self) -> None:
+        """Give signs of life until this rank ends (a thread)."""
         with contextlib.suppress(RuntimeError):  # the store goes with its process
             while not self._ended.is_set():
                 self._store.add(f"alive/{self.rank}", 1)
@@ -200,6 +202,7 @@ class Ranks:
         return bool(self._ask(lambda: self._store.check([key])))
 
     def _ask(self, question: Any) -> Any:
+        """Call a function of the store; raise where the store has gone with rank 0."""
         if not self._lost:
             try:
                 return question()
@@ -221,7 +224,7 @@ def serve_other_rank(workers: object, trials: Sequence[Trial], on: bool = False)
 def _train_alone(trials: Sequence[Trial], on: bool) -> Generator[Event, None, None]:
     """Train in one worker, then in this process what must be; ticks come in between, when nothing happens."""
     yield from work([trial for trial in trials if not trial.task.in_process], 1, on=on, tick=_LOOK)
-    yield from work_here([trial for trial in trials if trial.task.in_process])
+    yield from train_here([trial for trial in trials if trial.task.in_process])
 
 
 def count_ranks() -> int:
@@ -234,7 +237,7 @@ def count_ranks() -> int:
 
 @contextlib.contextmanager
 def join_ranks() -> Iterator[Ranks | None]:
-    """Return a block whose workers are the ranks of torchrun, or None where this process is alone.
+    """Meet the other ranks of torchrun for the length of a block; yield None where this process is alone.
 
     How rank 0 leaves the block is the exit code of the others, which are in `Ranks.serve` then.
 
@@ -244,7 +247,7 @@ def join_ranks() -> Iterator[Ranks | None]:
     if count_ranks() == 1:
         yield None
         return
-    ranks = Ranks(*_meet())
+    ranks = Ranks(*_meet_ranks())
     code = 1
     try:
         yield ranks
@@ -256,7 +259,8 @@ def join_ranks() -> Iterator[Ranks | None]:
         ranks.end(code)
 
 
-def _meet() -> tuple[Any, int, int]:
+def _meet_ranks() -> tuple[Any, int, int]:
+    """Return torchrun's store, this process's rank and the number of ranks, once all have come."""
     import torch
 
     if not torch.distributed.is_available():

@@ -12,7 +12,7 @@ import filelock
 
 from ...pages import write_whole
 from ..evidence._evidence import Evidence
-from ..evidence._row import check
+from ..evidence._row import check_record
 from ._plan import Trial
 
 
@@ -40,7 +40,7 @@ class Store:
             ) from None
 
     @contextlib.contextmanager
-    def alone(self) -> Iterator[None]:
+    def lock(self) -> Iterator[None]:
         """Keep other comparisons, of any process, out of the folder; the lock goes with the process that holds it.
 
         Raises:
@@ -58,7 +58,7 @@ class Store:
             self._lock.release()
 
     def begin(self, trials: Sequence[Trial], resume: bool, overwrite: bool = False) -> dict[str, dict[str, Any]]:
-        """Return the results that are there already, by key: none for a fresh start.
+        """Start or resume the comparison; return the results that the folder has already, by key.
 
         Args:
             trials: of this comparison.
@@ -72,7 +72,7 @@ class Store:
         if resume and overwrite:
             raise ValueError("--resume keeps the finished trials of a folder and --overwrite deletes them: give one")
         if resume:
-            results = self.finished(trials)
+            results = self.read_finished(trials)
             self.report.unlink(missing_ok=True)
             self.page.unlink(missing_ok=True)
             return results
@@ -88,8 +88,8 @@ class Store:
             path.unlink()
         return {}
 
-    def finished(self, trials: Sequence[Trial]) -> dict[str, dict[str, Any]]:
-        """Return the results of those of the trials that have finished, by key.
+    def read_finished(self, trials: Sequence[Trial]) -> dict[str, dict[str, Any]]:
+        """Return the results that the folder has of some trials, by key.
 
         Raises:
             ValueError: a trial that was trained under other settings, or a file that is none.
@@ -98,7 +98,7 @@ class Store:
         for trial in trials:
             path = self.trials / f"{trial.key}.json"
             if path.exists():
-                results[trial.key] = _matching(path, trial)
+                results[trial.key] = _read_matching(path, trial)
         return results
 
     def keep(self, trial: Trial, result: dict[str, Any]) -> None:
@@ -112,7 +112,8 @@ class Store:
         write_whole(self.report, evidence.to_json())
 
 
-def _matching(path: Path, trial: Trial) -> dict[str, Any]:
+def _read_matching(path: Path, trial: Trial) -> dict[str, Any]:
+    """Return a finished trial's result; refuse a file that is none, or of other settings."""
     try:
         record = json.loads(path.read_text(encoding="utf-8"))
         settings, result = record["settings"], record["result"]
@@ -120,13 +121,13 @@ def _matching(path: Path, trial: Trial) -> dict[str, Any]:
         raise ValueError(_describe_unfinished(path)) from None
     wanted = json.loads(json.dumps(trial.settings()))
     if settings != wanted:
-        where, had, has = difference(settings, wanted)
+        where, had, has = find_difference(settings, wanted)
         raise ValueError(
             f"cannot resume: {path} was trained with {where} = {had!r}, this run has {has!r}; use the same settings "
             "or another folder with --out"
         )
     try:
-        check(record)
+        check_record(record)
     except ValueError as error:
         raise ValueError(_describe_unfinished(path, f" ({error})")) from None
     return result
@@ -136,14 +137,14 @@ def _describe_unfinished(path: Path, why: str = "") -> str:
     return f"{path} is not a finished trial{why}; delete it and resume again"
 
 
-def difference(left: Any, right: Any, path: str = "") -> tuple[str, Any, Any]:
+def find_difference(left: Any, right: Any, path: str = "") -> tuple[str, Any, Any]:
     """Return the first place where two nested settings differ.
 
-    >>> difference({"a": {"b": 1}}, {"a": {"b": 2}})
+    >>> find_difference({"a": {"b": 1}}, {"a": {"b": 2}})
     ('a.b', 1, 2)
     """
     if isinstance(left, dict) and isinstance(right, dict):
         for key in [*left, *(key for key in right if key not in left)]:
             if left.get(key) != right.get(key):
-                return difference(left.get(key), right.get(key), f"{path}.{key}" if path else key)
+                return find_difference(left.get(key), right.get(key), f"{path}.{key}" if path else key)
     return path, left, right

@@ -10,7 +10,7 @@ from ...environment import processor_line
 from ...pages import require
 from ..evidence._evidence import Evidence
 from . import _pool
-from ._estimate import Cost, Probe, cost_class, estimate, probes
+from ._estimate import Cost, Probe, estimate, name_cost_class, probes
 from ._plan import Trial
 from ._ranks import Ranks
 from ._store import Store
@@ -47,7 +47,7 @@ class Training:
         self.more: dict[str, Any] = {}
         self._ranks = workers if isinstance(workers, Ranks) else None
         self._workers = workers.size if isinstance(workers, Ranks) else workers or min(_pool.cores(), 8)
-        self._listen = listen or _nobody
+        self._listen = listen or _ignore_event
         self._store, self._resume = store, resume
         self._trials: dict[str, Trial] = {}
         self._seconds, self._trained = 0.0, 0
@@ -67,7 +67,7 @@ class Training:
         """
         self._listen("plan", None, trials)
         if self._store is not None and self._resume:
-            self.results |= self._store.finished([trial for trial in trials if trial.key not in self.results])
+            self.results |= self._store.read_finished([trial for trial in trials if trial.key not in self.results])
         missing = [trial for trial in trials if not self._has(trial)]
         for trial in trials:
             if trial not in missing:
@@ -83,7 +83,7 @@ class Training:
         with contextlib.closing(started) as events:
             for kind, trial, content in events:
                 if kind == "timed":
-                    costs[cost_class(trial)] = content
+                    costs[name_cost_class(trial)] = content
                     if len(costs) == len(timed):
                         spent = time.monotonic() - start
                         found = estimate(missing, costs, workers, _pool.cores(), spent, processor_line())
@@ -133,7 +133,7 @@ def training(
     overwrite: bool,
     make: type[Evidence] = Evidence,
 ) -> Generator[Training, None, None]:
-    """Return a block in which trials are trained; with a folder, it then holds compare.json and compare.html.
+    """Yield a Training; at the end of the block its folder, if there is one, gets compare.json and compare.html.
 
     Args:
         out: the folder, or None.
@@ -155,7 +155,7 @@ def training(
         return
     require("matplotlib", instead="give no out folder")
     store = Store(out, make.stem)
-    with store.alone():
+    with store.lock():
         run = Training(workers, listen, store, resume, make)
         run.results |= store.begin(first, resume, overwrite)
         yield run
@@ -167,8 +167,8 @@ def _work(
 ) -> Generator[_pool.Event, None, None]:
     """Train in workers, then in this process what must be: no trial starts before the others were timed."""
     yield from _pool.work([trial for trial in trials if not trial.task.in_process], workers, timed, on)
-    yield from _pool.work_here([trial for trial in trials if trial.task.in_process])
+    yield from _pool.train_here([trial for trial in trials if trial.task.in_process])
 
 
-def _nobody(kind: str, trial: Trial | None, content: Any) -> None:
+def _ignore_event(kind: str, trial: Trial | None, content: Any) -> None:
     """Ignore an event."""

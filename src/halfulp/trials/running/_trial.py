@@ -31,7 +31,7 @@ Zeros = dict[str, tuple[float, int]]
 
 
 class Scaling:
-    """Plain gradients: the loss is differentiated and the optimizer steps."""
+    """The plain way through a step: differentiate the loss, step the optimizer."""
 
     def __init__(self, optimizer: torch.optim.Optimizer) -> None:
         self._optimizer = optimizer
@@ -56,7 +56,7 @@ class Scaling:
 
 
 class Rounded(Scaling):
-    """Gradients in the recipe's format: a step that overflows is skipped and counted.
+    """The way through a step with gradients in the recipe's format: one that overflows is skipped and counted.
 
     Underflow is counted in sampled steps, against the same step without rounding: of the gradient elements that are
     not zero there, the share that is stored as zero.
@@ -95,18 +95,18 @@ class Rounded(Scaling):
             return
         with torch.random.fork_rng(devices=[]):
             torch.set_rng_state(self._random)
-            wanted = _exact_zeros(self._copy, loss_on, batch)
-        for key, (zeros, elements) in _zeros(self._scaler).items():
+            wanted = _count_exact_zeros(self._copy, loss_on, batch)
+        for key, (zeros, elements) in _count_zeros(self._scaler).items():
             if key in wanted:
                 lost = max(0.0, zeros - wanted[key][0])
                 self._lost.setdefault(key, []).append((lost, elements - wanted[key][0]))
 
     def readings(self) -> dict[str, Any]:
-        """Steps skipped, and shares that underflowed: of all sampled elements, and of the worst site's."""
-        sites = {key: _share(counts) for key, counts in self._lost.items()}
+        """Return how many steps were skipped, and the share that underflowed, of all sampled gradients and at worst."""
+        sites = {key: _compute_share(counts) for key, counts in self._lost.items()}
         worst = max(sites, key=lambda site: sites[site], default=None)
         counts = [pair for pairs in self._lost.values() for pair in pairs]
-        mean = _share(counts) if counts else None
+        mean = _compute_share(counts) if counts else None
         return {
             "skipped": self._skipped,
             "underflow": {"mean": mean, "worst": None if worst is None else sites[worst], "site": worst},
@@ -123,7 +123,7 @@ class Rounded(Scaling):
 
 @contextlib.contextmanager
 def scaling(recipe: Recipe, model: nn.Module, optimizer: torch.optim.Optimizer, steps: int) -> Iterator[Scaling]:
-    """Return the recipe's way to differentiate and step, while it trains."""
+    """Yield the recipe's way through a step; restore the model at the end of the block."""
     scaler = recipes.scaler(recipe, model)
     if scaler is None:
         yield Scaling(optimizer)
@@ -135,29 +135,29 @@ def scaling(recipe: Recipe, model: nn.Module, optimizer: torch.optim.Optimizer, 
         rounded.close()
 
 
-def _exact_zeros(model: nn.Module, loss_on: LossOn, batch: Batch) -> Zeros:
+def _count_exact_zeros(model: nn.Module, loss_on: LossOn, batch: Batch) -> Zeros:
     """Count zeros of one step's gradients without rounding, by site."""
     # Rounding to float32's own format changes nothing, and lets zeros be counted.
     plain = AdaptiveGradScaler(model, policy="constant", init_scale=1.0, format="fp32")
     plain.scale(loss_on(model, batch)).backward()
     plain.step(torch.optim.SGD(model.parameters(), lr=0.0))
     plain.update()
-    return _zeros(plain)
+    return _count_zeros(plain)
 
 
-def _zeros(scaler: AdaptiveGradScaler) -> Zeros:
+def _count_zeros(scaler: AdaptiveGradScaler) -> Zeros:
     """Count stored zeros of the last measured step's gradients, and the elements, by site."""
     rows = [row for row in scaler.sites() if row.elements]
     return {row.site: (row.zero * row.elements, row.elements) for row in rows if row.zero is not None}
 
 
-def _share(counts: list[tuple[float, float]]) -> float:
+def _compute_share(counts: list[tuple[float, float]]) -> float:
     """Return the share of lost values among those that could be lost."""
     whole = sum(could for _, could in counts)
     return sum(lost for lost, _ in counts) / whole if whole else 0.0
 
 
-# Of a result, what an observed trial has besides.
+# The entry of a trial's result that holds its observation.
 READINGS = "observed"
 # Formats that parameters can have, by the dtype's name in a recipe.
 RANGES = {"bfloat16": "bf16", "float16": "fp16"}
@@ -174,7 +174,7 @@ def observing(wanted: bool, model: nn.Module, optimizer: torch.optim.Optimizer, 
 
 
 def readings(seen: Observation, steps: int) -> dict[str, Any]:
-    """Return what an observation of a whole trial says, as plain data.
+    """Return the observation of a whole trial as plain data.
 
     Args:
         seen: the observation.
@@ -188,23 +188,23 @@ def readings(seen: Observation, steps: int) -> dict[str, Any]:
     """
     record = seen.record
     return {
-        "parameters": {name: _parameter(record, one, steps) for name, one in record.parameters.items()},
-        "ranges": {dtype: _out_of_range(record, format) for dtype, format in RANGES.items()},
+        "parameters": {name: _describe_parameter(record, one, steps) for name, one in record.parameters.items()},
+        "ranges": {dtype: _find_out_of_range(record, format) for dtype, format in RANGES.items()},
         "findings": [finding.to_dict() for finding in seen.findings],
     }
 
 
-def _parameter(record: Record, one: ParameterRecord, steps: int) -> dict[str, Any]:
+def _describe_parameter(record: Record, one: ParameterRecord, steps: int) -> dict[str, Any]:
     return {
         "elements": one.numel,
         "dtype": str(one.dtype).removeprefix("torch."),
         "realised": finite_or_none(one.update.realised_share),
         "lost": one.update.lost_share,
-        "noise": _noise(record, one, steps),
+        "noise": _estimate_noise(record, one, steps),
     }
 
 
-def _noise(record: Record, one: ParameterRecord, steps: int) -> float | None:
+def _estimate_noise(record: Record, one: ParameterRecord, steps: int) -> float | None:
     """Return the noise of stochastic rounding over the longest drift that the updates could make.
 
     An update u below the spacing d is rounded with variance u (d - u), one above it with d^2 / 6 on average (Croci et
@@ -213,22 +213,22 @@ def _noise(record: Record, one: ParameterRecord, steps: int) -> float | None:
     update, weight = record.tensors.get(("update", one.name)), record.tensors.get(("weight", one.name))
     if update is None or weight is None or not update.histogram or not weight.histogram:
         return None
-    size = _root_mean_square(update.histogram)
-    spacing = 2.0 ** _median(weight.histogram) * torch.finfo(one.dtype).eps
+    size = _compute_root_mean_square(update.histogram)
+    spacing = 2.0 ** _find_median(weight.histogram) * torch.finfo(one.dtype).eps
     variance = size * (spacing - size) if size < spacing else spacing**2 / 6
     return math.sqrt(variance * steps) / (size * steps)
 
 
-def _root_mean_square(histogram: dict[int, int]) -> float:
+def _compute_root_mean_square(histogram: dict[int, int]) -> float:
     """Return the root mean square of numbers counted by their powers of two, each taken as its binade's middle."""
     squares = sum(count * 4.0 ** (power + 0.5) for power, count in histogram.items())
     return math.sqrt(squares / sum(histogram.values()))
 
 
-def _median(histogram: dict[int, int]) -> int:
+def _find_median(histogram: dict[int, int]) -> int:
     """Return the power of two that half of the numbers reach.
 
-    >>> _median({-3: 1, 0: 2, 5: 1})
+    >>> _find_median({-3: 1, 0: 2, 5: 1})
     0
     """
     left = sum(histogram.values()) / 2
@@ -239,17 +239,17 @@ def _median(histogram: dict[int, int]) -> int:
     raise AssertionError("a histogram of nothing")
 
 
-def _out_of_range(record: Record, format: str) -> dict[str, Any]:
+def _find_out_of_range(record: Record, format: str) -> dict[str, Any]:
     worst: dict[str, Any] = {"share": 0.0, "role": None, "name": None}
     for (role, name), tensor in record.tensors.items():
         counts = tensor.formats.get(format)
-        share = _share_out_of_range(counts) if counts is not None else 0.0
+        share = _compute_share_out_of_range(counts) if counts is not None else 0.0
         if role in ("activation", "activation gradient", "weight gradient", "weight") and share > worst["share"]:
             worst = {"share": share, "role": role, "name": name}
     return worst
 
 
-def _share_out_of_range(counts: FormatCounts) -> float:
+def _compute_share_out_of_range(counts: FormatCounts) -> float:
     return (counts.underflow + counts.overflow) / counts.elements if counts.elements else 0.0
 
 
@@ -268,7 +268,7 @@ def run(
     observed: bool = False,
     take: Callable[[Iterator[Batch]], Iterator[Batch]] = iter,
 ) -> dict[str, Any]:
-    """Train, measure, and return the result as plain data; a loss that is not finite ends it as "diverged".
+    """Train and measure one trial; return its result as plain data. A loss that is not finite ends it as "diverged".
 
     Args:
         task: What to train.
@@ -290,7 +290,7 @@ def run(
     report_interval = max(1, min(50, steps // 12))
     recipes.convert(model, recipe, seed=seed)
     optimizer = recipes.optimizer(model, task.rule, seed=seed, report_interval=report_interval, **task.hyper)
-    with _arithmetic(recipe, model) as under:
+    with _apply_arithmetic(recipe, model) as under:
         loss, judge = under(task.loss), under(task.judge)
         with (
             scaling(recipe, model, optimizer, steps) as scaled,
@@ -379,8 +379,8 @@ def _cast(inputs: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 @contextlib.contextmanager
-def _arithmetic(recipe: Recipe, model: nn.Module) -> Iterator[Callable[[Loss], Loss]]:
-    """Put the model under the recipe's emulation, if it has one; gives what puts a loss under the same.
+def _apply_arithmetic(recipe: Recipe, model: nn.Module) -> Iterator[Callable[[Loss], Loss]]:
+    """Emulate the recipe's arithmetic on a model; yield a function that puts a loss under the same emulation.
 
     Plain float16 products run in float32: torch's float16 convolutions take ten to a hundred times as long, on
     processors with float16 instructions too, and differ by the order of summation alone.

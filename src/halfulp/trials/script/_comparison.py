@@ -1,4 +1,4 @@
-"""A user's script under several recipes, each in a process of its own, and what became of its losses."""
+"""Comparison of recipes on a user's own script: one process per recipe, and the losses of each."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ from typing import Any
 from ... import recipes
 from ...pages import write_whole
 from .._defaults import REFERENCE, TWIN
-from ..page._script_page import script_html
-from ..running._pool import how_it_ended, is_killed
+from ..page._script_page import render_script_page
+from ..running._pool import describe_exit, is_killed
 
 # The loss is the mean over this share of the backward passes at the end.
 _LAST = 0.1
@@ -53,11 +53,11 @@ class Run:
     bytes_per_parameter: float | None = None
     said: str = ""
 
-    def how(self) -> str:
+    def describe_ending(self) -> str:
         """Describe how the process ended."""
         return f"{self.ended} with exit code {self.code}" if self.ended == "exited" else str(self.ended)
 
-    def last_words(self) -> str:
+    def read_last_line(self) -> str:
         """Return the last line that it said on stderr, which of a crash is the error."""
         return (self.said.strip().splitlines() or [""])[-1].strip()
 
@@ -68,7 +68,7 @@ class Run:
         return sum(part) / len(part) if part else None
 
     def curve(self) -> list[list[float]]:
-        """Return [backward passes so far, mean loss since the point before], finite ones."""
+        """Return the loss curve, [backward passes so far, mean loss since the point before], where it is finite."""
         width = max(1, math.ceil(len(self.losses) / _POINTS))
         parts = [(k, self.losses[k : k + width]) for k in range(0, len(self.losses), width)]
         points = [[float(k + len(part)), sum(part) / len(part)] for k, part in parts]
@@ -77,7 +77,7 @@ class Run:
 
 @dataclass(frozen=True)
 class ScriptRow:
-    """One recipe's run.
+    """The results of a script under one recipe.
 
     Attributes:
         recipe: its name.
@@ -105,7 +105,7 @@ class ScriptRow:
 
 @dataclass
 class ScriptComparison:
-    """Runs by recipe, float32 first.
+    """The runs of a script by recipe, float32 first.
 
     Attributes:
         runs: by the recipes' names.
@@ -161,7 +161,7 @@ class ScriptComparison:
         Raises:
             ValueError: jinja2 or matplotlib is missing, or the file cannot be written.
         """
-        write_whole(path, script_html(self.to_dict()))
+        write_whole(path, render_script_page(self.to_dict()))
 
     def _loss(self, name: str) -> float | None:
         run = self.runs.get(name)
@@ -179,7 +179,7 @@ class ScriptComparison:
         if run.refused:
             return "cannot", run.refused
         if run.code:
-            return "crashed", run.last_words() if run.ended == "crashed" else run.how()
+            return "crashed", run.read_last_line() if run.ended == "crashed" else run.describe_ending()
         loss, reference, spread = _finite(run.loss()), self._loss(REFERENCE), self._spread()
         if name in (REFERENCE, TWIN):
             broken = "" if loss is not None else "its loss is not finite: it did not learn"
@@ -266,18 +266,18 @@ def _run(script: str, arguments: Sequence[str], recipe: str, module: bool) -> Ru
         if result.exists() and done.returncode >= 0:
             with_result = json.loads(result.read_text(encoding="utf-8"))
             return Run(**with_result, said=done.stderr)
-    return Run(ended=_end_of(done.returncode), code=done.returncode or 1, said=done.stderr)
+    return Run(ended=_describe_end(done.returncode), code=done.returncode or 1, said=done.stderr)
 
 
-def _end_of(code: int) -> str:
+def _describe_end(code: int) -> str:
     """Describe how a process ended that left no result.
 
-    >>> _end_of(-9), _end_of(3)
+    >>> _describe_end(-9), _describe_end(3)
     ('was killed by SIGKILL, as where memory is short', 'ended with exit code 3 before it could report')
     """
     if code >= 0:
-        return f"{how_it_ended(code)} before it could report"
-    return f"{how_it_ended(code)}{', as where memory is short' if is_killed(code) else ''}"
+        return f"{describe_exit(code)} before it could report"
+    return f"{describe_exit(code)}{', as where memory is short' if is_killed(code) else ''}"
 
 
 def _check_reference(run: Run) -> None:
@@ -285,8 +285,8 @@ def _check_reference(run: Run) -> None:
     if run.refused:
         raise ScriptError(f"the script cannot be compared under recipes: {run.refused}", run.said)
     if run.code:
-        why = f": {run.last_words()}" if run.said.strip() else ""
-        raise ScriptError(f"the script {run.how()} in float32{why}", run.said)
+        why = f": {run.read_last_line()}" if run.said.strip() else ""
+        raise ScriptError(f"the script {run.describe_ending()} in float32{why}", run.said)
     if not run.losses:
         raise ScriptError("the script called no backward of a loss: there is nothing to compare", run.said)
     if not run.steps:

@@ -62,12 +62,12 @@ class Substitution:
 
     def bytes_per_parameter(self) -> float | None:
         """Return the mean over parameters of halfulp's optimizers that live; None without any."""
-        found = [(one.bytes_per_parameter(), _count(one)) for one in self.optimizers if _is_own(type(one))]
+        found = [(one.bytes_per_parameter(), _count_elements(one)) for one in self.optimizers if _is_own(type(one))]
         return sum(size * count for size, count in found) / sum(count for _, count in found) if found else None
 
 
 @contextlib.contextmanager
-def substituted(recipe: Recipe) -> Iterator[Substitution]:
+def substitute_optimizers(recipe: Recipe) -> Iterator[Substitution]:
     """Give whoever makes torch.optim's SGD, Adam or AdamW a converted model and the recipe's optimizer.
 
     Yields:
@@ -82,30 +82,30 @@ def substituted(recipe: Recipe) -> Iterator[Substitution]:
     inits = {kind: kind.__init__ for kind in (*kinds.values(), Optimizer)}
     own = dict(kinds)
     if recipe.narrow:
-        own = {name: _class_that_makes(kind, recipe, done) for name, kind in kinds.items()}
+        own = {name: _make_class(kind, recipe, done) for name, kind in kinds.items()}
     else:
         for kind in kinds.values():
-            kind.__init__ = _converting(kind, recipe, done)
-    _put(own, kinds)
-    Optimizer.__init__ = _noting(Optimizer.__init__, {*own.values(), *kinds.values()}, done)  # type: ignore[method-assign]
+            kind.__init__ = _make_converting_init(kind, recipe, done)
+    _put_classes(own, kinds)
+    Optimizer.__init__ = _make_noting_init(Optimizer.__init__, {*own.values(), *kinds.values()}, done)  # type: ignore[method-assign]
     counting = register_optimizer_step_post_hook(done.count)
     try:
         yield done
     finally:
         counting.remove()
-        _put(kinds, kinds)
+        _put_classes(kinds, kinds)
         for kind, init in inits.items():
             kind.__init__ = init
 
 
-def _put(classes: dict[str, Any], kinds: dict[str, Any]) -> None:
+def _put_classes(classes: dict[str, Any], kinds: dict[str, Any]) -> None:
     """Put classes where torch's stand: in torch.optim, and in the module of each."""
     for name, kind in kinds.items():
         for place in (torch.optim, sys.modules[kind.__module__]):
             setattr(place, name, classes[name])
 
 
-def _noting(init: Any, known: set[type], done: Substitution) -> Any:
+def _make_noting_init(init: Any, known: set[type], done: Substitution) -> Any:
     """Return the constructor of all optimizers, which notes those that are neither a recipe's nor torch's three."""
 
     @functools.wraps(init)
@@ -122,7 +122,7 @@ def _is_own(kind: type) -> bool:
     return kind.__module__.partition(".")[0] == "halfulp"
 
 
-def _count(optimizer: Any) -> int:
+def _count_elements(optimizer: Any) -> int:
     return sum(p.numel() for group in optimizer.param_groups for p in group["params"]) or 1
 
 
@@ -142,7 +142,7 @@ def check_supported(recipe: Recipe) -> None:
             raise Refusal(words)
 
 
-def _class_that_makes(own: Any, recipe: Recipe, done: Substitution) -> type:
+def _make_class(own: Any, recipe: Recipe, done: Substitution) -> type:
     """Return a subclass of an optimizer whose call returns the recipe's; a subclass of it is an optimizer of its own.
 
     Not `__new__` of torch's own class: one that was set and deleted leaves a class that takes no arguments any more.
@@ -160,11 +160,11 @@ def _class_that_makes(own: Any, recipe: Recipe, done: Substitution) -> type:
 def _make_recipe_optimizer(own: Any, recipe: Recipe, done: Substitution, args: tuple, options: dict[str, Any]) -> Any:
     """Return the recipe's optimizer for what was to be torch's."""
     given = dict(inspect.signature(own.__init__).bind(None, *args, **options).arguments)
-    groups = _groups(given.pop("params"))
+    groups = _list_groups(given.pop("params"))
     model = _convert(groups, recipe, done)
     names = {id(parameter): key for key, parameter in model.named_parameters()}
     given = {key: value for key, value in given.items() if key not in ("self", *_IMPLEMENTATION)}
-    with _refusing():
+    with _turn_into_refusals():
         updates = recipes.assign(recipe, model)
         split = [part for group in groups for part in _split_by_update(group, names, updates)]
         kind: Any = optim.OPTIMIZERS[own.__name__]
@@ -173,7 +173,7 @@ def _make_recipe_optimizer(own: Any, recipe: Recipe, done: Substitution, args: t
     return made
 
 
-def _converting(kind: Any, recipe: Recipe, done: Substitution) -> Any:
+def _make_converting_init(kind: Any, recipe: Recipe, done: Substitution) -> Any:
     """Return a constructor that converts the model first; the optimizer stays torch's, and a subclass what it is."""
     init = kind.__init__
 
@@ -182,7 +182,7 @@ def _converting(kind: Any, recipe: Recipe, done: Substitution) -> Any:
         if type(optimizer) is not kind:
             init(optimizer, params, *args, **options)
             return
-        groups = _groups(params)
+        groups = _list_groups(params)
         _convert(groups, recipe, done)
         init(optimizer, groups, *args, **options)
         done.add(optimizer)
@@ -191,25 +191,27 @@ def _converting(kind: Any, recipe: Recipe, done: Substitution) -> Any:
 
 
 def _convert(groups: list[dict[str, Any]], recipe: Recipe, done: Substitution) -> nn.Module:
+    """Convert the model that holds an optimizer's parameters, unless it has been; return it."""
     model = model_of(parameter for group in groups for parameter in group["params"])
     if model is None:
         raise Refusal("no module holds the optimizer's parameters, so that there is no model to convert")
     if model not in done.models:
-        with _refusing():
+        with _turn_into_refusals():
             recipes.convert(model, recipe)
         done.models.add(model)
     return model
 
 
 @contextlib.contextmanager
-def _refusing() -> Iterator[None]:
+def _turn_into_refusals() -> Iterator[None]:
+    """Turn errors of a conversion into a Refusal."""
     try:
         yield
     except (ValueError, TypeError, NotImplementedError) as error:
         raise Refusal(" ".join(str(error).split())) from error
 
 
-def _groups(params: Any) -> list[dict[str, Any]]:
+def _list_groups(params: Any) -> list[dict[str, Any]]:
     """Return param groups whose params are lists of tensors, from whatever an optimizer takes."""
     if isinstance(params, Tensor) or not isinstance(params, Iterable):
         raise Refusal(f"the optimizer was given {type(params).__name__} for parameters")
@@ -268,7 +270,7 @@ def run(script: str, arguments: list[str], recipe: str, module: bool = False, le
 
     def left(ending: Ending) -> int:
         if leave is not None:
-            leave(_report(losses, done, ending, None))
+            leave(_describe_run(losses, done, ending, None))
         return ending.code
 
     def log(loss: torch.Tensor) -> None:
@@ -276,36 +278,38 @@ def run(script: str, arguments: list[str], recipe: str, module: bool = False, le
 
     refused, ending = None, None
     try:
-        with substituted(recipes.get(recipe)) as done, BackwardLosses(log):
+        with substitute_optimizers(recipes.get(recipe)) as done, BackwardLosses(log):
             ending = run_script(script, arguments, passing=Refusal, module=module, leave=left)
     except Refusal as refusal:
         refused = str(refusal)
-    return _report(losses, done, ending, refused)
+    return _describe_run(losses, done, ending, refused)
 
 
-def _report(losses: list[float], done: Substitution, ending: Ending | None, refused: str | None) -> dict[str, Any]:
+def _describe_run(
+    losses: list[float], done: Substitution, ending: Ending | None, refused: str | None
+) -> dict[str, Any]:
     code = 0 if ending is None else ending.code
     if refused is None and not done.made and not code:
-        refused = _nothing_to_convert(done)
+        refused = _explain_nothing_converted(done)
     return {
         "losses": losses,
         "steps": done.steps,
         "refused": refused,
-        "notes": _notes(done),
+        "notes": _list_notes(done),
         "ended": None if ending is None else ending.reason,
         "code": code,
         "bytes_per_parameter": None if refused else done.bytes_per_parameter(),
     }
 
 
-def _nothing_to_convert(done: Substitution) -> str:
+def _explain_nothing_converted(done: Substitution) -> str:
     known = f"recipes replace torch.optim's {', '.join(RULES[:-1])} and {RULES[-1]}, and no subclasses of them"
     if done.others:
         return f"it trains by {', '.join(done.others)}; {known}"
     return f"it makes no torch optimizer in its own process, and other processes are not reached; {known}"
 
 
-def _notes(done: Substitution) -> list[str]:
+def _list_notes(done: Substitution) -> list[str]:
     notes = []
     if done.made > 1:
         notes.append(f"{done.made} optimizers: the loss is the mean over the backward passes of all")

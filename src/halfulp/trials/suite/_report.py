@@ -1,4 +1,4 @@
-"""The suite's evidence for people: sections that become Markdown or a page, and one figure of all gaps."""
+"""The report of a suite: sections that become Markdown or a page, and one figure of all gaps."""
 
 import dataclasses
 from collections.abc import Sequence
@@ -8,9 +8,9 @@ from ...pages import render, require
 from ..evidence._row import FinishedTrials, Row
 from ..evidence._table import cells, loss_name, notes
 from ..page._curves import SVG_SETTINGS, write_svg
-from ..running._estimate import in_words
+from ..running._estimate import describe_duration
 from ._papers import COMMON, REPORTED, TASKS
-from ._statements import CONFIRMED, REFUTED, statements, why_worse
+from ._statements import CONFIRMED, REFUTED, explain_loss, statements
 
 TITLE = "The papers’ tables, every recipe side by side"
 
@@ -29,22 +29,22 @@ class Section:
 def sections(evidence: FinishedTrials) -> list[Section]:
     """Return everything that the report says, in order."""
     return [
-        _overview(evidence),
-        _findings(evidence),
-        *(_task(evidence, task) for task in evidence.tasks()),
-        *([_failures_section(evidence)] if evidence.run.get("failed") else []),
-        _left_out(evidence),
+        _describe_run(evidence),
+        _list_findings(evidence),
+        *(_describe_task(evidence, task) for task in evidence.tasks()),
+        *([_list_failures(evidence)] if evidence.run.get("failed") else []),
+        _list_left_out(evidence),
     ]
 
 
-def _overview(evidence: FinishedTrials) -> Section:
+def _describe_run(evidence: FinishedTrials) -> Section:
     run = evidence.run
     recipes = {record["settings"]["recipe"]["name"] for record in evidence.trials}
     seeds = {record["settings"]["seed"] for record in evidence.trials}
     seeds_said = f"{len(seeds)} seed{'' if len(seeds) == 1 else 's'}"
     said = [
         f"{len(evidence.tasks())} tasks, {len(recipes)} recipes, {seeds_said}, {len(evidence.trials)} trials of size "
-        f"“{run['size']}”, {_cost(evidence)}.",
+        f"“{run['size']}”, {_describe_cost(evidence)}.",
         "Every row of a task starts from the same float32 weights, sees the same batches and uses the same "
         "hyper-parameters. Gaps are paired by seed; verdicts are corrected for the number of recipes on the task.",
         "What a paper reports is on its own application and quoted from a text that was read; figures that could not "
@@ -56,25 +56,27 @@ def _overview(evidence: FinishedTrials) -> Section:
     return Section("How it was run", said)
 
 
-def _cost(evidence: FinishedTrials) -> str:
+def _describe_cost(evidence: FinishedTrials) -> str:
     """Return how much CPU time the training took, and how long by the clock, resumed runs included."""
     results = [record["result"] for record in evidence.trials]
     steps = [record["settings"]["steps"] for record in evidence.trials]
     seconds = sum(result["step_ms"] / 1000 * count for result, count in zip(results, steps))
-    steps_took = f"about {in_words(seconds)} of training steps on one thread each of {evidence.run['processor']}"
+    steps_took = (
+        f"about {describe_duration(seconds)} of training steps on one thread each of {evidence.run['processor']}"
+    )
     pieces = evidence.run.get("pieces", [])
     if not pieces:
         return steps_took
     whole = "one run" if len(pieces) == 1 else f"{len(pieces)} runs, one resuming the other"
-    return f"{steps_took}; {in_words(sum(pieces))} by the clock, in {whole}"
+    return f"{steps_took}; {describe_duration(sum(pieces))} by the clock, in {whole}"
 
 
-def _findings(evidence: FinishedTrials) -> Section:
+def _list_findings(evidence: FinishedTrials) -> Section:
     rows = [[one.claim, one.source, one.verdict, one.numbers] for one in statements(evidence)]
     return Section("The papers’ findings", (), ("statement", "paper", "verdict", "numbers"), rows)
 
 
-def _task(evidence: FinishedTrials, task: str) -> Section:
+def _describe_task(evidence: FinishedTrials, task: str) -> Section:
     loss = loss_name(evidence, task)
     shown = (loss, "gap to fp32", "verdict", "accuracy", "movement kept", "bytes/param", "step time")
     rows = []
@@ -84,7 +86,7 @@ def _task(evidence: FinishedTrials, task: str) -> Section:
             words["verdict"] = _list_diverged(evidence, row)
         paper = REPORTED.get(row.recipe)
         reported = f"{paper.says} ({paper.source})" if paper else "–"
-        rows.append([row.recipe, *(words[name] for name in shown), reported, _disagreement(row)])
+        rows.append([row.recipe, *(words[name] for name in shown), reported, _describe_disagreement(row)])
     title = evidence.of_task(task)[0]["settings"]["task"]["title"]
     headers = ("recipe", *shown, "its paper, on its own application", "where ours disagrees")
     return Section(f"{task}: {title}", (), headers, rows, notes(evidence, task))
@@ -98,7 +100,7 @@ def _list_diverged(evidence: FinishedTrials, row: Row) -> str:
     return f"diverged ({row.diverged} of {row.seeds}){at}"
 
 
-def _disagreement(row: Row) -> str:
+def _describe_disagreement(row: Row) -> str:
     """Describe how our verdict differs from the paper's, and the reading that best explains it."""
     paper = REPORTED.get(row.recipe)
     if paper is None or row.verdict in (None, "unclear", paper.expects):
@@ -109,11 +111,11 @@ def _disagreement(row: Row) -> str:
     if lost == (paper.expects == "worse"):
         return ""
     if lost:
-        return f"{row.verdict} here; {why_worse(row)}"
-    return f"no loss here; {_why_not_worse(row)}"
+        return f"{row.verdict} here; {explain_loss(row)}"
+    return f"no loss here; {_explain_no_loss(row)}"
 
 
-def _why_not_worse(row: Row) -> str:
+def _explain_no_loss(row: Row) -> str:
     if row.underflow is not None:
         return f"{100 * row.underflow:.1f}% of the gradient elements underflow on this task"
     if row.realised is not None:
@@ -121,7 +123,7 @@ def _why_not_worse(row: Row) -> str:
     return "the task is smaller than the paper's"
 
 
-def _left_out(evidence: FinishedTrials) -> Section:
+def _list_left_out(evidence: FinishedTrials) -> Section:
     pairs = evidence.run.get("left_out", {})
     rows = [
         [task, ", ".join(names), why]
@@ -132,7 +134,7 @@ def _left_out(evidence: FinishedTrials) -> Section:
     return Section("Pairs that were not run, and why", (), ("task", "recipes", "why"), rows)
 
 
-def failures(evidence: FinishedTrials) -> list[tuple[str, str, str, str]]:
+def group_failures(evidence: FinishedTrials) -> list[tuple[str, str, str, str]]:
     """Return task, recipe, seeds and error of failed trials, those of one error in one line."""
     seeds: dict[tuple[str, str, str], list[str]] = {}
     for one in evidence.run.get("failed", []):
@@ -140,9 +142,9 @@ def failures(evidence: FinishedTrials) -> list[tuple[str, str, str, str]]:
     return [(task, recipe, ", ".join(of_seeds), why) for (task, recipe, why), of_seeds in seeds.items()]
 
 
-def _failures_section(evidence: FinishedTrials) -> Section:
+def _list_failures(evidence: FinishedTrials) -> Section:
     said = ["The command ended with an error because of these; a row above counts the seeds that finished."]
-    return Section("Trials that failed, and why", said, ("task", "recipe", "seeds", "why"), failures(evidence))
+    return Section("Trials that failed, and why", said, ("task", "recipe", "seeds", "why"), group_failures(evidence))
 
 
 def markdown(evidence: FinishedTrials) -> str:
@@ -159,7 +161,7 @@ def body(evidence: FinishedTrials) -> str:
     for section in sections(evidence):
         parts += [f"## {section.title}", *section.said]
         if section.rows:
-            parts.append("\n".join(map(_line, [section.headers, ["---"] * len(section.headers), *section.rows])))
+            parts.append("\n".join(map(_format_line, [section.headers, ["---"] * len(section.headers), *section.rows])))
         parts.append("\n".join(f"- {note}" for note in section.notes))
     return "\n\n".join(filter(None, parts))
 
@@ -170,7 +172,7 @@ _PICTURE = """<picture>
 </picture>"""
 
 
-def _line(cells: Sequence[str]) -> str:
+def _format_line(cells: Sequence[str]) -> str:
     return "| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |"
 
 
@@ -215,7 +217,7 @@ def figure(evidence: FinishedTrials, theme: str) -> str:
     from matplotlib.figure import Figure
 
     colours = _THEMES[theme]
-    names = _recipes_in_order(evidence)
+    names = _order_recipes(evidence)
     tasks = [task for task in TASKS if task in evidence.tasks()]
     with rc_context(SVG_SETTINGS):
         drawn = Figure(figsize=(1.6 + 1.05 * len(tasks), 0.9 + 0.19 * len(names)), layout="constrained")
@@ -264,7 +266,7 @@ def _draw_task(axes: Any, rows: dict[str, Row], names: Sequence[str], colours: d
         axes.plot([shown], [place], marker=marker, color=colours[tone], markersize=4, clip_on=False)
 
 
-def _recipes_in_order(evidence: FinishedTrials) -> list[str]:
+def _order_recipes(evidence: FinishedTrials) -> list[str]:
     """Return every recipe but float32 itself, those of all tasks first."""
     common = [recipe if isinstance(recipe, str) else recipe.name for recipe in COMMON]
     found = dict.fromkeys(record["settings"]["recipe"]["name"] for record in evidence.trials)

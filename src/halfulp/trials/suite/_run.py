@@ -117,13 +117,13 @@ def plan_suite(
     """
     if suite not in SUITES:
         raise ValueError(f"no suite {suite!r}; there is {', '.join(SUITES)}")
-    chosen = _chosen("task", tasks, list(TASKS))
-    everything = {_recipe_name(one): one for one in (*COMMON, *FEW_BITS, *COMPONENTS, *WIDE)}
-    allowed = {"fp32", "fp32-twin", *_chosen("recipe", recipes, list(everything))}
+    chosen = _choose_names("task", tasks, list(TASKS))
+    everything = {_name_recipe(one): one for one in (*COMMON, *FEW_BITS, *COMPONENTS, *WIDE)}
+    allowed = {"fp32", "fp32-twin", *_choose_names("recipe", recipes, list(everything))}
     left_out: dict[str, dict[str, str]] = {}
     trials: list[Trial] = []
     for task in chosen:
-        names = dict.fromkeys(_recipe_name(one) for one in (*COMMON, *TASKS[task], *COMPONENTS))
+        names = dict.fromkeys(_name_recipe(one) for one in (*COMMON, *TASKS[task], *COMPONENTS))
         own = [everything[name] for name in names if name in allowed]
         planned = plan(task, own, seeds, None, data, size, left_out)
         # What cannot be trained at all has said so by now; the rest of what is left out could be.
@@ -137,11 +137,11 @@ def plan_suite(
     return trials, {task: pairs for task, pairs in left_out.items() if pairs}
 
 
-def _recipe_name(recipe: str | Recipe) -> str:
+def _name_recipe(recipe: str | Recipe) -> str:
     return recipe if isinstance(recipe, str) else recipe.name
 
 
-def _chosen(kind: str, given: Sequence[str] | None, known: Sequence[str]) -> list[str]:
+def _choose_names(kind: str, given: Sequence[str] | None, known: Sequence[str]) -> list[str]:
     unknown = sorted(set(given or ()) - set(known))
     if unknown:
         raise ValueError(f"the suite has no {kind} {', '.join(unknown)}; it has {', '.join(known)}")

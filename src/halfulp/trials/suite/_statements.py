@@ -6,7 +6,7 @@ import statistics
 from collections.abc import Callable, Iterator
 
 from .._defaults import TWIN
-from ..evidence._row import FinishedTrials, Row, judged
+from ..evidence._row import FinishedTrials, Row, read_judged_loss
 from ..evidence._statistics import half_interval, interval
 from ..evidence._table import number, percent
 
@@ -31,7 +31,7 @@ def statements(evidence: FinishedTrials) -> list[Statement]:
 _ALL: list[Callable[[FinishedTrials], Statement]] = []
 
 
-def _statement(claim: str, source: str) -> Callable[[Callable[[FinishedTrials], tuple[str, str]]], None]:
+def _register(claim: str, source: str) -> Callable[[Callable[[FinishedTrials], tuple[str, str]]], None]:
     """Register a function that gives a verdict and its numbers."""
 
     def enter(judge: Callable[[FinishedTrials], tuple[str, str]]) -> None:
@@ -48,12 +48,12 @@ _BF16, _SCALES, _SCALIFY, _MCTENSOR = "arXiv 2010.06192", "arXiv 1910.12385", "a
 FLOAT32_LOSES = ("worse", "diverged")
 
 
-@_statement("bfloat16 with nearest rounding everywhere loses against float32", _BF16)
+@_register("bfloat16 with nearest rounding everywhere loses against float32", _BF16)
 def _nearest_loses(evidence: FinishedTrials) -> tuple[str, str]:
-    return _majority(evidence, "bf16", FLOAT32_LOSES, ("no difference", "better"))
+    return _count_tasks(evidence, "bf16", FLOAT32_LOSES, ("no difference", "better"))
 
 
-@_statement("what nearest rounding loses grows as the learning rate falls", _BF16)
+@_register("what nearest rounding loses grows as the learning rate falls", _BF16)
 def _more_at_low_rates(evidence: FinishedTrials) -> tuple[str, str]:
     shares: list[list[float]] = []
     said = []
@@ -63,7 +63,7 @@ def _more_at_low_rates(evidence: FinishedTrials) -> tuple[str, str]:
             return OPEN, ""
         shares.append([1 - one for one in kept])
         rate = evidence.of_task(task)[0]["settings"]["task"]["hyper"]["lr"]
-        lost, gap = percent(statistics.fmean(shares[-1])), _gap(evidence.row(task, "bf16"))
+        lost, gap = percent(statistics.fmean(shares[-1])), _format_gap(evidence.row(task, "bf16"))
         said.append(f"{lost} at {rate:g} (training loss {gap})")
     rising = all(max(one) < min(other) for one, other in itertools.pairwise(shares))
     falling = all(min(one) > max(other) for one, other in itertools.pairwise(shares))
@@ -74,28 +74,28 @@ def _more_at_low_rates(evidence: FinishedTrials) -> tuple[str, str]:
     ), f"share of the wanted movement that rounding undid on the digits: {', '.join(said)}"
 
 
-@_statement("rounding the weight update to nearest is what hurts, rounding forward and backward is not", _BF16)
+@_register("rounding the weight update to nearest is what hurts, rounding forward and backward is not", _BF16)
 def _update_not_arithmetic(evidence: FinishedTrials) -> tuple[str, str]:
-    update, arithmetic = list(_rows(evidence, "bf16-update")), list(_rows(evidence, "bf16-split"))
+    update, arithmetic = list(_find_rows(evidence, "bf16-update")), list(_find_rows(evidence, "bf16-split"))
     pairs = [(one, other) for one in update for other in arithmetic if one.task == other.task]
     told = [(one, other) for one, other in pairs if one.verdict in FLOAT32_LOSES or other.verdict in FLOAT32_LOSES]
     for_it = [one.task for one, other in told if other.verdict not in FLOAT32_LOSES]
     against = [other.task for one, other in told if one.verdict not in FLOAT32_LOSES]
-    said = "; ".join(f"{one.task}: update {_gap(one)}, arithmetic {_gap(other)}" for one, other in pairs)
-    return _more(len(for_it), len(against)), said
+    said = "; ".join(f"{one.task}: update {_format_gap(one)}, arithmetic {_format_gap(other)}" for one, other in pairs)
+    return _decide_by_counts(len(for_it), len(against)), said
 
 
-@_statement(
+@_register(
     "stochastic rounding and Kahan stay within 0.1% accuracy or 0.2% loss of float32, or inside the seeds' spread",
     _BF16,
 )
 def _stochastic_and_kahan(evidence: FinishedTrials) -> tuple[str, str]:
-    return _stay_within(evidence, ("bf16-stochastic", "bf16-kahan"), loss=0.002, accuracy=0.001, or_spread=True)
+    return _judge_limit(evidence, ("bf16-stochastic", "bf16-kahan"), loss=0.002, accuracy=0.001, or_spread=True)
 
 
-@_statement("ten bits with Kahan and stochastic rounding reach 90% on digits", "our measure of arXiv 2010.06192's idea")
+@_register("ten bits with Kahan and stochastic rounding reach 90% on digits", "our measure of arXiv 2010.06192's idea")
 def _ten_bits(evidence: FinishedTrials) -> tuple[str, str]:
-    found = [row for row in _rows(evidence, "e8m1-kahan-stochastic") if row.task == "digits-fpu"]
+    found = [row for row in _find_rows(evidence, "e8m1-kahan-stochastic") if row.task == "digits-fpu"]
     if not found or found[0].accuracy is None:
         return OPEN, "" if not found else "diverged"
     row = found[0]
@@ -105,19 +105,19 @@ def _ten_bits(evidence: FinishedTrials) -> tuple[str, str]:
     return (CONFIRMED if accuracy >= 0.9 else REFUTED) if clear else OPEN, said
 
 
-@_statement("float16 MCTensor weights of two and three components equal float32", _MCTENSOR)
+@_register("float16 MCTensor weights of two and three components equal float32", _MCTENSOR)
 def _components(evidence: FinishedTrials) -> tuple[str, str]:
-    return _stay_within(evidence, ("fp16-mc2", "fp16-mc3"), loss=0.002)
+    return _judge_limit(evidence, ("fp16-mc2", "fp16-mc3"), loss=0.002)
 
 
-@_statement("on the linear regression, float16 MCTensor weights equal float64", _MCTENSOR)
+@_register("on the linear regression, float16 MCTensor weights equal float64", _MCTENSOR)
 def _regression(evidence: FinishedTrials) -> tuple[str, str]:
     names = ("fp32", "fp64", "fp16-mc2", "fp16-mc3")
-    found = {row.recipe: row for row in _task_rows(evidence, "linear-regression") if row.recipe in names}
+    found = {row.recipe: row for row in _list_task_rows(evidence, "linear-regression") if row.recipe in names}
     if set(names) - set(found):
         return OPEN, ""
-    losses = {name: [judged(r) for r in evidence.of_recipe("linear-regression", name)] for name in names}
-    said = ", ".join(f"{name} {_short(found[name].loss)}" for name in names)
+    losses = {name: [read_judged_loss(r) for r in evidence.of_recipe("linear-regression", name)] for name in names}
+    said = ", ".join(f"{name} {_format_short(found[name].loss)}" for name in names)
     wide = [loss for loss in losses["fp64"] if loss is not None]
     for name in ("fp16-mc2", "fp16-mc3"):
         own = [loss for loss in losses[name] if loss is not None]
@@ -129,26 +129,26 @@ def _regression(evidence: FinishedTrials) -> tuple[str, str]:
     return CONFIRMED, f"mean square of the residuals: {said}"
 
 
-@_statement("adaptive scales are nowhere worse than the best constant scale, without tuning", _SCALES)
+@_register("adaptive scales are nowhere worse than the best constant scale, without tuning", _SCALES)
 def _adaptive(evidence: FinishedTrials) -> tuple[str, str]:
-    return _beside_best_constant(evidence, tasks=None, better=False)
+    return _compare_with_best_constant(evidence, tasks=None, better=False)
 
 
-@_statement("adaptive scales are better than any constant scale where two losses are far apart", _SCALES)
+@_register("adaptive scales are better than any constant scale where two losses are far apart", _SCALES)
 def _two_losses(evidence: FinishedTrials) -> tuple[str, str]:
-    return _beside_best_constant(evidence, tasks=("two-heads",), better=True)
+    return _compare_with_best_constant(evidence, tasks=("two-heads",), better=True)
 
 
-@_statement("scaled FP8 products with float16 state stay within 0.3% of float32", _SCALIFY)
+@_register("scaled FP8 products with float16 state stay within 0.3% of float32", _SCALIFY)
 def _scaled(evidence: FinishedTrials) -> tuple[str, str]:
-    return _stay_within(evidence, ("scaled-fp8-state16",), loss=0.003)
+    return _judge_limit(evidence, ("scaled-fp8-state16",), loss=0.003)
 
 
-@_statement("with scales that propagate, float16 needs no loss scale", _SCALIFY)
+@_register("with scales that propagate, float16 needs no loss scale", _SCALIFY)
 def _no_loss_scale(evidence: FinishedTrials) -> tuple[str, str]:
-    plain, scaled = list(_rows(evidence, "fp16")), {row.task: row for row in _rows(evidence, "scaled-fp16")}
+    plain, scaled = list(_find_rows(evidence, "fp16")), {row.task: row for row in _find_rows(evidence, "scaled-fp16")}
     plain = [row for row in plain if row.task in scaled]
-    without = {row.task: row for row in _rows(evidence, "fp16-constant-1")}
+    without = {row.task: row for row in _find_rows(evidence, "fp16-constant-1")}
     # Float16 weights lose to rounding too, which no scale repairs; float32 weights lose by the gradients' range alone.
     told = [
         (row, scaled[row.task])
@@ -158,26 +158,28 @@ def _no_loss_scale(evidence: FinishedTrials) -> tuple[str, str]:
     if plain and not told:
         tasks = ", ".join(row.task for row in plain)
         return OPEN, f"float16 gradients without a scale are sure to lose on none of {tasks}"
-    helped = [one.task for one, other in told if _closer(one, other)]
-    said = "; ".join(f"{one.task}: float16 {_gap(one)}, with scales {_gap(other)}" for one, other in told)
-    return _more(len(helped), len(told) - len(helped)), said
+    helped = [one.task for one, other in told if _is_repaired(one, other)]
+    said = "; ".join(f"{one.task}: float16 {_format_gap(one)}, with scales {_format_gap(other)}" for one, other in told)
+    return _decide_by_counts(len(helped), len(told) - len(helped)), said
 
 
-def _closer(plain: Row, scaled: Row) -> bool:
+def _is_repaired(plain: Row, scaled: Row) -> bool:
     """Return whether scales take away most of what plain float16 loses."""
     if scaled.diverged or scaled.gap is None:
         return False
     return bool(plain.diverged) or plain.gap is None or scaled.gap < plain.gap / 2
 
 
-def _beside_best_constant(evidence: FinishedTrials, tasks: tuple[str, ...] | None, better: bool) -> tuple[str, str]:
-    """Return the adaptive recipe's loss minus the best constant scale's, seed by seed."""
+def _compare_with_best_constant(
+    evidence: FinishedTrials, tasks: tuple[str, ...] | None, better: bool
+) -> tuple[str, str]:
+    """Judge the adaptive scales against the best constant one, by losses paired by seed."""
     good, bad, told = 0, 0, []
     unclear: list[str] = []
     for task in evidence.tasks():
         if tasks is not None and task not in tasks:
             continue
-        rows = {row.recipe: row for row in _task_rows(evidence, task)}
+        rows = {row.recipe: row for row in _list_task_rows(evidence, task)}
         constants = [row for name, row in rows.items() if name.startswith("fp16-constant-")]
         if "fp16-adaptive" not in rows or not constants:
             continue
@@ -190,7 +192,7 @@ def _beside_best_constant(evidence: FinishedTrials, tasks: tuple[str, ...] | Non
         gaps = evidence.gaps(task, "fp16-adaptive", best.recipe)
         limit = interval(gaps, evidence.gaps(task, TWIN), rows["fp32"].loss or 0.0)
         mean = statistics.fmean(gaps) if gaps else 0.0
-        told.append(f"{task}: {mean:+.3g} ± {_short(limit)} beside {best.recipe.removeprefix('fp16-')}")
+        told.append(f"{task}: {mean:+.3g} ± {_format_short(limit)} beside {best.recipe.removeprefix('fp16-')}")
         if limit is None:
             continue
         bad += mean > limit
@@ -211,14 +213,14 @@ def _beside_best_constant(evidence: FinishedTrials, tasks: tuple[str, ...] | Non
 _TO_ZERO = "linear-regression"
 
 
-def _stay_within(
+def _judge_limit(
     evidence: FinishedTrials,
     recipes: tuple[str, ...],
     loss: float,
     accuracy: float | None = None,
     or_spread: bool = False,
 ) -> tuple[str, str]:
-    """Return whether recipes lose no more than a limit on every task, by the measure of the paper's claim.
+    """Judge whether recipes lose no more than a limit on every task, by the measure of the paper's claim.
 
     That is accuracy, where it is given and the task's paper reports one, otherwise the task's loss. A row is inside by
     its mean, outside if its mean lies beyond the limit by more than the 95% interval, and open in between. Most rows
@@ -233,19 +235,23 @@ def _stay_within(
     """
     sure, inside, unclear, outside, said = 0, 0, [], [], []
     for recipe in recipes:
-        for row in _rows(evidence, recipe):
+        for row in _find_rows(evidence, recipe):
             if row.task == _TO_ZERO:
                 continue
             if row.diverged:
                 outside.append(row.task)
                 said.append(f"{row.task} {recipe} diverged")
                 continue
-            if accuracy is not None and _ranks_classes(evidence, row.task):
-                (lost, reference), limit, told = _accuracy_lost(evidence, row), accuracy, _points(evidence, row)
+            if accuracy is not None and _is_classification(evidence, row.task):
+                (lost, reference), limit, told = (
+                    _pair_accuracies(evidence, row),
+                    accuracy,
+                    _format_points(evidence, row),
+                )
             else:
-                lost, reference = _loss_gained(evidence, row)
+                lost, reference = _pair_losses(evidence, row)
                 limit = loss * statistics.fmean(reference) if reference else 0.0
-                told = f"{_gap(row)} ± {number(half_interval(lost), 4)}"
+                told = f"{_format_gap(row)} ± {number(half_interval(lost), 4)}"
             said.append(f"{row.task} {recipe} {told}")
             reach = half_interval(lost)
             if reach is None:
@@ -256,7 +262,7 @@ def _stay_within(
             if mean <= limit:
                 inside, sure = inside + 1, sure + (mean + reach <= limit)
             elif mean - reach > limit:
-                outside.append(f"{row.task} ({why_worse(row)})")
+                outside.append(f"{row.task} ({explain_loss(row)})")
             else:
                 unclear.append(row.task)
     if outside:
@@ -268,13 +274,13 @@ def _stay_within(
     return CONFIRMED if 2 * sure > inside else OPEN, f"{counts}; {'; '.join(said)}"
 
 
-def _ranks_classes(evidence: FinishedTrials, task: str) -> bool:
+def _is_classification(evidence: FinishedTrials, task: str) -> bool:
     """Return whether papers report such a task by accuracy: not a text's next character, nor equations or edges."""
     target = evidence.of_task(task)[0]["settings"]["task"].get("target", "example")
     return target not in ("", "character", "equation", "edge")
 
 
-def _accuracy_lost(evidence: FinishedTrials, row: Row) -> tuple[list[float], list[float]]:
+def _pair_accuracies(evidence: FinishedTrials, row: Row) -> tuple[list[float], list[float]]:
     """Return float32's accuracy minus a recipe's for each seed, and float32's."""
     own, reference = (
         {
@@ -287,23 +293,23 @@ def _accuracy_lost(evidence: FinishedTrials, row: Row) -> tuple[list[float], lis
     return [reference[seed] - own[seed] for seed in own if seed in reference], list(reference.values())
 
 
-def _loss_gained(evidence: FinishedTrials, row: Row) -> tuple[list[float], list[float]]:
+def _pair_losses(evidence: FinishedTrials, row: Row) -> tuple[list[float], list[float]]:
     """Return a recipe's loss minus float32's for each seed, and float32's."""
-    reference = [judged(record) for record in evidence.of_recipe(row.task, "fp32")]
+    reference = [read_judged_loss(record) for record in evidence.of_recipe(row.task, "fp32")]
     return evidence.gaps(row.task, row.recipe), [loss for loss in reference if loss is not None]
 
 
-def _points(evidence: FinishedTrials, row: Row) -> str:
+def _format_points(evidence: FinishedTrials, row: Row) -> str:
     """Return how much more accurate than float32 a recipe is, in points, with the 95% interval."""
-    lost, _ = _accuracy_lost(evidence, row)
+    lost, _ = _pair_accuracies(evidence, row)
     if not lost:
         return "–"
     reach = half_interval(lost)
     return f"{number(-100 * statistics.fmean(lost), 1, sign=True)} ± {number(reach and 100 * reach, 1)} points"
 
 
-def why_worse(row: Row) -> str:
-    """Return the reading that says most about why a recipe lost."""
+def explain_loss(row: Row) -> str:
+    """Return in words the reading that best explains why a recipe lost."""
     if row.underflow is not None and row.underflow > 0.01:
         return f"{100 * row.underflow:.1f}% of the gradient elements underflow"
     if row.skipped:
@@ -313,39 +319,42 @@ def why_worse(row: Row) -> str:
     return "a short training at this size ends before noise averages out"
 
 
-def _majority(
+def _count_tasks(
     evidence: FinishedTrials, recipe: str, for_it: tuple[str, ...], against: tuple[str, ...]
 ) -> tuple[str, str]:
-    rows = list(_rows(evidence, recipe))
+    """Judge a statement on one recipe by the number of tasks whose verdicts speak for and against it."""
+    rows = list(_find_rows(evidence, recipe))
     counts = [sum(row.verdict in verdicts for row in rows) for verdicts in (for_it, against)]
     said = []
     for row in rows:
-        points = f", {_points(evidence, row)}" if _ranks_classes(evidence, row.task) and not row.diverged else ""
-        said.append(f"{row.task} {_gap(row)}{points} ({row.verdict or 'too few seeds'})")
-    return _more(*counts), "; ".join(said)
+        points = (
+            f", {_format_points(evidence, row)}" if _is_classification(evidence, row.task) and not row.diverged else ""
+        )
+        said.append(f"{row.task} {_format_gap(row)}{points} ({row.verdict or 'too few seeds'})")
+    return _decide_by_counts(*counts), "; ".join(said)
 
 
-def _more(for_it: int, against: int) -> str:
+def _decide_by_counts(for_it: int, against: int) -> str:
     """Return the verdict by the number of tasks that speak for and against a statement."""
     if for_it == against:
         return OPEN
     return CONFIRMED if for_it > against else REFUTED
 
 
-def _rows(evidence: FinishedTrials, recipe: str) -> Iterator[Row]:
+def _find_rows(evidence: FinishedTrials, recipe: str) -> Iterator[Row]:
     for task in evidence.tasks():
-        yield from (row for row in _task_rows(evidence, task) if row.recipe == recipe)
+        yield from (row for row in _list_task_rows(evidence, task) if row.recipe == recipe)
 
 
-def _task_rows(evidence: FinishedTrials, task: str) -> list[Row]:
+def _list_task_rows(evidence: FinishedTrials, task: str) -> list[Row]:
     return evidence.rows(task) if task in evidence.tasks() else []
 
 
-def _gap(row: Row) -> str:
+def _format_gap(row: Row) -> str:
     if row.diverged:
         return "diverged"
     return number(row.gap, 4, sign=True)
 
 
-def _short(value: float | None) -> str:
+def _format_short(value: float | None) -> str:
     return "–" if value is None else f"{value:.2g}"

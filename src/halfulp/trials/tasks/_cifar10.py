@@ -39,13 +39,18 @@ class Cifar10(FileTask):
         train = _read(f"{self.data}/train.parquet")
         validation = _read(f"{self.data}/test.parquet", 2000)
         note = f"CIFAR-10: {len(train[1]):,} images to train on, {len(validation[1]):,} test images"
-        return Data(train=train, validation=(_pixels(validation[0]), validation[1]), note=note)
+        return Data(train=train, validation=(_scale_pixels(validation[0]), validation[1]), note=note)
 
     def model(self, data: Data, seed: int) -> nn.Module:
         """Build three stages of two convolutions, with group norms: no running averages."""
         torch.manual_seed(seed)
         return nn.Sequential(
-            *_stage(3, 16), *_stage(16, 32), *_stage(32, 64), nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(64, 10)
+            *_make_stage(3, 16),
+            *_make_stage(16, 32),
+            *_make_stage(32, 64),
+            nn.AdaptiveAvgPool2d(1),
+            nn.Flatten(),
+            nn.Linear(64, 10),
         )
 
     def batches(self, data: Data, seed: int, steps: int) -> Iterator[Batch]:
@@ -54,10 +59,10 @@ class Cifar10(FileTask):
         for images, labels in super().batches(data, seed, steps):
             mirrored = torch.rand(len(images), generator=generator, dtype=torch.float32, device="cpu") < 0.5
             images = torch.where(mirrored[:, None, None, None], images.flip(-1), images)
-            yield _pixels(images), labels
+            yield _scale_pixels(images), labels
 
 
-def _stage(inputs: int, outputs: int) -> Iterator[nn.Module]:
+def _make_stage(inputs: int, outputs: int) -> Iterator[nn.Module]:
     for channels in (inputs, outputs):
         yield nn.Conv2d(channels, outputs, 3, padding=1, bias=False)
         yield nn.GroupNorm(4, outputs)
@@ -65,7 +70,7 @@ def _stage(inputs: int, outputs: int) -> Iterator[nn.Module]:
     yield nn.MaxPool2d(2)
 
 
-def _pixels(images: Tensor) -> Tensor:
+def _scale_pixels(images: Tensor) -> Tensor:
     """Convert bytes to floats of about unit spread."""
     return (images.float() - 121.0) / 64.0
 
@@ -88,7 +93,7 @@ def _read(path: str, rows: int | None = None) -> Batch:
 
 
 class Residual(nn.Module):
-    """Two convolutions beside a path that skips them; group norms, as running averages have no place in a recipe."""
+    """A residual block with group norms, as running averages have no place in a recipe."""
 
     def __init__(self, inputs: int, outputs: int, stride: int):
         super().__init__()
@@ -99,7 +104,7 @@ class Residual(nn.Module):
         self.skip = nn.Identity() if stride == 1 else nn.Conv2d(inputs, outputs, 1, stride, bias=False)
 
     def forward(self, x: Tensor) -> Tensor:
-        """(batch, inputs, height, width) to (batch, outputs, height / stride, width / stride)."""
+        """Return (batch, outputs, height / stride, width / stride) of (batch, inputs, height, width)."""
         inner = self.first_norm(self.first(x)).relu()
         return (self.skip(x) + self.second_norm(self.second(inner))).relu()
 
@@ -124,7 +129,7 @@ class Cifar10ResNet(Cifar10):
 
 @dataclasses.dataclass(frozen=True)
 class Cifar10HalfResNet(Cifar10ResNet):
-    """The same network behind a first layer that halves the resolution, at a quarter of the cost."""
+    """CIFAR-10 with that residual network at half the resolution, for a quarter of the cost; needs ``data``."""
 
     name: ClassVar[str] = "cifar10-resnet-half"
     title: ClassVar[str] = "the same residual network on CIFAR-10 at half the resolution"

@@ -11,7 +11,7 @@ from ._task import Data, Task
 
 @dataclasses.dataclass(frozen=True)
 class Digits(Task):
-    """scikit-learn's 8x8 digits and a 64-128-10 network, SGD with momentum.
+    """scikit-learn's 8x8 digits and a 64-128-10 network, fine-tuned by SGD with momentum.
 
     Each trial pre-trains in float32, the same for every recipe, and then fine-tunes: that is where updates are
     small against the weights and rounding to nearest loses them. Accuracy has too coarse a step to tell recipes
@@ -29,13 +29,13 @@ class Digits(Task):
     target: ClassVar[str] = "image"
 
     def load(self) -> Data:
-        """1437 images to train on, 360 to validate, the same split always."""
+        """Load 1,437 images to train on and 360 to validate, the same split always."""
         return load_digits()
 
     def model(self, data: Data, seed: int) -> nn.Module:
         """Train six epochs of float32 SGD from a random start."""
         torch.manual_seed(seed)
-        model = network()
+        model = make_network()
         optimizer = torch.optim.SGD(model.parameters(), lr=0.02, momentum=0.9)
         for inputs, targets in self.batches(data, seed + 1_000_003, 6 * 45):
             self.loss(model(inputs), targets).backward()
@@ -44,13 +44,13 @@ class Digits(Task):
         return model
 
 
-def network() -> nn.Module:
-    """64 pixels, 128 hidden units, 10 classes."""
+def make_network() -> nn.Module:
+    """Build a network of 64 pixels, 128 hidden units and 10 classes."""
     return nn.Sequential(nn.Linear(64, 128), nn.ReLU(), nn.Linear(128, 10))
 
 
 def load_digits() -> Data:
-    """scikit-learn's digits, pixels in [0, 1], split once and for all."""
+    """Load scikit-learn's digits, pixels in [0, 1], split once and for all."""
     try:
         from sklearn import datasets
     except ImportError:
@@ -69,7 +69,7 @@ def load_digits() -> Data:
 
 @dataclasses.dataclass(frozen=True)
 class DigitsSlow(Digits):
-    """The same at a tenth of the learning rate, where nearest rounding loses still more of the way."""
+    """scikit-learn's digits fine-tuned at a tenth of the learning rate, where nearest rounding loses still more."""
 
     name: ClassVar[str] = "digits-slow"
     title: ClassVar[str] = "the same classifier, fine-tuned ten times as slowly"
@@ -94,4 +94,4 @@ class DigitsFPU(Digits):
     def model(self, data: Data, seed: int) -> nn.Module:
         """Return the network with random initial weights."""
         torch.manual_seed(seed)
-        return network()
+        return make_network()

@@ -1,4 +1,4 @@
-"""The files that tasks read: where they are, how to get what is missing, and which one is broken."""
+"""The files that tasks read, and messages on how to get those that are missing or broken."""
 
 import dataclasses
 import re
@@ -47,15 +47,17 @@ def find(folder: str, data: str | None, names: tuple[str, ...], how: str, task: 
     """
     need = f"task {task or folder!r} reads {' and '.join(names)}"
     if data is None:
-        raise ValueError(f"{need}; give their folder with --data DIR (data= in Python). {how}. {_without()}")
+        raise ValueError(
+            f"{need}; give their folder with --data DIR (data= in Python). {how}. {_list_tasks_without_files()}"
+        )
     root = Path(data)
     for place in (root / folder, root):
         if all((place / name).is_file() for name in names):
             return place
-    raise ValueError(f"{need}, but neither {root / folder} nor {root} holds them. {how}. {_without()}")
+    raise ValueError(f"{need}, but neither {root / folder} nor {root} holds them. {how}. {_list_tasks_without_files()}")
 
 
-def _without() -> str:
+def _list_tasks_without_files() -> str:
     from ._registry import kind_of, names, needs_data
 
     free = [name for name in names() if not needs_data(kind_of(name))]
@@ -85,7 +87,7 @@ def read_columns(path: str | Path, columns: list[str], rows: int | None = None) 
 
 
 def decode(name: str, read: Callable[[Any], Read], content: Any) -> Read:
-    """Return ``read(content)``; whatever goes wrong is the file's fault.
+    """Return ``read(content)``; raise an error that names the file where that fails.
 
     Args:
         name: The file, and the row of it, as the message calls it.

@@ -55,7 +55,7 @@ class SpokenDigits(FileTask):
 
 
 class Listener(nn.Module):
-    """Spectra (batch, 1, FRAMES, BANDS) to logits (batch, 10)."""
+    """A convolutional-recurrent network from spectra (batch, 1, FRAMES, BANDS) to logits (batch, 10)."""
 
     def __init__(self, channels: int = 16, width: int = 64):
         super().__init__()
@@ -76,11 +76,11 @@ class Listener(nn.Module):
 def _read(path: str) -> Batch:
     """Read the spectra (n, 1, FRAMES, BANDS) and labels of a file."""
     recordings, labels = read_columns(path, ["audio", "label"])
-    samples = [decode(f"row {row} of {path}", _samples, recording) for row, recording in enumerate(recordings)]
-    return _spectra(torch.stack(samples)), torch.tensor(labels, dtype=torch.int64, device="cpu")
+    samples = [decode(f"row {row} of {path}", _decode_samples, recording) for row, recording in enumerate(recordings)]
+    return _compute_spectra(torch.stack(samples)), torch.tensor(labels, dtype=torch.int64, device="cpu")
 
 
-def _samples(recording: dict[str, bytes]) -> Tensor:
+def _decode_samples(recording: dict[str, bytes]) -> Tensor:
     """Return the first samples of a WAV file of 16 bits in [-1, 1], with zeros behind."""
     with wave.open(io.BytesIO(recording["bytes"])) as file:
         if (file.getframerate(), file.getsampwidth(), file.getnchannels()) != (RATE, 2, 1):
@@ -91,16 +91,16 @@ def _samples(recording: dict[str, bytes]) -> Tensor:
     return whole
 
 
-def _spectra(samples: Tensor) -> Tensor:
-    """Samples (n, FRAMES * HOP) to logarithms of energies (n, 1, FRAMES, BANDS)."""
+def _compute_spectra(samples: Tensor) -> Tensor:
+    """Return logarithms of energies (n, 1, FRAMES, BANDS) of samples (n, FRAMES * HOP)."""
     window = torch.hann_window(WINDOW, dtype=torch.float32, device="cpu")
     found = torch.stft(samples, WINDOW, HOP, window=window, return_complex=True)
     energies = found.abs().square()[:, :, :FRAMES].transpose(1, 2)
-    return (energies @ _bands() + 1e-6).log().unsqueeze(1)
+    return (energies @ _make_bands() + 1e-6).log().unsqueeze(1)
 
 
-def _bands() -> Tensor:
-    """Return triangles on O'Shaughnessy's mel scale, 2595 log10(1 + f / 700): (1 + WINDOW / 2, BANDS)."""
+def _make_bands() -> Tensor:
+    """Return triangular filters on O'Shaughnessy's mel scale, 2595 log10(1 + f / 700): (1 + WINDOW / 2, BANDS)."""
     top = 2595 * torch.log10(torch.tensor(1 + RATE / 2 / 700, dtype=torch.float64, device="cpu"))
     mels = torch.linspace(0, 1, BANDS + 2, dtype=torch.float64, device="cpu") * top
     edges = 700 * (10 ** (mels / 2595) - 1)

@@ -75,7 +75,7 @@ class FullBatch(Task):
         wide = start.double()
         if not failed:
             optimizer.eval()
-            wide.load_state_dict(decoded(model, optimizer))
+            wide.load_state_dict(decode_weights(model, optimizer))
         scores = {
             name: self._score(wide, part, failed) for name, part in (("validation", validation), ("train", train))
         }
@@ -110,25 +110,25 @@ class FullBatch(Task):
     def _score(self, model: nn.Module, part: Batch | list[Tensor], failed: bool) -> dict[str, float | None]:
         if failed:
             return {"loss": None, "accuracy": None}
-        logits, targets = (plain(x) for x in (model(part[0]), part[1]))
+        logits, targets = (decode_float64(x) for x in (model(part[0]), part[1]))
         return {"loss": float(self.loss(logits, targets)), "accuracy": self.right(logits, targets)}
 
 
 def encode(recipe: Recipe, x: Tensor) -> Tensor:
-    """float64 data as the recipe holds weights."""
+    """Return float64 data in the format in which a recipe holds weights."""
     dtype = getattr(torch, recipe.param_dtype or "float32")
     return MCTensor.encode(x, recipe.components, dtype) if recipe.components else x.to(dtype)
 
 
-def plain(x: Tensor) -> Tensor:
-    """Return the value in float64."""
+def decode_float64(x: Tensor) -> Tensor:
+    """Return a plain tensor or an MCTensor in float64."""
     return x.decode(torch.float64) if isinstance(x, MCTensor) else x.double()
 
 
-def decoded(model: nn.Module, optimizer: MeasuredOptimizer) -> dict[str, Tensor]:
+def decode_weights(model: nn.Module, optimizer: MeasuredOptimizer) -> dict[str, Tensor]:
     """Return the weights in float64, with what the optimizer keeps beside them."""
     if any(isinstance(parameter, MCTensor) or parameter.dtype == torch.float64 for parameter in model.parameters()):
-        return {name: plain(parameter.detach()) for name, parameter in model.named_parameters()}
+        return {name: decode_float64(parameter.detach()) for name, parameter in model.named_parameters()}
     return {name: value.double() for name, value in optimizer.float32_state_dict(model).items()}
 
 
@@ -185,11 +185,11 @@ class Logistic(FullBatch):
 
     def whole(self) -> tuple[Batch, Batch]:
         """Return the first draw that one coordinate separates, split once and for all."""
-        return _separable()
+        return _make_separable()
 
     def model(self, data: Data, seed: int) -> nn.Module:
         """Start from small weights."""
-        return _linear(data.train[0].shape[1], seed)
+        return _make_linear(data.train[0].shape[1], seed)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -206,12 +206,12 @@ class CancerLogistic(Logistic):
 
     def whole(self) -> tuple[Batch, Batch]:
         """Return thirty features of mean 0 and deviation 1 over the training part."""
-        return _cancer()
+        return _load_cancer()
 
 
 @dataclasses.dataclass(frozen=True)
 class CancerMLP(CancerLogistic):
-    """A network 30-128-64-1 without biases on the same data."""
+    """A network 30-128-64-1 without biases on scikit-learn's breast cancer data."""
 
     name: ClassVar[str] = "cancer-mlp"
     title: ClassVar[str] = "small network on the breast cancer data"
@@ -230,7 +230,7 @@ class CancerMLP(CancerLogistic):
         return nn.Sequential(layers[0], nn.ReLU(), layers[1], nn.ReLU(), layers[2])
 
 
-def _linear(width: int, seed: int) -> nn.Module:
+def _make_linear(width: int, seed: int) -> nn.Module:
     layer = nn.Linear(width, 1, bias=False)
     end = 0.1 * width**-0.5
     with torch.no_grad():
@@ -239,35 +239,35 @@ def _linear(width: int, seed: int) -> nn.Module:
 
 
 @functools.cache
-def _separable() -> tuple[Batch, Batch]:
-    datasets, selection, _ = _sklearn()
+def _make_separable() -> tuple[Batch, Batch]:
+    datasets, selection, _ = _import_sklearn()
     for state in range(1000):
         shape = {"n_samples": 1000, "n_features": 2, "n_redundant": 0, "n_informative": 1, "n_clusters_per_class": 1}
         inputs, labels = datasets.make_classification(**shape, flip_y=0, random_state=state)
         low, high = inputs[labels == 0], inputs[labels == 1]
         if ((low.max(0) < high.min(0)) | (low.min(0) > high.max(0))).any():
-            return _parts(*selection.train_test_split(inputs, labels, test_size=0.33, random_state=42))
+            return _make_parts(*selection.train_test_split(inputs, labels, test_size=0.33, random_state=42))
     raise AssertionError("one draw in a few is separable")
 
 
 @functools.cache
-def _cancer() -> tuple[Batch, Batch]:
-    datasets, selection, preprocessing = _sklearn()
+def _load_cancer() -> tuple[Batch, Batch]:
+    datasets, selection, preprocessing = _import_sklearn()
     bunch = datasets.load_breast_cancer()
     train, test, *labels = selection.train_test_split(bunch.data, bunch.target, test_size=0.2, random_state=1234)
     scaler = preprocessing.StandardScaler().fit(train)
-    return _parts(scaler.transform(train), scaler.transform(test), *labels)
+    return _make_parts(scaler.transform(train), scaler.transform(test), *labels)
 
 
-def _parts(train: Any, validation: Any, train_labels: Any, validation_labels: Any) -> tuple[Batch, Batch]:
-    return _part(train, train_labels), _part(validation, validation_labels)
+def _make_parts(train: Any, validation: Any, train_labels: Any, validation_labels: Any) -> tuple[Batch, Batch]:
+    return _make_part(train, train_labels), _make_part(validation, validation_labels)
 
 
-def _part(inputs: Any, labels: Any) -> Batch:
+def _make_part(inputs: Any, labels: Any) -> Batch:
     return torch.from_numpy(inputs), torch.from_numpy(labels).double()
 
 
-def _sklearn() -> tuple[Any, Any, Any]:
+def _import_sklearn() -> tuple[Any, Any, Any]:
     try:
         from sklearn import datasets, model_selection, preprocessing
     except ImportError:

@@ -5,8 +5,10 @@ from torch import Tensor, nn
 
 
 class Block(nn.Module):
-    """Pre-norm attention and feed-forward. Attention is spelled out, operator by operator: on the CPU the
-    backward of the fused bfloat16 operator takes as long as the rest of the step.
+    """A transformer block: pre-norm attention and feed-forward.
+
+    Attention is spelled out, operator by operator: on the CPU the backward of the fused bfloat16 operator takes as long
+    as the rest of the step.
     """
 
     def __init__(self, width: int, heads: int):
@@ -20,9 +22,7 @@ class Block(nn.Module):
         self.down = nn.Linear(4 * width, width)
 
     def forward(self, x: Tensor, future: Tensor) -> Tensor:
-        """``x``: (batch, time, width); ``future``: booleans, True where attention is barred, which broadcast to (batch,
-        heads, time, time).
-        """
+        """Return the block's output for x, (batch, time, width); ``future`` is True where attention is barred."""
         x = x + self.out(self._attend(self.attention_norm(x), future))
         return x + self.down(nn.functional.gelu(self.up(self.feed_norm(x))))
 
@@ -36,7 +36,7 @@ class Block(nn.Module):
 
 
 class GPT(nn.Module):
-    """Token ids (batch, time) to logits (batch, time, vocabulary); weights start as N(0, 0.02)."""
+    """A decoder-only transformer from token ids (batch, time) to logits (batch, time, vocabulary)."""
 
     future: Tensor
 
@@ -64,7 +64,7 @@ class GPT(nn.Module):
         self.apply(start)
 
     def forward(self, ids: Tensor) -> Tensor:
-        """``ids``: (batch, time) with time at most the model's."""
+        """Return the logits of token ids (batch, time), time at most the model's."""
         time = ids.shape[1]
         x = self.tokens(ids) + self.positions.weight[:time]
         for block in self.blocks:

@@ -12,7 +12,7 @@ from ._text import TIME, Text
 
 
 class FusedBlock(Block):
-    """The same block with torch's own attention operator."""
+    """A transformer block with torch's own attention operator."""
 
     def _attend(self, x: Tensor, future: Tensor) -> Tensor:
         batch, time, width = x.shape

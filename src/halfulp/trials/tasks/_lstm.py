@@ -5,9 +5,9 @@ from torch import Tensor, nn
 
 
 class LSTM(nn.Module):
-    """(batch, time, inputs) to (batch, time, width), from a state of zeros (Hochreiter and Schmidhuber, 1997).
+    """A recurrent layer from (batch, time, inputs) to (batch, time, width) (Hochreiter and Schmidhuber, 1997).
 
-    torch's own runs as one operator, which no emulation can look into.
+    It starts from a state of zeros. torch's own runs as one operator, which no emulation can look into.
     """
 
     def __init__(self, inputs: int, width: int):
@@ -19,7 +19,7 @@ class LSTM(nn.Module):
             self.of_input.bias[width : 2 * width] = 1.0
 
     def forward(self, x: Tensor) -> Tensor:
-        """``x``: (batch, time, inputs)."""
+        """Return the states of every step for x, (batch, time, inputs)."""
         gates, *rest = self.of_input(x).unbind(1)
         into, _, out = gates[:, : 3 * self.width].sigmoid().chunk(3, -1)
         memory = into * gates[:, 3 * self.width :].tanh()
@@ -33,7 +33,7 @@ class LSTM(nn.Module):
 
 
 class CharacterLSTM(nn.Module):
-    """Token ids (batch, time) to logits (batch, time, vocabulary)."""
+    """A recurrent network from token ids (batch, time) to logits (batch, time, vocabulary)."""
 
     def __init__(self, vocabulary: int, width: int = 128):
         super().__init__()
@@ -42,5 +42,5 @@ class CharacterLSTM(nn.Module):
         self.head = nn.Linear(width, vocabulary)
 
     def forward(self, ids: Tensor) -> Tensor:
-        """``ids``: (batch, time)."""
+        """Return the logits of token ids (batch, time)."""
         return self.head(self.recurrent(self.tokens(ids)))

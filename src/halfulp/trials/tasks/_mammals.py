@@ -27,7 +27,7 @@ _DTYPES = {"float32": torch.float32, "float64": torch.float64}
 
 @dataclasses.dataclass(frozen=True)
 class Mammals(FileTask):
-    """1,180 synsets as points of the half-space of two dimensions; needs ``data``.
+    """WordNet's 1,180 mammals as points of the hyperbolic half-plane; needs ``data``.
 
     The experiment of "MCTensor" (arXiv 2207.08867), which trains 1,000 epochs: an animal shall be closer to what it
     is a kind of than to 50 others, by Riemannian SGD. Judged by the ranking loss of all edges against all other
@@ -78,7 +78,7 @@ class Mammals(FileTask):
             yield sets, torch.zeros(len(sets), dtype=torch.long, device="cpu")
 
     def sets(self, edges: Tensor, seed: int, steps: int) -> Iterator[Tensor]:
-        """Return the batches without their targets."""
+        """Yield batches of ranking sets: an edge and its negatives a row."""
         drawn = RankingSets(edges, 1 + int(edges.max()), OTHERS, self.batch)
         generator = torch.Generator().manual_seed(seed)
         done = 0
@@ -112,7 +112,7 @@ class Mammals(FileTask):
         points = start(recipe, self.model(data, seed).points.detach(), seed)
         edges = data.train[0][:, :2]
         course = self.embed(points, edges, seed, steps, report)
-        scores = scored(points.detach(), edges) if course["diverged_at"] is None else {}
+        scores = score_points(points.detach(), edges) if course["diverged_at"] is None else {}
         score = {"loss": scores.get("loss"), "accuracy": scores.get("map")}
         size = {"parameters": points.numel(), "targets": len(edges), "data": data.note}
         found = {"map": scores.get("map"), "mean_rank": scores.get("mean_rank")}
@@ -148,8 +148,7 @@ class Points(nn.Module):
         self.points = nn.Parameter(start)
 
     def forward(self, sets: Tensor) -> Tensor:
-        """(B, 2 + K) numbers of points -> (B, 1 + K) logits."""
-
+        """Return the logits (B, 1 + K) of sets (B, 2 + K) of numbers of points."""
         chosen = self.points[sets]
         return -SCALE * HalfSpace().distance(chosen[:, :1], chosen[:, 1:], dtype=chosen.dtype)
 
@@ -163,7 +162,7 @@ def _refusal(recipe: Recipe) -> str | None:
 
 
 def start(recipe: Recipe, points: Tensor, seed: int) -> nn.Parameter:
-    """The float32 start in a recipe's format.
+    """Return the float32 start in a recipe's format.
 
     Raises:
         ValueError: the recipe asks for points that are neither float32 nor float64, or for a weight update.
@@ -177,20 +176,19 @@ def start(recipe: Recipe, points: Tensor, seed: int) -> nn.Parameter:
     return nn.Parameter(points if components == 1 else MCTensor.encode(points, components, scale="none"))
 
 
-def scored(points: Tensor, edges: Tensor) -> dict[str, float]:
+def score_points(points: Tensor, edges: Tensor) -> dict[str, float]:
     """Return the mean average precision, the mean rank, and the ranking loss of all edges against all other nodes."""
     found = reconstruction(points, edges)
     return {
-        "loss": whole_loss(points, edges),
+        "loss": compute_whole_loss(points, edges),
         "map": found.mean_average_precision,
         "mean_rank": found.mean_rank,
     }
 
 
 @torch.no_grad()
-def whole_loss(points: Tensor, edges: Tensor) -> float:
-    """`ranking_loss` of every edge, its negatives all nodes that its source has no edge to."""
-
+def compute_whole_loss(points: Tensor, edges: Tensor) -> float:
+    """Return the `ranking_loss` of every edge against all nodes that its source has no edge to."""
     barred = torch.eye(len(points), dtype=torch.bool, device="cpu")
     barred[edges[:, 0], edges[:, 1]] = True
     total = 0.0

@@ -20,7 +20,7 @@ LIKED = 4  # of five stars
 
 @dataclasses.dataclass(frozen=True)
 class MovieLens(FileTask):
-    """Predicts whether a rating is four stars or more, from a tenth of all ratings; needs ``data``.
+    """Prediction of whether a rating on MovieLens is four stars or more, by a network of DLRM's kind; needs ``data``.
 
     "Revisiting BFloat16 Training" (arXiv 2010.06192) trains DLRM (Naumov et al., arXiv 1906.00091) on clicks with
     plain SGD; this is its kind at a size for two cores: embeddings of what has no order, a network for what has, the
@@ -42,8 +42,8 @@ class MovieLens(FileTask):
 
     def load(self) -> Data:
         """Load rows of integers: user, film, occupation, gender, age, year and genres, in a fixed split."""
-        users, people = _table(f"{self.data}/users.parquet", ["user_id", "occupation", "gender", "age"])
-        items, films = _table(f"{self.data}/items.parquet", ["item_id", "title", "genres"])
+        users, people = _read_table(f"{self.data}/users.parquet", ["user_id", "occupation", "gender", "age"])
+        items, films = _read_table(f"{self.data}/items.parquet", ["item_id", "title", "genres"])
         columns = read_columns(f"{self.data}/ratings.parquet", ["user_id", "item_id", "rating"])
         names = [sorted({person[place] for person in people}) for place in (1, 2)]
 
@@ -52,7 +52,7 @@ class MovieLens(FileTask):
             _, occupation, gender, age = people[users[user]]
             _, title, genres = films[items[item]]
             sorts = [names[0].index(occupation), names[1].index(gender)]
-            return [users[user], items[item], *sorts, age, _year(title), *genres, int(stars >= LIKED)]
+            return [users[user], items[item], *sorts, age, _find_year(title), *genres, int(stars >= LIKED)]
 
         path = f"{self.data}/ratings.parquet"
         rows = [decode(f"row {number} of {path}", row, rating) for number, rating in enumerate(zip(*columns))]
@@ -72,7 +72,7 @@ class MovieLens(FileTask):
 
 
 class RankingNetwork(nn.Module):
-    """Rows of whole numbers (batch, 6 + genres) to logits (batch, 2)."""
+    """A ranking network from rows of whole numbers (batch, 6 + genres) to logits (batch, 2)."""
 
     def __init__(self, tables: list[int], width: int = 16):
         super().__init__()
@@ -85,7 +85,7 @@ class RankingNetwork(nn.Module):
         self.above = nn.Sequential(nn.Linear(width + pairs, 64), nn.ReLU(), nn.Linear(64, 2))
 
     def forward(self, rows: Tensor) -> Tensor:
-        """``rows``: int64, as `MovieLens.load` makes them."""
+        """Return the logits of int64 rows, as `MovieLens.load` makes them."""
         age, year, genres = rows[:, 4:5] / 50 - 1, (rows[:, 5:6] - 1980) / 20, rows[:, 6:]
         known = self.below(torch.cat([age, year, genres], 1).to(next(self.below.parameters()).dtype))
         vectors = torch.stack([known, *(table(rows[:, place]) for place, table in enumerate(self.tables))], 1)
@@ -94,16 +94,16 @@ class RankingNetwork(nn.Module):
         return self.above(torch.cat([known, products[:, first, second]], 1))
 
 
-def _table(path: str, columns: list[str]) -> tuple[dict[int, int], list[tuple[Any, ...]]]:
+def _read_table(path: str, columns: list[str]) -> tuple[dict[int, int], list[tuple[Any, ...]]]:
     """Return the rows of a table, and the place of each by the number in its first column."""
     rows = list(zip(*read_columns(path, columns)))
     return {row[0]: place for place, row in enumerate(rows)}, rows
 
 
-def _year(title: str) -> int:
+def _find_year(title: str) -> int:
     """Return the year at the end of a film's title, 1980 where there is none.
 
-    >>> _year("Toy Story (1995)"), _year("unknown")
+    >>> _find_year("Toy Story (1995)"), _find_year("unknown")
     (1995, 1980)
     """
     found = re.search(r"\((\d{4})\)\s*$", title or "")

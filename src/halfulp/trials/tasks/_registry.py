@@ -61,7 +61,7 @@ def get(task: str | Task, data: str | None = None) -> Task:
         return task
     if task not in _TASKS:
         raise ValueError(unknown("task", task, _TASKS))
-    kind: Callable[..., Task] = _class(task)
+    kind: Callable[..., Task] = _find_class(task)
     return kind(data=data) if needs_data(kind) else kind()
 
 
@@ -74,7 +74,7 @@ def kind_of(name: str) -> type[Task]:
     """Return the class of the task of that name; of a task that is not one of these, their base."""
     from ._task import Task
 
-    return _class(name) if name in _TASKS else Task
+    return _find_class(name) if name in _TASKS else Task
 
 
 def register(kind: TaskClass) -> TaskClass:
@@ -101,7 +101,7 @@ def register(kind: TaskClass) -> TaskClass:
     return kind
 
 
-def _class(name: str) -> type[Task]:
+def _find_class(name: str) -> type[Task]:
     entry = _TASKS[name]
     if isinstance(entry, type):
         return entry

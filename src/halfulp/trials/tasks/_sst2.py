@@ -22,7 +22,7 @@ _PAD, _CLASS, _RARE = 0, 1, 2
 
 @dataclasses.dataclass(frozen=True)
 class SST2(FileTask):
-    """Sentiment of whole sentences from a random start; needs ``data``.
+    """Sentiment of the sentences of SST-2, by a transformer from a random start; needs ``data``.
 
     "Revisiting BFloat16 Training" (arXiv 2010.06192) fine-tunes BERT with AdamW; this is its kind at a size for two
     cores: attention in both directions, a token in front whose last state is classified, words as tokens.
@@ -60,7 +60,7 @@ class SST2(FileTask):
 
 
 class Encoder(nn.Module):
-    """Word numbers (batch, time), 0 where a sentence has ended, to logits (batch, 2)."""
+    """A transformer from word numbers (batch, time), 0 where a sentence has ended, to logits (batch, 2)."""
 
     def __init__(self, vocabulary: int, width: int = 64, layers: int = 2, heads: int = 4):
         super().__init__()
@@ -72,7 +72,7 @@ class Encoder(nn.Module):
         self.apply(start)
 
     def forward(self, ids: Tensor) -> Tensor:
-        """``ids``: (batch, time)."""
+        """Return the logits of word numbers (batch, time)."""
         x = self.tokens(ids) + self.positions.weight
         barred = (ids == _PAD)[:, None, None, :]
         for block in self.blocks:

@@ -99,8 +99,8 @@ class Step(Task):
     def outputs(self, model: nn.Module, inputs: Tensor) -> Tensor:
         """Return the loss of a training step, or the losses of several batches that are judged."""
         if inputs.ndim == 0:
-            return _scalar(self._step(model, int(inputs)), "step")
-        return torch.stack([_scalar(self._judge(model, number), "judge").float() for number in inputs.tolist()])
+            return _check_scalar(self._step(model, int(inputs)), "step")
+        return torch.stack([_check_scalar(self._judge(model, number), "judge").float() for number in inputs.tolist()])
 
     def loss(self, logits: Tensor, targets: Tensor) -> Tensor:
         """Return the loss itself, or the mean of several."""
@@ -115,7 +115,7 @@ class Step(Task):
         return 1.0 if self._rate is None else float(self._rate(step, steps))
 
 
-def _scalar(loss: Any, what: str) -> Tensor:
+def _check_scalar(loss: Any, what: str) -> Tensor:
     if not isinstance(loss, Tensor) or loss.numel() != 1:
         given = f"shape {tuple(loss.shape)}" if isinstance(loss, Tensor) else a_kind(loss)
         raise TypeError(f"the {what} returns the loss as a tensor with one element, got {given}")

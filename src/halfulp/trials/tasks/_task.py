@@ -137,7 +137,7 @@ class Task(abc.ABC):
         """Return the float32 model that training starts from, a function of the seed alone."""
 
     def batches(self, data: Data, seed: int, steps: int) -> Iterator[Batch]:
-        """``steps`` batches: shuffled epochs, in an order that the seed alone decides."""
+        """Yield ``steps`` batches: shuffled epochs, in an order that the seed alone decides."""
         inputs, targets = data.train
         generator = torch.Generator().manual_seed(seed)
         order = torch.empty(0, dtype=torch.long, device="cpu")
@@ -149,7 +149,7 @@ class Task(abc.ABC):
             yield inputs[chosen], targets[chosen]
 
     def outputs(self, model: nn.Module, inputs: Tensor) -> Any:
-        """Return what the losses are computed from: what the model returns for a batch's inputs."""
+        """Return the model's outputs for a batch's inputs, from which the losses are computed."""
         return model(inputs)
 
     def loss(self, logits: Tensor, targets: Tensor) -> Tensor:
@@ -207,11 +207,12 @@ class Task(abc.ABC):
 
 
 def warm_cosine(step: int, steps: int, warm: float = 0.1, last: float = 0.01) -> float:
-    """Return a linear rise over the first tenth of the steps, times half a cosine from 1 down to ``last``.
+    """Return the share of the learning rate under a warm-up and half a cosine down to ``last``.
 
-    The rise matters for a comparison: Adam's first steps are the sign of the gradient, so that without it the
-    smallest rounding of a gradient moves a weight by a whole learning rate, and every recipe runs off on a path of
-    its own. It does not end at 0, so that no step is many times smaller than the one before.
+    The warm-up is linear over the first tenth of the steps. It matters for a comparison: Adam's first steps are the
+    sign of the gradient, so that without it the smallest rounding of a gradient moves a weight by a whole learning
+    rate, and every recipe runs off on a path of its own. It does not end at 0, so that no step is many times smaller
+    than the one before.
 
     >>> [round(warm_cosine(step, 100), 3) for step in (0, 9, 50, 99)]
     [0.1, 0.98, 0.505, 0.01]

@@ -21,7 +21,7 @@ _HOW = (
 
 
 class CharacterGPT(Task):
-    """The base of character-level tasks; a subclass says where the text comes from."""
+    """Next-character prediction by a GPT, for subclasses that load a text."""
 
     rule: ClassVar[str] = "AdamW"
     hyper: ClassVar[dict[str, Any]] = {"lr": 1e-3, "betas": (0.9, 0.999), "weight_decay": 0.1}
@@ -62,10 +62,10 @@ class Text(CharacterGPT):
         """Load text: the first nine tenths train, the last tenth validates."""
         from pydoc_data import topics
 
-        return characters("\n".join(topics.topics.values()), "pydoc_data.topics of this Python")
+        return encode_characters("\n".join(topics.topics.values()), "pydoc_data.topics of this Python")
 
 
-def characters(text: str, source: str, time: int = TIME, most: int | None = None) -> Data:
+def encode_characters(text: str, source: str, time: int = TIME, most: int | None = None) -> Data:
     """Convert text to character ids: a training stream, and at most so many disjoint validation windows."""
     alphabet = {character: index for index, character in enumerate(sorted(set(text)))}
     ids = torch.tensor([alphabet[character] for character in text], dtype=torch.int64, device="cpu")
@@ -75,14 +75,14 @@ def characters(text: str, source: str, time: int = TIME, most: int | None = None
         raise ValueError(
             f"{source}: {len(ids):,} characters are too few, {10 * (time + 1):,} suffice: get the text again"
         )
-    validation = _windows(rest, time, most)
+    validation = _cut_windows(rest, time, most)
     note = (
         f"{source}: {split:,} characters to train on, {validation[0].numel():,} to validate, {len(alphabet)} different"
     )
     return Data(train=(train[:-1], train[1:]), validation=validation, note=note)
 
 
-def _windows(ids: Tensor, time: int, most: int | None) -> Batch:
+def _cut_windows(ids: Tensor, time: int, most: int | None) -> Batch:
     count = min((len(ids) - 1) // time, most or len(ids))
     return ids[: count * time].view(count, time), ids[1 : count * time + 1].view(count, time)
 
@@ -100,7 +100,7 @@ class TinyShakespeare(FileTask, CharacterGPT):
     def load(self) -> Data:
         """Load text: the first nine tenths train; of the last tenth, 256 windows validate."""
         path = Path(self.data or "", "input.txt")
-        return characters(decode(str(path), bytes.decode, path.read_bytes()), "tinyshakespeare", self.time, 256)
+        return encode_characters(decode(str(path), bytes.decode, path.read_bytes()), "tinyshakespeare", self.time, 256)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -22,10 +22,10 @@ Found = tuple[Tensor, Tensor]
 
 @dataclasses.dataclass(frozen=True)
 class TwoHeads(Task):
-    """Detection in small: scikit-learn's digits, each at a random place and size of a page, box and class to be found.
+    """Detection of one of scikit-learn's digits on a page: its box and its class, by two losses far apart.
 
-    The network sees the page of 96x96 pixels as an image of 24x24 cells. A trunk of one convolution feeds two heads
-    with layers of their own, and the loss is
+    Each digit stands at a random place, in a random size. The network sees the page of 96x96 pixels as an image of
+    24x24 cells. A trunk of one convolution feeds two heads with layers of their own, and the loss is
 
         sum over the batch of |box error in pixels|^2  +  0.001 mean over all cells of cross-entropy(class of the cell)
 
@@ -52,7 +52,7 @@ class TwoHeads(Task):
         """Place every digit at four positions; validate on digits that are not trained on."""
         digits = load_digits()
         generator = torch.Generator().manual_seed(0)
-        train, validation = (placed(*part, generator) for part in (digits.train, digits.validation))
+        train, validation = (place_digits(*part, generator) for part in (digits.train, digits.validation))
         note = f"scikit-learn's digits on pages: {len(train[0]):,} to train on, {len(validation[0]):,} to validate"
         return Data(train=train, validation=validation, note=note)
 
@@ -70,11 +70,11 @@ class TwoHeads(Task):
         """Return both heads' loss in nats."""
         boxes, classes = logits
         distance = (boxes - targets[:, 1:]).abs().mean() / STRIDE
-        return F.nll_loss(image_classes(classes), targets[:, 0]) + distance
+        return F.nll_loss(classify_images(classes), targets[:, 0]) + distance
 
     def hits(self, logits: Tensor | Found, targets: Tensor) -> Tensor:
         """Return whether the image's class is right."""
-        return image_classes(logits[1]).argmax(1) == targets[:, 0]
+        return classify_images(logits[1]).argmax(1) == targets[:, 0]
 
     def count(self, targets: Tensor) -> int:
         """Return the number of images, each of which is one hit or miss."""
@@ -82,36 +82,36 @@ class TwoHeads(Task):
 
 
 class Detector(nn.Module):
-    """Images (batch, 1, 24, 24) to boxes (batch, 4) in pixels and the class logits (batch, 11, 24, 24) of all cells."""
+    """A network from images (batch, 1, 24, 24) to boxes (batch, 4) and class logits (batch, 11, 24, 24)."""
 
     def __init__(self, width: int = 16) -> None:
         super().__init__()
         twice = 2 * width
-        self.trunk = nn.Sequential(*_layer(1, width))
+        self.trunk = nn.Sequential(*_make_layer(1, width))
         down = nn.MaxPool2d(2)
         self.box = nn.Sequential(
-            *(*_layer(width, twice), down, *_layer(twice, twice), down, nn.Flatten()),
+            *(*_make_layer(width, twice), down, *_make_layer(twice, twice), down, nn.Flatten()),
             *(nn.Linear(twice * (SIDE // 4) ** 2, 32), nn.ReLU(), (last := nn.Linear(32, 4))),
         )
         nn.init.constant_(last.bias, SIDE / 2)
         self.classes = nn.Sequential(
-            *(*_layer(width, twice), down, *_layer(twice, twice), down, *_layer(twice, twice)),
+            *(*_make_layer(width, twice), down, *_make_layer(twice, twice), down, *_make_layer(twice, twice)),
             nn.ConvTranspose2d(twice, CLASSES, 4, stride=4),
         )
 
     def forward(self, images: Tensor) -> Found:
-        """Return the class scores and boxes of images."""
+        """Return the boxes of images, in pixels of the page, and the class logits of their cells."""
         found = self.trunk(images)
         return (STRIDE * self.box(found)).float(), self.classes(found).float()
 
 
-def _layer(inputs: int, outputs: int) -> Iterator[nn.Module]:
+def _make_layer(inputs: int, outputs: int) -> Iterator[nn.Module]:
     yield nn.Conv2d(inputs, outputs, 3, padding=1)
     yield nn.GroupNorm(4, outputs)
     yield nn.ReLU()
 
 
-def image_classes(classes: Tensor) -> Tensor:
+def classify_images(classes: Tensor) -> Tensor:
     """Return log-probabilities (batch, 10) of an image's digit over all cells, the background left out."""
     return classes.log_softmax(1).flatten(2)[:, 1:].logsumexp(2).log_softmax(1)
 
@@ -131,7 +131,7 @@ def cells(targets: Tensor) -> Tensor:
     return torch.where(rows[:, :, None] & columns[:, None, :], 1 + targets[:, :1, None], 0)
 
 
-def placed(images: Tensor, labels: Tensor, generator: torch.Generator) -> Batch:
+def place_digits(images: Tensor, labels: Tensor, generator: torch.Generator) -> Batch:
     """Place digits of 8x8 pixels (n, 64) on pages: images (4 n, 1, 24, 24), targets (4 n, 5) in page pixels.
 
     A target is the digit and its box: middle across, middle down, width and height, from 8 to 16 cells.

@@ -1,4 +1,4 @@
-"""Candidates: recipes in the order of their bytes, and what observed trainings say of them."""
+"""Candidates of a search: recipes in the order of their bytes that observed trainings leave open."""
 
 from __future__ import annotations
 
@@ -22,10 +22,10 @@ OFF = 0.02
 Updates = dict[str, str]
 
 
-def kinds_of(observed: Mapping[str, Any]) -> dict[str, list[str]]:
+def group_by_pattern(observed: Mapping[str, Any]) -> dict[str, list[str]]:
     """Return the names of narrow parameters by their pattern: those that differ in numbers alone are of one kind.
 
-    >>> kinds_of({"a.0.w": {"dtype": "bfloat16"}, "a.1.w": {"dtype": "bfloat16"}, "b": {"dtype": "float32"}})
+    >>> group_by_pattern({"a.0.w": {"dtype": "bfloat16"}, "a.1.w": {"dtype": "bfloat16"}, "b": {"dtype": "float32"}})
     {'a.*.w': ['a.0.w', 'a.1.w']}
     """
     found: dict[str, list[str]] = {}
@@ -35,7 +35,7 @@ def kinds_of(observed: Mapping[str, Any]) -> dict[str, list[str]]:
     return found
 
 
-def cheapest_updates(observed: Mapping[str, Any]) -> Updates:
+def choose_updates(observed: Mapping[str, Any]) -> Updates:
     """Return for each narrow parameter the weight update of fewest bytes that an observed training allows.
 
     The observed training rounds to nearest. Where nearly all of the wanted movement took place, that will do. Else
@@ -43,11 +43,11 @@ def cheapest_updates(observed: Mapping[str, Any]) -> Updates:
 
     >>> moved, lost, noisy = ({"realised": r, "noise": n} for r, n in ((1.0, 0.1), (0.4, 0.2), (0.0, 3.0)))
     >>> wide = {"dtype": "bfloat16"}
-    >>> cheapest_updates({"a": moved | wide, "b": lost | wide, "c": noisy | wide})
+    >>> choose_updates({"a": moved | wide, "b": lost | wide, "c": noisy | wide})
     {'a': 'nearest', 'b': 'stochastic', 'c': 'split8'}
     """
     chosen: Updates = {}
-    for names in kinds_of(observed).values():
+    for names in group_by_pattern(observed).values():
         realised = [observed[name]["realised"] for name in names]
         noise = [observed[name]["noise"] for name in names]
         if all(share is not None and abs(1 - share) <= OFF for share in realised):
@@ -58,14 +58,14 @@ def cheapest_updates(observed: Mapping[str, Any]) -> Updates:
     return chosen
 
 
-def harm(observed: Mapping[str, Any], names: list[str], update: str) -> float:
-    """Return how badly a kind of layers fares under an update, by an observed training: to order them, no more."""
+def estimate_harm(observed: Mapping[str, Any], names: list[str], update: str) -> float:
+    """Return how badly a kind of layers fares under an update in an observed training, to order them."""
     if update == "nearest":
         return max(float(abs(1 - (observed[name]["realised"] or 0.0))) for name in names)
     return float(max(observed[name]["noise"] or 0.0 for name in names))
 
 
-def with_updates(recipe: Recipe, model: nn.Module, updates: Updates) -> Recipe:
+def set_updates(recipe: Recipe, model: nn.Module, updates: Updates) -> Recipe:
     """Return the recipe with a weight update for each parameter, said in as few globs as say it right.
 
     Args:
@@ -104,7 +104,7 @@ OUT_OF_RANGE = 1e-3
 
 @dataclasses.dataclass(frozen=True)
 class Candidate:
-    """A recipe, what it costs, and what became of it.
+    """A recipe of the search, its bytes per parameter and its outcome.
 
     Attributes:
         recipe: the recipe.
@@ -127,8 +127,8 @@ class Costs:
     def __init__(self, task: Task, model: nn.Module) -> None:
         self._task, self.model = task, model
 
-    def of(self, recipe: Recipe) -> float:
-        """Return the bytes of a recipe.
+    def count_bytes(self, recipe: Recipe) -> float:
+        """Return the bytes per parameter of a recipe.
 
         Raises:
             ValueError: the model, or the task's optimizer, does not go with it.
@@ -138,7 +138,7 @@ class Costs:
         return float(recipes.optimizer(model, self._task.rule, **self._task.hyper).bytes_per_parameter())
 
 
-def ladder(
+def order_candidates(
     costs: Costs, observed: Mapping[str, dict[str, Any]], dtypes: Sequence[str]
 ) -> tuple[list[Candidate], list[Candidate]]:
     """Return the recipes that observed trainings leave open, by their bytes, and those that they rule out.
@@ -152,11 +152,11 @@ def ladder(
     out: list[Candidate] = []
     for dtype in dtypes:
         probe = recipes.get(PROBES[dtype])
-        wide = _too_wide(observed[dtype]["ranges"][dtype], dtype)
+        wide = _describe_range(observed[dtype]["ranges"][dtype], dtype)
         if wide is not None:
-            out.append(Candidate(probe, costs.of(probe), why=wide))
+            out.append(Candidate(probe, costs.count_bytes(probe), why=wide))
             continue
-        found += _candidates_of_dtype(costs, observed[dtype]["parameters"], probe)
+        found += _list_candidates(costs, observed[dtype]["parameters"], probe)
     by_cost: dict[tuple[float, object], Candidate] = {}
     known = recipes.names()
     for candidate in sorted(found, key=lambda one: (one.bytes_per_parameter, one.recipe.name not in known)):
@@ -166,11 +166,11 @@ def ladder(
     return list(by_cost.values()), out
 
 
-def _candidates_of_dtype(costs: Costs, observed: Mapping[str, Any], probe: Recipe) -> list[Candidate]:
-    updates = cheapest_updates(observed)
+def _list_candidates(costs: Costs, observed: Mapping[str, Any], probe: Recipe) -> list[Candidate]:
+    updates = choose_updates(observed)
     if not updates:
         return []
-    cheapest = _describe(with_updates(probe, costs.model, updates), updates)
+    cheapest = _describe(set_updates(probe, costs.model, updates), updates)
     rungs = [(cheapest, "8bit"), (cheapest, None), (cheapest, "float32")]
     for update in ("split8", "kahan", "split"):
         rungs += [(probe.replace(weight_update=update), state) for state in ("8bit", None, "float32")]
@@ -178,7 +178,7 @@ def _candidates_of_dtype(costs: Costs, observed: Mapping[str, Any], probe: Recip
     for recipe, state in rungs:
         named = _name_recipe(recipe.replace(state_dtype=state))
         try:
-            found.append(Candidate(named, costs.of(named)))
+            found.append(Candidate(named, costs.count_bytes(named)))
         except ValueError:
             continue  # "split" needs bfloat16, and an optimizer of one's own may have no states of 8 bits
     return found
@@ -205,7 +205,7 @@ def _name_recipe(recipe: Recipe) -> Recipe:
     return recipe.replace(name=name, description=words + states)
 
 
-def _too_wide(ranges: Mapping[str, Any], dtype: str) -> str | None:
+def _describe_range(ranges: Mapping[str, Any], dtype: str) -> str | None:
     if ranges["share"] <= OUT_OF_RANGE:
         return None
     where = ranges["name"] or "the model"
@@ -231,10 +231,12 @@ def keeps_less(one: Recipe, other: Recipe, model: nn.Module) -> bool:
     return all(mine[name] == theirs[name] or mine[name] in _LESS.get(str(theirs[name]), ()) for name in mine)
 
 
-def priced(costs: Costs, given: Sequence[Recipe]) -> list[Candidate]:
-    """Return recipes that somebody chose, by their bytes.
+def price_recipes(costs: Costs, given: Sequence[Recipe]) -> list[Candidate]:
+    """Return given recipes as candidates, in the order of their bytes per parameter.
 
     Raises:
         ValueError: the model or the optimizer does not go with one of them.
     """
-    return sorted((Candidate(recipe, costs.of(recipe)) for recipe in given), key=attrgetter("bytes_per_parameter"))
+    return sorted(
+        (Candidate(recipe, costs.count_bytes(recipe)) for recipe in given), key=attrgetter("bytes_per_parameter")
+    )

@@ -18,7 +18,18 @@ from ..running._plan import Trial
 from ..running._training import Training
 from ..running._trial import READINGS
 from ..tasks import Task
-from ._candidates import PROBES, Candidate, Costs, Updates, harm, keeps_less, kinds_of, ladder, priced, with_updates
+from ._candidates import (
+    PROBES,
+    Candidate,
+    Costs,
+    Updates,
+    estimate_harm,
+    group_by_pattern,
+    keeps_less,
+    order_candidates,
+    price_recipes,
+    set_updates,
+)
 
 # A first seed that lies so many times the tolerance above float32 needs no further seeds.
 _CLEARLY = 3.0
@@ -55,12 +66,12 @@ class Search:
         Raises:
             ValueError: float32 itself does not learn, or seeds scatter by more than the tolerance.
         """
-        controls = [self._trial(recipes.get(name), seed) for seed in self.seeds for name in (REFERENCE, TWIN)]
-        probes = [self._trial(recipes.get(PROBES[dtype]), self.seeds[0], observed=True) for dtype in dtypes]
+        controls = [self._make_trial(recipes.get(name), seed) for seed in self.seeds for name in (REFERENCE, TWIN)]
+        probes = [self._make_trial(recipes.get(PROBES[dtype]), self.seeds[0], observed=True) for dtype in dtypes]
         self._training.train([*controls, *probes])
         for dtype, trial in zip(dtypes, probes):
             self.observed[dtype] = self._training.results[trial.key][READINGS]
-        reference = self._row(REFERENCE)
+        reference = self._read_row(REFERENCE)
         if reference.loss is None:
             raise ValueError(
                 f"task {self.task.name!r} diverges in float32 from {reference.diverged} of {len(self.seeds)} seeds: "
@@ -72,17 +83,17 @@ class Search:
     def run(self, given: Sequence[Recipe] | None, dtypes: Sequence[str]) -> Recipe:
         """Return the cheapest recipe that holds; float32's own where none does."""
         if given is None:
-            candidates, out = ladder(self.costs, self.observed, dtypes)
+            candidates, out = order_candidates(self.costs, self.observed, dtypes)
             self.candidates += out
         else:
-            candidates = priced(self.costs, given)
+            candidates = price_recipes(self.costs, given)
         failed = [one for one in map(self._judge_probe, dtypes) if one is not None]
         probed = {one.recipe.name: one for one in failed}
         self.candidates += [one for one in failed if one.recipe not in [other.recipe for other in candidates]]
         found = None
         for candidate in candidates:
             if found is None:
-                done = probed.get(candidate.recipe.name) or self._decide(candidate, failed)
+                done = probed.get(candidate.recipe.name) or self._try_candidate(candidate, failed)
                 self.candidates.append(done)
                 found = done if done.outcome == "holds" else None
                 failed += [done] if done.outcome in ("worse", "diverged") else []
@@ -91,16 +102,16 @@ class Search:
         if found is not None and given is None:
             found = self._mix_updates(found, failed)
         float32 = recipes.get(REFERENCE)
-        self.candidates.append(Candidate(float32, self.costs.of(float32), "holds", "the reference", 0.0))
+        self.candidates.append(Candidate(float32, self.costs.count_bytes(float32), "holds", "the reference", 0.0))
         self.candidates.sort(key=attrgetter("bytes_per_parameter"))
         return float32 if found is None else found.recipe
 
-    def _trial(self, recipe: Recipe, seed: int, observed: bool = False) -> Trial:
+    def _make_trial(self, recipe: Recipe, seed: int, observed: bool = False) -> Trial:
         return Trial(self.task, recipe, seed, self.steps, observed)
 
     # what becomes of a candidate ------------------------------------------------------------------------------
 
-    def _decide(self, candidate: Candidate, failed: Sequence[Candidate]) -> Candidate:
+    def _try_candidate(self, candidate: Candidate, failed: Sequence[Candidate]) -> Candidate:
         """Train a candidate, unless that is known to be in vain, and say what became of it."""
         for other in failed:
             if keeps_less(candidate.recipe, other.recipe, self.costs.model):
@@ -108,36 +119,36 @@ class Search:
         if self._left == 0:
             return dataclasses.replace(candidate, why="the number of candidates to train was reached (most=)")
         self._left -= 1
-        first = self._trial(candidate.recipe, self.seeds[0])
+        first = self._make_trial(candidate.recipe, self.seeds[0])
         self._training.train([first])
-        clear = self._clearly_out(candidate)
+        clear = self._reject_early(candidate)
         if clear is not None:
             return clear
-        self._training.train([first, *(self._trial(candidate.recipe, seed) for seed in self.seeds[1:])])
-        row = self._row(candidate.recipe.name)
+        self._training.train([first, *(self._make_trial(candidate.recipe, seed) for seed in self.seeds[1:])])
+        row = self._read_row(candidate.recipe.name)
         if row.diverged:
             why = f"its loss is not finite from {row.diverged} of {row.seeds} seeds"
             return dataclasses.replace(candidate, outcome="diverged", why=why)
-        outcome, why = self._judged(row)
+        outcome, why = self._judge_row(row)
         return dataclasses.replace(candidate, outcome=outcome, why=why, gap=row.gap)
 
     def _judge_probe(self, dtype: str) -> Candidate | None:
         """Return the observed training as a candidate, where its one seed shows that it cannot hold."""
         probe = recipes.get(PROBES[dtype])
-        return self._clearly_out(Candidate(probe, self.costs.of(probe)))
+        return self._reject_early(Candidate(probe, self.costs.count_bytes(probe)))
 
-    def _clearly_out(self, candidate: Candidate) -> Candidate | None:
+    def _reject_early(self, candidate: Candidate) -> Candidate | None:
         """Return the outcome of a candidate that fails on its first seed already, else None."""
-        row = self._row(candidate.recipe.name)
+        row = self._read_row(candidate.recipe.name)
         if row.diverged:
             return dataclasses.replace(candidate, outcome="diverged", why="its loss is not finite")
         assert row.gap is not None
-        if row.gap <= _CLEARLY * self._tolerance(row):
+        if row.gap <= _CLEARLY * self._compute_tolerance(row):
             return None
-        why = f"its first seed is {row.gap / self._tolerance(row):.0f} times the tolerance above float32"
+        why = f"its first seed is {row.gap / self._compute_tolerance(row):.0f} times the tolerance above float32"
         return dataclasses.replace(candidate, outcome="worse", why=why, gap=row.gap)
 
-    def _judged(self, row: Row) -> tuple[str, str]:
+    def _judge_row(self, row: Row) -> tuple[str, str]:
         """Return the outcome of a candidate that was trained from all seeds, and why.
 
         It is that of a comparison of this candidate alone with float32, without the correction for several recipes:
@@ -148,18 +159,18 @@ class Search:
         if self.tolerance is None:
             alone = verdict(row.gap, row.interval, row.tolerance)
             outcome = "holds" if alone in KEPT else str(alone)
-        elif row.gap + row.interval <= self._tolerance(row):
+        elif row.gap + row.interval <= self._compute_tolerance(row):
             outcome = "holds"
         else:
-            outcome = "worse" if row.gap - row.interval > self._tolerance(row) else "unclear"
+            outcome = "worse" if row.gap - row.interval > self._compute_tolerance(row) else "unclear"
         why = "" if outcome != "unclear" else f"seeds scatter by {row.interval:.4f}: more of them (seeds=) would tell"
         return outcome, why
 
-    def _tolerance(self, row: Row) -> float:
+    def _compute_tolerance(self, row: Row) -> float:
         """Return how far the loss may be above float32's."""
         if self.tolerance is None:
             return row.tolerance
-        loss = self._row(REFERENCE).loss
+        loss = self._read_row(REFERENCE).loss
         assert loss is not None
         return self.tolerance * abs(loss)
 
@@ -176,7 +187,7 @@ class Search:
                 "longer trainings (steps=) or a larger tolerance"
             )
 
-    def _row(self, recipe: str) -> Row:
+    def _read_row(self, recipe: str) -> Row:
         return self._training.evidence().row(self.task.name, recipe)
 
     # recipes for kinds of layers ------------------------------------------------------------------------------
@@ -184,24 +195,28 @@ class Search:
     def _mix_updates(self, found: Candidate, failed: Sequence[Candidate]) -> Candidate:
         """Give the more expensive update to as few kinds of layers as needed, the worst first, by bisection."""
         below = [one for one in failed if _differ_in_updates(one.recipe, found.recipe)]
-        below = [one for one in below if _saves(one, found)]
+        below = [one for one in below if _is_cheaper(one, found)]
         if not below:
             return found
         cheaper = max(below, key=attrgetter("bytes_per_parameter"))
         observed = self.observed[str(found.recipe.param_dtype)]["parameters"]
-        dear, cheap = self._updates(found.recipe, observed), self._updates(cheaper.recipe, observed)
-        kinds = {kind: names for kind, names in kinds_of(observed).items() if any(dear[n] != cheap[n] for n in names)}
-        order = sorted(kinds, key=lambda kind: harm(observed, kinds[kind], cheap[kinds[kind][0]]), reverse=True)
+        dear, cheap = self._read_updates(found.recipe, observed), self._read_updates(cheaper.recipe, observed)
+        kinds = {
+            kind: names for kind, names in group_by_pattern(observed).items() if any(dear[n] != cheap[n] for n in names)
+        }
+        order = sorted(
+            kinds, key=lambda kind: estimate_harm(observed, kinds[kind], cheap[kinds[kind][0]]), reverse=True
+        )
         fails, holds, mixed_from = 0, len(order), found.recipe
         while holds - fails > 1 and self._left:
             middle = (fails + holds) // 2
             names = [name for kind in order[:middle] for name in kinds[kind]]
             updates = cheap | {name: dear[name] for name in names}
-            candidate = self._mix(mixed_from, updates, order[:middle])
-            if not _saves(candidate, found):
+            candidate = self._make_mix(mixed_from, updates, order[:middle])
+            if not _is_cheaper(candidate, found):
                 fails = middle
                 continue
-            done = self._decide(candidate, ())
+            done = self._try_candidate(candidate, ())
             self.candidates.append(done)
             if done.outcome == "holds":
                 found, holds = done, middle
@@ -209,17 +224,17 @@ class Search:
                 fails = middle
         return found
 
-    def _updates(self, recipe: Recipe, observed: Mapping[str, Any]) -> Updates:
-        narrow = [name for names in kinds_of(observed).values() for name in names]
+    def _read_updates(self, recipe: Recipe, observed: Mapping[str, Any]) -> Updates:
+        narrow = [name for names in group_by_pattern(observed).values() for name in names]
         given = assign(recipe, self.costs.model)
         return {name: str(given[name]) for name in narrow}
 
-    def _mix(self, recipe: Recipe, updates: Updates, kinds: Sequence[str]) -> Candidate:
-        mixed = with_updates(recipe, self.costs.model, updates).replace(
+    def _make_mix(self, recipe: Recipe, updates: Updates, kinds: Sequence[str]) -> Candidate:
+        mixed = set_updates(recipe, self.costs.model, updates).replace(
             name=f"{recipe.name}-on-{len(kinds)}",
             description=f"{recipe.description}, but on {', '.join(kinds)} alone",
         )
-        return Candidate(mixed, self.costs.of(mixed))
+        return Candidate(mixed, self.costs.count_bytes(mixed))
 
 
 def _differ_in_updates(one: Recipe, other: Recipe) -> bool:
@@ -227,5 +242,5 @@ def _differ_in_updates(one: Recipe, other: Recipe) -> bool:
     return one.replace(**alike) == other.replace(**alike)
 
 
-def _saves(one: Candidate, other: Candidate) -> bool:
+def _is_cheaper(one: Candidate, other: Candidate) -> bool:
     return one.bytes_per_parameter < (1 - _WORTH) * other.bytes_per_parameter

@@ -153,7 +153,7 @@ def tune(
     >>> tuned.recipe.param_dtype, tuned.bytes_per_parameter < 8
     ('bfloat16', True)
     """
-    _check(task, tolerance, param_dtypes, most)
+    _check_arguments(task, tolerance, param_dtypes, most)
     given = None if recipes is None else [catalog.get(one) for one in recipes]
     given = given if given is None else [one for one in given if one.name not in (REFERENCE, TWIN)]
     if given is not None and not given:
@@ -178,10 +178,10 @@ def tune(
         search = Search(kind, numbers, length, tolerance, most, run)
         search.begin(param_dtypes)
         chosen = search.run(given, param_dtypes)
-    return Tuned(chosen, run.evidence(), tuple(search.candidates), _findings(search), tolerance)
+    return Tuned(chosen, run.evidence(), tuple(search.candidates), _collect_findings(search), tolerance)
 
 
-def _check(task: object, tolerance: float | None, param_dtypes: Sequence[str], most: int) -> None:
+def _check_arguments(task: object, tolerance: float | None, param_dtypes: Sequence[str], most: int) -> None:
     if not isinstance(task, str | Task):
         raise TypeError(f"tune takes a task's name, a Task or a halfulp.trials.tasks.Step, got {a_kind(task)}")
     number = isinstance(tolerance, int | float) and not isinstance(tolerance, bool)
@@ -196,7 +196,7 @@ def _check(task: object, tolerance: float | None, param_dtypes: Sequence[str], m
         raise ValueError(f"most is how many candidates are trained, 1 or more; got {most!r}")
 
 
-def _findings(search: Search) -> tuple[Finding, ...]:
+def _collect_findings(search: Search) -> tuple[Finding, ...]:
     plain = [finding for one in search.observed.values() for finding in one["findings"]]
     found = [Finding(**{**finding, "where": tuple(finding["where"])}) for finding in plain]
     return tuple(sorted(found, key=lambda finding: -SEVERITIES.index(finding.severity)))
