@@ -181,7 +181,7 @@ assert hu.quantize(torch.tensor([1.3]), "e5m2").tolist() == [1.25]
 from halfulp.environment import describe
 assert describe()["processor"]["cores"] >= 1
 from halfulp.trials.running import _pool
-assert _pool.how_it_ended(-15) == "was killed by SIGTERM"
+assert _pool.describe_exit(-15) == "was killed by SIGTERM"
 assert _pool.is_killed(-9)
 from halfulp.observation.scripts._run import Termination
 with Termination(print):

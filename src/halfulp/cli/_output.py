@@ -53,6 +53,17 @@ def plain_table(headers: Sequence[str], right: Sequence[str] = (), gap: int = 2,
     return table
 
 
+def verdict_style(verdict: str | None) -> str:
+    """Return the colour of a verdict's line in a terminal.
+
+    >>> verdict_style("no difference"), verdict_style("reference")
+    ('green', '')
+    """
+    from ..trials._defaults import TONES
+
+    return {"good": "green", "bad": "red", "open": "yellow"}.get(TONES.get(verdict or "", ""), "")
+
+
 def cell(value: Any) -> str:
     """Return a value as a table's text.
 

@@ -1,4 +1,4 @@
-"""Names of the recipes and tasks that comparisons know; plain strings, which the command line's help shows."""
+"""Plain strings that comparisons share: default recipes and tasks, verdicts and their tones."""
 
 # The recipe that every gap is measured against, and the same from a start that differs by 1e-7.
 REFERENCE, TWIN = "fp32", "fp32-twin"
@@ -13,3 +13,13 @@ DEFAULT_RECIPES: tuple[str, ...] = (
     "bf16-split",
     "bf16-split8",
 )
+
+# Verdicts on a recipe that keeps float32's loss, and on one that does not.
+KEPT: tuple[str, ...] = ("no difference", "better")
+LOST: tuple[str, ...] = ("worse", "diverged")
+# How tables and pages colour a verdict; others are neutral.
+TONES: dict[str, str] = {
+    **dict.fromkeys(KEPT, "good"),
+    **dict.fromkeys((*LOST, "crashed"), "bad"),
+    **dict.fromkeys(("unclear", "no verdict", "cannot"), "open"),
+}

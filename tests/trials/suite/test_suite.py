@@ -90,7 +90,7 @@ def command(make_record, monkeypatch: pytest.MonkeyPatch, capsys: pytest.Capture
                 record = make_record("fp32", trial.seed, end if isinstance(end, float) else None)
                 yield ("failed", trial, end) if isinstance(end, str) else ("done", trial, record["result"])
 
-        monkeypatch.setattr(_training, "_work", work)
+        monkeypatch.setattr(_training, "train_all", work)
         common = ("--suite", "papers", "--size", "smoke", "--task", "linear-regression", "--recipe", "bf16")
         with pytest.raises(SystemExit) as caught:
             main(["compare", *common, "--out", str(tmp_path / "out"), *arguments])

@@ -9,7 +9,7 @@ import typer
 from ...trials import DEFAULT_RECIPES, DEFAULT_TASKS
 from .._errors import fail
 from .._names import complete, recipe_names, several, split, task_names
-from .._output import Json, console, plain_table, print_json
+from .._output import Json, console, plain_table, print_json, verdict_style
 from .._trials import run_trials, shared_workers
 from ._compare_script import compare_script
 
@@ -168,8 +168,7 @@ def _print_tables(evidence: Any) -> None:
 
 
 def _table(headers: list[str], rows: list[Any], lines: list[dict[str, str]]) -> Any:
-    styles = {"worse": "red", "diverged": "red", "unclear": "yellow", "no difference": "green", "better": "green"}
     table = plain_table(headers, right=[header for header in headers if header not in ("recipe", "verdict")])
     for row, line in zip(rows, lines):
-        table.add_row(*(line[header] for header in headers), style=styles.get(row.verdict or "", ""))
+        table.add_row(*(line[header] for header in headers), style=verdict_style(row.verdict))
     return table

@@ -11,19 +11,10 @@ from typing import Any
 from ...pages import require, write_whole
 from .._errors import fail
 from .._out import prepare
-from .._output import cell, console, plain_table, print_json
+from .._output import cell, console, plain_table, print_json, verdict_style
 from .._trials import check_alone
 
 _FILE, _PAGE, _LOG = "compare-script.json", "compare-script.html", "error.log"
-_STYLES = {
-    "worse": "red",
-    "diverged": "red",
-    "crashed": "red",
-    "no verdict": "yellow",
-    "cannot": "yellow",
-    "no difference": "green",
-    "better": "green",
-}
 
 
 def compare_script(
@@ -107,7 +98,7 @@ def _print(found: Any) -> None:
     for row in rows:
         numbers = (row.steps, row.loss, row.gap, row.bytes_per_parameter)
         cells = [row.recipe, *map(cell, numbers), row.verdict, *([row.reason] if why else [])]
-        table.add_row(*map(Text, cells), style=_STYLES.get(row.verdict, ""))
+        table.add_row(*map(Text, cells), style=verdict_style(row.verdict))
     shown.print()
     shown.print(table)
     for note in found.notes():

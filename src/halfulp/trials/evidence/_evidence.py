@@ -3,7 +3,7 @@
 import dataclasses
 import json
 import os
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Self
 
 from ...pages import write_whole
 from ._page import render_page
@@ -23,6 +23,7 @@ class Evidence(FinishedTrials):
     """
 
     stem: ClassVar[str] = "compare"
+    kind: ClassVar[str] = "comparison"
 
     def to_dict(self) -> dict[str, Any]:
         """Return the trials and the rows computed from them, as plain data."""
@@ -38,8 +39,8 @@ class Evidence(FinishedTrials):
         return json.dumps(self.to_dict(), indent=1, allow_nan=False)
 
     @classmethod
-    def from_json(cls, text: str) -> "Evidence":
-        """Return the evidence that ``to_json`` wrote; the rows are computed again from the trials.
+    def from_json(cls, text: str) -> Self:
+        """Return the evidence that ``to_json`` wrote; what follows from the trials is computed again.
 
         Raises:
             ValueError: the text is no such JSON.
@@ -48,11 +49,18 @@ class Evidence(FinishedTrials):
             data = json.loads(text)
             if data["schema"] != SCHEMA:
                 raise ValueError(f"schema {data['schema']}, this version reads {SCHEMA}")
-            for record in data["trials"]:
+            trials = tuple(cls._read_trials(data))
+            for record in trials:
                 check_record(record)
-            return cls(trials=tuple(data["trials"]), run=data["run"])
+            return cls(trials=trials, run=data["run"])
         except (ValueError, KeyError, TypeError) as error:
-            raise ValueError(f"not the JSON of a comparison: {error}") from None
+            raise ValueError(f"not the JSON of a {cls.kind}: {error}") from None
+
+    @classmethod
+    def _read_trials(cls, data: dict[str, Any]) -> list[dict[str, Any]]:
+        """Return the records of trials from what ``to_dict`` gave."""
+        trials: list[dict[str, Any]] = data["trials"]
+        return trials
 
     def table(self) -> str:
         """Return the rows as text, one table per task."""

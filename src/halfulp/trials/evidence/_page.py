@@ -5,6 +5,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from ...pages import render, require
+from .._defaults import TONES
 from ..page._curves import Curves, LineStyle, choose_line_styles, draw_curves
 from ._row import FinishedTrials, Row
 from ._table import (
@@ -86,6 +87,7 @@ def _describe_row(evidence: FinishedTrials, row: Row, style: LineStyle, most: fl
         "gap": words["gap to fp32"],
         "paper_gap": words.get("gap in the paper", DASH),
         "verdict": words["verdict"],
+        "tone": TONES.get(row.verdict or "", ""),
         "accuracy": words["accuracy"],
         "own": words["own arithmetic"],
         "cancelled": words["cancelled"],

@@ -2,7 +2,7 @@
 
 from ... import formats
 from ...pages import DASH
-from .._defaults import REFERENCE
+from .._defaults import KEPT, REFERENCE
 from ..tasks import kind_of
 from ._row import FinishedTrials, Row, read_judged_loss
 from ._statistics import MARGIN
@@ -193,9 +193,6 @@ def text(evidence: FinishedTrials) -> str:
         parts += ["  ".join(line[h].ljust(w) for h, w in zip(headers, widths)).rstrip() for line in table]
         parts += [*notes(evidence, task), ""]
     return "\n".join(parts).rstrip()
-
-
-KEPT = ("no difference", "better")
 
 
 def headline(evidence: FinishedTrials) -> str:

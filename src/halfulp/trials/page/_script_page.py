@@ -10,21 +10,11 @@ import torch
 
 from ... import __version__, recipes
 from ...pages import DASH, number, render, require
-from .._defaults import REFERENCE
+from .._defaults import KEPT, LOST, REFERENCE, TONES
 from ._curves import choose_line_styles, draw_curves
 
 _WIDE, _NARROW = (820, 480), (340, 480)
 _TITLES = ("training loss", "difference to fp32 at the same backward pass", "the close ones, magnified")
-_TONES = {
-    "no difference": "good",
-    "better": "good",
-    "worse": "bad",
-    "diverged": "bad",
-    "crashed": "bad",
-    "no verdict": "open",
-    "cannot": "open",
-}
-_KEPT = ("no difference", "better")
 
 
 def render_script_page(data: Mapping[str, Any]) -> str:
@@ -76,9 +66,9 @@ def write_headline(rows: Sequence[Mapping[str, Any]]) -> str:
     >>> write_headline([row, {"recipe": "bf16", "verdict": "worse"}])
     'bf16-kahan keeps float32’s loss; bf16 does not.'
     """
-    of = {verdict: [row["recipe"] for row in rows if row["verdict"] == verdict] for verdict in _TONES}
-    kept = [*of["better"], *of["no difference"]]
-    lost = [*of["worse"], *of["diverged"]]
+    of = {verdict: [row["recipe"] for row in rows if row["verdict"] == verdict] for verdict in TONES}
+    kept = [name for verdict in KEPT for name in of[verdict]]
+    lost = [name for verdict in LOST for name in of[verdict]]
     if of["no verdict"]:
         return "Float32 itself did not learn: no verdict on any recipe."
     if kept:
@@ -107,7 +97,7 @@ def _describe_row(row: Mapping[str, Any], style: Any, reach: float, most: float)
         "recipe": row["recipe"],
         "description": _find_description(row["recipe"]),
         "verdict": row["verdict"],
-        "tone": _TONES.get(row["verdict"], ""),
+        "tone": TONES.get(row["verdict"], ""),
         "style": style,
         "colour": f"var(--c{style.colour})",
         "drawn": bool(row["curve"]),

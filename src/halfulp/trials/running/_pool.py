@@ -18,7 +18,6 @@ import torch
 
 from ..._extensions import load_inherited
 from ..._messages import first_line
-from ...environment import core_count
 from ..tasks import Data
 from ._estimate import Probe, measure_cost
 from ._plan import Trial
@@ -93,8 +92,6 @@ def _answer(job: Trial | Probe, loaded: dict[str, Data], connection: Connection)
 
 
 _ONE_THREAD = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS")
-
-cores = core_count  # as a run's record names them
 
 Event = tuple[str, Trial, Any]
 
@@ -228,6 +225,18 @@ def _set_environment() -> Iterator[None]:
                 del os.environ[name]
             else:
                 os.environ[name] = value
+
+
+def train_all(
+    trials: Sequence[Trial],
+    workers: int,
+    probes: Sequence[Probe] = (),
+    on: bool = False,
+    tick: float | None = None,
+) -> Generator[Event, None, None]:
+    """Train in workers, then in this process what must be; no trial starts before the last probe was timed."""
+    yield from work([trial for trial in trials if not trial.task.in_process], workers, probes, on, tick)
+    yield from train_here([trial for trial in trials if trial.task.in_process])
 
 
 def train_here(trials: Sequence[Trial]) -> Generator[Event, None, None]:

@@ -13,7 +13,7 @@ from typing import Any
 
 from ..._messages import first_line
 from ._plan import Trial
-from ._pool import Event, TrialError, train_here, work
+from ._pool import Event, TrialError, train_all
 from ._store import find_difference
 
 # Seconds until all have met, and until one that is not heard of is given up.
@@ -66,7 +66,7 @@ class Ranks:
         self._put("trials", {trial.key: trial.settings() for trial in trials})
         self._put("missing", [trial.key for trial in missing])
         known = {trial.key: trial for trial in missing}
-        for kind, trial, content in _train_alone(shares[0], on):
+        for kind, trial, content in train_all(shares[0], 1, on=on, tick=_LOOK):
             if kind in ("done", "failed"):
                 self.unfinished[0].remove(trial.key)
             if kind != "tick":
@@ -88,7 +88,7 @@ class Ranks:
             self._check_plan(trials)
             known = {trial.key: trial for trial in trials}
             share = [known[key] for key in self._get("missing")[self.rank :: self.size]]
-            with contextlib.closing(_train_alone(share, on)) as events:
+            with contextlib.closing(train_all(share, 1, on=on, tick=_LOOK)) as events:
                 reported = 0.0
                 for kind, trial, content in events:
                     if self._is_time() and self._has("over"):
@@ -219,12 +219,6 @@ def serve_other_rank(workers: object, trials: Sequence[Trial], on: bool = False)
     """
     if isinstance(workers, Ranks) and workers.rank:
         raise SystemExit(workers.serve(trials, on))
-
-
-def _train_alone(trials: Sequence[Trial], on: bool) -> Generator[Event, None, None]:
-    """Train in one worker, then in this process what must be; ticks come in between, when nothing happens."""
-    yield from work([trial for trial in trials if not trial.task.in_process], 1, on=on, tick=_LOOK)
-    yield from train_here([trial for trial in trials if trial.task.in_process])
 
 
 def count_ranks() -> int:

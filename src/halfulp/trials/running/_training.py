@@ -6,12 +6,12 @@ import time
 from collections.abc import Callable, Generator, Sequence
 from typing import Any
 
-from ...environment import processor_line
+from ...environment import core_count, processor_line
 from ...pages import require
 from ..evidence._evidence import Evidence
-from . import _pool
-from ._estimate import Cost, Probe, estimate, name_cost_class, probes
+from ._estimate import Cost, estimate, name_cost_class, probes
 from ._plan import Trial
+from ._pool import train_all
 from ._ranks import Ranks
 from ._store import Store
 from ._trial import READINGS
@@ -46,7 +46,7 @@ class Training:
         self._make = make
         self.more: dict[str, Any] = {}
         self._ranks = workers if isinstance(workers, Ranks) else None
-        self._workers = workers.size if isinstance(workers, Ranks) else workers or min(_pool.cores(), 8)
+        self._workers = workers.size if isinstance(workers, Ranks) else workers or min(core_count(), 8)
         self._listen = listen or _ignore_event
         self._store, self._resume = store, resume
         self._trials: dict[str, Trial] = {}
@@ -79,14 +79,14 @@ class Training:
         if timed:
             self._listen("timing", None, len(timed))
         on = failed is not None
-        started = self._ranks.train(trials, missing, on) if self._ranks else _work(missing, workers, timed, on)
+        started = self._ranks.train(trials, missing, on) if self._ranks else train_all(missing, workers, timed, on)
         with contextlib.closing(started) as events:
             for kind, trial, content in events:
                 if kind == "timed":
                     costs[name_cost_class(trial)] = content
                     if len(costs) == len(timed):
                         spent = time.monotonic() - start
-                        found = estimate(missing, costs, workers, _pool.cores(), spent, processor_line())
+                        found = estimate(missing, costs, workers, core_count(), spent, processor_line())
                         self._estimated = None if found.untimed else found.seconds
                         self._listen("estimate", None, found)
                     continue
@@ -110,7 +110,7 @@ class Training:
         ]
         run: dict[str, Any] = {
             "workers": min(self._workers, len(records)),
-            "cores": _pool.cores(),
+            "cores": core_count(),
             "seconds": round(self._seconds, 1),
         }
         run |= {"trained": self._trained, "reused": len(records) - self._trained, "processor": processor_line()}
@@ -160,14 +160,6 @@ def training(
         run.results |= store.begin(first, resume, overwrite)
         yield run
         store.finish(run.evidence())
-
-
-def _work(
-    trials: Sequence[Trial], workers: int, timed: Sequence[Probe], on: bool
-) -> Generator[_pool.Event, None, None]:
-    """Train in workers, then in this process what must be: no trial starts before the others were timed."""
-    yield from _pool.work([trial for trial in trials if not trial.task.in_process], workers, timed, on)
-    yield from _pool.train_here([trial for trial in trials if trial.task.in_process])
 
 
 def _ignore_event(kind: str, trial: Trial | None, content: Any) -> None:

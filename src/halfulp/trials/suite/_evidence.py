@@ -22,6 +22,7 @@ class SuiteEvidence(Evidence):
     """
 
     stem: ClassVar[str] = "evidence"
+    kind: ClassVar[str] = "suite"
 
     def tasks(self) -> list[str]:
         """Return the names of the tasks that have trials under float32: without one there is no gap."""
@@ -63,32 +64,20 @@ class SuiteEvidence(Evidence):
         return "{\n " + ",\n ".join(parts) + "\n}\n"
 
     @classmethod
-    def from_json(cls, text: str) -> "SuiteEvidence":
-        """Return the evidence that ``to_json`` wrote; rows and statements are computed again from the trials.
-
-        Raises:
-            ValueError: the text is no such JSON.
-        """
-        try:
-            data = json.loads(text)
-            if data["schema"] != SCHEMA:
-                raise ValueError(f"schema {data['schema']}, this version reads {SCHEMA}")
-            trials = tuple(
-                {
-                    "settings": {
-                        "task": data["tasks"][one["task"]],
-                        "recipe": data["recipes"][one["recipe"]],
-                        "seed": one["seed"],
-                        "steps": one["steps"],
-                        "versions": data["versions"],
-                    },
-                    "result": one["result"],
-                }
-                for one in data["suite trials"]
-            )
-            return cls(trials=trials, run=data["run"])
-        except (ValueError, KeyError, TypeError) as error:
-            raise ValueError(f"not the JSON of a suite: {error}") from None
+    def _read_trials(cls, data: dict[str, Any]) -> list[dict[str, Any]]:
+        return [
+            {
+                "settings": {
+                    "task": data["tasks"][one["task"]],
+                    "recipe": data["recipes"][one["recipe"]],
+                    "seed": one["seed"],
+                    "steps": one["steps"],
+                    "versions": data["versions"],
+                },
+                "result": one["result"],
+            }
+            for one in data["suite trials"]
+        ]
 
     def to_html(self, path: str | os.PathLike[str]) -> None:
         """Write one self-contained page, and beside it evidence.md and img/, the figure for light and for dark pages.

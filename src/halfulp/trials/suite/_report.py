@@ -5,6 +5,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from ...pages import render, require
+from .._defaults import TONES
 from ..evidence._row import FinishedTrials, Row
 from ..evidence._table import cells, loss_name, notes
 from ..page._curves import SVG_SETTINGS, write_svg
@@ -190,7 +191,7 @@ def html(evidence: FinishedTrials) -> str:
         sections=sections(evidence),
         light=figure(evidence, "light"),
         dark=figure(evidence, "dark"),
-        tones={CONFIRMED: "good", REFUTED: "bad", "worse": "bad", "no difference": "good", "better": "good"},
+        tones={CONFIRMED: "good", REFUTED: "bad", **TONES},
     )
 
 
@@ -251,9 +252,7 @@ def _draw_task(axes: Any, rows: dict[str, Row], names: Sequence[str], colours: d
         row = rows.get(name)
         if row is None:
             continue
-        tone = {"worse": "bad", "diverged": "bad", "no difference": "good", "better": "good"}.get(
-            row.verdict or "", "open"
-        )
+        tone = TONES.get(row.verdict or "", "open")
         if row.diverged or row.gap is None or not reference:
             axes.plot([1.3 * _REACH], [place], marker="x", color=colours["bad"], markersize=5)
             continue

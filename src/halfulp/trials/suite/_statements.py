@@ -5,7 +5,7 @@ import itertools
 import statistics
 from collections.abc import Callable, Iterator
 
-from .._defaults import TWIN
+from .._defaults import KEPT, LOST, TWIN
 from ..evidence._row import FinishedTrials, Row, read_judged_loss
 from ..evidence._statistics import half_interval, interval
 from ..evidence._table import number, percent
@@ -45,12 +45,11 @@ def _register(claim: str, source: str) -> Callable[[Callable[[FinishedTrials], t
 
 
 _BF16, _SCALES, _SCALIFY, _MCTENSOR = "arXiv 2010.06192", "arXiv 1910.12385", "arXiv 2407.17353", "arXiv 2207.08867"
-FLOAT32_LOSES = ("worse", "diverged")
 
 
 @_register("bfloat16 with nearest rounding everywhere loses against float32", _BF16)
 def _nearest_loses(evidence: FinishedTrials) -> tuple[str, str]:
-    return _count_tasks(evidence, "bf16", FLOAT32_LOSES, ("no difference", "better"))
+    return _count_tasks(evidence, "bf16", LOST, KEPT)
 
 
 @_register("what nearest rounding loses grows as the learning rate falls", _BF16)
@@ -78,9 +77,9 @@ def _more_at_low_rates(evidence: FinishedTrials) -> tuple[str, str]:
 def _update_not_arithmetic(evidence: FinishedTrials) -> tuple[str, str]:
     update, arithmetic = list(_find_rows(evidence, "bf16-update")), list(_find_rows(evidence, "bf16-split"))
     pairs = [(one, other) for one in update for other in arithmetic if one.task == other.task]
-    told = [(one, other) for one, other in pairs if one.verdict in FLOAT32_LOSES or other.verdict in FLOAT32_LOSES]
-    for_it = [one.task for one, other in told if other.verdict not in FLOAT32_LOSES]
-    against = [other.task for one, other in told if one.verdict not in FLOAT32_LOSES]
+    told = [(one, other) for one, other in pairs if one.verdict in LOST or other.verdict in LOST]
+    for_it = [one.task for one, other in told if other.verdict not in LOST]
+    against = [other.task for one, other in told if one.verdict not in LOST]
     said = "; ".join(f"{one.task}: update {_format_gap(one)}, arithmetic {_format_gap(other)}" for one, other in pairs)
     return _decide_by_counts(len(for_it), len(against)), said
 
@@ -153,7 +152,7 @@ def _no_loss_scale(evidence: FinishedTrials) -> tuple[str, str]:
     told = [
         (row, scaled[row.task])
         for row in plain
-        if row.verdict in FLOAT32_LOSES and row.task in without and without[row.task].verdict in FLOAT32_LOSES
+        if row.verdict in LOST and row.task in without and without[row.task].verdict in LOST
     ]
     if plain and not told:
         tasks = ", ".join(row.task for row in plain)

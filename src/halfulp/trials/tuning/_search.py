@@ -10,10 +10,9 @@ from typing import Any
 from ... import recipes
 from ...recipes import Recipe
 from ...recipes._plan import assign
-from .._defaults import REFERENCE, TWIN
+from .._defaults import KEPT, REFERENCE, TWIN
 from ..evidence._row import Row
 from ..evidence._statistics import interval, verdict
-from ..evidence._table import KEPT
 from ..running._plan import Trial
 from ..running._training import Training
 from ..running._trial import READINGS
