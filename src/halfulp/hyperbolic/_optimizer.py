@@ -36,17 +36,18 @@ class RiemannianOptimizer(torch.optim.Optimizer, abc.ABC):
     """
 
     def __init__(self, params: ParamsT, defaults: dict[str, Any]) -> None:
-        defaults["manifold"] = _name(defaults["manifold"])
+        defaults["manifold"] = manifold(defaults["manifold"]).name
         super().__init__(params, defaults)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add a group, as torch's; its points are checked."""
         super().add_param_group(param_group)
         group = self.param_groups[-1]
-        group["manifold"] = _name(group["manifold"])
-        _check_not_below("lr", float(group["lr"]), 0.0)
+        space = manifold(group["manifold"])
+        group["manifold"] = space.name
+        _check_not_negative("lr", float(group["lr"]))
         for parameter in group["params"]:
-            manifold(group["manifold"]).check(parameter)
+            space.check(parameter)
 
     @overload
     def step(self, closure: None = None) -> None: ...
@@ -132,13 +133,9 @@ def check_share(name: str, value: float) -> None:
         raise ValueError(f"{name}={value} is not allowed: it lies in [0, 1)")
 
 
-def _check_not_below(name: str, value: float, least: float) -> None:
-    if not value >= least:
-        raise ValueError(f"{name}={value} is not allowed: it is at least {least}")
-
-
-def _name(which: str | Manifold) -> str:
-    return manifold(which).name
+def _check_not_negative(name: str, value: float) -> None:
+    if not value >= 0:
+        raise ValueError(f"{name}={value} is not allowed: it is at least 0")
 
 
 def _rows_with_gradient(gradient: torch.Tensor) -> tuple[torch.Tensor | None, torch.Tensor]:
@@ -248,8 +245,7 @@ class RiemannianAdam(RiemannianOptimizer):
     ) -> None:
         for name, beta in zip(("betas[0]", "betas[1]"), betas, strict=True):
             check_share(name, beta)
-        if not eps >= 0:
-            raise ValueError(f"eps={eps} is not allowed: it is at least 0")
+        _check_not_negative("eps", eps)
         defaults = {"lr": lr, "manifold": manifold, "betas": tuple(betas), "eps": eps, "retraction": retraction}
         super().__init__(params, defaults)
 

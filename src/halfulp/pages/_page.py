@@ -158,9 +158,6 @@ def number(value: float | str | None, digits: int = 3) -> str:
     return value if isinstance(value, str) else f"{value:.{digits}g}"
 
 
-NEEDED = ("jinja2",)
-
-
 def require(*modules: str, instead: str = "write no page") -> None:
     """Raise, before any work, unless the packages that a page is made with are installed.
 
@@ -171,7 +168,7 @@ def require(*modules: str, instead: str = "write no page") -> None:
     Raises:
         ValueError: a module is missing.
     """
-    for name in (*NEEDED, *modules):
+    for name in ("jinja2", *modules):
         try:
             importlib.import_module(name)
         except ImportError:

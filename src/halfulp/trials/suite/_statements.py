@@ -3,7 +3,7 @@
 import dataclasses
 import itertools
 import statistics
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 
 from .._defaults import KEPT, LOST, TWIN
 from ..evidence._row import FinishedTrials, Row, read_judged_loss
@@ -75,7 +75,7 @@ def _more_at_low_rates(evidence: FinishedTrials) -> tuple[str, str]:
 
 @_register("rounding the weight update to nearest is what hurts, rounding forward and backward is not", _BF16)
 def _update_not_arithmetic(evidence: FinishedTrials) -> tuple[str, str]:
-    update, arithmetic = list(_find_rows(evidence, "bf16-update")), list(_find_rows(evidence, "bf16-split"))
+    update, arithmetic = _find_rows(evidence, "bf16-update"), _find_rows(evidence, "bf16-split")
     pairs = [(one, other) for one in update for other in arithmetic if one.task == other.task]
     told = [(one, other) for one, other in pairs if one.verdict in LOST or other.verdict in LOST]
     for_it = [one.task for one, other in told if other.verdict not in LOST]
@@ -112,7 +112,7 @@ def _components(evidence: FinishedTrials) -> tuple[str, str]:
 @_register("on the linear regression, float16 MCTensor weights equal float64", _MCTENSOR)
 def _regression(evidence: FinishedTrials) -> tuple[str, str]:
     names = ("fp32", "fp64", "fp16-mc2", "fp16-mc3")
-    found = {row.recipe: row for row in _list_task_rows(evidence, "linear-regression") if row.recipe in names}
+    found = {row.recipe: row for row in evidence.rows("linear-regression") if row.recipe in names}
     if set(names) - set(found):
         return OPEN, ""
     losses = {name: [read_judged_loss(r) for r in evidence.of_recipe("linear-regression", name)] for name in names}
@@ -145,7 +145,7 @@ def _scaled(evidence: FinishedTrials) -> tuple[str, str]:
 
 @_register("with scales that propagate, float16 needs no loss scale", _SCALIFY)
 def _no_loss_scale(evidence: FinishedTrials) -> tuple[str, str]:
-    plain, scaled = list(_find_rows(evidence, "fp16")), {row.task: row for row in _find_rows(evidence, "scaled-fp16")}
+    plain, scaled = _find_rows(evidence, "fp16"), {row.task: row for row in _find_rows(evidence, "scaled-fp16")}
     plain = [row for row in plain if row.task in scaled]
     without = {row.task: row for row in _find_rows(evidence, "fp16-constant-1")}
     # Float16 weights lose to rounding too, which no scale repairs; float32 weights lose by the gradients' range alone.
@@ -178,7 +178,7 @@ def _compare_with_best_constant(
     for task in evidence.tasks():
         if tasks is not None and task not in tasks:
             continue
-        rows = {row.recipe: row for row in _list_task_rows(evidence, task)}
+        rows = {row.recipe: row for row in evidence.rows(task)}
         constants = [row for name, row in rows.items() if name.startswith("fp16-constant-")]
         if "fp16-adaptive" not in rows or not constants:
             continue
@@ -322,7 +322,7 @@ def _count_tasks(
     evidence: FinishedTrials, recipe: str, for_it: tuple[str, ...], against: tuple[str, ...]
 ) -> tuple[str, str]:
     """Judge a statement on one recipe by the number of tasks whose verdicts speak for and against it."""
-    rows = list(_find_rows(evidence, recipe))
+    rows = _find_rows(evidence, recipe)
     counts = [sum(row.verdict in verdicts for row in rows) for verdicts in (for_it, against)]
     said = []
     for row in rows:
@@ -340,13 +340,9 @@ def _decide_by_counts(for_it: int, against: int) -> str:
     return CONFIRMED if for_it > against else REFUTED
 
 
-def _find_rows(evidence: FinishedTrials, recipe: str) -> Iterator[Row]:
-    for task in evidence.tasks():
-        yield from (row for row in _list_task_rows(evidence, task) if row.recipe == recipe)
-
-
-def _list_task_rows(evidence: FinishedTrials, task: str) -> list[Row]:
-    return evidence.rows(task) if task in evidence.tasks() else []
+def _find_rows(evidence: FinishedTrials, recipe: str) -> list[Row]:
+    """Return the rows of a recipe on all tasks."""
+    return [row for row in evidence.rows() if row.recipe == recipe]
 
 
 def _format_gap(row: Row) -> str:

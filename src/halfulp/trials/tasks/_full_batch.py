@@ -260,11 +260,10 @@ def _load_cancer() -> tuple[Batch, Batch]:
 
 
 def _make_parts(train: Any, validation: Any, train_labels: Any, validation_labels: Any) -> tuple[Batch, Batch]:
-    return _make_part(train, train_labels), _make_part(validation, validation_labels)
-
-
-def _make_part(inputs: Any, labels: Any) -> Batch:
-    return torch.from_numpy(inputs), torch.from_numpy(labels).double()
+    """Return arrays of NumPy's as float64 data to train on and to validate on."""
+    pairs = (train, train_labels), (validation, validation_labels)
+    first, second = ((torch.from_numpy(inputs), torch.from_numpy(labels).double()) for inputs, labels in pairs)
+    return first, second
 
 
 def _import_sklearn() -> tuple[Any, Any, Any]:
