@@ -88,11 +88,11 @@ class Progress:
     def _show_left(self) -> None:
         """Write the time left beside the bar of all trials, which it moves where it was estimated from the start."""
         left = self.left.seconds()
-        if not self.live or left is None:
+        if left is None:
             return
         self.bars.update(self.overall, said=f"about {describe_duration(left)} left")
         if self.estimated:
-            spent = self.bars.tasks[self.bars.task_ids.index(self.overall)].elapsed or 0.0
+            spent = self._find_bar(self.overall).elapsed or 0.0
             self.bars.update(self.overall, total=spent + left, completed=spent)
 
     def _reused(self, trial: Trial, result: Any) -> None:
@@ -110,7 +110,7 @@ class Progress:
     def _progress(self, trial: Trial, content: tuple[int, float]) -> None:
         step, loss = content
         task = self.running[trial.key]
-        done = self.bars.tasks[self.bars.task_ids.index(task)].completed if self.live else 0
+        done = self._find_bar(task).completed
         self.left.progress(trial, step)
         self.bars.update(task, completed=step, said=f"loss {loss:.4f}")
         self.bars.advance(self.overall, step - done)
@@ -134,11 +134,15 @@ class Progress:
         self.left.done(trial)
         task = self.running.pop(trial.key, None)
         done = 0.0
-        if task is not None and self.live:
-            done = self.bars.tasks[self.bars.task_ids.index(task)].completed
+        if task is not None:
+            done = self._find_bar(task).completed
             self.bars.remove_task(task)
         self.bars.advance(self.overall, trial.steps - done)
         self._show_left()
+
+    def _find_bar(self, task: Any) -> Any:
+        """Return the bar that rich knows by a number."""
+        return self.bars.tasks[self.bars.task_ids.index(task)]
 
     def _print_result(self, trial: Trial, result: Any, how: str) -> None:
         loss = result["float32"]["validation"]["loss"]

@@ -31,67 +31,45 @@ Zeros = dict[str, tuple[float, int]]
 
 
 class Scaling:
-    """The plain way through a step: differentiate the loss, step the optimizer."""
+    """The steps of a trial by the recipe's gradient scaler, if it has one, with counts of overflows and underflows.
 
-    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
-        self._optimizer = optimizer
-
-    def before(self, step: int) -> None:
-        """Prepare the forward pass of a step."""
-
-    def backward(self, loss: Tensor) -> None:
-        """Differentiate the loss."""
-        loss.backward()
-
-    def step(self) -> None:
-        """Step the optimizer."""
-        self._optimizer.step()
-
-    def after(self, step: int, loss_on: LossOn, batch: Batch) -> None:
-        """Finish a step, given what its loss was made of."""
-
-    def readings(self) -> dict[str, Any]:
-        """Return the entries of the scaling in a trial's result."""
-        return {}
-
-
-class Rounded(Scaling):
-    """The way through a step with gradients in the recipe's format: one that overflows is skipped and counted.
-
-    Underflow is counted in sampled steps, against the same step without rounding: of the gradient elements that are
-    not zero there, the share that is stored as zero.
+    A step that overflows is skipped and counted. Underflow is counted in sampled steps, against the same step without
+    rounding: of the gradient elements that are not zero there, the share that is stored as zero.
     """
 
     def __init__(
-        self, scaler: AdaptiveGradScaler, model: nn.Module, optimizer: torch.optim.Optimizer, steps: int
+        self, scaler: AdaptiveGradScaler | None, model: nn.Module, optimizer: torch.optim.Optimizer, steps: int
     ) -> None:
-        super().__init__(optimizer)
-        self._model = model
-        self._scaler = scaler
+        self._scaler, self._model, self._optimizer = scaler, model, optimizer
         self._sample_interval = INTERVAL * max(1, steps // (INTERVAL * SAMPLES))
-        self._skipped = 0
+        self._applied, self._skipped = True, 0
         self._lost: dict[str, list[tuple[float, float]]] = {}
         self._copy: nn.Module | None = None
 
     def before(self, step: int) -> None:
         """Keep, at a sampled step, the model and the random state that it starts from."""
         self._copy = None
-        if step % self._sample_interval == 0:
+        if self._scaler is not None and step % self._sample_interval == 0:
             self._copy, self._random = copy.deepcopy(self._model), torch.get_rng_state()
 
     def backward(self, loss: Tensor) -> None:
-        """Differentiate the scaled loss."""
-        self._scaler.scale(loss).backward()
+        """Differentiate the loss, scaled by the scaler."""
+        (loss if self._scaler is None else self._scaler.scale(loss)).backward()
 
     def step(self) -> None:
-        """Step unless a gradient is not finite, and set the next scales."""
+        """Step the optimizer; by a scaler unless a gradient is not finite, and set the next scales."""
+        if self._scaler is None:
+            self._optimizer.step()
+            return
         self._scaler.step(self._optimizer)
         self._scaler.update()
-        self._skipped += not self._applied()
+        last = self._scaler.last_step
+        self._applied = last is not None and last.applied
+        self._skipped += not self._applied
 
     def after(self, step: int, loss_on: LossOn, batch: Batch) -> None:
         """Count, at a sampled step, what underflowed; skipped steps, which overflowed, show nothing."""
-        if self._copy is None or not self._applied():
+        if self._scaler is None or self._copy is None or not self._applied:
             return
         with torch.random.fork_rng(devices=[]):
             torch.set_rng_state(self._random)
@@ -103,6 +81,8 @@ class Rounded(Scaling):
 
     def readings(self) -> dict[str, Any]:
         """Return how many steps were skipped, and the share that underflowed, of all sampled gradients and at worst."""
+        if self._scaler is None:
+            return {}
         sites = {key: _compute_share(counts) for key, counts in self._lost.items()}
         worst = max(sites, key=lambda site: sites[site], default=None)
         counts = [pair for pairs in self._lost.values() for pair in pairs]
@@ -112,27 +92,16 @@ class Rounded(Scaling):
             "underflow": {"mean": mean, "worst": None if worst is None else sites[worst], "site": worst},
         }
 
-    def close(self) -> None:
-        """Restore the model's plain forward pass."""
-        self._scaler.detach()
-
-    def _applied(self) -> bool:
-        last = self._scaler.last_step
-        return last is not None and last.applied
-
 
 @contextlib.contextmanager
 def scaling(recipe: Recipe, model: nn.Module, optimizer: torch.optim.Optimizer, steps: int) -> Iterator[Scaling]:
-    """Yield the recipe's way through a step; restore the model at the end of the block."""
+    """Yield the way through a recipe's steps; restore the model's own forward pass at the end of the block."""
     scaler = recipes.scaler(recipe, model)
-    if scaler is None:
-        yield Scaling(optimizer)
-        return
-    rounded = Rounded(scaler, model, optimizer, steps)
     try:
-        yield rounded
+        yield Scaling(scaler, model, optimizer, steps)
     finally:
-        rounded.close()
+        if scaler is not None:
+            scaler.detach()
 
 
 def _count_exact_zeros(model: nn.Module, loss_on: LossOn, batch: Batch) -> Zeros:
