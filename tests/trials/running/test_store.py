@@ -82,9 +82,9 @@ def test_a_comparison_is_deleted_only_on_request(tmp_path: Path, trials, complet
 
 def test_two_comparisons_do_not_share_a_folder(tmp_path: Path) -> None:
     first, second = Store(tmp_path), Store(tmp_path)
-    with first.alone(), pytest.raises(ValueError, match="another comparison is writing"), second.alone():
+    with first.lock(), pytest.raises(ValueError, match="another comparison is writing"), second.lock():
         raise AssertionError("both hold the lock")
-    with second.alone():
+    with second.lock():
         pass
 
 

@@ -19,6 +19,7 @@ from ...pages import write_whole
 from .._defaults import REFERENCE, TWIN
 from ..page._script_page import render_script_page
 from ..running._pool import describe_exit, is_killed
+from ..tasks._task import finite_or_none
 
 # The loss is the mean over this share of the backward passes at the end.
 _LAST = 0.1
@@ -113,10 +114,6 @@ class ScriptComparison:
 
     runs: dict[str, Run] = field(default_factory=dict)
 
-    def add(self, recipe: str, run: Run) -> None:
-        """Add a recipe's run."""
-        self.runs[recipe] = run
-
     @property
     def rows(self) -> list[ScriptRow]:
         """One per recipe, in order."""
@@ -128,7 +125,7 @@ class ScriptComparison:
         verdict, reason = self._verdict(name, run)
         if verdict == "cannot":
             return ScriptRow(name, 0, None, None, verdict, reason, None)
-        loss, reference = _finite(run.loss()), self._loss(REFERENCE)
+        loss, reference = finite_or_none(run.loss()), self._loss(REFERENCE)
         gap = None if name == REFERENCE or loss is None or reference is None else loss - reference
         return ScriptRow(name, run.steps, loss, gap, verdict, reason, run.bytes_per_parameter)
 
@@ -165,7 +162,7 @@ class ScriptComparison:
 
     def _loss(self, name: str) -> float | None:
         run = self.runs.get(name)
-        return None if run is None or run.code or run.refused else _finite(run.loss())
+        return None if run is None or run.code or run.refused else finite_or_none(run.loss())
 
     def _spread(self) -> float | None:
         """Return the gap that counts as no difference; None where float32 and its twin do not tell."""
@@ -180,7 +177,7 @@ class ScriptComparison:
             return "cannot", run.refused
         if run.code:
             return "crashed", run.read_last_line() if run.ended == "crashed" else run.describe_ending()
-        loss, reference, spread = _finite(run.loss()), self._loss(REFERENCE), self._spread()
+        loss, reference, spread = finite_or_none(run.loss()), self._loss(REFERENCE), self._spread()
         if name in (REFERENCE, TWIN):
             broken = "" if loss is not None else "its loss is not finite: it did not learn"
             return ("reference" if name == REFERENCE else "control"), "; ".join(filter(None, (broken, notes)))
@@ -194,10 +191,6 @@ class ScriptComparison:
         if abs(loss - reference) <= spread:
             return "no difference", notes
         return ("worse" if loss > reference else "better"), notes
-
-
-def _finite(value: float | None) -> float | None:
-    return value if value is not None and math.isfinite(value) else None
 
 
 _WORKER = "from halfulp.trials.script._worker import main; main()"
@@ -251,7 +244,7 @@ def compare_script(
         run = _run(script, arguments, name, module)
         if name == REFERENCE:
             _check_reference(run)
-        found.add(name, run)
+        found.runs[name] = run
         listen(name, found.row(name), time.monotonic() - begin)
     return found
 
