@@ -14,10 +14,10 @@ def _lines(file: str, task: str) -> list[dict[str, str]]:
     if not path.exists():
         return []
     from halfulp.trials import Evidence
-    from halfulp.trials.evidence._table import cells
+    from halfulp.trials.evidence._table import format_cells
 
     evidence = Evidence.from_json(path.read_text(encoding="utf-8"))
-    return [cells(evidence, row) for row in evidence.rows(task)] if task in evidence.tasks() else []
+    return [format_cells(evidence, row) for row in evidence.rows(task)] if task in evidence.tasks() else []
 
 
 def _comparison(task: str, columns: Sequence[str]) -> str:
@@ -97,10 +97,10 @@ def _notes(task: str) -> str:
     if not path.exists():
         return ""
     from halfulp.trials import Evidence
-    from halfulp.trials.evidence._table import notes
+    from halfulp.trials.evidence._table import write_notes
 
     evidence = Evidence.from_json(path.read_text(encoding="utf-8"))
-    return notes(evidence, task)[0]
+    return write_notes(evidence, task)[0]
 
 
 @place
@@ -146,10 +146,10 @@ def _suite(file: str) -> Any:
 @place
 def evidence() -> str:
     """The papers' suite: statements, a table per task, and what was left out."""
-    from halfulp.trials.suite._report import body
+    from halfulp.trials.suite._report import write_sections
 
     found = _suite("evidence.json")
-    return "" if found is None else body(found)
+    return "" if found is None else write_sections(found)
 
 
 @place

@@ -107,7 +107,7 @@ def test_failed_trials_end_the_command_with_an_error_that_counts_them(command, t
     assert "1 of 9 trials failed: linear-regression · bf16 (seed 1); the first said ValueError: why" in said
     found = SuiteEvidence.from_json((tmp_path / "out" / "evidence.json").read_text())
     assert len(found.trials) == 8
-    assert "| linear-regression | bf16 | 1 | ValueError: why |" in _report.markdown(found)
+    assert "| linear-regression | bf16 | 1 | ValueError: why |" in _report.write_markdown(found)
     assert command("--resume")[0] == 0
 
 
@@ -233,8 +233,8 @@ def test_what_the_seeds_leave_open_confirms_nothing(evidence) -> None:
 def test_a_task_without_float32_is_no_task(evidence) -> None:
     found = evidence(FLOAT32 | {("text", "bf16-kahan"): [1.5, 1.6, 1.4], ("text", "fp16-adaptive"): [1.5, 1.6, 1.4]})
     assert found.tasks() == ["digits"]
-    assert "text" not in _report.markdown(found).split("## digits")[1]
-    assert "<svg" in _report.figure(found, "dark")
+    assert "text" not in _report.write_markdown(found).split("## digits")[1]
+    assert "<svg" in _report.draw_figure(found, "dark")
 
 
 @pytest.mark.usefixtures("forked_workers")
@@ -292,16 +292,16 @@ def test_no_loss_scale_counts_where_gradients_lose_by_their_range(evidence) -> N
 def test_too_few_seeds_decide_nothing(evidence) -> None:
     found = evidence({key: losses[:2] for key, losses in FLOAT32.items()} | {("digits", "bf16"): [1.5, 1.6]})
     assert {one.verdict for one in _statements.statements(found)} == {OPEN}
-    assert "2 seeds are too few" in _report.markdown(found)
+    assert "2 seeds are too few" in _report.write_markdown(found)
 
 
 def test_a_divergence_is_a_row_that_says_where(evidence) -> None:
     found = evidence(FLOAT32 | {("digits", "fp16"): [1.0, None, None]})
-    assert "| diverged (2 of 3) at step 3, 3 |" in _report.markdown(found)
-    assert "img/evidence-dark.svg" in _report.markdown(found)
-    assert "<svg" in _report.figure(found, "dark")
+    assert "| diverged (2 of 3) at step 3, 3 |" in _report.write_markdown(found)
+    assert "img/evidence-dark.svg" in _report.write_markdown(found)
+    assert "<svg" in _report.draw_figure(found, "dark")
     with pytest.raises(ValueError, match="light or dark"):
-        _report.figure(found, "blue")
+        _report.draw_figure(found, "blue")
 
 
 def test_json_of_something_else() -> None:
@@ -312,17 +312,17 @@ def test_json_of_something_else() -> None:
 def test_losses_near_zero_keep_their_digits_and_papers_are_named(evidence) -> None:
     tiny = [7.1e-12, 7.7e-12, 8.3e-12]
     found = evidence({("digits", "fp32"): tiny, ("digits", "bf16-kahan"): [2e-11, 2e-11, 2e-11]})
-    said = _report.markdown(found)
+    said = _report.write_markdown(found)
     assert "| 7.7e-12 ± 6e-13 |" in said
     assert "closes the remaining gap on all 7 applications (arXiv 2010.06192)" in said
-    assert "| 1.0000 ± 0.1000 |" in _report.markdown(evidence(FLOAT32))
+    assert "| 1.0000 ± 0.1000 |" in _report.write_markdown(evidence(FLOAT32))
 
 
 def test_the_time_of_all_runs_is_said(evidence) -> None:
     found = evidence(FLOAT32)
-    assert "by the clock" not in _report.markdown(found)
+    assert "by the clock" not in _report.write_markdown(found)
     found.run["pieces"] = [100.0, 80.0]
-    assert "; 3.0 min by the clock, in 2 runs, one resuming the other." in _report.markdown(found)
+    assert "; 3.0 min by the clock, in 2 runs, one resuming the other." in _report.write_markdown(found)
 
 
 def test_another_rank_than_the_first_leaves_the_folder_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -9,7 +9,14 @@ from torch import nn
 from halfulp import optim, recipes
 from halfulp.mctensor import MCTensor
 from halfulp.recipes import Recipe
-from halfulp.trials.tasks._full_batch import CancerLogistic, CancerMLP, LinearRegression, Logistic, encode, plain
+from halfulp.trials.tasks._full_batch import (
+    CancerLogistic,
+    CancerMLP,
+    LinearRegression,
+    Logistic,
+    decode_float64,
+    encode,
+)
 
 KINDS = (LinearRegression, Logistic, CancerLogistic, CancerMLP)
 HALF = Recipe(name="fp16", param_dtype="float16", weight_update="nearest")
@@ -51,7 +58,7 @@ def test_data_are_held_as_the_weights_are() -> None:
     assert encode(HALF, x).dtype == torch.float16
     two = encode(recipes.get("fp16-mc2"), x)
     assert isinstance(two, MCTensor)
-    assert (plain(two) - x).abs().max() < 2**-22
+    assert (decode_float64(two) - x).abs().max() < 2**-22
 
 
 @pytest.mark.parametrize("recipe", [HALF, *map(recipes.get, ("fp32", "fp64", "fp16-mc2", "fp16-mc3", "bf16-kahan"))])

@@ -151,19 +151,19 @@ def _describe_run(run: dict[str, Any]) -> str:
 def _print_tables(evidence: Any) -> None:
     from rich.text import Text
 
-    from ...trials.evidence._table import cells, notes
+    from ...trials.evidence._table import format_cells, write_notes
 
     shown = console()
     for task in evidence.tasks():
         rows = evidence.rows(task)
-        lines = [cells(evidence, row) for row in rows]
+        lines = [format_cells(evidence, row) for row in rows]
         headers = list(lines[0])
         widths = (2 + max(len(header), *(len(line[header]) for line in lines)) for header in headers)
         parts = [headers] if shown.width >= sum(widths) else [headers[:4], ["recipe", *headers[4:]]]
         shown.print(f"\n[bold]{task}[/bold]")
         for part in parts:
             shown.print(_table(part, rows, lines))
-        for note in notes(evidence, task):
+        for note in write_notes(evidence, task):
             shown.print(Text(note, style="dim"))
 
 

@@ -8,7 +8,7 @@ from typing import Any, ClassVar, Self
 from ...pages import write_whole
 from ._page import render_page
 from ._row import FinishedTrials, check_record
-from ._table import text
+from ._table import format_tables
 
 SCHEMA = 1
 
@@ -64,7 +64,7 @@ class Evidence(FinishedTrials):
 
     def table(self) -> str:
         """Return the rows as text, one table per task."""
-        return text(self)
+        return format_tables(self)
 
     def to_html(self, path: str | os.PathLike[str]) -> None:
         """Write one self-contained page with the table and the curves.

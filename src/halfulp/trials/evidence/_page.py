@@ -10,15 +10,15 @@ from ..page._curves import Curves, LineStyle, choose_line_styles, draw_curves
 from ._row import FinishedTrials, Row
 from ._table import (
     DASH,
-    cells,
+    describe_losers,
+    format_cells,
     has_gradient_formats,
-    headline,
     is_indication,
-    losers,
     loss_name,
-    notes,
     number,
     stored_bytes,
+    write_headline,
+    write_notes,
 )
 
 _WIDE, _NARROW = (820, 560), (340, 560)
@@ -31,8 +31,8 @@ def render_page(evidence: FinishedTrials) -> str:
     return render(
         "halfulp.trials.page",
         "compare.html.j2",
-        headline=headline(evidence),
-        losers=losers(evidence),
+        headline=write_headline(evidence),
+        losers=describe_losers(evidence),
         indication=is_indication(evidence),
         tasks=[_describe_task(evidence, task) for task in evidence.tasks()],
         run=evidence.run,
@@ -55,7 +55,7 @@ def _describe_task(evidence: FinishedTrials, task: str) -> dict[str, Any]:
         "title": settings["task"]["title"],
         "loss_name": loss_name(evidence, task),
         "rounds_gradients": has_gradient_formats(evidence, task),
-        "notes": notes(evidence, task),
+        "notes": write_notes(evidence, task),
         "curves_in_words": _describe_curves(evidence, rows),
         "wide": draw_curves(curves, task, *_WIDE),
         "narrow": draw_curves(curves, task, *_NARROW),
@@ -77,7 +77,7 @@ def _read_curves(evidence: FinishedTrials, task: str) -> Curves:
 
 def _describe_row(evidence: FinishedTrials, row: Row, style: LineStyle, most: float, reach: float) -> dict[str, Any]:
     """Return one row for the template: the table's words, and lengths of bars in per cent."""
-    words = cells(evidence, row)
+    words = format_cells(evidence, row)
     return {
         "row": row,
         "recipe": row.recipe,

@@ -51,7 +51,7 @@ def loss_name(evidence: FinishedTrials, task: str) -> str:
     return judged_by.replace("_", " ").replace("train ", "training ")
 
 
-def cells(evidence: FinishedTrials, row: Row) -> dict[str, str]:
+def format_cells(evidence: FinishedTrials, row: Row) -> dict[str, str]:
     """Return the cells of a row as text, by column header, the same in every table."""
     loss = loss_name(evidence, row.task)
     verdict = row.verdict or "needs 3 seeds"
@@ -132,7 +132,7 @@ def _format_own(row: Row, digits: int | None) -> str:
     return f"{with_spread(row.own_loss, None, digits)}{accuracy}"
 
 
-def notes(evidence: FinishedTrials, task: str) -> list[str]:
+def write_notes(evidence: FinishedTrials, task: str) -> list[str]:
     """Return the notes beneath the table of a task, which explain its columns."""
     record = evidence.of_task(task)[0]
     settings, result = record["settings"], record["result"]
@@ -181,21 +181,21 @@ def notes(evidence: FinishedTrials, task: str) -> list[str]:
     return said
 
 
-def text(evidence: FinishedTrials) -> str:
+def format_tables(evidence: FinishedTrials) -> str:
     """Return all tables as aligned plain text, with their notes."""
     parts = []
     for task in evidence.tasks():
-        lines = [cells(evidence, row) for row in evidence.rows(task)]
+        lines = [format_cells(evidence, row) for row in evidence.rows(task)]
         headers = list(lines[0])
         widths = [max(len(header), *(len(line[header]) for line in lines)) for header in headers]
         table = [dict(zip(headers, headers)), dict(zip(headers, ("─" * width for width in widths))), *lines]
         parts.append(task)
         parts += ["  ".join(line[h].ljust(w) for h, w in zip(headers, widths)).rstrip() for line in table]
-        parts += [*notes(evidence, task), ""]
+        parts += [*write_notes(evidence, task), ""]
     return "\n".join(parts).rstrip()
 
 
-def headline(evidence: FinishedTrials) -> str:
+def write_headline(evidence: FinishedTrials) -> str:
     """Return which recipe keeps float32's accuracy on every task with the fewest bytes, or that none does."""
     task = _find_largest_task(evidence)
     reference = evidence.row(task, REFERENCE)
@@ -215,7 +215,7 @@ def headline(evidence: FinishedTrials) -> str:
     )
 
 
-def losers(evidence: FinishedTrials) -> list[str]:
+def describe_losers(evidence: FinishedTrials) -> list[str]:
     """Return sentences per task: who diverged, who lost most and the share of updates lost, who is unclear."""
     said = []
     for task in evidence.tasks():

@@ -100,7 +100,7 @@ class ScriptRow:
     bytes_per_parameter: float | None
 
     def to_dict(self) -> dict[str, Any]:
-        """Return plain data."""
+        """Return the row as plain data."""
         return dict(vars(self))
 
 
@@ -116,7 +116,7 @@ class ScriptComparison:
 
     @property
     def rows(self) -> list[ScriptRow]:
-        """One per recipe, in order."""
+        """One row per recipe, in the order in which they ran."""
         return [self.row(name) for name in self.runs]
 
     def row(self, name: str) -> ScriptRow:
@@ -130,7 +130,7 @@ class ScriptComparison:
         return ScriptRow(name, run.steps, loss, gap, verdict, reason, run.bytes_per_parameter)
 
     def notes(self) -> list[str]:
-        """Return notes for a reader, before the numbers."""
+        """Return sentences on how the verdicts came about, and on a reference that did not learn."""
         said = [
             f"The loss is the mean over the last tenth of the backward passes, of one run with the script's own seeds. "
             f"A gap within {TOLERANCE:.0%} of it, or within {_SPREAD:g} times that of {TWIN}, whose start differs by "

@@ -9,7 +9,7 @@ from typing import Any, ClassVar
 from ...pages import write_whole
 from .._defaults import REFERENCE
 from ..evidence._evidence import SCHEMA, Evidence
-from ._report import figure, html, markdown
+from ._report import draw_figure, render_page, write_markdown
 from ._statements import statements
 
 
@@ -52,7 +52,7 @@ class SuiteEvidence(Evidence):
         }
 
     def to_json(self) -> str:
-        """``to_dict`` as JSON text without NaN or infinities, a trial a line."""
+        """Return ``to_dict`` as JSON text without NaN or infinities, a trial a line."""
         whole = self.to_dict()
         parts = []
         for key, value in whole.items():
@@ -92,6 +92,6 @@ class SuiteEvidence(Evidence):
         except OSError as error:
             raise ValueError(f"cannot write {pictures}: {error.strerror or error}") from None
         for theme in ("light", "dark"):
-            write_whole(pictures / f"{place.stem}-{theme}.svg", figure(self, theme))
-        write_whole(place.with_suffix(".md"), markdown(self))
-        write_whole(place, html(self))
+            write_whole(pictures / f"{place.stem}-{theme}.svg", draw_figure(self, theme))
+        write_whole(place.with_suffix(".md"), write_markdown(self))
+        write_whole(place, render_page(self))

@@ -7,7 +7,7 @@ from typing import Any
 from ...pages import render, require
 from .._defaults import TONES
 from ..evidence._row import FinishedTrials, Row
-from ..evidence._table import cells, loss_name, notes
+from ..evidence._table import format_cells, loss_name, write_notes
 from ..page._curves import SVG_SETTINGS, write_svg
 from ..running._estimate import describe_duration
 from ._papers import COMMON, REPORTED, TASKS
@@ -18,7 +18,7 @@ TITLE = "The papers’ tables, every recipe side by side"
 
 @dataclasses.dataclass(frozen=True)
 class Section:
-    """A heading, sentences, and perhaps a table: headers and rows of text."""
+    """A section of the report: a heading, sentences, and perhaps a table of text with notes."""
 
     title: str
     said: Sequence[str] = ()
@@ -27,8 +27,8 @@ class Section:
     notes: Sequence[str] = ()
 
 
-def sections(evidence: FinishedTrials) -> list[Section]:
-    """Return everything that the report says, in order."""
+def list_sections(evidence: FinishedTrials) -> list[Section]:
+    """Return the sections of the report, in order."""
     return [
         _describe_run(evidence),
         _list_findings(evidence),
@@ -82,7 +82,7 @@ def _describe_task(evidence: FinishedTrials, task: str) -> Section:
     shown = (loss, "gap to fp32", "verdict", "accuracy", "movement kept", "bytes/param", "step time")
     rows = []
     for row in evidence.rows(task):
-        words = cells(evidence, row)
+        words = format_cells(evidence, row)
         if row.diverged:
             words["verdict"] = _list_diverged(evidence, row)
         paper = REPORTED.get(row.recipe)
@@ -90,7 +90,7 @@ def _describe_task(evidence: FinishedTrials, task: str) -> Section:
         rows.append([row.recipe, *(words[name] for name in shown), reported, _describe_disagreement(row)])
     title = evidence.of_task(task)[0]["settings"]["task"]["title"]
     headers = ("recipe", *shown, "its paper, on its own application", "where ours disagrees")
-    return Section(f"{task}: {title}", (), headers, rows, notes(evidence, task))
+    return Section(f"{task}: {title}", (), headers, rows, write_notes(evidence, task))
 
 
 def _list_diverged(evidence: FinishedTrials, row: Row) -> str:
@@ -148,18 +148,18 @@ def _list_failures(evidence: FinishedTrials) -> Section:
     return Section("Trials that failed, and why", said, ("task", "recipe", "seeds", "why"), group_failures(evidence))
 
 
-def markdown(evidence: FinishedTrials) -> str:
+def write_markdown(evidence: FinishedTrials) -> str:
     """Return the report as one Markdown file."""
     run = evidence.run
     command = f"halfulp compare --suite {run['suite']} --size {run['size']}"
     written = f"This page is written by `{command} --data DIR --out DIR`."
-    return "\n\n".join([f"# {TITLE}", written, _PICTURE, body(evidence)]) + "\n"
+    return "\n\n".join([f"# {TITLE}", written, _PICTURE, write_sections(evidence)]) + "\n"
 
 
-def body(evidence: FinishedTrials) -> str:
+def write_sections(evidence: FinishedTrials) -> str:
     """Return the sections alone, for a page with a head of its own."""
     parts = []
-    for section in sections(evidence):
+    for section in list_sections(evidence):
         parts += [f"## {section.title}", *section.said]
         if section.rows:
             parts.append("\n".join(map(_format_line, [section.headers, ["---"] * len(section.headers), *section.rows])))
@@ -177,7 +177,7 @@ def _format_line(cells: Sequence[str]) -> str:
     return "| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |"
 
 
-def html(evidence: FinishedTrials) -> str:
+def render_page(evidence: FinishedTrials) -> str:
     """Return the report as one self-contained page.
 
     Raises:
@@ -188,9 +188,9 @@ def html(evidence: FinishedTrials) -> str:
         "halfulp.trials.page",
         "evidence.html.j2",
         title=TITLE,
-        sections=sections(evidence),
-        light=figure(evidence, "light"),
-        dark=figure(evidence, "dark"),
+        sections=list_sections(evidence),
+        light=draw_figure(evidence, "light"),
+        dark=draw_figure(evidence, "dark"),
         tones={CONFIRMED: "good", REFUTED: "bad", **TONES},
     )
 
@@ -202,7 +202,7 @@ _THEMES = {
 _LINEAR, _REACH = 1.0, 100.0  # per cent of float32's loss: linear up to, and where the axis ends
 
 
-def figure(evidence: FinishedTrials, theme: str) -> str:
+def draw_figure(evidence: FinishedTrials, theme: str) -> str:
     """Return an SVG of each recipe's gap to float32 on each task, with its spread over seeds, for light or dark pages.
 
     The axis is in per cent of float32's loss, linear up to 1%, logarithmic up to 100%; a cross is a divergence.

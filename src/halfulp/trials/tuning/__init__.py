@@ -1,1 +1,1 @@
-"""The cheapest recipe that stays with float32 on a task: candidates from observed trainings, tried at matched seeds."""
+"""Search for the cheapest recipe that stays with float32 on a task, among candidates from observed trainings."""

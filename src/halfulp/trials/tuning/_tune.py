@@ -46,7 +46,7 @@ class Tuned:
 
     @property
     def bytes_per_parameter(self) -> float:
-        """Weight, what lies beside it, optimizer states and gradient, of the recipe."""
+        """Bytes per parameter of the recipe: weight, what lies beside it, optimizer states and gradient."""
         return next(one.bytes_per_parameter for one in self.candidates if one.recipe == self.recipe)
 
     def to_dict(self) -> dict[str, Any]:
