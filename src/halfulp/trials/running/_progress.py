@@ -87,7 +87,7 @@ class Progress:
 
     def _show_left(self) -> None:
         """Write the time left beside the bar of all trials, which it moves where it was estimated from the start."""
-        left = self.left.seconds()
+        left = self.left.seconds() if self.live else None
         if left is None:
             return
         self.bars.update(self.overall, said=f"about {describe_duration(left)} left")
