@@ -9,7 +9,6 @@ from .._defaults import TONES
 from ..page._curves import Curves, LineStyle, choose_line_styles, draw_curves
 from ._row import FinishedTrials, Row
 from ._table import (
-    DASH,
     describe_losers,
     format_cells,
     has_gradient_formats,
@@ -77,28 +76,18 @@ def _read_curves(evidence: FinishedTrials, task: str) -> Curves:
 
 def _describe_row(evidence: FinishedTrials, row: Row, style: LineStyle, most: float, reach: float) -> dict[str, Any]:
     """Return one row for the template: the table's words, and lengths of bars in per cent."""
-    words = format_cells(evidence, row)
+    words, gaps = format_cells(evidence, row), evidence.gaps(row.task, row.recipe)
     return {
         "row": row,
         "recipe": row.recipe,
-        "style": style,
-        "colour": f"var(--c{style.colour})",
-        "loss": words[loss_name(evidence, row.task)],
-        "gap": words["gap to fp32"],
-        "paper_gap": words.get("gap in the paper", DASH),
+        "words": words,
         "verdict": words["verdict"],
         "tone": TONES.get(row.verdict or "", ""),
-        "accuracy": words["accuracy"],
-        "own": words["own arithmetic"],
-        "cancelled": words["cancelled"],
-        "realised": words["movement kept"],
-        "skipped": words.get("skipped", DASH),
-        "underflow": words.get("underflow", DASH),
-        "bytes": words["bytes/param"],
-        "speed": words["step time"],
+        "style": style,
+        "colour": f"var(--c{style.colour})",
         "cancelled_width": 100 * (row.cancelled or 0.0),
         "bytes_width": 100 * (stored_bytes(row) or 0.0) / most if most else 0.0,
-        "dots": [50 + 46 * gap / reach for gap in evidence.gaps(row.task, row.recipe)],
+        "dots": [50 + 46 * gap / reach for gap in gaps],
         "band": min(46 * row.noise / reach, 50) if row.noise else None,
     }
 
