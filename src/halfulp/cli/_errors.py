@@ -14,7 +14,7 @@ def fail(message: object) -> NoReturn:
 
 
 @contextlib.contextmanager
-def or_fail(doing: str, telling: tuple[type[Exception], ...] = ()) -> Iterator[None]:
+def run_or_fail(doing: str, telling: tuple[type[Exception], ...] = ()) -> Iterator[None]:
     """Run a user's code in a block: any exception ends the command with exit code 2.
 
     Exceptions that are ``telling`` speak for themselves; before others goes what was being done, and their name.
@@ -29,13 +29,13 @@ def or_fail(doing: str, telling: tuple[type[Exception], ...] = ()) -> Iterator[N
 
 @dataclass
 class ExitCode:
-    """The exit code of a block of `ends_as_exit_code`."""
+    """The exit code of a block of `catch_exit_code`."""
 
     code: int = 0
 
 
 @contextlib.contextmanager
-def ends_as_exit_code() -> Iterator[ExitCode]:
+def catch_exit_code() -> Iterator[ExitCode]:
     """Keep exceptions inside of a block: print their messages, and make its exit code 2."""
     found = ExitCode()
     try:

@@ -3,7 +3,7 @@
 from collections.abc import Callable, Sequence
 
 
-def several(kind: str, default: Sequence[str]) -> str:
+def describe_option(kind: str, default: Sequence[str]) -> str:
     """Return the help text of an option that takes several names."""
     return f"{kind}, separated by commas or one option each. Default: {', '.join(default)}"
 

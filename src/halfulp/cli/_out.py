@@ -30,7 +30,7 @@ def prepare(out: str | None, name: Instrument | Literal["compare-script"]) -> No
     require(instead="leave --out away")
     with writing(out):
         Path(out).mkdir(parents=True, exist_ok=True)
-    for path in _files(out, name):
+    for path in _name_files(out, name):
         check_writable(path)
 
 
@@ -49,11 +49,11 @@ def write_out(out: str | None, name: Instrument, found: Any) -> None:
         return
     from ..observation.page import write_page
 
-    page, data = _files(out, name)
+    page, data = _name_files(out, name)
     content = found.to_dict()
     write_whole(data, json.dumps(content, indent=1, ensure_ascii=False, allow_nan=False))
     write_page(name, content, page)
 
 
-def _files(out: str, name: str) -> tuple[Path, Path]:
+def _name_files(out: str, name: str) -> tuple[Path, Path]:
     return Path(out) / f"{name}.html", Path(out) / f"{name}.json"

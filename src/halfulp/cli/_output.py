@@ -14,7 +14,7 @@ Json = Annotated[bool, typer.Option("--json", help="Print JSON for a program in 
 
 
 @contextlib.contextmanager
-def prints_elsewhere() -> Iterator[None]:
+def print_elsewhere() -> Iterator[None]:
     """Send what a script and its processes print in a block to stderr, so that stdout has JSON alone."""
     sys.stdout.flush()
     with contextlib.redirect_stdout(sys.stderr):
@@ -28,7 +28,7 @@ def prints_elsewhere() -> Iterator[None]:
             os.close(kept)
 
 
-def console() -> Any:
+def make_console() -> Any:
     """Return a console as wide as the terminal, and wide enough for every column where there is none."""
     from rich.console import Console
 
@@ -36,7 +36,7 @@ def console() -> Any:
     return found if found.is_terminal else Console(highlight=False, width=200)
 
 
-def plain_table(headers: Sequence[str], right: Sequence[str] = (), gap: int = 2, fold: Sequence[str] = ()) -> Any:
+def make_plain_table(headers: Sequence[str], right: Sequence[str] = (), gap: int = 2, fold: Sequence[str] = ()) -> Any:
     """Return a table without lines, to which `add_row` adds.
 
     Args:
@@ -53,10 +53,10 @@ def plain_table(headers: Sequence[str], right: Sequence[str] = (), gap: int = 2,
     return table
 
 
-def verdict_style(verdict: str | None) -> str:
+def choose_style(verdict: str | None) -> str:
     """Return the colour of a verdict's line in a terminal.
 
-    >>> verdict_style("no difference"), verdict_style("reference")
+    >>> choose_style("no difference"), choose_style("reference")
     ('green', '')
     """
     from ..trials._defaults import TONES
@@ -64,10 +64,10 @@ def verdict_style(verdict: str | None) -> str:
     return {"good": "green", "bad": "red", "open": "yellow"}.get(TONES.get(verdict or "", ""), "")
 
 
-def cell(value: Any) -> str:
+def format_cell(value: Any) -> str:
     """Return a value as a table's text.
 
-    >>> cell(True), cell(1 / 3), cell(None), cell("bf16")
+    >>> format_cell(True), format_cell(1 / 3), format_cell(None), format_cell("bf16")
     ('yes', '0.3333', '–', 'bf16')
     """
     if isinstance(value, bool):

@@ -34,7 +34,7 @@ class Job:
     may_be_refused: bool = False
 
 
-def jobs(recipe_names: Sequence[str] | None, chosen: Sequence[str] | None) -> Iterator[Job]:
+def list_jobs(recipe_names: Sequence[str] | None, chosen: Sequence[str] | None) -> Iterator[Job]:
     """Yield jobs for some recipes or all, and chosen optimizers or all; some may be refused.
 
     Raises:
@@ -49,20 +49,20 @@ def jobs(recipe_names: Sequence[str] | None, chosen: Sequence[str] | None) -> It
         for recipe, name in itertools.product(known, optimizer_names):
             for options in _OPTIONS.get(name, ({},)):
                 train = partial(_train, recipe, name, options)
-                yield Job("recipes", f"{recipe.name}, {_call(name, options)}", train, chosen is None)
+                yield Job("recipes", f"{recipe.name}, {_format_call(name, options)}", train, chosen is None)
         return
     for name in optimizer_names:
-        yield from _steps(name)
+        yield from _list_steps(name)
     if set(optimizer_names) == set(optim.OPTIMIZERS):
-        yield from _roundings()
-        yield from _expansions()
+        yield from _list_roundings()
+        yield from _list_expansions()
 
 
-def _call(name: str, options: dict[str, Any]) -> str:
+def _format_call(name: str, options: dict[str, Any]) -> str:
     return f"{name}({', '.join(f'{key}={value}' for key, value in options.items())})"
 
 
-def _steps(name: str) -> Iterator[Job]:
+def _list_steps(name: str) -> Iterator[Job]:
     """Yield a job for every weight update, dtype and storage of states that an optimizer accepts together."""
     for options, dtype, update, state in itertools.product(
         _OPTIONS.get(name, ({},)), (*_NARROW, torch.float32), (None, *REGISTRY), _STATES
@@ -74,7 +74,7 @@ def _steps(name: str) -> Iterator[Job]:
             continue
         states = str(state or dtype).removeprefix("torch.")
         told = ", ".join(filter(None, (str(dtype).removeprefix("torch."), update, f"states {states}")))
-        yield Job("steps", f"{_call(name, options)}: {told}", partial(_step, name, dtype, given))
+        yield Job("steps", f"{_format_call(name, options)}: {told}", partial(_step, name, dtype, given))
 
 
 def _is_refused(name: str, dtype: torch.dtype, given: dict[str, Any]) -> bool:
@@ -108,7 +108,7 @@ def _train(recipe: recipes.Recipe, name: str, options: dict[str, Any]) -> None:
         step_by(loss, optimizer, scaler)
 
 
-def _roundings() -> Iterator[Job]:
+def _list_roundings() -> Iterator[Job]:
     every = (*formats.names(), *formats.block_names())
     for name, mode in itertools.product(every, MODES):
         yield Job("roundings", f"{name}, {mode}", partial(_quantize, name, mode))
@@ -124,7 +124,7 @@ def _quantize(name: str, mode: str) -> None:
             continue
 
 
-def _expansions() -> Iterator[Job]:
+def _list_expansions() -> Iterator[Job]:
     for dtype, components in itertools.product((torch.float16, torch.bfloat16, torch.float32, torch.float64), (2, 3)):
         named = f"{components} x {str(dtype).removeprefix('torch.')}"
         yield Job("expansions", f"MCTensor of {named}", partial(_calculate, dtype, components))

@@ -6,7 +6,7 @@ from typing import Annotated, Any
 import typer
 
 from .._out import Out, prepare, write_out
-from .._output import Json, console, plain_table, print_json
+from .._output import Json, make_console, make_plain_table, print_json
 
 _STYLES = {"error": "bold red", "warning": "yellow", "note": "dim", "no": "green", None: ""}
 
@@ -44,12 +44,12 @@ def _print(found: Any) -> None:
 
     from ...observation._finding import listing
 
-    shown = console()
+    shown = make_console()
     for line in listing(found.findings):
         shown.print(Text(line, style=_STYLES.get(line.split(" ", 1)[0], "")))
     shown.print()
     columns = ["tensors", "dtypes", "elements", "unchanged", "median ulps", "verdict"]
-    table = plain_table(columns, right=columns[2:5], fold=("tensors", "verdict"))
+    table = make_plain_table(columns, right=columns[2:5], fold=("tensors", "verdict"))
     for group in found.groups():
         low, high = (f"{value:.3g}" if not math.isnan(value) else "–" for value in group.median)
         table.add_row(

@@ -8,8 +8,8 @@ import typer
 
 from ...trials import DEFAULT_RECIPES, DEFAULT_TASKS
 from .._errors import fail
-from .._names import complete, recipe_names, several, split, task_names
-from .._output import Json, console, plain_table, print_json, verdict_style
+from .._names import complete, describe_option, recipe_names, split, task_names
+from .._output import Json, choose_style, make_console, make_plain_table, print_json
 from .._trials import run_trials, shared_workers
 from ._compare_script import compare_script
 
@@ -24,11 +24,11 @@ def compare(
     module: Annotated[bool, typer.Option("-m", help="SCRIPT is a module's name, as after python -m.")] = False,
     task: Annotated[
         list[str] | None,
-        typer.Option(help=several("Tasks", DEFAULT_TASKS), autocompletion=complete(task_names)),
+        typer.Option(help=describe_option("Tasks", DEFAULT_TASKS), autocompletion=complete(task_names)),
     ] = None,
     recipe: Annotated[
         list[str] | None,
-        typer.Option(help=several("Recipes", DEFAULT_RECIPES), autocompletion=complete(recipe_names)),
+        typer.Option(help=describe_option("Recipes", DEFAULT_RECIPES), autocompletion=complete(recipe_names)),
     ] = None,
     seeds: Annotated[int, typer.Option(help="How many seeds; a verdict needs 3.")] = 3,
     first_seed: Annotated[
@@ -112,10 +112,10 @@ def _run_suite(suite: str, out: str, workers: int | None, json: bool, options: d
 def _print_statements(evidence: Any, out: str) -> None:
     from ...trials.suite._statements import statements
 
-    table = plain_table(["statement", "verdict"], fold=["statement"])
+    table = make_plain_table(["statement", "verdict"], fold=["statement"])
     for one in statements(evidence):
         table.add_row(f"{one.claim} ({one.source})", one.verdict)
-    console().print(table)
+    make_console().print(table)
     print(f"\n{_describe_run(evidence.run)}")
     print(f"{Path(out, 'evidence.html')} and evidence.md have every table; {Path(out, 'evidence.json')} the numbers.")
 
@@ -153,7 +153,7 @@ def _print_tables(evidence: Any) -> None:
 
     from ...trials.evidence._table import format_cells, write_notes
 
-    shown = console()
+    shown = make_console()
     for task in evidence.tasks():
         rows = evidence.rows(task)
         lines = [format_cells(evidence, row) for row in rows]
@@ -162,13 +162,13 @@ def _print_tables(evidence: Any) -> None:
         parts = [headers] if shown.width >= sum(widths) else [headers[:4], ["recipe", *headers[4:]]]
         shown.print(f"\n[bold]{task}[/bold]")
         for part in parts:
-            shown.print(_table(part, rows, lines))
+            shown.print(_make_table(part, rows, lines))
         for note in write_notes(evidence, task):
             shown.print(Text(note, style="dim"))
 
 
-def _table(headers: list[str], rows: list[Any], lines: list[dict[str, str]]) -> Any:
-    table = plain_table(headers, right=[header for header in headers if header not in ("recipe", "verdict")])
+def _make_table(headers: list[str], rows: list[Any], lines: list[dict[str, str]]) -> Any:
+    table = make_plain_table(headers, right=[header for header in headers if header not in ("recipe", "verdict")])
     for row, line in zip(rows, lines):
-        table.add_row(*(line[header] for header in headers), style=verdict_style(row.verdict))
+        table.add_row(*(line[header] for header in headers), style=choose_style(row.verdict))
     return table

@@ -11,7 +11,7 @@ from typing import Any
 from ...pages import require, write_whole
 from .._errors import fail
 from .._out import prepare
-from .._output import cell, console, plain_table, print_json, verdict_style
+from .._output import choose_style, format_cell, make_console, make_plain_table, print_json
 from .._trials import check_alone
 
 _FILE, _PAGE, _LOG = "compare-script.json", "compare-script.html", "error.log"
@@ -90,15 +90,15 @@ class _Progress:
 def _print(found: Any) -> None:
     from rich.text import Text
 
-    shown = console()
+    shown = make_console()
     headers = ["recipe", "steps", "loss", "gap to fp32", "bytes/param", "verdict"]
     rows = found.rows
     why = ["why"] if any(row.reason for row in rows) else []
-    table = plain_table([*headers, *why], right=headers[1:5], fold=why)
+    table = make_plain_table([*headers, *why], right=headers[1:5], fold=why)
     for row in rows:
         numbers = (row.steps, row.loss, row.gap, row.bytes_per_parameter)
-        cells = [row.recipe, *map(cell, numbers), row.verdict, *([row.reason] if why else [])]
-        table.add_row(*map(Text, cells), style=verdict_style(row.verdict))
+        cells = [row.recipe, *map(format_cell, numbers), row.verdict, *([row.reason] if why else [])]
+        table.add_row(*map(Text, cells), style=choose_style(row.verdict))
     shown.print()
     shown.print(table)
     for note in found.notes():

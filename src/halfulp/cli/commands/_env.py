@@ -1,6 +1,6 @@
 """halfulp env: versions, processor and settings for a bug report."""
 
-from .._output import Json, console, plain_table, print_json
+from .._output import Json, make_console, make_plain_table, print_json
 
 
 def env(json: Json = False) -> None:
@@ -11,7 +11,7 @@ def env(json: Json = False) -> None:
     if json:
         print_json(found)
         return
-    table = plain_table(["what", "here"], fold=["here"])
+    table = make_plain_table(["what", "here"], fold=["here"])
     for what, here in lines(found):
         table.add_row(what, here)
-    console().print(table, markup=False)
+    make_console().print(table, markup=False)

@@ -1,6 +1,6 @@
 """halfulp formats: the number formats."""
 
-from .._output import Json, cell, console, plain_table, print_json
+from .._output import Json, format_cell, make_console, make_plain_table, print_json
 
 _COLUMNS = {
     "name": "name",
@@ -28,10 +28,10 @@ def formats(json: Json = False) -> None:
     if json:
         print_json({"formats": rows(), "block_formats": block_rows()})
         return
-    shown = console()
+    shown = make_console()
     fields = [field for field in _COLUMNS if shown.width >= 130 or field not in _ONLY_WHERE_WIDE]
     right = [_COLUMNS[field] for field in fields if field not in _WORDS]
-    table = plain_table([_COLUMNS[field] for field in fields], right=right, gap=1)
+    table = make_plain_table([_COLUMNS[field] for field in fields], right=right, gap=1)
     for row in rows():
-        table.add_row(*(cell(row[field]) for field in fields))
+        table.add_row(*(format_cell(row[field]) for field in fields))
     shown.print(table)

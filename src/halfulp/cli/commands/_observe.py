@@ -10,9 +10,9 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from .._errors import ends_as_exit_code, fail
+from .._errors import catch_exit_code, fail
 from .._out import prepare, write_out
-from .._output import Json, print_json, prints_elsewhere
+from .._output import Json, print_elsewhere, print_json
 
 if TYPE_CHECKING:
     from ...observation.scripts import Ending, Watch
@@ -39,9 +39,9 @@ def observe(
     """
     from ...observation.scripts import TERMINATED, Ending, Termination, Watch, run_script
 
-    first = _rank() == 0
+    first = _read_rank() == 0
     if not module and not Path(script).is_file():
-        more = "; a module is run by -m" if _like_a_module(script) else ""
+        more = "; a module is run by -m" if _is_like_a_module(script) else ""
         fail(f"there is no file {script!r}: give the path of a training script, its own arguments after it{more}")
     if first:
         prepare(out, "observe")
@@ -50,12 +50,12 @@ def observe(
     watch = Watch(interval, Path(folder, "observe.jsonl") if first else None)
     with contextlib.ExitStack() as elsewhere:
         if json:
-            elsewhere.enter_context(prints_elsewhere())
+            elsewhere.enter_context(print_elsewhere())
 
         def leave(ending: Ending) -> int:
             watch.__exit__(None, None, None)
             elsewhere.close()
-            with ends_as_exit_code() as exits:
+            with catch_exit_code() as exits:
                 exits.code = _report(watch, ending, out, folder, json) if _is_first(first, watch) else ending.code
             return exits.code
 
@@ -96,7 +96,7 @@ def _report(watch: Watch, ending: Ending, out: str, folder: str, json: bool) -> 
     return ending.code
 
 
-def _rank() -> int:
+def _read_rank() -> int:
     """Return this process's rank among those of torchrun."""
     given = os.environ.get("RANK", "0")
     return int(given) if given.isdigit() else 0
@@ -107,7 +107,7 @@ def _is_first(first: bool, watch: Watch) -> bool:
     return first and watch.rank == 0
 
 
-def _like_a_module(script: str) -> bool:
+def _is_like_a_module(script: str) -> bool:
     return not script.endswith(".py") and all(part.isidentifier() for part in script.split("."))
 
 

@@ -1,6 +1,6 @@
 """halfulp recipes: the named recipes."""
 
-from .._output import Json, console, plain_table, print_json
+from .._output import Json, make_console, make_plain_table, print_json
 
 
 def recipes(json: Json = False) -> None:
@@ -11,7 +11,7 @@ def recipes(json: Json = False) -> None:
     if json:
         print_json([recipe.to_dict() for recipe in found])
         return
-    table = plain_table(["recipe", "what it does"], fold=["what it does"])
+    table = make_plain_table(["recipe", "what it does"], fold=["what it does"])
     for recipe in found:
         table.add_row(recipe.name, recipe.description)
-    console().print(table)
+    make_console().print(table)

@@ -1,6 +1,6 @@
 """halfulp tasks: the jobs that recipes are compared on."""
 
-from .._output import Json, console, plain_table, print_json
+from .._output import Json, make_console, make_plain_table, print_json
 
 
 def tasks(json: Json = False) -> None:
@@ -18,8 +18,8 @@ def tasks(json: Json = False) -> None:
     if json:
         print_json(rows)
         return
-    table = plain_table(["task", "what it is", "steps", "judged by", "data"], right=["steps"], fold=["what it is"])
+    table = make_plain_table(["task", "what it is", "steps", "judged by", "data"], right=["steps"], fold=["what it is"])
     for row in rows:
         data = "--data DIR" if row["needs_data"] else "embedded"
         table.add_row(row["name"], row["title"], f"{row['steps']:,}", row["judged_by"].replace("_", " "), data)
-    console().print(table)
+    make_console().print(table)

@@ -8,7 +8,7 @@ from typing import Annotated
 import typer
 
 from .._names import complete, recipe_names, split, task_names
-from .._output import Json, console, plain_table, print_json
+from .._output import Json, make_console, make_plain_table, print_json
 from .._trials import check_alone, run_trials
 
 
@@ -62,11 +62,11 @@ def tune(
     if json:
         print_json(content)
         return
-    shown = console()
+    shown = make_console()
     shown.print(f"[bold]{found.headline()}[/bold]")
     shown.print(found.recipe.explain())
     header, *rows = found.rows()
-    table = plain_table(header, right=header[1:3], fold=header[-1:])
+    table = make_plain_table(header, right=header[1:3], fold=header[-1:])
     styles = {"holds": "green", "worse": "red", "diverged": "red", "unclear": "yellow", "not trained": "dim"}
     for row in rows:
         table.add_row(*row, style=styles[row[3]])

@@ -9,9 +9,9 @@ import typer
 
 from ..._messages import a_kind
 from ...pages import check_writable, write_whole
-from .._errors import fail, or_fail
+from .._errors import fail, run_or_fail
 from .._names import complete, recipe_names, task_names
-from .._output import Json, console, plain_table, print_json
+from .._output import Json, make_console, make_plain_table, print_json
 
 
 def verify(
@@ -48,7 +48,7 @@ def verify(
     else:
         assert task is not None
         model, batch, loss = _verify_task(task, data, seed)
-    with or_fail(f"verifying {target or task} raised", (ValueError, TypeError, NotImplementedError)):
+    with run_or_fail(f"verifying {target or task} raised", (ValueError, TypeError, NotImplementedError)):
         found = verify(model, batch, recipe, loss=loss, trials=trials, seed=seed)
     if json:
         print_json(found.to_dict())
@@ -82,11 +82,11 @@ def _load_target(target: str) -> tuple[Any, Any, Any]:
         fail(f"{target!r} names a file: write the module without .py, {module}:{function}")
     # As `python -m` does: modules of the folder that one stands in are found.
     sys.path.insert(0, str(Path.cwd()))
-    with or_fail(f"cannot take {function!r} from {name!r}:"):
+    with run_or_fail(f"cannot take {function!r} from {name!r}:"):
         make = getattr(importlib.import_module(name), function)
     if not callable(make):
         fail(f"{target} is {a_kind(make)}: give a function that returns (model, batch) or with a loss")
-    with or_fail(f"{target} raised"):
+    with run_or_fail(f"{target} raised"):
         made = make()
     if not isinstance(made, tuple) or len(made) not in (2, 3):
         fail(f"{target} returned {type(made).__name__}: return (model, batch) or (model, batch, loss)")
@@ -96,13 +96,13 @@ def _load_target(target: str) -> tuple[Any, Any, Any]:
 def _print(found: Any) -> None:
     from rich.text import Text
 
-    shown = console()
+    shown = make_console()
     shown.print(Text(str(found), style="green" if found.passed else "red"))
     unequal = sorted(((d, n) for n, d in found.gradients.items() if d), reverse=True)[:20]
     if not unequal:
         return
     difference = "relative difference of its gradient"
-    table = plain_table(["parameter", difference], right=[difference])
+    table = make_plain_table(["parameter", difference], right=[difference])
     for apart, name in unequal:
         table.add_row(name, f"{apart:.1e}")
     shown.print(table)

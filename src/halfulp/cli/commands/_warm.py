@@ -10,7 +10,7 @@ import typer
 
 from .._errors import fail
 from .._names import complete, recipe_names, split
-from .._output import Json, console, plain_table, print_json
+from .._output import Json, make_console, make_plain_table, print_json
 
 
 def optimizer_names() -> list[str]:
@@ -43,11 +43,11 @@ def warm(
     HALFULP_CPU_FEATURES: run it where the training will run.
     """
     from ...kernels._cache import statistics
-    from .._warm_jobs import jobs
+    from .._warm_jobs import list_jobs
 
     folder = _writable_folder()
     chosen = list(
-        jobs(None if recipe is None else split(recipe, ()), None if optimizer is None else split(optimizer, ()))
+        list_jobs(None if recipe is None else split(recipe, ()), None if optimizer is None else split(optimizer, ()))
     )
     counts = {group: sum(job.group == group for job in chosen) for group in dict.fromkeys(job.group for job in chosen)}
     if dry_run:
@@ -58,7 +58,7 @@ def warm(
     made, seconds = statistics - before, round(time.monotonic() - start, 1)
     found = {
         "folder": folder,
-        "processor": _processor(),
+        "processor": _read_processor(),
         "runs": counts,
         "found": made["found"],
         "compiled": made["compiled"],
@@ -77,7 +77,7 @@ def warm(
     if refused:
         print(f"{refused} combinations of a recipe and an optimizer do not go together, and were left out.")
     print(
-        f"{made['compiled']:,} kernels compiled in {_duration(seconds)} ({made['bytes'] / 1e6:.2f} MB), "
+        f"{made['compiled']:,} kernels compiled in {_format_duration(seconds)} ({made['bytes'] / 1e6:.2f} MB), "
         f"{made['found']:,} were there, in {folder} for {found['processor']}."
     )
 
@@ -96,7 +96,7 @@ def _writable_folder() -> str:
     return str(cache["folder"])
 
 
-def _processor() -> str:
+def _read_processor() -> str:
     from ...kernels.vector._processor import processor
 
     return processor()[1]
@@ -132,13 +132,13 @@ def _print_jobs(folder: str, chosen: list[Any], counts: dict[str, int], json: bo
     if json:
         print_json({"folder": folder, "runs": counts, "jobs": [f"{job.group}: {job.name}" for job in chosen]})
         return
-    table = plain_table(["what", "which"], fold=["which"])
+    table = make_plain_table(["what", "which"], fold=["which"])
     for group, count in counts.items():
         names = [job.name for job in chosen if job.group == group]
         table.add_row(f"{count} {group}", "; ".join(names[:3]) + ("; ..." if count > 3 else ""))
-    console().print(table, markup=False)
+    make_console().print(table, markup=False)
     print(f"\n{len(chosen)} runs, whose kernels are kept in {folder}; --json lists them all.")
 
 
-def _duration(seconds: float) -> str:
+def _format_duration(seconds: float) -> str:
     return f"{seconds:.1f} s" if seconds < 100 else f"{seconds / 60:.1f} minutes"
