@@ -9,7 +9,7 @@ import torch
 
 from ..mctensor import MCTensor
 from ._manifold import Manifold
-from ._values import direction_and_length, like, rounded, travel, turned
+from ._values import direction_and_length, match_width, rotate, round_to_plain, split_tanh
 
 
 @dataclasses.dataclass(frozen=True)
@@ -34,7 +34,7 @@ class HalfSpace(Manifold):
     def _spread(self, u: torch.Tensor, v: torch.Tensor, dtype: torch.dtype | None) -> torch.Tensor:
         difference, a, b = u - v, u[..., -1:], v[..., -1:]
         if dtype is not None:
-            difference, a, b = rounded(difference, dtype), rounded(a, dtype), rounded(b, dtype)
+            difference, a, b = round_to_plain(difference, dtype), round_to_plain(a, dtype), round_to_plain(b, dtype)
         # Two roots instead of one of the product: heights of 1e-28 have none in float32.
         ratio = difference / (2 * (a.sqrt() * b.sqrt()))
         return (ratio * ratio).sum(-1)
@@ -49,16 +49,16 @@ class HalfSpace(Manifold):
         x, y = point[..., :-1], point[..., -1:]
         aside, rise, factor = self._move(y, step)[:3]
         # The sum keeps a small step's digits beyond the height's own; the product those of a height that shrinks.
-        height = torch.where(rounded(rise).abs() < 0.5, y + y * rise, y * factor)
+        height = torch.where(round_to_plain(rise).abs() < 0.5, y + y * rise, y * factor)
         return torch.cat([x + y * aside, _above_zero(height)], -1)
 
     def _move(self, y: torch.Tensor, step: torch.Tensor) -> tuple[torch.Tensor, ...]:
         """Return 2 t h / n, 2 t (w - t) / n, (1 - t^2) / n, then direction, t, 1 - t and n / (1 - t), as in `exp`."""
-        direction, length = direction_and_length(step / like(y, step))
+        direction, length = direction_and_length(step / match_width(y, step))
         h, w = direction[..., :-1], direction[..., -1:]
-        t, rest = travel(length)
+        t, rest = split_tanh(length)
         flat = (h * h).sum(-1, keepdim=True)
-        up = rounded(w) > 0
+        up = round_to_plain(w) > 0
         # 1 - w t: upwards 1 - w = |h|^2 / (1 + w), so that nothing cancels.
         gap = torch.where(up, rest + t * (flat / (1 + w.abs())), 1 + w.abs() * t)
         # n over 1 - t, for n itself may fall below the smallest number.
@@ -80,10 +80,10 @@ class HalfSpace(Manifold):
 
     def transport(self, point: torch.Tensor, step: torch.Tensor, vector: torch.Tensor) -> torch.Tensor:
         """Move a vector along a geodesic (see Manifold): it keeps its length over the height, and its angle."""
-        _, _, factor, direction, t, rest, n = self._move(like(point[..., -1:], vector), step)
+        _, _, factor, direction, t, rest, n = self._move(match_width(point[..., -1:], vector), step)
         w = direction[..., -1:]
         end = torch.cat([direction[..., :-1] * factor, (w * (1 + t * t) - 2 * t) / n / rest], -1)
-        return factor * turned(vector, direction, end)
+        return factor * rotate(vector, direction, end)
 
     def size(self, point: torch.Tensor) -> torch.Tensor:
         """Return the height."""
@@ -94,7 +94,7 @@ class HalfSpace(Manifold):
         return torch.cat([point[..., :-1], _above_zero(point[..., -1:])], -1)
 
     def _outside(self, point: torch.Tensor) -> torch.Tensor:
-        return ~(rounded(point[..., -1]) > 0)
+        return ~(round_to_plain(point[..., -1]) > 0)
 
     def _rule(self) -> str:
         return "a last coordinate above 0"
@@ -104,5 +104,5 @@ def _above_zero(height: torch.Tensor) -> torch.Tensor:
     least = torch.finfo(height.dtype).tiny
     if not isinstance(height, MCTensor):
         return height.clamp(min=least)
-    low = rounded(height) < least
+    low = round_to_plain(height) < least
     return torch.where(low, torch.full_like(height, least), height) if low.any() else height

@@ -8,7 +8,7 @@ from typing import ClassVar
 import torch
 
 from ..mctensor import MCTensor
-from ._values import rounded
+from ._values import round_to_plain
 
 _DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
@@ -94,13 +94,13 @@ class Manifold(abc.ABC):
 
     def gradient(self, point: torch.Tensor, gradient: torch.Tensor) -> torch.Tensor:
         """Return the Riemannian gradient from the Euclidean one: size^2 times it, as wide as the gradient."""
-        size = self.size(point if isinstance(gradient, MCTensor) else rounded(point))
+        size = self.size(point if isinstance(gradient, MCTensor) else round_to_plain(point))
         return size * (size * gradient)
 
     def norm(self, point: torch.Tensor, vector: torch.Tensor) -> torch.Tensor:
         """Return the length of a vector at a point; (..., 1)."""
-        size = self.size(point if isinstance(vector, MCTensor) else rounded(point))
-        length: torch.Tensor = torch.linalg.vector_norm(rounded(vector / size), dim=-1, keepdim=True)
+        size = self.size(point if isinstance(vector, MCTensor) else round_to_plain(point))
+        length: torch.Tensor = torch.linalg.vector_norm(round_to_plain(vector / size), dim=-1, keepdim=True)
         return length
 
     def check(self, points: torch.Tensor) -> None:
@@ -119,10 +119,10 @@ class Manifold(abc.ABC):
                 f"{tuple(points.shape)}"
             )
         with torch.no_grad():
-            bad = self._outside(points) | ~rounded(points).isfinite().all(-1)
+            bad = self._outside(points) | ~round_to_plain(points).isfinite().all(-1)
         if bad.any():
             first = tuple(bad.nonzero()[0].tolist())
             raise ValueError(
                 f"{int(bad.sum())} of {bad.numel()} points are outside {self.name}, which needs {self._rule()}; the "
-                f"first is at {first}: {rounded(points.detach())[first].tolist()}"
+                f"first is at {first}: {round_to_plain(points.detach())[first].tolist()}"
             )

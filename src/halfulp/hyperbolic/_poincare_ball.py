@@ -11,7 +11,7 @@ import torch
 from .. import arithmetic
 from ..mctensor import MCTensor
 from ._manifold import Manifold
-from ._values import direction_and_length, like, rounded, travel, turned
+from ._values import direction_and_length, match_width, rotate, round_to_plain, split_tanh
 
 
 @dataclasses.dataclass(frozen=True)
@@ -34,7 +34,7 @@ class PoincareBall(Manifold):
     def _spread(self, u: torch.Tensor, v: torch.Tensor, dtype: torch.dtype | None) -> torch.Tensor:
         difference, a, b = u - v, margin(u), margin(v)
         if dtype is not None:
-            difference, a, b = rounded(difference, dtype), rounded(a, dtype), rounded(b, dtype)
+            difference, a, b = round_to_plain(difference, dtype), round_to_plain(a, dtype), round_to_plain(b, dtype)
         ratio = difference / (a.sqrt() * b.sqrt())
         return (ratio * ratio).sum(-1)
 
@@ -45,15 +45,15 @@ class PoincareBall(Manifold):
         s is the length of the step and n = 1 + 2 t <p, v> + t^2 |p|^2.
         """
         m = margin(point)
-        place = like(point, step)
-        direction, t, radius, inwards, both = self._course(place, like(m, step), step)
+        place = match_width(point, step)
+        direction, t, radius, inwards, both = self._course(place, match_width(m, step), step)
         n = inwards * inwards + radius * t * both
         return self.project(point + m * (t * (direction + t * place) / n))
 
     def _course(self, place: torch.Tensor, gap: torch.Tensor, step: torch.Tensor) -> tuple[torch.Tensor, ...]:
         """Return the unit vector v of a step, t, |p|, 1 - t |p| and |v + p / |p||^2, computed without cancellation."""
         direction, length = direction_and_length(step)
-        t, rest = travel(2 * (length / gap))
+        t, rest = split_tanh(2 * (length / gap))
         along, radius = direction_and_length(place)
         both = along + direction
         return direction, t, radius, gap / (1 + radius) + radius * rest, (both * both).sum(-1, keepdim=True)
@@ -71,13 +71,13 @@ class PoincareBall(Manifold):
         The geodesic ends along (1 - t^2 |p|^2) v + 2 t (1 + t <p, v>) p, the derivative by t of what `exp` gives: the
         direction from the point to its rounded end would turn vectors at small steps.
         """
-        point = like(point, vector)
+        point = match_width(point, vector)
         m = margin(point)
-        place = like(point, step)
-        before, t, radius, inwards, both = self._course(place, like(m, step), step)
+        place = match_width(point, step)
+        before, t, radius, inwards, both = self._course(place, match_width(m, step), step)
         x = t * radius
         after, _ = direction_and_length(inwards * (1 + x) * before + 2 * t * (inwards + x * both / 2) * place)
-        return margin(self.exp(point, step)) / m * turned(vector, before, after)
+        return margin(self.exp(point, step)) / m * rotate(vector, before, after)
 
     def size(self, point: torch.Tensor) -> torch.Tensor:
         """Return (1 - |p|^2) / 2."""
@@ -86,14 +86,14 @@ class PoincareBall(Manifold):
     def project(self, point: torch.Tensor) -> torch.Tensor:
         """Move points beyond the radius 1 - 4 ulps back to it."""
         room = 4 * _step(point)
-        outside = rounded(margin(point)).detach() < 2 * room
+        outside = round_to_plain(margin(point)).detach() < 2 * room
         if not torch.compiler.is_compiling() and not outside.any():
             return point
-        direction, _ = direction_and_length(rounded(point))
+        direction, _ = direction_and_length(round_to_plain(point))
         return torch.where(outside, direction * (1 - 2 * room), point)
 
     def _outside(self, point: torch.Tensor) -> torch.Tensor:
-        return ~(rounded(margin(point)[..., 0]) > 0)
+        return ~(round_to_plain(margin(point)[..., 0]) > 0)
 
     def _rule(self) -> str:
         return "a length below 1"

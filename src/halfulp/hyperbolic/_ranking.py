@@ -8,7 +8,7 @@ import torch
 
 from ._half_space import HalfSpace
 from ._manifold import Manifold
-from ._values import rounded
+from ._values import round_to_plain
 
 
 def ranking_loss(
@@ -67,8 +67,8 @@ def _distances(u: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, torch.Te
     """Return d(u, v) in float64, and its derivatives by the coordinates of u and of v."""
     if type(u) is torch.Tensor:
         u, v = u.double(), v.double()
-    difference = rounded(u - v, torch.float64)
-    above, below = rounded(u[..., -1], torch.float64), rounded(v[..., -1], torch.float64)
+    difference = round_to_plain(u - v, torch.float64)
+    above, below = round_to_plain(u[..., -1], torch.float64), round_to_plain(v[..., -1], torch.float64)
     inverse = 0.5 / (above.sqrt() * below.sqrt())
     ratio = difference * inverse.unsqueeze(-1)
     a = ratio.square().sum(-1)

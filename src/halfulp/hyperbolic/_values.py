@@ -9,7 +9,7 @@ import torch
 from ..mctensor import MCTensor
 
 
-def rounded(x: torch.Tensor, dtype: torch.dtype | None = None) -> torch.Tensor:
+def round_to_plain(x: torch.Tensor, dtype: torch.dtype | None = None) -> torch.Tensor:
     """Return the value as a plain tensor of a dtype, by default of the components' own."""
     if isinstance(x, MCTensor):
         if x.scale is None and dtype in (None, x.dtype) and not torch.is_grad_enabled():
@@ -19,9 +19,9 @@ def rounded(x: torch.Tensor, dtype: torch.dtype | None = None) -> torch.Tensor:
     return x if dtype is None else x.to(dtype)
 
 
-def like(x: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
+def match_width(x: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
     """Return x as wide as another value: with all components beside an MCTensor, rounded beside a plain tensor."""
-    return x if isinstance(other, MCTensor) else rounded(x)
+    return x if isinstance(other, MCTensor) else round_to_plain(x)
 
 
 def norm(x: torch.Tensor) -> torch.Tensor:
@@ -36,14 +36,14 @@ def direction_and_length(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 
     The largest magnitude is taken out first, so that no square leaves the range.
     """
-    size = rounded(x).detach().abs().amax(-1, keepdim=True)
+    size = round_to_plain(x).detach().abs().amax(-1, keepdim=True)
     size = torch.where((size > 0) & size.isfinite(), size, torch.ones_like(size))
     part = x / size
     length = norm(part)
     return part / torch.where(length == 0, torch.ones_like(length), length), length * size
 
 
-def travel(length: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+def split_tanh(length: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """Return tanh(s / 2) and 1 - tanh(s / 2) = 2 / (e^s + 1), each to full relative accuracy.
 
     A length beyond the logarithm of the largest number would lead out of the range; it is cut there.
@@ -52,7 +52,7 @@ def travel(length: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     return grown / (grown + 2), 2 / (grown + 2)
 
 
-def turned(vector: torch.Tensor, start: torch.Tensor, end: torch.Tensor) -> torch.Tensor:
+def rotate(vector: torch.Tensor, start: torch.Tensor, end: torch.Tensor) -> torch.Tensor:
     """Rotate a vector by the rotation that takes one unit vector to another and moves nothing across both."""
     middle, _ = direction_and_length(start + end)
     return (
