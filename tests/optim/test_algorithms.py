@@ -321,6 +321,17 @@ def test_muon_tells_embeddings_and_heads_by_their_names():
     assert group == {"params": [weight], "use_muon": True, "lr": 0.5}
 
 
+def test_a_rate_of_orthogonal_steps_is_warned_of_where_adamw_has_it_too():
+    def make(**options):
+        return hu.optim.Muon(hu.optim.Muon.split_groups(torch.nn.Linear(8, 4).named_parameters()), **options)
+
+    with pytest.warns(UserWarning, match=r"Muon's lr=0\.02 is that of its AdamW groups too.*adamw_lr=3e-4"):
+        assert make(lr=0.02).param_groups[1]["lr"] == 0.02
+    make()
+    make(lr=0.02, adamw_lr=3e-4)
+    make(lr=0.02, adjust_lr_fn="match_rms_adamw")
+
+
 def test_muons_others_have_adamws_options():
     """With the bits of AdamW beside it; a scheduler scales both rates, and files hold neither default."""
     options = {"adamw_lr": "3e-3", "adamw_betas": (0.8, 0.9), "adamw_eps": 1e-6, "adamw_weight_decay": 0.3}

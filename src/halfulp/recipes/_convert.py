@@ -52,7 +52,8 @@ def convert(model: M, recipe: Recipe | str, *, seed: int = 0) -> M:
     bits of the float32 start wait beside the parameters, at 2 bytes per parameter (4 under float16), until the first
     optimizer of ``halfulp.optim`` takes them. A copy of the model, another device, fully_shard and every write of other
     values before that leave them behind: the weights then start as the narrow ones show them (``param_dtype=`` after
-    fully_shard keeps them).
+    fully_shard keeps them). A weight half-way between two bfloat16 numbers shows the one of larger magnitude, as the
+    low bits have to fit into 16, until an optimizer takes these: its weight update may show the even one.
 
     Order: move the model to its device, convert, then wrap it (DistributedDataParallel, fully_shard), compile it and
     make optimizers.

@@ -52,7 +52,8 @@ class DifferenceFromFloat32:
 
     Attributes:
         name: "gradient 'head.weight'", "output 0", "losses of 8 steps".
-        relative: norm of the difference over that of float32's; infinite where it is not finite.
+        relative: norm of the difference over that of float32's; infinite where it is not finite. Losses whose terms
+            cancel are measured by the norm of the terms, gradients that are 0 but for rounding beside the others.
         allowed: the tolerance, and four times the difference of float32's own twin.
     """
 
@@ -225,7 +226,7 @@ def _differences(
     """Return the differences of a run from float32's, the one that is farthest beyond its allowance first."""
     rows: list[tuple[str, Tensor, Tensor, Tensor | None, float]] = []
     ours, other, theirs = (torch.tensor(x.losses, dtype=torch.float64, device="cpu") for x in (plain, twin, narrow))
-    rows.append((f"losses of {len(plain.losses)} steps", ours, other, theirs, 0.0))
+    rows.append((f"losses of {len(plain.losses)} steps", ours, other, theirs, math.hypot(*plain.terms)))
     for k, output in enumerate(plain.outputs):
         mine = narrow.outputs[k] if k < len(narrow.outputs) else None
         rows.append((f"output {k}", output, twin.outputs[k], mine, 0.0))

@@ -132,9 +132,11 @@ def refuse_newer_keys(what: str, name: object, unknown: list[str], saved_groups:
         unknown: its keys.
         saved_groups: of the file.
     """
+    if not unknown:
+        return
     versions = [str(group[VERSION]) for group in saved_groups if VERSION in group]
     version = next((one for one in versions if _numbers(own_version()) < _numbers(one)), None)
-    if unknown and version is not None:
+    if version is not None:
         raise ValueError(
             f"{what} {name} of the state_dict holds {listed(unknown)}, which halfulp {own_version()} does not know: "
             f"halfulp {version} saved it; load it with that (pip install 'halfulp>={version}'), or take the weights "
