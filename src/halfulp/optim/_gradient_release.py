@@ -445,11 +445,7 @@ def release_gradients(
     if callable(optimizer) and is_maker:
         optimizer = optimizer(model.named_parameters() if host is None else iter(host.named))
     own = own_optimizer(optimizer, "release_gradients", "its step does one parameter at a time")
-    if type(own).step_parameter is not Optimizer.step_parameter:
-        raise NotImplementedError(
-            f"{type(own).__name__} steps all parameters together: step after backward, or take an optimizer of "
-            "hu.optim that steps one alone, such as AdamW"
-        )
+    own._check_steps_alone()
     if host is not None:
         host.check(own)
         _hosts[own] = host

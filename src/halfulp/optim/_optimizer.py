@@ -99,6 +99,8 @@ class Optimizer(CheckpointMixin):
     _not_negative: ClassVar[tuple[str, ...]] = NOT_NEGATIVE
     # Options of a class above that this one decides, and no user.
     _fixed_options: ClassVar[tuple[str, ...]] = ()
+    # Whether a step of one parameter depends on no other.
+    _steps_one_alone: ClassVar[bool] = True
     # Of copies, which have all groups and made no step.
     _is_built, _stepped = True, 0
 
@@ -349,7 +351,8 @@ class Optimizer(CheckpointMixin):
 
         Raises:
             ValueError: it is not there, or what `step` raises.
-            NotImplementedError: hooks of `step`, which would see no step.
+            NotImplementedError: hooks of `step`, which would see no step, or an optimizer whose step of one parameter
+                depends on others (`wrap`, Prodigy, schedule-free ones).
 
         >>> import torch, halfulp as hu
         >>> w = torch.nn.Parameter(torch.ones(2).bfloat16())
@@ -359,6 +362,7 @@ class Optimizer(CheckpointMixin):
         >>> w.tolist()
         [0.5, 0.5]
         """
+        self._check_steps_alone()
         is_own = any(group is own for own in self.param_groups)
         if not is_own or not 0 <= position < len(group["params"]) or group["params"][position] is not parameter:
             raise ValueError(f"this parameter is not number {position} of a group of this optimizer: give its group")
@@ -368,6 +372,13 @@ class Optimizer(CheckpointMixin):
             )
         if parameter.grad is not None:
             self._step_alone(parameter, group, position)
+
+    def _check_steps_alone(self) -> None:
+        if not self._steps_one_alone:
+            raise NotImplementedError(
+                f"{type(self).__name__} steps all parameters together: call step() after backward, or take an "
+                "optimizer of hu.optim that steps one alone, such as AdamW"
+            )
 
     @torch._disable_dynamo
     @torch.no_grad()

@@ -85,7 +85,7 @@ def convert(model: M, recipe: Recipe | str, *, seed: int = 0) -> M:
         raise ValueError(
             f"the model is converted already, by recipe {record.recipe.name!r}: halfulp.revert(model) first"
         )
-    check(model, recipe)
+    check(model)
     for name, module in model.named_modules():
         if isinstance(module, MultipointLayer):
             raise ValueError(

@@ -23,7 +23,7 @@ from ._casts import inside
 from ._recipe import NORMS, Recipe
 
 
-def check(model: nn.Module, recipe: Recipe) -> None:
+def check(model: nn.Module) -> None:
     """Raise for a model that no recipe starts from."""
     if not isinstance(model, nn.Module):
         raise TypeError(f"the model is {a_kind(model)}: give a torch.nn.Module")
@@ -297,7 +297,7 @@ def explain(model: nn.Module, recipe: Recipe | str) -> Explanation:
     96 bytes of parameters become 64.
     """
     recipe = _catalog.get(recipe)
-    check(model, recipe)
+    check(model)
     kept = islands(model, recipe)
     walk = _Walk(recipe, kept, kept_parameters(model, kept), assign(recipe, model))
     plans = tuple(walk.plan(name, module) for name, module in model.named_modules())
@@ -332,7 +332,7 @@ class _Walk:
         wanted = {self._updates[tied.get(key, full[key])] for key in own} - {None}
         got = {self._updates[full[key]] for key, p in new.items() if key not in stays and p.requires_grad} - {None}
         products, why_no_product = self._products(name, module)
-        reasons = [self._why_kept(name, own, stays), *_why_not_updated(own, stays, tied, bool(wanted)), why_no_product]
+        reasons = [self._why_kept(name, stays), *_why_not_updated(own, stays, tied, bool(wanted)), why_no_product]
         return ModulePlan(
             name,
             type(module).__name__,
@@ -353,7 +353,7 @@ class _Walk:
         outer = next(island for island in self._islands if inside(name, {island}))
         return f"in {outer!r}, which {self._islands[outer]}"
 
-    def _why_kept(self, name: str, own: dict[str, nn.Parameter], stays: set[str]) -> str:
+    def _why_kept(self, name: str, stays: set[str]) -> str:
         kept = self._reason_kept(name)
         if kept or not stays:
             return kept

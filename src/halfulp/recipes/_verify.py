@@ -51,7 +51,7 @@ _STEPS = 4
 _UNMEASURED = 3
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class Verification:
     """The result of `verify`.
 
@@ -77,11 +77,11 @@ class Verification:
     gradients: dict[str, float]
     values: dict[str, float]
     wrong: list[str]
-    first: tuple[str, str, float] | None
-    fallbacks: dict[str, int]
+    first: tuple[str, str, float] | None = None
+    fallbacks: dict[str, int] = dataclasses.field(default_factory=dict)
     unused: list[str]
-    left_alone: list[str]
-    left_out: str | None
+    left_alone: list[str] = dataclasses.field(default_factory=list)
+    left_out: str | None = None
     trials: int
     seed: int
     merged: list[str] = dataclasses.field(default_factory=list)
@@ -165,7 +165,6 @@ class Proof:
 
     def result(self, technique: str, trials: int, **fields: Any) -> Verification:
         """Return a Verification of the runs, with given fields that the runs do not determine."""
-        nothing: dict[str, Any] = {"first": None, "fallbacks": {}, "left_alone": [], "left_out": None}
         return Verification(
             technique=technique,
             gradients=self.gradients,
@@ -174,7 +173,7 @@ class Proof:
             unused=[name for name, value in self.plain.gradients.items() if value is None],
             trials=trials,
             seed=self._seed,
-            **{**nothing, **fields},
+            **fields,
         )
 
     def draw(self, low: int, high: int, count: int) -> list[int]:

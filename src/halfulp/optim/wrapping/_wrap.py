@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from typing import Any, Unpack, cast, overload
+from typing import Any, Unpack, overload
 
 import torch
 
@@ -151,14 +151,6 @@ def wrap(
     >>> bool((w < 1).all())
     True
     """
-    words = {
-        "weight_update": weight_update,
-        "param_dtype": param_dtype,
-        "format": format,
-        "seed": seed,
-        "report_interval": report_interval,
-    }
-    own = cast(NarrowOptions, read_options(words, option_defaults(wrap)))
     if isinstance(optimizer, Optimizer) or (isinstance(optimizer, type) and issubclass(optimizer, Optimizer)):
         raise ValueError("this optimizer has weight updates of its own: give it weight_update= instead of wrapping it")
     if options.pop("state_dtype", None) is not None:
@@ -172,7 +164,14 @@ def wrap(
             "params), and load the states of a living optimizer, wrapped.load_state_dict(optimizer.state_dict())"
         )
     options = read_options(options, option_defaults(optimizer))
-    return Wrapped(*from_class(optimizer, params, options), **own)
+    return Wrapped(
+        *from_class(optimizer, params, options),
+        weight_update=weight_update,
+        param_dtype=param_dtype,
+        format=format,
+        seed=seed,
+        report_interval=report_interval,
+    )
 
 
 class Wrapped(ExplicitGradientOptimizer):
@@ -183,6 +182,7 @@ class Wrapped(ExplicitGradientOptimizer):
     """
 
     base: torch.optim.Optimizer
+    _steps_one_alone = False
 
     def __init__(
         self,
@@ -260,13 +260,6 @@ class Wrapped(ExplicitGradientOptimizer):
             if wanted != [id(shadow) for shadow in inner["params"]]:
                 return True
         return False
-
-    def step_parameter(self, parameter: torch.Tensor, group: dict[str, Any], position: int) -> None:
-        """Refuse: the wrapped optimizer steps all parameters together."""
-        raise NotImplementedError(
-            f"{type(self.base).__name__} under wrap steps all parameters together: step after backward, or take an "
-            "optimizer of hu.optim, which steps one alone"
-        )
 
     @torch.no_grad()
     def train(self, mode: bool = True) -> None:
