@@ -218,7 +218,7 @@ def test_a_centered_rmsprop_is_exact_where_nothing_was_chosen():
 def test_a_bfloat16_optimizer_stays_near_float32(seed, update):
     start, gradients = make_problem(seed, torch.bfloat16)
     options = {"lr": 1e-3, "weight_decay": 0.1, "state_dtype": torch.float32}
-    narrow, optimizer = train(hu.optim.AdamW, start, gradients, weight_update=update_of(update), **options)
+    narrow, optimizer = train(hu.optim.AdamW, start, gradients, weight_update=choose_update(update), **options)
     largest = [tensor.float().abs() for tensor in start]
 
     def grow(parameters):
@@ -236,7 +236,7 @@ def test_a_bfloat16_optimizer_stays_near_float32(seed, update):
         assert ((decoded - b).abs() <= ulp * (5 * STEPS**0.5 if noisy else STEPS)).all()
 
 
-def update_of(name):
+def choose_update(name):
     from ..laws.optim.cases import UPDATES
 
     return UPDATES[name]

@@ -17,7 +17,7 @@ from ..kernels import same_bits
 from ..subclass.models._module_parameters import check_module
 from ..subclass.models._parameter_holders import data_parallel_modules
 from ._group_options import check_number
-from ._inner_optimizer import own_optimizer
+from ._inner_optimizer import find_own_optimizer
 from ._optimizer import Optimizer
 from .parameters._tensor_map import TensorMap
 
@@ -444,7 +444,7 @@ def release_gradients(
     host = HostParameters(model) if offload else None
     if callable(optimizer) and is_maker:
         optimizer = optimizer(model.named_parameters() if host is None else iter(host.named))
-    own = own_optimizer(optimizer, "release_gradients", "its step does one parameter at a time")
+    own = find_own_optimizer(optimizer, "release_gradients", "its step does one parameter at a time")
     own._check_steps_alone()
     if host is not None:
         host.check(own)

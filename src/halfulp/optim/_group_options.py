@@ -51,7 +51,7 @@ def check_ranks(optimizer: torch.optim.Optimizer, process_group: Any, device: to
                 )
 
 
-def own_version() -> str:
+def read_own_version() -> str:
     """Return halfulp's version, without an import of the package that imports this one."""
     version: str = sys.modules["halfulp"].__version__
     return version
@@ -60,7 +60,7 @@ def own_version() -> str:
 def _describe(optimizer: torch.optim.Optimizer) -> dict[str, str]:
     """Return in words what all ranks must agree on."""
     found = {
-        "halfulp": own_version(),
+        "halfulp": read_own_version(),
         "torch": torch.__version__,
         "the optimizer": type(optimizer).__name__,
     }

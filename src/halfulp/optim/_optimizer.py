@@ -24,10 +24,10 @@ from ._group_options import (
     check_torch_switches,
     warn_of_rate_jump,
 )
-from ._lost_updates import LostUpdateReport, lost_update_report, stall_widths, warn_if_mostly_lost
-from ._spelled_options import option_defaults, read_options
+from ._lost_updates import LostUpdateReport, stall_widths, summarize_lost_updates, warn_if_mostly_lost
+from ._spelled_options import read_defaults, read_options
 from .checkpoint._checkpoint import CheckpointMixin
-from .parameters._local_tensors import is_dtensor, local, memory, own_parts, shard_of
+from .parameters._local_tensors import is_dtensor, local, memory, own_parts, take_shard
 from .parameters._narrow_groups import (
     broadcast_auxiliary_tensors,
     check_narrowing,
@@ -117,7 +117,7 @@ class Optimizer(CheckpointMixin):
         report_interval: int = 50,
         **unknown_options: Any,
     ) -> None:
-        known = option_defaults(type(self))
+        known = read_defaults(type(self))
         for name in unknown_options:
             allowed = [option for option in known if option not in self._fixed_options]
             raise TypeError(unknown(f"option of {type(self).__name__}", name, allowed))
@@ -241,7 +241,7 @@ class Optimizer(CheckpointMixin):
                     continue
                 spec, state = self._step_spec(group, parameter, None, name_of(group, position)), self.state.pop(before)
                 for name, _ in spec.update.auxiliary_tensors(spec.store):
-                    self.state[parameter][name] = shard_of(state[name], parameter)
+                    self.state[parameter][name] = take_shard(state[name], parameter)
                 self._plan(group, position)
 
     def _new_plan(
@@ -570,7 +570,7 @@ class Optimizer(CheckpointMixin):
             for plan in filter(None, map(self._plans.get, group["params"])):
                 for name, width in stall_widths(plan, group).items():
                     stalled[name] = max(width, stalled.get(name, 0.0))
-        return lost_update_report(self._plans.values(), tuple(stalled.items()))
+        return summarize_lost_updates(self._plans.values(), tuple(stalled.items()))
 
     def bytes_per_parameter(self) -> float:
         """Return bytes per element: weights (and copies after outside writes), auxiliary tensors, states, gradients.

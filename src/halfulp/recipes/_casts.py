@@ -85,7 +85,7 @@ class CopiedArguments(dict):
                 _return_items(one, originals)
 
 
-def made_writable(x: Tensor, dtype: torch.dtype) -> Tensor:
+def make_writable(x: Tensor, dtype: torch.dtype) -> Tensor:
     """Return ``x.to(dtype)``, with a version counter under torch.inference_mode too, where new tensors have none."""
     if not torch.compiler.is_compiling() and torch.is_inference_mode_enabled():
         with torch.inference_mode(False), torch.no_grad():
@@ -228,7 +228,7 @@ def cast(x: Tensor, dtype: torch.dtype) -> Tensor:
     """
     if x.dtype not in _PLAIN or x.dtype == dtype:
         return x
-    y = made_writable(x, dtype)
+    y = make_writable(x, dtype)
     largest = torch.finfo(dtype).max
     if largest < torch.finfo(x.dtype).max:
         with torch.no_grad():
@@ -261,14 +261,14 @@ def install(model: nn.Module, islands: Container[str], dtype: torch.dtype) -> No
         dtype: of what islands hand on.
     """
     for name, module in model.named_modules():
-        if inside(name, islands) and any(x is not None for x in module._parameters.values()):
+        if is_inside(name, islands) and any(x is not None for x in module._parameters.values()):
             module.register_forward_pre_hook(StaysFloat32(name))
         if name in islands:
             if not isinstance(module, _MIXED) or module.weight is None:
                 _cast_inputs(module, torch.float32, is_fixed=True)
             if module is not model:
                 module.register_forward_hook(CastOutputs(dtype))
-        elif inside(name, islands):
+        elif is_inside(name, islands):
             continue
         elif isinstance(module, ParametrizationList):
             for parametrization in module:
@@ -303,7 +303,7 @@ def remove(model: nn.Module) -> None:
     remove_hooks(model.modules(), lambda hook: isinstance(hook, _Cast))
 
 
-def inside(name: str, islands: Container[str]) -> bool:
+def is_inside(name: str, islands: Container[str]) -> bool:
     """Return whether a module is one of some modules, or lies in one."""
     parts = name.split(".") if name else []
     return any(".".join(parts[:k]) in islands for k in range(len(parts) + 1))

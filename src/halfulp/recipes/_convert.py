@@ -17,7 +17,7 @@ from ..subclass import float32_products
 from ..subclass.models._parameter_holders import Wrappers, check_holders, holding_optimizers, replace_data
 from . import _casts, _catalog, _operands
 from ._multipoint import MultipointLayer
-from ._plan import assign, check, check_range, islands, kept_parameters
+from ._plan import assign, check, check_range, find_islands, kept_parameters
 from ._recipe import Recipe
 
 M = TypeVar("M", bound=nn.Module)
@@ -92,7 +92,7 @@ def convert(model: M, recipe: Recipe | str, *, seed: int = 0) -> M:
                 f"{name or 'the model'} has multipoint weights, which are codes and not trained: model.to(torch."
                 "bfloat16) narrows what is beside them, and halfulp.multipoint comes after a recipe and halfulp.revert"
             )
-    kept = islands(model, recipe)
+    kept = find_islands(model, recipe)
     assign(recipe, model)
     if recipe.narrow:
         check_range(model, recipe, kept_parameters(model, kept))
@@ -163,7 +163,7 @@ def revert(model: M) -> M:
     return model
 
 
-def recipe_of(model: nn.Module) -> Recipe:
+def find_recipe(model: nn.Module) -> Recipe:
     """Return the recipe of a converted model, or of the one inside a wrapper.
 
     Raises:
@@ -205,7 +205,7 @@ def _narrow_parameters(model: nn.Module, kept: Container[str], dtype: torch.dtyp
             narrow(parameter, dtype)
     # torch's kernel wants statistics of the dtype of the weights, or inputs narrower than both.
     norms = [(name, m) for name, m in model.named_modules() if isinstance(m, nn.modules.batchnorm._NormBase)]
-    outside = [(name, m) for name, m in norms if not _casts.inside(name, kept)]
+    outside = [(name, m) for name, m in norms if not _casts.is_inside(name, kept)]
     changed = [
         f"{name}.{key}" if name else key
         for name, module in outside

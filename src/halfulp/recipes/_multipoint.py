@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from .._messages import a_kind
-from ._training_step import called
+from ._training_step import call_model
 
 _CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
 _SCALES = torch.linspace(0.3, 1.0, 15, dtype=torch.float64, device="cpu").tolist()
@@ -299,7 +299,7 @@ def _second_moments(model: nn.Module, chosen: Mapping[str, Any], batches: Iterab
         with torch.no_grad():
             for batch in batches:
                 seen += 1
-                called(model, batch)
+                call_model(model, batch)
     finally:
         for handle in handles:
             handle.remove()

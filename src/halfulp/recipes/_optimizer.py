@@ -13,11 +13,11 @@ from .._names import described, unknown
 from ..mctensor._convert_model import plain_state_dict
 from ..optim import Optimizer, StateSlot
 from ..optim._algorithms import Choice
-from ..optim._lost_updates import LostUpdateReport, lost_update_report
+from ..optim._lost_updates import LostUpdateReport, summarize_lost_updates
 from ..optim.parameters._local_tensors import own_parts
 from ..rounding import Nearest, Stochastic, quantize
-from ._convert import recipe_of
-from ._plan import named, update_of
+from ._convert import find_recipe
+from ._plan import choose_update, walk_parameters
 from ._recipe import Recipe
 
 if TYPE_CHECKING:
@@ -63,7 +63,7 @@ def optimizer(
     """
     if rule not in optim.OPTIMIZERS:
         raise ValueError(unknown("rule", rule, optim.OPTIMIZERS))
-    recipe = recipe_of(model)
+    recipe = find_recipe(model)
     if recipe.by_torch:
         if rule not in _OF_TORCH:
             raise ValueError(f"recipe {recipe.name!r} steps by torch.optim: {unknown('rule', rule, _OF_TORCH)}")
@@ -147,10 +147,10 @@ def _all_float32(recipe: Recipe, model: nn.Module) -> bool:
 def _groups(recipe: Recipe, model: nn.Module) -> list[Any]:
     """Return named parameters; for a mix, one group per weight update, in the recipe's order."""
     if recipe.weight_update is None or isinstance(recipe.weight_update, str):
-        return [(name, parameter) for name, _, parameter in named(model)]
+        return [(name, parameter) for name, _, parameter in walk_parameters(model)]
     groups: dict[str | None, list[tuple[str, nn.Parameter]]] = {}
-    for name, module, parameter in named(model):
-        update = update_of(recipe, name, module)
+    for name, module, parameter in walk_parameters(model):
+        update = choose_update(recipe, name, module)
         if recipe.narrow and parameter.dtype == torch.float32:
             update = None
         groups.setdefault(update, []).append((name, parameter))
@@ -201,7 +201,7 @@ class TorchOptimizer(torch.optim.Optimizer):
 
     def report(self) -> LostUpdateReport:
         """Return a report without rows, as torch.optim meters nothing."""
-        return lost_update_report(())
+        return summarize_lost_updates(())
 
     def bytes_per_parameter(self) -> float:
         """Return bytes of weights, states and gradients per parameter element, as held now."""

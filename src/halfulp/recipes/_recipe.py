@@ -54,7 +54,7 @@ Globs = Converted[Sequence[str], tuple[str, ...]]
 ScaleOrPolicy = Converted[str | float | None, str | float | None]
 
 
-def name_of_format(value: str | torch.dtype | Format | None) -> str | None:
+def read_format_name(value: str | torch.dtype | Format | None) -> str | None:
     """Return ``torch.bfloat16`` or a Format as the name that JSON can hold; strings and None pass through."""
     if value is None or isinstance(value, str):
         return value
@@ -62,7 +62,7 @@ def name_of_format(value: str | torch.dtype | Format | None) -> str | None:
     return name if isinstance(name, str) else str(value).removeprefix("torch.")
 
 
-def name_or_mix(value: str | Sequence[Sequence[str]] | Mapping[str, str] | None) -> str | Mix | None:
+def read_updates(value: str | Sequence[Sequence[str]] | Mapping[str, str] | None) -> str | Mix | None:
     """Return pairs from glob to name as tuples; a single name and None pass through.
 
     Raises:
@@ -79,7 +79,7 @@ def name_or_mix(value: str | Sequence[Sequence[str]] | Mapping[str, str] | None)
         ) from None
 
 
-def globs(value: Sequence[str]) -> tuple[str, ...]:
+def read_globs(value: Sequence[str]) -> tuple[str, ...]:
     """Return globs as a tuple.
 
     Raises:
@@ -94,7 +94,7 @@ def globs(value: Sequence[str]) -> tuple[str, ...]:
     return tuple(value)
 
 
-def power_or_policy(value: str | float | None) -> str | float | None:
+def read_scale(value: str | float | None) -> str | float | None:
     """Return a whole number as a float; all else passes through."""
     return float(value) if isinstance(value, int) and not isinstance(value, bool) else value
 
@@ -192,19 +192,19 @@ class Recipe:
 
     name: str
     description: str = ""
-    param_dtype: FormatName = Converted(name_of_format, None)
-    weight_update: UpdateNames = Converted(name_or_mix, None)
-    payload: FormatName = Converted(name_of_format, None)
+    param_dtype: FormatName = Converted(read_format_name, None)
+    weight_update: UpdateNames = Converted(read_updates, None)
+    payload: FormatName = Converted(read_format_name, None)
     matmul: str | None = None
     components: int | None = None
-    state_dtype: FormatName = Converted(name_of_format, None)
-    format: FormatName = Converted(name_of_format, None)
-    emulate: FormatName = Converted(name_of_format, None)
-    float32: Globs = Converted(globs, NORMS)
+    state_dtype: FormatName = Converted(read_format_name, None)
+    format: FormatName = Converted(read_format_name, None)
+    emulate: FormatName = Converted(read_format_name, None)
+    float32: Globs = Converted(read_globs, NORMS)
     perturb: float = 0.0
-    operand_format: FormatName = Converted(name_of_format, None)
-    gradient_format: FormatName = Converted(name_of_format, None)
-    gradient_scale: ScaleOrPolicy = Converted(power_or_policy, None)
+    operand_format: FormatName = Converted(read_format_name, None)
+    gradient_format: FormatName = Converted(read_format_name, None)
+    gradient_scale: ScaleOrPolicy = Converted(read_scale, None)
     gradient_rounding: str = "nearest"
 
     def __post_init__(self) -> None:

@@ -18,8 +18,8 @@ from ..observation._finding import listing
 from ..observation.findings import get_kind
 from ..recipes import Recipe
 from ..recipes._plan import check
-from ..recipes._training_step import LossOf, copy_of, default_loss, reference, same_randomness, untouched
-from ._short_training import ShortTraining, short_training
+from ..recipes._training_step import LossOf, copy_model, make_default_loss, run_reference, same_randomness, untouched
+from ._short_training import ShortTraining, run_short_training
 
 # Twice what the worst result of five kinds of models that train well is commonly off by, some 16 eps of the format that
 # the recipe computes in: tests/testing/test_precision.py.
@@ -177,12 +177,12 @@ def assert_precision_ok(
     for code in accepted:
         get_kind(code)
     tolerance = default_tolerance(recipe) if tolerance is None else float(tolerance)
-    loss_of = loss or default_loss(seed)
+    loss_of = loss or make_default_loss(seed)
     hyper = {"lr": lr, **hyper}
     with torch.inference_mode(False), torch.enable_grad(), same_randomness(), untouched(model):
-        reference(model, batch, loss_of)
+        run_reference(model, batch, loss_of)
         plain, twin, narrow = (
-            short_training(copy_of(model), batch, one, loss_of, rule, hyper, steps, seed)
+            run_short_training(copy_model(model), batch, one, loss_of, rule, hyper, steps, seed)
             for one in (recipes.get("fp32"), recipes.get("fp32-twin"), recipe)
         )
     bad = tuple(one for one in narrow.findings if one.severity != "note" and one.code not in accepted)

@@ -18,7 +18,7 @@ from ..emulation import emulate
 from ..mctensor import MCTensor
 from ..observation import Finding, observe
 from ..recipes import Recipe
-from ..recipes._training_step import LossOf, called, same_randomness
+from ..recipes._training_step import LossOf, call_model, same_randomness
 from ..scaled import ScaledTensor
 
 # A scale of 2^16 halves as often before it is 1; iterations that are skipped are no steps.
@@ -48,7 +48,7 @@ class ShortTraining:
     unseen: list[str] = dataclasses.field(default_factory=list)
 
 
-def short_training(
+def run_short_training(
     model: nn.Module,
     batch: Any,
     recipe: Recipe,
@@ -68,7 +68,7 @@ def short_training(
     with _arithmetic(recipe, model, loss_of) as loss_under, seen:
         while len(found.losses) < steps and found.skipped < MOST_SKIPPED:
             with same_randomness():
-                output = called(model, batch)
+                output = call_model(model, batch)
                 loss = loss_under(output)
                 _check_loss(loss)
                 leaves = tree_leaves(output if not hasattr(output, "items") else dict(output))
