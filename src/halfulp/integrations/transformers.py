@@ -37,7 +37,7 @@ CONTRACT_FILE, WEIGHTS_FILE = "precision_contract.json", "float32_weights.safete
 
 
 class OptimizerFactory:
-    """The first of the pair that `optimizer` returns, by transformers' protocol of optimizer factories.
+    """A maker of optimizers by transformers' protocol: the first of the pair that `optimizer` returns.
 
     Attributes:
         rule: the name of an optimizer of hu.optim, or a class of torch's, which is wrapped.

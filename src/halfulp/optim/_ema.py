@@ -33,7 +33,7 @@ Decay = float | Callable[[int], float]
 
 
 def average(w: Any, g: Any, take: Any) -> tuple[Any]:
-    """u = (1 - decay) (g - w), with the live weight in the gradient's place."""
+    """Return u = (1 - decay) (g - w), with the live weight in the gradient's place."""
     return (take * (g - w),)
 
 
@@ -63,11 +63,11 @@ class Averages(ExplicitGradientOptimizer):
     narrowed_by = "dtype=torch.bfloat16"
 
     def rule(self, group: dict[str, Any]) -> UpdateRule:
-        """a + (1 - decay) (w - a)."""
+        """Return the rule a + (1 - decay) (w - a)."""
         return AVERAGE
 
     def _check_wrappers(self, has_gradients: bool) -> None:
-        """Do nothing: averages are nobody else's."""
+        """Do nothing: no wrapper holds averages."""
 
     def plans(self) -> dict[torch.Tensor, ParameterPlan]:
         """Return the plan of every average."""

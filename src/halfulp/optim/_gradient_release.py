@@ -203,7 +203,7 @@ class GradientRelease:
             self.norm, self._coefficient = norm, torch.clamp(self._clip / (norm + 1e-6), max=1.0)
 
     def _step_after(self, loss: torch.Tensor) -> None:
-        """Step after backward: sums of several passes lie there anyway."""
+        """Step after backward, as the gradients of several passes are summed up already."""
         with self.accumulate():
             loss.backward()
         assert self._clip is not None

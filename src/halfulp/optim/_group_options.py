@@ -110,7 +110,7 @@ def check_fixed_options(group: dict, defaults: Mapping[str, Any], fixed: Iterabl
 
 
 def check_group(group: dict, options: Iterable[str] = ()) -> None:
-    """Check a new group's options; keys like none of those that the optimizer knows are the user's own, and stay.
+    """Check a new group's options; keys that resemble no option are the user's own, and stay.
 
     Raises:
         ValueError: an option that means nothing here, with what is allowed.

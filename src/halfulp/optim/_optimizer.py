@@ -148,7 +148,7 @@ class Optimizer(CheckpointMixin):
         self._note_identities()
 
     def _note_identities(self) -> None:
-        """Record the identities that the groups say."""
+        """Record the identities that the groups hold."""
         for group in getattr(self, "param_groups", ()):
             note_identities(group, self._identities)
 
@@ -384,7 +384,7 @@ class Optimizer(CheckpointMixin):
     @torch.no_grad()
     @keeping_subnormals()
     def _step_alone(self, parameter: torch.Tensor, group: dict[str, Any], position: int) -> None:
-        """Do what `step_parameter` does, without its questions."""
+        """Step one parameter alone, without the checks of `step_parameter`."""
         self._begin_step()
         self._check_group_now(group)
         alone = {**group, "params": [parameter], "param_names": [name_of(group, position)]}

@@ -80,7 +80,7 @@ def find_islands(model: nn.Module, recipe: Recipe) -> dict[str, str]:
 
 
 def _scales(module: nn.Module) -> bool:
-    """Return whether a layer of nobody's but the user's has vectors alone: frequencies of positions, scales of layers.
+    """Return whether a layer that is none of torch's has only vectors: frequencies of positions, scales of layers.
 
     Its products are element by element, where frequencies times positions need all digits and which cost nothing.
     """
@@ -140,7 +140,7 @@ def walk_parameters(model: nn.Module) -> Iterator[tuple[str, nn.Module, nn.Param
 
 
 def _matches(glob: str, name: str, module: nn.Module) -> bool:
-    """Match a module by its name, or one without children by its class: wrappers are called as what they wrap."""
+    """Return whether a glob matches a module's name, or the class of one without children: wrappers share names."""
     if fnmatch.fnmatchcase(name, glob):
         return True
     classes = () if any(True for _ in module.children()) else type(module).__mro__

@@ -134,7 +134,7 @@ class CheckpointMixin(torch.optim.Optimizer):
         return saved
 
     def _auxiliary_tensors_to_save(self, group: dict, position: int) -> dict[str, object]:
-        """Return valid auxiliary tensors of a parameter written from outside, and what tells of its payload."""
+        """Return the valid auxiliary tensors of a parameter written from outside, and its payload's identity."""
         try:
             plan = self._plan_to_read(group, position)
         except (ValueError, TypeError, NotImplementedError):  # its dtype has changed since; a step says why
@@ -408,7 +408,7 @@ class CheckpointMixin(torch.optim.Optimizer):
         return {id(p): (group, k) for group in self.param_groups for k, p in enumerate(group["params"])}
 
     def _read_plan(self, tensor: object, places: Mapping[int, tuple[dict, int]]) -> ParameterPlan | None:
-        """Return a parameter's plan if it has any state: without one it is its own weight, and gets none by a look."""
+        """Return the plan of a parameter that has states, else None: the weight is then the parameter itself."""
         has_state = isinstance(tensor, MCTensor) or (isinstance(tensor, torch.Tensor) and self.state.get(tensor))
         return self._plan_to_read(*places[id(tensor)]) if has_state and id(tensor) in places else None
 

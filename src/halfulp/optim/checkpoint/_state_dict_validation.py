@@ -125,7 +125,7 @@ def _numbers(version: str) -> list[int]:
 
 
 def refuse_newer_keys(what: str, name: object, unknown: list[str], saved_groups: list[Mapping]) -> None:
-    """Raise ValueError for what this version does not know in a file of a later one; in others it is the user's own.
+    """Raise ValueError for unknown keys in a file of a later version; in other files they are the user's own.
 
     Args:
         what: of the file holds it, and its name, which is put into words for the message alone.
@@ -214,7 +214,7 @@ def _check_names(mine: dict, theirs: Mapping, defaults: Mapping) -> None:
 
 
 def _is_one_below(one: str, other: str) -> bool:
-    """Return whether one of two names is the other below a part of the model."""
+    """Return whether one name is the other behind the path of a part of the model."""
     return one.endswith(f".{other}") or other.endswith(f".{one}")
 
 

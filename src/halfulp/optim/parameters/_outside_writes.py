@@ -243,7 +243,7 @@ def mark_stepped(
     digests: PayloadDigests | None,
     scales: torch.Tensor | None = None,
 ) -> None:
-    """Do what `mark_current` does after a step.
+    """Record after a step that auxiliary tensors belong to the present payloads, as `mark_current` does for one.
 
     The steps of the same plans write their digests into one object. Only plain parameters of which no copy is kept
     hold it, so that where all do, only their versions have changed.
@@ -287,7 +287,7 @@ def mark_current(plan: ParameterPlan, digests: PayloadDigests | None = None, sca
 
 
 def mark_carried(plan: ParameterPlan) -> None:
-    """Do what `mark_current` does between two steps, which shortens the life of no copy."""
+    """Record what `mark_current` does, without counting a step towards the end of a copy."""
     held = plan.payload_version
     if held is not None:
         held.steps += held.steps > 0

@@ -228,7 +228,7 @@ def step_spec_of(
     refuse_unscalable(group, parameter, update, name)
     update.check(store)
     refuse_feedback(rule, update)
-    codecs = choose_codecs(rule, update, group, parameter, store, name)
+    codecs = choose_codecs(rule, group, parameter, store, name)
     factors = tuple(rule.factors(tuple(parameter.shape))) if rule.factors is not None else ()
     return StepSpec(
         rule,
@@ -275,7 +275,7 @@ def choose_store(dtype: torch.dtype, format_store: Store | None, name: str, scal
 
 
 def choose_codecs(
-    rule: UpdateRule, update: WeightUpdate, group: Mapping, parameter: torch.Tensor, store: Store, name: str
+    rule: UpdateRule, group: Mapping, parameter: torch.Tensor, store: Store, name: str
 ) -> tuple[Codec, ...]:
     """Return the codecs of a parameter's states; bfloat16 beside 16-bit parameters unless chosen otherwise."""
     default = torch.bfloat16 if store.dtype in NARROW else torch.float32

@@ -35,7 +35,7 @@ def copy_to_device(value: Any, device: torch.device | None) -> Any:
 
 
 def split_base_states(state_dict: Mapping[str, Any], groups: list[dict]) -> tuple[dict, dict]:
-    """Return a state_dict without the wrapped optimizer's states, and those by number, for one with some groups."""
+    """Split a state_dict into one without the wrapped optimizer's states, and these by number."""
     if not isinstance(state_dict, Mapping) or not {"state", "param_groups"} <= state_dict.keys():
         raise ValueError("this is no optimizer state_dict: it needs the keys 'state' and 'param_groups'")
     states, wrapped = state_dict["state"], is_own_file(groups, state_dict["param_groups"])

@@ -395,7 +395,7 @@ class Wrapped(ExplicitGradientOptimizer):
         )
 
     def _call_with_options(self, change: Callable[[], Any]) -> Any:
-        """Call what changes the wrapped optimizer under the options of the groups, which get what it writes there."""
+        """Call a function under the options of the outer groups, and copy back what it writes into the inner ones."""
         for own, inner in self._pairs:
             inner.update({name: own[name] for name in own if name not in _APART})
         result = change()
