@@ -227,11 +227,11 @@ class ExponentProof(Proof):
 
     def run_under_exponents(self, trials: int) -> Verification:
         """Run so many draws of exponents, and then passes whose graph is known."""
-        merged = self.merged(trials)
-        replays = 0 if self.wrong or self._mode == "module" else self.replays(merged)
+        merged = self.merge_sites(trials)
+        replays = 0 if self.wrong or self._mode == "module" else self.check_replays(merged)
         return self.result("gradients", trials, merged=merged, replays=replays)
 
-    def merged(self, trials: int) -> list[str]:
+    def merge_sites(self, trials: int) -> list[str]:
         """Draw exponents and merge sites until all draws are exact, or every site is merged."""
         baseline = self._run({})
         assert self._state is not None  # the first run keeps its scaler's
@@ -254,7 +254,7 @@ class ExponentProof(Proof):
             self.judge(found)
         return merged
 
-    def replays(self, merged: list[str]) -> int:
+    def check_replays(self, merged: list[str]) -> int:
         """Check replayed forward passes, which run without a region once their graph is known.
 
         One copy runs several steps beside a plain one, each under other exponents, which follow the loss besides.
@@ -262,7 +262,7 @@ class ExponentProof(Proof):
         """
         ours, theirs = copy_model(self._model), copy_model(self._model)
         scaler = AdaptiveGradScaler(ours, mode=self._mode, init_scale=1.0, float32_outputs=False)
-        assert self._state is not None  # `merged` ran
+        assert self._state is not None  # `merge_sites` ran
         scaler.load_state_dict(self._state)
         (binade,) = self.draw(LOWEST, -LOWEST - 1, 1)
         for step in range(1, _STEPS + 1):
