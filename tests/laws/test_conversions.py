@@ -162,7 +162,7 @@ def test_optimizers_keep_requires_grad(rule: str, dtype: torch.dtype | None, see
 
     def made(m):
         matrices = {"params": [p for p in m.parameters() if p.dim() == 2]}
-        others = {"params": [p for p in m.parameters() if p.dim() != 2], "use_muon": False}
+        others = {"params": [p for p in m.parameters() if p.dim() != 2], "use_muon": False, "lr": 0.1}
         return make([matrices, others] if rule == "Muon" else m.parameters(), lr=0.1, param_dtype=dtype)
 
     assert grads(trained(model, made)) == WANTED

@@ -218,7 +218,7 @@ def test_a_centered_rmsprop_is_exact_where_nothing_was_chosen():
 def test_a_bfloat16_optimizer_stays_near_float32(seed, update):
     start, gradients = make_problem(seed, torch.bfloat16)
     options = {"lr": 1e-3, "weight_decay": 0.1, "state_dtype": torch.float32}
-    narrow, optimizer = train(hu.optim.AdamW, start, gradients, weight_update=update_of(update), **options)
+    narrow, optimizer = train(hu.optim.AdamW, start, gradients, weight_update=choose_update(update), **options)
     largest = [tensor.float().abs() for tensor in start]
 
     def grow(parameters):
@@ -236,7 +236,7 @@ def test_a_bfloat16_optimizer_stays_near_float32(seed, update):
         assert ((decoded - b).abs() <= ulp * (5 * STEPS**0.5 if noisy else STEPS)).all()
 
 
-def update_of(name):
+def choose_update(name):
     from ..laws.optim.cases import UPDATES
 
     return UPDATES[name]
@@ -319,6 +319,17 @@ def test_muon_tells_embeddings_and_heads_by_their_names():
     weight = named[0][1]
     (group,) = hu.optim.Muon.split_groups([{"params": weight, "lr": 0.5}])
     assert group == {"params": [weight], "use_muon": True, "lr": 0.5}
+
+
+def test_a_rate_of_orthogonal_steps_is_warned_of_where_adamw_has_it_too():
+    def make(**options):
+        return hu.optim.Muon(hu.optim.Muon.split_groups(torch.nn.Linear(8, 4).named_parameters()), **options)
+
+    with pytest.warns(UserWarning, match=r"Muon's lr=0\.02 is that of its AdamW groups too.*adamw_lr=3e-4"):
+        assert make(lr=0.02).param_groups[1]["lr"] == 0.02
+    make()
+    make(lr=0.02, adamw_lr=3e-4)
+    make(lr=0.02, adjust_lr_fn="match_rms_adamw")
 
 
 def test_muons_others_have_adamws_options():

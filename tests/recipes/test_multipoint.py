@@ -199,6 +199,8 @@ def test_what_it_refuses():
     x = torch.randn(3, 6)
     with pytest.raises(ValueError, match=r"budget=0\.9 is met by no choice: one point of 4 bits .* takes 28 bytes"):
         hu.multipoint(model(), 4, [x], budget=0.9)
+    with pytest.raises(TypeError, match=r"budget='1\.1' is a str: give a number, 1\.1 for a tenth more bytes"):
+        hu.multipoint(model(), 4, [x], budget="1.1")
     with pytest.raises(ValueError, match="2 to 8"):
         hu.multipoint(model(), 1, [x])
     with pytest.raises(ValueError, match="holds nothing"):

@@ -192,7 +192,7 @@ def test_what_the_recipe_chooses_is_no_option(seed: int) -> None:
 
 
 def test_muon_steps_matrices_and_adamw_the_rest(seed):
-    ours, optimizer = converted(recipes.get("bf16-split8"), torch.nn.Sequential(torch.nn.Linear(4, 3)), "Muon", lr=1e-2)
+    ours, optimizer = converted(recipes.get("bf16-split8"), torch.nn.Sequential(torch.nn.Linear(4, 3)), "Muon", lr=1e-3)
     ours(torch.ones(2, 4)).float().square().mean().backward()
     optimizer.step()
     found = [(group["use_muon"], group["param_names"]) for group in optimizer.param_groups]

@@ -13,7 +13,7 @@ from halfulp.gradients.eager._replay import LearnedGraph
 from halfulp.kernels import same_bits
 from halfulp.mctensor import multicomponent, single_component
 from halfulp.recipes import _verify, verify
-from halfulp.recipes._training_step import default_loss, in_float64, one_step, reference, relative
+from halfulp.recipes._training_step import make_default_loss, relative, run_in_float64, run_one_step, run_reference
 from halfulp.scaled import ScaledTensor, scalify, unscalify
 from halfulp.scaled._registry import RULES
 
@@ -216,10 +216,10 @@ def test_a_report_is_the_maximum_over_trials(monkeypatch, offs):
     left = list(offs)
 
     def step(*arguments, **options):
-        run, off = one_step(*arguments, **options), left.pop(0)
+        run, off = run_one_step(*arguments, **options), left.pop(0)
         return type(run)(run.values, {name: grad * (1 + off) for name, grad in run.gradients.items()})
 
-    monkeypatch.setattr(_verify, "one_step", step)
+    monkeypatch.setattr(_verify, "run_one_step", step)
     found = verify(model, torch.ones(4, 3), "scaled-fp16", trials=3)
     assert not left
     assert list(found.gradients.values()) == [pytest.approx(max(offs))] * 2
@@ -528,9 +528,9 @@ def test_a_wrong_rule_fails_wherever_it_shows(operator, wrong, model, loss, word
 
 
 def test_where_float64_does_not_run_other_rounding_errors_tell_what_float32_loses(seed):
-    model, batch, loss = OnlyInFloat32(), torch.randn(8, 6), default_loss(0)
-    plain = reference(model, batch, loss)
-    other = in_float64(model, batch, loss, plain)
+    model, batch, loss = OnlyInFloat32(), torch.randn(8, 6), make_default_loss(0)
+    plain = run_reference(model, batch, loss)
+    other = run_in_float64(model, batch, loss, plain)
     off = {name: relative(plain.gradients[name], other.gradients[name]) for name in plain.gradients}
     assert 0 < off["first.weight"] < 1e-4
     assert max(off.values()) < 1e-3

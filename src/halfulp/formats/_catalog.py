@@ -92,13 +92,13 @@ def get(format: Format | str | torch.dtype) -> Format:
             return _from_dtype(str(format).removeprefix("torch."))
         raise TypeError(f"a format is a hu.Format, a name such as 'bf16' or a torch.dtype; got {type(format).__name__}")
     key = format.strip().lower().removeprefix("torch.").replace("-", "_")
-    found = is_known(key)
+    found = find_known(key)
     if found is None:
         raise ValueError(_unknown(format, key))
     return found
 
 
-def is_known(key: str) -> Format | None:
+def find_known(key: str) -> Format | None:
     """Return the format that a name in lower case stands for, or None."""
     return CATALOG.get(key) or _ALIASES.get(key) or parse(key)
 

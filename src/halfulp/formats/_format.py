@@ -208,18 +208,9 @@ class Format:
         return f"{self.name}: {', '.join(words)}"
 
     def __repr__(self) -> str:
-        defaults = {
-            "bias": _defaults(self)["bias"],
-            "infinities": True,
-            "nan": "ieee",
-            "subnormals": True,
-            "signed": True,
-            "signed_zero": _defaults(self)["signed_zero"],
-            "zero": True,
-            "overflow": _defaults(self)["overflow"],
-        }
-        fields = ((field, getattr(self, field)) for field in defaults)
-        special = [f", {field}={value!r}" for field, value in fields if value != defaults[field]]
+        defaults = {field.name: field.default for field in fields(self)[3:]} | _defaults(self)
+        given = {name: getattr(self, name) for name in defaults}
+        special = [f", {name}={value!r}" for name, value in given.items() if value != defaults[name]]
         return f"Format({self.name!r}, {self.exponent_bits}, {self.mantissa_bits}{''.join(special)})"
 
 

@@ -6,7 +6,7 @@ from typing import Any, TypeVar
 
 from .._names import enter
 from ._block import BLOCKS, BlockFormat
-from ._catalog import CATALOG, is_known
+from ._catalog import CATALOG, find_known
 from ._format import Format
 
 Named = TypeVar("Named", Format, BlockFormat)
@@ -38,7 +38,7 @@ def register(format: Named) -> Named:
     registry: dict[str, Any] = CATALOG if isinstance(format, Format) else BLOCKS
     if format.name != format.name.lower().replace("-", "_"):
         raise ValueError(f"a format is looked up in lower case and with _ for -: name it so, not {format.name!r}")
-    known = is_known(format.name) or BLOCKS.get(format.name)
+    known = find_known(format.name) or BLOCKS.get(format.name)
     if known is not None and known != format and registry.get(format.name) != format:
         raise ValueError(f"the name {format.name!r} stands for {known.name} already: choose another name")
     enter("format", registry, format.name, format, str(format))

@@ -24,7 +24,7 @@ from ..optim._inner_optimizer import inner_optimizer
 from ..recipes import Recipe as _Recipe
 from ..recipes import contract, convert, get
 from ..recipes._contract import Contract
-from ..recipes._convert import recipe_of
+from ..recipes._convert import find_recipe
 
 _NAME = "lightning.pytorch" if importlib.util.find_spec("lightning") else "pytorch_lightning"
 _lightning: Any = importlib.import_module(_NAME)
@@ -65,7 +65,7 @@ class Recipe(_plugins.Precision):
     def convert_module(self, module: torch.nn.Module) -> torch.nn.Module:
         """Convert the module in place; one that this recipe has converted, as in a run before, stays as it is."""
         try:
-            known = recipe_of(module)
+            known = find_recipe(module)
         except ValueError:
             known = None
         return module if known == self.recipe else convert(module, self.recipe, **self.options)

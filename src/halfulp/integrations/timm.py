@@ -13,7 +13,7 @@ from timm.optim import OptimInfo
 from timm.optim._optim_factory import default_registry
 
 from ..optim import OPTIMIZERS
-from ..optim._spelled_options import option_defaults
+from ..optim._spelled_options import read_defaults
 
 PREFIX = "hu"
 
@@ -30,7 +30,7 @@ def register() -> list[str]:
     for name, kind in OPTIMIZERS.items():
         if name == "Muon":
             continue
-        options = option_defaults(kind)
+        options = read_defaults(kind)
         names.append(f"{PREFIX}{name}".lower().replace("_", ""))
         default_registry.register(
             OptimInfo(

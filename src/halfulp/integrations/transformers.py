@@ -27,7 +27,7 @@ from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 from .. import optim
 from .._names import unknown
 from ..optim._inner_optimizer import inner_optimizer
-from ..optim._spelled_options import option_defaults
+from ..optim._spelled_options import read_defaults
 from ..optim.parameters._random_identity import plain_names
 from ..pages import write_whole
 from ..recipes import contract
@@ -37,7 +37,7 @@ CONTRACT_FILE, WEIGHTS_FILE = "precision_contract.json", "float32_weights.safete
 
 
 class OptimizerFactory:
-    """The first of the pair that `optimizer` returns, by transformers' protocol of optimizer factories.
+    """A maker of optimizers by transformers' protocol: the first of the pair that `optimizer` returns.
 
     Attributes:
         rule: the name of an optimizer of hu.optim, or a class of torch's, which is wrapped.
@@ -112,7 +112,7 @@ def optimizer(
     """
     if isinstance(rule, str) and rule not in optim.OPTIMIZERS:
         raise ValueError(unknown("optimizer", rule, optim.OPTIMIZERS))
-    known = option_defaults(optim.OPTIMIZERS[rule] if isinstance(rule, str) else rule)
+    known = read_defaults(optim.OPTIMIZERS[rule] if isinstance(rule, str) else rule)
     given: dict[str, Any] = {"lr": args.learning_rate}
     if "eps" in known and len(known.get("betas", ())) == 2:
         given |= {"betas": (args.adam_beta1, args.adam_beta2), "eps": args.adam_epsilon}

@@ -5,11 +5,13 @@ from __future__ import annotations
 import fnmatch
 import math
 import re
+import warnings
 from collections.abc import Callable, Sequence
 from typing import Any, Unpack
 
 import torch
 
+from .._messages import find_users_level
 from ._group_options import NOT_NEGATIVE, OptimizerOptions, Parameters, check_number, split_arguments
 from ._optimizer import Optimizer, register_optimizer
 from ._spelled_options import read_options
@@ -170,10 +172,7 @@ class AdamW(Adam):
         fused: bool | None = None,
         **options: Unpack[OptimizerOptions],
     ) -> None:
-        if "decoupled_weight_decay" in options:
-            raise TypeError("AdamW's weight decay is always decoupled: leave decoupled_weight_decay out, or take Adam")
-        given = split_arguments(locals())
-        super().__init__(**given.pop("defaults"), **given, decoupled_weight_decay=True)
+        Optimizer.__init__(self, **split_arguments(locals(), decoupled_weight_decay=True))
 
     def rule(self, group: dict[str, Any]) -> UpdateRule:
         """Return AdamW, with AMSGrad or without, whatever a loaded group says of the decay."""
@@ -429,6 +428,17 @@ class Adafactor(Optimizer):
                 raise ValueError(f"{name}={group[name]!r} is not allowed: give a number that is {said}")
 
 
+def _warn_of_muons_rate(lr: float) -> None:
+    """Warn of a rate for orthogonal steps, at which AdamW would step too."""
+    if lr >= 0.01:
+        warnings.warn(
+            f"Muon's lr={lr:g} is that of its AdamW groups too, for which it is large: give adamw_lr=3e-4 or so, "
+            'a "lr" in these groups, or adjust_lr_fn="match_rms_adamw", under which both take one rate',
+            UserWarning,
+            stacklevel=find_users_level(),
+        )
+
+
 @register_optimizer
 class Muon(Optimizer):
     """Muon: matrices step by their momentum made orthogonal (kellerjordan.github.io/posts/muon), as torch.optim.Muon.
@@ -444,7 +454,9 @@ class Muon(Optimizer):
         params: parameters, named parameters or groups.
         lr, weight_decay, momentum, nesterov, ns_coefficients, eps, ns_steps, adjust_lr_fn: as torch.optim.Muon.
         adamw_lr, adamw_betas, adamw_eps, adamw_weight_decay: of groups with `use_muon=False`, which may say `lr`,
-            `betas`, `eps`, `weight_decay`, `amsgrad` and `maximize` themselves. None for `lr` and `weight_decay`.
+            `betas`, `eps`, `weight_decay`, `amsgrad` and `maximize` themselves. None for `lr` and `weight_decay`. One
+            rate for both is meant for `adjust_lr_fn="match_rms_adamw"`; the published code has 0.02 for matrices beside
+            3e-4 for AdamW, so that from 0.01 on a shared rate is warned of.
         **options: see Optimizer.
 
     Raises:
@@ -545,10 +557,13 @@ class Muon(Optimizer):
         param_group.update(read_options({name: param_group[name] for name in known.keys() & param_group.keys()}, known))
         if "use_fallback" in param_group:
             param_group.setdefault("use_muon", not param_group.pop("use_fallback"))
+        has_muons_rate = not param_group.get("use_muon", True) and "lr" not in own.keys() | param_group.keys()
         if not param_group.get("use_muon", True):
             for name, value in own.items():
                 param_group.setdefault(name, value)
         super().add_param_group(param_group)
+        if has_muons_rate and self.defaults["adjust_lr_fn"] != "match_rms_adamw":
+            _warn_of_muons_rate(float(self.defaults["lr"]))
         for name in self._adamws:
             self.param_groups[-1].pop(name, None)
 

@@ -14,10 +14,10 @@ from ..formats import Format
 from ..mctensor import MCTensor
 from ..rounding._random_bits import STREAM_VERSION
 from ..subclass.models._module_parameters import check_module
-from ._float32_weights import MOST_ELEMENTS, MOST_ON_DEVICE, read_weights, runs_of
+from ._float32_weights import MOST_ELEMENTS, MOST_ON_DEVICE, read_weights, split_into_runs
 from ._gradient_release import model_parameters
 from ._group_options import check_number
-from ._inner_optimizer import own_optimizer
+from ._inner_optimizer import find_own_optimizer
 from ._lost_updates import LostUpdateReport
 from ._optimizer import Optimizer
 from .checkpoint._state_dict_validation import refuse_other_stream
@@ -33,7 +33,7 @@ Decay = float | Callable[[int], float]
 
 
 def average(w: Any, g: Any, take: Any) -> tuple[Any]:
-    """u = (1 - decay) (g - w), with the live weight in the gradient's place."""
+    """Return u = (1 - decay) (g - w), with the live weight in the gradient's place."""
     return (take * (g - w),)
 
 
@@ -63,11 +63,11 @@ class Averages(ExplicitGradientOptimizer):
     narrowed_by = "dtype=torch.bfloat16"
 
     def rule(self, group: dict[str, Any]) -> UpdateRule:
-        """a + (1 - decay) (w - a)."""
+        """Return the rule a + (1 - decay) (w - a)."""
         return AVERAGE
 
     def _check_wrappers(self, has_gradients: bool) -> None:
-        """Do nothing: averages are nobody else's."""
+        """Do nothing: no wrapper holds averages."""
 
     def plans(self) -> dict[torch.Tensor, ParameterPlan]:
         """Return the plan of every average."""
@@ -129,7 +129,7 @@ class EMA:
         report_interval: int = 50,
     ) -> None:
         check_module(model, "EMA")
-        stepping = None if optimizer is None else own_optimizer(optimizer, "optimizer=", "leave it out")
+        stepping = None if optimizer is None else find_own_optimizer(optimizer, "optimizer=", "leave it out")
         if buffers not in ("copy", "average"):
             raise ValueError(f"buffers={buffers!r}: allowed are 'copy' and 'average'")
         decay_at({"decay": decay, "warmup": False}, 1)
@@ -210,7 +210,7 @@ class EMA:
             yield shown
         names = {id(plan): name for name, plan in held.items()}
         on_cpu = all(memory(plan.parameter).is_cpu for plan in held.values())
-        for plans in runs_of(held.values(), MOST_ELEMENTS if on_cpu else MOST_ON_DEVICE):
+        for plans in split_into_runs(held.values(), MOST_ELEMENTS if on_cpu else MOST_ON_DEVICE):
             values = read_weights(plans)
             found = {names[id(plan)]: placed_like(value, plan.parameter) for plan, value in zip(plans, values)}
             yield {name: value.to(live[name].device) for name, value in found.items()}

@@ -18,7 +18,7 @@ from ..kernels.triton._launch import ready
 from ..kernels.triton._table_kernel import TableKernel
 from ..kernels.vector._machine_function import address_of
 from ..kernels.vector._table_loop import compile_table
-from .parameters._outside_writes import current_auxiliary_tensors
+from .parameters._outside_writes import read_auxiliary_tensors
 from .parameters._parameter_plan import ParameterPlan
 from .stores._storage import Store
 from .weight_updates._weight_update import WeightUpdate
@@ -63,12 +63,12 @@ def read_weights(plans: Sequence[ParameterPlan], buffer: Float32Buffer | None = 
     out = [buffer.take(own[0]) for own in payloads]
     for update, store in {(plan.spec.update, plan.spec.store) for plan in plans}:
         mine = [k for k, plan in enumerate(plans) if (plan.spec.update, plan.spec.store) == (update, store)]
-        parts = [[*(part.contiguous() for part in payloads[k]), *current_auxiliary_tensors(plans[k])] for k in mine]
+        parts = [[*(part.contiguous() for part in payloads[k]), *read_auxiliary_tensors(plans[k])] for k in mine]
         _read(update, store, parts, [out[k] for k in mine])
     return out
 
 
-def runs_of(plans: Iterable[ParameterPlan], most: int) -> Iterator[list[ParameterPlan]]:
+def split_into_runs(plans: Iterable[ParameterPlan], most: int) -> Iterator[list[ParameterPlan]]:
     """Split plans into runs of at most `most` elements, with at least one plan each."""
     run: list[ParameterPlan] = []
     held = 0
@@ -83,7 +83,7 @@ def runs_of(plans: Iterable[ParameterPlan], most: int) -> Iterator[list[Paramete
         yield run
 
 
-def buffer_for(runs: Iterable[Sequence[ParameterPlan]]) -> Float32Buffer:
+def make_buffer(runs: Iterable[Sequence[ParameterPlan]]) -> Float32Buffer:
     """Return a buffer for the weights and the gradients of the largest of some runs."""
     sizes = ([math.prod(plan.shape) for plan in plans] for plans in runs)
     return Float32Buffer(max((2 * sum(size + ALIGNMENT for size in run) for run in sizes), default=0))
@@ -91,7 +91,7 @@ def buffer_for(runs: Iterable[Sequence[ParameterPlan]]) -> Float32Buffer:
 
 def _read(update: WeightUpdate, store: Store, parts: list[list[torch.Tensor]], out: list[torch.Tensor]) -> None:
     if select_engine(parts[0][0].device.type) == "llvm":
-        _run(checked_read_kernel(update, store), parts, out)
+        _run(make_read_kernel(update, store), parts, out)
         return
     is_on_one_device = len({part.device for own in parts for part in own}) == 1
     if select_engine(out[0].device.type) == "triton" and is_on_one_device:
@@ -131,7 +131,7 @@ def _record_read(update: WeightUpdate, store: Store) -> Trace:
 
 @functools.cache
 @undisturbed()
-def checked_read_kernel(update: WeightUpdate, store: Store) -> Callable:
+def make_read_kernel(update: WeightUpdate, store: Store) -> Callable:
     """Return the kernel that reads one weight update and store, checked against its reference once per process."""
     name = f"read_{update.name}_{store.name}".replace("-", "_")
     kernel = compile_table(name, Table(_record_read(update, store), 5))
@@ -142,7 +142,7 @@ def checked_read_kernel(update: WeightUpdate, store: Store) -> Callable:
 
 
 def _read_kernel_on(update: WeightUpdate, store: Store, device: torch.device) -> TableKernel | None:
-    """Return the kernel of `checked_read_kernel` on an accelerator; None, counted, where there is none."""
+    """Return the kernel of `make_read_kernel` on an accelerator; None, counted, where there is none."""
 
     def run(kernel: TableKernel, device: torch.device) -> list[torch.Tensor]:
         parts = [part.to(device) for part in _fixed_parts(update, store)]

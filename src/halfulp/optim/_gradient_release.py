@@ -17,7 +17,7 @@ from ..kernels import same_bits
 from ..subclass.models._module_parameters import check_module
 from ..subclass.models._parameter_holders import data_parallel_modules
 from ._group_options import check_number
-from ._inner_optimizer import own_optimizer
+from ._inner_optimizer import find_own_optimizer
 from ._optimizer import Optimizer
 from .parameters._tensor_map import TensorMap
 
@@ -203,7 +203,7 @@ class GradientRelease:
             self.norm, self._coefficient = norm, torch.clamp(self._clip / (norm + 1e-6), max=1.0)
 
     def _step_after(self, loss: torch.Tensor) -> None:
-        """Step after backward: sums of several passes lie there anyway."""
+        """Step after backward, as the gradients of several passes are summed up already."""
         with self.accumulate():
             loss.backward()
         assert self._clip is not None
@@ -444,12 +444,8 @@ def release_gradients(
     host = HostParameters(model) if offload else None
     if callable(optimizer) and is_maker:
         optimizer = optimizer(model.named_parameters() if host is None else iter(host.named))
-    own = own_optimizer(optimizer, "release_gradients", "its step does one parameter at a time")
-    if type(own).step_parameter is not Optimizer.step_parameter:
-        raise NotImplementedError(
-            f"{type(own).__name__} steps all parameters together: step after backward, or take an optimizer of "
-            "hu.optim that steps one alone, such as AdamW"
-        )
+    own = find_own_optimizer(optimizer, "release_gradients", "its step does one parameter at a time")
+    own._check_steps_alone()
     if host is not None:
         host.check(own)
         _hosts[own] = host

@@ -51,7 +51,7 @@ def check_ranks(optimizer: torch.optim.Optimizer, process_group: Any, device: to
                 )
 
 
-def own_version() -> str:
+def read_own_version() -> str:
     """Return halfulp's version, without an import of the package that imports this one."""
     version: str = sys.modules["halfulp"].__version__
     return version
@@ -60,7 +60,7 @@ def own_version() -> str:
 def _describe(optimizer: torch.optim.Optimizer) -> dict[str, str]:
     """Return in words what all ranks must agree on."""
     found = {
-        "halfulp": own_version(),
+        "halfulp": read_own_version(),
         "torch": torch.__version__,
         "the optimizer": type(optimizer).__name__,
     }
@@ -110,7 +110,7 @@ def check_fixed_options(group: dict, defaults: Mapping[str, Any], fixed: Iterabl
 
 
 def check_group(group: dict, options: Iterable[str] = ()) -> None:
-    """Check a new group's options; keys like none of those that the optimizer knows are the user's own, and stay.
+    """Check a new group's options; keys that resemble no option are the user's own, and stay.
 
     Raises:
         ValueError: an option that means nothing here, with what is allowed.

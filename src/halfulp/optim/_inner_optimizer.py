@@ -11,26 +11,23 @@ from ._lost_updates import LostUpdateReport
 from ._optimizer import Optimizer
 
 
-def is_wrapper(given: Any) -> bool:
-    """Return whether an object hands on to an optimizer that it holds: it has no param groups of its own.
-
-    Lightning and Fabric give their wrappers a subclass of the optimizer's class, and accelerate one of torch's. An
-    optimizer that steps by another one inside (Lookahead) has groups, and does more than that one.
-    """
-    return not isinstance(given, torch.optim.Optimizer) or "param_groups" not in vars(given)
-
-
 def inner_optimizer(given: Any) -> Any:
-    """Return the innermost optimizer of nested wrappers; any other object unchanged."""
-    while is_wrapper(given) and not isinstance(given, type):
-        inner = getattr(given, "optimizer", None)
+    """Return the innermost optimizer of nested wrappers; any other object unchanged.
+
+    A wrapper has no param groups of its own. Lightning and Fabric give theirs a subclass of the optimizer's class, and
+    accelerate one of torch's. An optimizer that steps by another one inside (Lookahead) has groups, and does more than
+    that one.
+    """
+    while not isinstance(given, type):
+        is_wrapper = not isinstance(given, torch.optim.Optimizer) or "param_groups" not in vars(given)
+        inner = getattr(given, "optimizer", None) if is_wrapper else None
         if inner is None or inner is given:
             break
         given = inner
     return given
 
 
-def own_optimizer(given: Any, what: str, remedy: str) -> Optimizer:
+def find_own_optimizer(given: Any, what: str, remedy: str) -> Optimizer:
     """Return an optimizer of hu.optim, out of the wrappers that a trainer has put round it.
 
     Args:
@@ -59,4 +56,4 @@ def report(optimizer: Any) -> LostUpdateReport:
     >>> print(report(hu.optim.SGD([torch.nn.Parameter(torch.ones(2).bfloat16())], lr=0.1)))
     lost updates: none metered yet (one step in `report_interval` is)
     """
-    return own_optimizer(optimizer, "report", "hu.observe shows the updates of any optimizer").report()
+    return find_own_optimizer(optimizer, "report", "hu.observe shows the updates of any optimizer").report()

@@ -103,7 +103,9 @@ class LostUpdateReport:
         return lines
 
 
-def lost_update_report(plans: Iterable[ParameterPlan], stalled: tuple[tuple[str, float], ...] = ()) -> LostUpdateReport:
+def summarize_lost_updates(
+    plans: Iterable[ParameterPlan], stalled: tuple[tuple[str, float], ...] = ()
+) -> LostUpdateReport:
     """Return the report over some parameters, whose states stall as `stall_widths` says."""
     plans = list(plans)
     below_range = share_below_range(plans)

@@ -24,10 +24,10 @@ from ._group_options import (
     check_torch_switches,
     warn_of_rate_jump,
 )
-from ._lost_updates import LostUpdateReport, lost_update_report, stall_widths, warn_if_mostly_lost
-from ._spelled_options import option_defaults, read_options
+from ._lost_updates import LostUpdateReport, stall_widths, summarize_lost_updates, warn_if_mostly_lost
+from ._spelled_options import read_defaults, read_options
 from .checkpoint._checkpoint import CheckpointMixin
-from .parameters._local_tensors import is_dtensor, local, memory, own_parts, shard_of
+from .parameters._local_tensors import is_dtensor, local, memory, own_parts, take_shard
 from .parameters._narrow_groups import (
     broadcast_auxiliary_tensors,
     check_narrowing,
@@ -99,6 +99,8 @@ class Optimizer(CheckpointMixin):
     _not_negative: ClassVar[tuple[str, ...]] = NOT_NEGATIVE
     # Options of a class above that this one decides, and no user.
     _fixed_options: ClassVar[tuple[str, ...]] = ()
+    # Whether a step of one parameter depends on no other.
+    _steps_one_alone: ClassVar[bool] = True
     # Of copies, which have all groups and made no step.
     _is_built, _stepped = True, 0
 
@@ -115,7 +117,7 @@ class Optimizer(CheckpointMixin):
         report_interval: int = 50,
         **unknown_options: Any,
     ) -> None:
-        known = option_defaults(type(self))
+        known = read_defaults(type(self))
         for name in unknown_options:
             allowed = [option for option in known if option not in self._fixed_options]
             raise TypeError(unknown(f"option of {type(self).__name__}", name, allowed))
@@ -146,7 +148,7 @@ class Optimizer(CheckpointMixin):
         self._note_identities()
 
     def _note_identities(self) -> None:
-        """Record the identities that the groups say."""
+        """Record the identities that the groups hold."""
         for group in getattr(self, "param_groups", ()):
             note_identities(group, self._identities)
 
@@ -239,7 +241,7 @@ class Optimizer(CheckpointMixin):
                     continue
                 spec, state = self._step_spec(group, parameter, None, name_of(group, position)), self.state.pop(before)
                 for name, _ in spec.update.auxiliary_tensors(spec.store):
-                    self.state[parameter][name] = shard_of(state[name], parameter)
+                    self.state[parameter][name] = take_shard(state[name], parameter)
                 self._plan(group, position)
 
     def _new_plan(
@@ -349,7 +351,8 @@ class Optimizer(CheckpointMixin):
 
         Raises:
             ValueError: it is not there, or what `step` raises.
-            NotImplementedError: hooks of `step`, which would see no step.
+            NotImplementedError: hooks of `step`, which would see no step, or an optimizer whose step of one parameter
+                depends on others (`wrap`, Prodigy, schedule-free ones).
 
         >>> import torch, halfulp as hu
         >>> w = torch.nn.Parameter(torch.ones(2).bfloat16())
@@ -359,6 +362,7 @@ class Optimizer(CheckpointMixin):
         >>> w.tolist()
         [0.5, 0.5]
         """
+        self._check_steps_alone()
         is_own = any(group is own for own in self.param_groups)
         if not is_own or not 0 <= position < len(group["params"]) or group["params"][position] is not parameter:
             raise ValueError(f"this parameter is not number {position} of a group of this optimizer: give its group")
@@ -369,11 +373,18 @@ class Optimizer(CheckpointMixin):
         if parameter.grad is not None:
             self._step_alone(parameter, group, position)
 
+    def _check_steps_alone(self) -> None:
+        if not self._steps_one_alone:
+            raise NotImplementedError(
+                f"{type(self).__name__} steps all parameters together: call step() after backward, or take an "
+                "optimizer of hu.optim that steps one alone, such as AdamW"
+            )
+
     @torch._disable_dynamo
     @torch.no_grad()
     @keeping_subnormals()
     def _step_alone(self, parameter: torch.Tensor, group: dict[str, Any], position: int) -> None:
-        """Do what `step_parameter` does, without its questions."""
+        """Step one parameter alone, without the checks of `step_parameter`."""
         self._begin_step()
         self._check_group_now(group)
         alone = {**group, "params": [parameter], "param_names": [name_of(group, position)]}
@@ -559,7 +570,7 @@ class Optimizer(CheckpointMixin):
             for plan in filter(None, map(self._plans.get, group["params"])):
                 for name, width in stall_widths(plan, group).items():
                     stalled[name] = max(width, stalled.get(name, 0.0))
-        return lost_update_report(self._plans.values(), tuple(stalled.items()))
+        return summarize_lost_updates(self._plans.values(), tuple(stalled.items()))
 
     def bytes_per_parameter(self) -> float:
         """Return bytes per element: weights (and copies after outside writes), auxiliary tensors, states, gradients.

@@ -201,6 +201,8 @@ class ScheduleFree(Optimizer):
     """
 
     _not_negative = (*NOT_NEGATIVE, "warmup_steps", "weight_lr_power")
+    # The weights of the averages count the steps of all parameters.
+    _steps_one_alone = False
 
     def _start_caches(self) -> None:
         super()._start_caches()
@@ -251,10 +253,6 @@ class ScheduleFree(Optimizer):
         for group in self.param_groups:
             _, group["lr_max"], group["weight_sum"] = following(group)
             group["k"] += 1
-
-    def step_parameter(self, parameter: torch.Tensor, group: dict[str, Any], position: int) -> None:
-        """Refuse: the weights of the averages count the steps of all parameters together."""
-        raise NotImplementedError(f"{type(self).__name__} steps all parameters together: call step() after backward")
 
     def _check_numbers(self, group: dict[str, Any]) -> None:
         super()._check_numbers(group)
@@ -399,6 +397,8 @@ class Prodigy(Optimizer):
     """
 
     _not_negative = (*NOT_NEGATIVE, "beta3", "d_coef")
+    # The estimate is over all parameters.
+    _steps_one_alone = False
 
     def __init__(
         self,
@@ -448,10 +448,6 @@ class Prodigy(Optimizer):
 
     def _note_sums(self, sums: list[list[tuple[float, ...]]]) -> None:
         self._sums = next((total for batch in sums for total in batch), ())
-
-    def step_parameter(self, parameter: torch.Tensor, group: dict[str, Any], position: int) -> None:
-        """Refuse: the estimate is over all parameters."""
-        raise NotImplementedError("Prodigy steps all parameters together: call step() after backward")
 
     def _check_numbers(self, group: dict[str, Any]) -> None:
         super()._check_numbers(group)

@@ -30,7 +30,7 @@ def read_dtype(given: Any) -> Any:
     return DTYPES.get(given.strip().lower().removeprefix("torch."), given) if isinstance(given, str) else given
 
 
-def option_defaults(make: Callable[..., Any]) -> dict[str, Any]:
+def read_defaults(make: Callable[..., Any]) -> dict[str, Any]:
     """Return the default values of a class's or function's arguments, which tell of what type each is.
 
     Of a class they are also those of the classes that it inherits from, to which it may hand on `**options`.

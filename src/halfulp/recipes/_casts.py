@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import abc
 import dataclasses
 import math
 from collections.abc import Callable, Container, Iterator
@@ -86,7 +85,7 @@ class CopiedArguments(dict):
                 _return_items(one, originals)
 
 
-def made_writable(x: Tensor, dtype: torch.dtype) -> Tensor:
+def make_writable(x: Tensor, dtype: torch.dtype) -> Tensor:
     """Return ``x.to(dtype)``, with a version counter under torch.inference_mode too, where new tensors have none."""
     if not torch.compiler.is_compiling() and torch.is_inference_mode_enabled():
         with torch.inference_mode(False), torch.no_grad():
@@ -151,19 +150,23 @@ class _Cast:
         self.dtype = dtype
 
 
-class _InputCast(_Cast, abc.ABC):
-    """A forward pre-hook that casts inputs; ``writes``: `ReturnWrites` is to find what it copied."""
+class CastInputs(_Cast):
+    """A forward pre-hook that casts inputs, to the dtype of the module's own parameters or to a fixed one.
 
-    def __init__(self, dtype: torch.dtype, writes: bool) -> None:
+    Args:
+        dtype: that inputs get.
+        writes: `ReturnWrites` is to find what was copied.
+        is_fixed: whether they get it also where the module's own parameters have another.
+    """
+
+    def __init__(self, dtype: torch.dtype, writes: bool, is_fixed: bool) -> None:
         super().__init__(dtype)
-        self.writes = writes
+        self.writes, self.is_fixed = writes, is_fixed
 
-    @abc.abstractmethod
     def __call__(self, module: nn.Module, args: tuple, kwargs: dict) -> tuple[tuple, dict] | None:
-        """A forward pre-hook."""
-
-    def inputs(self, args: tuple, kwargs: dict, dtype: torch.dtype) -> tuple[tuple, dict] | None:
         """Return the cast inputs, what is given twice as one tensor, or None where nothing changes."""
+        own = () if self.is_fixed else (p.dtype for p in module._parameters.values() if p is not None)
+        dtype = next((dtype for dtype in own if dtype in _PLAIN), self.dtype)
         finds_writes = self.writes and not torch.compiler.is_compiling()
         if len(args) == 1 and not kwargs and isinstance(args[0], Tensor):
             if args[0].dtype == dtype:
@@ -177,25 +180,6 @@ class _InputCast(_Cast, abc.ABC):
         return cast_args, cast_kwargs
 
 
-class CastInputs(_InputCast):
-    """A forward pre-hook that casts inputs to the dtype of the module's own parameters."""
-
-    def __call__(self, module: nn.Module, args: tuple, kwargs: dict) -> tuple[tuple, dict] | None:
-        """A forward pre-hook."""
-        for parameter in module._parameters.values():
-            if parameter is not None and parameter.dtype in _PLAIN:
-                return self.inputs(args, kwargs, parameter.dtype)
-        return self.inputs(args, kwargs, self.dtype)
-
-
-class WidenInputs(_InputCast):
-    """A forward pre-hook of a module that is kept in float32: casts its inputs to float32."""
-
-    def __call__(self, module: nn.Module, args: tuple, kwargs: dict) -> tuple[tuple, dict] | None:
-        """A forward pre-hook."""
-        return self.inputs(args, kwargs, self.dtype)
-
-
 class StaysFloat32(_Cast):
     """A forward pre-hook of a module that is kept in float32: refuses parameters that something has cast since."""
 
@@ -204,7 +188,7 @@ class StaysFloat32(_Cast):
         self.name = name
 
     def __call__(self, module: nn.Module, args: tuple) -> None:
-        """A forward pre-hook.
+        """Check the dtypes of the module's parameters.
 
         Raises:
             TypeError: a parameter is not float32 any more.
@@ -223,7 +207,7 @@ class CastOutputs(_Cast):
     """A forward hook that casts a module's outputs, nested ones too."""
 
     def __call__(self, module: nn.Module, args: tuple, output: Any) -> Any:
-        """A forward hook."""
+        """Return the outputs, cast."""
         return map_tensors(output, lambda x: cast(x, self.dtype), False)
 
 
@@ -231,7 +215,7 @@ class ReturnWrites(_Cast):
     """A forward hook that gives the caller's arguments what a module wrote into cast copies of them."""
 
     def __call__(self, module: nn.Module, args: tuple, kwargs: dict, output: Any) -> None:
-        """A forward hook."""
+        """Write into the caller's arguments what the module wrote into copies of them."""
         if not torch.compiler.is_compiling() and isinstance(kwargs, CopiedArguments):
             kwargs.return_writes(cast)
 
@@ -244,7 +228,7 @@ def cast(x: Tensor, dtype: torch.dtype) -> Tensor:
     """
     if x.dtype not in _PLAIN or x.dtype == dtype:
         return x
-    y = made_writable(x, dtype)
+    y = make_writable(x, dtype)
     largest = torch.finfo(dtype).max
     if largest < torch.finfo(x.dtype).max:
         with torch.no_grad():
@@ -277,25 +261,25 @@ def install(model: nn.Module, islands: Container[str], dtype: torch.dtype) -> No
         dtype: of what islands hand on.
     """
     for name, module in model.named_modules():
-        if inside(name, islands) and any(x is not None for x in module._parameters.values()):
+        if is_inside(name, islands) and any(x is not None for x in module._parameters.values()):
             module.register_forward_pre_hook(StaysFloat32(name))
         if name in islands:
             if not isinstance(module, _MIXED) or module.weight is None:
-                _cast_inputs(module, torch.float32, WidenInputs)
+                _cast_inputs(module, torch.float32, is_fixed=True)
             if module is not model:
                 module.register_forward_hook(CastOutputs(dtype))
-        elif inside(name, islands):
+        elif is_inside(name, islands):
             continue
         elif isinstance(module, ParametrizationList):
             for parametrization in module:
-                _cast_inputs(parametrization, torch.float32, WidenInputs)
+                _cast_inputs(parametrization, torch.float32, is_fixed=True)
             module.register_forward_hook(CastOutputs(dtype))
         elif isinstance(module, nn.AdaptiveLogSoftmaxWithLoss):
-            _cast_inputs(module, torch.float32, WidenInputs)
+            _cast_inputs(module, torch.float32, is_fixed=True)
             for layer in filter(_has_weights, module.modules()):
                 layer.register_forward_hook(CastOutputs(torch.float32))
         elif isinstance(module, _MIXED) or (_has_weights(module) and _multiplies(module)):
-            _cast_inputs(module, dtype, CastInputs)
+            _cast_inputs(module, dtype)
     model.register_forward_hook(CastOutputs(torch.float32))
 
 
@@ -303,13 +287,13 @@ def install_inputs(model: nn.Module, dtype: torch.dtype) -> None:
     """Cast inputs of the model's modules with parameters to a wider dtype, which keeps all digits."""
     for module in model.modules():
         if _has_weights(module):
-            _cast_inputs(module, dtype, CastInputs)
+            _cast_inputs(module, dtype)
 
 
-def _cast_inputs(module: nn.Module, dtype: torch.dtype, kind: type[_InputCast]) -> None:
+def _cast_inputs(module: nn.Module, dtype: torch.dtype, is_fixed: bool = False) -> None:
     """Install the hooks that cast what a module is given; torch's own modules write into none of it."""
     writes = not class_of(module).__module__.startswith("torch.nn.")
-    module.register_forward_pre_hook(kind(dtype, writes), with_kwargs=True)
+    module.register_forward_pre_hook(CastInputs(dtype, writes, is_fixed), with_kwargs=True)
     if writes:
         module.register_forward_hook(ReturnWrites(dtype), with_kwargs=True)
 
@@ -319,7 +303,7 @@ def remove(model: nn.Module) -> None:
     remove_hooks(model.modules(), lambda hook: isinstance(hook, _Cast))
 
 
-def inside(name: str, islands: Container[str]) -> bool:
+def is_inside(name: str, islands: Container[str]) -> bool:
     """Return whether a module is one of some modules, or lies in one."""
     parts = name.split(".") if name else []
     return any(".".join(parts[:k]) in islands for k in range(len(parts) + 1))

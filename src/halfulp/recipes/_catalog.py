@@ -31,7 +31,7 @@ def _few_bits(format: str, bits: int, update: str) -> Recipe:
 
 
 def _gradients(format: str, name: str, words: str, scale: str | float | None, rounding: str = "nearest") -> Recipe:
-    """float32 but for the gradients that products read and make."""
+    """Return the recipe in float32 but for the gradients that products read and make."""
     return Recipe(
         name=f"{format}-{name}",
         description=f"float32 weights, gradients rounded to {format}, {words}",

@@ -17,7 +17,7 @@ from ..subclass import float32_products
 from ..subclass.models._parameter_holders import Wrappers, check_holders, holding_optimizers, replace_data
 from . import _casts, _catalog, _operands
 from ._multipoint import MultipointLayer
-from ._plan import assign, check, check_range, islands, kept_parameters
+from ._plan import assign, check, check_range, find_islands, kept_parameters
 from ._recipe import Recipe
 
 M = TypeVar("M", bound=nn.Module)
@@ -52,7 +52,8 @@ def convert(model: M, recipe: Recipe | str, *, seed: int = 0) -> M:
     bits of the float32 start wait beside the parameters, at 2 bytes per parameter (4 under float16), until the first
     optimizer of ``halfulp.optim`` takes them. A copy of the model, another device, fully_shard and every write of other
     values before that leave them behind: the weights then start as the narrow ones show them (``param_dtype=`` after
-    fully_shard keeps them).
+    fully_shard keeps them). A weight half-way between two bfloat16 numbers shows the one of larger magnitude, as the
+    low bits have to fit into 16, until an optimizer takes these: its weight update may show the even one.
 
     Order: move the model to its device, convert, then wrap it (DistributedDataParallel, fully_shard), compile it and
     make optimizers.
@@ -84,14 +85,14 @@ def convert(model: M, recipe: Recipe | str, *, seed: int = 0) -> M:
         raise ValueError(
             f"the model is converted already, by recipe {record.recipe.name!r}: halfulp.revert(model) first"
         )
-    check(model, recipe)
+    check(model)
     for name, module in model.named_modules():
         if isinstance(module, MultipointLayer):
             raise ValueError(
                 f"{name or 'the model'} has multipoint weights, which are codes and not trained: model.to(torch."
                 "bfloat16) narrows what is beside them, and halfulp.multipoint comes after a recipe and halfulp.revert"
             )
-    kept = islands(model, recipe)
+    kept = find_islands(model, recipe)
     assign(recipe, model)
     if recipe.narrow:
         check_range(model, recipe, kept_parameters(model, kept))
@@ -162,7 +163,7 @@ def revert(model: M) -> M:
     return model
 
 
-def recipe_of(model: nn.Module) -> Recipe:
+def find_recipe(model: nn.Module) -> Recipe:
     """Return the recipe of a converted model, or of the one inside a wrapper.
 
     Raises:
@@ -204,7 +205,7 @@ def _narrow_parameters(model: nn.Module, kept: Container[str], dtype: torch.dtyp
             narrow(parameter, dtype)
     # torch's kernel wants statistics of the dtype of the weights, or inputs narrower than both.
     norms = [(name, m) for name, m in model.named_modules() if isinstance(m, nn.modules.batchnorm._NormBase)]
-    outside = [(name, m) for name, m in norms if not _casts.inside(name, kept)]
+    outside = [(name, m) for name, m in norms if not _casts.is_inside(name, kept)]
     changed = [
         f"{name}.{key}" if name else key
         for name, module in outside

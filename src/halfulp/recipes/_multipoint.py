@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from .._messages import a_kind
-from ._training_step import called
+from ._training_step import call_model
 
 _CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
 _SCALES = torch.linspace(0.3, 1.0, 15, dtype=torch.float64, device="cpu").tolist()
@@ -147,7 +147,7 @@ def multipoint(
     Raises:
         ValueError: bits out of range, no batches, no such layer or one with forward hooks, a glob that matches none,
             numbers that are not finite, or a budget that no choice meets.
-        TypeError: no module.
+        TypeError: no module, or a budget that is no number.
 
     >>> import torch, halfulp as hu
     >>> _ = torch.manual_seed(0)
@@ -181,7 +181,9 @@ def multipoint(
             raise ValueError(f"the weight of layer {name} is not finite, which no code is: leave it out by keep=")
     sizes = {name: math.ceil(layer.weight[0].numel() * bits / 8) + _SCALE_BYTES for name, layer in chosen.items()}
     single = sum(size * len(chosen[name].weight) for name, size in sizes.items())
-    if isinstance(budget, bool) or not isinstance(budget, int | float) or not budget >= 1:
+    if isinstance(budget, bool) or not isinstance(budget, int | float):
+        raise TypeError(f"budget={budget!r} is {a_kind(budget)}: give a number, 1.1 for a tenth more bytes")
+    if not budget >= 1:
         raise ValueError(
             f"budget={budget!r} is met by no choice: one point of {bits} bits per channel already takes {single:,} "
             "bytes, which counts as 1; give 1 or more, or fewer bits"
@@ -297,7 +299,7 @@ def _second_moments(model: nn.Module, chosen: Mapping[str, Any], batches: Iterab
         with torch.no_grad():
             for batch in batches:
                 seen += 1
-                called(model, batch)
+                call_model(model, batch)
     finally:
         for handle in handles:
             handle.remove()

@@ -8,20 +8,20 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
+from .. import optim
 from .._names import described, unknown
-from ..mctensor import MCTensor
 from ..mctensor._convert_model import plain_state_dict
-from ..optim import Optimizer
+from ..optim import Optimizer, StateSlot
 from ..optim._algorithms import Choice
-from ..optim._lost_updates import LostUpdateReport, lost_update_report
+from ..optim._lost_updates import LostUpdateReport, summarize_lost_updates
+from ..optim.parameters._local_tensors import own_parts
 from ..rounding import Nearest, Stochastic, quantize
-from ._convert import recipe_of
-from ._plan import named, update_of
+from ._convert import find_recipe
+from ._plan import choose_update, walk_parameters
 from ._recipe import Recipe
 
 if TYPE_CHECKING:
     from ..gradients import AdaptiveGradScaler
-    from ..optim import Optimizer, StateSlot
 
 
 def optimizer(
@@ -61,13 +61,13 @@ def optimizer(
     >>> type(hu.recipes.optimizer(model, "AdamW", lr=1e-3)).__name__
     'AdamW'
     """
-    from .. import optim
-
     if rule not in optim.OPTIMIZERS:
         raise ValueError(unknown("rule", rule, optim.OPTIMIZERS))
-    recipe = recipe_of(model)
+    recipe = find_recipe(model)
     if recipe.by_torch:
-        return torch_optimizer(recipe, model, rule, **hyper)
+        if rule not in _OF_TORCH:
+            raise ValueError(f"recipe {recipe.name!r} steps by torch.optim: {unknown('rule', rule, _OF_TORCH)}")
+        return _OF_TORCH[rule](model.parameters(), **hyper)
     for name in ("weight_update", "state_dtype", "format"):
         if name in hyper and getattr(recipe, name) is not None:
             raise ValueError(
@@ -147,10 +147,10 @@ def _all_float32(recipe: Recipe, model: nn.Module) -> bool:
 def _groups(recipe: Recipe, model: nn.Module) -> list[Any]:
     """Return named parameters; for a mix, one group per weight update, in the recipe's order."""
     if recipe.weight_update is None or isinstance(recipe.weight_update, str):
-        return [(name, parameter) for name, _, parameter in named(model)]
+        return [(name, parameter) for name, _, parameter in walk_parameters(model)]
     groups: dict[str | None, list[tuple[str, nn.Parameter]]] = {}
-    for name, module, parameter in named(model):
-        update = update_of(recipe, name, module)
+    for name, module, parameter in walk_parameters(model):
+        update = choose_update(recipe, name, module)
         if recipe.narrow and parameter.dtype == torch.float32:
             update = None
         groups.setdefault(update, []).append((name, parameter))
@@ -189,8 +189,6 @@ def _states(kind: type[Optimizer], hyper: dict[str, Any]) -> tuple[StateSlot, ..
 
 def _object(update: str) -> object:
     """Return the optimizer's ``weight_update``."""
-    from .. import optim
-
     special = {"kahan-literal": optim.Kahan(literal=True), "components-3": optim.Components(3)}
     return special.get(update, update)
 
@@ -202,15 +200,15 @@ class TorchOptimizer(torch.optim.Optimizer):
     state: defaultdict[Tensor, Any]
 
     def report(self) -> LostUpdateReport:
-        """Return None: nothing is metered."""
-        return lost_update_report(())
+        """Return a report without rows, as torch.optim meters nothing."""
+        return summarize_lost_updates(())
 
     def bytes_per_parameter(self) -> float:
         """Return bytes of weights, states and gradients per parameter element, as held now."""
         parameters = [parameter for group in self.param_groups for parameter in group["params"]]
         states = [value for state in self.state.values() for value in state.values() if isinstance(value, Tensor)]
         gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
-        held: int = sum(_bytes(tensor) for tensor in (*parameters, *states, *gradients))
+        held: int = sum(part.nbytes for x in (*parameters, *states, *gradients) for part in own_parts(x))
         return float(held / max(1, sum(parameter.numel() for parameter in parameters)))
 
     def train(self, mode: bool = True) -> None:
@@ -237,30 +235,9 @@ class AdamW(TorchOptimizer, torch.optim.AdamW):
     """torch.optim.AdamW with the measurements of halfulp's optimizers."""
 
 
-# What `halfulp.recipes.torch_optimizer` gives: either measures itself.
+# What `optimizer` gives: either measures itself.
 MeasuredOptimizer = Optimizer | TorchOptimizer
-
-
-_KINDS = {kind.__name__: kind for kind in (SGD, Adam, AdamW)}
-
-
-def torch_optimizer(recipe: Recipe, model: nn.Module, rule: str, **hyper: Any) -> TorchOptimizer:
-    """torch.optim's torch_optimizer of a converted model.
-
-    Raises:
-        ValueError: torch.optim has no such rule.
-    """
-    if rule not in _KINDS:
-        raise ValueError(f"recipe {recipe.name!r} steps by torch.optim: {unknown('rule', rule, _KINDS)}")
-    return _KINDS[rule](model.parameters(), **hyper)
-
-
-def _bytes(tensor: Tensor) -> int:
-    return sum(part.numel() * part.element_size() for part in _parts(tensor))
-
-
-def _parts(tensor: Tensor) -> tuple[Tensor, ...]:
-    return tensor.components if isinstance(tensor, MCTensor) else (tensor,)
+_OF_TORCH = {kind.__name__: kind for kind in (SGD, Adam, AdamW)}
 
 
 def hold_states(optimizer: Optimizer, format: str, seed: int) -> None:

@@ -19,11 +19,11 @@ from ..scaled.model._scalify import eight_bit_forward
 from ..scaled.rules._products import SIDE
 from ..subclass.models._float32_products import class_of
 from . import _catalog
-from ._casts import inside
+from ._casts import is_inside
 from ._recipe import NORMS, Recipe
 
 
-def check(model: nn.Module, recipe: Recipe) -> None:
+def check(model: nn.Module) -> None:
     """Raise for a model that no recipe starts from."""
     if not isinstance(model, nn.Module):
         raise TypeError(f"the model is {a_kind(model)}: give a torch.nn.Module")
@@ -39,7 +39,7 @@ def check(model: nn.Module, recipe: Recipe) -> None:
             raise TypeError(f"a recipe starts from float32 parameters, but {name!r} is {parameter.dtype}; {cure}")
 
 
-def islands(model: nn.Module, recipe: Recipe) -> dict[str, str]:
+def find_islands(model: nn.Module, recipe: Recipe) -> dict[str, str]:
     """Return the names of the modules that a narrow recipe keeps in float32, the outermost ones, each with why.
 
     These are the ones that the recipe's globs match, losses with weights, modules whose weight is computed from float32
@@ -49,7 +49,7 @@ def islands(model: nn.Module, recipe: Recipe) -> dict[str, str]:
         ValueError: a glob of the recipe's own that matches no module.
 
     >>> from halfulp import recipes
-    >>> islands(nn.Sequential(nn.Linear(2, 2), nn.LayerNorm(2)), recipes.get("bf16"))
+    >>> find_islands(nn.Sequential(nn.Linear(2, 2), nn.LayerNorm(2)), recipes.get("bf16"))
     {'1': "matches '*Norm*'"}
     """
     if not recipe.narrow:
@@ -60,7 +60,7 @@ def islands(model: nn.Module, recipe: Recipe) -> dict[str, str]:
     for name, module in model.named_modules():
         globs = [glob for glob in recipe.float32 if _matches(glob, name, module)]
         matched.update(globs)
-        if inside(name, found):
+        if is_inside(name, found):
             continue
         if globs:
             found[name] = f"matches {globs[0]!r}"
@@ -80,7 +80,7 @@ def islands(model: nn.Module, recipe: Recipe) -> dict[str, str]:
 
 
 def _scales(module: nn.Module) -> bool:
-    """Return whether a layer of nobody's but the user's has vectors alone: frequencies of positions, scales of layers.
+    """Return whether a layer that is none of torch's has only vectors: frequencies of positions, scales of layers.
 
     Its products are element by element, where frequencies times positions need all digits and which cost nothing.
     """
@@ -105,7 +105,7 @@ def check_range(model: nn.Module, recipe: Recipe, keeps: set[int]) -> None:
 
 def kept_parameters(model: nn.Module, kept: Container[str]) -> set[int]:
     """Return the ids of the parameters that lie in islands, under any of their names."""
-    inner = [module for name, module in model.named_modules() if inside(name, kept)]
+    inner = [module for name, module in model.named_modules() if is_inside(name, kept)]
     return {id(p) for module in inner for p in module._parameters.values() if p is not None}
 
 
@@ -116,10 +116,10 @@ def assign(recipe: Recipe, model: nn.Module) -> dict[str, str | None]:
     >>> assign(recipes.get("bf16-mixed"), nn.Sequential(nn.Linear(2, 2, bias=False), nn.LayerNorm(2)))
     {'0.weight': 'stochastic', '1.weight': 'kahan', '1.bias': 'kahan'}
     """
-    return {name: update_of(recipe, name, module) for name, module, _ in named(model)}
+    return {name: choose_update(recipe, name, module) for name, module, _ in walk_parameters(model)}
 
 
-def update_of(recipe: Recipe, name: str, module: nn.Module) -> str | None:
+def choose_update(recipe: Recipe, name: str, module: nn.Module) -> str | None:
     """Return the weight update of one parameter, by its qualified name and the module that holds it."""
     if recipe.weight_update is None or isinstance(recipe.weight_update, str):
         return recipe.weight_update
@@ -133,14 +133,14 @@ def update_of(recipe: Recipe, name: str, module: nn.Module) -> str | None:
     )
 
 
-def named(model: nn.Module) -> Iterator[tuple[str, nn.Module, nn.Parameter]]:
+def walk_parameters(model: nn.Module) -> Iterator[tuple[str, nn.Module, nn.Parameter]]:
     """Yield every parameter once, with its qualified name and the module that holds it."""
     for name, parameter in model.named_parameters():
         yield name, model.get_submodule(name.rpartition(".")[0]), parameter
 
 
 def _matches(glob: str, name: str, module: nn.Module) -> bool:
-    """Match a module by its name, or one without children by its class: wrappers are called as what they wrap."""
+    """Return whether a glob matches a module's name, or the class of one without children: wrappers share names."""
     if fnmatch.fnmatchcase(name, glob):
         return True
     classes = () if any(True for _ in module.children()) else type(module).__mro__
@@ -154,12 +154,12 @@ _LAYERS = (
 )
 
 
-def eight_bit_products(module: nn.Module) -> tuple[str | None, str]:
+def describe_eight_bit_products(module: nn.Module) -> tuple[str | None, str]:
     """Return which products of a module ``matmul="fp8"`` makes 8-bit, and why not all.
 
-    >>> eight_bit_products(nn.Linear(32, 10))
+    >>> describe_eight_bit_products(nn.Linear(32, 10))
     ('fp8 products', '32 x 10: units take multiples of 16, else fp8 is emulated')
-    >>> eight_bit_products(nn.Conv2d(3, 8, 3))
+    >>> describe_eight_bit_products(nn.Conv2d(3, 8, 3))
     (None, 'fp8 is for products of linear layers')
     """
     if isinstance(module, nn.modules.linear.NonDynamicallyQuantizableLinear):
@@ -194,10 +194,10 @@ def _has_plain_forward(module: nn.Module) -> bool:
     return class_of(module).forward in {kind.forward for kind in (nn.Linear, *_CONVOLUTIONS)}
 
 
-def rounded_gradients(module: nn.Module, format: str) -> tuple[str | None, str]:
+def describe_rounded_gradients(module: nn.Module, format: str) -> tuple[str | None, str]:
     """Return which gradients of a module a ``gradient_format`` rounds, and why not all.
 
-    >>> rounded_gradients(nn.Linear(3, 2), "fp16"), rounded_gradients(nn.LayerNorm(3), "fp16")
+    >>> describe_rounded_gradients(nn.Linear(3, 2), "fp16"), describe_rounded_gradients(nn.LayerNorm(3), "fp16")
     (('gradients in fp16', ''), (None, 'no product'))
     """
     if isinstance(module, _LAYERS):
@@ -297,8 +297,8 @@ def explain(model: nn.Module, recipe: Recipe | str) -> Explanation:
     96 bytes of parameters become 64.
     """
     recipe = _catalog.get(recipe)
-    check(model, recipe)
-    kept = islands(model, recipe)
+    check(model)
+    kept = find_islands(model, recipe)
     walk = _Walk(recipe, kept, kept_parameters(model, kept), assign(recipe, model))
     plans = tuple(walk.plan(name, module) for name, module in model.named_modules())
     return Explanation(recipe, plans, walk.before, walk.after)
@@ -332,7 +332,7 @@ class _Walk:
         wanted = {self._updates[tied.get(key, full[key])] for key in own} - {None}
         got = {self._updates[full[key]] for key, p in new.items() if key not in stays and p.requires_grad} - {None}
         products, why_no_product = self._products(name, module)
-        reasons = [self._why_kept(name, own, stays), *_why_not_updated(own, stays, tied, bool(wanted)), why_no_product]
+        reasons = [self._why_kept(name, stays), *_why_not_updated(own, stays, tied, bool(wanted)), why_no_product]
         return ModulePlan(
             name,
             type(module).__name__,
@@ -346,14 +346,14 @@ class _Walk:
 
     def _reason_kept(self, name: str) -> str:
         """Return why a module stays float32; empty where it does not."""
-        if not inside(name, self._islands):
+        if not is_inside(name, self._islands):
             return ""
         if name in self._islands:
             return self._islands[name]
-        outer = next(island for island in self._islands if inside(name, {island}))
+        outer = next(island for island in self._islands if is_inside(name, {island}))
         return f"in {outer!r}, which {self._islands[outer]}"
 
-    def _why_kept(self, name: str, own: dict[str, nn.Parameter], stays: set[str]) -> str:
+    def _why_kept(self, name: str, stays: set[str]) -> str:
         kept = self._reason_kept(name)
         if kept or not stays:
             return kept
@@ -361,7 +361,7 @@ class _Walk:
 
     def _products(self, name: str, module: nn.Module) -> tuple[str | None, str]:
         if self._recipe.matmul:
-            return eight_bit_products(module)
+            return describe_eight_bit_products(module)
         operands = f"operands in {self._recipe.operand_format}" if rounds_operands(self._recipe, name, module) else None
         lacks = ""
         if self._recipe.operand_format and not operands:
@@ -369,7 +369,7 @@ class _Walk:
             if self._recipe.operand_format in block_names():
                 lacks += ", by torch's own forward"
         if self._recipe.gradient_format:
-            gets, why = rounded_gradients(module, self._recipe.gradient_format)
+            gets, why = describe_rounded_gradients(module, self._recipe.gradient_format)
             return ", ".join(filter(None, (operands, gets))) or None, lacks if lacks and gets else why
         return operands, lacks
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 from .._names import described, unknown
@@ -54,7 +54,7 @@ Globs = Converted[Sequence[str], tuple[str, ...]]
 ScaleOrPolicy = Converted[str | float | None, str | float | None]
 
 
-def name_of_format(value: str | torch.dtype | Format | None) -> str | None:
+def read_format_name(value: str | torch.dtype | Format | None) -> str | None:
     """Return ``torch.bfloat16`` or a Format as the name that JSON can hold; strings and None pass through."""
     if value is None or isinstance(value, str):
         return value
@@ -62,7 +62,7 @@ def name_of_format(value: str | torch.dtype | Format | None) -> str | None:
     return name if isinstance(name, str) else str(value).removeprefix("torch.")
 
 
-def name_or_mix(value: str | Sequence[Sequence[str]] | Mapping[str, str] | None) -> str | Mix | None:
+def read_updates(value: str | Sequence[Sequence[str]] | Mapping[str, str] | None) -> str | Mix | None:
     """Return pairs from glob to name as tuples; a single name and None pass through.
 
     Raises:
@@ -79,7 +79,7 @@ def name_or_mix(value: str | Sequence[Sequence[str]] | Mapping[str, str] | None)
         ) from None
 
 
-def globs(value: Sequence[str]) -> tuple[str, ...]:
+def read_globs(value: Sequence[str]) -> tuple[str, ...]:
     """Return globs as a tuple.
 
     Raises:
@@ -94,43 +94,23 @@ def globs(value: Sequence[str]) -> tuple[str, ...]:
     return tuple(value)
 
 
-def power_or_policy(value: str | float | None) -> str | float | None:
+def read_scale(value: str | float | None) -> str | float | None:
     """Return a whole number as a float; all else passes through."""
     return float(value) if isinstance(value, int) and not isinstance(value, bool) else value
 
 
-# A Converted is a descriptor, made once per class on purpose.
-
-
-WEIGHT_UPDATES = (
-    "nearest",
-    "stochastic",
-    "kahan",
-    "kahan-literal",
-    "kahan-stochastic",
-    "split",
-    "split-stochastic",
-    "split8",
-    "feedback",
-    "master",
-    "components",
-    "components-3",
-)
 PARAM_DTYPES = ("bfloat16", "float16", "float32", "float64")
 STATE_DTYPES = ("bfloat16", "bfloat16x2", "float16", "float32", "8bit", "4bit", "fp8")
 PAYLOADS = ("float16", "bfloat16", "float8_e4m3fn", "float8_e5m2", "float32")
 MATMULS = ("fp8",)
-GRADIENT_SCALES = (
-    *("amax", "underflow-bound", "element-wise", "abs-range"),
-    *("constant", "measured", "dynamic", "rising-floor"),
-)
 
 # BatchNorm, LayerNorm, GroupNorm, InstanceNorm, RMSNorm of torch, and what other libraries call so.
 NORMS = ("*Norm*",)
 
 GRADIENT_ROUNDINGS = ("nearest", "stochastic")
 
-_UPDATE_WORDS = {
+# The weight updates, each with what `Recipe.explain` says of it.
+WEIGHT_UPDATES = {
     "nearest": "rounded to the nearest value, so that a small update is lost",
     "stochastic": "rounded up or down at random, right on average",
     "kahan": "with a second 16-bit number per weight that keeps what rounding dropped",
@@ -145,7 +125,8 @@ _UPDATE_WORDS = {
     "components-3": "as the first of three components of that type, which take the update exactly cut",
 }
 
-_GRADIENT_SCALE_WORDS = {
+# The policies of gradient scales, in the same way.
+GRADIENT_SCALES = {
     "amax": "Each layer has a scale of its own, by the largest gradient seen lately.",
     "underflow-bound": "Each layer has a scale of its own, so that few underflow if gradients are Gaussian.",
     "element-wise": "Each layer has a scale of its own, so that no product of two elements underflows.",
@@ -211,19 +192,19 @@ class Recipe:
 
     name: str
     description: str = ""
-    param_dtype: FormatName = Converted(name_of_format, None)
-    weight_update: UpdateNames = Converted(name_or_mix, None)
-    payload: FormatName = Converted(name_of_format, None)
+    param_dtype: FormatName = Converted(read_format_name, None)
+    weight_update: UpdateNames = Converted(read_updates, None)
+    payload: FormatName = Converted(read_format_name, None)
     matmul: str | None = None
     components: int | None = None
-    state_dtype: FormatName = Converted(name_of_format, None)
-    format: FormatName = Converted(name_of_format, None)
-    emulate: FormatName = Converted(name_of_format, None)
-    float32: Globs = Converted(globs, NORMS)
+    state_dtype: FormatName = Converted(read_format_name, None)
+    format: FormatName = Converted(read_format_name, None)
+    emulate: FormatName = Converted(read_format_name, None)
+    float32: Globs = Converted(read_globs, NORMS)
     perturb: float = 0.0
-    operand_format: FormatName = Converted(name_of_format, None)
-    gradient_format: FormatName = Converted(name_of_format, None)
-    gradient_scale: ScaleOrPolicy = Converted(power_or_policy, None)
+    operand_format: FormatName = Converted(read_format_name, None)
+    gradient_format: FormatName = Converted(read_format_name, None)
+    gradient_scale: ScaleOrPolicy = Converted(read_scale, None)
     gradient_rounding: str = "nearest"
 
     def __post_init__(self) -> None:
@@ -397,7 +378,7 @@ class Recipe:
         return f"{self.name}: {' '.join(said)}"
 
 
-def _append_registered(names: tuple[str, ...], kind: str) -> tuple[str, ...]:
+def _append_registered(names: Iterable[str], kind: str) -> tuple[str, ...]:
     """Return the library's names followed by those that were registered."""
     return (*names, *(name for name in described(kind) if name not in names))
 
@@ -473,7 +454,7 @@ def _update_words(recipe: Recipe) -> list[str]:
 
 
 def _words_of_update(name: str) -> str:
-    return _UPDATE_WORDS.get(name) or f"by {name}: {described('weight update')[name].rstrip('.')}"
+    return WEIGHT_UPDATES.get(name) or f"by {name}: {described('weight update')[name].rstrip('.')}"
 
 
 def _arithmetic_words(recipe: Recipe) -> str:
@@ -510,7 +491,7 @@ def _gradient_words(recipe: Recipe) -> list[str]:
     said = [f"every one that a product reads or makes is rounded to that{how}."]
     if isinstance(recipe.gradient_scale, str):
         name = recipe.gradient_scale
-        said.append(_GRADIENT_SCALE_WORDS.get(name) or f"Scales go by {name}: {described('policy')[name]}")
+        said.append(GRADIENT_SCALES.get(name) or f"Scales go by {name}: {described('policy')[name]}")
     elif recipe.gradient_scale is None:
         said.append("They have no scale.")
     else:

@@ -115,7 +115,7 @@ class _KeptTensors(TorchFunctionMode):
         return function(*arguments, **(options or {}))
 
 
-def copy_of(model: nn.Module) -> nn.Module:
+def copy_model(model: nn.Module) -> nn.Module:
     """Return a deep copy that keeps what `copy.deepcopy` drops: the hooks of parameters and of buffers.
 
     Raises:
@@ -262,13 +262,13 @@ def _return_loss(loss: Tensor) -> Tensor:
     return loss
 
 
-def reference(model: nn.Module, batch: Any, loss_of: LossOf) -> Run:
+def run_reference(model: nn.Module, batch: Any, loss_of: LossOf) -> Run:
     """Run a step of a copy in plain float32, which must be finite, and the same when it is run again.
 
     Raises:
         ValueError: nothing to compare with.
     """
-    run = one_step(copy_of(model), batch, loss_of)
+    run = run_one_step(copy_model(model), batch, loss_of)
     if not bool(run.loss.isfinite().all()):
         raise ValueError(f"in plain float32 the loss is {run.loss.item()}: nothing to compare with; give another batch")
     if all(grad is None for grad in run.gradients.values()):
@@ -278,8 +278,8 @@ def reference(model: nn.Module, batch: Any, loss_of: LossOf) -> Run:
             raise ValueError(
                 f"in plain float32 the gradient of {name!r} is not finite: nothing to compare with; give another batch"
             )
-    again = one_step(copy_of(model), batch, loss_of)
-    for name, (first, second) in pairs(run, again).items():
+    again = run_one_step(copy_model(model), batch, loss_of)
+    for name, (first, second) in pair_results(run, again).items():
         if difference(first, second):
             raise ValueError(
                 f"two runs of the plain model differ in {name}: it keeps a state that a copy does not (a closure's, a "
@@ -289,19 +289,19 @@ def reference(model: nn.Module, batch: Any, loss_of: LossOf) -> Run:
     return run
 
 
-def in_float64(model: nn.Module, batch: Any, loss_of: LossOf, plain: Run, step: int = 1) -> Run | None:
+def run_in_float64(model: nn.Module, batch: Any, loss_of: LossOf, plain: Run, step: int = 1) -> Run | None:
     """Run the step in float64, to estimate float32's own error.
 
     Where it does not run there, it is the step in float32 with `Jitter`; None where both are another computation.
     """
-    return _like(plain, lambda: _run_steps(copy_of(model).double(), tree_map(_double, batch), loss_of, step)) or _like(
-        plain, lambda: _run_steps(copy_of(model), batch, loss_of, step, Jitter)
-    )
+    return _like(
+        plain, lambda: _run_steps(copy_model(model).double(), tree_map(_double, batch), loss_of, step)
+    ) or _like(plain, lambda: _run_steps(copy_model(model), batch, loss_of, step, Jitter))
 
 
 def _run_steps(model: nn.Module, batch: Any, loss_of: LossOf, count: int, watch: Callable | None = None) -> Run:
     for _ in range(count):
-        run = one_step(model, batch, loss_of, watch=watch and watch())
+        run = run_one_step(model, batch, loss_of, watch=watch and watch())
     return run
 
 
@@ -311,7 +311,7 @@ def _like(plain: Run, steps: Callable[[], Run]) -> Run | None:
         other = steps()
     except Exception:  # whatever a model of somebody else's raises in another dtype
         return None
-    both = list(pairs(plain, other).values())
+    both = list(pair_results(plain, other).values())
     if any((a is None) != (b is None) or (a is not None and b is not None and a.shape != b.shape) for a, b in both):
         return None
     # Of a gradient that is 0 but for rounding float32 has no digit: all gradients are taken together.
@@ -323,7 +323,7 @@ def _concatenate(gradients: Iterable[Tensor | None]) -> Tensor:
     return torch.cat([gradient.double().flatten() for gradient in gradients if gradient is not None])
 
 
-def one_step(
+def run_one_step(
     model: nn.Module,
     batch: Any,
     loss_of: LossOf,
@@ -333,7 +333,7 @@ def one_step(
     """Run a model on a batch, and backward from what ``scaled`` makes of the loss, under ``watch``."""
     model.zero_grad()
     with same_randomness(), watch or contextlib.nullcontext():
-        output = called(model, batch)
+        output = call_model(model, batch)
         loss = loss_of(output)
         if not isinstance(loss, Tensor):
             raise TypeError(f"the loss gave {a_kind(loss)}: give a scalar tensor, loss=lambda output: ...")
@@ -342,7 +342,7 @@ def one_step(
         if loss.requires_grad:
             scaled(loss).backward()
     trained = {name: p.grad for name, p in model.named_parameters() if p.requires_grad}
-    gradients = {name: None if grad is None else plain(grad) for name, grad in trained.items()}
+    gradients = {name: None if grad is None else copy_values(grad) for name, grad in trained.items()}
     return Run(_collect_results(model, output, loss), gradients)
 
 
@@ -351,17 +351,17 @@ def _collect_results(model: nn.Module, output: Any, loss: Tensor) -> dict[str, T
     leaves = tree_leaves(dict(output) if isinstance(output, Mapping) else output)
     values |= {f"output {index}": x for index, x in enumerate(leaves) if _floating(x)}
     values |= {f"buffer {name!r}": x for name, x in model.named_buffers() if _floating(x)}
-    return {name: plain(x) for name, x in values.items()}
+    return {name: copy_values(x) for name, x in values.items()}
 
 
-def pairs(wanted: Run, got: Run) -> dict[str, tuple[Tensor | None, Tensor | None]]:
+def pair_results(wanted: Run, got: Run) -> dict[str, tuple[Tensor | None, Tensor | None]]:
     """Return pairs of two runs' results: the loss, outputs, buffers and gradients."""
     values = {name: (wanted.values.get(name), got.values.get(name)) for name in {**wanted.values, **got.values}}
     names = {**wanted.gradients, **got.gradients}
     return values | {f"gradient {name!r}": (wanted.gradients.get(name), got.gradients.get(name)) for name in names}
 
 
-def plain(x: Tensor) -> Tensor:
+def copy_values(x: Tensor) -> Tensor:
     """Return a copy of the values, decoded."""
     x = x.detach()
     return x.decode(torch.float32) if isinstance(x, ScaledTensor) else x.clone()
@@ -375,13 +375,13 @@ def _double(x: Any) -> Any:
     return x.double() if _floating(x) else x
 
 
-def called(model: nn.Module, batch: Any) -> Any:
+def call_model(model: nn.Module, batch: Any) -> Any:
     if isinstance(batch, Mapping):
         return model(**batch)
     return model(*batch) if isinstance(batch, (tuple, list)) else model(batch)
 
 
-def default_loss(seed: int) -> LossOf:
+def make_default_loss(seed: int) -> LossOf:
     """Return the output's own loss, or its elements under fixed random weights."""
 
     def loss_of(output: Any) -> Tensor:

@@ -26,13 +26,13 @@ from ._training_step import (
     OperatorCheck,
     Run,
     agrees,
-    copy_of,
-    default_loss,
+    copy_model,
     difference,
-    in_float64,
-    one_step,
-    pairs,
-    reference,
+    make_default_loss,
+    pair_results,
+    run_in_float64,
+    run_one_step,
+    run_reference,
     untouched,
 )
 
@@ -51,7 +51,7 @@ _STEPS = 4
 _UNMEASURED = 3
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class Verification:
     """The result of `verify`.
 
@@ -77,11 +77,11 @@ class Verification:
     gradients: dict[str, float]
     values: dict[str, float]
     wrong: list[str]
-    first: tuple[str, str, float] | None
-    fallbacks: dict[str, int]
+    first: tuple[str, str, float] | None = None
+    fallbacks: dict[str, int] = dataclasses.field(default_factory=dict)
     unused: list[str]
-    left_alone: list[str]
-    left_out: str | None
+    left_alone: list[str] = dataclasses.field(default_factory=list)
+    left_out: str | None = None
     trials: int
     seed: int
     merged: list[str] = dataclasses.field(default_factory=list)
@@ -145,7 +145,7 @@ class Proof:
     def __init__(self, model: nn.Module, batch: Any, loss: LossOf, seed: int) -> None:
         self._model, self._batch, self._loss, self._seed = model, batch, loss, seed
         self._generator = torch.Generator().manual_seed(seed)
-        self.plain = reference(model, batch, loss)
+        self.plain = run_reference(model, batch, loss)
         self._exact = Exact(model, batch, loss, self.plain)
         self.gradients = {name: 0.0 for name, value in self.plain.gradients.items() if value is not None}
         self.values = dict.fromkeys(self.plain.values, 0.0)
@@ -154,7 +154,7 @@ class Proof:
     def judge(self, found: Run, where: str = "", plain: Run | None = None, exact: Exact | None = None) -> None:
         """Compare a run with a plain one: that of the first step, or another step's, whose `exact` is given too."""
         plain, exact = plain or self.plain, exact or self._exact
-        for name, (wanted, got) in pairs(plain, found).items():
+        for name, (wanted, got) in pair_results(plain, found).items():
             off = difference(wanted, got)
             own = self.gradients if name not in found.values and name not in plain.values else self.values
             key = name.removeprefix("gradient ").strip("'") if own is self.gradients else name
@@ -165,7 +165,6 @@ class Proof:
 
     def result(self, technique: str, trials: int, **fields: Any) -> Verification:
         """Return a Verification of the runs, with given fields that the runs do not determine."""
-        nothing: dict[str, Any] = {"first": None, "fallbacks": {}, "left_alone": [], "left_out": None}
         return Verification(
             technique=technique,
             gradients=self.gradients,
@@ -174,7 +173,7 @@ class Proof:
             unused=[name for name, value in self.plain.gradients.items() if value is None],
             trials=trials,
             seed=self._seed,
-            **{**nothing, **fields},
+            **fields,
         )
 
     def draw(self, low: int, high: int, count: int) -> list[int]:
@@ -187,20 +186,20 @@ class Proof:
 class ScaleProof(Proof):
     """Copies of a model with scaled parameters, run under random scales."""
 
-    def under_scales(self, recipe: Recipe, trials: int) -> Verification:
+    def run_under_scales(self, recipe: Recipe, trials: int) -> Verification:
         """Run so many draws of scales, each operator beside torch's own."""
         first: Difference | None = None
         unequal: Difference | None = None
         counts: Counter[str] = Counter()
         left: list[str] = []
         for _ in range(trials):
-            other = scalify(copy_of(self._model), torch.float32, rescale="norms", wide="none")
+            other = scalify(copy_model(self._model), torch.float32, rescale="norms", wide="none")
             left = [name for name, p in other.named_parameters() if not isinstance(p, ScaledTensor)]
             for parameter in other.parameters():
                 if isinstance(parameter.data, ScaledTensor):
                     parameter.data = self._shift_scale(parameter.data)
             check = OperatorCheck(other)
-            self.judge(one_step(other, self._batch, self._loss, watch=check))
+            self.judge(run_one_step(other, self._batch, self._loss, watch=check))
             self.wrong |= dict.fromkeys(f"operator {one.operator} in {one.place}" for one in check.wrong)
             first, unequal = first or next(iter(check.wrong), None), unequal or check.unequal
             counts.update(fallbacks(other))
@@ -226,13 +225,13 @@ class ExponentProof(Proof):
         self._mode = mode
         self._state: dict[str, Any] | None = None
 
-    def under_exponents(self, trials: int) -> Verification:
+    def run_under_exponents(self, trials: int) -> Verification:
         """Run so many draws of exponents, and then passes whose graph is known."""
-        merged = self.merged(trials)
-        replays = 0 if self.wrong or self._mode == "module" else self.replays(merged)
+        merged = self.merge_sites(trials)
+        replays = 0 if self.wrong or self._mode == "module" else self.check_replays(merged)
         return self.result("gradients", trials, merged=merged, replays=replays)
 
-    def merged(self, trials: int) -> list[str]:
+    def merge_sites(self, trials: int) -> list[str]:
         """Draw exponents and merge sites until all draws are exact, or every site is merged."""
         baseline = self._run({})
         assert self._state is not None  # the first run keeps its scaler's
@@ -255,23 +254,23 @@ class ExponentProof(Proof):
             self.judge(found)
         return merged
 
-    def replays(self, merged: list[str]) -> int:
+    def check_replays(self, merged: list[str]) -> int:
         """Check replayed forward passes, which run without a region once their graph is known.
 
         One copy runs several steps beside a plain one, each under other exponents, which follow the loss besides.
         Returns how many of the forward passes were not watched; none where the graph is not the same each time.
         """
-        ours, theirs = copy_of(self._model), copy_of(self._model)
+        ours, theirs = copy_model(self._model), copy_model(self._model)
         scaler = AdaptiveGradScaler(ours, mode=self._mode, init_scale=1.0, float32_outputs=False)
-        assert self._state is not None  # `merged` ran
+        assert self._state is not None  # `merge_sites` ran
         scaler.load_state_dict(self._state)
         (binade,) = self.draw(LOWEST, -LOWEST - 1, 1)
         for step in range(1, _STEPS + 1):
             scaler.set_exponents({})
             # Of two steps one at least then has exponents that are not what they are meant for.
             scaler.load_state_dict(self._random_state(scaler.state_dict(), merged, step, binade + step))
-            wanted = one_step(theirs, self._batch, self._loss)
-            found = self._unscaled(one_step(ours, self._batch, self._loss, scaler.scale), scaler)
+            wanted = run_one_step(theirs, self._batch, self._loss)
+            found = self._unscaled(run_one_step(ours, self._batch, self._loss, scaler.scale), scaler)
             exact = Exact(self._model, self._batch, self._loss, wanted, step)
             self.judge(found, f" in step {step} of a copy", wanted, exact)
         return forwards_without_region(scaler)
@@ -293,11 +292,11 @@ class ExponentProof(Proof):
 
     def _run(self, exponents: dict[str, int], merged: list[str] | None = None) -> Run:
         """Return a copy's step under these exponents, 0 elsewhere, its gradients unscaled."""
-        model = copy_of(self._model)
+        model = copy_model(self._model)
         scaler = AdaptiveGradScaler(model, mode=self._mode, init_scale=1.0, float32_outputs=False)
         if self._state is not None:
             scaler.load_state_dict(self._with(self._state, exponents, merged or []))
-        run = one_step(model, self._batch, self._loss, scaler.scale)
+        run = run_one_step(model, self._batch, self._loss, scaler.scale)
         if self._state is None:
             state = scaler.state_dict()
             self._state = {**state, "sites": dict(state["sites"])}
@@ -333,13 +332,13 @@ class Exact:
     def __getitem__(self, name: str) -> Tensor | None:
         """Return a result by name; None if the model does not run in float64."""
         if self._results is None:
-            found = in_float64(*self._inputs)
-            self._results = {} if found is None else pairs(found, found)
+            found = run_in_float64(*self._inputs)
+            self._results = {} if found is None else pair_results(found, found)
         return self._results.get(name, (None, None))[0]
 
 
 def _differ(baseline: Run, found: Run) -> bool:
-    return any(difference(*both) for both in pairs(baseline, found).values())
+    return any(difference(*both) for both in pair_results(baseline, found).values())
 
 
 def verify(
@@ -388,11 +387,11 @@ def verify(
         )
     _check(model, loss, trials)
     mode = "function" if scaler is None else scaler.mode_of(model)
-    loss_of = loss or default_loss(seed)
+    loss_of = loss or make_default_loss(seed)
     with untouched(model):
         if recipe.payload:
-            return ScaleProof(model, batch, loss_of, seed).under_scales(recipe, trials)
-        found = ExponentProof(model, batch, loss_of, seed, mode).under_exponents(trials)
+            return ScaleProof(model, batch, loss_of, seed).run_under_scales(recipe, trials)
+        found = ExponentProof(model, batch, loss_of, seed, mode).run_under_exponents(trials)
     if scaler is not None:
         scaler.merge(*found.merged, reason="not exact by itself")
     return found

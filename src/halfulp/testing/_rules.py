@@ -28,7 +28,7 @@ def check_rule(
     exact: bool | float = True,
     gradients: bool = True,
 ) -> None:
-    """Hold an operator on scaled tensors to the operator on plain ones.
+    """Check that an operator gives on scaled tensors what it gives on plain ones.
 
     Every floating tensor among the arguments is given as payload x scale twice: a float32 payload under the scale 1,
     and under a random power of two, one for each tensor. The values are the same, so that results and gradients,

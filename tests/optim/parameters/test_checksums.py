@@ -5,14 +5,14 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from halfulp.optim.parameters._outside_writes import any_row_differs, checksums_of
+from halfulp.optim.parameters._outside_writes import any_row_differs, compute_checksums
 
 WORDS = {torch.bfloat16: torch.int16, torch.float16: torch.int16, torch.float32: torch.int32}
 WORDS |= {torch.float8_e4m3fn: torch.uint8, torch.float64: torch.int64}
 
 
 def checksums(x):
-    return checksums_of(SimpleNamespace(payloads=[x], parameter=x, spec=SimpleNamespace(scaled=False)))
+    return compute_checksums(SimpleNamespace(payloads=[x], parameter=x, spec=SimpleNamespace(scaled=False)))
 
 
 @pytest.mark.parametrize("dtype", WORDS)

@@ -8,7 +8,7 @@ import torch
 import halfulp as hu
 from halfulp.kernels import same_bits
 from halfulp.optim.parameters import _outside_writes
-from halfulp.optim.parameters._outside_writes import auxiliary_tensors_beside
+from halfulp.optim.parameters._outside_writes import fit_auxiliary_tensors
 from halfulp.scaled import ScaledTensor
 
 from ...laws.optim.cases import UPDATES, Adder, narrow_updates, stored_updates
@@ -299,6 +299,6 @@ def test_what_was_written_is_the_whole_weight(seed, update, store):
     plan, written = held.plan, torch.randn(SIZE).to(held.parameter.dtype)
     written = torch.where(written == held.parameter.detach(), -written, written)  # what is equal keeps its companion
     for known in (None, held.parameter.detach().clone()):
-        companions = auxiliary_tensors_beside(plan, written, known)
+        companions = fit_auxiliary_tensors(plan, written, known)
         read = plan.spec.update.read(plan.spec.store, [written, *companions])
         assert torch.equal(read, plan.spec.store.decode(written))

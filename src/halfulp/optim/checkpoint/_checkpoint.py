@@ -18,25 +18,32 @@ from ...kernels import keeping_subnormals
 from ...mctensor import MCTensor
 from ...rounding._random_bits import STREAM_VERSION
 from ...scaled import ScaledTensor
-from .._group_options import own_version
+from .._group_options import read_own_version
 from ..parameters._local_tensors import is_dtensor, local, memory, placed_like
 from ..parameters._narrow_groups import name_of
 from ..parameters._outside_writes import (
     CHECKSUMS,
     PAYLOAD_KEYS,
     SavedPayload,
-    auxiliary_tensors_beside,
-    checksums_to_save,
-    current_auxiliary_tensors,
+    describe_payload,
+    fit_auxiliary_tensors,
     is_written,
     mark_loaded,
-    saved_payload,
+    place_checksums,
+    read_auxiliary_tensors,
     set_weight,
     under,
 )
 from ..parameters._parameter_plan import ParameterPlan
 from ..parameters._random_identity import plain_names
-from ..parameters._state_tensors import BEGUN, STORAGE_SUFFIXES, block_of, codec_versions, packed_block_of, set_initial
+from ..parameters._state_tensors import (
+    BEGUN,
+    STORAGE_SUFFIXES,
+    find_block,
+    find_packed_block,
+    list_codec_versions,
+    set_initial,
+)
 from ..parameters._step_spec import StepSpec
 from ..parameters._tensor_map import TensorMap
 from ..states._codec import finite_amax
@@ -48,21 +55,21 @@ from ..stores._storage import Store
 from ..weight_updates._weight_update import WeightUpdate, weight_update
 from ._state_dict_validation import (
     VERSION,
-    begun,
-    checked_groups,
-    checked_shape,
-    checked_state,
-    draws_anew,
+    check_groups,
+    check_shape,
+    count_steps,
     explain_missing_entry,
+    find_state,
     fit_state,
+    has_other_bits,
     is_auxiliary,
     is_kept_by_some_optimizer,
     is_own_file,
     is_switched_off,
+    read_begun,
     refuse_confusing_keys,
     refuse_newer_keys,
     refuse_other_stream,
-    steps_made,
 )
 
 # In a saved state: the weight update that wrote it, where its group has been given another since.
@@ -122,12 +129,12 @@ class CheckpointMixin(torch.optim.Optimizer):
                 name: value if name in whole else _saved_form(name, value, state, parameter)
                 for name, value in state.items()
             }
-            saved["state"][number] = codec_versions(state) | placed
+            saved["state"][number] = list_codec_versions(state) | placed
         saved["param_groups"] = [_plain_group(group) for group in saved["param_groups"]]
         return saved
 
     def _auxiliary_tensors_to_save(self, group: dict, position: int) -> dict[str, object]:
-        """Return valid auxiliary tensors of a parameter written from outside, and what tells of its payload."""
+        """Return the valid auxiliary tensors of a parameter written from outside, and its payload's identity."""
         try:
             plan = self._plan_to_read(group, position)
         except (ValueError, TypeError, NotImplementedError):  # its dtype has changed since; a step says why
@@ -139,8 +146,8 @@ class CheckpointMixin(torch.optim.Optimizer):
             return auxiliary
         if is_written(plan):
             names = (name for name, _ in plan.spec.update.auxiliary_tensors(plan.spec.store))
-            auxiliary.update(zip(names, current_auxiliary_tensors(plan)))
-        return {**auxiliary, **saved_payload(plan)}
+            auxiliary.update(zip(names, read_auxiliary_tensors(plan)))
+        return {**auxiliary, **describe_payload(plan)}
 
     def explain_missing_entry(self, key: str, flat: Mapping[str, Any]) -> str:
         """Return the words for a flat state (flatten_optimizer_state_dict) that lacks an entry which torch looks up."""
@@ -169,7 +176,7 @@ class CheckpointMixin(torch.optim.Optimizer):
     def _warn_of_other_bits(self, saved_groups: list[Mapping]) -> None:
         """Warn of groups that draw random bits, and others than the file's run would have drawn."""
         for number, (group, saved) in enumerate(zip(self.param_groups, saved_groups)):
-            if draws_anew(group, saved) and self._draws(group):
+            if has_other_bits(group, saved) and self._draws(group):
                 warnings.warn(
                     f"param group {number} was saved without names, which key random bits: stochastic rounding goes "
                     "on, but with other bits than the saved run's; to go on with the same, save and load with "
@@ -186,11 +193,11 @@ class CheckpointMixin(torch.optim.Optimizer):
     def _load_between_hooks(self, state_dict: Mapping[str, Any]) -> None:
         """Load a state_dict, between pre and post hooks."""
         self._follow_groups()
-        options = checked_groups(self.param_groups, state_dict, self._check_numbers, self.defaults)
+        options = check_groups(self.param_groups, state_dict, self._check_numbers, self.defaults)
         given = []
         for group, saved in zip(self.param_groups, state_dict["param_groups"]):
             for position, number in enumerate(saved["params"]):
-                given.append((group, position, checked_state(state_dict, number, name_of(group, position))))
+                given.append((group, position, find_state(state_dict, number, name_of(group, position))))
         known = {parameter for parameter, state in self.state.items() if state}
         before = [dict(group) for group in self.param_groups]
         for group, chosen in zip(self.param_groups, options):
@@ -230,9 +237,9 @@ class CheckpointMixin(torch.optim.Optimizer):
                     local(held[name]).copy_(local(value))
                 else:
                     held[name] = copy.deepcopy(value)
-            held["step"] = steps_made(state, "")
+            held["step"] = count_steps(state, "")
             held.pop(BEGUN, None)
-            held.update(begun(state, held["step"]))
+            held.update(read_begun(state, held["step"]))
             mark_loaded(self._plans[parameter], state)
         for key in [key for key in self.state if not isinstance(key, torch.Tensor)]:
             del self.state[key]
@@ -255,7 +262,7 @@ class CheckpointMixin(torch.optim.Optimizer):
             return {}
         with under(group, weight_update(state[UPDATE]) if UPDATE in state else group["weight_update"]):
             plan = self._plan(group, position, carry=False)
-        steps_made(state, plan.name)
+        count_steps(state, plan.name)
         fitted: dict[str, Any] = {}
         used = {
             "step",
@@ -269,11 +276,11 @@ class CheckpointMixin(torch.optim.Optimizer):
             fitted |= fit_state(plan, group, codec, rule_state, names, state)
         for name in plan.spec.factor_names:
             used.add(name)
-            fitted[name] = checked_shape(plan, name, state.get(name), plan.tensors[name], exact=False).float()
+            fitted[name] = check_shape(plan, name, state.get(name), plan.tensors[name], exact=False).float()
         for name in plan.spec.auxiliary_names:
             used.add(name)
             if name in state:
-                fitted[name] = checked_shape(plan, name, state[name], plan.tensors[name], exact=True)
+                fitted[name] = check_shape(plan, name, state[name], plan.tensors[name], exact=True)
             elif is_own and isinstance(
                 state["step"], int
             ):  # others' states under this optimizer's groups count in tensors
@@ -320,10 +327,10 @@ class CheckpointMixin(torch.optim.Optimizer):
                 if plan is None:
                     auxiliary: Sequence[torch.Tensor]
                     payloads = [memory(value).contiguous()]
-                    own = current_auxiliary_tensors(known)
-                    auxiliary = auxiliary_tensors_beside(known, payloads[0], known.payloads[0], own)
+                    own = read_auxiliary_tensors(known)
+                    auxiliary = fit_auxiliary_tensors(known, payloads[0], known.payloads[0], own)
                 else:
-                    payloads, auxiliary = [part.contiguous() for part in plan.payloads], current_auxiliary_tensors(plan)
+                    payloads, auxiliary = [part.contiguous() for part in plan.payloads], read_auxiliary_tensors(plan)
                 decoded = known.spec.update.read(known.spec.store, [*payloads, *auxiliary])
                 decoded = decoded * tensor.scale if known.spec.scaled else decoded.clone()
                 found[name] = placed_like(decoded, value)
@@ -401,7 +408,7 @@ class CheckpointMixin(torch.optim.Optimizer):
         return {id(p): (group, k) for group in self.param_groups for k, p in enumerate(group["params"])}
 
     def _read_plan(self, tensor: object, places: Mapping[int, tuple[dict, int]]) -> ParameterPlan | None:
-        """Return a parameter's plan if it has any state: without one it is its own weight, and gets none by a look."""
+        """Return the plan of a parameter that has states, else None: the weight is then the parameter itself."""
         has_state = isinstance(tensor, MCTensor) or (isinstance(tensor, torch.Tensor) and self.state.get(tensor))
         return self._plan_to_read(*places[id(tensor)]) if has_state and id(tensor) in places else None
 
@@ -471,7 +478,7 @@ def _reset_states(plan: ParameterPlan, group: Mapping) -> None:
 def _saved_form(name: str, value: object, state: Mapping, parameter: torch.Tensor) -> object:
     """Return a state tensor as a DTensor if its parameter is one, so that distributed checkpoints can re-shard it."""
     if name == CHECKSUMS and isinstance(value, torch.Tensor):
-        return checksums_to_save(value, parameter)
+        return place_checksums(value, parameter)
     if not is_dtensor(parameter) or not isinstance(value, torch.Tensor) or local(value) is not value:
         return value
     if value.shape == local(parameter).shape:
@@ -479,9 +486,9 @@ def _saved_form(name: str, value: object, state: Mapping, parameter: torch.Tenso
     slot = name.removesuffix("_scale").removesuffix("_packed")
     codes, packed = state.get(f"{slot}_codes"), state.get(f"{slot}_packed")
     if packed is not None:
-        block = 2 if name.endswith("_packed") else packed_block_of(packed, value)
+        block = 2 if name.endswith("_packed") else find_packed_block(packed, value)
     elif codes is not None:
-        block = block_of(codes, value)
+        block = find_block(codes, value)
     else:
         return value
     from torch.distributed.tensor import DTensor
@@ -493,7 +500,7 @@ def _saved_form(name: str, value: object, state: Mapping, parameter: torch.Tenso
 
 
 def _plain_group(group: dict) -> dict:
-    plain = {**group, VERSION: own_version()}
+    plain = {**group, VERSION: read_own_version()}
     update, states, fmt = group["weight_update"], group["state_dtype"], group["format"]
     plain["weight_update"] = update.to_dict() if isinstance(update, WeightUpdate) else update
     plain["state_dtype"] = _plain_state(states)

@@ -13,7 +13,7 @@ from ..._messages import differences, listed
 from ...mctensor import MCTensor
 from ...rounding._random_bits import STREAM_VERSION
 from ...scaled import ScaledTensor
-from .._group_options import check_group, own_version
+from .._group_options import check_group, read_own_version
 from ..parameters._local_tensors import local
 from ..parameters._parameter_plan import ParameterPlan
 from ..parameters._random_identity import identities_of, plain_names
@@ -22,8 +22,8 @@ from ..parameters._state_tensors import (
     BEGUN,
     STORAGE_SUFFIXES,
     check_version,
-    saved_tensor,
-    saved_value,
+    decode_saved,
+    find_saved_tensor,
     set_initial,
 )
 from ..rules._update_rule import StateSlot
@@ -50,7 +50,7 @@ _OF_OTHERS = {f"{bound}_{name}" for bound in ("initial", "base", "min", "max") f
 _OF_OTHERS |= {"swa_lr", "last_lr", "name", "param_names"}
 
 
-def checked_groups(
+def check_groups(
     groups: list[dict], state_dict: object, check_numbers: Callable[[dict], None], defaults: Mapping
 ) -> list[dict]:
     """Return the options that each group takes from a state_dict; raise ValueError if it does not fit these groups.
@@ -112,7 +112,7 @@ def _is_keyed_by_name(saved: Mapping) -> bool:
     return bool(saved["params"]) and all(isinstance(key, str) for key in saved["params"])
 
 
-def draws_anew(group: Mapping, saved: Mapping) -> bool:
+def has_other_bits(group: Mapping, saved: Mapping) -> bool:
     """Return whether a group that took over a file has other numbers for random bits than the file's."""
     held, names = saved.get("identities"), group.get("param_names")
     if not isinstance(held, list | tuple) or not names or not _is_keyed_by_name(saved):
@@ -125,18 +125,21 @@ def _numbers(version: str) -> list[int]:
 
 
 def refuse_newer_keys(what: str, name: object, unknown: list[str], saved_groups: list[Mapping]) -> None:
-    """Raise ValueError for what this version does not know in a file of a later one; in others it is the user's own.
+    """Raise ValueError for unknown keys in a file of a later version; in other files they are the user's own.
 
     Args:
         what: of the file holds it, and its name, which is put into words for the message alone.
         unknown: its keys.
         saved_groups: of the file.
     """
+    if not unknown:
+        return
     versions = [str(group[VERSION]) for group in saved_groups if VERSION in group]
-    version = next((one for one in versions if _numbers(own_version()) < _numbers(one)), None)
-    if unknown and version is not None:
+    own = read_own_version()
+    version = next((one for one in versions if _numbers(own) < _numbers(one)), None)
+    if version is not None:
         raise ValueError(
-            f"{what} {name} of the state_dict holds {listed(unknown)}, which halfulp {own_version()} does not know: "
+            f"{what} {name} of the state_dict holds {listed(unknown)}, which halfulp {own} does not know: "
             f"halfulp {version} saved it; load it with that (pip install 'halfulp>={version}'), or take the weights "
             "alone over, by float32_state_dict there and load_float32_state_dict here"
         )
@@ -159,7 +162,7 @@ def refuse_other_stream(what: str, place: str, saved: Mapping) -> None:
         )
 
 
-def checked_state(state_dict: Mapping, number: object, name: str) -> Mapping:
+def find_state(state_dict: Mapping, number: object, name: str) -> Mapping:
     """Return one parameter's saved state, by its number in the file and its name for messages; empty if absent.
 
     Raises:
@@ -171,7 +174,7 @@ def checked_state(state_dict: Mapping, number: object, name: str) -> Mapping:
     return state
 
 
-def whole_step(state: Mapping, name: str) -> int:
+def read_step(state: Mapping, name: str) -> int:
     """Return the saved step number.
 
     Raises:
@@ -211,7 +214,7 @@ def _check_names(mine: dict, theirs: Mapping, defaults: Mapping) -> None:
 
 
 def _is_one_below(one: str, other: str) -> bool:
-    """Return whether one of two names is the other below a part of the model."""
+    """Return whether one name is the other behind the path of a part of the model."""
     return one.endswith(f".{other}") or other.endswith(f".{one}")
 
 
@@ -302,14 +305,14 @@ _TORCH_STATES = (
 _SWITCHED = {"max_exp_avg_sq": "amsgrad", "momentum_buffer": "momentum", "grad_avg": "centered"}
 
 
-def steps_made(state: Mapping, name: str) -> int:
+def count_steps(state: Mapping, name: str) -> int:
     """Return the saved step number; torch's SGD saves none, but a momentum buffer implies a step."""
     if "step" not in state and isinstance(state.get("momentum_buffer"), torch.Tensor):
         return 1
-    return whole_step(state, name)
+    return read_step(state, name)
 
 
-def begun(state: Mapping, step: int) -> dict[str, int]:
+def read_begun(state: Mapping, step: int) -> dict[str, int]:
     """Return the saved entry that says when the states began, if there is one."""
     held = state.get(BEGUN)
     return {BEGUN: held} if isinstance(held, int) and 0 < held <= step else {}
@@ -346,7 +349,7 @@ def fit_state(
     plan: ParameterPlan, group: Mapping, codec: Codec, rule_state: StateSlot, names: tuple[str, ...], state: Mapping
 ) -> dict[str, torch.Tensor]:
     """Return one state of the rule from saved tensors: bit for bit if the dtypes agree, else through float32."""
-    given = saved_tensor(state, rule_state.name)
+    given = find_saved_tensor(state, rule_state.name)
     if given is ABSENT:
         raise ValueError(
             f"state of parameter {plan.name} lacks {rule_state.name!r}: another optimizer saved it ({sorted(state)})"
@@ -370,8 +373,8 @@ def fit_state(
     is_packed = f"{rule_state.name}_packed" in state
     shape = scale_shape(torch.Size(plan.shape), 2) if is_packed else plan.shape
     like = torch.empty(shape, dtype=torch.float32, device="meta")
-    given = checked_shape(plan, rule_state.name, given, like, exact=False)
-    value = saved_value(local(given), state, rule_state)
+    given = check_shape(plan, rule_state.name, given, like, exact=False)
+    value = decode_saved(local(given), state, rule_state)
     fresh = [torch.zeros_like(mine) for mine in own]
     codec.encode(fresh, value.to(fresh[0].device).contiguous(), None)
     return dict(zip(names, fresh))
@@ -382,7 +385,7 @@ def _is_same_layout(given: object, own: torch.Tensor) -> bool:
     return isinstance(given, torch.Tensor) and (local(given).dtype, local(given).shape) == (own.dtype, own.shape)
 
 
-def checked_shape(plan: ParameterPlan, name: str, given: object, own: torch.Tensor, exact: bool) -> torch.Tensor:
+def check_shape(plan: ParameterPlan, name: str, given: object, own: torch.Tensor, exact: bool) -> torch.Tensor:
     """Return a given state tensor; raise ValueError for another shape, or dtype where that counts."""
     if not isinstance(given, torch.Tensor) or local(given).shape != own.shape:
         shape = tuple(given.shape) if isinstance(given, torch.Tensor) else type(given).__name__

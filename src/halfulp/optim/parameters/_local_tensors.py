@@ -76,7 +76,7 @@ def index_map_of(parameter: torch.Tensor) -> IndexMap:
     return IndexMap(tuple(shape), tuple(parameter.shape), offset, (1,) * len(shape))
 
 
-def shard_of(value: torch.Tensor, parameter: torch.Tensor) -> torch.Tensor:
+def take_shard(value: torch.Tensor, parameter: torch.Tensor) -> torch.Tensor:
     """Return the part of a tensor of a sharded parameter's whole shape that belongs to its local elements."""
     place = index_map_of(parameter)
     steps = zip(place.shape, place.offset, place.step)

@@ -66,7 +66,7 @@ class SavedPayload:
     @classmethod
     def of(cls, state: Mapping[str, Any], plan: ParameterPlan) -> SavedPayload:
         """Read it from a saved state, for the rows of this process."""
-        checksums, kept = checksums_from_saved(state.get(CHECKSUMS), plan), state.get(COPY)
+        checksums, kept = read_checksums(state.get(CHECKSUMS), plan), state.get(COPY)
         if not isinstance(kept, bytes) or len(kept) < _HEAD.size:
             return cls(checksums)
         (steps, scale), now = _HEAD.unpack_from(kept), plan.payloads[0]
@@ -74,7 +74,7 @@ class SavedPayload:
         if memory and len(memory) == now.numel() * now.element_size():
             words = torch.frombuffer(memory, dtype=torch.uint8)
             payload = words.view(now.dtype).view(now.shape).to(now.device)
-            found = checksums_of(plan, payload, scale)
+            found = compute_checksums(plan, payload, scale)
             if checksums is None or found is None or not any_row_differs(checksums, found):
                 return cls(checksums, payload, steps, scale)
         return cls(checksums, None, steps, scale)  # another process's part of a sharded parameter
@@ -84,9 +84,9 @@ class SavedPayload:
         return PayloadVersion(ANY_VERSION, memory, self.payload, self.steps, self.scale, self.checksums)
 
 
-def saved_payload(plan: ParameterPlan) -> dict[str, Any]:
-    """Return the payload's saved identity beside auxiliary tensors, valid as `current_auxiliary_tensors` are."""
-    held, checksums = plan.payload_version, checksums_of(plan)
+def describe_payload(plan: ParameterPlan) -> dict[str, Any]:
+    """Return the payload's saved identity beside auxiliary tensors, valid as `read_auxiliary_tensors` are."""
+    held, checksums = plan.payload_version, compute_checksums(plan)
     if held is None or checksums is None:
         return {}
     # A write is answered at the next step: what begins then has already begun in the file.
@@ -140,7 +140,7 @@ def is_written(plan: ParameterPlan) -> bool:
         is_waited_for = not now.is_cpu and held.version != ANY_VERSION
         return is_waited_for or known.dtype != now.dtype or bool((_bits(now) != _bits(known.to(now.device))).any())
     if held.version == ANY_VERSION:
-        rows = None if held.checksums is None else checksums_of(plan)
+        rows = None if held.checksums is None else compute_checksums(plan)
         return held.checksums is not None and rows is not None and any_row_differs(held.checksums, rows)
     if held.digests is None or not held.is_under(plan.scale):
         return True
@@ -148,11 +148,11 @@ def is_written(plan: ParameterPlan) -> bool:
     return found is None or not np.array_equal(found, held.digests.row(held.row))
 
 
-def current_auxiliary_tensors(plan: ParameterPlan) -> Sequence[torch.Tensor]:
+def read_auxiliary_tensors(plan: ParameterPlan) -> Sequence[torch.Tensor]:
     """Return the auxiliary tensors as they are valid for the present payload, without changing them."""
     if not is_written(plan):
         return plan.auxiliary_tensors
-    return auxiliary_tensors_beside(plan, plan.payloads[0], _known_payload(plan))
+    return fit_auxiliary_tensors(plan, plan.payloads[0], _known_payload(plan))
 
 
 def _known_payload(plan: ParameterPlan) -> torch.Tensor | None:
@@ -171,7 +171,7 @@ def _begins_a_copy(plan: ParameterPlan) -> bool:
     return held.version != MOVED or _known_payload(plan) is None
 
 
-def auxiliary_tensors_beside(
+def fit_auxiliary_tensors(
     plan: ParameterPlan,
     payload: torch.Tensor,
     known: torch.Tensor | None,
@@ -243,7 +243,7 @@ def mark_stepped(
     digests: PayloadDigests | None,
     scales: torch.Tensor | None = None,
 ) -> None:
-    """Do what `mark_current` does after a step.
+    """Record after a step that auxiliary tensors belong to the present payloads, as `mark_current` does for one.
 
     The steps of the same plans write their digests into one object. Only plain parameters of which no copy is kept
     hold it, so that where all do, only their versions have changed.
@@ -287,7 +287,7 @@ def mark_current(plan: ParameterPlan, digests: PayloadDigests | None = None, sca
 
 
 def mark_carried(plan: ParameterPlan) -> None:
-    """Do what `mark_current` does between two steps, which shortens the life of no copy."""
+    """Record what `mark_current` does, without counting a step towards the end of a copy."""
     held = plan.payload_version
     if held is not None:
         held.steps += held.steps > 0
@@ -325,7 +325,7 @@ def _bits(x: torch.Tensor) -> torch.Tensor:
     return x.view(_WORDS[x.element_size()])
 
 
-def checksums_of(
+def compute_checksums(
     plan: ParameterPlan, payload: torch.Tensor | None = None, scale: float | None = None
 ) -> torch.Tensor | None:
     """Return one checksum per row that this process holds; None for a parameter without memory.
@@ -358,7 +358,7 @@ def _is_by_rows(parameter: torch.Tensor) -> bool:
     return all(isinstance(p, Replicate) or (type(p) is Shard and p.dim == 0) for p in parameter.placements)
 
 
-def checksums_to_save(checksums: torch.Tensor, parameter: torch.Tensor) -> torch.Tensor:
+def place_checksums(checksums: torch.Tensor, parameter: torch.Tensor) -> torch.Tensor:
     """Return checksums as they are saved: a DTensor if the parameter is one, so that other processes can read them."""
     if not is_dtensor(parameter):
         return checksums
@@ -371,7 +371,7 @@ def checksums_to_save(checksums: torch.Tensor, parameter: torch.Tensor) -> torch
     return DTensor.from_local(checksums, mesh, placements, shape=torch.Size([rows]), stride=(1,), run_check=False)
 
 
-def checksums_from_saved(saved: object, plan: ParameterPlan) -> torch.Tensor | None:
+def read_checksums(saved: object, plan: ParameterPlan) -> torch.Tensor | None:
     """Return the saved checksums of the rows that this process holds; None if the file has none."""
     saved = getattr(saved, "_local_tensor", saved)
     rows = plan.payloads[0].shape[0] if plan.payloads[0].dim() else 1

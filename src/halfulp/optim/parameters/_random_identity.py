@@ -110,7 +110,7 @@ def part_in_backward(groups: list[dict], states: Mapping[Any, Any]) -> bool:
 
 
 def note_identities(group: dict, known: TensorMap[Identity]) -> None:
-    """Record name and number of every parameter of a group, which holds no numbers that its names give."""
+    """Record each parameter's name and number; a group keeps no numbers that follow from its names."""
     names = group.get("param_names") or [None] * len(group["params"])
     numbers = identities_of(group)
     if group.get("param_names") and "identities" in group:
@@ -160,7 +160,7 @@ _MEETINGS = 2  # one alone may be two runs, one after the other
 
 
 class _Record:
-    """The first elements of an optimizer's first parameters before its first step, and whom it has stepped right after.
+    """First elements of an optimizer's parameters before its first step, and the optimizers that stepped before it.
 
     `meetings` counts the latter, of optimizers that draw from the same keys; 0 from when on one is known to be a twin,
     or was told of.
@@ -227,7 +227,7 @@ def _meet(optimizer: Any, record: _Record, last: Any) -> None:
 
 
 def _drawing_parameters(optimizer: Any) -> dict[Key, torch.Tensor]:
-    """Return an optimizer's unnamed parameters that draw random bits, by what keys these."""
+    """Return an optimizer's unnamed parameters that draw random bits, by the key of these bits."""
     found = {}
     for group in optimizer.param_groups:
         for parameter in () if group.get("param_names") else group["params"]:
@@ -255,6 +255,6 @@ def _are_twins(parameters: list[tuple[torch.Tensor, ...]], corners: list[tuple[t
 
 
 def _corner(parameter: torch.Tensor) -> torch.Tensor:
-    """Return a copy of a parameter's first elements, where it lies: nothing waits for it."""
+    """Return a copy of a parameter's first elements on its own device, for which nothing waits."""
     part = memory(parameter).detach()
     return local(part)[(slice(0, 4),) * part.dim()].to(torch.float32, copy=True)

@@ -42,7 +42,7 @@ def complete_state(
         ValueError: a tensor of another shape or dtype than is needed, or a part of a state without the rest of it.
         TypeError: an initial value that is no number.
     """
-    wanted = state_spec(spec, local(parameter).shape) | factor_spec(spec, parameter.shape)
+    wanted = list_state_tensors(spec, local(parameter).shape) | list_factors(spec, parameter.shape)
     if known is not None and known.spec.rule is not spec.rule:
         _store_anew(state, known.spec, spec, local(parameter).shape)
     _refuse_other_tensors(state, wanted, name)
@@ -74,12 +74,12 @@ def _store_anew(state: MutableMapping[str, Any], before: StepSpec, spec: StepSpe
                 continue
             value = old.decode([held[name] for name in names])
         else:
-            given = saved_tensor(held, slot.name)
+            given = find_saved_tensor(held, slot.name)
             same = held.keys() == set(wanted) and all((t.shape, t.dtype) == new[n] for n, t in held.items() if n in new)
             wanted_shape = scale_shape(shape, 2) if f"{slot.name}_packed" in held else shape
             if same or not isinstance(given, torch.Tensor) or given.shape != wanted_shape:
                 continue
-            value = saved_value(given, state, slot)
+            value = decode_saved(given, state, slot)
         made = {name: torch.zeros(size, dtype=dtype, device=value.device) for name, (size, dtype) in new.items()}
         codec.encode(list(made.values()), value.contiguous(), None)
         for name in held:
@@ -87,7 +87,7 @@ def _store_anew(state: MutableMapping[str, Any], before: StepSpec, spec: StepSpe
         state.update(made)
 
 
-def state_spec(spec: StepSpec, shape: torch.Size) -> dict[str, tuple[torch.Size, torch.dtype]]:
+def list_state_tensors(spec: StepSpec, shape: torch.Size) -> dict[str, tuple[torch.Size, torch.dtype]]:
     """Return shape and dtype of every tensor that a parameter's state holds: auxiliary tensors, then states."""
     auxiliary = () if spec.in_parameter else spec.update.auxiliary_tensors(spec.store)
     wanted = {name: (shape, dtype) for name, dtype in auxiliary}
@@ -96,7 +96,7 @@ def state_spec(spec: StepSpec, shape: torch.Size) -> dict[str, tuple[torch.Size,
     return wanted
 
 
-def factor_spec(spec: StepSpec, shape: torch.Size) -> dict[str, tuple[torch.Size, torch.dtype]]:
+def list_factors(spec: StepSpec, shape: torch.Size) -> dict[str, tuple[torch.Size, torch.dtype]]:
     """Return shape and dtype of the tensors that the rule prepares its steps with, by the whole parameter's shape."""
     shapes = {} if spec.rule.factors is None else spec.rule.factors(tuple(shape))
     return {name: (torch.Size(size), torch.float32) for name, size in shapes.items()}
@@ -159,7 +159,7 @@ ABSENT = object()
 BLOCKS = tuple(1 << power for power in range(4, 11))
 
 
-def codec_versions(state: Mapping[str, object]) -> dict[str, int]:
+def list_codec_versions(state: Mapping[str, object]) -> dict[str, int]:
     """Return the version of the codes of every 8-bit state, under the state's own name.
 
     A reader that knows no codes finds a number where it wants a tensor, and stops, instead of taking codes for moments
@@ -178,7 +178,7 @@ def check_version(name: str, state: Mapping[str, object]) -> None:
         )
 
 
-def block_of(codes: torch.Tensor, scale: torch.Tensor, among: tuple[int, ...] = BLOCKS) -> int:
+def find_block(codes: torch.Tensor, scale: torch.Tensor, among: tuple[int, ...] = BLOCKS) -> int:
     """Return the block length of saved codes and scales; raise ValueError if none fits."""
     codes, scale = local(codes), local(scale)
     for block in among:
@@ -190,18 +190,18 @@ def block_of(codes: torch.Tensor, scale: torch.Tensor, among: tuple[int, ...] = 
     )
 
 
-def packed_block_of(packed: torch.Tensor, scale: torch.Tensor) -> int:
+def find_packed_block(packed: torch.Tensor, scale: torch.Tensor) -> int:
     """Return the block length of saved bytes of two codes and scales; raise ValueError if no length fits."""
-    return 2 * block_of(packed, scale, tuple(block // 2 for block in BLOCKS))
+    return 2 * find_block(packed, scale, tuple(block // 2 for block in BLOCKS))
 
 
-def saved_tensor(state: Mapping[str, Any], name: str) -> Any:
+def find_saved_tensor(state: Mapping[str, Any], name: str) -> Any:
     """Return the tensor of a saved state: numbers, or codes of 8 or 4 bits; `ABSENT` without."""
     found = (state.get(f"{name}{form}", ABSENT) for form in ("_codes", "_packed", ""))
     return next((given for given in found if given is not ABSENT), ABSENT)
 
 
-def saved_value(given: torch.Tensor, state: Mapping[str, Any], slot: StateSlot) -> torch.Tensor:
+def decode_saved(given: torch.Tensor, state: Mapping[str, Any], slot: StateSlot) -> torch.Tensor:
     """Return a saved state as float32: its tensor, or its codes, with what else was saved of the parameter.
 
     Raises:
@@ -216,14 +216,14 @@ def saved_value(given: torch.Tensor, state: Mapping[str, Any], slot: StateSlot) 
                 f"saved state {slot.name!r} has codes in {given.dtype} and scales in {getattr(scale, 'dtype', None)}, "
                 f"wanted are {codes} and torch.bfloat16: the file is damaged"
             )
-        return Int8Blocks(block_of(given, scale), slot.degree == 2).decode([given, scale])
+        return Int8Blocks(find_block(given, scale), slot.degree == 2).decode([given, scale])
     if f"{slot.name}_packed" in state:
         if not isinstance(scale, torch.Tensor) or (given.dtype, scale.dtype) != (torch.uint8, torch.float32):
             raise ValueError(
                 f"saved state {slot.name!r} has 4-bit codes in {given.dtype} and scales in "
                 f"{getattr(scale, 'dtype', None)}, wanted are torch.uint8 and torch.float32: the file is damaged"
             )
-        return Int4Blocks(packed_block_of(given, scale), slot.degree == 2).decode([given, scale])
+        return Int4Blocks(find_packed_block(given, scale), slot.degree == 2).decode([given, scale])
     if not given.is_floating_point():
         raise ValueError(f"saved state {slot.name!r} is {given.dtype} without a scale: the file is damaged")
     if scale is not None:

@@ -223,12 +223,12 @@ def step_spec_of(
     own = update_of_components(group, parameter, name) if isinstance(parameter, MCTensor) else None
     scaled, dtype = isinstance(parameter, ScaledTensor), memory(parameter).dtype
     narrows = group["param_dtype"] is not None and dtype == torch.float32 and not is_kept(parameter)
-    store = store_of(group["param_dtype"] if narrows else dtype, format_store(group["format"]), name, scaled)
+    store = choose_store(group["param_dtype"] if narrows else dtype, format_store(group["format"]), name, scaled)
     update = own or _weight_update(group, store, scaled)
     refuse_unscalable(group, parameter, update, name)
     update.check(store)
     refuse_feedback(rule, update)
-    codecs = codecs_for(rule, update, group, parameter, store, name)
+    codecs = choose_codecs(rule, group, parameter, store, name)
     factors = tuple(rule.factors(tuple(parameter.shape))) if rule.factors is not None else ()
     return StepSpec(
         rule,
@@ -249,7 +249,7 @@ def _weight_update(group: Mapping, store: Store, scaled: bool) -> WeightUpdate:
     return weight_update(default if group["weight_update"] is None else group["weight_update"])
 
 
-def store_of(dtype: torch.dtype, format_store: Store | None, name: str, scaled: bool = False) -> Store:
+def choose_store(dtype: torch.dtype, format_store: Store | None, name: str, scaled: bool = False) -> Store:
     """Return the store of a parameter of some dtype, or of a scaled parameter's payload.
 
     Raises:
@@ -274,8 +274,8 @@ def store_of(dtype: torch.dtype, format_store: Store | None, name: str, scaled: 
     return format_store
 
 
-def codecs_for(
-    rule: UpdateRule, update: WeightUpdate, group: Mapping, parameter: torch.Tensor, store: Store, name: str
+def choose_codecs(
+    rule: UpdateRule, group: Mapping, parameter: torch.Tensor, store: Store, name: str
 ) -> tuple[Codec, ...]:
     """Return the codecs of a parameter's states; bfloat16 beside 16-bit parameters unless chosen otherwise."""
     default = torch.bfloat16 if store.dtype in NARROW else torch.float32

@@ -138,7 +138,7 @@ _KEEPER = "_halfulp_keeper"
 
 
 def _reference(tensor: torch.Tensor, forget: Callable[[_Reference], None]) -> _Reference:
-    """Use a token only if torch swaps tensors: its cycle with the tensor is freed later than a plain tensor."""
+    """Return a weak reference, through a token only where torch swaps tensors: a token's cycle is freed late."""
     if not (is_traceable_wrapper_subclass(tensor) or torch.__future__.get_swap_module_params_on_conversion()):
         return _Reference(tensor, forget)
     keeper = tensor.__dict__.get(_KEEPER)

@@ -18,24 +18,24 @@ _TORCHS |= {"_warned_capturable_if_run_uncaptured", "_zero_grad_profile_name", "
 _ATOMS = (type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.device, torch.Size)
 
 
-def mapped(value: Any, function: Callable[[torch.Tensor], Any]) -> Any:
+def map_nested(value: Any, function: Callable[[torch.Tensor], Any]) -> Any:
     """Return a copy of nested dicts, lists and tuples with every tensor in them replaced."""
     if isinstance(value, torch.Tensor):
         return function(value)
     if isinstance(value, dict):
-        return {key: mapped(item, function) for key, item in value.items()}
+        return {key: map_nested(item, function) for key, item in value.items()}
     if type(value) in (list, tuple):
-        return type(value)(mapped(item, function) for item in value)
+        return type(value)(map_nested(item, function) for item in value)
     return value
 
 
-def placed(value: Any, device: torch.device | None) -> Any:
+def copy_to_device(value: Any, device: torch.device | None) -> Any:
     """Return a copy of a state on a device, or where it is."""
-    return mapped(value, lambda tensor: tensor.clone() if device is None else tensor.to(device, copy=True))
+    return map_nested(value, lambda tensor: tensor.clone() if device is None else tensor.to(device, copy=True))
 
 
 def split_base_states(state_dict: Mapping[str, Any], groups: list[dict]) -> tuple[dict, dict]:
-    """Return a state_dict without the wrapped optimizer's states, and those by number, for one with some groups."""
+    """Split a state_dict into one without the wrapped optimizer's states, and these by number."""
     if not isinstance(state_dict, Mapping) or not {"state", "param_groups"} <= state_dict.keys():
         raise ValueError("this is no optimizer state_dict: it needs the keys 'state' and 'param_groups'")
     states, wrapped = state_dict["state"], is_own_file(groups, state_dict["param_groups"])
@@ -53,7 +53,7 @@ def split_base_states(state_dict: Mapping[str, Any], groups: list[dict]) -> tupl
             inner[number] = {k.removeprefix(BASE): v for k, v in state.items() if k.startswith(BASE)}
         else:
             own[number] = {"step": torch.as_tensor(float(state.get("step", 0)), dtype=torch.float32, device="cpu")}
-            inner[number] = mapped(state, lambda t: t.float() if t.dtype in (torch.bfloat16, torch.float16) else t)
+            inner[number] = map_nested(state, lambda t: t.float() if t.dtype in (torch.bfloat16, torch.float16) else t)
     return {**state_dict, "state": own}, inner
 
 
@@ -86,7 +86,7 @@ def check_base_state(
         )
 
 
-def outside_state(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+def read_outside_state(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
     """Return the state beside parameter states and groups: attributes, and entries that the class itself saves.
 
     Args:
@@ -103,7 +103,9 @@ def outside_state(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
                 "strings, tensors and lists of them"
             )
     found: dict[str, Any] = {}
-    attributes = {name: mapped(value, torch.Tensor.clone) for name, value in _attributes(optimizer) if _is_plain(value)}
+    attributes = {
+        name: map_nested(value, torch.Tensor.clone) for name, value in _attributes(optimizer) if _is_plain(value)
+    }
     if attributes:
         found["attributes"] = attributes
     if type(optimizer).state_dict is not torch.optim.Optimizer.state_dict:
@@ -112,8 +114,8 @@ def outside_state(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
     return found
 
 
-def checked_outside_state(optimizer: torch.optim.Optimizer, saved: Any) -> dict[str, Any]:
-    """Return the state saved by `outside_state` if this optimizer can take it; raise ValueError if not."""
+def check_outside_state(optimizer: torch.optim.Optimizer, saved: Any) -> dict[str, Any]:
+    """Return the state saved by `read_outside_state` if this optimizer can take it; raise ValueError if not."""
     if not isinstance(saved, Mapping) or not all(isinstance(entry, Mapping) for entry in saved.values()):
         raise ValueError("'base' of the state_dict must hold what the wrapped optimizer keeps beside its states")
     kept = {name for name, value in _attributes(optimizer) if not _is_plain(value)}
@@ -124,9 +126,9 @@ def checked_outside_state(optimizer: torch.optim.Optimizer, saved: Any) -> dict[
 
 
 def restore_outside_state(optimizer: torch.optim.Optimizer, saved: Mapping[str, Any]) -> None:
-    """Restore what `outside_state` has saved; states and groups are restored already, and stay."""
+    """Restore what `read_outside_state` has saved; states and groups are restored already, and stay."""
     for name, value in saved.get("attributes", {}).items():
-        setattr(optimizer, name, mapped(value, torch.Tensor.clone))
+        setattr(optimizer, name, map_nested(value, torch.Tensor.clone))
     if "saved" in saved:
         states, groups = dict(optimizer.state), list(optimizer.param_groups)
         packed = torch.optim.Optimizer.state_dict(optimizer)

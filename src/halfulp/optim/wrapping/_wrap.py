@@ -5,17 +5,17 @@ from __future__ import annotations
 import inspect
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from typing import Any, Unpack, cast, overload
+from typing import Any, Unpack, overload
 
 import torch
 
 from ..._messages import a_kind
 from ...formats import Format
 from ...scaled import ScaledTensor
-from .._float32_weights import MOST_ELEMENTS, Float32Buffer, buffer_for, read_weights, runs_of
+from .._float32_weights import MOST_ELEMENTS, Float32Buffer, make_buffer, read_weights, split_into_runs
 from .._group_options import NarrowOptions, Parameters, check_number
 from .._optimizer import Loss, Optimizer
-from .._spelled_options import option_defaults, read_options
+from .._spelled_options import read_defaults, read_options
 from ..checkpoint._state_dict_validation import refuse_confusing_keys
 from ..parameters._local_tensors import is_dtensor, local, own_parts, placed_like
 from ..parameters._outside_writes import drop_stale, mark_current
@@ -29,10 +29,10 @@ from ..weight_updates._weight_update import WeightUpdate
 from ._base_state import (
     BASE,
     check_base_state,
-    checked_outside_state,
-    mapped,
-    outside_state,
-    placed,
+    check_outside_state,
+    copy_to_device,
+    map_nested,
+    read_outside_state,
     restore_outside_state,
     split_base_states,
 )
@@ -151,14 +151,6 @@ def wrap(
     >>> bool((w < 1).all())
     True
     """
-    words = {
-        "weight_update": weight_update,
-        "param_dtype": param_dtype,
-        "format": format,
-        "seed": seed,
-        "report_interval": report_interval,
-    }
-    own = cast(NarrowOptions, read_options(words, option_defaults(wrap)))
     if isinstance(optimizer, Optimizer) or (isinstance(optimizer, type) and issubclass(optimizer, Optimizer)):
         raise ValueError("this optimizer has weight updates of its own: give it weight_update= instead of wrapping it")
     if options.pop("state_dtype", None) is not None:
@@ -171,8 +163,15 @@ def wrap(
             f"wrap takes an optimizer's class and parameters, got {a_kind(optimizer)}: give wrap(torch.optim.SGD, "
             "params), and load the states of a living optimizer, wrapped.load_state_dict(optimizer.state_dict())"
         )
-    options = read_options(options, option_defaults(optimizer))
-    return Wrapped(*from_class(optimizer, params, options), **own)
+    options = read_options(options, read_defaults(optimizer))
+    return Wrapped(
+        *make_base(optimizer, params, options),
+        weight_update=weight_update,
+        param_dtype=param_dtype,
+        format=format,
+        seed=seed,
+        report_interval=report_interval,
+    )
 
 
 class Wrapped(ExplicitGradientOptimizer):
@@ -183,6 +182,7 @@ class Wrapped(ExplicitGradientOptimizer):
     """
 
     base: torch.optim.Optimizer
+    _steps_one_alone = False
 
     def __init__(
         self,
@@ -215,10 +215,10 @@ class Wrapped(ExplicitGradientOptimizer):
             super().add_param_group(param_group)
             return
         shadows: dict[torch.Tensor, torch.Tensor] = {}
-        inner, outer = shadow_group(param_group, shadows)
+        inner, outer = split_group(param_group, shadows)
         self.base.add_param_group(inner)
         try:
-            super().add_param_group(merged_group(outer, self.base.param_groups[-1]))
+            super().add_param_group(merge_group(outer, self.base.param_groups[-1]))
         except Exception:
             del self.base.param_groups[-1]
             raise
@@ -241,7 +241,7 @@ class Wrapped(ExplicitGradientOptimizer):
         for own, inner in self._pairs:
             for parameter in own["params"]:
                 if parameter not in self._shadows:
-                    self._shadows[parameter] = shadow_of(parameter)
+                    self._shadows[parameter] = make_shadow(parameter)
             # The list itself stays: LBFGS holds it.
             inner["params"][:] = [self._shadows[parameter] for parameter in own["params"]]
             members |= set(map(id, inner["params"]))
@@ -260,13 +260,6 @@ class Wrapped(ExplicitGradientOptimizer):
             if wanted != [id(shadow) for shadow in inner["params"]]:
                 return True
         return False
-
-    def step_parameter(self, parameter: torch.Tensor, group: dict[str, Any], position: int) -> None:
-        """Refuse: the wrapped optimizer steps all parameters together."""
-        raise NotImplementedError(
-            f"{type(self.base).__name__} under wrap steps all parameters together: step after backward, or take an "
-            "optimizer of hu.optim, which steps one alone"
-        )
 
     @torch.no_grad()
     def train(self, mode: bool = True) -> None:
@@ -321,7 +314,7 @@ class Wrapped(ExplicitGradientOptimizer):
             with torch.enable_grad():
                 loss = closure()
         runs = self._runs(list(self._all_plans(lambda p: p.grad is not None)))
-        buffer = buffer_for(runs)
+        buffer = make_buffer(runs)
         for plans in runs:
             try:
                 self._load(plans, buffer)
@@ -349,7 +342,7 @@ class Wrapped(ExplicitGradientOptimizer):
                             other.detach().zero_()
             loss = closure()
             for plan in plans:
-                self._shadows[plan.parameter].grad = float32_gradient(plan.parameter.grad, nowhere)
+                self._shadows[plan.parameter].grad = widen_gradient(plan.parameter.grad, nowhere)
             return loss
 
         try:
@@ -376,7 +369,7 @@ class Wrapped(ExplicitGradientOptimizer):
             return [plans]
         whole = [plan for plan in plans if _is_own_shadow(plan)]
         apart = [plan for plan in plans if not _is_own_shadow(plan)]
-        return [*([whole] if whole else []), *runs_of(apart, MOST_ELEMENTS)]
+        return [*([whole] if whole else []), *split_into_runs(apart, MOST_ELEMENTS)]
 
     def _all_plans(self, wanted: Callable[[torch.Tensor], bool] = lambda p: True) -> Iterable[ParameterPlan]:
         for group in self.param_groups:
@@ -392,15 +385,17 @@ class Wrapped(ExplicitGradientOptimizer):
         for plan in plans:
             parameter = plan.parameter
             shadow, value = self._shadows[parameter], values.get(id(plan))
-            point(shadow, local(parameter).detach() if value is None else value)
-            shadow.grad = float32_gradient(parameter.grad, buffer)
+            point_shadow(shadow, local(parameter).detach() if value is None else value)
+            shadow.grad = widen_gradient(parameter.grad, buffer)
 
     def _step_base(self, closure: Callable[[], Any] | None = None) -> Any:
         """Step the wrapped optimizer."""
-        return self._call_with_options(lambda: plain_step(self.base, *(() if closure is None else (closure,))))
+        return self._call_with_options(
+            lambda: step_without_global_hooks(self.base, *(() if closure is None else (closure,)))
+        )
 
     def _call_with_options(self, change: Callable[[], Any]) -> Any:
-        """Call what changes the wrapped optimizer under the options of the groups, which get what it writes there."""
+        """Call a function under the options of the outer groups, and copy back what it writes into the inner ones."""
         for own, inner in self._pairs:
             inner.update({name: own[name] for name in own if name not in _APART})
         result = change()
@@ -420,7 +415,7 @@ class Wrapped(ExplicitGradientOptimizer):
         for plan in plans:
             shadow = self._shadows[plan.parameter]
             shadow.grad = None
-            point(shadow, empty_like(plan.parameter))
+            point_shadow(shadow, empty_like(plan.parameter))
 
     def _state_dict_before_hooks(self) -> dict[str, Any]:
         """Return the wrapped optimizer's states, in their dtypes, as "base.<name>" beside auxiliary tensors."""
@@ -434,7 +429,7 @@ class Wrapped(ExplicitGradientOptimizer):
                     state[number] = {**state.get(number, {}), **named}
         refuse_confusing_keys(inner, sum(len(packed["params"]) for packed in saved["param_groups"]))
         state |= {f"{BASE}{key}" if isinstance(key, str) else key: value for key, value in inner.items()}
-        beside = outside_state(self.base)
+        beside = read_outside_state(self.base)
         return {**saved, "base": beside} if beside else saved
 
     def _load_between_hooks(self, state_dict: Mapping[str, Any]) -> None:
@@ -445,7 +440,7 @@ class Wrapped(ExplicitGradientOptimizer):
         own, inner = split_base_states(state_dict, self.param_groups)
         self._follow_groups()
         inner = self._fit_base_states(own, inner)
-        beside = checked_outside_state(self.base, state_dict.get("base", {}))
+        beside = check_outside_state(self.base, state_dict.get("base", {}))
         super()._load_between_hooks(own)
         for (group, base_group), saved in zip(self._pairs, own["param_groups"]):
             # What the wrapped optimizer, a scheduler or the user has put into a group since is not in the file.
@@ -466,7 +461,9 @@ class Wrapped(ExplicitGradientOptimizer):
                 state, shadow = inner.get(number), self._shadows[parameter]
                 check_base_state(state, own["state"].get(number), self.base, shadow, group, k)
                 if state:
-                    fitted[shadow] = {k: placed(v, None if k == "step" else parameter.device) for k, v in state.items()}
+                    fitted[shadow] = {
+                        k: copy_to_device(v, None if k == "step" else parameter.device) for k, v in state.items()
+                    }
         return fitted
 
     def bytes_per_parameter(self) -> float:
@@ -475,7 +472,7 @@ class Wrapped(ExplicitGradientOptimizer):
         for plan in self._all_plans():
             parameter = plan.parameter
             tensors: list[torch.Tensor] = []
-            mapped(self.base.state.get(self._shadows[parameter], {}), tensors.append)
+            map_nested(self.base.state.get(self._shadows[parameter], {}), tensors.append)
             gradient = parameter if parameter.grad is None else parameter.grad
             held = [local(t) for t in (parameter, gradient, *tensors)] + list(plan.tensors.values()) + plan.watched
             total += sum(t.numel() * t.element_size() for t in held)
@@ -511,7 +508,7 @@ def _is_own_shadow(plan: ParameterPlan) -> bool:
     return plan.spec.store is F32
 
 
-def from_class(
+def make_base(
     optimizer: Callable[..., Any], params: Iterable[Any], options: dict[str, Any]
 ) -> tuple[torch.optim.Optimizer, list[dict[str, Any]], dict[torch.Tensor, torch.Tensor]]:
     """Make an optimizer over shadows of parameters; return it, its groups and the shadows."""
@@ -522,17 +519,17 @@ def from_class(
         raise ValueError("optimizer got an empty parameter list")
     given = given if isinstance(given[0], Mapping) else [{"params": given}]
     shadows: dict[torch.Tensor, torch.Tensor] = {}
-    pairs = [shadow_group(group, shadows) for group in given]
+    pairs = [split_group(group, shadows) for group in given]
     base = optimizer([inner for inner, _ in pairs], **options)
     if not isinstance(base, torch.optim.Optimizer):
         raise TypeError(f"{optimizer!r} made {base!r}, which is no torch.optim.Optimizer")
     refuse_inner_optimizers(base)
     if len(base.param_groups) != len(pairs):
         raise NotImplementedError(f"{type(base).__name__} regroups its parameters: wrap it with one group of them")
-    return base, [merged_group(outer, inner) for (_, outer), inner in zip(pairs, base.param_groups)], shadows
+    return base, [merge_group(outer, inner) for (_, outer), inner in zip(pairs, base.param_groups)], shadows
 
 
-def shadow_group(
+def split_group(
     group: Mapping[str, Any], shadows: dict[torch.Tensor, torch.Tensor]
 ) -> tuple[dict[str, Any], dict[str, Any]]:
     """Return a group over shadows for the wrapped optimizer, and the same over the parameters."""
@@ -543,13 +540,13 @@ def shadow_group(
         parameter = member[1] if isinstance(member, tuple) else member
         if not isinstance(parameter, torch.Tensor):
             raise TypeError(f"an optimizer takes tensors, got {type(parameter).__name__}")
-        shadow = shadows.setdefault(parameter, shadow_of(parameter))
+        shadow = shadows.setdefault(parameter, make_shadow(parameter))
         inner.append((member[0], shadow) if isinstance(member, tuple) else shadow)
     rest = {name: value for name, value in group.items() if name not in (*OWN, "params")}
     return {**rest, "params": inner}, {**group, "params": members}
 
 
-def merged_group(outer: Mapping[str, Any], inner: Mapping[str, Any]) -> dict[str, Any]:
+def merge_group(outer: Mapping[str, Any], inner: Mapping[str, Any]) -> dict[str, Any]:
     """Return a group of parameters with the options of the wrapped optimizer's group."""
     options = {name: value for name, value in inner.items() if name not in ("params", "param_names")}
     return {**outer, **options}
@@ -561,12 +558,12 @@ def empty_like(parameter: torch.Tensor) -> torch.Tensor:
     return torch.zeros((), dtype=torch.float32, device=part.device).expand(part.shape)
 
 
-def shadow_of(parameter: torch.Tensor) -> torch.Tensor:
+def make_shadow(parameter: torch.Tensor) -> torch.Tensor:
     """Return the tensor that the wrapped optimizer steps instead of a parameter."""
     return torch.nn.Parameter(placed_like(empty_like(parameter), parameter), requires_grad=parameter.requires_grad)
 
 
-def point(shadow: torch.Tensor, values: torch.Tensor) -> None:
+def point_shadow(shadow: torch.Tensor, values: torch.Tensor) -> None:
     """Point a shadow, or its shard on this rank, to other memory."""
     if is_dtensor(shadow):
         shadow._local_tensor = values
@@ -574,7 +571,7 @@ def point(shadow: torch.Tensor, values: torch.Tensor) -> None:
         shadow.data = values
 
 
-def float32_gradient(gradient: torch.Tensor | None, buffer: Float32Buffer) -> torch.Tensor | None:
+def widen_gradient(gradient: torch.Tensor | None, buffer: Float32Buffer) -> torch.Tensor | None:
     """Return a gradient in float32, the same object if it is; one that is not strided keeps its layout."""
     if gradient is None or (gradient.dtype == torch.float32 and type(gradient) is torch.Tensor):
         return gradient
@@ -613,7 +610,7 @@ def _inner_optimizers(base: torch.optim.Optimizer) -> Iterator[tuple[str, Any]]:
             yield from ((name, one) for one in held if isinstance(one, torch.optim.Optimizer) and one is not base)
 
 
-def plain_step(optimizer: torch.optim.Optimizer, *arguments: Any) -> Any:
+def step_without_global_hooks(optimizer: torch.optim.Optimizer, *arguments: Any) -> Any:
     """Return an optimizer's step with its own hooks, and without the global ones.
 
     torch patches the `step` of every class so that it calls both kinds; the global ones run around the outer step.
