@@ -12,14 +12,15 @@ from halfulp.observation.sampling._sampler import (
     MOST,
     RUN,
     Candidates,
-    Look,
     Totals,
-    look,
+    count_samples,
+    measure_extremes,
     place_key,
     run_starts,
     sampled_places,
     sampling_error,
     stored,
+    take_samples,
 )
 
 DTYPES = (torch.float32, torch.float16, torch.bfloat16, torch.float64)
@@ -44,7 +45,9 @@ def observed(x: torch.Tensor, engine: str, key: int = 99, formats=DEFAULT_FORMAT
     found = stored(x)
     totals = Totals(TensorRecord("weight", "w", "", found.dtype), candidates, found.flat.dtype == torch.float64)
     with hu.kernels.engine(engine):
-        (sample,) = look([Look(found.flat, key, found.dtype, totals)], candidates)
+        measure_extremes([found], [totals], candidates, 0)
+        sample = take_samples([found], [key]).packed
+        count_samples([sample], [totals], candidates)
     return totals.finish(candidates), sample
 
 

@@ -16,10 +16,11 @@ from ..._messages import a_kind
 from ...kernels import in_float64
 from ...optim import EMA
 from ...optim._ema import decay_at
+from ...optim._float32_weights import read_weights
 from .._record import AverageRecord
 from ..sampling._sampler import sampled, stored
 from ._notebook import Notebook
-from ._updates import add_changes, represented
+from ._updates import add_changes, is_represented
 
 
 @dataclass(slots=True)
@@ -89,9 +90,9 @@ class WeightAverages:
     def _sample(self, name: str, tensor: torch.Tensor) -> torch.Tensor | None:
         key = self.book.key(name)
         if isinstance(self.average, EMA):
-            shown = represented(self.average._inner, tensor, key)
-            if shown is not None:
-                return shown
+            plan = self.average._inner._plans.get(tensor)
+            if plan is not None and is_represented(plan):
+                return sampled(read_weights([plan])[0], key)
         found = stored(tensor)
         return None if found is None else sampled(found.flat, key).mul_(found.scale)
 

@@ -12,10 +12,25 @@ import torch
 from torch.utils._python_dispatch import _disable_current_modes
 
 from .._record import Record, Role, TensorRecord
-from ..sampling._sampler import AnyFormat, Candidates, Look, Stored, Totals, candidate, look, place_key, stored
+from ..sampling._sampler import (
+    AnyFormat,
+    Candidates,
+    Samples,
+    Stored,
+    Totals,
+    candidate,
+    count_samples,
+    measure_extremes,
+    place_key,
+    sampled,
+    stored,
+    take_samples,
+)
 from ._expectations import Quantized
 
 SEED = 0
+# Samples that wait until they are counted together, of 16 KiB at most.
+MOST_WAITING = 64
 Watch = TypeVar("Watch", bound=Callable[..., None])
 
 
@@ -53,6 +68,7 @@ class Notebook:
         self.uses: Uses = Uses()
         self._keys: dict[str, int] = {}
         self._broken: dict[int, int] = {}
+        self._waiting: list[tuple[torch.Tensor, Totals]] = []
 
     @property
     def inside(self) -> bool:
@@ -105,30 +121,43 @@ class Notebook:
         found = stored(tensor)
         if found is None:
             return None
-        (sample,) = self.look_all(role, [(name, kind, found._replace(scale=found.scale * scale))])
-        totals = self.totals[role, name]
+        (totals,) = self._measure(
+            role, [(name, kind)], [found if scale == 1.0 else found._replace(scale=found.scale * scale)]
+        )
+        sample = sampled(found.flat, self.key(name))
+        self._waiting.append((sample, totals))
+        if len(self._waiting) >= MOST_WAITING:
+            self.count_waiting()
         if self.quantized is not None and self.quantized.formats:
             self.quantized.note(totals.record, sample)
         return totals
 
-    def look_all(self, role: Role, named: Sequence[tuple[str, str, Stored]]) -> list[torch.Tensor]:
-        """Count tensors (name, kind, numbers) under a role, and return their samples."""
-        looks = []
-        for name, kind, found in named:
-            totals = self.totals_of(role, name, kind, found)
-            looks.append(Look(found.flat, self.key(name), found.dtype, totals))
-        samples = look(looks, self.candidates, self.step)
-        for name, _, _ in named:
-            totals = self.totals[role, name]
-            record = totals.record
+    def look_all(self, role: Role, named: Sequence[tuple[str, str]], numbers: Sequence[Stored]) -> Samples:
+        """Count tensors of some names and kinds under a role, and return their samples."""
+        totals = self._measure(role, named, numbers)
+        samples = take_samples(numbers, [self.key(name) for name, _ in named])
+        count_samples(samples.packed.split(samples.counts), totals, self.candidates)
+        return samples
+
+    def count_waiting(self) -> None:
+        """Count the samples of tensors that were looked at one by one."""
+        waiting, self._waiting = self._waiting, []
+        count_samples([sample for sample, _ in waiting], [totals for _, totals in waiting], self.candidates)
+
+    def _measure(self, role: Role, named: Sequence[tuple[str, str]], numbers: Sequence[Stored]) -> list[Totals]:
+        """Count all elements of tensors, and note the first that are not finite."""
+        found = [self.totals_of(role, *own, one) for own, one in zip(named, numbers)]
+        measure_extremes(numbers, found, self.candidates, self.step)
+        for totals in found:
             if totals.step_nonfinite:
+                record = totals.record
                 if record.first_nonfinite is None:
                     record.first_nonfinite = (self.step, self.position)
                 if self._broken.get(id(record)) != self.step:
                     self._broken[id(record)] = self.step
                     record.nonfinite_steps += 1
             self.position += 1
-        return samples
+        return found
 
     def finish(self) -> Record:
         """Return the record with all counts so far."""

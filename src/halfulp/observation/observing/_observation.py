@@ -296,6 +296,7 @@ class Observation(StepWatcher):
         try:
             if book.sampling:
                 record.sampled_steps.append(book.step)
+                book.count_waiting()
                 self._modules.finish_step()
                 if self._ranks.others:
                     self._ranks.note_step(self._rounding_errors())
@@ -347,6 +348,7 @@ class Observation(StepWatcher):
 
     @watching
     def _count(self) -> None:
+        self.book.count_waiting()
         self._read_scales()
         if self.book.record.sampled_steps:
             self._parameters.count_moved()

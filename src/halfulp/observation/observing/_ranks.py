@@ -25,7 +25,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from ...optim.parameters._local_tensors import is_dtensor, local
 from ...rounding import mix64
-from ..sampling._sampler import MOST, Look, look, name_key, place_key, stored
+from ..sampling._sampler import MOST, name_key, place_key, sampled, stored
 from ._notebook import Notebook
 
 Array: TypeAlias = np.ndarray[Any, np.dtype[Any]]
@@ -288,12 +288,12 @@ def hash_parameters(parameters: Mapping[str, torch.Tensor], key: Callable[[str],
     Args:
         key: of the places where the tensors of a name are sampled.
     """
-    found = {name: one for name, parameter in parameters.items() if (one := stored(parameter)) is not None}
-    samples = look([Look(one.flat, key(name)) for name, one in found.items()])
-    return {
-        name: zlib.crc32(sample.numpy().data, zlib.crc32(f"{one.flat.numel()} {one.scale}".encode()))
-        for (name, one), sample in zip(found.items(), samples)
-    }
+    hashes = {}
+    for name, parameter in parameters.items():
+        if (found := stored(parameter)) is not None:
+            size = zlib.crc32(f"{found.flat.numel()} {found.scale}".encode())
+            hashes[name] = zlib.crc32(sampled(found.flat, key(name)).numpy().data, size)
+    return hashes
 
 
 def chosen_errors(

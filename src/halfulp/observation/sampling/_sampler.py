@@ -16,8 +16,7 @@ import hashlib
 import math
 import struct
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 import torch
@@ -196,7 +195,8 @@ class Candidates:
     @property
     def counter(self) -> Counter:
         """The kernels that count, whose memory is this object's alone."""
-        self._counter = self._counter or Counter(self)
+        if self._counter is None:
+            self._counter = Counter(self)
         return self._counter
 
     def limits(self, wide: bool) -> Limits:
@@ -293,7 +293,8 @@ class Totals:
         sums: of samples, in the order of `_device_functions`: the sum of squares and the number of finite elements in
             the last sampled step; finite elements, zeros, and for each format of single elements what is below its
             three thresholds; for each block format elements, underflow, subnormal, hidden.
-        counters: int64: sampled nonzero finite elements by exponent, in as many copies as kernels add to.
+        counters: int64: sampled nonzero finite elements by exponent, in as many copies as kernels add to: of float64,
+            which none reads, in one.
         wide: whether exponents are those of float64.
     """
 
@@ -330,7 +331,7 @@ class Totals:
         self.sums: np.ndarray = np.zeros(
             d.SINGLES + 3 * len(candidates.single) + BLOCK_COLUMNS * len(candidates.blocks)
         )
-        self.counters: np.ndarray = np.zeros((COPIES, (WIDE if wide else NARROW)[1] + 1), np.int64)
+        self.counters: np.ndarray = np.zeros((1, WIDE[1] + 1) if wide else (COPIES, NARROW[1] + 1), np.int64)
 
     @property
     def histogram(self) -> np.ndarray:
@@ -384,53 +385,55 @@ class Totals:
         return record
 
 
-# What runs a kernel, and its packed arguments.
-Call = tuple[Callable[[bytes], None], bytes]
+Work = TypeVar("Work", bound=Callable[..., Any])
 
 
-@dataclass(slots=True)
-class Look:
-    """One tensor to look at.
+def _keep_subnormals(function: Work) -> Work:
+    """Make a function run where arithmetic keeps subnormal numbers."""
 
-    Attributes:
-        dtype: of its storage, whose largest number is counted; the tensor's own but for eight bits and expansions.
-        totals: what the counts are added to; None where only the sample is wanted, without the dtype.
-    """
+    @functools.wraps(function)
+    def run(*arguments: Any) -> Any:
+        if flushes():
+            with keeping_subnormals():
+                return function(*arguments)
+        return function(*arguments)
 
-    tensor: torch.Tensor
-    key: int
-    dtype: torch.dtype | None = None
-    totals: Totals | None = None
+    return run  # type: ignore[return-value]
 
 
-def look(tensors: Sequence[Look], candidates: Candidates | None = None, step: int = 0) -> list[torch.Tensor]:
-    """Sample tensors; with candidates count them too.
-
-    Args:
-        step: that is counted.
-
-    Returns:
-        One float32 tensor (float64 of a float64 tensor) per look, on the CPU, of at most 4096 elements.
-    """
-    if flushes():
-        with keeping_subnormals():
-            return look(tensors, candidates, step)
-    by_kernel, samples = select_engine("cpu") == "llvm", []
-    for one in tensors:
-        flat = to_wide(one.tensor.detach())
-        samples.append(sample := sampled(flat, one.key))
-        if candidates is not None and one.totals is not None and one.dtype is not None:
-            one.totals.open(step)
-            largest, is_read = largest_of(one.dtype), by_kernel and flat.dtype in d.KERNEL_DTYPES and flat.is_cpu
-            if is_read:
-                check_kernels(flat.dtype)
-            if not is_read or not candidates.counter.read_extremes(flat, largest, one.totals):
-                compute_extremes(flat, largest, one.totals)
-            if by_kernel and not one.totals.wide:
-                candidates.counter.count(sample, one.totals)
+@_keep_subnormals
+def measure_extremes(numbers: Sequence[Stored], totals: Sequence[Totals], candidates: Candidates, step: int) -> None:
+    """Count all elements of tensors, and add their extremes, at a step."""
+    by_kernel: dict[torch.dtype, list[int]] = {}
+    others, runs_kernels = [], select_engine("cpu") == "llvm"
+    flats = [to_wide(one.flat) for one in numbers]
+    for k, flat in enumerate(flats):
+        totals[k].open(step)
+        is_read = runs_kernels and flat.dtype in d.KERNEL_DTYPES and flat.is_cpu
+        (by_kernel.setdefault(flat.dtype, []) if is_read else others).append(k)
+    for dtype, read in by_kernel.items():
+        check_kernels(dtype)
+        found = candidates.counter.read_extremes([flats[k] for k in read])
+        for k, (zeros, amax, amin) in zip(read, found):
+            if amax < largest_of(numbers[k].dtype):
+                totals[k].add_extremes(flats[k].numel(), zeros, 0, 0, amax, amin)
             else:
-                count_sample(sample, candidates, one.totals)
-    return samples
+                others.append(k)
+    for k in others:
+        compute_extremes(flats[k], largest_of(numbers[k].dtype), totals[k])
+
+
+@_keep_subnormals
+def count_samples(samples: Sequence[torch.Tensor], totals: Sequence[Totals], candidates: Candidates) -> None:
+    """Count samples in the candidate formats."""
+    narrow, by_kernel = [], select_engine("cpu") == "llvm"
+    for sample, one in zip(samples, totals):
+        if by_kernel and not one.wide:
+            narrow.append((sample.float(), one))
+        else:
+            count_sample(sample, candidates, one)
+    for k in range(0, len(narrow), ROWS):
+        candidates.counter.count(narrow[k : k + ROWS])
 
 
 def prepare_kernels(dtypes: Iterable[torch.dtype]) -> None:
@@ -457,83 +460,102 @@ def compiled(table: Table) -> Kernel:
     return compile_table("look", table)
 
 
-class Counter:
-    """The kernels that look at one tensor, with their arguments in memory: of one thread at a time.
+# Tensors that a kernel looks at in one call.
+ROWS = 64
+_ROW_NUMBERS = np.arange(ROWS)
 
-    A call's arguments are written once; a look sets where tensor, sample and counters lie, and how long they are.
-    """
+
+class Counter:
+    """The kernels that look at up to `ROWS` tensors, with their arguments in memory: of one thread at a time."""
 
     def __init__(self, candidates: Candidates) -> None:
-        self._candidates = candidates
-        self._chunk, self._pointers = np.zeros((2, 1, CHUNK), np.int64), np.zeros((2, 2), np.int64)
-        self._rows, self._extremes = np.zeros(1, np.int64), np.zeros(CHUNK)
-        self._sums = np.zeros(candidates.place_of(len(candidates.blocks)) + CHUNK)
-        self._kept: list[np.ndarray] = [np.zeros(1, np.uint32)]
-        self._whole: dict[torch.dtype, Call] = {}
-        sums, thresholds_of_all = (
-            address_of(self._sums),
-            [word for one in candidates.single for word in thresholds(one)],
-        )
-        self._kept.append(np.array([*thresholds_of_all, 0], np.uint32))
-        self._calls = [self._call(d.counts_table(len(candidates.single)), 1, address_of(self._kept[-1]), sums)]
-        self._others: list[int] = []
-        sums += 8 * (d.SINGLES + len(thresholds_of_all))
-        for k, format in enumerate(candidates.blocks):
-            if not self._add_block_calls(format, sums + 8 * BLOCK_COLUMNS * k):
-                self._others.append(k)
+        self._tensors, self._samples = Rows(1), Rows(2)
+        self._whole: dict[torch.dtype, RowsKernel] = {}
+        words = [word for one in candidates.single for word in thresholds(one)]
+        self._single = RowsKernel(d.counts_table(len(candidates.single)), self._samples, words)
+        self._blocks = [self._block_kernels(format) for format in candidates.blocks]
 
-    def _add_block_calls(self, format: BlockFormat, sums: int) -> bool:
-        """Add the calls that count in a block format; return False where its scales are no words of 32 bits."""
+    def _block_kernels(self, format: BlockFormat) -> Callable[[Sequence[torch.Tensor]], np.ndarray]:
+        """Return what counts samples in a block format: kernels, or torch where its scales are no words of 32 bits."""
         target = target_of(format)
         if layout_of(torch.float32, target) is not WORD32:
-            return False
+            return lambda samples: np.array([count_in_blocks(sample, format) for sample in samples], np.float64)
         kind = Kind.of(torch.float32, target, WORD32)
         words = words_of(target, WORD32, 1.0, target.element.max)
-        own = [*thresholds(format.element)[:2], *words]
-        # Its last constants are the largest magnitude of finite blocks, a float64 that another kernel writes there.
-        constants = np.array([*[0] * (len(own) % 2), *own, 0, 0], np.uint32)
-        self._kept.append(constants)
-        first = address_of(constants) + 4 * (len(own) % 2)
-        if target.tensor_scale:
-            last = address_of(constants) + constants.nbytes - 8
-            self._calls.append(self._call(largest_table(torch.float32, kind), 1, first + 8, last))
         table = d.blocks_table(kind._replace(under_amax=target.tensor_scale))
-        self._calls.append(self._call(table, 1, first, sums))
-        return True
+        # The last two constants are the largest magnitude of a tensor's finite blocks, a float64.
+        blocks = RowsKernel(table, self._samples, [*thresholds(format.element)[:2], *words, 0, 0])
+        largest = RowsKernel(largest_table(torch.float32, kind), self._samples, words) if target.tensor_scale else None
 
-    def _call(self, table: Table, which: int, constants: int, sums: int) -> Call:
-        """Return the call of a kernel on the whole tensor (0) or on its sample (1)."""
-        kernel = compiled(table)
-        chunk, pointers = address_of(self._chunk[which]), address_of(self._pointers[which])
-        return kernel.run, kernel.pack(0, 1, chunk, pointers, address_of(self._rows), constants, 0, sums, 0)
+        def count(samples: Sequence[torch.Tensor]) -> np.ndarray:
+            if largest is not None:
+                blocks.constants[: len(samples), -2:] = largest.run(len(samples))[:, :1].view(np.uint32)
+            return blocks.run(len(samples))
 
-    def read_extremes(self, flat: torch.Tensor, largest: float, totals: Totals) -> bool:
-        """Add a whole tensor's extremes; return False where it has NaN, infinity or the dtype's largest number."""
-        dtype, count = flat.dtype, flat.numel()
-        if dtype not in self._whole:
-            constants, sums = address_of(self._kept[0]), address_of(self._extremes)
-            self._whole[dtype] = self._call(d.whole_table(dtype), 0, constants, sums)
-        self._chunk[0, 0, 2], self._pointers[0, 0] = count, address(flat)
-        run, arguments = self._whole[dtype]
-        run(arguments)
-        smallest, zeros, top, _ = self._extremes.tolist()
+        return count
+
+    def read_extremes(self, flats: Sequence[torch.Tensor]) -> list[tuple[int, float, float]]:
+        """Return the zeros and the largest and smallest magnitudes of tensors of one dtype.
+
+        Of a tensor with infinity or NaN the largest is no finite number, and the others have no meaning.
+        """
+        dtype = flats[0].dtype
+        kernel = self._whole.get(dtype)
+        if kernel is None:
+            kernel = self._whole[dtype] = RowsKernel(d.whole_table(dtype), self._tensors, [])
         # Of float16 the kernel's numbers are smaller: its fraction stands where that of float32 does.
-        factor = 2.0**112 if dtype == torch.float16 else 1.0
-        if not top * factor < largest:
-            return False
-        totals.add_extremes(count, int(zeros), 0, 0, top * factor, _amin(smallest) * factor)
-        return True
+        factor, found = 2.0**112 if dtype == torch.float16 else 1.0, []
+        for k in range(0, len(flats), ROWS):
+            part = flats[k : k + ROWS]
+            self._tensors.set([flat.numel() for flat in part], [(address(flat),) for flat in part])
+            for smallest, zeros, top, _ in kernel.run(len(part)).tolist():
+                found.append((int(zeros), top * factor, _amin(smallest) * factor if top < math.inf else 0.0))
+        return found
 
-    def count(self, sample: torch.Tensor, totals: Totals) -> None:
-        """Add a float32 sample's counts."""
-        count = len(sample)
-        self._chunk[1, 0, 2], self._pointers[1] = count, (address(sample), address_of(totals.counters))
-        for run, arguments in self._calls:
-            run(arguments)
-        totals.sampled += count
-        totals.sums += self._sums[:-CHUNK]
-        for k in self._others:
-            _add_in_blocks(sample, self._candidates, k, totals)
+    def count(self, counted: Sequence[tuple[torch.Tensor, Totals]]) -> None:
+        """Add the counts of at most `ROWS` float32 samples."""
+        samples = [sample for sample, _ in counted]
+        lengths = [sample.numel() for sample in samples]
+        self._samples.set(lengths, [(address(one), address_of(totals.counters)) for one, totals in counted])
+        sums = np.concatenate([self._single.run(len(samples)), *(count(samples) for count in self._blocks)], 1)
+        for length, (_, totals), found in zip(lengths, counted, sums):
+            totals.sampled += length
+            totals.sums += found
+
+
+class Rows:
+    """The chunks and pointers of up to `ROWS` tensors that are looked at together, each one chunk.
+
+    Args:
+        columns: how many pointers a tensor has.
+    """
+
+    def __init__(self, columns: int) -> None:
+        self.chunks, self.pointers = np.zeros((ROWS, CHUNK), np.int64), np.zeros((ROWS, columns), np.int64)
+        self.chunks[:, 0] = _ROW_NUMBERS
+
+    def set(self, lengths: Sequence[int], pointers: Sequence[tuple[int, ...]]) -> None:
+        """Set the elements and pointers of the tensors that are looked at next."""
+        self.chunks[: len(lengths), 2], self.pointers[: len(lengths)] = lengths, pointers
+
+
+class RowsKernel:
+    """A kernel over some `Rows`, with its constants and sums.
+
+    Attributes:
+        constants: uint32, a row per tensor.
+    """
+
+    def __init__(self, table: Table, rows: Rows, constants: Sequence[int]) -> None:
+        self.constants = np.tile(np.array(constants, np.uint32), (ROWS, 1))
+        self._kernel, self._rows, self._sums = compiled(table), rows, np.zeros((ROWS, table.sums))
+        given = (rows.chunks, rows.pointers, _ROW_NUMBERS, self.constants)
+        self._arguments = (*map(address_of, given), 0, address_of(self._sums), 0)
+
+    def run(self, count: int) -> np.ndarray:
+        """Return the sums of the first tensors, which the next call overwrites."""
+        self._kernel(0, count, *self._arguments)
+        return self._sums[:count]
 
 
 @functools.cache
@@ -545,34 +567,67 @@ def check_kernels(dtype: torch.dtype) -> None:
     x = (torch.sinh(ramp * 9) * 2.0 ** (ramp * 20)).to(dtype)
     x = torch.where(x.isfinite(), x, 1.0)
     x[1777:1900] = 0.0
+    sample = sampled(x, 0x0123456789ABCDEF)
+    sample[::97], sample[1::97], sample[2::97] = math.inf, -math.inf, math.nan
 
     def counts(by_kernel: bool) -> list[torch.Tensor]:
         totals = Totals(TensorRecord("weight", "", "", dtype), candidates)
-        sample = sampled(x, 0x0123456789ABCDEF)
         if by_kernel:
-            candidates.counter.read_extremes(x, math.inf, totals)
-            candidates.counter.count(sample, totals)
+            ((zeros, amax, amin),) = candidates.counter.read_extremes([x])
+            totals.add_extremes(len(x), zeros, 0, 0, amax, amin)
+            candidates.counter.count([(sample, totals)])
         else:
             compute_extremes(x, math.inf, totals)
             count_sample(sample, candidates, totals)
         totals.sums[d.SQUARES] = 0.0  # which depends on the order of the sum
         extremes = torch.tensor([totals.amax, totals.amin, totals.zeros], dtype=torch.float64, device="cpu")
-        return [extremes, *map(torch.from_numpy, (totals.sums, totals.counters.sum(0)[:-1]))]
+        return [extremes, *map(torch.from_numpy, (totals.sums, totals.histogram))]
 
     check_bits(f"sample of {dtype}", lambda: counts(True), lambda: counts(False))
 
 
 def sampled(flat: torch.Tensor, key: int) -> torch.Tensor:
     """Return a copy of a contiguous tensor's sampled elements, in float32 (float64 of float64), on the CPU."""
-    given = to_wide(flat.detach()).view(-1)
-    taken, count = given, given.numel()
-    if count > MOST:
-        runs, whole = _whole_runs(key, count), count // RUN * RUN
-        taken = given[:whole].view(-1, RUN).index_select(0, runs if given.is_cpu else runs.to(given.device)).view(-1)
-        taken = taken if len(runs) == RUNS else torch.cat([taken, given[whole:]])
+    taken = to_wide(flat.detach()).view(-1)
+    if taken.numel() > MOST:
+        return _widen(_pick(taken, key))
+    wide = _widen(taken)
+    return wide.clone() if wide is taken else wide
+
+
+class Samples(NamedTuple):
+    """Samples of several tensors, one behind another.
+
+    Attributes:
+        packed: float32 or float64, on the CPU.
+        counts: the elements of each.
+    """
+
+    packed: torch.Tensor
+    counts: list[int]
+
+
+@_keep_subnormals
+def take_samples(numbers: Sequence[Stored], keys: Iterable[int]) -> Samples:
+    """Return copies of the sampled elements of contiguous tensors, in float32, or float64 where one of them is."""
+    taken = [to_wide(one.flat).view(-1) for one in numbers]
+    taken = [one if one.numel() <= MOST else _pick(one, key) for one, key in zip(taken, keys)]
+    if len({one.device for one in taken}) > 1:
+        taken = [one.cpu() for one in taken]
+    return Samples(_widen(torch.cat(taken)), [one.numel() for one in taken])
+
+
+def _pick(given: torch.Tensor, key: int) -> torch.Tensor:
+    """Return the sampled elements of a tensor of more than 4096."""
+    runs, whole = _whole_runs(key, given.numel()), given.numel() // RUN * RUN
+    taken = given[:whole].view(-1, RUN).index_select(0, runs if given.is_cpu else runs.to(given.device)).view(-1)
+    return taken if len(runs) == RUNS else torch.cat([taken, given[whole:]])
+
+
+def _widen(taken: torch.Tensor) -> torch.Tensor:
+    """Return numbers in float32, float64 ones as they are, on the CPU."""
     if taken.is_cpu:
-        wide = taken if taken.dtype == torch.float64 else taken.float()
-        return wide.clone() if wide is given else wide
+        return taken if taken.dtype == torch.float64 else taken.float()
     return taken.to("cpu", torch.float64 if taken.dtype == torch.float64 else torch.float32)
 
 
