@@ -536,7 +536,10 @@ class Rows:
 
     def set(self, lengths: Sequence[int], pointers: Sequence[tuple[int, ...]]) -> None:
         """Set the elements and pointers of the tensors that are looked at next."""
-        self.chunks[: len(lengths), 2], self.pointers[: len(lengths)] = lengths, pointers
+        if len(lengths) == 1:  # NumPy takes 1 us to make an array of a list
+            self.chunks[0, 2], self.pointers[0] = lengths[0], pointers[0]
+        else:
+            self.chunks[: len(lengths), 2], self.pointers[: len(lengths)] = lengths, pointers
 
 
 class RowsKernel:
@@ -587,8 +590,11 @@ def check_kernels(dtype: torch.dtype) -> None:
 
 
 def sampled(flat: torch.Tensor, key: int) -> torch.Tensor:
-    """Return a copy of a contiguous tensor's sampled elements, in float32 (float64 of float64), on the CPU."""
-    taken = to_wide(flat.detach()).view(-1)
+    """Return a copy of a contiguous tensor's sampled elements, in float32 (float64 of float64), on the CPU.
+
+    The tensor has no history.
+    """
+    taken = to_wide(flat).view(-1)
     if taken.numel() > MOST:
         return _widen(_pick(taken, key))
     wide = _widen(taken)
