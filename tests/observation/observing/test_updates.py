@@ -12,7 +12,7 @@ from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 import halfulp as hu
 from halfulp.kernels import engine
 from halfulp.observation._record import Realised
-from halfulp.observation.observing._updates import add_changes, neighbours
+from halfulp.observation.observing._updates import add_changes, find_neighbours
 
 OPTIMIZERS = {
     "sgd": lambda p: torch.optim.SGD(p, lr=0.003, momentum=0.9, weight_decay=0.01),
@@ -144,7 +144,7 @@ def test_directions_of_stochastic_rounding(seed):
 def test_neighbours_are_those_of_the_dtype(seed):
     for dtype in (torch.bfloat16, torch.float16):
         x = torch.randn(1000, dtype=torch.float64)
-        low, high = neighbours(torch.cat([x, x.to(dtype).double(), torch.zeros(1, dtype=torch.float64)]), dtype)
+        low, high = find_neighbours(torch.cat([x, x.to(dtype).double(), torch.zeros(1, dtype=torch.float64)]), dtype)
         given = torch.cat([x, x.to(dtype).double(), torch.zeros(1, dtype=torch.float64)])
         assert bool(((low <= given) & (given < high)).all())
         assert torch.equal(low.to(dtype).double(), low)

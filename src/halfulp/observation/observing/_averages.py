@@ -18,7 +18,7 @@ from ...optim import EMA
 from ...optim._ema import decay_at
 from ...optim._float32_weights import read_weights
 from .._record import AverageRecord
-from ..sampling._sampler import sampled, stored
+from ..sampling._sampler import read_numbers, take_sample
 from ._notebook import Notebook
 from ._updates import add_changes, is_represented
 
@@ -57,7 +57,7 @@ class WeightAverages:
                 f"parameters, got {a_kind(average)}"
             )
         live = dict(model.named_parameters())
-        for name, tensor in averaged(average).items():
+        for name, tensor in read_averages(average).items():
             if name in live and tensor.shape == live[name].shape and tensor.dtype.is_floating_point:
                 self._pairs.append((name, tensor, live[name]))
         if not self._pairs:
@@ -92,12 +92,12 @@ class WeightAverages:
         if isinstance(self.average, EMA):
             plan = self.average._inner._plans.get(tensor)
             if plan is not None and is_represented(plan):
-                return sampled(read_weights([plan])[0], key)
-        found = stored(tensor)
-        return None if found is None else sampled(found.flat, key).mul_(found.scale)
+                return take_sample(read_weights([plan])[0], key)
+        found = read_numbers(tensor)
+        return None if found is None else take_sample(found.flat, key).mul_(found.scale)
 
 
-def averaged(average: EMA | nn.Module) -> dict[str, torch.Tensor]:
+def read_averages(average: EMA | nn.Module) -> dict[str, torch.Tensor]:
     """Return the averaged parameters by name."""
     if isinstance(average, EMA):
         return dict(average._averages)

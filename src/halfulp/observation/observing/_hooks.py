@@ -15,10 +15,10 @@ from torch.utils.hooks import RemovableHandle
 
 from ...kernels import in_float64
 from .._record import PositionsRecord, Realised, ResidualRecord
-from ..sampling._sampler import PLAIN_TYPES, sampled, stored
+from ..sampling._sampler import PLAIN_TYPES, read_numbers, take_sample
 from ._averages import RunningStatistics, has_running_statistics
 from ._expectations import Expectations
-from ._notebook import Notebook, loss_in, tensors_in, watching
+from ._notebook import Notebook, find_loss, find_tensors, watching
 from ._second_runs import CompiledModules, Recomputations
 from ._updates import add_changes
 
@@ -126,7 +126,7 @@ class ModuleHooks:
     def _activations(
         self, hook: _ModuleHook, module: nn.Module, inputs: tuple[Any, ...], output: Any, in_backward: bool
     ) -> None:
-        name, found = hook.name, list(tensors_in(output))
+        name, found = hook.name, list(find_tensors(output))
         if self._statistics is not None:
             self._statistics.follow(module, inputs)
         if self._again is not None and found:
@@ -139,11 +139,11 @@ class ModuleHooks:
                     self._activation(hook, module, tensor, inputs)
             self._seen.add(name)
         if not name:
-            self.loss = loss_in(output)
+            self.loss = find_loss(output)
 
     @watching
     def _note(self, module: nn.Module, output: Any) -> None:
-        for tensor in tensors_in(output):
+        for tensor in find_tensors(output):
             assert self._again is not None
             self._again.note(self._hooks[module].name, tensor, again=False)
             break
@@ -154,9 +154,9 @@ class ModuleHooks:
             return
         # Of outputs that are all zeros the largest input and weight: did rounding make them so?
         record, zeros = totals.record, totals.last_amax == 0.0
-        record.input_amax = max(map(_amax, tensors_in(inputs)), default=None) if zeros else None
+        record.input_amax = max(map(_amax, find_tensors(inputs)), default=None) if zeros else None
         own = [one for one in module._parameters.values() if one is not None] if zeros else []
-        record.weight_amax = max(map(_amax, tensors_in(own)), default=None)
+        record.weight_amax = max(map(_amax, find_tensors(own)), default=None)
         self._follow(hook, tensor)
 
     def _follow(self, hook: _ModuleHook, output: torch.Tensor) -> None:
@@ -545,20 +545,20 @@ class _ParameterHooks:
     @watching
     def _hold(self, there: torch.Tensor, gradient: torch.Tensor) -> None:
         """Keep samples of what is there and of what is added to it."""
-        held, incoming = stored(there), stored(gradient)
+        held, incoming = read_numbers(there), read_numbers(gradient)
         if held is not None and incoming is not None and held.flat.numel() == incoming.flat.numel():
             key = self.book.key(self.name)
-            self.accumulated, self.incoming = sampled(held.flat, key), sampled(incoming.flat, key)
+            self.accumulated, self.incoming = take_sample(held.flat, key), take_sample(incoming.flat, key)
             self.owner.follow(self)
 
     @watching
     def _accumulated(self, parameter: torch.Tensor) -> None:
         held, incoming, self.accumulated, self.incoming = self.accumulated, self.incoming, None, None
-        found = stored(parameter.grad) if parameter.grad is not None else None
+        found = read_numbers(parameter.grad) if parameter.grad is not None else None
         # Zeros that `zero_grad(set_to_none=False)` left swallow nothing.
         if found is None or held is None or incoming is None or not held.any():
             return
-        now = sampled(found.flat, self.book.key(self.name))
+        now = take_sample(found.flat, self.book.key(self.name))
         record = self.book.record.parameters[self.name]
         if record.accumulation is None:
             record.accumulation = Realised()

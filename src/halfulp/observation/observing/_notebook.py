@@ -18,12 +18,12 @@ from ..sampling._sampler import (
     Samples,
     Stored,
     Totals,
-    candidate,
     count_samples,
+    find_candidate,
+    make_place_key,
     measure_extremes,
-    place_key,
-    sampled,
-    stored,
+    read_numbers,
+    take_sample,
     take_samples,
 )
 from ._expectations import Quantized
@@ -53,7 +53,7 @@ class Notebook:
         self.record: Record = Record()
         self.quantized: Quantized | None = quantized
         also = {} if quantized is None else {format.name: format for format in quantized.formats.values()}
-        counted = [candidate(format) for format in formats]
+        counted = [find_candidate(format) for format in formats]
         for format in counted:
             also.pop(format.name, None)
         self.candidates: Candidates = Candidates([*counted, *also.values()])
@@ -95,10 +95,10 @@ class Notebook:
     def key(self, name: str) -> int:
         """Return the random key that chooses the sampled elements of tensors of a name in this step."""
         if name in self.fixed:
-            return place_key(SEED, 0, name)
+            return make_place_key(SEED, 0, name)
         key = self._keys.get(name)
         if key is None:
-            key = self._keys[name] = place_key(SEED, self.step, name)
+            key = self._keys[name] = make_place_key(SEED, self.step, name)
         return key
 
     def missed(self, sentence: str) -> None:
@@ -118,13 +118,13 @@ class Notebook:
 
     def look(self, role: Role, name: str, kind: str, tensor: torch.Tensor, scale: float = 1.0) -> Totals | None:
         """Count a tensor under a role and a name; None where its numbers cannot be read."""
-        found = stored(tensor)
+        found = read_numbers(tensor)
         if found is None:
             return None
         (totals,) = self._measure(
             role, [(name, kind)], [found if scale == 1.0 else found._replace(scale=found.scale * scale)]
         )
-        sample = sampled(found.flat, self.key(name))
+        sample = take_sample(found.flat, self.key(name))
         self._waiting.append((sample, totals))
         if len(self._waiting) >= MOST_WAITING:
             self.count_waiting()
@@ -209,7 +209,7 @@ def watch(book: Notebook, function: Callable[..., object], *arguments: Any) -> N
 MOST_OUTPUTS = 16
 
 
-def tensors_in(value: Any) -> Iterator[torch.Tensor]:
+def find_tensors(value: Any) -> Iterator[torch.Tensor]:
     """Yield the floating-point tensors of a nested tuple, list, or mapping, such as a model's output."""
     stack, count = [value], 0
     while stack and count < MOST_OUTPUTS:
@@ -224,7 +224,7 @@ def tensors_in(value: Any) -> Iterator[torch.Tensor]:
             stack.extend(reversed(item))
 
 
-def loss_in(output: Any) -> torch.Tensor | None:
+def find_loss(output: Any) -> torch.Tensor | None:
     """Return the loss among a model's outputs, where it is one: `output.loss`, or a single number."""
     loss = output.get("loss") if isinstance(output, Mapping) else output
     if isinstance(loss, torch.Tensor) and loss.dtype.is_floating_point and loss.numel() == 1 and loss.requires_grad:

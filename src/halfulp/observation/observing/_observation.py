@@ -30,9 +30,9 @@ from .._record import ParameterRecord, Record, StepRecord, plain_record
 from .._text import times
 from ..findings import findings_of
 from ..page import write_page
-from ..sampling._sampler import AnyFormat, place_key, prepare_kernels, sampled, stored
+from ..sampling._sampler import AnyFormat, make_place_key, prepare_kernels, read_numbers, take_sample
 from ._averages import WeightAverages
-from ._expectations import Asked, Expectations, Formats, Quantized, checked
+from ._expectations import Asked, Expectations, Formats, Quantized, check_expectations
 from ._hooks import GradientHooks, ModuleHooks
 from ._notebook import Notebook, watch, watching
 from ._ranks import Ranks
@@ -76,7 +76,7 @@ class Observation(StepWatcher):
         self._parameters = Parameters(model, self.optimizers, self.book.record)
         self._scales = LossScales(scaler, scheduler)
         self._history = History(self.book.record.history)
-        self._expectations = Expectations(model, checked(expect))
+        self._expectations = Expectations(model, check_expectations(expect))
         self._modules = ModuleHooks(self.book, model, self._expectations, check)
         self._averages = None if average is None else WeightAverages(self.book, average, model)
         self._ranks = Ranks(self.book, model, self._parameters.named)
@@ -214,7 +214,7 @@ class Observation(StepWatcher):
     def __str__(self) -> str:
         """The findings and what was seen, as a table for a person."""
         record = self.record
-        return summary(record, findings_of("observe", record), len(self), self.interval, self.overhead)
+        return write_summary(record, findings_of("observe", record), len(self), self.interval, self.overhead)
 
     # hooks ----------------------------------------------------------------------------------------------------
 
@@ -338,7 +338,7 @@ class Observation(StepWatcher):
             told = float(seen)
         if told is not None and self.book.sampling and math.isfinite(told):
             self._losses.append(told)
-            self.book.record.loss_gap = loss_gap(self._losses, self.book.record.loss_dtype)
+            self.book.record.loss_gap = measure_loss_gap(self._losses, self.book.record.loss_dtype)
         return told
 
     def _rounding_errors(self) -> dict[str, torch.Tensor]:
@@ -386,7 +386,9 @@ class Observation(StepWatcher):
 ROLES = ("activation", "weight", "activation gradient", "weight gradient", "update", "first moment", "second moment")
 
 
-def summary(record: Record, findings: Sequence[Finding], steps: int, interval: int, overhead: float | None) -> str:
+def write_summary(
+    record: Record, findings: Sequence[Finding], steps: int, interval: int, overhead: float | None
+) -> str:
     """Return the lines."""
     return "\n".join([*listing(findings), "", *_seen(record, steps, interval), *_unseen(record), *_cost(overhead)])
 
@@ -437,8 +439,8 @@ class Optimizers:
     """
 
     def __init__(self, given: Sequence[torch.optim.Optimizer]) -> None:
-        given = list({id(part): part for one in given for part in parts_of(one)}.values())
-        shares = {id(one): share for one in given if (share := share_of(one)) is not None}
+        given = list({id(part): part for one in given for part in find_parts(one)}.values())
+        shares = {id(one): share for one in given if (share := find_share(one)) is not None}
         inside = {id(share) for share in shares.values()}
         held = {id(part) for one in given for part in vars(one).values() if isinstance(part, torch.optim.Optimizer)}
         self.all: list[torch.optim.Optimizer] = []
@@ -487,7 +489,7 @@ class Optimizers:
         return self._lead
 
 
-def parts_of(optimizer: torch.optim.Optimizer) -> list[torch.optim.Optimizer]:
+def find_parts(optimizer: torch.optim.Optimizer) -> list[torch.optim.Optimizer]:
     """Return the optimizers that a container holds, or the optimizer itself.
 
     >>> class Container(torch.optim.SGD):
@@ -495,7 +497,7 @@ def parts_of(optimizer: torch.optim.Optimizer) -> list[torch.optim.Optimizer]:
     ...         self.parts = parts
     ...         super().__init__([p for one in parts for group in one.param_groups for p in group["params"]])
     >>> parts = [torch.optim.Adam([torch.nn.Parameter(torch.zeros(2))]) for _ in range(2)]
-    >>> parts_of(Container(parts)) == parts, parts_of(parts[0]) == parts[:1]
+    >>> find_parts(Container(parts)) == parts, parts_of(parts[0]) == parts[:1]
     (True, True)
     """
     found: dict[int, torch.optim.Optimizer] = {}
@@ -505,14 +507,14 @@ def parts_of(optimizer: torch.optim.Optimizer) -> list[torch.optim.Optimizer]:
     inside = {id(p) for one in found.values() for p in _parameters(one)}
     if not found or not all(id(p) in inside for p in _parameters(optimizer)):
         return [optimizer]
-    return [part for one in found.values() for part in parts_of(one)]
+    return [part for one in found.values() for part in find_parts(one)]
 
 
 def _parameters(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
     return [p for group in optimizer.param_groups for p in group["params"]]
 
 
-def share_of(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer | None:
+def find_share(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer | None:
     """Return the optimizer of this rank's share that a ZeroRedundancyOptimizer holds; None of any other."""
     share = getattr(optimizer, "optim", None)
     named = any(kind.__name__ == "ZeroRedundancyOptimizer" for kind in type(optimizer).__mro__)
@@ -558,7 +560,7 @@ class Parameters:
                 self._enter(name, parameter, "")
             self.names[id(group["params"][position])] = name
             record = self._record.parameters[name]
-            rule = type(share_of(optimizer) or optimizer)
+            rule = type(find_share(optimizer) or optimizer)
             record.optimizer, record.optimizer_module = rule.__name__, rule.__module__
             record.options = {key: group[key] for key in ("lr", "weight_decay", "eps") if key in group}
             if isinstance(optimizer, Optimizer):
@@ -582,9 +584,9 @@ class Parameters:
     def _samples(self) -> dict[str, torch.Tensor]:
         found = {}
         for name, parameter in self.named.items():
-            numbers = stored(parameter)
+            numbers = read_numbers(parameter)
             if numbers is not None:
-                found[name] = sampled(numbers.flat, place_key(0, 0, name)).mul_(numbers.scale)
+                found[name] = take_sample(numbers.flat, make_place_key(0, 0, name)).mul_(numbers.scale)
         return found
 
 
@@ -667,7 +669,7 @@ class LossScales:
         self._taken = 0
         if now is None or before is None or self.scaler is None:
             return self.scale(), 0
-        skipped = _skips(before, now, taken, self.scaler)
+        skipped = _count_skips(before, now, taken, self.scaler)
         self.skipped += skipped
         return now.scale, skipped
 
@@ -727,7 +729,7 @@ class _Reading(NamedTuple):
     streak: int
 
 
-def _skips(before: _Reading, now: _Reading, taken: int, scaler: Scaler) -> int:
+def _count_skips(before: _Reading, now: _Reading, taken: int, scaler: Scaler) -> int:
     """Return how many steps were skipped between two readings, between which so many were taken.
 
     Exact where one step is taken between them, as on the host; of a scale that grew and then fell, together with
@@ -756,14 +758,14 @@ class History:
         """Append a step."""
         self._steps.append(step)
         if len(self._steps) > MOST_HISTORY:
-            self._steps[:] = thinned(self._steps)
+            self._steps[:] = thin(self._steps)
 
 
-def thinned(steps: list[StepRecord]) -> list[StepRecord]:
+def thin(steps: list[StepRecord]) -> list[StepRecord]:
     """Return every second step, with the skipped and scheduled steps of the one before it added to its own.
 
     >>> one = StepRecord(0, True, 0.1, skipped=2, scheduled=1)
-    >>> thinned([one, StepRecord(1, False, 0.1, scheduled=1)])[0].skipped
+    >>> thin([one, StepRecord(1, False, 0.1, scheduled=1)])[0].skipped
     2
     """
     kept = []
@@ -774,7 +776,7 @@ def thinned(steps: list[StepRecord]) -> list[StepRecord]:
     return kept + (steps[-1:] if len(steps) % 2 else [])
 
 
-def loss_gap(losses: Iterable[float], dtype: torch.dtype | None) -> float | None:
+def measure_loss_gap(losses: Iterable[float], dtype: torch.dtype | None) -> float | None:
     """Return the median ratio, over successive losses, of a dtype's spacing there to their change."""
     losses = list(losses)
     if dtype is None or not dtype.is_floating_point or len(losses) < 2:

@@ -20,8 +20,8 @@ from ...optim.rules._update_rule import UpdateRule
 from ...optim.states._codec import Plain
 from ...optim.step._kernel import change_by_rule
 from .._record import ParameterRecord, Realised, Role, RoundingRecord
-from ..sampling._device_functions import changes_table
-from ..sampling._sampler import Stored, compiled, stored, take_samples
+from ..sampling._device_functions import record_changes_table
+from ..sampling._sampler import Stored, compile_once, read_numbers, take_samples
 from ._elementwise import ELEMENTWISE, WHOLE, Shadow, decay_factor
 from ._notebook import Notebook
 
@@ -72,15 +72,15 @@ class Layout:
         return list(packed.split(np.diff(self.ends).tolist()))
 
 
-def numbers_of(tensor: torch.Tensor) -> Stored:
+def read_numbers_again(tensor: torch.Tensor) -> Stored:
     """Return the numbers of a tensor that had some before."""
-    found = stored(tensor)
+    found = read_numbers(tensor)
     assert found is not None, "a step leaves tensors readable"
     return found
 
 
 def count_changes(values: Sequence[torch.Tensor], ends: Sequence[int], decreases: bool) -> list[list[float]]:
-    """Return the sums of `changes_table` of each tensor; the arguments are those of `add_changes`."""
+    """Return the sums of `record_changes_table` of each tensor; the arguments are those of `add_changes`."""
     if select_engine("cpu") != "llvm":
         return _count_by_numpy(values, ends, decreases)
     count = len(ends) - 1
@@ -88,7 +88,7 @@ def count_changes(values: Sequence[torch.Tensor], ends: Sequence[int], decreases
     chunks[:, 1], chunks[:, 2], pointers[:] = ends[:-1], np.diff(ends), [address(one) for one in values]
     limit, sums = np.array([0.0 if decreases else np.inf]), np.zeros((count, CHUNK))
     given = (*map(address_of, (chunks, pointers, rows, limit)), 0, address_of(sums), 0)
-    run_chunks(compiled(changes_table()), chunks[:, 2], *given)
+    run_chunks(compile_once(record_changes_table()), chunks[:, 2], *given)
     found: list[list[float]] = sums.tolist()
     return found
 
@@ -239,7 +239,7 @@ class Updates:
 
     def _options_of(self, group: dict[str, Any]) -> tuple[str, dict[str, Any]]:
         """Return a group's options as plain data, and words that tell them from others."""
-        options = {key: _plain_option(value) for key, value in group.items() if _is_option(key, value)}
+        options = {key: _convert_option(value) for key, value in group.items() if _is_option(key, value)}
         known = self._options.get(id(group))
         if known is None or known[1] != options:
             known = self._options[id(group)] = repr(options), options
@@ -260,11 +260,11 @@ class Updates:
         if isinstance(self.optimizer, Optimizer):
             chosen = group.get("weight_update")
             record.weight_update = str(getattr(chosen, "name", chosen) or record.weight_update)
-        weight, slope = stored(parameter), stored(gradient)
+        weight, slope = read_numbers(parameter), read_numbers(gradient)
         if weight is None or slope is None or weight.flat.numel() != slope.flat.numel():
             self.book.missed(f"{name}: a parameter or gradient whose numbers cannot be read")
             return None
-        if draws(self.optimizer, parameter):
+        if is_stochastic(self.optimizer, parameter):
             self.book.fixed.add(name)
         if not weight.flat.numel():
             return None
@@ -278,7 +278,7 @@ class Updates:
         states: dict[str, Any] = {}
         for key, value in self._state_of(one.parameter).items():
             if key not in WHOLE and isinstance(value, torch.Tensor):
-                value = stored(value)
+                value = read_numbers(value)
                 if value is None or value.flat.numel() != one.weight.flat.numel():
                     return None
             states[key] = value
@@ -368,7 +368,7 @@ class Updates:
         if not batches or _number(getattr(self.optimizer, "found_inf", None), 0.0):
             return
         for batch in batches:
-            now = batch.layout.look([numbers_of(one.parameter) for one in batch.stepped])
+            now = batch.layout.look([read_numbers_again(one.parameter) for one in batch.stepped])
             states_now = self._count_states(batch)
             if batch.is_unplanned:
                 continue
@@ -442,7 +442,7 @@ class Updates:
                 if key in WHOLE or not isinstance(value, torch.Tensor) or not value.dtype.is_floating_point:
                     continue
                 one.record.state_dtypes[key] = value.dtype
-                numbers = stored(value)
+                numbers = read_numbers(value)
                 if numbers is not None and numbers.flat.numel() == one.weight.flat.numel():
                     found.setdefault(key, []).append((one, numbers))
         samples = {}
@@ -491,9 +491,9 @@ def _is_option(key: str, value: Any) -> bool:
     return isinstance(value, _OPTIONS) or (isinstance(value, torch.Tensor) and value.numel() == 1)
 
 
-def _plain_option(value: Any) -> Any:
+def _convert_option(value: Any) -> Any:
     if isinstance(value, tuple):
-        return tuple(map(_plain_option, value))
+        return tuple(map(_convert_option, value))
     return value.item() if isinstance(value, torch.Tensor) else value
 
 
@@ -501,7 +501,7 @@ FEWEST = 64
 _WORDS = {torch.bfloat16: torch.int16, torch.float16: torch.int16}
 
 
-def draws(optimizer: torch.optim.Optimizer, parameter: torch.Tensor) -> bool:
+def is_stochastic(optimizer: torch.optim.Optimizer, parameter: torch.Tensor) -> bool:
     """Return whether an optimizer rounds updates of a parameter stochastically, as far as it says so."""
     if isinstance(optimizer, Optimizer):
         plan = optimizer._plans.get(parameter)
@@ -537,7 +537,7 @@ class RoundingDecisions:
             dtype: that the wanted values were rounded to.
             wanted, after: float64 values before rounding, and what was stored.
         """
-        low, high = neighbours(wanted, dtype)
+        low, high = find_neighbours(wanted, dtype)
         up = after == high
         probability = (wanted - low) / (high - low)
         decided = (low < wanted) & (wanted < high) & (up | (after == low)) & (high - low).isfinite()
@@ -558,10 +558,10 @@ class RoundingDecisions:
         self._before = surprise
 
 
-def neighbours(x: torch.Tensor, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
+def find_neighbours(x: torch.Tensor, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
     """Return the nearest numbers of a 16-bit dtype at or below and above float64 values, as float64.
 
-    >>> low, high = neighbours(torch.tensor([1.001, -1.001], dtype=torch.float64), torch.bfloat16)
+    >>> low, high = find_neighbours(torch.tensor([1.001, -1.001], dtype=torch.float64), torch.bfloat16)
     >>> low.tolist(), high.tolist()
     ([1.0, -1.0078125], [1.0078125, -1.0])
     """

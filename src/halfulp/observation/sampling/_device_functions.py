@@ -114,7 +114,7 @@ def blocks_table(kind: Kind) -> Table:
 
 
 @functools.cache
-def changes_table() -> Table:
+def record_changes_table() -> Table:
     """Return the kernel that compares wanted changes of float64 values with the actual ones.
 
     Columns: before, after, wanted change. Constant: what wanted changes must be below to count. Sums: changes that

@@ -53,21 +53,21 @@ MOST = RUN * RUNS
 
 
 @functools.lru_cache(2**14)
-def name_key(name: str) -> int:
+def hash_name(name: str) -> int:
     """Return 64 bits that stand for a name, the same in every process."""
     return int.from_bytes(hashlib.blake2b(name.encode(), digest_size=8).digest(), "little")
 
 
-def place_key(seed: int, step: int, name: str) -> int:
+def make_place_key(seed: int, step: int, name: str) -> int:
     """Return the key of a tensor's places at a step."""
-    return mix64(seed, step, name_key(name))
+    return mix64(seed, step, hash_name(name))
 
 
 @functools.lru_cache(4096)
-def run_starts(key: int, elements: int) -> np.ndarray:
+def draw_run_starts(key: int, elements: int) -> np.ndarray:
     """Return the first elements, in ascending order, of the runs that are sampled of a tensor of more than 4096.
 
-    >>> starts = run_starts(7, 10_000).tolist()
+    >>> starts = draw_run_starts(7, 10_000).tolist()
     >>> len(starts), all(start % 128 == 0 and 0 <= start < 10_000 for start in starts)
     (32, True)
     """
@@ -77,20 +77,20 @@ def run_starts(key: int, elements: int) -> np.ndarray:
 
 
 @functools.lru_cache(4096)
-def _whole_runs(key: int, elements: int) -> torch.Tensor:
+def _draw_whole_runs(key: int, elements: int) -> torch.Tensor:
     """Return the numbers of the sampled runs that have 128 elements, as the last one may not."""
-    runs = run_starts(key, elements) // RUN
+    runs = draw_run_starts(key, elements) // RUN
     return torch.from_numpy(runs[runs < elements // RUN])
 
 
-def sampled_places(key: int, elements: int) -> torch.Tensor:
+def find_sampled_places(key: int, elements: int) -> torch.Tensor:
     """Return the sampled positions of a tensor's elements in row-major order, an int64 tensor.
 
     The last run of a tensor may be shorter than 128.
     """
     if elements <= MOST:
         return torch.arange(elements, dtype=torch.int64, device="cpu")
-    starts = torch.from_numpy(run_starts(key, elements))
+    starts = torch.from_numpy(draw_run_starts(key, elements))
     places = (starts[:, None] + torch.arange(RUN, dtype=torch.int64, device="cpu")).flatten()
     return places[places < elements]
 
@@ -131,7 +131,7 @@ class Stored(NamedTuple):
     scale: float = 1.0
 
 
-def stored(tensor: torch.Tensor) -> Stored | None:
+def read_numbers(tensor: torch.Tensor) -> Stored | None:
     """Return a tensor's numbers in row-major order; None where it holds none that can be read.
 
     Floating-point tensors only; of a DTensor the shard on this process. A sparse, quantized, nested, fake or meta
@@ -167,7 +167,7 @@ class Limits(NamedTuple):
     """The magnitudes that samples of a dtype are compared with, as words.
 
     Attributes:
-        words: three of each format of single elements (`thresholds`), then each power of two and infinity.
+        words: three of each format of single elements (`find_thresholds`), then each power of two and infinity.
         mask: what is left of a word without its sign.
     """
 
@@ -179,7 +179,7 @@ class Candidates:
     """The formats that samples are counted in: those of single elements first."""
 
     def __init__(self, formats: Sequence[AnyFormat]) -> None:
-        found = [candidate(format) for format in formats]
+        found = [find_candidate(format) for format in formats]
         self.single: list[Format] = [format for format in found if isinstance(format, Format)]
         self.blocks: list[BlockFormat] = [format for format in found if isinstance(format, BlockFormat)]
         self._limits: dict[bool, Limits] = {}
@@ -205,7 +205,7 @@ class Candidates:
         if found is None:
             bits, signed, unsigned = _TYPES[wide]
             _, count = WIDE if wide else NARROW
-            own = [word for format in self.single for word in thresholds(format, signed)]
+            own = [word for format in self.single for word in find_thresholds(format, signed)]
             subnormal = [1 << bit for bit in range(bits)]
             normal = [exponent << bits for exponent in range(1, count - bits + 1)]
             words = np.array([*own, *subnormal, *normal, _INFINITY[signed]], unsigned)
@@ -214,7 +214,7 @@ class Candidates:
         return found
 
 
-def candidate(format: AnyFormat) -> Format | BlockFormat:
+def find_candidate(format: AnyFormat) -> Format | BlockFormat:
     """Return the format or block format that is meant.
 
     Raises:
@@ -245,7 +245,7 @@ _TYPES: dict[bool, tuple[int, torch.dtype, Any]] = {
 
 
 @functools.lru_cache(256)
-def thresholds(format: Format, words: torch.dtype = torch.int32) -> tuple[int, int, int]:
+def find_thresholds(format: Format, words: torch.dtype = torch.int32) -> tuple[int, int, int]:
     """Return the first words of magnitudes that become nonzero, normal, and larger than the largest number.
 
     They are found by bisection over `quantize` itself, so that ties and missing subnormals are as it has them.
@@ -271,7 +271,7 @@ def thresholds(format: Format, words: torch.dtype = torch.int32) -> tuple[int, i
     )
 
 
-def target_of(format: BlockFormat) -> BlockTarget:
+def make_target(format: BlockFormat) -> BlockTarget:
     """Return the rounding target of float32 tensors in a block format."""
     return make_block_target(format, Nearest(), None, torch.float32)
 
@@ -406,7 +406,7 @@ def measure_extremes(numbers: Sequence[Stored], totals: Sequence[Totals], candid
     """Count all elements of tensors, and add their extremes, at a step."""
     by_kernel: dict[torch.dtype, list[int]] = {}
     others, runs_kernels = [], select_engine("cpu") == "llvm"
-    flats = [to_wide(one.flat) for one in numbers]
+    flats = [widen_bytes(one.flat) for one in numbers]
     for k, flat in enumerate(flats):
         totals[k].open(step)
         is_read = runs_kernels and flat.dtype in d.KERNEL_DTYPES and flat.is_cpu
@@ -415,12 +415,12 @@ def measure_extremes(numbers: Sequence[Stored], totals: Sequence[Totals], candid
         check_kernels(dtype)
         found = candidates.counter.read_extremes([flats[k] for k in read])
         for k, (zeros, amax, amin) in zip(read, found):
-            if amax < largest_of(numbers[k].dtype):
+            if amax < find_largest(numbers[k].dtype):
                 totals[k].add_extremes(flats[k].numel(), zeros, 0, 0, amax, amin)
             else:
                 others.append(k)
     for k in others:
-        compute_extremes(flats[k], largest_of(numbers[k].dtype), totals[k])
+        compute_extremes(flats[k], find_largest(numbers[k].dtype), totals[k])
 
 
 @_keep_subnormals
@@ -431,7 +431,7 @@ def count_samples(samples: Sequence[torch.Tensor], totals: Sequence[Totals], can
         if by_kernel and not one.wide:
             narrow.append((sample.float(), one))
         else:
-            count_sample(sample, candidates, one)
+            count_by_numpy(sample, candidates, one)
     for k in range(0, len(narrow), ROWS):
         candidates.counter.count(narrow[k : k + ROWS])
 
@@ -442,20 +442,20 @@ def prepare_kernels(dtypes: Iterable[torch.dtype]) -> None:
         check_kernels(dtype)
 
 
-def to_wide(tensor: torch.Tensor) -> torch.Tensor:
+def widen_bytes(tensor: torch.Tensor) -> torch.Tensor:
     """Return eight-bit floating-point numbers as bfloat16, which holds them all, and others as they are, contiguous."""
     tensor = tensor if tensor.is_contiguous() else tensor.contiguous()
     return tensor.to(torch.bfloat16) if tensor.dtype.itemsize == 1 else tensor
 
 
 @functools.lru_cache(64)
-def largest_of(dtype: torch.dtype) -> float:
+def find_largest(dtype: torch.dtype) -> float:
     """Return the largest finite number of a dtype."""
     return torch.finfo(dtype).max
 
 
 @functools.cache
-def compiled(table: Table) -> Kernel:
+def compile_once(table: Table) -> Kernel:
     """Return the kernel of a table, compiled once in a process."""
     return compile_table("look", table)
 
@@ -471,20 +471,20 @@ class Counter:
     def __init__(self, candidates: Candidates) -> None:
         self._tensors, self._samples = Rows(1), Rows(2)
         self._whole: dict[torch.dtype, RowsKernel] = {}
-        words = [word for one in candidates.single for word in thresholds(one)]
+        words = [word for one in candidates.single for word in find_thresholds(one)]
         self._single = RowsKernel(d.counts_table(len(candidates.single)), self._samples, words)
         self._blocks = [self._block_kernels(format) for format in candidates.blocks]
 
     def _block_kernels(self, format: BlockFormat) -> Callable[[Sequence[torch.Tensor]], np.ndarray]:
         """Return what counts samples in a block format: kernels, or torch where its scales are no words of 32 bits."""
-        target = target_of(format)
+        target = make_target(format)
         if layout_of(torch.float32, target) is not WORD32:
             return lambda samples: np.array([count_in_blocks(sample, format) for sample in samples], np.float64)
         kind = Kind.of(torch.float32, target, WORD32)
         words = words_of(target, WORD32, 1.0, target.element.max)
         table = d.blocks_table(kind._replace(under_amax=target.tensor_scale))
         # The last two constants are the largest magnitude of a tensor's finite blocks, a float64.
-        blocks = RowsKernel(table, self._samples, [*thresholds(format.element)[:2], *words, 0, 0])
+        blocks = RowsKernel(table, self._samples, [*find_thresholds(format.element)[:2], *words, 0, 0])
         largest = RowsKernel(largest_table(torch.float32, kind), self._samples, words) if target.tensor_scale else None
 
         def count(samples: Sequence[torch.Tensor]) -> np.ndarray:
@@ -509,7 +509,7 @@ class Counter:
             part = flats[k : k + ROWS]
             self._tensors.set([flat.numel() for flat in part], [(address(flat),) for flat in part])
             for smallest, zeros, top, _ in kernel.run(len(part)).tolist():
-                found.append((int(zeros), top * factor, _amin(smallest) * factor if top < math.inf else 0.0))
+                found.append((int(zeros), top * factor, _decode_smallest(smallest) * factor if top < math.inf else 0.0))
         return found
 
     def count(self, counted: Sequence[tuple[torch.Tensor, Totals]]) -> None:
@@ -551,7 +551,7 @@ class RowsKernel:
 
     def __init__(self, table: Table, rows: Rows, constants: Sequence[int]) -> None:
         self.constants = np.tile(np.array(constants, np.uint32), (ROWS, 1))
-        self._kernel, self._rows, self._sums = compiled(table), rows, np.zeros((ROWS, table.sums))
+        self._kernel, self._rows, self._sums = compile_once(table), rows, np.zeros((ROWS, table.sums))
         given = (rows.chunks, rows.pointers, _ROW_NUMBERS, self.constants)
         self._arguments = (*map(address_of, given), 0, address_of(self._sums), 0)
 
@@ -570,7 +570,7 @@ def check_kernels(dtype: torch.dtype) -> None:
     x = (torch.sinh(ramp * 9) * 2.0 ** (ramp * 20)).to(dtype)
     x = torch.where(x.isfinite(), x, 1.0)
     x[1777:1900] = 0.0
-    sample = sampled(x, 0x0123456789ABCDEF)
+    sample = take_sample(x, 0x0123456789ABCDEF)
     sample[::97], sample[1::97], sample[2::97] = math.inf, -math.inf, math.nan
 
     def counts(by_kernel: bool) -> list[torch.Tensor]:
@@ -581,7 +581,7 @@ def check_kernels(dtype: torch.dtype) -> None:
             candidates.counter.count([(sample, totals)])
         else:
             compute_extremes(x, math.inf, totals)
-            count_sample(sample, candidates, totals)
+            count_by_numpy(sample, candidates, totals)
         totals.sums[d.SQUARES] = 0.0  # which depends on the order of the sum
         extremes = torch.tensor([totals.amax, totals.amin, totals.zeros], dtype=torch.float64, device="cpu")
         return [extremes, *map(torch.from_numpy, (totals.sums, totals.histogram))]
@@ -589,12 +589,12 @@ def check_kernels(dtype: torch.dtype) -> None:
     check_bits(f"sample of {dtype}", lambda: counts(True), lambda: counts(False))
 
 
-def sampled(flat: torch.Tensor, key: int) -> torch.Tensor:
+def take_sample(flat: torch.Tensor, key: int) -> torch.Tensor:
     """Return a copy of a contiguous tensor's sampled elements, in float32 (float64 of float64), on the CPU.
 
     The tensor has no history.
     """
-    taken = to_wide(flat).view(-1)
+    taken = widen_bytes(flat).view(-1)
     if taken.numel() > MOST:
         return _widen(_pick(taken, key))
     wide = _widen(taken)
@@ -616,7 +616,7 @@ class Samples(NamedTuple):
 @_keep_subnormals
 def take_samples(numbers: Sequence[Stored], keys: Iterable[int]) -> Samples:
     """Return copies of the sampled elements of contiguous tensors, in float32, or float64 where one of them is."""
-    taken = [to_wide(one.flat).view(-1) for one in numbers]
+    taken = [widen_bytes(one.flat).view(-1) for one in numbers]
     taken = [one if one.numel() <= MOST else _pick(one, key) for one, key in zip(taken, keys)]
     if len({one.device for one in taken}) > 1:
         taken = [one.cpu() for one in taken]
@@ -625,7 +625,7 @@ def take_samples(numbers: Sequence[Stored], keys: Iterable[int]) -> Samples:
 
 def _pick(given: torch.Tensor, key: int) -> torch.Tensor:
     """Return the sampled elements of a tensor of more than 4096."""
-    runs, whole = _whole_runs(key, given.numel()), given.numel() // RUN * RUN
+    runs, whole = _draw_whole_runs(key, given.numel()), given.numel() // RUN * RUN
     taken = given[:whole].view(-1, RUN).index_select(0, runs if given.is_cpu else runs.to(given.device)).view(-1)
     return taken if len(runs) == RUNS else torch.cat([taken, given[whole:]])
 
@@ -650,14 +650,14 @@ def compute_extremes(flat: torch.Tensor, largest: float, totals: Totals) -> None
     totals.add_extremes(flat.numel(), zeros, nonfinite, int((magnitude == largest).sum()), amax, amin)
 
 
-def _amin(smallest: float) -> float:
+def _decode_smallest(smallest: float) -> float:
     """Return the smallest magnitude from what `whole_table` finds."""
     word = d.INFINITE - struct.unpack("<I", struct.pack("<f", smallest))[0]
     amin: float = struct.unpack("<f", struct.pack("<I", word))[0]
     return amin
 
 
-def count_sample(sample: torch.Tensor, candidates: Candidates, totals: Totals) -> None:
+def count_by_numpy(sample: torch.Tensor, candidates: Candidates, totals: Totals) -> None:
     """Add a sample's counts, in NumPy."""
     limits, numbers = candidates.limits(totals.wide), (sample.double() if totals.wide else sample).numpy()
     words = np.sort(numbers.view(limits.words.dtype) & limits.mask)
@@ -681,7 +681,7 @@ def count_in_blocks(sample: torch.Tensor, format: BlockFormat) -> tuple[int, int
     """Return elements in finite blocks, those that become zero, subnormals, and zeros in blocks whose largest stays."""
     if not len(sample):
         return 0, 0, 0, 0
-    target = target_of(format)
+    target = make_target(format)
     rounded = quantize(sample, format)
     padding = -len(sample) % format.block
     x, y = (torch.nn.functional.pad(t, (0, padding)).view(-1, format.block) for t in (sample, rounded))

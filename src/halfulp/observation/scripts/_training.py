@@ -18,7 +18,7 @@ from .._finding import Finding, plain_causes
 from .._record import Record, plain_record
 from .._text import of_model
 from ..findings import findings_of
-from ..observing._observation import Observation, summary
+from ..observing._observation import Observation, write_summary
 from ..observing._observe import observe
 from ._find import SCALERS, Found, Together
 
@@ -146,7 +146,7 @@ class Training:
 
     def __str__(self) -> str:
         assert self.record is not None
-        return summary(self.record, self.findings, len(self), self.interval, self._overhead)
+        return write_summary(self.record, self.findings, len(self), self.interval, self._overhead)
 
 
 def _name_model(finding: Finding) -> Finding:
