@@ -197,7 +197,7 @@ def replay(
     if any(part.shape != weight.shape or not part.dtype.is_floating_point for part in parts.values()):
         return None, None
     rate = _own_decay(rule, options)
-    update, decay = _Sum(form), _Sum(form) if rate else None
+    update, decay = _RoundedChanges(form), _RoundedChanges(form) if rate else None
     for rows in weight.rows(_AT_ONCE):
         w = weight.read(rows).double()
         wanted = _wanted_change(
@@ -252,8 +252,8 @@ def _own_decay(rule: str, options: Mapping[str, Any]) -> float | None:
     return float(options["lr"]) * float(rate)
 
 
-class _Sum:
-    """Wanted changes, and what nearest rounding to a format leaves of them."""
+class _RoundedChanges:
+    """Sums of wanted changes, and counts of those that nearest rounding to a format loses."""
 
     def __init__(self, form: Format) -> None:
         self._form = form

@@ -70,14 +70,14 @@ class WeightAverages:
         for name, tensor, weight in self._pairs:
             before, live = self._sample(name, tensor), self._sample(name, weight)
             if before is not None and live is not None:
-                self._awaited.append(_Average(name, tensor, _version(tensor), before, live))
+                self._awaited.append(_Average(name, tensor, tensor._version, before, live))
 
     def end(self) -> None:
-        """Compare with what they are before the next step, where they were updated in between."""
+        """Compare the averages before the next step with the samples, where they were updated in between."""
         held, self._awaited = self._awaited, []
         for one in held:
             after = self._sample(one.name, one.tensor)
-            if after is None or _version(one.tensor) == one.version:
+            if after is None or one.tensor._version == one.version:
                 continue
             name = f"average.{one.name}"
             record = self.book.record.averages.setdefault(name, AverageRecord(name, one.tensor.dtype, None))
@@ -128,10 +128,6 @@ def _decay_of(function: Callable[..., Any]) -> float | None:
     return float(decay) if isinstance(decay, float) else None
 
 
-def _version(tensor: torch.Tensor) -> int:
-    return tensor._version
-
-
 @dataclass(slots=True)
 class _Statistics:
     """Running statistics at the beginning of a step, and float64 shadows that follow the batches."""
@@ -159,7 +155,7 @@ class RunningStatistics:
             self._shadows[module] = _Statistics(before, shadow, _batches(module))
 
     def follow(self, module: nn.Module, inputs: tuple[Any, ...]) -> None:
-        """Let the shadows take up a batch."""
+        """Update the float64 shadows with a batch."""
         held = self._shadows.get(module)
         if held is None or not module.training or not inputs or not isinstance(inputs[0], torch.Tensor):
             return

@@ -93,7 +93,7 @@ class Notebook:
         self._keys.clear()
 
     def key(self, name: str) -> int:
-        """Return the random key that chooses the sampled elements of tensors of a name in this step."""
+        """Return the key of the places at which tensors of a name are sampled in this step."""
         if name in self.fixed:
             return make_place_key(SEED, 0, name)
         key = self._keys.get(name)
@@ -101,8 +101,8 @@ class Notebook:
             key = self._keys[name] = make_place_key(SEED, self.step, name)
         return key
 
-    def missed(self, sentence: str) -> None:
-        """Note something that could not be observed, once."""
+    def note_unseen(self, sentence: str) -> None:
+        """Note in words what could not be observed, once."""
         if sentence not in self.record.unseen:
             self.record.unseen.append(sentence)
 
@@ -199,7 +199,7 @@ def watch(book: Notebook, function: Callable[..., object], *arguments: Any) -> N
                 function(*arguments)
     except Exception as error:
         # Its words may hold paths, hosts or values, which neither page nor JSON is to hold.
-        book.missed(f"{function.__name__.strip('_').replace('_', ' ')}: it raised {type(error).__name__}")
+        book.note_unseen(f"{function.__name__.strip('_').replace('_', ' ')}: it raised {type(error).__name__}")
     finally:
         torch._C._set_grad_enabled(records_gradients)
         book.leave()

@@ -80,9 +80,9 @@ class Observation(StepWatcher):
         self._modules = ModuleHooks(self.book, model, self._expectations, check)
         self._averages = None if average is None else WeightAverages(self.book, average, model)
         self._ranks = Ranks(self.book, model, self._parameters.named)
-        self._gradients = GradientHooks(self.book, self._parameters.trainable())
+        self._gradients = GradientHooks(self.book, self._parameters.list_trainable())
         self._updates = {
-            id(one): Updates(self.book, one, self._steps.followed(one, self._parameters.names))
+            id(one): Updates(self.book, one, self._steps.choose_parameters(one, self._parameters.names))
             for one in self.optimizers
         }
         self._sinks = Sinks(self.book, sinks) if sinks else None
@@ -124,7 +124,7 @@ class Observation(StepWatcher):
     def _stop(self, patient: bool) -> Observation:
         if self._began is None:
             return self
-        last = self._steps.unended()
+        last = self._steps.end_first_step()
         if last is not None:
             self._end_step(last)
         for handle in self._handles:
@@ -176,7 +176,7 @@ class Observation(StepWatcher):
         return self._scales.scale() or 1.0
 
     def log_loss(self, loss: torch.Tensor | float) -> None:
-        """Tell the loss of the running step, where no module returns it.
+        """Set the loss of the running step, where no module returns it.
 
         Args:
             loss: a number, or a tensor with one element.
@@ -221,7 +221,7 @@ class Observation(StepWatcher):
     def _before_step(
         self, optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
-        """Hook: an optimizer is about to step; with a closure, its gradients come with that."""
+        """Sample before an optimizer's step; with a closure, behind that, which computes the gradients."""
         self.begin_step(optimizer)
         if not self.book.sampling:
             return None
@@ -241,19 +241,19 @@ class Observation(StepWatcher):
 
     @watching
     def _sample_before(self, optimizer: torch.optim.Optimizer, alone: torch.Tensor | None = None) -> None:
-        self._updates[id(optimizer)].before(self._gradients.arrived, alone)
+        self._updates[id(optimizer)].sample_before(self._gradients.arrived, alone)
 
     def _after_step(self, optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """Hook: it has stepped."""
+        """Compare what an optimizer's step did with what was wanted."""
         if self.book.sampling:
-            watch(self.book, self._updates[id(optimizer)].after)
+            watch(self.book, self._updates[id(optimizer)].compare_after)
         self.end_step(optimizer)
 
     # released gradients, which are stepped by one after another ------------------------------------------------
 
     def begin_step(self, optimizer: torch.optim.Optimizer) -> None:
         """Note that an optimizer is about to step."""
-        ended = self._steps.begins_step(optimizer)
+        ended = self._steps.note_begin(optimizer)
         if ended is not None:
             self._end_step(ended)
         if self._scales.seeks:
@@ -268,11 +268,11 @@ class Observation(StepWatcher):
             self._sample_before(optimizer, parameter)
         yield
         if self.book.sampling:
-            watch(self.book, self._updates[id(optimizer)].after)
+            watch(self.book, self._updates[id(optimizer)].compare_after)
 
     @contextlib.contextmanager
     def pause(self) -> Iterator[None]:
-        """Look at nothing inside."""
+        """Suspend sampling inside a block."""
         sampling, self.book.sampling = self.book.sampling, False
         try:
             yield
@@ -281,7 +281,7 @@ class Observation(StepWatcher):
 
     def end_step(self, optimizer: torch.optim.Optimizer) -> None:
         """Note that an optimizer has stepped."""
-        if self._steps.ends_step(optimizer):
+        if self._steps.note_end(optimizer):
             self._end_step(optimizer)
 
     @watching
@@ -292,7 +292,7 @@ class Observation(StepWatcher):
         loss = self._loss()
         lr = optimizer.param_groups[0].get("lr")
         step = StepRecord(book.step, book.sampling, None if lr is None else float(lr), scale, skipped)
-        step.scheduled, step.loss = self._scales.scheduled(), loss
+        step.scheduled, step.loss = self._scales.count_scheduled(), loss
         try:
             if book.sampling:
                 record.sampled_steps.append(book.step)
@@ -330,7 +330,7 @@ class Observation(StepWatcher):
         return history[-1].step + 1 if history else 0
 
     def _loss(self) -> float | None:
-        """Return the loss of this step: told, or seen among the model's outputs."""
+        """Return the loss of this step: the logged one, or one among the model's outputs."""
         seen, told = self._modules.loss, self._logged
         self._logged = None
         if told is None and seen is not None:
@@ -359,25 +359,25 @@ class Observation(StepWatcher):
         record.loss_scale, skipped = self._scales.read()
         record.skipped = self._scales.skipped
         if record.history:
-            last, scheduled = record.history[-1], self._scales.scheduled()
+            last, scheduled = record.history[-1], self._scales.count_scheduled()
             last.skipped += skipped
             last.scheduled = last.scheduled if scheduled is None else (last.scheduled or 0) + scheduled
 
     def _note_unseen(self) -> None:
         record = self.book.record
         if not self.optimizers:
-            self.book.missed(
+            self.book.note_unseen(
                 "no optimizer was given: updates, moments, and which parameters are stepped, are not observed; give it "
                 "as hu.observe(model, optimizer)"
             )
             return
         if not record.history:
             if self._wall:
-                self.book.missed("no optimizer step was seen: the run never stepped, or steps other optimizers")
+                self.book.note_unseen("no optimizer step was seen: the run never stepped, or steps other optimizers")
             return
         gradients = any(parameter.gradients for parameter in record.parameters.values())
         if gradients and self._modules.expects_calls and not any(role == "activation" for role, _ in self.book.totals):
-            self.book.missed(
+            self.book.note_unseen(
                 "no module of the model was seen to run: it runs compiled, or under another object; activations and "
                 "their gradients are not observed"
             )
@@ -389,11 +389,13 @@ ROLES = ("activation", "weight", "activation gradient", "weight gradient", "upda
 def write_summary(
     record: Record, findings: Sequence[Finding], steps: int, interval: int, overhead: float | None
 ) -> str:
-    """Return the lines."""
-    return "\n".join([*listing(findings), "", *_seen(record, steps, interval), *_unseen(record), *_cost(overhead)])
+    """Return findings, what was seen and what it cost as lines for a person."""
+    unseen = [f"not observed: {sentence}" for sentence in record.unseen]
+    cost = [] if overhead is None else [f"time spent observing: {times(overhead)} the run's own"]
+    return "\n".join([*listing(findings), "", *_describe_roles(record, steps, interval), *unseen, *cost])
 
 
-def _seen(record: Record, steps: int, interval: int) -> list[str]:
+def _describe_roles(record: Record, steps: int, interval: int) -> list[str]:
     skipped = f", {record.skipped} skipped by the gradient scaler" if record.skipped else ""
     lines = [f"{steps} steps{skipped}; {len(record.sampled_steps)} sampled (one in {interval})"]
     if not record.tensors:
@@ -412,14 +414,6 @@ def _seen(record: Record, steps: int, interval: int) -> list[str]:
         lost = sum(p.update.cancelled for p in record.parameters.values())
         lines.append(f"updates: {lost / seen:.1%} of {seen} sampled nonzero ones left their weight as it was")
     return lines
-
-
-def _unseen(record: Record) -> list[str]:
-    return [f"not observed: {sentence}" for sentence in record.unseen]
-
-
-def _cost(overhead: float | None) -> list[str]:
-    return [] if overhead is None else [f"time spent observing: {times(overhead)} the run's own"]
 
 
 class Optimizers:
@@ -453,7 +447,7 @@ class Optimizers:
         self._lead: torch.optim.Optimizer | None = outside[0] if len(outside) == 1 else None
         self._stepped: list[torch.optim.Optimizer] = []
 
-    def followed(self, optimizer: torch.optim.Optimizer, names: dict[int, str]) -> dict[int, str]:
+    def choose_parameters(self, optimizer: torch.optim.Optimizer, names: dict[int, str]) -> dict[int, str]:
         """Return which of the named parameters, by id, an optimizer follows."""
         share = self._shares.get(id(optimizer))
         if share is None:
@@ -461,8 +455,8 @@ class Optimizers:
         elsewhere = {id(p) for group in share.param_groups for p in group["params"]}
         return {key: name for key, name in names.items() if key not in elsewhere}
 
-    def ends_step(self, optimizer: torch.optim.Optimizer) -> bool:
-        """Return whether a step of the run ends with a step that an optimizer has just made."""
+    def note_end(self, optimizer: torch.optim.Optimizer) -> bool:
+        """Note that an optimizer has stepped; return whether the run's step ends with it."""
         if id(optimizer) in self._inside:
             return False
         self._stepped.append(optimizer)
@@ -471,8 +465,8 @@ class Optimizers:
             return True
         return False
 
-    def begins_step(self, optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer | None:
-        """Return the optimizer with which a step of the run has ended, where the next one's step shows it only now."""
+    def note_begin(self, optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer | None:
+        """Note that an optimizer begins to step; return the one that ended the step before, if it shows only now."""
         if not any(one is optimizer for one in self._stepped):
             return None
         last = self._stepped[-1]
@@ -480,8 +474,8 @@ class Optimizers:
         self._stepped.clear()
         return last
 
-    def unended(self) -> torch.optim.Optimizer | None:
-        """Return the optimizer that stepped last where no step of the run has ended yet, and end it."""
+    def end_first_step(self) -> torch.optim.Optimizer | None:
+        """End the run's first step, if none has ended yet; return the optimizer that stepped last, else None."""
         if self._lead is not None or not self._stepped:
             return None
         self._lead = self._stepped[-1]
@@ -566,7 +560,7 @@ class Parameters:
             if isinstance(optimizer, Optimizer):
                 record.weight_update = "none"
 
-    def trainable(self) -> list[tuple[str, torch.Tensor]]:
+    def list_trainable(self) -> list[tuple[str, torch.Tensor]]:
         """Return parameters that get gradients."""
         return [(name, parameter) for name, parameter in self.named.items() if parameter.requires_grad]
 
@@ -575,7 +569,7 @@ class Parameters:
         self._first = self._samples()
 
     def count_moved(self) -> None:
-        """Compare with them."""
+        """Record which share of each parameter's sample has changed since the first step."""
         for name, now in self._samples().items():
             before = self._first.get(name)
             if before is not None and len(before) == len(now) and len(now):
@@ -619,7 +613,7 @@ class LossScales:
     def begin(self, optimizers: Iterable[torch.optim.Optimizer]) -> None:
         """Take the scale from which skips are counted, as a run begins to be watched."""
         self._fresh = not any(optimizer.state for optimizer in optimizers)
-        self._before = self._now()
+        self._before = self._read_now()
         self._taken = 0
 
     @property
@@ -638,7 +632,7 @@ class LossScales:
             owner = frame.f_locals.get("self") if "self" in frame.f_code.co_varnames else None
             if isinstance(owner, Scaler):
                 self.scaler, self._searches = owner, 0
-                self._before = self._found()
+                self._before = self._read_found()
                 return
 
     def scale(self) -> float | None:
@@ -665,7 +659,7 @@ class LossScales:
     def read(self) -> tuple[float | None, int]:
         """Return the scale now, and how many steps were skipped since it was read last."""
         before, taken = self._before, self._taken
-        now = self._before = self._now()
+        now = self._before = self._read_now()
         self._taken = 0
         if now is None or before is None or self.scaler is None:
             return self.scale(), 0
@@ -673,19 +667,19 @@ class LossScales:
         self.skipped += skipped
         return now.scale, skipped
 
-    def _now(self) -> _Reading | None:
+    def _read_now(self) -> _Reading | None:
         scaler = self.scaler
         if scaler is None or not scaler.is_enabled() or isinstance(scaler, AdaptiveGradScaler):
             return None
         return _Reading(float(scaler.get_scale()), int(scaler._get_growth_tracker()))
 
-    def _found(self) -> _Reading | None:
+    def _read_found(self) -> _Reading | None:
         """Return the reading to count from, for a scaler that is found as the first step is taken.
 
         The first step that a new scaler does not skip follows on nothing but skips. One that has been at work before
         has made other steps since its last skip, or has left a state in the optimizer.
         """
-        now = self._now()
+        now = self._read_now()
         if now is None or self.scaler is None or now.streak or not self._fresh:
             return now
         return _Reading(float(self.scaler._init_scale), 0)
@@ -698,8 +692,8 @@ class LossScales:
         before, scaler = self._before, self.scaler
         return before is None or scaler is None or before.streak + self._taken >= scaler.get_growth_interval()
 
-    def scheduled(self) -> int | None:
-        """Return how many steps the scheduler took since it was asked last; None without one."""
+    def count_scheduled(self) -> int | None:
+        """Return how many steps the scheduler took since the last call; None without one."""
         if self.scheduler is None or self._epoch is None:
             return None
         before, self._epoch = self._epoch, int(getattr(self.scheduler, "last_epoch", 0))

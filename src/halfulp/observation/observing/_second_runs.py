@@ -187,7 +187,7 @@ class CompiledModules:
         enter(self.book.record.compiled, made)
 
     def _give_up(self, name: str, reason: str) -> None:
-        self.book.missed(f"{name or 'the model'}: compiled and eager are not compared: {reason}")
+        self.book.note_unseen(f"{name or 'the model'}: compiled and eager are not compared: {reason}")
         del self._modules[name]
 
 

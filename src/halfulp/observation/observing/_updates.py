@@ -94,7 +94,7 @@ def count_changes(values: Sequence[torch.Tensor], ends: Sequence[int], decreases
 
 
 def _count_by_numpy(values: Sequence[torch.Tensor], ends: Sequence[int], decreases: bool) -> list[list[float]]:
-    """Return the same without kernels."""
+    """Return the sums of `changes_table` without kernels."""
     found = []
     for start, end in itertools.pairwise(ends):
         b, a, w = (one.numpy()[start:end] for one in values)
@@ -206,7 +206,7 @@ class Updates:
         self._options: dict[int, tuple[str, dict[str, Any]]] = {}
         self.rounded: dict[str, RoundingDecisions] = {}
 
-    def before(self, arrived: set[str], alone: torch.Tensor | None = None) -> None:
+    def sample_before(self, arrived: set[str], alone: torch.Tensor | None = None) -> None:
         """Sample what the step is about to change.
 
         Args:
@@ -262,7 +262,7 @@ class Updates:
             record.weight_update = str(getattr(chosen, "name", chosen) or record.weight_update)
         weight, slope = read_numbers(parameter), read_numbers(gradient)
         if weight is None or slope is None or weight.flat.numel() != slope.flat.numel():
-            self.book.missed(f"{name}: a parameter or gradient whose numbers cannot be read")
+            self.book.note_unseen(f"{name}: a parameter or gradient whose numbers cannot be read")
             return None
         if is_stochastic(self.optimizer, parameter):
             self.book.fixed.add(name)
@@ -362,8 +362,8 @@ class Updates:
             found[slot.name] = batch.layout.look(numbers)
         return found
 
-    def after(self) -> None:
-        """Compare with what the step has made of it."""
+    def compare_after(self) -> None:
+        """Compare the changes and states that the step wanted with those that it made."""
         batches, self._batches = self._batches, []
         if not batches or _number(getattr(self.optimizer, "found_inf", None), 0.0):
             return
