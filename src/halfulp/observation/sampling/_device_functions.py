@@ -1,4 +1,4 @@
-"""Device functions that look at tensors: extremes of the whole, samples copied, and samples counted in formats."""
+"""Device functions that look at tensors: extremes of the whole, samples counted in formats, and changes."""
 
 from __future__ import annotations
 

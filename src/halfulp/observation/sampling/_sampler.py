@@ -188,10 +188,6 @@ class Candidates:
     def __getstate__(self) -> dict[str, Any]:
         return {**vars(self), "_counter": None}
 
-    def place_of(self, k: int) -> int:
-        """Return where the sums of a block format begin in `Totals.sums`."""
-        return d.SINGLES + 3 * len(self.single) + BLOCK_COLUMNS * k
-
     @property
     def counter(self) -> Counter:
         """The kernels that count, whose memory is this object's alone."""
@@ -668,13 +664,9 @@ def count_by_numpy(sample: torch.Tensor, candidates: Candidates, totals: Totals)
     totals.sums[: d.SINGLES] += float(values.double().square().sum()), bins[-1], bins[-1], bins[0]
     totals.sums[d.SINGLES : d.SINGLES + end] += singles
     totals.counters[0, :-1] += np.diff(bins)
-    for k in range(len(candidates.blocks)):
-        _add_in_blocks(sample, candidates, k, totals)
-
-
-def _add_in_blocks(sample: torch.Tensor, candidates: Candidates, k: int, totals: Totals) -> None:
-    start = candidates.place_of(k)
-    totals.sums[start : start + BLOCK_COLUMNS] += count_in_blocks(sample, candidates.blocks[k])
+    for k, format in enumerate(candidates.blocks):
+        start = d.SINGLES + end + BLOCK_COLUMNS * k
+        totals.sums[start : start + BLOCK_COLUMNS] += count_in_blocks(sample, format)
 
 
 def count_in_blocks(sample: torch.Tensor, format: BlockFormat) -> tuple[int, int, int, int]:
