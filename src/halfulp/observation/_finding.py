@@ -103,7 +103,7 @@ def in_words(names: Iterable[str]) -> str:
     return ", ".join(said[:4]) + (f" and {len(said) - 4} more" if len(said) > 4 else "")
 
 
-def ranked(
+def rank_findings(
     findings: Iterable[Finding],
     causes: Mapping[str, Iterable[str]] | None = None,
     spreading: Container[str] = (),
@@ -122,7 +122,7 @@ def ranked(
 
     >>> lost = Finding("updates-lost", ("norm.weight",), "warning", 0.9)
     >>> frozen = Finding("weight-frozen", ("norm.weight",), "error", 1.0)
-    >>> [finding.code for finding in ranked([frozen, lost], {"weight-frozen": ["updates-lost"]})]
+    >>> [finding.code for finding in rank_findings([frozen, lost], {"weight-frozen": ["updates-lost"]})]
     ['updates-lost', 'weight-frozen']
     """
     merged: dict[tuple[object, ...], Finding] = {}
@@ -135,7 +135,7 @@ def ranked(
     for i, consequence in enumerate(found):
         codes = set((causes or {}).get(consequence.code, ()))
         for j, cause in enumerate(found):
-            if cause.code in codes and (cause.code in spreading or meet(cause.where, consequence.where)):
+            if cause.code in codes and (cause.code in spreading or have_common_place(cause.where, consequence.where)):
                 follows[j].append(i)
     explained = {i for consequences in follows.values() for i in consequences}
 
@@ -160,7 +160,7 @@ def _all_from(start: int, follows: Mapping[int, Iterable[int]]) -> set[int]:
     return found
 
 
-def meet(names: Iterable[str], others: Iterable[str]) -> bool:
+def have_common_place(names: Iterable[str], others: Iterable[str]) -> bool:
     """Return whether two sets of names have a place in common: a name, or a module and what lies in it."""
     mine, theirs = set(names), set(others)
     if not mine or not theirs or mine & theirs:
@@ -246,21 +246,21 @@ class Cause:
     @property
     def headline(self) -> str:
         """The diagnosis in one line: of those that are as bad as the first."""
-        return diagnosis([one for one in self.own if one.severity == self.head.severity])
+        return diagnose([one for one in self.own if one.severity == self.head.severity])
 
 
-def causes_of(findings: Iterable[Finding]) -> list[Cause]:
+def group_by_cause(findings: Iterable[Finding]) -> list[Cause]:
     """Put together what has one cause: one code and cure at any place, and what is explained by it at the same place.
 
     Notes of a code stay apart from its warnings and errors.
 
     Args:
-        findings: as `ranked` orders them.
+        findings: as `rank_findings` orders them.
 
     >>> lost = Finding("updates-lost", ("a.weight",), "error", 1.0, cure="float32")
     >>> decay = Finding("weight-decay-lost", ("a.weight",), "warning", 1.0, explained_by=("updates-lost",))
     >>> other = Finding("weight-decay-lost", ("b.weight",), "warning", 1.0, explained_by=("updates-lost",))
-    >>> [[one.code for one in cause.findings] for cause in causes_of([lost, decay, other])]
+    >>> [[one.code for one in cause.findings] for cause in group_by_cause([lost, decay, other])]
     [['updates-lost', 'weight-decay-lost'], ['weight-decay-lost']]
     """
     groups = [[finding] for finding in findings]
@@ -289,10 +289,10 @@ def _explains(cause: Finding, finding: Finding) -> bool:
     follows, leads = cause.code in finding.explained_by, finding.code in cause.explained_by
     if cause.write != "" and cause.write == finding.write:
         return follows or leads
-    return follows and meet(cause.where, finding.where)
+    return follows and have_common_place(cause.where, finding.where)
 
 
-def diagnosis(findings: Sequence[Finding]) -> str:
+def diagnose(findings: Sequence[Finding]) -> str:
     """Return in one line what findings of one code say together, the numbers those of the worst.
 
     >>> says = "{place} [loses|lose] {lost:share} of [its|their] updates: {dtype} weights{at_lr}"
@@ -300,9 +300,9 @@ def diagnosis(findings: Sequence[Finding]) -> str:
     ...     Finding("updates-lost", (f"h.4.mlp.{name}",), "error", 1.0, {"lost": lost, "dtype": "bf16"}, says=says)
     ...     for name, lost in (("up.weight", 0.5), ("up.bias", 0.25), ("down.weight", 0.5))
     ... ]
-    >>> diagnosis(rows[:1])
+    >>> diagnose(rows[:1])
     'h.4.mlp.up loses 50% of its updates: bf16 weights'
-    >>> diagnosis(rows)
+    >>> diagnose(rows)
     'h.4.mlp loses up to 50% of its updates: bf16 weights'
     """
     places = places_of(name for one in findings for name in one.where)
@@ -399,7 +399,7 @@ def plain_causes(findings: Sequence[Finding]) -> list[dict[str, Any]]:
             "write": cause.write,
             "findings": [at[id(one)] for one in cause.findings],
         }
-        for cause in causes_of(findings)
+        for cause in group_by_cause(findings)
     ]
 
 
@@ -451,7 +451,7 @@ def listing(findings: Sequence[Finding], most: int = 10) -> list[str]:
     """Return lines that list findings, those of one cause together.
 
     Args:
-        findings: in the order of `ranked`.
+        findings: in the order of `rank_findings`.
         most: how many causes are listed; what is left out is counted, with where it stands.
 
     >>> says = "{place} [loses|lose] {lost:share} of [its|their] updates"
@@ -470,7 +470,7 @@ def listing(findings: Sequence[Finding], most: int = 10) -> list[str]:
     """
     if not findings:
         return ["no findings"]
-    causes = causes_of(findings)
+    causes = group_by_cause(findings)
     many = f"{len(findings)} finding{'s' if len(findings) > 1 else ''}"
     lines = [
         f"{many}, of {'one cause' if len(causes) == 1 else f'{len(causes)} causes'}:"

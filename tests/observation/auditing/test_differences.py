@@ -10,7 +10,7 @@ import torch
 
 from halfulp import formats, kernels
 from halfulp.observation.auditing import _differences as d
-from halfulp.observation.auditing._differences import add_differences, empty_differences
+from halfulp.observation.auditing._differences import add_differences, make_empty_differences
 
 DTYPES = [
     torch.float64,
@@ -53,7 +53,7 @@ def random_codes(dtype: torch.dtype, count: int) -> torch.Tensor:
     return torch.randint(low, high, (count,)).to(WORDS[dtype.itemsize]).view(dtype)
 
 
-def neighbours(a: torch.Tensor) -> torch.Tensor:
+def find_neighbours(a: torch.Tensor) -> torch.Tensor:
     """Return tensors whose codes differ by a few from given ones."""
     words = a.view(WORDS[a.dtype.itemsize])
     return (words + torch.randint(0, 3, words.shape).to(words.dtype)).view(a.dtype)
@@ -68,7 +68,7 @@ def special_values(dtype: torch.dtype) -> torch.Tensor:
 
 
 def measured(a: torch.Tensor, b: torch.Tensor):
-    found = empty_differences()
+    found = make_empty_differences()
     add_differences(found, a, b)
     return found
 
@@ -105,7 +105,7 @@ def test_random_and_neighbouring_codes_of_one_dtype_equal_exact_rationals(dtype,
     with kernels.engine(engine):
         a = random_codes(dtype, 400)
         check(a, random_codes(dtype, 400))
-        check(a, neighbours(a))
+        check(a, find_neighbours(a))
         check(a, a)
 
 
@@ -131,7 +131,7 @@ def test_parts_and_threads_give_what_the_whole_gives(dtype):
     a = torch.randn(200_000).to(dtype)
     b = torch.where(torch.rand(a.shape) < 0.5, a, (a.double() * 1.01).to(dtype))
     b[7], b[150_000] = math.nan, math.inf
-    whole, parts = measured(a, b), empty_differences()
+    whole, parts = measured(a, b), make_empty_differences()
     for x, y in zip(a.split(70_000), b.split(70_000), strict=True):
         add_differences(parts, x, y)
     with kernels.engine("reference"):

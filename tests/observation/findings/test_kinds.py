@@ -10,7 +10,7 @@ import torch
 
 import halfulp as hu
 from halfulp.observation import Finding, FindingKind, register_finding
-from halfulp.observation._finding import ranked
+from halfulp.observation._finding import rank_findings
 from halfulp.observation._record import Record, Role
 from halfulp.observation.findings import KINDS, findings_of, get_kind
 
@@ -75,7 +75,7 @@ CAUSES = {"b": ["a"], "c": ["b"]}
 
 
 def codes(*findings: Finding) -> list[str]:
-    return [each.code for each in ranked(findings, CAUSES)]
+    return [each.code for each in rank_findings(findings, CAUSES)]
 
 
 def test_a_cause_is_as_bad_as_what_follows_from_it():
@@ -93,14 +93,14 @@ def test_what_happens_elsewhere_explains_nothing():
     assert codes(finding("b", "x", confidence=0.9), finding("a", "y")) == ["b", "a"]
     assert codes(finding("b", "x.weight", confidence=0.9), finding("a", "x")) == ["a", "b"]
     assert codes(finding("b", "x", confidence=0.9), finding("a")) == ["a", "b"]
-    assert [each.code for each in ranked([finding("b", "x"), finding("a", "y")], CAUSES, {"a"})] == ["a", "b"]
+    assert [each.code for each in rank_findings([finding("b", "x"), finding("a", "y")], CAUSES, {"a"})] == ["a", "b"]
 
 
 def test_layers_of_one_kind_are_joined():
-    (joined,) = ranked([finding("a", "layers.0.norm"), finding("a", "layers.1.norm", confidence=0.9)])
+    (joined,) = rank_findings([finding("a", "layers.0.norm"), finding("a", "layers.1.norm", confidence=0.9)])
     assert joined.where == ("layers.0.norm", "layers.1.norm")
     assert joined.confidence == 0.9
-    assert len(ranked([finding("a", "layers.0.norm"), finding("a", "layers.1.bias")])) == 2
+    assert len(rank_findings([finding("a", "layers.0.norm"), finding("a", "layers.1.bias")])) == 2
 
 
 def test_an_unknown_code_and_an_unfinished_class_are_refused():

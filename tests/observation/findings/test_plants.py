@@ -4,7 +4,7 @@ import re
 
 import pytest
 
-from halfulp.observation._finding import causes_of
+from halfulp.observation._finding import group_by_cause
 from halfulp.observation.findings import KINDS
 
 from ..plants.registry import PLANTS
@@ -22,7 +22,7 @@ def test_a_plant_is_found_and_its_healthy_twin_is_silent(code, seed, needs_torch
         loud = [finding for finding in PLANTS[code](faulty).findings() if finding.severity != "note"]
         if faulty:
             assert [finding.code for finding in loud][:1] == [code], list(map(str, loud))
-            (first, *_) = causes_of(loud)
+            (first, *_) = group_by_cause(loud)
             assert first.head.code == code
             assert not first.head.says or "{" not in re.sub(r"\{[\d,-]+\}", "", first.headline), (
                 "a place in the template"

@@ -15,7 +15,7 @@ from halfulp._qualified_names import pattern_of
 from halfulp.observation._finding import Finding, in_words
 from halfulp.observation._record import AverageRecord, Record, StepRecord
 from halfulp.observation.findings import KINDS, findings_of
-from halfulp.observation.findings._kind import causes_first
+from halfulp.observation.findings._kind import rank_with_causes
 
 from .records import found, parameter, realised, tensor
 
@@ -56,7 +56,7 @@ def test_what_is_joined_says_the_numbers_of_the_worst(code, seed):
         Finding(code, (f"layers.{k}.weight",), "error", draws.random(), {key: value}, "cure", str(value))
         for k, value in enumerate(values)
     ]
-    (joined,) = causes_first(each)
+    (joined,) = rank_with_causes(each)
     worst = sign * max(sign * value for value in values)
     assert (joined.evidence[key], joined.summary) == (worst, str(worst))
     assert joined.confidence == max(one.confidence for one in each)
@@ -79,7 +79,7 @@ def test_norms_and_linear_layers_of_one_sequence_are_two_findings():
         (("0.weight",), 1.0),
         (("1.weight",), pytest.approx(0.79, abs=1e-3)),
     ]
-    assert len(causes_first([norm, linear])) == 2, "those of several trainings are joined once more"
+    assert len(rank_with_causes([norm, linear])) == 2, "those of several trainings are joined once more"
 
 
 DTYPES = [torch.float16, torch.bfloat16, torch.float32, torch.float64]
@@ -89,11 +89,11 @@ def small(dtype: torch.dtype) -> float:
     return formats.get(dtype).smallest_normal
 
 
-def loss_in(dtype: torch.dtype) -> Record:
+def find_loss(dtype: torch.dtype) -> Record:
     return Record(history=[StepRecord(k, True, 1e-3, loss=1.0) for k in range(8)], loss_dtype=dtype, loss_gap=3.0)
 
 
-def averaged(dtype: torch.dtype) -> Record:
+def read_averages(dtype: torch.dtype) -> Record:
     return Record(averages={"a": AverageRecord("a", dtype, 0.999, realised(0.05))})
 
 
@@ -111,14 +111,14 @@ MAKERS = {
     "second-moment-stuck": lambda dtype: parameter(
         dtype=dtype, states={"exp_avg_sq": realised(0.1)}, state_dtypes={"exp_avg_sq": dtype}
     ),
-    "average-stuck": averaged,
+    "average-stuck": read_averages,
     "accumulation-swamped": lambda dtype: parameter(dtype=dtype, gradient_dtype=dtype, accumulation=realised(0.3)),
     "eps-zero": lambda dtype: parameter(dtype=dtype, options={"lr": 1e-3, "eps": small(dtype) ** 2 or 5e-324}),
     "overflow-near": lambda dtype: tensor(dtype=dtype, amax=formats.get(dtype).max / 3),
     "activation-underflow": lambda dtype: underflowing(dtype, "activation"),
     "gradient-underflow": lambda dtype: underflowing(dtype, "activation gradient"),
     "first-nonfinite": lambda dtype: tensor(dtype=dtype, nonfinite=5, first_nonfinite=(0, 0), nonfinite_steps=8),
-    "loss-cancels": loss_in,
+    "loss-cancels": find_loss,
 }
 SAID = {torch.float16: ["float16"], torch.bfloat16: ["bfloat16"], torch.float32: ["float32"], torch.float64: []}
 # float64 has no wider one, and float32 is none to what overflows bfloat16; digits are another matter.

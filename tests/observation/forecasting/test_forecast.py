@@ -10,8 +10,8 @@ from torch import nn
 
 import halfulp as hu
 from halfulp import formats
-from halfulp.observation.forecasting._layers import freeze_step, gaps, to_format, walk
-from halfulp.observation.forecasting._update_sizes import UpdateSizes, noise_size
+from halfulp.observation.forecasting._layers import find_freeze_step, find_gaps, round_to_format, simulate_walk
+from halfulp.observation.forecasting._update_sizes import UpdateSizes, compute_noise_size
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float8_e4m3fn, torch.float8_e5m2], ids=str)
@@ -19,7 +19,7 @@ def test_gaps_are_those_between_neighbours_of_a_whole_format(dtype):
     format = formats.get(dtype)
     values = torch.tensor(sorted({float(value) for value in formats.all_values(format) if abs(value) <= format.max}))
     values = values.double()
-    up, down = gaps(values, format)
+    up, down = find_gaps(values, format)
     assert torch.equal(up[:-1], values.diff())
     assert torch.equal(down[1:], values.diff())
 
@@ -29,7 +29,7 @@ def test_rounding_to_a_format_is_torchs(dtype, seed):
     draws = torch.randn(20_000).double() * 2.0 ** torch.randint(-24, 8, (20_000,)).double()
     draws = torch.cat([draws, torch.tensor([0.0, -0.0, 2.0**-133, 1.0, 1 + 2.0**-8, 1 + 3 * 2.0**-8]).double()])
     draws = draws.float().double()  # torch rounds float32 values once
-    rounded = to_format(draws, formats.get(dtype))
+    rounded = round_to_format(draws, formats.get(dtype))
     assert torch.equal(rounded, draws.float().to(dtype).double())
     assert torch.equal(rounded.signbit(), draws.signbit())
 
@@ -48,7 +48,7 @@ def test_the_share_that_moves_is_that_of_real_additions(seed):
         sizes = normal_sizes(len(weights), 1.0, 1)
         rates = torch.tensor([rate], dtype=torch.float64)
         options = {"decay": 0.0, "apart": True, "leaps": 1, "generator": torch.Generator().manual_seed(0)}
-        moved = float(walk(weights.double(), sizes, rates, formats.bf16, **options).moved[0])
+        moved = float(simulate_walk(weights.double(), sizes, rates, formats.bf16, **options).moved[0])
         share = float(changed.double().mean())
         # Five standard deviations of a mean over 200,000 elements.
         assert abs(moved - share) < 5 * (share * (1 - share) / len(weights)) ** 0.5
@@ -59,10 +59,10 @@ def test_decay_that_is_rounded_by_itself_is_lost_below_half_a_spacing(seed):
     sizes, options = normal_sizes(5000, 1e-30, 1), {"apart": True, "leaps": 1, "generator": torch.Generator()}
     for factor, lost in ((1e-4, 1.0), (2.0**-10, 1.0)):
         rates = torch.tensor([factor], dtype=torch.float64)
-        found = walk(weights, sizes, rates, formats.bf16, decay=1.0, **options)
+        found = simulate_walk(weights, sizes, rates, formats.bf16, decay=1.0, **options)
         assert 1 - found.decay_made / found.decay_wanted == lost
     rates = torch.tensor([0.01], dtype=torch.float64)
-    found = walk(weights, sizes, rates, formats.bf16, decay=1.0, **options)
+    found = simulate_walk(weights, sizes, rates, formats.bf16, decay=1.0, **options)
     after = (weights.float() * (1 - 0.01)).bfloat16().double()
     assert found.decay_made == pytest.approx(float((weights.abs() - after.abs()).sum()), rel=1e-6)
 
@@ -74,15 +74,15 @@ def test_crossing_is_that_of_binomial_numbers(count):
     below = [sum(math.comb(count, k) * p**k * (1 - p) ** (count - k) for k in range(needed)) for p in shares]
     for chance in (0.05, 0.5, 0.95):
         exact = next(step for step in range(101) if math.prod(below[step:]) >= chance)
-        assert abs(freeze_step(torch.tensor(shares, dtype=torch.float64), count, 1.0, chance) - exact) <= 1
+        assert abs(find_freeze_step(torch.tensor(shares, dtype=torch.float64), count, 1.0, chance) - exact) <= 1
 
 
 def test_adams_size_on_noise_is_the_known_one():
-    sizes = noise_size(0.9, 0.95, torch.float32, 300)
+    sizes = compute_noise_size(0.9, 0.95, torch.float32, 300)
     assert float(sizes[0]) == pytest.approx(1.0, abs=1e-3)
     # sqrt((1 - beta1) / (1 + beta1)) is 0.229, and a little less as both moments hold the same large gradients.
     assert 0.22 < float(sizes[-100:].mean()) < 0.23
-    stuck = noise_size(0.9, 0.999, torch.bfloat16, 3000)
+    stuck = compute_noise_size(0.9, 0.999, torch.bfloat16, 3000)
     assert float(stuck[-1]) < 0.21, "a bfloat16 second moment that cannot decay stays too large"
 
 

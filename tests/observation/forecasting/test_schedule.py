@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch.optim import lr_scheduler
 
-from halfulp.observation.forecasting._schedule import learning_rates
+from halfulp.observation.forecasting._schedule import compute_learning_rates
 
 
 def optimizer(rates=(0.1, 0.2)):
@@ -46,7 +46,7 @@ def test_a_scheduler_gives_what_it_gives_when_run_and_is_not_advanced(name, made
             scheduler.optimizer.step()
             scheduler.step()
     before = mine.state_dict().get("last_epoch", None)
-    rates = learning_rates(mine, [0.1, 0.2], steps=15, start=0)
+    rates = compute_learning_rates(mine, [0.1, 0.2], steps=15, start=0)
     assert mine.state_dict().get("last_epoch") == before
     assert [group["lr"] for group in mine.optimizer.param_groups] == [
         group["lr"] for group in theirs.optimizer.param_groups
@@ -56,23 +56,25 @@ def test_a_scheduler_gives_what_it_gives_when_run_and_is_not_advanced(name, made
 
 def test_names_are_their_equations():
     at = torch.arange(100, dtype=torch.float64)
-    cosine = learning_rates("cosine", [2.0], steps=100)[0]
+    cosine = compute_learning_rates("cosine", [2.0], steps=100)[0]
     torch.testing.assert_close(cosine, 1 + torch.cos(math.pi * at / 100), rtol=1e-12, atol=1e-15)
-    linear = learning_rates("linear", [2.0], steps=100, final=1.0)[0]
+    linear = compute_learning_rates("linear", [2.0], steps=100, final=1.0)[0]
     torch.testing.assert_close(linear, 2 - at / 100, rtol=1e-12, atol=0)
-    wsd = learning_rates("wsd", [1.0], steps=100, warmup=10, decay=25)[0]
+    wsd = compute_learning_rates("wsd", [1.0], steps=100, warmup=10, decay=25)[0]
     assert wsd[:10].tolist() == pytest.approx([(step + 1) / 10 for step in range(10)])
     assert wsd[10:76].tolist() == [1.0] * 66
     assert wsd[75:].tolist() == pytest.approx([1 - k / 25 for k in range(25)])
-    assert learning_rates(None, [3.0]).tolist() == [[3.0] * 1000]
+    assert compute_learning_rates(None, [3.0]).tolist() == [[3.0] * 1000]
 
 
 def test_a_start_leaves_out_the_steps_that_were_made():
     for name in ("constant", "linear", "cosine", "wsd"):
-        whole = learning_rates(name, [1.0, 2.0], steps=50, warmup=5)
-        torch.testing.assert_close(learning_rates(name, [1.0, 2.0], steps=50, warmup=5, start=20), whole[:, 20:])
-    assert learning_rates(lambda step: step / 10, [1.0], steps=5, start=3).tolist() == [[0.3, 0.4]]
-    assert learning_rates([4, 3, 2, 1], [1.0], start=1).tolist() == [[3.0, 2.0, 1.0]]
+        whole = compute_learning_rates(name, [1.0, 2.0], steps=50, warmup=5)
+        torch.testing.assert_close(
+            compute_learning_rates(name, [1.0, 2.0], steps=50, warmup=5, start=20), whole[:, 20:]
+        )
+    assert compute_learning_rates(lambda step: step / 10, [1.0], steps=5, start=3).tolist() == [[0.3, 0.4]]
+    assert compute_learning_rates([4, 3, 2, 1], [1.0], start=1).tolist() == [[3.0, 2.0, 1.0]]
 
 
 @pytest.mark.parametrize(
@@ -93,14 +95,14 @@ def test_a_start_leaves_out_the_steps_that_were_made():
 )
 def test_what_is_wrong_is_said(schedule, options, words):
     with pytest.raises(ValueError, match=words):
-        learning_rates(schedule, [1.0], **options)
+        compute_learning_rates(schedule, [1.0], **options)
 
 
 def test_what_is_no_schedule_is_a_type_error():
     with pytest.raises(TypeError, match="a list of learning rates; got an int"):
-        learning_rates(3, [1.0])
+        compute_learning_rates(3, [1.0])
     with pytest.raises(TypeError, match="a learning rate is a number"):
-        learning_rates(lambda step: "high", [1.0], steps=3)
+        compute_learning_rates(lambda step: "high", [1.0], steps=3)
     plateau = lr_scheduler.ReduceLROnPlateau(optimizer())
     with pytest.raises(NotImplementedError, match="depends on losses"):
-        learning_rates(plateau, [0.1, 0.2], steps=5)
+        compute_learning_rates(plateau, [0.1, 0.2], steps=5)

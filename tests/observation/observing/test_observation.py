@@ -10,7 +10,7 @@ from torch.optim.lr_scheduler import ConstantLR, CosineAnnealingLR, SequentialLR
 
 import halfulp as hu
 from halfulp.observation.observing._observation import LossScales
-from halfulp.observation.observing._observe import scheduler_of
+from halfulp.observation.observing._observe import find_scheduler
 
 
 def test_an_optimizer_for_each_of_many_parameters():
@@ -285,7 +285,7 @@ def test_of_schedulers_in_one_another_the_outer_one_is_found():
     optimizer = torch.optim.SGD([torch.zeros(1, requires_grad=True)], lr=0.1)
     parts = [ConstantLR(optimizer), CosineAnnealingLR(optimizer, 5)]
     outer = SequentialLR(optimizer, parts, milestones=[3])
-    assert scheduler_of([optimizer]) is outer
+    assert find_scheduler([optimizer]) is outer
 
 
 def test_without_a_scheduler_nothing_is_searched(monkeypatch: pytest.MonkeyPatch):
@@ -294,5 +294,5 @@ def test_without_a_scheduler_nothing_is_searched(monkeypatch: pytest.MonkeyPatch
 
     optimizer = torch.optim.SGD([torch.zeros(1, requires_grad=True)], lr=0.1)
     monkeypatch.setattr(gc, "get_objects", never)
-    assert scheduler_of([optimizer]) is None
-    assert scheduler_of([]) is None
+    assert find_scheduler([optimizer]) is None
+    assert find_scheduler([]) is None

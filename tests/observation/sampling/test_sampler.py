@@ -12,14 +12,15 @@ from halfulp.observation.sampling._sampler import (
     MOST,
     RUN,
     Candidates,
-    Look,
     Totals,
-    look,
-    place_key,
-    run_starts,
-    sampled_places,
+    count_samples,
+    draw_run_starts,
+    find_sampled_places,
+    make_place_key,
+    measure_extremes,
+    read_numbers,
     sampling_error,
-    stored,
+    take_samples,
 )
 
 DTYPES = (torch.float32, torch.float16, torch.bfloat16, torch.float64)
@@ -41,10 +42,12 @@ def hard_values(count: int, dtype: torch.dtype) -> torch.Tensor:
 
 def observed(x: torch.Tensor, engine: str, key: int = 99, formats=DEFAULT_FORMATS) -> tuple[TensorRecord, torch.Tensor]:
     candidates = Candidates(formats)
-    found = stored(x)
+    found = read_numbers(x)
     totals = Totals(TensorRecord("weight", "w", "", found.dtype), candidates, found.flat.dtype == torch.float64)
     with hu.kernels.engine(engine):
-        (sample,) = look([Look(found.flat, key, found.dtype, totals)], candidates)
+        measure_extremes([found], [totals], candidates, 0)
+        sample = take_samples([found], [key]).packed
+        count_samples([sample], [totals], candidates)
     return totals.finish(candidates), sample
 
 
@@ -65,7 +68,7 @@ def expected_counts(sample: torch.Tensor, name: str) -> tuple[int, int, int]:
 def test_formats_of_single_elements(seed, size, dtype, engine):
     x = hard_values(size, dtype)
     record, sample = observed(x, engine)
-    assert hu.kernels.same_bits(sample, x[sampled_places(99, size)].to(sample.dtype))
+    assert hu.kernels.same_bits(sample, x[find_sampled_places(99, size)].to(sample.dtype))
     for name in ("fp16", "bf16", "e5m2", "e4m3fn"):
         found = record.formats[name]
         assert (found.underflow, found.subnormal, found.overflow) == expected_counts(sample, name), name
@@ -143,10 +146,10 @@ def test_views_are_taken_in_row_major_order(seed, engine):
 
 def test_scaled_and_multicomponent_tensors():
     x = torch.tensor([[1.0, 2.0], [3.0, 0.0]])
-    scaled = stored(hu.ScaledTensor.encode(x, dtype=torch.float16, scale=0.25))
+    scaled = read_numbers(hu.ScaledTensor.encode(x, dtype=torch.float16, scale=0.25))
     assert (scaled.dtype, scaled.scale) == (torch.float16, 0.25)
     assert torch.equal(scaled.flat.float() * scaled.scale, x)
-    expansion = stored(hu.MCTensor.encode(x, components=2, dtype=torch.bfloat16))
+    expansion = read_numbers(hu.MCTensor.encode(x, components=2, dtype=torch.bfloat16))
     assert expansion.dtype == torch.bfloat16
     assert torch.equal(expansion.flat.float(), x)
 
@@ -158,23 +161,23 @@ def test_what_has_no_numbers_is_none():
         torch.eye(3).to_sparse(),
         torch.zeros(2, dtype=torch.cfloat),
     ):
-        assert stored(x) is None
+        assert read_numbers(x) is None
 
 
 def test_places_are_aligned_runs_and_depend_on_seed_step_and_name():
-    keys = [place_key(0, 0, "a"), place_key(0, 1, "a"), place_key(0, 0, "b"), place_key(1, 0, "a")]
-    places = [sampled_places(key, 10**6) for key in keys]
+    keys = [make_place_key(0, 0, "a"), make_place_key(0, 1, "a"), make_place_key(0, 0, "b"), make_place_key(1, 0, "a")]
+    places = [find_sampled_places(key, 10**6) for key in keys]
     for k, one in enumerate(places):
         assert len(one) == MOST
         assert (one.view(-1, RUN)[:, 0] % RUN == 0).all()
         assert not any(torch.equal(one, other) for other in places[:k])
-    assert torch.equal(places[0], sampled_places(keys[0], 10**6))
+    assert torch.equal(places[0], find_sampled_places(keys[0], 10**6))
 
 
 @pytest.mark.parametrize("elements", [4097, 5000, 40_960])
 def test_every_run_has_the_same_chance(elements):
     runs, trials = -(-elements // RUN), 3000
-    starts = [start for step in range(trials) for start in run_starts(place_key(3, step, "w"), elements)]
+    starts = [start for step in range(trials) for start in draw_run_starts(make_place_key(3, step, "w"), elements)]
     counts = torch.bincount(torch.tensor(starts) // RUN, minlength=runs)
     expected = trials * 32 / runs
     # Six standard deviations of a binomial count, at about one in a hundred million for each run.
@@ -186,7 +189,7 @@ def test_shares_of_the_sample_are_those_of_the_tensor_within_the_stated_error(se
     whole = int((hu.quantize(x, "fp16") == 0).sum()) / x.numel()
     steps, found = 25, []
     for step in range(steps):
-        record, _ = observed(x, "llvm", key=place_key(0, step, "w"))
+        record, _ = observed(x, "llvm", key=make_place_key(0, step, "w"))
         found.append(record.formats["fp16"].underflow / record.sampled)
     assert abs(sum(found) / steps - whole) < 5 * sampling_error(whole, x.numel(), steps)
 

@@ -41,7 +41,7 @@ FINE, LOWEST, BINADES = 5, -192, 512
 SLOTS = BINADES << FINE
 # Sums of `codes_table`: elements of equal codes and such that are no finite numbers, then per tensor.
 EQUAL, SPECIAL, SIDES = 0, 1, (A_ZEROS, A_TOP, A_VARIES, B_ZEROS, B_TOP, B_VARIES)
-# Sums of `changes_table`, then the sum of changes in ulps and the largest.
+# Sums of `record_changes_table`, then the sum of changes in ulps and the largest.
 CHANGED = SAME, FINITE, A_NAN, A_INFINITE, B_NAN, B_INFINITE
 
 # By the dtype of memory: the first code that is no finite number, and that of infinity.
@@ -94,7 +94,7 @@ def codes_table(a: torch.dtype, b: torch.dtype) -> Table:
 
 
 @functools.cache
-def changes_table(a: torch.dtype, b: torch.dtype) -> Table:
+def record_changes_table(a: torch.dtype, b: torch.dtype) -> Table:
     """Return the kernel that measures changes in spacings of the coarser of two formats, at the element of A.
 
     Columns: A, B, and int64 (SLOTS,), what changed by the size of its change. Constants: of each format the biased
@@ -226,7 +226,7 @@ class Differences:
         return self.total / finite if finite else math.nan
 
 
-def empty_differences() -> Differences:
+def make_empty_differences() -> Differences:
     """Return the differences before the first part: none."""
     return Differences(np.zeros(COUNTS, np.int64), np.zeros(SLOTS, np.int64))
 
@@ -282,7 +282,7 @@ def _count_by_kernel(found: Differences, parts: list[Tensor], forms: tuple[Forma
     found.counts[[SAME, FINITE]] += int(cut[whole, 2].sum())
     if (rest := cut[~whole]).size:
         table = np.zeros((torch.get_num_threads(), COPIES, SLOTS), np.int64)
-        changed = _run(changes_table(*kinds), rest, parts, of_changes, table)
+        changed = _run(record_changes_table(*kinds), rest, parts, of_changes, table)
         _add_changes(found, table.sum((0, 1)), changed[:, :-1].sum(0), float(changed[:, -1].max()))
 
 
@@ -317,7 +317,7 @@ def _count_tensors(found: Differences, parts: list[Tensor], forms: tuple[Format,
     kinds, of_codes, of_changes = [x.dtype for x in parts], *_constants(found, parts, forms)
     table = torch.zeros(1, SLOTS, dtype=torch.int64, device="cpu")
     sums = []
-    for one, words in ((codes_table(*kinds), of_codes), (changes_table(*kinds), of_changes)):
+    for one, words in ((codes_table(*kinds), of_codes), (record_changes_table(*kinds), of_changes)):
         inputs = {("constant", k): as_signed(word, 64) for k, word in enumerate(words)}
         sums.append(np.array(run_on_tensors(one.trace, [*parts, table], inputs)[1]))
     _add_codes(found, sums[0][2:])

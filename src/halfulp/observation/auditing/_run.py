@@ -12,12 +12,12 @@ from typing import Any
 from ..._messages import a_kind
 from ...recipes._contract import Contract, contract_differences
 from ..checkpoints._files import Checkpoint
-from ..checkpoints._names import checkpoint_of, named_states
+from ..checkpoints._names import name_states, read_parts
 from ..checkpoints._open import open_checkpoint
 from ..findings import findings_of
 from ._audit import Audit
 from ._states import compare_states
-from ._tensors import compare_tensors, tied_names
+from ._tensors import compare_tensors, find_tied_names
 
 Given = str | os.PathLike[str] | Mapping[str, Any]
 
@@ -58,10 +58,10 @@ def audit(a: Given, b: Given, *, share: float = 0.01, lr: float | None = None) -
         raise ValueError(f"A and B are the same checkpoint, {same}: give an earlier and a later one of a run")
     before, after = _open_given(a, "A"), _open_given(b, "B")
     unseen = [*before.unseen, *after.unseen]
-    earlier, later = named_states(before, unseen), named_states(after, unseen)
+    earlier, later = name_states(before, unseen), name_states(after, unseen)
     after.unseen.clear()
     complete = len(later) >= sum(len(group.get("params") or ()) for one in after.optimizers for group in one.groups)
-    for tied, held in tied_names(after, set(later)).items():
+    for tied, held in find_tied_names(after, set(later)).items():
         later[tied] = later[held]
         if held in earlier:
             earlier.setdefault(tied, earlier[held])
@@ -76,7 +76,7 @@ def audit(a: Given, b: Given, *, share: float = 0.01, lr: float | None = None) -
 
 def _open_given(given: Given, which: str) -> Checkpoint:
     if isinstance(given, Mapping):
-        return checkpoint_of(given, which)
+        return read_parts(given, which)
     if isinstance(given, str | os.PathLike):
         return open_checkpoint(Path(given))
     raise TypeError(f"checkpoint {which} is {a_kind(given)}: give a path or a state_dict")

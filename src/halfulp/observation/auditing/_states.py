@@ -14,11 +14,11 @@ from ..._messages import listed
 from ...formats import Format
 from ...rounding import quantize
 from .._text import WIDE, is_narrow, precision
-from ..checkpoints._files import Checkpoint, Stored, of_tensor
+from ..checkpoints._files import Checkpoint, Stored, wrap_tensor
 from ..checkpoints._names import NamedState
 from ._audit import SECOND_MOMENTS, Lost, StateAudit
 from ._differences import AT_ONCE
-from ._tensors import same_elements
+from ._tensors import count_same_elements
 
 # What optimizers of halfulp, optimi and torchao keep beside a weight of few bits.
 _COMPENSATION = ("residual", "low_bits", "master", "kahan_comp", "kahan_compensation", "master_param", "shift")
@@ -76,7 +76,7 @@ def _compare_states(
     compensation = [key for key in _COMPENSATION if key in theirs]
     moved = None
     if compensation and all(key in ours for key in compensation):
-        moved = any(same_elements(ours[key], theirs[key]) < theirs[key].numel for key in compensation)
+        moved = any(count_same_elements(ours[key], theirs[key]) < theirs[key].numel for key in compensation)
     narrow = [key for key in SECOND_MOMENTS if key in ours and key in theirs and is_narrow(theirs[key].dtype)]
     weight_update = _weight_update(after.options, theirs)
     update, decay = None, None
@@ -97,7 +97,7 @@ def _compare_states(
         bool(compensation),
         moved,
         any(_nonzero(theirs[key]) == 0 for key in _FIRST_MOMENTS if key in theirs),
-        {key: same_elements(ours[key], theirs[key]) / max(1, theirs[key].numel) for key in narrow},
+        {key: count_same_elements(ours[key], theirs[key]) / max(1, theirs[key].numel) for key in narrow},
         _nonfinite(ours, theirs),
         update,
         decay,
@@ -108,7 +108,7 @@ def _compare_states(
 
 def _elements(state: NamedState) -> dict[str, Stored]:
     """Return the tensors of a state but for its step and checksums."""
-    stored = {key: value if isinstance(value, Stored) else of_tensor(value) for key, value in state.tensors.items()}
+    stored = {key: value if isinstance(value, Stored) else wrap_tensor(value) for key, value in state.tensors.items()}
     return {key: one for key, one in stored.items() if key != "step" and "checksum" not in key}
 
 
@@ -197,7 +197,7 @@ def replay(
     if any(part.shape != weight.shape or not part.dtype.is_floating_point for part in parts.values()):
         return None, None
     rate = _own_decay(rule, options)
-    update, decay = _Sum(form), _Sum(form) if rate else None
+    update, decay = _RoundedChanges(form), _RoundedChanges(form) if rate else None
     for rows in weight.rows(_AT_ONCE):
         w = weight.read(rows).double()
         wanted = _wanted_change(
@@ -210,7 +210,7 @@ def replay(
 
 
 def _make_stored(value: Any) -> Stored:
-    return value if isinstance(value, Stored) else of_tensor(value)
+    return value if isinstance(value, Stored) else wrap_tensor(value)
 
 
 def _rule(states: Mapping[str, Any], options: Mapping[str, Any], step: int | None) -> str | None:
@@ -252,8 +252,8 @@ def _own_decay(rule: str, options: Mapping[str, Any]) -> float | None:
     return float(options["lr"]) * float(rate)
 
 
-class _Sum:
-    """Wanted changes, and what nearest rounding to a format leaves of them."""
+class _RoundedChanges:
+    """Sums of wanted changes, and counts of those that nearest rounding to a format loses."""
 
     def __init__(self, form: Format) -> None:
         self._form = form

@@ -16,7 +16,7 @@ from ..checkpoints._files import Checkpoint, Stored, map_pages
 from ..checkpoints._names import COUNTERS
 from . import _differences as d
 from ._audit import Role, Side, Status, TensorAudit
-from ._differences import AT_ONCE, Differences, add_differences, empty_differences
+from ._differences import AT_ONCE, Differences, add_differences, make_empty_differences
 
 _COMPANION = re.compile(r"\.(component_[1-3]|component_scale|payload_scale)$")
 _StoredPair = tuple[Stored, Stored]
@@ -83,7 +83,7 @@ def _check_names(a: Checkpoint, b: Checkpoint, ours: dict[str, Stored], theirs: 
         )
 
 
-def tied_names(checkpoint: Checkpoint, held: set[str]) -> dict[str, str]:
+def find_tied_names(checkpoint: Checkpoint, held: set[str]) -> dict[str, str]:
     """Return the further names of tensors that an optimizer holds under one name, with that name.
 
     Args:
@@ -130,8 +130,8 @@ def _compare(
     else:
         a, b = pair
     numbers = all(holds_numbers(one.dtype) for one in (a, b))
-    found = differences(a, b) if numbers else empty_differences()
-    unchanged = int(found.counts[d.SAME]) if numbers else same_elements(a, b)
+    found = measure_differences(a, b) if numbers else make_empty_differences()
+    unchanged = int(found.counts[d.SAME]) if numbers else count_same_elements(a, b)
     moved = None if not beside[0] and not beside[1] else _has_moved(*beside)
     before = _side(pair[0].dtype, a, found, d.A_NAN, 0, _storage(beside[0]), numbers)
     after = _side(pair[1].dtype, b, found, d.B_NAN, 1, _storage(beside[1]), numbers)
@@ -204,12 +204,12 @@ def _storage(beside: Mapping[str, Stored]) -> str:
 def _has_moved(a: Mapping[str, Stored], b: Mapping[str, Stored]) -> bool:
     if a.keys() != b.keys():
         return True
-    return any(same_elements(a[key], b[key]) < a[key].numel for key in a)
+    return any(count_same_elements(a[key], b[key]) < a[key].numel for key in a)
 
 
-def differences(a: Stored, b: Stored) -> Differences:
+def measure_differences(a: Stored, b: Stored) -> Differences:
     """Return how two stored tensors of floating-point numbers and one shape differ, read in parts where they must."""
-    found = empty_differences()
+    found = make_empty_differences()
     whole = a.mapped and b.mapped and all(one.read(None).is_contiguous() for one in (a, b))
     native = all(one.dtype not in (torch.float8_e4m3fnuz, torch.float8_e5m2fnuz) for one in (a, b))
     if whole and native:
@@ -222,7 +222,7 @@ def differences(a: Stored, b: Stored) -> Differences:
     return found
 
 
-def same_elements(a: Stored, b: Stored) -> int:
+def count_same_elements(a: Stored, b: Stored) -> int:
     """Return how many elements of two stored tensors of one shape are equal, NaN being equal to none."""
     if a.shape != b.shape:
         return 0

@@ -54,7 +54,7 @@ class Stored:
             yield slice(start, min(start + step, self.shape[0]))
 
 
-def of_tensor(tensor: Tensor, mapped: bool = True) -> Stored:
+def wrap_tensor(tensor: Tensor, mapped: bool = True) -> Stored:
     """Return a tensor that is in memory, or mapped, already."""
     tensor = tensor.detach()
 
@@ -483,7 +483,7 @@ def is_partition(name: str) -> bool:
     return bool(_PARTITION.match(name) or _LAYER.match(name))
 
 
-def partitions(folder: Path) -> list[str]:
+def find_partitions(folder: Path) -> list[str]:
     """Return the names of DeepSpeed's partitions in a folder, or of the folders that have them."""
     inside = sorted(folder.iterdir())
     return [path.name for path in inside if is_partition(path.name) or (path.is_dir() and _STEP.match(path.name))]

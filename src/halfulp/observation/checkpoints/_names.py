@@ -24,7 +24,7 @@ from ...kernels import address, plain
 from ...mctensor import MCTensor
 from ...optim.parameters._random_identity import plain_names
 from ...scaled import ScaledTensor
-from ._files import Checkpoint, OptimizerStates, Stored, of_tensor
+from ._files import Checkpoint, OptimizerStates, Stored, wrap_tensor
 
 # Returns whether a parameter decays, given its name and itself.
 Decays = Callable[[str, Stored], bool]
@@ -32,7 +32,7 @@ Decays = Callable[[str, Stored], bool]
 _NO_DECAY = re.compile(r"bias|layernorm|rmsnorm|(?:^|\.)norm(?:$|\.)|_norm(?:$|\.)")
 
 
-def decay_rules(tensors: Mapping[str, Stored]) -> list[Decays]:
+def list_decay_rules(tensors: Mapping[str, Stored]) -> list[Decays]:
     """Return the usual rules of who decays: of transformers by name, the same with norms by shape, matrices alone."""
     vectors = {
         name.rpartition(".")[0]
@@ -120,7 +120,7 @@ class NamedState:
     options: dict[str, Any]
 
 
-def named_states(checkpoint: Checkpoint, unseen: list[str]) -> dict[str, NamedState]:
+def name_states(checkpoint: Checkpoint, unseen: list[str]) -> dict[str, NamedState]:
     """Return the states of every parameter of a checkpoint; sentences on those that have no name go to `unseen`."""
     found: dict[str, NamedState] = {}
     for optimizer in checkpoint.optimizers:
@@ -213,13 +213,13 @@ def _names_by_order(
     if len(candidates) != len(members):
         return None
     if checkpoint.ordered:
-        found = _names_by_groups(candidates, optimizer, decay_rules(candidates))
+        found = _names_by_groups(candidates, optimizer, list_decay_rules(candidates))
         return found if found is not None else _names_by_fit(candidates, optimizer)
     known = None if checkpoint.config is None else order_by_config(checkpoint.config, candidates)
     if known is None or len(known[0]) != len(candidates):
         return None
     ordered = {name: candidates[name] for name in known[0]}
-    return _names_by_groups(ordered, optimizer, [known[1], *decay_rules(ordered)])
+    return _names_by_groups(ordered, optimizer, [known[1], *list_decay_rules(ordered)])
 
 
 def _names_by_groups(
@@ -276,7 +276,7 @@ def _names_by_shape(checkpoint: Checkpoint, optimizer: OptimizerStates) -> dict[
     tensors = dict(_parameters(checkpoint))
     shapes = [[_shape(optimizer.state.get(key)) for key in group.get("params") or ()] for group in optimizer.groups]
     possible: list[list[list[str]]] = []
-    for parts in _partitions(tensors, len(shapes), decay_rules(tensors)):
+    for parts in _partitions(tensors, len(shapes), list_decay_rules(tensors)):
         agree = all(Counter(own) == Counter(tensors[n].shape for n in names) for own, names in zip(shapes, parts))
         if agree and parts not in possible:
             possible.append(parts)
@@ -339,7 +339,7 @@ _DEEPEST = 64
 _Leaves = dict[tuple[Any, ...], Stored]
 
 
-def checkpoint_of(content: object, path: str, mapped: bool = True) -> Checkpoint:
+def read_parts(content: object, path: str, mapped: bool = True) -> Checkpoint:
     """Return the parts of what a file holds.
 
     Args:
@@ -371,7 +371,7 @@ def checkpoint_of(content: object, path: str, mapped: bool = True) -> Checkpoint
     return found
 
 
-def optimizers_of(content: object) -> list[OptimizerStates]:
+def find_optimizers(content: object) -> list[OptimizerStates]:
     """Return the states of all optimizers in nested data."""
     return [leaf for _, leaf in _walk(content, ()) if isinstance(leaf, OptimizerStates)]
 
@@ -422,12 +422,12 @@ def _entries(tensor: Tensor, mapped: bool) -> Iterator[tuple[str, Stored]]:
     """Yield a tensor as a state_dict names its parts."""
     if isinstance(tensor, MCTensor):
         for number, part in enumerate(tensor.components):
-            yield f".component_{number}" if number else "", of_tensor(part, mapped)
+            yield f".component_{number}" if number else "", wrap_tensor(part, mapped)
     elif isinstance(tensor, ScaledTensor):
-        yield "", of_tensor(tensor.decode(), False)
-        yield ".payload_scale", of_tensor(tensor.scale, mapped)
+        yield "", wrap_tensor(tensor.decode(), False)
+        yield ".payload_scale", wrap_tensor(tensor.scale, mapped)
     else:
-        yield "", of_tensor(getattr(tensor, "_local_tensor", tensor), mapped)
+        yield "", wrap_tensor(getattr(tensor, "_local_tensor", tensor), mapped)
 
 
 def _name_leaves(leaves: _Leaves, unseen: list[str]) -> dict[str, Stored]:

@@ -14,15 +14,15 @@ from ._files import (
     METADATA,
     Checkpoint,
     Stored,
+    find_partitions,
     is_partition,
     load_torch_file,
     open_dcp,
     open_safetensors,
-    partitions,
     refuse,
     refuse_other_kind,
 )
-from ._names import CONTRACT, checkpoint_of, optimizers_of
+from ._names import CONTRACT, find_optimizers, read_parts
 
 _TORCH = (".pt", ".pth", ".bin", ".ckpt", ".tar")
 _WEIGHTS = (
@@ -81,7 +81,7 @@ def _open_file(path: Path) -> Checkpoint:
         return _open_sharded(path)
     if path.suffix == ".safetensors" or _begins_like_safetensors(path):
         return _open_safetensors([path])
-    return checkpoint_of(load_torch_file(path), str(path))
+    return read_parts(load_torch_file(path), str(path))
 
 
 def _begins_like_safetensors(path: Path) -> bool:
@@ -93,7 +93,7 @@ def _begins_like_safetensors(path: Path) -> bool:
 def _open_folder(folder: Path) -> Checkpoint:
     if (folder / METADATA).is_file():
         return _open_dcp_folder(folder)
-    partitioned = partitions(folder)
+    partitioned = find_partitions(folder)
     files = sorted(path for path in folder.iterdir() if path.is_file() and path.name not in partitioned)
     if partitioned and not any(_holds_weights(path) for path in files):
         raise refuse(folder, partitioned)
@@ -199,7 +199,7 @@ def _open_safetensors(paths: list[Path]) -> Checkpoint:
 
 
 def _open_torch_files(paths: list[Path]) -> Checkpoint:
-    parts = [checkpoint_of(load_torch_file(path), str(path)) for path in paths]
+    parts = [read_parts(load_torch_file(path), str(path)) for path in paths]
     found = parts[0]
     for part in parts[1:]:
         found.tensors |= part.tensors
@@ -216,7 +216,7 @@ def _open_dcp_folder(folder: Path) -> Checkpoint:
         for key in path[:-1]:
             at = at.setdefault(key, {})
         at[path[-1]] = value
-    found = checkpoint_of(nested, str(folder))
+    found = read_parts(nested, str(folder))
     found.unseen += unseen
     found.ordered = False
     return found
@@ -225,7 +225,7 @@ def _open_dcp_folder(folder: Path) -> Checkpoint:
 def _add_optimizer(found: Checkpoint, path: Path) -> None:
     content = load_torch_file(path)
     if isinstance(content, dict) and "param_groups" in content:
-        found.optimizers += optimizers_of(content)
+        found.optimizers += find_optimizers(content)
     else:
         found.unseen.append(f"{path.name} holds no state_dict of a torch optimizer, and was not compared")
 

@@ -11,7 +11,7 @@ from .._record import ParameterRecord, Realised, Record
 from .._text import cannot_decay, confidence_of, dtype_name, is_narrow, is_wide, optimizer_code, percent, precision
 from ..auditing._audit import SECOND_MOMENTS, Audit, StateAudit
 from ._kind import FindingKind, register_finding
-from ._updates import may_be_chance
+from ._updates import is_maybe_chance
 
 if TYPE_CHECKING:
     from ..forecasting._layers import ForecastData, LayerForecast
@@ -295,7 +295,7 @@ def _is_stuck(parameter: ParameterRecord, change: Realised) -> bool:
     realised = change.realised_share
     if realised is None or realised >= HALF or change.seen < FEWEST_STOCHASTIC:
         return False
-    return not may_be_chance(change, realised)
+    return not is_maybe_chance(change, realised)
 
 
 def _rate_of_second_moment(state: StateAudit) -> float | None:

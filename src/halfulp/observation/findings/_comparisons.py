@@ -15,7 +15,7 @@ UNITS = 64
 FLOAT32 = 2.0**-23
 
 
-def explained_by_order(difference: Difference) -> bool:
+def is_explained_by_order(difference: Difference) -> bool:
     """Return whether float32 sums in another order, rounded once more to the outputs' own format, explain it."""
     try:
         eps = max(formats.get(dtype).eps for dtype in difference.dtypes)
@@ -38,7 +38,7 @@ class CompiledDiffers(FindingKind):
 
     def in_record(self, record: Record) -> Iterator[Finding]:
         for pair in record.compiled:
-            if pair.differing and not explained_by_order(pair):
+            if pair.differing and not is_explained_by_order(pair):
                 yield self.found(
                     pair.name,
                     "warning",
@@ -95,7 +95,7 @@ class RecomputeDiffers(FindingKind):
     def in_record(self, record: Record) -> Iterator[Finding]:
         for pair in record.recomputed:
             first, second = pair.dtypes
-            if first == second and (not pair.differing or explained_by_order(pair)):
+            if first == second and (not pair.differing or is_explained_by_order(pair)):
                 continue
             said = f"computed in {first}, recomputed in {second}" if first != second else f"recomputed in {second} too"
             yield self.found(

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import torch
 
 from ..._names import enter, unknown, words_of
-from .._finding import Finding, Severity, ranked
+from .._finding import Finding, Severity, rank_findings
 from .._text import is_wide
 
 if TYPE_CHECKING:
@@ -150,14 +150,14 @@ def findings_of(instrument: str, measured: Any) -> list[Finding]:
     classes = {} if read is None else read(measured)
     most = FORECAST if instrument == "forecast" else 1.0
     found = (replace(one, confidence=min(most, one.confidence)) for one in _each(method, measured))
-    return causes_first(replace(one, kind=_class_of(one, classes)) for one in found)
+    return rank_with_causes(replace(one, kind=_class_of(one, classes)) for one in found)
 
 
-def causes_first(findings: Iterable[Finding]) -> list[Finding]:
-    """Return findings joined and ranked as `ranked` does, with what the registered codes say of causes."""
+def rank_with_causes(findings: Iterable[Finding]) -> list[Finding]:
+    """Return findings joined and ranked as `rank_findings` does, with what the registered codes say of causes."""
     causes = {code: kind.explained_by for code, kind in KINDS.items()}
     worst = {code: kind.worst for code, kind in KINDS.items()}
-    return ranked(findings, causes, {code for code, kind in KINDS.items() if kind.spreads}, worst)
+    return rank_findings(findings, causes, {code for code, kind in KINDS.items() if kind.spreads}, worst)
 
 
 def _classes(record: Record) -> dict[str, str]:

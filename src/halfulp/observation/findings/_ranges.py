@@ -42,13 +42,13 @@ def count_nonzero(tensor: TensorRecord) -> int:
     return sum(tensor.histogram.values())
 
 
-def subnormal_share(tensor: TensorRecord, format: Format) -> float:
+def measure_subnormal_share(tensor: TensorRecord, format: Format) -> float:
     """Return the share of sampled nonzero elements that are below a format's smallest normal number."""
     below = sum(count for binade, count in tensor.histogram.items() if binade < format.emin)
     return below / max(1, count_nonzero(tensor))
 
 
-def rounds_to_zero(entered: float, weight: float | None, format: Format) -> bool:
+def is_rounded_to_zero(entered: float, weight: float | None, format: Format) -> bool:
     """Return whether zeros are what rounding to a format made, and not a mask, a ReLU or a weight that is zero.
 
     Sums of products of which the largest is below the smallest normal number may be zeros; so may numbers that are
@@ -67,7 +67,7 @@ def rounds_to_zero(entered: float, weight: float | None, format: Format) -> bool
     return weight >= format.smallest_normal and 0 < entered * weight < format.smallest_normal
 
 
-def vanished_share(tensor: TensorRecord, format: Format) -> float:
+def estimate_vanished_share(tensor: TensorRecord, format: Format) -> float:
     """Return an estimate of the share of elements that became zero when they were rounded to a format.
 
     Zeros tell nothing, since dropout and ReLU make them. What is left at the smallest number does: rounding sends an
@@ -79,7 +79,7 @@ def vanished_share(tensor: TensorRecord, format: Format) -> float:
     return vanished / max(1.0, count_nonzero(tensor) + vanished)
 
 
-def margin(tensor: TensorRecord, format: Format) -> float:
+def count_binades_left(tensor: TensorRecord, format: Format) -> float:
     """Return how many binades lie between a tensor's largest magnitude and the format's."""
     return math.log2(format.max / tensor.amax) if tensor.amax > 0 else math.inf
 
@@ -89,12 +89,12 @@ def has_wide_range(format: Format | None) -> bool:
     return format is not None and format.max >= WIDE
 
 
-def unscaled(tensor: TensorRecord) -> bool:
+def is_unscaled(tensor: TensorRecord) -> bool:
     """Return whether nothing chooses a scale for the tensor: what does comes close to the largest number on purpose."""
     return tensor.scale == 1.0
 
 
-def loss_is_scaled(record: Record) -> bool:
+def has_scaled_loss(record: Record) -> bool:
     """Return whether a gradient scaler was seen."""
     return any(step.loss_scale is not None for step in record.history) or bool(record.sites)
 
@@ -139,7 +139,7 @@ class ActivationUnderflow(FindingKind):
             noise = held_in.smallest_subnormal / (math.sqrt(12) * tensor.rms)
             if noise < NOISE_WARNING:
                 continue
-            subnormal = subnormal_share(tensor, held_in)
+            subnormal = measure_subnormal_share(tensor, held_in)
             yield self.found(
                 tensor.name,
                 "error" if noise >= NOISE_ERROR else "warning",
@@ -179,7 +179,7 @@ def _has_vanished(tensor: TensorRecord) -> bool:
     held_in = storage_format(tensor)
     if held_in is None or tensor.steps < ZERO_STEPS or not tensor.elements or tensor.zeros < tensor.elements:
         return False
-    return tensor.input_amax is not None and rounds_to_zero(tensor.input_amax, tensor.weight_amax, held_in)
+    return tensor.input_amax is not None and is_rounded_to_zero(tensor.input_amax, tensor.weight_amax, held_in)
 
 
 # Where the optimizer's states are kept in float32, its denominators are.
@@ -259,7 +259,7 @@ class FirstNonfinite(FindingKind):
     def in_record(self, record: Record) -> Iterator[Finding]:
         found = [tensor for tensor in record.tensors.values() if tensor.first_nonfinite is not None]
         outputs_alone = all(tensor.role == "activation" for tensor in found)
-        if loss_is_scaled(record):
+        if has_scaled_loss(record):
             found = [tensor for tensor in found if tensor.role not in GRADIENTS or _is_in_every_step(tensor)]
         if not found:
             return
@@ -404,7 +404,7 @@ class GradientUnderflow(FindingKind):
     explained_by = ("site-holds-scale", "scale-collapsed", "dtype-not-asked", "activation-underflow")
 
     def in_record(self, record: Record) -> Iterator[Finding]:
-        cure = SCALED if loss_is_scaled(record) else UNSCALED
+        cure = SCALED if has_scaled_loss(record) else UNSCALED
         yield from self._all_gone(record, cure)
         for tensor in tensors(record, *GRADIENTS):
             if _has_vanished_here(record, tensor):
@@ -413,7 +413,7 @@ class GradientUnderflow(FindingKind):
             held_in, count = storage_format(tensor), count_nonzero(tensor)
             if held_in is None or count < FEWEST_GRADIENTS:
                 continue
-            subnormal, vanished = subnormal_share(tensor, held_in), vanished_share(tensor, held_in)
+            subnormal, vanished = measure_subnormal_share(tensor, held_in), estimate_vanished_share(tensor, held_in)
             severity = _grade_underflow(subnormal, vanished)
             if severity is not None:
                 yield self.found(
@@ -494,15 +494,15 @@ def _has_vanished_here(record: Record, tensor: TensorRecord) -> bool:
         entered = [one.amax for one in tensors(record, "activation") if one.name in made]
         if back is None or own != "weight" or not entered:
             return False
-        return rounds_to_zero(back.amax, max(entered), held_in)
-    if tensor.before_cast is not None and rounds_to_zero(tensor.before_cast, None, held_in):
+        return is_rounded_to_zero(back.amax, max(entered), held_in)
+    if tensor.before_cast is not None and is_rounded_to_zero(tensor.before_cast, None, held_in):
         return True
     pairs = []
     for source in tensor.sources:
         back = record.tensors.get(("activation gradient", source))
         weight = record.tensors.get(("weight", f"{source}.weight"))
         pairs.append((0.0 if back is None else back.amax, None if weight is None else weight.amax))
-    return bool(pairs) and all(rounds_to_zero(*pair, held_in) for pair in pairs)
+    return bool(pairs) and all(is_rounded_to_zero(*pair, held_in) for pair in pairs)
 
 
 def _grade_underflow(subnormal: float, vanished: float) -> Severity | None:
@@ -530,16 +530,16 @@ class OverflowNear(FindingKind):
     explained_by = ("dtype-not-asked", "payload-saturated", "first-nonfinite")
 
     def in_record(self, record: Record) -> Iterator[Finding]:
-        gradients = () if loss_is_scaled(record) else ("activation gradient", "weight gradient")
+        gradients = () if has_scaled_loss(record) else ("activation gradient", "weight gradient")
         for tensor in tensors(record, "activation", "weight", *gradients):
             held_in = storage_format(tensor)
             # What is stored in 8 bits has a scale that fills the range on purpose, also where nothing tells it.
-            if held_in is None or tensor.dtype.itemsize < 2 or not unscaled(tensor):
+            if held_in is None or tensor.dtype.itemsize < 2 or not is_unscaled(tensor):
                 continue
             # A mask is filled with the lowest number of such a range: torch.finfo(dtype).min.
             if has_wide_range(held_in) and tensor.amax == held_in.max:
                 continue
-            left = margin(tensor, held_in)
+            left = count_binades_left(tensor, held_in)
             if not left < BINADES:
                 continue
             yield self.found(

@@ -8,7 +8,15 @@ from .._finding import Finding
 from .._record import Record, TensorRecord
 from .._text import confidence_of, percent
 from ._kind import FindingKind, register_finding
-from ._ranges import count_nonzero, loss_is_scaled, margin, storage_format, subnormal_share, tensors, vanished_share
+from ._ranges import (
+    count_binades_left,
+    count_nonzero,
+    estimate_vanished_share,
+    has_scaled_loss,
+    measure_subnormal_share,
+    storage_format,
+    tensors,
+)
 
 # A loss scale is there to make gradients larger. Below 1 it makes them smaller than they are.
 SCALE = 1.0
@@ -108,19 +116,19 @@ class SiteHoldsScale(FindingKind):
     spreads = True
 
     def in_record(self, record: Record) -> Iterator[Finding]:
-        if not loss_is_scaled(record) or record.sites:
+        if not has_scaled_loss(record) or record.sites:
             return
         room = [(tensor, held_in) for tensor in tensors(record, "activation gradient") if (held_in := _narrow(tensor))]
         if len(room) < 3:
             return
-        room.sort(key=lambda pair: margin(*pair))
+        room.sort(key=lambda pair: count_binades_left(*pair))
         gap = _largest_gap(room)
         holding, others = room[:gap], room[gap:]
-        if not holding or margin(*holding[0]) > HOLDS:
+        if not holding or count_binades_left(*holding[0]) > HOLDS:
             return
-        vanished = max(vanished_share(*pair) for pair in others)
-        subnormal = max(subnormal_share(*pair) for pair in others)
-        apart = margin(*others[0]) - margin(*holding[-1])
+        vanished = max(estimate_vanished_share(*pair) for pair in others)
+        subnormal = max(measure_subnormal_share(*pair) for pair in others)
+        apart = count_binades_left(*others[0]) - count_binades_left(*holding[-1])
         if apart < APART or (vanished < VANISHED and subnormal < SUBNORMAL):
             return
         yield self.found(
@@ -129,7 +137,7 @@ class SiteHoldsScale(FindingKind):
             confidence_of(min(count_nonzero(tensor) for tensor, _ in room), 32),
             f"gradients 2^{math.floor(apart)} times the next; at the scale that it allows {percent(subnormal)} "
             "of another layer's are subnormal",
-            margin=margin(*holding[0]),
+            margin=count_binades_left(*holding[0]),
             apart=apart,
             vanished=vanished,
             subnormal=subnormal,
@@ -147,5 +155,5 @@ def _largest_gap(room: list[tuple[TensorRecord, Format]]) -> int:
 
     A large gradient goes on to the layers before it until one makes it small, so that several may be as large.
     """
-    margins = [margin(*pair) for pair in room]
+    margins = [count_binades_left(*pair) for pair in room]
     return max(range(1, len(room) // 2 + 1), key=lambda i: margins[i] - margins[i - 1])

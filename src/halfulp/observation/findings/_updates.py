@@ -56,7 +56,7 @@ def grade_lost_movement(dtype: torch.dtype, realised: float | None, cancelled: f
     return "warning" if is_narrow(dtype) and cancelled >= MOST_CANCELLED else None
 
 
-def may_be_chance(change: Realised, realised: float, spread: float = 1.0) -> bool:
+def is_maybe_chance(change: Realised, realised: float, spread: float = 1.0) -> bool:
     """Return whether stochastic rounding, which is right on average, may have made a share of movement by chance.
 
     The mean of n changes that are each kept with probability p is off by about sqrt((1/p - 1) / n) of itself: within
@@ -67,14 +67,14 @@ def may_be_chance(change: Realised, realised: float, spread: float = 1.0) -> boo
             and p halves from one to the next.
 
     >>> few, many = Realised(seen=250, cancelled=225), Realised(seen=25000, cancelled=22500)
-    >>> may_be_chance(few, 0.3), may_be_chance(many, 0.3)
+    >>> is_maybe_chance(few, 0.3), may_be_chance(many, 0.3)
     (True, False)
     """
     kept = 1 - change.lost_share
     return kept > 0 and (1 - realised) ** 2 < 16 * (spread / kept - 1) / change.seen
 
 
-def keeps_the_rest(parameter: ParameterRecord) -> bool:
+def is_kept_beside(parameter: ParameterRecord) -> bool:
     """Return whether a weight update of halfulp's keeps what rounding drops, beside the weight or on average."""
     return parameter.weight_update not in ("nearest", "none")
 
@@ -299,7 +299,7 @@ def _grade_loss(parameter: ParameterRecord) -> Severity | None:
     """Return how bad it is; None where stochastic rounding cancels updates and is right on average, or few are lost."""
     update = parameter.update
     if not update.known:
-        if keeps_the_rest(parameter):
+        if is_kept_beside(parameter):
             return None
         lr = parameter.options.get("lr", 1.0)
         severity: Severity = "note" if is_wide(parameter.dtype) else "warning"
@@ -311,7 +311,7 @@ def _grade_loss(parameter: ParameterRecord) -> Severity | None:
         return found
     # Of so many that are kept by chance, as variance tells for small probabilities, none is left in e^-16 of the cases.
     none_kept = update.cancelled == update.seen and parameter.rounding.variance < 16
-    return None if none_kept or may_be_chance(update, realised, spread=3.0) else found
+    return None if none_kept or is_maybe_chance(update, realised, spread=3.0) else found
 
 
 # Decay is a regularizer: half of it is the decay of another experiment, a little less is a slightly weaker one.
@@ -438,7 +438,7 @@ class WeightFrozen(FindingKind):
             rounded, moves = update.lost_share >= MOSTLY_LOST, update.seen - update.cancelled
             if not rounded and (moves < FEWEST_MOVES or not _is_dense(record, parameter)):
                 continue
-            if keeps_the_rest(parameter) and not _is_due(record, parameter):
+            if is_kept_beside(parameter) and not _is_due(record, parameter):
                 continue
             yield self.found(
                 name,

@@ -20,8 +20,8 @@ from .._text import bytes_in_words, dtype_name
 from ..findings import findings_of
 from ..page import write_page
 from ._inputs import Inputs, Trained, from_optimizer, from_rate, named_tensors, read_checkpoint, states_by_name
-from ._layers import ForecastData, LayerForecast, costs, forecast_layer, sample_of
-from ._schedule import Schedule, learning_rates, schedule_name
+from ._layers import ForecastData, LayerForecast, choose_sample, compute_costs, forecast_layer
+from ._schedule import Schedule, compute_learning_rates, name_schedule
 
 # Elements times leaps over all layers that are followed in some seconds.
 _BUDGET = 2.4e7
@@ -119,7 +119,7 @@ def forecast(
         betas, eps, momentum, weight_decay: options where a learning rate is given; torch's defaults.
 
     Returns:
-        A Forecast: `layers`, `findings`, `costs`; print it.
+        A Forecast: `layers`, `findings`, `compute_costs`; print it.
 
     Raises:
         TypeError: neither a module nor a state dict; neither an optimizer nor a number.
@@ -140,10 +140,10 @@ def forecast(
         weights = named_tensors(model_or_state)
         inputs = _inputs(weights, optimizer_or_lr, optimizer, states, options, dtype)
     begin = inputs.start if start is None else start
-    rates = learning_rates(
+    rates = compute_learning_rates(
         schedule, inputs.top_rates, steps=steps, start=begin, warmup=warmup, decay=decay, final=final_lr
     )
-    return _follow_layers(inputs, rates, schedule_name(schedule), begin)
+    return _follow_layers(inputs, rates, name_schedule(schedule), begin)
 
 
 def _inputs_of_checkpoint(
@@ -219,7 +219,7 @@ def _follow_layers(inputs: Inputs, rates: Tensor, schedule: str, start: int) -> 
     if narrow:
         relative = [layer.relative for layer in layers if layer.relative is not None]
         smallest = min(relative, default=0.0)
-        found = costs(inputs.rule, narrow[0].dtype, sum(one.value.numel() for one in narrow), smallest)
+        found = compute_costs(inputs.rule, narrow[0].dtype, sum(one.value.numel() for one in narrow), smallest)
     total = start + rates.shape[1]
     return Forecast(layers, inputs.rule, schedule, start, total, found, tuple(notes), _thin_rates(rates[0], start))
 
@@ -228,7 +228,7 @@ def _has_nonfinite(trained: Trained, sample: int) -> bool:
     """Return whether the elements that are followed have NaN or infinity, or their states have."""
     count = trained.value.numel()
     states = [value for value in trained.state.values() if isinstance(value, Tensor) and value.numel() == count]
-    index = sample_of(count, sample)
+    index = choose_sample(count, sample)
     return any(
         not bool(in_float64(one.detach().flatten()[index]).isfinite().all())
         for one in [trained.value, *states]

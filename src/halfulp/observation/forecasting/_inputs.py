@@ -18,7 +18,7 @@ from ..._names import unknown
 from ...optim import Optimizer as HalfulpOptimizer
 from .._text import holds_numbers
 from ..checkpoints._files import OptimizerStates, Stored
-from ..checkpoints._names import named_states
+from ..checkpoints._names import name_states
 from ..checkpoints._open import open_checkpoint
 
 RULES = ("AdamW", "Adam", "SGD", "Lion")
@@ -345,7 +345,7 @@ def read_checkpoint(path: str | Path) -> Saved:
     """
     opened = open_checkpoint(path)
     unseen = list(opened.unseen)
-    states = named_states(opened, unseen)
+    states = name_states(opened, unseen)
     return Saved(
         [(name, stored.read(None)) for name, stored in opened.tensors.items()],
         {

@@ -12,7 +12,7 @@ from torch import Tensor
 from ... import formats, optim
 from ...formats import Format
 from ._inputs import Inputs, Trained, number
-from ._update_sizes import UpdateSizes, second_moment, update_sizes
+from ._update_sizes import UpdateSizes, find_second_moment, model_update_sizes
 
 
 @dataclass(frozen=True)
@@ -109,7 +109,7 @@ def _name(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
 
-def gaps(values: Tensor, format: Format) -> tuple[Tensor, Tensor]:
+def find_gaps(values: Tensor, format: Format) -> tuple[Tensor, Tensor]:
     """Return the distances from each number to the next larger and the next smaller one of a format.
 
     A number in [2^e, 2^(e+1)) has neighbours at 2^(e - mantissa_bits), 2^emin's binade and the subnormals below it
@@ -122,7 +122,7 @@ def gaps(values: Tensor, format: Format) -> tuple[Tensor, Tensor]:
         Two float64 tensors of the same shape: up and down.
 
     >>> from halfulp import formats
-    >>> [gap.tolist() for gap in gaps(torch.tensor([1.0, -1.0, 1.5], dtype=torch.float64), formats.bf16)]
+    >>> [gap.tolist() for gap in find_gaps(torch.tensor([1.0, -1.0, 1.5], dtype=torch.float64), formats.bf16)]
     [[0.0078125, 0.00390625, 0.0078125], [0.00390625, 0.0078125, 0.0078125]]
     """
     significand, exponent = torch.frexp(values.abs())
@@ -133,7 +133,7 @@ def gaps(values: Tensor, format: Format) -> tuple[Tensor, Tensor]:
     return torch.where(negative, inward, outward), torch.where(negative, outward, inward)
 
 
-def to_format(values: Tensor, format: Format) -> Tensor:
+def round_to_format(values: Tensor, format: Format) -> Tensor:
     """Return float64 values rounded to the nearest number of a format, ties to even.
 
     One scaling by a power of two, one rounding to an integer, and the scaling back: exact for formats of up to 24
@@ -166,7 +166,7 @@ class Walk:
     decay_made: float
 
 
-def walk(
+def simulate_walk(
     weights: Tensor,
     sizes: UpdateSizes,
     rates: Tensor,
@@ -207,7 +207,7 @@ def walk(
         if rate == 0:
             continue
         mean = rate * growth * sizes.mean - (0.0 if apart else rate * decay) * weights
-        up, down = gaps(weights, format)
+        up, down = find_gaps(weights, format)
         deviation = rate * growth * sizes.deviation
         rises, falls = _chances(mean, deviation, up, down, sizes.is_sign)
         shares[0, begin:end] = (rises + falls).mean()
@@ -247,19 +247,19 @@ def _leap(
     drawn = torch.randn(len(weights), generator=generator, dtype=torch.float64, device="cpu")
     walked = weights + steps * mean + drawn * deviation * math.sqrt(2 * run * steps)
     free = torch.maximum(up, down) < 2 * (deviation + mean.abs())
-    return to_format(torch.where(free, walked, hopped), format)
+    return round_to_format(torch.where(free, walked, hopped), format)
 
 
 def _decay(weights: Tensor, factor: float, steps: int, format: Format) -> tuple[Tensor, tuple[float, float]]:
     """Return weights after steps of w (1 - lr weight_decay), each rounded; the |change| wanted, and the one made."""
-    once = to_format(weights * (1 - factor), format)
+    once = round_to_format(weights * (1 - factor), format)
     wanted = float(weights.abs().sum()) * factor * steps
     made = float((weights.abs() - once.abs()).sum()) * steps
     moves = once != weights
-    return torch.where(moves, to_format(weights * (1 - factor) ** steps, format), weights), (wanted, made)
+    return torch.where(moves, round_to_format(weights * (1 - factor) ** steps, format), weights), (wanted, made)
 
 
-def freeze_step(moved: Tensor, count: int, run: float, chance: float = 0.5) -> int | None:
+def find_freeze_step(moved: Tensor, count: int, run: float, chance: float = 0.5) -> int | None:
     """Return the first step from which on fewer than FROZEN of the nonzero updates change their element.
 
     Of `count` elements a whole number k = ceil(FROZEN count) has to move for the step to be above. Their number is
@@ -276,7 +276,7 @@ def freeze_step(moved: Tensor, count: int, run: float, chance: float = 0.5) -> i
     Returns:
         The index of the step, None where no step of the schedule is it.
 
-    >>> freeze_step(torch.tensor([0.5, 0.1, 0.001, 0.0001], dtype=torch.float64), 10**6, 1.0)
+    >>> find_freeze_step(torch.tensor([0.5, 0.1, 0.001, 0.0001], dtype=torch.float64), 10**6, 1.0)
     2
     """
     above = torch.special.gammainc(
@@ -323,7 +323,7 @@ class Cost:
     keeps: str
 
 
-def costs(rule: str, dtype: torch.dtype, elements: int, relative: float) -> tuple[Cost, ...]:
+def compute_costs(rule: str, dtype: torch.dtype, elements: int, relative: float) -> tuple[Cost, ...]:
     """Return the bytes that each of halfulp's weight updates takes for parameters of a dtype.
 
     The bytes are those that an optimizer of that rule reports of itself.
@@ -376,7 +376,7 @@ def forecast_layer(
     """
     format = formats.get(trained.dtype)
     generator = torch.Generator(device="cpu").manual_seed(seed)
-    index = sample_of(trained.value.numel(), sample)
+    index = choose_sample(trained.value.numel(), sample)
     weights = trained.value.flatten()[index].cpu().to(trained.dtype).double()
     finite = weights.isfinite()
     index, weights = index[finite], weights[finite]
@@ -393,7 +393,7 @@ def forecast_layer(
         "beta2": number(trained.options["betas"][1]) if inputs.rule.startswith("Adam") else None,
         "denominator": _denominator(trained, inputs),
     }
-    sizes = update_sizes(trained, inputs, index, weights, len(rates), generator) if len(weights) else None
+    sizes = model_update_sizes(trained, inputs, index, weights, len(rates), generator) if len(weights) else None
     if sizes is None:
         return LayerForecast(**common)  # type: ignore[arg-type]
     held = weights[sizes.nonzero]
@@ -401,7 +401,7 @@ def forecast_layer(
         return LayerForecast(**common, updates=sizes.source, update_size=0.0)  # type: ignore[arg-type]
     apart = not inputs.ours and not trained.options.get("fused")
     repeats = max(1, min(8, sample // len(held)))
-    walked = walk(
+    walked = simulate_walk(
         held.repeat(repeats),
         sizes.repeated(repeats),
         rates,
@@ -424,10 +424,10 @@ def forecast_layer(
     )
 
 
-def sample_of(elements: int, most: int) -> Tensor:
+def choose_sample(elements: int, most: int) -> Tensor:
     """Return the positions of a sample: all elements, or runs of neighbours at even distances.
 
-    >>> sample_of(3, 10).tolist(), len(sample_of(10**6, 1024)), int(sample_of(10**6, 1024)[-1])
+    >>> choose_sample(3, 10).tolist(), len(sample_of(10**6, 1024)), int(sample_of(10**6, 1024)[-1])
     ([0, 1, 2], 1024, 999999)
     """
     if elements <= most:
@@ -449,10 +449,10 @@ def _freezing(
     last = int(after[-1]) if len(after) else -1
 
     moved = walked.moved[: last + 1]
-    step = freeze_step(moved, count, sizes.run)
+    step = find_freeze_step(moved, count, sizes.run)
     fewer, more = walked.fewer[: last + 1], walked.more[: last + 1]
-    low = freeze_step(fewer * max(0.0, 1 - sampling), count, sizes.run, _EDGE)
-    high = freeze_step(more * (1 + sampling), count, sizes.run, 1 - _EDGE)
+    low = find_freeze_step(fewer * max(0.0, 1 - sampling), count, sizes.run, _EDGE)
+    high = find_freeze_step(more * (1 + sampling), count, sizes.run, 1 - _EDGE)
     shown = torch.linspace(0, last, min(_SHOWN, last + 1), dtype=torch.float64, device="cpu").long().unique().tolist()
     weighed = float((walked.moved * rates).sum() / rates.sum()) if rates.sum() > 0 else 1.0
     return {
@@ -472,7 +472,7 @@ def _noise(weights: Tensor, sizes: UpdateSizes, rates: Tensor, format: Format) -
     211631, 2022): the mean is u, the variance u (d - u). After n updates of one sign the drift is n u and the noise
     sqrt(n u (d - u)); they are equal at n = (d - u) / u, a drift of d - u: one spacing, however small u is.
     """
-    up, down = gaps(weights, format)
+    up, down = find_gaps(weights, format)
     spacing = float(torch.minimum(up, down).median())
     update = sizes.rms * sizes.growth * rates
     below = (update / spacing).clamp_max(1)
@@ -500,4 +500,4 @@ def _denominator(trained: Trained, inputs: Inputs) -> torch.dtype | None:
     """Return the dtype in which torch's loops add eps: the states', which is the parameter's."""
     if not inputs.rule.startswith("Adam") or inputs.ours or trained.options.get("fused"):
         return None
-    return second_moment(trained.state) or trained.dtype
+    return find_second_moment(trained.state) or trained.dtype

@@ -25,7 +25,7 @@ MOST_STEPS = 10**8
 _DECAY = 5
 
 
-def learning_rates(
+def compute_learning_rates(
     schedule: Schedule,
     top_rates: Sequence[float],
     *,
@@ -55,7 +55,7 @@ def learning_rates(
             from 0.
         NotImplementedError: ReduceLROnPlateau, which depends on the losses to come.
 
-    >>> learning_rates("linear", [1.0], steps=4, warmup=2).tolist()
+    >>> compute_learning_rates("linear", [1.0], steps=4, warmup=2).tolist()
     [[0.5, 1.0, 1.0, 0.5]]
     """
     if isinstance(schedule, str) or schedule is None:
@@ -74,7 +74,7 @@ def learning_rates(
     return rates
 
 
-def schedule_name(schedule: Schedule) -> str:
+def name_schedule(schedule: Schedule) -> str:
     """Return the name of a schedule for a report: its name, its class, "function" or "list"."""
     if schedule is None or isinstance(schedule, str):
         return schedule or "constant"

@@ -59,7 +59,7 @@ class UpdateSizes:
         return float((self.mean.square() + self.deviation.square()).mean().sqrt())
 
 
-def update_sizes(
+def model_update_sizes(
     trained: Trained, inputs: Inputs, index: Tensor, weights: Tensor, steps: int, generator: torch.Generator
 ) -> UpdateSizes | None:
     """Return the updates of a sample of a parameter's elements; None where nothing tells their size.
@@ -87,10 +87,10 @@ def _adam(
 ) -> UpdateSizes:
     """Return the sizes of Adam's updates m / (1 - beta1^t) / (sqrt(v / (1 - beta2^t)) + eps) (arXiv 1412.6980).
 
-    If gradients were noise of mean 0, the root mean square of that would be `noise_size`; where the state shows more,
-    the rest is a mean that lasts: with the share s of the mean in the gradients' squares, rms^2 = s + (1 - s) noise^2.
-    The mean of an element is drawn from what its own m then says of it, and from the weights beside it: those that have
-    walked far are those with a drift, which takes them further.
+    If gradients were noise of mean 0, the root mean square of that would be `compute_noise_size`; where the state shows
+    more, the rest is a mean that lasts: with the share s of the mean in the gradients' squares,
+    rms^2 = s + (1 - s) noise^2. The mean of an element is drawn from what its own m then says of it, and from the
+    weights beside it: those that have walked far are those with a drift, which takes them further.
     """
     beta1, beta2 = (number(beta) for beta in trained.options["betas"])
     first, second = _state(trained, "exp_avg"), _state(trained, "max_exp_avg_sq", "exp_avg_sq")
@@ -99,7 +99,9 @@ def _adam(
     step = int(number(trained.state.get("step", inputs.start))) if first is not None else 0
     own = trained.dtype if second is None else second.dtype
     dtype = torch.float32 if inputs.ours else own
-    noise = noise_size(beta1, beta2, dtype if dtype.itemsize > 1 else torch.float32, min(step + steps, _LONGEST))
+    noise = compute_noise_size(
+        beta1, beta2, dtype if dtype.itemsize > 1 else torch.float32, min(step + steps, _LONGEST)
+    )
     noise = torch.cat([noise, noise[-1:].expand(max(0, step + steps - len(noise)))])
     nonzero = torch.ones_like(weights, dtype=torch.bool)
     if first is None or second is None or step < 1:
@@ -191,14 +193,14 @@ def _mean_square(size: Tensor, weights: Tensor) -> Tensor:
 
 
 @functools.lru_cache(maxsize=8)
-def noise_size(beta1: float, beta2: float, dtype: torch.dtype, steps: int) -> Tensor:
+def compute_noise_size(beta1: float, beta2: float, dtype: torch.dtype, steps: int) -> Tensor:
     """Return the root mean square of Adam's normalized update at each step from the first, on gradients N(0, 1).
 
     In float32 it goes from 1 to sqrt((1 - beta1) / (1 + beta1)) as the averages fill. Moments that are rounded to
     bfloat16 at each operation, as torch's loop does, follow other averages: a second moment that cannot decay any more
     stays larger. So the recurrence itself is run, in the moments' dtype.
 
-    >>> round(float(noise_size(0.9, 0.95, torch.float32, 200)[-1]), 1)
+    >>> round(float(compute_noise_size(0.9, 0.95, torch.float32, 200)[-1]), 1)
     0.2
     """
     generator = torch.Generator(device="cpu").manual_seed(0)
@@ -231,7 +233,7 @@ def _state(trained: Trained, *names: str) -> Tensor | None:
     return None
 
 
-def second_moment(state: Mapping[str, Any]) -> torch.dtype | None:
+def find_second_moment(state: Mapping[str, Any]) -> torch.dtype | None:
     """Return the dtype of the second moment, None without one of floating point."""
     found = state.get("exp_avg_sq")
     return found.dtype if isinstance(found, Tensor) and found.is_floating_point() else None

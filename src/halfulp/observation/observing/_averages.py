@@ -16,10 +16,11 @@ from ..._messages import a_kind
 from ...kernels import in_float64
 from ...optim import EMA
 from ...optim._ema import decay_at
+from ...optim._float32_weights import read_weights
 from .._record import AverageRecord
-from ..sampling._sampler import sampled, stored
+from ..sampling._sampler import read_numbers, take_sample
 from ._notebook import Notebook
-from ._updates import add_changes, represented
+from ._updates import add_changes, is_represented
 
 
 @dataclass(slots=True)
@@ -56,7 +57,7 @@ class WeightAverages:
                 f"parameters, got {a_kind(average)}"
             )
         live = dict(model.named_parameters())
-        for name, tensor in averaged(average).items():
+        for name, tensor in read_averages(average).items():
             if name in live and tensor.shape == live[name].shape and tensor.dtype.is_floating_point:
                 self._pairs.append((name, tensor, live[name]))
         if not self._pairs:
@@ -69,14 +70,14 @@ class WeightAverages:
         for name, tensor, weight in self._pairs:
             before, live = self._sample(name, tensor), self._sample(name, weight)
             if before is not None and live is not None:
-                self._awaited.append(_Average(name, tensor, _version(tensor), before, live))
+                self._awaited.append(_Average(name, tensor, tensor._version, before, live))
 
     def end(self) -> None:
-        """Compare with what they are before the next step, where they were updated in between."""
+        """Compare the averages before the next step with the samples, where they were updated in between."""
         held, self._awaited = self._awaited, []
         for one in held:
             after = self._sample(one.name, one.tensor)
-            if after is None or _version(one.tensor) == one.version:
+            if after is None or one.tensor._version == one.version:
                 continue
             name = f"average.{one.name}"
             record = self.book.record.averages.setdefault(name, AverageRecord(name, one.tensor.dtype, None))
@@ -89,14 +90,14 @@ class WeightAverages:
     def _sample(self, name: str, tensor: torch.Tensor) -> torch.Tensor | None:
         key = self.book.key(name)
         if isinstance(self.average, EMA):
-            shown = represented(self.average._inner, tensor, key)
-            if shown is not None:
-                return shown
-        found = stored(tensor)
-        return None if found is None else sampled(found.flat, key).mul_(found.scale)
+            plan = self.average._inner._plans.get(tensor)
+            if plan is not None and is_represented(plan):
+                return take_sample(read_weights([plan])[0], key)
+        found = read_numbers(tensor)
+        return None if found is None else take_sample(found.flat, key).mul_(found.scale)
 
 
-def averaged(average: EMA | nn.Module) -> dict[str, torch.Tensor]:
+def read_averages(average: EMA | nn.Module) -> dict[str, torch.Tensor]:
     """Return the averaged parameters by name."""
     if isinstance(average, EMA):
         return dict(average._averages)
@@ -127,10 +128,6 @@ def _decay_of(function: Callable[..., Any]) -> float | None:
     return float(decay) if isinstance(decay, float) else None
 
 
-def _version(tensor: torch.Tensor) -> int:
-    return tensor._version
-
-
 @dataclass(slots=True)
 class _Statistics:
     """Running statistics at the beginning of a step, and float64 shadows that follow the batches."""
@@ -158,7 +155,7 @@ class RunningStatistics:
             self._shadows[module] = _Statistics(before, shadow, _batches(module))
 
     def follow(self, module: nn.Module, inputs: tuple[Any, ...]) -> None:
-        """Let the shadows take up a batch."""
+        """Update the float64 shadows with a batch."""
         held = self._shadows.get(module)
         if held is None or not module.training or not inputs or not isinstance(inputs[0], torch.Tensor):
             return

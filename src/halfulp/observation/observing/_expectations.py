@@ -19,12 +19,12 @@ from ...recipes._contract import KEY, Contract, ContractDifference, contract, co
 from ...rounding import quantize
 from .._record import Expectation, Record, Role, TensorRecord
 from .._text import dtype_name
-from ..sampling._sampler import AnyFormat, candidate, stored
+from ..sampling._sampler import AnyFormat, find_candidate, read_numbers
 
 SOURCE = "contract"
 
 
-def as_contract(given: object) -> Contract | None:
+def read_contract(given: object) -> Contract | None:
     """Return the contract that is given, itself or as the plain data it is saved as; None where none is.
 
     Raises:
@@ -99,7 +99,7 @@ PRODUCTS = (nn.Linear, nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.ConvTranspose1d, nn.C
 _TRAINERS = {"16": "fp16", "bf16": "bf16", "fp16": "fp16", "fp8": "e4m3fn", "transformer": "e4m3fn"}
 
 
-def checked(expect: Any) -> dict[str, Format] | ResumedRun:
+def check_expectations(expect: Any) -> dict[str, Format] | ResumedRun:
     """Return the formats that are expected, by pattern, or the run that a contract was given for.
 
     Raises:
@@ -217,7 +217,7 @@ def _holds_values(parameter: torch.Tensor, asked: Format) -> bool:
     """Return whether a wider tensor holds numbers of a format that torch has no dtype for."""
     if asked.torch_dtype_name is not None:
         return False
-    found = stored(parameter)
+    found = read_numbers(parameter)
     if found is None or found.flat.dtype.itemsize < 2:
         return False
     return bool((quantize(found.flat, asked) == found.flat).all())
@@ -252,7 +252,7 @@ class Quantized:
                     f"quantized=: {pattern!r} matches no module: take names from model.named_modules(), with * for a "
                     f"layer's number, such as {', '.join(map(repr, names[1:4])) or repr('')}"
                 )
-            found = candidate(format)
+            found = find_candidate(format)
             for name in matched:
                 self.formats.setdefault(name, found)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 import weakref
 from collections import deque
@@ -15,10 +16,10 @@ from torch.utils.hooks import RemovableHandle
 
 from ...kernels import in_float64
 from .._record import PositionsRecord, Realised, ResidualRecord
-from ..sampling._sampler import PLAIN_TYPES, sampled, stored
+from ..sampling._sampler import PLAIN_TYPES, read_numbers, take_sample
 from ._averages import RunningStatistics, has_running_statistics
 from ._expectations import Expectations
-from ._notebook import Notebook, loss_in, tensors_in, watching
+from ._notebook import Notebook, find_loss, find_tensors, watch, watching
 from ._second_runs import CompiledModules, Recomputations
 from ._updates import add_changes
 
@@ -46,7 +47,7 @@ class ModuleHooks:
         for name, module in _eager_modules(model, compiled):
             names.setdefault(module, name)
         for name in compiled:
-            book.missed(
+            book.note_unseen(
                 f"{name or 'the model'} is compiled: activations and their gradients inside it are not observed, as "
                 "hooks run in eager mode only; observe the run without torch.compile to see them"
             )
@@ -58,7 +59,7 @@ class ModuleHooks:
         self._hooks = {module: _ModuleHook(self, name, type(module).__name__) for module, name in names.items()}
         wrappers = {name: module for name, module in compiled.items() if hasattr(module, "_orig_mod")} if check else {}
         for name in compiled.keys() - wrappers.keys() if check else ():
-            book.missed(f"{name or 'the model'} was compiled in place: there is no eager original to compare with")
+            book.note_unseen(f"{name or 'the model'} was compiled in place: there is no eager original to compare with")
         self._compiled = CompiledModules(book, wrappers) if wrappers else None
 
     def attach(self) -> None:
@@ -84,7 +85,7 @@ class ModuleHooks:
             self._statistics.begin()
 
     def finish_step(self) -> None:
-        """Compare them at the end of it."""
+        """Compare the running statistics at the end of a sampled step."""
         if self._statistics is not None:
             self._statistics.end()
 
@@ -104,29 +105,29 @@ class ModuleHooks:
         self._residuals.forget()
         self._casts.forget()
 
-    def ran(self, hook: _ModuleHook, module: nn.Module, inputs: tuple[Any, ...], output: Any) -> None:
+    def note_run(self, hook: _ModuleHook, module: nn.Module, inputs: tuple[Any, ...], output: Any) -> None:
         """Note that a module has run in training; evaluation without gradients is left out."""
         if torch.is_grad_enabled():
             in_backward = torch._C._current_graph_task_id() != -1
             if not in_backward:  # what runs again in a backward pass was noted in the first run
                 self._note_run(hook.name, inputs, output)
-            self._activations(hook, module, inputs, output, in_backward)
+            self._look_at_outputs(hook, module, inputs, output, in_backward)
         elif self._again is not None and module.training:  # the first pass of a reentrant checkpoint
-            self._note(module, output)
+            self._note_first_pass(module, output)
 
     @watching
     def _note_run(self, name: str, inputs: tuple[Any, ...], output: Any) -> None:
-        """Note what is no count of activations, and whose errors cost none of them."""
+        """Note the uses, residual sums, casts and positions of a module that ran, apart from counting its outputs."""
         self.book.uses.note(name, inputs, output)
         self._residuals.note(name, inputs, output)
         self._casts.note(name, output)
         self._positions.note(name, output)
 
     @watching
-    def _activations(
+    def _look_at_outputs(
         self, hook: _ModuleHook, module: nn.Module, inputs: tuple[Any, ...], output: Any, in_backward: bool
     ) -> None:
-        name, found = hook.name, list(tensors_in(output))
+        name, found = hook.name, list(find_tensors(output))
         if self._statistics is not None:
             self._statistics.follow(module, inputs)
         if self._again is not None and found:
@@ -136,27 +137,29 @@ class ModuleHooks:
                 self._expectations.note_output(module, name, output)
             for tensor in found:
                 if not self._was_last(tensor):
-                    self._activation(hook, module, tensor, inputs)
+                    self._look_at_output(hook, module, tensor, inputs)
             self._seen.add(name)
         if not name:
-            self.loss = loss_in(output)
+            self.loss = find_loss(output)
 
     @watching
-    def _note(self, module: nn.Module, output: Any) -> None:
-        for tensor in tensors_in(output):
+    def _note_first_pass(self, module: nn.Module, output: Any) -> None:
+        for tensor in find_tensors(output):
             assert self._again is not None
             self._again.note(self._hooks[module].name, tensor, again=False)
             break
 
-    def _activation(self, hook: _ModuleHook, module: nn.Module, tensor: torch.Tensor, inputs: tuple[Any, ...]) -> None:
+    def _look_at_output(
+        self, hook: _ModuleHook, module: nn.Module, tensor: torch.Tensor, inputs: tuple[Any, ...]
+    ) -> None:
         totals = self.book.look("activation", hook.name, hook.kind, tensor)
         if totals is None:
             return
         # Of outputs that are all zeros the largest input and weight: did rounding make them so?
         record, zeros = totals.record, totals.last_amax == 0.0
-        record.input_amax = max(map(_amax, tensors_in(inputs)), default=None) if zeros else None
+        record.input_amax = max(map(_amax, find_tensors(inputs)), default=None) if zeros else None
         own = [one for one in module._parameters.values() if one is not None] if zeros else []
-        record.weight_amax = max(map(_amax, tensors_in(own)), default=None)
+        record.weight_amax = max(map(_amax, find_tensors(own)), default=None)
         self._follow(hook, tensor)
 
     def _follow(self, hook: _ModuleHook, output: torch.Tensor) -> None:
@@ -188,12 +191,12 @@ class _ModuleHook:
         return self.owner.book
 
     def __call__(self, module: nn.Module, inputs: tuple[Any, ...], output: Any) -> None:
-        """Look at its outputs."""
+        """Look at the outputs of a module that ran."""
         if self.book.sampling and not torch.compiler.is_compiling():
-            self.owner.ran(self, module, inputs, output)
+            self.owner.note_run(self, module, inputs, output)
 
     def gradient(self, gradient: torch.Tensor) -> None:
-        """Hook: the gradient of an output arrives."""
+        """Count the gradient of an output as it arrives."""
         if self.book.sampling:
             self._activation_gradient(gradient)
 
@@ -245,7 +248,7 @@ class _Held:
 
 
 class Residuals:
-    """Finds sums of a module's output and a tensor that goes past it, and counts what rounding them takes away.
+    """Finds residual sums, of a module's output and a tensor that bypasses it, and counts what rounding loses of them.
 
     Which tensors a sum adds is read from autograd's graph. Some outputs and inputs are held until later ones or the
     end of the step take their place.
@@ -329,7 +332,7 @@ CHANCE = 0.2
 
 
 class Positions:
-    """Looks for outputs, one row per position, in which a column repeats just where rounded positions do."""
+    """Finds outputs whose positions were counted in 16 bits: a column repeats just where rounded integers do."""
 
     def __init__(self, book: Notebook) -> None:
         self.book = book
@@ -347,23 +350,23 @@ class Positions:
         for dtype, start in COUNTED.items():
             if len(rows) <= start + WINDOW:
                 continue
-            expected = _repeats(len(rows), dtype, rows.device)
+            expected = _find_repeats(len(rows), dtype, rows.device)
             end = start + WINDOW
-            columns = _like(rows[start : end + 1], expected[start:end])
+            columns = _find_columns_like(rows[start : end + 1], expected[start:end])
             if not bool(columns.any()) or int(expected.sum()) < FEWEST:
                 continue
-            if bool(_like(rows[:, columns], expected).any()):
+            if bool(_find_columns_like(rows[:, columns], expected).any()):
                 self.book.record.positions[name] = PositionsRecord(name, dtype, len(rows))
                 return
 
 
-def _repeats(count: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-    """Return which of the positions from 0 are the next one in a dtype too."""
+def _find_repeats(count: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    """Return which integers from 0 on are equal to the next one when both are rounded to a dtype."""
     positions = torch.arange(count, device=device, dtype=torch.float32).to(dtype)
     return positions[1:] == positions[:-1]
 
 
-def _like(rows: torch.Tensor, expected: torch.Tensor) -> torch.Tensor:
+def _find_columns_like(rows: torch.Tensor, expected: torch.Tensor) -> torch.Tensor:
     """Return the columns whose elements repeat wherever they are expected to, and hardly anywhere else."""
     repeats = rows[1:] == rows[:-1]
     return repeats[expected].all(0) & (repeats[~expected].double().mean(0) < CHANCE)
@@ -375,7 +378,7 @@ CAST = "ToCopyBackward0"
 
 
 class Casts:
-    """Follows outputs in 16 bits all of whose gradients were zeros so far: whether a cast on the way back made them so.
+    """Measures gradients before the casts to 16 bits that may have rounded all of them to zero.
 
     Autograd's graph, from the output of a module around, leads to the cast that took the output; what comes to it on
     the way back is what was there before rounding.
@@ -425,24 +428,14 @@ class Casts:
                     continue
                 self.wanted.pop(found, None)
                 if node.name() == CAST:
-                    self._handles.append(node.register_prehook(_Cast(self.book, found)))
+                    hook = functools.partial(watch, self.book, self._measure, found)
+                    self._handles.append(node.register_prehook(hook))
 
-
-class _Cast:
-    """A hook that runs when a gradient arrives at a cast."""
-
-    def __init__(self, book: Notebook, name: str) -> None:
-        self.book, self.name = book, name
-
-    def __call__(self, gradients: tuple[torch.Tensor | None, ...]) -> None:
-        self._measure(gradients[0])
-
-    @watching
-    def _measure(self, gradient: torch.Tensor | None) -> None:
-        totals = self.book.totals.get(("activation gradient", self.name))
+    def _measure(self, name: str, gradients: tuple[torch.Tensor | None, ...]) -> None:
+        """Record the largest gradient that arrives at the cast of a module's output."""
+        totals, gradient = self.book.totals.get(("activation gradient", name)), gradients[0]
         if totals is not None and type(gradient) is torch.Tensor and gradient.numel():
-            low, high = torch.aminmax(gradient)
-            totals.record.before_cast = max(abs(float(low)), abs(float(high)))
+            totals.record.before_cast = _amax(gradient)
 
 
 class GradientHooks:
@@ -474,7 +467,7 @@ class GradientHooks:
         self._handles.clear()
 
     def follow(self, hook: _ParameterHooks) -> None:
-        """Let a parameter's second hook run from now on: only gradients that are added to others need it."""
+        """Attach a parameter's second hook, which only gradients that are added to others need."""
         if not hook.is_followed and hook.parameter is not None:
             hook.is_followed = True
             self._handles.append(hook.parameter.register_post_accumulate_grad_hook(hook.after))
@@ -490,7 +483,7 @@ class GradientHooks:
         self._adding.clear()
         self.arrived.clear()
 
-    def adds(self, hook: _ParameterHooks) -> None:
+    def note_sum(self, hook: _ParameterHooks) -> None:
         """Note that a parameter's gradient is a sum in this step."""
         self._adding.append(hook)
 
@@ -524,7 +517,7 @@ class _ParameterHooks:
         self.squares: float = 0.0
 
     def before(self, gradient: torch.Tensor) -> None:
-        """Hook: a gradient arrives, before it is added."""
+        """Look at a gradient that arrives, before it is added to the one that is there."""
         if self.book.sampling:
             self._look(gradient)
             self.accumulated = self.incoming = None
@@ -532,9 +525,9 @@ class _ParameterHooks:
                 self._hold(self.parameter.grad, gradient)
 
     def after(self, parameter: torch.Tensor) -> None:
-        """Hook: it has been added."""
+        """Compare a gradient that has been added with the exact sum."""
         if self.accumulated is not None:
-            self._accumulated(parameter)
+            self._compare_sum(parameter)
 
     @watching
     def _look(self, gradient: torch.Tensor) -> None:
@@ -544,27 +537,27 @@ class _ParameterHooks:
 
     @watching
     def _hold(self, there: torch.Tensor, gradient: torch.Tensor) -> None:
-        """Keep samples of what is there and of what is added to it."""
-        held, incoming = stored(there), stored(gradient)
+        """Keep samples of a gradient that is there and of the one that is added to it."""
+        held, incoming = read_numbers(there), read_numbers(gradient)
         if held is not None and incoming is not None and held.flat.numel() == incoming.flat.numel():
             key = self.book.key(self.name)
-            self.accumulated, self.incoming = sampled(held.flat, key), sampled(incoming.flat, key)
+            self.accumulated, self.incoming = take_sample(held.flat, key), take_sample(incoming.flat, key)
             self.owner.follow(self)
 
     @watching
-    def _accumulated(self, parameter: torch.Tensor) -> None:
+    def _compare_sum(self, parameter: torch.Tensor) -> None:
         held, incoming, self.accumulated, self.incoming = self.accumulated, self.incoming, None, None
-        found = stored(parameter.grad) if parameter.grad is not None else None
+        found = read_numbers(parameter.grad) if parameter.grad is not None else None
         # Zeros that `zero_grad(set_to_none=False)` left swallow nothing.
         if found is None or held is None or incoming is None or not held.any():
             return
-        now = sampled(found.flat, self.book.key(self.name))
+        now = take_sample(found.flat, self.book.key(self.name))
         record = self.book.record.parameters[self.name]
         if record.accumulation is None:
             record.accumulation = Realised()
         add_changes([record.accumulation], held, now, incoming)
         if self.exact is None:
-            self.owner.adds(self)
+            self.owner.note_sum(self)
         # What somebody cleared, clipped or scaled since the last addition is where the exact sum begins anew.
         if self.exact is None or self.rounded is None or not torch.equal(held, self.rounded):
             self.exact = in_float64(held)

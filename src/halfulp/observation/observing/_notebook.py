@@ -12,10 +12,25 @@ import torch
 from torch.utils._python_dispatch import _disable_current_modes
 
 from .._record import Record, Role, TensorRecord
-from ..sampling._sampler import AnyFormat, Candidates, Look, Stored, Totals, candidate, look, place_key, stored
+from ..sampling._sampler import (
+    AnyFormat,
+    Candidates,
+    Samples,
+    Stored,
+    Totals,
+    count_samples,
+    find_candidate,
+    make_place_key,
+    measure_extremes,
+    read_numbers,
+    take_sample,
+    take_samples,
+)
 from ._expectations import Quantized
 
 SEED = 0
+# Samples that wait until they are counted together, of 16 KiB at most.
+MOST_WAITING = 64
 Watch = TypeVar("Watch", bound=Callable[..., None])
 
 
@@ -38,7 +53,7 @@ class Notebook:
         self.record: Record = Record()
         self.quantized: Quantized | None = quantized
         also = {} if quantized is None else {format.name: format for format in quantized.formats.values()}
-        counted = [candidate(format) for format in formats]
+        counted = [find_candidate(format) for format in formats]
         for format in counted:
             also.pop(format.name, None)
         self.candidates: Candidates = Candidates([*counted, *also.values()])
@@ -53,6 +68,7 @@ class Notebook:
         self.uses: Uses = Uses()
         self._keys: dict[str, int] = {}
         self._broken: dict[int, int] = {}
+        self._waiting: list[tuple[torch.Tensor, Totals]] = []
 
     @property
     def inside(self) -> bool:
@@ -77,16 +93,16 @@ class Notebook:
         self._keys.clear()
 
     def key(self, name: str) -> int:
-        """Return the random key that chooses the sampled elements of tensors of a name in this step."""
+        """Return the key of the places at which tensors of a name are sampled in this step."""
         if name in self.fixed:
-            return place_key(SEED, 0, name)
+            return make_place_key(SEED, 0, name)
         key = self._keys.get(name)
         if key is None:
-            key = self._keys[name] = place_key(SEED, self.step, name)
+            key = self._keys[name] = make_place_key(SEED, self.step, name)
         return key
 
-    def missed(self, sentence: str) -> None:
-        """Note something that could not be observed, once."""
+    def note_unseen(self, sentence: str) -> None:
+        """Note in words what could not be observed, once."""
         if sentence not in self.record.unseen:
             self.record.unseen.append(sentence)
 
@@ -102,33 +118,46 @@ class Notebook:
 
     def look(self, role: Role, name: str, kind: str, tensor: torch.Tensor, scale: float = 1.0) -> Totals | None:
         """Count a tensor under a role and a name; None where its numbers cannot be read."""
-        found = stored(tensor)
+        found = read_numbers(tensor)
         if found is None:
             return None
-        (sample,) = self.look_all(role, [(name, kind, found._replace(scale=found.scale * scale))])
-        totals = self.totals[role, name]
+        (totals,) = self._measure(
+            role, [(name, kind)], [found if scale == 1.0 else found._replace(scale=found.scale * scale)]
+        )
+        sample = take_sample(found.flat, self.key(name))
+        self._waiting.append((sample, totals))
+        if len(self._waiting) >= MOST_WAITING:
+            self.count_waiting()
         if self.quantized is not None and self.quantized.formats:
             self.quantized.note(totals.record, sample)
         return totals
 
-    def look_all(self, role: Role, named: Sequence[tuple[str, str, Stored]]) -> list[torch.Tensor]:
-        """Count tensors (name, kind, numbers) under a role, and return their samples."""
-        looks = []
-        for name, kind, found in named:
-            totals = self.totals_of(role, name, kind, found)
-            looks.append(Look(found.flat, self.key(name), found.dtype, totals))
-        samples = look(looks, self.candidates, self.step)
-        for name, _, _ in named:
-            totals = self.totals[role, name]
-            record = totals.record
+    def look_all(self, role: Role, named: Sequence[tuple[str, str]], numbers: Sequence[Stored]) -> Samples:
+        """Count tensors of some names and kinds under a role, and return their samples."""
+        totals = self._measure(role, named, numbers)
+        samples = take_samples(numbers, [self.key(name) for name, _ in named])
+        count_samples(samples.packed.split(samples.counts), totals, self.candidates)
+        return samples
+
+    def count_waiting(self) -> None:
+        """Count the samples of tensors that were looked at one by one."""
+        waiting, self._waiting = self._waiting, []
+        count_samples([sample for sample, _ in waiting], [totals for _, totals in waiting], self.candidates)
+
+    def _measure(self, role: Role, named: Sequence[tuple[str, str]], numbers: Sequence[Stored]) -> list[Totals]:
+        """Count all elements of tensors, and note the first that are not finite."""
+        found = [self.totals_of(role, *own, one) for own, one in zip(named, numbers)]
+        measure_extremes(numbers, found, self.candidates, self.step)
+        for totals in found:
             if totals.step_nonfinite:
+                record = totals.record
                 if record.first_nonfinite is None:
                     record.first_nonfinite = (self.step, self.position)
                 if self._broken.get(id(record)) != self.step:
                     self._broken[id(record)] = self.step
                     record.nonfinite_steps += 1
             self.position += 1
-        return samples
+        return found
 
     def finish(self) -> Record:
         """Return the record with all counts so far."""
@@ -170,7 +199,7 @@ def watch(book: Notebook, function: Callable[..., object], *arguments: Any) -> N
                 function(*arguments)
     except Exception as error:
         # Its words may hold paths, hosts or values, which neither page nor JSON is to hold.
-        book.missed(f"{function.__name__.strip('_').replace('_', ' ')}: it raised {type(error).__name__}")
+        book.note_unseen(f"{function.__name__.strip('_').replace('_', ' ')}: it raised {type(error).__name__}")
     finally:
         torch._C._set_grad_enabled(records_gradients)
         book.leave()
@@ -180,7 +209,7 @@ def watch(book: Notebook, function: Callable[..., object], *arguments: Any) -> N
 MOST_OUTPUTS = 16
 
 
-def tensors_in(value: Any) -> Iterator[torch.Tensor]:
+def find_tensors(value: Any) -> Iterator[torch.Tensor]:
     """Yield the floating-point tensors of a nested tuple, list, or mapping, such as a model's output."""
     stack, count = [value], 0
     while stack and count < MOST_OUTPUTS:
@@ -195,7 +224,7 @@ def tensors_in(value: Any) -> Iterator[torch.Tensor]:
             stack.extend(reversed(item))
 
 
-def loss_in(output: Any) -> torch.Tensor | None:
+def find_loss(output: Any) -> torch.Tensor | None:
     """Return the loss among a model's outputs, where it is one: `output.loss`, or a single number."""
     loss = output.get("loss") if isinstance(output, Mapping) else output
     if isinstance(loss, torch.Tensor) and loss.dtype.is_floating_point and loss.numel() == 1 and loss.requires_grad:

@@ -30,9 +30,9 @@ from .._record import ParameterRecord, Record, StepRecord, plain_record
 from .._text import times
 from ..findings import findings_of
 from ..page import write_page
-from ..sampling._sampler import AnyFormat, place_key, prepare_kernels, sampled, stored
+from ..sampling._sampler import AnyFormat, make_place_key, prepare_kernels, read_numbers, take_sample
 from ._averages import WeightAverages
-from ._expectations import Asked, Expectations, Formats, Quantized, checked
+from ._expectations import Asked, Expectations, Formats, Quantized, check_expectations
 from ._hooks import GradientHooks, ModuleHooks
 from ._notebook import Notebook, watch, watching
 from ._ranks import Ranks
@@ -76,13 +76,13 @@ class Observation(StepWatcher):
         self._parameters = Parameters(model, self.optimizers, self.book.record)
         self._scales = LossScales(scaler, scheduler)
         self._history = History(self.book.record.history)
-        self._expectations = Expectations(model, checked(expect))
+        self._expectations = Expectations(model, check_expectations(expect))
         self._modules = ModuleHooks(self.book, model, self._expectations, check)
         self._averages = None if average is None else WeightAverages(self.book, average, model)
         self._ranks = Ranks(self.book, model, self._parameters.named)
-        self._gradients = GradientHooks(self.book, self._parameters.trainable())
+        self._gradients = GradientHooks(self.book, self._parameters.list_trainable())
         self._updates = {
-            id(one): Updates(self.book, one, self._steps.followed(one, self._parameters.names))
+            id(one): Updates(self.book, one, self._steps.choose_parameters(one, self._parameters.names))
             for one in self.optimizers
         }
         self._sinks = Sinks(self.book, sinks) if sinks else None
@@ -124,7 +124,7 @@ class Observation(StepWatcher):
     def _stop(self, patient: bool) -> Observation:
         if self._began is None:
             return self
-        last = self._steps.unended()
+        last = self._steps.end_first_step()
         if last is not None:
             self._end_step(last)
         for handle in self._handles:
@@ -176,7 +176,7 @@ class Observation(StepWatcher):
         return self._scales.scale() or 1.0
 
     def log_loss(self, loss: torch.Tensor | float) -> None:
-        """Tell the loss of the running step, where no module returns it.
+        """Set the loss of the running step, where no module returns it.
 
         Args:
             loss: a number, or a tensor with one element.
@@ -214,14 +214,14 @@ class Observation(StepWatcher):
     def __str__(self) -> str:
         """The findings and what was seen, as a table for a person."""
         record = self.record
-        return summary(record, findings_of("observe", record), len(self), self.interval, self.overhead)
+        return write_summary(record, findings_of("observe", record), len(self), self.interval, self.overhead)
 
     # hooks ----------------------------------------------------------------------------------------------------
 
     def _before_step(
         self, optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
-        """Hook: an optimizer is about to step; with a closure, its gradients come with that."""
+        """Sample before an optimizer's step; with a closure, behind that, which computes the gradients."""
         self.begin_step(optimizer)
         if not self.book.sampling:
             return None
@@ -241,19 +241,19 @@ class Observation(StepWatcher):
 
     @watching
     def _sample_before(self, optimizer: torch.optim.Optimizer, alone: torch.Tensor | None = None) -> None:
-        self._updates[id(optimizer)].before(self._gradients.arrived, alone)
+        self._updates[id(optimizer)].sample_before(self._gradients.arrived, alone)
 
     def _after_step(self, optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """Hook: it has stepped."""
+        """Compare what an optimizer's step did with what was wanted."""
         if self.book.sampling:
-            watch(self.book, self._updates[id(optimizer)].after)
+            watch(self.book, self._updates[id(optimizer)].compare_after)
         self.end_step(optimizer)
 
     # released gradients, which are stepped by one after another ------------------------------------------------
 
     def begin_step(self, optimizer: torch.optim.Optimizer) -> None:
         """Note that an optimizer is about to step."""
-        ended = self._steps.begins_step(optimizer)
+        ended = self._steps.note_begin(optimizer)
         if ended is not None:
             self._end_step(ended)
         if self._scales.seeks:
@@ -268,11 +268,11 @@ class Observation(StepWatcher):
             self._sample_before(optimizer, parameter)
         yield
         if self.book.sampling:
-            watch(self.book, self._updates[id(optimizer)].after)
+            watch(self.book, self._updates[id(optimizer)].compare_after)
 
     @contextlib.contextmanager
     def pause(self) -> Iterator[None]:
-        """Look at nothing inside."""
+        """Suspend sampling inside a block."""
         sampling, self.book.sampling = self.book.sampling, False
         try:
             yield
@@ -281,7 +281,7 @@ class Observation(StepWatcher):
 
     def end_step(self, optimizer: torch.optim.Optimizer) -> None:
         """Note that an optimizer has stepped."""
-        if self._steps.ends_step(optimizer):
+        if self._steps.note_end(optimizer):
             self._end_step(optimizer)
 
     @watching
@@ -292,10 +292,11 @@ class Observation(StepWatcher):
         loss = self._loss()
         lr = optimizer.param_groups[0].get("lr")
         step = StepRecord(book.step, book.sampling, None if lr is None else float(lr), scale, skipped)
-        step.scheduled, step.loss = self._scales.scheduled(), loss
+        step.scheduled, step.loss = self._scales.count_scheduled(), loss
         try:
             if book.sampling:
                 record.sampled_steps.append(book.step)
+                book.count_waiting()
                 self._modules.finish_step()
                 if self._ranks.others:
                     self._ranks.note_step(self._rounding_errors())
@@ -329,7 +330,7 @@ class Observation(StepWatcher):
         return history[-1].step + 1 if history else 0
 
     def _loss(self) -> float | None:
-        """Return the loss of this step: told, or seen among the model's outputs."""
+        """Return the loss of this step: the logged one, or one among the model's outputs."""
         seen, told = self._modules.loss, self._logged
         self._logged = None
         if told is None and seen is not None:
@@ -337,7 +338,7 @@ class Observation(StepWatcher):
             told = float(seen)
         if told is not None and self.book.sampling and math.isfinite(told):
             self._losses.append(told)
-            self.book.record.loss_gap = loss_gap(self._losses, self.book.record.loss_dtype)
+            self.book.record.loss_gap = measure_loss_gap(self._losses, self.book.record.loss_dtype)
         return told
 
     def _rounding_errors(self) -> dict[str, torch.Tensor]:
@@ -347,6 +348,7 @@ class Observation(StepWatcher):
 
     @watching
     def _count(self) -> None:
+        self.book.count_waiting()
         self._read_scales()
         if self.book.record.sampled_steps:
             self._parameters.count_moved()
@@ -357,25 +359,25 @@ class Observation(StepWatcher):
         record.loss_scale, skipped = self._scales.read()
         record.skipped = self._scales.skipped
         if record.history:
-            last, scheduled = record.history[-1], self._scales.scheduled()
+            last, scheduled = record.history[-1], self._scales.count_scheduled()
             last.skipped += skipped
             last.scheduled = last.scheduled if scheduled is None else (last.scheduled or 0) + scheduled
 
     def _note_unseen(self) -> None:
         record = self.book.record
         if not self.optimizers:
-            self.book.missed(
+            self.book.note_unseen(
                 "no optimizer was given: updates, moments, and which parameters are stepped, are not observed; give it "
                 "as hu.observe(model, optimizer)"
             )
             return
         if not record.history:
             if self._wall:
-                self.book.missed("no optimizer step was seen: the run never stepped, or steps other optimizers")
+                self.book.note_unseen("no optimizer step was seen: the run never stepped, or steps other optimizers")
             return
         gradients = any(parameter.gradients for parameter in record.parameters.values())
         if gradients and self._modules.expects_calls and not any(role == "activation" for role, _ in self.book.totals):
-            self.book.missed(
+            self.book.note_unseen(
                 "no module of the model was seen to run: it runs compiled, or under another object; activations and "
                 "their gradients are not observed"
             )
@@ -384,12 +386,16 @@ class Observation(StepWatcher):
 ROLES = ("activation", "weight", "activation gradient", "weight gradient", "update", "first moment", "second moment")
 
 
-def summary(record: Record, findings: Sequence[Finding], steps: int, interval: int, overhead: float | None) -> str:
-    """Return the lines."""
-    return "\n".join([*listing(findings), "", *_seen(record, steps, interval), *_unseen(record), *_cost(overhead)])
+def write_summary(
+    record: Record, findings: Sequence[Finding], steps: int, interval: int, overhead: float | None
+) -> str:
+    """Return findings, what was seen and what it cost as lines for a person."""
+    unseen = [f"not observed: {sentence}" for sentence in record.unseen]
+    cost = [] if overhead is None else [f"time spent observing: {times(overhead)} the run's own"]
+    return "\n".join([*listing(findings), "", *_describe_roles(record, steps, interval), *unseen, *cost])
 
 
-def _seen(record: Record, steps: int, interval: int) -> list[str]:
+def _describe_roles(record: Record, steps: int, interval: int) -> list[str]:
     skipped = f", {record.skipped} skipped by the gradient scaler" if record.skipped else ""
     lines = [f"{steps} steps{skipped}; {len(record.sampled_steps)} sampled (one in {interval})"]
     if not record.tensors:
@@ -410,14 +416,6 @@ def _seen(record: Record, steps: int, interval: int) -> list[str]:
     return lines
 
 
-def _unseen(record: Record) -> list[str]:
-    return [f"not observed: {sentence}" for sentence in record.unseen]
-
-
-def _cost(overhead: float | None) -> list[str]:
-    return [] if overhead is None else [f"time spent observing: {times(overhead)} the run's own"]
-
-
 class Optimizers:
     """Orders optimizers such that one which holds another counts once, and counts steps.
 
@@ -435,8 +433,8 @@ class Optimizers:
     """
 
     def __init__(self, given: Sequence[torch.optim.Optimizer]) -> None:
-        given = list({id(part): part for one in given for part in parts_of(one)}.values())
-        shares = {id(one): share for one in given if (share := share_of(one)) is not None}
+        given = list({id(part): part for one in given for part in find_parts(one)}.values())
+        shares = {id(one): share for one in given if (share := find_share(one)) is not None}
         inside = {id(share) for share in shares.values()}
         held = {id(part) for one in given for part in vars(one).values() if isinstance(part, torch.optim.Optimizer)}
         self.all: list[torch.optim.Optimizer] = []
@@ -449,7 +447,7 @@ class Optimizers:
         self._lead: torch.optim.Optimizer | None = outside[0] if len(outside) == 1 else None
         self._stepped: list[torch.optim.Optimizer] = []
 
-    def followed(self, optimizer: torch.optim.Optimizer, names: dict[int, str]) -> dict[int, str]:
+    def choose_parameters(self, optimizer: torch.optim.Optimizer, names: dict[int, str]) -> dict[int, str]:
         """Return which of the named parameters, by id, an optimizer follows."""
         share = self._shares.get(id(optimizer))
         if share is None:
@@ -457,8 +455,8 @@ class Optimizers:
         elsewhere = {id(p) for group in share.param_groups for p in group["params"]}
         return {key: name for key, name in names.items() if key not in elsewhere}
 
-    def ends_step(self, optimizer: torch.optim.Optimizer) -> bool:
-        """Return whether a step of the run ends with a step that an optimizer has just made."""
+    def note_end(self, optimizer: torch.optim.Optimizer) -> bool:
+        """Note that an optimizer has stepped; return whether the run's step ends with it."""
         if id(optimizer) in self._inside:
             return False
         self._stepped.append(optimizer)
@@ -467,8 +465,8 @@ class Optimizers:
             return True
         return False
 
-    def begins_step(self, optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer | None:
-        """Return the optimizer with which a step of the run has ended, where the next one's step shows it only now."""
+    def note_begin(self, optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer | None:
+        """Note that an optimizer begins to step; return the one that ended the step before, if it shows only now."""
         if not any(one is optimizer for one in self._stepped):
             return None
         last = self._stepped[-1]
@@ -476,8 +474,8 @@ class Optimizers:
         self._stepped.clear()
         return last
 
-    def unended(self) -> torch.optim.Optimizer | None:
-        """Return the optimizer that stepped last where no step of the run has ended yet, and end it."""
+    def end_first_step(self) -> torch.optim.Optimizer | None:
+        """End the run's first step, if none has ended yet; return the optimizer that stepped last, else None."""
         if self._lead is not None or not self._stepped:
             return None
         self._lead = self._stepped[-1]
@@ -485,7 +483,7 @@ class Optimizers:
         return self._lead
 
 
-def parts_of(optimizer: torch.optim.Optimizer) -> list[torch.optim.Optimizer]:
+def find_parts(optimizer: torch.optim.Optimizer) -> list[torch.optim.Optimizer]:
     """Return the optimizers that a container holds, or the optimizer itself.
 
     >>> class Container(torch.optim.SGD):
@@ -493,7 +491,7 @@ def parts_of(optimizer: torch.optim.Optimizer) -> list[torch.optim.Optimizer]:
     ...         self.parts = parts
     ...         super().__init__([p for one in parts for group in one.param_groups for p in group["params"]])
     >>> parts = [torch.optim.Adam([torch.nn.Parameter(torch.zeros(2))]) for _ in range(2)]
-    >>> parts_of(Container(parts)) == parts, parts_of(parts[0]) == parts[:1]
+    >>> find_parts(Container(parts)) == parts, parts_of(parts[0]) == parts[:1]
     (True, True)
     """
     found: dict[int, torch.optim.Optimizer] = {}
@@ -503,14 +501,14 @@ def parts_of(optimizer: torch.optim.Optimizer) -> list[torch.optim.Optimizer]:
     inside = {id(p) for one in found.values() for p in _parameters(one)}
     if not found or not all(id(p) in inside for p in _parameters(optimizer)):
         return [optimizer]
-    return [part for one in found.values() for part in parts_of(one)]
+    return [part for one in found.values() for part in find_parts(one)]
 
 
 def _parameters(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
     return [p for group in optimizer.param_groups for p in group["params"]]
 
 
-def share_of(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer | None:
+def find_share(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer | None:
     """Return the optimizer of this rank's share that a ZeroRedundancyOptimizer holds; None of any other."""
     share = getattr(optimizer, "optim", None)
     named = any(kind.__name__ == "ZeroRedundancyOptimizer" for kind in type(optimizer).__mro__)
@@ -556,13 +554,13 @@ class Parameters:
                 self._enter(name, parameter, "")
             self.names[id(group["params"][position])] = name
             record = self._record.parameters[name]
-            rule = type(share_of(optimizer) or optimizer)
+            rule = type(find_share(optimizer) or optimizer)
             record.optimizer, record.optimizer_module = rule.__name__, rule.__module__
             record.options = {key: group[key] for key in ("lr", "weight_decay", "eps") if key in group}
             if isinstance(optimizer, Optimizer):
                 record.weight_update = "none"
 
-    def trainable(self) -> list[tuple[str, torch.Tensor]]:
+    def list_trainable(self) -> list[tuple[str, torch.Tensor]]:
         """Return parameters that get gradients."""
         return [(name, parameter) for name, parameter in self.named.items() if parameter.requires_grad]
 
@@ -571,7 +569,7 @@ class Parameters:
         self._first = self._samples()
 
     def count_moved(self) -> None:
-        """Compare with them."""
+        """Record which share of each parameter's sample has changed since the first step."""
         for name, now in self._samples().items():
             before = self._first.get(name)
             if before is not None and len(before) == len(now) and len(now):
@@ -580,9 +578,9 @@ class Parameters:
     def _samples(self) -> dict[str, torch.Tensor]:
         found = {}
         for name, parameter in self.named.items():
-            numbers = stored(parameter)
+            numbers = read_numbers(parameter)
             if numbers is not None:
-                found[name] = sampled(numbers.flat, place_key(0, 0, name)).mul_(numbers.scale)
+                found[name] = take_sample(numbers.flat, make_place_key(0, 0, name)).mul_(numbers.scale)
         return found
 
 
@@ -615,7 +613,7 @@ class LossScales:
     def begin(self, optimizers: Iterable[torch.optim.Optimizer]) -> None:
         """Take the scale from which skips are counted, as a run begins to be watched."""
         self._fresh = not any(optimizer.state for optimizer in optimizers)
-        self._before = self._now()
+        self._before = self._read_now()
         self._taken = 0
 
     @property
@@ -634,7 +632,7 @@ class LossScales:
             owner = frame.f_locals.get("self") if "self" in frame.f_code.co_varnames else None
             if isinstance(owner, Scaler):
                 self.scaler, self._searches = owner, 0
-                self._before = self._found()
+                self._before = self._read_found()
                 return
 
     def scale(self) -> float | None:
@@ -661,27 +659,27 @@ class LossScales:
     def read(self) -> tuple[float | None, int]:
         """Return the scale now, and how many steps were skipped since it was read last."""
         before, taken = self._before, self._taken
-        now = self._before = self._now()
+        now = self._before = self._read_now()
         self._taken = 0
         if now is None or before is None or self.scaler is None:
             return self.scale(), 0
-        skipped = _skips(before, now, taken, self.scaler)
+        skipped = _count_skips(before, now, taken, self.scaler)
         self.skipped += skipped
         return now.scale, skipped
 
-    def _now(self) -> _Reading | None:
+    def _read_now(self) -> _Reading | None:
         scaler = self.scaler
         if scaler is None or not scaler.is_enabled() or isinstance(scaler, AdaptiveGradScaler):
             return None
         return _Reading(float(scaler.get_scale()), int(scaler._get_growth_tracker()))
 
-    def _found(self) -> _Reading | None:
+    def _read_found(self) -> _Reading | None:
         """Return the reading to count from, for a scaler that is found as the first step is taken.
 
         The first step that a new scaler does not skip follows on nothing but skips. One that has been at work before
         has made other steps since its last skip, or has left a state in the optimizer.
         """
-        now = self._now()
+        now = self._read_now()
         if now is None or self.scaler is None or now.streak or not self._fresh:
             return now
         return _Reading(float(self.scaler._init_scale), 0)
@@ -694,8 +692,8 @@ class LossScales:
         before, scaler = self._before, self.scaler
         return before is None or scaler is None or before.streak + self._taken >= scaler.get_growth_interval()
 
-    def scheduled(self) -> int | None:
-        """Return how many steps the scheduler took since it was asked last; None without one."""
+    def count_scheduled(self) -> int | None:
+        """Return how many steps the scheduler took since the last call; None without one."""
         if self.scheduler is None or self._epoch is None:
             return None
         before, self._epoch = self._epoch, int(getattr(self.scheduler, "last_epoch", 0))
@@ -725,7 +723,7 @@ class _Reading(NamedTuple):
     streak: int
 
 
-def _skips(before: _Reading, now: _Reading, taken: int, scaler: Scaler) -> int:
+def _count_skips(before: _Reading, now: _Reading, taken: int, scaler: Scaler) -> int:
     """Return how many steps were skipped between two readings, between which so many were taken.
 
     Exact where one step is taken between them, as on the host; of a scale that grew and then fell, together with
@@ -754,14 +752,14 @@ class History:
         """Append a step."""
         self._steps.append(step)
         if len(self._steps) > MOST_HISTORY:
-            self._steps[:] = thinned(self._steps)
+            self._steps[:] = thin(self._steps)
 
 
-def thinned(steps: list[StepRecord]) -> list[StepRecord]:
+def thin(steps: list[StepRecord]) -> list[StepRecord]:
     """Return every second step, with the skipped and scheduled steps of the one before it added to its own.
 
     >>> one = StepRecord(0, True, 0.1, skipped=2, scheduled=1)
-    >>> thinned([one, StepRecord(1, False, 0.1, scheduled=1)])[0].skipped
+    >>> thin([one, StepRecord(1, False, 0.1, scheduled=1)])[0].skipped
     2
     """
     kept = []
@@ -772,7 +770,7 @@ def thinned(steps: list[StepRecord]) -> list[StepRecord]:
     return kept + (steps[-1:] if len(steps) % 2 else [])
 
 
-def loss_gap(losses: Iterable[float], dtype: torch.dtype | None) -> float | None:
+def measure_loss_gap(losses: Iterable[float], dtype: torch.dtype | None) -> float | None:
     """Return the median ratio, over successive losses, of a dtype's spacing there to their change."""
     losses = list(losses)
     if dtype is None or not dtype.is_floating_point or len(losses) < 2:

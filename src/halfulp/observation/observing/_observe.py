@@ -15,7 +15,7 @@ from ...optim import EMA
 from ...optim._inner_optimizer import inner_optimizer
 from ...sinks import Sink
 from ..sampling._sampler import DEFAULT_FORMATS, AnyFormat
-from ._expectations import Asked, Formats, ResumedRun, as_contract
+from ._expectations import Asked, Formats, ResumedRun, read_contract
 from ._observation import Observation
 from ._sinks import checked_sinks
 
@@ -101,7 +101,7 @@ def observe(
         raise ValueError(f"interval is a number of steps, 1 or more; got {interval!r}")
     if scaler is not None and not isinstance(scaler, torch.amp.GradScaler):
         raise TypeError(f"scaler= takes a torch.amp.GradScaler or hu.AdaptiveGradScaler, got {a_kind(scaler)}")
-    optimizers = checked_optimizers(optimizer)
+    optimizers = check_optimizers(optimizer)
     if not any(True for _ in model.parameters()) and not any(
         group["params"] for one in optimizers for group in one.param_groups
     ):
@@ -109,17 +109,17 @@ def observe(
             f"{type(model).__name__} has no parameters, and no optimizer has any: there is nothing to observe; give "
             "the model that is trained"
         )
-    held = as_contract(expect)
+    held = read_contract(expect)
     if held is not None:
         expect = ResumedRun(held, model, optimizers)
     if scheduler is None:
-        scheduler = scheduler_of(optimizers)
+        scheduler = find_scheduler(optimizers)
     return Observation(
         model, optimizers, interval, scaler, scheduler, average, expect, check, quantized, formats, checked_sinks(sinks)
     )
 
 
-def checked_optimizers(optimizer: Any) -> list[torch.optim.Optimizer]:
+def check_optimizers(optimizer: Any) -> list[torch.optim.Optimizer]:
     """Return the torch optimizers that are meant, those that a trainer's wrapper holds included.
 
     Raises:
@@ -142,7 +142,7 @@ def checked_optimizers(optimizer: Any) -> list[torch.optim.Optimizer]:
     return found
 
 
-def scheduler_of(optimizers: Sequence[torch.optim.Optimizer]) -> LRScheduler | None:
+def find_scheduler(optimizers: Sequence[torch.optim.Optimizer]) -> LRScheduler | None:
     """Return the scheduler of optimizers, None without one.
 
     torch's schedulers mark the `step` of their optimizer, but leave no way from there to themselves: only where the
@@ -150,12 +150,12 @@ def scheduler_of(optimizers: Sequence[torch.optim.Optimizer]) -> LRScheduler | N
     """
     if not any(hasattr(one.step, "_wrapped_by_lr_sched") for one in optimizers):
         return None
-    return outermost(
+    return find_outermost(
         thing for thing in gc.get_objects() if issubclass(type(thing), LRScheduler) and _steps_any(thing, optimizers)
     )
 
 
-def outermost(schedulers: Iterable[Any]) -> LRScheduler | None:
+def find_outermost(schedulers: Iterable[Any]) -> LRScheduler | None:
     """Return the scheduler that no other one steps, None without any; one of several."""
     found = list(schedulers)
     inner = {id(part) for one in found for part in getattr(one, "_schedulers", ())}

@@ -25,7 +25,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from ...optim.parameters._local_tensors import is_dtensor, local
 from ...rounding import mix64
-from ..sampling._sampler import MOST, Look, look, name_key, place_key, stored
+from ..sampling._sampler import MOST, hash_name, make_place_key, read_numbers, take_sample
 from ._notebook import Notebook
 
 Array: TypeAlias = np.ndarray[Any, np.dtype[Any]]
@@ -82,13 +82,13 @@ class Ranks:
         self.book.record.replica_of = self.rank, size
         self.book.record.unseen[:] = [one for one in self.book.record.unseen if one not in self._said]
         self._said, self._first, self._own, self._failed = [], step, RankSummary(), ""
-        shared = ranks_that_share(self._model) if active else None
+        shared = find_sharing_ranks(self._model) if active else None
         self.others = [rank for rank in shared or range(size) if rank != self.rank]
         if not self.others:
             return
         self._replicated = find_replicated(self._model, self._parameters)
         self._shards = find_shards(self._parameters)
-        name = f"halfulp/observe/{mix64(*map(name_key, (str(shared), *sorted(self._parameters)))):016x}"
+        name = f"halfulp/observe/{mix64(*map(hash_name, (str(shared), *sorted(self._parameters)))):016x}"
         _starts[name] += 1
         self._name, self._before = name, _starts[name] - 1
 
@@ -108,7 +108,7 @@ class Ranks:
         step = self.book.step - self._first
         if not self._own.met:
             self._try(self._meet)
-        self._own.hashes[step] = hash_parameters(self._replicated, lambda name: place_key(0, step, name))
+        self._own.hashes[step] = hash_parameters(self._replicated, lambda name: make_place_key(0, step, name))
         self._own.errors[step] = chosen_errors(step, errors, self._shards)
         for kept in (self._own.hashes, self._own.errors):
             while len(kept) > MOST_STEPS:
@@ -230,7 +230,7 @@ def _name_ranks(ranks: Sequence[int]) -> str:
     return f"rank{'s' if len(ranks) > 1 else ''} {shown}"
 
 
-def ranks_that_share(model: nn.Module) -> list[int] | None:
+def find_sharing_ranks(model: nn.Module) -> list[int] | None:
     """Return the ranks of the process group of a model's DistributedDataParallel; None where there is none.
 
     Pipelines and experts share a model among some ranks alone, and all groups have models of one kind.
@@ -256,7 +256,7 @@ def find_replicated(model: nn.Module, parameters: Mapping[str, torch.Tensor]) ->
     return {
         name: parameter
         for name, parameter in parameters.items()
-        if id(parameter) not in own and not _is_sharded(parameter) and stored(parameter) is not None
+        if id(parameter) not in own and not _is_sharded(parameter) and read_numbers(parameter) is not None
     }
 
 
@@ -288,12 +288,12 @@ def hash_parameters(parameters: Mapping[str, torch.Tensor], key: Callable[[str],
     Args:
         key: of the places where the tensors of a name are sampled.
     """
-    found = {name: one for name, parameter in parameters.items() if (one := stored(parameter)) is not None}
-    samples = look([Look(one.flat, key(name)) for name, one in found.items()])
-    return {
-        name: zlib.crc32(sample.numpy().data, zlib.crc32(f"{one.flat.numel()} {one.scale}".encode()))
-        for (name, one), sample in zip(found.items(), samples)
-    }
+    hashes = {}
+    for name, parameter in parameters.items():
+        if (found := read_numbers(parameter)) is not None:
+            size = zlib.crc32(f"{found.flat.numel()} {found.scale}".encode())
+            hashes[name] = zlib.crc32(take_sample(found.flat, key(name)).numpy().data, size)
+    return hashes
 
 
 def chosen_errors(
@@ -312,7 +312,7 @@ def chosen_errors(
 
 def shard_key(name: str, elements: int) -> int:
     """Return the key under which ranks compare a parameter; large shards of other sizes are sampled at other places."""
-    return name_key(f"{name} {max(elements, MOST)}")
+    return hash_name(f"{name} {max(elements, MOST)}")
 
 
 def _round_to_units(errors: torch.Tensor) -> Array:

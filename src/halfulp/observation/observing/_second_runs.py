@@ -24,9 +24,9 @@ from torch.utils.hooks import RemovableHandle
 
 from ...kernels import in_float64
 from .._record import Difference
-from ..findings._comparisons import explained_by_order
-from ..sampling._sampler import sampled, stored
-from ._notebook import Notebook, tensors_in, watching
+from ..findings._comparisons import is_explained_by_order
+from ..sampling._sampler import read_numbers, take_sample
+from ._notebook import Notebook, find_tensors, watching
 
 _AT_ONCE = 1 << 22
 
@@ -64,7 +64,7 @@ def _badness(one: Difference) -> tuple[bool, float, float]:
 
 
 def _flat(tensor: torch.Tensor) -> torch.Tensor:
-    found = stored(tensor)
+    found = read_numbers(tensor)
     if found is None:
         return tensor.detach().to_dense().reshape(-1)
     flat = found.flat.reshape(-1)
@@ -84,10 +84,10 @@ class Recomputations:
 
     def note(self, name: str, output: torch.Tensor, again: bool) -> None:
         """Keep a sample of a first output, or compare a second one with it; modules called twice are left out."""
-        found = stored(output)
+        found = read_numbers(output)
         if found is None:
             return
-        sample = sampled(found.flat, self.book.key(name))
+        sample = take_sample(found.flat, self.book.key(name))
         if not again:
             self._first[name] = None if name in self._first else (found.dtype, sample)
             return
@@ -176,7 +176,7 @@ class CompiledModules:
         made = _largest_difference(name, eager, output)
         if made is None:
             return
-        if made.differing and not explained_by_order(made):
+        if made.differing and not is_explained_by_order(made):
             again = _largest_difference(name, eager, second.run())
             if again is None or again.differing:
                 self._give_up(name, "two eager runs on the same inputs differ from each other")
@@ -187,13 +187,13 @@ class CompiledModules:
         enter(self.book.record.compiled, made)
 
     def _give_up(self, name: str, reason: str) -> None:
-        self.book.missed(f"{name or 'the model'}: compiled and eager are not compared: {reason}")
+        self.book.note_unseen(f"{name or 'the model'}: compiled and eager are not compared: {reason}")
         del self._modules[name]
 
 
 def _largest_difference(name: str, eager: Any, output: Any) -> Difference | None:
     """Return the difference of the outputs that differ most; None where none is floating-point."""
-    found = [difference(name, a, b) for a, b in zip(tensors_in(eager), tensors_in(output))]
+    found = [difference(name, a, b) for a, b in zip(find_tensors(eager), find_tensors(output))]
     return max(found, key=_badness, default=None)
 
 

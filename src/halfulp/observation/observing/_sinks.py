@@ -174,7 +174,7 @@ class Sinks:
         for one in self._outlets:
             one.put(row)
             if one.said is not None:
-                self._book.missed(f"rows of the steps: {one.said}")
+                self._book.note_unseen(f"rows of the steps: {one.said}")
         self._outlets = [one for one in self._outlets if not one.closed]
 
 

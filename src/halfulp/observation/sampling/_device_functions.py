@@ -1,4 +1,4 @@
-"""Device functions that look at tensors: extremes of the whole, samples copied, and samples counted in formats."""
+"""Device functions that look at tensors: extremes of the whole, samples counted in formats, and changes."""
 
 from __future__ import annotations
 
@@ -114,19 +114,17 @@ def blocks_table(kind: Kind) -> Table:
 
 
 @functools.cache
-def changes_table() -> Table:
+def record_changes_table() -> Table:
     """Return the kernel that compares wanted changes of float64 values with the actual ones.
 
-    Columns: before, after, wanted. Constants: 1 where the values that were wanted are given instead of changes, else 0;
-    and what wanted changes must be below to count. Sums: changes that count, those of them that left the bits as they
-    were, squares of wanted changes, and their products with what took place.
+    Columns: before, after, wanted change. Constant: what wanted changes must be below to count. Sums: changes that
+    count, those of them that left the bits as they were, squares of wanted changes, and their products with what took
+    place.
     """
-    element = Recording(3, 2, "f64")
+    element = Recording(3, 1, "f64")
     words = [o.load64(array, element.index) for array in element.arrays]
     before, after, wanted = map(o.real64, words)
-    as_values, limit = element.constants
-    zero = np.float64(0.0)
-    wanted = wanted - select(as_values != zero, before, zero)
+    (limit,), zero = element.constants, np.float64(0.0)
     change = after - before
     counts = (wanted != zero) & (wanted < limit) & (wanted > np.float64(-np.inf)) & (abs(change) < np.float64(np.inf))
     counts = counts & (wanted == wanted)
@@ -135,4 +133,4 @@ def changes_table() -> Table:
     asked, took = select(counts, wanted, zero), select(counts, change, zero)
     element.trace.gather_sum("sum", asked * asked)
     element.trace.gather_sum("sum", asked * took)
-    return Table(element.trace, 3, constants=2)
+    return Table(element.trace, 3, constants=1)

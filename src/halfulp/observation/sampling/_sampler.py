@@ -16,8 +16,7 @@ import hashlib
 import math
 import struct
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 import torch
@@ -54,21 +53,21 @@ MOST = RUN * RUNS
 
 
 @functools.lru_cache(2**14)
-def name_key(name: str) -> int:
+def hash_name(name: str) -> int:
     """Return 64 bits that stand for a name, the same in every process."""
     return int.from_bytes(hashlib.blake2b(name.encode(), digest_size=8).digest(), "little")
 
 
-def place_key(seed: int, step: int, name: str) -> int:
+def make_place_key(seed: int, step: int, name: str) -> int:
     """Return the key of a tensor's places at a step."""
-    return mix64(seed, step, name_key(name))
+    return mix64(seed, step, hash_name(name))
 
 
 @functools.lru_cache(4096)
-def run_starts(key: int, elements: int) -> np.ndarray:
+def draw_run_starts(key: int, elements: int) -> np.ndarray:
     """Return the first elements, in ascending order, of the runs that are sampled of a tensor of more than 4096.
 
-    >>> starts = run_starts(7, 10_000).tolist()
+    >>> starts = draw_run_starts(7, 10_000).tolist()
     >>> len(starts), all(start % 128 == 0 and 0 <= start < 10_000 for start in starts)
     (32, True)
     """
@@ -78,20 +77,20 @@ def run_starts(key: int, elements: int) -> np.ndarray:
 
 
 @functools.lru_cache(4096)
-def _whole_runs(key: int, elements: int) -> torch.Tensor:
+def _draw_whole_runs(key: int, elements: int) -> torch.Tensor:
     """Return the numbers of the sampled runs that have 128 elements, as the last one may not."""
-    runs = run_starts(key, elements) // RUN
+    runs = draw_run_starts(key, elements) // RUN
     return torch.from_numpy(runs[runs < elements // RUN])
 
 
-def sampled_places(key: int, elements: int) -> torch.Tensor:
+def find_sampled_places(key: int, elements: int) -> torch.Tensor:
     """Return the sampled positions of a tensor's elements in row-major order, an int64 tensor.
 
     The last run of a tensor may be shorter than 128.
     """
     if elements <= MOST:
         return torch.arange(elements, dtype=torch.int64, device="cpu")
-    starts = torch.from_numpy(run_starts(key, elements))
+    starts = torch.from_numpy(draw_run_starts(key, elements))
     places = (starts[:, None] + torch.arange(RUN, dtype=torch.int64, device="cpu")).flatten()
     return places[places < elements]
 
@@ -132,7 +131,7 @@ class Stored(NamedTuple):
     scale: float = 1.0
 
 
-def stored(tensor: torch.Tensor) -> Stored | None:
+def read_numbers(tensor: torch.Tensor) -> Stored | None:
     """Return a tensor's numbers in row-major order; None where it holds none that can be read.
 
     Floating-point tensors only; of a DTensor the shard on this process. A sparse, quantized, nested, fake or meta
@@ -168,7 +167,7 @@ class Limits(NamedTuple):
     """The magnitudes that samples of a dtype are compared with, as words.
 
     Attributes:
-        words: three of each format of single elements (`thresholds`), then each power of two and infinity.
+        words: three of each format of single elements (`find_thresholds`), then each power of two and infinity.
         mask: what is left of a word without its sign.
     """
 
@@ -180,7 +179,7 @@ class Candidates:
     """The formats that samples are counted in: those of single elements first."""
 
     def __init__(self, formats: Sequence[AnyFormat]) -> None:
-        found = [candidate(format) for format in formats]
+        found = [find_candidate(format) for format in formats]
         self.single: list[Format] = [format for format in found if isinstance(format, Format)]
         self.blocks: list[BlockFormat] = [format for format in found if isinstance(format, BlockFormat)]
         self._limits: dict[bool, Limits] = {}
@@ -189,14 +188,11 @@ class Candidates:
     def __getstate__(self) -> dict[str, Any]:
         return {**vars(self), "_counter": None}
 
-    def place_of(self, k: int) -> int:
-        """Return where the sums of a block format begin in `Totals.sums`."""
-        return d.SINGLES + 3 * len(self.single) + BLOCK_COLUMNS * k
-
     @property
     def counter(self) -> Counter:
         """The kernels that count, whose memory is this object's alone."""
-        self._counter = self._counter or Counter(self)
+        if self._counter is None:
+            self._counter = Counter(self)
         return self._counter
 
     def limits(self, wide: bool) -> Limits:
@@ -205,7 +201,7 @@ class Candidates:
         if found is None:
             bits, signed, unsigned = _TYPES[wide]
             _, count = WIDE if wide else NARROW
-            own = [word for format in self.single for word in thresholds(format, signed)]
+            own = [word for format in self.single for word in find_thresholds(format, signed)]
             subnormal = [1 << bit for bit in range(bits)]
             normal = [exponent << bits for exponent in range(1, count - bits + 1)]
             words = np.array([*own, *subnormal, *normal, _INFINITY[signed]], unsigned)
@@ -214,7 +210,7 @@ class Candidates:
         return found
 
 
-def candidate(format: AnyFormat) -> Format | BlockFormat:
+def find_candidate(format: AnyFormat) -> Format | BlockFormat:
     """Return the format or block format that is meant.
 
     Raises:
@@ -245,7 +241,7 @@ _TYPES: dict[bool, tuple[int, torch.dtype, Any]] = {
 
 
 @functools.lru_cache(256)
-def thresholds(format: Format, words: torch.dtype = torch.int32) -> tuple[int, int, int]:
+def find_thresholds(format: Format, words: torch.dtype = torch.int32) -> tuple[int, int, int]:
     """Return the first words of magnitudes that become nonzero, normal, and larger than the largest number.
 
     They are found by bisection over `quantize` itself, so that ties and missing subnormals are as it has them.
@@ -271,7 +267,7 @@ def thresholds(format: Format, words: torch.dtype = torch.int32) -> tuple[int, i
     )
 
 
-def target_of(format: BlockFormat) -> BlockTarget:
+def make_target(format: BlockFormat) -> BlockTarget:
     """Return the rounding target of float32 tensors in a block format."""
     return make_block_target(format, Nearest(), None, torch.float32)
 
@@ -293,7 +289,8 @@ class Totals:
         sums: of samples, in the order of `_device_functions`: the sum of squares and the number of finite elements in
             the last sampled step; finite elements, zeros, and for each format of single elements what is below its
             three thresholds; for each block format elements, underflow, subnormal, hidden.
-        counters: int64: sampled nonzero finite elements by exponent, in as many copies as kernels add to.
+        counters: int64: sampled nonzero finite elements by exponent, in as many copies as kernels add to: of float64,
+            which none reads, in one.
         wide: whether exponents are those of float64.
     """
 
@@ -330,7 +327,7 @@ class Totals:
         self.sums: np.ndarray = np.zeros(
             d.SINGLES + 3 * len(candidates.single) + BLOCK_COLUMNS * len(candidates.blocks)
         )
-        self.counters: np.ndarray = np.zeros((COPIES, (WIDE if wide else NARROW)[1] + 1), np.int64)
+        self.counters: np.ndarray = np.zeros((1, WIDE[1] + 1) if wide else (COPIES, NARROW[1] + 1), np.int64)
 
     @property
     def histogram(self) -> np.ndarray:
@@ -384,53 +381,55 @@ class Totals:
         return record
 
 
-# What runs a kernel, and its packed arguments.
-Call = tuple[Callable[[bytes], None], bytes]
+Work = TypeVar("Work", bound=Callable[..., Any])
 
 
-@dataclass(slots=True)
-class Look:
-    """One tensor to look at.
+def _keep_subnormals(function: Work) -> Work:
+    """Make a function run where arithmetic keeps subnormal numbers."""
 
-    Attributes:
-        dtype: of its storage, whose largest number is counted; the tensor's own but for eight bits and expansions.
-        totals: what the counts are added to; None where only the sample is wanted, without the dtype.
-    """
+    @functools.wraps(function)
+    def run(*arguments: Any) -> Any:
+        if flushes():
+            with keeping_subnormals():
+                return function(*arguments)
+        return function(*arguments)
 
-    tensor: torch.Tensor
-    key: int
-    dtype: torch.dtype | None = None
-    totals: Totals | None = None
+    return run  # type: ignore[return-value]
 
 
-def look(tensors: Sequence[Look], candidates: Candidates | None = None, step: int = 0) -> list[torch.Tensor]:
-    """Sample tensors; with candidates count them too.
-
-    Args:
-        step: that is counted.
-
-    Returns:
-        One float32 tensor (float64 of a float64 tensor) per look, on the CPU, of at most 4096 elements.
-    """
-    if flushes():
-        with keeping_subnormals():
-            return look(tensors, candidates, step)
-    by_kernel, samples = select_engine("cpu") == "llvm", []
-    for one in tensors:
-        flat = to_wide(one.tensor.detach())
-        samples.append(sample := sampled(flat, one.key))
-        if candidates is not None and one.totals is not None and one.dtype is not None:
-            one.totals.open(step)
-            largest, is_read = largest_of(one.dtype), by_kernel and flat.dtype in d.KERNEL_DTYPES and flat.is_cpu
-            if is_read:
-                check_kernels(flat.dtype)
-            if not is_read or not candidates.counter.read_extremes(flat, largest, one.totals):
-                compute_extremes(flat, largest, one.totals)
-            if by_kernel and not one.totals.wide:
-                candidates.counter.count(sample, one.totals)
+@_keep_subnormals
+def measure_extremes(numbers: Sequence[Stored], totals: Sequence[Totals], candidates: Candidates, step: int) -> None:
+    """Count all elements of tensors, and add their extremes, at a step."""
+    by_kernel: dict[torch.dtype, list[int]] = {}
+    others, runs_kernels = [], select_engine("cpu") == "llvm"
+    flats = [widen_bytes(one.flat) for one in numbers]
+    for k, flat in enumerate(flats):
+        totals[k].open(step)
+        is_read = runs_kernels and flat.dtype in d.KERNEL_DTYPES and flat.is_cpu
+        (by_kernel.setdefault(flat.dtype, []) if is_read else others).append(k)
+    for dtype, read in by_kernel.items():
+        check_kernels(dtype)
+        found = candidates.counter.read_extremes([flats[k] for k in read])
+        for k, (zeros, amax, amin) in zip(read, found):
+            if amax < find_largest(numbers[k].dtype):
+                totals[k].add_extremes(flats[k].numel(), zeros, 0, 0, amax, amin)
             else:
-                count_sample(sample, candidates, one.totals)
-    return samples
+                others.append(k)
+    for k in others:
+        compute_extremes(flats[k], find_largest(numbers[k].dtype), totals[k])
+
+
+@_keep_subnormals
+def count_samples(samples: Sequence[torch.Tensor], totals: Sequence[Totals], candidates: Candidates) -> None:
+    """Count samples in the candidate formats."""
+    narrow, by_kernel = [], select_engine("cpu") == "llvm"
+    for sample, one in zip(samples, totals):
+        if by_kernel and not one.wide:
+            narrow.append((sample.float(), one))
+        else:
+            count_by_numpy(sample, candidates, one)
+    for k in range(0, len(narrow), ROWS):
+        candidates.counter.count(narrow[k : k + ROWS])
 
 
 def prepare_kernels(dtypes: Iterable[torch.dtype]) -> None:
@@ -439,101 +438,123 @@ def prepare_kernels(dtypes: Iterable[torch.dtype]) -> None:
         check_kernels(dtype)
 
 
-def to_wide(tensor: torch.Tensor) -> torch.Tensor:
+def widen_bytes(tensor: torch.Tensor) -> torch.Tensor:
     """Return eight-bit floating-point numbers as bfloat16, which holds them all, and others as they are, contiguous."""
     tensor = tensor if tensor.is_contiguous() else tensor.contiguous()
     return tensor.to(torch.bfloat16) if tensor.dtype.itemsize == 1 else tensor
 
 
 @functools.lru_cache(64)
-def largest_of(dtype: torch.dtype) -> float:
+def find_largest(dtype: torch.dtype) -> float:
     """Return the largest finite number of a dtype."""
     return torch.finfo(dtype).max
 
 
 @functools.cache
-def compiled(table: Table) -> Kernel:
+def compile_once(table: Table) -> Kernel:
     """Return the kernel of a table, compiled once in a process."""
     return compile_table("look", table)
 
 
-class Counter:
-    """The kernels that look at one tensor, with their arguments in memory: of one thread at a time.
+# Tensors that a kernel looks at in one call.
+ROWS = 64
+_ROW_NUMBERS = np.arange(ROWS)
 
-    A call's arguments are written once; a look sets where tensor, sample and counters lie, and how long they are.
-    """
+
+class Counter:
+    """The kernels that look at up to `ROWS` tensors, with their arguments in memory: of one thread at a time."""
 
     def __init__(self, candidates: Candidates) -> None:
-        self._candidates = candidates
-        self._chunk, self._pointers = np.zeros((2, 1, CHUNK), np.int64), np.zeros((2, 2), np.int64)
-        self._rows, self._extremes = np.zeros(1, np.int64), np.zeros(CHUNK)
-        self._sums = np.zeros(candidates.place_of(len(candidates.blocks)) + CHUNK)
-        self._kept: list[np.ndarray] = [np.zeros(1, np.uint32)]
-        self._whole: dict[torch.dtype, Call] = {}
-        sums, thresholds_of_all = (
-            address_of(self._sums),
-            [word for one in candidates.single for word in thresholds(one)],
-        )
-        self._kept.append(np.array([*thresholds_of_all, 0], np.uint32))
-        self._calls = [self._call(d.counts_table(len(candidates.single)), 1, address_of(self._kept[-1]), sums)]
-        self._others: list[int] = []
-        sums += 8 * (d.SINGLES + len(thresholds_of_all))
-        for k, format in enumerate(candidates.blocks):
-            if not self._add_block_calls(format, sums + 8 * BLOCK_COLUMNS * k):
-                self._others.append(k)
+        self._tensors, self._samples = Rows(1), Rows(2)
+        self._whole: dict[torch.dtype, RowsKernel] = {}
+        words = [word for one in candidates.single for word in find_thresholds(one)]
+        self._single = RowsKernel(d.counts_table(len(candidates.single)), self._samples, words)
+        self._blocks = [self._block_kernels(format) for format in candidates.blocks]
 
-    def _add_block_calls(self, format: BlockFormat, sums: int) -> bool:
-        """Add the calls that count in a block format; return False where its scales are no words of 32 bits."""
-        target = target_of(format)
+    def _block_kernels(self, format: BlockFormat) -> Callable[[Sequence[torch.Tensor]], np.ndarray]:
+        """Return what counts samples in a block format: kernels, or torch where its scales are no words of 32 bits."""
+        target = make_target(format)
         if layout_of(torch.float32, target) is not WORD32:
-            return False
+            return lambda samples: np.array([count_in_blocks(sample, format) for sample in samples], np.float64)
         kind = Kind.of(torch.float32, target, WORD32)
         words = words_of(target, WORD32, 1.0, target.element.max)
-        own = [*thresholds(format.element)[:2], *words]
-        # Its last constants are the largest magnitude of finite blocks, a float64 that another kernel writes there.
-        constants = np.array([*[0] * (len(own) % 2), *own, 0, 0], np.uint32)
-        self._kept.append(constants)
-        first = address_of(constants) + 4 * (len(own) % 2)
-        if target.tensor_scale:
-            last = address_of(constants) + constants.nbytes - 8
-            self._calls.append(self._call(largest_table(torch.float32, kind), 1, first + 8, last))
         table = d.blocks_table(kind._replace(under_amax=target.tensor_scale))
-        self._calls.append(self._call(table, 1, first, sums))
-        return True
+        # The last two constants are the largest magnitude of a tensor's finite blocks, a float64.
+        blocks = RowsKernel(table, self._samples, [*find_thresholds(format.element)[:2], *words, 0, 0])
+        largest = RowsKernel(largest_table(torch.float32, kind), self._samples, words) if target.tensor_scale else None
 
-    def _call(self, table: Table, which: int, constants: int, sums: int) -> Call:
-        """Return the call of a kernel on the whole tensor (0) or on its sample (1)."""
-        kernel = compiled(table)
-        chunk, pointers = address_of(self._chunk[which]), address_of(self._pointers[which])
-        return kernel.run, kernel.pack(0, 1, chunk, pointers, address_of(self._rows), constants, 0, sums, 0)
+        def count(samples: Sequence[torch.Tensor]) -> np.ndarray:
+            if largest is not None:
+                blocks.constants[: len(samples), -2:] = largest.run(len(samples))[:, :1].view(np.uint32)
+            return blocks.run(len(samples))
 
-    def read_extremes(self, flat: torch.Tensor, largest: float, totals: Totals) -> bool:
-        """Add a whole tensor's extremes; return False where it has NaN, infinity or the dtype's largest number."""
-        dtype, count = flat.dtype, flat.numel()
-        if dtype not in self._whole:
-            constants, sums = address_of(self._kept[0]), address_of(self._extremes)
-            self._whole[dtype] = self._call(d.whole_table(dtype), 0, constants, sums)
-        self._chunk[0, 0, 2], self._pointers[0, 0] = count, address(flat)
-        run, arguments = self._whole[dtype]
-        run(arguments)
-        smallest, zeros, top, _ = self._extremes.tolist()
+        return count
+
+    def read_extremes(self, flats: Sequence[torch.Tensor]) -> list[tuple[int, float, float]]:
+        """Return the zeros and the largest and smallest magnitudes of tensors of one dtype.
+
+        Of a tensor with infinity or NaN the largest is no finite number, and the others have no meaning.
+        """
+        dtype = flats[0].dtype
+        kernel = self._whole.get(dtype)
+        if kernel is None:
+            kernel = self._whole[dtype] = RowsKernel(d.whole_table(dtype), self._tensors, [])
         # Of float16 the kernel's numbers are smaller: its fraction stands where that of float32 does.
-        factor = 2.0**112 if dtype == torch.float16 else 1.0
-        if not top * factor < largest:
-            return False
-        totals.add_extremes(count, int(zeros), 0, 0, top * factor, _amin(smallest) * factor)
-        return True
+        factor, found = 2.0**112 if dtype == torch.float16 else 1.0, []
+        for k in range(0, len(flats), ROWS):
+            part = flats[k : k + ROWS]
+            self._tensors.set([flat.numel() for flat in part], [(address(flat),) for flat in part])
+            for smallest, zeros, top, _ in kernel.run(len(part)).tolist():
+                found.append((int(zeros), top * factor, _decode_smallest(smallest) * factor if top < math.inf else 0.0))
+        return found
 
-    def count(self, sample: torch.Tensor, totals: Totals) -> None:
-        """Add a float32 sample's counts."""
-        count = len(sample)
-        self._chunk[1, 0, 2], self._pointers[1] = count, (address(sample), address_of(totals.counters))
-        for run, arguments in self._calls:
-            run(arguments)
-        totals.sampled += count
-        totals.sums += self._sums[:-CHUNK]
-        for k in self._others:
-            _add_in_blocks(sample, self._candidates, k, totals)
+    def count(self, counted: Sequence[tuple[torch.Tensor, Totals]]) -> None:
+        """Add the counts of at most `ROWS` float32 samples."""
+        samples = [sample for sample, _ in counted]
+        lengths = [sample.numel() for sample in samples]
+        self._samples.set(lengths, [(address(one), address_of(totals.counters)) for one, totals in counted])
+        sums = np.concatenate([self._single.run(len(samples)), *(count(samples) for count in self._blocks)], 1)
+        for length, (_, totals), found in zip(lengths, counted, sums):
+            totals.sampled += length
+            totals.sums += found
+
+
+class Rows:
+    """The chunks and pointers of up to `ROWS` tensors that are looked at together, each one chunk.
+
+    Args:
+        columns: how many pointers a tensor has.
+    """
+
+    def __init__(self, columns: int) -> None:
+        self.chunks, self.pointers = np.zeros((ROWS, CHUNK), np.int64), np.zeros((ROWS, columns), np.int64)
+        self.chunks[:, 0] = _ROW_NUMBERS
+
+    def set(self, lengths: Sequence[int], pointers: Sequence[tuple[int, ...]]) -> None:
+        """Set the elements and pointers of the tensors that are looked at next."""
+        if len(lengths) == 1:  # NumPy takes 1 us to make an array of a list
+            self.chunks[0, 2], self.pointers[0] = lengths[0], pointers[0]
+        else:
+            self.chunks[: len(lengths), 2], self.pointers[: len(lengths)] = lengths, pointers
+
+
+class RowsKernel:
+    """A kernel over some `Rows`, with its constants and sums.
+
+    Attributes:
+        constants: uint32, a row per tensor.
+    """
+
+    def __init__(self, table: Table, rows: Rows, constants: Sequence[int]) -> None:
+        self.constants = np.tile(np.array(constants, np.uint32), (ROWS, 1))
+        self._kernel, self._rows, self._sums = compile_once(table), rows, np.zeros((ROWS, table.sums))
+        given = (rows.chunks, rows.pointers, _ROW_NUMBERS, self.constants)
+        self._arguments = (*map(address_of, given), 0, address_of(self._sums), 0)
+
+    def run(self, count: int) -> np.ndarray:
+        """Return the sums of the first tensors, which the next call overwrites."""
+        self._kernel(0, count, *self._arguments)
+        return self._sums[:count]
 
 
 @functools.cache
@@ -545,34 +566,70 @@ def check_kernels(dtype: torch.dtype) -> None:
     x = (torch.sinh(ramp * 9) * 2.0 ** (ramp * 20)).to(dtype)
     x = torch.where(x.isfinite(), x, 1.0)
     x[1777:1900] = 0.0
+    sample = take_sample(x, 0x0123456789ABCDEF)
+    sample[::97], sample[1::97], sample[2::97] = math.inf, -math.inf, math.nan
 
     def counts(by_kernel: bool) -> list[torch.Tensor]:
         totals = Totals(TensorRecord("weight", "", "", dtype), candidates)
-        sample = sampled(x, 0x0123456789ABCDEF)
         if by_kernel:
-            candidates.counter.read_extremes(x, math.inf, totals)
-            candidates.counter.count(sample, totals)
+            ((zeros, amax, amin),) = candidates.counter.read_extremes([x])
+            totals.add_extremes(len(x), zeros, 0, 0, amax, amin)
+            candidates.counter.count([(sample, totals)])
         else:
             compute_extremes(x, math.inf, totals)
-            count_sample(sample, candidates, totals)
+            count_by_numpy(sample, candidates, totals)
         totals.sums[d.SQUARES] = 0.0  # which depends on the order of the sum
         extremes = torch.tensor([totals.amax, totals.amin, totals.zeros], dtype=torch.float64, device="cpu")
-        return [extremes, *map(torch.from_numpy, (totals.sums, totals.counters.sum(0)[:-1]))]
+        return [extremes, *map(torch.from_numpy, (totals.sums, totals.histogram))]
 
     check_bits(f"sample of {dtype}", lambda: counts(True), lambda: counts(False))
 
 
-def sampled(flat: torch.Tensor, key: int) -> torch.Tensor:
-    """Return a copy of a contiguous tensor's sampled elements, in float32 (float64 of float64), on the CPU."""
-    given = to_wide(flat.detach()).view(-1)
-    taken, count = given, given.numel()
-    if count > MOST:
-        runs, whole = _whole_runs(key, count), count // RUN * RUN
-        taken = given[:whole].view(-1, RUN).index_select(0, runs if given.is_cpu else runs.to(given.device)).view(-1)
-        taken = taken if len(runs) == RUNS else torch.cat([taken, given[whole:]])
+def take_sample(flat: torch.Tensor, key: int) -> torch.Tensor:
+    """Return a copy of a contiguous tensor's sampled elements, in float32 (float64 of float64), on the CPU.
+
+    The tensor has no history.
+    """
+    taken = widen_bytes(flat).view(-1)
+    if taken.numel() > MOST:
+        return _widen(_pick(taken, key))
+    wide = _widen(taken)
+    return wide.clone() if wide is taken else wide
+
+
+class Samples(NamedTuple):
+    """Samples of several tensors, one behind another.
+
+    Attributes:
+        packed: float32 or float64, on the CPU.
+        counts: the elements of each.
+    """
+
+    packed: torch.Tensor
+    counts: list[int]
+
+
+@_keep_subnormals
+def take_samples(numbers: Sequence[Stored], keys: Iterable[int]) -> Samples:
+    """Return copies of the sampled elements of contiguous tensors, in float32, or float64 where one of them is."""
+    taken = [widen_bytes(one.flat).view(-1) for one in numbers]
+    taken = [one if one.numel() <= MOST else _pick(one, key) for one, key in zip(taken, keys)]
+    if len({one.device for one in taken}) > 1:
+        taken = [one.cpu() for one in taken]
+    return Samples(_widen(torch.cat(taken)), [one.numel() for one in taken])
+
+
+def _pick(given: torch.Tensor, key: int) -> torch.Tensor:
+    """Return the sampled elements of a tensor of more than 4096."""
+    runs, whole = _draw_whole_runs(key, given.numel()), given.numel() // RUN * RUN
+    taken = given[:whole].view(-1, RUN).index_select(0, runs if given.is_cpu else runs.to(given.device)).view(-1)
+    return taken if len(runs) == RUNS else torch.cat([taken, given[whole:]])
+
+
+def _widen(taken: torch.Tensor) -> torch.Tensor:
+    """Return numbers in float32, float64 ones as they are, on the CPU."""
     if taken.is_cpu:
-        wide = taken if taken.dtype == torch.float64 else taken.float()
-        return wide.clone() if wide is given else wide
+        return taken if taken.dtype == torch.float64 else taken.float()
     return taken.to("cpu", torch.float64 if taken.dtype == torch.float64 else torch.float32)
 
 
@@ -589,14 +646,14 @@ def compute_extremes(flat: torch.Tensor, largest: float, totals: Totals) -> None
     totals.add_extremes(flat.numel(), zeros, nonfinite, int((magnitude == largest).sum()), amax, amin)
 
 
-def _amin(smallest: float) -> float:
+def _decode_smallest(smallest: float) -> float:
     """Return the smallest magnitude from what `whole_table` finds."""
     word = d.INFINITE - struct.unpack("<I", struct.pack("<f", smallest))[0]
     amin: float = struct.unpack("<f", struct.pack("<I", word))[0]
     return amin
 
 
-def count_sample(sample: torch.Tensor, candidates: Candidates, totals: Totals) -> None:
+def count_by_numpy(sample: torch.Tensor, candidates: Candidates, totals: Totals) -> None:
     """Add a sample's counts, in NumPy."""
     limits, numbers = candidates.limits(totals.wide), (sample.double() if totals.wide else sample).numpy()
     words = np.sort(numbers.view(limits.words.dtype) & limits.mask)
@@ -607,20 +664,16 @@ def count_sample(sample: torch.Tensor, candidates: Candidates, totals: Totals) -
     totals.sums[: d.SINGLES] += float(values.double().square().sum()), bins[-1], bins[-1], bins[0]
     totals.sums[d.SINGLES : d.SINGLES + end] += singles
     totals.counters[0, :-1] += np.diff(bins)
-    for k in range(len(candidates.blocks)):
-        _add_in_blocks(sample, candidates, k, totals)
-
-
-def _add_in_blocks(sample: torch.Tensor, candidates: Candidates, k: int, totals: Totals) -> None:
-    start = candidates.place_of(k)
-    totals.sums[start : start + BLOCK_COLUMNS] += count_in_blocks(sample, candidates.blocks[k])
+    for k, format in enumerate(candidates.blocks):
+        start = d.SINGLES + end + BLOCK_COLUMNS * k
+        totals.sums[start : start + BLOCK_COLUMNS] += count_in_blocks(sample, format)
 
 
 def count_in_blocks(sample: torch.Tensor, format: BlockFormat) -> tuple[int, int, int, int]:
     """Return elements in finite blocks, those that become zero, subnormals, and zeros in blocks whose largest stays."""
     if not len(sample):
         return 0, 0, 0, 0
-    target = target_of(format)
+    target = make_target(format)
     rounded = quantize(sample, format)
     padding = -len(sample) % format.block
     x, y = (torch.nn.functional.pad(t, (0, padding)).view(-1, format.block) for t in (sample, rounded))

@@ -20,8 +20,8 @@ from torch.optim.swa_utils import AveragedModel
 from ...gradients import AdaptiveGradScaler
 from ...optim import EMA
 from ...optim._gradient_release import model_parameters
-from ..observing._averages import averaged
-from ..observing._observe import scheduler_of
+from ..observing._averages import read_averages
+from ..observing._observe import find_scheduler
 
 SCALERS = (torch.amp.GradScaler, AdaptiveGradScaler)
 
@@ -99,7 +99,7 @@ def find(optimizers: Sequence[torch.optim.Optimizer], used: Container[torch.amp.
     return Found(
         model,
         free[0] if len(free) == 1 else None,
-        scheduler_of(optimizers),
+        find_scheduler(optimizers),
         _average_of(model, averages),
         any(map(_is_compiled, covering)),
     )
@@ -135,7 +135,7 @@ def _alive() -> tuple[list[nn.Module], list[torch.amp.GradScaler], list[Averaged
 def _average_of(model: nn.Module, averages: list[AveragedModel | EMA]) -> AveragedModel | EMA | None:
     """Return the one average of all parameters of a model and no others."""
     live = {name: parameter.shape for name, parameter in model.named_parameters()}
-    found = [one for one in averages if {name: x.shape for name, x in averaged(one).items()} == live]
+    found = [one for one in averages if {name: x.shape for name, x in read_averages(one).items()} == live]
     return found[0] if len(found) == 1 else None
 
 

@@ -18,7 +18,7 @@ from .._finding import Finding, plain_causes
 from .._record import Record, plain_record
 from .._text import of_model
 from ..findings import findings_of
-from ..observing._observation import Observation, summary
+from ..observing._observation import Observation, write_summary
 from ..observing._observe import observe
 from ._find import SCALERS, Found, Together
 
@@ -146,7 +146,7 @@ class Training:
 
     def __str__(self) -> str:
         assert self.record is not None
-        return summary(self.record, self.findings, len(self), self.interval, self._overhead)
+        return write_summary(self.record, self.findings, len(self), self.interval, self._overhead)
 
 
 def _name_model(finding: Finding) -> Finding:
@@ -183,10 +183,10 @@ class BackwardLosses:
 
     def __enter__(self) -> BackwardLosses:
         self._backward = torch.autograd.backward
-        torch.autograd.backward = self._telling(self._backward)
+        torch.autograd.backward = self._tell_losses(self._backward)
         for kind in SCALERS:
             self._scales[kind] = kind.scale
-            kind.scale = self._noting(kind.scale)  # type: ignore[method-assign]
+            kind.scale = self._note_scales(kind.scale)  # type: ignore[method-assign]
         return self
 
     def __exit__(
@@ -197,17 +197,17 @@ class BackwardLosses:
             scaler.scale = scale  # type: ignore[attr-defined]
         self._scaled = None
 
-    def _telling(self, backward: Any) -> Any:
+    def _tell_losses(self, backward: Any) -> Any:
         @functools.wraps(backward)
         def note_and_run(tensors: Any, *args: Any, **options: Any) -> Any:
             single = tensors[0] if isinstance(tensors, Sequence) and len(tensors) == 1 else tensors
             if isinstance(single, torch.Tensor) and single.numel() == 1:
-                self._listener(self._unscaled(single))
+                self._listener(self._undo_scale(single))
             return backward(tensors, *args, **options)
 
         return note_and_run
 
-    def _noting(self, scale: Any) -> Any:
+    def _note_scales(self, scale: Any) -> Any:
         @functools.wraps(scale)
         def noted(scaler: Any, outputs: Any) -> Any:
             result = scale(scaler, outputs)
@@ -217,7 +217,8 @@ class BackwardLosses:
 
         return noted
 
-    def _unscaled(self, tensor: torch.Tensor) -> torch.Tensor:
+    def _undo_scale(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Return a loss without the factor of the scaler that made it."""
         if self._scaled is None:
             return tensor.detach()
         (result, scaled, loss), self._scaled = self._scaled, None
