@@ -87,7 +87,7 @@ def mode_pieces(mode: int, kind: tuple[str, bool, bool], wide: bool) -> dict[str
     if (mode in (NEAREST, STOCHASTIC) or own is not None) and saturating:
         bind["limited"] = p.saturated
     if path == "adder" and saturating:
-        bind |= {"magnitude": p.saturating_adder, "limited": p.nan_kept}
+        bind |= {"magnitude": p.saturating_adder, "limited": p.unlimited}
     elif path == "adder":
         bind["limited"] = p.limited_by_input
     return bind
