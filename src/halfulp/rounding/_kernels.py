@@ -10,6 +10,7 @@ import numpy as np
 import torch
 
 from ..kernels import (
+    SERIAL_BELOW,
     IndexMap,
     address,
     check_bits,
@@ -173,12 +174,12 @@ def _kernel(dtype: torch.dtype, mode: int, kind: tuple[str, bool, bool]) -> Kern
 
 def round_memory(plan: Plan, source: int, goal: int, count: int, key: int) -> None:
     """Round so many elements from one address to another."""
-    lengths, table = _table(count)
-    key = key - (key >> 63 << 64)
-    if len(lengths) == 1 and not flushes():
-        plan.kernel.run(plan.kernel.pack(0, 1, table, plan.at, 0, key, source, goal))
+    number, lengths, table = _table(count)
+    kernel, key = plan.kernel, key - (key >> 63 << 64)
+    if (count < SERIAL_BELOW or torch.get_num_threads() == 1) and not flushes():
+        kernel.run(kernel.pack(0, number, table, plan.at, 0, key, source, goal))
     else:
-        run_chunks(plan.kernel, lengths, table, plan.at, 0, key, source, goal)
+        run_chunks(kernel, lengths, table, plan.at, 0, key, source, goal)
 
 
 def collide(x: torch.Tensor, out: torch.Tensor) -> bool:
@@ -188,10 +189,10 @@ def collide(x: torch.Tensor, out: torch.Tensor) -> bool:
 
 
 @lru_cache(maxsize=256)
-def _table(numel: int) -> tuple[np.ndarray, int]:
-    """Return the lengths of the chunks, a view of their table, and the table's address."""
+def _table(numel: int) -> tuple[int, np.ndarray, int]:
+    """Return the number of chunks, their lengths, a view of their table, and the table's address."""
     table = chunks(IndexMap.whole((numel,)), 0)
-    return table[:, 2], address_of(table)
+    return len(table), table[:, 2], address_of(table)
 
 
 _increment_version = torch._C._increment_version  # torch.autograd.graph's, which first asks what it was given

@@ -68,11 +68,11 @@ def quantize(
     >>> quantize(torch.tensor([1 + 2**-8 + 2**-40], dtype=torch.float64), "bf16")   # through float32 it would be 1
     tensor([1.0078], dtype=torch.float64)
     """
-    rounding = get_rounding(rounding)
     if not torch.compiler.is_compiling():
         made = _quantize_plain_memory(x, format, rounding, overflow, counter, out)
         if made is not None:
             return made
+    rounding = get_rounding(rounding)
     check_tensor(x)
     if out is not None:
         check_out(out, x)
@@ -94,7 +94,7 @@ def quantize(
 def _quantize_plain_memory(
     x: torch.Tensor,
     format: AnyFormat,
-    rounding: Rounding,
+    rounding: Rounding | str,
     overflow: str | None,
     counter: int,
     out: torch.Tensor | None,
@@ -107,17 +107,19 @@ def _quantize_plain_memory(
     if not source or not allows_machine_code():
         return None
     global _latest
-    dtype, (made_for, mode, policy, of, plan) = x.dtype, _latest
+    dtype, (made_for, mode, policy, of, plan, start) = x.dtype, _latest
     if made_for is not format or mode is not rounding or policy is not overflow or of is not dtype:
-        plan = _plan_at_once(format, rounding, overflow, dtype)
-        _latest = format, rounding, overflow, dtype, plan
+        known = get_rounding(rounding)
+        plan = _plan_at_once(format, known, overflow, dtype)
+        start = mix64(known.signed_seed) if isinstance(known, Stochastic) else None
+        _latest = format, rounding, overflow, dtype, plan, start
     if plan is None:
         return None
     key = 0
-    if isinstance(rounding, Stochastic):
+    if start is not None:
         if type(counter) is not int or not -(2**63) <= counter < 2**63:
             return None
-        key = mix64(rounding.signed_seed, counter)
+        key = mix64(counter, key=start)
     count = x.numel()
     if out is None:
         out = torch.empty_like(x)
@@ -135,8 +137,9 @@ def _quantize_plain_memory(
     return out
 
 
-# The last call, and its plan: hashing a format takes as long as rounding 1,000 elements.
-_latest: tuple[object, object, object, object, Plan | None] = (None, None, None, None, None)
+# The last call, its plan, and of a stochastic one the key before its counter;
+# hashing a format takes as long as rounding 1,000 elements.
+_latest: tuple[object, object, object, object, Plan | None, int | None] = (None, None, None, None, None, None)
 
 
 @lru_cache(maxsize=1024)

@@ -363,12 +363,12 @@ def level(parts, out, programs, limit, zero_scale, BLOCK: tl.constexpr):
 
 def engaged(x: Any) -> bool:
     """Return whether what is computed of x now runs as Triton kernels: eagerly on CUDA, or interpreted if asked for."""
-    if type(x) is not Tensor or torch.compiler.is_dynamo_compiling():
+    if type(x) is not Tensor or _powers.is_concrete(x) or torch.compiler.is_dynamo_compiling():
         return False
     if torch._C._functorch.peek_interpreter_stack() is not None:  # whose tensors have no memory of their own
         return False
     device = x.device.type
-    return device in ("cuda", "cpu") and not _powers.is_concrete(x) and select_engine(device) == "triton"
+    return device in ("cuda", "cpu") and select_engine(device) == "triton"
 
 
 def finish(
