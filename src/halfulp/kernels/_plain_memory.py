@@ -48,7 +48,8 @@ def is_watched() -> bool:
     >>> is_watched()
     False
     """
-    return bool(_dispatch_modes() or _function_modes() or _tracing_state() is not None or _interpreters() is not None)
+    is_seen = _dispatch_modes() > 0 or _function_modes() > 0
+    return is_seen or _tracing_state() is not None or _interpreters() is not None
 
 
 def plain(x: Tensor, what: str = "a tensor") -> Tensor:

@@ -148,7 +148,7 @@ def engine_for(x: torch.Tensor) -> str:
 def note_write(out: torch.Tensor) -> None:
     """Increment a tensor's version after a kernel wrote its memory, so that autograd and optimizers notice."""
     if not out.is_inference():
-        _increment_version((out,))
+        increment_version((out,))
 
 
 def _run_kernel(x: torch.Tensor, target: Target, key: int, out: torch.Tensor) -> None:
@@ -195,7 +195,7 @@ def _table(numel: int) -> tuple[int, np.ndarray, int]:
     return len(table), table[:, 2], address_of(table)
 
 
-_increment_version = torch._C._increment_version  # torch.autograd.graph's, which first asks what it was given
+increment_version = torch._C._increment_version  # torch.autograd.graph's, which first asks what it was given
 _checked: set = set()
 
 

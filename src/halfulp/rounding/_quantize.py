@@ -12,7 +12,7 @@ from ..formats import BlockFormat, Format, block_names, get, get_block
 from ..kernels import constant_result, define_operator, plain_address, untraced
 from ..kernels._engine import allows_machine_code, choose_engine
 from ..kernels._plain_memory import is_watched, refuse
-from ._kernels import Plan, collide, is_widened, note_write, prepare, round_memory, run
+from ._kernels import Plan, collide, increment_version, is_widened, note_write, prepare, round_memory, run
 from ._modes import Nearest, Rounding, Stochastic, drawn_key, get_rounding
 from ._random_bits import mix64
 from ._target import DTYPES, STOCHASTIC, Target, make_target
@@ -130,10 +130,12 @@ def _quantize_plain_memory(
         goal = plain_address(out)
         if not goal or out.dtype is not dtype or out.shape != x.shape or 0 < abs(source - goal) < count * plan.size:
             return None
-    if out.requires_grad or (out.is_inference() and not torch.is_inference_mode_enabled()):
+    is_inference = out.is_inference()
+    if out.requires_grad or (is_inference and not torch.is_inference_mode_enabled()):
         return None
     round_memory(plan, source, goal, count, key)
-    note_write(out)
+    if not is_inference:
+        increment_version((out,))
     return out
 
 
