@@ -99,6 +99,18 @@ def has_own_memory(x: Tensor) -> bool:
     return x.data_ptr() != 0 or x.numel() == 0
 
 
+def is_dense(x: Tensor) -> bool:
+    """Return whether x's elements fill one contiguous range of memory, each once, in whatever order."""
+    if x.is_contiguous():
+        return True
+    expected = 1
+    for stride, size in sorted((stride, size) for stride, size in zip(x.stride(), x.shape) if size != 1):
+        if stride != expected:
+            return False
+        expected *= size
+    return True
+
+
 def overlaps_itself(x: Tensor) -> bool:
     """Return whether two elements of a strided tensor may share memory, so that it cannot be written."""
     if not x.numel():

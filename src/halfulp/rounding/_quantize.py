@@ -11,7 +11,7 @@ import torch
 from ..formats import BlockFormat, Format, block_names, get, get_block
 from ..kernels import constant_result, define_operator, plain_address, untraced
 from ..kernels._engine import allows_machine_code, choose_engine
-from ..kernels._plain_memory import is_watched, refuse
+from ..kernels._plain_memory import is_dense, is_watched, refuse
 from ._kernels import Plan, collide, increment_version, is_widened, note_write, prepare, round_memory, run
 from ._modes import Nearest, Rounding, Stochastic, drawn_key, get_rounding
 from ._random_bits import mix64
@@ -294,23 +294,13 @@ def _round_into(x: torch.Tensor, target: list[int], seed: int, counter: int, out
     goal = Target(*target)
     key = mix64(seed, counter) if goal.mode == STOCHASTIC else 0
     same_order = not collide(x, out) and x.stride() == out.stride() and (goal.mode != STOCHASTIC or x.is_contiguous())
-    if same_order and (x.is_contiguous() or _is_dense(x)):
+    if same_order and is_dense(x):
         run(x, goal, key, out)
         note_write(out)
         return
     result = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     run(x.contiguous(), goal, key, result)
     out.copy_(result)
-
-
-def _is_dense(x: torch.Tensor) -> bool:
-    """Return whether x's elements fill one contiguous range of memory, each once."""
-    expected = 1
-    for stride, size in sorted((stride, size) for stride, size in zip(x.stride(), x.shape) if size != 1):
-        if stride != expected:
-            return False
-        expected *= size
-    return True
 
 
 def _new_drawing(x: torch.Tensor, target: list[int], counter: int) -> torch.Tensor:
