@@ -91,6 +91,6 @@ def test_a_wrong_kernel_raises(monkeypatch):
     monkeypatch.setattr(_kernels, "_kernel", lambda *arguments: idle)
     _kernels.prepare.cache_clear()
     _quantize._plan_at_once.cache_clear()
-    monkeypatch.setattr(_quantize, "_latest", (None,) * 5)
+    monkeypatch.setattr(_quantize, "_latest", (None,) * 6)
     with pytest.raises(KernelMismatchError, match="quantize"):
         quantize(torch.randn(10), "bf16")

@@ -12,8 +12,8 @@ from torch._dynamo.testing import CompileCounter
 
 import halfulp as hu
 from halfulp.formats import BlockFormat, Format, block_names, get, get_block, names
-from halfulp.kernels import same_bits
-from halfulp.rounding import Nearest, Stochastic, quantize
+from halfulp.kernels import engine, same_bits
+from halfulp.rounding import Nearest, Stochastic, _kernels, quantize
 
 from ..samples import drawn
 from .oracle import inputs, rounded
@@ -291,7 +291,7 @@ def test_no_engine_but_the_chosen_one_rounds(monkeypatch):
     x = torch.randn(5)
     wanted = quantize(x, "e4m3fn")
     monkeypatch.setattr("halfulp.rounding._quantize.round_memory", None)
-    with hu.kernels.engine("reference"):
+    with engine("reference"):
         assert same_bits(quantize(x, "e4m3fn"), wanted)
 
 
@@ -310,3 +310,27 @@ def test_outs_that_torch_or_memory_do_not_allow(seed):
         wanted = quantize(y[:-5], format)
         quantize(y[:-5], format, out=y[5:])
         assert torch.equal(y[5:], wanted)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("rounding", [hu.Nearest(), hu.Stochastic(seed=3)], ids=lambda mode: mode.name)
+def test_large_results_stored_past_the_caches_have_the_same_bits(dtype, rounding, seed, monkeypatch):
+    monkeypatch.setattr(_kernels, "STREAMED", 1)
+    used: list[bool] = []
+    prepare = _kernels.prepare
+    monkeypatch.setattr(_kernels, "prepare", lambda *given: (used.append(given[2:] == (True,)), prepare(*given))[1])
+    generator = torch.Generator().manual_seed(seed)
+    for count in (1, 31, 32, 33, 16_384, 40_007):
+        x = torch.randn(count + 1, generator=generator, dtype=torch.float64).to(dtype)
+        for start, aligned in ((0, True), (1, False)):  # one that is not aligned is stored as ever
+            given, room = x[start : start + count], torch.full((count + 2,), 7.0, dtype=dtype)
+            used.clear()
+            with engine("reference"):
+                wanted = hu.quantize(given, "e4m3fn", rounding)
+            found = hu.quantize(given, "e4m3fn", rounding, out=room[start : start + count])
+            assert same_bits(found, wanted)
+            assert any(used) == aligned
+            assert (room[start + count :] == 7.0).all(), "written beyond the end"
+        used.clear()
+        own = x[:count].clone()
+        assert same_bits(hu.quantize(own, "e4m3fn", rounding, out=own), hu.quantize(x[:count], "e4m3fn", rounding))

@@ -48,7 +48,8 @@ def is_watched() -> bool:
     >>> is_watched()
     False
     """
-    return bool(_dispatch_modes() or _function_modes() or _tracing_state() is not None or _interpreters() is not None)
+    is_seen = _dispatch_modes() > 0 or _function_modes() > 0
+    return is_seen or _tracing_state() is not None or _interpreters() is not None
 
 
 def plain(x: Tensor, what: str = "a tensor") -> Tensor:
@@ -96,6 +97,18 @@ def has_own_memory(x: Tensor) -> bool:
     if torch._C._functorch.is_functorch_wrapped_tensor(x) or type(x).__name__ in _TRACED:
         return False
     return x.data_ptr() != 0 or x.numel() == 0
+
+
+def is_dense(x: Tensor) -> bool:
+    """Return whether x's elements fill one contiguous range of memory, each once, in whatever order."""
+    if x.is_contiguous():
+        return True
+    expected = 1
+    for stride, size in sorted((stride, size) for stride, size in zip(x.stride(), x.shape) if size != 1):
+        if stride != expected:
+            return False
+        expected *= size
+    return True
 
 
 def overlaps_itself(x: Tensor) -> bool:

@@ -7,9 +7,13 @@ other.
 
 from __future__ import annotations
 
-import contextlib
+import functools
+from collections.abc import Callable
+from typing import Any, TypeVar, cast
 
 import torch
+
+Function = TypeVar("Function", bound=Callable[..., Any])
 
 # The smallest normal float64; its half is subnormal.
 _LEAST_NORMAL = 2.0**-1022
@@ -24,15 +28,23 @@ def flushes() -> bool:
     return _LEAST_NORMAL * 0.5 == 0.0
 
 
-class keeping_subnormals(contextlib.ContextDecorator):
+class keeping_subnormals:
     """A context, or a decorator of a function, in which this thread's arithmetic keeps subnormal numbers."""
 
     def __init__(self) -> None:
         self._flushed = False
 
-    def _recreate_cm(self) -> keeping_subnormals:
-        """Return a context of its own for each call of a decorated function."""
-        return keeping_subnormals()
+    def __call__(self, function: Function) -> Function:
+        """Decorate a function, which mostly finds nothing to do: then without a context, which costs 2 us a call."""
+
+        @functools.wraps(function)
+        def run(*arguments: Any, **options: Any) -> Any:
+            if not flushes():
+                return function(*arguments, **options)
+            with keeping_subnormals():
+                return function(*arguments, **options)
+
+        return cast("Function", run)
 
     def __enter__(self) -> None:
         """Stop flushing."""

@@ -8,6 +8,8 @@ from ._trace import Piece, Trace
 
 # Columns of a chunk: row of the pointers, first element, elements, global index of the first.
 CHUNK = 4
+# Bytes, those of the widest vector: what streams begins at multiples of it.
+ALIGNMENT = 64
 
 
 @dataclass(frozen=True)
@@ -41,6 +43,8 @@ class Table:
         partial: whether a chunk's last block may be incomplete; then no array has an element per block.
         digest: of an array, after all was written.
         is_far: whether arrays lie in no cache, so that even of a few lines are asked for, further ahead.
+        streams: whether what is stored goes past the caches, which then need not read its old contents first. Arrays
+            begin at multiples of `ALIGNMENT` bytes, and none is read and stored.
     """
 
     trace: Trace
@@ -52,6 +56,7 @@ class Table:
     partial: bool = False
     digest: Digest | None = None
     is_far: bool = False
+    streams: bool = False
 
     @property
     def sums(self) -> int:
@@ -63,5 +68,5 @@ class Table:
         pieces = [self.start, self.digest and self.digest.term]
         told = [(piece.trace.digest(), piece.results) for piece in pieces if piece]
         digest = self.digest and (self.digest.column, self.digest.size, self.digest.step)
-        counts = self.columns, self.constants, self.step, self.block, self.partial, self.is_far
+        counts = self.columns, self.constants, self.step, self.block, self.partial, self.is_far, self.streams
         return repr((self.trace.digest(), sorted(self.trace.rare), counts, digest, told))

@@ -250,7 +250,7 @@ def without_large_elements(result: Parts, operands: Sequence[Any]) -> Parts:
         result: of an operator that writes at places.
         operands: all that it was given.
     """
-    plain = [x for x in operands if _is_plain(x)]
+    plain = [x for x in operands if is_plain(x)]
     if not any(_may_hold(_stand_ins(x)) for x in plain) or not _may_hold(places := _is_large(result[0])):
         return result
     return _clamp_parts(result, places, _limit(magnitude(torch.where(places, 0.0, result[0]))))
@@ -271,7 +271,7 @@ def saturated(result: Parts, name: str, operands: Sequence[Any]) -> Parts:
             product = product * factor
         large = [_stand_ins(product) if isinstance(product, Tensor) and product.dim() else None]
     else:
-        large = [_leads_to_large(x, name) for x in operands if _is_plain(x)]
+        large = [_leads_to_large(x, name) for x in operands if is_plain(x)]
     places = [place for place in large if place is not None and _may_hold(place)]
     if not places or result[0].shape != torch.broadcast_shapes(result[0].shape, *(p.shape for p in places)):
         return result
@@ -280,10 +280,6 @@ def saturated(result: Parts, name: str, operands: Sequence[Any]) -> Parts:
         found = found | place
     found = found.expand(result[0].shape)
     return _clamp_parts(result, found, _limit(magnitude(torch.where(found, 0.0, result[0]))))
-
-
-def _is_plain(x: Any) -> bool:
-    return isinstance(x, Tensor) and not isinstance(x, MCTensor) and x.is_floating_point()
 
 
 def _leads_to_large(x: Tensor, name: str) -> Tensor | None:

@@ -9,7 +9,7 @@ import torch
 
 from .._names import enter, unknown, words_of
 from ..formats import Format
-from ..kernels import keeping_subnormals
+from ..kernels import keeping_subnormals, uncompiled
 from ..subclass.models._averages import warn_of_living_averages
 from ..subclass.models._outer_modules import watch_checkpoints
 from ._group_options import (
@@ -320,8 +320,7 @@ class Optimizer(CheckpointMixin):
     @overload
     def step(self, closure: Callable[[], Loss]) -> Loss: ...
 
-    @torch._disable_dynamo  # torch.compiler.disable would import the compiler with this module
-    @torch.no_grad()
+    @uncompiled
     def step(self, closure: Callable[[], Loss] | None = None) -> Loss | None:
         """Take one optimizer step.
 
@@ -336,7 +335,8 @@ class Optimizer(CheckpointMixin):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        self._take_step()
+        with torch.no_grad():
+            self._take_step()
         return loss
 
     def step_parameter(self, parameter: torch.Tensor, group: dict[str, Any], position: int) -> None:

@@ -11,8 +11,8 @@ import torch
 from ..formats import BlockFormat, Format, block_names, get, get_block
 from ..kernels import constant_result, define_operator, plain_address, untraced
 from ..kernels._engine import allows_machine_code, choose_engine
-from ..kernels._plain_memory import is_watched, refuse
-from ._kernels import Plan, collide, is_widened, note_write, prepare, round_memory, run
+from ..kernels._plain_memory import is_dense, is_watched, refuse
+from ._kernels import Plan, collide, increment_version, is_widened, note_write, prepare, round_memory, run
 from ._modes import Nearest, Rounding, Stochastic, drawn_key, get_rounding
 from ._random_bits import mix64
 from ._target import DTYPES, STOCHASTIC, Target, make_target
@@ -68,11 +68,11 @@ def quantize(
     >>> quantize(torch.tensor([1 + 2**-8 + 2**-40], dtype=torch.float64), "bf16")   # through float32 it would be 1
     tensor([1.0078], dtype=torch.float64)
     """
-    rounding = get_rounding(rounding)
     if not torch.compiler.is_compiling():
         made = _quantize_plain_memory(x, format, rounding, overflow, counter, out)
         if made is not None:
             return made
+    rounding = get_rounding(rounding)
     check_tensor(x)
     if out is not None:
         check_out(out, x)
@@ -94,7 +94,7 @@ def quantize(
 def _quantize_plain_memory(
     x: torch.Tensor,
     format: AnyFormat,
-    rounding: Rounding,
+    rounding: Rounding | str,
     overflow: str | None,
     counter: int,
     out: torch.Tensor | None,
@@ -107,17 +107,19 @@ def _quantize_plain_memory(
     if not source or not allows_machine_code():
         return None
     global _latest
-    dtype, (made_for, mode, policy, of, plan) = x.dtype, _latest
+    dtype, (made_for, mode, policy, of, plan, start) = x.dtype, _latest
     if made_for is not format or mode is not rounding or policy is not overflow or of is not dtype:
-        plan = _plan_at_once(format, rounding, overflow, dtype)
-        _latest = format, rounding, overflow, dtype, plan
+        known = get_rounding(rounding)
+        plan = _plan_at_once(format, known, overflow, dtype)
+        start = mix64(known.signed_seed) if isinstance(known, Stochastic) else None
+        _latest = format, rounding, overflow, dtype, plan, start
     if plan is None:
         return None
     key = 0
-    if isinstance(rounding, Stochastic):
+    if start is not None:
         if type(counter) is not int or not -(2**63) <= counter < 2**63:
             return None
-        key = mix64(rounding.signed_seed, counter)
+        key = mix64(counter, key=start)
     count = x.numel()
     if out is None:
         out = torch.empty_like(x)
@@ -128,15 +130,18 @@ def _quantize_plain_memory(
         goal = plain_address(out)
         if not goal or out.dtype is not dtype or out.shape != x.shape or 0 < abs(source - goal) < count * plan.size:
             return None
-    if out.requires_grad or (out.is_inference() and not torch.is_inference_mode_enabled()):
+    is_inference = out.is_inference()
+    if out.requires_grad or (is_inference and not torch.is_inference_mode_enabled()):
         return None
     round_memory(plan, source, goal, count, key)
-    note_write(out)
+    if not is_inference:
+        increment_version((out,))
     return out
 
 
-# The last call, and its plan: hashing a format takes as long as rounding 1,000 elements.
-_latest: tuple[object, object, object, object, Plan | None] = (None, None, None, None, None)
+# The last call, its plan, and of a stochastic one the key before its counter;
+# hashing a format takes as long as rounding 1,000 elements.
+_latest: tuple[object, object, object, object, Plan | None, int | None] = (None, None, None, None, None, None)
 
 
 @lru_cache(maxsize=1024)
@@ -289,23 +294,13 @@ def _round_into(x: torch.Tensor, target: list[int], seed: int, counter: int, out
     goal = Target(*target)
     key = mix64(seed, counter) if goal.mode == STOCHASTIC else 0
     same_order = not collide(x, out) and x.stride() == out.stride() and (goal.mode != STOCHASTIC or x.is_contiguous())
-    if same_order and (x.is_contiguous() or _is_dense(x)):
+    if same_order and is_dense(x):
         run(x, goal, key, out)
         note_write(out)
         return
     result = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     run(x.contiguous(), goal, key, result)
     out.copy_(result)
-
-
-def _is_dense(x: torch.Tensor) -> bool:
-    """Return whether x's elements fill one contiguous range of memory, each once."""
-    expected = 1
-    for stride, size in sorted((stride, size) for stride, size in zip(x.stride(), x.shape) if size != 1):
-        if stride != expected:
-            return False
-        expected *= size
-    return True
 
 
 def _new_drawing(x: torch.Tensor, target: list[int], counter: int) -> torch.Tensor:

@@ -42,13 +42,16 @@ _FIRST_MIX, _SECOND_MIX = np.uint64(0xBF58476D1CE4E5B9), np.uint64(0x94D049BB133
 _S27, _S30, _S31 = np.uint64(27), np.uint64(30), np.uint64(31)
 
 
-def mix64(*values: int) -> int:
+def mix64(*values: int, key: int = 0x243F6A8885A308D3) -> int:
     """Mix several integers into one 64-bit key, each changing every bit of it.
 
-    >>> mix64(0, 1) != mix64(1, 0)
-    True
+    Args:
+        values: the integers, in order.
+        key: of those that were mixed before.
+
+    >>> mix64(0, 1) != mix64(1, 0), mix64(0, 1) == mix64(1, key=mix64(0))
+    (True, True)
     """
-    key = 0x243F6A8885A308D3
     for value in values:
         key = (key + (value & _MASK64) * 0xD1342543DE82EF95 + 0x9E3779B97F4A7C15) & _MASK64
         key = ((key ^ (key >> 30)) * 0xBF58476D1CE4E5B9) & _MASK64

@@ -56,14 +56,14 @@ _CONTAINERS: dict[torch.dtype, dict[str, Callable]] = {
 
 
 @cache
-def rounding_table(dtype: torch.dtype, mode: int, kind: tuple[str, bool, bool]) -> Table:
-    """Return the table whose columns are what is rounded and where it goes, which may be one place."""
+def rounding_table(dtype: torch.dtype, mode: int, kind: tuple[str, bool, bool], streams: bool = False) -> Table:
+    """Return the table whose columns are what is rounded and where it goes: in place too, unless it streams."""
     width = 64 if dtype == torch.float64 else 32
     element, pieces = Recording(2, COUNT, f"w{width}"), container_pieces(dtype)
     i, (source, target) = element.index, element.arrays
     rounded = bound(p.rounded, mode_pieces(mode, kind, width == 64))
     pieces["store"](target, i, rounded(pieces["load"](source, i), draw(*element.stream), element.constants))
-    return Table(element.trace, 2, COUNT, recorded_start(), int(WEYL))
+    return Table(element.trace, 2, COUNT, recorded_start(), int(WEYL), streams=streams)
 
 
 def mode_pieces(mode: int, kind: tuple[str, bool, bool], wide: bool) -> dict[str, Callable]:
@@ -87,7 +87,7 @@ def mode_pieces(mode: int, kind: tuple[str, bool, bool], wide: bool) -> dict[str
     if (mode in (NEAREST, STOCHASTIC) or own is not None) and saturating:
         bind["limited"] = p.saturated
     if path == "adder" and saturating:
-        bind |= {"magnitude": p.saturating_adder, "limited": p.nan_kept}
+        bind |= {"magnitude": p.saturating_adder, "limited": p.unlimited}
     elif path == "adder":
         bind["limited"] = p.limited_by_input
     return bind

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from ..kernels import power_below, record, round_to_float32, run_on_tensors, select, select_engine, sqrt
+from ..kernels._plain_memory import is_dense
 from ..kernels._trace import Trace
 from ..kernels.scalar._operations import bit_and, bit_or, real, word
 from ..kernels.triton._launch import on_device, ready
@@ -363,12 +364,12 @@ def level(parts, out, programs, limit, zero_scale, BLOCK: tl.constexpr):
 
 def engaged(x: Any) -> bool:
     """Return whether what is computed of x now runs as Triton kernels: eagerly on CUDA, or interpreted if asked for."""
-    if type(x) is not Tensor or torch.compiler.is_dynamo_compiling():
+    if type(x) is not Tensor or _powers.is_concrete(x) or torch.compiler.is_dynamo_compiling():
         return False
     if torch._C._functorch.peek_interpreter_stack() is not None:  # whose tensors have no memory of their own
         return False
     device = x.device.type
-    return device in ("cuda", "cpu") and not _powers.is_concrete(x) and select_engine(device) == "triton"
+    return device in ("cuda", "cpu") and select_engine(device) == "triton"
 
 
 def finish(
@@ -488,7 +489,7 @@ def level(y: Tensor, storage: torch.dtype, zero_scale: float) -> Tensor:
 def is_pair(x: Tensor, y: Tensor) -> bool:
     """Return whether two payloads lie alike, or the second repeats along the first."""
     if x.shape == y.shape:
-        return x.stride() == y.stride() and _is_dense(x)
+        return x.stride() == y.stride() and is_dense(x)
     is_suffix = 0 < y.dim() <= x.dim() and x.shape[x.dim() - y.dim() :] == y.shape
     return is_suffix and x.is_contiguous() and y.is_contiguous()
 
@@ -568,20 +569,8 @@ def _fixed_payloads(payloads: tuple[Tensor, ...], scales: int) -> list[Tensor]:
     ]
 
 
-def _is_dense(x: Tensor) -> bool:
-    """Return whether elements fill their memory, in whatever order, so that kernels can go along it."""
-    if x.is_contiguous():
-        return True
-    step = 1
-    for stride, size in sorted(zip(x.stride(), x.shape)):
-        if size != 1 and stride != step:
-            return False
-        step *= size
-    return True
-
-
 def _dense(x: Tensor) -> Tensor:
-    return x if _is_dense(x) else x.contiguous()
+    return x if is_dense(x) else x.contiguous()
 
 
 def _bytes(x: Tensor) -> Tensor:

@@ -18,13 +18,20 @@ from ..subclass._rule_table import stand_ins
 from . import _fused as fused
 from . import _powers_of_two as _powers
 from ._payloads import ORDINARY, common_storage, rms_scale, smallest, to_float32, to_storage
-from ._registry import ComplexOperand
+from ._registry import STORAGES, ComplexOperand
 from ._scaled_tensor import ScaledTensor, wrap
 
 
 def make_scaled(values: Tensor, scale: Tensor, storage: torch.dtype, dtype: torch.dtype) -> ScaledTensor:
     """Return float32 payload values and a scale as a tensor of a storage and a logical dtype."""
     return wrap(to_storage(values, storage), scale, dtype)
+
+
+# Between which a payload's largest magnitude neither overflows nor leaves others without digits.
+_FITTING = {
+    storage: (torch.finfo(storage).smallest_normal / torch.finfo(storage).eps ** 0.5, torch.finfo(storage).max)
+    for storage in STORAGES
+}
 
 
 def make_scaled_to_fit(values: Tensor, scale: Tensor, storage: torch.dtype, dtype: torch.dtype) -> ScaledTensor:
@@ -35,13 +42,12 @@ def make_scaled_to_fit(values: Tensor, scale: Tensor, storage: torch.dtype, dtyp
     """
     if storage in (torch.bfloat16, torch.float32) or not values.numel() or not _powers.is_concrete(values):
         return make_scaled(values, scale, storage, dtype)
-    limits = torch.finfo(storage)
-    lowest = limits.smallest_normal / limits.eps**0.5
-    low, high = (bound.item() for bound in torch.aminmax(values))
-    if lowest <= max(-low, high) <= limits.max or low == high == 0.0:
+    least, most = torch.aminmax(values)
+    low, high, (lowest, largest) = least.item(), most.item(), _FITTING[storage]
+    if lowest <= max(-low, high) <= largest or low == high == 0.0:
         return wrap(values.to(storage), scale, dtype)
     amax = torch.nan_to_num(values, 0.0, 0.0, 0.0).abs().amax()
-    power = _powers.round_to_power((amax / limits.max).clamp(min=1.0), "up")
+    power = _powers.round_to_power((amax / largest).clamp(min=1.0), "up")
     if 0.0 < amax.item() < lowest:
         power = _powers.round_to_power(amax)
     total, rest = _powers.product(scale, power)
@@ -179,17 +185,23 @@ def multiplicand(x: Any, like: ScaledTensor) -> ScaledTensor:
 
 def first_scaled(arguments: Iterable[Any]) -> ScaledTensor:
     """Return the first scaled tensor among arguments."""
-    return next(x for x in arguments if isinstance(x, ScaledTensor))
+    for x in arguments:
+        if type(x) is ScaledTensor:
+            return x
+    raise TypeError("no operand is a ScaledTensor")
 
 
 def storage_of(arguments: Iterable[Any]) -> torch.dtype:
     """Return the payload type of a result of these arguments: plain tensors and numbers do not widen it."""
-    return common_storage(x._payload.dtype for x in arguments if isinstance(x, ScaledTensor))
+    return common_storage([x._payload.dtype for x in arguments if type(x) is ScaledTensor])
 
 
 def logical_of(arguments: Iterable[Any]) -> torch.dtype:
     """Return the dtype to which torch would promote these arguments."""
     tensors = [x for x in arguments if isinstance(x, Tensor)]
+    first = tensors[0].dtype
+    if first.is_floating_point and all(x.dtype is first for x in tensors):
+        return first
     with_dims = [x.dtype for x in tensors if x.dim()]
     result = functools.reduce(torch.promote_types, with_dims or [x.dtype for x in tensors])
     if not result.is_floating_point:

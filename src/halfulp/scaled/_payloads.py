@@ -32,6 +32,8 @@ class Scaled(Protocol):
 def common_storage(storages: Iterable[torch.dtype]) -> torch.dtype:
     """Return the payload type of a result: the wider one, or of two types of one width the next wider one."""
     found = set(storages)
+    if len(found) == 1:
+        return found.pop()
     width = max(_WIDTH[storage] for storage in found)
     widest = [storage for storage in found if _WIDTH[storage] == width]
     if len(widest) == 1:
@@ -39,10 +41,12 @@ def common_storage(storages: Iterable[torch.dtype]) -> torch.dtype:
     return torch.float16 if width == 0 else torch.float32
 
 
+_SMALLEST = {storage: torch.finfo(storage).smallest_normal * torch.finfo(storage).eps for storage in _WIDTH}
+
+
 def smallest(storage: torch.dtype) -> float:
     """Return the smallest positive number of a payload type."""
-    limits = torch.finfo(storage)
-    return limits.smallest_normal * limits.eps
+    return _SMALLEST[storage]
 
 
 def selectable_payload(x: Scaled) -> Tensor:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from typing import Any, Literal
 
 import torch
@@ -85,7 +86,7 @@ def concrete_value(scale: Tensor) -> float | None:
 
 def is_concrete(x: Tensor) -> bool:
     """Return whether values can be read for free: eagerly on the CPU."""
-    return x.device.type == "cpu" and is_plain(x)
+    return type(x) is Tensor and x.is_cpu and not torch.compiler.is_dynamo_compiling()
 
 
 def is_plain(x: Tensor) -> bool:
@@ -130,15 +131,20 @@ def maximum_scale(*scales: Tensor) -> Tensor:
     return result.clone() if len(scales) == 1 else compute_once(result)
 
 
-def deciding_scale(*scales: Tensor) -> Tensor:
-    """Return the largest of several scales, without those of numbers that stand for infinity if there are others.
+def deciding_value(values: Sequence[float]) -> float:
+    """Return the largest of several scales' values, without those of numbers that stand for infinity if others exist.
 
     Under the scale of a 1e38 that some step has written instead of infinity, nothing else would be left.
     """
+    others = [value for value in values if ZERO_SCALE < value < HUGE]
+    return max(others or values)
+
+
+def deciding_scale(*scales: Tensor) -> Tensor:
+    """Return the scale of `deciding_value`, computed on tensors where values cannot be read for free."""
     values: list[Any] = [concrete_value(scale) for scale in scales]
     if None not in values:
-        others = [value for value in values if ZERO_SCALE < value < HUGE]
-        return torch.tensor(max(others or values), dtype=torch.float32, device="cpu")
+        return torch.tensor(deciding_value(values), dtype=torch.float32, device="cpu")
     if len(scales) > 1 and is_plain(scales[0]) and len({scale.device for scale in scales}) == 1:
         held = torch.stack(scales)
         usual = torch.where(held < HUGE, held, ZERO_SCALE).amax()
@@ -164,7 +170,11 @@ def brought_under(payload: Tensor, scale: Tensor, other: Tensor) -> Tensor:
     over, under = concrete_value(scale), concrete_value(other)
     if over is None or under is None:
         return times(payload, (scale / other).clamp(SMALLEST, HUGE))
-    factor = over / under
+    return times_at_most(payload, over / under)
+
+
+def times_at_most(payload: Tensor, factor: float) -> Tensor:
+    """Return a float32 payload times a power of two, where products of finite elements stay finite."""
     moved = times(payload, factor)
     largest = torch.finfo(torch.float32).max
     return moved if factor <= HUGE else torch.where(payload.isfinite(), moved.clamp(-largest, largest), payload)

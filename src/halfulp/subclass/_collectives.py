@@ -33,6 +33,13 @@ _SCATTERED = (
 Write = Callable[[Tensor, Tensor], Any]
 
 
+def run_and_wait(name: str, message: Tensor, *arguments: Any) -> Tensor:
+    """Run a functional collective on a plain tensor, and return what has arrived."""
+    functional = torch.ops._c10d_functional
+    arrived: Tensor = functional.wait_tensor.default(getattr(functional, name).default(message, *arguments))
+    return arrived
+
+
 def is_collective(operator: OpOverload) -> bool:
     """Return whether an operator is a collective."""
     return operator.namespace in NAMESPACES

@@ -12,11 +12,24 @@ from .._trace import Piece, Trace
 from ._builder import VectorBuilder, scalar_of
 from ._classes import choice, fits, write_choice
 
+# Operations that are one instruction of LLVM: methods of llvmlite's builder, predicates and functions.
+_INSTRUCTIONS = {
+    **{"word_add": "add", "word_sub": "sub", "word_mul": "mul", "word_shl": "shl", "word_shr": "lshr"},
+    **{"word_sar": "ashr", "word_and": "and_", "word_or": "or_", "word_xor": "xor"},
+    **{"div": "fdiv", "and": "and_", "or": "or_"},
+}
+_CONVERSIONS = {
+    **{"bits": "bitcast", "to_real": "sitofp", "to_float64": "fpext", "to_float32": "fptrunc"},
+    **{"low_word": "trunc", "widen": "zext"},
+}
 _PREDICATES = {"lt": "<", "gt": ">", "le": "<=", "ge": ">=", "eq": "=="}
+_UNSIGNED = {"mask_eq": "==", "word_ne": "!=", **{f"word_{name}": sign for name, sign in _PREDICATES.items()}}
+_FUNCTIONS = {"abs": "fabs", "sqrt": "sqrt", "rint": "rint", "floor": "floor"}
+_PLACES = ("address", "index", "block")  # of elements, which loads and stores know themselves
 
 
 class Instructions(VectorBuilder):
-    """Emits LLVM instructions: one method per operation of a trace, on scalars or vectors.
+    """Writes the operations of a trace as LLVM instructions, on scalars or vectors.
 
     Args:
         builder: writes the instructions.
@@ -63,8 +76,22 @@ class Instructions(VectorBuilder):
             elif operation == "part":
                 values[number] = values[operands[0]][extra]
             else:
-                values[number] = getattr(self, f"do_{operation}")(extra, *(values[k] for k in operands))
+                values[number] = self.write(operation, extra, *(values[k] for k in operands))
             yield
+
+    def write(self, operation: str, extra: Any, *values: Any) -> Any:
+        """Write one operation, and return its value."""
+        if operation in _INSTRUCTIONS:
+            return getattr(self.b, _INSTRUCTIONS[operation])(*values)
+        if operation in _CONVERSIONS:
+            return getattr(self.b, _CONVERSIONS[operation])(*values, self.of_kind(self.kind))
+        if operation in _PREDICATES:
+            return self.b.fcmp_ordered(_PREDICATES[operation], *values)
+        if operation in _UNSIGNED:
+            return self.b.icmp_unsigned(_UNSIGNED[operation], *values)
+        if operation in _FUNCTIONS:
+            return self.intrinsic(_FUNCTIONS[operation], *values)
+        return None if operation in _PLACES else getattr(self, f"do_{operation}")(extra, *values)
 
     def do_call(self, number, *values):
         """Return the results of a device function: called where it is compiled apart, else inlined."""
@@ -109,87 +136,12 @@ class Instructions(VectorBuilder):
     def do_word(self, extra, *_):
         return self.constant(self.of_kind(self.kind), extra[0])
 
-    def do_address(self, *_):
-        return None
-
-    def do_index(self, *_):
-        return None
-
-    def do_block(self, *_):
-        return None
-
-    def do_word_add(self, _, x, y):
-        return self.b.add(x, y)
-
-    def do_word_sub(self, _, x, y):
-        return self.b.sub(x, y)
-
-    def do_word_mul(self, _, x, y):
-        return self.b.mul(x, y)
-
-    def do_word_and(self, _, x, y):
-        return self.b.and_(x, y)
-
-    def do_word_or(self, _, x, y):
-        return self.b.or_(x, y)
-
-    def do_word_xor(self, _, x, y):
-        return self.b.xor(x, y)
-
-    def do_word_shl(self, _, x, y):
-        return self.b.shl(x, y)
-
-    def do_word_shr(self, _, x, y):
-        return self.b.lshr(x, y)
-
-    def do_word_sar(self, _, x, y):
-        return self.b.ashr(x, y)
-
-    def do_bits(self, _, x):
-        return self.b.bitcast(x, self.of_kind(self.kind))
-
-    def do_to_real(self, _, x):
-        return self.b.sitofp(x, self.of_kind(self.kind))
-
     def do_to_word(self, _, x):
         whole = self.b.fptosi(x, self.like(x, self.i32))
         return whole if self.kind == "w32" else self.b.zext(whole, self.of_kind(self.kind))
 
-    def do_to_float64(self, _, x):
-        return self.b.fpext(x, self.of_kind(self.kind))
-
-    def do_to_float32(self, _, x):
-        return self.b.fptrunc(x, self.of_kind(self.kind))
-
-    def do_low_word(self, _, x):
-        return self.b.trunc(x, self.of_kind("w32"))
-
     def do_high_word(self, _, x):
         return self.b.trunc(self.b.lshr(x, self.constant(x.type, 32)), self.of_kind("w32"))
-
-    def do_widen(self, _, x):
-        return self.b.zext(x, self.of_kind("w64"))
-
-    def do_mask_eq(self, _, x, y):
-        return self.b.icmp_unsigned("==", x, y)
-
-    def do_word_eq(self, _, x, y):
-        return self.b.icmp_unsigned("==", x, y)
-
-    def do_word_ne(self, _, x, y):
-        return self.b.icmp_unsigned("!=", x, y)
-
-    def do_word_lt(self, _, x, y):
-        return self.b.icmp_unsigned("<", x, y)
-
-    def do_word_le(self, _, x, y):
-        return self.b.icmp_unsigned("<=", x, y)
-
-    def do_word_gt(self, _, x, y):
-        return self.b.icmp_unsigned(">", x, y)
-
-    def do_word_ge(self, _, x, y):
-        return self.b.icmp_unsigned(">=", x, y)
 
     def do_add(self, _, x, y):
         return self.sum_of(x, y, negative=False)
@@ -212,9 +164,6 @@ class Instructions(VectorBuilder):
         self.products += 1
         return self.b.fmul(x, y)
 
-    def do_div(self, _, x, y):
-        return self.b.fdiv(x, y)
-
     def do_neg(self, _, x):
         name, operands, _ = self.trace.lines[self.trace.lines[self.number][1][0]]
         if name == "mul" and self.trace.lines[operands[0]][0] == "input":
@@ -223,48 +172,12 @@ class Instructions(VectorBuilder):
                 return self.b.fmul(self.b.fneg(factor), other)
         return self.b.fneg(x)
 
-    def do_abs(self, _, x):
-        return self.intrinsic("fabs", x)
-
     def do_product_error(self, _, a, b, p):
         self.products += 1
         return self.intrinsic("fma", a, b, self.b.fneg(p))
 
-    def do_sqrt(self, _, x):
-        return self.intrinsic("sqrt", x)
-
-    def do_rint(self, _, x):
-        return self.intrinsic("rint", x)
-
-    def do_floor(self, _, x):
-        return self.intrinsic("floor", x)
-
-    def compare(self, operation: str, x, y):
-        return self.b.fcmp_ordered(_PREDICATES[operation], x, y)
-
-    def do_lt(self, _, x, y):
-        return self.compare("lt", x, y)
-
-    def do_gt(self, _, x, y):
-        return self.compare("gt", x, y)
-
-    def do_le(self, _, x, y):
-        return self.compare("le", x, y)
-
-    def do_ge(self, _, x, y):
-        return self.compare("ge", x, y)
-
-    def do_eq(self, _, x, y):
-        return self.compare("eq", x, y)
-
     def do_ne(self, _, x, y):
         return self.b.fcmp_unordered("!=", x, y)
-
-    def do_and(self, _, x, y):
-        return self.b.and_(x, y)
-
-    def do_or(self, _, x, y):
-        return self.b.or_(x, y)
 
     def do_not(self, _, x):
         return self.b.xor(x, self.constant(x.type, 1))

@@ -11,7 +11,7 @@ from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
 from .._device_function import STREAM
-from .._table import CHUNK, Digest, Table
+from .._table import ALIGNMENT, CHUNK, Digest, Table
 from .._trace import COPIES, Piece
 from ._builder import VectorBuilder, scalar_of
 from ._instructions import Instructions
@@ -94,6 +94,8 @@ class TableLoop(VectorBuilder):
         room = self.padded * self.together if table.block else self.width
         copied = self.arrays if not table.block or self.copied else []
         self.copies = {array: self.allocate(self.ir.IntType(array[1]), room) for array in copied}
+        for copy in self.copies.values() if table.streams else ():
+            copy.align = ALIGNMENT
         crossing = self.phases.crossing if table.block else []
         self.buffers = [self.allocate(scalar_of(self.type_of(line)), room) for line in crossing]
         self.of_blocks = {
@@ -123,6 +125,8 @@ class TableLoop(VectorBuilder):
                 b.store(total, place, align=8)
             if table.digest:
                 b.store(self.digest(table.digest, begin, count), self.pointer(digests, c, self.i64), align=8)
+        if table.streams:
+            b.fence("seq_cst")  # such stores are in no order with others
 
     def chunk(self, begin, count) -> list:
         """Write what happens to the elements [begin, begin + count) of the arrays, and return what is summed up."""
@@ -669,7 +673,7 @@ class TableLoop(VectorBuilder):
         b, lanes = self.b, self.lanes
         if not self.in_pairs:
             for half, value in enumerate(values):
-                b.store(value, self.place(base, i, bits, half * lanes, value.type), align=bits // 8)
+                self.write(value, self.place(base, i, bits, half * lanes, value.type), bits)
             return
         even, odd = values
         if bits >= 32:
@@ -679,7 +683,15 @@ class TableLoop(VectorBuilder):
             mask, shift = self.constant(even.type, (1 << bits) - 1), self.constant(even.type, bits)
             both = b.or_(b.and_(even, mask), b.shl(odd, shift))
             both = both if bits == 16 else b.trunc(both, self.shape(self.ir.IntType(2 * bits), lanes))
-        b.store(both, self.place(base, i, bits, 0, both.type), align=max(1, bits // 8))
+        self.write(both, self.place(base, i, bits, 0, both.type), bits)
+
+    def write(self, value, place, bits: int) -> None:
+        """Store a vector of elements of so many bits, past the caches if the table streams."""
+        if not self.table.streams:
+            self.b.store(value, place, align=max(1, bits // 8))
+            return
+        stored = self.b.store(value, place, align=vector_bits() // 8)
+        stored.set_metadata("nontemporal", self.b.module.add_metadata([self.ir.Constant(self.i32, 1)]))
 
     def place(self, base, i, bits: int, further: int, kind):
         """Return a pointer to the element `further` behind index i, of a type."""

@@ -19,7 +19,7 @@ from .._mctensor import MCTensor, implements
 from .._result_type import encode_plain_operands, evaluate, result_type
 from .._write import write_value
 from ._pointwise import round_to_type
-from ._products import fold_windows, window_views
+from ._products import fold_windows, repeat_sizes, window_views
 from ._reductions import add_rows
 
 aten = torch_operators("aten")
@@ -60,14 +60,15 @@ def max_pool2d_with_indices(
     return seen.gather(-1, at).squeeze(-1), found
 
 
-def _per_dimension(value: Sequence[int], spatial: int) -> list[int]:
-    return list(value) * (spatial // len(value))
-
-
 def _setup(spatial: int, kernel: Sequence, stride: Sequence, padding: Sequence) -> dict:
-    kernel = _per_dimension(kernel, spatial)
-    stride = _per_dimension(stride, spatial) if len(stride) else kernel
-    return {"kernel": kernel, "stride": stride, "padding": _per_dimension(padding, spatial), "dilation": [1] * spatial}
+    kernel = repeat_sizes(kernel, spatial)
+    stride = repeat_sizes(stride, spatial) if len(stride) else kernel
+    return {
+        "kernel": kernel,
+        "stride": stride,
+        "padding": repeat_sizes(padding, spatial),
+        "dilation": [1] * spatial,
+    }
 
 
 def _pad(x: Any, setup: dict) -> Any:

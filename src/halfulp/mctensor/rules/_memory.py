@@ -13,6 +13,7 @@ from torch.utils._mode_utils import no_dispatch
 
 from ...arithmetic import PRECISION
 from ...kernels import present, require_float64, torch_operators
+from ...subclass._collectives import run_and_wait
 from ...subclass._in_backward import gives_plain_gradient, gives_plain_gradient_of, stores_plain_gradient
 from .._encode import divide_by_scale, magnitude, scale_for
 from .._mctensor import MCTensor, decoded, implements, to_plain, wrap
@@ -395,14 +396,9 @@ if torch.distributed.is_available():
     implements(torch_operators("c10d").broadcast_.default)(broadcast_)
 
 
-def _run_and_wait(name: str, message: Tensor, *arguments: Any) -> Tensor:
-    functional = torch.ops._c10d_functional
-    return functional.wait_tensor.default(getattr(functional, name).default(message, *arguments))
-
-
 def all_gather(x: MCTensor, size: int, group: Any) -> Tensor:
     """Return every rank's values, one after another."""
-    messages = _run_and_wait("all_gather_into_tensor", to_message([x]), size, group).chunk(size)
+    messages = run_and_wait("all_gather_into_tensor", to_message([x]), size, group).chunk(size)
     return torch.cat([from_message(message, x, x.shape) for message in messages])
 
 
@@ -415,13 +411,13 @@ def all_to_all(x: MCTensor, output_sizes: Sequence[int], input_sizes: Sequence[i
     row = len(x._parts) * x.dtype.itemsize * x.shape[1:].numel()
     arriving = [rows * row + fixed for rows in output_sizes]
     leaving = [piece.numel() for piece in pieces]
-    messages = _run_and_wait("all_to_all_single", torch.cat(pieces), arriving, leaving, group).split(arriving)
+    messages = run_and_wait("all_to_all_single", torch.cat(pieces), arriving, leaving, group).split(arriving)
     return torch.cat([from_message(message, x, shape) for message, shape in zip(messages, shapes, strict=True)])
 
 
 def broadcast(x: MCTensor, source: int, group: Any) -> Tensor:
     """Return one rank's values."""
-    return from_message(_run_and_wait("broadcast", to_message([x]), source, group), x, x.shape)
+    return from_message(run_and_wait("broadcast", to_message([x]), source, group), x, x.shape)
 
 
 def wait_tensor(x: MCTensor) -> MCTensor:

@@ -191,7 +191,8 @@ def grouped_mm(
     return make_result(arithmetic.grouped_matmul(left, right, offs, count, form.dtype), form)
 
 
-def _per_dimension(value: Sequence[int], count: int) -> list[int]:
+def repeat_sizes(value: Sequence[int], count: int) -> list[int]:
+    """Return one number per dimension, of one for all or one for each."""
     return list(value) * (count // len(value))
 
 
@@ -247,7 +248,7 @@ def _weight_gradient(gradient: Any, x: Any, shape: Sequence[int], setup: dict) -
 def _setup(weight: Any, stride: Any, padding: Any, dilation: Any, groups: int) -> dict:
     spatial = weight.dim() - 2
     given = {"stride": stride, "padding": padding, "dilation": dilation}
-    return {k: _per_dimension(v, spatial) for k, v in given.items()} | {
+    return {k: repeat_sizes(v, spatial) for k, v in given.items()} | {
         "kernel": list(weight.shape[2:]),
         "groups": groups,
     }
@@ -269,7 +270,7 @@ def convolution(
     setup = _setup(weight, stride, padding, dilation, groups)
     if transposed:
         every = zip(x.shape[2:], setup["kernel"], setup["stride"], setup["dilation"], setup["padding"])
-        extra = _per_dimension(output_padding, weight.dim() - 2)
+        extra = repeat_sizes(output_padding, weight.dim() - 2)
         sizes = [(n - 1) * s - 2 * p + d * (k - 1) + e + 1 for (n, k, s, d, p), e in zip(every, extra)]
         out = _input_gradient(x, weight, sizes, setup)
     else:

@@ -8,11 +8,7 @@ from typing import Any
 
 import torch
 
-from ._update_rule import StateSlot, UpdateRule
-
-
-def _momentum(group: Mapping) -> float:
-    return float(group["momentum"])
+from ._update_rule import StateSlot, UpdateRule, option
 
 
 def muon(w, g, prepared, buffer, decay, take, size):
@@ -22,7 +18,7 @@ def muon(w, g, prepared, buffer, decay, take, size):
 
 def prepare(tensors: Any, group: Mapping, step: int) -> tuple[torch.Tensor, tuple[float, ...]]:
     """Return the orthogonal matrix, and the learning rate for its shape."""
-    momentum, g = _momentum(group), tensors.gradient
+    momentum, g = float(group["momentum"]), tensors.gradient
     buffer = tensors.state("momentum_buffer").lerp(g, 1 - momentum)
     wanted = g.lerp(buffer, momentum) if group["nesterov"] else buffer
     a, b, c = map(float, group["ns_coefficients"])
@@ -58,13 +54,13 @@ def _dtype_of_products(device: torch.device) -> torch.dtype:
 
 
 def _step_constants(group: Mapping, step: int) -> tuple[float, ...]:
-    return float(group["lr"]) * float(group["weight_decay"]), 1 - _momentum(group)
+    return float(group["lr"]) * float(group["weight_decay"]), 1 - float(group["momentum"])
 
 
 MUON = UpdateRule(
     "muon",
     muon,
-    (StateSlot("momentum_buffer", 1, retention=_momentum),),
+    (StateSlot("momentum_buffer", 1, retention=option("momentum")),),
     ("decay", "take", "size"),
     _step_constants,
     prepare=prepare,

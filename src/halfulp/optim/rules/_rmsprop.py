@@ -5,23 +5,14 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from ...kernels import divide, maximum, sqrt
-from ._update_rule import StateSlot, UpdateRule
+from ._update_rule import StateSlot, UpdateRule, option
 
-
-def _alpha(group: Mapping) -> float:
-    return float(group["alpha"])
-
-
-def _momentum(group: Mapping) -> float:
-    return float(group["momentum"])
-
-
-_SQUARE = StateSlot("square_avg", 2, retention=_alpha)
-_MOMENTUM = StateSlot("momentum_buffer", 1, retention=_momentum)
+_SQUARE = StateSlot("square_avg", 2, retention=option("alpha"))
+_MOMENTUM = StateSlot("momentum_buffer", 1, retention=option("momentum"))
 # A variance is the small difference of two means.
 _CENTERED = (
-    StateSlot("square_avg", 2, retention=_alpha, exact=True),
-    StateSlot("grad_avg", 1, retention=_alpha, exact=True),
+    StateSlot("square_avg", 2, retention=option("alpha"), exact=True),
+    StateSlot("grad_avg", 1, retention=option("alpha"), exact=True),
 )
 _CONSTANTS = ("sign", "decay", "keep", "take", "eps", "momentum", "lr", "none")
 
@@ -59,9 +50,9 @@ def rmsprop_centered_momentum(w, g, v, mean, buffer, sign, decay, keep, take, ep
 
 
 def _step_constants(group: Mapping, step: int) -> tuple[float, ...]:
-    alpha, sign = _alpha(group), -1.0 if group["maximize"] else 1.0
+    alpha, sign = float(group["alpha"]), -1.0 if group["maximize"] else 1.0
     decay, eps = float(group["weight_decay"]), float(group["eps"])
-    return sign, decay, alpha, 1 - alpha, eps, _momentum(group), float(group["lr"]), 0.0
+    return sign, decay, alpha, 1 - alpha, eps, float(group["momentum"]), float(group["lr"]), 0.0
 
 
 _INNER = ("decay", "eps")

@@ -4,14 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from ._update_rule import StateSlot, UpdateRule
+from ._update_rule import StateSlot, UpdateRule, option
 
-
-def _momentum(group: Mapping) -> float:
-    return float(group["momentum"])
-
-
-_BUFFER = (StateSlot("momentum_buffer", 1, retention=_momentum),)
+_BUFFER = (StateSlot("momentum_buffer", 1, retention=option("momentum")),)
 _CONSTANTS = ("sign", "decay", "keep", "take", "lr", "feedback_gain")
 
 

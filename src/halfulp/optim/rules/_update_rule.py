@@ -69,17 +69,28 @@ def beta(number: int) -> Callable[[Mapping[str, Any]], float]:
     0.999
     """
 
-    return _Beta(number)
+    return _Option("betas", number)
+
+
+def option(name: str) -> Callable[[Mapping[str, Any]], float]:
+    """Return the function that reads one of a group's options, for `StateSlot.retention`.
+
+    >>> option("momentum")({"momentum": 0.5})
+    0.5
+    """
+    return _Option(name)
 
 
 @dataclass(frozen=True)
-class _Beta:
-    """One of a group's `betas`: a value, so that rules can be compared and pickled."""
+class _Option:
+    """One of a group's numbers: a value, so that rules can be compared and pickled."""
 
-    number: int
+    name: str
+    number: int | None = None
 
     def __call__(self, group: Mapping[str, Any]) -> float:
-        return float(group["betas"][self.number])
+        value = group[self.name]
+        return float(value if self.number is None else value[self.number])
 
 
 def decay_of(group: Mapping[str, Any], decoupled: bool) -> float:

@@ -50,6 +50,9 @@ def scaled_by_number(x: Any, factor: Any, like: ScaledTensor) -> tuple[Any, floa
 
 def _sum(operator: Callable, a: Any, b: Any, alpha: Any) -> tuple[Tensor, Tensor, Tensor, Tensor, torch.dtype]:
     """Return both payloads, op(a, alpha b) and the scale of the three, and the storage."""
+    if type(a) is ScaledTensor and type(b) is ScaledTensor and alpha == 1:
+        (x, y), scale, storage, _ = align(a, b)
+        return x, y, operator(x, y), scale, storage
     like = first_scaled((a, b))
     storage = storage_of((a, b))
     moved, factor = scaled_by_number(b, alpha, like)

@@ -12,6 +12,7 @@ from torch import distributed as dist
 from ..._torch_versions import ALL_GATHER, REDUCE_SCATTER, name_of_reduction
 from ...kernels import torch_operators
 from ...subclass import group_size
+from ...subclass._collectives import run_and_wait
 from .. import _powers_of_two as _powers
 from .._operands import first_scaled, make_scaled, operand
 from .._payloads import to_float32, to_storage
@@ -218,13 +219,8 @@ if dist.is_available():
 _REDUCTIONS = ("sum", "avg", "max", "min")
 
 
-def _wait_for(name: str, x: Tensor, *arguments: Any) -> Tensor:
-    functional = torch.ops._c10d_functional
-    return functional.wait_tensor.default(getattr(functional, name).default(x, *arguments))
-
-
 def _agreed_scale(x: ScaledTensor, group: Any, terms: int = 1) -> Tensor:
-    return agreed_scales([x], lambda numbers: _wait_for("all_reduce", numbers, "max", group), terms)[0]
+    return agreed_scales([x], lambda numbers: run_and_wait("all_reduce", numbers, "max", group), terms)[0]
 
 
 def _reduce_payloads(name: str, x: ScaledTensor, reduction: str, *arguments: Any) -> ScaledTensor:
@@ -234,7 +230,7 @@ def _reduce_payloads(name: str, x: ScaledTensor, reduction: str, *arguments: Any
     adds = reduction in ("sum", "avg")
     size = group_size(arguments[-1]) if adds else 1
     scale = _agreed_scale(x, arguments[-1], size)
-    values = _wait_for(name, payload_to_send(x, scale), "sum" if adds else reduction, *arguments).to(torch.float32)
+    values = run_and_wait(name, payload_to_send(x, scale), "sum" if adds else reduction, *arguments).to(torch.float32)
     return make_scaled(values / size if reduction == "avg" else values, scale, wire_storage(x), x.dtype)
 
 
@@ -252,20 +248,20 @@ def all_gather(x: ScaledTensor, size: int, group: Any) -> ScaledTensor:
     """Return every rank's payload under the largest scale, one after another."""
     agreed = _agreed_scale(x, group)
     payload = payload_to_send(x, agreed)
-    return wrap(_wait_for("all_gather_into_tensor", payload, size, group), agreed, x.dtype)
+    return wrap(run_and_wait("all_gather_into_tensor", payload, size, group), agreed, x.dtype)
 
 
 def all_to_all(x: ScaledTensor, output_sizes: Sequence[int], input_sizes: Sequence[int], group: Any) -> ScaledTensor:
     """Send rows of the payload to every rank under the largest scale; return the rows received."""
     agreed = _agreed_scale(x, group)
-    payload = _wait_for("all_to_all_single", payload_to_send(x, agreed), output_sizes, input_sizes, group)
+    payload = run_and_wait("all_to_all_single", payload_to_send(x, agreed), output_sizes, input_sizes, group)
     return wrap(payload, agreed, x.dtype)
 
 
 def broadcast(x: ScaledTensor, source: int, group: Any) -> ScaledTensor:
     """Return one rank's payload and scale."""
-    bits = _wait_for("broadcast", x._payload.contiguous().reshape(-1).view(torch.uint8).clone(), source, group)
-    scale = _wait_for("broadcast", x._scale.reshape(1).clone(), source, group).reshape(())
+    bits = run_and_wait("broadcast", x._payload.contiguous().reshape(-1).view(torch.uint8).clone(), source, group)
+    scale = run_and_wait("broadcast", x._scale.reshape(1).clone(), source, group).reshape(())
     return wrap(bits.view(x._payload.dtype).reshape(x.shape), scale, x.dtype)
 
 

@@ -163,7 +163,7 @@ def layer_norm_backward(
     saved = _statistics(p, mean, deviation)
     arguments = (to_float32(g), to_float32(p), shape, *saved, *_operand_values(weight, bias), mask)
     results = _keep_requested(aten.native_layer_norm_backward.default(*arguments), mask)
-    return _gradients(g, p, results, _rows(x, shape), _scale_of(deviation, p), _holder(gradient, like))
+    return _gradients(g, p, results, _rows(x, shape), _scale_of(deviation, p), first_scaled((gradient, like)))
 
 
 def _rows(x: Tensor, shape: Any) -> int:
@@ -171,10 +171,6 @@ def _rows(x: Tensor, shape: Any) -> int:
     for size in x.shape[: x.dim() - len(shape)]:
         rows *= size
     return rows
-
-
-def _holder(gradient: Any, like: ScaledTensor) -> ScaledTensor:
-    return gradient if isinstance(gradient, ScaledTensor) else like
 
 
 @implements(aten.native_group_norm_backward.default, family="norm")
@@ -187,7 +183,7 @@ def group_norm_backward(
     saved = _statistics(p, mean, deviation)
     arguments = (to_float32(g), to_float32(p), *saved, value_of(weight), n, c, hw, group, mask)
     results = _keep_requested(aten.native_group_norm_backward.default(*arguments), mask)
-    return _gradients(g, p, results, n * hw, _scale_of(deviation, p), _holder(gradient, like))
+    return _gradients(g, p, results, n * hw, _scale_of(deviation, p), first_scaled((gradient, like)))
 
 
 @implements(aten._fused_rms_norm_backward.default, family="norm")
@@ -206,7 +202,7 @@ def rms_norm_backward(gradient: Any, x: Any, shape: Any, deviation: Any, weight:
         to_weight = to_float32(g) * xhat
         to_weight = to_weight.sum(outer) if outer else to_weight
     results = (to_x if mask[0] else None, to_weight)
-    return _gradients(g, p, results, _rows(x, shape), _scale_of(deviation, p), _holder(gradient, like))
+    return _gradients(g, p, results, _rows(x, shape), _scale_of(deviation, p), first_scaled((gradient, like)))
 
 
 def _batch_statistics(x: Any, weight: Any, bias: Any, eps: float) -> tuple:
@@ -335,7 +331,7 @@ def batch_norm_backward(
     """Return the gradient in payloads: to x under gs / xs, to weight and bias under gs c."""
     like = first_scaled((gradient, x, weight, mean, variance))
     g, p = operand(gradient, like), operand(x, like)
-    rows, holder = x.numel() // max(x.shape[1], 1), _holder(gradient, like)
+    rows, holder = x.numel() // max(x.shape[1], 1), first_scaled((gradient, like))
     if train:
         statistics = (None, None, *_statistics(p, saved, deviation), True, 0.0, mask)
         results = aten.native_batch_norm_backward.default(to_float32(g), to_float32(p), value_of(weight), *statistics)

@@ -251,17 +251,13 @@ def _nll_backward(operator: OpOverload) -> None:
         g = operand(gradient, like)
         shape_of = to_float32(x) if isinstance(x, ScaledTensor) else x.to(torch.float32)
         y = operator(to_float32(g), shape_of, target, value_of(weight), reduction, ignore_index, value_of(total))
-        return payloads_under(y, [g._scale], [_holder(gradient, like)], _mean_divisor(target.numel(), reduction))
+        return payloads_under(y, [g._scale], [first_scaled((gradient, like))], _mean_divisor(target.numel(), reduction))
 
     implements(operator, family="loss")(backward)
 
 
 _nll_backward(aten.nll_loss_backward.default)
 _nll_backward(aten.nll_loss2d_backward.default)
-
-
-def _holder(gradient: Any, like: ScaledTensor) -> ScaledTensor:
-    return gradient if isinstance(gradient, ScaledTensor) else like
 
 
 @implements(aten.mse_loss.default, family="loss")
@@ -279,7 +275,7 @@ def mse_loss_backward(gradient: Any, x: Any, target: Any, reduction: int) -> Ten
     g = operand(gradient, like)
     (a, b), scale, *_ = align(*(operand(t, like) for t in (x, target)))
     y = aten.mse_loss_backward.default(to_float32(g), a, b, reduction)
-    return payloads_under(y, [g._scale, scale], [_holder(gradient, like)], _mean_divisor(a.numel(), reduction))
+    return payloads_under(y, [g._scale, scale], [first_scaled((gradient, like))], _mean_divisor(a.numel(), reduction))
 
 
 def _backward_on_values(*operators: OpOverload) -> None:
@@ -298,7 +294,8 @@ def _backward_rule_on_values(operator: OpOverload) -> Callable:
         rest = [value_of(x) for x in arguments]
         y = operator(to_float32(g), *rest, **{name: value_of(x) for name, x in options.items()})
         reduction = arguments[at - 1] if len(arguments) >= at else options.get("reduction", MEAN)
-        return payloads_under(y, [g._scale], [_holder(gradient, like)], _mean_divisor(arguments[0].numel(), reduction))
+        divisor = _mean_divisor(arguments[0].numel(), reduction)
+        return payloads_under(y, [g._scale], [first_scaled((gradient, like))], divisor)
 
     return backward
 

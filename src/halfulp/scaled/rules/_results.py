@@ -21,7 +21,7 @@ from .._operands import (
     payload_under,
     storage_of,
 )
-from .._payloads import decode_values
+from .._payloads import decode_values, to_float32
 from .._scaled_tensor import ScaledTensor, wrap
 
 # Beyond this scale, or below its inverse, payloads are brought back to about 1.
@@ -146,17 +146,22 @@ def align(*operands: Any) -> tuple[list[Tensor], Tensor, torch.dtype, torch.dtyp
     """
     like = first_scaled(operands)
     tensors = [operand(x, like) for x in operands]
-    scale = _powers.deciding_scale(*(x._scale for x in tensors))
-    storage = storage_of(operands)
-    payloads = [payload_under(x, scale) for x in tensors]
-    payloads = [_saturate(p, given, storage) for p, given in zip(payloads, operands)]
-    return payloads, scale, storage, logical_of(operands)
+    storage, dtype = storage_of(operands), logical_of(operands)
+    values: list[Any] = [_powers.concrete_value(x._scale) for x in tensors]
+    if None in values:
+        scale = _powers.deciding_scale(*(x._scale for x in tensors))
+        payloads = [payload_under(x, scale) for x in tensors]
+    else:
+        largest = _powers.deciding_value(values)
+        scale = torch.tensor(largest, dtype=torch.float32, device="cpu")
+        payloads = [_powers.times_at_most(to_float32(x), value / largest) for x, value in zip(tensors, values)]
+    payloads = [_saturate(p, given, value, storage) for p, given, value in zip(payloads, operands, values)]
+    return payloads, scale, storage, dtype
 
 
-def _saturate(payload: Tensor, given: Any, storage: torch.dtype) -> Tensor:
+def _saturate(payload: Tensor, given: Any, scale: float | None, storage: torch.dtype) -> Tensor:
     """Clamp an operand's stand-ins for infinity to the storage's range."""
     if isinstance(given, ScaledTensor):
-        scale = _powers.concrete_value(given._scale)
         if scale is None or scale < _powers.HUGE:
             return payload
     elif not isinstance(given, Tensor) or not given.dim():
