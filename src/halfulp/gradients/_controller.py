@@ -174,7 +174,7 @@ class Controller:
         if not found and not unknown:
             return LastStep(False, "gradients overflowed at a site of another process, whose scaler tells which")
         if not found and not backward.measuring:
-            for site in backward.list_reached():
+            for site in backward.reached:
                 site.memory.suspected = None if site.is_wide else site.exponent
             return LastStep(False, "gradients overflowed; where, the next step, which is measured, will show")
         # What no site of the model made came from outside, at the global exponent.
@@ -201,7 +201,7 @@ class Controller:
 
     def _agree(self, occasion: str, *values: int) -> list[int]:
         """Return the minimum of each value over all processes, at the point that ``occasion`` names."""
-        return self.backward.processes.agree(occasion, self.iteration, list(values), self.device)
+        return self.backward.processes.agree(occasion, self.iteration, list(values), self.backward.find_device)
 
     def _keep_together(self, before: int) -> None:
         """Set the global exponent without communication, by what all processes know: which steps were skipped."""
@@ -213,13 +213,9 @@ class Controller:
         """Copy the counters of the process with the most iterations, after a ``join()`` where some ran out of data."""
         global_site = self.sites.global_site
         numbers = [self.iteration, self.since, self._restarted, self._skips_in_row, global_site.exponent]
-        numbers = self.backward.processes.furthest(numbers, self.device())
+        numbers = self.backward.processes.furthest(numbers, self.backward.find_device())
         self.iteration, self.since, self._restarted, self._skips_in_row, global_site.exponent = numbers
         self.backward.measuring = is_measured(self.iteration, self._restarted, self.interval)
-
-    def device(self) -> torch.device:
-        """Return the device of the parameters."""
-        return next((parameter.device for parameter, _ in self.backward.readers()), torch.device("cpu"))
 
     def restart(self, exponent: int) -> None:
         """Set the global exponent by hand, and end the iteration."""
@@ -347,7 +343,7 @@ class Controller:
         """
         if self.following.several:
             self.following.resumes = self.iteration + _MEMORY * self.interval
-        reached = dict.fromkeys([*self.backward.list_reached(), self.sites.global_site])
+        reached = {**self.backward.reached, self.sites.global_site: None}
         # The global exponent falls at once to the others, which are far below it by now.
         own = [site for site in reached if not site.follows_global]
         highest = max(site.exponent for site in own or reached)

@@ -13,8 +13,11 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
-from ..arithmetic._float32_products import CELLS, PRODUCT_NAMES, name_of
+from ..arithmetic import _float32_products
+from ..arithmetic._float32_products import CELLS, PRODUCT_NAMES
 
+# A region asks at every call.
+name_of = functools.cache(_float32_products.name_of)
 OperatorKind = Literal["product", "cell", "shape", "fact", "in-place", "plain", "property"]
 
 # Only their first argument has a gradient.

@@ -172,7 +172,7 @@ def test_sites_have_the_keys_of_the_eager_front_end_and_are_reached_from_the_los
         backward = _watched(case.model)
         model = _compiled(case.model, backward) if compiled else case.model
         _backpropagate(case.loss(model(*case.batch)), case.model, backward)
-        keys.append([site.key for site in backward.order])
+        keys.append([site.key for site in backward.reached])
         _check_edges(backward, compiled)
     assert len(keys[1]) >= least
     assert keys[1] == keys[0]
@@ -185,9 +185,9 @@ def _check_edges(backward: Backward, compiled: bool) -> None:
         site = todo.pop()
         reached.add(site)
         todo += [reader for reader, passing in edges if passing is site and reader not in reached]
-    assert len(backward.order) >= 3
+    assert len(backward.reached) >= 3
     if not compiled:
-        assert set(backward.order) <= reached
+        assert set(backward.reached) <= reached
     # In a graph, gradients that reach parameters alone keep the global exponent and cross no edge.
     moved = {(target, source) for factors in backward.factors.values() for source, target in factors._edges}
     assert moved == (edges if compiled else set())
@@ -202,7 +202,7 @@ def test_each_of_several_models_has_sites_of_its_own(seed):
     loss = sum(one(x).square().sum() for one in compiled)
     loss.register_hook(lambda _: backward.begin(()))
     loss.backward()
-    assert {site.key for site in backward.order} == {f"{i}.{j}" for i in (0, 1) for j in (0, 2, 4)}
+    assert {site.key for site in backward.reached} == {f"{i}.{j}" for i in (0, 1) for j in (0, 2, 4)}
 
 
 def test_caches_of_graphs_tell_apart_what_the_pass_depends_on(seed):

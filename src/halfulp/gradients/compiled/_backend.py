@@ -26,7 +26,7 @@ from .. import _functions
 from .._functions import OperatorKind, kind_of, name_of
 from .._site import GLOBAL
 from ..eager._attach import scaled_here
-from ..eager._backward import Backward, nodes_behind
+from ..eager._backward import Backward, check_leaf, nodes_behind
 from . import _graph_writer, _placement
 from ._graph_writer import move_gradients
 from ._placement import Plan, path_of
@@ -222,8 +222,7 @@ def plan_sites(module: GraphModule, inputs: Sequence, backward: Backward) -> Pla
     for key in dict.fromkeys(walk.keys.values()):
         backward.sites.open(key)
     for parameter in parameters.values():
-        site = walk.read_at.get(parameter, GLOBAL)
-        backward.note_read(parameter, backward.sites.global_site if site == GLOBAL else backward.sites.open(site))
+        check_leaf(parameter)
     return Plan(
         walk.keys,
         tuple(node in parameters for node in placeholders),
@@ -247,7 +246,6 @@ class _Walk:
         self.repeating: list[str] = []
         self.wholes: dict[str, str] = {}
         self.apart: list[str] = []
-        self.read_at: dict[nn.Parameter, str] = {}
         self._parts = {str(key): name for one in backward.names for key, name in one.parts().items()}
         self._parameters = dict(parameters)
         self._owners = {x: owner(node, x, backward) for node, x in parameters.items()}
@@ -318,9 +316,6 @@ class _Walk:
             self.products.append(path)
         elif all(x in self._parameters for x in differentiable):
             self.opening.append(path)
-        for x in differentiable:
-            if x in self._parameters:
-                self.read_at[self._parameters[x]] = site
         self._sites[node] = self._pick_site(node, site)
         if kind == "in-place" and node.args and isinstance(node.args[0], Node):
             self._sites.setdefault(node.args[0], site)

@@ -58,7 +58,7 @@ def _factors(scaler: str, edges: str, count: int, device: torch.device) -> Tenso
     known = backward.factors.get((edges, device))
     if known is None:
         known = backward.factors[edges, device] = Factors(backward, edges, device)
-    backward.order.update(known.sites)
+    backward.reached.update(known.sites)
     return known.now()
 
 
@@ -67,7 +67,7 @@ def _observe(gradients: list[Tensor], scaler: str, site: str, kinds: str) -> Non
     if backward is None or not backward.measuring:
         return
     where = backward.sites.open(site)
-    backward.order.setdefault(where)
+    backward.reached.setdefault(where)
     for kind, gradient in zip(kinds.split(PART), gradients):
         exponent = where.exponent - backward.sites.global_site.exponent if kind.endswith(SHARED) else 0
         backward.measurements.add(

@@ -24,8 +24,8 @@ from ...subclass.models._float32_products import GraphReader, class_of, leave_co
 from .._functions import differentiable_in, map_tensors, memoize
 from .._powers import copy_with_strides
 from .._site import Site, narrow
-from ._backward import Backward, current, differentiating, mark
-from ._region import Names, Region, hook_weight_edge, view_of, watch_custom_functions
+from ._backward import Backward, check_leaf, current, differentiating, mark
+from ._region import Region, hook_weight_edge, view_of, watch_custom_functions
 from ._replay import Replay, Replays
 
 
@@ -80,10 +80,11 @@ class Forward(GraphReader):
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """The module's forward pass; the plain one where autograd does not differentiate it."""
-        if not torch.is_grad_enabled() or is_exporting() or self._backward.idle:
+        if not torch.is_grad_enabled() or self._backward.idle:
             return self.inner(*args, **kwargs)
         if torch.compiler.is_compiling():
-            return self._marked(self.inner(*args, **kwargs))
+            out = self.inner(*args, **kwargs)
+            return out if is_exporting() else self._marked(out)
         return self._with_edges(args, kwargs)
 
     def _marked(self, out: Any) -> Any:
@@ -150,9 +151,8 @@ WHOLE = (nn.MultiheadAttention,)
 class ModuleForward(Forward):
     """Edges at a module's boundaries: inside, gradients are at its site, outside at the global exponent."""
 
-    def __init__(self, module: nn.Module, backward: Backward, site: Site, names: Names) -> None:
+    def __init__(self, module: nn.Module, backward: Backward, site: Site) -> None:
         super().__init__(module, backward)
-        self._names = names
         self._site = site
         self._lock = threading.RLock()
         self._inside = False
@@ -169,7 +169,7 @@ class ModuleForward(Forward):
 
     def _between_boundaries(self, args: tuple, kwargs: dict) -> Any:
         self._backward.join()
-        self._backward.order.setdefault(self._site)
+        self._backward.reached.setdefault(self._site)
         args, kwargs = map_tensors((args, kwargs), memoize(self._enter))
         given = list(differentiable_in((args, kwargs)))
         versions = [x._version for x in given]
@@ -195,7 +195,7 @@ class ModuleForward(Forward):
         holders = list(module.modules())
         parameters = {id(x): x for holder in holders for x in differentiable_in(holder._parameters)}
         for x in parameters.values():
-            self._backward.note_read(x, self._site, listed=self._names.of(x) is not None)
+            check_leaf(x)
         views = {key: view_of(x, sparse=True) for key, x in parameters.items()}
         kept = [(holder, dict(holder._parameters), holder.__dict__.get("_flat_weights")) for holder in holders]
         self._inside = True
@@ -243,12 +243,12 @@ def modules_of(model: nn.Module, prefix: str) -> Iterator[tuple[str, nn.Module]]
         yield from modules_of(part, f"{prefix}.{name}" if prefix else name)
 
 
-def attach_modules(model: nn.Module, backward: Backward, prefix: str, names: Names) -> Callable[[], None]:
+def attach_modules(model: nn.Module, backward: Backward, prefix: str) -> Callable[[], None]:
     """Put edges at the boundaries of every module that is a site; return a function that removes them."""
     watched: dict[nn.Module, ModuleForward] = {}
     for key, module in modules_of(model, prefix):
         if module not in watched:
-            module.forward = watched[module] = ModuleForward(module, backward, backward.sites.open(key), names)
+            module.forward = watched[module] = ModuleForward(module, backward, backward.sites.open(key))
 
     def detach() -> None:
         for forward in watched.values():
@@ -293,11 +293,12 @@ class WatchedForward(Forward):
             return self.inner(*args, **kwargs)
         if region is None or self._role == "model":
             self._backward.join()
-        if region is None and self._replays.ready():
-            with Replay(self._backward, self._replays) as replay:
-                return replay.run(self.inner, args, kwargs, self._widens)
         if region is None:
-            return self._in_region(args, kwargs)
+            replays = self._replays if self._backward.may_replay() else None
+            if replays is None or not replays.is_ready():
+                return self._run_in_region(args, kwargs, replays)
+            with Replay(self._backward, replays) as replay:
+                return replay.run(self.inner, args, kwargs, self._widens)
         if self._role != "part" or region.replaying:
             return self.inner(*args, **kwargs)
         depth = len(region.path)
@@ -308,15 +309,16 @@ class WatchedForward(Forward):
             # Names left by parts that raised go, too.
             del region.path[depth:]
 
-    def _in_region(self, args: tuple, kwargs: dict) -> Any:
+    def _run_in_region(self, args: tuple, kwargs: dict, replays: Replays | None) -> Any:
+        """Run the forward pass in a region, from which ``replays`` learn if they are given."""
         with watch_custom_functions(self._backward), Region(self._backward, self._names) as region:
             region.path = [self._place] if self._place else []
-            region.recording = recording = self._replays.recording()
+            recording = region.recording = None if replays is None else replays.start_recording()
             region.take((args, kwargs))
             out = self.inner(*args, **kwargs)
-            if recording is not None:
+            if replays is not None and recording is not None:
                 region.recording = None
-                self._replays.learn(recording, (args, kwargs), out, region.begun)
+                replays.learn(recording, (args, kwargs), out, region.begun)
             return region.leave(out, self._widens())
 
     def _marked(self, out: Any) -> Any:
@@ -333,22 +335,16 @@ def under_float16() -> bool:
 
 
 class ParameterNames:
-    """A cached map from parameters to the modules that hold them, looked up again for an unknown parameter.
-
-    Attributes:
-        lookups: how often that was.
-    """
+    """A cached map from parameters to the modules that hold them, looked up again for an unknown parameter."""
 
     def __init__(self, model: nn.Module, prefix: str) -> None:
         self._model = weakref.ref(model)
         self._prefix = f"{prefix}." if prefix else ""
         self._names: dict[int, str | None] = {}
-        self.lookups = 0
 
     def of(self, parameter: Tensor) -> str | None:
         """Return the qualified name of the module that holds a parameter; None where the model does not list it."""
         if id(parameter) not in self._names:
-            self.lookups += 1
             model = self._model()
             listed = () if model is None else model.named_parameters()
             self._names |= {id(p): (self._prefix + name).rpartition(".")[0] or "model" for name, p in listed}
@@ -420,7 +416,7 @@ def attach(model: nn.Module, backward: Backward, *, wide: bool | None, prefix: s
     # The backend of a compiler finds sites by the products that the model writes.
     leave_compiled_products(model)
     if mode == "module":
-        remove = attach_modules(model, backward, prefix, names)
+        remove = attach_modules(model, backward, prefix)
     else:
         remove = _attach_function(model, backward, wide, prefix, names)
 

@@ -229,18 +229,14 @@ class Backward:
         # Whether forward passes apply custom Functions; None until an iteration has ended.
         self.custom_functions: bool | None = None
         self.following = Following(sites, policy.per_site and policy.measures and not policy.wants_operands)
-        self.order: dict[Site, None] = {}
-        # Sites that gradients left for others, in backward's order.
-        self._left: dict[Site, None] = {}
+        # The sites of this iteration's forward and backward passes.
+        self.reached: dict[Site, None] = {}
         self.forwards = 0
         self._seen = False
         self._edge_hooks: dict[tuple[Site, Site], Hook] = {}
         self._weight_edge_hooks: dict[tuple[Site, Format | None], Hook] = {}
         # Of nodes that read several tensors.
         self.reader_hooks: dict[tuple, Callable] = {}
-        self._readers: dict[int, Site] = {}
-        self._unlisted: dict[int, Tensor] = {}
-        self._lookups = self._listed = 0
         self._warned = False
         # What compiled graphs know it by, the factors that they hold, and whose parameters they name.
         self.handle = str(next(_handles))
@@ -306,13 +302,9 @@ class Backward:
         wanted = self._replays and not self.measuring and not self.second_order and self.format is None
         return wanted and not torch._C._len_torch_dispatch_stack()
 
-    def note_left(self, sites: Iterable[Site]) -> None:
-        """Note that gradients pass from these sites, in forward's order, to others."""
-        self._left.update(dict.fromkeys(reversed(list(sites))))
-
     def join(self) -> None:
         """Note, once in an iteration, which processes share the gradients."""
-        if not self.order and not self.forwards:
+        if not self.reached and not self.forwards:
             self.processes.find()
 
     def check_seen(self) -> None:
@@ -320,7 +312,7 @@ class Backward:
         if self._seen or self.idle:
             return
         self._seen = True
-        if not self.order and not self.forwards:
+        if not self.reached and not self.forwards:
             warnings.warn(
                 "the scaled loss came from no forward pass of the scaler's model, so that one scale holds for all "
                 "gradients: call the model itself, not its parts or methods, or make the scaler of what is called",
@@ -336,21 +328,13 @@ class Backward:
         self.second_order = self.replayed = False
         self.measurements.clear()
         self.following.binades.clear()
-        self.order.clear()
-        for key in self._unlisted:
-            self._readers.pop(key, None)
-        self._unlisted.clear()
-        self._left.clear()
+        self.reached.clear()
 
     def edge_hook(self, source: Site, target: Site) -> Hook:
         """Return the hook of an edge that takes a gradient at ``target``'s exponent to ``source``'s."""
         if (source, target) not in self._edge_hooks:
             self._edge_hooks[source, target] = self._make_edge_hook(source, target)
         return self._edge_hooks[source, target]
-
-    def list_reached(self) -> list[Site]:
-        """Return this iteration's sites in forward order, after those that ran before the last update alone."""
-        return [*(site for site in reversed(self._left) if site not in self.order), *self.order]
 
     def edges(self) -> Iterable[tuple[Site, Site]]:
         """Return pairs of a site and one that passes gradients to it."""
@@ -362,7 +346,7 @@ class Backward:
             gradient = gradients[0]
             if self.is_shut() or gradient is None:
                 return None
-            self._left[source] = None
+            self.reached[source] = None
             if target is self.sites.global_site and self.measuring and self.policy.wants_operands:
                 self.propose_at_loss(source, gradient, source.stored)
             changed = self._pass_on(gradient, target)
@@ -425,48 +409,9 @@ class Backward:
         if proposal is not None:
             site.proposals.append(proposal)
 
-    def note_read(
-        self, parameter: Tensor, site: Site, sharded: Callable[[], bool] = lambda: False, listed: bool = True
-    ) -> None:
-        """Note that a parameter is read at a site, which its gradient leaves for the global exponent.
-
-        ``sharded`` tells whether the model belongs to FSDP, which holds float16 copies of float32 parameters: their
-        gradients become float32 before they leave, and are reduced so. ``listed``: whether a model lists it.
-        """
-        if parameter.dtype == torch.float16:
-            if HAS_GRADIENT_DTYPE and id(parameter) not in self._readers and sharded():
-                parameter.grad_dtype = torch.float32
-            check_leaf(parameter)
-        if id(parameter) not in self._readers:
-            self._forget_gone()
-        self._readers[id(parameter)] = site
-        if not listed:
-            self._unlisted[id(parameter)] = parameter
-
-    def _forget_gone(self) -> None:
-        """Forget parameters that the models do not have any more."""
-        lookups = sum(names.lookups for names in self.names)
-        # A new parameter may have the identity of one that is gone, which needs no lookup.
-        if lookups != self._lookups or len(self._readers) - len(self._unlisted) >= self._listed:
-            self._lookups = lookups
-            list(self.readers())
-            self._listed = len({id(parameter) for names in self.names for parameter in names.parameters()})
-
-    def reader_of(self, parameter: Tensor) -> Site | None:
-        """Return the site that read a parameter last; None where none did."""
-        return self._readers.get(id(parameter))
-
-    def readers(self) -> Iterator[tuple[Tensor, Site]]:
-        """Yield the parameters that were read, with the site that read each last.
-
-        Parameters are looked up by identity: torch.utils.swap_tensors takes none that is referenced weakly.
-        """
-        known = {id(parameter): parameter for names in self.names for parameter in names.parameters()} | self._unlisted
-        for key, site in list(self._readers.items()):
-            if key in known:
-                yield known[key], site
-            else:
-                del self._readers[key]
+    def find_device(self) -> torch.device:
+        """Return the device of the models' parameters."""
+        return next((p.device for names in self.names for p in names.parameters()), torch.device("cpu"))
 
     def weight_edge_hook(self, site: Site, made_in: torch.dtype) -> Hook:
         """The hook of a parameter's edge: the gradient that a reader made, in a dtype, leaves its site."""
@@ -540,15 +485,22 @@ def differentiating() -> bool:
     return torch._C._current_graph_task_id() != -1
 
 
-def check_leaf(parameter: Tensor) -> None:
+def check_leaf(parameter: Tensor, is_sharded: Callable[[], bool] = lambda: False) -> None:
     """Refuse a parameter whose gradient could not leave its reader's site without rounding.
+
+    ``is_sharded`` tells whether the model belongs to FSDP, which holds float16 copies of float32 parameters: their
+    gradients become float32 before they leave, and are reduced so.
 
     Raises:
         TypeError: it is float16, and its gradient too.
     """
-    if parameter.dtype == torch.float16 and getattr(parameter, "grad_dtype", torch.float16) == torch.float16:
-        raise TypeError(
-            f"a parameter of shape {list(parameter.shape)} is float16 and so is its gradient, which cannot be unscaled "
-            "without losing what the scale saved: call halfulp.float32_gradients(model) before, and step with an "
-            "optimizer of halfulp.optim; or keep float32 parameters under torch.autocast"
-        )
+    if parameter.dtype != torch.float16 or getattr(parameter, "grad_dtype", torch.float16) != torch.float16:
+        return
+    if HAS_GRADIENT_DTYPE and is_sharded():
+        parameter.grad_dtype = torch.float32
+        return
+    raise TypeError(
+        f"a parameter of shape {list(parameter.shape)} is float16 and so is its gradient, which cannot be unscaled "
+        "without losing what the scale saved: call halfulp.float32_gradients(model) before, and step with an "
+        "optimizer of halfulp.optim; or keep float32 parameters under torch.autocast"
+    )

@@ -23,7 +23,7 @@ from ...kernels import constant_result, untraced
 from .._functions import Factor, differentiable_in, factors_of, is_parameter, kind_of, map_tensors, memoize, name_of
 from .._powers import CopyWithStrides, copy_with_strides, is_custom
 from .._site import Site, narrow
-from ._backward import LEAF, Backward, Hook, Widening, current, is_exit, mark, put
+from ._backward import LEAF, Backward, Hook, Widening, check_leaf, current, is_exit, mark, put
 
 COMPILED = (
     "a part of the model is compiled by itself, and exponents cannot be put into its backward pass: compile the whole "
@@ -457,7 +457,7 @@ class Region(TorchFunctionMode):
         self._rank[site] = len(self._rank)
         if self.recording is not None:
             self.recording.opened.setdefault(site)
-        self._backward.order.setdefault(site)
+        self._backward.reached.setdefault(site)
         return site
 
     def _common(self, function: Callable, differentiable: list[Tensor]) -> Site:
@@ -495,9 +495,8 @@ class Region(TorchFunctionMode):
 
     def _read(self, parameter: Tensor, site: Site, reads: Reads | None, function: Callable | None) -> Tensor:
         """Return a parameter for a reader at ``site``: itself, or a view whose gradient leaves the site."""
-        listed = self._names.of(parameter) is not None
-        self._backward.note_read(parameter, site, self._names.sharded, listed)
-        if not listed or parameter.dtype == torch.float16 or type(parameter) is not nn.Parameter:
+        check_leaf(parameter, self._names.sharded)
+        if self._names.of(parameter) is None or parameter.dtype == torch.float16 or type(parameter) is not nn.Parameter:
             self._fail_recording()
         if site is self._global_site or reads is None:
             return parameter

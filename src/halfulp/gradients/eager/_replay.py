@@ -170,6 +170,7 @@ class LearnedGraph:
         shape: Of the graph.
         parameters: That it reads: a graph of the same shape may be another part's, at other sites.
         order: The sites that products open, in forward's order.
+        read_at: By identity of a parameter, the site that reads it.
     """
 
     def __init__(
@@ -181,20 +182,15 @@ class LearnedGraph:
         self._sites = _settle_views(shape, sites, backward.sites.global_site)
         self._all_sites = list(dict.fromkeys([backward.sites.global_site, *self._sites]))
         self._leaves = [i for i, kind in enumerate(shape.kinds) if is_leaf(kind)]
-        self._readers = _readers(shape, sites)
         self.parameters = shape.parameters(nodes)
+        readers = {link[0]: site for site, links in zip(sites, shape.links) for link in links if link is not None}
+        self.read_at = {identity: readers[place] for place, identity in self.parameters}
         self._exponents: list[tuple[int, bool]] = []
         self._hooks: list[tuple[int, Callable]] = []
 
     def takes(self, nodes: list[Any]) -> bool:
         """Return whether no leaf is float16, whose gradient would need an edge of its own."""
         return torch.float16 not in {nodes[place].variable.dtype for place in self._leaves}
-
-    def note_reads(self, nodes: list[Any], names: Names) -> None:
-        """Note at which sites parameters are read."""
-        for place, _ in self.parameters:
-            parameter = nodes[place].variable
-            self._backward.note_read(parameter, self._readers[place], listed=names.of(parameter) is not None)
 
     def attach(self, nodes: list[Any]) -> list[Site]:
         """Hook the nodes for the present exponents; return the sites of the outputs' gradients."""
@@ -251,14 +247,13 @@ def _sums_in_16_bits(nodes: list[Any], edges: set[Any]) -> bool:
 
 
 def approximate(
-    shape: Shape, nodes: list[Any], backward: Backward, like: Iterable[LearnedGraph]
+    shape: Shape, nodes: list[Any], backward: Backward, like: Collection[LearnedGraph]
 ) -> LearnedGraph | None:
     """Guess sites for a graph that no region saw: the sites of parameters, and the latest of each node's inputs.
 
     Any sites give right gradients; products without parameters get no site of their own by this. None where the graph
     has a kind of node that no ``like`` one had.
     """
-    like = list(like)
     known = {kind for one in like for kind in one.shape.kinds}
     if not known.issuperset(shape.kinds):
         return None
@@ -266,21 +261,13 @@ def approximate(
     order = list(dict.fromkeys(site for one in like for site in one.order))
     rank = {global_site: -1} | {site: i for i, site in enumerate(order)}
     sites = [global_site] * len(nodes)
+    read_at = {identity: site for one in like for identity, site in one.read_at.items()}
+    readers = {place: read_at.get(identity, global_site) for place, identity in shape.parameters(nodes)}
     inner = [i for i, (kind, links) in enumerate(zip(shape.kinds, shape.links)) if links and kind is not None]
     for i in sorted(inner, key=lambda i: nodes[i]._sequence_nr()):
-        read = [_read(nodes[link[0]], sites[link[0]], backward) for link in shape.links[i] if link is not None]
+        read = [readers.get(link[0], sites[link[0]]) for link in shape.links[i] if link is not None]
         sites[i] = max(read, key=lambda site: rank.get(site, -1), default=global_site)
     return LearnedGraph(shape, nodes, sites, [site for site in order if site in sites], backward)
-
-
-def _read(node: Any, site: Site, backward: Backward) -> Site:
-    parameter = getattr(node, "variable", None)
-    return site if parameter is None else backward.reader_of(parameter) or site
-
-
-def _readers(shape: Shape, sites: list[Site]) -> dict[int, Site]:
-    """Return the site at which each node's tensor is read, the last one in a walk from its leaf."""
-    return {link[0]: site for site, links in zip(sites, shape.links) for link in links if link is not None}
 
 
 def _settle_views(shape: Shape, sites: list[Site], global_site: Site) -> list[Site]:
@@ -316,16 +303,15 @@ class Replays:
         self._names = names
         # By shape and the parameters that they read.
         self._graphs: dict[tuple[Shape, tuple[tuple[int, int], ...]], LearnedGraph] = {}
-        self._latest: LearnedGraph | None = None
         self._known_in_row = self._surprises = self._recordings = 0
 
-    def ready(self) -> bool:
-        """Return whether the next forward pass needs no region."""
-        return self._known_in_row >= 2**self._surprises and self._backward.may_replay()
+    def is_ready(self) -> bool:
+        """Return whether enough forward passes in a row had known graphs for the next one to need no region."""
+        return self._known_in_row >= 2**self._surprises
 
-    def recording(self) -> Recording | None:
+    def start_recording(self) -> Recording | None:
         """Return a recording for the next region to fill; None where no forward pass will be replayed."""
-        if self._recordings >= _RECORDINGS or not self._backward.may_replay() or self._names.sharded():
+        if self._recordings >= _RECORDINGS or self._names.sharded():
             return None
         self._recordings += 1
         return Recording()
@@ -338,7 +324,7 @@ class Replays:
         if learned is None or not self._keep(learned):
             self._known_in_row, self._recordings = 0, _RECORDINGS
             return
-        if self.ready():
+        if self.is_ready():
             self._recordings = 0
 
     def _keep(self, learned: LearnedGraph) -> bool:
@@ -348,7 +334,7 @@ class Replays:
         if not known and len(self._graphs) == _GRAPHS:
             return False
         self._known_in_row = self._known_in_row + 1 if known else 0
-        self._graphs[key] = self._latest = learned
+        self._graphs[key] = learned
         return True
 
     def find(self, roots: list[tuple[Any, int]], around: Surroundings) -> tuple[LearnedGraph | None, list[Any]]:
@@ -356,9 +342,6 @@ class Replays:
         shape, nodes = walk(roots, around)
         learned = self._graphs.get((shape, shape.parameters(nodes)))
         if learned is not None and learned.takes(nodes):
-            if learned is not self._latest:
-                learned.note_reads(nodes, self._names)
-                self._latest = learned
             return learned, nodes
         self._known_in_row = 0
         self._surprises += 1
@@ -367,7 +350,6 @@ class Replays:
         learned = approximate(shape, nodes, self._backward, self._graphs.values())
         if learned is None or not learned.takes(nodes):
             return None, nodes
-        learned.note_reads(nodes, self._names)
         return learned, nodes
 
 
@@ -421,7 +403,7 @@ class Replay:
                 self._outside(node)
         sites = [self._global_site] * len(outputs) if learned is None else learned.attach(nodes)
         order = {} if learned is None else learned.order
-        self._backward.order.update(order)
+        self._backward.reached.update(order)
         by_tensor = {id(x): site for x, site in zip(outputs, sites)}
         to_float32 = wide()
         return map_tensors(
@@ -463,7 +445,7 @@ def _enter(backward: Backward, move: tuple[int, int], order: dict[Site, None], g
     """The hook of an output: its gradient comes to the outputs' site."""
     if backward.is_shut():
         return None
-    backward.note_left(order)
+    backward.reached.update(order)
     gradient = gradients[0]
     if gradient is None or not any(move):
         return None
