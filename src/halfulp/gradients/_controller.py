@@ -13,7 +13,20 @@ from ..formats import Format, fp16, get
 from ..rounding import Nearest, Rounding, get_rounding
 from ..rounding._random_bits import STREAM_VERSION
 from ._reports import LastStep
-from ._site import GLOBAL, HIGHEST, LOWEST, Measurement, Memory, Reading, Site, Sites, by_site, recover_sizes, to_host
+from ._site import (
+    GLOBAL,
+    HIGHEST,
+    LOWEST,
+    Measurement,
+    Memory,
+    Reading,
+    Site,
+    Sites,
+    by_site,
+    local_values,
+    recover_sizes,
+    to_host,
+)
 from ._state import load_sites
 from .eager._backward import Backward
 from .policies._policy import Amax, Policy
@@ -76,24 +89,12 @@ def overflow_sources(measured: list[Measurement]) -> list[Site]:
     return found
 
 
-def all_finite(gradient: Tensor) -> Tensor:
-    """Return whether a gradient has no infinity and no NaN, on its device."""
-    gradient = gradient.to_local() if hasattr(gradient, "to_local") else gradient
-    values = gradient.coalesce().values() if gradient.is_sparse else gradient
-    return torch.isfinite(values).all()
-
-
 def explains(kinds: dict[str, Reading], exponent: int) -> bool:
     """Return whether gradients of this size may overflow at an exponent: they reach half of the largest number."""
     return any(
         reading.format is not None and reading.finite and math.ldexp(reading.amax, exponent + 1) > reading.format.max
         for reading in kinds.values()
     )
-
-
-def is_reached(kinds: dict[str, Reading]) -> bool:
-    """Return whether a site has a narrow gradient that is not finite."""
-    return any(reading.format and not reading.finite for reading in kinds.values())
 
 
 # For so many intervals an overflow is remembered.
@@ -135,7 +136,7 @@ class Controller:
         # The sites that overflowed in this iteration.
         self._sources: dict[Site, None] = {}
         self._skipped = False
-        backward.processes.after_join(self.catch_up)
+        backward.processes.catch_up = self.catch_up
         # Whether exponents are to blame for that: not for a loss that is no number.
         self._overflowed = False
         self._measure_next = False
@@ -157,7 +158,7 @@ class Controller:
         """
         self._skipped = True
         backward, global_site = self.backward, self.sites.global_site
-        finite = all(to_host([all_finite(loss) for loss in self.losses]))
+        finite = all(to_host([torch.isfinite(local_values(loss)).all() for loss in self.losses]))
         found = overflow_sources(self._measured) if finite and self.policy.per_site else []
         if backward.processes.in_join:
             # Nobody can be asked: it may be another's.
@@ -213,7 +214,7 @@ class Controller:
         """Copy the counters of the process with the most iterations, after a ``join()`` where some ran out of data."""
         global_site = self.sites.global_site
         numbers = [self.iteration, self.since, self._restarted, self._skips_in_row, global_site.exponent]
-        numbers = self.backward.processes.furthest(numbers, self.backward.find_device())
+        numbers = self.backward.processes.read_furthest(numbers, self.backward.find_device())
         self.iteration, self.since, self._restarted, self._skips_in_row, global_site.exponent = numbers
         self.backward.measuring = is_measured(self.iteration, self._restarted, self.interval)
 
@@ -267,7 +268,7 @@ class Controller:
         Raises:
             ValueError: so they were, stochastically.
         """
-        version = progress[6] if len(progress) == 7 else 1
+        version = progress[6]
         if self.backward.draws and progress[3] and version != STREAM_VERSION:
             raise ValueError(
                 f"'progress' of the state_dict is of version {version} of the stream of random bits, known is "
@@ -327,7 +328,9 @@ class Controller:
         if self._skips_in_row > _ROW:
             return self._fall_together()
         suspects = [] if self.backward.measuring else self.sites.suspects()
-        reached = [site for site, kinds in readings.items() if is_reached(kinds)]
+        reached = [
+            site for site, kinds in readings.items() if any(one.format and not one.finite for one in kinds.values())
+        ]
         fallen = dict.fromkeys([*self._sources, *suspects, *reached])
         for site in fallen:
             # At least to the exponent that the policy derives from its history.

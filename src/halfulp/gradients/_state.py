@@ -101,8 +101,7 @@ def _is_size(given: object) -> bool:
 
 
 def _is_progress(given: object) -> bool:
-    # Six, before random bits had a version.
-    if not isinstance(given, (list, tuple)) or len(given) not in (6, 7):
+    if not isinstance(given, (list, tuple)) or len(given) != 7:
         return False
     iteration, since, measuring, *counts = given
     return all(map(_is_whole, (iteration, since, *counts))) and isinstance(measuring, bool) and counts[1] <= iteration

@@ -25,7 +25,7 @@ from .._functions import differentiable_in, map_tensors, memoize
 from .._powers import copy_with_strides
 from .._site import Site, narrow
 from ._backward import Backward, check_leaf, current, differentiating, mark
-from ._region import Region, hook_weight_edge, view_of, watch_custom_functions
+from ._region import ParameterNames, Region, hook_weight_edge, view_of, watch_custom_functions
 from ._replay import Replay, Replays
 
 
@@ -83,8 +83,9 @@ class Forward(GraphReader):
         if not torch.is_grad_enabled() or self._backward.idle:
             return self.inner(*args, **kwargs)
         if torch.compiler.is_compiling():
-            out = self.inner(*args, **kwargs)
-            return out if is_exporting() else self._marked(out)
+            if is_exporting():
+                return self.inner(*args, **kwargs)
+            return self._marked(self.inner(*args, **kwargs))
         return self._with_edges(args, kwargs)
 
     def _marked(self, out: Any) -> Any:
@@ -332,43 +333,6 @@ def under_float16() -> bool:
     """Return whether autocast to float16 is on, for any kind of device."""
     kinds = ("cpu", "cuda", "mps", "xpu")
     return any(torch.is_autocast_enabled(kind) and torch.get_autocast_dtype(kind) == torch.float16 for kind in kinds)
-
-
-class ParameterNames:
-    """A cached map from parameters to the modules that hold them, looked up again for an unknown parameter."""
-
-    def __init__(self, model: nn.Module, prefix: str) -> None:
-        self._model = weakref.ref(model)
-        self._prefix = f"{prefix}." if prefix else ""
-        self._names: dict[int, str | None] = {}
-
-    def of(self, parameter: Tensor) -> str | None:
-        """Return the qualified name of the module that holds a parameter; None where the model does not list it."""
-        if id(parameter) not in self._names:
-            model = self._model()
-            listed = () if model is None else model.named_parameters()
-            self._names |= {id(p): (self._prefix + name).rpartition(".")[0] or "model" for name, p in listed}
-            self._names.setdefault(id(parameter), None)
-        return self._names[id(parameter)]
-
-    def parameters(self) -> Iterator[nn.Parameter]:
-        """Return all parameters of the model, if it still exists."""
-        model = self._model()
-        return iter(()) if model is None else model.parameters()
-
-    def parts(self) -> dict[int, str]:
-        """Return the names of the modules that have parts, by their ids: what runs in one is named after it."""
-        model = self._model()
-        modules = () if model is None else model.named_modules()
-        parts = ((name, one) for name, one in modules if next(one.children(), None) is not None)
-        return {id(one): (self._prefix + name).strip(".") for name, one in parts}
-
-    def sharded(self) -> bool:
-        """Return whether parts of the model belong to FSDP, which computes with copies of its parameters."""
-        from torch.distributed.fsdp import FSDPModule
-
-        model = self._model()
-        return model is not None and any(isinstance(module, FSDPModule) for module in model.modules())
 
 
 def parts_of(model: nn.Module) -> Iterator[tuple[str, nn.Module, Role]]:

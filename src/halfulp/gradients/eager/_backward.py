@@ -285,6 +285,17 @@ class Backward:
                 raise
             self.note_custom_function()
 
+    def mark_outside(self, node: Any) -> None:
+        """Mark a node that was made before a forward pass as one at the global exponent.
+
+        Raises:
+            ValueError: it was made inside of a model, and is none of its outputs.
+        """
+        global_site = self.sites.global_site
+        if node is not None and not is_exit(node, global_site):
+            self.check_exits(node)
+            mark(node, global_site, global_site, global_site)
+
     def use_one_scale(self) -> None:
         """Use one global scale until the next update, and never replay a known graph again."""
         self.second_order, self._replays = True, False
@@ -305,7 +316,7 @@ class Backward:
     def join(self) -> None:
         """Note, once in an iteration, which processes share the gradients."""
         if not self.reached and not self.forwards:
-            self.processes.find()
+            self.processes.find_groups()
 
     def check_seen(self) -> None:
         """Warn, once, where a scaled loss came from no forward pass that has sites: one scale holds for all then."""

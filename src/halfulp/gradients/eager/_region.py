@@ -11,7 +11,7 @@ import weakref
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from types import FunctionType
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -76,14 +76,41 @@ def without_watching(method: Callable[..., Any]) -> Callable[..., Any]:
     return run
 
 
-class Names(Protocol):
-    """A lookup of the module that a parameter belongs to."""
+class ParameterNames:
+    """A cached map from parameters to the modules that hold them, looked up again for an unknown parameter."""
+
+    def __init__(self, model: nn.Module, prefix: str) -> None:
+        self._model = weakref.ref(model)
+        self._prefix = f"{prefix}." if prefix else ""
+        self._names: dict[int, str | None] = {}
 
     def of(self, parameter: Tensor) -> str | None:
-        """Return a parameter's qualified name; None where the model does not list it."""
+        """Return the qualified name of the module that holds a parameter; None where the model does not list it."""
+        if id(parameter) not in self._names:
+            model = self._model()
+            listed = () if model is None else model.named_parameters()
+            self._names |= {id(p): (self._prefix + name).rpartition(".")[0] or "model" for name, p in listed}
+            self._names.setdefault(id(parameter), None)
+        return self._names[id(parameter)]
+
+    def parameters(self) -> Iterator[nn.Parameter]:
+        """Return all parameters of the model, if it still exists."""
+        model = self._model()
+        return iter(()) if model is None else model.parameters()
+
+    def parts(self) -> dict[int, str]:
+        """Return the names of the modules that have parts, by their ids: what runs in one is named after it."""
+        model = self._model()
+        modules = () if model is None else model.named_modules()
+        parts = ((name, one) for name, one in modules if next(one.children(), None) is not None)
+        return {id(one): (self._prefix + name).strip(".") for name, one in parts}
 
     def sharded(self) -> bool:
-        """Return whether the model is FSDP's."""
+        """Return whether parts of the model belong to FSDP, which computes with copies of its parameters."""
+        from torch.distributed.fsdp import FSDPModule
+
+        model = self._model()
+        return model is not None and any(isinstance(module, FSDPModule) for module in model.modules())
 
 
 class Recording:
@@ -287,7 +314,7 @@ class Region(TorchFunctionMode):
 
     replaying = False
 
-    def __init__(self, backward: Backward, names: Names) -> None:
+    def __init__(self, backward: Backward, names: ParameterNames) -> None:
         super().__init__()
         self.path: list[str] = []
         self._backward = backward
@@ -322,22 +349,24 @@ class Region(TorchFunctionMode):
         if not differentiable:
             return function(*args, **kwargs)
         kind = kind_of(function)
-        if kind == "fact":
+        if kind == "shape":
+            # Only the first argument has a gradient.
+            differentiable = list(differentiable_in(args[:1]))
+        if kind == "fact" or not differentiable:
             return function(*args, **kwargs)
         if kind == "property":
             return self._property(function, args, differentiable)
         if kind == "in-place":
             return self._write(function, args, kwargs, differentiable)
-        if kind == "shape":
-            return self._call_shape(function, args, kwargs)
         return self._call(function, args, kwargs, self._site(kind, function, args, differentiable), kind)
 
     def _call(self, function: Callable, args: tuple, kwargs: dict, site: Site, kind: str) -> Any:
         """Run a function with all its gradients at one site."""
         reads = Reads(self._backward, site)
         # Views run in the reverse of the order they are made in, and arms of a join must add up in the plain order.
-        kwargs = self._move(kwargs, site, reads, function)
-        given = self._move(args, site, reads, function)
+        taken = 1 if kind == "shape" else len(args)
+        kwargs = kwargs if kind == "shape" else self._move(kwargs, site, reads, function)
+        given = (*self._move(args[:taken], site, reads, function), *args[taken:])
         reads.begin()
         out = self._run(site, function, given, kwargs)
         reads.hook(out, out)
@@ -360,19 +389,6 @@ class Region(TorchFunctionMode):
             return out
         return self._call(function, args, {}, self._common(function, differentiable), "plain")
 
-    def _call_shape(self, function: Callable, args: tuple, kwargs: dict) -> Any:
-        """Run a function that gives its first argument another argument's shape; only the first has a gradient."""
-        first = list(differentiable_in(args[:1]))
-        if not first:
-            return function(*args, **kwargs)
-        site = self._common(function, first)
-        reads = Reads(self._backward, site)
-        given = self._move(args[:1], site, reads)
-        reads.begin()
-        out = self._run(site, function, (*given, *args[1:]), kwargs)
-        reads.hook(out, out)
-        return self._assign_site(out, site, "plain", reads)
-
     @without_watching
     def take(self, arguments: Any) -> None:
         """Put the model's arguments at the global exponent, whichever thread made them.
@@ -382,13 +398,7 @@ class Region(TorchFunctionMode):
         """
         for x in differentiable_in(arguments):
             if self._tag(x) is None:
-                self._outside(x.grad_fn)
-
-    def _outside(self, node: Any) -> None:
-        """Note that a node from before the region is at the global exponent."""
-        if node is not None and not is_exit(node, self._global_site):
-            self._backward.check_exits(node)
-            mark(node, self._global_site, self._global_site, self._global_site)
+                self._backward.mark_outside(x.grad_fn)
 
     # sites ----------------------------------------------------------------------------------------------------
 
@@ -433,7 +443,7 @@ class Region(TorchFunctionMode):
                 f"{node.name()}, which is no torch function that can be watched (an extension, or a transform of "
                 "torch.func): call it inside a torch.autograd.Function, or take AdaptiveGradScaler(mode='module')"
             )
-        self._outside(node)
+        self._backward.mark_outside(node)
 
     def _site(self, kind: str, function: Callable, args: tuple, differentiable: list[Tensor]) -> Site:
         """Return the site of the gradients of a function's inputs and results."""

@@ -20,7 +20,7 @@ from .._functions import differentiable_in, is_parameter, map_tensors, memoize
 from .._powers import copy_with_strides, power_of_two
 from .._site import Site
 from ._backward import LEAF, Backward, current, is_exit, mark, put
-from ._region import Names, Recording, without_watching
+from ._region import ParameterNames, Recording, without_watching
 
 # Where a gradient goes on to: the place of a node in a walk, and which of that node's outputs.
 Link = tuple[int, int]
@@ -298,7 +298,7 @@ class Replays:
         names: of the model's parameters.
     """
 
-    def __init__(self, backward: Backward, names: Names) -> None:
+    def __init__(self, backward: Backward, names: ParameterNames) -> None:
         self._backward = backward
         self._names = names
         # By shape and the parameters that they read.
@@ -412,12 +412,11 @@ class Replay:
 
     def _outside(self, node: Any) -> None:
         """Note that a node made before the forward pass is at the global exponent."""
-        if not is_exit(node, self._global_site):
-            try:
-                self._backward.check_exits(node)
-            except ValueError:
-                # A region knows the sites of tensors that another one made, by whatever way they come.
-                self._backward.use_one_scale()
+        try:
+            self._backward.mark_outside(node)
+        except ValueError:
+            # A region knows the sites of tensors that another one made, by whatever way they come.
+            self._backward.use_one_scale()
             mark(node, self._global_site, self._global_site, self._global_site)
 
     def _leave_tensor(self, out: Tensor, site: Site, order: dict[Site, None], wide: bool) -> Tensor:
@@ -432,12 +431,9 @@ class Replay:
             # It was there before, and may outlive this pass by many, each of which would add a hook.
             return out
         node: Any = out.grad_fn
-        node.register_prehook(self._make_entry(move, order))
+        node.register_prehook(functools.partial(_enter, self._backward, move, order))
         mark(node, self._global_site, self._global_site, self._global_site)
         return out
-
-    def _make_entry(self, move: tuple[int, int], order: dict[Site, None]) -> Callable:
-        return functools.partial(_enter, self._backward, move, order)
 
 
 @untraced
