@@ -401,10 +401,10 @@ class AdaptiveGradScaler(torch.amp.GradScaler):
         Raises:
             ValueError: a backend without a backward graph to put exponents in.
         """
-        from .compiled._backend import backend
+        from .compiled._backend import make_backend
 
         self._controller.backward.following.stop()
-        return backend(self._controller.backward, name)
+        return make_backend(self._controller.backward, name)
 
     # what is saved --------------------------------------------------------------------------------------------
 

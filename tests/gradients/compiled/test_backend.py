@@ -10,7 +10,7 @@ from torch._dynamo.utils import counters
 
 import halfulp as hu
 from halfulp.gradients._site import GLOBAL, Sites
-from halfulp.gradients.compiled._backend import Partition, backend
+from halfulp.gradients.compiled._backend import Partition, make_backend
 from halfulp.gradients.compiled._placement import Plan
 from halfulp.gradients.eager._attach import attach
 from halfulp.gradients.eager._backward import Backward
@@ -52,7 +52,7 @@ def _watched(model: nn.Module, exponent: int = 0, **given) -> Backward:
 
 
 def _compiled(model: nn.Module, backward: Backward, name: str = "aot_eager", **given):
-    return torch.compile(model, backend=backend(backward, name), **given)
+    return torch.compile(model, backend=make_backend(backward, name), **given)
 
 
 def _backpropagate(loss: torch.Tensor, model: nn.Module, backward: Backward | None = None) -> dict:
@@ -346,7 +346,7 @@ def test_a_model_compiled_by_the_backend_of_another_scaler_is_refused(seed):
     model, other = _mlp(), Backward(Sites(0), get_policy("amax"))
     _watched(model)
     with pytest.raises(ValueError, match="of the same scaler"):
-        torch.compile(model, backend=backend(other, "aot_eager"))(torch.randn(5, 6))
+        torch.compile(model, backend=make_backend(other, "aot_eager"))(torch.randn(5, 6))
 
 
 def test_a_model_that_is_evaluated_may_be_compiled_by_any(seed):
@@ -437,7 +437,7 @@ def test_input_gradients_are_at_the_global_exponent(seed):
 def test_names_of_backends(seed):
     backward = Backward(Sites(0), get_policy("amax"))
     with pytest.raises(ValueError, match="one of inductor, aot_eager, got 'eager'"):
-        backend(backward, "eager")
+        make_backend(backward, "eager")
 
 
 def test_modules_as_sites_are_compiled_by_the_scalers_backend_alone(seed):
