@@ -22,7 +22,7 @@ from ._site import (
     Reading,
     Site,
     Sites,
-    by_site,
+    group_by_site,
     local_values,
     recover_sizes,
     to_host,
@@ -73,7 +73,7 @@ def _mix_bits(number: int) -> int:
     return number ^ (number >> 31)
 
 
-def overflow_sources(measured: list[Measurement]) -> list[Site]:
+def find_overflow_sources(measured: list[Measurement]) -> list[Site]:
     """Return the sites where gradients stopped being finite, from a measured backward pass.
 
     An activation's gradient spreads an overflow to all that comes later in backward: of these only the first counts,
@@ -81,7 +81,7 @@ def overflow_sources(measured: list[Measurement]) -> list[Site]:
     """
     flow = next((one for one in measured if one.kind != "weight" and not one.reading.finite), None)
     found = [] if flow is None else [flow.site]
-    for site, kinds in by_site(measured).items():
+    for site, kinds in group_by_site(measured).items():
         others = [reading.finite for kind, reading in kinds.items() if kind != "weight"]
         alone = all(others) and (others or flow is None)
         if "weight" in kinds and not kinds["weight"].finite and alone:
@@ -89,7 +89,7 @@ def overflow_sources(measured: list[Measurement]) -> list[Site]:
     return found
 
 
-def explains(kinds: dict[str, Reading], exponent: int) -> bool:
+def is_overflow_near(kinds: dict[str, Reading], exponent: int) -> bool:
     """Return whether gradients of this size may overflow at an exponent: they reach half of the largest number."""
     return any(
         reading.format is not None and reading.finite and math.ldexp(reading.amax, exponent + 1) > reading.format.max
@@ -159,7 +159,7 @@ class Controller:
         self._skipped = True
         backward, global_site = self.backward, self.sites.global_site
         finite = all(to_host([torch.isfinite(local_values(loss)).all() for loss in self.losses]))
-        found = overflow_sources(self._measured) if finite and self.policy.per_site else []
+        found = find_overflow_sources(self._measured) if finite and self.policy.per_site else []
         if backward.processes.in_join:
             # Nobody can be asked: it may be another's.
             finite, unknown = True, False
@@ -198,7 +198,7 @@ class Controller:
             global_site = self.sites.global_site
             exponent, calm = self._agree("update", global_site.exponent, int(not self._measure_next))
             global_site.exponent, self._measure_next = exponent, not calm
-        self._renew()
+        self._begin_iteration()
 
     def _agree(self, occasion: str, *values: int) -> list[int]:
         """Return the minimum of each value over all processes, at the point that ``occasion`` names."""
@@ -221,7 +221,7 @@ class Controller:
     def restart(self, exponent: int) -> None:
         """Set the global exponent by hand, and end the iteration."""
         self._set(self.sites.global_site, exponent)
-        self._renew()
+        self._begin_iteration()
 
     def assign(self, exponents: Mapping[str, int]) -> None:
         """Set exponents by hand, all others to 0, and begin a new iteration."""
@@ -234,7 +234,7 @@ class Controller:
         for site in self.sites:
             self._set(site, exponents.get(site.key, 0))
             site.memory = Memory()
-        self._renew()
+        self._begin_iteration()
 
     @property
     def progress(self) -> list:
@@ -269,7 +269,7 @@ class Controller:
             ValueError: so they were, stochastically.
         """
         version = progress[6]
-        if self.backward.draws and progress[3] and version != STREAM_VERSION:
+        if self.backward.is_drawing and progress[3] and version != STREAM_VERSION:
             raise ValueError(
                 f"'progress' of the state_dict is of version {version} of the stream of random bits, known is "
                 f"{STREAM_VERSION}: gradients would be rounded by other bits than the saved run's. To accept that, set "
@@ -300,15 +300,15 @@ class Controller:
         narrow = any(one.reading.format for one in self._measured)
         if self.sites.global_site.loss_binade is None:
             self.following.update_reference(narrow, self.floor, self.ceiling)
-        readings = by_site(self._measured)
-        fallen = self._fall(readings)
+        readings = group_by_site(self._measured)
+        fallen = self._lower_overflowed(readings)
         if measuring:
             self._settle_suspects(readings)
-        lost = recover_sizes(self.backward.edges(), readings, self.following.measured_lift)
+        lost = recover_sizes(self.backward.list_edges(), readings, self.following.measured_lift)
         for site, kinds in readings.items():
             if site not in fallen and all(reading.finite for reading in kinds.values()):
-                self._follow(site, kinds, site in lost)
-        self._measure_next = bool(lost) or self._rise(readings)
+                self._set_by_policy(site, kinds, site in lost)
+        self._measure_next = bool(lost) or self._raise_all(readings)
         global_site = self.sites.global_site
         if measuring and not self._sources and not global_site.history:
             # Nothing narrow is there to say how far it may go: it comes back from an overflow step by step.
@@ -316,7 +316,7 @@ class Controller:
         self.following.update_reference(narrow, self.floor, self.ceiling)
         self.sites.note_lowest()
 
-    def _fall(self, readings: dict[Site, dict[str, Reading]]) -> Collection[Site]:
+    def _lower_overflowed(self, readings: dict[Site, dict[str, Reading]]) -> Collection[Site]:
         """Lower the sites that overflowed and those that the overflow reached; return them.
 
         Who it was is not known of an iteration that was not measured, and all fall. After several skips in a row, all
@@ -326,7 +326,7 @@ class Controller:
             site.overflows += 1
             self._remember(site, site.exponent)
         if self._skips_in_row > _ROW:
-            return self._fall_together()
+            return self._lower_together()
         suspects = [] if self.backward.measuring else self.sites.suspects()
         reached = [
             site for site, kinds in readings.items() if any(one.format and not one.finite for one in kinds.values())
@@ -339,7 +339,7 @@ class Controller:
             self._set(site, after if wanted is None else min(after, wanted))
         return fallen
 
-    def _fall_together(self) -> Collection[Site]:
+    def _lower_together(self) -> Collection[Site]:
         """Lower all sites to one exponent, after lowering single ones did not stop the overflows.
 
         It does not follow losses where one pass reaches several outputs, of which the first one may mislead.
@@ -361,7 +361,7 @@ class Controller:
         none falls by that again and again, far below what the policy asks for.
         """
         suspects = self.sites.suspects()
-        explained = self._sources or any(explains(readings.get(site, {}), e) for site, e in suspects.items())
+        explained = self._sources or any(is_overflow_near(readings.get(site, {}), e) for site, e in suspects.items())
         for site, exponent in suspects.items():
             site.memory.suspected = None
             if not explained:
@@ -372,20 +372,20 @@ class Controller:
         site.memory.at(self.iteration)  # forgets what is old
         site.memory.note(exponent, self.iteration + _MEMORY * self.interval)
 
-    def _follow(self, site: Site, kinds: dict[str, Reading], lost: bool) -> None:
+    def _set_by_policy(self, site: Site, kinds: dict[str, Reading], lost: bool) -> None:
         """Set the exponent of a site that was measured and did not overflow; ``lost``: all arrives as zero there."""
         site.remember(kinds)
         exponent = (Amax() if lost else self.policy).exponent(site)
         overflowed = site.memory.exponent
         # Operands alone do not tell of sums for weights.
         tells = not lost and not self.policy.wants_operands
-        if overflowed is not None and (site.exponent <= self.floor or (tells and explains(kinds, overflowed))):
+        if overflowed is not None and (site.exponent <= self.floor or (tells and is_overflow_near(kinds, overflowed))):
             # The measurement limits the exponent better than the memory does.
             site.memory.exponent = None
         if exponent is not None:
             self._set(site, self._limit_halfway(site, exponent) if lost else self._limit(site, exponent))
 
-    def _rise(self, readings: dict[Site, dict[str, Reading]]) -> bool:
+    def _raise_all(self, readings: dict[Site, dict[str, Reading]]) -> bool:
         """Raise all sites where every gradient is stored as zero and the loss's own gradient was not measured."""
         narrow = [reading for kinds in readings.values() for reading in kinds.values() if reading.format]
         if not narrow or self.sites.global_site in readings or any(reading.amax != 0 for reading in narrow):
@@ -399,9 +399,9 @@ class Controller:
         overflowed = site.memory.at(self.iteration)
         if overflowed is None:
             return exponent
-        return min(exponent, overflowed - self._short(site))
+        return min(exponent, overflowed - self._find_margin(site))
 
-    def _short(self, site: Site) -> int:
+    def _find_margin(self, site: Site) -> int:
         """Return how many powers of two a site stays below the exponent at which it overflowed."""
         return min(_SHORT, site.exponent - self.policy.exponent_after_overflow(site))
 
@@ -416,7 +416,7 @@ class Controller:
         half = (site.exponent + overflowed) // 2
         if self.policy.per_site:
             # All gradients underflow at this exponent: allow it back up halfway.
-            site.memory.exponent = max(overflowed, half + self._short(site))
+            site.memory.exponent = max(overflowed, half + self._find_margin(site))
         return half
 
     # one scale for all ----------------------------------------------------------------------------------------
@@ -424,7 +424,7 @@ class Controller:
     def _update_global_site(self) -> None:
         """Set the global exponent, for policies with one scale for all gradients."""
         global_site = self.sites.global_site
-        readings = by_site(self._measured)
+        readings = group_by_site(self._measured)
         for site, kinds in readings.items():
             site.remember(kinds)
         for site in self._sources:
@@ -435,13 +435,13 @@ class Controller:
         if wanted is None:
             if not self._skipped and not self.backward.measuring:
                 return
-            found = self._measured_scale(readings)
+            found = self._find_measured_exponent(readings)
             wanted = self.policy.exponent_after_overflow(global_site) if self._skipped else found
         if wanted is not None and (wanted != global_site.exponent or self._skipped):
             self.since = 0
             self._set(global_site, wanted)
 
-    def _measured_scale(self, readings: dict[Site, dict[str, Reading]]) -> int | None:
+    def _find_measured_exponent(self, readings: dict[Site, dict[str, Reading]]) -> int | None:
         """Return the exponent that all measured gradients allow, kept below an overflow that they do not explain.
 
         That may have been outside the model, where nothing is measured: in the gradient of a float16 loss, say.
@@ -455,14 +455,14 @@ class Controller:
         overflowed = global_site.memory.exponent
         if wanted is None or overflowed is None:
             return wanted
-        if any(explains(kinds, overflowed) for kinds in readings.values()):
+        if any(is_overflow_near(kinds, overflowed) for kinds in readings.values()):
             global_site.memory.exponent = None
         return self._limit_halfway(global_site, wanted)
 
     def _set(self, site: Site, exponent: int) -> None:
         site.exponent = max(self.floor, min(self.ceiling, exponent))
 
-    def _renew(self) -> None:
+    def _begin_iteration(self) -> None:
         self.iteration += 1
         self.backward.end_iteration()
         if self._skipped:
@@ -483,7 +483,7 @@ class Controller:
         self._skipped = self._overflowed = self._measure_next = False
 
 
-def controller_of(
+def make_controller(
     policy: Policy,
     *,
     mode: str,

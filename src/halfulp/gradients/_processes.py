@@ -101,8 +101,8 @@ class Processes:
         if isinstance(model, nn.parallel.DistributedDataParallel):
             self._watch_wrapper(model, known=True)
         self._models.append(weakref.ref(model))
-        for group in _groups_of(model):
-            self._add(group)
+        for group in _list_groups(model):
+            self._add_group(group)
 
     def find_groups(self) -> None:
         """Look for wrappers again, once in an iteration, in the forward pass of a model.
@@ -116,8 +116,8 @@ class Processes:
         if active is not None:
             self._watch_wrapper(active, known=False)
         for model in (one() for one in self._models):
-            for group in () if model is None else _groups_of(model):
-                self._add(group)
+            for group in () if model is None else _list_groups(model):
+                self._add_group(group)
 
     def agree(self, occasion: str, iteration: int, values: list[int], device: Callable[[], torch.device]) -> list[int]:
         """Return the minimum of each value (two at most) over all processes; the values where none shares or answers.
@@ -172,15 +172,15 @@ class Processes:
                 "the model runs in a DistributedDataParallel whose join() began before its AdaptiveGradScaler knew of "
                 "it, so that they would not end together: make the scaler of the wrapper, AdaptiveGradScaler(ddp)"
             )
-        self._add(wrapper.process_group)
+        self._add_group(wrapper.process_group)
         self._joins.append(WatchedJoin(wrapper, lambda: self.catch_up()))
 
-    def _add(self, group: Any) -> None:
+    def _add_group(self, group: Any) -> None:
         if dist.get_world_size(group) > 1 and not any(group is known for known in self._groups):
             self._groups.append(group)
 
 
-def _groups_of(model: nn.Module) -> Iterator[Any]:
+def _list_groups(model: nn.Module) -> Iterator[Any]:
     """Return the process groups of FSDP2 in a model.
 
     Raises:

@@ -259,13 +259,13 @@ class Sites:
         return self._sites[key]
 
 
-def exponent_of(field: str, scale: float) -> int:
+def parse_exponent(field: str, scale: float) -> int:
     """Return the exponent of a scale that is a power of two.
 
     Raises:
         ValueError: it is none, or out of bounds.
 
-    >>> exponent_of("init_scale", 1024.0)
+    >>> parse_exponent("init_scale", 1024.0)
     10
     """
     fraction, exponent = math.frexp(scale) if math.isfinite(scale) else (0.0, 0)
@@ -325,7 +325,7 @@ class Measurement:
     reading: Reading
 
 
-def by_site(measured: list[Measurement]) -> dict[Site, dict[str, Reading]]:
+def group_by_site(measured: list[Measurement]) -> dict[Site, dict[str, Reading]]:
     """Return the readings of each site by kind; several tensors of a kind count as one."""
     found: dict[Site, dict[str, Reading]] = {}
     for one in measured:

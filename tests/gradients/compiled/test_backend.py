@@ -180,7 +180,7 @@ def test_sites_have_the_keys_of_the_eager_front_end_and_are_reached_from_the_los
 
 def _check_edges(backward: Backward, compiled: bool) -> None:
     """Edges, by which the sites behind an overflow are told from the one that made it, are the ways from the loss."""
-    edges, reached, todo = set(backward.edges()), set(), [backward.sites.global_site]
+    edges, reached, todo = set(backward.list_edges()), set(), [backward.sites.global_site]
     while todo:
         site = todo.pop()
         reached.add(site)

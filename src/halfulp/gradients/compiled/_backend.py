@@ -23,10 +23,10 @@ from ..._torch_versions import (
     partitioned_by,
 )
 from .. import _functions
-from .._functions import OperatorKind, kind_of, name_of
+from .._functions import OperatorKind, classify, name_of
 from .._site import GLOBAL
 from ..eager._attach import WHOLE, scaled_here
-from ..eager._backward import Backward, check_leaf, nodes_behind
+from ..eager._backward import Backward, check_leaf, list_nodes_behind
 from . import _graph_writer, _placement
 from ._graph_writer import move_gradients
 from ._placement import Plan, join_path
@@ -168,7 +168,7 @@ def check_breaks(inputs: Sequence, backward: Backward) -> None:
         # Marks are where another model ends that is not compiled, whose parameters have sites.
         return node.name() == _GRAPH or backward.sites.global_site in node.metadata
 
-    behind = nodes_behind([x.grad_fn for x in inputs if isinstance(x, Tensor)], ends)
+    behind = list_nodes_behind([x.grad_fn for x in inputs if isinstance(x, Tensor)], ends)
     broken = {name for node in behind if hasattr(node, "variable") for name in _name_owners(node.variable, backward)}
     names = _shorten(sorted(broken))
     if names and backward.format is not None:
@@ -191,7 +191,7 @@ def _name_owners(parameter: Tensor, backward: Backward) -> Iterator[str]:
     name = find_listed_owner(parameter, backward)
     if name is not None:
         yield repr(name)
-    elif isinstance(parameter, nn.Parameter) and any(one.sharded() for one in backward.names):
+    elif isinstance(parameter, nn.Parameter) and any(one.is_sharded() for one in backward.names):
         yield "modules that fully_shard wraps"
 
 
@@ -233,7 +233,7 @@ class _Walk:
 
     def __init__(self, backward: Backward, parameters: dict[Node, nn.Parameter], plan: Plan) -> None:
         self._plan = plan
-        self._parts = {str(key): name for one in backward.names for key, name in one.parts().items()}
+        self._parts = {str(key): name for one in backward.names for key, name in one.list_parts().items()}
         self._parameters = dict(parameters)
         self._owners = {x: find_owner(node, x, backward) for node, x in parameters.items()}
         # The site of each node that a gradient flows to; of several results, those of each.
@@ -310,7 +310,7 @@ class _Walk:
     def _kind(self, node: Node) -> OperatorKind:
         if not isinstance(node.target, str) and node.target.__name__ in _WRITES:
             return "in-place"
-        return kind_of(node.target)
+        return classify(node.target)
 
     def _carries(self, node: Node) -> bool:
         """Return whether gradients flow to a node."""

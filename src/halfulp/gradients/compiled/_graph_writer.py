@@ -11,7 +11,7 @@ from torch.fx import GraphModule, Node
 
 from ...kernels import define_operator
 from .._functions import Factor, ProductForm
-from .._powers import times_power_of_two
+from .._powers import multiply_by_power
 from .._site import GLOBAL, narrow
 from ..eager._backward import ALIVE, Backward
 from ._placement import HALF, Edge, Placement, Plan, Product, find_base, is_narrowing
@@ -31,7 +31,7 @@ class Factors:
         self.sites = dict.fromkeys(site for site in sites if site is not backward.sites.global_site)
         self._edges = [tuple(sites[int(i)] for i in pair.split(PART)) for pair in pairs]
         for source, target in self._edges:
-            backward.edge_hook(target, source)
+            backward.get_edge_hook(target, source)
         self._device = device
         self._exponents: list[int] = []
         self._values = torch.empty(0, dtype=torch.float32, device="cpu")
@@ -71,7 +71,7 @@ def _observe(gradients: list[Tensor], scaler: str, site: str, kinds: str) -> Non
     for kind, gradient in zip(kinds.split(PART), gradients):
         exponent = where.exponent - backward.sites.global_site.exponent if kind.endswith(SHARED) else 0
         backward.measurements.add(
-            where, kind.removesuffix(SHARED), times_power_of_two(gradient, exponent), backward.format
+            where, kind.removesuffix(SHARED), multiply_by_power(gradient, exponent), backward.format
         )
 
 

@@ -41,7 +41,7 @@ def is_exit(node: Any, global_site: Site) -> bool:
     return node.metadata.get(global_site, (None, None))[0] is global_site
 
 
-def nodes_behind(nodes: Iterable[Any], ends: Callable[[Any], bool]) -> Iterator[Any]:
+def list_nodes_behind(nodes: Iterable[Any], ends: Callable[[Any], bool]) -> Iterator[Any]:
     """Return the nodes that a backward pass from some nodes reaches, each once, up to those where it ``ends``."""
     seen: set[Any] = set()
     pending = list(nodes)
@@ -107,7 +107,7 @@ def check_exits(node: Any, global_site: Site, unmarked: Unmarked) -> bool:
         ValueError: it reaches into one by another way.
     """
     escaped = False
-    for behind in nodes_behind([node], lambda one: global_site in one.metadata):
+    for behind in list_nodes_behind([node], lambda one: global_site in one.metadata):
         site, _ = behind.metadata.get(global_site, (None, None))
         if site is None:
             escaped |= unmarked.has(behind)
@@ -136,13 +136,13 @@ def check_units(node: Any, global_site: Site) -> None:
         wanted = global_site if node._sequence_nr() >= LEAF else found.get(node, above)
         if wanted is not site:
             name = "a leaf" if node._sequence_nr() >= LEAF else f"made by {node.name()}"
-            raise ValueError(_words(name, wanted if site is global_site else site))
+            raise ValueError(_describe_leak(name, wanted if site is global_site else site))
         if node not in found:
             found[node] = above
             pending += [(following, below) for following, _ in node.next_functions if following is not None]
 
 
-def _words(tensor: str, site: Site) -> str:
+def _describe_leak(tensor: str, site: Site) -> str:
     return (
         f"module {site.key!r} reads or gives a tensor ({tensor}) by another way than its arguments, results and own "
         "parameters, such as an attribute or an object other than a list, tuple, dict or data class, so that its "
@@ -157,12 +157,12 @@ _handles = itertools.count()
 _local = threading.local()
 
 
-def current() -> Any:
+def get_region() -> Any:
     """Return the region, or the replay of a known graph, that this thread is in; None outside of both."""
     return getattr(_local, "region", None)
 
 
-def put(region: Any) -> None:
+def set_region(region: Any) -> None:
     """Set the active region or replay of this thread; None for neither."""
     _local.region = region
 
@@ -266,7 +266,7 @@ class Backward:
 
     def end_unless_differentiating(self) -> None:
         """Deactivate the edges unless a backward pass runs, also after one that raised."""
-        if not differentiating():
+        if not is_differentiating():
             self.end()
 
     def check_exits(self, node: Any) -> None:
@@ -280,7 +280,7 @@ class Backward:
                 self.use_one_scale()
         except ValueError:
             # What an unwatched custom Function gave may be read anywhere, as at the global exponent.
-            behind = nodes_behind([node], lambda one: self.sites.global_site in one.metadata)
+            behind = list_nodes_behind([node], lambda one: self.sites.global_site in one.metadata)
             if self.custom_functions is not False or not any(map(is_custom, behind)):
                 raise
             self.note_custom_function()
@@ -313,7 +313,7 @@ class Backward:
         wanted = self._replays and not self.measuring and not self.second_order and self.format is None
         return wanted and not torch._C._len_torch_dispatch_stack()
 
-    def join(self) -> None:
+    def find_processes(self) -> None:
         """Note, once in an iteration, which processes share the gradients."""
         if not self.reached and not self.forwards:
             self.processes.find_groups()
@@ -341,13 +341,13 @@ class Backward:
         self.following.binades.clear()
         self.reached.clear()
 
-    def edge_hook(self, source: Site, target: Site) -> Hook:
+    def get_edge_hook(self, source: Site, target: Site) -> Hook:
         """Return the hook of an edge that takes a gradient at ``target``'s exponent to ``source``'s."""
         if (source, target) not in self._edge_hooks:
             self._edge_hooks[source, target] = self._make_edge_hook(source, target)
         return self._edge_hooks[source, target]
 
-    def edges(self) -> Iterable[tuple[Site, Site]]:
+    def list_edges(self) -> Iterable[tuple[Site, Site]]:
         """Return pairs of a site and one that passes gradients to it."""
         return self._edge_hooks.keys()
 
@@ -368,7 +368,7 @@ class Backward:
         return move_gradient
 
     @property
-    def draws(self) -> bool:
+    def is_drawing(self) -> bool:
         """Whether the number of a rounding keys random bits."""
         return isinstance(self._rounding, Stochastic) and self._rounding.seed is not None
 
@@ -394,7 +394,7 @@ class Backward:
         self.roundings += 1
         return quantize(gradient, self.format, self._rounding, overflow=overflow, counter=self.roundings)
 
-    def watch_operands(self, site: Site, factor: Factor) -> Hook:
+    def make_operand_hook(self, site: Site, factor: Factor) -> Hook:
         """The hook of a product's result, in measured iterations: a policy looks at both factors."""
 
         @untraced
@@ -424,7 +424,7 @@ class Backward:
         """Return the device of the models' parameters."""
         return next((p.device for names in self.names for p in names.parameters()), torch.device("cpu"))
 
-    def weight_edge_hook(self, site: Site, made_in: torch.dtype) -> Hook:
+    def get_weight_edge_hook(self, site: Site, made_in: torch.dtype) -> Hook:
         """The hook of a parameter's edge: the gradient that a reader made, in a dtype, leaves its site."""
         key = site, narrow(made_in)
         if key not in self._weight_edge_hooks:
@@ -450,18 +450,18 @@ class Backward:
     # the pieces -----------------------------------------------------------------------------------------------
 
     def _pass_on(self, gradient: Tensor, target: Site) -> Tensor:
-        stored = self._storage(target)
+        stored = self._find_storage(target)
         gradient = self.round_to_format(gradient) if stored is self.format else gradient
         if self.measuring:
             self.measurements.add(target, "passed", gradient, stored)
         return gradient
 
-    def _storage(self, site: Site) -> Format | None:
+    def _find_storage(self, site: Site) -> Format | None:
         """Return the narrow format of a site's gradients; None at the global exponent, outside of products."""
         return None if site is self.sites.global_site else self.format or site.stored
 
     def _receive(self, gradient: Tensor, source: Site) -> Tensor:
-        stored = self._storage(source)
+        stored = self._find_storage(source)
         if stored is None:
             # What was passed on, which cannot leave a wide format's range.
             return gradient
@@ -491,7 +491,7 @@ class Backward:
             )
 
 
-def differentiating() -> bool:
+def is_differentiating() -> bool:
     """Return whether this thread is in a backward pass."""
     return torch._C._current_graph_task_id() != -1
 

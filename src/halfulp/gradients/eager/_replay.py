@@ -16,10 +16,10 @@ import torch
 from torch import Tensor
 
 from ...kernels import untraced
-from .._functions import differentiable_in, is_parameter, map_tensors, memoize
+from .._functions import is_parameter, list_differentiable, map_tensors, memoize
 from .._powers import copy_with_strides, power_of_two
 from .._site import Site
-from ._backward import LEAF, Backward, current, is_exit, mark, put
+from ._backward import LEAF, Backward, get_region, is_exit, mark, set_region
 from ._region import ParameterNames, Recording, without_watching
 
 # Where a gradient goes on to: the place of a node in a walk, and which of that node's outputs.
@@ -117,7 +117,7 @@ _NEW = {
 }
 
 
-def multiplier(backward: Backward, kind: str, moves: tuple[tuple[int, int, int], ...]) -> Callable:
+def make_multiplier(backward: Backward, kind: str, moves: tuple[tuple[int, int, int], ...]) -> Callable:
     """The hook of a node that multiplies some of its gradients by powers of two, in backward passes of a scaled loss.
 
     Args:
@@ -188,7 +188,7 @@ class LearnedGraph:
         self._exponents: list[tuple[int, bool]] = []
         self._hooks: list[tuple[int, Callable]] = []
 
-    def takes(self, nodes: list[Any]) -> bool:
+    def is_supported(self, nodes: list[Any]) -> bool:
         """Return whether no leaf is float16, whose gradient would need an edge of its own."""
         return torch.float16 not in {nodes[place].variable.dtype for place in self._leaves}
 
@@ -213,12 +213,12 @@ class LearnedGraph:
             if moves and kind is not None:
                 key = kind.__name__, tuple(moves)
                 if key not in made:
-                    made[key] = multiplier(self._backward, *key)
+                    made[key] = make_multiplier(self._backward, *key)
                 yield place, made[key]
 
     def _move(self, source: Site, target: Site) -> tuple[int, int]:
         """Return the power of two from ``target`` to ``source``, and the sign of the lift."""
-        return source.exponent - target.exponent, self._backward.following.sign(source, target)
+        return source.exponent - target.exponent, self._backward.following.find_sign(source, target)
 
 
 def learn(recording: Recording, outputs: list[Tensor], around: Surroundings, backward: Backward) -> LearnedGraph | None:
@@ -228,16 +228,16 @@ def learn(recording: Recording, outputs: list[Tensor], around: Surroundings, bac
         return None
     shape, nodes = walk(((x.grad_fn, x.output_nr) for x in outputs), around, recording.edges)
     refused = any(kind is not None and kind.__name__ in _REFUSED for kind in shape.kinds)
-    if refused or _sums_in_16_bits(nodes, recording.edges):
+    if refused or _has_sums_in_16_bits(nodes, recording.edges):
         return None
     global_site = backward.sites.global_site
     ends = [not links or kind is None for kind, links in zip(shape.kinds, shape.links)]
-    found = [global_site if end else recording.site_of(node) for node, end in zip(nodes, ends)]
+    found = [global_site if end else recording.find_site(node) for node, end in zip(nodes, ends)]
     sites = [site for site in found if site is not None]
     return None if len(sites) < len(found) else LearnedGraph(shape, nodes, sites, list(recording.opened), backward)
 
 
-def _sums_in_16_bits(nodes: list[Any], edges: set[Any]) -> bool:
+def _has_sums_in_16_bits(nodes: list[Any], edges: set[Any]) -> bool:
     """Return whether several nodes read one number, whose gradients in 16 bits a region sums before it moves them.
 
     Hooks of nodes move each of them before the sum, which overflows and underflows elsewhere.
@@ -246,7 +246,7 @@ def _sums_in_16_bits(nodes: list[Any], edges: set[Any]) -> bool:
     return any(count > 1 and edge._input_metadata[0].dtype.itemsize == 2 for edge, count in readers.items())
 
 
-def approximate(
+def guess_sites(
     shape: Shape, nodes: list[Any], backward: Backward, like: Collection[LearnedGraph]
 ) -> LearnedGraph | None:
     """Guess sites for a graph that no region saw: the sites of parameters, and the latest of each node's inputs.
@@ -290,7 +290,7 @@ class Replays:
     """The known graphs of a module's forward passes, which decide whether the next pass needs a region.
 
     It needs none once the forward passes before it had known shapes, and where only exponents are wanted of it: not in
-    measured iterations, nor with a ``format``. Where its graph turns out to be another, its sites are `approximate`,
+    measured iterations, nor with a ``format``. Where its graph turns out to be another, its sites are `guess_sites`,
     and more forward passes have to have known shapes before the next one goes without a region.
 
     Args:
@@ -311,7 +311,7 @@ class Replays:
 
     def start_recording(self) -> Recording | None:
         """Return a recording for the next region to fill; None where no forward pass will be replayed."""
-        if self._recordings >= _RECORDINGS or self._names.sharded():
+        if self._recordings >= _RECORDINGS or self._names.is_sharded():
             return None
         self._recordings += 1
         return Recording()
@@ -319,8 +319,8 @@ class Replays:
     @without_watching
     def learn(self, recording: Recording, arguments: Any, output: Any, begun: int) -> None:
         """Store the graph that a region recorded."""
-        around = Surroundings(begun, nodes_of(arguments))
-        learned = learn(recording, outputs_in(output), around, self._backward)
+        around = Surroundings(begun, list_nodes(arguments))
+        learned = learn(recording, list_outputs(output), around, self._backward)
         if learned is None or not self._keep(learned):
             self._known_in_row, self._recordings = 0, _RECORDINGS
             return
@@ -341,14 +341,14 @@ class Replays:
         """Return a known graph and its nodes; None in place of the graph if one scale is to hold for all."""
         shape, nodes = walk(roots, around)
         learned = self._graphs.get((shape, shape.parameters(nodes)))
-        if learned is not None and learned.takes(nodes):
+        if learned is not None and learned.is_supported(nodes):
             return learned, nodes
         self._known_in_row = 0
         self._surprises += 1
         if self._surprises >= _SURPRISES:
             self._recordings = _RECORDINGS
-        learned = approximate(shape, nodes, self._backward, self._graphs.values())
-        if learned is None or not learned.takes(nodes):
+        learned = guess_sites(shape, nodes, self._backward, self._graphs.values())
+        if learned is None or not learned.is_supported(nodes):
             return None, nodes
         return learned, nodes
 
@@ -372,28 +372,28 @@ class Replay:
         self._global_site = backward.sites.global_site
 
     def __enter__(self) -> Replay:
-        self._outer = current()
+        self._outer = get_region()
         self._backward.end_unless_differentiating()
         self._begun = torch._C._autograd._get_sequence_nr()
-        put(self)
+        set_region(self)
         # A region's views of parameters are cast for each reader, and the graph is to be the same.
         self._cached = torch.is_autocast_cache_enabled()
         torch.set_autocast_cache_enabled(False)
         return self
 
     def __exit__(self, *error: object) -> None:
-        put(self._outer)
+        set_region(self._outer)
         torch.set_autocast_cache_enabled(self._cached)
         self._backward.forwards += 1
         self._backward.unmarked.add(self._begun, torch._C._autograd._get_sequence_nr())
 
     def run(self, call: Callable[..., Any], args: tuple, kwargs: dict, wide: Callable[[], bool]) -> Any:
         """Return the forward output at the global exponent; ``wide`` tells whether float16 becomes float32 there."""
-        inputs = nodes_of((args, kwargs))
+        inputs = list_nodes((args, kwargs))
         for node in inputs:
             self._outside(node)
         output = call(*args, **kwargs)
-        outputs = outputs_in(output)
+        outputs = list_outputs(output)
         if not outputs:
             return output
         around = Surroundings(self._begun, inputs)
@@ -420,7 +420,7 @@ class Replay:
             mark(node, self._global_site, self._global_site, self._global_site)
 
     def _leave_tensor(self, out: Tensor, site: Site, order: dict[Site, None], wide: bool) -> Tensor:
-        move = site.exponent - self._global_site.exponent, self._backward.following.sign(site, self._global_site)
+        move = site.exponent - self._global_site.exponent, self._backward.following.find_sign(site, self._global_site)
         if wide and out.dtype == torch.float16:
             # The gradient takes its exponent before it is rounded to float16.
             out = out.float()
@@ -448,16 +448,16 @@ def _enter(backward: Backward, move: tuple[int, int], order: dict[Site, None], g
     return backward.following.move_by(gradient, *move), *gradients[1:]
 
 
-def forwards_without_region(scaler: Any) -> int:
+def count_replays(scaler: Any) -> int:
     """Return how many forward passes of a scaler's models ran without a region."""
     return scaler._controller.backward.unmarked.count
 
 
-def nodes_of(arguments: Any) -> frozenset[Any]:
+def list_nodes(arguments: Any) -> frozenset[Any]:
     """Return the nodes of the tensors that a forward pass is called with."""
-    return frozenset(x.grad_fn for x in differentiable_in(arguments) if x.grad_fn is not None)
+    return frozenset(x.grad_fn for x in list_differentiable(arguments) if x.grad_fn is not None)
 
 
-def outputs_in(output: Any) -> list[Tensor]:
+def list_outputs(output: Any) -> list[Tensor]:
     """Return the tensors of an output that a forward pass made, each once."""
-    return list({id(x): x for x in differentiable_in(output) if not x.is_leaf}.values())
+    return list({id(x): x for x in list_differentiable(output) if not x.is_leaf}.values())
