@@ -21,7 +21,7 @@ _MOVES = frozenset(
 
 
 class Graph:
-    """The autograd nodes made since it was created, on one thread.
+    """Hooks the autograd nodes made since it was created, on one thread, to round their gradients.
 
     The roundings are attached to the nodes, not to the time at which they run, so a backward pass from anywhere
     passes through them, and they go when the graph goes. No node is held here.

@@ -43,7 +43,7 @@ _NOTHING_NEW = frozenset(
 
 
 class Results(NamedTuple):
-    """The new, written, and kept results of an operator.
+    """Which results of an operator are new, written into an argument, or kept for backward.
 
     Attributes:
         name: such as "aten.addmm".

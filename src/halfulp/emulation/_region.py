@@ -166,7 +166,7 @@ class Region:
 
 
 def describe_refusal(recorder: str) -> str:
-    """Return the error for recording an emulated model as a graph."""
+    """Return the error message for recording an emulated model as a graph."""
     return (
         f"{recorder} would record an emulated model without its roundings: end the emulation (its remove(); the handle "
         "is the model's forward) and record the plain model, whose numbers are float32's, or run the model as it is"

@@ -52,11 +52,11 @@ class Rounder:
 
     @property
     def replayable(self) -> bool:
-        """Whether running the same operators again under the same generator state gives the same bits."""
+        """Whether operators that run again from the same generator state give the same bits."""
         return not isinstance(self.rounding, Stochastic) or self.rounding.seed is None
 
     def __getstate__(self) -> dict[str, Any]:
-        """Settings and position in the random stream; the tally starts anew in a copy."""
+        """Return the settings and the position in the random stream; a copy's tally starts anew."""
         position = next(self._draws)
         self._draws = itertools.count(position)  # a look at where it stands: Python 3.14 copies no iterator
         return {"settings": self.settings, "draws": (position,)}
@@ -101,7 +101,7 @@ class Rounder:
         return torch.view_as_complex(out) if x.is_complex() else out
 
     def _round(self, x: Tensor, target: Target, out: Tensor) -> None:
-        """x into out, which may be x; the kernel itself, as every caller is below autograd or without gradients."""
+        """Round x into out, which may be x, by the kernel itself: callers are below autograd or without gradients."""
         if x.is_contiguous() and out.is_contiguous():
             run_kernel(x, target, self._make_key(), out)
             return
@@ -116,7 +116,7 @@ class Rounder:
         return mix64(drawn_key(), 0) if self.rounding.seed is None else mix64(self.rounding.seed, next(self._draws))
 
     def _view_real(self, x: Tensor, source: str) -> Tensor:
-        """x as a plain tensor of real numbers, in x's memory unless a bit or nothing stands for them there."""
+        """Return x as a plain tensor of real numbers, in x's memory unless its conjugate or negative bit is set."""
         if type(x) not in _PLAIN or x.layout is not torch.strided:
             kind = type(x).__name__ if type(x) not in _PLAIN else f"{x.layout} tensor"
             raise NotImplementedError(

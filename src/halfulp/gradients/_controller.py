@@ -152,7 +152,7 @@ class Controller:
         return not self._agree("step", int(not found))[0]
 
     def skip(self) -> LastStep:
-        """Note that a step is skipped, as gradients are not finite, and find the sites that overflowed.
+        """Record a skipped step and return its reason, with the sites whose gradients overflowed.
 
         A measured iteration shows them. Another one lowers all sites, and the next one is measured.
         """
@@ -205,13 +205,13 @@ class Controller:
         return self.backward.processes.agree(occasion, self.iteration, list(values), self.backward.find_device)
 
     def _keep_together(self, before: int) -> None:
-        """Set the global exponent without communication, by what all processes know: which steps were skipped."""
+        """Set the global exponent without communication, from the skipped steps, which all processes know."""
         falls = self._skipped and (self._skips_in_row > 1 or not self.policy.per_site)
         self._set(self.sites.global_site, before - _FALL // 2 if falls else before)
         self._measure_next = False
 
     def catch_up(self) -> None:
-        """Copy the counters of the process with the most iterations, after a ``join()`` where some ran out of data."""
+        """Copy the counters of the process with the most iterations, at the end of a ``join()``."""
         global_site = self.sites.global_site
         numbers = [self.iteration, self.since, self._restarted, self._skips_in_row, global_site.exponent]
         numbers = self.backward.processes.read_furthest(numbers, self.backward.find_device())
@@ -369,11 +369,12 @@ class Controller:
                 self._remember(site, exponent if wanted is None else max(exponent, wanted - _FALL))
 
     def _remember(self, site: Site, exponent: int) -> None:
+        """Record that a site overflowed at an exponent."""
         site.memory.at(self.iteration)  # forgets what is old
         site.memory.note(exponent, self.iteration + _MEMORY * self.interval)
 
     def _set_by_policy(self, site: Site, kinds: dict[str, Reading], lost: bool) -> None:
-        """Set the exponent of a site that was measured and did not overflow; ``lost``: all arrives as zero there."""
+        """Set the exponent of a measured site that did not overflow; ``lost``: all gradients arrive as zero."""
         site.remember(kinds)
         exponent = (Amax() if lost else self.policy).exponent(site)
         overflowed = site.memory.exponent
@@ -386,7 +387,7 @@ class Controller:
             self._set(site, self._limit_halfway(site, exponent) if lost else self._limit(site, exponent))
 
     def _raise_all(self, readings: dict[Site, dict[str, Reading]]) -> bool:
-        """Raise all sites where every gradient is stored as zero and the loss's own gradient was not measured."""
+        """Raise all measured sites if every gradient was stored as zero."""
         narrow = [reading for kinds in readings.values() for reading in kinds.values() if reading.format]
         if not narrow or self.sites.global_site in readings or any(reading.amax != 0 for reading in narrow):
             return False
@@ -442,7 +443,7 @@ class Controller:
             self._set(global_site, wanted)
 
     def _find_measured_exponent(self, readings: dict[Site, dict[str, Reading]]) -> int | None:
-        """Return the exponent that all measured gradients allow, kept below an overflow that they do not explain.
+        """Return the exponent that all measured gradients allow, below any overflow that they do not explain.
 
         That may have been outside the model, where nothing is measured: in the gradient of a float16 loss, say.
         """
@@ -460,9 +461,11 @@ class Controller:
         return self._limit_halfway(global_site, wanted)
 
     def _set(self, site: Site, exponent: int) -> None:
+        """Set a site's exponent, clamped to floor and ceiling."""
         site.exponent = max(self.floor, min(self.ceiling, exponent))
 
     def _begin_iteration(self) -> None:
+        """Count an iteration, clear what the last one gathered, and decide whether the next one is measured."""
         self.iteration += 1
         self.backward.end_iteration()
         if self._skipped:
@@ -522,7 +525,7 @@ def make_controller(
 
 
 def _check_format(format: Format) -> Format:
-    """Return a format that gradients can have, or raise."""
+    """Return a format, or refuse it if it has no zero or no negative numbers."""
     if not (format.signed and format.zero):
         lacks = "zero" if format.signed else "negative numbers"
         raise ValueError(f"format {format.name} has no {lacks}, which gradients are: take another, such as 'e5m2'")

@@ -40,7 +40,7 @@ _KINDS: tuple[tuple[OperatorKind, set[str]], ...] = (
 
 @functools.cache
 def classify(function: Callable[..., Any]) -> OperatorKind:
-    """Return how a region treats a torch function.
+    """Return which kind of operator a torch function is, by which a region treats it.
 
     >>> import torch
     >>> classify(torch.matmul), classify(torch.conv2d), classify(torch.Tensor.add_), classify(torch.relu)
@@ -153,7 +153,7 @@ _NO_TENSORS = (int, float, bool, str, type(None), torch.dtype, slice)
 
 
 def list_differentiable(value: Any) -> Iterator[Tensor]:
-    """Return the tensors in nested arguments that require gradients."""
+    """Yield the tensors in nested arguments that require gradients."""
     if isinstance(value, Tensor):
         if value.requires_grad:
             yield value

@@ -322,7 +322,7 @@ def _hook(model: nn.parallel.DistributedDataParallel, rounding: Rounding, seed: 
 
 
 def _check_ranks(reduction: NarrowReduction, seed: int) -> None:
-    """Refuse ranks that would not send what the others expect, as they start."""
+    """Refuse ranks that differ in options, parameters or the version of halfulp."""
     names = f"{len(reduction.names)} names from {next(iter(reduction.names.values()), None)!r}"
     mine = (f"halfulp {__version__}", f"rounding={reduction.rounding!r}", f"seed={seed}", names)
     every: list[Any] = [None] * reduction.size

@@ -34,7 +34,7 @@ def multiply_by_power(gradient: Tensor, exponent: int) -> Tensor:
 
 @functools.cache
 def power_of_two(exponent: int) -> Tensor:
-    """2^exponent as a tensor without dimensions, by which torch multiplies in half the time of a Python number's.
+    """Return 2^exponent as a 0-d tensor, by which torch multiplies twice as fast as by a Python number.
 
     >>> power_of_two(-2)
     tensor(0.2500, dtype=torch.float64)
@@ -43,7 +43,7 @@ def power_of_two(exponent: int) -> Tensor:
 
 
 def restore_strides(values: Tensor, like: Tensor) -> Tensor:
-    """Return values that were computed element by element of a tensor, with that tensor's strides.
+    """Return the result of an elementwise operation with the strides of its input.
 
     torch makes the result of a part of a larger tensor, or of an expanded one, contiguous; a sum over it, or a product,
     is then made in another order, which may change the last bit. Tensor subclasses and sparse tensors are given back.
@@ -71,7 +71,7 @@ def _place_like(values: Tensor, like: Tensor) -> Tensor:
 
 
 def _count_span(size: list[int], stride: list[int]) -> int:
-    """Return how many elements lie from the first to the last, both included."""
+    """Return how many elements of memory a tensor of this size and these strides spans."""
     return 1 + sum((n - 1) * s for n, s in zip(size, stride))
 
 
@@ -88,7 +88,7 @@ def _close_gaps(size: list[int], stride: list[int], unit: int) -> list[int]:
 
 
 class CopyWithStrides(torch.autograd.Function):
-    """A copy with the tensor's strides, where ``clone`` would make it contiguous."""
+    """Copies a tensor with its strides, where ``clone`` would make it contiguous."""
 
     @staticmethod
     def forward(ctx, tensor: Tensor) -> Tensor:
@@ -120,7 +120,7 @@ _BIAS, _MOST = 127, 126
 
 
 class Following:
-    """The lift: a power of two by which all sites' exponents are raised within one backward pass.
+    """Lifts all sites' exponents by one power of two per backward pass, so that they follow the loss's gradient.
 
     A model's gradients are linear in the one that enters it. Exponents are right for a loss that sends gradients of a
     certain size into the model, the reference. Where a loss sends smaller ones, all sites are lifted by as many powers
@@ -214,7 +214,7 @@ class Following:
         return self.move_by(gradient, source.exponent - target.exponent, self.find_sign(source, target))
 
     def find_sign(self, source: Site, target: Site) -> int:
-        """Return the sign of the lift from ``target`` to ``source``: 1 into the sites that follow, -1 out of them."""
+        """Return how often the lift counts from ``target`` to ``source``: 1 into sites that follow, -1 out of them."""
         return target.follows_global - source.follows_global if self.wanted else 0
 
     def move_by(self, gradient: Tensor, exponent: int, sign: int) -> Tensor:
@@ -258,7 +258,7 @@ class Following:
         return torch.where(known, reference - binade, 0).clamp(-self._room, self._room).int()
 
     def _make_factor(self, lift: Tensor, exponent: int, sign: int, device: torch.device) -> Tensor:
-        """2^(exponent + sign lift), exactly: by its bits."""
+        """Return 2^(exponent + sign lift) as a float32 tensor, made exactly from its bits."""
         key = exponent, sign, device
         if key not in self._factors:
             self._factors[key] = (

@@ -97,7 +97,7 @@ class Processes:
         return any(join.is_active for join in self._joins)
 
     def watch(self, model: nn.Module) -> None:
-        """Look for wrappers around a model and in it, now and where it runs."""
+        """Find the process groups of wrappers around a model and in it, and look again whenever it runs."""
         if isinstance(model, nn.parallel.DistributedDataParallel):
             self._watch_wrapper(model, known=True)
         self._models.append(weakref.ref(model))
@@ -120,7 +120,7 @@ class Processes:
                 self._add_group(group)
 
     def agree(self, occasion: str, iteration: int, values: list[int], device: Callable[[], torch.device]) -> list[int]:
-        """Return the minimum of each value (two at most) over all processes; the values where none shares or answers.
+        """Return the minimum of each value (two at most) over all processes that share gradients.
 
         Raises:
             RuntimeError: another process died, or did not come by, or is out of step.

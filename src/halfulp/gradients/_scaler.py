@@ -162,6 +162,7 @@ class AdaptiveGradScaler(torch.amp.GradScaler):
         raise ValueError("outputs must be a Tensor or an iterable of Tensors")
 
     def _scale_output(self, output: Tensor) -> Tensor:
+        """Return one loss times the scale, with hooks that open the edges in its backward pass."""
         backward = self._controller.backward
         backward.end_unless_differentiating()
         if output.grad_fn is not None and not backward.second_order:
@@ -519,18 +520,18 @@ _BETWEEN = "call scaler.update() between the passes of a step that has several, 
 
 
 class _Written:
-    """A gradient as it stood at some time: the tensor, weakly, and its version counter."""
+    """A snapshot of a gradient: a weak reference to the tensor and its version counter."""
 
     def __init__(self, gradient: Tensor | None) -> None:
         self._tensor = None if gradient is None else weakref.ref(gradient)
         self._version = None if gradient is None else gradient._version
 
     def is_held_by(self, parameter: Tensor) -> bool:
-        """Return whether the tensor is a parameter's gradient, whatever has been written into it since."""
+        """Return whether a parameter's gradient is still this tensor, even if it was written into since."""
         return self._tensor is not None and parameter.grad is not None and self._tensor() is parameter.grad
 
     def is_unchanged_in(self, parameter: Tensor) -> bool:
-        """Return whether a parameter's gradient is unchanged since."""
+        """Return whether a parameter's gradient is still this tensor and was not written into since."""
         if self._tensor is None or parameter.grad is None:
             return self._tensor is None and parameter.grad is None
         return self._tensor() is parameter.grad and self._version == parameter.grad._version
@@ -559,7 +560,7 @@ class _Unscaled:
     mixed: bool = False
 
     def begin(self) -> None:
-        """Note the parameter's gradient before a scaled backward pass."""
+        """Take a snapshot of the parameter's gradient before a scaled backward pass."""
         parameter = self.parameter()
         if parameter is None:
             return
@@ -568,7 +569,7 @@ class _Unscaled:
         self.adds_to_divided = self.adds and self.divided.is_unchanged_in(parameter)
 
     def update(self) -> None:
-        """Note whether the current or last scaled backward pass has written the gradient."""
+        """Compare the gradient with the snapshot, to see whether the scaled backward pass wrote into it."""
         parameter = self.parameter()
         if parameter is None or parameter.grad is None or self.begun is None or self.begun.is_unchanged_in(parameter):
             return
@@ -654,7 +655,7 @@ class UnscaledGradients:
             self._records[id(parameter)] = _Unscaled(weakref.ref(parameter), _Written(parameter.grad))
 
     def begin_pass(self, _: tuple[Any, ...]) -> None:
-        """Note which divided gradients this backward pass writes (the hook of a scaled loss's node)."""
+        """Take snapshots as a scaled backward pass begins (the hook of a scaled loss's node)."""
         number = torch._C._current_graph_task_id()
         if not self._records or number == self._pass:
             return
@@ -665,7 +666,7 @@ class UnscaledGradients:
         Variable._execution_engine.queue_callback(self._end_pass)
 
     def _end_pass(self) -> None:
-        """Note which gradients a backward pass has written, even one that raised."""
+        """Compare gradients with their snapshots as a backward pass ends, even one that raised."""
         self._pass = -1
         for record in self._records.values():
             record.update()
@@ -743,14 +744,14 @@ def is_taking_scaler(optimizer: torch.optim.Optimizer) -> bool:
 
 
 def is_idle(optimizer: torch.optim.Optimizer) -> bool:
-    """Return whether an optimizer has no gradients but steps all the same, as torch's fused ones do from GradScaler."""
+    """Return whether an optimizer is stepped without any gradient, as GradScaler steps torch's fused ones."""
     return is_handling_overflow(optimizer) and not is_taking_scaler(optimizer) and not has_gradients(optimizer)
 
 
 def collect_flags(
     optimizer: torch.optim.Optimizer, found: Mapping[torch.device, Tensor], device: str | torch.device
 ) -> list[Tensor]:
-    """Return the flags that a check of an optimizer's gradients gave, or one that is not set where it idles.
+    """Return the overflow flags of an optimizer's gradients; for one that `is_idle` a flag that is not set.
 
     Raises:
         ValueError: there are no gradients, where GradScaler wants some.

@@ -22,7 +22,7 @@ _Wanted = dict[str, tuple[str, Callable[[Any], bool]]]
 
 
 def save_sites(sites: Sites, resumes: int) -> tuple[tuple[str, dict[str, Any]], ...]:
-    """Return exponents and histories as plain data: pairs of a site's name and its entries.
+    """Return exponents and histories as plain data: pairs of a site's key and its entries.
 
     A tuple is one entry to torch.distributed.checkpoint, which of a dict loads only the names that it finds before.
     Processes have exponents of their own, and it may be any of them that writes an entry: what exponents are meant for

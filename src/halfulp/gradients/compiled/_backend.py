@@ -36,7 +36,7 @@ _OWN, _FORWARD = "source_fn_stack", "fwd_source_fn_stack"
 
 
 def name_functions(joint: GraphModule) -> None:
-    """Give backward nodes their forward functions' names, as torch does, where it gave none: in-place functions.
+    """Name the forward functions of backward nodes that torch left without, as it does after in-place functions.
 
     Torch finds the function that a backward node is in the derivative of by autograd's sequence numbers: a node of the
     forward pass has the number of autograd's latest node as it was made. Two kinds of autograd's nodes have none of the

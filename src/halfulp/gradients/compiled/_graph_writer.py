@@ -23,7 +23,7 @@ SHARED = "*"
 
 
 class Factors:
-    """2^(target - source) of a graph's edges, on a device, made again where exponents changed."""
+    """Holds the factors 2^(target - source) of a graph's edges on a device, and renews them when exponents change."""
 
     def __init__(self, backward: Backward, edges: str, device: torch.device) -> None:
         keys, *pairs = edges.split(ITEM)
@@ -166,7 +166,7 @@ Entering = dict[Node, list[tuple[Node, list[Node]]]]
 def _round(
     writer: Writer, moved: dict[Node, Edge], entering: Entering, watching: dict[Node, Node | None]
 ) -> dict[Node, Node]:
-    """Round gradients that arrive at a site for all readers, and those that enter a product for its readers alone.
+    """Write roundings of gradients that arrive at a site or enter a product; return what each one becomes.
 
     What shows the policy a product's factors reads what the product does.
     """

@@ -56,7 +56,7 @@ class NotScriptedError(NotImplementedError, AttributeError):
 
 
 class Forward(GraphReader):
-    """A module's ``forward``, watched. Copies of the module get the one that it had, and pickles its class's."""
+    """Replaces a module's ``forward``; copies of the module get its own one back."""
 
     def __init__(self, module: nn.Module, backward: Backward) -> None:
         self._module = weakref.ref(module)
@@ -79,7 +79,7 @@ class Forward(GraphReader):
         )
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """The module's forward pass; the plain one where autograd does not differentiate it."""
+        """Run the module's forward pass; without edges where autograd does not differentiate it."""
         if not torch.is_grad_enabled() or self._backward.idle:
             return self.inner(*args, **kwargs)
         if torch.compiler.is_compiling():
@@ -141,7 +141,7 @@ def get_plain_forward(module: nn.Module) -> types.MethodType:
 
 
 def is_traced() -> bool:
-    """Return whether a forward pass is being recorded or transformed as a function, not run for autograd."""
+    """Return whether torch.jit or torch.func records or transforms the forward pass."""
     return torch._C._are_functorch_transforms_active() or torch.jit.is_tracing()
 
 
@@ -150,7 +150,7 @@ WHOLE = (nn.MultiheadAttention,)
 
 
 class ModuleForward(Forward):
-    """Edges at a module's boundaries: inside, gradients are at its site, outside at the global exponent."""
+    """A ``forward`` with edges at the module's boundaries, inside of which gradients are at the module's site."""
 
     def __init__(self, module: nn.Module, backward: Backward, site: Site) -> None:
         super().__init__(module, backward)

@@ -56,7 +56,7 @@ def list_nodes_behind(nodes: Iterable[Any], ends: Callable[[Any], bool]) -> Iter
 
 
 class Unmarked:
-    """The latest forward passes without edges, as ranges of autograd's sequence numbers.
+    """Remembers forward passes without edges, as ranges of autograd's sequence numbers.
 
     Attributes:
         count: How many such forward passes there were.
@@ -168,7 +168,7 @@ def set_region(region: Any) -> None:
 
 
 class Widening(torch.autograd.Function):
-    """The edge of a float16 parameter, whose gradient leaves in float32, as its sum is (`check_leaf`).
+    """A view of a float16 parameter whose gradient leaves it in float32 (`check_leaf`).
 
     A hook may not change a gradient's dtype; ``hook`` is set on the node.
     """
@@ -187,7 +187,7 @@ class Widening(torch.autograd.Function):
 
 
 class Backward:
-    """The edges between sites: they move a gradient from one exponent to another.
+    """Holds the hooks (edges) that move a gradient from one site's exponent to another's in a backward pass.
 
     All edges are shut but during a backward pass that started at ``scaler.scale(loss)``, so that whatever else is
     differentiated sees true gradients: since every path from a loss to a parameter ends at the exponent at which it
@@ -248,7 +248,7 @@ class Backward:
 
     @untraced
     def begin(self, gradients: tuple) -> None:
-        """Open the edges until this backward pass ends (the hook of a scaled loss's node)."""
+        """Activate the edges until this backward pass ends (the hook of a scaled loss's node)."""
         if torch.is_grad_enabled():
             self._switch_off()
         self.passes += 1
@@ -314,7 +314,7 @@ class Backward:
         return wanted and not torch._C._len_torch_dispatch_stack()
 
     def find_processes(self) -> None:
-        """Note, once in an iteration, which processes share the gradients."""
+        """Find, once in an iteration, which processes share the gradients."""
         if not self.reached and not self.forwards:
             self.processes.find_groups()
 
@@ -331,7 +331,7 @@ class Backward:
             )
 
     def end_iteration(self) -> None:
-        """Forget the iteration that ends here."""
+        """Clear what belongs to the iteration that ends."""
         self.end()
         if self.forwards and self.custom_functions is None:
             self.custom_functions = False
@@ -369,12 +369,12 @@ class Backward:
 
     @property
     def is_drawing(self) -> bool:
-        """Whether the number of a rounding keys random bits."""
+        """Whether gradients are rounded with seeded random bits, which the count of roundings keys."""
         return isinstance(self._rounding, Stochastic) and self._rounding.seed is not None
 
     @untraced
     def round_all(self, gradients: tuple) -> tuple | None:
-        """The hook of a product's result: its gradient is rounded to the format before the product reads it."""
+        """Round a product's incoming gradients to the format (the hook of its result)."""
         if not self.active:
             return None
         return tuple(None if gradient is None else self.round_to_format(gradient) for gradient in gradients)
@@ -395,7 +395,7 @@ class Backward:
         return quantize(gradient, self.format, self._rounding, overflow=overflow, counter=self.roundings)
 
     def make_operand_hook(self, site: Site, factor: Factor) -> Hook:
-        """The hook of a product's result, in measured iterations: a policy looks at both factors."""
+        """Return a hook of a product's result that shows the policy both factors."""
 
         @untraced
         def look(gradients: tuple) -> None:
@@ -425,7 +425,7 @@ class Backward:
         return next((p.device for names in self.names for p in names.parameters()), torch.device("cpu"))
 
     def get_weight_edge_hook(self, site: Site, made_in: torch.dtype) -> Hook:
-        """The hook of a parameter's edge: the gradient that a reader made, in a dtype, leaves its site."""
+        """Return the hook that takes a parameter's gradient, made in a dtype, to the global exponent."""
         key = site, narrow(made_in)
         if key not in self._weight_edge_hooks:
             self._weight_edge_hooks[key] = self._make_weight_edge_hook(site, self.format or key[1])
@@ -497,7 +497,7 @@ def is_differentiating() -> bool:
 
 
 def check_leaf(parameter: Tensor, is_sharded: Callable[[], bool] = lambda: False) -> None:
-    """Refuse a parameter whose gradient could not leave its reader's site without rounding.
+    """Refuse a float16 parameter with a float16 gradient, which could not be unscaled without rounding.
 
     ``is_sharded`` tells whether the model belongs to FSDP, which holds float16 copies of float32 parameters: their
     gradients become float32 before they leave, and are reduced so.

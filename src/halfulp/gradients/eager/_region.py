@@ -46,7 +46,7 @@ _warned: weakref.WeakSet = weakref.WeakSet()
 
 
 def is_compiled_alone() -> bool:
-    """Return whether a separately compiled part of the model is running; under Dynamo's tracing, give the part up.
+    """Return whether a part of the model that was compiled by itself is running.
 
     Raises:
         NotImplementedError: in dynamo, which runs the part uncompiled then.
@@ -166,7 +166,7 @@ Moves = tuple[tuple[int, Hook], ...]
 
 
 class Reads:
-    """The tensors of other sites that one call reads, whose gradients the nodes that read them move on their way.
+    """Moves the gradients of a call's arguments that belong to other sites, by hooks of the nodes that read them.
 
     Autograd runs nodes in the reverse of the order in which they were made, and adds up what they send to a tensor in
     that order. A node in between, such as a view's, would send what several nodes of one call make later, and as one
@@ -191,7 +191,7 @@ class Reads:
         self._begun = 0
 
     def is_movable(self, tensor: Tensor) -> bool:
-        """Return whether hooks can move a tensor's gradient; a view is needed otherwise."""
+        """Return whether a hook can move a tensor's gradient; else it needs a view."""
         if self._backward.format is not None:
             return False
         return not tensor.is_leaf or not (tensor.dtype == torch.float16 or torch._C._is_any_autocast_enabled())
@@ -213,7 +213,7 @@ class Reads:
         self._views.append(view)
 
     def begin(self) -> None:
-        """Begin the call: nodes that are made from now on are its own."""
+        """Begin the call, whose nodes are those made from now on."""
         self._begun = torch._C._autograd._get_sequence_nr()
 
     def is_argument(self, tensor: Tensor) -> bool:
@@ -221,7 +221,7 @@ class Reads:
         return bool(self._hooks) and (tensor.grad_fn, tensor.output_nr) in self._hooks
 
     def hook(self, made: Any, out: Any) -> None:
-        """End the call: hook its nodes.
+        """End the call and hook those of its nodes that read tensors of other sites.
 
         Args:
             made: What it made or wrote into.
@@ -271,7 +271,7 @@ class Reads:
 
 
 def _make_move(backward: Backward, moves: Moves) -> Callable:
-    """The hook of a node that moves some of the gradients which it passes on."""
+    """Return a hook that moves some of the gradients that a node passes on."""
     if moves not in backward.reader_hooks:
 
         @untraced

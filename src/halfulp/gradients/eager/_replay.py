@@ -28,7 +28,7 @@ Link = tuple[int, int]
 
 @dataclasses.dataclass(frozen=True)
 class Shape:
-    """The structure of an autograd graph, by which forward passes that do the same are recognised.
+    """The structure of an autograd graph, by which a known forward pass is recognised.
 
     Nodes are numbered in the order in which `walk` meets them.
 
@@ -118,7 +118,7 @@ _NEW = {
 
 
 def make_multiplier(backward: Backward, kind: str, moves: tuple[tuple[int, int, int], ...]) -> Callable:
-    """The hook of a node that multiplies some of its gradients by powers of two, in backward passes of a scaled loss.
+    """Return a hook that multiplies some of a node's gradients by powers of two while a scaled loss is differentiated.
 
     Args:
         backward: whose passes these are.
@@ -222,7 +222,7 @@ class LearnedGraph:
 
 
 def learn(recording: Recording, outputs: list[Tensor], around: Surroundings, backward: Backward) -> LearnedGraph | None:
-    """The learned graph of a recording; None where a region is needed, as a 0-d result is kept besides the outputs."""
+    """Return the graph of a recorded forward pass with its sites; None where each pass needs a region."""
     kept = {id(x) for x in outputs}
     if recording.failed or any(one() is not None and id(one()) not in kept for one in recording.numbers):
         return None
@@ -238,7 +238,7 @@ def learn(recording: Recording, outputs: list[Tensor], around: Surroundings, bac
 
 
 def _has_sums_in_16_bits(nodes: list[Any], edges: set[Any]) -> bool:
-    """Return whether several nodes read one number, whose gradients in 16 bits a region sums before it moves them.
+    """Return whether gradients of several readers are summed in 16 bits before a region moves the sum.
 
     Hooks of nodes move each of them before the sum, which overflows and underflows elsewhere.
     """
@@ -271,7 +271,7 @@ def guess_sites(
 
 
 def _settle_views(shape: Shape, sites: list[Site], global_site: Site) -> list[Site]:
-    """Return the sites, with views of a leaf at the leaf's own, so that the node before them moves the gradient."""
+    """Return the sites with views of a leaf at the global one, so that the node behind them moves the gradient."""
     found = list(sites)
     for i, (kind, links) in enumerate(zip(shape.kinds, shape.links)):
         ends = [link is not None and is_leaf(shape.kinds[link[0]]) for link in links]
@@ -287,10 +287,10 @@ _RECORDINGS, _SURPRISES = 64, 6
 
 
 class Replays:
-    """The known graphs of a module's forward passes, which decide whether the next pass needs a region.
+    """Keeps the known graphs of a module's forward passes, and decides whether the next pass needs a region.
 
     It needs none once the forward passes before it had known shapes, and where only exponents are wanted of it: not in
-    measured iterations, nor with a ``format``. Where its graph turns out to be another, its sites are `guess_sites`,
+    measured iterations, nor with a ``format``. Where its graph turns out to be another, its sites are guessed,
     and more forward passes have to have known shapes before the next one goes without a region.
 
     Args:
@@ -354,7 +354,7 @@ class Replays:
 
 
 class Replay:
-    """A forward pass without a region; at its end, its nodes get hooks that multiply gradients.
+    """Runs a forward pass without a region, and hooks the nodes of its graph at the end.
 
     Exponents are those of that time, whenever the backward pass comes. What is read outside and is no output is found
     by the loss, or by the forward pass that reads it: exponents rest then, and a region tells next time.
@@ -438,7 +438,7 @@ class Replay:
 
 @untraced
 def _enter(backward: Backward, move: tuple[int, int], order: dict[Site, None], gradients: tuple) -> tuple | None:
-    """The hook of an output: its gradient comes to the outputs' site."""
+    """Move an output's gradient to the output's site (the hook of its node)."""
     if backward.is_shut():
         return None
     backward.reached.update(order)

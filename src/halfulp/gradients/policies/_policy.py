@@ -25,7 +25,7 @@ _PEAK_ROOM, _USUAL_ROOM, _BELOW = 3, 8, 27
 
 @dataclasses.dataclass(frozen=True)
 class Policy(abc.ABC):
-    """One rule for all exponents. A subclass is frozen data: it may be shared, compared and written down.
+    """A rule that sets exponents from measurements; subclasses are frozen data, which may be shared and compared.
 
     Attributes:
         name: What ``AdaptiveGradScaler(policy=...)`` calls it.
@@ -138,7 +138,7 @@ class Amax(Policy):
 
 
 def _find_needed_top(sizes: list[float], room: int | None, format: Format) -> int:
-    """Return log2 of what the format's find_top has to hold: the largest size with headroom, or by the sizes' spread.
+    """Return the power of two that must fit under the format's largest number: the largest size plus headroom.
 
     3 alone makes steps be skipped that a falling scale takes; 8 above peaks that are far above the rest loses the rest,
     and so does what leaves a format too few binades for small gradients (e5m2 has 32).

@@ -185,7 +185,7 @@ _UNKNOWN = LogScale(math.nan, math.nan)
 
 
 def bounds(format: Format | str | torch.dtype) -> tuple[float, float]:
-    """u_min and u_max of a format: its smallest positive and its largest number.
+    """Return u_min and u_max of a format: its smallest positive and its largest number.
 
     Raises:
         TypeError, ValueError: as `halfulp.formats.get`.
@@ -439,7 +439,7 @@ _SAMPLED = 128
 
 
 def scale_by_numbers(numbers: Tensor, *, share: float, u_min: float, u_max: float) -> LogScale:
-    """log2 of the scale at which at most half a share of the numbers that are not zero lie under ``u_min``.
+    """Return log2 of the scale at which at most half a share of the nonzero numbers lies under ``u_min``.
 
     Half, as numbers that are a sample scatter. The numbers are finite.
 
