@@ -101,7 +101,8 @@ class AdaptiveGradScaler(torch.amp.GradScaler):
         enabled: bool = True,
     ) -> None:
         before, models, policy = set(vars(self)), list_models(model), get_policy(policy)
-        super().__init__(find_device_type(models), init_scale=init_scale, enabled=enabled)
+        device = next((p.device.type for one in models for p in one.parameters()), "cpu")
+        super().__init__(device, init_scale=init_scale, enabled=enabled)
         self._options: dict[str, Any] = {"policy": policy, "init_scale": init_scale, "interval": interval}
         self._options |= {"format": format, "rounding": rounding, "floor": floor, "ceiling": ceiling, "mode": mode}
         self._options |= {"float32_outputs": float32_outputs}
@@ -509,11 +510,6 @@ def list_models(model: nn.Module | Sequence[nn.Module]) -> list[nn.Module]:
     return models
 
 
-def find_device_type(models: Sequence[nn.Module]) -> str:
-    """Return the kind of device that the models' parameters are on."""
-    return next((p.device.type for one in models for p in one.parameters()), "cpu")
-
-
 # unscaling and steps ------------------------------------------------------------------------------------------
 
 _BETWEEN = "call scaler.update() between the passes of a step that has several, such as a sharpness-aware one"
@@ -730,7 +726,7 @@ def _group_by_mesh(parameters: list[Tensor]) -> list[list[Tensor]]:
 
 def has_gradients(optimizer: torch.optim.Optimizer) -> bool:
     """Return whether any parameter of an optimizer has a gradient."""
-    return any(parameter.grad is not None for group in optimizer.param_groups for parameter in group["params"])
+    return next(_list_with_gradients(optimizer), None) is not None
 
 
 def is_handling_overflow(optimizer: torch.optim.Optimizer) -> bool:
