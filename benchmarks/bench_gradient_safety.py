@@ -297,7 +297,7 @@ def reads_of(model: str, make, iterations: int, boost: float) -> int:
         for _ in range(iterations):
             run.step()
         # As on an accelerator, where what exponents follow stays in a tensor.
-        with counted() as calls, mock.patch.object(_powers, "on_host", return_value=False):
+        with counted() as calls, mock.patch.object(_powers, "is_on_host", return_value=False):
             skipped = run.step(boost)
         if skipped is not (boost > 1):
             raise RuntimeError(f"a step of {model} was skipped that should not be, or the reverse")

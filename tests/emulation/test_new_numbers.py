@@ -3,26 +3,26 @@
 import pytest
 import torch
 
-from halfulp.emulation._new_numbers import _RUNNING, _STATISTICS, results_of
+from halfulp.emulation._new_numbers import _RUNNING, _STATISTICS, read_results
 
 aten = torch.ops.aten
 
 
 def test_fresh_written_and_views():
-    assert results_of(aten.add.Tensor).fresh == (0,)
-    assert results_of(aten.add_.Tensor)[1:3] == ((), ((0, "self"),))
-    assert results_of(aten.add.out)[1:3] == ((), ((3, "out"),))
-    assert results_of(aten.split.Tensor).fresh == ()
-    assert results_of(aten.unsafe_split.Tensor).fresh == (0,)
-    assert results_of(aten.max_pool2d_with_indices.default).fresh == (0, 1)
-    assert results_of(aten._foreach_add_.Scalar).written == ((0, "self"),)
-    assert results_of(aten._local_scalar_dense.default).fresh == ()
+    assert read_results(aten.add.Tensor).fresh == (0,)
+    assert read_results(aten.add_.Tensor)[1:3] == ((), ((0, "self"),))
+    assert read_results(aten.add.out)[1:3] == ((), ((3, "out"),))
+    assert read_results(aten.split.Tensor).fresh == ()
+    assert read_results(aten.unsafe_split.Tensor).fresh == (0,)
+    assert read_results(aten.max_pool2d_with_indices.default).fresh == (0, 1)
+    assert read_results(aten._foreach_add_.Scalar).written == ((0, "self"),)
+    assert read_results(aten._local_scalar_dense.default).fresh == ()
 
 
 def test_statistics_stay():
-    assert results_of(aten.native_layer_norm.default)[1:4] == ((0,), (), 2)
-    assert results_of(aten.native_batch_norm.default).written == ((3, "running_mean"), (4, "running_var"))
-    assert results_of(aten._native_batch_norm_legit.default).written == ((3, "running_mean"), (4, "running_var"))
+    assert read_results(aten.native_layer_norm.default)[1:4] == ((0,), (), 2)
+    assert read_results(aten.native_batch_norm.default).written == ((3, "running_mean"), (4, "running_var"))
+    assert read_results(aten._native_batch_norm_legit.default).written == ((3, "running_mean"), (4, "running_var"))
 
 
 @pytest.mark.parametrize("base", _STATISTICS)
@@ -43,5 +43,5 @@ def test_known_operators_have_running_statistics():
 
 
 def test_operators_of_other_libraries_are_taken_by_their_schema():
-    results = results_of(torch.ops.halfulp.quantize_into.default)
+    results = read_results(torch.ops.halfulp.quantize_into.default)
     assert (results.name, results.fresh, results.written) == ("halfulp.quantize_into", (), ((4, "out"),))

@@ -38,8 +38,8 @@ def test_a_broken_part_says_why_and_the_rest_is_there(monkeypatch: pytest.Monkey
     def broken() -> None:
         raise RuntimeError("NVML: driver/library\nversion mismatch")
 
-    monkeypatch.setattr(_describe, "_devices", broken)
-    monkeypatch.setattr(_describe, "_torch", broken)
+    monkeypatch.setattr(_describe, "_list_devices", broken)
+    monkeypatch.setattr(_describe, "_describe_torch", broken)
     found = describe()
     assert list(found) == PARTS
     assert found["devices"] == {"error": "RuntimeError: NVML: driver/library version mismatch"}
@@ -107,12 +107,12 @@ def _fake_devices(monkeypatch: pytest.MonkeyPatch, hip: str | None) -> None:
 @pytest.mark.parametrize("hip", [None, "6.4"])
 def test_devices_have_names_and_what_a_driver_does_not_tell_is_its_error(hip, monkeypatch) -> None:
     _fake_devices(monkeypatch, hip)
-    first, second = _describe._devices()[:2]
+    first, second = _describe._list_devices()[:2]
     assert (first["kind"], first["name"], first["memory"]) == ("cuda", "Fast Thing", "80.0 GiB")
     assert first["capability"] == ("gfx942" if hip else "9.0")
     assert ("by" in first) is bool(hip)
     assert second["error"].startswith("ZeroDivisionError")
-    engine = _describe._engines()["cuda"]
+    engine = _describe._describe_engines()["cuda"]
     assert ("ROCm" in engine or "triton is not installed" in engine) if hip else engine.startswith(("triton", "refer"))
 
 
@@ -144,7 +144,7 @@ def test_a_processor_of_which_torch_says_something_else_is_named(
     monkeypatch.setattr(_describe, "instructions", lambda: has)
     monkeypatch.setattr(_describe.platform, "machine", lambda: machine)
     found = {"torch": {"processor capability": capability}, "products": products}
-    doubts = list(_describe._doubts(found))
+    doubts = list(_describe._list_doubts(found))
     assert len(doubts) == (doubt is not None), doubts
     assert doubt is None or doubt in doubts[0]
 

@@ -5,7 +5,7 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from halfulp.gradients._functions import factors_of
+from halfulp.gradients._functions import list_factors
 
 
 def parameter(*shape):
@@ -38,7 +38,7 @@ def test_factors_make_the_gradient(name, seed):
     function, args, options, passed, fan = products()[name]
     out = function(*args, **options)
     received = torch.randn_like(out)
-    found = [one.operands(received) for one in factors_of(function, args, options)]
+    found = [one.operands(received) for one in list_factors(function, args, options)]
     assert len(found) == (len(passed) or 1)
     if not passed:
         return
@@ -57,7 +57,7 @@ def test_sums_of_convolutions_have_the_terms_of_a_group_and_a_kernel(function, g
     x = torch.randn(2, 6, 9, 9, dtype=torch.float64, requires_grad=True)
     weight = parameter(12, 6 // groups, 3, 3) if function is F.conv2d else parameter(6, 12 // groups, 3, 3)
     out = function(x, weight, groups=groups)
-    (factor,) = factors_of(function, (x, weight), {"groups": groups})
+    (factor,) = list_factors(function, (x, weight), {"groups": groups})
     operands = factor.operands(torch.ones_like(out))
     assert operands.gradient.shape[-1] == operands.weight.shape[0] == 12
     assert operands.fan == 12 // groups * 9
@@ -68,7 +68,7 @@ def test_sums_of_convolutions_have_the_terms_of_a_group_and_a_kernel(function, g
 
 def test_complex_factors_are_the_real_numbers_of_a_sum(seed):
     x, y = (activation(3, 3, dtype=torch.complex128) for _ in range(2))
-    for factor in factors_of(torch.matmul, (x, y), {}):
+    for factor in list_factors(torch.matmul, (x, y), {}):
         operands = factor.operands(torch.ones(3, 3, dtype=torch.complex128))
         assert operands.fan == operands.weight.shape[0] == operands.gradient.shape[-1] == 6
         assert not operands.weight.is_complex()
@@ -83,4 +83,4 @@ def test_complex_factors_are_the_real_numbers_of_a_sum(seed):
     ],
 )
 def test_others_have_none(function, args):
-    assert list(factors_of(function, args, {})) == []
+    assert list(list_factors(function, args, {})) == []

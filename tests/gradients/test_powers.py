@@ -10,7 +10,7 @@ from torch import nn
 
 import halfulp as hu
 from halfulp.gradients import _powers
-from halfulp.gradients._powers import copy_with_strides, times_power_of_two
+from halfulp.gradients._powers import copy_with_strides, multiply_by_power
 from halfulp.gradients.eager._backward import Backward
 from halfulp.kernels import same_bits
 
@@ -24,7 +24,7 @@ ROW = 32
 def place(request, monkeypatch):
     """Where the lift is: numbers of an accelerator stay tensors."""
     if request.param == "device":
-        monkeypatch.setattr(_powers, "on_host", lambda tensor: False)
+        monkeypatch.setattr(_powers, "is_on_host", lambda tensor: False)
     return request.param
 
 
@@ -224,13 +224,13 @@ def pattern(x):
 def test_a_shifted_gradient_lies_as_it_did(view, dtype, seed):
     x = VIEWS[view](torch.randn(4, 6, 12).to(dtype))
     for exponent in (-3, 5):
-        out = times_power_of_two(x, exponent)
+        out = multiply_by_power(x, exponent)
         assert same_bits(out.contiguous(), x.contiguous() * 2.0**exponent)
         assert out.data_ptr() != x.data_ptr() or not x.numel()
         if x.numel() and view != "overlapping":
             assert pattern(out) == pattern(x)
             assert out.data_ptr() % 64 == x.data_ptr() % 64
-    assert times_power_of_two(x, 0) is x
+    assert multiply_by_power(x, 0) is x
 
 
 @pytest.mark.parametrize("view", VIEWS)
@@ -247,9 +247,9 @@ def test_an_output_is_a_copy_that_lies_as_it_did(view, seed):
 
 def test_a_part_of_a_large_tensor_takes_no_more_memory_than_a_few_of_its_own(seed):
     for x in (torch.randn(64, 1024)[:, 7], torch.randn(64, 100, 32)[:, 0], torch.randn(8, 32, 64)[:, ::16, ::16]):
-        memory = times_power_of_two(x, 1).untyped_storage().nbytes()
+        memory = multiply_by_power(x, 1).untyped_storage().nbytes()
         assert memory <= 32 * x.numel() * x.element_size()
-        assert pattern(times_power_of_two(x, 1)) == pattern(x)
+        assert pattern(multiply_by_power(x, 1)) == pattern(x)
 
 
 class Joined(nn.Module):

@@ -119,7 +119,7 @@ def test_a_state_of_another_random_stream_is_refused_where_it_draws(mode, seed):
     scaler, model = scaled(mode)
     bias_gradient(scaler, model)
     state = scaler.state_dict()
-    older = {**state, "progress": state["progress"][:6]}
+    older = {**state, "progress": [*state["progress"][:6], 1]}
     other, _ = scaled(mode)
     if mode != "nearest":
         with pytest.raises(

@@ -406,7 +406,7 @@ READS = ("item", "tolist", "cpu", "numpy", "__bool__", "__float__", "__int__", "
 @pytest.fixture
 def reads(monkeypatch):
     """The names of the calls that would wait for a device, where numbers are on one."""
-    monkeypatch.setattr(_powers, "on_host", lambda tensor: False)
+    monkeypatch.setattr(_powers, "is_on_host", lambda tensor: False)
     found = []
     for name in READS:
         original = getattr(torch.Tensor, name)

@@ -58,13 +58,13 @@ def test_the_comparison_sees_an_edge_that_is_missing(seed, monkeypatch):
     opened = scaler._controller.sites.open
     lost = []
 
-    def edge_hook(source, target):
+    def get_edge_hook(source, target):
         if opened("2") in (source, target) and not lost:
             lost.append(source)
             return lambda gradient: None
-        return type(backward).edge_hook(backward, source, target)
+        return type(backward).get_edge_hook(backward, source, target)
 
-    monkeypatch.setattr(backward, "edge_hook", edge_hook)
+    monkeypatch.setattr(backward, "get_edge_hook", get_edge_hook)
 
     def run():
         lost.clear()

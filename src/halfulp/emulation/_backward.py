@@ -21,7 +21,7 @@ _MOVES = frozenset(
 
 
 class Graph:
-    """The autograd nodes made since it was created, on one thread.
+    """Hooks the autograd nodes made since it was created, on one thread, to round their gradients.
 
     The roundings are attached to the nodes, not to the time at which they run, so a backward pass from anywhere
     passes through them, and they go when the graph goes. No node is held here.
@@ -68,8 +68,8 @@ class Graph:
             elif before not in self._seen:
                 todo.append((child, before))
             edges.append((before, position) if self._start <= before < _LEAF else None)
-        node.register_prehook(partial(self._arriving, number, name))
-        node.register_hook(partial(self._leaving, name, tuple(edges), name in _MOVES))
+        node.register_prehook(partial(self._round_arriving, number, name))
+        node.register_hook(partial(self._round_leaving, name, tuple(edges), name in _MOVES))
 
     def _watch(self, leaf: Tensor) -> None:
         """Hook a leaf so that the sums of its gradients are rounded, over its uses and over backward passes."""
@@ -80,7 +80,7 @@ class Graph:
         elif uses == 2:
             self._handles.append(leaf.register_hook(partial(_round_sum, me)))
 
-    def _arriving(self, node: int, name: str, gradients: tuple[Tensor | None, ...]) -> tuple | None:
+    def _round_arriving(self, node: int, name: str, gradients: tuple[Tensor | None, ...]) -> tuple | None:
         """Round an incoming gradient that is a sum, or comes from outside (a node's pre-hook)."""
         self.task = torch._C._current_graph_task_id()
         if torch.is_grad_enabled():
@@ -96,7 +96,7 @@ class Graph:
             changed[i] = self.rounder.rounded(gradient, f"the gradient for {name}")
         return None if changed is None else tuple(changed)
 
-    def _leaving(self, name: str, edges: tuple, moves: bool, gradients: tuple, arrived: tuple) -> tuple | None:
+    def _round_leaving(self, name: str, edges: tuple, moves: bool, gradients: tuple, arrived: tuple) -> tuple | None:
         """Round each result of a node once (its post-hook)."""
         results = list(gradients)
         for i, gradient in enumerate(gradients):

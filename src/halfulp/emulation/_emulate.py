@@ -17,7 +17,7 @@ from ..gradients.eager._attach import NotScriptedError
 from ..kernels import checksum
 from ..rounding import Nearest, Rounding
 from ..subclass.models._parameter_holders import EMULATED
-from ._region import Region, refuse_recording, region, untraceable
+from ._region import Region, describe_refusal, refuse_recording, region
 from ._report import describe
 from ._rounder import CONTAINERS, Rounder
 
@@ -55,7 +55,7 @@ class Emulation:
     @property
     def __globals__(self) -> dict[str, Any]:
         """Raise: torch.jit.script reads this first, and would compile the source of this class."""
-        raise NotScriptedError(untraceable("torch.jit.script"))
+        raise NotScriptedError(describe_refusal("torch.jit.script"))
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """The model's forward, or the function, with every operator rounded.
@@ -64,7 +64,7 @@ class Emulation:
             NotImplementedError: torch.export, torch.jit.trace or make_fx records the call.
         """
         if is_exporting():
-            raise NotImplementedError(untraceable("torch.export"))
+            raise NotImplementedError(describe_refusal("torch.export"))
         if BREAKS_WITH_REASON and torch.compiler.is_compiling():
             torch._dynamo.graph_break(
                 "an emulated model runs eagerly, and every operator is rounded: no fullgraph=True"
@@ -76,9 +76,9 @@ class Emulation:
         refuse_recording()
         if isinstance(self.target, nn.Module):
             self._check_parameters(self.target)
-        rounded, options = self._each(self._rounded, args, kwargs)
+        rounded, options = self._map_arguments(self._round_argument, args, kwargs)
         with Region(self.rounder):
-            cloned, options = self._each(_clone_rounded, rounded, options)
+            cloned, options = self._map_arguments(_clone_rounded, rounded, options)
             return self._original(*cloned, **options)
 
     def region(self) -> Region:
@@ -105,7 +105,7 @@ class Emulation:
 
     def explain(self) -> str:
         """Return a table of the operators seen so far: how often, rounded or not and why."""
-        return describe(self.rounder, _off_format(self.target, self.rounder))
+        return describe(self.rounder, _count_off_format(self.target, self.rounder))
 
     def __repr__(self) -> str:
         name = getattr(self.target, "__name__", type(self.target).__name__)
@@ -114,16 +114,18 @@ class Emulation:
     def __getstate__(self) -> dict[str, Any]:
         return vars(self) | {"_seen": {}}
 
-    def _rounded(self, tensor: Tensor) -> Tensor:
+    def _round_argument(self, tensor: Tensor) -> Tensor:
         """Return an argument that needs no gradient rounded to the format."""
         return tensor if _needs_gradient(tensor) else self.rounder.rounded(tensor, "an argument")
 
     @staticmethod
-    def _each(
+    def _map_arguments(
         change: Callable[[Tensor], Tensor], args: Iterable[Any], kwargs: dict[str, Any]
     ) -> tuple[list[Any], dict[str, Any]]:
         """Apply a function to every tensor among arguments, also inside lists, tuples and dicts."""
-        return [_inside(change, value) for value in args], {k: _inside(change, value) for k, value in kwargs.items()}
+        return [_map_inside(change, value) for value in args], {
+            k: _map_inside(change, value) for k, value in kwargs.items()
+        }
 
     def _check_parameters(self, model: nn.Module) -> None:
         """Raise if a parameter that was written since the last call holds numbers that the format lacks."""
@@ -134,7 +136,7 @@ class Emulation:
             state = parameter._version, _checksum(parameter)
             if self._seen.get(id(parameter)) == state:
                 continue
-            if _misses(parameter, self.rounder):
+            if _count_misses(parameter, self.rounder):
                 names = [name for name, value in model.named_parameters() if value is parameter]
                 raise ValueError(
                     f"parameter {names[0]!r} was given numbers that {self.rounder.format.name} does not have: update "
@@ -221,7 +223,7 @@ def emulate(
 emulate.region = region  # type: ignore[attr-defined]  # hu.emulate is this function and hides the package that holds region
 
 
-def _inside(change: Callable[[Tensor], Tensor], value: Any) -> Any:
+def _map_inside(change: Callable[[Tensor], Tensor], value: Any) -> Any:
     if isinstance(value, Tensor):
         return change(value)
     return tree_map_only(Tensor, change, value) if isinstance(value, list | tuple | dict) else value
@@ -253,18 +255,18 @@ def _check_model(model: nn.Module) -> None:
             )
 
 
-def _state(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
+def _list_state(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
     yield from ((f"parameter {name}", value) for name, value in model.named_parameters())
     yield from ((f"buffer {name}", value) for name, value in model.named_buffers())
 
 
 @torch.no_grad()
 def _round_state(model: nn.Module, rounder: Rounder) -> None:
-    for name, value in _state(model):
+    for name, value in _list_state(model):
         rounder.round_in_place(value, name)
 
 
-def _misses(value: Tensor, rounder: Rounder) -> int:
+def _count_misses(value: Tensor, rounder: Rounder) -> int:
     """Count the elements of a tensor that are not in the format."""
     if not value.is_floating_point() or value.is_meta:
         return 0
@@ -273,10 +275,10 @@ def _misses(value: Tensor, rounder: Rounder) -> int:
     return 0 if exact.equal(value) else int(((exact != value) & ~(exact.isnan() & value.isnan())).sum())
 
 
-def _off_format(target: object, rounder: Rounder) -> dict[str, int]:
+def _count_off_format(target: object, rounder: Rounder) -> dict[str, int]:
     if not isinstance(target, nn.Module):
         return {}
-    counts = {name: _misses(value, rounder) for name, value in _state(target)}
+    counts = {name: _count_misses(value, rounder) for name, value in _list_state(target)}
     return {name: count for name, count in counts.items() if count}
 
 

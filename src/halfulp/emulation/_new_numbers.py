@@ -43,7 +43,7 @@ _NOTHING_NEW = frozenset(
 
 
 class Results(NamedTuple):
-    """The new, written, and kept results of an operator.
+    """Which results of an operator are new, written into an argument, or kept for backward.
 
     Attributes:
         name: such as "aten.addmm".
@@ -61,16 +61,16 @@ class Results(NamedTuple):
 
 
 @cache
-def results_of(operator: torch._ops.OpOverload) -> Results:
+def read_results(operator: torch._ops.OpOverload) -> Results:
     """Return an operator's results by its schema, with exceptions that schemas do not tell.
 
-    >>> results_of(torch.ops.aten.addmm.default)
+    >>> read_results(torch.ops.aten.addmm.default)
     Results(name='aten.addmm', fresh=(0,), written=(), kept=0, aliases_caller=False)
-    >>> results_of(torch.ops.aten.relu_.default).written
+    >>> read_results(torch.ops.aten.relu_.default).written
     ((0, 'self'),)
-    >>> results_of(torch.ops.aten.transpose.int).fresh
+    >>> read_results(torch.ops.aten.transpose.int).fresh
     ()
-    >>> results_of(torch.ops.aten.native_layer_norm.default).kept
+    >>> read_results(torch.ops.aten.native_layer_norm.default).kept
     2
     """
     schema = operator._schema
@@ -80,9 +80,7 @@ def results_of(operator: torch._ops.OpOverload) -> Results:
         return Results(name, (), (), 0, False)
     known = namespace == "aten"
     kept = _STATISTICS.get(base, ()) if known else ()
-    fresh = tuple(
-        i for i, value in enumerate(schema.returns) if value.alias_info is None and _holds_tensors(value.type)
-    )
+    fresh = tuple(i for i, value in enumerate(schema.returns) if value.alias_info is None and _has_tensors(value.type))
     written = tuple(
         (i, argument.name)
         for i, argument in enumerate(schema.arguments)
@@ -98,5 +96,5 @@ def results_of(operator: torch._ops.OpOverload) -> Results:
     )
 
 
-def _holds_tensors(kind) -> bool:
+def _has_tensors(kind) -> bool:
     return "Tensor" in str(kind)

@@ -17,7 +17,7 @@ from ..formats import Format
 from ..rounding import Nearest, Rounding
 from ..subclass.models._checkpointing import capture_hooks
 from ._backward import Graph
-from ._new_numbers import Results, results_of
+from ._new_numbers import Results, read_results
 from ._rounder import Rounder
 
 
@@ -41,11 +41,11 @@ class _Mode(TorchDispatchMode):
             return func(*args, **kwargs)
         self.link()
         out = func(*args, **kwargs)
-        out = self._settle(results_of(func), out, args, kwargs)
+        out = self._settle(read_results(func), out, args, kwargs)
         if torch.is_grad_enabled():
             self._pending.append(out)
         elif self._with_gradients:
-            self._promised += [weakref.ref(value) for value in _tensors(out)]
+            self._promised += [weakref.ref(value) for value in _list_tensors(out)]
         return out
 
     def link(self) -> None:
@@ -59,7 +59,7 @@ class _Mode(TorchDispatchMode):
             if isinstance(value, Tensor):
                 self._graph.add(value)
             else:
-                for tensor in _tensors(value):
+                for tensor in _list_tensors(value):
                     self._graph.add(tensor)
         self._pending.clear()
         for promise in self._promised:
@@ -90,7 +90,7 @@ class _Mode(TorchDispatchMode):
             count += self._round(value, name)
             if torch.is_grad_enabled():
                 # A write through a view gives the tensor that is viewed a new node.
-                self._pending += [tensor._base for tensor in _tensors(value) if tensor._base is not None]
+                self._pending += [tensor._base for tensor in _list_tensors(value) if tensor._base is not None]
         rounder.forward[name] += count
         rounder.plain[name] += not count
         if results.kept:
@@ -105,7 +105,7 @@ class _Mode(TorchDispatchMode):
         return 0
 
 
-def _tensors(value) -> Iterable[Tensor]:
+def _list_tensors(value) -> Iterable[Tensor]:
     if isinstance(value, Tensor):
         return (value,)
     return [item for item in value if isinstance(item, Tensor)] if isinstance(value, list | tuple) else ()
@@ -114,7 +114,7 @@ def _tensors(value) -> Iterable[Tensor]:
 _local = threading.local()
 
 
-def _modes() -> list[_Mode]:
+def _get_modes() -> list[_Mode]:
     if not hasattr(_local, "modes"):
         _local.modes = []
     return _local.modes
@@ -133,7 +133,7 @@ class Region:
 
     @torch._disable_dynamo  # torch.compiler.disable would import the compiler with this module
     def __enter__(self) -> Region:
-        modes = _modes()
+        modes = _get_modes()
         if modes and modes[-1].task == torch._C._current_graph_task_id():
             _check_joins(self.rounder, modes[-1].rounder)
             self._entered.append(None)
@@ -159,14 +159,14 @@ class Region:
             return
         mode, fast = entered
         mode.__exit__(kind, error, trace)
-        _modes().pop()
+        _get_modes().pop()
         torch.backends.mha.set_fastpath_enabled(fast)
         if kind is None:
             mode.link()
 
 
-def untraceable(recorder: str) -> str:
-    """Return the error for recording an emulated model as a graph."""
+def describe_refusal(recorder: str) -> str:
+    """Return the error message for recording an emulated model as a graph."""
     return (
         f"{recorder} would record an emulated model without its roundings: end the emulation (its remove(); the handle "
         "is the model's forward) and record the plain model, whose numbers are float32's, or run the model as it is"
@@ -176,11 +176,11 @@ def untraceable(recorder: str) -> str:
 def refuse_recording() -> None:
     """Raise if the operators that run are being recorded as a graph."""
     if is_exporting():
-        raise NotImplementedError(untraceable("torch.export"))
+        raise NotImplementedError(describe_refusal("torch.export"))
     if torch.jit.is_tracing():
-        raise NotImplementedError(untraceable("torch.jit.trace"))
+        raise NotImplementedError(describe_refusal("torch.jit.trace"))
     if torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.PROXY) is not None:
-        raise NotImplementedError(untraceable("make_fx"))
+        raise NotImplementedError(describe_refusal("make_fx"))
 
 
 def _check_joins(rounder: Rounder, around: Rounder) -> None:

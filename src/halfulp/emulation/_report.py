@@ -16,19 +16,19 @@ def describe(rounder: Rounder, off_format: dict[str, int]) -> str:
         f"{rounder.format.name}, {rounder.rounding.name} rounding: {rounder.forward.total()} tensors rounded forward, "
         f"{rounder.backward.total()} gradients backward"
     ]
-    lines += _section("forward", rounder.forward, "tensors rounded")
-    lines += _section("backward", rounder.backward, "gradients rounded")
-    lines += _section("inside the operator, in float32", rounder.kept, "statistics kept for the backward pass")
-    lines += _section("not rounded", _only(rounder), "calls without new floating numbers")
-    lines += _section(f"not in {rounder.format.name}", off_format, "numbers, read as they are")
+    lines += _format_section("forward", rounder.forward, "tensors rounded")
+    lines += _format_section("backward", rounder.backward, "gradients rounded")
+    lines += _format_section("inside the operator, in float32", rounder.kept, "statistics kept for the backward pass")
+    lines += _format_section("not rounded", _list_unrounded(rounder), "calls without new floating numbers")
+    lines += _format_section(f"not in {rounder.format.name}", off_format, "numbers, read as they are")
     return "\n".join(lines)
 
 
-def _only(rounder: Rounder) -> dict[str, int]:
+def _list_unrounded(rounder: Rounder) -> dict[str, int]:
     return {name: count for name, count in rounder.plain.items() if count and not rounder.forward[name]}
 
 
-def _section(title: str, counts: dict[str, int], what: str) -> list[str]:
+def _format_section(title: str, counts: dict[str, int], what: str) -> list[str]:
     shown = {name: count for name, count in counts.items() if count}
     if not shown:
         return []

@@ -34,7 +34,7 @@ class Rounder:
     """
 
     def __init__(self, format: Format | str | torch.dtype, rounding: Rounding | str, overflow: str | None) -> None:
-        self.format: Format = _checked_format(format)
+        self.format: Format = _check_format(format)
         self.rounding: Rounding = get_rounding(rounding)
         self.overflow = overflow
         for dtype in CONTAINERS:
@@ -52,11 +52,11 @@ class Rounder:
 
     @property
     def replayable(self) -> bool:
-        """Whether running the same operators again under the same generator state gives the same bits."""
+        """Whether operators that run again from the same generator state give the same bits."""
         return not isinstance(self.rounding, Stochastic) or self.rounding.seed is None
 
     def __getstate__(self) -> dict[str, Any]:
-        """Settings and position in the random stream; the tally starts anew in a copy."""
+        """Return the settings and the position in the random stream; a copy's tally starts anew."""
         position = next(self._draws)
         self._draws = itertools.count(position)  # a look at where it stands: Python 3.14 copies no iterator
         return {"settings": self.settings, "draws": (position,)}
@@ -78,8 +78,8 @@ class Rounder:
         if x.is_neg() or x.is_conj():  # its memory holds other numbers: torch writes through the bit
             x.detach().copy_(self.rounded(x, source))
             return 1
-        real = self._real(x, source)
-        target = self._target(real.dtype, source)
+        real = self._view_real(x, source)
+        target = self._find_target(real.dtype, source)
         if target is not None:
             self._round(real, target, real)
         return 1
@@ -92,8 +92,8 @@ class Rounder:
         """
         if not (x.is_floating_point() or x.is_complex()) or x.is_meta:
             return x
-        real = self._real(x.detach(), source)
-        target = self._target(real.dtype, source)
+        real = self._view_real(x.detach(), source)
+        target = self._find_target(real.dtype, source)
         if target is None:
             return x
         out = torch.empty_like(real)
@@ -101,22 +101,22 @@ class Rounder:
         return torch.view_as_complex(out) if x.is_complex() else out
 
     def _round(self, x: Tensor, target: Target, out: Tensor) -> None:
-        """x into out, which may be x; the kernel itself, as every caller is below autograd or without gradients."""
+        """Round x into out, which may be x, by the kernel itself: callers are below autograd or without gradients."""
         if x.is_contiguous() and out.is_contiguous():
-            run_kernel(x, target, self._key(), out)
+            run_kernel(x, target, self._make_key(), out)
             return
         ordered = torch.empty(x.shape, dtype=x.dtype, device=x.device).copy_(x)
-        run_kernel(ordered, target, self._key(), ordered)
+        run_kernel(ordered, target, self._make_key(), ordered)
         out.copy_(ordered)
 
-    def _key(self) -> int:
+    def _make_key(self) -> int:
         """Return the key of the next rounding's random bits."""
         if not isinstance(self.rounding, Stochastic):
             return 0
         return mix64(drawn_key(), 0) if self.rounding.seed is None else mix64(self.rounding.seed, next(self._draws))
 
-    def _real(self, x: Tensor, source: str) -> Tensor:
-        """x as a plain tensor of real numbers, in x's memory unless a bit or nothing stands for them there."""
+    def _view_real(self, x: Tensor, source: str) -> Tensor:
+        """Return x as a plain tensor of real numbers, in x's memory unless its conjugate or negative bit is set."""
         if type(x) not in _PLAIN or x.layout is not torch.strided:
             kind = type(x).__name__ if type(x) not in _PLAIN else f"{x.layout} tensor"
             raise NotImplementedError(
@@ -125,7 +125,7 @@ class Rounder:
         x = plain(x, f"what {source} gives")
         return torch.view_as_real(x) if x.is_complex() else x
 
-    def _target(self, dtype: torch.dtype, source: str) -> Target | None:
+    def _find_target(self, dtype: torch.dtype, source: str) -> Target | None:
         if dtype in CONTAINERS:
             return target_for(self.format, self.rounding, self.overflow, dtype)
         if dtype in _NARROW:
@@ -141,7 +141,7 @@ class Rounder:
         )
 
 
-def _checked_format(given: Format | BlockFormat | str | torch.dtype) -> Format:
+def _check_format(given: Format | BlockFormat | str | torch.dtype) -> Format:
     if isinstance(given, BlockFormat) or (isinstance(given, str) and given in block_names()):
         block = get_block(given)
         raise ValueError(

@@ -30,18 +30,18 @@ def describe() -> dict[str, Any]:
     ['cache', 'devices', 'doubts', 'engines', 'processor', 'products', 'system', 'torch', 'variables', 'versions']
     """
     parts: dict[str, Callable[[], Any]] = {
-        "versions": _versions,
-        "system": _system,
-        "processor": _processor,
-        "torch": _torch,
-        "products": _products,
-        "engines": _engines,
+        "versions": _describe_versions,
+        "system": _describe_system,
+        "processor": _describe_processor,
+        "torch": _describe_torch,
+        "products": _describe_products,
+        "engines": _describe_engines,
         "cache": describe_cache,
-        "devices": _devices,
-        "variables": _variables,
+        "devices": _list_devices,
+        "variables": _list_variables,
     }
     found = {name: _try_part(part) for name, part in parts.items()}
-    return {**found, "doubts": list(_doubts(found))}
+    return {**found, "doubts": list(_list_doubts(found))}
 
 
 def lines(found: dict[str, Any]) -> Iterator[tuple[str, str]]:
@@ -53,23 +53,23 @@ def lines(found: dict[str, Any]) -> Iterator[tuple[str, str]]:
     for part, content in found.items():
         if isinstance(content, dict):
             for name, value in content.items():
-                yield name if part in ("versions", "variables") else f"{part} {name}", _words(value)
+                yield name if part in ("versions", "variables") else f"{part} {name}", _format_value(value)
             if not content:
                 yield part, "none"
         elif isinstance(content, list):
             for value in content or ["none"]:
-                yield part, _words(value)
+                yield part, _format_value(value)
         else:
-            yield part, _words(content)
+            yield part, _format_value(content)
 
 
-def _words(value: Any) -> str:
+def _format_value(value: Any) -> str:
     if isinstance(value, bool):
         return "yes" if value else "no"
     if isinstance(value, dict):
-        return ", ".join(f"{name} {_words(one)}" for name, one in value.items() if one is not None)
+        return ", ".join(f"{name} {_format_value(one)}" for name, one in value.items() if one is not None)
     if isinstance(value, list | tuple):
-        return ", ".join(map(_words, value)) or "none that matters here is known"
+        return ", ".join(map(_format_value, value)) or "none that matters here is known"
     return "not there" if value is None else str(value)
 
 
@@ -81,28 +81,32 @@ def _try_part(part: Callable[[], Any]) -> Any:
         return {"error": f"{type(error).__name__}: {' '.join(str(error).split())}"}
 
 
-def _versions() -> dict[str, str | None]:
+def _describe_versions() -> dict[str, str | None]:
     from .. import __version__
 
-    return {"halfulp": __version__, "Python": platform.python_version(), **{name: _version(name) for name in _PACKAGES}}
+    return {
+        "halfulp": __version__,
+        "Python": platform.python_version(),
+        **{name: _find_version(name) for name in _PACKAGES},
+    }
 
 
-def _version(package: str) -> str | None:
+def _find_version(package: str) -> str | None:
     try:
         return importlib.metadata.version(package)
     except importlib.metadata.PackageNotFoundError:
         return None
 
 
-def _system() -> dict[str, Any]:
-    return {"platform": platform.platform(), "executable": sys.executable, "output encoding": _encoding()}
+def _describe_system() -> dict[str, Any]:
+    return {"platform": platform.platform(), "executable": sys.executable, "output encoding": _find_encoding()}
 
 
-def _encoding() -> str:
+def _find_encoding() -> str:
     return str(getattr(sys.stdout, "encoding", None))
 
 
-def _processor() -> dict[str, Any]:
+def _describe_processor() -> dict[str, Any]:
     return {
         "name": processor_name(),
         "architecture": platform.machine(),
@@ -111,7 +115,7 @@ def _processor() -> dict[str, Any]:
     }
 
 
-def _torch() -> dict[str, Any]:
+def _describe_torch() -> dict[str, Any]:
     import torch
 
     built = {"cuda": torch.version.cuda, "hip": torch.version.hip, "xpu": getattr(torch.version, "xpu", None)}
@@ -123,7 +127,7 @@ def _torch() -> dict[str, Any]:
     }
 
 
-def _products() -> dict[str, Any]:
+def _describe_products() -> dict[str, Any]:
     """Say what runs products of 16-bit tensors: oneDNN's kernels, float32, or torch's loops."""
     from ._narrow_products import NARROW, native_dtypes, widened_dtypes
 
@@ -136,10 +140,10 @@ def _products() -> dict[str, Any]:
     return found
 
 
-def _engines() -> dict[str, str]:
+def _describe_engines() -> dict[str, str]:
     from ..kernels._engine import choose_engine
 
-    kinds = ["cpu", *dict.fromkeys(device["kind"] for device in _devices())]
+    kinds = ["cpu", *dict.fromkeys(device["kind"] for device in _list_devices())]
     found = {}
     for kind in kinds:
         try:
@@ -171,7 +175,7 @@ def _why_not_writable(folder: Path) -> str:
         return f"{there}: {error.strerror or error}"
 
 
-def _devices() -> list[dict[str, Any]]:
+def _list_devices() -> list[dict[str, Any]]:
     """Return every accelerator that torch finds, by the kind that tensors on it name."""
     import torch
 
@@ -179,7 +183,7 @@ def _devices() -> list[dict[str, Any]]:
     for kind in ("cuda", "xpu"):
         module = getattr(torch, kind, None)
         if module is not None and module.is_available():
-            found += [_device(module, kind, index) for index in range(module.device_count())]
+            found += [_describe_device(module, kind, index) for index in range(module.device_count())]
     if torch.backends.mps.is_available():
         found.append({"kind": "mps", "index": 0, "name": processor_name(), "capability": None})
     accelerator = getattr(torch, "accelerator", None)
@@ -189,7 +193,7 @@ def _devices() -> list[dict[str, Any]]:
     return found
 
 
-def _device(module: Any, kind: str, index: int) -> dict[str, Any]:
+def _describe_device(module: Any, kind: str, index: int) -> dict[str, Any]:
     """Describe one device; where its driver fails, by the error."""
     import torch
 
@@ -199,14 +203,14 @@ def _device(module: Any, kind: str, index: int) -> dict[str, Any]:
     try:
         properties = module.get_device_properties(index)
         device["name"] = module.get_device_name(index)
-        device["capability"] = _capability(properties)
+        device["capability"] = _read_capability(properties)
         device["memory"] = f"{properties.total_memory / 2**30:.1f} GiB"
     except Exception as error:
         device["error"] = f"{type(error).__name__}: {' '.join(str(error).split())}"
     return device
 
 
-def _capability(properties: Any) -> str | None:
+def _read_capability(properties: Any) -> str | None:
     architecture = getattr(properties, "gcnArchName", None)
     if architecture:
         return str(architecture)
@@ -214,11 +218,11 @@ def _capability(properties: Any) -> str | None:
     return None if major is None else f"{major}.{minor}"
 
 
-def _variables() -> dict[str, str]:
+def _list_variables() -> dict[str, str]:
     return {name: value for name, value in sorted(os.environ.items()) if name.startswith(_PREFIXES)}
 
 
-def _doubts(found: dict[str, Any]) -> Iterator[str]:
+def _list_doubts(found: dict[str, Any]) -> Iterator[str]:
     """Say where torch, LLVM and the system disagree on the processor, or a variable is wrong or a limit."""
     # Only a variable of halfulp's own makes this a ValueError.
     wrong = str(found["products"].get("error", ""))

@@ -13,7 +13,20 @@ from ..formats import Format, fp16, get
 from ..rounding import Nearest, Rounding, get_rounding
 from ..rounding._random_bits import STREAM_VERSION
 from ._reports import LastStep
-from ._site import GLOBAL, HIGHEST, LOWEST, Measurement, Memory, Reading, Site, Sites, by_site, recover_sizes, to_host
+from ._site import (
+    GLOBAL,
+    HIGHEST,
+    LOWEST,
+    Measurement,
+    Memory,
+    Reading,
+    Site,
+    Sites,
+    group_by_site,
+    local_values,
+    recover_sizes,
+    to_host,
+)
 from ._state import load_sites
 from .eager._backward import Backward
 from .policies._policy import Amax, Policy
@@ -60,7 +73,7 @@ def _mix_bits(number: int) -> int:
     return number ^ (number >> 31)
 
 
-def overflow_sources(measured: list[Measurement]) -> list[Site]:
+def find_overflow_sources(measured: list[Measurement]) -> list[Site]:
     """Return the sites where gradients stopped being finite, from a measured backward pass.
 
     An activation's gradient spreads an overflow to all that comes later in backward: of these only the first counts,
@@ -68,7 +81,7 @@ def overflow_sources(measured: list[Measurement]) -> list[Site]:
     """
     flow = next((one for one in measured if one.kind != "weight" and not one.reading.finite), None)
     found = [] if flow is None else [flow.site]
-    for site, kinds in by_site(measured).items():
+    for site, kinds in group_by_site(measured).items():
         others = [reading.finite for kind, reading in kinds.items() if kind != "weight"]
         alone = all(others) and (others or flow is None)
         if "weight" in kinds and not kinds["weight"].finite and alone:
@@ -76,24 +89,12 @@ def overflow_sources(measured: list[Measurement]) -> list[Site]:
     return found
 
 
-def all_finite(gradient: Tensor) -> Tensor:
-    """Return whether a gradient has no infinity and no NaN, on its device."""
-    gradient = gradient.to_local() if hasattr(gradient, "to_local") else gradient
-    values = gradient.coalesce().values() if gradient.is_sparse else gradient
-    return torch.isfinite(values).all()
-
-
-def explains(kinds: dict[str, Reading], exponent: int) -> bool:
+def is_overflow_near(kinds: dict[str, Reading], exponent: int) -> bool:
     """Return whether gradients of this size may overflow at an exponent: they reach half of the largest number."""
     return any(
         reading.format is not None and reading.finite and math.ldexp(reading.amax, exponent + 1) > reading.format.max
         for reading in kinds.values()
     )
-
-
-def is_reached(kinds: dict[str, Reading]) -> bool:
-    """Return whether a site has a narrow gradient that is not finite."""
-    return any(reading.format and not reading.finite for reading in kinds.values())
 
 
 # For so many intervals an overflow is remembered.
@@ -135,7 +136,7 @@ class Controller:
         # The sites that overflowed in this iteration.
         self._sources: dict[Site, None] = {}
         self._skipped = False
-        backward.processes.after_join(self.catch_up)
+        backward.processes.catch_up = self.catch_up
         # Whether exponents are to blame for that: not for a loss that is no number.
         self._overflowed = False
         self._measure_next = False
@@ -151,14 +152,14 @@ class Controller:
         return not self._agree("step", int(not found))[0]
 
     def skip(self) -> LastStep:
-        """Note that a step is skipped, as gradients are not finite, and find the sites that overflowed.
+        """Record a skipped step and return its reason, with the sites whose gradients overflowed.
 
         A measured iteration shows them. Another one lowers all sites, and the next one is measured.
         """
         self._skipped = True
         backward, global_site = self.backward, self.sites.global_site
-        finite = all(to_host([all_finite(loss) for loss in self.losses]))
-        found = overflow_sources(self._measured) if finite and self.policy.per_site else []
+        finite = all(to_host([torch.isfinite(local_values(loss)).all() for loss in self.losses]))
+        found = find_overflow_sources(self._measured) if finite and self.policy.per_site else []
         if backward.processes.in_join:
             # Nobody can be asked: it may be another's.
             finite, unknown = True, False
@@ -174,7 +175,7 @@ class Controller:
         if not found and not unknown:
             return LastStep(False, "gradients overflowed at a site of another process, whose scaler tells which")
         if not found and not backward.measuring:
-            for site in backward.list_reached():
+            for site in backward.reached:
                 site.memory.suspected = None if site.is_wide else site.exponent
             return LastStep(False, "gradients overflowed; where, the next step, which is measured, will show")
         # What no site of the model made came from outside, at the global exponent.
@@ -197,34 +198,30 @@ class Controller:
             global_site = self.sites.global_site
             exponent, calm = self._agree("update", global_site.exponent, int(not self._measure_next))
             global_site.exponent, self._measure_next = exponent, not calm
-        self._renew()
+        self._begin_iteration()
 
     def _agree(self, occasion: str, *values: int) -> list[int]:
         """Return the minimum of each value over all processes, at the point that ``occasion`` names."""
-        return self.backward.processes.agree(occasion, self.iteration, list(values), self.device)
+        return self.backward.processes.agree(occasion, self.iteration, list(values), self.backward.find_device)
 
     def _keep_together(self, before: int) -> None:
-        """Set the global exponent without communication, by what all processes know: which steps were skipped."""
+        """Set the global exponent without communication, from the skipped steps, which all processes know."""
         falls = self._skipped and (self._skips_in_row > 1 or not self.policy.per_site)
         self._set(self.sites.global_site, before - _FALL // 2 if falls else before)
         self._measure_next = False
 
     def catch_up(self) -> None:
-        """Copy the counters of the process with the most iterations, after a ``join()`` where some ran out of data."""
+        """Copy the counters of the process with the most iterations, at the end of a ``join()``."""
         global_site = self.sites.global_site
         numbers = [self.iteration, self.since, self._restarted, self._skips_in_row, global_site.exponent]
-        numbers = self.backward.processes.furthest(numbers, self.device())
+        numbers = self.backward.processes.read_furthest(numbers, self.backward.find_device())
         self.iteration, self.since, self._restarted, self._skips_in_row, global_site.exponent = numbers
         self.backward.measuring = is_measured(self.iteration, self._restarted, self.interval)
-
-    def device(self) -> torch.device:
-        """Return the device of the parameters."""
-        return next((parameter.device for parameter, _ in self.backward.readers()), torch.device("cpu"))
 
     def restart(self, exponent: int) -> None:
         """Set the global exponent by hand, and end the iteration."""
         self._set(self.sites.global_site, exponent)
-        self._renew()
+        self._begin_iteration()
 
     def assign(self, exponents: Mapping[str, int]) -> None:
         """Set exponents by hand, all others to 0, and begin a new iteration."""
@@ -237,7 +234,7 @@ class Controller:
         for site in self.sites:
             self._set(site, exponents.get(site.key, 0))
             site.memory = Memory()
-        self._renew()
+        self._begin_iteration()
 
     @property
     def progress(self) -> list:
@@ -271,8 +268,8 @@ class Controller:
         Raises:
             ValueError: so they were, stochastically.
         """
-        version = progress[6] if len(progress) == 7 else 1
-        if self.backward.draws and progress[3] and version != STREAM_VERSION:
+        version = progress[6]
+        if self.backward.is_drawing and progress[3] and version != STREAM_VERSION:
             raise ValueError(
                 f"'progress' of the state_dict is of version {version} of the stream of random bits, known is "
                 f"{STREAM_VERSION}: gradients would be rounded by other bits than the saved run's. To accept that, set "
@@ -303,15 +300,15 @@ class Controller:
         narrow = any(one.reading.format for one in self._measured)
         if self.sites.global_site.loss_binade is None:
             self.following.update_reference(narrow, self.floor, self.ceiling)
-        readings = by_site(self._measured)
-        fallen = self._fall(readings)
+        readings = group_by_site(self._measured)
+        fallen = self._lower_overflowed(readings)
         if measuring:
             self._settle_suspects(readings)
-        lost = recover_sizes(self.backward.edges(), readings, self.following.measured_lift)
+        lost = recover_sizes(self.backward.list_edges(), readings, self.following.measured_lift)
         for site, kinds in readings.items():
             if site not in fallen and all(reading.finite for reading in kinds.values()):
-                self._follow(site, kinds, site in lost)
-        self._measure_next = bool(lost) or self._rise(readings)
+                self._set_by_policy(site, kinds, site in lost)
+        self._measure_next = bool(lost) or self._raise_all(readings)
         global_site = self.sites.global_site
         if measuring and not self._sources and not global_site.history:
             # Nothing narrow is there to say how far it may go: it comes back from an overflow step by step.
@@ -319,7 +316,7 @@ class Controller:
         self.following.update_reference(narrow, self.floor, self.ceiling)
         self.sites.note_lowest()
 
-    def _fall(self, readings: dict[Site, dict[str, Reading]]) -> Collection[Site]:
+    def _lower_overflowed(self, readings: dict[Site, dict[str, Reading]]) -> Collection[Site]:
         """Lower the sites that overflowed and those that the overflow reached; return them.
 
         Who it was is not known of an iteration that was not measured, and all fall. After several skips in a row, all
@@ -329,9 +326,11 @@ class Controller:
             site.overflows += 1
             self._remember(site, site.exponent)
         if self._skips_in_row > _ROW:
-            return self._fall_together()
+            return self._lower_together()
         suspects = [] if self.backward.measuring else self.sites.suspects()
-        reached = [site for site, kinds in readings.items() if is_reached(kinds)]
+        reached = [
+            site for site, kinds in readings.items() if any(one.format and not one.finite for one in kinds.values())
+        ]
         fallen = dict.fromkeys([*self._sources, *suspects, *reached])
         for site in fallen:
             # At least to the exponent that the policy derives from its history.
@@ -340,14 +339,14 @@ class Controller:
             self._set(site, after if wanted is None else min(after, wanted))
         return fallen
 
-    def _fall_together(self) -> Collection[Site]:
+    def _lower_together(self) -> Collection[Site]:
         """Lower all sites to one exponent, after lowering single ones did not stop the overflows.
 
         It does not follow losses where one pass reaches several outputs, of which the first one may mislead.
         """
         if self.following.several:
             self.following.resumes = self.iteration + _MEMORY * self.interval
-        reached = dict.fromkeys([*self.backward.list_reached(), self.sites.global_site])
+        reached = {**self.backward.reached, self.sites.global_site: None}
         # The global exponent falls at once to the others, which are far below it by now.
         own = [site for site in reached if not site.follows_global]
         highest = max(site.exponent for site in own or reached)
@@ -362,7 +361,7 @@ class Controller:
         none falls by that again and again, far below what the policy asks for.
         """
         suspects = self.sites.suspects()
-        explained = self._sources or any(explains(readings.get(site, {}), e) for site, e in suspects.items())
+        explained = self._sources or any(is_overflow_near(readings.get(site, {}), e) for site, e in suspects.items())
         for site, exponent in suspects.items():
             site.memory.suspected = None
             if not explained:
@@ -370,24 +369,25 @@ class Controller:
                 self._remember(site, exponent if wanted is None else max(exponent, wanted - _FALL))
 
     def _remember(self, site: Site, exponent: int) -> None:
+        """Record that a site overflowed at an exponent."""
         site.memory.at(self.iteration)  # forgets what is old
         site.memory.note(exponent, self.iteration + _MEMORY * self.interval)
 
-    def _follow(self, site: Site, kinds: dict[str, Reading], lost: bool) -> None:
-        """Set the exponent of a site that was measured and did not overflow; ``lost``: all arrives as zero there."""
+    def _set_by_policy(self, site: Site, kinds: dict[str, Reading], lost: bool) -> None:
+        """Set the exponent of a measured site that did not overflow; ``lost``: all gradients arrive as zero."""
         site.remember(kinds)
         exponent = (Amax() if lost else self.policy).exponent(site)
         overflowed = site.memory.exponent
         # Operands alone do not tell of sums for weights.
         tells = not lost and not self.policy.wants_operands
-        if overflowed is not None and (site.exponent <= self.floor or (tells and explains(kinds, overflowed))):
+        if overflowed is not None and (site.exponent <= self.floor or (tells and is_overflow_near(kinds, overflowed))):
             # The measurement limits the exponent better than the memory does.
             site.memory.exponent = None
         if exponent is not None:
             self._set(site, self._limit_halfway(site, exponent) if lost else self._limit(site, exponent))
 
-    def _rise(self, readings: dict[Site, dict[str, Reading]]) -> bool:
-        """Raise all sites where every gradient is stored as zero and the loss's own gradient was not measured."""
+    def _raise_all(self, readings: dict[Site, dict[str, Reading]]) -> bool:
+        """Raise all measured sites if every gradient was stored as zero."""
         narrow = [reading for kinds in readings.values() for reading in kinds.values() if reading.format]
         if not narrow or self.sites.global_site in readings or any(reading.amax != 0 for reading in narrow):
             return False
@@ -400,9 +400,9 @@ class Controller:
         overflowed = site.memory.at(self.iteration)
         if overflowed is None:
             return exponent
-        return min(exponent, overflowed - self._short(site))
+        return min(exponent, overflowed - self._find_margin(site))
 
-    def _short(self, site: Site) -> int:
+    def _find_margin(self, site: Site) -> int:
         """Return how many powers of two a site stays below the exponent at which it overflowed."""
         return min(_SHORT, site.exponent - self.policy.exponent_after_overflow(site))
 
@@ -417,7 +417,7 @@ class Controller:
         half = (site.exponent + overflowed) // 2
         if self.policy.per_site:
             # All gradients underflow at this exponent: allow it back up halfway.
-            site.memory.exponent = max(overflowed, half + self._short(site))
+            site.memory.exponent = max(overflowed, half + self._find_margin(site))
         return half
 
     # one scale for all ----------------------------------------------------------------------------------------
@@ -425,7 +425,7 @@ class Controller:
     def _update_global_site(self) -> None:
         """Set the global exponent, for policies with one scale for all gradients."""
         global_site = self.sites.global_site
-        readings = by_site(self._measured)
+        readings = group_by_site(self._measured)
         for site, kinds in readings.items():
             site.remember(kinds)
         for site in self._sources:
@@ -436,14 +436,14 @@ class Controller:
         if wanted is None:
             if not self._skipped and not self.backward.measuring:
                 return
-            found = self._measured_scale(readings)
+            found = self._find_measured_exponent(readings)
             wanted = self.policy.exponent_after_overflow(global_site) if self._skipped else found
         if wanted is not None and (wanted != global_site.exponent or self._skipped):
             self.since = 0
             self._set(global_site, wanted)
 
-    def _measured_scale(self, readings: dict[Site, dict[str, Reading]]) -> int | None:
-        """Return the exponent that all measured gradients allow, kept below an overflow that they do not explain.
+    def _find_measured_exponent(self, readings: dict[Site, dict[str, Reading]]) -> int | None:
+        """Return the exponent that all measured gradients allow, below any overflow that they do not explain.
 
         That may have been outside the model, where nothing is measured: in the gradient of a float16 loss, say.
         """
@@ -456,14 +456,16 @@ class Controller:
         overflowed = global_site.memory.exponent
         if wanted is None or overflowed is None:
             return wanted
-        if any(explains(kinds, overflowed) for kinds in readings.values()):
+        if any(is_overflow_near(kinds, overflowed) for kinds in readings.values()):
             global_site.memory.exponent = None
         return self._limit_halfway(global_site, wanted)
 
     def _set(self, site: Site, exponent: int) -> None:
+        """Set a site's exponent, clamped to floor and ceiling."""
         site.exponent = max(self.floor, min(self.ceiling, exponent))
 
-    def _renew(self) -> None:
+    def _begin_iteration(self) -> None:
+        """Count an iteration, clear what the last one gathered, and decide whether the next one is measured."""
         self.iteration += 1
         self.backward.end_iteration()
         if self._skipped:
@@ -484,7 +486,7 @@ class Controller:
         self._skipped = self._overflowed = self._measure_next = False
 
 
-def controller_of(
+def make_controller(
     policy: Policy,
     *,
     mode: str,
@@ -523,7 +525,7 @@ def controller_of(
 
 
 def _check_format(format: Format) -> Format:
-    """Return a format that gradients can have, or raise."""
+    """Return a format, or refuse it if it has no zero or no negative numbers."""
     if not (format.signed and format.zero):
         lacks = "zero" if format.signed else "negative numbers"
         raise ValueError(f"format {format.name} has no {lacks}, which gradients are: take another, such as 'e5m2'")

@@ -13,8 +13,11 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
-from ..arithmetic._float32_products import CELLS, PRODUCT_NAMES, name_of
+from ..arithmetic import _float32_products
+from ..arithmetic._float32_products import CELLS, PRODUCT_NAMES
 
+# A region asks at every call.
+name_of = functools.cache(_float32_products.name_of)
 OperatorKind = Literal["product", "cell", "shape", "fact", "in-place", "plain", "property"]
 
 # Only their first argument has a gradient.
@@ -36,11 +39,11 @@ _KINDS: tuple[tuple[OperatorKind, set[str]], ...] = (
 
 
 @functools.cache
-def kind_of(function: Callable[..., Any]) -> OperatorKind:
-    """Return how a region treats a torch function.
+def classify(function: Callable[..., Any]) -> OperatorKind:
+    """Return which kind of operator a torch function is, by which a region treats it.
 
     >>> import torch
-    >>> kind_of(torch.matmul), kind_of(torch.conv2d), kind_of(torch.Tensor.add_), kind_of(torch.relu)
+    >>> classify(torch.matmul), classify(torch.conv2d), classify(torch.Tensor.add_), classify(torch.relu)
     ('product', 'product', 'in-place', 'plain')
     """
     if isinstance(function, MethodWrapperType):
@@ -95,13 +98,13 @@ class Factor:
 
     def operands(self, gradient: Tensor) -> Operands:
         """Return gradient and weight with the summed dimensions last and first; complex ones as real numbers."""
-        gradient, weight, fan = self._seam(gradient.detach(), self.tensor.detach())
+        gradient, weight, fan = self._align(gradient.detach(), self.tensor.detach())
         if gradient.is_complex():
             gradient, weight = torch.cat([gradient.real, gradient.imag], -1), torch.cat([weight.real, weight.imag])
             fan *= 2
         return Operands(gradient, weight, fan)
 
-    def _seam(self, gradient: Tensor, tensor: Tensor) -> tuple[Tensor, Tensor, int]:
+    def _align(self, gradient: Tensor, tensor: Tensor) -> tuple[Tensor, Tensor, int]:
         match self.form:
             case "left":
                 return gradient, tensor.movedim(-2, 0), tensor.shape[-2]
@@ -113,7 +116,7 @@ class Factor:
         return gradient.movedim(1 - tensor.dim(), -1), tensor, fan
 
 
-def factors_of(function: Callable, args: tuple, kwargs: Mapping[str, Any]) -> Iterator[Factor]:
+def list_factors(function: Callable, args: tuple, kwargs: Mapping[str, Any]) -> Iterator[Factor]:
     """Return the factors by which a product's gradient is multiplied, one for each argument that it is passed on to.
 
     A layer's input counts even where nothing is passed on to it. Nothing where there is no one such factor, as in a
@@ -149,20 +152,20 @@ def is_parameter(tensor: Tensor) -> bool:
 _NO_TENSORS = (int, float, bool, str, type(None), torch.dtype, slice)
 
 
-def differentiable_in(value: Any) -> Iterator[Tensor]:
-    """Return the tensors in nested arguments that require gradients."""
+def list_differentiable(value: Any) -> Iterator[Tensor]:
+    """Yield the tensors in nested arguments that require gradients."""
     if isinstance(value, Tensor):
         if value.requires_grad:
             yield value
     elif isinstance(value, list | tuple):
         for item in value:
-            yield from differentiable_in(item)
+            yield from list_differentiable(item)
     elif isinstance(value, dict):
         for item in value.values():
-            yield from differentiable_in(item)
+            yield from list_differentiable(item)
     elif type(value) not in _NO_TENSORS and dataclasses.is_dataclass(value) and not isinstance(value, type):
         for field in dataclasses.fields(value):
-            yield from differentiable_in(getattr(value, field.name, None))
+            yield from list_differentiable(getattr(value, field.name, None))
 
 
 def memoize(change: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Tensor]:
@@ -185,18 +188,18 @@ def map_tensors(value: Any, change: Callable[[Tensor], Tensor], differentiable: 
         return change(value) if value.requires_grad or not differentiable else value
     if isinstance(value, dict):
         found = {key: map_tensors(item, change, differentiable) for key, item in value.items()}
-        return value if all(found[key] is item for key, item in value.items()) else _like_dict(value, found)
+        return value if all(found[key] is item for key, item in value.items()) else _rebuild_dict(value, found)
     if isinstance(value, list | tuple):
         items = [map_tensors(item, change, differentiable) for item in reversed(value)][::-1]
         if all(a is b for a, b in zip(items, value)):
             return value
-        return _like_sequence(value, items)
+        return _rebuild_sequence(value, items)
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
-        return _like_dataclass(value, change, differentiable)
+        return _rebuild_dataclass(value, change, differentiable)
     return value
 
 
-def _like_dict(value: dict, found: dict) -> dict:
+def _rebuild_dict(value: dict, found: dict) -> dict:
     """Return a dict of the same class; a subclass, such as the outputs of transformers, is changed in a copy."""
     if type(value) is dict:
         return found
@@ -206,14 +209,14 @@ def _like_dict(value: dict, found: dict) -> dict:
     return changed
 
 
-def _like_sequence(value: list | tuple, items: list) -> list | tuple:
+def _rebuild_sequence(value: list | tuple, items: list) -> list | tuple:
     """Return a list or tuple of the same class, named and structured ones too."""
     if hasattr(value, "_make"):
         return value._make(items)
     return type(value)(items)
 
 
-def _like_dataclass(value: Any, change: Callable[[Tensor], Tensor], differentiable: bool) -> Any:
+def _rebuild_dataclass(value: Any, change: Callable[[Tensor], Tensor], differentiable: bool) -> Any:
     found = {field.name: getattr(value, field.name, None) for field in dataclasses.fields(value)}
     changed = {name: map_tensors(item, change, differentiable) for name, item in found.items()}
     if all(changed[name] is found[name] for name in found):

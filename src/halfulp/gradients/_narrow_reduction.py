@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import sys
 import typing
+from collections import defaultdict
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -57,7 +58,7 @@ class NarrowReduction:
         self.rounding, self.bytes_sent = rounding, 0
         self._seed, self._scaler, self.group = seed, scaler, group
         self._rank, self.size = dist.get_rank(group), dist.get_world_size(group)
-        self._debts: dict[str, _Debt] = {}
+        self._debts: defaultdict[str, _Debt] = defaultdict(_Debt)
         self.names: dict[Any, str] = {}
         self._scale = self._read_scale()
 
@@ -103,7 +104,7 @@ class NarrowReduction:
             name: {key: value.clone() if isinstance(value, Tensor) else value for key, value in held.items()}
             for name, held in state_dict[mine].items()
         }
-        self._debts = {name: _Debt(**held) for name, held in copied.items()}
+        self._debts = defaultdict(_Debt, {name: _Debt(**held) for name, held in copied.items()})
         self._scale = state_dict["scale"]
 
     def average_bucket(self, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
@@ -150,12 +151,11 @@ class NarrowReduction:
         Raises:
             NotImplementedError: a gradient of another dtype, or another number of elements than before.
         """
+        debt = self._debts[name]
         if given.dtype == _WIRE:
-            self._debts.setdefault(name, _Debt())
             return given
         if given.dtype not in _GRADIENTS:
             raise NotImplementedError(f"{name}: a gradient of {given.dtype}: {_WIRE} would lose most of it")
-        debt = self._debts.setdefault(name, _Debt())
         if self.rounding == "stochastic":
             key = mix64(self._seed, *map(ord, name), self._rank, part == "sent")
             return quantize(given.to(_WIDE), "bf16", Stochastic(seed=key), counter=debt.count).to(_WIRE)
@@ -322,7 +322,7 @@ def _hook(model: nn.parallel.DistributedDataParallel, rounding: Rounding, seed: 
 
 
 def _check_ranks(reduction: NarrowReduction, seed: int) -> None:
-    """Refuse ranks that would not send what the others expect, as they start."""
+    """Refuse ranks that differ in options, parameters or the version of halfulp."""
     names = f"{len(reduction.names)} names from {next(iter(reduction.names.values()), None)!r}"
     mine = (f"halfulp {__version__}", f"rounding={reduction.rounding!r}", f"seed={seed}", names)
     every: list[Any] = [None] * reduction.size

@@ -19,22 +19,22 @@ _ALIGNMENT = 64
 _SPREAD = 4
 
 
-def times_power_of_two(gradient: Tensor, exponent: int) -> Tensor:
+def multiply_by_power(gradient: Tensor, exponent: int) -> Tensor:
     """Return the gradient times 2^exponent, with the strides that it had.
 
-    >>> times_power_of_two(torch.ones(1), -2)
+    >>> multiply_by_power(torch.ones(1), -2)
     tensor([0.2500])
     """
     if not exponent:
         return gradient
     # Two tensors without dimensions would give the wider type.
     plain = type(gradient) is Tensor and gradient.layout is torch.strided and gradient.dim()
-    return with_strides_of(gradient * (power_of_two(exponent) if plain else 2.0**exponent), gradient)
+    return restore_strides(gradient * (power_of_two(exponent) if plain else 2.0**exponent), gradient)
 
 
 @functools.cache
 def power_of_two(exponent: int) -> Tensor:
-    """2^exponent as a tensor without dimensions, by which torch multiplies in half the time of a Python number's.
+    """Return 2^exponent as a 0-d tensor, by which torch multiplies twice as fast as by a Python number.
 
     >>> power_of_two(-2)
     tensor(0.2500, dtype=torch.float64)
@@ -42,8 +42,8 @@ def power_of_two(exponent: int) -> Tensor:
     return torch.tensor(2.0**exponent, dtype=torch.float64, device="cpu")
 
 
-def with_strides_of(values: Tensor, like: Tensor) -> Tensor:
-    """Return values that were computed element by element of a tensor, with that tensor's strides.
+def restore_strides(values: Tensor, like: Tensor) -> Tensor:
+    """Return the result of an elementwise operation with the strides of its input.
 
     torch makes the result of a part of a larger tensor, or of an expanded one, contiguous; a sum over it, or a product,
     is then made in another order, which may change the last bit. Tensor subclasses and sparse tensors are given back.
@@ -62,16 +62,16 @@ def _place_like(values: Tensor, like: Tensor) -> Tensor:
     # What is expanded is kept once.
     kept = [1 if s == 0 else n for n, s in zip(size, like.stride())]
     stride = list(like.stride())
-    if _length(kept, stride) > _SPREAD * math.prod(kept):
+    if _count_span(kept, stride) > _SPREAD * math.prod(kept):
         stride = _close_gaps(kept, stride, unit)
     offset = like.storage_offset() % unit
-    memory = torch.empty(offset + _length(kept, stride), dtype=values.dtype, device=values.device)
+    memory = torch.empty(offset + _count_span(kept, stride), dtype=values.dtype, device=values.device)
     memory.as_strided(kept, stride, offset).copy_(values.as_strided(kept, values.stride(), values.storage_offset()))
     return memory.as_strided(size, stride, offset)
 
 
-def _length(size: list[int], stride: list[int]) -> int:
-    """Return how many elements lie from the first to the last, both included."""
+def _count_span(size: list[int], stride: list[int]) -> int:
+    """Return how many elements of memory a tensor of this size and these strides spans."""
     return 1 + sum((n - 1) * s for n, s in zip(size, stride))
 
 
@@ -88,12 +88,12 @@ def _close_gaps(size: list[int], stride: list[int], unit: int) -> list[int]:
 
 
 class CopyWithStrides(torch.autograd.Function):
-    """A copy with the tensor's strides, where ``clone`` would make it contiguous."""
+    """Copies a tensor with its strides, where ``clone`` would make it contiguous."""
 
     @staticmethod
     def forward(ctx, tensor: Tensor) -> Tensor:
         """Return a copy of the values with their strides."""
-        return with_strides_of(tensor.clone(), tensor)
+        return restore_strides(tensor.clone(), tensor)
 
     @staticmethod
     @untraced
@@ -120,7 +120,7 @@ _BIAS, _MOST = 127, 126
 
 
 class Following:
-    """The lift: a power of two by which all sites' exponents are raised within one backward pass.
+    """Lifts all sites' exponents by one power of two per backward pass, so that they follow the loss's gradient.
 
     A model's gradients are linear in the one that enters it. Exponents are right for a loss that sends gradients of a
     certain size into the model, the reference. Where a loss sends smaller ones, all sites are lifted by as many powers
@@ -170,7 +170,7 @@ class Following:
         self._entered = 0
         self._factors.clear()
 
-    def stop(self) -> None:
+    def disable(self) -> None:
         """Stop lifting exponents by the loss from now on, as compiled graphs cannot."""
         self.wanted = self.on = False
 
@@ -211,10 +211,10 @@ class Following:
 
     def move(self, gradient: Tensor, source: Site, target: Site) -> Tensor:
         """Return a gradient stored at ``target``'s exponent, multiplied to ``source``'s; strides are kept."""
-        return self.move_by(gradient, source.exponent - target.exponent, self.sign(source, target))
+        return self.move_by(gradient, source.exponent - target.exponent, self.find_sign(source, target))
 
-    def sign(self, source: Site, target: Site) -> int:
-        """Return the sign of the lift from ``target`` to ``source``: 1 into the sites that follow, -1 out of them."""
+    def find_sign(self, source: Site, target: Site) -> int:
+        """Return how often the lift counts from ``target`` to ``source``: 1 into sites that follow, -1 out of them."""
         return target.follows_global - source.follows_global if self.wanted else 0
 
     def move_by(self, gradient: Tensor, exponent: int, sign: int) -> Tensor:
@@ -223,16 +223,16 @@ class Following:
             self._entered += 1
             self.several = self.several or self._entered > 1
         if not sign or not self.on:
-            return times_power_of_two(gradient, exponent)
+            return multiply_by_power(gradient, exponent)
         if not self._is_found:
             # Before an output was reached there is nothing to follow: what is a parameter's alone, say.
             self.lift, self._is_found = self._find_lift(gradient) if sign > 0 else 0, True
         if isinstance(self.lift, int):
-            return times_power_of_two(gradient, exponent + sign * self.lift)
-        factor = self._factor(self.lift, exponent, sign, gradient.device)
+            return multiply_by_power(gradient, exponent + sign * self.lift)
+        factor = self._make_factor(self.lift, exponent, sign, gradient.device)
         # A number in memory takes the gradient's dtype first, which float16 may not hold.
         wide = gradient.float() if gradient.dtype == torch.float16 else gradient
-        return with_strides_of((wide * factor).to(gradient.dtype), gradient)
+        return restore_strides((wide * factor).to(gradient.dtype), gradient)
 
     def _find_lift(self, gradient: Tensor) -> int | Tensor:
         """Return the lift for a gradient that enters the model at the global exponent."""
@@ -242,7 +242,7 @@ class Following:
         low, high = torch.aminmax(values)
         largest = torch.maximum(-low, high).float()
         reference = self._global_site.loss_binade
-        if on_host(largest):
+        if is_on_host(largest):
             size = float(largest)
             if not 0 < size < math.inf:
                 self.binades.append(math.nan)
@@ -257,8 +257,8 @@ class Following:
             return 0
         return torch.where(known, reference - binade, 0).clamp(-self._room, self._room).int()
 
-    def _factor(self, lift: Tensor, exponent: int, sign: int, device: torch.device) -> Tensor:
-        """2^(exponent + sign lift), exactly: by its bits."""
+    def _make_factor(self, lift: Tensor, exponent: int, sign: int, device: torch.device) -> Tensor:
+        """Return 2^(exponent + sign lift) as a float32 tensor, made exactly from its bits."""
         key = exponent, sign, device
         if key not in self._factors:
             self._factors[key] = (
@@ -267,6 +267,6 @@ class Following:
         return self._factors[key]
 
 
-def on_host(tensor: Tensor) -> bool:
+def is_on_host(tensor: Tensor) -> bool:
     """Return whether a number can be read without a device synchronisation."""
     return tensor.device.type == "cpu"

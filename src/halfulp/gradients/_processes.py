@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+import types
 import weakref
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -15,40 +16,46 @@ from torch.distributed.algorithms.join import JoinHook
 from ..subclass import shard_groups, sharded_modules
 
 
-class WatchedJoin:
+class WatchedJoin(JoinHook):
     """A wrapper's ``join_hook``, which also tells a scaler when a ``join()`` begins and ends.
 
     Args:
         wrapper: whose hook it takes the place of.
         end: called in every process when all have run out of inputs.
-
     """
 
     def __init__(self, wrapper: nn.parallel.DistributedDataParallel, end: Callable[[], None]) -> None:
         self.wrapper = weakref.ref(wrapper)
-        self._begun = False
+        # The wrapper's own hook while a join() runs.
+        self._own: JoinHook | None = None
         self._end = end
         wrapper.__dict__["join_hook"] = self
 
     @property
-    def active(self) -> bool:
+    def is_active(self) -> bool:
         """Whether a ``join()`` is active, in which processes may have run out of inputs."""
         wrapper = self.wrapper()
-        if wrapper is None:
+        if wrapper is None or self._own is None:
             return False
-        config = wrapper._join_config
-        return self._begun and config.enable and not config.throw_on_early_termination
+        return wrapper._join_config.enable and not wrapper._join_config.throw_on_early_termination
 
     def __call__(self, **kwargs: Any) -> JoinHook:
-        """Return the hook of a ``join()``: the wrapper's own, then the scaler's."""
+        """Begin a ``join()`` of the wrapper."""
         wrapper = self.wrapper()
         assert wrapper is not None  # it calls this
-        self._begun = True
-        return _Hook(type(wrapper).join_hook(wrapper, **kwargs), self)
+        self._own = type(wrapper).join_hook(wrapper, **kwargs)
+        return self
 
-    def end(self) -> None:
-        """End the ``join()``: no process has inputs left."""
-        self._begun = False
+    def main_hook(self) -> None:
+        """Run the wrapper's own hook for a process without inputs; the scaler sends nothing."""
+        assert self._own is not None
+        self._own.main_hook()
+
+    def post_hook(self, is_last_joiner: bool) -> None:
+        """Broadcast the last process's model and scaler counters at the end of a ``join()``."""
+        assert self._own is not None
+        self._own.post_hook(is_last_joiner)
+        self._own = None
         self._end()
 
     def restore(self) -> None:
@@ -59,27 +66,8 @@ class WatchedJoin:
 
     def __reduce__(self) -> tuple:
         # A copy of the wrapper has no scaler.
-        return plain_join_hook, (self.wrapper(),)
-
-
-def plain_join_hook(wrapper: nn.parallel.DistributedDataParallel) -> Callable[..., JoinHook]:
-    """Return the ``join_hook`` of a wrapper's class."""
-    return lambda **kwargs: type(wrapper).join_hook(wrapper, **kwargs)
-
-
-class _Hook(JoinHook):
-    def __init__(self, own: JoinHook, watched: WatchedJoin) -> None:
-        self._own = own
-        self._watched = watched
-
-    def main_hook(self) -> None:
-        """Run the wrapper's own hook for a process without inputs; the scaler sends nothing."""
-        self._own.main_hook()
-
-    def post_hook(self, is_last_joiner: bool) -> None:
-        """Broadcast the last process's model and scaler counters at the end of a ``join()``."""
-        self._own.post_hook(is_last_joiner)
-        self._watched.end()
+        wrapper = self.wrapper()
+        return types.MethodType, (type(wrapper).join_hook, wrapper)
 
 
 # One for each occasion at which processes meet; they are part of the message.
@@ -100,25 +88,23 @@ class Processes:
         self._groups: list[Any] = []
         self._models: list[weakref.ref[nn.Module]] = []
         self._joins: list[WatchedJoin] = []
+        # Called in every process when a join() ends.
         self.catch_up: Callable[[], None] = lambda: None
-
-    def __bool__(self) -> bool:
-        return bool(self._groups)
 
     @property
     def in_join(self) -> bool:
         """Whether processes may have run out of inputs, in ``join()``."""
-        return any(join.active for join in self._joins)
+        return any(join.is_active for join in self._joins)
 
     def watch(self, model: nn.Module) -> None:
-        """Look for wrappers around a model and in it, now and where it runs."""
+        """Find the process groups of wrappers around a model and in it, and look again whenever it runs."""
         if isinstance(model, nn.parallel.DistributedDataParallel):
             self._watch_wrapper(model, known=True)
         self._models.append(weakref.ref(model))
-        for group in _groups_of(model):
-            self._add(group)
+        for group in _list_groups(model):
+            self._add_group(group)
 
-    def find(self) -> None:
+    def find_groups(self) -> None:
         """Look for wrappers again, once in an iteration, in the forward pass of a model.
 
         Raises:
@@ -130,16 +116,16 @@ class Processes:
         if active is not None:
             self._watch_wrapper(active, known=False)
         for model in (one() for one in self._models):
-            for group in () if model is None else _groups_of(model):
-                self._add(group)
+            for group in () if model is None else _list_groups(model):
+                self._add_group(group)
 
     def agree(self, occasion: str, iteration: int, values: list[int], device: Callable[[], torch.device]) -> list[int]:
-        """Return the minimum of each value (two at most) over all processes; the values where none shares or answers.
+        """Return the minimum of each value (two at most) over all processes that share gradients.
 
         Raises:
             RuntimeError: another process died, or did not come by, or is out of step.
         """
-        if self.in_join or not self:
+        if self.in_join or not self._groups:
             return values
         place = OCCASIONS.index(occasion)
         message = [iteration, -iteration, place, -place, *values, *[0] * (2 - len(values))]
@@ -163,7 +149,7 @@ class Processes:
                 )
         return least[4 : 4 + len(values)]
 
-    def furthest(self, numbers: list[int], device: torch.device) -> list[int]:
+    def read_furthest(self, numbers: list[int], device: torch.device) -> list[int]:
         """Return the numbers of the process whose first number is the largest."""
         mine = torch.tensor(numbers, device=device, dtype=torch.int64)
         for group in self._groups:
@@ -178,10 +164,6 @@ class Processes:
             join.restore()
         self._joins.clear()
 
-    def after_join(self, catch_up: Callable[[], None]) -> None:
-        """Synchronise the counters of all processes at the end of a ``join()``."""
-        self.catch_up = catch_up
-
     def _watch_wrapper(self, wrapper: nn.parallel.DistributedDataParallel, known: bool) -> None:
         if any(join.wrapper() is wrapper for join in self._joins):
             return
@@ -190,15 +172,15 @@ class Processes:
                 "the model runs in a DistributedDataParallel whose join() began before its AdaptiveGradScaler knew of "
                 "it, so that they would not end together: make the scaler of the wrapper, AdaptiveGradScaler(ddp)"
             )
-        self._add(wrapper.process_group)
+        self._add_group(wrapper.process_group)
         self._joins.append(WatchedJoin(wrapper, lambda: self.catch_up()))
 
-    def _add(self, group: Any) -> None:
+    def _add_group(self, group: Any) -> None:
         if dist.get_world_size(group) > 1 and not any(group is known for known in self._groups):
             self._groups.append(group)
 
 
-def _groups_of(model: nn.Module) -> Iterator[Any]:
+def _list_groups(model: nn.Module) -> Iterator[Any]:
     """Return the process groups of FSDP2 in a model.
 
     Raises:

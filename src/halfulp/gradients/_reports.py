@@ -86,9 +86,9 @@ class SiteRow:
         return cls(
             site=site.key,
             exponent=site.exponent,
-            amax={kind: _finite(readings[kind].amax) if kind in readings else None for kind in _KINDS},
-            zero=_share(readings, "zero"),
-            subnormal=_share(readings, "subnormal"),
+            amax={kind: _drop_infinite(readings[kind].amax) if kind in readings else None for kind in _KINDS},
+            zero=_find_share(readings, "zero"),
+            subnormal=_find_share(readings, "subnormal"),
             elements=sum(reading.elements for reading in readings.values()),
             format=_format_name(site, readings),
             overflows=site.overflows,
@@ -119,8 +119,8 @@ class SiteTable:
         limit: int | None = None,
     ) -> SiteTable:
         """Return the table of the sites that are asked for; see `AdaptiveGradScaler.sites`."""
-        _check(kind, sort, limit)
-        chosen = [site for site in sites if pattern is None or _matches(site.key, pattern)]
+        _check_choices(kind, sort, limit)
+        chosen = [site for site in sites if pattern is None or _is_matching(site.key, pattern)]
         if kind is not None:
             chosen = [site for site in chosen if kind in site.readings]
         rows = [SiteRow.of(site, _KINDS if kind is None else (kind,)) for site in chosen]
@@ -152,7 +152,7 @@ class SiteTable:
     def __str__(self) -> str:
         if not self.rows:
             return f"none of {self.total} sites"
-        lines = [_cells(row) for row in self.rows]
+        lines = [_format_cells(row) for row in self.rows]
         headers = list(lines[0])
         widths = [max(len(header), *(len(line[header]) for line in lines)) for header in headers]
         table = [dict(zip(headers, headers)), dict(zip(headers, ("─" * width for width in widths))), *lines]
@@ -160,7 +160,7 @@ class SiteTable:
         return text if len(self) >= self.total else f"{text}\n({len(self)} of {self.total} sites)"
 
 
-def _check(kind: str | None, sort: str | None, limit: int | None) -> None:
+def _check_choices(kind: str | None, sort: str | None, limit: int | None) -> None:
     for name, given, allowed in (("kind", kind, _KINDS), ("sort", sort, _SORTS)):
         if given is not None and given not in allowed:
             raise ValueError(f"{name} is {', '.join(map(repr, allowed))} or None, got {given!r}")
@@ -168,12 +168,12 @@ def _check(kind: str | None, sort: str | None, limit: int | None) -> None:
         raise ValueError(f"limit is a number of rows, at least 1, or None, got {limit!r}")
 
 
-def _matches(key: str, pattern: str) -> bool:
+def _is_matching(key: str, pattern: str) -> bool:
     """Return whether a pattern is the key of a site, of its module, or of the layer that it calls."""
     return any(fnmatch.fnmatchcase(key, pattern + rest) for rest in ("", ".*", "#*"))
 
 
-def _worst_first(value: Callable[[SiteRow], float | None], largest: bool) -> Callable[[SiteRow], tuple[bool, float]]:
+def _make_sort_key(value: Callable[[SiteRow], float | None], largest: bool) -> Callable[[SiteRow], tuple[bool, float]]:
     """Return a sort key by which the worst rows come first, and rows without measurements last."""
 
     def key(row: SiteRow) -> tuple[bool, float]:
@@ -184,22 +184,22 @@ def _worst_first(value: Callable[[SiteRow], float | None], largest: bool) -> Cal
 
 
 _SORTS = {
-    "underflow": _worst_first(lambda row: row.underflow, largest=True),
-    "margin": _worst_first(lambda row: row.margin, largest=False),
-    "overflows": _worst_first(lambda row: row.overflows, largest=True),
-    "exponent": _worst_first(lambda row: row.exponent, largest=False),
+    "underflow": _make_sort_key(lambda row: row.underflow, largest=True),
+    "margin": _make_sort_key(lambda row: row.margin, largest=False),
+    "overflows": _make_sort_key(lambda row: row.overflows, largest=True),
+    "exponent": _make_sort_key(lambda row: row.exponent, largest=False),
     "site": lambda row: row.site,
 }
 
 
-def _cells(row: SiteRow) -> dict[str, str]:
+def _format_cells(row: SiteRow) -> dict[str, str]:
     amax = {f"amax {kind}": "–" if value is None else f"{value:.2g}" for kind, value in row.amax.items()}
     return {
         "site": row.site,
         "exponent": "global" if row.merged else str(row.exponent),
         **amax,
-        "zero": _percent(row.zero),
-        "subnormal": _percent(row.subnormal),
+        "zero": _format_percent(row.zero),
+        "subnormal": _format_percent(row.subnormal),
         "margin": "–" if row.margin is None else f"{row.margin:.1f}",
         "format": row.format or "wide",
         "overflows": str(row.overflows or ""),
@@ -212,16 +212,16 @@ def _format_name(site: Site, readings: dict[str, Reading]) -> str | None:
     return next((reading.format.name for reading in readings.values() if reading.format), None)
 
 
-def _percent(share: float | None) -> str:
+def _format_percent(share: float | None) -> str:
     return "–" if share is None else f"{100 * share:.2f}%"
 
 
-def _share(readings: dict[str, Reading], field: str) -> float | None:
+def _find_share(readings: dict[str, Reading], field: str) -> float | None:
     total = sum(reading.elements for reading in readings.values())
     return sum(getattr(one, field) * one.elements for one in readings.values()) / total if total else None
 
 
-def _finite(value: float) -> float | None:
+def _drop_infinite(value: float) -> float | None:
     return value if math.isfinite(value) else None
 
 

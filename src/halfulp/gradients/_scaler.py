@@ -22,10 +22,10 @@ from .._messages import a_kind
 from ..formats import Format
 from ..kernels import uncompiled
 from ..rounding import Rounding
-from ._controller import controller_of
+from ._controller import make_controller
 from ._reports import LastStep, Recorder, SiteTable
-from ._site import HIGHEST, exponent_of
-from ._state import check_entries, check_places, check_state, reduce_scaler, resume_scaler, sites_by_name, state_of
+from ._site import HIGHEST, parse_exponent
+from ._state import check_entries, check_modules, check_state, index_sites, reduce_scaler, resume_scaler, save_sites
 from .eager._attach import attach, unwrap
 from .eager._backward import check_units
 from .policies._policy import Policy, get_policy
@@ -100,8 +100,9 @@ class AdaptiveGradScaler(torch.amp.GradScaler):
         mode: str = "function",
         enabled: bool = True,
     ) -> None:
-        before, models, policy = set(vars(self)), models_of(model), get_policy(policy)
-        super().__init__(device_of(models), init_scale=init_scale, enabled=enabled)
+        before, models, policy = set(vars(self)), list_models(model), get_policy(policy)
+        device = next((p.device.type for one in models for p in one.parameters()), "cpu")
+        super().__init__(device, init_scale=init_scale, enabled=enabled)
         self._options: dict[str, Any] = {"policy": policy, "init_scale": init_scale, "interval": interval}
         self._options |= {"format": format, "rounding": rounding, "floor": floor, "ceiling": ceiling, "mode": mode}
         self._options |= {"float32_outputs": float32_outputs}
@@ -113,10 +114,10 @@ class AdaptiveGradScaler(torch.amp.GradScaler):
         self._mode = mode
         self._scale_was_read = False
         self._growth_interval = getattr(policy, "growth_interval", 2000)
-        self._controller = controller_of(
+        self._controller = make_controller(
             policy,
             mode=mode,
-            start=exponent_of("init_scale", init_scale),
+            start=parse_exponent("init_scale", init_scale),
             format=format,
             rounding=rounding,
             interval=interval,
@@ -162,6 +163,7 @@ class AdaptiveGradScaler(torch.amp.GradScaler):
         raise ValueError("outputs must be a Tensor or an iterable of Tensors")
 
     def _scale_output(self, output: Tensor) -> Tensor:
+        """Return one loss times the scale, with hooks that open the edges in its backward pass."""
         backward = self._controller.backward
         backward.end_unless_differentiating()
         if output.grad_fn is not None and not backward.second_order:
@@ -169,7 +171,7 @@ class AdaptiveGradScaler(torch.amp.GradScaler):
                 check_units(output.grad_fn, backward.sites.global_site)
             else:
                 backward.check_exits(output.grad_fn)
-        scaled = output * self._tensor(output.device)
+        scaled = output * self._make_scale(output.device)
         if scaled.requires_grad:
             node: Any = scaled.grad_fn
             node.register_prehook(backward.begin)
@@ -201,7 +203,7 @@ class AdaptiveGradScaler(torch.amp.GradScaler):
             )
         controller.backward.end_unless_differentiating()
         self._unscaled.check(optimizer, self._models)
-        self._tensor(torch.device(self._device))
+        self._make_scale(torch.device(self._device))
         super().unscale_(optimizer)
 
     def _unscale_grads_(
@@ -231,15 +233,15 @@ class AdaptiveGradScaler(torch.amp.GradScaler):
         if state["stage"] is OptState.STEPPED:
             raise RuntimeError("step() has already been called since the last update().")
         self._unscaled.check(optimizer, self._models, divided=state["stage"] is OptState.UNSCALED)
-        whole = takes_scaler(optimizer)
+        whole = is_taking_scaler(optimizer)
         if whole:
-            self._tensor(torch.device(self._device))
+            self._make_scale(torch.device(self._device))
             result = step_with_scaler(self, optimizer, args, kwargs)
-        elif state["stage"] is OptState.READY and not idles(optimizer):
+        elif state["stage"] is OptState.READY and not is_idle(optimizer):
             self.unscale_(optimizer)
         if self._controller.backward.passes:
             self._controller.backward.check_seen()
-        flags = flags_of(optimizer, state["found_inf_per_device"], self._device)
+        flags = collect_flags(optimizer, state["found_inf_per_device"], self._device)
         state["stage"] = OptState.STEPPED
         overflowed = self._controller.read(flags)
         self.last_step = self._controller.skip() if overflowed else LastStep(applied=True)
@@ -263,7 +265,7 @@ class AdaptiveGradScaler(torch.amp.GradScaler):
                 "update() before a step: no gradients were checked since the last update(); call "
                 "scaler.step(optimizer), or scaler.unscale_(optimizer), first"
             )
-        exponent = None if new_scale is None else exponent_of("new_scale", float(new_scale))
+        exponent = None if new_scale is None else parse_exponent("new_scale", float(new_scale))
         unread = [state for state in states if state["stage"] is OptState.UNSCALED]
         flags = [flag for state in unread for flag in state["found_inf_per_device"].values()]
         if flags and self._controller.read(flags):
@@ -290,7 +292,7 @@ class AdaptiveGradScaler(torch.amp.GradScaler):
     def _scale_now(self) -> float:
         return 2.0**self._controller.sites.global_site.exponent if self._enabled else 1.0
 
-    def _tensor(self, device: torch.device) -> Tensor:
+    def _make_scale(self, device: torch.device) -> Tensor:
         """Return the global scale as GradScaler's tensor."""
         if self._scale is None:
             self._lazy_init_scale_growth_tracker(device)
@@ -401,10 +403,10 @@ class AdaptiveGradScaler(torch.amp.GradScaler):
         Raises:
             ValueError: a backend without a backward graph to put exponents in.
         """
-        from .compiled._backend import backend
+        from .compiled._backend import make_backend
 
-        self._controller.backward.following.stop()
-        return backend(self._controller.backward, name)
+        self._controller.backward.following.disable()
+        return make_backend(self._controller.backward, name)
 
     # what is saved --------------------------------------------------------------------------------------------
 
@@ -414,7 +416,7 @@ class AdaptiveGradScaler(torch.amp.GradScaler):
             return {}
         state = {**super().state_dict(), "scale": self._scale_now()}
         controller = self._controller
-        sites = state_of(controller.sites, controller.following.resumes)
+        sites = save_sites(controller.sites, controller.following.resumes)
         return {**state, "sites": sites, "progress": controller.progress}
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -442,20 +444,20 @@ class AdaptiveGradScaler(torch.amp.GradScaler):
             return
         if not state_dict:
             raise ValueError("the state_dict is empty, as a disabled scaler's is: make the scaler with enabled=False")
-        state_dict = sites_by_name(state_dict)
+        state_dict = index_sites(state_dict)
         check_entries(state_dict)
         sites, given = self._controller.sites, state_dict.get("sites")
         if given is not None and len(sites) > 1:
             check_state(given, {site.key for site in sites})
         if given is not None:
-            check_places(given, self._module_names())
+            check_modules(given, self._module_names())
             self._controller.check_stream(state_dict["progress"])
         self._take(state_dict)
 
     def _take(self, state_dict: dict[str, Any]) -> None:
         """Load a checked state of this model."""
-        state_dict = sites_by_name(state_dict)
-        global_site = exponent_of("the state's scale", state_dict["scale"])
+        state_dict = index_sites(state_dict)
+        global_site = parse_exponent("the state's scale", state_dict["scale"])
         taken = {key: state_dict[key] for key in ("scale", "_growth_tracker")}
         super().load_state_dict({**super().state_dict(), **taken})
         if state_dict.get("sites") is None:
@@ -493,7 +495,7 @@ def _check_kept(name: str, new_factor: float, factor: float) -> None:
         )
 
 
-def models_of(model: nn.Module | Sequence[nn.Module]) -> list[nn.Module]:
+def list_models(model: nn.Module | Sequence[nn.Module]) -> list[nn.Module]:
     """Return one model or several as a list.
 
     Raises:
@@ -508,29 +510,24 @@ def models_of(model: nn.Module | Sequence[nn.Module]) -> list[nn.Module]:
     return models
 
 
-def device_of(models: Sequence[nn.Module]) -> str:
-    """Return the kind of device that the models' parameters are on."""
-    return next((p.device.type for one in models for p in one.parameters()), "cpu")
-
-
 # unscaling and steps ------------------------------------------------------------------------------------------
 
 _BETWEEN = "call scaler.update() between the passes of a step that has several, such as a sharpness-aware one"
 
 
 class _Written:
-    """A gradient as it stood at some time: the tensor, weakly, and its version counter."""
+    """A snapshot of a gradient: a weak reference to the tensor and its version counter."""
 
     def __init__(self, gradient: Tensor | None) -> None:
         self._tensor = None if gradient is None else weakref.ref(gradient)
         self._version = None if gradient is None else gradient._version
 
     def is_held_by(self, parameter: Tensor) -> bool:
-        """Return whether the tensor is a parameter's gradient, whatever has been written into it since."""
+        """Return whether a parameter's gradient is still this tensor, even if it was written into since."""
         return self._tensor is not None and parameter.grad is not None and self._tensor() is parameter.grad
 
-    def stands_in(self, parameter: Tensor) -> bool:
-        """Return whether a parameter's gradient is unchanged since."""
+    def is_unchanged_in(self, parameter: Tensor) -> bool:
+        """Return whether a parameter's gradient is still this tensor and was not written into since."""
         if self._tensor is None or parameter.grad is None:
             return self._tensor is None and parameter.grad is None
         return self._tensor() is parameter.grad and self._version == parameter.grad._version
@@ -559,18 +556,18 @@ class _Unscaled:
     mixed: bool = False
 
     def begin(self) -> None:
-        """Note the parameter's gradient before a scaled backward pass."""
+        """Take a snapshot of the parameter's gradient before a scaled backward pass."""
         parameter = self.parameter()
         if parameter is None:
             return
         self.begun, self.adds = _Written(parameter.grad), parameter.grad is not None
         # A gradient that was changed before the pass may have been set to zero.
-        self.adds_to_divided = self.adds and self.divided.stands_in(parameter)
+        self.adds_to_divided = self.adds and self.divided.is_unchanged_in(parameter)
 
-    def look(self) -> None:
-        """Note whether the current or last scaled backward pass has written the gradient."""
+    def update(self) -> None:
+        """Compare the gradient with the snapshot, to see whether the scaled backward pass wrote into it."""
         parameter = self.parameter()
-        if parameter is None or parameter.grad is None or self.begun is None or self.begun.stands_in(parameter):
+        if parameter is None or parameter.grad is None or self.begun is None or self.begun.is_unchanged_in(parameter):
             return
         self.scaled = _Written(parameter.grad)
         self.mixed = self.adds and (self.mixed or self.adds_to_divided)
@@ -595,11 +592,11 @@ class UnscaledGradients:
     def split(self, optimizer: torch.optim.Optimizer) -> tuple[list[Tensor], list[Tensor]]:
         """Return an optimizer's parameters whose gradients are scaled, and those whose gradients were divided."""
         if not self._records:
-            return list(_parameters_with_gradients(optimizer)), []
+            return list(_list_with_gradients(optimizer)), []
         scaled: list[Tensor] = []
         unscaled: list[Tensor] = []
-        for parameter in _parameters_with_gradients(optimizer):
-            record = self._record(parameter)
+        for parameter in _list_with_gradients(optimizer):
+            record = self._find_record(parameter)
             is_divided = record is not None and record.scaled is None and record.divided.is_held_by(parameter)
             (unscaled if is_divided else scaled).append(parameter)
         return scaled, unscaled
@@ -621,8 +618,8 @@ class UnscaledGradients:
             RuntimeWarning: a gradient that a scaled backward pass left was written since, and will not be divided.
         """
         written = ""
-        for parameter in _parameters_with_gradients(optimizer) if self._records else ():
-            record = self._record(parameter)
+        for parameter in _list_with_gradients(optimizer) if self._records else ():
+            record = self._find_record(parameter)
             if record is None or record.scaled is None or not record.scaled.is_held_by(parameter):
                 continue
             if not (record.mixed or divided):
@@ -637,7 +634,7 @@ class UnscaledGradients:
                     "call zero_grad() before the next one"
                 )
             origin = f"the gradient of {said} comes from a scaled backward pass after unscale_() of its optimizer"
-            if record.scaled.stands_in(parameter):
+            if record.scaled.is_unchanged_in(parameter):
                 raise ValueError(f"{origin}, and is still scaled: {_BETWEEN}")
             # Divided by hand, or clipped as it was.
             written = written or origin
@@ -654,7 +651,7 @@ class UnscaledGradients:
             self._records[id(parameter)] = _Unscaled(weakref.ref(parameter), _Written(parameter.grad))
 
     def begin_pass(self, _: tuple[Any, ...]) -> None:
-        """Note which divided gradients this backward pass writes (the hook of a scaled loss's node)."""
+        """Take snapshots as a scaled backward pass begins (the hook of a scaled loss's node)."""
         number = torch._C._current_graph_task_id()
         if not self._records or number == self._pass:
             return
@@ -665,24 +662,24 @@ class UnscaledGradients:
         Variable._execution_engine.queue_callback(self._end_pass)
 
     def _end_pass(self) -> None:
-        """Note which gradients a backward pass has written, even one that raised."""
+        """Compare gradients with their snapshots as a backward pass ends, even one that raised."""
         self._pass = -1
         for record in self._records.values():
-            record.look()
+            record.update()
             record.begun = None
 
-    def _record(self, parameter: Tensor) -> _Unscaled | None:
+    def _find_record(self, parameter: Tensor) -> _Unscaled | None:
         """Return the record of a parameter's gradient."""
         record = self._records.get(id(parameter))
         if record is None or record.parameter() is not parameter:
             return None
         if self._pass != torch._C._current_graph_task_id():
             self._end_pass()
-        record.look()
+        record.update()
         return record
 
 
-def _parameters_with_gradients(optimizer: torch.optim.Optimizer) -> Iterator[Tensor]:
+def _list_with_gradients(optimizer: torch.optim.Optimizer) -> Iterator[Tensor]:
     """Yield the parameters of an optimizer that have a gradient."""
     for group in optimizer.param_groups:
         yield from (parameter for parameter in group["params"] if parameter.grad is not None)
@@ -700,7 +697,7 @@ def unscale_once(
     ``unscale`` is GradScaler's own, of an optimizer, the inverse scale and a flag; it returns a flag for every device,
     as this does. ``known`` tells which gradients were divided, and notes those that are now; without it none is.
     """
-    scaled, divided = (list(_parameters_with_gradients(optimizer)), []) if known is None else known.split(optimizer)
+    scaled, divided = (list(_list_with_gradients(optimizer)), []) if known is None else known.split(optimizer)
     flags: dict[torch.device, Tensor] = {}
     # torch leaves values as they are, bit for bit, under an inverse of 1.
     for parameters, factor in ((scaled, inverse), (divided, torch.ones_like(inverse) if divided else inverse)):
@@ -729,34 +726,34 @@ def _group_by_mesh(parameters: list[Tensor]) -> list[list[Tensor]]:
 
 def has_gradients(optimizer: torch.optim.Optimizer) -> bool:
     """Return whether any parameter of an optimizer has a gradient."""
-    return any(parameter.grad is not None for group in optimizer.param_groups for parameter in group["params"])
+    return next(_list_with_gradients(optimizer), None) is not None
 
 
-def handles_overflow(optimizer: torch.optim.Optimizer) -> bool:
+def is_handling_overflow(optimizer: torch.optim.Optimizer) -> bool:
     """Return whether an optimizer skips overflowed steps by itself, as torch's fused ones do."""
     return getattr(optimizer, "_step_supports_amp_scaling", False)
 
 
-def takes_scaler(optimizer: torch.optim.Optimizer) -> bool:
+def is_taking_scaler(optimizer: torch.optim.Optimizer) -> bool:
     """Return whether an optimizer's step takes the scaler and unscales by itself: the older form of the contract."""
-    return handles_overflow(optimizer) and "grad_scaler" in inspect.signature(optimizer.step).parameters
+    return is_handling_overflow(optimizer) and "grad_scaler" in inspect.signature(optimizer.step).parameters
 
 
-def idles(optimizer: torch.optim.Optimizer) -> bool:
-    """Return whether an optimizer has no gradients but steps all the same, as torch's fused ones do from GradScaler."""
-    return handles_overflow(optimizer) and not takes_scaler(optimizer) and not has_gradients(optimizer)
+def is_idle(optimizer: torch.optim.Optimizer) -> bool:
+    """Return whether an optimizer is stepped without any gradient, as GradScaler steps torch's fused ones."""
+    return is_handling_overflow(optimizer) and not is_taking_scaler(optimizer) and not has_gradients(optimizer)
 
 
-def flags_of(
+def collect_flags(
     optimizer: torch.optim.Optimizer, found: Mapping[torch.device, Tensor], device: str | torch.device
 ) -> list[Tensor]:
-    """Return the flags that a check of an optimizer's gradients gave, or one that is not set where it idles.
+    """Return the overflow flags of an optimizer's gradients; for one that `is_idle` a flag that is not set.
 
     Raises:
         ValueError: there are no gradients, where GradScaler wants some.
     """
     flags = list(found.values())
-    if not flags and idles(optimizer):
+    if not flags and is_idle(optimizer):
         flags = [torch.zeros((), dtype=torch.float32, device=device)]
     if not flags:
         raise ValueError(
@@ -788,7 +785,7 @@ def step_unscaled(
     kwargs: dict[str, Any],
 ) -> Any:
     """Step with unscaled gradients; None where they overflowed, unless the optimizer handles that itself."""
-    if not handles_overflow(optimizer):
+    if not is_handling_overflow(optimizer):
         return None if overflowed else optimizer.step(*args, **kwargs)
     aware: Any = optimizer
     # A scale of its own that somebody set stays.

@@ -90,7 +90,7 @@ class Memory:
 
 
 class Proposal(NamedTuple):
-    """Bounds of an exponent: the least without underflow, and the largest without overflow, which has priority."""
+    """Bounds of an exponent: the least one without underflow and the largest one without overflow, which wins."""
 
     least: int
     most: int
@@ -238,7 +238,7 @@ class Sites:
         return {site: e for site in self if (e := site.memory.suspected) is not None}
 
     def merge(self, keys: Iterable[str], reason: str) -> None:
-        """Let sites follow the global exponent from now on; before the first forward pass, any that will be met."""
+        """Let sites follow the global exponent from now on; before the first forward pass any key is taken."""
         keys = list(keys)
         unknown = [key for key in keys if key == GLOBAL or (key not in self._sites and len(self) > 1)]
         if unknown:
@@ -259,13 +259,13 @@ class Sites:
         return self._sites[key]
 
 
-def exponent_of(field: str, scale: float) -> int:
+def parse_exponent(field: str, scale: float) -> int:
     """Return the exponent of a scale that is a power of two.
 
     Raises:
         ValueError: it is none, or out of bounds.
 
-    >>> exponent_of("init_scale", 1024.0)
+    >>> parse_exponent("init_scale", 1024.0)
     10
     """
     fraction, exponent = math.frexp(scale) if math.isfinite(scale) else (0.0, 0)
@@ -325,7 +325,7 @@ class Measurement:
     reading: Reading
 
 
-def by_site(measured: list[Measurement]) -> dict[Site, dict[str, Reading]]:
+def group_by_site(measured: list[Measurement]) -> dict[Site, dict[str, Reading]]:
     """Return the readings of each site by kind; several tensors of a kind count as one."""
     found: dict[Site, dict[str, Reading]] = {}
     for one in measured:
@@ -354,7 +354,7 @@ def recover_sizes(
 
 @torch.no_grad()
 def _statistics(gradient: Tensor, stored: Format | None) -> Tensor:
-    """[amax, zeros, subnormals] in float32, on the gradient's device; of a wide gradient amax alone."""
+    """Return [amax, count of zeros, count of subnormals] on the device; counts are 0 for a wide gradient."""
     gradient = local_values(gradient)
     if stored is None:
         low, high = torch.aminmax(gradient)

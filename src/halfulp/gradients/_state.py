@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from ..formats import Format
-from ._site import GLOBAL, HIGHEST, LOWEST, UNIFORM, Memory, Site, Sites, exponent_of
+from ._site import GLOBAL, HIGHEST, LOWEST, UNIFORM, Memory, Site, Sites, parse_exponent
 
 # By the name of an entry: what it is, in words and as a question.
 _AN_EXPONENT = f"an integer from {LOWEST} to {HIGHEST}"
@@ -21,8 +21,8 @@ _FARTHEST = 1200
 _Wanted = dict[str, tuple[str, Callable[[Any], bool]]]
 
 
-def state_of(sites: Sites, resumes: int) -> tuple[tuple[str, dict[str, Any]], ...]:
-    """Return exponents and histories as plain data: pairs of a site's name and its entries.
+def save_sites(sites: Sites, resumes: int) -> tuple[tuple[str, dict[str, Any]], ...]:
+    """Return exponents and histories as plain data: pairs of a site's key and its entries.
 
     A tuple is one entry to torch.distributed.checkpoint, which of a dict loads only the names that it finds before.
     Processes have exponents of their own, and it may be any of them that writes an entry: what exponents are meant for
@@ -48,8 +48,8 @@ def state_of(sites: Sites, resumes: int) -> tuple[tuple[str, dict[str, Any]], ..
     return tuple(found.items())
 
 
-def sites_by_name(state_dict: Any) -> Any:
-    """Convert a state's sites from the pairs that `state_of` returns to a dict; return any other state unchanged."""
+def index_sites(state_dict: Any) -> Any:
+    """Convert a state's sites from the pairs that `save_sites` returns to a dict; return any other state unchanged."""
     pairs = state_dict.get("sites") if isinstance(state_dict, Mapping) else None
     if not pairs or not isinstance(pairs, (tuple, list)):
         return state_dict
@@ -64,7 +64,7 @@ def check_entries(state_dict: Any) -> None:
         ValueError: one is missing, or is not what it should be; the message names it.
     """
     _check("the state_dict", state_dict, _TORCH)
-    exponent_of("'scale' of the state_dict", state_dict["scale"])
+    parse_exponent("'scale' of the state_dict", state_dict["scale"])
     if not {"sites", "progress"} & state_dict.keys():
         return
     _check("the state_dict", state_dict, _HALFULP_ENTRIES)
@@ -101,8 +101,7 @@ def _is_size(given: object) -> bool:
 
 
 def _is_progress(given: object) -> bool:
-    # Six, before random bits had a version.
-    if not isinstance(given, (list, tuple)) or len(given) not in (6, 7):
+    if not isinstance(given, (list, tuple)) or len(given) != 7:
         return False
     iteration, since, measuring, *counts = given
     return all(map(_is_whole, (iteration, since, *counts))) and isinstance(measuring, bool) and counts[1] <= iteration
@@ -126,7 +125,7 @@ def _is_history(given: object) -> bool:
     )
 
 
-def _are_sites(given: object) -> bool:
+def _is_sites(given: object) -> bool:
     return isinstance(given, Mapping) and GLOBAL in given and all(isinstance(key, str) for key in given)
 
 
@@ -138,7 +137,7 @@ _TORCH: _Wanted = {
     "_growth_tracker": ("a whole number", _is_whole),
 }
 _HALFULP_ENTRIES: _Wanted = {
-    "sites": (f"a dict of sites by name, or pairs of name and site, {GLOBAL!r} among them", _are_sites),
+    "sites": (f"a dict of sites by name, or pairs of name and site, {GLOBAL!r} among them", _is_sites),
     "progress": (
         "[iteration, steps at this scale, whether it is measured, roundings, where measured ones are counted from, "
         "skipped steps in a row, version of random bits]",
@@ -184,13 +183,13 @@ def check_state(given: dict[str, Any], own: set[str]) -> None:
         )
 
 
-def check_places(given: dict[str, Any], modules: set[str]) -> None:
+def check_modules(given: dict[str, Any], modules: set[str]) -> None:
     """Compare the sites of a state with the modules of models that have not run yet.
 
     Raises:
         ValueError: a site belongs to no module.
     """
-    unexpected = [key for key in given if key != GLOBAL and not _belongs(key.split("#")[0], modules)]
+    unexpected = [key for key in given if key != GLOBAL and not _is_of_module(key.split("#")[0], modules)]
     if unexpected:
         raise ValueError(
             f"this state_dict is of another model; sites unexpected: {', '.join(unexpected[:8])}. Load the one that "
@@ -198,7 +197,7 @@ def check_places(given: dict[str, Any], modules: set[str]) -> None:
         )
 
 
-def _belongs(key: str, modules: set[str]) -> bool:
+def _is_of_module(key: str, modules: set[str]) -> bool:
     """Return whether a key names a module, an operator in one, or a derivative that only a compiled graph has."""
     place, _, name = key.rpartition(".")
     operator = any(hasattr(home, name) for home in (torch, torch.Tensor, torch.nn.functional))

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from .._messages import a_kind
 from ..gradients import AdaptiveGradScaler
-from ..gradients.eager._replay import forwards_without_region
+from ..gradients.eager._replay import count_replays
 from ..mctensor import MCTensor
 from ..scaled import ScaledTensor, scalify
 from ..subclass import fallbacks
@@ -273,7 +273,7 @@ class ExponentProof(Proof):
             found = self._unscaled(run_one_step(ours, self._batch, self._loss, scaler.scale), scaler)
             exact = Exact(self._model, self._batch, self._loss, wanted, step)
             self.judge(found, f" in step {step} of a copy", wanted, exact)
-        return forwards_without_region(scaler)
+        return count_replays(scaler)
 
     def _random_state(self, state: dict[str, Any], merged: list[str], step: int, binade: int) -> dict[str, Any]:
         """Return random exponents for an iteration without measurements, the global one an extreme by turns.

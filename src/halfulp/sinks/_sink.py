@@ -142,16 +142,16 @@ class RowFile:
         with open(self.path, "wb" if self._anew else "ab", buffering=0) as file:
             self._anew = False
             at_begin = not file.tell()
-            text = "" if at_begin or _ends_line(self.path) else "\n"
+            text = "" if at_begin or _is_line_ended(self.path) else "\n"
             if self.is_csv and at_begin:
-                text += _csv_line(self.columns)
+                text += _format_csv_line(self.columns)
             data = (text + "".join(map(self._line, rows))).encode()
             while data:
                 data = data[file.write(data) :]
 
     def _line(self, row: Mapping[str, Any]) -> str:
         if self.is_csv:
-            return _csv_line([row.get(column) for column in self.columns])
+            return _format_csv_line([row.get(column) for column in self.columns])
         return json.dumps(finite(row), ensure_ascii=False, allow_nan=False) + "\n"
 
 
@@ -164,13 +164,13 @@ def finite(value: Any) -> Any:
     return [finite(item) for item in value] if isinstance(value, list | tuple) else value
 
 
-def _csv_line(values: Iterable[Any]) -> str:
+def _format_csv_line(values: Iterable[Any]) -> str:
     text = io.StringIO()
     csv.writer(text, lineterminator="\n").writerow(values)
     return text.getvalue()
 
 
-def _ends_line(path: Path) -> bool:
+def _is_line_ended(path: Path) -> bool:
     with open(path, "rb") as file:
         file.seek(-1, os.SEEK_END)
         return file.read(1) == b"\n"
@@ -261,7 +261,7 @@ def outlet(sink: Sink, columns: Sequence[str], check: bool = True) -> Outlet:
     raise TypeError(f"a sink is {_WANTED}; got {a_kind(sink)}")
 
 
-def _scalars(writer: Any) -> Callable[[Row], None]:
+def _make_scalar_writer(writer: Any) -> Callable[[Row], None]:
     def write(row: Row) -> None:
         for key, value in _drop_missing(row).items():
             if key != "step":
@@ -270,8 +270,8 @@ def _scalars(writer: Any) -> Callable[[Row], None]:
     return write
 
 
-def _metrics(log: Callable[..., Any]) -> Callable[[Row], None]:
-    with_step = _takes_step(log)
+def _make_metrics_writer(log: Callable[..., Any]) -> Callable[[Row], None]:
+    with_step = _has_step(log)
 
     def write(row: Row) -> None:
         numbers = {PREFIX + key: value for key, value in _drop_missing(row).items()}
@@ -283,16 +283,16 @@ def _metrics(log: Callable[..., Any]) -> Callable[[Row], None]:
     return write
 
 
-def _named_columns(writer: Any) -> Callable[[Row], None]:
+def _make_column_writer(writer: Any) -> Callable[[Row], None]:
     return lambda row: writer.writerow({name: row.get(name) for name in writer.fieldnames})
 
 
 # The first that a sink has counts: a SummaryWriter may have more than one.
 _METHODS: Mapping[str, Callable[[Any], Callable[[Row], None]]] = {
-    "add_scalar": _scalars,
-    "log": lambda run: _metrics(run.log),
-    "log_metrics": lambda run: _metrics(run.log_metrics),
-    "writerow": _named_columns,
+    "add_scalar": _make_scalar_writer,
+    "log": lambda run: _make_metrics_writer(run.log),
+    "log_metrics": lambda run: _make_metrics_writer(run.log_metrics),
+    "writerow": _make_column_writer,
 }
 
 
@@ -301,7 +301,7 @@ def _drop_missing(row: Row) -> dict[str, Any]:
     return {key: value for key, value in row.items() if value is not None}
 
 
-def _takes_step(log: Callable[..., Any]) -> bool:
+def _has_step(log: Callable[..., Any]) -> bool:
     try:
         parameters = inspect.signature(log).parameters.values()
     except (TypeError, ValueError):  # of something built in

@@ -10,7 +10,7 @@ from torch._dynamo.utils import counters
 
 import halfulp as hu
 from halfulp.gradients._site import GLOBAL, Sites
-from halfulp.gradients.compiled._backend import Partition, backend
+from halfulp.gradients.compiled._backend import Partition, make_backend
 from halfulp.gradients.compiled._placement import Plan
 from halfulp.gradients.eager._attach import attach
 from halfulp.gradients.eager._backward import Backward
@@ -52,7 +52,7 @@ def _watched(model: nn.Module, exponent: int = 0, **given) -> Backward:
 
 
 def _compiled(model: nn.Module, backward: Backward, name: str = "aot_eager", **given):
-    return torch.compile(model, backend=backend(backward, name), **given)
+    return torch.compile(model, backend=make_backend(backward, name), **given)
 
 
 def _backpropagate(loss: torch.Tensor, model: nn.Module, backward: Backward | None = None) -> dict:
@@ -172,7 +172,7 @@ def test_sites_have_the_keys_of_the_eager_front_end_and_are_reached_from_the_los
         backward = _watched(case.model)
         model = _compiled(case.model, backward) if compiled else case.model
         _backpropagate(case.loss(model(*case.batch)), case.model, backward)
-        keys.append([site.key for site in backward.order])
+        keys.append([site.key for site in backward.reached])
         _check_edges(backward, compiled)
     assert len(keys[1]) >= least
     assert keys[1] == keys[0]
@@ -180,14 +180,14 @@ def test_sites_have_the_keys_of_the_eager_front_end_and_are_reached_from_the_los
 
 def _check_edges(backward: Backward, compiled: bool) -> None:
     """Edges, by which the sites behind an overflow are told from the one that made it, are the ways from the loss."""
-    edges, reached, todo = set(backward.edges()), set(), [backward.sites.global_site]
+    edges, reached, todo = set(backward.list_edges()), set(), [backward.sites.global_site]
     while todo:
         site = todo.pop()
         reached.add(site)
         todo += [reader for reader, passing in edges if passing is site and reader not in reached]
-    assert len(backward.order) >= 3
+    assert len(backward.reached) >= 3
     if not compiled:
-        assert set(backward.order) <= reached
+        assert set(backward.reached) <= reached
     # In a graph, gradients that reach parameters alone keep the global exponent and cross no edge.
     moved = {(target, source) for factors in backward.factors.values() for source, target in factors._edges}
     assert moved == (edges if compiled else set())
@@ -202,7 +202,7 @@ def test_each_of_several_models_has_sites_of_its_own(seed):
     loss = sum(one(x).square().sum() for one in compiled)
     loss.register_hook(lambda _: backward.begin(()))
     loss.backward()
-    assert {site.key for site in backward.order} == {f"{i}.{j}" for i in (0, 1) for j in (0, 2, 4)}
+    assert {site.key for site in backward.reached} == {f"{i}.{j}" for i in (0, 1) for j in (0, 2, 4)}
 
 
 def test_caches_of_graphs_tell_apart_what_the_pass_depends_on(seed):
@@ -346,7 +346,7 @@ def test_a_model_compiled_by_the_backend_of_another_scaler_is_refused(seed):
     model, other = _mlp(), Backward(Sites(0), get_policy("amax"))
     _watched(model)
     with pytest.raises(ValueError, match="of the same scaler"):
-        torch.compile(model, backend=backend(other, "aot_eager"))(torch.randn(5, 6))
+        torch.compile(model, backend=make_backend(other, "aot_eager"))(torch.randn(5, 6))
 
 
 def test_a_model_that_is_evaluated_may_be_compiled_by_any(seed):
@@ -437,7 +437,7 @@ def test_input_gradients_are_at_the_global_exponent(seed):
 def test_names_of_backends(seed):
     backward = Backward(Sites(0), get_policy("amax"))
     with pytest.raises(ValueError, match="one of inductor, aot_eager, got 'eager'"):
-        backend(backward, "eager")
+        make_backend(backward, "eager")
 
 
 def test_modules_as_sites_are_compiled_by_the_scalers_backend_alone(seed):

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from halfulp.gradients.compiled._placement import MATRIX, role_of
+from halfulp.gradients.compiled._placement import MATRIX, find_role
 
 aten = torch.ops.aten
 # All matrix products of two dimensions and more, and the shapes of their arguments; what is added comes first.
@@ -60,11 +60,11 @@ def test_a_product_of_one_gradient_is_a_product_and_of_two_none(name):
     factors = [operands[-2], operands[-1]]
     added = dict.fromkeys(operands[:-2])
     for factor in factors:
-        assert role_of(node, {factor: None, **added}) == "product"
+        assert find_role(node, {factor: None, **added}) == "product"
         if added:
-            assert role_of(node, {factor: None}) == "other"  # a constant beside a gradient has no exponent
-    assert role_of(node, dict.fromkeys(operands)) == "other"
-    assert role_of(node, added) == "other"
+            assert find_role(node, {factor: None}) == "other"  # a constant beside a gradient has no exponent
+    assert find_role(node, dict.fromkeys(operands)) == "other"
+    assert find_role(node, added) == "other"
 
 
 def _of(operator, gradient: torch.Tensor, other, *rest) -> torch.fx.Node:
@@ -99,7 +99,7 @@ X = torch.ones(3, 4)
 def test_writes_are_linear_in_what_they_keep_and_write(operator, other, rest, role):
     node = _of(operator, X, other, *rest)
     gradient = next(one for one in node.all_input_nodes if one.name == "gradient")
-    assert role_of(node, {gradient: None}) == role
+    assert find_role(node, {gradient: None}) == role
 
 
 def test_zeros_in_the_shape_of_a_gradient_are_none():
@@ -109,4 +109,4 @@ def test_zeros_in_the_shape_of_a_gradient_are_none():
         made = node.graph.call_function(aten.zeros_like.default, (zeros,))
     made.meta["val"] = X
     node.replace_input_with(zeros, made)
-    assert role_of(node, {shape: None}) == "shape"
+    assert find_role(node, {shape: None}) == "shape"

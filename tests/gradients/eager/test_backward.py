@@ -8,7 +8,7 @@ from torch import nn
 
 import halfulp as hu
 
-from ..exponents import WIDTH, assert_same, batch, clear, gradients, mean_square, mlp, plainly, scrambled
+from ..exponents import WIDTH, assert_same, batch, mean_square, mlp, plainly, scrambled
 
 
 class Keeping(nn.Module):
@@ -107,15 +107,3 @@ def test_one_output_twice_stays_one(mode, seed):
         return mean_square(out["last"]) + (out["all"][1] * 3).tanh().sum()
 
     exact(model, run, seed, mode=mode)
-
-
-def test_parameters_that_are_gone_are_forgotten(seed):
-    model, x = nn.Linear(WIDTH, WIDTH), batch()
-    scaler = hu.AdaptiveGradScaler(model)
-    for _ in range(20):
-        model.weight = nn.Parameter(torch.randn(WIDTH, WIDTH))
-        scaler.scale(mean_square(model(x))).backward()
-        clear(model)
-    assert len(scaler._controller.backward._readers) == 2
-    scaler.scale(mean_square(model(x))).backward()
-    assert len(gradients(model)) == 2

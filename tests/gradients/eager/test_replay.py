@@ -46,7 +46,7 @@ def test_random_exponents_change_no_bit(name, seed):
         assert_same(
             {key: gradient * (1 / scaler.get_scale()) for key, gradient in gradients(case.model).items()}, wanted
         )
-        orders.append(list(scaler._controller.backward.order))
+        orders.append(list(scaler._controller.backward.reached))
         scramble(scaler)
     assert orders[-1] == orders[-2]
 
@@ -372,8 +372,8 @@ def test_a_tensor_that_outlives_forward_passes_gets_no_hooks_of_theirs(seed, mon
     torch.manual_seed(seed)
     model, x, memory = Remembers(), batch(), batch().requires_grad_() * 2
     scaler, made = hu.AdaptiveGradScaler(model), []
-    entering = _replay.Replay._make_entry
-    monkeypatch.setattr(_replay.Replay, "_make_entry", lambda *given: (made.append(1), entering(*given))[1])
+    entering = _replay._enter
+    monkeypatch.setattr(_replay, "_enter", lambda *given: (made.append(1), entering(*given))[1])
     for _ in range(6):
         clear(model)
         scaler._controller.backward.end_iteration()

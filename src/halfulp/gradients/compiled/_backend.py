@@ -23,20 +23,20 @@ from ..._torch_versions import (
     partitioned_by,
 )
 from .. import _functions
-from .._functions import OperatorKind, kind_of, name_of
+from .._functions import OperatorKind, classify, name_of
 from .._site import GLOBAL
-from ..eager._attach import scaled_here
-from ..eager._backward import Backward, nodes_behind
+from ..eager._attach import WHOLE, scaled_here
+from ..eager._backward import Backward, check_leaf, list_nodes_behind
 from . import _graph_writer, _placement
 from ._graph_writer import move_gradients
-from ._placement import Plan, path_of
+from ._placement import Plan, join_path
 
 # Where torch keeps the functions of forward nodes, and those of backward nodes.
 _OWN, _FORWARD = "source_fn_stack", "fwd_source_fn_stack"
 
 
 def name_functions(joint: GraphModule) -> None:
-    """Give backward nodes their forward functions' names, as torch does, where it gave none: in-place functions.
+    """Name the forward functions of backward nodes that torch left without, as it does after in-place functions.
 
     Torch finds the function that a backward node is in the derivative of by autograd's sequence numbers: a node of the
     forward pass has the number of autograd's latest node as it was made. Two kinds of autograd's nodes have none of the
@@ -77,7 +77,7 @@ _GRAPH = "CompiledFunctionBackward"
 # the backend ------------------------------------------------------------------------------------------------
 
 
-def backend(backward: Backward, name: str = "inductor") -> Callable[..., Any]:
+def make_backend(backward: Backward, name: str = "inductor") -> Callable[..., Any]:
     """Return a backend of torch.compile for models with a scaler.
 
     Args:
@@ -122,7 +122,7 @@ class Partition:
         files = (_placement, _graph_writer, _functions)
         sources = get_hash_for_files((__file__, *(one.__file__ for one in files)))
         inner = self.inner.uuid() if self.inner else None
-        return sources, self.scaler, *self.plan.words(), inner
+        return sources, self.scaler, *self.plan.make_key(), inner
 
 
 def _inductor(module: GraphModule, inputs: Sequence, partition: Partition, options: dict | None, mode: str | None):
@@ -168,8 +168,8 @@ def check_breaks(inputs: Sequence, backward: Backward) -> None:
         # Marks are where another model ends that is not compiled, whose parameters have sites.
         return node.name() == _GRAPH or backward.sites.global_site in node.metadata
 
-    behind = nodes_behind([x.grad_fn for x in inputs if isinstance(x, Tensor)], ends)
-    broken = {name for node in behind if hasattr(node, "variable") for name in _owners(node.variable, backward)}
+    behind = list_nodes_behind([x.grad_fn for x in inputs if isinstance(x, Tensor)], ends)
+    broken = {name for node in behind if hasattr(node, "variable") for name in _name_owners(node.variable, backward)}
     names = _shorten(sorted(broken))
     if names and backward.format is not None:
         raise NotImplementedError(
@@ -186,12 +186,12 @@ def check_breaks(inputs: Sequence, backward: Backward) -> None:
         )
 
 
-def _owners(parameter: Tensor, backward: Backward) -> Iterator[str]:
-    """Return the module that holds a parameter, if a scaler lists it; FSDP's copies of parameters have none."""
-    name = find_owner(parameter, backward)
+def _name_owners(parameter: Tensor, backward: Backward) -> Iterator[str]:
+    """Yield the name of the module that holds a parameter, or words for FSDP's copies, which no module lists."""
+    name = find_listed_owner(parameter, backward)
     if name is not None:
         yield repr(name)
-    elif isinstance(parameter, nn.Parameter) and any(one.sharded() for one in backward.names):
+    elif isinstance(parameter, nn.Parameter) and any(one.is_sharded() for one in backward.names):
         yield "modules that fully_shard wraps"
 
 
@@ -209,48 +209,33 @@ _CUSTOM, _IN_CUSTOM = "autograd_function_apply", "autograd.function"
 _ATTRIBUTE = re.compile(r"_(?:modules|parameters)\['([^']+)'\]|__self__\.(\w+)")
 # Dynamo writes `a += b` and `a[i] = b` with functions of Python's operator module.
 _WRITES = {*("iadd", "isub", "imul", "itruediv", "ipow", "ior", "iand", "ixor", "imatmul", "setitem")}
-# Functions of Python that the eager front end meets as one product, and dynamo as their parts.
-_WHOLE = (nn.MultiheadAttention,)
 
 
 def plan_sites(module: GraphModule, inputs: Sequence, backward: Backward) -> Plan:
     """Return the sites of a forward graph's functions, with the keys of the eager front end, and of its parameters."""
     placeholders = module.graph.find_nodes(op="placeholder")
     parameters = {node: x for node, x in zip(placeholders, inputs) if isinstance(x, nn.Parameter)}
-    walk = _Walk(backward, parameters)
-    walk.run(module)
-    for key in dict.fromkeys(walk.keys.values()):
-        backward.sites.open(key)
-    for parameter in parameters.values():
-        site = walk.read_at.get(parameter, GLOBAL)
-        backward.note_read(parameter, backward.sites.global_site if site == GLOBAL else backward.sites.open(site))
-    return Plan(
-        walk.keys,
+    plan = Plan(
         tuple(node in parameters for node in placeholders),
-        frozenset(walk.products),
-        frozenset(walk.opening),
-        frozenset(walk.repeating),
-        walk.wholes,
-        frozenset(walk.apart),
         rounds=backward.format is not None,
         watches=backward.policy.wants_operands,
     )
+    _Walk(backward, parameters, plan).run(module)
+    for key in dict.fromkeys(plan.keys.values()):
+        backward.sites.open(key)
+    for parameter in parameters.values():
+        check_leaf(parameter)
+    return plan
 
 
 class _Walk:
     """Assigns to every node of a forward graph the site that a region assigns to its function."""
 
-    def __init__(self, backward: Backward, parameters: dict[Node, nn.Parameter]) -> None:
-        self.keys: dict[str, str] = {}
-        self.products: list[str] = []
-        self.opening: list[str] = []
-        self.repeating: list[str] = []
-        self.wholes: dict[str, str] = {}
-        self.apart: list[str] = []
-        self.read_at: dict[nn.Parameter, str] = {}
-        self._parts = {str(key): name for one in backward.names for key, name in one.parts().items()}
+    def __init__(self, backward: Backward, parameters: dict[Node, nn.Parameter], plan: Plan) -> None:
+        self._plan = plan
+        self._parts = {str(key): name for one in backward.names for key, name in one.list_parts().items()}
         self._parameters = dict(parameters)
-        self._owners = {x: owner(node, x, backward) for node, x in parameters.items()}
+        self._owners = {x: find_owner(node, x, backward) for node, x in parameters.items()}
         # The site of each node that a gradient flows to; of several results, those of each.
         self._sites: dict[Node, Any] = {}
         self._ranks: dict[str, int] = {}
@@ -270,7 +255,7 @@ class _Walk:
             elif getattr(node.target, "__name__", "") == _CHECKPOINT:
                 self._sites[node] = self._checkpoint(getattr(module, node.args[0].target), node, tuple(stack or ()))
             elif node.op in ("call_function", "call_method") and stack:
-                self._visit(node, path_of(stack))
+                self._visit(node, join_path(stack))
 
     def _checkpoint(self, body: GraphModule, node: Node, stack: tuple) -> Any:
         """Return the sites of the results of a body that runs again during backward.
@@ -287,7 +272,7 @@ class _Walk:
             elif self._carries(y):
                 self._sites[x] = GLOBAL if is_apart else self._sites.get(y, GLOBAL)
         if is_apart:
-            self.apart.append(path_of(stack))
+            self._plan.apart.add(join_path(stack))
         calls = self._calls
         self._calls = Counter() if is_apart else calls
         self.run(body, stack)
@@ -305,22 +290,19 @@ class _Walk:
         if not differentiable or not self._records or kind == "fact":
             return
         site = self._site(node, kind, differentiable)
-        self.keys[path] = site
+        self._plan.keys[path] = site
         if getattr(node.target, "__name__", "") == _CUSTOM:
             # What its backward does is named so, whichever of them it is.
-            self.keys["/".join([*path.split("/")[:-1], _IN_CUSTOM])] = site
-        whole = self._call_of(node, _WHOLE)
+            self._plan.keys["/".join([*path.split("/")[:-1], _IN_CUSTOM])] = site
+        whole = self._find_whole(node)
         if whole is not None:
-            self.wholes[path] = whole
+            self._plan.wholes[path] = whole
         if not isinstance(node.target, FunctionType) and self._repeats(node, differentiable):
-            self.repeating.append(path)
+            self._plan.repeating.add(path)
         if kind in ("product", "cell"):
-            self.products.append(path)
+            self._plan.products.add(path)
         elif all(x in self._parameters for x in differentiable):
-            self.opening.append(path)
-        for x in differentiable:
-            if x in self._parameters:
-                self.read_at[self._parameters[x]] = site
+            self._plan.opening.add(path)
         self._sites[node] = self._pick_site(node, site)
         if kind == "in-place" and node.args and isinstance(node.args[0], Node):
             self._sites.setdefault(node.args[0], site)
@@ -328,7 +310,7 @@ class _Walk:
     def _kind(self, node: Node) -> OperatorKind:
         if not isinstance(node.target, str) and node.target.__name__ in _WRITES:
             return "in-place"
-        return kind_of(node.target)
+        return classify(node.target)
 
     def _carries(self, node: Node) -> bool:
         """Return whether gradients flow to a node."""
@@ -345,7 +327,7 @@ class _Walk:
         return any(sum(x is y for y in given) > 1 for x in differentiable)
 
     def _site(self, node: Node, kind: OperatorKind, differentiable: list[Node]) -> str:
-        whole = self._call_of(node, _WHOLE)
+        whole = self._find_whole(node)
         if whole is not None:
             return self._open_whole(whole, node)
         if isinstance(node.target, torch._ops.HigherOrderOperator):
@@ -356,14 +338,14 @@ class _Walk:
                 return self._open(node, differentiable)
             case "cell":
                 states = [x for x in pytree.tree_leaves(node.args[1:2]) if isinstance(x, Node) and self._carries(x)]
-                site = self._of(states[0]) if states and states[0] not in self._parameters else GLOBAL
+                site = self._read_site(states[0]) if states and states[0] not in self._parameters else GLOBAL
                 return self._open(node, differentiable) if site == GLOBAL else site
             case "in-place" if node.args and isinstance(node.args[0], Node) and node.args[0] in self._sites:
-                return self._of(node.args[0])
-        sites = [self._of(x) for x in differentiable if x not in self._parameters]
+                return self._read_site(node.args[0])
+        sites = [self._read_site(x) for x in differentiable if x not in self._parameters]
         return max(sites, key=lambda key: self._ranks.get(key, -1)) if sites else self._open(node, differentiable)
 
-    def _of(self, node: Node) -> str:
+    def _read_site(self, node: Node) -> str:
         """Return the site of a node's gradient; the latest of several results'."""
         site = self._sites.get(node, GLOBAL)
         return site if isinstance(site, str) else max(site, key=lambda key: self._ranks.get(key, -1), default=GLOBAL)
@@ -403,19 +385,19 @@ class _Walk:
         name = next((name for name in names if name is not None), "")
         return [name] if name else []
 
-    def _call_of(self, node: Node, kinds: tuple[type, ...]) -> str | None:
-        """Return the call of a module of some classes that a node runs in."""
+    def _find_whole(self, node: Node) -> str | None:
+        """Return the call of a module that the eager front end meets as one product, and dynamo as its parts."""
         calls = (node.meta.get("nn_module_stack") or {}).items()
-        return next((call for call, (_, kind) in calls if isinstance(kind, type) and issubclass(kind, kinds)), None)
+        return next((call for call, (_, kind) in calls if isinstance(kind, type) and issubclass(kind, WHOLE)), None)
 
 
-def owner(node: Node, parameter: nn.Parameter, backward: Backward) -> str:
+def find_owner(node: Node, parameter: nn.Parameter, backward: Backward) -> str:
     """Return the qualified name of the module that holds a parameter."""
-    found = find_owner(parameter, backward)
+    found = find_listed_owner(parameter, backward)
     return found or _path(name_of_source(node.meta["grapharg"].source)).rpartition(".")[0] or "model"
 
 
-def find_owner(parameter: Tensor, backward: Backward) -> str | None:
+def find_listed_owner(parameter: Tensor, backward: Backward) -> str | None:
     """Return the module that holds a parameter, where a scaler's model lists it; else None."""
     return next((name for name in (one.of(parameter) for one in backward.names) if name), None)
 

@@ -11,10 +11,10 @@ from torch.fx import GraphModule, Node
 
 from ...kernels import define_operator
 from .._functions import Factor, ProductForm
-from .._powers import times_power_of_two
+from .._powers import multiply_by_power
 from .._site import GLOBAL, narrow
 from ..eager._backward import ALIVE, Backward
-from ._placement import HALF, Edge, Placement, Plan, Product, base_of, narrows
+from ._placement import HALF, Edge, Placement, Plan, Product, find_base, is_narrowing
 
 # Separates what a string argument of an operator lists; a site's key has neither.
 ITEM, PART = "\n", "\t"
@@ -23,7 +23,7 @@ SHARED = "*"
 
 
 class Factors:
-    """2^(target - source) of a graph's edges, on a device, made again where exponents changed."""
+    """Holds the factors 2^(target - source) of a graph's edges on a device, and renews them when exponents change."""
 
     def __init__(self, backward: Backward, edges: str, device: torch.device) -> None:
         keys, *pairs = edges.split(ITEM)
@@ -31,7 +31,7 @@ class Factors:
         self.sites = dict.fromkeys(site for site in sites if site is not backward.sites.global_site)
         self._edges = [tuple(sites[int(i)] for i in pair.split(PART)) for pair in pairs]
         for source, target in self._edges:
-            backward.edge_hook(target, source)
+            backward.get_edge_hook(target, source)
         self._device = device
         self._exponents: list[int] = []
         self._values = torch.empty(0, dtype=torch.float32, device="cpu")
@@ -58,7 +58,7 @@ def _factors(scaler: str, edges: str, count: int, device: torch.device) -> Tenso
     known = backward.factors.get((edges, device))
     if known is None:
         known = backward.factors[edges, device] = Factors(backward, edges, device)
-    backward.order.update(known.sites)
+    backward.reached.update(known.sites)
     return known.now()
 
 
@@ -67,11 +67,11 @@ def _observe(gradients: list[Tensor], scaler: str, site: str, kinds: str) -> Non
     if backward is None or not backward.measuring:
         return
     where = backward.sites.open(site)
-    backward.order.setdefault(where)
+    backward.reached.setdefault(where)
     for kind, gradient in zip(kinds.split(PART), gradients):
         exponent = where.exponent - backward.sites.global_site.exponent if kind.endswith(SHARED) else 0
         backward.measurements.add(
-            where, kind.removesuffix(SHARED), times_power_of_two(gradient, exponent), backward.format
+            where, kind.removesuffix(SHARED), multiply_by_power(gradient, exponent), backward.format
         )
 
 
@@ -129,10 +129,10 @@ for _operator in (observe_gradients, watch_operands, watch_loss):
 def move_gradients(module: GraphModule, plan: Plan, scaler: str) -> None:
     """Write moves between sites, roundings and measurements into a backward graph."""
     placement = Placement(module, plan)
-    edges = placement.edges()
-    writer = Writer(module, scaler, placement.keys(), edges)
+    edges = placement.list_edges()
+    writer = Writer(module, scaler, placement.list_keys(), edges)
     if plan.watches:
-        dtypes = placement.dtypes()
+        dtypes = placement.list_dtypes()
         for edge in edges:
             if edge.source == GLOBAL and edge.target in dtypes:
                 writer.watch_loss(edge, dtypes[edge.target])
@@ -140,9 +140,9 @@ def move_gradients(module: GraphModule, plan: Plan, scaler: str) -> None:
         if plan.rounds and edge.source != GLOBAL:
             edge.rounded = writer.copy_rounded(edge)
     moved = {writer.move(edge): edge for edge in edges}
-    products = placement.products(moved)
+    products = placement.list_products(moved)
     watching = {product.node: writer.watch(product) for product in _select_watched(products)} if plan.watches else {}
-    entering = {product.node: list(placement.entering(product, moved)) for product in products} if plan.rounds else {}
+    entering = {one.node: list(placement.list_entering(one, moved)) for one in products} if plan.rounds else {}
     final = _round(writer, moved, entering, watching) if plan.rounds else {}
     for key, gradients in _find_limiting(placement, products, moved, entering, plan.rounds).items():
         writer.observe(key, [(final.get(node, node), kind, shared) for node, kind, shared in gradients])
@@ -156,7 +156,7 @@ def _select_watched(products: Iterable[Product]) -> Iterator[Product]:
     for product in products:
         by_key.setdefault(product.key, []).append(product)
     for those in by_key.values():
-        yield from [product for product in those if product.passes] or those[:1]
+        yield from [product for product in those if product.is_passing] or those[:1]
 
 
 # By the node of a product, the gradients that enter its function's derivative, and what reads each there.
@@ -166,7 +166,7 @@ Entering = dict[Node, list[tuple[Node, list[Node]]]]
 def _round(
     writer: Writer, moved: dict[Node, Edge], entering: Entering, watching: dict[Node, Node | None]
 ) -> dict[Node, Node]:
-    """Round gradients that arrive at a site for all readers, and those that enter a product for its readers alone.
+    """Write roundings of gradients that arrive at a site or enter a product; return what each one becomes.
 
     What shows the policy a product's factors reads what the product does.
     """
@@ -196,7 +196,7 @@ def _find_limiting(
     found: dict[str, dict[Node, tuple[Node, str, bool]]] = {}
 
     def add(key: str, node: Node, kind: str, shared: bool = False) -> None:
-        found.setdefault(key, {}).setdefault(base_of(node), (node, kind, shared))
+        found.setdefault(key, {}).setdefault(find_base(node), (node, kind, shared))
 
     def narrow(node: Node) -> bool:
         return rounds or node.meta["val"].dtype == torch.float16
@@ -204,17 +204,17 @@ def _find_limiting(
     for product in products:
         # What is rounded is measured as it leaves its site.
         for gradient in (
-            product.gradients() if not rounds else ((x, "received", False) for x, _ in entering[product.node])
+            product.list_gradients() if not rounds else ((x, "received", False) for x, _ in entering[product.node])
         ):
             add(product.key, *gradient)
     for node, edge in moved.items():
         if edge.target != GLOBAL and narrow(node):
             add(edge.target, node, "received")
-        left = placement.stored(edge.node)
+        left = placement.find_stored(edge.node)
         if edge.source != GLOBAL and narrow(left):
-            add(edge.source, edge.rounded or left, placement.kind(left))
+            add(edge.source, edge.rounded or left, placement.name_kind(left))
     for node, key in placement.sites.items():
-        if key != GLOBAL and narrows(node):
+        if key != GLOBAL and is_narrowing(node):
             # It was wide when it came to the site.
             add(key, node, "received")
     return {key: list(gradients.values()) for key, gradients in found.items()}
@@ -279,7 +279,7 @@ class Writer:
 
     def watch(self, product: Product) -> Node | None:
         """Add a call that shows the policy both factors of a product; None where these have no `Factor`."""
-        factor = product.factor()
+        factor = product.find_factor()
         if factor is None:
             return None
         gradient, other, form, groups = factor

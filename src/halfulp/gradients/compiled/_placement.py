@@ -28,7 +28,7 @@ _RECURRENT = ("mkldnn_rnn_layer_backward", "_cudnn_rnn_backward", "miopen_rnn_ba
 _MOVES = {
     *("add", "sub", "rsub", "neg", "sum", "mean", "cumsum", "cat", "stack", "where", "masked_fill", "tril", "triu"),
     *("view", "_unsafe_view", "reshape", "_reshape_copy", "permute", "transpose", "t", "expand", "squeeze"),
-    *("unsqueeze", "clone", "alias", "detach", "lift_fresh", "lift_fresh_copy", "contiguous", "view_of"),
+    *("unsqueeze", "clone", "alias", "detach", "lift_fresh", "lift_fresh_copy", "contiguous", "make_view"),
     *("broadcast_in_dim", "slice", "select", "slice_scatter", "select_scatter", "diagonal", "diagonal_scatter"),
     *("unfold", "as_strided"),
     *("as_strided_scatter", "split", "split_with_sizes", "unbind", "flip", "roll", "repeat", "constant_pad_nd"),
@@ -61,7 +61,7 @@ _CASTS = ("_to_copy", "convert_element_type")
 HALF = (torch.float16, torch.bfloat16)
 
 
-def role_of(node: Node, gradients: Mapping[Node, None]) -> Role:
+def find_role(node: Node, gradients: Mapping[Node, None]) -> Role:
     """Return how a function treats the gradients among its arguments."""
     if node.target is operator.getitem:
         return "part"
@@ -70,19 +70,19 @@ def role_of(node: Node, gradients: Mapping[Node, None]) -> Role:
     name = node.target._opname
     if name in _SHAPES or name in _NEW:
         return "shape"
-    if not carries(node):
+    if not is_floating(node):
         return "other"
     if name in MATRIX:
-        return "product" if _one_of(node, gradients, *MATRIX[name]) else "other"
+        return "product" if _is_one_factor(node, gradients, *MATRIX[name]) else "other"
     if name == "_trilinear":
         return "product" if sum(x in gradients for x in node.args[:3]) == 1 else "other"
     if name.endswith(("_backward", "_backward_data")) or name in ("_fused_rms_norm_backward",):
-        if not _alone(node, gradients):
+        if not _is_first_alone(node, gradients):
             return "other"
         product = name == "convolution_backward" or "attention" in name or name in _RECURRENT
         return "product" if product else "linear"
     if name in _FUSED:
-        return "linear" if _one_of(node, gradients, *_FUSED[name][:2]) else "other"
+        return "linear" if _is_one_factor(node, gradients, *_FUSED[name][:2]) else "other"
     if name == "mul":
         return "linear" if (node.args[0] in gradients) != (node.args[1] in gradients) else "other"
     if name == "copy":
@@ -92,22 +92,22 @@ def role_of(node: Node, gradients: Mapping[Node, None]) -> Role:
         return "linear" if plain and node.args[0] in gradients and node.args[1] not in gradients else "other"
     if name not in _MOVES or not _is_data_movement(node, name, gradients):
         return "other"
-    return "widening" if _widens(node, gradients) else "linear"
+    return "widening" if _is_widening(node, gradients) else "linear"
 
 
-def carries(node: Node) -> bool:
+def is_floating(node: Node) -> bool:
     """Return whether a node's value is a floating tensor, which may hold a gradient."""
     leaves = pytree.tree_leaves(node.meta.get("val"))
     return any(isinstance(x, Tensor) and (x.is_floating_point() or x.is_complex()) for x in leaves)
 
 
-def _alone(node: Node, gradients: Mapping[Node, None]) -> bool:
+def _is_first_alone(node: Node, gradients: Mapping[Node, None]) -> bool:
     """Return whether only the first tensor is a gradient."""
     nodes = [x for x in pytree.tree_leaves((node.args, node.kwargs)) if isinstance(x, Node) and _is_tensor(x)]
     return nodes[0] in gradients and not any(x in gradients for x in nodes[1:])
 
 
-def _one_of(node: Node, gradients: Mapping[Node, None], a: int, b: int) -> bool:
+def _is_one_factor(node: Node, gradients: Mapping[Node, None], a: int, b: int) -> bool:
     """Return whether one of two factors is a gradient, and all addends of their product are gradients or zero."""
     if (node.args[a] in gradients) == (node.args[b] in gradients):
         return False
@@ -119,9 +119,7 @@ def _is_data_movement(node: Node, name: str, gradients: Mapping[Node, None]) -> 
     places = [node.args[i] for i in _FILLS.get(name, ()) if i < len(node.args)]
     if any(isinstance(x, int | float) and x != 0 for x in [*places, node.kwargs.get("value", 0)]):
         return False
-    tensors = [
-        x for x in pytree.tree_leaves((node.args, node.kwargs)) if isinstance(x, Node) and _is_tensor(x) and carries(x)
-    ]
+    tensors = [x for x in node.all_input_nodes if _is_tensor(x) and is_floating(x)]
     return all(x in gradients or _is_zero(x) for x in tensors)
 
 
@@ -156,34 +154,34 @@ def _is_zero(node: object) -> bool:
     return one and _is_zero(node.all_input_nodes[0])
 
 
-def narrows(node: Node) -> bool:
+def is_narrowing(node: Node) -> bool:
     """Return whether a node casts a wider tensor to float16."""
     if getattr(node.target, "_opname", None) not in _CASTS or node.meta["val"].dtype != torch.float16:
         return False
     return node.all_input_nodes[0].meta["val"].dtype != torch.float16
 
 
-def _widens(node: Node, gradients: Mapping[Node, None]) -> bool:
+def _is_widening(node: Node, gradients: Mapping[Node, None]) -> bool:
     if getattr(node.target, "_opname", None) not in _CASTS:
         return False
     narrow = node.all_input_nodes[0].meta["val"].dtype
     return narrow in HALF and node.meta["val"].dtype not in HALF
 
 
-def base_of(node: Node) -> Node:
+def find_base(node: Node) -> Node:
     """Return the tensor that a node is a view of."""
     while isinstance(node.target, torch._ops.OpOverload) and node.target._opname in _VIEWS:
         node = node.all_input_nodes[0]
     return node
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass
 class Plan:
-    """The facts about a forward graph that the pass over its backward graph needs.
+    """The sites of a forward graph's functions, and what else the pass over its backward graph needs of it.
 
     Attributes:
-        keys: The site of each function of the forward graph, by its path there.
         parameters: Which inputs of the forward graph are parameters.
+        keys: The site of each function of the forward graph, by its path there.
         products: The paths of those that are products.
         opening: The paths of others that open a site, as they read parameters alone.
         rounds: Whether gradients are rounded to a format of their own.
@@ -193,17 +191,17 @@ class Plan:
         watches: Whether the policy reads the operands of products.
     """
 
-    keys: Mapping[str, str]
     parameters: tuple[bool, ...]
-    products: frozenset[str] = frozenset()
-    opening: frozenset[str] = frozenset()
-    repeating: frozenset[str] = frozenset()
-    wholes: Mapping[str, str] = dataclasses.field(default_factory=dict)
-    apart: frozenset[str] = frozenset()
+    keys: dict[str, str] = dataclasses.field(default_factory=dict)
+    products: set[str] = dataclasses.field(default_factory=set)
+    opening: set[str] = dataclasses.field(default_factory=set)
+    repeating: set[str] = dataclasses.field(default_factory=set)
+    wholes: dict[str, str] = dataclasses.field(default_factory=dict)
+    apart: set[str] = dataclasses.field(default_factory=set)
     rounds: bool = False
     watches: bool = False
 
-    def words(self) -> tuple:
+    def make_key(self) -> tuple:
         """Return the cache key: all that a backward graph depends on."""
         listed = (tuple(sorted(paths)) for paths in (self.products, self.opening, self.repeating, self.apart))
         return tuple(self.keys.items()), *listed, tuple(self.wholes.items()), self.parameters, self.rounds, self.watches
@@ -214,12 +212,12 @@ class Plan:
         opened = dict.fromkeys(key for key in self.keys.values() if key != GLOBAL)
         return {key: i for i, key in enumerate(opened, 1)}
 
-    def rank(self, key: str) -> int:
+    def find_rank(self, key: str) -> int:
         """Return the position of a site: the global one first, then those that the forward pass does not have."""
         return -1 if key == GLOBAL else self.ranks.get(key, 0)
 
 
-def path_of(stack: Sequence[tuple]) -> str:
+def join_path(stack: Sequence[tuple]) -> str:
     """Return the name of a graph's function, behind the names of the functions that it is nested in."""
     return "/".join(name for name, _ in stack)
 
@@ -254,16 +252,16 @@ class Product:
     makes: Sequence[tuple[Node, str, bool]]
 
     @property
-    def passes(self) -> bool:
+    def is_passing(self) -> bool:
         """Whether the product passes a gradient on to more than parameters."""
         return any(kind == "passed" for _, kind, _ in self.makes)
 
-    def gradients(self) -> Iterator[tuple[Node, str, bool]]:
+    def list_gradients(self) -> Iterator[tuple[Node, str, bool]]:
         """Return the gradients to measure, with their kinds, and whether they have the global exponent."""
         yield from ((x, "received", False) for x in self.reads if not self.shared)
         yield from self.makes
 
-    def factor(self) -> tuple[Node, Node, str, int] | None:
+    def find_factor(self) -> tuple[Node, Node, str, int] | None:
         """Return a gradient, the other factor, and its form and groups as in `Factor`; None without one."""
         args: Any = self.node.args
         name = getattr(self.node.target, "_opname", None)
@@ -322,13 +320,13 @@ class Placement:
                 if role in ("product", "opening"):
                     self._calls[node] = self._key(node)
                 elif role == "linear" and self._plan.rounds:
-                    path = self._sums_for(node) if node in self._adds else self._path(node)
+                    path = self._find_one_function(node) if node in self._adds else self._path(node)
                     if path is not None:
                         self._pinned[node] = self._plan.keys[path]
-                if role != "shape" and carries(node):
+                if role != "shape" and is_floating(node):
                     self.gradients[node] = None
 
-    def _sums_for(self, add: Node) -> str | None:
+    def _find_one_function(self, add: Node) -> str | None:
         """Return the one function in whose derivative all terms of a sum are computed; None if there are several."""
         made = list(add.all_input_nodes)
         for x in made:
@@ -339,7 +337,7 @@ class Placement:
         return known[0] if is_one and known[0] not in self._plan.repeating else None
 
     def _role(self, node: Node) -> Role:
-        role, path = role_of(node, self.gradients), self._path(node)
+        role, path = find_role(node, self.gradients), self._path(node)
         if role == "product" and path is not None and path not in self._plan.products:
             # A step of another function's derivative, of which the eager front end sees the whole.
             return "other" if self._plan.keys[path] == GLOBAL else "linear"
@@ -348,7 +346,7 @@ class Placement:
     def _path(self, node: Node) -> str | None:
         """Return the forward function to whose derivative a node belongs."""
         stack = node.meta.get("fwd_source_fn_stack") or node.meta.get("source_fn_stack") or ()
-        paths = (path_of(stack[:end]) for end in range(len(stack), 0, -1))
+        paths = (join_path(stack[:end]) for end in range(len(stack), 0, -1))
         return next((path for path in paths if path in self._plan.keys), None)
 
     def _whole(self, node: Node) -> str | None:
@@ -364,7 +362,7 @@ class Placement:
             return any(self._is_within(x, whole) for x in node.all_input_nodes)
         return self._whole(node) == whole
 
-    def entering(self, product: Product, moved: Collection[Node]) -> Iterator[tuple[Node, list[Node]]]:
+    def list_entering(self, product: Product, moved: Collection[Node]) -> Iterator[tuple[Node, list[Node]]]:
         """Return the gradients on their way into the derivative of the function to which a product belongs.
 
         With each, what reads it there. Of gradients that such a function makes for itself the eager front end sees
@@ -397,25 +395,19 @@ class Placement:
         mm = torch.ops.aten.mm.default
         return next((x for x in reversed(add.all_input_nodes) if x.target is mm and len(x.users) == 1), None)
 
-    def _needed(self, reader: Node) -> str | None:
+    def _find_needed(self, reader: Node) -> str | None:
         """Return the site at which a reader needs its gradients; None if any will do."""
-        if reader.op == "output":
+        if reader.op == "output" or self.roles[reader] in ("shape", "widening"):
             return None
         if reader in self._products:
-            return self._works_at(self._products[reader])
+            return self._find_working_site(self._products[reader])
         if reader in self._pinned:
             return self._pinned[reader]
-        match self.roles[reader]:
-            case "product" | "opening":
-                return self._works_at(reader)
-            case "other":
-                return GLOBAL
-            case "shape" | "widening":
-                return None
-            case _:
-                return self._preferred[reader]
+        if self.roles[reader] in ("product", "opening"):
+            return self._find_working_site(reader)
+        return GLOBAL if self.roles[reader] == "other" else self._preferred[reader]
 
-    def _works_at(self, product: Node) -> str:
+    def _find_working_site(self, product: Node) -> str:
         """Return the site of a product's gradients; the global one if it makes only parameters' and all are wide.
 
         Its input is moved then, together with whatever makes it, and not its result, which would be read once more.
@@ -425,24 +417,24 @@ class Placement:
         own = own or self._leads[self._sums.get(product, product)]
         return self._calls[product] if own else GLOBAL
 
-    def _body(self, node: Node) -> str:
+    def _find_body(self, node: Node) -> str:
         """Return the body with a path in `Plan.apart` that a gradient is made in; that of a sum is its arguments'."""
         if node in self._adds:
-            bodies = {self._body(x) for x in node.all_input_nodes}
+            bodies = {self._find_body(x) for x in node.all_input_nodes}
             return bodies.pop() if len(bodies) == 1 else ""
         path = self._path(node) if self._plan.apart else None
         return max((one for one in self._plan.apart if path and path.startswith(f"{one}/")), key=len, default="")
 
-    def _wanted_by(self, reader: Node, body: str) -> str | None:
+    def _find_wanted(self, reader: Node, body: str) -> str | None:
         """Return the site at which a reader wants a gradient of a body: the global one where it enters another body."""
-        site = self._needed(reader)
-        enters = site is not None and self._plan.apart and reader.op != "output" and self._body(reader)
+        site = self._find_needed(reader)
+        enters = site is not None and self._plan.apart and reader.op != "output" and self._find_body(reader)
         return GLOBAL if enters and body != enters else site
 
     def _set_preferred(self, node: Node) -> None:
-        body = self._body(node) if self._plan.apart else ""
-        wanted = [site for reader in node.users if (site := self._wanted_by(reader, body)) is not None]
-        self._preferred[node] = max(wanted, key=self._plan.rank) if wanted else None
+        body = self._find_body(node) if self._plan.apart else ""
+        wanted = [site for reader in node.users if (site := self._find_wanted(reader, body)) is not None]
+        self._preferred[node] = max(wanted, key=self._plan.find_rank) if wanted else None
         self._leads[node] = any(self._goes_on(node, reader) for reader in node.users)
 
     def _goes_on(self, node: Node, reader: Node) -> bool:
@@ -461,9 +453,9 @@ class Placement:
     def _site(self, node: Node) -> str:
         role = self.roles.get(node, "other")
         if role in ("product", "opening"):
-            return self._works_at(node)
+            return self._find_working_site(node)
         if node in self._products:
-            return self._works_at(self._products[node])
+            return self._find_working_site(self._products[node])
         if role == "other":
             return GLOBAL
         if node in self._pinned:
@@ -477,7 +469,7 @@ class Placement:
         if self._is_narrow(node):
             # What is made for parameters, such as a bias, is made of what a product reads.
             inputs += [site for x in node.all_input_nodes if (site := self._preferred.get(x))]
-        return self._preferred[node] or max(inputs, key=self._plan.rank)
+        return self._preferred[node] or max(inputs, key=self._plan.find_rank)
 
     def _is_narrow(self, node: Node) -> bool:
         """Return whether a narrow format stores a gradient."""
@@ -486,24 +478,17 @@ class Placement:
 
     def _read_at(self, reader: Node, node: Node) -> str:
         """Return the site at which a reader takes a gradient."""
-        if reader.op == "output":
+        role = "other" if reader.op == "output" else self.roles[reader]
+        if role == "other":
             return GLOBAL
-        match self.roles[reader]:
-            case "product" | "opening":
-                return self._works_at(reader)
-            case "other":
-                return GLOBAL
-            case "linear":
-                return self.sites[reader]
-            case _:
-                return self.sites[node]
+        return self.sites[reader if role in ("product", "opening", "linear") else node]
 
-    def keys(self) -> list[str]:
+    def list_keys(self) -> list[str]:
         """Return all sites, the global one and then the others in forward order."""
         known = {*self._calls.values(), *self._pinned.values()} - {GLOBAL}
-        return [GLOBAL, *sorted(known, key=self._plan.rank)]
+        return [GLOBAL, *sorted(known, key=self._plan.find_rank)]
 
-    def edges(self) -> list[Edge]:
+    def list_edges(self) -> list[Edge]:
         """Return every gradient that moves, once for each site that it moves to."""
         found: dict[tuple[Node, str], Edge] = {}
         for node, source in self.sites.items():
@@ -513,11 +498,11 @@ class Placement:
                     found.setdefault((node, target), Edge(node, source, target, [])).readers.append(reader)
         return list(found.values())
 
-    def stored(self, gradient: Node) -> Node:
+    def find_stored(self, gradient: Node) -> Node:
         """Return a gradient before it became wider, which it does before it moves."""
         return gradient.all_input_nodes[0] if self.roles.get(gradient) == "widening" else gradient
 
-    def dtypes(self) -> dict[str, torch.dtype]:
+    def list_dtypes(self) -> dict[str, torch.dtype]:
         """Return the dtype of the gradient that each site's first product reads."""
         dtypes: dict[str, torch.dtype] = {}
         for node, key in self._calls.items():
@@ -525,11 +510,11 @@ class Placement:
             dtypes.setdefault(key, read.meta["val"].dtype)
         return dtypes
 
-    def kind(self, gradient: Node) -> str:
+    def name_kind(self, gradient: Node) -> str:
         """Return the kind of measurement of a gradient that a site gives: "passed" or "weight"."""
         return "passed" if self._leads[gradient] else "weight"
 
-    def products(self, moved: Collection[Node]) -> list[Product]:
+    def list_products(self, moved: Collection[Node]) -> list[Product]:
         """Return all products after gradients moved, and what else gives a site its parameters' gradients."""
         return [self._product(node, moved) for node in self._calls if not self._is_a_step(node)]
 
@@ -543,6 +528,6 @@ class Placement:
         reads = reads if self.roles[node] == "product" else []
         several = isinstance(node.meta["val"], tuple | list)
         made = [*node.users] if several else [self._sums.get(node, node)]
-        made = [x for x in made if x in self.gradients and carries(x)]
-        makes = [(x, self.kind(x), self.sites[x] == GLOBAL) for x in made]
-        return Product(node, self._calls[node], self._works_at(node) == GLOBAL, reads, makes)
+        made = [x for x in made if x in self.gradients and is_floating(x)]
+        makes = [(x, self.name_kind(x), self.sites[x] == GLOBAL) for x in made]
+        return Product(node, self._calls[node], self._find_working_site(node) == GLOBAL, reads, makes)

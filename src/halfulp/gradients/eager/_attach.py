@@ -21,11 +21,11 @@ from ...kernels import define_operator
 from ...mctensor import MCTensor
 from ...scaled import ScaledTensor
 from ...subclass.models._float32_products import GraphReader, class_of, leave_compiled_products
-from .._functions import differentiable_in, map_tensors, memoize
+from .._functions import list_differentiable, map_tensors, memoize
 from .._powers import copy_with_strides
 from .._site import Site, narrow
-from ._backward import Backward, current, differentiating, mark
-from ._region import Names, Region, hook_weight_edge, view_of, watch_custom_functions
+from ._backward import Backward, check_leaf, get_region, is_differentiating, mark
+from ._region import ParameterNames, Region, hook_weight_edge, make_view, watch_custom_functions
 from ._replay import Replay, Replays
 
 
@@ -56,7 +56,7 @@ class NotScriptedError(NotImplementedError, AttributeError):
 
 
 class Forward(GraphReader):
-    """A module's ``forward``, watched. Copies of the module get the one that it had, and pickles its class's."""
+    """Replaces a module's ``forward``; copies of the module get its own one back."""
 
     def __init__(self, module: nn.Module, backward: Backward) -> None:
         self._module = weakref.ref(module)
@@ -79,16 +79,18 @@ class Forward(GraphReader):
         )
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """The module's forward pass; the plain one where autograd does not differentiate it."""
-        if not torch.is_grad_enabled() or is_exporting() or self._backward.idle:
+        """Run the module's forward pass; without edges where autograd does not differentiate it."""
+        if not torch.is_grad_enabled() or self._backward.idle:
             return self.inner(*args, **kwargs)
         if torch.compiler.is_compiling():
-            return self._marked(self.inner(*args, **kwargs))
-        return self._with_edges(args, kwargs)
+            if is_exporting():
+                return self.inner(*args, **kwargs)
+            return self._mark_outputs(self.inner(*args, **kwargs))
+        return self._run_with_edges(args, kwargs)
 
-    def _marked(self, out: Any) -> Any:
+    def _mark_outputs(self, out: Any) -> Any:
         """Mark outputs in a compiled graph for the scaler's backend."""
-        wide = self._widens()
+        wide = self._is_widening()
         return map_tensors(out, lambda x: mark_output(x, self._backward.handle, wide))
 
     @property
@@ -100,19 +102,19 @@ class Forward(GraphReader):
 
         def forward(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
             watched = module is self._module()
-            return self(*args, **kwargs) if watched else plain_forward(module)(*args, **kwargs)
+            return self(*args, **kwargs) if watched else get_plain_forward(module)(*args, **kwargs)
 
         return forward
 
     @abc.abstractmethod
-    def _with_edges(self, args: tuple, kwargs: dict) -> Any:
+    def _run_with_edges(self, args: tuple, kwargs: dict) -> Any:
         """Return the forward pass with edges; the plain one where `is_traced`."""
 
     @abc.abstractmethod
-    def _widens(self) -> bool:
+    def _is_widening(self) -> bool:
         """Return whether float16 outputs become float32."""
 
-    def put(self) -> None:
+    def install(self) -> None:
         """Replace the module's forward."""
         module = self._module()
         assert module is not None  # who attaches a scaler holds it
@@ -127,19 +129,19 @@ class Forward(GraphReader):
                 module.forward = self._own
 
     def __deepcopy__(self, memo: dict) -> Callable:
-        return plain_forward(memo[id(self._module())]) if self._own is None else copy.deepcopy(self._own, memo)
+        return get_plain_forward(memo[id(self._module())]) if self._own is None else copy.deepcopy(self._own, memo)
 
     def __reduce__(self) -> tuple:
-        return plain_forward, (self._module(),)
+        return get_plain_forward, (self._module(),)
 
 
-def plain_forward(module: nn.Module) -> types.MethodType:
+def get_plain_forward(module: nn.Module) -> types.MethodType:
     """Return the ``forward`` of a module's class."""
     return types.MethodType(type(module).forward, module)
 
 
 def is_traced() -> bool:
-    """Return whether a forward pass is being recorded or transformed as a function, not run for autograd."""
+    """Return whether torch.jit or torch.func records or transforms the forward pass."""
     return torch._C._are_functorch_transforms_active() or torch.jit.is_tracing()
 
 
@@ -148,55 +150,54 @@ WHOLE = (nn.MultiheadAttention,)
 
 
 class ModuleForward(Forward):
-    """Edges at a module's boundaries: inside, gradients are at its site, outside at the global exponent."""
+    """A ``forward`` with edges at the module's boundaries, inside of which gradients are at the module's site."""
 
-    def __init__(self, module: nn.Module, backward: Backward, site: Site, names: Names) -> None:
+    def __init__(self, module: nn.Module, backward: Backward, site: Site) -> None:
         super().__init__(module, backward)
-        self._names = names
         self._site = site
         self._lock = threading.RLock()
         self._inside = False
 
-    def _widens(self) -> bool:
+    def _is_widening(self) -> bool:
         return False
 
-    def _with_edges(self, args: tuple, kwargs: dict) -> Any:
+    def _run_with_edges(self, args: tuple, kwargs: dict) -> Any:
         if is_traced():
             return self.inner(*args, **kwargs)
         # While a thread is inside, the module's parameters are views.
         with self._lock:
-            return self.inner(*args, **kwargs) if self._inside else self._between_boundaries(args, kwargs)
+            return self.inner(*args, **kwargs) if self._inside else self._run_between_boundaries(args, kwargs)
 
-    def _between_boundaries(self, args: tuple, kwargs: dict) -> Any:
-        self._backward.join()
-        self._backward.order.setdefault(self._site)
+    def _run_between_boundaries(self, args: tuple, kwargs: dict) -> Any:
+        self._backward.find_processes()
+        self._backward.reached.setdefault(self._site)
         args, kwargs = map_tensors((args, kwargs), memoize(self._enter))
-        given = list(differentiable_in((args, kwargs)))
+        given = list(list_differentiable((args, kwargs)))
         versions = [x._version for x in given]
-        with self._parameters_apart() as weight_edges:
+        with self._separate_parameters() as weight_edges:
             out = self.inner(*args, **kwargs)
         if versions != [x._version for x in given]:
             raise NotImplementedError(
                 f"module {self._site.key!r} writes into its argument, whose gradient then goes round the exponents: "
                 "let it work on a clone, or take mode='function'"
             )
-        first, global_site = next(differentiable_in(out), None), self._backward.sites.global_site
+        first, global_site = next(list_differentiable(out), None), self._backward.sites.global_site
         if first is not None:
             self._site.stored = narrow(first.dtype)
             for view in weight_edges:
-                hook_weight_edge(view, self._backward.weight_edge_hook(self._site, first.dtype))
+                hook_weight_edge(view, self._backward.get_weight_edge_hook(self._site, first.dtype))
                 mark(view.grad_fn, self._site, global_site, global_site)
         return map_tensors(out, memoize(self._leave))
 
     @contextlib.contextmanager
-    def _parameters_apart(self) -> Iterator[list[Tensor]]:
+    def _separate_parameters(self) -> Iterator[list[Tensor]]:
         """Replace the module's parameters by views with nodes of their own; return the views."""
         module: Any = self._module()  # its forward runs, so it is there
         holders = list(module.modules())
-        parameters = {id(x): x for holder in holders for x in differentiable_in(holder._parameters)}
+        parameters = {id(x): x for holder in holders for x in list_differentiable(holder._parameters)}
         for x in parameters.values():
-            self._backward.note_read(x, self._site, listed=self._names.of(x) is not None)
-        views = {key: view_of(x, sparse=True) for key, x in parameters.items()}
+            check_leaf(x)
+        views = {key: make_view(x, sparse=True) for key, x in parameters.items()}
         kept = [(holder, dict(holder._parameters), holder.__dict__.get("_flat_weights")) for holder in holders]
         self._inside = True
         try:
@@ -228,27 +229,27 @@ class ModuleForward(Forward):
     def _edge(self, out: Tensor, source: Site, target: Site) -> Tensor:
         """Return a tensor, with a node of its own, whose gradient goes from ``target``'s exponent to ``source``'s."""
         node: Any = out.grad_fn
-        node.register_prehook(self._backward.edge_hook(source, target))
+        node.register_prehook(self._backward.get_edge_hook(source, target))
         mark(node, target, source, self._backward.sites.global_site)
         return out
 
 
-def modules_of(model: nn.Module, prefix: str) -> Iterator[tuple[str, nn.Module]]:
+def list_site_modules(model: nn.Module, prefix: str) -> Iterator[tuple[str, nn.Module]]:
     """Return the modules that are sites, with their keys: those with parameters and no parts, and whole attentions."""
     if isinstance(model, WHOLE) or next(model.children(), None) is None:
         if next(model.parameters(), None) is not None:
             yield prefix or "model", model
         return
     for name, part in model.named_children():
-        yield from modules_of(part, f"{prefix}.{name}" if prefix else name)
+        yield from list_site_modules(part, f"{prefix}.{name}" if prefix else name)
 
 
-def attach_modules(model: nn.Module, backward: Backward, prefix: str, names: Names) -> Callable[[], None]:
+def attach_modules(model: nn.Module, backward: Backward, prefix: str) -> Callable[[], None]:
     """Put edges at the boundaries of every module that is a site; return a function that removes them."""
     watched: dict[nn.Module, ModuleForward] = {}
-    for key, module in modules_of(model, prefix):
+    for key, module in list_site_modules(model, prefix):
         if module not in watched:
-            module.forward = watched[module] = ModuleForward(module, backward, backward.sites.open(key), names)
+            module.forward = watched[module] = ModuleForward(module, backward, backward.sites.open(key))
 
     def detach() -> None:
         for forward in watched.values():
@@ -283,21 +284,22 @@ class WatchedForward(Forward):
         self._role = role
         self._replays = Replays(backward, names)
 
-    def _with_edges(self, args: tuple, kwargs: dict) -> Any:
-        region = current()
+    def _run_with_edges(self, args: tuple, kwargs: dict) -> Any:
+        region = get_region()
         if region is None and is_traced():
             return self.inner(*args, **kwargs)
-        if region is None and differentiating():
+        if region is None and is_differentiating():
             # What a checkpoint runs again has its edges already, or is differentiated where all are shut.
             self._backward.forwards += 1
             return self.inner(*args, **kwargs)
         if region is None or self._role == "model":
-            self._backward.join()
-        if region is None and self._replays.ready():
-            with Replay(self._backward, self._replays) as replay:
-                return replay.run(self.inner, args, kwargs, self._widens)
+            self._backward.find_processes()
         if region is None:
-            return self._in_region(args, kwargs)
+            replays = self._replays if self._backward.may_replay() else None
+            if replays is None or not replays.is_ready():
+                return self._run_in_region(args, kwargs, replays)
+            with Replay(self._backward, replays) as replay:
+                return replay.run(self.inner, args, kwargs, self._is_widening)
         if self._role != "part" or region.replaying:
             return self.inner(*args, **kwargs)
         depth = len(region.path)
@@ -308,83 +310,41 @@ class WatchedForward(Forward):
             # Names left by parts that raised go, too.
             del region.path[depth:]
 
-    def _in_region(self, args: tuple, kwargs: dict) -> Any:
+    def _run_in_region(self, args: tuple, kwargs: dict, replays: Replays | None) -> Any:
+        """Run the forward pass in a region, from which ``replays`` learn if they are given."""
         with watch_custom_functions(self._backward), Region(self._backward, self._names) as region:
             region.path = [self._place] if self._place else []
-            region.recording = recording = self._replays.recording()
+            recording = region.recording = None if replays is None else replays.start_recording()
             region.take((args, kwargs))
             out = self.inner(*args, **kwargs)
-            if recording is not None:
+            if replays is not None and recording is not None:
                 region.recording = None
-                self._replays.learn(recording, (args, kwargs), out, region.begun)
-            return region.leave(out, self._widens())
+                replays.learn(recording, (args, kwargs), out, region.begun)
+            return region.leave(out, self._is_widening())
 
-    def _marked(self, out: Any) -> Any:
-        return super()._marked(out) if self._role == "model" else out
+    def _mark_outputs(self, out: Any) -> Any:
+        return super()._mark_outputs(out) if self._role == "model" else out
 
-    def _widens(self) -> bool:
-        return under_float16() if self._wide is None else self._wide
+    def _is_widening(self) -> bool:
+        return is_under_float16() if self._wide is None else self._wide
 
 
-def under_float16() -> bool:
+def is_under_float16() -> bool:
     """Return whether autocast to float16 is on, for any kind of device."""
     kinds = ("cpu", "cuda", "mps", "xpu")
     return any(torch.is_autocast_enabled(kind) and torch.get_autocast_dtype(kind) == torch.float16 for kind in kinds)
 
 
-class ParameterNames:
-    """A cached map from parameters to the modules that hold them, looked up again for an unknown parameter.
-
-    Attributes:
-        lookups: how often that was.
-    """
-
-    def __init__(self, model: nn.Module, prefix: str) -> None:
-        self._model = weakref.ref(model)
-        self._prefix = f"{prefix}." if prefix else ""
-        self._names: dict[int, str | None] = {}
-        self.lookups = 0
-
-    def of(self, parameter: Tensor) -> str | None:
-        """Return the qualified name of the module that holds a parameter; None where the model does not list it."""
-        if id(parameter) not in self._names:
-            self.lookups += 1
-            model = self._model()
-            listed = () if model is None else model.named_parameters()
-            self._names |= {id(p): (self._prefix + name).rpartition(".")[0] or "model" for name, p in listed}
-            self._names.setdefault(id(parameter), None)
-        return self._names[id(parameter)]
-
-    def parameters(self) -> Iterator[nn.Parameter]:
-        """Return all parameters of the model, if it still exists."""
-        model = self._model()
-        return iter(()) if model is None else model.parameters()
-
-    def parts(self) -> dict[int, str]:
-        """Return the names of the modules that have parts, by their ids: what runs in one is named after it."""
-        model = self._model()
-        modules = () if model is None else model.named_modules()
-        parts = ((name, one) for name, one in modules if next(one.children(), None) is not None)
-        return {id(one): (self._prefix + name).strip(".") for name, one in parts}
-
-    def sharded(self) -> bool:
-        """Return whether parts of the model belong to FSDP, which computes with copies of its parameters."""
-        from torch.distributed.fsdp import FSDPModule
-
-        model = self._model()
-        return model is not None and any(isinstance(module, FSDPModule) for module in model.modules())
-
-
-def parts_of(model: nn.Module) -> Iterator[tuple[str, nn.Module, Role]]:
+def list_parts(model: nn.Module) -> Iterator[tuple[str, nn.Module, Role]]:
     """Return the modules that a step may call by themselves, each with the place after which what runs there is named.
 
     These are those with parts of their own, and layers that the model holds itself; `nn.Sequential` calls its layers.
     """
     for name, module in model.named_modules():
         home = name.rpartition(".")[0]
-        while home and _calls_nothing(model.get_submodule(home)):
+        while home and _has_no_forward(model.get_submodule(home)):
             home = home.rpartition(".")[0]
-        if not name or _calls_nothing(module):
+        if not name or _has_no_forward(module):
             continue
         if next(module.children(), None) is not None:
             yield name, module, "part"
@@ -392,7 +352,7 @@ def parts_of(model: nn.Module) -> Iterator[tuple[str, nn.Module, Role]]:
             yield home, module, "layer"
 
 
-def _calls_nothing(module: nn.Module) -> bool:
+def _has_no_forward(module: nn.Module) -> bool:
     """Return whether a module has no forward of its own, such as `nn.ModuleList`."""
     return type(module).forward is nn.Module.forward
 
@@ -412,7 +372,7 @@ def attach(model: nn.Module, backward: Backward, *, wide: bool | None, prefix: s
         ValueError: it is compiled, wrapped by another scaler, or holds tensors with scales or components of their own.
     """
     wrapper, model = model, unwrap(model)
-    check(model)
+    check_model(model)
     # A compiled forward pass does not tell who called it.
     backward.processes.watch(wrapper)
     names = ParameterNames(model, prefix)
@@ -420,7 +380,7 @@ def attach(model: nn.Module, backward: Backward, *, wide: bool | None, prefix: s
     # The backend of a compiler finds sites by the products that the model writes.
     leave_compiled_products(model)
     if mode == "module":
-        remove = attach_modules(model, backward, prefix, names)
+        remove = attach_modules(model, backward, prefix)
     else:
         remove = _attach_function(model, backward, wide, prefix, names)
 
@@ -436,11 +396,11 @@ def _attach_function(
 ) -> Callable[[], None]:
     """Let the forward passes of a model and of its parts run in regions; return a function that restores them."""
     forwards = [WatchedForward(model, backward, wide, names, prefix, "model")]
-    for place, part, role in parts_of(model):
+    for place, part, role in list_parts(model):
         place = ".".join(filter(None, (prefix, place)))
         forwards.append(WatchedForward(part, backward, wide, names, place, role))
     for forward in forwards:
-        forward.put()
+        forward.install()
 
     def restore() -> None:
         for forward in forwards:
@@ -469,7 +429,7 @@ def _is_watched(module: nn.Module) -> bool:
     return isinstance(module.__dict__.get("forward"), Forward)
 
 
-def check(model: nn.Module) -> None:
+def check_model(model: nn.Module) -> None:
     """Refuse models whose backward pass cannot be watched."""
     if any(_is_watched(module) for module in model.modules()):
         raise ValueError(

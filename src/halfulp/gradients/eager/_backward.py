@@ -41,7 +41,7 @@ def is_exit(node: Any, global_site: Site) -> bool:
     return node.metadata.get(global_site, (None, None))[0] is global_site
 
 
-def nodes_behind(nodes: Iterable[Any], ends: Callable[[Any], bool]) -> Iterator[Any]:
+def list_nodes_behind(nodes: Iterable[Any], ends: Callable[[Any], bool]) -> Iterator[Any]:
     """Return the nodes that a backward pass from some nodes reaches, each once, up to those where it ``ends``."""
     seen: set[Any] = set()
     pending = list(nodes)
@@ -56,7 +56,7 @@ def nodes_behind(nodes: Iterable[Any], ends: Callable[[Any], bool]) -> Iterator[
 
 
 class Unmarked:
-    """The latest forward passes without edges, as ranges of autograd's sequence numbers.
+    """Remembers forward passes without edges, as ranges of autograd's sequence numbers.
 
     Attributes:
         count: How many such forward passes there were.
@@ -107,7 +107,7 @@ def check_exits(node: Any, global_site: Site, unmarked: Unmarked) -> bool:
         ValueError: it reaches into one by another way.
     """
     escaped = False
-    for behind in nodes_behind([node], lambda one: global_site in one.metadata):
+    for behind in list_nodes_behind([node], lambda one: global_site in one.metadata):
         site, _ = behind.metadata.get(global_site, (None, None))
         if site is None:
             escaped |= unmarked.has(behind)
@@ -136,13 +136,13 @@ def check_units(node: Any, global_site: Site) -> None:
         wanted = global_site if node._sequence_nr() >= LEAF else found.get(node, above)
         if wanted is not site:
             name = "a leaf" if node._sequence_nr() >= LEAF else f"made by {node.name()}"
-            raise ValueError(_words(name, wanted if site is global_site else site))
+            raise ValueError(_describe_leak(name, wanted if site is global_site else site))
         if node not in found:
             found[node] = above
             pending += [(following, below) for following, _ in node.next_functions if following is not None]
 
 
-def _words(tensor: str, site: Site) -> str:
+def _describe_leak(tensor: str, site: Site) -> str:
     return (
         f"module {site.key!r} reads or gives a tensor ({tensor}) by another way than its arguments, results and own "
         "parameters, such as an attribute or an object other than a list, tuple, dict or data class, so that its "
@@ -157,18 +157,18 @@ _handles = itertools.count()
 _local = threading.local()
 
 
-def current() -> Any:
+def get_region() -> Any:
     """Return the region, or the replay of a known graph, that this thread is in; None outside of both."""
     return getattr(_local, "region", None)
 
 
-def put(region: Any) -> None:
+def set_region(region: Any) -> None:
     """Set the active region or replay of this thread; None for neither."""
     _local.region = region
 
 
 class Widening(torch.autograd.Function):
-    """The edge of a float16 parameter, whose gradient leaves in float32, as its sum is (`check_leaf`).
+    """A view of a float16 parameter whose gradient leaves it in float32 (`check_leaf`).
 
     A hook may not change a gradient's dtype; ``hook`` is set on the node.
     """
@@ -187,7 +187,7 @@ class Widening(torch.autograd.Function):
 
 
 class Backward:
-    """The edges between sites: they move a gradient from one exponent to another.
+    """Holds the hooks (edges) that move a gradient from one site's exponent to another's in a backward pass.
 
     All edges are shut but during a backward pass that started at ``scaler.scale(loss)``, so that whatever else is
     differentiated sees true gradients: since every path from a loss to a parameter ends at the exponent at which it
@@ -229,18 +229,14 @@ class Backward:
         # Whether forward passes apply custom Functions; None until an iteration has ended.
         self.custom_functions: bool | None = None
         self.following = Following(sites, policy.per_site and policy.measures and not policy.wants_operands)
-        self.order: dict[Site, None] = {}
-        # Sites that gradients left for others, in backward's order.
-        self._left: dict[Site, None] = {}
+        # The sites of this iteration's forward and backward passes.
+        self.reached: dict[Site, None] = {}
         self.forwards = 0
         self._seen = False
         self._edge_hooks: dict[tuple[Site, Site], Hook] = {}
         self._weight_edge_hooks: dict[tuple[Site, Format | None], Hook] = {}
         # Of nodes that read several tensors.
         self.reader_hooks: dict[tuple, Callable] = {}
-        self._readers: dict[int, Site] = {}
-        self._unlisted: dict[int, Tensor] = {}
-        self._lookups = self._listed = 0
         self._warned = False
         # What compiled graphs know it by, the factors that they hold, and whose parameters they name.
         self.handle = str(next(_handles))
@@ -252,7 +248,7 @@ class Backward:
 
     @untraced
     def begin(self, gradients: tuple) -> None:
-        """Open the edges until this backward pass ends (the hook of a scaled loss's node)."""
+        """Activate the edges until this backward pass ends (the hook of a scaled loss's node)."""
         if torch.is_grad_enabled():
             self._switch_off()
         self.passes += 1
@@ -270,7 +266,7 @@ class Backward:
 
     def end_unless_differentiating(self) -> None:
         """Deactivate the edges unless a backward pass runs, also after one that raised."""
-        if not differentiating():
+        if not is_differentiating():
             self.end()
 
     def check_exits(self, node: Any) -> None:
@@ -284,10 +280,21 @@ class Backward:
                 self.use_one_scale()
         except ValueError:
             # What an unwatched custom Function gave may be read anywhere, as at the global exponent.
-            behind = nodes_behind([node], lambda one: self.sites.global_site in one.metadata)
+            behind = list_nodes_behind([node], lambda one: self.sites.global_site in one.metadata)
             if self.custom_functions is not False or not any(map(is_custom, behind)):
                 raise
             self.note_custom_function()
+
+    def mark_outside(self, node: Any) -> None:
+        """Mark a node that was made before a forward pass as one at the global exponent.
+
+        Raises:
+            ValueError: it was made inside of a model, and is none of its outputs.
+        """
+        global_site = self.sites.global_site
+        if node is not None and not is_exit(node, global_site):
+            self.check_exits(node)
+            mark(node, global_site, global_site, global_site)
 
     def use_one_scale(self) -> None:
         """Use one global scale until the next update, and never replay a known graph again."""
@@ -306,21 +313,17 @@ class Backward:
         wanted = self._replays and not self.measuring and not self.second_order and self.format is None
         return wanted and not torch._C._len_torch_dispatch_stack()
 
-    def note_left(self, sites: Iterable[Site]) -> None:
-        """Note that gradients pass from these sites, in forward's order, to others."""
-        self._left.update(dict.fromkeys(reversed(list(sites))))
-
-    def join(self) -> None:
-        """Note, once in an iteration, which processes share the gradients."""
-        if not self.order and not self.forwards:
-            self.processes.find()
+    def find_processes(self) -> None:
+        """Find, once in an iteration, which processes share the gradients."""
+        if not self.reached and not self.forwards:
+            self.processes.find_groups()
 
     def check_seen(self) -> None:
         """Warn, once, where a scaled loss came from no forward pass that has sites: one scale holds for all then."""
         if self._seen or self.idle:
             return
         self._seen = True
-        if not self.order and not self.forwards:
+        if not self.reached and not self.forwards:
             warnings.warn(
                 "the scaled loss came from no forward pass of the scaler's model, so that one scale holds for all "
                 "gradients: call the model itself, not its parts or methods, or make the scaler of what is called",
@@ -328,7 +331,7 @@ class Backward:
             )
 
     def end_iteration(self) -> None:
-        """Forget the iteration that ends here."""
+        """Clear what belongs to the iteration that ends."""
         self.end()
         if self.forwards and self.custom_functions is None:
             self.custom_functions = False
@@ -336,23 +339,15 @@ class Backward:
         self.second_order = self.replayed = False
         self.measurements.clear()
         self.following.binades.clear()
-        self.order.clear()
-        for key in self._unlisted:
-            self._readers.pop(key, None)
-        self._unlisted.clear()
-        self._left.clear()
+        self.reached.clear()
 
-    def edge_hook(self, source: Site, target: Site) -> Hook:
+    def get_edge_hook(self, source: Site, target: Site) -> Hook:
         """Return the hook of an edge that takes a gradient at ``target``'s exponent to ``source``'s."""
         if (source, target) not in self._edge_hooks:
             self._edge_hooks[source, target] = self._make_edge_hook(source, target)
         return self._edge_hooks[source, target]
 
-    def list_reached(self) -> list[Site]:
-        """Return this iteration's sites in forward order, after those that ran before the last update alone."""
-        return [*(site for site in reversed(self._left) if site not in self.order), *self.order]
-
-    def edges(self) -> Iterable[tuple[Site, Site]]:
+    def list_edges(self) -> Iterable[tuple[Site, Site]]:
         """Return pairs of a site and one that passes gradients to it."""
         return self._edge_hooks.keys()
 
@@ -362,7 +357,7 @@ class Backward:
             gradient = gradients[0]
             if self.is_shut() or gradient is None:
                 return None
-            self._left[source] = None
+            self.reached[source] = None
             if target is self.sites.global_site and self.measuring and self.policy.wants_operands:
                 self.propose_at_loss(source, gradient, source.stored)
             changed = self._pass_on(gradient, target)
@@ -373,13 +368,13 @@ class Backward:
         return move_gradient
 
     @property
-    def draws(self) -> bool:
-        """Whether the number of a rounding keys random bits."""
+    def is_drawing(self) -> bool:
+        """Whether gradients are rounded with seeded random bits, which the count of roundings keys."""
         return isinstance(self._rounding, Stochastic) and self._rounding.seed is not None
 
     @untraced
     def round_all(self, gradients: tuple) -> tuple | None:
-        """The hook of a product's result: its gradient is rounded to the format before the product reads it."""
+        """Round a product's incoming gradients to the format (the hook of its result)."""
         if not self.active:
             return None
         return tuple(None if gradient is None else self.round_to_format(gradient) for gradient in gradients)
@@ -399,8 +394,8 @@ class Backward:
         self.roundings += 1
         return quantize(gradient, self.format, self._rounding, overflow=overflow, counter=self.roundings)
 
-    def watch_operands(self, site: Site, factor: Factor) -> Hook:
-        """The hook of a product's result, in measured iterations: a policy looks at both factors."""
+    def make_operand_hook(self, site: Site, factor: Factor) -> Hook:
+        """Return a hook of a product's result that shows the policy both factors."""
 
         @untraced
         def look(gradients: tuple) -> None:
@@ -425,51 +420,12 @@ class Backward:
         if proposal is not None:
             site.proposals.append(proposal)
 
-    def note_read(
-        self, parameter: Tensor, site: Site, sharded: Callable[[], bool] = lambda: False, listed: bool = True
-    ) -> None:
-        """Note that a parameter is read at a site, which its gradient leaves for the global exponent.
+    def find_device(self) -> torch.device:
+        """Return the device of the models' parameters."""
+        return next((p.device for names in self.names for p in names.parameters()), torch.device("cpu"))
 
-        ``sharded`` tells whether the model belongs to FSDP, which holds float16 copies of float32 parameters: their
-        gradients become float32 before they leave, and are reduced so. ``listed``: whether a model lists it.
-        """
-        if parameter.dtype == torch.float16:
-            if HAS_GRADIENT_DTYPE and id(parameter) not in self._readers and sharded():
-                parameter.grad_dtype = torch.float32
-            check_leaf(parameter)
-        if id(parameter) not in self._readers:
-            self._forget_gone()
-        self._readers[id(parameter)] = site
-        if not listed:
-            self._unlisted[id(parameter)] = parameter
-
-    def _forget_gone(self) -> None:
-        """Forget parameters that the models do not have any more."""
-        lookups = sum(names.lookups for names in self.names)
-        # A new parameter may have the identity of one that is gone, which needs no lookup.
-        if lookups != self._lookups or len(self._readers) - len(self._unlisted) >= self._listed:
-            self._lookups = lookups
-            list(self.readers())
-            self._listed = len({id(parameter) for names in self.names for parameter in names.parameters()})
-
-    def reader_of(self, parameter: Tensor) -> Site | None:
-        """Return the site that read a parameter last; None where none did."""
-        return self._readers.get(id(parameter))
-
-    def readers(self) -> Iterator[tuple[Tensor, Site]]:
-        """Yield the parameters that were read, with the site that read each last.
-
-        Parameters are looked up by identity: torch.utils.swap_tensors takes none that is referenced weakly.
-        """
-        known = {id(parameter): parameter for names in self.names for parameter in names.parameters()} | self._unlisted
-        for key, site in list(self._readers.items()):
-            if key in known:
-                yield known[key], site
-            else:
-                del self._readers[key]
-
-    def weight_edge_hook(self, site: Site, made_in: torch.dtype) -> Hook:
-        """The hook of a parameter's edge: the gradient that a reader made, in a dtype, leaves its site."""
+    def get_weight_edge_hook(self, site: Site, made_in: torch.dtype) -> Hook:
+        """Return the hook that takes a parameter's gradient, made in a dtype, to the global exponent."""
         key = site, narrow(made_in)
         if key not in self._weight_edge_hooks:
             self._weight_edge_hooks[key] = self._make_weight_edge_hook(site, self.format or key[1])
@@ -494,18 +450,18 @@ class Backward:
     # the pieces -----------------------------------------------------------------------------------------------
 
     def _pass_on(self, gradient: Tensor, target: Site) -> Tensor:
-        stored = self._storage(target)
+        stored = self._find_storage(target)
         gradient = self.round_to_format(gradient) if stored is self.format else gradient
         if self.measuring:
             self.measurements.add(target, "passed", gradient, stored)
         return gradient
 
-    def _storage(self, site: Site) -> Format | None:
+    def _find_storage(self, site: Site) -> Format | None:
         """Return the narrow format of a site's gradients; None at the global exponent, outside of products."""
         return None if site is self.sites.global_site else self.format or site.stored
 
     def _receive(self, gradient: Tensor, source: Site) -> Tensor:
-        stored = self._storage(source)
+        stored = self._find_storage(source)
         if stored is None:
             # What was passed on, which cannot leave a wide format's range.
             return gradient
@@ -535,20 +491,27 @@ class Backward:
             )
 
 
-def differentiating() -> bool:
+def is_differentiating() -> bool:
     """Return whether this thread is in a backward pass."""
     return torch._C._current_graph_task_id() != -1
 
 
-def check_leaf(parameter: Tensor) -> None:
-    """Refuse a parameter whose gradient could not leave its reader's site without rounding.
+def check_leaf(parameter: Tensor, is_sharded: Callable[[], bool] = lambda: False) -> None:
+    """Refuse a float16 parameter with a float16 gradient, which could not be unscaled without rounding.
+
+    ``is_sharded`` tells whether the model belongs to FSDP, which holds float16 copies of float32 parameters: their
+    gradients become float32 before they leave, and are reduced so.
 
     Raises:
         TypeError: it is float16, and its gradient too.
     """
-    if parameter.dtype == torch.float16 and getattr(parameter, "grad_dtype", torch.float16) == torch.float16:
-        raise TypeError(
-            f"a parameter of shape {list(parameter.shape)} is float16 and so is its gradient, which cannot be unscaled "
-            "without losing what the scale saved: call halfulp.float32_gradients(model) before, and step with an "
-            "optimizer of halfulp.optim; or keep float32 parameters under torch.autocast"
-        )
+    if parameter.dtype != torch.float16 or getattr(parameter, "grad_dtype", torch.float16) != torch.float16:
+        return
+    if HAS_GRADIENT_DTYPE and is_sharded():
+        parameter.grad_dtype = torch.float32
+        return
+    raise TypeError(
+        f"a parameter of shape {list(parameter.shape)} is float16 and so is its gradient, which cannot be unscaled "
+        "without losing what the scale saved: call halfulp.float32_gradients(model) before, and step with an "
+        "optimizer of halfulp.optim; or keep float32 parameters under torch.autocast"
+    )

@@ -11,7 +11,7 @@ import weakref
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from types import FunctionType
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -20,10 +20,19 @@ from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack
 from torch.utils import checkpoint
 
 from ...kernels import constant_result, untraced
-from .._functions import Factor, differentiable_in, factors_of, is_parameter, kind_of, map_tensors, memoize, name_of
+from .._functions import (
+    Factor,
+    classify,
+    is_parameter,
+    list_differentiable,
+    list_factors,
+    map_tensors,
+    memoize,
+    name_of,
+)
 from .._powers import CopyWithStrides, copy_with_strides, is_custom
 from .._site import Site, narrow
-from ._backward import LEAF, Backward, Hook, Widening, current, is_exit, mark, put
+from ._backward import LEAF, Backward, Hook, Widening, check_leaf, get_region, is_exit, mark, set_region
 
 COMPILED = (
     "a part of the model is compiled by itself, and exponents cannot be put into its backward pass: compile the whole "
@@ -37,7 +46,7 @@ _warned: weakref.WeakSet = weakref.WeakSet()
 
 
 def is_compiled_alone() -> bool:
-    """Return whether a separately compiled part of the model is running; under Dynamo's tracing, give the part up.
+    """Return whether a part of the model that was compiled by itself is running.
 
     Raises:
         NotImplementedError: in dynamo, which runs the part uncompiled then.
@@ -56,7 +65,7 @@ def is_compiled_alone() -> bool:
 # Dynamo calls it as it traces.
 @constant_result
 def _warn() -> None:
-    region = current()
+    region = get_region()
     if region is not None and region._backward not in _warned:
         _warned.add(region._backward)
         given_up = "It runs uncompiled, as the whole does where torch.compile has given that up (said once)"
@@ -76,14 +85,41 @@ def without_watching(method: Callable[..., Any]) -> Callable[..., Any]:
     return run
 
 
-class Names(Protocol):
-    """A lookup of the module that a parameter belongs to."""
+class ParameterNames:
+    """A cached map from parameters to the modules that hold them, looked up again for an unknown parameter."""
+
+    def __init__(self, model: nn.Module, prefix: str) -> None:
+        self._model = weakref.ref(model)
+        self._prefix = f"{prefix}." if prefix else ""
+        self._names: dict[int, str | None] = {}
 
     def of(self, parameter: Tensor) -> str | None:
-        """Return a parameter's qualified name; None where the model does not list it."""
+        """Return the qualified name of the module that holds a parameter; None where the model does not list it."""
+        if id(parameter) not in self._names:
+            model = self._model()
+            listed = () if model is None else model.named_parameters()
+            self._names |= {id(p): (self._prefix + name).rpartition(".")[0] or "model" for name, p in listed}
+            self._names.setdefault(id(parameter), None)
+        return self._names[id(parameter)]
 
-    def sharded(self) -> bool:
-        """Return whether the model is FSDP's."""
+    def parameters(self) -> Iterator[nn.Parameter]:
+        """Return all parameters of the model, if it still exists."""
+        model = self._model()
+        return iter(()) if model is None else model.parameters()
+
+    def list_parts(self) -> dict[int, str]:
+        """Return the names of the modules that have parts, by their ids: what runs in one is named after it."""
+        model = self._model()
+        modules = () if model is None else model.named_modules()
+        parts = ((name, one) for name, one in modules if next(one.children(), None) is not None)
+        return {id(one): (self._prefix + name).strip(".") for name, one in parts}
+
+    def is_sharded(self) -> bool:
+        """Return whether parts of the model belong to FSDP, which computes with copies of its parameters."""
+        from torch.distributed.fsdp import FSDPModule
+
+        model = self._model()
+        return model is not None and any(isinstance(module, FSDPModule) for module in model.modules())
 
 
 class Recording:
@@ -111,11 +147,11 @@ class Recording:
             self._calls.append((end, site))
         return out
 
-    def number(self, tensor: Tensor) -> None:
+    def note_number(self, tensor: Tensor) -> None:
         """Note a 0-d result, which the model may keep besides its outputs (see `_replay.learn`)."""
         self.numbers.append(weakref.ref(tensor))
 
-    def site_of(self, node: Any) -> Site | None:
+    def find_site(self, node: Any) -> Site | None:
         """Return the site of the call that made a node; None where none did."""
         number = node._sequence_nr()
         call = bisect.bisect_right(self._begins, number) - 1
@@ -130,7 +166,7 @@ Moves = tuple[tuple[int, Hook], ...]
 
 
 class Reads:
-    """The tensors of other sites that one call reads, whose gradients the nodes that read them move on their way.
+    """Moves the gradients of a call's arguments that belong to other sites, by hooks of the nodes that read them.
 
     Autograd runs nodes in the reverse of the order in which they were made, and adds up what they send to a tensor in
     that order. A node in between, such as a view's, would send what several nodes of one call make later, and as one
@@ -154,15 +190,15 @@ class Reads:
         self._views: list[Tensor] = []
         self._begun = 0
 
-    def takes(self, tensor: Tensor) -> bool:
-        """Return whether hooks can move a tensor's gradient; a view is needed otherwise."""
+    def is_movable(self, tensor: Tensor) -> bool:
+        """Return whether a hook can move a tensor's gradient; else it needs a view."""
         if self._backward.format is not None:
             return False
         return not tensor.is_leaf or not (tensor.dtype == torch.float16 or torch._C._is_any_autocast_enabled())
 
     def add(self, tensor: Tensor, source: Site) -> None:
         """Note that the call reads a tensor of another site."""
-        hook = self._backward.edge_hook(source, self._site)
+        hook = self._backward.get_edge_hook(source, self._site)
         if tensor.is_leaf:
             self._leaves[id(tensor)] = hook
         else:
@@ -177,15 +213,15 @@ class Reads:
         self._views.append(view)
 
     def begin(self) -> None:
-        """Begin the call: nodes that are made from now on are its own."""
+        """Begin the call, whose nodes are those made from now on."""
         self._begun = torch._C._autograd._get_sequence_nr()
 
-    def passes_on(self, tensor: Tensor) -> bool:
+    def is_argument(self, tensor: Tensor) -> bool:
         """Return whether a result is one of the arguments that were read, which stays at its site."""
         return bool(self._hooks) and (tensor.grad_fn, tensor.output_nr) in self._hooks
 
     def hook(self, made: Any, out: Any) -> None:
-        """End the call: hook its nodes.
+        """End the call and hook those of its nodes that read tensors of other sites.
 
         Args:
             made: What it made or wrote into.
@@ -195,20 +231,22 @@ class Reads:
             return
         if isinstance(out, list | tuple):
             out = next((x for x in out if isinstance(x, Tensor)), None)
-        leaving = self._backward.weight_edge_hook(self._site, out.dtype if isinstance(out, Tensor) else torch.float32)
+        leaving = self._backward.get_weight_edge_hook(
+            self._site, out.dtype if isinstance(out, Tensor) else torch.float32
+        )
         global_site = self._backward.sites.global_site
         for view in self._views:
             hook_weight_edge(view, leaving)
             mark(view.grad_fn, self._site, global_site, global_site)
         if self._hooks or self._leaves:
-            for node, moves in self._readers(made, leaving):
+            for node, moves in self._list_readers(made, leaving):
                 node.register_hook(_make_move(self._backward, moves))
                 # It is at the call's site; what it passes on may be at several.
                 mark(node, self._site, self._site, global_site)
 
-    def _readers(self, made: Any, leaving: Hook) -> Iterator[tuple[Any, Moves]]:
+    def _list_readers(self, made: Any, leaving: Hook) -> Iterator[tuple[Any, Moves]]:
         """Return the nodes of the call that read what was noted."""
-        pending: list[Any] = [x.grad_fn for x in differentiable_in(made)]
+        pending: list[Any] = [x.grad_fn for x in list_differentiable(made)]
         seen = {None}
         while pending:
             node = pending.pop()
@@ -233,7 +271,7 @@ class Reads:
 
 
 def _make_move(backward: Backward, moves: Moves) -> Callable:
-    """The hook of a node that moves some of the gradients which it passes on."""
+    """Return a hook that moves some of the gradients that a node passes on."""
     if moves not in backward.reader_hooks:
 
         @untraced
@@ -254,7 +292,7 @@ def _make_move(backward: Backward, moves: Moves) -> Callable:
     return backward.reader_hooks[moves]
 
 
-def view_of(parameter: Tensor, sparse: bool) -> Tensor:
+def make_view(parameter: Tensor, sparse: bool) -> Tensor:
     """Return a view of a parameter, with a node of its own; ``sparse``: an alias, which takes sparse gradients."""
     if parameter.dtype == torch.float16:
         return Widening.apply(parameter)
@@ -287,7 +325,7 @@ class Region(TorchFunctionMode):
 
     replaying = False
 
-    def __init__(self, backward: Backward, names: Names) -> None:
+    def __init__(self, backward: Backward, names: ParameterNames) -> None:
         super().__init__()
         self.path: list[str] = []
         self._backward = backward
@@ -299,15 +337,15 @@ class Region(TorchFunctionMode):
         self._rank: dict[Site, int] = {}
 
     def __enter__(self) -> Region:
-        self._outer = current()
+        self._outer = get_region()
         self._backward.end_unless_differentiating()
         self.begun = torch._C._autograd._get_sequence_nr()
         super().__enter__()
-        put(self)
+        set_region(self)
         return self
 
     def __exit__(self, *error: object) -> None:
-        put(self._outer)
+        set_region(self._outer)
         self._backward.forwards += 1
         super().__exit__(*error)
 
@@ -318,32 +356,34 @@ class Region(TorchFunctionMode):
             return torch.compiler.disable(self.__torch_function__)(function, types, args, kwargs)
         if not torch.is_grad_enabled() or torch._C._are_functorch_transforms_active():
             return function(*args, **kwargs)
-        differentiable = list(differentiable_in((args, kwargs)))
+        differentiable = list(list_differentiable((args, kwargs)))
         if not differentiable:
             return function(*args, **kwargs)
-        kind = kind_of(function)
-        if kind == "fact":
+        kind = classify(function)
+        if kind == "shape":
+            # Only the first argument has a gradient.
+            differentiable = list(list_differentiable(args[:1]))
+        if kind == "fact" or not differentiable:
             return function(*args, **kwargs)
         if kind == "property":
             return self._property(function, args, differentiable)
         if kind == "in-place":
             return self._write(function, args, kwargs, differentiable)
-        if kind == "shape":
-            return self._call_shape(function, args, kwargs)
-        return self._call(function, args, kwargs, self._site(kind, function, args, differentiable), kind)
+        return self._call(function, args, kwargs, self._find_call_site(kind, function, args, differentiable), kind)
 
     def _call(self, function: Callable, args: tuple, kwargs: dict, site: Site, kind: str) -> Any:
         """Run a function with all its gradients at one site."""
         reads = Reads(self._backward, site)
         # Views run in the reverse of the order they are made in, and arms of a join must add up in the plain order.
-        kwargs = self._move(kwargs, site, reads, function)
-        given = self._move(args, site, reads, function)
+        taken = 1 if kind == "shape" else len(args)
+        kwargs = kwargs if kind == "shape" else self._move(kwargs, site, reads, function)
+        given = (*self._move(args[:taken], site, reads, function), *args[taken:])
         reads.begin()
         out = self._run(site, function, given, kwargs)
         reads.hook(out, out)
         made = self._assign_site(out, site, kind, reads)
         if kind == "product" and self._backward.measuring and self._backward.policy.wants_operands:
-            self._watch_operands(factors_of(function, args, kwargs), out, site)
+            self._watch_operands(list_factors(function, args, kwargs), out, site)
         return made
 
     def _run(self, site: Site, function: Callable, args: tuple, kwargs: dict) -> Any:
@@ -358,20 +398,7 @@ class Region(TorchFunctionMode):
         out = function(*args)
         if not isinstance(out, Tensor) or not out.requires_grad or out.is_leaf:
             return out
-        return self._call(function, args, {}, self._common(function, differentiable), "plain")
-
-    def _call_shape(self, function: Callable, args: tuple, kwargs: dict) -> Any:
-        """Run a function that gives its first argument another argument's shape; only the first has a gradient."""
-        first = list(differentiable_in(args[:1]))
-        if not first:
-            return function(*args, **kwargs)
-        site = self._common(function, first)
-        reads = Reads(self._backward, site)
-        given = self._move(args[:1], site, reads)
-        reads.begin()
-        out = self._run(site, function, (*given, *args[1:]), kwargs)
-        reads.hook(out, out)
-        return self._assign_site(out, site, "plain", reads)
+        return self._call(function, args, {}, self._find_common_site(function, differentiable), "plain")
 
     @without_watching
     def take(self, arguments: Any) -> None:
@@ -380,37 +407,31 @@ class Region(TorchFunctionMode):
         Raises:
             ValueError: it was made of what left a model of the scaler by another way than its output.
         """
-        for x in differentiable_in(arguments):
-            if self._tag(x) is None:
-                self._outside(x.grad_fn)
-
-    def _outside(self, node: Any) -> None:
-        """Note that a node from before the region is at the global exponent."""
-        if node is not None and not is_exit(node, self._global_site):
-            self._backward.check_exits(node)
-            mark(node, self._global_site, self._global_site, self._global_site)
+        for x in list_differentiable(arguments):
+            if self._read_tag(x) is None:
+                self._backward.mark_outside(x.grad_fn)
 
     # sites ----------------------------------------------------------------------------------------------------
 
-    def site_of(self, tensor: Tensor) -> Site:
+    def find_site(self, tensor: Tensor) -> Site:
         """Return the site of a tensor's gradient; tensors made before the region are at the global one."""
-        if not self._backward.custom_functions and self._may_be_custom(tensor):
+        if not self._backward.custom_functions and self._is_maybe_custom(tensor):
             self._fail_recording()
             self._backward.note_custom_function()
-        site = self._tag(tensor)
+        site = self._read_tag(tensor)
         if site is None and tensor._base is not None:
-            site = self._tag(tensor._base)
+            site = self._read_tag(tensor._base)
         if site is None:
             self._refuse_unwatched(tensor)
             return self._global_site
         return site
 
-    def _tag(self, tensor: Tensor) -> Site | None:
+    def _read_tag(self, tensor: Tensor) -> Site | None:
         """Return the site that a region of this scaler gave a tensor."""
         site = getattr(tensor, _TAG, None)
         return site if site is None or site is self._global_site or site.global_site is self._global_site else None
 
-    def _may_be_custom(self, tensor: Tensor) -> bool:
+    def _is_maybe_custom(self, tensor: Tensor) -> bool:
         """Return whether a custom Function of this region may have made a tensor, or written into it or its base."""
         node: Any = (tensor if tensor._base is None else tensor._base).grad_fn
         if not is_custom(node) and type(node).__name__ != "CopySlices":
@@ -433,15 +454,15 @@ class Region(TorchFunctionMode):
                 f"{node.name()}, which is no torch function that can be watched (an extension, or a transform of "
                 "torch.func): call it inside a torch.autograd.Function, or take AdaptiveGradScaler(mode='module')"
             )
-        self._outside(node)
+        self._backward.mark_outside(node)
 
-    def _site(self, kind: str, function: Callable, args: tuple, differentiable: list[Tensor]) -> Site:
+    def _find_call_site(self, kind: str, function: Callable, args: tuple, differentiable: list[Tensor]) -> Site:
         """Return the site of the gradients of a function's inputs and results."""
         if kind == "product":
             return self._open(function, differentiable)
         if kind == "cell":
-            return self._state_site(function, args, differentiable)
-        return self._common(function, differentiable)
+            return self._find_state_site(function, args, differentiable)
+        return self._find_common_site(function, differentiable)
 
     def _open(self, function: Callable, differentiable: list[Tensor]) -> Site:
         """Return the site of this call of a product."""
@@ -457,22 +478,22 @@ class Region(TorchFunctionMode):
         self._rank[site] = len(self._rank)
         if self.recording is not None:
             self.recording.opened.setdefault(site)
-        self._backward.order.setdefault(site)
+        self._backward.reached.setdefault(site)
         return site
 
-    def _common(self, function: Callable, differentiable: list[Tensor]) -> Site:
+    def _find_common_site(self, function: Callable, differentiable: list[Tensor]) -> Site:
         """Return the latest site of a function's inputs; a new site if it reads only parameters."""
-        sites = [self.site_of(x) for x in differentiable if not is_parameter(x)]
+        sites = [self.find_site(x) for x in differentiable if not is_parameter(x)]
         if not sites:
             return self._open(function, differentiable)
         return sites[0] if len(sites) == 1 else max(sites, key=lambda site: self._rank.get(site, -1))
 
-    def _state_site(self, function: Callable, args: tuple, differentiable: list[Tensor]) -> Site:
+    def _find_state_site(self, function: Callable, args: tuple, differentiable: list[Tensor]) -> Site:
         """Return the site of a recurrent cell's state; at the first step, which has none, a new one."""
-        state = next(differentiable_in(args[1]), None) if len(args) > 1 else None
-        if state is None or is_parameter(state) or self.site_of(state) is self._global_site:
+        state = next(list_differentiable(args[1]), None) if len(args) > 1 else None
+        if state is None or is_parameter(state) or self.find_site(state) is self._global_site:
             return self._open(function, differentiable)
-        return self.site_of(state)
+        return self.find_site(state)
 
     # edges ----------------------------------------------------------------------------------------------------
 
@@ -485,9 +506,9 @@ class Region(TorchFunctionMode):
         def moved(x: Tensor) -> Tensor:
             if is_parameter(x):
                 return self._read(x, site, reads, function)
-            source = self.site_of(x)
-            if reads is None or source is site or not reads.takes(x):
-                return self.edge(x, source, site)
+            source = self.find_site(x)
+            if reads is None or source is site or not reads.is_movable(x):
+                return self.add_edge(x, source, site)
             reads.add(x, source)
             return x
 
@@ -495,22 +516,21 @@ class Region(TorchFunctionMode):
 
     def _read(self, parameter: Tensor, site: Site, reads: Reads | None, function: Callable | None) -> Tensor:
         """Return a parameter for a reader at ``site``: itself, or a view whose gradient leaves the site."""
-        listed = self._names.of(parameter) is not None
-        self._backward.note_read(parameter, site, self._names.sharded, listed)
-        if not listed or parameter.dtype == torch.float16 or type(parameter) is not nn.Parameter:
+        check_leaf(parameter, self._names.is_sharded)
+        if self._names.of(parameter) is None or parameter.dtype == torch.float16 or type(parameter) is not nn.Parameter:
             self._fail_recording()
         if site is self._global_site or reads is None:
             return parameter
-        if reads.takes(parameter):
+        if reads.is_movable(parameter):
             reads.add_parameter(parameter)
             return parameter
-        view = view_of(parameter, function is not None and name_of(function).startswith("embedding"))
+        view = make_view(parameter, function is not None and name_of(function).startswith("embedding"))
         reads.add_view(view)
         if self.recording is not None:
             self.recording.edges.add(view.grad_fn)
         return view
 
-    def edge(self, tensor: Tensor, source: Site, target: Site, leaving: bool = False) -> Tensor:
+    def add_edge(self, tensor: Tensor, source: Site, target: Site, leaving: bool = False) -> Tensor:
         """Return a view or copy for a reader at ``target``; ``leaving``: a reader that may write into it.
 
         A write into a view would go round the hook.
@@ -520,7 +540,7 @@ class Region(TorchFunctionMode):
         viewed = tensor.layout is torch.strided and not leaving
         out = tensor.view_as(tensor) if viewed else copy_with_strides(tensor)
         node: Any = out.grad_fn
-        node.register_prehook(self._backward.edge_hook(source, target))
+        node.register_prehook(self._backward.get_edge_hook(source, target))
         if self.recording is not None:
             self.recording.edges.add(node)
         mark(node, target, source, self._global_site)
@@ -541,7 +561,7 @@ class Region(TorchFunctionMode):
                 f"gradients may have exponents of their own: write into each, or take {name_of(function).rstrip('_')}"
             )
         written = args[0] if args and isinstance(args[0], Tensor) else differentiable[0]
-        site = self.site_of(written) if written.requires_grad else self._common(function, differentiable)
+        site = self.find_site(written) if written.requires_grad else self._find_common_site(function, differentiable)
         reads = Reads(self._backward, site)
         kwargs = self._move(kwargs, site, reads)
         given = (written, *self._move(args[1:], site, reads)) if args else ()
@@ -559,7 +579,7 @@ class Region(TorchFunctionMode):
         return map_tensors(out, lambda x: self._tensor_at_site(x, site, kind, nodes, reads))
 
     def _tensor_at_site(self, out: Tensor, site: Site, kind: str, nodes: set, reads: Reads | None) -> Tensor:
-        if out.is_leaf or (reads is not None and reads.passes_on(out)):
+        if out.is_leaf or (reads is not None and reads.is_argument(out)):
             return out
         if kind == "product":
             site.stored = narrow(out.dtype)
@@ -572,17 +592,17 @@ class Region(TorchFunctionMode):
             node.register_prehook(self._backward.round_all)
         if out.dim() == 0 and site is not self._global_site and not out._is_view():
             # Numbers are losses: they may leave the model by other ways than its output.
-            out = self.edge(out, site, self._global_site, leaving=True)
+            out = self.add_edge(out, site, self._global_site, leaving=True)
             site = self._global_site
             if self.recording is not None:
-                self.recording.number(out)
+                self.recording.note_number(out)
         return self._tag_tensor(out, site)
 
     def _watch_operands(self, factors: Iterable[Factor], out: Any, site: Site) -> None:
         if isinstance(out, Tensor) and not out.is_leaf:
             node: Any = out.grad_fn
             for factor in factors:
-                node.register_prehook(self._backward.watch_operands(site, factor))
+                node.register_prehook(self._backward.make_operand_hook(site, factor))
 
     def _tag_tensor(self, out: Tensor, site: Site) -> Tensor:
         """Set a tensor's site; at the global exponent, mark its node as an exit."""
@@ -596,9 +616,9 @@ class Region(TorchFunctionMode):
         """Call a function with its incoming and outgoing gradients at the global exponent; return its results."""
         self._fail_recording()
         moved = self._move(args, self._global_site, None)
-        versions = [x._version for x in differentiable_in(moved)]
+        versions = [x._version for x in list_differentiable(moved)]
         out = call(moved)
-        if versions != [x._version for x in differentiable_in(moved)]:
+        if versions != [x._version for x in list_differentiable(moved)]:
             raise NotImplementedError(
                 f"a custom Function in {'.'.join(self.path[-1:]) or 'the model'} writes into its argument, whose "
                 "gradient then goes round the exponents: let it work on a clone, or take mode='module'"
@@ -609,7 +629,7 @@ class Region(TorchFunctionMode):
         """Note that a checkpoint runs again during backward, with a backward pass of its own."""
         self._backward.replayed = True
 
-    def again(self) -> Region:
+    def restart(self) -> Region:
         """Return a region of the same model and module path, for a checkpoint that runs again during backward."""
         region = Region(self._backward, self._names)
         region.path = list(self.path)
@@ -623,14 +643,14 @@ class Region(TorchFunctionMode):
     def _leave_tensor(self, out: Tensor, wide: bool) -> Tensor:
         if out.is_leaf:
             return out
-        site = self.site_of(out)
+        site = self.find_site(out)
         if wide and out.dtype == torch.float16:
             # The gradient takes its exponent before it is rounded to float16.
             float32_out = out.float()
             node: Any = float32_out.grad_fn
-            node.register_prehook(self._backward.edge_hook(site, self._global_site))
+            node.register_prehook(self._backward.get_edge_hook(site, self._global_site))
             return untag(self._tag_tensor(float32_out, self._global_site))
-        return untag(self._tag_tensor(self.edge(out, site, self._global_site, leaving=True), self._global_site))
+        return untag(self._tag_tensor(self.add_edge(out, site, self._global_site, leaving=True), self._global_site))
 
 
 def untag(tensor: Tensor) -> Tensor:
@@ -674,7 +694,7 @@ def watch_custom_functions(backward: Backward) -> Iterator[None]:
 
 def _apply(cls: type[Function], *args: Any, **kwargs: Any) -> Any:
     apply = super(_BASE, cls).apply
-    region = current()
+    region = get_region()
     if region is None or region.replaying or not torch.is_grad_enabled() or cls in (Widening, CopyWithStrides):
         return apply(*args, **kwargs)
     if cls is checkpoint.CheckpointFunction:
@@ -692,10 +712,10 @@ def _replay_in_region(run: Callable[..., Any], region: Region) -> Callable[..., 
     """Return the function that reentrant checkpointing runs again during backward, with edges of its own."""
 
     def run_in_region(*args: Any, **kwargs: Any) -> Any:
-        if current() is not None or not torch.is_grad_enabled():
+        if get_region() is not None or not torch.is_grad_enabled():
             return run(*args, **kwargs)
         region.note_replay()
-        with watch_custom_functions(region._backward), region.again() as replay:
+        with watch_custom_functions(region._backward), region.restart() as replay:
             return replay.leave(run(*args, **kwargs), wide=False)
 
     return run_in_region

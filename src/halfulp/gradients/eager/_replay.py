@@ -16,11 +16,11 @@ import torch
 from torch import Tensor
 
 from ...kernels import untraced
-from .._functions import differentiable_in, is_parameter, map_tensors, memoize
+from .._functions import is_parameter, list_differentiable, map_tensors, memoize
 from .._powers import copy_with_strides, power_of_two
 from .._site import Site
-from ._backward import LEAF, Backward, current, is_exit, mark, put
-from ._region import Names, Recording, without_watching
+from ._backward import LEAF, Backward, get_region, is_exit, mark, set_region
+from ._region import ParameterNames, Recording, without_watching
 
 # Where a gradient goes on to: the place of a node in a walk, and which of that node's outputs.
 Link = tuple[int, int]
@@ -28,7 +28,7 @@ Link = tuple[int, int]
 
 @dataclasses.dataclass(frozen=True)
 class Shape:
-    """The structure of an autograd graph, by which forward passes that do the same are recognised.
+    """The structure of an autograd graph, by which a known forward pass is recognised.
 
     Nodes are numbered in the order in which `walk` meets them.
 
@@ -117,8 +117,8 @@ _NEW = {
 }
 
 
-def multiplier(backward: Backward, kind: str, moves: tuple[tuple[int, int, int], ...]) -> Callable:
-    """The hook of a node that multiplies some of its gradients by powers of two, in backward passes of a scaled loss.
+def make_multiplier(backward: Backward, kind: str, moves: tuple[tuple[int, int, int], ...]) -> Callable:
+    """Return a hook that multiplies some of a node's gradients by powers of two while a scaled loss is differentiated.
 
     Args:
         backward: whose passes these are.
@@ -170,6 +170,7 @@ class LearnedGraph:
         shape: Of the graph.
         parameters: That it reads: a graph of the same shape may be another part's, at other sites.
         order: The sites that products open, in forward's order.
+        read_at: By identity of a parameter, the site that reads it.
     """
 
     def __init__(
@@ -181,20 +182,15 @@ class LearnedGraph:
         self._sites = _settle_views(shape, sites, backward.sites.global_site)
         self._all_sites = list(dict.fromkeys([backward.sites.global_site, *self._sites]))
         self._leaves = [i for i, kind in enumerate(shape.kinds) if is_leaf(kind)]
-        self._readers = _readers(shape, sites)
         self.parameters = shape.parameters(nodes)
+        readers = {link[0]: site for site, links in zip(sites, shape.links) for link in links if link is not None}
+        self.read_at = {identity: readers[place] for place, identity in self.parameters}
         self._exponents: list[tuple[int, bool]] = []
         self._hooks: list[tuple[int, Callable]] = []
 
-    def takes(self, nodes: list[Any]) -> bool:
+    def is_supported(self, nodes: list[Any]) -> bool:
         """Return whether no leaf is float16, whose gradient would need an edge of its own."""
         return torch.float16 not in {nodes[place].variable.dtype for place in self._leaves}
-
-    def note_reads(self, nodes: list[Any], names: Names) -> None:
-        """Note at which sites parameters are read."""
-        for place, _ in self.parameters:
-            parameter = nodes[place].variable
-            self._backward.note_read(parameter, self._readers[place], listed=names.of(parameter) is not None)
 
     def attach(self, nodes: list[Any]) -> list[Site]:
         """Hook the nodes for the present exponents; return the sites of the outputs' gradients."""
@@ -217,32 +213,32 @@ class LearnedGraph:
             if moves and kind is not None:
                 key = kind.__name__, tuple(moves)
                 if key not in made:
-                    made[key] = multiplier(self._backward, *key)
+                    made[key] = make_multiplier(self._backward, *key)
                 yield place, made[key]
 
     def _move(self, source: Site, target: Site) -> tuple[int, int]:
         """Return the power of two from ``target`` to ``source``, and the sign of the lift."""
-        return source.exponent - target.exponent, self._backward.following.sign(source, target)
+        return source.exponent - target.exponent, self._backward.following.find_sign(source, target)
 
 
 def learn(recording: Recording, outputs: list[Tensor], around: Surroundings, backward: Backward) -> LearnedGraph | None:
-    """The learned graph of a recording; None where a region is needed, as a 0-d result is kept besides the outputs."""
+    """Return the graph of a recorded forward pass with its sites; None where each pass needs a region."""
     kept = {id(x) for x in outputs}
     if recording.failed or any(one() is not None and id(one()) not in kept for one in recording.numbers):
         return None
     shape, nodes = walk(((x.grad_fn, x.output_nr) for x in outputs), around, recording.edges)
     refused = any(kind is not None and kind.__name__ in _REFUSED for kind in shape.kinds)
-    if refused or _sums_in_16_bits(nodes, recording.edges):
+    if refused or _has_sums_in_16_bits(nodes, recording.edges):
         return None
     global_site = backward.sites.global_site
     ends = [not links or kind is None for kind, links in zip(shape.kinds, shape.links)]
-    found = [global_site if end else recording.site_of(node) for node, end in zip(nodes, ends)]
+    found = [global_site if end else recording.find_site(node) for node, end in zip(nodes, ends)]
     sites = [site for site in found if site is not None]
     return None if len(sites) < len(found) else LearnedGraph(shape, nodes, sites, list(recording.opened), backward)
 
 
-def _sums_in_16_bits(nodes: list[Any], edges: set[Any]) -> bool:
-    """Return whether several nodes read one number, whose gradients in 16 bits a region sums before it moves them.
+def _has_sums_in_16_bits(nodes: list[Any], edges: set[Any]) -> bool:
+    """Return whether gradients of several readers are summed in 16 bits before a region moves the sum.
 
     Hooks of nodes move each of them before the sum, which overflows and underflows elsewhere.
     """
@@ -250,15 +246,14 @@ def _sums_in_16_bits(nodes: list[Any], edges: set[Any]) -> bool:
     return any(count > 1 and edge._input_metadata[0].dtype.itemsize == 2 for edge, count in readers.items())
 
 
-def approximate(
-    shape: Shape, nodes: list[Any], backward: Backward, like: Iterable[LearnedGraph]
+def guess_sites(
+    shape: Shape, nodes: list[Any], backward: Backward, like: Collection[LearnedGraph]
 ) -> LearnedGraph | None:
     """Guess sites for a graph that no region saw: the sites of parameters, and the latest of each node's inputs.
 
     Any sites give right gradients; products without parameters get no site of their own by this. None where the graph
     has a kind of node that no ``like`` one had.
     """
-    like = list(like)
     known = {kind for one in like for kind in one.shape.kinds}
     if not known.issuperset(shape.kinds):
         return None
@@ -266,25 +261,17 @@ def approximate(
     order = list(dict.fromkeys(site for one in like for site in one.order))
     rank = {global_site: -1} | {site: i for i, site in enumerate(order)}
     sites = [global_site] * len(nodes)
+    read_at = {identity: site for one in like for identity, site in one.read_at.items()}
+    readers = {place: read_at.get(identity, global_site) for place, identity in shape.parameters(nodes)}
     inner = [i for i, (kind, links) in enumerate(zip(shape.kinds, shape.links)) if links and kind is not None]
     for i in sorted(inner, key=lambda i: nodes[i]._sequence_nr()):
-        read = [_read(nodes[link[0]], sites[link[0]], backward) for link in shape.links[i] if link is not None]
+        read = [readers.get(link[0], sites[link[0]]) for link in shape.links[i] if link is not None]
         sites[i] = max(read, key=lambda site: rank.get(site, -1), default=global_site)
     return LearnedGraph(shape, nodes, sites, [site for site in order if site in sites], backward)
 
 
-def _read(node: Any, site: Site, backward: Backward) -> Site:
-    parameter = getattr(node, "variable", None)
-    return site if parameter is None else backward.reader_of(parameter) or site
-
-
-def _readers(shape: Shape, sites: list[Site]) -> dict[int, Site]:
-    """Return the site at which each node's tensor is read, the last one in a walk from its leaf."""
-    return {link[0]: site for site, links in zip(sites, shape.links) for link in links if link is not None}
-
-
 def _settle_views(shape: Shape, sites: list[Site], global_site: Site) -> list[Site]:
-    """Return the sites, with views of a leaf at the leaf's own, so that the node before them moves the gradient."""
+    """Return the sites with views of a leaf at the global one, so that the node behind them moves the gradient."""
     found = list(sites)
     for i, (kind, links) in enumerate(zip(shape.kinds, shape.links)):
         ends = [link is not None and is_leaf(shape.kinds[link[0]]) for link in links]
@@ -300,10 +287,10 @@ _RECORDINGS, _SURPRISES = 64, 6
 
 
 class Replays:
-    """The known graphs of a module's forward passes, which decide whether the next pass needs a region.
+    """Keeps the known graphs of a module's forward passes, and decides whether the next pass needs a region.
 
     It needs none once the forward passes before it had known shapes, and where only exponents are wanted of it: not in
-    measured iterations, nor with a ``format``. Where its graph turns out to be another, its sites are `approximate`,
+    measured iterations, nor with a ``format``. Where its graph turns out to be another, its sites are guessed,
     and more forward passes have to have known shapes before the next one goes without a region.
 
     Args:
@@ -311,21 +298,20 @@ class Replays:
         names: of the model's parameters.
     """
 
-    def __init__(self, backward: Backward, names: Names) -> None:
+    def __init__(self, backward: Backward, names: ParameterNames) -> None:
         self._backward = backward
         self._names = names
         # By shape and the parameters that they read.
         self._graphs: dict[tuple[Shape, tuple[tuple[int, int], ...]], LearnedGraph] = {}
-        self._latest: LearnedGraph | None = None
         self._known_in_row = self._surprises = self._recordings = 0
 
-    def ready(self) -> bool:
-        """Return whether the next forward pass needs no region."""
-        return self._known_in_row >= 2**self._surprises and self._backward.may_replay()
+    def is_ready(self) -> bool:
+        """Return whether enough forward passes in a row had known graphs for the next one to need no region."""
+        return self._known_in_row >= 2**self._surprises
 
-    def recording(self) -> Recording | None:
+    def start_recording(self) -> Recording | None:
         """Return a recording for the next region to fill; None where no forward pass will be replayed."""
-        if self._recordings >= _RECORDINGS or not self._backward.may_replay() or self._names.sharded():
+        if self._recordings >= _RECORDINGS or self._names.is_sharded():
             return None
         self._recordings += 1
         return Recording()
@@ -333,12 +319,12 @@ class Replays:
     @without_watching
     def learn(self, recording: Recording, arguments: Any, output: Any, begun: int) -> None:
         """Store the graph that a region recorded."""
-        around = Surroundings(begun, nodes_of(arguments))
-        learned = learn(recording, outputs_in(output), around, self._backward)
+        around = Surroundings(begun, list_nodes(arguments))
+        learned = learn(recording, list_outputs(output), around, self._backward)
         if learned is None or not self._keep(learned):
             self._known_in_row, self._recordings = 0, _RECORDINGS
             return
-        if self.ready():
+        if self.is_ready():
             self._recordings = 0
 
     def _keep(self, learned: LearnedGraph) -> bool:
@@ -348,31 +334,27 @@ class Replays:
         if not known and len(self._graphs) == _GRAPHS:
             return False
         self._known_in_row = self._known_in_row + 1 if known else 0
-        self._graphs[key] = self._latest = learned
+        self._graphs[key] = learned
         return True
 
     def find(self, roots: list[tuple[Any, int]], around: Surroundings) -> tuple[LearnedGraph | None, list[Any]]:
         """Return a known graph and its nodes; None in place of the graph if one scale is to hold for all."""
         shape, nodes = walk(roots, around)
         learned = self._graphs.get((shape, shape.parameters(nodes)))
-        if learned is not None and learned.takes(nodes):
-            if learned is not self._latest:
-                learned.note_reads(nodes, self._names)
-                self._latest = learned
+        if learned is not None and learned.is_supported(nodes):
             return learned, nodes
         self._known_in_row = 0
         self._surprises += 1
         if self._surprises >= _SURPRISES:
             self._recordings = _RECORDINGS
-        learned = approximate(shape, nodes, self._backward, self._graphs.values())
-        if learned is None or not learned.takes(nodes):
+        learned = guess_sites(shape, nodes, self._backward, self._graphs.values())
+        if learned is None or not learned.is_supported(nodes):
             return None, nodes
-        learned.note_reads(nodes, self._names)
         return learned, nodes
 
 
 class Replay:
-    """A forward pass without a region; at its end, its nodes get hooks that multiply gradients.
+    """Runs a forward pass without a region, and hooks the nodes of its graph at the end.
 
     Exponents are those of that time, whenever the backward pass comes. What is read outside and is no output is found
     by the loss, or by the forward pass that reads it: exponents rest then, and a region tells next time.
@@ -390,28 +372,28 @@ class Replay:
         self._global_site = backward.sites.global_site
 
     def __enter__(self) -> Replay:
-        self._outer = current()
+        self._outer = get_region()
         self._backward.end_unless_differentiating()
         self._begun = torch._C._autograd._get_sequence_nr()
-        put(self)
+        set_region(self)
         # A region's views of parameters are cast for each reader, and the graph is to be the same.
         self._cached = torch.is_autocast_cache_enabled()
         torch.set_autocast_cache_enabled(False)
         return self
 
     def __exit__(self, *error: object) -> None:
-        put(self._outer)
+        set_region(self._outer)
         torch.set_autocast_cache_enabled(self._cached)
         self._backward.forwards += 1
         self._backward.unmarked.add(self._begun, torch._C._autograd._get_sequence_nr())
 
     def run(self, call: Callable[..., Any], args: tuple, kwargs: dict, wide: Callable[[], bool]) -> Any:
         """Return the forward output at the global exponent; ``wide`` tells whether float16 becomes float32 there."""
-        inputs = nodes_of((args, kwargs))
+        inputs = list_nodes((args, kwargs))
         for node in inputs:
             self._outside(node)
         output = call(*args, **kwargs)
-        outputs = outputs_in(output)
+        outputs = list_outputs(output)
         if not outputs:
             return output
         around = Surroundings(self._begun, inputs)
@@ -421,7 +403,7 @@ class Replay:
                 self._outside(node)
         sites = [self._global_site] * len(outputs) if learned is None else learned.attach(nodes)
         order = {} if learned is None else learned.order
-        self._backward.order.update(order)
+        self._backward.reached.update(order)
         by_tensor = {id(x): site for x, site in zip(outputs, sites)}
         to_float32 = wide()
         return map_tensors(
@@ -430,16 +412,15 @@ class Replay:
 
     def _outside(self, node: Any) -> None:
         """Note that a node made before the forward pass is at the global exponent."""
-        if not is_exit(node, self._global_site):
-            try:
-                self._backward.check_exits(node)
-            except ValueError:
-                # A region knows the sites of tensors that another one made, by whatever way they come.
-                self._backward.use_one_scale()
+        try:
+            self._backward.mark_outside(node)
+        except ValueError:
+            # A region knows the sites of tensors that another one made, by whatever way they come.
+            self._backward.use_one_scale()
             mark(node, self._global_site, self._global_site, self._global_site)
 
     def _leave_tensor(self, out: Tensor, site: Site, order: dict[Site, None], wide: bool) -> Tensor:
-        move = site.exponent - self._global_site.exponent, self._backward.following.sign(site, self._global_site)
+        move = site.exponent - self._global_site.exponent, self._backward.following.find_sign(site, self._global_site)
         if wide and out.dtype == torch.float16:
             # The gradient takes its exponent before it is rounded to float16.
             out = out.float()
@@ -450,36 +431,33 @@ class Replay:
             # It was there before, and may outlive this pass by many, each of which would add a hook.
             return out
         node: Any = out.grad_fn
-        node.register_prehook(self._make_entry(move, order))
+        node.register_prehook(functools.partial(_enter, self._backward, move, order))
         mark(node, self._global_site, self._global_site, self._global_site)
         return out
-
-    def _make_entry(self, move: tuple[int, int], order: dict[Site, None]) -> Callable:
-        return functools.partial(_enter, self._backward, move, order)
 
 
 @untraced
 def _enter(backward: Backward, move: tuple[int, int], order: dict[Site, None], gradients: tuple) -> tuple | None:
-    """The hook of an output: its gradient comes to the outputs' site."""
+    """Move an output's gradient to the output's site (the hook of its node)."""
     if backward.is_shut():
         return None
-    backward.note_left(order)
+    backward.reached.update(order)
     gradient = gradients[0]
     if gradient is None or not any(move):
         return None
     return backward.following.move_by(gradient, *move), *gradients[1:]
 
 
-def forwards_without_region(scaler: Any) -> int:
+def count_replays(scaler: Any) -> int:
     """Return how many forward passes of a scaler's models ran without a region."""
     return scaler._controller.backward.unmarked.count
 
 
-def nodes_of(arguments: Any) -> frozenset[Any]:
+def list_nodes(arguments: Any) -> frozenset[Any]:
     """Return the nodes of the tensors that a forward pass is called with."""
-    return frozenset(x.grad_fn for x in differentiable_in(arguments) if x.grad_fn is not None)
+    return frozenset(x.grad_fn for x in list_differentiable(arguments) if x.grad_fn is not None)
 
 
-def outputs_in(output: Any) -> list[Tensor]:
+def list_outputs(output: Any) -> list[Tensor]:
     """Return the tensors of an output that a forward pass made, each once."""
-    return list({id(x): x for x in differentiable_in(output) if not x.is_leaf}.values())
+    return list({id(x): x for x in list_differentiable(output) if not x.is_leaf}.values())

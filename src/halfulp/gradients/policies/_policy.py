@@ -25,7 +25,7 @@ _PEAK_ROOM, _USUAL_ROOM, _BELOW = 3, 8, 27
 
 @dataclasses.dataclass(frozen=True)
 class Policy(abc.ABC):
-    """One rule for all exponents. A subclass is frozen data: it may be shared, compared and written down.
+    """A rule that sets exponents from measurements; subclasses are frozen data, which may be shared and compared.
 
     Attributes:
         name: What ``AdaptiveGradScaler(policy=...)`` calls it.
@@ -131,14 +131,14 @@ class Amax(Policy):
             # What no narrow format stores has no limit, whatever it was before.
             return None
         limits = []
-        for kind, sizes in _sizes(site, self.measurements).items():
+        for kind, sizes in _list_sizes(site, self.measurements).items():
             room = self.weight_headroom if kind == "weight" else self.headroom
-            limits.append(top(site.format) - _above(sizes, room, site.format))
+            limits.append(find_top(site.format) - _find_needed_top(sizes, room, site.format))
         return min(limits, default=None)
 
 
-def _above(sizes: list[float], room: int | None, format: Format) -> int:
-    """Return log2 of what the format's top has to hold: the largest size with headroom, or by the sizes' spread.
+def _find_needed_top(sizes: list[float], room: int | None, format: Format) -> int:
+    """Return the power of two that must fit under the format's largest number: the largest size plus headroom.
 
     3 alone makes steps be skipped that a falling scale takes; 8 above peaks that are far above the rest loses the rest,
     and so does what leaves a format too few binades for small gradients (e5m2 has 32).
@@ -151,7 +151,7 @@ def _above(sizes: list[float], room: int | None, format: Format) -> int:
     return max(usual, math.frexp(statistics.median(sizes))[1] - 1 + above_usual)
 
 
-def _sizes(site: Site, measurements: int) -> dict[str, list[float]]:
+def _list_sizes(site: Site, measurements: int) -> dict[str, list[float]]:
     """Return, by kind, the nonzero sizes of true gradients over a site's last measurements."""
     recent = list(site.history)[-measurements:]
     found: dict[str, list[float]] = {}
@@ -162,7 +162,7 @@ def _sizes(site: Site, measurements: int) -> dict[str, list[float]]:
     return found
 
 
-def top(format: Format) -> int:
+def find_top(format: Format) -> int:
     """Return the power of two that the largest gradients stored in a format may reach."""
     return min(format.emax, _TOP)
 

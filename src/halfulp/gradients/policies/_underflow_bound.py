@@ -68,9 +68,9 @@ class Moments:
         mean = unit.mean()
         std = (unit - mean).square().mean().sqrt()
         smallest = torch.where(x == 0, torch.inf, x.abs()).amin()
-        row = torch.stack([mean, std, low, high, smallest, *_split(x.count_nonzero(), x.dtype)])
+        row = torch.stack([mean, std, low, high, smallest, *_split_count(x.count_nonzero(), x.dtype)])
         mean, std, low, high, smallest, *parts = row.tolist()
-        nonzero, amax = _from_split(*parts), max(high, -low)
+        nonzero, amax = _join_count(*parts), max(high, -low)
         return cls(
             mean=mean * amax,
             # CUDA means are sums times a rounded 1 / count: equal numbers may lie a rounding beside theirs.
@@ -123,9 +123,9 @@ class LogMoments:
         mean = logs.sum() / nonzero.clamp(min=1)
         squares = torch.where(given, logs - mean, 0).square()
         std = (squares.sum() / nonzero.clamp(min=1)).sqrt()
-        row = torch.stack([mean, std, size.amax(), *_split(nonzero, size.dtype)])
+        row = torch.stack([mean, std, size.amax(), *_split_count(nonzero, size.dtype)])
         mean, std, amax, *parts = row.tolist()
-        return cls(mean * math.log(2), std * math.log(2), amax, _from_split(*parts), math.isfinite(amax))
+        return cls(mean * math.log(2), std * math.log(2), amax, _join_count(*parts), math.isfinite(amax))
 
 
 def wide(x: torch.Tensor) -> torch.Tensor:
@@ -135,12 +135,12 @@ def wide(x: torch.Tensor) -> torch.Tensor:
     return x.detach().to(torch.float64 if x.dtype == torch.float64 else torch.float32)
 
 
-def _split(count: torch.Tensor, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
+def _split_count(count: torch.Tensor, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
     """Return a count as two floats that hold it exactly, so that it travels with the rest in one copy."""
     return (count // 2**20).to(dtype), (count % 2**20).to(dtype)
 
 
-def _from_split(upper: float, lower: float) -> int:
+def _join_count(upper: float, lower: float) -> int:
     return int(upper) * 2**20 + int(lower)
 
 
@@ -185,7 +185,7 @@ _UNKNOWN = LogScale(math.nan, math.nan)
 
 
 def bounds(format: Format | str | torch.dtype) -> tuple[float, float]:
-    """u_min and u_max of a format: its smallest positive and its largest number.
+    """Return u_min and u_max of a format: its smallest positive and its largest number.
 
     Raises:
         TypeError, ValueError: as `halfulp.formats.get`.
@@ -230,7 +230,7 @@ def underflow_bound(
     >>> underflow_bound(g, w, 512, u_min=PAPER_U_MIN, u_max=PAPER_U_MAX)
     1.581...
     """
-    _check(fan, u_min, u_max, share)
+    _check_ranges(fan, u_min, u_max, share)
     if version not in get_args(Version):
         raise ValueError(f"version is one of {', '.join(get_args(Version))}; got {version!r}")
     if not (gradient.finite and (weight is None or weight.finite)):
@@ -245,7 +245,7 @@ def underflow_bound(
     if log_sigma == -math.inf:
         return NOTHING
     threshold = math.sqrt(2) * torch.special.erfinv(torch.tensor(share, dtype=torch.float64, device="cpu")).item()
-    return _between(math.log2(u_min) - math.log2(threshold) - log_sigma, log_largest, u_max)
+    return _make_log_scale(math.log2(u_min) - math.log2(threshold) - log_sigma, log_largest, u_max)
 
 
 def lognormal(gradient: LogMoments, *, share: float = PAPER_SHARE, u_min: float, u_max: float) -> LogScale:
@@ -261,7 +261,7 @@ def lognormal(gradient: LogMoments, *, share: float = PAPER_SHARE, u_min: float,
     >>> power_of_two(lognormal(g, u_min=2.0**-24, u_max=PAPER_U_MAX))
     6
     """
-    _check(1, u_min, u_max, share)
+    _check_ranges(1, u_min, u_max, share)
     if not gradient.finite:
         return _UNKNOWN
     if not gradient.nonzero:
@@ -269,7 +269,7 @@ def lognormal(gradient: LogMoments, *, share: float = PAPER_SHARE, u_min: float,
     # sqrt(2) erfinv(2 share - 1), without the cancellation at small shares.
     quantile = NormalDist().inv_cdf(share)
     log_alpha = math.log2(u_min) - (gradient.mean + gradient.std * quantile) / math.log(2)
-    return _between(log_alpha, _log2(gradient.amax), u_max)
+    return _make_log_scale(log_alpha, _log2(gradient.amax), u_max)
 
 
 def element_wise(
@@ -310,12 +310,12 @@ def element_wise(
         )
     if rescue_share is not None and not 0 <= rescue_share <= 1:
         raise ValueError(f"rescue_share is None or from 0 to 1; got {rescue_share}")
-    _check(1 if fan is None else fan, u_min, u_max)
+    _check_ranges(1 if fan is None else fan, u_min, u_max)
     g, w = wide(g), wide(w)
     if not (g.numel() and w.numel()):
         return NOTHING
     g, w = g.reshape(-1, g.shape[-1]), w.reshape(w.shape[0], -1).T
-    table = torch.stack([*_extremes(g), *_extremes(w)]).to("cpu").double().log2()
+    table = torch.stack([*_find_extremes(g), *_find_extremes(w)]).to("cpu").double().log2()
     low, high = table[0] + table[2], table[1] + table[3]
     if not (table[1] < math.inf).all() or not (table[3] < math.inf).all():
         return _UNKNOWN
@@ -323,8 +323,8 @@ def element_wise(
     if largest == -math.inf:
         return NOTHING
     if rescue_share is not None:
-        least = _rescue(g, w, rescue_share, least, largest)
-    return _between(math.log2(u_min) - least, math.log2(g.shape[-1] if fan is None else fan) + largest, u_max)
+        least = _find_rescued(g, w, rescue_share, least, largest)
+    return _make_log_scale(math.log2(u_min) - least, math.log2(g.shape[-1] if fan is None else fan) + largest, u_max)
 
 
 def abs_range(gradient: Moments, weight: Moments, fan: int, *, u_min: float, u_max: float) -> LogScale:
@@ -338,7 +338,7 @@ def abs_range(gradient: Moments, weight: Moments, fan: int, *, u_min: float, u_m
     >>> abs_range(one, one, 4, u_min=2.0**-24, u_max=PAPER_U_MAX)
     6.0
     """
-    _check(fan, u_min, u_max)
+    _check_ranges(fan, u_min, u_max)
     if not (gradient.finite and weight.finite):
         return _UNKNOWN
     if not (gradient.nonzero and weight.nonzero):
@@ -346,7 +346,7 @@ def abs_range(gradient: Moments, weight: Moments, fan: int, *, u_min: float, u_m
     log_fan = math.log2(fan)
     least = max(math.log2(gradient.smallest) + math.log2(weight.smallest), math.log2(PAPER_LEAST_PRODUCT))
     largest = math.log2(gradient.amax) + math.log2(weight.amax)
-    return _between(math.log2(u_min) - log_fan - least, log_fan + largest, u_max)
+    return _make_log_scale(math.log2(u_min) - log_fan - least, log_fan + largest, u_max)
 
 
 def clip_scale(
@@ -395,18 +395,18 @@ def _log2(value: float) -> float:
     return math.log2(value) if value else -math.inf
 
 
-def _between(log_alpha: float, log_largest: float, u_max: float) -> LogScale:
+def _make_log_scale(log_alpha: float, log_largest: float, u_max: float) -> LogScale:
     """Return log2 alpha with an upper bound, which scales the largest number to u_max."""
     return LogScale(log_alpha, math.log2(u_max) - log_largest)
 
 
-def _extremes(rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+def _find_extremes(rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """Return the least nonzero magnitude (else infinity) and the largest one of every column."""
     size = rows.abs()
     return torch.where(size == 0, torch.inf, size).amin(0), size.amax(0)
 
 
-def _rescue(g: torch.Tensor, w: torch.Tensor, share: float, least: float, largest: float) -> float:
+def _find_rescued(g: torch.Tensor, w: torch.Tensor, share: float, least: float, largest: float) -> float:
     """Return log2 of the k-th largest product, k = int(share x number of products); infinity where k is 0."""
     g, w = (x.to("cpu").double().abs().log2().T.contiguous() for x in (g, w))
     w = w.sort().values
@@ -424,7 +424,7 @@ def _rescue(g: torch.Tensor, w: torch.Tensor, share: float, least: float, larges
     return low
 
 
-def _check(fan: int, u_min: float, u_max: float, share: float = 0.5) -> None:
+def _check_ranges(fan: int, u_min: float, u_max: float, share: float = 0.5) -> None:
     """Raise for a number out of its range."""
     if not 1 <= fan < math.inf:
         raise ValueError(f"fan counts the terms of a sum and is at least 1; got {fan}")
@@ -439,7 +439,7 @@ _SAMPLED = 128
 
 
 def scale_by_numbers(numbers: Tensor, *, share: float, u_min: float, u_max: float) -> LogScale:
-    """log2 of the scale at which at most half a share of the numbers that are not zero lie under ``u_min``.
+    """Return log2 of the scale at which at most half a share of the nonzero numbers lies under ``u_min``.
 
     Half, as numbers that are a sample scatter. The numbers are finite.
 
