@@ -11,7 +11,7 @@ from typing import NamedTuple
 import torch
 
 from halfulp.mctensor import MCTensor
-from halfulp.mctensor._repr import exact_values
+from halfulp.mctensor._encode import exact_values
 
 from ._results import Table
 

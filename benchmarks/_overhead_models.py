@@ -33,7 +33,7 @@ class Case:
 
 def gpt(width: int, layers: int, rows: int, time: int = 128) -> Workload:
     """A decoder-only transformer over 64 tokens."""
-    from halfulp.trials.tasks._gpt import GPT
+    from halfulp.trials.tasks._text import GPT
 
     ids = torch.randint(0, 64, (rows, time + 1))
     model = GPT(64, width=width, layers=layers, heads=max(1, width // 64), time=time)

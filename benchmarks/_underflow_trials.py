@@ -13,7 +13,7 @@ from halfulp.formats import Format, get
 from halfulp.gradients import UnderflowBound
 from halfulp.gradients._functions import Factor
 from halfulp.gradients._site import Site
-from halfulp.gradients.policies._underflow_bound import Proposal
+from halfulp.gradients._underflow_bound import Proposal
 from halfulp.rounding import quantize
 
 SHARE = 1e-3

@@ -39,8 +39,8 @@ def bytes_alone():
 
     from halfulp.kernels import IndexMap, chunk_table, run_chunks
     from halfulp.kernels._device_function import Recording
-    from halfulp.kernels._table import Table as Loop
-    from halfulp.kernels.scalar._operations import add, load16, store16
+    from halfulp.kernels._device_function import Table as Loop
+    from halfulp.kernels._operations import add, load16, store16
     from halfulp.kernels.vector._machine_function import address_of
     from halfulp.kernels.vector._table_loop import compile_table
 

@@ -46,7 +46,7 @@ def pretrained(width: int, steps: int, seed: int):
     import torch
 
     from halfulp.trials.tasks import get
-    from halfulp.trials.tasks._gpt import GPT
+    from halfulp.trials.tasks._text import GPT
 
     task = get("text")
     data = task.load()

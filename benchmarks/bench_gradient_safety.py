@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 import halfulp as hu
-from halfulp.gradients import _powers
+from halfulp.gradients import _site as _powers
 
 from ._ranks import CASES, HALF, MODELS, SEEDS, SMALL, in_two_processes, scalers, unscaled
 from ._results import Result, Table, save
@@ -84,7 +84,7 @@ class Boosted(nn.Linear):
 
 def built(name: str):
     """A model and its batch."""
-    from halfulp.trials.tasks._gpt import GPT
+    from halfulp.trials.tasks._text import GPT
 
     if name == "GPT":
         return GPT(32, width=16, layers=2, heads=2, time=8), torch.randint(32, (4, 8))

@@ -10,7 +10,7 @@ from torch import nn
 
 import halfulp as hu
 from halfulp.trials.tasks._digits import make_network
-from halfulp.trials.tasks._gpt import GPT, Block
+from halfulp.trials.tasks._text import GPT, Block
 
 from ._harness import Contender, Timing, measure, set_threads
 from ._overhead_models import Workload

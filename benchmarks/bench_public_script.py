@@ -36,7 +36,7 @@ SCRIPT = [
 
 def by_script(lr) -> dict[str, tuple[float, str]]:
     """The gap and the verdict of each recipe, by the script itself in the current folder."""
-    from halfulp.trials.script import compare_script
+    from halfulp.trials._script import compare_script
 
     arguments = [*SCRIPT, f"--learning_rate={lr}", f"--min_lr={lr * LEAST}"]
     found = compare_script("train.py", arguments, RECIPES[lr], listen=lambda *said: print(*said[:2], flush=True))

@@ -25,8 +25,7 @@ def model_and_batch(shape: str):
     import torch
     from torch import nn
 
-    from halfulp.trials.tasks._gpt import GPT
-    from halfulp.trials.tasks._gpt_scaled import FusedBlock
+    from halfulp.trials.tasks._text import GPT, FusedBlock
 
     torch.manual_seed(0)
     kind, width = shape.split()

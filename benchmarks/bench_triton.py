@@ -143,7 +143,7 @@ def weights_and_averages() -> Launches:
 
 def expansions() -> Launches:
     """Every function once, with dtypes and one to three components in turn, and those of scaled operands."""
-    from halfulp.arithmetic.expansions._pointwise import FUNCTIONS, function_of_scaled, pointwise, under_scale
+    from halfulp.arithmetic._pointwise import FUNCTIONS, function_of_scaled, pointwise, under_scale
 
     kinds = itertools.cycle(itertools.product((BF16, FP16, FP32, FP64), (1, 2, 3)))
     for name, (dtype, count) in zip(FUNCTIONS, kinds):
@@ -166,7 +166,7 @@ def expansions() -> Launches:
 
 def divisions() -> Launches:
     """Quotients that are rounded to integers, and remainders, by several kernels each."""
-    from halfulp.arithmetic.expansions._pointwise import DIVISIONS, pointwise
+    from halfulp.arithmetic._pointwise import DIVISIONS, pointwise
 
     for name, (dtype, count) in itertools.product(DIVISIONS, ((BF16, 3), (FP32, 2), (FP64, 1))):
         parts = tuple(numbers(dtype) * 2.0**-k for k in range(count))
@@ -176,7 +176,7 @@ def divisions() -> Launches:
 
 def reductions() -> Launches:
     """Sums, means and products of one to three components, of many columns and of few."""
-    from halfulp.arithmetic.expansions import _reductions as module
+    from halfulp.arithmetic import _reductions as module
 
     kinds = itertools.product((module.total, module.average, module.product), (BF16, FP16, FP32, FP64), (1, 2, 3))
     with mock.patch.object(module, "_is_finite", return_value=False):  # since nobody asks a GPU

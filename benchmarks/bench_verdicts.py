@@ -90,7 +90,7 @@ def _long_tails(draws: random.Random, width: float) -> float:
 
 def said(gap: float, noise: float, seeds: int, kind: str, runs: int, draws: random.Random) -> Counter:
     """How many of ``runs`` comparisons end with each verdict."""
-    from halfulp.trials.evidence import _statistics as judge
+    from halfulp.trials.evidence import _row as judge
 
     long_tails, twin = KINDS[kind]
     draw: Callable[[random.Random, float], float] = _long_tails if long_tails else _normal
@@ -108,7 +108,7 @@ def said(gap: float, noise: float, seeds: int, kind: str, runs: int, draws: rand
 
 def told(family: Family, gaps: Sequence[float], seeds: int, draws: random.Random) -> tuple[list[bool], list[bool]]:
     """Which recipes of one comparison are called worse or better, each alone and corrected for their number."""
-    from halfulp.trials.evidence import _statistics as judge
+    from halfulp.trials.evidence import _row as judge
 
     draw: Callable[[random.Random, float], float] = _long_tails if family.long_tails else _normal
     common = math.sqrt(family.shared) * max(family.widths)

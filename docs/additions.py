@@ -84,8 +84,8 @@ class HalfTowardZero(hu.rounding.Rounding):
 # %% state
 import numpy as np
 import torch
-from halfulp.kernels.scalar._operations import add, bit_and, load16, real, shl, shr, store16, word
-from halfulp.optim.stores._storage import Store
+from halfulp.kernels._operations import add, bit_and, load16, real, shl, shr, store16, word
+from halfulp.optim._storage import Store
 
 BITS, DROPPED, HALF, ONE = (np.uint32(n) for n in (15, 0x7FFF, 0x3FFF, 1))
 as_real = lambda code: real(shl(code, BITS))

@@ -8,8 +8,7 @@ from torch.nn import functional
 
 import halfulp as hu
 from halfulp.kernels import same_bits
-from halfulp.trials.tasks._gpt import GPT
-from halfulp.trials.tasks._gpt_scaled import FusedBlock
+from halfulp.trials.tasks._text import GPT, FusedBlock
 
 pytestmark = pytest.mark.cuda
 TIME = 32

@@ -38,10 +38,8 @@ LEVEL = {name: level for level, names in enumerate(LAYERS) for name in names}
 FILES = sorted(ROOT.rglob("*.py"))
 # Folders inside of layers, in the same order.
 FOLDERS = {
-    "arithmetic": ["functions", "expansions", "matmul", "linalg", "exact_sums"],
-    "gradients": ["policies", "eager", "compiled"],
-    "trials": ["tasks", "page", "evidence", "running", "script", "tuning", "suite"],
-    "optim": ["rules", "stores", "weight_updates", "states", "parameters", "step", "checkpoint", "wrapping"],
+    "trials": ["tasks", "page", "evidence", "running", "suite"],
+    "optim": ["rules", "weight_updates", "states", "parameters", "step"],
 }
 MOST_LINES = 800
 MOST_FILES = 20

@@ -9,7 +9,7 @@ from torch.ops import aten
 import halfulp as hu
 from halfulp._names import described
 from halfulp.observation.findings import KINDS, FindingKind, register_finding
-from halfulp.optim.stores._storage import BF16
+from halfulp.optim._storage import BF16
 from halfulp.scaled._registry import FAMILIES, Family, register_family
 from halfulp.trials.tasks import names as task_names
 

@@ -25,8 +25,7 @@ def model_and_batch(run: Run):
     """A fresh float32 model on the device, and a batch of token ids; the same at every call."""
     import torch
 
-    from halfulp.trials.tasks._gpt import GPT
-    from halfulp.trials.tasks._gpt_scaled import FusedBlock
+    from halfulp.trials.tasks._text import GPT, FusedBlock
 
     made, batch = sizes(run)
     torch.manual_seed(0)

@@ -131,8 +131,7 @@ class Training(dict[str, Callable[[], object]]):
 
 def training(storage: str) -> Training:
     """A training step of the two-layer GPT, in a storage, or of a plain one."""
-    from halfulp.trials.tasks._gpt import GPT
-    from halfulp.trials.tasks._gpt_scaled import FusedBlock
+    from halfulp.trials.tasks._text import GPT, FusedBlock
 
     torch.manual_seed(0)
     ids = torch.randint(0, 64, (4, 33))

@@ -186,8 +186,7 @@ def _small(run: Run):
     """Two layers of the GPT: as many synchronisations per layer as twelve have."""
     import torch
 
-    from halfulp.trials.tasks._gpt import GPT
-    from halfulp.trials.tasks._gpt_scaled import FusedBlock
+    from halfulp.trials.tasks._text import GPT, FusedBlock
 
     torch.manual_seed(0)
     ids = torch.randint(0, 64, (4, 33)).to(run.device)

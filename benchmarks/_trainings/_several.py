@@ -25,7 +25,7 @@ def layers(*widths: int, between: type[nn.Module] = nn.ReLU) -> nn.Sequential:
 @cache
 def pages() -> tuple[tuple[Tensor, Tensor], tuple[Tensor, Tensor]]:
     """Images (n, 576) of digits on a page and (n, 5) their digits and boxes, to train on and to judge by."""
-    from halfulp.trials.tasks._two_heads import TwoHeads
+    from halfulp.trials.tasks._digits import TwoHeads
 
     data = TwoHeads().load()
     return tuple((images.flatten(1), targets) for images, targets in (data.train, data.validation))
@@ -73,7 +73,7 @@ class LossesAtOnce(Training):
 
     def both(self, found: tuple[Tensor, Tensor], targets: Tensor) -> tuple[Tensor, Tensor]:
         """The loss of the boxes and that of the classes."""
-        from halfulp.trials.tasks._two_heads import cells
+        from halfulp.trials.tasks._digits import cells
 
         wanted = cells(targets)[:, 2::4, 2::4]
         boxes, classes = (x.float() for x in found)

@@ -137,7 +137,7 @@ def compare_setting() -> str:
 
 
 def _suite(file: str) -> Any:
-    from halfulp.trials.suite._evidence import SuiteEvidence
+    from halfulp.trials.suite._report import SuiteEvidence
 
     path = RESULTS / file
     return SuiteEvidence.from_json(path.read_text(encoding="utf-8")) if path.exists() else None

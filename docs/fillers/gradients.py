@@ -24,7 +24,7 @@ _POLICY_SOURCES = {
 @place
 def gradient_policies() -> str:
     """How exponents follow from gradients, in the words of the classes."""
-    from halfulp.gradients.policies._policy import _BY_NAME
+    from halfulp.gradients._policy import _BY_NAME
 
     if _BY_NAME.keys() ^ _POLICY_SOURCES.keys():
         raise ValueError(f"policies without a source or the other way: {sorted(_BY_NAME.keys() ^ _POLICY_SOURCES)}")

@@ -11,8 +11,8 @@ import pytest
 import torch
 
 from halfulp import recipes
-from halfulp.trials.script import _comparison as _compare_script
-from halfulp.trials.script._worker import Refusal, substitute_optimizers
+from halfulp.trials import _script as _compare_script
+from halfulp.trials._script import Refusal, substitute_optimizers
 
 SCRIPT = """
 import sys

@@ -8,7 +8,7 @@ import torch
 
 import halfulp as hu
 from halfulp.cli import main
-from halfulp.cli._out import prepare, write_out
+from halfulp.cli._conventions import prepare, write_out
 
 
 @pytest.fixture(scope="module")

@@ -10,7 +10,7 @@ from torch.utils.checkpoint import checkpoint, checkpoint_sequential
 from halfulp._messages import ENVIRONMENT
 from halfulp.emulation import emulate
 from halfulp.rounding import Nearest, Stochastic
-from halfulp.subclass.models._checkpointing import capture_node
+from halfulp.subclass.models._conversion import capture_node
 
 
 class Model(nn.Module):

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from halfulp.emulation._new_numbers import _RUNNING, _STATISTICS, read_results
+from halfulp.emulation._region import _RUNNING, _STATISTICS, read_results
 
 aten = torch.ops.aten
 

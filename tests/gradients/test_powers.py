@@ -9,8 +9,8 @@ import torch
 from torch import nn
 
 import halfulp as hu
-from halfulp.gradients import _powers
-from halfulp.gradients._powers import copy_with_strides, multiply_by_power
+from halfulp.gradients import _site as _powers
+from halfulp.gradients._site import copy_with_strides, multiply_by_power
 from halfulp.gradients.eager._backward import Backward
 from halfulp.kernels import same_bits
 

@@ -10,7 +10,8 @@ import torch
 from torch import nn
 
 import halfulp as hu
-from halfulp.gradients import Dynamic, Measured, _powers
+from halfulp.gradients import Dynamic, Measured
+from halfulp.gradients import _site as _powers
 from halfulp.kernels import same_bits
 
 from .exponents import (

@@ -143,7 +143,7 @@ class _Batch:
 
 
 def _store(name: str):
-    from halfulp.optim.stores._storage import STORES
+    from halfulp.optim._storage import STORES
 
     return STORES[torch.bfloat16] if torch.bfloat16 in STORES else STORES[name]
 
@@ -228,7 +228,7 @@ def test_what_needs_float64_is_refused_on_devices_without(what: str, make, monke
 
 
 def test_exact_sums_are_refused_on_devices_without(monkeypatch: pytest.MonkeyPatch) -> None:
-    from halfulp.arithmetic.exact_sums import _run as sums
+    from halfulp.arithmetic import _exact_sums as sums
 
     class Elsewhere:
         device, dtype, shape = torch.device("mps"), torch.float32, torch.Size((2, 3))

@@ -64,7 +64,7 @@ def test_every_name_is_an_operator_of_some_torch():
 def test_nothing_that_is_imported_needs_an_operator(in_bare_process):
     """As if torch lacked every operator that a rule is for."""
     code = """
-import halfulp.kernels._torch_operators as operators
+import halfulp.kernels._operator as operators
 operators.Operators._find = lambda self, name: None
 import halfulp as hu
 for name in hu.__all__:

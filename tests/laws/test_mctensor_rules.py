@@ -9,7 +9,7 @@ import mpmath
 import pytest
 import torch
 
-from halfulp.arithmetic.functions._table import DIVISIONS, FUNCTIONS
+from halfulp.arithmetic._functions import DIVISIONS, FUNCTIONS
 from halfulp.kernels import engine, same_bits
 from halfulp.mctensor import MCTensor
 from halfulp.subclass import strict

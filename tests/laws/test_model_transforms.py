@@ -23,7 +23,7 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning"),
     pytest.mark.filterwarnings("ignore::torch.jit.TracerWarning"),
     # Of derivatives of norms, which torch takes apart into these.
-    pytest.mark.filterwarnings("ignore:prims:halfulp.subclass._fallbacks.FallbackWarning"),
+    pytest.mark.filterwarnings("ignore:prims:halfulp.subclass._rule_table.FallbackWarning"),
 ]
 
 

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 import halfulp as hu
-from halfulp.gradients.policies._policy import _BY_NAME
+from halfulp.gradients._policy import _BY_NAME
 
 from ..gradients.exponents import batch, mean_square, mlp, stepped
 
@@ -31,7 +31,7 @@ def test_under_every_policy_zero_gradients_stop_nothing(policy, format, seed):
 
 
 def test_policies_are_those_of_the_scaler() -> None:
-    from halfulp.gradients.policies._policy import _BY_NAME
+    from halfulp.gradients._policy import _BY_NAME
     from halfulp.recipes._recipe import GRADIENT_SCALES
 
     assert set(GRADIENT_SCALES) == set(_BY_NAME)

@@ -3,7 +3,7 @@
 from fractions import Fraction
 
 from halfulp.mctensor import MCTensor
-from halfulp.mctensor._repr import exact_values
+from halfulp.mctensor._encode import exact_values
 
 
 def exact(x: MCTensor) -> list[Fraction | float]:

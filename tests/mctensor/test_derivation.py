@@ -5,7 +5,7 @@ import torch
 
 from halfulp.mctensor import MCTensor, implements
 from halfulp.subclass import FallbackWarning, fallbacks, recorded, strict
-from halfulp.subclass import _fallbacks as _fallback
+from halfulp.subclass import _rule_table as _fallback
 
 
 def test_beyond_float64_a_fallback_is_counted_and_warns_once(monkeypatch):

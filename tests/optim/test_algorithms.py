@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import halfulp as hu
-from halfulp.optim.rules import _muon
+from halfulp.optim.rules import _momentum as _muon
 
 from ..laws.optim.cases import decoded, narrow_updates
 from .training import STEPS, make_problem, train

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import halfulp as hu
-from halfulp.optim import _float32_gradients as _gradients
+from halfulp.optim import _float32 as _gradients
 
 
 def model(dtype=torch.bfloat16):

@@ -12,7 +12,8 @@ from torch.optim.swa_utils import AveragedModel, get_ema_avg_fn
 
 import halfulp as hu
 from halfulp.kernels import _engine as _engines
-from halfulp.subclass.models import _averages, _outer_modules
+from halfulp.subclass.models import _averages
+from halfulp.subclass.models import _parameter_holders as _outer_modules
 
 DECAY, UPDATES = 0.999, 200
 

@@ -7,8 +7,8 @@ import torch
 
 import halfulp as hu
 from halfulp.kernels import engine, same_bits
+from halfulp.optim._storage import PAYLOADS
 from halfulp.optim.step._scales import WINDOWS
-from halfulp.optim.stores._storage import PAYLOADS
 from halfulp.scaled import ScaledTensor
 
 from .. import samples

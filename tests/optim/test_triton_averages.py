@@ -7,11 +7,11 @@ import pytest
 import torch
 
 import halfulp as hu
-from halfulp.kernels._table import Table
-from halfulp.kernels.triton._table_kernel import TableKernel
+from halfulp.kernels._device_function import Table
+from halfulp.kernels.triton._launch import TableKernel
 from halfulp.kernels.triton._writer import OPTIONS
-from halfulp.optim._float32_weights import _record_read
-from halfulp.optim.stores._storage import STORES
+from halfulp.optim._float32 import _record_read
+from halfulp.optim._storage import STORES
 from halfulp.optim.weight_updates._weight_update import weight_update
 
 from ..kernels.triton.compiled import inexact

@@ -52,7 +52,7 @@ def test_a_wrong_rule_is_found_and_named(seed, monkeypatch):
 
 
 def test_an_operator_without_a_rule_is_counted(seed, monkeypatch):
-    from halfulp.subclass import _fallbacks as _fallback
+    from halfulp.subclass import _rule_table as _fallback
 
     monkeypatch.setattr(_fallback, "_warned", set())
     library = torch.library.Library("halfulp_test", "FRAGMENT")

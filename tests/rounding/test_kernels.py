@@ -7,19 +7,18 @@ import torch
 import halfulp as hu
 from halfulp.formats import BlockFormat, e4m3fn, e8m0
 from halfulp.kernels import IndexMap, address, chunks, run_chunks, same_bits
-from halfulp.kernels._device_function import Recording
-from halfulp.kernels._table import Table
-from halfulp.kernels.scalar._operations import load32
-from halfulp.kernels.triton import _launch, _tensor_kernel
+from halfulp.kernels._device_function import Recording, Table
+from halfulp.kernels._operations import load32
+from halfulp.kernels.triton import _launch
+from halfulp.kernels.triton import _launch as _tensor_kernel
 from halfulp.kernels.vector._machine_function import address_of
 from halfulp.kernels.vector._table_loop import compile_table
+from halfulp.rounding import _blocks as blocks
 from halfulp.rounding import get_rounding
-from halfulp.rounding._kernels import plan_for
+from halfulp.rounding._blocks import layout_of, make_block_target
+from halfulp.rounding._kernels import container_pieces, plan_for
 from halfulp.rounding._quantize import target_for
 from halfulp.rounding._random_bits import mix64
-from halfulp.rounding._table import container_pieces
-from halfulp.rounding.blocks import _quantize as blocks
-from halfulp.rounding.blocks._table import layout_of, make_block_target
 
 from ..kernels.triton.compiled import inexact, instructions
 from ..kernels.triton.interpreted import interpreted

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from halfulp.kernels._device_function import record_words
-from halfulp.kernels.tensors._writer import as_signed, run_on_tensors
+from halfulp.kernels._tensor_writer import as_signed, run_on_tensors
 from halfulp.rounding import mix64, random_words
 from halfulp.rounding._random_bits import WEYL, drawn_word, hashed, stream_of, stream_start
 

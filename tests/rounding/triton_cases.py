@@ -12,16 +12,14 @@ import halfulp as hu
 from halfulp import formats
 from halfulp.formats import BlockFormat, get, get_block
 from halfulp.kernels import address, same_bits
-from halfulp.kernels.triton._tensor_kernel import TensorKernel
+from halfulp.kernels.triton._launch import TensorKernel
+from halfulp.rounding import _blocks as blocks
 from halfulp.rounding import get_rounding
-from halfulp.rounding._kernels import plan_for
+from halfulp.rounding._blocks import in_blocks, layout_of, make_block_target, round_blocks
+from halfulp.rounding._kernels import from_words, plan_for, round_words, to_words
 from halfulp.rounding._quantize import target_for
 from halfulp.rounding._random_bits import random_words
-from halfulp.rounding._table import from_words, round_words, to_words
 from halfulp.rounding._target import WORD64, layout_for
-from halfulp.rounding.blocks import _quantize as blocks
-from halfulp.rounding.blocks._quantize import in_blocks, round_blocks
-from halfulp.rounding.blocks._table import layout_of, make_block_target
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 MODES = ("nearest", "toward_zero", "up", "down", "stochastic")

@@ -8,8 +8,7 @@ from torch.nn import functional
 
 from halfulp.scaled import ScaledTensor, scalify
 from halfulp.subclass import strict
-from halfulp.trials.tasks._gpt import GPT
-from halfulp.trials.tasks._gpt_scaled import FusedBlock
+from halfulp.trials.tasks._text import GPT, FusedBlock
 
 from ..samples import drawn
 

@@ -9,7 +9,7 @@ from torch import nn
 import halfulp as hu
 from halfulp.scaled import ScaledTensor, drift
 from halfulp.subclass import FallbackWarning
-from halfulp.subclass import _fallbacks as _fallback
+from halfulp.subclass import _rule_table as _fallback
 
 
 class Net(nn.Module):

@@ -12,8 +12,8 @@ from torch.nn import functional
 import halfulp as hu
 from halfulp.kernels import same_bits
 from halfulp.scaled import ScaledTensor
+from halfulp.scaled._operands import home_for, operands_of, repeats_both, round_to_home
 from halfulp.scaled._registry import FAMILIES, FAMILY_OF, Family, implements, register_family
-from halfulp.scaled._storage_rules import home_for, operands_of, repeats_both, round_to_home
 
 HOMES = (torch.float16, torch.bfloat16)
 

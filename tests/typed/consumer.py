@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch._ops import OpOverload, OpOverloadPacket
 
 import halfulp as hu
-from halfulp.optim.stores._storage import STORES
+from halfulp.optim._storage import STORES
 from halfulp.scaled.rules import Family
 
 Parts = tuple[Tensor, ...]

@@ -4,8 +4,7 @@ import sys
 from typing import Annotated, Any, NoReturn
 
 from .._extensions import load, load_inherited
-from ._errors import fail
-from ._streams import print_json, write_any_letter
+from ._conventions import fail, print_json, write_any_letter
 
 # What typer makes of a KeyboardInterrupt; older ones raise Abort.
 _INTERRUPTED = 130
@@ -63,17 +62,10 @@ def application() -> Any:
     """
     import typer
 
-    from .commands._audit import audit
-    from .commands._compare import compare
-    from .commands._env import env
-    from .commands._forecast import forecast
-    from .commands._formats import formats
-    from .commands._observe import SETTINGS, observe
-    from .commands._recipes import recipes
-    from .commands._tasks import tasks
-    from .commands._tune import tune
-    from .commands._verify import verify
-    from .commands._warm import warm
+    from ._compare import compare, tune
+    from ._instruments import SETTINGS, audit, forecast, observe, verify
+    from ._listings import env, formats, recipes, tasks
+    from ._warm import warm
 
     app = typer.Typer(
         help="Train in 16, 8 and fewer bits with 32-bit accuracy, and see why it works.",

@@ -18,8 +18,7 @@ from ..kernels import checksum
 from ..rounding import Nearest, Rounding
 from ..subclass.models._parameter_holders import EMULATED
 from ._region import Region, describe_refusal, refuse_recording, region
-from ._report import describe
-from ._rounder import CONTAINERS, Rounder
+from ._rounder import CONTAINERS, Rounder, describe
 
 
 class Emulation:

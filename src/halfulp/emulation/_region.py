@@ -1,11 +1,12 @@
-"""A context in which every operator's output is rounded, on this thread."""
+"""A context in which every operator's output is rounded, forward and backward, on this thread."""
 
 from __future__ import annotations
 
 import threading
 import weakref
 from collections.abc import Callable, Iterable
-from functools import partial, wraps
+from functools import cache, partial, wraps
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -15,10 +16,214 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from .._torch_versions import is_exporting, saved_tensor_hooks
 from ..formats import Format
 from ..rounding import Nearest, Rounding
-from ..subclass.models._checkpointing import capture_hooks
-from ._backward import Graph
-from ._new_numbers import Results, read_results
+from ..subclass.models._conversion import Wrapper, capture_hooks, capture_node
 from ._rounder import Rounder
+
+# Outputs other than the first that only the backward pass reads: they are inside the operator, in float32.
+_STATISTICS = {
+    "native_layer_norm": (1, 2),
+    "native_group_norm": (1, 2),
+    "native_batch_norm": (1, 2),
+    "_native_batch_norm_legit": (1, 2),
+    "_batch_norm_with_update": (1, 2),
+    "cudnn_batch_norm": (1, 2),
+    "miopen_batch_norm": (1, 2),
+    "_fused_rms_norm": (1,),
+    "_weight_norm_interface": (1,),
+    "nll_loss_forward": (1,),
+    "nll_loss2d_forward": (1,),
+    "_ctc_loss": (1,),
+    "_cudnn_ctc_loss": (1,),
+    "_thnn_fused_lstm_cell": (2,),
+    "_thnn_fused_gru_cell": (1,),
+    "_scaled_dot_product_flash_attention": (1, 8),
+    "_scaled_dot_product_flash_attention_for_cpu": (1,),
+    "_scaled_dot_product_efficient_attention": (1,),
+    "_scaled_dot_product_cudnn_attention": (1, 8),
+    "_scaled_dot_product_fused_attention_overrideable": (1, 8),
+    "_flash_attention_forward": (1, 4),
+    "_efficient_attention_forward": (1,),
+    "_cudnn_attention_forward": (1, 8),
+}
+# Arguments that are written although the schema does not say so.
+_RUNNING = dict.fromkeys(("native_batch_norm", "miopen_batch_norm"), ((3, "running_mean"), (4, "running_var")))
+_RUNNING["cudnn_batch_norm"] = _RUNNING["native_batch_norm"]
+# A view although the schema does not say so, and memory without numbers.
+_NOTHING_NEW = frozenset(
+    ("_unsafe_view", "empty", "empty_like", "empty_strided", "empty_permuted", "new_empty", "new_empty_strided")
+) | {"resize_", "resize_as_", "set_"}
+
+
+class Results(NamedTuple):
+    """Which results of an operator are new, written into an argument, or kept for backward.
+
+    Attributes:
+        name: such as "aten.addmm".
+        fresh: positions of returned tensors (or lists of tensors) in new memory that are to be rounded.
+        written: position and name of each argument that is written.
+        kept: how many returned statistics stay in float32.
+        aliases_caller: whether it hands out memory that Python's caller may own, which must not be written.
+    """
+
+    name: str
+    fresh: tuple[int, ...]
+    written: tuple[tuple[int, str], ...]
+    kept: int
+    aliases_caller: bool
+
+
+@cache
+def read_results(operator: torch._ops.OpOverload) -> Results:
+    """Return an operator's results by its schema, with exceptions that schemas do not tell.
+
+    >>> read_results(torch.ops.aten.addmm.default)
+    Results(name='aten.addmm', fresh=(0,), written=(), kept=0, aliases_caller=False)
+    >>> read_results(torch.ops.aten.relu_.default).written
+    ((0, 'self'),)
+    >>> read_results(torch.ops.aten.transpose.int).fresh
+    ()
+    >>> read_results(torch.ops.aten.native_layer_norm.default).kept
+    2
+    """
+    schema = operator._schema
+    namespace, _, base = schema.name.partition("::")
+    name = f"{namespace}.{base}"
+    if namespace == "aten" and base in _NOTHING_NEW:
+        return Results(name, (), (), 0, False)
+    known = namespace == "aten"
+    kept = _STATISTICS.get(base, ()) if known else ()
+    fresh = tuple(i for i, value in enumerate(schema.returns) if value.alias_info is None and _has_tensors(value.type))
+    written = tuple(
+        (i, argument.name)
+        for i, argument in enumerate(schema.arguments)
+        if argument.alias_info is not None and argument.alias_info.is_write
+    )
+    aliases_caller = known and base == "lift_fresh"
+    return Results(
+        name,
+        (0,) if aliases_caller else tuple(i for i in fresh if i not in kept),
+        written or (_RUNNING.get(base, ()) if known else ()),
+        len([i for i in kept if i in fresh]),
+        aliases_caller,
+    )
+
+
+def _has_tensors(kind) -> bool:
+    return "Tensor" in str(kind)
+
+
+_LEAF = 2**64 - 1
+# Their gradients are the numbers that arrive, elsewhere or in another shape.
+_MOVES = frozenset(
+    f"{name}Backward{i}"
+    for name in ("T", "View", "Transpose", "UnsafeView", "Permute", "ReshapeAlias", "Unsqueeze", "Squeeze", "Alias")
+    for i in range(5)
+)
+
+
+class Graph:
+    """Hooks the autograd nodes made since it was created, on one thread, to round their gradients.
+
+    The roundings are attached to the nodes, not to the time at which they run, so a backward pass from anywhere
+    passes through them, and they go when the graph goes. No node is held here.
+    """
+
+    def __init__(self, rounder: Rounder, emulated: Wrapper) -> None:
+        self.rounder = rounder
+        self._emulated = emulated
+        self.task = -1
+        self._start = torch.autograd._get_sequence_nr()
+        self._seen: set[int] = set()
+        self._sent: dict[tuple[int, int], tuple[Tensor, int]] = {}
+        self._leaves: dict[int, int] = {}
+        self._handles: list = []
+
+    def __del__(self) -> None:
+        for handle in self._handles:
+            handle.remove()
+
+    def add(self, tensor: Tensor) -> None:
+        """Hook the node that made a tensor, and all nodes before it without hooks."""
+        node = tensor.grad_fn
+        todo = [] if node is None else [(node, node._sequence_nr())]
+        while todo:
+            node, number = todo.pop()
+            if self._start <= number < _LEAF and number not in self._seen:
+                self._seen.add(number)
+                self._attach(node, number, todo)
+
+    def _attach(self, node, number: int, todo: list) -> None:
+        """Register both hooks of a node, and append the nodes before it to `todo`."""
+        name = node.name()
+        if name == "CompiledFunctionBackward":
+            raise NotImplementedError(
+                "emulate met code that torch.compile has compiled, whose operators cannot be rounded one by one: "
+                "call the module as it was before torch.compile"
+            )
+        capture_node(node, name, self._emulated, "emulate")
+        edges = []
+        for child, position in node.next_functions:
+            before = -1 if child is None else child._sequence_nr()
+            if before == _LEAF:
+                self._watch(child.variable)
+            elif before not in self._seen:
+                todo.append((child, before))
+            edges.append((before, position) if self._start <= before < _LEAF else None)
+        node.register_prehook(partial(self._round_arriving, number, name))
+        node.register_hook(partial(self._round_leaving, name, tuple(edges), name in _MOVES))
+
+    def _watch(self, leaf: Tensor) -> None:
+        """Hook a leaf so that the sums of its gradients are rounded, over its uses and over backward passes."""
+        uses = self._leaves[id(leaf)] = self._leaves.get(id(leaf), 0) + 1
+        me = weakref.ref(self)
+        if uses == 1:
+            self._handles.append(leaf.register_post_accumulate_grad_hook(partial(_round_accumulated, me)))
+        elif uses == 2:
+            self._handles.append(leaf.register_hook(partial(_round_sum, me)))
+
+    def _round_arriving(self, node: int, name: str, gradients: tuple[Tensor | None, ...]) -> tuple | None:
+        """Round an incoming gradient that is a sum, or comes from outside (a node's pre-hook)."""
+        self.task = torch._C._current_graph_task_id()
+        if torch.is_grad_enabled():
+            raise NotImplementedError(
+                "emulate rounds first gradients only: create_graph=True asks for gradients of gradients"
+            )
+        changed = None
+        for i, gradient in enumerate(gradients):
+            sent, version = self._sent.pop((node, i), (None, 0))
+            if gradient is None or (gradient is sent and gradient._version == version):
+                continue
+            changed = changed or list(gradients)
+            changed[i] = self.rounder.rounded(gradient, f"the gradient for {name}")
+        return None if changed is None else tuple(changed)
+
+    def _round_leaving(self, name: str, edges: tuple, moves: bool, gradients: tuple, arrived: tuple) -> tuple | None:
+        """Round each result of a node once (its post-hook)."""
+        results = list(gradients)
+        for i, gradient in enumerate(gradients):
+            if gradient is None:
+                continue
+            if not moves and not any(gradient is known for known in arrived):
+                results[i] = self.rounder.rounded(gradient, name)
+                self.rounder.backward[name] += 1
+            if edges[i] is not None:
+                self._sent[edges[i]] = results[i], results[i]._version
+        return None if moves else tuple(results)
+
+
+def _round_accumulated(graph: weakref.ref, leaf: Tensor) -> None:
+    """Round a leaf's accumulated sum, if this backward pass went through the graph (a hook)."""
+    owner = graph()
+    if owner is not None and owner.task == torch._C._current_graph_task_id():
+        owner.rounder.round_in_place(leaf.grad, "AccumulateGrad")
+
+
+def _round_sum(graph: weakref.ref, gradient: Tensor) -> Tensor | None:
+    """Round the sum of a leaf's gradients from several uses (a pre-hook)."""
+    owner = graph()
+    if owner is None or owner.task != torch._C._current_graph_task_id():
+        return None
+    return owner.rounder.rounded(gradient, "AccumulateGrad")
 
 
 class _Mode(TorchDispatchMode):

@@ -35,6 +35,6 @@ from ._reference import all_values as all_values
 from ._reference import decode as decode
 from ._reference import encode as encode
 from ._reference import round_exact as round_exact
+from ._register import block_rows as block_rows
 from ._register import register as register
-from ._table import block_rows as block_rows
-from ._table import rows as rows
+from ._register import rows as rows

@@ -12,6 +12,7 @@ from torch import Tensor
 from ..formats import Format, fp16, get
 from ..rounding import Nearest, Rounding, get_rounding
 from ..rounding._random_bits import STREAM_VERSION
+from ._policy import Amax, Policy
 from ._reports import LastStep
 from ._site import (
     GLOBAL,
@@ -29,7 +30,6 @@ from ._site import (
 )
 from ._state import load_sites
 from .eager._backward import Backward
-from .policies._policy import Amax, Policy
 
 _MASK = 2**64 - 1
 

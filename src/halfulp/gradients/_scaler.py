@@ -23,12 +23,12 @@ from ..formats import Format
 from ..kernels import uncompiled
 from ..rounding import Rounding
 from ._controller import make_controller
+from ._policy import Policy, get_policy
 from ._reports import LastStep, Recorder, SiteTable
 from ._site import HIGHEST, parse_exponent
 from ._state import check_entries, check_modules, check_state, index_sites, reduce_scaler, resume_scaler, save_sites
 from .eager._attach import attach, unwrap
 from .eager._backward import check_units
-from .policies._policy import Policy, get_policy
 
 Outputs = TypeVar("Outputs", bound=Tensor | list[Any] | tuple[Any, ...])
 
@@ -403,7 +403,7 @@ class AdaptiveGradScaler(torch.amp.GradScaler):
         Raises:
             ValueError: a backend without a backward graph to put exponents in.
         """
-        from .compiled._backend import make_backend
+        from ._compiled_backend import make_backend
 
         self._controller.backward.following.disable()
         return make_backend(self._controller.backward, name)

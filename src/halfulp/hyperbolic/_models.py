@@ -1,10 +1,415 @@
-"""The models of hyperbolic space by name."""
+"""Models of hyperbolic space: the interface, the Poincaré ball, the half-space, and their names."""
 
 from __future__ import annotations
 
-from ._half_space import HalfSpace
-from ._manifold import Manifold
-from ._poincare_ball import PoincareBall
+import abc
+import dataclasses
+import math
+from collections.abc import Callable
+from typing import Any, ClassVar
+
+import torch
+
+from .. import arithmetic
+from ..mctensor import MCTensor
+
+
+def round_to_plain(x: torch.Tensor, dtype: torch.dtype | None = None) -> torch.Tensor:
+    """Return the value as a plain tensor of a dtype, by default of the components' own."""
+    if isinstance(x, MCTensor):
+        if x.scale is None and dtype in (None, x.dtype) and not torch.is_grad_enabled():
+            # Of canonical components the first is the value, rounded.
+            return x.components[0]
+        return x.decode(dtype or x.dtype)
+    return x if dtype is None else x.to(dtype)
+
+
+def match_width(x: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
+    """Return x as wide as another value: with all components beside an MCTensor, rounded beside a plain tensor."""
+    return x if isinstance(other, MCTensor) else round_to_plain(x)
+
+
+def norm(x: torch.Tensor) -> torch.Tensor:
+    """Return the length along the last dimension, which is kept; its derivative at 0 is 0."""
+    squares = (x * x).sum(-1, keepdim=True)
+    still = squares == 0
+    return torch.where(still, squares, torch.where(still, torch.ones_like(squares), squares).sqrt())
+
+
+def direction_and_length(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the direction and the length along the last dimension; where the length is 0, so is the direction.
+
+    The largest magnitude is taken out first, so that no square leaves the range.
+    """
+    size = round_to_plain(x).detach().abs().amax(-1, keepdim=True)
+    size = torch.where((size > 0) & size.isfinite(), size, torch.ones_like(size))
+    part = x / size
+    length = norm(part)
+    return part / torch.where(length == 0, torch.ones_like(length), length), length * size
+
+
+def split_tanh(length: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return tanh(s / 2) and 1 - tanh(s / 2) = 2 / (e^s + 1), each to full relative accuracy.
+
+    A length beyond the logarithm of the largest number would lead out of the range; it is cut there.
+    """
+    grown = length.clamp(max=0.98 * math.log(torch.finfo(length.dtype).max)).expm1()
+    return grown / (grown + 2), 2 / (grown + 2)
+
+
+def rotate(vector: torch.Tensor, start: torch.Tensor, end: torch.Tensor) -> torch.Tensor:
+    """Rotate a vector by the rotation that takes one unit vector to another and moves nothing across both."""
+    middle, _ = direction_and_length(start + end)
+    return (
+        vector - 2 * middle * (middle * vector).sum(-1, keepdim=True) + 2 * end * (start * vector).sum(-1, keepdim=True)
+    )
+
+
+def write(target: torch.Tensor, rows: torch.Tensor | None, value: torch.Tensor) -> None:
+    """Assign value to target[rows], or to all of target, outside autograd."""
+    if isinstance(target, MCTensor) and isinstance(value, MCTensor) and target.scale is None and value.scale is None:
+        torch.autograd.graph.increment_version(target)
+        for part, new in zip(target.components, value.components, strict=True):
+            write(part.detach(), rows, new)
+    elif rows is None:
+        target.copy_(value)
+    else:
+        target[rows] = value
+
+
+_DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+
+
+class Manifold(abc.ABC):
+    """A model of hyperbolic space of curvature -1; points are the vectors along a tensor's last dimension.
+
+    All operations take plain tensors and MCTensors, broadcast over the other dimensions, and are differentiable.
+    Vectors at a point are given in coordinates, as gradients are.
+
+    Attributes:
+        name: what param groups and messages call it.
+        least: the fewest coordinates of a point.
+    """
+
+    name: ClassVar[str]
+    least: ClassVar[int] = 1
+
+    def distance(self, u: torch.Tensor, v: torch.Tensor, dtype: torch.dtype | None = None) -> torch.Tensor:
+        """Return the length of the geodesic between two points, with derivative 0 where they coincide.
+
+        Args:
+            u, v: points (..., d), shapes broadcast; plain tensors or MCTensors.
+            dtype: a plain dtype for the result. The coordinates' differences are then taken with all components, and
+                what follows is computed in that dtype: a few of its ulps in accuracy, at nearly a plain distance's
+                time. By default the result is as wide as the points.
+
+        Returns:
+            Distances (...).
+        """
+        a = self._spread(u, v, dtype)
+        near = a == 0
+        return torch.where(near, torch.zeros_like(a), 2 * torch.where(near, torch.ones_like(a), a).sqrt().asinh())
+
+    def squared_distance(self, u: torch.Tensor, v: torch.Tensor, dtype: torch.dtype | None = None) -> torch.Tensor:
+        """Return the square of `distance`, smooth also where the points coincide."""
+        a = self._spread(u, v, dtype)
+        near = a == 0
+        half = torch.where(near, torch.ones_like(a), a).sqrt().asinh()
+        return torch.where(near, 4 * a, 4 * half * half)
+
+    @abc.abstractmethod
+    def _spread(self, u: torch.Tensor, v: torch.Tensor, dtype: torch.dtype | None) -> torch.Tensor:
+        """Return sinh^2(d / 2)."""
+
+    @abc.abstractmethod
+    def exp(self, point: torch.Tensor, step: torch.Tensor) -> torch.Tensor:
+        """Return the end of the geodesic that starts at a point along a vector and is as long as it (exponential map).
+
+        Args:
+            point: (..., d).
+            step: vectors at the points, (..., d). A plain step at an MCTensor's point is the usual case: the step is
+                rounded, the position keeps all components, for only the movement is added to it.
+        """
+
+    @abc.abstractmethod
+    def log(self, point: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
+        """Return the vector at a point that `exp` takes to the other point."""
+
+    @abc.abstractmethod
+    def transport(self, point: torch.Tensor, step: torch.Tensor, vector: torch.Tensor) -> torch.Tensor:
+        """Return a vector at a point, moved in parallel along the geodesic of `exp(point, step)` to its end."""
+
+    @abc.abstractmethod
+    def size(self, point: torch.Tensor) -> torch.Tensor:
+        """Return the number of coordinate units per unit length at a point: |v| / size is the length of v; (..., 1)."""
+
+    @abc.abstractmethod
+    def project(self, point: torch.Tensor) -> torch.Tensor:
+        """Return the point, or the nearest admissible one where rounding left it outside or on the edge."""
+
+    @abc.abstractmethod
+    def _outside(self, point: torch.Tensor) -> torch.Tensor:
+        """Return which points do not belong to the model, as booleans (...)."""
+
+    @abc.abstractmethod
+    def _rule(self) -> str:
+        """Return the condition on points, in words."""
+
+    def retract(self, point: torch.Tensor, step: torch.Tensor) -> torch.Tensor:
+        """Return point + step, projected: `exp` to first order, for a fraction of its time."""
+        return self.project(point + step)
+
+    def gradient(self, point: torch.Tensor, gradient: torch.Tensor) -> torch.Tensor:
+        """Return the Riemannian gradient from the Euclidean one: size^2 times it, as wide as the gradient."""
+        size = self.size(point if isinstance(gradient, MCTensor) else round_to_plain(point))
+        return size * (size * gradient)
+
+    def norm(self, point: torch.Tensor, vector: torch.Tensor) -> torch.Tensor:
+        """Return the length of a vector at a point; (..., 1)."""
+        size = self.size(point if isinstance(vector, MCTensor) else round_to_plain(point))
+        length: torch.Tensor = torch.linalg.vector_norm(round_to_plain(vector / size), dim=-1, keepdim=True)
+        return length
+
+    def check(self, points: torch.Tensor) -> None:
+        """Raise unless all points are finite points of the model.
+
+        Raises:
+            TypeError: no floating tensor.
+            ValueError: too few coordinates, or points outside; how many, and which is the first.
+        """
+        if not isinstance(points, torch.Tensor) or points.dtype not in _DTYPES:
+            kind = points.dtype if isinstance(points, torch.Tensor) else type(points).__name__
+            raise TypeError(f"points of {self.name} are a tensor of floating numbers, got {kind}")
+        if points.dim() == 0 or points.shape[-1] < self.least:
+            raise ValueError(
+                f"points of {self.name} have at least {self.least} coordinates along the last dimension, got shape "
+                f"{tuple(points.shape)}"
+            )
+        with torch.no_grad():
+            bad = self._outside(points) | ~round_to_plain(points).isfinite().all(-1)
+        if bad.any():
+            first = tuple(bad.nonzero()[0].tolist())
+            raise ValueError(
+                f"{int(bad.sum())} of {bad.numel()} points are outside {self.name}, which needs {self._rule()}; the "
+                f"first is at {first}: {round_to_plain(points.detach())[first].tolist()}"
+            )
+
+
+@dataclasses.dataclass(frozen=True)
+class PoincareBall(Manifold):
+    """The Poincaré ball: points of length below 1 and lengths 2 |v| / (1 - |p|^2).
+
+    Everything near the rim depends on 1 - |p|^2, which plain arithmetic gets by cancellation; here it is the exact
+    value, rounded once. A coordinate in float64 still ends 2^-53 before the rim, a distance of 37 from the middle;
+    with components it does not.
+
+    >>> import torch
+    >>> ball = PoincareBall()
+    >>> p = ball.exp(torch.zeros(2, dtype=torch.float64), torch.tensor([5.0, 0.0], dtype=torch.float64))
+    >>> round(float(ball.distance(p, -p)), 10)
+    20.0
+    """
+
+    name: ClassVar[str] = "ball"
+
+    def _spread(self, u: torch.Tensor, v: torch.Tensor, dtype: torch.dtype | None) -> torch.Tensor:
+        difference, a, b = u - v, margin(u), margin(v)
+        if dtype is not None:
+            difference, a, b = round_to_plain(difference, dtype), round_to_plain(a, dtype), round_to_plain(b, dtype)
+        ratio = difference / (a.sqrt() * b.sqrt())
+        return (ratio * ratio).sum(-1)
+
+    def exp(self, point: torch.Tensor, step: torch.Tensor) -> torch.Tensor:
+        """Return the end of the geodesic along a step (see Manifold).
+
+        It is the Möbius addition p + m t (v + t p) / n of t = tanh(s / 2) along the unit vector v, where m = 1 - |p|^2,
+        s is the length of the step and n = 1 + 2 t <p, v> + t^2 |p|^2.
+        """
+        m = margin(point)
+        place = match_width(point, step)
+        direction, t, radius, inwards, both = self._course(place, match_width(m, step), step)
+        n = inwards * inwards + radius * t * both
+        return self.project(point + m * (t * (direction + t * place) / n))
+
+    def _course(self, place: torch.Tensor, gap: torch.Tensor, step: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        """Return the unit vector v of a step, t, |p|, 1 - t |p| and |v + p / |p||^2, computed without cancellation."""
+        direction, length = direction_and_length(step)
+        t, rest = split_tanh(2 * (length / gap))
+        along, radius = direction_and_length(place)
+        both = along + direction
+        return direction, t, radius, gap / (1 + radius) + radius * rest, (both * both).sum(-1, keepdim=True)
+
+    def log(self, point: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
+        """Return the step to another point: d (1 - |p|^2) / 2 along (1 - |p|^2) (q - p) - |q - p|^2 p."""
+        m, difference = margin(point), other - point
+        squares = (difference * difference).sum(-1, keepdim=True)
+        direction, _ = direction_and_length(m * difference - squares * point)
+        return direction * (m * (self.distance(point, other).unsqueeze(-1) / 2))
+
+    def transport(self, point: torch.Tensor, step: torch.Tensor, vector: torch.Tensor) -> torch.Tensor:
+        """Move a vector along a geodesic (see Manifold): it keeps its length over 1 - |p|^2, and its angle.
+
+        The geodesic ends along (1 - t^2 |p|^2) v + 2 t (1 + t <p, v>) p, the derivative by t of what `exp` gives: the
+        direction from the point to its rounded end would turn vectors at small steps.
+        """
+        point = match_width(point, vector)
+        m = margin(point)
+        place = match_width(point, step)
+        before, t, radius, inwards, both = self._course(place, match_width(m, step), step)
+        x = t * radius
+        after, _ = direction_and_length(inwards * (1 + x) * before + 2 * t * (inwards + x * both / 2) * place)
+        return margin(self.exp(point, step)) / m * rotate(vector, before, after)
+
+    def size(self, point: torch.Tensor) -> torch.Tensor:
+        """Return (1 - |p|^2) / 2."""
+        return margin(point) / 2
+
+    def project(self, point: torch.Tensor) -> torch.Tensor:
+        """Move points beyond the radius 1 - 4 ulps back to it."""
+        room = 4 * _step(point)
+        outside = round_to_plain(margin(point)).detach() < 2 * room
+        if not torch.compiler.is_compiling() and not outside.any():
+            return point
+        direction, _ = direction_and_length(round_to_plain(point))
+        return torch.where(outside, direction * (1 - 2 * room), point)
+
+    def _outside(self, point: torch.Tensor) -> torch.Tensor:
+        return ~(round_to_plain(margin(point)[..., 0]) > 0)
+
+    def _rule(self) -> str:
+        return "a length below 1"
+
+
+def _step(point: torch.Tensor) -> float:
+    """Return the distance of neighbouring numbers just below 1, with all components."""
+    count = len(point.components) if isinstance(point, MCTensor) else 1
+    return 2.0 ** -(arithmetic.PRECISION[point.dtype] * count)
+
+
+def margin(point: torch.Tensor) -> torch.Tensor:
+    """Return 1 - |p|^2 without cancellation, (..., 1); of plain tensors exact, rounded once or to 2^-100."""
+    if isinstance(point, MCTensor):
+        return 1 - (point * point).sum(-1, keepdim=True)
+    rounded_once: Callable[..., torch.Tensor] = _Margin.apply
+    return rounded_once(point)
+
+
+class _Margin(torch.autograd.Function):
+    """1 - |p|^2 of plain coordinates, by squares of two components each, with its derivative."""
+
+    @staticmethod
+    def forward(context: Any, point: torch.Tensor) -> torch.Tensor:
+        context.save_for_backward(point)
+        if point.dtype != torch.float64:
+            wide = point.double()
+            return (1 - (wide * wide).sum(-1, keepdim=True)).to(point.dtype)
+        rest: tuple[torch.Tensor, ...] = (torch.ones_like(point[..., :1]),)
+        for x in point.unbind(-1):
+            part = x.unsqueeze(-1)
+            rest = arithmetic.pointwise("addcmul", rest, (-part,), (part,), components=2, dtype=torch.float64)
+        return arithmetic.merge(rest)
+
+    @staticmethod
+    def backward(context: Any, gradient: torch.Tensor) -> torch.Tensor:
+        point: torch.Tensor = context.saved_tensors[0]
+        return -2 * gradient * point
+
+
+@dataclasses.dataclass(frozen=True)
+class HalfSpace(Manifold):
+    """The half-space model of hyperbolic space: points (x, y) with height y > 0 and lengths |v| / y.
+
+    Nothing here is better conditioned than a difference of coordinates: with d(u, v) = 2 asinh(|u - v| / (2 sqrt(u_y
+    v_y))), two points at height y whose x differ by a few y lose log2(|x| / y) bits in plain arithmetic. Components
+    carry those bits ("Representing Hyperbolic Space Accurately using Multi-Component Floats", Yu and De Sa, 2021).
+
+    >>> import torch
+    >>> space = HalfSpace()
+    >>> u, up = torch.tensor([0.0, 1.0]), torch.tensor([0.0, 1.0])
+    >>> end = space.exp(u, 2 * up)
+    >>> round(float(space.distance(u, end)), 5), round(float(end[1].log()), 5)
+    (2.0, 2.0)
+    """
+
+    name: ClassVar[str] = "half-space"
+    least: ClassVar[int] = 2
+
+    def _spread(self, u: torch.Tensor, v: torch.Tensor, dtype: torch.dtype | None) -> torch.Tensor:
+        difference, a, b = u - v, u[..., -1:], v[..., -1:]
+        if dtype is not None:
+            difference, a, b = round_to_plain(difference, dtype), round_to_plain(a, dtype), round_to_plain(b, dtype)
+        # Two roots instead of one of the product: heights of 1e-28 have none in float32.
+        ratio = difference / (2 * (a.sqrt() * b.sqrt()))
+        return (ratio * ratio).sum(-1)
+
+    def exp(self, point: torch.Tensor, step: torch.Tensor) -> torch.Tensor:
+        """Return the end of the geodesic along a step (see Manifold).
+
+        With t = tanh(s / 2), s the length and (h, w) the direction of the step over y:
+
+        x' = x + y 2 t h / n, y' = y + y 2 t (w - t) / n = y (1 - t^2) / n, n = (1 - w t)^2 + t^2 |h|^2.
+        """
+        x, y = point[..., :-1], point[..., -1:]
+        aside, rise, factor = self._move(y, step)[:3]
+        # The sum keeps a small step's digits beyond the height's own; the product those of a height that shrinks.
+        height = torch.where(round_to_plain(rise).abs() < 0.5, y + y * rise, y * factor)
+        return torch.cat([x + y * aside, _above_zero(height)], -1)
+
+    def _move(self, y: torch.Tensor, step: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        """Return 2 t h / n, 2 t (w - t) / n, (1 - t^2) / n, then direction, t, 1 - t and n / (1 - t), as in `exp`."""
+        direction, length = direction_and_length(step / match_width(y, step))
+        h, w = direction[..., :-1], direction[..., -1:]
+        t, rest = split_tanh(length)
+        flat = (h * h).sum(-1, keepdim=True)
+        up = round_to_plain(w) > 0
+        # 1 - w t: upwards 1 - w = |h|^2 / (1 + w), so that nothing cancels.
+        gap = torch.where(up, rest + t * (flat / (1 + w.abs())), 1 + w.abs() * t)
+        # n over 1 - t, for n itself may fall below the smallest number.
+        n = gap * (gap / rest) + t * (t * (flat / rest))
+        return 2 * t * h / n / rest, 2 * t * (w - t) / n / rest, (1 + t) / n, direction, t, rest, n
+
+    def log(self, point: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
+        """Return the step to another point (see Manifold): sinh(d) (h, w) = ((x' - x) / y', cosh(d) - y / y')."""
+        y, up = point[..., -1:], other[..., -1:]
+        a = self._spread(point, other, None).unsqueeze(-1)
+        sine = 2 * (a.sqrt() * (1 + a).sqrt())
+        slope = (other - point) / up
+        direction = torch.cat([slope[..., :-1], 2 * a + slope[..., -1:]], -1)
+        near = sine == 0
+        length = torch.where(
+            near, torch.ones_like(a), 2 * a.sqrt().asinh() / torch.where(near, torch.ones_like(a), sine)
+        )
+        return y * (length * direction)
+
+    def transport(self, point: torch.Tensor, step: torch.Tensor, vector: torch.Tensor) -> torch.Tensor:
+        """Move a vector along a geodesic (see Manifold): it keeps its length over the height, and its angle."""
+        _, _, factor, direction, t, rest, n = self._move(match_width(point[..., -1:], vector), step)
+        w = direction[..., -1:]
+        end = torch.cat([direction[..., :-1] * factor, (w * (1 + t * t) - 2 * t) / n / rest], -1)
+        return factor * rotate(vector, direction, end)
+
+    def size(self, point: torch.Tensor) -> torch.Tensor:
+        """Return the height."""
+        return point[..., -1:]
+
+    def project(self, point: torch.Tensor) -> torch.Tensor:
+        """Raise heights below the smallest normal number to it."""
+        return torch.cat([point[..., :-1], _above_zero(point[..., -1:])], -1)
+
+    def _outside(self, point: torch.Tensor) -> torch.Tensor:
+        return ~(round_to_plain(point[..., -1]) > 0)
+
+    def _rule(self) -> str:
+        return "a last coordinate above 0"
+
+
+def _above_zero(height: torch.Tensor) -> torch.Tensor:
+    least = torch.finfo(height.dtype).tiny
+    if not isinstance(height, MCTensor):
+        return height.clamp(min=least)
+    low = round_to_plain(height) < least
+    return torch.where(low, torch.full_like(height, least), height) if low.any() else height
+
 
 _MODELS: dict[str, Manifold] = {model.name: model for model in (HalfSpace(), PoincareBall())}
 

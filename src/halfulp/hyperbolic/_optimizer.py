@@ -10,9 +10,7 @@ import torch
 from torch.optim.optimizer import ParamsT
 
 from ..mctensor import MCTensor
-from ._manifold import Manifold
-from ._models import manifold
-from ._values import write
+from ._models import Manifold, manifold, write
 
 _Loss = TypeVar("_Loss", bound=float | torch.Tensor)
 

@@ -13,7 +13,7 @@ from timm.optim import OptimInfo
 from timm.optim._optim_factory import default_registry
 
 from ..optim import OPTIMIZERS
-from ..optim._spelled_options import read_defaults
+from ..optim._group_options import read_defaults
 
 PREFIX = "hu"
 

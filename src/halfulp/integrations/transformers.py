@@ -26,8 +26,8 @@ from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
 from .. import optim
 from .._names import unknown
+from ..optim._group_options import read_defaults
 from ..optim._inner_optimizer import inner_optimizer
-from ..optim._spelled_options import read_defaults
 from ..optim.parameters._random_identity import plain_names
 from ..pages import write_whole
 from ..recipes import contract

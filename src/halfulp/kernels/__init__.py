@@ -9,16 +9,32 @@ Public are the names in `__all__`: what an update rule of one's own calls beside
 from .. import _needs_torch
 from ._cache import source_digest
 from ._canary import KernelMismatchError, check_bits, same_bits, undisturbed
-from ._checksum import checksum, row_checksums
 from ._devices import float32_root, has_float64, in_float64, require_float64, require_same_bits
 from ._engine import engine, note, note_and_warn_once, report, select_engine
 from ._index_map import CHUNK, IndexMap, chunk_table, chunks
-from ._opaque_frames import constant_result, uncompiled, untraced
-from ._operator import define_operator, under_transform
-from ._plain_memory import address, has_own_memory, overlaps_itself, plain, plain_address, resolved
-from ._subnormals import keeping_subnormals
-from ._threads import SERIAL_BELOW, run_chunks
-from ._torch_operators import absent_operators, present, torch_operators
+from ._operations import divide, floor, maximum, select, sign_of, sqrt
+from ._operator import (
+    absent_operators,
+    constant_result,
+    define_operator,
+    present,
+    torch_operators,
+    uncompiled,
+    under_transform,
+    untraced,
+)
+from ._plain_memory import (
+    address,
+    checksum,
+    has_own_memory,
+    overlaps_itself,
+    plain,
+    plain_address,
+    resolved,
+    row_checksums,
+)
+from ._tensor_writer import run_on_tensors
+from ._threads import SERIAL_BELOW, keeping_subnormals, run_chunks
 from ._trace import (
     Trace,
     Traced,
@@ -37,8 +53,6 @@ from ._trace import (
     times_power,
     trace_is_wide,
 )
-from .scalar._operations import divide, floor, maximum, select, sign_of, sqrt
-from .tensors._writer import run_on_tensors
 from .vector._builder import VectorBuilder, lanes_of, scalar_of
 from .vector._loop import LANES, Quick, compile_rows, compile_trace
 from .vector._machine_function import address_of

@@ -27,7 +27,7 @@ _REMEDY = f"set HALFULP_CACHE_DIR to a folder that can be written; {ENVIRONMENT}
 _TAG = b"halfulp-kernel-1"
 # How many kernels this process found, compiled and wrote, and the bytes that it wrote.
 statistics = Counter[str]()
-_GENERATORS = tuple(Path(__file__).parent / name for name in ("scalar", "vector"))
+_GENERATORS = tuple(Path(__file__).parent / name for name in ("_operations.py", "vector"))
 
 
 def cache_folder() -> Path | None:

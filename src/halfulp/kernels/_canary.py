@@ -10,7 +10,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from .._messages import ENVIRONMENT
 from .._torch_versions import find_dtype
-from ._subnormals import keeping_subnormals
+from ._threads import keeping_subnormals
 
 
 class KernelMismatchError(RuntimeError):

@@ -1,16 +1,17 @@
-"""torch operators: what a user's torch.compile may meet, opaque so that no compiler removes a rounding."""
+"""torch operators: ours defined so that no compiler removes a rounding, torch's looked up by name, opaque frames."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Iterable
+from typing import Any, NoReturn, TypeVar, cast
 
 import torch
 from torch._ops import OpOverload
 from torch.autograd import forward_ad
 
+from .._messages import ENVIRONMENT
 from .._torch_import import defining_operators
-from .._torch_versions import CUDAGRAPH_UNSAFE, lacks
+from .._torch_versions import CUDAGRAPH_UNSAFE, lacks, skip_frames
 
 _library = torch.library.Library("halfulp", "DEF")
 
@@ -67,3 +68,137 @@ def under_transform() -> bool:
     if torch.compiler.is_compiling():
         return False
     return torch._C._functorch.peek_interpreter_stack() is not None or forward_ad._current_level >= 0
+
+
+_absent: set[str] = set()
+
+
+def torch_operators(namespace: str) -> Operators:
+    """Return the operators of a namespace, such as "aten", to be used as torch.ops.aten is.
+
+    >>> aten = torch_operators("aten")
+    >>> aten.add.Tensor is torch.ops.aten.add.Tensor, aten.gone_since.default
+    (True, <aten::gone_since.default, which torch ... lacks>)
+    >>> present([aten.neg.default, aten.gone_since.default])
+    [<OpOverload(op='aten.neg', overload='default')>]
+    """
+    return Operators(namespace)
+
+
+def present(operators: Iterable[Any]) -> list[Any]:
+    """Return those operators that the installed torch has."""
+    return [operator for operator in operators if not isinstance(operator, AbsentOperator)]
+
+
+def absent_operators() -> list[str]:
+    """Return the operators that were looked up by now and that the installed torch lacks."""
+    return sorted(_absent)
+
+
+class AbsentOperator:
+    """A placeholder for an overload that the installed torch lacks; it cannot be called, and registries skip it."""
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+
+    def __repr__(self) -> str:
+        return f"<{self.name}, which torch {torch.__version__} lacks>"
+
+    def __call__(self, *arguments: Any, **options: Any) -> NoReturn:
+        raise NotImplementedError(
+            f"torch {torch.__version__} has no operator {self.name}: install another torch; {ENVIRONMENT}"
+        )
+
+
+class _Lookup:
+    """A namespace whose attributes are looked up once each."""
+
+    _private = "__"
+
+    def __getattr__(self, name: str) -> Any:
+        # Such as __wrapped__; torch has aten.__and__.
+        found = self._find(name)
+        if found is None and name.startswith(self._private):
+            raise AttributeError(name)
+        vars(self)[name] = found = self._entry(name, found)
+        return found
+
+
+class Operators(_Lookup):
+    """A namespace of torch.ops; its attributes are operators, present or not."""
+
+    def __init__(self, namespace: str) -> None:
+        self._name = namespace
+
+    def _find(self, name: str) -> Any:
+        return getattr(getattr(torch.ops, self._name), name, None)
+
+    def _entry(self, name: str, found: Any) -> OperatorPacket:
+        return OperatorPacket(f"{self._name}::{name}", found)
+
+
+class OperatorPacket(_Lookup):
+    """The overloads of one operator; none where the installed torch lacks it."""
+
+    # No overload begins with an underscore; unittest.mock's call asks everything that doctest finds for _mock_name.
+    _private = "_"
+
+    def __init__(self, name: str, packet: Any) -> None:
+        self._name, self._packet = name, packet
+
+    def _find(self, name: str) -> Any:
+        return getattr(self._packet, name, None)
+
+    def _entry(self, name: str, found: Any) -> Any:
+        if found is None:
+            _absent.add(f"{self._name}.{name}")
+            return AbsentOperator(f"{self._name}.{name}")
+        return found
+
+    def overloads(self) -> list[str]:
+        """Return the names of the overloads."""
+        if self._packet is None:
+            _absent.add(self._name)
+            return []
+        return self._packet.overloads()
+
+
+Function = TypeVar("Function", bound=Callable)
+
+
+def untraced(function: Function) -> Function:
+    """Let torch.compile never capture a function's own frames, as a decorator that costs a call nothing.
+
+    Between the graphs of a compiled function, frames that torch itself enters (`__torch_dispatch__`, rules, hooks of
+    autograd) look like the user's, and would be captured like those: with tensors in them that are only half made. What
+    a graph calls is traced as ever. torch.compiler.disable does this at 2 us a call, and imports the compiler.
+
+    >>> untraced(len.__call__) is len
+    Traceback (most recent call last):
+        ...
+    TypeError: untraced takes a Python function, got method-wrapper
+    """
+    if not hasattr(function, "__code__"):
+        raise TypeError(f"untraced takes a Python function, got {type(function).__name__}")
+    return cast(Function, skip_frames(function))
+
+
+def uncompiled(function: Function) -> Function:
+    """Decorate a function that torch.compile is to run eagerly, breaking its graph there.
+
+    What torch.compiler.disable marks its wrapper with, without the wrapper.
+    """
+    marked: Any = untraced(function)
+    marked._torchdynamo_disable = True
+    marked._torchdynamo_disable_msg = f"{function.__qualname__} of halfulp runs uncompiled"
+    return cast(Function, marked)
+
+
+def constant_result(function: Function) -> Function:
+    """Let torch.compile call a function of constants as it traces and take the result for a constant, as a decorator.
+
+    torch.compiler.assume_constant_result, which imports the compiler, without the import.
+    """
+    marked: Any = function
+    marked._dynamo_marked_constant = True
+    return function

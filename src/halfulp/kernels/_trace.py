@@ -1,4 +1,4 @@
-"""Straight-line arithmetic, written once: run on tensors as the reference, recorded as typed instructions.
+"""Straight-line arithmetic, written once: device functions in plain Python, recorded as typed instructions.
 
 A device function is a plain function over + - * / (and comparisons), the operations below and those on words in
 `scalar/_operations`. Given tensors or NumPy scalars it computes; given `Traced` values it writes itself down, without

@@ -12,21 +12,23 @@ from torch import Tensor, nn
 from .._messages import a_kind
 from ..arithmetic import PRECISION
 from ..subclass._in_backward import COMPONENTS, FIRST, check_gradients
-from ..subclass.models._conversion import converted, put_converted, put_plain
-from ..subclass.models._module_parameters import (
+from ..subclass.models._conversion import (
     ParameterRef,
     Where,
     check_has_shape,
     check_module,
+    converted,
     matching_parameters,
     module_parameters,
+    put_converted,
+    put_plain,
     with_attributes,
 )
 from ..subclass.models._parameter_holders import check_holders
 from ..subclass.models._state_dict import StateDictLayout, check_state_dict, check_version, register
 from ._encode import check_count, check_dtype
 from ._mctensor import MCTensor, decoded, wrap
-from .rules import _recurrent
+from .rules import _attention as _recurrent
 
 # Layout of the entries below; a file of a later layout is refused. In layout 1 `weight` was without `weight.scale`.
 VERSION = 2

@@ -12,7 +12,7 @@ from torch._ops import OpOverload
 from torch.utils._pytree import tree_leaves, tree_map
 
 from ..kernels import torch_operators
-from ..subclass import _fallbacks as _fallback
+from ..subclass import _rule_table as _fallback
 from ..subclass._collectives import collective_rule, is_collective
 from ..subclass._in_backward import gives_plain_gradient, unrounded_results
 from ..subclass._rule_table import functional_form, is_written

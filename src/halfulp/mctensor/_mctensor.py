@@ -12,7 +12,7 @@ from torch._ops import OpOverload
 
 from ..arithmetic import Parts, merge
 from ..kernels import define_operator, under_transform, untraced
-from ..subclass._graph_key import graph_key
+from ..subclass._identity import check_layout, graph_key, register_collate, saved_marks, with_saved_marks
 from ..subclass._in_backward import (
     COMPONENTS,
     FIRST,
@@ -21,11 +21,10 @@ from ..subclass._in_backward import (
     refuse_make_fx,
     register_tangent,
 )
-from ..subclass._pickle import check_layout, register_collate, saved_marks, with_saved_marks
 from ..subclass._rule_table import Given, RuleTable
 from ..subclass.models._parameter_holders import refuses_fully_shard
 from . import _encode as _numbers
-from . import _repr as _text
+from . import _encode as _text
 from ._encode import to_float64
 
 _table = RuleTable()

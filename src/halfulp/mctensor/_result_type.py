@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.utils._pytree import tree_leaves, tree_map
 
 from ..arithmetic import PRECISION, Parts, pointwise, renormalize
-from ..arithmetic.expansions._pointwise import at_hand, combine, function_of_scaled
+from ..arithmetic._pointwise import at_hand, combine, function_of_scaled
 from ..subclass._in_backward import (
     COMPONENTS,
     FIRST,

@@ -12,6 +12,6 @@ from .findings import register_finding as register_finding
 from .forecasting import Forecast as Forecast
 from .forecasting import LayerForecast as LayerForecast
 from .forecasting import forecast as forecast
-from .observing._elementwise import register_elementwise as register_elementwise
 from .observing._observation import Observation as Observation
 from .observing._observe import observe as observe
+from .observing._updates import register_elementwise as register_elementwise

@@ -15,11 +15,11 @@ from torch.utils._pytree import tree_map
 from .._messages import a_kind
 from ..emulation import Emulation
 from ..optim import Optimizer
-from ..optim._float32_weights import read_weights
+from ..optim._float32 import read_weights
 from ..optim.step._kernel import change_by_rule
 from ..recipes import revert
 from ..recipes._convert import is_converted
-from .observing._elementwise import ELEMENTWISE, WHOLE, Shadow
+from .observing._updates import ELEMENTWISE, WHOLE, Shadow
 
 _MOST_PARTS = 32
 _TOLERANCE = 0.25e-3

@@ -12,21 +12,22 @@ from typing import Any, Unpack
 import torch
 
 from .._messages import find_users_level
-from ._group_options import NOT_NEGATIVE, OptimizerOptions, Parameters, check_number, split_arguments
+from ._group_options import NOT_NEGATIVE, OptimizerOptions, Parameters, check_number, read_options, split_arguments
 from ._optimizer import Optimizer, register_optimizer
-from ._spelled_options import read_options
+from ._storage import Store
 from .parameters._step_spec import StepSpec
-from .rules._adafactor import ADAFACTOR
-from .rules._adagrad import ADAGRAD
-from .rules._adam import ADAM, ADAM_AMSGRAD, ADAMW, ADAMW_AMSGRAD
-from .rules._muon import MUON
-from .rules._nadam import NADAM, NADAMW
-from .rules._radam import RADAM, RADAMW
-from .rules._rmsprop import RMSPROP, RMSPROP_CENTERED, RMSPROP_CENTERED_MOMENTUM, RMSPROP_MOMENTUM
-from .rules._sgd import SGD as PLAIN
-from .rules._sgd import SGD_MOMENTUM, SGD_NESTEROV
+from .rules._adam import ADAM, ADAM_AMSGRAD, ADAMW, ADAMW_AMSGRAD, NADAM, NADAMW, RADAM, RADAMW
+from .rules._momentum import MUON, SGD_MOMENTUM, SGD_NESTEROV
+from .rules._momentum import SGD as PLAIN
+from .rules._second_moments import (
+    ADAFACTOR,
+    ADAGRAD,
+    RMSPROP,
+    RMSPROP_CENTERED,
+    RMSPROP_CENTERED_MOMENTUM,
+    RMSPROP_MOMENTUM,
+)
 from .rules._update_rule import UpdateRule
-from .stores._storage import Store
 
 # tok_embeddings.weight, transformer.wpe.weight, lm_head.weight, heads.0.weight; no multihead_attn.out_proj, no member.
 _EMBEDDING_OR_HEAD = re.compile(

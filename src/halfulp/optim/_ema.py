@@ -13,21 +13,21 @@ from .._messages import differences, listed
 from ..formats import Format
 from ..mctensor import MCTensor
 from ..rounding._random_bits import STREAM_VERSION
-from ..subclass.models._module_parameters import check_module
-from ._float32_weights import MOST_ELEMENTS, MOST_ON_DEVICE, read_weights, split_into_runs
+from ..subclass.models._conversion import check_module
+from ._float32 import MOST_ELEMENTS, MOST_ON_DEVICE, read_weights, split_into_runs
 from ._gradient_release import model_parameters
 from ._group_options import check_number
 from ._inner_optimizer import find_own_optimizer
 from ._lost_updates import LostUpdateReport
 from ._optimizer import Optimizer
-from .checkpoint._state_dict_validation import refuse_other_stream
+from ._state_dict_validation import refuse_other_stream
+from ._wrap import ExplicitGradientOptimizer
 from .parameters._local_tensors import local, memory, placed_like
 from .parameters._outside_writes import mark_current, note_restored
 from .parameters._parameter_plan import ParameterPlan
 from .parameters._random_identity import plain_names
 from .rules._update_rule import UpdateRule
 from .weight_updates._weight_update import WeightUpdate, weight_update
-from .wrapping._wrap import ExplicitGradientOptimizer
 
 Decay = float | Callable[[int], float]
 

@@ -14,7 +14,7 @@ from torch.optim import optimizer as _torch_optimizer
 from torch.utils.hooks import RemovableHandle
 
 from ..kernels import same_bits
-from ..subclass.models._module_parameters import check_module
+from ..subclass.models._conversion import check_module
 from ..subclass.models._parameter_holders import data_parallel_modules
 from ._group_options import check_number
 from ._inner_optimizer import find_own_optimizer

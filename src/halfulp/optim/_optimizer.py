@@ -11,7 +11,8 @@ from .._names import enter, unknown, words_of
 from ..formats import Format
 from ..kernels import keeping_subnormals, uncompiled
 from ..subclass.models._averages import warn_of_living_averages
-from ..subclass.models._outer_modules import watch_checkpoints
+from ..subclass.models._parameter_holders import watch_checkpoints
+from ._checkpoint import CheckpointMixin
 from ._group_options import (
     NOT_NEGATIVE,
     SWITCHES,
@@ -22,11 +23,12 @@ from ._group_options import (
     check_numbers,
     check_parameters,
     check_torch_switches,
+    read_defaults,
+    read_options,
     warn_of_rate_jump,
 )
 from ._lost_updates import LostUpdateReport, stall_widths, summarize_lost_updates, warn_if_mostly_lost
-from ._spelled_options import read_defaults, read_options
-from .checkpoint._checkpoint import CheckpointMixin
+from ._storage import PAYLOADS, STORES, Store
 from .parameters._local_tensors import is_dtensor, local, memory, own_parts, take_shard
 from .parameters._narrow_groups import (
     broadcast_auxiliary_tensors,
@@ -58,7 +60,6 @@ from .rules._update_rule import UpdateRule, check_states
 from .states._state import StateChoice
 from .step._batch import Batch, PlanCache, Roster, Setting, check_parameter, gradient_memory, gradient_store
 from .step._run import compile_kernels, finish_constants, prepare_batch, reduce_batches, run_step
-from .stores._storage import PAYLOADS, STORES, Store
 from .weight_updates._weight_update import WeightUpdate
 
 Loss = TypeVar("Loss")

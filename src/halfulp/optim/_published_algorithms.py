@@ -7,17 +7,14 @@ from typing import Any, Unpack
 
 import torch
 
-from ._float32_weights import read_weights
+from ._float32 import read_weights
 from ._group_options import NOT_NEGATIVE, OptimizerOptions, Parameters, check_number, split_arguments
 from ._optimizer import Optimizer, register_optimizer
 from .parameters._outside_writes import mark_current, set_weight
 from .parameters._tensor_map import TensorMap
-from .rules._adan import ADAN
-from .rules._ademamix import ADEMAMIX
-from .rules._lamb import LAMB as LAMB_RULE
-from .rules._lion import LION
-from .rules._prodigy import PRODIGY, estimate
-from .rules._schedule_free import SCHEDULE_FREE_ADAMW, SCHEDULE_FREE_SGD, following
+from .rules._adam_variants import ADAN, ADEMAMIX, PRODIGY, estimate
+from .rules._adam_variants import LAMB as LAMB_RULE
+from .rules._momentum import LION, SCHEDULE_FREE_ADAMW, SCHEDULE_FREE_SGD, following
 from .rules._update_rule import UpdateRule
 
 # What a schedule-free optimizer's groups count.

@@ -1,8 +1,5 @@
 """Recipes: named, serializable choices that turn a float32 training into one in fewer bits."""
 
-from ._catalog import get as get
-from ._catalog import names as names
-from ._catalog import register as register
 from ._contract import Contract as Contract
 from ._contract import contract as contract
 from ._convert import convert as convert
@@ -16,5 +13,8 @@ from ._plan import Explanation as Explanation
 from ._plan import assign as assign
 from ._plan import explain as explain
 from ._recipe import Recipe as Recipe
+from ._recipe import get as get
+from ._recipe import names as names
+from ._recipe import register as register
 from ._verify import Verification as Verification
 from ._verify import verify as verify

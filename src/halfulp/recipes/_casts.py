@@ -13,8 +13,8 @@ from torch.nn.utils.parametrize import ParametrizationList
 
 from .._messages import a_kind
 from ..gradients._functions import map_tensors, memoize
+from ..subclass.models._conversion import remove_hooks
 from ..subclass.models._float32_products import class_of
-from ..subclass.models._module_parameters import remove_hooks
 
 # Stands for an entry that a container has not.
 _ABSENT = object()

@@ -15,7 +15,8 @@ from ..optim.parameters._narrowing import keep_float32, narrow, widen
 from ..scaled import scalify, unscalify
 from ..subclass import float32_products
 from ..subclass.models._parameter_holders import Wrappers, check_holders, holding_optimizers, replace_data
-from . import _casts, _catalog, _operands
+from . import _casts, _operands
+from . import _recipe as _catalog
 from ._multipoint import MultipointLayer
 from ._plan import assign, check, check_range, find_islands, kept_parameters
 from ._recipe import Recipe

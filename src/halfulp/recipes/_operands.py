@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from ..formats import block_names
 from ..rounding import quantize, straight_through
-from ..subclass.models._module_parameters import remove_hooks
+from ..subclass.models._conversion import remove_hooks
 from ._plan import rounds_operands
 from ._recipe import Recipe
 

@@ -15,10 +15,10 @@ from torch.nn.utils.spectral_norm import SpectralNorm
 from .._messages import a_kind, listed
 from .._qualified_names import pattern_of
 from ..formats import block_names
-from ..scaled.model._scalify import eight_bit_forward
+from ..scaled._scalify import eight_bit_forward
 from ..scaled.rules._products import SIDE
 from ..subclass.models._float32_products import class_of
-from . import _catalog
+from . import _recipe as _catalog
 from ._casts import is_inside
 from ._recipe import NORMS, Recipe
 

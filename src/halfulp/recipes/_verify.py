@@ -18,7 +18,7 @@ from ..gradients.eager._replay import count_replays
 from ..mctensor import MCTensor
 from ..scaled import ScaledTensor, scalify
 from ..subclass import fallbacks
-from . import _catalog
+from . import _recipe as _catalog
 from ._recipe import Recipe
 from ._training_step import (
     Difference,

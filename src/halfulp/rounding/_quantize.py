@@ -12,12 +12,11 @@ from ..formats import BlockFormat, Format, block_names, get, get_block
 from ..kernels import constant_result, define_operator, plain_address, untraced
 from ..kernels._engine import allows_machine_code, choose_engine
 from ..kernels._plain_memory import is_dense, is_watched, refuse
+from ._blocks import BlockTarget, make_block_target, round_blocks_into
 from ._kernels import Plan, collide, increment_version, is_widened, note_write, prepare, round_memory, run
 from ._modes import Nearest, Rounding, Stochastic, drawn_key, get_rounding
 from ._random_bits import mix64
 from ._target import DTYPES, STOCHASTIC, Target, make_target
-from .blocks._quantize import round_blocks_into
-from .blocks._table import BlockTarget, make_block_target
 
 AnyFormat: TypeAlias = Format | BlockFormat | str | torch.dtype
 

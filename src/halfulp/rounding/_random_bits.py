@@ -23,9 +23,9 @@ import numpy.typing as npt
 import torch
 
 from ..kernels._device_function import record_words
+from ..kernels._operations import Word, add, bit_xor, high_word, low_word, mul, shr
+from ..kernels._tensor_writer import as_signed, run_on_tensors
 from ..kernels._trace import Piece
-from ..kernels.scalar._operations import Word, add, bit_xor, high_word, low_word, mul, shr
-from ..kernels.tensors._writer import as_signed, run_on_tensors
 
 WEYL = np.uint32(0x9E3779B9)
 FIRST = np.uint32(0x21F0AAAD)

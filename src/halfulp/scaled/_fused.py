@@ -17,13 +17,12 @@ import torch
 from torch import Tensor
 
 from ..kernels import power_below, record, round_to_float32, run_on_tensors, select, select_engine, sqrt
+from ..kernels._operations import bit_and, bit_or, real, word
 from ..kernels._plain_memory import is_dense
 from ..kernels._trace import Trace
-from ..kernels.scalar._operations import bit_and, bit_or, real, word
 from ..kernels.triton._launch import on_device, ready
 from ..kernels.triton._writer import OPTIONS, function_sources, load_module, module_source
-from ..rounding._device_functions import bfloat16_code, bfloat16_word, float16_code, float16_word
-from ..rounding._float8 import E4M3FN, E5M2
+from ..rounding._device_functions import E4M3FN, E5M2, bfloat16_code, bfloat16_word, float16_code, float16_word
 from . import _powers_of_two as _powers
 
 SMALLEST, LARGEST, HUGE = _powers.SMALLEST, _powers.LARGEST, _powers.HUGE

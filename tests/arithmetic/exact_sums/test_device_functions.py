@@ -7,9 +7,8 @@ import numpy as np
 import pytest
 import torch
 
-from halfulp.arithmetic.exact_sums import _run as kernels
-from halfulp.arithmetic.exact_sums._accumulator import LIMBS, TERMS, UNIT, WORDS
-from halfulp.arithmetic.exact_sums._device_functions import Reach
+from halfulp.arithmetic import _exact_sums as kernels
+from halfulp.arithmetic._exact_sum_kernels import LIMBS, TERMS, UNIT, WORDS, Reach
 from halfulp.formats import get
 from halfulp.formats._reference import round_exact
 from halfulp.kernels import engine, same_bits

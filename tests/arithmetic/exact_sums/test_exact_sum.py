@@ -7,7 +7,7 @@ import pytest
 import torch
 
 import halfulp as hu
-from halfulp.arithmetic.exact_sums._exact_sum import exact_dot, exact_partial, exact_round, exact_sum
+from halfulp.arithmetic._exact_sums import exact_dot, exact_partial, exact_round, exact_sum
 from halfulp.formats import get
 from halfulp.formats._reference import round_exact
 from halfulp.kernels import engine, same_bits

@@ -7,9 +7,8 @@ import numpy as np
 import pytest
 import torch
 
-from halfulp.arithmetic.exact_sums import _run as kernels
-from halfulp.arithmetic.exact_sums._accumulator import LAYOUTS, LIMBS, UNIT
-from halfulp.arithmetic.exact_sums._device_functions import block_of, cuts_of
+from halfulp.arithmetic import _exact_sums as kernels
+from halfulp.arithmetic._exact_sum_kernels import LAYOUTS, LIMBS, UNIT, block_of, cuts_of
 from halfulp.kernels import engine, same_bits
 
 from .cases import DTYPES, RESULTS

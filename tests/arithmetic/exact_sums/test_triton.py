@@ -9,9 +9,8 @@ import pytest
 import torch
 
 import halfulp as hu
-from halfulp.arithmetic.exact_sums import _run as kernels
-from halfulp.arithmetic.exact_sums._accumulator import LAYOUTS, LIMBS, WORDS
-from halfulp.arithmetic.exact_sums._device_functions import Reach, settling_table, terms_table
+from halfulp.arithmetic import _exact_sums as kernels
+from halfulp.arithmetic._exact_sum_kernels import LAYOUTS, LIMBS, WORDS, Reach, settling_table, terms_table
 from halfulp.kernels import same_bits
 
 from ...kernels.triton.interpreted import interpreted

@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from halfulp.arithmetic import names, pointwise
-from halfulp.arithmetic.expansions._pointwise import Call
-from halfulp.arithmetic.functions._table import DIVISIONS, NETWORKS, STEP
+from halfulp.arithmetic._functions import DIVISIONS, NETWORKS, STEP
+from halfulp.arithmetic._pointwise import Call
 from halfulp.kernels import engine, record, same_bits
 
 

@@ -11,7 +11,7 @@ import torch
 
 import halfulp as hu
 from halfulp.arithmetic import names, pointwise
-from halfulp.arithmetic.expansions._pointwise import (
+from halfulp.arithmetic._pointwise import (
     DIVISIONS,
     FUNCTIONS,
     _call,
@@ -20,11 +20,10 @@ from halfulp.arithmetic.expansions._pointwise import (
     function_of_scaled,
     under_scale,
 )
-from halfulp.arithmetic.expansions._reductions import _Reduction, average, product, total
+from halfulp.arithmetic._reductions import _Reduction, average, product, total
 from halfulp.kernels import same_bits
 from halfulp.kernels._trace import _product_error
-from halfulp.kernels.triton._pointwise import pointwise_source
-from halfulp.kernels.triton._reductions import reduction_source
+from halfulp.kernels.triton._expansions import pointwise_source, reduction_source
 from halfulp.kernels.triton._writer import OPTIONS, load_module
 
 from ...kernels.triton.interpreted import interpreted

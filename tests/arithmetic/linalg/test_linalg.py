@@ -8,8 +8,8 @@ import mpmath
 import pytest
 import torch
 
+from halfulp.arithmetic import _linalg as linalg
 from halfulp.arithmetic import renormalize
-from halfulp.arithmetic.linalg import _linalg as linalg
 
 BF16, F32, F64 = torch.bfloat16, torch.float32, torch.float64
 PRECISION = {BF16: 8, F32: 24, F64: 53}

@@ -9,9 +9,9 @@ import pytest
 import torch
 
 from halfulp.arithmetic import half_components, largest_magnitude, pointwise, renormalize, split
+from halfulp.arithmetic._exact_products import _layout, _tasks
+from halfulp.arithmetic._matmul import matmul
 from halfulp.arithmetic._workspace import _built, workspace
-from halfulp.arithmetic.matmul._matmul import matmul
-from halfulp.arithmetic.matmul._sliced import _layout, _tasks
 from halfulp.kernels import engine, same_bits
 
 F16, BF16, F32, F64 = torch.float16, torch.bfloat16, torch.float32, torch.float64

@@ -9,12 +9,12 @@ from torch import nn
 from torch._dynamo.utils import counters
 
 import halfulp as hu
+from halfulp.gradients._compiled_backend import Partition, make_backend
+from halfulp.gradients._compiled_placement import Plan
+from halfulp.gradients._policy import get_policy
 from halfulp.gradients._site import GLOBAL, Sites
-from halfulp.gradients.compiled._backend import Partition, make_backend
-from halfulp.gradients.compiled._placement import Plan
 from halfulp.gradients.eager._attach import attach
 from halfulp.gradients.eager._backward import Backward
-from halfulp.gradients.policies._policy import get_policy
 from halfulp.kernels import same_bits
 
 from ...samples import drawn

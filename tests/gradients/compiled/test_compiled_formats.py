@@ -12,10 +12,10 @@ import halfulp as hu
 from halfulp import rounding
 from halfulp._torch_floor import is_older
 from halfulp._torch_versions import adds_gradients, is_backward
-from halfulp.gradients.compiled import _backend as _compiled
-from halfulp.gradients.compiled._backend import name_functions
-from halfulp.gradients.compiled._graph_writer import (
+from halfulp.gradients import _compiled_backend as _compiled
+from halfulp.gradients._compiled_backend import (
     factors_of_edges,
+    name_functions,
     observe_gradients,
     round_gradient,
     watch_loss,

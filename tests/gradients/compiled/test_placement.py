@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from halfulp.gradients.compiled._placement import MATRIX, find_role
+from halfulp.gradients._compiled_placement import MATRIX, find_role
 
 aten = torch.ops.aten
 # All matrix products of two dimensions and more, and the shapes of their arguments; what is added comes first.

@@ -22,7 +22,7 @@ from halfulp.gradients import (
     UnderflowBound,
 )
 from halfulp.gradients._site import Reading, Site
-from halfulp.gradients.policies._underflow_bound import Proposal
+from halfulp.gradients._underflow_bound import Proposal
 
 from ..exponents import Spiked, batch, mean_square, mlp, own, sites, stepped
 

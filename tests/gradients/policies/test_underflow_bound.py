@@ -10,7 +10,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from halfulp.formats import all_values, fp16, get
-from halfulp.gradients.policies import _underflow_bound as rules
+from halfulp.gradients import _underflow_bound as rules
 
 U = {"u_min": rules.PAPER_U_MIN, "u_max": rules.PAPER_U_MAX}
 FREE = {"u_min": 1.0, "u_max": 1e300}  # an upper bound that never holds

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from halfulp.kernels import Trace, same_bits
-from halfulp.kernels.scalar._operations import SCALARS
+from halfulp.kernels._operations import SCALARS
 from halfulp.kernels.vector._instructions import Instructions
 from halfulp.kernels.vector._machine_function import machine_function
 

@@ -4,10 +4,10 @@ import numpy as np
 import pytest
 import torch
 
+from halfulp.kernels import _operations as op
 from halfulp.kernels import run_on_tensors, same_bits
 from halfulp.kernels._device_function import Recording
 from halfulp.kernels._trace import Trace, block_largest
-from halfulp.kernels.scalar import _operations as op
 
 INTEGERS = {"w32": (np.uint32, torch.int32), "w64": (np.uint64, torch.int64)}
 REALS = {"f32": (np.float32, torch.float32), "f64": (np.float64, torch.float64)}

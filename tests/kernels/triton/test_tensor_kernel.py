@@ -6,10 +6,9 @@ import torch
 
 import halfulp as hu
 from halfulp.kernels import address, square_root
-from halfulp.kernels._device_function import Recording
-from halfulp.kernels._table import Table
-from halfulp.kernels.scalar._operations import load16, load32, load64, real64, store32, store64, word64
-from halfulp.kernels.triton._tensor_kernel import TensorKernel
+from halfulp.kernels._device_function import Recording, Table
+from halfulp.kernels._operations import load16, load32, load64, real64, store32, store64, word64
+from halfulp.kernels.triton._launch import TensorKernel
 
 from .compiled import inexact, instructions
 from .interpreted import interpreted

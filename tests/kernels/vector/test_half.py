@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from halfulp.kernels import compile_trace, has_half_conversions, record
-from halfulp.kernels.vector import _half
+from halfulp.kernels.vector import _builder as _half
 
 from .rows import run_rows
 

@@ -7,10 +7,8 @@ import pytest
 import torch
 
 from halfulp.kernels import Trace, same_bits
-from halfulp.kernels._device_function import bound, record_words
-from halfulp.kernels._table import Table
-from halfulp.kernels._trace import block_largest
-from halfulp.kernels.scalar._operations import (
+from halfulp.kernels._device_function import Table, bound, record_words
+from halfulp.kernels._operations import (
     SCALARS,
     add,
     add64,
@@ -31,6 +29,7 @@ from halfulp.kernels.scalar._operations import (
     widen,
     word,
 )
+from halfulp.kernels._trace import block_largest
 from halfulp.kernels.vector._machine_function import address_of
 from halfulp.kernels.vector._table_loop import compile_table
 

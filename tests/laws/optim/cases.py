@@ -16,9 +16,9 @@ import torch
 import halfulp as hu
 from halfulp.kernels import run_on_tensors, same_bits
 from halfulp.kernels._device_function import Recording, bound
+from halfulp.optim._storage import STORES, format_store
 from halfulp.optim.parameters._outside_writes import mark_current
 from halfulp.optim.parameters._step_spec import refuse_feedback
-from halfulp.optim.stores._storage import STORES, format_store
 from halfulp.optim.weight_updates._weight_update import REGISTRY
 
 

@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from halfulp import formats, kernels
-from halfulp.observation.auditing import _differences as d
-from halfulp.observation.auditing._differences import add_differences, make_empty_differences
+from halfulp.observation.auditing import _tensors as d
+from halfulp.observation.auditing._tensors import add_differences, make_empty_differences
 
 DTYPES = [
     torch.float64,

@@ -10,8 +10,14 @@ from torch import nn
 
 import halfulp as hu
 from halfulp import formats
-from halfulp.observation.forecasting._layers import find_freeze_step, find_gaps, round_to_format, simulate_walk
-from halfulp.observation.forecasting._update_sizes import UpdateSizes, compute_noise_size
+from halfulp.observation.forecasting._layers import (
+    UpdateSizes,
+    compute_noise_size,
+    find_freeze_step,
+    find_gaps,
+    round_to_format,
+    simulate_walk,
+)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float8_e4m3fn, torch.float8_e5m2], ids=str)

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch.optim import lr_scheduler
 
-from halfulp.observation.forecasting._schedule import compute_learning_rates
+from halfulp.observation.forecasting._inputs import compute_learning_rates
 
 
 def optimizer(rates=(0.1, 0.2)):

@@ -11,7 +11,7 @@ from torch import nn
 
 import halfulp as hu
 from halfulp.observation._record import ParameterRecord
-from halfulp.observation.observing._sinks import MOST_GROUPS, OTHERS, RUN, groups_of
+from halfulp.observation.observing._notebook import MOST_GROUPS, OTHERS, RUN, groups_of
 
 
 def small(dtype=torch.bfloat16):
@@ -216,7 +216,7 @@ def test_requests_that_cannot_be_met_are_refused(tmp_path):
 
 
 def test_without_sinks_nothing_is_made(seed, monkeypatch):
-    monkeypatch.setattr("halfulp.observation.observing._sinks.Rows", None)
+    monkeypatch.setattr("halfulp.observation.observing._notebook.Rows", None)
     model, optimizer = small()
     with hu.observe(model, optimizer, interval=1) as seen:
         train(model, optimizer, 1)

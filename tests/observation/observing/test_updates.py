@@ -181,7 +181,7 @@ def test_a_registered_class_is_run_on_shadows():
             step(model, optimizer, torch.ones(2, 8))
         assert seen.record.parameters["weight"].update.known
     finally:
-        from halfulp.observation.observing._elementwise import ELEMENTWISE
+        from halfulp.observation.observing._updates import ELEMENTWISE
 
         del ELEMENTWISE[Mine]
     with pytest.raises(TypeError, match="subclass of"):

@@ -9,9 +9,9 @@ import halfulp as hu
 from halfulp.formats._reference import round_exact
 from halfulp.kernels import run_on_tensors
 from halfulp.kernels._device_function import Recording
+from halfulp.optim._storage import BF16, E4M3, E5M2, FP16, format_store
 from halfulp.optim.states._codec import Scaled
 from halfulp.optim.states._int8_blocks import Int8Blocks
-from halfulp.optim.stores._storage import BF16, E4M3, E5M2, FP16, format_store
 from halfulp.optim.weight_updates._split import SplitStochastic
 
 from ...laws.optim.cases import write_update

@@ -10,7 +10,7 @@ import torch
 
 import halfulp as hu
 from halfulp.kernels import same_bits
-from halfulp.optim.rules._prodigy import PRODIGY
+from halfulp.optim.rules._adam_variants import PRODIGY
 from halfulp.optim.rules._update_rule import StateSlot, UpdateRule
 from halfulp.optim.states._state import constant_of
 

@@ -4,8 +4,8 @@ import numpy as np
 import torch
 
 from halfulp.kernels import Trace
-from halfulp.kernels._table import Table
-from halfulp.kernels.scalar._operations import SCALARS, real, word
+from halfulp.kernels._device_function import Table
+from halfulp.kernels._operations import SCALARS, real, word
 from halfulp.kernels.vector._machine_function import address_of
 from halfulp.kernels.vector._table_loop import compile_table
 from halfulp.optim.states._int8_blocks import UNSIGNED_CUBES, near_root

@@ -11,10 +11,10 @@ import torch
 
 import halfulp as hu
 from halfulp.kernels import engine, same_bits
+from halfulp.optim._storage import PAYLOADS
 from halfulp.optim.states._codec import Scaled
 from halfulp.optim.step import _scales as words
 from halfulp.optim.step._scales import WINDOWS, reachable_scale, weight_scale
-from halfulp.optim.stores._storage import PAYLOADS
 from halfulp.scaled import ScaledTensor
 
 from ... import samples

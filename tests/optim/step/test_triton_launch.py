@@ -13,8 +13,8 @@ from halfulp._torch_versions import HAS_GRADIENT_DTYPE
 from halfulp.kernels import record, select
 from halfulp.kernels._trace import Piece
 from halfulp.kernels.triton._writer import OPTIONS, load_module, piece_source
+from halfulp.optim._storage import STORES
 from halfulp.optim.step._triton_kernel import triton_source
-from halfulp.optim.stores._storage import STORES
 
 from ...kernels.triton.interpreted import interpreted
 from ...kernels.triton.source import check_source

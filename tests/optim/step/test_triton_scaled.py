@@ -12,10 +12,10 @@ import halfulp as hu
 from halfulp.kernels import engine, same_bits
 from halfulp.kernels.triton import _launch
 from halfulp.kernels.triton._writer import OPTIONS, load_module
+from halfulp.optim._storage import PAYLOADS
 from halfulp.optim.step import _triton_kernel
 from halfulp.optim.step._run import amax_spec
 from halfulp.optim.step._triton_kernel import scales_source, triton_source
-from halfulp.optim.stores._storage import PAYLOADS
 from halfulp.scaled import ScaledTensor
 
 from ...kernels.triton.compiled import inexact

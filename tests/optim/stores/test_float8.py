@@ -5,7 +5,7 @@ import pytest
 import torch
 
 from halfulp.kernels import same_bits
-from halfulp.optim.stores._storage import E4M3, E5M2
+from halfulp.optim._storage import E4M3, E5M2
 
 from ...laws.optim.cases import SPECIAL
 

@@ -5,7 +5,7 @@ import torch
 
 import halfulp as hu
 from halfulp.kernels import same_bits
-from halfulp.optim.stores._storage import BF16, F32, FP16, format_store
+from halfulp.optim._storage import BF16, F32, FP16, format_store
 
 from ...laws.optim.cases import SPECIAL, Adder
 

@@ -5,7 +5,7 @@ import torch
 
 import halfulp as hu
 from halfulp.kernels import same_bits
-from halfulp.optim._float32_weights import read_weights
+from halfulp.optim._float32 import read_weights
 from halfulp.optim.parameters._outside_writes import mark_current
 
 from ...laws.optim.cases import UPDATES, Adder, fit, stored_updates

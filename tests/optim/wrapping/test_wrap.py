@@ -10,7 +10,7 @@ import torch
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 import halfulp as hu
-from halfulp.optim.wrapping import _wrap
+from halfulp.optim import _wrap
 
 CLASSES = sorted(
     (c for c in vars(torch.optim).values() if inspect.isclass(c) and issubclass(c, torch.optim.Optimizer)),

@@ -11,7 +11,7 @@ from torch.utils.checkpoint import checkpoint
 import halfulp as hu
 from halfulp.kernels import same_bits
 from halfulp.scaled import ScaledTensor, unscalify
-from halfulp.scaled.model import _product_layers
+from halfulp.scaled import _scalify as _product_layers
 
 
 class Gated(nn.Module):

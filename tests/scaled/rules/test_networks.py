@@ -118,7 +118,7 @@ def test_the_choice_of_a_kernel_is_the_plain_one():
 
 
 def test_attention_of_bfloat16_multiplies_in_bfloat16_on_cuda(monkeypatch):
-    from halfulp.scaled.rules import _networks
+    from halfulp.scaled.rules import _layers as _networks
 
     def chosen(
         storage, width=8, device="cuda", operator=torch.ops.aten._scaled_dot_product_efficient_attention.default

@@ -8,7 +8,7 @@ from torch import nn
 
 from halfulp.mctensor._convert_model import multicomponent, single_component
 from halfulp.subclass import FallbackWarning
-from halfulp.subclass import _fallbacks as fallback
+from halfulp.subclass import _rule_table as fallback
 from halfulp.subclass.models._conversion import fallbacks
 
 

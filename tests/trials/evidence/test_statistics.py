@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from scipy import stats
 
-from halfulp.trials.evidence._statistics import (
+from halfulp.trials.evidence._row import (
     MARGIN,
     interval,
     noise,

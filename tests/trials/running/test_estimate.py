@@ -4,7 +4,8 @@ import pytest
 
 from halfulp import recipes
 from halfulp.trials import compare
-from halfulp.trials.running._estimate import (
+from halfulp.trials.running._plan import Trial, plan
+from halfulp.trials.running._progress import (
     Cost,
     Estimate,
     TimeLeft,
@@ -16,7 +17,6 @@ from halfulp.trials.running._estimate import (
     name_cost_class,
     probes,
 )
-from halfulp.trials.running._plan import Trial, plan
 from halfulp.trials.tasks import get
 
 
@@ -134,7 +134,7 @@ def test_durations(seconds: float, words: str) -> None:
 
 def test_recipes_alike_in_cost_differ_in_updates_alone() -> None:
     """What a class of cost leaves out are fields that a Recipe has."""
-    from halfulp.trials.running._estimate import _ALIKE
+    from halfulp.trials.running._progress import _ALIKE
 
     assert set(_ALIKE) < set(recipes.get("bf16").to_dict())
 

@@ -5,9 +5,8 @@ import re
 
 import pytest
 
-from halfulp.trials.running._estimate import Cost, TimeLeft, estimate, name_cost_class
 from halfulp.trials.running._plan import plan
-from halfulp.trials.running._progress import Progress
+from halfulp.trials.running._progress import Cost, Progress, TimeLeft, estimate, name_cost_class
 
 
 class Clock:

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from halfulp.trials.suite import _report, _run, _statements
-from halfulp.trials.suite._evidence import SuiteEvidence
+from halfulp.trials.suite._report import SuiteEvidence
 
 OPEN, CONFIRMED, REFUTED = _statements.OPEN, _statements.CONFIRMED, _statements.REFUTED
 RUN = {"suite": "papers", "size": "smoke", "left_out": {}, "seconds": 3.0, "workers": 2, "reused": 0}

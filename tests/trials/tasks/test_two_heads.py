@@ -11,8 +11,16 @@ from halfulp import recipes
 from halfulp.gradients import AdaptiveGradScaler
 from halfulp.trials import tasks
 from halfulp.trials.running import _trial
-from halfulp.trials.tasks._digits import load_digits
-from halfulp.trials.tasks._two_heads import CLASSES, SIDE, STRIDE, TwoHeads, cells, classify_images, place_digits
+from halfulp.trials.tasks._digits import (
+    CLASSES,
+    SIDE,
+    STRIDE,
+    TwoHeads,
+    cells,
+    classify_images,
+    load_digits,
+    place_digits,
+)
 
 
 @pytest.fixture(scope="module")

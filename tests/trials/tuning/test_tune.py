@@ -8,9 +8,10 @@ import torch
 from torch import nn
 
 import halfulp as hu
+from halfulp.trials import _tune as _candidates
+from halfulp.trials import _tune as _layers
+from halfulp.trials import _tune as _search
 from halfulp.trials.tasks import Step
-from halfulp.trials.tuning import _candidates, _search
-from halfulp.trials.tuning import _candidates as _layers
 
 
 def far(seed: int, *, lr: float, steps: int = 40, distance: float = 0.5) -> Step:

@@ -22,8 +22,7 @@ from ...mctensor import MCTensor
 from ...scaled import ScaledTensor
 from ...subclass.models._float32_products import GraphReader, class_of, leave_compiled_products
 from .._functions import list_differentiable, map_tensors, memoize
-from .._powers import copy_with_strides
-from .._site import Site, narrow
+from .._site import Site, copy_with_strides, narrow
 from ._backward import Backward, check_leaf, get_region, is_differentiating, mark
 from ._region import ParameterNames, Region, hook_weight_edge, make_view, watch_custom_functions
 from ._replay import Replay, Replays

@@ -20,10 +20,9 @@ from ...formats import Format
 from ...kernels import untraced
 from ...rounding import Nearest, Rounding, Stochastic, quantize
 from .._functions import Factor
-from .._powers import Following, is_custom
+from .._policy import Policy
 from .._processes import Processes
-from .._site import Measurements, Site, Sites, narrow
-from ..policies._policy import Policy
+from .._site import Following, Measurements, Site, Sites, is_custom, narrow
 
 # Sequence numbers of nodes that accumulate into leaves, which many threads may share.
 LEAF = 2**62

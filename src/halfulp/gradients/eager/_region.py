@@ -30,8 +30,7 @@ from .._functions import (
     memoize,
     name_of,
 )
-from .._powers import CopyWithStrides, copy_with_strides, is_custom
-from .._site import Site, narrow
+from .._site import CopyWithStrides, Site, copy_with_strides, is_custom, narrow
 from ._backward import LEAF, Backward, Hook, Widening, check_leaf, get_region, is_exit, mark, set_region
 
 COMPILED = (

@@ -17,8 +17,7 @@ from torch import Tensor
 
 from ...kernels import untraced
 from .._functions import is_parameter, list_differentiable, map_tensors, memoize
-from .._powers import copy_with_strides, power_of_two
-from .._site import Site
+from .._site import Site, copy_with_strides, power_of_two
 from ._backward import LEAF, Backward, get_region, is_exit, mark, set_region
 from ._region import ParameterNames, Recording, without_watching
 

@@ -1,18 +1,24 @@
-"""What every launch of a Triton kernel shares: the device, the first use with its comparison, and who has failed."""
+"""Triton kernels over a table of pointers or whole tensors, and what every launch shares: the device, the first use."""
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Hashable
+import functools
+from collections.abc import Callable, Hashable, Sequence
 from contextlib import AbstractContextManager
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import torch
 
 from .._canary import check_bits
+from .._device_function import STREAM, Table
 from .._engine import note, note_and_warn_once, reference_in_this_thread
+from .._index_map import CHUNK
 from .._operator import under_transform
+from .._trace import Trace
+from ._writer import OPTIONS, element_source, load_module, module_source, needed_lines, piece_source
 
 _kernels: dict[Hashable, Any] = {}
 
@@ -78,3 +84,334 @@ def _tried(name: str, device: torch.device, build: Any, run: Any, reference: Any
         note_and_warn_once("engine", f"no Triton kernel for {name} on {device.type} ({reason}): plain torch instead")
         return None
     return kernel
+
+
+TILE = 1024
+VECTOR = 16
+_LANES_PER_WARP = 256
+
+
+@dataclass(frozen=True)
+class TensorKernel:
+    """A device function of a table as a kernel on tensors of one shape, which are the table's columns.
+
+    Every tensor is contiguous, or all lie in memory in the same order. Random words are numbered by the position in
+    that order.
+
+    Attributes:
+        table: what is read, computed and written; its columns are the tensors.
+        in_memory: constants that a launch reads from the device's memory, in the order in which they lie there.
+    """
+
+    table: Table
+    in_memory: tuple[int, ...] = ()
+
+    @functools.cached_property
+    def run(self) -> Any:
+        """The Triton function.
+
+        Raises:
+            ImportError: triton is not installed.
+        """
+        return load_module(self.source)["run"]
+
+    @functools.cached_property
+    def source(self) -> str:
+        """The text of the module."""
+        return _source(self)
+
+    @functools.cached_property
+    def constants(self) -> tuple[int, ...]:
+        """The constants that a launch takes as arguments, by their number."""
+        used = sorted(extra[1] for extra, _ in _inputs(self.table.trace) if extra[0] == "constant")
+        return tuple(k for k in used if k not in self.in_memory)
+
+    @functools.cached_property
+    def tile(self) -> tuple[int, int]:
+        """Rows and columns of a tile; a block is padded to a power of two, and is a row."""
+        columns = 1 << (self.table.block - 1).bit_length() if self.table.block else TILE
+        return max(1, TILE // columns), columns
+
+    @functools.cached_property
+    def options(self) -> dict[str, Any]:
+        """Triton's compile options."""
+        rows, columns = self.tile
+        return OPTIONS | {"num_warps": max(OPTIONS["num_warps"], rows * columns // _LANES_PER_WARP)}
+
+    def is_ragged(self, length: int) -> bool:
+        """Return whether rows of a length are not cut into whole blocks of a power of two."""
+        block = self.table.block
+        return block is not None and (block != self.tile[1] or length % block != 0)
+
+    def arguments(self, words: np.ndarray) -> tuple[int, ...]:
+        """Return the constants of a launch from all of the table's, by their bits."""
+        signed = words.view(np.int32 if words.itemsize == 4 else np.int64)
+        return tuple(signed[list(self.constants)].tolist())
+
+    def launch(
+        self,
+        device: torch.device,
+        addresses: Sequence[int],
+        count: int,
+        constants: Sequence[int] = (),
+        keys: Sequence[int] = (),
+        length: int | None = None,
+        memory: int = 0,
+        aligned: bool = False,
+    ) -> None:
+        """Run the kernel over all elements.
+
+        Args:
+            device: where the tensors lie.
+            addresses: of the tensors' first elements.
+            count: elements of each.
+            constants: as `arguments` returns them.
+            keys: of the random words.
+            length: elements of a row, where there are blocks.
+            memory: address of the constants in memory, or of the word that takes the largest.
+            aligned: as `is_aligned` says; False is always right.
+        """
+        if not count:
+            return
+        rows, columns = self.tile
+        length = count if length is None else length
+        ragged = self.is_ragged(length)
+        per_row = -(-length // self.table.block) if self.table.block else 0
+        programs = -(-(count // length * per_row) // rows) if ragged else -(-count // (rows * columns))
+        halves = [half for key in keys for half in _halves(key)]
+        # Triton's interpreter runs by NumPy, which warns of infinities.
+        with np.errstate(all="ignore") if device.type == "cpu" else on_device(device):
+            self.run[(programs,)](
+                *addresses, *constants, *halves, memory, count, length, per_row, aligned, ragged, **self.options
+            )
+
+
+def is_aligned(addresses: Sequence[int], count: int) -> bool:
+    """Return whether tensors consist of whole vectors of 16 bytes.
+
+    >>> is_aligned([0, 32], 48), is_aligned([0, 34], 48), is_aligned([0, 32], 47)
+    (True, False, False)
+    """
+    together = count
+    for place in addresses:
+        together |= place
+    return together % VECTOR == 0
+
+
+def fixed_memory(x: torch.Tensor, device: torch.device, aligned: bool) -> torch.Tensor:
+    """Return a copy of x on a device, which begins one element behind aligned memory where it is not to be aligned."""
+    flat = torch.empty(x.numel() + 1, dtype=x.dtype, device=device)[0 if aligned else 1 :]
+    return flat[: x.numel()].view(x.shape).copy_(x)
+
+
+def _halves(key: int) -> tuple[int, int]:
+    """Return the low and the high word of a key as signed integers, which Triton gives one type whatever the key."""
+    return _signed(key & 0xFFFFFFFF), _signed(key >> 32)
+
+
+def _signed(word: int) -> int:
+    return (word ^ 0x80000000) - 0x80000000
+
+
+# source ------------------------------------------------------------------------------------------------------
+
+
+def _inputs(trace: Trace) -> list[tuple[Any, str]]:
+    """Return the inputs on which what is written depends, with their kinds."""
+    lines = [(trace.lines[number], trace.kinds[number]) for number in sorted(needed_lines(trace))]
+    return [(extra, kind) for (operation, _, extra), kind in lines if operation == "input"]
+
+
+def _sizes(trace: Trace) -> dict[int, int]:
+    """Return the bytes of an element of each column.
+
+    Raises:
+        NotImplementedError: an array has an element per block, or two sizes.
+    """
+    loads = [(operands[0], *extra) for operation, operands, extra in trace.lines if operation == "load"]
+    arrays = {(trace.lines[address][2], bits, per_block) for address, bits, per_block in [*loads, *trace.stores]}
+    if any(per_block for *_, per_block in arrays) or len(arrays) != len({column for column, *_ in arrays}):
+        raise NotImplementedError("a Triton kernel of whole tensors has one element of one size per element and column")
+    return {column: bits // 8 for column, bits, _ in arrays}
+
+
+def _source(kernel: TensorKernel) -> str:
+    table, trace = kernel.table, kernel.table.trace
+    inputs = _inputs(trace)
+    arguments: dict[object, str] = {column: f"b{column}" for column in sorted(_sizes(trace))}
+    arguments |= {extra: f"{extra[0]}{extra[1]}" for extra, _ in inputs}
+    functions = [] if table.start is None else [piece_source("start_stream", table.start)]
+    element = element_source("element", trace, arguments)
+    return module_source([*functions, element], _kernel_text(kernel, list(arguments.values()), inputs))
+
+
+def _kernel_text(kernel: TensorKernel, arguments: list[str], inputs: list[tuple[Any, str]]) -> str:
+    """Return the source of the kernel: one program per tile."""
+    table, kinds = kernel.table, dict(inputs)
+    draws = any(extra in STREAM for extra in kinds)
+    types = {f"a{column}": "tl.int64" for column in range(table.columns)}
+    for k in kernel.constants:
+        types[f"c{k}"] = f"tl.int{kinds['constant', k][1:]}"
+    types |= {f"key_{half}": "tl.int32" for half in ("low", "high") if table.start}
+    types |= dict.fromkeys(("memory", "count", "length", "per_row"), "tl.int64")
+    lines = [f"constant{k} = {_typed_scalar(f'c{k}', kinds['constant', k])}" for k in kernel.constants]
+    for slot, k in enumerate(kernel.in_memory):
+        width, kind = kinds["constant", k][1:], kinds["constant", k]
+        lines.append(
+            f"constant{k} = {_typed_scalar(f'tl.load(memory.to(tl.pointer_type(tl.int{width})) + {slot})', kind)}"
+        )
+    lines += [f"{half} = key_{half}.to(tl.uint32, bitcast=True)" for half in ("low", "high") if draws]
+    lines += _block_lines(kernel, draws) if table.block else _offset_lines(kernel, draws)
+    call = f"element(offsets, offsets, {', '.join(arguments)}, lanes, aligned)"
+    lines += _largest(table.trace, call) if table.trace.sums else [call]
+    body = "\n".join(f"    {line}" for line in lines)
+    typed = ", ".join(f"{name}: {kind}" for name, kind in types.items())
+    # Triton compiles anew for integers that are 1 or multiples of 16, unless it is told not to look.
+    decorator = f"@triton.jit(do_not_specialize={list(types)})"
+    return f"{decorator}\ndef run({typed}, aligned: tl.constexpr, ragged: tl.constexpr):\n{body}\n"
+
+
+def _typed_scalar(value: str, kind: str) -> str:
+    """Return a signed integer as the value with its bits."""
+    width = kind[1:]
+    # In the interpreter integers of less than 2^32 have 32 bits, of which no bitcast makes 64.
+    word = f"{value}.to(tl.int{width}).to(tl.uint{width})"
+    return word if kind[0] == "w" else f"{word}.to(tl.float{width}, bitcast=True)"
+
+
+def _whole_tiles(kernel: TensorKernel, offsets: str, draws: bool) -> list[str]:
+    """Return the lines of tiles without gaps; addresses move to a tile's start, so that offsets have 32 bits."""
+    rows, columns = kernel.tile
+    step = f"tl.full([], {kernel.table.step}, tl.uint32)"
+    moved = [f"b{c} = a{c} + first * {size}" for c, size in sorted(_sizes(kernel.table.trace).items())]
+    drawn = ["begun, own0 = start_stream(low, high, first)", f"counter0 = begun + offsets.to(tl.uint32) * {step}"]
+    return [
+        f"first = tl.program_id(0).to(tl.int64) * {rows * columns}",
+        f"rest = tl.minimum(count - first, {rows * columns}).to(tl.int32)",
+        "if aligned:",
+        f"    rest = tl.multiple_of(rest, {VECTOR})",
+        offsets,
+        *moved,
+        *(drawn if draws else []),
+    ]
+
+
+def _offset_lines(kernel: TensorKernel, draws: bool) -> list[str]:
+    return [*_whole_tiles(kernel, f"offsets = tl.arange(0, {TILE})", draws), "lanes = offsets < rest"]
+
+
+def _block_lines(kernel: TensorKernel, draws: bool) -> list[str]:
+    (rows, columns), block = kernel.tile, kernel.table.block
+    whole = _whole_tiles(kernel, f"offsets = blocks * {columns} + places", draws)
+    ragged = [
+        # Whole rows are cut into blocks, of which a row's last may be shorter.
+        f"number = tl.program_id(0).to(tl.int64) * {rows} + blocks.to(tl.int64)",
+        "row = number // per_row",
+        f"begin = (number - row * per_row) * {block}",
+        f"size = tl.minimum(length - begin, {block})",
+        "offsets = row * length + begin + places.to(tl.int64)",
+        "lanes = (places < size) & (offsets < count)",
+        *(f"b{column} = a{column}" for column in sorted(_sizes(kernel.table.trace))),
+        *(["counter0, own0 = start_stream(low, high, offsets)"] if draws else []),
+    ]
+    return [
+        f"blocks = tl.arange(0, {rows})[:, None]",
+        f"places = tl.arange(0, {columns})[None, :]",
+        "if ragged:",
+        *(f"    {line}" for line in ragged),
+        "else:",
+        *(f"    {line}" for line in [*whole, f"lanes = blocks * {columns} < rest"]),
+    ]
+
+
+def _largest(trace: Trace, call: str) -> list[str]:
+    """Return the lines that find the largest word of all elements."""
+    ((how, number),) = trace.sums
+    if how != "max" or trace.kinds[number] != "w32":
+        raise NotImplementedError(f"a Triton kernel of whole tensors finds the largest word, got a {how}")
+    return [
+        f"found = {call}",
+        "found = tl.max(tl.where(lanes, found, tl.full([], 0, tl.uint32)))",
+        "tl.atomic_max(memory.to(tl.pointer_type(tl.uint32)), found, sem='relaxed')",
+    ]
+
+
+PARTS = CHUNK // TILE
+
+
+class TableKernel:
+    """A compiled device function of elements, without constants, draws and blocks.
+
+    Args:
+        table: what is read, computed and written.
+        tile: elements of a program, a power of two that divides CHUNK.
+    """
+
+    def __init__(self, table: Table, tile: int = TILE) -> None:
+        self.tile = tile
+        arguments = {column: f"a{column}" for column in range(table.columns)}
+        given = ", ".join(arguments.values())
+        lines = [
+            *chunk_lines(),
+            f"row = pointers + r * {table.columns}",
+            *(f"{name} = tl.load(row + {column})" for column, name in arguments.items()),
+            *line_lines(tile),
+            f"element(i, b, {given}, lanes, aligned)",
+        ]
+        body = "\n".join(f"    {line}" for line in lines)
+        text = f"@triton.jit\ndef run(chunks, pointers, aligned: tl.constexpr):\n{body}\n"
+        functions = [element_source("element", table.trace, dict(arguments))]
+        self.source = module_source(functions, text, table.trace.size())
+
+    @functools.cached_property
+    def run(self) -> Any:
+        """The Triton function.
+
+        Raises:
+            ImportError: triton is not installed.
+        """
+        return load_module(self.source)["run"]
+
+    def __call__(self, chunks: np.ndarray, pointers: np.ndarray, device: torch.device) -> None:
+        """Run it over all chunks.
+
+        Args:
+            chunks: int64 array of shape (chunks, 4), see `kernels.chunks`.
+            pointers: int64 array of shape (rows, columns); 0 for arrays that are not read.
+            device: where the arrays lie.
+        """
+        rows = (pointers % VECTOR == 0).all(1)
+        whole = rows[chunks[:, 0]] & (chunks[:, 1:3] % VECTOR == 0).all(1)
+        table = to_device(pointers, device)
+        for aligned in (True, False):
+            some = chunks[whole == aligned]
+            if len(some):
+                grid = len(some), -(-int(some[:, 2].max()) // self.tile)
+                with np.errstate(all="ignore"), on_device(device):  # Triton's interpreter runs by NumPy, which warns
+                    self.run[grid](to_device(some, device), table, aligned, **OPTIONS)
+
+
+def chunk_lines() -> list[str]:
+    """Return the lines of a kernel that read its program's chunk: a tile of it, and the row of the pointers."""
+    return [
+        "c = tl.program_id(0).to(tl.int64)",
+        "part = tl.program_id(1)",
+        "begin = tl.load(chunks + 4 * c + 1)",
+        "length = tl.load(chunks + 4 * c + 2)",
+        "start = tl.load(chunks + 4 * c + 3)",
+        "if aligned:",
+        f"    begin = tl.multiple_of(begin, {VECTOR})",
+        f"    length = tl.multiple_of(length, {VECTOR})",
+        "r = tl.load(chunks + 4 * c)",
+    ]
+
+
+def line_lines(tile: int = TILE) -> list[str]:
+    """Return the lines of a kernel that number the elements of a tile in a line."""
+    return [
+        f"offsets = (part * {tile} + tl.arange(0, {tile})).to(tl.int64)",
+        "lanes = offsets < length",
+        "i = begin + offsets",
+        "b = i",
+        "index = start + offsets",
+    ]

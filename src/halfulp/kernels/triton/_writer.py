@@ -98,7 +98,7 @@ def piece_source(name: str, piece: Piece) -> str:
     """Return the source of a device function of words.
 
     >>> from halfulp.kernels._device_function import record_words
-    >>> from halfulp.kernels.scalar._operations import add, mul
+    >>> from halfulp.kernels._operations import add, mul
     >>> print(piece_source("twice", record_words(lambda x: add(x, x), "w32")))
     @triton.jit
     def twice(x0):

@@ -1,14 +1,146 @@
-"""The builder of LLVM loops: vector lanes, types, memory of every dtype, counting loops."""
+"""The builder of LLVM loops: vector lanes, types, memory of every dtype, float16, choices by class of number.
+
+Without instructions for them LLVM calls functions of a runtime library that is not there when code is compiled in
+memory, and the process dies. The first argument of both functions is a `VectorBuilder`.
+
+VFIXUPIMM replaces a number by a constant where another one is of some classes. It takes the place of a difference, a
+comparison and a masked move in x where w - w == 0, else 0, which device functions write for finite numbers.
+"""
 
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections.abc import Iterator
 from typing import Any
 
 import torch
 
-from ._half import float_to_half, half_to_float
+from .._trace import Trace
+from ._processor import has_features, has_half_conversions
+
+_INFINITY, _QUIET = 0x7F800000, 0x400000
+# Between the exponent fields of float32 and float16.
+_BIAS = 112
+
+
+def _words_like(vectors, value):
+    """Return the builder, the type of as many 32-bit words as a value has lanes, and what makes constants of it."""
+    words = vectors.like(value, vectors.i32)
+    return vectors.b, words, functools.partial(vectors.constant, words)
+
+
+def half_to_float(vectors, raw):
+    """16-bit words that hold float16 as float32, exactly; a NaN becomes a quiet one."""
+    real, (b, words, word) = vectors.like(raw, vectors.f32), _words_like(vectors, raw)
+    if has_half_conversions():
+        return b.fpext(b.bitcast(raw, vectors.like(raw, vectors.f16)), real)
+
+    bits = b.zext(raw, words)
+    magnitude = b.and_(bits, word(0x7FFF))
+    normal = b.add(b.shl(magnitude, word(13)), word(_BIAS << 23))
+    below = b.bitcast(b.fmul(b.sitofp(magnitude, real), vectors.constant(real, 2.0**-24)), words)
+    beyond = b.or_(b.shl(magnitude, word(13)), word(_INFINITY))
+    quiet = b.or_(beyond, word(_QUIET))
+    beyond = b.select(b.icmp_unsigned(">", magnitude, word(0x7C00)), quiet, beyond)
+    found = b.select(b.icmp_unsigned("<", magnitude, word(0x400)), below, normal)
+    found = b.select(b.icmp_unsigned("<", magnitude, word(0x7C00)), found, beyond)
+    sign = b.shl(b.and_(bits, word(0x8000)), word(16))
+    return b.bitcast(b.or_(found, sign), real)
+
+
+def float_to_half(vectors, value):
+    """float32 rounded to nearest, ties to even, as 16-bit words that hold float16.
+
+    The arithmetic does not depend on how the processor treats subnormals.
+    """
+    short, (b, words, word) = vectors.like(value, vectors.i16), _words_like(vectors, value)
+    if has_half_conversions():
+        return b.bitcast(b.fptrunc(value, vectors.like(value, vectors.f16)), short)
+
+    bits = b.bitcast(value, words)
+    magnitude = b.and_(bits, word(0x7FFFFFFF))
+    last = b.and_(b.lshr(magnitude, word(13)), word(1))
+    rounded = b.add(magnitude, b.add(last, word(0xFFF)))
+    normal = b.sub(b.lshr(rounded, word(13)), word(_BIAS << 10))
+    # Neighbours of a float32 beside 1/2 are as far apart as subnormals of float16.
+    below = b.fadd(b.bitcast(magnitude, value.type), vectors.constant(value.type, 0.5))
+    below = b.sub(b.bitcast(below, words), word(0x3F000000))
+    found = b.select(b.icmp_unsigned("<", magnitude, word((_BIAS + 1) << 23)), below, normal)
+    # From 65520 on, half a step above the largest float16, all is infinite.
+    found = b.select(b.icmp_unsigned("<", magnitude, word(0x477FF000)), found, word(0x7C00))
+    payload = b.and_(b.lshr(magnitude, word(13)), word(0x3FF))
+    found = b.select(b.icmp_unsigned(">", magnitude, word(_INFINITY)), b.or_(payload, word(0x7E00)), found)
+    sign = b.and_(b.lshr(bits, word(16)), word(0x8000))
+    return b.trunc(b.or_(found, sign), short)
+
+
+# Four bits per class, from the lowest: quiet NaN, signaling NaN, zero, 1, -infinity, infinity, negative, positive.
+# 0 keeps the number, 1 takes the one that is classified; 7 and 8 are -0 and 0.
+_NOT_FINITE, _ZERO, _TAKE_FINITE = 0x00110011, 0x00000100, 0x11001100
+_RESPONSES = {(0.0).hex(): 8, (-0.0).hex(): 7}
+
+
+def choice(trace: Trace, number: int) -> tuple[int, int, int] | None:
+    """Return, for a select that chooses by class, the kept and the classified instruction and the table, else None."""
+    condition, x, y = trace.lines[number][1]
+    found = _condition(trace, condition)
+    if found is None:
+        return None
+    of, classes = found
+    kept, other = (x, y) if classes == _NOT_FINITE else (y, x)
+    response = _response(trace, other)
+    if response is None:
+        return (y, of, _TAKE_FINITE) if classes == _NOT_FINITE and x == of else None
+    return kept, of, classes * response
+
+
+def fits(lanes: int) -> bool:
+    """Return whether the processor has the instruction for so many float32."""
+    return (lanes == 16 and has_features("avx512f")) or (lanes == 8 and has_features("avx512f", "avx512vl"))
+
+
+def write_choice(b: Any, kept: Any, of: Any, table: int) -> Any:
+    """Write the instruction; `kept` are reals or words."""
+    ir = b.ir
+    lanes, i32, reals = kept.type.count, b.i32, of.type
+    mask = ir.IntType(lanes)
+    given = [reals, reals, b.shape(i32, lanes), i32, mask, *([i32] if lanes == 16 else [])]
+    name = f"llvm.x86.avx512.mask.fixupimm.ps.{32 * lanes}"
+    function = b.b.module.globals.get(name) or ir.Function(b.b.module, ir.FunctionType(reals, given), name)
+    values = [b.b.bitcast(kept, reals), of, b.constant(given[2], table), ir.Constant(i32, 0)]
+    values.append(ir.Constant(mask, (1 << lanes) - 1))
+    current_rounding = [ir.Constant(i32, 4)] if lanes == 16 else []
+    return b.b.bitcast(b.b.call(function, values + current_rounding), kept.type)
+
+
+def _condition(trace: Trace, number: int) -> tuple[int, int] | None:
+    """Return of what a mask holds where it is finite, or where it is zero; None for other masks."""
+    operation, operands, _ = trace.lines[number]
+    if operation == "and":
+        left = [k for k in operands if not _holds(trace, k)]
+        return _condition(trace, left[0]) if len(left) == 1 else None
+    if operation != "eq" or trace.kinds[operands[0]] != "f32":
+        return None
+    first, second = operands
+    name, terms, _ = trace.lines[first]
+    if name == "sub" and terms[0] == terms[1] and (first == second or _response(trace, second)):
+        return terms[0], _NOT_FINITE
+    return (first, _ZERO) if _response(trace, second) else None
+
+
+def _holds(trace: Trace, number: int) -> bool:
+    """Return whether a mask is true because it compares a word with itself."""
+    operation, operands, _ = trace.lines[number]
+    return operation == "word_eq" and operands[0] == operands[1]
+
+
+def _response(trace: Trace, number: int) -> int | None:
+    """Return the response that gives a constant; None where there is none."""
+    operation, _, extra = trace.lines[number]
+    if operation == "word" and extra == (0, 32):
+        return 8
+    return _RESPONSES.get(extra) if operation == "constant" and isinstance(extra, str) else None
 
 
 class VectorBuilder:

@@ -9,8 +9,7 @@ from typing import Any
 import torch
 
 from .._trace import Piece, Trace
-from ._builder import VectorBuilder, scalar_of
-from ._classes import choice, fits, write_choice
+from ._builder import VectorBuilder, choice, fits, scalar_of, write_choice
 
 # Operations that are one instruction of LLVM: methods of llvmlite's builder, predicates and functions.
 _INSTRUCTIONS = {

@@ -10,13 +10,12 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
-from .._device_function import STREAM
-from .._table import ALIGNMENT, CHUNK, Digest, Table
+from .._device_function import ALIGNMENT, CHUNK, STREAM, Digest, Table
 from .._trace import COPIES, Piece
 from ._builder import VectorBuilder, scalar_of
 from ._instructions import Instructions
+from ._loop import Phases, Stages, in_turns, with_operands
 from ._machine_function import Kernel, machine_function
-from ._phases import Phases, Stages, in_turns, with_operands
 from ._processor import vector_bits
 
 _ARGUMENTS = 9

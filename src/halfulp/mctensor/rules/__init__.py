@@ -5,9 +5,7 @@ from . import _attention as _attention
 from . import _comparison as _comparison
 from . import _fused_optimizers as _fused_optimizers
 from . import _layers as _layers
-from . import _linalg as _linalg
 from . import _memory as _memory
-from . import _order as _order
 from . import _pointwise as _pointwise
 from . import _products as _products
 from . import _reductions as _reductions

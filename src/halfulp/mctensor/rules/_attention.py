@@ -1,4 +1,4 @@
-"""Scaled dot-product attention as single operators, in place of torch's fused kernels for plain dtypes."""
+"""Attention and recurrent layers as single operators, in place of torch's fused kernels for plain dtypes."""
 
 from __future__ import annotations
 
@@ -7,12 +7,15 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch.nn.utils.rnn import PackedSequence
 from torch.utils._pytree import tree_leaves
 
-from ...kernels import torch_operators
+from ...kernels import torch_operators, untraced
+from ...subclass.models._conversion import remove_hooks
 from .._derivation import beyond_float64, in_float64, run_in_steps
-from .._mctensor import implements
+from .._entry import in_one_dtype
+from .._mctensor import MCTensor, implements
 from .._result_type import result_type
 
 aten = torch_operators("aten")
@@ -54,10 +57,10 @@ def attention(
     key, value = _repeated_heads(query, key), _repeated_heads(query, value)
     scores = _scores(query, key, causal, mask, scale)
     sums = scores.logsumexp(-1)
-    return _weights(scores, sums) @ value, sums
+    return _softmax(scores, sums) @ value, sums
 
 
-def _weights(scores: Any, sums: Any) -> Any:
+def _softmax(scores: Any, sums: Any) -> Any:
     """Return the softmax of scores; 0 in a row that is masked whole, as in torch's kernels."""
     return (scores - sums.masked_fill(sums == -math.inf, 0.0).unsqueeze(-1)).exp()
 
@@ -76,7 +79,7 @@ def attention_backward(
     """Return the gradients of query, key, value and mask."""
     narrow_key, narrow_value = key, value
     key, value = _repeated_heads(query, key), _repeated_heads(query, value)
-    weights = _weights(_scores(query, key, causal, mask, scale), sums[..., : query.shape[-2]])
+    weights = _softmax(_scores(query, key, causal, mask, scale), sums[..., : query.shape[-2]])
     back = gradient @ value.transpose(-2, -1) - (gradient * out).sum(-1, keepdim=True)
     change = weights * back
     factor = _factor(query, scale)
@@ -219,3 +222,199 @@ def flash_backward(
     return _compute_in_float64_or_steps(
         attention_backward, gradient, query, key, value, out, sums, is_causal, None, scale
     )[:3]
+
+
+def install(model: nn.Module) -> None:
+    """Let recurrent layers with MCTensors take inputs of any floating dtype, by hooks around their forward."""
+    remove(model)
+    for module in model.modules():
+        if isinstance(module, nn.RNNBase) and any(isinstance(p, MCTensor) for p in module.parameters(recurse=False)):
+            module.register_forward_pre_hook(_promote, with_kwargs=True)
+            module.register_forward_hook(_restore, always_call=True)
+
+
+def remove(model: nn.Module) -> None:
+    """Remove the hooks of `install`."""
+    remove_hooks(model.modules(), lambda hook: hook is _promote or hook is _restore)
+
+
+@untraced
+def _promote(module: Any, arguments: tuple, options: dict) -> tuple[tuple, dict] | None:
+    weights = _own_weights(module)
+    packed, (arguments, options) = _unpack_sequence(
+        (arguments, options)
+    )  # older torch sees no tensors inside of a packed one
+    given = [x for x in tree_leaves((arguments, options)) if isinstance(x, Tensor) and x.is_floating_point()]
+    if all(x.dtype == weights[0].dtype for x in given) or torch.is_autocast_enabled(weights[0].device.type):
+        return None
+    with torch.enable_grad():  # a thread that records gradients may meet the weights of one that does not
+        arguments, options, module._flat_weights = in_one_dtype((arguments, options, weights))
+    return _repack_sequence((arguments, options), packed)
+
+
+@untraced
+def _restore(module: Any, arguments: tuple, results: Any) -> None:
+    _own_weights(module)
+
+
+def _own_weights(module: Any) -> list:
+    """Return a layer's own weights, put back in their place: an interrupted forward, or another thread's, may have not.
+
+    They are read from the module each time, so that no list but theirs is ever taken for them.
+    """
+    if hasattr(module, "_update_flat_weights"):  # else forward would, where parameters are new objects
+        module._update_flat_weights()
+    own = [getattr(module, name, None) for name in module._flat_weights_names]
+    if any(x is not y for x, y in zip(own, module._flat_weights, strict=True)):
+        module._flat_weights = own
+    return own
+
+
+def _unpack_sequence(given: tuple) -> tuple[PackedSequence | None, tuple]:
+    """Return a packed sequence among arguments, and the arguments with its rows in its place."""
+    arguments, options = given
+    first = arguments[0] if arguments else options.get("input")
+    if not isinstance(first, PackedSequence):
+        return None, given
+    if arguments:
+        return first, ((first.data, *arguments[1:]), options)
+    return first, (arguments, options | {"input": first.data})
+
+
+def _repack_sequence(given: tuple, packed: PackedSequence | None) -> tuple[tuple, dict]:
+    arguments, options = given
+    if packed is None:
+        return arguments, options
+    if arguments:
+        return (packed._replace(data=arguments[0]), *arguments[1:]), options
+    return arguments, options | {"input": packed._replace(data=options["input"])}
+
+
+_LSTM = 2
+
+
+def _gates(x: Any, h: Any, weights: tuple[Any, ...]) -> tuple[Any, ...]:
+    """Return input, forget, cell and output gate of one step."""
+    w_x, w_h, *biases = weights
+    whole = x @ w_x.t() + h @ w_h.t()
+    i, f, g, o = (whole + biases[0] + biases[1] if biases else whole).chunk(4, -1)
+    return i.sigmoid(), f.sigmoid(), g.tanh(), o.sigmoid()
+
+
+def _forward(x: Any, weights: tuple[Any, ...], h: Any, c: Any, reverse: bool) -> tuple[list, list, Any, Any]:
+    """Return outputs in order of time, the intermediate values of each step, and the last states."""
+    outputs, kept = [None] * len(x), []
+    for t in reversed(range(len(x))) if reverse else range(len(x)):
+        gates = _gates(x[t], h, weights)
+        before = (h, c)
+        c = gates[1] * c + gates[0] * gates[2]
+        h = gates[3] * c.tanh()
+        outputs[t] = h
+        kept.append((t, gates, before, c))
+    return outputs, kept, h, c
+
+
+def _layer(x: Any, weights: tuple[Any, ...], h: Any, c: Any, reverse: bool) -> tuple[Any, ...]:
+    outputs, _, h, c = _forward(x, weights, h, c, reverse)
+    return torch.stack(outputs), h, c
+
+
+def _layer_backward(
+    x: Any, weights: tuple[Any, ...], h: Any, c: Any, reverse: bool, to_out: Any, to_h: Any, to_c: Any
+) -> tuple[Any, ...]:
+    """Return the gradients of input, weights and first states, back through time."""
+    _, kept, *_ = _forward(x, weights, h, c, reverse)
+    w_x, w_h = weights[:2]
+    h_back = torch.zeros_like(h) if to_h is None else to_h
+    c_back = torch.zeros_like(c) if to_c is None else to_c
+    to_gates, inputs, states, places = [], [], [], []
+    for t, (i, f, g, o), (h_before, c_before), c_now in reversed(kept):
+        if to_out is not None:
+            h_back = h_back + to_out[t]
+        squashed = c_now.tanh()
+        c_back = c_back + h_back * o * (1 - squashed * squashed)
+        four: tuple[Any, ...] = (c_back * g * i * (1 - i), c_back * c_before * f * (1 - f))
+        four += (c_back * i * (1 - g * g), h_back * squashed * o * (1 - o))
+        change = torch.cat(four, -1)
+        to_gates.append(change)
+        inputs.append(x[t])
+        states.append(h_before)
+        places.append(t)
+        h_back, c_back = change @ w_h, c_back * f
+    # All steps at once: one product for each weight.
+    changes = torch.cat(to_gates)
+    to_x: list[Any] = [None] * len(places)
+    for t, change in zip(places, to_gates):
+        to_x[t] = change @ w_x
+    to_weights = changes.t() @ torch.cat(inputs), changes.t() @ torch.cat(states)
+    to_biases = (changes.sum(0), changes.sum(0)) if len(weights) == 4 else tuple(map(torch.zeros_like, to_weights))
+    return torch.stack(to_x), *to_weights, *to_biases, h_back, c_back
+
+
+def _weights(w_x: Any, w_h: Any, b_x: Any, b_h: Any, has_biases: bool) -> tuple[Any, ...]:
+    """Return the layer's weights, without the matrices that stand in for absent biases."""
+    return (w_x, w_h, b_x, b_h) if has_biases else (w_x, w_h)
+
+
+def _check(mode: int, batch_sizes: Any) -> None:
+    if mode != _LSTM or batch_sizes:
+        raise NotImplementedError("this fused layer is known for padded LSTMs: unset torch.backends.mkldnn.enabled")
+
+
+@implements(aten.mkldnn_rnn_layer.default)
+def layer(
+    x: Any,
+    w_x: Any,
+    w_h: Any,
+    b_x: Any,
+    b_h: Any,
+    h: Any,
+    c: Any,
+    reverse: bool,
+    batch_sizes: Any,
+    mode: int,
+    hidden_size: int,
+    num_layers: int,
+    has_biases: bool,
+    bidirectional: bool,
+    batch_first: bool,
+    train: bool,
+) -> tuple[Any, ...]:
+    """Run one layer in one direction: return outputs, last states, and an empty workspace."""
+    _check(mode, batch_sizes)
+    form = result_type((x, w_x, w_h, b_x, b_h, h, c))
+    results = run_in_steps(_layer, form, (x, _weights(w_x, w_h, b_x, b_h, has_biases), h, c, reverse), {})
+    return *results, torch.empty(0, dtype=torch.uint8, device=form.device)
+
+
+@implements(aten.mkldnn_rnn_layer_backward.default)
+def layer_backward(
+    x: Any,
+    w_x: Any,
+    w_h: Any,
+    b_x: Any,
+    b_h: Any,
+    h: Any,
+    c: Any,
+    output: Any,
+    h_last: Any,
+    c_last: Any,
+    to_out: Any,
+    to_h: Any,
+    to_c: Any,
+    reverse: bool,
+    mode: int,
+    hidden_size: int,
+    num_layers: int,
+    has_biases: bool,
+    train: bool,
+    bidirectional: bool,
+    batch_sizes: Any,
+    batch_first: bool,
+    workspace: Tensor,
+) -> tuple[Any, ...]:
+    """Return the gradients of `layer`."""
+    _check(mode, batch_sizes)
+    given = (x, _weights(w_x, w_h, b_x, b_h, has_biases), h, c, reverse, to_out, to_h, to_c)
+    form = result_type(value for value in tree_leaves(given) if isinstance(value, Tensor))
+    return run_in_steps(_layer_backward, form, given, {})

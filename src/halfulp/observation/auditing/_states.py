@@ -17,8 +17,7 @@ from .._text import WIDE, is_narrow, precision
 from ..checkpoints._files import Checkpoint, Stored, wrap_tensor
 from ..checkpoints._names import NamedState
 from ._audit import SECOND_MOMENTS, Lost, StateAudit
-from ._differences import AT_ONCE
-from ._tensors import count_same_elements
+from ._tensors import AT_ONCE, count_same_elements
 
 # What optimizers of halfulp, optimi and torchao keep beside a weight of few bits.
 _COMPENSATION = ("residual", "low_bits", "master", "kahan_comp", "kahan_compensation", "master_param", "shift")

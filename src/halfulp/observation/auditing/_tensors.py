@@ -1,22 +1,348 @@
-"""The tensors of two checkpoints side by side."""
+"""The tensors of two checkpoints side by side: how they differ, in counts and in ulps by size."""
 
 from __future__ import annotations
 
+import functools
 import math
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
+from ... import formats
 from ..._messages import listed
-from ...kernels import address, plain
+from ...formats import Format
+from ...kernels import (
+    CHUNK,
+    IndexMap,
+    address,
+    address_of,
+    chunks,
+    plain,
+    run_chunks,
+    run_on_tensors,
+    select,
+    select_engine,
+)
+from ...kernels import _operations as o
+from ...kernels._device_function import Recording, Table
+from ...kernels._tensor_writer import as_signed
+from ...kernels._trace import COPIES
+from ...kernels.vector._table_loop import compile_table
 from .._text import holds_numbers
 from ..checkpoints._files import Checkpoint, Stored, map_pages
 from ..checkpoints._names import COUNTERS
-from . import _differences as d
 from ._audit import Role, Side, Status, TensorAudit
-from ._differences import AT_ONCE, Differences, add_differences, make_empty_differences
+
+# What is counted; from A_NAN on first of A, then of B.
+SAME, FINITE, A_NAN, A_INFINITE, A_ZEROS, A_TOP, A_VARIES, B_NAN, B_INFINITE, B_ZEROS, B_TOP, B_VARIES = range(12)
+COUNTS = 12
+# Changes in ulps by binade, from 2^LOWEST on, and by the first FINE bits of their fraction.
+FINE, LOWEST, BINADES = 5, -192, 512
+SLOTS = BINADES << FINE
+# Sums of `codes_table`: elements of equal codes and such that are no finite numbers, then per tensor.
+EQUAL, SPECIAL, SIDES = 0, 1, (A_ZEROS, A_TOP, A_VARIES, B_ZEROS, B_TOP, B_VARIES)
+# Sums of `record_changes_table`, then the sum of changes in ulps and the largest.
+CHANGED = SAME, FINITE, A_NAN, A_INFINITE, B_NAN, B_INFINITE
+
+# By the dtype of memory: the first code that is no finite number, and that of infinity.
+NATIVE = {
+    torch.float8_e4m3fn: (0x7F, None),
+    torch.float8_e5m2: (0x7C, 0x7C),
+    torch.float16: (0x7C00, 0x7C00),
+    torch.bfloat16: (0x7F80, 0x7F80),
+    torch.float32: (0x7F800000, 0x7F800000),
+    torch.float64: (0x7FF << 52, 0x7FF << 52),
+}
+_LOAD: dict[int, Any] = {1: o.load8, 2: o.load16, 4: o.load32, 8: o.load64}
+
+
+@dataclass(frozen=True)
+class _Code:
+    """A code, its part without the sign, and whether it is no finite number, or infinite."""
+
+    code: Any
+    size: Any
+    special: Any
+    infinite: Any
+
+    @classmethod
+    def read(cls, element: Recording, which: int, dtype: torch.dtype) -> _Code:
+        """Return the code of an element of one of the tensors."""
+        code = _LOAD[dtype.itemsize](element.arrays[which], element.index)
+        size = (o.and64 if dtype.itemsize == 8 else o.bit_and)(code, (1 << (8 * dtype.itemsize - 1)) - 1)
+        first, infinity = NATIVE[dtype]
+        return cls(code, size, size >= first, size != size if infinity is None else size == infinity)
+
+
+@functools.cache
+def codes_table(a: torch.dtype, b: torch.dtype) -> Table:
+    """Return the kernel that counts equal and unequal elements of two tensors by their codes alone.
+
+    Columns: A and B. Constants: the codes of their first elements, and of their largest numbers.
+    """
+    element = Recording(2, 4, "w64")
+    count = functools.partial(element.trace.gather_sum, "count")
+    x, y = (_Code.read(element, which, dtype) for which, dtype in enumerate((a, b)))
+    count(x.code == y.code if a == b else x.code != x.code)
+    count(x.special | y.special)
+    for which, (one, dtype) in enumerate(((x, a), (y, b))):
+        words = element.constants[which::2]
+        first, top = words if dtype.itemsize == 8 else map(o.low_word, words)
+        for mask in (one.size == 0, one.size == top, one.code != first):
+            count(mask)
+    return Table(element.trace, 2, constants=4)
+
+
+@functools.cache
+def record_changes_table(a: torch.dtype, b: torch.dtype) -> Table:
+    """Return the kernel that measures changes in spacings of the coarser of two formats, at the element of A.
+
+    Columns: A, B, and int64 (SLOTS,), what changed by the size of its change. Constants: of each format the biased
+    exponent of its smallest normal number and the bits of its mantissa.
+    """
+    element = Recording(3, 4, "w64")
+    count = functools.partial(element.trace.gather_sum, "count")
+    x, y = (_Code.read(element, which, dtype) for which, dtype in enumerate((a, b)))
+    finite = ~(x.special | y.special)
+    u, v = (_value(element, dtype, one, finite) for one, dtype in ((x, a), (y, b)))
+    both_nan = x.special & ~x.infinite & y.special & ~y.infinite
+    plus = [one.code == one.size for one in (x, y)]
+    same_signs = (plus[0] & plus[1]) | ~(plus[0] | plus[1])
+    count((finite & (u == v)) | both_nan | (x.infinite & y.infinite & same_signs))
+    count(finite)
+    for one in (x, y):
+        count(one.special & ~one.infinite)
+        count(one.infinite)
+    field, fraction = _change(element, u, v, wide=8 in (a.itemsize, b.itemsize))
+    changed, zero = finite & (u != v), np.uint64(0)
+    # Fields are biased: that of a size in ulps by 1023 and 4096.
+    slot = _between(o.sub(field, 4096 + 1023 + LOWEST), BINADES - 1)
+    fine = o.low_word(o.shr64(fraction, 52 - FINE))
+    place = o.bit_or(o.shl(slot, FINE), fine)
+    o.deposit64(element.arrays[2], select(changed, place, np.uint32(0)), select(changed, np.uint64(1), zero), SLOTS)
+    exponent = o.add(_between(o.sub(field, 4096 + 1), 2045), 1)
+    ulps: Any = o.real64(select(changed, o.or64(fraction, o.shl64(o.widen(exponent), 52)), zero))
+    element.trace.gather_sum("sum", ulps)
+    element.trace.gather_sum("max", ulps)
+    return Table(element.trace, 3, constants=4)
+
+
+def _between(word: Any, most: int) -> Any:
+    """Return a signed word within [0, most]."""
+    above = select(word > most, np.uint32(most), word)
+    return select(word >= 1 << 31, np.uint32(0), above)
+
+
+def _value(element: Recording, dtype: torch.dtype, one: _Code, finite: Any) -> Any:
+    """Return a code's number as a float64; 0 where one of the two is not finite."""
+    if dtype == torch.float64:
+        return o.real64(select(finite, one.code, np.uint64(0)))
+    word, width = one.code, 8 * dtype.itemsize
+    if dtype == torch.bfloat16:
+        word = o.shl(word, 16)
+    elif width < 32:
+        form = formats.get(dtype)
+        mantissa, least = form.mantissa_bits, 1 << form.mantissa_bits
+        # Codes below the smallest normal number's are multiples of the smallest subnormal.
+        small = o.word(o.to_real(one.size) * np.float32(form.smallest_subnormal))
+        normal = o.add(o.shl(one.size, 23 - mantissa), 127 - form.bias << 23)
+        sign = o.shl(o.bit_and(one.code, 1 << (width - 1)), 32 - width)
+        word = o.bit_or(select(one.size < least, small, normal), sign)
+    real = o.real(select(finite, word, np.uint32(0)))
+    return element.trace.emit("to_float64", (real,), None, "f64")
+
+
+def _change(element: Recording, u: Any, v: Any, wide: bool) -> tuple[Any, Any]:
+    """Return the exponent field, biased by 1023 + 4096, and the fraction, of |v - u| in ulps."""
+    zero, halved = np.float64(0.0), np.uint32(0)
+    if wide:
+        beyond = abs(v - u) > np.float64(1.7976931348623157e308)
+        halved = select(beyond, np.uint32(1), halved)
+        half = select(beyond, np.float64(0.5), np.float64(1.0))
+        u, v = u * half, v * half
+    change = v - u
+    # What rounding the difference took away (Knuth's two-sum): the binade is that of the exact change.
+    back = change - v
+    rest = (v - (change - back)) - (u + back)
+    away = (rest != zero) & (((rest < zero) & (change > zero)) | ((rest > zero) & (change < zero)))
+    bits = o.sub64(o.word64(abs(change)), select(away, np.uint64(1), np.uint64(0)))
+    raised = np.uint32(0)
+    if wide:
+        small = bits < 1 << 52
+        raised = select(small, np.uint32(54), raised)
+        bits = select(small, o.word64(o.real64(bits) * np.float64(2.0**54)), bits)
+    binade = o.add(o.shr(o.high_word(o.word64(abs(u))), 20), halved)
+    spacings = []
+    for lowest, mantissa in zip(*[map(o.low_word, element.constants)] * 2):
+        spacings.append(o.sub(select(binade > lowest, binade, lowest), mantissa))
+    # Fields below 0 are compared as if 64 higher.
+    higher = [o.add(spacing, 64) for spacing in spacings]
+    spacing = select(higher[0] > higher[1], *spacings)
+    field = o.add(o.sub(o.add(o.shr(o.high_word(bits), 20), halved), raised), 4096)
+    return o.add(o.sub(field, spacing), 1023), o.and64(bits, (1 << 52) - 1)
+
+
+# Elements of the parts that are converted, or read, one after another.
+AT_ONCE = 1 << 21
+
+
+@dataclass(slots=True)
+class Differences:
+    """The differences of two floating-point tensors, summed over the parts that were compared.
+
+    Attributes:
+        counts: by the names of `_device_functions`.
+        table: changed elements by binade and first bits of the fraction of their change in ulps.
+        total, largest: sum and largest of the changes in ulps.
+        first: the first element of A and B.
+    """
+
+    counts: np.ndarray
+    table: np.ndarray
+    total: float = 0.0
+    largest: float = 0.0
+    first: tuple[float, float] | None = None
+
+    def histogram(self) -> dict[int, int]:
+        """Return the changed elements by floor(log2 |change in ulps|)."""
+        binades = self.table.reshape(BINADES, -1).sum(1)
+        return {int(k) + LOWEST: int(binades[k]) for k in np.flatnonzero(binades)}
+
+    def median(self) -> float:
+        """Return the lower median of |change in ulps| over finite elements, unchanged ones as 0; NaN without any."""
+        finite = int(self.counts[FINITE])
+        if not finite:
+            return math.nan
+        still = finite - int(self.table.sum())
+        rank = (finite - 1) // 2
+        if rank < still:
+            return 0.0
+        slot = int(np.searchsorted(np.cumsum(self.table), rank - still, side="right"))
+        return math.ldexp(1 + (slot % (1 << FINE)) / (1 << FINE), (slot >> FINE) + LOWEST)
+
+    def mean(self) -> float:
+        """Return the mean of |change in ulps| over finite elements; NaN without any."""
+        finite = int(self.counts[FINITE])
+        return self.total / finite if finite else math.nan
+
+
+def make_empty_differences() -> Differences:
+    """Return the differences before the first part: none."""
+    return Differences(np.zeros(COUNTS, np.int64), np.zeros(SLOTS, np.int64))
+
+
+def add_differences(found: Differences, a: Tensor, b: Tensor) -> None:
+    """Compare a part of A with the same part of B, both of one shape and floating-point.
+
+    A change is measured in the spacing, at the element of A, of that dtype of the two which is coarser there.
+    """
+    if not a.numel():
+        return
+    forms = formats.get(a.dtype), formats.get(b.dtype)
+    a, b = (plain(x.detach()).reshape(-1) for x in (a, b))
+    first = float(a[0].double()), float(b[0].double())
+    if found.first is None:
+        found.first = first
+    # NaN is no number that a tensor can be constant at.
+    for which, before, now in ((A_VARIES, found.first[0], first[0]), (B_VARIES, found.first[1], first[1])):
+        found.counts[which] |= int(before != now)
+    count = _count_by_kernel if select_engine("cpu") == "llvm" else _count_tensors
+    for parts in zip(a.split(AT_ONCE), b.split(AT_ONCE), strict=True):
+        count(found, [_native(part) for part in parts], forms)
+
+
+def _native(x: Tensor) -> Tensor:
+    """Return the elements in a row, in a dtype that has them all and whose codes are read."""
+    wide = x if x.dtype in NATIVE else x.to(torch.float32)
+    return wide.contiguous().cpu()
+
+
+def _constants(found: Differences, parts: list[Tensor], forms: tuple[Format, Format]) -> tuple[list[int], list[int]]:
+    """Return the constants of the kernels of codes and of changes, as words."""
+    assert found.first is not None
+    firsts, tops = (
+        [_word(x.dtype, value) for x, value in zip(parts, pair)] for pair in (found.first, [form.max for form in forms])
+    )
+    return [*firsts, *tops], [word for form in forms for word in (form.emin + 1023, form.mantissa_bits)]
+
+
+@functools.cache
+def _word(dtype: torch.dtype, value: float) -> int:
+    """Return a number's code, as a word."""
+    code = torch.tensor(value, dtype=torch.float64, device="cpu").to(dtype)
+    return int(code.view(getattr(torch, f"int{8 * dtype.itemsize}"))) & ((1 << 8 * dtype.itemsize) - 1)
+
+
+def _count_by_kernel(found: Differences, parts: list[Tensor], forms: tuple[Format, Format]) -> None:
+    kinds, of_codes, of_changes = [x.dtype for x in parts], *_constants(found, parts, forms)
+    cut = chunks(IndexMap.whole((parts[0].numel(),)), 0)
+    counted = _run(codes_table(*kinds), cut, parts, of_codes)
+    whole = (counted[:, EQUAL] == cut[:, 2]) & (counted[:, SPECIAL] == 0) & (kinds[0] == kinds[1])
+    _add_codes(found, counted[:, 2:].sum(0))
+    found.counts[[SAME, FINITE]] += int(cut[whole, 2].sum())
+    if (rest := cut[~whole]).size:
+        table = np.zeros((torch.get_num_threads(), COPIES, SLOTS), np.int64)
+        changed = _run(record_changes_table(*kinds), rest, parts, of_changes, table)
+        _add_changes(found, table.sum((0, 1)), changed[:, :-1].sum(0), float(changed[:, -1].max()))
+
+
+def _run(table: Table, cut: np.ndarray, parts: list[Tensor], constants: list[int], *counters: np.ndarray) -> np.ndarray:
+    """Run a device function on chunks, those of each thread with counters of its own; return the chunks' sums."""
+    groups = len(counters[0]) if counters else len(cut)
+    edges = np.linspace(0, len(cut), groups + 1).astype(np.int64)
+    lengths, cut = np.diff(edges), cut.copy()
+    cut[:, 0] = np.repeat(np.arange(groups), lengths)
+    pointers = np.empty((groups, table.columns), np.int64)
+    pointers[:, :2] = [address(x) for x in parts]
+    for own in counters:
+        pointers[:, 2] = [address_of(one) for one in own]
+    words, sums = np.array([constants], np.uint64), np.empty((len(cut), table.sums))
+    kernel = _kernel(table)
+    given = cut, pointers, np.zeros(groups, np.int64), words, np.zeros(0, np.int64), sums
+    run_chunks(
+        lambda first, last, *places: kernel(int(edges[first]), int(edges[last]), *places),
+        lengths * CHUNK,
+        *map(address_of, given),
+        0,
+    )
+    return sums
+
+
+@functools.cache
+def _kernel(table: Table) -> Callable[..., None]:
+    return compile_table("compare", table)
+
+
+def _count_tensors(found: Differences, parts: list[Tensor], forms: tuple[Format, Format]) -> None:
+    kinds, of_codes, of_changes = [x.dtype for x in parts], *_constants(found, parts, forms)
+    table = torch.zeros(1, SLOTS, dtype=torch.int64, device="cpu")
+    sums = []
+    for one, words in ((codes_table(*kinds), of_codes), (record_changes_table(*kinds), of_changes)):
+        inputs = {("constant", k): as_signed(word, 64) for k, word in enumerate(words)}
+        sums.append(np.array(run_on_tensors(one.trace, [*parts, table], inputs)[1]))
+    _add_codes(found, sums[0][2:])
+    _add_changes(found, table[0].numpy(), sums[1][:-1], sums[1][-1])
+
+
+def _add_codes(found: Differences, counted: np.ndarray) -> None:
+    for which, count in zip(SIDES, counted):
+        found.counts[which] = (
+            found.counts[which] or count > 0 if which in (A_VARIES, B_VARIES) else found.counts[which] + count
+        )
+
+
+def _add_changes(found: Differences, table: np.ndarray, sums: np.ndarray, largest: float) -> None:
+    *counted, total = sums.tolist()
+    found.counts[list(CHANGED)] += np.array(counted, np.int64)
+    found.table += table
+    found.total += total
+    found.largest = max(found.largest, largest)
+
 
 _COMPANION = re.compile(r"\.(component_[1-3]|component_scale|payload_scale)$")
 _StoredPair = tuple[Stored, Stored]
@@ -131,10 +457,10 @@ def _compare(
         a, b = pair
     numbers = all(holds_numbers(one.dtype) for one in (a, b))
     found = measure_differences(a, b) if numbers else make_empty_differences()
-    unchanged = int(found.counts[d.SAME]) if numbers else count_same_elements(a, b)
+    unchanged = int(found.counts[SAME]) if numbers else count_same_elements(a, b)
     moved = None if not beside[0] and not beside[1] else _has_moved(*beside)
-    before = _side(pair[0].dtype, a, found, d.A_NAN, 0, _storage(beside[0]), numbers)
-    after = _side(pair[1].dtype, b, found, d.B_NAN, 1, _storage(beside[1]), numbers)
+    before = _side(pair[0].dtype, a, found, A_NAN, 0, _storage(beside[0]), numbers)
+    after = _side(pair[1].dtype, b, found, B_NAN, 1, _storage(beside[1]), numbers)
     mean = found.mean()
     return TensorAudit(
         name,
@@ -147,7 +473,7 @@ def _compare(
         found.histogram(),
         mean,
         found.median(),
-        found.largest if found.counts[d.FINITE] else math.nan,
+        found.largest if found.counts[FINITE] else math.nan,
         moved,
         _status(before, after, unchanged == a.numel and not moved, mean < share and not moved),
     )

@@ -19,9 +19,19 @@ from .._finding import Finding, listing, plain_causes
 from .._text import bytes_in_words, dtype_name
 from ..findings import findings_of
 from ..page import write_page
-from ._inputs import Inputs, Trained, from_optimizer, from_rate, named_tensors, read_checkpoint, states_by_name
+from ._inputs import (
+    Inputs,
+    Schedule,
+    Trained,
+    compute_learning_rates,
+    from_optimizer,
+    from_rate,
+    name_schedule,
+    named_tensors,
+    read_checkpoint,
+    states_by_name,
+)
 from ._layers import ForecastData, LayerForecast, choose_sample, compute_costs, forecast_layer
-from ._schedule import Schedule, compute_learning_rates, name_schedule
 
 # Elements times leaps over all layers that are followed in some seconds.
 _BUDGET = 2.4e7

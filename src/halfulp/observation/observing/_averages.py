@@ -16,7 +16,7 @@ from ..._messages import a_kind
 from ...kernels import in_float64
 from ...optim import EMA
 from ...optim._ema import decay_at
-from ...optim._float32_weights import read_weights
+from ...optim._float32 import read_weights
 from .._record import AverageRecord
 from ..sampling._sampler import read_numbers, take_sample
 from ._notebook import Notebook

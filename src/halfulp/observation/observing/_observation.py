@@ -34,9 +34,8 @@ from ..sampling._sampler import AnyFormat, make_place_key, prepare_kernels, read
 from ._averages import WeightAverages
 from ._expectations import Asked, Expectations, Formats, Quantized, check_expectations
 from ._hooks import GradientHooks, ModuleHooks
-from ._notebook import Notebook, watch, watching
+from ._notebook import Notebook, Sinks, watch, watching
 from ._ranks import Ranks
-from ._sinks import Sinks
 from ._updates import Updates
 
 # Losses of sampled steps that tell how far neighbouring ones are apart.

@@ -16,8 +16,8 @@ from ...optim._inner_optimizer import inner_optimizer
 from ...sinks import Sink
 from ..sampling._sampler import DEFAULT_FORMATS, AnyFormat
 from ._expectations import Asked, Formats, ResumedRun, read_contract
+from ._notebook import checked_sinks
 from ._observation import Observation
-from ._sinks import checked_sinks
 
 Optimizers = torch.optim.Optimizer | Iterable[torch.optim.Optimizer]
 

@@ -1,15 +1,323 @@
-"""write_page: what an instrument found as one HTML file."""
+"""The pages of an audit and of a forecast, and write_page: what an instrument found as one HTML file."""
 
 from __future__ import annotations
 
+import itertools
+import math
 import os
-from collections.abc import Mapping
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal
 
-from ...pages import write_whole
-from ._audit import audit_html
-from ._forecast import forecast_html
+from ...pages import Cell, Table, count, make_table, number, share, write_whole
+from .._finding import counted, headline
+from .._text import KEPT, LOST, bytes_in_words, plural
+from ._findings import (
+    TONES,
+    UNSEEN,
+    cause_cards,
+    count_cell,
+    dtype_word,
+    lost_cell,
+    number_cell,
+    render_page,
+    shape_words,
+    share_cell,
+)
 from ._observation import observation_html
+
+Plain = Mapping[str, Any]
+Columns = list[tuple[str, str, Callable[[Plain], Cell]]]
+_STATUS = {"nonfinite": "bad", "dtype-changed": "open", "unchanged": "bad", "barely-moved": "open", "constant": "open"}
+# Shares from this power of ten to 30% are told apart by how deep their colour is.
+_FAINTEST = -4
+
+
+def audit_html(data: Plain) -> str:
+    """Return the page of an audit as text; it refers to nothing outside itself.
+
+    Args:
+        data: what `Audit.to_dict` gives, also when read back from JSON.
+
+    Raises:
+        ValueError: jinja2 is missing.
+    """
+    cards, tensors = cause_cards(data), data["tensors"]
+    shares = _change_shares(data["groups"], {one["name"]: one for one in tensors})
+    return render_page(
+        "audit.html.j2",
+        cards,
+        {"shares": shares} if shares else {},
+        headline=headline(cards, plural(len(tensors), "tensor")),
+        lead=_audit_lead(cards, data),
+        groups=_groups(data["groups"]),
+        states=_states(data["states"]),
+        tensors=_tensors(tensors),
+        share_words=f"Hardly moved: less than {data['share']:g} ulp on average.",
+        contract=_contract(data["contract"]),
+        unseen=data["unseen"],
+    )
+
+
+def _audit_lead(cards: Sequence[Plain], data: Plain) -> str:
+    still = Counter(one["status"] for one in data["tensors"])
+    said = [counted(cards, f"in {plural(len(data['tensors']), 'tensor')}")] if cards else []
+    said += [plural(data["steps"], "optimizer step") + " from A to B"] if data["steps"] is not None else []
+    said.append(f"{still['changed']} of {plural(len(data['tensors']), 'tensor')} moved")
+    said += [f"{still['unchanged']} did not move at all"] if still["unchanged"] else []
+    return " · ".join(said)
+
+
+def _groups(groups: Sequence[Plain]) -> Table:
+    columns: Columns = [
+        ("tensors", "", lambda one: Cell(one["pattern"], title=", ".join(one["names"][:40]))),
+        ("verdict", "", lambda one: Cell(one["verdict"], tone=TONES.get(one["severity"], ""))),
+        ("dtype", "", lambda one: Cell(_both(one["dtypes"].split(" -> ")))),
+        ("how many", "number", lambda one: count_cell(len(one["names"]))),
+        ("elements", "number minor", lambda one: count_cell(one["numel"])),
+        ("unchanged", "number", lambda one: share_cell(one["share_unchanged"], bar=True)),
+    ]
+    return make_table("groups", "Layer by layer", groups, columns, "filter, as norm")
+
+
+def _tensors(tensors: Sequence[Plain]) -> Table:
+    columns: Columns = [
+        ("tensor", "", lambda one: Cell(one["name"])),
+        ("status", "", lambda one: Cell(one["status"].replace("-", " "), tone=_STATUS.get(one["status"], ""))),
+        ("dtype", "", lambda one: Cell(_both(one["dtypes"]))),
+        ("elements", "number minor", lambda one: count_cell(math.prod(one["shape"]), shape_words(one["shape"]))),
+        ("unchanged", "number", lambda one: share_cell(one["share_unchanged"])),
+        ("median, ulps", "number", lambda one: number_cell(one["median_change_ulps"])),
+        ("mean, ulps", "number minor", lambda one: number_cell(one["mean_change_ulps"])),
+        ("largest, ulps", "number", lambda one: number_cell(one["largest_change_ulps"])),
+        ("NaN or inf", "number minor", lambda one: count_cell(one["nan"][1] + one["infinite"][1])),
+    ]
+    return make_table("tensors", "All tensors", tensors, columns, "filter, as unchanged bf16")
+
+
+def _states(states: Sequence[Plain]) -> Table:
+    def kinds(one: Plain) -> Cell:
+        found = dict.fromkeys(_both(pair) for pair in one["dtypes"].values())
+        return Cell(", ".join(found), title="; ".join(one["dtypes"])) if found else UNSEEN
+
+    def kept(one: Plain) -> Cell:
+        update = one["update"]
+        return UNSEEN if update is None else Cell(f"{100 * update['realised']:.3g}%", sort=update["realised"])
+
+    columns: Columns = [
+        ("parameter", "", lambda one: Cell(one["name"])),
+        ("lr", "number", lambda one: number_cell(one["options"].get("lr"))),
+        ("weight update", "minor", lambda one: Cell(one["weight_update"] or "–", sort=one["weight_update"] or "")),
+        ("states", "", kinds),
+        (LOST, "number", lambda one: _lost(one["update"], bar=True)),
+        (KEPT, "number", kept),
+        ("decay lost", "number", lambda one: _lost(one["decay"])),
+        ("would keep it", "minor", lambda one: UNSEEN if one["update"] is None else _remedy(one["update"])),
+    ]
+    return make_table("states", "What the optimizer's state says", states, columns)
+
+
+def _lost(lost: Plain | None, bar: bool = False) -> Cell:
+    return UNSEEN if lost is None or not lost["wanted"] else lost_cell(lost["lost"], bar)
+
+
+def _remedy(update: Plain) -> Cell:
+    """Return the weight updates that lose less than a hundredth (or a tenth) of what rounding to nearest loses."""
+    limit = max(0.01, update["lost"] / 10)
+    return Cell(", ".join(name for name, part in update["lost_by"].items() if part <= limit) or "–")
+
+
+def _contract(differences: Sequence[Plain]) -> Table:
+    columns: Columns = [
+        ("name", "", lambda one: Cell(one["name"])),
+        ("difference", "", lambda one: Cell(one["difference"])),
+    ]
+    return make_table("contract", "Precision contracts that differ", differences, columns)
+
+
+def _change_shares(groups: Sequence[Plain], tensors: Mapping[str, Plain]) -> dict[str, Any] | None:
+    """Return one row per group: its changes by power of two of an ulp, unchanged elements in their own column."""
+    rows, bins = [], set()
+    for one in groups:
+        found: Counter[int] = Counter()
+        for name in one["names"]:
+            found.update({int(bin): many for bin, many in tensors[name]["histogram"].items()})
+        if one["numel"]:
+            rows.append((one, found))
+            bins |= set(found)
+    if not rows:
+        return None
+    low, high = min(bins, default=0), max(bins, default=0) + 1
+    stayed = low - 3
+    step = max(1, (high - low) // 12)
+    median = [one["median_change_ulps"] for one, _ in rows]
+    return {
+        "rows": [
+            {
+                "name": one["pattern"],
+                "cells": [
+                    *_unchanged_cell(one["share_unchanged"], stayed),
+                    *([at, at + 1, _depth(many / one["numel"]), "kept"] for at, many in sorted(found.items())),
+                ],
+                "texts": [share(one["share_unchanged"]), _range(ulps)],
+                "bad": one["share_unchanged"] == 1,
+            }
+            for (one, found), ulps in zip(rows, median)
+        ],
+        "low": stayed - 0.5,
+        "high": high + 0.5,
+        "ticks": [[stayed + 1, "stayed"], *([at, _power(at)] for at in range(low, high + 1) if at % step == 0)],
+        "columns": ["unchanged", "median, ulps"],
+        "title": "change, in ulps",
+        "words": "Changes of the elements in ulps, by group of tensors; the table above has the shares that stayed.",
+        "file": "changes.svg",
+    }
+
+
+def _depth(part: float) -> float:
+    return round(0.14 + 0.86 * min(1.0, max(0.0, (math.log10(part) - _FAINTEST) / 3.5)), 3) if part else 0.0
+
+
+def _unchanged_cell(part: float, at: int) -> list[list[Any]]:
+    """Return the cell of the elements that stayed, if any, the darker the more."""
+    return [[at, at + 2, round(0.14 + 0.86 * part, 3), "lost"]] if part else []
+
+
+def _power(exponent: int) -> str:
+    return str(2**exponent) if 0 <= exponent <= 10 else f"1/{2**-exponent}" if -6 <= exponent < 0 else f"2^{exponent}"
+
+
+def _range(ends: Sequence[Any]) -> str:
+    low, high = number(ends[0]), number(ends[1])
+    return low if low == high else f"{low} to {high}"
+
+
+def _both(dtypes: Sequence[str | None]) -> str:
+    return " → ".join(dict.fromkeys(map(dtype_word, dtypes)))
+
+
+def forecast_html(data: Plain) -> str:
+    """Return the page of a forecast as text; it refers to nothing outside itself.
+
+    Args:
+        data: what `Forecast.to_dict` gives, also when read back from JSON.
+
+    Raises:
+        ValueError: jinja2 is missing.
+    """
+    cards, shares = cause_cards(data, forecast=True), _loss_shares(data)
+    return render_page(
+        "forecast.html.j2",
+        cards,
+        {"shares": shares} if shares else {},
+        headline=headline(cards, _extent(data)),
+        lead=_forecast_lead(cards, data),
+        layers=_layers(data["layers"]),
+        layers_words="Share of updates lost: those that change nothing, each step weighed by its learning rate.",
+        costs=_costs(data["costs"]),
+        unseen=data["notes"],
+    )
+
+
+def _extent(data: Plain) -> str:
+    return plural(data["steps"] - data["start"], "step") + " to come"
+
+
+def _forecast_lead(cards: Sequence[Plain], data: Plain) -> str:
+    layers = data["layers"]
+    frozen = sum(one["freeze_step"] is not None for one in layers)
+    said = [counted(cards, f"in {_extent(data)}")] if cards else []
+    said += [f"{data['rule']}, {data['schedule']} schedule of {plural(data['steps'], 'step')}"]
+    said += [f"from step {count(data['start'])}"] if data["start"] else []
+    said.append(f"{frozen} of {plural(len(layers), 'layer')} will freeze")
+    return " · ".join(said)
+
+
+def _layers(layers: Sequence[Plain]) -> Table:
+    columns: Columns = [
+        ("layer", "", lambda one: Cell(one["name"])),
+        ("stored in", "", lambda one: Cell(dtype_word(one["dtype"]))),
+        ("weight update", "minor", lambda one: Cell(one["weight_update"])),
+        ("elements", "number minor", lambda one: count_cell(one["elements"])),
+        ("freezes at step", "number", _freeze),
+        ("at lr", "number", lambda one: number_cell(one["freeze_lr"])),
+        (LOST, "number", lambda one: lost_cell(one["lost_share"], bar=True)),
+        ("decay lost", "number", lambda one: share_cell(one["decay_lost"])),
+        ("noise = drift after", "number minor", lambda one: _steps(one["noise_steps"])),
+        ("update size from", "minor", lambda one: Cell(one["updates"] or "not known", sort=one["updates"] or "")),
+    ]
+    first = sorted(layers, key=lambda one: float("inf") if one["freeze_step"] is None else one["freeze_step"])
+    return make_table("layers", "Layers", first, columns, "filter, as norm bf16")
+
+
+def _costs(costs: Sequence[Plain]) -> Table:
+    tones = {"yes": "good", "no": "bad", "on average": "open"}
+    columns: Columns = [
+        ("weight update", "", lambda one: Cell(one["weight_update"])),
+        ("bytes / parameter", "number", lambda one: number_cell(one["bytes_per_parameter"])),
+        ("in all", "number", lambda one: Cell(bytes_in_words(one["total"]), sort=one["total"])),
+        ("keeps the smallest", "", lambda one: Cell(one["keeps"], tone=tones.get(one["keeps"], ""))),
+    ]
+    return make_table("costs", "What a remedy costs", costs, columns)
+
+
+def _loss_shares(data: Plain) -> dict[str, Any] | None:
+    """Return one row per layer: the share of updates lost by step, and the step at which it freezes."""
+    layers = [one for one in data["layers"] if one["lost"]]
+    if not layers:
+        return None
+    low, high = data["start"], max(data["steps"], data["start"] + 1)
+    layers.sort(key=lambda one: float("inf") if one["freeze_step"] is None else one["freeze_step"])
+    curve = data.get("learning_rates")
+    return {
+        "rows": [_row(one, low, high) for one in layers],
+        "low": low,
+        "high": high,
+        "ticks": [[at, count(at)] for at in _ticks(low, high)],
+        "columns": ["freezes at", "updates lost"],
+        "title": "updates lost, by step",
+        "words": "Share of updates lost by layer and step, and where each freezes; the table below has the steps.",
+        "file": "forecast.svg",
+        **({"curve": {"title": "learning rate", "points": curve}} if curve else {}),
+    }
+
+
+def _row(one: Plain, low: int, high: int) -> dict[str, Any]:
+    lost = one["lost"]
+    edges = [low, *((a[0] + b[0]) / 2 for a, b in itertools.pairwise(lost)), high]
+    cells = [[edges[at], edges[at + 1], round(part, 3), "lost"] for at, (_, part) in enumerate(lost) if part > 0.001]
+    frozen = one["freeze_step"]
+    return {
+        "name": one["name"],
+        "cells": cells,
+        "texts": ["never" if frozen is None else count(frozen), share(one["lost_share"])],
+        "bad": frozen is not None,
+        **({} if frozen is None else {"mark": frozen}),
+    }
+
+
+def _ticks(low: int, high: int) -> list[int]:
+    """Round steps, about six of them."""
+    rough = max(1, (high - low) // 6)
+    base = 10 ** (len(str(rough)) - 1)
+    gap = next(many * base for many in (1, 2, 5, 10) if many * base >= rough)
+    return list(range(-(-low // gap) * gap, high + 1, gap))
+
+
+def _freeze(one: Plain) -> Cell:
+    if one["freeze_step"] is None:
+        return Cell("never", sort="")
+    between = one["freeze_range"]
+    said = ""
+    if between is not None:
+        first, last = ("beyond the schedule" if end is None else count(end) for end in between)
+        said = f"between {first} and {last}, 9 times in 10"
+    return Cell(count(one["freeze_step"]), sort=one["freeze_step"], title=said)
+
+
+def _steps(value: Any) -> Cell:
+    return Cell(f"{value:,.0f} steps", sort=value) if isinstance(value, int | float) else UNSEEN
+
 
 Instrument = Literal["observe", "audit", "forecast"]
 

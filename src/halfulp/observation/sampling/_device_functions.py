@@ -8,14 +8,13 @@ from typing import Any
 import numpy as np
 import torch
 
+from ...kernels import _operations as o
 from ...kernels import select
-from ...kernels._device_function import Recording, bound
-from ...kernels._table import Table
+from ...kernels._device_function import Recording, Table, bound
 from ...kernels._trace import block_largest
-from ...kernels.scalar import _operations as o
+from ...rounding import _blocks as b
+from ...rounding._blocks import Kind, bound_names
 from ...rounding._target import COUNT, INFINITY, MAGNITUDE
-from ...rounding.blocks import _device_functions as b
-from ...rounding.blocks._table import Kind, bound_names
 
 # The words of infinity in memory, and bits of the fraction.
 INFINITE_WORDS = {torch.float32: 0x7F800000, torch.bfloat16: 0x7F80, torch.float16: 0x7C00}

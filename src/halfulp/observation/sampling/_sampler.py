@@ -32,17 +32,24 @@ from ...kernels import (
     select_engine,
     undisturbed,
 )
-from ...kernels._subnormals import flushes
-from ...kernels._table import CHUNK, Table
+from ...kernels._device_function import CHUNK, Table
+from ...kernels._threads import flushes
 from ...kernels._trace import COPIES
 from ...kernels.vector._machine_function import Kernel
 from ...kernels.vector._table_loop import compile_table
 from ...mctensor import MCTensor
 from ...optim.parameters._local_tensors import local
 from ...rounding import Nearest, mix64, mix64_all, quantize
+from ...rounding._blocks import (
+    BlockTarget,
+    Kind,
+    largest_table,
+    layout_of,
+    make_block_target,
+    scales_of_blocks,
+    words_of,
+)
 from ...rounding._target import WORD32
-from ...rounding.blocks._quantize import scales_of_blocks
-from ...rounding.blocks._table import BlockTarget, Kind, largest_table, layout_of, make_block_target, words_of
 from ...scaled import ScaledTensor
 from .._record import FormatCounts, TensorRecord
 from . import _device_functions as d

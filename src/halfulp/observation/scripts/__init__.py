@@ -1,13 +1,13 @@
 """A user's training script, run unmodified: its model and optimizers are found while it runs."""
 
+from ._find import BackwardLosses as BackwardLosses
 from ._find import Found as Found
+from ._find import Training as Training
 from ._find import find as find
 from ._find import model_of as model_of
 from ._run import TERMINATED as TERMINATED
 from ._run import Ending as Ending
 from ._run import Termination as Termination
 from ._run import run_script as run_script
-from ._training import BackwardLosses as BackwardLosses
-from ._training import Training as Training
 from ._watch import Report as Report
 from ._watch import Watch as Watch

@@ -25,9 +25,8 @@ from ...sinks import Row, RowFile
 from .._finding import Finding, plain_causes
 from ..findings._kind import rank_with_causes
 from ..page import write_page
-from ._find import Found, find
+from ._find import BackwardLosses, Found, Training, find
 from ._run import Children
-from ._training import BackwardLosses, Training
 
 # What a compiled module says of a hook on all modules, which is gone before the compiled code runs.
 _OF_GLOBAL_HOOKS = r"Using `torch\.compile\(module\)` when there are global hooks"

@@ -22,7 +22,7 @@ from ...subclass.models._parameter_holders import (
     sharded_modules,
 )
 from .._group_options import check_ranks
-from ..stores._storage import STORES
+from .._storage import STORES
 from ..weight_updates._weight_update import weight_update
 from ._local_tensors import is_dtensor, local, memory
 from ._narrowing import is_kept, is_written, take_float32

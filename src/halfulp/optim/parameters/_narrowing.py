@@ -9,7 +9,7 @@ from torch import Tensor
 
 from ...kernels import row_checksums
 from ...subclass.models._parameter_holders import replace_data
-from ..stores._storage import STORES
+from .._storage import STORES
 from ..weight_updates._split import Split16
 from ._local_tensors import local
 

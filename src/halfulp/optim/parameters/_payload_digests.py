@@ -20,9 +20,8 @@ import numpy as np
 import torch
 
 from ...kernels import IndexMap, Trace, address, chunks, plain, run_chunks, select_engine
-from ...kernels._device_function import record_words
-from ...kernels._table import Digest, Table
-from ...kernels.scalar._operations import add64, and64, shr64, xor64
+from ...kernels._device_function import Digest, Table, record_words
+from ...kernels._operations import add64, and64, shr64, xor64
 from ...kernels.vector._machine_function import address_of
 from ...kernels.vector._table_loop import compile_table
 

@@ -12,11 +12,11 @@ import torch
 
 from ...mctensor import MCTensor
 from ...scaled import ScaledTensor
+from .._storage import PAYLOADS, STORES, Store, format_store
 from ..rules._update_rule import UpdateRule
 from ..states._codec import Scaled
 from ..states._int8_blocks import Int8Blocks
 from ..states._state import PAIR, Codec, refuse_coarse, resolve_codecs
-from ..stores._storage import PAYLOADS, STORES, Store, format_store
 from ..weight_updates._components import update_of_components
 from ..weight_updates._weight_update import REGISTRY, WeightUpdate, weight_update
 from ._local_tensors import index_map_of, local, memory

@@ -1,16 +1,18 @@
-"""Adam (Kingma and Ba, arXiv 1412.6980) and AdamW (Loshchilov and Hutter, arXiv 1711.05101) as update rules."""
+"""Adam and AdamW (arXiv 1412.6980, 1711.05101), NAdam (Dozat 2016) and RAdam (arXiv 1908.03265) as update rules."""
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Mapping
+from typing import Any
 
 from ...kernels import divide, maximum, sqrt
 from ._update_rule import StateSlot, UpdateRule, beta, decay_of
 
 MOMENTS = (StateSlot("exp_avg", 1, retention=beta(0)), StateSlot("exp_avg_sq", 2, retention=beta(1)))
 _MAXIMUM = (*MOMENTS, StateSlot("max_exp_avg_sq", 2, maximum_of="exp_avg_sq"))
-_CONSTANTS = ("sign", "decay", "keep_v", "take_m", "take_v", "unbias", "eps", "step", "feedback_gain")
+_ADAM_CONSTANTS = ("sign", "decay", "keep_v", "take_m", "take_v", "unbias", "eps", "step", "feedback_gain")
 
 
 def adamw(w, g, m, v, sign, decay, keep_v, take_m, take_v, unbias, eps, step, feedback_gain):
@@ -53,7 +55,7 @@ def adam_error_feedback(lost, m, v, sign, decay, keep_v, take_m, take_v, unbias,
     return m - feedback_gain * (lost * (sqrt(v) * unbias + eps))
 
 
-def _step_constants(group: Mapping, step: int, decoupled: bool = False) -> tuple[float, ...]:
+def _adam_constants(group: Mapping, step: int, decoupled: bool = False) -> tuple[float, ...]:
     lr, (beta1, beta2) = float(group["lr"]), (float(b) for b in group["betas"])
     size = lr / (1 - beta1**step)
     feedback_gain = (1 - beta1) / (beta1 * size) if size > 0 and beta1 > 0 else 0.0
@@ -72,14 +74,124 @@ def _step_constants(group: Mapping, step: int, decoupled: bool = False) -> tuple
 
 
 def _decoupled_constants(group: Mapping, step: int) -> tuple[float, ...]:
-    return _step_constants(group, step, decoupled=True)
+    return _adam_constants(group, step, decoupled=True)
 
 
-ADAM = UpdateRule("adam", adam, MOMENTS, _CONSTANTS, _step_constants, ("decay", "eps"), adam_error_feedback, betas=2)
-ADAMW = UpdateRule("adamw", adamw, MOMENTS, _CONSTANTS, _decoupled_constants, ("eps",), adam_error_feedback, betas=2)
+ADAM = UpdateRule(
+    "adam", adam, MOMENTS, _ADAM_CONSTANTS, _adam_constants, ("decay", "eps"), adam_error_feedback, betas=2
+)
+ADAMW = UpdateRule(
+    "adamw", adamw, MOMENTS, _ADAM_CONSTANTS, _decoupled_constants, ("eps",), adam_error_feedback, betas=2
+)
 ADAM_AMSGRAD = UpdateRule(
-    "adam_amsgrad", adam_amsgrad, _MAXIMUM, _CONSTANTS, _step_constants, ("decay", "eps"), betas=2
+    "adam_amsgrad", adam_amsgrad, _MAXIMUM, _ADAM_CONSTANTS, _adam_constants, ("decay", "eps"), betas=2
 )
 ADAMW_AMSGRAD = UpdateRule(
-    "adamw_amsgrad", adamw_amsgrad, _MAXIMUM, _CONSTANTS, _decoupled_constants, ("eps",), betas=2
+    "adamw_amsgrad", adamw_amsgrad, _MAXIMUM, _ADAM_CONSTANTS, _decoupled_constants, ("eps",), betas=2
 )
+
+
+_NADAM_CONSTANTS = ("sign", "decay", "keep_v", "take_m", "take_v", "unbias", "eps", "size_g", "size_m")
+_NEGLIGIBLE = 2.0**-60  # beside 1
+
+
+def nadam(w, g, m, v, sign, decay, keep_v, take_m, take_v, unbias, eps, size_g, size_m):
+    """u = -lr ((1-mu_t)/(1-mu_1..mu_t) g + mu_(t+1)/(1-mu_1..mu_(t+1)) m) / (sqrt(v)/sqrt(1-b2^t) + eps)."""
+    g = sign * g + decay * w
+    m = m + take_m * (g - m)
+    v = keep_v * v + take_v * g * g
+    return -divide(size_g * g + size_m * m, sqrt(v) * unbias + eps), m, v
+
+
+def nadamw(w, g, m, v, sign, decay, keep_v, take_m, take_v, unbias, eps, size_g, size_m):
+    """Compute `nadam`'s update with the decay taken from the weight."""
+    g = sign * g
+    m = m + take_m * (g - m)
+    v = keep_v * v + take_v * g * g
+    return -(decay * w) - divide(size_g * g + size_m * m, sqrt(v) * unbias + eps), m, v
+
+
+def momentum_at(beta: float, momentum_decay: float, step: int) -> float:
+    """mu_t = b1 (1 - .96^(t momentum_decay) / 2)."""
+    return beta * (1 - 0.5 * 0.96 ** (step * momentum_decay))
+
+
+@functools.lru_cache(64)
+def _products(beta: float, momentum_decay: float) -> list[float]:
+    return [1.0]
+
+
+def momentum_product(beta: float, momentum_decay: float, step: int) -> float:
+    """mu_1 mu_2 ... mu_t, as under these options from the first step on; 0 once it is nothing beside 1."""
+    known = _products(beta, momentum_decay)
+    while len(known) <= step and known[-1] > _NEGLIGIBLE:
+        known.append(known[-1] * momentum_at(beta, momentum_decay, len(known)))
+    return known[step] if step < len(known) else 0.0
+
+
+def _nadam_constants(group: Mapping, step: int, decoupled: bool = False) -> tuple[float, ...]:
+    lr, (beta1, beta2), slows = float(group["lr"]), map(float, group["betas"]), float(group["momentum_decay"])
+    size_g = lr * (1 - momentum_at(beta1, slows, step)) / (1 - momentum_product(beta1, slows, step))
+    size_m = lr * momentum_at(beta1, slows, step + 1) / (1 - momentum_product(beta1, slows, step + 1))
+    kept = beta2, 1 - beta1, 1 - beta2, 1 / math.sqrt(1 - beta2**step)
+    return (-1.0 if group["maximize"] else 1.0, decay_of(group, decoupled), *kept, float(group["eps"]), size_g, size_m)
+
+
+def _nadam_decoupled_constants(group: Mapping, step: int) -> tuple[float, ...]:
+    return _nadam_constants(group, step, decoupled=True)
+
+
+_OF_TORCH: dict[str, Any] = {"betas": 2, "follows_from_step": ("mu_product",)}
+NADAM = UpdateRule("nadam", nadam, MOMENTS, _NADAM_CONSTANTS, _nadam_constants, ("decay", "eps"), **_OF_TORCH)
+NADAMW = UpdateRule("nadamw", nadamw, MOMENTS, _NADAM_CONSTANTS, _nadam_decoupled_constants, ("eps",), **_OF_TORCH)
+
+
+_RADAM_CONSTANTS = ("sign", "decay", "keep_v", "take_m", "take_v", "eps", "plain", "adaptive")
+
+
+def radam(w, g, m, v, sign, decay, keep_v, take_m, take_v, eps, plain, adaptive):
+    """u = -lr m/(1-b1^t) r sqrt(1-b2^t) / (sqrt(v) + eps); -lr m/(1-b1^t) in the first steps."""
+    g = sign * g + decay * w
+    m = m + take_m * (g - m)
+    v = keep_v * v + take_v * g * g
+    return -(plain * m) - adaptive * divide(m, sqrt(v) + eps), m, v
+
+
+def radamw(w, g, m, v, sign, decay, keep_v, take_m, take_v, eps, plain, adaptive):
+    """Compute `radam`'s update with the decay taken from the weight."""
+    g = sign * g
+    m = m + take_m * (g - m)
+    v = keep_v * v + take_v * g * g
+    return -(decay * w) - plain * m - adaptive * divide(m, sqrt(v) + eps), m, v
+
+
+def _radam_constants(group: Mapping, step: int, decoupled: bool = False) -> tuple[float, ...]:
+    lr, (beta1, beta2), eps = float(group["lr"]), map(float, group["betas"]), float(group["eps"])
+    size, left = lr / (1 - beta1**step), 1 - beta2**step
+    longest = 2 / (1 - beta2) - 1
+    length = longest - 2 * step * beta2**step / left
+    plain, adaptive = size, 0.0
+    if length > 5:  # the variance of the second moment is finite
+        rest = (length - 4) * (length - 2) * longest / ((longest - 4) * (longest - 2) * length)
+        plain, adaptive = 0.0, size * math.sqrt(left * rest)
+    else:
+        eps = 1.0  # the quotient is multiplied by 0
+    return (
+        -1.0 if group["maximize"] else 1.0,
+        decay_of(group, decoupled),
+        beta2,
+        1 - beta1,
+        1 - beta2,
+        eps,
+        plain,
+        adaptive,
+    )
+
+
+def _radam_decoupled_constants(group: Mapping, step: int) -> tuple[float, ...]:
+    return _radam_constants(group, step, decoupled=True)
+
+
+# Not homogeneous: the first steps grow with the gradient.
+RADAM = UpdateRule("radam", radam, MOMENTS, _RADAM_CONSTANTS, _radam_constants, betas=2)
+RADAMW = UpdateRule("radamw", radamw, MOMENTS, _RADAM_CONSTANTS, _radam_decoupled_constants, betas=2)

@@ -13,9 +13,9 @@ import torch
 
 from ...kernels import Trace, float32_root, run_on_tensors
 from ...kernels._device_function import Recording
+from ...kernels._operations import add, bit_and, load16, select, shr, sqrt, store16, sub, to_real, word
 from ...kernels._trace import Piece
-from ...kernels.scalar._operations import add, bit_and, load16, select, shr, sqrt, store16, sub, to_real, word
-from ..stores._storage import (
+from .._storage import (
     ABS,
     EXPONENT,
     ONE,

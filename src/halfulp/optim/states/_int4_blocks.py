@@ -22,8 +22,7 @@ from typing import Any, ClassVar
 import numpy as np
 import torch
 
-from ...kernels._trace import block_largest
-from ...kernels.scalar._operations import (
+from ...kernels._operations import (
     add,
     bit_and,
     divide,
@@ -38,7 +37,8 @@ from ...kernels.scalar._operations import (
     to_word,
     word,
 )
-from ..stores._storage import ABS, CANONICAL_NAN, EXPONENT
+from ...kernels._trace import block_largest
+from .._storage import ABS, CANONICAL_NAN, EXPONENT
 from ._codec import TensorCodec
 from ._int8_blocks import chance_of, scale_shape
 

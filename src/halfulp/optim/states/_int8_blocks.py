@@ -14,8 +14,7 @@ from typing import Any, ClassVar
 import numpy as np
 import torch
 
-from ...kernels._trace import block_largest, nearest_integer
-from ...kernels.scalar._operations import (
+from ...kernels._operations import (
     add,
     bit_and,
     bit_or,
@@ -36,6 +35,7 @@ from ...kernels.scalar._operations import (
     to_word,
     word,
 )
+from ...kernels._trace import block_largest, nearest_integer
 from ._codec import TensorCodec, finite_word
 
 CODEC_VERSION = 2

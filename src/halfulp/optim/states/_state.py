@@ -11,8 +11,8 @@ import torch
 
 from ..._messages import listed
 from ..._names import enter
+from .._storage import BF16, F32, PAYLOADS, Store
 from ..rules._update_rule import StateSlot, UpdateRule
-from ..stores._storage import BF16, F32, PAYLOADS, Store
 from ..weight_updates._components import Components
 from ._codec import DoubleBF16, Plain, Scaled
 from ._int4_blocks import Int4Blocks

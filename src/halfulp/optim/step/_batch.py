@@ -16,6 +16,7 @@ from ...kernels._plain_memory import refuse
 from ...kernels.vector._machine_function import address_of
 from ...mctensor import MCTensor
 from ...scaled import ScaledTensor
+from .._storage import PAYLOADS, STORES, Store
 from ..parameters._local_tensors import index_map_of, local, memory, own_parts
 from ..parameters._narrowing import is_kept
 from ..parameters._outside_writes import SavedPayload, drop_stale, follow_version, mark_stepped, payload_version_of
@@ -25,7 +26,6 @@ from ..parameters._state_tensors import BEGUN
 from ..parameters._step_spec import StepSpec, step_spec_of
 from ..parameters._tensor_map import TensorMap
 from ..rules._update_rule import UpdateRule
-from ..stores._storage import PAYLOADS, STORES, Store
 
 if TYPE_CHECKING:
     from ._triton_kernel import DeviceChunks

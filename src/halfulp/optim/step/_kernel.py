@@ -11,12 +11,12 @@ import numpy as np
 import torch
 
 from ...kernels import IndexMap, Trace, Traced, record, run_on_tensors
-from ...kernels._device_function import STREAM, Recording, bound, record_call
-from ...kernels._table import Table
+from ...kernels._device_function import STREAM, Recording, Table, bound, record_call
+from ...kernels._operations import bit_and, select, shr, sqrt
 from ...kernels._trace import Piece
-from ...kernels.scalar._operations import bit_and, select, shr, sqrt
 from ...kernels.vector._table_loop import compile_table
 from ...rounding._random_bits import WEYL, drawn_word, hashed, recorded_start, stream_of
+from .._storage import F32
 from ..parameters._payload_digests import payload_digest
 from ..parameters._step_spec import (
     POINTERS_BEFORE_STATES,
@@ -30,7 +30,6 @@ from ..parameters._step_spec import (
 from ..rules._update_rule import UpdateRule
 from ..states._codec import Scaled, finite_word
 from ..states._int8_blocks import GROW, HUGE, HUGE_SQUARED, SHRINK, Int8Blocks
-from ..stores._storage import F32
 
 GRADIENT = 4
 ZERO, NEGATIVE_ZERO, ONE = (np.float32(x) for x in (0.0, -0.0, 1.0))

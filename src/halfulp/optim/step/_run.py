@@ -27,7 +27,7 @@ from ...kernels import (
 )
 from ...kernels.vector._machine_function import address_of
 from ...rounding._random_bits import mix64, mix64_all
-from .._float32_weights import read_weights
+from .._float32 import read_weights
 from ..parameters._local_tensors import is_dtensor, local, placed_like, scale_of
 from ..parameters._parameter_plan import ParameterPlan
 from ..parameters._step_spec import StepSpec, pointer_count

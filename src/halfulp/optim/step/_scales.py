@@ -11,8 +11,8 @@ import numpy as np
 import torch
 
 from ...kernels._device_function import record_words
+from ...kernels._operations import add, bit_and, select, shl, shr, sub, to_real, word
 from ...kernels._trace import Piece
-from ...kernels.scalar._operations import add, bit_and, select, shl, shr, sub, to_real, word
 from ..parameters._local_tensors import scale_of
 from ..parameters._parameter_plan import ParameterPlan
 from ..parameters._step_spec import StepSpec

@@ -16,8 +16,7 @@ import torch
 
 from ...kernels import address
 from ...kernels._device_function import STREAM
-from ...kernels.triton._launch import on_device, ready, to_device
-from ...kernels.triton._table_kernel import PARTS, TILE, chunk_lines, line_lines
+from ...kernels.triton._launch import PARTS, TILE, chunk_lines, line_lines, on_device, ready, to_device
 from ...kernels.triton._writer import OPTIONS, element_source, load_module, module_source, piece_source
 from ..parameters._step_spec import StepSpec, pointer_count, state_pointers
 from . import _scales as words

@@ -1,6 +1,5 @@
-"""The weight as an unevaluated sum of n narrow components (Yu et al., arXiv 2207.08867), grown by error-free sums."""
+"""Weight updates that keep residuals: Kahan's compensated sum, and n narrow components (arXiv 2207.08867)."""
 
-# ruff: noqa: F821  names that are free here (weight_load, fitting, ...) are bound when a kernel is written
 from __future__ import annotations
 
 from collections.abc import Mapping
@@ -10,10 +9,9 @@ from typing import Any, ClassVar
 import numpy as np
 import torch
 
-from ...kernels.scalar._operations import select, sub
+from ...kernels._operations import bit_and, real, select, sub, word
 from ...mctensor import MCTensor
-from ..stores._storage import Store
-from ._kahan import Kahan, fit_bindings
+from .._storage import EXPONENT, Store
 from ._weight_update import (
     WeightUpdate,
     register_weight_update,
@@ -21,6 +19,203 @@ from ._weight_update import (
     store_bindings,
     weight_update,
 )
+
+# ruff: noqa: F821  names that are free here (weight_load, fitting, ...) are bound when a kernel is written
+
+
+ZERO, NEGATIVE_ZERO, NOTHING = np.float32(0.0), np.float32(-0.0), np.uint32(0)
+
+# Bound per store and weight update.
+LEAST_BINADE, RESIDUAL_SHARE, RESIDUAL_LEAST = np.uint32(0), np.float32(0.0), np.float32(0.0)
+
+
+def fitting_wide(p, c):
+    """Device function: a residual, or 0 if it is larger than its weight update leaves beside p, or p + c overflows.
+
+    For stores with float32's exponents, where half an ulp above the largest is finite; beside an infinite p the bound
+    is NaN.
+    """
+    return select(abs(c) <= real(binade_of(p)) * RESIDUAL_SHARE + (p - p), c, ZERO)
+
+
+def fitting_any(p, c):
+    """Device function: the same for any store and bound."""
+    w = p + c
+    fits = (abs(c) <= real(binade_of(p)) * RESIDUAL_SHARE + RESIDUAL_LEAST) & (w - w == ZERO)
+    return select(fits, c, ZERO)
+
+
+def binade_of(p):
+    """Device function: the word of the power of two at or below |p|, at least the store's."""
+    binade = bit_and(word(p), EXPONENT)
+    return select(binade > LEAST_BINADE, binade, LEAST_BINADE)
+
+
+def fit_bindings(store: Store, ulps: float) -> dict[str, Any]:
+    """Return the bindings of `fitting`, for residuals of at most `ulps` units in the last place of p.
+
+    A residual's own last place is at least the store's least number. Beside float32's exponents that is added as a
+    binade, for a subnormal operand in every sum may cost.
+    """
+    wide = store.emin == -126
+    least = np.float32(0.0 if wide else 2.0**store.emin * ulp_of_one(store))
+    share = np.float32(ulps * ulp_of_one(store))
+    binade = np.uint32(store.emin + 127 + (wide and ulps < 1) << 23)
+    piece = fitting_wide if wide and ulps < 1 else fitting_any
+    return {"fitting": piece, "LEAST_BINADE": binade, "RESIDUAL_SHARE": share, "RESIDUAL_LEAST": least}
+
+
+def ulp_of_one(store: Store) -> float:
+    """Return the unit in the last place of 1."""
+    return 2.0**-store.mantissa_bits
+
+
+@dataclass(frozen=True)
+class Kahan(WeightUpdate):
+    """y = u + c; s = Q(p + y); c = Q'((p - s) + y); p = s (Kahan, CACM 8 (1965) 40; arXiv 2010.06192).
+
+    The weight is p + c. Sums are taken in float32 registers and rounded where they are stored. A residual rounded to
+    nearest stalls below |u|/|w| = 2^-16 (it kept 19% of a drift at 2^-21); rounded stochastically it keeps all of it.
+    An update of exactly 0 changes nothing, unless the scale of a scaled parameter changes with it. A residual that is
+    larger than this equation leaves beside a parameter was left by an earlier one: somebody else has written the
+    parameter since, and it counts as 0.
+
+    Args:
+        weight: rounding of the parameter, "nearest" or "stochastic", or the rounding object.
+        residual: rounding of the residual.
+        literal: the paper's algorithm with every intermediate rounded to the parameter's format, nearest.
+
+    >>> import halfulp as hu
+    >>> hu.Kahan(residual=hu.Nearest())
+    Kahan(weight='nearest', residual='nearest', literal=False)
+    """
+
+    name: ClassVar[str] = "kahan"
+    compensates: ClassVar[bool] = True
+    scales: ClassVar[bool] = True
+    weight: str = "nearest"
+    residual: str = "stochastic"
+    literal: bool = False
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "weight", rounding_name(self.weight))
+        object.__setattr__(self, "residual", "nearest" if self.literal else rounding_name(self.residual))
+        if self.literal and self.weight != "nearest":
+            raise ValueError("Kahan(literal=True) is the paper's algorithm, which rounds to nearest: leave weight out")
+
+    def check(self, store: Store) -> None:
+        """Refuse plain float32 parameters."""
+        if store.name == "fp32":
+            raise ValueError("weight_update 'kahan' is for narrow parameters: give 16-bit ones, or format=")
+
+    def auxiliary_tensors(self, store: Store) -> tuple[tuple[str, torch.dtype], ...]:
+        """Return the residual, of the parameter's dtype."""
+        return (("residual", store.dtype),)
+
+    def draws(self, store: Store) -> tuple[int, ...]:
+        """Return one draw for each stochastic rounding: the weight, then the residual."""
+        return (store.random_bits,) * [self.weight, self.residual].count("stochastic")
+
+    def bindings(self, store: Store) -> dict[str, object]:
+        """Return the device functions of the compensated sum."""
+        stochastic = self.residual == "stochastic"
+        both = stochastic and self.weight == "stochastic"
+        write = write_literal if self.literal else write_kahan_second if both else write_kahan
+        residual: dict[str, object] = {"residual_round": store.stochastic if stochastic else store.nearest}
+        read = read_literal if self.literal else read_kahan
+        pieces = {"read_weight": read, "write_weight": write, "fill_weight": fill_kahan}
+        bound = residual | fit_bindings(store, self._ulps(store)) | store_bindings(store, self.weight == "stochastic")
+        return pieces | bound
+
+    def _ulps(self, store: Store) -> float:
+        """Return the largest residual, its own last place included, in ulps of the parameter."""
+        rest = 1.5 if self.literal else 1.0 if self.weight == "stochastic" else 0.5
+        return rest * (1 + ulp_of_one(store))
+
+
+def read_kahan(a0, a1, a2, a3, i):
+    """Device function: p + c, and both."""
+    p = weight_real(weight_load(a0, i))
+    c = fitting(p, weight_real(weight_load(a1, i)))
+    return p + c, p, c, c
+
+
+def fill_kahan(a0, a1, a2, a3, i, value):
+    """Device function: the nearest narrow value, and its rounding error."""
+    code = weight_nearest(value, value)
+    shown = weight_real(code)
+    rest = select(shown - shown == ZERO, value - shown, ZERO)
+    weight_save(a0, i, code)
+    weight_save(a1, i, weight_nearest(rest, rest))
+
+
+def write_kahan(a0, a1, a2, a3, i, w, p, c, held, u, r0, r1):
+    """Device function: the equation of Kahan, with one stochastic rounding at most."""
+    return write_compensated(a0, a1, i, p, c, held, u, r0, r0)
+
+
+def write_kahan_second(a0, a1, a2, a3, i, w, p, c, held, u, r0, r1):
+    """Device function: the equation of Kahan, weight and residual both stochastic."""
+    return write_compensated(a0, a1, i, p, c, held, u, r0, r1)
+
+
+def write_compensated(a0, a1, i, p, c, held, u, random_weight, random_residual):
+    """Device function: both roundings; a weight that became infinite or NaN keeps no residual.
+
+    A residual that is not as it was read is under another scale, in whose last places it may be too large for p; under
+    a smaller one both may be far larger than their sum, beside which u would be lost.
+    """
+    still, whole = word(c) == word(held), p + c
+    c = select(still, c, c - (whole - p))
+    p = select(still, p, whole)
+    y = u + c
+    code = weight_round(p + select((u == ZERO) & still, NEGATIVE_ZERO, y), random_weight)
+    s = weight_real(code)
+    none = s - s
+    left = residual_round((p - s) + y, random_residual)
+    left = select(none == none, left, NOTHING)
+    weight_save(a0, i, code)
+    weight_save(a1, i, left)
+    return s + weight_real(left)
+
+
+def read_literal(a0, a1, a2, a3, i):
+    """Device function: p + c, both, and p again, by which `write_literal` knows whether the scale changes."""
+    p = weight_real(weight_load(a0, i))
+    c = fitting(p, weight_real(weight_load(a1, i)))
+    return p + c, p, c, p
+
+
+def write_literal(a0, a1, a2, a3, i, w, p, c, held, u, r0, r1):
+    """Device function: the paper's algorithm, each intermediate rounded; Kahan's equation where the scale changes."""
+    y = weight_real(weight_nearest(weight_real(weight_nearest(u, r0)) + c, r0))
+    same, whole = p == held, p + c
+    y = select(same, y, u + (c - (whole - p)))
+    p = select(same, p, whole)
+    code = weight_nearest(p + select((u == ZERO) & same, NEGATIVE_ZERO, y), r0)
+    s = weight_real(code)
+    none = s - s
+    lost = select(same, weight_real(weight_nearest(p - s, r0)), p - s)
+    left = weight_nearest(lost + y, r0)
+    left = select(none == none, left, sub(word(none), word(none)))
+    weight_save(a0, i, code)
+    weight_save(a1, i, left)
+    return s + weight_real(left)
+
+
+@dataclass(frozen=True)
+class KahanStochastic(Kahan):
+    """Kahan with weight and residual both rounded stochastically: what survives at 10 bits (arXiv 2010.06192)."""
+
+    name: ClassVar[str] = "kahan-stochastic"
+    weight: str = "stochastic"
+
+
+for _update in (Kahan(), KahanStochastic()):
+    register_weight_update(_update)
+
+
+# ruff: noqa: F821  names that are free here (weight_load, fitting, ...) are bound when a kernel is written
 
 
 @dataclass(frozen=True)
@@ -77,9 +272,6 @@ class Components(WeightUpdate):
     @property
     def _kahan(self) -> Kahan:
         return Kahan(residual=self.residual)
-
-
-ZERO = np.float32(0.0)
 
 
 def two_sum(a, b):

@@ -8,8 +8,8 @@ from typing import ClassVar
 
 import torch
 
-from ...kernels.scalar._operations import load32, select, store32, word
-from ..stores._storage import F32, Store, f32_real
+from ...kernels._operations import load32, select, store32, word
+from .._storage import F32, Store, f32_real
 from ._weight_update import (
     WeightUpdate,
     read_plain,

@@ -9,7 +9,7 @@ from typing import ClassVar
 import numpy as np
 import torch
 
-from ...kernels.scalar._operations import (
+from ...kernels._operations import (
     add,
     bit_and,
     bit_xor,
@@ -27,7 +27,7 @@ from ...kernels.scalar._operations import (
     to_word,
     word,
 )
-from ..stores._storage import Store
+from .._storage import Store
 from ._weight_update import (
     WeightUpdate,
     register_weight_update,

@@ -16,7 +16,7 @@ from ..._names import enter, words_of
 from ...kernels import Trace, run_on_tensors
 from ...kernels._device_function import Recording, bound
 from ...kernels._trace import Piece
-from ..stores._storage import Store, canonical
+from .._storage import Store, canonical
 
 Parts = Sequence[torch.Tensor]
 # Methods on tensors that a class may bring along, and the device function that each stands for.

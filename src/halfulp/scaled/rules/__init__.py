@@ -6,11 +6,9 @@ from .._registry import Family as Family
 from .._registry import register_family as register_family
 from . import _aligned as _aligned
 from . import _collectives as _collectives
-from . import _creation as _creation
 from . import _data_movement as _data_movement
 from . import _elementwise as _elementwise
-from . import _networks as _networks
-from . import _norms as _norms
+from . import _layers as _layers
 from . import _products as _products
 from . import _reductions as _reductions
 from ._vocabulary import aligned as aligned

@@ -27,8 +27,17 @@ from .._operands import (
 from .._payloads import decode_values, smallest, to_float32
 from .._registry import implements
 from .._scaled_tensor import ScaledTensor, plain, wrap
-from ._results import align, payloads_under, value_of, values_under
-from ._vocabulary import align_with_constants, aligned, constants_under, homogeneous, unit_scale
+from ._vocabulary import (
+    align,
+    align_with_constants,
+    aligned,
+    constants_under,
+    homogeneous,
+    payloads_under,
+    unit_scale,
+    value_of,
+    values_under,
+)
 
 aten = torch_operators("aten")
 # The largest eps: numbers added to keep a divisor from 0 are no larger.

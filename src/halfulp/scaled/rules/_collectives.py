@@ -19,7 +19,7 @@ from .._payloads import to_float32, to_storage
 from .._registry import EIGHT_BITS, implements
 from .._scaled_tensor import ScaledTensor, wrap
 from .._write import write
-from ._results import sqrt_of_count
+from ._vocabulary import sqrt_of_count
 
 
 def wire_storage(x: ScaledTensor) -> torch.dtype:

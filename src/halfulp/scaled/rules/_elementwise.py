@@ -18,8 +18,21 @@ from .._powers_of_two import ratio, times
 from .._registry import implements
 from .._scaled_tensor import ScaledTensor
 from .._write import write
-from ._results import make_result, payloads_under, power_of_scale, scale_one, value_of, values_under
-from ._vocabulary import constants_under, decoded, gate, homogeneous, measured_scale, overloads, unit_scale
+from ._vocabulary import (
+    constants_under,
+    decoded,
+    gate,
+    homogeneous,
+    make_result,
+    measured_scale,
+    overloads,
+    payloads_under,
+    power_of_scale,
+    scale_one,
+    unit_scale,
+    value_of,
+    values_under,
+)
 
 aten = torch_operators("aten")
 

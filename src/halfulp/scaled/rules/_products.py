@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from torch._ops import OpOverload
 
-from ...environment._narrow_products import widened_dtypes
+from ...environment._processor import widened_dtypes
 from ...kernels import define_operator, present, torch_operators
 from .. import _fused as fused
 from .. import _powers_of_two as _powers
@@ -40,8 +40,7 @@ from .._powers_of_two import power_of
 from .._registry import EIGHT_BITS, LATER_RULES, implements
 from .._scaled_tensor import ScaledTensor, wrap
 from ._aligned import add
-from ._results import align, is_fused, make_result, measured_like, sqrt_of_count, value_of
-from ._vocabulary import measured_scale, overloads
+from ._vocabulary import align, is_fused, make_result, measured_like, measured_scale, overloads, sqrt_of_count, value_of
 
 aten = torch_operators("aten")
 SIDE = 16  # torch._scaled_mm takes multiples of this

@@ -16,8 +16,20 @@ from .._operands import encode_values, first_scaled, make_scaled, operand, stora
 from .._payloads import decode_values, rms_scale, to_float32
 from .._registry import LOGICALS, implements
 from .._scaled_tensor import ScaledTensor
-from ._results import align, measured_like, payloads_under, scale_one, sqrt_of_count, value_of, values_under
-from ._vocabulary import decoded, gate, homogeneous, measured_scale, overloads
+from ._vocabulary import (
+    align,
+    decoded,
+    gate,
+    homogeneous,
+    measured_like,
+    measured_scale,
+    overloads,
+    payloads_under,
+    scale_one,
+    sqrt_of_count,
+    value_of,
+    values_under,
+)
 
 aten = torch_operators("aten")
 

@@ -1,14 +1,114 @@
-"""Evidence: the results of a comparison, as a table, a page and JSON."""
+"""Evidence: what a comparison found, as a table, JSON, and one self-contained HTML page."""
 
 import dataclasses
+import datetime
 import json
 import os
+from collections.abc import Sequence
 from typing import Any, ClassVar, Self
 
-from ...pages import write_whole
-from ._page import render_page
-from ._row import FinishedTrials, check_record
-from ._table import format_tables
+from ...pages import render, require, write_whole
+from .._defaults import TONES
+from ..page._curves import Curves, LineStyle, choose_line_styles, draw_curves
+from ._row import FinishedTrials, Row, check_record
+from ._table import (
+    describe_losers,
+    format_cells,
+    format_tables,
+    has_gradient_formats,
+    is_indication,
+    loss_name,
+    number,
+    stored_bytes,
+    write_headline,
+    write_notes,
+)
+
+_WIDE, _NARROW = (820, 560), (340, 560)
+
+
+def render_page(evidence: FinishedTrials) -> str:
+    """Return a comparison's page as HTML text; it refers to nothing outside itself."""
+    require("matplotlib", instead="give no out folder")
+    first = evidence.trials[0]["settings"]
+    return render(
+        "halfulp.trials.page",
+        "compare.html.j2",
+        headline=write_headline(evidence),
+        losers=describe_losers(evidence),
+        indication=is_indication(evidence),
+        tasks=[_describe_task(evidence, task) for task in evidence.tasks()],
+        run=evidence.run,
+        versions=first["versions"],
+        date=datetime.date.today().isoformat(),
+        trials=len(evidence.trials),
+    )
+
+
+def _describe_task(evidence: FinishedTrials, task: str) -> dict[str, Any]:
+    """Return one task for the template: its rows, curves, notes and settings."""
+    rows = evidence.rows(task)
+    settings = evidence.of_task(task)[0]["settings"]
+    most = max((stored_bytes(row) or 0.0 for row in rows), default=0.0)
+    curves = _read_curves(evidence, task)
+    styles = choose_line_styles([row.recipe for row in rows])
+    reach = max((abs(gap) for row in rows for gap in evidence.gaps(row.task, row.recipe)), default=0.0) or 1.0
+    return {
+        "name": task,
+        "title": settings["task"]["title"],
+        "loss_name": loss_name(evidence, task),
+        "rounds_gradients": has_gradient_formats(evidence, task),
+        "notes": write_notes(evidence, task),
+        "curves_in_words": _describe_curves(evidence, rows),
+        "wide": draw_curves(curves, task, *_WIDE),
+        "narrow": draw_curves(curves, task, *_NARROW),
+        "rows": [_describe_row(evidence, row, styles[row.recipe], most, reach) for row in rows],
+        "settings": _describe_settings(settings),
+        "recipes": [evidence.of_recipe(task, row.recipe)[0]["settings"]["recipe"] for row in rows],
+    }
+
+
+def _read_curves(evidence: FinishedTrials, task: str) -> Curves:
+    """Return the training loss of a task's trials."""
+    curves: dict[str, dict[int, dict[int, float]]] = {}
+    for record in evidence.of_task(task):
+        settings = record["settings"]
+        points = {int(step): loss for step, loss in record["result"]["curve"]}
+        curves.setdefault(settings["recipe"]["name"], {})[settings["seed"]] = points
+    return curves
+
+
+def _describe_row(evidence: FinishedTrials, row: Row, style: LineStyle, most: float, reach: float) -> dict[str, Any]:
+    """Return one row for the template: the table's words, and lengths of bars in per cent."""
+    words, gaps = format_cells(evidence, row), evidence.gaps(row.task, row.recipe)
+    return {
+        "row": row,
+        "recipe": row.recipe,
+        "words": words,
+        "verdict": words["verdict"],
+        "tone": TONES.get(row.verdict or "", ""),
+        "style": style,
+        "colour": f"var(--c{style.colour})",
+        "cancelled_width": 100 * (row.cancelled or 0.0),
+        "bytes_width": 100 * (stored_bytes(row) or 0.0) / most if most else 0.0,
+        "dots": [50 + 46 * gap / reach for gap in gaps],
+        "band": min(46 * row.noise / reach, 50) if row.noise else None,
+    }
+
+
+def _describe_curves(evidence: FinishedTrials, rows: Sequence[Row]) -> str:
+    """Describe the curves in words, for readers who cannot see them."""
+    steps = evidence.of_task(rows[0].task)[0]["settings"]["steps"]
+    ends = (f"{row.recipe} ends at {number(row.loss)}" for row in rows if row.loss is not None)
+    said = "; ".join([f"Training loss over {steps} steps, and its difference to fp32", *ends])
+    return f"{said}. The table has the same numbers."
+
+
+def _describe_settings(settings: dict[str, Any]) -> dict[str, str]:
+    task = settings["task"]
+    said = {"optimizer": task["rule"], **{key: str(value) for key, value in task["hyper"].items()}}
+    return said | {"batch": str(task["batch"]), "steps": str(settings["steps"]), "judged by": task["judged_by"]}
+
 
 SCHEMA = 1
 

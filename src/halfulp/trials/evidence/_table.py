@@ -4,8 +4,7 @@ from ... import formats
 from ...pages import DASH
 from .._defaults import KEPT, REFERENCE
 from ..tasks import kind_of
-from ._row import FinishedTrials, Row, read_judged_loss
-from ._statistics import MARGIN
+from ._row import MARGIN, FinishedTrials, Row, read_judged_loss
 
 
 def number(value: float | None, digits: int = 4, sign: bool = False) -> str:

@@ -19,8 +19,8 @@ import torch
 from ..._extensions import load_inherited
 from ..._messages import first_line
 from ..tasks import Data
-from ._estimate import Probe, measure_cost
 from ._plan import Trial
+from ._progress import Probe, measure_cost
 from ._trial import run
 
 

@@ -1,12 +1,303 @@
-"""Progress of trials on stderr: live bars on a terminal, plain lines elsewhere."""
+"""What a person sees while trials run, and how long they will take by a few timed steps of each kind."""
 
+import dataclasses
+import heapq
+import itertools
+import json
+import statistics
 import sys
 import time
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from types import TracebackType
 from typing import Any
 
-from ._estimate import Estimate, TimeLeft, describe_duration
+from ..tasks import Batch, Data
 from ._plan import Trial
+
+# The first steps of a process import and compile: they are run before the clock starts.
+_WARM, _TIMED = 2, 12
+# Of a short trial no more than this part is timed, but never less than tells a median.
+_PART, _FEWEST = 4, 3
+# A loop of a task's own has no batches to cut off: it is run with so few steps.
+_OWN_LOOP = 60
+# Shorter trials take about as long as it takes to time them.
+_SHORTEST = 10
+_CHUNK = 256
+# What two recipes may differ in and still take about as long.
+_ALIKE = ("name", "description", "weight_update", "perturb", "gradient_scale", "gradient_rounding")
+
+Clock = Callable[[], float]
+
+
+@dataclasses.dataclass(frozen=True)
+class Cost:
+    """The time a trial takes on one worker: seconds per step, and seconds before the first and after the last one."""
+
+    step: float
+    rest: float
+
+    def seconds(self, steps: int) -> float:
+        """Return the seconds of a whole trial.
+
+        >>> Cost(step=0.01, rest=2.0).seconds(300)
+        5.0
+        """
+        return self.rest + steps * self.step
+
+
+@dataclasses.dataclass(frozen=True)
+class Probe:
+    """A job for a worker: time a few steps of a trial instead of training it."""
+
+    trial: Trial
+
+
+def name_cost_class(trial: Trial) -> str:
+    """Return a key of trials of about the same cost: the task, the steps, dtypes and arithmetic."""
+    recipe = {name: value for name, value in trial.recipe.to_dict().items() if name not in _ALIKE}
+    return json.dumps([trial.task.settings(), trial.steps, recipe], default=repr, sort_keys=True)
+
+
+def probes(trials: Sequence[Trial]) -> list[Probe]:
+    """Return one probe per class of cost; none of trials below ten steps, or that run in the asking process."""
+    first: dict[str, Trial] = {}
+    for trial in trials:
+        if trial.steps >= _SHORTEST and not trial.task.in_process:
+            first.setdefault(name_cost_class(trial), trial)
+    return [Probe(trial) for trial in first.values()]
+
+
+def measure_cost(trial: Trial, data: Data, clock: Clock = time.perf_counter) -> Cost | None:
+    """Time a few steps of a trial and a part of its evaluation; return None where that fails.
+
+    An error is left to the trial itself, which meets it too and says more.
+    """
+    try:
+        if hasattr(trial.task, "trial"):
+            return _time_own_loop(trial, data, clock)
+        _time_steps(trial, data, _WARM, clock)
+        begun = clock()
+        marks = _time_steps(trial, data, min(_TIMED, max(_FEWEST, trial.steps // _PART)), clock)
+        return _compute_cost(begun, marks, clock(), _compare_evaluations(trial, data))
+    except Exception:
+        return None
+
+
+def _time_steps(trial: Trial, data: Data, steps: int, clock: Clock) -> list[float]:
+    """Train and evaluate a part of a trial; return the times at which steps began, and of the end."""
+    from ._trial import run
+
+    marks: list[float] = []
+
+    def timed(batches: Iterator[Batch]) -> Iterator[Batch]:
+        for batch in itertools.islice(batches, steps):
+            marks.append(clock())
+            yield batch
+        marks.append(clock())
+
+    inputs, targets = data.validation
+    part = dataclasses.replace(data, validation=(inputs[:_CHUNK], targets[:_CHUNK]))
+    run(trial.task, trial.recipe, trial.seed, trial.steps, part, take=timed)
+    return marks
+
+
+def _compare_evaluations(trial: Trial, data: Data) -> float:
+    """Return the time of a trial's evaluations (twice all, perhaps the training data) over that of a probe's."""
+    whole = max(1.0, len(data.validation[0]) / _CHUNK)
+    train = len(data.train[0]) / _CHUNK if trial.task.judged_by == "train_loss" else 0.0
+    return (2 * whole + train) / (2 + train)
+
+
+def _time_own_loop(trial: Trial, data: Data, clock: Clock) -> Cost | None:
+    """Time a short run of a task that has a training loop of its own, by its reports."""
+    marks: list[float] = []
+
+    def report(step: int, loss: float) -> None:
+        marks.append(clock())
+
+    steps = min(_OWN_LOOP, max(_FEWEST, trial.steps // 20))
+    own: Any = trial.task
+    begun = clock()
+    own.trial(trial.recipe, trial.seed, steps, data, report)
+    return _compute_cost(begun, marks, clock(), 1.0)
+
+
+def _compute_cost(begun: float, marks: Sequence[float], ended: float, evaluations: float) -> Cost | None:
+    """Return the cost from the times at which steps began or ended, the first and last of which bound all.
+
+    >>> _compute_cost(0.0, [1.0, 1.5, 2.0, 2.5], 3.5, 3.0)
+    Cost(step=0.5, rest=4.0)
+    """
+    if len(marks) < 3:
+        return None
+    step = statistics.median(later - earlier for earlier, later in itertools.pairwise(marks))
+    return Cost(step, max(0.0, marks[0] - begun) + evaluations * max(0.0, ended - marks[-1]))
+
+
+# What was measured while training counts as much as the probes once it covers this share of the whole.
+_TRUST = 0.05
+
+
+@dataclasses.dataclass(frozen=True)
+class Estimate:
+    """The estimated duration of a comparison on this machine, in all and by trial.
+
+    Attributes:
+        seconds: From start to end of the training, the timing of a few steps included, of the trials that were timed;
+            None where there are none.
+        untimed: How many trials were not timed: the whole takes longer by them.
+        of_trial: Seconds of each trial on its worker, by key; what was not timed is missing.
+        of_task: Seconds of the trials of each task, were they alone.
+        workers: How many processes train at once.
+        processor: The processor's name.
+    """
+
+    seconds: float | None
+    untimed: int
+    of_trial: Mapping[str, float]
+    of_task: Mapping[str, float]
+    workers: int
+    processor: str
+
+
+def estimate(
+    trials: Sequence[Trial],
+    costs: Mapping[str, Cost | None],
+    workers: int,
+    cores: int,
+    spent: float,
+    processor: str,
+) -> Estimate:
+    """Add up the trials' costs over the workers, as each takes the next trial as soon as it is free.
+
+    Args:
+        trials: In the order in which they start.
+        costs: What was measured, by class of cost.
+        workers: How many processes train at once.
+        cores: How many of them can compute at once. The costs are those of as many busy workers as there were probes.
+        spent: Seconds until now, which count as well.
+        processor: The processor's name.
+    """
+    timed = sum(cost is not None for cost in costs.values())
+    crowding = max(1.0, workers / cores) / max(1.0, min(workers, timed or 1) / cores)
+    of_trial = {}
+    for trial in trials:
+        cost = costs.get(name_cost_class(trial))
+        if cost is not None:
+            of_trial[trial.key] = crowding * cost.seconds(trial.steps)
+    of_task = {
+        name: makespan([of_trial[t.key] for t in trials if t.task.name == name and t.key in of_trial], workers)
+        for name in dict.fromkeys(trial.task.name for trial in trials)
+    }
+    known = [of_trial[trial.key] for trial in trials if trial.key in of_trial]
+    seconds = spent + makespan(known, workers) if known else None
+    tasks = {name: s for name, s in of_task.items() if s}
+    return Estimate(seconds, len(trials) - len(known), of_trial, tasks, workers, processor)
+
+
+def makespan(seconds: Iterable[float], workers: int, busy: Sequence[float] = ()) -> float:
+    """Return how long workers, some busy for a while, take for jobs that are handed out in order.
+
+    >>> makespan([3.0, 1.0, 1.0, 2.0], 2), makespan([1.0], 2, busy=[5.0, 2.0]), makespan([], 2)
+    (4.0, 5.0, 0.0)
+    """
+    free = [*busy, *([0.0] * (workers - len(busy)))]
+    heapq.heapify(free)
+    for job in seconds:
+        heapq.heappush(free, heapq.heappop(free) + job)
+    return max(free, default=0.0)
+
+
+class TimeLeft:
+    """A running estimate of the time that unfinished trials still take, corrected by those that finished.
+
+    Without an estimate, or for trials that it lacks, a step is taken to last as long as those of the same task did, or
+    of any.
+
+    Args:
+        clock: Seconds from anywhere on.
+    """
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock = clock
+        self._open: dict[str, Trial] = {}
+        self._expected: dict[str, float] = {}
+        self._workers = 1
+        self._started: dict[str, float] = {}
+        # Of each trial that was begun, the seconds until its latest report and the steps done by then.
+        self._took: dict[str, tuple[Trial, float, int]] = {}
+
+    def plan(self, trials: Sequence[Trial]) -> None:
+        """Add more trials to the plan."""
+        self._open |= {trial.key: trial for trial in trials}
+
+    def take(self, found: Estimate) -> None:
+        """Use an estimate from now on."""
+        self._expected |= found.of_trial
+        self._workers = max(self._workers, found.workers)
+
+    def start(self, trial: Trial) -> None:
+        """Note that a worker has begun with a trial."""
+        self._started[trial.key] = self._clock()
+        self._took[trial.key] = (trial, 0.0, 0)
+        self._workers = max(self._workers, len(self._started))
+
+    def progress(self, trial: Trial, steps: int) -> None:
+        """Note that so many steps of a trial are done."""
+        self._took[trial.key] = (trial, self._clock() - self._started[trial.key], steps)
+
+    def done(self, trial: Trial) -> None:
+        """Note that a trial has finished, or was kept from an earlier run."""
+        self._open.pop(trial.key, None)
+        begun = self._started.pop(trial.key, None)
+        if begun is not None:
+            self._took[trial.key] = (trial, self._clock() - begun, trial.steps)
+
+    def seconds(self) -> float | None:
+        """Return the seconds until the last trial ends; None before anything was measured."""
+        waiting, busy, pace = [], [], self._measure_pace()
+        for key, trial in self._open.items():
+            whole = self._estimate_trial(trial, pace)
+            if whole is None:
+                return None
+            if key not in self._started:
+                waiting.append(whole)
+                continue
+            _, seconds, steps = self._took[key]
+            silent = self._clock() - self._started[key] - seconds
+            busy.append(max(0.0, whole * (1 - steps / trial.steps) - silent))
+        return makespan(waiting, self._workers, busy)
+
+    def _estimate_trial(self, trial: Trial, pace: float) -> float | None:
+        """Return the seconds of a whole trial; None before anything was measured."""
+        if trial.key in self._expected:
+            return pace * self._expected[trial.key]
+        took = [one for one in self._took.values() if one[2]]
+        took = [one for one in took if one[0].task.name == trial.task.name] or took
+        steps = sum(done for _, _, done in took)
+        return trial.steps * sum(seconds for _, seconds, _ in took) / steps if steps else None
+
+    def _measure_pace(self) -> float:
+        """Return the factor of the estimates: the time that trials took over the time expected."""
+        known = [
+            (seconds, self._expected[key] * done / trial.steps)
+            for key, (trial, seconds, done) in self._took.items()
+            if key in self._expected
+        ]
+        prior = _TRUST * sum(self._expected.values())
+        expected = sum(expected for _, expected in known) + prior
+        return (sum(seconds for seconds, _ in known) + prior) / expected if expected else 1.0
+
+
+def describe_duration(seconds: float) -> str:
+    """Return a duration in words, rounded as coarsely as an estimate deserves.
+
+    >>> describe_duration(3.2), describe_duration(44.0), describe_duration(171.0), describe_duration(9000.0)
+    ('5 s', '45 s', '2.9 min', '2.5 h')
+    """
+    if seconds < 90:
+        return f"{max(5, 5 * round(seconds / 5))} s"
+    return f"{seconds / 60:.1f} min" if seconds < 5400 else f"{seconds / 3600:.1f} h"
 
 
 class Progress:

@@ -9,9 +9,9 @@ from typing import Any
 from ...environment import core_count, processor_line
 from ...pages import require
 from ..evidence._evidence import Evidence
-from ._estimate import Cost, estimate, name_cost_class, probes
 from ._plan import Trial
 from ._pool import train_all
+from ._progress import Cost, estimate, name_cost_class, probes
 from ._ranks import Ranks
 from ._store import Store
 from ._trial import READINGS

@@ -13,8 +13,8 @@ from .._defaults import REFERENCE
 from ..running._plan import Trial, plan
 from ..running._ranks import Ranks, serve_other_rank
 from ..running._training import Listener, training
-from ._evidence import SuiteEvidence
-from ._papers import COMMON, COMPONENTS, FEW_BITS, LEFT_OUT, NOT_AT_SMALL, SLOW, TASKS, TOO_LONG, WIDE
+from ._report import SuiteEvidence
+from ._statements import COMMON, COMPONENTS, FEW_BITS, LEFT_OUT, NOT_AT_SMALL, SLOW, TASKS, TOO_LONG, WIDE
 
 SUITES = ("papers",)
 

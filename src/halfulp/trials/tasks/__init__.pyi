@@ -4,8 +4,8 @@ from ._registry import get as get
 from ._registry import kind_of as kind_of
 from ._registry import names as names
 from ._registry import register as register
-from ._step import Step as Step
 from ._task import Batch as Batch
 from ._task import Data as Data
+from ._task import Step as Step
 from ._task import Task as Task
 from ._task import warm_cosine as warm_cosine

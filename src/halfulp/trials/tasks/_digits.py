@@ -1,12 +1,14 @@
-"""Tasks digits, digits-slow and digits-fpu: a small classifier, fine-tuned at low learning rates or from scratch."""
+"""Tasks digits, digits-slow, digits-fpu and two-heads: small networks on handwritten digits."""
 
 import dataclasses
+from collections.abc import Iterator
 from typing import Any, ClassVar
 
 import torch
-from torch import nn
+import torch.nn.functional as F
+from torch import Tensor, nn
 
-from ._task import Data, Task
+from ._task import Batch, Data, Task, warm_cosine_rate
 
 
 @dataclasses.dataclass(frozen=True)
@@ -95,3 +97,142 @@ class DigitsFPU(Digits):
         """Return the network with random initial weights."""
         torch.manual_seed(seed)
         return make_network()
+
+
+# Cells of the image along each side, and pixels of the page along a cell.
+SIDE, STRIDE = 24, 4
+CLASSES = 1 + 10
+WEIGHT = 0.001
+_COPIES = 4
+
+Found = tuple[Tensor, Tensor]
+
+
+@dataclasses.dataclass(frozen=True)
+class TwoHeads(Task):
+    """Detection of one of scikit-learn's digits on a page: its box and its class, by two losses far apart.
+
+    Each digit stands at a random place, in a random size. The network sees the page of 96x96 pixels as an image of
+    24x24 cells. A trunk of one convolution feeds two heads with layers of their own, and the loss is
+
+        sum over the batch of |box error in pixels|^2  +  0.001 mean over all cells of cross-entropy(class of the cell)
+
+    as such losses are often written: a sum beside a mean, and an auxiliary head with a small weight. The gradient of a
+    box is then 2 x 4 x its error in pixels, and that of a class logit at most 0.001 / (32 x 576): 2^31 lie between
+    the two at an error of 16 pixels. AdamW with a small epsilon moves every layer by the same however small its
+    gradients are, so that both heads learn in float32; what underflows to zero does not move.
+
+    Judged by both heads, in nats: the cross-entropy of the image's class, as all cells together tell it, plus the mean
+    absolute error of the box in cells, the negative logarithm of a Laplace density but for a constant.
+    """
+
+    name: ClassVar[str] = "two-heads"
+    title: ClassVar[str] = "boxes and classes of digits on a page, two losses far apart"
+    rule: ClassVar[str] = "AdamW"
+    hyper: ClassVar[dict[str, Any]] = {"lr": 1e-2, "eps": 1e-12, "weight_decay": 0.01}
+    steps: ClassVar[int] = 700
+    sizes: ClassVar[dict[str, int]] = {"smoke": 4, "small": 200}
+    batch: ClassVar[int] = 32
+    target: ClassVar[str] = "image"
+    rate = warm_cosine_rate
+
+    def load(self) -> Data:
+        """Place every digit at four positions; validate on digits that are not trained on."""
+        digits = load_digits()
+        generator = torch.Generator().manual_seed(0)
+        train, validation = (place_digits(*part, generator) for part in (digits.train, digits.validation))
+        note = f"scikit-learn's digits on pages: {len(train[0]):,} to train on, {len(validation[0]):,} to validate"
+        return Data(train=train, validation=validation, note=note)
+
+    def model(self, data: Data, seed: int) -> nn.Module:
+        """Return a random start; boxes start in the middle of the page."""
+        torch.manual_seed(seed)
+        return Detector()
+
+    def loss(self, logits: Tensor | Found, targets: Tensor) -> Tensor:
+        """Return the weighted sum of both heads' losses."""
+        boxes, classes = logits
+        return (boxes - targets[:, 1:]).square().sum() + WEIGHT * F.cross_entropy(classes, cells(targets))
+
+    def judge(self, logits: Tensor | Found, targets: Tensor) -> Tensor:
+        """Return both heads' loss in nats."""
+        boxes, classes = logits
+        distance = (boxes - targets[:, 1:]).abs().mean() / STRIDE
+        return F.nll_loss(classify_images(classes), targets[:, 0]) + distance
+
+    def hits(self, logits: Tensor | Found, targets: Tensor) -> Tensor:
+        """Return whether the image's class is right."""
+        return classify_images(logits[1]).argmax(1) == targets[:, 0]
+
+    def count(self, targets: Tensor) -> int:
+        """Return the number of images, each of which is one hit or miss."""
+        return len(targets)
+
+
+class Detector(nn.Module):
+    """A network from images (batch, 1, 24, 24) to boxes (batch, 4) and class logits (batch, 11, 24, 24)."""
+
+    def __init__(self, width: int = 16) -> None:
+        super().__init__()
+        twice = 2 * width
+        self.trunk = nn.Sequential(*_make_layer(1, width))
+        down = nn.MaxPool2d(2)
+        self.box = nn.Sequential(
+            *(*_make_layer(width, twice), down, *_make_layer(twice, twice), down, nn.Flatten()),
+            *(nn.Linear(twice * (SIDE // 4) ** 2, 32), nn.ReLU(), (last := nn.Linear(32, 4))),
+        )
+        nn.init.constant_(last.bias, SIDE / 2)
+        self.classes = nn.Sequential(
+            *(*_make_layer(width, twice), down, *_make_layer(twice, twice), down, *_make_layer(twice, twice)),
+            nn.ConvTranspose2d(twice, CLASSES, 4, stride=4),
+        )
+
+    def forward(self, images: Tensor) -> Found:
+        """Return the boxes of images, in pixels of the page, and the class logits of their cells."""
+        found = self.trunk(images)
+        return (STRIDE * self.box(found)).float(), self.classes(found).float()
+
+
+def _make_layer(inputs: int, outputs: int) -> Iterator[nn.Module]:
+    yield nn.Conv2d(inputs, outputs, 3, padding=1)
+    yield nn.GroupNorm(4, outputs)
+    yield nn.ReLU()
+
+
+def classify_images(classes: Tensor) -> Tensor:
+    """Return log-probabilities (batch, 10) of an image's digit over all cells, the background left out."""
+    return classes.log_softmax(1).flatten(2)[:, 1:].logsumexp(2).log_softmax(1)
+
+
+def cells(targets: Tensor) -> Tensor:
+    """Return the class of every cell, (batch, 24, 24): 1 + the digit where its middle is in the box, else 0.
+
+    >>> cells(torch.tensor([[7, 48, 48, 8, 16]]))[0, 9:13, 10:14]
+    tensor([[0, 0, 0, 0],
+            [0, 8, 8, 0],
+            [0, 8, 8, 0],
+            [0, 8, 8, 0]])
+    """
+    middle = torch.arange(SIDE, dtype=torch.float32, device="cpu") * STRIDE + STRIDE / 2
+    across, down, width, height = targets[:, 1:, None].unbind(1)
+    columns, rows = (middle - across).abs() < width / 2, (middle - down).abs() < height / 2
+    return torch.where(rows[:, :, None] & columns[:, None, :], 1 + targets[:, :1, None], 0)
+
+
+def place_digits(images: Tensor, labels: Tensor, generator: torch.Generator) -> Batch:
+    """Place digits of 8x8 pixels (n, 64) on pages: images (4 n, 1, 24, 24), targets (4 n, 5) in page pixels.
+
+    A target is the digit and its box: middle across, middle down, width and height, from 8 to 16 cells.
+    """
+    images, labels = images.repeat(_COPIES, 1), labels.repeat(_COPIES)
+    count, page = len(images), SIDE * STRIDE
+    shape = (count, 2)
+    sizes = torch.randint(8 * STRIDE, 16 * STRIDE + 1, shape, generator=generator, dtype=torch.int64, device="cpu")
+    places = torch.rand(shape, generator=generator, dtype=torch.float32, device="cpu")
+    middles = (sizes.float() / 2 + places * (page - sizes)).round().long()
+    # From places on the page to places in the digit, both in [-1, 1].
+    zoom = page / sizes.float()
+    maps = torch.cat([torch.diag_embed(zoom), (zoom * (1 - 2 * middles / page))[:, :, None]], 2)
+    grid = F.affine_grid(maps, [count, 1, SIDE, SIDE], align_corners=False)
+    pages = F.grid_sample(images.view(count, 1, 8, 8), grid, align_corners=False)
+    return pages, torch.cat([labels[:, None], middles, sizes], 1)

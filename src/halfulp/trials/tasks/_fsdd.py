@@ -9,8 +9,8 @@ import torch
 from torch import Tensor, nn
 
 from ._files import FileTask, decode, read_columns
-from ._lstm import LSTM
 from ._task import Batch, Data, warm_cosine_rate
+from ._text import LSTM
 
 _HOW = (
     "They are the recordings of the Free Spoken Digit Dataset, https://github.com/Jakobovski/free-spoken-digit-dataset "

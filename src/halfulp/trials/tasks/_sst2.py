@@ -8,8 +8,8 @@ import torch
 from torch import Tensor, nn
 
 from ._files import FileTask, read_columns
-from ._gpt import Block, start
 from ._task import Batch, Data, warm_cosine_rate
+from ._text import Block, start
 
 _HOW = (
     "They are the Parquet files (columns sentence and label) of the data set SetFit/sst2 on the Hugging Face hub, "

@@ -1,0 +1,735 @@
+"""Sums and dot products that are rounded once: the same bits in any order, sharding and number of threads."""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+
+from ..kernels import (
+    CHUNK,
+    address,
+    address_of,
+    check_bits,
+    define_operator,
+    require_float64,
+    run_chunks,
+    run_on_tensors,
+    select_engine,
+    under_transform,
+)
+from ..kernels._device_function import Table
+from ..kernels._trace import COPIES
+from ..kernels.triton._launch import TILE, TableKernel, ready
+from ..kernels.vector._machine_function import Kernel
+from ..kernels.vector._table_loop import compile_row, compile_table
+from ._exact_sum_kernels import (
+    BLOCK,
+    LAYOUTS,
+    LIMB,
+    LIMBS,
+    LOW,
+    WORDS,
+    Reach,
+    block_of,
+    blocks_table,
+    cuts_of,
+    pairs_table,
+    settling_table,
+    short_table,
+    terms_table,
+)
+
+# Elements whose windows are in memory at a time: of 2^18 of them none overflows, and blocks have fewer parts.
+_AT_ONCE = {"llvm": 1 << 24, "triton": 1 << 22, "reference": 1 << 18}
+_ROWS = 4096  # of which windows are in memory at a time
+_PIECE = 1 << 16  # neighbours that are added up by themselves, for a thread
+_FEW = 1 << 15  # elements that are not worth blocks
+_LANES = 8  # columns up to which rows are summed up in lanes
+_SHORT = 128  # elements of a piece up to which there are no copies of counters
+_ROOM = 1 << 20  # words of counters up to which there are copies
+_SPREAD = 32  # counters of a row of many tiles on an accelerator, for which programs do not queue
+
+Operands = Sequence[torch.Tensor]
+Windows = Any  # int64, of NumPy or torch
+
+
+def summed(a: torch.Tensor, b: torch.Tensor | None, dtype: torch.dtype) -> torch.Tensor:
+    """Return the rounded sum of every row of a, or of the products of a and b; (rows, columns), the last stride 1."""
+    return _run([a] if b is None else [a, b], dtype)
+
+
+def partial(a: torch.Tensor, b: torch.Tensor | None) -> torch.Tensor:
+    """Return the unrounded accumulators of the sums that `summed` returns: int64 (rows, WORDS)."""
+    return _run([a] if b is None else [a, b], None)
+
+
+def rounded(words: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """Return the float nearest to each accumulator, (rows, WORDS) -> (rows,)."""
+    return _settle(_engine(words, torch.float64, False), words, Reach(), dtype)
+
+
+def _run(operands: Operands, dtype: torch.dtype | None) -> torch.Tensor:
+    (rows, columns), own, product = operands[0].shape, operands[0].dtype, len(operands) > 1
+    # Products of float64 have three parts.
+    in_pairs = dtype and rows and 0 < columns <= BLOCK and not (product and own == torch.float64)
+    if dtype and in_pairs and select_engine(operands[0].device.type) == "llvm":
+        width = max(4, 1 << (columns - 1).bit_length()) if columns <= _LANES <= rows else None
+        _check_pairs(own, product, dtype, width)
+        found = _sum_pairs(operands, dtype, width)
+        if (lost := found.isnan()).any():
+            found[lost] = _run_any([x[lost] for x in operands], dtype)
+        return found
+    return _run_any(operands, dtype)
+
+
+def _run_any(operands: Operands, dtype: torch.dtype | None) -> torch.Tensor:
+    own, product = operands[0].dtype, len(operands) > 1
+    return _run_by(_engine(operands[0], own, product), operands, Reach.of(own, product), dtype)
+
+
+def _run_by(engine: str, operands: Operands, reach: Reach, dtype: torch.dtype | None) -> torch.Tensor:
+    rows, columns = operands[0].shape
+    step = min(_ROWS, max(1, _AT_ONCE[engine] // max(1, columns)))
+    parts = [[x[top : top + step] for x in operands] for top in range(0, max(1, rows), step)]
+    made = [_settle(engine, _windows(engine, part, reach), reach, dtype) for part in parts]
+    return made[0] if len(made) == 1 else torch.cat(made)
+
+
+def _engine(x: torch.Tensor, dtype: torch.dtype, product: bool) -> str:
+    """Return the engine of a tensor's kernels, compared with the reference before its first use."""
+    engine = select_engine(x.device.type)
+    if x.device.type != "cpu":
+        require_float64(x.device, "exact sums")
+    if engine == "llvm":
+        _check_kernels(dtype, product)
+    elif engine == "triton":
+        given = _canary_name(dtype, product), x.device, lambda: engine, *_trial(dtype, product)
+        return ready(("exact sums", dtype, product), *given) or "reference"
+    return engine
+
+
+# terms into windows ------------------------------------------------------------------------------------------
+
+
+def _windows(engine: str, operands: Operands, reach: Reach) -> Windows:
+    """Return the counters of every row, and how many terms it has: (rows, counters + 1)."""
+    columns, step = operands[0].shape[1], _AT_ONCE[engine]
+    add: Callable[..., Windows] = {"llvm": _add_blocks, "triton": _add_tiles, "reference": _add_tensors}[engine]
+    found = add([x[:, :step] for x in operands], reach)
+    if columns > step:
+        found = _carry_in_place(found)
+        for left in range(step, columns, step):
+            found += _carry_in_place(add([x[:, left : left + step] for x in operands], reach))
+    found[:, -1] = columns
+    return found
+
+
+def _carry_in_place(windows: Windows) -> Windows:
+    """Carry what exceeds 32 bits to the window after the next, in place, so that any number of sums add up."""
+    inner = windows[..., :-3]
+    high = inner[..., :-2] >> LIMB
+    inner &= LOW  # there is nothing in the highest two
+    inner[..., 2:] += high
+    return windows
+
+
+def _add_tensors(operands: Operands, reach: Reach) -> torch.Tensor:
+    first = operands[0]
+    counters = torch.zeros(len(first), reach.counters + 1, dtype=torch.int64, device=first.device)
+    if first.numel():
+        run_on_tensors(terms_table(first.dtype, len(operands) > 1, reach).trace, [*operands, counters])
+    return counters
+
+
+def _add_tiles(operands: Operands, reach: Reach) -> torch.Tensor:
+    (rows, columns), first, words = operands[0].shape, operands[0], reach.counters + 1
+    begin = np.arange(0, columns, CHUNK)
+    several = _SPREAD if len(begin) > 1 else 1
+    counters = torch.zeros(rows, several, words, dtype=torch.int64, device=first.device)
+    row, number = (array.reshape(-1) for array in np.indices((rows, len(begin))))
+    slot = row * several + number % several
+    table = np.stack([slot, begin[number], np.minimum(columns - begin[number], CHUNK), begin[number]], 1)
+    rows_of = np.arange(rows * several)
+    pointers = [_starts(x, rows_of // several) for x in operands]
+    pointers.append(address(counters) + rows_of * (8 * words))
+    if len(table):
+        _kernel("triton", terms_table(first.dtype, len(operands) > 1, reach))(
+            table, np.stack(pointers, 1), first.device
+        )
+    return counters[:, 0] if several == 1 else _carry_in_place(counters).sum(1)
+
+
+def _add_blocks(operands: Operands, reach: Reach) -> np.ndarray:
+    (rows, columns), dtype, product = operands[0].shape, operands[0].dtype, len(operands) > 1
+    row, nothing = np.arange(rows), np.zeros(rows, np.int64)
+    size = block_of(dtype, product)
+    rest = columns if rows * columns <= _FEW else columns % size
+    found, begin = np.zeros((rows, reach.counters + 1), np.int64), np.arange(0, columns - rest, size)
+    if rest:
+        found = _add_pieces(operands, reach, row, nothing + columns - rest, nothing + rest)
+    if rest == columns:
+        return found
+    found = _carry_in_place(found)
+    cut = np.zeros((rows, len(begin), 4), np.int64)
+    cut[:, :, 0], cut[:, :, 1], cut[:, :, 2] = row[:, None], begin, size
+    pointers = np.stack([_starts(x, row) for x in operands], 1)
+    lost = np.ones((rows, len(begin)), bool)
+    for cuts in cuts_of(dtype, product):
+        table, left = blocks_table(dtype, product, cuts), cut[lost]
+        sums = np.empty((len(left), table.sums))
+        given = address_of(left), address_of(pointers), 0, 0, 0, address_of(sums), 0
+        run_chunks(_kernel("llvm", table), left[:, 2], *given)
+        failed = np.isnan(sums[:, 0])
+        sums[failed] = 0
+        parts = np.zeros((rows, len(begin), cuts + 1))
+        parts[lost] = sums[:, : cuts + 1]
+        all_parts = torch.from_numpy(parts.reshape(rows, -1))
+        found += _carry_in_place(_add_pieces([all_parts], reach, row, nothing, nothing + parts[0].size))
+        np.add.at(found[:, -2], left[:, 0], sums[:, cuts + 1].astype(np.int64))
+        lost[lost] = failed
+        if not failed.any():
+            return found
+    # Lost blocks beside each other are a piece.
+    before, behind = np.zeros_like(lost), np.zeros_like(lost)
+    before[:, 1:], behind[:, :-1] = lost[:, :-1], lost[:, 1:]
+    edge = np.arange(len(begin) + 1) * size % _PIECE == 0
+    (row, start), (_, end) = np.nonzero(lost & ~(before & ~edge[:-1])), np.nonzero(lost & ~(behind & ~edge[1:]))
+    length = (end + 1 - start) * size
+    np.add.at(found, row, _carry_in_place(_add_pieces(operands, reach, row, begin[start], length)))
+    return found
+
+
+def _add_pieces(operands: Operands, reach: Reach, row: np.ndarray, begin: np.ndarray, length: np.ndarray) -> np.ndarray:
+    """Return the counters of some pieces of rows, each by itself."""
+    first, words = operands[0], reach.counters + 1
+    copies = COPIES if len(row) * words <= _ROOM and length.max(initial=0) > _SHORT else 1
+    counters = np.zeros((len(row), copies, words), np.int64)
+    pointers = np.empty((len(row), len(operands) + 1), np.int64)
+    for k, x in enumerate(operands):
+        pointers[:, k] = _starts(x, row) + begin * x.element_size()
+    number = np.arange(len(row))
+    pointers[:, -1] = address_of(counters) + number * (8 * words * copies)
+    cut = np.zeros((len(row), 4), np.int64)
+    cut[:, 0], cut[:, 2] = number, length
+    kernel = _kernel("llvm", terms_table(first.dtype, len(operands) > 1, reach, words if copies > 1 else 0))
+    run_chunks(kernel, length, address_of(cut), address_of(pointers), *[0] * 5)
+    return counters[:, 0] if copies == 1 else counters.sum(1)
+
+
+def _starts(x: torch.Tensor, rows: np.ndarray) -> np.ndarray:
+    """Return where rows begin in memory."""
+    found: np.ndarray = address(x) + rows * (x.stride(0) * x.element_size())
+    return found
+
+
+# rows of which two float64 hold the sums -----------------------------------------------------------------------
+
+
+def _sum_pairs(operands: Operands, dtype: torch.dtype, width: int | None) -> torch.Tensor:
+    """Return the sums of rows of up to BLOCK terms, NaN for those that two float64 do not hold.
+
+    With a width a row is summed up in a lane, of terms that are filled up to so many by -0.
+    """
+    rows, columns = operands[0].shape
+    sums = _sum_lanes(operands, width) if width else _sum_row_blocks(operands)
+    out = torch.empty(rows, dtype=LAYOUTS[dtype].word, device="cpu")
+    (lengths, chunks), terms = _chunk_lengths(rows), np.array([width or columns], np.float64)
+    step, at = sums.itemsize * rows, address_of(sums)
+    given = chunks, address_of(terms), 0, 0, at, at + step, at + 2 * step, address(out)
+    run_chunks(_row_kernel(pairs_table(dtype)), lengths, *given)
+    return out.view(dtype)
+
+
+def _sum_lanes(operands: Operands, width: int) -> np.ndarray:
+    """Return the parts of the sums of rows, and how many terms are -0: (3, rows)."""
+    rows, columns = operands[0].shape
+    turned = operands[0].new_empty(len(operands), width, rows)
+    turned[:, columns:] = 0.0
+    turned[0, columns:] = -0.0
+    for to, x in zip(turned, operands):
+        to[:columns] = x.t()
+    sums = np.empty((3, rows))
+    kernel = _row_kernel(short_table(turned.dtype, len(operands) > 1, width))
+    step, at = rows * turned.element_size(), address(turned)
+    (lengths, chunks), pointers = _chunk_lengths(rows), range(at, at + len(operands) * width * step, step)
+    step, at = sums.itemsize * rows, address_of(sums)
+    run_chunks(kernel, lengths, chunks, 0, 0, 0, *pointers, at, at + step, at + 2 * step)
+    return sums
+
+
+def _sum_row_blocks(operands: Operands) -> np.ndarray:
+    """Sum rows of one block each, as `_sum_lanes` does; the result has further rows without meaning."""
+    rows, columns = operands[0].shape
+    table = blocks_table(operands[0].dtype, len(operands) > 1, 1, partial=columns < BLOCK)
+    # Chunks, pointers and sums, one behind the other.
+    begin = [0, 4 * rows, (4 + len(operands)) * rows, (4 + len(operands) + table.sums) * rows]
+    work, number = np.zeros(begin[-1], np.int64), np.arange(rows)
+    cut, pointers, sums = (work[i:j].reshape(rows, -1) for i, j in itertools.pairwise(begin))
+    cut[:, 0], cut[:, 2] = number, columns
+    for k, x in enumerate(operands):
+        pointers[:, k] = _starts(x, number)
+    at = address_of(work)
+    run_chunks(_kernel("llvm", table), cut[:, 2], at, at + 8 * begin[1], 0, 0, 0, at + 8 * begin[2], 0)
+    return np.ascontiguousarray(sums.T)
+
+
+@functools.lru_cache(64)
+def _chunk_lengths(count: int) -> tuple[np.ndarray, int]:
+    """Return the lengths of the chunks of so many elements, a view of their table, and the table's address."""
+    begin = np.arange(0, count, CHUNK)
+    cut = np.stack([begin * 0, begin, np.minimum(count - begin, CHUNK), begin], 1)
+    return cut[:, 2], address_of(cut)
+
+
+@functools.cache
+def _row_kernel(table: Table) -> Kernel:
+    return compile_row("exact_sums", table)
+
+
+# windows into words or a float -------------------------------------------------------------------------------
+
+
+def _settle(engine: str, words: Windows, reach: Reach, dtype: torch.dtype | None) -> torch.Tensor:
+    """Return accumulators rounded, (rows,), or without a dtype with carries passed on, (rows, WORDS)."""
+    words = words if isinstance(words, torch.Tensor) else torch.from_numpy(words)
+    rows, table, columns = len(words), settling_table(reach, dtype), words.t().contiguous()
+    shape, kind = ((reach.limbs, rows), torch.int64) if dtype is None else ((1, rows), LAYOUTS[dtype].word)
+    out = torch.empty(shape, dtype=kind, device=words.device)
+    if engine == "reference":
+        run_on_tensors(table.trace, [*columns[: reach.counters + bool(dtype)], *out])
+    elif rows:
+        own = np.arange(reach.counters + bool(dtype))
+        pointers = np.concatenate([_starts(columns, own), _starts(out, np.arange(len(out)))])
+        begin = np.arange(0, rows, CHUNK)
+        cut = np.stack([begin * 0, begin, np.minimum(rows - begin, CHUNK), begin], 1)
+        if engine == "triton":
+            _kernel(engine, table)(cut, pointers[None], words.device)
+        else:
+            run_chunks(_kernel(engine, table), cut[:, 2], address_of(cut), address_of(pointers), *[0] * 5)
+    return _whole(out.t(), words, reach) if dtype is None else out[0].view(dtype)
+
+
+def _whole(digits: torch.Tensor, words: torch.Tensor, reach: Reach) -> torch.Tensor:
+    """Return an accumulator's words from the limbs within reach."""
+    found = torch.empty(len(digits), WORDS, dtype=torch.int64, device=digits.device)
+    end, sign = reach.first + reach.limbs, digits[:, -1:] >> 63
+    found[:, : reach.first], found[:, reach.first : end] = 0, digits
+    if end < LIMBS:
+        found[:, end - 1] &= LOW
+        found[:, end : LIMBS - 1], found[:, LIMBS - 1 : LIMBS] = sign & LOW, sign
+    special, minus_zeros, terms = words[:, -3:].unbind(1)
+    found[:, LIMBS:] = torch.stack([special & LOW, special >> LIMB, minus_zeros, terms], 1)
+    return found
+
+
+@functools.cache
+def _kernel(engine: str, table: Table) -> Any:
+    if engine == "llvm":
+        return compile_table("exact_sums", table)
+    # All limbs of an accumulator are in a thread's registers at once.
+    return TableKernel(table, TILE if table.trace.deposits else 128)
+
+
+# the canary --------------------------------------------------------------------------------------------------
+
+
+@functools.cache
+def _check_kernels(dtype: torch.dtype, product: bool) -> None:
+    """Compare the kernels' bits on fixed rows with the reference's, once per process, dtype and kind (a canary)."""
+    run, reference = _trial(dtype, product)
+    check_bits(_canary_name(dtype, product), lambda: run("llvm", torch.device("cpu")), reference)
+
+
+@functools.cache
+def _check_pairs(dtype: torch.dtype, product: bool, result: torch.dtype, width: int | None) -> None:
+    """Compare the bits of `_sum_pairs` with the reference's, for fixed rows of which it finds the sum."""
+    a = _fixed_rows(dtype)
+    a = a[:, :960].reshape(-1, width) if width else a[:, :1000]
+    operands = [a, a.flip(1).contiguous()] if product else [a]
+
+    def reference() -> torch.Tensor:
+        return _run_by("reference", operands, Reach.of(dtype, product), result)
+
+    def fast() -> list[torch.Tensor]:
+        found = _sum_pairs(operands, result, width)
+        return [torch.where(found.isnan(), reference(), found)]
+
+    check_bits(f"{_canary_name(dtype, product)} of rows", fast, lambda: [reference()])
+
+
+def _canary_name(dtype: torch.dtype, product: bool) -> str:
+    return f"{'exact_dot' if product else 'exact_sum'} ({dtype})"
+
+
+def _trial(dtype: torch.dtype, product: bool) -> tuple[Callable[..., list[torch.Tensor]], Callable]:
+    """Return functions that sum fixed rows: by an engine on a device, and by the reference."""
+
+    def run(engine: str, device: torch.device) -> list[torch.Tensor]:
+        a = _fixed_rows(dtype).to(device)
+        operands = [a, a.flip(1).contiguous()] if product else [a]
+        return [_run_by(engine, operands, Reach.of(dtype, product), kind).cpu() for kind in (None, dtype)]
+
+    return run, lambda: run("reference", torch.device("cpu"))
+
+
+def _fixed_rows(dtype: torch.dtype) -> torch.Tensor:
+    """Return rows that exercise every code path: near one size, far apart, everywhere, with special values."""
+    grid = torch.arange(6000, dtype=torch.float64, device="cpu")
+    mixed = (grid * 0.6180339887498949).frac() - 0.5
+    powers = (grid % 61 - 30).exp2()
+    special = mixed.clone()
+    special[::97] = float("inf")
+    rows = torch.stack([mixed, mixed * powers.sqrt(), mixed * powers, special, mixed * 2.0**-120, -0.0 * grid])
+    return rows.to(dtype)
+
+
+Dim = int | Sequence[int] | None
+
+
+def exact_sum(
+    x: torch.Tensor, dim: Dim = None, keepdim: bool = False, dtype: torch.dtype | None = None
+) -> torch.Tensor:
+    """Return the sum of x over `dim`, correctly rounded: the number of `dtype` nearest to the exact sum, ties to even.
+
+    Since nothing is rounded before the end, the result does not depend on the order of the elements, on how they are
+    spread over processes (`exact_partial`), or on the number of threads, and no cancellation hurts it. Terms are added
+    up in a fixed-point accumulator that spans every float (Kulisch); blocks of neighbours are first reduced, without
+    an error, by cutting each element at one place: q = (s + x) - s, r = x - q (Rump, Ogita, Oishi).
+
+    A sum beyond the largest number rounds to infinity as one addition does; partial sums cannot overflow. Any NaN, or
+    infinities of both signs, give NaN, infinities of one sign that infinity. An exact sum of zero is +0, unless there
+    are terms and all of them are -0. The sum of nothing is +0.
+
+    Args:
+        x: float16, bfloat16, float32 or float64 tensor, any shape, strides and device; or an MCTensor, whose
+            components all count, and whose sum is an MCTensor, each component correctly rounded.
+        dim: one dimension or several; None or () for all.
+        keepdim: whether those dimensions stay, with size 1.
+        dtype: of the result, one of the four; None for x's. float64 sums of float32 keep more of the same exact value.
+
+    Returns:
+        The sums. Their gradient is that of torch.sum.
+
+    Raises:
+        TypeError: integer, complex or other elements, or such a `dtype`; scaled tensors.
+        ValueError: a dimension is given twice.
+        IndexError: there is no such dimension.
+
+    >>> x = torch.tensor([1e16, 1.0, -1e16], dtype=torch.float64)
+    >>> float(x.sum()), float(exact_sum(x)), float(exact_sum(x.flip(0)))
+    (0.0, 1.0, 1.0)
+    """
+    _check(x, "exact_sum")
+    return _differentiable_sum(x, _dims(x.dim(), dim), keepdim, _result_dtype(dtype, x.dtype))
+
+
+def exact_dot(
+    a: torch.Tensor, b: torch.Tensor, dim: Dim = None, keepdim: bool = False, dtype: torch.dtype | None = None
+) -> torch.Tensor:
+    """Return the sum of a * b over `dim`, correctly rounded; as `exact_sum`, and no product is rounded either.
+
+    Products are exact also where a float's would overflow or underflow: 2^-1074 * 2^-1074 counts.
+
+    Args:
+        a: float16, bfloat16, float32 or float64 tensor, or an MCTensor, as in `exact_sum`.
+        b: the same; shapes broadcast, and of two dtypes the products are of what torch promotes them to.
+        dim: of the broadcast shape, one or several; None or () for all.
+        keepdim: whether those dimensions stay, with size 1.
+        dtype: of the result; None for the promoted dtype.
+
+    Returns:
+        The dot products. The gradient of each operand is the other one times the result's gradient, in one rounding
+        to the wider dtype and one to its own.
+
+    Raises:
+        TypeError, ValueError, IndexError: as `exact_sum`.
+        RuntimeError: the shapes do not broadcast.
+
+    >>> a = torch.tensor([1e200, 1.0, 1e200], dtype=torch.float64)
+    >>> b = torch.tensor([1e200, 1e-300, -1e200], dtype=torch.float64)
+    >>> float(exact_dot(a, b))
+    1e-300
+    """
+    a, b = _pair(a, b, "exact_dot")
+    return _differentiable_dot(a, b, _dims(a.dim(), dim), keepdim, _result_dtype(dtype, a.dtype))
+
+
+def exact_partial(a: torch.Tensor, b: torch.Tensor | None = None, dim: Dim = None) -> torch.Tensor:
+    """Return the unrounded sum as integers; partial sums of shards are merged by adding them.
+
+    Adding is exact, so that any split, in any order, gives the bits of `exact_sum` or `exact_dot` on the whole:
+
+        words = exact_partial(shard)
+        torch.distributed.all_reduce(words)
+        total = exact_round(words, torch.float32)
+
+    Args:
+        a: as in `exact_sum`.
+        b: None for the sum of a; else the partial is of `exact_dot(a, b)`.
+        dim: what is summed over.
+
+    Returns:
+        int64, the shape of the sums and one more dimension of 138: 134 limbs of 32 bits, from 2^-2176 up, the last one
+        with the sign; then the counts of +inf, of -inf (a NaN counts as both), of -0 and of all terms. The same
+        for any order of the elements. Up to 2^31 partials may be added, and 2^63 terms. It has no gradient.
+
+    Raises:
+        TypeError, ValueError, IndexError: as `exact_sum`.
+
+    >>> x = torch.randn(1000)
+    >>> words = exact_partial(x[:300]) + exact_partial(x[300:])
+    >>> bool(exact_round(words, torch.float32) == exact_sum(x))
+    True
+    """
+    if b is None:
+        _check(a, "exact_partial")
+    else:
+        a, b = _pair(a, b, "exact_partial")
+    words: torch.Tensor = _partial(a.detach(), None if b is None else b.detach(), _dims(a.dim(), dim))
+    return words
+
+
+def exact_round(partial: torch.Tensor, dtype: torch.dtype = torch.float64) -> torch.Tensor:
+    """Return the correctly rounded sum that a partial, or any sum of partials, stands for.
+
+    Args:
+        partial: int64 (..., 138), from `exact_partial`.
+        dtype: float16, bfloat16, float32 or float64.
+
+    Returns:
+        (...), of `dtype`.
+
+    Raises:
+        TypeError: not int64, or such a `dtype`.
+        ValueError: the last dimension is not 138.
+
+    >>> float(exact_round(exact_partial(torch.tensor([0.1, 0.2], dtype=torch.float64))))
+    0.30000000000000004
+    """
+    if not isinstance(partial, torch.Tensor) or partial.dtype != torch.int64:
+        raise TypeError(f"exact_round takes the int64 tensor that exact_partial returns, got {_kind(partial)}")
+    if partial.dim() == 0 or partial.shape[-1] != WORDS:
+        raise ValueError(
+            f"exact_round takes partials of {WORDS} words along the last dimension, got shape {tuple(partial.shape)}: "
+            "merge partials by adding them, not by concatenating"
+        )
+    rounded: torch.Tensor = _round(partial, _result_dtype(dtype, torch.float64))
+    return rounded
+
+
+def _kind(x: object) -> str:
+    return f"a {x.dtype} tensor" if isinstance(x, torch.Tensor) else type(x).__name__
+
+
+def _check(x: torch.Tensor, name: str) -> None:
+    if not isinstance(x, torch.Tensor) or x.dtype not in LAYOUTS:
+        raise TypeError(
+            f"{name} takes float16, bfloat16, float32 and float64 tensors, got {_kind(x)}: integers need no rounding "
+            "(torch.sum), complex numbers are summed as view_as_real(x)"
+        )
+    # Of tensor classes of higher layers only sums of components have room for a result that is not rounded again.
+    if hasattr(type(x), "decode") and not hasattr(type(x), "components"):
+        raise TypeError(
+            f"{name} takes plain tensors and MCTensors, got {type(x).__name__}: give x.decode(torch.float64), which is "
+            "exact for payload times scale"
+        )
+
+
+def _result_dtype(dtype: torch.dtype | None, default: torch.dtype) -> torch.dtype:
+    dtype = default if dtype is None else dtype
+    if dtype not in LAYOUTS:
+        raise TypeError(f"an exact sum is rounded to float16, bfloat16, float32 or float64, got {dtype}")
+    return dtype
+
+
+def _pair(a: torch.Tensor, b: torch.Tensor, name: str) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return both operands with one dtype and shape."""
+    _check(a, name)
+    _check(b, name)
+    common = torch.promote_types(a.dtype, b.dtype)
+    a, b = torch.broadcast_tensors(a.to(common), b.to(common))
+    return a, b
+
+
+def _dims(count: int, dim: Dim) -> list[int]:
+    """Return the dimensions that are summed, from 0 up; none of a tensor without dimensions."""
+    given = [] if dim is None else list(dim) if isinstance(dim, list | tuple) else [dim]
+    if not all(isinstance(d, int) for d in given):
+        raise TypeError(f"dim={dim!r}: give a whole number, several in a tuple, or None for all dimensions")
+    for d in given:
+        if not -max(count, 1) <= d < max(count, 1):
+            raise IndexError(f"dimension {d} of a tensor with {count}: allowed are {-count} to {count - 1}")
+    found = sorted(d % max(count, 1) for d in given)
+    if len(set(found)) < len(found):
+        raise ValueError(f"dim {tuple(given)} names a dimension twice: give each one once")
+    return (found or list(range(count))) if count else []
+
+
+def _rows(x: torch.Tensor, dims: list[int]) -> torch.Tensor:
+    """(rows, columns) with neighbours in memory along the columns, which are summed."""
+    kept = [d for d in range(x.dim()) if d not in dims]
+    shape = (math.prod(x.shape[d] for d in kept), math.prod(x.shape[d] for d in dims))
+    flat = x.permute([*kept, *dims]).reshape(shape)
+    return flat.contiguous() if shape[1] > 1 and flat.stride(1) != 1 else flat
+
+
+def _shape(shape: torch.Size, dims: list[int], keepdim: bool = False) -> list[int]:
+    return [1 if d in dims else size for d, size in enumerate(shape) if keepdim or d not in dims]
+
+
+def _run_sum(x: torch.Tensor, dim: list[int], keepdim: bool, dtype: torch.dtype) -> torch.Tensor:
+    return summed(_rows(x, dim), None, dtype).view(_shape(x.shape, dim, keepdim))
+
+
+def _run_dot(a: torch.Tensor, b: torch.Tensor, dim: list[int], keepdim: bool, dtype: torch.dtype) -> torch.Tensor:
+    return summed(_rows(a, dim), _rows(b, dim), dtype).view(_shape(a.shape, dim, keepdim))
+
+
+def _run_partial(a: torch.Tensor, b: torch.Tensor | None, dim: list[int]) -> torch.Tensor:
+    words = partial(_rows(a, dim), None if b is None else _rows(b, dim))
+    return words.view([*_shape(a.shape, dim), WORDS])
+
+
+def _run_round(partial: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    return rounded(partial.reshape(-1, WORDS), dtype).view(partial.shape[:-1])
+
+
+_sum = define_operator(
+    "exact_sum(Tensor x, int[] dim, bool keepdim, ScalarType dtype) -> Tensor",
+    _run_sum,
+    lambda x, dim, keepdim, dtype: x.new_empty(_shape(x.shape, dim, keepdim), dtype=dtype),
+)
+_dot = define_operator(
+    "exact_dot(Tensor a, Tensor b, int[] dim, bool keepdim, ScalarType dtype) -> Tensor",
+    _run_dot,
+    lambda a, b, dim, keepdim, dtype: a.new_empty(_shape(a.shape, dim, keepdim), dtype=dtype),
+)
+_partial = define_operator(
+    "exact_partial(Tensor a, Tensor? b, int[] dim) -> Tensor",
+    _run_partial,
+    lambda a, b, dim: a.new_empty([*_shape(a.shape, dim), WORDS], dtype=torch.int64),
+)
+_round = define_operator(
+    "exact_round(Tensor words, ScalarType dtype) -> Tensor",
+    _run_round,
+    lambda words, dtype: words.new_empty(words.shape[:-1], dtype=dtype),
+)
+
+
+def _expand_gradient(gradient: torch.Tensor, shape: torch.Size, dims: list[int], keepdim: bool) -> torch.Tensor:
+    """Return a sum's gradient in the shape of the summed tensor."""
+    if not keepdim:
+        gradient = gradient.reshape(_shape(shape, dims, True))
+    return gradient.expand(shape)
+
+
+def _remember_sum(ctx: Any, inputs: tuple[Any, ...], output: torch.Tensor) -> None:
+    x, ctx.dims, ctx.keepdim, ctx.result_dtype = inputs
+    ctx.shape, ctx.dtype = x.shape, x.dtype
+
+
+def _sum_backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+    return _expand_gradient(gradient.to(ctx.dtype), ctx.shape, ctx.dims, ctx.keepdim), None, None, None
+
+
+def _remember_dot(ctx: Any, inputs: tuple[Any, ...], output: torch.Tensor) -> None:
+    a, b, ctx.dims, ctx.keepdim, ctx.result_dtype = inputs
+    ctx.save_for_backward(a, b)
+    if hasattr(ctx, "save_for_forward"):  # not the context of an operator
+        ctx.save_for_forward(a, b)
+
+
+def _dot_backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+    a, b = ctx.saved_tensors
+    gradient = _expand_gradient(gradient, a.shape, ctx.dims, ctx.keepdim)
+    for_a = (gradient * b).to(a.dtype) if ctx.needs_input_grad[0] else None
+    for_b = (gradient * a).to(b.dtype) if ctx.needs_input_grad[1] else None
+    return for_a, for_b, None, None, None
+
+
+torch.library.register_autograd("halfulp::exact_sum", _sum_backward, setup_context=_remember_sum)
+torch.library.register_autograd("halfulp::exact_dot", _dot_backward, setup_context=_remember_dot)
+
+
+def _front(x: torch.Tensor, place: int | None, size: int) -> torch.Tensor:
+    """Return a batch's dimension first, made where there is none."""
+    return x.expand(size, *x.shape) if place is None else x.movedim(place, 0)
+
+
+def _sum_of_batch(
+    info: Any, places: Any, x: torch.Tensor, dim: list[int], keepdim: bool, dtype: torch.dtype
+) -> tuple[torch.Tensor, int]:
+    return _sum(_front(x, places[0], info.batch_size), [d + 1 for d in dim], keepdim, dtype), 0
+
+
+def _dot_of_batch(
+    info: Any, places: Any, a: torch.Tensor, b: torch.Tensor, dim: list[int], keepdim: bool, dtype: torch.dtype
+) -> tuple[torch.Tensor, int]:
+    a, b = (_front(x, place, info.batch_size) for x, place in zip((a, b), places))
+    return _dot(a, b, [d + 1 for d in dim], keepdim, dtype), 0
+
+
+torch.library.register_vmap("halfulp::exact_sum", _sum_of_batch)
+torch.library.register_vmap("halfulp::exact_dot", _dot_of_batch)
+
+
+class _Sum(torch.autograd.Function):
+    """The sum as an autograd Function, for transforms of torch.func."""
+
+    generate_vmap_rule = True
+
+    @staticmethod
+    def forward(x: torch.Tensor, dims: list[int], keepdim: bool, dtype: torch.dtype) -> torch.Tensor:
+        total: torch.Tensor = _sum(x, dims, keepdim, dtype)
+        return total
+
+    setup_context = staticmethod(_remember_sum)
+    backward = staticmethod(_sum_backward)
+
+    @staticmethod
+    def jvp(ctx: Any, tangent: torch.Tensor, *rest: object) -> torch.Tensor:
+        """Return the sum of the tangent, rounded once."""
+        return _differentiable_sum(tangent, ctx.dims, ctx.keepdim, ctx.result_dtype)
+
+
+class _Dot(torch.autograd.Function):
+    """The dot product as an autograd Function, for transforms of torch.func."""
+
+    generate_vmap_rule = True
+
+    @staticmethod
+    def forward(a: torch.Tensor, b: torch.Tensor, dims: list[int], keepdim: bool, dtype: torch.dtype) -> torch.Tensor:
+        total: torch.Tensor = _dot(a, b, dims, keepdim, dtype)
+        return total
+
+    setup_context = staticmethod(_remember_dot)
+    backward = staticmethod(_dot_backward)
+
+    @staticmethod
+    def jvp(ctx: Any, for_a: torch.Tensor | None, for_b: torch.Tensor | None, *rest: object) -> torch.Tensor:
+        """Return the products of each tangent with the other operand, each sum of them rounded once."""
+        a, b = ctx.saved_tensors
+        parts = [
+            _differentiable_dot(tangent, other, ctx.dims, ctx.keepdim, ctx.result_dtype)
+            for tangent, other in ((for_a, b), (for_b, a))
+            if tangent is not None
+        ]
+        return sum(parts[1:], parts[0])
+
+
+def _differentiable_sum(x: torch.Tensor, dims: list[int], keepdim: bool, dtype: torch.dtype) -> torch.Tensor:
+    summed: Callable[..., torch.Tensor] = _Sum.apply if under_transform() else _sum
+    return summed(x, dims, keepdim, dtype)
+
+
+def _differentiable_dot(
+    a: torch.Tensor, b: torch.Tensor, dims: list[int], keepdim: bool, dtype: torch.dtype
+) -> torch.Tensor:
+    summed: Callable[..., torch.Tensor] = _Dot.apply if under_transform() else _dot
+    return summed(a, b, dims, keepdim, dtype)

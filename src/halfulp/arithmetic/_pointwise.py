@@ -1,0 +1,731 @@
+"""Any element-wise function of expansions: which arithmetic it runs in, and the kernel that runs it.
+
+Pairs of bfloat16 take float32. x0 + x1 = X + xi exactly, where xi is mostly 0, so that a sum or a product is v + w with
+an error below 2^-46 |v|. That decides both roundings to bfloat16 unless v or what its rounding left lies beside a tie.
+
+All others take float64, which mostly holds an operand's components together. There, and beside the ends of the range,
+the elements are in doubt: a kernel computes them by the network instead.
+"""
+
+from __future__ import annotations
+
+import array
+import functools
+import operator
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+
+from ..kernels import (
+    LANES,
+    SERIAL_BELOW,
+    Quick,
+    address,
+    compile_trace,
+    define_operator,
+    is_finite,
+    note,
+    plain,
+    power_below,
+    product_error,
+    record,
+    run_chunks,
+    select,
+    select_engine,
+)
+from ..kernels._operations import add, bit_and, bit_or, bit_xor, real, shl, shr, sub, word
+from ..kernels.triton._expansions import LONGEST, VECTOR, Pointwise
+from ..kernels.triton._launch import ready
+from ._error_free import Terms, fast_two_sum, two_sum
+from ._functions import DIVISIONS, FUNCTIONS, NETWORKS, STEP, beyond_reach, reduced_exactly
+from ._operators import SHAPES, float16_to_float64, round_to_components, to_float64_terms
+
+# Outside of these magnitudes float32 overflows, or loses bits below its normal numbers.
+_LEAST, _MOST = (127 - 100) << 24, (127 + 126) << 24
+_HIGH, _SIGN = 0xFFFF0000, 0x80000000
+_EXACT = {"add": operator.add, "sub": operator.sub, "mul": operator.mul}
+
+
+def quick(
+    name: str, counts: tuple[int, ...], components: int, dtype: torch.dtype
+) -> tuple[Callable[..., Terms], torch.dtype] | None:
+    """Return a function of the operands' components to the result's, and whether they are in doubt; and its arithmetic.
+
+    Args:
+        name: of the function of expansions.
+        counts: components of the operands.
+        components: of the result.
+        dtype: of all components.
+    """
+    if name not in _EXACT or dtype not in SHAPES:
+        return None
+    if dtype == torch.bfloat16 and components == 2 and max(counts) <= 2:
+        return lambda *values: _PAIRS[name](list(values[: counts[0]]), list(values[counts[0] :])), torch.float32
+
+    def together(*values: Any) -> Terms:
+        (a, doubt_a), (b, doubt_b) = (
+            _add_components(list(x), dtype) for x in (values[: counts[0]], values[counts[0] :])
+        )
+        rest = _EXACT[name](a, b)
+        doubt = doubt_a | doubt_b | ~(abs(rest) < SHAPES[dtype][2] / 2)
+        found = []
+        for _ in range(components):
+            found.append(_round_in_range(rest, dtype))
+            rest = rest - found[-1]
+        return [*found, doubt]
+
+    return together, torch.float64
+
+
+def _add_components(x: Terms, dtype: torch.dtype) -> tuple[Any, Any]:
+    """Add components up in float64; a first one of 0, which has a sign, is all. Say where bits were lost."""
+    total, lost = x[0], x[0] != x[0]
+    for part in x[1:]:
+        before, total = total, total + part
+        if dtype != torch.float16:  # all of whose bits fit
+            lost = lost | (total - before != part) | (total - part != before)
+    return select(x[0] == 0.0, x[0], total), lost
+
+
+def _round_in_range(x, dtype: torch.dtype):
+    """Round a float64 that no rounding makes infinite: see `rounded`."""
+    precision, lowest, _ = SHAPES[dtype]
+    magic, least = power_below(x) * (1.5 * 2.0 ** (53 - precision)), 1.5 * 2.0 ** (lowest + 53 - precision)
+    magic = select(magic > least, magic, least)
+    nearest = (x + magic) - magic
+    return select(nearest == 0.0, x * 0.0, nearest)
+
+
+def _add(x: Terms, y: Terms) -> Terms:
+    (a, left_a), (b, left_b) = _together(x), _together(y)
+    s, e = two_sum(a, b)
+    v, w = fast_two_sum(s, e + (left_a + left_b))
+    sign = bit_and(bit_and(word(x[0]), word(y[0])), _SIGN)
+    first, second, doubt = _round_sum(v, w, left_a, left_b, v == 0.0)
+    return [real(bit_or(word(first), sign)), second, doubt | (left_a != 0.0) & (left_b != 0.0)]
+
+
+def _multiply(x: Terms, y: Terms) -> Terms:
+    (a, left_a), (b, left_b) = _together(x), _together(y)
+    p = a * b
+    v, w = fast_two_sum(p, product_error(a, b, p) + (left_a * b + left_b * a))
+    sign = bit_and(bit_xor(word(x[0]), word(y[0])), _SIGN)
+    # A product that float32 takes for 0 leaves the sign of a second component to the network.
+    is_zero = (v == 0.0) & ((a == 0.0) | (b == 0.0))
+    first, second, doubt = _round_sum(v, w, left_a, left_b, is_zero)
+    return [real(bit_or(bit_and(word(first), _HIGH ^ _SIGN), sign)), second, doubt]
+
+
+_PAIRS: dict[str, Callable[[Terms, Terms], Terms]] = {
+    "add": _add,
+    "sub": lambda x, y: _add(x, [-t for t in y]),
+    "mul": _multiply,
+}
+
+
+def _together(x: Terms) -> tuple[Any, Any]:
+    return fast_two_sum(*x) if len(x) > 1 else (x[0], x[0] * 0.0)
+
+
+def _round_sum(v, w, left_a, left_b, is_zero) -> tuple[Any, Any, Any]:
+    """Round v + w to two bfloat16; say where they may be others, as other bits are lost or the range ends."""
+    first = _nearest(v)
+    rest = (v - first) + w
+    lost = bit_or(bit_or(word(w), word(left_a)), word(left_b)) != 0
+    # |v - first| of 4 units or more of v keeps what was lost below a unit or two of the rest.
+    beside_tie = bit_and(add(word(v), 4), 0x7FF8) == 0
+    rest_beside_tie = bit_and(add(word(rest), 0x8004), 0xFFF8) == 0
+    size = shl(word(v), 1)
+    in_range = (sub(size, _LEAST) < _MOST - _LEAST) | is_zero
+    return first, _nearest(rest), lost & (beside_tie | rest_beside_tie) | ~in_range
+
+
+def _nearest(x):
+    """Round float32 to bfloat16, ties to even, still as float32."""
+    bits = word(x)
+    return real(bit_and(add(add(bits, 0x7FFF), bit_and(shr(bits, 16), 1)), _HIGH))
+
+
+Parts = tuple[torch.Tensor, ...]
+Dtypes = tuple[torch.dtype, ...]
+PRECISION = {torch.float16: 11, torch.bfloat16: 8, torch.float32: 24, torch.float64: 53}
+MOST: int = 4
+ANGLES = ("sin", "cos")
+_ROW = 8192
+_CODES = {torch.float32: "f", torch.float64: "d"}  # of Python's arrays, which cost less to make than tensors
+
+
+class Elements:
+    """A function of a few values per element, as kernels that fill tensors with its results.
+
+    Args:
+        name: for the cache of machine code, and for messages.
+        function: as many values as there are inputs -> as many terms as there are outputs.
+        arithmetic: the type it computes in.
+        stored: dtypes of the inputs in memory.
+        written: dtypes of the outputs in memory.
+        quick: the same function in fewer steps, with a mask of elements in doubt behind its terms, and its arithmetic.
+        exact: whether the terms are numbers of `written`.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        function: Callable[..., Terms],
+        arithmetic: torch.dtype,
+        stored: Dtypes,
+        written: Dtypes,
+        quick: tuple[Callable[..., Terms], torch.dtype] | None = None,
+        exact: bool = False,
+    ) -> None:
+        self.name, self.function, self.arithmetic, self.quick, self.exact = name, function, arithmetic, quick, exact
+        self.stored, self.written = stored, written
+        self.label = f"{name} of {', '.join(map(str, stored))}"
+
+    def __call__(self, inputs: Sequence[torch.Tensor], outputs: Sequence[torch.Tensor]) -> None:
+        """Fill `outputs` (contiguous, of one shape; they may be inputs too) from inputs that broadcast to them."""
+        written = tuple(outputs)
+        if written[0].numel() and not self.fill(inputs, written):
+            for target, term in zip(written, self.evaluate(inputs), strict=True):
+                target.copy_(term)
+
+    def fill(self, inputs: Sequence[torch.Tensor], outputs: Parts) -> bool:
+        """Fill contiguous tensors of one shape from inputs that broadcast to them; False if no kernel can."""
+        engine = select_engine(outputs[0].device.type)
+        if engine == "llvm":
+            if outputs[0].numel():
+                fill(self.kernel, inputs, outputs)
+            return True
+        kernel = self._on(outputs[0].device, outputs[0].numel() % VECTOR == 0) if engine == "triton" else None
+        if kernel is None:
+            return False
+        kernel(inputs, outputs)
+        return True
+
+    def evaluate(self, inputs: Sequence[torch.Tensor]) -> Terms:
+        """Return the terms, by plain torch."""
+        return self.function(*(part.to(self.arithmetic) for part in inputs))
+
+    @functools.cached_property
+    def traced(self) -> tuple[Any, list[int]]:
+        """The instructions, and which of them are results."""
+        trace, results = record(self.function, self.arithmetic, len(self.stored))
+        return trace, [r.number if hasattr(r, "number") else trace.emit("add", (r, 0.0)).number for r in results]
+
+    @functools.cached_property
+    def kernel(self) -> Callable[..., Any]:
+        """The kernel of the processor."""
+        return compile_trace(self.name, *self.traced, self.stored, self.written, self._quick(), self.exact)
+
+    def _quick(self) -> Quick | None:
+        if self.quick is None:
+            return None
+        trace, found = record(*self.quick, len(self.stored))
+        *results, doubt = (value.number for value in found)
+        return Quick(trace, tuple(results), doubt)
+
+    @functools.cached_property
+    def on_triton(self) -> Pointwise:
+        """The kernel of an accelerator."""
+        return Pointwise(*self.traced, self.stored, self.written)
+
+    def _on(self, device: torch.device, whole: bool) -> Any:
+        """Return the kernel of an accelerator, compared with plain torch; None, counted, where there is none."""
+        if self.on_triton.size > LONGEST:
+            note(
+                "engine",
+                f"{self.label} is too long for Triton, {self.on_triton.size} instructions: plain torch instead",
+            )
+            return None
+        count = 512 if whole else 515
+        return ready(
+            (self, whole),
+            self.label,
+            device,
+            lambda: self.on_triton,
+            lambda kernel, device: self._tried_on(kernel, device, count),
+            lambda: [part[:count] for part in self._wanted()],
+        )
+
+    def _tried_on(self, kernel: Pointwise, device: torch.device, count: int) -> list[torch.Tensor]:
+        inputs = [part[:count].to(device) for part in _trial(self.stored)]
+        made = [torch.empty(count, dtype=dtype, device=device) for dtype in self.written]
+        kernel(inputs, made)
+        return [part.cpu() for part in made]
+
+    def _wanted(self) -> list[torch.Tensor]:
+        return [term.to(dtype) for term, dtype in zip(self.evaluate(_trial(self.stored)), self.written)]
+
+
+@functools.cache
+def _trial(stored: Dtypes) -> list[torch.Tensor]:
+    """Return fixed elements, different per input: both signs, magnitudes from 2^-12 to 2^12, zeros, infinities, NaN."""
+    made = []
+    for k, dtype in enumerate(stored):
+        ramp = torch.linspace(-1, 1, 509, dtype=torch.float64, device="cpu").roll(61 * k)
+        value = (ramp * torch.exp2(torch.linspace(-12, 12, 509, dtype=torch.float64, device="cpu"))).to(dtype)
+        special = torch.tensor([0.0, -0.0, 1.0, torch.inf, -torch.inf, torch.nan], dtype=dtype, device="cpu")
+        made.append(torch.cat([special.roll(k), value]))
+    return made
+
+
+@dataclass(frozen=True)
+class Call:
+    """The specification of a kernel: function, operands' and result's components and dtypes."""
+
+    name: str
+    operands: tuple[tuple[torch.dtype, int], ...]
+    components: int
+    dtype: torch.dtype
+
+    @property
+    def arithmetic(self) -> torch.dtype:
+        """float32 where + - * / and roots of up to two float32 are asked for, else float64."""
+        narrow = all(dtype == torch.float32 for dtype, _ in self.operands) and self.dtype == torch.float32
+        few = max(self.components, *(count for _, count in self.operands)) <= 2
+        return torch.float32 if narrow and few and NETWORKS[self.name].any_precision else torch.float64
+
+    @property
+    def working(self) -> int:
+        """The number of components, in that arithmetic, that carry the result and a few bits more."""
+        if self.arithmetic == self.dtype:
+            return self.components
+        return -(-(self.components * PRECISION[self.dtype] + 4) // PRECISION[self.arithmetic])
+
+    def evaluate(self, *values: Any) -> Terms:
+        """Return the function of all operands' components, in the arithmetic's type."""
+        operands, rest = [], list(values)
+        for dtype, count in self.operands:
+            parts, rest = rest[:count], rest[count:]
+            if dtype == torch.float16 == self.dtype and self.name != "renormalize":  # of which terms have no order
+                parts = float16_to_float64(parts)
+            elif dtype != self.arithmetic:
+                parts = to_float64_terms(parts)
+            operands.append(parts)
+        terms = NETWORKS[self.name].network(operands, self.working)
+        if self.dtype == self.arithmetic:
+            return terms[: self.components]
+        return round_to_components(terms, self.dtype, self.components)
+
+    @functools.cached_property
+    def elements(self) -> Elements:
+        """The function as kernels of elements."""
+        stored = tuple(dtype for dtype, count in self.operands for _ in range(count))
+        written = (self.dtype,) * self.components
+        counts, is_one = tuple(count for _, count in self.operands), len({*stored, self.dtype}) == 1
+        short = quick(self.name, counts, self.components, self.dtype) if is_one else None
+        return Elements(f"pointwise_{self.name}", self.evaluate, self.arithmetic, stored, written, short, exact=True)
+
+
+def pointwise(name: str, *operands: Parts, components: int, dtype: torch.dtype, out: Parts | None = None) -> Parts:
+    """Apply a function to expansions, element by element, within the bounds that its network states.
+
+    Args:
+        name: one of `names()`.
+        operands: each a tuple of 1 to 4 components, largest first, of one dtype (float16, bfloat16, float32, float64)
+            and shape; shapes broadcast.
+        components: of the result, 1 to 4.
+        dtype: of the result's components.
+        out: components to write into, of the broadcast shape; they may be an operand's own.
+
+    Returns:
+        The result's components, largest first.
+
+    Raises:
+        ValueError: an unknown name, the wrong number of operands, or of components.
+        TypeError: a dtype that is not one of the four.
+
+    >>> import torch
+    >>> third = pointwise("div", (torch.ones(()),), (torch.full((), 3.0),), components=2, dtype=torch.float32)
+    >>> float(third[0].double() + third[1].double()) - 1 / 3 < 2**-48
+    True
+    """
+    flat, kinds, plain = [], [], True
+    for parts in operands:
+        kinds.append((parts[0].dtype, len(parts)))
+        for part in parts:
+            flat.append(part)
+            plain = plain and type(part) is torch.Tensor
+    if out is None and (not plain or torch.compiler.is_compiling()):
+        return tuple(_operator(name, flat, [count for _, count in kinds], components, dtype))
+    return _run(_call(name, tuple(kinds), components, dtype), flat, out)
+
+
+def combine(name: str, a: Parts, b: Parts) -> Parts:
+    """`pointwise` of two contiguous operands of one shape, dtype and number of components, in half the steps.
+
+    The result is of that dtype and number too. Small operators take as long as their steps in Python.
+    """
+    first = a[0]
+    if type(first) is not torch.Tensor or type(b[0]) is not torch.Tensor or torch.compiler.is_compiling():
+        return pointwise(name, a, b, components=len(a), dtype=first.dtype)
+    elements, count = _elements(name, first.dtype, len(a)), first.numel()
+    if elements is None or not count or select_engine(first.device.type) != "llvm":
+        return pointwise(name, a, b, components=len(a), dtype=first.dtype)
+    made = tuple([torch.empty_like(first) for _ in a])
+    row = count if count < _ROW else _ROW
+    words = [row, count]
+    for part in (*a, *b, *made):
+        words += (part.data_ptr(), row, 1)
+    _run_rows(elements.kernel, words)
+    return made
+
+
+@functools.cache
+def _elements(name: str, dtype: torch.dtype, components: int) -> Elements | None:
+    """Return the kernels of `combine`; None for a division, which takes several."""
+    return None if name in DIVISIONS else _call(name, ((dtype, components),) * 2, components, dtype).elements
+
+
+def names() -> tuple[str, ...]:
+    """Return the names of all functions that `pointwise` computes.
+
+    >>> "exp" in names()
+    True
+    """
+    return (*FUNCTIONS, *DIVISIONS)
+
+
+@functools.cache
+def _call(name: str, operands: tuple[Any, ...], components: int, dtype: torch.dtype) -> Call:
+    if name not in names():
+        raise ValueError(f"no function {name!r} of expansions: there are {', '.join(names())}")
+    wanted = 2 if name in DIVISIONS else FUNCTIONS[name].operands
+    if len(operands) != wanted:
+        raise ValueError(f"{name} takes {wanted} operands, got {len(operands)}")
+    for kind, count in (*operands, (dtype, components)):
+        if kind not in PRECISION:
+            raise TypeError(f"components of {kind}: allowed are float16, bfloat16, float32 and float64")
+        if not 1 <= count <= MOST:
+            raise ValueError(f"{count} components: allowed are 1 to {MOST}")
+    return Call(name, operands, components, dtype)
+
+
+def _run(call: Call, flat: Sequence[torch.Tensor], out: Parts | None) -> Parts:
+    if call.name in ANGLES:
+        far = beyond_reach(flat[0])
+        if far is not None:
+            return _run_far(call, flat, far, out)
+    if call.name in DIVISIONS and len(call.operands) == 2:
+        return _run_division(call, flat, out)
+    first = flat[0]
+    shape = first.shape
+    for part in flat:
+        if part.shape != shape:
+            shape = _broadcast({part.shape for part in flat if part.dim()})
+            break
+    if out is not None and all(part.is_contiguous() and part.shape == shape for part in out):
+        written = out
+        flat = [part.clone() if _overlaps(part, out) else part for part in flat]
+    else:
+        written = _made_like(first, shape, call.dtype, call.components)
+    call.elements(flat, written)
+    if out is not None and out is not written:
+        for target, part in zip(out, written, strict=True):
+            target.copy_(part)
+        return out
+    return written
+
+
+def _run_far(call: Call, flat: Sequence[torch.Tensor], far: torch.Tensor, out: Parts | None) -> Parts:
+    """Run a function of angles of which some need the exact reduction; only those take it."""
+    made = _run(call, [part.masked_fill(far, 0.0) for part in flat], None)
+    count = min(len(flat) + 1, MOST)
+    quadrants, turned = reduced_exactly([part[far] for part in flat], count)
+    kinds = ((torch.float64, count),)
+    sine, cosine = (_run(_call(name, kinds, call.components, call.dtype), turned, None) for name in ANGLES)
+    quadrants = quadrants + ANGLES.index(call.name)
+    odd, negative = (quadrants % 2).bool(), (quadrants % 4) >= 2
+    rest = [torch.where(odd, c, s) for s, c in zip(sine, cosine, strict=True)]
+    rest = [torch.where(negative, -part, part) for part in rest]
+    for part, some in zip(made, rest, strict=True):
+        part[far] = some
+    if out is None:
+        return made
+    for target, part in zip(out, made, strict=True):
+        target.copy_(part)
+    return out
+
+
+def _run_division(call: Call, flat: Sequence[torch.Tensor], out: Parts | None) -> Parts:
+    """Divide with remainder: steps until |r| < |b| everywhere, mostly one, then the function of (a, r, b)."""
+    flat = torch.broadcast_tensors(*flat)
+    (kind_a, count_a), (kind_b, count_b) = call.operands
+    a = _convert_to_float64(kind_a, flat[:count_a])
+    b = _convert_to_float64(kind_b, flat[count_a:])
+    r = [*a, *(torch.zeros_like(a[0]) for _ in b)]
+    step = _internal(STEP, (count_a + count_b, count_b), count_a + count_b + 1, torch.float64)
+    pending = True
+    while pending:
+        *r, flag = _run(step, (*r, *b), None)
+        pending = bool(flag.any())
+    ended = _internal(call.name, (count_a, len(r), count_b), call.components, call.dtype)
+    return _run(ended, (*a, *r, *b), out)
+
+
+def _convert_to_float64(kind: torch.dtype, parts: Sequence[torch.Tensor]) -> Parts:
+    if kind == torch.float64 or len(parts) == 1:
+        return tuple(part.double() for part in parts)
+    return _run(_call("renormalize", ((kind, len(parts)),), len(parts), torch.float64), parts, None)
+
+
+@functools.cache
+def _internal(name: str, counts: tuple[int, ...], components: int, dtype: torch.dtype) -> Call:
+    """Return a call on float64 operands that may have more components than public ones."""
+    return Call(name, tuple((torch.float64, count) for count in counts), components, dtype)
+
+
+def _overlaps(part: torch.Tensor, out: Parts) -> bool:
+    """Return whether elements of an operand are written before they are read: it shares memory otherwise than alike."""
+    memory = part.untyped_storage().data_ptr()
+    if all(memory != other.untyped_storage().data_ptr() for other in out):
+        return False
+    return not any(part.data_ptr() == other.data_ptr() and part.shape == other.shape for other in out) or (
+        not part.is_contiguous()
+    )
+
+
+def _broadcast(shapes: set[torch.Size]) -> torch.Size:
+    """Return the shape that all shapes with dimensions broadcast to; mostly there is one."""
+    return next(iter(shapes)) if len(shapes) == 1 else torch.broadcast_shapes(*shapes)
+
+
+def _made_like(first: torch.Tensor, shape: torch.Size, dtype: torch.dtype, components: int) -> Parts:
+    """Return new contiguous tensors, in half the time for a contiguous one of that shape and dtype."""
+    if first.dtype is dtype and first.is_contiguous() and first.shape == shape:
+        return tuple([torch.empty_like(first) for _ in range(components)])
+    return tuple([torch.empty((*shape,), dtype=dtype, device=first.device) for _ in range(components)])
+
+
+def fill(kernel: Callable[..., Any], flat: Sequence[torch.Tensor], written: Parts) -> None:
+    """Run a kernel on operands that broadcast to the results, which are contiguous and not empty."""
+    shape, count = written[0].shape, written[0].numel()
+    row = count if count < _ROW else _ROW
+    words, _alive = [row, count], flat
+    for part in flat:
+        at = part.data_ptr()
+        if not at or part.is_neg() or part.shape != shape or not part.is_contiguous():
+            words, _alive = _spread_all(flat, shape, count)
+            row = words[0]
+            break
+        words += (at, row, 1)
+    for part in written:
+        words += (part.data_ptr() or address(part), row, 1)
+    _run_rows(kernel, words)
+
+
+def _run_rows(kernel: Callable[..., Any], words: list[int]) -> None:
+    """Run a kernel on a table that begins with the elements of a row and of all rows."""
+    (row, count), table = words[:2], array.array("q", words)
+    rows = -(-count // row)
+    if count < SERIAL_BELOW or rows == 1 or torch.get_num_threads() == 1:
+        kernel(0, rows, table.buffer_info()[0])
+    else:
+        run_chunks(kernel, np.full(rows, row, np.int64), table.buffer_info()[0])
+
+
+def _spread_all(flat: Sequence[torch.Tensor], shape: torch.Size, count: int) -> tuple[list[int], Sequence[Any]]:
+    """Return the table's words for operands of any shapes and strides, and the tensors that own them."""
+    row = count if count < _ROW else _ROW
+    for part in flat:
+        if part.shape != shape and part.numel() != 1:
+            row = shape[-1]
+            break
+    words = [row, count]
+    alive: list[torch.Tensor | array.array[Any]] = []
+    for part in map(plain, flat):
+        if part.shape != shape:
+            held, words_of = _repeat_operand(part, shape, row)
+            alive.append(held)
+            words += words_of
+        else:
+            part = part.contiguous()
+            alive.append(part)
+            words += (address(part), row, 1)
+    return words, alive
+
+
+def _repeat_operand(
+    part: torch.Tensor, shape: torch.Size, row: int
+) -> tuple[torch.Tensor | array.array[Any], tuple[int, int, int]]:
+    """Return a broadcast operand as the kernel reads it: repeated LANES times, row by row, or written out."""
+    if part.numel() == 1:
+        if part.dtype in _CODES:
+            copies = array.array(_CODES[part.dtype], (part.item(),)) * LANES
+            return copies, (copies.buffer_info()[0], 0, 0)
+        part = part.reshape(1).expand(LANES).contiguous()
+        return part, (address(part), 0, 0)
+    if part.dim() == 1 and part.shape[-1] == row:
+        part = part.contiguous()
+        return part, (address(part), 0, 1)
+    if part.shape[-1] == 1:
+        part = part.expand(*shape[:-1], 1).reshape(-1, 1).expand(-1, LANES).contiguous()
+        return part, (address(part), LANES, 0)
+    part = part.expand(shape).contiguous()
+    return part, (address(part), row, 1)
+
+
+def _implementation(
+    name: str, parts: list[torch.Tensor], counts: list[int], components: int, dtype: torch.dtype
+) -> list[torch.Tensor]:
+    kinds, at = [], 0
+    for count in counts:
+        kinds.append((parts[at].dtype, count))
+        at += count
+    return list(_run(_call(name, tuple(kinds), components, dtype), parts, None))
+
+
+def _fake(
+    name: str, parts: list[torch.Tensor], counts: list[int], components: int, dtype: torch.dtype
+) -> list[torch.Tensor]:
+    shape = torch.broadcast_shapes(*(part.shape for part in parts))
+    return [parts[0].new_empty(shape, dtype=dtype) for _ in range(components)]
+
+
+_operator = define_operator(
+    "pointwise(str name, Tensor[] parts, int[] counts, int components, ScalarType dtype) -> Tensor[]",
+    _implementation,
+    _fake,
+)
+
+
+def split(x: torch.Tensor, dtype: torch.dtype, components: int) -> Parts:
+    """Return a tensor as a sum of components, each the nearest number to what the ones before left.
+
+    Args:
+        x: any shape, float16, bfloat16, float32 or float64.
+        dtype: of the components.
+        components: 1 to 4.
+
+    >>> import torch
+    >>> [float(part) for part in split(torch.tensor(0.1, dtype=torch.float64), torch.float32, 2)]
+    [0.10000000149011612, -1.4901161415892261e-09]
+    """
+    return pointwise("renormalize", (x,), components=components, dtype=dtype)
+
+
+def merge(parts: Parts, dtype: torch.dtype = torch.float64) -> torch.Tensor:
+    """Return the sum of all components, rounded once to a dtype.
+
+    >>> import torch
+    >>> merge((torch.tensor(1.0), torch.tensor(2.0**-30)), torch.float64).item() - 1 == 2.0**-30
+    True
+    """
+    if len(parts) > 2 and dtype == torch.float64:
+        return _beyond_a_tie(*pointwise("renormalize", parts, components=3, dtype=dtype))
+    return pointwise("renormalize", parts, components=1, dtype=dtype)[0]
+
+
+def _beyond_a_tie(first: torch.Tensor, second: torch.Tensor, third: torch.Tensor) -> torch.Tensor:
+    """Round canonical components to one: the first, or its neighbour if a third component decides a tie."""
+    other = first + 2 * second
+    tie = (other - first == 2 * second) & (torch.nextafter(first, other) == other) & (second != 0)
+    return torch.where(tie & (third.sign() == second.sign()), other, first)
+
+
+def renormalize(parts: Parts, components: int, dtype: torch.dtype | None = None) -> Parts:
+    """Return canonical components of the same sum, |next| <= ulp(previous) / 2, from terms of any order and overlap."""
+    return pointwise("renormalize", parts, components=components, dtype=dtype or parts[0].dtype)
+
+
+def compare(a: Parts, b: Parts) -> torch.Tensor:
+    """Return the sign of a - b by value, exactly, as int8: -1, 0, 1, and 2 where either is NaN.
+
+    >>> import torch
+    >>> one, tiny = torch.tensor(1.0), torch.tensor(2.0**-60)
+    >>> int(compare((one, tiny), (one,)))
+    1
+    """
+    return pointwise("compare", a, b, components=1, dtype=torch.float32)[0].to(torch.int8)
+
+
+Operand = tuple[Parts, torch.Tensor | None]
+_Kind = tuple[torch.dtype, int, bool]
+
+
+def at_hand(name: str, operands: Sequence[Operand]) -> bool:
+    """Return whether `function_of_scaled` computes a function of these operands, which no compiler follows."""
+    if name in ANGLES or name in DIVISIONS or torch.compiler.is_compiling():
+        return False
+    return all(type(part) is torch.Tensor for parts, scale in operands for part in (*parts, *_given(scale)))
+
+
+def function_of_scaled(name: str, operands: Sequence[Operand], components: int) -> tuple[Parts, torch.Tensor]:
+    """Return a function as float64 components, and the magnitude of each element, 0 where it is not finite.
+
+    Args:
+        name: see `pointwise`.
+        operands: components, and their 0-d scale, or None.
+        components: of the result.
+    """
+    kinds = tuple((parts[0].dtype, len(parts), scale is not None) for parts, scale in operands)
+    first = operands[0][0][0]
+    shapes = {part.shape for parts, _ in operands for part in parts}
+    shape = first.shape if len(shapes) == 1 else torch.broadcast_shapes(*shapes)
+    device = next((parts[0] for parts, _ in operands if parts[0].dim()), first)
+    *made, size = _made_like(device, shape, torch.float64, components + 1)
+    _function(name, kinds, components)(
+        [x for parts, scale in operands for x in (*parts, *_given(scale))], (*made, size)
+    )
+    return tuple(made), size
+
+
+def under_scale(wide: Parts, scale: torch.Tensor, components: int, dtype: torch.dtype, keeps: bool = False) -> Parts:
+    """Return the components whose sum times a scale is the value of float64 components.
+
+    Args:
+        wide: of the value.
+        scale: 0-d, a power of two.
+        components: of the result.
+        dtype: of the result's components.
+        keeps: whether no element becomes 0 that is none.
+    """
+    made = _made_like(wide[0], wide[0].shape, dtype, components)
+    # A product with the reciprocal has the quotient's bits, as scales are powers of two.
+    _components(len(wide), components, dtype, keeps)([*wide, scale.double().reciprocal()], made)
+    return made
+
+
+def _given(scale: torch.Tensor | None) -> tuple[torch.Tensor, ...]:
+    return () if scale is None else (scale,)
+
+
+@functools.cache
+def _function(name: str, kinds: tuple[_Kind, ...], components: int) -> Elements:
+    def function(*values: Any) -> Terms:
+        rest, operands = list(values), []
+        for dtype, count, scaled in kinds:
+            parts, rest = rest[:count], rest[count:]
+            if scaled:
+                scale, *rest = rest
+                terms = [t * scale for t in (float16_to_float64(parts) if dtype == torch.float16 else parts)]
+            else:
+                terms = parts if dtype == torch.float64 else to_float64_terms(parts)
+            operands.append(terms)
+        made = NETWORKS[name].network(operands, components)[:components]
+        return [*made, select(is_finite(made[0]), abs(made[0]), 0.0)]
+
+    stored = tuple(one for dtype, count, scaled in kinds for one in [*[dtype] * count, *[torch.float32] * scaled])
+    return Elements(f"scaled_{name}", function, torch.float64, stored, (torch.float64,) * (components + 1))
+
+
+@functools.cache
+def _components(count: int, components: int, dtype: torch.dtype, keeps: bool) -> Elements:
+    rounding = Call("renormalize", ((torch.float64, count),), components, dtype)
+    least = torch.finfo(dtype).smallest_normal * torch.finfo(dtype).eps
+
+    def function(*values: Any) -> Terms:
+        *wide, inverse = values
+        made = rounding.evaluate(*(part * inverse for part in wide))
+        if keeps:
+            vanished = made[0] == 0.0
+            made[0] = select(vanished & (wide[0] > 0.0), least, made[0])
+            made[0] = select(vanished & (wide[0] < 0.0), -least, made[0])
+        return made
+
+    name = "components_under_scale_kept" if keeps else "components_under_scale"
+    stored, written = (torch.float64,) * (count + 1), (dtype,) * components
+    return Elements(name, function, torch.float64, stored, written, exact=True)

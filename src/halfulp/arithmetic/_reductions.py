@@ -1,0 +1,438 @@
+"""Sums, products and running sums of expansions along dimensions."""
+
+from __future__ import annotations
+
+import array
+import functools
+import math
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+
+from ..kernels import (
+    ACROSS,
+    BLOCK,
+    SERIAL_BELOW,
+    ReductionSteps,
+    address,
+    compile_reduction,
+    define_operator,
+    run_chunks,
+    select_engine,
+)
+from ..kernels.triton._expansions import Reduction
+from ..kernels.triton._launch import ready
+from ._error_free import Terms, two_sum
+from ._operators import added, gathered, multiplied, quotient, round_to_components
+from ._pointwise import PRECISION, Parts, pointwise
+
+_LARGE = 2**17  # elements of a matrix from which on its rows are reduced in segments, each by one thread
+_SEGMENT = 2**16  # elements of a segment
+
+
+def total(parts: Parts, dim: int | Sequence[int] | None, components: int, keepdim: bool = False) -> Parts:
+    """Return the sum over dimensions, accumulated in float64 expansions of at least two components.
+
+    16 elements at a time are summed exactly but for a plain sum of their rounding errors, the blocks' results as
+    expansions: the error is at most (2^8 + N/5) 2^-106 sum |x|, of components up to 48 bits in all 2^-49 sum |x|, and
+    one rounding to the components. The order depends on the shape alone, so the bits do not depend on threads, strides
+    or the processor. Infinities and NaN are as in a float64 sum.
+
+    Args:
+        parts: components of one value, any shape.
+        dim: one, several, or None for all.
+        components: of the result, in the same dtype.
+        keepdim: leave dimensions of size 1.
+
+    >>> import torch
+    >>> [float(part) for part in total((torch.tensor([1.0, 2.0**-40]),), None, 2)]
+    [1.0, 9.094947017729282e-13]
+    """
+    return _run_reduction("sum", parts, dim, components, keepdim)
+
+
+def product(parts: Parts, dim: int | Sequence[int] | None, components: int, keepdim: bool = False) -> Parts:
+    """Return the product over dimensions; arguments and order are those of `total`."""
+    return _run_reduction("prod", parts, dim, components, keepdim)
+
+
+def average(parts: Parts, dim: int | Sequence[int] | None, components: int, keepdim: bool = False) -> Parts:
+    """Return the sum over dimensions, divided before it is rounded to the components: 15 u^2 of a float64 sum more.
+
+    >>> import torch
+    >>> [float(part) for part in average((torch.tensor([1.0, 2.0**-40]),), None, 2)]
+    [0.5, 4.547473508864641e-13]
+    """
+    return _run_reduction("mean", parts, dim, components, keepdim)
+
+
+def running(parts: Parts, dim: int, components: int) -> Parts:
+    """Return the running sum along a dimension (torch.cumsum), by doubling: log2 N sums of whole tensors.
+
+    >>> import torch
+    >>> running((torch.tensor([1.0, 2.0, 3.0]),), 0, 1)[0].tolist()
+    [1.0, 3.0, 6.0]
+    """
+    dtype = parts[0].dtype
+    parts = pointwise("renormalize", parts, components=components, dtype=dtype)
+    if parts[0].dim() == 0:
+        return parts
+    length, step = parts[0].shape[dim], 1
+    while step < length:
+        early = tuple(part.narrow(dim, 0, length - step) for part in parts)
+        late = tuple(part.narrow(dim, step, length - step) for part in parts)
+        summed = pointwise("add", late, early, components=components, dtype=dtype)
+        parts = tuple(torch.cat([part.narrow(dim, 0, step), new], dim) for part, new in zip(parts, summed))
+        step *= 2
+    return parts
+
+
+def _run_reduction(kind: str, parts: Parts, dim: int | Sequence[int] | None, components: int, keepdim: bool) -> Parts:
+    dims = _dimensions(parts[0].dim(), dim)
+    if torch.compiler.is_compiling() or not all(map(_is_readable, parts)):
+        return tuple(_operator(kind, list(parts), dims, components, keepdim))
+    return _reduce(kind, parts, dims, components, keepdim)
+
+
+def _is_readable(part: torch.Tensor) -> bool:
+    """Return whether a kernel may read a component's memory directly, without lazy signs and zeros."""
+    return type(part) is torch.Tensor and not part.is_neg() and not part._is_zerotensor()
+
+
+def _dimensions(rank: int, dim: int | Sequence[int] | None) -> list[int]:
+    if dim is None or (not isinstance(dim, int) and len(dim) == 0):
+        return list(range(rank))
+    dims = [dim] if isinstance(dim, int) else list(dim)
+    if rank == 0:
+        return []
+    for d in dims:
+        if not -rank <= d < rank:
+            raise IndexError(f"dimension {d} is out of range for {rank} dimensions")
+    return sorted({d % rank for d in dims})
+
+
+def _reduce(kind: str, parts: Parts, dims: Sequence[int], components: int, keepdim: bool) -> Parts:
+    shape, dtype = parts[0].shape, parts[0].dtype
+    after = [1 if d in dims else shape[d] for d in range(len(shape)) if keepdim or d not in dims]
+    matrices, sizes = _matrices(parts, dims)
+    made = _columns(kind, matrices, sizes, components, dtype, after)
+    if made[0].device.type == "cpu" and _is_finite(made[0]):  # nobody waits for a CPU
+        return made
+    head = matrices[0].view(sizes)
+    plain = getattr(head, kind)(1, dtype=torch.float64).reshape(after)
+    if kind != "prod" or dtype == torch.float64:
+        return _restore_special_values(made, plain)
+    # A product that leaves float64's range does so in another place than one that only its components cannot hold.
+    wide = _columns(kind, matrices, sizes, _accumulator_width(dtype, len(parts), components), torch.float64, after)
+    mended = pointwise("renormalize", _restore_special_values(wide, plain), components=components, dtype=dtype)
+    lost = ~torch.isfinite(made[0])
+    return tuple([torch.where(lost, other, part) for other, part in zip(mended, made)])
+
+
+def _matrices(parts: Parts, dims: Sequence[int]) -> tuple[Parts, tuple[int, int, int]]:
+    """Return the elements as (matrices, rows, columns) without gaps, of which the rows are reduced."""
+    shape = parts[0].shape
+    if len(dims) == len(shape):
+        return tuple([part.contiguous() for part in parts]), (1, parts[0].numel(), 1)
+    before = [d for d in range(dims[0]) if d not in dims]
+    behind = [d for d in range(dims[0], len(shape)) if d not in dims]
+    many, rows, columns = sizes = (_count(shape, before), _count(shape, dims), _count(shape, behind))
+    order = [*before, *dims, *behind]
+    if order != sorted(order):
+        parts = tuple([part.permute(order) for part in parts])
+    parts = tuple([part.contiguous() for part in parts])
+    if rows * columns > ACROSS or columns >= ACROSS or many < ACROSS:
+        return parts, sizes
+    # Many small matrices lie side by side.
+    beside = tuple([part.reshape(sizes).transpose(0, 1).contiguous() for part in parts])
+    return beside, (1, rows, many * columns)
+
+
+def _count(shape: Sequence[int], dims: Sequence[int]) -> int:
+    return math.prod([shape[d] for d in dims])
+
+
+def _is_finite(x: torch.Tensor) -> bool:
+    return math.isfinite(x.item() if x.numel() == 1 else x.sum(dtype=torch.float64).item())
+
+
+def _restore_special_values(made: Parts, plain: torch.Tensor) -> Parts:
+    """Return a result with the infinities and NaN that the leading components' reduction has.
+
+    Where components are narrower than float64, that one is not finite where an element is not; of float64 it decides
+    too whether a sum whose steps left the range is finite.
+    """
+    judge = made[0] if made[0].dtype == torch.float64 else plain
+    lost = (judge - judge) != 0.0
+    first = torch.where(lost, plain.to(made[0].dtype), made[0])
+    return (first, *(torch.where(lost, 0.0, part) for part in made[1:]))
+
+
+def _columns(
+    kind: str, parts: Parts, sizes: tuple[int, int, int], components: int, dtype: torch.dtype, shape: Sequence[int]
+) -> Parts:
+    """Reduce every column of (matrices, rows, columns); return the results in a shape."""
+    many, rows, columns = sizes
+    stored, count = parts[0].dtype, len(parts)
+    width = _accumulator_width(stored, count, max(components, 2) if dtype == torch.float64 else components)
+    reduction = _Reduction(kind, stored, count, width, True, components, dtype)
+    several = _side_by_side(rows, columns)
+    if rows * columns <= _LARGE:
+        return _reduce_segments(reduction, parts, _Cut(sizes, rows, 1, several, rows), shape)
+    length = max(2, _SEGMENT // (BLOCK * several * columns)) * BLOCK * several
+    segments = -(-rows // length)
+    inner = reduction._replace(kind="prod" if kind == "prod" else "sum", components=width, dtype=torch.float64)
+    first = _reduce_segments(inner, parts, _Cut(sizes, length, segments, several, rows), (many * segments, columns))
+    outer = reduction._replace(stored=torch.float64, inputs=width, raw=False)
+    cut = _Cut((many, segments, columns), segments, 1, _side_by_side(segments, columns), rows)
+    return _reduce_segments(outer, first, cut, shape)
+
+
+def _side_by_side(rows: int, columns: int) -> int:
+    """Return how many rows lie side by side in the lanes of a kernel."""
+    return ACROSS if columns == 1 else max(1, min(ACROSS // max(columns, 1), rows))
+
+
+class _Cut(NamedTuple):
+    """The order in which a kernel reads its matrices.
+
+    Attributes:
+        sizes: matrices, rows and columns.
+        length: rows of a segment.
+        segments: of a matrix.
+        several: rows that lie side by side in the lanes of a kernel.
+        divisor: of a mean.
+    """
+
+    sizes: tuple[int, int, int]
+    length: int
+    segments: int
+    several: int
+    divisor: int
+
+
+def _accumulator_width(dtype: torch.dtype, count: int, components: int) -> int:
+    """Return how many float64 components accumulate a result."""
+    if dtype == torch.float64:
+        return max(2, components)
+    return 2 if PRECISION[dtype] * max(count, components) <= 60 else 3
+
+
+class _Reduction(NamedTuple):
+    """One reduction of expansions: its kind, types and device functions.
+
+    Attributes:
+        kind: "sum", "mean" or "prod".
+        stored: dtype of a row's components.
+        inputs: how many of them.
+        width: float64 components that the result is gathered in.
+        raw: whether a row is an operand's own, and the rounding errors of a block may be summed plainly.
+        components: of the result.
+        dtype: of the result's components.
+    """
+
+    kind: str
+    stored: torch.dtype
+    inputs: int
+    width: int
+    raw: bool
+    components: int
+    dtype: torch.dtype
+
+    def step(self, *values: Any) -> Terms:
+        """Add the next row to a block's state."""
+        width, state, row = self.width, list(values[: self.width]), list(values[self.width :])
+        if self.stored != torch.float64:
+            row = _combine_in_float64(row)
+        if self.kind == "prod":
+            return multiplied(state, row, width)
+        if not self._short:
+            return added(state, row, width)
+        if self.stored != torch.float64:
+            # Two float32 fill 48 bits: 16 of them summed in float64 keep what they hold.
+            return [state[0] + row[0], state[1]]
+        high, error = two_sum(state[0], row[0])
+        return [high, state[1] + (error + row[1] if len(row) > 1 else error)]
+
+    def join(self, *values: Any) -> Terms:
+        """Add a block's state to the accumulators."""
+        state = values[self.width :]
+        return self.merge(*values[: self.width], *(two_sum(*state) if self._short and self.kind != "prod" else state))
+
+    def merge(self, *values: Any) -> Terms:
+        """Merge the accumulators of two lanes."""
+        one, other = list(values[: self.width]), list(values[self.width :])
+        return multiplied(one, other, self.width) if self.kind == "prod" else added(one, other, self.width)
+
+    def close(self, *values: Any) -> Terms:
+        """Return the accumulators, divided by a mean's count, as the result's components."""
+        *terms, count = values
+        if self.kind == "mean":
+            terms = quotient(terms, [count], self.width)
+        if self.dtype != torch.float64:
+            return round_to_components(terms, self.dtype, self.components)
+        return terms if self.width == self.components else gathered(terms, self.width)[: self.components]
+
+    @property
+    def _short(self) -> bool:
+        """Whether at most 16 rounding errors are summed plainly: 2^8 u^2 of the sum of magnitudes."""
+        return self.raw and self.width == 2
+
+    @property
+    def steps(self) -> ReductionSteps:
+        """The device functions, for the compiler."""
+        return ReductionSteps(self.step, self.join, self.merge, self.close, self.width, self.start)
+
+    @property
+    def start(self) -> float:
+        """The neutral element."""
+        return 1.0 if self.kind == "prod" else 0.0
+
+
+def _combine_in_float64(row: Terms) -> Terms:
+    """Combine float32 components in float64: up to two in one, more in two."""
+    if len(row) <= 2:
+        return [row[0] + row[1]] if len(row) == 2 else row
+    high, low = two_sum(row[0], row[1])
+    return list(two_sum(high, low + sum(row[3:], row[2])))
+
+
+def _reduce_segments(reduction: _Reduction, parts: Parts, cut: _Cut, shape: Sequence[int]) -> Parts:
+    """Reduce every segment; return the results in a shape."""
+    (many, rows, columns), length, segments, several, divisor = cut
+    engine = select_engine(parts[0].device.type)
+    if engine == "triton" and (on_device := _ready_triton_kernel(reduction, parts[0].device)) is not None:
+        written = [
+            torch.empty(shape, dtype=reduction.dtype, device=parts[0].device) for _ in range(reduction.components)
+        ]
+        on_device(parts, written, (*cut.sizes, length, segments, several), divisor)
+        return tuple(written)
+    if engine != "llvm":
+        terms = _reduce_segments_reference(reduction, [part.reshape(cut.sizes).double() for part in parts], cut)
+        return tuple([part.to(reduction.dtype).reshape(shape) for part in terms])
+    made = tuple([torch.empty(shape, dtype=reduction.dtype, device="cpu") for _ in range(reduction.components)])
+    count = many * segments
+    if not count or not columns:
+        return made
+    words = [rows, columns, length, segments, several, many * rows * columns, divisor]
+    for part in (*parts, *made):
+        words.append(address(part))
+    table = array.array("q", words)
+    kernel = _kernel(reduction, "line" if columns == 1 else "narrow" if columns < ACROSS else "wide")
+    if count == 1 or many * rows * columns < SERIAL_BELOW or torch.get_num_threads() == 1:
+        kernel(0, count, table.buffer_info()[0])
+    else:
+        run_chunks(kernel, np.full(count, length * columns, np.int64), table.buffer_info()[0])
+    return made
+
+
+@functools.cache
+def _kernel(reduction: _Reduction, shape: str) -> Callable[..., Any]:
+    stored, written = (reduction.stored,) * reduction.inputs, (reduction.dtype,) * reduction.components
+    return compile_reduction(f"reduce_{reduction.kind}", reduction.steps, stored, written, shape)
+
+
+@functools.cache
+def _first_use(reduction: _Reduction) -> tuple[Any, ...]:
+    """Return the arguments of `ready` after the device: key, name, builder, the kernel's and plain torch's results."""
+    stored, written = (reduction.stored,) * reduction.inputs, (reduction.dtype,) * reduction.components
+    name = f"{reduction.kind} of {reduction.inputs} x {reduction.stored} in {reduction.components} x {reduction.dtype}"
+    build = functools.partial(Reduction, reduction.steps, stored, written)
+    return (
+        reduction,
+        name,
+        build,
+        functools.partial(_run_trial, reduction),
+        functools.partial(_trial_reference, reduction),
+    )
+
+
+def _ready_triton_kernel(reduction: _Reduction, device: torch.device) -> Any:
+    """Return the kernel of an accelerator, compared with plain torch; None, counted, where there is none."""
+    key, name, build, run, reference = _first_use(reduction)
+    return ready(key, name, device, build, run, reference)
+
+
+def _trials(reduction: _Reduction) -> Iterator[tuple[_Cut, list[torch.Tensor]]]:
+    """Yield fixed matrices of one, a few and many columns."""
+    for columns in (1, 5, ACROSS + 3):
+        cut = _Cut((2, 75, columns), 50, 2, _side_by_side(75, columns), 75)
+        made = []
+        for k in range(reduction.inputs):
+            ramp = torch.linspace(-1, 1, math.prod(cut.sizes), dtype=torch.float64, device="cpu").roll(31 * k)
+            made.append((ramp * torch.exp2(-12.0 * k - 8 * ramp)).to(reduction.stored))
+        yield cut, made
+
+
+def _run_trial(reduction: _Reduction, kernel: Reduction, device: torch.device) -> list[torch.Tensor]:
+    found = []
+    for cut, parts in _trials(reduction):
+        shape = 2 * cut.segments, cut.sizes[2]
+        made = [torch.empty(shape, dtype=reduction.dtype, device=device) for _ in range(reduction.components)]
+        kernel([part.to(device) for part in parts], made, (*cut.sizes, *cut[1:4]), cut.divisor)
+        found += [part.cpu() for part in made]
+    return found
+
+
+def _trial_reference(reduction: _Reduction) -> list[torch.Tensor]:
+    found = []
+    for cut, parts in _trials(reduction):
+        terms = _reduce_segments_reference(reduction, [part.reshape(cut.sizes).double() for part in parts], cut)
+        found += [part.to(reduction.dtype).reshape(2 * cut.segments, -1) for part in terms]
+    return found
+
+
+def _reduce_segments_reference(reduction: _Reduction, parts: list[torch.Tensor], cut: _Cut) -> Terms:
+    length = cut.length
+    pieces_of = [[part[:, k * length : (k + 1) * length] for part in parts] for k in range(cut.segments)]
+    return [torch.stack(some, 1) for some in zip(*(_segment(reduction, some, cut) for some in pieces_of))]
+
+
+def _segment(reduction: _Reduction, parts: list[torch.Tensor], cut: _Cut) -> Terms:
+    """Reduce one segment in torch, in the order of the kernel: rows side by side, then lanes by halves."""
+    (many, rows, columns), several = parts[0].shape, cut.several
+    turns = -(-rows // several)
+    lanes = [_pad_rows(part, turns * several, 0.0 if k else reduction.start) for k, part in enumerate(parts)]
+    held = _in_blocks(reduction, [part.reshape(many, turns, several * columns) for part in lanes])
+    while several > 1:
+        half = (several + 1) // 2
+        own, alone, other = (several - half) * columns, half * columns, several * columns
+        merged = reduction.merge(*(part[:, :own] for part in held), *(part[:, alone:other] for part in held))
+        held = [torch.cat([new, old[:, own:alone]], 1) for new, old in zip(merged, held)]
+        several = half
+    return reduction.close(*held, held[0].new_tensor(float(cut.divisor)))
+
+
+def _in_blocks(reduction: _Reduction, lanes: list[torch.Tensor]) -> Terms:
+    many, turns, width = lanes[0].shape
+    held = begin = [lanes[0].new_full((many, width), 0.0 if k else reduction.start) for k in range(reduction.width)]
+    for top in range(0, turns, BLOCK):
+        state = begin
+        for turn in range(top, min(top + BLOCK, turns)):
+            state = reduction.step(*state, *(part[:, turn] for part in lanes))
+        held = reduction.join(*held, *state)
+    return held
+
+
+def _pad_rows(part: torch.Tensor, rows: int, value: float) -> torch.Tensor:
+    """Append rows of the neutral element."""
+    return torch.nn.functional.pad(part, (0, 0, 0, rows - part.shape[1]), value=value)
+
+
+def _implementation(
+    kind: str, parts: list[torch.Tensor], dims: list[int], components: int, keepdim: bool
+) -> list[torch.Tensor]:
+    return list(_reduce(kind, tuple(parts), dims, components, keepdim))
+
+
+def _fake(kind: str, parts: list[torch.Tensor], dims: list[int], components: int, keepdim: bool) -> list[torch.Tensor]:
+    shape = parts[0].shape
+    after = [1 if d in dims else size for d, size in enumerate(shape) if keepdim or d not in dims]
+    return [parts[0].new_empty(after) for _ in range(components)]
+
+
+_operator = define_operator(
+    "reduce(str kind, Tensor[] parts, int[] dims, int components, bool keepdim) -> Tensor[]", _implementation, _fake
+)

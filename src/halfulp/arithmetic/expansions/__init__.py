@@ -1,1 +1,0 @@
-"""Arithmetic on expansions, unevaluated sums of components: element by element and along dimensions."""

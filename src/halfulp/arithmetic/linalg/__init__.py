@@ -1,1 +1,0 @@
-"""Linear algebra of expansions: factorizations in float64, refined with exact residuals."""

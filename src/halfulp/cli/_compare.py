@@ -1,0 +1,423 @@
+"""halfulp compare and tune: tasks, or a script of one's own, trained under several recipes."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import json as encoder
+import signal
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from ..pages import require, write_whole
+from ..trials import DEFAULT_RECIPES, DEFAULT_TASKS
+from ._conventions import (
+    Json,
+    choose_style,
+    complete,
+    describe_option,
+    fail,
+    format_cell,
+    make_console,
+    make_plain_table,
+    prepare,
+    print_json,
+    recipe_names,
+    split,
+    task_names,
+)
+
+
+def run_trials(trained: Callable[..., Any], out: str, **options: Any) -> Any:
+    """Call `compare` or `tune` with a folder and progress bars; end the command where they end early."""
+    from ..trials import TrialError
+    from ..trials.running._progress import Progress
+
+    workers = options.get("workers")
+    with Progress() as progress:
+        try:
+            return trained(out=out, listen=progress, **options)
+        except KeyboardInterrupt as ending:
+            progress.bars.stop()
+            fail(f"{str(ending) or 'interrupted'}; {_describe_kept(progress, out, workers)}")
+        except TrialError as error:
+            progress.bars.stop()
+            more = ""
+            if error.details:
+                Path(out, "error.log").write_text(error.details, encoding="utf-8")
+                more = f" (more in {Path(out, 'error.log')})"
+            fail(f"{error}{more}; {_describe_kept(progress, out, workers)}")
+        except ValueError as error:  # such as a disk that fills up
+            progress.bars.stop()
+            fail(f"{error}; {_describe_kept(progress, out, workers)}" if progress.kept else error)
+
+
+@contextlib.contextmanager
+def shared_workers(workers: int | None) -> Iterator[Any]:
+    """Yield the workers for a command's trials: the ranks of torchrun, or so many processes.
+
+    SIGTERM, which torchrun sends to all ranks when one fails or dies, interrupts a rank as Ctrl-C does.
+    """
+    from ..trials.running._ranks import count_ranks, join_ranks
+
+    if workers is not None and count_ranks() > 1:
+        fail("--workers: under torchrun every rank trains one trial at a time: leave it out")
+    with join_ranks() as ranks:
+        if ranks is None:
+            yield workers
+            return
+        before = signal.signal(signal.SIGTERM, _interrupt)
+        try:
+            yield ranks
+        finally:
+            signal.signal(signal.SIGTERM, before)
+
+
+def _interrupt(number: int, frame: Any) -> None:
+    signal.signal(number, signal.SIG_IGN)
+    raise KeyboardInterrupt("ended by SIGTERM, as torchrun ends all ranks where one failed or died")
+
+
+def check_alone(command: str, why: str) -> None:
+    """Fail where torchrun started several processes, which this command cannot share its work with."""
+    from ..trials.running._ranks import count_ranks
+
+    if count_ranks() > 1:
+        fail(
+            f"{command} does not run under torchrun: {why}. Start it without; `halfulp compare` of tasks shares its "
+            "trials among the ranks"
+        )
+
+
+def _describe_kept(progress: Any, out: str, workers: Any) -> str:
+    """Return how many trials are kept where, and of ranks, whose are missing."""
+    from ..trials.running._ranks import Ranks
+
+    if isinstance(workers, Ranks) and workers.rank:
+        return f"this is rank {workers.rank}; rank 0 keeps what has finished"
+    kept = f"{progress.kept} of {progress.total} trials are kept in {out}, --resume continues"
+    unfinished = workers.describe_unfinished() if isinstance(workers, Ranks) else ""
+    return f"{kept}; {unfinished}" if unfinished else kept
+
+
+_FILE, _PAGE, _LOG = "compare-script.json", "compare-script.html", "error.log"
+
+
+def compare_script(
+    script: str,
+    arguments: list[str],
+    recipes: Sequence[str],
+    module: bool,
+    unused: Mapping[str, Any],
+    out: str,
+    as_json: bool,
+) -> None:
+    """Run a script under recipes, print a table or JSON, and write the page and the JSON."""
+    from ..trials._script import ScriptError
+    from ..trials._script import compare_script as compare
+
+    _check(script, module, unused)
+    require("matplotlib")
+    prepare(out, "compare-script")
+    progress = _Progress()
+    try:
+        found = compare(script, arguments, recipes, module, listen=progress)
+    except ScriptError as error:
+        fail(f"{error}{_log_output(out, error.said)}")
+    except KeyboardInterrupt:
+        fail(f"interrupted while the script ran under {progress.recipe}: nothing is written")
+    content = found.to_dict()
+    if as_json:
+        print_json(content)
+    else:
+        _print_script(found)
+    write_whole(Path(out, _FILE), json.dumps(content, indent=1, allow_nan=False))
+    found.to_html(Path(out, _PAGE))
+    ended = [row.recipe for row in found.rows if row.verdict == "crashed"]
+    crashed = "\n".join(f"== {recipe}\n{found.runs[recipe].said}" for recipe in ended)
+    if not as_json:
+        print(
+            f"\n{Path(out, _PAGE)} shows the curves; {Path(out, _FILE)} holds the numbers{_log_output(out, crashed)}."
+        )
+
+
+def _check(script: str, module: bool, unused: Mapping[str, Any]) -> None:
+    given = [option for option, value in unused.items() if value is not None]
+    if given:
+        fail(f"{', '.join(given)}: of tasks; a script has its own length, data and seeds: leave it out")
+    check_alone("halfulp compare SCRIPT", "a script is run once per recipe, as one process")
+    if not module and not Path(script).is_file():
+        fail(f"there is no file {script!r}: give the path of a training script, a module by -m, or tasks by --task")
+
+
+def _log_output(out: str, said: str) -> str:
+    """Write a failed script's output to a log file and name the file."""
+    if not said.strip():
+        return ""
+    write_whole(Path(out, _LOG), said)
+    return f"; all that it said is in {Path(out, _LOG)}"
+
+
+class _Progress:
+    """A listener that prints a line on stderr as a recipe begins and another one when it has ended."""
+
+    def __init__(self) -> None:
+        self.recipe = ""
+
+    def __call__(self, recipe: str, row: Any, seconds: float) -> None:
+        self.recipe = recipe
+        if row is None:
+            print(f"{recipe} ...", end="\r" if sys.stderr.isatty() else "\n", file=sys.stderr, flush=True)
+            return
+        said = f"loss {row.loss:.4g} after {row.steps:,} steps" if row.loss is not None else row.verdict
+        print(f"{recipe:<20} {said}  {seconds:.1f} s", file=sys.stderr)
+
+
+def _print_script(found: Any) -> None:
+    from rich.text import Text
+
+    shown = make_console()
+    headers = ["recipe", "steps", "loss", "gap to fp32", "bytes/param", "verdict"]
+    rows = found.rows
+    why = ["why"] if any(row.reason for row in rows) else []
+    table = make_plain_table([*headers, *why], right=headers[1:5], fold=why)
+    for row in rows:
+        numbers = (row.steps, row.loss, row.gap, row.bytes_per_parameter)
+        cells = [row.recipe, *map(format_cell, numbers), row.verdict, *([row.reason] if why else [])]
+        table.add_row(*map(Text, cells), style=choose_style(row.verdict))
+    shown.print()
+    shown.print(table)
+    for note in found.notes():
+        shown.print(Text(note, style="dim"))
+
+
+DEFAULT_OUT = "halfulp-compare"
+
+
+def compare(
+    script: Annotated[
+        str | None, typer.Argument(help="A training script to compare under recipes in place of tasks.")
+    ] = None,
+    arguments: Annotated[list[str] | None, typer.Argument(help="The script's own arguments, behind --.")] = None,
+    module: Annotated[bool, typer.Option("-m", help="SCRIPT is a module's name, as after python -m.")] = False,
+    task: Annotated[
+        list[str] | None,
+        typer.Option(help=describe_option("Tasks", DEFAULT_TASKS), autocompletion=complete(task_names)),
+    ] = None,
+    recipe: Annotated[
+        list[str] | None,
+        typer.Option(help=describe_option("Recipes", DEFAULT_RECIPES), autocompletion=complete(recipe_names)),
+    ] = None,
+    seeds: Annotated[int, typer.Option(help="How many seeds; a verdict needs 3.")] = 3,
+    first_seed: Annotated[
+        int, typer.Option(help="The first of them: another start, order of the data and random bits of the recipe.")
+    ] = 0,
+    steps: Annotated[int | None, typer.Option(help="Steps per trial; default: the task's own.")] = None,
+    size: Annotated[
+        str | None, typer.Option(help="In place of --steps, how long trials are: smoke, small or full.")
+    ] = None,
+    suite: Annotated[
+        str | None,
+        typer.Option(help="papers: the papers' kinds of tasks under every recipe, --task and --recipe for a part."),
+    ] = None,
+    data: Annotated[str | None, typer.Option(help="Folder for tasks that read files.")] = None,
+    out: Annotated[str, typer.Option(help="Folder for compare.json and compare.html.")] = DEFAULT_OUT,
+    workers: Annotated[int | None, typer.Option(help="Processes; default: one per core, at most 8.")] = None,
+    resume: Annotated[bool, typer.Option("--resume", help="Take over finished trials of the same settings.")] = False,
+    overwrite: Annotated[
+        bool, typer.Option("--overwrite", help="Delete the comparison that the folder holds.")
+    ] = False,
+    json: Json = False,
+) -> None:
+    """Train tasks under several recipes, and show which keep float32's accuracy, at what memory and speed.
+
+    With a SCRIPT.py that is run once per recipe: where it makes torch's SGD, Adam or AdamW, its model is converted. The
+    folder then gets compare-script.json and compare-script.html.
+
+    The exit code is 0 with all trials trained, whatever the verdicts, and 2 where one failed or could not be run. With
+    --suite the others are trained to the end first and evidence.json lists what failed.
+    """
+    options: dict[str, Any] = {
+        "seeds": range(first_seed, first_seed + seeds) if first_seed and seeds > 0 else seeds,
+        "data": data,
+        "resume": resume,
+        "overwrite": overwrite,
+    }
+    if suite is not None:
+        if script is not None or steps is not None:
+            fail("--suite trains its own tasks, as long as --size says: leave out the script and --steps")
+        options |= {"size": size or "small", "tasks": split(task, ()) or None, "recipes": split(recipe, ()) or None}
+        _run_suite(suite, "halfulp-evidence" if out == DEFAULT_OUT else out, workers, json, options)
+        return
+    if module and script is None:
+        fail("-m needs the name of a module: halfulp compare -m package.train")
+    if script is not None:
+        unused = {"--task": task, "--steps": steps, "--size": size, "--data": data, "--workers": workers}
+        unused |= {
+            "--seeds": seeds if seeds != 3 else None,
+            "--first-seed": first_seed or None,
+            "--resume": resume or None,
+            "--overwrite": overwrite or None,
+        }
+        compare_script(script, arguments or [], split(recipe, DEFAULT_RECIPES), module, unused, out, json)
+        return
+    tasks, recipes = split(task, DEFAULT_TASKS), split(recipe, DEFAULT_RECIPES)
+    from ..trials import compare as train
+
+    with shared_workers(workers) as crew:
+        evidence = run_trials(partial(train, tasks, recipes, steps=steps, size=size), out, workers=crew, **options)
+    if json:
+        print_json(evidence.to_dict())
+        return
+    _print_tables(evidence)
+    print(f"\n{_describe_run(evidence.run)}")
+    print(f"{Path(out, 'compare.html')} shows the curves; {Path(out, 'compare.json')} holds the numbers.")
+
+
+def _run_suite(suite: str, out: str, workers: int | None, json: bool, options: dict[str, Any]) -> None:
+    """Train a suite, print its statements, and say where the tables are."""
+    from ..trials.suite._run import run_suite
+
+    with shared_workers(workers) as crew:
+        evidence = run_trials(partial(run_suite, suite), out, workers=crew, **options)
+        if json:
+            print_json(evidence.to_dict())
+        else:
+            _print_statements(evidence, out)
+        _end_by_failures(evidence, out)
+
+
+def _print_statements(evidence: Any, out: str) -> None:
+    from ..trials.suite._statements import statements
+
+    table = make_plain_table(["statement", "verdict"], fold=["statement"])
+    for one in statements(evidence):
+        table.add_row(f"{one.claim} ({one.source})", one.verdict)
+    make_console().print(table)
+    print(f"\n{_describe_run(evidence.run)}")
+    print(f"{Path(out, 'evidence.html')} and evidence.md have every table; {Path(out, 'evidence.json')} the numbers.")
+
+
+def _end_by_failures(evidence: Any, out: str) -> None:
+    """End with an error where trials failed: how many, where, and the first one's message."""
+    from ..trials.suite._report import group_failures
+
+    failed = group_failures(evidence)
+    if not failed:
+        return
+    count = len(evidence.run["failed"])
+    where = ", ".join(f"{task} · {recipe} (seed {seeds})" for task, recipe, seeds, _ in failed)
+    fail(
+        f"{count} of {count + len(evidence.trials)} trials failed: {where}; the first said {failed[0][3]}; the others "
+        f"are kept in {out}, --resume tries these again"
+    )
+
+
+def _describe_run(run: dict[str, Any]) -> str:
+    """Describe how many trials took how long, on what."""
+    from ..trials.running._progress import describe_duration
+
+    if not run["trained"]:
+        return "All trials were kept from an earlier run."
+    expected = f", {describe_duration(run['estimated_seconds'])} expected" if "estimated_seconds" in run else ""
+    workers = f"{run['workers']} worker{'' if run['workers'] == 1 else 's'} of one thread"
+    return (
+        f"{run['trained']} trials in {describe_duration(run['seconds'])}{expected}, by {workers} on {run['processor']}."
+    )
+
+
+def _print_tables(evidence: Any) -> None:
+    from rich.text import Text
+
+    from ..trials.evidence._table import format_cells, write_notes
+
+    shown = make_console()
+    for task in evidence.tasks():
+        rows = evidence.rows(task)
+        lines = [format_cells(evidence, row) for row in rows]
+        headers = list(lines[0])
+        widths = (2 + max(len(header), *(len(line[header]) for line in lines)) for header in headers)
+        parts = [headers] if shown.width >= sum(widths) else [headers[:4], ["recipe", *headers[4:]]]
+        shown.print(f"\n[bold]{task}[/bold]")
+        for part in parts:
+            shown.print(_make_table(part, rows, lines))
+        for note in write_notes(evidence, task):
+            shown.print(Text(note, style="dim"))
+
+
+def _make_table(headers: list[str], rows: list[Any], lines: list[dict[str, str]]) -> Any:
+    table = make_plain_table(headers, right=[header for header in headers if header not in ("recipe", "verdict")])
+    for row, line in zip(rows, lines):
+        table.add_row(*(line[header] for header in headers), style=choose_style(row.verdict))
+    return table
+
+
+def tune(
+    task: Annotated[str, typer.Option(help="The task.", autocompletion=complete(task_names))] = "digits",
+    tolerance: Annotated[
+        float | None,
+        typer.Option(help="By which share of float32's loss a recipe may be above it; default: as compare judges."),
+    ] = None,
+    recipe: Annotated[
+        list[str] | None,
+        typer.Option(
+            help="Candidates, by their bytes; default: those that an observed training leaves open.",
+            autocompletion=complete(recipe_names),
+        ),
+    ] = None,
+    param_dtype: Annotated[
+        list[str] | None, typer.Option(help="Of the default candidates: bfloat16, float16. Default: bfloat16.")
+    ] = None,
+    seeds: Annotated[int, typer.Option(help="How many seeds; 3 at least.")] = 3,
+    steps: Annotated[int | None, typer.Option(help="Steps per trial; default: the task's own.")] = None,
+    data: Annotated[str | None, typer.Option(help="Folder for tasks that read files.")] = None,
+    most: Annotated[int, typer.Option(help="How many candidates are trained at most.")] = 12,
+    out: Annotated[str, typer.Option(help="Folder for tune.json, compare.json and compare.html.")] = "halfulp-tune",
+    workers: Annotated[int | None, typer.Option(help="Processes; default: one per core, at most 8.")] = None,
+    resume: Annotated[bool, typer.Option("--resume", help="Take over finished trials of the same settings.")] = False,
+    overwrite: Annotated[bool, typer.Option("--overwrite", help="Delete the trials that the folder holds.")] = False,
+    json: Json = False,
+) -> None:
+    """Find the recipe of fewest bytes per parameter that stays with float32, per layer where that pays."""
+    from ..pages import write_whole
+    from ..trials import tune as search
+
+    check_alone("halfulp tune", "which trials it trains depends on the results of those before")
+
+    found = run_trials(
+        partial(search, task, tolerance),
+        out,
+        recipes=None if recipe is None else split(recipe, ()),
+        param_dtypes=split(param_dtype, ["bfloat16"]),
+        seeds=seeds,
+        steps=steps,
+        data=data,
+        most=most,
+        workers=workers,
+        resume=resume,
+        overwrite=overwrite,
+    )
+    content = found.to_dict()
+    write_whole(Path(out, "tune.json"), encoder.dumps(content, indent=1, ensure_ascii=False, allow_nan=False))
+    if json:
+        print_json(content)
+        return
+    shown = make_console()
+    shown.print(f"[bold]{found.headline()}[/bold]")
+    shown.print(found.recipe.explain())
+    header, *rows = found.rows()
+    table = make_plain_table(header, right=header[1:3], fold=header[-1:])
+    styles = {"holds": "green", "worse": "red", "diverged": "red", "unclear": "yellow", "not trained": "dim"}
+    for row in rows:
+        table.add_row(*row, style=styles[row[3]])
+    shown.print()
+    shown.print(table)
+    print()
+    for line in found.observed():
+        print(line)
+    print(f"\n{Path(out, 'tune.json')} holds the recipe, {Path(out, 'compare.html')} shows the curves.")

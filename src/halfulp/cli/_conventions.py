@@ -1,0 +1,249 @@
+"""What all commands share: lists of names in options, tables and JSON on standard output, and how errors end them."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, Literal, NoReturn
+
+import typer
+
+from ..pages import check_writable, require, write_whole
+
+if TYPE_CHECKING:
+    from ..observation.page._write import Instrument
+
+
+def describe_option(kind: str, default: Sequence[str]) -> str:
+    """Return the help text of an option that takes several names."""
+    return f"{kind}, separated by commas or one option each. Default: {', '.join(default)}"
+
+
+def split(given: list[str] | None, default: Sequence[str]) -> list[str]:
+    """Split ``["a,b", "c"]`` into ``["a", "b", "c"]``; return the default for an empty list.
+
+    >>> split(["digits, text", "cifar10"], ["text"]), split(None, ["text"])
+    (['digits', 'text', 'cifar10'], ['text'])
+    """
+    if given is None:
+        return list(default)
+    return [name.strip() for part in given for name in part.split(",") if name.strip()]
+
+
+def complete(names: Callable[[], Sequence[str]]) -> Callable[[str], list[str]]:
+    """Return a function that completes the last of several names for a shell; torch is not imported.
+
+    >>> complete(lambda: ["digits", "text", "two-heads"])("digits,t")
+    ['digits,text', 'digits,two-heads']
+    """
+
+    def completed(incomplete: str) -> list[str]:
+        before, comma, last = incomplete.rpartition(",")
+        known = before.split(",")
+        return [before + comma + name for name in names() if name.startswith(last) and name not in known]
+
+    return completed
+
+
+def recipe_names() -> list[str]:
+    """Return the names of all recipes."""
+    from ..recipes import names
+
+    return names()
+
+
+def task_names() -> list[str]:
+    """Return the names of all tasks."""
+    from ..trials.tasks import names
+
+    return names()
+
+
+def write_any_letter() -> None:
+    """Make outputs write a letter that their encoding lacks as its number, in place of an error."""
+    for stream in (sys.stdout, sys.stderr):
+        if hasattr(stream, "reconfigure") and stream.errors == "strict":
+            stream.reconfigure(errors="backslashreplace")
+
+
+def is_unicode(stream: object) -> bool:
+    """Return whether an output can hold every letter.
+
+    >>> import io
+    >>> is_unicode(io.TextIOWrapper(io.BytesIO(), "cp1252")), is_unicode(io.StringIO())
+    (False, True)
+    """
+    encoding = getattr(stream, "encoding", None)
+    return encoding is None or encoding.lower().replace("-", "").startswith("utf")
+
+
+def print_json(content: Any) -> None:
+    """Print one JSON document on standard output; it holds plain data without NaN."""
+    print(json.dumps(content, indent=2, ensure_ascii=not is_unicode(sys.stdout), allow_nan=False))
+
+
+def fail(message: object) -> NoReturn:
+    """End with one line on stderr and exit code 2."""
+    print(f"halfulp: {' '.join(str(message).split())}", file=sys.stderr)
+    sys.exit(2)
+
+
+@contextlib.contextmanager
+def run_or_fail(doing: str, telling: tuple[type[Exception], ...] = ()) -> Iterator[None]:
+    """Run a user's code in a block: any exception ends the command with exit code 2.
+
+    Exceptions that are ``telling`` speak for themselves; before others goes what was being done, and their name.
+    """
+    try:
+        yield
+    except telling as error:
+        fail(error)
+    except (Exception, SystemExit) as error:
+        fail(f"{doing} {type(error).__name__}: {error}".rstrip(": "))
+
+
+@dataclass
+class ExitCode:
+    """The exit code of a block of `catch_exit_code`."""
+
+    code: int = 0
+
+
+@contextlib.contextmanager
+def catch_exit_code() -> Iterator[ExitCode]:
+    """Keep exceptions inside of a block: print their messages, and make its exit code 2."""
+    found = ExitCode()
+    try:
+        yield found
+    except SystemExit as ending:
+        found.code = ending.code if isinstance(ending.code, int) else 2
+    except ValueError as error:
+        with contextlib.suppress(SystemExit):
+            fail(error)
+        found.code = 2
+
+
+@contextlib.contextmanager
+def writing(path: str) -> Iterator[None]:
+    """Write, in a block, to a path that an option names; errors end the command."""
+    try:
+        yield
+    except OSError as error:
+        fail(f"cannot write {path}: {error.strerror or error}; give another file with --out")
+
+
+Json = Annotated[bool, typer.Option("--json", help="Print JSON for a program in place of tables.")]
+
+
+@contextlib.contextmanager
+def print_elsewhere() -> Iterator[None]:
+    """Send what a script and its processes print in a block to stderr, so that stdout has JSON alone."""
+    sys.stdout.flush()
+    with contextlib.redirect_stdout(sys.stderr):
+        kept = os.dup(1)
+        os.dup2(2, 1)
+        try:
+            yield
+        finally:
+            sys.stderr.flush()
+            os.dup2(kept, 1)
+            os.close(kept)
+
+
+def make_console() -> Any:
+    """Return a console as wide as the terminal, and wide enough for every column where there is none."""
+    from rich.console import Console
+
+    found = Console(highlight=False)
+    return found if found.is_terminal else Console(highlight=False, width=200)
+
+
+def make_plain_table(headers: Sequence[str], right: Sequence[str] = (), gap: int = 2, fold: Sequence[str] = ()) -> Any:
+    """Return a table without lines, to which `add_row` adds.
+
+    Args:
+        headers: One per column.
+        right: The headers of the columns that hold numbers.
+        gap: How many spaces stand between columns.
+        fold: The headers of columns whose text may go on in a next line.
+    """
+    from rich.table import Table
+
+    table = Table(box=None, header_style="bold", pad_edge=False, padding=(0, gap, 0, 0))
+    for header in headers:
+        table.add_column(header, justify="right" if header in right else "left", no_wrap=header not in fold)
+    return table
+
+
+def choose_style(verdict: str | None) -> str:
+    """Return the colour of a verdict's line in a terminal.
+
+    >>> choose_style("no difference"), choose_style("reference")
+    ('green', '')
+    """
+    from ..trials._defaults import TONES
+
+    return {"good": "green", "bad": "red", "open": "yellow"}.get(TONES.get(verdict or "", ""), "")
+
+
+def format_cell(value: Any) -> str:
+    """Return a value as a table's text.
+
+    >>> format_cell(True), format_cell(1 / 3), format_cell(None), format_cell("bf16")
+    ('yes', '0.3333', '–', 'bf16')
+    """
+    if isinstance(value, bool):
+        return "yes" if value else "no"
+    if isinstance(value, float):
+        return f"{value:.4g}"
+    return "–" if value is None else str(value)
+
+
+Out = Annotated[str | None, typer.Option(help="Folder for the page and the JSON, named after the command.")]
+
+
+def prepare(out: str | None, name: Instrument | Literal["compare-script"]) -> None:
+    """Create the output folder and check, before any work, that a page can be written into it.
+
+    Raises:
+        ValueError: jinja2 is missing, the folder cannot be written, or its name is that of a page.
+    """
+    if out is None:
+        return
+    if out.endswith((".html", ".json")) and not Path(out).is_dir():
+        raise ValueError(f"--out {out} looks like a file: give a folder, and {name}.html and {name}.json stand in it")
+    require(instead="leave --out away")
+    with writing(out):
+        Path(out).mkdir(parents=True, exist_ok=True)
+    for path in _name_files(out, name):
+        check_writable(path)
+
+
+def write_out(out: str | None, name: Instrument, found: Any) -> None:
+    """Write what an instrument found as NAME.html and NAME.json, each whole or not at all; without a folder nothing.
+
+    Args:
+        out: the folder, as `prepare` made it.
+        name: of the instrument.
+        found: an Observation, an Audit or a Forecast.
+
+    Raises:
+        ValueError: a file cannot be written.
+    """
+    if out is None:
+        return
+    from ..observation.page import write_page
+
+    page, data = _name_files(out, name)
+    content = found.to_dict()
+    write_whole(data, json.dumps(content, indent=1, ensure_ascii=False, allow_nan=False))
+    write_page(name, content, page)
+
+
+def _name_files(out: str, name: str) -> tuple[Path, Path]:
+    return Path(out) / f"{name}.html", Path(out) / f"{name}.json"

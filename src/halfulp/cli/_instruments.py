@@ -1,0 +1,336 @@
+"""halfulp observe, audit, forecast and verify: what the numbers of a run, a checkpoint, a plan or a model do."""
+
+from __future__ import annotations
+
+import contextlib
+import json as encoder
+import math
+import os
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from .._messages import a_kind
+from ..pages import check_writable, write_whole
+from ._conventions import (
+    Json,
+    Out,
+    catch_exit_code,
+    complete,
+    fail,
+    make_console,
+    make_plain_table,
+    prepare,
+    print_elsewhere,
+    print_json,
+    recipe_names,
+    run_or_fail,
+    task_names,
+    write_out,
+)
+
+if TYPE_CHECKING:
+    from ..observation.scripts import Ending, Watch
+
+# Options behind the script's name are the script's.
+SETTINGS = {"allow_interspersed_args": False, "ignore_unknown_options": True}
+_CUT_SHORT = {"crashed": "crashed", "interrupted": "was interrupted", "terminated": "was terminated"}
+
+
+def observe(
+    script: Annotated[str, typer.Argument(help="A Python script that trains with a torch optimizer.")],
+    arguments: Annotated[list[str] | None, typer.Argument(help="The script's own arguments.")] = None,
+    module: Annotated[bool, typer.Option("-m", help="SCRIPT is a module's name, as after python -m.")] = False,
+    interval: Annotated[int, typer.Option(help="One step in so many is looked at.", min=1)] = 50,
+    out: Annotated[str, typer.Option(help="Folder for observe.html, .json and .jsonl.")] = "halfulp-observe",
+    json: Json = False,
+) -> int:
+    """Run an unchanged training script; report what is wrong with its numbers, and what to do about it.
+
+    Options of this command stand before the script's name, the script's own behind it. Models and optimizers are found
+    while it runs, each training of a script for itself. The exit code is the script's own, or 2 where nothing was
+    observed. While the script runs, each sampled step becomes a line of observe.jsonl, which a killed run leaves. With
+    --json what the script prints goes to stderr. Under torchrun the first process alone writes.
+    """
+    from ..observation.scripts import TERMINATED, Ending, Termination, Watch, run_script
+
+    first = _read_rank() == 0
+    if not module and not Path(script).is_file():
+        more = "; a module is run by -m" if _is_like_a_module(script) else ""
+        fail(f"there is no file {script!r}: give the path of a training script, its own arguments after it{more}")
+    if first:
+        prepare(out, "observe")
+    # Where the script changes to another folder, this one stays.
+    folder, own = str(Path(out).absolute()), os.getpid()
+    watch = Watch(interval, Path(folder, "observe.jsonl") if first else None)
+    with contextlib.ExitStack() as elsewhere:
+        if json:
+            elsewhere.enter_context(print_elsewhere())
+
+        def leave(ending: Ending) -> int:
+            watch.__exit__(None, None, None)
+            elsewhere.close()
+            with catch_exit_code() as exits:
+                exits.code = _report(watch, ending, out, folder, json) if _is_first(first, watch) else ending.code
+            return exits.code
+
+        with Termination(lambda: leave(Ending(TERMINATED, "terminated"))) as termination:
+            with watch:
+                ending = run_script(script, arguments or [], module=module, leave=leave)
+            termination.wait()
+            elsewhere.close()
+            if os.getpid() != own or not _is_first(first, watch):
+                return ending.code
+            return _report(watch, ending, out, folder, json)
+
+
+def _report(watch: Watch, ending: Ending, out: str, folder: str, json: bool) -> int:
+    """Print and write the report; return the exit code."""
+    report = watch.report(ending.reason)
+    how = _CUT_SHORT.get(ending.reason)
+    if not report.steps:
+        children = watch.children.why_unseen()
+        if ending.code:
+            said = f"the script {how or ending.reason} before a torch optimizer stepped: nothing was observed"
+            _say(f"{said}; {children}" if children else said)
+            return ending.code
+        reasons = [*report.unseen, *([children] if children else [])]
+        why = "; ".join(reasons) or "give a script that trains in its own process, by an optimizer of torch's kind"
+        fail(f"the script never stepped a torch optimizer that can be observed: {why}")
+    if how:
+        said = f"the script {how} after {report.steps} steps"
+        report.unseen.insert(0, f"{said}: this is what was observed until then")
+        _say(f"{said}; what was observed until then:")
+    if json:
+        print_json(report.to_dict())
+    else:
+        print(report)
+    write_out(folder, "observe", report)
+    if not json:
+        print(f"\n{Path(out, 'observe.html')} shows it; {Path(out, 'observe.json')} holds the numbers.")
+    return ending.code
+
+
+def _read_rank() -> int:
+    """Return this process's rank among those of torchrun."""
+    given = os.environ.get("RANK", "0")
+    return int(given) if given.isdigit() else 0
+
+
+def _is_first(first: bool, watch: Watch) -> bool:
+    """Return whether this process reports: of several the first, also of those that torchrun did not start."""
+    return first and watch.rank == 0
+
+
+def _is_like_a_module(script: str) -> bool:
+    return not script.endswith(".py") and all(part.isidentifier() for part in script.split("."))
+
+
+def _say(words: str) -> None:
+    print(f"halfulp: {words}", file=sys.stderr)
+
+
+_STYLES = {"error": "bold red", "warning": "yellow", "note": "dim", "no": "green", None: ""}
+
+
+def audit(
+    a: Annotated[str, typer.Argument(metavar="A", help="The earlier checkpoint: a file or a folder.")],
+    b: Annotated[str, typer.Argument(metavar="B", help="The later checkpoint of the same run.")],
+    share: Annotated[
+        float, typer.Option(help="Mean change in ulps below which a tensor counts as barely moved.")
+    ] = 0.01,
+    lr: Annotated[float | None, typer.Option(help="Learning rate in place of the one that B holds.")] = None,
+    out: Out = None,
+    json: Json = False,
+) -> int:
+    """Compare two checkpoints of one run: what did not move, what rounding lost, what is NaN or of another dtype.
+
+    Reads safetensors, torch.save (weights_only), sharded folders, folders of HF's Trainer and of
+    torch.distributed.checkpoint, by memory map; nothing in them is executed. The exit code is 0 if nothing above a
+    note was found, 1 if something was, 2 if a checkpoint cannot be read.
+    """
+    from ..observation import audit as compare_checkpoints
+
+    prepare(out, "audit")
+    found = compare_checkpoints(a, b, share=share, lr=lr)
+    if json:
+        print_json(found.to_dict())
+    else:
+        _print_audit(found)
+    write_out(out, "audit", found)
+    return 0 if found.passed else 1
+
+
+def _print_audit(found: Any) -> None:
+    from rich.text import Text
+
+    from ..observation._finding import listing
+
+    shown = make_console()
+    for line in listing(found.findings):
+        shown.print(Text(line, style=_STYLES.get(line.split(" ", 1)[0], "")))
+    shown.print()
+    columns = ["tensors", "dtypes", "elements", "unchanged", "median ulps", "verdict"]
+    table = make_plain_table(columns, right=columns[2:5], fold=("tensors", "verdict"))
+    for group in found.groups():
+        low, high = (f"{value:.3g}" if not math.isnan(value) else "–" for value in group.median)
+        table.add_row(
+            group.pattern,
+            group.dtypes,
+            f"{group.numel:,}",
+            f"{group.share_unchanged:.1%}",
+            low if low == high else f"{low}–{high}",
+            Text(group.verdict, style=_STYLES[group.severity]),
+        )
+    shown.print(table)
+    for said in found.unseen:
+        shown.print(Text(said, style="dim"))
+
+
+def forecast(
+    checkpoint: Annotated[
+        str, typer.Argument(help="Weights: a file of safetensors or torch.save, a sharded or a DCP folder.")
+    ],
+    lr: Annotated[float | None, typer.Option(help="Learning rate before the schedule; default: as saved.")] = None,
+    schedule: Annotated[str, typer.Option(help="constant, linear, cosine or wsd.")] = "constant",
+    steps: Annotated[int | None, typer.Option(help="Steps of the whole run.")] = None,
+    warmup: Annotated[int, typer.Option(help="Steps over which the rate rises.")] = 0,
+    decay: Annotated[int | None, typer.Option(help="Steps of wsd's fall; default: a fifth.")] = None,
+    final_lr: Annotated[float, typer.Option(help="Learning rate at the end.")] = 0.0,
+    start: Annotated[int | None, typer.Option(help="Steps made so far; default: as saved, else 0.")] = None,
+    optimizer: Annotated[
+        str | None, typer.Option(help="adamw, adam, sgd or lion; default: as saved, else adamw.")
+    ] = None,
+    dtype: Annotated[str | None, typer.Option(help="What weights are trained in, as bf16; default: as saved.")] = None,
+    weight_decay: Annotated[float | None, typer.Option(help="Default: as saved, else the optimizer's.")] = None,
+    beta1: Annotated[float | None, typer.Option(help="Default: as saved, else the optimizer's.")] = None,
+    beta2: Annotated[float | None, typer.Option(help="Default: as saved, else the optimizer's.")] = None,
+    out: Out = None,
+    json: Json = False,
+) -> int:
+    """Say before a training which layers rounding to nearest will freeze, when, and what would keep them moving.
+
+    The exit code is 0 with nothing above a note, 1 with a finding, 2 on bad input.
+    """
+    from ..observation import forecast
+    from ..observation._finding import worst_severity
+
+    prepare(out, "forecast")
+    if (beta1 is None) != (beta2 is None):
+        raise ValueError("give --beta1 and --beta2 together")
+    found = forecast(
+        checkpoint,
+        lr,
+        schedule,
+        steps=steps,
+        warmup=warmup,
+        decay=decay,
+        final_lr=final_lr,
+        start=start,
+        optimizer=optimizer,
+        dtype=dtype,
+        weight_decay=weight_decay,
+        betas=None if beta1 is None or beta2 is None else (beta1, beta2),
+    )
+    if json:
+        print_json(found.to_dict())
+    else:
+        print(found)
+    write_out(out, "forecast", found)
+    return 0 if worst_severity(found.findings) in (None, "note") else 1
+
+
+def verify(
+    target: Annotated[
+        str | None,
+        typer.Argument(help="package.module:function that returns (model, batch) or (model, batch, loss)."),
+    ] = None,
+    task: Annotated[
+        str | None,
+        typer.Option(help="A task's model and batch instead of a target.", autocompletion=complete(task_names)),
+    ] = None,
+    recipe: Annotated[
+        str,
+        typer.Option(help="A recipe with scaled payloads or a gradient scale.", autocompletion=complete(recipe_names)),
+    ] = "scaled-fp16",
+    trials: Annotated[int, typer.Option(help="How many draws of scales.")] = 2,
+    seed: Annotated[int, typer.Option(help="Of the scales.")] = 0,
+    data: Annotated[str | None, typer.Option(help="Folder for tasks that read files.")] = None,
+    out: Annotated[str | None, typer.Option(help="A file for the result as JSON.")] = None,
+    json: Json = False,
+) -> int:
+    """Prove on a model that a recipe's scales change no gradient, or name the first operator that does.
+
+    The exit code is 0 if all gradients agree and nothing fell back, else 1.
+    """
+    from ..recipes import verify
+
+    if (target is None) == (task is None):
+        fail("give either a target, package.module:function, or --task with a task's name")
+    if out is not None:
+        check_writable(out)
+    if target is not None:
+        model, batch, loss = _load_target(target)
+    else:
+        assert task is not None
+        model, batch, loss = _verify_task(task, data, seed)
+    with run_or_fail(f"verifying {target or task} raised", (ValueError, TypeError, NotImplementedError)):
+        found = verify(model, batch, recipe, loss=loss, trials=trials, seed=seed)
+    if json:
+        print_json(found.to_dict())
+    else:
+        _print_proof(found)
+    if out is not None:
+        write_whole(out, encoder.dumps(found.to_dict(), indent=2))
+    return 0 if found.passed else 1
+
+
+def _verify_task(name: str, data: str | None, seed: int) -> tuple[Any, Any, Any]:
+    from ..trials.tasks import get
+
+    task = get(name, data)
+    if hasattr(task, "trial"):
+        fail(f"task {name!r} has a training loop of its own and no model to verify")
+    found = task.load()
+    model = task.model(found, seed)
+    inputs, targets = next(task.batches(found, seed, 1))
+    return model, inputs, lambda logits: task.loss(logits, targets)
+
+
+def _load_target(target: str) -> tuple[Any, Any, Any]:
+    import importlib
+
+    name, _, function = target.partition(":")
+    if not name or not function:
+        fail(f"{target!r} names no {'function' if name else 'module'}: write package.module:function")
+    if name.endswith(".py"):
+        module = name.removesuffix(".py").strip("./").replace("/", ".")
+        fail(f"{target!r} names a file: write the module without .py, {module}:{function}")
+    # As `python -m` does: modules of the folder that one stands in are found.
+    sys.path.insert(0, str(Path.cwd()))
+    with run_or_fail(f"cannot take {function!r} from {name!r}:"):
+        make = getattr(importlib.import_module(name), function)
+    if not callable(make):
+        fail(f"{target} is {a_kind(make)}: give a function that returns (model, batch) or with a loss")
+    with run_or_fail(f"{target} raised"):
+        made = make()
+    if not isinstance(made, tuple) or len(made) not in (2, 3):
+        fail(f"{target} returned {type(made).__name__}: return (model, batch) or (model, batch, loss)")
+    return (*made, None) if len(made) == 2 else made
+
+
+def _print_proof(found: Any) -> None:
+    from rich.text import Text
+
+    shown = make_console()
+    shown.print(Text(str(found), style="green" if found.passed else "red"))
+    unequal = sorted(((d, n) for n, d in found.gradients.items() if d), reverse=True)[:20]
+    if not unequal:
+        return
+    difference = "relative difference of its gradient"
+    table = make_plain_table(["parameter", difference], right=[difference])
+    for apart, name in unequal:
+        table.add_row(name, f"{apart:.1e}")
+    shown.print(table)

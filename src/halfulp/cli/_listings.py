@@ -1,0 +1,87 @@
+"""halfulp formats, recipes, tasks and env: what there is."""
+
+from ._conventions import Json, format_cell, make_console, make_plain_table, print_json
+
+_COLUMNS = {
+    "name": "name",
+    "bits": "bits",
+    "exponent_bits": "exp",
+    "mantissa_bits": "man",
+    "max": "largest",
+    "smallest_normal": "normal",
+    "smallest_subnormal": "subnormal",
+    "eps": "eps",
+    "binades": "powers of two",
+    "infinities": "inf",
+    "nan": "nan",
+    "overflow": "overflow",
+    "torch_dtype": "torch",
+}
+_WORDS = ("name", "nan", "overflow", "torch_dtype")
+_ONLY_WHERE_WIDE = ("nan", "overflow", "torch_dtype", "infinities")
+
+
+def formats(json: Json = False) -> None:
+    """Print the number formats as a table."""
+    from ..formats import block_rows, rows
+
+    if json:
+        print_json({"formats": rows(), "block_formats": block_rows()})
+        return
+    shown = make_console()
+    fields = [field for field in _COLUMNS if shown.width >= 130 or field not in _ONLY_WHERE_WIDE]
+    right = [_COLUMNS[field] for field in fields if field not in _WORDS]
+    table = make_plain_table([_COLUMNS[field] for field in fields], right=right, gap=1)
+    for row in rows():
+        table.add_row(*(format_cell(row[field]) for field in fields))
+    shown.print(table)
+
+
+def recipes(json: Json = False) -> None:
+    """Print the recipes: what is kept in which format, and how weights are updated."""
+    from ..recipes import get, names
+
+    found = [get(name) for name in names()]
+    if json:
+        print_json([recipe.to_dict() for recipe in found])
+        return
+    table = make_plain_table(["recipe", "what it does"], fold=["what it does"])
+    for recipe in found:
+        table.add_row(recipe.name, recipe.description)
+    make_console().print(table)
+
+
+def tasks(json: Json = False) -> None:
+    """Print the tasks that recipes can be compared on."""
+    from ..trials.tasks import kind_of, names
+    from ..trials.tasks._registry import needs_data
+
+    rows = [
+        {
+            **{field: getattr(kind, field) for field in ("name", "title", "steps", "judged_by")},
+            "needs_data": needs_data(kind),
+        }
+        for kind in map(kind_of, names())
+    ]
+    if json:
+        print_json(rows)
+        return
+    table = make_plain_table(["task", "what it is", "steps", "judged by", "data"], right=["steps"], fold=["what it is"])
+    for row in rows:
+        data = "--data DIR" if row["needs_data"] else "embedded"
+        table.add_row(row["name"], row["title"], f"{row['steps']:,}", row["judged_by"].replace("_", " "), data)
+    make_console().print(table)
+
+
+def env(json: Json = False) -> None:
+    """Print what a bug report needs: versions, processor and its instructions, engines, cache, devices, variables."""
+    from ..environment import describe, lines
+
+    found = describe()
+    if json:
+        print_json(found)
+        return
+    table = make_plain_table(["what", "here"], fold=["here"])
+    for what, here in lines(found):
+        table.add_row(what, here)
+    make_console().print(table, markup=False)

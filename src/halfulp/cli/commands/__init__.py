@@ -1,1 +1,0 @@
-"""The commands, one file each: what an option means, what is printed, what is written."""

@@ -1,0 +1,276 @@
+"""Policies set exponents from measurements: the base, the default, and those with one scale for all gradients."""
+
+from __future__ import annotations
+
+import abc
+import dataclasses
+import math
+import statistics
+from typing import ClassVar
+
+from torch import Tensor
+
+from .._messages import a_kind
+from .._names import enter, words_of
+from ..formats import Format
+from ._functions import Operands
+from ._site import Proposal, Site
+
+_BY_NAME: dict[str, type[Policy]] = {}
+# Beyond 2^15 more room in the format serves nobody, and sums of squares would leave float32.
+_TOP = 15
+# Powers of two left free above peaks; above what is usual, where so many binades stay below it.
+_PEAK_ROOM, _USUAL_ROOM, _BELOW = 3, 8, 27
+
+
+@dataclasses.dataclass(frozen=True)
+class Policy(abc.ABC):
+    """A rule that sets exponents from measurements; subclasses are frozen data, which may be shared and compared.
+
+    Attributes:
+        name: What ``AdaptiveGradScaler(policy=...)`` calls it.
+        per_site: Whether sites have exponents of their own; else all follow the global one.
+        measures: Whether it reads what was measured; else, in the tensors' own dtypes, no edge is put in at all.
+        wants_operands: Whether it reads the operands of every product in measured iterations.
+    """
+
+    name: ClassVar[str]
+    per_site: ClassVar[bool] = True
+    measures: ClassVar[bool] = True
+    wants_operands: ClassVar[bool] = False
+
+    def __init_subclass__(cls) -> None:
+        if "name" in vars(cls):
+            enter("policy", _BY_NAME, cls.name, cls, words_of(cls))
+
+    @abc.abstractmethod
+    def exponent(self, site: Site) -> int | None:
+        """Return the exponent of a site that was measured and did not overflow; None leaves it."""
+
+    def exponent_after_overflow(self, site: Site) -> int:
+        """Return the exponent of a site that overflowed."""
+        return site.exponent - (min(8, site.format.binades // 2) if site.format else 8)
+
+    def global_exponent(self, exponent: int, skipped: bool, since: int, step: int) -> int | None:
+        """Return the global exponent after a step, for policies that have no other; None where `exponent` decides.
+
+        Args:
+            exponent: As it is.
+            skipped: Whether the step overflowed.
+            since: Steps since the last change of the global exponent.
+            step: Steps taken at all.
+        """
+        return None
+
+    def proposed(self, site: Site, operands: Operands, format: Format, global_site: Site) -> Proposal | None:
+        """Return bounds of a site's exponent from a product's operands, for policies with ``wants_operands``, or None.
+
+        Args:
+            site: Whose gradient is stored at its present exponent.
+            operands: The gradient, as stored, and what it is multiplied by.
+            format: What stores the product.
+            global_site: The global site.
+        """
+        return None
+
+    def at_the_loss(self, site: Site, gradient: Tensor, format: Format, global_site: Site) -> Proposal | None:
+        """Return the bounds by a wide gradient that is about to be rounded at a site; None without a rule for it."""
+        return None
+
+
+def get_policy(policy: Policy | str) -> Policy:
+    """Return the policy of that name with its defaults; a Policy is returned as it is.
+
+    Raises:
+        TypeError, ValueError: it is neither; the message lists the names.
+
+    >>> get_policy("amax")
+    Amax(headroom=None, weight_headroom=None, measurements=4)
+    """
+    if isinstance(policy, Policy):
+        return policy
+    if not isinstance(policy, str):
+        raise TypeError(f"a policy is a name or a Policy, got {a_kind(policy)}")
+    if policy not in _BY_NAME:
+        raise ValueError(f"unknown policy {policy!r}; the policies are {', '.join(_BY_NAME)}")
+    return _BY_NAME[policy]()
+
+
+@dataclasses.dataclass(frozen=True)
+class Amax(Policy):
+    """The largest gradient seen lately lands a few powers of two under the format's largest number.
+
+        e = min over kinds of (E - headroom - floor(log2 amax)),   E = min(emax of the format, 15)
+
+    over the gradient that arrives at a site, what its product passes on, and the gradients of its parameters.
+
+    Args:
+        headroom: Powers of two left free above the activations' gradients, which grow in sums on their way, and from
+            batch to batch; None for 3, or a sixth of fewer than 18 binades, and where that is more for 8 above the
+            median of the measurements that count, or what a format of fewer than 35 binades has beyond 27.
+        weight_headroom: The same above the parameters' gradients.
+        measurements: How many of the last measurements count; exponents fall at once and
+            rise when a peak is this old.
+    """
+
+    headroom: int | None = None
+    weight_headroom: int | None = None
+    measurements: int = 4
+
+    name = "amax"
+
+    def __post_init__(self) -> None:
+        for field in ("headroom", "weight_headroom"):
+            if getattr(self, field) is not None:
+                check_count(field, getattr(self, field), 0, 30)
+        check_count("measurements", self.measurements, 1, 64)
+
+    def exponent(self, site: Site) -> int | None:
+        """Return the exponent that the class describes."""
+        if site.format is None:
+            # What no narrow format stores has no limit, whatever it was before.
+            return None
+        limits = []
+        for kind, sizes in _list_sizes(site, self.measurements).items():
+            room = self.weight_headroom if kind == "weight" else self.headroom
+            limits.append(find_top(site.format) - _find_needed_top(sizes, room, site.format))
+        return min(limits, default=None)
+
+
+def _find_needed_top(sizes: list[float], room: int | None, format: Format) -> int:
+    """Return the power of two that must fit under the format's largest number: the largest size plus headroom.
+
+    3 alone makes steps be skipped that a falling scale takes; 8 above peaks that are far above the rest loses the rest,
+    and so does what leaves a format too few binades for small gradients (e5m2 has 32).
+    """
+    largest = math.frexp(max(sizes))[1] - 1
+    if room is not None:
+        return largest + room
+    usual = largest + min(_PEAK_ROOM, format.binades // 6)
+    above_usual = min(_USUAL_ROOM, format.binades - _BELOW)
+    return max(usual, math.frexp(statistics.median(sizes))[1] - 1 + above_usual)
+
+
+def _list_sizes(site: Site, measurements: int) -> dict[str, list[float]]:
+    """Return, by kind, the nonzero sizes of true gradients over a site's last measurements."""
+    recent = list(site.history)[-measurements:]
+    found: dict[str, list[float]] = {}
+    for entry in recent:
+        for kind, size in entry.items():
+            if size > 0:
+                found.setdefault(kind, []).append(math.ldexp(size, site.reference))
+    return found
+
+
+def find_top(format: Format) -> int:
+    """Return the power of two that the largest gradients stored in a format may reach."""
+    return min(format.emax, _TOP)
+
+
+def check_count(field: str, given: object, low: int, high: int) -> None:
+    """Raise unless an option is an integer within its bounds."""
+    if not isinstance(given, int) or isinstance(given, bool) or not low <= given <= high:
+        raise ValueError(f"{field} is an integer from {low} to {high}, got {given!r}")
+
+
+@dataclasses.dataclass(frozen=True)
+class Constant(Policy):
+    """One scale that never changes ("Mixed Precision Training", Micikevicius et al., arXiv 1710.03740, section 3.2).
+
+    Its value is the scaler's ``init_scale``; the paper uses 8 to 32,768. A step that overflows is skipped.
+    """
+
+    name = "constant"
+    per_site = False
+    measures = False
+
+    def exponent(self, site: Site) -> int | None:
+        """Return None: the exponent stays."""
+        return None
+
+    def global_exponent(self, exponent: int, skipped: bool, since: int, step: int) -> int:
+        """Return None: the global exponent stays."""
+        return exponent
+
+
+@dataclasses.dataclass(frozen=True)
+class Measured(Policy):
+    """One scale that puts the largest of all gradients under the format's largest number, measured all along.
+
+    What Micikevicius et al. recommend where statistics are at hand: "a factor so that its product with the maximum
+    absolute gradient value is below 65,504". It stays short of a scale that overflowed though the model's gradients
+    allow it, as the gradient of a float16 loss may, for as long as overflows are remembered.
+
+    Args:
+        headroom: Powers of two left free above it.
+    """
+
+    headroom: int = 1
+
+    name = "measured"
+    per_site = False
+
+    def __post_init__(self) -> None:
+        check_count("headroom", self.headroom, 0, 30)
+
+    def exponent(self, site: Site) -> int | None:
+        """Return the exponent that this site alone would allow; the scaler takes the least of all sites."""
+        return Amax(self.headroom, self.headroom).exponent(site)
+
+
+@dataclasses.dataclass(frozen=True)
+class Dynamic(Policy):
+    """One scale that is halved when a step overflows and doubled after a number of steps that do not.
+
+    As `torch.amp.GradScaler` does, and Micikevicius et al.'s dynamic loss scaling.
+
+    Args:
+        growth_interval: Steps without overflow after which the scale doubles.
+    """
+
+    growth_interval: int = 2000
+
+    name = "dynamic"
+    per_site = False
+    measures = False
+
+    def __post_init__(self) -> None:
+        check_count("growth_interval", self.growth_interval, 1, 10**9)
+
+    def exponent(self, site: Site) -> int | None:
+        """Return None: only overflows decide."""
+        return None
+
+    def global_exponent(self, exponent: int, skipped: bool, since: int, step: int) -> int:
+        """Return the exponent halved after an overflow, doubled after enough steps without, or unchanged."""
+        if skipped:
+            return exponent - 1
+        return exponent + (since >= self.growth_interval)
+
+
+@dataclasses.dataclass(frozen=True)
+class RisingFloor(Dynamic):
+    """`Dynamic` with a smallest scale that rises on a schedule ("enhanced loss scaling" of "Mixed Precision Training
+    With 8-bit Floating Point", Mellempudi et al., arXiv 1905.12334, section 3.2).
+
+    Late in a training single overflows must not take the scale down for long, as gradients have become small.
+
+    Args:
+        floors: Pairs of a step and the smallest exponent from then on. The default is the paper's for GNMT: 2^13 from
+            step 40,000 and 2^15 from 150,000.
+    """
+
+    floors: tuple[tuple[int, int], ...] = ((40_000, 13), (150_000, 15))
+
+    name = "rising-floor"
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        steps = [step for step, _ in self.floors]
+        if steps != sorted(set(steps)) or any(step < 0 for step in steps):
+            raise ValueError(f"floors are pairs of a step and an exponent, by rising steps, got {self.floors!r}")
+
+    def global_exponent(self, exponent: int, skipped: bool, since: int, step: int) -> int:
+        """Return the dynamic scale's exponent, at least the floor's."""
+        floor = max((low for start, low in self.floors if step >= start), default=exponent - 1)
+        return max(super().global_exponent(exponent, skipped, since, step), floor)

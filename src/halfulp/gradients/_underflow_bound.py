@@ -1,0 +1,593 @@
+"""Policies of "Adaptive Loss Scaling" and "Gradient Scaling", and their rules: from statistics to a scale's logarithm.
+
+Zhao, Vogel, Ahmed, "Adaptive Loss Scaling for Mixed Precision Training" (arXiv 1910.12385) and "Gradient Scaling"
+(IJCAI-20). Every rule gives log2(alpha) as a float, 0 where there is nothing to scale, NaN where a number is not
+finite; `clip_scale` and then `power_of_two` make an exponent of it. Everywhere ``u_min`` and ``u_max`` are the smallest
+positive and the largest number of the format (`bounds`), and ``fan`` is K, the terms in each sum: out_features of a
+linear layer, out_channels x kernel size of a convolution. A number out of its range is a ValueError.
+"""
+
+from __future__ import annotations
+
+import abc
+import dataclasses
+import math
+from statistics import NormalDist
+from typing import Any, Literal, get_args
+
+import torch
+from torch import Tensor
+
+from ..formats import Format, get
+from ..kernels import in_float64
+from ._functions import Operands
+from ._policy import Policy
+from ._site import HIGHEST, Proposal, Site
+
+
+@dataclasses.dataclass(frozen=True)
+class Moments:
+    """Statistics of a tensor that the rules read.
+
+    Attributes:
+        mean, std: over all elements, zeros too; std divides by the count (no Bessel correction).
+        low, high: smallest and largest element.
+        smallest: least magnitude of the elements that are not zero; 0 where there is none.
+        count, nonzero: how many elements there are, and how many of them are not zero.
+        finite: False if an element is NaN or infinite; mean and std mean nothing then.
+    """
+
+    mean: float
+    std: float
+    low: float
+    high: float
+    smallest: float
+    count: int
+    nonzero: int
+    finite: bool
+
+    @classmethod
+    def of(cls, x: torch.Tensor) -> Moments:
+        """Measure a floating-point tensor of any shape on its device, with one copy to the host.
+
+        Sums are made in float32 (float64 for a float64 tensor) of x divided by its largest magnitude, so that the
+        squares of no finite tensor overflow or vanish. An empty tensor has moments 0.
+
+        Raises:
+            TypeError: if x holds no real floating-point numbers.
+
+        >>> Moments.of(torch.tensor([0.0, -4.0, 1.0, 3.0]))
+        Moments(mean=0.0, std=2.549..., low=-4.0, high=3.0, smallest=1.0, count=4, nonzero=3, finite=True)
+        """
+        x = wide(x)
+        if not x.numel():
+            return cls(0.0, 0.0, 0.0, 0.0, 0.0, 0, 0, True)
+        low, high = torch.aminmax(x)
+        amax = torch.maximum(-low, high)
+        unit = x / torch.where(amax > 0, amax, 1)
+        mean = unit.mean()
+        std = (unit - mean).square().mean().sqrt()
+        smallest = torch.where(x == 0, torch.inf, x.abs()).amin()
+        row = torch.stack([mean, std, low, high, smallest, *_split_count(x.count_nonzero(), x.dtype)])
+        mean, std, low, high, smallest, *parts = row.tolist()
+        nonzero, amax = _join_count(*parts), max(high, -low)
+        return cls(
+            mean=mean * amax,
+            # CUDA means are sums times a rounded 1 / count: equal numbers may lie a rounding beside theirs.
+            std=0.0 if low == high else std * amax,
+            low=low,
+            high=high,
+            smallest=smallest if nonzero else 0.0,
+            count=x.numel(),
+            nonzero=nonzero,
+            finite=math.isfinite(low) and math.isfinite(high),
+        )
+
+    @property
+    def amax(self) -> float:
+        """Largest magnitude."""
+        return max(self.high, -self.low)
+
+
+@dataclasses.dataclass(frozen=True)
+class LogMoments:
+    """Mean and std of ln|x| over the elements that are not zero, with what bounds the scale.
+
+    Attributes:
+        mean, std: of the natural logarithms, std without Bessel correction; 0 where there are none.
+        amax, nonzero, finite: as of `Moments`.
+    """
+
+    mean: float
+    std: float
+    amax: float
+    nonzero: int
+    finite: bool
+
+    @classmethod
+    def of(cls, x: torch.Tensor) -> LogMoments:
+        """Measure a floating-point tensor of any shape on its device, with one copy to the host.
+
+        Raises:
+            TypeError: if x holds no real floating-point numbers.
+
+        >>> LogMoments.of(torch.tensor([0.0, -1.0, 1.0]))
+        LogMoments(mean=0.0, std=0.0, amax=1.0, nonzero=2, finite=True)
+        """
+        size = wide(x).abs()
+        if not size.numel():
+            return cls(0.0, 0.0, 0.0, 0, True)
+        given = size > 0
+        nonzero = given.count_nonzero()
+        logs = torch.where(given, size, 1).log2()  # exact at powers of two, where ln is not
+        mean = logs.sum() / nonzero.clamp(min=1)
+        squares = torch.where(given, logs - mean, 0).square()
+        std = (squares.sum() / nonzero.clamp(min=1)).sqrt()
+        row = torch.stack([mean, std, size.amax(), *_split_count(nonzero, size.dtype)])
+        mean, std, amax, *parts = row.tolist()
+        return cls(mean * math.log(2), std * math.log(2), amax, _join_count(*parts), math.isfinite(amax))
+
+
+def wide(x: torch.Tensor) -> torch.Tensor:
+    """Return the tensor in float32, or float64 as it is; no gradient flows back."""
+    if not x.is_floating_point():
+        raise TypeError(f"statistics are of real floating-point tensors; got {x.dtype}")
+    return x.detach().to(torch.float64 if x.dtype == torch.float64 else torch.float32)
+
+
+def _split_count(count: torch.Tensor, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return a count as two floats that hold it exactly, so that it travels with the rest in one copy."""
+    return (count // 2**20).to(dtype), (count % 2**20).to(dtype)
+
+
+def _join_count(upper: float, lower: float) -> int:
+    return int(upper) * 2**20 + int(lower)
+
+
+# The constants of the papers' code for fp16: u_min is about 2^-24; u_max was 6e4 in the first version.
+PAPER_U_MIN = 6e-8
+PAPER_U_MAX = 65504.0
+PAPER_U_MAX_V1 = 6e4
+PAPER_SHARE = 1e-3
+PAPER_SCALE_UPPER_BOUND = 16.0
+PAPER_ACCUMULATED_UPPER_BOUND = 1024.0
+PAPER_LEAST_PRODUCT = 1e-15  # abs_range takes no product of minima for smaller than this
+
+Version = Literal["product", "sum"]
+
+_BISECTIONS = 64  # a range of 2^12 binades shrinks below the spacing of float64
+_ROUNDING_OF_LOGS = 2.0**-36  # a sum of a few logarithms below 2^11 is nearer than this to the true one
+
+
+class LogScale(float):
+    """log2(alpha) of a rule, which is min(max(lower, 0), upper), with these two bounds.
+
+    Attributes:
+        lower: what keeps from underflow; -infinity where nothing asks for it.
+        upper: what keeps from overflow, and wins; infinity where nothing could.
+
+    >>> LogScale(3.5, 2.0), LogScale(3.5, 2.0).lower
+    (2.0, 3.5)
+    """
+
+    lower: float
+    upper: float
+
+    def __new__(cls, lower: float, upper: float) -> LogScale:
+        made = super().__new__(cls, min(max(lower, 0.0), upper))
+        made.lower, made.upper = lower, upper
+        return made
+
+
+NOTHING = LogScale(-math.inf, math.inf)
+# Of operands that are not finite.
+_UNKNOWN = LogScale(math.nan, math.nan)
+
+
+def bounds(format: Format | str | torch.dtype) -> tuple[float, float]:
+    """Return u_min and u_max of a format: its smallest positive and its largest number.
+
+    Raises:
+        TypeError, ValueError: as `halfulp.formats.get`.
+
+    >>> bounds("e5m2") == (2.0**-16, 57344.0)
+    True
+    """
+    format = get(format)
+    return format.smallest_subnormal, format.max
+
+
+def underflow_bound(
+    gradient: Moments,
+    weight: Moments | None = None,
+    fan: int = 1,
+    *,
+    version: Version = "sum",
+    share: float = PAPER_SHARE,
+    u_min: float,
+    u_max: float,
+) -> LogScale:
+    """Return the papers' rule: the least scale at which a Gaussian output underflows with probability ``share``.
+
+    The gradient g (with moments mu_g, s_g) meets the weight W in sums of K = ``fan`` products. With
+    P(|alpha o| < u_min) = erf(u_min / (sqrt(2) alpha s_o)) <= share,
+
+        alpha = max(u_min / (sqrt(2) erfinv(share) s_o), 1), at most u_max / (K max|g| max|W|)
+        s_o^2 = (s_g^2 + mu_g^2) (s_W^2 + mu_W^2)           version="product" (arXiv 1910.12385)
+        s_o^2 = 0.5 K (s_g^2 + mu_g^2) (s_W^2 + mu_W^2)     version="sum" (IJCAI-20; a ReLU keeps half of the terms)
+
+    Without a weight o is the gradient: s_o = s_g, and K = 1 whatever ``fan`` says. The upper bound may be less than 1,
+    and wins. s_o = 0 gives alpha = 1.
+
+    Args:
+        gradient: of the gradient of the layer's output.
+        weight: of the layer's weight.
+        fan: K.
+        version: which paper.
+        share: of outputs that may underflow, between 0 and 1.
+
+    >>> g, w = Moments.of(torch.tensor([-1e-6, 1e-6])), Moments.of(torch.tensor([-1.0, 1.0]))
+    >>> underflow_bound(g, w, 512, u_min=PAPER_U_MIN, u_max=PAPER_U_MAX)
+    1.581...
+    """
+    _check_ranges(fan, u_min, u_max, share)
+    if version not in get_args(Version):
+        raise ValueError(f"version is one of {', '.join(get_args(Version))}; got {version!r}")
+    if not (gradient.finite and (weight is None or weight.finite)):
+        return _UNKNOWN
+    if weight is None:
+        log_sigma, log_largest = _log2(gradient.std), _log2(gradient.amax)
+    else:
+        log_sigma = _log2(math.hypot(gradient.std, gradient.mean)) + _log2(math.hypot(weight.std, weight.mean))
+        log_sigma += 0.5 * math.log2(0.5 * fan) * (version == "sum")
+        # The largest of the four corner products of the two ranges is the product of the largest magnitudes.
+        log_largest = math.log2(fan) + _log2(gradient.amax) + _log2(weight.amax)
+    if log_sigma == -math.inf:
+        return NOTHING
+    threshold = math.sqrt(2) * torch.special.erfinv(torch.tensor(share, dtype=torch.float64, device="cpu")).item()
+    return _make_log_scale(math.log2(u_min) - math.log2(threshold) - log_sigma, log_largest, u_max)
+
+
+def lognormal(gradient: LogMoments, *, share: float = PAPER_SHARE, u_min: float, u_max: float) -> LogScale:
+    """Return the rule of IJCAI-20 for the cast to a narrow format at the loss: magnitudes are taken for lognormal.
+
+    With ln|g| of mean mu and standard deviation s over the elements that are not zero,
+
+        alpha = max(exp(ln u_min - mu - s sqrt(2) erfinv(2 share - 1)), 1), at most u_max / max|g|
+
+    Where s = 0 the equation holds as it stands (the papers' code gives 1). Multiply before the cast.
+
+    >>> g = LogMoments.of(torch.tensor([2.0**-30, -(2.0**-30), 0.0]))
+    >>> power_of_two(lognormal(g, u_min=2.0**-24, u_max=PAPER_U_MAX))
+    6
+    """
+    _check_ranges(1, u_min, u_max, share)
+    if not gradient.finite:
+        return _UNKNOWN
+    if not gradient.nonzero:
+        return NOTHING
+    # sqrt(2) erfinv(2 share - 1), without the cancellation at small shares.
+    quantile = NormalDist().inv_cdf(share)
+    log_alpha = math.log2(u_min) - (gradient.mean + gradient.std * quantile) / math.log(2)
+    return _make_log_scale(log_alpha, _log2(gradient.amax), u_max)
+
+
+def element_wise(
+    g: torch.Tensor,
+    w: torch.Tensor,
+    *,
+    u_min: float,
+    u_max: float,
+    fan: int | None = None,
+    rescue_share: float | None = None,
+) -> LogScale:
+    """Return the rule that looks at every product p = g_ik w_kj that is not zero, without making them.
+
+        alpha = min(max over p of max(u_min / |p|, 1), min over p of u_max / (K |p|))
+
+    Only the extremes of |g_ik| and |w_kj| for every inner index k count. With ``rescue_share`` = r the scales
+    max(u_min / |p|, 1) are sorted and the lowest int(r x their number) kept: the smallest products may underflow.
+    The threshold is then found by bisection on the number of products above it, on the host.
+
+    Args:
+        g: gradient of the layer's output, (..., K); of a convolution with the channels moved to the end.
+        w: weight, (K, ...), as torch stores a linear layer's and an ungrouped convolution's.
+        fan: default the inner size; of a convolution that times the kernel size.
+        rescue_share: of the products, from 0 (none is rescued) to 1 (all, as without it).
+
+    Raises:
+        TypeError: if a tensor holds no real floating-point numbers.
+        ValueError: if the inner sizes differ.
+
+    >>> g, w = torch.tensor([[2.0**-20, 0.0]]), torch.tensor([[2.0**-9], [2.0**-30]])
+    >>> element_wise(g, w, u_min=2.0**-24, u_max=PAPER_U_MAX)
+    5.0
+    """
+    if g.dim() == 0 or w.dim() == 0 or g.shape[-1] != w.shape[0]:
+        raise ValueError(
+            f"g is (..., K) and w (K, ...) with the same K; got {tuple(g.shape)} and {tuple(w.shape)}."
+            " Of a convolution give g.movedim(1, -1) and the weight as it is"
+        )
+    if rescue_share is not None and not 0 <= rescue_share <= 1:
+        raise ValueError(f"rescue_share is None or from 0 to 1; got {rescue_share}")
+    _check_ranges(1 if fan is None else fan, u_min, u_max)
+    g, w = wide(g), wide(w)
+    if not (g.numel() and w.numel()):
+        return NOTHING
+    g, w = g.reshape(-1, g.shape[-1]), w.reshape(w.shape[0], -1).T
+    table = torch.stack([*_find_extremes(g), *_find_extremes(w)]).to("cpu").double().log2()
+    low, high = table[0] + table[2], table[1] + table[3]
+    if not (table[1] < math.inf).all() or not (table[3] < math.inf).all():
+        return _UNKNOWN
+    least, largest = low.min().item(), high.max().item()
+    if largest == -math.inf:
+        return NOTHING
+    if rescue_share is not None:
+        least = _find_rescued(g, w, rescue_share, least, largest)
+    return _make_log_scale(math.log2(u_min) - least, math.log2(g.shape[-1] if fan is None else fan) + largest, u_max)
+
+
+def abs_range(gradient: Moments, weight: Moments, fan: int, *, u_min: float, u_max: float) -> LogScale:
+    """Return the rule that lifts the product of the smallest magnitudes, as if it occurred.
+
+        alpha = max((u_min / K) / max(min|g| min|W|, 1e-15), 1), at most (u_max / K) / (max|g| max|W|)
+
+    over the elements that are not zero, K = ``fan``. That u_min is divided by K too is the papers' code's choice.
+
+    >>> one = Moments.of(torch.tensor([2.0**-16, 1.0]))
+    >>> abs_range(one, one, 4, u_min=2.0**-24, u_max=PAPER_U_MAX)
+    6.0
+    """
+    _check_ranges(fan, u_min, u_max)
+    if not (gradient.finite and weight.finite):
+        return _UNKNOWN
+    if not (gradient.nonzero and weight.nonzero):
+        return NOTHING
+    log_fan = math.log2(fan)
+    least = max(math.log2(gradient.smallest) + math.log2(weight.smallest), math.log2(PAPER_LEAST_PRODUCT))
+    largest = math.log2(gradient.amax) + math.log2(weight.amax)
+    return _make_log_scale(math.log2(u_min) - log_fan - least, log_fan + largest, u_max)
+
+
+def clip_scale(
+    log2_alpha: float,
+    scale_upper_bound: float = PAPER_SCALE_UPPER_BOUND,
+    accumulated_upper_bound: float = PAPER_ACCUMULATED_UPPER_BOUND,
+    *,
+    accumulated: float = 1.0,
+) -> float:
+    """Return the papers' caps: alpha <= scale_upper_bound, and alpha S <= accumulated_upper_bound.
+
+    Args:
+        log2_alpha: of one of the rules.
+        scale_upper_bound: of this scale; infinity for none.
+        accumulated_upper_bound: of the product with the scales before it; infinity for none.
+        accumulated: S, the product of the scales that the gradient already carries.
+
+    >>> clip_scale(9.5), clip_scale(9.5, accumulated=256.0), clip_scale(9.5, math.inf, math.inf)
+    (4.0, 2.0, 9.5)
+    """
+    if not (scale_upper_bound > 0 and accumulated_upper_bound > 0 and 0 < accumulated < math.inf):
+        raise ValueError(
+            "the bounds are positive (infinity for none) and accumulated is positive and finite; got"
+            f" {scale_upper_bound}, {accumulated_upper_bound} and {accumulated}"
+        )
+    # log2_alpha stands first: min keeps a NaN there.
+    return min(log2_alpha, math.log2(accumulated_upper_bound) - math.log2(accumulated), math.log2(scale_upper_bound))
+
+
+def power_of_two(log2_alpha: float) -> int:
+    """Return the exponent of the largest power of two that is at most alpha: 2^floor(log2 alpha).
+
+    Raises:
+        ValueError: if log2_alpha is NaN or infinite.
+
+    >>> power_of_two(3.99), power_of_two(4.0), power_of_two(-0.5)
+    (3, 4, -1)
+    """
+    if not math.isfinite(log2_alpha):
+        raise ValueError(f"there is no exponent for log2(alpha) = {log2_alpha}; ask Moments.finite first")
+    # Logarithms may leave an exact power of two a rounding short of its exponent.
+    return math.floor(log2_alpha + _ROUNDING_OF_LOGS)
+
+
+def _log2(value: float) -> float:
+    return math.log2(value) if value else -math.inf
+
+
+def _make_log_scale(log_alpha: float, log_largest: float, u_max: float) -> LogScale:
+    """Return log2 alpha with an upper bound, which scales the largest number to u_max."""
+    return LogScale(log_alpha, math.log2(u_max) - log_largest)
+
+
+def _find_extremes(rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the least nonzero magnitude (else infinity) and the largest one of every column."""
+    size = rows.abs()
+    return torch.where(size == 0, torch.inf, size).amin(0), size.amax(0)
+
+
+def _find_rescued(g: torch.Tensor, w: torch.Tensor, share: float, least: float, largest: float) -> float:
+    """Return log2 of the k-th largest product, k = int(share x number of products); infinity where k is 0."""
+    g, w = (x.to("cpu").double().abs().log2().T.contiguous() for x in (g, w))
+    w = w.sort().values
+
+    def above(threshold: float) -> int:
+        return w.numel() // len(w) * g.numel() - int(torch.searchsorted(w, threshold - g).sum())
+
+    kept = int(share * int(((g > -math.inf).sum(1) * (w > -math.inf).sum(1)).sum()))
+    if not kept:
+        return math.inf
+    low, high = least - 1, largest + 1
+    for _ in range(_BISECTIONS):
+        middle = (low + high) / 2
+        low, high = (middle, high) if above(middle) >= kept else (low, middle)
+    return low
+
+
+def _check_ranges(fan: int, u_min: float, u_max: float, share: float = 0.5) -> None:
+    """Raise for a number out of its range."""
+    if not 1 <= fan < math.inf:
+        raise ValueError(f"fan counts the terms of a sum and is at least 1; got {fan}")
+    if not 0 < u_min < u_max < math.inf:
+        raise ValueError(f"u_min and u_max are finite with 0 < u_min < u_max; got {u_min} and {u_max}")
+    if not 0 < share < 1:
+        raise ValueError(f"share is between 0 and 1, both excluded; got {share}")
+
+
+# Rows and columns of a product of which all sums are made.
+_SAMPLED = 128
+
+
+def scale_by_numbers(numbers: Tensor, *, share: float, u_min: float, u_max: float) -> LogScale:
+    """Return log2 of the scale at which at most half a share of the nonzero numbers lies under ``u_min``.
+
+    Half, as numbers that are a sample scatter. The numbers are finite.
+
+    >>> scale_by_numbers(torch.tensor([0.0, 2.0**-20, 1.0]), share=1e-3, u_min=2.0**-14, u_max=65504.0).lower
+    6.0
+    """
+    sizes = wide(numbers).abs().flatten()
+    sizes = sizes[sizes > 0]
+    if not sizes.numel():
+        return NOTHING
+    rank = 1 + int(share / 2 * sizes.numel())
+    least, largest = torch.stack([sizes.kthvalue(rank).values, sizes.amax()]).tolist()
+    return LogScale(math.log2(u_min) - math.log2(least), math.log2(u_max) - math.log2(largest))
+
+
+def sample_sums(gradient: Tensor, weight: Tensor) -> Tensor:
+    """Return a product's sums for some rows of (..., K) and some columns of (K, ...), evenly chosen, in float64."""
+    rows, columns = gradient.reshape(-1, gradient.shape[-1]), weight.reshape(weight.shape[0], -1)
+    rows, columns = rows[:: 1 + len(rows) // _SAMPLED], columns[:, :: 1 + columns.shape[1] // _SAMPLED]
+    return in_float64(rows) @ in_float64(columns)
+
+
+# the policies -----------------------------------------------------------------------------------------------
+
+
+@dataclasses.dataclass(frozen=True)
+class OperandStatisticsPolicy(Policy):
+    """Base of the policies of Zhao et al. (arXiv 1910.12385, IJCAI-20), which read each product's operands.
+
+    Each gives alpha, by which a product's gradient should be multiplied so that what the product passes on stays in
+    range, as a lower bound against underflow and an upper one against overflow; of all products of a site the largest
+    lower bound holds, and then the smallest upper one. Statistics are made, and copied to the host
+    product by product, in measured iterations only.
+
+    Args:
+        scale_bound: Upper bound of one alpha; the papers take 16 (first version) and 65,504; None is none.
+        accumulated_bound: Upper bound of a site's scale over the global one: the papers' 1024 and 65,504; None is none.
+    """
+
+    scale_bound: float | None = None
+    accumulated_bound: float | None = None
+
+    wants_operands = True
+
+    @abc.abstractmethod
+    def log2_alpha(self, operands: Operands, format: Format) -> list[LogScale]:
+        """Return the base-2 logarithms of alpha, by each rule of the policy; NaN where an operand is not finite."""
+
+    def proposed(self, site: Site, operands: Operands, format: Format, global_site: Site) -> Proposal | None:
+        """Return the bounds of a site's exponent by a product's operands; the gradient is stored at the present one."""
+        # Zeros alone say nothing of how far to go.
+        if not bool(operands.gradient.any()):
+            return None
+        return self._proposal(site.exponent, self.log2_alpha(operands, format), site, global_site)
+
+    def _proposal(self, exponent: int, alphas: list[LogScale], site: Site, global_site: Site) -> Proposal | None:
+        """Return the bounds of several rules as one, of a gradient that is stored at an exponent."""
+        if any(map(math.isnan, alphas)):
+            return None
+        cap = clip_scale(
+            math.inf,
+            self.scale_bound or math.inf,
+            self.accumulated_bound or math.inf,
+            accumulated=2.0 ** (site.exponent - global_site.exponent),
+        )
+        lower = max([0.0, *(alpha.lower for alpha in alphas)])
+        upper = min(min(alpha.upper for alpha in alphas), cap + (site.exponent - exponent))
+        # Up for what must be reached, down for what must not be passed.
+        least = exponent - power_of_two(-lower)
+        return Proposal(least, HIGHEST if upper == math.inf else exponent + power_of_two(upper))
+
+    def exponent(self, site: Site) -> int | None:
+        """Return the largest lower bound of all proposals, at most the smallest upper one."""
+        if not site.proposals:
+            return None
+        return min(max(one.least for one in site.proposals), min(one.most for one in site.proposals))
+
+
+@dataclasses.dataclass(frozen=True)
+class UnderflowBound(OperandStatisticsPolicy):
+    """Lets at most a share of a product's outputs underflow, if its operands are Gaussian and independent.
+
+    See `underflow_bound` for the equations. At the loss, where a wide gradient is rounded
+    before the first product, the rule for lognormal gradients (IJCAI-20) holds too. The published rules are lower
+    bounds of a scale; so is what the gradient of the loss, and a sample of each product's sums, show by themselves, and
+    the largest is taken.
+
+    Args:
+        version: ``"sum"`` counts the terms of each sum (IJCAI-20), ``"product"`` does not (the first paper).
+        share: The share that may underflow.
+    """
+
+    version: Version = "sum"
+    share: float = PAPER_SHARE
+
+    name = "underflow-bound"
+
+    def log2_alpha(self, operands: Operands, format: Format) -> list[LogScale]:
+        """Return log2 alpha by the published rule for the product, for the gradient alone, and by sampled sums."""
+        low, high = bounds(format)
+        limits: dict[str, Any] = {"share": self.share, "u_min": low, "u_max": high}
+        gradient, weight = Moments.of(operands.gradient), Moments.of(operands.weight)
+        found = [
+            underflow_bound(gradient, weight, operands.fan, version=self.version, **limits),
+            underflow_bound(gradient, **limits),
+        ]
+        if gradient.finite and weight.finite:
+            found.append(scale_by_numbers(sample_sums(operands.gradient, operands.weight), **limits))
+        return found
+
+    def at_the_loss(self, site: Site, gradient: Tensor, format: Format, global_site: Site) -> Proposal | None:
+        """Return bounds for a gradient at the global exponent: taken as Gaussian, as lognormal, as it is."""
+        low, high = bounds(format)
+        limits: dict[str, Any] = {"share": self.share, "u_min": low, "u_max": high}
+        moments = Moments.of(gradient)
+        if not (moments.finite and moments.nonzero):
+            return None
+        alphas = [lognormal(LogMoments.of(gradient), **limits), underflow_bound(moments, **limits)]
+        return self._proposal(global_site.exponent, [*alphas, scale_by_numbers(gradient, **limits)], site, global_site)
+
+
+@dataclasses.dataclass(frozen=True)
+class ElementWise(OperandStatisticsPolicy):
+    """No single product of two elements may underflow, unless a sum could then overflow.
+
+    Args:
+        rescue_share: Only this share of the products is to be saved, the largest of them; None means all.
+    """
+
+    rescue_share: float | None = None
+
+    name = "element-wise"
+
+    def log2_alpha(self, operands: Operands, format: Format) -> list[LogScale]:
+        """See `element_wise`."""
+        low, high = bounds(format)
+        limits: dict[str, Any] = {"u_min": low, "u_max": high, "fan": operands.fan, "rescue_share": self.rescue_share}
+        return [element_wise(operands.gradient, operands.weight, **limits)]
+
+
+@dataclasses.dataclass(frozen=True)
+class AbsRange(OperandStatisticsPolicy):
+    """The product of the smallest operands may not underflow, unless a sum of the largest could then overflow."""
+
+    name = "abs-range"
+
+    def log2_alpha(self, operands: Operands, format: Format) -> list[LogScale]:
+        """See `abs_range`."""
+        low, high = bounds(format)
+        gradient, weight = Moments.of(operands.gradient), Moments.of(operands.weight)
+        return [abs_range(gradient, weight, operands.fan, u_min=low, u_max=high)]

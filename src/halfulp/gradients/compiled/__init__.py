@@ -1,1 +1,0 @@
-"""The front end of torch.compile: gradients move between sites inside the backward graph."""

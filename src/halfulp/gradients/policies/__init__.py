@@ -1,1 +1,0 @@
-"""Policies: the rules that set exponents from measurements."""

@@ -1,1 +1,0 @@
-"""Traces run on tensors by plain torch operations."""

@@ -1,0 +1,279 @@
+"""Element-wise traces on broadcast tensors, and reductions along rows, as one Triton kernel each."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from .._plain_memory import plain
+from .._trace import Trace
+from ..vector._reductions import ACROSS, BLOCK, ReductionSteps
+from ._launch import on_device
+from ._writer import LONG, OPTIONS, function_sources, load_module, module_source, stored_as, tables_of
+
+# Instructions up to which a kernel is compiled, in some 10 seconds.
+LONGEST = 8500
+VECTOR = 16
+# How an operand lies beside the results: like them, one for all, one per row, one per column.
+_ALIKE, _ONE, _PER_ROW, _PER_COLUMN = range(4)
+
+
+class Pointwise:
+    """A compiled function of elements; calling it fills contiguous results.
+
+    Args:
+        trace: what to compute per element.
+        results: the instructions whose values are written.
+        stored: dtype in memory of each input (float16, bfloat16, float32, float64).
+        written: dtype in memory of each result; the value must be one of it, or of the next wider one.
+    """
+
+    def __init__(
+        self, trace: Trace, results: Sequence[int], stored: Sequence[torch.dtype], written: Sequence[torch.dtype]
+    ) -> None:
+        self._given = trace, tuple(results), tuple(stored), tuple(written)
+        self.size = trace.size()
+        self.tile = 1024 if self.size <= 100 else 512 if self.size <= LONG else 256  # whose values registers hold
+        self.values = tables_of(trace)
+        # Kept as long as the kernel, since what runs or was captured still reads them.
+        self._tables: dict[torch.device, torch.Tensor] = {}
+
+    @functools.cached_property
+    def kernel(self) -> Any:
+        """The Triton function.
+
+        Raises:
+            ImportError: triton is not installed.
+            NotImplementedError: an operation that has no form on Triton's blocks.
+        """
+        return load_module(pointwise_source(*self._given))["kernel"]
+
+    def __call__(self, inputs: Sequence[torch.Tensor], outputs: Sequence[torch.Tensor]) -> None:
+        """Fill `outputs` (contiguous, of one shape and device) from inputs that broadcast to them."""
+        first = outputs[0]
+        count, device = first.numel(), first.device
+        if not count:
+            return
+        held, modes, columns = places(inputs, first.shape, device)
+        table = self._tables.get(device)
+        if table is None:
+            table = torch.tensor(self.values or (0.0,), dtype=torch.float64, device=device)
+            self._tables[device] = table
+        grid = (-(-count // self.tile),)
+        with on_device(device):
+            self.kernel[grid](*held, *outputs, table, count, columns, *modes, count % VECTOR == 0, self.tile, **OPTIONS)
+
+
+def pointwise_source(
+    trace: Trace, results: tuple[int, ...], stored: tuple[torch.dtype, ...], written: tuple[torch.dtype, ...]
+) -> str:
+    """Return the source of the module, whose function `kernel` takes inputs, outputs, constants, sizes and modes."""
+    functions = function_sources("element", trace, results)
+    inputs, outputs = range(len(stored)), range(len(written))
+    modes = [f"mode{k}: tl.constexpr" for k in inputs]
+    arguments = [*(f"input{k}" for k in inputs), *(f"output{k}" for k in outputs), "tables"]
+    arguments += ["count: tl.int64", "columns: tl.int64", *modes, "WHOLE: tl.constexpr", "TILE: tl.constexpr"]
+    wide = "tl.float64" if trace.dtype == torch.float64 else "tl.float32"
+    lines = [
+        "if WHOLE:",  # of an argument itself tl.multiple_of says nothing
+        f"    count = count // {VECTOR} * {VECTOR}",
+        "i = tl.program_id(0).to(tl.int64) * TILE + tl.arange(0, TILE)",
+        "lanes = i < count",
+        *(f"x{k} = load(input{k}, i, columns, lanes, mode{k}, TILE).to({wide})" for k in inputs),
+        f"{', '.join(f'y{k}' for k in outputs)} = element({', '.join([*(f'x{k}' for k in inputs), 'tables'])})",
+        *(f"write(output{k} + i, {stored_as(f'y{k}', dtype)}, lanes)" for k, dtype in enumerate(written)),
+    ]
+    body = "\n".join(f"    {line}" for line in lines)
+    # Triton compiles anew for integers that are 1 or multiples of 16, unless it is told not to look.
+    text = f"@triton.jit(do_not_specialize=['count', 'columns'])\ndef kernel({', '.join(arguments)}):\n{body}\n"
+    return module_source([_LOAD, *functions], text, trace.size())
+
+
+_LOAD = f"""@triton.jit
+def load(input, i, columns, lanes, mode: tl.constexpr, TILE: tl.constexpr):
+    if mode == {_ONE}:
+        return tl.broadcast_to(tl.load(input), [TILE])
+    elif mode == {_PER_ROW}:
+        return read(input + i // columns, lanes)
+    elif mode == {_PER_COLUMN}:
+        return read(input + i % columns, lanes)
+    else:
+        return read(input + i, lanes)"""
+
+
+def places(
+    inputs: Sequence[torch.Tensor], shape: torch.Size, device: torch.device
+) -> tuple[list[torch.Tensor], list[int], int]:
+    """Return the operands as a kernel reads them, how each lies beside the results, and the results' columns.
+
+    Raises:
+        RuntimeError: an operand of several dimensions lies on another device.
+    """
+    held, modes, columns = [], [], shape[-1] if shape else 1
+    for part in map(plain, inputs):
+        mode = _ALIKE
+        if part.device != device:
+            if part.dim():
+                raise RuntimeError(f"components lie on {part.device} and {device}: bring them to one device by .to()")
+            part = part.to(device)
+        if part.shape != shape:
+            if part.numel() == 1:
+                mode = _ONE
+            elif part.shape[-1] == columns and part.numel() == columns:
+                mode = _PER_COLUMN
+            elif part.shape[-1] == 1:
+                part, mode = part.expand(*shape[:-1], 1), _PER_ROW
+            else:
+                part = part.expand(shape)
+        held.append(part.contiguous())
+        modes.append(mode)
+    return held, modes, columns
+
+
+_TILE = 128  # columns of a program, where there are at least ACROSS
+_SHORT = 40  # instructions of a step up to which a block's rows are written out, so that they load together
+_NUMBERS = ("rows", "columns", "length", "segments", "divisor", "several", "tiles")
+
+
+class Reduction:
+    """A compiled reduction; calling it fills the results.
+
+    Args:
+        steps: its device functions.
+        stored: dtype in memory of each of a row's components.
+        written: of each of the result's, which is what the values are, or wider.
+    """
+
+    def __init__(self, steps: ReductionSteps, stored: Sequence[torch.dtype], written: Sequence[torch.dtype]) -> None:
+        self._given = steps, tuple(stored), tuple(written)
+
+    @functools.cached_property
+    def kernel(self) -> Any:
+        """The Triton function.
+
+        Raises:
+            ImportError: triton is not installed.
+            NotImplementedError: an operation that has no form on Triton's blocks.
+        """
+        return load_module(reduction_source(*self._given))["kernel"]
+
+    def __call__(
+        self, parts: Sequence[torch.Tensor], made: Sequence[torch.Tensor], cut: Sequence[int], divisor: int
+    ) -> None:
+        """Reduce segments of rows.
+
+        Args:
+            parts: the matrices' components, one matrix after another without gaps.
+            made: the results, a row for each segment.
+            cut: matrices, rows, columns, rows of a segment, segments of a matrix, and rows that lie side by side in
+                the lanes of a program.
+            divisor: of a mean.
+        """
+        many, rows, columns, length, segments, several = cut
+        narrow = columns < ACROSS
+        lanes = ACROSS if narrow else _TILE
+        tiles = 1 if narrow else -(-columns // lanes)
+        if not many * segments * columns:
+            return
+        with on_device(made[0].device):
+            # One axis: CUDA's second one ends at 65,535.
+            self.kernel[(many * segments * tiles,)](
+                *parts,
+                *made,
+                rows,
+                columns,
+                length,
+                segments,
+                divisor,
+                several,
+                tiles,
+                lanes,
+                num_warps=1 if narrow else 4,
+                enable_fp_fusion=False,
+            )
+
+
+def reduction_source(steps: ReductionSteps, stored: tuple[torch.dtype, ...], written: tuple[torch.dtype, ...]) -> str:
+    """Return the source of the module, with the kernel `kernel(inputs, outputs, numbers, LANES)`."""
+    pieces = steps.recorded(len(stored))
+    functions = dict.fromkeys(
+        text
+        for name, (trace, results) in zip(("step", "join", "merge", "close"), pieces)
+        for text in function_sources(name, trace, results)
+    )
+    inputs, outputs = range(len(stored)), range(len(written))
+    state, held, other, row = (
+        [f"{name}{k}" for k in range(count)]
+        for name, count in (("state", steps.width), ("held", steps.width), ("other", steps.width), ("row", len(stored)))
+    )
+    begin = [steps.start] + [0.0] * (steps.width - 1)
+    written_out = pieces[0][0].size() <= _SHORT
+
+    def call(name: str, results: Sequence[str], given: Sequence[str]) -> str:
+        # None of these looks constants up.
+        return f"{', '.join(results)} = {name}({', '.join(given)}, None)"
+
+    def start(names: Sequence[str]) -> list[str]:
+        return [f"{name} = tl.full([LANES], {value}, tl.float64)" for name, value in zip(names, begin)]
+
+    def each(lines: Sequence[str]) -> list[str]:
+        return [f"    {line}" for line in lines]
+
+    turn = [
+        "at = (first + turn) * width + lane",
+        "there = inside & (at < count)",
+        *(
+            f"row{k} = tl.load(input{k} + base + at, mask=there, other={0.0 if k else steps.start}).to(tl.float64)"
+            for k in inputs
+        ),
+        call("step", [f"new{k}" for k in range(steps.width)], [*state, *row]),
+        *(f"state{k} = tl.where(first + turn < turns, new{k}, state{k})" for k in range(steps.width)),
+    ]
+    block = [
+        *start(state),
+        f"for turn in {'tl.static_range' if written_out else 'range'}({BLOCK}):",
+        *each(turn),
+        call("join", held, [*held, *state]),
+        f"first += {BLOCK}",
+    ]
+    merge = [
+        "beside = (several + 1) // 2",
+        "from_lane = tl.minimum(lane + beside * columns, LANES - 1).to(tl.int32)",
+        *(f"other{k} = tl.gather(held{k}, from_lane, 0)" for k in range(steps.width)),
+        call("merge", [f"new{k}" for k in range(steps.width)], [*held, *other]),
+        *(f"held{k} = tl.where(lane < (several - beside) * columns, new{k}, held{k})" for k in range(steps.width)),
+        "several = beside",
+    ]
+    lines = [
+        "program = tl.program_id(0).to(tl.int64)",
+        "segment = program // tiles",
+        "matrix = segment // segments",
+        "top = (segment - matrix * segments) * length",
+        "lane = (program - segment * tiles) * LANES + tl.arange(0, LANES)",
+        "width = columns * several",
+        "inside = lane < width",
+        "count = tl.minimum(rows - top, length) * columns",
+        "turns = (count + width - 1) // width",
+        "base = (matrix * rows + top) * columns",
+        *start(held),
+        # Triton's interpreter has no loops over ranges that it computes.
+        "first = turns * 0",
+        "while first < turns:",
+        *each(block),
+        f"for _ in range({ACROSS.bit_length() - 1}):",
+        *each(merge),
+        call("close", [f"y{k}" for k in outputs], [*held, "tl.full([LANES], 0.0, tl.float64) + divisor"]),
+        "to = segment * columns + lane",
+        *(
+            f"tl.store(output{k} + to, {stored_as(f'y{k}', dtype)}, mask=lane < columns)"
+            for k, dtype in enumerate(written)
+        ),
+    ]
+    numbers = [f"{name}: tl.int64" for name in _NUMBERS]
+    arguments = [*(f"input{k}" for k in inputs), *(f"output{k}" for k in outputs), *numbers, "LANES: tl.constexpr"]
+    # Triton compiles anew for integers that are 1 or multiples of 16, unless it is told not to look.
+    text = f"@triton.jit(do_not_specialize={list(_NUMBERS)})\ndef kernel({', '.join(arguments)}):\n"
+    return module_source(functions, text + "\n".join(each(lines)) + "\n")

@@ -1,0 +1,223 @@
+"""Float32 beside 16-bit parameters: gradients that accumulate, and weights read from auxiliary tensors."""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any, TypeVar
+
+import numpy as np
+import torch
+
+from .._torch_versions import HAS_GRADIENT_DTYPE, lacks
+from ..kernels import IndexMap, Trace, address, check_bits, chunks, run_chunks, select_engine, undisturbed
+from ..kernels._device_function import Recording, Table, bound
+from ..kernels._operations import store32, word
+from ..kernels.triton._launch import TableKernel, ready
+from ..kernels.vector._machine_function import address_of
+from ..kernels.vector._table_loop import compile_table
+from ..subclass.models._conversion import check_module
+from ._storage import Store
+from .parameters._outside_writes import read_auxiliary_tensors
+from .parameters._parameter_plan import ParameterPlan
+from .weight_updates._weight_update import WeightUpdate
+
+Model = TypeVar("Model", bound=torch.nn.Module)
+_NARROW = (torch.bfloat16, torch.float16)
+
+
+def float32_gradients(model: Model, enabled: bool = True) -> Model:
+    """Let the gradients of a model's bfloat16 and float16 parameters accumulate in float32.
+
+    A bfloat16 sum over n microbatches loses what falls under half an ulp of it: 1% and more at n = 128. Backward still
+    computes each gradient in the parameter's dtype; only the sum is wider, at 2 more bytes per parameter while it
+    lives. The step of every optimizer here takes float32 gradients as they are, clipping included; torch.optim's
+    fused and foreach steps want the parameter's dtype.
+
+    The choice sits on the parameters and stays through optimizer steps, `zero_grad`, tied uses, activation
+    checkpointing and `model.to`. It is lost where a parameter is made anew: by `copy.deepcopy`, pickle, or when a
+    module replaces it; call this again there. DistributedDataParallel refuses such gradients (its buckets have the
+    parameter's dtype), and FSDP has `MixedPrecisionPolicy(reduce_dtype=torch.float32)` of its own.
+
+    Args:
+        model: whose parameters are changed, in place; float32 ones stay as they are, and gradients that exist already
+            are converted.
+        enabled: False for gradients in the parameters' dtype again.
+
+    Returns:
+        The model.
+
+    Raises:
+        TypeError: no module.
+        NotImplementedError: a torch without `Tensor.grad_dtype`.
+
+    >>> import torch, halfulp as hu
+    >>> model = hu.float32_gradients(torch.nn.Linear(2, 2).bfloat16())
+    >>> model(torch.ones(1, 2, dtype=torch.bfloat16)).sum().backward()
+    >>> model.weight.dtype, model.weight.grad.dtype
+    (torch.bfloat16, torch.float32)
+    """
+    check_module(model, "float32_gradients")
+    if not HAS_GRADIENT_DTYPE:
+        raise lacks(
+            "gradients wider than their parameter need Tensor.grad_dtype", "train float32 parameters under autocast"
+        )
+    for parameter in model.parameters():
+        if parameter.dtype in _NARROW:
+            dtype = torch.float32 if enabled else parameter.dtype
+            gradient, parameter.grad = parameter.grad, None
+            parameter.grad_dtype = dtype
+            parameter.grad = None if gradient is None else gradient.to(dtype)
+    return model
+
+
+MOST_ELEMENTS = 1 << 21
+MOST_ON_DEVICE = 1 << 28  # where a launch costs more than its memory, for which the processor's caches are nothing
+ALIGNMENT = 16
+
+
+class Float32Buffer:
+    """A reusable float32 buffer, from which tensors are taken until `clear`.
+
+    One allocation serves a whole step: fresh memory costs the CPU a page fault per 4 KiB, more than the arithmetic.
+    """
+
+    def __init__(self, elements: int) -> None:
+        self._memory = torch.empty(elements, dtype=torch.float32, device="cpu")
+        self._used = 0
+
+    def clear(self) -> None:
+        """Make the whole buffer free again."""
+        self._used = 0
+
+    def take(self, like: torch.Tensor) -> torch.Tensor:
+        """Return an uninitialized contiguous float32 tensor of a tensor's shape and device."""
+        if like.device.type != "cpu":
+            return torch.empty(like.shape, device=like.device, dtype=torch.float32)
+        begin, end = self._used, self._used + like.numel()
+        if end > len(self._memory):
+            return torch.empty(like.shape, dtype=torch.float32, device="cpu")
+        self._used = -(-end // ALIGNMENT) * ALIGNMENT
+        return self._memory[begin:end].view(like.shape)
+
+
+def read_weights(plans: Sequence[ParameterPlan], buffer: Float32Buffer | None = None) -> list[torch.Tensor]:
+    """Return the float32 weights that parameters and their auxiliary tensors represent, contiguous and local.
+
+    Their memory is the buffer's, or new if there is none.
+    """
+    buffer = Float32Buffer(0) if buffer is None else buffer
+    payloads = [plan.payloads for plan in plans]
+    out = [buffer.take(own[0]) for own in payloads]
+    for update, store in {(plan.spec.update, plan.spec.store) for plan in plans}:
+        mine = [k for k, plan in enumerate(plans) if (plan.spec.update, plan.spec.store) == (update, store)]
+        parts = [[*(part.contiguous() for part in payloads[k]), *read_auxiliary_tensors(plans[k])] for k in mine]
+        _read(update, store, parts, [out[k] for k in mine])
+    return out
+
+
+def split_into_runs(plans: Iterable[ParameterPlan], most: int) -> Iterator[list[ParameterPlan]]:
+    """Split plans into runs of at most `most` elements, with at least one plan each."""
+    run: list[ParameterPlan] = []
+    held = 0
+    for plan in plans:
+        count = math.prod(plan.shape)
+        if run and held + count > most:
+            yield run
+            run, held = [], 0
+        run.append(plan)
+        held += count
+    if run:
+        yield run
+
+
+def make_buffer(runs: Iterable[Sequence[ParameterPlan]]) -> Float32Buffer:
+    """Return a buffer for the weights and the gradients of the largest of some runs."""
+    sizes = ([math.prod(plan.shape) for plan in plans] for plans in runs)
+    return Float32Buffer(max((2 * sum(size + ALIGNMENT for size in run) for run in sizes), default=0))
+
+
+def _read(update: WeightUpdate, store: Store, parts: list[list[torch.Tensor]], out: list[torch.Tensor]) -> None:
+    if select_engine(parts[0][0].device.type) == "llvm":
+        _run(make_read_kernel(update, store), parts, out)
+        return
+    is_on_one_device = len({part.device for own in parts for part in own}) == 1
+    if select_engine(out[0].device.type) == "triton" and is_on_one_device:
+        kernel = _read_kernel_on(update, store, out[0].device)
+        if kernel is not None:
+            kernel(*_tables(parts, out), out[0].device)
+            return
+    for own, new in zip(parts, out):
+        new.copy_(update.read(store, own))
+
+
+def _run(kernel: Callable, parts: list[list[torch.Tensor]], out: list[torch.Tensor]) -> list[torch.Tensor]:
+    table, pointers = _tables(parts, out)
+    run_chunks(kernel, table[:, 2], address_of(table), address_of(pointers), *[0] * 5)
+    return out
+
+
+def _tables(parts: list[list[torch.Tensor]], out: list[torch.Tensor]) -> tuple[np.ndarray, np.ndarray]:
+    """Return the chunk and pointer tables of the kernel."""
+    rows = [[*map(address, own), *[0] * (4 - len(own)), address(new)] for own, new in zip(parts, out)]
+    return _table(tuple(new.numel() for new in out)), np.array(rows, np.int64)
+
+
+@functools.lru_cache(256)
+def _table(counts: tuple[int, ...]) -> np.ndarray:
+    return np.concatenate([chunks(IndexMap.whole((count,)), row) for row, count in enumerate(counts)])
+
+
+def _record_read(update: WeightUpdate, store: Store) -> Trace:
+    """Return the weight of an element as a device function: columns are the parameter, three tensors, the result."""
+    element, names = Recording(5), update.bindings(store)
+    *arrays, out = element.arrays
+    read: Any = names["read_weight"]
+    store32(out, element.index, word(bound(read, names)(*arrays, element.index)[0]))
+    return element.trace
+
+
+@functools.cache
+@undisturbed()
+def make_read_kernel(update: WeightUpdate, store: Store) -> Callable:
+    """Return the kernel that reads one weight update and store, checked against its reference once per process."""
+    name = f"read_{update.name}_{store.name}".replace("-", "_")
+    kernel = compile_table(name, Table(_record_read(update, store), 5))
+    parts = _fixed_parts(update, store)
+    out = torch.empty(64, dtype=torch.float32, device="cpu")
+    check_bits(name, lambda: _run(kernel, [parts], [out]), lambda: [update.read(store, parts)])
+    return kernel
+
+
+def _read_kernel_on(update: WeightUpdate, store: Store, device: torch.device) -> TableKernel | None:
+    """Return the kernel of `make_read_kernel` on an accelerator; None, counted, where there is none."""
+
+    def run(kernel: TableKernel, device: torch.device) -> list[torch.Tensor]:
+        parts = [part.to(device) for part in _fixed_parts(update, store)]
+        out = [torch.empty(count, dtype=torch.float32, device=device) for count in (64, 61)]
+        kernel(*_tables([parts, parts], out), device)
+        return [made.cpu() for made in out]
+
+    def reference() -> list[torch.Tensor]:
+        wanted = update.read(store, _fixed_parts(update, store))
+        return [wanted, wanted[:61]]
+
+    kernel: TableKernel | None = ready(
+        ("read", update, store),
+        f"read {update.name} {store.name}",
+        device,
+        lambda: TableKernel(Table(_record_read(update, store), 5)),
+        run,
+        reference,
+    )
+    return kernel
+
+
+def _fixed_parts(update: WeightUpdate, store: Store) -> list[torch.Tensor]:
+    ramp = torch.linspace(-1, 1, 64, dtype=torch.float32, device="cpu")
+    dtypes = (store.dtype, *(dtype for _, dtype in update.auxiliary_tensors(store)))
+    parts = [torch.zeros(64, dtype=dtype, device="cpu") for dtype in dtypes]
+    update.fill(store, parts, ramp * ramp * ramp)
+    parts[0][11], parts[0][12:14], parts[0][14] = torch.inf, 0.0, parts[0][30]  # as somebody else may have written them
+    return parts

@@ -1,0 +1,395 @@
+"""Validation of a state_dict before anything of it is used, and its states in the dtypes of the optimizer."""
+
+from __future__ import annotations
+
+import copy
+import re
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+
+from .._messages import differences, listed
+from ..mctensor import MCTensor
+from ..rounding._random_bits import STREAM_VERSION
+from ..scaled import ScaledTensor
+from ._group_options import check_group, read_own_version
+from ._storage import STORES
+from .parameters._local_tensors import local
+from .parameters._parameter_plan import ParameterPlan
+from .parameters._random_identity import identities_of, plain_names
+from .parameters._state_tensors import (
+    ABSENT,
+    BEGUN,
+    STORAGE_SUFFIXES,
+    check_version,
+    decode_saved,
+    find_saved_tensor,
+    set_initial,
+)
+from .rules._update_rule import StateSlot
+from .states._int8_blocks import scale_shape
+from .states._state import Codec
+from .weight_updates._weight_update import REGISTRY, weight_update
+
+# Options that torch.optim's groups got later than others, and what older files that lack them mean.
+_LATER = {
+    **dict.fromkeys(("maximize", "nesterov", "amsgrad", "decoupled_weight_decay"), False),
+    **dict.fromkeys(("capturable", "differentiable"), False),
+    **dict.fromkeys(("foreach", "fused")),
+}
+# Options by which the file of another rule is known.
+_OF_RULES = {"lr", "betas", "eps", "momentum", "dampening", "weight_decay", "alpha", "centered", "rho", "etas", "lambd"}
+_OF_RULES |= {"lr_decay", "momentum_decay", "initial_accumulator_value", "step_sizes", "max_iter", "history_size"}
+_OURS = {"weight_update", "state_dtype", "param_dtype", "format", "seed", "report_interval", "identities"}
+# In a saved group: the version of this library that saved it.
+VERSION = "halfulp"
+_KEPT = ("params", "state_dtype", "param_dtype", "format", "report_interval", "random_stream", VERSION)
+# What torch's schedulers write into groups, and names.
+_OF_OTHERS = {f"{bound}_{name}" for bound in ("initial", "base", "min", "max") for name in ("lr", "momentum")}
+_OF_OTHERS |= {"swa_lr", "last_lr", "name", "param_names"}
+
+
+def check_groups(
+    groups: list[dict], state_dict: object, check_numbers: Callable[[dict], None], defaults: Mapping
+) -> list[dict]:
+    """Return the options that each group takes from a state_dict; raise ValueError if it does not fit these groups.
+
+    `check_numbers` is the optimizer's own check of a group's hyper-parameters.
+    """
+    if not isinstance(state_dict, Mapping) or not {"state", "param_groups"} <= state_dict.keys():
+        raise ValueError("this is no optimizer state_dict: it needs the keys 'state' and 'param_groups'")
+    saved = state_dict["param_groups"]
+    grouped = isinstance(saved, list) and all(isinstance(group, Mapping) for group in saved)
+    if not grouped or not all(isinstance(group.get("params"), list) for group in saved):
+        raise ValueError("this is no optimizer state_dict: 'param_groups' must be a list of groups with 'params'")
+    sizes, own = [len(group["params"]) for group in saved], [len(group["params"]) for group in groups]
+    if sizes != own:
+        raise ValueError(f"the state_dict has groups of {sizes} parameters, this optimizer groups of {own}")
+    numbers = [number for group in saved for number in group["params"]]
+    states = state_dict["state"]
+    if not isinstance(states, Mapping) or any(_is_parameters(key, states[key]) for key in states.keys() - set(numbers)):
+        raise ValueError("this is no optimizer state_dict: 'state' must hold states of parameters in 'param_groups'")
+    for number, (mine, theirs) in enumerate(zip(groups, saved)):
+        unknown = theirs.keys() - mine.keys() - _OURS - _LATER.keys() - _OF_RULES - _OF_OTHERS - set(_KEPT)
+        refuse_newer_keys("param group", number, sorted(unknown), saved)
+        _check_names(mine, theirs, defaults)
+        _check_updates(mine, theirs)
+    return [_options(number, *pair, check_numbers) for number, pair in enumerate(zip(groups, saved))]
+
+
+def _is_parameters(key: object, value: object) -> bool:
+    """Return whether an entry of a saved state is that of a parameter, rather than one that a user put there."""
+    return isinstance(key, int) and isinstance(value, Mapping) and bool({"step", "momentum_buffer"} & value.keys())
+
+
+def refuse_confusing_keys(state: Mapping, count: int) -> None:
+    """Raise ValueError for entries of the user's own whose keys a file could not tell from parameters' numbers."""
+    for key, value in state.items():
+        if isinstance(key, int) and (0 <= key < count or _is_parameters(key, value)):
+            raise ValueError(
+                f"optimizer.state[{key!r}] is an entry of your own, but a state_dict numbers the states of its {count} "
+                f"parameters from 0: a file could not tell them apart; use another key, such as 'my_{key}'"
+            )
+
+
+def is_own_file(groups: list[dict], saved: list[Mapping]) -> bool:
+    """Return whether an optimizer of this library saved some groups, for an optimizer with groups of its own.
+
+    Without names the file holds identities. A trainer that saves by name leaves the names themselves out of groups.
+    """
+    named = any("param_names" in group for group in groups)
+    return all(
+        "identities" in group or ("weight_update" in group and (named or "param_names" in group)) for group in saved
+    )
+
+
+def _is_keyed_by_name(saved: Mapping) -> bool:
+    """Return whether a saved group's parameters are names, which torch.distributed.checkpoint puts into our order.
+
+    What else the group says of its parameters, one by one, may be that of other parameters.
+    """
+    return bool(saved["params"]) and all(isinstance(key, str) for key in saved["params"])
+
+
+def has_other_bits(group: Mapping, saved: Mapping) -> bool:
+    """Return whether a group that took over a file has other numbers for random bits than the file's."""
+    held, names = saved.get("identities"), group.get("param_names")
+    if not isinstance(held, list | tuple) or not names or not _is_keyed_by_name(saved):
+        return False
+    return not set(identities_of({"param_names": names})) <= {number for number in held if isinstance(number, int)}
+
+
+def _numbers(version: str) -> list[int]:
+    return [int(number) for number in re.findall(r"\d+", version)[:3]]
+
+
+def refuse_newer_keys(what: str, name: object, unknown: list[str], saved_groups: list[Mapping]) -> None:
+    """Raise ValueError for unknown keys in a file of a later version; in other files they are the user's own.
+
+    Args:
+        what: of the file holds it, and its name, which is put into words for the message alone.
+        unknown: its keys.
+        saved_groups: of the file.
+    """
+    if not unknown:
+        return
+    versions = [str(group[VERSION]) for group in saved_groups if VERSION in group]
+    own = read_own_version()
+    version = next((one for one in versions if _numbers(own) < _numbers(one)), None)
+    if version is not None:
+        raise ValueError(
+            f"{what} {name} of the state_dict holds {listed(unknown)}, which halfulp {own} does not know: "
+            f"halfulp {version} saved it; load it with that (pip install 'halfulp>={version}'), or take the weights "
+            "alone over, by float32_state_dict there and load_float32_state_dict here"
+        )
+
+
+def refuse_other_stream(what: str, place: str, saved: Mapping) -> None:
+    """Raise ValueError for what was saved with random bits of another version of the stream.
+
+    Args:
+        what: of the file draws random bits, and place: where the file says the version, for the message.
+        saved: what says it there.
+    """
+    version = saved.get("random_stream", 1)
+    if "weight_update" in saved and version != STREAM_VERSION:
+        raise ValueError(
+            f"{what} was saved under version {version!r} of the stream of random bits, known is "
+            f"{STREAM_VERSION}: its stochastic rounding would go on with other bits than the saved run's. To accept "
+            f"that, put 'random_stream': {STREAM_VERSION} into {place}; to go on with the same bits, "
+            "use the halfulp that saved it"
+        )
+
+
+def find_state(state_dict: Mapping, number: object, name: str) -> Mapping:
+    """Return one parameter's saved state, by its number in the file and its name for messages; empty if absent.
+
+    Raises:
+        ValueError: it is no mapping.
+    """
+    state = state_dict["state"].get(number, {})
+    if not isinstance(state, Mapping):
+        raise ValueError(f"the state of parameter {name} is {type(state).__name__}, not a dict: the file is damaged")
+    return state
+
+
+def read_step(state: Mapping, name: str) -> int:
+    """Return the saved step number.
+
+    Raises:
+        ValueError: it is no whole number.
+    """
+    given = state.get("step", 0)
+    if given == {}:  # what torch makes of an entry that a flat state lacks
+        raise ValueError(
+            f"the flat state holds nothing of parameter {name}, which this optimizer steps: it is of another model, or "
+            "of other parts of it; give the state of all parameters that are stepped here"
+        )
+    try:
+        value = float(given)
+    except (TypeError, ValueError):
+        value = -1.0
+    if not 0 <= value < 2**53 or value != int(value):
+        raise ValueError(f"state of parameter {name}: step={given!r} is not a whole number")
+    return int(value)
+
+
+def _check_names(mine: dict, theirs: Mapping, defaults: Mapping) -> None:
+    unknown = sorted(_OF_RULES & theirs.keys() - mine.keys())
+    lacking = sorted((defaults.keys() | _OF_RULES) & mine.keys() - theirs.keys() - _OURS - _LATER.keys())
+    if unknown or lacking:
+        raise ValueError(f"the state_dict is another optimizer's: a group of it {differences(lacking, unknown)}")
+    by_name = _is_keyed_by_name(theirs)
+    names, other = mine.get("param_names"), theirs.get("params" if by_name else "param_names")
+    if other is not None and (not isinstance(other, list | tuple) or len(other) != len(mine["params"])):
+        raise ValueError(f"the state_dict has param_names={other!r}, which are not one name per parameter")
+    both = list(zip(plain_names(names), plain_names(other), strict=True)) if names and other else []
+    differing = [f"{b} for {a}" for a, b in both if a != b and not (by_name and _is_one_below(a, b))]
+    if differing:
+        raise ValueError(
+            f"the state_dict names other parameters, or these in another order, such as {', '.join(differing[:3])}: "
+            "give the parameters in the order of the optimizer that saved it"
+        )
+
+
+def _is_one_below(one: str, other: str) -> bool:
+    """Return whether one name is the other behind the path of a part of the model."""
+    return one.endswith(f".{other}") or other.endswith(f".{one}")
+
+
+def _check_updates(mine: dict, theirs: Mapping) -> None:
+    if "weight_update" not in theirs:
+        return
+    saved, own = (None if g["weight_update"] is None else weight_update(g["weight_update"]) for g in (theirs, mine))
+    if saved != own:
+        raise ValueError(
+            f"the state_dict was saved with weight_update={saved!r}, this optimizer has {own!r}: make it with the "
+            "same, or carry the weights over with float32_state_dict and load_float32_state_dict"
+        )
+
+
+def _options(number: int, mine: dict, theirs: Mapping, check_numbers: Callable[[dict], None]) -> dict:
+    """Return a group's options after loading, checked as those of a new group are."""
+    taken = {key: copy.deepcopy(value) for key, value in theirs.items() if key not in _KEPT}
+    taken = {**{key: value for key, value in _LATER.items() if key in mine}, **taken}
+    if "param_names" in taken:
+        taken["param_names"] = mine.get("param_names") or list(
+            theirs["params"] if _is_keyed_by_name(theirs) else taken["param_names"]
+        )
+    names = mine.get("param_names") or taken.get("param_names")
+    if names and ("identities" not in taken or _is_keyed_by_name(theirs)):
+        taken["identities"] = identities_of({"param_names": names})
+    trial = {**mine, **taken}
+    try:
+        check_group(trial)
+        check_numbers(trial)
+        identities = trial["identities"]
+        if len(identities) != len(mine["params"]) or not all(isinstance(i, int) and 0 <= i < 2**63 for i in identities):
+            raise ValueError(
+                "identities, which key random bits, must be one whole number per parameter: a file that is split or "
+                "regrouped needs names, optimizers made from model.named_parameters()"
+            )
+    except (TypeError, ValueError) as error:
+        raise ValueError(f"param group {number} of the state_dict: {error}") from error
+    return {key: trial[key] for key in taken}
+
+
+_GROUPS, _STATES = "param_groups.", "state."
+
+
+def explain_missing_entry(key: str, flat: Mapping[str, Any]) -> str:
+    """Return why a flat state lacks an entry, "param_groups.<parameter>.<option>" or "state.<parameter>.<state>"."""
+    place = _STATES if key.startswith(_STATES) else _GROUPS
+    parameter, _, entry = key.removeprefix(place).rpartition(".")
+    if not any(held.startswith(f"{place}{parameter}.") for held in flat):
+        return (
+            f"the flat state holds nothing of parameter {parameter}, which this optimizer steps: it is of another "
+            "model, or of other parts of it; give the state of all parameters that are stepped here"
+        )
+    lack = f"the flat state lacks {entry!r} of parameters {listed(_parameters(flat, place, entry))}"
+    if entry == "identities":
+        return (
+            f"{lack}: it was saved by an optimizer over named parameters, and this one has no names: make it from "
+            "model.named_parameters()"
+        )
+    if entry == "param_names":
+        return (
+            f"{lack}: it was saved by an optimizer over unnamed parameters, and this one has names: make it from "
+            "model.parameters(); to go over to names, load it there, and give its state_dict() to the load_state_dict "
+            "of an optimizer made from model.named_parameters()"
+        )
+    if entry == "random_stream":
+        return (
+            f"{lack}: it was saved under version 1 of the stream of random bits; to go on with those of version "
+            f"{STREAM_VERSION}, which are others than the saved run's, give each parameter that entry, {STREAM_VERSION}"
+        )
+    return (
+        f"{lack}: another optimizer, or one with other options, has saved it; load it into an optimizer made as that "
+        "one was, and go on there"
+    )
+
+
+def _parameters(flat: Mapping[str, Any], place: str, entry: str) -> list[str]:
+    """Return the parameters of which a flat state holds something, but not an entry."""
+    options = {key.removeprefix(place).rpartition(".")[0] for key in flat if key.startswith(place)}
+    return sorted(name for name in options if f"{place}{name}.{entry}" not in flat)
+
+
+# The names of the states of torch.optim's optimizers, under which others keep theirs too.
+_TORCH_STATES = (
+    "exp_avg", "exp_avg_sq", "max_exp_avg_sq", "exp_inf", "momentum_buffer", "square_avg", "grad_avg", "acc_delta",
+    "sum", "mu_product", "mu", "eta", "ax", "prev", "step_size", "row_var", "col_var", "variance",
+)  # fmt: skip
+# Those of them that an option of a group switches off in training, with the option; they stay, as in torch.optim.
+_SWITCHED = {"max_exp_avg_sq": "amsgrad", "momentum_buffer": "momentum", "grad_avg": "centered"}
+
+
+def count_steps(state: Mapping, name: str) -> int:
+    """Return the saved step number; torch's SGD saves none, but a momentum buffer implies a step."""
+    if "step" not in state and isinstance(state.get("momentum_buffer"), torch.Tensor):
+        return 1
+    return read_step(state, name)
+
+
+def read_begun(state: Mapping, step: int) -> dict[str, int]:
+    """Return the saved entry that says when the states began, if there is one."""
+    held = state.get(BEGUN)
+    return {BEGUN: held} if isinstance(held, int) and 0 < held <= step else {}
+
+
+def is_auxiliary(name: str) -> bool:
+    """Return whether an entry of a saved state is an auxiliary tensor of a weight update."""
+    stores = [STORES[dtype] for dtype in (torch.bfloat16, torch.float16, torch.float32)]
+    auxiliary = {key for update in REGISTRY.values() for store in stores for key, _ in update.auxiliary_tensors(store)}
+    return name in auxiliary or name.startswith("component_")
+
+
+def is_kept_by_some_optimizer(name: str) -> bool:
+    """Return whether an entry of a saved state is an auxiliary tensor, or a state of torch.optim's or a wrapped one.
+
+    >>> [is_kept_by_some_optimizer(name) for name in ("low_bits", "max_exp_avg_sq", "exp_avg_codes", "my_importance")]
+    [True, True, True, False]
+    """
+    forms = {f"{state}{suffix}" for state in _TORCH_STATES for suffix in STORAGE_SUFFIXES}
+    return is_auxiliary(name) or name in forms or name.startswith("base.")
+
+
+def is_switched_off(name: str, group: Mapping, slots: tuple[StateSlot, ...]) -> bool:
+    """Return whether an entry of a saved state is of a state that its group's options have switched off.
+
+    `slots` are the states that are kept under these options.
+    """
+    kept = {slot.name for slot in slots}
+    off = [state for state, option in _SWITCHED.items() if option in group and state not in kept]
+    return name in {f"{state}{suffix}" for state in off for suffix in STORAGE_SUFFIXES}
+
+
+def fit_state(
+    plan: ParameterPlan, group: Mapping, codec: Codec, rule_state: StateSlot, names: tuple[str, ...], state: Mapping
+) -> dict[str, torch.Tensor]:
+    """Return one state of the rule from saved tensors: bit for bit if the dtypes agree, else through float32."""
+    given = find_saved_tensor(state, rule_state.name)
+    if given is ABSENT:
+        raise ValueError(
+            f"state of parameter {plan.name} lacks {rule_state.name!r}: another optimizer saved it ({sorted(state)})"
+        )
+    if isinstance(given, int):
+        raise ValueError(
+            f"state {rule_state.name!r} of parameter {plan.name} was saved in 8-bit codes of version {given}, but "
+            f"without the codes {rule_state.name + '_codes'!r}: torch.distributed.checkpoint leaves out what this "
+            "optimizer does not keep; load the file into one with state_dtype='8bit', and the state_dict of that here"
+        )
+    if isinstance(given, (ScaledTensor, MCTensor)):
+        state = {**state, rule_state.name: (given := given.decode(torch.float32))}
+    if given is None and rule_state.name == "momentum_buffer":
+        new = {name: torch.zeros_like(plan.tensors[name]) for name in names}
+        set_initial(plan.spec, group, new)
+        return new
+    own = [plan.tensors[name] for name in names]
+    if all(_is_same_layout(state.get(name), mine) for name, mine in zip(names, own)):
+        check_version(rule_state.name, state)
+        return {name: state[name] for name in names}
+    is_packed = f"{rule_state.name}_packed" in state
+    shape = scale_shape(torch.Size(plan.shape), 2) if is_packed else plan.shape
+    like = torch.empty(shape, dtype=torch.float32, device="meta")
+    given = check_shape(plan, rule_state.name, given, like, exact=False)
+    value = decode_saved(local(given), state, rule_state)
+    fresh = [torch.zeros_like(mine) for mine in own]
+    codec.encode(fresh, value.to(fresh[0].device).contiguous(), None)
+    return dict(zip(names, fresh))
+
+
+def _is_same_layout(given: object, own: torch.Tensor) -> bool:
+    """Return whether a saved tensor can be copied bit for bit."""
+    return isinstance(given, torch.Tensor) and (local(given).dtype, local(given).shape) == (own.dtype, own.shape)
+
+
+def check_shape(plan: ParameterPlan, name: str, given: object, own: torch.Tensor, exact: bool) -> torch.Tensor:
+    """Return a given state tensor; raise ValueError for another shape, or dtype where that counts."""
+    if not isinstance(given, torch.Tensor) or local(given).shape != own.shape:
+        shape = tuple(given.shape) if isinstance(given, torch.Tensor) else type(given).__name__
+        raise ValueError(f"state {name!r} of parameter {plan.name} has shape {shape}, {tuple(own.shape)} is needed")
+    if exact and local(given).dtype != own.dtype:
+        raise ValueError(f"state {name!r} of parameter {plan.name} is {local(given).dtype}, {own.dtype} is needed")
+    return given

@@ -1,0 +1,334 @@
+"""How one number is stored in memory, as device functions: 16 and 32 bits, and any format's values.
+
+Contract between the pieces: a decoder never yields a NaN whose low 16 bits are set (bfloat16 payloads end in zeros,
+the others are made canonical), and arithmetic passes such NaNs on or makes canonical ones. So an encoder may add
+rounding bits to the word of a NaN without carrying into its sign, and needs no guard.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from .. import formats
+from ..formats import Format
+from ..kernels import Trace, run_on_tensors
+from ..kernels._device_function import Recording, bound
+from ..kernels._operations import (
+    add,
+    bit_and,
+    bit_or,
+    load8,
+    load16,
+    load32,
+    real,
+    select,
+    shr,
+    store8,
+    store16,
+    store32,
+    sub,
+    to_real,
+    to_word,
+    word,
+)
+from ..kernels._trace import Piece
+from ..rounding._device_functions import (
+    BEYOND_HALF,
+    E4M3FN,
+    HALF_INFINITY,
+    HALF_NAN,
+    HALF_SIGN,
+    REBIAS,
+    SINGLE_NORMAL,
+    THIRTEEN,
+    bfloat16_word,
+    float16_code,
+    float16_word,
+)
+from ..rounding._device_functions import E5M2 as E5M2_CODEC
+
+ONE, S8, S16, S19 = (np.uint32(n) for n in (1, 8, 16, 19))
+ABS, SIGN, EXPONENT, CANONICAL_NAN = (np.uint32(w) for w in (0x7FFFFFFF, 0x80000000, 0x7F800000, 0x7FC00000))
+BF16_HALF = np.uint32(0x7FFF)
+TWO_24, TWO_M24 = np.float32(2.0**24), np.float32(2.0**-24)
+
+
+@dataclass(frozen=True)
+class Store:
+    """The storage of one number in memory, as device functions.
+
+    Attributes:
+        name: for messages and kernel names.
+        dtype: of the torch tensor that holds it.
+        load: piece (address, i) -> code.
+        save: piece (address, i, code).
+        real: piece code -> float32.
+        nearest: piece (x, random) -> code, ties to even; the random word is not looked at.
+        stochastic: piece (x, random) -> code.
+        random_bits: of that word, in which `stochastic` finds them lowest: 16; or 32, of which the upper are the best.
+        mantissa_bits: stored bits of the significand: the last place of 1 is 2^-mantissa_bits.
+        emin: exponent of the smallest normal number.
+        constants: names and values that the pieces find bound.
+    """
+
+    name: str
+    dtype: torch.dtype
+    load: Callable
+    save: Callable
+    real: Callable
+    nearest: Callable
+    stochastic: Callable
+    random_bits: int
+    mantissa_bits: int
+    emin: int
+    constants: tuple[tuple[str, object], ...] = ()
+
+    def decode(self, x: torch.Tensor) -> torch.Tensor:
+        """Return the float32 numbers of a tensor of `dtype`."""
+        piece = _decoder(self)
+        return run_on_tensors(piece.trace, [x], results=piece.results)[0][0]
+
+    def records(self) -> tuple[object, ...]:
+        """Return a digest of what the device functions do, equal for a store that was made twice."""
+        decoder = _decoder(self)
+        coders = (_encoder(self, stochastic).digest() for stochastic in (False, True))
+        return self.dtype, self.random_bits, decoder.trace.digest(), decoder.results, *coders
+
+    def encode(self, x: torch.Tensor, random: torch.Tensor | None = None) -> torch.Tensor:
+        """Return float32 numbers rounded to a tensor of `dtype`: to nearest, or by a random word per element."""
+        out = torch.empty_like(x, dtype=self.dtype)
+        run_on_tensors(
+            _encoder(self, random is not None), [out], {"value": x, "random": random_words_of(random, self.random_bits)}
+        )
+        return out
+
+
+def bf16_real(code):
+    """Device function: the float32 of a bfloat16 code."""
+    return real(bfloat16_word(code))
+
+
+def bf16_nearest(x, random):
+    """Device function: the bfloat16 code nearest to x, ties to even."""
+    bits = word(x)
+    return shr(add(add(bits, BF16_HALF), bit_and(shr(bits, S16), ONE)), S16)
+
+
+def bf16_stochastic(x, random):
+    """Device function: one of the two bfloat16 codes around x, the farther with the probability of its nearness."""
+    return shr(add(word(x), random), S16)
+
+
+def f32_real(code):
+    """Device function: the float32 with these bits, every NaN made canonical."""
+    return real(select(bit_and(code, ABS) > EXPONENT, CANONICAL_NAN, code))
+
+
+def f32_exact(x, random):
+    """Device function: a float32 kept whole."""
+    return word(x)
+
+
+def fp16_real(code):
+    """Device function: the float32 of a float16 code."""
+    return real(float16_word(code))
+
+
+def fp16_nearest(x, random):
+    """Device function: the float16 code nearest to x, ties to even."""
+    return float16_code(word(x))
+
+
+def fp16_stochastic(x, random):
+    """Device function: one of the two float16 codes around x; beyond the largest finite one the upper is infinity."""
+    bits = word(x)
+    magnitude = bit_and(bits, ABS)
+    units = real(magnitude) * TWO_24
+    below = to_word(select(magnitude < SINGLE_NORMAL, units, TWO_24))
+    chance = to_real(shr(random, S8)) * TWO_M24
+    tiny = add(below, select(chance < units - to_real(below), ONE, sub(ONE, ONE)))
+    normal = shr(sub(add(magnitude, shr(random, S19)), REBIAS), THIRTEEN)
+    finite = select(magnitude < SINGLE_NORMAL, tiny, normal)
+    special = select(magnitude > EXPONENT, HALF_NAN, HALF_INFINITY)
+    code = select(magnitude >= BEYOND_HALF, special, finite)
+    return bit_or(code, bit_and(shr(bits, S16), HALF_SIGN))
+
+
+def canonical(x):
+    """Device function: a float32 from outside, of whose NaNs the sign alone is kept."""
+    return select(x == x, x, real(bit_or(bit_and(word(x), SIGN), CANONICAL_NAN)))
+
+
+def random_words_of(random: torch.Tensor | None, random_bits: int) -> torch.Tensor | float:
+    """Return int64 random words as a recorded function takes them: as many bits as a rounding uses."""
+    if random is None:
+        return 0
+    return (random & 0xFFFF if random_bits == 16 else random).to(torch.int32)
+
+
+@functools.cache
+def _decoder(store: Store) -> Piece:
+    element = Recording(1)
+    found = bound(store.real, dict(store.constants))(store.load(element.arrays[0], element.index))
+    return Piece(element.trace, (found.number,))
+
+
+@functools.cache
+def _encoder(store: Store, stochastic: bool) -> Trace:
+    element = Recording(1)
+    value, random = canonical(element.given("value")), element.given("random", "w32")
+    rounded = bound(store.stochastic if stochastic else store.nearest, dict(store.constants))
+    store.save(element.arrays[0], element.index, rounded(value, random))
+    return element.trace
+
+
+BF16 = Store(
+    "bf16",
+    torch.bfloat16,
+    load16,
+    store16,
+    bf16_real,
+    bf16_nearest,
+    bf16_stochastic,
+    16,
+    7,
+    -126,
+)
+FP16 = Store(
+    "fp16",
+    torch.float16,
+    load16,
+    store16,
+    fp16_real,
+    fp16_nearest,
+    fp16_stochastic,
+    32,
+    10,
+    -14,
+)
+F32 = Store("fp32", torch.float32, load32, store32, f32_real, f32_exact, f32_exact, 0, 23, -126)
+STORES = {store.dtype: store for store in (BF16, FP16, F32)}
+
+
+# Bound per format.
+KEEP = UNDRAWN = HALF = SHIFT = LEAST_BINADE = RAISE = UNIT_SHIFT = LARGEST = BEYOND = np.uint32(0)
+INVERSE_TOP = np.uint32(0)
+
+
+def grid_nearest(x, random):
+    """Device function: to nearest where every word loses the same bits (8 exponent bits)."""
+    bits = word(x)
+    rounded = bit_and(add(add(bits, HALF), bit_and(shr(bits, SHIFT), ONE)), KEEP)
+    return select(bit_and(bits, ABS) > EXPONENT, bits, rounded)
+
+
+def grid_stochastic(x, random):
+    """Device function: stochastic where every word loses the same bits."""
+    bits = word(x)
+    return select(bit_and(bits, ABS) > EXPONENT, bits, bit_and(add(bits, shr(random, UNDRAWN)), KEEP))
+
+
+def spaced_nearest(x, random):
+    """Device function: to nearest by the float adder, whose spacing at 2^(e - m + 23) is the format's at 2^e."""
+    bits = word(x)
+    magnitude = bit_and(bits, ABS)
+    large = real(add(binade_of(magnitude), RAISE))
+    rounded = word((real(magnitude) + large) - large)
+    return bit_or(limited(magnitude, rounded), bit_and(bits, SIGN))
+
+
+def spaced_stochastic(x, random):
+    """Device function: stochastic in units of the spacing."""
+    bits = word(x)
+    magnitude = bit_and(bits, ABS)
+    bounded = select(magnitude < EXPONENT, magnitude, binade_of(ONE))
+    binade = binade_of(bounded)
+    units = real(bounded) * real(sub(INVERSE_TOP, binade))
+    below = to_real(to_word(units))
+    above = below + to_real(ONE)
+    taken = select(to_real(shr(random, S8)) * TWO_M24 < units - below, above, below)
+    rounded = word(taken * real(sub(binade, UNIT_SHIFT)))
+    return bit_or(limited(magnitude, select(magnitude < EXPONENT, rounded, magnitude)), bit_and(bits, SIGN))
+
+
+def binade_of(magnitude):
+    """Device function: the power of two at or below a magnitude, at least the smallest normal one."""
+    binade = bit_and(magnitude, EXPONENT)
+    return select(binade > LEAST_BINADE, binade, LEAST_BINADE)
+
+
+def limited(magnitude, rounded):
+    """Device function: what lies beyond the largest number, by the format's policy; NaN stays."""
+    inside = select(rounded <= LARGEST, rounded, BEYOND)
+    return select(magnitude > EXPONENT, magnitude, inside)
+
+
+@functools.cache
+def format_store(given: Format | str | None) -> Store | None:
+    """Return the store of a format's values in float32; None for no format and for float32 itself.
+
+    Raises:
+        ValueError: a format whose values float32 does not hold, or without sign, zero or subnormals.
+    """
+    fmt = None if given is None else formats.get(given)
+    if fmt is None or fmt.layout == formats.fp32.layout:
+        return None
+    if not (fmt.signed and fmt.zero and fmt.subnormals and fmt.signed_zero) or fmt.mantissa_bits == 0:
+        raise ValueError(f"format={fmt.name} cannot hold weights: a sign, both zeros and subnormals are needed")
+    if fmt.exponent_bits == 8 and fmt.emin == -126:
+        if fmt.mantissa_bits >= 23:
+            raise ValueError(f"format={fmt.name} has more bits than the float32 parameters that are to hold it")
+        return _grid_store(fmt)
+    if fmt.emax - fmt.mantissa_bits + 24 > 127 or fmt.emin - fmt.mantissa_bits < -100 or fmt.mantissa_bits > 20:
+        raise ValueError(f"format={fmt.name} does not fit into float32 parameters: its range or precision is too large")
+    return _spaced_store(fmt)
+
+
+def _grid_store(fmt: Format) -> Store:
+    lost = 23 - fmt.mantissa_bits
+    constants = {
+        "KEEP": 0xFFFFFFFF << lost & 0xFFFFFFFF,
+        "UNDRAWN": 32 - lost,
+        "HALF": (1 << lost - 1) - 1,
+        "SHIFT": lost,
+    }
+    return _store(fmt, (grid_nearest, grid_stochastic), constants)
+
+
+def _spaced_store(fmt: Format) -> Store:
+    constants = {
+        "LEAST_BINADE": fmt.emin + 127 << 23,
+        "RAISE": 23 - fmt.mantissa_bits << 23,
+        "UNIT_SHIFT": fmt.mantissa_bits << 23,
+        "INVERSE_TOP": 254 + fmt.mantissa_bits << 23,
+        "LARGEST": int(np.float32(fmt.max).view(np.uint32)),
+        "BEYOND": {"inf": 0x7F800000, "nan": 0x7FC00000}.get(fmt.overflow, int(np.float32(fmt.max).view(np.uint32))),
+    }
+    return _store(fmt, (spaced_nearest, spaced_stochastic), constants)
+
+
+def _store(fmt: Format, pieces: tuple[Callable, Callable], constants: dict[str, int]) -> Store:
+    bound = tuple((name, np.uint32(value)) for name, value in constants.items())
+    return Store(
+        fmt.name,
+        torch.float32,
+        load32,
+        store32,
+        f32_real,
+        *pieces,
+        32,
+        fmt.mantissa_bits,
+        fmt.emin,
+        bound,
+    )
+
+
+E4M3 = Store("e4m3fn", torch.float8_e4m3fn, load8, store8, *E4M3FN, 32, 3, -6)
+E5M2 = Store("e5m2", torch.float8_e5m2, load8, store8, *E5M2_CODEC, 32, 2, -14)
+# What payloads of scaled tensors are stored in.
+PAYLOADS = {**STORES, E4M3.dtype: E4M3, E5M2.dtype: E5M2}

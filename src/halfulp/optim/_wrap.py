@@ -1,0 +1,641 @@
+"""Any torch optimizer on narrow parameters: it steps float32 copies, whose change enters by a weight update."""
+
+from __future__ import annotations
+
+import inspect
+import math
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import Any, Unpack, overload
+
+import torch
+
+from .._messages import a_kind
+from ..formats import Format
+from ..scaled import ScaledTensor
+from ._float32 import MOST_ELEMENTS, Float32Buffer, make_buffer, read_weights, split_into_runs
+from ._group_options import NarrowOptions, Parameters, check_number, read_defaults, read_options
+from ._optimizer import Loss, Optimizer
+from ._state_dict_validation import refuse_confusing_keys
+from ._storage import F32, Store
+from ._wrapped_state import (
+    BASE,
+    check_base_state,
+    check_outside_state,
+    copy_to_device,
+    map_nested,
+    read_outside_state,
+    restore_outside_state,
+    split_base_states,
+)
+from .parameters._local_tensors import is_dtensor, local, own_parts, placed_like
+from .parameters._outside_writes import drop_stale, mark_current
+from .parameters._parameter_plan import ParameterPlan
+from .parameters._step_spec import StepSpec
+from .parameters._tensor_map import TensorMap
+from .rules._update_rule import UpdateRule
+from .step._batch import gradient_memory
+from .weight_updates._weight_update import WeightUpdate
+
+OWN = ("weight_update", "state_dtype", "param_dtype", "format", "seed", "report_interval", "identities")
+# What the groups of the two optimizers do not share.
+_APART = (*OWN, "params", "param_names")
+
+
+def assignment(w: Any, g: Any) -> tuple[Any]:
+    """Return u and no states; the new weight is g, passed in the gradient's place."""
+    return (g - w,)
+
+
+def no_constants(group: Mapping[str, Any], step: int) -> tuple[float, ...]:
+    """Return the constants of an assignment."""
+    return ()
+
+
+ASSIGNMENT = UpdateRule("assignment", assignment, (), (), no_constants, assigns=True, decays=False)
+
+
+class ExplicitGradientOptimizer(Optimizer):
+    """Rounding, auxiliary tensors, lost updates and checkpoints of Optimizer, for updates computed elsewhere."""
+
+    def __init__(self, params: Parameters, defaults: dict[str, Any], **narrow: Unpack[NarrowOptions]) -> None:
+        self._explicit_gradients: Mapping[torch.Tensor, torch.Tensor] = {}
+        super().__init__(params, defaults, **narrow)
+
+    def _step_spec(self, group: dict[str, Any], parameter: torch.Tensor, gradient: Store | None, name: str) -> StepSpec:
+        if isinstance(parameter, ScaledTensor):
+            raise ValueError(
+                f"parameter {name} is a ScaledTensor, which wrap and EMA do not take: torch.optim's optimizers run on "
+                "it unwrapped, and hu.optim's AdamW, Adam, SGD and Lion step it"
+            )
+        return super()._step_spec(group, parameter, gradient, name)
+
+    def _step_by(self, given: Mapping[torch.Tensor, torch.Tensor]) -> None:
+        """Step every parameter that a tensor is given for."""
+        self._explicit_gradients = given
+        try:
+            self._take_step()
+        finally:
+            self._explicit_gradients = {}
+
+    def _gradients(self, parameters: list[torch.Tensor]) -> list[torch.Tensor | None]:
+        return [*map(self._explicit_gradients.get, parameters)]
+
+    def _check_numbers(self, group: dict[str, Any]) -> None:
+        lr = group.get("lr")
+        if isinstance(lr, torch.Tensor):
+            check_number("lr", lr)
+        if isinstance(lr, (int, float, torch.Tensor)) and not (math.isfinite(value := float(lr)) and value >= 0):
+            raise ValueError(f"lr={value} is not allowed: give a finite number that is not negative")
+
+    def _check_switches(self, group: dict[str, Any]) -> None:
+        """Accept all: these options belong to the wrapped optimizer."""
+
+    def _current(self, group: dict[str, Any], position: int, given: Store) -> ParameterPlan:
+        """Return a parameter's plan for gradients that are stored as given, its auxiliary tensors up to date."""
+        plan = self._plan(group, position, given)
+        drop_stale(plan)
+        return plan
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Return the state for copy and pickle."""
+        return {**super().__getstate__(), "_explicit_gradients": {}}
+
+
+def wrap(
+    optimizer: Callable[..., torch.optim.Optimizer],
+    params: Parameters,
+    *,
+    weight_update: WeightUpdate | str | None = None,
+    param_dtype: torch.dtype | str | None = None,
+    format: Format | str | None = None,
+    seed: int = 0,
+    report_interval: int = 50,
+    **options: Any,
+) -> Wrapped:
+    """Wrap any torch optimizer for bfloat16 or float16 parameters (or a format's values in float32 ones).
+
+    In a step, float32 copies of the weights (auxiliary tensors included) and float32 gradients go through the
+    optimizer, and each shadow's change u = new - old, weight decay and all, enters its parameter by the weight update.
+    With "split" or "master" the parameters are thus the float32 run's, bit for bit where the gradients are. float32
+    parameters are stepped in place, as without wrap.
+
+    Shadows and converted gradients live only during the step: 8 bytes for each of at most 2^21 elements at a time for
+    the classes in torch.optim (or of the largest parameter, if that has more), of all elements for any other class and
+    for LBFGS. The optimizer's states are float32 and stay. Where hu.optim has the optimizer itself, that one is faster
+    and keeps narrow states.
+
+    Args:
+        optimizer: a class, or a function that makes an instance; `load_state_dict` takes the states of one over.
+        params: parameters, named parameters or groups, which may also hold the options below.
+        weight_update, param_dtype, format, seed, report_interval: see Optimizer. "feedback" is refused: it needs a
+            first moment.
+        options: the optimizer's own, passed on.
+
+    Returns:
+        A torch.optim.Optimizer whose groups hold the options of both; the inner optimizer is `.base`. A closure is
+        called once, but by an optimizer that asks for one (LBFGS) as often as it likes, on parameters that are then
+        its trial points rounded to nearest.
+
+    Raises:
+        TypeError: nothing that makes an optimizer, such as a living one.
+        ValueError: an optimizer of hu.optim, an option that both sides claim, or what Optimizer refuses.
+        NotImplementedError: differentiable=True, a state_dtype, or an optimizer that cannot follow (Lookahead).
+
+    >>> import torch, halfulp as hu
+    >>> w = torch.nn.Parameter(torch.ones(2, dtype=torch.bfloat16))
+    >>> opt = hu.optim.wrap(torch.optim.RMSprop, [w], lr=2.0**-13, weight_update="kahan")
+    >>> for _ in range(64):
+    ...     w.grad = torch.ones_like(w)
+    ...     opt.step()
+    >>> bool((w < 1).all())
+    True
+    """
+    if isinstance(optimizer, Optimizer) or (isinstance(optimizer, type) and issubclass(optimizer, Optimizer)):
+        raise ValueError("this optimizer has weight updates of its own: give it weight_update= instead of wrapping it")
+    if options.pop("state_dtype", None) is not None:
+        raise NotImplementedError(
+            "state_dtype= with wrap: the wrapped optimizer keeps its states in float32; hu.optim.SGD, Adam, AdamW and "
+            "Lion have narrow ones"
+        )
+    if not callable(optimizer) or isinstance(optimizer, torch.optim.Optimizer):
+        raise TypeError(
+            f"wrap takes an optimizer's class and parameters, got {a_kind(optimizer)}: give wrap(torch.optim.SGD, "
+            "params), and load the states of a living optimizer, wrapped.load_state_dict(optimizer.state_dict())"
+        )
+    options = read_options(options, read_defaults(optimizer))
+    return Wrapped(
+        *make_base(optimizer, params, options),
+        weight_update=weight_update,
+        param_dtype=param_dtype,
+        format=format,
+        seed=seed,
+        report_interval=report_interval,
+    )
+
+
+class Wrapped(ExplicitGradientOptimizer):
+    """The optimizer that `wrap` returns.
+
+    Attributes:
+        base: the wrapped optimizer, over float32 shadows that hold memory only during a step.
+    """
+
+    base: torch.optim.Optimizer
+    _steps_one_alone = False
+
+    def __init__(
+        self,
+        base: torch.optim.Optimizer,
+        groups: list[dict[str, Any]],
+        shadows: dict[torch.Tensor, torch.Tensor],
+        **narrow: Unpack[NarrowOptions],
+    ) -> None:
+        claimed = sorted(set(OWN) & base.defaults.keys())
+        if claimed:
+            raise ValueError(
+                f"{type(base).__name__} has options {claimed} of its own, which wrap cannot tell from its own"
+            )
+        if any(group.get("differentiable") for group in base.param_groups):
+            raise NotImplementedError("differentiable=True: the step rounds, which has no derivative")
+        self.base, self._complete = base, False
+        self._shadows: TensorMap[torch.Tensor] = TensorMap(shadows.items())
+        self._base_aside: TensorMap[dict[str, Any]] = TensorMap()
+        super().__init__(groups, dict(base.defaults), **narrow)
+        self._complete = True
+        self._pair_groups()
+
+    def rule(self, group: dict[str, Any]) -> UpdateRule:
+        """Return the rule that assigns the new weight."""
+        return ASSIGNMENT
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Add a group to both optimizers; what either refuses is added to none."""
+        if not self._complete:
+            super().add_param_group(param_group)
+            return
+        shadows: dict[torch.Tensor, torch.Tensor] = {}
+        inner, outer = split_group(param_group, shadows)
+        self.base.add_param_group(inner)
+        try:
+            super().add_param_group(merge_group(outer, self.base.param_groups[-1]))
+        except Exception:
+            del self.base.param_groups[-1]
+            raise
+        for parameter, shadow in shadows.items():
+            self._shadows[parameter] = shadow
+        self._pair_groups()
+
+    def _pair_groups(self) -> None:
+        self._pairs = list(zip(self.param_groups, self.base.param_groups, strict=True))
+
+    def _follow_groups(self) -> None:
+        """Follow the groups, also in the wrapped optimizer, whose groups hold shadows of these parameters."""
+        super()._follow_groups()
+        if not self._complete:
+            return
+        inner_of = {id(own): inner for own, inner in self._pairs}
+        self.base.param_groups[:] = [inner_of[id(own)] for own in self.param_groups]
+        self._pair_groups()
+        members: set[int] = set()
+        for own, inner in self._pairs:
+            for parameter in own["params"]:
+                if parameter not in self._shadows:
+                    self._shadows[parameter] = make_shadow(parameter)
+            # The list itself stays: LBFGS holds it.
+            inner["params"][:] = [self._shadows[parameter] for parameter in own["params"]]
+            members |= set(map(id, inner["params"]))
+            for shadow in inner["params"]:
+                if shadow in self._base_aside:
+                    self.base.state[shadow] = self._base_aside.pop(shadow)
+        for shadow in [key for key in self.base.state if isinstance(key, torch.Tensor) and id(key) not in members]:
+            self._base_aside[shadow] = self.base.state.pop(shadow)
+
+    def _groups_changed(self) -> bool:
+        if [id(own) for own, _ in self._pairs] != [id(own) for own in self.param_groups]:
+            return True
+        known = self._shadows.by_id
+        for own, inner in self._pairs:
+            wanted = [id(known.get(id(parameter))) for parameter in own["params"]]
+            if wanted != [id(shadow) for shadow in inner["params"]]:
+                return True
+        return False
+
+    @torch.no_grad()
+    def train(self, mode: bool = True) -> None:
+        """Switch between a wrapped optimizer's two weights, such as a schedule-free one's; else do nothing.
+
+        What it writes enters the parameters by the weight update, as in a step.
+        """
+        change = getattr(self.base, "train" if mode else "eval", None)
+        if not callable(change):
+            return
+        if self._groups_changed():
+            self._follow_groups()
+        # What was frozen after steps has a state still, and two weights.
+        plans = list(self._all_plans(lambda p: p.requires_grad or bool(self.base.state.get(self._shadows[p]))))
+        try:
+            self._load(plans, Float32Buffer(0))
+            before = [local(self._shadows[plan.parameter])._version for plan in plans]
+            self._call_with_options(change)
+            now = [local(self._shadows[plan.parameter])._version for plan in plans]
+            self._write([plan for plan, one, other in zip(plans, before, now, strict=True) if one != other])
+        finally:
+            self._release(plans)
+
+    @overload
+    def step(self, closure: None = None) -> None: ...
+
+    @overload
+    def step(self, closure: Callable[[], Loss]) -> Loss: ...
+
+    @torch._disable_dynamo  # torch.compiler.disable would import the compiler with this module
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Loss] | None = None) -> Loss | None:
+        """Take one step of the wrapped optimizer.
+
+        Args:
+            closure: reevaluates the model and returns the loss, as for torch.optim.
+
+        Raises:
+            ValueError: a learning rate that is not finite, or a parameter whose dtype has changed to one that cannot
+                be stepped; nothing is written then.
+        """
+        for group in self.param_groups:
+            self._check_numbers(group)
+        if self._groups_changed():
+            self._follow_groups()
+        self._check_wrappers(any(p.grad is not None for group in self.param_groups for p in group["params"]))
+        wanted = inspect.signature(type(self.base).step).parameters.get("closure")
+        if wanted is not None and wanted.default is inspect.Parameter.empty:
+            return self._step_with_closure(closure)
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        runs = self._runs(list(self._all_plans(lambda p: p.grad is not None)))
+        buffer = make_buffer(runs)
+        for plans in runs:
+            try:
+                self._load(plans, buffer)
+                self._step_base()
+                self._write(plans)
+            finally:
+                self._release(plans)
+        return loss
+
+    def _step_with_closure(self, closure: Callable[[], Loss] | None) -> Loss:
+        """Step a wrapped optimizer that evaluates the model at points of its choice."""
+        if closure is None:
+            raise TypeError(f"{type(self.base).__name__} needs a closure: step(closure)")
+        plans, nowhere = list(self._all_plans()), Float32Buffer(0)
+        own = [part.detach() for plan in plans if not _is_own_shadow(plan) for part in own_parts(plan.parameter)]
+        before = [(part, part.clone()) for part in own]
+
+        def evaluate() -> Loss:
+            with torch.no_grad():
+                for plan in plans:
+                    part, shadow = plan.parts[0], local(self._shadows[plan.parameter])
+                    if not _is_own_shadow(plan):
+                        part.copy_(plan.spec.store.encode(shadow, None))
+                        for other in own_parts(plan.parameter)[1:]:
+                            other.detach().zero_()
+            loss = closure()
+            for plan in plans:
+                self._shadows[plan.parameter].grad = widen_gradient(plan.parameter.grad, nowhere)
+            return loss
+
+        try:
+            self._load(plans, nowhere)
+            try:
+                loss: Loss = self._step_base(evaluate)
+            finally:
+                for part, copy in before:
+                    part.copy_(copy)
+                for plan in plans:
+                    mark_current(plan)
+            self._write(plans)
+        finally:
+            self._release(plans)
+        return loss
+
+    def _runs(self, plans: list[ParameterPlan]) -> list[list[ParameterPlan]]:
+        """Return the runs of plans that step together: all, unless the wrapped optimizer steps each parameter alone."""
+        if (
+            not type(self.base).__module__.startswith("torch.optim.")
+            or self.base._optimizer_step_pre_hooks
+            or self.base._optimizer_step_post_hooks
+        ):
+            return [plans]
+        whole = [plan for plan in plans if _is_own_shadow(plan)]
+        apart = [plan for plan in plans if not _is_own_shadow(plan)]
+        return [*([whole] if whole else []), *split_into_runs(apart, MOST_ELEMENTS)]
+
+    def _all_plans(self, wanted: Callable[[torch.Tensor], bool] = lambda p: True) -> Iterable[ParameterPlan]:
+        for group in self.param_groups:
+            for position, parameter in enumerate(group["params"]):
+                if wanted(parameter):
+                    yield self._current(group, position, F32)
+
+    def _load(self, plans: list[ParameterPlan], buffer: Float32Buffer) -> None:
+        """Fill the shadows and their gradients."""
+        buffer.clear()
+        apart = [plan for plan in plans if not _is_own_shadow(plan)]
+        values = dict(zip(map(id, apart), read_weights(apart, buffer)))
+        for plan in plans:
+            parameter = plan.parameter
+            shadow, value = self._shadows[parameter], values.get(id(plan))
+            point_shadow(shadow, local(parameter).detach() if value is None else value)
+            shadow.grad = widen_gradient(parameter.grad, buffer)
+
+    def _step_base(self, closure: Callable[[], Any] | None = None) -> Any:
+        """Step the wrapped optimizer."""
+        return self._call_with_options(
+            lambda: step_without_global_hooks(self.base, *(() if closure is None else (closure,)))
+        )
+
+    def _call_with_options(self, change: Callable[[], Any]) -> Any:
+        """Call a function under the options of the outer groups, and copy back what it writes into the inner ones."""
+        for own, inner in self._pairs:
+            inner.update({name: own[name] for name in own if name not in _APART})
+        result = change()
+        for own, inner in self._pairs:
+            claimed = sorted(set(OWN) & inner.keys())
+            if claimed:
+                raise ValueError(f"{type(self.base).__name__} writes {claimed} into its groups, which wrap uses itself")
+            own.update({name: inner[name] for name in inner if name not in _APART})
+        return result
+
+    def _write(self, plans: list[ParameterPlan]) -> None:
+        # A float32 parameter's shadow has its memory, but a version counter of its own.
+        torch.autograd.graph.increment_version([local(plan.parameter) for plan in plans if _is_own_shadow(plan)])
+        self._step_by({s.parameter: self._shadows[s.parameter].detach() for s in plans if not _is_own_shadow(s)})
+
+    def _release(self, plans: list[ParameterPlan]) -> None:
+        for plan in plans:
+            shadow = self._shadows[plan.parameter]
+            shadow.grad = None
+            point_shadow(shadow, empty_like(plan.parameter))
+
+    def _state_dict_before_hooks(self) -> dict[str, Any]:
+        """Return the wrapped optimizer's states, in their dtypes, as "base.<name>" beside auxiliary tensors."""
+        saved = super()._state_dict_before_hooks()
+        state, inner = saved["state"], dict(self.base.state)
+        for group, packed in zip(self.param_groups, saved["param_groups"]):
+            for parameter, number in zip(group["params"], packed["params"]):
+                held = inner.pop(self._shadows[parameter], None)
+                if held:
+                    named = {f"{BASE}{name}": value for name, value in held.items()}
+                    state[number] = {**state.get(number, {}), **named}
+        refuse_confusing_keys(inner, sum(len(packed["params"]) for packed in saved["param_groups"]))
+        state |= {f"{BASE}{key}" if isinstance(key, str) else key: value for key, value in inner.items()}
+        beside = read_outside_state(self.base)
+        return {**saved, "base": beside} if beside else saved
+
+    def _load_between_hooks(self, state_dict: Mapping[str, Any]) -> None:
+        """Load what `state_dict` of this optimizer, or of the wrapped class itself, returned.
+
+        The latter's 16-bit states become float32, and the auxiliary tensors stay as they are.
+        """
+        own, inner = split_base_states(state_dict, self.param_groups)
+        self._follow_groups()
+        inner = self._fit_base_states(own, inner)
+        beside = check_outside_state(self.base, state_dict.get("base", {}))
+        super()._load_between_hooks(own)
+        for (group, base_group), saved in zip(self._pairs, own["param_groups"]):
+            # What the wrapped optimizer, a scheduler or the user has put into a group since is not in the file.
+            for name in group.keys() - saved.keys() - self.defaults.keys() - {*_APART}:
+                del group[name]
+            for name in base_group.keys() - group.keys() - {*_APART}:
+                del base_group[name]
+            base_group.update({name: group[name] for name in group if name not in _APART})
+        self.base.state.clear()
+        self.base.state.update(inner)
+        restore_outside_state(self.base, beside)
+
+    def _fit_base_states(self, own: Mapping[Any, Any], inner: Mapping[Any, Any]) -> dict[torch.Tensor, Any]:
+        """Return the wrapped optimizer's states by shadow, on the parameters' devices."""
+        fitted = {key: value for key, value in inner.items() if not isinstance(key, int)}
+        for group, packed in zip(self.param_groups, own["param_groups"]):
+            for k, (parameter, number) in enumerate(zip(group["params"], packed["params"])):
+                state, shadow = inner.get(number), self._shadows[parameter]
+                check_base_state(state, own["state"].get(number), self.base, shadow, group, k)
+                if state:
+                    fitted[shadow] = {
+                        k: copy_to_device(v, None if k == "step" else parameter.device) for k, v in state.items()
+                    }
+        return fitted
+
+    def bytes_per_parameter(self) -> float:
+        """Return bytes per element of weights, auxiliary tensors, states and gradients, as held between steps."""
+        total = elements = 0
+        for plan in self._all_plans():
+            parameter = plan.parameter
+            tensors: list[torch.Tensor] = []
+            map_nested(self.base.state.get(self._shadows[parameter], {}), tensors.append)
+            gradient = parameter if parameter.grad is None else parameter.grad
+            held = [local(t) for t in (parameter, gradient, *tensors)] + list(plan.tensors.values()) + plan.watched
+            total += sum(t.numel() * t.element_size() for t in held)
+            elements += plan.parts[0].numel()
+        return total / elements if elements else 0.0
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Return the state for copy and pickle: the wrapped optimizer by class and fields, without hooks."""
+        own = super().__getstate__()
+        shadows = [(p, self._shadows[p]) for group in self.param_groups for p in group["params"]]
+        own |= {"_shadows": shadows, "base": None}
+        # Without a step that a scheduler has bound to it.
+        fields = {k: v for k, v in vars(self.base).items() if k != "step" and not k.endswith("_hooks")}
+        return {**own, "_inner": (type(self.base), fields)}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        """Restore from `__getstate__`."""
+        (kind, fields), shadows = state.pop("_inner"), state.pop("_shadows")
+        self._complete = False
+        super().__setstate__(state)
+        self._shadows, self._base_aside = TensorMap(shadows), TensorMap()
+        self.base, self._complete = object.__new__(kind), True
+        self.base.__setstate__(fields)
+        self._pair_groups()
+
+    def __repr__(self) -> str:
+        """Return the wrapped class, then the fields as Optimizer does."""
+        return super().__repr__().replace("Wrapped (", f"wrap({type(self.base).__name__}) (", 1)
+
+
+def _is_own_shadow(plan: ParameterPlan) -> bool:
+    """Return whether a parameter is plain float32: its own shadow."""
+    return plan.spec.store is F32
+
+
+def make_base(
+    optimizer: Callable[..., Any], params: Iterable[Any], options: dict[str, Any]
+) -> tuple[torch.optim.Optimizer, list[dict[str, Any]], dict[torch.Tensor, torch.Tensor]]:
+    """Make an optimizer over shadows of parameters; return it, its groups and the shadows."""
+    if isinstance(params, torch.Tensor):
+        raise TypeError("params must be an iterable of tensors, of named tensors, or of groups, not one tensor")
+    given = list(params)
+    if not given:
+        raise ValueError("optimizer got an empty parameter list")
+    given = given if isinstance(given[0], Mapping) else [{"params": given}]
+    shadows: dict[torch.Tensor, torch.Tensor] = {}
+    pairs = [split_group(group, shadows) for group in given]
+    base = optimizer([inner for inner, _ in pairs], **options)
+    if not isinstance(base, torch.optim.Optimizer):
+        raise TypeError(f"{optimizer!r} made {base!r}, which is no torch.optim.Optimizer")
+    refuse_inner_optimizers(base)
+    if len(base.param_groups) != len(pairs):
+        raise NotImplementedError(f"{type(base).__name__} regroups its parameters: wrap it with one group of them")
+    return base, [merge_group(outer, inner) for (_, outer), inner in zip(pairs, base.param_groups)], shadows
+
+
+def split_group(
+    group: Mapping[str, Any], shadows: dict[torch.Tensor, torch.Tensor]
+) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Return a group over shadows for the wrapped optimizer, and the same over the parameters."""
+    members = group["params"]
+    members = [members] if isinstance(members, torch.Tensor) else members if isinstance(members, set) else list(members)
+    inner = []
+    for member in members:
+        parameter = member[1] if isinstance(member, tuple) else member
+        if not isinstance(parameter, torch.Tensor):
+            raise TypeError(f"an optimizer takes tensors, got {type(parameter).__name__}")
+        shadow = shadows.setdefault(parameter, make_shadow(parameter))
+        inner.append((member[0], shadow) if isinstance(member, tuple) else shadow)
+    rest = {name: value for name, value in group.items() if name not in (*OWN, "params")}
+    return {**rest, "params": inner}, {**group, "params": members}
+
+
+def merge_group(outer: Mapping[str, Any], inner: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a group of parameters with the options of the wrapped optimizer's group."""
+    options = {name: value for name, value in inner.items() if name not in ("params", "param_names")}
+    return {**outer, **options}
+
+
+def empty_like(parameter: torch.Tensor) -> torch.Tensor:
+    """Return a zero expanded to a parameter's local shape, without memory of that size."""
+    part = local(parameter)
+    return torch.zeros((), dtype=torch.float32, device=part.device).expand(part.shape)
+
+
+def make_shadow(parameter: torch.Tensor) -> torch.Tensor:
+    """Return the tensor that the wrapped optimizer steps instead of a parameter."""
+    return torch.nn.Parameter(placed_like(empty_like(parameter), parameter), requires_grad=parameter.requires_grad)
+
+
+def point_shadow(shadow: torch.Tensor, values: torch.Tensor) -> None:
+    """Point a shadow, or its shard on this rank, to other memory."""
+    if is_dtensor(shadow):
+        shadow._local_tensor = values
+    else:
+        shadow.data = values
+
+
+def widen_gradient(gradient: torch.Tensor | None, buffer: Float32Buffer) -> torch.Tensor | None:
+    """Return a gradient in float32, the same object if it is; one that is not strided keeps its layout."""
+    if gradient is None or (gradient.dtype == torch.float32 and type(gradient) is torch.Tensor):
+        return gradient
+    if local(gradient) is gradient:
+        gradient, _ = gradient_memory(gradient, gradient, "a wrapped parameter")
+    if gradient.dtype == torch.float32:
+        return gradient
+    part = local(gradient.detach())
+    if part.layout is not torch.strided:
+        return gradient.detach().to(torch.float32)
+    return placed_like(buffer.take(part).copy_(part), gradient)
+
+
+def refuse_inner_optimizers(base: torch.optim.Optimizer) -> None:
+    """Refuse an optimizer that holds another one.
+
+    Float32 weights exist during a step of the wrapped optimizer alone. An optimizer inside of it has the narrow
+    parameters themselves, or a copy of memory that is not filled yet.
+
+    Raises:
+        NotImplementedError: such an optimizer, with what to do.
+    """
+    name = type(base).__name__
+    for place, inner in _inner_optimizers(base):
+        raise NotImplementedError(
+            f"{name} holds another optimizer, {type(inner).__name__} in {place!r}, whose parameters wrap cannot put "
+            f"float32 weights behind: step float32 parameters by {name}, or wrap {type(inner).__name__} alone: "
+            f"hu.optim.wrap({type(inner).__name__}, params, ...)"
+        )
+
+
+def _inner_optimizers(base: torch.optim.Optimizer) -> Iterator[tuple[str, Any]]:
+    for name, value in vars(base).items():
+        held = value.values() if isinstance(value, dict) else value if isinstance(value, list | tuple) else [value]
+        if name not in ("param_groups", "state", "defaults"):
+            yield from ((name, one) for one in held if isinstance(one, torch.optim.Optimizer) and one is not base)
+
+
+def step_without_global_hooks(optimizer: torch.optim.Optimizer, *arguments: Any) -> Any:
+    """Return an optimizer's step with its own hooks, and without the global ones.
+
+    torch patches the `step` of every class so that it calls both kinds; the global ones run around the outer step.
+    A `step` that somebody has set on the instance, as a scheduler does, is called as it is.
+
+    Args:
+        optimizer: to step.
+        arguments: of `step`.
+
+    Returns:
+        What `step` returns.
+    """
+    patched: Any = type(optimizer).step
+    if "step" in vars(optimizer) or not getattr(patched, "hooked", False) or not hasattr(patched, "__wrapped__"):
+        return optimizer.step(*arguments)
+    options: dict[str, Any] = {}
+    for hook in tuple(optimizer._optimizer_step_pre_hooks.values()):
+        changed = hook(optimizer, (optimizer, *arguments), options)
+        if changed is None:
+            continue
+        if not (isinstance(changed, tuple) and len(changed) == 2):
+            raise RuntimeError(f"a step pre hook returns None or (args, kwargs), this one returned {changed!r}")
+        (_, *given), options = changed
+        arguments = tuple(given)
+    result = patched.__wrapped__(optimizer, *arguments, **options)
+    optimizer._optimizer_step_code()
+    for hook in tuple(optimizer._optimizer_step_post_hooks.values()):
+        hook(optimizer, (optimizer, *arguments), options)
+    return result

@@ -1,1 +1,0 @@
-"""State dicts and checkpoints: saving, validation, and states saved by other optimizers."""

@@ -1,0 +1,254 @@
+"""AdEMAMix, Adan, LAMB and Prodigy as update rules: Adam with other moments, or with the step's size found."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+
+from ...kernels import divide, maximum, sqrt
+from ._adam import MOMENTS
+from ._update_rule import Reduction, StateSlot, UpdateRule, beta
+
+_ADEMAMIX_CONSTANTS = (
+    "sign",
+    "decay",
+    "keep_v",
+    "take_m",
+    "take_v",
+    "take_slow",
+    "unbias",
+    "eps",
+    "size_m",
+    "size_slow",
+)
+
+
+def ademamix(w, g, m, v, slow, sign, decay, keep_v, take_m, take_v, take_slow, unbias, eps, size_m, size_slow):
+    """u = -lr (m/(1-b1^t) + a s) / (sqrt(v)/sqrt(1-b2^t) + eps) - lr wd w; s the mean of the gradients by b3."""
+    g = sign * g
+    m = m + take_m * (g - m)
+    v = keep_v * v + take_v * g * g
+    slow = slow + take_slow * (g - slow)
+    return -(decay * w) - divide(size_m * m + size_slow * slow, sqrt(v) * unbias + eps), m, v, slow
+
+
+def _slow_beta(beta1: float, beta3: float, share: float) -> float:
+    """Interpolate between two betas such that half-lives grow linearly."""
+    fast, slow = math.log(beta1), math.log(beta3)
+    return min(beta3, math.exp(fast * slow / ((1 - share) * slow + share * fast)))
+
+
+def _ademamix_constants(group: Mapping, step: int) -> tuple[float, ...]:
+    lr, (beta1, beta2, beta3) = float(group["lr"]), map(float, group["betas"])
+    alpha, warmup, beta_warmup = float(group["alpha"]), group["alpha_warmup"], group["beta3_warmup"]
+    if warmup:
+        alpha *= min(1.0, step / warmup)
+    if beta_warmup and step < beta_warmup and beta1 > 0 and beta3 > 0:
+        beta3 = _slow_beta(beta1, beta3, step / beta_warmup)
+    signs = -1.0 if group["maximize"] else 1.0, lr * float(group["weight_decay"])
+    kept = beta2, 1 - beta1, 1 - beta2, 1 - beta3, 1 / math.sqrt(1 - beta2**step), float(group["eps"])
+    return (*signs, *kept, lr / (1 - beta1**step), lr * alpha)
+
+
+ADEMAMIX = UpdateRule(
+    "ademamix",
+    ademamix,
+    (*MOMENTS, StateSlot("exp_avg_slow", 1, retention=beta(2))),
+    _ADEMAMIX_CONSTANTS,
+    _ademamix_constants,
+    homogeneous=("eps",),
+    betas=3,
+)
+
+
+_ADAN_CONSTANTS = (
+    "sign",
+    "decay",
+    "follow",
+    "take_m",
+    "keep_d",
+    "take_d",
+    "keep_n",
+    "take_n",
+    "size_m",
+    "size_d",
+    "unbias",
+)
+
+
+def adan(
+    w, g, m, d, n, before, sign, decay, follow, take_m, keep_d, take_d, keep_n, take_n, size_m, size_d, unbias, eps
+):
+    """w = (w - lr (m + b2 d) / (sqrt(n) + eps)) / (1 + lr wd); m, d, n the means of g, g - g', (g + b2 (g - g'))^2.
+
+    g' is the gradient before, and the means are unbiased, as in the authors' code, where betas are what is kept.
+    """
+    g = sign * g
+    change = follow * (g - before)
+    ahead = g + keep_d * change
+    m = m + take_m * (g - m)
+    d = d + take_d * (change - d)
+    n = keep_n * n + take_n * ahead * ahead
+    return -(decay * w) - divide(size_m * m + size_d * d, sqrt(n) * unbias + eps), m, d, n, g
+
+
+def _adan_constants(group: Mapping, step: int) -> tuple[float, ...]:
+    """Return the constants of a step, made in float64; the first step has no change of gradients."""
+    lr, (beta1, beta2, beta3) = float(group["lr"]), map(float, group["betas"])
+    decay, shrink = lr * float(group["weight_decay"]), 1.0
+    if not group["no_prox"]:
+        shrink = 1 / (1 + decay)
+        decay = 1 - shrink
+    sizes = lr * shrink / (1 - beta1**step), lr * shrink * beta2 / (1 - beta2**step)
+    kept = 1 - beta1, beta2, 1 - beta2, beta3, 1 - beta3
+    signs = -1.0 if group["maximize"] else 1.0, decay, 0.0 if step == 1 else 1.0
+    return (*signs, *kept, *sizes, 1 / math.sqrt(1 - beta3**step), float(group["eps"]))
+
+
+ADAN = UpdateRule(
+    "adan",
+    adan,
+    (
+        StateSlot("exp_avg", 1, retention=beta(0)),
+        StateSlot("exp_avg_diff", 1, retention=beta(1)),
+        StateSlot("exp_avg_sq", 2, retention=beta(2)),
+        StateSlot("gradient_before", 1, retention=0.0),
+    ),
+    (*_ADAN_CONSTANTS, "eps"),
+    _adan_constants,
+    homogeneous=("eps",),
+    betas=3,
+)
+
+
+_LAMB_CONSTANTS = ("sign", "decay", "keep_v", "take_m", "take_v", "unbias_m", "unbias_v", "eps", "lr")
+
+
+def lamb_weight(w):
+    """Return the weight, whose norm a tensor's step is to have."""
+    return w
+
+
+def lamb_direction(w, g, m, v, sign, decay, keep_v, take_m, take_v, unbias_m, unbias_v, eps):
+    """r = m/(1-b1^t) / (sqrt(v)/sqrt(1-b2^t) + eps) + wd w, of the new m and v."""
+    g = sign * g
+    m = m + take_m * (g - m)
+    v = keep_v * v + take_v * g * g
+    return divide(unbias_m * m, sqrt(v) * unbias_v + eps) + decay * w
+
+
+def lamb(w, g, m, v, sign, decay, keep_v, take_m, take_v, unbias_m, unbias_v, eps, lr):
+    """u = -lr |w|/|r| r with r of `lamb_direction`."""
+    g = sign * g
+    m = m + take_m * (g - m)
+    v = keep_v * v + take_v * g * g
+    return -(lr * (divide(unbias_m * m, sqrt(v) * unbias_v + eps) + decay * w)), m, v
+
+
+def _lamb_constants(group: Mapping, step: int) -> tuple[float, ...]:
+    (beta1, beta2), decay = map(float, group["betas"]), float(group["weight_decay"])
+    unbias = (1 / (1 - beta1**step), 1 / math.sqrt(1 - beta2**step)) if group["bias_correction"] else (1.0, 1.0)
+    sign = -1.0 if group["maximize"] else 1.0
+    return (sign, decay, beta2, 1 - beta1, 1 - beta2, *unbias, float(group["eps"]))
+
+
+def _late_values(group: Mapping, step: int, sums: tuple[float, ...]) -> tuple[float, ...]:
+    """Give lr times the trust ratio: 1 where either norm is 0, and where nothing decays unless `always_adapt`."""
+    weight, direction = (math.sqrt(total) for total in sums)
+    adapts = (group["weight_decay"] or group["always_adapt"]) and weight > 0 and direction > 0
+    ratio = weight / direction if adapts else 1.0
+    return (float(group["lr"]) * (min(ratio, 1.0) if group["trust_clip"] else ratio),)
+
+
+LAMB = UpdateRule(
+    "lamb",
+    lamb,
+    MOMENTS,
+    _LAMB_CONSTANTS,
+    _lamb_constants,
+    ("eps",),
+    betas=2,
+    reductions=(Reduction(lamb_weight, squares=True), Reduction(lamb_direction, squares=True)),
+    late_values=_late_values,
+)
+
+
+_PRODIGY_CONSTANTS = (
+    *("sign", "coupled", "counts", "first", "take_s", "keep_s", "decay", "keep_m", "take_m", "keep_v", "take_v"),
+    *("size", "eps"),
+)
+
+
+def prodigy(
+    w, g, m, v, s, start, sign, coupled, counts, first, take_s, keep_s, decay, keep_m, take_m, keep_v, take_v, size, eps
+):
+    """m = b1 m + (1-b1) d g, v = b2 v + (1-b2) d^2 g^2, s = b3 s + gain g; u = -d lr (m / (sqrt(v) + d' eps) + wd w).
+
+    d' is the estimate after this step's sums, d the one before.
+    """
+    start = start + first * (w - start)
+    g = sign * g + coupled * w
+    m = keep_m * m + take_m * g
+    v = keep_v * v + take_v * g * g
+    return -(decay * w) - size * divide(m, sqrt(v) + eps), m, v, keep_s * s + take_s * g, start
+
+
+def prodigy_progress(w, g, m, v, s, start, sign, coupled, counts, first):
+    """g (w0 - w): how far along the gradients the weight has come."""
+    return counts * ((sign * g + coupled * w) * (start + first * (w - start) - w))
+
+
+def prodigy_distance(w, g, m, v, s, start, sign, coupled, counts, first, take_s, keep_s):
+    """|s|, s being the sum of gradients after this step."""
+    s = keep_s * s + take_s * (sign * g + coupled * w)
+    return counts * maximum(s, -s)
+
+
+def _third_beta(group: Mapping) -> float:
+    return math.sqrt(float(group["betas"][1])) if group["beta3"] is None else float(group["beta3"])
+
+
+def _rate(group: Mapping) -> float:
+    (beta1, beta2), made = map(float, group["betas"]), group["k"] + 1
+    unbias = math.sqrt(1 - beta2**made) / (1 - beta1**made) if group["use_bias_correction"] else 1.0
+    return group["d"] * float(group["lr"]) * unbias
+
+
+def _prodigy_constants(group: Mapping, step: int) -> tuple[float, ...]:
+    (beta1, beta2), d, rate = map(float, group["betas"]), group["d"], _rate(group)
+    decay, counts = float(group["weight_decay"]), 1.0 if group["lr"] > 0 else 0.0
+    gain = d / group["d0"] * (d if group["safeguard_warmup"] else rate) * counts
+    apart = (0.0, rate * decay) if group["decouple"] else (decay, 0.0)
+    return (
+        *(-1.0 if group["maximize"] else 1.0, apart[0], counts, 1.0 if step == 1 else 0.0),
+        *(gain, _third_beta(group), apart[1], beta1, d * (1 - beta1), beta2, d * d * (1 - beta2), rate),
+    )
+
+
+def estimate(group: Mapping, sums: Sequence[float]) -> dict[str, float]:
+    """Return d, the largest so far and the numerator after the sums of a step."""
+    progress, distance = sums
+    d, d0, largest = group["d"], group["d0"], group["d_max"]
+    numerator = _third_beta(group) * group["d_numerator"] + d / d0 * _rate(group) * progress
+    if not (distance > 0 and group["lr"] > 0 and math.isfinite(numerator) and math.isfinite(distance)):
+        return {"d": d, "d_max": largest, "d_numerator": group["d_numerator"]}
+    found = group["d_coef"] * numerator / distance
+    d = max(d, found) if d == d0 else d
+    largest = max(largest, found)
+    return {"d": min(largest, d * group["growth_rate"]), "d_max": largest, "d_numerator": numerator}
+
+
+def _prodigy_late_values(group: Mapping, step: int, sums: tuple[float, ...]) -> tuple[float, ...]:
+    return (float(group["eps"]) * estimate(group, sums)["d"],)
+
+
+PRODIGY = UpdateRule(
+    "prodigy",
+    prodigy,
+    (*MOMENTS, StateSlot("s", 1, retention=_third_beta), StateSlot("p0", 1, exact=True)),
+    _PRODIGY_CONSTANTS,
+    _prodigy_constants,
+    betas=2,
+    reductions=(Reduction(prodigy_progress, over_all=True), Reduction(prodigy_distance, over_all=True)),
+    late_values=_prodigy_late_values,
+)

@@ -1,1 +1,0 @@
-"""Any torch optimizer on narrow parameters."""

@@ -1,0 +1,662 @@
+"""Rounding in blocks of elements that share a scale: the target, the device functions, and the kernels."""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Callable, Hashable
+from fractions import Fraction
+from functools import cache, lru_cache
+from math import frexp
+from typing import NamedTuple
+
+import numpy as np
+import torch
+
+from ..formats import BlockFormat
+from ..kernels import address, check_bits, note, run_chunks, run_on_tensors
+from ..kernels._device_function import Recording, Table, bound
+from ..kernels._operations import add as plus
+from ..kernels._operations import bit_and as both
+from ..kernels._operations import bit_or as either
+from ..kernels._operations import bit_xor as flip
+from ..kernels._operations import divide, real, word
+from ..kernels._operations import shl as left
+from ..kernels._operations import shr as right
+from ..kernels._operations import sub as minus
+from ..kernels._trace import Piece, block_largest
+from ..kernels.triton._launch import TensorKernel, fixed_memory, is_aligned, ready
+from ..kernels.vector._machine_function import address_of
+from ..kernels.vector._table_loop import compile_table
+from ._device_functions import as_real, as_word, choose, rounded
+from ._kernels import (
+    FIXED_KEY,
+    check_device,
+    collide,
+    container_pieces,
+    engine_for,
+    fixed_elements,
+    from_words,
+    inputs_of,
+    mode_pieces,
+    note_write,
+    to_words,
+)
+from ._modes import Nearest, Rounding, Up
+from ._random_bits import WEYL, draw, random_words, recorded_start
+from ._target import (
+    BASE,
+    COUNT,
+    DOWN,
+    DTYPES,
+    FIELD,
+    HIGHEST,
+    IMPLICIT,
+    INFINITY,
+    LARGEST,
+    LOWEST,
+    MAGNITUDE,
+    NAN,
+    ONE,
+    ONES,
+    SIGNIFICAND,
+    STOCHASTIC,
+    TINY,
+    UP,
+    WORD32,
+    WORD64,
+    Layout,
+    Target,
+    constants,
+    layout_for,
+    make_target,
+)
+
+# ruff: noqa: F821  names that are free here (scale_of, payload, ...) are bound when a kernel is compiled
+
+
+# Positions in a kernel's array of words about blocks.
+FIRST, SECOND, SMALLEST, GREATEST, TWICE_BIAS, BELOW_NORMAL, UNIT, TENSOR, AMAX, DIVISOR = range(10)
+WORDS = 10
+SMALLEST_SCALE = np.float32(2.0**-126)
+
+
+def block_element(w, u, c, d, b):
+    """Device function: an element rounded over its block's scale, times the scale."""
+    scale = scale_of(block_largest(both(w, c[MAGNITUDE])), c, d, b)
+    return rounded_payload(w, u, inverse_of(scale, c, b), factor_of(scale, c, b), c)
+
+
+def block_scale(a, c, d, b):
+    """Device function: the scale of a block from its largest magnitude."""
+    return factor_of(scale_of(a, c, d, b), c, b)
+
+
+def finite_largest(w, c):
+    """Device function: the largest magnitude of a block, 0 if one of its elements is infinite or NaN."""
+    largest = block_largest(both(w, c[MAGNITUDE]))
+    return choose(largest < c[INFINITY], largest, minus(largest, largest))
+
+
+def rounded_payload(w, u, inverse, factor, c):
+    """Device function: an element over its scale, rounded, times the scale."""
+    return as_word(as_real(rounded(payload(w, inverse, c), u, c)) * as_real(factor))
+
+
+# scales that are powers of two: the word of a scale is its exponent ------------------------------------------
+
+
+def exponent_of_scale(a, c, d, b):
+    """Device function: e - FIRST + (f >= SECOND) for amax = 2^e (1 + f), within the scale's range; all ones for NaN."""
+    e = right(a, c[FIELD])
+    e = choose(both(a, c[SIGNIFICAND]) >= b[SECOND], plus(e, c[ONE]), e)
+    lowest = plus(b[SMALLEST], b[FIRST])
+    e = minus(choose(e > lowest, e, lowest), b[FIRST])
+    e = choose(e < b[GREATEST], e, b[GREATEST])
+    return choose(a >= c[INFINITY], c[ONES], e)
+
+
+def power(e, c, b):
+    """Device function: 2^e; 2^-127 is subnormal in float32."""
+    w = choose(e < c[ONE], b[BELOW_NORMAL], left(e, c[FIELD]))
+    return choose(e == c[ONES], c[NAN], w)
+
+
+def inverse_power(e, c, b):
+    """Device function: 2^-e."""
+    return choose(e == c[ONES], c[NAN], left(minus(b[TWICE_BIAS], e), c[FIELD]))
+
+
+def multiplied(w, inverse, c):
+    """Device function: an element over a power of two; one far below its block becomes 0, which it rounds to."""
+    return as_word(as_real(w) * as_real(inverse))
+
+
+def multiplied_kept(w, inverse, c):
+    """Device function: the same for modes in which a small number is not 0."""
+    return kept(w, multiplied(w, inverse, c), c)
+
+
+def kept(w, y, c):
+    """Device function: a quotient, of a number that is not 0 never 0."""
+    zero = minus(c[ONE], c[ONE])
+    lost = (both(y, c[MAGNITUDE]) == zero) & (both(w, c[MAGNITUDE]) > zero)
+    return choose(lost, either(y, c[ONE]), y)
+
+
+# any scale: the word of a scale is that of the product with the tensor's -------------------------------------
+
+
+def product_of_scale(a, c, d, b):
+    """Device function: amax / (largest element x tensor scale), rounded within the scale's range, x tensor scale."""
+    q = as_word(as_real(a) / as_real(b[UNIT]))
+    e = right(q, d[FIELD])
+    e = choose(e < d[LOWEST], d[LOWEST], e)
+    s = minus(d[BASE], choose(e > d[HIGHEST], d[HIGHEST], e))
+    keep = left(d[ONES], s)
+    r = both(plus(q, scale_addend(q, s, flip(keep, d[ONES]), d)), keep)
+    r = choose(q < d[TINY], d[TINY], r)
+    r = choose(r < d[LARGEST], r, d[LARGEST])
+    return choose(a >= c[INFINITY], c[NAN], as_word(as_real(r) * as_real(b[TENSOR])))
+
+
+def under_tensor_scale(b):
+    """Device function: the words about blocks, UNIT times the tensor's scale, which is AMAX / DIVISOR."""
+    scale = divide(real(b[AMAX]), real(b[DIVISOR]))
+    scale = choose(scale > SMALLEST_SCALE, scale, SMALLEST_SCALE)
+    changed = {TENSOR: word(scale), UNIT: word(scale * real(b[UNIT]))}
+    return [changed.get(k, b[k]) for k in range(WORDS)]
+
+
+def nearest_scale(q, s, lost, d):
+    """Device function: to nearest, ties to even."""
+    last = right(either(both(q, d[SIGNIFICAND]), d[IMPLICIT]), s)
+    return plus(right(lost, d[ONE]), both(both(last, d[ONE]), lost))
+
+
+def raised_scale(q, s, lost, d):
+    """Device function: away from zero."""
+    return lost
+
+
+def itself(scale, c, b):
+    """Device function: the scale's word is the scale."""
+    return scale
+
+
+def divided(w, inverse, c):
+    """Device function: an element over its scale."""
+    return as_word(as_real(w) / as_real(inverse))
+
+
+def divided_kept(w, inverse, c):
+    """Device function: the same for modes in which a small number is not 0."""
+    return kept(w, divided(w, inverse, c), c)
+
+
+FLOOR, RAISED, CLOSEST = range(3)
+_SCALE_ROUNDINGS = {"floor": FLOOR, "up": RAISED, "nearest": CLOSEST}
+
+
+class BlockTarget(NamedTuple):
+    """The format of elements and scales, and the way a block gets its scale.
+
+    Attributes:
+        element: what payloads are rounded to.
+        scale: what scales are rounded to, saturating.
+        block: elements that share a scale.
+        choice: FLOOR, RAISED or CLOSEST.
+        tensor_scale: whether the tensor has a scale of its own.
+    """
+
+    element: Target
+    scale: Target
+    block: int
+    choice: int
+    tensor_scale: bool
+
+    def flat(self) -> tuple[int, ...]:
+        """Return the target as an operator's argument."""
+        return (*self.element, *self.scale, self.block, self.choice, int(self.tensor_scale))
+
+    @classmethod
+    def of(cls, flat: list[int]) -> BlockTarget:
+        """Return the target that an operator's argument encodes."""
+        size = len(Target._fields)
+        element, scale = Target(*flat[:size]), Target(*flat[size : 2 * size])
+        return cls(element, scale, flat[-3], flat[-2], bool(flat[-1]))
+
+    @property
+    def powers(self) -> bool:
+        """Whether scales are powers of two, so that scaling is exact."""
+        return self.scale.mantissa_bits == 0 and not self.tensor_scale
+
+
+def make_block_target(format: BlockFormat, rounding: Rounding, overflow: str | None, dtype: torch.dtype) -> BlockTarget:
+    """Return the target of rounding tensors of a dtype to a block format.
+
+    Raises:
+        ValueError: If the overflow policy is not saturation, or the formats are such that no scale fits.
+    """
+    if overflow not in (None, "saturate"):
+        raise ValueError(f"the elements of {format.name} saturate: overflow is 'saturate' or None, got {overflow!r}")
+    if not format.element.zero or not format.element.signed:
+        raise ValueError(f"{format.name}: elements need a zero and a sign, and {format.element.name} lacks one")
+    choice = _SCALE_ROUNDINGS[format.scale_rounding]
+    mode = Nearest() if choice == CLOSEST else Up()
+    element = make_target(format.element, rounding, "saturate", torch.float64)
+    scale = make_target(format.scale, mode, "saturate", torch.float64)
+    if element is None or scale is None or format.element.mantissa_bits > 10 or format.scale.mantissa_bits > 22:
+        raise ValueError(
+            f"{format.name}: elements of up to 10 and scales of up to 22 mantissa bits are rounded in blocks; got "
+            f"{format.element.name} and {format.scale.name}"
+        )
+    if dtype not in DTYPES:
+        raise TypeError(f"x is float16, bfloat16, float32 or float64; got {dtype}")
+    return BlockTarget(element, scale, format.block, choice, format.tensor_scale)
+
+
+def scale_threshold(target: BlockTarget, mantissa: int) -> tuple[int, int]:
+    """Return how a power-of-two scale follows from largest = 2^e (1 + f): exponent e - first + (f >= second).
+
+    `second` is in units of 2^-mantissa; a value that f never reaches stands for never.
+    """
+    largest = Fraction(target.element.max)
+    never = 1 << mantissa
+    if target.choice == FLOOR:
+        return _exponent(largest), never
+    if target.choice == CLOSEST:
+        largest = largest * 3 / 2
+    first = _exponent(largest)
+    second = (largest / Fraction(2) ** first - 1) * never
+    return first, int(second) + (target.choice == RAISED)
+
+
+def _exponent(value: Fraction) -> int:
+    return frexp(float(value))[1] - 1
+
+
+class Kind(NamedTuple):
+    """The parameters that determine the instructions of a block kernel beside the dtype.
+
+    Attributes:
+        mode: of the elements' rounding.
+        path, plain, saturating: as in `Constants`, of the elements.
+        block: elements that share a scale.
+        powers: whether scales are powers of two.
+        closest: whether a scale is the closest.
+        inexact: whether results may lie between two numbers of the dtype, which has 16 bits, and are rounded to it.
+        under_amax: whether the tensor has a scale of its own that the kernel computes from the word AMAX.
+    """
+
+    mode: int
+    path: str
+    plain: bool
+    saturating: bool
+    block: int
+    powers: bool
+    closest: bool
+    inexact: bool
+    under_amax: bool = False
+
+    @classmethod
+    def of(cls, dtype: torch.dtype, target: BlockTarget, layout: Layout) -> Kind:
+        """Return the kind of a target, of tensors of a dtype."""
+        known = constants(target.element, layout)[:3]
+        inexact = dtype.itemsize == 2 and has_wide_results(target)
+        return cls(target.element.mode, *known, target.block, target.powers, target.choice == CLOSEST, inexact)
+
+
+def has_wide_results(target: BlockTarget) -> bool:
+    """Return whether results may lie between two 16-bit numbers.
+
+    So may products, and what a largest element scaled down makes of a larger one.
+    """
+    return not target.powers or target.choice == CLOSEST
+
+
+def layout_of(dtype: torch.dtype, target: BlockTarget) -> Layout | None:
+    """Return the words in which blocks are rounded; None where only the reference does it."""
+    narrow = layout_for(target.element) is WORD32 and dtype != torch.float64
+    if not target.powers:
+        fits = layout_for(target.scale) is WORD32 and target.scale.tiny_exponent >= -126
+        return WORD32 if narrow and fits else None
+    first, _ = scale_threshold(target, 0)
+    return WORD32 if narrow and first >= 2 and target.scale.emin >= -127 else WORD64
+
+
+@cache
+def rounding_table(dtype: torch.dtype, kind: Kind) -> Table:
+    """Return the table that rounds: its columns are what is rounded and where it goes."""
+    return _table(dtype, kind, rounds=True)
+
+
+@cache
+def largest_table(dtype: torch.dtype, kind: Kind) -> Table:
+    """Return the table that finds the largest of the finite blocks' largest magnitudes."""
+    return _table(dtype, kind, rounds=False)
+
+
+def bound_names(kind: Kind, wide: bool) -> dict[str, object]:
+    """Return the functions bound to the free names of the device functions."""
+    names: dict[str, object] = {**mode_pieces(kind.mode, (kind.path, kind.plain, kind.saturating), wide)}
+    kept = kind.mode in (UP, DOWN)
+    if kind.powers:
+        names |= {"scale_of": exponent_of_scale, "factor_of": power, "inverse_of": inverse_power}
+        names |= {"payload": multiplied_kept if kept else multiplied}
+    else:
+        names |= {"scale_of": product_of_scale, "factor_of": itself, "inverse_of": itself}
+        names |= {"payload": divided_kept if kept else divided}
+        names["scale_addend"] = nearest_scale if kind.closest else raised_scale
+    return names
+
+
+def _table(dtype: torch.dtype, kind: Kind, rounds: bool) -> Table:
+    pieces, wide = container_pieces(dtype, kind.inexact), dtype == torch.float64
+    element = Recording(2, 2 * COUNT + WORDS, "w64" if wide else "w32")
+    i, (source, target), words = element.index, element.arrays, element.constants
+    c, d, of_block = words[:COUNT], words[COUNT : 2 * COUNT], words[2 * COUNT :]
+    w, names = pieces["load"](source, i), bound_names(kind, wide)
+    if rounds:
+        random, of_block = draw(*element.stream), under_tensor_scale(of_block) if kind.under_amax else of_block
+        pieces["store"](target, i, bound(block_element, names)(w, random, c, d, of_block))
+    else:
+        element.trace.gather_sum("max", bound(finite_largest, names)(w, c))
+    return Table(element.trace, 2, len(words), recorded_start(), int(WEYL), kind.block, partial=True)
+
+
+def words_of(target: BlockTarget, layout: Layout, tensor: float, unit: float) -> np.ndarray:
+    """Return the constants of a table: of the elements, of the scales, and of blocks.
+
+    `tensor` is the tensor's scale, and `unit` its product with the largest element.
+    """
+    of_scale = constants(target.scale, layout).words
+    of_block = _block_words(target, layout, tensor, unit)
+    return np.concatenate([constants(target.element, layout).words, of_scale, of_block])
+
+
+def _block_words(target: BlockTarget, layout: Layout, tensor: float, unit: float) -> np.ndarray:
+    words = dict.fromkeys(range(WORDS), 0)
+    if target.powers:
+        first, second = scale_threshold(target, layout.mantissa)
+        highest = int(np.frexp(target.scale.max)[1]) - 1
+        words |= {FIRST: first % (1 << layout.width), SECOND: second, TWICE_BIAS: 2 * layout.bias}
+        words[SMALLEST] = max(0, target.scale.tiny_exponent + layout.bias)
+        words[GREATEST] = min(highest + layout.bias, 2 * layout.bias - 1)
+        words[BELOW_NORMAL] = layout.power(-layout.bias)
+    else:
+        words |= {UNIT: layout.word(unit), TENSOR: layout.word(tensor)}
+        if target.tensor_scale:
+            with np.errstate(over="ignore"):  # an infinity, as in `tensor_scale`
+                words[DIVISOR] = layout.word(float(np.float32(target.element.max * target.scale.max)))
+    return np.array([words[i] for i in range(WORDS)], np.uint32 if layout.width == 32 else np.uint64)
+
+
+def fixed_rows(dtype: torch.dtype, length: int) -> torch.Tensor:
+    """Return rows of a length, of numbers of all magnitudes and the special ones."""
+    x = fixed_elements(dtype)
+    x = x.repeat(-(-length // x.numel()))
+    return x[: x.numel() // length * length].view(-1, length)
+
+
+_SMALLEST_NORMAL = 2.0**-126
+
+
+def blocks_by_reference(x: torch.Tensor, target: BlockTarget, key: int) -> torch.Tensor:
+    """Return the result on any device.
+
+    Blocks lie along the last dimension of x, and the last one of a row may be shorter; the index of an element's random
+    bits is its position in x.
+    """
+    if x.numel() == 0:
+        return x.clone()
+    rows = x.reshape(-1, x.shape[-1]) if x.dim() else x.reshape(1, 1)
+    bits = None
+    if target.element.mode == STOCHASTIC:
+        bits = random_words(key, torch.arange(x.numel(), device=x.device, dtype=torch.int64)).view(rows.shape)
+        bits = in_blocks(bits, target.block)
+    layout = layout_of(x.dtype, target) or _layout(x.dtype)
+    blocks = in_blocks(rows.to(torch.float64 if layout is WORD64 else torch.float32), target.block)
+    result = round_blocks(blocks, target, bits).flatten(1)[:, : rows.shape[1]]
+    return result.to(x.dtype).reshape(x.shape)
+
+
+def in_blocks(rows: torch.Tensor, block: int) -> torch.Tensor:
+    """Cut rows into blocks, the last of each filled up with zeros."""
+    return torch.nn.functional.pad(rows, (0, -rows.shape[1] % block)).unflatten(1, (-1, block))
+
+
+def round_blocks(blocks: torch.Tensor, target: BlockTarget, bits: torch.Tensor | None) -> torch.Tensor:
+    """Round whole blocks, float32 or float64, with random bits for STOCHASTIC."""
+    drawn = 0 if bits is None else bits.to(torch.int32)
+    largest = blocks.abs().amax(-1)
+    return _run_reference("block", blocks, largest, target, {"draw": drawn})
+
+
+def scales_of_blocks(largest: torch.Tensor, target: BlockTarget) -> torch.Tensor:
+    """Return the scales of all of a tensor's blocks from their largest magnitudes; NaN where that is not finite."""
+    return _run_reference("scale", largest, largest, target, {})
+
+
+def tensor_scale(amax: float, target: BlockTarget) -> tuple[float, float]:
+    """Return the tensor's scale, and its product with the largest element, as float32 numbers."""
+    if not target.tensor_scale:
+        return 1.0, target.element.max
+    numbers = [amax, target.element.max * target.scale.max, target.element.max]
+    single = torch.tensor(numbers, dtype=torch.float32, device="cpu")
+    scale = (single[0] / single[1]).clamp(min=_SMALLEST_NORMAL)
+    return float(scale), float(scale * single[2])
+
+
+def _run_reference(
+    what: str, x: torch.Tensor, largest: torch.Tensor, target: BlockTarget, inputs: dict
+) -> torch.Tensor:
+    layout = _layout(x.dtype)
+    amax = float(torch.where(largest.isfinite(), largest, 0).max()) if target.tensor_scale else 0.0
+    numbers = inputs_of(words_of(target, layout, *tensor_scale(amax, target)))
+    piece = _record_block_function(what, Kind.of(x.dtype, target, layout), layout.width)
+    given = {**numbers, **inputs, "word": to_words(x.contiguous())}
+    block = target.block if what == "block" else None
+    return from_words(run_on_tensors(piece.trace, (), given, piece.results, block)[0][0], x.dtype)
+
+
+def _layout(dtype: torch.dtype) -> Layout:
+    return WORD64 if dtype == torch.float64 else WORD32
+
+
+@cache
+def _record_block_function(what: str, kind: Kind, width: int) -> Piece:
+    """Return the device function that rounds an element of a block, or makes a scale of a block's largest magnitude."""
+    element = Recording(0, 2 * COUNT + WORDS, f"w{width}")
+    word, words, names = element.given("word", f"w{width}"), element.constants, bound_names(kind, width == 64)
+    c, d, of_block = words[:COUNT], words[COUNT : 2 * COUNT], words[2 * COUNT :]
+    if what == "block":
+        made = bound(block_element, names)(word, element.given("draw", "w32"), c, d, of_block)
+    else:
+        made = bound(block_scale, names)(word, c, d, of_block)
+    return Piece(element.trace, (made.number,))
+
+
+class Plan(NamedTuple):
+    """The kernels that round tensors of a dtype to a target, each with the target's constants.
+
+    Where the tensor has a scale of its own, `measure` finds the largest of the finite blocks' largest magnitudes.
+    `kind` tells kernels apart, which differ in the choice of the scale too where it is a constant.
+    """
+
+    kernel: TensorKernel
+    constants: tuple[int, ...]
+    measure: TensorKernel | None
+    measured: tuple[int, ...]
+    kind: tuple[torch.dtype, Kind, int]
+    name: str
+
+
+def round_blocks_by_triton(x: torch.Tensor, target: BlockTarget, layout: Layout, key: int, out: torch.Tensor) -> bool:
+    """Round contiguous x into out, which may be x; return False if there is no Triton kernel."""
+    plan, device = plan_for(x.dtype, target, layout), x.device
+    aligned, ragged = is_aligned((address(x), address(out)), x.numel()), plan.kernel.is_ragged(_length(x))
+    found = ready(
+        ("quantize in blocks", *plan.kind, aligned, ragged),
+        plan.name,
+        device,
+        lambda: plan,
+        lambda plan, device: [_fixed_by_triton(plan, device, aligned, ragged)],
+        lambda: [blocks_by_reference(_fixed_plan(plan, ragged), target, FIXED_KEY)],
+    )
+    if found is None:
+        return False
+    _round(plan, x, key, out, aligned)
+    return True
+
+
+@lru_cache(maxsize=1024)
+def plan_for(dtype: torch.dtype, target: BlockTarget, layout: Layout) -> Plan:
+    """Return the plan of a dtype and a target, in words of a layout."""
+    words = words_of(target, layout, 1.0, target.element.max)
+    kind = Kind.of(dtype, target, layout)._replace(under_amax=target.tensor_scale)
+    kernel, measure = triton_kernel(dtype, kind), triton_measure(dtype, kind) if target.tensor_scale else None
+    measured = () if measure is None else measure.arguments(words)
+    told, name = (dtype, kind, target.choice), f"quantize in blocks of {dtype}"
+    return Plan(kernel, kernel.arguments(words), measure, measured, told, name)
+
+
+@cache
+def triton_kernel(dtype: torch.dtype, kind: Kind) -> TensorKernel:
+    """Return the kernel that rounds; the largest magnitude on which a tensor's scale depends lies in memory."""
+    return TensorKernel(rounding_table(dtype, kind), (2 * COUNT + AMAX,) if kind.under_amax else ())
+
+
+@cache
+def triton_measure(dtype: torch.dtype, kind: Kind) -> TensorKernel:
+    """Return the kernel that finds the largest of the finite blocks' largest magnitudes."""
+    return TensorKernel(largest_table(dtype, kind))
+
+
+def _round(plan: Plan, x: torch.Tensor, key: int, out: torch.Tensor, aligned: bool) -> None:
+    device, count, length, at = x.device, x.numel(), _length(x), 0
+    addresses = address(x), address(out)
+    if plan.measure is not None:
+        # The device alone reads it, so that nothing waits.
+        amax = torch.zeros(1, dtype=torch.int32, device=device)
+        at = address(amax)
+        plan.measure.launch(device, addresses, count, plan.measured, (0,), length=length, memory=at, aligned=aligned)
+    plan.kernel.launch(device, addresses, count, plan.constants, (key,), length=length, memory=at, aligned=aligned)
+
+
+def _length(x: torch.Tensor) -> int:
+    return x.shape[-1] if x.dim() else 1
+
+
+def _fixed_plan(plan: Plan, ragged: bool) -> torch.Tensor:
+    dtype, kind = plan.kind[:2]
+    return fixed_rows(dtype, 3 * kind.block + 1 if ragged else 16 * kind.block)
+
+
+def _fixed_by_triton(plan: Plan, device: torch.device, aligned: bool, ragged: bool) -> torch.Tensor:
+    rows = _fixed_plan(plan, ragged)
+    here, there = (fixed_memory(rows, device, aligned) for _ in range(2))
+    _round(plan, here, FIXED_KEY, there, aligned)
+    return there.cpu()
+
+
+GROUP = 16_384
+# Kernels hold a block on the stack, of which threads may have no more than 512 KiB, or in a program's registers.
+_MOST_BLOCK = 4096
+
+
+def round_blocks_into(x: torch.Tensor, target: BlockTarget, key: int, out: torch.Tensor) -> None:
+    """Round x, whose blocks lie along its last dimension, into out, which may be x.
+
+    Raises:
+        NotImplementedError: the device does not round as the CPU does.
+    """
+    if x.numel() == 0:
+        return
+    if x.device.type != "cpu":
+        check_device(x, target, lambda elements, rounded: _round_into(elements, target, FIXED_KEY, rounded))
+    _round_into(x, target, key, out)
+    note_write(out)
+
+
+def _round_into(x: torch.Tensor, target: BlockTarget, key: int, out: torch.Tensor) -> None:
+    layout, engine = layout_of(x.dtype, target), engine_for(x)
+    if engine == "reference" or layout is None or target.block > _MOST_BLOCK:
+        if target.block > _MOST_BLOCK:
+            note("blocks", f"blocks of more than {_MOST_BLOCK} elements are rounded by the reference")
+        elif layout is None:
+            note("blocks", f"{x.dtype} with scales that are not powers of two is rounded by the reference")
+        out.copy_(blocks_by_reference(x, target, key))
+        return
+    # The processor's kernels store 16-bit numbers without rounding.
+    single = engine == "llvm" and layout is WORD32 and has_wide_results(target)
+    work = torch.float64 if layout is WORD64 else torch.float32 if single else x.dtype
+    source = x.to(work).contiguous()
+    direct = work == x.dtype and out.is_contiguous() and not collide(source, out)
+    # A Triton program has read all of its blocks before it writes one.
+    result = out if direct and (engine == "triton" or address(source) != address(out)) else torch.empty_like(source)
+    if engine == "llvm":
+        _run(source, target, layout, key, result)
+    elif not round_blocks_by_triton(source, target, layout, key, result):
+        out.copy_(blocks_by_reference(x, target, key))
+        return
+    if result is not out:
+        out.copy_(result)
+
+
+def _run(x: torch.Tensor, target: BlockTarget, layout: Layout, key: int, out: torch.Tensor) -> None:
+    kind = Kind.of(x.dtype, target, layout)
+    kernel, measure = _compile_kernels(x.dtype, kind)
+    _check(kernel, measure, x.dtype, target, layout, kind)
+    _call(kernel, measure, x, target, layout, key, out)
+
+
+@cache
+def _compile_kernels(dtype: torch.dtype, kind: Kind) -> tuple[Callable[..., None], Callable[..., None] | None]:
+    """Return the kernel that rounds, and one that finds the largest magnitude of all blocks, where needed."""
+    kernel = compile_table("quantize_blocks", rounding_table(dtype, kind))
+    return kernel, None if kind.powers else compile_table("largest_blocks", largest_table(dtype, kind))
+
+
+def _call(kernel, measure, x: torch.Tensor, target: BlockTarget, layout: Layout, key: int, out: torch.Tensor) -> None:
+    length = x.shape[-1] if x.dim() else 1
+    table, sizes = _groups(x.numel() // length, length, target.block)
+    numbers = array("Q", (address(x), address(out), key, 0))
+    pointers = numbers.buffer_info()[0]
+    given = (address_of(table), pointers, pointers + 24)
+    words = words_of(target, layout, 1.0, target.element.max)
+    if measure is not None:
+        found = np.zeros((len(table), 4))
+        run_chunks(measure, sizes, *given, address_of(words), pointers + 16, address_of(found), 0)
+        words = words_of(target, layout, *tensor_scale(float(found[:, 0].max()), target))
+    run_chunks(kernel, sizes, *given, address_of(words), pointers + 16, 0, 0)
+
+
+@lru_cache(maxsize=64)
+def _groups(rows: int, length: int, block: int) -> tuple[np.ndarray, np.ndarray]:
+    """Cut rows into chunks of whole blocks, of which the last may be incomplete; return chunks and lengths."""
+    if length % block == 0:
+        rows, length = 1, rows * length
+    step = max(1, GROUP // block) * block
+    starts = np.arange(0, length, step, dtype=np.int64)
+    sizes = np.minimum(starts + step, length) - starts
+    begin = (starts + np.arange(rows, dtype=np.int64)[:, None] * length).reshape(-1)
+    lengths = np.tile(sizes, rows)
+    return np.stack([np.zeros_like(begin), begin, lengths, begin], 1), lengths
+
+
+_checked: set[Hashable] = set()
+
+
+def _check(kernel, measure, dtype: torch.dtype, target: BlockTarget, layout: Layout, kind: Kind) -> None:
+    """Run the canary, with and without an incomplete block."""
+    if (dtype, kind, target.choice) in _checked:
+        return
+    rows = fixed_rows(dtype, 3 * target.block + 1)
+
+    def fast() -> list[torch.Tensor]:
+        out = torch.empty_like(rows)
+        _call(kernel, measure, rows, target, layout, FIXED_KEY, out)
+        return [out]
+
+    check_bits(f"quantize in blocks ({dtype})", fast, lambda: [blocks_by_reference(rows, target, FIXED_KEY)])
+    _checked.add((dtype, kind, target.choice))

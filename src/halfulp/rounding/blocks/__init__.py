@@ -1,1 +1,0 @@
-"""Rounding in blocks of elements that share a scale."""

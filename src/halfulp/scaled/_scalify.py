@@ -1,0 +1,527 @@
+"""Models and functions on scaled tensors: their parameters, their inputs, their product layers, and the way back.
+
+In a chain of pointwise operators between two products, as `0.5 * h * (1 + torch.tanh(...))` of GPT-2, the product and
+its multiplication would each keep float32 tensors for the backward pass. The product rounds its operand to the home in
+any case; so one more rounding of a factor, which the gradient of the other one is multiplied by, is of the same size.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import itertools
+from collections.abc import Callable, Iterator
+from typing import Any, TypeVar, cast
+
+import torch
+from torch import Tensor, nn
+from torch.nn.modules.conv import _ConvNd
+from torch.utils._pytree import tree_leaves, tree_map
+
+from .._messages import a_kind
+from .._torch_versions import HAS_SAVED_HOOKS
+from ..kernels import define_operator, untraced
+from ..subclass.models._averages import warn_of_narrow_averages
+from ..subclass.models._conversion import (
+    ParameterRef,
+    Where,
+    check_has_shape,
+    converted,
+    matching_parameters,
+    module_parameters,
+    put_converted,
+    put_plain,
+    remove_hooks,
+    with_attributes,
+)
+from ..subclass.models._float32_products import class_of
+from ..subclass.models._parameter_holders import check_holders
+from . import _rescale
+from ._float8 import linear_fp8
+from ._operands import WideMode, check_wide, encode_values, home_for, is_above_home, round_to_home, with_float32_payload
+from ._registry import LOGICALS, check_storage, implements
+from ._rescale import Rescale
+from ._scaled_tensor import ScaledTensor
+
+_RECURRENT = (nn.RNNBase, nn.RNNCellBase)
+_LAYERS = (nn.Linear, nn.Bilinear, _ConvNd, nn.MultiheadAttention, *_RECURRENT)
+
+# An operator for compilers, which do not trace autograd functions that make tensor subclasses.
+_bring_home = define_operator("bring_home(Tensor x) -> Tensor", lambda x: x.clone(), lambda x: torch.empty_like(x))
+torch.library.register_autograd("halfulp::bring_home", lambda context, gradient: gradient)
+
+
+@implements(_bring_home, family="rescaling")
+def bring_home(x: ScaledTensor) -> ScaledTensor:
+    """Round the values to the home storage, under a measured scale; return a copy of what is no wider."""
+    return round_to_home(x) if is_above_home(x) else x.clone()
+
+
+class _BringHome(torch.autograd.Function):
+    """The identity up to rounding to the home; gradients pass unchanged."""
+
+    generate_vmap_rule = True
+
+    @staticmethod
+    def forward(x: ScaledTensor) -> ScaledTensor:
+        return round_to_home(x)
+
+    @staticmethod
+    def setup_context(context: Any, inputs: tuple, output: ScaledTensor) -> None:
+        pass
+
+    @staticmethod
+    @untraced
+    def backward(context: Any, gradient: Tensor) -> Tensor:
+        return gradient
+
+    @staticmethod
+    def jvp(context: Any, tangent: Tensor) -> Tensor:
+        return tangent.clone()
+
+
+def install(model: nn.Module) -> None:
+    """Install hooks by which layers with scaled parameters that have a home round their inputs to it."""
+    for module in model.modules():
+        if _is_product(module) and any(_has_home(p) for p in module.parameters(recurse=False)):
+            module.register_forward_pre_hook(_bring_inputs_home, with_kwargs=True)
+            if isinstance(module, _RECURRENT):
+                module.register_forward_hook(_bring_results_home)
+
+
+def remove(model: nn.Module) -> None:
+    """Remove the hooks of `install`."""
+    remove_hooks(model.modules(), lambda hook: hook is _bring_inputs_home or hook is _bring_results_home)
+
+
+def _is_product(module: nn.Module) -> bool:
+    # transformers' layer of GPT-2, known by name: the library is not imported for it.
+    return isinstance(module, _LAYERS) or type(module).__name__ == "Conv1D"
+
+
+def _has_home(parameter: Tensor) -> bool:
+    return isinstance(parameter, ScaledTensor) and parameter.home is not None
+
+
+@untraced
+def _bring_inputs_home(module: nn.Module, arguments: tuple, options: dict) -> tuple[tuple, dict] | None:
+    """Round a layer's inputs to the home: a forward pre-hook. Compiled graphs leave it to the products' rules."""
+    if torch.compiler.is_compiling() or not any(map(is_above_home, (*arguments, *options.values()))):
+        return None
+    for x in (*arguments, *options.values()):
+        if HAS_SAVED_HOOKS and is_above_home(x) and x.grad_fn is not None:
+            _narrow_last_factors(x.grad_fn)
+    entered = _once_per_tensor()
+    return tuple(map(entered, arguments)), {name: entered(x) for name, x in options.items()}
+
+
+# Backward nodes of operators that move elements and save none of them.
+_MOVES = frozenset(
+    f"{name}Backward0" for name in ("View", "UnsafeView", "ReshapeAlias", "Transpose", "T", "Permute", "Clone")
+)
+
+
+def _narrow_last_factors(node: Any) -> None:
+    """Let the multiplication that made a product's operand save its factors in the home storage.
+
+    A factor that what computed it keeps too (a result of tanh, an operand given from outside) stays, as a narrow copy
+    would be memory on top; so does what has hooks already, as of offloading and checkpointing.
+    """
+    while node is not None and node.name() in _MOVES:
+        node = node.next_functions[0][0]
+    if node is None or node.name() != "MulBackward0":
+        return
+    makers = [maker for maker, _ in node.next_functions]
+    for maker, saved in zip(makers, (node._raw_saved_self, node._raw_saved_other)):
+        is_kept = maker is None or maker.name() in _MOVES or hasattr(maker, "_raw_saved_result")
+        if not is_kept and not isinstance(maker, _LEAF) and saved.unpack_hook is None and is_above_home(saved.data):
+            saved.register_hooks(round_to_home, with_float32_payload)
+
+
+_functions: Any = torch._C._functions
+_LEAF = _functions.AccumulateGrad
+
+
+@untraced
+def _bring_results_home(module: nn.Module, arguments: tuple, results: Any) -> Any:
+    """Round a recurrent layer's results to the home: without a fused kernel it ends in pointwise operators."""
+    if torch.compiler.is_compiling():
+        return tree_map(lambda x: _bring_home(x) if isinstance(x, ScaledTensor) else x, results)
+    return tree_map(lambda x: _BringHome.apply(x) if is_above_home(x) else x, results)
+
+
+def _once_per_tensor() -> Callable[[Any], Any]:
+    """Return a conversion with one result for one tensor: attention asks whether query, key and value are the same."""
+    found: dict[int, Tensor] = {}
+
+    def entered(x: Any) -> Any:
+        if not is_above_home(x):
+            return x
+        if id(x) not in found:
+            found[id(x)] = _BringHome.apply(x)
+        return found[id(x)]
+
+    return entered
+
+
+# `like` makes the result a scaled tensor, in compiled graphs too: operators of plain tensors give plain ones.
+_encode_like = define_operator(
+    "scaled_like(Tensor x, Tensor like, ScalarType storage) -> Tensor",
+    lambda x, like, storage: x.clone(),
+    lambda x, like, storage: torch.empty_like(x),
+)
+
+
+@implements(_encode_like, family="creation")
+def scaled_like(x: Tensor, like: ScaledTensor, storage: torch.dtype) -> ScaledTensor:
+    """Encode a plain tensor as payload x scale, the scale measured."""
+    made: ScaledTensor = encode_values(x, storage)
+    return made.clone() if made._payload is x else made
+
+
+def _remember(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    ctx.dtype = inputs[0].dtype
+
+
+@untraced
+def _backward(context: Any, gradient: Tensor) -> tuple[Any, ...]:
+    plain = gradient.decode(context.dtype) if isinstance(gradient, ScaledTensor) else gradient
+    return plain, None, None
+
+
+torch.library.register_autograd("halfulp::scaled_like", _backward, setup_context=_remember)
+
+
+def encode_arguments(arguments: Any, storage: torch.dtype, like: ScaledTensor) -> Any:
+    """Encode plain floating tensors, however nested; leave anything else unchanged."""
+
+    encode = functools.partial(ScaledTensor.encode, home=like.home)
+
+    # Compilers do not trace autograd functions that make tensor subclasses; operators lack forward-mode derivatives.
+    def entered(x: Any) -> Any:
+        if not _is_plain_float(x):
+            return x
+        return _encode_like(x, like, storage) if torch.compiler.is_compiling() else encode(x, storage)
+
+    return tree_map(entered, arguments)
+
+
+def _is_plain_float(x: Any) -> bool:
+    if not isinstance(x, Tensor) or isinstance(x, ScaledTensor) or x.dtype not in LOGICALS:
+        return False
+    if x.layout != torch.strided:
+        raise ValueError(f"an argument has layout {x.layout}: scaled tensors are dense, x.to_dense()")
+    return True
+
+
+class _PlainInput(torch.autograd.Function):
+    """The identity with a plain gradient: what computed a plain input is differentiated in its own dtype."""
+
+    generate_vmap_rule = True
+
+    @staticmethod
+    def forward(x: Tensor) -> Tensor:
+        return x.clone()
+
+    @staticmethod
+    def setup_context(context: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+        context.dtype = inputs[0].dtype
+
+    @staticmethod
+    @untraced
+    def backward(context: Any, gradient: Tensor) -> Tensor:
+        plain: Tensor = _backward(context, gradient)[0]
+        return plain
+
+    @staticmethod
+    def jvp(context: Any, tangent: Tensor) -> Tensor:
+        return tangent.clone()
+
+
+# The same as an operator for compilers, which do not trace autograd functions whose gradients change class.
+_plain_input = define_operator("plain_input(Tensor x) -> Tensor", lambda x: x.clone(), lambda x: torch.empty_like(x))
+torch.library.register_autograd(
+    "halfulp::plain_input", lambda context, gradient: _backward(context, gradient)[0], setup_context=_remember
+)
+
+
+def install_boundary(model: nn.Module) -> None:
+    """Give plain inputs of a model that require gradients plain ones, by a forward pre-hook."""
+    if _keep_gradients_plain not in model._forward_pre_hooks.values():
+        model.register_forward_pre_hook(_keep_gradients_plain, with_kwargs=True)
+
+
+def remove_boundary(model: nn.Module) -> None:
+    """Remove the hooks of `install` from a model and its modules."""
+    remove_hooks(model.modules(), lambda hook: hook is _keep_gradients_plain)
+
+
+@untraced
+def _keep_gradients_plain(module: nn.Module, arguments: tuple[Any, ...], options: dict[str, Any]) -> Any:
+    def entered(x: Any) -> Any:
+        if isinstance(x, Tensor) and x.requires_grad and x.layout == torch.strided and _is_plain_float(x):
+            enter: Callable[[Tensor], Tensor] = _plain_input if torch.compiler.is_compiling() else _PlainInput.apply
+            return enter(x)
+        return x
+
+    return tree_map(entered, (arguments, options))
+
+
+# A module, or a function.
+Given = TypeVar("Given", bound=Callable[..., Any])
+
+
+def scalify_function(function: Given, dtype: torch.dtype = torch.float16, wide: WideMode = "autocast") -> Given:
+    """Return a function that encodes its floating arguments when called, except those with "mask" in their names.
+
+    What comes out is as what went in: with plain arguments the scaled tensors among the results, however nested, are
+    decoded, so that the function can stand in for the other; if an argument is a ScaledTensor they stay scaled.
+    Gradients flow through both. Tensors that the function closes over are used as they are: scalify a model that it
+    trains, and plain tensors are encoded where they meet scaled ones.
+
+    Args:
+        function: any callable, such as a loss, or a training step that calls backward and an optimizer.
+        dtype: of the payloads: float16, bfloat16, float8_e4m3fn, float8_e5m2 or float32.
+        wide: which results keep a float32 payload, as in `scalify`.
+
+    Raises:
+        TypeError: not callable.
+        ValueError: no storage dtype, or another wide.
+
+    >>> f = scalify_function(lambda x: (x * 3).relu())
+    >>> f(torch.tensor([1e-6, -2e-6]))
+    tensor([3.0007e-06, 0.0000e+00])
+    >>> f(ScaledTensor.encode(torch.tensor([1.0, 2.0])))
+    ScaledTensor([3., 6.], scale=2^3, payload=torch.float16)
+    """
+    check_storage(dtype)
+    check_wide(wide)
+    if not callable(function):
+        raise TypeError(f"scalify takes a module or a function, got {type(function).__name__}")
+
+    like = ScaledTensor(torch.ones((), dtype=torch.float32, device="cpu"), 1.0, home=home_for(dtype, wide))
+    positions = _positional_names(function)
+
+    def names() -> Iterator[str]:
+        return itertools.chain(positions, itertools.repeat(""))
+
+    @functools.wraps(function)
+    def scaled(*arguments: Any, **options: Any) -> Any:
+        stays = any(isinstance(x, ScaledTensor) for x in tree_leaves((arguments, options)))
+        arguments = tuple(
+            x if "mask" in name else encode_arguments(x, dtype, like) for x, name in zip(arguments, names())
+        )
+        options = {name: x if "mask" in name else encode_arguments(x, dtype, like) for name, x in options.items()}
+        results = function(*arguments, **options)
+        if stays:
+            return results
+        return tree_map(lambda x: x.decode() if isinstance(x, ScaledTensor) else x, results)
+
+    return cast(Given, scaled)
+
+
+def _positional_names(function: Callable[..., Any]) -> list[str]:
+    """Return the names of positional arguments, as far as the function's signature gives them."""
+    try:
+        parameters = inspect.signature(function).parameters.values()
+    except (ValueError, TypeError):
+        return []
+    return [p.name for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
+
+
+# Attributes that a ScaledTensor keeps in its __dict__.
+_OWN = ("_payload", "_scale", "_home")
+# Payload types with float32's range: gradients need no rescale to stay within it.
+_FULL_RANGE = (torch.float32, torch.bfloat16)
+
+
+def scalify(
+    model: Given,
+    dtype: torch.dtype = torch.float16,
+    matmul: str | None = None,
+    where: Where = None,
+    rescale: Rescale = "auto",
+    wide: WideMode = "autocast",
+) -> Given:
+    """Hold a model's parameters as payload x scale, in place, so that all tensors of its passes carry scales.
+
+    From "Scalify" (Balança et al., arXiv 2407.17353). Every matched parameter becomes an nn.Parameter that is a
+    ScaledTensor with a measured scale; the modules, their forward methods and torch.optim optimizers stay as they are.
+    A parameter that several modules share stays shared. Parameters are new objects: make optimizers afterwards.
+    What the model is given stays plain, and exact, until it meets a parameter: masks, positions and times keep all
+    their digits. Results are scaled from there on, and so are the outputs and a loss of them and of plain targets:
+    `loss.backward()`, `loss.item()`. Gradients of parameters are ScaledTensors of the same storage, those of plain
+    inputs plain.
+
+    Buffers stay as they are. Running statistics are moving averages, which in a narrow payload stop moving, and
+    constants such as rotary frequencies keep their digits; neither widens the payloads of what it meets.
+
+    `state_dict` holds plain tensors: `weight`, the values in float32, which any loader may take, and beside it
+    `weight.payload_scale`, by which loading gives back the same payload and scale. Loaders that refuse entries they do
+    not know take `halfulp.scaled.plain_state_dict(state_dict)`. Files of plain models are encoded as they are loaded.
+
+    A function instead of a model: see `scalify_function`, which this then returns.
+
+    Args:
+        model: any module, whose parameters are floating, integer or complex; the last two stay as they are.
+        dtype: of the payloads: float16, bfloat16, float8_e4m3fn, float8_e5m2 or float32.
+        matmul: "fp8" lets linear layers with a scaled weight (nn.Linear, transformers' Conv1D) multiply in eight bits:
+            float8_e4m3fn operands forward, float8_e5m2 gradients backward.
+        where: which parameters, a glob over qualified names ("encoder.*.weight"), several of them, or a function of
+            the module that holds one and its qualified name; all by default.
+        rescale: where gradients are brought back to payloads about 1 (values stay the same): "norms", at the input of
+            every normalisation layer; names of modules (globs), at the gradient of their first scaled argument; a dict
+            of names and sides ("forward", "gradient", "both"); or None. By default "auto": as "norms" where numbers
+            are narrower than float32's range, and nowhere where payloads and products have all of it.
+        wide: which results keep a float32 payload. "autocast": those of the operators that torch.autocast computes in
+            float32 (exp, log, powers, roots, quotients of tensors, sums, softmax, losses) and of pointwise operators
+            on them, until a matrix product, convolution, attention, embedding or recurrent layer brings them back to
+            `dtype` (for eight bits float16) under a measured scale; see `ScaledTensor.home`. "none": no result is
+            wider than its operands, as in the paper.
+
+    Returns:
+        The same model, or a function.
+
+    Raises:
+        ValueError: no storage dtype, a pattern that matches nothing, sparse parameters or embeddings, parameters that
+            an optimizer holds already or that have hooks, another matmul, rescale or wide. The model is as it was.
+        TypeError: neither a module nor a function, or a class of modules.
+
+    >>> layer = scalify(torch.nn.Linear(3, 2))
+    >>> list(layer.state_dict())
+    ['weight', 'weight.payload_scale', 'bias', 'bias.payload_scale']
+    >>> loss = torch.nn.functional.mse_loss(layer(torch.ones(4, 3)), torch.zeros(4, 2))
+    >>> loss.backward()
+    >>> layer.weight.grad.payload.dtype
+    torch.float16
+    """
+    check_storage(dtype)
+    check_wide(wide)
+    if matmul not in (None, "fp8"):
+        raise ValueError(f"matmul={matmul!r}: allowed are None and 'fp8'")
+    if isinstance(model, type):
+        raise TypeError(f"scalify takes a module or a function, got the class {model.__name__}: make one of it first")
+    if not isinstance(model, nn.Module):
+        if matmul is not None or where is not None or rescale != "auto":
+            raise ValueError("matmul, where and rescale are for models: a function has no modules")
+        return scalify_function(model, dtype, wide)
+    if rescale == "auto":
+        rescale = None if dtype in _FULL_RANGE and matmul is None else "norms"
+    sides = _rescale.sides_of(model, rescale)
+    found = [place for place in matching_parameters(module_parameters(model), where) if _takes_scale(place)]
+    check_holders([(place.name, place.value) for place in found], "scalify", replaced=True)
+    values = converted(found, lambda place: _scale_parameter(place, dtype, home_for(dtype, wide)))
+    install_boundary(model)
+    put_converted(model, found, values)
+    warn_of_narrow_averages()
+    _rescale.remove(model)
+    _rescale.install(sides)
+    remove(model)
+    install(model)
+    _set_products(model, matmul)
+    return model
+
+
+def unscalify(model: nn.Module, dtype: torch.dtype | None = None) -> nn.Module:
+    """Make a model's parameters plain tensors again, each value rounded once: `scalify` undone, in place.
+
+    Args:
+        model: any module; parameters that are no ScaledTensors stay as they are.
+        dtype: of the parameters; by default the logical dtype of each, which is what it was before `scalify`.
+
+    Returns:
+        The same model.
+
+    Raises:
+        ValueError: a dtype that is not floating, a value out of its range, or parameters that an optimizer holds or
+            that have hooks. The model is as it was.
+
+    >>> layer = torch.nn.Linear(3, 2)
+    >>> start = layer.weight.detach().clone()
+    >>> back = unscalify(scalify(layer, torch.float32))
+    >>> type(back.weight).__name__, torch.equal(back.weight, start)
+    ('Parameter', True)
+    """
+    if dtype is not None and dtype not in LOGICALS:
+        raise ValueError(f"dtype={dtype}: allowed are {', '.join(map(str, LOGICALS))}, and None")
+    found = [place for place in module_parameters(model) if isinstance(place.value, ScaledTensor)]
+    check_holders([(place.name, place.value) for place in found], "unscalify", replaced=True)
+    put_plain(model, found, converted(found, lambda place: _plain(place, dtype)))
+    remove_boundary(model)
+    _rescale.remove(model)
+    remove(model)
+    _set_products(model, None)
+    return model
+
+
+def _takes_scale(place: ParameterRef) -> bool:
+    check_has_shape(place)
+    if isinstance(place.module, (nn.Embedding, nn.EmbeddingBag)) and place.module.sparse:
+        raise ValueError(
+            f"parameter {place.name!r} is of {a_kind(place.module)} with sparse=True, whose gradients have no "
+            "scale: make it with sparse=False, or leave it out by where="
+        )
+    if place.value.layout != torch.strided:
+        raise ValueError(
+            f"parameter {place.name!r} has layout {place.value.layout}: scaled tensors are dense; leave it out by "
+            "where="
+        )
+    return place.value.dtype in LOGICALS
+
+
+def _scale_parameter(place: ParameterRef, dtype: torch.dtype, home: torch.dtype | None) -> nn.Parameter:
+    old = place.value
+    if not isinstance(old, ScaledTensor) and type(old.data) is not Tensor:
+        raise ValueError(
+            f"parameter {place.name!r} is {a_kind(old)}: scalify takes plain tensors and ScaledTensors; leave "
+            "it out by where="
+        )
+    new = nn.Parameter(_encode(old, dtype, home), old.requires_grad)
+    if old.grad is not None:
+        new.grad = _encode(old.grad, dtype, home)
+    return with_attributes(new, old, _OWN)
+
+
+def _encode(x: Tensor, dtype: torch.dtype, home: torch.dtype | None) -> ScaledTensor:
+    return ScaledTensor.encode(x.detach(), dtype, home=home).detach()
+
+
+def _plain(place: ParameterRef, dtype: torch.dtype | None) -> nn.Parameter:
+    old = place.value
+    assert isinstance(old, ScaledTensor)
+    value = old.detach().decode(dtype)
+    if not value.is_meta and bool((value.isinf() & old.detach().decode(torch.float64).isfinite()).any()):
+        raise ValueError(f"parameter {place.name!r} has values beyond {value.dtype}: give a wider dtype=")
+    new = nn.Parameter(value, old.requires_grad)
+    if old.grad is not None:
+        grad = old.grad.detach()
+        new.grad = grad.decode(value.dtype) if isinstance(grad, ScaledTensor) else grad.to(value.dtype)
+    return with_attributes(new, old, _OWN)
+
+
+def _set_products(model: nn.Module, matmul: str | None) -> None:
+    """Give linear layers with a scaled weight the forward of a kind of products, or restore their own."""
+    for module in model.modules():
+        given = module.__dict__.get("forward")
+        if isinstance(given, functools.partial) and given.func in (_linear, _transposed_linear):
+            del module.__dict__["forward"]
+        forward = eight_bit_forward(module) if matmul == "fp8" else None
+        if forward is not None and isinstance(module.weight, ScaledTensor):
+            module.forward = functools.partial(forward, module)
+
+
+def eight_bit_forward(module: nn.Module) -> Callable[..., Any] | None:
+    """Return the eight-bit forward of a linear layer; None for subclasses with a forward of their own."""
+    if isinstance(module, nn.Linear) and class_of(module).forward is nn.Linear.forward:
+        return _linear
+    # transformers' layer of GPT-2, known by name: the library is not imported for it.
+    is_transposed = type(module).__name__ == "Conv1D" and type(module).__module__.startswith("transformers.")
+    return _transposed_linear if is_transposed else None
+
+
+def _linear(module: nn.Linear, input: Tensor) -> Tensor:
+    return linear_fp8(input, module.weight, module.bias)
+
+
+def _transposed_linear(module: Any, x: Tensor) -> Tensor:
+    return linear_fp8(x, module.weight.t(), module.bias)

@@ -1,0 +1,668 @@
+"""Rules of normalisation, attention and recurrent layers, as torch's fused kernels compute them.
+
+Statistics are kept in the payloads' space: mean under the scale s, reciprocal deviation under 1 / s.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch._ops import OpOverload
+from torch.utils._pytree import tree_leaves, tree_map
+
+from ...kernels import torch_operators
+from .. import _fused as fused
+from .. import _powers_of_two as _powers
+from .._operands import first_scaled, logical_of, make_scaled, operand, storage_of
+from .._payloads import decode_values, rms_scale_float32, to_float32, to_storage
+from .._registry import implements
+from .._scaled_tensor import ScaledTensor, wrap
+from .._write import write
+from ._products import product_over, product_storage
+from ._vocabulary import (
+    data_movement,
+    make_result,
+    measured_scale,
+    payloads_under,
+    power_of_scale,
+    scale_one,
+    sqrt_of_count,
+    value_of,
+    values_under_one,
+)
+
+aten = torch_operators("aten")
+
+
+# From here on eps / s^2 plus squares may leave float32's range.
+_LARGEST_EPS = 2.0**100
+
+
+class NormInput:
+    """The data of a normalisation: payloads where the scale is known and eps small beside it, else decoded values."""
+
+    def __init__(self, x: ScaledTensor, eps: float) -> None:
+        scale = _powers.concrete_value(x._scale)
+        self.x, self.given_eps = x, eps
+        own_eps = math.inf if scale is None else eps / scale**2
+        self.exact = own_eps < _LARGEST_EPS
+        self.data = to_float32(x) if self.exact else decode_values(x, torch.float32)
+        self.eps = own_eps if self.exact else eps
+
+    def mean(self, mean: Tensor) -> ScaledTensor:
+        """Return a mean of the data under x's scale."""
+        if not self.exact and fused.engaged(mean):
+            return wrap(*fused.finish(mean, (self.x._scale,), torch.float32, "values"), torch.float32)
+        own = self.x._scale.clone()
+        return wrap(mean if self.exact else _powers.times(mean, _powers.ratio(scale_one(own), own)), own, torch.float32)
+
+    def deviation(self, deviation: Tensor) -> ScaledTensor:
+        """Return a reciprocal standard deviation of the data, under 1 / x's scale, or under eps' root if smaller."""
+        if not self.exact and fused.engaged(deviation):
+            largest = largest_deviation(self.given_eps)
+            return wrap(*fused.finish(deviation, (self.x._scale,), torch.float32, "deviation", largest), torch.float32)
+        held = scale_one(deviation) if not self.exact else reciprocal(self.x._scale)
+        limit = deviation_scale(self.x, self.given_eps)
+        return wrap(_powers.times(deviation, _powers.ratio(held, limit)), limit.clone(), torch.float32)
+
+
+def reciprocal(scale: Tensor) -> Tensor:
+    """Return 1 / s, for the largest scale the smallest one."""
+    return power_of_scale(scale, -1)[0]
+
+
+def deviation_scale(x: ScaledTensor, eps: float) -> Tensor:
+    """Return a scale for 1 / sqrt(var + eps)."""
+    inverse = reciprocal(x._scale)
+    if not eps > 0:
+        return inverse
+    return torch.minimum(inverse, torch.full_like(inverse, largest_deviation(eps)))
+
+
+def largest_deviation(eps: float) -> float:
+    """Return the largest scale of 1 / sqrt(var + eps)."""
+    return _powers.power_of(eps**-0.5, "down") if eps > 0 else math.inf
+
+
+def _make_normalised(y: Tensor, *operands: Any) -> ScaledTensor:
+    given = [x for x in operands if isinstance(x, Tensor)]
+    return values_under_one(y, storage_of(given), logical_of(given))
+
+
+def _operand_values(*tensors: Any) -> list[Any]:
+    return [value_of(x) for x in tensors]
+
+
+@implements(aten.native_layer_norm.default, family="norm")
+def layer_norm(x: Any, shape: Any, weight: Any, bias: Any, eps: float) -> tuple[Tensor, Tensor, Tensor]:
+    """(p - mean) / sqrt(var + eps / s^2) weight + bias under the scale 1."""
+    given = NormInput(operand(x, first_scaled((x, weight, bias))), eps)
+    y, mean, deviation = aten.native_layer_norm.default(given.data, shape, *_operand_values(weight, bias), given.eps)
+    return _make_normalised(y, x, weight, bias), given.mean(mean), given.deviation(deviation)
+
+
+@implements(aten.native_group_norm.default, family="norm")
+def group_norm(x: Any, weight: Any, bias: Any, n: int, c: int, hw: int, group: int, eps: float) -> tuple:
+    """(p - mean) / sqrt(var + eps / s^2) weight + bias under the scale 1, over groups of channels."""
+    given = NormInput(operand(x, first_scaled((x, weight, bias))), eps)
+    sizes = (n, c, hw, group)
+    y, mean, deviation = aten.native_group_norm.default(given.data, *_operand_values(weight, bias), *sizes, given.eps)
+    return _make_normalised(y, x, weight, bias), given.mean(mean), given.deviation(deviation)
+
+
+@implements(aten._fused_rms_norm.default, family="norm")
+def rms_norm(x: Any, shape: Any, weight: Any, eps: float | None) -> tuple[Tensor, Tensor]:
+    """p / sqrt(mean(p^2) + eps / s^2) weight under the scale 1."""
+    given = NormInput(operand(x, first_scaled((x, weight))), _default_eps(x.dtype) if eps is None else eps)
+    dims = list(range(-len(shape), 0))
+    deviation = (given.data.square().mean(dims, keepdim=True) + given.eps).rsqrt()
+    y = given.data * deviation
+    y = y if weight is None else y * value_of(weight)
+    return _make_normalised(y, x, weight), given.deviation(deviation)
+
+
+def _default_eps(dtype: torch.dtype) -> float:
+    """Return torch's default eps of the type in which it computes."""
+    return torch.finfo(torch.promote_types(dtype, torch.float32)).eps
+
+
+def _statistics(x: ScaledTensor, mean: Any, deviation: Any) -> list[Tensor]:
+    """Return saved statistics in the space of x's payload."""
+    found = []
+    if fused.engaged(x._payload):
+        for saved, mode in ((mean, "ratio"), (deviation, "factor")):
+            if saved is not None:
+                saved = operand(saved, x)
+                found.append(fused.finish(saved._payload, (saved._scale, x._scale), torch.float32, mode)[0])
+        return found
+    for saved, scale in ((mean, x._scale), (deviation, reciprocal(x._scale))):
+        if saved is not None:
+            saved = operand(saved, x)
+            found.append(_powers.times(to_float32(saved), _powers.ratio(saved._scale, scale)))
+    return found
+
+
+def _gradients(g: ScaledTensor, x: ScaledTensor, results: Any, rows: int, deviation: Tensor, holder: Any) -> tuple:
+    """Put x's gradient under gs times the deviation's scale, and the summed gradients of weight and bias under gs c."""
+    to_x, *others = results
+    if to_x is not None and fused.engaged(to_x):
+        storage, dtype = storage_of([holder]), logical_of([holder])
+        to_x = wrap(*fused.finish(to_x, (g._scale, deviation, x._scale), storage, "paired"), dtype)
+    elif to_x is not None:
+        to_x = _powers.times(to_x, _powers.ratio(reciprocal(x._scale), deviation))
+        to_x = payloads_under(to_x, [g._scale, deviation], [holder])
+    sum_scale = sqrt_of_count(rows)
+    return to_x, *(y if y is None else payloads_under(y, [g._scale], [holder], sum_scale) for y in others)
+
+
+def _scale_of(deviation: Any, x: ScaledTensor) -> Tensor:
+    return deviation._scale if isinstance(deviation, ScaledTensor) else reciprocal(x._scale)
+
+
+def _keep_requested(results: Any, mask: Any) -> list[Any]:
+    return [y if wanted else None for y, wanted in zip(results, mask)]
+
+
+@implements(aten.native_layer_norm_backward.default, family="norm")
+def layer_norm_backward(
+    gradient: Any, x: Any, shape: Any, mean: Any, deviation: Any, weight: Any, bias: Any, mask: Any
+) -> tuple:
+    """Return the gradient in payloads: to x under gs / xs."""
+    like = first_scaled((gradient, x, weight))
+    g, p = operand(gradient, like), operand(x, like)
+    saved = _statistics(p, mean, deviation)
+    arguments = (to_float32(g), to_float32(p), shape, *saved, *_operand_values(weight, bias), mask)
+    results = _keep_requested(aten.native_layer_norm_backward.default(*arguments), mask)
+    return _gradients(g, p, results, _rows(x, shape), _scale_of(deviation, p), first_scaled((gradient, like)))
+
+
+def _rows(x: Tensor, shape: Any) -> int:
+    rows = 1
+    for size in x.shape[: x.dim() - len(shape)]:
+        rows *= size
+    return rows
+
+
+@implements(aten.native_group_norm_backward.default, family="norm")
+def group_norm_backward(
+    gradient: Any, x: Any, mean: Any, deviation: Any, weight: Any, n: int, c: int, hw: int, group: int, mask: Any
+) -> tuple:
+    """Return the gradients of group normalisation with respect to its input, weight and bias."""
+    like = first_scaled((gradient, x, weight))
+    g, p = operand(gradient, like), operand(x, like)
+    saved = _statistics(p, mean, deviation)
+    arguments = (to_float32(g), to_float32(p), *saved, value_of(weight), n, c, hw, group, mask)
+    results = _keep_requested(aten.native_group_norm_backward.default(*arguments), mask)
+    return _gradients(g, p, results, n * hw, _scale_of(deviation, p), first_scaled((gradient, like)))
+
+
+@implements(aten._fused_rms_norm_backward.default, family="norm")
+def rms_norm_backward(gradient: Any, x: Any, shape: Any, deviation: Any, weight: Any, mask: Any) -> tuple:
+    """d (g w - xhat mean(g w xhat)) with xhat = p d: to x under gs / xs."""
+    like = first_scaled((gradient, x, weight))
+    g, p = operand(gradient, like), operand(x, like)
+    (inverse,) = _statistics(p, None, deviation)
+    dims = list(range(-len(shape), 0))
+    xhat = to_float32(p) * inverse
+    weighted = to_float32(g) if weight is None else to_float32(g) * value_of(weight)
+    to_x = inverse * (weighted - xhat * (weighted * xhat).mean(dims, keepdim=True))
+    outer = list(range(x.dim() - len(shape)))
+    to_weight = None
+    if mask[1] and weight is not None:
+        to_weight = to_float32(g) * xhat
+        to_weight = to_weight.sum(outer) if outer else to_weight
+    results = (to_x if mask[0] else None, to_weight)
+    return _gradients(g, p, results, _rows(x, shape), _scale_of(deviation, p), first_scaled((gradient, like)))
+
+
+def _batch_statistics(x: Any, weight: Any, bias: Any, eps: float) -> tuple:
+    """Normalised over the batch; the saved statistics; the mean and the unbiased variance of the batch as values."""
+    given = NormInput(operand(x, first_scaled((x, weight, bias))), eps)
+    channels = x.shape[1]
+    zeros = torch.zeros(channels, dtype=torch.float32, device=given.data.device)
+    y, mean, deviation, average, variance = aten._native_batch_norm_legit_functional.default(
+        given.data, *_operand_values(weight, bias), zeros, zeros.clone(), True, 1.0, given.eps
+    )
+    scale = given.x._scale.clone() if given.exact else scale_one(y)
+    square, rest = _powers.product(scale, scale)
+    batch = (wrap(average, scale, torch.float32), wrap(_powers.times(variance, rest), square, torch.float32))
+    return _make_normalised(y, x, weight, bias), given.mean(mean), given.deviation(deviation), batch
+
+
+def _step_average(running: Any, batch: ScaledTensor, momentum: float) -> Any:
+    """Return a moving average after one step: scaled if the average is."""
+    if not isinstance(running, ScaledTensor):
+        return running * (1 - momentum) + decode_values(batch, running.dtype) * momentum
+    wide = wrap(to_float32(running), running._scale, running.dtype)
+    mean: Any = batch * momentum + wide * (1 - momentum)
+    return make_scaled(to_float32(mean), mean._scale, running._payload.dtype, running.dtype)
+
+
+def _normalise_in_evaluation(x: Any, weight: Any, bias: Any, mean: Any, variance: Any, eps: float) -> tuple:
+    values = _operand_values(x, weight, bias, mean, variance)
+    y, *_ = aten._native_batch_norm_legit_no_training.default(*values, 0.0, eps)
+    empty = torch.empty(0, dtype=torch.float32, device=y.device)
+    return _make_normalised(y, x, weight, bias, mean, variance), empty, empty.clone()
+
+
+@implements(aten.native_batch_norm.default, aten._native_batch_norm_legit.default, family="norm")
+def batch_norm(
+    x: Any, weight: Any, bias: Any, mean: Any, variance: Any, training: bool, momentum: float, eps: float
+) -> tuple:
+    """Normalised over the batch in training, the running statistics moved in place; else by those."""
+    if not training:
+        return _normalise_in_evaluation(x, weight, bias, mean, variance, eps)
+    y, saved, deviation, batch = _batch_statistics(x, weight, bias, eps)
+    for running, new in zip((mean, variance), batch):
+        if running is not None:
+            write(running, _step_average(running, new, momentum))
+    return y, saved, deviation
+
+
+@implements(aten._native_batch_norm_legit.no_stats, family="norm")
+def batch_norm_without_running(x: Any, weight: Any, bias: Any, training: bool, momentum: float, eps: float) -> tuple:
+    """Normalise over the batch."""
+    return batch_norm(x, weight, bias, None, None, True, momentum, eps)
+
+
+@implements(aten._native_batch_norm_legit_no_training.default, family="norm")
+def batch_norm_of_running(
+    x: Any, weight: Any, bias: Any, mean: Any, variance: Any, momentum: float, eps: float
+) -> tuple:
+    """Normalised by running statistics."""
+    return _normalise_in_evaluation(x, weight, bias, mean, variance, eps)
+
+
+@implements(aten._native_batch_norm_legit_functional.default, family="norm")
+def batch_norm_functional(
+    x: Any, weight: Any, bias: Any, mean: Any, variance: Any, training: bool, momentum: float, eps: float
+) -> tuple:
+    """Normalise like `native_batch_norm`, returning the moved running statistics as results."""
+    if not training:
+        return *_normalise_in_evaluation(x, weight, bias, mean, variance, eps), mean.clone(), variance.clone()
+    y, saved, deviation, batch = _batch_statistics(x, weight, bias, eps)
+    return y, saved, deviation, _step_average(mean, batch[0], momentum), _step_average(variance, batch[1], momentum)
+
+
+def _reserve(x: Tensor) -> Tensor:
+    return torch.empty(0, dtype=torch.uint8, device=x.device)
+
+
+@implements(aten._batch_norm_with_update.default, family="norm")
+def batch_norm_with_update(
+    x: Any, weight: Any, bias: Any, mean: Any, variance: Any, momentum: float, eps: float
+) -> tuple:
+    """Normalised over the batch, the running statistics moved in place."""
+    return *batch_norm(x, weight, bias, mean, variance, True, momentum, eps), _reserve(x)
+
+
+@implements(aten._batch_norm_with_update_functional.default, family="norm")
+def batch_norm_with_update_functional(
+    x: Any, weight: Any, bias: Any, mean: Any, variance: Any, momentum: float, eps: float
+) -> tuple:
+    """Normalise over the batch, returning the moved running statistics as results."""
+    results = batch_norm_functional(x, weight, bias, mean, variance, True, momentum, eps)
+    return *results[:3], _reserve(x), *results[3:]
+
+
+@implements(aten._batch_norm_no_update.default, family="norm")
+def batch_norm_no_update(
+    x: Any, weight: Any, bias: Any, mean: Any, variance: Any, momentum: float, eps: float
+) -> tuple:
+    """Normalised by running statistics."""
+    return *_normalise_in_evaluation(x, weight, bias, mean, variance, eps), _reserve(x)
+
+
+implements(aten.miopen_batch_norm.default, family="norm")(batch_norm)
+
+
+@implements(aten.cudnn_batch_norm.default, family="norm")
+def cudnn_batch_norm(
+    x: Any, weight: Any, bias: Any, mean: Any, variance: Any, training: bool, momentum: float, eps: float
+) -> tuple:
+    """Normalise like `native_batch_norm`."""
+    results = batch_norm(x, weight, bias, mean, variance, training, momentum, eps)
+    return *results, _reserve(x)
+
+
+@implements(aten.native_batch_norm_backward.default, family="norm")
+def batch_norm_backward(
+    gradient: Any,
+    x: Any,
+    weight: Any,
+    mean: Any,
+    variance: Any,
+    saved: Any,
+    deviation: Any,
+    train: bool,
+    eps: float,
+    mask: Any,
+) -> tuple:
+    """Return the gradient in payloads: to x under gs / xs, to weight and bias under gs c."""
+    like = first_scaled((gradient, x, weight, mean, variance))
+    g, p = operand(gradient, like), operand(x, like)
+    rows, holder = x.numel() // max(x.shape[1], 1), first_scaled((gradient, like))
+    if train:
+        statistics = (None, None, *_statistics(p, saved, deviation), True, 0.0, mask)
+        results = aten.native_batch_norm_backward.default(to_float32(g), to_float32(p), value_of(weight), *statistics)
+        return _gradients(g, p, _keep_requested(results, mask), rows, _scale_of(deviation, p), holder)
+    statistics = (*_operand_values(x, weight, mean, variance), None, None, False, eps, mask)
+    to_x, *others = _keep_requested(aten.native_batch_norm_backward.default(to_float32(g), *statistics), mask)
+    scale = deviation_scale(p, eps)
+    to_x = to_x if to_x is None else _powers.times(to_x, _powers.ratio(scale_one(to_x), reciprocal(p._scale)))
+    return _gradients(g, p, (to_x, *others), rows, scale, holder)
+
+
+@implements(aten.batch_norm_backward.default, family="norm")
+def batch_norm_backward_reserved(
+    gradient: Any, x: Any, weight: Any, mean: Any, variance: Any, saved: Any, deviation: Any, *rest: Any
+) -> tuple:
+    """Return the gradients of `native_batch_norm_backward`."""
+    return batch_norm_backward(gradient, x, weight, mean, variance, saved, deviation, *rest[:3])
+
+
+@implements(aten.cudnn_batch_norm_backward.default, aten.miopen_batch_norm_backward.default, family="norm")
+def cudnn_batch_norm_backward(
+    x: Any, gradient: Any, weight: Any, mean: Any, variance: Any, saved: Any, deviation: Any, eps: float, *_: Any
+) -> tuple:
+    """Return the gradients of `native_batch_norm_backward`."""
+    mask = (True, True, True)
+    return batch_norm_backward(gradient, x, weight, mean, variance, saved, deviation, True, eps, mask)
+
+
+@implements(aten._weight_norm_interface_backward.default, family="norm")
+def weight_norm_backward(gradient: Any, v: Any, g: Any, norms: Any, dim: int) -> tuple[Tensor, Tensor]:
+    """Return gradients to v: g / |v| (gradient - v <gradient, v> / |v|^2), and to g: <gradient, v> / |v|."""
+    given = (gradient, v, g, norms)
+    like = first_scaled(given)
+    to_w, x, size, length = (operand(y, like) for y in given)
+    # The norms are brought under v's scale, so that v / |v| needs none.
+    n = _powers.times(to_float32(length), _powers.ratio(length._scale, x._scale))
+    dims = [i for i in range(v.dim()) if i != dim % v.dim()]
+    unit = to_float32(x) / n
+    along = (to_float32(to_w) * unit).sum(dims, keepdim=True)
+    to_v = to_float32(size) / n * (to_float32(to_w) - unit * along)
+    storage, dtype = storage_of(given), logical_of(given)
+    inverse, _ = power_of_scale(x._scale, -1)
+    scale, rest = _powers.product(to_w._scale, size._scale, inverse)
+    return make_result(to_v, scale, rest, storage, dtype), make_result(along, to_w._scale.clone(), 1.0, storage, dtype)
+
+
+_INPUTS = ("query", "key", "value")
+_BIAS = ("attn_mask", "attn_bias")
+# Kernels that take 16-bit operands only; the others take float32.
+_NARROW = {
+    aten._scaled_dot_product_flash_attention.default,
+    aten._scaled_dot_product_flash_attention_backward.default,
+    aten._scaled_dot_product_cudnn_attention.default,
+    aten._scaled_dot_product_cudnn_attention_backward.default,
+}
+# Kernels of either: torch chooses them by the logical dtype. With bfloat16 they are several times as fast, and it has
+# float32's range; float16 would flush gradients of small logits.
+_EFFICIENT = {
+    aten._scaled_dot_product_efficient_attention.default,
+    aten._scaled_dot_product_efficient_attention_backward.default,
+}
+_ALIGNMENT = 8  # elements of 16 bits that the kernels' rows are a multiple of
+
+
+def _has_bfloat16_kernel(query: Tensor, value: Tensor) -> bool:
+    sides = (query.shape[-1], value.shape[-1])
+    return query.device.type == "cuda" and has_bfloat16(query.device) and all(n % _ALIGNMENT == 0 for n in sides)
+
+
+@functools.cache
+def has_bfloat16(device: torch.device) -> bool:
+    """Return whether a CUDA device multiplies bfloat16 matrices: compute capability 8.0 and above."""
+    if not torch.cuda.is_available() or torch.version.hip:
+        return False
+    return torch.cuda.get_device_capability(device) >= (8, 0)
+
+
+def _attention(operator: OpOverload) -> None:
+    """Register a forward kernel: logits are values, so the query takes its own scale and the key's; v keeps sv.
+
+    kernel(pq (sq sk), pk, pv) under the scale sv. The log-sum-exp that the backward kernel wants is plain.
+    """
+
+    def attend(*arguments: Any, **options: Any) -> tuple:
+        given = arguments_by_name(operator, arguments, options)
+        inputs = [given[name] for name in _INPUTS]
+        query, key, value, storage = _operands(inputs, given)
+        dtype = logical_of(inputs)
+        kernel = _kernel_dtype(operator, storage, dtype, query, value)
+        output, *others = call_by_name(
+            operator, given | _payloads(query, key, value, kernel) | _bias_values(given, kernel)
+        )
+        if fused.engaged(output):
+            return _fused_output(output, value._scale, storage, dtype), *others
+        return make_result(output.to(torch.float32), value._scale.clone(), 1.0, storage, dtype), *others
+
+    implements(operator, family="attention")(attend)
+
+
+def _attention_backward(operator: OpOverload) -> None:
+    """Register a backward kernel.
+
+    With kernel(pg, pq (sq sk), pk, pv) = dq, dk, dv, db the gradients are sg sv sk dq, sg sv / sk dk, which is
+    sg sv sq (dk / (sq sk)), sg dv, and sg sv db for a bias. Those of logits are about 1 / n for n keys, and sums of n
+    of them about 1 / sqrt(n): that factor moves from the payloads into the scales.
+    """
+
+    def attend_backward(*arguments: Any, **options: Any) -> tuple:
+        given = arguments_by_name(operator, arguments, options)
+        of_output = next(name for name in given if name.startswith("grad_out"))
+        tensors = [given[name] for name in (of_output, *_INPUTS, "out")]
+        gradient, query, key, value, output, storage = _operands(tensors, given)
+        kernel = _kernel_dtype(operator, storage, query.dtype, query, value)
+        bias = _bias_values(given, kernel)
+        payloads = _payloads(query, key, value, kernel) | {
+            of_output: _narrow_payload(gradient, kernel),
+            "out": _output_under(output, value._scale, kernel),
+            "logsumexp": value_of(given["logsumexp"]),
+        }
+        results = call_by_name(operator, given | payloads | bias)
+        sg, sq, sk, sv = (x._scale for x in (gradient, query, key, value))
+        sum_scale = sqrt_of_count(key.shape[-2])
+        if fused.engaged(results[0]) and not bias:
+            one = 1.0 / sum_scale
+            to_query, to_key, to_value, *others = results
+            return (
+                wrap(*fused.finish(to_query, (sg, sv, sk), storage, "product", one, sum_scale), query.dtype),
+                wrap(*fused.finish(to_key, (sg, sv, sq, sk), storage, "paired", one, sum_scale), key.dtype),
+                _fused_output(to_value, sg, storage, value.dtype),
+                *others,
+            )
+        parts = [
+            ((sg, sv, sk, 1.0 / sum_scale), (sum_scale,), query.dtype),
+            ((sg, sv, sq, 1.0 / sum_scale), (sum_scale, 1.0 / product_over(sq, sk)), key.dtype),
+            ((sg,), (), value.dtype),
+            ((sg, sv, 1.0 / sum_scale), (sum_scale,), next((given[name].dtype for name in bias), None)),
+        ]
+        return tuple(_gradient(y, *part, storage) for y, part in zip(results, parts))
+
+    implements(operator, family="attention")(attend_backward)
+
+
+def _operands(tensors: Sequence[Any], given: dict[str, Any]) -> tuple:
+    """Return tensors as payload x scale, then the storage of their result."""
+    like = first_scaled([*tensors, *given.values()])
+    scaled = [x for x in tensors if isinstance(x, ScaledTensor)]
+    return *(operand(x, like) for x in tensors), product_storage(tuple(scaled) or (like,))
+
+
+def arguments_by_name(operator: OpOverload, arguments: Sequence[Any], options: dict) -> dict[str, Any]:
+    schema = operator._schema.arguments
+    given = {argument.name: argument.default_value for argument in schema if argument.has_default_value()}
+    return given | dict(zip((argument.name for argument in schema), arguments)) | options
+
+
+def call_by_name(operator: OpOverload, given: dict[str, Any]) -> Any:
+    schema = operator._schema.arguments
+    positional = [given[argument.name] for argument in schema if not argument.kwarg_only]
+    return operator(*positional, **{argument.name: given[argument.name] for argument in schema if argument.kwarg_only})
+
+
+def _kernel_dtype(
+    operator: OpOverload, storage: torch.dtype, dtype: torch.dtype, query: Tensor, value: Tensor
+) -> torch.dtype:
+    if operator in _EFFICIENT and storage == torch.bfloat16 and _has_bfloat16_kernel(query, value):
+        return storage
+    if operator not in _NARROW:
+        return torch.float32
+    return next((x for x in (storage, dtype) if x in (torch.float16, torch.bfloat16)), torch.float16)
+
+
+def _payloads(query: ScaledTensor, key: ScaledTensor, value: ScaledTensor, kernel: torch.dtype) -> dict[str, Tensor]:
+    others = {"key": _narrow_payload(key, kernel), "value": _narrow_payload(value, kernel)}
+    if fused.engaged(query._payload):
+        return {"query": fused.finish(query._payload, (query._scale, key._scale), kernel, "factor")[0], **others}
+    payload = _powers.times(to_float32(query), product_over(query._scale, key._scale))
+    return {"query": to_storage(payload, kernel), **others}
+
+
+def _narrow_payload(x: ScaledTensor, kernel: torch.dtype) -> Tensor:
+    return x._payload if x._payload.dtype == kernel else to_storage(to_float32(x), kernel)
+
+
+def _output_under(output: ScaledTensor, scale: Tensor, kernel: torch.dtype) -> Tensor:
+    """Return the output's payload under the scale of values."""
+    if fused.engaged(output._payload):
+        return fused.finish(output._payload, (output._scale, scale), kernel, "ratio")[0]
+    return to_storage(_powers.times(to_float32(output), product_over(output._scale, scale=scale)), kernel)
+
+
+def _fused_output(y: Tensor, scale: Tensor, storage: torch.dtype, dtype: torch.dtype) -> ScaledTensor:
+    if y.dtype == storage:
+        return wrap(y, scale.clone(), dtype)
+    return wrap(*fused.finish(y, (scale,), storage), dtype)
+
+
+def _bias_values(given: dict[str, Any], kernel: torch.dtype) -> dict[str, Tensor]:
+    """Return the logits' bias as values; boolean masks stay."""
+    found = {name: given[name] for name in _BIAS if isinstance(given.get(name), Tensor)}
+    return {name: value_of(x).to(kernel) if x.is_floating_point() else x for name, x in found.items()}
+
+
+def _gradient(y: Any, scales: tuple, factors: tuple, dtype: torch.dtype | None, storage: torch.dtype) -> Any:
+    if not isinstance(y, Tensor):
+        return y
+    scale, rest = _powers.product(*scales)
+    values = y.to(torch.float32)
+    for factor in factors:
+        values = _powers.times(values, factor)
+    return make_result(values, scale, rest, storage, dtype or y.dtype)
+
+
+for _operator in (
+    aten._scaled_dot_product_flash_attention_for_cpu.default,
+    aten._scaled_dot_product_flash_attention.default,
+    aten._scaled_dot_product_efficient_attention.default,
+    aten._scaled_dot_product_cudnn_attention.default,
+    aten._scaled_dot_product_fused_attention_overrideable.default,
+):
+    _attention(_operator)
+
+for _operator in (
+    aten._scaled_dot_product_flash_attention_for_cpu_backward.default,
+    aten._scaled_dot_product_flash_attention_backward.default,
+    aten._scaled_dot_product_efficient_attention_backward.default,
+    aten._scaled_dot_product_cudnn_attention_backward.default,
+    aten._scaled_dot_product_fused_attention_overrideable_backward.default,
+):
+    _attention_backward(_operator)
+
+# The fused attention of torch.nn's inference: on values.
+measured_scale(
+    *(aten._native_multi_head_attention.default, aten._transformer_encoder_layer_fwd.default), family="attention"
+)
+
+
+@implements(aten._fused_sdp_choice.default, family="attention")
+def fused_sdp_choice(query: Tensor, key: Tensor, value: Tensor, *arguments: Any, **options: Any) -> int:
+    """Return the kernel that torch chooses for plain tensors of these shapes and logical dtypes."""
+
+    def plain(x: Any) -> Any:
+        if not isinstance(x, ScaledTensor):
+            return x
+        return torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device=x.device)
+
+    options = {name: plain(x) for name, x in options.items()}
+    return aten._fused_sdp_choice.default(*map(plain, (query, key, value, *arguments)), **options)
+
+
+def _layer(operator: OpOverload, states: int) -> None:
+    """Register a fused layer computed on values; results after the states are for its backward, and stay plain."""
+
+    def run(*arguments: Any, **options: Any) -> tuple:
+        leaves = tree_leaves((arguments, options))
+        storage, dtype = storage_of(leaves), logical_of(leaves)
+        arguments, options = tree_map(value_of, (arguments, options))
+        results = operator(*arguments, **options)
+        one = torch.ones((), dtype=torch.float32, device=results[0].device)
+        return *(_encode_measured(y, one, storage, dtype) for y in results[:states]), *results[states:]
+
+    implements(operator, family="recurrent")(run)
+
+
+def _layer_backward(operator: OpOverload) -> None:
+    """Register a backward: linear in the gradients of its results, which are aligned to their largest scale."""
+
+    def run_backward(*arguments: Any, **options: Any) -> Any:
+        leaves = tree_leaves((arguments, options))
+        storage, dtype = storage_of(leaves), logical_of(leaves)
+        given = arguments_by_name(operator, arguments, options)
+        names = [name for name, x in given.items() if name.startswith("grad_") and isinstance(x, Tensor)]
+        like = next(x for x in leaves if isinstance(x, ScaledTensor))
+        gradients = [operand(given[name], like) for name in names]
+        scale = _powers.maximum_scale(*(x._scale for x in gradients))
+        payloads = [_powers.times(to_float32(x), _powers.ratio(x._scale, scale)) for x in gradients]
+        given = tree_map(value_of, given) | dict(zip(names, payloads))
+        return tree_map(lambda y: _encode_measured(y, scale, storage, dtype), call_by_name(operator, given))
+
+    implements(operator, family="recurrent")(run_backward)
+
+
+def _encode_measured(y: Any, scale: Tensor, storage: torch.dtype, dtype: torch.dtype) -> Any:
+    """Encode float32 values, divided by a known scale, under a measured one."""
+    if not isinstance(y, Tensor) or not y.is_floating_point():
+        return y
+    level = rms_scale_float32(y, storage)
+    scale, rest = _powers.product(scale, level)
+    return make_scaled(_powers.times(y / level, rest), scale, storage, dtype)
+
+
+_layer(aten.mkldnn_rnn_layer.default, 3)
+_layer(aten._cudnn_rnn.default, 3)
+_layer(aten._thnn_fused_lstm_cell.default, 2)
+_layer(aten._thnn_fused_gru_cell.default, 1)
+_layer_backward(aten.mkldnn_rnn_layer_backward.default)
+_layer_backward(aten._cudnn_rnn_backward.default)
+_layer_backward(aten._thnn_fused_lstm_cell_backward_impl.default)
+_layer_backward(aten._thnn_fused_gru_cell_backward.default)
+data_movement(aten._pack_padded_sequence_backward.default, family="pass-through")
+
+
+@implements(aten._pack_padded_sequence.default, family="pass-through")
+def pack_padded_sequence(x: ScaledTensor, lengths: Tensor, batch_first: bool) -> tuple[Tensor, Tensor]:
+    """Return the steps of all sequences one after the other, and how many there are of each."""
+    payload, sizes = aten._pack_padded_sequence.default(x._payload, lengths, batch_first)
+    return ScaledTensor(payload, x._scale.clone(), x.dtype), sizes
+
+
+def _chunks(operator: OpOverload, split: OpOverload) -> None:
+    """Register a split whose parts are written in place, as gates are: each owns its memory and its scale."""
+
+    def chunks(x: ScaledTensor, *arguments: Any) -> list[Tensor]:
+        return [part.clone() for part in split(x, *arguments)]
+
+    implements(operator, family="pass-through")(chunks)
+
+
+_chunks(aten.unsafe_split.Tensor, aten.split.Tensor)
+_chunks(aten.unsafe_split_with_sizes.default, aten.split_with_sizes.default)

@@ -1,0 +1,107 @@
+"""Tensor subclasses for pickle, torch.save and DataLoader, and in the keys of torch's cache of compiled graphs."""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import uuid
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Any, Protocol, TypeVar
+
+import torch
+from torch import Tensor
+
+from . import _rule_table as _fallback
+
+Subclass = TypeVar("Subclass", bound=Tensor)
+
+
+def saved_marks(x: Tensor) -> tuple[bool, bool]:
+    """Return whether a tensor requires a gradient and is a parameter: what pickle stores of its autograd state.
+
+    Raises:
+        RuntimeError: it is no leaf.
+    """
+    if not x.is_leaf:
+        raise RuntimeError("only leaves can be pickled, as for every tensor: save x.detach()")
+    return x.requires_grad, getattr(x, "_is_param", False)
+
+
+def with_saved_marks(x: Subclass, requires_grad: bool, is_parameter: bool) -> Subclass:
+    """Return the tensor with what `saved_marks` returned of the stored one."""
+    x.requires_grad_(requires_grad)
+    if is_parameter:
+        x._is_param = True
+    return x
+
+
+def check_layout(layout: int, own: int, kind: str, parts: str) -> None:
+    """Raise unless a file has the layout that this version reads.
+
+    Args:
+        layout: the file's.
+        own: the one that this version writes.
+        kind: the tensor class's name.
+        parts: the expressions that give its plain tensors, for the message.
+
+    Raises:
+        ValueError: the layouts differ.
+    """
+    if layout != own:
+        raise ValueError(
+            f"this file holds {kind}s of layout {layout}, and this version of halfulp reads layout {own}: load "
+            f"it with the version that wrote it and save {parts}, which are plain tensors"
+        )
+
+
+def collate(batch: list[Tensor], *, collate_fn_map: dict[Any, Any] | None = None) -> Tensor:
+    """Stack a DataLoader's batch of tensors of a subclass.
+
+    torch's own makes plain memory for it in a worker, which would hold one component, or values without their scale.
+    """
+    return torch.stack(batch)
+
+
+def register_collate(kind: type[Tensor]) -> None:
+    """Let torch's default_collate make batches of a tensor class by `collate`."""
+    torch.utils.data._utils.collate.default_collate_fn_map[kind] = collate
+
+
+_PACKAGE = __name__.partition(".")[0]
+_PROCESS = uuid.uuid4().hex
+
+
+class Flattens(Protocol):
+    """A tensor subclass that names its inner tensors to compilers."""
+
+    def __tensor_flatten__(self) -> tuple[list[str], Any]: ...
+
+
+def graph_key(x: Flattens, rules: Iterable[Callable[..., Any]]) -> str:
+    """Return the cache key of graphs of a tensor: its kind, its shapes, and the rules' sources.
+
+    torch keeps compiled graphs between processes under its own tensors' properties. The graph of ours also follows from
+    this library's code; with rules of somebody else's the graph is kept for this process alone, as their code, and what
+    it closes over, may be another in the next.
+    """
+    names, context = x.__tensor_flatten__()
+    foreign = any(rule.__module__.partition(".")[0] != _PACKAGE for rule in rules)
+    kind = (type(x).__name__, _sources(), _PROCESS if foreign else "", bool(_fallback._strict), context)
+    return repr((kind, _properties(x), [(name, _properties(getattr(x, name))) for name in names]))
+
+
+def _properties(x: Any) -> tuple[object, ...]:
+    layout = (x.dtype, x.shape, x.stride(), x.storage_offset(), x.device)
+    return *layout, x.requires_grad, x.is_leaf, x.is_inference()
+
+
+@functools.cache
+def _sources() -> str:
+    """Return a digest of this library's code."""
+    found = hashlib.blake2b(digest_size=16)
+    folder = Path(__file__).parents[1]
+    for path in sorted(folder.rglob("*.py")):
+        found.update(str(path.relative_to(folder)).encode())
+        found.update(path.read_bytes())
+    return found.hexdigest()

@@ -1,0 +1,650 @@
+"""tune: the cheapest recipe that stays with float32 on a task: candidates by their bytes, tried at matched seeds."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import os
+from collections.abc import Mapping, Sequence
+from operator import attrgetter
+from typing import Any
+
+from torch import nn
+
+from .. import recipes
+from .. import recipes as catalog
+from .._messages import a_kind
+from .._names import unknown
+from .._qualified_names import pattern_of
+from ..observation import Finding
+from ..observation._finding import SEVERITIES
+from ..recipes import Recipe
+from ..recipes._plan import assign
+from ._defaults import KEPT, REFERENCE, TWIN
+from .evidence._evidence import Evidence
+from .evidence._row import Row, interval, verdict
+from .evidence._table import number, percent
+from .running._plan import Trial, plan
+from .running._training import Listener, Training, training
+from .running._trial import READINGS
+from .tasks import Task
+
+# Rounding to nearest is taken to do where the movement that took place differs from the wanted one by no more.
+OFF = 0.02
+
+Updates = dict[str, str]
+
+
+def group_by_pattern(observed: Mapping[str, Any]) -> dict[str, list[str]]:
+    """Return the names of narrow parameters by their pattern: those that differ in numbers alone are of one kind.
+
+    >>> group_by_pattern({"a.0.w": {"dtype": "bfloat16"}, "a.1.w": {"dtype": "bfloat16"}, "b": {"dtype": "float32"}})
+    {'a.*.w': ['a.0.w', 'a.1.w']}
+    """
+    found: dict[str, list[str]] = {}
+    for name, one in observed.items():
+        if one["dtype"] in ("bfloat16", "float16"):
+            found.setdefault(pattern_of(name), []).append(name)
+    return found
+
+
+def choose_updates(observed: Mapping[str, Any]) -> Updates:
+    """Return for each narrow parameter the weight update of fewest bytes that an observed training allows.
+
+    The observed training rounds to nearest. Where nearly all of the wanted movement took place, that will do. Else
+    rounding at random does, of the same bytes, unless its noise would be above the drift: then 8 more bits do.
+
+    >>> moved, lost, noisy = ({"realised": r, "noise": n} for r, n in ((1.0, 0.1), (0.4, 0.2), (0.0, 3.0)))
+    >>> wide = {"dtype": "bfloat16"}
+    >>> choose_updates({"a": moved | wide, "b": lost | wide, "c": noisy | wide})
+    {'a': 'nearest', 'b': 'stochastic', 'c': 'split8'}
+    """
+    chosen: Updates = {}
+    for names in group_by_pattern(observed).values():
+        realised = [observed[name]["realised"] for name in names]
+        noise = [observed[name]["noise"] for name in names]
+        if all(share is not None and abs(1 - share) <= OFF for share in realised):
+            update = "nearest"
+        else:
+            update = "stochastic" if all(one is None or one < 1 for one in noise) else "split8"
+        chosen |= dict.fromkeys(names, update)
+    return chosen
+
+
+def estimate_harm(observed: Mapping[str, Any], names: list[str], update: str) -> float:
+    """Return how badly a kind of layers fares under an update in an observed training, to order them."""
+    if update == "nearest":
+        return max(float(abs(1 - (observed[name]["realised"] or 0.0))) for name in names)
+    return float(max(observed[name]["noise"] or 0.0 for name in names))
+
+
+def set_updates(recipe: Recipe, model: nn.Module, updates: Updates) -> Recipe:
+    """Return the recipe with a weight update for each parameter, said in as few globs as say it right.
+
+    Args:
+        recipe: any of narrow parameters.
+        model: in float32.
+        updates: of all parameters that become narrow.
+    """
+    names = list(dict.fromkeys(updates.values()))
+    usual = max(names, key=list(updates.values()).count)
+    others = {name: update for name, update in updates.items() if update != usual}
+    if not others:
+        return recipe.replace(weight_update=usual)
+    by_pattern = dict.fromkeys((pattern_of(name), update) for name, update in others.items())
+    for pairs in ((*by_pattern, ("*", usual)), (*others.items(), ("*", usual))):
+        mixed = recipe.replace(weight_update=pairs)
+        given = assign(mixed, model)
+        if all(given[name] == update for name, update in updates.items()):
+            return mixed
+    raise AssertionError("names of parameters are globs that match themselves")
+
+
+PROBES = {"bfloat16": "bf16", "float16": "fp16"}
+# By weight update those that keep less of an update, whatever its size.
+_LESS = {
+    "nearest": (),
+    "stochastic": (),
+    "split8": ("nearest", "stochastic"),
+    "kahan": ("nearest", "stochastic", "split8"),
+    "split": ("nearest", "stochastic", "split8"),
+    "master": ("nearest", "stochastic", "split8"),
+}
+_STATES = ("8bit", "bfloat16", "float32")
+# Beyond this share of a tensor's elements a format's range is too narrow for it.
+OUT_OF_RANGE = 1e-3
+
+
+@dataclasses.dataclass(frozen=True)
+class Candidate:
+    """A recipe of the search, its bytes per parameter and its outcome.
+
+    Attributes:
+        recipe: the recipe.
+        bytes_per_parameter: weight, what lies beside it, optimizer states and gradient.
+        outcome: "holds", "worse", "unclear", "diverged", or "not trained".
+        why: in words.
+        gap: its mean loss above float32's; None where nothing was trained to the end.
+    """
+
+    recipe: Recipe
+    bytes_per_parameter: float
+    outcome: str = "not trained"
+    why: str = ""
+    gap: float | None = None
+
+
+class Costs:
+    """Bytes per parameter of recipes on one model, as the optimizer that goes with each counts them."""
+
+    def __init__(self, task: Task, model: nn.Module) -> None:
+        self._task, self.model = task, model
+
+    def count_bytes(self, recipe: Recipe) -> float:
+        """Return the bytes per parameter of a recipe.
+
+        Raises:
+            ValueError: the model, or the task's optimizer, does not go with it.
+        """
+        model = copy.deepcopy(self.model)
+        recipes.convert(model, recipe)
+        return float(recipes.optimizer(model, self._task.rule, **self._task.hyper).bytes_per_parameter())
+
+
+def order_candidates(
+    costs: Costs, observed: Mapping[str, dict[str, Any]], dtypes: Sequence[str]
+) -> tuple[list[Candidate], list[Candidate]]:
+    """Return the recipes that observed trainings leave open, by their bytes, and those that they rule out.
+
+    Args:
+        costs: of recipes on the model.
+        observed: by dtype, the readings of a training with parameters of that dtype, rounded to nearest.
+        dtypes: of parameters, the preferred one first where bytes are equal.
+    """
+    found: list[Candidate] = []
+    out: list[Candidate] = []
+    for dtype in dtypes:
+        probe = recipes.get(PROBES[dtype])
+        wide = _describe_range(observed[dtype]["ranges"][dtype], dtype)
+        if wide is not None:
+            out.append(Candidate(probe, costs.count_bytes(probe), why=wide))
+            continue
+        found += _list_candidates(costs, observed[dtype]["parameters"], probe)
+    by_cost: dict[tuple[float, object], Candidate] = {}
+    known = recipes.names()
+    for candidate in sorted(found, key=lambda one: (one.bytes_per_parameter, one.recipe.name not in known)):
+        # Where an optimizer has no states, their dtype makes no difference.
+        key = candidate.bytes_per_parameter, (candidate.recipe.param_dtype, candidate.recipe.weight_update)
+        by_cost.setdefault(key, candidate)
+    return list(by_cost.values()), out
+
+
+def _list_candidates(costs: Costs, observed: Mapping[str, Any], probe: Recipe) -> list[Candidate]:
+    updates = choose_updates(observed)
+    if not updates:
+        return []
+    cheapest = _describe(set_updates(probe, costs.model, updates), updates)
+    rungs = [(cheapest, "8bit"), (cheapest, None), (cheapest, "float32")]
+    for update in ("split8", "kahan", "split"):
+        rungs += [(probe.replace(weight_update=update), state) for state in ("8bit", None, "float32")]
+    found = []
+    for recipe, state in rungs:
+        named = _name_recipe(recipe.replace(state_dtype=state))
+        try:
+            found.append(Candidate(named, costs.count_bytes(named)))
+        except ValueError:
+            continue  # "split" needs bfloat16, and an optimizer of one's own may have no states of 8 bits
+    return found
+
+
+def _describe(recipe: Recipe, updates: Updates) -> Recipe:
+    names = list(dict.fromkeys(updates.values()))
+    return recipe if len(names) == 1 else recipe.replace(description=f"{' and '.join(names)}, as observed")
+
+
+def _name_recipe(recipe: Recipe) -> Recipe:
+    """Return the recipe under the catalogue's name for it, or under one that says what it is."""
+    update = recipe.weight_update if isinstance(recipe.weight_update, str) else "mix"
+    dtype = PROBES[str(recipe.param_dtype)]
+    state = {None: "", "8bit": "-state8", "float32": "-state32"}[recipe.state_dtype]
+    for name in recipes.names():
+        known = recipes.get(name)
+        if known.replace(name="x", description="") == recipe.replace(name="x", description=""):
+            return known
+    name = f"{dtype}-{update}{state}"
+    name += "-state16" if name in recipes.names() else ""  # the catalogue's name for other states
+    words = recipe.description if update == "mix" else f"{recipe.param_dtype}, {update} updates"
+    states = {"8bit": ", 8-bit states", "float32": ", float32 states"}.get(recipe.state_dtype or "", "")
+    return recipe.replace(name=name, description=words + states)
+
+
+def _describe_range(ranges: Mapping[str, Any], dtype: str) -> str | None:
+    if ranges["share"] <= OUT_OF_RANGE:
+        return None
+    where = ranges["name"] or "the model"
+    return f"{100 * ranges['share']:.1f}% of the {ranges['role']} of {where} would leave {dtype}'s range"
+
+
+def keeps_less(one: Recipe, other: Recipe, model: nn.Module) -> bool:
+    """Return whether a recipe keeps no more of anything than another one, and so cannot hold where that one did not.
+
+    >>> from halfulp import recipes
+    >>> small = recipes.get("bf16-split8")
+    >>> keeps_less(small, small.replace(weight_update="kahan", state_dtype=None), nn.Linear(2, 2))
+    True
+    >>> keeps_less(recipes.get("bf16-stochastic"), small, nn.Linear(2, 2))
+    False
+    """
+    if not one.narrow or (one.param_dtype, one.float32) != (other.param_dtype, other.float32):
+        return False
+    states = [recipe.state_dtype or "bfloat16" for recipe in (one, other)]
+    if any(state not in _STATES for state in states) or _STATES.index(states[0]) > _STATES.index(states[1]):
+        return False
+    mine, theirs = assign(one, model), assign(other, model)
+    return all(mine[name] == theirs[name] or mine[name] in _LESS.get(str(theirs[name]), ()) for name in mine)
+
+
+def price_recipes(costs: Costs, given: Sequence[Recipe]) -> list[Candidate]:
+    """Return given recipes as candidates, in the order of their bytes per parameter.
+
+    Raises:
+        ValueError: the model or the optimizer does not go with one of them.
+    """
+    return sorted(
+        (Candidate(recipe, costs.count_bytes(recipe)) for recipe in given), key=attrgetter("bytes_per_parameter")
+    )
+
+
+# A first seed that lies so many times the tolerance above float32 needs no further seeds.
+_CLEARLY = 3.0
+# A mix of two recipes is tried where it can save this share of the bytes.
+_WORTH = 0.01
+
+
+class Search:
+    """The candidates of a search and the trainings that decide it.
+
+    Args:
+        task: what is trained.
+        seeds: matched in all trainings, three or more.
+        steps: of a training.
+        tolerance: as `tune` takes it.
+        most: how many candidates are trained.
+        training: where trials are trained.
+    """
+
+    def __init__(
+        self, task: Task, seeds: Sequence[int], steps: int, tolerance: float | None, most: int, training: Training
+    ) -> None:
+        self.task, self.seeds, self.steps, self.tolerance = task, seeds, steps, tolerance
+        self._left, self._training = most, training
+        self.costs = Costs(task, task.model(task.load(), seeds[0]))
+        self.candidates: list[Candidate] = []
+        self.observed: dict[str, dict[str, Any]] = {}
+
+    # what is trained ------------------------------------------------------------------------------------------
+
+    def begin(self, dtypes: Sequence[str]) -> None:
+        """Train float32 and its twin from every seed, and one narrow training per dtype that is observed.
+
+        Raises:
+            ValueError: float32 itself does not learn, or seeds scatter by more than the tolerance.
+        """
+        controls = [self._make_trial(recipes.get(name), seed) for seed in self.seeds for name in (REFERENCE, TWIN)]
+        probes = [self._make_trial(recipes.get(PROBES[dtype]), self.seeds[0], observed=True) for dtype in dtypes]
+        self._training.train([*controls, *probes])
+        for dtype, trial in zip(dtypes, probes):
+            self.observed[dtype] = self._training.results[trial.key][READINGS]
+        reference = self._read_row(REFERENCE)
+        if reference.loss is None:
+            raise ValueError(
+                f"task {self.task.name!r} diverges in float32 from {reference.diverged} of {len(self.seeds)} seeds: "
+                "there is nothing to stay with; lower its learning rate"
+            )
+        if self.tolerance is not None:
+            self._check_tolerance(reference.loss)
+
+    def run(self, given: Sequence[Recipe] | None, dtypes: Sequence[str]) -> Recipe:
+        """Return the cheapest recipe that holds; float32's own where none does."""
+        if given is None:
+            candidates, out = order_candidates(self.costs, self.observed, dtypes)
+            self.candidates += out
+        else:
+            candidates = price_recipes(self.costs, given)
+        failed = [one for one in map(self._judge_probe, dtypes) if one is not None]
+        probed = {one.recipe.name: one for one in failed}
+        self.candidates += [one for one in failed if one.recipe not in [other.recipe for other in candidates]]
+        found = None
+        for candidate in candidates:
+            if found is None:
+                done = probed.get(candidate.recipe.name) or self._try_candidate(candidate, failed)
+                self.candidates.append(done)
+                found = done if done.outcome == "holds" else None
+                failed += [done] if done.outcome in ("worse", "diverged") else []
+            else:
+                self.candidates.append(dataclasses.replace(candidate, why=f"{found.recipe.name} holds at fewer bytes"))
+        if found is not None and given is None:
+            found = self._mix_updates(found, failed)
+        float32 = recipes.get(REFERENCE)
+        self.candidates.append(Candidate(float32, self.costs.count_bytes(float32), "holds", "the reference", 0.0))
+        self.candidates.sort(key=attrgetter("bytes_per_parameter"))
+        return float32 if found is None else found.recipe
+
+    def _make_trial(self, recipe: Recipe, seed: int, observed: bool = False) -> Trial:
+        return Trial(self.task, recipe, seed, self.steps, observed)
+
+    # what becomes of a candidate ------------------------------------------------------------------------------
+
+    def _try_candidate(self, candidate: Candidate, failed: Sequence[Candidate]) -> Candidate:
+        """Train a candidate, unless that is known to be in vain, and say what became of it."""
+        for other in failed:
+            if keeps_less(candidate.recipe, other.recipe, self.costs.model):
+                return dataclasses.replace(candidate, why=f"keeps no more of anything than {other.recipe.name}")
+        if self._left == 0:
+            return dataclasses.replace(candidate, why="the number of candidates to train was reached (most=)")
+        self._left -= 1
+        first = self._make_trial(candidate.recipe, self.seeds[0])
+        self._training.train([first])
+        clear = self._reject_early(candidate)
+        if clear is not None:
+            return clear
+        self._training.train([first, *(self._make_trial(candidate.recipe, seed) for seed in self.seeds[1:])])
+        row = self._read_row(candidate.recipe.name)
+        if row.diverged:
+            why = f"its loss is not finite from {row.diverged} of {row.seeds} seeds"
+            return dataclasses.replace(candidate, outcome="diverged", why=why)
+        outcome, why = self._judge_row(row)
+        return dataclasses.replace(candidate, outcome=outcome, why=why, gap=row.gap)
+
+    def _judge_probe(self, dtype: str) -> Candidate | None:
+        """Return the observed training as a candidate, where its one seed shows that it cannot hold."""
+        probe = recipes.get(PROBES[dtype])
+        return self._reject_early(Candidate(probe, self.costs.count_bytes(probe)))
+
+    def _reject_early(self, candidate: Candidate) -> Candidate | None:
+        """Return the outcome of a candidate that fails on its first seed already, else None."""
+        row = self._read_row(candidate.recipe.name)
+        if row.diverged:
+            return dataclasses.replace(candidate, outcome="diverged", why="its loss is not finite")
+        assert row.gap is not None
+        if row.gap <= _CLEARLY * self._compute_tolerance(row):
+            return None
+        why = f"its first seed is {row.gap / self._compute_tolerance(row):.0f} times the tolerance above float32"
+        return dataclasses.replace(candidate, outcome="worse", why=why, gap=row.gap)
+
+    def _judge_row(self, row: Row) -> tuple[str, str]:
+        """Return the outcome of a candidate that was trained from all seeds, and why.
+
+        It is that of a comparison of this candidate alone with float32, without the correction for several recipes:
+        what becomes of one must not depend on how many were tried before it.
+        """
+        assert row.gap is not None
+        assert row.interval is not None
+        if self.tolerance is None:
+            alone = verdict(row.gap, row.interval, row.tolerance)
+            outcome = "holds" if alone in KEPT else str(alone)
+        elif row.gap + row.interval <= self._compute_tolerance(row):
+            outcome = "holds"
+        else:
+            outcome = "worse" if row.gap - row.interval > self._compute_tolerance(row) else "unclear"
+        why = "" if outcome != "unclear" else f"seeds scatter by {row.interval:.4f}: more of them (seeds=) would tell"
+        return outcome, why
+
+    def _compute_tolerance(self, row: Row) -> float:
+        """Return how far the loss may be above float32's."""
+        if self.tolerance is None:
+            return row.tolerance
+        loss = self._read_row(REFERENCE).loss
+        assert loss is not None
+        return self.tolerance * abs(loss)
+
+    def _check_tolerance(self, loss: float) -> None:
+        """Refuse a tolerance that not even a second float32 could be told to be within."""
+        twins = self._training.evidence().gaps(self.task.name, TWIN)
+        least = interval([0.0] * len(self.seeds), twins, loss)
+        assert least is not None
+        assert self.tolerance is not None
+        if least > self.tolerance * abs(loss):
+            raise ValueError(
+                f"tolerance={self.tolerance:g} is below {least / abs(loss):.2g}, what {len(self.seeds)} seeds of "
+                f"task {self.task.name!r} can tell at all, as a start that differs by 1e-7 shows: give more seeds, "
+                "longer trainings (steps=) or a larger tolerance"
+            )
+
+    def _read_row(self, recipe: str) -> Row:
+        return self._training.evidence().row(self.task.name, recipe)
+
+    # recipes for kinds of layers ------------------------------------------------------------------------------
+
+    def _mix_updates(self, found: Candidate, failed: Sequence[Candidate]) -> Candidate:
+        """Give the more expensive update to as few kinds of layers as needed, the worst first, by bisection."""
+        below = [one for one in failed if _differ_in_updates(one.recipe, found.recipe)]
+        below = [one for one in below if _is_cheaper(one, found)]
+        if not below:
+            return found
+        cheaper = max(below, key=attrgetter("bytes_per_parameter"))
+        observed = self.observed[str(found.recipe.param_dtype)]["parameters"]
+        dear, cheap = self._read_updates(found.recipe, observed), self._read_updates(cheaper.recipe, observed)
+        kinds = {
+            kind: names for kind, names in group_by_pattern(observed).items() if any(dear[n] != cheap[n] for n in names)
+        }
+        order = sorted(
+            kinds, key=lambda kind: estimate_harm(observed, kinds[kind], cheap[kinds[kind][0]]), reverse=True
+        )
+        fails, holds, mixed_from = 0, len(order), found.recipe
+        while holds - fails > 1 and self._left:
+            middle = (fails + holds) // 2
+            names = [name for kind in order[:middle] for name in kinds[kind]]
+            updates = cheap | {name: dear[name] for name in names}
+            candidate = self._make_mix(mixed_from, updates, order[:middle])
+            if not _is_cheaper(candidate, found):
+                fails = middle
+                continue
+            done = self._try_candidate(candidate, ())
+            self.candidates.append(done)
+            if done.outcome == "holds":
+                found, holds = done, middle
+            else:
+                fails = middle
+        return found
+
+    def _read_updates(self, recipe: Recipe, observed: Mapping[str, Any]) -> Updates:
+        narrow = [name for names in group_by_pattern(observed).values() for name in names]
+        given = assign(recipe, self.costs.model)
+        return {name: str(given[name]) for name in narrow}
+
+    def _make_mix(self, recipe: Recipe, updates: Updates, kinds: Sequence[str]) -> Candidate:
+        mixed = set_updates(recipe, self.costs.model, updates).replace(
+            name=f"{recipe.name}-on-{len(kinds)}",
+            description=f"{recipe.description}, but on {', '.join(kinds)} alone",
+        )
+        return Candidate(mixed, self.costs.count_bytes(mixed))
+
+
+def _differ_in_updates(one: Recipe, other: Recipe) -> bool:
+    alike = {"name": one.name, "description": "", "weight_update": None}
+    return one.replace(**alike) == other.replace(**alike)
+
+
+def _is_cheaper(one: Candidate, other: Candidate) -> bool:
+    return one.bytes_per_parameter < (1 - _WORTH) * other.bytes_per_parameter
+
+
+_MOST_FINDINGS = 5
+
+
+@dataclasses.dataclass(frozen=True)
+class Tuned:
+    """The result of `tune`; ``print`` shows it.
+
+    Attributes:
+        recipe: the recipe of fewest bytes that stays with float32 within the tolerance; float32's own where none does.
+        evidence: all trials, as `halfulp.compare` gives them: ``tuned.evidence.to_html(path)`` writes their page.
+        candidates: what was considered, by bytes, and what became of each.
+        findings: what `hu.observe` found in the observed trainings, the worst first.
+        tolerance: the share of float32's loss by which a recipe may be above it; None is what `compare` calls no
+            difference.
+    """
+
+    recipe: Recipe
+    evidence: Evidence
+    candidates: tuple[Candidate, ...]
+    findings: tuple[Finding, ...]
+    tolerance: float | None
+
+    @property
+    def bytes_per_parameter(self) -> float:
+        """Bytes per parameter of the recipe: weight, what lies beside it, optimizer states and gradient."""
+        return next(one.bytes_per_parameter for one in self.candidates if one.recipe == self.recipe)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return plain data that JSON can hold."""
+        return {
+            "recipe": self.recipe.to_dict(),
+            "bytes_per_parameter": self.bytes_per_parameter,
+            "tolerance": self.tolerance,
+            "candidates": [{**vars(one), "recipe": one.recipe.to_dict()} for one in self.candidates],
+            "findings": [finding.to_dict() for finding in self.findings],
+            "evidence": self.evidence.to_dict(),
+        }
+
+    def headline(self) -> str:
+        """Return in one sentence which recipe it is and what it costs."""
+        task = self.evidence.tasks()[0]
+        within = f"within {percent(self.tolerance)} of float32" if self.tolerance else "no difference to float32"
+        if self.recipe.name == REFERENCE:
+            return f"{task}: no candidate is {within}; float32 remains."
+        reference = self.evidence.row(task, REFERENCE)
+        return (
+            f"{task}: {self.recipe.name}, {within}, at {number(self.bytes_per_parameter, 1)} bytes per parameter "
+            f"instead of {number(reference.bytes_per_parameter, 1)}."
+        )
+
+    def rows(self) -> list[tuple[str, ...]]:
+        """Return the table of the candidates as words, its header first."""
+        found: list[tuple[str, ...]] = [("recipe", "bytes/param", "gap to fp32", "outcome", "why")]
+        for one in self.candidates:
+            size, gap = number(one.bytes_per_parameter, 2), number(one.gap, 4, sign=True)
+            found.append((one.recipe.name, size, gap, one.outcome, one.why))
+        return found
+
+    def observed(self) -> list[str]:
+        """Return the worst findings of the observed trainings, a line each, under a heading; nothing without any."""
+        shown = [f"  {finding.severity}: {finding}" for finding in self.findings[:_MOST_FINDINGS]]
+        more = len(self.findings) - len(shown)
+        shown += [f"  and {more} more in .findings"] if more else []
+        return ["Observed where every update is rounded to nearest:", *shown] if shown else []
+
+    def __str__(self) -> str:
+        rows = self.rows()
+        widths = [max(len(row[k]) for row in rows) for k in range(len(rows[0]))]
+        table = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths)).rstrip() for row in rows]
+        blank = [""] if self.findings else []
+        return "\n".join([self.headline(), self.recipe.explain(), "", *table, *blank, *self.observed()])
+
+
+def tune(
+    task: str | Task,
+    tolerance: float | None = None,
+    *,
+    recipes: Sequence[str | Recipe] | None = None,
+    param_dtypes: Sequence[str] = ("bfloat16",),
+    seeds: int | Sequence[int] = 3,
+    steps: int | None = None,
+    data: str | None = None,
+    most: int = 12,
+    out: str | os.PathLike[str] | None = None,
+    workers: int | None = None,
+    resume: bool = False,
+    overwrite: bool = False,
+    listen: Listener | None = None,
+) -> Tuned:
+    """Find the recipe of fewest bytes per parameter that stays with float32 on a task, per layer where that pays.
+
+    1. float32 and a twin whose start differs by 1e-7 are trained from every seed, and a training with 16-bit
+       parameters, each update rounded to nearest, from the first one under `hu.observe`.
+    2. What that saw says of each layer whether nearest rounding will do, stochastic rounding, or a residual, and which
+       dtypes its tensors fit. The recipes that are left are ordered by bytes.
+    3. They are trained, the cheapest first: from one seed, and from the others unless that is far off, until one holds.
+       What keeps no more of anything than one that did not hold is not trained.
+    4. Where the update of that recipe costs more than that of one that did not hold, it is given to as few kinds of
+       layers as it takes, those that fare worst first, by bisection.
+
+    Args:
+        task: a task's name, a Task, or a training step of your own: `halfulp.trials.tasks.Step`.
+        tolerance: by which share of float32's loss a recipe's may be above it, 0.01 for one per cent: gap and half of
+            its 95% interval over seeds together. None: what `halfulp.compare` calls no difference or better where it
+            compares that recipe alone.
+        recipes: candidates of your own, tried by their bytes as they are; None takes those of step 2.
+        param_dtypes: of the candidates: "bfloat16", "float16" or both, the preferred one first.
+        seeds: how many (0, 1, ...), or which; three or more.
+        steps: of every training; None is the task's own.
+        data: the folder for tasks that read files.
+        most: how many candidates are trained.
+        out, workers, resume, overwrite, listen: as `halfulp.compare` takes them.
+
+    Returns:
+        A Tuned: ``recipe``, ``evidence``, ``candidates`` with what became of each, ``findings`` of the observed
+        training. Print it.
+
+    Raises:
+        ValueError: an unknown name, fewer than three seeds, a tolerance outside of 0 to 1 or below what the seeds can
+            tell, a task with a training loop of its own, or one that diverges in float32.
+        TrialError: a trial crashed or its worker was killed.
+
+    >>> import torch, halfulp as hu
+    >>> x, y = torch.randn(128, 8), torch.randn(128, 1)
+    >>> def step(model, number):
+    ...     return torch.nn.functional.mse_loss(model(x), y)
+    >>> task = hu.trials.tasks.Step(step, torch.nn.Linear(8, 1), steps=40, rule="SGD", lr=0.05)
+    >>> tuned = hu.tune(task)
+    >>> tuned.recipe.param_dtype, tuned.bytes_per_parameter < 8
+    ('bfloat16', True)
+    """
+    _check_arguments(task, tolerance, param_dtypes, most)
+    given = None if recipes is None else [catalog.get(one) for one in recipes]
+    given = given if given is None else [one for one in given if one.name not in (REFERENCE, TWIN)]
+    if given is not None and not given:
+        raise ValueError("recipes= holds no candidate beside float32: give names or Recipes, or leave it out")
+    for one in given or ():
+        if one.name in PROBES.values() and one != catalog.get(one.name):
+            raise ValueError(
+                f"the name {one.name!r} belongs to the training that is observed: give your recipe another"
+            )
+    first = plan(task, [REFERENCE, TWIN, *(given or ())], seeds, steps, data)
+    kind, length = first[0].task, first[0].steps
+    numbers = list(dict.fromkeys(trial.seed for trial in first))
+    if len(numbers) < 3:
+        raise ValueError(f"a verdict needs three seeds, got {len(numbers)}: give seeds=3 or more")
+    if hasattr(kind, "trial"):
+        raise ValueError(
+            f"task {kind.name!r} has a training loop of its own, which cannot be observed: compare recipes on it by "
+            "halfulp.compare, or tune another task"
+        )
+    controls = [trial for trial in first if trial.recipe.name in (REFERENCE, TWIN)]
+    with training(out, controls, workers, listen, resume, overwrite) as run:
+        search = Search(kind, numbers, length, tolerance, most, run)
+        search.begin(param_dtypes)
+        chosen = search.run(given, param_dtypes)
+    return Tuned(chosen, run.evidence(), tuple(search.candidates), _collect_findings(search), tolerance)
+
+
+def _check_arguments(task: object, tolerance: float | None, param_dtypes: Sequence[str], most: int) -> None:
+    if not isinstance(task, str | Task):
+        raise TypeError(f"tune takes a task's name, a Task or a halfulp.trials.tasks.Step, got {a_kind(task)}")
+    number = isinstance(tolerance, int | float) and not isinstance(tolerance, bool)
+    if tolerance is not None and not (number and 0 < tolerance < 1):
+        raise ValueError(f"tolerance is a share of float32's loss between 0 and 1, or None; got {tolerance!r}")
+    if isinstance(param_dtypes, str) or not param_dtypes:
+        raise ValueError(f"param_dtypes is a list of {' or '.join(map(repr, PROBES))}; got {param_dtypes!r}")
+    for dtype in param_dtypes:
+        if dtype not in PROBES:
+            raise ValueError(unknown("dtype of parameters", dtype, PROBES))
+    if isinstance(most, bool) or not isinstance(most, int) or most < 1:
+        raise ValueError(f"most is how many candidates are trained, 1 or more; got {most!r}")
+
+
+def _collect_findings(search: Search) -> tuple[Finding, ...]:
+    plain = [finding for one in search.observed.values() for finding in one["findings"]]
+    found = [Finding(**{**finding, "where": tuple(finding["where"])}) for finding in plain]
+    return tuple(sorted(found, key=lambda finding: -SEVERITIES.index(finding.severity)))

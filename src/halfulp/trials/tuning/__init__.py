@@ -1,1 +1,0 @@
-"""Search for the cheapest recipe that stays with float32 on a task, among candidates from observed trainings."""
