@@ -572,7 +572,7 @@ def _add_special_values(
     return (head, *rest), None if bound is None else torch.where(special, 0.0, bound)
 
 
-def _compute_alone(a: Parts, b: Parts, entries: tuple, known: Parts, bound: torch.Tensor | None) -> None:
+def _compute_alone(a: Parts, b: Parts, entries: tuple[Any, ...], known: Parts, bound: torch.Tensor | None) -> None:
     """Compute the entries that slices do not cover one by one, and store them."""
     components, dtype = len(known), known[0].dtype
     for target, value in zip(known, multiply_entries(a, b, entries, components, dtype), strict=True):
@@ -609,7 +609,9 @@ def _layout(task: _Task, slices: int) -> Layout:
     )
 
 
-def _cut_slices(task: _Task, slices: int, cut: list, sizes: list) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+def _cut_slices(
+    task: _Task, slices: int, cut: list[Any], sizes: list[Any]
+) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
     """Return the slices of either operand, the tail behind them; the magnitudes go to the first two of `sizes`."""
     pieces = cut[: slices + 1], cut[slices + 1 :]
     scales = task.row_scales, task.column_scales
@@ -625,7 +627,7 @@ def _read_as_row(x: torch.Tensor) -> torch.Tensor:
 
 
 def _choose_slices(
-    task: _Task, slices: int, sizes: list, error: bool
+    task: _Task, slices: int, sizes: list[Any], error: bool
 ) -> tuple[int, torch.Tensor | None, torch.Tensor | None]:
     """Choose the number of slices; return it, the entries that it does not cover, and the error bound."""
     left, right, sums = sizes
@@ -659,7 +661,9 @@ def _cheapest(task: _Task, slices: int, sums: torch.Tensor) -> int:
     return min(range(slices, MOST_SLICES + 1), key=cost)
 
 
-def _add_products(task: _Task, left: list, right: list, known: Parts, last: bool, results: list) -> Parts:
+def _add_products(
+    task: _Task, left: list[Any], right: list[Any], known: Parts, last: bool, results: list[Any]
+) -> Parts:
     """Add all products of slices and tails to the sum of earlier blocks."""
     slices, device = len(left) - 1, left[0].device
     final, dtype = (task.components, task.dtype) if last else (task.components + 1, torch.float64)
@@ -681,7 +685,7 @@ def _add_products(task: _Task, left: list, right: list, known: Parts, last: bool
     return _add_scaled_sums(task, [*waiting, tails], known, written)
 
 
-def _add_scaled_sums(task: _Task, waiting: list, known: Parts, written: Parts | None) -> Parts:
+def _add_scaled_sums(task: _Task, waiting: list[Any], known: Parts, written: Parts | None) -> Parts:
     if written is None:
         written = tuple(torch.empty_like(waiting[0]) for _ in range(task.components + 1))
     kernel = summer(len(waiting), len(known), len(written), written[0].dtype)
@@ -698,7 +702,8 @@ def _error_bound(task: _Task, slices: int, sums: torch.Tensor) -> torch.Tensor:
     inner = task.inner
     most = sums.double() * (1 + inner * 2.0**-22) + inner * 2 * FLUSHED
     scaled = tails_error(slices, inner) + most * 2.0 ** (2 - task.components * PRECISION[task.dtype])
-    return times_power(scaled, task.row_scales[0] + task.column_scales[0]) + _tiny(task.dtype)
+    bound: torch.Tensor = times_power(scaled, task.row_scales[0] + task.column_scales[0]) + _tiny(task.dtype)
+    return bound
 
 
 def _tiny(dtype: torch.dtype) -> float:

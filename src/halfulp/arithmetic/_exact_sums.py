@@ -169,8 +169,9 @@ def _add_blocks(operands: Operands, reach: Reach) -> np.ndarray:
     (rows, columns), dtype, product = operands[0].shape, operands[0].dtype, len(operands) > 1
     row, nothing = np.arange(rows), np.zeros(rows, np.int64)
     size = block_of(dtype, product)
+    found: np.ndarray = np.zeros((rows, reach.counters + 1), np.int64)
     rest = columns if rows * columns <= _FEW else columns % size
-    found, begin = np.zeros((rows, reach.counters + 1), np.int64), np.arange(0, columns - rest, size)
+    begin = np.arange(0, columns - rest, size)
     if rest:
         found = _add_pieces(operands, reach, row, nothing + columns - rest, nothing + rest)
     if rest == columns:
@@ -367,7 +368,7 @@ def _canary_name(dtype: torch.dtype, product: bool) -> str:
     return f"{'exact_dot' if product else 'exact_sum'} ({dtype})"
 
 
-def _trial(dtype: torch.dtype, product: bool) -> tuple[Callable[..., list[torch.Tensor]], Callable]:
+def _trial(dtype: torch.dtype, product: bool) -> tuple[Callable[..., list[torch.Tensor]], Callable[..., Any]]:
     """Return functions that sum fixed rows: by an engine on a device, and by the reference."""
 
     def run(engine: str, device: torch.device) -> list[torch.Tensor]:

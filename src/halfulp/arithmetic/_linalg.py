@@ -35,7 +35,9 @@ def refine_solution(work: Work, a: Parts, b: Parts, task: str = "solve") -> Part
     return times_power_of_two(x, -columns.mT)
 
 
-def _solve_from_float64(quick: Callable, slow: Callable, work: Work, a: Parts, b: Parts, task: str) -> Parts:
+def _solve_from_float64(
+    quick: Callable[..., Parts], slow: Callable[..., Parts], work: Work, a: Parts, b: Parts, task: str
+) -> Parts:
     """Solve all systems from a float64 start, or, where one has none, each system by itself."""
     try:
         return quick(work, a, b, task)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, fields
-from typing import TYPE_CHECKING, Literal, get_args
+from typing import TYPE_CHECKING, Any, Literal, get_args
 
 if TYPE_CHECKING:
     import torch
@@ -16,7 +16,7 @@ FINITE = (False, None, True, True, True, True)
 SCALE = (False, "all_ones", False, False, False, False)
 
 # Format.layout -> name in torch. A packed dtype (float4_e2m1fn_x2: two values a byte) is no element dtype.
-TORCH: dict[tuple, str] = {
+TORCH: dict[tuple[Any, ...], str] = {
     (11, 52, 1023, *IEEE): "float64",
     (8, 23, 127, *IEEE): "float32",
     (5, 10, 15, *IEEE): "float16",
@@ -29,7 +29,7 @@ TORCH: dict[tuple, str] = {
 }
 
 # Format.layout -> name in ml_dtypes (numpy's own types are not repeated there).
-ML_DTYPES: dict[tuple, str] = {
+ML_DTYPES: dict[tuple[Any, ...], str] = {
     (8, 7, 127, *IEEE): "bfloat16",
     (5, 2, 15, *IEEE): "float8_e5m2",
     (5, 2, 16, *FNUZ): "float8_e5m2fnuz",

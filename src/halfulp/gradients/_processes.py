@@ -75,9 +75,10 @@ class WatchedJoin(JoinHook):
         if wrapper is not None and wrapper.__dict__.get("join_hook") is self:
             del wrapper.__dict__["join_hook"]
 
-    def __reduce__(self) -> tuple:
+    def __reduce__(self) -> tuple[Any, ...]:
         # A copy of the wrapper has no scaler.
         wrapper = self.wrapper()
+        assert wrapper is not None  # it holds this
         return types.MethodType, (type(wrapper).join_hook, wrapper)
 
 

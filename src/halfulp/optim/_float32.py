@@ -152,7 +152,7 @@ def _read(update: WeightUpdate, store: Store, parts: list[list[torch.Tensor]], o
         new.copy_(update.read(store, own))
 
 
-def _run(kernel: Callable, parts: list[list[torch.Tensor]], out: list[torch.Tensor]) -> list[torch.Tensor]:
+def _run(kernel: Callable[..., None], parts: list[list[torch.Tensor]], out: list[torch.Tensor]) -> list[torch.Tensor]:
     table, pointers = _tables(parts, out)
     run_chunks(kernel, table[:, 2], address_of(table), address_of(pointers), *[0] * 5)
     return out
@@ -180,7 +180,7 @@ def _record_read(update: WeightUpdate, store: Store) -> Trace:
 
 @functools.cache
 @undisturbed()
-def make_read_kernel(update: WeightUpdate, store: Store) -> Callable:
+def make_read_kernel(update: WeightUpdate, store: Store) -> Callable[..., None]:
     """Return the kernel that reads one weight update and store, checked against its reference once per process."""
     name = f"read_{update.name}_{store.name}".replace("-", "_")
     kernel = compile_table(name, Table(_record_read(update, store), 5))

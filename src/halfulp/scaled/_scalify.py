@@ -67,7 +67,7 @@ class _BringHome(torch.autograd.Function):
         return round_to_home(x)
 
     @staticmethod
-    def setup_context(context: Any, inputs: tuple, output: ScaledTensor) -> None:
+    def setup_context(context: Any, inputs: tuple[Any, ...], output: ScaledTensor) -> None:
         pass
 
     @staticmethod
@@ -78,6 +78,9 @@ class _BringHome(torch.autograd.Function):
     @staticmethod
     def jvp(context: Any, tangent: Tensor) -> Tensor:
         return tangent.clone()
+
+
+_bring_value_home: Callable[[Tensor], Tensor] = _BringHome.apply
 
 
 def install(model: nn.Module) -> None:
@@ -104,7 +107,9 @@ def _has_home(parameter: Tensor) -> bool:
 
 
 @untraced
-def _bring_inputs_home(module: nn.Module, arguments: tuple, options: dict) -> tuple[tuple, dict] | None:
+def _bring_inputs_home(
+    module: nn.Module, arguments: tuple[Any, ...], options: dict[str, Any]
+) -> tuple[Any, ...] | None:
     """Round a layer's inputs to the home: a forward pre-hook. Compiled graphs leave it to the products' rules."""
     if torch.compiler.is_compiling() or not any(map(is_above_home, (*arguments, *options.values()))):
         return None
@@ -143,11 +148,11 @@ _LEAF = _functions.AccumulateGrad
 
 
 @untraced
-def _bring_results_home(module: nn.Module, arguments: tuple, results: Any) -> Any:
+def _bring_results_home(module: nn.Module, arguments: tuple[Any, ...], results: Any) -> Any:
     """Round a recurrent layer's results to the home: without a fused kernel it ends in pointwise operators."""
     if torch.compiler.is_compiling():
         return tree_map(lambda x: _bring_home(x) if isinstance(x, ScaledTensor) else x, results)
-    return tree_map(lambda x: _BringHome.apply(x) if is_above_home(x) else x, results)
+    return tree_map(lambda x: _bring_value_home(x) if is_above_home(x) else x, results)
 
 
 def _once_per_tensor() -> Callable[[Any], Any]:
@@ -158,7 +163,7 @@ def _once_per_tensor() -> Callable[[Any], Any]:
         if not is_above_home(x):
             return x
         if id(x) not in found:
-            found[id(x)] = _BringHome.apply(x)
+            found[id(x)] = _bring_value_home(x)
         return found[id(x)]
 
     return entered

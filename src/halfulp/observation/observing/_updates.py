@@ -328,7 +328,7 @@ class Updates:
 
     def _group(self, alone: torch.Tensor | None) -> list[tuple[dict[str, Any], list[Stepped]]]:
         """Return parameters with gradients by what makes them step together, with their param groups."""
-        batches: dict[tuple, tuple[dict[str, Any], list[Stepped]]] = {}
+        batches: dict[tuple[Any, ...], tuple[dict[str, Any], list[Stepped]]] = {}
         for group in self.optimizer.param_groups:
             kind, options = self._options_of(group)
             for parameter in group["params"]:
@@ -390,7 +390,7 @@ class Updates:
             states[key] = value
         return states
 
-    def _shared_by(self, one: Stepped, group: dict[str, Any]) -> tuple:
+    def _shared_by(self, one: Stepped, group: dict[str, Any]) -> tuple[Any, ...]:
         """Return what parameters must share, beyond dtypes and options, to step with this one."""
         if isinstance(self.optimizer, Optimizer):
             plan = self.optimizer._plans.get(one.parameter)
@@ -562,7 +562,8 @@ class Updates:
 
     def _state_of(self, parameter: torch.Tensor) -> dict[str, Any]:
         # Indexing a defaultdict would make an entry that the optimizer takes for a started one.
-        return self.optimizer.state.get(parameter, {})
+        found: dict[str, Any] = self.optimizer.state.get(parameter, {})
+        return found
 
 
 def _apply_rule(rule: UpdateRule, constants: Sequence[float], batch: Batch) -> Wanted:

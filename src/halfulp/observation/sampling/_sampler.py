@@ -408,7 +408,8 @@ def _keep_subnormals(function: Work) -> Work:
 def measure_extremes(numbers: Sequence[Stored], totals: Sequence[Totals], candidates: Candidates, step: int) -> None:
     """Count all elements of tensors, and add their extremes, at a step."""
     by_kernel: dict[torch.dtype, list[int]] = {}
-    others, runs_kernels = [], select_engine("cpu") == "llvm"
+    others: list[int] = []
+    runs_kernels = select_engine("cpu") == "llvm"
     flats = [widen_bytes(one.flat) for one in numbers]
     for k, flat in enumerate(flats):
         totals[k].open(step)
@@ -552,10 +553,10 @@ class RowsKernel:
         constants: uint32, a row per tensor.
     """
 
-    def __init__(self, table: Table, rows: Rows, constants: Sequence[int]) -> None:
+    def __init__(self, table: Table, rows: Rows, constants: Sequence[int] | np.ndarray) -> None:
         self.constants = np.tile(np.array(constants, np.uint32), (ROWS, 1))
         self._kernel, self._rows, self._sums = compile_once(table), rows, np.zeros((ROWS, table.sums))
-        given = (rows.chunks, rows.pointers, _ROW_NUMBERS, self.constants)
+        given: tuple[np.ndarray, ...] = (rows.chunks, rows.pointers, _ROW_NUMBERS, self.constants)
         self._arguments = (*map(address_of, given), 0, address_of(self._sums), 0)
 
     def run(self, count: int) -> np.ndarray:

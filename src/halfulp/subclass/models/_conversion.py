@@ -98,7 +98,7 @@ def check_has_shape(ref: ParameterRef) -> None:
         raise ValueError(f"parameter {ref.name!r} has no shape yet: run one batch through the model first")
 
 
-def matcher(where: Where, names: list[str], what: str = "where", of: str = "parameter") -> Callable:
+def matcher(where: Where, names: list[str], what: str = "where", of: str = "parameter") -> Callable[..., Any]:
     """Return a function of a module and a name: whether `where` (a glob, several, a function, None for all) matches."""
     if where is None:
         return lambda module, name: True
@@ -122,11 +122,11 @@ def with_attributes(new: nn.Parameter, old: Tensor, own: Iterable[str]) -> nn.Pa
     return new
 
 
-Wrapper = Callable[[Callable], Callable]
+Wrapper = Callable[[Callable[..., Any]], Callable[..., Any]]
 _ADVICE = "checkpoint the whole model instead, or run it without checkpointing"
 
 
-def capture_hooks(pack: Callable, wrap: Wrapper, what: str) -> None:
+def capture_hooks(pack: Callable[..., Any], wrap: Wrapper, what: str) -> None:
     """Make what torch.utils.checkpoint(use_reentrant=False) recomputes run under a mode.
 
     Its frame is reached through the saved-tensor hooks that are on top while the checkpointed function runs; hooks of

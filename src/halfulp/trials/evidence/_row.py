@@ -195,7 +195,7 @@ def pooled_level(recipes: int) -> float:
     >>> [round(pooled_level(recipes), 4) for recipes in (2, 5, 10)]
     [0.037, 0.037, 0.0294]
     """
-    return _POOLED * min(1.0, _FEW / recipes) ** (1 / 3)
+    return float(_POOLED * min(1.0, _FEW / recipes) ** (1 / 3))
 
 
 def pooled_spread(compared: Sequence[Sequence[float]]) -> float:
