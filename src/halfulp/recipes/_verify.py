@@ -285,7 +285,7 @@ class ExponentProof(Proof):
         drawn[_GLOBAL] = HIGHEST if step % 2 else LOWEST
         state = self._with(state, drawn, merged)
         state["sites"][_GLOBAL]["reference"] = [binade, 0]
-        return {**state, "progress": [_UNMEASURED, 0, False, 0, 0, 0]}
+        return {**state, "progress": [_UNMEASURED, 0, False, 0, 0, 0, state["progress"][-1]]}
 
     def _draw(self, keys: list[str]) -> dict[str, int]:
         return dict(zip(keys, self.draw(LOWEST, HIGHEST, len(keys))))
