@@ -1,9 +1,11 @@
 """What can be wrong with a run's numbers: one class per code, in one file per subject, each of which joins one list."""
 
 from . import _accumulators as _accumulators
+from . import _comparisons as _comparisons
 from . import _quantization as _quantization
 from . import _ranges as _ranges
 from . import _requests as _requests
+from . import _scales as _scales
 from . import _updates as _updates
 from ._kind import KINDS as KINDS
 from ._kind import FindingKind as FindingKind

@@ -24,7 +24,7 @@ from torch.utils.hooks import RemovableHandle
 
 from ...kernels import in_float64
 from .._record import Difference
-from ..findings._requests import is_explained_by_order
+from ..findings._comparisons import is_explained_by_order
 from ..sampling._sampler import read_numbers, take_sample
 from ._notebook import Notebook, find_tensors, watching
 

@@ -1,0 +1,159 @@
+"""Findings about loss scales and gradient exponents: collapsed, held down, out of step with a schedule."""
+
+import math
+from collections.abc import Iterator
+
+from ...formats import Format
+from .._finding import Finding
+from .._record import Record, TensorRecord
+from .._text import confidence_of, percent
+from ._kind import FindingKind, register_finding
+from ._ranges import (
+    count_binades_left,
+    count_nonzero,
+    estimate_vanished_share,
+    has_scaled_loss,
+    measure_subnormal_share,
+    storage_format,
+    tensors,
+)
+
+# A loss scale is there to make gradients larger. Below 1 it makes them smaller than they are.
+SCALE = 1.0
+# float32 underflows 166 halvings after 2^16, and the scale is exactly 0; 2^-24 is float16's smallest number.
+GONE = 2.0**-24
+
+
+@register_finding
+class ScaleCollapsed(FindingKind):
+    """The loss scale was halved again and again, to below 1 or to 0, since gradients stayed infinite at every scale."""
+
+    code = "scale-collapsed"
+    cure = (
+        "find what is infinite at every scale (first-nonfinite names it, torch.autograd.detect_anomaly the line), and "
+        "stop a run whose scale falls below 1; hu.AdaptiveGradScaler names the sites that overflow in scaler.last_step"
+    )
+    explained_by = ("first-nonfinite", "eps-zero", "dtype-not-asked")
+    spreads = True
+
+    def in_record(self, record: Record) -> Iterator[Finding]:
+        read = [*(step.loss_scale for step in record.history), record.loss_scale]
+        scales = [scale for scale in read if scale is not None]
+        if not scales or not min(scales) < SCALE:
+            return
+        lowest, steps = min(scales), len(record.history)
+        share = record.skipped / max(1, steps + record.skipped)
+        start = f"from {max(scales):.4g} " if max(scales) > lowest else ""
+        yield self.found(
+            (),
+            "error" if lowest < GONE or scales[-1] < SCALE else "warning",
+            max(0.5, confidence_of(record.skipped, 4)),
+            f"the loss scale fell {start}to {lowest:.4g}, with {percent(share)} of steps skipped",
+            lowest=lowest,
+            last=scales[-1],
+            highest=max(scales),
+            skipped=record.skipped,
+        )
+
+
+# Until its first scale fits, a scaler skips one to three steps of every run.
+USUAL = 3
+# A schedule that is a hundredth ahead of its steps changes no result.
+SHARE = 0.01
+
+
+@register_finding
+class SchedulerOnSkips(FindingKind):
+    """The scheduler advances on steps that the gradient scaler skipped, so that it ends before the training does."""
+
+    code = "scheduler-on-skips"
+    cure = (
+        "step the scheduler only after a step was taken: compare scaler.get_scale() before and after scaler.update(), "
+        "or ask hu.AdaptiveGradScaler's scaler.last_step.applied"
+    )
+    explained_by = ("scale-collapsed", "site-holds-scale", "first-nonfinite")
+
+    def in_record(self, record: Record) -> Iterator[Finding]:
+        scheduled = sum(step.scheduled for step in record.history if step.scheduled is not None)
+        if not record.skipped or not scheduled or not record.history:
+            return
+        taken = record.history[-1].step + 1
+        ahead = scheduled - taken
+        # One step more than was taken is what the constructor of a scheduler makes.
+        if ahead <= 1 or ahead < record.skipped - USUAL:
+            return
+        share = record.skipped / (taken + record.skipped)
+        yield self.found(
+            (),
+            "warning" if record.skipped > USUAL and share >= SHARE else "note",
+            confidence_of(record.skipped, 1),
+            f"the scheduler made {scheduled} steps and the optimizer {taken}: {record.skipped} were skipped "
+            f"({percent(share)})",
+            scheduled=scheduled,
+            taken=taken,
+            skipped=record.skipped,
+        )
+
+
+# A dynamic scale is the largest at which nothing overflows. What is this near to the largest number stops it, by itself
+# or in a weight gradient, which is its sum over a batch.
+HOLDS = 6.0
+# Everything else could take a scale larger by as many powers of two.
+APART = 6.0
+# Harm done, which a larger scale would save of another tensor.
+VANISHED = 0.05
+SUBNORMAL = 0.5
+
+
+@register_finding
+class SiteHoldsScale(FindingKind):
+    """One layer's gradient is so much larger than all others that their loss scale is too small for them."""
+
+    code = "site-holds-scale"
+    cure = "hu.AdaptiveGradScaler, which gives each layer its own scale, or compute this layer in float32"
+    role = "activation gradient"
+    explained_by = ("first-nonfinite",)
+    spreads = True
+
+    def in_record(self, record: Record) -> Iterator[Finding]:
+        if not has_scaled_loss(record) or record.sites:
+            return
+        room = [(tensor, held_in) for tensor in tensors(record, "activation gradient") if (held_in := _narrow(tensor))]
+        if len(room) < 3:
+            return
+        room.sort(key=lambda pair: count_binades_left(*pair))
+        gap = _largest_gap(room)
+        holding, others = room[:gap], room[gap:]
+        if not holding or count_binades_left(*holding[0]) > HOLDS:
+            return
+        vanished = max(estimate_vanished_share(*pair) for pair in others)
+        subnormal = max(measure_subnormal_share(*pair) for pair in others)
+        apart = count_binades_left(*others[0]) - count_binades_left(*holding[-1])
+        if apart < APART or (vanished < VANISHED and subnormal < SUBNORMAL):
+            return
+        yield self.found(
+            [tensor.name for tensor, _ in holding],
+            "warning",
+            confidence_of(min(count_nonzero(tensor) for tensor, _ in room), 32),
+            f"gradients 2^{math.floor(apart)} times the next; at the scale that it allows {percent(subnormal)} "
+            "of another layer's are subnormal",
+            margin=count_binades_left(*holding[0]),
+            apart=apart,
+            vanished=vanished,
+            subnormal=subnormal,
+        )
+
+
+def _narrow(tensor: TensorRecord) -> Format | None:
+    """Return the format of a gradient that a loss scale is there for, None where it has none or float32's range."""
+    held_in = storage_format(tensor)
+    return held_in if held_in is not None and held_in.emin > -100 and tensor.amax > 0 else None
+
+
+def _largest_gap(room: list[tuple[TensorRecord, Format]]) -> int:
+    """Return how many of the tensors, nearest to overflow first, lie before the widest gap in their nearer half.
+
+    A large gradient goes on to the layers before it until one makes it small, so that several may be as large.
+    """
+    margins = [count_binades_left(*pair) for pair in room]
+    return max(range(1, len(room) // 2 + 1), key=lambda i: margins[i] - margins[i - 1])
