@@ -203,3 +203,12 @@ def test_the_digest_of_sources_tells_every_edit_of_any_of_them(tmp_path):
     assert digests[1] == digests[2], "an empty file generates nothing"
     assert len(set(digests)) == 3
     assert source_digest(tmp_path) == digests[-1]
+
+
+def test_every_code_generator_has_a_say_in_the_digest():
+    from halfulp.kernels import _cache
+
+    whole = source_digest(*_cache._GENERATORS)
+    for one in _cache._GENERATORS:
+        others = [other for other in _cache._GENERATORS if other != one]
+        assert source_digest(*others) != whole, one

@@ -359,6 +359,10 @@ def test_muons_others_have_adamws_options():
     assert (again.param_groups[2]["lr"], again.param_groups[2]["betas"]) == (1.0, (0.8, 0.9))
     with pytest.raises(ValueError, match=r"lr=-1\.0 is not allowed"):
         hu.optim.Muon([{"params": [models[0].bias], "use_muon": False}], adamw_lr=-1.0)
+    own = hu.optim.Muon([{"params": [models[0].bias], "use_muon": False, "adamw_lr": 1e-4}], lr=0.02)
+    assert own.param_groups[0]["lr"] == 1e-4
+    with pytest.raises(ValueError, match="a group of Muon's has adamw_lr"):
+        hu.optim.Muon([{"params": [models[0].weight], "adamw_lr": 1e-4}], lr=0.02)
 
 
 def test_users_choose_muons_parameters():

@@ -90,3 +90,20 @@ def test_where_no_file_can_stand_is_said_before_any_work(tmp_path: Path) -> None
         check_writable(tmp_path)
     with pytest.raises(ValueError, match="No such file or directory; give another file"):
         check_writable(tmp_path / "gone" / "page.html")
+
+
+def test_links_are_followed_and_pipes_are_written(tmp_path: Path) -> None:
+    real, link, pipe = tmp_path / "real", tmp_path / "link", tmp_path / "pipe"
+    real.write_text("old")
+    link.symlink_to(real)
+    check_writable(link)
+    write_whole(link, "new")
+    assert link.is_symlink()
+    assert real.read_text() == "new"
+    os.mkfifo(pipe)
+    reader = os.open(pipe, os.O_RDONLY | os.O_NONBLOCK)
+    check_writable(pipe)
+    write_whole(pipe, "new")
+    assert os.read(reader, 100) == b"new"
+    os.close(reader)
+    assert pipe.is_fifo()

@@ -334,3 +334,14 @@ def test_large_results_stored_past_the_caches_have_the_same_bits(dtype, rounding
         used.clear()
         own = x[:count].clone()
         assert same_bits(hu.quantize(own, "e4m3fn", rounding, out=own), hu.quantize(x[:count], "e4m3fn", rounding))
+
+
+def test_subnormal_values_survive_a_process_that_flushes():
+    x = torch.tensor([2.0**-127, 2.0**-126, 1.0])
+    expected = quantize(x, "e8m0").view(torch.int32).tolist()
+    torch.set_flush_denormal(True)
+    try:
+        got = quantize(x, "e8m0").view(torch.int32).tolist()
+    finally:
+        torch.set_flush_denormal(False)
+    assert got == expected == [0x00400000, 0x00800000, 0x3F800000]

@@ -28,7 +28,7 @@ _RECURRENT = ("mkldnn_rnn_layer_backward", "_cudnn_rnn_backward", "miopen_rnn_ba
 _MOVES = {
     *("add", "sub", "rsub", "neg", "sum", "mean", "cumsum", "cat", "stack", "where", "masked_fill", "tril", "triu"),
     *("view", "_unsafe_view", "reshape", "_reshape_copy", "permute", "transpose", "t", "expand", "squeeze"),
-    *("unsqueeze", "clone", "alias", "detach", "lift_fresh", "lift_fresh_copy", "contiguous", "make_view"),
+    *("unsqueeze", "clone", "alias", "detach", "lift_fresh", "lift_fresh_copy", "contiguous", "view_of"),
     *("broadcast_in_dim", "slice", "select", "slice_scatter", "select_scatter", "diagonal", "diagonal_scatter"),
     *("unfold", "as_strided"),
     *("as_strided_scatter", "split", "split_with_sizes", "unbind", "flip", "roll", "repeat", "constant_pad_nd"),

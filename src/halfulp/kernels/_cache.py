@@ -161,7 +161,7 @@ def _identity(path: Path) -> tuple[int, int] | None:
 
 
 @functools.cache
-def source_digest(*folders: Path) -> str:
-    """Return a hash of all sources in folders: the part of a cache key that changes with code generators."""
-    files = (file for folder in folders for file in sorted(folder.glob("*.py")))
+def source_digest(*sources: Path) -> str:
+    """Return a hash of source files and folders: the part of a cache key that changes with code generators."""
+    files = [file for one in sources for file in (sorted(one.glob("*.py")) if one.is_dir() else [one])]
     return hashlib.sha256(b"".join(file.read_bytes() for file in files)).hexdigest()

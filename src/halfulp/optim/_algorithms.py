@@ -552,6 +552,11 @@ class Muon(Optimizer):
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add a group of matrices, or with `use_muon=False` one that AdamW steps."""
+        given = {name: param_group.pop(name) for name in self._adamws if param_group.get(name) is not None}
+        if given and param_group.get("use_muon", not param_group.get("use_fallback", False)):
+            raise ValueError(f"a group of Muon's has {', '.join(given)}: give use_muon=False, or leave them out")
+        for name, value in given.items():
+            param_group.setdefault(name.removeprefix("adamw_"), value)
         own = {name.removeprefix("adamw_"): self.defaults[name] for name in self._adamws}
         own = {name: value for name, value in own.items() if value is not None} | {"amsgrad": False, "maximize": False}
         known = {"use_muon": True, "use_fallback": False, **own}
@@ -563,7 +568,8 @@ class Muon(Optimizer):
             for name, value in own.items():
                 param_group.setdefault(name, value)
         super().add_param_group(param_group)
-        if has_muons_rate and self.defaults["adjust_lr_fn"] != "match_rms_adamw":
+        adjusted = {group.get("adjust_lr_fn") for group in (self.defaults, *self.param_groups)}
+        if has_muons_rate and "match_rms_adamw" not in adjusted:
             _warn_of_muons_rate(float(self.defaults["lr"]))
         for name in self._adamws:
             self.param_groups[-1].pop(name, None)

@@ -16,17 +16,26 @@ from typing import Any
 def write_whole(path: str | os.PathLike[str], text: str) -> None:
     """Write a UTF-8 file whole or not at all: a temporary file beside it, then a rename.
 
+    A link is followed, and what is no regular file (a pipe, a terminal) is written as it is.
+
     Raises:
         ValueError: the disk is full, or the folder is gone or not writable; a file that was there stays as it was.
     """
     path = Path(path)
-    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    if _is_stream(path):
+        try:
+            path.write_text(text, encoding="utf-8")
+        except OSError as error:
+            raise ValueError(f"cannot write {path}: {error.strerror or error}") from None
+        return
+    real = path.resolve()
+    temporary = real.with_name(f".{real.name}.{os.getpid()}.tmp")
     try:
         with open(temporary, "w", encoding="utf-8") as file:
             file.write(text)
             file.flush()
             os.fsync(file.fileno())
-        os.replace(temporary, path)
+        os.replace(temporary, real)
     except OSError as error:
         raise ValueError(f"cannot write {path}: {error.strerror or error}") from None
     finally:
@@ -44,10 +53,18 @@ def check_writable(path: str | os.PathLike[str]) -> None:
     if path.is_dir():
         raise ValueError(f"cannot write {path}: it is a folder; give the name of a file in it")
     try:
-        with tempfile.TemporaryFile(dir=path.parent):
+        if _is_stream(path):
+            if not os.access(path, os.W_OK):
+                raise PermissionError("it is not writable")
+            return
+        with tempfile.TemporaryFile(dir=path.resolve().parent):
             pass
     except OSError as error:
         raise ValueError(f"cannot write {path}: {error.strerror or error}; give another file") from None
+
+
+def _is_stream(path: Path) -> bool:
+    return path.exists() and not path.is_file()
 
 
 DASH = "–"

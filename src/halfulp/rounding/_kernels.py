@@ -16,6 +16,7 @@ from ..kernels import (
     address,
     check_bits,
     chunks,
+    keeping_subnormals,
     require_same_bits,
     run_chunks,
     run_on_tensors,
@@ -285,8 +286,9 @@ def check_device(x: torch.Tensor, target: Hashable, round_into: Callable[[torch.
 def _run(x: torch.Tensor, target: Target, key: int, out: torch.Tensor) -> None:
     if is_widened(target, x.dtype):
         wide = torch.empty(x.shape, dtype=torch.float64, device=x.device)
-        _run(x.to(torch.float64).contiguous(), target, key, wide)
-        out.copy_(wide)
+        with keeping_subnormals():
+            _run(x.to(torch.float64).contiguous(), target, key, wide)
+            out.copy_(wide)
     else:
         chosen = engine_for(x)
         if chosen == "llvm":

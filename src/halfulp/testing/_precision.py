@@ -85,7 +85,7 @@ def run_short_training(
                 _check_loss(loss)
                 leaves = tree_leaves(output if not hasattr(output, "items") else dict(output))
                 outputs = [x for x in leaves if isinstance(x, Tensor) and x.is_floating_point()]
-                terms = _measure_terms(loss, outputs) if is_plain else 0.0
+                terms = _watch_terms(outputs) if is_plain else []
                 (loss if scaler is None else scaler.scale(loss)).backward()
             if scaler is not None:
                 scaler.unscale_(optimizer)
@@ -104,7 +104,7 @@ def run_short_training(
             if first:
                 found.outputs, found.gradients = [*map(_plain, outputs)], gradients
             found.losses.append(float(_plain(loss)))
-            found.terms.append(terms)
+            found.terms += terms
     if scaler is not None:
         scaler.detach()
     found.findings, found.unseen = seen.findings, seen.record.unseen
@@ -132,17 +132,21 @@ def _check_loss(loss: Any) -> None:
         raise ValueError(f"under the recipe the loss gave {given}: give a scalar, loss=lambda output: ...")
 
 
-def _measure_terms(loss: Tensor, outputs: list[Tensor]) -> float:
-    """Return the norm of the terms x dL/dx: how far the loss moves if each output is off by as much as its own size.
+def _watch_terms(outputs: list[Tensor]) -> list[float]:
+    """Return a list that a backward pass fills with norms of x dL/dx: how far an output's own size moves the loss.
 
     Terms of both signs may cancel in the loss, and errors of the outputs do not.
     """
-    moving = [x for x in outputs if x.requires_grad]
-    if not moving or not loss.requires_grad:
-        return 0.0
-    derivatives = torch.autograd.grad(loss, moving, retain_graph=True, allow_unused=True)
-    terms = [(_plain(x) * _plain(d)).norm() for x, d in zip(moving, derivatives) if d is not None]
-    return math.hypot(*map(float, terms))
+    terms: list[float] = []
+
+    def watch(x: Tensor) -> None:
+        value = _plain(x)
+        x.register_hook(lambda gradient: terms.append(float((value * _plain(gradient)).norm())))
+
+    for x in outputs:
+        if x.requires_grad:
+            watch(x)
+    return terms
 
 
 def _gradients(model: nn.Module) -> dict[str, Tensor]:
@@ -165,6 +169,9 @@ MOST = 0.5
 TWINS = 4
 # A gradient that is 0 but for rounding is measured beside the others: by this share of their root mean square.
 FLOOR = 0.1
+# Losses that are small differences are measured beside their terms: by a share that makes an allowance of 32 eps
+# one of 4 eps of the terms.
+TERMS = 0.125
 _SHOWN = 8
 
 
@@ -360,7 +367,7 @@ def _differences(
     """Return the differences of a run from float32's, the one that is farthest beyond its allowance first."""
     rows: list[tuple[str, Tensor, Tensor, Tensor | None, float]] = []
     ours, other, theirs = (torch.tensor(x.losses, dtype=torch.float64, device="cpu") for x in (plain, twin, narrow))
-    rows.append((f"losses of {len(plain.losses)} steps", ours, other, theirs, math.hypot(*plain.terms)))
+    rows.append((f"losses of {len(plain.losses)} steps", ours, other, theirs, TERMS * math.hypot(*plain.terms)))
     for k, output in enumerate(plain.outputs):
         mine = narrow.outputs[k] if k < len(narrow.outputs) else None
         rows.append((f"output {k}", output, twin.outputs[k], mine, 0.0))

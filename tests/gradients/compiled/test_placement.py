@@ -3,6 +3,8 @@
 import pytest
 import torch
 
+from halfulp._torch_floor import is_older
+from halfulp.gradients import _compiled_placement
 from halfulp.gradients._compiled_placement import MATRIX, find_role
 
 aten = torch.ops.aten
@@ -19,6 +21,15 @@ SHAPES = {
     "addmv": ((2,), (2, 3), (3,)),
     "addbmm": ((2, 4), (5, 2, 3), (5, 3, 4)),
 }
+
+
+@pytest.mark.parametrize("table", ["_MOVES", "_VIEWS", "_SHAPES", "_NEW", "_CASTS", "_FILLS", "MATRIX"])
+def test_functions_that_are_known_by_name_are_torchs(table):
+    if is_older(torch.__version__, "2.13"):
+        pytest.skip("older versions lack some of the operators")
+    spaces = (aten, torch.ops.prims, torch.ops.mkldnn)
+    names = [*getattr(_compiled_placement, table)]
+    assert [name for name in names if not any(hasattr(space, name) for space in spaces)] == []
 
 
 def _node(name: str, shapes: tuple) -> tuple[torch.fx.Node, list[torch.fx.Node]]:

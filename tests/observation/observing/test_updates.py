@@ -153,6 +153,17 @@ def test_neighbours_are_those_of_the_dtype(seed):
         assert bool(((middle.to(dtype).double() == low) | (middle.to(dtype).double() == high)).all())
 
 
+def test_states_are_in_the_optimizers_order():
+    weight = torch.nn.Parameter(torch.ones(8))
+    opt = torch.optim.Adam([weight], amsgrad=True)
+    weight.grad = torch.ones(8)
+    opt.step()
+    with hu.observe(torch.nn.ParameterDict({"weight": weight}), opt, interval=1) as seen:
+        opt.step()
+    (record,) = seen.record.parameters.values()
+    assert [*record.states] == ["exp_avg", "exp_avg_sq", "max_exp_avg_sq"]
+
+
 def test_an_unknown_optimizer_counts_unchanged_elements():
     class Odd(torch.optim.SGD):
         @torch.no_grad()

@@ -67,7 +67,7 @@ def is_maybe_chance(change: Realised, realised: float, spread: float = 1.0) -> b
             and p halves from one to the next.
 
     >>> few, many = Realised(seen=250, cancelled=225), Realised(seen=25000, cancelled=22500)
-    >>> is_maybe_chance(few, 0.3), may_be_chance(many, 0.3)
+    >>> is_maybe_chance(few, 0.3), is_maybe_chance(many, 0.3)
     (True, False)
     """
     kept = 1 - change.lost_share

@@ -129,7 +129,7 @@ def forecast(
         betas, eps, momentum, weight_decay: options where a learning rate is given; torch's defaults.
 
     Returns:
-        A Forecast: `layers`, `findings`, `compute_costs`; print it.
+        A Forecast: `layers`, `findings`, `costs`; print it.
 
     Raises:
         TypeError: neither a module nor a state dict; neither an optimizer nor a number.

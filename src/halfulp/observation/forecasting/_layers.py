@@ -653,7 +653,7 @@ def forecast_layer(
 def choose_sample(elements: int, most: int) -> Tensor:
     """Return the positions of a sample: all elements, or runs of neighbours at even distances.
 
-    >>> choose_sample(3, 10).tolist(), len(sample_of(10**6, 1024)), int(sample_of(10**6, 1024)[-1])
+    >>> choose_sample(3, 10).tolist(), len(choose_sample(10**6, 1024)), int(choose_sample(10**6, 1024)[-1])
     ([0, 1, 2], 1024, 999999)
     """
     if elements <= most:

@@ -490,7 +490,7 @@ def find_parts(optimizer: torch.optim.Optimizer) -> list[torch.optim.Optimizer]:
     ...         self.parts = parts
     ...         super().__init__([p for one in parts for group in one.param_groups for p in group["params"]])
     >>> parts = [torch.optim.Adam([torch.nn.Parameter(torch.zeros(2))]) for _ in range(2)]
-    >>> find_parts(Container(parts)) == parts, parts_of(parts[0]) == parts[:1]
+    >>> find_parts(Container(parts)) == parts, find_parts(parts[0]) == parts[:1]
     (True, True)
     """
     found: dict[int, torch.optim.Optimizer] = {}

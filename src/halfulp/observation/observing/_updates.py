@@ -137,14 +137,17 @@ class Stepped:
     """One parameter before a step.
 
     Attributes:
+        elements: how many it has.
+        weight, gradient: its numbers and its gradient's until they have been sampled: they may be copies.
         states: what a step of torch's optimizers of known formula reads besides, tensors of its elements as their
-            numbers; None of others.
+            numbers until they have been sampled; None of others.
     """
 
     record: ParameterRecord
     parameter: torch.Tensor
-    weight: Stored
-    gradient: Stored
+    elements: int
+    weight: Stored | None
+    gradient: Stored | None
     states: dict[str, Any] | None = None
 
 
@@ -200,7 +203,7 @@ def count_changes(values: Sequence[torch.Tensor], ends: Sequence[int], decreases
 
 
 def _count_by_numpy(values: Sequence[torch.Tensor], ends: Sequence[int], decreases: bool) -> list[list[float]]:
-    """Return the sums of `changes_table` without kernels."""
+    """Return the sums of `record_changes_table` without kernels."""
     found = []
     for start, end in itertools.pairwise(ends):
         b, a, w = (one.numpy()[start:end] for one in values)
@@ -323,7 +326,7 @@ class Updates:
         batches = self._group(alone)
         late = [one for _, stepped in batches for one in stepped if one.record.name not in arrived]
         if late:  # their gradients met no hook
-            Layout(self.book, late).look([one.gradient for one in late], "weight gradient")
+            Layout(self.book, late).look([one.gradient for one in late if one.gradient], "weight gradient")
         self._batches = [self._sample(group, stepped) for group, stepped in batches]
 
     def _group(self, alone: torch.Tensor | None) -> list[tuple[dict[str, Any], list[Stepped]]]:
@@ -374,7 +377,7 @@ class Updates:
             self.book.fixed.add(name)
         if not weight.flat.numel():
             return None
-        one = Stepped(record, parameter, weight, slope)
+        one = Stepped(record, parameter, weight.flat.numel(), weight, slope)
         if type(self.optimizer) in ELEMENTWISE:
             one.states = self._read_states(one)
         return one
@@ -385,7 +388,7 @@ class Updates:
         for key, value in self._state_of(one.parameter).items():
             if key not in WHOLE and isinstance(value, torch.Tensor):
                 value = read_numbers(value)
-                if value is None or value.flat.numel() != one.weight.flat.numel():
+                if value is None or value.flat.numel() != one.elements:
                     return None
             states[key] = value
         return states
@@ -417,8 +420,8 @@ class Updates:
     def _sample(self, group: dict[str, Any], stepped: list[Stepped]) -> Batch:
         """Sample weights, gradients and states of parameters that step together."""
         layout = Layout(self.book, stepped)
-        weight = layout.look([one.weight for one in stepped], "weight")
-        gradient = layout.look([one.gradient for one in stepped])
+        weight = layout.look([one.weight for one in stepped if one.weight], "weight")
+        gradient = layout.look([one.gradient for one in stepped if one.gradient])
         divisor = _number(getattr(self.optimizer, "grad_scale", None), 1.0)
         if divisor != 1.0:
             gradient = gradient / divisor
@@ -442,6 +445,8 @@ class Updates:
                     value = layout.look([one.states[key] for one in stepped if one.states is not None])
                 batch.states[key] = value.clone() if isinstance(value, torch.Tensor) else value
             batch.compute_wanted = self._step_shadow
+        for one in stepped:
+            one.weight = one.gradient = one.states = None
         return batch
 
     def _read_weights(self, batch: Batch, stored_weights: torch.Tensor) -> torch.Tensor:
@@ -490,8 +495,9 @@ class Updates:
             self._follow_directions(batch, wanted.values, now)
             add_changes(records, batch.weight, now, wanted.change, batch.layout.ends)
             self._look_at_updates(batch, wanted.change)
-            for key in wanted.states.keys() & states_now.keys():
-                self._compare_state(key, batch, wanted.states[key], states_now[key])
+            for key, state in wanted.states.items():
+                if key in states_now:
+                    self._compare_state(key, batch, state, states_now[key])
             self._compare_decay(batch)
 
     def _step_shadow(self, batch: Batch) -> Wanted:
@@ -549,7 +555,7 @@ class Updates:
                     continue
                 one.record.state_dtypes[key] = value.dtype
                 numbers = read_numbers(value)
-                if numbers is not None and numbers.flat.numel() == one.weight.flat.numel():
+                if numbers is not None and numbers.flat.numel() == one.elements:
                     found.setdefault(key, []).append((one, numbers))
         samples = {}
         for key, held in found.items():

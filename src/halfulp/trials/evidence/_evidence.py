@@ -50,7 +50,7 @@ def _describe_task(evidence: FinishedTrials, task: str) -> dict[str, Any]:
     rows = evidence.rows(task)
     settings = evidence.of_task(task)[0]["settings"]
     most = max((stored_bytes(row) or 0.0 for row in rows), default=0.0)
-    curves = _read_curves(evidence, task)
+    curves = read_curves(evidence, task)
     styles = choose_line_styles([row.recipe for row in rows])
     reach = max((abs(gap) for row in rows for gap in evidence.gaps(row.task, row.recipe)), default=0.0) or 1.0
     return {
@@ -68,7 +68,7 @@ def _describe_task(evidence: FinishedTrials, task: str) -> dict[str, Any]:
     }
 
 
-def _read_curves(evidence: FinishedTrials, task: str) -> Curves:
+def read_curves(evidence: FinishedTrials, task: str) -> Curves:
     """Return the training loss of a task's trials."""
     curves: dict[str, dict[int, dict[int, float]]] = {}
     for record in evidence.of_task(task):

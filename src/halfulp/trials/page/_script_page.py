@@ -67,7 +67,7 @@ def write_headline(rows: Sequence[Mapping[str, Any]]) -> str:
     'bf16-kahan keeps float32’s loss; bf16 does not.'
     """
     of = {verdict: [row["recipe"] for row in rows if row["verdict"] == verdict] for verdict in TONES}
-    kept = [name for verdict in KEPT for name in of[verdict]]
+    kept = [name for verdict in reversed(KEPT) for name in of[verdict]]
     lost = [name for verdict in LOST for name in of[verdict]]
     if of["no verdict"]:
         return "Float32 itself did not learn: no verdict on any recipe."
