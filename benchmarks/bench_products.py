@@ -62,7 +62,7 @@ def digits(seed: int) -> Table:
     import torch
 
     from halfulp.arithmetic._float32_products import product
-    from halfulp.environment._processor import NARROW, float32_products_of, native_dtypes
+    from halfulp.environment._narrow_products import NARROW, float32_products_of, native_dtypes
 
     columns = {"operator": "", "dtype": "", "shapes": "", "from float64": ".3f", "gradients from float64": ".3f"}
     table = Table(f"Units of the last place, {SHAPES} shapes, seed {seed}", columns | {"from torch's own": ".3f"})
@@ -143,7 +143,7 @@ def speed() -> Table:
     import torch
 
     from halfulp.arithmetic._float32_products import product
-    from halfulp.environment._processor import NARROW, float32_products_of, native_dtypes
+    from halfulp.environment._narrow_products import NARROW, float32_products_of, native_dtypes
 
     set_threads(1)
     natives = {str(dtype).removeprefix("torch.") for dtype in native_dtypes()}

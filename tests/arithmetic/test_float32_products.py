@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from halfulp.arithmetic._float32_products import PRODUCTS, product
-from halfulp.environment._processor import NARROW, float32_products_of, native_dtypes
+from halfulp.environment._narrow_products import NARROW, float32_products_of, native_dtypes
 from halfulp.kernels import report, same_bits
 
 from .product_cases import CALLS, Call, lstm

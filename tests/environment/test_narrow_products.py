@@ -6,11 +6,11 @@ import sys
 
 import pytest
 
-from halfulp.environment._processor import NARROW, native_dtypes, widened_dtypes
+from halfulp.environment._narrow_products import NARROW, native_dtypes, widened_dtypes
 
 PROGRAM = """
 import torch
-from halfulp.environment._processor import widened_dtypes
+from halfulp.environment._narrow_products import widened_dtypes
 print([str(dtype) for dtype in widened_dtypes()])
 """
 
@@ -38,7 +38,7 @@ def test_an_unknown_wish_is_refused(in_bare_process):
     script = """
         import torch
         try:
-            from halfulp.environment._processor import widened_dtypes
+            from halfulp.environment._narrow_products import widened_dtypes
             widened_dtypes()
         except ValueError as error:
             print(error)

@@ -11,7 +11,6 @@ from torch import nn
 import halfulp as hu
 from halfulp.gradients import Constant, Dynamic, _controller
 from halfulp.gradients._controller import is_measured
-from halfulp.gradients._processes import Processes
 from halfulp.gradients._site import Memory
 
 from ..samples import drawn
@@ -364,9 +363,8 @@ class Overflowing(torch.autograd.Function):
         return torch.where(gradient.abs() > 2.0**-6, torch.inf, gradient)
 
 
-@pytest.mark.parametrize("parallel", [False, True])
 @pytest.mark.parametrize("clipped", [False, True])
-def test_what_nothing_measures_ends(clipped, parallel, seed, monkeypatch):
+def test_what_nothing_measures_ends(clipped, seed):
     class Model(nn.Module):
         def __init__(self):
             super().__init__()
@@ -375,8 +373,6 @@ def test_what_nothing_measures_ends(clipped, parallel, seed, monkeypatch):
         def forward(self, x):
             return self.first(x) * Overflowing.apply(self.gain)
 
-    monkeypatch.setattr(Processes, "agree", lambda self, occasion, iteration, values, device: values)
-    monkeypatch.setattr(Processes, "__bool__", lambda self: parallel)
     model, x = Model(), batch()
     scaler = hu.AdaptiveGradScaler(model, format="fp16")
     opt = torch.optim.SGD(model.parameters(), lr=0.0)
@@ -479,7 +475,7 @@ from halfulp.gradients._processes import Processes
 rank, path = int(sys.argv[1]), sys.argv[2]
 dist.init_process_group("gloo", init_method="file://" + path, rank=rank, world_size=2)
 processes = Processes()
-processes._add(dist.group.WORLD)
+processes._add_group(dist.group.WORLD)
 for pair in ((3, -5), (-5, 3), (7, 7), (0, 60), (-60, -30)):
     assert processes.agree("update", 7, [pair[rank], rank], lambda: torch.device("cpu")) == [min(pair), 0], pair
 dist.barrier()

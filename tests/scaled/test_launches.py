@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch.utils._pytree import tree_leaves, tree_map
 
-from halfulp.environment._processor import float32_products_of
+from halfulp.environment._narrow_products import float32_products_of
 from halfulp.kernels import same_bits
 from halfulp.scaled import ScaledTensor
 

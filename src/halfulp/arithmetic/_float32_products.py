@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 
 from .._torch_versions import saved_tensor_hooks
-from ..environment._processor import NARROW, widened_dtypes
+from ..environment._narrow_products import NARROW, widened_dtypes
 from ..kernels import constant_result, note
 
 # By name, where a function is met as a method, a function of torch and an operator of torch.ops alike.

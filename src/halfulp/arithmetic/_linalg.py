@@ -26,7 +26,7 @@ from ._refinement import (
 )
 
 
-def refine_solution(work: Work, a: Parts, b: Parts, task: str = "solve") -> Parts:
+def _solve_system(work: Work, a: Parts, b: Parts, task: str = "solve") -> Parts:
     """x with a x = b, corrected until the correction no longer counts; rows and columns are of about unit size."""
     a, rows = scaled(work.to_float64(a), -1)
     a, columns = scaled(a, -2)
@@ -69,14 +69,14 @@ def _refine_solution(work: Work, a: Parts, b: Parts, task: str) -> Parts:
     return x
 
 
-def refine_inverse(work: Work, a: Parts) -> Parts:
+def _invert_matrix(work: Work, a: Parts) -> Parts:
     """Return the solution of a x = 1."""
     size = a[0].shape[-1]
     one = torch.eye(size, dtype=torch.float64, device=a[0].device).expand(a[0].shape)
-    return refine_solution(work, a, (one,), "inverse")
+    return _solve_system(work, a, (one,), "inverse")
 
 
-def refine_lstsq(work: Work, a: Parts, b: Parts) -> Parts:
+def _solve_least_squares(work: Work, a: Parts, b: Parts) -> Parts:
     """x of least |b - a x|, by refinement of r + a x = b, a^T r = 0 (Bjorck 1967); a has full column rank."""
     a, columns = scaled(work.to_float64(a), -2)
     x = _solve_from_float64(_refine_lstsq, least_squares_by_elimination, work, a, work.to_float64(b), "lstsq")
@@ -257,11 +257,11 @@ def _run(name: str, parts: list[torch.Tensor], count: int, components: int, dtyp
 
 def _compute(name: str, work: Work, a: Parts, b: Parts) -> tuple[Parts, ...]:
     if name == "solve":
-        return (refine_solution(work, a, b),)
+        return (_solve_system(work, a, b),)
     if name == "inverse":
-        return (refine_inverse(work, a),)
+        return (_invert_matrix(work, a),)
     if name == "lstsq":
-        return (refine_lstsq(work, a, b),)
+        return (_solve_least_squares(work, a, b),)
     if name == "cholesky":
         return (factors.cholesky(work, a),)
     if name == "qr":

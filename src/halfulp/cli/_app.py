@@ -4,7 +4,7 @@ import sys
 from typing import Annotated, Any, NoReturn
 
 from .._extensions import load, load_inherited
-from ._conventions import fail, print_json, write_any_letter
+from ._errors import fail, print_json, write_any_letter
 
 # What typer makes of a KeyboardInterrupt; older ones raise Abort.
 _INTERRUPTED = 130

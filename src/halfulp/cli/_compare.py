@@ -21,16 +21,15 @@ from ._conventions import (
     choose_style,
     complete,
     describe_option,
-    fail,
     format_cell,
     make_console,
     make_plain_table,
     prepare,
-    print_json,
     recipe_names,
     split,
     task_names,
 )
+from ._errors import fail, print_json
 
 
 def run_trials(trained: Callable[..., Any], out: str, **options: Any) -> Any:

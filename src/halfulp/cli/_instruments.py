@@ -17,19 +17,16 @@ from ..pages import check_writable, write_whole
 from ._conventions import (
     Json,
     Out,
-    catch_exit_code,
     complete,
-    fail,
     make_console,
     make_plain_table,
     prepare,
     print_elsewhere,
-    print_json,
     recipe_names,
-    run_or_fail,
     task_names,
     write_out,
 )
+from ._errors import catch_exit_code, fail, print_json, run_or_fail
 
 if TYPE_CHECKING:
     from ..observation.scripts import Ending, Watch

@@ -1,6 +1,7 @@
 """halfulp formats, recipes, tasks and env: what there is."""
 
-from ._conventions import Json, format_cell, make_console, make_plain_table, print_json
+from ._conventions import Json, format_cell, make_console, make_plain_table
+from ._errors import print_json
 
 _COLUMNS = {
     "name": "name",

@@ -19,7 +19,8 @@ from .._names import unknown
 from ..optim.weight_updates._weight_update import REGISTRY
 from ..recipes._optimizer import step_by
 from ..rounding._modes import MODES
-from ._conventions import Json, complete, fail, make_console, make_plain_table, print_json, recipe_names, split
+from ._conventions import Json, complete, make_console, make_plain_table, recipe_names, split
+from ._errors import fail, print_json
 
 _NARROW = (torch.bfloat16, torch.float16)
 _STATES = (None, torch.float32, "8bit")

@@ -129,7 +129,7 @@ def _describe_torch() -> dict[str, Any]:
 
 def _describe_products() -> dict[str, Any]:
     """Say what runs products of 16-bit tensors: oneDNN's kernels, float32, or torch's loops."""
-    from ._processor import NARROW, native_dtypes, widened_dtypes
+    from ._narrow_products import NARROW, native_dtypes, widened_dtypes
 
     found = {}
     for dtype in NARROW:

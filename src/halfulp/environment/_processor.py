@@ -1,20 +1,15 @@
-"""The processor: its name, its cores, its instructions, and which 16-bit products it computes in float32."""
+"""The processor's name, the instructions that decide how fast narrow numbers are, and the cores of this process."""
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import os
 import platform
 import re
 import subprocess
 import sys
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from pathlib import Path
-
-import torch
-
-from ..kernels import constant_result
 
 _CPUINFO = Path("/proc/cpuinfo")
 # What is printed, by the names of Linux, LLVM and macOS, in small letters and digits alone.
@@ -172,57 +167,3 @@ def _llvm_features() -> list[str]:
         return [name for name, there in binding.get_host_cpu_features().items() if there]
     except Exception:  # missing, of a library that does not load, or a processor that LLVM does not know
         return []
-
-
-NARROW = (torch.bfloat16, torch.float16)
-VARIABLE = "HALFULP_FLOAT32_PRODUCTS"
-WISHES = ("auto", "always", "never")
-_forced: tuple[torch.dtype, ...] | None = None
-
-
-@constant_result
-def widened_dtypes() -> tuple[torch.dtype, ...]:
-    """Return the dtypes whose products on the CPU are computed in float32.
-
-    Those for which oneDNN, torch's library of products on the CPU, has no kernel on this processor: torch then falls
-    back to loops that take 5 to 50 times as long as float32's. The environment variable HALFULP_FLOAT32_PRODUCTS
-    decides otherwise: "always" or "never", read once in a process.
-
-    Raises:
-        ValueError: the variable is none of "auto", "always", "never".
-
-    >>> with float32_products_of(torch.float16):
-    ...     widened_dtypes()
-    (torch.float16,)
-    """
-    return _detect_by_processor() if _forced is None else _forced
-
-
-@contextlib.contextmanager
-def float32_products_of(*dtypes: torch.dtype) -> Iterator[None]:
-    """Compute the products of these dtypes in float32, and of no others, inside a block and in the whole process."""
-    global _forced
-    before, _forced = _forced, dtypes
-    try:
-        yield
-    finally:
-        _forced = before
-
-
-def native_dtypes() -> tuple[torch.dtype, ...]:
-    """Return the 16-bit dtypes that oneDNN multiplies on this processor, as it says; ONEDNN_MAX_CPU_ISA limits it."""
-    if not torch.backends.mkldnn.is_available():
-        return ()
-    asked = (torch.ops.mkldnn._is_mkldnn_bf16_supported, torch.ops.mkldnn._is_mkldnn_fp16_supported)
-    return tuple(dtype for dtype, is_supported in zip(NARROW, asked) if is_supported())
-
-
-@functools.cache
-def _detect_by_processor() -> tuple[torch.dtype, ...]:
-    wish = os.environ.get(VARIABLE, "auto")
-    if wish not in WISHES:
-        raise ValueError(f"{VARIABLE}={wish!r} is unknown: choose one of {', '.join(WISHES)}")
-    if wish == "auto":
-        native = native_dtypes()
-        return tuple(dtype for dtype in NARROW if dtype not in native)
-    return NARROW if wish == "always" else ()

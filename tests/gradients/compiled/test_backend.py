@@ -207,13 +207,10 @@ def test_each_of_several_models_has_sites_of_its_own(seed):
 
 def test_caches_of_graphs_tell_apart_what_the_pass_depends_on(seed):
     keys = [{"linear": "a"}, {"linear": "b"}, {"linear": "a"}]
-    uuids = [Partition("0", Plan(key, ("global",))).uuid() for key in keys]
+    uuids = [Partition("0", Plan((True,), key)).uuid() for key in keys]
     assert uuids[0] == uuids[2] != uuids[1]
-    plans = [Plan(keys[0], (True,)), Plan(keys[0], (True,), rounds=True), Plan(keys[0], (True,), watches=True)]
-    assert (
-        len({*uuids, Partition("1", Plan(keys[0], ("global",))).uuid(), *(Partition("0", p).uuid() for p in plans)})
-        == 6
-    )
+    plans = [Plan((False,), keys[0]), Plan((True,), keys[0], rounds=True), Plan((True,), keys[0], watches=True)]
+    assert len({*uuids, Partition("1", Plan((True,), keys[0])).uuid(), *(Partition("0", p).uuid() for p in plans)}) == 6
 
 
 def test_exponents_do_nothing_without_a_scaled_loss(seed):

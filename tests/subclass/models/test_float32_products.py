@@ -21,7 +21,7 @@ from torch.utils.checkpoint import checkpoint
 import halfulp as hu
 from halfulp import recipes
 from halfulp.arithmetic._float32_products import PRODUCTS
-from halfulp.environment._processor import NARROW, float32_products_of, widened_dtypes
+from halfulp.environment._narrow_products import NARROW, float32_products_of, widened_dtypes
 from halfulp.kernels import report, same_bits
 from halfulp.subclass.models._float32_products import has_float32_products
 

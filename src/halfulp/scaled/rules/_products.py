@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from torch._ops import OpOverload
 
-from ...environment._processor import widened_dtypes
+from ...environment._narrow_products import widened_dtypes
 from ...kernels import define_operator, present, torch_operators
 from .. import _fused as fused
 from .. import _powers_of_two as _powers

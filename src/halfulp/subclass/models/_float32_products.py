@@ -15,7 +15,7 @@ from torch.overrides import TorchFunctionMode, _pop_mode, _push_mode
 
 from ..._torch_versions import is_exporting, saved_tensor_hooks
 from ...arithmetic._float32_products import PRODUCTS, product, tensors_in
-from ...environment._processor import widened_dtypes
+from ...environment._narrow_products import widened_dtypes
 from ...kernels import constant_result, note
 from ._conversion import capture_hooks, check_module
 from ._parameter_holders import EMULATED

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from ... import recipes
-from ...environment._processor import float32_products_of, widened_dtypes
+from ...environment._narrow_products import float32_products_of, widened_dtypes
 from ...gradients import AdaptiveGradScaler
 from ...observation import Observation, Record, observe
 from ...observation._record import FormatCounts, ParameterRecord

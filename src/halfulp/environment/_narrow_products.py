@@ -1,0 +1,65 @@
+"""Which 16-bit dtypes the processor multiplies itself, and which products are computed in float32 instead."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import os
+from collections.abc import Iterator
+
+import torch
+
+from ..kernels import constant_result
+
+NARROW = (torch.bfloat16, torch.float16)
+VARIABLE = "HALFULP_FLOAT32_PRODUCTS"
+WISHES = ("auto", "always", "never")
+_forced: tuple[torch.dtype, ...] | None = None
+
+
+@constant_result
+def widened_dtypes() -> tuple[torch.dtype, ...]:
+    """Return the dtypes whose products on the CPU are computed in float32.
+
+    Those for which oneDNN, torch's library of products on the CPU, has no kernel on this processor: torch then falls
+    back to loops that take 5 to 50 times as long as float32's. The environment variable HALFULP_FLOAT32_PRODUCTS
+    decides otherwise: "always" or "never", read once in a process.
+
+    Raises:
+        ValueError: the variable is none of "auto", "always", "never".
+
+    >>> with float32_products_of(torch.float16):
+    ...     widened_dtypes()
+    (torch.float16,)
+    """
+    return _detect_by_processor() if _forced is None else _forced
+
+
+@contextlib.contextmanager
+def float32_products_of(*dtypes: torch.dtype) -> Iterator[None]:
+    """Compute the products of these dtypes in float32, and of no others, inside a block and in the whole process."""
+    global _forced
+    before, _forced = _forced, dtypes
+    try:
+        yield
+    finally:
+        _forced = before
+
+
+def native_dtypes() -> tuple[torch.dtype, ...]:
+    """Return the 16-bit dtypes that oneDNN multiplies on this processor, as it says; ONEDNN_MAX_CPU_ISA limits it."""
+    if not torch.backends.mkldnn.is_available():
+        return ()
+    asked = (torch.ops.mkldnn._is_mkldnn_bf16_supported, torch.ops.mkldnn._is_mkldnn_fp16_supported)
+    return tuple(dtype for dtype, is_supported in zip(NARROW, asked) if is_supported())
+
+
+@functools.cache
+def _detect_by_processor() -> tuple[torch.dtype, ...]:
+    wish = os.environ.get(VARIABLE, "auto")
+    if wish not in WISHES:
+        raise ValueError(f"{VARIABLE}={wish!r} is unknown: choose one of {', '.join(WISHES)}")
+    if wish == "auto":
+        native = native_dtypes()
+        return tuple(dtype for dtype in NARROW if dtype not in native)
+    return NARROW if wish == "always" else ()
