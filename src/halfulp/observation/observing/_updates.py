@@ -8,7 +8,7 @@ import itertools
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -134,21 +134,27 @@ class Shadow:
 
 @dataclass(slots=True)
 class Stepped:
-    """One parameter before a step.
-
-    Attributes:
-        elements: how many it has.
-        weight, gradient: its numbers and its gradient's until they have been sampled: they may be copies.
-        states: what a step of torch's optimizers of known formula reads besides, tensors of its elements as their
-            numbers until they have been sampled; None of others.
-    """
+    """One parameter that steps, with the number of its elements."""
 
     record: ParameterRecord
     parameter: torch.Tensor
     elements: int
-    weight: Stored | None
-    gradient: Stored | None
-    states: dict[str, Any] | None = None
+
+
+class Numbers(NamedTuple):
+    """The numbers of a parameter before a step, copies of them perhaps: held until they have been sampled.
+
+    Attributes:
+        states: what a step of torch's optimizers of known formula reads besides, tensors of its elements as their
+            numbers; None of others.
+    """
+
+    weight: Stored
+    gradient: Stored
+    states: dict[str, Any] | None
+
+
+Members = list[tuple[Stepped, Numbers]]
 
 
 class Layout:
@@ -324,14 +330,14 @@ class Updates:
         """
         self._batches = []
         batches = self._group(alone)
-        late = [one for _, stepped in batches for one in stepped if one.record.name not in arrived]
+        late = [own for _, members in batches for own in members if own[0].record.name not in arrived]
         if late:  # their gradients met no hook
-            Layout(self.book, late).look([one.gradient for one in late if one.gradient], "weight gradient")
-        self._batches = [self._sample(group, stepped) for group, stepped in batches]
+            Layout(self.book, [one for one, _ in late]).look([read.gradient for _, read in late], "weight gradient")
+        self._batches = [self._sample(group, members) for group, members in batches]
 
-    def _group(self, alone: torch.Tensor | None) -> list[tuple[dict[str, Any], list[Stepped]]]:
+    def _group(self, alone: torch.Tensor | None) -> list[tuple[dict[str, Any], Members]]:
         """Return parameters with gradients by what makes them step together, with their param groups."""
-        batches: dict[tuple[Any, ...], tuple[dict[str, Any], list[Stepped]]] = {}
+        batches: dict[tuple[Any, ...], tuple[dict[str, Any], Members]] = {}
         for group in self.optimizer.param_groups:
             kind, options = self._options_of(group)
             for parameter in group["params"]:
@@ -340,10 +346,10 @@ class Updates:
                 name = self._names.get(id(parameter))
                 if name is None or parameter.grad is None:
                     continue
-                one = self._read(name, parameter, parameter.grad, group, options)
-                if one is not None:
-                    key = (kind, parameter.dtype, parameter.grad.dtype, *self._shared_by(one, group))
-                    batches.setdefault(key, (group, []))[1].append(one)
+                own = self._read(name, parameter, parameter.grad, group, options)
+                if own is not None:
+                    key = (kind, parameter.dtype, parameter.grad.dtype, *self._shared_by(*own, group))
+                    batches.setdefault(key, (group, []))[1].append(own)
         return list(batches.values())
 
     def _options_of(self, group: dict[str, Any]) -> tuple[str, dict[str, Any]]:
@@ -361,7 +367,7 @@ class Updates:
         gradient: torch.Tensor,
         group: dict[str, Any],
         options: dict[str, Any],
-    ) -> Stepped | None:
+    ) -> tuple[Stepped, Numbers] | None:
         """Return a parameter that is about to step; None where it has no numbers that can be read."""
         record = self.book.record.parameters[name]
         record.gradients += 1
@@ -377,10 +383,9 @@ class Updates:
             self.book.fixed.add(name)
         if not weight.flat.numel():
             return None
-        one = Stepped(record, parameter, weight.flat.numel(), weight, slope)
-        if type(self.optimizer) in ELEMENTWISE:
-            one.states = self._read_states(one)
-        return one
+        one = Stepped(record, parameter, weight.flat.numel())
+        states = self._read_states(one) if type(self.optimizer) in ELEMENTWISE else None
+        return one, Numbers(weight, slope, states)
 
     def _read_states(self, one: Stepped) -> dict[str, Any] | None:
         """Return a parameter's states, tensors of its elements as their numbers; None where one has no such numbers."""
@@ -393,7 +398,7 @@ class Updates:
             states[key] = value
         return states
 
-    def _shared_by(self, one: Stepped, group: dict[str, Any]) -> tuple[Any, ...]:
+    def _shared_by(self, one: Stepped, read: Numbers, group: dict[str, Any]) -> tuple[Any, ...]:
         """Return what parameters must share, beyond dtypes and options, to step with this one."""
         if isinstance(self.optimizer, Optimizer):
             plan = self.optimizer._plans.get(one.parameter)
@@ -401,11 +406,11 @@ class Updates:
                 return (None,)
             names = [slot.name for slot in plan.spec.rule.states]
             return id(group), plan.state.get("step"), is_represented(plan), self._has_rule(plan, group), *names
-        if one.states is None:
+        if read.states is None:
             return (None,)
         return tuple(
             (key, value.flat.dtype if isinstance(value, Stored) else _number(value, 0.0))
-            for key, value in one.states.items()
+            for key, value in read.states.items()
         )
 
     def _has_rule(self, plan: ParameterPlan, group: dict[str, Any]) -> bool:
@@ -417,11 +422,12 @@ class Updates:
         rule = self.optimizer.rule(group)
         return not (plan.spec.scaled or rule.assigns or rule.is_late)
 
-    def _sample(self, group: dict[str, Any], stepped: list[Stepped]) -> Batch:
+    def _sample(self, group: dict[str, Any], members: Members) -> Batch:
         """Sample weights, gradients and states of parameters that step together."""
+        stepped, states = [one for one, _ in members], [read.states for _, read in members]
         layout = Layout(self.book, stepped)
-        weight = layout.look([one.weight for one in stepped if one.weight], "weight")
-        gradient = layout.look([one.gradient for one in stepped if one.gradient])
+        weight = layout.look([read.weight for _, read in members], "weight")
+        gradient = layout.look([read.gradient for _, read in members])
         divisor = _number(getattr(self.optimizer, "grad_scale", None), 1.0)
         if divisor != 1.0:
             gradient = gradient / divisor
@@ -439,14 +445,12 @@ class Updates:
                     rule = self.optimizer.rule(group)
                     constants = rule.values(group, plan.state["step"] + 1)
                     batch.compute_wanted = functools.partial(_apply_rule, rule, constants)
-        elif first.states is not None:
-            for key, value in first.states.items():
+        elif states[0] is not None:
+            for key, value in states[0].items():
                 if isinstance(value, Stored):
-                    value = layout.look([one.states[key] for one in stepped if one.states is not None])
+                    value = layout.look([own[key] for own in states if own is not None])
                 batch.states[key] = value.clone() if isinstance(value, torch.Tensor) else value
             batch.compute_wanted = self._step_shadow
-        for one in stepped:
-            one.weight = one.gradient = one.states = None
         return batch
 
     def _read_weights(self, batch: Batch, stored_weights: torch.Tensor) -> torch.Tensor:

@@ -16,7 +16,7 @@ import hashlib
 import math
 import struct
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -33,7 +33,6 @@ from ...kernels import (
     undisturbed,
 )
 from ...kernels._device_function import CHUNK, Table
-from ...kernels._threads import flushes
 from ...kernels._trace import COPIES
 from ...kernels.vector._machine_function import Kernel
 from ...kernels.vector._table_loop import compile_table
@@ -388,23 +387,7 @@ class Totals:
         return record
 
 
-Work = TypeVar("Work", bound=Callable[..., Any])
-
-
-def _keep_subnormals(function: Work) -> Work:
-    """Make a function run where arithmetic keeps subnormal numbers."""
-
-    @functools.wraps(function)
-    def run(*arguments: Any) -> Any:
-        if flushes():
-            with keeping_subnormals():
-                return function(*arguments)
-        return function(*arguments)
-
-    return run  # type: ignore[return-value]
-
-
-@_keep_subnormals
+@keeping_subnormals()
 def measure_extremes(numbers: Sequence[Stored], totals: Sequence[Totals], candidates: Candidates, step: int) -> None:
     """Count all elements of tensors, and add their extremes, at a step."""
     by_kernel: dict[torch.dtype, list[int]] = {}
@@ -427,7 +410,7 @@ def measure_extremes(numbers: Sequence[Stored], totals: Sequence[Totals], candid
         compute_extremes(flats[k], find_largest(numbers[k].dtype), totals[k])
 
 
-@_keep_subnormals
+@keeping_subnormals()
 def count_samples(samples: Sequence[torch.Tensor], totals: Sequence[Totals], candidates: Candidates) -> None:
     """Count samples in the candidate formats."""
     narrow, by_kernel = [], select_engine("cpu") == "llvm"
@@ -617,7 +600,7 @@ class Samples(NamedTuple):
     counts: list[int]
 
 
-@_keep_subnormals
+@keeping_subnormals()
 def take_samples(numbers: Sequence[Stored], keys: Iterable[int]) -> Samples:
     """Return copies of the sampled elements of contiguous tensors, in float32, or float64 where one of them is."""
     taken = [widen_bytes(one.flat).view(-1) for one in numbers]
