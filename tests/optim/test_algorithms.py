@@ -361,6 +361,9 @@ def test_muons_others_have_adamws_options():
         hu.optim.Muon([{"params": [models[0].bias], "use_muon": False}], adamw_lr=-1.0)
     own = hu.optim.Muon([{"params": [models[0].bias], "use_muon": False, "adamw_lr": 1e-4}], lr=0.02)
     assert own.param_groups[0]["lr"] == 1e-4
+    words = {"use_muon": "false", "adamw_lr": "1e-4"}
+    worded = hu.optim.Muon([{"params": [models[0].bias], **words}], lr=0.02)
+    assert (worded.param_groups[0]["lr"], worded.param_groups[0]["use_muon"]) == (1e-4, False)
     with pytest.raises(ValueError, match="a group of Muon's has adamw_lr"):
         hu.optim.Muon([{"params": [models[0].weight], "adamw_lr": 1e-4}], lr=0.02)
 

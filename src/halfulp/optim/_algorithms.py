@@ -552,19 +552,20 @@ class Muon(Optimizer):
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add a group of matrices, or with `use_muon=False` one that AdamW steps."""
-        given = {name: param_group.pop(name) for name in self._adamws if param_group.get(name) is not None}
-        if given and param_group.get("use_muon", not param_group.get("use_fallback", False)):
-            raise ValueError(f"a group of Muon's has {', '.join(given)}: give use_muon=False, or leave them out")
-        for name, value in given.items():
-            param_group.setdefault(name.removeprefix("adamw_"), value)
-        own = {name.removeprefix("adamw_"): self.defaults[name] for name in self._adamws}
-        own = {name: value for name, value in own.items() if value is not None} | {"amsgrad": False, "maximize": False}
-        known = {"use_muon": True, "use_fallback": False, **own}
+        adamws = {name: self.defaults[name] for name in self._adamws}
+        own = {name.removeprefix("adamw_"): value for name, value in adamws.items() if value is not None}
+        own |= {"amsgrad": False, "maximize": False}
+        known = {"use_muon": True, "use_fallback": False, **own, **adamws}
         param_group.update(read_options({name: param_group[name] for name in known.keys() & param_group.keys()}, known))
         if "use_fallback" in param_group:
             param_group.setdefault("use_muon", not param_group.pop("use_fallback"))
-        has_muons_rate = not param_group.get("use_muon", True) and "lr" not in own.keys() | param_group.keys()
-        if not param_group.get("use_muon", True):
+        is_adamws = not param_group.get("use_muon", True)
+        given = {name: param_group[name] for name in self._adamws if param_group.get(name) is not None}
+        if given and not is_adamws:
+            raise ValueError(f"a group of Muon's has {', '.join(given)}: give use_muon=False, or leave them out")
+        own |= {name.removeprefix("adamw_"): value for name, value in given.items()}
+        has_muons_rate = is_adamws and "lr" not in own.keys() | param_group.keys()
+        if is_adamws:
             for name, value in own.items():
                 param_group.setdefault(name, value)
         super().add_param_group(param_group)
