@@ -22,15 +22,12 @@ def write_whole(path: str | os.PathLike[str], text: str) -> None:
         ValueError: the disk is full, or the folder is gone or not writable; a file that was there stays as it was.
     """
     path = Path(path)
-    if _is_stream(path):
-        try:
-            path.write_text(text, encoding="utf-8")
-        except OSError as error:
-            raise ValueError(f"cannot write {path}: {error.strerror or error}") from None
-        return
     real = path.resolve()
     temporary = real.with_name(f".{real.name}.{os.getpid()}.tmp")
     try:
+        if _is_stream(path):
+            path.write_text(text, encoding="utf-8")
+            return
         with open(temporary, "w", encoding="utf-8") as file:
             file.write(text)
             file.flush()

@@ -43,7 +43,7 @@ class ShortTraining:
 
     Attributes:
         losses: of each step that was taken.
-        terms: of each loss that is computed in plain float32, the norm of the outputs times its derivatives by them.
+        terms: norms of outputs times the loss's derivatives by them, of each step in plain float32.
         outputs: floating outputs of the first, in float64.
         gradients: of the first, by parameter, in float64.
         findings: what observing them showed.
