@@ -2,6 +2,7 @@
 
 import argparse
 import json
+import os
 from pathlib import Path
 
 from . import _workload, peers
@@ -13,6 +14,12 @@ BARS = {
     "halfulp nearest": (0.60, 0.80), "halfulp stochastic": (0.60, 0.80), "halfulp split": (0.65, 0.85),
     "halfulp split8": (0.68, 0.90), "halfulp kahan": (0.75, 1.0), "halfulp split8, 8-bit states": (1.3, 2.0),
 }  # fmt: skip
+# What keeps halfulp and torch to vectors of 256 bits on a processor with wider ones.
+AVX2 = {
+    "HALFULP_CPU_NAME": "x86-64-v3",
+    "HALFULP_CPU_FEATURES": "+avx2,+fma,+f16c,+bmi,+bmi2,+popcnt,+sse4.2",
+    "ATEN_CPU_CAPABILITY": "avx2",
+}
 BOUND = "the bytes of nearest alone"
 SLOW = ("torch foreach float32", "torchao stochastic", "heavyball stochastic")
 TEXT = f"""One AdamW step on 20.8M parameters in 60 tensors (10 layers of {{3d x d, d x d, 4d x d, d x 4d, d, d}}, \
@@ -141,8 +148,11 @@ def main() -> None:
     parser.add_argument(
         "--bars", action="store_true", help="only the rows with a bar; the others are kept as they were"
     )
+    parser.add_argument("--avx2", action="store_true", help="halfulp and torch on vectors of 256 bits alone")
     parser.add_argument("--json", type=Path)
     chosen = parser.parse_args()
+    if chosen.avx2:
+        os.environ |= AVX2
     if chosen.one:
         found = one(chosen.one, chosen.threads or 1, chosen.rounds)
         if chosen.json:
@@ -150,11 +160,13 @@ def main() -> None:
         else:
             print(json.dumps(found, indent=1))
         return
-    result = Result("adamw", "AdamW: speed", TEXT, "python -m benchmarks.bench_adamw")
+    name, words, option = ("adamw_avx2", " on AVX2", " --avx2") if chosen.avx2 else ("adamw", "", "")
+    result = Result(name, f"AdamW: speed{words}", TEXT, f"python -m benchmarks.bench_adamw{option}")
     kept = {made.title: made for made in result.earlier_tables() if chosen.threads or chosen.bars}
     for threads in (1, 2):
         if chosen.threads in (None, threads):
-            result.tables.append(table(threads, chosen.processes, kept.get(title(threads)) if chosen.bars else None))
+            old = kept.get(title(threads), Table(title(threads), {})) if chosen.bars else None
+            result.tables.append(table(threads, chosen.processes, old))
         elif title(threads) in kept:
             result.tables.append(kept[title(threads)])
     save(result)
