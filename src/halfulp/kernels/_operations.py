@@ -147,6 +147,19 @@ def to_word(x: Real) -> np.uint32:
     return np.int32(x).view(np.uint32)
 
 
+@_word("mulh16")
+def multiply_high16(a: Word, b: Word) -> np.uint32:
+    """Return, of each 16-bit half of two words, the high 16 bits of their product."""
+    low, high = (int(a) & 0xFFFF) * (int(b) & 0xFFFF), (int(a) >> 16) * (int(b) >> 16)
+    return np.uint32(high & 0xFFFF0000 | low >> 16)
+
+
+@_record_operation(lambda trace, *given: trace.emit("multiply_add", given))
+def multiply_add(a: np.float32, b: np.float32, c: np.float32) -> np.float32:
+    """a b + c, rounded once or twice: for exact products, and for guesses that a comparison corrects."""
+    return np.float32(a) * np.float32(b) + np.float32(c)
+
+
 @_record_operation(lambda trace, a, b: trace.binary("div", a, b))
 def divide(a: np.float32, b: np.float32) -> np.float32:
     """a / b in float32, correctly rounded."""

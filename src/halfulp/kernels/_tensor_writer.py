@@ -30,6 +30,13 @@ _INFIX: dict[str, Callable[..., Any]] = {
     **{"ne": operator.ne, "xor": operator.xor, "neg": operator.neg, "abs": torch.abs, "not": operator.invert},
     **{"shl": torch.bitwise_left_shift, "rint": torch.round, "floor": torch.floor, "div": torch.div},
 }
+
+
+def _multiply_high16(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+    high = (a.to(torch.int64) >> 16 & 0xFFFF) * (b.to(torch.int64) >> 16 & 0xFFFF) & 0xFFFF0000
+    return (high | (a & 0xFFFF).to(torch.int64) * (b & 0xFFFF) >> 16).to(torch.int32)
+
+
 # Which torch has for tensors alone: a quotient by a number would be a product with its inverse on CUDA.
 _OF_TENSORS: dict[str, Callable[..., torch.Tensor]] = {
     "sqrt": _trace.square_root,
@@ -45,6 +52,8 @@ _OF_TENSORS: dict[str, Callable[..., torch.Tensor]] = {
     "widen": lambda x: x.to(torch.int64) & 0xFFFFFFFF,
     "to_real": lambda x: x.to(torch.float32),
     "div": torch.div,
+    "multiply_add": lambda a, b, c: a * b + c,
+    "word_mulh16": _multiply_high16,
 }
 
 

@@ -16,12 +16,15 @@ SPECIAL += [0x3F800000, 0xBF800000, 0x4EFFFFFF, 0x33800000, 0x00000100]
 SHIFTS = ("shl", "shr", "shl64", "shr64", "sar64")
 # The kinds of operands and result.
 KINDS = {
-    **dict.fromkeys(["add", "sub", "mul", "bit_and", "bit_or", "bit_xor", "shl", "shr"], ("w32", "w32", "w32")),
+    **dict.fromkeys(
+        ["add", "sub", "mul", "bit_and", "bit_or", "bit_xor", "shl", "shr", "multiply_high16"], ("w32", "w32", "w32")
+    ),
     **dict.fromkeys(["divide", "maximum"], ("f32", "f32", "f32")),
     **dict.fromkeys(["sqrt", "sign_of", "floor"], ("f32", "f32")),
     **dict.fromkeys(["real", "to_real"], ("w32", "f32")),
     **dict.fromkeys(["word", "to_word"], ("f32", "w32")),
     **dict.fromkeys(["add64", "sub64", "mul64", "and64", "or64", "xor64", *SHIFTS[2:]], ("w64", "w64", "w64")),
+    "multiply_add": ("f32", "f32", "f32", "f32"),
     "real64": ("w64", "f64"),
     "word64": ("f64", "w64"),
     "to_word64": ("f64", "w64"),
@@ -70,6 +73,9 @@ def operands(name: str, kinds: tuple[str, ...], count: int, rng: np.random.Gener
         return [np.nan_to_num(x).astype(np.float32)]
     if name == "to_word64":
         return [rng.random(count) * 2.0 ** rng.integers(-40, 31, count)]
+    if name == "multiply_add":  # whose product is exact
+        whole = [rng.integers(-4096, 4096, count).astype(np.float32) for _ in range(2)]
+        return [*whole, words(count, rng).view(np.float32)]
     given = [words(count * (1 + kind.endswith("64")), rng).view(TYPES[kind]) for kind in kinds[:-1]]
     if name in SHIFTS:
         given[1] = given[1] % TYPES[kinds[0]](int(kinds[0][1:]))

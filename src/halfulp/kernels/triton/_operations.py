@@ -55,6 +55,14 @@ def to_word64(x):
     return x.to(tl.int32).to(tl.uint32, bitcast=True).to(tl.uint64)
 
 
+def multiply_high16(a, b):
+    return ((a >> 16) * (b >> 16) & 0xFFFF0000) | ((a & 0xFFFF) * (b & 0xFFFF) >> 16)
+
+
+def multiply_add(a, b, c):
+    return a * b + c
+
+
 def divide(a, b):
     return tl.div_rn(a, b)
 

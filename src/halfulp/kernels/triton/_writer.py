@@ -27,6 +27,7 @@ _CALLS = {
     "neg": "negative", "abs": "absolute", "div": "divide", "sqrt": "sqrt", "select": "tl.where", "to_real": "to_real",
     "to_word": "to_word", "low_word": "low_word", "high_word": "high_word", "to_float64": "double",
     "to_float32": "single", "block_largest": "block_largest", "widen": "widen", "word_sar": "shift_signed",
+    "multiply_add": "multiply_add", "word_mulh16": "multiply_high16",
 }  # fmt: skip
 _WIDE = ("neg", "abs", "div", "sqrt", "to_word")  # which have another form on 64 bits
 _REALS = ("product_error", "rint", "floor", "power_below", "exponent", "power")  # named by their width

@@ -10,6 +10,7 @@ import torch
 
 from .._trace import Piece, Trace
 from ._builder import VectorBuilder, choice, fits, scalar_of, write_choice
+from ._processor import has_fused_vectors, vector_bits
 
 # Operations that are one instruction of LLVM: methods of llvmlite's builder, predicates and functions.
 _INSTRUCTIONS = {
@@ -170,6 +171,18 @@ class Instructions(VectorBuilder):
             if factor is not None and other is not None:  # -(c x) as (-c) x: -c is made once for all elements
                 return self.b.fmul(self.b.fneg(factor), other)
         return self.b.fneg(x)
+
+    def do_multiply_add(self, _, a, b, c):
+        if has_fused_vectors(vector_bits()):
+            return self.intrinsic("fma", a, b, c)
+        return self.b.fadd(self.b.fmul(a, b), c)
+
+    def do_word_mulh16(self, _, a, b):
+        halves = self.shape(self.i16, 2 * self.lanes)
+        wide = self.shape(self.i32, 2 * self.lanes)
+        x, y = (self.b.zext(self.b.bitcast(value, halves), wide) for value in (a, b))
+        high = self.b.lshr(self.b.mul(x, y), self.constant(wide, 16))
+        return self.b.bitcast(self.b.trunc(high, halves), a.type)
 
     def do_product_error(self, _, a, b, p):
         self.products += 1

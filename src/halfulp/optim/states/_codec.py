@@ -14,7 +14,7 @@ import torch
 from ...kernels import Trace, float32_root, run_on_tensors
 from ...kernels._device_function import Recording
 from ...kernels._operations import add, bit_and, load16, select, shr, sqrt, store16, sub, to_real, word
-from ...kernels._trace import Piece
+from ...kernels._trace import Piece, block_largest
 from .._storage import (
     ABS,
     EXPONENT,
@@ -29,6 +29,7 @@ from .._storage import (
 )
 
 NONE, ZERO = np.uint32(0), np.float32(0.0)
+LEAST_FINITE = np.uint32(0x80800000)  # 0, less infinity's word
 
 
 class TensorCodec:
@@ -219,6 +220,15 @@ def finite_word(x):
     """Device function: the word of |x|; 0 for infinities and NaN."""
     magnitude = bit_and(word(x), ABS)
     return select(magnitude < EXPONENT, magnitude, NONE)
+
+
+def largest_finite_word(x):
+    """Device function: the word of the largest finite |x| of a block; 0 if there is none.
+
+    Less infinity's word, those of infinities and NaN are the smallest of all.
+    """
+    top = block_largest(sub(bit_and(word(x), ABS), EXPONENT))
+    return select(top >= LEAST_FINITE, add(top, EXPONENT), NONE)
 
 
 def finite_amax(x: torch.Tensor) -> float:

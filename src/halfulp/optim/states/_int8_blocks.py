@@ -22,7 +22,8 @@ from ...kernels._operations import (
     divide,
     load8,
     load16,
-    mul,
+    multiply_add,
+    multiply_high16,
     real,
     select,
     shl,
@@ -35,8 +36,8 @@ from ...kernels._operations import (
     to_word,
     word,
 )
-from ...kernels._trace import block_largest, nearest_integer
-from ._codec import TensorCodec, finite_word
+from ...kernels._trace import nearest_integer
+from ._codec import TensorCodec, largest_finite_word
 
 CODEC_VERSION = 2
 
@@ -85,12 +86,12 @@ class Int8Blocks(TensorCodec):
     def save_root(self, arrays: Sequence[Any], i: Any, block: Any, root: Any, random: Any) -> None:
         """Device function: store element i, given before squaring, and the scale of its block."""
         codes, scales = arrays
-        scale = scale_code(block_largest(finite_word(root)))
+        scale = scale_code(largest_finite_word(root))
         store16(scales, block, scale)
         share = root * inverse_of(scale)
         code = squared_code(share, random) if self.squared else signed_code(share, random)
         # A positive root never gets code 0.
-        store8(codes, i, select(root > ZERO, select(code > ONE, code, ONE), code) if self.squared else code)
+        store8(codes, i, select(root <= ZERO, ZERO_WORD, select(code > ONE, code, ONE)) if self.squared else code)
 
     def load(self, arrays: Sequence[Any], i: Any, block: Any, scale: Any) -> Any:
         """Device function: the float32 of element i."""
@@ -121,7 +122,7 @@ SIGNED_CUBES, UNSIGNED_CUBES = np.float32(127.0**3), np.float32(255.0**3)
 SIGNED_UNIT, UNSIGNED_UNIT = np.float32(1 / 127**3), np.float32(1 / 255**3)
 # Scales have three significant bits: finer ones move as their block decays, and all its codes are rounded again.
 BELOW_STEP, LEAST_SCALE, MOST_SCALE = np.uint32((1 << 21) - 1), np.uint32(0x0080), np.uint32(0x7F60)
-FIRST_ROOT, THIRD_16 = np.uint32(0x54A20000), np.uint32(0x5555)
+FIRST_ROOT, THIRD = np.uint32(0x54A1B000), np.uint32(0x55555555)
 ROOT_0, ROOT_1, ROOT_2 = (np.float32(x) for x in (2.223406, -1.7760453, 0.55265582))
 HUGE, HUGE_SQUARED, SHRINK, GROW = (np.float32(x) for x in (2.0**60, 2.0**120, 2.0**-80, 2.0**80))
 
@@ -131,10 +132,10 @@ def near_root(x):
 
     Of an inverse root y, right within 4%, p = x y^3 is near 1, and x y^2 times p^(-2/3), a polynomial, the root.
     """
-    y = real(sub(FIRST_ROOT, mul(shr(word(x), S16), THIRD_16)))
+    y = real(sub(FIRST_ROOT, multiply_high16(word(x), THIRD)))
     near = x * (y * y)
     p = near * y
-    return near * (ROOT_0 + p * (ROOT_1 + p * ROOT_2))
+    return near * multiply_add(p, multiply_add(p, ROOT_2, ROOT_1), ROOT_0)
 
 
 def chance_of(random):
@@ -156,10 +157,10 @@ def signed_code(value, random):
     chance = chance_of(random)
     j = nearest_integer(near_root(x) - chance)
     square = j * j
-    gap = (square + j) * THREE + UNIT  # to the cube of the next whole number
-    size = select(chance * gap < x - square * j, j + UNIT, j)
-    code = to_word(real(bit_or(word(abs(size)), bit_and(word(value), SIGN_32))))
-    return select(value == value, code, SIGN_8)
+    gap = multiply_add(square + j, THREE, UNIT)  # to the cube of the next whole number
+    size = j + select(chance * gap < multiply_add(square, -j, x), UNIT, ZERO)
+    size = size + select(value == value, ZERO, UNIT)  # x of a NaN is the largest, and its size thus 128
+    return to_word(real(bit_or(word(size), bit_and(word(value), SIGN_32))))
 
 
 def squared_code(value, random):
@@ -169,7 +170,7 @@ def squared_code(value, random):
     chance = chance_of(random)
     j = nearest_integer(near_root(x) - chance)
     t = j + chance
-    return to_word(select(t * t * t < x, j + UNIT, j))
+    return add(to_word(j), select(t * t * t < x, ONE, ZERO_WORD))
 
 
 def scale_code(top):
