@@ -77,4 +77,3 @@ def test_what_is_known_is_told_though_a_kind_of_trial_was_not_timed(
     said = progress.console.file.getvalue()
     assert said.startswith(first)
     assert ("; 2 of 4 trials were not timed." in said) == timed
-    assert not progress.estimated

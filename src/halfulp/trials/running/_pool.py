@@ -20,7 +20,7 @@ from ..._extensions import load_inherited
 from ..._messages import first_line
 from ..tasks import Data
 from ._plan import Trial
-from ._progress import Probe, measure_cost
+from ._progress import measure_cost
 from ._trial import run
 
 
@@ -47,6 +47,10 @@ def is_killed(code: int | None) -> bool:
     return code is not None and -code == getattr(signal, "SIGKILL", 9)
 
 
+# "train" or "time", and the trial.
+Job = tuple[str, Trial]
+
+
 def main(connection: Connection, log: str) -> None:
     """Serve trials until the parent hangs up; what is printed meanwhile goes to the file ``log``.
 
@@ -69,14 +73,14 @@ def main(connection: Connection, log: str) -> None:
         return
 
 
-def _answer(job: Trial | Probe, loaded: dict[str, Data], connection: Connection) -> tuple[str, Any]:
-    """Train a trial, or time a probe, and return the message that says what came of it."""
-    trial = job.trial if isinstance(job, Probe) else job
+def _answer(job: Job, loaded: dict[str, Data], connection: Connection) -> tuple[str, Any]:
+    """Train a trial, or time some of its steps, and return the message that says what came of it."""
+    what, trial = job
     try:
         which = repr(trial.task.settings())
         if which not in loaded:
             loaded[which] = trial.task.load()
-        if isinstance(job, Probe):
+        if what == "time":
             return "timed", measure_cost(trial, loaded[which])
 
         def report(step: int, loss: float) -> None:
@@ -97,10 +101,7 @@ Event = tuple[str, Trial, Any]
 
 
 class TrialError(RuntimeError):
-    """A trial that ended without a result: it crashed, or its worker was killed.
-
-    ``trial`` is the one, ``details`` the traceback or the last output of the worker.
-    """
+    """A trial that ended without a result; ``details`` are the traceback or the last output of its worker."""
 
     def __init__(self, message: str, trial: Trial | None = None, details: str = ""):
         super().__init__(message)
@@ -123,9 +124,9 @@ class _Worker:
             self.process.start()
         theirs.close()
 
-    def give(self, job: Trial | Probe) -> None:
-        """Send the next trial or probe; a worker that died meanwhile is noticed when its pipe is read."""
-        self.trial = job.trial if isinstance(job, Probe) else job
+    def give(self, job: Job) -> None:
+        """Send the next job; a worker that died meanwhile is noticed when its pipe is read."""
+        self.trial = job[1]
         with contextlib.suppress(OSError):
             self.connection.send(job)
 
@@ -142,7 +143,7 @@ class _Worker:
 def work(
     trials: Sequence[Trial],
     workers: int,
-    probes: Sequence[Probe] = (),
+    timed: Sequence[Trial] = (),
     on: bool = False,
     tick: float | None = None,
 ) -> Generator[Event, None, None]:
@@ -150,14 +151,15 @@ def work(
 
     With ``on``, a trial that raises yields ("failed", trial, its exception in a line), and the others go on.
     With ``tick``, so many seconds without an event yield ("tick", a trial, None).
-    Probes come first; each yields ("timed", its trial, a Cost or None), and no trial starts before the last one did.
+    Before any trial starts, those of ``timed`` yield ("timed", trial, a Cost or None).
     Leaving the loop early, by an exception or otherwise, ends the workers.
 
     Raises:
         TrialError: a trial crashed, unless ``on``, or its worker died; the other workers are ended.
     """
-    waiting: list[Trial | Probe] = [*reversed(trials), *reversed(probes)]
-    unfinished, untimed = len(waiting), len(probes)
+    # From the last to the first.
+    waiting = [("train", trial) for trial in reversed(trials)] + [("time", trial) for trial in reversed(timed)]
+    unfinished, untimed = len(waiting), len(timed)
     with tempfile.TemporaryDirectory(prefix="halfulp-") as logs, contextlib.ExitStack() as stack:
         crew: dict[Any, _Worker] = {}
         idle: list[_Worker] = []
@@ -179,11 +181,11 @@ def work(
                 untimed -= kind == "timed"
                 if kind != "progress":
                     idle.append(worker)
-                while idle and waiting and (isinstance(waiting[-1], Probe) or not untimed):
-                    job = waiting.pop()
-                    idle.pop(0).give(job)
-                    if isinstance(job, Trial):
-                        yield "start", job, None
+                while idle and waiting and (waiting[-1][0] == "time" or not untimed):
+                    what, trial = waiting.pop()
+                    idle.pop(0).give((what, trial))
+                    if what == "train":
+                        yield "start", trial, None
 
 
 def _receive(worker: _Worker, on: bool) -> tuple[str, Any]:
@@ -230,24 +232,15 @@ def _set_environment() -> Iterator[None]:
 def train_all(
     trials: Sequence[Trial],
     workers: int,
-    probes: Sequence[Probe] = (),
+    timed: Sequence[Trial] = (),
     on: bool = False,
     tick: float | None = None,
 ) -> Generator[Event, None, None]:
-    """Train in workers, then in this process what must be; no trial starts before the last probe was timed."""
-    yield from work([trial for trial in trials if not trial.task.in_process], workers, probes, on, tick)
-    yield from train_here([trial for trial in trials if trial.task.in_process])
-
-
-def train_here(trials: Sequence[Trial]) -> Generator[Event, None, None]:
-    """Train all trials and yield ("start", trial, None), then ("done", trial, result).
-
-    Each begins from its own seed, and torch's random state is afterwards as it was.
-
-    Raises:
-        TrialError: a trial crashed; its ``details`` are the traceback.
-    """
+    """Train in workers, as `work` does, then in this process what must be; torch's random state stays as it was."""
+    yield from work([trial for trial in trials if not trial.task.in_process], workers, timed, on, tick)
     for trial in trials:
+        if not trial.task.in_process:
+            continue
         yield "start", trial, None
         devices = list(range(torch.cuda.device_count()))
         with torch.random.fork_rng(devices=devices):

@@ -7,19 +7,17 @@ import json
 import statistics
 import sys
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from types import TracebackType
 from typing import Any
 
-from ..tasks import Batch, Data
+from ..tasks import Data
 from ._plan import Trial
 
 # The first steps of a process import and compile: they are run before the clock starts.
-_WARM, _TIMED = 2, 12
+_WARM, _TIMED = 2, 36
 # Of a short trial no more than this part is timed, but never less than tells a median.
 _PART, _FEWEST = 4, 3
-# A loop of a task's own has no batches to cut off: it is run with so few steps.
-_OWN_LOOP = 60
 # Shorter trials take about as long as it takes to time them.
 _SHORTEST = 10
 _CHUNK = 256
@@ -36,21 +34,6 @@ class Cost:
     step: float
     rest: float
 
-    def seconds(self, steps: int) -> float:
-        """Return the seconds of a whole trial.
-
-        >>> Cost(step=0.01, rest=2.0).seconds(300)
-        5.0
-        """
-        return self.rest + steps * self.step
-
-
-@dataclasses.dataclass(frozen=True)
-class Probe:
-    """A job for a worker: time a few steps of a trial instead of training it."""
-
-    trial: Trial
-
 
 def name_cost_class(trial: Trial) -> str:
     """Return a key of trials of about the same cost: the task, the steps, dtypes and arithmetic."""
@@ -58,80 +41,47 @@ def name_cost_class(trial: Trial) -> str:
     return json.dumps([trial.task.settings(), trial.steps, recipe], default=repr, sort_keys=True)
 
 
-def probes(trials: Sequence[Trial]) -> list[Probe]:
-    """Return one probe per class of cost; none of trials below ten steps, or that run in the asking process."""
+def choose_timed(trials: Sequence[Trial]) -> list[Trial]:
+    """Return one trial per class of cost; none below ten steps, or that run in the asking process."""
     first: dict[str, Trial] = {}
     for trial in trials:
         if trial.steps >= _SHORTEST and not trial.task.in_process:
             first.setdefault(name_cost_class(trial), trial)
-    return [Probe(trial) for trial in first.values()]
+    return list(first.values())
 
 
 def measure_cost(trial: Trial, data: Data, clock: Clock = time.perf_counter) -> Cost | None:
-    """Time a few steps of a trial and a part of its evaluation; return None where that fails.
+    """Time a short run of a trial by its reports, and a part of its evaluation; return None where that fails.
 
     An error is left to the trial itself, which meets it too and says more.
     """
-    try:
-        if hasattr(trial.task, "trial"):
-            return _time_own_loop(trial, data, clock)
-        _time_steps(trial, data, _WARM, clock)
-        begun = clock()
-        marks = _time_steps(trial, data, min(_TIMED, max(_FEWEST, trial.steps // _PART)), clock)
-        return _compute_cost(begun, marks, clock(), _compare_evaluations(trial, data))
-    except Exception:
-        return None
-
-
-def _time_steps(trial: Trial, data: Data, steps: int, clock: Clock) -> list[float]:
-    """Train and evaluate a part of a trial; return the times at which steps began, and of the end."""
     from ._trial import run
-
-    marks: list[float] = []
-
-    def timed(batches: Iterator[Batch]) -> Iterator[Batch]:
-        for batch in itertools.islice(batches, steps):
-            marks.append(clock())
-            yield batch
-        marks.append(clock())
 
     inputs, targets = data.validation
     part = dataclasses.replace(data, validation=(inputs[:_CHUNK], targets[:_CHUNK]))
-    run(trial.task, trial.recipe, trial.seed, trial.steps, part, take=timed)
-    return marks
+    steps = min(_TIMED, max(_FEWEST, trial.steps // _PART))
+    marks: list[float] = []
+    try:
+        run(trial.task, trial.recipe, trial.seed, _WARM, part)
+        begun = clock()
+        run(trial.task, trial.recipe, trial.seed, steps, part, lambda step, loss: marks.append(clock()))
+        ended = clock()
+    except Exception:
+        return None
+    if len(marks) < _FEWEST:  # it diverged
+        return None
+    step = statistics.median(later - earlier for earlier, later in itertools.pairwise(marks))
+    before = max(0.0, marks[0] - begun - step)
+    return Cost(step, before + _compare_evaluations(trial, data) * max(0.0, ended - marks[-1]))
 
 
 def _compare_evaluations(trial: Trial, data: Data) -> float:
-    """Return the time of a trial's evaluations (twice all, perhaps the training data) over that of a probe's."""
+    """Return the time of a trial's evaluations (twice all, perhaps the training data) over that of a timed run's."""
+    if hasattr(trial.task, "trial"):  # a loop of its own evaluates what it likes
+        return 1.0
     whole = max(1.0, len(data.validation[0]) / _CHUNK)
     train = len(data.train[0]) / _CHUNK if trial.task.judged_by == "train_loss" else 0.0
     return (2 * whole + train) / (2 + train)
-
-
-def _time_own_loop(trial: Trial, data: Data, clock: Clock) -> Cost | None:
-    """Time a short run of a task that has a training loop of its own, by its reports."""
-    marks: list[float] = []
-
-    def report(step: int, loss: float) -> None:
-        marks.append(clock())
-
-    steps = min(_OWN_LOOP, max(_FEWEST, trial.steps // 20))
-    own: Any = trial.task
-    begun = clock()
-    own.trial(trial.recipe, trial.seed, steps, data, report)
-    return _compute_cost(begun, marks, clock(), 1.0)
-
-
-def _compute_cost(begun: float, marks: Sequence[float], ended: float, evaluations: float) -> Cost | None:
-    """Return the cost from the times at which steps began or ended, the first and last of which bound all.
-
-    >>> _compute_cost(0.0, [1.0, 1.5, 2.0, 2.5], 3.5, 3.0)
-    Cost(step=0.5, rest=4.0)
-    """
-    if len(marks) < 3:
-        return None
-    step = statistics.median(later - earlier for earlier, later in itertools.pairwise(marks))
-    return Cost(step, max(0.0, marks[0] - begun) + evaluations * max(0.0, ended - marks[-1]))
 
 
 # What was measured while training counts as much as the probes once it covers this share of the whole.
@@ -146,10 +96,8 @@ class Estimate:
         seconds: From start to end of the training, the timing of a few steps included, of the trials that were timed;
             None where there are none.
         untimed: How many trials were not timed: the whole takes longer by them.
-        of_trial: Seconds of each trial on its worker, by key; what was not timed is missing.
+        of_trial: Seconds of each timed trial on its worker, by key.
         of_task: Seconds of the trials of each task, were they alone.
-        workers: How many processes train at once.
-        processor: The processor's name.
     """
 
     seconds: float | None
@@ -168,15 +116,10 @@ def estimate(
     spent: float,
     processor: str,
 ) -> Estimate:
-    """Add up the trials' costs over the workers, as each takes the next trial as soon as it is free.
+    """Add up the trials' costs by class over the workers, as each takes the next trial as soon as it is free.
 
-    Args:
-        trials: In the order in which they start.
-        costs: What was measured, by class of cost.
-        workers: How many processes train at once.
-        cores: How many of them can compute at once. The costs are those of as many busy workers as there were probes.
-        spent: Seconds until now, which count as well.
-        processor: The processor's name.
+    The costs are those of as many busy workers as trials were timed; more workers than cores share these. The seconds
+    spent until now count as well.
     """
     timed = sum(cost is not None for cost in costs.values())
     crowding = max(1.0, workers / cores) / max(1.0, min(workers, timed or 1) / cores)
@@ -184,7 +127,7 @@ def estimate(
     for trial in trials:
         cost = costs.get(name_cost_class(trial))
         if cost is not None:
-            of_trial[trial.key] = crowding * cost.seconds(trial.steps)
+            of_trial[trial.key] = crowding * (cost.rest + trial.steps * cost.step)
     of_task = {
         name: makespan([of_trial[t.key] for t in trials if t.task.name == name and t.key in of_trial], workers)
         for name in dict.fromkeys(trial.task.name for trial in trials)
@@ -213,12 +156,9 @@ class TimeLeft:
 
     Without an estimate, or for trials that it lacks, a step is taken to last as long as those of the same task did, or
     of any.
-
-    Args:
-        clock: Seconds from anywhere on.
     """
 
-    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(self, clock: Clock = time.monotonic) -> None:
         self._clock = clock
         self._open: dict[str, Trial] = {}
         self._expected: dict[str, float] = {}
@@ -331,7 +271,6 @@ class Progress:
         self.finished = self.kept = 0
         self.overall: Any = None
         self.left = TimeLeft()
-        self.estimated = False
 
     def __enter__(self) -> "Progress":
         self.bars.start()
@@ -361,7 +300,6 @@ class Progress:
 
     def _estimate(self, trial: None, found: Estimate) -> None:
         self.left.take(found)
-        self.estimated = not found.untimed
         self.bars.update(self.overall, said="")
         if found.seconds is None:
             self.console.print("How long it takes is not known: no trial could be timed.", soft_wrap=True)
@@ -377,14 +315,10 @@ class Progress:
         self._show_left()
 
     def _show_left(self) -> None:
-        """Write the time left beside the bar of all trials, which it moves where it was estimated from the start."""
+        """Write the time left beside the bar of all trials."""
         left = self.left.seconds() if self.live else None
-        if left is None:
-            return
-        self.bars.update(self.overall, said=f"about {describe_duration(left)} left")
-        if self.estimated:
-            spent = self._find_bar(self.overall).elapsed or 0.0
-            self.bars.update(self.overall, total=spent + left, completed=spent)
+        if left is not None:
+            self.bars.update(self.overall, said=f"about {describe_duration(left)} left")
 
     def _reused(self, trial: Trial, result: Any) -> None:
         if trial.key in self.ended:

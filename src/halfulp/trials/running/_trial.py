@@ -235,19 +235,15 @@ def run(
     data: Data,
     report: Report | None = None,
     observed: bool = False,
-    take: Callable[[Iterator[Batch]], Iterator[Batch]] = iter,
 ) -> dict[str, Any]:
     """Train and measure one trial; return its result as plain data. A loss that is not finite ends it as "diverged".
 
     Args:
-        task: What to train.
-        recipe: How.
+        task, recipe, steps: What to train, how, and for how long.
         seed: Decides the start, the order of the data and the recipe's random bits.
-        steps: How many optimizer steps.
         data: ``task.load()``.
         report: Called now and then with the number of steps done and the latest loss.
         observed: Whether `hu.observe` watches, which changes no bit; the result then has its ``observed`` readings.
-        take: Which of the batches are trained on: all.
     """
     torch.manual_seed(seed)
     # What is not batches, a model and a loss brings its own loop.
@@ -265,7 +261,7 @@ def run(
             scaling(recipe, model, optimizer, steps) as scaled,
             observing(observed, model, optimizer, steps) as seen,
         ):
-            batches = take(task.batches(data, seed, steps))
+            batches = task.batches(data, seed, steps)
             course = _train(task, model, loss, optimizer, batches, steps, report, scaled)
         failed = course["diverged_at"] is not None
         if not failed:
