@@ -298,80 +298,77 @@ def explain(model: nn.Module, recipe: Recipe | str) -> Explanation:
     """
     recipe = _catalog.get(recipe)
     check(model)
-    kept = find_islands(model, recipe)
-    walk = _Walk(recipe, kept, kept_parameters(model, kept), assign(recipe, model))
-    plans = tuple(walk.plan(name, module) for name, module in model.named_modules())
-    return Explanation(recipe, plans, walk.before, walk.after)
+    islands = find_islands(model, recipe)
+    keeps, updates = kept_parameters(model, islands), assign(recipe, model)
+    first = {id(parameter): name for name, parameter in model.named_parameters()}
+    plans = tuple(
+        _plan_module(name, module, recipe, islands, keeps, updates, first) for name, module in model.named_modules()
+    )
+    before = sum(4 * p.numel() for p in model.parameters())
+    after = sum(p.numel() * (4 if id(p) in keeps else _bytes(recipe)) for p in model.parameters())
+    return Explanation(recipe, plans, before, after)
 
 
-class _Walk:
-    """Plans modules one after the other: knows which parameters came before, and adds up their bytes."""
+def _plan_module(
+    name: str,
+    module: nn.Module,
+    recipe: Recipe,
+    islands: dict[str, str],
+    keeps: set[int],
+    updates: dict[str, str | None],
+    first: dict[int, str],
+) -> ModulePlan:
+    """Return the plan of a module's own parameters; tied ones are another's, under the first name."""
+    own = {key: p for key, p in module._parameters.items() if p is not None}
+    why_kept = _reason_kept(name, islands)
+    if not own:
+        kind, held_as = type(module).__name__, "float32" if why_kept else ""
+        return ModulePlan(name, kind, 0, "", held_as, None, None, why_kept)
+    names = {key: first[id(p)] for key, p in own.items()}
+    tied = {key: other for key, other in names.items() if other != (f"{name}.{key}" if name else key)}
+    stays = {key for key, p in own.items() if id(p) in keeps}
+    if stays and not why_kept:
+        why_kept = f"shares {listed(sorted(stays))} with a module that stays float32"
+    wanted = {updates[other] for other in names.values()} - {None}
+    stepped = [key for key, p in own.items() if key not in tied and key not in stays and p.requires_grad]
+    got = {updates[names[key]] for key in stepped} - {None}
+    products, why_no_product = _products(recipe, name, module)
+    reasons = [why_kept, *_why_not_updated(own, stays, tied, bool(wanted)), why_no_product]
+    return ModulePlan(
+        name,
+        type(module).__name__,
+        sum(p.numel() for key, p in own.items() if key not in tied),
+        ", ".join([_held_as(recipe), *sorted(map(str, wanted)), *_asked_products(recipe)]),
+        _describe_dtypes(own, stays, _held_as(recipe)),
+        ", ".join(sorted(map(str, got))) or None,
+        products,
+        "; ".join(filter(None, reasons)),
+    )
 
-    def __init__(
-        self, recipe: Recipe, islands: dict[str, str], keeps: set[int], updates: dict[str, str | None]
-    ) -> None:
-        self._recipe, self._islands, self._keeps, self._updates = recipe, islands, keeps, updates
-        self._first: dict[int, str] = {}
-        self.before: int = 0
-        self.after: int = 0
 
-    def plan(self, name: str, module: nn.Module) -> ModulePlan:
-        """Return the plan of the next module."""
-        own = {key: p for key, p in module._parameters.items() if p is not None}
-        if not own:
-            why = self._reason_kept(name)
-            return ModulePlan(name, type(module).__name__, 0, "", "float32" if why else "", None, None, why)
-        full = {key: f"{name}.{key}" if name else key for key in own}
-        first = {key: self._first.setdefault(id(p), full[key]) for key, p in own.items()}
-        tied = {key: other for key, other in first.items() if other != full[key]}
-        new = {key: p for key, p in own.items() if key not in tied}
-        stays = {key for key, p in own.items() if id(p) in self._keeps}
-        for key, p in new.items():
-            self.before += 4 * p.numel()
-            self.after += p.numel() * (4 if key in stays else _bytes(self._recipe))
-        wanted = {self._updates[tied.get(key, full[key])] for key in own} - {None}
-        got = {self._updates[full[key]] for key, p in new.items() if key not in stays and p.requires_grad} - {None}
-        products, why_no_product = self._products(name, module)
-        reasons = [self._why_kept(name, stays), *_why_not_updated(own, stays, tied, bool(wanted)), why_no_product]
-        return ModulePlan(
-            name,
-            type(module).__name__,
-            sum(p.numel() for p in new.values()),
-            ", ".join([_held_as(self._recipe), *sorted(map(str, wanted)), *_asked_products(self._recipe)]),
-            _describe_dtypes(own, stays, _held_as(self._recipe)),
-            ", ".join(sorted(map(str, got))) or None,
-            products,
-            "; ".join(filter(None, reasons)),
-        )
+def _reason_kept(name: str, islands: dict[str, str]) -> str:
+    """Return why a module stays float32; empty where it does not."""
+    if not is_inside(name, islands):
+        return ""
+    if name in islands:
+        return islands[name]
+    outer = next(island for island in islands if is_inside(name, {island}))
+    return f"in {outer!r}, which {islands[outer]}"
 
-    def _reason_kept(self, name: str) -> str:
-        """Return why a module stays float32; empty where it does not."""
-        if not is_inside(name, self._islands):
-            return ""
-        if name in self._islands:
-            return self._islands[name]
-        outer = next(island for island in self._islands if is_inside(name, {island}))
-        return f"in {outer!r}, which {self._islands[outer]}"
 
-    def _why_kept(self, name: str, stays: set[str]) -> str:
-        kept = self._reason_kept(name)
-        if kept or not stays:
-            return kept
-        return f"shares {listed(sorted(stays))} with a module that stays float32"
-
-    def _products(self, name: str, module: nn.Module) -> tuple[str | None, str]:
-        if self._recipe.matmul:
-            return describe_eight_bit_products(module)
-        operands = f"operands in {self._recipe.operand_format}" if rounds_operands(self._recipe, name, module) else None
-        lacks = ""
-        if self._recipe.operand_format and not operands:
-            lacks = "operands are rounded in linear layers and convolutions that are not exempt"
-            if self._recipe.operand_format in block_names():
-                lacks += ", by torch's own forward"
-        if self._recipe.gradient_format:
-            gets, why = describe_rounded_gradients(module, self._recipe.gradient_format)
-            return ", ".join(filter(None, (operands, gets))) or None, lacks if lacks and gets else why
-        return operands, lacks
+def _products(recipe: Recipe, name: str, module: nn.Module) -> tuple[str | None, str]:
+    """Return which products of a module are narrow, and why not all."""
+    if recipe.matmul:
+        return describe_eight_bit_products(module)
+    operands = f"operands in {recipe.operand_format}" if rounds_operands(recipe, name, module) else None
+    lacks = ""
+    if recipe.operand_format and not operands:
+        lacks = "operands are rounded in linear layers and convolutions that are not exempt"
+        lacks += ", by torch's own forward" if recipe.operand_format in block_names() else ""
+    if recipe.gradient_format:
+        gets, why = describe_rounded_gradients(module, recipe.gradient_format)
+        return ", ".join(filter(None, (operands, gets))) or None, lacks if lacks and gets else why
+    return operands, lacks
 
 
 def _why_not_updated(own: dict[str, nn.Parameter], stays: set[str], tied: dict[str, str], asked: bool) -> list[str]:

@@ -79,13 +79,7 @@ def estimate_harm(observed: Mapping[str, Any], names: list[str], update: str) ->
 
 
 def set_updates(recipe: Recipe, model: nn.Module, updates: Updates) -> Recipe:
-    """Return the recipe with a weight update for each parameter, said in as few globs as say it right.
-
-    Args:
-        recipe: any of narrow parameters.
-        model: in float32.
-        updates: of all parameters that become narrow.
-    """
+    """Return a recipe of narrow parameters with a weight update for each, said in as few globs as say it right."""
     names = list(dict.fromkeys(updates.values()))
     usual = max(names, key=list(updates.values()).count)
     others = {name: update for name, update in updates.items() if update != usual}
@@ -141,11 +135,7 @@ class Costs:
         self._task, self.model = task, model
 
     def count_bytes(self, recipe: Recipe) -> float:
-        """Return the bytes per parameter of a recipe.
-
-        Raises:
-            ValueError: the model, or the task's optimizer, does not go with it.
-        """
+        """Return the bytes per parameter; a recipe that does not go with the model or the optimizer is a ValueError."""
         model = copy.deepcopy(self.model)
         recipes.convert(model, recipe)
         return float(recipes.optimizer(model, self._task.rule, **self._task.hyper).bytes_per_parameter())
@@ -156,10 +146,8 @@ def order_candidates(
 ) -> tuple[list[Candidate], list[Candidate]]:
     """Return the recipes that observed trainings leave open, by their bytes, and those that they rule out.
 
-    Args:
-        costs: of recipes on the model.
-        observed: by dtype, the readings of a training with parameters of that dtype, rounded to nearest.
-        dtypes: of parameters, the preferred one first where bytes are equal.
+    Observed are, by dtype, trainings with parameters of that dtype, rounded to nearest; where bytes are equal, the
+    first dtype is preferred.
     """
     found: list[Candidate] = []
     out: list[Candidate] = []
@@ -183,7 +171,9 @@ def _list_candidates(costs: Costs, observed: Mapping[str, Any], probe: Recipe) -
     updates = choose_updates(observed)
     if not updates:
         return []
-    cheapest = _describe(set_updates(probe, costs.model, updates), updates)
+    cheapest = set_updates(probe, costs.model, updates)
+    if len(names := list(dict.fromkeys(updates.values()))) > 1:
+        cheapest = cheapest.replace(description=f"{' and '.join(names)}, as observed")
     rungs = [(cheapest, "8bit"), (cheapest, None), (cheapest, "float32")]
     for update in ("split8", "kahan", "split"):
         rungs += [(probe.replace(weight_update=update), state) for state in ("8bit", None, "float32")]
@@ -195,11 +185,6 @@ def _list_candidates(costs: Costs, observed: Mapping[str, Any], probe: Recipe) -
         except ValueError:
             continue  # "split" needs bfloat16, and an optimizer of one's own may have no states of 8 bits
     return found
-
-
-def _describe(recipe: Recipe, updates: Updates) -> Recipe:
-    names = list(dict.fromkeys(updates.values()))
-    return recipe if len(names) == 1 else recipe.replace(description=f"{' and '.join(names)}, as observed")
 
 
 def _name_recipe(recipe: Recipe) -> Recipe:
@@ -244,17 +229,6 @@ def keeps_less(one: Recipe, other: Recipe, model: nn.Module) -> bool:
     return all(mine[name] == theirs[name] or mine[name] in _LESS.get(str(theirs[name]), ()) for name in mine)
 
 
-def price_recipes(costs: Costs, given: Sequence[Recipe]) -> list[Candidate]:
-    """Return given recipes as candidates, in the order of their bytes per parameter.
-
-    Raises:
-        ValueError: the model or the optimizer does not go with one of them.
-    """
-    return sorted(
-        (Candidate(recipe, costs.count_bytes(recipe)) for recipe in given), key=attrgetter("bytes_per_parameter")
-    )
-
-
 # A first seed that lies so many times the tolerance above float32 needs no further seeds.
 _CLEARLY = 3.0
 # A mix of two recipes is tried where it can save this share of the bytes.
@@ -262,16 +236,7 @@ _WORTH = 0.01
 
 
 class Search:
-    """The candidates of a search and the trainings that decide it.
-
-    Args:
-        task: what is trained.
-        seeds: matched in all trainings, three or more.
-        steps: of a training.
-        tolerance: as `tune` takes it.
-        most: how many candidates are trained.
-        training: where trials are trained.
-    """
+    """The candidates of a search and the trainings that decide it."""
 
     def __init__(
         self, task: Task, seeds: Sequence[int], steps: int, tolerance: float | None, most: int, training: Training
@@ -281,8 +246,6 @@ class Search:
         self.costs = Costs(task, task.model(task.load(), seeds[0]))
         self.candidates: list[Candidate] = []
         self.observed: dict[str, dict[str, Any]] = {}
-
-    # what is trained ------------------------------------------------------------------------------------------
 
     def begin(self, dtypes: Sequence[str]) -> None:
         """Train float32 and its twin from every seed, and one narrow training per dtype that is observed.
@@ -310,7 +273,8 @@ class Search:
             candidates, out = order_candidates(self.costs, self.observed, dtypes)
             self.candidates += out
         else:
-            candidates = price_recipes(self.costs, given)
+            candidates = [Candidate(recipe, self.costs.count_bytes(recipe)) for recipe in given]
+            candidates.sort(key=attrgetter("bytes_per_parameter"))
         failed = [one for one in map(self._judge_probe, dtypes) if one is not None]
         probed = {one.recipe.name: one for one in failed}
         self.candidates += [one for one in failed if one.recipe not in [other.recipe for other in candidates]]
@@ -332,8 +296,6 @@ class Search:
 
     def _make_trial(self, recipe: Recipe, seed: int, observed: bool = False) -> Trial:
         return Trial(self.task, recipe, seed, self.steps, observed)
-
-    # what becomes of a candidate ------------------------------------------------------------------------------
 
     def _try_candidate(self, candidate: Candidate, failed: Sequence[Candidate]) -> Candidate:
         """Train a candidate, unless that is known to be in vain, and say what became of it."""
@@ -414,12 +376,9 @@ class Search:
     def _read_row(self, recipe: str) -> Row:
         return self._training.evidence().row(self.task.name, recipe)
 
-    # recipes for kinds of layers ------------------------------------------------------------------------------
-
     def _mix_updates(self, found: Candidate, failed: Sequence[Candidate]) -> Candidate:
         """Give the more expensive update to as few kinds of layers as needed, the worst first, by bisection."""
-        below = [one for one in failed if _differ_in_updates(one.recipe, found.recipe)]
-        below = [one for one in below if _is_cheaper(one, found)]
+        below = [one for one in failed if _differ_in_updates(one.recipe, found.recipe) and _is_cheaper(one, found)]
         if not below:
             return found
         cheaper = max(below, key=attrgetter("bytes_per_parameter"))

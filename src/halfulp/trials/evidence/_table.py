@@ -1,10 +1,17 @@
 """Tables of a comparison as words and aligned text, with notes and a headline."""
 
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
 from ... import formats
 from ...pages import DASH
 from .._defaults import KEPT, REFERENCE
 from ..tasks import kind_of
-from ._row import MARGIN, FinishedTrials, Row, read_judged_loss
+from ._row import MARGIN, Row, read_judged_loss
+
+if TYPE_CHECKING:
+    from ._evidence import Evidence
 
 
 def number(value: float | None, digits: int = 4, sign: bool = False) -> str:
@@ -44,13 +51,13 @@ def percent(value: float | None, digits: int = 1) -> str:
     return DASH if value is None else f"{100 * value:.{digits}f}%"
 
 
-def loss_name(evidence: FinishedTrials, task: str) -> str:
+def loss_name(evidence: Evidence, task: str) -> str:
     """Return in words which loss judges the task."""
     judged_by = evidence.of_task(task)[0]["settings"]["task"]["judged_by"]
     return judged_by.replace("_", " ").replace("train ", "training ")
 
 
-def format_cells(evidence: FinishedTrials, row: Row) -> dict[str, str]:
+def format_cells(evidence: Evidence, row: Row) -> dict[str, str]:
     """Return the cells of a row as text, by column header, the same in every table."""
     loss = loss_name(evidence, row.task)
     verdict = row.verdict or "needs 3 seeds"
@@ -81,7 +88,7 @@ def format_cells(evidence: FinishedTrials, row: Row) -> dict[str, str]:
     }
 
 
-def _loss_digits(evidence: FinishedTrials, task: str) -> int | None:
+def _loss_digits(evidence: Evidence, task: str) -> int | None:
     """Return how many digits losses have; None on a task whose float32 loss would have none."""
     losses = map(read_judged_loss, evidence.of_recipe(task, REFERENCE))
     known = [abs(loss) for loss in losses if loss is not None]
@@ -94,7 +101,7 @@ def with_percent_spread(value: float | None, spread: float | None) -> str:
     return text if value is None or spread is None else f"{text} ± {100 * spread:.1f}"
 
 
-def has_gradient_formats(evidence: FinishedTrials, task: str) -> bool:
+def has_gradient_formats(evidence: Evidence, task: str) -> bool:
     """Return whether a recipe of the comparison has a format for gradients."""
     return any(record["settings"]["recipe"].get("gradient_format") for record in evidence.of_task(task))
 
@@ -131,7 +138,7 @@ def _format_own(row: Row, digits: int | None) -> str:
     return f"{with_spread(row.own_loss, None, digits)}{accuracy}"
 
 
-def write_notes(evidence: FinishedTrials, task: str) -> list[str]:
+def write_notes(evidence: Evidence, task: str) -> list[str]:
     """Return the notes beneath the table of a task, which explain its columns."""
     record = evidence.of_task(task)[0]
     settings, result = record["settings"], record["result"]
@@ -180,7 +187,7 @@ def write_notes(evidence: FinishedTrials, task: str) -> list[str]:
     return said
 
 
-def format_tables(evidence: FinishedTrials) -> str:
+def format_tables(evidence: Evidence) -> str:
     """Return all tables as aligned plain text, with their notes."""
     parts = []
     for task in evidence.tasks():
@@ -194,7 +201,7 @@ def format_tables(evidence: FinishedTrials) -> str:
     return "\n".join(parts).rstrip()
 
 
-def write_headline(evidence: FinishedTrials) -> str:
+def write_headline(evidence: Evidence) -> str:
     """Return which recipe keeps float32's accuracy on every task with the fewest bytes, or that none does."""
     task = _find_largest_task(evidence)
     reference = evidence.row(task, REFERENCE)
@@ -214,7 +221,7 @@ def write_headline(evidence: FinishedTrials) -> str:
     )
 
 
-def describe_losers(evidence: FinishedTrials) -> list[str]:
+def describe_losers(evidence: Evidence) -> list[str]:
     """Return sentences per task: who diverged, who lost most and the share of updates lost, who is unclear."""
     said = []
     for task in evidence.tasks():
@@ -242,23 +249,23 @@ def describe_losers(evidence: FinishedTrials) -> list[str]:
     return said
 
 
-def is_indication(evidence: FinishedTrials) -> bool:
+def is_indication(evidence: Evidence) -> bool:
     """Return whether there are too few seeds for a verdict."""
     return any(row.seeds < 3 for row in evidence.rows())
 
 
-def _name_few_seeds(evidence: FinishedTrials) -> str:
+def _name_few_seeds(evidence: Evidence) -> str:
     if not is_indication(evidence):
         return ""
     seeds = min(row.seeds for row in evidence.rows())
     return f"On {seeds} {'seed' if seeds == 1 else 'seeds'}, "
 
 
-def _is_kept_everywhere(evidence: FinishedTrials, recipe: str) -> bool:
+def _is_kept_everywhere(evidence: Evidence, recipe: str) -> bool:
     return all(_is_kept(evidence, evidence.row(task, recipe)) for task in evidence.tasks())
 
 
-def _is_kept(evidence: FinishedTrials, row: Row) -> bool:
+def _is_kept(evidence: Evidence, row: Row) -> bool:
     """Return whether a recipe keeps float32's loss: by its verdict, or on few seeds by a gap under half a per cent."""
     if row.verdict in ("reference", "control", "diverged"):
         return False
@@ -272,6 +279,6 @@ def _gradient_bits(row: Row) -> int:
     return formats.get(row.gradient_format).bits if row.gradient_format else 32
 
 
-def _find_largest_task(evidence: FinishedTrials) -> str:
+def _find_largest_task(evidence: Evidence) -> str:
     """Return the task with the most parameters."""
     return max(evidence.tasks(), key=lambda task: evidence.of_task(task)[0]["result"]["parameters"])

@@ -10,7 +10,7 @@ from typing import Any, ClassVar
 from ...pages import render, require, write_whole
 from .._defaults import REFERENCE, TONES
 from ..evidence._evidence import SCHEMA, Evidence
-from ..evidence._row import FinishedTrials, Row
+from ..evidence._row import Row
 from ..evidence._table import format_cells, loss_name, write_notes
 from ..page._curves import SVG_SETTINGS, write_svg
 from ..running._progress import describe_duration
@@ -30,7 +30,7 @@ class Section:
     notes: Sequence[str] = ()
 
 
-def list_sections(evidence: FinishedTrials) -> list[Section]:
+def list_sections(evidence: Evidence) -> list[Section]:
     """Return the sections of the report, in order."""
     return [
         _describe_run(evidence),
@@ -41,7 +41,7 @@ def list_sections(evidence: FinishedTrials) -> list[Section]:
     ]
 
 
-def _describe_run(evidence: FinishedTrials) -> Section:
+def _describe_run(evidence: Evidence) -> Section:
     run = evidence.run
     recipes = {record["settings"]["recipe"]["name"] for record in evidence.trials}
     seeds = {record["settings"]["seed"] for record in evidence.trials}
@@ -60,7 +60,7 @@ def _describe_run(evidence: FinishedTrials) -> Section:
     return Section("How it was run", said)
 
 
-def _describe_cost(evidence: FinishedTrials) -> str:
+def _describe_cost(evidence: Evidence) -> str:
     """Return how much CPU time the training took, and how long by the clock, resumed runs included."""
     results = [record["result"] for record in evidence.trials]
     steps = [record["settings"]["steps"] for record in evidence.trials]
@@ -75,12 +75,12 @@ def _describe_cost(evidence: FinishedTrials) -> str:
     return f"{steps_took}; {describe_duration(sum(pieces))} by the clock, in {whole}"
 
 
-def _list_findings(evidence: FinishedTrials) -> Section:
+def _list_findings(evidence: Evidence) -> Section:
     rows = [[one.claim, one.source, one.verdict, one.numbers] for one in statements(evidence)]
     return Section("The papers’ findings", (), ("statement", "paper", "verdict", "numbers"), rows)
 
 
-def _describe_task(evidence: FinishedTrials, task: str) -> Section:
+def _describe_task(evidence: Evidence, task: str) -> Section:
     loss = loss_name(evidence, task)
     shown = (loss, "gap to fp32", "verdict", "accuracy", "movement kept", "bytes/param", "step time")
     rows = []
@@ -96,7 +96,7 @@ def _describe_task(evidence: FinishedTrials, task: str) -> Section:
     return Section(f"{task}: {title}", (), headers, rows, write_notes(evidence, task))
 
 
-def _list_diverged(evidence: FinishedTrials, row: Row) -> str:
+def _list_diverged(evidence: Evidence, row: Row) -> str:
     """Return which seeds diverged, and at which steps."""
     found = (record["result"]["diverged_at"] for record in evidence.of_recipe(row.task, row.recipe))
     steps = [step for step in found if step is not None]
@@ -127,7 +127,7 @@ def _explain_no_loss(row: Row) -> str:
     return "the task is smaller than the paper's"
 
 
-def _list_left_out(evidence: FinishedTrials) -> Section:
+def _list_left_out(evidence: Evidence) -> Section:
     pairs = evidence.run.get("left_out", {})
     rows = [
         [task, ", ".join(names), why]
@@ -138,7 +138,7 @@ def _list_left_out(evidence: FinishedTrials) -> Section:
     return Section("Pairs that were not run, and why", (), ("task", "recipes", "why"), rows)
 
 
-def group_failures(evidence: FinishedTrials) -> list[tuple[str, str, str, str]]:
+def group_failures(evidence: Evidence) -> list[tuple[str, str, str, str]]:
     """Return task, recipe, seeds and error of failed trials, those of one error in one line."""
     seeds: dict[tuple[str, str, str], list[str]] = {}
     for one in evidence.run.get("failed", []):
@@ -146,12 +146,12 @@ def group_failures(evidence: FinishedTrials) -> list[tuple[str, str, str, str]]:
     return [(task, recipe, ", ".join(of_seeds), why) for (task, recipe, why), of_seeds in seeds.items()]
 
 
-def _list_failures(evidence: FinishedTrials) -> Section:
+def _list_failures(evidence: Evidence) -> Section:
     said = ["The command ended with an error because of these; a row above counts the seeds that finished."]
     return Section("Trials that failed, and why", said, ("task", "recipe", "seeds", "why"), group_failures(evidence))
 
 
-def write_markdown(evidence: FinishedTrials) -> str:
+def write_markdown(evidence: Evidence) -> str:
     """Return the report as one Markdown file."""
     run = evidence.run
     command = f"halfulp compare --suite {run['suite']} --size {run['size']}"
@@ -159,7 +159,7 @@ def write_markdown(evidence: FinishedTrials) -> str:
     return "\n\n".join([f"# {TITLE}", written, _PICTURE, write_sections(evidence)]) + "\n"
 
 
-def write_sections(evidence: FinishedTrials) -> str:
+def write_sections(evidence: Evidence) -> str:
     """Return the sections alone, for a page with a head of its own."""
     parts = []
     for section in list_sections(evidence):
@@ -180,7 +180,7 @@ def _format_line(cells: Sequence[str]) -> str:
     return "| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |"
 
 
-def render_page(evidence: FinishedTrials) -> str:
+def render_page(evidence: Evidence) -> str:
     """Return the report as one self-contained page.
 
     Raises:
@@ -205,7 +205,7 @@ _THEMES = {
 _LINEAR, _REACH = 1.0, 100.0  # per cent of float32's loss: linear up to, and where the axis ends
 
 
-def draw_figure(evidence: FinishedTrials, theme: str) -> str:
+def draw_figure(evidence: Evidence, theme: str) -> str:
     """Return an SVG of each recipe's gap to float32 on each task, with its spread over seeds, for light or dark pages.
 
     The axis is in per cent of float32's loss, linear up to 1%, logarithmic up to 100%; a cross is a divergence.
@@ -268,7 +268,7 @@ def _draw_task(axes: Any, rows: dict[str, Row], names: Sequence[str], colours: d
         axes.plot([shown], [place], marker=marker, color=colours[tone], markersize=4, clip_on=False)
 
 
-def _order_recipes(evidence: FinishedTrials) -> list[str]:
+def _order_recipes(evidence: Evidence) -> list[str]:
     """Return every recipe but float32 itself, those of all tasks first."""
     common = [recipe if isinstance(recipe, str) else recipe.name for recipe in COMMON]
     found = dict.fromkeys(record["settings"]["recipe"]["name"] for record in evidence.trials)

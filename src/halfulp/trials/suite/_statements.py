@@ -7,7 +7,8 @@ from collections.abc import Callable, Mapping
 
 from ...recipes import Recipe
 from .._defaults import KEPT, LOST, TWIN
-from ..evidence._row import FinishedTrials, Row, half_interval, interval, read_judged_loss
+from ..evidence._evidence import Evidence
+from ..evidence._row import Row, half_interval, interval, read_judged_loss
 from ..evidence._table import number, percent
 
 _BF16_FIGURES = "arXiv 2010.06192"
@@ -162,19 +163,19 @@ class Statement:
     numbers: str
 
 
-def statements(evidence: FinishedTrials) -> list[Statement]:
+def statements(evidence: Evidence) -> list[Statement]:
     """Return every statement, in the order of the papers."""
     return [make(evidence) for make in _ALL]
 
 
-_ALL: list[Callable[[FinishedTrials], Statement]] = []
+_ALL: list[Callable[[Evidence], Statement]] = []
 
 
-def _register(claim: str, source: str) -> Callable[[Callable[[FinishedTrials], tuple[str, str]]], None]:
+def _register(claim: str, source: str) -> Callable[[Callable[[Evidence], tuple[str, str]]], None]:
     """Register a function that gives a verdict and its numbers."""
 
-    def enter(judge: Callable[[FinishedTrials], tuple[str, str]]) -> None:
-        def make(evidence: FinishedTrials) -> Statement:
+    def enter(judge: Callable[[Evidence], tuple[str, str]]) -> None:
+        def make(evidence: Evidence) -> Statement:
             verdict, numbers = judge(evidence)
             return Statement(claim, source, verdict, numbers or "no task of this run tells")
 
@@ -187,12 +188,12 @@ _BF16, _SCALES, _SCALIFY, _MCTENSOR = "arXiv 2010.06192", "arXiv 1910.12385", "a
 
 
 @_register("bfloat16 with nearest rounding everywhere loses against float32", _BF16)
-def _nearest_loses(evidence: FinishedTrials) -> tuple[str, str]:
+def _nearest_loses(evidence: Evidence) -> tuple[str, str]:
     return _count_tasks(evidence, "bf16", LOST, KEPT)
 
 
 @_register("what nearest rounding loses grows as the learning rate falls", _BF16)
-def _more_at_low_rates(evidence: FinishedTrials) -> tuple[str, str]:
+def _more_at_low_rates(evidence: Evidence) -> tuple[str, str]:
     shares: list[list[float]] = []
     said = []
     for task in ("digits-fpu", "digits", "digits-slow"):
@@ -213,7 +214,7 @@ def _more_at_low_rates(evidence: FinishedTrials) -> tuple[str, str]:
 
 
 @_register("rounding the weight update to nearest is what hurts, rounding forward and backward is not", _BF16)
-def _update_not_arithmetic(evidence: FinishedTrials) -> tuple[str, str]:
+def _update_not_arithmetic(evidence: Evidence) -> tuple[str, str]:
     update, arithmetic = _find_rows(evidence, "bf16-update"), _find_rows(evidence, "bf16-split")
     pairs = [(one, other) for one in update for other in arithmetic if one.task == other.task]
     told = [(one, other) for one, other in pairs if one.verdict in LOST or other.verdict in LOST]
@@ -227,12 +228,12 @@ def _update_not_arithmetic(evidence: FinishedTrials) -> tuple[str, str]:
     "stochastic rounding and Kahan stay within 0.1% accuracy or 0.2% loss of float32, or inside the seeds' spread",
     _BF16,
 )
-def _stochastic_and_kahan(evidence: FinishedTrials) -> tuple[str, str]:
+def _stochastic_and_kahan(evidence: Evidence) -> tuple[str, str]:
     return _judge_limit(evidence, ("bf16-stochastic", "bf16-kahan"), loss=0.002, accuracy=0.001, or_spread=True)
 
 
 @_register("ten bits with Kahan and stochastic rounding reach 90% on digits", "our measure of arXiv 2010.06192's idea")
-def _ten_bits(evidence: FinishedTrials) -> tuple[str, str]:
+def _ten_bits(evidence: Evidence) -> tuple[str, str]:
     found = [row for row in _find_rows(evidence, "e8m1-kahan-stochastic") if row.task == "digits-fpu"]
     if not found or found[0].accuracy is None:
         return OPEN, "" if not found else "diverged"
@@ -244,12 +245,12 @@ def _ten_bits(evidence: FinishedTrials) -> tuple[str, str]:
 
 
 @_register("float16 MCTensor weights of two and three components equal float32", _MCTENSOR)
-def _components(evidence: FinishedTrials) -> tuple[str, str]:
+def _components(evidence: Evidence) -> tuple[str, str]:
     return _judge_limit(evidence, ("fp16-mc2", "fp16-mc3"), loss=0.002)
 
 
 @_register("on the linear regression, float16 MCTensor weights equal float64", _MCTENSOR)
-def _regression(evidence: FinishedTrials) -> tuple[str, str]:
+def _regression(evidence: Evidence) -> tuple[str, str]:
     names = ("fp32", "fp64", "fp16-mc2", "fp16-mc3")
     found = {row.recipe: row for row in evidence.rows("linear-regression") if row.recipe in names}
     if set(names) - set(found):
@@ -268,22 +269,22 @@ def _regression(evidence: FinishedTrials) -> tuple[str, str]:
 
 
 @_register("adaptive scales are nowhere worse than the best constant scale, without tuning", _SCALES)
-def _adaptive(evidence: FinishedTrials) -> tuple[str, str]:
+def _adaptive(evidence: Evidence) -> tuple[str, str]:
     return _compare_with_best_constant(evidence, tasks=None, better=False)
 
 
 @_register("adaptive scales are better than any constant scale where two losses are far apart", _SCALES)
-def _two_losses(evidence: FinishedTrials) -> tuple[str, str]:
+def _two_losses(evidence: Evidence) -> tuple[str, str]:
     return _compare_with_best_constant(evidence, tasks=("two-heads",), better=True)
 
 
 @_register("scaled FP8 products with float16 state stay within 0.3% of float32", _SCALIFY)
-def _scaled(evidence: FinishedTrials) -> tuple[str, str]:
+def _scaled(evidence: Evidence) -> tuple[str, str]:
     return _judge_limit(evidence, ("scaled-fp8-state16",), loss=0.003)
 
 
 @_register("with scales that propagate, float16 needs no loss scale", _SCALIFY)
-def _no_loss_scale(evidence: FinishedTrials) -> tuple[str, str]:
+def _no_loss_scale(evidence: Evidence) -> tuple[str, str]:
     plain, scaled = _find_rows(evidence, "fp16"), {row.task: row for row in _find_rows(evidence, "scaled-fp16")}
     plain = [row for row in plain if row.task in scaled]
     without = {row.task: row for row in _find_rows(evidence, "fp16-constant-1")}
@@ -308,9 +309,7 @@ def _is_repaired(plain: Row, scaled: Row) -> bool:
     return bool(plain.diverged) or plain.gap is None or scaled.gap < plain.gap / 2
 
 
-def _compare_with_best_constant(
-    evidence: FinishedTrials, tasks: tuple[str, ...] | None, better: bool
-) -> tuple[str, str]:
+def _compare_with_best_constant(evidence: Evidence, tasks: tuple[str, ...] | None, better: bool) -> tuple[str, str]:
     """Judge the adaptive scales against the best constant one, by losses paired by seed."""
     good, bad, told = 0, 0, []
     unclear: list[str] = []
@@ -352,7 +351,7 @@ _TO_ZERO = "linear-regression"
 
 
 def _judge_limit(
-    evidence: FinishedTrials,
+    evidence: Evidence,
     recipes: tuple[str, ...],
     loss: float,
     accuracy: float | None = None,
@@ -412,13 +411,13 @@ def _judge_limit(
     return CONFIRMED if 2 * sure > inside else OPEN, f"{counts}; {'; '.join(said)}"
 
 
-def _is_classification(evidence: FinishedTrials, task: str) -> bool:
+def _is_classification(evidence: Evidence, task: str) -> bool:
     """Return whether papers report such a task by accuracy: not a text's next character, nor equations or edges."""
     target = evidence.of_task(task)[0]["settings"]["task"].get("target", "example")
     return target not in ("", "character", "equation", "edge")
 
 
-def _pair_accuracies(evidence: FinishedTrials, row: Row) -> tuple[list[float], list[float]]:
+def _pair_accuracies(evidence: Evidence, row: Row) -> tuple[list[float], list[float]]:
     """Return float32's accuracy minus a recipe's for each seed, and float32's."""
     own, reference = (
         {
@@ -431,13 +430,13 @@ def _pair_accuracies(evidence: FinishedTrials, row: Row) -> tuple[list[float], l
     return [reference[seed] - own[seed] for seed in own if seed in reference], list(reference.values())
 
 
-def _pair_losses(evidence: FinishedTrials, row: Row) -> tuple[list[float], list[float]]:
+def _pair_losses(evidence: Evidence, row: Row) -> tuple[list[float], list[float]]:
     """Return a recipe's loss minus float32's for each seed, and float32's."""
     reference = [read_judged_loss(record) for record in evidence.of_recipe(row.task, "fp32")]
     return evidence.gaps(row.task, row.recipe), [loss for loss in reference if loss is not None]
 
 
-def _format_points(evidence: FinishedTrials, row: Row) -> str:
+def _format_points(evidence: Evidence, row: Row) -> str:
     """Return how much more accurate than float32 a recipe is, in points, with the 95% interval."""
     lost, _ = _pair_accuracies(evidence, row)
     if not lost:
@@ -457,9 +456,7 @@ def explain_loss(row: Row) -> str:
     return "a short training at this size ends before noise averages out"
 
 
-def _count_tasks(
-    evidence: FinishedTrials, recipe: str, for_it: tuple[str, ...], against: tuple[str, ...]
-) -> tuple[str, str]:
+def _count_tasks(evidence: Evidence, recipe: str, for_it: tuple[str, ...], against: tuple[str, ...]) -> tuple[str, str]:
     """Judge a statement on one recipe by the number of tasks whose verdicts speak for and against it."""
     rows = _find_rows(evidence, recipe)
     counts = [sum(row.verdict in verdicts for row in rows) for verdicts in (for_it, against)]
@@ -479,7 +476,7 @@ def _decide_by_counts(for_it: int, against: int) -> str:
     return CONFIRMED if for_it > against else REFUTED
 
 
-def _find_rows(evidence: FinishedTrials, recipe: str) -> list[Row]:
+def _find_rows(evidence: Evidence, recipe: str) -> list[Row]:
     """Return the rows of a recipe on all tasks."""
     return [row for row in evidence.rows() if row.recipe == recipe]
 
