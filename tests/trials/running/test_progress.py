@@ -6,7 +6,7 @@ import re
 import pytest
 
 from halfulp.trials.running._plan import plan
-from halfulp.trials.running._progress import Cost, Progress, TimeLeft, estimate, name_cost_class
+from halfulp.trials.running._progress import Cost, Progress, estimate, name_cost_class
 
 
 class Clock:
@@ -25,8 +25,8 @@ def test_the_estimate_comes_first_and_the_time_left_falls(
     monkeypatch.setattr("sys.stderr", io.StringIO())
     monkeypatch.setenv("FORCE_COLOR", "1") if terminal else monkeypatch.delenv("FORCE_COLOR", raising=False)
     monkeypatch.setenv("COLUMNS", "60")
-    clock, progress = Clock(), Progress()
-    progress.left = TimeLeft(clock)
+    clock = Clock()
+    progress = Progress(clock)
     trials = plan(tiny.Tiny(), ["fp32"], 3, 100, None)
     done = {"float32": {"validation": {"loss": 1.5}}, "diverged_at": None}
     lefts = []
