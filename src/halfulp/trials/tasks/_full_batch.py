@@ -2,7 +2,6 @@
 
 import abc
 import copy
-import dataclasses
 import functools
 import itertools
 import time
@@ -20,7 +19,6 @@ from ...recipes._optimizer import MeasuredOptimizer
 from ._task import Batch, Course, Data, Report, Task
 
 
-@dataclasses.dataclass(frozen=True)
 class FullBatch(Task):
     """Plain gradient descent on all the data at once, as in "MCTensor" (Yu et al., arXiv 2207.08867).
 
@@ -132,7 +130,6 @@ def decode_weights(model: nn.Module, optimizer: MeasuredOptimizer) -> dict[str, 
     return {name: value.double() for name, value in optimizer.float32_state_dict(model).items()}
 
 
-@dataclasses.dataclass(frozen=True)
 class LinearRegression(FullBatch):
     """Five weights from ten equations that have a solution: the loss goes to zero as far as digits reach."""
 
@@ -170,7 +167,6 @@ class LinearRegression(FullBatch):
         return None
 
 
-@dataclasses.dataclass(frozen=True)
 class Logistic(FullBatch):
     """Logistic regression of a thousand synthetic points in the plane, which a line separates."""
 
@@ -192,7 +188,6 @@ class Logistic(FullBatch):
         return _make_linear(data.train[0].shape[1], seed)
 
 
-@dataclasses.dataclass(frozen=True)
 class CancerLogistic(Logistic):
     """Logistic regression of scikit-learn's breast cancer data, standardized."""
 
@@ -209,7 +204,6 @@ class CancerLogistic(Logistic):
         return _load_cancer()
 
 
-@dataclasses.dataclass(frozen=True)
 class CancerMLP(CancerLogistic):
     """A network 30-128-64-1 without biases on scikit-learn's breast cancer data."""
 

@@ -1,6 +1,5 @@
 """Task mammals: WordNet's mammals embedded in the hyperbolic plane, where plain floats run out of digits."""
 
-import dataclasses
 import time
 from collections.abc import Iterator
 from typing import Any, ClassVar
@@ -25,7 +24,6 @@ BURN_IN = 0.02  # of all steps, at a hundredth of the learning rate
 _DTYPES = {"float32": torch.float32, "float64": torch.float64}
 
 
-@dataclasses.dataclass(frozen=True)
 class Mammals(FileTask):
     """WordNet's 1,180 mammals as points of the hyperbolic half-plane; needs ``data``.
 

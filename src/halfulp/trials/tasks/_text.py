@@ -1,6 +1,5 @@
 """Tasks text, tinyshakespeare, tinyshakespeare-lstm and gpt-scaled: next characters by a GPT or an LSTM."""
 
-import dataclasses
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, ClassVar
@@ -166,7 +165,6 @@ class CharacterGPT(Task):
             yield stream[places], stream[places + 1]
 
 
-@dataclasses.dataclass(frozen=True)
 class Text(CharacterGPT):
     """Next-character prediction on ``pydoc_data.topics``, the help pages of Python itself (465,000 characters)."""
 
@@ -204,7 +202,6 @@ def _cut_windows(ids: Tensor, time: int, most: int | None) -> Batch:
     return ids[: count * time].view(count, time), ids[1 : count * time + 1].view(count, time)
 
 
-@dataclasses.dataclass(frozen=True)
 class TinyShakespeare(FileTask, CharacterGPT):
     """Next-character prediction on ``input.txt`` (1.1 million characters); needs ``data``."""
 
@@ -220,7 +217,6 @@ class TinyShakespeare(FileTask, CharacterGPT):
         return encode_characters(decode(str(path), bytes.decode, path.read_bytes()), "tinyshakespeare", self.time, 256)
 
 
-@dataclasses.dataclass(frozen=True)
 class TinyShakespeareLSTM(TinyShakespeare):
     """Next-character prediction on ``input.txt`` by a recurrent network of one layer; needs ``data``."""
 
@@ -247,7 +243,6 @@ class FusedBlock(Block):
         return attended.transpose(1, 2).reshape(batch, time, width)
 
 
-@dataclasses.dataclass(frozen=True)
 class ScaledGPT(Text):
     """Next-character prediction with the paper's AdamW (beta 0.9 and 0.95) and fused attention.
 
