@@ -91,14 +91,7 @@ def make_console() -> Any:
 
 
 def make_plain_table(headers: Sequence[str], right: Sequence[str] = (), gap: int = 2, fold: Sequence[str] = ()) -> Any:
-    """Return a table without lines, to which `add_row` adds.
-
-    Args:
-        headers: One per column.
-        right: The headers of the columns that hold numbers.
-        gap: How many spaces stand between columns.
-        fold: The headers of columns whose text may go on in a next line.
-    """
+    """Return a table without lines, to which `add_row` adds; text under the headers ``fold`` may fill several lines."""
     from rich.table import Table
 
     table = Table(box=None, header_style="bold", pad_edge=False, padding=(0, gap, 0, 0))
@@ -135,11 +128,7 @@ Out = Annotated[str | None, typer.Option(help="Folder for the page and the JSON,
 
 
 def prepare(out: str | None, name: Instrument | Literal["compare-script"]) -> None:
-    """Create the output folder and check, before any work, that a page can be written into it.
-
-    Raises:
-        ValueError: jinja2 is missing, the folder cannot be written, or its name is that of a page.
-    """
+    """Create the output folder and check, before any work, that a page can be written into it."""
     if out is None:
         return
     if out.endswith((".html", ".json")) and not Path(out).is_dir():
@@ -152,16 +141,7 @@ def prepare(out: str | None, name: Instrument | Literal["compare-script"]) -> No
 
 
 def write_out(out: str | None, name: Instrument, found: Any) -> None:
-    """Write what an instrument found as NAME.html and NAME.json, each whole or not at all; without a folder nothing.
-
-    Args:
-        out: the folder, as `prepare` made it.
-        name: of the instrument.
-        found: an Observation, an Audit or a Forecast.
-
-    Raises:
-        ValueError: a file cannot be written.
-    """
+    """Write what an instrument found as NAME.html and NAME.json, each whole or not at all; without a folder nothing."""
     if out is None:
         return
     from ..observation.page import write_page

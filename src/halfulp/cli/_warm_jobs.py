@@ -35,11 +35,7 @@ class Job:
 
 
 def list_jobs(recipe_names: Sequence[str] | None, chosen: Sequence[str] | None) -> Iterator[Job]:
-    """Yield jobs for some recipes or all, and chosen optimizers or all; some may be refused.
-
-    Raises:
-        ValueError: an unknown name.
-    """
+    """Yield jobs for some recipes or all, and chosen optimizers or all; some may be refused."""
     optimizer_names = list(optim.OPTIMIZERS) if chosen is None else chosen
     for name in optimizer_names:
         if name not in optim.OPTIMIZERS:

@@ -165,11 +165,7 @@ def revert(model: M) -> M:
 
 
 def find_recipe(model: nn.Module) -> Recipe:
-    """Return the recipe of a converted model, or of the one inside a wrapper.
-
-    Raises:
-        ValueError: it is not converted, or its parts are by several recipes.
-    """
+    """Return the recipe of a converted model, or of the one inside a wrapper."""
     found = {record.recipe for record in _records(model)}
     if len(found) != 1:
         said = f"is converted by several recipes ({', '.join(sorted(x.name for x in found))})" if found else "is not"

@@ -45,9 +45,6 @@ def find_islands(model: nn.Module, recipe: Recipe) -> dict[str, str]:
     These are the ones that the recipe's globs match, losses with weights, modules whose weight is computed from float32
     buffers before each forward pass, and, where norms are kept, modules whose weights enter no product (`_scales`).
 
-    Raises:
-        ValueError: a glob of the recipe's own that matches no module.
-
     >>> from halfulp import recipes
     >>> find_islands(nn.Sequential(nn.Linear(2, 2), nn.LayerNorm(2)), recipes.get("bf16"))
     {'1': "matches '*Norm*'"}

@@ -115,12 +115,7 @@ class _KeptTensors(TorchFunctionMode):
 
 
 def copy_model(model: nn.Module) -> nn.Module:
-    """Return a deep copy that keeps what `copy.deepcopy` drops: the hooks of parameters and of buffers.
-
-    Raises:
-        ValueError: a parameter has a hook that runs after its gradient is accumulated: it acts on objects outside the
-            model, such as an optimizer, which a copy must not touch; or an object of the model cannot be copied.
-    """
+    """Return a deep copy that keeps what `copy.deepcopy` drops: the hooks of parameters and of buffers."""
     for name, parameter in model.named_parameters():
         if parameter._post_accumulate_grad_hooks:
             raise ValueError(
@@ -163,12 +158,7 @@ def same_randomness() -> Iterator[None]:
 
 @contextlib.contextmanager
 def untouched(model: nn.Module) -> Iterator[None]:
-    """Check that runs of copies do not change the model, whose gradients are put aside meanwhile.
-
-    Raises:
-        ValueError: they gave the model itself gradients, or wrote its parameters or buffers: a function that the model
-            keeps (a lambda, a closure) reaches the model, and its copies are no copies.
-    """
+    """Check that runs of copies do not change the model, whose gradients are put aside meanwhile."""
     tensors = dict(model.named_parameters()) | dict(model.named_buffers())
     before = {name: (tensor.grad, tensor._version) for name, tensor in tensors.items()}
     for tensor in tensors.values():
@@ -256,11 +246,7 @@ def loss_in(results: Results) -> Tensor:
 
 
 def run_reference(model: nn.Module, batch: Any, loss_of: LossOf) -> Results:
-    """Run a step of a copy in plain float32, which must be finite, and the same when it is run again.
-
-    Raises:
-        ValueError: nothing to compare with.
-    """
+    """Run a step of a copy in plain float32, which must be finite, and the same when it is run again."""
     run = run_one_step(copy_model(model), batch, loss_of)
     loss, gradients = loss_in(run), gradients_of(run)
     if not bool(loss.isfinite().all()):

@@ -379,11 +379,7 @@ class ScriptComparison:
         }
 
     def to_html(self, path: str | os.PathLike[str]) -> None:
-        """Write one self-contained HTML page, whole or not at all.
-
-        Raises:
-            ValueError: jinja2 or matplotlib is missing, or the file cannot be written.
-        """
+        """Write one self-contained HTML page, whole or not at all."""
         write_whole(path, render_script_page(self.to_dict()))
 
     def _loss(self, name: str) -> float | None:
@@ -439,9 +435,6 @@ def compare_script(
         script, arguments: its path, or as a ``module`` the dotted name of one, and its own arguments.
         names: recipes.
         listen: told each recipe before it runs (with None), and afterwards its row and the seconds that it took.
-
-    Raises:
-        ValueError: an unknown recipe, or a script that fails as it is.
     """
     for name in names:
         recipes.get(name)

@@ -248,11 +248,7 @@ class Search:
         self.observed: dict[str, dict[str, Any]] = {}
 
     def begin(self, dtypes: Sequence[str]) -> None:
-        """Train float32 and its twin from every seed, and one narrow training per dtype that is observed.
-
-        Raises:
-            ValueError: float32 itself does not learn, or seeds scatter by more than the tolerance.
-        """
+        """Train float32 and its twin from every seed, and one narrow training per dtype that is observed."""
         controls = [self._make_trial(recipes.get(name), seed) for seed in self.seeds for name in (REFERENCE, TWIN)]
         probes = [self._make_trial(recipes.get(PROBES[dtype]), self.seeds[0], observed=True) for dtype in dtypes]
         self._training.train([*controls, *probes])

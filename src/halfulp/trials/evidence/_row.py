@@ -339,11 +339,7 @@ def group_by_recipe(records: Iterable[Record]) -> dict[str, dict[int, Record]]:
 
 
 def check_record(record: Record) -> None:
-    """Refuse what is not a finished trial as this version writes it.
-
-    Raises:
-        ValueError: a field is missing or of another kind; the message names it.
-    """
+    """Refuse what is not a finished trial as this version writes it."""
     try:
         rows(record["settings"]["task"]["name"], [record])
         list(record["result"]["curve"])

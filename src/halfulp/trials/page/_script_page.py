@@ -22,9 +22,6 @@ def render_script_page(data: Mapping[str, Any]) -> str:
 
     Args:
         data: what `ScriptComparison.to_dict` gives, also when read back from JSON.
-
-    Raises:
-        ValueError: jinja2 or matplotlib is missing.
     """
     require("matplotlib")
     rows = data["recipes"]

@@ -67,11 +67,6 @@ def plan(
 
     The float32 reference is always among the recipes, in front: every gap is measured against it. A pair that does
     not go together is an error, or, where there is a dict to put it into, left out: task, recipe, and why.
-
-    Raises:
-        ValueError: an unknown or repeated name, no seeds, no steps, both steps and a size, a pair that does not go
-            together, or another recipe under the name of a control.
-        TypeError: seeds that are no integers.
     """
     tasks = [registry.get(one, data) for one in ([task] if isinstance(task, str | Task) else task)]
     rows = [catalog.get(one) for one in ([recipes] if isinstance(recipes, str | Recipe) else recipes)]

@@ -153,9 +153,6 @@ def work(
     With ``tick``, so many seconds without an event yield ("tick", a trial, None).
     Before any trial starts, those of ``timed`` yield ("timed", trial, a Cost or None).
     Leaving the loop early, by an exception or otherwise, ends the workers.
-
-    Raises:
-        TrialError: a trial crashed, unless ``on``, or its worker died; the other workers are ended.
     """
     # From the last to the first.
     waiting = [("train", trial) for trial in reversed(trials)] + [("time", trial) for trial in reversed(timed)]

@@ -17,11 +17,7 @@ from ._plan import Trial
 
 
 class Store:
-    """The folder of one comparison: ``trials/<key>.json`` per finished trial, then a page and a JSON file.
-
-    Raises:
-        ValueError: the folder cannot be made or written, or holds something that forbids this run.
-    """
+    """The folder of one comparison: ``trials/<key>.json`` per finished trial, then a page and a JSON file."""
 
     def __init__(self, out: str | os.PathLike[str], stem: str = "compare"):
         self.root = Path(out)
@@ -41,11 +37,7 @@ class Store:
 
     @contextlib.contextmanager
     def lock(self) -> Iterator[None]:
-        """Keep other comparisons, of any process, out of the folder; the lock goes with the process that holds it.
-
-        Raises:
-            ValueError: another comparison is writing into the folder.
-        """
+        """Keep other comparisons, of any process, out of the folder; the lock goes with the process that holds it."""
         try:
             self._lock.acquire(blocking=False)
         except filelock.Timeout:
@@ -58,17 +50,7 @@ class Store:
             self._lock.release()
 
     def begin(self, trials: Sequence[Trial], resume: bool, overwrite: bool = False) -> dict[str, dict[str, Any]]:
-        """Start or resume the comparison; return the results that the folder has already, by key.
-
-        Args:
-            trials: of this comparison.
-            resume: take over the finished trials of the folder.
-            overwrite: delete the comparison that the folder holds.
-
-        Raises:
-            ValueError: the folder holds a comparison and neither was asked for, or both were; or a trial to resume was
-                trained under other settings.
-        """
+        """Start the comparison, resume or overwrite that of the folder; return the results that are there, by key."""
         if resume and overwrite:
             raise ValueError("--resume keeps the finished trials of a folder and --overwrite deletes them: give one")
         if resume:
@@ -89,11 +71,7 @@ class Store:
         return {}
 
     def read_finished(self, trials: Sequence[Trial]) -> dict[str, dict[str, Any]]:
-        """Return the results that the folder has of some trials, by key.
-
-        Raises:
-            ValueError: a trial that was trained under other settings, or a file that is none.
-        """
+        """Return the results that the folder has of some trials, by key."""
         results = {}
         for trial in trials:
             path = self.trials / f"{trial.key}.json"

@@ -22,13 +22,7 @@ Listener = Callable[[str, Trial | None, Any], None]
 class Training:
     """The trials of a run and their results so far; with a folder, each is kept there as soon as it has finished.
 
-    Args:
-        workers: how many processes, None is one per core, at most 8; or the ranks of torchrun.
-        listen: called with ("plan", None, trials), ("timing", None, how many kinds), ("estimate", None, an Estimate)
-            and ("reused" | "start" | "progress" | "done", trial, content).
-        store: the folder, or None.
-        resume: whether finished trials of the folder are taken over.
-        make: the class of the evidence.
+    ``workers`` and ``listen`` are as `halfulp.compare` takes them.
 
     Attributes:
         results: of the trials so far, by key.
@@ -57,13 +51,9 @@ class Training:
     def train(
         self, trials: Sequence[Trial], estimated: bool = False, failed: list[dict[str, Any]] | None = None
     ) -> None:
-        """Train what has no result yet.
+        """Train what has no result yet; if ``estimated``, a few steps are timed before.
 
-        Args:
-            trials: what to train.
-            estimated: whether a few steps are timed before, and the listener told of it.
-            failed: where trials that raise are noted, each as its task, recipe, seed and why; without it, the first
-                ends the training.
+        A trial that raises ends the training, or is noted in ``failed``: its task, recipe, seed and why.
         """
         self._listen("plan", None, trials)
         if self._store is not None and self._resume:
@@ -135,15 +125,7 @@ def training(
 ) -> Generator[Training, None, None]:
     """Yield a Training; at the end of the block its folder, if there is one, gets compare.json and compare.html.
 
-    Args:
-        out: the folder, or None.
-        first: the trials that are known already.
-        workers, listen: as `Training` takes them.
-        resume, overwrite: what becomes of the comparison that the folder holds; without either it is refused.
-        make: the class of the evidence, which says what its files are called.
-
-    Raises:
-        ValueError: a number of workers below 1, resume or overwrite without a folder, or what the folder forbids.
+    ``first`` are the trials that are known already, and the class of the evidence says what its files are called.
     """
     for name, given in (("resume", resume), ("overwrite", overwrite)):
         if given and out is None:

@@ -145,15 +145,9 @@ def observing(wanted: bool, model: nn.Module, optimizer: torch.optim.Optimizer, 
 def readings(seen: Observation, steps: int) -> dict[str, Any]:
     """Return the observation of a whole trial as plain data.
 
-    Args:
-        seen: the observation.
-        steps: of the trial.
-
-    Returns:
-        ``parameters``: by name, how many ``elements``, in which ``dtype``; the share of wanted movement that was
-        ``realised``, the share of updates ``lost`` and the ``noise`` that stochastic rounding would add, None where
-        unknown. ``ranges``: by dtype, the largest ``share`` of a tensor's elements that would leave the format's
-        range, with its ``role`` and ``name``. ``findings``: as `hu.observe` lists them.
+    That is by parameter the share of wanted movement that was ``realised``, the share of updates ``lost`` and the
+    ``noise`` that stochastic rounding would add, None where unknown; by dtype, the largest ``share`` of a tensor's
+    elements that would leave the format's range; and the findings.
     """
     record = seen.record
     return {
@@ -238,12 +232,8 @@ def run(
 ) -> dict[str, Any]:
     """Train and measure one trial; return its result as plain data. A loss that is not finite ends it as "diverged".
 
-    Args:
-        task, recipe, steps: What to train, how, and for how long.
-        seed: Decides the start, the order of the data and the recipe's random bits.
-        data: ``task.load()``.
-        report: Called now and then with the number of steps done and the latest loss.
-        observed: Whether `hu.observe` watches, which changes no bit; the result then has its ``observed`` readings.
+    The seed decides the start, the order of the data and the recipe's random bits. Observing, whose readings the result
+    has then, changes no bit.
     """
     torch.manual_seed(seed)
     # What is not batches, a model and a loss brings its own loop.

@@ -181,11 +181,7 @@ def _format_line(cells: Sequence[str]) -> str:
 
 
 def render_page(evidence: Evidence) -> str:
-    """Return the report as one self-contained page.
-
-    Raises:
-        ValueError: jinja2 or matplotlib is missing.
-    """
+    """Return the report as one self-contained page."""
     require("matplotlib", instead="give no out folder")
     return render(
         "halfulp.trials.page",
@@ -209,9 +205,6 @@ def draw_figure(evidence: Evidence, theme: str) -> str:
     """Return an SVG of each recipe's gap to float32 on each task, with its spread over seeds, for light or dark pages.
 
     The axis is in per cent of float32's loss, linear up to 1%, logarithmic up to 100%; a cross is a divergence.
-
-    Raises:
-        ValueError: matplotlib is missing, or the theme is neither "light" nor "dark".
     """
     require("matplotlib", instead="give no out folder")
     if theme not in _THEMES:
@@ -342,11 +335,7 @@ class SuiteEvidence(Evidence):
         ]
 
     def to_html(self, path: str | os.PathLike[str]) -> None:
-        """Write one self-contained page, and beside it evidence.md and img/, the figure for light and for dark pages.
-
-        Raises:
-            ValueError: jinja2 or matplotlib is missing, or a file cannot be written.
-        """
+        """Write one self-contained page, and beside it evidence.md and img/, the figure for light and dark pages."""
         place = Path(path)
         pictures = place.with_name("img")
         try:

@@ -110,11 +110,7 @@ def plan_suite(
     tasks: Sequence[str] | None = None,
     recipes: Sequence[str] | None = None,
 ) -> tuple[list[Trial], dict[str, dict[str, str]]]:
-    """Return the trials of a suite, and by task and recipe why a pair is none of them.
-
-    Raises:
-        ValueError: an unknown name, or missing data.
-    """
+    """Return the trials of a suite, and by task and recipe why a pair is none of them."""
     if suite not in SUITES:
         raise ValueError(f"no suite {suite!r}; there is {', '.join(SUITES)}")
     chosen = _choose_names("task", tasks, list(TASKS))

@@ -102,11 +102,7 @@ class Mammals(FileTask):
         data: Data,
         report: Report | None = None,
     ) -> dict[str, Any]:
-        """Run one trial; return a trial's results with `map` and `mean_rank`.
-
-        Raises:
-            ValueError: a recipe with 16-bit points, or with a weight update.
-        """
+        """Run one trial; return a trial's results with `map` and `mean_rank`."""
         points = start(recipe, self.model(data, seed).points.detach(), seed)
         edges = data.train[0][:, :2]
         course = self.embed(points, edges, seed, steps, report)
@@ -160,11 +156,7 @@ def _refusal(recipe: Recipe) -> str | None:
 
 
 def start(recipe: Recipe, points: Tensor, seed: int) -> nn.Parameter:
-    """Return the float32 start in a recipe's format.
-
-    Raises:
-        ValueError: the recipe asks for points that are neither float32 nor float64, or for a weight update.
-    """
+    """Return the float32 start in a recipe's format."""
     if why := _refusal(recipe):
         raise ValueError(f"task 'mammals' {why}; recipe {recipe.name!r} is none: choose 'fp32', 'fp64' or 'fp64-mc2'")
     dtype = _DTYPES[recipe.param_dtype or "float32"]
