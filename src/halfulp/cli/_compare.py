@@ -344,16 +344,13 @@ def _print_tables(evidence: Any) -> None:
         parts = [headers] if shown.width >= sum(widths) else [headers[:4], ["recipe", *headers[4:]]]
         shown.print(f"\n[bold]{task}[/bold]")
         for part in parts:
-            shown.print(_make_table(part, rows, lines))
+            right = [header for header in part if header not in ("recipe", "verdict")]
+            table = make_plain_table(part, right=right)
+            for row, line in zip(rows, lines):
+                table.add_row(*(line[header] for header in part), style=choose_style(row.verdict))
+            shown.print(table)
         for note in write_notes(evidence, task):
             shown.print(Text(note, style="dim"))
-
-
-def _make_table(headers: list[str], rows: list[Any], lines: list[dict[str, str]]) -> Any:
-    table = make_plain_table(headers, right=[header for header in headers if header not in ("recipe", "verdict")])
-    for row, line in zip(rows, lines):
-        table.add_row(*(line[header] for header in headers), style=choose_style(row.verdict))
-    return table
 
 
 def tune(
@@ -383,7 +380,6 @@ def tune(
     json: Json = False,
 ) -> None:
     """Find the recipe of fewest bytes per parameter that stays with float32, per layer where that pays."""
-    from ..pages import write_whole
     from ..trials import tune as search
 
     check_alone("halfulp tune", "which trials it trains depends on the results of those before")
@@ -406,17 +402,5 @@ def tune(
     if json:
         print_json(content)
         return
-    shown = make_console()
-    shown.print(f"[bold]{found.headline()}[/bold]")
-    shown.print(found.recipe.explain())
-    header, *rows = found.rows()
-    table = make_plain_table(header, right=header[1:3], fold=header[-1:])
-    styles = {"holds": "green", "worse": "red", "diverged": "red", "unclear": "yellow", "not trained": "dim"}
-    for row in rows:
-        table.add_row(*row, style=styles[row[3]])
-    shown.print()
-    shown.print(table)
-    print()
-    for line in found.observed():
-        print(line)
+    print(found)
     print(f"\n{Path(out, 'tune.json')} holds the recipe, {Path(out, 'compare.html')} shows the curves.")

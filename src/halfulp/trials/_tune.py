@@ -475,27 +475,18 @@ class Tuned:
             f"instead of {number(reference.bytes_per_parameter, 1)}."
         )
 
-    def rows(self) -> list[tuple[str, ...]]:
-        """Return the table of the candidates as words, its header first."""
-        found: list[tuple[str, ...]] = [("recipe", "bytes/param", "gap to fp32", "outcome", "why")]
+    def __str__(self) -> str:
+        rows: list[tuple[str, ...]] = [("recipe", "bytes/param", "gap to fp32", "outcome", "why")]
         for one in self.candidates:
             size, gap = number(one.bytes_per_parameter, 2), number(one.gap, 4, sign=True)
-            found.append((one.recipe.name, size, gap, one.outcome, one.why))
-        return found
-
-    def observed(self) -> list[str]:
-        """Return the worst findings of the observed trainings, a line each, under a heading; nothing without any."""
+            rows.append((one.recipe.name, size, gap, one.outcome, one.why))
+        widths = [max(map(len, column)) for column in zip(*rows)]
+        table = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths)).rstrip() for row in rows]
         shown = [f"  {finding.severity}: {finding}" for finding in self.findings[:_MOST_FINDINGS]]
         more = len(self.findings) - len(shown)
         shown += [f"  and {more} more in .findings"] if more else []
-        return ["Observed where every update is rounded to nearest:", *shown] if shown else []
-
-    def __str__(self) -> str:
-        rows = self.rows()
-        widths = [max(len(row[k]) for row in rows) for k in range(len(rows[0]))]
-        table = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths)).rstrip() for row in rows]
-        blank = [""] if self.findings else []
-        return "\n".join([self.headline(), self.recipe.explain(), "", *table, *blank, *self.observed()])
+        observed = ["", "Observed where every update is rounded to nearest:", *shown] if shown else []
+        return "\n".join([self.headline(), self.recipe.explain(), "", *table, *observed])
 
 
 def tune(

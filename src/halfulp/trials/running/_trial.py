@@ -16,7 +16,7 @@ from ... import recipes
 from ...environment._narrow_products import float32_products_of, widened_dtypes
 from ...gradients import AdaptiveGradScaler
 from ...observation import Observation, Record, observe
-from ...observation._record import FormatCounts, ParameterRecord
+from ...observation._record import ParameterRecord
 from ...recipes import Recipe
 from ...recipes._optimizer import MeasuredOptimizer
 from ..tasks import Batch, Data, Task
@@ -132,16 +132,6 @@ READINGS = "observed"
 RANGES = {"bfloat16": "bf16", "float16": "fp16"}
 
 
-@contextlib.contextmanager
-def observing(wanted: bool, model: nn.Module, optimizer: torch.optim.Optimizer, steps: int) -> Iterator[Any]:
-    """Observe a trial at about a dozen of its steps, if wanted; yield the Observation or None."""
-    if not wanted:
-        yield None
-        return
-    with observe(model, optimizer, interval=max(1, steps // SAMPLES)) as seen:
-        yield seen
-
-
 def readings(seen: Observation, steps: int) -> dict[str, Any]:
     """Return the observation of a whole trial as plain data.
 
@@ -176,16 +166,12 @@ def _estimate_noise(record: Record, one: ParameterRecord, steps: int) -> float |
     update, weight = record.tensors.get(("update", one.name)), record.tensors.get(("weight", one.name))
     if update is None or weight is None or not update.histogram or not weight.histogram:
         return None
-    size = _compute_root_mean_square(update.histogram)
+    # The root mean square of the updates, each taken as its binade's middle.
+    squares = sum(count * 4.0 ** (power + 0.5) for power, count in update.histogram.items())
+    size = math.sqrt(squares / sum(update.histogram.values()))
     spacing = 2.0 ** _find_median(weight.histogram) * torch.finfo(one.dtype).eps
     variance = size * (spacing - size) if size < spacing else spacing**2 / 6
     return math.sqrt(variance * steps) / (size * steps)
-
-
-def _compute_root_mean_square(histogram: dict[int, int]) -> float:
-    """Return the root mean square of numbers counted by their powers of two, each taken as its binade's middle."""
-    squares = sum(count * 4.0 ** (power + 0.5) for power, count in histogram.items())
-    return math.sqrt(squares / sum(histogram.values()))
 
 
 def _find_median(histogram: dict[int, int]) -> int:
@@ -206,14 +192,11 @@ def _find_out_of_range(record: Record, format: str) -> dict[str, Any]:
     worst: dict[str, Any] = {"share": 0.0, "role": None, "name": None}
     for (role, name), tensor in record.tensors.items():
         counts = tensor.formats.get(format)
-        share = _compute_share_out_of_range(counts) if counts is not None else 0.0
+        out = counts.underflow + counts.overflow if counts is not None else 0
+        share = out / counts.elements if counts is not None and counts.elements else 0.0
         if role in ("activation", "activation gradient", "weight gradient", "weight") and share > worst["share"]:
             worst = {"share": share, "role": role, "name": name}
     return worst
-
-
-def _compute_share_out_of_range(counts: FormatCounts) -> float:
-    return (counts.underflow + counts.overflow) / counts.elements if counts.elements else 0.0
 
 
 _NOTHING = {"loss": None, "accuracy": None}
@@ -247,10 +230,8 @@ def run(
     optimizer = recipes.optimizer(model, task.rule, seed=seed, report_interval=report_interval, **task.hyper)
     with _apply_arithmetic(recipe, model) as under:
         loss, judge = under(task.loss), under(task.judge)
-        with (
-            scaling(recipe, model, optimizer, steps) as scaled,
-            observing(observed, model, optimizer, steps) as seen,
-        ):
+        watch = observe(model, optimizer, interval=max(1, steps // SAMPLES)) if observed else contextlib.nullcontext()
+        with scaling(recipe, model, optimizer, steps) as scaled, watch as seen:
             batches = task.batches(data, seed, steps)
             course = _train(task, model, loss, optimizer, batches, steps, report, scaled)
         failed = course["diverged_at"] is not None
