@@ -315,12 +315,21 @@ def run_one_step(
             raise ValueError(f"the loss has shape {list(loss.shape)}: give a scalar, loss=lambda output: ...")
         if loss.requires_grad:
             scaled(loss).backward()
-    leaves = tree_leaves(dict(output) if isinstance(output, Mapping) else output)
-    values: Results = {"the loss": loss}
-    values |= {f"output {index}": x for index, x in enumerate(leaves) if _floating(x)}
+    values: Results = {"the loss": loss, **name_outputs(output)}
     values |= {f"buffer {name!r}": x for name, x in model.named_buffers() if _floating(x)}
-    values |= {f"{GRADIENT}{name!r}": p.grad for name, p in model.named_parameters() if p.requires_grad}
+    values |= name_gradients(model)
     return {name: None if x is None else copy_values(x) for name, x in values.items()}
+
+
+def name_outputs(output: Any) -> dict[str, Tensor]:
+    """Return the floating tensors among a model's outputs, by what they are called."""
+    leaves = tree_leaves(dict(output) if isinstance(output, Mapping) else output)
+    return {f"output {index}": x for index, x in enumerate(leaves) if _floating(x)}
+
+
+def name_gradients(model: nn.Module) -> Results:
+    """Return the gradients of the parameters that train, by what they are called."""
+    return {f"{GRADIENT}{name!r}": p.grad for name, p in model.named_parameters() if p.requires_grad}
 
 
 def pair_results(wanted: Results, got: Results) -> list[tuple[str, Tensor | None, Tensor | None]]:
@@ -352,8 +361,7 @@ def make_default_loss(seed: int) -> LossOf:
         if own is not None:
             return own
         generator = torch.Generator().manual_seed(seed)
-        leaves = tree_leaves(dict(output) if isinstance(output, Mapping) else output)
-        floats = [x for x in leaves if isinstance(x, Tensor) and x.is_floating_point() and x.requires_grad]
+        floats = [x for x in name_outputs(output).values() if x.requires_grad]
         if not floats:
             raise ValueError("no floating output depends on the parameters: give loss=lambda output: ...")
         weights = (torch.randn(x.shape, dtype=torch.float32, device="cpu", generator=generator) for x in floats)
