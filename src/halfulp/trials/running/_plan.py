@@ -82,7 +82,11 @@ def plan(
         raise ValueError(f"size={size!r} says how many steps there are: give it or steps={steps}")
     for kind, found in (("task", [one.name for one in tasks]), ("recipe", [one.name for one in rows])):
         _check_unique(kind, found)
-        _check_file_names(kind, found)
+        for name in found:
+            if not re.fullmatch(r"\w[\w.+-]*", name):
+                raise ValueError(
+                    f"the name of a {kind} becomes a file name: letters, digits and _.+- only, got {name!r}"
+                )
     together = _pair_recipes(tasks, rows, left_out)
     return [
         Trial(task=one, recipe=recipe, seed=seed, steps=steps or one.steps_of(size))
@@ -155,10 +159,3 @@ def _check_unique(kind: str, names: list[str]) -> None:
     twice = sorted({name for name in names if names.count(name) > 1})
     if twice:
         raise ValueError(f"{kind} {', '.join(twice)} is given more than once")
-
-
-def _check_file_names(kind: str, names: list[str]) -> None:
-    """Refuse names that cannot be part of a file's name."""
-    for name in names:
-        if not re.fullmatch(r"\w[\w.+-]*", name):
-            raise ValueError(f"the name of a {kind} becomes a file name: letters, digits and _.+- only, got {name!r}")

@@ -95,24 +95,17 @@ def _read_matching(path: Path, trial: Trial) -> dict[str, Any]:
     try:
         record = json.loads(path.read_text(encoding="utf-8"))
         settings, result = record["settings"], record["result"]
-    except (OSError, ValueError, KeyError, TypeError):
-        raise ValueError(_describe_unfinished(path)) from None
-    wanted = json.loads(json.dumps(trial.settings()))
-    if settings != wanted:
-        where, had, has = find_difference(settings, wanted)
-        raise ValueError(
-            f"cannot resume: {path} was trained with {where} = {had!r}, this run has {has!r}; use the same settings "
-            "or another folder with --out"
-        )
-    try:
-        check_record(record)
-    except ValueError as error:
-        raise ValueError(_describe_unfinished(path, f" ({error})")) from None
-    return result
-
-
-def _describe_unfinished(path: Path, why: str = "") -> str:
-    return f"{path} is not a finished trial{why}; delete it and resume again"
+        wanted = json.loads(json.dumps(trial.settings()))
+        if settings == wanted:
+            check_record(record)
+            return result
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise ValueError(f"{path} is not a finished trial ({error}); delete it and resume again") from None
+    where, had, has = find_difference(settings, wanted)
+    raise ValueError(
+        f"cannot resume: {path} was trained with {where} = {had!r}, this run has {has!r}; use the same settings or "
+        "another folder with --out"
+    )
 
 
 def find_difference(left: Any, right: Any, path: str = "") -> tuple[str, Any, Any]:

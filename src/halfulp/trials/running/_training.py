@@ -41,7 +41,7 @@ class Training:
         self.more: dict[str, Any] = {}
         self._ranks = workers if isinstance(workers, Ranks) else None
         self._workers = workers.size if isinstance(workers, Ranks) else workers or min(core_count(), 8)
-        self._listen = listen or _ignore_event
+        self._listen: Listener = listen or (lambda kind, trial, content: None)
         self._store, self._resume = store, resume
         self._trials: dict[str, Trial] = {}
         self._seconds, self._trained = 0.0, 0
@@ -98,12 +98,9 @@ class Training:
             {"settings": trial.settings(), "result": {k: v for k, v in self.results[key].items() if k != READINGS}}
             for key, trial in self._trials.items()
         ]
-        run: dict[str, Any] = {
-            "workers": min(self._workers, len(records)),
-            "cores": core_count(),
-            "seconds": round(self._seconds, 1),
-        }
-        run |= {"trained": self._trained, "reused": len(records) - self._trained, "processor": processor_line()}
+        run: dict[str, Any] = {"workers": min(self._workers, len(records)), "cores": core_count()}
+        run |= {"seconds": round(self._seconds, 1), "trained": self._trained}
+        run |= {"reused": len(records) - self._trained, "processor": processor_line()}
         if self._estimated is not None:
             run["estimated_seconds"] = round(self._estimated, 1)
         return self._make(trials=tuple(records), run=run | self.more)
@@ -142,7 +139,3 @@ def training(
         run.results |= store.begin(first, resume, overwrite)
         yield run
         store.finish(run.evidence())
-
-
-def _ignore_event(kind: str, trial: Trial | None, content: Any) -> None:
-    """Ignore an event."""
