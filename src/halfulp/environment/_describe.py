@@ -31,14 +31,23 @@ def describe() -> dict[str, Any]:
     """
     parts: dict[str, Callable[[], Any]] = {
         "versions": _describe_versions,
-        "system": _describe_system,
-        "processor": _describe_processor,
+        "system": lambda: {
+            "platform": platform.platform(),
+            "executable": sys.executable,
+            "output encoding": str(getattr(sys.stdout, "encoding", None)),
+        },
+        "processor": lambda: {
+            "name": processor_name(),
+            "architecture": platform.machine(),
+            "cores": core_count(),
+            "instructions": list(instructions()),
+        },
         "torch": _describe_torch,
         "products": _describe_products,
         "engines": _describe_engines,
         "cache": describe_cache,
         "devices": _list_devices,
-        "variables": _list_variables,
+        "variables": lambda: {name: value for name, value in sorted(os.environ.items()) if name.startswith(_PREFIXES)},
     }
     found = {name: _try_part(part) for name, part in parts.items()}
     return {**found, "doubts": list(_list_doubts(found))}
@@ -96,23 +105,6 @@ def _find_version(package: str) -> str | None:
         return importlib.metadata.version(package)
     except importlib.metadata.PackageNotFoundError:
         return None
-
-
-def _describe_system() -> dict[str, Any]:
-    return {"platform": platform.platform(), "executable": sys.executable, "output encoding": _find_encoding()}
-
-
-def _find_encoding() -> str:
-    return str(getattr(sys.stdout, "encoding", None))
-
-
-def _describe_processor() -> dict[str, Any]:
-    return {
-        "name": processor_name(),
-        "architecture": platform.machine(),
-        "cores": core_count(),
-        "instructions": list(instructions()),
-    }
 
 
 def _describe_torch() -> dict[str, Any]:
@@ -216,10 +208,6 @@ def _read_capability(properties: Any) -> str | None:
         return str(architecture)
     major, minor = getattr(properties, "major", None), getattr(properties, "minor", None)
     return None if major is None else f"{major}.{minor}"
-
-
-def _list_variables() -> dict[str, str]:
-    return {name: value for name, value in sorted(os.environ.items()) if name.startswith(_PREFIXES)}
 
 
 def _list_doubts(found: dict[str, Any]) -> Iterator[str]:
