@@ -76,7 +76,8 @@ def optimizer(
             )
     kind = optim.OPTIMIZERS[rule]
     choices: dict[str, Any] = {"state_dtype": _state(recipe, kind, hyper), "format": recipe.format}
-    if isinstance(recipe.weight_update, str) and not _all_float32(recipe, model):
+    is_float32 = recipe.narrow and all(parameter.dtype == torch.float32 for parameter in model.parameters())
+    if isinstance(recipe.weight_update, str) and not is_float32:
         choices["weight_update"] = _object(recipe.weight_update)
     options = {key: value for key, value in choices.items() if value is not None}
     chosen = {} if use_muon is None else {"use_muon": use_muon}
@@ -138,10 +139,6 @@ def _check_scaled(recipe: Recipe, model: nn.Module) -> None:
             f"halfulp.AdaptiveGradScaler(model, {options}) and train by scaler.scale(loss).backward(), "
             "scaler.step(optimizer), scaler.update()"
         )
-
-
-def _all_float32(recipe: Recipe, model: nn.Module) -> bool:
-    return recipe.narrow and all(parameter.dtype == torch.float32 for parameter in model.parameters())
 
 
 def _groups(recipe: Recipe, model: nn.Module) -> list[Any]:

@@ -221,7 +221,7 @@ class Recipe:
         if not isinstance(self.perturb, int | float) or not math.isfinite(self.perturb) or self.perturb < 0:
             raise ValueError(f"perturb is a finite number >= 0, got {self.perturb!r}")
         for why in self._conflicts():
-            raise ValueError(f"recipe {self.name!r}: {why}")
+            raise ValueError(f"recipe {self.name!r} has {why}")
 
     def _conflicts(self) -> Iterator[str]:
         """Yield which fields cannot be together, and what to do."""
@@ -229,32 +229,34 @@ class Recipe:
         wide = self.param_dtype or self.payload or self.emulate
         leave = "leave out param_dtype, payload, components and emulate"
         if self.format and self.param_dtype:
-            yield "format= lives inside float32 parameters, and param_dtype= replaces them: give one of the two"
+            yield f"param_dtype and format={self.format!r}, which lives inside float32 parameters: give one of the two"
         if updates and not (self.format or self.param_dtype or self.payload):
-            yield "float32 parameters lose nothing in a weight update: give param_dtype=, payload= or format= too"
+            yield "a weight update of float32 parameters, which lose nothing: give param_dtype=, payload= or format="
         if self.components and not self.param_dtype:
-            yield f"components={self.components} of which type: give param_dtype= too"
+            yield f"components={self.components} of no type: give param_dtype= too"
         if self.param_dtype == "float32" and not self.components:
-            yield "param_dtype='float32' is for components=: leave it out for plain float32 parameters"
+            yield "param_dtype='float32', which is for components=: leave it out for plain float32 parameters"
         if self.by_torch and (updates or self.state_dtype or self.emulate):
             yield (
-                "torch.optim steps components and float64, and takes no weight_update, state_dtype or emulate: leave "
-                "them out; weight_update='components' keeps components in the optimizer instead"
+                "components or float64, stepped by torch.optim, which takes no weight_update, state_dtype or emulate: "
+                "leave them out; weight_update='components' keeps components in the optimizer instead"
             )
         if self.matmul and not self.payload:
-            yield f"the operands of matmul={self.matmul!r} carry scales: give payload= too"
+            yield f"matmul={self.matmul!r}, whose operands carry scales: give payload= too"
         if self.state_dtype in ("float16", "fp8") and not self.payload:
-            yield f"state_dtype={self.state_dtype!r} needs a scale: give payload= too"
+            yield f"state_dtype={self.state_dtype!r}, which needs a scale: give payload= too"
         if self.payload and (self.param_dtype or self.format or self.emulate):
-            yield "payload= goes with neither param_dtype, format, emulate nor components: leave them out"
+            yield "a payload, which goes with neither param_dtype, format, emulate nor components: leave them out"
         if (self.gradient_scale is not None or rounds_randomly) and not self.gradient_format:
-            yield "float32 gradients need no gradient_scale= and no gradient_rounding=: give gradient_format= too"
+            yield "float32 gradients, which need no gradient_scale and no gradient_rounding: give gradient_format= too"
         if self.operand_format and wide:
-            yield f"operand_format= rounds what products read of float32 parameters: {leave}"
+            rounds = f"operand_format={self.operand_format!r}, which rounds what products read of float32 parameters"
+            yield f"{rounds}: {leave}"
         if self.gradient_format and wide:
-            yield f"gradient_format= rounds the gradients of float32 parameters: {leave}"
+            yield f"gradient_format={self.gradient_format!r}, which rounds gradients of float32 parameters: {leave}"
         if self.gradient_format and _is_block(self.operand_format):
-            yield f"the backward products read blocks of {self.operand_format} too: leave out gradient_format"
+            blocks = f"operand_format={self.operand_format!r}, whose blocks the backward products read too"
+            yield f"{blocks}: leave out gradient_format"
 
     @property
     def narrow(self) -> bool:

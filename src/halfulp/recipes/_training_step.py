@@ -255,7 +255,10 @@ def run_reference(model: nn.Module, batch: Any, loss_of: LossOf) -> Results:
         raise ValueError("in plain float32 no parameter has a gradient: give a loss that depends on one that trains")
     for name, grad in gradients.items():
         if grad is not None and not bool(grad.isfinite().all()):
-            raise ValueError(f"in plain float32 the {name} is not finite: nothing to compare with; give another batch")
+            of = name.removeprefix(GRADIENT)
+            raise ValueError(
+                f"in plain float32 the gradient of {of} is not finite: nothing to compare with; give another batch"
+            )
     again = run_one_step(copy_model(model), batch, loss_of)
     for name, first, second in pair_results(run, again):
         if difference(first, second):

@@ -458,8 +458,8 @@ def _run(script: str, arguments: Sequence[str], recipe: str, module: bool) -> Ru
             [*command, script, *arguments], capture_output=True, text=True, errors="replace", check=False
         )
         if result.exists() and done.returncode >= 0:
-            with_result = json.loads(result.read_text(encoding="utf-8"))
-            return Run(**with_result, said=done.stderr)
+            found = json.loads(result.read_text(encoding="utf-8"))
+            return Run(**{**found, "said": done.stderr})
     return Run(ended=_describe_end(done.returncode), code=done.returncode or 1, said=done.stderr)
 
 
