@@ -195,19 +195,12 @@ def _describe_device(module: Any, kind: str, index: int) -> dict[str, Any]:
     try:
         properties = module.get_device_properties(index)
         device["name"] = module.get_device_name(index)
-        device["capability"] = _read_capability(properties)
+        version = [str(getattr(properties, name)) for name in ("major", "minor") if hasattr(properties, name)]
+        device["capability"] = getattr(properties, "gcnArchName", None) or ".".join(version) or None
         device["memory"] = f"{properties.total_memory / 2**30:.1f} GiB"
     except Exception as error:
         device["error"] = f"{type(error).__name__}: {' '.join(str(error).split())}"
     return device
-
-
-def _read_capability(properties: Any) -> str | None:
-    architecture = getattr(properties, "gcnArchName", None)
-    if architecture:
-        return str(architecture)
-    major, minor = getattr(properties, "major", None), getattr(properties, "minor", None)
-    return None if major is None else f"{major}.{minor}"
 
 
 def _list_doubts(found: dict[str, Any]) -> Iterator[str]:
