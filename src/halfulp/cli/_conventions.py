@@ -13,7 +13,6 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 import typer
 
 from ..pages import check_writable, require, write_whole
-from ._errors import writing
 
 if TYPE_CHECKING:
     from ..observation.page._write import Instrument
@@ -134,8 +133,10 @@ def prepare(out: str | None, name: Instrument | Literal["compare-script"]) -> No
     if out.endswith((".html", ".json")) and not Path(out).is_dir():
         raise ValueError(f"--out {out} looks like a file: give a folder, and {name}.html and {name}.json stand in it")
     require(instead="leave --out away")
-    with writing(out):
+    try:
         Path(out).mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ValueError(f"cannot write {out}: {error.strerror or error}; give another folder with --out") from None
     for path in _name_files(out, name):
         check_writable(path)
 

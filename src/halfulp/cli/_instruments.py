@@ -26,7 +26,7 @@ from ._conventions import (
     task_names,
     write_out,
 )
-from ._errors import catch_exit_code, fail, print_json, run_or_fail
+from ._errors import fail, print_json, run_or_fail
 
 if TYPE_CHECKING:
     from ..observation.scripts import Ending, Watch
@@ -71,9 +71,13 @@ def observe(
         def leave(ending: Ending) -> int:
             watch.__exit__(None, None, None)
             elsewhere.close()
-            with catch_exit_code() as exits:
-                exits.code = _report(watch, ending, out, folder, json) if _is_first(first, watch) else ending.code
-            return exits.code
+            try:
+                return _report(watch, ending, out, folder, json) if _is_first(first, watch) else ending.code
+            except SystemExit as failed:
+                return failed.code if isinstance(failed.code, int) else 2
+            except ValueError as error:
+                _say(" ".join(str(error).split()))
+                return 2
 
         with Termination(lambda: leave(Ending(TERMINATED, "terminated"))) as termination:
             with watch:

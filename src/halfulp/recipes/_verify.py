@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from .._messages import a_kind
 from ..gradients import AdaptiveGradScaler
@@ -203,8 +203,10 @@ class ScaleProof(Proof):
             other = scalify(copy_model(self._model), torch.float32, rescale="norms", wide="none")
             left = [name for name, p in other.named_parameters() if not isinstance(p, ScaledTensor)]
             for parameter in other.parameters():
-                if isinstance(parameter.data, ScaledTensor):
-                    parameter.data = self._shift_scale(parameter.data)
+                if isinstance(values := parameter.data, ScaledTensor):
+                    (power,) = self.draw(-SPREAD, SPREAD, 1)
+                    scale = (values.scale * 2.0**power).clamp(2.0**-126, 2.0**127)
+                    parameter.data = values.with_scale(scale).detach()
             check = OperatorCheck(other)
             self.judge(run_one_step(other, self._batch, self._loss, watch=check))
             self.wrong |= dict.fromkeys(f"operator {one.operator} in {one.place}" for one in check.wrong)
@@ -213,11 +215,6 @@ class ScaleProof(Proof):
         left_out = "eight-bit products" if recipe.matmul else None
         more: dict[str, Any] = {"fallbacks": dict(counts), "left_alone": left, "left_out": left_out}
         return self.result("scaled", trials, first=first or unequal, **more)
-
-    def _shift_scale(self, x: ScaledTensor) -> Tensor:
-        """Return the values under another scale."""
-        (power,) = self.draw(-SPREAD, SPREAD, 1)
-        return x.with_scale((x.scale * 2.0**power).clamp(2.0**-126, 2.0**127)).detach()
 
 
 class ExponentProof(Proof):

@@ -39,7 +39,7 @@ class Ranks:
         self._sent = 0
         self._read = [0] * size
         self._heard = [(0, time.monotonic() + MEET)] * size
-        self._looked, self._lost = 0.0, ""
+        self._lost = ""
         store.set_timeout(datetime.timedelta(seconds=SILENT))
         self._ended = threading.Event()
         self._thread = threading.Thread(target=self._beat, daemon=True, name="halfulp-rank")
@@ -73,7 +73,7 @@ class Ranks:
             with contextlib.closing(train_all(share, 1, on=on, tick=_LOOK)) as events:
                 reported = 0.0
                 for kind, trial, content in events:
-                    if self._is_time() and self._has("over"):
+                    if self._has("over"):
                         break
                     if kind == "tick" or (kind == "progress" and time.monotonic() - reported < _REPORT):
                         continue
@@ -106,8 +106,6 @@ class Ranks:
 
     def _receive(self, known: dict[str, Trial]) -> Iterator[Event]:
         """Yield what other ranks have sent since the last look."""
-        if not self._is_time():
-            return
         for rank in range(1, self.size):
             while self._has(key := f"event/{rank}/{self._read[rank]}"):
                 kind, trial, content = self._get(key)
@@ -149,13 +147,6 @@ class Ranks:
                 return False
             self._check_alive(0)
             time.sleep(_LOOK)
-        return True
-
-    def _is_time(self) -> bool:
-        """Return whether it is time for another look."""
-        if time.monotonic() - self._looked < _LOOK:
-            return False
-        self._looked = time.monotonic()
         return True
 
     def _beat(self) -> None:
