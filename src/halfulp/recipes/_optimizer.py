@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections import defaultdict
+from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -22,6 +24,8 @@ from ._recipe import Recipe
 
 if TYPE_CHECKING:
     from ..gradients import AdaptiveGradScaler
+
+Loss = Callable[..., Tensor]
 
 
 def optimizer(
@@ -121,6 +125,26 @@ def step_by(loss: Tensor, optimizer: torch.optim.Optimizer, scaler: AdaptiveGrad
         scaler.step(optimizer)
         scaler.update()
     optimizer.zero_grad()
+
+
+@contextlib.contextmanager
+def emulated(recipe: Recipe, model: nn.Module) -> Iterator[Callable[[Loss], Loss]]:
+    """Emulate a recipe's arithmetic on a model, if it has any; yield a function that puts a loss under the same."""
+    if recipe.emulate is None:
+        yield lambda loss: loss
+        return
+    from ..emulation import emulate
+
+    with emulate(model, recipe.emulate) as emulation:
+
+        def under(loss: Loss) -> Loss:
+            def rounded(*given: Any) -> Tensor:
+                with emulation.region():
+                    return loss(*given)
+
+            return rounded
+
+        yield under
 
 
 def _scaler_options(recipe: Recipe) -> dict[str, Any]:

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import math
-from collections.abc import Callable, Collection, Iterable, Iterator
+from collections.abc import Collection, Iterable
 from typing import Any
 
 import torch
@@ -14,12 +13,12 @@ from torch import Tensor, nn
 from .. import formats, recipes
 from .._messages import a_kind
 from .._torch_versions import find_dtype
-from ..emulation import emulate
 from ..mctensor import MCTensor
 from ..observation import Finding, observe
 from ..observation._finding import listing
 from ..observation.findings import get_kind
 from ..recipes import Recipe
+from ..recipes._optimizer import emulated
 from ..recipes._plan import check
 from ..recipes._training_step import (
     GRADIENT,
@@ -77,11 +76,11 @@ def run_short_training(
     is_plain = recipe == recipes.get("fp32")
     found = ShortTraining()
     seen = observe(model, optimizer, interval=1, scaler=scaler)
-    with _arithmetic(recipe, model, loss_of) as loss_under, seen:
+    with emulated(recipe, model) as under, seen:
         while len(found.losses) < steps and found.skipped < MOST_SKIPPED:
             with same_randomness():
                 output = call_model(model, batch)
-                loss = loss_under(output)
+                loss = under(loss_of)(output)
                 _check_loss(loss)
                 outputs = name_outputs(output)
                 terms = _watch_terms(outputs.values()) if is_plain else []
@@ -107,21 +106,6 @@ def run_short_training(
         scaler.detach()
     found.findings, found.unseen = seen.findings, seen.record.unseen
     return found
-
-
-@contextlib.contextmanager
-def _arithmetic(recipe: Recipe, model: nn.Module, loss_of: LossOf) -> Iterator[Callable[[Any], Tensor]]:
-    """Put the model under the recipe's emulation, if it has one; gives the loss under the same."""
-    if recipe.emulate is None:
-        yield loss_of
-        return
-    with emulate(model, recipe.emulate) as emulation:
-
-        def rounded(output: Any) -> Tensor:
-            with emulation.region():
-                return loss_of(output)
-
-        yield rounded
 
 
 def _check_loss(loss: Any) -> None:

@@ -10,9 +10,9 @@ from collections.abc import Sequence
 from typing import Any, ClassVar, Self
 
 from ...pages import render, require, write_whole
-from .._defaults import REFERENCE, TONES
+from .._defaults import TONES
 from ..page._curves import Curves, LineStyle, choose_line_styles, draw_curves
-from ._row import Record, Row, check_record, group_by_recipe, pair_gaps, rows
+from ._row import FinishedTrials, Row, check_record
 from ._table import (
     describe_losers,
     format_cells,
@@ -29,7 +29,7 @@ from ._table import (
 _WIDE, _NARROW = (820, 560), (340, 560)
 
 
-def render_page(evidence: Evidence) -> str:
+def render_page(evidence: FinishedTrials) -> str:
     """Return a comparison's page as HTML text; it refers to nothing outside itself."""
     require("matplotlib", instead="give no out folder")
     first = evidence.trials[0]["settings"]
@@ -47,7 +47,7 @@ def render_page(evidence: Evidence) -> str:
     )
 
 
-def _describe_task(evidence: Evidence, task: str) -> dict[str, Any]:
+def _describe_task(evidence: FinishedTrials, task: str) -> dict[str, Any]:
     """Return one task for the template: its rows, curves, notes and settings."""
     rows = evidence.rows(task)
     settings = evidence.of_task(task)[0]["settings"]
@@ -70,7 +70,7 @@ def _describe_task(evidence: Evidence, task: str) -> dict[str, Any]:
     }
 
 
-def read_curves(evidence: Evidence, task: str) -> Curves:
+def read_curves(evidence: FinishedTrials, task: str) -> Curves:
     """Return the training loss of a task's trials."""
     curves: dict[str, dict[int, dict[int, float]]] = {}
     for record in evidence.of_task(task):
@@ -80,7 +80,7 @@ def read_curves(evidence: Evidence, task: str) -> Curves:
     return curves
 
 
-def _describe_row(evidence: Evidence, row: Row, style: LineStyle, most: float, reach: float) -> dict[str, Any]:
+def _describe_row(evidence: FinishedTrials, row: Row, style: LineStyle, most: float, reach: float) -> dict[str, Any]:
     """Return one row for the template: the table's words, and lengths of bars in per cent."""
     words, gaps = format_cells(evidence, row), evidence.gaps(row.task, row.recipe)
     return {
@@ -98,7 +98,7 @@ def _describe_row(evidence: Evidence, row: Row, style: LineStyle, most: float, r
     }
 
 
-def _describe_curves(evidence: Evidence, rows: Sequence[Row]) -> str:
+def _describe_curves(evidence: FinishedTrials, rows: Sequence[Row]) -> str:
     """Describe the curves in words, for readers who cannot see them."""
     steps = evidence.of_task(rows[0].task)[0]["settings"]["steps"]
     ends = (f"{row.recipe} ends at {number(row.loss)}" for row in rows if row.loss is not None)
@@ -116,7 +116,7 @@ SCHEMA = 1
 
 
 @dataclasses.dataclass(frozen=True)
-class Evidence:
+class Evidence(FinishedTrials):
     """The results of ``compare``: every trial with its settings, and how it was run.
 
     Args:
@@ -124,44 +124,8 @@ class Evidence:
         run: How it was run: workers, cores, wall seconds.
     """
 
-    trials: tuple[Record, ...]
-    run: dict[str, Any]
-
     stem: ClassVar[str] = "compare"
     kind: ClassVar[str] = "comparison"
-
-    def tasks(self) -> list[str]:
-        """Return the names of the tasks, in order."""
-        return list(dict.fromkeys(record["settings"]["task"]["name"] for record in self.trials))
-
-    def of_task(self, task: str) -> list[Record]:
-        """Return the trials of one task."""
-        return [record for record in self.trials if record["settings"]["task"]["name"] == task]
-
-    def of_recipe(self, task: str, recipe: str) -> list[Record]:
-        """Return the trials of one recipe on one task."""
-        return [record for record in self.of_task(task) if record["settings"]["recipe"]["name"] == recipe]
-
-    def gaps(self, task: str, recipe: str, other: str = REFERENCE) -> list[float]:
-        """Return a recipe's judged loss minus another's, for each seed that finished under both."""
-        trials = group_by_recipe(self.of_task(task))
-        return pair_gaps(trials.get(recipe, {}), trials.get(other, {}))
-
-    def rows(self, task: str | None = None) -> list[Row]:
-        """Return one row per recipe, of one task or of all."""
-        chosen = self.tasks() if task is None else [task]
-        return [row for name in chosen for row in rows(name, self.of_task(name))]
-
-    def row(self, task: str, recipe: str) -> Row:
-        """Return the row of one recipe on one task.
-
-        Raises:
-            ValueError: it was not among those compared.
-        """
-        for row in self.rows(task):
-            if row.recipe == recipe:
-                return row
-        raise ValueError(f"no trial of recipe {recipe!r} on task {task!r} in this evidence")
 
     def to_dict(self) -> dict[str, Any]:
         """Return the trials and the rows computed from them, as plain data."""

@@ -318,18 +318,18 @@ class Row:
 
 def rows(task: str, records: Sequence[Record]) -> list[Row]:
     """Return one row per recipe of a task, in the order of the records, which are all of that task."""
-    by_recipe = group_by_recipe(records)
+    by_recipe = _group_by_recipe(records)
     reference = by_recipe.get(REFERENCE, {})
-    twins = pair_gaps(by_recipe.get(TWIN, {}), reference)
+    twins = _pair_gaps(by_recipe.get(TWIN, {}), reference)
     compared = [
-        pair_gaps(own, reference)
+        _pair_gaps(own, reference)
         for recipe, own in by_recipe.items()
         if recipe not in (REFERENCE, TWIN) and not _count_diverged(own)
     ]
     return [_make_row(task, recipe, own, reference, twins, compared) for recipe, own in by_recipe.items()]
 
 
-def group_by_recipe(records: Iterable[Record]) -> dict[str, dict[int, Record]]:
+def _group_by_recipe(records: Iterable[Record]) -> dict[str, dict[int, Record]]:
     """Return trials of one task by recipe and seed."""
     found: dict[str, dict[int, Record]] = {}
     for record in records:
@@ -356,7 +356,7 @@ def read_judged_loss(record: Record) -> float | None:
     return loss
 
 
-def pair_gaps(own: dict[int, Record], reference: dict[int, Record]) -> list[float]:
+def _pair_gaps(own: dict[int, Record], reference: dict[int, Record]) -> list[float]:
     """Return the judged losses of trials minus those of others from the same seeds."""
     pairs = ((read_judged_loss(own[seed]), read_judged_loss(reference[seed])) for seed in own if seed in reference)
     return [ours - theirs for ours, theirs in pairs if ours is not None and theirs is not None]
@@ -382,7 +382,7 @@ def _make_row(
     settings = next(iter(own.values()))["settings"]["recipe"]
     losses = [read_judged_loss(record) for record in own.values()]
     diverged = _count_diverged(own)
-    gaps = pair_gaps(own, reference) if not diverged else []
+    gaps = _pair_gaps(own, reference) if not diverged else []
     baseline = _compute_mean([read_judged_loss(record) for record in reference.values()])
     alone, allowed = interval(gaps, twins, baseline or 0.0), tolerance(twins, baseline or 0.0)
     limit = noise(gaps, twins, baseline or 0.0, compared if recipe not in (REFERENCE, TWIN) else ())
@@ -453,3 +453,44 @@ def _compute_spread(values: Sequence[float | None]) -> float | None:
 
 def _compute_ratio(value: float | None, reference: Sequence[float]) -> float | None:
     return value / statistics.fmean(reference) if value is not None and reference else None
+
+
+@dataclasses.dataclass(frozen=True)
+class FinishedTrials:
+    """Every trial of a comparison with its settings, ``{"settings": ..., "result": ...}``, and how it was run."""
+
+    trials: tuple[Record, ...]
+    run: dict[str, Any]
+
+    def tasks(self) -> list[str]:
+        """Return the names of the tasks, in order."""
+        return list(dict.fromkeys(record["settings"]["task"]["name"] for record in self.trials))
+
+    def of_task(self, task: str) -> list[Record]:
+        """Return the trials of one task."""
+        return [record for record in self.trials if record["settings"]["task"]["name"] == task]
+
+    def of_recipe(self, task: str, recipe: str) -> list[Record]:
+        """Return the trials of one recipe on one task."""
+        return [record for record in self.of_task(task) if record["settings"]["recipe"]["name"] == recipe]
+
+    def gaps(self, task: str, recipe: str, other: str = REFERENCE) -> list[float]:
+        """Return a recipe's judged loss minus another's, for each seed that finished under both."""
+        trials = _group_by_recipe(self.of_task(task))
+        return _pair_gaps(trials.get(recipe, {}), trials.get(other, {}))
+
+    def rows(self, task: str | None = None) -> list[Row]:
+        """Return one row per recipe, of one task or of all."""
+        chosen = self.tasks() if task is None else [task]
+        return [row for name in chosen for row in rows(name, self.of_task(name))]
+
+    def row(self, task: str, recipe: str) -> Row:
+        """Return the row of one recipe on one task.
+
+        Raises:
+            ValueError: it was not among those compared.
+        """
+        for row in self.rows(task):
+            if row.recipe == recipe:
+                return row
+        raise ValueError(f"no trial of recipe {recipe!r} on task {task!r} in this evidence")

@@ -1,17 +1,10 @@
 """Tables of a comparison as words and aligned text, with notes and a headline."""
 
-from __future__ import annotations
-
-from typing import TYPE_CHECKING
-
 from ... import formats
 from ...pages import DASH
 from .._defaults import KEPT, REFERENCE
 from ..tasks import kind_of
-from ._row import MARGIN, Row, read_judged_loss
-
-if TYPE_CHECKING:
-    from ._evidence import Evidence
+from ._row import MARGIN, FinishedTrials, Row, read_judged_loss
 
 
 def number(value: float | None, digits: int = 4, sign: bool = False) -> str:
@@ -51,13 +44,13 @@ def percent(value: float | None, digits: int = 1) -> str:
     return DASH if value is None else f"{100 * value:.{digits}f}%"
 
 
-def loss_name(evidence: Evidence, task: str) -> str:
+def loss_name(evidence: FinishedTrials, task: str) -> str:
     """Return in words which loss judges the task."""
     judged_by = evidence.of_task(task)[0]["settings"]["task"]["judged_by"]
     return judged_by.replace("_", " ").replace("train ", "training ")
 
 
-def format_cells(evidence: Evidence, row: Row) -> dict[str, str]:
+def format_cells(evidence: FinishedTrials, row: Row) -> dict[str, str]:
     """Return the cells of a row as text, by column header, the same in every table."""
     float32 = [abs(loss) for loss in map(read_judged_loss, evidence.of_recipe(row.task, REFERENCE)) if loss is not None]
     # On a task whose float32 loss would have no digits, losses have two that count.
@@ -89,7 +82,7 @@ def format_cells(evidence: Evidence, row: Row) -> dict[str, str]:
     return cells
 
 
-def has_gradient_formats(evidence: Evidence, task: str) -> bool:
+def has_gradient_formats(evidence: FinishedTrials, task: str) -> bool:
     """Return whether a recipe of the comparison has a format for gradients."""
     return any(record["settings"]["recipe"].get("gradient_format") for record in evidence.of_task(task))
 
@@ -101,7 +94,7 @@ def stored_bytes(row: Row) -> float | None:
     return row.bytes_per_parameter * formats.get(row.emulated).bits / 32
 
 
-def write_notes(evidence: Evidence, task: str) -> list[str]:
+def write_notes(evidence: FinishedTrials, task: str) -> list[str]:
     """Return the notes beneath the table of a task, which explain its columns."""
     record = evidence.of_task(task)[0]
     settings, result = record["settings"], record["result"]
@@ -150,7 +143,7 @@ def write_notes(evidence: Evidence, task: str) -> list[str]:
     return said
 
 
-def format_tables(evidence: Evidence) -> str:
+def format_tables(evidence: FinishedTrials) -> str:
     """Return all tables as aligned plain text, with their notes."""
     parts = []
     for task in evidence.tasks():
@@ -164,7 +157,7 @@ def format_tables(evidence: Evidence) -> str:
     return "\n".join(parts).rstrip()
 
 
-def write_headline(evidence: Evidence) -> str:
+def write_headline(evidence: FinishedTrials) -> str:
     """Return which recipe keeps float32's accuracy on every task with the fewest bytes, or that none does."""
     task = max(evidence.tasks(), key=lambda task: evidence.of_task(task)[0]["result"]["parameters"])
     reference = evidence.row(task, REFERENCE)
@@ -189,7 +182,7 @@ def write_headline(evidence: Evidence) -> str:
     )
 
 
-def describe_losers(evidence: Evidence) -> list[str]:
+def describe_losers(evidence: FinishedTrials) -> list[str]:
     """Return sentences per task: who diverged, who lost most and the share of updates lost, who is unclear."""
     said = []
     for task in evidence.tasks():
@@ -217,19 +210,19 @@ def describe_losers(evidence: Evidence) -> list[str]:
     return said
 
 
-def is_indication(evidence: Evidence) -> bool:
+def is_indication(evidence: FinishedTrials) -> bool:
     """Return whether there are too few seeds for a verdict."""
     return any(row.seeds < 3 for row in evidence.rows())
 
 
-def _name_few_seeds(evidence: Evidence) -> str:
+def _name_few_seeds(evidence: FinishedTrials) -> str:
     if not is_indication(evidence):
         return ""
     seeds = min(row.seeds for row in evidence.rows())
     return f"On {seeds} {'seed' if seeds == 1 else 'seeds'}, "
 
 
-def _is_kept(evidence: Evidence, row: Row) -> bool:
+def _is_kept(evidence: FinishedTrials, row: Row) -> bool:
     """Return whether a recipe keeps float32's loss: by its verdict, or on few seeds by a gap under half a per cent."""
     if row.verdict in ("reference", "control", "diverged"):
         return False

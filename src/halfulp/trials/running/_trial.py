@@ -18,7 +18,7 @@ from ...gradients import AdaptiveGradScaler
 from ...observation import Observation, Record, observe
 from ...observation._record import ParameterRecord
 from ...recipes import Recipe
-from ...recipes._optimizer import MeasuredOptimizer
+from ...recipes._optimizer import Loss, MeasuredOptimizer, emulated
 from ..tasks import Batch, Data, Task
 from ..tasks._task import Course, Report, finite_or_none
 
@@ -201,8 +201,6 @@ def _find_out_of_range(record: Record, format: str) -> dict[str, Any]:
 
 _NOTHING = {"loss": None, "accuracy": None}
 
-Loss = Callable[[Tensor, Tensor], Tensor]
-
 
 def run(
     task: Task,
@@ -228,7 +226,11 @@ def run(
     report_interval = max(1, min(50, steps // 12))
     recipes.convert(model, recipe, seed=seed)
     optimizer = recipes.optimizer(model, task.rule, seed=seed, report_interval=report_interval, **task.hyper)
-    with _apply_arithmetic(recipe, model) as under:
+    # Plain float16 products run in float32: torch's float16 convolutions take ten to a hundred times as long, on
+    # processors with float16 instructions too, and differ by the order of summation alone.
+    is_float16 = recipe.param_dtype == "float16" and recipe.narrow
+    products = float32_products_of(*widened_dtypes(), torch.float16) if is_float16 else contextlib.nullcontext()
+    with products, emulated(recipe, model) as under:
         loss, judge = under(task.loss), under(task.judge)
         watch = observe(model, optimizer, interval=max(1, steps // SAMPLES)) if observed else contextlib.nullcontext()
         with scaling(recipe, model, optimizer, steps) as scaled, watch as seen:
@@ -312,31 +314,3 @@ def evaluate(task: Task, model: nn.Module, loss: Loss, part: Batch, size: int = 
 
 def _cast(inputs: Tensor, dtype: torch.dtype) -> Tensor:
     return inputs.to(dtype) if inputs.is_floating_point() else inputs
-
-
-@contextlib.contextmanager
-def _apply_arithmetic(recipe: Recipe, model: nn.Module) -> Iterator[Callable[[Loss], Loss]]:
-    """Emulate the recipe's arithmetic on a model; yield a function that puts a loss under the same emulation.
-
-    Plain float16 products run in float32: torch's float16 convolutions take ten to a hundred times as long, on
-    processors with float16 instructions too, and differ by the order of summation alone.
-    """
-    if recipe.param_dtype == "float16" and recipe.narrow:
-        with float32_products_of(*widened_dtypes(), torch.float16):
-            yield lambda loss: loss
-        return
-    if recipe.emulate is None:
-        yield lambda loss: loss
-        return
-    from ...emulation import emulate
-
-    with emulate(model, recipe.emulate) as emulation:
-
-        def under(loss: Loss) -> Loss:
-            def rounded(logits: Tensor, targets: Tensor) -> Tensor:
-                with emulation.region():
-                    return loss(logits, targets)
-
-            return rounded
-
-        yield under

@@ -10,7 +10,7 @@ from typing import Any, ClassVar
 from ...pages import render, require, write_whole
 from .._defaults import REFERENCE, TONES
 from ..evidence._evidence import SCHEMA, Evidence
-from ..evidence._row import Row
+from ..evidence._row import FinishedTrials, Row
 from ..evidence._table import format_cells, loss_name, write_notes
 from ..page._curves import SVG_SETTINGS, write_svg
 from ..running._progress import describe_duration
@@ -30,7 +30,7 @@ class Section:
     notes: Sequence[str] = ()
 
 
-def list_sections(evidence: Evidence) -> list[Section]:
+def list_sections(evidence: FinishedTrials) -> list[Section]:
     """Return the sections of the report, in order."""
     findings = [[one.claim, one.source, one.verdict, one.numbers] for one in statements(evidence)]
     sections = [
@@ -50,7 +50,7 @@ def list_sections(evidence: Evidence) -> list[Section]:
     return [*sections, Section("Pairs that were not run, and why", (), ("task", "recipes", "why"), left_out)]
 
 
-def _describe_run(evidence: Evidence) -> Section:
+def _describe_run(evidence: FinishedTrials) -> Section:
     run = evidence.run
     recipes = {record["settings"]["recipe"]["name"] for record in evidence.trials}
     seeds = {record["settings"]["seed"] for record in evidence.trials}
@@ -69,7 +69,7 @@ def _describe_run(evidence: Evidence) -> Section:
     return Section("How it was run", said)
 
 
-def _describe_cost(evidence: Evidence) -> str:
+def _describe_cost(evidence: FinishedTrials) -> str:
     """Return how much CPU time the training took, and how long by the clock, resumed runs included."""
     results = [record["result"] for record in evidence.trials]
     steps = [record["settings"]["steps"] for record in evidence.trials]
@@ -84,7 +84,7 @@ def _describe_cost(evidence: Evidence) -> str:
     return f"{steps_took}; {describe_duration(sum(pieces))} by the clock, in {whole}"
 
 
-def _describe_task(evidence: Evidence, task: str) -> Section:
+def _describe_task(evidence: FinishedTrials, task: str) -> Section:
     loss = loss_name(evidence, task)
     shown = (loss, "gap to fp32", "verdict", "accuracy", "movement kept", "bytes/param", "step time")
     rows = []
@@ -125,7 +125,7 @@ def _explain_no_loss(row: Row) -> str:
     return "the task is smaller than the paper's"
 
 
-def group_failures(evidence: Evidence) -> list[tuple[str, str, str, str]]:
+def group_failures(evidence: FinishedTrials) -> list[tuple[str, str, str, str]]:
     """Return task, recipe, seeds and error of failed trials, those of one error in one line."""
     seeds: dict[tuple[str, str, str], list[str]] = {}
     for one in evidence.run.get("failed", []):
@@ -133,7 +133,7 @@ def group_failures(evidence: Evidence) -> list[tuple[str, str, str, str]]:
     return [(task, recipe, ", ".join(of_seeds), why) for (task, recipe, why), of_seeds in seeds.items()]
 
 
-def write_markdown(evidence: Evidence) -> str:
+def write_markdown(evidence: FinishedTrials) -> str:
     """Return the report as one Markdown file."""
     run = evidence.run
     command = f"halfulp compare --suite {run['suite']} --size {run['size']}"
@@ -141,7 +141,7 @@ def write_markdown(evidence: Evidence) -> str:
     return "\n\n".join([f"# {TITLE}", written, _PICTURE, write_sections(evidence)]) + "\n"
 
 
-def write_sections(evidence: Evidence) -> str:
+def write_sections(evidence: FinishedTrials) -> str:
     """Return the sections alone, for a page with a head of its own."""
     parts = []
     for section in list_sections(evidence):
@@ -160,7 +160,7 @@ _PICTURE = """<picture>
 </picture>"""
 
 
-def render_page(evidence: Evidence) -> str:
+def render_page(evidence: FinishedTrials) -> str:
     """Return the report as one self-contained page."""
     require("matplotlib", instead="give no out folder")
     return render(
@@ -181,7 +181,7 @@ _THEMES = {
 _LINEAR, _REACH = 1.0, 100.0  # per cent of float32's loss: linear up to, and where the axis ends
 
 
-def draw_figure(evidence: Evidence, theme: str) -> str:
+def draw_figure(evidence: FinishedTrials, theme: str) -> str:
     """Return an SVG of each recipe's gap to float32 on each task, with its spread over seeds, for light or dark pages.
 
     The axis is in per cent of float32's loss, linear up to 1%, logarithmic up to 100%; a cross is a divergence.

@@ -8,8 +8,7 @@ from functools import partial
 
 from ...recipes import Recipe
 from .._defaults import KEPT, LOST, TWIN
-from ..evidence._evidence import Evidence
-from ..evidence._row import Row, half_interval, interval, read_judged_loss
+from ..evidence._row import FinishedTrials, Row, half_interval, interval, read_judged_loss
 from ..evidence._table import number, percent
 
 _BF16_FIGURES = "arXiv 2010.06192"
@@ -166,7 +165,7 @@ class Statement:
     numbers: str
 
 
-def statements(evidence: Evidence) -> list[Statement]:
+def statements(evidence: FinishedTrials) -> list[Statement]:
     """Return every statement, in the order of the papers."""
     judged = [(claim, source, *judge(evidence)) for claim, source, judge in _FINDINGS]
     return [
@@ -175,7 +174,7 @@ def statements(evidence: Evidence) -> list[Statement]:
     ]
 
 
-def _nearest_loses(evidence: Evidence) -> Judged:
+def _nearest_loses(evidence: FinishedTrials) -> Judged:
     rows = _find_rows(evidence, "bf16")
     said = []
     for row in rows:
@@ -187,7 +186,7 @@ def _nearest_loses(evidence: Evidence) -> Judged:
     return _decide_by_counts(lost, kept), "; ".join(said)
 
 
-def _more_at_low_rates(evidence: Evidence) -> Judged:
+def _more_at_low_rates(evidence: FinishedTrials) -> Judged:
     shares: list[list[float]] = []
     said = []
     for task in ("digits-fpu", "digits", "digits-slow"):
@@ -204,7 +203,7 @@ def _more_at_low_rates(evidence: Evidence) -> Judged:
     return verdict, f"share of the wanted movement that rounding undid on the digits: {', '.join(said)}"
 
 
-def _update_not_arithmetic(evidence: Evidence) -> Judged:
+def _update_not_arithmetic(evidence: FinishedTrials) -> Judged:
     update, arithmetic = _find_rows(evidence, "bf16-update"), _find_rows(evidence, "bf16-split")
     pairs = [(one, other) for one in update for other in arithmetic if one.task == other.task]
     told = [(one, other) for one, other in pairs if one.verdict in LOST or other.verdict in LOST]
@@ -214,7 +213,7 @@ def _update_not_arithmetic(evidence: Evidence) -> Judged:
     return _decide_by_counts(for_it, against), said
 
 
-def _ten_bits(evidence: Evidence) -> Judged:
+def _ten_bits(evidence: FinishedTrials) -> Judged:
     found = [row for row in _find_rows(evidence, "e8m1-kahan-stochastic") if row.task == "digits-fpu"]
     if not found or found[0].accuracy is None:
         return OPEN, "" if not found else "diverged"
@@ -224,7 +223,7 @@ def _ten_bits(evidence: Evidence) -> Judged:
     return (CONFIRMED if accuracy >= 0.9 else REFUTED) if clear else OPEN, said
 
 
-def _regression(evidence: Evidence) -> Judged:
+def _regression(evidence: FinishedTrials) -> Judged:
     names = ("fp32", "fp64", "fp16-mc2", "fp16-mc3")
     found = {row.recipe: row for row in evidence.rows("linear-regression") if row.recipe in names}
     if set(names) - set(found):
@@ -241,7 +240,7 @@ def _regression(evidence: Evidence) -> Judged:
     return CONFIRMED, f"mean square of the residuals: {said}"
 
 
-def _no_loss_scale(evidence: Evidence) -> Judged:
+def _no_loss_scale(evidence: FinishedTrials) -> Judged:
     plain, scaled = _find_rows(evidence, "fp16"), {row.task: row for row in _find_rows(evidence, "scaled-fp16")}
     plain = [row for row in plain if row.task in scaled]
     without = {row.task: row.verdict for row in _find_rows(evidence, "fp16-constant-1")}
@@ -262,7 +261,7 @@ def _is_repaired(plain: Row, scaled: Row) -> bool:
     return bool(plain.diverged) or plain.gap is None or scaled.gap < plain.gap / 2
 
 
-def _compare_with_best_constant(evidence: Evidence, tasks: Sequence[str] | None, better: bool) -> Judged:
+def _compare_with_best_constant(evidence: FinishedTrials, tasks: Sequence[str] | None, better: bool) -> Judged:
     """Judge the adaptive scales against the best constant one, by losses paired by seed."""
     good, bad, told = 0, 0, []
     unclear: list[str] = []
@@ -302,7 +301,11 @@ _TO_ZERO = "linear-regression"
 
 
 def _judge_limit(
-    evidence: Evidence, recipes: Sequence[str], loss: float, accuracy: float | None = None, or_spread: bool = False
+    evidence: FinishedTrials,
+    recipes: Sequence[str],
+    loss: float,
+    accuracy: float | None = None,
+    or_spread: bool = False,
 ) -> Judged:
     """Judge whether recipes lose no more than a limit on every task, by the measure of the paper's claim.
 
@@ -346,13 +349,13 @@ def _judge_limit(
     return CONFIRMED if 2 * sure > inside else OPEN, f"{counts}; {'; '.join(said)}"
 
 
-def _is_classification(evidence: Evidence, task: str) -> bool:
+def _is_classification(evidence: FinishedTrials, task: str) -> bool:
     """Return whether papers report such a task by accuracy: not a text's next character, nor equations or edges."""
     target = evidence.of_task(task)[0]["settings"]["task"].get("target", "example")
     return target not in ("", "character", "equation", "edge")
 
 
-def _pair_accuracies(evidence: Evidence, row: Row) -> tuple[list[float], list[float]]:
+def _pair_accuracies(evidence: FinishedTrials, row: Row) -> tuple[list[float], list[float]]:
     """Return float32's accuracy minus a recipe's for each seed, and float32's."""
     own, reference = (
         {
@@ -365,12 +368,12 @@ def _pair_accuracies(evidence: Evidence, row: Row) -> tuple[list[float], list[fl
     return [reference[seed] - own[seed] for seed in own if seed in reference], list(reference.values())
 
 
-def _list_losses(evidence: Evidence, task: str, recipe: str) -> list[float]:
+def _list_losses(evidence: FinishedTrials, task: str, recipe: str) -> list[float]:
     """Return the judged losses of the trials that did not diverge."""
     return [loss for loss in map(read_judged_loss, evidence.of_recipe(task, recipe)) if loss is not None]
 
 
-def _format_points(evidence: Evidence, row: Row) -> str:
+def _format_points(evidence: FinishedTrials, row: Row) -> str:
     """Return how much more accurate than float32 a recipe is, in points, with the 95% interval."""
     lost, _ = _pair_accuracies(evidence, row)
     if not lost:
@@ -395,7 +398,7 @@ def _decide_by_counts(for_it: int, against: int) -> str:
     return OPEN if for_it == against else CONFIRMED if for_it > against else REFUTED
 
 
-def _find_rows(evidence: Evidence, recipe: str) -> list[Row]:
+def _find_rows(evidence: FinishedTrials, recipe: str) -> list[Row]:
     """Return the rows of a recipe on all tasks."""
     return [row for row in evidence.rows() if row.recipe == recipe]
 
@@ -410,7 +413,7 @@ def _format_short(value: float | None) -> str:
 
 _BF16, _SCALES, _SCALIFY, _MCTENSOR = "arXiv 2010.06192", "arXiv 1910.12385", "arXiv 2407.17353", "arXiv 2207.08867"
 # The papers' findings: what they say, where, and how a comparison judges it.
-_FINDINGS: tuple[tuple[str, str, Callable[[Evidence], Judged]], ...] = (
+_FINDINGS: tuple[tuple[str, str, Callable[[FinishedTrials], Judged]], ...] = (
     ("bfloat16 with nearest rounding everywhere loses against float32", _BF16, _nearest_loses),
     ("what nearest rounding loses grows as the learning rate falls", _BF16, _more_at_low_rates),
     (
