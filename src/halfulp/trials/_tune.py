@@ -153,9 +153,11 @@ def order_candidates(
     out: list[Candidate] = []
     for dtype in dtypes:
         probe = recipes.get(PROBES[dtype])
-        wide = _describe_range(observed[dtype]["ranges"][dtype], dtype)
-        if wide is not None:
-            out.append(Candidate(probe, costs.count_bytes(probe), why=wide))
+        worst = observed[dtype]["ranges"][dtype]
+        if worst["share"] > OUT_OF_RANGE:
+            where = f"{worst['role']} of {worst['name'] or 'the model'}"
+            why = f"{100 * worst['share']:.1f}% of the {where} would leave {dtype}'s range"
+            out.append(Candidate(probe, costs.count_bytes(probe), why=why))
             continue
         found += _list_candidates(costs, observed[dtype]["parameters"], probe)
     by_cost: dict[tuple[float, object], Candidate] = {}
@@ -203,13 +205,6 @@ def _name_recipe(recipe: Recipe) -> Recipe:
     return recipe.replace(name=name, description=words + states)
 
 
-def _describe_range(ranges: Mapping[str, Any], dtype: str) -> str | None:
-    if ranges["share"] <= OUT_OF_RANGE:
-        return None
-    where = ranges["name"] or "the model"
-    return f"{100 * ranges['share']:.1f}% of the {ranges['role']} of {where} would leave {dtype}'s range"
-
-
 def keeps_less(one: Recipe, other: Recipe, model: nn.Module) -> bool:
     """Return whether a recipe keeps no more of anything than another one, and so cannot hold where that one did not.
 
@@ -243,6 +238,7 @@ class Search:
     ) -> None:
         self.task, self.seeds, self.steps, self.tolerance = task, seeds, steps, tolerance
         self._left, self._training = most, training
+        self._allowed = 0.0  # how far a loss may be above float32's
         self.costs = Costs(task, task.model(task.load(), seeds[0]))
         self.candidates: list[Candidate] = []
         self.observed: dict[str, dict[str, Any]] = {}
@@ -260,7 +256,9 @@ class Search:
                 f"task {self.task.name!r} diverges in float32 from {reference.diverged} of {len(self.seeds)} seeds: "
                 "there is nothing to stay with; lower its learning rate"
             )
+        self._allowed = reference.tolerance
         if self.tolerance is not None:
+            self._allowed = self.tolerance * abs(reference.loss)
             self._check_tolerance(reference.loss)
 
     def run(self, given: Sequence[Recipe] | None, dtypes: Sequence[str]) -> Recipe:
@@ -271,7 +269,10 @@ class Search:
         else:
             candidates = [Candidate(recipe, self.costs.count_bytes(recipe)) for recipe in given]
             candidates.sort(key=attrgetter("bytes_per_parameter"))
-        failed = [one for one in map(self._judge_probe, dtypes) if one is not None]
+        # The observed training's one seed may show that it cannot hold.
+        seen = [recipes.get(PROBES[dtype]) for dtype in dtypes]
+        judged = [self._reject_early(Candidate(recipe, self.costs.count_bytes(recipe))) for recipe in seen]
+        failed = [one for one in judged if one is not None]
         probed = {one.recipe.name: one for one in failed}
         self.candidates += [one for one in failed if one.recipe not in [other.recipe for other in candidates]]
         found = None
@@ -314,20 +315,15 @@ class Search:
         outcome, why = self._judge_row(row)
         return dataclasses.replace(candidate, outcome=outcome, why=why, gap=row.gap)
 
-    def _judge_probe(self, dtype: str) -> Candidate | None:
-        """Return the observed training as a candidate, where its one seed shows that it cannot hold."""
-        probe = recipes.get(PROBES[dtype])
-        return self._reject_early(Candidate(probe, self.costs.count_bytes(probe)))
-
     def _reject_early(self, candidate: Candidate) -> Candidate | None:
         """Return the outcome of a candidate that fails on its first seed already, else None."""
         row = self._read_row(candidate.recipe.name)
         if row.diverged:
             return dataclasses.replace(candidate, outcome="diverged", why="its loss is not finite")
         assert row.gap is not None
-        if row.gap <= _CLEARLY * self._compute_tolerance(row):
+        if row.gap <= _CLEARLY * self._allowed:
             return None
-        why = f"its first seed is {row.gap / self._compute_tolerance(row):.0f} times the tolerance above float32"
+        why = f"its first seed is {row.gap / self._allowed:.0f} times the tolerance above float32"
         return dataclasses.replace(candidate, outcome="worse", why=why, gap=row.gap)
 
     def _judge_row(self, row: Row) -> tuple[str, str]:
@@ -339,30 +335,21 @@ class Search:
         assert row.gap is not None
         assert row.interval is not None
         if self.tolerance is None:
-            alone = verdict(row.gap, row.interval, row.tolerance)
+            alone = verdict(row.gap, row.interval, self._allowed)
             outcome = "holds" if alone in KEPT else str(alone)
-        elif row.gap + row.interval <= self._compute_tolerance(row):
+        elif row.gap + row.interval <= self._allowed:
             outcome = "holds"
         else:
-            outcome = "worse" if row.gap - row.interval > self._compute_tolerance(row) else "unclear"
+            outcome = "worse" if row.gap - row.interval > self._allowed else "unclear"
         why = "" if outcome != "unclear" else f"seeds scatter by {row.interval:.4f}: more of them (seeds=) would tell"
         return outcome, why
-
-    def _compute_tolerance(self, row: Row) -> float:
-        """Return how far the loss may be above float32's."""
-        if self.tolerance is None:
-            return row.tolerance
-        loss = self._read_row(REFERENCE).loss
-        assert loss is not None
-        return self.tolerance * abs(loss)
 
     def _check_tolerance(self, loss: float) -> None:
         """Refuse a tolerance that not even a second float32 could be told to be within."""
         twins = self._training.evidence().gaps(self.task.name, TWIN)
         least = interval([0.0] * len(self.seeds), twins, loss)
         assert least is not None
-        assert self.tolerance is not None
-        if least > self.tolerance * abs(loss):
+        if least > self._allowed:
             raise ValueError(
                 f"tolerance={self.tolerance:g} is below {least / abs(loss):.2g}, what {len(self.seeds)} seeds of "
                 f"task {self.task.name!r} can tell at all, as a start that differs by 1e-7 shows: give more seeds, "
