@@ -47,13 +47,7 @@ class Terms:
 
 @dataclass(frozen=True)
 class ContractDifference:
-    """One field of one tensor that is not as the contract says.
-
-    Attributes:
-        name: of the tensor.
-        field: of its `Terms`; "tensor" where one side has none of this name.
-        before, after: in words.
-    """
+    """A field of a tensor's `Terms` that is not as the contract says, "tensor" where one side has none; in words."""
 
     name: str
     field: str

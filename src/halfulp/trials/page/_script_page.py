@@ -18,11 +18,7 @@ _TITLES = ("training loss", "difference to fp32 at the same backward pass", "the
 
 
 def render_script_page(data: Mapping[str, Any]) -> str:
-    """Return the page of a script's comparison as HTML text; it refers to nothing outside itself.
-
-    Args:
-        data: what `ScriptComparison.to_dict` gives, also when read back from JSON.
-    """
+    """Return the page of what `ScriptComparison.to_dict` gives as HTML text; it refers to nothing outside itself."""
     require("matplotlib")
     rows = data["recipes"]
     drawn = [row for row in rows if row["curve"]]

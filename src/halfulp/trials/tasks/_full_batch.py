@@ -185,7 +185,11 @@ class Logistic(FullBatch):
 
     def model(self, data: Data, seed: int) -> nn.Module:
         """Start from small weights."""
-        return _make_linear(data.train[0].shape[1], seed)
+        width = data.train[0].shape[1]
+        layer, end = nn.Linear(width, 1, bias=False), 0.1 * width**-0.5
+        with torch.no_grad():
+            layer.weight.uniform_(-end, end, generator=torch.Generator().manual_seed(seed))
+        return layer
 
 
 class CancerLogistic(Logistic):
@@ -222,14 +226,6 @@ class CancerMLP(CancerLogistic):
             for layer, end in zip(layers, ends):
                 layer.weight.uniform_(-end, end, generator=generator)
         return nn.Sequential(layers[0], nn.ReLU(), layers[1], nn.ReLU(), layers[2])
-
-
-def _make_linear(width: int, seed: int) -> nn.Module:
-    layer = nn.Linear(width, 1, bias=False)
-    end = 0.1 * width**-0.5
-    with torch.no_grad():
-        layer.weight.uniform_(-end, end, generator=torch.Generator().manual_seed(seed))
-    return layer
 
 
 @functools.cache

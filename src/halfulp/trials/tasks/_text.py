@@ -190,16 +190,12 @@ def encode_characters(text: str, source: str, time: int = TIME, most: int | None
         raise ValueError(
             f"{source}: {len(ids):,} characters are too few, {10 * (time + 1):,} suffice: get the text again"
         )
-    validation = _cut_windows(rest, time, most)
+    count = min((len(rest) - 1) // time, most or len(rest))
+    validation = rest[: count * time].view(count, time), rest[1 : count * time + 1].view(count, time)
     note = (
         f"{source}: {split:,} characters to train on, {validation[0].numel():,} to validate, {len(alphabet)} different"
     )
     return Data(train=(train[:-1], train[1:]), validation=validation, note=note)
-
-
-def _cut_windows(ids: Tensor, time: int, most: int | None) -> Batch:
-    count = min((len(ids) - 1) // time, most or len(ids))
-    return ids[: count * time].view(count, time), ids[1 : count * time + 1].view(count, time)
 
 
 class TinyShakespeare(FileTask, CharacterGPT):
