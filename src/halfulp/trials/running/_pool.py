@@ -8,7 +8,7 @@ import os
 import signal
 import tempfile
 import traceback
-from collections.abc import Generator, Iterator, Sequence
+from collections.abc import Generator, Sequence
 from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
 from pathlib import Path
@@ -120,8 +120,14 @@ class _Worker:
         self.process: BaseProcess = context.Process(
             target=main, args=(theirs, str(self.log)), name=f"halfulp-trials-{number}", daemon=True
         )
-        with _set_environment():
+        before = {name: os.environ[name] for name in _ONE_THREAD if name in os.environ}
+        os.environ.update(dict.fromkeys(_ONE_THREAD, "1"))
+        try:
             self.process.start()
+        finally:
+            for name in _ONE_THREAD:
+                del os.environ[name]
+            os.environ.update(before)
         theirs.close()
 
     def give(self, job: Job) -> None:
@@ -209,21 +215,6 @@ def _describe_death(worker: _Worker) -> TrialError:
         hint = '; in a script, call compare under `if __name__ == "__main__":`, since workers import the script again'
         return TrialError(f"a worker {how} before its first trial{hint}", None, output)
     return TrialError(f"the worker of trial {worker.trial} {how}{hint}", worker.trial, output)
-
-
-@contextlib.contextmanager
-def _set_environment() -> Iterator[None]:
-    """Give children one thread per process, and leave Ctrl-C to the parent."""
-    before = {name: os.environ.get(name) for name in _ONE_THREAD}
-    os.environ.update(dict.fromkeys(_ONE_THREAD, "1"))
-    try:
-        yield
-    finally:
-        for name, value in before.items():
-            if value is None:
-                del os.environ[name]
-            else:
-                os.environ[name] = value
 
 
 def train_all(
