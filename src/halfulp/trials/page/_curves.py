@@ -103,7 +103,9 @@ def draw_curves(
         styles = choose_line_styles(list(curves))
         for index, (recipe, seeds) in enumerate(curves.items()):
             look = _choose_plot_options(styles[recipe], index)
-            _draw_loss(panels[0], seeds, look)
+            steps = _find_common_steps(list(seeds.values()))
+            means = [statistics.fmean(points[step] for points in seeds.values()) for step in steps]
+            panels[0].plot(steps, means, **look)
             for axes in panels[1:2] if recipe not in near else panels[1:]:
                 _draw_gap(axes, recipe, seeds, curves[REFERENCE], look, shade=axes is panels[1])
         _style_panels(panels, curves, titles, axis)
@@ -116,12 +118,6 @@ def write_svg(figure: Any) -> str:
     figure.savefig(target, format="svg", metadata={"Date": None, "Creator": None})
     text = target.getvalue()
     return re.sub(r"<metadata>.*?</metadata>", "", text[text.index("<svg") :], flags=re.DOTALL)
-
-
-def _draw_loss(axes: Any, seeds: Mapping[int, Mapping[int, float]], look: dict[str, Any]) -> None:
-    steps = _find_common_steps(list(seeds.values()))
-    mean = [statistics.fmean(points[step] for points in seeds.values()) for step in steps]
-    axes.plot(steps, mean, **look)
 
 
 def _draw_gap(

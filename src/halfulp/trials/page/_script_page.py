@@ -41,7 +41,11 @@ def render_script_page(data: Mapping[str, Any]) -> str:
         __package__,
         "script.html.j2",
         headline=write_headline(rows),
-        leads=_list_failures(rows),
+        leads=[
+            f"{row['recipe']} {'could not be used' if row['verdict'] == 'cannot' else row['verdict']}: {row['reason']}"
+            for row in rows
+            if row["verdict"] in ("cannot", "crashed")
+        ],
         notes=data["notes"],
         key=key,
         rows=lines,
@@ -74,14 +78,6 @@ def write_headline(rows: Sequence[Mapping[str, Any]]) -> str:
 
 def _join_names(names: Sequence[str]) -> str:
     return " and ".join([", ".join(names[:-1]), names[-1]] if len(names) > 1 else names)
-
-
-def _list_failures(rows: Sequence[Mapping[str, Any]]) -> list[str]:
-    return [
-        f"{row['recipe']} {'could not be used' if row['verdict'] == 'cannot' else row['verdict']}: {row['reason']}"
-        for row in rows
-        if row["verdict"] in ("cannot", "crashed")
-    ]
 
 
 def _describe_row(row: Mapping[str, Any], style: Any, reach: float, most: float) -> dict[str, Any]:

@@ -4,7 +4,7 @@ import contextlib
 import json
 import os
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -35,19 +35,14 @@ class Store:
                 f"cannot write into the output folder {self.root}: {error.strerror or error}; give another with --out"
             ) from None
 
-    @contextlib.contextmanager
-    def lock(self) -> Iterator[None]:
+    def lock(self) -> contextlib.AbstractContextManager[Any]:
         """Keep other comparisons, of any process, out of the folder; the lock goes with the process that holds it."""
         try:
-            self._lock.acquire(blocking=False)
+            return self._lock.acquire(blocking=False)
         except filelock.Timeout:
             raise ValueError(
                 f"another comparison is writing into {self.root}: wait for it, or give another folder with --out"
             ) from None
-        try:
-            yield
-        finally:
-            self._lock.release()
 
     def begin(self, trials: Sequence[Trial], resume: bool, overwrite: bool = False) -> dict[str, dict[str, Any]]:
         """Start the comparison, resume or overwrite that of the folder; return the results that are there, by key."""
