@@ -14,7 +14,7 @@ from halfulp.gradients.eager._attach import WatchedForward
 from halfulp.recipes import Recipe
 from halfulp.trials import tasks
 from halfulp.trials.running import _trial
-from halfulp.trials.running._trial import INTERVAL, SAMPLES, scaling
+from halfulp.trials.running._trial import INTERVAL, SAMPLES, Scaling
 
 
 @pytest.mark.parametrize("recipe", ["fp32", "bf16-kahan", "e8m3-kahan"])
@@ -209,7 +209,7 @@ def test_underflow_is_what_float16_makes_zero(seed: int) -> None:
     model, optimizer = start(recipes.get("fp16-none"))
     x, weights = torch.randn(7, 6), torch.randn(7, 5) * 2.0 ** torch.randint(-30, -15, (7, 5))
     weights[0] = 0
-    with scaling(recipes.get("fp16-none"), model, optimizer, 1) as scaled:
+    with Scaling(recipes.get("fp16-none"), model, optimizer, 1) as scaled:
         take(scaled, 0, model, optimizer, product, x, weights)
     rounded = weights.half().float()
     first = (rounded[weights != 0] == 0).sum()
@@ -228,7 +228,7 @@ def test_no_underflow_under_a_scale_that_fits(seed: int) -> None:
     recipe = Recipe(name="x", gradient_format="fp16", gradient_scale=2.0**24)
     model, optimizer = start(recipe)
     weights = torch.rand(7, 5).add(1) * 2.0**-20
-    with scaling(recipe, model, optimizer, 1) as scaled:
+    with Scaling(recipe, model, optimizer, 1) as scaled:
         take(scaled, 0, model, optimizer, product, torch.rand(7, 6), weights)
     assert scaled.readings()["underflow"]["mean"] == 0
 
@@ -241,7 +241,7 @@ def test_a_sample_draws_the_same_random_numbers_and_leaves_no_trace(seed: int) -
         torch.manual_seed(seed)
         model = nn.Sequential(nn.Linear(6, 40), nn.Dropout(0.5), nn.Linear(40, 3))
         optimizer = recipes.optimizer(recipes.convert(model, recipe), "SGD", lr=0.1)
-        with scaling(recipe, model, optimizer, 3) as scaled:
+        with Scaling(recipe, model, optimizer, 3) as scaled:
             for step in range(3):
                 place = step if sampled else 1 + step
                 take(scaled, place, model, optimizer, distance, torch.ones(8, 6))
@@ -256,7 +256,7 @@ def test_samples_are_few_and_are_measured(seed: int) -> None:
     model, optimizer = start(recipe)
     steps = 3 * INTERVAL * SAMPLES
     x = torch.randn(4, 6)
-    with scaling(recipe, model, optimizer, steps) as scaled:
+    with Scaling(recipe, model, optimizer, steps) as scaled:
         for step in range(steps):
             take(scaled, step, model, optimizer, distance, x)
     assert SAMPLES - 2 <= len(scaled._lost["model"]) <= SAMPLES + 1
@@ -264,7 +264,7 @@ def test_samples_are_few_and_are_measured(seed: int) -> None:
 
 def test_the_model_has_its_own_forward_again(seed: int) -> None:
     model, optimizer = start(recipes.get("fp16-dynamic"))
-    with contextlib.suppress(ZeroDivisionError), scaling(recipes.get("fp16-dynamic"), model, optimizer, 1):
+    with contextlib.suppress(ZeroDivisionError), Scaling(recipes.get("fp16-dynamic"), model, optimizer, 1):
         assert isinstance(model.forward, WatchedForward)
         raise ZeroDivisionError
     assert "forward" not in vars(model)

@@ -7,7 +7,7 @@ import copy
 import math
 import time
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, Self
 
 import torch
 from torch import Tensor, nn
@@ -37,14 +37,20 @@ class Scaling:
     rounding: of the gradient elements that are not zero there, the share that is stored as zero.
     """
 
-    def __init__(
-        self, scaler: AdaptiveGradScaler | None, model: nn.Module, optimizer: torch.optim.Optimizer, steps: int
-    ) -> None:
-        self._scaler, self._model, self._optimizer = scaler, model, optimizer
+    def __init__(self, recipe: Recipe, model: nn.Module, optimizer: torch.optim.Optimizer, steps: int) -> None:
+        self._scaler, self._model, self._optimizer = recipes.scaler(recipe, model), model, optimizer
         self._sample_interval = INTERVAL * max(1, steps // (INTERVAL * SAMPLES))
         self._applied, self._skipped = True, 0
         self._lost: dict[str, list[tuple[float, float]]] = {}
         self._copy: nn.Module | None = None
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        """Restore the model's own forward pass."""
+        if self._scaler is not None:
+            self._scaler.detach()
 
     def before(self, step: int) -> None:
         """Keep, at a sampled step, the model and the random state that it starts from."""
@@ -91,17 +97,6 @@ class Scaling:
             "skipped": self._skipped,
             "underflow": {"mean": mean, "worst": None if worst is None else sites[worst], "site": worst},
         }
-
-
-@contextlib.contextmanager
-def scaling(recipe: Recipe, model: nn.Module, optimizer: torch.optim.Optimizer, steps: int) -> Iterator[Scaling]:
-    """Yield the way through a recipe's steps; restore the model's own forward pass at the end of the block."""
-    scaler = recipes.scaler(recipe, model)
-    try:
-        yield Scaling(scaler, model, optimizer, steps)
-    finally:
-        if scaler is not None:
-            scaler.detach()
 
 
 def _count_exact_zeros(model: nn.Module, loss_on: LossOn, batch: Batch) -> Zeros:
@@ -233,7 +228,7 @@ def run(
     with products, emulated(recipe, model) as under:
         loss, judge = under(task.loss), under(task.judge)
         watch = observe(model, optimizer, interval=max(1, steps // SAMPLES)) if observed else contextlib.nullcontext()
-        with scaling(recipe, model, optimizer, steps) as scaled, watch as seen:
+        with Scaling(recipe, model, optimizer, steps) as scaled, watch as seen:
             batches = task.batches(data, seed, steps)
             course = _train(task, model, loss, optimizer, batches, steps, report, scaled)
         failed = course["diverged_at"] is not None
