@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections import defaultdict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -19,7 +19,7 @@ from ..optim._lost_updates import LostUpdateReport, summarize_lost_updates
 from ..optim.parameters._local_tensors import own_parts
 from ..rounding import Nearest, Stochastic, quantize
 from ._convert import find_recipe
-from ._plan import choose_update, walk_parameters
+from ._plan import assign
 from ._recipe import Recipe
 
 if TYPE_CHECKING:
@@ -85,7 +85,9 @@ def optimizer(
         choices["weight_update"] = _object(recipe.weight_update)
     options = {key: value for key, value in choices.items() if value is not None}
     chosen = {} if use_muon is None else {"use_muon": use_muon}
-    groups = kind.split_groups(_groups(recipe, model), **chosen)
+    named = list(model.named_parameters())
+    mix = isinstance(recipe.weight_update, tuple)
+    groups = kind.split_groups(split_by_update(recipe, model, named) if mix else named, **chosen)
     made = kind(groups, seed=seed, report_interval=report_interval, **options, **hyper)
     if recipe.format and recipe.state_dtype == recipe.format:
         hold_states(made, recipe.format, seed)
@@ -165,16 +167,13 @@ def _check_scaled(recipe: Recipe, model: nn.Module) -> None:
         )
 
 
-def _groups(recipe: Recipe, model: nn.Module) -> list[Any]:
-    """Return named parameters; for a mix, one group per weight update, in the recipe's order."""
-    if recipe.weight_update is None or isinstance(recipe.weight_update, str):
-        return [(name, parameter) for name, _, parameter in walk_parameters(model)]
-    groups: dict[str | None, list[tuple[str, nn.Parameter]]] = {}
-    for name, module, parameter in walk_parameters(model):
-        update = choose_update(recipe, name, module)
-        if recipe.narrow and parameter.dtype == torch.float32:
-            update = None
-        groups.setdefault(update, []).append((name, parameter))
+def split_by_update(recipe: Recipe, model: nn.Module, named: Iterable[tuple[str, Tensor]]) -> list[dict[str, Any]]:
+    """Return one group per weight update that a recipe gives some parameters of a model."""
+    updates = assign(recipe, model)
+    groups: dict[str | None, list[tuple[str, Tensor]]] = {}
+    for name, parameter in named:
+        is_wide = recipe.narrow and parameter.dtype == torch.float32
+        groups.setdefault(None if is_wide else updates[name], []).append((name, parameter))
     return [
         {"params": members} if update is None else {"params": members, "weight_update": _object(update)}
         for update, members in groups.items()

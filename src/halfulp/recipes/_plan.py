@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import fnmatch
 import re
-from collections.abc import Container, Iterable, Iterator
+from collections.abc import Container, Iterable
 
 import torch
 from torch import nn
@@ -113,10 +113,11 @@ def assign(recipe: Recipe, model: nn.Module) -> dict[str, str | None]:
     >>> assign(recipes.get("bf16-mixed"), nn.Sequential(nn.Linear(2, 2, bias=False), nn.LayerNorm(2)))
     {'0.weight': 'stochastic', '1.weight': 'kahan', '1.bias': 'kahan'}
     """
-    return {name: choose_update(recipe, name, module) for name, module, _ in walk_parameters(model)}
+    names = [name for name, _ in model.named_parameters()]
+    return {name: _choose_update(recipe, name, model.get_submodule(name.rpartition(".")[0])) for name in names}
 
 
-def choose_update(recipe: Recipe, name: str, module: nn.Module) -> str | None:
+def _choose_update(recipe: Recipe, name: str, module: nn.Module) -> str | None:
     """Return the weight update of one parameter, by its qualified name and the module that holds it."""
     if recipe.weight_update is None or isinstance(recipe.weight_update, str):
         return recipe.weight_update
@@ -128,12 +129,6 @@ def choose_update(recipe: Recipe, name: str, module: nn.Module) -> str | None:
         f"recipe {recipe.name!r}: parameter {name!r} of {a_kind(module)} matches none of {globs}; "
         "end the list with the glob '*'"
     )
-
-
-def walk_parameters(model: nn.Module) -> Iterator[tuple[str, nn.Module, nn.Parameter]]:
-    """Yield every parameter once, with its qualified name and the module that holds it."""
-    for name, parameter in model.named_parameters():
-        yield name, model.get_submodule(name.rpartition(".")[0]), parameter
 
 
 def _matches(glob: str, name: str, module: nn.Module) -> bool:

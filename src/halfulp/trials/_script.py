@@ -27,8 +27,8 @@ from .._extensions import load_inherited
 from ..observation.scripts import BackwardLosses, Ending, model_of, run_script
 from ..pages import write_whole
 from ..recipes import Recipe
-from ..recipes._optimizer import _object as recipe_update
 from ..recipes._optimizer import _state as recipe_state
+from ..recipes._optimizer import split_by_update
 from ._defaults import REFERENCE, TWIN
 from .page._script_page import render_script_page
 from .running._pool import describe_exit, is_killed
@@ -171,8 +171,10 @@ def _make_recipe_optimizer(own: Any, recipe: Recipe, done: Substitution, args: t
     names = {id(parameter): key for key, parameter in model.named_parameters()}
     given = {key: value for key, value in given.items() if key not in ("self", *_IMPLEMENTATION)}
     with _turn_into_refusals():
-        updates = recipes.assign(recipe, model)
-        split = [part for group in groups for part in _split_by_update(group, names, updates)]
+        split = []
+        for group in groups:
+            named = [(names[id(parameter)], parameter) for parameter in group["params"]]
+            split += [{**group, **part} for part in split_by_update(recipe, model, named)]
         kind: Any = optim.OPTIMIZERS[own.__name__]
         made = kind(split, state_dtype=recipe_state(recipe, kind, given), **given)
     done.add(made)
@@ -212,21 +214,6 @@ def _list_groups(params: Any) -> list[dict[str, Any]]:
         members = [given] if isinstance(given, Tensor) else list(given)
         found.append({**group, "params": [one[1] if isinstance(one, tuple) else one for one in members]})
     return found
-
-
-def _split_by_update(
-    group: dict[str, Any], names: dict[int, str], updates: dict[str, str | None]
-) -> list[dict[str, Any]]:
-    """Return a group split by the weight updates that the recipe gives its parameters."""
-    parts: dict[str | None, list[tuple[str, Tensor]]] = {}
-    for parameter in group["params"]:
-        name = names[id(parameter)]
-        parts.setdefault(None if parameter.dtype == torch.float32 else updates[name], []).append((name, parameter))
-    rest = {key: value for key, value in group.items() if key != "params"}
-    return [
-        {**rest, "params": members, **({} if update is None else {"weight_update": recipe_update(update)})}
-        for update, members in parts.items()
-    ]
 
 
 # The loss is the mean over this share of the backward passes at the end.
