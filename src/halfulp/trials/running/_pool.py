@@ -157,7 +157,7 @@ def work(
 
     With ``on``, a trial that raises yields ("failed", trial, its exception in a line), and the others go on.
     With ``tick``, so many seconds without an event yield ("tick", a trial, None).
-    Before any trial starts, those of ``timed`` yield ("timed", trial, a Cost or None).
+    Before any trial starts, those of ``timed`` yield ("timed", trial, its seconds or None).
     Leaving the loop early, by an exception or otherwise, ends the workers.
     """
     # From the last to the first.

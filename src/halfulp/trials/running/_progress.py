@@ -28,14 +28,6 @@ _ALIKE = ("name", "description", "weight_update", "perturb", "gradient_scale", "
 Clock = Callable[[], float]
 
 
-@dataclasses.dataclass(frozen=True)
-class Cost:
-    """The time a trial takes on one worker: seconds per step, and seconds before the first and after the last one."""
-
-    step: float
-    rest: float
-
-
 def name_cost_class(trial: Trial) -> str:
     """Return a key of trials of about the same cost: the task, the steps, dtypes and arithmetic."""
     recipe = {name: value for name, value in trial.recipe.to_dict().items() if name not in _ALIKE}
@@ -51,8 +43,8 @@ def choose_timed(trials: Sequence[Trial]) -> list[Trial]:
     return list(first.values())
 
 
-def measure_cost(trial: Trial, data: Data, clock: Clock = time.perf_counter) -> Cost | None:
-    """Time a short run of a trial by its reports, and a part of its evaluation; return None where that fails.
+def measure_cost(trial: Trial, data: Data, clock: Clock = time.perf_counter) -> float | None:
+    """Return the seconds of a trial on one worker, by a short run and a part of its evaluation; None where that fails.
 
     An error is left to the trial itself, which meets it too and says more.
     """
@@ -73,7 +65,7 @@ def measure_cost(trial: Trial, data: Data, clock: Clock = time.perf_counter) -> 
         return None
     step = statistics.median(later - earlier for earlier, later in itertools.pairwise(marks))
     before = max(0.0, marks[0] - begun - step)
-    return Cost(step, before + _compare_evaluations(trial, data) * max(0.0, ended - marks[-1]))
+    return before + trial.steps * step + _compare_evaluations(trial, data) * max(0.0, ended - marks[-1])
 
 
 def _compare_evaluations(trial: Trial, data: Data) -> float:
@@ -105,7 +97,7 @@ class Estimate:
 
 def estimate(
     trials: Sequence[Trial],
-    costs: Mapping[str, Cost | None],
+    costs: Mapping[str, float | None],
     workers: int,
     cores: int,
     spent: float,
@@ -122,7 +114,7 @@ def estimate(
     for trial in trials:
         cost = costs.get(name_cost_class(trial))
         if cost is not None:
-            of_trial[trial.key] = crowding * (cost.rest + trial.steps * cost.step)
+            of_trial[trial.key] = crowding * cost
     seconds = spent + makespan(of_trial.values(), workers) if of_trial else None
     return Estimate(seconds, len(trials) - len(of_trial), of_trial, workers, processor)
 

@@ -11,7 +11,7 @@ from ...pages import require
 from ..evidence._evidence import Evidence
 from ._plan import Trial
 from ._pool import train_all
-from ._progress import Cost, choose_timed, estimate, name_cost_class
+from ._progress import choose_timed, estimate, name_cost_class
 from ._ranks import Ranks
 from ._store import Store
 from ._trial import READINGS
@@ -65,7 +65,7 @@ class Training:
         start = time.monotonic()
         workers = min(self._workers, len(missing))
         timed = choose_timed(missing) if estimated and self._ranks is None else []
-        costs: dict[str, Cost | None] = {}
+        costs: dict[str, float | None] = {}
         if timed:
             self._listen("timing", None, len(timed))
         on = failed is not None
