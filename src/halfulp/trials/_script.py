@@ -31,7 +31,7 @@ from ..recipes._optimizer import _state as recipe_state
 from ..recipes._optimizer import split_by_update
 from ._defaults import REFERENCE, TWIN
 from .page._script_page import render_script_page
-from .running._pool import describe_exit, is_killed
+from .running._pool import describe_exit
 from .tasks._task import finite_or_none
 
 RULES = ("SGD", "Adam", "AdamW")
@@ -447,18 +447,8 @@ def _run(script: str, arguments: Sequence[str], recipe: str, module: bool) -> Ru
         if result.exists() and done.returncode >= 0:
             found = json.loads(result.read_text(encoding="utf-8"))
             return Run(**{**found, "said": done.stderr})
-    return Run(ended=_describe_end(done.returncode), code=done.returncode or 1, said=done.stderr)
-
-
-def _describe_end(code: int) -> str:
-    """Describe how a process ended that left no result.
-
-    >>> _describe_end(-9), _describe_end(3)
-    ('was killed by SIGKILL, as where memory is short', 'ended with exit code 3 before it could report')
-    """
-    if code >= 0:
-        return f"{describe_exit(code)} before it could report"
-    return f"{describe_exit(code)}{', as where memory is short' if is_killed(code) else ''}"
+    before = " before it could report" if done.returncode >= 0 else ""
+    return Run(ended=describe_exit(done.returncode) + before, code=done.returncode or 1, said=done.stderr)
 
 
 def _check_reference(run: Run) -> None:

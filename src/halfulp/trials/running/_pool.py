@@ -29,22 +29,15 @@ def describe_exit(code: int | None) -> str:
 
     >>> describe_exit(3), describe_exit(-15), describe_exit(-99), describe_exit(0xC0000005)
     ('ended with exit code 3', 'was killed by SIGTERM', 'was killed by signal 99', 'ended with exit code 0xC0000005')
+    >>> describe_exit(-9)
+    'was killed by SIGKILL, as where memory is short'
     """
     if code is None or 0 <= code < 2**31:
         return f"ended with exit code {code}"
     if code > 0:  # of a crash on Windows, which names it so
         return f"ended with exit code 0x{code:X}"
-    names = {member.value: member.name for member in signal.Signals}
+    names = {member.value: member.name for member in signal.Signals} | {9: "SIGKILL, as where memory is short"}
     return f"was killed by {names.get(-code, f'signal {-code}')}"
-
-
-def is_killed(code: int | None) -> bool:
-    """Return whether SIGKILL ended a process, as the system does where memory is short; Windows has none.
-
-    >>> is_killed(-9), is_killed(9), is_killed(None)
-    (True, False, False)
-    """
-    return code is not None and -code == getattr(signal, "SIGKILL", 9)
 
 
 # "train" or "time", and the trial.
@@ -208,13 +201,12 @@ def _receive(worker: _Worker, on: bool) -> tuple[str, Any]:
 def _describe_death(worker: _Worker) -> TrialError:
     """Return the error of a worker that ended early: its exit code and its last output."""
     worker.process.join(10)
-    code = worker.process.exitcode
-    how, hint = describe_exit(code), "; the memory of the machine may have run out" if is_killed(code) else ""
+    how = describe_exit(worker.process.exitcode)
     output = worker.log.read_text(encoding="utf-8", errors="replace") if worker.log.exists() else ""
     if worker.trial is None:
-        hint = '; in a script, call compare under `if __name__ == "__main__":`, since workers import the script again'
-        return TrialError(f"a worker {how} before its first trial{hint}", None, output)
-    return TrialError(f"the worker of trial {worker.trial} {how}{hint}", worker.trial, output)
+        hint = 'in a script, call compare under `if __name__ == "__main__":`, since workers import the script again'
+        return TrialError(f"a worker {how} before its first trial; {hint}", None, output)
+    return TrialError(f"the worker of trial {worker.trial} {how}", worker.trial, output)
 
 
 def train_all(

@@ -68,8 +68,20 @@ class FullBatch(Task):
         model = recipes.convert(copy.deepcopy(start), recipe, seed=seed)
         optimizer = recipes.optimizer(model, self.rule, seed=seed, report_interval=report_interval, **self.hyper)
         train, validation = self.whole()
-        course = self._train(model, optimizer, [encode(recipe, x) for x in train], steps, report)
-        failed = course["diverged_at"] is not None
+        inputs, targets = (encode(recipe, x) for x in train)
+        course, memory = Course(steps, report), None
+        for step in range(steps):
+            begun = time.process_time()
+            loss = self.loss(model(inputs), targets)
+            loss.backward()
+            memory = optimizer.bytes_per_parameter() if step == min(2, steps - 1) else memory
+            optimizer.step()
+            optimizer.zero_grad()
+            course.seconds.append(time.process_time() - begun)
+            if not course.add(loss.item()):
+                break
+        lost = optimizer.report()
+        failed = course.diverged_at is not None
         wide = start.double()
         if not failed:
             optimizer.eval()
@@ -79,30 +91,8 @@ class FullBatch(Task):
         }
         own = self._score(model, [encode(recipe, x) for x in validation], failed)
         size = {"parameters": sum(p.numel() for p in model.parameters()), "targets": len(validation[1])}
-        return {**course, "float32": scores, "own": own, **size, "data": self.note}
-
-    def _train(
-        self,
-        model: nn.Module,
-        optimizer: MeasuredOptimizer,
-        train: list[Tensor],
-        steps: int,
-        report: Report | None,
-    ) -> dict[str, Any]:
-        """Train a model in place; return the course of the training as plain data."""
-        course, memory = Course(steps, report), None
-        for step in range(steps):
-            begun = time.process_time()
-            loss = self.loss(model(train[0]), train[1])
-            loss.backward()
-            memory = optimizer.bytes_per_parameter() if step == min(2, steps - 1) else memory
-            optimizer.step()
-            optimizer.zero_grad()
-            course.seconds.append(time.process_time() - begun)
-            if not course.add(loss.item()):
-                break
-        lost = optimizer.report()
-        return course.describe(lost.cancelled, lost.realised, memory)
+        described = course.describe(lost.cancelled, lost.realised, memory)
+        return {**described, "float32": scores, "own": own, **size, "data": self.note}
 
     @torch.no_grad()
     def _score(self, model: nn.Module, part: Batch | list[Tensor], failed: bool) -> dict[str, float | None]:

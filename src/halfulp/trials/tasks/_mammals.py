@@ -92,7 +92,10 @@ class Mammals(FileTask):
 
     def refuses(self, recipe: Recipe) -> str | None:
         """Return why a recipe cannot train points; None where it can."""
-        return _refusal(recipe)
+        others = (recipe.weight_update, recipe.format, recipe.emulate, recipe.payload, recipe.operand_format)
+        if recipe.param_dtype not in (None, *_DTYPES) or recipe.gradient_format or any(others):
+            return "moves float32 or float64 points, plain or with components, along geodesics"
+        return None
 
     def trial(
         self,
@@ -103,6 +106,8 @@ class Mammals(FileTask):
         report: Report | None = None,
     ) -> dict[str, Any]:
         """Run one trial; return a trial's results with `map` and `mean_rank`."""
+        if why := self.refuses(recipe):
+            raise ValueError(f"task 'mammals' {why}; {recipe.name!r} does not: choose 'fp32', 'fp64' or 'fp64-mc2'")
         points = start(recipe, self.model(data, seed).points.detach(), seed)
         edges = data.train[0][:, :2]
         course = self.embed(points, edges, seed, steps, report)
@@ -147,18 +152,8 @@ class Points(nn.Module):
         return -SCALE * HalfSpace().distance(chosen[:, :1], chosen[:, 1:], dtype=chosen.dtype)
 
 
-def _refusal(recipe: Recipe) -> str | None:
-    """Return why a recipe cannot train points; None where it can."""
-    others = (recipe.weight_update, recipe.format, recipe.emulate, recipe.payload, recipe.operand_format)
-    if recipe.param_dtype not in (None, *_DTYPES) or recipe.gradient_format or any(others):
-        return "moves float32 or float64 points, plain or with components, along geodesics"
-    return None
-
-
 def start(recipe: Recipe, points: Tensor, seed: int) -> nn.Parameter:
     """Return the float32 start in a recipe's format."""
-    if why := _refusal(recipe):
-        raise ValueError(f"task 'mammals' {why}; recipe {recipe.name!r} is none: choose 'fp32', 'fp64' or 'fp64-mc2'")
     dtype = _DTYPES[recipe.param_dtype or "float32"]
     noise = torch.randn(points.shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float32, device="cpu")
     points = (points * (1 + recipe.perturb * noise)).to(dtype)
