@@ -152,11 +152,13 @@ def _make_class(own: Any, recipe: Recipe, done: Substitution) -> type:
 
     @functools.wraps(own.__init__)
     def convert_and_init(optimizer: Any, params: Any, *args: Any, **options: Any) -> None:
-        if type(optimizer) is kind:
-            params = _list_groups(params)
-            _convert(params, recipe, done)
-            done.add(optimizer)
-        own.__init__(optimizer, params, *args, **options)
+        if type(optimizer) is not kind:
+            own.__init__(optimizer, params, *args, **options)
+            return
+        groups = _list_groups(params)
+        _convert(groups, recipe, done)
+        own.__init__(optimizer, groups, *args, **options)
+        done.add(optimizer)
 
     changed = {"__new__": make} if recipe.narrow else {"__init__": convert_and_init}
     kind = type(own.__name__, (own,), {**changed, "__module__": own.__module__, "__doc__": own.__doc__})
