@@ -96,11 +96,12 @@ def _describe_versions() -> dict[str, str | None]:
     return {
         "halfulp": __version__,
         "Python": platform.python_version(),
-        **{name: _find_version(name) for name in _PACKAGES},
+        **{name: find_version(name) for name in _PACKAGES},
     }
 
 
-def _find_version(package: str) -> str | None:
+def find_version(package: str) -> str | None:
+    """Return the version of an installed package; None where it is missing."""
     try:
         return importlib.metadata.version(package)
     except importlib.metadata.PackageNotFoundError:

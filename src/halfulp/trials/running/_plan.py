@@ -1,7 +1,6 @@
 """The plan of a comparison: its trials, in the order in which they start."""
 
 import dataclasses
-import importlib.metadata
 import operator
 import platform
 import re
@@ -9,6 +8,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from ... import recipes as catalog
+from ...environment._describe import find_version
 from ...recipes import Recipe
 from .. import tasks as registry
 from .._defaults import REFERENCE, TWIN
@@ -37,7 +37,7 @@ class Trial:
         """Return all that decides the result as plain data; a finished trial is reused only if it is equal."""
         import torch
 
-        packages = {name: _read_version(name) for name in ("halfulp", "numpy", "llvmlite")}
+        packages = {name: find_version(name) for name in ("halfulp", "numpy", "llvmlite")}
         return {
             "task": self.task.settings(),
             "recipe": self.recipe.to_dict(),
@@ -45,13 +45,6 @@ class Trial:
             "steps": self.steps,
             "versions": {**packages, "torch": torch.__version__, "python": platform.python_version()},
         }
-
-
-def _read_version(package: str) -> str | None:
-    try:
-        return importlib.metadata.version(package)
-    except importlib.metadata.PackageNotFoundError:
-        return None
 
 
 def plan(
