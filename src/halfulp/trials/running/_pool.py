@@ -79,9 +79,7 @@ def _answer(job: Job, loaded: dict[str, Data], connection: Connection) -> tuple[
         def report(step: int, loss: float) -> None:
             connection.send(("progress", (step, loss)))
 
-        return "done", run(
-            trial.task, trial.recipe, trial.seed, trial.steps, loaded[which], report, observed=trial.observed
-        )
+        return "done", run(trial, loaded[which], report)
     except (EOFError, BrokenPipeError, ConnectionResetError):
         raise
     except Exception as error:
@@ -225,9 +223,7 @@ def train_all(
         devices = list(range(torch.cuda.device_count()))
         with torch.random.fork_rng(devices=devices):
             try:
-                result = run(
-                    trial.task, trial.recipe, trial.seed, trial.steps, trial.task.load(), observed=trial.observed
-                )
+                result = run(trial, trial.task.load())
             except Exception as error:
                 said = f"trial {trial} failed: {type(error).__name__}: {first_line(error)}"
                 raise TrialError(said, trial, traceback.format_exc()) from error

@@ -55,9 +55,9 @@ def measure_cost(trial: Trial, data: Data, clock: Clock = time.perf_counter) -> 
     steps = min(_TIMED, max(_FEWEST, trial.steps // _PART))
     marks: list[float] = []
     try:
-        run(trial.task, trial.recipe, trial.seed, _WARM, part)
+        run(dataclasses.replace(trial, steps=_WARM), part)
         begun = clock()
-        run(trial.task, trial.recipe, trial.seed, steps, part, lambda step, loss: marks.append(clock()))
+        run(dataclasses.replace(trial, steps=steps), part, lambda step, loss: marks.append(clock()))
         ended = clock()
     except Exception:
         return None

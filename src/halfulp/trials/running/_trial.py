@@ -21,6 +21,7 @@ from ...recipes import Recipe
 from ...recipes._optimizer import Loss, MeasuredOptimizer, emulated
 from ..tasks import Batch, Data, Task
 from ..tasks._task import Course, Report, finite_or_none
+from ._plan import Trial
 
 # Underflow is counted in steps that a scaler measures anyway: every sixteenth, and no more than so many of them.
 INTERVAL = 16
@@ -197,20 +198,13 @@ def _find_out_of_range(record: Record, format: str) -> dict[str, Any]:
 _NOTHING = {"loss": None, "accuracy": None}
 
 
-def run(
-    task: Task,
-    recipe: Recipe,
-    seed: int,
-    steps: int,
-    data: Data,
-    report: Report | None = None,
-    observed: bool = False,
-) -> dict[str, Any]:
+def run(trial: Trial, data: Data, report: Report | None = None) -> dict[str, Any]:
     """Train and measure one trial; return its result as plain data. A loss that is not finite ends it as "diverged".
 
     The seed decides the start, the order of the data and the recipe's random bits. Observing, whose readings the result
     has then, changes no bit.
     """
+    task, recipe, seed, steps = trial.task, trial.recipe, trial.seed, trial.steps
     torch.manual_seed(seed)
     # What is not batches, a model and a loss brings its own loop.
     own_trial = getattr(task, "trial", None)
@@ -227,7 +221,8 @@ def run(
     products = float32_products_of(*widened_dtypes(), torch.float16) if is_float16 else contextlib.nullcontext()
     with products, emulated(recipe, model) as under:
         loss, judge = under(task.loss), under(task.judge)
-        watch = observe(model, optimizer, interval=max(1, steps // SAMPLES)) if observed else contextlib.nullcontext()
+        every = max(1, steps // SAMPLES)
+        watch = observe(model, optimizer, interval=every) if trial.observed else contextlib.nullcontext()
         with Scaling(recipe, model, optimizer, steps) as scaled, watch as seen:
             batches = task.batches(data, seed, steps)
             course = _train(task, model, loss, optimizer, batches, steps, report, scaled)
