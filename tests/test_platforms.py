@@ -52,7 +52,6 @@ TEXT_METHODS = {"read_text": 0, "write_text": 1}
 ALLOWED = {
     ("environment/_processor.py", "/proc/cpuinfo"): "read where it is there; other systems are asked by other ways",
     ("environment/_processor.py", "/usr/sbin/sysctl"): "asked on macOS alone, where it is part of the system",
-    ("environment/_processor.py", "winreg"): "imported by name on Windows alone",
     ("trials/_script.py", "run without an encoding"): "what a script prints has the system's encoding",
 }
 
