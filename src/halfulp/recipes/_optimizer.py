@@ -85,7 +85,7 @@ def optimizer(
         choices["weight_update"] = _object(recipe.weight_update)
     options = {key: value for key, value in choices.items() if value is not None}
     chosen = {} if use_muon is None else {"use_muon": use_muon}
-    named = list(model.named_parameters())
+    named: list[Any] = list(model.named_parameters())
     mix = isinstance(recipe.weight_update, tuple)
     groups = kind.split_groups(split_by_update(recipe, model, named) if mix else named, **chosen)
     made = kind(groups, seed=seed, report_interval=report_interval, **options, **hyper)

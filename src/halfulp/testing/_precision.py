@@ -87,8 +87,8 @@ def run_short_training(
                 (loss if scaler is None else scaler.scale(loss)).backward()
             if scaler is not None:
                 scaler.unscale_(optimizer)
-            results = {} if found.losses else outputs | name_gradients(model)
-            results = {name: _plain(x) for name, x in results.items() if x is not None}
+            given = {} if found.losses else {**outputs, **name_gradients(model)}
+            results = {name: _plain(x) for name, x in given.items() if x is not None}
             seen.log_loss(_plain(loss))
             if scaler is None:
                 optimizer.step()

@@ -160,7 +160,7 @@ def _make_class(own: Any, recipe: Recipe, done: Substitution) -> type:
         own.__init__(optimizer, groups, *args, **options)
         done.add(optimizer)
 
-    changed = {"__new__": make} if recipe.narrow else {"__init__": convert_and_init}
+    changed: dict[str, Any] = {"__new__": make} if recipe.narrow else {"__init__": convert_and_init}
     kind = type(own.__name__, (own,), {**changed, "__module__": own.__module__, "__doc__": own.__doc__})
     return kind
 

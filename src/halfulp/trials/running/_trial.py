@@ -218,11 +218,11 @@ def run(trial: Trial, data: Data, report: Report | None = None) -> dict[str, Any
     # Plain float16 products run in float32: torch's float16 convolutions take ten to a hundred times as long, on
     # processors with float16 instructions too, and differ by the order of summation alone.
     is_float16 = recipe.param_dtype == "float16" and recipe.narrow
-    products = float32_products_of(*widened_dtypes(), torch.float16) if is_float16 else contextlib.nullcontext()
+    products: Any = float32_products_of(*widened_dtypes(), torch.float16) if is_float16 else contextlib.nullcontext()
     with products, emulated(recipe, model) as under:
         loss, judge = under(task.loss), under(task.judge)
         every = max(1, steps // SAMPLES)
-        watch = observe(model, optimizer, interval=every) if trial.observed else contextlib.nullcontext()
+        watch: Any = observe(model, optimizer, interval=every) if trial.observed else contextlib.nullcontext()
         with Scaling(recipe, model, optimizer, steps) as scaled, watch as seen:
             batches = task.batches(data, seed, steps)
             course = _train(task, model, loss, optimizer, batches, steps, report, scaled)
