@@ -23,6 +23,7 @@ from ..recipes._plan import check
 from ..recipes._training_step import (
     GRADIENT,
     LossOf,
+    Results,
     call_model,
     copy_model,
     make_default_loss,
@@ -87,7 +88,7 @@ def run_short_training(
                 (loss if scaler is None else scaler.scale(loss)).backward()
             if scaler is not None:
                 scaler.unscale_(optimizer)
-            given = {} if found.losses else {**outputs, **name_gradients(model)}
+            given: Results = {} if found.losses else {**outputs, **name_gradients(model)}
             results = {name: _plain(x) for name, x in given.items() if x is not None}
             seen.log_loss(_plain(loss))
             if scaler is None:
