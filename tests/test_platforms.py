@@ -52,7 +52,6 @@ TEXT_METHODS = {"read_text": 0, "write_text": 1}
 ALLOWED = {
     ("environment/_processor.py", "/proc/cpuinfo"): "read where it is there; other systems are asked by other ways",
     ("environment/_processor.py", "/usr/sbin/sysctl"): "asked on macOS alone, where it is part of the system",
-    ("environment/_processor.py", "winreg"): "imported by name on Windows alone",
     ("trials/_script.py", "run without an encoding"): "what a script prints has the system's encoding",
 }
 
@@ -182,7 +181,7 @@ from halfulp.environment import describe
 assert describe()["processor"]["cores"] >= 1
 from halfulp.trials.running import _pool
 assert _pool.describe_exit(-15) == "was killed by SIGTERM"
-assert _pool.is_killed(-9)
+assert _pool.describe_exit(-9) == "was killed by SIGKILL, as where memory is short"
 from halfulp.observation.scripts._run import Termination
 with Termination(print):
     pass

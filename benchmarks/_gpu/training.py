@@ -58,11 +58,12 @@ def _row(run: Run, table, cells: dict, task, data, steps: int) -> None:
     import time
 
     from halfulp import recipes
+    from halfulp.trials.running._plan import Trial
     from halfulp.trials.running._trial import run as train
 
     start = time.perf_counter()
     with no_silent_fallback(scaled=cells["recipe"].startswith("scaled")):
-        found = train(task, recipes.get(cells["recipe"]), cells["seed"], steps, data)
+        found = train(Trial(task, recipes.get(cells["recipe"]), cells["seed"], steps), data)
     own, wide = found["own"], found["float32"]["validation"]
     cells |= {
         "validation loss": own["loss"],

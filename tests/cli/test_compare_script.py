@@ -175,7 +175,7 @@ def test_a_reference_that_does_not_learn_gives_no_verdict_and_a_scaler_no_other_
 def test_scripts_whose_recipes_are_used_and_what_is_said_of_them(compare):
     text = "from torch.optim.adamw import AdamW\n" + SCRIPT.format(parameters="model.parameters()")
     text = text.replace("torch.optim.AdamW", "AdamW").replace("print(", "import os; os._exit(0)\nprint(")
-    second = "optimizer =", "other = torch.optim.RMSprop([torch.zeros(1, requires_grad=True)])\noptimizer ="
+    second = "optimizer =", "torch.optim.RMSprop([torch.zeros(1, requires_grad=True)]).step()\noptimizer ="
     code, out, err = compare(text.replace(*second), "--recipe", "bf16-kahan")
     assert code == 0, err
     assert "no difference" in out
@@ -200,7 +200,9 @@ def test_classes_are_put_back_and_subclasses_stay_themselves():
     model = torch.nn.Linear(2, 2)
     before = {name: vars(getattr(torch.optim, name)).get("__init__") for name in ("SGD", "Adam", "AdamW")}
     with substitute_optimizers(recipes.get("bf16-kahan")) as done:
-        assert type(Mine(torch.nn.Linear(2, 2).parameters())) is Mine
+        mine = Mine(torch.nn.Linear(2, 2).parameters())
+        mine.step()
+        assert type(mine) is Mine
         assert not done.made
         assert done.others == ["Mine"]
         optimizer = torch.optim.AdamW(model.named_parameters(), 1e-3, betas=(0.8, 0.9))

@@ -5,6 +5,7 @@ import pytest
 from halfulp import recipes
 from halfulp.trials import tasks
 from halfulp.trials.running import _trial
+from halfulp.trials.running._plan import Trial
 
 from ..samples import drawn
 
@@ -12,7 +13,7 @@ from ..samples import drawn
 def accuracy(recipe: str) -> float:
     """After a fifth of the task's steps; `python -m benchmarks.bench_accuracy` makes all of them."""
     task = tasks.get("digits-fpu")
-    result = _trial.run(task, recipes.get(recipe), 0, int(0.2 * task.steps), task.load())
+    result = _trial.run(Trial(task, recipes.get(recipe), 0, int(0.2 * task.steps)), task.load())
     return result["own"]["accuracy"]
 
 

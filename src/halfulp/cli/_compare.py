@@ -38,22 +38,20 @@ def run_trials(trained: Callable[..., Any], out: str, **options: Any) -> Any:
     from ..trials.running._progress import Progress
 
     workers = options.get("workers")
-    with Progress() as progress:
-        try:
+    progress = Progress()
+    try:
+        with progress:
             return trained(out=out, listen=progress, **options)
-        except KeyboardInterrupt as ending:
-            progress.bars.stop()
-            fail(f"{str(ending) or 'interrupted'}; {_describe_kept(progress, out, workers)}")
-        except TrialError as error:
-            progress.bars.stop()
-            more = ""
-            if error.details:
-                Path(out, "error.log").write_text(error.details, encoding="utf-8")
-                more = f" (more in {Path(out, 'error.log')})"
-            fail(f"{error}{more}; {_describe_kept(progress, out, workers)}")
-        except ValueError as error:  # such as a disk that fills up
-            progress.bars.stop()
-            fail(f"{error}; {_describe_kept(progress, out, workers)}" if progress.kept else error)
+    except KeyboardInterrupt as ending:
+        fail(f"{str(ending) or 'interrupted'}; {_describe_kept(progress, out, workers)}")
+    except TrialError as error:
+        more = ""
+        if error.details:
+            Path(out, "error.log").write_text(error.details, encoding="utf-8")
+            more = f" (more in {Path(out, 'error.log')})"
+        fail(f"{error}{more}; {_describe_kept(progress, out, workers)}")
+    except ValueError as error:  # such as a disk that fills up
+        fail(f"{error}; {_describe_kept(progress, out, workers)}" if progress.kept else error)
 
 
 @contextlib.contextmanager
@@ -120,16 +118,30 @@ def compare_script(
     from ..trials._script import ScriptError
     from ..trials._script import compare_script as compare
 
-    _check(script, module, unused)
+    if given := [option for option, value in unused.items() if value is not None]:
+        fail(f"{', '.join(given)}: of tasks; a script has its own length, data and seeds: leave it out")
+    check_alone("halfulp compare SCRIPT", "a script is run once per recipe, as one process")
+    if not module and not Path(script).is_file():
+        fail(f"there is no file {script!r}: give the path of a training script, a module by -m, or tasks by --task")
     require("matplotlib")
     prepare(out, "compare-script")
-    progress = _Progress()
+    running = ""
+
+    def tell(recipe: str, row: Any, seconds: float) -> None:
+        nonlocal running
+        running = recipe
+        if row is None:
+            print(f"{recipe} ...", end="\r" if sys.stderr.isatty() else "\n", file=sys.stderr, flush=True)
+            return
+        said = f"loss {row.loss:.4g} after {row.steps:,} steps" if row.loss is not None else row.verdict
+        print(f"{recipe:<20} {said}  {seconds:.1f} s", file=sys.stderr)
+
     try:
-        found = compare(script, arguments, recipes, module, listen=progress)
+        found = compare(script, arguments, recipes, module, listen=tell)
     except ScriptError as error:
         fail(f"{error}{_log_output(out, error.said)}")
     except KeyboardInterrupt:
-        fail(f"interrupted while the script ran under {progress.recipe}: nothing is written")
+        fail(f"interrupted while the script ran under {running}: nothing is written")
     content = found.to_dict()
     if as_json:
         print_json(content)
@@ -145,36 +157,12 @@ def compare_script(
         )
 
 
-def _check(script: str, module: bool, unused: Mapping[str, Any]) -> None:
-    given = [option for option, value in unused.items() if value is not None]
-    if given:
-        fail(f"{', '.join(given)}: of tasks; a script has its own length, data and seeds: leave it out")
-    check_alone("halfulp compare SCRIPT", "a script is run once per recipe, as one process")
-    if not module and not Path(script).is_file():
-        fail(f"there is no file {script!r}: give the path of a training script, a module by -m, or tasks by --task")
-
-
 def _log_output(out: str, said: str) -> str:
     """Write a failed script's output to a log file and name the file."""
     if not said.strip():
         return ""
     write_whole(Path(out, _LOG), said)
     return f"; all that it said is in {Path(out, _LOG)}"
-
-
-class _Progress:
-    """A listener that prints a line on stderr as a recipe begins and another one when it has ended."""
-
-    def __init__(self) -> None:
-        self.recipe = ""
-
-    def __call__(self, recipe: str, row: Any, seconds: float) -> None:
-        self.recipe = recipe
-        if row is None:
-            print(f"{recipe} ...", end="\r" if sys.stderr.isatty() else "\n", file=sys.stderr, flush=True)
-            return
-        said = f"loss {row.loss:.4g} after {row.steps:,} steps" if row.loss is not None else row.verdict
-        print(f"{recipe:<20} {said}  {seconds:.1f} s", file=sys.stderr)
 
 
 def _print_script(found: Any) -> None:
@@ -344,16 +332,13 @@ def _print_tables(evidence: Any) -> None:
         parts = [headers] if shown.width >= sum(widths) else [headers[:4], ["recipe", *headers[4:]]]
         shown.print(f"\n[bold]{task}[/bold]")
         for part in parts:
-            shown.print(_make_table(part, rows, lines))
+            right = [header for header in part if header not in ("recipe", "verdict")]
+            table = make_plain_table(part, right=right)
+            for row, line in zip(rows, lines):
+                table.add_row(*(line[header] for header in part), style=choose_style(row.verdict))
+            shown.print(table)
         for note in write_notes(evidence, task):
             shown.print(Text(note, style="dim"))
-
-
-def _make_table(headers: list[str], rows: list[Any], lines: list[dict[str, str]]) -> Any:
-    table = make_plain_table(headers, right=[header for header in headers if header not in ("recipe", "verdict")])
-    for row, line in zip(rows, lines):
-        table.add_row(*(line[header] for header in headers), style=choose_style(row.verdict))
-    return table
 
 
 def tune(
@@ -383,7 +368,6 @@ def tune(
     json: Json = False,
 ) -> None:
     """Find the recipe of fewest bytes per parameter that stays with float32, per layer where that pays."""
-    from ..pages import write_whole
     from ..trials import tune as search
 
     check_alone("halfulp tune", "which trials it trains depends on the results of those before")
@@ -406,17 +390,5 @@ def tune(
     if json:
         print_json(content)
         return
-    shown = make_console()
-    shown.print(f"[bold]{found.headline()}[/bold]")
-    shown.print(found.recipe.explain())
-    header, *rows = found.rows()
-    table = make_plain_table(header, right=header[1:3], fold=header[-1:])
-    styles = {"holds": "green", "worse": "red", "diverged": "red", "unclear": "yellow", "not trained": "dim"}
-    for row in rows:
-        table.add_row(*row, style=styles[row[3]])
-    shown.print()
-    shown.print(table)
-    print()
-    for line in found.observed():
-        print(line)
+    print(found)
     print(f"\n{Path(out, 'tune.json')} holds the recipe, {Path(out, 'compare.html')} shows the curves.")

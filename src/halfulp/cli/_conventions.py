@@ -13,7 +13,6 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 import typer
 
 from ..pages import check_writable, require, write_whole
-from ._errors import writing
 
 if TYPE_CHECKING:
     from ..observation.page._write import Instrument
@@ -91,14 +90,7 @@ def make_console() -> Any:
 
 
 def make_plain_table(headers: Sequence[str], right: Sequence[str] = (), gap: int = 2, fold: Sequence[str] = ()) -> Any:
-    """Return a table without lines, to which `add_row` adds.
-
-    Args:
-        headers: One per column.
-        right: The headers of the columns that hold numbers.
-        gap: How many spaces stand between columns.
-        fold: The headers of columns whose text may go on in a next line.
-    """
+    """Return a table without lines, to which `add_row` adds; text under the headers ``fold`` may fill several lines."""
     from rich.table import Table
 
     table = Table(box=None, header_style="bold", pad_edge=False, padding=(0, gap, 0, 0))
@@ -135,33 +127,22 @@ Out = Annotated[str | None, typer.Option(help="Folder for the page and the JSON,
 
 
 def prepare(out: str | None, name: Instrument | Literal["compare-script"]) -> None:
-    """Create the output folder and check, before any work, that a page can be written into it.
-
-    Raises:
-        ValueError: jinja2 is missing, the folder cannot be written, or its name is that of a page.
-    """
+    """Create the output folder and check, before any work, that a page can be written into it."""
     if out is None:
         return
     if out.endswith((".html", ".json")) and not Path(out).is_dir():
         raise ValueError(f"--out {out} looks like a file: give a folder, and {name}.html and {name}.json stand in it")
     require(instead="leave --out away")
-    with writing(out):
+    try:
         Path(out).mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ValueError(f"cannot write {out}: {error.strerror or error}; give another folder with --out") from None
     for path in _name_files(out, name):
         check_writable(path)
 
 
 def write_out(out: str | None, name: Instrument, found: Any) -> None:
-    """Write what an instrument found as NAME.html and NAME.json, each whole or not at all; without a folder nothing.
-
-    Args:
-        out: the folder, as `prepare` made it.
-        name: of the instrument.
-        found: an Observation, an Audit or a Forecast.
-
-    Raises:
-        ValueError: a file cannot be written.
-    """
+    """Write what an instrument found as NAME.html and NAME.json, each whole or not at all; without a folder nothing."""
     if out is None:
         return
     from ..observation.page import write_page

@@ -4,7 +4,6 @@ import contextlib
 import json
 import sys
 from collections.abc import Iterator
-from dataclasses import dataclass
 from typing import Any, NoReturn
 
 
@@ -49,33 +48,3 @@ def run_or_fail(doing: str, telling: tuple[type[Exception], ...] = ()) -> Iterat
         fail(error)
     except (Exception, SystemExit) as error:
         fail(f"{doing} {type(error).__name__}: {error}".rstrip(": "))
-
-
-@dataclass
-class ExitCode:
-    """The exit code of a block of `catch_exit_code`."""
-
-    code: int = 0
-
-
-@contextlib.contextmanager
-def catch_exit_code() -> Iterator[ExitCode]:
-    """Keep exceptions inside of a block: print their messages, and make its exit code 2."""
-    found = ExitCode()
-    try:
-        yield found
-    except SystemExit as ending:
-        found.code = ending.code if isinstance(ending.code, int) else 2
-    except ValueError as error:
-        with contextlib.suppress(SystemExit):
-            fail(error)
-        found.code = 2
-
-
-@contextlib.contextmanager
-def writing(path: str) -> Iterator[None]:
-    """Write, in a block, to a path that an option names; errors end the command."""
-    try:
-        yield
-    except OSError as error:
-        fail(f"cannot write {path}: {error.strerror or error}; give another file with --out")

@@ -26,7 +26,7 @@ from ._conventions import (
     task_names,
     write_out,
 )
-from ._errors import catch_exit_code, fail, print_json, run_or_fail
+from ._errors import fail, print_json, run_or_fail
 
 if TYPE_CHECKING:
     from ..observation.scripts import Ending, Watch
@@ -53,9 +53,11 @@ def observe(
     """
     from ..observation.scripts import TERMINATED, Ending, Termination, Watch, run_script
 
-    first = _read_rank() == 0
+    rank = os.environ.get("RANK", "0")
+    first = not rank.isdigit() or int(rank) == 0  # of torchrun's processes
     if not module and not Path(script).is_file():
-        more = "; a module is run by -m" if _is_like_a_module(script) else ""
+        is_like_a_module = not script.endswith(".py") and all(part.isidentifier() for part in script.split("."))
+        more = "; a module is run by -m" if is_like_a_module else ""
         fail(f"there is no file {script!r}: give the path of a training script, its own arguments after it{more}")
     if first:
         prepare(out, "observe")
@@ -69,9 +71,13 @@ def observe(
         def leave(ending: Ending) -> int:
             watch.__exit__(None, None, None)
             elsewhere.close()
-            with catch_exit_code() as exits:
-                exits.code = _report(watch, ending, out, folder, json) if _is_first(first, watch) else ending.code
-            return exits.code
+            try:
+                return _report(watch, ending, out, folder, json) if _is_first(first, watch) else ending.code
+            except SystemExit as failed:
+                return failed.code if isinstance(failed.code, int) else 2
+            except ValueError as error:
+                _say(" ".join(str(error).split()))
+                return 2
 
         with Termination(lambda: leave(Ending(TERMINATED, "terminated"))) as termination:
             with watch:
@@ -110,19 +116,9 @@ def _report(watch: Watch, ending: Ending, out: str, folder: str, json: bool) -> 
     return ending.code
 
 
-def _read_rank() -> int:
-    """Return this process's rank among those of torchrun."""
-    given = os.environ.get("RANK", "0")
-    return int(given) if given.isdigit() else 0
-
-
 def _is_first(first: bool, watch: Watch) -> bool:
     """Return whether this process reports: of several the first, also of those that torchrun did not start."""
     return first and watch.rank == 0
-
-
-def _is_like_a_module(script: str) -> bool:
-    return not script.endswith(".py") and all(part.isidentifier() for part in script.split("."))
 
 
 def _say(words: str) -> None:
@@ -268,11 +264,7 @@ def verify(
         fail("give either a target, package.module:function, or --task with a task's name")
     if out is not None:
         check_writable(out)
-    if target is not None:
-        model, batch, loss = _load_target(target)
-    else:
-        assert task is not None
-        model, batch, loss = _verify_task(task, data, seed)
+    model, batch, loss = _load_target(target) if target is not None else _load_task(str(task), data, seed)
     with run_or_fail(f"verifying {target or task} raised", (ValueError, TypeError, NotImplementedError)):
         found = verify(model, batch, recipe, loss=loss, trials=trials, seed=seed)
     if json:
@@ -284,7 +276,7 @@ def verify(
     return 0 if found.passed else 1
 
 
-def _verify_task(name: str, data: str | None, seed: int) -> tuple[Any, Any, Any]:
+def _load_task(name: str, data: str | None, seed: int) -> tuple[Any, Any, Any]:
     from ..trials.tasks import get
 
     task = get(name, data)
@@ -326,8 +318,8 @@ def _print_proof(found: Any) -> None:
     unequal = sorted(((d, n) for n, d in found.gradients.items() if d), reverse=True)[:20]
     if not unequal:
         return
-    difference = "relative difference of its gradient"
-    table = make_plain_table(["parameter", difference], right=[difference])
+    headers = ["parameter", "relative difference of its gradient"]
+    table = make_plain_table(headers, right=headers[1:])
     for apart, name in unequal:
         table.add_row(name, f"{apart:.1e}")
     shown.print(table)

@@ -42,6 +42,8 @@ def warm(
     HALFULP_CPU_FEATURES: run it where the training will run.
     """
     from ..kernels._cache import statistics
+    from ..kernels.vector._processor import processor
+    from ..trials.running._progress import describe_duration
     from ._warm_jobs import list_jobs
 
     folder = _writable_folder()
@@ -57,7 +59,7 @@ def warm(
     made, seconds = statistics - before, round(time.monotonic() - start, 1)
     found = {
         "folder": folder,
-        "processor": _read_processor(),
+        "processor": processor()[1],
         "runs": counts,
         "found": made["found"],
         "compiled": made["compiled"],
@@ -76,7 +78,7 @@ def warm(
     if refused:
         print(f"{refused} combinations of a recipe and an optimizer do not go together, and were left out.")
     print(
-        f"{made['compiled']:,} kernels compiled in {_format_duration(seconds)} ({made['bytes'] / 1e6:.2f} MB), "
+        f"{made['compiled']:,} kernels compiled in {describe_duration(seconds)} ({made['bytes'] / 1e6:.2f} MB), "
         f"{made['found']:,} were there, in {folder} for {found['processor']}."
     )
 
@@ -93,12 +95,6 @@ def _writable_folder() -> str:
     if not cache["writable"]:
         fail(f"kernels cannot be kept ({cache['reason']}): set HALFULP_CACHE_DIR to a folder that can be written")
     return str(cache["folder"])
-
-
-def _read_processor() -> str:
-    from ..kernels.vector._processor import processor
-
-    return processor()[1]
 
 
 def _run(chosen: list[Any]) -> int:
@@ -137,7 +133,3 @@ def _print_jobs(folder: str, chosen: list[Any], counts: dict[str, int], json: bo
         table.add_row(f"{count} {group}", "; ".join(names[:3]) + ("; ..." if count > 3 else ""))
     make_console().print(table, markup=False)
     print(f"\n{len(chosen)} runs, whose kernels are kept in {folder}; --json lists them all.")
-
-
-def _format_duration(seconds: float) -> str:
-    return f"{seconds:.1f} s" if seconds < 100 else f"{seconds / 60:.1f} minutes"

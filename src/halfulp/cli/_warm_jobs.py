@@ -35,11 +35,7 @@ class Job:
 
 
 def list_jobs(recipe_names: Sequence[str] | None, chosen: Sequence[str] | None) -> Iterator[Job]:
-    """Yield jobs for some recipes or all, and chosen optimizers or all; some may be refused.
-
-    Raises:
-        ValueError: an unknown name.
-    """
+    """Yield jobs for some recipes or all, and chosen optimizers or all; some may be refused."""
     optimizer_names = list(optim.OPTIMIZERS) if chosen is None else chosen
     for name in optimizer_names:
         if name not in optim.OPTIMIZERS:
@@ -53,9 +49,13 @@ def list_jobs(recipe_names: Sequence[str] | None, chosen: Sequence[str] | None) 
         return
     for name in optimizer_names:
         yield from _list_steps(name)
-    if set(optimizer_names) == set(optim.OPTIMIZERS):
-        yield from _list_roundings()
-        yield from _list_expansions()
+    if set(optimizer_names) != set(optim.OPTIMIZERS):
+        return
+    for name, mode in itertools.product((*formats.names(), *formats.block_names()), MODES):
+        yield Job("roundings", f"{name}, {mode}", partial(_quantize, name, mode))
+    for dtype, components in itertools.product((torch.float16, torch.bfloat16, torch.float32, torch.float64), (2, 3)):
+        named = f"{components} x {str(dtype).removeprefix('torch.')}"
+        yield Job("expansions", f"MCTensor of {named}", partial(_calculate, dtype, components))
 
 
 def _format_call(name: str, options: dict[str, Any]) -> str:
@@ -108,12 +108,6 @@ def _train(recipe: recipes.Recipe, name: str, options: dict[str, Any]) -> None:
         step_by(loss, optimizer, scaler)
 
 
-def _list_roundings() -> Iterator[Job]:
-    every = (*formats.names(), *formats.block_names())
-    for name, mode in itertools.product(every, MODES):
-        yield Job("roundings", f"{name}, {mode}", partial(_quantize, name, mode))
-
-
 def _quantize(name: str, mode: str) -> None:
     """Round tensors of the dtypes that hold a format's numbers."""
     for dtype in (torch.float32, *_NARROW):
@@ -122,12 +116,6 @@ def _quantize(name: str, mode: str) -> None:
             rounding.quantize(x, name, mode)
         except ValueError:
             continue
-
-
-def _list_expansions() -> Iterator[Job]:
-    for dtype, components in itertools.product((torch.float16, torch.bfloat16, torch.float32, torch.float64), (2, 3)):
-        named = f"{components} x {str(dtype).removeprefix('torch.')}"
-        yield Job("expansions", f"MCTensor of {named}", partial(_calculate, dtype, components))
 
 
 def _calculate(dtype: torch.dtype, components: int) -> None:

@@ -31,14 +31,23 @@ def describe() -> dict[str, Any]:
     """
     parts: dict[str, Callable[[], Any]] = {
         "versions": _describe_versions,
-        "system": _describe_system,
-        "processor": _describe_processor,
+        "system": lambda: {
+            "platform": platform.platform(),
+            "executable": sys.executable,
+            "output encoding": str(getattr(sys.stdout, "encoding", None)),
+        },
+        "processor": lambda: {
+            "name": processor_name(),
+            "architecture": platform.machine(),
+            "cores": core_count(),
+            "instructions": list(instructions()),
+        },
         "torch": _describe_torch,
         "products": _describe_products,
         "engines": _describe_engines,
         "cache": describe_cache,
         "devices": _list_devices,
-        "variables": _list_variables,
+        "variables": lambda: {name: value for name, value in sorted(os.environ.items()) if name.startswith(_PREFIXES)},
     }
     found = {name: _try_part(part) for name, part in parts.items()}
     return {**found, "doubts": list(_list_doubts(found))}
@@ -87,32 +96,16 @@ def _describe_versions() -> dict[str, str | None]:
     return {
         "halfulp": __version__,
         "Python": platform.python_version(),
-        **{name: _find_version(name) for name in _PACKAGES},
+        **{name: find_version(name) for name in _PACKAGES},
     }
 
 
-def _find_version(package: str) -> str | None:
+def find_version(package: str) -> str | None:
+    """Return the version of an installed package; None where it is missing."""
     try:
         return importlib.metadata.version(package)
     except importlib.metadata.PackageNotFoundError:
         return None
-
-
-def _describe_system() -> dict[str, Any]:
-    return {"platform": platform.platform(), "executable": sys.executable, "output encoding": _find_encoding()}
-
-
-def _find_encoding() -> str:
-    return str(getattr(sys.stdout, "encoding", None))
-
-
-def _describe_processor() -> dict[str, Any]:
-    return {
-        "name": processor_name(),
-        "architecture": platform.machine(),
-        "cores": core_count(),
-        "instructions": list(instructions()),
-    }
 
 
 def _describe_torch() -> dict[str, Any]:
@@ -203,23 +196,12 @@ def _describe_device(module: Any, kind: str, index: int) -> dict[str, Any]:
     try:
         properties = module.get_device_properties(index)
         device["name"] = module.get_device_name(index)
-        device["capability"] = _read_capability(properties)
+        version = [str(getattr(properties, name)) for name in ("major", "minor") if hasattr(properties, name)]
+        device["capability"] = getattr(properties, "gcnArchName", None) or ".".join(version) or None
         device["memory"] = f"{properties.total_memory / 2**30:.1f} GiB"
     except Exception as error:
         device["error"] = f"{type(error).__name__}: {' '.join(str(error).split())}"
     return device
-
-
-def _read_capability(properties: Any) -> str | None:
-    architecture = getattr(properties, "gcnArchName", None)
-    if architecture:
-        return str(architecture)
-    major, minor = getattr(properties, "major", None), getattr(properties, "minor", None)
-    return None if major is None else f"{major}.{minor}"
-
-
-def _list_variables() -> dict[str, str]:
-    return {name: value for name, value in sorted(os.environ.items()) if name.startswith(_PREFIXES)}
 
 
 def _list_doubts(found: dict[str, Any]) -> Iterator[str]:

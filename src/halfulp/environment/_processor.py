@@ -57,7 +57,7 @@ def processor_line() -> str:
 
 @functools.cache
 def processor_name() -> str:
-    """Return the processor's name, as the system tells it.
+    """Return the processor's name, as the system or LLVM tells it.
 
     >>> bool(processor_name())
     True
@@ -65,8 +65,6 @@ def processor_name() -> str:
     found = ""
     if sys.platform == "darwin":
         found = _sysctl("machdep.cpu.brand_string")
-    elif sys.platform == "win32":
-        found = _registry_name()
     elif rows := _cpuinfo():
         found = next((rows[key] for key in ("model name", "cpu", "cpu model") if rows.get(key)), "")
     return " ".join((found or _llvm_name() or platform.processor() or platform.machine() or "unknown").split())
@@ -137,18 +135,6 @@ def _macos_features() -> list[str]:
         return f"{_sysctl('machdep.cpu.features')} {_sysctl('machdep.cpu.leaf7_features')}".split()
     wanted = ("AdvSIMD", "arm.FEAT_FP16", "arm.FEAT_BF16", "arm.FEAT_SME")
     return [name.removeprefix("arm.") for name in wanted if _sysctl(f"hw.optional.{name}") == "1"]
-
-
-def _registry_name() -> str:
-    """Return the processor's name in Windows' registry."""
-    import importlib
-
-    try:
-        registry = importlib.import_module("winreg")
-        with registry.OpenKey(registry.HKEY_LOCAL_MACHINE, r"HARDWARE\DESCRIPTION\System\CentralProcessor\0") as key:
-            return str(registry.QueryValueEx(key, "ProcessorNameString")[0])
-    except (ImportError, OSError):
-        return ""
 
 
 def _llvm_name() -> str:

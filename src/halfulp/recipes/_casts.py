@@ -41,11 +41,6 @@ class CopiedArguments(dict):
 
     They travel with the call, from the hook before it to the one after it: nothing outlives the call, and calls inside
     it, or in other threads, have their own.
-
-    Args:
-        kwargs: as the module is given them.
-        given: all arguments as the caller gave them.
-        made: the same as the module is given them.
     """
 
     def __init__(self, kwargs: dict, given: Any, made: Any) -> None:
@@ -53,14 +48,7 @@ class CopiedArguments(dict):
         self._copies = list({id(one.copy): one for one in _copies(given, made)}.values())
 
     def return_writes(self, cast: Callable[[Tensor, torch.dtype], Tensor]) -> None:
-        """Give the caller's arguments what the module wrote into the copies of them.
-
-        Args:
-            cast: by which the copies were made.
-
-        Raises:
-            RuntimeError: a tensor was written both by another name and in its copy.
-        """
+        """Give the caller's arguments what the module wrote into the copies of them, which ``cast`` made."""
         written = [one for one in self._copies if isinstance(one.copy, Tensor) and one.copy._version != one.before]
         for one in written:
             if one.version is not None and one.source._version != one.version:
@@ -151,12 +139,9 @@ class _Cast:
 
 
 class CastInputs(_Cast):
-    """A forward pre-hook that casts inputs, to the dtype of the module's own parameters or to a fixed one.
+    """A forward pre-hook that casts inputs, to a fixed dtype or first to that of the module's own parameters.
 
-    Args:
-        dtype: that inputs get.
-        writes: `ReturnWrites` is to find what was copied.
-        is_fixed: whether they get it also where the module's own parameters have another.
+    With ``writes``, `ReturnWrites` finds what was copied.
     """
 
     def __init__(self, dtype: torch.dtype, writes: bool, is_fixed: bool) -> None:
@@ -188,11 +173,7 @@ class StaysFloat32(_Cast):
         self.name = name
 
     def __call__(self, module: nn.Module, args: tuple) -> None:
-        """Check the dtypes of the module's parameters.
-
-        Raises:
-            TypeError: a parameter is not float32 any more.
-        """
+        """Check the dtypes of the module's parameters."""
         for key, parameter in module._parameters.items():
             if parameter is not None and parameter.dtype != torch.float32 and parameter.dtype in _PLAIN:
                 raise TypeError(
@@ -253,12 +234,9 @@ def _can_be_asked(y: Tensor) -> bool:
 
 
 def install(model: nn.Module, islands: Container[str], dtype: torch.dtype) -> None:
-    """Install the hooks: modules get inputs in their dtype, and the model returns float32.
+    """Install the hooks: modules get inputs in their dtype, islands hand on a dtype, and the model returns float32.
 
-    Args:
-        model: whose parameters are narrow, but for those inside islands.
-        islands: qualified names of modules that compute in float32, no one inside another.
-        dtype: of what islands hand on.
+    Parameters are narrow but for those inside islands, modules that compute in float32, no one inside another.
     """
     for name, module in model.named_modules():
         if is_inside(name, islands) and any(x is not None for x in module._parameters.values()):

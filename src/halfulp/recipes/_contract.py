@@ -47,13 +47,7 @@ class Terms:
 
 @dataclass(frozen=True)
 class ContractDifference:
-    """One field of one tensor that is not as the contract says.
-
-    Attributes:
-        name: of the tensor.
-        field: of its `Terms`; "tensor" where one side has none of this name.
-        before, after: in words.
-    """
+    """A field of a tensor's `Terms` that is not as the contract says, "tensor" where one side has none; in words."""
 
     name: str
     field: str
@@ -92,7 +86,10 @@ class Contract:
             ValueError: it holds none, or one of a later version.
         """
         given: object = data[KEY] if isinstance(data, Mapping) and KEY in data else data
-        held = _parse(given) if isinstance(given, str) else given
+        try:
+            held = json.loads(given) if isinstance(given, str) else given
+        except ValueError:
+            raise ValueError("the precision contract is no JSON: save it by hu.contract(...).metadata()") from None
         if not isinstance(held, Mapping) or "version" not in held:
             raise ValueError(f"no precision contract in {a_kind(held)}: give what hu.contract(...).to_dict() returned")
         if held["version"] != _VERSION:
@@ -129,15 +126,21 @@ class Contract:
         if not all(isinstance(glob, str) for glob in allow):
             raise TypeError(f"allow={listed(allow)}: give globs over names, such as 'head.*' or '*:weight_update'")
         names = {**self.tensors, **here.tensors}
-        idle = [glob for glob in allow if not any(fnmatch.fnmatchcase(name, glob.split(":")[0]) for name in names)]
-        unknown = [glob for glob in allow if ":" in glob and glob.split(":", 1)[1] not in (*_FIELDS, "tensor")]
+        parts = {glob: glob.partition(":") for glob in allow}
+        idle = [glob for glob in allow if not any(fnmatch.fnmatchcase(name, parts[glob][0]) for name in names)]
+        unknown = [glob for glob in allow if parts[glob][1] and parts[glob][2] not in (*_FIELDS, "tensor")]
         if idle or unknown:
             raise ValueError(
                 f"allow={listed(idle or unknown)} {'matches no tensor' if idle else 'names no field'}: give globs over "
                 f"names, with one of {', '.join(_FIELDS)} after a colon or none"
             )
-        found = contract_differences(self, here, with_optimizer=optimizer is not None)
-        wrong = [one for one in found if not any(_allows(glob, one) for glob in allow)]
+        wrong = [
+            one
+            for one in contract_differences(self, here, with_optimizer=optimizer is not None)
+            if not any(
+                fnmatch.fnmatchcase(one.name, glob) and key in ("", one.field) for glob, _, key in parts.values()
+            )
+        ]
         if wrong:
             rest = f"; and {len(wrong) - _MOST} more" if len(wrong) > _MOST else ""
             said = "; ".join(f"{one.name}: {one.words}" for one in wrong[:_MOST])
@@ -260,11 +263,6 @@ def _terms(tensor: Tensor, weight_update: str | None, states: dict[str, str]) ->
     return Terms(_name(tensor.dtype), storage, weight_update, states, scale)
 
 
-def _allows(glob: str, difference: ContractDifference) -> bool:
-    name, _, key = glob.partition(":")
-    return fnmatch.fnmatchcase(difference.name, name) and key in ("", difference.field)
-
-
 def _words(terms: Terms) -> str:
     said = [terms.dtype]
     if terms.storage != terms.dtype:
@@ -286,10 +284,3 @@ def _value(given: object) -> str:
 
 def _name(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
-
-
-def _parse(text: str) -> object:
-    try:
-        return json.loads(text)
-    except ValueError:
-        raise ValueError("the precision contract is no JSON: save it by hu.contract(...).metadata()") from None

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Container, Iterator
+from collections.abc import Container, Iterator, Sequence
 from contextlib import contextmanager
 from typing import NamedTuple, TypeVar
 
@@ -153,9 +153,7 @@ def revert(model: M) -> M:
             if parameter.dtype == _param_dtype(recipe):
                 widen(parameter)
             keep_float32(parameter, False)
-        for name in record.buffers:
-            owner, key = model.get_submodule(name.rpartition(".")[0]), name.rpartition(".")[2]
-            owner._buffers[key] = owner.get_buffer(key).float()
+        _cast_buffers(model, record.buffers, torch.float32)
     wrappers.follow()
     _casts.remove(model)
     _operands.remove(model)
@@ -165,18 +163,13 @@ def revert(model: M) -> M:
 
 
 def find_recipe(model: nn.Module) -> Recipe:
-    """Return the recipe of a converted model, or of the one inside a wrapper.
-
-    Raises:
-        ValueError: it is not converted, or its parts are by several recipes.
-    """
+    """Return the recipe of a converted model, or of the one inside a wrapper."""
     found = {record.recipe for record in _records(model)}
     if len(found) != 1:
-        said = f"is converted by several recipes ({', '.join(sorted(x.name for x in found))})" if found else "is not"
-        raise ValueError(
-            f"the model {said}{'' if found else ' converted'}: call halfulp.convert(model, recipe) once, then make its "
-            "optimizer"
+        said = (
+            f"converted by several recipes ({', '.join(sorted(x.name for x in found))})" if found else "not converted"
         )
+        raise ValueError(f"the model is {said}: call halfulp.convert(model, recipe) once, then make its optimizer")
     return found.pop()
 
 
@@ -205,13 +198,15 @@ def _narrow_parameters(model: nn.Module, kept: Container[str], dtype: torch.dtyp
         else:
             narrow(parameter, dtype)
     # torch's kernel wants statistics of the dtype of the weights, or inputs narrower than both.
-    norms = [(name, m) for name, m in model.named_modules() if isinstance(m, nn.modules.batchnorm._NormBase)]
-    outside = [(name, m) for name, m in norms if not _casts.is_inside(name, kept)]
+    norms = {
+        name
+        for name, module in model.named_modules()
+        if isinstance(module, nn.modules.batchnorm._NormBase) and not _casts.is_inside(name, kept)
+    }
     changed = [
-        f"{name}.{key}" if name else key
-        for name, module in outside
-        for key, buffer in module._buffers.items()
-        if buffer is not None and buffer.dtype == torch.float32
+        name
+        for name, buffer in model.named_buffers(remove_duplicate=False)
+        if name.rpartition(".")[0] in norms and buffer.dtype == torch.float32
     ]
     _cast_buffers(model, changed, dtype)
     _casts.install(model, kept, dtype)
@@ -228,7 +223,7 @@ def _widen_to_float64(model: nn.Module) -> tuple[str, ...]:
     return tuple(changed)
 
 
-def _cast_buffers(model: nn.Module, names: list[str], dtype: torch.dtype) -> None:
+def _cast_buffers(model: nn.Module, names: Sequence[str], dtype: torch.dtype) -> None:
     for name in names:
         owner, key = model.get_submodule(name.rpartition(".")[0]), name.rpartition(".")[2]
         owner._buffers[key] = owner.get_buffer(key).to(dtype)

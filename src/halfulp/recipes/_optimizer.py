@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections import defaultdict
+from collections.abc import Callable, Iterable, Iterator
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -17,11 +19,13 @@ from ..optim._lost_updates import LostUpdateReport, summarize_lost_updates
 from ..optim.parameters._local_tensors import own_parts
 from ..rounding import Nearest, Stochastic, quantize
 from ._convert import find_recipe
-from ._plan import choose_update, walk_parameters
+from ._plan import assign
 from ._recipe import Recipe
 
 if TYPE_CHECKING:
     from ..gradients import AdaptiveGradScaler
+
+Loss = Callable[..., Tensor]
 
 
 def optimizer(
@@ -76,11 +80,14 @@ def optimizer(
             )
     kind = optim.OPTIMIZERS[rule]
     choices: dict[str, Any] = {"state_dtype": _state(recipe, kind, hyper), "format": recipe.format}
-    if isinstance(recipe.weight_update, str) and not _all_float32(recipe, model):
+    is_float32 = recipe.narrow and all(parameter.dtype == torch.float32 for parameter in model.parameters())
+    if isinstance(recipe.weight_update, str) and not is_float32:
         choices["weight_update"] = _object(recipe.weight_update)
     options = {key: value for key, value in choices.items() if value is not None}
     chosen = {} if use_muon is None else {"use_muon": use_muon}
-    groups = kind.split_groups(_groups(recipe, model), **chosen)
+    named: list[Any] = list(model.named_parameters())
+    mix = isinstance(recipe.weight_update, tuple)
+    groups = kind.split_groups(split_by_update(recipe, model, named) if mix else named, **chosen)
     made = kind(groups, seed=seed, report_interval=report_interval, **options, **hyper)
     if recipe.format and recipe.state_dtype == recipe.format:
         hold_states(made, recipe.format, seed)
@@ -122,6 +129,26 @@ def step_by(loss: Tensor, optimizer: torch.optim.Optimizer, scaler: AdaptiveGrad
     optimizer.zero_grad()
 
 
+@contextlib.contextmanager
+def emulated(recipe: Recipe, model: nn.Module) -> Iterator[Callable[[Loss], Loss]]:
+    """Emulate a recipe's arithmetic on a model, if it has any; yield a function that puts a loss under the same."""
+    if recipe.emulate is None:
+        yield lambda loss: loss
+        return
+    from ..emulation import emulate
+
+    with emulate(model, recipe.emulate) as emulation:
+
+        def under(loss: Loss) -> Loss:
+            def rounded(*given: Any) -> Tensor:
+                with emulation.region():
+                    return loss(*given)
+
+            return rounded
+
+        yield under
+
+
 def _scaler_options(recipe: Recipe) -> dict[str, Any]:
     options = {"format": recipe.gradient_format, "rounding": recipe.gradient_rounding}
     if isinstance(recipe.gradient_scale, str):
@@ -140,20 +167,13 @@ def _check_scaled(recipe: Recipe, model: nn.Module) -> None:
         )
 
 
-def _all_float32(recipe: Recipe, model: nn.Module) -> bool:
-    return recipe.narrow and all(parameter.dtype == torch.float32 for parameter in model.parameters())
-
-
-def _groups(recipe: Recipe, model: nn.Module) -> list[Any]:
-    """Return named parameters; for a mix, one group per weight update, in the recipe's order."""
-    if recipe.weight_update is None or isinstance(recipe.weight_update, str):
-        return [(name, parameter) for name, _, parameter in walk_parameters(model)]
-    groups: dict[str | None, list[tuple[str, nn.Parameter]]] = {}
-    for name, module, parameter in walk_parameters(model):
-        update = choose_update(recipe, name, module)
-        if recipe.narrow and parameter.dtype == torch.float32:
-            update = None
-        groups.setdefault(update, []).append((name, parameter))
+def split_by_update(recipe: Recipe, model: nn.Module, named: Iterable[tuple[str, Tensor]]) -> list[dict[str, Any]]:
+    """Return one group per weight update that a recipe gives some parameters of a model."""
+    updates = assign(recipe, model)
+    groups: dict[str | None, list[tuple[str, Tensor]]] = {}
+    for name, parameter in named:
+        is_wide = recipe.narrow and parameter.dtype == torch.float32
+        groups.setdefault(None if is_wide else updates[name], []).append((name, parameter))
     return [
         {"params": members} if update is None else {"params": members, "weight_update": _object(update)}
         for update, members in groups.items()

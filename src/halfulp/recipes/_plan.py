@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import fnmatch
 import re
-from collections.abc import Container, Iterable, Iterator
+from collections.abc import Container, Iterable
 
 import torch
 from torch import nn
@@ -44,9 +44,6 @@ def find_islands(model: nn.Module, recipe: Recipe) -> dict[str, str]:
 
     These are the ones that the recipe's globs match, losses with weights, modules whose weight is computed from float32
     buffers before each forward pass, and, where norms are kept, modules whose weights enter no product (`_scales`).
-
-    Raises:
-        ValueError: a glob of the recipe's own that matches no module.
 
     >>> from halfulp import recipes
     >>> find_islands(nn.Sequential(nn.Linear(2, 2), nn.LayerNorm(2)), recipes.get("bf16"))
@@ -116,10 +113,11 @@ def assign(recipe: Recipe, model: nn.Module) -> dict[str, str | None]:
     >>> assign(recipes.get("bf16-mixed"), nn.Sequential(nn.Linear(2, 2, bias=False), nn.LayerNorm(2)))
     {'0.weight': 'stochastic', '1.weight': 'kahan', '1.bias': 'kahan'}
     """
-    return {name: choose_update(recipe, name, module) for name, module, _ in walk_parameters(model)}
+    names = [name for name, _ in model.named_parameters()]
+    return {name: _choose_update(recipe, name, model.get_submodule(name.rpartition(".")[0])) for name in names}
 
 
-def choose_update(recipe: Recipe, name: str, module: nn.Module) -> str | None:
+def _choose_update(recipe: Recipe, name: str, module: nn.Module) -> str | None:
     """Return the weight update of one parameter, by its qualified name and the module that holds it."""
     if recipe.weight_update is None or isinstance(recipe.weight_update, str):
         return recipe.weight_update
@@ -131,12 +129,6 @@ def choose_update(recipe: Recipe, name: str, module: nn.Module) -> str | None:
         f"recipe {recipe.name!r}: parameter {name!r} of {a_kind(module)} matches none of {globs}; "
         "end the list with the glob '*'"
     )
-
-
-def walk_parameters(model: nn.Module) -> Iterator[tuple[str, nn.Module, nn.Parameter]]:
-    """Yield every parameter once, with its qualified name and the module that holds it."""
-    for name, parameter in model.named_parameters():
-        yield name, model.get_submodule(name.rpartition(".")[0]), parameter
 
 
 def _matches(glob: str, name: str, module: nn.Module) -> bool:
@@ -298,80 +290,77 @@ def explain(model: nn.Module, recipe: Recipe | str) -> Explanation:
     """
     recipe = _catalog.get(recipe)
     check(model)
-    kept = find_islands(model, recipe)
-    walk = _Walk(recipe, kept, kept_parameters(model, kept), assign(recipe, model))
-    plans = tuple(walk.plan(name, module) for name, module in model.named_modules())
-    return Explanation(recipe, plans, walk.before, walk.after)
+    islands = find_islands(model, recipe)
+    keeps, updates = kept_parameters(model, islands), assign(recipe, model)
+    first = {id(parameter): name for name, parameter in model.named_parameters()}
+    plans = tuple(
+        _plan_module(name, module, recipe, islands, keeps, updates, first) for name, module in model.named_modules()
+    )
+    before = sum(4 * p.numel() for p in model.parameters())
+    after = sum(p.numel() * (4 if id(p) in keeps else _bytes(recipe)) for p in model.parameters())
+    return Explanation(recipe, plans, before, after)
 
 
-class _Walk:
-    """Plans modules one after the other: knows which parameters came before, and adds up their bytes."""
+def _plan_module(
+    name: str,
+    module: nn.Module,
+    recipe: Recipe,
+    islands: dict[str, str],
+    keeps: set[int],
+    updates: dict[str, str | None],
+    first: dict[int, str],
+) -> ModulePlan:
+    """Return the plan of a module's own parameters; tied ones are another's, under the first name."""
+    own = {key: p for key, p in module._parameters.items() if p is not None}
+    why_kept = _reason_kept(name, islands)
+    if not own:
+        kind, held_as = type(module).__name__, "float32" if why_kept else ""
+        return ModulePlan(name, kind, 0, "", held_as, None, None, why_kept)
+    names = {key: first[id(p)] for key, p in own.items()}
+    tied = {key: other for key, other in names.items() if other != (f"{name}.{key}" if name else key)}
+    stays = {key for key, p in own.items() if id(p) in keeps}
+    if stays and not why_kept:
+        why_kept = f"shares {listed(sorted(stays))} with a module that stays float32"
+    wanted = {updates[other] for other in names.values()} - {None}
+    stepped = [key for key, p in own.items() if key not in tied and key not in stays and p.requires_grad]
+    got = {updates[names[key]] for key in stepped} - {None}
+    products, why_no_product = _products(recipe, name, module)
+    reasons = [why_kept, *_why_not_updated(own, stays, tied, bool(wanted)), why_no_product]
+    return ModulePlan(
+        name,
+        type(module).__name__,
+        sum(p.numel() for key, p in own.items() if key not in tied),
+        ", ".join([_held_as(recipe), *sorted(map(str, wanted)), *_asked_products(recipe)]),
+        _describe_dtypes(own, stays, _held_as(recipe)),
+        ", ".join(sorted(map(str, got))) or None,
+        products,
+        "; ".join(filter(None, reasons)),
+    )
 
-    def __init__(
-        self, recipe: Recipe, islands: dict[str, str], keeps: set[int], updates: dict[str, str | None]
-    ) -> None:
-        self._recipe, self._islands, self._keeps, self._updates = recipe, islands, keeps, updates
-        self._first: dict[int, str] = {}
-        self.before: int = 0
-        self.after: int = 0
 
-    def plan(self, name: str, module: nn.Module) -> ModulePlan:
-        """Return the plan of the next module."""
-        own = {key: p for key, p in module._parameters.items() if p is not None}
-        if not own:
-            why = self._reason_kept(name)
-            return ModulePlan(name, type(module).__name__, 0, "", "float32" if why else "", None, None, why)
-        full = {key: f"{name}.{key}" if name else key for key in own}
-        first = {key: self._first.setdefault(id(p), full[key]) for key, p in own.items()}
-        tied = {key: other for key, other in first.items() if other != full[key]}
-        new = {key: p for key, p in own.items() if key not in tied}
-        stays = {key for key, p in own.items() if id(p) in self._keeps}
-        for key, p in new.items():
-            self.before += 4 * p.numel()
-            self.after += p.numel() * (4 if key in stays else _bytes(self._recipe))
-        wanted = {self._updates[tied.get(key, full[key])] for key in own} - {None}
-        got = {self._updates[full[key]] for key, p in new.items() if key not in stays and p.requires_grad} - {None}
-        products, why_no_product = self._products(name, module)
-        reasons = [self._why_kept(name, stays), *_why_not_updated(own, stays, tied, bool(wanted)), why_no_product]
-        return ModulePlan(
-            name,
-            type(module).__name__,
-            sum(p.numel() for p in new.values()),
-            ", ".join([_held_as(self._recipe), *sorted(map(str, wanted)), *_asked_products(self._recipe)]),
-            _describe_dtypes(own, stays, _held_as(self._recipe)),
-            ", ".join(sorted(map(str, got))) or None,
-            products,
-            "; ".join(filter(None, reasons)),
-        )
+def _reason_kept(name: str, islands: dict[str, str]) -> str:
+    """Return why a module stays float32; empty where it does not."""
+    if not is_inside(name, islands):
+        return ""
+    if name in islands:
+        return islands[name]
+    outer = next(island for island in islands if is_inside(name, {island}))
+    return f"in {outer!r}, which {islands[outer]}"
 
-    def _reason_kept(self, name: str) -> str:
-        """Return why a module stays float32; empty where it does not."""
-        if not is_inside(name, self._islands):
-            return ""
-        if name in self._islands:
-            return self._islands[name]
-        outer = next(island for island in self._islands if is_inside(name, {island}))
-        return f"in {outer!r}, which {self._islands[outer]}"
 
-    def _why_kept(self, name: str, stays: set[str]) -> str:
-        kept = self._reason_kept(name)
-        if kept or not stays:
-            return kept
-        return f"shares {listed(sorted(stays))} with a module that stays float32"
-
-    def _products(self, name: str, module: nn.Module) -> tuple[str | None, str]:
-        if self._recipe.matmul:
-            return describe_eight_bit_products(module)
-        operands = f"operands in {self._recipe.operand_format}" if rounds_operands(self._recipe, name, module) else None
-        lacks = ""
-        if self._recipe.operand_format and not operands:
-            lacks = "operands are rounded in linear layers and convolutions that are not exempt"
-            if self._recipe.operand_format in block_names():
-                lacks += ", by torch's own forward"
-        if self._recipe.gradient_format:
-            gets, why = describe_rounded_gradients(module, self._recipe.gradient_format)
-            return ", ".join(filter(None, (operands, gets))) or None, lacks if lacks and gets else why
-        return operands, lacks
+def _products(recipe: Recipe, name: str, module: nn.Module) -> tuple[str | None, str]:
+    """Return which products of a module are narrow, and why not all."""
+    if recipe.matmul:
+        return describe_eight_bit_products(module)
+    operands = f"operands in {recipe.operand_format}" if rounds_operands(recipe, name, module) else None
+    lacks = ""
+    if recipe.operand_format and not operands:
+        lacks = "operands are rounded in linear layers and convolutions that are not exempt"
+        lacks += ", by torch's own forward" if recipe.operand_format in block_names() else ""
+    if recipe.gradient_format:
+        gets, why = describe_rounded_gradients(module, recipe.gradient_format)
+        return ", ".join(filter(None, (operands, gets))) or None, lacks if lacks and gets else why
+    return operands, lacks
 
 
 def _why_not_updated(own: dict[str, nn.Parameter], stays: set[str], tied: dict[str, str], asked: bool) -> list[str]:

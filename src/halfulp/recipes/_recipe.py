@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 from .._names import described, enter, unknown
@@ -63,11 +63,7 @@ def read_format_name(value: str | torch.dtype | Format | None) -> str | None:
 
 
 def read_updates(value: str | Sequence[Sequence[str]] | Mapping[str, str] | None) -> str | Mix | None:
-    """Return pairs from glob to name as tuples; a single name and None pass through.
-
-    Raises:
-        TypeError: it is something else.
-    """
+    """Return pairs from glob to name as tuples; a single name and None pass through, all else is a TypeError."""
     if value is None or isinstance(value, str):
         return value
     given: Any = value.items() if isinstance(value, Mapping) else value
@@ -80,16 +76,8 @@ def read_updates(value: str | Sequence[Sequence[str]] | Mapping[str, str] | None
 
 
 def read_globs(value: Sequence[str]) -> tuple[str, ...]:
-    """Return globs as a tuple.
-
-    Raises:
-        ValueError: it is no list of words.
-    """
-    if (
-        isinstance(value, str)
-        or not isinstance(value, list | tuple)
-        or not all(isinstance(x, str) and x for x in value)
-    ):
+    """Return globs as a tuple; what is no list of words is a ValueError."""
+    if not isinstance(value, list | tuple) or not all(isinstance(x, str) and x for x in value):
         raise ValueError(f"float32={value!r}: give a list of globs over names of modules and classes, () for none")
     return tuple(value)
 
@@ -208,33 +196,67 @@ class Recipe:
     gradient_rounding: str = "nearest"
 
     def __post_init__(self) -> None:
-        self._check()
-
-    def _check(self) -> None:
         if not isinstance(self.name, str) or not self.name.strip():
             raise ValueError(f"a recipe needs a name, got {self.name!r}")
-        _check_among("param_dtype", self.param_dtype, PARAM_DTYPES)
-        formats = [self.format] if self.format else []
-        _check_among("state_dtype", self.state_dtype, (*_append_registered(STATE_DTYPES, "state store"), *formats))
-        for name in self.update_names():
-            _check_among("weight update", name, _append_registered(WEIGHT_UPDATES, "weight update"))
+        own_format = (self.format,) if self.format else ()
+        updates = _append_registered(WEIGHT_UPDATES, "weight update")
+        _check_among("param_dtype", PARAM_DTYPES, self.param_dtype)
+        _check_among("state_dtype", (*_append_registered(STATE_DTYPES, "state store"), *own_format), self.state_dtype)
+        _check_among("weight update", updates, *self.update_names())
+        _check_among("payload", PAYLOADS, self.payload)
+        _check_among("matmul", MATMULS, self.matmul)
+        _check_among("gradient rounding", GRADIENT_ROUNDINGS, self.gradient_rounding)
         for field in ("format", "emulate", "operand_format", "gradient_format"):
             _check_format(getattr(self, field), blocks=field == "operand_format")
-        if self.format and self.param_dtype:
+        scale, policies = self.gradient_scale, _append_registered(GRADIENT_SCALES, "policy")
+        if isinstance(scale, str):
+            _check_among("gradient scale", policies, scale)
+        elif scale is not None and not _power_of_two(scale):
             raise ValueError(
-                f"recipe {self.name!r} has param_dtype={self.param_dtype!r} and format={self.format!r}: a format "
-                "lives inside float32 parameters, so give one of the two"
+                f"gradient_scale={scale!r}: allowed are a power of two from 2^-30 to 2^60, or a policy: "
+                f"{', '.join(policies)}"
             )
-        if self.update_names() and not (self.format or self.param_dtype or self.payload):
-            raise ValueError(
-                f"recipe {self.name!r} has a weight update but float32 parameters, which lose nothing; "
-                "give param_dtype=, payload= or format= too"
-            )
-        self._check_components()
-        self._check_payload()
-        self._check_gradients()
+        if self.components not in (None, 1, 2, 3, 4) or isinstance(self.components, bool):
+            raise ValueError(f"components={self.components!r}: allowed are 1 to 4")
         if not isinstance(self.perturb, int | float) or not math.isfinite(self.perturb) or self.perturb < 0:
             raise ValueError(f"perturb is a finite number >= 0, got {self.perturb!r}")
+        for why in self._conflicts():
+            raise ValueError(f"recipe {self.name!r} has {why}")
+
+    def _conflicts(self) -> Iterator[str]:
+        """Yield which fields cannot be together, and what to do."""
+        updates, rounds_randomly = self.update_names(), self.gradient_rounding != "nearest"
+        wide = self.param_dtype or self.payload or self.emulate
+        leave = "leave out param_dtype, payload, components and emulate"
+        if self.format and self.param_dtype:
+            yield f"param_dtype and format={self.format!r}, which lives inside float32 parameters: give one of the two"
+        if updates and not (self.format or self.param_dtype or self.payload):
+            yield "a weight update of float32 parameters, which lose nothing: give param_dtype=, payload= or format="
+        if self.components and not self.param_dtype:
+            yield f"components={self.components} of no type: give param_dtype= too"
+        if self.param_dtype == "float32" and not self.components:
+            yield "param_dtype='float32', which is for components=: leave it out for plain float32 parameters"
+        if self.by_torch and (updates or self.state_dtype or self.emulate):
+            yield (
+                "components or float64, stepped by torch.optim, which takes no weight_update, state_dtype or emulate: "
+                "leave them out; weight_update='components' keeps components in the optimizer instead"
+            )
+        if self.matmul and not self.payload:
+            yield f"matmul={self.matmul!r}, whose operands carry scales: give payload= too"
+        if self.state_dtype in ("float16", "fp8") and not self.payload:
+            yield f"state_dtype={self.state_dtype!r}, which needs a scale: give payload= too"
+        if self.payload and (self.param_dtype or self.format or self.emulate):
+            yield "a payload, which goes with neither param_dtype, format, emulate nor components: leave them out"
+        if (self.gradient_scale is not None or rounds_randomly) and not self.gradient_format:
+            yield "float32 gradients, which need no gradient_scale and no gradient_rounding: give gradient_format= too"
+        if self.operand_format and wide:
+            rounds = f"operand_format={self.operand_format!r}, which rounds what products read of float32 parameters"
+            yield f"{rounds}: {leave}"
+        if self.gradient_format and wide:
+            yield f"gradient_format={self.gradient_format!r}, which rounds gradients of float32 parameters: {leave}"
+        if self.gradient_format and _is_block(self.operand_format):
+            blocks = f"operand_format={self.operand_format!r}, whose blocks the backward products read too"
+            yield f"{blocks}: leave out gradient_format"
 
     @property
     def narrow(self) -> bool:
@@ -245,73 +267,6 @@ class Recipe:
     def by_torch(self) -> bool:
         """Whether ``torch.optim`` steps it: parameters of several components, or of float64."""
         return self.components is not None or self.param_dtype == "float64"
-
-    def _check_components(self) -> None:
-        if self.components is not None:
-            if self.components not in (1, 2, 3, 4) or isinstance(self.components, bool):
-                raise ValueError(f"components={self.components!r}: allowed are 1 to 4")
-            if not self.param_dtype:
-                raise ValueError(f"recipe {self.name!r} has components={self.components}: give param_dtype= too")
-        elif self.param_dtype == "float32":
-            raise ValueError("param_dtype='float32' is for components=; leave it out for plain float32 parameters")
-        if self.by_torch and (self.weight_update or self.state_dtype or self.emulate):
-            raise ValueError(
-                f"recipe {self.name!r} steps by torch.optim, which takes no weight_update, state_dtype or emulate: "
-                "leave them out; weight_update='components' keeps components in the optimizer instead"
-            )
-
-    def _check_payload(self) -> None:
-        _check_among("payload", self.payload, PAYLOADS)
-        _check_among("matmul", self.matmul, MATMULS)
-        if self.matmul and not self.payload:
-            raise ValueError(
-                f"recipe {self.name!r} has matmul={self.matmul!r}: its operands carry scales, give payload="
-            )
-        if self.state_dtype in ("float16", "fp8") and not self.payload:
-            raise ValueError(
-                f"recipe {self.name!r} has state_dtype={self.state_dtype!r}, which needs a scale: payload="
-            )
-        if self.payload and (self.param_dtype or self.format or self.emulate or self.components):
-            raise ValueError(
-                f"recipe {self.name!r} has a payload, which goes with neither param_dtype, format, emulate nor "
-                "components: leave them out"
-            )
-
-    def _check_gradients(self) -> None:
-        scale = self.gradient_scale
-        if isinstance(scale, str):
-            _check_among("gradient scale", scale, _append_registered(GRADIENT_SCALES, "policy"))
-        elif scale is not None and not _power_of_two(scale):
-            raise ValueError(
-                f"gradient_scale={scale!r}: allowed are a power of two from 2^-30 to 2^60, or a policy: "
-                f"{', '.join(_append_registered(GRADIENT_SCALES, 'policy'))}"
-            )
-        if scale is not None and self.gradient_format is None:
-            raise ValueError(
-                f"recipe {self.name!r} has gradient_scale={scale!r} but float32 gradients, which need none; give "
-                "gradient_format= too"
-            )
-        _check_among("gradient rounding", self.gradient_rounding, GRADIENT_ROUNDINGS)
-        if self.gradient_rounding != "nearest" and self.gradient_format is None:
-            raise ValueError(
-                f"recipe {self.name!r} has gradient_rounding={self.gradient_rounding!r} but float32 gradients, which "
-                "are not rounded; give gradient_format= too"
-            )
-        if self.operand_format and (self.param_dtype or self.payload or self.emulate):
-            raise ValueError(
-                f"recipe {self.name!r} has operand_format={self.operand_format!r}, which rounds what products read of "
-                "float32 parameters: leave out param_dtype, payload, components and emulate"
-            )
-        if self.gradient_format and _is_block(self.operand_format):
-            raise ValueError(
-                f"recipe {self.name!r} has operand_format={self.operand_format!r}, whose blocks the backward products "
-                "read too: leave out gradient_format"
-            )
-        if self.gradient_format and (self.param_dtype or self.payload or self.emulate):
-            raise ValueError(
-                f"recipe {self.name!r} has gradient_format={self.gradient_format!r}, which rounds the gradients of "
-                "float32 parameters: leave out param_dtype, payload, components and emulate"
-            )
 
     def update_names(self) -> tuple[str, ...]:
         """Return the weight updates that this recipe uses, in order, without repeats."""
@@ -369,9 +324,7 @@ class Recipe:
         bf16-kahan: Weights are bfloat16, float32 in modules that match '*Norm*'. Each is updated with a second 16-bit
         number per weight that keeps what rounding dropped. Forward and backward run in bfloat16.
         """
-        said = [*_storage_words(self), *_update_words(self)]
-        if self.state_dtype:
-            said.append(_state_words(self.state_dtype))
+        said = [_storage_words(self), *_update_words(self), *_state_words(self.state_dtype)]
         said += [_arithmetic_words(self), *_gradient_words(self)]
         if self.perturb:
             said.append(f"Every starting weight is changed by about {self.perturb:g} of itself, as a control.")
@@ -383,9 +336,10 @@ def _append_registered(names: Iterable[str], kind: str) -> tuple[str, ...]:
     return (*names, *(name for name in described(kind) if name not in names))
 
 
-def _check_among(kind: str, given: object, allowed: tuple[str, ...]) -> None:
-    if given is not None and given not in allowed:
-        raise ValueError(unknown(kind, given, allowed))
+def _check_among(kind: str, allowed: tuple[str, ...], *given: object) -> None:
+    for one in given:
+        if one is not None and one not in allowed:
+            raise ValueError(unknown(kind, one, allowed))
 
 
 def _power_of_two(scale: object) -> bool:
@@ -423,38 +377,40 @@ def _check_fields(data: Mapping[str, Any]) -> None:
             raise ValueError(unknown("field of a recipe", key, allowed))
 
 
-def _state_words(name: str) -> str:
-    if name in ("float16", "fp8"):
-        return f"The optimizer's moments are stored in {name}, each tensor with a scale."
-    if name == "bfloat16x2":
-        return "The optimizer's second moments are stored as two bfloat16, its first ones as one."
-    return f"The optimizer's moments are stored in {name.replace('bit', ' bits')}."
-
-
-def _storage_words(recipe: Recipe) -> list[str]:
+def _storage_words(recipe: Recipe) -> str:
     if recipe.components:
-        return [f"Weights are sums of {recipe.components} {recipe.param_dtype} components, updated by torch.optim."]
+        return f"Weights are sums of {recipe.components} {recipe.param_dtype} components, updated by torch.optim."
     if recipe.by_torch:
-        return [f"Weights are {recipe.param_dtype}, updated by torch.optim."]
+        return f"Weights are {recipe.param_dtype}, updated by torch.optim."
     if recipe.param_dtype:
-        kept = " or ".join(map(repr, recipe.float32))
-        return [f"Weights are {recipe.param_dtype}" + (f", float32 in modules that match {kept}." if kept else ".")]
+        kept = f", float32 in modules that match {_globs(recipe)}" if recipe.float32 else ""
+        return f"Weights are {recipe.param_dtype}{kept}."
     if recipe.payload:
-        return [f"Weights are {recipe.payload} payloads, each tensor with a power-of-two scale."]
+        return f"Weights are {recipe.payload} payloads, each tensor with a power-of-two scale."
     if recipe.format:
-        return [f"Weights are float32 tensors that hold only values of {recipe.format}."]
-    return ["Weights are float32, updated as torch.optim does."]
+        return f"Weights are float32 tensors that hold only values of {recipe.format}."
+    return "Weights are float32, updated as torch.optim does."
+
+
+def _globs(recipe: Recipe) -> str:
+    return " or ".join(map(repr, recipe.float32))
 
 
 def _update_words(recipe: Recipe) -> list[str]:
+    names = recipe.update_names()
+    registered = described("weight update")
+    words = {name: WEIGHT_UPDATES.get(name) or f"by {name}: {registered[name].rstrip('.')}" for name in names}
     if isinstance(recipe.weight_update, str):
-        return [f"Each is updated {_words_of_update(recipe.weight_update)}."]
-    pairs = recipe.weight_update or ()
-    return [f"Those that match {glob!r} are updated {_words_of_update(name)}." for glob, name in pairs]
+        return [f"Each is updated {words[recipe.weight_update]}."]
+    return [f"Those that match {glob!r} are updated {words[name]}." for glob, name in recipe.weight_update or ()]
 
 
-def _words_of_update(name: str) -> str:
-    return WEIGHT_UPDATES.get(name) or f"by {name}: {described('weight update')[name].rstrip('.')}"
+def _state_words(name: str | None) -> list[str]:
+    if name in ("float16", "fp8"):
+        return [f"The optimizer's moments are stored in {name}, each tensor with a scale."]
+    if name == "bfloat16x2":
+        return ["The optimizer's second moments are stored as two bfloat16, its first ones as one."]
+    return [f"The optimizer's moments are stored in {name.replace('bit', ' bits')}."] if name else []
 
 
 def _arithmetic_words(recipe: Recipe) -> str:
@@ -465,22 +421,20 @@ def _arithmetic_words(recipe: Recipe) -> str:
     if recipe.payload:
         products = " Linear layers multiply in eight bits." if recipe.matmul else ""
         return f"Activations and gradients are such payloads too.{products}"
-    if _is_block(recipe.operand_format):
-        wide = " or ".join(map(repr, recipe.float32))
-        return (
-            f"Linear layers and convolutions read the operands of their products, forward and backward, in blocks of "
-            f"{recipe.operand_format}" + (f", but in modules that match {wide}." if wide else ".")
-        )
+    gradients = f" but for gradients in {recipe.gradient_format}:" if recipe.gradient_format else "."
     if recipe.operand_format:
-        wide = " or ".join(map(repr, recipe.float32))
-        backward = f" Backward runs in float32 but for gradients in {recipe.gradient_format}:"
-        return (
+        exempt = f", but in modules that match {_globs(recipe)}." if recipe.float32 else "."
+        if _is_block(recipe.operand_format):
+            return (
+                "Linear layers and convolutions read the operands of their products, forward and backward, in blocks "
+                f"of {recipe.operand_format}{exempt}"
+            )
+        rounded = (
             f"Inputs, weights and results of linear layers and convolutions are rounded to {recipe.operand_format}"
-            + (f", but in modules that match {wide}." if wide else ".")
-            + (backward if recipe.gradient_format else " Backward runs in float32.")
         )
+        return f"{rounded}{exempt} Backward runs in float32{gradients}"
     if recipe.gradient_format:
-        return f"Forward runs in float32, and backward too but for gradients in {recipe.gradient_format}:"
+        return f"Forward runs in float32, and backward too{gradients}"
     return f"Forward and backward run in {recipe.param_dtype or 'float32'}."
 
 
@@ -488,15 +442,15 @@ def _gradient_words(recipe: Recipe) -> list[str]:
     if recipe.gradient_format is None:
         return []
     how = ", up or down at random" if recipe.gradient_rounding == "stochastic" else ""
-    said = [f"every one that a product reads or makes is rounded to that{how}."]
     if isinstance(recipe.gradient_scale, str):
         name = recipe.gradient_scale
-        said.append(GRADIENT_SCALES.get(name) or f"Scales go by {name}: {described('policy')[name]}")
+        scale = GRADIENT_SCALES.get(name) or f"Scales go by {name}: {described('policy')[name]}"
     elif recipe.gradient_scale is None:
-        said.append("They have no scale.")
+        scale = "They have no scale."
     else:
-        said.append(f"All have one scale, {recipe.gradient_scale:g}.")
-    return [*said, "A step whose gradients are not finite is skipped."]
+        scale = f"All have one scale, {recipe.gradient_scale:g}."
+    rounded = f"every one that a product reads or makes is rounded to that{how}."
+    return [rounded, scale, "A step whose gradients are not finite is skipped."]
 
 
 def _bf16(suffix: str, description: str, **fields: Any) -> Recipe:
@@ -505,10 +459,6 @@ def _bf16(suffix: str, description: str, **fields: Any) -> Recipe:
 
 def _fp16(suffix: str, description: str, **fields: Any) -> Recipe:
     return Recipe(name=f"fp16{suffix}", description=description, param_dtype="float16", **fields)
-
-
-def _scaled_recipe(name: str, description: str, **fields: Any) -> Recipe:
-    return Recipe(name=name, description=description, payload="float16", **fields)
 
 
 def _few_bits(format: str, bits: int, update: str) -> Recipe:
@@ -546,6 +496,17 @@ _POLICIES = (
     ("abs-range", "a scale per layer by the range of its operands", "abs-range"),
 )
 
+# Scalify's rows, and more of their kind: name, words, weight update, dtype of the states, products.
+_SCALED = (
+    ("scaled-fp16-master", "Scalify, row 1: float16 with scales, float32 masters", "master", "float32", None),
+    ("scaled-fp16", "Scalify, row 2: float16 with scales, weights too", "nearest", "float32", None),
+    ("scaled-fp8", "Scalify, row 3: the same, products in eight bits", "nearest", "float32", "fp8"),
+    ("scaled-fp8-state16", "Scalify, row 4: the same, moments float16 with scales", "nearest", "float16", "fp8"),
+    ("scaled-fp16-kahan", "float16 with scales, moments too, a residual per weight", "kahan", "float16", None),
+    ("scaled-fp16-stochastic", "float16 with scales, moments too, stochastic updates", "stochastic", "float16", None),
+    ("scaled-fp8-stochastic", "the same, products and moments in eight bits", "stochastic", "fp8", "fp8"),
+)
+
 _MIX = (("*Embedding*", "kahan"), ("*Norm*", "kahan"), ("*", "stochastic"))
 
 _RECIPES = (
@@ -572,50 +533,16 @@ _RECIPES = (
     _fp16("-master", "float16 with a float32 master copy", weight_update="master"),
     _fp16("-mc2", "MCTensor: weights as two float16 components, computed with as such", components=2),
     _fp16("-mc3", "MCTensor: weights as three float16 components, computed with as such", components=3),
-    _scaled_recipe(
-        "scaled-fp16-master",
-        "Scalify, row 1: float16 with scales, float32 masters",
-        weight_update="master",
-        state_dtype="float32",
-    ),
-    _scaled_recipe(
-        "scaled-fp16",
-        "Scalify, row 2: float16 with scales, weights too",
-        weight_update="nearest",
-        state_dtype="float32",
-    ),
-    _scaled_recipe(
-        "scaled-fp8",
-        "Scalify, row 3: the same, products in eight bits",
-        matmul="fp8",
-        weight_update="nearest",
-        state_dtype="float32",
-    ),
-    _scaled_recipe(
-        "scaled-fp8-state16",
-        "Scalify, row 4: the same, moments float16 with scales",
-        matmul="fp8",
-        weight_update="nearest",
-        state_dtype="float16",
-    ),
-    _scaled_recipe(
-        "scaled-fp16-kahan",
-        "float16 with scales, moments too, a residual per weight",
-        weight_update="kahan",
-        state_dtype="float16",
-    ),
-    _scaled_recipe(
-        "scaled-fp16-stochastic",
-        "float16 with scales, moments too, stochastic updates",
-        weight_update="stochastic",
-        state_dtype="float16",
-    ),
-    _scaled_recipe(
-        "scaled-fp8-stochastic",
-        "the same, products and moments in eight bits",
-        matmul="fp8",
-        weight_update="stochastic",
-        state_dtype="fp8",
+    *(
+        Recipe(
+            name=name,
+            description=words,
+            payload="float16",
+            weight_update=update,
+            state_dtype=states,
+            matmul=matmul,
+        )
+        for name, words, update, states, matmul in _SCALED
     ),
     Recipe(name="fp64", description="float64 everywhere, a wider reference", param_dtype="float64"),
     Recipe(

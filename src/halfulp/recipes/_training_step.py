@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import copy
-import dataclasses
 import random
 import sys
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, NamedTuple
 
 import torch
@@ -116,12 +115,7 @@ class _KeptTensors(TorchFunctionMode):
 
 
 def copy_model(model: nn.Module) -> nn.Module:
-    """Return a deep copy that keeps what `copy.deepcopy` drops: the hooks of parameters and of buffers.
-
-    Raises:
-        ValueError: a parameter has a hook that runs after its gradient is accumulated: it acts on objects outside the
-            model, such as an optimizer, which a copy must not touch; or an object of the model cannot be copied.
-    """
+    """Return a deep copy that keeps what `copy.deepcopy` drops: the hooks of parameters and of buffers."""
     for name, parameter in model.named_parameters():
         if parameter._post_accumulate_grad_hooks:
             raise ValueError(
@@ -164,12 +158,7 @@ def same_randomness() -> Iterator[None]:
 
 @contextlib.contextmanager
 def untouched(model: nn.Module) -> Iterator[None]:
-    """Check that runs of copies do not change the model, whose gradients are put aside meanwhile.
-
-    Raises:
-        ValueError: they gave the model itself gradients, or wrote its parameters or buffers: a function that the model
-            keeps (a lambda, a closure) reaches the model, and its copies are no copies.
-    """
+    """Check that runs of copies do not change the model, whose gradients are put aside meanwhile."""
     tensors = dict(model.named_parameters()) | dict(model.named_buffers())
     before = {name: (tensor.grad, tensor._version) for name, tensor in tensors.items()}
     for tensor in tensors.values():
@@ -234,52 +223,44 @@ def _memory(x: Tensor) -> int:
 
 
 LossOf = Callable[[Any], Tensor]
+# The decoded results of one step of a model, by what they are called in a report: "the loss", "output 0",
+# "buffer 'mean'", "gradient 'weight'", which is None where there is none.
+Results = dict[str, Tensor | None]
+GRADIENT = "gradient "
 
 # A run in float64, or with jitter, that is farther from float32's than this drew other random numbers, or computed
 # something else.
 _SAME_RUN = 1e-2
 
 
-@dataclasses.dataclass(frozen=True)
-class Run:
-    """The results of one step of a model, decoded.
-
-    Attributes:
-        values: the loss, floating outputs and floating buffers, by what they are called in a report.
-        gradients: of each parameter that trains, by name; None where there is none.
-    """
-
-    values: dict[str, Tensor]
-    gradients: dict[str, Tensor | None]
-
-    @property
-    def loss(self) -> Tensor:
-        """The loss."""
-        return self.values["the loss"]
+def gradients_of(results: Results) -> Results:
+    """Return the gradients of a run, by what they are called."""
+    return {name: value for name, value in results.items() if name.startswith(GRADIENT)}
 
 
-def _return_loss(loss: Tensor) -> Tensor:
+def loss_in(results: Results) -> Tensor:
+    """Return the loss of a run."""
+    loss = results["the loss"]
+    assert loss is not None
     return loss
 
 
-def run_reference(model: nn.Module, batch: Any, loss_of: LossOf) -> Run:
-    """Run a step of a copy in plain float32, which must be finite, and the same when it is run again.
-
-    Raises:
-        ValueError: nothing to compare with.
-    """
+def run_reference(model: nn.Module, batch: Any, loss_of: LossOf) -> Results:
+    """Run a step of a copy in plain float32, which must be finite, and the same when it is run again."""
     run = run_one_step(copy_model(model), batch, loss_of)
-    if not bool(run.loss.isfinite().all()):
-        raise ValueError(f"in plain float32 the loss is {run.loss.item()}: nothing to compare with; give another batch")
-    if all(grad is None for grad in run.gradients.values()):
+    loss, gradients = loss_in(run), gradients_of(run)
+    if not bool(loss.isfinite().all()):
+        raise ValueError(f"in plain float32 the loss is {loss.item()}: nothing to compare with; give another batch")
+    if all(grad is None for grad in gradients.values()):
         raise ValueError("in plain float32 no parameter has a gradient: give a loss that depends on one that trains")
-    for name, grad in run.gradients.items():
+    for name, grad in gradients.items():
         if grad is not None and not bool(grad.isfinite().all()):
+            of = name.removeprefix(GRADIENT)
             raise ValueError(
-                f"in plain float32 the gradient of {name!r} is not finite: nothing to compare with; give another batch"
+                f"in plain float32 the gradient of {of} is not finite: nothing to compare with; give another batch"
             )
     again = run_one_step(copy_model(model), batch, loss_of)
-    for name, (first, second) in pair_results(run, again).items():
+    for name, first, second in pair_results(run, again):
         if difference(first, second):
             raise ValueError(
                 f"two runs of the plain model differ in {name}: it keeps a state that a copy does not (a closure's, a "
@@ -289,47 +270,43 @@ def run_reference(model: nn.Module, batch: Any, loss_of: LossOf) -> Run:
     return run
 
 
-def run_in_float64(model: nn.Module, batch: Any, loss_of: LossOf, plain: Run, step: int = 1) -> Run | None:
-    """Run the step in float64, to estimate float32's own error.
+def run_in_float64(model: nn.Module, batch: Any, loss_of: LossOf, plain: Results, step: int = 1) -> Results | None:
+    """Run the step in float64, or else in float32 with `Jitter`, to estimate float32's own error.
 
-    Where it does not run there, it is the step in float32 with `Jitter`; None where both are another computation.
+    None where both raise, or draw other random numbers than the plain run.
     """
-    return _like(
-        plain, lambda: _run_steps(copy_model(model).double(), tree_map(_double, batch), loss_of, step)
-    ) or _like(plain, lambda: _run_steps(copy_model(model), batch, loss_of, step, Jitter))
+    wide = tree_map(lambda x: x.double() if _floating(x) else x, batch)
+    for in_float64, given in ((True, wide), (False, batch)):
+        try:
+            other = copy_model(model).double() if in_float64 else copy_model(model)
+            for _ in range(step):
+                found = run_one_step(other, given, loss_of, watch=None if in_float64 else Jitter())
+        except Exception:  # whatever a model of somebody else's raises in another dtype
+            continue
+        if _is_same_run(plain, found):
+            return found
+    return None
 
 
-def _run_steps(model: nn.Module, batch: Any, loss_of: LossOf, count: int, watch: Callable | None = None) -> Run:
-    for _ in range(count):
-        run = run_one_step(model, batch, loss_of, watch=watch and watch())
-    return run
-
-
-def _like(plain: Run, steps: Callable[[], Run]) -> Run | None:
-    """Return a run's results if it finishes and draws the same random numbers as the plain run; else None."""
-    try:
-        other = steps()
-    except Exception:  # whatever a model of somebody else's raises in another dtype
-        return None
-    both = list(pair_results(plain, other).values())
-    if any((a is None) != (b is None) or (a is not None and b is not None and a.shape != b.shape) for a, b in both):
-        return None
+def _is_same_run(plain: Results, other: Results) -> bool:
+    """Return whether a run has the shapes of the plain one, and its numbers as far as rounding errors let it."""
+    both = pair_results(plain, other)
+    if any((a is None) != (b is None) or (a is not None and b is not None and a.shape != b.shape) for _, a, b in both):
+        return False
     # Of a gradient that is 0 but for rounding float32 has no digit: all gradients are taken together.
-    ours, theirs = (_concatenate(run.gradients.values()) for run in (plain, other))
-    return other if relative(plain.loss, other.loss) < _SAME_RUN and relative(ours, theirs) < _SAME_RUN else None
-
-
-def _concatenate(gradients: Iterable[Tensor | None]) -> Tensor:
-    return torch.cat([gradient.double().flatten() for gradient in gradients if gradient is not None])
+    ours, theirs = (
+        torch.cat([x.double().flatten() for x in gradients_of(run).values() if x is not None]) for run in (plain, other)
+    )
+    return relative(loss_in(plain), loss_in(other)) < _SAME_RUN and relative(ours, theirs) < _SAME_RUN
 
 
 def run_one_step(
     model: nn.Module,
     batch: Any,
     loss_of: LossOf,
-    scaled: Callable[[Tensor], Tensor] = _return_loss,
+    scaled: Callable[[Tensor], Tensor] = lambda loss: loss,
     watch: contextlib.AbstractContextManager | None = None,
-) -> Run:
+) -> Results:
     """Run a model on a batch, and backward from what ``scaled`` makes of the loss, under ``watch``."""
     model.zero_grad()
     with same_randomness(), watch or contextlib.nullcontext():
@@ -341,24 +318,26 @@ def run_one_step(
             raise ValueError(f"the loss has shape {list(loss.shape)}: give a scalar, loss=lambda output: ...")
         if loss.requires_grad:
             scaled(loss).backward()
-    trained = {name: p.grad for name, p in model.named_parameters() if p.requires_grad}
-    gradients = {name: None if grad is None else copy_values(grad) for name, grad in trained.items()}
-    return Run(_collect_results(model, output, loss), gradients)
-
-
-def _collect_results(model: nn.Module, output: Any, loss: Tensor) -> dict[str, Tensor]:
-    values = {"the loss": loss}
-    leaves = tree_leaves(dict(output) if isinstance(output, Mapping) else output)
-    values |= {f"output {index}": x for index, x in enumerate(leaves) if _floating(x)}
+    values: Results = {"the loss": loss, **name_outputs(output)}
     values |= {f"buffer {name!r}": x for name, x in model.named_buffers() if _floating(x)}
-    return {name: copy_values(x) for name, x in values.items()}
+    values |= name_gradients(model)
+    return {name: None if x is None else copy_values(x) for name, x in values.items()}
 
 
-def pair_results(wanted: Run, got: Run) -> dict[str, tuple[Tensor | None, Tensor | None]]:
-    """Return pairs of two runs' results: the loss, outputs, buffers and gradients."""
-    values = {name: (wanted.values.get(name), got.values.get(name)) for name in {**wanted.values, **got.values}}
-    names = {**wanted.gradients, **got.gradients}
-    return values | {f"gradient {name!r}": (wanted.gradients.get(name), got.gradients.get(name)) for name in names}
+def name_outputs(output: Any) -> dict[str, Tensor]:
+    """Return the floating tensors among a model's outputs, by what they are called."""
+    leaves = tree_leaves(dict(output) if isinstance(output, Mapping) else output)
+    return {f"output {index}": x for index, x in enumerate(leaves) if _floating(x)}
+
+
+def name_gradients(model: nn.Module) -> Results:
+    """Return the gradients of the parameters that train, by what they are called."""
+    return {f"{GRADIENT}{name!r}": p.grad for name, p in model.named_parameters() if p.requires_grad}
+
+
+def pair_results(wanted: Results, got: Results) -> list[tuple[str, Tensor | None, Tensor | None]]:
+    """Return the names of two runs' results, and both of each."""
+    return [(name, wanted.get(name), got.get(name)) for name in {**wanted, **got}]
 
 
 def copy_values(x: Tensor) -> Tensor:
@@ -369,10 +348,6 @@ def copy_values(x: Tensor) -> Tensor:
 
 def _floating(x: Any) -> bool:
     return isinstance(x, Tensor) and x.is_floating_point()
-
-
-def _double(x: Any) -> Any:
-    return x.double() if _floating(x) else x
 
 
 def call_model(model: nn.Module, batch: Any) -> Any:
@@ -389,8 +364,7 @@ def make_default_loss(seed: int) -> LossOf:
         if own is not None:
             return own
         generator = torch.Generator().manual_seed(seed)
-        leaves = tree_leaves(dict(output) if isinstance(output, Mapping) else output)
-        floats = [x for x in leaves if isinstance(x, Tensor) and x.is_floating_point() and x.requires_grad]
+        floats = [x for x in name_outputs(output).values() if x.requires_grad]
         if not floats:
             raise ValueError("no floating output depends on the parameters: give loss=lambda output: ...")
         weights = (torch.randn(x.shape, dtype=torch.float32, device="cpu", generator=generator) for x in floats)
@@ -432,17 +406,15 @@ class OperatorCheck(TorchDispatchMode):
         super().__init__()
         self.unequal: Difference | None = None
         self.wrong: list[Difference] = []
-        self._module_paths = ["the model"]
+        self._module_paths = paths = ["the model"]
+
+        def leave_module(*_: Any) -> None:
+            paths.pop()
+
         self._handles = []
         for name, module in model.named_modules():
-            path = name or "the model"
-            self._handles.append(
-                module.register_forward_pre_hook(lambda *_, path=path: self._module_paths.append(path))
-            )
-            self._handles.append(module.register_forward_hook(lambda *_: self._leave(), always_call=True))
-
-    def _leave(self) -> None:
-        self._module_paths.pop()
+            enter = module.register_forward_pre_hook(lambda *_, path=name or "the model": paths.append(path))
+            self._handles += [enter, module.register_forward_hook(leave_module, always_call=True)]
 
     def __exit__(self, *error: Any) -> None:
         super().__exit__(*error)
@@ -495,8 +467,7 @@ def _decode(x: Any, dtype: torch.dtype) -> Any:
     """Return a copy of the values in another dtype, with the strides of the tensor."""
     if not isinstance(x, Tensor):
         return x
-    values = x.detach()
-    values = values.decode(torch.float32) if isinstance(values, ScaledTensor) else values.clone()
+    values = copy_values(x)
     return values.to(dtype) if values.dtype == torch.float32 else values
 
 

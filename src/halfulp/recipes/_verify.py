@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import functools
 import math
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from .._messages import a_kind
 from ..gradients import AdaptiveGradScaler
@@ -21,13 +22,15 @@ from ..subclass import fallbacks
 from . import _recipe as _catalog
 from ._recipe import Recipe
 from ._training_step import (
+    GRADIENT,
     Difference,
     LossOf,
     OperatorCheck,
-    Run,
+    Results,
     agrees,
     copy_model,
     difference,
+    gradients_of,
     make_default_loss,
     pair_results,
     run_in_float64,
@@ -138,7 +141,7 @@ class Proof:
 
     Attributes:
         plain: the run in plain float32.
-        gradients, values: the largest relative difference from it, over the runs that counted.
+        off: the largest relative difference from it of each result, over the runs that counted.
         wrong: what differs by more than another order of sums explains, in words, each once.
     """
 
@@ -146,31 +149,35 @@ class Proof:
         self._model, self._batch, self._loss, self._seed = model, batch, loss, seed
         self._generator = torch.Generator().manual_seed(seed)
         self.plain = run_reference(model, batch, loss)
-        self._exact = Exact(model, batch, loss, self.plain)
-        self.gradients = {name: 0.0 for name, value in self.plain.gradients.items() if value is not None}
-        self.values = dict.fromkeys(self.plain.values, 0.0)
+        self.exact = self.run_exactly(self.plain)
+        self.off = {name: 0.0 for name, value in self.plain.items() if value is not None}
         self.wrong: dict[str, None] = {}
 
-    def judge(self, found: Run, where: str = "", plain: Run | None = None, exact: Exact | None = None) -> None:
-        """Compare a run with a plain one: that of the first step, or another step's, whose `exact` is given too."""
-        plain, exact = plain or self.plain, exact or self._exact
-        for name, (wanted, got) in pair_results(plain, found).items():
+    def run_exactly(self, plain: Results, step: int = 1) -> Callable[[], Results | None]:
+        """Return a function that runs the step in float64 when it is first called."""
+        return functools.cache(lambda: run_in_float64(self._model, self._batch, self._loss, plain, step))
+
+    def judge(self, found: Results, where: str = "") -> None:
+        """Compare a run with that of the first step in plain float32."""
+        self.judge_step(found, where, self.plain, self.exact)
+
+    def judge_step(self, found: Results, where: str, plain: Results, exact: Callable[[], Results | None]) -> None:
+        """Compare a run with any step's in plain float32."""
+        for name, wanted, got in pair_results(plain, found):
             off = difference(wanted, got)
-            own = self.gradients if name not in found.values and name not in plain.values else self.values
-            key = name.removeprefix("gradient ").strip("'") if own is self.gradients else name
-            if off or key in own:
-                own[key] = max(own.get(key, 0.0), off)
-            if off and not agrees(wanted, got, exact[name]):
+            if off or name in self.off:
+                self.off[name] = max(self.off.get(name, 0.0), off)
+            if off and not agrees(wanted, got, (exact() or {}).get(name)):
                 self.wrong[f"{name}{where}"] = None
 
     def result(self, technique: str, trials: int, **fields: Any) -> Verification:
         """Return a Verification of the runs, with given fields that the runs do not determine."""
         return Verification(
             technique=technique,
-            gradients=self.gradients,
-            values=self.values,
+            gradients={_parameter(name): off for name, off in self.off.items() if name.startswith(GRADIENT)},
+            values={name: off for name, off in self.off.items() if not name.startswith(GRADIENT)},
             wrong=list(self.wrong),
-            unused=[name for name, value in self.plain.gradients.items() if value is None],
+            unused=[_parameter(name) for name, value in gradients_of(self.plain).items() if value is None],
             trials=trials,
             seed=self._seed,
             **fields,
@@ -196,8 +203,10 @@ class ScaleProof(Proof):
             other = scalify(copy_model(self._model), torch.float32, rescale="norms", wide="none")
             left = [name for name, p in other.named_parameters() if not isinstance(p, ScaledTensor)]
             for parameter in other.parameters():
-                if isinstance(parameter.data, ScaledTensor):
-                    parameter.data = self._shift_scale(parameter.data)
+                if isinstance(values := parameter.data, ScaledTensor):
+                    (power,) = self.draw(-SPREAD, SPREAD, 1)
+                    scale = (values.scale * 2.0**power).clamp(2.0**-126, 2.0**127)
+                    parameter.data = values.with_scale(scale).detach()
             check = OperatorCheck(other)
             self.judge(run_one_step(other, self._batch, self._loss, watch=check))
             self.wrong |= dict.fromkeys(f"operator {one.operator} in {one.place}" for one in check.wrong)
@@ -206,11 +215,6 @@ class ScaleProof(Proof):
         left_out = "eight-bit products" if recipe.matmul else None
         more: dict[str, Any] = {"fallbacks": dict(counts), "left_alone": left, "left_out": left_out}
         return self.result("scaled", trials, first=first or unequal, **more)
-
-    def _shift_scale(self, x: ScaledTensor) -> Tensor:
-        """Return the values under another scale."""
-        (power,) = self.draw(-SPREAD, SPREAD, 1)
-        return x.with_scale((x.scale * 2.0**power).clamp(2.0**-126, 2.0**127)).detach()
 
 
 class ExponentProof(Proof):
@@ -271,8 +275,7 @@ class ExponentProof(Proof):
             scaler.load_state_dict(self._random_state(scaler.state_dict(), merged, step, binade + step))
             wanted = run_one_step(theirs, self._batch, self._loss)
             found = self._unscaled(run_one_step(ours, self._batch, self._loss, scaler.scale), scaler)
-            exact = Exact(self._model, self._batch, self._loss, wanted, step)
-            self.judge(found, f" in step {step} of a copy", wanted, exact)
+            self.judge_step(found, f" in step {step} of a copy", wanted, self.run_exactly(wanted, step))
         return count_replays(scaler)
 
     def _random_state(self, state: dict[str, Any], merged: list[str], step: int, binade: int) -> dict[str, Any]:
@@ -290,7 +293,7 @@ class ExponentProof(Proof):
     def _draw(self, keys: list[str]) -> dict[str, int]:
         return dict(zip(keys, self.draw(LOWEST, HIGHEST, len(keys))))
 
-    def _run(self, exponents: dict[str, int], merged: list[str] | None = None) -> Run:
+    def _run(self, exponents: dict[str, int], merged: list[str] | None = None) -> Results:
         """Return a copy's step under these exponents, 0 elsewhere, its gradients unscaled."""
         model = copy_model(self._model)
         scaler = AdaptiveGradScaler(model, mode=self._mode, init_scale=1.0, float32_outputs=False)
@@ -302,10 +305,9 @@ class ExponentProof(Proof):
             self._state = {**state, "sites": dict(state["sites"])}
         return self._unscaled(run, scaler)
 
-    def _unscaled(self, run: Run, scaler: AdaptiveGradScaler) -> Run:
+    def _unscaled(self, run: Results, scaler: AdaptiveGradScaler) -> Results:
         scale = scaler.get_scale()
-        gradients = {name: None if value is None else value / scale for name, value in run.gradients.items()}
-        return Run(run.values, gradients)
+        return run | {name: None if value is None else value / scale for name, value in gradients_of(run).items()}
 
     def _with(self, given: Mapping[str, Any], exponents: dict[str, int], merged: list[str]) -> dict[str, Any]:
         state = copy.deepcopy({**given, "sites": dict(given["sites"])})
@@ -316,29 +318,13 @@ class ExponentProof(Proof):
         return state
 
 
-class Exact:
-    """A step of a model in float64, run once at first use.
-
-    Args:
-        model, batch, loss: as `Proof`'s.
-        plain: the step in float32.
-        step: which one of a copy it is.
-    """
-
-    def __init__(self, model: nn.Module, batch: Any, loss: LossOf, plain: Run, step: int = 1) -> None:
-        self._inputs = model, batch, loss, plain, step
-        self._results: dict[str, tuple[Tensor | None, Tensor | None]] | None = None
-
-    def __getitem__(self, name: str) -> Tensor | None:
-        """Return a result by name; None if the model does not run in float64."""
-        if self._results is None:
-            found = run_in_float64(*self._inputs)
-            self._results = {} if found is None else pair_results(found, found)
-        return self._results.get(name, (None, None))[0]
+def _parameter(name: str) -> str:
+    """Return the name of the parameter whose gradient is called so."""
+    return name.removeprefix(GRADIENT).strip("'")
 
 
-def _differ(baseline: Run, found: Run) -> bool:
-    return any(difference(*both) for both in pair_results(baseline, found).values())
+def _differ(baseline: Results, found: Results) -> bool:
+    return any(difference(wanted, got) for _, wanted, got in pair_results(baseline, found))
 
 
 def verify(

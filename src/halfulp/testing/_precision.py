@@ -2,31 +2,33 @@
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import math
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Collection, Iterable
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_leaves
 
 from .. import formats, recipes
 from .._messages import a_kind
 from .._torch_versions import find_dtype
-from ..emulation import emulate
 from ..mctensor import MCTensor
 from ..observation import Finding, observe
 from ..observation._finding import listing
 from ..observation.findings import get_kind
 from ..recipes import Recipe
+from ..recipes._optimizer import emulated
 from ..recipes._plan import check
 from ..recipes._training_step import (
+    GRADIENT,
     LossOf,
+    Results,
     call_model,
     copy_model,
     make_default_loss,
+    name_gradients,
+    name_outputs,
     run_reference,
     same_randomness,
     untouched,
@@ -44,8 +46,7 @@ class ShortTraining:
     Attributes:
         losses: of each step that was taken.
         terms: norms of outputs times the loss's derivatives by them, of each step in plain float32.
-        outputs: floating outputs of the first, in float64.
-        gradients: of the first, by parameter, in float64.
+        results: floating outputs and gradients of the first, by what they are called, in float64.
         findings: what observing them showed.
         skipped: iterations whose gradients were not finite.
         unseen: sentences that say what could not be observed.
@@ -53,8 +54,7 @@ class ShortTraining:
 
     losses: list[float] = dataclasses.field(default_factory=list)
     terms: list[float] = dataclasses.field(default_factory=list)
-    outputs: list[Tensor] = dataclasses.field(default_factory=list)
-    gradients: dict[str, Tensor] = dataclasses.field(default_factory=dict)
+    results: dict[str, Tensor] = dataclasses.field(default_factory=dict)
     findings: list[Finding] = dataclasses.field(default_factory=list)
     skipped: int = 0
     unseen: list[str] = dataclasses.field(default_factory=list)
@@ -77,20 +77,19 @@ def run_short_training(
     is_plain = recipe == recipes.get("fp32")
     found = ShortTraining()
     seen = observe(model, optimizer, interval=1, scaler=scaler)
-    with _arithmetic(recipe, model, loss_of) as loss_under, seen:
+    with emulated(recipe, model) as under, seen:
         while len(found.losses) < steps and found.skipped < MOST_SKIPPED:
             with same_randomness():
                 output = call_model(model, batch)
-                loss = loss_under(output)
+                loss = under(loss_of)(output)
                 _check_loss(loss)
-                leaves = tree_leaves(output if not hasattr(output, "items") else dict(output))
-                outputs = [x for x in leaves if isinstance(x, Tensor) and x.is_floating_point()]
-                terms = _watch_terms(outputs) if is_plain else []
+                outputs = name_outputs(output)
+                terms = _watch_terms(outputs.values()) if is_plain else []
                 (loss if scaler is None else scaler.scale(loss)).backward()
             if scaler is not None:
                 scaler.unscale_(optimizer)
-            first = not found.losses
-            gradients = _gradients(model) if first else {}
+            given: Results = {} if found.losses else {**outputs, **name_gradients(model)}
+            results = {name: _plain(x) for name, x in given.items() if x is not None}
             seen.log_loss(_plain(loss))
             if scaler is None:
                 optimizer.step()
@@ -101,8 +100,7 @@ def run_short_training(
             if scaler is not None and scaler.last_step is not None and not scaler.last_step.applied:
                 found.skipped += 1
                 continue
-            if first:
-                found.outputs, found.gradients = [*map(_plain, outputs)], gradients
+            found.results = found.results or results
             found.losses.append(float(_plain(loss)))
             found.terms += terms
     if scaler is not None:
@@ -111,28 +109,13 @@ def run_short_training(
     return found
 
 
-@contextlib.contextmanager
-def _arithmetic(recipe: Recipe, model: nn.Module, loss_of: LossOf) -> Iterator[Callable[[Any], Tensor]]:
-    """Put the model under the recipe's emulation, if it has one; gives the loss under the same."""
-    if recipe.emulate is None:
-        yield loss_of
-        return
-    with emulate(model, recipe.emulate) as emulation:
-
-        def rounded(output: Any) -> Tensor:
-            with emulation.region():
-                return loss_of(output)
-
-        yield rounded
-
-
 def _check_loss(loss: Any) -> None:
     if not isinstance(loss, Tensor) or loss.numel() != 1:
         given = f"a tensor of shape {list(loss.shape)}" if isinstance(loss, Tensor) else a_kind(loss)
         raise ValueError(f"under the recipe the loss gave {given}: give a scalar, loss=lambda output: ...")
 
 
-def _watch_terms(outputs: list[Tensor]) -> list[float]:
+def _watch_terms(outputs: Iterable[Tensor]) -> list[float]:
     """Return a list that a backward pass fills with norms of x dL/dx: how far an output's own size moves the loss.
 
     Terms of both signs may cancel in the loss, and errors of the outputs do not.
@@ -147,10 +130,6 @@ def _watch_terms(outputs: list[Tensor]) -> list[float]:
         if x.requires_grad:
             watch(x)
     return terms
-
-
-def _gradients(model: nn.Module) -> dict[str, Tensor]:
-    return {name: _plain(p.grad) for name, p in model.named_parameters() if p.grad is not None}
 
 
 def _plain(x: Tensor) -> Tensor:
@@ -368,14 +347,12 @@ def _differences(
     rows: list[tuple[str, Tensor, Tensor, Tensor | None, float]] = []
     ours, other, theirs = (torch.tensor(x.losses, dtype=torch.float64, device="cpu") for x in (plain, twin, narrow))
     rows.append((f"losses of {len(plain.losses)} steps", ours, other, theirs, TERMS * math.hypot(*plain.terms)))
-    for k, output in enumerate(plain.outputs):
-        mine = narrow.outputs[k] if k < len(narrow.outputs) else None
-        rows.append((f"output {k}", output, twin.outputs[k], mine, 0.0))
-    elements = sum(x.numel() for x in plain.gradients.values())
-    typical = math.sqrt(sum(float(x.square().sum()) for x in plain.gradients.values()) / max(1, elements))
-    for name, gradient in plain.gradients.items():
-        floor = FLOOR * typical * math.sqrt(gradient.numel())
-        rows.append((f"gradient {name!r}", gradient, twin.gradients[name], narrow.gradients.get(name), floor))
+    gradients = [x for name, x in plain.results.items() if name.startswith(GRADIENT)]
+    elements = sum(x.numel() for x in gradients)
+    typical = math.sqrt(sum(float(x.square().sum()) for x in gradients) / max(1, elements))
+    for name, wanted in plain.results.items():
+        floor = FLOOR * typical * math.sqrt(wanted.numel()) if name.startswith(GRADIENT) else 0.0
+        rows.append((name, wanted, twin.results[name], narrow.results.get(name), floor))
     found = [
         DifferenceFromFloat32(name, _relative(wanted, mine, floor), tolerance + TWINS * _relative(wanted, other, floor))
         for name, wanted, other, mine, floor in rows

@@ -14,7 +14,7 @@ import tempfile
 import time
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -27,11 +27,11 @@ from .._extensions import load_inherited
 from ..observation.scripts import BackwardLosses, Ending, model_of, run_script
 from ..pages import write_whole
 from ..recipes import Recipe
-from ..recipes._optimizer import _object as recipe_update
 from ..recipes._optimizer import _state as recipe_state
+from ..recipes._optimizer import split_by_update
 from ._defaults import REFERENCE, TWIN
 from .page._script_page import render_script_page
-from .running._pool import describe_exit, is_killed
+from .running._pool import describe_exit
 from .tasks._task import finite_or_none
 
 RULES = ("SGD", "Adam", "AdamW")
@@ -49,9 +49,8 @@ class Substitution:
 
     Attributes:
         models: that were converted.
-        optimizers: that were made for them.
-        made: how many these were in all.
-        others: names of the classes of other optimizers, which stayed as they are.
+        optimizers: that were made for them, ``made`` in all.
+        others: names of the classes of other optimizers that stepped.
         steps: how often any optimizer stepped.
     """
 
@@ -66,46 +65,51 @@ class Substitution:
         self.optimizers.add(optimizer)
         self.made += 1
 
-    def count(self, *_: Any) -> None:
+    def count(self, optimizer: Optimizer, *_: Any) -> None:
         """Count a step of an optimizer (a step hook)."""
         self.steps += 1
+        name = type(optimizer).__name__
+        if optimizer not in self.optimizers and not _is_own(optimizer) and name not in self.others:
+            self.others.append(name)
 
     def bytes_per_parameter(self) -> float | None:
         """Return the mean over parameters of halfulp's optimizers that live; None without any."""
-        found = [(one.bytes_per_parameter(), _count_elements(one)) for one in self.optimizers if _is_own(type(one))]
+        found = [(one.bytes_per_parameter(), _count_elements(one)) for one in self.optimizers if _is_own(one)]
         return sum(size * count for size, count in found) / sum(count for _, count in found) if found else None
+
+    def notes(self) -> list[str]:
+        """Return what is to be said of a run in which a recipe was used."""
+        notes = []
+        if self.made > 1:
+            notes.append(f"{self.made} optimizers: the loss is the mean over the backward passes of all")
+        if self.made and self.others:
+            notes.append(f"{', '.join(self.others)} and what it steps stayed as they are")
+        return notes
+
+    def explain_nothing_converted(self) -> str:
+        """Return why no recipe was used."""
+        known = f"recipes replace torch.optim's {', '.join(RULES[:-1])} and {RULES[-1]}, and no subclasses of them"
+        if self.others:
+            return f"it trains by {', '.join(self.others)}; {known}"
+        return f"it makes no torch optimizer in its own process, and other processes are not reached; {known}"
 
 
 @contextlib.contextmanager
 def substitute_optimizers(recipe: Recipe) -> Iterator[Substitution]:
     """Give whoever makes torch.optim's SGD, Adam or AdamW a converted model and the recipe's optimizer.
 
-    Yields:
-        What was done.
-
-    Raises:
-        Refusal: the recipe needs more than that.
+    A Refusal is raised where the recipe needs more than that.
     """
     check_supported(recipe)
     done = Substitution()
     kinds = {name: getattr(torch.optim, name) for name in RULES}
-    inits = {kind: kind.__init__ for kind in (*kinds.values(), Optimizer)}
-    own = dict(kinds)
-    if recipe.narrow:
-        own = {name: _make_class(kind, recipe, done) for name, kind in kinds.items()}
-    else:
-        for kind in kinds.values():
-            kind.__init__ = _make_converting_init(kind, recipe, done)
-    _put_classes(own, kinds)
-    Optimizer.__init__ = _make_noting_init(Optimizer.__init__, {*own.values(), *kinds.values()}, done)  # type: ignore[method-assign]
+    _put_classes({name: _make_class(kind, recipe, done) for name, kind in kinds.items()}, kinds)
     counting = register_optimizer_step_post_hook(done.count)
     try:
         yield done
     finally:
         counting.remove()
         _put_classes(kinds, kinds)
-        for kind, init in inits.items():
-            kind.__init__ = init
 
 
 def _put_classes(classes: dict[str, Any], kinds: dict[str, Any]) -> None:
@@ -115,21 +119,8 @@ def _put_classes(classes: dict[str, Any], kinds: dict[str, Any]) -> None:
             setattr(place, name, classes[name])
 
 
-def _make_noting_init(init: Any, known: set[type], done: Substitution) -> Any:
-    """Return the constructor of all optimizers, which notes those that are neither a recipe's nor torch's three."""
-
-    @functools.wraps(init)
-    def noted(optimizer: Any, *args: Any, **options: Any) -> None:
-        kind = type(optimizer)
-        if kind not in known and not _is_own(kind) and kind.__name__ not in done.others:
-            done.others.append(kind.__name__)
-        init(optimizer, *args, **options)
-
-    return noted
-
-
-def _is_own(kind: type) -> bool:
-    return kind.__module__.partition(".")[0] == "halfulp"
+def _is_own(optimizer: Any) -> bool:
+    return type(optimizer).__module__.partition(".")[0] == "halfulp"
 
 
 def _count_elements(optimizer: Any) -> int:
@@ -137,11 +128,7 @@ def _count_elements(optimizer: Any) -> int:
 
 
 def check_supported(recipe: Recipe) -> None:
-    """Refuse recipes that need more than another model and optimizer.
-
-    Raises:
-        Refusal: the recipe scales or rounds gradients or emulates a format, by objects that the script has to use.
-    """
+    """Refuse recipes that scale or round gradients or emulate a format, by objects that the script has to use."""
     for need, words in (
         ("gradient_format", "its gradients go through hu.AdaptiveGradScaler, which the script has to call"),
         ("payload", "its parameters carry scales: use hu.scalify(model) and an optimizer of hu.optim in the script"),
@@ -153,9 +140,9 @@ def check_supported(recipe: Recipe) -> None:
 
 
 def _make_class(own: Any, recipe: Recipe, done: Substitution) -> type:
-    """Return a subclass of an optimizer whose call returns the recipe's; a subclass of it is an optimizer of its own.
+    """Return the class that stands in the place of one of torch's; a subclass of it is an optimizer of its own.
 
-    Not `__new__` of torch's own class: one that was set and deleted leaves a class that takes no arguments any more.
+    Under a narrow recipe its call returns the recipe's optimizer; else it is torch's, of a model converted before.
     """
 
     def make(cls: type, *args: Any, **options: Any) -> Any:
@@ -163,7 +150,18 @@ def _make_class(own: Any, recipe: Recipe, done: Substitution) -> type:
             return object.__new__(cls)
         return _make_recipe_optimizer(own, recipe, done, args, options)
 
-    kind = type(own.__name__, (own,), {"__new__": make, "__module__": own.__module__, "__doc__": own.__doc__})
+    @functools.wraps(own.__init__)
+    def convert_and_init(optimizer: Any, params: Any, *args: Any, **options: Any) -> None:
+        if type(optimizer) is not kind:
+            own.__init__(optimizer, params, *args, **options)
+            return
+        groups = _list_groups(params)
+        _convert(groups, recipe, done)
+        own.__init__(optimizer, groups, *args, **options)
+        done.add(optimizer)
+
+    changed: dict[str, Any] = {"__new__": make} if recipe.narrow else {"__init__": convert_and_init}
+    kind = type(own.__name__, (own,), {**changed, "__module__": own.__module__, "__doc__": own.__doc__})
     return kind
 
 
@@ -175,29 +173,14 @@ def _make_recipe_optimizer(own: Any, recipe: Recipe, done: Substitution, args: t
     names = {id(parameter): key for key, parameter in model.named_parameters()}
     given = {key: value for key, value in given.items() if key not in ("self", *_IMPLEMENTATION)}
     with _turn_into_refusals():
-        updates = recipes.assign(recipe, model)
-        split = [part for group in groups for part in _split_by_update(group, names, updates)]
+        split = []
+        for group in groups:
+            named = [(names[id(parameter)], parameter) for parameter in group["params"]]
+            split += [{**group, **part} for part in split_by_update(recipe, model, named)]
         kind: Any = optim.OPTIMIZERS[own.__name__]
         made = kind(split, state_dtype=recipe_state(recipe, kind, given), **given)
     done.add(made)
     return made
-
-
-def _make_converting_init(kind: Any, recipe: Recipe, done: Substitution) -> Any:
-    """Return a constructor that converts the model first; the optimizer stays torch's, and a subclass what it is."""
-    init = kind.__init__
-
-    @functools.wraps(init)
-    def convert_and_init(optimizer: Any, params: Any, *args: Any, **options: Any) -> None:
-        if type(optimizer) is not kind:
-            init(optimizer, params, *args, **options)
-            return
-        groups = _list_groups(params)
-        _convert(groups, recipe, done)
-        init(optimizer, groups, *args, **options)
-        done.add(optimizer)
-
-    return convert_and_init
 
 
 def _convert(groups: list[dict[str, Any]], recipe: Recipe, done: Substitution) -> nn.Module:
@@ -235,99 +218,6 @@ def _list_groups(params: Any) -> list[dict[str, Any]]:
     return found
 
 
-def _split_by_update(
-    group: dict[str, Any], names: dict[int, str], updates: dict[str, str | None]
-) -> list[dict[str, Any]]:
-    """Return a group split by the weight updates that the recipe gives its parameters."""
-    parts: dict[str | None, list[tuple[str, Tensor]]] = {}
-    for parameter in group["params"]:
-        name = names[id(parameter)]
-        parts.setdefault(None if parameter.dtype == torch.float32 else updates[name], []).append((name, parameter))
-    rest = {key: value for key, value in group.items() if key != "params"}
-    return [
-        {**rest, "params": members, **({} if update is None else {"weight_update": recipe_update(update)})}
-        for update, members in parts.items()
-    ]
-
-
-def main() -> None:
-    """Run `[recipe, result file, "file" or "module", script, *arguments]` of sys.argv and write the result as JSON."""
-    load_inherited()
-    recipe, result, kind, script, *arguments = sys.argv[1:]
-
-    def write(found: dict[str, Any]) -> None:
-        Path(result).write_text(json.dumps(found), encoding="utf-8")
-
-    write(run(script, arguments, recipe, module=kind == "module", leave=write))
-
-
-def run(script: str, arguments: list[str], recipe: str, module: bool = False, leave: Any = None) -> dict[str, Any]:
-    """Run a script under a recipe.
-
-    Args:
-        script: its path, or the dotted name of a module.
-        arguments: its own.
-        recipe: a name.
-        module: whether it is a module.
-        leave: given the result where the script ends the process by os._exit.
-
-    Returns:
-        The losses that backward passes began with, without a scaler's factor; optimizer steps; how the script ended;
-        why the recipe could not be used, or what else is to be said of it.
-    """
-    losses: list[float] = []
-    done = Substitution()
-
-    def left(ending: Ending) -> int:
-        if leave is not None:
-            leave(_describe_run(losses, done, ending, None))
-        return ending.code
-
-    def log(loss: torch.Tensor) -> None:
-        losses.append(float(loss))
-
-    refused, ending = None, None
-    try:
-        with substitute_optimizers(recipes.get(recipe)) as done, BackwardLosses(log):
-            ending = run_script(script, arguments, passing=Refusal, module=module, leave=left)
-    except Refusal as refusal:
-        refused = str(refusal)
-    return _describe_run(losses, done, ending, refused)
-
-
-def _describe_run(
-    losses: list[float], done: Substitution, ending: Ending | None, refused: str | None
-) -> dict[str, Any]:
-    code = 0 if ending is None else ending.code
-    if refused is None and not done.made and not code:
-        refused = _explain_nothing_converted(done)
-    return {
-        "losses": losses,
-        "steps": done.steps,
-        "refused": refused,
-        "notes": _list_notes(done),
-        "ended": None if ending is None else ending.reason,
-        "code": code,
-        "bytes_per_parameter": None if refused else done.bytes_per_parameter(),
-    }
-
-
-def _explain_nothing_converted(done: Substitution) -> str:
-    known = f"recipes replace torch.optim's {', '.join(RULES[:-1])} and {RULES[-1]}, and no subclasses of them"
-    if done.others:
-        return f"it trains by {', '.join(done.others)}; {known}"
-    return f"it makes no torch optimizer in its own process, and other processes are not reached; {known}"
-
-
-def _list_notes(done: Substitution) -> list[str]:
-    notes = []
-    if done.made > 1:
-        notes.append(f"{done.made} optimizers: the loss is the mean over the backward passes of all")
-    if done.made and done.others:
-        notes.append(f"{', '.join(done.others)} and what it steps stayed as they are")
-    return notes
-
-
 # The loss is the mean over this share of the backward passes at the end.
 _LAST = 0.1
 # A recipe counts as different beyond so many times what the twin differs by, and this share of float32's loss.
@@ -339,10 +229,10 @@ _POINTS = 200
 
 @dataclass(frozen=True)
 class Run:
-    """The losses and the ending of one run of a script.
+    """The losses and the ending of one run of a script, plain data.
 
     Attributes:
-        losses: that backward passes began with.
+        losses: that backward passes began with, without a scaler's factor.
         steps: of optimizers.
         refused: why the recipe could not be used, None where it was.
         notes: what else is to be said.
@@ -383,19 +273,45 @@ class Run:
         return [point for point in points if math.isfinite(point[1])]
 
 
+def main() -> None:
+    """Run `[recipe, result file, "file" or "module", script, *arguments]` of sys.argv and write the Run as JSON."""
+    load_inherited()
+    recipe, result, kind, script, *arguments = sys.argv[1:]
+    losses: list[float] = []
+    done = Substitution()
+
+    def write(ending: Ending | None, refused: str | None = None) -> int:
+        code = 0 if ending is None else ending.code
+        if refused is None and not done.made and not code:
+            refused = done.explain_nothing_converted()
+        size = None if refused else done.bytes_per_parameter()
+        run = Run(losses, done.steps, refused, done.notes(), None if ending is None else ending.reason, code, size)
+        Path(result).write_text(json.dumps(asdict(run)), encoding="utf-8")
+        return code
+
+    def log(loss: Tensor) -> None:
+        losses.append(float(loss))
+
+    try:
+        with substitute_optimizers(recipes.get(recipe)) as done, BackwardLosses(log):
+            # Where the script ends the process by os._exit, the result is written before.
+            ending = run_script(script, arguments, passing=Refusal, module=kind == "module", leave=write)
+    except Refusal as refusal:
+        write(None, str(refusal))
+    else:
+        write(ending)
+
+
 @dataclass(frozen=True)
 class ScriptRow:
     """The results of a script under one recipe.
 
     Attributes:
-        recipe: its name.
-        steps: of optimizers.
         loss: mean over the last tenth of the backward passes; None without any, or where it is not finite.
         gap: loss minus that of float32; None for float32 itself and where either is missing.
         verdict: "reference", "control", "no difference", "worse", "better", "diverged", "no verdict", "cannot" or
             "crashed".
         reason: why it cannot, how it ended, or what else is to be said.
-        bytes_per_parameter: weights, states, gradients, where halfulp's optimizer stepped; None elsewhere.
     """
 
     recipe: str
@@ -406,18 +322,10 @@ class ScriptRow:
     reason: str
     bytes_per_parameter: float | None
 
-    def to_dict(self) -> dict[str, Any]:
-        """Return the row as plain data."""
-        return dict(vars(self))
-
 
 @dataclass
 class ScriptComparison:
-    """The runs of a script by recipe, float32 first.
-
-    Attributes:
-        runs: by the recipes' names.
-    """
+    """The runs of a script by the recipes' names, float32 first."""
 
     runs: dict[str, Run] = field(default_factory=dict)
 
@@ -455,60 +363,45 @@ class ScriptComparison:
     def to_dict(self) -> dict[str, Any]:
         """Return plain data that JSON can hold; neither the script's name nor its arguments nor what it printed."""
         return {
-            "recipes": [{**row.to_dict(), "curve": self.runs[row.recipe].curve()} for row in self.rows],
+            "recipes": [{**vars(row), "curve": self.runs[row.recipe].curve()} for row in self.rows],
             "notes": self.notes(),
         }
 
     def to_html(self, path: str | os.PathLike[str]) -> None:
-        """Write one self-contained HTML page, whole or not at all.
-
-        Raises:
-            ValueError: jinja2 or matplotlib is missing, or the file cannot be written.
-        """
+        """Write one self-contained HTML page, whole or not at all."""
         write_whole(path, render_script_page(self.to_dict()))
 
     def _loss(self, name: str) -> float | None:
         run = self.runs.get(name)
         return None if run is None or run.code or run.refused else finite_or_none(run.loss())
 
-    def _spread(self) -> float | None:
-        """Return the gap that counts as no difference; None where float32 and its twin do not tell."""
-        reference, twin = self._loss(REFERENCE), self._loss(TWIN)
-        if reference is None or twin is None:
-            return None
-        return max(_SPREAD * abs(twin - reference), TOLERANCE * abs(reference))
-
     def _verdict(self, name: str, run: Run) -> tuple[str, str]:
-        notes = "; ".join(run.notes)
+        notes = list(run.notes)
         if run.refused:
             return "cannot", run.refused
         if run.code:
             return "crashed", run.read_last_line() if run.ended == "crashed" else run.describe_ending()
-        loss, reference, spread = finite_or_none(run.loss()), self._loss(REFERENCE), self._spread()
+        loss, reference, twin = finite_or_none(run.loss()), self._loss(REFERENCE), self._loss(TWIN)
         if name in (REFERENCE, TWIN):
-            broken = "" if loss is not None else "its loss is not finite: it did not learn"
-            return ("reference" if name == REFERENCE else "control"), "; ".join(filter(None, (broken, notes)))
-        if reference is None or spread is None:
-            which = REFERENCE if reference is None else TWIN
-            return "no verdict", f"{which} did not learn"
+            broken = ["its loss is not finite: it did not learn"] if loss is None else []
+            return ("reference" if name == REFERENCE else "control"), "; ".join([*broken, *notes])
+        if reference is None or twin is None:
+            return "no verdict", f"{REFERENCE if reference is None else TWIN} did not learn"
         if loss is None:
-            return "diverged", "; ".join(filter(None, ("its loss is not finite", notes)))
+            return "diverged", "; ".join(["its loss is not finite", *notes])
         if run.steps != self.runs[REFERENCE].steps:
-            notes = "; ".join(filter(None, (f"{self.runs[REFERENCE].steps} steps in float32", notes)))
-        if abs(loss - reference) <= spread:
-            return "no difference", notes
-        return ("worse" if loss > reference else "better"), notes
+            notes.insert(0, f"{self.runs[REFERENCE].steps} steps in float32")
+        verdict = "worse" if loss > reference else "better"
+        if abs(loss - reference) <= max(_SPREAD * abs(twin - reference), TOLERANCE * abs(reference)):
+            verdict = "no difference"
+        return verdict, "; ".join(notes)
 
 
 _WORKER = "from halfulp.trials._script import main; main()"
 
 
 class ScriptError(ValueError):
-    """Raised for a script that does not train unchanged, or gives nothing to compare.
-
-    Attributes:
-        said: what it printed to stderr.
-    """
+    """Raised for a script that does not train unchanged, or gives nothing to compare; ``said`` is its stderr."""
 
     def __init__(self, message: str, said: str = "") -> None:
         super().__init__(message)
@@ -524,23 +417,13 @@ def compare_script(
 ) -> ScriptComparison:
     """Run a script once per recipe, each in a process of its own, and say what its training loss became.
 
-    float32 and a twin whose start differs by 1e-7 run first: a gap within twice theirs, or within 1% of the
-    loss, is no difference: one run cannot tell. Where the
-    script makes torch's SGD, Adam or AdamW, its float32 model is converted and the recipe's optimizer returned;
-    everything else is the script's own, seeds too.
+    float32 and a twin whose start differs by 1e-7 run first. Where the script makes torch's SGD, Adam or AdamW, its
+    float32 model is converted and the recipe's optimizer returned; everything else is the script's own, seeds too.
 
     Args:
-        script: its path, or the dotted name of a module.
-        arguments: its own.
+        script, arguments: its path, or as a ``module`` the dotted name of one, and its own arguments.
         names: recipes.
-        module: whether it is a module.
         listen: told each recipe before it runs (with None), and afterwards its row and the seconds that it took.
-
-    Returns:
-        A row per recipe, float32 and its twin first.
-
-    Raises:
-        ValueError: an unknown recipe, or a script that fails as it is.
     """
     for name in names:
         recipes.get(name)
@@ -564,20 +447,10 @@ def _run(script: str, arguments: Sequence[str], recipe: str, module: bool) -> Ru
             [*command, script, *arguments], capture_output=True, text=True, errors="replace", check=False
         )
         if result.exists() and done.returncode >= 0:
-            with_result = json.loads(result.read_text(encoding="utf-8"))
-            return Run(**with_result, said=done.stderr)
-    return Run(ended=_describe_end(done.returncode), code=done.returncode or 1, said=done.stderr)
-
-
-def _describe_end(code: int) -> str:
-    """Describe how a process ended that left no result.
-
-    >>> _describe_end(-9), _describe_end(3)
-    ('was killed by SIGKILL, as where memory is short', 'ended with exit code 3 before it could report')
-    """
-    if code >= 0:
-        return f"{describe_exit(code)} before it could report"
-    return f"{describe_exit(code)}{', as where memory is short' if is_killed(code) else ''}"
+            found = json.loads(result.read_text(encoding="utf-8"))
+            return Run(**{**found, "said": done.stderr})
+    before = " before it could report" if done.returncode >= 0 else ""
+    return Run(ended=describe_exit(done.returncode) + before, code=done.returncode or 1, said=done.stderr)
 
 
 def _check_reference(run: Run) -> None:

@@ -79,13 +79,7 @@ def estimate_harm(observed: Mapping[str, Any], names: list[str], update: str) ->
 
 
 def set_updates(recipe: Recipe, model: nn.Module, updates: Updates) -> Recipe:
-    """Return the recipe with a weight update for each parameter, said in as few globs as say it right.
-
-    Args:
-        recipe: any of narrow parameters.
-        model: in float32.
-        updates: of all parameters that become narrow.
-    """
+    """Return a recipe of narrow parameters with a weight update for each, said in as few globs as say it right."""
     names = list(dict.fromkeys(updates.values()))
     usual = max(names, key=list(updates.values()).count)
     others = {name: update for name, update in updates.items() if update != usual}
@@ -141,11 +135,7 @@ class Costs:
         self._task, self.model = task, model
 
     def count_bytes(self, recipe: Recipe) -> float:
-        """Return the bytes per parameter of a recipe.
-
-        Raises:
-            ValueError: the model, or the task's optimizer, does not go with it.
-        """
+        """Return the bytes per parameter; a recipe that does not go with the model or the optimizer is a ValueError."""
         model = copy.deepcopy(self.model)
         recipes.convert(model, recipe)
         return float(recipes.optimizer(model, self._task.rule, **self._task.hyper).bytes_per_parameter())
@@ -156,18 +146,18 @@ def order_candidates(
 ) -> tuple[list[Candidate], list[Candidate]]:
     """Return the recipes that observed trainings leave open, by their bytes, and those that they rule out.
 
-    Args:
-        costs: of recipes on the model.
-        observed: by dtype, the readings of a training with parameters of that dtype, rounded to nearest.
-        dtypes: of parameters, the preferred one first where bytes are equal.
+    Observed are, by dtype, trainings with parameters of that dtype, rounded to nearest; where bytes are equal, the
+    first dtype is preferred.
     """
     found: list[Candidate] = []
     out: list[Candidate] = []
     for dtype in dtypes:
         probe = recipes.get(PROBES[dtype])
-        wide = _describe_range(observed[dtype]["ranges"][dtype], dtype)
-        if wide is not None:
-            out.append(Candidate(probe, costs.count_bytes(probe), why=wide))
+        worst = observed[dtype]["ranges"][dtype]
+        if worst["share"] > OUT_OF_RANGE:
+            where = f"{worst['role']} of {worst['name'] or 'the model'}"
+            why = f"{100 * worst['share']:.1f}% of the {where} would leave {dtype}'s range"
+            out.append(Candidate(probe, costs.count_bytes(probe), why=why))
             continue
         found += _list_candidates(costs, observed[dtype]["parameters"], probe)
     by_cost: dict[tuple[float, object], Candidate] = {}
@@ -183,7 +173,9 @@ def _list_candidates(costs: Costs, observed: Mapping[str, Any], probe: Recipe) -
     updates = choose_updates(observed)
     if not updates:
         return []
-    cheapest = _describe(set_updates(probe, costs.model, updates), updates)
+    cheapest = set_updates(probe, costs.model, updates)
+    if len(names := list(dict.fromkeys(updates.values()))) > 1:
+        cheapest = cheapest.replace(description=f"{' and '.join(names)}, as observed")
     rungs = [(cheapest, "8bit"), (cheapest, None), (cheapest, "float32")]
     for update in ("split8", "kahan", "split"):
         rungs += [(probe.replace(weight_update=update), state) for state in ("8bit", None, "float32")]
@@ -195,11 +187,6 @@ def _list_candidates(costs: Costs, observed: Mapping[str, Any], probe: Recipe) -
         except ValueError:
             continue  # "split" needs bfloat16, and an optimizer of one's own may have no states of 8 bits
     return found
-
-
-def _describe(recipe: Recipe, updates: Updates) -> Recipe:
-    names = list(dict.fromkeys(updates.values()))
-    return recipe if len(names) == 1 else recipe.replace(description=f"{' and '.join(names)}, as observed")
 
 
 def _name_recipe(recipe: Recipe) -> Recipe:
@@ -216,13 +203,6 @@ def _name_recipe(recipe: Recipe) -> Recipe:
     words = recipe.description if update == "mix" else f"{recipe.param_dtype}, {update} updates"
     states = {"8bit": ", 8-bit states", "float32": ", float32 states"}.get(recipe.state_dtype or "", "")
     return recipe.replace(name=name, description=words + states)
-
-
-def _describe_range(ranges: Mapping[str, Any], dtype: str) -> str | None:
-    if ranges["share"] <= OUT_OF_RANGE:
-        return None
-    where = ranges["name"] or "the model"
-    return f"{100 * ranges['share']:.1f}% of the {ranges['role']} of {where} would leave {dtype}'s range"
 
 
 def keeps_less(one: Recipe, other: Recipe, model: nn.Module) -> bool:
@@ -244,17 +224,6 @@ def keeps_less(one: Recipe, other: Recipe, model: nn.Module) -> bool:
     return all(mine[name] == theirs[name] or mine[name] in _LESS.get(str(theirs[name]), ()) for name in mine)
 
 
-def price_recipes(costs: Costs, given: Sequence[Recipe]) -> list[Candidate]:
-    """Return given recipes as candidates, in the order of their bytes per parameter.
-
-    Raises:
-        ValueError: the model or the optimizer does not go with one of them.
-    """
-    return sorted(
-        (Candidate(recipe, costs.count_bytes(recipe)) for recipe in given), key=attrgetter("bytes_per_parameter")
-    )
-
-
 # A first seed that lies so many times the tolerance above float32 needs no further seeds.
 _CLEARLY = 3.0
 # A mix of two recipes is tried where it can save this share of the bytes.
@@ -262,34 +231,20 @@ _WORTH = 0.01
 
 
 class Search:
-    """The candidates of a search and the trainings that decide it.
-
-    Args:
-        task: what is trained.
-        seeds: matched in all trainings, three or more.
-        steps: of a training.
-        tolerance: as `tune` takes it.
-        most: how many candidates are trained.
-        training: where trials are trained.
-    """
+    """The candidates of a search and the trainings that decide it."""
 
     def __init__(
         self, task: Task, seeds: Sequence[int], steps: int, tolerance: float | None, most: int, training: Training
     ) -> None:
         self.task, self.seeds, self.steps, self.tolerance = task, seeds, steps, tolerance
         self._left, self._training = most, training
+        self._allowed = 0.0  # how far a loss may be above float32's
         self.costs = Costs(task, task.model(task.load(), seeds[0]))
         self.candidates: list[Candidate] = []
         self.observed: dict[str, dict[str, Any]] = {}
 
-    # what is trained ------------------------------------------------------------------------------------------
-
     def begin(self, dtypes: Sequence[str]) -> None:
-        """Train float32 and its twin from every seed, and one narrow training per dtype that is observed.
-
-        Raises:
-            ValueError: float32 itself does not learn, or seeds scatter by more than the tolerance.
-        """
+        """Train float32 and its twin from every seed, and one narrow training per dtype that is observed."""
         controls = [self._make_trial(recipes.get(name), seed) for seed in self.seeds for name in (REFERENCE, TWIN)]
         probes = [self._make_trial(recipes.get(PROBES[dtype]), self.seeds[0], observed=True) for dtype in dtypes]
         self._training.train([*controls, *probes])
@@ -301,7 +256,9 @@ class Search:
                 f"task {self.task.name!r} diverges in float32 from {reference.diverged} of {len(self.seeds)} seeds: "
                 "there is nothing to stay with; lower its learning rate"
             )
+        self._allowed = reference.tolerance
         if self.tolerance is not None:
+            self._allowed = self.tolerance * abs(reference.loss)
             self._check_tolerance(reference.loss)
 
     def run(self, given: Sequence[Recipe] | None, dtypes: Sequence[str]) -> Recipe:
@@ -310,8 +267,12 @@ class Search:
             candidates, out = order_candidates(self.costs, self.observed, dtypes)
             self.candidates += out
         else:
-            candidates = price_recipes(self.costs, given)
-        failed = [one for one in map(self._judge_probe, dtypes) if one is not None]
+            candidates = [Candidate(recipe, self.costs.count_bytes(recipe)) for recipe in given]
+            candidates.sort(key=attrgetter("bytes_per_parameter"))
+        # The observed training's one seed may show that it cannot hold.
+        seen = [recipes.get(PROBES[dtype]) for dtype in dtypes]
+        judged = [self._reject_early(Candidate(recipe, self.costs.count_bytes(recipe))) for recipe in seen]
+        failed = [one for one in judged if one is not None]
         probed = {one.recipe.name: one for one in failed}
         self.candidates += [one for one in failed if one.recipe not in [other.recipe for other in candidates]]
         found = None
@@ -332,8 +293,6 @@ class Search:
 
     def _make_trial(self, recipe: Recipe, seed: int, observed: bool = False) -> Trial:
         return Trial(self.task, recipe, seed, self.steps, observed)
-
-    # what becomes of a candidate ------------------------------------------------------------------------------
 
     def _try_candidate(self, candidate: Candidate, failed: Sequence[Candidate]) -> Candidate:
         """Train a candidate, unless that is known to be in vain, and say what became of it."""
@@ -356,20 +315,15 @@ class Search:
         outcome, why = self._judge_row(row)
         return dataclasses.replace(candidate, outcome=outcome, why=why, gap=row.gap)
 
-    def _judge_probe(self, dtype: str) -> Candidate | None:
-        """Return the observed training as a candidate, where its one seed shows that it cannot hold."""
-        probe = recipes.get(PROBES[dtype])
-        return self._reject_early(Candidate(probe, self.costs.count_bytes(probe)))
-
     def _reject_early(self, candidate: Candidate) -> Candidate | None:
         """Return the outcome of a candidate that fails on its first seed already, else None."""
         row = self._read_row(candidate.recipe.name)
         if row.diverged:
             return dataclasses.replace(candidate, outcome="diverged", why="its loss is not finite")
         assert row.gap is not None
-        if row.gap <= _CLEARLY * self._compute_tolerance(row):
+        if row.gap <= _CLEARLY * self._allowed:
             return None
-        why = f"its first seed is {row.gap / self._compute_tolerance(row):.0f} times the tolerance above float32"
+        why = f"its first seed is {row.gap / self._allowed:.0f} times the tolerance above float32"
         return dataclasses.replace(candidate, outcome="worse", why=why, gap=row.gap)
 
     def _judge_row(self, row: Row) -> tuple[str, str]:
@@ -381,30 +335,21 @@ class Search:
         assert row.gap is not None
         assert row.interval is not None
         if self.tolerance is None:
-            alone = verdict(row.gap, row.interval, row.tolerance)
+            alone = verdict(row.gap, row.interval, self._allowed)
             outcome = "holds" if alone in KEPT else str(alone)
-        elif row.gap + row.interval <= self._compute_tolerance(row):
+        elif row.gap + row.interval <= self._allowed:
             outcome = "holds"
         else:
-            outcome = "worse" if row.gap - row.interval > self._compute_tolerance(row) else "unclear"
+            outcome = "worse" if row.gap - row.interval > self._allowed else "unclear"
         why = "" if outcome != "unclear" else f"seeds scatter by {row.interval:.4f}: more of them (seeds=) would tell"
         return outcome, why
-
-    def _compute_tolerance(self, row: Row) -> float:
-        """Return how far the loss may be above float32's."""
-        if self.tolerance is None:
-            return row.tolerance
-        loss = self._read_row(REFERENCE).loss
-        assert loss is not None
-        return self.tolerance * abs(loss)
 
     def _check_tolerance(self, loss: float) -> None:
         """Refuse a tolerance that not even a second float32 could be told to be within."""
         twins = self._training.evidence().gaps(self.task.name, TWIN)
         least = interval([0.0] * len(self.seeds), twins, loss)
         assert least is not None
-        assert self.tolerance is not None
-        if least > self.tolerance * abs(loss):
+        if least > self._allowed:
             raise ValueError(
                 f"tolerance={self.tolerance:g} is below {least / abs(loss):.2g}, what {len(self.seeds)} seeds of "
                 f"task {self.task.name!r} can tell at all, as a start that differs by 1e-7 shows: give more seeds, "
@@ -414,12 +359,9 @@ class Search:
     def _read_row(self, recipe: str) -> Row:
         return self._training.evidence().row(self.task.name, recipe)
 
-    # recipes for kinds of layers ------------------------------------------------------------------------------
-
     def _mix_updates(self, found: Candidate, failed: Sequence[Candidate]) -> Candidate:
         """Give the more expensive update to as few kinds of layers as needed, the worst first, by bisection."""
-        below = [one for one in failed if _differ_in_updates(one.recipe, found.recipe)]
-        below = [one for one in below if _is_cheaper(one, found)]
+        below = [one for one in failed if _differ_in_updates(one.recipe, found.recipe) and _is_cheaper(one, found)]
         if not below:
             return found
         cheaper = max(below, key=attrgetter("bytes_per_parameter"))
@@ -520,27 +462,18 @@ class Tuned:
             f"instead of {number(reference.bytes_per_parameter, 1)}."
         )
 
-    def rows(self) -> list[tuple[str, ...]]:
-        """Return the table of the candidates as words, its header first."""
-        found: list[tuple[str, ...]] = [("recipe", "bytes/param", "gap to fp32", "outcome", "why")]
+    def __str__(self) -> str:
+        rows: list[tuple[str, ...]] = [("recipe", "bytes/param", "gap to fp32", "outcome", "why")]
         for one in self.candidates:
             size, gap = number(one.bytes_per_parameter, 2), number(one.gap, 4, sign=True)
-            found.append((one.recipe.name, size, gap, one.outcome, one.why))
-        return found
-
-    def observed(self) -> list[str]:
-        """Return the worst findings of the observed trainings, a line each, under a heading; nothing without any."""
+            rows.append((one.recipe.name, size, gap, one.outcome, one.why))
+        widths = [max(map(len, column)) for column in zip(*rows)]
+        table = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths)).rstrip() for row in rows]
         shown = [f"  {finding.severity}: {finding}" for finding in self.findings[:_MOST_FINDINGS]]
         more = len(self.findings) - len(shown)
         shown += [f"  and {more} more in .findings"] if more else []
-        return ["Observed where every update is rounded to nearest:", *shown] if shown else []
-
-    def __str__(self) -> str:
-        rows = self.rows()
-        widths = [max(len(row[k]) for row in rows) for k in range(len(rows[0]))]
-        table = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths)).rstrip() for row in rows]
-        blank = [""] if self.findings else []
-        return "\n".join([self.headline(), self.recipe.explain(), "", *table, *blank, *self.observed()])
+        observed = ["", "Observed where every update is rounded to nearest:", *shown] if shown else []
+        return "\n".join([self.headline(), self.recipe.explain(), "", *table, *observed])
 
 
 def tune(

@@ -6,7 +6,7 @@ import re
 import pytest
 
 from halfulp.trials.running._plan import plan
-from halfulp.trials.running._progress import Cost, Progress, TimeLeft, estimate, name_cost_class
+from halfulp.trials.running._progress import Progress, estimate, name_cost_class
 
 
 class Clock:
@@ -25,8 +25,8 @@ def test_the_estimate_comes_first_and_the_time_left_falls(
     monkeypatch.setattr("sys.stderr", io.StringIO())
     monkeypatch.setenv("FORCE_COLOR", "1") if terminal else monkeypatch.delenv("FORCE_COLOR", raising=False)
     monkeypatch.setenv("COLUMNS", "60")
-    clock, progress = Clock(), Progress()
-    progress.left = TimeLeft(clock)
+    clock = Clock()
+    progress = Progress(clock)
     trials = plan(tiny.Tiny(), ["fp32"], 3, 100, None)
     done = {"float32": {"validation": {"loss": 1.5}}, "diverged_at": None}
     lefts = []
@@ -34,7 +34,7 @@ def test_the_estimate_comes_first_and_the_time_left_falls(
         progress("plan", None, trials)
         progress("timing", None, 1)
         assert progress.bars.tasks[0].fields["said"] == "timing a few steps of 1 kind of trial"
-        costs = {name_cost_class(trials[0]): Cost(step=0.6, rest=0.0)}
+        costs = {name_cost_class(trials[0]): 60.0}
         progress(
             "estimate",
             None,
@@ -69,7 +69,7 @@ def test_what_is_known_is_told_though_a_kind_of_trial_was_not_timed(
     monkeypatch.delenv("FORCE_COLOR", raising=False)
     progress = Progress()
     trials = plan(tiny.Tiny(), ["fp32", "bf16"], 2, 100, None)
-    costs = {name_cost_class(trials[0]): Cost(step=0.3, rest=0.0) if timed else None, name_cost_class(trials[1]): None}
+    costs = {name_cost_class(trials[0]): 30.0 if timed else None, name_cost_class(trials[1]): None}
     with progress:
         progress("plan", None, trials)
         progress("timing", None, 2)
@@ -77,4 +77,3 @@ def test_what_is_known_is_told_though_a_kind_of_trial_was_not_timed(
     said = progress.console.file.getvalue()
     assert said.startswith(first)
     assert ("; 2 of 4 trials were not timed." in said) == timed
-    assert not progress.estimated

@@ -119,7 +119,7 @@ def test_a_divergence_is_a_result_and_no_error(command, tmp_path: Path) -> None:
 def test_what_a_full_disk_or_a_killed_worker_leaves(command, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from halfulp.trials import TrialError
 
-    killed = TrialError("the worker of trial x was killed by SIGKILL; the memory of the machine may have run out")
+    killed = TrialError("the worker of trial x was killed by SIGKILL, as where memory is short")
     code, said = command("--seeds", "1", ends=lambda trial: killed if trial.recipe.name == "bf16" else 1.0)
     assert code == 2
     assert "was killed by SIGKILL" in said

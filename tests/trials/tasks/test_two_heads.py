@@ -11,6 +11,7 @@ from halfulp import recipes
 from halfulp.gradients import AdaptiveGradScaler
 from halfulp.trials import tasks
 from halfulp.trials.running import _trial
+from halfulp.trials.running._plan import Trial
 from halfulp.trials.tasks._digits import (
     CLASSES,
     SIDE,
@@ -140,7 +141,7 @@ def test_one_scale_serves_one_head(data, seed: int) -> None:
 @pytest.mark.parametrize("recipe", ["fp32", "fp16-adaptive", "e8m5"])
 def test_a_short_trial(data, recipe: str) -> None:
     few = dataclasses.replace(data, validation=tuple(part[::8] for part in data.validation))
-    result = _trial.run(tasks.get("two-heads"), recipes.get(recipe), 0, 3, few)
+    result = _trial.run(Trial(tasks.get("two-heads"), recipes.get(recipe), 0, 3), few)
     assert result["targets"] == 180
     assert result["diverged_at"] is None
     assert 0 <= result["float32"]["validation"]["accuracy"] <= 1

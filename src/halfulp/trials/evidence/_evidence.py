@@ -1,5 +1,7 @@
 """Evidence: what a comparison found, as a table, JSON, and one self-contained HTML page."""
 
+from __future__ import annotations
+
 import dataclasses
 import datetime
 import json
@@ -49,13 +51,16 @@ def _describe_task(evidence: FinishedTrials, task: str) -> dict[str, Any]:
     """Return one task for the template: its rows, curves, notes and settings."""
     rows = evidence.rows(task)
     settings = evidence.of_task(task)[0]["settings"]
+    of_task = settings["task"]
+    said = {"optimizer": of_task["rule"], **{key: str(value) for key, value in of_task["hyper"].items()}}
+    said |= {"batch": str(of_task["batch"]), "steps": str(settings["steps"]), "judged by": of_task["judged_by"]}
     most = max((stored_bytes(row) or 0.0 for row in rows), default=0.0)
     curves = read_curves(evidence, task)
     styles = choose_line_styles([row.recipe for row in rows])
     reach = max((abs(gap) for row in rows for gap in evidence.gaps(row.task, row.recipe)), default=0.0) or 1.0
     return {
         "name": task,
-        "title": settings["task"]["title"],
+        "title": of_task["title"],
         "loss_name": loss_name(evidence, task),
         "rounds_gradients": has_gradient_formats(evidence, task),
         "notes": write_notes(evidence, task),
@@ -63,7 +68,7 @@ def _describe_task(evidence: FinishedTrials, task: str) -> dict[str, Any]:
         "wide": draw_curves(curves, task, *_WIDE),
         "narrow": draw_curves(curves, task, *_NARROW),
         "rows": [_describe_row(evidence, row, styles[row.recipe], most, reach) for row in rows],
-        "settings": _describe_settings(settings),
+        "settings": said,
         "recipes": [evidence.of_recipe(task, row.recipe)[0]["settings"]["recipe"] for row in rows],
     }
 
@@ -102,12 +107,6 @@ def _describe_curves(evidence: FinishedTrials, rows: Sequence[Row]) -> str:
     ends = (f"{row.recipe} ends at {number(row.loss)}" for row in rows if row.loss is not None)
     said = "; ".join([f"Training loss over {steps} steps, and its difference to fp32", *ends])
     return f"{said}. The table has the same numbers."
-
-
-def _describe_settings(settings: dict[str, Any]) -> dict[str, str]:
-    task = settings["task"]
-    said = {"optimizer": task["rule"], **{key: str(value) for key, value in task["hyper"].items()}}
-    return said | {"batch": str(task["batch"]), "steps": str(settings["steps"]), "judged by": task["judged_by"]}
 
 
 SCHEMA = 1

@@ -339,11 +339,7 @@ def _group_by_recipe(records: Iterable[Record]) -> dict[str, dict[int, Record]]:
 
 
 def check_record(record: Record) -> None:
-    """Refuse what is not a finished trial as this version writes it.
-
-    Raises:
-        ValueError: a field is missing or of another kind; the message names it.
-    """
+    """Refuse what is not a finished trial as this version writes it."""
     try:
         rows(record["settings"]["task"]["name"], [record])
         list(record["result"]["curve"])
@@ -390,10 +386,15 @@ def _make_row(
     baseline = _compute_mean([read_judged_loss(record) for record in reference.values()])
     alone, allowed = interval(gaps, twins, baseline or 0.0), tolerance(twins, baseline or 0.0)
     limit = noise(gaps, twins, baseline or 0.0, compared if recipe not in (REFERENCE, TWIN) else ())
-    speed = _compute_ratio(
-        _compute_mean([r["step_ms"] for r in results]), [r["result"]["step_ms"] for r in reference.values()]
-    )
+    step_ms = _compute_mean([result["step_ms"] for result in results])
+    step_ms_of_float32 = [record["result"]["step_ms"] for record in reference.values()]
     accuracies = [result["float32"]["validation"]["accuracy"] for result in results]
+    judged = {REFERENCE: "reference", TWIN: "control"}.get(recipe)
+    gap = _compute_mean(gaps)
+    if diverged:
+        judged = "diverged"
+    elif judged is None and gap is not None:
+        judged = verdict(gap, limit, allowed, alone)
     return Row(
         task=task,
         recipe=recipe,
@@ -402,12 +403,12 @@ def _make_row(
         diverged=diverged,
         loss=_compute_mean(losses),
         loss_spread=_compute_spread(losses),
-        gap=_compute_mean(gaps),
+        gap=gap,
         gap_spread=_compute_spread(gaps),
         noise=limit,
         interval=alone,
         tolerance=allowed,
-        verdict=_judge(recipe, diverged, _compute_mean(gaps), limit, alone, allowed),
+        verdict=judged,
         accuracy=_compute_mean(accuracies),
         accuracy_spread=_compute_spread(accuracies),
         validation_loss=_compute_mean([result["float32"]["validation"]["loss"] for result in results]),
@@ -416,8 +417,8 @@ def _make_row(
         cancelled=_compute_mean([result["cancelled"] for result in results]),
         realised=_compute_mean([result["realised"] for result in results]),
         bytes_per_parameter=_compute_mean([result["bytes_per_parameter"] for result in results]),
-        step_ms=_compute_mean([result["step_ms"] for result in results]),
-        speed=speed,
+        step_ms=step_ms,
+        speed=step_ms / statistics.fmean(step_ms_of_float32) if step_ms is not None and step_ms_of_float32 else None,
         emulated=settings["emulate"],
         gradient_format=settings.get("gradient_format"),
         operand_format=settings.get("operand_format"),
@@ -433,18 +434,6 @@ def _read_underflow(result: dict[str, Any], which: str) -> float | None:
     return share
 
 
-def _judge(
-    recipe: str, diverged: int, gap: float | None, limit: float | None, alone: float | None, allowed: float
-) -> str | None:
-    if diverged:
-        return "diverged"
-    if recipe == REFERENCE:
-        return "reference"
-    if recipe == TWIN:
-        return "control"
-    return None if gap is None else verdict(gap, limit, allowed, alone)
-
-
 def _compute_mean(values: Sequence[float | None]) -> float | None:
     known = [value for value in values if value is not None]
     return statistics.fmean(known) if known and len(known) == len(values) else None
@@ -455,18 +444,9 @@ def _compute_spread(values: Sequence[float | None]) -> float | None:
     return spread(known) if len(known) == len(values) else None
 
 
-def _compute_ratio(value: float | None, reference: Sequence[float]) -> float | None:
-    return value / statistics.fmean(reference) if value is not None and reference else None
-
-
 @dataclasses.dataclass(frozen=True)
 class FinishedTrials:
-    """Every trial of a comparison with its settings, and how it was run.
-
-    Args:
-        trials: One record per trial, ``{"settings": ..., "result": ...}``, plain data.
-        run: How it was run: workers, cores, wall seconds.
-    """
+    """Every trial of a comparison with its settings, ``{"settings": ..., "result": ...}``, and how it was run."""
 
     trials: tuple[Record, ...]
     run: dict[str, Any]

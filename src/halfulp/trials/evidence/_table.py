@@ -52,46 +52,34 @@ def loss_name(evidence: FinishedTrials, task: str) -> str:
 
 def format_cells(evidence: FinishedTrials, row: Row) -> dict[str, str]:
     """Return the cells of a row as text, by column header, the same in every table."""
-    loss = loss_name(evidence, row.task)
-    verdict = row.verdict or "needs 3 seeds"
-    if row.diverged:
-        verdict = f"diverged ({row.diverged} of {row.seeds})"
-    reference = row.verdict == "reference"
-    paper_gaps = kind_of(row.task).paper_gaps
-    scaled = (
-        {"skipped": _format_skipped(row), "underflow": _format_underflow(row)}
-        if has_gradient_formats(evidence, row.task)
-        else {}
-    )
-    in_paper = {"gap in the paper": number(paper_gaps.get(row.recipe), 2, sign=True)} if paper_gaps else {}
-    digits = _loss_digits(evidence, row.task)
-    return {
+    float32 = [abs(loss) for loss in map(read_judged_loss, evidence.of_recipe(row.task, REFERENCE)) if loss is not None]
+    # On a task whose float32 loss would have no digits, losses have two that count.
+    digits = None if float32 and max(float32) < 1e-4 else 4
+    verdict = f"diverged ({row.diverged} of {row.seeds})" if row.diverged else row.verdict or "needs 3 seeds"
+    accuracy = "" if row.own_accuracy is None else f" · {percent(row.own_accuracy)}"
+    cells = {
         "recipe": row.recipe,
-        loss: with_spread(row.loss, row.loss_spread, digits),
-        "gap to fp32": DASH if reference else with_spread(row.gap, row.gap_spread, digits, sign=True),
+        loss_name(evidence, row.task): with_spread(row.loss, row.loss_spread, digits),
+        "gap to fp32": DASH if row.verdict == "reference" else with_spread(row.gap, row.gap_spread, digits, sign=True),
         "verdict": verdict,
-        "accuracy": with_percent_spread(row.accuracy, row.accuracy_spread),
-        "own arithmetic": _format_own(row, digits),
+        "accuracy": percent(row.accuracy),
+        "own arithmetic": DASH if row.own_loss is None else f"{with_spread(row.own_loss, None, digits)}{accuracy}",
         "cancelled": percent(row.cancelled),
         "movement kept": percent(row.realised, 0),
-        **scaled,
-        "bytes/param": _format_bytes(row),
-        "step time": "emulated" if is_imitated(row) else (DASH if row.speed is None else f"{row.speed:.2f}×"),
-        **in_paper,
     }
-
-
-def _loss_digits(evidence: FinishedTrials, task: str) -> int | None:
-    """Return how many digits losses have; None on a task whose float32 loss would have none."""
-    losses = map(read_judged_loss, evidence.of_recipe(task, REFERENCE))
-    known = [abs(loss) for loss in losses if loss is not None]
-    return None if known and max(known) < 1e-4 else 4
-
-
-def with_percent_spread(value: float | None, spread: float | None) -> str:
-    """Return a share and its spread as per cent."""
-    text = percent(value)
-    return text if value is None or spread is None else f"{text} ± {100 * spread:.1f}"
+    if row.accuracy is not None and row.accuracy_spread is not None:
+        cells["accuracy"] += f" ± {100 * row.accuracy_spread:.1f}"
+    if has_gradient_formats(evidence, row.task):
+        cells["skipped"] = number(row.skipped, 0 if row.skipped is None or row.skipped.is_integer() else 1)
+        worst = f"{percent(row.underflow)} · {percent(row.worst_underflow, 0)}"
+        cells["underflow"] = DASH if row.underflow is None else worst
+    size, is_imitated = number(stored_bytes(row), 1), row.emulated or row.gradient_format or row.operand_format
+    cells["bytes/param"] = f"({size})" if row.emulated else size
+    cells["step time"] = "emulated" if is_imitated else DASH if row.speed is None else f"{row.speed:.2f}×"
+    paper_gaps = kind_of(row.task).paper_gaps
+    if paper_gaps:
+        cells["gap in the paper"] = number(paper_gaps.get(row.recipe), 2, sign=True)
+    return cells
 
 
 def has_gradient_formats(evidence: FinishedTrials, task: str) -> bool:
@@ -99,36 +87,11 @@ def has_gradient_formats(evidence: FinishedTrials, task: str) -> bool:
     return any(record["settings"]["recipe"].get("gradient_format") for record in evidence.of_task(task))
 
 
-def is_imitated(row: Row) -> bool:
-    """Return whether a row's formats are imitated in float32, whose memory and speed it then has."""
-    return any((row.emulated, row.gradient_format, row.operand_format))
-
-
 def stored_bytes(row: Row) -> float | None:
     """Return bytes per parameter as measured; of an emulated format, what its bits would take."""
     if row.emulated is None or row.bytes_per_parameter is None:
         return row.bytes_per_parameter
     return row.bytes_per_parameter * formats.get(row.emulated).bits / 32
-
-
-def _format_bytes(row: Row) -> str:
-    text = number(stored_bytes(row), 1)
-    return f"({text})" if row.emulated else text
-
-
-def _format_skipped(row: Row) -> str:
-    return number(row.skipped, 0 if row.skipped is None or row.skipped.is_integer() else 1)
-
-
-def _format_underflow(row: Row) -> str:
-    return DASH if row.underflow is None else f"{percent(row.underflow)} · {percent(row.worst_underflow, 0)}"
-
-
-def _format_own(row: Row, digits: int | None) -> str:
-    if row.own_loss is None:
-        return DASH
-    accuracy = "" if row.own_accuracy is None else f" · {percent(row.own_accuracy)}"
-    return f"{with_spread(row.own_loss, None, digits)}{accuracy}"
 
 
 def write_notes(evidence: FinishedTrials, task: str) -> list[str]:
@@ -196,10 +159,15 @@ def format_tables(evidence: FinishedTrials) -> str:
 
 def write_headline(evidence: FinishedTrials) -> str:
     """Return which recipe keeps float32's accuracy on every task with the fewest bytes, or that none does."""
-    task = _find_largest_task(evidence)
+    task = max(evidence.tasks(), key=lambda task: evidence.of_task(task)[0]["result"]["parameters"])
     reference = evidence.row(task, REFERENCE)
-    kept = [row for row in evidence.rows(task) if not row.emulated and _is_kept_everywhere(evidence, row.recipe)]
-    kept = [row for row in kept if row.bytes_per_parameter is not None]
+    kept = [
+        row
+        for row in evidence.rows(task)
+        if not row.emulated
+        and row.bytes_per_parameter is not None
+        and all(_is_kept(evidence, evidence.row(other, row.recipe)) for other in evidence.tasks())
+    ]
     if not kept:
         verb = "is sure to have stayed" if any(row.verdict == "unclear" for row in evidence.rows()) else "stayed"
         return f"{_name_few_seeds(evidence)}no recipe {verb} with float32".capitalize() + "."
@@ -254,10 +222,6 @@ def _name_few_seeds(evidence: FinishedTrials) -> str:
     return f"On {seeds} {'seed' if seeds == 1 else 'seeds'}, "
 
 
-def _is_kept_everywhere(evidence: FinishedTrials, recipe: str) -> bool:
-    return all(_is_kept(evidence, evidence.row(task, recipe)) for task in evidence.tasks())
-
-
 def _is_kept(evidence: FinishedTrials, row: Row) -> bool:
     """Return whether a recipe keeps float32's loss: by its verdict, or on few seeds by a gap under half a per cent."""
     if row.verdict in ("reference", "control", "diverged"):
@@ -270,8 +234,3 @@ def _is_kept(evidence: FinishedTrials, row: Row) -> bool:
 
 def _gradient_bits(row: Row) -> int:
     return formats.get(row.gradient_format).bits if row.gradient_format else 32
-
-
-def _find_largest_task(evidence: FinishedTrials) -> str:
-    """Return the task with the most parameters."""
-    return max(evidence.tasks(), key=lambda task: evidence.of_task(task)[0]["result"]["parameters"])

@@ -37,13 +37,7 @@ _DASHES = (None, (5.0, 2.0), (1.0, 1.5), (6.0, 1.5, 1.0, 1.5))
 
 @dataclasses.dataclass(frozen=True)
 class LineStyle:
-    """The colour, marker and dashes of one recipe's curve.
-
-    Attributes:
-        colour: of --c0 to --c7.
-        marker: None for the reference and its twin, which are told by width and dashes.
-        dash: lengths of dashes and gaps, None for a solid line.
-    """
+    """The colour (--c0 to --c7), marker and dashes of a recipe's curve; the reference and its twin have no marker."""
 
     colour: int
     marker: Marker | None = None
@@ -93,14 +87,8 @@ def draw_curves(
 
     Where some recipes stay much closer to fp32 than others, a third panel shows theirs alone, magnified. All are means
     over seeds; the difference is paired, step by step and seed by seed, and shaded from the smallest to the largest
-    seed. Recipes are told apart by markers and dashes too.
-
-    Args:
-        curves: those of the reference among them.
-        key: tells the drawing from others of a page.
-        width, height: in CSS pixels.
-        titles: of the three panels.
-        axis: what runs from left to right.
+    seed. Recipes are told apart by markers and dashes too. The key tells the drawing from others of a page; sizes are
+    in CSS pixels.
     """
     from matplotlib import rc_context
     from matplotlib.backends.backend_svg import FigureCanvasSVG
@@ -115,7 +103,9 @@ def draw_curves(
         styles = choose_line_styles(list(curves))
         for index, (recipe, seeds) in enumerate(curves.items()):
             look = _choose_plot_options(styles[recipe], index)
-            _draw_loss(panels[0], seeds, look)
+            steps = _find_common_steps(list(seeds.values()))
+            means = [statistics.fmean(points[step] for points in seeds.values()) for step in steps]
+            panels[0].plot(steps, means, **look)
             for axes in panels[1:2] if recipe not in near else panels[1:]:
                 _draw_gap(axes, recipe, seeds, curves[REFERENCE], look, shade=axes is panels[1])
         _style_panels(panels, curves, titles, axis)
@@ -128,12 +118,6 @@ def write_svg(figure: Any) -> str:
     figure.savefig(target, format="svg", metadata={"Date": None, "Creator": None})
     text = target.getvalue()
     return re.sub(r"<metadata>.*?</metadata>", "", text[text.index("<svg") :], flags=re.DOTALL)
-
-
-def _draw_loss(axes: Any, seeds: Mapping[int, Mapping[int, float]], look: dict[str, Any]) -> None:
-    steps = _find_common_steps(list(seeds.values()))
-    mean = [statistics.fmean(points[step] for points in seeds.values()) for step in steps]
-    axes.plot(steps, mean, **look)
 
 
 def _draw_gap(

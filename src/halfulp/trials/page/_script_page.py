@@ -18,14 +18,7 @@ _TITLES = ("training loss", "difference to fp32 at the same backward pass", "the
 
 
 def render_script_page(data: Mapping[str, Any]) -> str:
-    """Return the page of a script's comparison as HTML text; it refers to nothing outside itself.
-
-    Args:
-        data: what `ScriptComparison.to_dict` gives, also when read back from JSON.
-
-    Raises:
-        ValueError: jinja2 or matplotlib is missing.
-    """
+    """Return the page of what `ScriptComparison.to_dict` gives as HTML text; it refers to nothing outside itself."""
     require("matplotlib")
     rows = data["recipes"]
     drawn = [row for row in rows if row["curve"]]
@@ -48,7 +41,11 @@ def render_script_page(data: Mapping[str, Any]) -> str:
         __package__,
         "script.html.j2",
         headline=write_headline(rows),
-        leads=_list_failures(rows),
+        leads=[
+            f"{row['recipe']} {'could not be used' if row['verdict'] == 'cannot' else row['verdict']}: {row['reason']}"
+            for row in rows
+            if row["verdict"] in ("cannot", "crashed")
+        ],
         notes=data["notes"],
         key=key,
         rows=lines,
@@ -81,14 +78,6 @@ def write_headline(rows: Sequence[Mapping[str, Any]]) -> str:
 
 def _join_names(names: Sequence[str]) -> str:
     return " and ".join([", ".join(names[:-1]), names[-1]] if len(names) > 1 else names)
-
-
-def _list_failures(rows: Sequence[Mapping[str, Any]]) -> list[str]:
-    return [
-        f"{row['recipe']} {'could not be used' if row['verdict'] == 'cannot' else row['verdict']}: {row['reason']}"
-        for row in rows
-        if row["verdict"] in ("cannot", "crashed")
-    ]
 
 
 def _describe_row(row: Mapping[str, Any], style: Any, reach: float, most: float) -> dict[str, Any]:

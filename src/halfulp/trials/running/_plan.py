@@ -1,7 +1,6 @@
 """The plan of a comparison: its trials, in the order in which they start."""
 
 import dataclasses
-import importlib.metadata
 import operator
 import platform
 import re
@@ -9,6 +8,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from ... import recipes as catalog
+from ...environment._describe import find_version
 from ...recipes import Recipe
 from .. import tasks as registry
 from .._defaults import REFERENCE, TWIN
@@ -37,7 +37,7 @@ class Trial:
         """Return all that decides the result as plain data; a finished trial is reused only if it is equal."""
         import torch
 
-        packages = {name: _read_version(name) for name in ("halfulp", "numpy", "llvmlite")}
+        packages = {name: find_version(name) for name in ("halfulp", "numpy", "llvmlite")}
         return {
             "task": self.task.settings(),
             "recipe": self.recipe.to_dict(),
@@ -45,13 +45,6 @@ class Trial:
             "steps": self.steps,
             "versions": {**packages, "torch": torch.__version__, "python": platform.python_version()},
         }
-
-
-def _read_version(package: str) -> str | None:
-    try:
-        return importlib.metadata.version(package)
-    except importlib.metadata.PackageNotFoundError:
-        return None
 
 
 def plan(
@@ -67,11 +60,6 @@ def plan(
 
     The float32 reference is always among the recipes, in front: every gap is measured against it. A pair that does
     not go together is an error, or, where there is a dict to put it into, left out: task, recipe, and why.
-
-    Raises:
-        ValueError: an unknown or repeated name, no seeds, no steps, both steps and a size, a pair that does not go
-            together, or another recipe under the name of a control.
-        TypeError: seeds that are no integers.
     """
     tasks = [registry.get(one, data) for one in ([task] if isinstance(task, str | Task) else task)]
     rows = [catalog.get(one) for one in ([recipes] if isinstance(recipes, str | Recipe) else recipes)]
@@ -87,7 +75,11 @@ def plan(
         raise ValueError(f"size={size!r} says how many steps there are: give it or steps={steps}")
     for kind, found in (("task", [one.name for one in tasks]), ("recipe", [one.name for one in rows])):
         _check_unique(kind, found)
-        _check_file_names(kind, found)
+        for name in found:
+            if not re.fullmatch(r"\w[\w.+-]*", name):
+                raise ValueError(
+                    f"the name of a {kind} becomes a file name: letters, digits and _.+- only, got {name!r}"
+                )
     together = _pair_recipes(tasks, rows, left_out)
     return [
         Trial(task=one, recipe=recipe, seed=seed, steps=steps or one.steps_of(size))
@@ -160,10 +152,3 @@ def _check_unique(kind: str, names: list[str]) -> None:
     twice = sorted({name for name in names if names.count(name) > 1})
     if twice:
         raise ValueError(f"{kind} {', '.join(twice)} is given more than once")
-
-
-def _check_file_names(kind: str, names: list[str]) -> None:
-    """Refuse names that cannot be part of a file's name."""
-    for name in names:
-        if not re.fullmatch(r"\w[\w.+-]*", name):
-            raise ValueError(f"the name of a {kind} becomes a file name: letters, digits and _.+- only, got {name!r}")

@@ -8,7 +8,7 @@ import os
 import signal
 import tempfile
 import traceback
-from collections.abc import Generator, Iterator, Sequence
+from collections.abc import Generator, Sequence
 from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
 from pathlib import Path
@@ -20,7 +20,7 @@ from ..._extensions import load_inherited
 from ..._messages import first_line
 from ..tasks import Data
 from ._plan import Trial
-from ._progress import Probe, measure_cost
+from ._progress import measure_cost
 from ._trial import run
 
 
@@ -29,22 +29,19 @@ def describe_exit(code: int | None) -> str:
 
     >>> describe_exit(3), describe_exit(-15), describe_exit(-99), describe_exit(0xC0000005)
     ('ended with exit code 3', 'was killed by SIGTERM', 'was killed by signal 99', 'ended with exit code 0xC0000005')
+    >>> describe_exit(-9)
+    'was killed by SIGKILL, as where memory is short'
     """
     if code is None or 0 <= code < 2**31:
         return f"ended with exit code {code}"
     if code > 0:  # of a crash on Windows, which names it so
         return f"ended with exit code 0x{code:X}"
-    names = {member.value: member.name for member in signal.Signals}
+    names = {member.value: member.name for member in signal.Signals} | {9: "SIGKILL, as where memory is short"}
     return f"was killed by {names.get(-code, f'signal {-code}')}"
 
 
-def is_killed(code: int | None) -> bool:
-    """Return whether SIGKILL ended a process, as the system does where memory is short; Windows has none.
-
-    >>> is_killed(-9), is_killed(9), is_killed(None)
-    (True, False, False)
-    """
-    return code is not None and -code == getattr(signal, "SIGKILL", 9)
+# "train" or "time", and the trial.
+Job = tuple[str, Trial]
 
 
 def main(connection: Connection, log: str) -> None:
@@ -69,22 +66,20 @@ def main(connection: Connection, log: str) -> None:
         return
 
 
-def _answer(job: Trial | Probe, loaded: dict[str, Data], connection: Connection) -> tuple[str, Any]:
-    """Train a trial, or time a probe, and return the message that says what came of it."""
-    trial = job.trial if isinstance(job, Probe) else job
+def _answer(job: Job, loaded: dict[str, Data], connection: Connection) -> tuple[str, Any]:
+    """Train a trial, or time some of its steps, and return the message that says what came of it."""
+    what, trial = job
     try:
         which = repr(trial.task.settings())
         if which not in loaded:
             loaded[which] = trial.task.load()
-        if isinstance(job, Probe):
+        if what == "time":
             return "timed", measure_cost(trial, loaded[which])
 
         def report(step: int, loss: float) -> None:
             connection.send(("progress", (step, loss)))
 
-        return "done", run(
-            trial.task, trial.recipe, trial.seed, trial.steps, loaded[which], report, observed=trial.observed
-        )
+        return "done", run(trial, loaded[which], report)
     except (EOFError, BrokenPipeError, ConnectionResetError):
         raise
     except Exception as error:
@@ -97,10 +92,7 @@ Event = tuple[str, Trial, Any]
 
 
 class TrialError(RuntimeError):
-    """A trial that ended without a result: it crashed, or its worker was killed.
-
-    ``trial`` is the one, ``details`` the traceback or the last output of the worker.
-    """
+    """A trial that ended without a result; ``details`` are the traceback or the last output of its worker."""
 
     def __init__(self, message: str, trial: Trial | None = None, details: str = ""):
         super().__init__(message)
@@ -119,13 +111,19 @@ class _Worker:
         self.process: BaseProcess = context.Process(
             target=main, args=(theirs, str(self.log)), name=f"halfulp-trials-{number}", daemon=True
         )
-        with _set_environment():
+        before = {name: os.environ[name] for name in _ONE_THREAD if name in os.environ}
+        os.environ.update(dict.fromkeys(_ONE_THREAD, "1"))
+        try:
             self.process.start()
+        finally:
+            for name in _ONE_THREAD:
+                del os.environ[name]
+            os.environ.update(before)
         theirs.close()
 
-    def give(self, job: Trial | Probe) -> None:
-        """Send the next trial or probe; a worker that died meanwhile is noticed when its pipe is read."""
-        self.trial = job.trial if isinstance(job, Probe) else job
+    def give(self, job: Job) -> None:
+        """Send the next job; a worker that died meanwhile is noticed when its pipe is read."""
+        self.trial = job[1]
         with contextlib.suppress(OSError):
             self.connection.send(job)
 
@@ -142,7 +140,7 @@ class _Worker:
 def work(
     trials: Sequence[Trial],
     workers: int,
-    probes: Sequence[Probe] = (),
+    timed: Sequence[Trial] = (),
     on: bool = False,
     tick: float | None = None,
 ) -> Generator[Event, None, None]:
@@ -150,14 +148,12 @@ def work(
 
     With ``on``, a trial that raises yields ("failed", trial, its exception in a line), and the others go on.
     With ``tick``, so many seconds without an event yield ("tick", a trial, None).
-    Probes come first; each yields ("timed", its trial, a Cost or None), and no trial starts before the last one did.
+    Before any trial starts, those of ``timed`` yield ("timed", trial, its seconds or None).
     Leaving the loop early, by an exception or otherwise, ends the workers.
-
-    Raises:
-        TrialError: a trial crashed, unless ``on``, or its worker died; the other workers are ended.
     """
-    waiting: list[Trial | Probe] = [*reversed(trials), *reversed(probes)]
-    unfinished, untimed = len(waiting), len(probes)
+    # From the last to the first.
+    waiting = [("train", trial) for trial in reversed(trials)] + [("time", trial) for trial in reversed(timed)]
+    unfinished, untimed = len(waiting), len(timed)
     with tempfile.TemporaryDirectory(prefix="halfulp-") as logs, contextlib.ExitStack() as stack:
         crew: dict[Any, _Worker] = {}
         idle: list[_Worker] = []
@@ -179,11 +175,11 @@ def work(
                 untimed -= kind == "timed"
                 if kind != "progress":
                     idle.append(worker)
-                while idle and waiting and (isinstance(waiting[-1], Probe) or not untimed):
-                    job = waiting.pop()
-                    idle.pop(0).give(job)
-                    if isinstance(job, Trial):
-                        yield "start", job, None
+                while idle and waiting and (waiting[-1][0] == "time" or not untimed):
+                    what, trial = waiting.pop()
+                    idle.pop(0).give((what, trial))
+                    if what == "train":
+                        yield "start", trial, None
 
 
 def _receive(worker: _Worker, on: bool) -> tuple[str, Any]:
@@ -203,58 +199,31 @@ def _receive(worker: _Worker, on: bool) -> tuple[str, Any]:
 def _describe_death(worker: _Worker) -> TrialError:
     """Return the error of a worker that ended early: its exit code and its last output."""
     worker.process.join(10)
-    code = worker.process.exitcode
-    how, hint = describe_exit(code), "; the memory of the machine may have run out" if is_killed(code) else ""
+    how = describe_exit(worker.process.exitcode)
     output = worker.log.read_text(encoding="utf-8", errors="replace") if worker.log.exists() else ""
     if worker.trial is None:
-        hint = '; in a script, call compare under `if __name__ == "__main__":`, since workers import the script again'
-        return TrialError(f"a worker {how} before its first trial{hint}", None, output)
-    return TrialError(f"the worker of trial {worker.trial} {how}{hint}", worker.trial, output)
-
-
-@contextlib.contextmanager
-def _set_environment() -> Iterator[None]:
-    """Give children one thread per process, and leave Ctrl-C to the parent."""
-    before = {name: os.environ.get(name) for name in _ONE_THREAD}
-    os.environ.update(dict.fromkeys(_ONE_THREAD, "1"))
-    try:
-        yield
-    finally:
-        for name, value in before.items():
-            if value is None:
-                del os.environ[name]
-            else:
-                os.environ[name] = value
+        hint = 'in a script, call compare under `if __name__ == "__main__":`, since workers import the script again'
+        return TrialError(f"a worker {how} before its first trial; {hint}", None, output)
+    return TrialError(f"the worker of trial {worker.trial} {how}", worker.trial, output)
 
 
 def train_all(
     trials: Sequence[Trial],
     workers: int,
-    probes: Sequence[Probe] = (),
+    timed: Sequence[Trial] = (),
     on: bool = False,
     tick: float | None = None,
 ) -> Generator[Event, None, None]:
-    """Train in workers, then in this process what must be; no trial starts before the last probe was timed."""
-    yield from work([trial for trial in trials if not trial.task.in_process], workers, probes, on, tick)
-    yield from train_here([trial for trial in trials if trial.task.in_process])
-
-
-def train_here(trials: Sequence[Trial]) -> Generator[Event, None, None]:
-    """Train all trials and yield ("start", trial, None), then ("done", trial, result).
-
-    Each begins from its own seed, and torch's random state is afterwards as it was.
-
-    Raises:
-        TrialError: a trial crashed; its ``details`` are the traceback.
-    """
+    """Train in workers, as `work` does, then in this process what must be; torch's random state stays as it was."""
+    yield from work([trial for trial in trials if not trial.task.in_process], workers, timed, on, tick)
     for trial in trials:
+        if not trial.task.in_process:
+            continue
         yield "start", trial, None
         devices = list(range(torch.cuda.device_count()))
         with torch.random.fork_rng(devices=devices):
             try:
-                result = run(
-                    trial.task, trial.recipe, trial.seed, trial.steps, trial.task.load(), observed=trial.observed
-                )
+                result = run(trial, trial.task.load())
             except Exception as error:
                 said = f"trial {trial} failed: {type(error).__name__}: {first_line(error)}"
                 raise TrialError(said, trial, traceback.format_exc()) from error

@@ -29,11 +29,6 @@ class Ranks:
 
     Only rank 0 needs the output folder. Every trial has one rank, by its place among the missing ones.
 
-    Args:
-        store: of torch.distributed.
-        rank: of this process.
-        size: the number of processes.
-
     Attributes:
         unfinished: on rank 0, the keys of the trials of each rank that have no result.
     """
@@ -44,23 +39,14 @@ class Ranks:
         self._sent = 0
         self._read = [0] * size
         self._heard = [(0, time.monotonic() + MEET)] * size
-        self._looked, self._lost = 0.0, ""
+        self._lost = ""
         store.set_timeout(datetime.timedelta(seconds=SILENT))
         self._ended = threading.Event()
         self._thread = threading.Thread(target=self._beat, daemon=True, name="halfulp-rank")
         self._thread.start()
 
     def train(self, trials: Sequence[Trial], missing: Sequence[Trial], on: bool) -> Generator[Event, None, None]:
-        """Train on rank 0 its share of what is missing, and yield the events of all ranks.
-
-        Args:
-            trials: all of the run.
-            missing: those that have no result.
-            on: whether the others go on where a trial raises.
-
-        Raises:
-            TrialError: a trial failed, or a rank did.
-        """
+        """Train on rank 0 its share of what is missing, and yield the events of all ranks."""
         shares = [missing[rank :: self.size] for rank in range(self.size)]
         self.unfinished = [[trial.key for trial in share] for share in shares]
         self._put("trials", {trial.key: trial.settings() for trial in trials})
@@ -77,11 +63,7 @@ class Ranks:
             time.sleep(_LOOK)
 
     def serve(self, trials: Sequence[Trial], on: bool) -> int:
-        """Train another rank's share, send what comes of it, and return the exit code of rank 0 once that has ended.
-
-        Raises:
-            TrialError: rank 0 is not heard of any more.
-        """
+        """Train another rank's share, send what comes of it, and return the exit code of rank 0 once that has ended."""
         try:
             if not self._wait_for("missing"):
                 return int(self._get("over"))
@@ -91,7 +73,7 @@ class Ranks:
             with contextlib.closing(train_all(share, 1, on=on, tick=_LOOK)) as events:
                 reported = 0.0
                 for kind, trial, content in events:
-                    if self._is_time() and self._has("over"):
+                    if self._has("over"):
                         break
                     if kind == "tick" or (kind == "progress" and time.monotonic() - reported < _REPORT):
                         continue
@@ -124,8 +106,6 @@ class Ranks:
 
     def _receive(self, known: dict[str, Trial]) -> Iterator[Event]:
         """Yield what other ranks have sent since the last look."""
-        if not self._is_time():
-            return
         for rank in range(1, self.size):
             while self._has(key := f"event/{rank}/{self._read[rank]}"):
                 kind, trial, content = self._get(key)
@@ -148,12 +128,8 @@ class Ranks:
         theirs = self._get("trials")
         if ours == theirs:
             return
-        if alone := sorted(ours.keys() ^ theirs.keys()):
-            told = f"{alone[0]} is {'none of its trials' if alone[0] in theirs else 'none of those of rank 0'}"
-        else:
-            where, there, here = find_difference(theirs, ours)
-            told = f"{where} is {here!r} here and {there!r} on rank 0"
-        raise TrialError(f"{told}. Start all ranks by the same command in the same environment")
+        where, _, _ = find_difference(theirs, ours)
+        raise TrialError(f"{where} is another one than on rank 0: start all ranks by one command in one environment")
 
     def _check_alive(self, rank: int) -> None:
         """Raise where a rank has given no sign of life for too long."""
@@ -171,13 +147,6 @@ class Ranks:
                 return False
             self._check_alive(0)
             time.sleep(_LOOK)
-        return True
-
-    def _is_time(self) -> bool:
-        """Return whether it is time for another look."""
-        if time.monotonic() - self._looked < _LOOK:
-            return False
-        self._looked = time.monotonic()
         return True
 
     def _beat(self) -> None:
@@ -212,11 +181,7 @@ class Ranks:
 
 
 def serve_other_rank(workers: object, trials: Sequence[Trial], on: bool = False) -> None:
-    """Train the share of a rank other than the first and end its process; do nothing on any other process.
-
-    Raises:
-        SystemExit: the share is trained; the exit code is that of rank 0.
-    """
+    """Train the share of a rank other than the first and end its process; do nothing on any other process."""
     if isinstance(workers, Ranks) and workers.rank:
         raise SystemExit(workers.serve(trials, on))
 
@@ -234,9 +199,6 @@ def join_ranks() -> Iterator[Ranks | None]:
     """Meet the other ranks of torchrun for the length of a block; yield None where this process is alone.
 
     How rank 0 leaves the block is the exit code of the others, which are in `Ranks.serve` then.
-
-    Raises:
-        ValueError: torchrun's environment variables say nothing, or nobody answers at the address in them.
     """
     if count_ranks() == 1:
         yield None

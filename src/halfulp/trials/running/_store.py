@@ -4,7 +4,7 @@ import contextlib
 import json
 import os
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -17,11 +17,7 @@ from ._plan import Trial
 
 
 class Store:
-    """The folder of one comparison: ``trials/<key>.json`` per finished trial, then a page and a JSON file.
-
-    Raises:
-        ValueError: the folder cannot be made or written, or holds something that forbids this run.
-    """
+    """The folder of one comparison: ``trials/<key>.json`` per finished trial, then a page and a JSON file."""
 
     def __init__(self, out: str | os.PathLike[str], stem: str = "compare"):
         self.root = Path(out)
@@ -39,36 +35,17 @@ class Store:
                 f"cannot write into the output folder {self.root}: {error.strerror or error}; give another with --out"
             ) from None
 
-    @contextlib.contextmanager
-    def lock(self) -> Iterator[None]:
-        """Keep other comparisons, of any process, out of the folder; the lock goes with the process that holds it.
-
-        Raises:
-            ValueError: another comparison is writing into the folder.
-        """
+    def lock(self) -> contextlib.AbstractContextManager[Any]:
+        """Keep other comparisons, of any process, out of the folder; the lock goes with the process that holds it."""
         try:
-            self._lock.acquire(blocking=False)
+            return self._lock.acquire(blocking=False)
         except filelock.Timeout:
             raise ValueError(
                 f"another comparison is writing into {self.root}: wait for it, or give another folder with --out"
             ) from None
-        try:
-            yield
-        finally:
-            self._lock.release()
 
     def begin(self, trials: Sequence[Trial], resume: bool, overwrite: bool = False) -> dict[str, dict[str, Any]]:
-        """Start or resume the comparison; return the results that the folder has already, by key.
-
-        Args:
-            trials: of this comparison.
-            resume: take over the finished trials of the folder.
-            overwrite: delete the comparison that the folder holds.
-
-        Raises:
-            ValueError: the folder holds a comparison and neither was asked for, or both were; or a trial to resume was
-                trained under other settings.
-        """
+        """Start the comparison, resume or overwrite that of the folder; return the results that are there, by key."""
         if resume and overwrite:
             raise ValueError("--resume keeps the finished trials of a folder and --overwrite deletes them: give one")
         if resume:
@@ -89,11 +66,7 @@ class Store:
         return {}
 
     def read_finished(self, trials: Sequence[Trial]) -> dict[str, dict[str, Any]]:
-        """Return the results that the folder has of some trials, by key.
-
-        Raises:
-            ValueError: a trial that was trained under other settings, or a file that is none.
-        """
+        """Return the results that the folder has of some trials, by key."""
         results = {}
         for trial in trials:
             path = self.trials / f"{trial.key}.json"
@@ -117,24 +90,17 @@ def _read_matching(path: Path, trial: Trial) -> dict[str, Any]:
     try:
         record = json.loads(path.read_text(encoding="utf-8"))
         settings, result = record["settings"], record["result"]
-    except (OSError, ValueError, KeyError, TypeError):
-        raise ValueError(_describe_unfinished(path)) from None
-    wanted = json.loads(json.dumps(trial.settings()))
-    if settings != wanted:
-        where, had, has = find_difference(settings, wanted)
-        raise ValueError(
-            f"cannot resume: {path} was trained with {where} = {had!r}, this run has {has!r}; use the same settings "
-            "or another folder with --out"
-        )
-    try:
-        check_record(record)
-    except ValueError as error:
-        raise ValueError(_describe_unfinished(path, f" ({error})")) from None
-    return result
-
-
-def _describe_unfinished(path: Path, why: str = "") -> str:
-    return f"{path} is not a finished trial{why}; delete it and resume again"
+        wanted = json.loads(json.dumps(trial.settings()))
+        if settings == wanted:
+            check_record(record)
+            return result
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise ValueError(f"{path} is not a finished trial ({error}); delete it and resume again") from None
+    where, had, has = find_difference(settings, wanted)
+    raise ValueError(
+        f"cannot resume: {path} was trained with {where} = {had!r}, this run has {has!r}; use the same settings or "
+        "another folder with --out"
+    )
 
 
 def find_difference(left: Any, right: Any, path: str = "") -> tuple[str, Any, Any]:

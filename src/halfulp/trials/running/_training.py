@@ -11,7 +11,7 @@ from ...pages import require
 from ..evidence._evidence import Evidence
 from ._plan import Trial
 from ._pool import train_all
-from ._progress import Cost, estimate, name_cost_class, probes
+from ._progress import choose_timed, estimate, name_cost_class
 from ._ranks import Ranks
 from ._store import Store
 from ._trial import READINGS
@@ -22,13 +22,7 @@ Listener = Callable[[str, Trial | None, Any], None]
 class Training:
     """The trials of a run and their results so far; with a folder, each is kept there as soon as it has finished.
 
-    Args:
-        workers: how many processes, None is one per core, at most 8; or the ranks of torchrun.
-        listen: called with ("plan", None, trials), ("timing", None, how many kinds), ("estimate", None, an Estimate)
-            and ("reused" | "start" | "progress" | "done", trial, content).
-        store: the folder, or None.
-        resume: whether finished trials of the folder are taken over.
-        make: the class of the evidence.
+    ``workers`` and ``listen`` are as `halfulp.compare` takes them.
 
     Attributes:
         results: of the trials so far, by key.
@@ -47,7 +41,7 @@ class Training:
         self.more: dict[str, Any] = {}
         self._ranks = workers if isinstance(workers, Ranks) else None
         self._workers = workers.size if isinstance(workers, Ranks) else workers or min(core_count(), 8)
-        self._listen = listen or _ignore_event
+        self._listen: Listener = listen or (lambda kind, trial, content: None)
         self._store, self._resume = store, resume
         self._trials: dict[str, Trial] = {}
         self._seconds, self._trained = 0.0, 0
@@ -57,13 +51,9 @@ class Training:
     def train(
         self, trials: Sequence[Trial], estimated: bool = False, failed: list[dict[str, Any]] | None = None
     ) -> None:
-        """Train what has no result yet.
+        """Train what has no result yet; if ``estimated``, a few steps are timed before.
 
-        Args:
-            trials: what to train.
-            estimated: whether a few steps are timed before, and the listener told of it.
-            failed: where trials that raise are noted, each as its task, recipe, seed and why; without it, the first
-                ends the training.
+        A trial that raises ends the training, or is noted in ``failed``: its task, recipe, seed and why.
         """
         self._listen("plan", None, trials)
         if self._store is not None and self._resume:
@@ -74,8 +64,8 @@ class Training:
                 self._listen("reused", trial, self.results[trial.key])
         start = time.monotonic()
         workers = min(self._workers, len(missing))
-        timed = probes(missing) if estimated and self._ranks is None else []
-        costs: dict[str, Cost | None] = {}
+        timed = choose_timed(missing) if estimated and self._ranks is None else []
+        costs: dict[str, float | None] = {}
         if timed:
             self._listen("timing", None, len(timed))
         on = failed is not None
@@ -108,12 +98,9 @@ class Training:
             {"settings": trial.settings(), "result": {k: v for k, v in self.results[key].items() if k != READINGS}}
             for key, trial in self._trials.items()
         ]
-        run: dict[str, Any] = {
-            "workers": min(self._workers, len(records)),
-            "cores": core_count(),
-            "seconds": round(self._seconds, 1),
-        }
-        run |= {"trained": self._trained, "reused": len(records) - self._trained, "processor": processor_line()}
+        run: dict[str, Any] = {"workers": min(self._workers, len(records)), "cores": core_count()}
+        run |= {"seconds": round(self._seconds, 1), "trained": self._trained}
+        run |= {"reused": len(records) - self._trained, "processor": processor_line()}
         if self._estimated is not None:
             run["estimated_seconds"] = round(self._estimated, 1)
         return self._make(trials=tuple(records), run=run | self.more)
@@ -135,15 +122,7 @@ def training(
 ) -> Generator[Training, None, None]:
     """Yield a Training; at the end of the block its folder, if there is one, gets compare.json and compare.html.
 
-    Args:
-        out: the folder, or None.
-        first: the trials that are known already.
-        workers, listen: as `Training` takes them.
-        resume, overwrite: what becomes of the comparison that the folder holds; without either it is refused.
-        make: the class of the evidence, which says what its files are called.
-
-    Raises:
-        ValueError: a number of workers below 1, resume or overwrite without a folder, or what the folder forbids.
+    ``first`` are the trials that are known already, and the class of the evidence says what its files are called.
     """
     for name, given in (("resume", resume), ("overwrite", overwrite)):
         if given and out is None:
@@ -160,7 +139,3 @@ def training(
         run.results |= store.begin(first, resume, overwrite)
         yield run
         store.finish(run.evidence())
-
-
-def _ignore_event(kind: str, trial: Trial | None, content: Any) -> None:
-    """Ignore an event."""

@@ -7,7 +7,7 @@ import copy
 import math
 import time
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, Self
 
 import torch
 from torch import Tensor, nn
@@ -16,11 +16,12 @@ from ... import recipes
 from ...environment._narrow_products import float32_products_of, widened_dtypes
 from ...gradients import AdaptiveGradScaler
 from ...observation import Observation, Record, observe
-from ...observation._record import FormatCounts, ParameterRecord
+from ...observation._record import ParameterRecord
 from ...recipes import Recipe
-from ...recipes._optimizer import MeasuredOptimizer
+from ...recipes._optimizer import Loss, MeasuredOptimizer, emulated
 from ..tasks import Batch, Data, Task
 from ..tasks._task import Course, Report, finite_or_none
+from ._plan import Trial
 
 # Underflow is counted in steps that a scaler measures anyway: every sixteenth, and no more than so many of them.
 INTERVAL = 16
@@ -37,14 +38,20 @@ class Scaling:
     rounding: of the gradient elements that are not zero there, the share that is stored as zero.
     """
 
-    def __init__(
-        self, scaler: AdaptiveGradScaler | None, model: nn.Module, optimizer: torch.optim.Optimizer, steps: int
-    ) -> None:
-        self._scaler, self._model, self._optimizer = scaler, model, optimizer
+    def __init__(self, recipe: Recipe, model: nn.Module, optimizer: torch.optim.Optimizer, steps: int) -> None:
+        self._scaler, self._model, self._optimizer = recipes.scaler(recipe, model), model, optimizer
         self._sample_interval = INTERVAL * max(1, steps // (INTERVAL * SAMPLES))
         self._applied, self._skipped = True, 0
         self._lost: dict[str, list[tuple[float, float]]] = {}
         self._copy: nn.Module | None = None
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        """Restore the model's own forward pass."""
+        if self._scaler is not None:
+            self._scaler.detach()
 
     def before(self, step: int) -> None:
         """Keep, at a sampled step, the model and the random state that it starts from."""
@@ -93,17 +100,6 @@ class Scaling:
         }
 
 
-@contextlib.contextmanager
-def scaling(recipe: Recipe, model: nn.Module, optimizer: torch.optim.Optimizer, steps: int) -> Iterator[Scaling]:
-    """Yield the way through a recipe's steps; restore the model's own forward pass at the end of the block."""
-    scaler = recipes.scaler(recipe, model)
-    try:
-        yield Scaling(scaler, model, optimizer, steps)
-    finally:
-        if scaler is not None:
-            scaler.detach()
-
-
 def _count_exact_zeros(model: nn.Module, loss_on: LossOn, batch: Batch) -> Zeros:
     """Count zeros of one step's gradients without rounding, by site."""
     # Rounding to float32's own format changes nothing, and lets zeros be counted.
@@ -132,28 +128,12 @@ READINGS = "observed"
 RANGES = {"bfloat16": "bf16", "float16": "fp16"}
 
 
-@contextlib.contextmanager
-def observing(wanted: bool, model: nn.Module, optimizer: torch.optim.Optimizer, steps: int) -> Iterator[Any]:
-    """Observe a trial at about a dozen of its steps, if wanted; yield the Observation or None."""
-    if not wanted:
-        yield None
-        return
-    with observe(model, optimizer, interval=max(1, steps // SAMPLES)) as seen:
-        yield seen
-
-
 def readings(seen: Observation, steps: int) -> dict[str, Any]:
     """Return the observation of a whole trial as plain data.
 
-    Args:
-        seen: the observation.
-        steps: of the trial.
-
-    Returns:
-        ``parameters``: by name, how many ``elements``, in which ``dtype``; the share of wanted movement that was
-        ``realised``, the share of updates ``lost`` and the ``noise`` that stochastic rounding would add, None where
-        unknown. ``ranges``: by dtype, the largest ``share`` of a tensor's elements that would leave the format's
-        range, with its ``role`` and ``name``. ``findings``: as `hu.observe` lists them.
+    That is by parameter the share of wanted movement that was ``realised``, the share of updates ``lost`` and the
+    ``noise`` that stochastic rounding would add, None where unknown; by dtype, the largest ``share`` of a tensor's
+    elements that would leave the format's range; and the findings.
     """
     record = seen.record
     return {
@@ -182,16 +162,12 @@ def _estimate_noise(record: Record, one: ParameterRecord, steps: int) -> float |
     update, weight = record.tensors.get(("update", one.name)), record.tensors.get(("weight", one.name))
     if update is None or weight is None or not update.histogram or not weight.histogram:
         return None
-    size = _compute_root_mean_square(update.histogram)
+    # The root mean square of the updates, each taken as its binade's middle.
+    squares = sum(count * 4.0 ** (power + 0.5) for power, count in update.histogram.items())
+    size = math.sqrt(squares / sum(update.histogram.values()))
     spacing = 2.0 ** _find_median(weight.histogram) * torch.finfo(one.dtype).eps
     variance = size * (spacing - size) if size < spacing else spacing**2 / 6
     return math.sqrt(variance * steps) / (size * steps)
-
-
-def _compute_root_mean_square(histogram: dict[int, int]) -> float:
-    """Return the root mean square of numbers counted by their powers of two, each taken as its binade's middle."""
-    squares = sum(count * 4.0 ** (power + 0.5) for power, count in histogram.items())
-    return math.sqrt(squares / sum(histogram.values()))
 
 
 def _find_median(histogram: dict[int, int]) -> int:
@@ -212,43 +188,23 @@ def _find_out_of_range(record: Record, format: str) -> dict[str, Any]:
     worst: dict[str, Any] = {"share": 0.0, "role": None, "name": None}
     for (role, name), tensor in record.tensors.items():
         counts = tensor.formats.get(format)
-        share = _compute_share_out_of_range(counts) if counts is not None else 0.0
+        out = counts.underflow + counts.overflow if counts is not None else 0
+        share = out / counts.elements if counts is not None and counts.elements else 0.0
         if role in ("activation", "activation gradient", "weight gradient", "weight") and share > worst["share"]:
             worst = {"share": share, "role": role, "name": name}
     return worst
 
 
-def _compute_share_out_of_range(counts: FormatCounts) -> float:
-    return (counts.underflow + counts.overflow) / counts.elements if counts.elements else 0.0
-
-
 _NOTHING = {"loss": None, "accuracy": None}
 
-Loss = Callable[[Tensor, Tensor], Tensor]
 
-
-def run(
-    task: Task,
-    recipe: Recipe,
-    seed: int,
-    steps: int,
-    data: Data,
-    report: Report | None = None,
-    observed: bool = False,
-    take: Callable[[Iterator[Batch]], Iterator[Batch]] = iter,
-) -> dict[str, Any]:
+def run(trial: Trial, data: Data, report: Report | None = None) -> dict[str, Any]:
     """Train and measure one trial; return its result as plain data. A loss that is not finite ends it as "diverged".
 
-    Args:
-        task: What to train.
-        recipe: How.
-        seed: Decides the start, the order of the data and the recipe's random bits.
-        steps: How many optimizer steps.
-        data: ``task.load()``.
-        report: Called now and then with the number of steps done and the latest loss.
-        observed: Whether `hu.observe` watches, which changes no bit; the result then has its ``observed`` readings.
-        take: Which of the batches are trained on: all.
+    The seed decides the start, the order of the data and the recipe's random bits. Observing, whose readings the result
+    has then, changes no bit.
     """
+    task, recipe, seed, steps = trial.task, trial.recipe, trial.seed, trial.steps
     torch.manual_seed(seed)
     # What is not batches, a model and a loss brings its own loop.
     own_trial = getattr(task, "trial", None)
@@ -259,13 +215,16 @@ def run(
     report_interval = max(1, min(50, steps // 12))
     recipes.convert(model, recipe, seed=seed)
     optimizer = recipes.optimizer(model, task.rule, seed=seed, report_interval=report_interval, **task.hyper)
-    with _apply_arithmetic(recipe, model) as under:
+    # Plain float16 products run in float32: torch's float16 convolutions take ten to a hundred times as long, on
+    # processors with float16 instructions too, and differ by the order of summation alone.
+    is_float16 = recipe.param_dtype == "float16" and recipe.narrow
+    products: Any = float32_products_of(*widened_dtypes(), torch.float16) if is_float16 else contextlib.nullcontext()
+    with products, emulated(recipe, model) as under:
         loss, judge = under(task.loss), under(task.judge)
-        with (
-            scaling(recipe, model, optimizer, steps) as scaled,
-            observing(observed, model, optimizer, steps) as seen,
-        ):
-            batches = take(task.batches(data, seed, steps))
+        every = max(1, steps // SAMPLES)
+        watch: Any = observe(model, optimizer, interval=every) if trial.observed else contextlib.nullcontext()
+        with Scaling(recipe, model, optimizer, steps) as scaled, watch as seen:
+            batches = task.batches(data, seed, steps)
             course = _train(task, model, loss, optimizer, batches, steps, report, scaled)
         failed = course["diverged_at"] is not None
         if not failed:
@@ -345,31 +304,3 @@ def evaluate(task: Task, model: nn.Module, loss: Loss, part: Batch, size: int = 
 
 def _cast(inputs: Tensor, dtype: torch.dtype) -> Tensor:
     return inputs.to(dtype) if inputs.is_floating_point() else inputs
-
-
-@contextlib.contextmanager
-def _apply_arithmetic(recipe: Recipe, model: nn.Module) -> Iterator[Callable[[Loss], Loss]]:
-    """Emulate the recipe's arithmetic on a model; yield a function that puts a loss under the same emulation.
-
-    Plain float16 products run in float32: torch's float16 convolutions take ten to a hundred times as long, on
-    processors with float16 instructions too, and differ by the order of summation alone.
-    """
-    if recipe.param_dtype == "float16" and recipe.narrow:
-        with float32_products_of(*widened_dtypes(), torch.float16):
-            yield lambda loss: loss
-        return
-    if recipe.emulate is None:
-        yield lambda loss: loss
-        return
-    from ...emulation import emulate
-
-    with emulate(model, recipe.emulate) as emulation:
-
-        def under(loss: Loss) -> Loss:
-            def rounded(logits: Tensor, targets: Tensor) -> Tensor:
-                with emulation.region():
-                    return loss(logits, targets)
-
-            return rounded
-
-        yield under

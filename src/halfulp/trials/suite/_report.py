@@ -32,13 +32,22 @@ class Section:
 
 def list_sections(evidence: FinishedTrials) -> list[Section]:
     """Return the sections of the report, in order."""
-    return [
+    findings = [[one.claim, one.source, one.verdict, one.numbers] for one in statements(evidence)]
+    sections = [
         _describe_run(evidence),
-        _list_findings(evidence),
+        Section("The papers’ findings", (), ("statement", "paper", "verdict", "numbers"), findings),
         *(_describe_task(evidence, task) for task in evidence.tasks()),
-        *([_list_failures(evidence)] if evidence.run.get("failed") else []),
-        _list_left_out(evidence),
     ]
+    if evidence.run.get("failed"):
+        said = ["The command ended with an error because of these; a row above counts the seeds that finished."]
+        headers = ("task", "recipe", "seeds", "why")
+        sections.append(Section("Trials that failed, and why", said, headers, group_failures(evidence)))
+    left_out = [
+        [task, ", ".join(recipe for recipe, said in of_task.items() if said == why), why]
+        for task, of_task in evidence.run.get("left_out", {}).items()
+        for why in dict.fromkeys(of_task.values())
+    ]
+    return [*sections, Section("Pairs that were not run, and why", (), ("task", "recipes", "why"), left_out)]
 
 
 def _describe_run(evidence: FinishedTrials) -> Section:
@@ -75,33 +84,22 @@ def _describe_cost(evidence: FinishedTrials) -> str:
     return f"{steps_took}; {describe_duration(sum(pieces))} by the clock, in {whole}"
 
 
-def _list_findings(evidence: FinishedTrials) -> Section:
-    rows = [[one.claim, one.source, one.verdict, one.numbers] for one in statements(evidence)]
-    return Section("The papers’ findings", (), ("statement", "paper", "verdict", "numbers"), rows)
-
-
 def _describe_task(evidence: FinishedTrials, task: str) -> Section:
     loss = loss_name(evidence, task)
     shown = (loss, "gap to fp32", "verdict", "accuracy", "movement kept", "bytes/param", "step time")
     rows = []
     for row in evidence.rows(task):
         words = format_cells(evidence, row)
-        if row.diverged:
-            words["verdict"] = _list_diverged(evidence, row)
+        found = (record["result"]["diverged_at"] for record in evidence.of_recipe(task, row.recipe))
+        steps = [str(step) for step in found if step is not None]
+        if row.diverged and steps:
+            words["verdict"] += f" at step {', '.join(steps)}"
         paper = REPORTED.get(row.recipe)
         reported = f"{paper.says} ({paper.source})" if paper else "–"
         rows.append([row.recipe, *(words[name] for name in shown), reported, _describe_disagreement(row)])
     title = evidence.of_task(task)[0]["settings"]["task"]["title"]
     headers = ("recipe", *shown, "its paper, on its own application", "where ours disagrees")
     return Section(f"{task}: {title}", (), headers, rows, write_notes(evidence, task))
-
-
-def _list_diverged(evidence: FinishedTrials, row: Row) -> str:
-    """Return which seeds diverged, and at which steps."""
-    found = (record["result"]["diverged_at"] for record in evidence.of_recipe(row.task, row.recipe))
-    steps = [step for step in found if step is not None]
-    at = f" at step {', '.join(map(str, steps))}" if steps else ""
-    return f"diverged ({row.diverged} of {row.seeds}){at}"
 
 
 def _describe_disagreement(row: Row) -> str:
@@ -127,28 +125,12 @@ def _explain_no_loss(row: Row) -> str:
     return "the task is smaller than the paper's"
 
 
-def _list_left_out(evidence: FinishedTrials) -> Section:
-    pairs = evidence.run.get("left_out", {})
-    rows = [
-        [task, ", ".join(names), why]
-        for task, of_task in pairs.items()
-        for why in dict.fromkeys(of_task.values())
-        if (names := [recipe for recipe, said in of_task.items() if said == why])
-    ]
-    return Section("Pairs that were not run, and why", (), ("task", "recipes", "why"), rows)
-
-
 def group_failures(evidence: FinishedTrials) -> list[tuple[str, str, str, str]]:
     """Return task, recipe, seeds and error of failed trials, those of one error in one line."""
     seeds: dict[tuple[str, str, str], list[str]] = {}
     for one in evidence.run.get("failed", []):
         seeds.setdefault((one["task"], one["recipe"], one["why"]), []).append(str(one["seed"]))
     return [(task, recipe, ", ".join(of_seeds), why) for (task, recipe, why), of_seeds in seeds.items()]
-
-
-def _list_failures(evidence: FinishedTrials) -> Section:
-    said = ["The command ended with an error because of these; a row above counts the seeds that finished."]
-    return Section("Trials that failed, and why", said, ("task", "recipe", "seeds", "why"), group_failures(evidence))
 
 
 def write_markdown(evidence: FinishedTrials) -> str:
@@ -165,7 +147,9 @@ def write_sections(evidence: FinishedTrials) -> str:
     for section in list_sections(evidence):
         parts += [f"## {section.title}", *section.said]
         if section.rows:
-            parts.append("\n".join(map(_format_line, [section.headers, ["---"] * len(section.headers), *section.rows])))
+            lines = [section.headers, ["---"] * len(section.headers), *section.rows]
+            escaped = (" | ".join(cell.replace("|", "\\|") for cell in line) for line in lines)
+            parts.append("\n".join(f"| {line} |" for line in escaped))
         parts.append("\n".join(f"- {note}" for note in section.notes))
     return "\n\n".join(filter(None, parts))
 
@@ -176,16 +160,8 @@ _PICTURE = """<picture>
 </picture>"""
 
 
-def _format_line(cells: Sequence[str]) -> str:
-    return "| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |"
-
-
 def render_page(evidence: FinishedTrials) -> str:
-    """Return the report as one self-contained page.
-
-    Raises:
-        ValueError: jinja2 or matplotlib is missing.
-    """
+    """Return the report as one self-contained page."""
     require("matplotlib", instead="give no out folder")
     return render(
         "halfulp.trials.page",
@@ -209,9 +185,6 @@ def draw_figure(evidence: FinishedTrials, theme: str) -> str:
     """Return an SVG of each recipe's gap to float32 on each task, with its spread over seeds, for light or dark pages.
 
     The axis is in per cent of float32's loss, linear up to 1%, logarithmic up to 100%; a cross is a divergence.
-
-    Raises:
-        ValueError: matplotlib is missing, or the theme is neither "light" nor "dark".
     """
     require("matplotlib", instead="give no out folder")
     if theme not in _THEMES:
@@ -221,7 +194,10 @@ def draw_figure(evidence: FinishedTrials, theme: str) -> str:
     from matplotlib.figure import Figure
 
     colours = _THEMES[theme]
-    names = _order_recipes(evidence)
+    common = [recipe if isinstance(recipe, str) else recipe.name for recipe in COMMON]
+    found = dict.fromkeys(record["settings"]["recipe"]["name"] for record in evidence.trials)
+    # Those of all tasks come first.
+    names = [name for name in dict.fromkeys([*common, *found]) if name in found and name != REFERENCE]
     tasks = [task for task in TASKS if task in evidence.tasks()]
     with rc_context(SVG_SETTINGS):
         drawn = Figure(figsize=(1.6 + 1.05 * len(tasks), 0.9 + 0.19 * len(names)), layout="constrained")
@@ -266,13 +242,6 @@ def _draw_task(axes: Any, rows: dict[str, Row], names: Sequence[str], colours: d
         )
         marker = "o" if abs(gap) <= _REACH else ">" if gap > 0 else "<"
         axes.plot([shown], [place], marker=marker, color=colours[tone], markersize=4, clip_on=False)
-
-
-def _order_recipes(evidence: FinishedTrials) -> list[str]:
-    """Return every recipe but float32 itself, those of all tasks first."""
-    common = [recipe if isinstance(recipe, str) else recipe.name for recipe in COMMON]
-    found = dict.fromkeys(record["settings"]["recipe"]["name"] for record in evidence.trials)
-    return [name for name in dict.fromkeys([*common, *found]) if name in found and name != "fp32"]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -342,11 +311,7 @@ class SuiteEvidence(Evidence):
         ]
 
     def to_html(self, path: str | os.PathLike[str]) -> None:
-        """Write one self-contained page, and beside it evidence.md and img/, the figure for light and for dark pages.
-
-        Raises:
-            ValueError: jinja2 or matplotlib is missing, or a file cannot be written.
-        """
+        """Write one self-contained page, and beside it evidence.md and img/, the figure for light and dark pages."""
         place = Path(path)
         pictures = place.with_name("img")
         try:

@@ -55,11 +55,23 @@ def run_suite(
     trials, left_out = plan_suite(suite, size, seeds, data, tasks, recipes)
     serve_other_rank(workers, trials, on=True)
     failed: list[dict[str, Any]] = []
-    clock = _Clock(out, resume, listen)
-    with training(out, trials, workers, clock.listen, resume, overwrite, SuiteEvidence) as run:
-        if not resume:
-            clock.forget()
-        run.more = {"suite": suite, "size": size, "left_out": left_out, "failed": failed, "pieces": clock.pieces}
+    # The seconds of every run into the folder, each until its last finished trial; the file outlives an interruption.
+    file = None if out is None else Path(out, "seconds.json")
+    before = _read_seconds(file) if file is not None and resume and file.exists() else []
+    pieces, start = list(before), time.monotonic()
+
+    def tell(kind: str, trial: Trial | None, content: Any) -> None:
+        if listen is not None:
+            listen(kind, trial, content)
+        if kind == "done":
+            pieces[:] = [*before, round(time.monotonic() - start, 1)]
+            if file is not None:
+                write_whole(file, json.dumps(pieces))
+
+    with training(out, trials, workers, tell, resume, overwrite, SuiteEvidence) as run:
+        if file is not None and not resume:
+            file.unlink(missing_ok=True)
+        run.more = {"suite": suite, "size": size, "left_out": left_out, "failed": failed, "pieces": pieces}
         run.train(trials, failed=failed)
         if not run.evidence().tasks():
             said = {one["task"]: one["why"] for one in failed if one["recipe"] == REFERENCE}
@@ -68,31 +80,6 @@ def run_suite(
     evidence = run.evidence()
     assert isinstance(evidence, SuiteEvidence)
     return evidence
-
-
-class _Clock:
-    """The seconds of every run into a folder, each until its last finished trial; the file outlives an interruption."""
-
-    def __init__(self, out: str | os.PathLike[str] | None, resume: bool, listen: Listener | None) -> None:
-        self._path = None if out is None else Path(out, "seconds.json")
-        self._tell, self._start = listen, time.monotonic()
-        is_kept = self._path is not None and resume and self._path.exists()
-        self._before = _read_seconds(self._path) if self._path is not None and is_kept else []
-        self.pieces = list(self._before)
-
-    def forget(self) -> None:
-        """Delete the seconds of a comparison that was overwritten."""
-        if self._path is not None:
-            self._path.unlink(missing_ok=True)
-
-    def listen(self, kind: str, trial: Trial | None, content: Any) -> None:
-        """Tell the other listener, and note the time of a finished trial."""
-        if self._tell is not None:
-            self._tell(kind, trial, content)
-        if kind == "done":
-            self.pieces[:] = [*self._before, round(time.monotonic() - self._start, 1)]
-            if self._path is not None:
-                write_whole(self._path, json.dumps(self.pieces))
 
 
 def _read_seconds(path: Path) -> list[float]:
@@ -110,11 +97,7 @@ def plan_suite(
     tasks: Sequence[str] | None = None,
     recipes: Sequence[str] | None = None,
 ) -> tuple[list[Trial], dict[str, dict[str, str]]]:
-    """Return the trials of a suite, and by task and recipe why a pair is none of them.
-
-    Raises:
-        ValueError: an unknown name, or missing data.
-    """
+    """Return the trials of a suite, and by task and recipe why a pair is none of them."""
     if suite not in SUITES:
         raise ValueError(f"no suite {suite!r}; there is {', '.join(SUITES)}")
     chosen = _choose_names("task", tasks, list(TASKS))

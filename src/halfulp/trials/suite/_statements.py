@@ -3,7 +3,8 @@
 import dataclasses
 import itertools
 import statistics
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 
 from ...recipes import Recipe
 from .._defaults import KEPT, LOST, TWIN
@@ -150,6 +151,8 @@ REPORTED: Mapping[str, Reported] = {
 
 
 CONFIRMED, REFUTED, OPEN = "confirmed", "refuted", "not decidable at this size"
+# A verdict on a finding, and the numbers behind it.
+Judged = tuple[str, str]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -164,35 +167,26 @@ class Statement:
 
 def statements(evidence: FinishedTrials) -> list[Statement]:
     """Return every statement, in the order of the papers."""
-    return [make(evidence) for make in _ALL]
+    judged = [(claim, source, *judge(evidence)) for claim, source, judge in _FINDINGS]
+    return [
+        Statement(claim, source, verdict, numbers or "no task of this run tells")
+        for claim, source, verdict, numbers in judged
+    ]
 
 
-_ALL: list[Callable[[FinishedTrials], Statement]] = []
+def _nearest_loses(evidence: FinishedTrials) -> Judged:
+    rows = _find_rows(evidence, "bf16")
+    said = []
+    for row in rows:
+        points = ""
+        if _is_classification(evidence, row.task) and not row.diverged:
+            points = f", {_format_points(evidence, row)}"
+        said.append(f"{row.task} {_format_gap(row)}{points} ({row.verdict or 'too few seeds'})")
+    lost, kept = (sum(row.verdict in verdicts for row in rows) for verdicts in (LOST, KEPT))
+    return _decide_by_counts(lost, kept), "; ".join(said)
 
 
-def _register(claim: str, source: str) -> Callable[[Callable[[FinishedTrials], tuple[str, str]]], None]:
-    """Register a function that gives a verdict and its numbers."""
-
-    def enter(judge: Callable[[FinishedTrials], tuple[str, str]]) -> None:
-        def make(evidence: FinishedTrials) -> Statement:
-            verdict, numbers = judge(evidence)
-            return Statement(claim, source, verdict, numbers or "no task of this run tells")
-
-        _ALL.append(make)
-
-    return enter
-
-
-_BF16, _SCALES, _SCALIFY, _MCTENSOR = "arXiv 2010.06192", "arXiv 1910.12385", "arXiv 2407.17353", "arXiv 2207.08867"
-
-
-@_register("bfloat16 with nearest rounding everywhere loses against float32", _BF16)
-def _nearest_loses(evidence: FinishedTrials) -> tuple[str, str]:
-    return _count_tasks(evidence, "bf16", LOST, KEPT)
-
-
-@_register("what nearest rounding loses grows as the learning rate falls", _BF16)
-def _more_at_low_rates(evidence: FinishedTrials) -> tuple[str, str]:
+def _more_at_low_rates(evidence: FinishedTrials) -> Judged:
     shares: list[list[float]] = []
     said = []
     for task in ("digits-fpu", "digits", "digits-slow"):
@@ -205,60 +199,39 @@ def _more_at_low_rates(evidence: FinishedTrials) -> tuple[str, str]:
         said.append(f"{lost} at {rate:g} (training loss {gap})")
     rising = all(max(one) < min(other) for one, other in itertools.pairwise(shares))
     falling = all(min(one) > max(other) for one, other in itertools.pairwise(shares))
-    verdict = CONFIRMED if rising else REFUTED if falling else OPEN
-    few = min(map(len, shares)) < 3
-    return (
-        OPEN if few else verdict
-    ), f"share of the wanted movement that rounding undid on the digits: {', '.join(said)}"
+    verdict = OPEN if min(map(len, shares)) < 3 else CONFIRMED if rising else REFUTED if falling else OPEN
+    return verdict, f"share of the wanted movement that rounding undid on the digits: {', '.join(said)}"
 
 
-@_register("rounding the weight update to nearest is what hurts, rounding forward and backward is not", _BF16)
-def _update_not_arithmetic(evidence: FinishedTrials) -> tuple[str, str]:
+def _update_not_arithmetic(evidence: FinishedTrials) -> Judged:
     update, arithmetic = _find_rows(evidence, "bf16-update"), _find_rows(evidence, "bf16-split")
     pairs = [(one, other) for one in update for other in arithmetic if one.task == other.task]
     told = [(one, other) for one, other in pairs if one.verdict in LOST or other.verdict in LOST]
-    for_it = [one.task for one, other in told if other.verdict not in LOST]
-    against = [other.task for one, other in told if one.verdict not in LOST]
+    for_it = sum(other.verdict not in LOST for _, other in told)
+    against = sum(one.verdict not in LOST for one, _ in told)
     said = "; ".join(f"{one.task}: update {_format_gap(one)}, arithmetic {_format_gap(other)}" for one, other in pairs)
-    return _decide_by_counts(len(for_it), len(against)), said
+    return _decide_by_counts(for_it, against), said
 
 
-@_register(
-    "stochastic rounding and Kahan stay within 0.1% accuracy or 0.2% loss of float32, or inside the seeds' spread",
-    _BF16,
-)
-def _stochastic_and_kahan(evidence: FinishedTrials) -> tuple[str, str]:
-    return _judge_limit(evidence, ("bf16-stochastic", "bf16-kahan"), loss=0.002, accuracy=0.001, or_spread=True)
-
-
-@_register("ten bits with Kahan and stochastic rounding reach 90% on digits", "our measure of arXiv 2010.06192's idea")
-def _ten_bits(evidence: FinishedTrials) -> tuple[str, str]:
+def _ten_bits(evidence: FinishedTrials) -> Judged:
     found = [row for row in _find_rows(evidence, "e8m1-kahan-stochastic") if row.task == "digits-fpu"]
     if not found or found[0].accuracy is None:
         return OPEN, "" if not found else "diverged"
-    row = found[0]
-    accuracy, spread = found[0].accuracy, row.accuracy_spread or 0.0
-    clear = abs(accuracy - 0.9) > spread and row.seeds > 2
+    accuracy, spread = found[0].accuracy, found[0].accuracy_spread or 0.0
+    clear = abs(accuracy - 0.9) > spread and found[0].seeds > 2
     said = f"{percent(accuracy)} ± {100 * spread:.1f}, float32 {percent(evidence.row('digits-fpu', 'fp32').accuracy)}"
     return (CONFIRMED if accuracy >= 0.9 else REFUTED) if clear else OPEN, said
 
 
-@_register("float16 MCTensor weights of two and three components equal float32", _MCTENSOR)
-def _components(evidence: FinishedTrials) -> tuple[str, str]:
-    return _judge_limit(evidence, ("fp16-mc2", "fp16-mc3"), loss=0.002)
-
-
-@_register("on the linear regression, float16 MCTensor weights equal float64", _MCTENSOR)
-def _regression(evidence: FinishedTrials) -> tuple[str, str]:
+def _regression(evidence: FinishedTrials) -> Judged:
     names = ("fp32", "fp64", "fp16-mc2", "fp16-mc3")
     found = {row.recipe: row for row in evidence.rows("linear-regression") if row.recipe in names}
     if set(names) - set(found):
         return OPEN, ""
-    losses = {name: [read_judged_loss(r) for r in evidence.of_recipe("linear-regression", name)] for name in names}
     said = ", ".join(f"{name} {_format_short(found[name].loss)}" for name in names)
-    wide = [loss for loss in losses["fp64"] if loss is not None]
+    wide = _list_losses(evidence, "linear-regression", "fp64")
     for name in ("fp16-mc2", "fp16-mc3"):
-        own = [loss for loss in losses[name] if loss is not None]
+        own = _list_losses(evidence, "linear-regression", name)
         if len(own) < 3 or len(wide) < 3:
             return OPEN, said
         if min(own) > 2 * max(wide):
@@ -267,38 +240,18 @@ def _regression(evidence: FinishedTrials) -> tuple[str, str]:
     return CONFIRMED, f"mean square of the residuals: {said}"
 
 
-@_register("adaptive scales are nowhere worse than the best constant scale, without tuning", _SCALES)
-def _adaptive(evidence: FinishedTrials) -> tuple[str, str]:
-    return _compare_with_best_constant(evidence, tasks=None, better=False)
-
-
-@_register("adaptive scales are better than any constant scale where two losses are far apart", _SCALES)
-def _two_losses(evidence: FinishedTrials) -> tuple[str, str]:
-    return _compare_with_best_constant(evidence, tasks=("two-heads",), better=True)
-
-
-@_register("scaled FP8 products with float16 state stay within 0.3% of float32", _SCALIFY)
-def _scaled(evidence: FinishedTrials) -> tuple[str, str]:
-    return _judge_limit(evidence, ("scaled-fp8-state16",), loss=0.003)
-
-
-@_register("with scales that propagate, float16 needs no loss scale", _SCALIFY)
-def _no_loss_scale(evidence: FinishedTrials) -> tuple[str, str]:
+def _no_loss_scale(evidence: FinishedTrials) -> Judged:
     plain, scaled = _find_rows(evidence, "fp16"), {row.task: row for row in _find_rows(evidence, "scaled-fp16")}
     plain = [row for row in plain if row.task in scaled]
-    without = {row.task: row for row in _find_rows(evidence, "fp16-constant-1")}
+    without = {row.task: row.verdict for row in _find_rows(evidence, "fp16-constant-1")}
     # Float16 weights lose to rounding too, which no scale repairs; float32 weights lose by the gradients' range alone.
-    told = [
-        (row, scaled[row.task])
-        for row in plain
-        if row.verdict in LOST and row.task in without and without[row.task].verdict in LOST
-    ]
+    told = [row for row in plain if row.verdict in LOST and without.get(row.task) in LOST]
     if plain and not told:
         tasks = ", ".join(row.task for row in plain)
         return OPEN, f"float16 gradients without a scale are sure to lose on none of {tasks}"
-    helped = [one.task for one, other in told if _is_repaired(one, other)]
-    said = "; ".join(f"{one.task}: float16 {_format_gap(one)}, with scales {_format_gap(other)}" for one, other in told)
-    return _decide_by_counts(len(helped), len(told) - len(helped)), said
+    helped = sum(_is_repaired(row, scaled[row.task]) for row in told)
+    said = (f"{row.task}: float16 {_format_gap(row)}, with scales {_format_gap(scaled[row.task])}" for row in told)
+    return _decide_by_counts(helped, len(told) - helped), "; ".join(said)
 
 
 def _is_repaired(plain: Row, scaled: Row) -> bool:
@@ -308,15 +261,11 @@ def _is_repaired(plain: Row, scaled: Row) -> bool:
     return bool(plain.diverged) or plain.gap is None or scaled.gap < plain.gap / 2
 
 
-def _compare_with_best_constant(
-    evidence: FinishedTrials, tasks: tuple[str, ...] | None, better: bool
-) -> tuple[str, str]:
+def _compare_with_best_constant(evidence: FinishedTrials, tasks: Sequence[str] | None, better: bool) -> Judged:
     """Judge the adaptive scales against the best constant one, by losses paired by seed."""
     good, bad, told = 0, 0, []
     unclear: list[str] = []
-    for task in evidence.tasks():
-        if tasks is not None and task not in tasks:
-            continue
+    for task in evidence.tasks() if tasks is None else [task for task in tasks if task in evidence.tasks()]:
         rows = {row.recipe: row for row in evidence.rows(task)}
         constants = [row for name, row in rows.items() if name.startswith("fp16-constant-")]
         if "fp16-adaptive" not in rows or not constants:
@@ -353,56 +302,44 @@ _TO_ZERO = "linear-regression"
 
 def _judge_limit(
     evidence: FinishedTrials,
-    recipes: tuple[str, ...],
+    recipes: Sequence[str],
     loss: float,
     accuracy: float | None = None,
     or_spread: bool = False,
-) -> tuple[str, str]:
+) -> Judged:
     """Judge whether recipes lose no more than a limit on every task, by the measure of the paper's claim.
 
-    That is accuracy, where it is given and the task's paper reports one, otherwise the task's loss. A row is inside by
-    its mean, outside if its mean lies beyond the limit by more than the 95% interval, and open in between. Most rows
-    must be inside with their whole interval.
-
-    Args:
-        evidence: The trials.
-        recipes: Whose rows count.
-        loss: The limit as a share of float32's loss.
-        accuracy: The limit as a difference in accuracy.
-        or_spread: Whether float32's spread over seeds is the limit where it is larger.
+    That is accuracy, a difference, where it is given and the task's paper reports one; else a share of float32's loss.
+    With ``or_spread`` float32's spread over seeds is the limit where it is larger. A row is inside by its mean, outside
+    if its mean lies beyond the limit by more than the 95% interval, and open in between. Most rows must be inside with
+    their whole interval.
     """
     sure, inside, unclear, outside, said = 0, 0, [], [], []
-    for recipe in recipes:
-        for row in _find_rows(evidence, recipe):
-            if row.task == _TO_ZERO:
-                continue
-            if row.diverged:
-                outside.append(row.task)
-                said.append(f"{row.task} {recipe} diverged")
-                continue
-            if accuracy is not None and _is_classification(evidence, row.task):
-                (lost, reference), limit, told = (
-                    _pair_accuracies(evidence, row),
-                    accuracy,
-                    _format_points(evidence, row),
-                )
-            else:
-                lost, reference = _pair_losses(evidence, row)
-                limit = loss * statistics.fmean(reference) if reference else 0.0
-                told = f"{_format_gap(row)} ± {number(half_interval(lost), 4)}"
-            said.append(f"{row.task} {recipe} {told}")
-            reach = half_interval(lost)
-            if reach is None:
-                unclear.append(row.task)
-                continue
-            mean = statistics.fmean(lost)
-            limit = max(limit, statistics.stdev(reference)) if or_spread else limit
-            if mean <= limit:
-                inside, sure = inside + 1, sure + (mean + reach <= limit)
-            elif mean - reach > limit:
-                outside.append(f"{row.task} ({explain_loss(row)})")
-            else:
-                unclear.append(row.task)
+    for row in (row for recipe in recipes for row in _find_rows(evidence, recipe) if row.task != _TO_ZERO):
+        if row.diverged:
+            outside.append(row.task)
+            said.append(f"{row.task} {row.recipe} diverged")
+            continue
+        if accuracy is not None and _is_classification(evidence, row.task):
+            lost, reference = _pair_accuracies(evidence, row)
+            limit, told = accuracy, _format_points(evidence, row)
+        else:
+            lost, reference = evidence.gaps(row.task, row.recipe), _list_losses(evidence, row.task, "fp32")
+            limit = loss * statistics.fmean(reference) if reference else 0.0
+            told = f"{_format_gap(row)} ± {number(half_interval(lost), 4)}"
+        said.append(f"{row.task} {row.recipe} {told}")
+        reach = half_interval(lost)
+        if reach is None:
+            unclear.append(row.task)
+            continue
+        mean = statistics.fmean(lost)
+        limit = max(limit, statistics.stdev(reference)) if or_spread else limit
+        if mean <= limit:
+            inside, sure = inside + 1, sure + (mean + reach <= limit)
+        elif mean - reach > limit:
+            outside.append(f"{row.task} ({explain_loss(row)})")
+        else:
+            unclear.append(row.task)
     if outside:
         return REFUTED, f"beyond on {', '.join(dict.fromkeys(outside))}; {'; '.join(said)}"
     if unclear or not inside:
@@ -431,10 +368,9 @@ def _pair_accuracies(evidence: FinishedTrials, row: Row) -> tuple[list[float], l
     return [reference[seed] - own[seed] for seed in own if seed in reference], list(reference.values())
 
 
-def _pair_losses(evidence: FinishedTrials, row: Row) -> tuple[list[float], list[float]]:
-    """Return a recipe's loss minus float32's for each seed, and float32's."""
-    reference = [read_judged_loss(record) for record in evidence.of_recipe(row.task, "fp32")]
-    return evidence.gaps(row.task, row.recipe), [loss for loss in reference if loss is not None]
+def _list_losses(evidence: FinishedTrials, task: str, recipe: str) -> list[float]:
+    """Return the judged losses of the trials that did not diverge."""
+    return [loss for loss in map(read_judged_loss, evidence.of_recipe(task, recipe)) if loss is not None]
 
 
 def _format_points(evidence: FinishedTrials, row: Row) -> str:
@@ -457,26 +393,9 @@ def explain_loss(row: Row) -> str:
     return "a short training at this size ends before noise averages out"
 
 
-def _count_tasks(
-    evidence: FinishedTrials, recipe: str, for_it: tuple[str, ...], against: tuple[str, ...]
-) -> tuple[str, str]:
-    """Judge a statement on one recipe by the number of tasks whose verdicts speak for and against it."""
-    rows = _find_rows(evidence, recipe)
-    counts = [sum(row.verdict in verdicts for row in rows) for verdicts in (for_it, against)]
-    said = []
-    for row in rows:
-        points = (
-            f", {_format_points(evidence, row)}" if _is_classification(evidence, row.task) and not row.diverged else ""
-        )
-        said.append(f"{row.task} {_format_gap(row)}{points} ({row.verdict or 'too few seeds'})")
-    return _decide_by_counts(*counts), "; ".join(said)
-
-
 def _decide_by_counts(for_it: int, against: int) -> str:
     """Return the verdict by the number of tasks that speak for and against a statement."""
-    if for_it == against:
-        return OPEN
-    return CONFIRMED if for_it > against else REFUTED
+    return OPEN if for_it == against else CONFIRMED if for_it > against else REFUTED
 
 
 def _find_rows(evidence: FinishedTrials, recipe: str) -> list[Row]:
@@ -485,10 +404,53 @@ def _find_rows(evidence: FinishedTrials, recipe: str) -> list[Row]:
 
 
 def _format_gap(row: Row) -> str:
-    if row.diverged:
-        return "diverged"
-    return number(row.gap, 4, sign=True)
+    return "diverged" if row.diverged else number(row.gap, 4, sign=True)
 
 
 def _format_short(value: float | None) -> str:
     return "–" if value is None else f"{value:.2g}"
+
+
+_BF16, _SCALES, _SCALIFY, _MCTENSOR = "arXiv 2010.06192", "arXiv 1910.12385", "arXiv 2407.17353", "arXiv 2207.08867"
+# The papers' findings: what they say, where, and how a comparison judges it.
+_FINDINGS: tuple[tuple[str, str, Callable[[FinishedTrials], Judged]], ...] = (
+    ("bfloat16 with nearest rounding everywhere loses against float32", _BF16, _nearest_loses),
+    ("what nearest rounding loses grows as the learning rate falls", _BF16, _more_at_low_rates),
+    (
+        "rounding the weight update to nearest is what hurts, rounding forward and backward is not",
+        _BF16,
+        _update_not_arithmetic,
+    ),
+    (
+        "stochastic rounding and Kahan stay within 0.1% accuracy or 0.2% loss of float32, or inside the seeds' spread",
+        _BF16,
+        partial(_judge_limit, recipes=("bf16-stochastic", "bf16-kahan"), loss=0.002, accuracy=0.001, or_spread=True),
+    ),
+    (
+        "ten bits with Kahan and stochastic rounding reach 90% on digits",
+        "our measure of arXiv 2010.06192's idea",
+        _ten_bits,
+    ),
+    (
+        "float16 MCTensor weights of two and three components equal float32",
+        _MCTENSOR,
+        partial(_judge_limit, recipes=COMPONENTS, loss=0.002),
+    ),
+    ("on the linear regression, float16 MCTensor weights equal float64", _MCTENSOR, _regression),
+    (
+        "adaptive scales are nowhere worse than the best constant scale, without tuning",
+        _SCALES,
+        partial(_compare_with_best_constant, tasks=None, better=False),
+    ),
+    (
+        "adaptive scales are better than any constant scale where two losses are far apart",
+        _SCALES,
+        partial(_compare_with_best_constant, tasks=("two-heads",), better=True),
+    ),
+    (
+        "scaled FP8 products with float16 state stay within 0.3% of float32",
+        _SCALIFY,
+        partial(_judge_limit, recipes=("scaled-fp8-state16",), loss=0.003),
+    ),
+    ("with scales that propagate, float16 needs no loss scale", _SCALIFY, _no_loss_scale),
+)

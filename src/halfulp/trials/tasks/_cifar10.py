@@ -1,6 +1,5 @@
 """Tasks cifar10 and cifar10-resnet: small convolutional and residual networks on photographs."""
 
-import dataclasses
 import io
 from collections.abc import Iterator
 from typing import Any, ClassVar
@@ -17,7 +16,6 @@ _HOW = (
 )
 
 
-@dataclasses.dataclass(frozen=True)
 class Cifar10(FileTask):
     """CIFAR-10, 32x32 photographs of ten classes; needs ``data``. Judged by the loss on the test images."""
 
@@ -109,7 +107,6 @@ class Residual(nn.Module):
         return (self.skip(x) + self.second_norm(self.second(inner))).relu()
 
 
-@dataclasses.dataclass(frozen=True)
 class Cifar10ResNet(Cifar10):
     """CIFAR-10 with a residual network of eight layers (He et al., arXiv 1512.03385); needs ``data``."""
 
@@ -127,7 +124,6 @@ class Cifar10ResNet(Cifar10):
         return nn.Sequential(*stem, *blocks, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(64, 10))
 
 
-@dataclasses.dataclass(frozen=True)
 class Cifar10HalfResNet(Cifar10ResNet):
     """CIFAR-10 with that residual network at half the resolution, for a quarter of the cost; needs ``data``."""
 

@@ -1,6 +1,5 @@
 """Tasks digits, digits-slow, digits-fpu and two-heads: small networks on handwritten digits."""
 
-import dataclasses
 from collections.abc import Iterator
 from typing import Any, ClassVar
 
@@ -11,7 +10,6 @@ from torch import Tensor, nn
 from ._task import Batch, Data, Task, warm_cosine_rate
 
 
-@dataclasses.dataclass(frozen=True)
 class Digits(Task):
     """scikit-learn's 8x8 digits and a 64-128-10 network, fine-tuned by SGD with momentum.
 
@@ -69,7 +67,6 @@ def load_digits() -> Data:
     )
 
 
-@dataclasses.dataclass(frozen=True)
 class DigitsSlow(Digits):
     """scikit-learn's digits fine-tuned at a tenth of the learning rate, where nearest rounding loses still more."""
 
@@ -78,7 +75,6 @@ class DigitsSlow(Digits):
     hyper: ClassVar[dict[str, Any]] = {"lr": 1e-4, "momentum": 0.9}
 
 
-@dataclasses.dataclass(frozen=True)
 class DigitsFPU(Digits):
     """A small classifier of digits, trained for forty epochs of SGD with momentum from a random start.
 
@@ -108,7 +104,6 @@ _COPIES = 4
 Found = tuple[Tensor, Tensor]
 
 
-@dataclasses.dataclass(frozen=True)
 class TwoHeads(Task):
     """Detection of one of scikit-learn's digits on a page: its box and its class, by two losses far apart.
 

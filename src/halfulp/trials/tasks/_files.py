@@ -35,15 +35,7 @@ class FileTask(Task):
 def find(folder: str, data: str | None, names: tuple[str, ...], how: str, task: str | None = None) -> Path:
     """Return the folder that holds all of ``names``: ``data`` itself or its subfolder called ``folder``.
 
-    Args:
-        folder: What the data set is called.
-        data: Where to look, or None.
-        names: The files that are needed.
-        how: How to get them, in a sentence.
-        task: Who needs them; None is a task of the data set's name.
-
-    Raises:
-        ValueError: no folder was given, or files are missing; the message says how to get them, and what runs without.
+    Without it, the error says which task needs the files, and how to get them.
     """
     need = f"task {task or folder!r} reads {' and '.join(names)}"
     if data is None:
@@ -65,11 +57,7 @@ def _list_tasks_without_files() -> str:
 
 
 def read_columns(path: str | Path, columns: list[str], rows: int | None = None) -> list[list[Any]]:
-    """Return columns of a Parquet file as lists, of the first ``rows`` or of all.
-
-    Raises:
-        ValueError: pyarrow is missing, the file is no Parquet file, or lacks a column.
-    """
+    """Return columns of a Parquet file as lists, of the first ``rows`` or of all."""
     try:
         import pyarrow.parquet as parquet
     except ImportError as error:
@@ -87,16 +75,7 @@ def read_columns(path: str | Path, columns: list[str], rows: int | None = None) 
 
 
 def decode(name: str, read: Callable[[Any], Read], content: Any) -> Read:
-    """Return ``read(content)``; raise an error that names the file where that fails.
-
-    Args:
-        name: The file, and the row of it, as the message calls it.
-        read: What decodes it.
-        content: What it decodes.
-
-    Raises:
-        ValueError: it could not be decoded.
-    """
+    """Return ``read(content)``; an error names the file, and the row of it."""
     try:
         return read(content)
     except Exception as error:

@@ -1,6 +1,5 @@
 """Task fsdd: which digit was spoken, by convolutions and a recurrent layer."""
 
-import dataclasses
 import io
 import wave
 from typing import Any, ClassVar
@@ -19,7 +18,6 @@ _HOW = (
 RATE, WINDOW, HOP, FRAMES, BANDS = 8000, 256, 80, 64, 32
 
 
-@dataclasses.dataclass(frozen=True)
 class SpokenDigits(FileTask):
     """Recordings of six people, 0.64 seconds each, as spectra on the scale of hearing; needs ``data``.
 

@@ -2,7 +2,6 @@
 
 import abc
 import copy
-import dataclasses
 import functools
 import itertools
 import time
@@ -20,7 +19,6 @@ from ...recipes._optimizer import MeasuredOptimizer
 from ._task import Batch, Course, Data, Report, Task
 
 
-@dataclasses.dataclass(frozen=True)
 class FullBatch(Task):
     """Plain gradient descent on all the data at once, as in "MCTensor" (Yu et al., arXiv 2207.08867).
 
@@ -70,8 +68,20 @@ class FullBatch(Task):
         model = recipes.convert(copy.deepcopy(start), recipe, seed=seed)
         optimizer = recipes.optimizer(model, self.rule, seed=seed, report_interval=report_interval, **self.hyper)
         train, validation = self.whole()
-        course = self._train(model, optimizer, [encode(recipe, x) for x in train], steps, report)
-        failed = course["diverged_at"] is not None
+        inputs, targets = (encode(recipe, x) for x in train)
+        course, memory = Course(steps, report), None
+        for step in range(steps):
+            begun = time.process_time()
+            loss = self.loss(model(inputs), targets)
+            loss.backward()
+            memory = optimizer.bytes_per_parameter() if step == min(2, steps - 1) else memory
+            optimizer.step()
+            optimizer.zero_grad()
+            course.seconds.append(time.process_time() - begun)
+            if not course.add(loss.item()):
+                break
+        lost = optimizer.report()
+        failed = course.diverged_at is not None
         wide = start.double()
         if not failed:
             optimizer.eval()
@@ -81,30 +91,8 @@ class FullBatch(Task):
         }
         own = self._score(model, [encode(recipe, x) for x in validation], failed)
         size = {"parameters": sum(p.numel() for p in model.parameters()), "targets": len(validation[1])}
-        return {**course, "float32": scores, "own": own, **size, "data": self.note}
-
-    def _train(
-        self,
-        model: nn.Module,
-        optimizer: MeasuredOptimizer,
-        train: list[Tensor],
-        steps: int,
-        report: Report | None,
-    ) -> dict[str, Any]:
-        """Train a model in place; return the course of the training as plain data."""
-        course, memory = Course(steps, report), None
-        for step in range(steps):
-            begun = time.process_time()
-            loss = self.loss(model(train[0]), train[1])
-            loss.backward()
-            memory = optimizer.bytes_per_parameter() if step == min(2, steps - 1) else memory
-            optimizer.step()
-            optimizer.zero_grad()
-            course.seconds.append(time.process_time() - begun)
-            if not course.add(loss.item()):
-                break
-        lost = optimizer.report()
-        return course.describe(lost.cancelled, lost.realised, memory)
+        described = course.describe(lost.cancelled, lost.realised, memory)
+        return {**described, "float32": scores, "own": own, **size, "data": self.note}
 
     @torch.no_grad()
     def _score(self, model: nn.Module, part: Batch | list[Tensor], failed: bool) -> dict[str, float | None]:
@@ -132,7 +120,6 @@ def decode_weights(model: nn.Module, optimizer: MeasuredOptimizer) -> dict[str, 
     return {name: value.double() for name, value in optimizer.float32_state_dict(model).items()}
 
 
-@dataclasses.dataclass(frozen=True)
 class LinearRegression(FullBatch):
     """Five weights from ten equations that have a solution: the loss goes to zero as far as digits reach."""
 
@@ -170,7 +157,6 @@ class LinearRegression(FullBatch):
         return None
 
 
-@dataclasses.dataclass(frozen=True)
 class Logistic(FullBatch):
     """Logistic regression of a thousand synthetic points in the plane, which a line separates."""
 
@@ -189,10 +175,13 @@ class Logistic(FullBatch):
 
     def model(self, data: Data, seed: int) -> nn.Module:
         """Start from small weights."""
-        return _make_linear(data.train[0].shape[1], seed)
+        width = data.train[0].shape[1]
+        layer, end = nn.Linear(width, 1, bias=False), 0.1 * width**-0.5
+        with torch.no_grad():
+            layer.weight.uniform_(-end, end, generator=torch.Generator().manual_seed(seed))
+        return layer
 
 
-@dataclasses.dataclass(frozen=True)
 class CancerLogistic(Logistic):
     """Logistic regression of scikit-learn's breast cancer data, standardized."""
 
@@ -209,7 +198,6 @@ class CancerLogistic(Logistic):
         return _load_cancer()
 
 
-@dataclasses.dataclass(frozen=True)
 class CancerMLP(CancerLogistic):
     """A network 30-128-64-1 without biases on scikit-learn's breast cancer data."""
 
@@ -228,14 +216,6 @@ class CancerMLP(CancerLogistic):
             for layer, end in zip(layers, ends):
                 layer.weight.uniform_(-end, end, generator=generator)
         return nn.Sequential(layers[0], nn.ReLU(), layers[1], nn.ReLU(), layers[2])
-
-
-def _make_linear(width: int, seed: int) -> nn.Module:
-    layer = nn.Linear(width, 1, bias=False)
-    end = 0.1 * width**-0.5
-    with torch.no_grad():
-        layer.weight.uniform_(-end, end, generator=torch.Generator().manual_seed(seed))
-    return layer
 
 
 @functools.cache

@@ -1,6 +1,5 @@
 """Task mammals: WordNet's mammals embedded in the hyperbolic plane, where plain floats run out of digits."""
 
-import dataclasses
 import time
 from collections.abc import Iterator
 from typing import Any, ClassVar
@@ -25,7 +24,6 @@ BURN_IN = 0.02  # of all steps, at a hundredth of the learning rate
 _DTYPES = {"float32": torch.float32, "float64": torch.float64}
 
 
-@dataclasses.dataclass(frozen=True)
 class Mammals(FileTask):
     """WordNet's 1,180 mammals as points of the hyperbolic half-plane; needs ``data``.
 
@@ -94,7 +92,10 @@ class Mammals(FileTask):
 
     def refuses(self, recipe: Recipe) -> str | None:
         """Return why a recipe cannot train points; None where it can."""
-        return _refusal(recipe)
+        others = (recipe.weight_update, recipe.format, recipe.emulate, recipe.payload, recipe.operand_format)
+        if recipe.param_dtype not in (None, *_DTYPES) or recipe.gradient_format or any(others):
+            return "moves float32 or float64 points, plain or with components, along geodesics"
+        return None
 
     def trial(
         self,
@@ -104,11 +105,9 @@ class Mammals(FileTask):
         data: Data,
         report: Report | None = None,
     ) -> dict[str, Any]:
-        """Run one trial; return a trial's results with `map` and `mean_rank`.
-
-        Raises:
-            ValueError: a recipe with 16-bit points, or with a weight update.
-        """
+        """Run one trial; return a trial's results with `map` and `mean_rank`."""
+        if why := self.refuses(recipe):
+            raise ValueError(f"task 'mammals' {why}; {recipe.name!r} does not: choose 'fp32', 'fp64' or 'fp64-mc2'")
         points = start(recipe, self.model(data, seed).points.detach(), seed)
         edges = data.train[0][:, :2]
         course = self.embed(points, edges, seed, steps, report)
@@ -153,22 +152,8 @@ class Points(nn.Module):
         return -SCALE * HalfSpace().distance(chosen[:, :1], chosen[:, 1:], dtype=chosen.dtype)
 
 
-def _refusal(recipe: Recipe) -> str | None:
-    """Return why a recipe cannot train points; None where it can."""
-    others = (recipe.weight_update, recipe.format, recipe.emulate, recipe.payload, recipe.operand_format)
-    if recipe.param_dtype not in (None, *_DTYPES) or recipe.gradient_format or any(others):
-        return "moves float32 or float64 points, plain or with components, along geodesics"
-    return None
-
-
 def start(recipe: Recipe, points: Tensor, seed: int) -> nn.Parameter:
-    """Return the float32 start in a recipe's format.
-
-    Raises:
-        ValueError: the recipe asks for points that are neither float32 nor float64, or for a weight update.
-    """
-    if why := _refusal(recipe):
-        raise ValueError(f"task 'mammals' {why}; recipe {recipe.name!r} is none: choose 'fp32', 'fp64' or 'fp64-mc2'")
+    """Return the float32 start in a recipe's format."""
     dtype = _DTYPES[recipe.param_dtype or "float32"]
     noise = torch.randn(points.shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float32, device="cpu")
     points = (points * (1 + recipe.perturb * noise)).to(dtype)

@@ -1,6 +1,5 @@
 """Task ml100k: which films a person likes, by embeddings and their products."""
 
-import dataclasses
 import re
 from typing import Any, ClassVar
 
@@ -18,7 +17,6 @@ _GENRES = 19
 LIKED = 4  # of five stars
 
 
-@dataclasses.dataclass(frozen=True)
 class MovieLens(FileTask):
     """Prediction of whether a rating on MovieLens is four stars or more, by a network of DLRM's kind; needs ``data``.
 

@@ -1,7 +1,6 @@
 """Task sst2: whether a sentence of a film review is favourable, by a small transformer of BERT's kind."""
 
 import collections
-import dataclasses
 from typing import Any, ClassVar
 
 import torch
@@ -20,7 +19,6 @@ TIME = 32
 _PAD, _CLASS, _RARE = 0, 1, 2
 
 
-@dataclasses.dataclass(frozen=True)
 class SST2(FileTask):
     """Sentiment of the sentences of SST-2, by a transformer from a random start; needs ``data``.
 

@@ -38,11 +38,7 @@ class Data:
 
 
 class Course:
-    """The loss curve of one training, the CPU time of its steps, and where its loss stopped being finite.
-
-    Args:
-        steps: of the training.
-        report: called at each point of the curve with the number of steps done and the loss there.
+    """The loss curve of one training, whose points are reported, the CPU time of its steps, and where it diverged.
 
     Attributes:
         seconds: CPU time of each step; the training loop adds to it.

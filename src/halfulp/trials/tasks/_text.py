@@ -1,6 +1,5 @@
 """Tasks text, tinyshakespeare, tinyshakespeare-lstm and gpt-scaled: next characters by a GPT or an LSTM."""
 
-import dataclasses
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, ClassVar
@@ -166,7 +165,6 @@ class CharacterGPT(Task):
             yield stream[places], stream[places + 1]
 
 
-@dataclasses.dataclass(frozen=True)
 class Text(CharacterGPT):
     """Next-character prediction on ``pydoc_data.topics``, the help pages of Python itself (465,000 characters)."""
 
@@ -192,19 +190,14 @@ def encode_characters(text: str, source: str, time: int = TIME, most: int | None
         raise ValueError(
             f"{source}: {len(ids):,} characters are too few, {10 * (time + 1):,} suffice: get the text again"
         )
-    validation = _cut_windows(rest, time, most)
+    count = min((len(rest) - 1) // time, most or len(rest))
+    validation = rest[: count * time].view(count, time), rest[1 : count * time + 1].view(count, time)
     note = (
         f"{source}: {split:,} characters to train on, {validation[0].numel():,} to validate, {len(alphabet)} different"
     )
     return Data(train=(train[:-1], train[1:]), validation=validation, note=note)
 
 
-def _cut_windows(ids: Tensor, time: int, most: int | None) -> Batch:
-    count = min((len(ids) - 1) // time, most or len(ids))
-    return ids[: count * time].view(count, time), ids[1 : count * time + 1].view(count, time)
-
-
-@dataclasses.dataclass(frozen=True)
 class TinyShakespeare(FileTask, CharacterGPT):
     """Next-character prediction on ``input.txt`` (1.1 million characters); needs ``data``."""
 
@@ -220,7 +213,6 @@ class TinyShakespeare(FileTask, CharacterGPT):
         return encode_characters(decode(str(path), bytes.decode, path.read_bytes()), "tinyshakespeare", self.time, 256)
 
 
-@dataclasses.dataclass(frozen=True)
 class TinyShakespeareLSTM(TinyShakespeare):
     """Next-character prediction on ``input.txt`` by a recurrent network of one layer; needs ``data``."""
 
@@ -247,7 +239,6 @@ class FusedBlock(Block):
         return attended.transpose(1, 2).reshape(batch, time, width)
 
 
-@dataclasses.dataclass(frozen=True)
 class ScaledGPT(Text):
     """Next-character prediction with the paper's AdamW (beta 0.9 and 0.95) and fused attention.
 
