@@ -14,7 +14,7 @@ from ..._messages import listed
 from ...formats import Format
 from ...rounding import quantize
 from .._text import WIDE, is_narrow, precision
-from ..checkpoints._files import Checkpoint, Stored, wrap_tensor
+from ..checkpoints._files import Checkpoint, Stored
 from ..checkpoints._names import NamedState
 from ._audit import SECOND_MOMENTS, Lost, StateAudit
 from ._tensors import AT_ONCE, count_same_elements
@@ -107,8 +107,7 @@ def _compare_states(
 
 def _elements(state: NamedState) -> dict[str, Stored]:
     """Return the tensors of a state but for its step and checksums."""
-    stored = {key: value if isinstance(value, Stored) else wrap_tensor(value) for key, value in state.tensors.items()}
-    return {key: one for key, one in stored.items() if key != "step" and "checksum" not in key}
+    return {key: one for key, one in state.tensors.items() if key != "step" and "checksum" not in key}
 
 
 def _is_code(key: str, stored: Stored) -> bool:
@@ -118,11 +117,9 @@ def _is_code(key: str, stored: Stored) -> bool:
 
 
 def _step(state: NamedState) -> int | None:
-    step = state.tensors.get("step", state.values.get("step"))
-    if isinstance(step, Stored):
-        step = step.read(None)
-    if isinstance(step, Tensor):
-        step = step.item() if step.numel() == 1 else None
+    step = state.values.get("step")
+    if "step" in state.tensors and state.tensors["step"].numel == 1:
+        step = state.tensors["step"].read(None).item()
     return int(step) if isinstance(step, int | float) and math.isfinite(step) else None
 
 
@@ -171,7 +168,7 @@ _AT_ONCE = 1 << 18
 
 
 def replay(
-    weight: Stored, states: Mapping[str, Any], options: Mapping[str, Any], step: int | None
+    weight: Stored, states: Mapping[str, Stored], options: Mapping[str, Any], step: int | None
 ) -> tuple[Lost | None, Lost | None]:
     """Count the losses of the last update, and of weight decay alone, where nearest rounding stores the weight.
 
@@ -192,7 +189,7 @@ def replay(
     if rule is None or not lr or weight.numel == 0:
         return None, None
     names, form = _needed_states(rule, options), formats.get(weight.dtype)
-    parts = {name: _make_stored(states[name]) for name in names}
+    parts = {name: states[name] for name in names}
     if any(part.shape != weight.shape or not part.dtype.is_floating_point for part in parts.values()):
         return None, None
     rate = _own_decay(rule, options)
@@ -206,10 +203,6 @@ def replay(
         if decay is not None and rate is not None:
             decay.add(w, rate * w)
     return update.lost(), None if decay is None else decay.lost()
-
-
-def _make_stored(value: Any) -> Stored:
-    return value if isinstance(value, Stored) else wrap_tensor(value)
 
 
 def _rule(states: Mapping[str, Any], options: Mapping[str, Any], step: int | None) -> str | None:

@@ -416,32 +416,17 @@ def find_tied_names(checkpoint: Checkpoint, held: set[str]) -> dict[str, str]:
         checkpoint: whose tensors share memory where they are tied.
         held: names that the optimizer holds.
     """
-    by_shape: dict[tuple[int, ...], list[str]] = {}
-    for name in held & checkpoint.tensors.keys():
-        by_shape.setdefault(checkpoint.tensors[name].shape, []).append(name)
-    found = {}
-    for name, stored in checkpoint.tensors.items():
-        others = by_shape.get(stored.shape, ()) if name not in held else ()
-        place = _place(checkpoint, name) if others else None
-        same = next((other for other in others if place is not None and _place(checkpoint, other) == place), None)
-        if same is not None:
-            found[name] = same
-    return found
-
-
-def _place(checkpoint: Checkpoint, name: str) -> object:
-    """Return where in memory a tensor lies; None where its file tells nothing of ties."""
-    stored = checkpoint.tensors[name]
-    if not checkpoint.ordered or not stored.mapped or not stored.numel:
-        return None
-    return address(plain(stored.read(None)))
+    places: dict[object, str] = {
+        place: name for name in held & checkpoint.tensors.keys() if (place := checkpoint.place(name))
+    }
+    found = {name: places.get(checkpoint.place(name)) for name in checkpoint.tensors if name not in held}
+    return {name: other for name, other in found.items() if other is not None}
 
 
 def _is_tied(checkpoint: Checkpoint, name: str) -> bool:
     """Return whether another name of the checkpoint leads to the same memory, as files without tied names leave out."""
-    place, shape = _place(checkpoint, name), checkpoint.tensors[name].shape
-    others = (key for key, other in checkpoint.tensors.items() if key != name and other.shape == shape)
-    return place is not None and any(_place(checkpoint, other) == place for other in others)
+    place = checkpoint.place(name)
+    return place is not None and any(checkpoint.place(key) == place for key in checkpoint.tensors if key != name)
 
 
 def _compare(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
-import inspect
+import itertools
 import json
 import logging
 import re
@@ -20,7 +20,6 @@ from torch import Tensor
 
 from ..._messages import a_kind, listed
 from ..._qualified_names import pattern_of
-from ...kernels import address, plain
 from ...mctensor import MCTensor
 from ...optim.parameters._random_identity import plain_names
 from ...scaled import ScaledTensor
@@ -55,51 +54,28 @@ def order_by_config(config: Path, tensors: Mapping[str, Stored]) -> tuple[list[s
     Returns:
         None without transformers, for a class that it has not, and for a model with other names.
     """
-    given = _read(config)
-    layers = given.get("num_hidden_layers", 0)
-    if not isinstance(layers, int) or layers > len(tensors) or importlib.util.find_spec("transformers") is None:
+    if importlib.util.find_spec("transformers") is None:
         return None
     level = logging.root.manager.disable
     try:
         with warnings.catch_warnings(), torch.device("meta"):
             warnings.simplefilter("ignore")
             logging.disable()
-            model = _model(given)
+            given = json.loads(config.read_text(encoding="utf-8"))
+            transformers = importlib.import_module("transformers")
+            kind: Any = getattr(transformers, given["architectures"][0])
+            assert issubclass(kind, transformers.PreTrainedModel), "a config names a model"
+            plain_config = {key: value for key, value in given.items() if key != "auto_map"}
+            model = kind(kind.config_class.from_dict(plain_config))
     except Exception:  # whatever another version of transformers makes of the config
         return None
     finally:
         logging.disable(level)
-    if model is None:
-        return None
-    norms = {
-        f"{name}.{own}" for name, module in model.named_modules() for own in module._parameters if _is_norm(module)
-    }
+    modules = dict(model.named_modules())
+    norms = {name for name, module in modules.items() if isinstance(module, torch.nn.LayerNorm)}
     # A tied weight is saved once.
     names = [name for name, _ in model.named_parameters() if name in tensors]
-    return names, lambda name, stored: name not in norms and not _NO_DECAY.search(name.lower())
-
-
-def _is_norm(module: torch.nn.Module) -> bool:
-    return isinstance(module, torch.nn.LayerNorm)
-
-
-def _model(given: Mapping[str, Any]) -> torch.nn.Module | None:
-    transformers = importlib.import_module("transformers")
-    names = given.get("architectures")
-    kind: Any = getattr(transformers, names[0], None) if isinstance(names, list) and len(names) == 1 else None
-    if not (inspect.isclass(kind) and issubclass(kind, transformers.PreTrainedModel)):
-        return None
-    made = kind(kind.config_class.from_dict({key: value for key, value in given.items() if key != "auto_map"}))
-    assert isinstance(made, torch.nn.Module), "models of transformers are modules"
-    return made
-
-
-def _read(config: Path) -> dict[str, Any]:
-    try:
-        read = json.loads(config.read_text(encoding="utf-8", errors="replace"))
-    except (OSError, ValueError):
-        return {}
-    return read if isinstance(read, dict) else {}
+    return names, lambda name, stored: name.rpartition(".")[0] not in norms and not _NO_DECAY.search(name.lower())
 
 
 COUNTERS = ("running_mean", "running_var", "num_batches_tracked", "n_averaged")
@@ -108,14 +84,9 @@ _COMPANIONS = (".component_1", ".component_2", ".component_3", ".component_scale
 
 @dataclass(slots=True)
 class NamedState:
-    """States of one parameter.
+    """States of one parameter: tensors and plain values by the state's name, and its group's options."""
 
-    Attributes:
-        tensors: Stored or Tensor, by name of the state.
-        values: plain values, by name of the state.
-    """
-
-    tensors: dict[str, Any]
+    tensors: dict[str, Stored]
     values: dict[str, Any]
     options: dict[str, Any]
 
@@ -131,15 +102,12 @@ def name_states(checkpoint: Checkpoint, unseen: list[str]) -> dict[str, NamedSta
         if names is None:
             names = _names_by_shape(checkpoint, optimizer)
             lost = len(members) - len(names)
+            order = ", or install the transformers that saved it, which has the model's order"
             if lost:
-                known = (
-                    ", or install the transformers that saved it, which has the model's order"
-                    if checkpoint.config
-                    else ""
-                )
                 unseen.append(
                     f"{lost} of {len(members)} optimizer states of the checkpoint have no names and no order: they "
-                    f"were not compared; make the optimizer from model.named_parameters(), which saves names{known}"
+                    "were not compared; make the optimizer from model.named_parameters(), which saves names"
+                    + (order if checkpoint.config else "")
                 )
         names = _strip_prefix(names, checkpoint.tensors)
         strange = [name for name in names.values() if name not in checkpoint.tensors]
@@ -159,32 +127,23 @@ def _strip_prefix(names: dict[Any, str], tensors: Collection[str]) -> dict[Any, 
     strange = next((name for name in names.values() if name not in tensors), None)
     if strange is None:
         return names
+    # A prefix of the strange name and what stands in its place, for every tensor whose name ends in the same parts.
+    own, pairs = strange.split("."), {}
+    for tensor in tensors:
+        parts = tensor.split(".")
+        ends = itertools.takewhile(lambda pair: pair[0] == pair[1], zip(own[::-1], parts[::-1]))
+        if same := len(list(ends)):
+            pairs["".join(f"{part}." for part in own[:-same]), "".join(f"{part}." for part in parts[:-same])] = None
     found = []
-    for prefix, other in dict.fromkeys(_prefix_replacements(strange, tensors)):
+    for prefix, other in pairs:
         changed = {key: other + name.removeprefix(prefix) for key, name in names.items()}
         if all(name.startswith(prefix) for name in names.values()) and all(x in tensors for x in changed.values()):
             found.append(changed)
     return found[0] if len(found) == 1 else names
 
 
-def _prefix_replacements(name: str, tensors: Iterable[str]) -> Iterator[tuple[str, str]]:
-    """Yield a name's beginning and what stands in its place, for every tensor whose name ends in the same parts."""
-    own = name.split(".")
-    for tensor in tensors:
-        parts = tensor.split(".")
-        same = 0
-        while same < min(len(own), len(parts)) and own[-1 - same] == parts[-1 - same]:
-            same += 1
-        if same:
-            yield _prefix(own[:-same]), _prefix(parts[:-same])
-
-
-def _prefix(parts: list[str]) -> str:
-    return "".join(f"{part}." for part in parts)
-
-
 def _named_state(state: dict[str, Any], group: dict[str, Any]) -> NamedState:
-    tensors = {key: value for key, value in state.items() if isinstance(value, Tensor | Stored)}
+    tensors = {key: value for key, value in state.items() if isinstance(value, Stored)}
     values = {key: value for key, value in state.items() if key not in tensors}
     left_out = ("params", "param_names", "identities", "random_stream", "halfulp")
     options = {key: value for key, value in group.items() if key not in left_out}
@@ -301,24 +260,23 @@ def _layer_sort_key(name: str) -> list[tuple[bool, int, str]]:
 
 def _parameters(checkpoint: Checkpoint) -> Iterable[tuple[str, Stored]]:
     """Yield the tensors that may be parameters, under one of several names for the same memory."""
-    seen = set()
+    seen: set[object] = set()
     for name, stored in checkpoint.tensors.items():
         last = name.rpartition(".")[2]
         if last in COUNTERS or name.endswith(_COMPANIONS) or name.startswith("ema."):
             continue
         if not (stored.dtype.is_floating_point or stored.dtype.is_complex):
             continue
-        if checkpoint.ordered and stored.mapped and stored.numel:
-            place = address(plain(stored.read(None))), stored.shape
-            if place in seen:
-                continue
+        place = checkpoint.place(name)
+        if place not in seen:
+            yield name, stored
+        if place is not None:
             seen.add(place)
-        yield name, stored
 
 
 def _shape(state: dict[str, Any] | None) -> tuple[int, ...] | None:
     """Return the shape of the parameter that a state belongs to: that of its largest tensor."""
-    shapes = [tuple(value.shape) for value in (state or {}).values() if isinstance(value, Tensor | Stored)]
+    shapes = [value.shape for value in (state or {}).values() if isinstance(value, Stored)]
     return max(shapes, key=lambda shape: (len(shape), shape), default=None)
 
 
@@ -339,12 +297,8 @@ _DEEPEST = 64
 _Leaves = dict[tuple[Any, ...], Stored]
 
 
-def read_parts(content: object, path: str, mapped: bool = True) -> Checkpoint:
-    """Return the parts of what a file holds.
-
-    Args:
-        content: nested mappings and lists of tensors, or `Stored`, and plain data.
-        mapped: whether the tensors are pages of the file.
+def read_parts(content: object, path: str) -> Checkpoint:
+    """Return the parts of what a file holds: nested mappings and lists of tensors, or `Stored`, and plain data.
 
     Raises:
         ValueError: it holds no model's tensors.
@@ -363,7 +317,7 @@ def read_parts(content: object, path: str, mapped: bool = True) -> Checkpoint:
         elif isinstance(leaf, Stored):
             leaves[where] = leaf
         elif isinstance(leaf, Tensor):
-            leaves |= {(*where[:-1], f"{where[-1]}{suffix}"): part for suffix, part in _entries(leaf, mapped)}
+            leaves |= {(*where[:-1], f"{where[-1]}{suffix}"): part for suffix, part in _entries(leaf)}
     found.tensors = _name_leaves(leaves, found.unseen)
     if not found.tensors:
         rest = "only an optimizer's states" if found.optimizers else f"no tensors, only {listed(content)}"
@@ -414,20 +368,24 @@ def _optimizer(content: Mapping[Any, Any]) -> OptimizerStates | _Unreadable:
         isinstance(group, Mapping) and isinstance(group.get("params") or (), list | tuple) for group in groups
     ):
         return _Unreadable("its param_groups and state are not those of a torch optimizer")
-    kept = {key: dict(value) for key, value in state.items() if isinstance(value, Mapping)}
+    kept = {
+        key: {name: wrap_tensor(one) if isinstance(one, Tensor) else one for name, one in value.items()}
+        for key, value in state.items()
+        if isinstance(value, Mapping)
+    }
     return OptimizerStates(kept, [dict(group) for group in groups])
 
 
-def _entries(tensor: Tensor, mapped: bool) -> Iterator[tuple[str, Stored]]:
+def _entries(tensor: Tensor) -> Iterator[tuple[str, Stored]]:
     """Yield a tensor as a state_dict names its parts."""
     if isinstance(tensor, MCTensor):
         for number, part in enumerate(tensor.components):
-            yield f".component_{number}" if number else "", wrap_tensor(part, mapped)
+            yield f".component_{number}" if number else "", wrap_tensor(part)
     elif isinstance(tensor, ScaledTensor):
         yield "", wrap_tensor(tensor.decode(), False)
-        yield ".payload_scale", wrap_tensor(tensor.scale, mapped)
+        yield ".payload_scale", wrap_tensor(tensor.scale)
     else:
-        yield "", wrap_tensor(getattr(tensor, "_local_tensor", tensor), mapped)
+        yield "", wrap_tensor(getattr(tensor, "_local_tensor", tensor))
 
 
 def _name_leaves(leaves: _Leaves, unseen: list[str]) -> dict[str, Stored]:

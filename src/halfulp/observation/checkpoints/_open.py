@@ -15,6 +15,7 @@ from ._files import (
     Checkpoint,
     Stored,
     find_partitions,
+    is_inside,
     is_partition,
     load_torch_file,
     open_dcp,
@@ -104,7 +105,9 @@ def _open_folder(folder: Path) -> Checkpoint:
         )
     for path in (folder / name for name in _OPTIMIZERS):
         if path.is_file() and not found.optimizers:
-            _add_optimizer(found, path)
+            found.optimizers = find_optimizers(load_torch_file(path))
+            if not found.optimizers:
+                found.unseen.append(f"{path.name} holds no state_dict of a torch optimizer, and was not compared")
     more = [path.name for path in files if _NUMBERED_OPTIMIZER.match(path.name)]
     if more:
         found.unseen.append(f"{listed(more)} are further optimizers' states, and were not compared")
@@ -112,7 +115,7 @@ def _open_folder(folder: Path) -> Checkpoint:
         found.config = folder / "config.json"
     beside = folder / f"{CONTRACT}.json"
     if found.contract is None and beside.is_file():
-        found.contract = _read_json(beside)
+        found.contract = _parse(beside.read_text(encoding="utf-8", errors="replace"), beside)
     return found
 
 
@@ -137,8 +140,10 @@ def _weights(folder: Path, files: list[Path]) -> Checkpoint:
             if rest:
                 found.unseen.append(f"{listed(rest)} lie beside {known[0].name}, and were not compared")
             return found
-        if group and all(_NUMBERED.search(path.stem) for path in group):
-            _check_numbers(folder, group)
+        numbered = [match for path in group if (match := _NUMBERED.search(path.stem))]
+        if group and len(numbered) == len(group):
+            if any(int(match[2]) != len(group) for match in numbered):
+                raise ValueError(f"{folder} has {len(group)} shards of {numbered[-1][2]}: copy the missing ones")
             return opened(group)
         if group:
             names = listed(path.name for path in group)
@@ -151,17 +156,11 @@ def _weights(folder: Path, files: list[Path]) -> Checkpoint:
     raise ValueError(f"{folder} {'holds no checkpoint' if files else 'is an empty folder'}: {REMEDY}")
 
 
-def _check_numbers(folder: Path, files: list[Path]) -> None:
-    of = {int(match[2]) for path in files if (match := _NUMBERED.search(path.stem))}
-    if of != {len(files)}:
-        raise ValueError(f"{folder} has {len(files)} shards of {max(of)}: copy the missing ones")
-
-
 def _open_sharded(index: Path) -> Checkpoint:
-    placed = _read_json(index).get("weight_map")
+    placed = _parse(index.read_text(encoding="utf-8", errors="replace"), index).get("weight_map")
     if not isinstance(placed, dict) or not placed:
         raise ValueError(f"{index} has no weight_map: it is no index of shards; {REMEDY}")
-    strange = [name for name in placed.values() if not _is_inside(name)]
+    strange = [name for name in placed.values() if not is_inside(name)]
     if strange:
         raise ValueError(
             f"{index} names {listed(strange)}, which are no files of its folder: not read; copy the index again"
@@ -179,11 +178,6 @@ def _open_sharded(index: Path) -> Checkpoint:
     if not is_safe:
         found.tensors = {plain: found.tensors[plain] for plain in wanted.values()}
     return found
-
-
-def _is_inside(name: object) -> bool:
-    """Return whether an index's name of a shard stays in its folder, where it may be a link to elsewhere."""
-    return isinstance(name, str) and bool(name) and not Path(name).is_absolute() and ".." not in Path(name).parts
 
 
 def _open_safetensors(paths: list[Path]) -> Checkpoint:
@@ -220,18 +214,6 @@ def _open_dcp_folder(folder: Path) -> Checkpoint:
     found.unseen += unseen
     found.ordered = False
     return found
-
-
-def _add_optimizer(found: Checkpoint, path: Path) -> None:
-    content = load_torch_file(path)
-    if isinstance(content, dict) and "param_groups" in content:
-        found.optimizers += find_optimizers(content)
-    else:
-        found.unseen.append(f"{path.name} holds no state_dict of a torch optimizer, and was not compared")
-
-
-def _read_json(path: Path) -> dict[str, Any]:
-    return _parse(path.read_text(encoding="utf-8", errors="replace"), path)
 
 
 def _parse(text: str, path: Path) -> dict[str, Any]:

@@ -14,7 +14,8 @@ from ._kind import FindingKind, register_finding
 from ._updates import is_maybe_chance
 
 if TYPE_CHECKING:
-    from ..forecasting._layers import ForecastData, LayerForecast
+    from ..forecasting._forecast import Forecast
+    from ..forecasting._layers import LayerForecast
 
 FEWEST_ADDED = 32
 # What rounding takes of a sum of a few gradients is below a hundredth; a tenth of the batch is a smaller batch.
@@ -256,7 +257,7 @@ class SecondMomentStuck(FindingKind):
                     unchanged=unchanged,
                 )
 
-    def in_forecast(self, forecast: ForecastData) -> Iterator[Finding]:
+    def in_forecast(self, forecast: Forecast) -> Iterator[Finding]:
         stuck = [layer for layer in forecast.layers if _only_grows(layer)]
         if stuck:
             beta2, dtype = stuck[0].beta2, dtype_name(stuck[0].denominator)

@@ -17,7 +17,7 @@ from ..auditing._audit import Audit, TensorAudit
 from ._kind import FindingKind, register_finding
 
 if TYPE_CHECKING:
-    from ..forecasting._layers import ForecastData
+    from ..forecasting._forecast import Forecast
 
 # bfloat16's and float32's largest numbers are beyond this power of two.
 WIDE = 2.0**100
@@ -207,7 +207,7 @@ class EpsZero(FindingKind):
             if float(torch.tensor(eps, dtype=dtype, device="cpu")) == 0:
                 yield self._found(name, eps, dtype)
 
-    def in_forecast(self, forecast: ForecastData) -> Iterator[Finding]:
+    def in_forecast(self, forecast: Forecast) -> Iterator[Finding]:
         zero: dict[tuple[float, torch.dtype], list[str]] = {}
         for layer in forecast.layers:
             eps, dtype = layer.eps, layer.denominator

@@ -26,7 +26,8 @@ from ..auditing._audit import Audit, Lost, StateAudit, TensorAudit
 from ._kind import FindingKind, register_finding
 
 if TYPE_CHECKING:
-    from ..forecasting._layers import ForecastData, LayerForecast
+    from ..forecasting._forecast import Forecast
+    from ..forecasting._layers import LayerForecast
 
 # Fewer elements say nothing of a share of 10%.
 FEWEST = 32
@@ -100,7 +101,7 @@ class FreezeAhead(FindingKind):
     wide_cure = "nothing, if so little is not missed; else a schedule that ends earlier, or float64"
     worst = "after_freeze"
 
-    def in_forecast(self, forecast: ForecastData) -> Iterator[Finding]:
+    def in_forecast(self, forecast: Forecast) -> Iterator[Finding]:
         frozen: dict[tuple[Severity, str], list[LayerForecast]] = {}
         for layer in forecast.layers:
             if layer.freeze_step is not None and layer.weight_update == "nearest":
@@ -376,7 +377,7 @@ class WeightDecayLost(FindingKind):
                 **_evidence(decay, state, dtype),
             )
 
-    def in_forecast(self, forecast: ForecastData) -> Iterator[Finding]:
+    def in_forecast(self, forecast: Forecast) -> Iterator[Finding]:
         losing = [
             (layer, layer.decay_lost)
             for layer in forecast.layers

@@ -24,14 +24,14 @@ from ._inputs import (
     Schedule,
     Trained,
     compute_learning_rates,
+    from_checkpoint,
     from_optimizer,
     from_rate,
     name_schedule,
     named_tensors,
-    read_checkpoint,
     states_by_name,
 )
-from ._layers import ForecastData, LayerForecast, choose_sample, compute_costs, forecast_layer
+from ._layers import Cost, LayerForecast, choose_sample, compute_costs, forecast_layer
 
 # Elements times leaps over all layers that are followed in some seconds.
 _BUDGET = 2.4e7
@@ -43,11 +43,28 @@ _CURVE = 240
 
 
 @dataclass(frozen=True)
-class Forecast(ForecastData):
+class Forecast:
     """The predicted effect of rounding on a training under a schedule; `hu.forecast` makes it.
 
     `str()` is a table of the layers with the findings before it.
+
+    Attributes:
+        layers: in the model's order.
+        rule: the optimizer's update rule.
+        start, steps: steps made so far, and of the whole run.
+        costs: bytes of each weight update; empty without parameters of 16 bits.
+        notes: what could not be read or is not known, in sentences.
+        learning_rates: (step, learning rate of the first group) at steps spread over the schedule.
     """
+
+    layers: tuple[LayerForecast, ...]
+    rule: str
+    schedule: str
+    start: int
+    steps: int
+    costs: tuple[Cost, ...] = ()
+    notes: tuple[str, ...] = ()
+    learning_rates: tuple[tuple[int, float], ...] = ()
 
     @property
     def findings(self) -> list[Finding]:
@@ -60,7 +77,7 @@ class Forecast(ForecastData):
         return {
             "findings": [finding.to_dict() for finding in findings],
             "causes": plain_causes(findings),
-            "layers": [_finite(layer.to_dict()) for layer in self.layers],
+            "layers": [layer.to_dict() for layer in self.layers],
             "costs": [dict(vars(cost)) for cost in self.costs],
             "rule": self.rule,
             "schedule": self.schedule,
@@ -79,7 +96,18 @@ class Forecast(ForecastData):
         write_page("forecast", self.to_dict(), path)
 
     def __str__(self) -> str:
-        return as_text(self, self.findings)
+        lines = [f"{self.rule}, {self.schedule} schedule, steps {self.start} to {self.steps}"]
+        lines += ["", *listing(self.findings)]
+        lines += ["", *_align(_HEADERS, map(_row, self.layers[:_MOST]))]
+        if len(self.layers) > _MOST:
+            lines.append(f"... and {len(self.layers) - _MOST} more (.layers)")
+        if self.costs:
+            costs = [
+                (cost.weight_update, f"{cost.bytes_per_parameter:g}", bytes_in_words(cost.total), cost.keeps)
+                for cost in self.costs
+            ]
+            lines += ["", *_align(_COST_HEADERS, costs)]
+        return "\n".join([*lines, *([""] if self.notes else []), *self.notes])
 
 
 def forecast(
@@ -145,7 +173,10 @@ def forecast(
     options = {name: value for name, value in given.items() if value is not None}
     dtype = formats.get(dtype).torch_dtype if isinstance(dtype, str) else dtype
     if isinstance(model_or_state, str | Path):
-        inputs = _inputs_of_checkpoint(model_or_state, optimizer_or_lr, optimizer, states, options, dtype)
+        if states is not None:
+            raise ValueError("states= goes with a state dict; a checkpoint has its own: leave it out")
+        rate = None if optimizer_or_lr is None else _rate(optimizer_or_lr)
+        inputs = from_checkpoint(model_or_state, rate, optimizer, options, dtype)
     else:
         weights = named_tensors(model_or_state)
         inputs = _inputs(weights, optimizer_or_lr, optimizer, states, options, dtype)
@@ -154,25 +185,6 @@ def forecast(
         schedule, inputs.top_rates, steps=steps, start=begin, warmup=warmup, decay=decay, final=final_lr
     )
     return _follow_layers(inputs, rates, name_schedule(schedule), begin)
-
-
-def _inputs_of_checkpoint(
-    path: str | Path,
-    lr: torch.optim.Optimizer | float | None,
-    rule: str | None,
-    states: Mapping[str, Any] | None,
-    options: dict[str, Any],
-    dtype: torch.dtype | None,
-) -> Inputs:
-    if states is not None:
-        raise ValueError("states= goes with a state dict; a checkpoint has its own: leave it out")
-    saved = read_checkpoint(path)
-    if lr is None and not saved.has_rates:
-        raise ValueError("the checkpoint holds no optimizer: give the learning rate of the training to come")
-    rate = None if lr is None else _rate(lr)
-    weights, left_out = saved.trained()
-    notes = saved.unseen if left_out is None else (*saved.unseen, left_out)
-    return from_rate(weights, saved.states, rate, rule, options, dtype, saved.options, notes)
 
 
 def _inputs(
@@ -253,32 +265,12 @@ def _thin_rates(rates: Tensor, start: int) -> tuple[tuple[int, float], ...]:
     return tuple((start + step, float(rates[step])) for step in dict.fromkeys(at))
 
 
-def _finite(plain: dict[str, Any]) -> dict[str, Any]:
-    """Return None for infinity, which JSON lacks: what never ends."""
-    return {
-        key: None if isinstance(value, float) and value in (float("inf"),) else value for key, value in plain.items()
-    }
-
-
-HEADERS = ("layer", "dtype", "freezes at step", "lr there", "updates lost", "decay lost", "SR: steps to a signal")
-COST_HEADERS = ("weights", "bytes per parameter", "in all", "keeps the updates")
+_HEADERS = ("layer", "dtype", "freezes at step", "lr there", "updates lost", "decay lost", "SR: steps to a signal")
+_COST_HEADERS = ("weights", "bytes per parameter", "in all", "keeps the updates")
 _MOST = 40
 
 
-def as_text(forecast: ForecastData, findings: Sequence[Finding]) -> str:
-    """Return the findings, a table of the layers, the costs and the notes."""
-    lines = [f"{forecast.rule}, {forecast.schedule} schedule, steps {forecast.start} to {forecast.steps}"]
-    lines += ["", *listing(findings)]
-    lines += ["", *aligned(HEADERS, map(row, forecast.layers[:_MOST]))]
-    if len(forecast.layers) > _MOST:
-        lines.append(f"... and {len(forecast.layers) - _MOST} more (.layers)")
-    if forecast.costs:
-        lines += ["", *aligned(COST_HEADERS, cost_rows(forecast))]
-    return "\n".join([*lines, *([""] if forecast.notes else []), *forecast.notes])
-
-
-def row(layer: LayerForecast) -> tuple[str, ...]:
-    """Return the cells of one layer."""
+def _row(layer: LayerForecast) -> tuple[str, ...]:
     frozen = "not known" if layer.updates is None else "never" if layer.freeze_step is None else f"{layer.freeze_step}"
     return (
         layer.name,
@@ -291,20 +283,11 @@ def row(layer: LayerForecast) -> tuple[str, ...]:
     )
 
 
-def cost_rows(forecast: ForecastData) -> list[tuple[str, ...]]:
-    """Return the cells of what each weight update costs."""
-    return [
-        (cost.weight_update, f"{cost.bytes_per_parameter:g}", bytes_in_words(cost.total), cost.keeps)
-        for cost in forecast.costs
-    ]
-
-
-def aligned(headers: Sequence[str], rows: Iterable[Sequence[str]]) -> list[str]:
+def _align(headers: Sequence[str], rows: Iterable[Sequence[str]]) -> list[str]:
     """Return lines with columns of equal width, the first to the left and all others to the right."""
-    lines = [tuple(headers), *rows]
-    widths = [max(len(line[column]) for line in lines) for column in range(len(headers))]
-    return ["  ".join(map(_pad, range(len(headers)), line, widths)).rstrip() for line in lines]
-
-
-def _pad(column: int, cell: str, width: int) -> str:
-    return cell.rjust(width) if column else cell.ljust(width)
+    lines = [headers, *rows]
+    first, *widths = (max(map(len, column)) for column in zip(*lines))
+    return [
+        "  ".join([name.ljust(first), *(cell.rjust(width) for cell, width in zip(cells, widths))]).rstrip()
+        for name, *cells in lines
+    ]

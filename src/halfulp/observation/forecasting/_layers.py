@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -13,6 +13,7 @@ from torch import Tensor
 
 from ... import formats, optim
 from ...formats import Format
+from .._record import plain
 from ._inputs import Inputs, Trained, number
 
 _SIMULATED = 2048
@@ -302,37 +303,8 @@ class LayerForecast:
 
     def to_dict(self) -> dict[str, Any]:
         """Return plain data that JSON can hold."""
-        plain = {key: value for key, value in vars(self).items() if key not in ("dtype", "denominator")}
-        plain |= {"dtype": _name(self.dtype), "lost": [list(pair) for pair in self.lost]}
-        plain["freeze_range"] = None if self.freeze_range is None else list(self.freeze_range)
-        return plain | {"denominator": None if self.denominator is None else _name(self.denominator)}
-
-
-@dataclass(frozen=True)
-class ForecastData:
-    """The layers, what they have in common, and what each way to store them would cost.
-
-    Attributes:
-        layers: in the model's order.
-        rule: the optimizer's update rule.
-        start, steps: steps made so far, and of the whole run.
-        costs: bytes of each weight update; empty without parameters of 16 bits.
-        notes: what could not be read or is not known, in sentences.
-        learning_rates: (step, learning rate of the first group) at steps spread over the schedule.
-    """
-
-    layers: tuple[LayerForecast, ...]
-    rule: str
-    schedule: str
-    start: int
-    steps: int
-    costs: tuple[Cost, ...] = ()
-    notes: tuple[str, ...] = field(default=())
-    learning_rates: tuple[tuple[int, float], ...] = ()
-
-
-def _name(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")
+        # What never ends is infinite, for which JSON has no word.
+        return {key: None if value == math.inf else plain(value) for key, value in vars(self).items()}
 
 
 def find_gaps(values: Tensor, format: Format) -> tuple[Tensor, Tensor]:
