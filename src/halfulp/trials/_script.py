@@ -24,7 +24,7 @@ from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook
 
 from .. import optim, recipes
 from .._extensions import load_inherited
-from ..observation.scripts import BackwardLosses, Ending, model_of, run_script
+from ..observation.scripts import Ending, model_of, run_script, tell_backward_losses
 from ..pages import write_whole
 from ..recipes import Recipe
 from ..recipes._optimizer import _object as recipe_update
@@ -288,7 +288,7 @@ def run(script: str, arguments: list[str], recipe: str, module: bool = False, le
 
     refused, ending = None, None
     try:
-        with substitute_optimizers(recipes.get(recipe)) as done, BackwardLosses(log):
+        with substitute_optimizers(recipes.get(recipe)) as done, tell_backward_losses(log):
             ending = run_script(script, arguments, passing=Refusal, module=module, leave=left)
     except Refusal as refusal:
         refused = str(refusal)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import gc
 import inspect
@@ -10,7 +11,7 @@ import sys
 import weakref
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from types import FrameType, TracebackType
+from types import FrameType, ModuleType
 from typing import Any
 
 import torch
@@ -31,6 +32,7 @@ from ..findings import findings_of
 from ..observing._averages import read_averages
 from ..observing._observation import Observation, write_summary
 from ..observing._observe import find_scheduler, observe
+from ._run import replace_function
 
 SCALERS = (torch.amp.GradScaler, AdaptiveGradScaler)
 
@@ -102,8 +104,7 @@ def find(optimizers: Sequence[torch.optim.Optimizer], used: Container[torch.amp.
     for one in covering:
         wrapped.setdefault(id(_unwrap(one)), [_unwrap(one)]).append(one)
     chosen = list(wrapped.values())
-    single = len(chosen) == 1
-    model = chosen[0][0] if single else Together([same[0] for same in chosen], names_in_script(chosen))
+    model = chosen[0][0] if len(chosen) == 1 else Together([same[0] for same in chosen], names_in_script(chosen))
     free = [scaler for scaler in scalers if scaler not in used] or scalers
     return Found(
         model,
@@ -222,23 +223,15 @@ def _locals(frame: FrameType) -> dict[str, Any]:
 
 
 def _bound(variables: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
-    """Yield variables, then what attributes of objects and items of dictionaries among them hold, with their names."""
+    """Yield variables, then what attributes of plain objects and items of dictionaries among them hold, by name."""
     yield from variables.items()
     for value in variables.values():
-        inner = value if type(value) is dict else getattr(type(value), "__dict__", None) and _attributes(value)
-        if isinstance(inner, dict) and len(inner) <= _MOST_ATTRIBUTES:
+        try:
+            inner = value if type(value) is dict else object.__getattribute__(value, "__dict__")
+        except Exception:  # objects without one, and those that raise for any question
+            continue
+        if type(inner) is dict and not isinstance(value, ModuleType) and len(inner) <= _MOST_ATTRIBUTES:
             yield from ((name, one) for name, one in list(inner.items()) if isinstance(name, str))
-
-
-def _attributes(value: Any) -> dict[str, Any] | None:
-    """Return the attributes of a plain object, or of an outer module and its children; None of classes and modules."""
-    try:
-        own = object.__getattribute__(value, "__dict__")
-    except Exception:  # objects without one, and those that raise for any question
-        return None
-    if type(own) is not dict or isinstance(value, type(sys)):
-        return None
-    return own
 
 
 class Training:
@@ -373,75 +366,57 @@ def _name_model(finding: Finding) -> Finding:
     return replace(finding, write=of_model(finding.write, names.pop())) if len(names) == 1 else finding
 
 
+@dataclass
 class _Guard:
     """Ends a training when its observation is garbage."""
 
-    def __init__(self, training: Training, observation: Observation) -> None:
-        self._training, self._observation = training, observation
+    training: Training
+    observation: Observation
 
     def __del__(self) -> None:
-        self._training.end(self._observation)
+        self.training.end(self.observation)
 
 
-class BackwardLosses:
-    """Tells a listener each loss of one element that a backward pass begins with, while the context is open.
+@contextlib.contextmanager
+def tell_backward_losses(listener: Callable[[torch.Tensor], None]) -> Iterator[None]:
+    """Tell a listener each loss of one element, detached, that a backward pass begins with, before it does.
 
     `torch.autograd.backward` and the scalers' `scale` are wrapped for that time. What a scaler was given is the loss;
     of what was computed from a scaled loss (a share of it, a sum), the factor between the two is taken off.
-
-    Args:
-        listener: called with the loss, detached, before its backward pass.
     """
+    # The last loss of a scaler that no backward pass has begun with: what the scaler made of it, and itself.
+    scaled: list[tuple[weakref.ref[torch.Tensor], torch.Tensor, torch.Tensor]] = []
 
-    def __init__(self, listener: Callable[[torch.Tensor], None]) -> None:
-        self._listener = listener
-        self._backward: Any = None
-        self._scales: dict[type, Any] = {}
-        self._scaled: tuple[weakref.ref[torch.Tensor], torch.Tensor, torch.Tensor] | None = None
+    def undo_scale(tensor: torch.Tensor) -> torch.Tensor:
+        if not scaled:
+            return tensor.detach()
+        result, large, loss = scaled.pop()
+        if result() is tensor:
+            return loss
+        factor = in_float64(large) / in_float64(loss)
+        known = bool(factor.isfinite()) and bool(factor)
+        return (tensor.detach() / factor.item()).to(tensor.dtype) if known else tensor.detach()
 
-    def __enter__(self) -> BackwardLosses:
-        self._backward = torch.autograd.backward
-        torch.autograd.backward = self._tell_losses(self._backward)
-        for kind in SCALERS:
-            self._scales[kind] = kind.scale
-            kind.scale = self._note_scales(kind.scale)  # type: ignore[method-assign]
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        torch.autograd.backward = self._backward
-        for scaler, scale in self._scales.items():
-            scaler.scale = scale  # type: ignore[attr-defined]
-        self._scaled = None
-
-    def _tell_losses(self, backward: Any) -> Any:
-        @functools.wraps(backward)
-        def note_and_run(tensors: Any, *args: Any, **options: Any) -> Any:
+    def tell_losses(backward: Any) -> Any:
+        def told(tensors: Any, *args: Any, **options: Any) -> Any:
             single = tensors[0] if isinstance(tensors, Sequence) and len(tensors) == 1 else tensors
             if isinstance(single, torch.Tensor) and single.numel() == 1:
-                self._listener(self._undo_scale(single))
+                listener(undo_scale(single))
             return backward(tensors, *args, **options)
 
-        return note_and_run
+        return told
 
-    def _note_scales(self, scale: Any) -> Any:
-        @functools.wraps(scale)
+    def note_scales(scale: Any) -> Any:
         def noted(scaler: Any, outputs: Any) -> Any:
             result = scale(scaler, outputs)
             if isinstance(outputs, torch.Tensor) and outputs.numel() == 1:
-                self._scaled = weakref.ref(result), result.detach(), outputs.detach()
+                scaled[:] = [(weakref.ref(result), result.detach(), outputs.detach())]
             return result
 
         return noted
 
-    def _undo_scale(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Return a loss without the factor of the scaler that made it."""
-        if self._scaled is None:
-            return tensor.detach()
-        (result, scaled, loss), self._scaled = self._scaled, None
-        if result() is tensor:
-            return loss
-        factor = in_float64(scaled) / in_float64(loss)
-        known = bool(factor.isfinite()) and bool(factor)
-        return (tensor.detach() / factor.item()).to(tensor.dtype) if known else tensor.detach()
+    with contextlib.ExitStack() as replaced:
+        replaced.enter_context(replace_function(torch.autograd, "backward", tell_losses))
+        for kind in SCALERS:
+            replaced.enter_context(replace_function(kind, "scale", note_scales))
+        yield

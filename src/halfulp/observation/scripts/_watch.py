@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import functools
+import contextlib
 import gc
 import itertools
 import math
@@ -11,7 +11,6 @@ import warnings
 import weakref
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from types import TracebackType
 from typing import Any
 
 import torch
@@ -25,8 +24,8 @@ from ...sinks import Row, RowFile
 from .._finding import Finding, plain_causes
 from ..findings._kind import rank_with_causes
 from ..page import write_page
-from ._find import BackwardLosses, Found, Training, find
-from ._run import Children
+from ._find import Found, Training, find, tell_backward_losses
+from ._run import Children, replace_function
 
 # What a compiled module says of a hook on all modules, which is gone before the compiled code runs.
 _OF_GLOBAL_HOOKS = r"Using `torch\.compile\(module\)` when there are global hooks"
@@ -66,7 +65,6 @@ class Watch(StepWatcher):
         self._waiting: list[weakref.ref[Optimizer]] = []
         self._training_of: weakref.WeakKeyDictionary[Optimizer, Training | None] = weakref.WeakKeyDictionary()
         self._used: weakref.WeakSet[torch.amp.GradScaler] = weakref.WeakSet()
-        self._handles: list[RemovableHandle] = []
         self._calls: RemovableHandle | None = None
         # Of a training of several models before its first step: the model that each module belongs to.
         self._members: dict[int, int] = {}
@@ -74,28 +72,20 @@ class Watch(StepWatcher):
         self._late: set[Training] = set()
         self._ticks: int = 0
         self._left_out: int = 0
-        self._init: Any = None
-        self._losses = BackwardLosses(self._log)
+        self._open = contextlib.ExitStack()
         self.children: Children = Children()
 
     def __enter__(self) -> Watch:
-        self._init = Optimizer.__init__
-        Optimizer.__init__ = self._noticing(self._init)  # type: ignore[method-assign]
-        self._losses.__enter__()
-        self.children.__enter__()
-        self._handles.append(register_optimizer_step_pre_hook(self._before_step))
-        self._handles.append(register_optimizer_step_post_hook(self._after_step))
+        self._open.enter_context(replace_function(Optimizer, "__init__", self._noticing))
+        self._open.enter_context(tell_backward_losses(self._log))
+        self._open.enter_context(self.children)
+        self._open.callback(register_optimizer_step_pre_hook(self._before_step).remove)
+        self._open.callback(register_optimizer_step_post_hook(self._after_step).remove)
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        Optimizer.__init__ = self._init  # type: ignore[method-assign]
-        self._losses.__exit__(kind, error, trace)
-        self.children.__exit__(kind, error, trace)
+    def __exit__(self, *_: object) -> None:
+        self._open.close()
         self._end_calls()
-        for handle in self._handles:
-            handle.remove()
         for training in self.trainings:
             training.end()
         trainings = [training for training in self.trainings if len(training)]
@@ -121,7 +111,6 @@ class Watch(StepWatcher):
     # hooks ----------------------------------------------------------------------------------------------------
 
     def _noticing(self, init: Any) -> Any:
-        @functools.wraps(init)
         def noticed(optimizer: Optimizer, *args: Any, **options: Any) -> None:
             init(optimizer, *args, **options)
             if self._is_own():
@@ -325,19 +314,11 @@ class Report:
         return sum(map(len, self.trainings))
 
     def to_dict(self) -> dict[str, Any]:
-        """Return plain data that JSON can hold: the findings of all, and the training of most steps.
+        """Return plain data that JSON can hold: the findings of all trainings, and the longest one whole.
 
         Under `trainings` stands each: number, names of its model and optimizers, steps, the numbers of those whose
         steps lie between its own, its findings, and, but for the one that the rest is of, its record.
         """
-        if not self.trainings:
-            return {
-                "findings": [],
-                "causes": [],
-                "steps": 0,
-                "interval": self.interval,
-                "record": {"unseen": self.unseen},
-            }
         longest = max(self.trainings, key=len)
         of_each = [[finding.to_dict() for finding in training.findings] for training in self.trainings]
         found = longest.to_dict()
