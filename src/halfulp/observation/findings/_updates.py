@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -73,6 +73,16 @@ def is_maybe_chance(change: Realised, realised: float, spread: float = 1.0) -> b
     """
     kept = 1 - change.lost_share
     return kept > 0 and (1 - realised) ** 2 < 16 * (spread / kept - 1) / change.seen
+
+
+def measured(change: Realised, dtype: torch.dtype | None) -> dict[str, Any]:
+    """Return what a finding of changes that rounding loses has as evidence."""
+    return {
+        "lost": change.lost_share,
+        "realised": change.realised_share,
+        "seen": change.seen,
+        "dtype": dtype_name(dtype),
+    }
 
 
 def is_kept_beside(parameter: ParameterRecord) -> bool:
@@ -169,7 +179,7 @@ class NeverStepped(FindingKind):
                     "warning",
                     1 - 0.5 ** len(record.sampled_steps),
                     said,
-                    cure="see whether the loss depends on it; set requires_grad=False if it is to stay",
+                    cure=NO_GRADIENT,
                     sampled_steps=len(record.sampled_steps),
                 )
 
@@ -254,24 +264,16 @@ class UpdatesLost(FindingKind):
             severity = _grade_loss(parameter)
             if severity is None:
                 continue
-            realised = update.realised_share
-            said, smaller = f"{percent(update.lost_share)} of updates lost in {dtype_name(parameter.dtype)}", ""
-            if realised is None:
-                said = f"{percent(update.lost_share)} of elements with a gradient unchanged"
-            elif realised >= LITTLE_LOST:
-                smaller = f", the smaller ones, though {percent(min(1.0, realised))} of the movement took place"
+            said = _describe_lost_updates(update.lost_share, update.realised_share, parameter.dtype, parameter.options)
             yield self.found(
                 name,
                 severity,
                 confidence_of(update.seen, FEWEST) * (1.0 if update.known else 0.5),
-                said + at_lr(parameter.options) + smaller,
+                said,
                 cure=self.cure_in(parameter.dtype),
                 says=self.says if update.known else "",
                 write=optimizer_code(parameter.optimizer, parameter.options, KAHAN),
-                lost=update.lost_share,
-                realised=realised,
-                seen=update.seen,
-                dtype=dtype_name(parameter.dtype),
+                **measured(update, parameter.dtype),
                 lr=number(parameter.options, "lr"),
             )
 
@@ -283,17 +285,23 @@ class UpdatesLost(FindingKind):
             severity = grade_lost_movement(row.b.dtype, update.realised, update.share)
             if severity is None:
                 continue
-            dtype, confidence = dtype_name(row.b.dtype), 1.0
-            said = f"{percent(update.share)} of updates lost in {dtype}{at_lr(state.options)}"
-            if update.realised >= LITTLE_LOST:
-                said += f", the smaller ones, though {percent(min(1.0, update.realised))} of the movement took place"
+            said, confidence = _describe_lost_updates(update.share, update.realised, row.b.dtype, state.options), 1.0
             if _is_kept_elsewhere(update, row, state):
                 severity, confidence = "warning", 0.5
                 said += ", unless wider weights are kept elsewhere"
             too_small = not is_wide(row.b.dtype) and update.lost_by.get("kahan", 0) > update.wanted / 2
             cure = TOO_SMALL if too_small else self.cure_in(row.b.dtype)
             code = optimizer_code(None, state.options, 'weight_update="split"' if too_small else KAHAN)
-            yield self.found(name, severity, confidence, said, cure=cure, write=code, **_evidence(update, state, dtype))
+            yield self.found(name, severity, confidence, said, cure=cure, write=code, **_evidence(update, state, row))
+
+
+def _describe_lost_updates(lost: float, realised: float | None, dtype: torch.dtype, options: Mapping[str, Any]) -> str:
+    if realised is None:
+        return f"{percent(lost)} of elements with a gradient unchanged{at_lr(options)}"
+    said = f"{percent(lost)} of updates lost in {dtype_name(dtype)}{at_lr(options)}"
+    if realised < LITTLE_LOST:
+        return said
+    return f"{said}, the smaller ones, though {percent(min(1.0, realised))} of the movement took place"
 
 
 def _grade_loss(parameter: ParameterRecord) -> Severity | None:
@@ -339,66 +347,54 @@ class WeightDecayLost(FindingKind):
             if decay is None or decay.seen < FEWEST:
                 continue
             realised = decay.realised_share
-            share = realised if realised is not None else 1 - decay.lost_share
-            if not share < DECAY_REALISED:
-                continue
-            lr, rate = number(parameter.options, "lr"), number(parameter.options, "weight_decay")
-            factor = f" (1 - {lr * rate:.3g} a step)" if lr is not None and rate is not None else ""
-            yield self.found(
-                name,
-                "note" if is_wide(parameter.dtype) else "warning",
-                confidence_of(decay.seen, FEWEST),
-                f"{percent(decay.lost_share)} of weight decay lost in {dtype_name(parameter.dtype)}{factor}",
-                cure=self.cure_in(parameter.dtype),
-                write=optimizer_code(parameter.optimizer, parameter.options, KAHAN),
-                lost=decay.lost_share,
-                realised=realised,
-                seen=decay.seen,
-                lr=lr,
-                weight_decay=rate,
-            )
+            if (realised if realised is not None else 1 - decay.lost_share) < DECAY_REALISED:
+                sure = confidence_of(decay.seen, FEWEST)
+                told = {"realised": realised, "seen": decay.seen}
+                code = optimizer_code(parameter.optimizer, parameter.options, KAHAN)
+                yield self._lost([name], parameter.dtype, decay.lost_share, parameter.options, sure, code, told)
 
     def in_audit(self, audit: Audit) -> Iterator[Finding]:
         for name, state, row in _rounded_to_nearest(audit):
-            decay, rate = state.decay, state.options.get("weight_decay")
-            if decay is None or decay.wanted < FEWEST or not decay.realised < HALF_LOST:
-                continue
-            dtype, lr = dtype_name(row.b.dtype), state.options.get("lr")
-            factor = f" (1 - {lr * rate:.3g} a step)" if lr is not None and rate is not None else ""
-            yield self.found(
-                name,
-                # In float32 that is a schedule's last steps, when decay has nothing left to do.
-                "warning" if is_narrow(row.b.dtype) else "note",
-                1.0,
-                f"{percent(decay.share)} of weight decay lost in {dtype}{factor}",
-                cure=self.cure_in(row.b.dtype),
-                write=optimizer_code(None, state.options, KAHAN),
-                weight_decay=rate,
-                **_evidence(decay, state, dtype),
-            )
+            decay = state.decay
+            if decay is not None and decay.wanted >= FEWEST and decay.realised < HALF_LOST:
+                told = _evidence(decay, state, row)
+                code = optimizer_code(None, state.options, KAHAN)
+                yield self._lost([name], row.b.dtype, decay.share, state.options, 1.0, code, told)
 
     def in_forecast(self, forecast: Forecast) -> Iterator[Finding]:
         losing = [
-            (layer, layer.decay_lost)
+            (layer.decay_lost, layer)
             for layer in forecast.layers
             if layer.decay_lost is not None
             and layer.weight_update == "nearest"
             and layer.decay_lost > 1 - DECAY_REALISED
         ]
         if losing:
-            worst, lost = max(losing, key=lambda pair: pair[1])
-            yield self.found(
-                [layer.name for layer, _ in losing],
-                "note" if is_wide(worst.dtype) else "warning",
-                1.0,
-                f"{percent(lost)} of weight decay will be lost in {dtype_name(worst.dtype)} "
-                f"(1 - {worst.lr * worst.weight_decay:.3g} a step at most)",
-                write=optimizer_code(forecast.rule, {"lr": worst.lr, "weight_decay": worst.weight_decay}, KAHAN),
-                cure=self.cure_in(worst.dtype),
-                lost=lost,
-                lr=worst.lr,
-                weight_decay=worst.weight_decay,
-            )
+            lost, worst = max(losing, key=lambda pair: pair[0])
+            options = {"lr": worst.lr, "weight_decay": worst.weight_decay}
+            code = optimizer_code(forecast.rule, options, KAHAN)
+            names = [layer.name for _, layer in losing]
+            yield self._lost(names, worst.dtype, lost, options, 1.0, code, {}, ahead=True)
+
+    def _lost(
+        self,
+        names: list[str],
+        dtype: torch.dtype,
+        lost: float,
+        options: Mapping[str, Any],
+        confidence: float,
+        code: str,
+        told: dict[str, Any],
+        ahead: bool = False,
+    ) -> Finding:
+        lr, rate = number(options, "lr"), number(options, "weight_decay")
+        most = " at most" if ahead else ""
+        factor = f" (1 - {lr * rate:.3g} a step{most})" if lr is not None and rate is not None else ""
+        # In float32 that is a schedule's last steps, when decay has nothing left to do.
+        severity: Severity = "note" if is_wide(dtype) else "warning"
+        said = f"{percent(lost)} of weight decay {'will be ' if ahead else ''}lost in {dtype_name(dtype)}{factor}"
+        told |= {"lost": lost, "lr": lr, "weight_decay": rate}
+        return self.found(names, severity, confidence, said, cure=self.cure_in(dtype), write=code, **told)
 
 
 # A smaller sample, as of a scalar, may stand still by chance for some steps.
@@ -521,10 +517,10 @@ def _is_kept_elsewhere(update: Lost, row: TensorAudit, state: StateAudit) -> boo
     return bool(kept) and min(kept) > (precision(row.b.dtype) or 0)
 
 
-def _evidence(lost: Lost, state: StateAudit, dtype: str) -> dict[str, Any]:
+def _evidence(lost: Lost, state: StateAudit, row: TensorAudit) -> dict[str, Any]:
     by = {f"lost_by_{name}": count / max(1, lost.wanted) for name, count in lost.lost_by.items()}
     told = {"lost": lost.share, "realised": lost.realised, "seen": lost.wanted}
-    return {**told, "dtype": dtype, "lr": state.options.get("lr"), **by}
+    return {**told, "dtype": dtype_name(row.b.dtype), "lr": state.options.get("lr"), **by}
 
 
 def _is_due(record: Record, parameter: ParameterRecord) -> bool:

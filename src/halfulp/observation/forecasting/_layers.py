@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -50,10 +49,6 @@ class UpdateSizes:
     is_sign: bool
     source: str
 
-    def repeated(self, times: int) -> UpdateSizes:
-        """Repeat the sample as many times, one copy after the other."""
-        return replace(self, mean=self.mean.repeat(times), deviation=self.deviation.repeat(times))
-
     @property
     def rms(self) -> float:
         """Root mean square of the update over the learning rate, now."""
@@ -71,15 +66,8 @@ def model_update_sizes(
         index: positions of the sample among the flattened elements.
     """
     if inputs.rule == "Lion":
-        return UpdateSizes(
-            torch.ones_like(weights, dtype=torch.bool),
-            torch.zeros_like(weights),
-            torch.ones_like(weights),
-            torch.ones(steps, dtype=torch.float64, device="cpu"),
-            1.0,
-            True,
-            "Lion's are the learning rate",
-        )
+        every, growth = torch.ones_like(weights), torch.ones(steps, dtype=torch.float64, device="cpu")
+        return UpdateSizes(every.bool(), every * 0, every, growth, 1.0, True, "Lion's are the learning rate")
     if inputs.rule == "SGD":
         return _sgd(trained, index, weights, steps)
     return _adam(trained, inputs, index, weights, steps, generator)
@@ -234,12 +222,6 @@ def _state(trained: Trained, *names: str) -> Tensor | None:
         if isinstance(state, Tensor) and state.is_floating_point() and state.shape == trained.value.shape:
             return state.detach()
     return None
-
-
-def find_second_moment(state: Mapping[str, Any]) -> torch.dtype | None:
-    """Return the dtype of the second moment, None without one of floating point."""
-    found = state.get("exp_avg_sq")
-    return found.dtype if isinstance(found, Tensor) and found.is_floating_point() else None
 
 
 @dataclass(frozen=True)
@@ -578,30 +560,33 @@ def forecast_layer(
     weights = trained.value.flatten()[index].cpu().to(trained.dtype).double()
     finite = weights.isfinite()
     index, weights = index[finite], weights[finite]
-    decay = _decoupled_decay(trained, inputs.rule)
-    options = {name: number(trained.options[name]) for name in ("eps",) if name in trained.options}
-    common = {
-        "name": trained.name,
-        "dtype": trained.dtype,
-        "elements": trained.value.numel(),
-        "weight_update": trained.weight_update,
-        "lr": float(rates.max()),
-        "weight_decay": decay,
-        "eps": options.get("eps"),
-        "beta2": number(trained.options["betas"][1]) if inputs.rule.startswith("Adam") else None,
-        "denominator": _denominator(trained, inputs),
-    }
+    options, adam = trained.options, inputs.rule.startswith("Adam")
+    decoupled = inputs.rule in ("AdamW", "Lion") or options.get("decoupled_weight_decay")
+    decay = number(options.get("weight_decay", 0.0)) if decoupled else 0.0
+    apart = not inputs.ours and not options.get("fused")
+    second = trained.state.get("exp_avg_sq")
+    states = second.dtype if isinstance(second, Tensor) and second.is_floating_point() else trained.dtype
+    layer = LayerForecast(
+        trained.name,
+        trained.dtype,
+        trained.value.numel(),
+        trained.weight_update,
+        lr=float(rates.max()),
+        weight_decay=decay,
+        eps=number(options["eps"]) if "eps" in options else None,
+        beta2=number(options["betas"][1]) if adam else None,
+        denominator=states if adam and apart else None,  # torch's loops add eps in the states' dtype
+    )
     sizes = model_update_sizes(trained, inputs, index, weights, len(rates), generator) if len(weights) else None
     if sizes is None:
-        return LayerForecast(**common)  # type: ignore[arg-type]
+        return layer
     held = weights[sizes.nonzero]
     if not len(held):
-        return LayerForecast(**common, updates=sizes.source, update_size=0.0)  # type: ignore[arg-type]
-    apart = not inputs.ours and not trained.options.get("fused")
+        return replace(layer, updates=sizes.source, update_size=0.0)
     repeats = max(1, min(8, sample // len(held)))
     walked = simulate_walk(
         held.repeat(repeats),
-        sizes.repeated(repeats),
+        replace(sizes, mean=sizes.mean.repeat(repeats), deviation=sizes.deviation.repeat(repeats)),
         rates,
         format,
         decay=decay,
@@ -612,14 +597,10 @@ def forecast_layer(
     )
     sampling = _EDGES / math.sqrt(FROZEN * len(held)) if len(index) < trained.value.numel() else 0.0
     count = max(1, round(len(held) / len(weights) * trained.value.numel()))
-    return LayerForecast(
-        **common,  # type: ignore[arg-type]
-        updates=sizes.source,
-        update_size=sizes.rms,
-        decay_lost=1 - walked.decay_made / walked.decay_wanted if walked.decay_wanted else None,
-        **_freezing(walked, rates, count, sampling, sizes, start),  # type: ignore[arg-type]
-        **_noise(held, sizes, rates, format),  # type: ignore[arg-type]
-    )
+    lost = 1 - walked.decay_made / walked.decay_wanted if walked.decay_wanted else None
+    freezing = _freezing(walked, rates, count, sampling, sizes, start)
+    noise = _noise(held, sizes, rates, format)
+    return replace(layer, updates=sizes.source, update_size=sizes.rms, decay_lost=lost, **freezing, **noise)
 
 
 def choose_sample(elements: int, most: int) -> Tensor:
@@ -637,21 +618,20 @@ def choose_sample(elements: int, most: int) -> Tensor:
 
 def _freezing(
     walked: Walk, rates: Tensor, count: int, sampling: float, sizes: UpdateSizes, start: int
-) -> dict[str, object]:
+) -> dict[str, Any]:
     """Return when a layer freezes, and which share of its updates is lost by then.
 
     `sampling` is how far the share that moves may be off, relative to itself, as only a sample was followed.
     """
     after = (rates > 0).nonzero()
     # Where the rate is 0 there is no update that could be lost.
-    last = int(after[-1]) if len(after) else -1
-
-    moved = walked.moved[: last + 1]
+    count_rates = int(after[-1]) + 1 if len(after) else 0
+    moved, fewer, more = (one[:count_rates] for one in (walked.moved, walked.fewer, walked.more))
     step = find_freeze_step(moved, count, sizes.run)
-    fewer, more = walked.fewer[: last + 1], walked.more[: last + 1]
     low = find_freeze_step(fewer * max(0.0, 1 - sampling), count, sizes.run, _EDGE)
     high = find_freeze_step(more * (1 + sampling), count, sizes.run, 1 - _EDGE)
-    shown = torch.linspace(0, last, min(_SHOWN, last + 1), dtype=torch.float64, device="cpu").long().unique().tolist()
+    places = torch.linspace(0, count_rates - 1, min(_SHOWN, count_rates), dtype=torch.float64, device="cpu")
+    shown = places.long().unique().tolist()
     weighed = float((walked.moved * rates).sum() / rates.sum()) if rates.sum() > 0 else 1.0
     return {
         "freeze_step": None if step is None else start + step,
@@ -687,15 +667,3 @@ def _noise(weights: Tensor, sizes: UpdateSizes, rates: Tensor, format: Format) -
         "noise_steps": max(0.0, spacing / largest - 1) if largest else math.inf,
         "noise_over_drift": float(variance.sum()) ** 0.5 / drift if drift else math.inf,
     }
-
-
-def _decoupled_decay(trained: Trained, rule: str) -> float:
-    decoupled = rule in ("AdamW", "Lion") or trained.options.get("decoupled_weight_decay")
-    return number(trained.options.get("weight_decay", 0.0)) if decoupled else 0.0
-
-
-def _denominator(trained: Trained, inputs: Inputs) -> torch.dtype | None:
-    """Return the dtype in which torch's loops add eps: the states', which is the parameter's."""
-    if not inputs.rule.startswith("Adam") or inputs.ours or trained.options.get("fused"):
-        return None
-    return find_second_moment(trained.state) or trained.dtype
