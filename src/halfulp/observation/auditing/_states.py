@@ -29,11 +29,7 @@ _OWN = ("decoupled_weight_decay", "weight_update")
 def compare_states(
     a: Mapping[str, NamedState], b: Mapping[str, NamedState], weights: Checkpoint, lr: float | None
 ) -> dict[str, StateAudit]:
-    """Compare the optimizer states of two checkpoints, by parameter.
-
-    Args:
-        lr: in place of the learning rate that B's groups hold, or A's where that is 0, at the end of a schedule.
-    """
+    """Compare the optimizer states of two checkpoints, by parameter."""
     found = {}
     reasons: dict[str, list[str]] = {}
     for name, after in b.items():
@@ -65,6 +61,7 @@ def _compare_states(
     name: str, before: NamedState | None, after: NamedState, weight: Stored, lr: float | None
 ) -> StateAudit:
     options = _options(after.options)
+    # At the end of a schedule B's is 0.
     if lr is None and options.get("lr") == 0 and before is not None:
         lr = _options(before.options).get("lr")
     if lr is not None:
@@ -159,10 +156,6 @@ def replay(
     """Count the losses of the last update, and of weight decay alone, where nearest rounding stores the weight.
 
     The weight is that after the step: an update that was lost left it as it was.
-
-    Args:
-        weight: floating-point.
-        states: tensors of the parameter by name.
 
     Returns:
         None where the rule is not known from the names of its states, and for decay where the optimizer does not

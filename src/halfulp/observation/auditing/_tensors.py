@@ -333,15 +333,7 @@ _StoredPair = tuple[Stored, Stored]
 
 
 def compare_tensors(a: Checkpoint, b: Checkpoint, parameters: set[str], share: float) -> dict[str, TensorAudit]:
-    """Return how each tensor of A differs from that of its name in B.
-
-    Args:
-        parameters: names that an optimizer holds.
-        share: below which mean change in ulps a tensor counts as barely moved.
-
-    Raises:
-        ValueError: they hold other names or shapes.
-    """
+    """Return how each tensor of A differs from that of its name in B."""
     sides = _split_companions(a.tensors), _split_companions(b.tensors)
     _check_names(a, b, sides[0][0], sides[1][0])
     found = {}
@@ -394,12 +386,7 @@ def _check_names(a: Checkpoint, b: Checkpoint, ours: dict[str, Stored], theirs: 
 
 
 def find_tied_names(checkpoint: Checkpoint, held: set[str]) -> dict[str, str]:
-    """Return the further names of tensors that an optimizer holds under one name, with that name.
-
-    Args:
-        checkpoint: whose tensors share memory where they are tied.
-        held: names that the optimizer holds.
-    """
+    """Return the further names of tensors that an optimizer holds under one name, with that name."""
     places: dict[object, str] = {
         place: name for name in held & checkpoint.tensors.keys() if (place := checkpoint.place(name))
     }

@@ -124,11 +124,7 @@ OTHER_KINDS |= dict.fromkeys(_PACKED, ("compressed", "unpack it"))
 
 
 def refuse_other_kind(path: Path) -> None:
-    """Refuse a file of weights that is of a known other kind.
-
-    Raises:
-        ValueError: it is; the message says what it is and what to give instead.
-    """
+    """Raise ValueError for a file of a known other kind, which says what it is and what to give instead."""
     with path.open("rb") as file:
         head = file.read(64)
     for mark, (name, remedy) in OTHER_KINDS.items():
@@ -167,11 +163,7 @@ _UNREADABLE = (
 
 
 def load_torch_file(path: Path) -> Any:
-    """Load a file of torch.save, memory-mapped if it is a zip archive, as torch has written since 1.6.
-
-    Raises:
-        ValueError: it is truncated, compressed, of another kind, or holds more than tensors and plain data.
-    """
+    """Load a file of torch.save, memory-mapped if it is a zip archive, as torch has written since 1.6."""
     refuse_other_kind(path)
     is_zip = zipfile.is_zipfile(path)
     with path.open("rb") as file:
@@ -201,11 +193,7 @@ def _describe_damage(path: Path, error: Exception) -> str:
 
 
 def open_safetensors(path: Path) -> tuple[dict[str, Stored], dict[str, str]]:
-    """Return a file's tensors by name, in the order of the file, and its metadata.
-
-    Raises:
-        ValueError: it is truncated, of another kind or no file of safetensors.
-    """
+    """Return a file's tensors by name, in the order of the file, and its metadata."""
     from safetensors import SafetensorError, safe_open
 
     refuse_other_kind(path)
@@ -254,11 +242,7 @@ class _IndexUnpickler(pickle.Unpickler):
 
 
 def open_dcp(folder: Path) -> tuple[dict[tuple, Any], list[str]]:
-    """Return a folder's entries by their path in the saved dict: Stored tensors, and plain values.
-
-    Raises:
-        ValueError: a damaged index, one that names classes beyond it, or a missing file of data.
-    """
+    """Return a folder's entries by their path in the saved dict: Stored tensors, and plain values."""
     index = _read_index(folder)
     paths = index.planner_data if isinstance(index.planner_data, dict) else {}
     files: dict[str, memoryview] = {}

@@ -50,9 +50,6 @@ def order_by_config(config: Path, tensors: Mapping[str, Stored]) -> tuple[list[s
 
     The model is made from its config on the meta device, by the class of the installed transformers that it names; code
     beside the config is not run.
-
-    Returns:
-        None without transformers, for a class that it has not, and for a model with other names.
     """
     if importlib.util.find_spec("transformers") is None:
         return None
@@ -298,11 +295,7 @@ _Leaves = dict[tuple[Any, ...], Stored]
 
 
 def read_parts(content: object, path: str) -> Checkpoint:
-    """Return the parts of what a file holds: nested mappings and lists of tensors, or `Stored`, and plain data.
-
-    Raises:
-        ValueError: it holds no model's tensors.
-    """
+    """Return the parts of what a file holds: nested mappings and lists of tensors, or `Stored`, and plain data."""
     if not isinstance(content, Mapping):
         raise ValueError(f"{path} holds {a_kind(content)}: give a checkpoint with a model's state_dict")
     leaves: _Leaves = {}

@@ -48,9 +48,6 @@ def open_checkpoint(path: str | Path) -> Checkpoint:
     Known are files of safetensors and of torch.save (with a state_dict at the top or inside, as Lightning's), sharded
     folders with an index (safetensors and .bin), folders with model.safetensors or pytorch_model.bin beside
     optimizer.pt, as of HF's Trainer, and folders of torch.distributed.checkpoint.
-
-    Raises:
-        ValueError: nothing is there, it is none of these, truncated, without a shard, or not plain data.
     """
     path = Path(path)
     try:

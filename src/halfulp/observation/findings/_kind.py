@@ -128,23 +128,14 @@ def register_finding(kind: type[FindingKind]) -> type[FindingKind]:
 
 
 def get_kind(code: str) -> type[FindingKind]:
-    """Return the class of a code.
-
-    Raises:
-        ValueError: there is none.
-    """
+    """Return the class of a code."""
     if code not in KINDS:
         raise ValueError(unknown("finding", code, KINDS))
     return KINDS[code]
 
 
 def findings_of(instrument: str, measured: Any) -> list[Finding]:
-    """Return everything that an instrument's measurements show, the worst first.
-
-    Args:
-        instrument: "observe", "audit" or "forecast".
-        measured: a Record, an Audit or a Forecast.
-    """
+    """Return everything that an instrument's measurements show, the worst first."""
     found = (one for kind in KINDS.values() for one in getattr(kind(), _METHODS[instrument])(measured))
     classes: dict[str, str] = {}  # of the module of each name; checkpoints tell none, but how many dimensions there are
     if instrument == "observe":

@@ -58,11 +58,6 @@ def compute_learning_rates(
     Returns:
         float64 (groups, steps - start).
 
-    Raises:
-        ValueError: an unknown name, no steps where they are needed, none left, or rates that are no finite numbers
-            from 0.
-        NotImplementedError: ReduceLROnPlateau, which depends on the losses to come.
-
     >>> compute_learning_rates("linear", [1.0], steps=4, warmup=2).tolist()
     [[0.5, 1.0, 1.0, 0.5]]
     """
@@ -272,9 +267,6 @@ def from_checkpoint(
     """Return the weights of a checkpoint that a training goes on with, with the states and options saved beside them.
 
     Averages of the weights, and what no optimizer of the checkpoint holds, stand still because nothing steps them.
-
-    Raises:
-        ValueError: it is no checkpoint, truncated, or not plain data; no learning rate is known.
     """
     opened = open_checkpoint(path)
     notes = list(opened.unseen)
@@ -366,11 +358,7 @@ def _may_be_weight(tensor: Tensor) -> bool:
 
 
 def named_tensors(given: object) -> list[tuple[str, Tensor]]:
-    """Return the named parameters of a module, or the tensors of a state dict, but those of averages beside them.
-
-    Raises:
-        TypeError: neither of the two.
-    """
+    """Return the named parameters of a module, or the tensors of a state dict, but those of averages beside them."""
     if isinstance(given, nn.Module):
         averages = [one for one in given.modules() if isinstance(one, AveragedModel) and one is not given]
         apart = {id(p) for one in averages for p in one.parameters()}
@@ -397,11 +385,7 @@ def find_averages(names: Collection[str]) -> set[str]:
 
 
 def states_by_name(saved: Mapping[str, Any], weights: Sequence[tuple[str, Tensor]]) -> dict[str, Mapping[str, Any]]:
-    """Return a saved optimizer's states by parameter name: by its own names, else by position among the weights.
-
-    Raises:
-        ValueError: it has no names, and another number of parameters than there are weights.
-    """
+    """Return a saved optimizer's states by parameter name: by its own names, else by position among the weights."""
     ids = [identity for group in saved["param_groups"] for identity in group["params"]]
     names = [name for group in saved["param_groups"] for name in group.get("param_names", ())]
     if len(names) != len(ids):

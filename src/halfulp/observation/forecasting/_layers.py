@@ -60,11 +60,7 @@ class UpdateSizes:
 def model_update_sizes(
     trained: Trained, inputs: Inputs, index: Tensor, weights: Tensor, steps: int, generator: torch.Generator
 ) -> UpdateSizes | None:
-    """Return the updates of a sample of a parameter's elements; None where nothing tells their size.
-
-    Args:
-        index: positions of the sample among the flattened elements.
-    """
+    """Return the updates of a sample of a parameter's elements; None where nothing tells their size."""
     if inputs.rule == "Lion":
         every, growth = torch.ones_like(weights), torch.ones(steps, dtype=torch.float64, device="cpu")
         return UpdateSizes(every.bool(), every * 0, every, growth, 1.0, True, "Lion's are the learning rate")
@@ -295,12 +291,6 @@ def find_gaps(values: Tensor, format: Format) -> tuple[Tensor, Tensor]:
     A number in [2^e, 2^(e+1)) has neighbours at 2^(e - mantissa_bits), 2^emin's binade and the subnormals below it
     alike; from a power of two towards zero it is half of that, unless it is the smallest normal number.
 
-    Args:
-        values: float64 numbers of the format, finite.
-
-    Returns:
-        Two float64 tensors of the same shape: up and down.
-
     >>> from halfulp import formats
     >>> [gap.tolist() for gap in find_gaps(torch.tensor([1.0, -1.0, 1.5], dtype=torch.float64), formats.bf16)]
     [[0.0078125, 0.00390625, 0.0078125], [0.00390625, 0.0078125, 0.0078125]]
@@ -453,9 +443,6 @@ def find_freeze_step(moved: Tensor, count: int, run: float, chance: float = 0.5)
         run: steps over which updates are alike.
         chance: 0.5 for the median.
 
-    Returns:
-        The index of the step, None where no step of the schedule is it.
-
     >>> find_freeze_step(torch.tensor([0.5, 0.1, 0.001, 0.0001], dtype=torch.float64), 10**6, 1.0)
     2
     """
@@ -547,13 +534,7 @@ _MARGIN = 0.5
 def forecast_layer(
     trained: Trained, inputs: Inputs, rates: Tensor, *, start: int, sample: int, leaps: int, seed: int
 ) -> LayerForecast:
-    """Return the forecast of one parameter.
-
-    Args:
-        rates: float64, the learning rate at each coming step.
-        sample: most elements to follow.
-        leaps: most leaps through the schedule.
-    """
+    """Return the forecast of one parameter."""
     format = formats.get(trained.dtype)
     generator = torch.Generator(device="cpu").manual_seed(seed)
     index = choose_sample(trained.value.numel(), sample)

@@ -18,12 +18,7 @@ _SURE = 0.9
 
 
 def cause_cards(data: Plain, forecast: bool = False) -> list[dict[str, Any]]:
-    """Return the cards of the causes for the template, the worst first.
-
-    Args:
-        data: with `findings` as `Finding.to_dict` gives them, ranked, and `causes` as `plain_causes` does.
-        forecast: whether the findings are of what is to come, of which nothing was counted.
-    """
+    """Return the cards of the causes for the template, the worst first."""
     return [_card(cause, [data["findings"][k] for k in cause["findings"]], forecast) for cause in data["causes"]]
 
 
@@ -57,16 +52,7 @@ def _summarize_consequences(
 
 
 def render_page(template: str, cards: Sequence[Plain], charts: Plain, **words: Any) -> str:
-    """Return a page of what an instrument found, as text; it refers to nothing outside itself.
-
-    Args:
-        cards: of `cause_cards`.
-        charts: what its scripts read.
-        words: what its template needs besides.
-
-    Raises:
-        ValueError: jinja2 is missing.
-    """
+    """Return a page of what an instrument found, as text; it refers to nothing outside itself."""
     made_by = f"halfulp {__version__}"
     given = {"findings": cards, "codes": codes_on(cards), "versions": made_by, "data": charts}
     return render(__package__, template, **given, **words)

@@ -307,10 +307,6 @@ Instrument = Literal["observe", "audit", "forecast"]
 def write_page(instrument: Instrument, data: Mapping[str, Any], path: str | os.PathLike[str]) -> None:
     """Write what an instrument found as one self-contained HTML file, whole or not at all.
 
-    Args:
-        data: what its result's `to_dict` gives, also when read back from JSON.
-        path: of the file; one that is there is replaced.
-
     Raises:
         ValueError: jinja2 is missing, or the file cannot be written.
     """

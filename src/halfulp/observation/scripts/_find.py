@@ -84,11 +84,7 @@ class Found:
 
 
 def find(optimizers: Sequence[torch.optim.Optimizer], used: Container[torch.amp.GradScaler] = ()) -> Found | None:
-    """Find the model, scaler and so on of optimizers; None where no module holds any of their parameters.
-
-    Args:
-        used: scalers that belong to others, and are taken only where there is no other one.
-    """
+    """Find the model, scaler and so on of optimizers; None where no module holds any of their parameters."""
     order = [id(parameter) for one in optimizers for _, _, parameter in model_parameters(one)]
     wanted = {key: place for place, key in reversed(list(enumerate(order)))}
     modules, scalers, averages = _alive()
@@ -105,6 +101,7 @@ def find(optimizers: Sequence[torch.optim.Optimizer], used: Container[torch.amp.
         wrapped.setdefault(id(_unwrap(one)), [_unwrap(one)]).append(one)
     chosen = list(wrapped.values())
     model = chosen[0][0] if len(chosen) == 1 else Together([same[0] for same in chosen], names_in_script(chosen))
+    # Those that belong to others are taken only where there is no other one.
     free = [scaler for scaler in scalers if scaler not in used] or scalers
     return Found(
         model,
@@ -290,11 +287,8 @@ class Training:
         return None if self.record is not None else self._observation()
 
     def end(self, observation: Observation | None = None) -> None:
-        """Stop observing and keep the record alone.
-
-        Args:
-            observation: its own, where weak references to it are gone already.
-        """
+        """Stop observing and keep the record alone."""
+        # Its own is given where weak references to it are gone already.
         observation = observation or self.observation
         if observation is None or self.record is not None:
             return

@@ -350,11 +350,7 @@ class Report:
         return entry
 
     def to_html(self, path: str | os.PathLike[str]) -> None:
-        """Write one self-contained HTML page, whole or not at all.
-
-        Raises:
-            ValueError: jinja2 is missing, or the file cannot be written.
-        """
+        """Write one self-contained HTML page, whole or not at all."""
         write_page("observe", self.to_dict(), path)
 
     def __str__(self) -> str:
