@@ -369,19 +369,15 @@ def _check_names(a: Checkpoint, b: Checkpoint, ours: dict[str, Stored], theirs: 
         if averages:
             b.unseen.append(f"{listed(averages)} are averages that only {which} holds, and were not compared")
             names[:] = [name for name in names if not name.startswith("ema.")]
-    if missing or foreign:
-        said = [f"only A has {listed(missing)}"] if missing else []
-        said += [f"only B has {listed(foreign)}"] if foreign else []
+    shapes = [name for name in ours if name in theirs and ours[name].shape != theirs[name].shape]
+    said = [f"only {which} has {listed(names)}" for which, names in (("A", missing), ("B", foreign)) if names]
+    if shapes:
+        first = f"{shapes[0]}: {ours[shapes[0]].shape} in A, {theirs[shapes[0]].shape} in B"
+        said.append(f"{listed(shapes)} have other shapes ({first})")
+    if said:
         raise ValueError(
             f"the checkpoints are of different models: {' and '.join(said)}; give two checkpoints of one run "
             f"(A = {a.path}, B = {b.path})"
-        )
-    shapes = [name for name in ours if name in theirs and ours[name].shape != theirs[name].shape]
-    if shapes:
-        first = shapes[0]
-        raise ValueError(
-            f"the checkpoints are of different models: {listed(shapes)} have other shapes ({first}: "
-            f"{ours[first].shape} in A, {theirs[first].shape} in B); give two checkpoints of one run"
         )
 
 
@@ -492,15 +488,12 @@ def _has_moved(a: Mapping[str, Stored], b: Mapping[str, Stored]) -> bool:
 def measure_differences(a: Stored, b: Stored) -> Differences:
     """Return how two stored tensors of floating-point numbers and one shape differ, read in parts where they must."""
     found = Differences()
-    whole = a.mapped and b.mapped and all(one.read(None).is_contiguous() for one in (a, b))
-    native = all(one.dtype not in (torch.float8_e4m3fnuz, torch.float8_e5m2fnuz) for one in (a, b))
-    if whole and native:
-        for tensor in (parts := [one.read(None) for one in (a, b)]):
-            map_pages(tensor)
-        add_differences(found, *parts)
-        return found
     for rows in a.rows(AT_ONCE):
-        add_differences(found, a.read(rows), b.read(rows))
+        parts = a.read(rows), b.read(rows)
+        for part in parts:
+            if part.is_contiguous():
+                map_pages(part)
+        add_differences(found, *parts)
     return found
 
 

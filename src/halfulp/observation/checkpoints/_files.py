@@ -261,8 +261,10 @@ def open_dcp(folder: Path) -> tuple[dict[tuple, Any], list[str]]:
         path = tuple(paths.get(name) or (name,))
         if hasattr(entry, "properties"):
             parts = _place_chunks(folder, name, entry, records.get(name, []))
-            read = functools.partial(_read_tensor, parts, tuple(entry.size), entry.properties.dtype)
-            found[path] = Stored(entry.properties.dtype, tuple(entry.size), read, mapped=len(entry.chunks) == 1)
+            dtype, shape = entry.properties.dtype, tuple(entry.size)
+            whole = _map_chunk(parts[0][2], dtype, shape) if len(parts) == 1 else None
+            read = functools.partial(_read_tensor, parts, shape, dtype)
+            found[path] = Stored(dtype, shape, read, mapped=False) if whole is None else wrap_tensor(whole)
         elif name in records:
             try:
                 found[path] = torch.load(io.BytesIO(records[name][0][1]), map_location="cpu", weights_only=True)
@@ -321,9 +323,8 @@ def _place_chunks(folder: Path, name: str, entry: Any, records: list[tuple[tuple
 
 
 def _read_tensor(parts: list[_Chunk], shape: tuple[int, ...], dtype: torch.dtype, rows: slice | None) -> Tensor:
-    if len(parts) == 1:
-        whole = _read_chunk(parts[0][2], dtype, shape)
-        return whole if rows is None else whole[rows]
+    if not shape:
+        return _read_chunk(parts[0][2], dtype, shape)
     first, last = (0, shape[0]) if rows is None else (rows.start, rows.stop)
     made = torch.empty((last - first, *shape[1:]), dtype=dtype, device="cpu")
     for offset, size, record in parts:
@@ -336,25 +337,31 @@ def _read_tensor(parts: list[_Chunk], shape: tuple[int, ...], dtype: torch.dtype
 
 
 def _read_chunk(record: memoryview, dtype: torch.dtype, size: tuple[int, ...]) -> Tensor:
-    """Return one chunk: its bytes in the mapped file where they lie as the tensor does, else by torch.load."""
+    mapped = _map_chunk(record, dtype, size)
+    if mapped is not None:
+        return mapped
+    loaded: Tensor = torch.load(io.BytesIO(record), map_location="cpu", weights_only=True)
+    return loaded.detach()
+
+
+def _map_chunk(record: memoryview, dtype: torch.dtype, size: tuple[int, ...]) -> Tensor | None:
+    """Return one chunk as its bytes in the mapped file; None where they do not lie as the tensor does."""
     numel = torch.Size(size).numel()
-    if not numel:
-        return torch.empty(size, dtype=dtype, device="cpu")
-    place = _data_place(record, numel * dtype.itemsize)
     file: Any = _View(record)
-    if place is None or (
-        torch.load(file, map_location="meta", weights_only=True).stride()
-        != torch.empty(size, dtype=dtype, device="meta").stride()
-    ):
-        loaded: Tensor = torch.load(io.BytesIO(record), map_location="cpu", weights_only=True)
-        return loaded.detach()
+    place = _data_place(file, record, numel * dtype.itemsize) if numel else None
+    if place is None:
+        return None
+    file.seek(0)
+    strides = torch.load(file, map_location="meta", weights_only=True).stride()
+    if strides != torch.empty(size, dtype=dtype, device="meta").stride():
+        return None
     return torch.frombuffer(record, dtype=dtype, count=numel, offset=place).view(size)
 
 
-def _data_place(record: memoryview, nbytes: int) -> int | None:
+def _data_place(file: Any, record: memoryview, nbytes: int) -> int | None:
     """Return where the only storage of a record of torch.save begins; None where it is laid out otherwise."""
     try:
-        archive = zipfile.ZipFile(_View(record))
+        archive = zipfile.ZipFile(file)
     except zipfile.BadZipFile:
         return None
     data = [info for info in archive.infolist() if "/data/" in info.filename]

@@ -20,7 +20,7 @@ from ..._messages import a_kind, listed
 from ..._names import unknown
 from ...optim import Optimizer as HalfulpOptimizer
 from .._text import holds_numbers
-from ..checkpoints._names import name_states
+from ..checkpoints._names import COUNTERS, name_states
 from ..checkpoints._open import open_checkpoint
 
 Schedule = str | LRScheduler | Callable[[int], float] | Sequence[float] | Tensor | None
@@ -176,7 +176,6 @@ def _rates_of_scheduler(scheduler: LRScheduler, count: int) -> Tensor:
     return torch.tensor(rates, dtype=torch.float64, device="cpu").T
 
 
-RULES = ("AdamW", "Adam", "SGD", "Lion")
 # torch's defaults, and those of the paper for Lion (arXiv 2302.06675).
 DEFAULTS: dict[str, dict[str, Any]] = {
     "AdamW": {"betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 0.01},
@@ -184,10 +183,7 @@ DEFAULTS: dict[str, dict[str, Any]] = {
     "SGD": {"momentum": 0.0, "weight_decay": 0.0},
     "Lion": {"betas": (0.9, 0.99), "weight_decay": 0.0},
 }
-# Buffers of torch's normalizations, which a state dict holds beside the parameters and no optimizer steps.
-_BUFFERS = ("running_mean", "running_var", "num_batches_tracked")
-# The buffer of torch's AveragedModel, beside the averaged `module`.
-COUNTER = "n_averaged"
+RULES = tuple(DEFAULTS)
 
 
 @dataclass(frozen=True)
@@ -323,7 +319,7 @@ def from_rate(
     found = [
         trained(name, tensor)
         for name, tensor in weights
-        if holds_numbers(tensor.dtype) and name.rpartition(".")[2] not in _BUFFERS
+        if holds_numbers(tensor.dtype) and name.rpartition(".")[2] not in COUNTERS
     ]
     others = [name for name, tensor in weights if not holds_numbers(tensor.dtype) and _may_be_weight(tensor)]
     if others:
@@ -378,7 +374,7 @@ def find_averages(names: Collection[str]) -> set[str]:
     >>> sorted(find_averages(["0.weight", "ema.0.weight", "ema.bias", "copy.n_averaged", "copy.module.0.weight"]))
     ['copy.module.0.weight', 'ema.0.weight']
     """
-    inside = tuple(f"{name.removesuffix(COUNTER)}module." for name in names if name.endswith(f".{COUNTER}"))
+    inside = tuple(f"{name.removesuffix('n_averaged')}module." for name in names if name.endswith(".n_averaged"))
     # What is called ema and stands beside no weight of its name is a layer.
     copies = {name for name in names if name.startswith("ema.") and name.removeprefix("ema.") in names}
     return copies | {name for name in names if name.startswith(inside)}
@@ -390,7 +386,7 @@ def states_by_name(saved: Mapping[str, Any], weights: Sequence[tuple[str, Tensor
     names = [name for group in saved["param_groups"] for name in group.get("param_names", ())]
     if len(names) != len(ids):
         names = [
-            name for name, tensor in weights if tensor.is_floating_point() and name.rpartition(".")[2] not in _BUFFERS
+            name for name, tensor in weights if tensor.is_floating_point() and name.rpartition(".")[2] not in COUNTERS
         ]
         if len(names) != len(ids):
             raise ValueError(

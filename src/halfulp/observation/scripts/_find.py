@@ -242,7 +242,6 @@ class Training:
         model: name of the model's class.
         together: whether it is of several models.
         compiled: whether some of the model runs compiled.
-        optimizers: weak references.
         kinds: names of the optimizers' classes.
         span: the first and the last of the script's optimizer steps that were its own, counted over all; None before.
         record: what was counted, once it has ended.
@@ -257,7 +256,6 @@ class Training:
     ) -> None:
         self.number: int | None = None
         self.model: str = found.name
-        self.optimizers: list[weakref.ref[torch.optim.Optimizer]] = [weakref.ref(one) for one in optimizers]
         self.together: bool = isinstance(found.model, Together)
         self.compiled: bool = found.compiled
         self.kinds: list[str] = list(dict.fromkeys(type(one).__name__ for one in optimizers))

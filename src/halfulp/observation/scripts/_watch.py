@@ -62,7 +62,8 @@ class Watch(StepWatcher):
         self._numbers = itertools.count(1)
         self.trainings: list[Training] = []
         self.unseen: list[str] = []
-        self._waiting: list[weakref.ref[Optimizer]] = []
+        # Optimizers that have no training yet, in order.
+        self._waiting: weakref.WeakKeyDictionary[Optimizer, None] = weakref.WeakKeyDictionary()
         self._training_of: weakref.WeakKeyDictionary[Optimizer, Training | None] = weakref.WeakKeyDictionary()
         self._used: weakref.WeakSet[torch.amp.GradScaler] = weakref.WeakSet()
         self._calls: RemovableHandle | None = None
@@ -115,7 +116,7 @@ class Watch(StepWatcher):
             init(optimizer, *args, **options)
             if self._is_own():
                 return
-            self._waiting.append(weakref.ref(optimizer))
+            self._waiting[optimizer] = None
             if self._calls is None:
                 warnings.filterwarnings("ignore", message=_OF_GLOBAL_HOOKS)
                 self._calls = register_module_forward_pre_hook(self._before_forward)
@@ -179,7 +180,7 @@ class Watch(StepWatcher):
     @torch.compiler.disable
     def _begin_waiting(self) -> None:
         """Begin a training of the optimizers that wait."""
-        training = self._begin(self._alive())
+        training = self._begin(list(self._waiting))
         models = [] if training is None else training.models()
         # A hook on all modules would go into the graph of compiled ones.
         if training is not None and len(models) > 1 and not training.compiled:
@@ -198,15 +199,15 @@ class Watch(StepWatcher):
         if not called or len(called) == len(models):
             return
         own = {id(p) for k in called for p in models[k].parameters()}
-        parts = [one for one in self._alive_of(training) if own & _parameters(one)]
-        others = [one for one in self._alive_of(training) if not own & _parameters(one)]
+        parts = [one for one in self._optimizers_of(training) if own & _parameters(one)]
+        others = [one for one in self._optimizers_of(training) if not own & _parameters(one)]
         if not parts or not others:
             return
         training.end()
         self.trainings.remove(training)
         for one in others:
             del self._training_of[one]
-            self._waiting.append(weakref.ref(one))
+            self._waiting[one] = None
         begun = self._begin(parts)
         if begun is not None:
             self._late.add(begun)
@@ -218,7 +219,7 @@ class Watch(StepWatcher):
         found = _quietly_found([optimizer], self._used)
         own = set() if found is None else {id(p) for p in found.model.parameters()}
         del found
-        same = [one for one in self._alive() if one is not optimizer and own & _parameters(one)]
+        same = [one for one in self._waiting if one is not optimizer and own & _parameters(one)]
         training = self._begin([optimizer, *same])
         if training is not None:
             self._late.add(training)
@@ -228,8 +229,9 @@ class Watch(StepWatcher):
         optimizers = [one for one in optimizers if any(group["params"] for group in one.param_groups)]
         if not optimizers:
             return None
-        self._training_of.update(dict.fromkeys(optimizers))
-        self._waiting = [weakref.ref(one) for one in self._alive()]
+        for one in optimizers:
+            self._training_of[one] = None
+            self._waiting.pop(one, None)
         gc.collect()  # ends trainings whose model is gone
         self.trainings = [one for one in self.trainings if one.observation is not None or len(one)]
         if len(self.trainings) >= MOST_TRAININGS:
@@ -259,7 +261,7 @@ class Watch(StepWatcher):
         if ended:
             gc.collect()
         self.trainings = [one for one in self.trainings if one not in ended or len(one)]
-        return [optimizer for training in ended for optimizer in self._alive_of(training)]
+        return [optimizer for training in ended for optimizer in self._optimizers_of(training)]
 
     def _write(self, training: Training, row: Row) -> None:
         """Write a line; not in a process that the script has forked, which would write as if it were this one."""
@@ -269,13 +271,8 @@ class Watch(StepWatcher):
             training.number = next(self._numbers)
         self._lines.write([{"training": training.number, **row}])
 
-    def _alive(self) -> list[Optimizer]:
-        """Return the optimizers that wait for their training."""
-        found = (ref() for ref in self._waiting)
-        return list({id(one): one for one in found if one is not None and one not in self._training_of}.values())
-
-    def _alive_of(self, training: Training) -> list[Optimizer]:
-        return [one for one in (ref() for ref in training.optimizers) if one is not None]
+    def _optimizers_of(self, training: Training) -> list[Optimizer]:
+        return [one for one, own in self._training_of.items() if own is training]
 
 
 def _quietly_found(optimizers: list[Optimizer], used: Any) -> Found | None:
