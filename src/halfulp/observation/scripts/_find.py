@@ -8,10 +8,11 @@ import gc
 import inspect
 import itertools
 import sys
+import traceback
 import weakref
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from types import FrameType, ModuleType
+from types import ModuleType
 from typing import Any
 
 import torch
@@ -192,31 +193,18 @@ def names_in_script(models: Sequence[Iterable[nn.Module]]) -> list[str | None]:
     """
     wanted = {id(one): place for place, same in enumerate(models) for one in same}
     found: dict[int, str] = {}
-    for frame in reversed(list(_frames())):
-        for variables in (_locals(frame), dict(frame.f_globals)):
-            for name, value in _bound(variables):
-                place = wanted.get(id(value))
-                if place is not None and name.isidentifier() and name != "self" and not name.startswith("__"):
-                    found.setdefault(place, name)
+    frames = [frame for frame, _ in traceback.walk_stack(None)]
+    frames = [one for one in frames if str(one.f_globals.get("__name__", "")).split(".")[0] not in _SKIPPED_PACKAGES]
+    for frame in reversed(frames):
+        variables = dict(frame.f_locals)
+        # Until Python 3.12 a function's frame keeps alive what was read; a module's frame has its globals.
+        if frame.f_code.co_flags & inspect.CO_OPTIMIZED and sys.version_info < (3, 13):
+            frame.f_locals.clear()
+        for name, value in itertools.chain(_bound(variables), _bound(dict(frame.f_globals))):
+            place = wanted.get(id(value))
+            if place is not None and name.isidentifier() and name != "self" and not name.startswith("__"):
+                found.setdefault(place, name)
     return [found.get(place) for place in range(len(models))]
-
-
-def _frames() -> Iterator[FrameType]:
-    """Yield the frames of the script, the innermost first."""
-    frame: FrameType | None = sys._getframe(1)
-    while frame is not None:
-        if str(frame.f_globals.get("__name__", "")).split(".")[0] not in _SKIPPED_PACKAGES:
-            yield frame
-        frame = frame.f_back
-
-
-def _locals(frame: FrameType) -> dict[str, Any]:
-    """Return a frame's variables, which its own copy of them does not keep alive afterwards."""
-    found = dict(frame.f_locals)
-    # Until Python 3.12 a function's frame holds what was read until it is read again; a module's frame has its globals.
-    if frame.f_code.co_flags & inspect.CO_OPTIMIZED and sys.version_info < (3, 13):
-        frame.f_locals.clear()
-    return found
 
 
 def _bound(variables: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:

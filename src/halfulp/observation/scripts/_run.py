@@ -8,7 +8,6 @@ import multiprocessing.process
 import os
 import runpy
 import signal
-import subprocess
 import sys
 import threading
 import traceback
@@ -152,7 +151,6 @@ def _trim_traceback(trace: TracebackType | None) -> TracebackType | None:
 # Modules whose processes load data, share memory or wait for work: the function that they run is no training's.
 _HELPERS = ("torch.utils.data.", "torch.multiprocessing.", "multiprocessing.", "concurrent.futures.", "multiprocess.")
 _SPAWN = "torch.multiprocessing.spawn"
-_LAUNCHERS = ("python", "torchrun", "accelerate", "deepspeed")
 REMEDY = (
     "put `with hu.observe(model, optimizer, interval=50) as seen:` around the loop in that function, and "
     "`seen.to_html('observe.html')` after it: rank 0 writes the page; or train in one process, without spawn"
@@ -160,47 +158,29 @@ REMEDY = (
 
 
 class Children:
-    """Notes the processes that are started while the context is open.
+    """Notes the processes that a script starts by multiprocessing.
 
     Attributes:
-        functions: what runs in those of multiprocessing, helpers left out, one name each.
+        functions: what runs in them, helpers left out, one name each.
         spawned: whether torch.multiprocessing.spawn started some.
-        launched: launchers of Python that were started as programs.
     """
 
     def __init__(self) -> None:
         self.functions: list[str] = []
         self.spawned: bool = False
-        self.launched: list[str] = []
         self._own: int = os.getpid()
-        self._replaced = contextlib.ExitStack()
 
-    def __enter__(self) -> Children:
-        for owner, name, wrap in (
-            (multiprocessing.process.BaseProcess, "start", self._note_starts),
-            (subprocess.Popen, "__init__", self._note_programs),
-        ):
-            self._replaced.enter_context(replace_function(owner, name, wrap))
-        return self
+    def watch(self) -> contextlib.AbstractContextManager[None]:
+        """Note what is started while the context is open."""
 
-    def __exit__(self, *_: object) -> None:
-        self._replaced.close()
+        def wrap(start: Callable[[multiprocessing.process.BaseProcess], None]) -> Callable[..., None]:
+            def started(process: multiprocessing.process.BaseProcess) -> None:
+                self._note(process)  # start() forgets the function
+                start(process)
 
-    def _note_starts(self, start: Any) -> Any:
-        def started(process: multiprocessing.process.BaseProcess) -> None:
-            self._note(process)  # start() forgets the function
-            start(process)
+            return started
 
-        return started
-
-    def _note_programs(self, init: Any) -> Any:
-        def opened(program: Any, args: Any, *more: Any, **options: Any) -> None:
-            init(program, args, *more, **options)
-            name = os.path.basename(str(args[0] if isinstance(args, list | tuple) and args else args).split(" ")[0])
-            if os.getpid() == self._own and name.startswith(_LAUNCHERS):
-                self.launched.append(name)
-
-        return opened
+        return replace_function(multiprocessing.process.BaseProcess, "start", wrap)
 
     def _note(self, process: multiprocessing.process.BaseProcess) -> None:
         if os.getpid() != self._own:
@@ -219,18 +199,12 @@ class Children:
 
         Empty where it started none.
         """
-        if self.functions:
-            by = "torch.multiprocessing.spawn" if self.spawned else "multiprocessing"
-            count, names = len(self.functions), ", ".join(dict.fromkeys(self.functions))
-            many = "a process" if count == 1 else f"{count} processes"
-            return f"it started {many} by {by}, where {names} runs, and what trains there is not seen here: {REMEDY}"
-        if self.launched:
-            names = ", ".join(dict.fromkeys(self.launched))
-            return (
-                f"it started {names}, and what trains there is not seen here: put `halfulp observe` before the script "
-                "that this runs"
-            )
-        return ""
+        if not self.functions:
+            return ""
+        by = "torch.multiprocessing.spawn" if self.spawned else "multiprocessing"
+        count, names = len(self.functions), ", ".join(dict.fromkeys(self.functions))
+        many = "a process" if count == 1 else f"{count} processes"
+        return f"it started {many} by {by}, where {names} runs, and what trains there is not seen here: {REMEDY}"
 
 
 def _name_of(function: Any) -> str:

@@ -79,7 +79,7 @@ class Watch(StepWatcher):
     def __enter__(self) -> Watch:
         self._open.enter_context(replace_function(Optimizer, "__init__", self._noticing))
         self._open.enter_context(tell_backward_losses(self._log))
-        self._open.enter_context(self.children)
+        self._open.enter_context(self.children.watch())
         self._open.callback(register_optimizer_step_pre_hook(self._before_step).remove)
         self._open.callback(register_optimizer_step_post_hook(self._after_step).remove)
         return self
