@@ -7,6 +7,7 @@ import functools
 import gc
 import inspect
 import itertools
+import math
 import sys
 import traceback
 import weakref
@@ -231,7 +232,7 @@ class Training:
         together: whether it is of several models.
         compiled: whether some of the model runs compiled.
         kinds: names of the optimizers' classes.
-        span: the first and the last of the script's optimizer steps that were its own, counted over all; None before.
+        span: the first and the last of the script's optimizer steps that were its own, counted over all.
         record: what was counted, once it has ended.
     """
 
@@ -248,7 +249,7 @@ class Training:
         self.compiled: bool = found.compiled
         self.kinds: list[str] = list(dict.fromkeys(type(one).__name__ for one in optimizers))
         self.interval: int = interval
-        self.span: tuple[int, int] | None = None
+        self.span: tuple[float, float] = (math.inf, -math.inf)
         self.record: Record | None = None
         self._steps: int = 0
         self._overhead: float | None = None
@@ -285,31 +286,21 @@ class Training:
 
     def sample_next(self) -> None:
         """Sample the next step too: the one before had begun when it was first seen."""
-        observation = self.observation
-        if observation is not None:
+        if (observation := self.observation) is not None:
             observation.stop()
             observation.start()
 
     def models(self) -> list[nn.Module]:
         """Return the models that are trained together, or the one; none after the end."""
-        observation = self.observation
-        if observation is None:
-            return []
-        return list(observation.model.children()) if isinstance(observation.model, Together) else [observation.model]
-
-    def parameters(self) -> set[int]:
-        """Return the ids of its model's parameters while it runs."""
-        observation = self.observation
-        return set() if observation is None else {id(one) for one in observation.model.parameters()}
+        model = None if self.observation is None else self.observation.model
+        return list(model.children()) if isinstance(model, Together) else [] if model is None else [model]
 
     def stepped(self, at: int) -> None:
         """Note a step of one of its optimizers."""
-        self.span = (at if self.span is None else self.span[0], at)
+        self.span = (min(self.span[0], at), at)
 
     def overlaps(self, other: Training) -> bool:
         """Return whether steps of both lie between each other."""
-        if self.span is None or other.span is None:
-            return False
         return self.span[0] < other.span[1] and other.span[0] < self.span[1]
 
     def __len__(self) -> int:

@@ -255,7 +255,11 @@ class Watch(StepWatcher):
 
     def _end_sharing(self, parameters: set[int]) -> list[Optimizer]:
         """End trainings of some parameters, and return their optimizers that live on."""
-        ended = [training for training in self.trainings if training.parameters() & parameters]
+        ended = [
+            training
+            for training in self.trainings
+            if any(id(parameter) in parameters for model in training.models() for parameter in model.parameters())
+        ]
         for training in ended:
             training.end()
         if ended:
@@ -331,13 +335,12 @@ class Report:
         return found
 
     def _entry(self, number: int, training: Training, findings: list[dict[str, Any]], shown: bool) -> dict[str, Any]:
-        others = enumerate(self.trainings, 1)
         entry = {
             "number": number,
             "model": training.model,
             "optimizers": training.kinds,
             "steps": len(training),
-            "overlaps": [k for k, other in others if other is not training and training.overlaps(other)],
+            "overlaps": self._overlapping(training),
             "shown": shown,
             "findings": findings,
         }
@@ -346,24 +349,27 @@ class Report:
             entry |= {key: full[key] for key in ("interval", "overhead", "record")}
         return entry
 
+    def _overlapping(self, training: Training) -> list[int]:
+        others = enumerate(self.trainings, 1)
+        return [k for k, other in others if other is not training and training.overlaps(other)]
+
     def to_html(self, path: str | os.PathLike[str]) -> None:
         """Write one self-contained HTML page, whole or not at all."""
         write_page("observe", self.to_dict(), path)
 
     def __str__(self) -> str:
+        unseen = [f"not observed: {said}" for said in self.unseen]
         if len(self.trainings) == 1:
-            return "\n".join([str(self.trainings[0]), *(f"not observed: {said}" for said in self.unseen)])
-        return "\n\n".join([*self._each(), *(f"not observed: {said}" for said in self.unseen)])
+            return "\n".join([str(self.trainings[0]), *unseen])
+        return "\n\n".join([*self._each(), *unseen])
 
     def _each(self) -> list[str]:
         """Return each training's findings under a heading; shortened where they repeat an earlier one's."""
         said: list[str] = []
         before: dict[tuple[Any, ...], int] = {}
         for number, training in enumerate(self.trainings, 1):
-            with_ = [
-                str(k) for k, one in enumerate(self.trainings, 1) if one is not training and training.overlaps(one)
-            ]
-            beside = f", beside training {', '.join(with_)}" if with_ else ""
+            others = ", ".join(map(str, self._overlapping(training)))
+            beside = f", beside training {others}" if others else ""
             head = f"training {number} of {len(self.trainings)}: {training.model}, {', '.join(training.kinds)}{beside}"
             key = (training.model, *((one.code, one.severity, one.where) for one in training.findings))
             first = before.setdefault(key, number)
