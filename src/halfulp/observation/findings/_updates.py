@@ -477,24 +477,25 @@ class WeightFrozen(FindingKind):
             said += ", and its moments are 0: no gradient arrives"
             yield self.found(row.name, "note", 0.9, said, cure=NO_GRADIENT, **evidence)
         else:
-            sure, cure = 1.0 if row.numel >= FEWEST else 0.9, self.cure_in(row.a.dtype)
-            yield self.found(row.name, "error", sure, said, cure=cure, **evidence)
+            sure = 1.0 if row.numel >= FEWEST else 0.9
+            yield self.found(row.name, "error", sure, said, cure=self.cure_in(row.a.dtype), **evidence)
 
     def _find_never_stepped(self, row: TensorAudit, audit: Audit, siblings_moved: bool) -> Finding:
         said = f"not one of {row.numel} elements moved in {dtype_name(row.a.dtype)}"
-        severity: Severity = "note"
-        sure, cure = 0.3, "nothing, if it is frozen on purpose or a constant"
         if row.b.constant is not None and row.numel > 1:
             said += f", all still {row.b.constant:g}"
-        if audit.states and audit.states_complete:
-            sure, cure, said = 0.5, "nothing, if meant", f"{said}; the optimizer holds no state of it"
-        elif is_narrow(row.a.dtype):
-            severity, sure, cure = "warning", 0.8 if row.numel >= FEWEST else 0.5, self.cure
-        elif siblings_moved:
-            severity, sure, said = "warning", 0.6, f"{said}, those of other layers did"
-            cure = "see whether it is meant to be frozen and gets a gradient"
         evidence: dict[str, Any] = {"moved": 0.0, "elements": row.numel, "constant": row.b.constant}
-        return self.found(row.name, severity, sure, said, cure=cure, **evidence)
+        on_purpose = "nothing, if it is frozen on purpose or a constant"
+        if audit.states and audit.states_complete:
+            said += "; the optimizer holds no state of it"
+            return self.found(row.name, "note", 0.5, said, cure=on_purpose, **evidence)
+        if is_narrow(row.a.dtype):
+            return self.found(row.name, "warning", 0.8 if row.numel >= FEWEST else 0.5, said, **evidence)
+        if siblings_moved:
+            said += ", those of other layers did"
+            cure = "see whether it is meant to be frozen and gets a gradient"
+            return self.found(row.name, "warning", 0.6, said, cure=cure, **evidence)
+        return self.found(row.name, "note", 0.3, said, cure=on_purpose, **evidence)
 
 
 def _rounded_to_nearest(audit: Audit) -> Iterator[tuple[str, StateAudit, TensorAudit]]:

@@ -363,8 +363,8 @@ def named_tensors(given: object) -> list[tuple[str, Tensor]]:
         odd = [key for key in given if not isinstance(key, str)]
         if odd:
             raise TypeError(f"a state dict has names for keys; got {listed(odd)}")
-        averages = find_averages(given)
-        return [(name, x) for name, x in given.items() if isinstance(x, Tensor) and name not in averages]
+        copies = find_averages(given)
+        return [(name, x) for name, x in given.items() if isinstance(x, Tensor) and name not in copies]
     raise TypeError(f"forecast takes a module, a state dict or a checkpoint's path; got {a_kind(given)}")
 
 
