@@ -75,6 +75,11 @@ class OptimizerStates:
     state: dict[Any, dict[str, Any]]
     groups: list[dict[str, Any]]
 
+    @property
+    def keys(self) -> list[list[Any]]:
+        """The parameters' numbers, or names, of each group."""
+        return [list(group.get("params") or ()) for group in self.groups]
+
 
 @dataclass(slots=True)
 class Checkpoint:
@@ -105,7 +110,7 @@ class Checkpoint:
     @property
     def stepped(self) -> int:
         """The number of parameters that its optimizers hold."""
-        return sum(len(group.get("params") or ()) for one in self.optimizers for group in one.groups)
+        return sum(len(keys) for optimizer in self.optimizers for keys in optimizer.keys)
 
 
 # Files that are no training checkpoint, by first bytes or suffix: what each is, and what to give instead.

@@ -92,17 +92,17 @@ def name_states(checkpoint: Checkpoint, unseen: list[str]) -> dict[str, NamedSta
     """Return the states of every parameter of a checkpoint; sentences on those that have no name go to `unseen`."""
     found: dict[str, NamedState] = {}
     for optimizer in checkpoint.optimizers:
-        members = [(key, group) for group in optimizer.groups for key in group.get("params") or ()]
-        names = _given_names(optimizer, members)
+        groups = {key: group for keys, group in zip(optimizer.keys, optimizer.groups) for key in keys}
+        names = _given_names(optimizer, list(groups))
         if names is None:
-            names = _names_by_order(checkpoint, optimizer, members)
+            names = _names_by_order(checkpoint, optimizer, len(groups))
         if names is None:
             names = _names_by_shape(checkpoint, optimizer)
-            lost = len(members) - len(names)
+            lost = len(groups) - len(names)
             order = ", or install the transformers that saved it, which has the model's order"
             if lost:
                 unseen.append(
-                    f"{lost} of {len(members)} optimizer states of the checkpoint have no names and no order: they "
+                    f"{lost} of {len(groups)} optimizer states of the checkpoint have no names and no order: they "
                     "were not compared; make the optimizer from model.named_parameters(), which saves names"
                     + (order if checkpoint.config else "")
                 )
@@ -113,7 +113,6 @@ def name_states(checkpoint: Checkpoint, unseen: list[str]) -> dict[str, NamedSta
                 f"the optimizer's states of {listed(strange)} were not compared: no tensor of the checkpoint has such "
                 "a name; save weights and states under the same names"
             )
-        groups = dict(members)
         for key, name in names.items():
             found[name] = _named_state(optimizer.state.get(key) or {}, groups[key])
     return found
@@ -147,26 +146,20 @@ def _named_state(state: dict[str, Any], group: dict[str, Any]) -> NamedState:
     return NamedState(tensors, values, options)
 
 
-def _given_names(optimizer: OptimizerStates, members: list[tuple[Any, dict]]) -> dict[Any, str] | None:
-    if members and all(isinstance(key, str) for key, _ in members):
-        keys = [key for key, _ in members]
+def _given_names(optimizer: OptimizerStates, keys: list[Any]) -> dict[Any, str] | None:
+    if keys and all(isinstance(key, str) for key in keys):
         return dict(zip(keys, plain_names(keys), strict=True))
-    listed = [group.get("param_names") for group in optimizer.groups]
-    if not members or not all(
-        isinstance(names, list | tuple) and len(names) == len(group.get("params") or ())
-        for names, group in zip(listed, optimizer.groups, strict=True)
-    ):
+    given = [group.get("param_names") for group in optimizer.groups]
+    own = [list(names) if isinstance(names, list | tuple) else [] for names in given]
+    if not keys or list(map(len, own)) != list(map(len, optimizer.keys)):
         return None
-    names = [name for group in listed for name in group or ()]
-    return dict(zip((key for key, _ in members), plain_names(names), strict=True))
+    return dict(zip(keys, plain_names(itertools.chain(*own)), strict=True))
 
 
-def _names_by_order(
-    checkpoint: Checkpoint, optimizer: OptimizerStates, members: list[tuple[Any, dict]]
-) -> dict[Any, str] | None:
+def _names_by_order(checkpoint: Checkpoint, optimizer: OptimizerStates, count: int) -> dict[Any, str] | None:
     """Return names in the order of the model, where numbers and shapes of all parameters agree with it."""
     candidates = dict(_parameters(checkpoint))
-    if len(candidates) != len(members):
+    if len(candidates) != count:
         return None
     if checkpoint.ordered:
         found = _names_by_groups(candidates, optimizer, list_decay_rules(candidates))
@@ -184,15 +177,11 @@ def _names_by_groups(
     """Return names where one way alone to give them to one group, or to one that decays and one that does not, fits."""
     found: list[dict[Any, str]] = []
     for parts in _partitions(ordered, len(optimizer.groups), rules):
-        made: dict[Any, str] | None = {}
-        for group, names in zip(optimizer.groups, parts, strict=True):
-            keys = list(group.get("params") or ())
-            fits = len(keys) == len(names) and all(
-                _fits(optimizer.state.get(key), ordered[name].shape) for key, name in zip(keys, names)
-            )
-            made = made | dict(zip(keys, names)) if fits and made is not None else None
-        if made is not None and made not in found:
-            found.append(made)
+        pairs = {key: name for keys, names in zip(optimizer.keys, parts) for key, name in zip(keys, names)}
+        same_lengths = list(map(len, parts)) == list(map(len, optimizer.keys))
+        fits = all(_fits(optimizer.state.get(key), ordered[name].shape) for key, name in pairs.items())
+        if same_lengths and fits and pairs not in found:
+            found.append(pairs)
     return found[0] if len(found) == 1 else None
 
 
@@ -208,7 +197,7 @@ def _partitions(ordered: Mapping[str, Stored], groups: int, rules: Sequence[Deca
 
 def _names_by_fit(ordered: Mapping[str, Stored], optimizer: OptimizerStates) -> dict[Any, str] | None:
     """Return names in order, each given to the only group whose next state fits."""
-    waiting = [list(group.get("params") or ()) for group in optimizer.groups]
+    waiting = optimizer.keys
     found = {}
     for name, stored in ordered.items():
         fitting = [
@@ -230,21 +219,21 @@ def _names_by_shape(checkpoint: Checkpoint, optimizer: OptimizerStates) -> dict[
     Layers of a list are in the order of their numbers, whatever the order of what is inside one.
     """
     tensors = dict(_parameters(checkpoint))
-    shapes = [[_shape(optimizer.state.get(key)) for key in group.get("params") or ()] for group in optimizer.groups]
+    shapes = [[_shape(optimizer.state.get(key)) for key in keys] for keys in optimizer.keys]
     possible: list[list[list[str]]] = []
     for parts in _partitions(tensors, len(shapes), list_decay_rules(tensors)):
         agree = all(Counter(own) == Counter(tensors[n].shape for n in names) for own, names in zip(shapes, parts))
         if agree and parts not in possible:
             possible.append(parts)
     found: dict[Any, str] = {}
-    for number, group in enumerate(optimizer.groups):
+    for number, members in enumerate(optimizer.keys):
         elsewhere = {shape for k, own in enumerate(shapes) if k != number for shape in own}
         for shape in dict.fromkeys(shapes[number]):
             if shape is None or (len(possible) != 1 and shape in elsewhere):
                 continue
             names = possible[0][number] if len(possible) == 1 else list(tensors)
             fitting = [name for name in names if tensors[name].shape == shape]
-            keys = [key for key, own in zip(group["params"], shapes[number]) if own == shape]
+            keys = [key for key, own in zip(members, shapes[number]) if own == shape]
             if len(keys) == len(fitting) and len(set(map(pattern_of, fitting))) == 1:
                 found |= dict(zip(keys, sorted(fitting, key=_layer_sort_key)))
     return found
