@@ -109,7 +109,7 @@ def loop():
     ("make", "said"),
     [
         (lambda path: loop(), "holds itself: give the model's state_dict"),
-        (lambda path: os.symlink("nowhere", path), "is a link to nowhere, which does not exist"),
+        (lambda path: os.symlink("nowhere", path), "given does not exist: give a file"),
         (lambda path: os.mkfifo(path), "is neither a file nor a folder"),
         (lambda path: Path("x" * 5000), "does not exist|File name too long"),
         (lambda path: tar(path), r"cannot be read as a file of torch\.save .*another kind; give a checkpoint in"),

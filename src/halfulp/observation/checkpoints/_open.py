@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import re
 from pathlib import Path
 from typing import Any
@@ -55,8 +54,6 @@ def open_checkpoint(path: str | Path) -> Checkpoint:
             found = _open_folder(path)
         elif path.is_file():
             found = _open_file(path)
-        elif path.is_symlink():
-            raise ValueError(f"{path} is a link to {os.readlink(path)}, which does not exist: {REMEDY}")
         else:
             said = "is neither a file nor a folder" if path.exists() else "does not exist"
             raise ValueError(f"{path} {said}: {REMEDY}")
@@ -123,10 +120,10 @@ def _holds_weights(path: Path) -> bool:
 
 
 def _weights(folder: Path, files: list[Path]) -> Checkpoint:
-    indices = [path for path in files if path.name.endswith(".index.json")]
     for kind in (".safetensors.index.json", ".bin.index.json"):
-        for index in (path for path in indices if path.name.endswith(kind)):
-            return _open_sharded(index)
+        for index in files:
+            if index.name.endswith(kind):
+                return _open_sharded(index)
     tensors = [path for path in files if path.suffix == ".safetensors" and not _NO_WEIGHTS.match(path.name)]
     saved = [path for path in files if path.suffix in _TORCH and not _NO_WEIGHTS.match(path.name)]
     for group, opened in ((tensors, _open_safetensors), (saved, _open_torch_files)):

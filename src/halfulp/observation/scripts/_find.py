@@ -89,7 +89,7 @@ def find(optimizers: Sequence[torch.optim.Optimizer], used: Container[torch.amp.
     """Find the model, scaler and so on of optimizers; None where no module holds any of their parameters."""
     order = [id(parameter) for one in optimizers for _, _, parameter in model_parameters(one)]
     wanted = {key: place for place, key in reversed(list(enumerate(order)))}
-    modules, scalers, averages = _alive()
+    modules, scalers = _find_modules(), _find_living(SCALERS)
     children = {id(child) for module in modules for child in module.children()}
     roots = [(module, _parameter_ids(module) & wanted.keys()) for module in modules if id(module) not in children]
     roots = [(module, held) for module, held in roots if held]
@@ -109,7 +109,7 @@ def find(optimizers: Sequence[torch.optim.Optimizer], used: Container[torch.amp.
         model,
         free[0] if len(free) == 1 else None,
         find_scheduler(optimizers),
-        _average_of(model, averages),
+        _average_of(model, modules),
         any(map(_is_compiled, covering)),
     )
 
@@ -117,33 +117,27 @@ def find(optimizers: Sequence[torch.optim.Optimizer], used: Container[torch.amp.
 def model_of(parameters: Iterable[nn.Parameter]) -> nn.Module | None:
     """Return the outermost module that holds all of some parameters, None where none does."""
     wanted = {id(parameter) for parameter in parameters}
-    modules, _, _ = _alive()
-    holding = [module for module in modules if wanted <= _parameter_ids(module)]
+    holding = [module for module in _find_modules() if wanted <= _parameter_ids(module)]
     return _unwrap(max(holding, key=lambda module: sum(1 for _ in module.modules()))) if holding else None
 
 
-def _alive() -> tuple[list[nn.Module], list[torch.amp.GradScaler], list[AveragedModel | EMA]]:
-    modules: list[nn.Module] = []
-    scalers: list[torch.amp.GradScaler] = []
-    averages: list[AveragedModel | EMA] = []
-    for thing in gc.get_objects():
-        # Proxies answer isinstance for what they stand for, and may raise when they are asked.
-        kind = type(thing)
-        if issubclass(kind, nn.Module):
-            modules.append(thing)
-        elif issubclass(kind, SCALERS):
-            scalers.append(thing)
-        elif issubclass(kind, EMA):
-            averages.append(thing)
-    ready = [module for module in modules if "_parameters" in vars(module) and "_modules" in vars(module)]
-    # One whose construction failed may be alive without the model that it averages.
-    averages += [module for module in ready if isinstance(module, AveragedModel) and "module" in module._modules]
-    return [module for module in ready if not isinstance(module, Together)], scalers, averages
+def _find_living(kind: Any) -> list[Any]:
+    # Proxies answer isinstance for what they stand for, and may raise when they are asked.
+    return [thing for thing in gc.get_objects() if issubclass(type(thing), kind)]
 
 
-def _average_of(model: nn.Module, averages: list[AveragedModel | EMA]) -> AveragedModel | EMA | None:
+def _find_modules() -> list[nn.Module]:
+    """Return the living modules whose construction is done, but those that hold models together for an observation."""
+    ready = [one for one in _find_living(nn.Module) if "_parameters" in vars(one) and "_modules" in vars(one)]
+    return [module for module in ready if not isinstance(module, Together)]
+
+
+def _average_of(model: nn.Module, modules: list[nn.Module]) -> AveragedModel | EMA | None:
     """Return the one average of all parameters of a model and no others."""
     live = {name: parameter.shape for name, parameter in model.named_parameters()}
+    # One whose construction failed may be alive without the model that it averages.
+    averaged = [one for one in modules if isinstance(one, AveragedModel) and "module" in one._modules]
+    averages = [*_find_living(EMA), *averaged]
     found = [one for one in averages if {name: x.shape for name, x in read_averages(one).items()} == live]
     return found[0] if len(found) == 1 else None
 
