@@ -606,12 +606,12 @@ def _freezing(
     """
     after = (rates > 0).nonzero()
     # Where the rate is 0 there is no update that could be lost.
-    count_rates = int(after[-1]) + 1 if len(after) else 0
-    moved, fewer, more = (one[:count_rates] for one in (walked.moved, walked.fewer, walked.more))
+    active = int(after[-1]) + 1 if len(after) else 0
+    moved, fewer, more = (one[:active] for one in (walked.moved, walked.fewer, walked.more))
     step = find_freeze_step(moved, count, sizes.run)
     low = find_freeze_step(fewer * max(0.0, 1 - sampling), count, sizes.run, _EDGE)
     high = find_freeze_step(more * (1 + sampling), count, sizes.run, 1 - _EDGE)
-    places = torch.linspace(0, count_rates - 1, min(_SHOWN, count_rates), dtype=torch.float64, device="cpu")
+    places = torch.linspace(0, active - 1, min(_SHOWN, active), dtype=torch.float64, device="cpu")
     shown = places.long().unique().tolist()
     weighed = float((walked.moved * rates).sum() / rates.sum()) if rates.sum() > 0 else 1.0
     return {
