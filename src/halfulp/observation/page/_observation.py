@@ -91,13 +91,8 @@ def map_data(
 ) -> dict[str, Any]:
     """Return the data of the map's script: sampled tensors, formats, roles, and where it opens.
 
-    It opens on the tensors of the first cause, in the format that stores them, the most lost first.
-
-    Args:
-        tensors: as `plain_record` gives them.
-        parameters: likewise, for what rounding their updates lost.
-        role: of the tensors that show the first cause; empty without one.
-        where: its names, of these tensors or of modules around them.
+    It opens on the tensors of the first cause, of a role, at names of their own or of modules around them, in the
+    format that stores them, the most lost first.
     """
     sampled = [one for one in tensors if one["sampled"]]
     held = {one["name"]: one for one in parameters}
@@ -127,16 +122,9 @@ def _storage_format(rows: Sequence[Plain]) -> str:
 
 def _tensor(one: Plain, parameter: Plain | None, weight: int | None) -> dict[str, Any]:
     smallest = one["amin"]
-    row = {
-        "role": one["role"],
-        "name": one["name"],
-        "kind": one["kind"],
+    row = {key: one[key] for key in ("role", "name", "kind", "order", "sampled", "elements", "nonfinite", "amax")}
+    row |= {
         "dtype": dtype_word(one["dtype"]),
-        "order": one["order"],
-        "sampled": one["sampled"],
-        "elements": one["elements"],
-        "nonfinite": one["nonfinite"],
-        "amax": one["amax"],
         "amin": smallest if isinstance(smallest, int | float) and math.isfinite(smallest) else 0,
         "bins": sorted([int(bin), many] for bin, many in one["histogram"].items()),
         "formats": {

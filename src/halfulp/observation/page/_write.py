@@ -147,7 +147,7 @@ def _change_shares(groups: Sequence[Plain], tensors: Mapping[str, Plain]) -> dic
             {
                 "name": one["pattern"],
                 "cells": [
-                    *([stayed, stayed + 2, _darken(part), "lost"] for part in [one["share_unchanged"]] if part),
+                    *_unchanged_cell(one["share_unchanged"], stayed),
                     *([at, at + 1, _depth(many / one["numel"]), "kept"] for at, many in sorted(found.items())),
                 ],
                 "texts": [share(one["share_unchanged"]), _range(ulps)],
@@ -167,6 +167,11 @@ def _change_shares(groups: Sequence[Plain], tensors: Mapping[str, Plain]) -> dic
 
 def _depth(part: float) -> float:
     return _darken(min(1.0, max(0.0, (math.log10(part) - _FAINTEST) / 3.5))) if part else 0.0
+
+
+def _unchanged_cell(part: float, at: int) -> list[list[Any]]:
+    """Return the cell of the elements that stayed, if any, the darker the more."""
+    return [[at, at + 2, _darken(part), "lost"]] if part else []
 
 
 def _darken(part: float) -> float:
