@@ -239,7 +239,6 @@ class LayerForecast:
         freeze_range: steps before which and after which it lies with a chance of 1 in 20 each: what few elements, a
             sample of many, and updates that become a half smaller or larger leave open; an end is None beyond the
             schedule.
-        freeze_update: the size of an update, in the weights' unit, below which fewer than 1% change their element.
         after_freeze: share of the learning rates to come that comes after it, which trains nothing; 0 without one.
         lost: (step, share of nonzero updates that change nothing) at steps spread over the schedule.
         lost_share: the mean of that share, each step weighed by its learning rate.
@@ -249,7 +248,6 @@ class LayerForecast:
         noise_drift: how far a weight drifts by updates of one sign before stochastic rounding's noise is smaller than
             the drift, in the weights' unit; None where updates are unknown.
         noise_steps: how many steps that takes at the largest learning rate to come.
-        noise_over_drift: the ratio of the two at the end of the schedule.
         relative: updates over the median weight, at the schedule's mean learning rate; None where unknown.
         beta2, eps: of the optimizer, None without.
         denominator: dtype in which a denominator of rounded numbers is computed, None where in float32.
@@ -265,7 +263,6 @@ class LayerForecast:
     freeze_step: int | None = None
     freeze_lr: float | None = None
     freeze_range: tuple[int | None, int | None] | None = None
-    freeze_update: float | None = None
     after_freeze: float = 0.0
     lost: tuple[tuple[int, float], ...] = ()
     lost_share: float | None = None
@@ -273,7 +270,6 @@ class LayerForecast:
     decay_lost: float | None = None
     noise_drift: float | None = None
     noise_steps: float | None = None
-    noise_over_drift: float | None = None
     relative: float | None = None
     beta2: float | None = None
     eps: float | None = None
@@ -633,18 +629,11 @@ def _noise(weights: Tensor, sizes: UpdateSizes, rates: Tensor, format: Format) -
     """
     up, down = find_gaps(weights, format)
     spacing = float(torch.minimum(up, down).median())
-    update = sizes.rms * sizes.growth * rates
-    below = (update / spacing).clamp_max(1)
-    # Updates above the spacing leave a fraction of it to be rounded, whose variance is d^2 / 6 on average.
-    variance = torch.where(below < 1, update * (spacing - update), spacing**2 / 6)
-    largest, drift = float(update.max()), float(update.sum())
+    largest = float((sizes.rms * sizes.growth * rates).max())
     # Weighed by itself: where most of the schedule's movement is.
     mean_rate = float(rates.square().sum() / rates.sum()) if rates.sum() > 0 else 0.0
-    smallest = torch.sort(torch.minimum(up, down)).values / 2
     return {
-        "freeze_update": float(smallest[min(len(smallest) - 1, math.ceil(FROZEN * len(smallest)) - 1)]),
         "relative": sizes.rms * mean_rate / float(weights.abs().median().clamp_min(1e-30)),
         "noise_drift": max(0.0, spacing - largest),
         "noise_steps": max(0.0, spacing / largest - 1) if largest else math.inf,
-        "noise_over_drift": float(variance.sum()) ** 0.5 / drift if drift else math.inf,
     }
