@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from ...optim import OPTIMIZERS
 from .._finding import Finding, Severity
@@ -234,17 +234,13 @@ class SecondMomentStuck(FindingKind):
                 unchanged = state.unchanged.get(moment)
                 if unchanged is not None and unchanged > HALF and state.advanced:
                     said += f"; {percent(unchanged)} of it unchanged in {state.advanced} steps"
-                yield self.found(
-                    name,
-                    "warning",
-                    1.0,
-                    said,
-                    cure=self.cure_in(dtype),
-                    state=moment,
-                    dtype=dtype_name(dtype),
-                    decay=rate,
-                    unchanged=unchanged,
-                )
+                told: dict[str, Any] = {
+                    "state": moment,
+                    "dtype": dtype_name(dtype),
+                    "decay": rate,
+                    "unchanged": unchanged,
+                }
+                yield self.found(name, "warning", 1.0, said, cure=self.cure_in(dtype), **told)
 
     def in_forecast(self, forecast: Forecast) -> Iterator[Finding]:
         found = [(layer, layer.beta2) for layer in forecast.layers if layer.beta2 is not None]

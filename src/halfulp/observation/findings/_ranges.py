@@ -282,7 +282,7 @@ class FirstNonfinite(FindingKind):
         cure: str,
         step: int,
         tensors: int,
-        **told: int,
+        **told: Any,
     ) -> Finding:
         told |= {"nonfinite": tensor.nonfinite, "elements": tensor.elements, "tensors": tensors}
         return self.found(where, severity, confidence, said, cure=cure, step=step, role=tensor.role, **told)

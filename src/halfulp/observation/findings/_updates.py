@@ -166,22 +166,16 @@ class NeverStepped(FindingKind):
         # An observation without an optimizer says nothing of who steps what.
         if all(parameter.optimizer is None for parameter in record.parameters.values()):
             return
+        steps = len(record.sampled_steps)
         for name, parameter in record.parameters.items():
             if not parameter.requires_grad:
                 continue
             if parameter.optimizer is None:
                 yield self._left_out(record, name, parameter.numel)
             # Of a shard without elements the gradient goes to other ranks.
-            elif record.sampled_steps and parameter.gradients == 0 and parameter.numel:
-                said = f"no gradient in any of {len(record.sampled_steps)} sampled steps"
-                yield self.found(
-                    name,
-                    "warning",
-                    1 - 0.5 ** len(record.sampled_steps),
-                    said,
-                    cure=NO_GRADIENT,
-                    sampled_steps=len(record.sampled_steps),
-                )
+            elif steps and parameter.gradients == 0 and parameter.numel:
+                said = f"no gradient in any of {steps} sampled steps"
+                yield self.found(name, "warning", 1 - 0.5**steps, said, cure=NO_GRADIENT, sampled_steps=steps)
 
     def _left_out(self, record: Record, name: str, numel: int) -> Finding:
         """Find a parameter in no optimizer: forgotten if the loss depends on it, else perhaps a copy."""
