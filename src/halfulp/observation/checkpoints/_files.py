@@ -320,7 +320,7 @@ def _place_chunks(folder: Path, name: str, entry: Any, records: list[tuple[tuple
     """Return the offset, size and record of each chunk of a tensor."""
     sizes = {tuple(chunk.offsets): tuple(chunk.sizes) for chunk in entry.chunks}
     if len(records) == len(sizes) == 1:
-        records = [(*sizes, records[0][1])]  # a tensor in one piece is named without its offset
+        records = [(next(iter(sizes)), records[0][1])]  # a tensor in one piece is named without its offset
     parts = [(offset, sizes[offset], record) for offset, record in records if offset in sizes]
     if sum(torch.Size(size).numel() for _, size, _ in parts) < torch.Size(entry.size).numel():
         raise ValueError(f"{folder} lacks chunks of {name!r}: copy the whole checkpoint, with the files of all ranks")

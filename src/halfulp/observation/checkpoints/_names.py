@@ -124,7 +124,8 @@ def _strip_prefix(names: dict[Any, str], tensors: Collection[str]) -> dict[Any, 
     if strange is None:
         return names
     # A prefix of the strange name and what stands in its place, for every tensor whose name ends in the same parts.
-    own, pairs = strange.split("."), {}
+    own = strange.split(".")
+    pairs: dict[tuple[str, str], None] = {}
     for tensor in tensors:
         parts = tensor.split(".")
         ends = itertools.takewhile(lambda pair: pair[0] == pair[1], zip(own[::-1], parts[::-1]))

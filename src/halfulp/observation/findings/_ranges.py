@@ -269,7 +269,8 @@ class FirstNonfinite(FindingKind):
         alone = outputs_alone and finite and (not others or any(role in GRADIENTS for role, _ in record.tensors))
         counted = f"{first.nonfinite} of {first.elements} elements since step {step}"
         said = f"{_name_maker(first)} the first NaN or infinity, {counted}; {others} more tensors have some since"
-        where, severity, sure = first.sources or first.name, "note" if alone else "error", 1 - 0.5 ** (1 + others)
+        where, sure = first.sources or first.name, 1 - 0.5 ** (1 + others)
+        severity: Severity = "note" if alone else "error"
         yield self._first(where, first, severity, sure, said, _choose_cure(first), step, len(found))
 
     def _first(

@@ -620,7 +620,7 @@ def _freezing(
     }
 
 
-def _noise(weights: Tensor, sizes: UpdateSizes, rates: Tensor, format: Format) -> dict[str, float]:
+def _noise(weights: Tensor, sizes: UpdateSizes, rates: Tensor, format: Format) -> dict[str, Any]:
     """Return where stochastic rounding's noise is as large as the drift.
 
     An update u below the spacing d is rounded up with probability u / d (Croci et al., Royal Society Open Science 9,
