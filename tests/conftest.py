@@ -360,7 +360,6 @@ TORCH_FEATURES: dict[str, Callable[[], bool]] = {
     ),
     "Adagrad that steps parameters which came after it was made": _steps_later_parameters,
     "exponential_ that draws the same numbers in every dtype": _draws_alike,
-    "torch.load that compares a record's size with its storage's": lambda: not is_older(torch.__version__, "2.11"),
     "trunc_normal_ without erfinv, which components of float64 compute in float64": lambda: (
         "new_tensor" in inspect.getsource(torch.nn.init._no_grad_trunc_normal_)
     ),

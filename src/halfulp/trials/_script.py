@@ -24,7 +24,7 @@ from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook
 
 from .. import optim, recipes
 from .._extensions import load_inherited
-from ..observation.scripts import BackwardLosses, Ending, model_of, run_script
+from ..observation.scripts import Ending, model_of, run_script, tell_backward_losses
 from ..pages import write_whole
 from ..recipes import Recipe
 from ..recipes._optimizer import _state as recipe_state
@@ -293,7 +293,7 @@ def main() -> None:
         losses.append(float(loss))
 
     try:
-        with substitute_optimizers(recipes.get(recipe)) as done, BackwardLosses(log):
+        with substitute_optimizers(recipes.get(recipe)) as done, tell_backward_losses(log):
             # Where the script ends the process by os._exit, the result is written before.
             ending = run_script(script, arguments, passing=Refusal, module=kind == "module", leave=write)
     except Refusal as refusal:

@@ -14,7 +14,6 @@ import torch
 from safetensors.torch import save_file
 
 import halfulp as hu
-from halfulp.observation.checkpoints import _files as _torch_file
 
 W = torch.linspace(-1, 1, 64).reshape(8, 8)
 
@@ -110,10 +109,10 @@ def loop():
     ("make", "said"),
     [
         (lambda path: loop(), "holds itself: give the model's state_dict"),
-        (lambda path: os.symlink("nowhere", path), "is a link to nowhere, which does not exist"),
+        (lambda path: os.symlink("nowhere", path), "given does not exist: give a file"),
         (lambda path: os.mkfifo(path), "is neither a file nor a folder"),
         (lambda path: Path("x" * 5000), "does not exist|File name too long"),
-        (lambda path: tar(path), r"is a tar archive, .*: unpack it, or load it in the torch that wrote it"),
+        (lambda path: tar(path), r"cannot be read as a file of torch\.save .*another kind; give a checkpoint in"),
         (
             lambda path: index(path, "../other.safetensors"),
             r"names '\.\./other.safetensors', which are no files of its",
@@ -177,38 +176,25 @@ def test_a_file_of_the_other_byte_order_holds_the_same_numbers(tmp_path):
     assert {row.status for row in found.tensors.values()} == {"unchanged"}
 
 
-def zipped_again(source, target, method, change=lambda name, data: data):
+def zipped_again(source, target, method):
     with zipfile.ZipFile(source) as old, zipfile.ZipFile(target, "w", method) as new:
         for name in old.namelist():
-            new.writestr(name, change(name, old.read(name)))
+            new.writestr(name, old.read(name))
 
 
-@pytest.mark.parametrize("method", [zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED], ids=["stored", "deflated"])
-def test_a_file_that_was_zipped_again_holds_the_same_numbers(method, tmp_path):
+def test_a_file_that_was_zipped_again_holds_the_same_numbers(tmp_path):
     content = {"w": W.clone(), "v": W.bfloat16(), "zeros": torch.zeros(999)}
     torch.save(content, tmp_path / "a.pt")
-    zipped_again(tmp_path / "a.pt", tmp_path / "b.pt", method)
+    zipped_again(tmp_path / "a.pt", tmp_path / "b.pt", zipfile.ZIP_STORED)
     found = hu.audit(tmp_path / "a.pt", tmp_path / "b.pt")
     assert {row.status for row in found.tensors.values()} == {"unchanged"}
 
 
-def test_an_archive_that_would_exhaust_the_memory_is_refused(tmp_path, monkeypatch):
-    torch.save({"w": torch.zeros(2**20)}, tmp_path / "a.pt")
-    zipped_again(tmp_path / "a.pt", tmp_path / "b.pt", zipfile.ZIP_DEFLATED)
-    hu.audit(tmp_path / "a.pt", tmp_path / "b.pt")  # 4 MB, however small the file is
-    monkeypatch.setattr(_torch_file, "_MOST_BYTES", 2**20)
-    with pytest.raises(ValueError, match=r"b\.pt unpacks to 0\.0 GB from 0\.0 MB, which no weights do: not read"):
-        hu.audit(tmp_path / "a.pt", tmp_path / "b.pt")
-
-
 @pytest.mark.parametrize("method", [zipfile.ZIP_DEFLATED, zipfile.ZIP_BZIP2, zipfile.ZIP_LZMA])
-def test_an_archive_of_another_kind_is_refused_in_words(method, tmp_path, needs_torch):
-    if method == zipfile.ZIP_DEFLATED:
-        needs_torch("torch.load that compares a record's size with its storage's")
+def test_a_file_that_was_zipped_again_with_compression_is_refused(method, tmp_path):
     torch.save({"w": W}, tmp_path / "a.pt")
-    cut = lambda name, data: data[:-3] if "/data/" in name else data  # noqa: E731
-    zipped_again(tmp_path / "a.pt", tmp_path / "b.pt", method, cut)
-    with pytest.raises(ValueError, match=r"cannot be read as a file of torch\.save"):
+    zipped_again(tmp_path / "a.pt", tmp_path / "b.pt", method)
+    with pytest.raises(ValueError, match=r"b\.pt was zipped again with compression: unpack it, and give what"):
         hu.audit(tmp_path / "a.pt", tmp_path / "b.pt")
 
 

@@ -42,18 +42,17 @@ def pool():
     [
         (lambda: run(FORK.Process(target=train)), ["train"], "a process by multiprocessing, where train runs"),
         (lambda: [run(Trainer()) for _ in range(2)], ["Trainer"] * 2, "2 processes by multiprocessing, where Trainer"),
-        (lambda: subprocess.run([sys.executable, "-c", ""], check=True), [], "put `halfulp observe` before the script"),
-        (lambda: subprocess.run("true", check=True), [], ""),
+        (lambda: subprocess.run([sys.executable, "-c", ""], check=True), [], ""),
         (load, [], ""),
         (pool, [], ""),
         (lambda: None, [], ""),
     ],
 )
 def test_what_is_started_is_noted_and_nothing_stays_patched(start, functions, said):
-    before = multiprocessing.process.BaseProcess.start, subprocess.Popen.__init__
-    with Children() as children:
+    before, children = multiprocessing.process.BaseProcess.start, Children()
+    with children.watch():
         start()
-    assert (multiprocessing.process.BaseProcess.start, subprocess.Popen.__init__) == before
+    assert multiprocessing.process.BaseProcess.start == before
     assert children.functions == functions
     assert said in children.why_unseen()
     assert bool(said) == bool(children.why_unseen())

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 from torch.optim.swa_utils import AveragedModel
 
-from halfulp.observation.scripts import BackwardLosses, Watch
+from halfulp.observation.scripts import Watch, tell_backward_losses
 from halfulp.observation.scripts import _watch as watching
 from halfulp.observation.scripts._find import Together, find
 
@@ -229,7 +229,7 @@ def test_losses_are_those_before_the_scaler(share):
     weight = torch.randn(3, requires_grad=True)
     seen: list[float] = []
     before = torch.autograd.backward, torch.amp.GradScaler.scale
-    with BackwardLosses(lambda loss: seen.append(float(loss))):
+    with tell_backward_losses(lambda loss: seen.append(float(loss))):
         loss = weight.square().sum()
         (scaler.scale(loss) * share).backward()
         weight.sum().backward()

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
 from typing import Any, Literal
 
 import torch
@@ -94,23 +94,17 @@ class TensorAudit:
 
     def to_dict(self) -> dict[str, Any]:
         """Return the fields as plain data that JSON can hold."""
+        both = ("nan", "infinite", "zeros", "saturated", "constant", "storage")
         return {
             "name": self.name,
-            "dtypes": [_dtype(self.a.dtype), _dtype(self.b.dtype)],
+            "dtypes": _plain([self.a.dtype, self.b.dtype]),
             "shape": list(self.shape),
             "role": self.role,
-            "storage": [self.a.storage, self.b.storage],
             "status": self.status,
             "share_unchanged": self.share_unchanged,
-            "largest_change_ulps": _number(self.largest),
-            "median_change_ulps": _number(self.median),
-            "mean_change_ulps": _number(self.mean),
             "histogram": {str(key): count for key, count in sorted(self.histogram.items())},
-            "nan": [self.a.nan, self.b.nan],
-            "infinite": [self.a.infinite, self.b.infinite],
-            "zeros": [self.a.zeros, self.b.zeros],
-            "saturated": [self.a.saturated, self.b.saturated],
-            "constant": [_number(self.a.constant), _number(self.b.constant)],
+            **{f"{key}_change_ulps": _plain(getattr(self, key)) for key in ("largest", "median", "mean")},
+            **{key: _plain([getattr(self.a, key), getattr(self.b, key)]) for key in both},
         }
 
 
@@ -191,7 +185,7 @@ class StateAudit:
             "name": self.name,
             "options": {key: _plain(value) for key, value in self.options.items()},
             "steps": list(self.steps),
-            "dtypes": {key: [_dtype(one) for one in pair] for key, pair in self.dtypes.items()},
+            "dtypes": {key: _plain(pair) for key, pair in self.dtypes.items()},
             "weight_update": self.weight_update,
             "compensated": self.compensated,
             "coded": self.coded,
@@ -226,6 +220,12 @@ class LayerGroup:
     median: tuple[float, float]
     verdict: str
     severity: Severity | None
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the fields as plain data that JSON can hold."""
+        found = asdict(self) | {"names": list(self.names), "median_change_ulps": _plain(self.median)}
+        del found["median"]
+        return found
 
 
 @dataclass(frozen=True)
@@ -280,7 +280,7 @@ class Audit:
             "causes": plain_causes(self.findings),
             "tensors": [row.to_dict() for row in self.tensors.values()],
             "states": [state.to_dict() for state in self.states.values()],
-            "groups": [_plain_group(group) for group in self.groups()],
+            "groups": [group.to_dict() for group in self.groups()],
             "contract": [{"name": name, "difference": said} for name, said in self.contract],
             "share": self.share,
             "steps": self.advanced,
@@ -306,61 +306,32 @@ def _group(rows: list[TensorAudit], found: Finding | None, share: float) -> Laye
     names = tuple(row.name for row in rows)
     unchanged = sum(row.unchanged for row in rows) / numel if numel else 1.0
     medians = [row.median for row in rows if not math.isnan(row.median)]
-    dtypes = dict.fromkeys(str(dtype).removeprefix("torch.") for dtype in (first.a.dtype, first.b.dtype))
-    return LayerGroup(
-        in_words(names),
-        names,
-        " -> ".join(dtypes),
-        numel,
-        unchanged,
-        (min(medians), max(medians)) if medians else (math.nan, math.nan),
-        found.summary if found is not None else _verdict(first, unchanged, medians, share),
-        found.severity if found is not None else None,
-    )
+    ends = (min(medians), max(medians)) if medians else (math.nan, math.nan)
+    dtypes = " -> ".join(dict.fromkeys(_plain([first.a.dtype, first.b.dtype])))
+    verdict = found.summary if found is not None else _verdict(first, unchanged, ends, share)
+    severity = found.severity if found is not None else None
+    return LayerGroup(in_words(names), names, dtypes, numel, unchanged, ends, verdict, severity)
 
 
-def _verdict(row: TensorAudit, unchanged: float, medians: list[float], share: float) -> str:
+def _verdict(row: TensorAudit, unchanged: float, median: tuple[float, float], share: float) -> str:
     if not row.numel:
         return "empty"
     if row.status == "barely-moved":
         return f"hardly moved: less than {share:g} ulp on average"
     if row.status != "changed":
         return WORDS[row.status]
-    if not medians or row.role == "buffer":
+    if math.isnan(median[0]) or row.role == "buffer":
         return f"moved in {1 - unchanged:.3g} of its elements"
-    return f"moved: {100 * unchanged:.3g}% unchanged, median {_range(medians)} ulps"
-
-
-def _range(values: Iterable[float]) -> str:
-    values = list(values)
-    low, high = f"{min(values):.3g}", f"{max(values):.3g}"
-    return low if low == high else f"{low} to {high}"
-
-
-def _plain_group(group: LayerGroup) -> dict[str, Any]:
-    return {
-        "pattern": group.pattern,
-        "names": list(group.names),
-        "dtypes": group.dtypes,
-        "numel": group.numel,
-        "share_unchanged": group.share_unchanged,
-        "median_change_ulps": [_number(value) for value in group.median],
-        "verdict": group.verdict,
-        "severity": group.severity,
-    }
-
-
-def _dtype(dtype: torch.dtype | None) -> str | None:
-    return None if dtype is None else str(dtype).removeprefix("torch.")
-
-
-def _number(value: float | None) -> float | str | None:
-    if value is None or math.isfinite(value):
-        return value
-    return None if math.isnan(value) else str(value)
+    ends = " to ".join(dict.fromkeys(f"{end:.3g}" for end in median))
+    return f"moved: {100 * unchanged:.3g}% unchanged, median {ends} ulps"
 
 
 def _plain(value: Any) -> Any:
+    """Return a value as JSON can hold it: dtypes by their names, None for NaN and words for infinities."""
     if isinstance(value, list | tuple):
         return [_plain(one) for one in value]
-    return _number(value) if isinstance(value, float) else value
+    if isinstance(value, torch.dtype):
+        return str(value).removeprefix("torch.")
+    if not isinstance(value, float) or math.isfinite(value):
+        return value
+    return None if math.isnan(value) else str(value)

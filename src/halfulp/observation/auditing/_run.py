@@ -60,7 +60,7 @@ def audit(a: Given, b: Given, *, share: float = 0.01, lr: float | None = None) -
     unseen = [*before.unseen, *after.unseen]
     earlier, later = name_states(before, unseen), name_states(after, unseen)
     after.unseen.clear()
-    complete = len(later) >= sum(len(group.get("params") or ()) for one in after.optimizers for group in one.groups)
+    complete = len(later) >= after.stepped
     for tied, held in find_tied_names(after, set(later)).items():
         later[tied] = later[held]
         if held in earlier:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -14,7 +14,7 @@ from ..._messages import listed
 from ...formats import Format
 from ...rounding import quantize
 from .._text import WIDE, is_narrow, precision
-from ..checkpoints._files import Checkpoint, Stored, wrap_tensor
+from ..checkpoints._files import Checkpoint, Stored
 from ..checkpoints._names import NamedState
 from ._audit import SECOND_MOMENTS, Lost, StateAudit
 from ._tensors import AT_ONCE, count_same_elements
@@ -29,11 +29,7 @@ _OWN = ("decoupled_weight_decay", "weight_update")
 def compare_states(
     a: Mapping[str, NamedState], b: Mapping[str, NamedState], weights: Checkpoint, lr: float | None
 ) -> dict[str, StateAudit]:
-    """Compare the optimizer states of two checkpoints, by parameter.
-
-    Args:
-        lr: in place of the learning rate that B's groups hold, or A's where that is 0, at the end of a schedule.
-    """
+    """Compare the optimizer states of two checkpoints, by parameter."""
     found = {}
     reasons: dict[str, list[str]] = {}
     for name, after in b.items():
@@ -65,6 +61,7 @@ def _compare_states(
     name: str, before: NamedState | None, after: NamedState, weight: Stored, lr: float | None
 ) -> StateAudit:
     options = _options(after.options)
+    # At the end of a schedule B's is 0.
     if lr is None and options.get("lr") == 0 and before is not None:
         lr = _options(before.options).get("lr")
     if lr is not None:
@@ -78,26 +75,25 @@ def _compare_states(
         moved = any(count_same_elements(ours[key], theirs[key]) < theirs[key].numel for key in compensation)
     narrow = [key for key in SECOND_MOMENTS if key in ours and key in theirs and is_narrow(theirs[key].dtype)]
     weight_update = _weight_update(after.options, theirs)
-    update, decay = None, None
-    if (
-        weight.dtype.is_floating_point
-        and precision(weight.dtype) is not None
-        and not compensation
-        and weight_update in (None, "nearest")
-    ):
-        update, decay = replay(weight, theirs, options, steps[1])
+    to_nearest = not compensation and weight_update in (None, "nearest")
+    numbers = weight.dtype.is_floating_point and precision(weight.dtype) is not None
+    update, decay = replay(weight, theirs, options, steps[1]) if to_nearest and numbers else (None, None)
     return StateAudit(
         name,
         {key: value for key, value in options.items() if key not in _OWN},
         steps,
-        {key: (_dtype(ours.get(key)), stored.dtype) for key, stored in theirs.items()},
+        {key: (ours[key].dtype if key in ours else None, stored.dtype) for key, stored in theirs.items()},
         all(theirs[key].shape == weight.shape for key in (*_FIRST_MOMENTS, *SECOND_MOMENTS[:3]) if key in theirs),
         weight_update,
         bool(compensation),
         moved,
-        any(_nonzero(theirs[key]) == 0 for key in _FIRST_MOMENTS if key in theirs),
+        any(_count(theirs[key], lambda part: part != 0) == 0 for key in _FIRST_MOMENTS if key in theirs),
         {key: count_same_elements(ours[key], theirs[key]) / max(1, theirs[key].numel) for key in narrow},
-        _nonfinite(ours, theirs),
+        {
+            key: (_count_nonfinite(ours.get(key)), found)
+            for key, one in theirs.items()
+            if (found := _count_nonfinite(one))
+        },
         update,
         decay,
         tuple(key for key, stored in theirs.items() if stored.shape != weight.shape),
@@ -107,8 +103,7 @@ def _compare_states(
 
 def _elements(state: NamedState) -> dict[str, Stored]:
     """Return the tensors of a state but for its step and checksums."""
-    stored = {key: value if isinstance(value, Stored) else wrap_tensor(value) for key, value in state.tensors.items()}
-    return {key: one for key, one in stored.items() if key != "step" and "checksum" not in key}
+    return {key: one for key, one in state.tensors.items() if key != "step" and "checksum" not in key}
 
 
 def _is_code(key: str, stored: Stored) -> bool:
@@ -118,11 +113,9 @@ def _is_code(key: str, stored: Stored) -> bool:
 
 
 def _step(state: NamedState) -> int | None:
-    step = state.tensors.get("step", state.values.get("step"))
-    if isinstance(step, Stored):
-        step = step.read(None)
-    if isinstance(step, Tensor):
-        step = step.item() if step.numel() == 1 else None
+    step = state.values.get("step")
+    if "step" in state.tensors and state.tensors["step"].numel == 1:
+        step = state.tensors["step"].read(None).item()
     return int(step) if isinstance(step, int | float) and math.isfinite(step) else None
 
 
@@ -143,112 +136,77 @@ def _weight_update(group: Mapping[str, Any], states: Mapping[str, Stored]) -> st
     return str(given.get("name")) if isinstance(given, Mapping) else str(given)
 
 
-def _dtype(stored: Stored | None) -> torch.dtype | None:
-    return None if stored is None else stored.dtype
-
-
-def _nonzero(stored: Stored) -> int:
-    return sum(int(torch.count_nonzero(stored.read(rows).float())) for rows in stored.rows(AT_ONCE // 4))
-
-
-def _nonfinite(a: Mapping[str, Stored], b: Mapping[str, Stored]) -> dict[str, tuple[int, int]]:
-    found = {}
-    for key, stored in b.items():
-        count = _count_nonfinite(stored)
-        if count:
-            found[key] = (_count_nonfinite(a[key]) if key in a else 0, count)
-    return found
-
-
-def _count_nonfinite(stored: Stored) -> int:
-    if not stored.dtype.is_floating_point:
-        return 0
+def _count(stored: Stored, is_counted: Callable[[Tensor], Tensor]) -> int:
     parts = (stored.read(rows) for rows in stored.rows(AT_ONCE // 4))
-    return sum(int((~(part.float() if part.itemsize == 1 else part).isfinite()).sum()) for part in parts)
+    return sum(int(is_counted(part.float() if part.itemsize == 1 else part).sum()) for part in parts)
+
+
+def _count_nonfinite(stored: Stored | None) -> int:
+    if stored is None or not stored.dtype.is_floating_point:
+        return 0
+    return _count(stored, lambda part: ~part.isfinite())
 
 
 _AT_ONCE = 1 << 18
 
 
 def replay(
-    weight: Stored, states: Mapping[str, Any], options: Mapping[str, Any], step: int | None
+    weight: Stored, states: Mapping[str, Stored], options: Mapping[str, Any], step: int | None
 ) -> tuple[Lost | None, Lost | None]:
     """Count the losses of the last update, and of weight decay alone, where nearest rounding stores the weight.
 
-    Adam (Kingma and Ba, arXiv 1412.6980, algorithm 1; AdamW, amsgrad): lr m' / (sqrt(v') + eps) with bias-corrected
-    moments, which after step t are those that step t used. Lion: lr sign(m). SGD with momentum: lr times the buffer.
     The weight is that after the step: an update that was lost left it as it was.
-
-    Args:
-        weight: floating-point.
-        states: tensors of the parameter by name.
 
     Returns:
         None where the rule is not known from the names of its states, and for decay where the optimizer does not
         round it on its own.
     """
-    rule = _rule(states, options, step)
-    lr = options.get("lr")
-    if rule is None or not lr or weight.numel == 0:
+    rule = _find_rule(states, options, step)
+    if rule is None or weight.numel == 0:
         return None, None
-    names, form = _needed_states(rule, options), formats.get(weight.dtype)
-    parts = {name: _make_stored(states[name]) for name in names}
-    if any(part.shape != weight.shape or not part.dtype.is_floating_point for part in parts.values()):
+    parts, compute_update = rule
+    if any(part.shape != weight.shape or not part.dtype.is_floating_point for part in parts):
         return None, None
-    rate = _own_decay(rule, options)
-    update, decay = _RoundedChanges(form), _RoundedChanges(form) if rate else None
+    # torch's AdamW rounds the decay by itself, before the update.
+    apart = options.get("decoupled_weight_decay") and not options.get("fused") and "weight_update" not in options
+    rate = float(options["lr"]) * float(options.get("weight_decay") or 0) if apart and len(parts) == 2 else 0.0
+    form = formats.get(weight.dtype)
+    update, decay = _RoundedChanges(form), _RoundedChanges(form)
     for rows in weight.rows(_AT_ONCE):
         w = weight.read(rows).double()
-        wanted = _wanted_change(
-            rule, {name: part.read(rows).double() for name, part in parts.items()}, options, step or 1
-        )
+        wanted = compute_update(*(part.read(rows).double() for part in parts))
         update.add(w, -wanted if options.get("maximize") else wanted)
-        if decay is not None and rate is not None:
+        if rate:
             decay.add(w, rate * w)
-    return update.lost(), None if decay is None else decay.lost()
+    return update.lost(), decay.lost() if rate else None
 
 
-def _make_stored(value: Any) -> Stored:
-    return value if isinstance(value, Stored) else wrap_tensor(value)
+def _find_rule(
+    states: Mapping[str, Stored], options: Mapping[str, Any], step: int | None
+) -> tuple[list[Stored], Callable[..., Tensor]] | None:
+    """Return the states that an update is made of, and the function that makes it; None where they are not known.
 
-
-def _rule(states: Mapping[str, Any], options: Mapping[str, Any], step: int | None) -> str | None:
-    if any(f"{name}_{part}" in states for name in ("exp_avg", "exp_avg_sq") for part in ("scale", "codes", "residual")):
+    Adam (Kingma and Ba, arXiv 1412.6980, algorithm 1; AdamW, amsgrad): lr m' / (sqrt(v') + eps) with bias-corrected
+    moments, which after step t are those that step t used. Lion: lr sign(m). SGD with momentum: lr times the buffer.
+    """
+    coded = (f"{name}_{part}" for name in ("exp_avg", "exp_avg_sq") for part in ("scale", "codes", "residual"))
+    if not options.get("lr") or any(name in states for name in coded):
         return None
-    pair = isinstance(options.get("betas"), list | tuple) and len(options["betas"]) >= 2
-    if pair and {"exp_avg", "exp_avg_sq"} <= states.keys():
-        return "adam" if step and (not options.get("amsgrad") or "max_exp_avg_sq" in states) else None
-    if pair and "exp_avg" in states:
-        return "lion"
-    return "sgd" if "momentum_buffer" in states else None
+    lr, betas = float(options["lr"]), options.get("betas")
+    pair = tuple(map(float, betas[:2])) if isinstance(betas, list | tuple) and len(betas) >= 2 else None
+    if pair is not None and {"exp_avg", "exp_avg_sq"} <= states.keys():
+        second = "max_exp_avg_sq" if options.get("amsgrad") else "exp_avg_sq"
+        if not step or second not in states:
+            return None
+        (beta1, beta2), eps = pair, float(options.get("eps", 0.0))
 
+        def adam(m: Tensor, v: Tensor) -> Tensor:
+            return lr * (m / (1 - beta1**step)) / ((v / (1 - beta2**step)).sqrt() + eps)
 
-def _needed_states(rule: str, options: Mapping[str, Any]) -> tuple[str, ...]:
-    if rule == "adam":
-        return "exp_avg", "max_exp_avg_sq" if options.get("amsgrad") else "exp_avg_sq"
-    return ("exp_avg",) if rule == "lion" else ("momentum_buffer",)
-
-
-def _wanted_change(rule: str, parts: Mapping[str, Tensor], options: Mapping[str, Any], step: int) -> Tensor:
-    lr = float(options["lr"])
-    first, *rest = parts.values()
-    if rule == "lion":
-        return lr * first.sign()
-    if rule == "sgd":
-        return lr * first
-    beta1, beta2 = (float(beta) for beta in options["betas"][:2])
-    denominator = (rest[0] / (1 - beta2**step)).sqrt() + float(options.get("eps", 0.0))
-    return lr * (first / (1 - beta1**step)) / denominator
-
-
-def _own_decay(rule: str, options: Mapping[str, Any]) -> float | None:
-    """Return lr weight_decay where torch's AdamW rounds the decay by itself, before the update; else None."""
-    rate = options.get("weight_decay")
-    if not rate or rule != "adam" or not options.get("decoupled_weight_decay"):
-        return None
-    if options.get("fused") or "weight_update" in options:
-        return None
-    return float(options["lr"]) * float(rate)
+        return [states["exp_avg"], states[second]], adam
+    if pair is not None and "exp_avg" in states:
+        return [states["exp_avg"]], lambda m: lr * m.sign()
+    return ([states["momentum_buffer"]], lambda m: lr * m) if "momentum_buffer" in states else None
 
 
 class _RoundedChanges:

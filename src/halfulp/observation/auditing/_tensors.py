@@ -6,7 +6,7 @@ import functools
 import math
 import re
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -196,14 +196,14 @@ class Differences:
     """The differences of two floating-point tensors, summed over the parts that were compared.
 
     Attributes:
-        counts: by the names of `_device_functions`.
+        counts: by the names SAME to B_VARIES.
         table: changed elements by binade and first bits of the fraction of their change in ulps.
         total, largest: sum and largest of the changes in ulps.
         first: the first element of A and B.
     """
 
-    counts: np.ndarray
-    table: np.ndarray
+    counts: np.ndarray = field(default_factory=lambda: np.zeros(COUNTS, np.int64))
+    table: np.ndarray = field(default_factory=lambda: np.zeros(SLOTS, np.int64))
     total: float = 0.0
     largest: float = 0.0
     first: tuple[float, float] | None = None
@@ -231,11 +231,6 @@ class Differences:
         return self.total / finite if finite else math.nan
 
 
-def make_empty_differences() -> Differences:
-    """Return the differences before the first part: none."""
-    return Differences(np.zeros(COUNTS, np.int64), np.zeros(SLOTS, np.int64))
-
-
 def add_differences(found: Differences, a: Tensor, b: Tensor) -> None:
     """Compare a part of A with the same part of B, both of one shape and floating-point.
 
@@ -245,12 +240,8 @@ def add_differences(found: Differences, a: Tensor, b: Tensor) -> None:
         return
     forms = formats.get(a.dtype), formats.get(b.dtype)
     a, b = (plain(x.detach()).reshape(-1) for x in (a, b))
-    first = float(a[0].double()), float(b[0].double())
     if found.first is None:
-        found.first = first
-    # NaN is no number that a tensor can be constant at.
-    for which, before, now in ((A_VARIES, found.first[0], first[0]), (B_VARIES, found.first[1], first[1])):
-        found.counts[which] |= int(before != now)
+        found.first = float(a[0].double()), float(b[0].double())
     count = _count_by_kernel if select_engine("cpu") == "llvm" else _count_tensors
     for parts in zip(a.split(AT_ONCE), b.split(AT_ONCE), strict=True):
         count(found, [_native(part) for part in parts], forms)
@@ -283,7 +274,7 @@ def _count_by_kernel(found: Differences, parts: list[Tensor], forms: tuple[Forma
     cut = chunks(IndexMap.whole((parts[0].numel(),)), 0)
     counted = _run(codes_table(*kinds), cut, parts, of_codes)
     whole = (counted[:, EQUAL] == cut[:, 2]) & (counted[:, SPECIAL] == 0) & (kinds[0] == kinds[1])
-    _add_codes(found, counted[:, 2:].sum(0))
+    found.counts[list(SIDES)] += counted[:, 2:].sum(0).astype(np.int64)
     found.counts[[SAME, FINITE]] += int(cut[whole, 2].sum())
     if (rest := cut[~whole]).size:
         table = np.zeros((torch.get_num_threads(), COPIES, SLOTS), np.int64)
@@ -325,15 +316,8 @@ def _count_tensors(found: Differences, parts: list[Tensor], forms: tuple[Format,
     for one, words in ((codes_table(*kinds), of_codes), (record_changes_table(*kinds), of_changes)):
         inputs = {("constant", k): as_signed(word, 64) for k, word in enumerate(words)}
         sums.append(np.array(run_on_tensors(one.trace, [*parts, table], inputs)[1]))
-    _add_codes(found, sums[0][2:])
+    found.counts[list(SIDES)] += sums[0][2:].astype(np.int64)
     _add_changes(found, table[0].numpy(), sums[1][:-1], sums[1][-1])
-
-
-def _add_codes(found: Differences, counted: np.ndarray) -> None:
-    for which, count in zip(SIDES, counted):
-        found.counts[which] = (
-            found.counts[which] or count > 0 if which in (A_VARIES, B_VARIES) else found.counts[which] + count
-        )
 
 
 def _add_changes(found: Differences, table: np.ndarray, sums: np.ndarray, largest: float) -> None:
@@ -349,15 +333,7 @@ _StoredPair = tuple[Stored, Stored]
 
 
 def compare_tensors(a: Checkpoint, b: Checkpoint, parameters: set[str], share: float) -> dict[str, TensorAudit]:
-    """Return how each tensor of A differs from that of its name in B.
-
-    Args:
-        parameters: names that an optimizer holds.
-        share: below which mean change in ulps a tensor counts as barely moved.
-
-    Raises:
-        ValueError: they hold other names or shapes.
-    """
+    """Return how each tensor of A differs from that of its name in B."""
     sides = _split_companions(a.tensors), _split_companions(b.tensors)
     _check_names(a, b, sides[0][0], sides[1][0])
     found = {}
@@ -393,55 +369,31 @@ def _check_names(a: Checkpoint, b: Checkpoint, ours: dict[str, Stored], theirs: 
         if averages:
             b.unseen.append(f"{listed(averages)} are averages that only {which} holds, and were not compared")
             names[:] = [name for name in names if not name.startswith("ema.")]
-    if missing or foreign:
-        said = [f"only A has {listed(missing)}"] if missing else []
-        said += [f"only B has {listed(foreign)}"] if foreign else []
+    shapes = [name for name in ours if name in theirs and ours[name].shape != theirs[name].shape]
+    said = [f"only {which} has {listed(names)}" for which, names in (("A", missing), ("B", foreign)) if names]
+    if shapes:
+        first = f"{shapes[0]}: {ours[shapes[0]].shape} in A, {theirs[shapes[0]].shape} in B"
+        said.append(f"{listed(shapes)} have other shapes ({first})")
+    if said:
         raise ValueError(
             f"the checkpoints are of different models: {' and '.join(said)}; give two checkpoints of one run "
             f"(A = {a.path}, B = {b.path})"
         )
-    shapes = [name for name in ours if name in theirs and ours[name].shape != theirs[name].shape]
-    if shapes:
-        first = shapes[0]
-        raise ValueError(
-            f"the checkpoints are of different models: {listed(shapes)} have other shapes ({first}: "
-            f"{ours[first].shape} in A, {theirs[first].shape} in B); give two checkpoints of one run"
-        )
 
 
 def find_tied_names(checkpoint: Checkpoint, held: set[str]) -> dict[str, str]:
-    """Return the further names of tensors that an optimizer holds under one name, with that name.
-
-    Args:
-        checkpoint: whose tensors share memory where they are tied.
-        held: names that the optimizer holds.
-    """
-    by_shape: dict[tuple[int, ...], list[str]] = {}
-    for name in held & checkpoint.tensors.keys():
-        by_shape.setdefault(checkpoint.tensors[name].shape, []).append(name)
-    found = {}
-    for name, stored in checkpoint.tensors.items():
-        others = by_shape.get(stored.shape, ()) if name not in held else ()
-        place = _place(checkpoint, name) if others else None
-        same = next((other for other in others if place is not None and _place(checkpoint, other) == place), None)
-        if same is not None:
-            found[name] = same
-    return found
-
-
-def _place(checkpoint: Checkpoint, name: str) -> object:
-    """Return where in memory a tensor lies; None where its file tells nothing of ties."""
-    stored = checkpoint.tensors[name]
-    if not checkpoint.ordered or not stored.mapped or not stored.numel:
-        return None
-    return address(plain(stored.read(None)))
+    """Return the further names of tensors that an optimizer holds under one name, with that name."""
+    places: dict[object, str] = {
+        place: name for name in held & checkpoint.tensors.keys() if (place := checkpoint.place(name))
+    }
+    found = {name: places.get(checkpoint.place(name)) for name in checkpoint.tensors if name not in held}
+    return {name: other for name, other in found.items() if other is not None}
 
 
 def _is_tied(checkpoint: Checkpoint, name: str) -> bool:
     """Return whether another name of the checkpoint leads to the same memory, as files without tied names leave out."""
-    place, shape = _place(checkpoint, name), checkpoint.tensors[name].shape
-    others = (key for key, other in checkpoint.tensors.items() if key != name and other.shape == shape)
-    return place is not None and any(_place(checkpoint, other) == place for other in others)
+    place = checkpoint.place(name)
+    return place is not None and any(checkpoint.place(key) == place for key in checkpoint.tensors if key != name)
 
 
 def _compare(
@@ -456,7 +408,7 @@ def _compare(
     else:
         a, b = pair
     numbers = all(holds_numbers(one.dtype) for one in (a, b))
-    found = measure_differences(a, b) if numbers else make_empty_differences()
+    found = measure_differences(a, b) if numbers else Differences()
     unchanged = int(found.counts[SAME]) if numbers else count_same_elements(a, b)
     moved = None if not beside[0] and not beside[1] else _has_moved(*beside)
     before = _side(pair[0].dtype, a, found, A_NAN, 0, _storage(beside[0]), numbers)
@@ -535,16 +487,13 @@ def _has_moved(a: Mapping[str, Stored], b: Mapping[str, Stored]) -> bool:
 
 def measure_differences(a: Stored, b: Stored) -> Differences:
     """Return how two stored tensors of floating-point numbers and one shape differ, read in parts where they must."""
-    found = make_empty_differences()
-    whole = a.mapped and b.mapped and all(one.read(None).is_contiguous() for one in (a, b))
-    native = all(one.dtype not in (torch.float8_e4m3fnuz, torch.float8_e5m2fnuz) for one in (a, b))
-    if whole and native:
-        for tensor in (parts := [one.read(None) for one in (a, b)]):
-            map_pages(tensor)
-        add_differences(found, *parts)
-        return found
+    found = Differences()
     for rows in a.rows(AT_ONCE):
-        add_differences(found, a.read(rows), b.read(rows))
+        parts = a.read(rows), b.read(rows)
+        for part in parts:
+            if part.is_contiguous():
+                map_pages(part)
+        add_differences(found, *parts)
     return found
 
 

@@ -10,7 +10,6 @@ import pickle
 import re
 import struct
 import sys
-import tarfile
 import zipfile
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
@@ -76,13 +75,18 @@ class OptimizerStates:
     state: dict[Any, dict[str, Any]]
     groups: list[dict[str, Any]]
 
+    @property
+    def keys(self) -> list[list[Any]]:
+        """The parameters' numbers, or names, of each group."""
+        return [list(group.get("params") or ()) for group in self.groups]
+
 
 @dataclass(slots=True)
 class Checkpoint:
     """A checkpoint that is open for reading.
 
     Attributes:
-        ordered: whether their order is that of the model, and not an alphabet's.
+        ordered: whether the tensors' order is that of the model, and not an alphabet's.
         contract: the precision contract saved with it, None without one.
         unseen: sentences that say what could not be read, and why.
         config: the model's config of transformers beside it, None without one.
@@ -95,6 +99,18 @@ class Checkpoint:
     contract: dict[str, Any] | None = None
     unseen: list[str] = field(default_factory=list)
     config: Path | None = None
+
+    def place(self, name: str) -> tuple[int, tuple[int, ...]] | None:
+        """Return where in memory a tensor lies, and its shape; None where its file tells nothing of ties."""
+        stored = self.tensors[name]
+        if not self.ordered or not stored.mapped or not stored.numel:
+            return None
+        return address(plain(stored.read(None))), stored.shape
+
+    @property
+    def stepped(self) -> int:
+        """The number of parameters that its optimizers hold."""
+        return sum(len(keys) for optimizer in self.optimizers for keys in optimizer.keys)
 
 
 # Files that are no training checkpoint, by first bytes or suffix: what each is, and what to give instead.
@@ -113,11 +129,7 @@ OTHER_KINDS |= dict.fromkeys(_PACKED, ("compressed", "unpack it"))
 
 
 def refuse_other_kind(path: Path) -> None:
-    """Refuse a file of weights that is of a known other kind.
-
-    Raises:
-        ValueError: it is; the message says what it is and what to give instead.
-    """
+    """Raise ValueError for a file of a known other kind, which says what it is and what to give instead."""
     with path.open("rb") as file:
         head = file.read(64)
     for mark, (name, remedy) in OTHER_KINDS.items():
@@ -149,9 +161,6 @@ def _madvise() -> Any:
 
 
 _REFUSED = re.compile(r"GLOBAL ([\w.]+)")
-# Weights hardly compress; what unpacks to more than this many times its size, and to more than so many bytes, is none.
-_MOST_RATIO, _MOST_BYTES = 100, 2**30
-
 _UNREADABLE = (
     *(RuntimeError, EOFError, OSError, ValueError, KeyError, TypeError, AttributeError, IndexError, MemoryError),
     *(OverflowError, zipfile.BadZipFile, struct.error),
@@ -159,102 +168,37 @@ _UNREADABLE = (
 
 
 def load_torch_file(path: Path) -> Any:
-    """Load a file of torch.save, memory-mapped if it is a zip archive, as torch has written since 1.6.
-
-    An archive that somebody has zipped again, with compression, is unpacked in memory.
-
-    Raises:
-        ValueError: it is truncated, of another kind, no file of torch.save, or holds more than tensors and plain data.
-    """
+    """Load a file of torch.save, memory-mapped if it is a zip archive, as torch has written since 1.6."""
     refuse_other_kind(path)
     is_zip = zipfile.is_zipfile(path)
-    if not is_zip and _is_cut_zip(path):
-        raise ValueError(f"{path} is truncated: its end is missing; copy it again, or take another checkpoint")
-    if not is_zip and tarfile.is_tarfile(path):
-        raise ValueError(
-            f"{path} is a tar archive, of a folder or as torch wrote files before 0.2: unpack it, or load it in "
-            "the torch that wrote it and save it again"
-        )
-    mapped = is_zip and not _is_compressed(path)
-    try:
-        return torch.load(path, map_location="cpu", mmap=mapped, weights_only=True)
-    except pickle.UnpicklingError as error:
-        raise ValueError(_refusal(path, error)) from None
-    except _UNREADABLE as error:
-        said = " ".join(str(error).split())[:200]
-        raise ValueError(
-            f"{path} cannot be read as a file of torch.save ({type(error).__name__}: {said}): it is damaged, or of "
-            "another kind; give a checkpoint in safetensors, torch.save, a sharded folder, or DCP"
-        ) from None
-
-
-def _is_compressed(path: Path) -> bool:
-    """Return whether a zip archive has compressed members, whose bytes cannot be mapped.
-
-    Raises:
-        ValueError: it would exhaust the memory.
-    """
-    try:
-        with zipfile.ZipFile(path) as archive:
-            members = archive.infolist()
-    except _UNREADABLE:
-        return False  # torch says what is wrong with it
-    size, packed = sum(one.file_size for one in members), path.stat().st_size
-    if size > _MOST_BYTES and size > _MOST_RATIO * packed:
-        raise ValueError(
-            f"{path} unpacks to {size / 1e9:.1f} GB from {packed / 1e6:.1f} MB, which no weights do: not read; if "
-            "it is yours, unpack it, and pack it again without compression (zip -0 -r)"
-        )
-    return any(one.compress_type != zipfile.ZIP_STORED for one in members)
-
-
-def _is_cut_zip(path: Path) -> bool:
     with path.open("rb") as file:
-        return file.read(4) == b"PK\x03\x04"
+        if file.read(4) == b"PK\x03\x04" and not is_zip:
+            raise ValueError(f"{path} is truncated: its end is missing; copy it again, or take another checkpoint")
+    try:
+        if not is_zip or all(one.compress_type == zipfile.ZIP_STORED for one in zipfile.ZipFile(path).infolist()):
+            return torch.load(path, map_location="cpu", mmap=is_zip, weights_only=True)
+    except pickle.UnpicklingError as error:
+        found = _REFUSED.search(str(error))
+        if found is not None:
+            said = f"{path} was not loaded: it holds {found[1]}, which weights_only refuses, since loading it would run"
+            said += " code from the file; save the state dicts alone, in torch.save or safetensors"
+            raise ValueError(said) from None
+        raise ValueError(_describe_damage(path, error)) from None
+    except _UNREADABLE as error:
+        raise ValueError(_describe_damage(path, error)) from None
+    raise ValueError(f"{path} was zipped again with compression: unpack it, and give what `zip -0 -r` makes of it")
 
 
-def _refusal(path: Path, error: Exception) -> str:
-    found = _REFUSED.search(str(error))
-    if found is None:
-        return (
-            f"{path} cannot be read with weights_only: it is damaged or no checkpoint of torch.save; give a checkpoint "
-            "in safetensors, torch.save, a sharded folder, or DCP"
-        )
+def _describe_damage(path: Path, error: Exception) -> str:
+    said = " ".join(str(error).split())[:200]
     return (
-        f"{path} was not loaded: it holds {found[1]}, which weights_only refuses, since loading it would run code from "
-        "the file; save the state dicts alone, in torch.save or safetensors"
+        f"{path} cannot be read as a file of torch.save ({type(error).__name__}: {said}): it is damaged, or of "
+        "another kind; give a checkpoint in safetensors, torch.save, a sharded folder, or DCP"
     )
 
 
-DTYPES = {
-    "F64": torch.float64,
-    "F32": torch.float32,
-    "F16": torch.float16,
-    "BF16": torch.bfloat16,
-    "F8_E4M3": torch.float8_e4m3fn,
-    "F8_E5M2": torch.float8_e5m2,
-    "F8_E8M0": find_dtype("float8_e8m0fnu"),
-    "F8_E4M3FNUZ": torch.float8_e4m3fnuz,
-    "F8_E5M2FNUZ": torch.float8_e5m2fnuz,
-    "I64": torch.int64,
-    "I32": torch.int32,
-    "I16": torch.int16,
-    "I8": torch.int8,
-    "U64": torch.uint64,
-    "U32": torch.uint32,
-    "U16": torch.uint16,
-    "U8": torch.uint8,
-    "BOOL": torch.bool,
-    "C64": torch.complex64,
-}
-
-
 def open_safetensors(path: Path) -> tuple[dict[str, Stored], dict[str, str]]:
-    """Return a file's tensors by name, in the order of the file, and its metadata.
-
-    Raises:
-        ValueError: it is truncated, of another kind or no file of safetensors.
-    """
+    """Return a file's tensors by name, in the order of the file, and its metadata."""
     from safetensors import SafetensorError, safe_open
 
     refuse_other_kind(path)
@@ -266,18 +210,8 @@ def open_safetensors(path: Path) -> tuple[dict[str, Stored], dict[str, str]]:
             f"{path} cannot be read as safetensors ({said}): it is truncated, damaged or of another kind; copy it "
             "again, or take another checkpoint"
         ) from None
-    found = {}
-    for name in file.offset_keys() if hasattr(file, "offset_keys") else file.keys():
-        part = file.get_slice(name)
-        dtype = DTYPES.get(part.get_dtype())
-        read = functools.partial(_read, file, name)
-        found[name] = Stored(read(None).dtype if dtype is None else dtype, tuple(part.get_shape()), read)
-    return found, dict(file.metadata() or {})
-
-
-def _read(file: Any, name: str, rows: slice | None) -> Tensor:
-    tensor: Tensor = file.get_tensor(name)
-    return tensor if rows is None else tensor[rows]
+    names = file.offset_keys() if hasattr(file, "offset_keys") else file.keys()
+    return {name: wrap_tensor(file.get_tensor(name)) for name in names}, dict(file.metadata() or {})
 
 
 METADATA = ".metadata"
@@ -313,37 +247,51 @@ class _IndexUnpickler(pickle.Unpickler):
 
 
 def open_dcp(folder: Path) -> tuple[dict[tuple, Any], list[str]]:
-    """Return a folder's entries by their path in the saved dict: Stored tensors, and plain values.
-
-    Raises:
-        ValueError: a damaged index, one that names classes beyond it, or a missing file of data.
-    """
+    """Return a folder's entries by their path in the saved dict: Stored tensors, and plain values."""
     index = _read_index(folder)
     paths = index.planner_data if isinstance(index.planner_data, dict) else {}
-    chunks: dict[str, list[tuple[tuple, Any]]] = {}
+    files: dict[str, memoryview] = {}
+    records: dict[str, list[tuple[tuple, memoryview]]] = {}
     for key, info in (index.storage_data or {}).items():
-        file = folder / info.relative_path
-        if Path(info.relative_path).is_absolute() or ".." in Path(info.relative_path).parts:
-            raise ValueError(f"{folder / METADATA} names {info.relative_path}, a file outside its folder: not read")
-        if not file.is_file():
-            raise ValueError(f"{folder} lacks {info.relative_path}, which its index names: copy the whole checkpoint")
-        if file.stat().st_size < info.offset + info.length:
+        if info.relative_path not in files:
+            files[info.relative_path] = _map_file(folder, info.relative_path)
+        record = files[info.relative_path][info.offset : info.offset + info.length]
+        if len(record) < info.length:
+            file = folder / info.relative_path
             raise ValueError(f"{file} is truncated: its index names bytes beyond its end; copy the checkpoint again")
-        chunks.setdefault(key.fqn, []).append((tuple(key.offset or ()), info))
+        records.setdefault(key.fqn, []).append((tuple(key.offset or ()), record))
     found: dict[tuple, Any] = {}
     unseen = []
     for name, entry in index.state_dict_metadata.items():
         path = tuple(paths.get(name) or (name,))
         if hasattr(entry, "properties"):
-            sizes = {tuple(chunk.offsets): tuple(chunk.sizes) for chunk in entry.chunks}
-            read = functools.partial(_read_tensor, folder, name, entry, chunks.get(name, []), sizes)
-            found[path] = Stored(entry.properties.dtype, tuple(entry.size), read, mapped=len(entry.chunks) == 1)
-        elif name in chunks:
+            parts = _place_chunks(folder, name, entry, records.get(name, []))
+            dtype, shape = entry.properties.dtype, tuple(entry.size)
+            whole = _map_chunk(parts[0][2], dtype, shape) if len(parts) == 1 else None
+            read = functools.partial(_read_tensor, parts, shape, dtype)
+            found[path] = Stored(dtype, shape, read, mapped=False) if whole is None else wrap_tensor(whole)
+        elif name in records:
             try:
-                found[path] = _plain_value(folder, chunks[name][0][1])
+                found[path] = torch.load(io.BytesIO(records[name][0][1]), map_location="cpu", weights_only=True)
             except (pickle.UnpicklingError, RuntimeError, EOFError, ValueError):
                 unseen.append(f"{name!r} was not loaded: it is damaged, or holds more than plain data")
     return found, unseen
+
+
+def is_inside(name: object) -> bool:
+    """Return whether an index's name of a file stays in its folder, where it may be a link to elsewhere."""
+    return isinstance(name, str) and bool(name) and not Path(name).is_absolute() and ".." not in Path(name).parts
+
+
+def _map_file(folder: Path, name: str) -> memoryview:
+    if not is_inside(name):
+        raise ValueError(f"{folder / METADATA} names {name}, a file outside its folder: not read")
+    if not (folder / name).is_file():
+        raise ValueError(f"{folder} lacks {name}, which its index names: copy the whole checkpoint")
+    with (folder / name).open("rb") as file:
+        # Private and writable, as torch wants memory to be: nothing is written.
+        empty = not (folder / name).stat().st_size
+        return memoryview(b"" if empty else mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY))
 
 
 def _read_index(folder: Path) -> Any:
@@ -365,48 +313,60 @@ def _read_index(folder: Path) -> Any:
         ) from None
 
 
-def _read_tensor(
-    folder: Path, name: str, entry: Any, stored: list[tuple[tuple, Any]], sizes: dict, rows: slice | None
-) -> Tensor:
-    parts = [(offset, sizes[offset], info) for offset, info in stored if offset in sizes]
-    if not parts and len(stored) == len(sizes) == 1:
-        parts = [(*next(iter(sizes.items())), stored[0][1])]
+_Chunk = tuple[tuple[int, ...], tuple[int, ...], memoryview]
+
+
+def _place_chunks(folder: Path, name: str, entry: Any, records: list[tuple[tuple, memoryview]]) -> list[_Chunk]:
+    """Return the offset, size and record of each chunk of a tensor."""
+    sizes = {tuple(chunk.offsets): tuple(chunk.sizes) for chunk in entry.chunks}
+    if len(records) == len(sizes) == 1:
+        records = [(next(iter(sizes)), records[0][1])]  # a tensor in one piece is named without its offset
+    parts = [(offset, sizes[offset], record) for offset, record in records if offset in sizes]
     if sum(torch.Size(size).numel() for _, size, _ in parts) < torch.Size(entry.size).numel():
         raise ValueError(f"{folder} lacks chunks of {name!r}: copy the whole checkpoint, with the files of all ranks")
-    if len(parts) == 1 and parts[0][1] == tuple(entry.size):
-        whole = _chunk(folder, parts[0][2], entry.properties.dtype, parts[0][1])
-        return whole if rows is None else whole[rows]
-    first, last = (0, entry.size[0]) if rows is None else (rows.start, rows.stop)
-    made = torch.empty((last - first, *entry.size[1:]), dtype=entry.properties.dtype, device="cpu")
-    for offset, size, info in parts:
+    return parts
+
+
+def _read_tensor(parts: list[_Chunk], shape: tuple[int, ...], dtype: torch.dtype, rows: slice | None) -> Tensor:
+    if not shape:
+        return _read_chunk(parts[0][2], dtype, shape)
+    first, last = (0, shape[0]) if rows is None else (rows.start, rows.stop)
+    made = torch.empty((last - first, *shape[1:]), dtype=dtype, device="cpu")
+    for offset, size, record in parts:
         low, high = max(first, offset[0]), min(last, offset[0] + size[0])
-        if low >= high or not torch.Size(size).numel():
-            continue
-        inner = tuple(slice(start, start + length) for start, length in zip(offset[1:], size[1:]))
-        chunk = _chunk(folder, info, entry.properties.dtype, size)
-        made[(slice(low - first, high - first), *inner)] = chunk[low - offset[0] : high - offset[0]]
+        if low < high and torch.Size(size).numel():
+            inner = tuple(slice(start, start + length) for start, length in zip(offset[1:], size[1:]))
+            chunk = _read_chunk(record, dtype, size)
+            made[(slice(low - first, high - first), *inner)] = chunk[low - offset[0] : high - offset[0]]
     return made
 
 
-def _chunk(folder: Path, info: Any, dtype: torch.dtype, size: tuple[int, ...]) -> Tensor:
-    """Return one chunk: its bytes in the mapped file where they lie as the tensor does, else by torch.load."""
+def _read_chunk(record: memoryview, dtype: torch.dtype, size: tuple[int, ...]) -> Tensor:
+    mapped = _map_chunk(record, dtype, size)
+    if mapped is not None:
+        return mapped
+    loaded: Tensor = torch.load(io.BytesIO(record), map_location="cpu", weights_only=True)
+    return loaded.detach()
+
+
+def _map_chunk(record: memoryview, dtype: torch.dtype, size: tuple[int, ...]) -> Tensor | None:
+    """Return one chunk as its bytes in the mapped file; None where they do not lie as the tensor does."""
     numel = torch.Size(size).numel()
-    if not numel:
-        return torch.empty(size, dtype=dtype, device="cpu")
-    file = folder / info.relative_path
-    mapped = _map_file(file, file.stat().st_mtime_ns)
-    record = memoryview(mapped)[info.offset : info.offset + info.length]
-    place = _data_place(record, numel * dtype.itemsize)
-    if place is None or _strides(record) != torch.empty(size, dtype=dtype, device="meta").stride():
-        loaded: Tensor = torch.load(io.BytesIO(record), map_location="cpu", weights_only=True)
-        return loaded.detach()
+    file: Any = _View(record)
+    place = _data_place(file, record, numel * dtype.itemsize) if numel else None
+    if place is None:
+        return None
+    file.seek(0)
+    strides = torch.load(file, map_location="meta", weights_only=True).stride()
+    if strides != torch.empty(size, dtype=dtype, device="meta").stride():
+        return None
     return torch.frombuffer(record, dtype=dtype, count=numel, offset=place).view(size)
 
 
-def _data_place(record: memoryview, nbytes: int) -> int | None:
+def _data_place(file: Any, record: memoryview, nbytes: int) -> int | None:
     """Return where the only storage of a record of torch.save begins; None where it is laid out otherwise."""
     try:
-        archive = zipfile.ZipFile(_View(record))
+        archive = zipfile.ZipFile(file)
     except zipfile.BadZipFile:
         return None
     data = [info for info in archive.infolist() if "/data/" in info.filename]
@@ -416,12 +376,6 @@ def _data_place(record: memoryview, nbytes: int) -> int | None:
     # A local header's names may be padded, so that the lengths of the central directory do not hold for it.
     name, extra = (int.from_bytes(record[header + at : header + at + 2], "little") for at in (26, 28))
     return header + 30 + name + extra
-
-
-def _strides(record: memoryview) -> tuple[int, ...] | None:
-    file: Any = _View(record)
-    made = torch.load(file, map_location="meta", weights_only=True)
-    return tuple(made.stride()) if isinstance(made, Tensor) else None
 
 
 class _View(io.RawIOBase):
@@ -448,19 +402,6 @@ class _View(io.RawIOBase):
         buffer[: len(part)] = part
         self._at += len(part)
         return len(part)
-
-
-@functools.lru_cache(maxsize=64)
-def _map_file(path: Path, _changed: int) -> mmap.mmap:
-    # Private and writable, as torch wants memory to be: nothing is written.
-    with path.open("rb") as file:
-        return mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)
-
-
-def _plain_value(folder: Path, info: Any) -> Any:
-    with (folder / info.relative_path).open("rb") as file:
-        file.seek(info.offset)
-        return torch.load(io.BytesIO(file.read(info.length)), map_location="cpu", weights_only=True)
 
 
 _PARTITION = re.compile(r"^(zero_pp_rank_\d+_)?(bf16_)?(zero_pp_rank_\d+_)?mp_rank_\d+_(model|optim)_states\.pt$")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
-import inspect
+import itertools
 import json
 import logging
 import re
@@ -20,7 +20,6 @@ from torch import Tensor
 
 from ..._messages import a_kind, listed
 from ..._qualified_names import pattern_of
-from ...kernels import address, plain
 from ...mctensor import MCTensor
 from ...optim.parameters._random_identity import plain_names
 from ...scaled import ScaledTensor
@@ -51,55 +50,29 @@ def order_by_config(config: Path, tensors: Mapping[str, Stored]) -> tuple[list[s
 
     The model is made from its config on the meta device, by the class of the installed transformers that it names; code
     beside the config is not run.
-
-    Returns:
-        None without transformers, for a class that it has not, and for a model with other names.
     """
-    given = _read(config)
-    layers = given.get("num_hidden_layers", 0)
-    if not isinstance(layers, int) or layers > len(tensors) or importlib.util.find_spec("transformers") is None:
+    if importlib.util.find_spec("transformers") is None:
         return None
     level = logging.root.manager.disable
     try:
         with warnings.catch_warnings(), torch.device("meta"):
             warnings.simplefilter("ignore")
             logging.disable()
-            model = _model(given)
+            given = json.loads(config.read_text(encoding="utf-8"))
+            transformers = importlib.import_module("transformers")
+            kind: Any = getattr(transformers, given["architectures"][0])
+            assert issubclass(kind, transformers.PreTrainedModel), "a config names a model"
+            plain_config = {key: value for key, value in given.items() if key != "auto_map"}
+            model = kind(kind.config_class.from_dict(plain_config))
     except Exception:  # whatever another version of transformers makes of the config
         return None
     finally:
         logging.disable(level)
-    if model is None:
-        return None
-    norms = {
-        f"{name}.{own}" for name, module in model.named_modules() for own in module._parameters if _is_norm(module)
-    }
+    modules = dict(model.named_modules())
+    norms = {name for name, module in modules.items() if isinstance(module, torch.nn.LayerNorm)}
     # A tied weight is saved once.
     names = [name for name, _ in model.named_parameters() if name in tensors]
-    return names, lambda name, stored: name not in norms and not _NO_DECAY.search(name.lower())
-
-
-def _is_norm(module: torch.nn.Module) -> bool:
-    return isinstance(module, torch.nn.LayerNorm)
-
-
-def _model(given: Mapping[str, Any]) -> torch.nn.Module | None:
-    transformers = importlib.import_module("transformers")
-    names = given.get("architectures")
-    kind: Any = getattr(transformers, names[0], None) if isinstance(names, list) and len(names) == 1 else None
-    if not (inspect.isclass(kind) and issubclass(kind, transformers.PreTrainedModel)):
-        return None
-    made = kind(kind.config_class.from_dict({key: value for key, value in given.items() if key != "auto_map"}))
-    assert isinstance(made, torch.nn.Module), "models of transformers are modules"
-    return made
-
-
-def _read(config: Path) -> dict[str, Any]:
-    try:
-        read = json.loads(config.read_text(encoding="utf-8", errors="replace"))
-    except (OSError, ValueError):
-        return {}
-    return read if isinstance(read, dict) else {}
+    return names, lambda name, stored: name.rpartition(".")[0] not in norms and not _NO_DECAY.search(name.lower())
 
 
 COUNTERS = ("running_mean", "running_var", "num_batches_tracked", "n_averaged")
@@ -108,14 +81,9 @@ _COMPANIONS = (".component_1", ".component_2", ".component_3", ".component_scale
 
 @dataclass(slots=True)
 class NamedState:
-    """States of one parameter.
+    """States of one parameter: tensors and plain values by the state's name, and its group's options."""
 
-    Attributes:
-        tensors: Stored or Tensor, by name of the state.
-        values: plain values, by name of the state.
-    """
-
-    tensors: dict[str, Any]
+    tensors: dict[str, Stored]
     values: dict[str, Any]
     options: dict[str, Any]
 
@@ -124,22 +92,19 @@ def name_states(checkpoint: Checkpoint, unseen: list[str]) -> dict[str, NamedSta
     """Return the states of every parameter of a checkpoint; sentences on those that have no name go to `unseen`."""
     found: dict[str, NamedState] = {}
     for optimizer in checkpoint.optimizers:
-        members = [(key, group) for group in optimizer.groups for key in group.get("params") or ()]
-        names = _given_names(optimizer, members)
+        groups = {key: group for keys, group in zip(optimizer.keys, optimizer.groups) for key in keys}
+        names = _given_names(optimizer, list(groups))
         if names is None:
-            names = _names_by_order(checkpoint, optimizer, members)
+            names = _names_by_order(checkpoint, optimizer, len(groups))
         if names is None:
             names = _names_by_shape(checkpoint, optimizer)
-            lost = len(members) - len(names)
+            lost = len(groups) - len(names)
+            order = ", or install the transformers that saved it, which has the model's order"
             if lost:
-                known = (
-                    ", or install the transformers that saved it, which has the model's order"
-                    if checkpoint.config
-                    else ""
-                )
                 unseen.append(
-                    f"{lost} of {len(members)} optimizer states of the checkpoint have no names and no order: they "
-                    f"were not compared; make the optimizer from model.named_parameters(), which saves names{known}"
+                    f"{lost} of {len(groups)} optimizer states of the checkpoint have no names and no order: they "
+                    "were not compared; make the optimizer from model.named_parameters(), which saves names"
+                    + (order if checkpoint.config else "")
                 )
         names = _strip_prefix(names, checkpoint.tensors)
         strange = [name for name in names.values() if name not in checkpoint.tensors]
@@ -148,7 +113,6 @@ def name_states(checkpoint: Checkpoint, unseen: list[str]) -> dict[str, NamedSta
                 f"the optimizer's states of {listed(strange)} were not compared: no tensor of the checkpoint has such "
                 "a name; save weights and states under the same names"
             )
-        groups = dict(members)
         for key, name in names.items():
             found[name] = _named_state(optimizer.state.get(key) or {}, groups[key])
     return found
@@ -159,58 +123,44 @@ def _strip_prefix(names: dict[Any, str], tensors: Collection[str]) -> dict[Any, 
     strange = next((name for name in names.values() if name not in tensors), None)
     if strange is None:
         return names
+    # A prefix of the strange name and what stands in its place, for every tensor whose name ends in the same parts.
+    own = strange.split(".")
+    pairs: dict[tuple[str, str], None] = {}
+    for tensor in tensors:
+        parts = tensor.split(".")
+        ends = itertools.takewhile(lambda pair: pair[0] == pair[1], zip(own[::-1], parts[::-1]))
+        if same := len(list(ends)):
+            pairs["".join(f"{part}." for part in own[:-same]), "".join(f"{part}." for part in parts[:-same])] = None
     found = []
-    for prefix, other in dict.fromkeys(_prefix_replacements(strange, tensors)):
+    for prefix, other in pairs:
         changed = {key: other + name.removeprefix(prefix) for key, name in names.items()}
         if all(name.startswith(prefix) for name in names.values()) and all(x in tensors for x in changed.values()):
             found.append(changed)
     return found[0] if len(found) == 1 else names
 
 
-def _prefix_replacements(name: str, tensors: Iterable[str]) -> Iterator[tuple[str, str]]:
-    """Yield a name's beginning and what stands in its place, for every tensor whose name ends in the same parts."""
-    own = name.split(".")
-    for tensor in tensors:
-        parts = tensor.split(".")
-        same = 0
-        while same < min(len(own), len(parts)) and own[-1 - same] == parts[-1 - same]:
-            same += 1
-        if same:
-            yield _prefix(own[:-same]), _prefix(parts[:-same])
-
-
-def _prefix(parts: list[str]) -> str:
-    return "".join(f"{part}." for part in parts)
-
-
 def _named_state(state: dict[str, Any], group: dict[str, Any]) -> NamedState:
-    tensors = {key: value for key, value in state.items() if isinstance(value, Tensor | Stored)}
+    tensors = {key: value for key, value in state.items() if isinstance(value, Stored)}
     values = {key: value for key, value in state.items() if key not in tensors}
     left_out = ("params", "param_names", "identities", "random_stream", "halfulp")
     options = {key: value for key, value in group.items() if key not in left_out}
     return NamedState(tensors, values, options)
 
 
-def _given_names(optimizer: OptimizerStates, members: list[tuple[Any, dict]]) -> dict[Any, str] | None:
-    if members and all(isinstance(key, str) for key, _ in members):
-        keys = [key for key, _ in members]
+def _given_names(optimizer: OptimizerStates, keys: list[Any]) -> dict[Any, str] | None:
+    if keys and all(isinstance(key, str) for key in keys):
         return dict(zip(keys, plain_names(keys), strict=True))
-    listed = [group.get("param_names") for group in optimizer.groups]
-    if not members or not all(
-        isinstance(names, list | tuple) and len(names) == len(group.get("params") or ())
-        for names, group in zip(listed, optimizer.groups, strict=True)
-    ):
+    given = [group.get("param_names") for group in optimizer.groups]
+    own = [list(names) if isinstance(names, list | tuple) else [] for names in given]
+    if not keys or list(map(len, own)) != list(map(len, optimizer.keys)):
         return None
-    names = [name for group in listed for name in group or ()]
-    return dict(zip((key for key, _ in members), plain_names(names), strict=True))
+    return dict(zip(keys, plain_names(itertools.chain(*own)), strict=True))
 
 
-def _names_by_order(
-    checkpoint: Checkpoint, optimizer: OptimizerStates, members: list[tuple[Any, dict]]
-) -> dict[Any, str] | None:
+def _names_by_order(checkpoint: Checkpoint, optimizer: OptimizerStates, count: int) -> dict[Any, str] | None:
     """Return names in the order of the model, where numbers and shapes of all parameters agree with it."""
     candidates = dict(_parameters(checkpoint))
-    if len(candidates) != len(members):
+    if len(candidates) != count:
         return None
     if checkpoint.ordered:
         found = _names_by_groups(candidates, optimizer, list_decay_rules(candidates))
@@ -228,15 +178,11 @@ def _names_by_groups(
     """Return names where one way alone to give them to one group, or to one that decays and one that does not, fits."""
     found: list[dict[Any, str]] = []
     for parts in _partitions(ordered, len(optimizer.groups), rules):
-        made: dict[Any, str] | None = {}
-        for group, names in zip(optimizer.groups, parts, strict=True):
-            keys = list(group.get("params") or ())
-            fits = len(keys) == len(names) and all(
-                _fits(optimizer.state.get(key), ordered[name].shape) for key, name in zip(keys, names)
-            )
-            made = made | dict(zip(keys, names)) if fits and made is not None else None
-        if made is not None and made not in found:
-            found.append(made)
+        pairs = {key: name for keys, names in zip(optimizer.keys, parts) for key, name in zip(keys, names)}
+        same_lengths = list(map(len, parts)) == list(map(len, optimizer.keys))
+        fits = all(_fits(optimizer.state.get(key), ordered[name].shape) for key, name in pairs.items())
+        if same_lengths and fits and pairs not in found:
+            found.append(pairs)
     return found[0] if len(found) == 1 else None
 
 
@@ -252,7 +198,7 @@ def _partitions(ordered: Mapping[str, Stored], groups: int, rules: Sequence[Deca
 
 def _names_by_fit(ordered: Mapping[str, Stored], optimizer: OptimizerStates) -> dict[Any, str] | None:
     """Return names in order, each given to the only group whose next state fits."""
-    waiting = [list(group.get("params") or ()) for group in optimizer.groups]
+    waiting = optimizer.keys
     found = {}
     for name, stored in ordered.items():
         fitting = [
@@ -274,21 +220,21 @@ def _names_by_shape(checkpoint: Checkpoint, optimizer: OptimizerStates) -> dict[
     Layers of a list are in the order of their numbers, whatever the order of what is inside one.
     """
     tensors = dict(_parameters(checkpoint))
-    shapes = [[_shape(optimizer.state.get(key)) for key in group.get("params") or ()] for group in optimizer.groups]
+    shapes = [[_shape(optimizer.state.get(key)) for key in keys] for keys in optimizer.keys]
     possible: list[list[list[str]]] = []
     for parts in _partitions(tensors, len(shapes), list_decay_rules(tensors)):
         agree = all(Counter(own) == Counter(tensors[n].shape for n in names) for own, names in zip(shapes, parts))
         if agree and parts not in possible:
             possible.append(parts)
     found: dict[Any, str] = {}
-    for number, group in enumerate(optimizer.groups):
+    for number, members in enumerate(optimizer.keys):
         elsewhere = {shape for k, own in enumerate(shapes) if k != number for shape in own}
         for shape in dict.fromkeys(shapes[number]):
             if shape is None or (len(possible) != 1 and shape in elsewhere):
                 continue
             names = possible[0][number] if len(possible) == 1 else list(tensors)
             fitting = [name for name in names if tensors[name].shape == shape]
-            keys = [key for key, own in zip(group["params"], shapes[number]) if own == shape]
+            keys = [key for key, own in zip(members, shapes[number]) if own == shape]
             if len(keys) == len(fitting) and len(set(map(pattern_of, fitting))) == 1:
                 found |= dict(zip(keys, sorted(fitting, key=_layer_sort_key)))
     return found
@@ -301,24 +247,23 @@ def _layer_sort_key(name: str) -> list[tuple[bool, int, str]]:
 
 def _parameters(checkpoint: Checkpoint) -> Iterable[tuple[str, Stored]]:
     """Yield the tensors that may be parameters, under one of several names for the same memory."""
-    seen = set()
+    seen: set[object] = set()
     for name, stored in checkpoint.tensors.items():
         last = name.rpartition(".")[2]
         if last in COUNTERS or name.endswith(_COMPANIONS) or name.startswith("ema."):
             continue
         if not (stored.dtype.is_floating_point or stored.dtype.is_complex):
             continue
-        if checkpoint.ordered and stored.mapped and stored.numel:
-            place = address(plain(stored.read(None))), stored.shape
-            if place in seen:
-                continue
+        place = checkpoint.place(name)
+        if place not in seen:
+            yield name, stored
+        if place is not None:
             seen.add(place)
-        yield name, stored
 
 
 def _shape(state: dict[str, Any] | None) -> tuple[int, ...] | None:
     """Return the shape of the parameter that a state belongs to: that of its largest tensor."""
-    shapes = [tuple(value.shape) for value in (state or {}).values() if isinstance(value, Tensor | Stored)]
+    shapes = [value.shape for value in (state or {}).values() if isinstance(value, Stored)]
     return max(shapes, key=lambda shape: (len(shape), shape), default=None)
 
 
@@ -339,16 +284,8 @@ _DEEPEST = 64
 _Leaves = dict[tuple[Any, ...], Stored]
 
 
-def read_parts(content: object, path: str, mapped: bool = True) -> Checkpoint:
-    """Return the parts of what a file holds.
-
-    Args:
-        content: nested mappings and lists of tensors, or `Stored`, and plain data.
-        mapped: whether the tensors are pages of the file.
-
-    Raises:
-        ValueError: it holds no model's tensors.
-    """
+def read_parts(content: object, path: str) -> Checkpoint:
+    """Return the parts of what a file holds: nested mappings and lists of tensors, or `Stored`, and plain data."""
     if not isinstance(content, Mapping):
         raise ValueError(f"{path} holds {a_kind(content)}: give a checkpoint with a model's state_dict")
     leaves: _Leaves = {}
@@ -363,7 +300,7 @@ def read_parts(content: object, path: str, mapped: bool = True) -> Checkpoint:
         elif isinstance(leaf, Stored):
             leaves[where] = leaf
         elif isinstance(leaf, Tensor):
-            leaves |= {(*where[:-1], f"{where[-1]}{suffix}"): part for suffix, part in _entries(leaf, mapped)}
+            leaves |= {(*where[:-1], f"{where[-1]}{suffix}"): part for suffix, part in _entries(leaf)}
     found.tensors = _name_leaves(leaves, found.unseen)
     if not found.tensors:
         rest = "only an optimizer's states" if found.optimizers else f"no tensors, only {listed(content)}"
@@ -414,20 +351,24 @@ def _optimizer(content: Mapping[Any, Any]) -> OptimizerStates | _Unreadable:
         isinstance(group, Mapping) and isinstance(group.get("params") or (), list | tuple) for group in groups
     ):
         return _Unreadable("its param_groups and state are not those of a torch optimizer")
-    kept = {key: dict(value) for key, value in state.items() if isinstance(value, Mapping)}
+    kept = {
+        key: {name: wrap_tensor(one) if isinstance(one, Tensor) else one for name, one in value.items()}
+        for key, value in state.items()
+        if isinstance(value, Mapping)
+    }
     return OptimizerStates(kept, [dict(group) for group in groups])
 
 
-def _entries(tensor: Tensor, mapped: bool) -> Iterator[tuple[str, Stored]]:
+def _entries(tensor: Tensor) -> Iterator[tuple[str, Stored]]:
     """Yield a tensor as a state_dict names its parts."""
     if isinstance(tensor, MCTensor):
         for number, part in enumerate(tensor.components):
-            yield f".component_{number}" if number else "", wrap_tensor(part, mapped)
+            yield f".component_{number}" if number else "", wrap_tensor(part)
     elif isinstance(tensor, ScaledTensor):
         yield "", wrap_tensor(tensor.decode(), False)
-        yield ".payload_scale", wrap_tensor(tensor.scale, mapped)
+        yield ".payload_scale", wrap_tensor(tensor.scale)
     else:
-        yield "", wrap_tensor(getattr(tensor, "_local_tensor", tensor), mapped)
+        yield "", wrap_tensor(getattr(tensor, "_local_tensor", tensor))
 
 
 def _name_leaves(leaves: _Leaves, unseen: list[str]) -> dict[str, Stored]:

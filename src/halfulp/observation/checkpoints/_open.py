@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import re
 from pathlib import Path
 from typing import Any
@@ -15,6 +14,7 @@ from ._files import (
     Checkpoint,
     Stored,
     find_partitions,
+    is_inside,
     is_partition,
     load_torch_file,
     open_dcp,
@@ -47,9 +47,6 @@ def open_checkpoint(path: str | Path) -> Checkpoint:
     Known are files of safetensors and of torch.save (with a state_dict at the top or inside, as Lightning's), sharded
     folders with an index (safetensors and .bin), folders with model.safetensors or pytorch_model.bin beside
     optimizer.pt, as of HF's Trainer, and folders of torch.distributed.checkpoint.
-
-    Raises:
-        ValueError: nothing is there, it is none of these, truncated, without a shard, or not plain data.
     """
     path = Path(path)
     try:
@@ -57,8 +54,6 @@ def open_checkpoint(path: str | Path) -> Checkpoint:
             found = _open_folder(path)
         elif path.is_file():
             found = _open_file(path)
-        elif path.is_symlink():
-            raise ValueError(f"{path} is a link to {os.readlink(path)}, which does not exist: {REMEDY}")
         else:
             said = "is neither a file nor a folder" if path.exists() else "does not exist"
             raise ValueError(f"{path} {said}: {REMEDY}")
@@ -104,7 +99,9 @@ def _open_folder(folder: Path) -> Checkpoint:
         )
     for path in (folder / name for name in _OPTIMIZERS):
         if path.is_file() and not found.optimizers:
-            _add_optimizer(found, path)
+            found.optimizers = find_optimizers(load_torch_file(path))
+            if not found.optimizers:
+                found.unseen.append(f"{path.name} holds no state_dict of a torch optimizer, and was not compared")
     more = [path.name for path in files if _NUMBERED_OPTIMIZER.match(path.name)]
     if more:
         found.unseen.append(f"{listed(more)} are further optimizers' states, and were not compared")
@@ -112,7 +109,7 @@ def _open_folder(folder: Path) -> Checkpoint:
         found.config = folder / "config.json"
     beside = folder / f"{CONTRACT}.json"
     if found.contract is None and beside.is_file():
-        found.contract = _read_json(beside)
+        found.contract = _parse(beside.read_text(encoding="utf-8", errors="replace"), beside)
     return found
 
 
@@ -123,10 +120,10 @@ def _holds_weights(path: Path) -> bool:
 
 
 def _weights(folder: Path, files: list[Path]) -> Checkpoint:
-    indices = [path for path in files if path.name.endswith(".index.json")]
     for kind in (".safetensors.index.json", ".bin.index.json"):
-        for index in (path for path in indices if path.name.endswith(kind)):
-            return _open_sharded(index)
+        for index in files:
+            if index.name.endswith(kind):
+                return _open_sharded(index)
     tensors = [path for path in files if path.suffix == ".safetensors" and not _NO_WEIGHTS.match(path.name)]
     saved = [path for path in files if path.suffix in _TORCH and not _NO_WEIGHTS.match(path.name)]
     for group, opened in ((tensors, _open_safetensors), (saved, _open_torch_files)):
@@ -137,8 +134,10 @@ def _weights(folder: Path, files: list[Path]) -> Checkpoint:
             if rest:
                 found.unseen.append(f"{listed(rest)} lie beside {known[0].name}, and were not compared")
             return found
-        if group and all(_NUMBERED.search(path.stem) for path in group):
-            _check_numbers(folder, group)
+        numbered = [match for path in group if (match := _NUMBERED.search(path.stem))]
+        if group and len(numbered) == len(group):
+            if any(int(match[2]) != len(group) for match in numbered):
+                raise ValueError(f"{folder} has {len(group)} shards of {numbered[-1][2]}: copy the missing ones")
             return opened(group)
         if group:
             names = listed(path.name for path in group)
@@ -151,17 +150,11 @@ def _weights(folder: Path, files: list[Path]) -> Checkpoint:
     raise ValueError(f"{folder} {'holds no checkpoint' if files else 'is an empty folder'}: {REMEDY}")
 
 
-def _check_numbers(folder: Path, files: list[Path]) -> None:
-    of = {int(match[2]) for path in files if (match := _NUMBERED.search(path.stem))}
-    if of != {len(files)}:
-        raise ValueError(f"{folder} has {len(files)} shards of {max(of)}: copy the missing ones")
-
-
 def _open_sharded(index: Path) -> Checkpoint:
-    placed = _read_json(index).get("weight_map")
+    placed = _parse(index.read_text(encoding="utf-8", errors="replace"), index).get("weight_map")
     if not isinstance(placed, dict) or not placed:
         raise ValueError(f"{index} has no weight_map: it is no index of shards; {REMEDY}")
-    strange = [name for name in placed.values() if not _is_inside(name)]
+    strange = [name for name in placed.values() if not is_inside(name)]
     if strange:
         raise ValueError(
             f"{index} names {listed(strange)}, which are no files of its folder: not read; copy the index again"
@@ -179,11 +172,6 @@ def _open_sharded(index: Path) -> Checkpoint:
     if not is_safe:
         found.tensors = {plain: found.tensors[plain] for plain in wanted.values()}
     return found
-
-
-def _is_inside(name: object) -> bool:
-    """Return whether an index's name of a shard stays in its folder, where it may be a link to elsewhere."""
-    return isinstance(name, str) and bool(name) and not Path(name).is_absolute() and ".." not in Path(name).parts
 
 
 def _open_safetensors(paths: list[Path]) -> Checkpoint:
@@ -220,18 +208,6 @@ def _open_dcp_folder(folder: Path) -> Checkpoint:
     found.unseen += unseen
     found.ordered = False
     return found
-
-
-def _add_optimizer(found: Checkpoint, path: Path) -> None:
-    content = load_torch_file(path)
-    if isinstance(content, dict) and "param_groups" in content:
-        found.optimizers += find_optimizers(content)
-    else:
-        found.unseen.append(f"{path.name} holds no state_dict of a torch optimizer, and was not compared")
-
-
-def _read_json(path: Path) -> dict[str, Any]:
-    return _parse(path.read_text(encoding="utf-8", errors="replace"), path)
 
 
 def _parse(text: str, path: Path) -> dict[str, Any]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from ...optim import OPTIMIZERS
 from .._finding import Finding, Severity
@@ -11,10 +11,10 @@ from .._record import ParameterRecord, Realised, Record
 from .._text import cannot_decay, confidence_of, dtype_name, is_narrow, is_wide, optimizer_code, percent, precision
 from ..auditing._audit import SECOND_MOMENTS, Audit, StateAudit
 from ._kind import FindingKind, register_finding
-from ._updates import is_maybe_chance
+from ._updates import is_maybe_chance, measured
 
 if TYPE_CHECKING:
-    from ..forecasting._layers import ForecastData, LayerForecast
+    from ..forecasting._forecast import Forecast
 
 FEWEST_ADDED = 32
 # What rounding takes of a sum of a few gradients is below a hundredth; a tenth of the batch is a smaller batch.
@@ -43,22 +43,19 @@ class AccumulationSwamped(FindingKind):
             if sums is None or severity is None:
                 continue
             held_in, realised = parameter.gradient_dtype or parameter.dtype, sums.realised_share
-            dtype, off = dtype_name(held_in), parameter.accumulation_error
+            off = parameter.accumulation_error
             assert realised is not None
-            said = f"{percent(max(0.0, 1 - realised))} of what is added to .grad is lost in {dtype}"
+            said = f"{percent(max(0.0, 1 - realised))} of what is added to .grad is lost"
             if realised >= SUMS_WARNING and off is not None:
-                said = f"sums in .grad are off by {percent(min(1.0, off))} in {dtype}"
+                said = f"sums in .grad are off by {percent(min(1.0, off))}"
             yield self.found(
                 name,
                 severity,
                 confidence_of(sums.seen, FEWEST_ADDED),
-                said,
+                f"{said} in {dtype_name(held_in)}",
                 cure=self.cure_in(held_in),
-                lost=sums.lost_share,
-                realised=realised,
                 error=off,
-                seen=sums.seen,
-                dtype=dtype,
+                **measured(sums, held_in),
             )
 
 
@@ -111,11 +108,8 @@ class AverageStuck(FindingKind):
                 confidence_of(change.seen, FEWEST_CHANGES),
                 f"{percent(change.lost_share)} of changes lost in {dtype_name(average.dtype)}{retention}",
                 cure=self.cure_in(average.dtype),
-                lost=change.lost_share,
-                realised=realised,
-                seen=change.seen,
                 retention=average.retention,
-                dtype=dtype_name(average.dtype),
+                **measured(change, average.dtype),
             )
 
     def in_audit(self, audit: Audit) -> Iterator[Finding]:
@@ -180,12 +174,9 @@ class ResidualSwamped(FindingKind):
                 confidence_of(change.seen, FEWEST_RESIDUALS),
                 f"{percent(min(1.0, 1 - realised))} of what it adds to the residual stream is lost in "
                 f"{dtype_name(residual.dtype)}: it adds {residual.added:.3g} to numbers of {residual.stream:.3g}",
-                lost=change.lost_share,
-                realised=realised,
                 added=residual.added,
                 stream=residual.stream,
-                seen=change.seen,
-                dtype=dtype_name(residual.dtype),
+                **measured(change, residual.dtype),
             )
 
 
@@ -216,19 +207,18 @@ class SecondMomentStuck(FindingKind):
             for state, change in parameter.states.items():
                 if state not in SECOND_MOMENTS or change.seen < FEWEST_DECREASES or not _is_stuck(parameter, change):
                     continue
-                dtype = dtype_name(parameter.state_dtypes.get(state))
+                dtype = parameter.state_dtypes.get(state)
+                # Nothing to write for an optimizer that is not here.
+                code = optimizer_code(parameter.optimizer, parameter.options, "state_dtype=torch.float32")
                 yield self.found(
                     name,
-                    "note" if is_wide(parameter.state_dtypes.get(state, parameter.dtype)) else "warning",
+                    "note" if is_wide(dtype or parameter.dtype) else "warning",
                     confidence_of(change.seen, FEWEST_DECREASES),
-                    f"{percent(change.lost_share)} of decreases of {state} lost in {dtype}",
-                    cure=self.cure_in(parameter.state_dtypes.get(state)),
-                    write=_keep_float32_states(parameter),
+                    f"{percent(change.lost_share)} of decreases of {state} lost in {dtype_name(dtype)}",
+                    cure=self.cure_in(dtype),
+                    write=code if parameter.optimizer in OPTIMIZERS else "",
                     state=state,
-                    lost=change.lost_share,
-                    realised=change.realised_share,
-                    seen=change.seen,
-                    dtype=dtype,
+                    **measured(change, dtype),
                 )
 
     def in_audit(self, audit: Audit) -> Iterator[Finding]:
@@ -244,43 +234,23 @@ class SecondMomentStuck(FindingKind):
                 unchanged = state.unchanged.get(moment)
                 if unchanged is not None and unchanged > HALF and state.advanced:
                     said += f"; {percent(unchanged)} of it unchanged in {state.advanced} steps"
-                yield self.found(
-                    name,
-                    "warning",
-                    1.0,
-                    said,
-                    cure=self.cure_in(dtype),
-                    state=moment,
-                    dtype=dtype_name(dtype),
-                    decay=rate,
-                    unchanged=unchanged,
-                )
+                told: dict[str, Any] = {
+                    "state": moment,
+                    "dtype": dtype_name(dtype),
+                    "decay": rate,
+                    "unchanged": unchanged,
+                }
+                yield self.found(name, "warning", 1.0, said, cure=self.cure_in(dtype), **told)
 
-    def in_forecast(self, forecast: ForecastData) -> Iterator[Finding]:
-        stuck = [layer for layer in forecast.layers if _only_grows(layer)]
+    def in_forecast(self, forecast: Forecast) -> Iterator[Finding]:
+        found = [(layer, layer.beta2) for layer in forecast.layers if layer.beta2 is not None]
+        stuck = [(layer, beta2) for layer, beta2 in found if cannot_decay(1 - beta2, layer.denominator)]
         if stuck:
-            beta2, dtype = stuck[0].beta2, dtype_name(stuck[0].denominator)
+            first, beta2 = stuck[0]
+            names, dtype = [layer.name for layer, _ in stuck], dtype_name(first.denominator)
             said = f"a second moment in {dtype} cannot decay at beta2 {beta2:g}: it only grows"
-            yield self.found(
-                [layer.name for layer in stuck],
-                "warning",
-                1.0,
-                said,
-                cure=self.cure_in(stuck[0].denominator),
-                beta2=beta2,
-                dtype=dtype,
-            )
-
-
-def _keep_float32_states(parameter: ParameterRecord) -> str:
-    """Return the lines that keep the states of an optimizer in float32; empty for one that is not here."""
-    if parameter.optimizer not in OPTIMIZERS:
-        return ""
-    return optimizer_code(parameter.optimizer, parameter.options, "state_dtype=torch.float32")
-
-
-def _only_grows(layer: LayerForecast) -> bool:
-    return layer.beta2 is not None and cannot_decay(1 - layer.beta2, layer.denominator)
+            cure = self.cure_in(first.denominator)
+            yield self.found(names, "warning", 1.0, said, cure=cure, beta2=beta2, dtype=dtype)
 
 
 def _is_stuck(parameter: ParameterRecord, change: Realised) -> bool:

@@ -72,10 +72,9 @@ class LossCancels(FindingKind):
         if gap is None or losses < FEWEST or not gap >= GAP:
             return
         dtype = dtype_name(record.loss_dtype)
-        often = f"are {gap:.3g} times as far apart as the loss changes from step to step"
-        said = f"neighbouring losses in {dtype} " + (
-            often if math.isfinite(gap) else "are so far apart that the loss stands still"
-        )
+        said = f"neighbouring losses in {dtype} are {gap:.3g} times as far apart as the loss changes from step to step"
+        if math.isinf(gap):
+            said = f"neighbouring losses in {dtype} are so far apart that the loss stands still"
         sure, cure = confidence_of(losses, FEWEST), self.cure_in(record.loss_dtype)
         yield self.found((), "warning", sure, said, cure=cure, gap=gap, dtype=dtype, losses=losses)
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from .._record import Record
 
 KINDS: dict[str, type[FindingKind]] = {}
+_METHODS = {"observe": "in_record", "audit": "in_audit", "forecast": "in_forecast"}
 # The most that a forecast is sure: the schedule, and the gradients that make the updates, are still to come.
 FORECAST = 0.9
 
@@ -106,9 +107,8 @@ class FindingKind:
     @classmethod
     def instruments(cls) -> tuple[str, ...]:
         """Return the instruments that can show it."""
-        methods = {"observe": "in_record", "audit": "in_audit", "forecast": "in_forecast"}
-        shown = [name for name, method in methods.items() if getattr(cls, method) is not getattr(FindingKind, method)]
-        return tuple(shown)
+        own = [name for name, method in _METHODS.items() if getattr(cls, method) is not getattr(FindingKind, method)]
+        return tuple(own)
 
 
 def register_finding(kind: type[FindingKind]) -> type[FindingKind]:
@@ -128,29 +128,25 @@ def register_finding(kind: type[FindingKind]) -> type[FindingKind]:
 
 
 def get_kind(code: str) -> type[FindingKind]:
-    """Return the class of a code.
-
-    Raises:
-        ValueError: there is none.
-    """
+    """Return the class of a code."""
     if code not in KINDS:
         raise ValueError(unknown("finding", code, KINDS))
     return KINDS[code]
 
 
 def findings_of(instrument: str, measured: Any) -> list[Finding]:
-    """Return everything that an instrument's measurements show, the worst first.
-
-    Args:
-        instrument: "observe", "audit" or "forecast".
-        measured: a Record, an Audit or a Forecast.
-    """
-    method = {"observe": "in_record", "audit": "in_audit", "forecast": "in_forecast"}[instrument]
-    read = {"observe": _classes, "audit": _dimensions}.get(instrument)
-    classes = {} if read is None else read(measured)
+    """Return everything that an instrument's measurements show, the worst first."""
+    found = (one for kind in KINDS.values() for one in getattr(kind(), _METHODS[instrument])(measured))
+    classes: dict[str, str] = {}  # of the module of each name; checkpoints tell none, but how many dimensions there are
+    if instrument == "observe":
+        classes = {name: tensor.kind for (_, name), tensor in measured.tensors.items()}
+        classes |= {name: parameter.kind for name, parameter in measured.parameters.items()}
+    elif instrument == "audit":
+        classes = {name: f"{len(row.shape)} dimensions" for name, row in measured.tensors.items()}
     most = FORECAST if instrument == "forecast" else 1.0
-    found = (replace(one, confidence=min(most, one.confidence)) for one in _each(method, measured))
-    return rank_with_causes(replace(one, kind=_class_of(one, classes)) for one in found)
+    return rank_with_causes(
+        replace(one, confidence=min(most, one.confidence), kind=_class_of(one, classes)) for one in found
+    )
 
 
 def rank_with_causes(findings: Iterable[Finding]) -> list[Finding]:
@@ -160,23 +156,7 @@ def rank_with_causes(findings: Iterable[Finding]) -> list[Finding]:
     return rank_findings(findings, causes, {code for code, kind in KINDS.items() if kind.spreads}, worst)
 
 
-def _classes(record: Record) -> dict[str, str]:
-    """Return the class of the module of each name in a record."""
-    of_tensors = {name: tensor.kind for (_, name), tensor in record.tensors.items()}
-    return of_tensors | {name: parameter.kind for name, parameter in record.parameters.items()}
-
-
-def _dimensions(audit: Any) -> dict[str, str]:
-    """Return in words how many dimensions each tensor of an audit has: checkpoints tell no classes of modules."""
-    return {name: f"{len(row.shape)} dimensions" for name, row in audit.tensors.items()}
-
-
 def _class_of(finding: Finding, classes: Mapping[str, str]) -> str:
     """Return what a finding's names have in common; nothing where they differ, or are not known."""
     found = {classes.get(name, "") for name in finding.where}
     return found.pop() if len(found) == 1 else finding.kind
-
-
-def _each(method: str, measured: Any) -> Iterator[Finding]:
-    for kind in KINDS.values():
-        yield from getattr(kind(), method)(measured)

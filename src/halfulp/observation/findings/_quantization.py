@@ -107,49 +107,34 @@ class PayloadSaturated(FindingKind):
 
     def in_record(self, record: Record) -> Iterator[Finding]:
         for tensor in record.tensors.values():
-            yield from self._find_in_quantized(tensor)
-            held_in = storage_format(tensor)
-            if held_in is None or has_wide_range(held_in) or not tensor.elements:
-                continue
-            count = _count_cut_off(tensor)
-            share = count / tensor.elements
-            if count < FEWEST_SATURATED or share < SATURATED_WARNING:
-                continue
+            held_in, asked = storage_format(tensor), tensor.asked_format or ""
+            counts = tensor.formats.get(asked)
+            # Of what the run rounds narrower afterwards; blocks are exempt by their own scales.
+            if counts is not None and asked not in tensor.block_hidden:
+                said = f"beyond {asked}'s largest number, {formats.get(asked).max:.6g}, and reach {tensor.amax:.4g}"
+                yield from self._cut_off(tensor, counts.overflow, counts.elements, asked, said, SCALE_FIRST)
+            if held_in is not None and not has_wide_range(held_in):
+                said = f"at {held_in.name}'s largest number, {held_in.max:.6g}"
+                count = tensor.largest - tensor.steps  # a scale puts one there in each step
+                yield from self._cut_off(tensor, count, tensor.elements, held_in.name, said, self.cure)
+
+    def _cut_off(
+        self, tensor: TensorRecord, count: int, elements: int, format: str, said: str, cure: str
+    ) -> Iterator[Finding]:
+        share = count / max(1, elements)
+        if count >= FEWEST_SATURATED and share >= SATURATED_WARNING:
             yield self.found(
                 tensor.name,
                 "error" if share >= SATURATED_ERROR else "warning",
                 confidence_of(count, FEWEST_SATURATED),
-                f"{percent(share)} of {tensor.role} elements are at {held_in.name}'s largest number, {held_in.max:.6g}",
+                f"{percent(share)} of {tensor.role} elements are {said}",
+                cure=cure,
                 saturated=share,
                 count=count,
                 role=tensor.role,
-                format=held_in.name,
+                format=format,
                 scale=tensor.scale,
             )
-
-    def _find_in_quantized(self, tensor: TensorRecord) -> Iterator[Finding]:
-        """Find saturation in tensors that the run rounds narrower afterwards; blocks are exempt by their own scales."""
-        asked = tensor.asked_format or ""
-        counts = tensor.formats.get(asked)
-        if counts is None or asked in tensor.block_hidden or not counts.elements:
-            return
-        share = counts.overflow / counts.elements
-        if counts.overflow < FEWEST_SATURATED or share < SATURATED_WARNING:
-            return
-        largest = formats.get(asked).max
-        yield self.found(
-            tensor.name,
-            "error" if share >= SATURATED_ERROR else "warning",
-            confidence_of(counts.overflow, FEWEST_SATURATED),
-            f"{percent(share)} of {tensor.role} elements are beyond {asked}'s largest number, "
-            f"{largest:.6g}, and reach {tensor.amax:.4g}",
-            cure=SCALE_FIRST,
-            saturated=share,
-            count=counts.overflow,
-            role=tensor.role,
-            format=tensor.asked_format,
-            scale=tensor.scale,
-        )
 
     def in_audit(self, audit: Audit) -> Iterator[Finding]:
         for name, row in audit.tensors.items():
@@ -171,11 +156,6 @@ class PayloadSaturated(FindingKind):
             )
 
 
-def _count_cut_off(tensor: TensorRecord) -> int:
-    """Return how many elements are at the largest number, but for the one per step that a scale puts there."""
-    return tensor.largest - tensor.steps
-
-
 @register_finding
 class QuantizedToZero(FindingKind):
     """A quantizer makes zeros of everything: its scale is too large, or its format too coarse."""
@@ -192,7 +172,9 @@ class QuantizedToZero(FindingKind):
     def in_record(self, record: Record) -> Iterator[Finding]:
         for tensor in tensors(record, "activation"):
             entered = tensor.input_amax
-            if not _quantizes(tensor) or not tensor.elements or tensor.zeros < tensor.elements or not entered:
+            # Zeros in 16 bits and more are those of a ReLU, a mask or a zero weight, unless a quantizer made them.
+            quantizes = tensor.dtype.itemsize == 1 or "quant" in tensor.kind.lower()
+            if not quantizes or not tensor.elements or tensor.zeros < tensor.elements or not entered:
                 continue
             yield self.found(
                 tensor.name,
@@ -215,8 +197,3 @@ class QuantizedToZero(FindingKind):
                 if share - before <= 0.5 or row.a.dtype == row.b.dtype:
                     continue
             yield self.found(name, "error", sure, said, zeros=share, before=before, elements=row.numel)
-
-
-def _quantizes(tensor: TensorRecord) -> bool:
-    """Return whether zeros are the work of a quantizer, and not of a ReLU, a mask or a zero weight."""
-    return tensor.dtype.itemsize == 1 or "quant" in tensor.kind.lower()

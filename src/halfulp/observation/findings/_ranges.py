@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -17,7 +17,7 @@ from ..auditing._audit import Audit, TensorAudit
 from ._kind import FindingKind, register_finding
 
 if TYPE_CHECKING:
-    from ..forecasting._layers import ForecastData
+    from ..forecasting._forecast import Forecast
 
 # bfloat16's and float32's largest numbers are beyond this power of two.
 WIDE = 2.0**100
@@ -124,60 +124,45 @@ class ActivationUnderflow(FindingKind):
 
     def in_record(self, record: Record) -> Iterator[Finding]:
         for tensor in tensors(record, "activation"):
-            if _has_vanished(tensor):
-                yield self._gone(tensor)
-                continue
             held_in, count = storage_format(tensor), count_nonzero(tensor)
-            if (
-                held_in is None
-                or count < FEWEST_ACTIVATIONS
-                or not tensor.rms > 0
-                or not tensor.amax < held_in.smallest_normal * 2
-            ):
+            if held_in is None:
                 continue
-            # Rounding to multiples of q errs by q / sqrt(12) on average.
-            noise = held_in.smallest_subnormal / (math.sqrt(12) * tensor.rms)
-            if noise < NOISE_WARNING:
-                continue
-            subnormal = measure_subnormal_share(tensor, held_in)
-            yield self.found(
-                tensor.name,
-                "error" if noise >= NOISE_ERROR else "warning",
-                confidence_of(count, FEWEST_ACTIVATIONS),
-                f"{percent(subnormal)} of nonzero activations are subnormal in {held_in.name}, "
-                f"with a rounding error of {percent(min(1.0, noise))} of their size",
-                cure=self.wide_cure if has_wide_range(held_in) else self.cure,
-                subnormal=subnormal,
-                noise=noise,
-                amax=tensor.amax,
-                rms=tensor.rms,
-                seen=count,
-            )
+            if _has_vanished(tensor, held_in):
+                # All are zeros, of which no histogram tells.
+                weights = "" if tensor.weight_amax is None else f" and weights up to {tensor.weight_amax:.3g}"
+                said = f"all activations are 0 in {held_in.name} in all {tensor.steps} sampled steps, of inputs up to "
+                said += f"{tensor.input_amax:.3g}{weights}"
+                yield self._lost(tensor, held_in, 1 - 0.5**tensor.steps, said, 0.0, math.inf)
+            elif count >= FEWEST_ACTIVATIONS and tensor.rms > 0 and tensor.amax < held_in.smallest_normal * 2:
+                # Rounding to multiples of q errs by q / sqrt(12) on average.
+                noise = held_in.smallest_subnormal / (math.sqrt(12) * tensor.rms)
+                subnormal = measure_subnormal_share(tensor, held_in)
+                said = f"{percent(subnormal)} of nonzero activations are subnormal in {held_in.name}, with a rounding "
+                said += f"error of {percent(min(1.0, noise))} of their size"
+                if noise >= NOISE_WARNING:
+                    sure = confidence_of(count, FEWEST_ACTIVATIONS)
+                    yield self._lost(tensor, held_in, sure, said, subnormal, noise)
 
-    def _gone(self, tensor: TensorRecord) -> Finding:
-        """Find outputs that are all zeros, of which no histogram tells."""
-        held_in = storage_format(tensor)
-        assert held_in is not None
-        entered = tensor.input_amax
-        weights = "" if tensor.weight_amax is None else f" and weights up to {tensor.weight_amax:.3g}"
+    def _lost(
+        self, tensor: TensorRecord, held_in: Format, confidence: float, said: str, subnormal: float, noise: float
+    ) -> Finding:
         return self.found(
             tensor.name,
-            "error",
-            1 - 0.5**tensor.steps,
-            f"all activations are 0 in {held_in.name} in all {tensor.steps} sampled steps, of inputs up to "
-            f"{entered:.3g}{weights}",
-            subnormal=0.0,
-            noise=math.inf,
-            amax=0.0,
-            rms=0.0,
-            seen=0,
+            "error" if noise >= NOISE_ERROR else "warning",
+            confidence,
+            said,
+            cure=self.wide_cure if has_wide_range(held_in) else self.cure,
+            subnormal=subnormal,
+            noise=noise,
+            amax=tensor.amax,
+            rms=tensor.rms,
+            seen=count_nonzero(tensor),
         )
 
 
-def _has_vanished(tensor: TensorRecord) -> bool:
+def _has_vanished(tensor: TensorRecord, held_in: Format) -> bool:
     """Return whether outputs are zeros because what they are made of is below their format's numbers."""
-    held_in = storage_format(tensor)
-    if held_in is None or tensor.steps < ZERO_STEPS or not tensor.elements or tensor.zeros < tensor.elements:
+    if tensor.steps < ZERO_STEPS or not tensor.elements or tensor.zeros < tensor.elements:
         return False
     return tensor.input_amax is not None and is_rounded_to_zero(tensor.input_amax, tensor.weight_amax, held_in)
 
@@ -207,7 +192,7 @@ class EpsZero(FindingKind):
             if float(torch.tensor(eps, dtype=dtype, device="cpu")) == 0:
                 yield self._found(name, eps, dtype)
 
-    def in_forecast(self, forecast: ForecastData) -> Iterator[Finding]:
+    def in_forecast(self, forecast: Forecast) -> Iterator[Finding]:
         zero: dict[tuple[float, torch.dtype], list[str]] = {}
         for layer in forecast.layers:
             eps, dtype = layer.eps, layer.denominator
@@ -235,8 +220,7 @@ def _find_denominator(parameter: ParameterRecord) -> torch.dtype | None:
 NONFINITE_STEPS = 3
 FORWARD = "compute this layer in float32 or bfloat16, or bound what it divides by or exponentiates"
 FORWARD_WIDE = "bound what this layer divides by or exponentiates, or takes the root or the logarithm of"
-BACKWARD = "see what this layer's backward pass divides by (sqrt, norm or log at 0), and add an eps inside"
-LOSS = "see what the loss divides by in its backward pass (sqrt, norm or log at 0), and add an eps inside"
+BACKWARD = "see what this backward pass divides by (sqrt, norm or log at 0), and add an eps inside"
 STORED_ADVICE = "load the last clean checkpoint, which `halfulp audit` finds"
 GO_BACK_ADVICE = "go on from A, and observe the steps after it (hu.observe): the first module with NaN is the cause"
 GO_FURTHER_BACK_ADVICE = "go on from a checkpoint before A, and observe the steps after it (hu.observe)"
@@ -260,53 +244,49 @@ class FirstNonfinite(FindingKind):
         found = [tensor for tensor in record.tensors.values() if tensor.first_nonfinite is not None]
         outputs_alone = all(tensor.role == "activation" for tensor in found)
         if has_scaled_loss(record):
-            found = [tensor for tensor in found if tensor.role not in GRADIENTS or _is_in_every_step(tensor)]
+            found = [
+                one for one in found if one.role not in GRADIENTS or one.nonfinite_steps == one.steps >= NONFINITE_STEPS
+            ]
         if not found:
             return
         first = min(found, key=_first_seen)
         step, others = _first_seen(first)[0], len(found) - 1
         broken = [one for one in found if one.role == "weight" and _first_seen(one)[0] == step]
         if broken:
-            yield self._stored(record, broken, first, len(found))
+            # A weight that was not finite before the first step in which it is looked at.
+            own = [one for one in broken if one.name.rpartition(".")[0] == first.name]
+            weight = min(own or broken, key=_first_seen)
+            before = max((one for one in record.sampled_steps if one < step), default=None)
+            also = f", as {plural(len(broken) - 1, 'other weight')} did" if len(broken) > 1 else ""
+            clean = "" if before is None else f"; at step {before}, the sampled one before, none did"
+            said = f"held NaN or infinity before step {step} began{also}{clean}"
+            cure = STORED_ADVICE if before is None else OBSERVE_EVERY_STEP_ADVICE
+            sure = 1 - 0.5 ** len(found)
+            yield self._first(weight.name, weight, "error", sure, said, cure, step, len(found), weights=len(broken))
             return
         # Attention masks of -inf are infinite, and neither the loss nor a gradient that they lead to is.
         finite = all(one.loss is None or math.isfinite(one.loss) for one in record.history)
-        alone = outputs_alone and finite and (not others or _have_gradients(record))
+        alone = outputs_alone and finite and (not others or any(role in GRADIENTS for role, _ in record.tensors))
         counted = f"{first.nonfinite} of {first.elements} elements since step {step}"
-        yield self.found(
-            first.sources or first.name,
-            "note" if alone else "error",
-            1 - 0.5 ** (1 + others),
-            f"{_name_maker(first)} the first NaN or infinity, {counted}; {others} more tensors have some since",
-            cure=_choose_cure(first),
-            step=step,
-            role=first.role,
-            nonfinite=first.nonfinite,
-            elements=first.elements,
-            tensors=len(found),
-        )
+        said = f"{_name_maker(first)} the first NaN or infinity, {counted}; {others} more tensors have some since"
+        where, sure = first.sources or first.name, 1 - 0.5 ** (1 + others)
+        severity: Severity = "note" if alone else "error"
+        yield self._first(where, first, severity, sure, said, _choose_cure(first), step, len(found))
 
-    def _stored(self, record: Record, broken: list[TensorRecord], first: TensorRecord, tensors: int) -> Finding:
-        """Find a weight that was not finite before the first step in which it is looked at."""
-        own = [one for one in broken if one.name.rpartition(".")[0] == first.name]
-        weight = min(own or broken, key=_first_seen)
-        step, others = _first_seen(first)[0], len(broken) - 1
-        before = max((one for one in record.sampled_steps if one < step), default=None)
-        also = f", as {plural(others, 'other weight')} did" if others else ""
-        clean = "" if before is None else f"; at step {before}, the sampled one before, none did"
-        return self.found(
-            weight.name,
-            "error",
-            1 - 0.5**tensors,
-            f"held NaN or infinity before step {step} began{also}{clean}",
-            cure=STORED_ADVICE if before is None else OBSERVE_EVERY_STEP_ADVICE,
-            step=step,
-            role=weight.role,
-            nonfinite=weight.nonfinite,
-            elements=weight.elements,
-            weights=len(broken),
-            tensors=tensors,
-        )
+    def _first(
+        self,
+        where: str | tuple[str, ...],
+        tensor: TensorRecord,
+        severity: Severity,
+        confidence: float,
+        said: str,
+        cure: str,
+        step: int,
+        tensors: int,
+        **told: Any,
+    ) -> Finding:
+        told |= {"nonfinite": tensor.nonfinite, "elements": tensor.elements, "tensors": tensors}
+        return self.found(where, severity, confidence, said, cure=cure, step=step, role=tensor.role, **told)
 
     def in_audit(self, audit: Audit) -> Iterator[Finding]:
         new = [row for row in audit.tensors.values() if row.b.nonfinite > row.a.nonfinite]
@@ -317,18 +297,14 @@ class FirstNonfinite(FindingKind):
             names = [row.name for row in new]
             yield self.found(names, "error", 1.0, said, cure=GO_BACK_ADVICE, nan=nan, infinite=infinite, last_clean="A")
         for row in old:
+            told: dict[str, Any] = {"nan": row.b.nan, "infinite": row.b.infinite, "last_clean": None}
             # Attention masks are buffers of minus infinity.
-            mask = row.b.nan == 0 and row.role != "parameter" and row.status == "unchanged"
-            yield self.found(
-                row.name,
-                "note" if mask else "error",
-                0.5 if mask else 1.0,
-                "the same infinities in both: a mask?" if mask else f"{_count_nonfinite([row])}, in A already",
-                cure="nothing, if it is a mask" if mask else GO_FURTHER_BACK_ADVICE,
-                nan=row.b.nan,
-                infinite=row.b.infinite,
-                last_clean=None,
-            )
+            if row.b.nan == 0 and row.role != "parameter" and row.status == "unchanged":
+                said, cure = "the same infinities in both: a mask?", "nothing, if it is a mask"
+                yield self.found(row.name, "note", 0.5, said, cure=cure, **told)
+            else:
+                said = f"{_count_nonfinite([row])}, in A already"
+                yield self.found(row.name, "error", 1.0, said, cure=GO_FURTHER_BACK_ADVICE, **told)
         for name, state in audit.states.items():
             for key, (before, after) in state.nonfinite.items():
                 said = f"{after} elements of {key} are NaN or infinite in B, {before} in A"
@@ -353,21 +329,11 @@ def _name_maker(tensor: TensorRecord) -> str:
 def _choose_cure(tensor: TensorRecord) -> str:
     if tensor.role == "activation":
         return FORWARD_WIDE if has_wide_range(storage_format(tensor)) else FORWARD
-    if tensor.role == "activation gradient" and not tensor.sources:
-        return LOSS
     return BACKWARD if tensor.role in GRADIENTS else STORED_ADVICE
-
-
-def _have_gradients(record: Record) -> bool:
-    return any(role in GRADIENTS for role, _ in record.tensors)
 
 
 def _first_seen(tensor: TensorRecord) -> tuple[int, int]:
     return tensor.first_nonfinite or (0, 0)
-
-
-def _is_in_every_step(tensor: TensorRecord) -> bool:
-    return tensor.nonfinite_steps == tensor.steps >= NONFINITE_STEPS
 
 
 FEWEST_GRADIENTS = 32
@@ -405,87 +371,67 @@ class GradientUnderflow(FindingKind):
 
     def in_record(self, record: Record) -> Iterator[Finding]:
         cure = SCALED if has_scaled_loss(record) else UNSCALED
-        yield from self._all_gone(record, cure)
-        for tensor in tensors(record, *GRADIENTS):
-            if _has_vanished_here(record, tensor):
-                yield self._gone(tensor, cure)
-                continue
-            held_in, count = storage_format(tensor), count_nonzero(tensor)
-            if held_in is None or count < FEWEST_GRADIENTS:
-                continue
-            subnormal, vanished = measure_subnormal_share(tensor, held_in), estimate_vanished_share(tensor, held_in)
-            severity = _grade_underflow(subnormal, vanished)
-            if severity is not None:
-                yield self.found(
-                    tensor.name,
-                    severity,
-                    confidence_of(count, FEWEST_GRADIENTS),
-                    f"{percent(subnormal)} of nonzero {tensor.role}s are subnormal in {held_in.name}, "
-                    f"about {percent(vanished)} became zero",
-                    cure=SCALED_WIDE if cure == SCALED and has_wide_range(held_in) else cure,
-                    says=self.says if vanished >= VANISHED_WARNING else SUBNORMALS,
-                    write=self.write,
-                    role=tensor.role,
-                    format=held_in.name,
-                    subnormal=subnormal,
-                    vanished=vanished,
-                    amax=tensor.amax,
-                    seen=count,
-                )
-
-    def _gone(self, tensor: TensorRecord, cure: str) -> Finding:
-        """Find gradients that are all zeros, of which no histogram tells."""
-        back = ", which those that they are made of are not"
-        if tensor.before_cast:
-            back = f", to which a cast rounds {tensor.before_cast:.3g} and less"
-        elif tensor.role != "weight gradient":
-            back = f", on the way back from {in_words(tensor.sources)}, whose own are not"
-        return self.found(
-            tensor.name,
-            "error",
-            1 - 0.5**tensor.steps,
-            f"all {tensor.role}s are 0 in {dtype_name(tensor.dtype)} in all {tensor.steps} sampled steps{back}",
-            cure=cure,
-            role=tensor.role,
-            subnormal=0.0,
-            vanished=1.0,
-            amax=0.0,
-            seen=0,
-        )
-
-    def _all_gone(self, record: Record, cure: str) -> Iterator[Finding]:
-        """Find a loss whose first gradient is zero already, of which no later gradient tells."""
         found = tensors(record, *GRADIENTS)
-        steps = min((one.steps for one in found), default=0)
-        if steps < VANISHED_STEPS or any(one.zeros < one.elements for one in found):
-            return
+        if min((one.steps for one in found), default=0) >= VANISHED_STEPS and all(map(_is_zero, found)):
+            yield from self._first_of_zeros(found, cure)
+        for tensor in found:
+            held_in, count = storage_format(tensor), count_nonzero(tensor)
+            if held_in is None:
+                continue
+            if _has_vanished_here(record, tensor, held_in):
+                said = f"all {tensor.role}s are 0 in {held_in.name} in all {tensor.steps} sampled steps"
+                if tensor.before_cast:
+                    said += f", to which a cast rounds {tensor.before_cast:.3g} and less"
+                elif tensor.role != "weight gradient":
+                    said += f", on the way back from {in_words(tensor.sources)}, whose own are not"
+                else:
+                    said += ", which those that they are made of are not"
+                yield self._lost(tensor, "error", 1 - 0.5**tensor.steps, said, cure, 0.0, 1.0)
+            elif count >= FEWEST_GRADIENTS:
+                subnormal, vanished = measure_subnormal_share(tensor, held_in), estimate_vanished_share(tensor, held_in)
+                severity = _grade_underflow(subnormal, vanished)
+                said = f"{percent(subnormal)} of nonzero {tensor.role}s are subnormal in {held_in.name}, about "
+                said += f"{percent(vanished)} became zero"
+                own = SCALED_WIDE if cure == SCALED and has_wide_range(held_in) else cure
+                says = self.says if vanished >= VANISHED_WARNING else SUBNORMALS
+                if severity is not None:
+                    sure, told = confidence_of(count, FEWEST_GRADIENTS), {"says": says, "format": held_in.name}
+                    yield self._lost(tensor, severity, sure, said, own, subnormal, vanished, **told)
+
+    def _first_of_zeros(self, found: list[TensorRecord], cure: str) -> Iterator[Finding]:
+        """Find a loss whose first gradient is zero already, of which no later gradient tells."""
         for tensor in found:
             held_in = storage_format(tensor)
             if tensor.role == "activation gradient" and held_in is not None and held_in.emin > NARROW:
-                yield self.found(
-                    tensor.name,
-                    "error",
-                    1 - 0.5**steps,
-                    f"all gradients are 0 in all {steps} sampled steps, from here in {held_in.name} on",
-                    cure=cure,
-                    write=self.write,
-                    role=tensor.role,
-                    format=held_in.name,
-                    subnormal=0.0,
-                    vanished=1.0,
-                    amax=0.0,
-                    seen=0,
-                )
+                steps = min(one.steps for one in found)
+                said = f"all gradients are 0 in all {steps} sampled steps, from here in {held_in.name} on"
+                yield self._lost(tensor, "error", 1 - 0.5**steps, said, cure, 0.0, 1.0, format=held_in.name)
                 return
 
+    def _lost(
+        self,
+        tensor: TensorRecord,
+        severity: Severity,
+        confidence: float,
+        said: str,
+        cure: str,
+        subnormal: float,
+        vanished: float,
+        **told: Any,
+    ) -> Finding:
+        told |= {"subnormal": subnormal, "vanished": vanished, "amax": tensor.amax, "seen": count_nonzero(tensor)}
+        told |= {"write": self.write, "role": tensor.role}
+        return self.found(tensor.name, severity, confidence, said, cure=cure, **told)
 
-def _has_vanished_here(record: Record, tensor: TensorRecord) -> bool:
+
+def _is_zero(tensor: TensorRecord) -> bool:
+    return tensor.zeros >= tensor.elements
+
+
+def _has_vanished_here(record: Record, tensor: TensorRecord, held_in: Format) -> bool:
     """Return whether gradients that are all zeros were lost where they are: those that they come from are not zeros."""
-    held_in = storage_format(tensor)
     # Exponents of their own move gradients between modules.
-    if held_in is None or record.sites or tensor.steps < VANISHED_STEPS or not tensor.elements:
-        return False
-    if tensor.zeros < tensor.elements:
+    if record.sites or tensor.steps < VANISHED_STEPS or not tensor.elements or not _is_zero(tensor):
         return False
     if tensor.role == "weight gradient":
         module, _, own = tensor.name.rpartition(".")

@@ -31,15 +31,8 @@ class DtypeChangedOnResume(FindingKind):
             alike.setdefault(tuple(found), []).append(name)
         for pairs, names in alike.items():
             asked, there = (", ".join(words) for words in zip(*pairs))
-            yield self.found(
-                names,
-                "error",
-                1.0,
-                f"the contract says {asked}, the resumed run has {there}",
-                asked=asked,
-                there=there,
-                other=len(names),
-            )
+            said = f"the contract says {asked}, the resumed run has {there}"
+            yield self.found(names, "error", 1.0, said, asked=asked, there=there, other=len(names))
 
     def in_audit(self, audit: Audit) -> Iterator[Finding]:
         for name, row in audit.tensors.items():
@@ -128,20 +121,15 @@ class StateMismatch(FindingKind):
             # Others choose the dtype of their states on purpose.
             if not parameter.optimizer_module.startswith("torch.optim.") or not parameter.dtype.is_floating_point:
                 continue
-            other = {key: dtype for key, dtype in parameter.state_dtypes.items() if dtype != parameter.dtype}
+            other = {key: one for key, one in parameter.state_dtypes.items() if one != parameter.dtype}
             other.pop("step", None)
             if not other:
                 continue
-            narrower = any(dtype.itemsize < parameter.dtype.itemsize for dtype in other.values())
-            states = ", ".join(f"{key} in {dtype_name(dtype)}" for key, dtype in other.items())
-            yield self.found(
-                name,
-                "error" if narrower else "warning",
-                1.0,
-                f"parameter in {dtype_name(parameter.dtype)}, {states}",
-                dtype=dtype_name(parameter.dtype),
-                states=states,
-            )
+            narrower = any(one.itemsize < parameter.dtype.itemsize for one in other.values())
+            states = ", ".join(f"{key} in {dtype_name(one)}" for key, one in other.items())
+            severity: Severity = "error" if narrower else "warning"
+            dtype = dtype_name(parameter.dtype)
+            yield self.found(name, severity, 1.0, f"parameter in {dtype}, {states}", dtype=dtype, states=states)
 
     def in_audit(self, audit: Audit) -> Iterator[Finding]:
         for name, state in audit.states.items():

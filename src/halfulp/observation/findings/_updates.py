@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -26,7 +26,8 @@ from ..auditing._audit import Audit, Lost, StateAudit, TensorAudit
 from ._kind import FindingKind, register_finding
 
 if TYPE_CHECKING:
-    from ..forecasting._layers import ForecastData, LayerForecast
+    from ..forecasting._forecast import Forecast
+    from ..forecasting._layers import LayerForecast
 
 # Fewer elements say nothing of a share of 10%.
 FEWEST = 32
@@ -74,6 +75,16 @@ def is_maybe_chance(change: Realised, realised: float, spread: float = 1.0) -> b
     return kept > 0 and (1 - realised) ** 2 < 16 * (spread / kept - 1) / change.seen
 
 
+def measured(change: Realised, dtype: torch.dtype | None) -> dict[str, Any]:
+    """Return what a finding of changes that rounding loses has as evidence."""
+    return {
+        "lost": change.lost_share,
+        "realised": change.realised_share,
+        "seen": change.seen,
+        "dtype": dtype_name(dtype),
+    }
+
+
 def is_kept_beside(parameter: ParameterRecord) -> bool:
     """Return whether a weight update of halfulp's keeps what rounding drops, beside the weight or on average."""
     return parameter.weight_update not in ("nearest", "none")
@@ -100,7 +111,7 @@ class FreezeAhead(FindingKind):
     wide_cure = "nothing, if so little is not missed; else a schedule that ends earlier, or float64"
     worst = "after_freeze"
 
-    def in_forecast(self, forecast: ForecastData) -> Iterator[Finding]:
+    def in_forecast(self, forecast: Forecast) -> Iterator[Finding]:
         frozen: dict[tuple[Severity, str], list[LayerForecast]] = {}
         for layer in forecast.layers:
             if layer.freeze_step is not None and layer.weight_update == "nearest":
@@ -155,22 +166,16 @@ class NeverStepped(FindingKind):
         # An observation without an optimizer says nothing of who steps what.
         if all(parameter.optimizer is None for parameter in record.parameters.values()):
             return
+        steps = len(record.sampled_steps)
         for name, parameter in record.parameters.items():
             if not parameter.requires_grad:
                 continue
             if parameter.optimizer is None:
                 yield self._left_out(record, name, parameter.numel)
             # Of a shard without elements the gradient goes to other ranks.
-            elif record.sampled_steps and parameter.gradients == 0 and parameter.numel:
-                said = f"no gradient in any of {len(record.sampled_steps)} sampled steps"
-                yield self.found(
-                    name,
-                    "warning",
-                    1 - 0.5 ** len(record.sampled_steps),
-                    said,
-                    cure="see whether the loss depends on it; set requires_grad=False if it is to stay",
-                    sampled_steps=len(record.sampled_steps),
-                )
+            elif steps and parameter.gradients == 0 and parameter.numel:
+                said = f"no gradient in any of {steps} sampled steps"
+                yield self.found(name, "warning", 1 - 0.5**steps, said, cure=NO_GRADIENT, sampled_steps=steps)
 
     def _left_out(self, record: Record, name: str, numel: int) -> Finding:
         """Find a parameter in no optimizer: forgotten if the loss depends on it, else perhaps a copy."""
@@ -253,24 +258,16 @@ class UpdatesLost(FindingKind):
             severity = _grade_loss(parameter)
             if severity is None:
                 continue
-            realised = update.realised_share
-            said, smaller = f"{percent(update.lost_share)} of updates lost in {dtype_name(parameter.dtype)}", ""
-            if realised is None:
-                said = f"{percent(update.lost_share)} of elements with a gradient unchanged"
-            elif realised >= LITTLE_LOST:
-                smaller = f", the smaller ones, though {percent(min(1.0, realised))} of the movement took place"
+            said = _describe_lost_updates(update.lost_share, update.realised_share, parameter.dtype, parameter.options)
             yield self.found(
                 name,
                 severity,
                 confidence_of(update.seen, FEWEST) * (1.0 if update.known else 0.5),
-                said + at_lr(parameter.options) + smaller,
+                said,
                 cure=self.cure_in(parameter.dtype),
                 says=self.says if update.known else "",
                 write=optimizer_code(parameter.optimizer, parameter.options, KAHAN),
-                lost=update.lost_share,
-                realised=realised,
-                seen=update.seen,
-                dtype=dtype_name(parameter.dtype),
+                **measured(update, parameter.dtype),
                 lr=number(parameter.options, "lr"),
             )
 
@@ -282,17 +279,23 @@ class UpdatesLost(FindingKind):
             severity = grade_lost_movement(row.b.dtype, update.realised, update.share)
             if severity is None:
                 continue
-            dtype, confidence = dtype_name(row.b.dtype), 1.0
-            said = f"{percent(update.share)} of updates lost in {dtype}{at_lr(state.options)}"
-            if update.realised >= LITTLE_LOST:
-                said += f", the smaller ones, though {percent(min(1.0, update.realised))} of the movement took place"
+            said, confidence = _describe_lost_updates(update.share, update.realised, row.b.dtype, state.options), 1.0
             if _is_kept_elsewhere(update, row, state):
                 severity, confidence = "warning", 0.5
                 said += ", unless wider weights are kept elsewhere"
             too_small = not is_wide(row.b.dtype) and update.lost_by.get("kahan", 0) > update.wanted / 2
             cure = TOO_SMALL if too_small else self.cure_in(row.b.dtype)
             code = optimizer_code(None, state.options, 'weight_update="split"' if too_small else KAHAN)
-            yield self.found(name, severity, confidence, said, cure=cure, write=code, **_evidence(update, state, dtype))
+            yield self.found(name, severity, confidence, said, cure=cure, write=code, **_evidence(update, state, row))
+
+
+def _describe_lost_updates(lost: float, realised: float | None, dtype: torch.dtype, options: Mapping[str, Any]) -> str:
+    if realised is None:
+        return f"{percent(lost)} of elements with a gradient unchanged{at_lr(options)}"
+    said = f"{percent(lost)} of updates lost in {dtype_name(dtype)}{at_lr(options)}"
+    if realised < LITTLE_LOST:
+        return said
+    return f"{said}, the smaller ones, though {percent(min(1.0, realised))} of the movement took place"
 
 
 def _grade_loss(parameter: ParameterRecord) -> Severity | None:
@@ -338,66 +341,54 @@ class WeightDecayLost(FindingKind):
             if decay is None or decay.seen < FEWEST:
                 continue
             realised = decay.realised_share
-            share = realised if realised is not None else 1 - decay.lost_share
-            if not share < DECAY_REALISED:
-                continue
-            lr, rate = number(parameter.options, "lr"), number(parameter.options, "weight_decay")
-            factor = f" (1 - {lr * rate:.3g} a step)" if lr is not None and rate is not None else ""
-            yield self.found(
-                name,
-                "note" if is_wide(parameter.dtype) else "warning",
-                confidence_of(decay.seen, FEWEST),
-                f"{percent(decay.lost_share)} of weight decay lost in {dtype_name(parameter.dtype)}{factor}",
-                cure=self.cure_in(parameter.dtype),
-                write=optimizer_code(parameter.optimizer, parameter.options, KAHAN),
-                lost=decay.lost_share,
-                realised=realised,
-                seen=decay.seen,
-                lr=lr,
-                weight_decay=rate,
-            )
+            if (realised if realised is not None else 1 - decay.lost_share) < DECAY_REALISED:
+                sure = confidence_of(decay.seen, FEWEST)
+                told = {"realised": realised, "seen": decay.seen}
+                code = optimizer_code(parameter.optimizer, parameter.options, KAHAN)
+                yield self._lost([name], parameter.dtype, decay.lost_share, parameter.options, sure, code, told)
 
     def in_audit(self, audit: Audit) -> Iterator[Finding]:
         for name, state, row in _rounded_to_nearest(audit):
-            decay, rate = state.decay, state.options.get("weight_decay")
-            if decay is None or decay.wanted < FEWEST or not decay.realised < HALF_LOST:
-                continue
-            dtype, lr = dtype_name(row.b.dtype), state.options.get("lr")
-            factor = f" (1 - {lr * rate:.3g} a step)" if lr is not None and rate is not None else ""
-            yield self.found(
-                name,
-                # In float32 that is a schedule's last steps, when decay has nothing left to do.
-                "warning" if is_narrow(row.b.dtype) else "note",
-                1.0,
-                f"{percent(decay.share)} of weight decay lost in {dtype}{factor}",
-                cure=self.cure_in(row.b.dtype),
-                write=optimizer_code(None, state.options, KAHAN),
-                weight_decay=rate,
-                **_evidence(decay, state, dtype),
-            )
+            decay = state.decay
+            if decay is not None and decay.wanted >= FEWEST and decay.realised < HALF_LOST:
+                told = _evidence(decay, state, row)
+                code = optimizer_code(None, state.options, KAHAN)
+                yield self._lost([name], row.b.dtype, decay.share, state.options, 1.0, code, told)
 
-    def in_forecast(self, forecast: ForecastData) -> Iterator[Finding]:
+    def in_forecast(self, forecast: Forecast) -> Iterator[Finding]:
         losing = [
-            (layer, layer.decay_lost)
+            (layer.decay_lost, layer)
             for layer in forecast.layers
             if layer.decay_lost is not None
             and layer.weight_update == "nearest"
             and layer.decay_lost > 1 - DECAY_REALISED
         ]
         if losing:
-            worst, lost = max(losing, key=lambda pair: pair[1])
-            yield self.found(
-                [layer.name for layer, _ in losing],
-                "note" if is_wide(worst.dtype) else "warning",
-                1.0,
-                f"{percent(lost)} of weight decay will be lost in {dtype_name(worst.dtype)} "
-                f"(1 - {worst.lr * worst.weight_decay:.3g} a step at most)",
-                write=optimizer_code(forecast.rule, {"lr": worst.lr, "weight_decay": worst.weight_decay}, KAHAN),
-                cure=self.cure_in(worst.dtype),
-                lost=lost,
-                lr=worst.lr,
-                weight_decay=worst.weight_decay,
-            )
+            lost, worst = max(losing, key=lambda pair: pair[0])
+            options = {"lr": worst.lr, "weight_decay": worst.weight_decay}
+            code = optimizer_code(forecast.rule, options, KAHAN)
+            names = [layer.name for _, layer in losing]
+            yield self._lost(names, worst.dtype, lost, options, 1.0, code, {}, ahead=True)
+
+    def _lost(
+        self,
+        names: list[str],
+        dtype: torch.dtype,
+        lost: float,
+        options: Mapping[str, Any],
+        confidence: float,
+        code: str,
+        told: dict[str, Any],
+        ahead: bool = False,
+    ) -> Finding:
+        lr, rate = number(options, "lr"), number(options, "weight_decay")
+        most = " at most" if ahead else ""
+        factor = f" (1 - {lr * rate:.3g} a step{most})" if lr is not None and rate is not None else ""
+        # In float32 that is a schedule's last steps, when decay has nothing left to do.
+        severity: Severity = "note" if is_wide(dtype) else "warning"
+        said = f"{percent(lost)} of weight decay {'will be ' if ahead else ''}lost in {dtype_name(dtype)}{factor}"
+        told |= {"lost": lost, "lr": lr, "weight_decay": rate}
+        return self.found(names, severity, confidence, said, cure=self.cure_in(dtype), write=code, **told)
 
 
 # A smaller sample, as of a scalar, may stand still by chance for some steps.
@@ -480,24 +471,25 @@ class WeightFrozen(FindingKind):
             said += ", and its moments are 0: no gradient arrives"
             yield self.found(row.name, "note", 0.9, said, cure=NO_GRADIENT, **evidence)
         else:
-            sure, cure = 1.0 if row.numel >= FEWEST else 0.9, self.cure_in(row.a.dtype)
-            yield self.found(row.name, "error", sure, said, cure=cure, **evidence)
+            sure = 1.0 if row.numel >= FEWEST else 0.9
+            yield self.found(row.name, "error", sure, said, cure=self.cure_in(row.a.dtype), **evidence)
 
     def _find_never_stepped(self, row: TensorAudit, audit: Audit, siblings_moved: bool) -> Finding:
         said = f"not one of {row.numel} elements moved in {dtype_name(row.a.dtype)}"
-        severity: Severity = "note"
-        sure, cure = 0.3, "nothing, if it is frozen on purpose or a constant"
         if row.b.constant is not None and row.numel > 1:
             said += f", all still {row.b.constant:g}"
-        if audit.states and audit.states_complete:
-            sure, cure, said = 0.5, "nothing, if meant", f"{said}; the optimizer holds no state of it"
-        elif is_narrow(row.a.dtype):
-            severity, sure, cure = "warning", 0.8 if row.numel >= FEWEST else 0.5, self.cure
-        elif siblings_moved:
-            severity, sure, said = "warning", 0.6, f"{said}, those of other layers did"
-            cure = "see whether it is meant to be frozen and gets a gradient"
         evidence: dict[str, Any] = {"moved": 0.0, "elements": row.numel, "constant": row.b.constant}
-        return self.found(row.name, severity, sure, said, cure=cure, **evidence)
+        on_purpose = "nothing, if it is frozen on purpose or a constant"
+        if audit.states and audit.states_complete:
+            said += "; the optimizer holds no state of it"
+            return self.found(row.name, "note", 0.5, said, cure=on_purpose, **evidence)
+        if is_narrow(row.a.dtype):
+            return self.found(row.name, "warning", 0.8 if row.numel >= FEWEST else 0.5, said, **evidence)
+        if siblings_moved:
+            said += ", those of other layers did"
+            cure = "see whether it is meant to be frozen and gets a gradient"
+            return self.found(row.name, "warning", 0.6, said, cure=cure, **evidence)
+        return self.found(row.name, "note", 0.3, said, cure=on_purpose, **evidence)
 
 
 def _rounded_to_nearest(audit: Audit) -> Iterator[tuple[str, StateAudit, TensorAudit]]:
@@ -520,10 +512,10 @@ def _is_kept_elsewhere(update: Lost, row: TensorAudit, state: StateAudit) -> boo
     return bool(kept) and min(kept) > (precision(row.b.dtype) or 0)
 
 
-def _evidence(lost: Lost, state: StateAudit, dtype: str) -> dict[str, Any]:
+def _evidence(lost: Lost, state: StateAudit, row: TensorAudit) -> dict[str, Any]:
     by = {f"lost_by_{name}": count / max(1, lost.wanted) for name, count in lost.lost_by.items()}
     told = {"lost": lost.share, "realised": lost.realised, "seen": lost.wanted}
-    return {**told, "dtype": dtype, "lr": state.options.get("lr"), **by}
+    return {**told, "dtype": dtype_name(row.b.dtype), "lr": state.options.get("lr"), **by}
 
 
 def _is_due(record: Record, parameter: ParameterRecord) -> bool:

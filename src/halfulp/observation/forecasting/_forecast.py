@@ -1,66 +1,50 @@
-"""forecast: what rounding will take of a training, before it runs."""
+"""What `hu.forecast` computed: plain data that findings, tables and pages read."""
 
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
-from pathlib import Path
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
-import torch
-from torch import Tensor, nn
-
-from ... import formats
-from ..._messages import a_kind, listed
-from ...kernels import in_float64
-from ...optim._inner_optimizer import inner_optimizer
 from .._finding import Finding, listing, plain_causes
 from .._text import bytes_in_words, dtype_name
-from ..findings import findings_of
 from ..page import write_page
-from ._inputs import (
-    Inputs,
-    Schedule,
-    Trained,
-    compute_learning_rates,
-    from_optimizer,
-    from_rate,
-    name_schedule,
-    named_tensors,
-    read_checkpoint,
-    states_by_name,
-)
-from ._layers import ForecastData, LayerForecast, choose_sample, compute_costs, forecast_layer
-
-# Elements times leaps over all layers that are followed in some seconds.
-_BUDGET = 2.4e7
-_SAMPLE = 2048
-_SMALLEST_SAMPLE = 256
-_LEAPS = 400
-# Points of the learning-rate curve that a forecast keeps.
-_CURVE = 240
+from ._layers import Cost, LayerForecast
 
 
 @dataclass(frozen=True)
-class Forecast(ForecastData):
+class Forecast:
     """The predicted effect of rounding on a training under a schedule; `hu.forecast` makes it.
 
     `str()` is a table of the layers with the findings before it.
+
+    Attributes:
+        layers: in the model's order.
+        rule: the optimizer's update rule.
+        start, steps: steps made so far, and of the whole run.
+        costs: bytes of each weight update; empty without parameters of 16 bits.
+        notes: what could not be read or is not known, in sentences.
+        learning_rates: (step, learning rate of the first group) at steps spread over the schedule.
+        findings: the plan's problems, the worst first.
     """
 
-    @property
-    def findings(self) -> list[Finding]:
-        """The plan's problems, the worst first."""
-        return findings_of("forecast", self)
+    layers: tuple[LayerForecast, ...]
+    rule: str
+    schedule: str
+    start: int
+    steps: int
+    costs: tuple[Cost, ...] = ()
+    notes: tuple[str, ...] = ()
+    learning_rates: tuple[tuple[int, float], ...] = ()
+    findings: list[Finding] = field(default_factory=list)
 
     def to_dict(self) -> dict[str, Any]:
         """Return plain data that JSON can hold: findings, layers, costs, and what the schedule was."""
-        findings = self.findings
         return {
-            "findings": [finding.to_dict() for finding in findings],
-            "causes": plain_causes(findings),
-            "layers": [_finite(layer.to_dict()) for layer in self.layers],
+            "findings": [finding.to_dict() for finding in self.findings],
+            "causes": plain_causes(self.findings),
+            "layers": [layer.to_dict() for layer in self.layers],
             "costs": [dict(vars(cost)) for cost in self.costs],
             "rule": self.rule,
             "schedule": self.schedule,
@@ -79,206 +63,26 @@ class Forecast(ForecastData):
         write_page("forecast", self.to_dict(), path)
 
     def __str__(self) -> str:
-        return as_text(self, self.findings)
+        lines = [f"{self.rule}, {self.schedule} schedule, steps {self.start} to {self.steps}"]
+        lines += ["", *listing(self.findings)]
+        lines += ["", *_align(_HEADERS, map(_row, self.layers[:_MOST]))]
+        if len(self.layers) > _MOST:
+            lines.append(f"... and {len(self.layers) - _MOST} more (.layers)")
+        if self.costs:
+            costs = [
+                (cost.weight_update, f"{cost.bytes_per_parameter:g}", bytes_in_words(cost.total), cost.keeps)
+                for cost in self.costs
+            ]
+            lines += ["", *_align(_COST_HEADERS, costs)]
+        return "\n".join([*lines, *([""] if self.notes else []), *self.notes])
 
 
-def forecast(
-    model_or_state: nn.Module | Mapping[str, Any] | str | Path,
-    optimizer_or_lr: torch.optim.Optimizer | float | None = None,
-    schedule: Schedule = None,
-    *,
-    steps: int | None = None,
-    warmup: int = 0,
-    decay: int | None = None,
-    final_lr: float = 0.0,
-    start: int | None = None,
-    optimizer: str | None = None,
-    states: Mapping[str, Any] | None = None,
-    dtype: torch.dtype | str | None = None,
-    betas: Sequence[float] | None = None,
-    eps: float | None = None,
-    momentum: float | None = None,
-    weight_decay: float | None = None,
-) -> Forecast:
-    """Say before a training which layers rounding will freeze, at which step, and what would keep them moving.
-
-    A number stays as it is where an update is under half the distance to its neighbour. So a layer freezes when the
-    learning rate has fallen below a bound that the sizes of its weights and of its updates give. The sizes of
-    Adam's updates are read from its state, m / (sqrt(v) + eps); without one they are those of its averages on noise.
-    Each layer is followed through the schedule by a sample of at most 2,048 of its elements, whose weights move as
-    their updates make them.
-
-    The forecast takes gradients to stay as large as they are, which is what Adam divides out; a loss that goes to 0
-    freezes layers earlier. Of layers of few elements the step is a matter of chance: `freeze_range` says how much.
-
-    Args:
-        model_or_state: a module, a state dict of tensors, or the path of a checkpoint: safetensors, torch.save, a
-            sharded folder, DCP. Its optimizer states and options are read too; nothing in it is executed.
-        optimizer_or_lr: a torch.optim.Optimizer (its states, options and groups are read), also inside a trainer's
-            wrapper, or a learning rate; a checkpoint's own by default.
-        schedule: "constant" (None), "linear", "cosine" or "wsd"; a torch LRScheduler, which is not advanced; a function
-            step -> learning rate; a list with one rate per step. Names begin at the optimizer's initial rates.
-        steps: length of the whole run; needed unless the schedule is a list. 1,000 more for a constant rate.
-        warmup, decay, final_lr: of named schedules: steps of a linear rise; steps of the fall at the end of "wsd" (a
-            fifth of all); the rate at the end.
-        start: steps made so far; default: as the optimizer's states say, else 0.
-        optimizer: "adamw", "adam", "sgd" or "lion": whose updates, where a learning rate is given or the optimizer is
-            another; default: the one that a checkpoint holds, else AdamW.
-        states: a saved optimizer.state_dict() that belongs to the state dict.
-        dtype: what the weights will be trained in; default: what they are in.
-        betas, eps, momentum, weight_decay: options where a learning rate is given; torch's defaults.
-
-    Returns:
-        A Forecast: `layers`, `findings`, `costs`; print it.
-
-    Raises:
-        TypeError: neither a module nor a state dict; neither an optimizer nor a number.
-        ValueError: an unknown schedule or optimizer, no steps, or nothing to train.
-        NotImplementedError: an optimizer whose updates cannot be known, or parameters that are no plain tensors.
-
-    >>> norm = nn.LayerNorm(64).bfloat16()
-    >>> layer = forecast(norm, 3e-5, "cosine", steps=1000).layers[0]
-    >>> layer.name, layer.freeze_step, layer.freeze_lr
-    ('weight', 0, 3e-05)
-    """
-    given = {"betas": betas, "eps": eps, "momentum": momentum, "weight_decay": weight_decay}
-    options = {name: value for name, value in given.items() if value is not None}
-    dtype = formats.get(dtype).torch_dtype if isinstance(dtype, str) else dtype
-    if isinstance(model_or_state, str | Path):
-        inputs = _inputs_of_checkpoint(model_or_state, optimizer_or_lr, optimizer, states, options, dtype)
-    else:
-        weights = named_tensors(model_or_state)
-        inputs = _inputs(weights, optimizer_or_lr, optimizer, states, options, dtype)
-    begin = inputs.start if start is None else start
-    rates = compute_learning_rates(
-        schedule, inputs.top_rates, steps=steps, start=begin, warmup=warmup, decay=decay, final=final_lr
-    )
-    return _follow_layers(inputs, rates, name_schedule(schedule), begin)
-
-
-def _inputs_of_checkpoint(
-    path: str | Path,
-    lr: torch.optim.Optimizer | float | None,
-    rule: str | None,
-    states: Mapping[str, Any] | None,
-    options: dict[str, Any],
-    dtype: torch.dtype | None,
-) -> Inputs:
-    if states is not None:
-        raise ValueError("states= goes with a state dict; a checkpoint has its own: leave it out")
-    saved = read_checkpoint(path)
-    if lr is None and not saved.has_rates:
-        raise ValueError("the checkpoint holds no optimizer: give the learning rate of the training to come")
-    rate = None if lr is None else _rate(lr)
-    weights, left_out = saved.trained()
-    notes = saved.unseen if left_out is None else (*saved.unseen, left_out)
-    return from_rate(weights, saved.states, rate, rule, options, dtype, saved.options, notes)
-
-
-def _inputs(
-    weights: list[tuple[str, Tensor]],
-    optimizer_or_lr: torch.optim.Optimizer | float | None,
-    rule: str | None,
-    states: Mapping[str, Any] | None,
-    options: dict[str, Any],
-    dtype: torch.dtype | None,
-) -> Inputs:
-    optimizer_or_lr = inner_optimizer(optimizer_or_lr)
-    if isinstance(optimizer_or_lr, torch.optim.Optimizer):
-        if options or states is not None:
-            named = ", ".join([*options, *(["states"] if states is not None else [])])
-            raise ValueError(f"{named}: the optimizer has its own; leave them out, or give a learning rate instead")
-        return from_optimizer(weights, optimizer_or_lr, rule, dtype)
-    rate = _rate(optimizer_or_lr)
-    by_name: Mapping[str, Any] = states or {}
-    if "param_groups" in by_name:
-        by_name = states_by_name(by_name, weights)
-    return from_rate(weights, by_name, rate, rule, options, dtype)
-
-
-def _rate(given: object) -> float:
-    if isinstance(given, bool) or not isinstance(given, int | float):
-        raise TypeError(f"forecast takes a torch.optim.Optimizer or a learning rate; got {a_kind(given)}")
-    if not 0 <= given < float("inf"):
-        raise ValueError(f"a learning rate of {given}: give a finite number from 0")
-    return float(given)
-
-
-def _follow_layers(inputs: Inputs, rates: Tensor, schedule: str, start: int) -> Forecast:
-    """Follow every layer, each by as many elements and leaps as some seconds allow for all of them."""
-    count = len(inputs.parameters)
-    leaps = min(_LEAPS, rates.shape[1])
-    sample = int(max(_SMALLEST_SAMPLE, min(_SAMPLE, _BUDGET / (leaps * count))))
-    leaps = int(max(1, min(leaps, _BUDGET / (sample * count))))
-    layers = tuple(
-        forecast_layer(trained, inputs, rates[trained.group], start=start, sample=sample, leaps=leaps, seed=position)
-        for position, trained in enumerate(inputs.parameters)
-    )
-    narrow = [trained for trained in inputs.parameters if trained.dtype in (torch.bfloat16, torch.float16)]
-    notes = list(inputs.notes)
-    broken = [one.name for one in inputs.parameters if _has_nonfinite(one, sample)]
-    if broken:
-        notes.append(f"{listed(broken)} hold NaN or infinity, in weights or states: these elements are left out")
-    unknown = [layer for layer in layers if layer.updates is None and layer.elements and layer.name not in broken]
-    if unknown:
-        notes.append(
-            f"the size of updates is not known of {len(unknown)} of {count} layers: SGD's are its gradients; give an "
-            "optimizer that has made a step with momentum, or a model that holds gradients"
-        )
-    found: tuple[Any, ...] = ()
-    if narrow:
-        relative = [layer.relative for layer in layers if layer.relative is not None]
-        smallest = min(relative, default=0.0)
-        found = compute_costs(inputs.rule, narrow[0].dtype, sum(one.value.numel() for one in narrow), smallest)
-    total = start + rates.shape[1]
-    return Forecast(layers, inputs.rule, schedule, start, total, found, tuple(notes), _thin_rates(rates[0], start))
-
-
-def _has_nonfinite(trained: Trained, sample: int) -> bool:
-    """Return whether the elements that are followed have NaN or infinity, or their states have."""
-    count = trained.value.numel()
-    states = [value for value in trained.state.values() if isinstance(value, Tensor) and value.numel() == count]
-    index = choose_sample(count, sample)
-    return any(
-        not bool(in_float64(one.detach().flatten()[index]).isfinite().all())
-        for one in [trained.value, *states]
-        if one.is_floating_point()
-    )
-
-
-def _thin_rates(rates: Tensor, start: int) -> tuple[tuple[int, float], ...]:
-    """Return (step, rate) at some steps spread over all, the first and the last among them."""
-    places = torch.linspace(0, len(rates) - 1, min(len(rates), _CURVE), dtype=torch.float64, device="cpu")
-    at = places.round().long().tolist()
-    return tuple((start + step, float(rates[step])) for step in dict.fromkeys(at))
-
-
-def _finite(plain: dict[str, Any]) -> dict[str, Any]:
-    """Return None for infinity, which JSON lacks: what never ends."""
-    return {
-        key: None if isinstance(value, float) and value in (float("inf"),) else value for key, value in plain.items()
-    }
-
-
-HEADERS = ("layer", "dtype", "freezes at step", "lr there", "updates lost", "decay lost", "SR: steps to a signal")
-COST_HEADERS = ("weights", "bytes per parameter", "in all", "keeps the updates")
+_HEADERS = ("layer", "dtype", "freezes at step", "lr there", "updates lost", "decay lost", "SR: steps to a signal")
+_COST_HEADERS = ("weights", "bytes per parameter", "in all", "keeps the updates")
 _MOST = 40
 
 
-def as_text(forecast: ForecastData, findings: Sequence[Finding]) -> str:
-    """Return the findings, a table of the layers, the costs and the notes."""
-    lines = [f"{forecast.rule}, {forecast.schedule} schedule, steps {forecast.start} to {forecast.steps}"]
-    lines += ["", *listing(findings)]
-    lines += ["", *aligned(HEADERS, map(row, forecast.layers[:_MOST]))]
-    if len(forecast.layers) > _MOST:
-        lines.append(f"... and {len(forecast.layers) - _MOST} more (.layers)")
-    if forecast.costs:
-        lines += ["", *aligned(COST_HEADERS, cost_rows(forecast))]
-    return "\n".join([*lines, *([""] if forecast.notes else []), *forecast.notes])
-
-
-def row(layer: LayerForecast) -> tuple[str, ...]:
-    """Return the cells of one layer."""
+def _row(layer: LayerForecast) -> tuple[str, ...]:
     frozen = "not known" if layer.updates is None else "never" if layer.freeze_step is None else f"{layer.freeze_step}"
     return (
         layer.name,
@@ -291,20 +95,11 @@ def row(layer: LayerForecast) -> tuple[str, ...]:
     )
 
 
-def cost_rows(forecast: ForecastData) -> list[tuple[str, ...]]:
-    """Return the cells of what each weight update costs."""
-    return [
-        (cost.weight_update, f"{cost.bytes_per_parameter:g}", bytes_in_words(cost.total), cost.keeps)
-        for cost in forecast.costs
-    ]
-
-
-def aligned(headers: Sequence[str], rows: Iterable[Sequence[str]]) -> list[str]:
+def _align(headers: Sequence[str], rows: Iterable[Sequence[str]]) -> list[str]:
     """Return lines with columns of equal width, the first to the left and all others to the right."""
-    lines = [tuple(headers), *rows]
-    widths = [max(len(line[column]) for line in lines) for column in range(len(headers))]
-    return ["  ".join(map(_pad, range(len(headers)), line, widths)).rstrip() for line in lines]
-
-
-def _pad(column: int, cell: str, width: int) -> str:
-    return cell.rjust(width) if column else cell.ljust(width)
+    lines = [headers, *rows]
+    first, *widths = (max(map(len, column)) for column in zip(*lines))
+    return [
+        "  ".join([name.ljust(first), *(cell.rjust(width) for cell, width in zip(cells, widths))]).rstrip()
+        for name, *cells in lines
+    ]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import math
 import warnings
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -16,13 +16,11 @@ from torch.nn.parameter import is_lazy
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 from torch.optim.swa_utils import AveragedModel
 
-from ... import formats
 from ..._messages import a_kind, listed
 from ..._names import unknown
 from ...optim import Optimizer as HalfulpOptimizer
 from .._text import holds_numbers
-from ..checkpoints._files import OptimizerStates, Stored
-from ..checkpoints._names import name_states
+from ..checkpoints._names import COUNTERS, name_states
 from ..checkpoints._open import open_checkpoint
 
 Schedule = str | LRScheduler | Callable[[int], float] | Sequence[float] | Tensor | None
@@ -59,11 +57,6 @@ def compute_learning_rates(
 
     Returns:
         float64 (groups, steps - start).
-
-    Raises:
-        ValueError: an unknown name, no steps where they are needed, none left, or rates that are no finite numbers
-            from 0.
-        NotImplementedError: ReduceLROnPlateau, which depends on the losses to come.
 
     >>> compute_learning_rates("linear", [1.0], steps=4, warmup=2).tolist()
     [[0.5, 1.0, 1.0, 0.5]]
@@ -183,7 +176,6 @@ def _rates_of_scheduler(scheduler: LRScheduler, count: int) -> Tensor:
     return torch.tensor(rates, dtype=torch.float64, device="cpu").T
 
 
-RULES = ("AdamW", "Adam", "SGD", "Lion")
 # torch's defaults, and those of the paper for Lion (arXiv 2302.06675).
 DEFAULTS: dict[str, dict[str, Any]] = {
     "AdamW": {"betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 0.01},
@@ -191,10 +183,7 @@ DEFAULTS: dict[str, dict[str, Any]] = {
     "SGD": {"momentum": 0.0, "weight_decay": 0.0},
     "Lion": {"betas": (0.9, 0.99), "weight_decay": 0.0},
 }
-# Buffers of torch's normalizations, which a state dict holds beside the parameters and no optimizer steps.
-_BUFFERS = ("running_mean", "running_var", "num_batches_tracked")
-# The buffer of torch's AveragedModel, beside the averaged `module`.
-COUNTER = "n_averaged"
+RULES = tuple(DEFAULTS)
 
 
 @dataclass(frozen=True)
@@ -268,6 +257,33 @@ def from_optimizer(
     return Inputs(tuple(found), rule, top_rates, _start(found), ours, tuple(notes))
 
 
+def from_checkpoint(
+    path: str | Path, lr: float | None, rule: str | None, options: Mapping[str, Any], dtype: torch.dtype | None
+) -> Inputs:
+    """Return the weights of a checkpoint that a training goes on with, with the states and options saved beside them.
+
+    Averages of the weights, and what no optimizer of the checkpoint holds, stand still because nothing steps them.
+    """
+    opened = open_checkpoint(path)
+    notes = list(opened.unseen)
+    states = name_states(opened, notes)
+    saved = {name: state.options for name, state in states.items()}
+    if lr is None and not (saved and all("lr" in one for one in saved.values())):
+        raise ValueError("the checkpoint holds no optimizer: give the learning rate of the training to come")
+    complete = bool(states) and len(states) == opened.stepped
+    left = opened.tensors.keys() - states.keys() if complete else find_averages(opened.tensors)
+    kept = [name for name in opened.tensors if name not in left]
+    if left and kept:
+        why = "in no optimizer of the checkpoint" if complete else "averages of the weights"
+        notes.append(f"{listed([name for name in opened.tensors if name in left])} are {why}: left out")
+    weights = [(name, opened.tensors[name].read(None)) for name in kept or opened.tensors]
+    values = {
+        name: state.values | {key: one.read(None) for key, one in state.tensors.items()}
+        for name, state in states.items()
+    }
+    return from_rate(weights, values, lr, rule, options, dtype, saved, tuple(notes))
+
+
 def from_rate(
     weights: Sequence[tuple[str, Tensor]],
     states: Mapping[str, Mapping[str, Any]],
@@ -303,7 +319,7 @@ def from_rate(
     found = [
         trained(name, tensor)
         for name, tensor in weights
-        if holds_numbers(tensor.dtype) and name.rpartition(".")[2] not in _BUFFERS
+        if holds_numbers(tensor.dtype) and name.rpartition(".")[2] not in COUNTERS
     ]
     others = [name for name, tensor in weights if not holds_numbers(tensor.dtype) and _may_be_weight(tensor)]
     if others:
@@ -338,49 +354,39 @@ def _may_be_weight(tensor: Tensor) -> bool:
 
 
 def named_tensors(given: object) -> list[tuple[str, Tensor]]:
-    """Return the named parameters of a module, or the tensors of a state dict, but those of averages beside them.
-
-    Raises:
-        TypeError: neither of the two.
-    """
+    """Return the named parameters of a module, or the tensors of a state dict, but those of averages beside them."""
     if isinstance(given, nn.Module):
         averages = [one for one in given.modules() if isinstance(one, AveragedModel) and one is not given]
         apart = {id(p) for one in averages for p in one.parameters()}
-        named = [(name, p) for name, p in given.named_parameters() if p.requires_grad]
-        return [(name, p) for name, p in named if id(p) not in apart]
+        return [(name, p) for name, p in given.named_parameters() if p.requires_grad and id(p) not in apart]
     if isinstance(given, Mapping):
         odd = [key for key in given if not isinstance(key, str)]
         if odd:
             raise TypeError(f"a state dict has names for keys; got {listed(odd)}")
-        ema, *others = average_prefixes(given)
-        found = [(name, value) for name, value in given.items() if isinstance(value, Tensor)]
-        # What is called ema and stands beside no weight of its name is a layer.
-        copies = {name for name, _ in found if name.startswith(ema) and name.removeprefix(ema) in given}
-        return [(name, x) for name, x in found if name not in copies and not name.startswith(tuple(others))]
+        copies = find_averages(given)
+        return [(name, x) for name, x in given.items() if isinstance(x, Tensor) and name not in copies]
     raise TypeError(f"forecast takes a module, a state dict or a checkpoint's path; got {a_kind(given)}")
 
 
-def average_prefixes(names: Iterable[str]) -> tuple[str, ...]:
-    """Return the prefixes of averaged weights' names: this package's, and AveragedModel's.
+def find_averages(names: Collection[str]) -> set[str]:
+    """Return the names of averaged weights beside the averaged ones: this package's, and AveragedModel's.
 
-    >>> average_prefixes(["0.weight", "ema.0.weight", "copy.n_averaged", "copy.module.0.weight"])
-    ('ema.', 'copy.module.')
+    >>> sorted(find_averages(["0.weight", "ema.0.weight", "ema.bias", "copy.n_averaged", "copy.module.0.weight"]))
+    ['copy.module.0.weight', 'ema.0.weight']
     """
-    marks = [name.removesuffix(COUNTER) for name in names if name.endswith(f".{COUNTER}")]
-    return ("ema.", *(f"{mark}module." for mark in marks))
+    inside = tuple(f"{name.removesuffix('n_averaged')}module." for name in names if name.endswith(".n_averaged"))
+    # What is called ema and stands beside no weight of its name is a layer.
+    copies = {name for name in names if name.startswith("ema.") and name.removeprefix("ema.") in names}
+    return copies | {name for name in names if name.startswith(inside)}
 
 
 def states_by_name(saved: Mapping[str, Any], weights: Sequence[tuple[str, Tensor]]) -> dict[str, Mapping[str, Any]]:
-    """Return a saved optimizer's states by parameter name: by its own names, else by position among the weights.
-
-    Raises:
-        ValueError: it has no names, and another number of parameters than there are weights.
-    """
+    """Return a saved optimizer's states by parameter name: by its own names, else by position among the weights."""
     ids = [identity for group in saved["param_groups"] for identity in group["params"]]
     names = [name for group in saved["param_groups"] for name in group.get("param_names", ())]
     if len(names) != len(ids):
         names = [
-            name for name, tensor in weights if tensor.is_floating_point() and name.rpartition(".")[2] not in _BUFFERS
+            name for name, tensor in weights if tensor.is_floating_point() and name.rpartition(".")[2] not in COUNTERS
         ]
         if len(names) != len(ids):
             raise ValueError(
@@ -407,15 +413,12 @@ def _make_trained(
     if value.is_meta or value.layout != torch.strided:
         kind = "is on the meta device" if value.is_meta else f"is a tensor of layout {value.layout}"
         raise NotImplementedError(f"{name} {kind}: give a model with weights in plain memory (x.to_dense())")
-    if type(value) not in (Tensor, nn.Parameter):
+    if type(value) not in (Tensor, nn.Parameter) or not holds_numbers(dtype or value.dtype):
+        kind = a_kind(value) if type(value) is not Tensor else f"of dtype {dtype or value.dtype}"
         raise NotImplementedError(
-            f"{name} is {a_kind(value)}, whose updates are not those of a plain tensor: forecast the model before it "
-            "is converted"
+            f"{name} is {kind}, whose updates are not those of plain floating-point numbers: forecast the model before "
+            "it is converted"
         )
-    try:
-        formats.get(dtype or value.dtype)
-    except ValueError:
-        raise NotImplementedError(f"{name} has dtype {value.dtype}, of which no format is known") from None
     return Trained(name, value, dtype or value.dtype, state, options, group, gradient, update)
 
 
@@ -456,75 +459,3 @@ def _start(found: Sequence[Trained]) -> int:
 def number(value: Any) -> float:
     """Return a number that may be a tensor of one element."""
     return float(value.item() if isinstance(value, Tensor) else value)
-
-
-@dataclass(frozen=True)
-class Saved:
-    """A checkpoint's weights and optimizer states.
-
-    Attributes:
-        weights: named tensors.
-        states: the optimizer's, by parameter name.
-        options: of each parameter's group, by parameter name.
-        unseen: sentences that say what could not be read.
-        all_stepped: names of all parameters that the checkpoint's optimizers step; None where that is not known.
-    """
-
-    weights: list[tuple[str, Tensor]]
-    states: dict[str, Mapping[str, Any]]
-    options: dict[str, Mapping[str, Any]]
-    unseen: tuple[str, ...]
-    all_stepped: frozenset[str] | None = None
-
-    def trained(self) -> tuple[list[tuple[str, Tensor]], str | None]:
-        """Return the weights that a training goes on with, and a sentence on those that it does not step.
-
-        Averages of the weights, and what no optimizer of the checkpoint holds, stand still because nothing steps them.
-        """
-        averages = average_prefixes(name for name, _ in self.weights)
-        kept: list[tuple[str, Tensor]] = []
-        left: list[tuple[str, Tensor]] = []
-        for name, tensor in self.weights:
-            stepped = self.all_stepped is None or name in self.all_stepped
-            apart = not stepped or (self.all_stepped is None and name.startswith(averages))
-            (left if apart else kept).append((name, tensor))
-        if not left or not kept:
-            return self.weights, None
-        why = "averages of the weights" if self.all_stepped is None else "in no optimizer of the checkpoint"
-        return kept, f"{listed([name for name, _ in left])} are {why}: left out"
-
-    @property
-    def has_rates(self) -> bool:
-        """Whether an optimizer with learning rates is saved beside the weights."""
-        return bool(self.options) and all("lr" in options for options in self.options.values())
-
-
-def read_checkpoint(path: str | Path) -> Saved:
-    """Open a checkpoint of any known layout; nothing that it holds is executed.
-
-    Raises:
-        ValueError: it is no checkpoint, truncated, or not plain data.
-    """
-    opened = open_checkpoint(path)
-    unseen = list(opened.unseen)
-    states = name_states(opened, unseen)
-    return Saved(
-        [(name, stored.read(None)) for name, stored in opened.tensors.items()],
-        {
-            name: {**state.values, **{key: _tensor(value) for key, value in state.tensors.items()}}
-            for name, state in states.items()
-        },
-        {name: state.options for name, state in states.items()},
-        tuple(unseen),
-        frozenset(states) if states and len(states) == sum(map(_members, opened.optimizers)) else None,
-    )
-
-
-def _members(optimizer: OptimizerStates) -> int:
-    return sum(len(group.get("params") or ()) for group in optimizer.groups)
-
-
-def _tensor(value: Any) -> Tensor:
-    found = value.read(None) if isinstance(value, Stored) else value
-    assert isinstance(found, Tensor), "states of a checkpoint are tensors"
-    return found

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -13,6 +12,7 @@ from torch import Tensor
 
 from ... import formats, optim
 from ...formats import Format
+from .._record import plain
 from ._inputs import Inputs, Trained, number
 
 _SIMULATED = 2048
@@ -49,10 +49,6 @@ class UpdateSizes:
     is_sign: bool
     source: str
 
-    def repeated(self, times: int) -> UpdateSizes:
-        """Repeat the sample as many times, one copy after the other."""
-        return replace(self, mean=self.mean.repeat(times), deviation=self.deviation.repeat(times))
-
     @property
     def rms(self) -> float:
         """Root mean square of the update over the learning rate, now."""
@@ -64,21 +60,10 @@ class UpdateSizes:
 def model_update_sizes(
     trained: Trained, inputs: Inputs, index: Tensor, weights: Tensor, steps: int, generator: torch.Generator
 ) -> UpdateSizes | None:
-    """Return the updates of a sample of a parameter's elements; None where nothing tells their size.
-
-    Args:
-        index: positions of the sample among the flattened elements.
-    """
+    """Return the updates of a sample of a parameter's elements; None where nothing tells their size."""
     if inputs.rule == "Lion":
-        return UpdateSizes(
-            torch.ones_like(weights, dtype=torch.bool),
-            torch.zeros_like(weights),
-            torch.ones_like(weights),
-            torch.ones(steps, dtype=torch.float64, device="cpu"),
-            1.0,
-            True,
-            "Lion's are the learning rate",
-        )
+        every, growth = torch.ones_like(weights), torch.ones(steps, dtype=torch.float64, device="cpu")
+        return UpdateSizes(every.bool(), every * 0, every, growth, 1.0, True, "Lion's are the learning rate")
     if inputs.rule == "SGD":
         return _sgd(trained, index, weights, steps)
     return _adam(trained, inputs, index, weights, steps, generator)
@@ -235,12 +220,6 @@ def _state(trained: Trained, *names: str) -> Tensor | None:
     return None
 
 
-def find_second_moment(state: Mapping[str, Any]) -> torch.dtype | None:
-    """Return the dtype of the second moment, None without one of floating point."""
-    found = state.get("exp_avg_sq")
-    return found.dtype if isinstance(found, Tensor) and found.is_floating_point() else None
-
-
 @dataclass(frozen=True)
 class LayerForecast:
     """One parameter under a schedule, its updates rounded to nearest unless its optimizer does better.
@@ -260,7 +239,6 @@ class LayerForecast:
         freeze_range: steps before which and after which it lies with a chance of 1 in 20 each: what few elements, a
             sample of many, and updates that become a half smaller or larger leave open; an end is None beyond the
             schedule.
-        freeze_update: the size of an update, in the weights' unit, below which fewer than 1% change their element.
         after_freeze: share of the learning rates to come that comes after it, which trains nothing; 0 without one.
         lost: (step, share of nonzero updates that change nothing) at steps spread over the schedule.
         lost_share: the mean of that share, each step weighed by its learning rate.
@@ -270,7 +248,6 @@ class LayerForecast:
         noise_drift: how far a weight drifts by updates of one sign before stochastic rounding's noise is smaller than
             the drift, in the weights' unit; None where updates are unknown.
         noise_steps: how many steps that takes at the largest learning rate to come.
-        noise_over_drift: the ratio of the two at the end of the schedule.
         relative: updates over the median weight, at the schedule's mean learning rate; None where unknown.
         beta2, eps: of the optimizer, None without.
         denominator: dtype in which a denominator of rounded numbers is computed, None where in float32.
@@ -286,7 +263,6 @@ class LayerForecast:
     freeze_step: int | None = None
     freeze_lr: float | None = None
     freeze_range: tuple[int | None, int | None] | None = None
-    freeze_update: float | None = None
     after_freeze: float = 0.0
     lost: tuple[tuple[int, float], ...] = ()
     lost_share: float | None = None
@@ -294,7 +270,6 @@ class LayerForecast:
     decay_lost: float | None = None
     noise_drift: float | None = None
     noise_steps: float | None = None
-    noise_over_drift: float | None = None
     relative: float | None = None
     beta2: float | None = None
     eps: float | None = None
@@ -302,37 +277,8 @@ class LayerForecast:
 
     def to_dict(self) -> dict[str, Any]:
         """Return plain data that JSON can hold."""
-        plain = {key: value for key, value in vars(self).items() if key not in ("dtype", "denominator")}
-        plain |= {"dtype": _name(self.dtype), "lost": [list(pair) for pair in self.lost]}
-        plain["freeze_range"] = None if self.freeze_range is None else list(self.freeze_range)
-        return plain | {"denominator": None if self.denominator is None else _name(self.denominator)}
-
-
-@dataclass(frozen=True)
-class ForecastData:
-    """The layers, what they have in common, and what each way to store them would cost.
-
-    Attributes:
-        layers: in the model's order.
-        rule: the optimizer's update rule.
-        start, steps: steps made so far, and of the whole run.
-        costs: bytes of each weight update; empty without parameters of 16 bits.
-        notes: what could not be read or is not known, in sentences.
-        learning_rates: (step, learning rate of the first group) at steps spread over the schedule.
-    """
-
-    layers: tuple[LayerForecast, ...]
-    rule: str
-    schedule: str
-    start: int
-    steps: int
-    costs: tuple[Cost, ...] = ()
-    notes: tuple[str, ...] = field(default=())
-    learning_rates: tuple[tuple[int, float], ...] = ()
-
-
-def _name(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")
+        # What never ends is infinite, for which JSON has no word.
+        return {key: None if value == math.inf else plain(value) for key, value in vars(self).items()}
 
 
 def find_gaps(values: Tensor, format: Format) -> tuple[Tensor, Tensor]:
@@ -340,12 +286,6 @@ def find_gaps(values: Tensor, format: Format) -> tuple[Tensor, Tensor]:
 
     A number in [2^e, 2^(e+1)) has neighbours at 2^(e - mantissa_bits), 2^emin's binade and the subnormals below it
     alike; from a power of two towards zero it is half of that, unless it is the smallest normal number.
-
-    Args:
-        values: float64 numbers of the format, finite.
-
-    Returns:
-        Two float64 tensors of the same shape: up and down.
 
     >>> from halfulp import formats
     >>> [gap.tolist() for gap in find_gaps(torch.tensor([1.0, -1.0, 1.5], dtype=torch.float64), formats.bf16)]
@@ -499,9 +439,6 @@ def find_freeze_step(moved: Tensor, count: int, run: float, chance: float = 0.5)
         run: steps over which updates are alike.
         chance: 0.5 for the median.
 
-    Returns:
-        The index of the step, None where no step of the schedule is it.
-
     >>> find_freeze_step(torch.tensor([0.5, 0.1, 0.001, 0.0001], dtype=torch.float64), 10**6, 1.0)
     2
     """
@@ -593,43 +530,40 @@ _MARGIN = 0.5
 def forecast_layer(
     trained: Trained, inputs: Inputs, rates: Tensor, *, start: int, sample: int, leaps: int, seed: int
 ) -> LayerForecast:
-    """Return the forecast of one parameter.
-
-    Args:
-        rates: float64, the learning rate at each coming step.
-        sample: most elements to follow.
-        leaps: most leaps through the schedule.
-    """
+    """Return the forecast of one parameter."""
     format = formats.get(trained.dtype)
     generator = torch.Generator(device="cpu").manual_seed(seed)
     index = choose_sample(trained.value.numel(), sample)
     weights = trained.value.flatten()[index].cpu().to(trained.dtype).double()
     finite = weights.isfinite()
     index, weights = index[finite], weights[finite]
-    decay = _decoupled_decay(trained, inputs.rule)
-    options = {name: number(trained.options[name]) for name in ("eps",) if name in trained.options}
-    common = {
-        "name": trained.name,
-        "dtype": trained.dtype,
-        "elements": trained.value.numel(),
-        "weight_update": trained.weight_update,
-        "lr": float(rates.max()),
-        "weight_decay": decay,
-        "eps": options.get("eps"),
-        "beta2": number(trained.options["betas"][1]) if inputs.rule.startswith("Adam") else None,
-        "denominator": _denominator(trained, inputs),
-    }
+    options, adam = trained.options, inputs.rule.startswith("Adam")
+    decoupled = inputs.rule in ("AdamW", "Lion") or options.get("decoupled_weight_decay")
+    decay = number(options.get("weight_decay", 0.0)) if decoupled else 0.0
+    apart = not inputs.ours and not options.get("fused")
+    second = trained.state.get("exp_avg_sq")
+    states = second.dtype if isinstance(second, Tensor) and second.is_floating_point() else trained.dtype
+    layer = LayerForecast(
+        trained.name,
+        trained.dtype,
+        trained.value.numel(),
+        trained.weight_update,
+        lr=float(rates.max()),
+        weight_decay=decay,
+        eps=number(options["eps"]) if "eps" in options else None,
+        beta2=number(options["betas"][1]) if adam else None,
+        denominator=states if adam and apart else None,  # torch's loops add eps in the states' dtype
+    )
     sizes = model_update_sizes(trained, inputs, index, weights, len(rates), generator) if len(weights) else None
     if sizes is None:
-        return LayerForecast(**common)  # type: ignore[arg-type]
+        return layer
     held = weights[sizes.nonzero]
     if not len(held):
-        return LayerForecast(**common, updates=sizes.source, update_size=0.0)  # type: ignore[arg-type]
-    apart = not inputs.ours and not trained.options.get("fused")
+        return replace(layer, updates=sizes.source, update_size=0.0)
     repeats = max(1, min(8, sample // len(held)))
     walked = simulate_walk(
         held.repeat(repeats),
-        sizes.repeated(repeats),
+        replace(sizes, mean=sizes.mean.repeat(repeats), deviation=sizes.deviation.repeat(repeats)),
         rates,
         format,
         decay=decay,
@@ -640,14 +574,10 @@ def forecast_layer(
     )
     sampling = _EDGES / math.sqrt(FROZEN * len(held)) if len(index) < trained.value.numel() else 0.0
     count = max(1, round(len(held) / len(weights) * trained.value.numel()))
-    return LayerForecast(
-        **common,  # type: ignore[arg-type]
-        updates=sizes.source,
-        update_size=sizes.rms,
-        decay_lost=1 - walked.decay_made / walked.decay_wanted if walked.decay_wanted else None,
-        **_freezing(walked, rates, count, sampling, sizes, start),  # type: ignore[arg-type]
-        **_noise(held, sizes, rates, format),  # type: ignore[arg-type]
-    )
+    lost = 1 - walked.decay_made / walked.decay_wanted if walked.decay_wanted else None
+    freezing = _freezing(walked, rates, count, sampling, sizes, start)
+    noise = _noise(held, sizes, rates, format)
+    return replace(layer, updates=sizes.source, update_size=sizes.rms, decay_lost=lost, **freezing, **noise)
 
 
 def choose_sample(elements: int, most: int) -> Tensor:
@@ -665,21 +595,20 @@ def choose_sample(elements: int, most: int) -> Tensor:
 
 def _freezing(
     walked: Walk, rates: Tensor, count: int, sampling: float, sizes: UpdateSizes, start: int
-) -> dict[str, object]:
+) -> dict[str, Any]:
     """Return when a layer freezes, and which share of its updates is lost by then.
 
     `sampling` is how far the share that moves may be off, relative to itself, as only a sample was followed.
     """
     after = (rates > 0).nonzero()
     # Where the rate is 0 there is no update that could be lost.
-    last = int(after[-1]) if len(after) else -1
-
-    moved = walked.moved[: last + 1]
+    active = int(after[-1]) + 1 if len(after) else 0
+    moved, fewer, more = (one[:active] for one in (walked.moved, walked.fewer, walked.more))
     step = find_freeze_step(moved, count, sizes.run)
-    fewer, more = walked.fewer[: last + 1], walked.more[: last + 1]
     low = find_freeze_step(fewer * max(0.0, 1 - sampling), count, sizes.run, _EDGE)
     high = find_freeze_step(more * (1 + sampling), count, sizes.run, 1 - _EDGE)
-    shown = torch.linspace(0, last, min(_SHOWN, last + 1), dtype=torch.float64, device="cpu").long().unique().tolist()
+    places = torch.linspace(0, active - 1, min(_SHOWN, active), dtype=torch.float64, device="cpu")
+    shown = places.long().unique().tolist()
     weighed = float((walked.moved * rates).sum() / rates.sum()) if rates.sum() > 0 else 1.0
     return {
         "freeze_step": None if step is None else start + step,
@@ -691,7 +620,7 @@ def _freezing(
     }
 
 
-def _noise(weights: Tensor, sizes: UpdateSizes, rates: Tensor, format: Format) -> dict[str, float]:
+def _noise(weights: Tensor, sizes: UpdateSizes, rates: Tensor, format: Format) -> dict[str, Any]:
     """Return where stochastic rounding's noise is as large as the drift.
 
     An update u below the spacing d is rounded up with probability u / d (Croci et al., Royal Society Open Science 9,
@@ -700,30 +629,11 @@ def _noise(weights: Tensor, sizes: UpdateSizes, rates: Tensor, format: Format) -
     """
     up, down = find_gaps(weights, format)
     spacing = float(torch.minimum(up, down).median())
-    update = sizes.rms * sizes.growth * rates
-    below = (update / spacing).clamp_max(1)
-    # Updates above the spacing leave a fraction of it to be rounded, whose variance is d^2 / 6 on average.
-    variance = torch.where(below < 1, update * (spacing - update), spacing**2 / 6)
-    largest, drift = float(update.max()), float(update.sum())
+    largest = float((sizes.rms * sizes.growth * rates).max())
     # Weighed by itself: where most of the schedule's movement is.
     mean_rate = float(rates.square().sum() / rates.sum()) if rates.sum() > 0 else 0.0
-    smallest = torch.sort(torch.minimum(up, down)).values / 2
     return {
-        "freeze_update": float(smallest[min(len(smallest) - 1, math.ceil(FROZEN * len(smallest)) - 1)]),
         "relative": sizes.rms * mean_rate / float(weights.abs().median().clamp_min(1e-30)),
         "noise_drift": max(0.0, spacing - largest),
         "noise_steps": max(0.0, spacing / largest - 1) if largest else math.inf,
-        "noise_over_drift": float(variance.sum()) ** 0.5 / drift if drift else math.inf,
     }
-
-
-def _decoupled_decay(trained: Trained, rule: str) -> float:
-    decoupled = rule in ("AdamW", "Lion") or trained.options.get("decoupled_weight_decay")
-    return number(trained.options.get("weight_decay", 0.0)) if decoupled else 0.0
-
-
-def _denominator(trained: Trained, inputs: Inputs) -> torch.dtype | None:
-    """Return the dtype in which torch's loops add eps: the states', which is the parameter's."""
-    if not inputs.rule.startswith("Adam") or inputs.ours or trained.options.get("fused"):
-        return None
-    return find_second_moment(trained.state) or trained.dtype

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from ... import __version__, formats
@@ -10,24 +10,21 @@ from ..._names import described
 from ...pages import Cell, count, number, render, share
 from .._finding import in_words
 
+Plain = Mapping[str, Any]
+Columns = list[tuple[str, str, Callable[[Plain], Cell]]]
 _MOST_NAMES = 60
 # What fewer elements or steps than these show is said to rest on few.
 _SURE = 0.9
 
 
-def cause_cards(data: Mapping[str, Any], forecast: bool = False) -> list[dict[str, Any]]:
-    """Return the cards of the causes for the template, the worst first.
-
-    Args:
-        data: with `findings` as `Finding.to_dict` gives them, ranked, and `causes` as `plain_causes` does.
-        forecast: whether the findings are of what is to come, of which nothing was counted.
-    """
+def cause_cards(data: Plain, forecast: bool = False) -> list[dict[str, Any]]:
+    """Return the cards of the causes for the template, the worst first."""
     return [_card(cause, [data["findings"][k] for k in cause["findings"]], forecast) for cause in data["causes"]]
 
 
-def _card(cause: Mapping[str, Any], findings: Sequence[Mapping[str, Any]], forecast: bool) -> dict[str, Any]:
+def _card(cause: Plain, findings: Sequence[Plain], forecast: bool) -> dict[str, Any]:
     own = [one for one in findings if one["code"] == cause["code"]]
-    others: dict[str, list[Mapping[str, Any]]] = {}
+    others: dict[str, list[Plain]] = {}
     for one in findings:
         if one["code"] != cause["code"]:
             others.setdefault(one["code"], []).append(one)
@@ -41,7 +38,7 @@ def _card(cause: Mapping[str, Any], findings: Sequence[Mapping[str, Any]], forec
 
 
 def _summarize_consequences(
-    code: str, findings: Sequence[Mapping[str, Any]], own: Sequence[Mapping[str, Any]], forecast: bool
+    code: str, findings: Sequence[Plain], own: Sequence[Plain], forecast: bool
 ) -> dict[str, Any]:
     """Summarize the findings of another code that follow from a cause: the first in words, the others counted."""
     names, there = ([name for one in some for name in one["where"]] for some in (findings, own))
@@ -54,23 +51,14 @@ def _summarize_consequences(
     }
 
 
-def render_page(template: str, cards: Sequence[Mapping[str, Any]], charts: Mapping[str, Any], **words: Any) -> str:
-    """Return a page of what an instrument found, as text; it refers to nothing outside itself.
-
-    Args:
-        cards: of `cause_cards`.
-        charts: what its scripts read.
-        words: what its template needs besides.
-
-    Raises:
-        ValueError: jinja2 is missing.
-    """
+def render_page(template: str, cards: Sequence[Plain], charts: Plain, **words: Any) -> str:
+    """Return a page of what an instrument found, as text; it refers to nothing outside itself."""
     made_by = f"halfulp {__version__}"
     given = {"findings": cards, "codes": codes_on(cards), "versions": made_by, "data": charts}
     return render(__package__, template, **given, **words)
 
 
-def codes_on(cards: Sequence[Mapping[str, Any]]) -> list[tuple[str, str, bool]]:
+def codes_on(cards: Sequence[Plain]) -> list[tuple[str, str, bool]]:
     """Return the codes on the page, each once, with what it stands for, and whether the documentation has a page of it.
 
     A code that a user registered has none.
@@ -83,26 +71,21 @@ def codes_on(cards: Sequence[Mapping[str, Any]]) -> list[tuple[str, str, bool]]:
     return [(code, meanings.get(code, ""), code in own) for code in dict.fromkeys(codes)]
 
 
-def _line(one: Mapping[str, Any], forecast: bool) -> dict[str, Any]:
-    evidence = [(_words(key), _value(value)) for key, value in one["evidence"].items()]
+_EVIDENCE = {"lost": "share lost", "realised": "movement kept", "seen": "elements sampled"}
+
+
+def _line(one: Plain, forecast: bool) -> dict[str, Any]:
+    evidence = [(_EVIDENCE.get(key, key.replace("_", " ")), _value(value)) for key, value in one["evidence"].items()]
     if not forecast:
-        evidence.append(("how sure", _format_confidence(one["confidence"])))
+        # A sample is never wholly sure.
+        sure = one["confidence"]
+        evidence.append(("how sure", "over 99%" if sure > 0.99 else f"{100 * sure:.0f}%"))
     return {
         "where": in_words(one["where"]),
         "summary": one["summary"] + _describe_trainings(one.get("trainings", ())),
         "names": _names(one["where"]),
         "evidence": evidence,
     }
-
-
-def _words(key: str) -> str:
-    """Return the evidence's names in the page's words.
-
-    >>> _words("lost"), _words("freeze_step")
-    ('share lost', 'freeze step')
-    """
-    words = {"lost": "share lost", "realised": "movement kept", "seen": "elements sampled"}
-    return words.get(key, key.replace("_", " "))
 
 
 def _describe_trainings(numbers: Sequence[int]) -> str:
@@ -114,15 +97,6 @@ def _describe_trainings(numbers: Sequence[int]) -> str:
     if not numbers:
         return ""
     return f" (training{'s' if len(numbers) > 1 else ''} {', '.join(map(str, numbers))})"
-
-
-def _format_confidence(confidence: float) -> str:
-    """Return how sure a finding is, in per cent; a sample is never wholly sure.
-
-    >>> _format_confidence(0.5), _format_confidence(1.0)
-    ('50%', 'over 99%')
-    """
-    return "over 99%" if confidence > 0.99 else f"{100 * confidence:.0f}%"
 
 
 def _names(where: Sequence[str]) -> list[str]:

@@ -15,6 +15,8 @@ from .._text import KEPT, LOST, LOST_AND_KEPT, plural, times
 from ._findings import (
     TONES,
     UNSEEN,
+    Columns,
+    Plain,
     cause_cards,
     count_cell,
     dtype_word,
@@ -25,74 +27,52 @@ from ._findings import (
     share_cell,
 )
 
-Plain = Mapping[str, Any]
-Columns = list[tuple[str, str, Callable[[Plain], Cell]]]
-_STORAGE = (
-    "Parameters, and outputs of the modules that were seen: the dtype asked for, where one was, and the one there."
-)
 
-
-def observation_html(data: Mapping[str, Any]) -> str:
-    """Return the page of an observation as text; it refers to nothing outside itself.
-
-    Args:
-        data: what `Observation.to_dict` gives, also when read back from JSON.
-
-    Raises:
-        ValueError: jinja2 is missing.
-    """
-    record, cards = data.get("record", {}), cause_cards(data)
-    history, parameters = record.get("history", []), record.get("parameters", [])
-    charts: dict[str, Any] = map_data(record.get("tensors", ()), parameters, *_first(cards, data["findings"]))
-    has_map = bool(charts["tensors"])
-    curves = history_data(history)
+def observation_html(data: Plain) -> str:
+    """Return the page of what `Observation.to_dict` gives, as text."""
+    record, cards, trainings = data.get("record", {}), cause_cards(data), data.get("trainings", ())
+    parameters = record.get("parameters", [])
+    # The role of the tensors that show the first cause, and its names.
+    first = [data["findings"][k] for card in cards[:1] for k in card["findings"]]
+    first = [one for one in first if one["code"] == cards[0]["code"]]
+    role, where = first[0].get("role", "") if first else "", [name for one in first for name in one["where"]]
+    charts: dict[str, Any] = map_data(record.get("tensors", ()), parameters, role, where)
+    has_map, curves = bool(charts["tensors"]), history_data(record.get("history", []))
+    nothing = "Nothing was observed: no optimizer stepped"
     return render_page(
         "observation.html.j2",
         cards,
         (charts if has_map else {}) | ({"history": curves} if curves else {}),
-        headline=_headline(cards, data),
+        headline=headline(cards, _extent(data)) if cards or data["steps"] else nothing,
         lead=_lead(cards, data, record),
-        trainings=trainings_table(data.get("trainings", ())),
-        shown=shown_words(data.get("trainings", ())),
+        trainings=trainings_table(trainings),
+        shown=[one["number"] for one in trainings if one["shown"]],
         has_map=has_map,
         updates=updates_table(parameters),
         updates_words=LOST_AND_KEPT,
-        has_history=curves is not None,
-        history_words=history_words(history),
+        history_words=curves["words"] if curves else "",
         storage=storage_table(record),
-        storage_words=_STORAGE,
         extras=extra_tables(record),
         unseen=record.get("unseen", []),
         cost=_cost(data),
     )
 
 
-def _headline(cards: Sequence[Mapping[str, Any]], data: Mapping[str, Any]) -> str:
-    """Return the first diagnosis; of no steps, that nothing was observed."""
-    return headline(cards, _extent(data)) if cards or data["steps"] else "Nothing was observed: no optimizer stepped"
-
-
-def _first(cards: Sequence[Mapping[str, Any]], findings: Sequence[Mapping[str, Any]]) -> tuple[str, list[str]]:
-    """Return the role of the tensors that show the first cause, and its names."""
-    own = [findings[k] for card in cards[:1] for k in card["findings"] if findings[k]["code"] == card["code"]]
-    return (own[0].get("role", "") if own else ""), [name for one in own for name in one["where"]]
-
-
-def _extent(data: Mapping[str, Any]) -> str:
+def _extent(data: Plain) -> str:
     """Describe how much was observed: steps, of how many trainings."""
     steps = [one["steps"] for one in data.get("trainings", ())] or [data["steps"]]
     of = "" if len(steps) == 1 else f" of {len(steps)} trainings"
     return f"{plural(sum(steps), 'step')}{of}"
 
 
-def _cost(data: Mapping[str, Any]) -> str:
+def _cost(data: Plain) -> str:
     """Describe what observing cost, where that is known."""
     overhead = data.get("overhead")
     every = f"Tensors of one step in {data['interval']:,} were looked at. " if data.get("interval") else ""
     return f"{every}Observing took {times(overhead)} the run's own time." if overhead is not None else ""
 
 
-def _lead(cards: Sequence[Mapping[str, Any]], data: Mapping[str, Any], record: Mapping[str, Any]) -> str:
+def _lead(cards: Sequence[Plain], data: Plain, record: Plain) -> str:
     """Describe how many causes there are, and what was observed: sampled steps, parameters, optimizers."""
     parameters = record.get("parameters", [])
     elements = sum(one["numel"] for one in parameters)
@@ -111,13 +91,8 @@ def map_data(
 ) -> dict[str, Any]:
     """Return the data of the map's script: sampled tensors, formats, roles, and where it opens.
 
-    It opens on the tensors of the first cause, in the format that stores them, the most lost first.
-
-    Args:
-        tensors: as `plain_record` gives them.
-        parameters: likewise, for what rounding their updates lost.
-        role: of the tensors that show the first cause; empty without one.
-        where: its names, of these tensors or of modules around them.
+    It opens on the tensors of the first cause, of a role, at names of their own or of modules around them, in the
+    format that stores them, the most lost first.
     """
     sampled = [one for one in tensors if one["sampled"]]
     held = {one["name"]: one for one in parameters}
@@ -127,7 +102,7 @@ def map_data(
     order = {role: place for place, role in enumerate(get_args(Role))}
     roles = sorted({row["role"] for row in rows}, key=lambda role: order.get(role, len(order)))
     for row in rows:
-        row["found"] = row["role"] == role and any(_lies_in(row["name"], one) for one in where)
+        row["found"] = row["role"] == role and any(f"{row['name']}.".startswith(f"{one}.") for one in where)
     found = any(row["found"] for row in rows)
     return {
         "tensors": sorted(rows, key=lambda row: row["order"]),
@@ -139,10 +114,6 @@ def map_data(
     }
 
 
-def _lies_in(name: str, module: str) -> bool:
-    return name == module or name.startswith(f"{module}.")
-
-
 def _storage_format(rows: Sequence[Plain]) -> str:
     """Return the format that stores the tensors of the first cause among rows, or most of the rows."""
     found = [row for row in rows if row["found"]] or rows
@@ -151,16 +122,9 @@ def _storage_format(rows: Sequence[Plain]) -> str:
 
 def _tensor(one: Plain, parameter: Plain | None, weight: int | None) -> dict[str, Any]:
     smallest = one["amin"]
-    row = {
-        "role": one["role"],
-        "name": one["name"],
-        "kind": one["kind"],
+    row = {key: one[key] for key in ("role", "name", "kind", "order", "sampled", "elements", "nonfinite", "amax")}
+    row |= {
         "dtype": dtype_word(one["dtype"]),
-        "order": one["order"],
-        "sampled": one["sampled"],
-        "elements": one["elements"],
-        "nonfinite": one["nonfinite"],
-        "amax": one["amax"],
         "amin": smallest if isinstance(smallest, int | float) and math.isfinite(smallest) else 0,
         "bins": sorted([int(bin), many] for bin, many in one["histogram"].items()),
         "formats": {
@@ -231,43 +195,34 @@ def format_limits(name: str) -> dict[str, Any]:
 Points = list[tuple[int, float | None]]
 
 
-def history_data(history: Sequence[Mapping[str, Any]]) -> dict[str, Any] | None:
-    """Return the panels that there are values for; None without any.
-
-    Args:
-        history: `StepRecord`s as plain data, in order.
-    """
-    steps = [int(one["step"]) for one in history]
+def history_data(history: Sequence[Plain]) -> dict[str, Any] | None:
+    """Return the panels that `StepRecord`s as plain data have values for; None without any."""
     skipped = [int(one["step"]) for one in history if one["skipped"]]
     total = sum(one["skipped"] for one in history)
     panels: list[dict[str, Any]] = []
-    loss = _points(history, "loss")
-    if loss:
+    if loss := _points(history, "loss"):
         broken = [step for step, value in loss if value is None]
         note = f"× {plural(len(broken), 'step')} with NaN or infinity" if broken else ""
         panels.append({"title": "loss", "lines": [_line("", loss, "--c0")], "crosses": broken, "note": note})
     scales = [(step, math.log2(value) if value else None) for step, value in _points(history, "loss_scale")]
     if any(value is not None for _, value in scales):
         note = f"▲ {plural(total, 'step')} skipped" if total else "no step skipped"
-        panels.append(
-            {"title": "loss scale", "log": True, "lines": [_line("", scales, "--c6")], "marks": skipped, "note": note}
-        )
-    pairs = [(int(one["step"]), *one["exponents"]) for one in history if one["exponents"]]
-    if pairs:
+        lines = [_line("", scales, "--c6")]
+        panels.append({"title": "loss scale", "log": True, "lines": lines, "marks": skipped, "note": note})
+    if pairs := [(int(one["step"]), *one["exponents"]) for one in history if one["exponents"]]:
         lines = [
             _line("largest", [(step, high) for step, _, high in pairs], "--c5"),
             _line("smallest", [(step, low) for step, low, _ in pairs], "--c4", True),
         ]
         panels.append({"title": "gradient exponents of the sites", "log": True, "lines": lines})
-    rates = _points(history, "lr")
-    if rates:
+    if rates := _points(history, "lr"):
         panels.append({"title": "learning rate", "zero": True, "lines": [_line("", rates, "--c1")]})
     if not panels:
         return None
-    return {"steps": steps, "panels": panels, "words": history_words(history)}
+    return {"steps": [int(one["step"]) for one in history], "panels": panels, "words": history_words(history)}
 
 
-def history_words(history: Sequence[Mapping[str, Any]]) -> str:
+def history_words(history: Sequence[Plain]) -> str:
     """Describe the curves for readers who cannot see them."""
     said = [f"{len(history):,} steps on record"]
     for key, word in (("loss", "loss"), ("loss_scale", "loss scale"), ("lr", "learning rate")):
@@ -287,7 +242,7 @@ def _line(name: str, points: Points, colour: str, dash: bool = False) -> dict[st
     return {"name": name, "points": points, "colour": colour, "dash": dash}
 
 
-def _points(history: Sequence[Mapping[str, Any]], key: str) -> Points:
+def _points(history: Sequence[Plain], key: str) -> Points:
     """Return the steps that have a value, with it in 5 digits; None where it is NaN or infinite."""
     found = ((int(one["step"]), one[key]) for one in history if one[key] is not None)
     return [(step, float(f"{value:.5g}") if isinstance(value, int | float) else None) for step, value in found]
@@ -338,7 +293,13 @@ def storage_table(data: Plain) -> Table:
         ("asked", "", wanted),
         ("there", "", there),
         ("elements", "number minor", of_parameter(lambda one: count_cell(one["numel"], shape_words(one["shape"])))),
-        ("gradient", "minor", of_parameter(_gradient)),
+        (
+            "gradient",
+            "minor",
+            of_parameter(
+                lambda one: Cell(dtype_word(one["gradient_dtype"]), sort=None if one["gradient_dtype"] else "")
+            ),
+        ),
         ("optimizer", "", of_parameter(_optimizer_cell)),
         ("weight update", "", of_parameter(lambda one: Cell(one["weight_update"]) if one["optimizer"] else UNSEEN)),
         ("states", "", of_parameter(_state_dtypes)),
@@ -372,10 +333,6 @@ def extra_tables(data: Plain) -> list[Table]:
         found.append(make_table(key, caption, data.get(key, ()), differences))
     found.append(_sites(data.get("sites", ())))
     return [table for table in found if table.rows]
-
-
-def _gradient(one: Plain) -> Cell:
-    return Cell(dtype_word(one["gradient_dtype"]), sort=None if one["gradient_dtype"] else "")
 
 
 def _optimizer_cell(one: Plain) -> Cell:
@@ -435,11 +392,7 @@ def _word(value: Any) -> str:
 
 
 def trainings_table(trainings: Sequence[Plain]) -> Table:
-    """Return a row per training; without rows where there are not several.
-
-    Args:
-        trainings: as `Report.to_dict` gives them.
-    """
+    """Return a row per training of `Report.to_dict`; without rows where there are not several."""
 
     def verdict(one: Plain) -> Cell:
         found = Counter(finding["severity"] for finding in one["findings"])
@@ -459,14 +412,3 @@ def trainings_table(trainings: Sequence[Plain]) -> Table:
     ]
     several = trainings if len(trainings) > 1 else ()
     return make_table("trainings", "The trainings of the script", several, columns, "filter, as a model's name")
-
-
-def shown_words(trainings: Sequence[Mapping[str, Any]]) -> str:
-    """Return which training the rest of the page is of."""
-    shown = [one["number"] for one in trainings if one["shown"]]
-    if len(trainings) < 2 or not shown:
-        return ""
-    return (
-        f"The script trained {len(trainings)} times. The findings are those of all; what follows this table is of "
-        f"training {shown[0]}, the longest, and observe.json holds the others too."
-    )

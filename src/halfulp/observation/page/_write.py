@@ -6,7 +6,7 @@ import itertools
 import math
 import os
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 
 from ...pages import Cell, Table, count, make_table, number, share, write_whole
@@ -15,6 +15,8 @@ from .._text import KEPT, LOST, bytes_in_words, plural
 from ._findings import (
     TONES,
     UNSEEN,
+    Columns,
+    Plain,
     cause_cards,
     count_cell,
     dtype_word,
@@ -26,22 +28,19 @@ from ._findings import (
 )
 from ._observation import observation_html
 
-Plain = Mapping[str, Any]
-Columns = list[tuple[str, str, Callable[[Plain], Cell]]]
 _STATUS = {"nonfinite": "bad", "dtype-changed": "open", "unchanged": "bad", "barely-moved": "open", "constant": "open"}
 # Shares from this power of ten to 30% are told apart by how deep their colour is.
 _FAINTEST = -4
 
 
+_CONTRACT: Columns = [
+    ("name", "", lambda one: Cell(one["name"])),
+    ("difference", "", lambda one: Cell(one["difference"])),
+]
+
+
 def audit_html(data: Plain) -> str:
-    """Return the page of an audit as text; it refers to nothing outside itself.
-
-    Args:
-        data: what `Audit.to_dict` gives, also when read back from JSON.
-
-    Raises:
-        ValueError: jinja2 is missing.
-    """
+    """Return the page of what `Audit.to_dict` gives, as text."""
     cards, tensors = cause_cards(data), data["tensors"]
     shares = _change_shares(data["groups"], {one["name"]: one for one in tensors})
     return render_page(
@@ -53,8 +52,8 @@ def audit_html(data: Plain) -> str:
         groups=_groups(data["groups"]),
         states=_states(data["states"]),
         tensors=_tensors(tensors),
-        share_words=f"Hardly moved: less than {data['share']:g} ulp on average.",
-        contract=_contract(data["contract"]),
+        share=data["share"],
+        contract=make_table("contract", "Precision contracts that differ", data["contract"], _CONTRACT),
         unseen=data["unseen"],
     )
 
@@ -127,14 +126,6 @@ def _remedy(update: Plain) -> Cell:
     return Cell(", ".join(name for name, part in update["lost_by"].items() if part <= limit) or "–")
 
 
-def _contract(differences: Sequence[Plain]) -> Table:
-    columns: Columns = [
-        ("name", "", lambda one: Cell(one["name"])),
-        ("difference", "", lambda one: Cell(one["difference"])),
-    ]
-    return make_table("contract", "Precision contracts that differ", differences, columns)
-
-
 def _change_shares(groups: Sequence[Plain], tensors: Mapping[str, Plain]) -> dict[str, Any] | None:
     """Return one row per group: its changes by power of two of an ulp, unchanged elements in their own column."""
     rows, bins = [], set()
@@ -175,12 +166,16 @@ def _change_shares(groups: Sequence[Plain], tensors: Mapping[str, Plain]) -> dic
 
 
 def _depth(part: float) -> float:
-    return round(0.14 + 0.86 * min(1.0, max(0.0, (math.log10(part) - _FAINTEST) / 3.5)), 3) if part else 0.0
+    return _darken(min(1.0, max(0.0, (math.log10(part) - _FAINTEST) / 3.5))) if part else 0.0
 
 
 def _unchanged_cell(part: float, at: int) -> list[list[Any]]:
     """Return the cell of the elements that stayed, if any, the darker the more."""
-    return [[at, at + 2, round(0.14 + 0.86 * part, 3), "lost"]] if part else []
+    return [[at, at + 2, _darken(part), "lost"]] if part else []
+
+
+def _darken(part: float) -> float:
+    return round(0.14 + 0.86 * part, 3)
 
 
 def _power(exponent: int) -> str:
@@ -197,14 +192,7 @@ def _both(dtypes: Sequence[str | None]) -> str:
 
 
 def forecast_html(data: Plain) -> str:
-    """Return the page of a forecast as text; it refers to nothing outside itself.
-
-    Args:
-        data: what `Forecast.to_dict` gives, also when read back from JSON.
-
-    Raises:
-        ValueError: jinja2 is missing.
-    """
+    """Return the page of what `Forecast.to_dict` gives, as text."""
     cards, shares = cause_cards(data, forecast=True), _loss_shares(data)
     return render_page(
         "forecast.html.j2",
@@ -213,7 +201,6 @@ def forecast_html(data: Plain) -> str:
         headline=headline(cards, _extent(data)),
         lead=_forecast_lead(cards, data),
         layers=_layers(data["layers"]),
-        layers_words="Share of updates lost: those that change nothing, each step weighed by its learning rate.",
         costs=_costs(data["costs"]),
         unseen=data["notes"],
     )
@@ -324,10 +311,6 @@ Instrument = Literal["observe", "audit", "forecast"]
 
 def write_page(instrument: Instrument, data: Mapping[str, Any], path: str | os.PathLike[str]) -> None:
     """Write what an instrument found as one self-contained HTML file, whole or not at all.
-
-    Args:
-        data: what its result's `to_dict` gives, also when read back from JSON.
-        path: of the file; one that is there is replaced.
 
     Raises:
         ValueError: jinja2 is missing, or the file cannot be written.

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import gc
 import inspect
 import itertools
+import math
 import sys
+import traceback
 import weakref
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from types import FrameType, TracebackType
+from types import ModuleType
 from typing import Any
 
 import torch
@@ -31,6 +34,7 @@ from ..findings import findings_of
 from ..observing._averages import read_averages
 from ..observing._observation import Observation, write_summary
 from ..observing._observe import find_scheduler, observe
+from ._run import replace_function
 
 SCALERS = (torch.amp.GradScaler, AdaptiveGradScaler)
 
@@ -82,14 +86,10 @@ class Found:
 
 
 def find(optimizers: Sequence[torch.optim.Optimizer], used: Container[torch.amp.GradScaler] = ()) -> Found | None:
-    """Find the model, scaler and so on of optimizers; None where no module holds any of their parameters.
-
-    Args:
-        used: scalers that belong to others, and are taken only where there is no other one.
-    """
+    """Find the model, scaler and so on of optimizers; None where no module holds any of their parameters."""
     order = [id(parameter) for one in optimizers for _, _, parameter in model_parameters(one)]
     wanted = {key: place for place, key in reversed(list(enumerate(order)))}
-    modules, scalers, averages = _alive()
+    modules, scalers = _find_modules(), _find_living(SCALERS)
     children = {id(child) for module in modules for child in module.children()}
     roots = [(module, _parameter_ids(module) & wanted.keys()) for module in modules if id(module) not in children]
     roots = [(module, held) for module, held in roots if held]
@@ -102,14 +102,14 @@ def find(optimizers: Sequence[torch.optim.Optimizer], used: Container[torch.amp.
     for one in covering:
         wrapped.setdefault(id(_unwrap(one)), [_unwrap(one)]).append(one)
     chosen = list(wrapped.values())
-    single = len(chosen) == 1
-    model = chosen[0][0] if single else Together([same[0] for same in chosen], names_in_script(chosen))
+    model = chosen[0][0] if len(chosen) == 1 else Together([same[0] for same in chosen], names_in_script(chosen))
+    # Those that belong to others are taken only where there is no other one.
     free = [scaler for scaler in scalers if scaler not in used] or scalers
     return Found(
         model,
         free[0] if len(free) == 1 else None,
         find_scheduler(optimizers),
-        _average_of(model, averages),
+        _average_of(model, modules),
         any(map(_is_compiled, covering)),
     )
 
@@ -117,33 +117,27 @@ def find(optimizers: Sequence[torch.optim.Optimizer], used: Container[torch.amp.
 def model_of(parameters: Iterable[nn.Parameter]) -> nn.Module | None:
     """Return the outermost module that holds all of some parameters, None where none does."""
     wanted = {id(parameter) for parameter in parameters}
-    modules, _, _ = _alive()
-    holding = [module for module in modules if wanted <= _parameter_ids(module)]
+    holding = [module for module in _find_modules() if wanted <= _parameter_ids(module)]
     return _unwrap(max(holding, key=lambda module: sum(1 for _ in module.modules()))) if holding else None
 
 
-def _alive() -> tuple[list[nn.Module], list[torch.amp.GradScaler], list[AveragedModel | EMA]]:
-    modules: list[nn.Module] = []
-    scalers: list[torch.amp.GradScaler] = []
-    averages: list[AveragedModel | EMA] = []
-    for thing in gc.get_objects():
-        # Proxies answer isinstance for what they stand for, and may raise when they are asked.
-        kind = type(thing)
-        if issubclass(kind, nn.Module):
-            modules.append(thing)
-        elif issubclass(kind, SCALERS):
-            scalers.append(thing)
-        elif issubclass(kind, EMA):
-            averages.append(thing)
-    ready = [module for module in modules if "_parameters" in vars(module) and "_modules" in vars(module)]
-    # One whose construction failed may be alive without the model that it averages.
-    averages += [module for module in ready if isinstance(module, AveragedModel) and "module" in module._modules]
-    return [module for module in ready if not isinstance(module, Together)], scalers, averages
+def _find_living(kind: Any) -> list[Any]:
+    # Proxies answer isinstance for what they stand for, and may raise when they are asked.
+    return [thing for thing in gc.get_objects() if issubclass(type(thing), kind)]
 
 
-def _average_of(model: nn.Module, averages: list[AveragedModel | EMA]) -> AveragedModel | EMA | None:
+def _find_modules() -> list[nn.Module]:
+    """Return the living modules whose construction is done, but those that hold models together for an observation."""
+    ready = [one for one in _find_living(nn.Module) if "_parameters" in vars(one) and "_modules" in vars(one)]
+    return [module for module in ready if not isinstance(module, Together)]
+
+
+def _average_of(model: nn.Module, modules: list[nn.Module]) -> AveragedModel | EMA | None:
     """Return the one average of all parameters of a model and no others."""
     live = {name: parameter.shape for name, parameter in model.named_parameters()}
+    # One whose construction failed may be alive without the model that it averages.
+    averaged = [one for one in modules if isinstance(one, AveragedModel) and "module" in one._modules]
+    averages = [*_find_living(EMA), *averaged]
     found = [one for one in averages if {name: x.shape for name, x in read_averages(one).items()} == live]
     return found[0] if len(found) == 1 else None
 
@@ -194,51 +188,30 @@ def names_in_script(models: Sequence[Iterable[nn.Module]]) -> list[str | None]:
     """
     wanted = {id(one): place for place, same in enumerate(models) for one in same}
     found: dict[int, str] = {}
-    for frame in reversed(list(_frames())):
-        for variables in (_locals(frame), dict(frame.f_globals)):
-            for name, value in _bound(variables):
-                place = wanted.get(id(value))
-                if place is not None and name.isidentifier() and name != "self" and not name.startswith("__"):
-                    found.setdefault(place, name)
+    frames = [frame for frame, _ in traceback.walk_stack(None)]
+    frames = [one for one in frames if str(one.f_globals.get("__name__", "")).split(".")[0] not in _SKIPPED_PACKAGES]
+    for frame in reversed(frames):
+        variables = dict(frame.f_locals)
+        # Until Python 3.12 a function's frame keeps alive what was read; a module's frame has its globals.
+        if frame.f_code.co_flags & inspect.CO_OPTIMIZED and sys.version_info < (3, 13):
+            frame.f_locals.clear()
+        for name, value in itertools.chain(_bound(variables), _bound(dict(frame.f_globals))):
+            place = wanted.get(id(value))
+            if place is not None and name.isidentifier() and name != "self" and not name.startswith("__"):
+                found.setdefault(place, name)
     return [found.get(place) for place in range(len(models))]
 
 
-def _frames() -> Iterator[FrameType]:
-    """Yield the frames of the script, the innermost first."""
-    frame: FrameType | None = sys._getframe(1)
-    while frame is not None:
-        if str(frame.f_globals.get("__name__", "")).split(".")[0] not in _SKIPPED_PACKAGES:
-            yield frame
-        frame = frame.f_back
-
-
-def _locals(frame: FrameType) -> dict[str, Any]:
-    """Return a frame's variables, which its own copy of them does not keep alive afterwards."""
-    found = dict(frame.f_locals)
-    # Until Python 3.12 a function's frame holds what was read until it is read again; a module's frame has its globals.
-    if frame.f_code.co_flags & inspect.CO_OPTIMIZED and sys.version_info < (3, 13):
-        frame.f_locals.clear()
-    return found
-
-
 def _bound(variables: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
-    """Yield variables, then what attributes of objects and items of dictionaries among them hold, with their names."""
+    """Yield variables, then what attributes of plain objects and items of dictionaries among them hold, by name."""
     yield from variables.items()
     for value in variables.values():
-        inner = value if type(value) is dict else getattr(type(value), "__dict__", None) and _attributes(value)
-        if isinstance(inner, dict) and len(inner) <= _MOST_ATTRIBUTES:
+        try:
+            inner = value if type(value) is dict else object.__getattribute__(value, "__dict__")
+        except Exception:  # objects without one, and those that raise for any question
+            continue
+        if type(inner) is dict and not isinstance(value, ModuleType) and len(inner) <= _MOST_ATTRIBUTES:
             yield from ((name, one) for name, one in list(inner.items()) if isinstance(name, str))
-
-
-def _attributes(value: Any) -> dict[str, Any] | None:
-    """Return the attributes of a plain object, or of an outer module and its children; None of classes and modules."""
-    try:
-        own = object.__getattribute__(value, "__dict__")
-    except Exception:  # objects without one, and those that raise for any question
-        return None
-    if type(own) is not dict or isinstance(value, type(sys)):
-        return None
-    return own
 
 
 class Training:
@@ -252,9 +225,8 @@ class Training:
         model: name of the model's class.
         together: whether it is of several models.
         compiled: whether some of the model runs compiled.
-        optimizers: weak references.
         kinds: names of the optimizers' classes.
-        span: the first and the last of the script's optimizer steps that were its own, counted over all; None before.
+        span: the first and the last of the script's optimizer steps that were its own, counted over all.
         record: what was counted, once it has ended.
     """
 
@@ -267,12 +239,11 @@ class Training:
     ) -> None:
         self.number: int | None = None
         self.model: str = found.name
-        self.optimizers: list[weakref.ref[torch.optim.Optimizer]] = [weakref.ref(one) for one in optimizers]
         self.together: bool = isinstance(found.model, Together)
         self.compiled: bool = found.compiled
         self.kinds: list[str] = list(dict.fromkeys(type(one).__name__ for one in optimizers))
         self.interval: int = interval
-        self.span: tuple[int, int] | None = None
+        self.span: tuple[float, float] = (math.inf, -math.inf)
         self.record: Record | None = None
         self._steps: int = 0
         self._overhead: float | None = None
@@ -297,11 +268,8 @@ class Training:
         return None if self.record is not None else self._observation()
 
     def end(self, observation: Observation | None = None) -> None:
-        """Stop observing and keep the record alone.
-
-        Args:
-            observation: its own, where weak references to it are gone already.
-        """
+        """Stop observing and keep the record alone."""
+        # Its own is given where weak references to it are gone already.
         observation = observation or self.observation
         if observation is None or self.record is not None:
             return
@@ -312,31 +280,21 @@ class Training:
 
     def sample_next(self) -> None:
         """Sample the next step too: the one before had begun when it was first seen."""
-        observation = self.observation
-        if observation is not None:
+        if (observation := self.observation) is not None:
             observation.stop()
             observation.start()
 
     def models(self) -> list[nn.Module]:
         """Return the models that are trained together, or the one; none after the end."""
-        observation = self.observation
-        if observation is None:
-            return []
-        return list(observation.model.children()) if isinstance(observation.model, Together) else [observation.model]
-
-    def parameters(self) -> set[int]:
-        """Return the ids of its model's parameters while it runs."""
-        observation = self.observation
-        return set() if observation is None else {id(one) for one in observation.model.parameters()}
+        model = None if self.observation is None else self.observation.model
+        return list(model.children()) if isinstance(model, Together) else [] if model is None else [model]
 
     def stepped(self, at: int) -> None:
         """Note a step of one of its optimizers."""
-        self.span = (at if self.span is None else self.span[0], at)
+        self.span = (min(self.span[0], at), at)
 
     def overlaps(self, other: Training) -> bool:
         """Return whether steps of both lie between each other."""
-        if self.span is None or other.span is None:
-            return False
         return self.span[0] < other.span[1] and other.span[0] < self.span[1]
 
     def __len__(self) -> int:
@@ -373,75 +331,57 @@ def _name_model(finding: Finding) -> Finding:
     return replace(finding, write=of_model(finding.write, names.pop())) if len(names) == 1 else finding
 
 
+@dataclass
 class _Guard:
     """Ends a training when its observation is garbage."""
 
-    def __init__(self, training: Training, observation: Observation) -> None:
-        self._training, self._observation = training, observation
+    training: Training
+    observation: Observation
 
     def __del__(self) -> None:
-        self._training.end(self._observation)
+        self.training.end(self.observation)
 
 
-class BackwardLosses:
-    """Tells a listener each loss of one element that a backward pass begins with, while the context is open.
+@contextlib.contextmanager
+def tell_backward_losses(listener: Callable[[torch.Tensor], None]) -> Iterator[None]:
+    """Tell a listener each loss of one element, detached, that a backward pass begins with, before it does.
 
     `torch.autograd.backward` and the scalers' `scale` are wrapped for that time. What a scaler was given is the loss;
     of what was computed from a scaled loss (a share of it, a sum), the factor between the two is taken off.
-
-    Args:
-        listener: called with the loss, detached, before its backward pass.
     """
+    # The last loss of a scaler that no backward pass has begun with: what the scaler made of it, and itself.
+    scaled: list[tuple[weakref.ref[torch.Tensor], torch.Tensor, torch.Tensor]] = []
 
-    def __init__(self, listener: Callable[[torch.Tensor], None]) -> None:
-        self._listener = listener
-        self._backward: Any = None
-        self._scales: dict[type, Any] = {}
-        self._scaled: tuple[weakref.ref[torch.Tensor], torch.Tensor, torch.Tensor] | None = None
+    def undo_scale(tensor: torch.Tensor) -> torch.Tensor:
+        if not scaled:
+            return tensor.detach()
+        result, large, loss = scaled.pop()
+        if result() is tensor:
+            return loss
+        factor = in_float64(large) / in_float64(loss)
+        known = bool(factor.isfinite()) and bool(factor)
+        return (tensor.detach() / factor.item()).to(tensor.dtype) if known else tensor.detach()
 
-    def __enter__(self) -> BackwardLosses:
-        self._backward = torch.autograd.backward
-        torch.autograd.backward = self._tell_losses(self._backward)
-        for kind in SCALERS:
-            self._scales[kind] = kind.scale
-            kind.scale = self._note_scales(kind.scale)  # type: ignore[method-assign]
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        torch.autograd.backward = self._backward
-        for scaler, scale in self._scales.items():
-            scaler.scale = scale  # type: ignore[attr-defined]
-        self._scaled = None
-
-    def _tell_losses(self, backward: Any) -> Any:
-        @functools.wraps(backward)
-        def note_and_run(tensors: Any, *args: Any, **options: Any) -> Any:
+    def tell_losses(backward: Any) -> Any:
+        def told(tensors: Any, *args: Any, **options: Any) -> Any:
             single = tensors[0] if isinstance(tensors, Sequence) and len(tensors) == 1 else tensors
             if isinstance(single, torch.Tensor) and single.numel() == 1:
-                self._listener(self._undo_scale(single))
+                listener(undo_scale(single))
             return backward(tensors, *args, **options)
 
-        return note_and_run
+        return told
 
-    def _note_scales(self, scale: Any) -> Any:
-        @functools.wraps(scale)
+    def note_scales(scale: Any) -> Any:
         def noted(scaler: Any, outputs: Any) -> Any:
             result = scale(scaler, outputs)
             if isinstance(outputs, torch.Tensor) and outputs.numel() == 1:
-                self._scaled = weakref.ref(result), result.detach(), outputs.detach()
+                scaled[:] = [(weakref.ref(result), result.detach(), outputs.detach())]
             return result
 
         return noted
 
-    def _undo_scale(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Return a loss without the factor of the scaler that made it."""
-        if self._scaled is None:
-            return tensor.detach()
-        (result, scaled, loss), self._scaled = self._scaled, None
-        if result() is tensor:
-            return loss
-        factor = in_float64(scaled) / in_float64(loss)
-        known = bool(factor.isfinite()) and bool(factor)
-        return (tensor.detach() / factor.item()).to(tensor.dtype) if known else tensor.detach()
+    with contextlib.ExitStack() as replaced:
+        replaced.enter_context(replace_function(torch.autograd, "backward", tell_losses))
+        for kind in SCALERS:
+            replaced.enter_context(replace_function(kind, "scale", note_scales))
+        yield

@@ -8,7 +8,6 @@ import multiprocessing.process
 import os
 import runpy
 import signal
-import subprocess
 import sys
 import threading
 import traceback
@@ -25,6 +24,17 @@ _RUNPY = ("<frozen runpy>", runpy.__file__)
 # group whose threads are still ending is not taken apart under their feet, which can wait for ever.
 _KEPT: list[object] = []
 _HERE = os.path.dirname(os.path.realpath(__file__))
+
+
+@contextlib.contextmanager
+def replace_function(owner: Any, name: str, wrap: Callable[[Any], Any]) -> Iterator[None]:
+    """Put what wraps a function of a module or a class in its place, for a while."""
+    original = getattr(owner, name)
+    setattr(owner, name, functools.wraps(original)(wrap(original)))
+    try:
+        yield
+    finally:
+        setattr(owner, name, original)
 
 
 @dataclass(frozen=True)
@@ -97,103 +107,80 @@ def _run_as_main(path: str, arguments: Sequence[str], module: bool) -> Iterator[
         sys.path[:] = search
 
 
-@contextlib.contextmanager
-def _leaving(leave: Callable[[Ending], int] | None) -> Iterator[None]:
+def _leaving(leave: Callable[[Ending], int] | None) -> contextlib.AbstractContextManager[None]:
     """Let somebody report before os._exit; of this process alone, since processes forked from it end by it too."""
-    leave_now, own = os._exit, os.getpid()
+    own = os.getpid()
 
-    def left(status: int) -> None:
-        if os.getpid() == own and leave is not None:
-            os._exit = leave_now
-            status = leave(Ending(status & 0xFF, "exited"))
-            for stream in (sys.stdout, sys.stderr):
-                with contextlib.suppress(OSError, ValueError):
-                    stream.flush()
-        leave_now(status)
+    def wrap(leave_now: Callable[[int], None]) -> Callable[[int], None]:
+        def left(status: int) -> None:
+            if os.getpid() == own and leave is not None:
+                os._exit = leave_now  # type: ignore[assignment]
+                status = leave(Ending(status & 0xFF, "exited"))
+                _flush_streams()
+            leave_now(status)
 
-    os._exit = left  # type: ignore[assignment]
-    try:
-        yield
-    finally:
-        os._exit = leave_now
+        return left
+
+    return replace_function(os, "_exit", wrap)
+
+
+def _flush_streams() -> None:
+    for stream in (sys.stdout, sys.stderr):
+        with contextlib.suppress(OSError, ValueError):
+            stream.flush()
 
 
 def _exit_code(ending: SystemExit) -> Ending:
     """Return the exit code for an argument of sys.exit: None is 0, a number itself, anything else is printed and 1."""
-    code = ending.code
-    if code is None:
-        return Ending(0, "exited")
-    if isinstance(code, int):
-        return Ending(code & 0xFF, "exited")
-    print(code, file=sys.stderr)
+    if ending.code is None or isinstance(ending.code, int):
+        return Ending((ending.code or 0) & 0xFF, "exited")
+    print(ending.code, file=sys.stderr)
     return Ending(1, "exited")
 
 
 def _trim_traceback(trace: TracebackType | None) -> TracebackType | None:
     """Return the traceback without the frames that lead to the script: those of this package and of runpy."""
-    at = trace
-    while at is not None:
-        file = at.tb_frame.f_code.co_filename
+    while trace is not None:
+        file = trace.tb_frame.f_code.co_filename
         if os.path.dirname(os.path.realpath(file)) != _HERE and file not in _RUNPY:
-            return at
-        at = at.tb_next
-    return None
+            break
+        trace = trace.tb_next
+    return trace
 
 
 # Modules whose processes load data, share memory or wait for work: the function that they run is no training's.
 _HELPERS = ("torch.utils.data.", "torch.multiprocessing.", "multiprocessing.", "concurrent.futures.", "multiprocess.")
 _SPAWN = "torch.multiprocessing.spawn"
-_LAUNCHERS = ("python", "torchrun", "accelerate", "deepspeed")
 REMEDY = (
     "put `with hu.observe(model, optimizer, interval=50) as seen:` around the loop in that function, and "
     "`seen.to_html('observe.html')` after it: rank 0 writes the page; or train in one process, without spawn"
 )
 
-# Their methods are replaced for a while.
-_PROCESS: Any = multiprocessing.process.BaseProcess
-_POPEN: Any = subprocess.Popen
-
 
 class Children:
-    """Notes the processes that are started while the context is open.
+    """Notes the processes that a script starts by multiprocessing.
 
     Attributes:
-        functions: what runs in those of multiprocessing, helpers left out, one name each.
+        functions: what runs in them, helpers left out, one name each.
         spawned: whether torch.multiprocessing.spawn started some.
-        launched: launchers of Python that were started as programs.
     """
 
     def __init__(self) -> None:
         self.functions: list[str] = []
         self.spawned: bool = False
-        self.launched: list[str] = []
         self._own: int = os.getpid()
-        self._start: Any = None
-        self._popen: Any = None
 
-    def __enter__(self) -> Children:
-        self._start, self._popen = _PROCESS.start, _POPEN.__init__
-        start, popen = self._start, self._popen
+    def watch(self) -> contextlib.AbstractContextManager[None]:
+        """Note what is started while the context is open."""
 
-        @functools.wraps(start)
-        def started(process: multiprocessing.process.BaseProcess) -> None:
-            self._note(process)  # start() forgets the function
-            start(process)
+        def wrap(start: Callable[[multiprocessing.process.BaseProcess], None]) -> Callable[..., None]:
+            def started(process: multiprocessing.process.BaseProcess) -> None:
+                self._note(process)  # start() forgets the function
+                start(process)
 
-        @functools.wraps(popen)
-        def opened(program: Any, args: Any, *more: Any, **options: Any) -> None:
-            popen(program, args, *more, **options)
-            name = os.path.basename(str(args[0] if isinstance(args, list | tuple) and args else args).split(" ")[0])
-            if os.getpid() == self._own and name.startswith(_LAUNCHERS):
-                self.launched.append(name)
+            return started
 
-        _PROCESS.start, _POPEN.__init__ = started, opened
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        _PROCESS.start, _POPEN.__init__ = self._start, self._popen
+        return replace_function(multiprocessing.process.BaseProcess, "start", wrap)
 
     def _note(self, process: multiprocessing.process.BaseProcess) -> None:
         if os.getpid() != self._own:
@@ -201,32 +188,26 @@ class Children:
         target, args = vars(process).get("_target"), vars(process).get("_args") or ()
         if getattr(target, "__module__", "") == _SPAWN and args:
             self.spawned = True
-            self.functions.append(_name(args[0]))
+            self.functions.append(_name_of(args[0]))
         elif target is None:
             self.functions.append(type(process).__name__)
         elif not str(getattr(target, "__module__", "")).startswith(_HELPERS):
-            self.functions.append(_name(target))
+            self.functions.append(_name_of(target))
 
     def why_unseen(self) -> str:
         """Explain that training may have run in processes that the script started, and what to write instead.
 
         Empty where it started none.
         """
-        if self.functions:
-            by = "torch.multiprocessing.spawn" if self.spawned else "multiprocessing"
-            count, names = len(self.functions), ", ".join(dict.fromkeys(self.functions))
-            many = "a process" if count == 1 else f"{count} processes"
-            return f"it started {many} by {by}, where {names} runs, and what trains there is not seen here: {REMEDY}"
-        if self.launched:
-            names = ", ".join(dict.fromkeys(self.launched))
-            return (
-                f"it started {names}, and what trains there is not seen here: put `halfulp observe` before the script "
-                "that this runs"
-            )
-        return ""
+        if not self.functions:
+            return ""
+        by = "torch.multiprocessing.spawn" if self.spawned else "multiprocessing"
+        count, names = len(self.functions), ", ".join(dict.fromkeys(self.functions))
+        many = "a process" if count == 1 else f"{count} processes"
+        return f"it started {many} by {by}, where {names} runs, and what trains there is not seen here: {REMEDY}"
 
 
-def _name(function: Any) -> str:
+def _name_of(function: Any) -> str:
     return str(getattr(function, "__name__", None) or type(function).__name__)
 
 
@@ -253,9 +234,7 @@ class Termination:
                 os.register_at_fork(after_in_child=self._release)
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self._release()
         if self._received:
             self._end()
@@ -282,7 +261,5 @@ class Termination:
         self._handles = False
 
     def _end(self) -> None:
-        for stream in (sys.stdout, sys.stderr):
-            with contextlib.suppress(OSError, ValueError):
-                stream.flush()
+        _flush_streams()
         os.kill(os.getpid(), signal.SIGTERM)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import functools
+import contextlib
 import gc
 import itertools
 import math
@@ -11,7 +11,6 @@ import warnings
 import weakref
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from types import TracebackType
 from typing import Any
 
 import torch
@@ -25,8 +24,8 @@ from ...sinks import Row, RowFile
 from .._finding import Finding, plain_causes
 from ..findings._kind import rank_with_causes
 from ..page import write_page
-from ._find import BackwardLosses, Found, Training, find
-from ._run import Children
+from ._find import Found, Training, find, tell_backward_losses
+from ._run import Children, replace_function
 
 # What a compiled module says of a hook on all modules, which is gone before the compiled code runs.
 _OF_GLOBAL_HOOKS = r"Using `torch\.compile\(module\)` when there are global hooks"
@@ -63,10 +62,10 @@ class Watch(StepWatcher):
         self._numbers = itertools.count(1)
         self.trainings: list[Training] = []
         self.unseen: list[str] = []
-        self._waiting: list[weakref.ref[Optimizer]] = []
+        # Optimizers that have no training yet, in order.
+        self._waiting: weakref.WeakKeyDictionary[Optimizer, None] = weakref.WeakKeyDictionary()
         self._training_of: weakref.WeakKeyDictionary[Optimizer, Training | None] = weakref.WeakKeyDictionary()
         self._used: weakref.WeakSet[torch.amp.GradScaler] = weakref.WeakSet()
-        self._handles: list[RemovableHandle] = []
         self._calls: RemovableHandle | None = None
         # Of a training of several models before its first step: the model that each module belongs to.
         self._members: dict[int, int] = {}
@@ -74,28 +73,20 @@ class Watch(StepWatcher):
         self._late: set[Training] = set()
         self._ticks: int = 0
         self._left_out: int = 0
-        self._init: Any = None
-        self._losses = BackwardLosses(self._log)
+        self._open = contextlib.ExitStack()
         self.children: Children = Children()
 
     def __enter__(self) -> Watch:
-        self._init = Optimizer.__init__
-        Optimizer.__init__ = self._noticing(self._init)  # type: ignore[method-assign]
-        self._losses.__enter__()
-        self.children.__enter__()
-        self._handles.append(register_optimizer_step_pre_hook(self._before_step))
-        self._handles.append(register_optimizer_step_post_hook(self._after_step))
+        self._open.enter_context(replace_function(Optimizer, "__init__", self._noticing))
+        self._open.enter_context(tell_backward_losses(self._log))
+        self._open.enter_context(self.children.watch())
+        self._open.callback(register_optimizer_step_pre_hook(self._before_step).remove)
+        self._open.callback(register_optimizer_step_post_hook(self._after_step).remove)
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        Optimizer.__init__ = self._init  # type: ignore[method-assign]
-        self._losses.__exit__(kind, error, trace)
-        self.children.__exit__(kind, error, trace)
+    def __exit__(self, *_: object) -> None:
+        self._open.close()
         self._end_calls()
-        for handle in self._handles:
-            handle.remove()
         for training in self.trainings:
             training.end()
         trainings = [training for training in self.trainings if len(training)]
@@ -121,12 +112,11 @@ class Watch(StepWatcher):
     # hooks ----------------------------------------------------------------------------------------------------
 
     def _noticing(self, init: Any) -> Any:
-        @functools.wraps(init)
         def noticed(optimizer: Optimizer, *args: Any, **options: Any) -> None:
             init(optimizer, *args, **options)
             if self._is_own():
                 return
-            self._waiting.append(weakref.ref(optimizer))
+            self._waiting[optimizer] = None
             if self._calls is None:
                 warnings.filterwarnings("ignore", message=_OF_GLOBAL_HOOKS)
                 self._calls = register_module_forward_pre_hook(self._before_forward)
@@ -190,7 +180,7 @@ class Watch(StepWatcher):
     @torch.compiler.disable
     def _begin_waiting(self) -> None:
         """Begin a training of the optimizers that wait."""
-        training = self._begin(self._alive())
+        training = self._begin(list(self._waiting))
         models = [] if training is None else training.models()
         # A hook on all modules would go into the graph of compiled ones.
         if training is not None and len(models) > 1 and not training.compiled:
@@ -209,15 +199,15 @@ class Watch(StepWatcher):
         if not called or len(called) == len(models):
             return
         own = {id(p) for k in called for p in models[k].parameters()}
-        parts = [one for one in self._alive_of(training) if own & _parameters(one)]
-        others = [one for one in self._alive_of(training) if not own & _parameters(one)]
+        parts = [one for one in self._optimizers_of(training) if own & _parameters(one)]
+        others = [one for one in self._optimizers_of(training) if not own & _parameters(one)]
         if not parts or not others:
             return
         training.end()
         self.trainings.remove(training)
         for one in others:
             del self._training_of[one]
-            self._waiting.append(weakref.ref(one))
+            self._waiting[one] = None
         begun = self._begin(parts)
         if begun is not None:
             self._late.add(begun)
@@ -229,7 +219,7 @@ class Watch(StepWatcher):
         found = _quietly_found([optimizer], self._used)
         own = set() if found is None else {id(p) for p in found.model.parameters()}
         del found
-        same = [one for one in self._alive() if one is not optimizer and own & _parameters(one)]
+        same = [one for one in self._waiting if one is not optimizer and own & _parameters(one)]
         training = self._begin([optimizer, *same])
         if training is not None:
             self._late.add(training)
@@ -239,8 +229,9 @@ class Watch(StepWatcher):
         optimizers = [one for one in optimizers if any(group["params"] for group in one.param_groups)]
         if not optimizers:
             return None
-        self._training_of.update(dict.fromkeys(optimizers))
-        self._waiting = [weakref.ref(one) for one in self._alive()]
+        for one in optimizers:
+            self._training_of[one] = None
+            self._waiting.pop(one, None)
         gc.collect()  # ends trainings whose model is gone
         self.trainings = [one for one in self.trainings if one.observation is not None or len(one)]
         if len(self.trainings) >= MOST_TRAININGS:
@@ -264,13 +255,17 @@ class Watch(StepWatcher):
 
     def _end_sharing(self, parameters: set[int]) -> list[Optimizer]:
         """End trainings of some parameters, and return their optimizers that live on."""
-        ended = [training for training in self.trainings if training.parameters() & parameters]
+        ended = [
+            training
+            for training in self.trainings
+            if any(id(parameter) in parameters for model in training.models() for parameter in model.parameters())
+        ]
         for training in ended:
             training.end()
         if ended:
             gc.collect()
         self.trainings = [one for one in self.trainings if one not in ended or len(one)]
-        return [optimizer for training in ended for optimizer in self._alive_of(training)]
+        return [optimizer for training in ended for optimizer in self._optimizers_of(training)]
 
     def _write(self, training: Training, row: Row) -> None:
         """Write a line; not in a process that the script has forked, which would write as if it were this one."""
@@ -280,13 +275,8 @@ class Watch(StepWatcher):
             training.number = next(self._numbers)
         self._lines.write([{"training": training.number, **row}])
 
-    def _alive(self) -> list[Optimizer]:
-        """Return the optimizers that wait for their training."""
-        found = (ref() for ref in self._waiting)
-        return list({id(one): one for one in found if one is not None and one not in self._training_of}.values())
-
-    def _alive_of(self, training: Training) -> list[Optimizer]:
-        return [one for one in (ref() for ref in training.optimizers) if one is not None]
+    def _optimizers_of(self, training: Training) -> list[Optimizer]:
+        return [one for one, own in self._training_of.items() if own is training]
 
 
 def _quietly_found(optimizers: list[Optimizer], used: Any) -> Found | None:
@@ -325,19 +315,11 @@ class Report:
         return sum(map(len, self.trainings))
 
     def to_dict(self) -> dict[str, Any]:
-        """Return plain data that JSON can hold: the findings of all, and the training of most steps.
+        """Return plain data that JSON can hold: the findings of all trainings, and the longest one whole.
 
         Under `trainings` stands each: number, names of its model and optimizers, steps, the numbers of those whose
         steps lie between its own, its findings, and, but for the one that the rest is of, its record.
         """
-        if not self.trainings:
-            return {
-                "findings": [],
-                "causes": [],
-                "steps": 0,
-                "interval": self.interval,
-                "record": {"unseen": self.unseen},
-            }
         longest = max(self.trainings, key=len)
         of_each = [[finding.to_dict() for finding in training.findings] for training in self.trainings]
         found = longest.to_dict()
@@ -353,13 +335,12 @@ class Report:
         return found
 
     def _entry(self, number: int, training: Training, findings: list[dict[str, Any]], shown: bool) -> dict[str, Any]:
-        others = enumerate(self.trainings, 1)
         entry = {
             "number": number,
             "model": training.model,
             "optimizers": training.kinds,
             "steps": len(training),
-            "overlaps": [k for k, other in others if other is not training and training.overlaps(other)],
+            "overlaps": self._overlapping(training),
             "shown": shown,
             "findings": findings,
         }
@@ -368,28 +349,27 @@ class Report:
             entry |= {key: full[key] for key in ("interval", "overhead", "record")}
         return entry
 
-    def to_html(self, path: str | os.PathLike[str]) -> None:
-        """Write one self-contained HTML page, whole or not at all.
+    def _overlapping(self, training: Training) -> list[int]:
+        others = enumerate(self.trainings, 1)
+        return [k for k, other in others if other is not training and training.overlaps(other)]
 
-        Raises:
-            ValueError: jinja2 is missing, or the file cannot be written.
-        """
+    def to_html(self, path: str | os.PathLike[str]) -> None:
+        """Write one self-contained HTML page, whole or not at all."""
         write_page("observe", self.to_dict(), path)
 
     def __str__(self) -> str:
+        unseen = [f"not observed: {said}" for said in self.unseen]
         if len(self.trainings) == 1:
-            return "\n".join([str(self.trainings[0]), *(f"not observed: {said}" for said in self.unseen)])
-        return "\n\n".join([*self._each(), *(f"not observed: {said}" for said in self.unseen)])
+            return "\n".join([str(self.trainings[0]), *unseen])
+        return "\n\n".join([*self._each(), *unseen])
 
     def _each(self) -> list[str]:
         """Return each training's findings under a heading; shortened where they repeat an earlier one's."""
         said: list[str] = []
         before: dict[tuple[Any, ...], int] = {}
         for number, training in enumerate(self.trainings, 1):
-            with_ = [
-                str(k) for k, one in enumerate(self.trainings, 1) if one is not training and training.overlaps(one)
-            ]
-            beside = f", beside training {', '.join(with_)}" if with_ else ""
+            others = ", ".join(map(str, self._overlapping(training)))
+            beside = f", beside training {others}" if others else ""
             head = f"training {number} of {len(self.trainings)}: {training.model}, {', '.join(training.kinds)}{beside}"
             key = (training.model, *((one.code, one.severity, one.where) for one in training.findings))
             first = before.setdefault(key, number)
