@@ -156,7 +156,7 @@ class ModuleHooks:
         if totals is None:
             return
         # Of outputs that are all zeros the largest input and weight: did rounding make them so?
-        record, zeros = totals.record, totals.last_amax == 0.0
+        record, zeros = totals.record, totals.record.last_amax == 0.0
         record.input_amax = max(map(_amax, find_tensors(inputs)), default=None) if zeros else None
         own = [one for one in module._parameters.values() if one is not None] if zeros else []
         record.weight_amax = max(map(_amax, find_tensors(own)), default=None)
@@ -407,7 +407,7 @@ class Casts:
             self._search(name, output)
         if output.dtype in NARROW:
             totals = self.book.totals.get(("activation gradient", name))
-            if totals is not None and totals.all_zero():
+            if totals is not None and 0 < totals.record.elements == totals.record.zeros:
                 self.wanted[name] = graph_key(output.grad_fn, output.output_nr)
 
     def _search(self, name: str, output: torch.Tensor) -> None:

@@ -22,6 +22,7 @@ from ..._qualified_names import pattern_of
 from ...sinks import Outlet, Sink, outlet
 from .._record import ParameterRecord, Record, Role, StepRecord, TensorRecord
 from ..sampling._sampler import (
+    MOST,
     NARROW,
     AnyFormat,
     Candidates,
@@ -29,6 +30,7 @@ from ..sampling._sampler import (
     Stored,
     Totals,
     count_samples,
+    draw_runs,
     find_candidate,
     make_place_key,
     measure_extremes,
@@ -39,7 +41,7 @@ from ..sampling._sampler import (
 from ._expectations import Quantized
 
 SEED = 0
-# Samples that wait until they are counted together, of 16 KiB at most.
+# Samples that wait until they are counted together, of 32 KiB at most.
 MOST_WAITING = 64
 Watch = TypeVar("Watch", bound=Callable[..., None])
 
@@ -77,6 +79,7 @@ class Notebook:
         self.fixed: set[str] = set()
         self.uses: Uses = Uses()
         self._keys: dict[str, int] = {}
+        self._sizes: dict[str, int] = {}
         self._broken: dict[int, int] = {}
         self._waiting: list[tuple[torch.Tensor, Totals]] = []
 
@@ -101,6 +104,8 @@ class Notebook:
         """Begin a step."""
         self.step, self.sampling, self.position = step, sampling, 0
         self._keys.clear()
+        if sampling and self._sizes:
+            draw_runs([(self.key(name), elements) for name, elements in self._sizes.items()])
 
     def key(self, name: str) -> int:
         """Return the key of the places at which tensors of a name are sampled in this step."""
@@ -124,6 +129,8 @@ class Notebook:
             totals = self.totals[role, name] = Totals(record, self.candidates, found.flat.dtype == torch.float64)
         record = totals.record
         record.dtype, record.scale = found.dtype, found.scale
+        if found.flat.numel() > MOST:
+            self._sizes[name] = found.flat.numel()
         return totals
 
     def look(self, role: Role, name: str, kind: str, tensor: torch.Tensor, scale: float = 1.0) -> Totals | None:
@@ -135,9 +142,7 @@ class Notebook:
             role, [(name, kind)], [found if scale == 1.0 else found._replace(scale=found.scale * scale)]
         )
         sample = take_sample(found.flat, self.key(name))
-        self._waiting.append((sample, totals))
-        if len(self._waiting) >= MOST_WAITING:
-            self.count_waiting()
+        self._count_later([(sample, totals)])
         if self.quantized is not None and self.quantized.formats:
             self.quantized.note(totals.record, sample)
         return totals
@@ -146,13 +151,18 @@ class Notebook:
         """Count tensors of some names and kinds under a role, and return their samples."""
         totals = self._measure(role, named, numbers)
         samples = take_samples(numbers, [self.key(name) for name, _ in named])
-        count_samples(samples.packed.split(samples.counts), totals, self.candidates)
+        self._count_later(zip(samples.packed.split(samples.counts), totals))
         return samples
 
+    def _count_later(self, samples: Iterable[tuple[torch.Tensor, Totals]]) -> None:
+        self._waiting += samples
+        if len(self._waiting) >= MOST_WAITING:
+            self.count_waiting()
+
     def count_waiting(self) -> None:
-        """Count the samples of tensors that were looked at one by one."""
+        """Count the samples that were taken since the last call."""
         waiting, self._waiting = self._waiting, []
-        count_samples([sample for sample, _ in waiting], [totals for _, totals in waiting], self.candidates)
+        count_samples(waiting, self.candidates)
 
     def _measure(self, role: Role, named: Sequence[tuple[str, str]], numbers: Sequence[Stored]) -> list[Totals]:
         """Count all elements of tensors, and note the first that are not finite."""

@@ -141,7 +141,7 @@ class Ranks:
         wanted = self.others if hub == self.rank else [hub]
 
         def gather() -> None:
-            self._own.extremes = {key: (one.amax, one.amin) for key, one in self.book.totals.items()}
+            self._own.extremes = {key: (one.record.amax, one.record.amin) for key, one in self.book.totals.items()}
             store = _default_store()
             store.set(self._key(self.rank), pickle.dumps(self._own))
             store.delete_key(f"{self._name}/{self.rank}/{self._before}")  # of the run before, which all have ended
@@ -200,10 +200,10 @@ class Ranks:
                 rounding.between_ranks = bits.correlation(key)
 
     def _join_extremes(self, theirs: RankSummary) -> None:
-        for key, one in self.book.totals.items():
+        for key, totals in self.book.totals.items():
             if key in theirs.extremes:
-                largest, smallest = theirs.extremes[key]
-                one.amax, one.amin = max(one.amax, largest), min(one.amin, smallest)
+                (largest, smallest), record = theirs.extremes[key], totals.record
+                record.amax, record.amin = max(record.amax, largest), min(record.amin, smallest)
 
     def _try(self, act: Any) -> None:
         """Do something with the store of the process group; without one the record says so, and the run goes on."""
