@@ -38,7 +38,7 @@ class WeightAverages:
     """Watches an average of the weights, which is updated between two optimizer steps.
 
     Args:
-        average: `hu.optim.EMA`, torch's AveragedModel, or a module that holds averaged parameters.
+        average: `hu.optim.EMA`, torch's AveragedModel, or a module that holds averaged parameters; None for no average.
         model: whose parameters are averaged, of the same names.
 
     Raises:
@@ -46,11 +46,13 @@ class WeightAverages:
         ValueError: no parameter of the average has the name of one of the model's.
     """
 
-    def __init__(self, book: Notebook, average: EMA | nn.Module, model: nn.Module) -> None:
+    def __init__(self, book: Notebook, average: EMA | nn.Module | None, model: nn.Module) -> None:
         self.book, self.average = book, average
         self._pairs: list[tuple[str, torch.Tensor, torch.Tensor]] = []
         self._awaited: list[_Average] = []
         self._retention: float | None = None
+        if average is None:
+            return
         if not isinstance(average, EMA | nn.Module):
             raise TypeError(
                 f"average= takes a hu.optim.EMA, a torch.optim.swa_utils.AveragedModel or a module of averaged "

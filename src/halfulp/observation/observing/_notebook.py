@@ -154,6 +154,10 @@ class Notebook:
         self._count_later(zip(samples.packed.split(samples.counts), totals))
         return samples
 
+    def count_samples(self, role: Role, named: Sequence[tuple[str, str]], numbers: Sequence[Stored]) -> None:
+        """Count what are samples already, which nobody changes, under some names and kinds and a role."""
+        self._count_later(zip([one.flat for one in numbers], self._measure(role, named, numbers)))
+
     def _count_later(self, samples: Iterable[tuple[torch.Tensor, Totals]]) -> None:
         self._waiting += samples
         if len(self._waiting) >= MOST_WAITING:
@@ -347,8 +351,7 @@ class Rows:
         self.columns: list[str] = [*RUN, *(f"{share}{group}" for group in each for share in SHARES)]
         self._skipped: int = 0
         self._before: np.ndarray = self._sums()
-        self._keys: list[tuple[int, torch.dtype]] = []
-        self._counts: np.ndarray = np.zeros((0, 2))
+        self._counts: dict[tuple[int, torch.dtype], np.ndarray] = {}
 
     def row(self, step: StepRecord, totals: Mapping[tuple[Any, str], Totals]) -> dict[str, Any]:
         """Return the row of a sampled step that has ended; shares are those since the row before."""
@@ -380,21 +383,14 @@ class Rows:
     def _underflow(self, totals: Mapping[tuple[Any, str], Totals]) -> np.ndarray:
         """Count this step's nonzero gradients, and about how many became zero: per group, then of activations."""
         found = np.zeros((len(self._groups) + 1, 2))
-        own = {key: one for key, one in totals.items() if key[0] in GRADIENTS and not one.wide}
-        if not own:
-            return found
-        keys = [(id(one), one.record.dtype) for one in own.values()]
-        binades = np.stack([one.histogram for one in own.values()])
-        if keys != self._keys:
-            before = dict(zip(self._keys, self._counts))
-            self._counts = np.array([before.get(key, (0.0, 0.0)) for key in keys])
-            self._smallest = np.stack([_smallest_binades(dtype) for _, dtype in keys])
-            places = [self._index.get(name, -1) if role == GRADIENTS[0] else -1 for role, name in own]
-            self._keys, self._places = keys, np.array(places)
-        # As `findings` estimates it: half as many as are left at the smallest number became zero.
-        counts = np.column_stack([binades.sum(1), 0.5 * (binades * self._smallest).sum(1)])
-        np.add.at(found, self._places, counts - self._counts)
-        self._counts = counts
+        for (role, name), one in totals.items():
+            if role in GRADIENTS and not one.wide:
+                key, bins = (id(one), one.record.dtype), one.histogram
+                # As `findings` estimates it: half as many as are left at the smallest number became zero.
+                counts = np.array([bins.sum(), 0.5 * bins[: _count_smallest(one.record.dtype)].sum()])
+                place = self._index.get(name, -1) if role == GRADIENTS[0] else -1
+                found[place] += counts - self._counts.get(key, 0.0)
+                self._counts[key] = counts
         return found
 
 
@@ -426,13 +422,12 @@ def groups_of(parameters: Iterable[ParameterRecord]) -> dict[str, str]:
 
 
 @functools.cache
-def _smallest_binades(dtype: torch.dtype) -> np.ndarray:
-    """Return which bins of a histogram hold a dtype's smallest numbers."""
+def _count_smallest(dtype: torch.dtype) -> int:
+    """Return how many of a histogram's first bins hold a dtype's smallest numbers."""
     try:
-        smallest = math.frexp(formats.get(dtype).smallest_subnormal)[1] - 1
+        return max(0, math.frexp(formats.get(dtype).smallest_subnormal)[1] - NARROW[0])
     except ValueError:  # integers, whose gradients are none
-        smallest = NARROW[0] - 1
-    return np.arange(NARROW[0], NARROW[0] + NARROW[1]) <= smallest
+        return 0
 
 
 def _shares(sums: np.ndarray) -> tuple[float | None, ...]:

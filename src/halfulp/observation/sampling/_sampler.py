@@ -168,18 +168,6 @@ NARROW, WIDE = (-149, 277), (-1074, 2098)
 _INFINITY = {torch.int32: 0x7F800000, torch.int64: 0x7FF << 52}
 
 
-class Limits(NamedTuple):
-    """The magnitudes that samples of a dtype are compared with, as words.
-
-    Attributes:
-        words: three of each format of single elements (`find_thresholds`), then each power of two and infinity.
-        mask: what is left of a word without its sign.
-    """
-
-    words: np.ndarray
-    mask: Any
-
-
 class Candidates:
     """The formats that samples are counted in: those of single elements first."""
 
@@ -187,7 +175,7 @@ class Candidates:
         found = [find_candidate(format) for format in formats]
         self.single: list[Format] = [format for format in found if isinstance(format, Format)]
         self.blocks: list[BlockFormat] = [format for format in found if isinstance(format, BlockFormat)]
-        self._limits: dict[bool, Limits] = {}
+        self._limits: dict[bool, np.ndarray] = {}
         self._counter: Counter | None = None
 
     def __getstate__(self) -> dict[str, Any]:
@@ -200,8 +188,11 @@ class Candidates:
             self._counter = Counter(self)
         return self._counter
 
-    def limits(self, wide: bool) -> Limits:
-        """Return the limits for samples in float64 if `wide`, else in float32."""
+    def limits(self, wide: bool) -> np.ndarray:
+        """Return the magnitudes that samples in float64 if `wide`, else in float32, are compared with, as words.
+
+        Three of each format of single elements (`find_thresholds`), then each power of two and infinity.
+        """
         found = self._limits.get(wide)
         if found is None:
             bits, signed, unsigned = _TYPES[wide]
@@ -209,9 +200,7 @@ class Candidates:
             own = [word for format in self.single for word in find_thresholds(format, signed)]
             subnormal = [1 << bit for bit in range(bits)]
             normal = [exponent << bits for exponent in range(1, count - bits + 1)]
-            words = np.array([*own, *subnormal, *normal, _INFINITY[signed]], unsigned)
-            mask = unsigned((1 << (8 * unsigned().itemsize - 1)) - 1)
-            found = self._limits[wide] = Limits(words, mask)
+            found = self._limits[wide] = np.array([*own, *subnormal, *normal, _INFINITY[signed]], unsigned)
         return found
 
 
@@ -618,8 +607,8 @@ def _decode_smallest(smallest: float) -> float:
 def count_by_numpy(sample: torch.Tensor, candidates: Candidates, totals: Totals) -> None:
     """Add a sample's counts, in NumPy."""
     limits, numbers = candidates.limits(totals.wide), (sample.double() if totals.wide else sample).numpy()
-    words = np.sort(numbers.view(limits.words.dtype) & limits.mask)
-    below, end = words.searchsorted(limits.words), 3 * len(candidates.single)
+    words = np.sort(np.abs(numbers).view(limits.dtype))
+    below, end = words.searchsorted(limits), 3 * len(candidates.single)
     singles, bins = below[:end], below[end:]
     values = torch.from_numpy(words[: bins[-1]].view(numbers.dtype))
     totals.record.sampled += len(words)
