@@ -20,7 +20,7 @@ from ...optim._float32 import read_weights
 from .._record import AverageRecord
 from ..sampling._sampler import read_numbers, take_sample
 from ._notebook import Notebook
-from ._updates import add_changes, is_represented
+from ._updates import Comparison, add_changes, is_represented
 
 
 @dataclass(slots=True)
@@ -87,7 +87,7 @@ class WeightAverages:
             gap = one.live.double() - one.before.double()
             wanted = gap if self._retention is None else gap * (1 - self._retention)
             known = self._retention is not None
-            add_changes([record.change], one.before, after, wanted, known=known)
+            add_changes([Comparison([record.change], one.before, after, wanted, known)])
 
     def _sample(self, name: str, tensor: torch.Tensor) -> torch.Tensor | None:
         key = self.book.key(name)
@@ -185,7 +185,7 @@ class RunningStatistics:
                 now = getattr(module, key).detach()
                 retention = None if momentum is None else 1 - float(momentum)
                 record = self.book.record.averages.setdefault(name, AverageRecord(name, now.dtype, retention))
-                add_changes([record.change], before, now.reshape(-1), one.shadow[key] - before)
+                add_changes([Comparison([record.change], before, now.reshape(-1), one.shadow[key] - before)])
 
 
 def _batches(module: nn.Module) -> int:

@@ -21,7 +21,7 @@ from ._averages import RunningStatistics, has_running_statistics
 from ._expectations import Expectations
 from ._notebook import Notebook, find_loss, find_tensors, watch, watching
 from ._second_runs import CompiledModules, Recomputations
-from ._updates import add_changes
+from ._updates import Comparison, add_changes
 
 # Hooks on outputs whose graphs may be gone, before they are looked through.
 MOST_HANDLES = 10_000
@@ -270,7 +270,7 @@ class Residuals:
             return
         record = self.book.record.residuals.setdefault(name, ResidualRecord(name, total.dtype))
         record.stream, record.added = sizes[1 - small], sizes[small]
-        add_changes([record.change], past, _sample(total), added)
+        add_changes([Comparison([record.change], past, _sample(total), added)])
 
 
 def graph_key(node: Any, number: int) -> tuple[int, int]:
@@ -500,7 +500,7 @@ class _ParameterHooks:
         now = take_sample(found.flat, self.book.key(self.name))
         record = self.book.record.parameters[self.name]
         record.accumulation = record.accumulation or Realised()
-        add_changes([record.accumulation], held, now, incoming)
+        add_changes([Comparison([record.accumulation], held, now, incoming)])
         if self.sums is None:
             self.owner.adding.append(self)
         # What somebody cleared, clipped or scaled since the last addition is where the exact sum begins anew.

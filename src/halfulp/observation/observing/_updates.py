@@ -168,22 +168,66 @@ def read_numbers_again(tensor: torch.Tensor) -> Stored:
     return found
 
 
-def count_changes(values: Sequence[torch.Tensor], ends: Sequence[int], decreases: bool) -> list[list[float]]:
-    """Return the sums of `record_changes_table` of each tensor; the arguments are those of `add_changes`."""
-    if select_engine("cpu") != "llvm":
-        return _count_by_numpy(values, ends, decreases)
-    count = len(ends) - 1
-    chunks, pointers, rows = np.zeros((count, CHUNK), np.int64), np.zeros(3, np.int64), np.zeros(count, np.int64)
-    chunks[:, 1], chunks[:, 2], pointers[:] = ends[:-1], np.diff(ends), [address(one) for one in values]
-    limit, sums = np.array([0.0 if decreases else np.inf]), np.zeros((count, CHUNK))
-    given = (*map(address_of, (chunks, pointers, rows, limit)), 0, address_of(sums), 0)
-    run_chunks(compile_once(record_changes_table()), chunks[:, 2], *given)
-    found: list[list[float]] = sums.tolist()
+class Comparison(NamedTuple):
+    """Samples of some tensors before and after a change, one tensor's after the other's, with what was wanted.
+
+    Attributes:
+        records: what the changes are added to, one per tensor.
+        wanted: the changes that were wanted; where they are not known, the gradients, whose zeros want none.
+        known: whether `wanted` is what was wanted.
+        decreases: whether wanted decreases alone are counted.
+    """
+
+    records: Sequence[Realised]
+    before: torch.Tensor
+    after: torch.Tensor
+    wanted: torch.Tensor
+    known: bool = True
+    decreases: bool = False
+
+
+def add_changes(compared: Sequence[Comparison], ends: Sequence[int] | None = None) -> None:
+    """Add to each record the changes of its tensor's samples.
+
+    Args:
+        ends: where the tensors' samples begin and end: one more than there are tensors; None for a single one.
+    """
+    ends = [0, len(compared[0].before)] if ends is None else ends
+    values = [[_convert_to_float64(x) for x in (one.before, one.after, one.wanted)] for one in compared]
+    if select_engine("cpu") == "llvm":
+        sums = _count_by_kernel(values, ends, [one.decreases for one in compared])
+    else:
+        sums = [_count_by_numpy(own, ends, one.decreases) for own, one in zip(values, compared)]
+    for one, found in zip(compared, sums):
+        for record, (seen, cancelled, square, kept) in zip(one.records, found, strict=True):
+            record.seen += int(seen)
+            record.cancelled += int(cancelled)
+            if not one.known:
+                record.known = False
+            elif record.known:
+                # Each step's share counts by its elements, not by the size of its learning rate.
+                share = kept / square if square else 0.0
+                record.wanted += int(seen) if square else 0
+                record.kept += int(seen) * share
+
+
+def _count_by_kernel(
+    values: Sequence[Sequence[torch.Tensor]], ends: Sequence[int], decreases: Sequence[bool]
+) -> list[list[list[float]]]:
+    """Return the sums of `record_changes_table` of each tensor of each comparison."""
+    rows, shape = np.arange(len(values)), (len(values), len(ends) - 1, CHUNK)
+    chunks, sums = np.zeros(shape, np.int64), np.zeros(shape)
+    chunks[:, :, 0], chunks[:, :, 1], chunks[:, :, 2] = rows[:, None], ends[:-1], np.diff(ends)
+    pointers = np.array([[address(one) for one in own] for own in values], np.int64)
+    limits = np.where(decreases, 0.0, np.inf)
+    given = (*map(address_of, (chunks, pointers, rows, limits)), 0, address_of(sums), 0)
+    run_chunks(compile_once(record_changes_table()), chunks[:, :, 2].ravel(), *given)
+    found: list[list[list[float]]] = sums.tolist()
     return found
 
 
 def _count_by_numpy(values: Sequence[torch.Tensor], ends: Sequence[int], decreases: bool) -> list[list[float]]:
-    """Return the sums of `record_changes_table` without kernels."""
+    """Return the sums of `record_changes_table` of each tensor without kernels."""
     found = []
     for start, end in itertools.pairwise(ends):
         b, a, w = (one.numpy()[start:end] for one in values)
@@ -194,40 +238,6 @@ def _count_by_numpy(values: Sequence[torch.Tensor], ends: Sequence[int], decreas
             w, change = w[counts], change[counts]
             found.append([float(x.sum()) for x in (counts, same, w**2, w * change)])
     return found
-
-
-def add_changes(
-    records: Sequence[Realised],
-    before: torch.Tensor,
-    after: torch.Tensor,
-    wanted: torch.Tensor,
-    ends: Sequence[int] | None = None,
-    *,
-    known: bool = True,
-    decreases: bool = False,
-) -> None:
-    """Add to each record the changes of its part of three flat tensors.
-
-    Args:
-        records: one per tensor.
-        before, after: sampled values, one tensor's after the other's.
-        wanted: the changes that were wanted; where they are not known, the gradients, whose zeros want none.
-        ends: where the tensors' parts begin and end: one more than there are tensors; None for a single one.
-        known: whether `wanted` is what was wanted.
-        decreases: whether wanted decreases alone are counted.
-    """
-    values = [_convert_to_float64(one) for one in (before, after, wanted)]
-    sums = count_changes(values, ends or [0, len(before)], decreases)
-    for record, (seen, cancelled, square, kept) in zip(records, sums, strict=True):
-        record.seen += int(seen)
-        record.cancelled += int(cancelled)
-        if not known:
-            record.known = False
-        elif record.known:
-            # Each step's share counts by its elements, not by the size of its learning rate.
-            share = kept / square if square else 0.0
-            record.wanted += int(seen) if square else 0
-            record.kept += int(seen) * share
 
 
 def _convert_to_float64(values: torch.Tensor) -> torch.Tensor:
@@ -465,17 +475,20 @@ class Updates:
                 now = self._read_weights(batch, now)
                 states_now = self._decode_states(batch) if batch.states else {}
             if batch.compute_wanted is None:
-                add_changes(updates, batch.weight, now, batch.gradient, batch.ends, known=False)
+                add_changes([Comparison(updates, batch.weight, now, batch.gradient, known=False)], batch.ends)
                 self._look_at_updates(batch, now - batch.weight)
                 continue
             wanted = batch.compute_wanted(batch)
             self._follow_directions(batch, wanted.values, now)
-            add_changes(updates, batch.weight, now, wanted.change, batch.ends)
             self._look_at_updates(batch, wanted.change)
+            compared = [Comparison(updates, batch.weight, now, wanted.change)]
             for key, state in wanted.states.items():
                 if key in states_now:
-                    self._compare_state(key, batch, state, states_now[key])
-            self._compare_decay(batch)
+                    compared.append(_compare_state(key, batch, state, states_now[key]))
+            factor = decay_factor(self.optimizer, batch.records[0].options)
+            if factor is not None:
+                compared.append(_compare_decay(batch, factor))
+            add_changes(compared, batch.ends)
 
     def _step_shadow(self, batch: Batch) -> Wanted:
         """Return what one step of the optimizer's own class makes of some samples in float64."""
@@ -488,24 +501,6 @@ class Updates:
         shape = batch.weight.shape
         own = {key: x for key, x in found.items() if key not in WHOLE and getattr(x, "shape", None) == shape}
         return Wanted(values, values - batch.weight, own)
-
-    def _compare_state(self, key: str, batch: Batch, wanted: torch.Tensor, now: torch.Tensor) -> None:
-        before = batch.states.get(key)
-        before = torch.zeros_like(wanted) if before is None else before
-        changes = [record.states.setdefault(key, Realised()) for record in batch.records]
-        add_changes(changes, before, now, wanted - before, batch.ends, decreases=key in AVERAGED_SQUARES)
-
-    def _compare_decay(self, batch: Batch) -> None:
-        """Compare decoupled decay, which torch's loop rounds by itself."""
-        factor = decay_factor(self.optimizer, batch.records[0].options)
-        if factor is None:
-            return
-        changes = []
-        for record in batch.records:
-            record.decay = record.decay or Realised()
-            changes.append(record.decay)
-        decayed = (batch.weight.to(batch.parameters[0].dtype) * factor).double()
-        add_changes(changes, batch.weight, decayed, batch.weight * (factor - 1), batch.ends)
 
     def _follow_directions(self, batch: Batch, wanted: torch.Tensor, now: torch.Tensor) -> None:
         """Count the directions in which stochastically rounded parameters went."""
@@ -554,6 +549,23 @@ def _read_states(given: Mapping[str, Any], size: int) -> dict[str, Any] | None:
                 return None
         states[key] = value
     return states
+
+
+def _compare_state(key: str, batch: Batch, wanted: torch.Tensor, now: torch.Tensor) -> Comparison:
+    before = batch.states.get(key)
+    before = torch.zeros_like(wanted) if before is None else before
+    changes = [record.states.setdefault(key, Realised()) for record in batch.records]
+    return Comparison(changes, before, now, wanted - before, decreases=key in AVERAGED_SQUARES)
+
+
+def _compare_decay(batch: Batch, factor: float) -> Comparison:
+    """Compare decoupled decay, which torch's loop rounds by itself."""
+    changes = []
+    for record in batch.records:
+        record.decay = record.decay or Realised()
+        changes.append(record.decay)
+    decayed = (batch.weight.to(batch.parameters[0].dtype) * factor).double()
+    return Comparison(changes, batch.weight, decayed, batch.weight * (factor - 1))
 
 
 def _apply_rule(rule: UpdateRule, constants: Sequence[float], batch: Batch) -> Wanted:
