@@ -354,12 +354,12 @@ def measure_extremes(numbers: Sequence[Stored], totals: Sequence[Totals], candid
     for dtype, read in by_dtype.items():
         assert dtype is not None
         check_kernels(dtype)
-        for one, (zeros, amax, amin) in zip(read, candidates.counter.read_extremes([flat for flat, _, _ in read])):
-            flat, largest, own = one
+        found = candidates.counter.read_extremes([flat for flat, _, _ in read])
+        for (flat, largest, own), (zeros, amax, amin) in zip(read, found):
             if amax < largest:
                 own.add_extremes(flat.numel(), zeros, 0, 0, amax, amin)
             else:
-                others.append(one)
+                others.append((flat, largest, own))
     for flat, largest, own in others:
         compute_extremes(flat, largest, own)
 
