@@ -199,8 +199,6 @@ def optimizer_code(name: str | None, options: Mapping[str, Any], extra: str) -> 
     >>> print(optimizer_code(None, {}, KAHAN).splitlines()[1])
     optimizer = hu.optim.AdamW(model.parameters(), lr=lr, weight_update="kahan")  # or SGD, Adam, Lion, as it was
     """
-    import torch
-
     given = ["model.parameters()"]
     lr = number(options, "lr")
     given.append("lr=lr" if lr is None else f"lr={lr:.6g}")

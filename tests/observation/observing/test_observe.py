@@ -363,12 +363,11 @@ def test_emulated_models_round_nothing_of_the_watching():
 
 def test_history_is_thinned_and_loses_no_skips():
     from halfulp.observation._record import StepRecord
-    from halfulp.observation.observing._observation import MOST_HISTORY, History
+    from halfulp.observation.observing._observation import MOST_HISTORY, add_step
 
     steps: list[StepRecord] = []
-    history = History(steps)
     for k in range(3 * MOST_HISTORY):
-        history.add(StepRecord(k, False, 0.1, skipped=k % 2, scheduled=1))
+        add_step(steps, StepRecord(k, False, 0.1, skipped=k % 2, scheduled=1))
     assert len(steps) <= MOST_HISTORY
     assert sum(step.skipped for step in steps) == 3 * MOST_HISTORY // 2
     assert sum(step.scheduled for step in steps) == 3 * MOST_HISTORY

@@ -196,10 +196,10 @@ def fail(*arguments):
 
 def each(step):
     if rank and step == 0:
-        finish, seen._modules.finish_step = seen._modules.finish_step, fail  # a hook of ours in step 1
+        finish, seen._modules.statistics.end = seen._modules.statistics.end, fail  # a hook of ours in step 1
         each.finish = finish
     if rank and step == 1:
-        seen._modules.finish_step = each.finish
+        seen._modules.statistics.end = each.finish
         each.handle = optimizer.register_step_pre_hook(fail)  # the optimizer in step 2
     if rank and step == 2:
         each.handle.remove()

@@ -12,7 +12,7 @@ from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 import halfulp as hu
 from halfulp.kernels import engine
 from halfulp.observation._record import Realised
-from halfulp.observation.observing._updates import add_changes, find_neighbours
+from halfulp.observation.observing._updates import Comparison, add_changes, find_neighbours
 
 OPTIMIZERS = {
     "sgd": lambda p: torch.optim.SGD(p, lr=0.003, momentum=0.9, weight_decay=0.01),
@@ -298,7 +298,7 @@ def test_counts_are_those_of_each_element(seed, decreases, name):
     after = torch.where(torch.rand(len(before)) < 0.3, before, before + wanted * torch.randn(len(before)))
     records = [Realised() for _ in LENGTHS]
     with engine(name):
-        add_changes(records, before, after, wanted, ends.tolist(), decreases=decreases)
+        add_changes([Comparison(records, before, after, wanted, decreases=decreases)], ends.tolist())
     for record, start, end in zip(records, ends, ends[1:]):
         right = expected(*(x[start:end].numpy() for x in (before, after, wanted)), decreases)
         assert (record.seen, record.cancelled, record.wanted) == (right.seen, right.cancelled, right.wanted)

@@ -14,8 +14,7 @@ from halfulp.observation.sampling._sampler import (
     Candidates,
     Totals,
     count_samples,
-    draw_run_starts,
-    find_sampled_places,
+    find_runs,
     make_place_key,
     measure_extremes,
     read_numbers,
@@ -47,7 +46,7 @@ def observed(x: torch.Tensor, engine: str, key: int = 99, formats=DEFAULT_FORMAT
     with hu.kernels.engine(engine):
         measure_extremes([found], [totals], candidates, 0)
         sample = take_samples([found], [key]).packed
-        count_samples([sample], [totals], candidates)
+        count_samples([(sample, totals)], candidates)
     return totals.finish(candidates), sample
 
 
@@ -59,6 +58,14 @@ def expected_counts(sample: torch.Tensor, name: str) -> tuple[int, int, int]:
     under = finite & (sample != 0) & (size == 0)
     small = finite & (size > 0) & (size < format.smallest_normal)
     return int(under.sum()), int(small.sum()), int((finite & size.isnan()).sum())
+
+
+def find_sampled_places(key, elements):
+    """Return the sampled positions of a tensor's elements in row-major order; the last run may be shorter than 128."""
+    if elements <= MOST:
+        return torch.arange(elements)
+    places = (find_runs(key, elements)[:, None] * RUN + torch.arange(RUN)).flatten()
+    return places[places < elements]
 
 
 @pytest.mark.sampled(1)
@@ -177,8 +184,8 @@ def test_places_are_aligned_runs_and_depend_on_seed_step_and_name():
 @pytest.mark.parametrize("elements", [4097, 5000, 40_960])
 def test_every_run_has_the_same_chance(elements):
     runs, trials = -(-elements // RUN), 3000
-    starts = [start for step in range(trials) for start in draw_run_starts(make_place_key(3, step, "w"), elements)]
-    counts = torch.bincount(torch.tensor(starts) // RUN, minlength=runs)
+    starts = [start for step in range(trials) for start in find_runs(make_place_key(3, step, "w"), elements).tolist()]
+    counts = torch.bincount(torch.tensor(starts), minlength=runs)
     expected = trials * 32 / runs
     # Six standard deviations of a binomial count, at about one in a hundred million for each run.
     assert float((counts - expected).abs().max()) < 6 * math.sqrt(expected) + 1

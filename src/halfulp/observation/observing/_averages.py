@@ -20,7 +20,7 @@ from ...optim._float32 import read_weights
 from .._record import AverageRecord
 from ..sampling._sampler import read_numbers, take_sample
 from ._notebook import Notebook
-from ._updates import add_changes, is_represented
+from ._updates import Comparison, add_changes, is_represented
 
 
 @dataclass(slots=True)
@@ -38,7 +38,7 @@ class WeightAverages:
     """Watches an average of the weights, which is updated between two optimizer steps.
 
     Args:
-        average: `hu.optim.EMA`, torch's AveragedModel, or a module that holds averaged parameters.
+        average: `hu.optim.EMA`, torch's AveragedModel, or a module that holds averaged parameters; None for no average.
         model: whose parameters are averaged, of the same names.
 
     Raises:
@@ -46,11 +46,13 @@ class WeightAverages:
         ValueError: no parameter of the average has the name of one of the model's.
     """
 
-    def __init__(self, book: Notebook, average: EMA | nn.Module, model: nn.Module) -> None:
+    def __init__(self, book: Notebook, average: EMA | nn.Module | None, model: nn.Module) -> None:
         self.book, self.average = book, average
         self._pairs: list[tuple[str, torch.Tensor, torch.Tensor]] = []
         self._awaited: list[_Average] = []
         self._retention: float | None = None
+        if average is None:
+            return
         if not isinstance(average, EMA | nn.Module):
             raise TypeError(
                 f"average= takes a hu.optim.EMA, a torch.optim.swa_utils.AveragedModel or a module of averaged "
@@ -85,7 +87,7 @@ class WeightAverages:
             gap = one.live.double() - one.before.double()
             wanted = gap if self._retention is None else gap * (1 - self._retention)
             known = self._retention is not None
-            add_changes([record.change], one.before, after, wanted, known=known)
+            add_changes([Comparison([record.change], one.before, after, wanted, known)])
 
     def _sample(self, name: str, tensor: torch.Tensor) -> torch.Tensor | None:
         key = self.book.key(name)
@@ -183,7 +185,7 @@ class RunningStatistics:
                 now = getattr(module, key).detach()
                 retention = None if momentum is None else 1 - float(momentum)
                 record = self.book.record.averages.setdefault(name, AverageRecord(name, now.dtype, retention))
-                add_changes([record.change], before, now.reshape(-1), one.shadow[key] - before)
+                add_changes([Comparison([record.change], before, now.reshape(-1), one.shadow[key] - before)])
 
 
 def _batches(module: nn.Module) -> int:

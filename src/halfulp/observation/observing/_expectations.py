@@ -171,8 +171,6 @@ class Expectations:
             one.other[name] = dtype_name(dtype)
 
     def _expect_by_autocast(self) -> list[Expectation]:
-        if not self._autocast:
-            return []
         found: dict[torch.dtype, Expectation] = {}
         for name, (asked, there) in self._autocast.items():
             one = found.setdefault(asked, Expectation("*", dtype_name(asked), source="autocast"))

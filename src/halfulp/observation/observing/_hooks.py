@@ -21,7 +21,7 @@ from ._averages import RunningStatistics, has_running_statistics
 from ._expectations import Expectations
 from ._notebook import Notebook, find_loss, find_tensors, watch, watching
 from ._second_runs import CompiledModules, Recomputations
-from ._updates import add_changes
+from ._updates import Comparison, add_changes
 
 # Hooks on outputs whose graphs may be gone, before they are looked through.
 MOST_HANDLES = 10_000
@@ -53,21 +53,20 @@ class ModuleHooks:
             )
         self.expects_calls: bool = bool(names) and not compiled
         followed = {module: name for module, name in names.items() if has_running_statistics(module)}
-        self._statistics = RunningStatistics(book, followed) if followed else None
+        self.statistics: RunningStatistics = RunningStatistics(book, followed)
         self._residuals, self._positions, self._casts = Residuals(book), Positions(book), Casts(book)
         self._again = Recomputations(book) if check else None
-        self._hooks = {module: _ModuleHook(self, name, type(module).__name__) for module, name in names.items()}
+        self._hooks = {module: functools.partial(self._note_run, name) for module, name in names.items()}
         wrappers = {name: module for name, module in compiled.items() if hasattr(module, "_orig_mod")} if check else {}
         for name in compiled.keys() - wrappers.keys() if check else ():
             book.note_unseen(f"{name or 'the model'} was compiled in place: there is no eager original to compare with")
-        self._compiled = CompiledModules(book, wrappers) if wrappers else None
+        self._compiled = CompiledModules(book, wrappers)
 
     def attach(self) -> None:
         """Attach the hooks."""
         if not self._handles:
             self._handles = [module.register_forward_hook(hook) for module, hook in self._hooks.items()]
-        if self._compiled is not None:
-            self._compiled.attach()
+        self._compiled.attach()
 
     def detach(self) -> None:
         """Remove all hooks, and let go of a step's tensors."""
@@ -76,18 +75,7 @@ class ModuleHooks:
             handle.remove()
         self._handles.clear()
         self._gradient_handles.clear()
-        if self._compiled is not None:
-            self._compiled.detach()
-
-    def begin_step(self) -> None:
-        """Take the running statistics as they are before a sampled step."""
-        if self._statistics is not None:
-            self._statistics.begin()
-
-    def finish_step(self) -> None:
-        """Compare the running statistics at the end of a sampled step."""
-        if self._statistics is not None:
-            self._statistics.end()
+        self._compiled.detach()
 
     def end_step(self) -> None:
         """Forget what belongs to one step."""
@@ -105,18 +93,20 @@ class ModuleHooks:
         self._residuals.forget()
         self._casts.forget()
 
-    def note_run(self, hook: _ModuleHook, module: nn.Module, inputs: tuple[Any, ...], output: Any) -> None:
+    def _note_run(self, name: str, module: nn.Module, inputs: tuple[Any, ...], output: Any) -> None:
         """Note that a module has run in training; evaluation without gradients is left out."""
+        if torch.compiler.is_compiling() or not self.book.sampling:
+            return
         if torch.is_grad_enabled():
             in_backward = torch._C._current_graph_task_id() != -1
             if not in_backward:  # what runs again in a backward pass was noted in the first run
-                self._note_run(hook.name, inputs, output)
-            self._look_at_outputs(hook, module, inputs, output, in_backward)
+                self._note_graph(name, inputs, output)
+            self._look_at_outputs(name, module, inputs, output, in_backward)
         elif self._again is not None and module.training:  # the first pass of a reentrant checkpoint
-            self._note_first_pass(module, output)
+            self._note_first_pass(name, output)
 
     @watching
-    def _note_run(self, name: str, inputs: tuple[Any, ...], output: Any) -> None:
+    def _note_graph(self, name: str, inputs: tuple[Any, ...], output: Any) -> None:
         """Note the uses, residual sums, casts and positions of a module that ran, apart from counting its outputs."""
         self.book.uses.note(name, inputs, output)
         self._residuals.note(name, inputs, output)
@@ -125,11 +115,10 @@ class ModuleHooks:
 
     @watching
     def _look_at_outputs(
-        self, hook: _ModuleHook, module: nn.Module, inputs: tuple[Any, ...], output: Any, in_backward: bool
+        self, name: str, module: nn.Module, inputs: tuple[Any, ...], output: Any, in_backward: bool
     ) -> None:
-        name, found = hook.name, list(find_tensors(output))
-        if self._statistics is not None:
-            self._statistics.follow(module, inputs)
+        found = list(find_tensors(output))
+        self.statistics.follow(module, inputs)
         if self._again is not None and found:
             self._again.note(name, found[0], in_backward)
         if not in_backward or name not in self._seen:
@@ -137,72 +126,47 @@ class ModuleHooks:
                 self._expectations.note_output(module, name, output)
             for tensor in found:
                 if not self._was_last(tensor):
-                    self._look_at_output(hook, module, tensor, inputs)
+                    self._look_at_output(name, module, tensor, inputs)
             self._seen.add(name)
         if not name:
             self.loss = find_loss(output)
 
     @watching
-    def _note_first_pass(self, module: nn.Module, output: Any) -> None:
-        for tensor in find_tensors(output):
-            assert self._again is not None
-            self._again.note(self._hooks[module].name, tensor, again=False)
-            break
+    def _note_first_pass(self, name: str, output: Any) -> None:
+        first = next(find_tensors(output), None)
+        if first is not None and self._again is not None:
+            self._again.note(name, first, again=False)
 
-    def _look_at_output(
-        self, hook: _ModuleHook, module: nn.Module, tensor: torch.Tensor, inputs: tuple[Any, ...]
-    ) -> None:
-        totals = self.book.look("activation", hook.name, hook.kind, tensor)
+    def _look_at_output(self, name: str, module: nn.Module, tensor: torch.Tensor, inputs: tuple[Any, ...]) -> None:
+        kind = type(module).__name__
+        totals = self.book.look("activation", name, kind, tensor)
         if totals is None:
             return
         # Of outputs that are all zeros the largest input and weight: did rounding make them so?
-        record, zeros = totals.record, totals.last_amax == 0.0
+        record, zeros = totals.record, totals.record.last_amax == 0.0
         record.input_amax = max(map(_amax, find_tensors(inputs)), default=None) if zeros else None
         own = [one for one in module._parameters.values() if one is not None] if zeros else []
         record.weight_amax = max(map(_amax, find_tensors(own)), default=None)
-        self._follow(hook, tensor)
-
-    def _follow(self, hook: _ModuleHook, output: torch.Tensor) -> None:
-        """Wait for the gradient of an output."""
-        self._last = weakref.ref(output), output._version
-        if output.requires_grad:
+        self._last = weakref.ref(tensor), tensor._version
+        if tensor.requires_grad:
             handles = self._gradient_handles
             if len(handles) > MOST_HANDLES:  # many forward passes without an optimizer's step
                 handles[:] = [handle for handle in handles if handle.hooks_dict_ref() is not None]
-            handles.append(output.register_hook(hook.gradient))
+            handles.append(tensor.register_hook(functools.partial(self._note_gradient, name, kind)))
 
     def _was_last(self, tensor: torch.Tensor) -> bool:
         """Return whether a tensor is the one that was looked at last, handed on by a module around it."""
         last = self._last
         return last is not None and last[0]() is tensor and last[1] == tensor._version
 
-
-class _ModuleHook:
-    """A hook that runs when a module has run, with one for the gradients of its outputs."""
-
-    __slots__ = ("kind", "name", "owner")
-
-    def __init__(self, owner: ModuleHooks, name: str, kind: str) -> None:
-        self.owner, self.name, self.kind = owner, name, kind
-
-    @property
-    def book(self) -> Notebook:
-        """What is written to."""
-        return self.owner.book
-
-    def __call__(self, module: nn.Module, inputs: tuple[Any, ...], output: Any) -> None:
-        """Look at the outputs of a module that ran."""
-        if self.book.sampling and not torch.compiler.is_compiling():
-            self.owner.note_run(self, module, inputs, output)
-
-    def gradient(self, gradient: torch.Tensor) -> None:
-        """Count the gradient of an output as it arrives."""
+    def _note_gradient(self, name: str, kind: str, gradient: torch.Tensor) -> None:
         if self.book.sampling:
-            self._activation_gradient(gradient)
+            self._look_at_gradient(name, kind, gradient)
 
     @watching
-    def _activation_gradient(self, gradient: torch.Tensor) -> None:
-        self.book.look("activation gradient", self.name, self.kind, gradient, self.book.scale)
+    def _look_at_gradient(self, name: str, kind: str, gradient: torch.Tensor) -> None:
+        """Count the gradient of an output as it arrives."""
+        self.book.look("activation gradient", name, kind, gradient, self.book.scale)
 
 
 def _amax(tensor: torch.Tensor) -> float:
@@ -306,7 +270,7 @@ class Residuals:
             return
         record = self.book.record.residuals.setdefault(name, ResidualRecord(name, total.dtype))
         record.stream, record.added = sizes[1 - small], sizes[small]
-        add_changes([record.change], past, _sample(total), added)
+        add_changes([Comparison([record.change], past, _sample(total), added)])
 
 
 def graph_key(node: Any, number: int) -> tuple[int, int]:
@@ -407,7 +371,7 @@ class Casts:
             self._search(name, output)
         if output.dtype in NARROW:
             totals = self.book.totals.get(("activation gradient", name))
-            if totals is not None and totals.all_zero():
+            if totals is not None and 0 < totals.record.elements == totals.record.zeros:
                 self.wanted[name] = graph_key(output.grad_fn, output.output_nr)
 
     def _search(self, name: str, output: torch.Tensor) -> None:
@@ -444,75 +408,49 @@ class GradientHooks:
     Args:
         book: what is written to; its record has the parameters.
         named: trainable parameters and their names.
+
+    Attributes:
+        arrived: names whose gradients were looked at in this step.
+        adding: hooks whose gradients are sums in this step.
     """
 
     def __init__(self, book: Notebook, named: list[tuple[str, torch.Tensor]]) -> None:
         self.book = book
         self.arrived: set[str] = set()
-        self._hooks = [(parameter, _ParameterHooks(self, name)) for name, parameter in named]
-        self._adding: list[_ParameterHooks] = []
-        self._handles: list[RemovableHandle] = []
+        self.adding: list[_ParameterHooks] = []
+        self.handles: list[RemovableHandle] = []
+        self._hooks = [_ParameterHooks(self, name, parameter) for name, parameter in named]
 
     def attach(self) -> None:
         """Attach the hooks."""
-        for parameter, hook in self._hooks if not self._handles else ():
-            if parameter.requires_grad and parameter.is_leaf:
-                hook.parameter, hook.is_followed = parameter, False
-                self._handles.append(parameter.register_hook(hook.before))
+        for hook in self._hooks if not self.handles else ():
+            if hook.parameter.requires_grad and hook.parameter.is_leaf:
+                hook.is_followed = False
+                self.handles.append(hook.parameter.register_hook(hook.before))
 
     def detach(self) -> None:
         """Remove the hooks."""
-        for handle in self._handles:
+        for handle in self.handles:
             handle.remove()
-        self._handles.clear()
-
-    def follow(self, hook: _ParameterHooks) -> None:
-        """Attach a parameter's second hook, which only gradients that are added to others need."""
-        if not hook.is_followed and hook.parameter is not None:
-            hook.is_followed = True
-            self._handles.append(hook.parameter.register_post_accumulate_grad_hook(hook.after))
-            # First of all: another hook may step by the gradient and free it. torch runs them in the order of a dict.
-            hooks = hook.parameter._post_accumulate_grad_hooks
-            for key in [*hooks][:-1]:
-                hooks[key] = hooks.pop(key)
+        self.handles.clear()
 
     def end_step(self) -> None:
         """Compare the step's sums with the exact ones, and forget what belongs to one step."""
-        for hook in self._adding:
+        for hook in self.adding:
             hook.compare_sums()
-        self._adding.clear()
+        self.adding.clear()
         self.arrived.clear()
-
-    def note_sum(self, hook: _ParameterHooks) -> None:
-        """Note that a parameter's gradient is a sum in this step."""
-        self._adding.append(hook)
 
 
 class _ParameterHooks:
     """The two hooks by which a parameter's gradient is observed as it arrives and once it is accumulated."""
 
-    __slots__ = (
-        "accumulated",
-        "book",
-        "errors",
-        "exact",
-        "incoming",
-        "is_followed",
-        "name",
-        "owner",
-        "parameter",
-        "rounded",
-        "squares",
-    )
-
-    def __init__(self, owner: GradientHooks, name: str) -> None:
-        self.owner, self.book, self.name = owner, owner.book, name
-        self.parameter: torch.Tensor | None = None
+    def __init__(self, owner: GradientHooks, name: str, parameter: torch.Tensor) -> None:
+        self.owner, self.book, self.name, self.parameter = owner, owner.book, name, parameter
         self.is_followed: bool = False
-        self.accumulated: torch.Tensor | None = None
-        self.incoming: torch.Tensor | None = None
-        self.exact: torch.Tensor | None = None
-        self.rounded: torch.Tensor | None = None
+        # Samples: of the gradient that is there and of the one that is added; of the step's exact and rounded sum.
+        self.addends: tuple[torch.Tensor, torch.Tensor] | None = None
+        self.sums: tuple[torch.Tensor, torch.Tensor] | None = None
         self.errors: float = 0.0
         self.squares: float = 0.0
 
@@ -520,13 +458,13 @@ class _ParameterHooks:
         """Look at a gradient that arrives, before it is added to the one that is there."""
         if self.book.sampling:
             self._look(gradient)
-            self.accumulated = self.incoming = None
-            if self.parameter is not None and self.parameter.grad is not None:
+            self.addends = None
+            if self.parameter.grad is not None:
                 self._hold(self.parameter.grad, gradient)
 
     def after(self, parameter: torch.Tensor) -> None:
         """Compare a gradient that has been added with the exact sum."""
-        if self.accumulated is not None:
+        if self.addends is not None:
             self._compare_sum(parameter)
 
     @watching
@@ -537,38 +475,44 @@ class _ParameterHooks:
 
     @watching
     def _hold(self, there: torch.Tensor, gradient: torch.Tensor) -> None:
-        """Keep samples of a gradient that is there and of the one that is added to it."""
+        """Keep samples of a gradient that is there and of the one that is added to it; wait for the sum."""
         held, incoming = read_numbers(there), read_numbers(gradient)
-        if held is not None and incoming is not None and held.flat.numel() == incoming.flat.numel():
-            key = self.book.key(self.name)
-            self.accumulated, self.incoming = take_sample(held.flat, key), take_sample(incoming.flat, key)
-            self.owner.follow(self)
+        if held is None or incoming is None or held.flat.numel() != incoming.flat.numel():
+            return
+        key = self.book.key(self.name)
+        self.addends = take_sample(held.flat, key), take_sample(incoming.flat, key)
+        if not self.is_followed:
+            self.is_followed = True
+            self.owner.handles.append(self.parameter.register_post_accumulate_grad_hook(self.after))
+            # First of all: another hook may step by the gradient and free it. torch runs them in the order of a dict.
+            hooks = self.parameter._post_accumulate_grad_hooks
+            for other in [*hooks][:-1]:
+                hooks[other] = hooks.pop(other)
 
     @watching
     def _compare_sum(self, parameter: torch.Tensor) -> None:
-        held, incoming, self.accumulated, self.incoming = self.accumulated, self.incoming, None, None
+        addends, self.addends = self.addends, None
         found = read_numbers(parameter.grad) if parameter.grad is not None else None
         # Zeros that `zero_grad(set_to_none=False)` left swallow nothing.
-        if found is None or held is None or incoming is None or not held.any():
+        if found is None or addends is None or not addends[0].any():
             return
+        held, incoming = addends
         now = take_sample(found.flat, self.book.key(self.name))
         record = self.book.record.parameters[self.name]
-        if record.accumulation is None:
-            record.accumulation = Realised()
-        add_changes([record.accumulation], held, now, incoming)
-        if self.exact is None:
-            self.owner.note_sum(self)
+        record.accumulation = record.accumulation or Realised()
+        add_changes([Comparison([record.accumulation], held, now, incoming)])
+        if self.sums is None:
+            self.owner.adding.append(self)
         # What somebody cleared, clipped or scaled since the last addition is where the exact sum begins anew.
-        if self.exact is None or self.rounded is None or not torch.equal(held, self.rounded):
-            self.exact = in_float64(held)
-        self.exact += in_float64(incoming)
-        self.rounded = now
+        exact = in_float64(held) if self.sums is None or not torch.equal(held, self.sums[1]) else self.sums[0]
+        self.sums = exact + in_float64(incoming), now
 
     def compare_sums(self) -> None:
         """Record the rounding error of this step's accumulated gradient."""
-        exact, rounded, self.exact, self.rounded = self.exact, self.rounded, None, None
-        if exact is None or rounded is None or len(exact) != len(rounded):
+        sums, self.sums = self.sums, None
+        if sums is None:
             return
+        exact, rounded = sums
         error, square = (float(one.square().sum()) for one in (in_float64(rounded) - exact, exact))
         if math.isfinite(error) and math.isfinite(square):
             self.errors, self.squares = self.errors + error, self.squares + square

@@ -22,6 +22,7 @@ from ..._qualified_names import pattern_of
 from ...sinks import Outlet, Sink, outlet
 from .._record import ParameterRecord, Record, Role, StepRecord, TensorRecord
 from ..sampling._sampler import (
+    MOST,
     NARROW,
     AnyFormat,
     Candidates,
@@ -29,6 +30,7 @@ from ..sampling._sampler import (
     Stored,
     Totals,
     count_samples,
+    draw_runs,
     find_candidate,
     make_place_key,
     measure_extremes,
@@ -39,7 +41,7 @@ from ..sampling._sampler import (
 from ._expectations import Quantized
 
 SEED = 0
-# Samples that wait until they are counted together, of 16 KiB at most.
+# Samples that wait until they are counted together, of 32 KiB at most.
 MOST_WAITING = 64
 Watch = TypeVar("Watch", bound=Callable[..., None])
 
@@ -77,6 +79,7 @@ class Notebook:
         self.fixed: set[str] = set()
         self.uses: Uses = Uses()
         self._keys: dict[str, int] = {}
+        self._sizes: dict[str, int] = {}
         self._broken: dict[int, int] = {}
         self._waiting: list[tuple[torch.Tensor, Totals]] = []
 
@@ -101,6 +104,8 @@ class Notebook:
         """Begin a step."""
         self.step, self.sampling, self.position = step, sampling, 0
         self._keys.clear()
+        if sampling and self._sizes:
+            draw_runs([(self.key(name), elements) for name, elements in self._sizes.items()])
 
     def key(self, name: str) -> int:
         """Return the key of the places at which tensors of a name are sampled in this step."""
@@ -124,6 +129,8 @@ class Notebook:
             totals = self.totals[role, name] = Totals(record, self.candidates, found.flat.dtype == torch.float64)
         record = totals.record
         record.dtype, record.scale = found.dtype, found.scale
+        if found.flat.numel() > MOST:
+            self._sizes[name] = found.flat.numel()
         return totals
 
     def look(self, role: Role, name: str, kind: str, tensor: torch.Tensor, scale: float = 1.0) -> Totals | None:
@@ -135,9 +142,7 @@ class Notebook:
             role, [(name, kind)], [found if scale == 1.0 else found._replace(scale=found.scale * scale)]
         )
         sample = take_sample(found.flat, self.key(name))
-        self._waiting.append((sample, totals))
-        if len(self._waiting) >= MOST_WAITING:
-            self.count_waiting()
+        self._count_later([(sample, totals)])
         if self.quantized is not None and self.quantized.formats:
             self.quantized.note(totals.record, sample)
         return totals
@@ -146,13 +151,22 @@ class Notebook:
         """Count tensors of some names and kinds under a role, and return their samples."""
         totals = self._measure(role, named, numbers)
         samples = take_samples(numbers, [self.key(name) for name, _ in named])
-        count_samples(samples.packed.split(samples.counts), totals, self.candidates)
+        self._count_later(zip(samples.packed.split(samples.counts), totals))
         return samples
 
+    def count_samples(self, role: Role, named: Sequence[tuple[str, str]], numbers: Sequence[Stored]) -> None:
+        """Count what are samples already, which nobody changes, under some names and kinds and a role."""
+        self._count_later(zip([one.flat for one in numbers], self._measure(role, named, numbers)))
+
+    def _count_later(self, samples: Iterable[tuple[torch.Tensor, Totals]]) -> None:
+        self._waiting += samples
+        if len(self._waiting) >= MOST_WAITING:
+            self.count_waiting()
+
     def count_waiting(self) -> None:
-        """Count the samples of tensors that were looked at one by one."""
+        """Count the samples that were taken since the last call."""
         waiting, self._waiting = self._waiting, []
-        count_samples([sample for sample, _ in waiting], [totals for _, totals in waiting], self.candidates)
+        count_samples(waiting, self.candidates)
 
     def _measure(self, role: Role, named: Sequence[tuple[str, str]], numbers: Sequence[Stored]) -> list[Totals]:
         """Count all elements of tensors, and note the first that are not finite."""
@@ -337,8 +351,7 @@ class Rows:
         self.columns: list[str] = [*RUN, *(f"{share}{group}" for group in each for share in SHARES)]
         self._skipped: int = 0
         self._before: np.ndarray = self._sums()
-        self._keys: list[tuple[int, torch.dtype]] = []
-        self._counts: np.ndarray = np.zeros((0, 2))
+        self._counts: dict[tuple[int, torch.dtype], np.ndarray] = {}
 
     def row(self, step: StepRecord, totals: Mapping[tuple[Any, str], Totals]) -> dict[str, Any]:
         """Return the row of a sampled step that has ended; shares are those since the row before."""
@@ -370,21 +383,14 @@ class Rows:
     def _underflow(self, totals: Mapping[tuple[Any, str], Totals]) -> np.ndarray:
         """Count this step's nonzero gradients, and about how many became zero: per group, then of activations."""
         found = np.zeros((len(self._groups) + 1, 2))
-        own = {key: one for key, one in totals.items() if key[0] in GRADIENTS and not one.wide}
-        if not own:
-            return found
-        keys = [(id(one), one.record.dtype) for one in own.values()]
-        binades = np.stack([one.histogram for one in own.values()])
-        if keys != self._keys:
-            before = dict(zip(self._keys, self._counts))
-            self._counts = np.array([before.get(key, (0.0, 0.0)) for key in keys])
-            self._smallest = np.stack([_smallest_binades(dtype) for _, dtype in keys])
-            places = [self._index.get(name, -1) if role == GRADIENTS[0] else -1 for role, name in own]
-            self._keys, self._places = keys, np.array(places)
-        # As `findings` estimates it: half as many as are left at the smallest number became zero.
-        counts = np.column_stack([binades.sum(1), 0.5 * (binades * self._smallest).sum(1)])
-        np.add.at(found, self._places, counts - self._counts)
-        self._counts = counts
+        for (role, name), one in totals.items():
+            if role in GRADIENTS and not one.wide:
+                key, bins = (id(one), one.record.dtype), one.histogram
+                # As `findings` estimates it: half as many as are left at the smallest number became zero.
+                counts = np.array([bins.sum(), 0.5 * bins[: _count_smallest(one.record.dtype)].sum()])
+                place = self._index.get(name, -1) if role == GRADIENTS[0] else -1
+                found[place] += counts - self._counts.get(key, 0.0)
+                self._counts[key] = counts
         return found
 
 
@@ -416,13 +422,12 @@ def groups_of(parameters: Iterable[ParameterRecord]) -> dict[str, str]:
 
 
 @functools.cache
-def _smallest_binades(dtype: torch.dtype) -> np.ndarray:
-    """Return which bins of a histogram hold a dtype's smallest numbers."""
+def _count_smallest(dtype: torch.dtype) -> int:
+    """Return how many of a histogram's first bins hold a dtype's smallest numbers."""
     try:
-        smallest = math.frexp(formats.get(dtype).smallest_subnormal)[1] - 1
+        return max(0, math.frexp(formats.get(dtype).smallest_subnormal)[1] - NARROW[0])
     except ValueError:  # integers, whose gradients are none
-        smallest = NARROW[0] - 1
-    return np.arange(NARROW[0], NARROW[0] + NARROW[1]) <= smallest
+        return 0
 
 
 def _shares(sums: np.ndarray) -> tuple[float | None, ...]:

@@ -73,11 +73,10 @@ class Observation(StepWatcher):
         self.interval: int = interval
         self.book: Notebook = Notebook(formats, Quantized(model, quantized))
         self._parameters = Parameters(model, self.optimizers, self.book.record)
-        self._scales = LossScales(scaler, scheduler)
-        self._history = History(self.book.record.history)
+        self._scales = LossScales(self.book.record, scaler, scheduler)
         self._expectations = Expectations(model, check_expectations(expect))
         self._modules = ModuleHooks(self.book, model, self._expectations, check)
-        self._averages = None if average is None else WeightAverages(self.book, average, model)
+        self._averages = WeightAverages(self.book, average, model)
         self._ranks = Ranks(self.book, model, self._parameters.named)
         self._gradients = GradientHooks(self.book, self._parameters.list_trainable())
         self._updates = {
@@ -255,9 +254,9 @@ class Observation(StepWatcher):
         ended = self._steps.note_begin(optimizer)
         if ended is not None:
             self._end_step(ended)
-        if self._scales.seeks:
+        if self._scales.searches:
             watch(self.book, self._scales.search)
-        if self.book.sampling and self._averages is not None:
+        if self.book.sampling:
             watch(self.book, self._averages.end)
 
     @contextlib.contextmanager
@@ -287,7 +286,6 @@ class Observation(StepWatcher):
     def _end_step(self, optimizer: torch.optim.Optimizer) -> None:
         book, record = self.book, self.book.record
         scale, skipped = self._scales.after_step(optimizer, book.sampling)
-        record.skipped = self._scales.skipped
         loss = self._loss()
         lr = optimizer.param_groups[0].get("lr")
         step = StepRecord(book.step, book.sampling, None if lr is None else float(lr), scale, skipped)
@@ -296,14 +294,14 @@ class Observation(StepWatcher):
             if book.sampling:
                 record.sampled_steps.append(book.step)
                 book.count_waiting()
-                self._modules.finish_step()
+                self._modules.statistics.end()
                 if self._ranks.others:
                     self._ranks.note_step(self._rounding_errors())
                 record.sites = self._scales.sites()
                 exponents = [site["exponent"] for site in record.sites]
                 step.exponents = (min(exponents), max(exponents)) if exponents else None
         finally:  # what failed is noted, and steps go on
-            self._history.add(step)
+            add_step(record.history, step)
             following = book.step + 1
             self._begin_step(following, following % self.interval == 0)
         if step.sampled and self._sinks is not None:
@@ -317,9 +315,8 @@ class Observation(StepWatcher):
             self.book.scale = self._scales.scale() or 1.0
             self._modules.attach()
             self._gradients.attach()
-            self._modules.begin_step()
-            if self._averages is not None:
-                self._averages.begin()
+            self._modules.statistics.begin()
+            self._averages.begin()
         else:
             self._modules.detach()
             self._gradients.detach()
@@ -356,7 +353,6 @@ class Observation(StepWatcher):
         """Read what scaler and scheduler did since the last optimizer step, such as skipping all that follow."""
         record = self.book.record
         record.loss_scale, skipped = self._scales.read()
-        record.skipped = self._scales.skipped
         if record.history:
             last, scheduled = record.history[-1], self._scales.count_scheduled()
             last.skipped += skipped
@@ -591,22 +587,21 @@ LARGEST_SCALE = torch.finfo(torch.float32).max
 
 
 class LossScales:
-    """Follows a gradient scaler and a learning-rate scheduler.
+    """Follows a gradient scaler and a learning-rate scheduler; counts skipped steps in the record.
 
     Args:
         scaler: the run's, or None: then one that calls an optimizer's step is found there.
 
     Attributes:
-        skipped: steps that were seen to be skipped.
+        searches: how often the scaler is yet to be looked for, as in the first steps of a run without a given one.
     """
 
-    def __init__(self, scaler: Scaler | None, scheduler: Any | None) -> None:
-        self.scaler, self.scheduler = scaler, scheduler
-        self.skipped: int = 0
+    def __init__(self, record: Record, scaler: Scaler | None, scheduler: Any | None) -> None:
+        self._record, self.scaler, self.scheduler = record, scaler, scheduler
         self._before: _Reading | None = None
         self._taken: int = 0
         self._fresh: bool = False
-        self._searches: int = 0 if scaler is not None else MOST_SEARCHES
+        self.searches: int = 0 if scaler is not None else MOST_SEARCHES
         self._epoch: int | None = None if scheduler is None else int(getattr(scheduler, "last_epoch", 0))
 
     def begin(self, optimizers: Iterable[torch.optim.Optimizer]) -> None:
@@ -615,14 +610,9 @@ class LossScales:
         self._before = self._read_now()
         self._taken = 0
 
-    @property
-    def seeks(self) -> bool:
-        """Whether the scaler is to be looked for, as it is in the first steps of a run without a given one."""
-        return self._searches > 0
-
     def search(self) -> None:
         """Look for the scaler among the callers of an optimizer's step."""
-        self._searches -= 1
+        self.searches -= 1
         frame: FrameType | None = sys._getframe(1)
         for _ in range(MOST_FRAMES):
             frame = frame.f_back if frame is not None else None
@@ -630,7 +620,7 @@ class LossScales:
                 return
             owner = frame.f_locals.get("self") if "self" in frame.f_code.co_varnames else None
             if isinstance(owner, Scaler):
-                self.scaler, self._searches = owner, 0
+                self.scaler, self.searches = owner, 0
                 self._before = self._read_found()
                 return
 
@@ -649,7 +639,9 @@ class LossScales:
         Returns:
             What `read` does, or (None, 0) where reading would wait for a device to no end.
         """
-        found = self.read() if sampled or self._is_on_host() or self._can_have_grown() else (None, 0)
+        scaler, before = self.scaler, self._before
+        can_have_grown = before is None or scaler is None or before.streak + self._taken >= scaler.get_growth_interval()
+        found = self.read() if sampled or self._is_on_host() or can_have_grown else (None, 0)
         infinite = getattr(optimizer, "found_inf", None)  # of an optimizer that skips its step itself
         on_host = isinstance(infinite, torch.Tensor) and infinite.is_cpu
         self._taken += 0 if on_host and bool(infinite) else 1
@@ -663,7 +655,7 @@ class LossScales:
         if now is None or before is None or self.scaler is None:
             return self.scale(), 0
         skipped = _count_skips(before, now, taken, self.scaler)
-        self.skipped += skipped
+        self._record.skipped += skipped
         return now.scale, skipped
 
     def _read_now(self) -> _Reading | None:
@@ -686,10 +678,6 @@ class LossScales:
     def _is_on_host(self) -> bool:
         scale = getattr(self.scaler, "_scale", None)
         return isinstance(self.scaler, AdaptiveGradScaler) or scale is None or bool(scale.is_cpu)
-
-    def _can_have_grown(self) -> bool:
-        before, scaler = self._before, self.scaler
-        return before is None or scaler is None or before.streak + self._taken >= scaler.get_growth_interval()
 
     def count_scheduled(self) -> int | None:
         """Return how many steps the scheduler took since the last call; None without one."""
@@ -741,17 +729,11 @@ def _count_skips(before: _Reading, now: _Reading, taken: int, scaler: Scaler) ->
 MOST_HISTORY = 2000
 
 
-class History:
-    """Appends steps to a list, and thins it where it grows long; counts of skipped steps are never lost."""
-
-    def __init__(self, steps: list[StepRecord]) -> None:
-        self._steps = steps
-
-    def add(self, step: StepRecord) -> None:
-        """Append a step."""
-        self._steps.append(step)
-        if len(self._steps) > MOST_HISTORY:
-            self._steps[:] = thin(self._steps)
+def add_step(history: list[StepRecord], step: StepRecord) -> None:
+    """Append a step, and thin the history where it grows long; counts of skipped steps are never lost."""
+    history.append(step)
+    if len(history) > MOST_HISTORY:
+        history[:] = thin(history)
 
 
 def thin(steps: list[StepRecord]) -> list[StepRecord]:

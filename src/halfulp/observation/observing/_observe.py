@@ -150,8 +150,9 @@ def find_scheduler(optimizers: Sequence[torch.optim.Optimizer]) -> LRScheduler |
     """
     if not any(hasattr(one.step, "_wrapped_by_lr_sched") for one in optimizers):
         return None
+    found = [thing for thing in gc.get_objects() if issubclass(type(thing), LRScheduler)]
     return find_outermost(
-        thing for thing in gc.get_objects() if issubclass(type(thing), LRScheduler) and _steps_any(thing, optimizers)
+        one for one in found if any(getattr(one, "optimizer", None) is stepped for stepped in optimizers)
     )
 
 
@@ -161,7 +162,3 @@ def find_outermost(schedulers: Iterable[Any]) -> LRScheduler | None:
     inner = {id(part) for one in found for part in getattr(one, "_schedulers", ())}
     outer = [one for one in found if id(one) not in inner]
     return outer[-1] if outer else None
-
-
-def _steps_any(scheduler: Any, optimizers: Sequence[torch.optim.Optimizer]) -> bool:
-    return any(getattr(scheduler, "optimizer", None) is one for one in optimizers)

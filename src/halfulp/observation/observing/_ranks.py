@@ -91,11 +91,7 @@ class Ranks:
         name = f"halfulp/observe/{mix64(*map(hash_name, (str(shared), *sorted(self._parameters)))):016x}"
         _starts[name] += 1
         self._name, self._before = name, _starts[name] - 1
-
-        def announce() -> None:
-            _default_store().set(f"{name}/{self.rank}", str(_starts[name]))
-
-        self._try(announce)
+        self._try(lambda: _default_store().set(f"{name}/{self.rank}", str(_starts[name])))
 
     def note_step(self, errors: Mapping[str, torch.Tensor]) -> None:
         """Keep what this rank observed in a sampled step.
@@ -141,7 +137,7 @@ class Ranks:
         wanted = self.others if hub == self.rank else [hub]
 
         def gather() -> None:
-            self._own.extremes = {key: (one.amax, one.amin) for key, one in self.book.totals.items()}
+            self._own.extremes = {key: (one.record.amax, one.record.amin) for key, one in self.book.totals.items()}
             store = _default_store()
             store.set(self._key(self.rank), pickle.dumps(self._own))
             store.delete_key(f"{self._name}/{self.rank}/{self._before}")  # of the run before, which all have ended
@@ -200,10 +196,10 @@ class Ranks:
                 rounding.between_ranks = bits.correlation(key)
 
     def _join_extremes(self, theirs: RankSummary) -> None:
-        for key, one in self.book.totals.items():
+        for key, totals in self.book.totals.items():
             if key in theirs.extremes:
-                largest, smallest = theirs.extremes[key]
-                one.amax, one.amin = max(one.amax, largest), min(one.amin, smallest)
+                (largest, smallest), record = theirs.extremes[key], totals.record
+                record.amax, record.amin = max(record.amax, largest), min(record.amin, smallest)
 
     def _try(self, act: Any) -> None:
         """Do something with the store of the process group; without one the record says so, and the run goes on."""
@@ -307,17 +303,16 @@ def chosen_errors(
     """
     keys = {shard_key(name, shards[name][1]): name for name in errors if name in shards}
     chosen = sorted(keys, key=lambda key: mix64(step, key))[:MOST_PARAMETERS]
-    return {key: (shards[keys[key]][0], _round_to_units(errors[keys[key]][:MOST_ELEMENTS])) for key in chosen}
+    found: dict[int, tuple[int, Array]] = {}
+    for key in chosen:
+        in_units = errors[keys[key]][:MOST_ELEMENTS].nan_to_num(0.0) * UNITS
+        found[key] = shards[keys[key]][0], in_units.round().to(torch.int8).numpy()
+    return found
 
 
 def shard_key(name: str, elements: int) -> int:
     """Return the key under which ranks compare a parameter; large shards of other sizes are sampled at other places."""
     return hash_name(f"{name} {max(elements, MOST)}")
-
-
-def _round_to_units(errors: torch.Tensor) -> Array:
-    found: Array = (errors.nan_to_num(0.0) * UNITS).round().to(torch.int8).numpy()
-    return found
 
 
 class SharedRandomBits:

@@ -10,7 +10,7 @@ import math
 import random
 import types
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import numpy as np
@@ -20,6 +20,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.nn.modules import module as _torch_module
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils._device import DeviceContext
+from torch.utils._pytree import tree_map
 from torch.utils.hooks import RemovableHandle
 
 from ...kernels import in_float64
@@ -218,7 +219,7 @@ class SecondRun:
         for one in copier.modules:  # which grows by the modules that those before keep in lists
             for inner in one.modules():
                 if inner not in self._states:
-                    self._states[inner] = copier.state(inner)
+                    self._states[inner] = copier.copy_state(vars(inner))
         self.hooks_left_out: bool = copier.hooks_left_out or any(getattr(_torch_module, name) for name in _GLOBAL_HOOKS)
         self._random = RandomState()
         self._own_random = [own_state(generator) for generator in copier.generators]
@@ -237,15 +238,15 @@ class SecondRun:
         """Run the module in eager mode on the same inputs; buffers, attributes and generators stay as they are."""
         copier = Copier()
         args, kwargs = copier.copy((self._args, self._kwargs), objects=True)
-        states = {module: copier.state_of(state) for module, state in self._states.items()}
+        states = {module: copier.copy_state(state) for module, state in self._states.items()}
         now = RandomState()
         try:
             self._random.put_back()
             with _run_as_called(), _replace_states(states):
-                args, kwargs = _not_leaves((args, kwargs), {})
+                args, kwargs = _not_leaves((args, kwargs))
                 output = self._module(*args, **kwargs)
             drawn = [own_state(generator) for generator in copier.generators]
-            self._drew = not self._random.is_current() or not same_states(drawn, self._own_random)
+            self._drew = not self._random.is_current() or not _same(drawn, self._own_random)
             return output
         finally:
             now.put_back()
@@ -302,17 +303,16 @@ def _set(attributes: dict[str, Any], state: dict[str, Any]) -> None:
     attributes.update(state)
 
 
-def _not_leaves(value: Any, made: dict[int, Any]) -> Any:
+def _not_leaves(given: Any) -> Any:
     """Return inputs that require gradients as a forward pass sees them, which may change them in place."""
-    if isinstance(value, torch.Tensor):
-        if value.requires_grad and not isinstance(value, nn.Parameter):
+    made: dict[int, torch.Tensor] = {}
+
+    def clone(value: Any) -> Any:
+        if isinstance(value, torch.Tensor) and value.requires_grad and not isinstance(value, nn.Parameter):
             return made.setdefault(id(value), value.clone())
         return value
-    if type(value) in (tuple, list):
-        return type(value)(_not_leaves(item, made) for item in value)
-    if type(value) is dict:
-        return {key: _not_leaves(item, made) for key, item in value.items()}
-    return value
+
+    return tree_map(clone, given)
 
 
 def _itself(tensor: torch.Tensor) -> torch.Tensor:
@@ -356,12 +356,8 @@ class Copier:
         self._made[id(value)] = (value, made)  # the value too, so that its id stays its own
         return made
 
-    def state(self, module: nn.Module) -> dict[str, Any]:
+    def copy_state(self, attributes: dict[str, Any]) -> dict[str, Any]:
         """Return a module's `vars` with copies of its buffers and attributes, without its users' hooks."""
-        return self.state_of(vars(module))
-
-    def state_of(self, attributes: dict[str, Any]) -> dict[str, Any]:
-        """Return a copy of a module's attributes."""
         made = {}
         for key, value in attributes.items():
             if key in _OF_EVERY_MODULE:
@@ -449,19 +445,12 @@ class RandomState:
 
 
 def own_state(generator: Any) -> Any:
-    """Return the state of a generator object, such as a module keeps; None of anything else."""
+    """Return the state of a generator object, such as a module keeps."""
     if isinstance(generator, torch.Generator):
         return generator.get_state()
     if isinstance(generator, np.random.Generator):
         return generator.bit_generator.state
-    if isinstance(generator, np.random.RandomState):
-        return generator.get_state(legacy=False)
-    return generator.getstate() if isinstance(generator, random.Random) else None
-
-
-def same_states(one: Iterable[Any], other: Iterable[Any]) -> bool:
-    """Return whether two lists of `own_state` are equal."""
-    return _same(list(one), list(other))
+    return generator.getstate() if isinstance(generator, random.Random) else generator.get_state(legacy=False)
 
 
 def _sources() -> list[_Source]:

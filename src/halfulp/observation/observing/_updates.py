@@ -6,7 +6,7 @@ import functools
 import inspect
 import itertools
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -24,7 +24,7 @@ from ...optim.states._codec import Plain
 from ...optim.step._kernel import change_by_rule
 from .._record import ParameterRecord, Realised, Role, RoundingRecord
 from ..sampling._device_functions import record_changes_table
-from ..sampling._sampler import Stored, compile_once, read_numbers, take_samples
+from ..sampling._sampler import Samples, Stored, compile_once, read_numbers, take_samples
 from ._notebook import Notebook
 
 Options = Mapping[str, Any]
@@ -132,59 +132,33 @@ class Shadow:
         return value.item() if isinstance(value, torch.Tensor) else value
 
 
-@dataclass(slots=True)
-class Stepped:
-    """One parameter that steps, with the number of its elements."""
-
-    record: ParameterRecord
-    parameter: torch.Tensor
-    elements: int
-
-
-class Numbers(NamedTuple):
-    """The numbers of a parameter before a step, copies of them perhaps: held until they have been sampled.
+class Before(NamedTuple):
+    """A parameter that is about to step, and its numbers: copies of them perhaps, held until they have been sampled.
 
     Attributes:
         states: what a step of torch's optimizers of known formula reads besides, tensors of its elements as their
             numbers; None of others.
     """
 
+    record: ParameterRecord
+    parameter: torch.Tensor
     weight: Stored
     gradient: Stored
     states: dict[str, Any] | None
 
 
-Members = list[tuple[Stepped, Numbers]]
-
-
-class Layout:
-    """The samples of parameters that step together, one after another in float64.
-
-    Attributes:
-        ends: where the parameters' samples begin and end.
-    """
-
-    def __init__(self, book: Notebook, stepped: Iterable[Stepped]) -> None:
-        self.book = book
-        self.named: list[tuple[str, str]] = [(one.record.name, one.record.kind) for one in stepped]
-        self._keys: list[int] = [book.key(name) for name, _ in self.named]
-        self.ends: list[int] = [0]
-
-    def look(self, numbers: Sequence[Stored], role: Role | None = None) -> torch.Tensor:
-        """Return samples of one tensor per parameter, float64; under a role count the tensors too."""
-        if role is not None:
-            samples = self.book.look_all(role, self.named, numbers)
-        else:
-            samples = take_samples(numbers, self._keys)
-        self.ends = [0, *itertools.accumulate(samples.counts)]
-        packed = samples.packed.double()
-        if any(one.scale != 1.0 for one in numbers):
-            packed = packed * torch.from_numpy(np.repeat([one.scale for one in numbers], samples.counts))
-        return packed
-
-    def parts(self, packed: torch.Tensor) -> list[torch.Tensor]:
-        """Return the sample of each parameter among packed ones."""
-        return list(packed.split(np.diff(self.ends).tolist()))
+def look(
+    book: Notebook, records: Sequence[ParameterRecord], numbers: Sequence[Stored], role: Role | None = None
+) -> Samples:
+    """Return samples of one tensor per parameter in float64; under a role count the tensors too."""
+    if role is not None:
+        samples = book.look_all(role, [(one.name, one.kind) for one in records], numbers)
+    else:
+        samples = take_samples(numbers, [book.key(one.name) for one in records])
+    packed = samples.packed.double()
+    if any(one.scale != 1.0 for one in numbers):
+        packed = packed * torch.from_numpy(np.repeat([one.scale for one in numbers], samples.counts))
+    return Samples(packed, samples.counts)
 
 
 def read_numbers_again(tensor: torch.Tensor) -> Stored:
@@ -194,22 +168,66 @@ def read_numbers_again(tensor: torch.Tensor) -> Stored:
     return found
 
 
-def count_changes(values: Sequence[torch.Tensor], ends: Sequence[int], decreases: bool) -> list[list[float]]:
-    """Return the sums of `record_changes_table` of each tensor; the arguments are those of `add_changes`."""
-    if select_engine("cpu") != "llvm":
-        return _count_by_numpy(values, ends, decreases)
-    count = len(ends) - 1
-    chunks, pointers, rows = np.zeros((count, CHUNK), np.int64), np.zeros(3, np.int64), np.zeros(count, np.int64)
-    chunks[:, 1], chunks[:, 2], pointers[:] = ends[:-1], np.diff(ends), [address(one) for one in values]
-    limit, sums = np.array([0.0 if decreases else np.inf]), np.zeros((count, CHUNK))
-    given = (*map(address_of, (chunks, pointers, rows, limit)), 0, address_of(sums), 0)
-    run_chunks(compile_once(record_changes_table()), chunks[:, 2], *given)
-    found: list[list[float]] = sums.tolist()
+class Comparison(NamedTuple):
+    """Samples of some tensors before and after a change, one tensor's after the other's, with what was wanted.
+
+    Attributes:
+        records: what the changes are added to, one per tensor.
+        wanted: the changes that were wanted; where they are not known, the gradients, whose zeros want none.
+        known: whether `wanted` is what was wanted.
+        decreases: whether wanted decreases alone are counted.
+    """
+
+    records: Sequence[Realised]
+    before: torch.Tensor
+    after: torch.Tensor
+    wanted: torch.Tensor
+    known: bool = True
+    decreases: bool = False
+
+
+def add_changes(compared: Sequence[Comparison], ends: Sequence[int] | None = None) -> None:
+    """Add to each record the changes of its tensor's samples.
+
+    Args:
+        ends: where the tensors' samples begin and end: one more than there are tensors; None for a single one.
+    """
+    ends = [0, len(compared[0].before)] if ends is None else ends
+    values = [[_convert_to_float64(x) for x in (one.before, one.after, one.wanted)] for one in compared]
+    if select_engine("cpu") == "llvm":
+        sums = _count_by_kernel(values, ends, [one.decreases for one in compared])
+    else:
+        sums = [_count_by_numpy(own, ends, one.decreases) for own, one in zip(values, compared)]
+    for one, found in zip(compared, sums):
+        for record, (seen, cancelled, square, kept) in zip(one.records, found, strict=True):
+            record.seen += int(seen)
+            record.cancelled += int(cancelled)
+            if not one.known:
+                record.known = False
+            elif record.known:
+                # Each step's share counts by its elements, not by the size of its learning rate.
+                share = kept / square if square else 0.0
+                record.wanted += int(seen) if square else 0
+                record.kept += int(seen) * share
+
+
+def _count_by_kernel(
+    values: Sequence[Sequence[torch.Tensor]], ends: Sequence[int], decreases: Sequence[bool]
+) -> list[list[list[float]]]:
+    """Return the sums of `record_changes_table` of each tensor of each comparison."""
+    rows, shape = np.arange(len(values)), (len(values), len(ends) - 1, CHUNK)
+    chunks, sums = np.zeros(shape, np.int64), np.zeros(shape)
+    chunks[:, :, 0], chunks[:, :, 1], chunks[:, :, 2] = rows[:, None], ends[:-1], np.diff(ends)
+    pointers = np.array([[address(one) for one in own] for own in values], np.int64)
+    limits = np.where(decreases, 0.0, np.inf)
+    given = (*map(address_of, (chunks, pointers, rows, limits)), 0, address_of(sums), 0)
+    run_chunks(compile_once(record_changes_table()), chunks[:, :, 2].ravel(), *given)
+    found: list[list[list[float]]] = sums.tolist()
     return found
 
 
 def _count_by_numpy(values: Sequence[torch.Tensor], ends: Sequence[int], decreases: bool) -> list[list[float]]:
-    """Return the sums of `record_changes_table` without kernels."""
+    """Return the sums of `record_changes_table` of each tensor without kernels."""
     found = []
     for start, end in itertools.pairwise(ends):
         b, a, w = (one.numpy()[start:end] for one in values)
@@ -220,40 +238,6 @@ def _count_by_numpy(values: Sequence[torch.Tensor], ends: Sequence[int], decreas
             w, change = w[counts], change[counts]
             found.append([float(x.sum()) for x in (counts, same, w**2, w * change)])
     return found
-
-
-def add_changes(
-    records: Sequence[Realised],
-    before: torch.Tensor,
-    after: torch.Tensor,
-    wanted: torch.Tensor,
-    ends: Sequence[int] | None = None,
-    *,
-    known: bool = True,
-    decreases: bool = False,
-) -> None:
-    """Add to each record the changes of its part of three flat tensors.
-
-    Args:
-        records: one per tensor.
-        before, after: sampled values, one tensor's after the other's.
-        wanted: the changes that were wanted; where they are not known, the gradients, whose zeros want none.
-        ends: where the tensors' parts begin and end: one more than there are tensors; None for a single one.
-        known: whether `wanted` is what was wanted.
-        decreases: whether wanted decreases alone are counted.
-    """
-    values = [_convert_to_float64(one) for one in (before, after, wanted)]
-    sums = count_changes(values, ends or [0, len(before)], decreases)
-    for record, (seen, cancelled, square, kept) in zip(records, sums, strict=True):
-        record.seen += int(seen)
-        record.cancelled += int(cancelled)
-        if not known:
-            record.known = False
-        elif record.known:
-            # Each step's share counts by its elements, not by the size of its learning rate.
-            share = kept / square if square else 0.0
-            record.wanted += int(seen) if square else 0
-            record.kept += int(seen) * share
 
 
 def _convert_to_float64(values: torch.Tensor) -> torch.Tensor:
@@ -289,22 +273,30 @@ class Wanted:
 
 @dataclass(slots=True)
 class Batch:
-    """Parameters that step together.
+    """Parameters that step together, their samples one after another in float64.
 
     Attributes:
-        weight, gradient: float64 samples before the step.
+        sizes: elements of each parameter.
+        ends: where the parameters' samples begin and end.
+        weight, gradient: samples before the step.
         states: samples of their states, and numbers of whole tensors, before the step.
         compute_wanted: computes the wanted update; None where no formula is known.
         is_unplanned: whether halfulp's optimizer has yet to lay out their states, so that nothing is known.
     """
 
-    layout: Layout
-    stepped: list[Stepped]
+    records: list[ParameterRecord]
+    parameters: list[torch.Tensor]
+    sizes: list[int]
+    ends: list[int]
     weight: torch.Tensor
     gradient: torch.Tensor
     states: dict[str, Any] = field(default_factory=dict)
     compute_wanted: Callable[[Batch], Wanted] | None = None
     is_unplanned: bool = False
+
+    def parts(self, packed: torch.Tensor) -> list[torch.Tensor]:
+        """Return the sample of each parameter among packed ones."""
+        return list(packed.split(np.diff(self.ends).tolist()))
 
 
 class Updates:
@@ -330,26 +322,24 @@ class Updates:
         """
         self._batches = []
         batches = self._group(alone)
-        late = [own for _, members in batches for own in members if own[0].record.name not in arrived]
+        late = [one for _, members in batches for one in members if one.record.name not in arrived]
         if late:  # their gradients met no hook
-            Layout(self.book, [one for one, _ in late]).look([read.gradient for _, read in late], "weight gradient")
+            look(self.book, [one.record for one in late], [one.gradient for one in late], "weight gradient")
         self._batches = [self._sample(group, members) for group, members in batches]
 
-    def _group(self, alone: torch.Tensor | None) -> list[tuple[dict[str, Any], Members]]:
+    def _group(self, alone: torch.Tensor | None) -> list[tuple[dict[str, Any], list[Before]]]:
         """Return parameters with gradients by what makes them step together, with their param groups."""
-        batches: dict[tuple[Any, ...], tuple[dict[str, Any], Members]] = {}
+        batches: dict[tuple[Any, ...], tuple[dict[str, Any], list[Before]]] = {}
         for group in self.optimizer.param_groups:
             kind, options = self._options_of(group)
-            for parameter in group["params"]:
-                if alone is not None and parameter is not alone:
-                    continue
+            for parameter in group["params"] if alone is None else [p for p in group["params"] if p is alone]:
                 name = self._names.get(id(parameter))
                 if name is None or parameter.grad is None:
                     continue
-                own = self._read(name, parameter, parameter.grad, group, options)
-                if own is not None:
-                    key = (kind, parameter.dtype, parameter.grad.dtype, *self._shared_by(*own, group))
-                    batches.setdefault(key, (group, []))[1].append(own)
+                one = self._read(self.book.record.parameters[name], parameter, parameter.grad, group, options)
+                if one is not None:
+                    key = (kind, parameter.dtype, parameter.grad.dtype, *self._shared_by(one, group))
+                    batches.setdefault(key, (group, []))[1].append(one)
         return list(batches.values())
 
     def _options_of(self, group: dict[str, Any]) -> tuple[str, dict[str, Any]]:
@@ -362,14 +352,13 @@ class Updates:
 
     def _read(
         self,
-        name: str,
+        record: ParameterRecord,
         parameter: torch.Tensor,
         gradient: torch.Tensor,
         group: dict[str, Any],
         options: dict[str, Any],
-    ) -> tuple[Stepped, Numbers] | None:
+    ) -> Before | None:
         """Return a parameter that is about to step; None where it has no numbers that can be read."""
-        record = self.book.record.parameters[name]
         record.gradients += 1
         record.gradient_dtype, record.options = gradient.dtype, options
         if isinstance(self.optimizer, Optimizer):
@@ -377,28 +366,18 @@ class Updates:
             record.weight_update = str(getattr(chosen, "name", chosen) or record.weight_update)
         weight, slope = read_numbers(parameter), read_numbers(gradient)
         if weight is None or slope is None or weight.flat.numel() != slope.flat.numel():
-            self.book.note_unseen(f"{name}: a parameter or gradient whose numbers cannot be read")
+            self.book.note_unseen(f"{record.name}: a parameter or gradient whose numbers cannot be read")
             return None
         if is_stochastic(self.optimizer, parameter):
-            self.book.fixed.add(name)
-        if not weight.flat.numel():
+            self.book.fixed.add(record.name)
+        size = weight.flat.numel()
+        if not size:
             return None
-        one = Stepped(record, parameter, weight.flat.numel())
-        states = self._read_states(one) if type(self.optimizer) in ELEMENTWISE else None
-        return one, Numbers(weight, slope, states)
+        is_known = type(self.optimizer) in ELEMENTWISE
+        states = _read_states(self._state_of(parameter), size) if is_known else None
+        return Before(record, parameter, weight, slope, states)
 
-    def _read_states(self, one: Stepped) -> dict[str, Any] | None:
-        """Return a parameter's states, tensors of its elements as their numbers; None where one has no such numbers."""
-        states: dict[str, Any] = {}
-        for key, value in self._state_of(one.parameter).items():
-            if key not in WHOLE and isinstance(value, torch.Tensor):
-                value = read_numbers(value)
-                if value is None or value.flat.numel() != one.elements:
-                    return None
-            states[key] = value
-        return states
-
-    def _shared_by(self, one: Stepped, read: Numbers, group: dict[str, Any]) -> tuple[Any, ...]:
+    def _shared_by(self, one: Before, group: dict[str, Any]) -> tuple[Any, ...]:
         """Return what parameters must share, beyond dtypes and options, to step with this one."""
         if isinstance(self.optimizer, Optimizer):
             plan = self.optimizer._plans.get(one.parameter)
@@ -406,11 +385,11 @@ class Updates:
                 return (None,)
             names = [slot.name for slot in plan.spec.rule.states]
             return id(group), plan.state.get("step"), is_represented(plan), self._has_rule(plan, group), *names
-        if read.states is None:
+        if one.states is None:
             return (None,)
         return tuple(
             (key, value.flat.dtype if isinstance(value, Stored) else _number(value, 0.0))
-            for key, value in read.states.items()
+            for key, value in one.states.items()
         )
 
     def _has_rule(self, plan: ParameterPlan, group: dict[str, Any]) -> bool:
@@ -422,19 +401,20 @@ class Updates:
         rule = self.optimizer.rule(group)
         return not (plan.spec.scaled or rule.assigns or rule.is_late)
 
-    def _sample(self, group: dict[str, Any], members: Members) -> Batch:
+    def _sample(self, group: dict[str, Any], members: list[Before]) -> Batch:
         """Sample weights, gradients and states of parameters that step together."""
-        stepped, states = [one for one, _ in members], [read.states for _, read in members]
-        layout = Layout(self.book, stepped)
-        weight = layout.look([read.weight for _, read in members], "weight")
-        gradient = layout.look([read.gradient for _, read in members])
+        records, sizes = [one.record for one in members], [one.weight.flat.numel() for one in members]
+        weight, counts = look(self.book, records, [one.weight for one in members], "weight")
+        gradient = look(self.book, records, [one.gradient for one in members]).packed
         divisor = _number(getattr(self.optimizer, "grad_scale", None), 1.0)
         if divisor != 1.0:
             gradient = gradient / divisor
-        nonzero = np.add.reduceat((gradient != 0).numpy(), layout.ends[:-1], dtype=np.int64)
-        for one, count in zip(stepped, nonzero.tolist()):
-            one.record.nonzero_gradients += count
-        batch, first = Batch(layout, stepped, weight, gradient), stepped[0]
+        ends = [0, *itertools.accumulate(counts)]
+        nonzero = np.add.reduceat((gradient != 0).numpy(), ends[:-1], dtype=np.int64)
+        for record, count in zip(records, nonzero.tolist()):
+            record.nonzero_gradients += count
+        batch = Batch(records, [one.parameter for one in members], sizes, ends, weight, gradient)
+        first = members[0]
         if isinstance(self.optimizer, Optimizer):
             plan = self.optimizer._plans.get(first.parameter)
             batch.is_unplanned = plan is None
@@ -445,11 +425,13 @@ class Updates:
                     rule = self.optimizer.rule(group)
                     constants = rule.values(group, plan.state["step"] + 1)
                     batch.compute_wanted = functools.partial(_apply_rule, rule, constants)
-        elif states[0] is not None:
-            for key, value in states[0].items():
+        elif first.states is not None:
+            for key, value in first.states.items():
                 if isinstance(value, Stored):
-                    value = layout.look([own[key] for own in states if own is not None])
-                batch.states[key] = value.clone() if isinstance(value, torch.Tensor) else value
+                    held = [one.states[key] for one in members if one.states is not None]
+                    batch.states[key] = look(self.book, records, held).packed
+                else:
+                    batch.states[key] = value.clone() if isinstance(value, torch.Tensor) else value
             batch.compute_wanted = self._step_shadow
         return batch
 
@@ -458,11 +440,12 @@ class Updates:
         plans = self._plans_of(batch)
         if not is_represented(plans[0]):
             return stored_weights
-        return batch.layout.look([Stored(weight, weight.dtype) for weight in read_weights(plans)])
+        weights = [Stored(weight, weight.dtype) for weight in read_weights(plans)]
+        return look(self.book, batch.records, weights).packed
 
     def _plans_of(self, batch: Batch) -> list[ParameterPlan]:
         assert isinstance(self.optimizer, Optimizer)
-        return [self.optimizer._plans[one.parameter] for one in batch.stepped]
+        return [self.optimizer._plans[parameter] for parameter in batch.parameters]
 
     def _decode_states(self, batch: Batch) -> dict[str, torch.Tensor]:
         """Return samples of the states of halfulp's optimizers, whatever they are stored as."""
@@ -474,7 +457,7 @@ class Updates:
                 # What stores numbers as they are need not be decoded where no sample looks.
                 values = tensors[0] if type(codec) is Plain else codec.decode(tensors)
                 numbers.append(Stored(values.contiguous(), values.dtype))
-            found[slot.name] = batch.layout.look(numbers)
+            found[slot.name] = look(self.book, batch.records, numbers).packed
         return found
 
     def compare_after(self) -> None:
@@ -483,30 +466,33 @@ class Updates:
         if not batches or _number(getattr(self.optimizer, "found_inf", None), 0.0):
             return
         for batch in batches:
-            now = batch.layout.look([read_numbers_again(one.parameter) for one in batch.stepped])
+            now = look(self.book, batch.records, [read_numbers_again(one) for one in batch.parameters]).packed
             states_now = self._count_states(batch)
             if batch.is_unplanned:
                 continue
-            records = [one.record.update for one in batch.stepped]
+            updates = [record.update for record in batch.records]
             if isinstance(self.optimizer, Optimizer):
                 now = self._read_weights(batch, now)
                 states_now = self._decode_states(batch) if batch.states else {}
             if batch.compute_wanted is None:
-                add_changes(records, batch.weight, now, batch.gradient, batch.layout.ends, known=False)
+                add_changes([Comparison(updates, batch.weight, now, batch.gradient, known=False)], batch.ends)
                 self._look_at_updates(batch, now - batch.weight)
                 continue
             wanted = batch.compute_wanted(batch)
             self._follow_directions(batch, wanted.values, now)
-            add_changes(records, batch.weight, now, wanted.change, batch.layout.ends)
             self._look_at_updates(batch, wanted.change)
+            compared = [Comparison(updates, batch.weight, now, wanted.change)]
             for key, state in wanted.states.items():
                 if key in states_now:
-                    self._compare_state(key, batch, state, states_now[key])
-            self._compare_decay(batch)
+                    compared.append(_compare_state(key, batch, state, states_now[key]))
+            factor = decay_factor(self.optimizer, batch.records[0].options)
+            if factor is not None:
+                compared.append(_compare_decay(batch, factor))
+            add_changes(compared, batch.ends)
 
     def _step_shadow(self, batch: Batch) -> Wanted:
         """Return what one step of the optimizer's own class makes of some samples in float64."""
-        options = batch.stepped[0].record.options
+        options = batch.records[0].options
         states = {key: v.clone() if isinstance(v, torch.Tensor) else v for key, v in batch.states.items()}
         shadow = self._shadows.get(id(options))
         if shadow is None:
@@ -516,64 +502,70 @@ class Updates:
         own = {key: x for key, x in found.items() if key not in WHOLE and getattr(x, "shape", None) == shape}
         return Wanted(values, values - batch.weight, own)
 
-    def _compare_state(self, key: str, batch: Batch, wanted: torch.Tensor, now: torch.Tensor) -> None:
-        before = batch.states.get(key)
-        before = torch.zeros_like(wanted) if before is None else before
-        records = [one.record.states.setdefault(key, Realised()) for one in batch.stepped]
-        add_changes(records, before, now, wanted - before, batch.layout.ends, decreases=key in AVERAGED_SQUARES)
-
-    def _compare_decay(self, batch: Batch) -> None:
-        """Compare decoupled decay, which torch's loop rounds by itself."""
-        factor = decay_factor(self.optimizer, batch.stepped[0].record.options)
-        if factor is None:
-            return
-        records = []
-        for one in batch.stepped:
-            if one.record.decay is None:
-                one.record.decay = Realised()
-            records.append(one.record.decay)
-        decayed = (batch.weight.to(batch.stepped[0].parameter.dtype) * factor).double()
-        add_changes(records, batch.weight, decayed, batch.weight * (factor - 1), batch.layout.ends)
-
     def _follow_directions(self, batch: Batch, wanted: torch.Tensor, now: torch.Tensor) -> None:
         """Count the directions in which stochastically rounded parameters went."""
-        if not any(one.record.name in self.book.fixed for one in batch.stepped):
+        if not any(record.name in self.book.fixed for record in batch.records):
             return
-        for one, own, there in zip(batch.stepped, batch.layout.parts(wanted), batch.layout.parts(now)):
-            if one.record.name in self.book.fixed:
-                decisions = self.rounded.setdefault(one.record.name, RoundingDecisions())
-                decisions.add(one.record, one.record.dtype, own, there)
+        for record, own, there in zip(batch.records, batch.parts(wanted), batch.parts(now)):
+            if record.name in self.book.fixed:
+                self.rounded.setdefault(record.name, RoundingDecisions()).add(record, record.dtype, own, there)
 
     def _look_at_updates(self, batch: Batch, change: torch.Tensor) -> None:
-        dtypes = [one.record.dtype for one in batch.stepped]
-        parts = batch.layout.parts(change if torch.float64 in dtypes else change.float())
+        dtypes = [record.dtype for record in batch.records]
+        parts = batch.parts(change if torch.float64 in dtypes else change.float())
         kinds = [dtype if dtype.is_floating_point else torch.float32 for dtype in dtypes]
-        self.book.look_all("update", batch.layout.named, list(map(Stored, parts, kinds)))
+        named = [(record.name, record.kind) for record in batch.records]
+        self.book.count_samples("update", named, list(map(Stored, parts, kinds)))
 
     def _count_states(self, batch: Batch) -> dict[str, torch.Tensor]:
         """Count the states after the step, and return samples of those that all parameters of a batch have."""
-        found: dict[str, list[tuple[Stepped, Stored]]] = {}
-        for one in batch.stepped:
-            for key, value in self._state_of(one.parameter).items():
+        found: dict[str, tuple[list[ParameterRecord], list[Stored]]] = {}
+        for record, parameter, size in zip(batch.records, batch.parameters, batch.sizes):
+            for key, value in self._state_of(parameter).items():
                 if key in WHOLE or not isinstance(value, torch.Tensor) or not value.dtype.is_floating_point:
                     continue
-                one.record.state_dtypes[key] = value.dtype
+                record.state_dtypes[key] = value.dtype
                 numbers = read_numbers(value)
-                if numbers is not None and numbers.flat.numel() == one.elements:
-                    found.setdefault(key, []).append((one, numbers))
-        samples = {}
-        for key, held in found.items():
-            all_have_it = len(held) == len(batch.stepped)
-            layout = batch.layout if all_have_it else Layout(self.book, [one for one, _ in held])
-            taken = layout.look([numbers for _, numbers in held], MOMENTS.get(key))
-            if all_have_it:
-                samples[key] = taken
-        return samples
+                if numbers is not None and numbers.flat.numel() == size:
+                    records, held = found.setdefault(key, ([], []))
+                    records.append(record)
+                    held.append(numbers)
+        samples = {key: look(self.book, *held, MOMENTS.get(key)).packed for key, held in found.items()}
+        return {key: samples[key] for key, (records, _) in found.items() if len(records) == len(batch.records)}
 
     def _state_of(self, parameter: torch.Tensor) -> dict[str, Any]:
         # Indexing a defaultdict would make an entry that the optimizer takes for a started one.
         found: dict[str, Any] = self.optimizer.state.get(parameter, {})
         return found
+
+
+def _read_states(given: Mapping[str, Any], size: int) -> dict[str, Any] | None:
+    """Return states, tensors of a parameter's elements as their numbers; None where one has no such numbers."""
+    states: dict[str, Any] = {}
+    for key, value in given.items():
+        if key not in WHOLE and isinstance(value, torch.Tensor):
+            value = read_numbers(value)
+            if value is None or value.flat.numel() != size:
+                return None
+        states[key] = value
+    return states
+
+
+def _compare_state(key: str, batch: Batch, wanted: torch.Tensor, now: torch.Tensor) -> Comparison:
+    before = batch.states.get(key)
+    before = torch.zeros_like(wanted) if before is None else before
+    changes = [record.states.setdefault(key, Realised()) for record in batch.records]
+    return Comparison(changes, before, now, wanted - before, decreases=key in AVERAGED_SQUARES)
+
+
+def _compare_decay(batch: Batch, factor: float) -> Comparison:
+    """Compare decoupled decay, which torch's loop rounds by itself."""
+    changes = []
+    for record in batch.records:
+        record.decay = record.decay or Realised()
+        changes.append(record.decay)
+    decayed = (batch.weight.to(batch.parameters[0].dtype) * factor).double()
+    return Comparison(changes, batch.weight, decayed, batch.weight * (factor - 1))
 
 
 def _apply_rule(rule: UpdateRule, constants: Sequence[float], batch: Batch) -> Wanted:

@@ -15,7 +15,7 @@ import functools
 import hashlib
 import math
 import struct
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -23,7 +23,6 @@ import torch
 
 from ...formats import BlockFormat, Format, block_names, get, get_block
 from ...kernels import (
-    address,
     address_of,
     check_bits,
     keeping_subnormals,
@@ -69,36 +68,36 @@ def make_place_key(seed: int, step: int, name: str) -> int:
     return mix64(seed, step, hash_name(name))
 
 
-@functools.lru_cache(4096)
-def draw_run_starts(key: int, elements: int) -> np.ndarray:
-    """Return the first elements, in ascending order, of the runs that are sampled of a tensor of more than 4096.
+MOST_DRAWN = 4096
+_drawn: dict[tuple[int, int], torch.Tensor] = {}
 
-    >>> starts = draw_run_starts(7, 10_000).tolist()
-    >>> len(starts), all(start % 128 == 0 and 0 <= start < 10_000 for start in starts)
+
+def draw_runs(wanted: Collection[tuple[int, int]]) -> Sequence[torch.Tensor]:
+    """Draw the sampled runs of several tensors at once, which `find_runs` then knows.
+
+    Args:
+        wanted: the key of each tensor's places, and how many elements it has.
+    """
+    if len(_drawn) + len(wanted) > MOST_DRAWN:
+        _drawn.clear()
+    keys = np.array([key for key, _ in wanted], np.uint64)[:, None]
+    runs = np.array([-(-elements // RUN) for _, elements in wanted], np.uint64)[:, None]
+    k = np.arange(RUNS, dtype=np.uint64)
+    drawn = (k << np.uint64(32)) | (mix64_all(keys, k) >> np.uint64(32))
+    found: Sequence[torch.Tensor] = torch.from_numpy((drawn * runs >> np.uint64(37)).astype(np.int64)).unbind()
+    _drawn.update(zip(wanted, found))
+    return found
+
+
+def find_runs(key: int, elements: int) -> torch.Tensor:
+    """Return the numbers, in ascending order, of the runs that are sampled of a tensor of more than 4096 elements.
+
+    >>> runs = find_runs(7, 10_000).tolist()
+    >>> len(runs), all(0 <= run < 79 for run in runs)
     (32, True)
     """
-    runs, k = -(-elements // RUN), np.arange(RUNS, dtype=np.uint64)
-    drawn = (k << np.uint64(32)) | (mix64_all(key, k) >> np.uint64(32))
-    return (drawn * np.uint64(runs) >> np.uint64(37)).astype(np.int64) * RUN
-
-
-@functools.lru_cache(4096)
-def _draw_whole_runs(key: int, elements: int) -> torch.Tensor:
-    """Return the numbers of the sampled runs that have 128 elements, as the last one may not."""
-    runs = draw_run_starts(key, elements) // RUN
-    return torch.from_numpy(runs[runs < elements // RUN])
-
-
-def find_sampled_places(key: int, elements: int) -> torch.Tensor:
-    """Return the sampled positions of a tensor's elements in row-major order, an int64 tensor.
-
-    The last run of a tensor may be shorter than 128.
-    """
-    if elements <= MOST:
-        return torch.arange(elements, dtype=torch.int64, device="cpu")
-    starts = torch.from_numpy(draw_run_starts(key, elements))
-    places = (starts[:, None] + torch.arange(RUN, dtype=torch.int64, device="cpu")).flatten()
-    return places[places < elements]
+    found = _drawn.get((key, elements))
+    return draw_runs([(key, elements)])[0] if found is None else found
 
 
 def sampling_error(share: float, elements: int, steps: int = 1) -> float:
@@ -169,18 +168,6 @@ NARROW, WIDE = (-149, 277), (-1074, 2098)
 _INFINITY = {torch.int32: 0x7F800000, torch.int64: 0x7FF << 52}
 
 
-class Limits(NamedTuple):
-    """The magnitudes that samples of a dtype are compared with, as words.
-
-    Attributes:
-        words: three of each format of single elements (`find_thresholds`), then each power of two and infinity.
-        mask: what is left of a word without its sign.
-    """
-
-    words: np.ndarray
-    mask: Any
-
-
 class Candidates:
     """The formats that samples are counted in: those of single elements first."""
 
@@ -188,7 +175,7 @@ class Candidates:
         found = [find_candidate(format) for format in formats]
         self.single: list[Format] = [format for format in found if isinstance(format, Format)]
         self.blocks: list[BlockFormat] = [format for format in found if isinstance(format, BlockFormat)]
-        self._limits: dict[bool, Limits] = {}
+        self._limits: dict[bool, np.ndarray] = {}
         self._counter: Counter | None = None
 
     def __getstate__(self) -> dict[str, Any]:
@@ -201,8 +188,11 @@ class Candidates:
             self._counter = Counter(self)
         return self._counter
 
-    def limits(self, wide: bool) -> Limits:
-        """Return the limits for samples in float64 if `wide`, else in float32."""
+    def limits(self, wide: bool) -> np.ndarray:
+        """Return the magnitudes that samples in float64 if `wide`, else in float32, are compared with, as words.
+
+        Three of each format of single elements (`find_thresholds`), then each power of two and infinity.
+        """
         found = self._limits.get(wide)
         if found is None:
             bits, signed, unsigned = _TYPES[wide]
@@ -210,9 +200,7 @@ class Candidates:
             own = [word for format in self.single for word in find_thresholds(format, signed)]
             subnormal = [1 << bit for bit in range(bits)]
             normal = [exponent << bits for exponent in range(1, count - bits + 1)]
-            words = np.array([*own, *subnormal, *normal, _INFINITY[signed]], unsigned)
-            mask = unsigned((1 << (8 * unsigned().itemsize - 1)) - 1)
-            found = self._limits[wide] = Limits(words, mask)
+            found = self._limits[wide] = np.array([*own, *subnormal, *normal, _INFINITY[signed]], unsigned)
         return found
 
 
@@ -285,13 +273,9 @@ class Totals:
     """Counts of a tensor role; `finish` makes the record of them.
 
     Attributes:
-        record: with what is no count: role, name, kind, dtype, order, steps.
+        record: with what whole tensors show, and how many elements were sampled.
         step: the last sampled step in which the tensor was seen; -1 before.
-        elements, zeros, nonfinite, largest: of whole tensors: all, zeros, infinities and NaN, those at the dtype's
-            largest magnitude.
-        amax, amin: largest and smallest nonzero finite magnitude.
-        step_nonfinite, last_amax: of the last sampled step.
-        sampled: elements of samples.
+        step_nonfinite: infinities and NaN in that step.
         sums: of samples, in the order of `_device_functions`: the sum of squares and the number of finite elements in
             the last sampled step; finite elements, zeros, and for each format of single elements what is below its
             three thresholds; for each block format elements, underflow, subnormal, hidden.
@@ -300,35 +284,12 @@ class Totals:
         wide: whether exponents are those of float64.
     """
 
-    __slots__ = (
-        "amax",
-        "amin",
-        "counters",
-        "elements",
-        "largest",
-        "last_amax",
-        "nonfinite",
-        "record",
-        "sampled",
-        "step",
-        "step_nonfinite",
-        "sums",
-        "wide",
-        "zeros",
-    )
+    __slots__ = ("counters", "record", "step", "step_nonfinite", "sums", "wide")
 
     def __init__(self, record: TensorRecord, candidates: Candidates, wide: bool = False) -> None:
         self.record: TensorRecord = record
         self.step: int = -1
-        self.elements: int = 0
-        self.zeros: int = 0
-        self.nonfinite: int = 0
-        self.largest: int = 0
-        self.amax: float = 0.0
-        self.amin: float = math.inf
         self.step_nonfinite: int = 0
-        self.last_amax: float = 0.0
-        self.sampled: int = 0
         self.wide: bool = wide
         self.sums: np.ndarray = np.zeros(
             d.SINGLES + 3 * len(candidates.single) + BLOCK_COLUMNS * len(candidates.blocks)
@@ -344,33 +305,25 @@ class Totals:
     def open(self, step: int) -> None:
         """Start a step at a tensor's first appearance in it: count it, reset the sums of the last sampled step."""
         if self.step != step:
-            self.step = step
+            self.step, self.step_nonfinite = step, 0
             self.record.steps += 1
-            self.step_nonfinite, self.last_amax = 0, 0.0
+            self.record.last_amax = 0.0
             self.sums[: d.FINITE] = 0.0
 
     def add_extremes(self, elements: int, zeros: int, nonfinite: int, largest: int, amax: float, amin: float) -> None:
         """Add the counts and extremes of a whole tensor."""
-        self.elements += elements
-        self.zeros += zeros
-        if nonfinite:
-            self.nonfinite += nonfinite
-            self.step_nonfinite += nonfinite
-        self.largest += largest
-        self.last_amax, self.amax = max(self.last_amax, amax), max(self.amax, amax)
-        if amin < self.amin:
-            self.amin = amin
-
-    def all_zero(self) -> bool:
-        """Return whether tensors were seen, and had no element but zeros."""
-        return 0 < self.elements == self.zeros
+        record = self.record
+        record.elements += elements
+        record.zeros += zeros
+        record.nonfinite += nonfinite
+        self.step_nonfinite += nonfinite
+        record.largest += largest
+        record.last_amax, record.amax = max(record.last_amax, amax), max(record.amax, amax)
+        record.amin = min(record.amin, amin)
 
     def finish(self, candidates: Candidates) -> TensorRecord:
         """Return the record with all that was counted so far."""
         record = self.record
-        record.elements, record.zeros, record.nonfinite = self.elements, self.zeros, self.nonfinite
-        record.largest, record.sampled = self.largest, self.sampled
-        record.amax, record.amin, record.last_amax = self.amax, self.amin, self.last_amax
         squares, now, finite, zeros = self.sums[: d.SINGLES].tolist()
         record.rms = math.sqrt(squares / now) if now else 0.0
         record.formats, record.block_hidden = {}, {}
@@ -390,35 +343,36 @@ class Totals:
 @keeping_subnormals()
 def measure_extremes(numbers: Sequence[Stored], totals: Sequence[Totals], candidates: Candidates, step: int) -> None:
     """Count all elements of tensors, and add their extremes, at a step."""
-    by_kernel: dict[torch.dtype, list[int]] = {}
-    others: list[int] = []
     runs_kernels = select_engine("cpu") == "llvm"
-    flats = [widen_bytes(one.flat) for one in numbers]
-    for k, flat in enumerate(flats):
-        totals[k].open(step)
+    by_dtype: dict[torch.dtype | None, list[tuple[torch.Tensor, float, Totals]]] = {}
+    for one, own in zip(numbers, totals):
+        own.open(step)
+        flat = widen_bytes(one.flat)
         is_read = runs_kernels and flat.dtype in d.KERNEL_DTYPES and flat.is_cpu
-        (by_kernel.setdefault(flat.dtype, []) if is_read else others).append(k)
-    for dtype, read in by_kernel.items():
+        by_dtype.setdefault(flat.dtype if is_read else None, []).append((flat, find_largest(one.dtype), own))
+    others = by_dtype.pop(None, [])
+    for dtype, read in by_dtype.items():
+        assert dtype is not None
         check_kernels(dtype)
-        found = candidates.counter.read_extremes([flats[k] for k in read])
-        for k, (zeros, amax, amin) in zip(read, found):
-            if amax < find_largest(numbers[k].dtype):
-                totals[k].add_extremes(flats[k].numel(), zeros, 0, 0, amax, amin)
+        found = candidates.counter.read_extremes([flat for flat, _, _ in read])
+        for (flat, largest, own), (zeros, amax, amin) in zip(read, found):
+            if amax < largest:
+                own.add_extremes(flat.numel(), zeros, 0, 0, amax, amin)
             else:
-                others.append(k)
-    for k in others:
-        compute_extremes(flats[k], find_largest(numbers[k].dtype), totals[k])
+                others.append((flat, largest, own))
+    for flat, largest, own in others:
+        compute_extremes(flat, largest, own)
 
 
 @keeping_subnormals()
-def count_samples(samples: Sequence[torch.Tensor], totals: Sequence[Totals], candidates: Candidates) -> None:
+def count_samples(samples: Iterable[tuple[torch.Tensor, Totals]], candidates: Candidates) -> None:
     """Count samples in the candidate formats."""
     narrow, by_kernel = [], select_engine("cpu") == "llvm"
-    for sample, one in zip(samples, totals):
-        if by_kernel and not one.wide:
-            narrow.append((sample.float(), one))
+    for sample, totals in samples:
+        if by_kernel and not totals.wide:
+            narrow.append((sample.float(), totals))
         else:
-            count_by_numpy(sample, candidates, one)
+            count_by_numpy(sample, candidates, totals)
     for k in range(0, len(narrow), ROWS):
         candidates.counter.count(narrow[k : k + ROWS])
 
@@ -494,7 +448,7 @@ class Counter:
         factor, found = 2.0**112 if dtype == torch.float16 else 1.0, []
         for k in range(0, len(flats), ROWS):
             part = flats[k : k + ROWS]
-            self._tensors.set([flat.numel() for flat in part], [(address(flat),) for flat in part])
+            self._tensors.set([flat.numel() for flat in part], [(flat.data_ptr(),) for flat in part])
             for smallest, zeros, top, _ in kernel.run(len(part)).tolist():
                 found.append((int(zeros), top * factor, _decode_smallest(smallest) * factor if top < math.inf else 0.0))
         return found
@@ -503,10 +457,10 @@ class Counter:
         """Add the counts of at most `ROWS` float32 samples."""
         samples = [sample for sample, _ in counted]
         lengths = [sample.numel() for sample in samples]
-        self._samples.set(lengths, [(address(one), address_of(totals.counters)) for one, totals in counted])
+        self._samples.set(lengths, [(one.data_ptr(), address_of(totals.counters)) for one, totals in counted])
         sums = np.concatenate([self._single.run(len(samples)), *(count(samples) for count in self._blocks)], 1)
         for length, (_, totals), found in zip(lengths, counted, sums):
-            totals.sampled += length
+            totals.record.sampled += length
             totals.sums += found
 
 
@@ -570,7 +524,8 @@ def check_kernels(dtype: torch.dtype) -> None:
             compute_extremes(x, math.inf, totals)
             count_by_numpy(sample, candidates, totals)
         totals.sums[d.SQUARES] = 0.0  # which depends on the order of the sum
-        extremes = torch.tensor([totals.amax, totals.amin, totals.zeros], dtype=torch.float64, device="cpu")
+        record = totals.record
+        extremes = torch.tensor([record.amax, record.amin, record.zeros], dtype=torch.float64, device="cpu")
         return [extremes, *map(torch.from_numpy, (totals.sums, totals.histogram))]
 
     check_bits(f"sample of {dtype}", lambda: counts(True), lambda: counts(False))
@@ -581,11 +536,9 @@ def take_sample(flat: torch.Tensor, key: int) -> torch.Tensor:
 
     The tensor has no history.
     """
-    taken = widen_bytes(flat).view(-1)
-    if taken.numel() > MOST:
-        return _widen(_pick(taken, key))
+    taken = _pick(flat, key)
     wide = _widen(taken)
-    return wide.clone() if wide is taken else wide
+    return wide.clone() if wide is taken and flat.numel() <= MOST else wide
 
 
 class Samples(NamedTuple):
@@ -603,18 +556,25 @@ class Samples(NamedTuple):
 @keeping_subnormals()
 def take_samples(numbers: Sequence[Stored], keys: Iterable[int]) -> Samples:
     """Return copies of the sampled elements of contiguous tensors, in float32, or float64 where one of them is."""
-    taken = [widen_bytes(one.flat).view(-1) for one in numbers]
-    taken = [one if one.numel() <= MOST else _pick(one, key) for one, key in zip(taken, keys)]
+    taken = [_pick(one.flat, key) for one, key in zip(numbers, keys)]
     if len({one.device for one in taken}) > 1:
         taken = [one.cpu() for one in taken]
     return Samples(_widen(torch.cat(taken)), [one.numel() for one in taken])
 
 
-def _pick(given: torch.Tensor, key: int) -> torch.Tensor:
-    """Return the sampled elements of a tensor of more than 4096."""
-    runs, whole = _draw_whole_runs(key, given.numel()), given.numel() // RUN * RUN
-    taken = given[:whole].view(-1, RUN).index_select(0, runs if given.is_cpu else runs.to(given.device)).view(-1)
-    return taken if len(runs) == RUNS else torch.cat([taken, given[whole:]])
+def _pick(flat: torch.Tensor, key: int) -> torch.Tensor:
+    """Return a tensor's sampled elements, flat; the last run may be shorter than 128."""
+    given, elements = widen_bytes(flat), flat.numel()
+    if elements <= MOST:
+        return given.view(-1)
+    runs, rest = find_runs(key, elements), elements % RUN
+    runs = runs if given.is_cpu else runs.to(given.device)
+    if not rest:
+        return given.view(-1, RUN).index_select(0, runs).view(-1)
+    given = given.view(-1)
+    short = runs[runs == elements // RUN]
+    taken = given[: elements - rest].view(-1, RUN).index_select(0, runs[: RUNS - len(short)]).view(-1)
+    return torch.cat([taken, given[elements - rest :]]) if len(short) else taken
 
 
 def _widen(taken: torch.Tensor) -> torch.Tensor:
@@ -647,11 +607,11 @@ def _decode_smallest(smallest: float) -> float:
 def count_by_numpy(sample: torch.Tensor, candidates: Candidates, totals: Totals) -> None:
     """Add a sample's counts, in NumPy."""
     limits, numbers = candidates.limits(totals.wide), (sample.double() if totals.wide else sample).numpy()
-    words = np.sort(numbers.view(limits.words.dtype) & limits.mask)
-    below, end = words.searchsorted(limits.words), 3 * len(candidates.single)
+    words = np.sort(np.abs(numbers).view(limits.dtype))
+    below, end = words.searchsorted(limits), 3 * len(candidates.single)
     singles, bins = below[:end], below[end:]
     values = torch.from_numpy(words[: bins[-1]].view(numbers.dtype))
-    totals.sampled += len(words)
+    totals.record.sampled += len(words)
     totals.sums[: d.SINGLES] += float(values.double().square().sum()), bins[-1], bins[-1], bins[0]
     totals.sums[d.SINGLES : d.SINGLES + end] += singles
     totals.counters[0, :-1] += np.diff(bins)
