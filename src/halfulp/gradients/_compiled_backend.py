@@ -155,7 +155,7 @@ def move_gradients(module: GraphModule, plan: Plan, scaler: str) -> None:
         if plan.rounds and edge.source != GLOBAL:
             edge.rounded = writer.copy_rounded(edge)
     moved = {writer.move(edge): edge for edge in edges}
-    products = placement.list_products(moved)
+    products = list(placement.list_products(moved))
     watching = {product.node: writer.watch(product) for product in _select_watched(products)} if plan.watches else {}
     entering = {one.node: list(placement.list_entering(one, moved)) for one in products} if plan.rounds else {}
     final = _round(writer, moved, entering, watching) if plan.rounds else {}
@@ -171,7 +171,8 @@ def _select_watched(products: Iterable[Product]) -> Iterator[Product]:
     for product in products:
         by_key.setdefault(product.key, []).append(product)
     for those in by_key.values():
-        yield from [product for product in those if product.is_passing] or those[:1]
+        passing = [one for one in those if any(kind == "passed" for _, kind, _ in one.makes)]
+        yield from passing or those[:1]
 
 
 # By the node of a product, the gradients that enter its function's derivative, and what reads each there.
@@ -217,10 +218,11 @@ def _find_limiting(
         return rounds or node.meta["val"].dtype == torch.float16
 
     for product in products:
-        # What is rounded is measured as it leaves its site.
-        for gradient in (
-            product.list_gradients() if not rounds else ((x, "received", False) for x, _ in entering[product.node])
-        ):
+        # What is rounded is measured as it enters its site's product, and as it leaves the site.
+        read = [x for x, _ in entering[product.node]] if rounds else [] if product.shared else product.reads
+        for node in read:
+            add(product.key, node, "received")
+        for gradient in () if rounds else product.makes:
             add(product.key, *gradient)
     for node, edge in moved.items():
         if edge.target != GLOBAL and narrow(node):
@@ -364,15 +366,7 @@ _GRAPH = "CompiledFunctionBackward"
 
 
 def make_backend(backward: Backward, name: str = "inductor") -> Callable[..., Any]:
-    """Return a backend of torch.compile for models with a scaler.
-
-    Args:
-        backward: The scaler's.
-        name: Which of torch's backends compiles: "inductor" or "aot_eager".
-
-    Raises:
-        ValueError: a name that is not allowed.
-    """
+    """Return a backend of torch.compile for models with a scaler."""
     if name not in BACKENDS:
         raise ValueError(f"the backend is one of {', '.join(BACKENDS)}, got {name!r}")
 
@@ -444,11 +438,7 @@ def unmark(module: GraphModule, scaler: str) -> None:
 
 
 def check_breaks(inputs: Sequence, backward: Backward) -> None:
-    """Warn where a model's parameters are read outside of its graphs, as sites exist only in graphs.
-
-    Raises:
-        NotImplementedError: the gradients there would not be rounded as all others are.
-    """
+    """Warn where a model's parameters are read outside of its graphs, as sites exist only in graphs."""
 
     def ends(node: Any) -> bool:
         # Marks are where another model ends that is not compiled, whose parameters have sites.

@@ -187,12 +187,7 @@ class Site:
 
 
 class Sites:
-    """The sites of a scaler's models, where gradients share one exponent: by key, in order of first use, global first.
-
-    Args:
-        exponent: Where all start.
-        uniform: Whether all follow the global one.
-    """
+    """The sites of a scaler's models by key, in order of first use, the global one first; if uniform, all follow it."""
 
     def __init__(self, exponent: int, uniform: bool = False) -> None:
         self.global_site: Site = Site(GLOBAL, None, exponent)
@@ -265,9 +260,6 @@ class Sites:
 def parse_exponent(field: str, scale: float) -> int:
     """Return the exponent of a scale that is a power of two.
 
-    Raises:
-        ValueError: it is none, or out of bounds.
-
     >>> parse_exponent("init_scale", 1024.0)
     10
     """
@@ -280,12 +272,9 @@ def parse_exponent(field: str, scale: float) -> int:
     return exponent - 1
 
 
-_NARROW = {torch.float16: fp16}
-
-
 def narrow(dtype: torch.dtype) -> Format | None:
     """Return the format of a dtype with a narrower range than float32's; None for other dtypes."""
-    return _NARROW.get(dtype)
+    return fp16 if dtype == torch.float16 else None
 
 
 class Measurements:
@@ -312,10 +301,10 @@ class Measurements:
         rows, self._rows = self._rows, []
         lines = [torch.stack([flag.float()] * 3) for flag in flags]
         values = to_host([*lines, *(row[-1] for row in rows)])
-        found = [
-            Measurement(site, kind, _reading(numbers, site.exponent, count, stored))
-            for (site, kind, stored, count, _), numbers in zip(rows, values[len(flags) :])
-        ]
+        found = []
+        for (site, kind, stored, count, _), (amax, zero, subnormal) in zip(rows, values[len(flags) :]):
+            reading = Reading(math.ldexp(amax, -site.exponent), zero / count, subnormal / count, count, stored)
+            found.append(Measurement(site, kind, reading))
         return [numbers[0] for numbers in values[: len(flags)]], found
 
 
@@ -386,17 +375,6 @@ def to_host(rows: list[Tensor]) -> list[Any]:
         for place, numbers in zip(places, torch.stack([rows[i] for i in places]).tolist()):
             values[place] = numbers
     return values
-
-
-def _reading(values: list[float], exponent: int, count: int, stored: Format | None) -> Reading:
-    amax, zero, subnormal = values
-    return Reading(
-        amax=math.ldexp(amax, -exponent),
-        zero=zero / count,
-        subnormal=subnormal / count,
-        elements=count,
-        format=stored,
-    )
 
 
 # Kernels choose by how far the first element, and each row, is from a multiple of this many bytes.
@@ -577,13 +555,7 @@ class Following:
         return binade - max(self.read) if self.read and binade is not None and self.on else 0
 
     def update_reference(self, narrow: bool, floor: int, ceiling: int) -> None:
-        """Make this iteration's largest loss gradient the reference, as far as exponents allow.
-
-        Args:
-            narrow: whether a narrow format was measured; without one there is nothing to follow for.
-            floor: the least exponent.
-            ceiling: the greatest one.
-        """
+        """Make this iteration's largest loss gradient the reference, as far as exponents allow."""
         known = self._global_site.loss_binade
         if not (self.read and self.wanted and (narrow or known is not None)):
             return

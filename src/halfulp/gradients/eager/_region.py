@@ -9,7 +9,7 @@ import threading
 import warnings
 import weakref
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from types import FunctionType
 from typing import Any
 
@@ -21,7 +21,6 @@ from torch.utils import checkpoint
 
 from ...kernels import constant_result, untraced
 from .._functions import (
-    Factor,
     classify,
     is_parameter,
     list_differentiable,
@@ -45,11 +44,7 @@ _warned: weakref.WeakSet = weakref.WeakSet()
 
 
 def is_compiled_alone() -> bool:
-    """Return whether a part of the model that was compiled by itself is running.
-
-    Raises:
-        NotImplementedError: in dynamo, which runs the part uncompiled then.
-    """
+    """Return whether a part of the model that was compiled by itself is running."""
     if torch.compiler.is_dynamo_compiling():
         _warn()
         raise NotImplementedError(COMPILED)
@@ -126,6 +121,7 @@ class Recording:
 
     Attributes:
         failed: Whether the forward pass had something that only a region can handle.
+        numbers: 0-d results, which the model may keep besides its outputs (see `_replay.learn`).
     """
 
     def __init__(self) -> None:
@@ -145,10 +141,6 @@ class Recording:
             self._begins.append(begun)
             self._calls.append((end, site))
         return out
-
-    def note_number(self, tensor: Tensor) -> None:
-        """Note a 0-d result, which the model may keep besides its outputs (see `_replay.learn`)."""
-        self.numbers.append(weakref.ref(tensor))
 
     def find_site(self, node: Any) -> Site | None:
         """Return the site of the call that made a node; None where none did."""
@@ -174,10 +166,6 @@ class Reads:
     A view is needed for a leaf under autocast, which would otherwise be cast once for calls at several sites, for a
     float16 parameter, whose gradient leaves in float32, and where gradients are rounded to a format: what a call passes
     on for an argument is rounded once, whichever of its nodes made it.
-
-    Args:
-        backward: whose exponents hold.
-        site: the call's.
     """
 
     def __init__(self, backward: Backward, site: Site) -> None:
@@ -186,7 +174,8 @@ class Reads:
         self._hooks: dict[tuple[Any, int], Hook] = {}
         # Leaves by identity, as their nodes may not be there before they are read.
         self._leaves: dict[int, Hook | None] = {}
-        self._views: list[Tensor] = []
+        # Of parameters.
+        self.views: list[Tensor] = []
         self._begun = 0
 
     def is_movable(self, tensor: Tensor) -> bool:
@@ -207,10 +196,6 @@ class Reads:
         """Note that the call reads a parameter, whose gradient leaves for the global exponent."""
         self._leaves[id(parameter)] = None
 
-    def add_view(self, view: Tensor) -> None:
-        """Note that the call reads this view of a parameter."""
-        self._views.append(view)
-
     def begin(self) -> None:
         """Begin the call, whose nodes are those made from now on."""
         self._begun = torch._C._autograd._get_sequence_nr()
@@ -220,13 +205,8 @@ class Reads:
         return bool(self._hooks) and (tensor.grad_fn, tensor.output_nr) in self._hooks
 
     def hook(self, made: Any, out: Any) -> None:
-        """End the call and hook those of its nodes that read tensors of other sites.
-
-        Args:
-            made: What it made or wrote into.
-            out: Its result, in whose dtype parameters' gradients are made.
-        """
-        if not (self._hooks or self._leaves or self._views):
+        """End the call and hook those of its nodes that read tensors of other sites."""
+        if not (self._hooks or self._leaves or self.views):
             return
         if isinstance(out, list | tuple):
             out = next((x for x in out if isinstance(x, Tensor)), None)
@@ -234,7 +214,7 @@ class Reads:
             self._site, out.dtype if isinstance(out, Tensor) else torch.float32
         )
         global_site = self._backward.sites.global_site
-        for view in self._views:
+        for view in self.views:
             hook_weight_edge(view, leaving)
             mark(view.grad_fn, self._site, global_site, global_site)
         if self._hooks or self._leaves:
@@ -316,10 +296,6 @@ class Region(TorchFunctionMode):
     The gradient of each tensor belongs to a site. A product opens one; any other function needs all its inputs at one
     site, the latest, and gives its results to it: gradients are linear in what arrives, so no function needs a rule.
     Where an input belongs elsewhere, hooks of the nodes that read it move its gradient on its way back (`Reads`).
-
-    Args:
-        backward: whose edges are put in.
-        names: Gives the module of each parameter.
     """
 
     replaying = False
@@ -381,8 +357,11 @@ class Region(TorchFunctionMode):
         out = self._run(site, function, given, kwargs)
         reads.hook(out, out)
         made = self._assign_site(out, site, kind, reads)
-        if kind == "product" and self._backward.measuring and self._backward.policy.wants_operands:
-            self._watch_operands(list_factors(function, args, kwargs), out, site)
+        watches = kind == "product" and self._backward.measuring and self._backward.policy.wants_operands
+        if watches and isinstance(out, Tensor) and not out.is_leaf:
+            node: Any = out.grad_fn
+            for factor in list_factors(function, args, kwargs):
+                node.register_prehook(self._backward.make_operand_hook(site, factor))
         return made
 
     def _run(self, site: Site, function: Callable, args: tuple, kwargs: dict) -> Any:
@@ -401,11 +380,7 @@ class Region(TorchFunctionMode):
 
     @without_watching
     def take(self, arguments: Any) -> None:
-        """Put the model's arguments at the global exponent, whichever thread made them.
-
-        Raises:
-            ValueError: it was made of what left a model of the scaler by another way than its output.
-        """
+        """Put the model's arguments at the global exponent, whichever thread made them."""
         for x in list_differentiable(arguments):
             if self._read_tag(x) is None:
                 self._backward.mark_outside(x.grad_fn)
@@ -456,21 +431,18 @@ class Region(TorchFunctionMode):
         self._backward.mark_outside(node)
 
     def _find_call_site(self, kind: str, function: Callable, args: tuple, differentiable: list[Tensor]) -> Site:
-        """Return the site of the gradients of a function's inputs and results."""
-        if kind == "product":
-            return self._open(function, differentiable)
+        """Return the site of the gradients of a function's inputs and results; of a cell that of its state, if any."""
         if kind == "cell":
-            return self._find_state_site(function, args, differentiable)
-        return self._find_common_site(function, differentiable)
+            state = next(list_differentiable(args[1]), None) if len(args) > 1 else None
+            site = None if state is None or is_parameter(state) else self.find_site(state)
+            return self._open(function, differentiable) if site in (None, self._global_site) else site
+        return (self._open if kind == "product" else self._find_common_site)(function, differentiable)
 
     def _open(self, function: Callable, differentiable: list[Tensor]) -> Site:
         """Return the site of this call of a product."""
         parameter = next((x for x in differentiable if is_parameter(x)), None)
         module = None if parameter is None else self._names.of(parameter)
-        place = self.path[-1:] if self.path else []
-        return self._open_numbered(module or ".".join([*place, name_of(function)]))
-
-    def _open_numbered(self, key: str) -> Site:
+        key = module or ".".join([*self.path[-1:], name_of(function)])
         call = self._calls[key]
         self._calls[key] = call + 1
         site = self._backward.sites.open(f"{key}#{call}" if call else key)
@@ -486,13 +458,6 @@ class Region(TorchFunctionMode):
         if not sites:
             return self._open(function, differentiable)
         return sites[0] if len(sites) == 1 else max(sites, key=lambda site: self._rank.get(site, -1))
-
-    def _find_state_site(self, function: Callable, args: tuple, differentiable: list[Tensor]) -> Site:
-        """Return the site of a recurrent cell's state; at the first step, which has none, a new one."""
-        state = next(list_differentiable(args[1]), None) if len(args) > 1 else None
-        if state is None or is_parameter(state) or self.find_site(state) is self._global_site:
-            return self._open(function, differentiable)
-        return self.find_site(state)
 
     # edges ----------------------------------------------------------------------------------------------------
 
@@ -524,7 +489,7 @@ class Region(TorchFunctionMode):
             reads.add_parameter(parameter)
             return parameter
         view = make_view(parameter, function is not None and name_of(function).startswith("embedding"))
-        reads.add_view(view)
+        reads.views.append(view)
         if self.recording is not None:
             self.recording.edges.add(view.grad_fn)
         return view
@@ -549,11 +514,7 @@ class Region(TorchFunctionMode):
     # results --------------------------------------------------------------------------------------------------
 
     def _write(self, function: Callable, args: tuple, kwargs: dict, differentiable: list[Tensor]) -> Any:
-        """Run a function that writes into its first argument, whose site does not change.
-
-        Raises:
-            NotImplementedError: it changes several.
-        """
+        """Run a function that writes into its first argument, whose site does not change."""
         if args and isinstance(args[0], list | tuple):
             raise NotImplementedError(
                 f"{name_of(function)} in {'.'.join(self.path) or 'the model'} writes into several tensors whose "
@@ -594,14 +555,8 @@ class Region(TorchFunctionMode):
             out = self.add_edge(out, site, self._global_site, leaving=True)
             site = self._global_site
             if self.recording is not None:
-                self.recording.note_number(out)
+                self.recording.numbers.append(weakref.ref(out))
         return self._tag_tensor(out, site)
-
-    def _watch_operands(self, factors: Iterable[Factor], out: Any, site: Site) -> None:
-        if isinstance(out, Tensor) and not out.is_leaf:
-            node: Any = out.grad_fn
-            for factor in factors:
-                node.register_prehook(self._backward.make_operand_hook(site, factor))
 
     def _tag_tensor(self, out: Tensor, site: Site) -> Tensor:
         """Set a tensor's site; at the global exponent, mark its node as an exit."""
@@ -624,16 +579,6 @@ class Region(TorchFunctionMode):
             )
         return self._assign_site(out, self._global_site, "plain")
 
-    def note_replay(self) -> None:
-        """Note that a checkpoint runs again during backward, with a backward pass of its own."""
-        self._backward.replayed = True
-
-    def restart(self) -> Region:
-        """Return a region of the same model and module path, for a checkpoint that runs again during backward."""
-        region = Region(self._backward, self._names)
-        region.path = list(self.path)
-        return region
-
     @without_watching
     def leave(self, output: Any, wide: bool) -> Any:
         """Return a model's output at the global exponent; ``wide``: in float32 where it is float16."""
@@ -645,18 +590,15 @@ class Region(TorchFunctionMode):
         site = self.find_site(out)
         if wide and out.dtype == torch.float16:
             # The gradient takes its exponent before it is rounded to float16.
-            float32_out = out.float()
-            node: Any = float32_out.grad_fn
+            left = out.float()
+            node: Any = left.grad_fn
             node.register_prehook(self._backward.get_edge_hook(site, self._global_site))
-            return untag(self._tag_tensor(float32_out, self._global_site))
-        return untag(self._tag_tensor(self.add_edge(out, site, self._global_site, leaving=True), self._global_site))
-
-
-def untag(tensor: Tensor) -> Tensor:
-    """Remove a tensor's site: it is at the global exponent."""
-    if hasattr(tensor, _TAG):
-        delattr(tensor, _TAG)
-    return tensor
+        else:
+            left = self.add_edge(out, site, self._global_site, leaving=True)
+        mark(left.grad_fn, self._global_site, self._global_site, self._global_site)
+        # It is at the global exponent, wherever it goes.
+        vars(left).pop(_TAG, None)
+        return left
 
 
 # Its ``apply`` is inherited from a class in C++.
@@ -713,8 +655,9 @@ def _replay_in_region(run: Callable[..., Any], region: Region) -> Callable[..., 
     def run_in_region(*args: Any, **kwargs: Any) -> Any:
         if get_region() is not None or not torch.is_grad_enabled():
             return run(*args, **kwargs)
-        region.note_replay()
-        with watch_custom_functions(region._backward), region.restart() as replay:
-            return replay.leave(run(*args, **kwargs), wide=False)
+        region._backward.replayed = True
+        with watch_custom_functions(region._backward), Region(region._backward, region._names) as again:
+            again.path = list(region.path)
+            return again.leave(run(*args, **kwargs), wide=False)
 
     return run_in_region
