@@ -153,7 +153,9 @@ def move_gradients(module: GraphModule, plan: Plan, scaler: str) -> None:
                 writer.watch_loss(edge, dtypes[edge.target])
     for edge in edges:
         if plan.rounds and edge.source != GLOBAL:
-            edge.rounded = writer.copy_rounded(edge)
+            # For this edge alone.
+            with module.graph.inserting_before(min(edge.readers)):
+                edge.rounded = writer.write(round_gradient, edge.node, scaler)
     moved = {writer.move(edge): edge for edge in edges}
     products = list(placement.list_products(moved))
     watching = {product.node: writer.watch(product) for product in _select_watched(products)} if plan.watches else {}
@@ -273,11 +275,6 @@ class Writer:
         for reader in edge.readers:
             reader.replace_input_with(node, moved)
         return moved
-
-    def copy_rounded(self, edge: Edge) -> Node:
-        """Return a copy of the moving gradient, rounded to the scaler's format, for this edge alone."""
-        with self._module.graph.inserting_before(min(edge.readers)):
-            return self.write(round_gradient, edge.node, self._scaler)
 
     def round(self, node: Node, readers: Collection[Node] | None = None) -> Node:
         """Round a node to the scaler's format, for all its readers or those that are given."""
@@ -511,7 +508,10 @@ class _Walk:
         self._plan = plan
         self._parts = {str(key): name for one in backward.names for key, name in one.list_parts().items()}
         self._parameters = dict(parameters)
-        self._owners = {x: find_owner(node, x, backward) for node, x in parameters.items()}
+        self._owners = {
+            x: find_listed_owner(x, backward) or _path(node).rpartition(".")[0] or "model"
+            for node, x in parameters.items()
+        }
         # The site of each node that a gradient flows to; of several results, those of each.
         self._sites: dict[Node, Any] = {}
         self._ranks: dict[str, int] = {}
@@ -573,7 +573,9 @@ class _Walk:
         whole = self._find_whole(node)
         if whole is not None:
             self._plan.wholes[path] = whole
-        if not isinstance(node.target, FunctionType) and self._repeats(node, differentiable):
+        given = pytree.tree_leaves((node.args, node.kwargs))
+        repeats = any(sum(x is y for y in given) > 1 for x in differentiable)
+        if repeats and not isinstance(node.target, FunctionType):
             self._plan.repeating.add(path)
         if kind in ("product", "cell"):
             self._plan.products.add(path)
@@ -597,15 +599,12 @@ class _Walk:
         is_known = node in self._sites and any(x.is_floating_point() or x.is_complex() for x in tensors)
         return is_known or any(x.requires_grad for x in tensors)
 
-    def _repeats(self, node: Node, differentiable: list[Node]) -> bool:
-        """Return whether a function is given one of these tensors more than once."""
-        given = pytree.tree_leaves((node.args, node.kwargs))
-        return any(sum(x is y for y in given) > 1 for x in differentiable)
-
     def _site(self, node: Node, kind: OperatorKind, differentiable: list[Node]) -> str:
         whole = self._find_whole(node)
         if whole is not None:
-            return self._open_whole(whole, node)
+            if whole not in self._whole:
+                self._whole[whole] = self._number(".".join(self._place(node)) or "model")
+            return self._whole[whole]
         if isinstance(node.target, torch._ops.HigherOrderOperator):
             # A custom function sees gradients of the global exponent.
             return GLOBAL
@@ -640,12 +639,6 @@ class _Walk:
         owner = next((self._owners[self._parameters[x]] for x in differentiable if x in self._parameters), None)
         return self._number(owner or ".".join([*self._place(node), name_of(node.target)]))
 
-    def _open_whole(self, call: str, node: Node) -> str:
-        """Return the site of this call of a module that is one product: that of the module's parameters."""
-        if call not in self._whole:
-            self._whole[call] = self._number(".".join(self._place(node)) or "model")
-        return self._whole[call]
-
     def _number(self, key: str) -> str:
         call = self._calls[key]
         self._calls[key] += 1
@@ -667,16 +660,11 @@ class _Walk:
         return next((call for call, (_, kind) in calls if isinstance(kind, type) and issubclass(kind, WHOLE)), None)
 
 
-def find_owner(node: Node, parameter: nn.Parameter, backward: Backward) -> str:
-    """Return the qualified name of the module that holds a parameter."""
-    found = find_listed_owner(parameter, backward)
-    return found or _path(name_of_source(node.meta["grapharg"].source)).rpartition(".")[0] or "model"
-
-
 def find_listed_owner(parameter: Tensor, backward: Backward) -> str | None:
     """Return the module that holds a parameter, where a scaler's model lists it; else None."""
     return next((name for name in (one.of(parameter) for one in backward.names) if name), None)
 
 
-def _path(source: str) -> str:
-    return ".".join(a or b for a, b in _ATTRIBUTE.findall(source))
+def _path(node: Node) -> str:
+    """Return the qualified name of the parameter that a graph reads, as far as its source tells."""
+    return ".".join(a or b for a, b in _ATTRIBUTE.findall(name_of_source(node.meta["grapharg"].source)))

@@ -213,7 +213,10 @@ class Controller:
         else:
             self._update_global_site()
         if self.backward.processes.in_join and self.policy.measures:
-            self._keep_together(before)
+            # Nobody can be asked: the global exponent follows from the skipped steps, which all processes know.
+            falls = self._skipped and (self._skips_in_row > 1 or not self.policy.per_site)
+            self._set(self.sites.global_site, before - _FALL // 2 if falls else before)
+            self._measure_next = False
         elif self.backward.measuring or self._skipped:
             global_site = self.sites.global_site
             exponent, calm = self._agree("update", global_site.exponent, int(not self._measure_next))
@@ -223,12 +226,6 @@ class Controller:
     def _agree(self, occasion: str, *values: int) -> list[int]:
         """Return the minimum of each value over all processes, at the point that ``occasion`` names."""
         return self.backward.processes.agree(occasion, self.iteration, list(values), self.backward.find_device)
-
-    def _keep_together(self, before: int) -> None:
-        """Set the global exponent without communication, from the skipped steps, which all processes know."""
-        falls = self._skipped and (self._skips_in_row > 1 or not self.policy.per_site)
-        self._set(self.sites.global_site, before - _FALL // 2 if falls else before)
-        self._measure_next = False
 
     def catch_up(self) -> None:
         """Copy the counters of the process with the most iterations, at the end of a ``join()``."""
