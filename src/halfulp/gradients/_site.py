@@ -11,7 +11,6 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.autograd.function import BackwardCFunction
 
 from ..formats import Format, fp16
 from ..kernels import untraced
@@ -464,11 +463,6 @@ class CopyWithStrides(torch.autograd.Function):
     def backward(ctx, gradient: Tensor) -> Tensor:
         """Return the gradient unchanged."""
         return gradient
-
-
-def is_custom(node: Any) -> bool:
-    """Return whether a node is that of a custom Function, and not of a `CopyWithStrides`."""
-    return isinstance(node, BackwardCFunction) and type(node) is not CopyWithStrides._backward_cls
 
 
 def copy_with_strides(tensor: Tensor) -> Tensor:

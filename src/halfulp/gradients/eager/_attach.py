@@ -24,7 +24,7 @@ from ...subclass.models._float32_products import GraphReader, class_of, leave_co
 from .._functions import list_differentiable, map_tensors, memoize
 from .._site import Site, copy_with_strides, narrow
 from ._backward import Backward, check_leaf, get_region, is_differentiating, mark
-from ._region import ParameterNames, Region, hook_weight_edge, make_view, watch_custom_functions
+from ._region import ParameterNames, Region, hook_weight_edge, make_view
 from ._replay import Replays
 
 
@@ -290,7 +290,7 @@ class WatchedForward(Forward):
 
     def _run_in_region(self, args: tuple, kwargs: dict, replays: Replays | None) -> Any:
         """Run the forward pass in a region, from which ``replays`` learn if they are given."""
-        with watch_custom_functions(self._backward), Region(self._backward, self._names) as region:
+        with Region(self._backward, self._names) as region:
             region.path = [self._place] if self._place else []
             recording = region.recording = None if replays is None else replays.start_recording()
             region.take((args, kwargs))

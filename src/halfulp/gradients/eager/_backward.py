@@ -22,7 +22,7 @@ from ...rounding import Nearest, Rounding, Stochastic, quantize
 from .._functions import Factor
 from .._policy import Policy
 from .._processes import Processes
-from .._site import Following, Measurements, Site, Sites, is_custom, narrow
+from .._site import Following, Measurements, Site, Sites, narrow
 
 # Sequence numbers of nodes that accumulate into leaves, which many threads may share.
 LEAF = 2**62
@@ -184,8 +184,6 @@ class Backward:
         self.measurements = Measurements()
         self.unmarked = Unmarked()
         self._replays = True
-        # Whether forward passes apply custom Functions; None until an iteration has ended.
-        self.custom_functions: bool | None = None
         self.following = Following(sites, policy.per_site and policy.measures and not policy.wants_operands)
         # The sites of this iteration's forward and backward passes.
         self.reached: dict[Site, None] = {}
@@ -238,13 +236,7 @@ class Backward:
         behind = list(list_nodes_behind([node], lambda one: global_site in one.metadata))
         marks = {one: one.metadata[global_site][0] for one in behind if global_site in one.metadata}
         site = next((above for above in marks.values() if above is not global_site), None)
-        if site is None:
-            if any(one not in marks and self.unmarked.has(one) for one in behind):
-                self.use_one_scale()
-        elif self.custom_functions is False and any(map(is_custom, behind)):
-            # What an unwatched custom Function gave may be read anywhere, as at the global exponent.
-            self.note_custom_function()
-        else:
+        if site is not None:
             raise ValueError(
                 f"a tensor from inside the model, at {site.key!r}, is read outside, by the loss or on its way into "
                 "another forward pass, and is not part of the model's output, such as one kept in an attribute, or in "
@@ -252,6 +244,8 @@ class Backward:
                 "in one of these, or take AdaptiveGradScaler(mode='module'), where what modules return may be kept "
                 "anywhere (as numbers that a function computed, losses of their own, may be in any mode)"
             )
+        if any(one not in marks and self.unmarked.has(one) for one in behind):
+            self.use_one_scale()
 
     def mark_outside(self, node: Any) -> None:
         """Mark a node that was made before a forward pass as one at the global exponent."""
@@ -265,12 +259,6 @@ class Backward:
         self.second_order, self._replays = True, False
         # A backward pass that runs had its gradients moved by edges, and goes on so.
         self.end_unless_differentiating()
-
-    def note_custom_function(self) -> None:
-        """Watch custom Functions from now on; use one scale in an iteration that met one unwatched."""
-        if self.custom_functions is False:
-            self.use_one_scale()
-        self.custom_functions = True
 
     def may_replay(self) -> bool:
         """Return whether the next forward pass may run without a region, as nothing is measured or rounded."""
@@ -297,8 +285,6 @@ class Backward:
     def end_iteration(self) -> None:
         """Clear what belongs to the iteration that ends."""
         self.end()
-        if self.forwards and self.custom_functions is None:
-            self.custom_functions = False
         self.passes = self.forwards = 0
         self.second_order = self.replayed = False
         self.measurements.clear()

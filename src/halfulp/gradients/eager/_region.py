@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import bisect
-import contextlib
 import functools
 import threading
 import warnings
@@ -29,7 +28,7 @@ from .._functions import (
     memoize,
     name_of,
 )
-from .._site import CopyWithStrides, Site, copy_with_strides, is_custom, narrow
+from .._site import CopyWithStrides, Site, copy_with_strides, narrow
 from ._backward import LEAF, Backward, Hook, Widening, check_leaf, get_region, is_exit, mark, set_region
 
 COMPILED = (
@@ -317,9 +316,11 @@ class Region(TorchFunctionMode):
         self.begun = torch._C._autograd._get_sequence_nr()
         super().__enter__()
         set_region(self)
+        _watch_custom_functions(1)
         return self
 
     def __exit__(self, *error: object) -> None:
+        _watch_custom_functions(-1)
         set_region(self._outer)
         self._backward.forwards += 1
         super().__exit__(*error)
@@ -389,9 +390,6 @@ class Region(TorchFunctionMode):
 
     def find_site(self, tensor: Tensor) -> Site:
         """Return the site of a tensor's gradient; tensors made before the region are at the global one."""
-        if not self._backward.custom_functions and self._is_maybe_custom(tensor):
-            self._fail_recording()
-            self._backward.note_custom_function()
         site = self._read_tag(tensor)
         if site is None and tensor._base is not None:
             site = self._read_tag(tensor._base)
@@ -404,17 +402,6 @@ class Region(TorchFunctionMode):
         """Return the site that a region of this scaler gave a tensor."""
         site = getattr(tensor, _TAG, None)
         return site if site is None or site is self._global_site or site.global_site is self._global_site else None
-
-    def _is_maybe_custom(self, tensor: Tensor) -> bool:
-        """Return whether a custom Function of this region may have made a tensor, or written into it or its base."""
-        node: Any = (tensor if tensor._base is None else tensor._base).grad_fn
-        if not is_custom(node) and type(node).__name__ != "CopySlices":
-            return False
-        return (
-            not isinstance(node, Widening._backward_cls)
-            and self.begun <= node._sequence_nr()
-            and not is_exit(node, self._global_site)
-        )
 
     def _refuse_unwatched(self, tensor: Tensor) -> None:
         """Refuse a tensor that an unwatched function made in this region, as its gradient's exponent is unknown."""
@@ -607,30 +594,20 @@ _lock = threading.Lock()
 _watching = 0
 
 
-@contextlib.contextmanager
-def watch_custom_functions(backward: Backward) -> Iterator[None]:
-    """Intercept custom Functions applied in a region, while any thread is in this context.
+def _watch_custom_functions(change: int) -> None:
+    """Begin (1) or end (-1) a region, while any of which custom Functions are intercepted as they are applied.
 
     Function modes do not see them, and torch offers no other place where their arguments can be replaced before they
     run: their backward has to see gradients at the global exponent, and what reentrant checkpointing runs again needs
-    edges of its own. So the method that ``Function.apply`` ends in is replaced, for the whole process, but only during
-    forward passes of a scaler whose iterations have met a custom Function, or in its first iteration, which may; a
-    region finds those that come later by their nodes.
+    edges of its own. So the method that ``Function.apply`` ends in is replaced, for the whole process.
     """
     global _watching
-    if backward.custom_functions is False:
-        yield
-        return
     with _lock:
-        _watching += 1
-        _BASE.apply = classmethod(_apply)
-    try:
-        yield
-    finally:
-        with _lock:
-            _watching -= 1
-            if not _watching:
-                del _BASE.apply
+        _watching += change
+        if _watching:
+            _BASE.apply = classmethod(_apply)
+        else:
+            del _BASE.apply
 
 
 def _apply(cls: type[Function], *args: Any, **kwargs: Any) -> Any:
@@ -640,7 +617,6 @@ def _apply(cls: type[Function], *args: Any, **kwargs: Any) -> Any:
         return apply(*args, **kwargs)
     if cls is checkpoint.CheckpointFunction:
         args = (_replay_in_region(args[0], region), *args[1:])
-    region._backward.custom_functions = True
     if region not in _get_current_function_mode_stack():
         # A part of an operator that the region runs now (torch.library.register_autograd), which has a site already.
         region._fail_recording()
@@ -656,7 +632,7 @@ def _replay_in_region(run: Callable[..., Any], region: Region) -> Callable[..., 
         if get_region() is not None or not torch.is_grad_enabled():
             return run(*args, **kwargs)
         region._backward.replayed = True
-        with watch_custom_functions(region._backward), Region(region._backward, region._names) as again:
+        with Region(region._backward, region._names) as again:
             again.path = list(region.path)
             return again.leave(run(*args, **kwargs), wide=False)
 
