@@ -153,8 +153,9 @@ class Controller:
         self.since = 0
         self.losses: list[Tensor] = []
         self._measured: list[Measurement] = []
-        # The sites that overflowed in this iteration.
+        # The sites that overflowed in this iteration, and those of one that was not measured, which all may have.
         self._sources: dict[Site, None] = {}
+        self._suspects: list[Site] = []
         self._skipped = False
         self.backward.processes.catch_up = self.catch_up
         # Whether exponents are to blame for that: not for a loss that is no number.
@@ -195,8 +196,7 @@ class Controller:
         if not found and not unknown:
             return LastStep(False, "gradients overflowed at a site of another process, whose scaler tells which")
         if not found and not backward.measuring:
-            for site in backward.reached:
-                site.memory.suspected = None if site.is_wide else site.exponent
+            self._suspects = [site for site in backward.reached if not site.is_wide]
             return LastStep(False, "gradients overflowed; where, the next step, which is measured, will show")
         # What no site of the model made came from outside, at the global exponent.
         found = found or [global_site]
@@ -315,8 +315,6 @@ class Controller:
             self.following.update_reference(narrow, self.floor, self.ceiling)
         readings = group_by_site(self._measured)
         fallen = self._lower_overflowed(readings)
-        if measuring:
-            self._settle_suspects(readings)
         lost = recover_sizes(self.backward.list_edges(), readings, self.following.measured_lift)
         for site, kinds in readings.items():
             if site not in fallen and all(reading.finite for reading in kinds.values()):
@@ -340,11 +338,10 @@ class Controller:
             self._remember(site, site.exponent)
         if self._skips_in_row > _ROW:
             return self._lower_together()
-        suspects = [] if self.backward.measuring else self.sites.suspects()
         reached = [
             site for site, kinds in readings.items() if any(one.format and not one.finite for one in kinds.values())
         ]
-        fallen = dict.fromkeys([*self._sources, *suspects, *reached])
+        fallen = dict.fromkeys([*self._sources, *self._suspects, *reached])
         for site in fallen:
             # At least to the exponent that the policy derives from its history.
             wanted = None if self.policy.wants_operands else self.policy.exponent(site)
@@ -366,20 +363,6 @@ class Controller:
         for site in self.sites:
             self._set(site, min(site.exponent, highest - _FALL))
         return reached
-
-    def _settle_suspects(self, readings: dict[Site, dict[str, Reading]]) -> None:
-        """Decide from a measured iteration which sites caused an overflow of an earlier, unmeasured one.
-
-        If a site overflows now, or would have at the exponent of then, it was that one. Else all may have been, but
-        none falls by that again and again, far below what the policy asks for.
-        """
-        suspects = self.sites.suspects()
-        explained = self._sources or any(is_overflow_near(readings.get(site, {}), e) for site, e in suspects.items())
-        for site, exponent in suspects.items():
-            site.memory.suspected = None
-            if not explained:
-                wanted = None if self.policy.wants_operands else self.policy.exponent(site)
-                self._remember(site, exponent if wanted is None else max(exponent, wanted - _FALL))
 
     def _remember(self, site: Site, exponent: int) -> None:
         """Record that a site overflowed at an exponent."""
@@ -495,5 +478,6 @@ class Controller:
         self._measured.clear()
         self.following.read.clear()
         self._sources.clear()
+        self._suspects.clear()
         self.losses.clear()
         self._skipped = self._overflowed = self._measure_next = False

@@ -66,12 +66,10 @@ class Memory:
     Attributes:
         exponent: That one; None where nothing is remembered.
         until: The iteration at which it is forgotten.
-        suspected: The exponent at which it may have overflowed, in an iteration that was not measured, until one is.
     """
 
     exponent: int | None = None
     until: int = 0
-    suspected: int | None = None
 
     def note(self, exponent: int, until: int) -> None:
         """Remember an overflow at an exponent."""
@@ -79,10 +77,9 @@ class Memory:
         self.until = until
 
     def move(self, difference: int) -> None:
-        """Convert the exponents to another reference binade."""
-        for name, exponent in (("exponent", self.exponent), ("suspected", self.suspected)):
-            if exponent is not None:
-                setattr(self, name, max(LOWEST, min(HIGHEST, exponent + difference)))
+        """Convert the exponent to another reference binade."""
+        if self.exponent is not None:
+            self.exponent = max(LOWEST, min(HIGHEST, self.exponent + difference))
 
     def at(self, iteration: int) -> int | None:
         """Return the exponent, or None once it is older than it is to be remembered."""
@@ -229,10 +226,6 @@ class Sites:
         fallen = [site for site in self if site.memory.exponent is not None and not site.follows_global]
         measured = [site for site in self if site.format is not None]
         self.lowest = min((site.exponent for site in measured + fallen), default=None)
-
-    def suspects(self) -> dict[Site, int]:
-        """Return the sites that may have overflowed, each with the exponent that it had."""
-        return {site: e for site in self if (e := site.memory.suspected) is not None}
 
     def merge(self, keys: Iterable[str], reason: str) -> None:
         """Let sites follow the global exponent from now on; before the first forward pass any key is taken."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import math
 import reprlib
 from collections.abc import Callable, Mapping
@@ -35,7 +34,8 @@ def save_sites(sites: Sites, resumes: int) -> tuple[tuple[str, dict[str, Any]], 
             "measured": site.measured,
             "narrow": site.format is not None,
             "overflows": site.overflows,
-            "memory": list(dataclasses.astuple(site.memory)),
+            # The third stood for a suspicion.
+            "memory": [site.memory.exponent, site.memory.until, None],
             "history": [dict(entry) for entry in site.history],
         }
         for site in sites
@@ -186,7 +186,7 @@ def load_sites(given: dict[str, Any], sites: Sites, narrow: Format) -> None:
         site.measured = values["measured"]
         site.format = narrow if values["narrow"] else None
         site.overflows = values["overflows"]
-        site.memory = Memory(*values["memory"])
+        site.memory = Memory(*values["memory"][:2])
         site.history.clear()
         site.history.extend(dict(entry) for entry in values["history"])
 

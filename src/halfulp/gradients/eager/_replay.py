@@ -229,10 +229,9 @@ def _settle_views(shape: Shape, sites: list[Site], global_site: Site) -> list[Si
     return found
 
 
-# So many graphs are kept; a model that has more of them is always watched by regions.
-_GRAPHS = 16
-# So many forward passes are recorded, and so many may turn out to have another shape than those before.
-_RECORDINGS, _SURPRISES = 64, 6
+# So many graphs are kept, and so many forward passes may turn out to have another than those before; a model that has
+# more of either is always watched by regions.
+_GRAPHS, _SURPRISES = 16, 6
 
 
 class Replays:
@@ -254,7 +253,8 @@ class Replays:
         self._names = names
         # By shape and the parameters that they read.
         self._graphs: dict[tuple[Shape, tuple[tuple[int, int], ...]], LearnedGraph] = {}
-        self._known_in_row = self._surprises = self._recordings = 0
+        self._known_in_row = self._surprises = 0
+        self._has_given_up = False
 
     def is_ready(self) -> bool:
         """Return whether enough forward passes in a row had known graphs for the next one to need no region."""
@@ -262,20 +262,14 @@ class Replays:
 
     def start_recording(self) -> Recording | None:
         """Return a recording for the next region to fill; None where no forward pass will be replayed."""
-        if self._recordings >= _RECORDINGS or self._names.is_sharded():
-            return None
-        self._recordings += 1
-        return Recording()
+        return None if self._has_given_up or self._names.is_sharded() else Recording()
 
     @without_watching
     def learn(self, recording: Recording, arguments: Any, output: Any, begun: int) -> None:
         """Store the graph that a region recorded."""
         learned = learn(recording, list_outputs(output), begun, list_nodes(arguments), self._backward)
         if learned is None or not self._keep(learned):
-            self._known_in_row, self._recordings = 0, _RECORDINGS
-            return
-        if self.is_ready():
-            self._recordings = 0
+            self._known_in_row, self._has_given_up = 0, True
 
     def _keep(self, learned: LearnedGraph) -> bool:
         """Store a learned graph; return False if there are too many already."""
@@ -294,8 +288,7 @@ class Replays:
             return learned
         self._known_in_row = 0
         self._surprises += 1
-        if self._surprises >= _SURPRISES:
-            self._recordings = _RECORDINGS
+        self._has_given_up = self._surprises >= _SURPRISES
         return None
 
     def run(self, call: Callable[..., Any], args: tuple, kwargs: dict, wide: Callable[[], bool]) -> Any:
