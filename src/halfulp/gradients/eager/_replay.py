@@ -27,7 +27,7 @@ Link = tuple[int, int]
 
 @dataclasses.dataclass(frozen=True)
 class Shape:
-    """The structure of an autograd graph, by which a known forward pass is recognised.
+    """The structure of an autograd graph and the parameters that it reads, by which a known forward pass is recognised.
 
     Nodes are numbered in the order in which `walk` meets them.
 
@@ -35,19 +35,14 @@ class Shape:
         roots: The nodes of the outputs.
         kinds: The class of each node; None of those that were there before the forward pass.
         links: Where the gradients that a node passes on go to, None where there is none; empty at the graph's ends.
+        leaves: The places of leaves, each with its dtype and a parameter's identity: a graph of the same structure may
+            be another part's, at other sites. Inputs whose gradient is wanted are new in each pass.
     """
 
     roots: tuple[Link, ...]
     kinds: tuple[type | None, ...]
     links: tuple[tuple[Link | None, ...], ...]
-
-    def parameters(self, nodes: list[Any]) -> tuple[tuple[int, int], ...]:
-        """Return places and identities of the parameters that a graph of this shape reads.
-
-        Other leaves, as inputs whose gradient is wanted, are new in each pass.
-        """
-        leaves = [(place, nodes[place].variable) for place, kind in enumerate(self.kinds) if is_leaf(kind)]
-        return tuple([(place, id(leaf)) for place, leaf in leaves if is_parameter(leaf)])
+    leaves: tuple[tuple[int, torch.dtype, int | None], ...]
 
 
 def is_leaf(kind: type | None) -> bool:
@@ -70,6 +65,7 @@ def walk(
     nodes: list[Any] = []
     kinds: list[type | None] = []
     links: list[tuple[Link | None, ...]] = []
+    leaves: list[tuple[int, torch.dtype, int | None]] = []
 
     def link(node: Any, number: int) -> Link | None:
         while node in skipped:
@@ -88,10 +84,13 @@ def walk(
         found.append(place)
     for node in nodes:
         leaf = node._sequence_nr() >= LEAF
+        if leaf:
+            held = node.variable
+            leaves.append((len(kinds), held.dtype, id(held) if is_parameter(held) else None))
         outside = not leaf and (node in inputs or node._sequence_nr() < begun)
         kinds.append(None if outside else type(node))
         links.append(() if leaf or outside else tuple(link(*one) for one in node.next_functions))
-    return Shape(tuple(found), tuple(kinds), tuple(links)), nodes
+    return Shape(tuple(found), tuple(kinds), tuple(links), tuple(leaves)), nodes
 
 
 # Nodes whose gradients are new tensors, which nobody else reads: these are multiplied where they are.
@@ -142,26 +141,17 @@ class LearnedGraph:
 
     Attributes:
         shape: Of the graph.
-        parameters: That it reads: a graph of the same shape may be another part's, at other sites.
         order: The sites that products open, in forward's order.
     """
 
-    def __init__(
-        self, shape: Shape, nodes: list[Any], sites: list[Site], order: list[Site], backward: Backward
-    ) -> None:
+    def __init__(self, shape: Shape, sites: list[Site], order: list[Site], backward: Backward) -> None:
         self.shape = shape
         self.order = dict.fromkeys(order)
         self._backward = backward
         self._sites = _settle_views(shape, sites, backward.sites.global_site)
         self._all_sites = list(dict.fromkeys([backward.sites.global_site, *self._sites]))
-        self._leaves = [i for i, kind in enumerate(shape.kinds) if is_leaf(kind)]
-        self.parameters = shape.parameters(nodes)
         self._exponents: list[tuple[int, bool]] = []
         self._hooks: list[tuple[int, Callable]] = []
-
-    def is_supported(self, nodes: list[Any]) -> bool:
-        """Return whether no leaf is float16, whose gradient would need an edge of its own."""
-        return torch.float16 not in {nodes[place].variable.dtype for place in self._leaves}
 
     def attach(self, nodes: list[Any]) -> list[Site]:
         """Hook the nodes for the present exponents; return the sites of the outputs' gradients."""
@@ -201,13 +191,15 @@ def learn(
         return None
     shape, nodes = walk(((x.grad_fn, x.output_nr) for x in outputs), begun, inputs, recording.edges)
     refused = any(kind is not None and kind.__name__ in _REFUSED for kind in shape.kinds)
+    # The gradient of a leaf in float16 would need an edge of its own.
+    refused = refused or any(dtype == torch.float16 for _, dtype, _ in shape.leaves)
     if refused or _has_sums_in_16_bits(nodes, recording.edges):
         return None
     global_site = backward.sites.global_site
     ends = [not links or kind is None for kind, links in zip(shape.kinds, shape.links)]
     found = [global_site if end else recording.find_site(node) for node, end in zip(nodes, ends)]
     sites = [site for site in found if site is not None]
-    return None if len(sites) < len(found) else LearnedGraph(shape, nodes, sites, list(recording.opened), backward)
+    return None if len(sites) < len(found) else LearnedGraph(shape, sites, list(recording.opened), backward)
 
 
 def _has_sums_in_16_bits(nodes: list[Any], edges: set[Any]) -> bool:
@@ -251,8 +243,7 @@ class Replays:
         self._backward = backward
         self._global_site = backward.sites.global_site
         self._names = names
-        # By shape and the parameters that they read.
-        self._graphs: dict[tuple[Shape, tuple[tuple[int, int], ...]], LearnedGraph] = {}
+        self._graphs: dict[Shape, LearnedGraph] = {}
         self._known_in_row = self._surprises = 0
         self._has_given_up = False
 
@@ -273,23 +264,21 @@ class Replays:
 
     def _keep(self, learned: LearnedGraph) -> bool:
         """Store a learned graph; return False if there are too many already."""
-        key = learned.shape, learned.parameters
-        known = key in self._graphs
+        known = learned.shape in self._graphs
         if not known and len(self._graphs) == _GRAPHS:
             return False
         self._known_in_row = self._known_in_row + 1 if known else 0
-        self._graphs[key] = learned
+        self._graphs[learned.shape] = learned
         return True
 
-    def _find(self, shape: Shape, nodes: list[Any]) -> LearnedGraph | None:
+    def _find(self, shape: Shape) -> LearnedGraph | None:
         """Return the known graph of this shape; None if there is none, and one scale is to hold for all."""
-        learned = self._graphs.get((shape, shape.parameters(nodes)))
-        if learned is not None and learned.is_supported(nodes):
-            return learned
-        self._known_in_row = 0
-        self._surprises += 1
-        self._has_given_up = self._surprises >= _SURPRISES
-        return None
+        learned = self._graphs.get(shape)
+        if learned is None:
+            self._known_in_row = 0
+            self._surprises += 1
+            self._has_given_up = self._surprises >= _SURPRISES
+        return learned
 
     def run(self, call: Callable[..., Any], args: tuple, kwargs: dict, wide: Callable[[], bool]) -> Any:
         """Return the forward output at the global exponent; ``wide`` tells whether float16 becomes float32 there."""
@@ -321,7 +310,7 @@ class Replays:
         for node, kind in zip(nodes, shape.kinds):
             if kind is None:
                 self._outside(node)
-        learned = self._find(shape, nodes)
+        learned = self._find(shape)
         sites = [self._global_site] * len(outputs) if learned is None else learned.attach(nodes)
         order = {} if learned is None else learned.order
         self._backward.reached.update(order)
