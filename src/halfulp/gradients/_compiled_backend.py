@@ -354,7 +354,6 @@ def name_functions(joint: GraphModule) -> None:
                 node.meta[_FORWARD] = forward[number]
 
 
-BACKENDS = ("inductor", "aot_eager")
 # What autograd calls a graph that is compiled.
 _GRAPH = "CompiledFunctionBackward"
 
@@ -364,8 +363,8 @@ _GRAPH = "CompiledFunctionBackward"
 
 def make_backend(backward: Backward, name: str = "inductor") -> Callable[..., Any]:
     """Return a backend of torch.compile for models with a scaler."""
-    if name not in BACKENDS:
-        raise ValueError(f"the backend is one of {', '.join(BACKENDS)}, got {name!r}")
+    if name not in _COMPILERS:
+        raise ValueError(f"the backend is one of {', '.join(_COMPILERS)}, got {name!r}")
 
     def compile_scaled(module: GraphModule, inputs: Sequence, *, options: dict | None = None, mode: str | None = None):
         check_breaks(inputs, backward)
@@ -444,19 +443,13 @@ def check_breaks(inputs: Sequence, backward: Backward) -> None:
     behind = list_nodes_behind([x.grad_fn for x in inputs if isinstance(x, Tensor)], ends)
     broken = {name for node in behind if hasattr(node, "variable") for name in _name_owners(node.variable, backward)}
     names = _shorten(sorted(broken))
+    said = f"torch.compile breaks the model's graph and leaves {names} uncompiled"
+    remedy = "torch.compile(..., fullgraph=True) shows why; or leave the model uncompiled, too"
     if names and backward.format is not None:
-        raise NotImplementedError(
-            f"torch.compile breaks the model's graph and leaves {names} uncompiled, whose gradients would not be "
-            f"rounded to {backward.format.name}: torch.compile(..., fullgraph=True) shows why; or leave the model "
-            "uncompiled, too"
-        )
+        raise NotImplementedError(f"{said}, whose gradients would not be rounded to {backward.format.name}: {remedy}")
     if names:
-        warnings.warn(
-            f"torch.compile breaks the model's graph and leaves {names} uncompiled, where all gradients have the "
-            "global exponent: torch.compile(..., fullgraph=True) shows why; or leave the model uncompiled, too, which "
-            "gives them exponents of their own",
-            stacklevel=2,
-        )
+        words = f"{said}, where all gradients have the global exponent: {remedy}, which gives them their own"
+        warnings.warn(words, stacklevel=2)
 
 
 def _name_owners(parameter: Tensor, backward: Backward) -> Iterator[str]:

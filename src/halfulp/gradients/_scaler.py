@@ -212,10 +212,9 @@ class AdaptiveGradScaler(torch.amp.GradScaler):
         self, optimizer: torch.optim.Optimizer, inv_scale: Tensor, found_inf: Tensor, allow_fp16: bool
     ) -> dict[torch.device, Tensor]:
         """Unscale the gradients that are still scaled, as GradScaler does; check those that were divided already."""
-        scaled, divided = list(_list_with_gradients(optimizer)), []
         # Float16 is allowed where torch only checks, and divides none.
-        if not allow_fp16:
-            scaled, divided = self._unscaled.split(optimizer)
+        known = UnscaledGradients() if allow_fp16 else self._unscaled
+        scaled, divided = known.split(optimizer)
         flags: dict[torch.device, Tensor] = {}
         # torch leaves values as they are, bit for bit, under an inverse of 1.
         for parameters, factor in (
@@ -226,8 +225,7 @@ class AdaptiveGradScaler(torch.amp.GradScaler):
                 held: Any = SimpleNamespace(param_groups=[{"params": alike}])
                 for device, flag in super()._unscale_grads_(held, factor, found_inf, allow_fp16).items():
                     flags[device] = torch.maximum(flags[device], flag) if device in flags else flag
-        if not allow_fp16:
-            self._unscaled.note(parameter for group in optimizer.param_groups for parameter in group["params"])
+        known.note(parameter for group in optimizer.param_groups for parameter in group["params"])
         return flags
 
     @uncompiled
@@ -259,7 +257,8 @@ class AdaptiveGradScaler(torch.amp.GradScaler):
                 FutureWarning,
                 stacklevel=2,
             )
-            result = optimizer.step(*args, **kwargs, grad_scaler=self)
+            take: Callable[..., Any] = optimizer.step
+            result = take(*args, **kwargs, grad_scaler=self)
         elif state["stage"] is OptState.READY and not is_idle(optimizer):
             self.unscale_(optimizer)
         if self._controller.backward.passes:

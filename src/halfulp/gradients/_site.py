@@ -76,11 +76,6 @@ class Memory:
         self.exponent = exponent if self.exponent is None else min(self.exponent, exponent)
         self.until = until
 
-    def move(self, difference: int) -> None:
-        """Convert the exponent to another reference binade."""
-        if self.exponent is not None:
-            self.exponent = max(LOWEST, min(HIGHEST, self.exponent + difference))
-
     def at(self, iteration: int) -> int | None:
         """Return the exponent, or None once it is older than it is to be remembered."""
         if iteration >= self.until:
@@ -174,7 +169,8 @@ class Site:
                 entry.update((kind, math.ldexp(amax, factor)) for kind, amax in entry.items())
             return
         self.exponent = self._exponent + before - binade
-        self.memory.move(before - binade)
+        if self.memory.exponent is not None:
+            self.memory.exponent = max(LOWEST, min(HIGHEST, self.memory.exponent + before - binade))
         for reading in self.readings.values():
             reading.amax = math.ldexp(reading.amax, binade - before)
 
@@ -482,10 +478,6 @@ class Following:
     with the first output that the pass reaches; in place of the exponent the sum then is the potential, so that joins
     agree as before. The global exponent, and sites that follow it, are not lifted. The lift is as large as float32 has
     powers of two for. Nothing is copied to the host from an accelerator: there the lift is a tensor.
-
-    Args:
-        sites: whose exponents follow.
-        wanted: whether they do.
 
     Attributes:
         wanted: Whether exponents follow losses at all; else the lift is 0.

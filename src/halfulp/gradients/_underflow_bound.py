@@ -325,6 +325,10 @@ def sample_sums(gradient: Tensor, weight: Tensor) -> Tensor:
 # the policies -----------------------------------------------------------------------------------------------
 
 
+def _is_number(given: object) -> bool:
+    return isinstance(given, (int, float)) and not isinstance(given, bool)
+
+
 def _find_limits(format: Format) -> dict[str, float]:
     return {"u_min": format.smallest_subnormal, "u_max": format.max}
 
@@ -351,7 +355,7 @@ class OperandStatisticsPolicy(Policy):
     def __post_init__(self) -> None:
         for field in ("scale_bound", "accumulated_bound"):
             given = getattr(self, field)
-            if given is not None and not given > 0:
+            if given is not None and not (_is_number(given) and given > 0):
                 raise ValueError(f"{field} is a positive number, or None for no bound; got {given!r}")
 
     @abc.abstractmethod
@@ -405,9 +409,9 @@ class UnderflowBound(OperandStatisticsPolicy):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.version not in get_args(Version):
+        if not isinstance(self.version, str) or self.version not in get_args(Version):
             raise ValueError(f"version is one of {', '.join(get_args(Version))}; got {self.version!r}")
-        if not 0 < self.share < 1:
+        if not (_is_number(self.share) and 0 < self.share < 1):
             raise ValueError(f"share is between 0 and 1, both excluded; got {self.share!r}")
 
     def log2_alpha(self, operands: Operands, format: Format) -> list[LogScale]:
@@ -446,8 +450,9 @@ class ElementWise(OperandStatisticsPolicy):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.rescue_share is not None and not 0 <= self.rescue_share <= 1:
-            raise ValueError(f"rescue_share is None or from 0 to 1; got {self.rescue_share!r}")
+        rescue = self.rescue_share
+        if rescue is not None and not (_is_number(rescue) and 0 <= rescue <= 1):
+            raise ValueError(f"rescue_share is None or from 0 to 1; got {rescue!r}")
 
     def log2_alpha(self, operands: Operands, format: Format) -> list[LogScale]:
         """See `element_wise`."""

@@ -56,6 +56,7 @@ class Forward(GraphReader):
         self._own = module.__dict__.get("forward")
         # Callers look at the signature, to know which columns of a data set a model takes, and at the source.
         self.inner = self.__wrapped__ = module.forward
+        module.forward = self
 
     @property
     def __code__(self) -> types.CodeType:
@@ -106,12 +107,6 @@ class Forward(GraphReader):
     @abc.abstractmethod
     def _is_widening(self) -> bool:
         """Return whether float16 outputs become float32."""
-
-    def install(self) -> None:
-        """Replace the module's forward."""
-        module = self._module()
-        assert module is not None  # who attaches a scaler holds it
-        module.forward = self
 
     def restore(self) -> None:
         """Restore the module's previous forward."""
@@ -356,8 +351,6 @@ def attach(model: nn.Module, backward: Backward, *, wide: bool | None, prefix: s
         for place, part, role in list_parts(model):
             place = ".".join(filter(None, (prefix, place)))
             forwards.append(WatchedForward(part, backward, wide, names, place, role))
-    for forward in forwards:
-        forward.install()
 
     def detach() -> None:
         leave_compiled_products(model, False)

@@ -421,8 +421,8 @@ class Region(TorchFunctionMode):
         """Return the site of the gradients of a function's inputs and results; of a cell that of its state, if any."""
         if kind == "cell":
             state = next(list_differentiable(args[1]), None) if len(args) > 1 else None
-            site = None if state is None or is_parameter(state) else self.find_site(state)
-            return self._open(function, differentiable) if site in (None, self._global_site) else site
+            site = self._global_site if state is None or is_parameter(state) else self.find_site(state)
+            return self._open(function, differentiable) if site is self._global_site else site
         return (self._open if kind == "product" else self._find_common_site)(function, differentiable)
 
     def _open(self, function: Callable, differentiable: list[Tensor]) -> Site:
