@@ -194,21 +194,6 @@ def test_a_spike_that_was_hard_to_find_is_over_as_soon_as_any(number):
     test_a_spike_of_all_gradients_in_the_model_is_over_in_two_steps(False, None)
 
 
-def test_a_suspicion_is_saved(seed):
-    """A scaler that is resumed between an overflow that was not measured and the step that shows whose it was."""
-    run = Runner(nn.Sequential(*mlp(4), Spiked()), interval=8)
-    run.settle(16, False)
-    before = run.scaler.sites()["0"].exponent
-    run.model[-1].spike = 2.0**10
-    assert not run.step()
-    assert run.scaler._controller.sites["0"].memory == Memory(suspected=before)
-    state = run.scaler.state_dict()
-    run.scaler.detach()
-    resumed = Runner(run.model, interval=8)
-    resumed.scaler.load_state_dict(state)
-    assert resumed.scaler._controller.sites["0"].memory == Memory(suspected=before)
-
-
 def test_a_spike_under_autocast(seed):
     class Cast(Runner):
         def step(self):
@@ -391,7 +376,7 @@ def test_what_nothing_measures_ends(clipped, seed):
 
 
 @pytest.mark.parametrize("policy", ["amax", "underflow-bound"])
-def test_overflows_that_no_measurement_sees_leave_more_room_everywhere(policy, seed):
+def test_overflows_that_no_measurement_sees_cost_a_step_each(policy, seed):
     """One batch in five is far larger, never in a measured iteration, and clipping hides whose gradient overflowed."""
     model, x = nn.Sequential(*mlp(), Spiked()), batch(32)
     scaler = hu.AdaptiveGradScaler(model, format="e5m2", policy=policy, interval=5)
@@ -408,8 +393,7 @@ def test_overflows_that_no_measurement_sees_leave_more_room_everywhere(policy, s
         scaler.update()
         applied.append(scaler.last_step.applied)
     assert applied[23] is False
-    # Room comes back by a power of two in eight intervals, at the cost of a step.
-    assert applied[100:].count(False) <= 8
+    assert all(applied[step] for step in range(160) if step % 5 != 3)
 
 
 @pytest.mark.parametrize("policy", ["amax", "dynamic", "underflow-bound"])

@@ -261,9 +261,9 @@ def test_states_of_others_are_refused(alone):
     wrong = {
         "this is no state of reduce_in_bfloat16": {"step": 3},
         "a state of version 2 of reduce_in_bfloat16, and this halfulp reads 1": {**held, "version": 2},
-        "was saved with rounding='stochastic'": {**held, "rounding": "stochastic"},
-        "4 ranks saved this state, and 1 load it": {**held, "ranks": 4},
-        "the state of rank_1, not of rank_0": {
+        "of rank_0 of 1, 'stochastic', not of rank_0 of 1, 'feedback'": {**held, "rounding": "stochastic"},
+        "the state of rank_0 of 4, 'feedback', not of rank_0 of 1": {**held, "ranks": 4},
+        "the state of rank_1 of 1, 'feedback', not of rank_0 of 1": {
             **{key: value for key, value in held.items() if key != "rank_0"},
             "rank_1": {},
         },

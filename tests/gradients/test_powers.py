@@ -289,7 +289,7 @@ def test_edges_keep_the_strides_of_every_gradient_and_output(kind, mode, seed, m
 
     wanted, loss = plainly(seed, run, model), run().detach()
     scaler = hu.AdaptiveGradScaler(model, mode=mode)
-    make, checked = Backward._make_edge_hook, []
+    make, checked = Backward.get_edge_hook, []
 
     def watching(self, source, target):
         hook = make(self, source, target)
@@ -302,7 +302,7 @@ def test_edges_keep_the_strides_of_every_gradient_and_output(kind, mode, seed, m
 
         return look
 
-    monkeypatch.setattr(Backward, "_make_edge_hook", watching)
+    monkeypatch.setattr(Backward, "get_edge_hook", watching)
     # Random exponents of two sites may be equal, and an edge between them then gives its gradient on as it is.
     for more in range(4):
         if not checked:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 import types
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -75,10 +75,13 @@ class Emulation:
         refuse_recording()
         if isinstance(self.target, nn.Module):
             self._check_parameters(self.target)
-        rounded, options = self._map_arguments(self._round_argument, args, kwargs)
+        args, kwargs = tree_map_only(
+            Tensor, lambda x: x if _needs_gradient(x) else self.rounder.rounded(x, "an argument"), (args, kwargs)
+        )
         with Region(self.rounder):
-            cloned, options = self._map_arguments(_clone_rounded, rounded, options)
-            return self._original(*cloned, **options)
+            # A clone is an operator, so that an argument with a gradient is rounded, and its gradient as well.
+            args, kwargs = tree_map_only(Tensor, lambda x: x.clone() if _needs_gradient(x) else x, (args, kwargs))
+            return self._original(*args, **kwargs)
 
     def region(self) -> Region:
         """Return a `with` block under the same settings, counted here: for a loss outside the model."""
@@ -104,7 +107,8 @@ class Emulation:
 
     def explain(self) -> str:
         """Return a table of the operators seen so far: how often, rounded or not and why."""
-        return describe(self.rounder, _count_off_format(self.target, self.rounder))
+        state = _list_state(self.target) if isinstance(self.target, nn.Module) else ()
+        return describe(self.rounder, {name: _count_misses(value, self.rounder) for name, value in state})
 
     def __repr__(self) -> str:
         name = getattr(self.target, "__name__", type(self.target).__name__)
@@ -113,26 +117,14 @@ class Emulation:
     def __getstate__(self) -> dict[str, Any]:
         return vars(self) | {"_seen": {}}
 
-    def _round_argument(self, tensor: Tensor) -> Tensor:
-        """Return an argument that needs no gradient rounded to the format."""
-        return tensor if _needs_gradient(tensor) else self.rounder.rounded(tensor, "an argument")
-
-    @staticmethod
-    def _map_arguments(
-        change: Callable[[Tensor], Tensor], args: Iterable[Any], kwargs: dict[str, Any]
-    ) -> tuple[list[Any], dict[str, Any]]:
-        """Apply a function to every tensor among arguments, also inside lists, tuples and dicts."""
-        return [_map_inside(change, value) for value in args], {
-            k: _map_inside(change, value) for k, value in kwargs.items()
-        }
-
     def _check_parameters(self, model: nn.Module) -> None:
         """Raise if a parameter that was written since the last call holds numbers that the format lacks."""
         if self.parameters == "keep":
             return
         for parameter in model.parameters():
             # A write through .data changes no version.
-            state = parameter._version, _checksum(parameter)
+            is_fixed = parameter.is_meta or not parameter.is_floating_point()
+            state = parameter._version, 0 if is_fixed else checksum(parameter)
             if self._seen.get(id(parameter)) == state:
                 continue
             if _count_misses(parameter, self.rounder):
@@ -211,7 +203,9 @@ def emulate(
     model = getattr(model, "_orig_mod", model)
     _check_model(model)
     if parameters == "round":
-        _round_state(model, rounder)
+        with torch.no_grad():
+            for name, value in _list_state(model):
+                rounder.round_in_place(value, name)
         for parameter in model.parameters():
             setattr(parameter, EMULATED, rounder.format.name)
     emulation = Emulation(model, rounder, parameters)
@@ -222,19 +216,8 @@ def emulate(
 emulate.region = region  # type: ignore[attr-defined]  # hu.emulate is this function and hides the package that holds region
 
 
-def _map_inside(change: Callable[[Tensor], Tensor], value: Any) -> Any:
-    if isinstance(value, Tensor):
-        return change(value)
-    return tree_map_only(Tensor, change, value) if isinstance(value, list | tuple | dict) else value
-
-
 def _needs_gradient(tensor: Tensor) -> bool:
     return tensor.requires_grad and torch.is_grad_enabled()
-
-
-def _clone_rounded(tensor: Tensor) -> Tensor:
-    """Clone an argument with gradient: a clone is an operator, so it is rounded, and its gradient as well."""
-    return tensor.clone() if _needs_gradient(tensor) else tensor
 
 
 def _check_model(model: nn.Module) -> None:
@@ -259,12 +242,6 @@ def _list_state(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
     yield from ((f"buffer {name}", value) for name, value in model.named_buffers())
 
 
-@torch.no_grad()
-def _round_state(model: nn.Module, rounder: Rounder) -> None:
-    for name, value in _list_state(model):
-        rounder.round_in_place(value, name)
-
-
 def _count_misses(value: Tensor, rounder: Rounder) -> int:
     """Count the elements of a tensor that are not in the format."""
     if not value.is_floating_point() or value.is_meta:
@@ -272,15 +249,3 @@ def _count_misses(value: Tensor, rounder: Rounder) -> int:
     value = value.detach()
     exact = Rounder(rounder.format, Nearest(), rounder.overflow).rounded(value, "a parameter")
     return 0 if exact.equal(value) else int(((exact != value) & ~(exact.isnan() & value.isnan())).sum())
-
-
-def _count_off_format(target: object, rounder: Rounder) -> dict[str, int]:
-    if not isinstance(target, nn.Module):
-        return {}
-    counts = {name: _count_misses(value, rounder) for name, value in _list_state(target)}
-    return {name: count for name, count in counts.items() if count}
-
-
-def _checksum(parameter: Tensor) -> int:
-    """Return a checksum of a parameter's bits; 0 for one that cannot leave the format or has no memory."""
-    return 0 if parameter.is_meta or not parameter.is_floating_point() else checksum(parameter)

@@ -92,7 +92,9 @@ def read_results(operator: torch._ops.OpOverload) -> Results:
         return Results(name, (), (), 0, False)
     known = namespace == "aten"
     kept = _STATISTICS.get(base, ()) if known else ()
-    fresh = tuple(i for i, value in enumerate(schema.returns) if value.alias_info is None and _has_tensors(value.type))
+    fresh = tuple(
+        i for i, value in enumerate(schema.returns) if value.alias_info is None and "Tensor" in str(value.type)
+    )
     written = tuple(
         (i, argument.name)
         for i, argument in enumerate(schema.arguments)
@@ -106,10 +108,6 @@ def read_results(operator: torch._ops.OpOverload) -> Results:
         len([i for i in kept if i in fresh]),
         aliases_caller,
     )
-
-
-def _has_tensors(kind) -> bool:
-    return "Tensor" in str(kind)
 
 
 _LEAF = 2**64 - 1
@@ -260,17 +258,11 @@ class _Mode(TorchDispatchMode):
         """
         if not torch.is_grad_enabled():
             return
-        for value in self._pending:
-            if isinstance(value, Tensor):
-                self._graph.add(value)
-            else:
-                for tensor in _list_tensors(value):
-                    self._graph.add(tensor)
+        promised = (promise() for promise in self._promised)
+        for value in (*self._pending, *promised):
+            for tensor in _list_tensors(value):
+                self._graph.add(tensor)
         self._pending.clear()
-        for promise in self._promised:
-            promised = promise()
-            if promised is not None:
-                self._graph.add(promised)
         self._promised.clear()
         hooks = saved_tensor_hooks()
         if hooks is not None and hooks[0] is not self._pack:
@@ -280,14 +272,10 @@ class _Mode(TorchDispatchMode):
     def _settle(self, results: Results, out, args: tuple, kwargs: dict):
         """Round an operator's results, and return its output."""
         rounder, name = self.rounder, results.name
-        count = 0
         if results.aliases_caller:
             out = rounder.rounded(out, name)
             count = int(out.is_floating_point() or out.is_complex())
-        elif type(out) is Tensor:
-            if results.fresh:
-                count = rounder.round_in_place(out, name)
-        elif results.fresh:
+        else:
             values = out if isinstance(out, tuple) else (out,)
             count = sum(self._round(values[i], name) for i in results.fresh)
         for position, key in results.written:

@@ -66,11 +66,7 @@ class Rounder:
         self._draws = itertools.count(*state["draws"])
 
     def round_in_place(self, x: Tensor, source: str) -> int:
-        """Round x in place; return the number of tensors rounded, 0 if x has no floating numbers.
-
-        Raises:
-            NotImplementedError: If x cannot be rounded; the message names `source`.
-        """
+        """Round x in place; return the number of tensors rounded, 0 if x has no floating numbers."""
         if not (x.is_floating_point() or x.is_complex()) or x.is_meta:
             return 0
         if x._is_zerotensor():  # zeros that torch has not written out, which every format has
@@ -85,11 +81,7 @@ class Rounder:
         return 1
 
     def rounded(self, x: Tensor, source: str) -> Tensor:
-        """Return a rounded copy of x; x itself where it holds no floating numbers.
-
-        Raises:
-            NotImplementedError: If x cannot be rounded; the message names `source`.
-        """
+        """Return a rounded copy of x; x itself where it holds no floating numbers."""
         if not (x.is_floating_point() or x.is_complex()) or x.is_meta:
             return x
         real = self._view_real(x.detach(), source)
@@ -156,12 +148,7 @@ def _check_format(given: Format | BlockFormat | str | torch.dtype) -> Format:
 
 
 def describe(rounder: Rounder, off_format: dict[str, int]) -> str:
-    """Return the table of all operators seen, most roundings first, and of values outside the format.
-
-    Args:
-        rounder: whose tally it is.
-        off_format: numbers that the format lacks, by parameter or buffer.
-    """
+    """Return the table of all operators seen, most roundings first, and of values outside the format."""
     lines = [
         f"{rounder.format.name}, {rounder.rounding.name} rounding: {rounder.forward.total()} tensors rounded forward, "
         f"{rounder.backward.total()} gradients backward"
@@ -169,13 +156,10 @@ def describe(rounder: Rounder, off_format: dict[str, int]) -> str:
     lines += _format_section("forward", rounder.forward, "tensors rounded")
     lines += _format_section("backward", rounder.backward, "gradients rounded")
     lines += _format_section("inside the operator, in float32", rounder.kept, "statistics kept for the backward pass")
-    lines += _format_section("not rounded", _list_unrounded(rounder), "calls without new floating numbers")
+    unrounded = {name: count for name, count in rounder.plain.items() if not rounder.forward[name]}
+    lines += _format_section("not rounded", unrounded, "calls without new floating numbers")
     lines += _format_section(f"not in {rounder.format.name}", off_format, "numbers, read as they are")
     return "\n".join(lines)
-
-
-def _list_unrounded(rounder: Rounder) -> dict[str, int]:
-    return {name: count for name, count in rounder.plain.items() if count and not rounder.forward[name]}
 
 
 def _format_section(title: str, counts: dict[str, int], what: str) -> list[str]:

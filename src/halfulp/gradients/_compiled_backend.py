@@ -153,9 +153,11 @@ def move_gradients(module: GraphModule, plan: Plan, scaler: str) -> None:
                 writer.watch_loss(edge, dtypes[edge.target])
     for edge in edges:
         if plan.rounds and edge.source != GLOBAL:
-            edge.rounded = writer.copy_rounded(edge)
+            # For this edge alone.
+            with module.graph.inserting_before(min(edge.readers)):
+                edge.rounded = writer.write(round_gradient, edge.node, scaler)
     moved = {writer.move(edge): edge for edge in edges}
-    products = placement.list_products(moved)
+    products = list(placement.list_products(moved))
     watching = {product.node: writer.watch(product) for product in _select_watched(products)} if plan.watches else {}
     entering = {one.node: list(placement.list_entering(one, moved)) for one in products} if plan.rounds else {}
     final = _round(writer, moved, entering, watching) if plan.rounds else {}
@@ -171,7 +173,8 @@ def _select_watched(products: Iterable[Product]) -> Iterator[Product]:
     for product in products:
         by_key.setdefault(product.key, []).append(product)
     for those in by_key.values():
-        yield from [product for product in those if product.is_passing] or those[:1]
+        passing = [one for one in those if any(kind == "passed" for _, kind, _ in one.makes)]
+        yield from passing or those[:1]
 
 
 # By the node of a product, the gradients that enter its function's derivative, and what reads each there.
@@ -217,10 +220,11 @@ def _find_limiting(
         return rounds or node.meta["val"].dtype == torch.float16
 
     for product in products:
-        # What is rounded is measured as it leaves its site.
-        for gradient in (
-            product.list_gradients() if not rounds else ((x, "received", False) for x, _ in entering[product.node])
-        ):
+        # What is rounded is measured as it enters its site's product, and as it leaves the site.
+        read = [x for x, _ in entering[product.node]] if rounds else [] if product.shared else product.reads
+        for node in read:
+            add(product.key, node, "received")
+        for gradient in () if rounds else product.makes:
             add(product.key, *gradient)
     for node, edge in moved.items():
         if edge.target != GLOBAL and narrow(node):
@@ -271,11 +275,6 @@ class Writer:
         for reader in edge.readers:
             reader.replace_input_with(node, moved)
         return moved
-
-    def copy_rounded(self, edge: Edge) -> Node:
-        """Return a copy of the moving gradient, rounded to the scaler's format, for this edge alone."""
-        with self._module.graph.inserting_before(min(edge.readers)):
-            return self.write(round_gradient, edge.node, self._scaler)
 
     def round(self, node: Node, readers: Collection[Node] | None = None) -> Node:
         """Round a node to the scaler's format, for all its readers or those that are given."""
@@ -355,7 +354,6 @@ def name_functions(joint: GraphModule) -> None:
                 node.meta[_FORWARD] = forward[number]
 
 
-BACKENDS = ("inductor", "aot_eager")
 # What autograd calls a graph that is compiled.
 _GRAPH = "CompiledFunctionBackward"
 
@@ -364,17 +362,9 @@ _GRAPH = "CompiledFunctionBackward"
 
 
 def make_backend(backward: Backward, name: str = "inductor") -> Callable[..., Any]:
-    """Return a backend of torch.compile for models with a scaler.
-
-    Args:
-        backward: The scaler's.
-        name: Which of torch's backends compiles: "inductor" or "aot_eager".
-
-    Raises:
-        ValueError: a name that is not allowed.
-    """
-    if name not in BACKENDS:
-        raise ValueError(f"the backend is one of {', '.join(BACKENDS)}, got {name!r}")
+    """Return a backend of torch.compile for models with a scaler."""
+    if name not in _COMPILERS:
+        raise ValueError(f"the backend is one of {', '.join(_COMPILERS)}, got {name!r}")
 
     def compile_scaled(module: GraphModule, inputs: Sequence, *, options: dict | None = None, mode: str | None = None):
         check_breaks(inputs, backward)
@@ -444,11 +434,7 @@ def unmark(module: GraphModule, scaler: str) -> None:
 
 
 def check_breaks(inputs: Sequence, backward: Backward) -> None:
-    """Warn where a model's parameters are read outside of its graphs, as sites exist only in graphs.
-
-    Raises:
-        NotImplementedError: the gradients there would not be rounded as all others are.
-    """
+    """Warn where a model's parameters are read outside of its graphs, as sites exist only in graphs."""
 
     def ends(node: Any) -> bool:
         # Marks are where another model ends that is not compiled, whose parameters have sites.
@@ -457,19 +443,13 @@ def check_breaks(inputs: Sequence, backward: Backward) -> None:
     behind = list_nodes_behind([x.grad_fn for x in inputs if isinstance(x, Tensor)], ends)
     broken = {name for node in behind if hasattr(node, "variable") for name in _name_owners(node.variable, backward)}
     names = _shorten(sorted(broken))
+    said = f"torch.compile breaks the model's graph and leaves {names} uncompiled"
+    remedy = "torch.compile(..., fullgraph=True) shows why; or leave the model uncompiled, too"
     if names and backward.format is not None:
-        raise NotImplementedError(
-            f"torch.compile breaks the model's graph and leaves {names} uncompiled, whose gradients would not be "
-            f"rounded to {backward.format.name}: torch.compile(..., fullgraph=True) shows why; or leave the model "
-            "uncompiled, too"
-        )
+        raise NotImplementedError(f"{said}, whose gradients would not be rounded to {backward.format.name}: {remedy}")
     if names:
-        warnings.warn(
-            f"torch.compile breaks the model's graph and leaves {names} uncompiled, where all gradients have the "
-            "global exponent: torch.compile(..., fullgraph=True) shows why; or leave the model uncompiled, too, which "
-            "gives them exponents of their own",
-            stacklevel=2,
-        )
+        words = f"{said}, where all gradients have the global exponent: {remedy}, which gives them their own"
+        warnings.warn(words, stacklevel=2)
 
 
 def _name_owners(parameter: Tensor, backward: Backward) -> Iterator[str]:
@@ -521,7 +501,10 @@ class _Walk:
         self._plan = plan
         self._parts = {str(key): name for one in backward.names for key, name in one.list_parts().items()}
         self._parameters = dict(parameters)
-        self._owners = {x: find_owner(node, x, backward) for node, x in parameters.items()}
+        self._owners = {
+            x: find_listed_owner(x, backward) or _path(node).rpartition(".")[0] or "model"
+            for node, x in parameters.items()
+        }
         # The site of each node that a gradient flows to; of several results, those of each.
         self._sites: dict[Node, Any] = {}
         self._ranks: dict[str, int] = {}
@@ -583,7 +566,9 @@ class _Walk:
         whole = self._find_whole(node)
         if whole is not None:
             self._plan.wholes[path] = whole
-        if not isinstance(node.target, FunctionType) and self._repeats(node, differentiable):
+        given = pytree.tree_leaves((node.args, node.kwargs))
+        repeats = any(sum(x is y for y in given) > 1 for x in differentiable)
+        if repeats and not isinstance(node.target, FunctionType):
             self._plan.repeating.add(path)
         if kind in ("product", "cell"):
             self._plan.products.add(path)
@@ -607,15 +592,12 @@ class _Walk:
         is_known = node in self._sites and any(x.is_floating_point() or x.is_complex() for x in tensors)
         return is_known or any(x.requires_grad for x in tensors)
 
-    def _repeats(self, node: Node, differentiable: list[Node]) -> bool:
-        """Return whether a function is given one of these tensors more than once."""
-        given = pytree.tree_leaves((node.args, node.kwargs))
-        return any(sum(x is y for y in given) > 1 for x in differentiable)
-
     def _site(self, node: Node, kind: OperatorKind, differentiable: list[Node]) -> str:
         whole = self._find_whole(node)
         if whole is not None:
-            return self._open_whole(whole, node)
+            if whole not in self._whole:
+                self._whole[whole] = self._number(".".join(self._place(node)) or "model")
+            return self._whole[whole]
         if isinstance(node.target, torch._ops.HigherOrderOperator):
             # A custom function sees gradients of the global exponent.
             return GLOBAL
@@ -650,12 +632,6 @@ class _Walk:
         owner = next((self._owners[self._parameters[x]] for x in differentiable if x in self._parameters), None)
         return self._number(owner or ".".join([*self._place(node), name_of(node.target)]))
 
-    def _open_whole(self, call: str, node: Node) -> str:
-        """Return the site of this call of a module that is one product: that of the module's parameters."""
-        if call not in self._whole:
-            self._whole[call] = self._number(".".join(self._place(node)) or "model")
-        return self._whole[call]
-
     def _number(self, key: str) -> str:
         call = self._calls[key]
         self._calls[key] += 1
@@ -677,16 +653,11 @@ class _Walk:
         return next((call for call, (_, kind) in calls if isinstance(kind, type) and issubclass(kind, WHOLE)), None)
 
 
-def find_owner(node: Node, parameter: nn.Parameter, backward: Backward) -> str:
-    """Return the qualified name of the module that holds a parameter."""
-    found = find_listed_owner(parameter, backward)
-    return found or _path(name_of_source(node.meta["grapharg"].source)).rpartition(".")[0] or "model"
-
-
 def find_listed_owner(parameter: Tensor, backward: Backward) -> str | None:
     """Return the module that holds a parameter, where a scaler's model lists it; else None."""
     return next((name for name in (one.of(parameter) for one in backward.names) if name), None)
 
 
-def _path(source: str) -> str:
-    return ".".join(a or b for a, b in _ATTRIBUTE.findall(source))
+def _path(node: Node) -> str:
+    """Return the qualified name of the parameter that a graph reads, as far as its source tells."""
+    return ".".join(a or b for a, b in _ATTRIBUTE.findall(name_of_source(node.meta["grapharg"].source)))

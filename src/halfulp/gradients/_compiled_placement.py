@@ -77,7 +77,8 @@ def find_role(node: Node, gradients: Mapping[Node, None]) -> Role:
     if name == "_trilinear":
         return "product" if sum(x in gradients for x in node.args[:3]) == 1 else "other"
     if name.endswith(("_backward", "_backward_data")) or name in ("_fused_rms_norm_backward",):
-        if not _is_first_alone(node, gradients):
+        nodes = [x for x in pytree.tree_leaves((node.args, node.kwargs)) if isinstance(x, Node) and _is_tensor(x)]
+        if nodes[0] not in gradients or any(x in gradients for x in nodes[1:]):
             return "other"
         product = name == "convolution_backward" or "attention" in name or name in _RECURRENT
         return "product" if product else "linear"
@@ -99,12 +100,6 @@ def is_floating(node: Node) -> bool:
     """Return whether a node's value is a floating tensor, which may hold a gradient."""
     leaves = pytree.tree_leaves(node.meta.get("val"))
     return any(isinstance(x, Tensor) and (x.is_floating_point() or x.is_complex()) for x in leaves)
-
-
-def _is_first_alone(node: Node, gradients: Mapping[Node, None]) -> bool:
-    """Return whether only the first tensor is a gradient."""
-    nodes = [x for x in pytree.tree_leaves((node.args, node.kwargs)) if isinstance(x, Node) and _is_tensor(x)]
-    return nodes[0] in gradients and not any(x in gradients for x in nodes[1:])
 
 
 def _is_one_factor(node: Node, gradients: Mapping[Node, None], a: int, b: int) -> bool:
@@ -251,16 +246,6 @@ class Product:
     reads: Sequence[Node]
     makes: Sequence[tuple[Node, str, bool]]
 
-    @property
-    def is_passing(self) -> bool:
-        """Whether the product passes a gradient on to more than parameters."""
-        return any(kind == "passed" for _, kind, _ in self.makes)
-
-    def list_gradients(self) -> Iterator[tuple[Node, str, bool]]:
-        """Return the gradients to measure, with their kinds, and whether they have the global exponent."""
-        yield from ((x, "received", False) for x in self.reads if not self.shared)
-        yield from self.makes
-
     def find_factor(self) -> tuple[Node, Node, str, int] | None:
         """Return a gradient, the other factor, and its form and groups as in `Factor`; None without one."""
         args: Any = self.node.args
@@ -281,10 +266,6 @@ class Placement:
     readers that want something else move them again. What enters and leaves, and what reads a gradient in any other
     way, has the global exponent. A cast to a wider dtype comes before a move. Nothing comes between a product and a sum
     that a compiler may compute as one, since the two together round otherwise than one after the other.
-
-    Args:
-        module: The graph, with values in its nodes' meta.
-        plan: Sites of products.
     """
 
     def __init__(self, module: GraphModule, plan: Plan) -> None:
@@ -373,13 +354,11 @@ class Placement:
         while ahead:
             node, reader = ahead.pop()
             if whole is None or not self._is_within(node, whole):
-                yield node, [reader] if whole is None else self._readers(node, product.node, whole)
+                inside = (x for x in node.users if x is product.node or (whole and self._is_within(x, whole)))
+                yield node, [reader] if whole is None else list(inside)
             elif node not in seen:
                 seen.add(node)
                 ahead += [(x, node) for x in node.all_input_nodes if x in self.gradients or x in moved]
-
-    def _readers(self, node: Node, product: Node, whole: str) -> list[Node]:
-        return [reader for reader in node.users if reader is product or self._is_within(reader, whole)]
 
     def _key(self, node: Node) -> str:
         path = self._path(node)
@@ -425,30 +404,25 @@ class Placement:
         path = self._path(node) if self._plan.apart else None
         return max((one for one in self._plan.apart if path and path.startswith(f"{one}/")), key=len, default="")
 
-    def _find_wanted(self, reader: Node, body: str) -> str | None:
-        """Return the site at which a reader wants a gradient of a body: the global one where it enters another body."""
-        site = self._find_needed(reader)
-        enters = site is not None and self._plan.apart and reader.op != "output" and self._find_body(reader)
-        return GLOBAL if enters and body != enters else site
-
     def _set_preferred(self, node: Node) -> None:
+        """Set the site at which a gradient's readers want it: the global one where it enters another body."""
         body = self._find_body(node) if self._plan.apart else ""
-        wanted = [site for reader in node.users if (site := self._find_wanted(reader, body)) is not None]
+        wanted = []
+        for reader in node.users:
+            site = self._find_needed(reader)
+            if site is not None:
+                enters = self._plan.apart and reader.op != "output" and self._find_body(reader)
+                wanted.append(GLOBAL if enters and body != enters else site)
         self._preferred[node] = max(wanted, key=self._plan.find_rank) if wanted else None
         self._leads[node] = any(self._goes_on(node, reader) for reader in node.users)
 
     def _goes_on(self, node: Node, reader: Node) -> bool:
         """Return whether a gradient goes to more than parameters through a reader."""
-        if reader.op == "output":
-            return not self._is_a_parameters(node)
-        return self.roles[reader] in ("product", "other") or self._leads.get(reader, False)
-
-    def _is_a_parameters(self, gradient: Node) -> bool:
-        """Return whether a returned gradient is a parameter's, and not another input's."""
+        if reader.op != "output":
+            return self.roles[reader] in ("product", "other") or self._leads.get(reader, False)
         gradients = pytree.tree_leaves(self._output.args)
-        if len(gradients) != len(self._plan.parameters):
-            return True
-        return self._plan.parameters[gradients.index(gradient)]
+        is_known = len(gradients) == len(self._plan.parameters)
+        return is_known and not self._plan.parameters[gradients.index(node)]
 
     def _site(self, node: Node) -> str:
         role = self.roles.get(node, "other")
@@ -514,13 +488,12 @@ class Placement:
         """Return the kind of measurement of a gradient that a site gives: "passed" or "weight"."""
         return "passed" if self._leads[gradient] else "weight"
 
-    def list_products(self, moved: Collection[Node]) -> list[Product]:
-        """Return all products after gradients moved, and what else gives a site its parameters' gradients."""
-        return [self._product(node, moved) for node in self._calls if not self._is_a_step(node)]
-
-    def _is_a_step(self, node: Node) -> bool:
-        """Return whether a node leads to the gradient of a parameter that was read without a product."""
-        return self.roles[node] == "opening" and any(self.roles.get(x) == "opening" for x in node.users)
+    def list_products(self, moved: Collection[Node]) -> Iterator[Product]:
+        """Yield all products after gradients moved, and what else gives a site its parameters' gradients."""
+        for node in self._calls:
+            # What leads to the gradient of a parameter that was read without a product is a step on the way.
+            if self.roles[node] != "opening" or not any(self.roles.get(x) == "opening" for x in node.users):
+                yield self._product(node, moved)
 
     def _product(self, node: Node, moved: Collection[Node]) -> Product:
         reads = [x for x in node.all_input_nodes if x in self.gradients or x in moved]

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from ..formats import Format, fp16, get
-from ..rounding import Nearest, Rounding, get_rounding
+from ..rounding import Nearest, Rounding, get_rounding, mix64
 from ..rounding._random_bits import STREAM_VERSION
 from ._policy import Amax, Policy
 from ._reports import LastStep
@@ -30,8 +30,6 @@ from ._site import (
 )
 from ._state import load_sites
 from .eager._backward import Backward
-
-_MASK = 2**64 - 1
 
 
 def is_measured(iteration: int, restart: int, interval: int) -> bool:
@@ -62,15 +60,7 @@ def is_measured(iteration: int, restart: int, interval: int) -> bool:
         # Shorter spans go up to the largest power of two that is less than the interval, and end at its double.
         begin = 1 << (interval - 1).bit_length()
         first = restart + begin + (since - begin) // interval * interval
-    return iteration == first + _mix_bits(first) % length
-
-
-def _mix_bits(number: int) -> int:
-    """Return a 64-bit hash (the finalizer of SplitMix64: Steele, Lea, Flood, OOPSLA 2014)."""
-    number = (number + 0x9E3779B97F4A7C15) & _MASK
-    number = ((number ^ (number >> 30)) * 0xBF58476D1CE4E5B9) & _MASK
-    number = ((number ^ (number >> 27)) * 0x94D049BB133111EB) & _MASK
-    return number ^ (number >> 31)
+    return iteration == first + mix64(0, key=first) % length
 
 
 def find_overflow_sources(measured: list[Measurement]) -> list[Site]:
@@ -110,33 +100,64 @@ class Controller:
 
     Whether an iteration is measured, and the global exponent, are the same in all processes: they follow from the
     number of the iteration, from which steps were skipped, and from what `_agree` says. Other exponents may differ.
-
-    Args:
-        backward: whose sites are set, by whose policy, and whose measurements are read.
-        interval: a measurement every so many iterations, as `is_measured` says.
-        floor, ceiling: bounds of all exponents.
     """
 
-    def __init__(self, backward: Backward, interval: int, floor: int, ceiling: int) -> None:
-        self.backward = backward
-        self.sites = backward.sites
-        self.policy = backward.policy
+    def __init__(
+        self,
+        policy: Policy,
+        *,
+        mode: str,
+        start: int,
+        format: Format | str | torch.dtype | None,
+        rounding: Rounding | str,
+        interval: int,
+        floor: int,
+        ceiling: int,
+    ) -> None:
+        if mode not in ("function", "module"):
+            raise ValueError(f"mode is 'function' or 'module', got {mode!r}")
+        if mode == "module" and policy.wants_operands:
+            raise ValueError(
+                f"policy {policy.name!r} reads the operands of products, which mode='module' does not see: take "
+                "mode='function', or policy='amax'"
+            )
+        if not isinstance(interval, int) or isinstance(interval, bool) or interval < 1:
+            raise ValueError(f"interval is a number of iterations, at least 1, got {interval!r}")
+        if not (isinstance(floor, int) and isinstance(ceiling, int) and LOWEST <= floor <= ceiling <= HIGHEST):
+            raise ValueError(
+                f"floor and ceiling are integers, {LOWEST} <= floor <= ceiling <= {HIGHEST}, got {floor!r} and "
+                f"{ceiling!r}"
+            )
+        if not floor <= start <= ceiling:
+            raise ValueError(f"init_scale is 2^{start}, beyond floor={floor} and ceiling={ceiling}")
+        rounding, format = get_rounding(rounding), None if format is None else get(format)
+        if format is None and rounding != Nearest():
+            raise ValueError(
+                f"rounding={rounding.name!r} without a format: the tensors' own dtypes round to nearest; give format= "
+                "too"
+            )
+        if format is not None and not (format.signed and format.zero):
+            lacks = "zero" if format.signed else "negative numbers"
+            raise ValueError(f"format {format.name} has no {lacks}, which gradients are: take another, such as 'e5m2'")
+        self.sites = Sites(start, uniform=not policy.per_site)
+        self.backward = Backward(self.sites, policy, format, rounding)
+        self.policy = policy
         self.interval = interval
-        self.floor, self.ceiling = floor, ceiling
-        self.start = self.sites.global_site.exponent
+        self.floor, self.ceiling, self.start = floor, ceiling, start
         self.iteration = 0
         # The iteration from which `is_measured` counts, and how many steps in a row were skipped before it.
         self._restarted = 0
         self._skips_in_row = 0
         # The iteration from which exponents follow what losses send into the model.
-        self.following = backward.following
+        self.following = self.backward.following
         self.since = 0
         self.losses: list[Tensor] = []
         self._measured: list[Measurement] = []
-        # The sites that overflowed in this iteration.
+        # The sites that overflowed in this iteration, and those of one that was not measured, which all may have.
         self._sources: dict[Site, None] = {}
+        self._suspects: list[Site] = []
         self._skipped = False
-        backward.processes.catch_up = self.catch_up
+        self.backward.processes.catch_up = self.catch_up
         # Whether exponents are to blame for that: not for a loss that is no number.
         self._overflowed = False
         self._measure_next = False
@@ -175,8 +196,7 @@ class Controller:
         if not found and not unknown:
             return LastStep(False, "gradients overflowed at a site of another process, whose scaler tells which")
         if not found and not backward.measuring:
-            for site in backward.reached:
-                site.memory.suspected = None if site.is_wide else site.exponent
+            self._suspects = [site for site in backward.reached if not site.is_wide]
             return LastStep(False, "gradients overflowed; where, the next step, which is measured, will show")
         # What no site of the model made came from outside, at the global exponent.
         found = found or [global_site]
@@ -193,7 +213,10 @@ class Controller:
         else:
             self._update_global_site()
         if self.backward.processes.in_join and self.policy.measures:
-            self._keep_together(before)
+            # Nobody can be asked: the global exponent follows from the skipped steps, which all processes know.
+            falls = self._skipped and (self._skips_in_row > 1 or not self.policy.per_site)
+            self._set(self.sites.global_site, before - _FALL // 2 if falls else before)
+            self._measure_next = False
         elif self.backward.measuring or self._skipped:
             global_site = self.sites.global_site
             exponent, calm = self._agree("update", global_site.exponent, int(not self._measure_next))
@@ -203,12 +226,6 @@ class Controller:
     def _agree(self, occasion: str, *values: int) -> list[int]:
         """Return the minimum of each value over all processes, at the point that ``occasion`` names."""
         return self.backward.processes.agree(occasion, self.iteration, list(values), self.backward.find_device)
-
-    def _keep_together(self, before: int) -> None:
-        """Set the global exponent without communication, from the skipped steps, which all processes know."""
-        falls = self._skipped and (self._skips_in_row > 1 or not self.policy.per_site)
-        self._set(self.sites.global_site, before - _FALL // 2 if falls else before)
-        self._measure_next = False
 
     def catch_up(self) -> None:
         """Copy the counters of the process with the most iterations, at the end of a ``join()``."""
@@ -263,11 +280,7 @@ class Controller:
         self.since = since
 
     def check_stream(self, progress: list) -> None:
-        """Refuse a state whose gradients were rounded by another version of the stream of random bits.
-
-        Raises:
-            ValueError: so they were, stochastically.
-        """
+        """Refuse a state whose gradients were rounded by another version of the stream of random bits."""
         version = progress[6]
         if self.backward.is_drawing and progress[3] and version != STREAM_VERSION:
             raise ValueError(
@@ -302,8 +315,6 @@ class Controller:
             self.following.update_reference(narrow, self.floor, self.ceiling)
         readings = group_by_site(self._measured)
         fallen = self._lower_overflowed(readings)
-        if measuring:
-            self._settle_suspects(readings)
         lost = recover_sizes(self.backward.list_edges(), readings, self.following.measured_lift)
         for site, kinds in readings.items():
             if site not in fallen and all(reading.finite for reading in kinds.values()):
@@ -327,11 +338,10 @@ class Controller:
             self._remember(site, site.exponent)
         if self._skips_in_row > _ROW:
             return self._lower_together()
-        suspects = [] if self.backward.measuring else self.sites.suspects()
         reached = [
             site for site, kinds in readings.items() if any(one.format and not one.finite for one in kinds.values())
         ]
-        fallen = dict.fromkeys([*self._sources, *suspects, *reached])
+        fallen = dict.fromkeys([*self._sources, *self._suspects, *reached])
         for site in fallen:
             # At least to the exponent that the policy derives from its history.
             wanted = None if self.policy.wants_operands else self.policy.exponent(site)
@@ -353,20 +363,6 @@ class Controller:
         for site in self.sites:
             self._set(site, min(site.exponent, highest - _FALL))
         return reached
-
-    def _settle_suspects(self, readings: dict[Site, dict[str, Reading]]) -> None:
-        """Decide from a measured iteration which sites caused an overflow of an earlier, unmeasured one.
-
-        If a site overflows now, or would have at the exponent of then, it was that one. Else all may have been, but
-        none falls by that again and again, far below what the policy asks for.
-        """
-        suspects = self.sites.suspects()
-        explained = self._sources or any(is_overflow_near(readings.get(site, {}), e) for site, e in suspects.items())
-        for site, exponent in suspects.items():
-            site.memory.suspected = None
-            if not explained:
-                wanted = None if self.policy.wants_operands else self.policy.exponent(site)
-                self._remember(site, exponent if wanted is None else max(exponent, wanted - _FALL))
 
     def _remember(self, site: Site, exponent: int) -> None:
         """Record that a site overflowed at an exponent."""
@@ -482,58 +478,6 @@ class Controller:
         self._measured.clear()
         self.following.read.clear()
         self._sources.clear()
+        self._suspects.clear()
         self.losses.clear()
         self._skipped = self._overflowed = self._measure_next = False
-
-
-def make_controller(
-    policy: Policy,
-    *,
-    mode: str,
-    start: int,
-    format: Format | str | torch.dtype | None,
-    rounding: Rounding | str,
-    interval: int,
-    floor: int,
-    ceiling: int,
-) -> Controller:
-    """Return the controller of a scaler, with its sites and its backward edges.
-
-    Raises:
-        ValueError: an option that is not allowed, or two that exclude each other.
-    """
-    if mode not in ("function", "module"):
-        raise ValueError(f"mode is 'function' or 'module', got {mode!r}")
-    if mode == "module" and policy.wants_operands:
-        raise ValueError(
-            f"policy {policy.name!r} reads the operands of products, which mode='module' does not see: take "
-            "mode='function', or policy='amax'"
-        )
-    if not isinstance(interval, int) or isinstance(interval, bool) or interval < 1:
-        raise ValueError(f"interval is a number of iterations, at least 1, got {interval!r}")
-    _check_bounds(floor, ceiling)
-    if not floor <= start <= ceiling:
-        raise ValueError(f"init_scale is 2^{start}, beyond floor={floor} and ceiling={ceiling}")
-    rounding = get_rounding(rounding)
-    if format is None and rounding != Nearest():
-        raise ValueError(
-            f"rounding={rounding.name!r} without a format: the tensors' own dtypes round to nearest; give format= too"
-        )
-    sites = Sites(start, uniform=not policy.per_site)
-    backward = Backward(sites, policy, None if format is None else _check_format(get(format)), rounding)
-    return Controller(backward, interval, floor, ceiling)
-
-
-def _check_format(format: Format) -> Format:
-    """Return a format, or refuse it if it has no zero or no negative numbers."""
-    if not (format.signed and format.zero):
-        lacks = "zero" if format.signed else "negative numbers"
-        raise ValueError(f"format {format.name} has no {lacks}, which gradients are: take another, such as 'e5m2'")
-    return format
-
-
-def _check_bounds(floor: int, ceiling: int) -> None:
-    if not (isinstance(floor, int) and isinstance(ceiling, int) and LOWEST <= floor <= ceiling <= HIGHEST):
-        raise ValueError(
-            f"floor and ceiling are integers, {LOWEST} <= floor <= ceiling <= {HIGHEST}, got {floor!r} and {ceiling!r}"
-        )

@@ -193,7 +193,8 @@ def map_tensors(value: Any, change: Callable[[Tensor], Tensor], differentiable: 
         items = [map_tensors(item, change, differentiable) for item in reversed(value)][::-1]
         if all(a is b for a, b in zip(items, value)):
             return value
-        return _rebuild_sequence(value, items)
+        # Named and structured ones keep their class, too.
+        return value._make(items) if hasattr(value, "_make") else type(value)(items)
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
         return _rebuild_dataclass(value, change, differentiable)
     return value
@@ -207,13 +208,6 @@ def _rebuild_dict(value: dict, found: dict) -> dict:
     for key, item in found.items():
         changed[key] = item
     return changed
-
-
-def _rebuild_sequence(value: list | tuple, items: list) -> list | tuple:
-    """Return a list or tuple of the same class, named and structured ones too."""
-    if hasattr(value, "_make"):
-        return value._make(items)
-    return type(value)(items)
 
 
 def _rebuild_dataclass(value: Any, change: Callable[[Tensor], Tensor], differentiable: bool) -> Any:

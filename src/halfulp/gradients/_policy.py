@@ -81,9 +81,6 @@ class Policy(abc.ABC):
 def get_policy(policy: Policy | str) -> Policy:
     """Return the policy of that name with its defaults; a Policy is returned as it is.
 
-    Raises:
-        TypeError, ValueError: it is neither; the message lists the names.
-
     >>> get_policy("amax")
     Amax(headroom=None, weight_headroom=None, measurements=4)
     """

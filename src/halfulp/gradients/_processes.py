@@ -28,12 +28,7 @@ from ..subclass.models._parameter_holders import shard_groups
 
 
 class WatchedJoin(JoinHook):
-    """A wrapper's ``join_hook``, which also tells a scaler when a ``join()`` begins and ends.
-
-    Args:
-        wrapper: whose hook it takes the place of.
-        end: called in every process when all have run out of inputs.
-    """
+    """A wrapper's ``join_hook``, which also tells a scaler when a ``join()`` begins and ends."""
 
     def __init__(self, wrapper: nn.parallel.DistributedDataParallel, end: Callable[[], None]) -> None:
         self.wrapper = weakref.ref(wrapper)
@@ -117,11 +112,7 @@ class Processes:
             self._add_group(group)
 
     def find_groups(self) -> None:
-        """Look for wrappers again, once in an iteration, in the forward pass of a model.
-
-        Raises:
-            ValueError: a wrapper whose ``join()`` began before it was known, or a model that is split by tensors.
-        """
+        """Look for wrappers again, once in an iteration, in the forward pass of a model."""
         if not (dist.is_available() and dist.is_initialized()):
             return
         active = nn.parallel.DistributedDataParallel._active_ddp_module
@@ -132,11 +123,7 @@ class Processes:
                 self._add_group(group)
 
     def agree(self, occasion: str, iteration: int, values: list[int], device: Callable[[], torch.device]) -> list[int]:
-        """Return the minimum of each value (two at most) over all processes that share gradients.
-
-        Raises:
-            RuntimeError: another process died, or did not come by, or is out of step.
-        """
+        """Return the minimum of each value (two at most) over all processes that share gradients."""
         if self.in_join or not self._groups:
             return values
         place = OCCASIONS.index(occasion)
@@ -193,11 +180,7 @@ class Processes:
 
 
 def _list_groups(model: nn.Module) -> Iterator[Any]:
-    """Return the process groups of FSDP2 in a model.
-
-    Raises:
-        ValueError: parameters are DTensors that it does not hold.
-    """
+    """Return the process groups of FSDP2 in a model."""
     # Whoever shards a model has loaded these.
     fsdp, dtensor = (sys.modules.get(f"torch.distributed.{name}") for name in ("fsdp", "tensor"))
     if dtensor is None:
@@ -258,13 +241,24 @@ class NarrowReduction:
         names: what the state of each parameter, under `fully_shard` of each sharded module, is saved under.
     """
 
-    def __init__(self, rounding: Rounding, seed: int, scaler: Any, group: Any) -> None:
-        self.rounding, self.bytes_sent = rounding, 0
+    def __init__(self, rounding: Rounding, seed: int, scaler: Any, group: Any, names: dict[Any, str]) -> None:
+        self.rounding, self.bytes_sent, self.names = rounding, 0, names
         self._seed, self._scaler, self.group = seed, scaler, group
         self._rank, self.size = dist.get_rank(group), dist.get_world_size(group)
         self._debts: defaultdict[str, _Debt] = defaultdict(_Debt)
-        self.names: dict[Any, str] = {}
         self._scale = self._read_scale()
+        self._check_ranks()
+
+    def _check_ranks(self) -> None:
+        """Refuse ranks that differ in options, parameters or the version of halfulp."""
+        names = f"{len(self.names)} names from {next(iter(self.names.values()), None)!r}"
+        mine = (f"halfulp {__version__}", f"rounding={self.rounding!r}", f"seed={self._seed}", names)
+        every: list[Any] = [None] * self.size
+        dist.all_gather_object(every, mine, group=self.group)
+        for rank, theirs in enumerate(every):
+            other = [f"{one} where rank 0 has {first}" for one, first in zip(theirs, every[0]) if one != first]
+            if other:
+                raise ValueError(f"ranks differ: rank {rank} has {'; '.join(other)}. Start all with the same")
 
     def state_dict(self) -> dict[str, Any]:
         """Return this rank's state, under a key with its rank: every rank saves its own, in a file or by DCP."""
@@ -289,18 +283,14 @@ class NarrowReduction:
             raise ValueError(
                 f"a state of version {version} of reduce_in_bfloat16, and this halfulp reads {VERSION}: update halfulp"
             )
-        if state_dict["rounding"] != self.rounding:
+        saved = next((key for key in state_dict if key.startswith("rank_")), "no rank")
+        theirs = f"{mine if mine in state_dict else saved} of {state_dict['ranks']}, {state_dict['rounding']!r}"
+        ours = f"{mine} of {self.size}, {self.rounding!r}"
+        if theirs != ours:
             raise ValueError(
-                f"the state was saved with rounding={state_dict['rounding']!r}, this reduction has {self.rounding!r}"
+                f"this is the state of {theirs}, not of {ours}: each rank loads its own. Else leave it out: what is "
+                "lost is half an ulp of one step's gradients"
             )
-        if state_dict["ranks"] != self.size:
-            raise ValueError(
-                f"{state_dict['ranks']} ranks saved this state, and {self.size} load it: what a rank owes is its own. "
-                "Leave the state out: what is lost is half an ulp of one step's gradients"
-            )
-        if mine not in state_dict:
-            saved = [key for key in state_dict if key.startswith("rank_")]
-            raise ValueError(f"this is the state of {', '.join(saved) or 'no rank'}, not of {mine}: each loads its own")
         unknown = [name for name in state_dict[mine] if name not in self.names.values()]
         if unknown:
             raise ValueError(f"the state is of another model: it {differences([], unknown)}")
@@ -333,11 +323,7 @@ class NarrowReduction:
         return finished
 
     def scatter(self, name: str, output: Tensor, given: Tensor, op: Any) -> None:
-        """Sum or average a flat group of FSDP2's gradients over the ranks into this rank's shard.
-
-        Raises:
-            NotImplementedError: another reduction, or a group in which other parameters than before have gradients.
-        """
+        """Sum or average a flat group of FSDP2's gradients over the ranks into this rank's shard."""
         if op not in (dist.ReduceOp.SUM, dist.ReduceOp.AVG):
             raise NotImplementedError(
                 f"fully_shard asks for {op}, as after set_gradient_divide_factor: reduce_in_bfloat16 sums and averages"
@@ -350,11 +336,7 @@ class NarrowReduction:
         self._debts[name].count += 1
 
     def _round(self, name: str, part: Literal["sent", "summed"], given: Tensor) -> Tensor:
-        """Round a flat tensor to bfloat16, and keep back what is lost.
-
-        Raises:
-            NotImplementedError: a gradient of another dtype, or another number of elements than before.
-        """
+        """Round a flat tensor to bfloat16, and keep back what is lost."""
         debt = self._debts[name]
         if given.dtype == _WIRE:
             return given
@@ -491,7 +473,12 @@ def reduce_in_bfloat16(
         raise TypeError(f"scaler= takes the GradScaler or AdaptiveGradScaler of these gradients, got {a_kind(scaler)}")
     _refuse_parts(model)
     if isinstance(model, nn.parallel.DistributedDataParallel):
-        return _hook(model, rounding, seed, scaler)
+        if getattr(model, "_comm_hooks", None):
+            raise ValueError("this DistributedDataParallel has a communication hook, and takes no second one")
+        names = {parameter: name for name, parameter in model.module.named_parameters()}
+        reduction = NarrowReduction(rounding, seed, scaler, model.process_group, names)
+        model.register_comm_hook(reduction, _average)
+        return reduction
     kind = getattr(sys.modules.get("torch.distributed.fsdp"), "FSDPModule", None)  # there once something is sharded
     sharded = {m: name or "root" for name, m in model.named_modules() if kind and isinstance(m, kind)}
     if not sharded:
@@ -507,34 +494,11 @@ def reduce_in_bfloat16(
             "fully_shard over a mesh of two dimensions, or over several meshes, reduces twice, the second time by "
             "torch's own all-reduce: take a mesh of one dimension"
         )
-    reduction = NarrowReduction(rounding, seed, scaler, meshes[0].get_group())
-    reduction.names = {module: name for module, name in sharded.items() if shard_groups(module)}
-    _check_ranks(reduction, seed)
+    names = {module: name for module, name in sharded.items() if shard_groups(module)}
+    reduction = NarrowReduction(rounding, seed, scaler, meshes[0].get_group(), names)
     for module, name in reduction.names.items():
         module.set_custom_reduce_scatter(_Scatter(reduction, name))
     return reduction
-
-
-def _hook(model: nn.parallel.DistributedDataParallel, rounding: Rounding, seed: int, scaler: Any) -> NarrowReduction:
-    if getattr(model, "_comm_hooks", None):
-        raise ValueError("this DistributedDataParallel has a communication hook, and takes no second one")
-    reduction = NarrowReduction(rounding, seed, scaler, model.process_group)
-    reduction.names = {parameter: name for name, parameter in model.module.named_parameters()}
-    _check_ranks(reduction, seed)
-    model.register_comm_hook(reduction, _average)
-    return reduction
-
-
-def _check_ranks(reduction: NarrowReduction, seed: int) -> None:
-    """Refuse ranks that differ in options, parameters or the version of halfulp."""
-    names = f"{len(reduction.names)} names from {next(iter(reduction.names.values()), None)!r}"
-    mine = (f"halfulp {__version__}", f"rounding={reduction.rounding!r}", f"seed={seed}", names)
-    every: list[Any] = [None] * reduction.size
-    dist.all_gather_object(every, mine, group=reduction.group)
-    for rank, theirs in enumerate(every):
-        other = [f"{one} where rank 0 has {first}" for one, first in zip(theirs, every[0]) if one != first]
-        if other:
-            raise ValueError(f"ranks differ: rank {rank} has {'; '.join(other)}. Start all with the same")
 
 
 def _refuse_parts(model: nn.Module) -> None:

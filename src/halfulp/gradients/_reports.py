@@ -86,7 +86,7 @@ class SiteRow:
         return cls(
             site=site.key,
             exponent=site.exponent,
-            amax={kind: _drop_infinite(readings[kind].amax) if kind in readings else None for kind in _KINDS},
+            amax={kind: readings[kind].amax if kind in readings and readings[kind].finite else None for kind in _KINDS},
             zero=_find_share(readings, "zero"),
             subnormal=_find_share(readings, "subnormal"),
             elements=sum(reading.elements for reading in readings.values()),
@@ -109,18 +109,18 @@ class SiteTable:
     total: int = 0
 
     @classmethod
-    def of(
-        cls,
-        sites: Sites,
-        pattern: str | None = None,
-        *,
-        kind: str | None = None,
-        sort: str | None = None,
-        limit: int | None = None,
-    ) -> SiteTable:
+    def of(cls, sites: Sites, pattern: str | None, kind: str | None, sort: str | None, limit: int | None) -> SiteTable:
         """Return the table of the sites that are asked for; see `AdaptiveGradScaler.sites`."""
-        _check_choices(kind, sort, limit)
-        chosen = [site for site in sites if pattern is None or _is_matching(site.key, pattern)]
+        for name, given, allowed in (("kind", kind, _KINDS), ("sort", sort, _SORTS)):
+            if given is not None and given not in allowed:
+                raise ValueError(f"{name} is {', '.join(map(repr, allowed))} or None, got {given!r}")
+        if limit is not None and (not isinstance(limit, int) or isinstance(limit, bool) or limit < 1):
+            raise ValueError(f"limit is a number of rows, at least 1, or None, got {limit!r}")
+        chosen = list(sites)
+        if pattern is not None:
+            # The key of a site, of its module, or of the layer that it calls.
+            patterns = [pattern + rest for rest in ("", ".*", "#*")]
+            chosen = [site for site in sites if any(fnmatch.fnmatchcase(site.key, one) for one in patterns)]
         if kind is not None:
             chosen = [site for site in chosen if kind in site.readings]
         rows = [SiteRow.of(site, _KINDS if kind is None else (kind,)) for site in chosen]
@@ -158,19 +158,6 @@ class SiteTable:
         table = [dict(zip(headers, headers)), dict(zip(headers, ("─" * width for width in widths))), *lines]
         text = "\n".join("  ".join(line[h].ljust(w) for h, w in zip(headers, widths)).rstrip() for line in table)
         return text if len(self) >= self.total else f"{text}\n({len(self)} of {self.total} sites)"
-
-
-def _check_choices(kind: str | None, sort: str | None, limit: int | None) -> None:
-    for name, given, allowed in (("kind", kind, _KINDS), ("sort", sort, _SORTS)):
-        if given is not None and given not in allowed:
-            raise ValueError(f"{name} is {', '.join(map(repr, allowed))} or None, got {given!r}")
-    if limit is not None and (not isinstance(limit, int) or isinstance(limit, bool) or limit < 1):
-        raise ValueError(f"limit is a number of rows, at least 1, or None, got {limit!r}")
-
-
-def _is_matching(key: str, pattern: str) -> bool:
-    """Return whether a pattern is the key of a site, of its module, or of the layer that it calls."""
-    return any(fnmatch.fnmatchcase(key, pattern + rest) for rest in ("", ".*", "#*"))
 
 
 def _make_sort_key(value: Callable[[SiteRow], float | None], largest: bool) -> Callable[[SiteRow], tuple[bool, float]]:
@@ -219,10 +206,6 @@ def _format_percent(share: float | None) -> str:
 def _find_share(readings: dict[str, Reading], field: str) -> float | None:
     total = sum(reading.elements for reading in readings.values())
     return sum(getattr(one, field) * one.elements for one in readings.values()) / total if total else None
-
-
-def _drop_infinite(value: float) -> float | None:
-    return value if math.isfinite(value) else None
 
 
 _COLUMNS = (

@@ -11,7 +11,7 @@ import weakref
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from types import SimpleNamespace
-from typing import Any, TypeVar, overload
+from typing import Any, Literal, TypeVar, overload
 
 import torch
 from torch import Tensor, nn
@@ -22,11 +22,11 @@ from .._messages import a_kind
 from ..formats import Format
 from ..kernels import uncompiled
 from ..rounding import Rounding
-from ._controller import make_controller
+from ._controller import Controller
 from ._policy import Policy, get_policy
 from ._reports import LastStep, Recorder, SiteTable
 from ._site import HIGHEST, parse_exponent
-from ._state import check_entries, check_modules, check_state, index_sites, reduce_scaler, resume_scaler, save_sites
+from ._state import check_entries, check_sites, index_sites, reduce_scaler, resume_scaler, save_sites
 from .eager._attach import attach, unwrap
 from .eager._backward import check_units
 
@@ -114,7 +114,7 @@ class AdaptiveGradScaler(torch.amp.GradScaler):
         self._mode = mode
         self._scale_was_read = False
         self._growth_interval = getattr(policy, "growth_interval", 2000)
-        self._controller = make_controller(
+        self._controller = Controller(
             policy,
             mode=mode,
             start=parse_exponent("init_scale", init_scale),
@@ -192,7 +192,9 @@ class AdaptiveGradScaler(torch.amp.GradScaler):
         if not self._enabled:
             return
         controller = self._controller
-        by_hand = (controller.losses or self._scale_was_read) and has_gradients(optimizer)
+        by_hand = (controller.losses or self._scale_was_read) and next(
+            _list_with_gradients(optimizer), None
+        ) is not None
         if not (controller.backward.passes or by_hand):
             raise ValueError(
                 "there is nothing to unscale, as no backward pass started at scaler.scale(loss) since the last "
@@ -209,9 +211,22 @@ class AdaptiveGradScaler(torch.amp.GradScaler):
     def _unscale_grads_(
         self, optimizer: torch.optim.Optimizer, inv_scale: Tensor, found_inf: Tensor, allow_fp16: bool
     ) -> dict[torch.device, Tensor]:
-        own = super()._unscale_grads_
-        known = None if allow_fp16 else self._unscaled  # float16 is allowed where torch only checks
-        return unscale_once(lambda part, i, f: own(part, i, f, allow_fp16), known, optimizer, inv_scale, found_inf)
+        """Unscale the gradients that are still scaled, as GradScaler does; check those that were divided already."""
+        # Float16 is allowed where torch only checks, and divides none.
+        known = UnscaledGradients() if allow_fp16 else self._unscaled
+        scaled, divided = known.split(optimizer)
+        flags: dict[torch.device, Tensor] = {}
+        # torch leaves values as they are, bit for bit, under an inverse of 1.
+        for parameters, factor in (
+            (scaled, inv_scale),
+            (divided, torch.ones_like(inv_scale) if divided else inv_scale),
+        ):
+            for alike in _group_by_mesh(parameters):
+                held: Any = SimpleNamespace(param_groups=[{"params": alike}])
+                for device, flag in super()._unscale_grads_(held, factor, found_inf, allow_fp16).items():
+                    flags[device] = torch.maximum(flags[device], flag) if device in flags else flag
+        known.note(parameter for group in optimizer.param_groups for parameter in group["params"])
+        return flags
 
     @uncompiled
     def step(self, optimizer: torch.optim.Optimizer, *args: Any, **kwargs: Any) -> Any:
@@ -236,7 +251,14 @@ class AdaptiveGradScaler(torch.amp.GradScaler):
         whole = is_taking_scaler(optimizer)
         if whole:
             self._make_scale(torch.device(self._device))
-            result = step_with_scaler(self, optimizer, args, kwargs)
+            warnings.warn(
+                "the optimizer's step takes grad_scaler=, which torch.amp.GradScaler is going to stop giving: let it "
+                "read the attributes grad_scale and found_inf that are set on it during a step",
+                FutureWarning,
+                stacklevel=2,
+            )
+            take: Callable[..., Any] = optimizer.step
+            result = take(*args, **kwargs, grad_scaler=self)
         elif state["stage"] is OptState.READY and not is_idle(optimizer):
             self.unscale_(optimizer)
         if self._controller.backward.passes:
@@ -354,7 +376,7 @@ class AdaptiveGradScaler(torch.amp.GradScaler):
         Raises:
             ValueError: an unknown kind or order, or a limit below 1.
         """
-        return SiteTable.of(self._controller.sites, pattern, kind=kind, sort=sort, limit=limit)
+        return SiteTable.of(self._controller.sites, pattern, kind, sort, limit)
 
     def record(self, path: str | os.PathLike[str]) -> Recorder:
         """Start writing ``sites()`` and ``last_step`` to a ``.jsonl`` or ``.csv`` file at each measured iteration.
@@ -446,11 +468,9 @@ class AdaptiveGradScaler(torch.amp.GradScaler):
             raise ValueError("the state_dict is empty, as a disabled scaler's is: make the scaler with enabled=False")
         state_dict = index_sites(state_dict)
         check_entries(state_dict)
-        sites, given = self._controller.sites, state_dict.get("sites")
-        if given is not None and len(sites) > 1:
-            check_state(given, {site.key for site in sites})
+        given = state_dict.get("sites")
         if given is not None:
-            check_modules(given, self._module_names())
+            check_sites(given, {site.key for site in self._controller.sites}, self._module_names())
             self._controller.check_stream(state_dict["progress"])
         self._take(state_dict)
 
@@ -468,14 +488,11 @@ class AdaptiveGradScaler(torch.amp.GradScaler):
 
     def _module_names(self) -> set[str]:
         """Return the qualified names of all modules, with which sites' keys begin."""
-        several = len(self._models) > 1
         found = {"model", ""}
         for i, model in enumerate(one() for one in self._models):
-            if model is None:
-                continue
-            prefix = str(i) if several else ""
-            names = (name for name, _ in unwrap(model).named_modules())
-            found |= {".".join(part for part in (prefix, name) if part) for name in names}
+            names = () if model is None else (name for name, _ in unwrap(model).named_modules())
+            prefix = str(i) if len(self._models) > 1 else ""
+            found |= {f"{prefix}.{name}".strip(".") for name in names}
         return found
 
     def detach(self) -> None:
@@ -496,16 +513,11 @@ def _check_kept(name: str, new_factor: float, factor: float) -> None:
 
 
 def list_models(model: nn.Module | Sequence[nn.Module]) -> list[nn.Module]:
-    """Return one model or several as a list.
-
-    Raises:
-        TypeError: something else is among them, or there is none.
-    """
+    """Return one model or several as a list."""
     elements: list[object] = list(model) if isinstance(model, (list, tuple)) else [model]
     models = [one for one in elements if isinstance(one, nn.Module)]
-    wrong = [one for one in elements if not isinstance(one, nn.Module)]
-    if wrong or not models:
-        kind = a_kind(wrong[0]) if wrong else "an empty list"
+    if len(models) < len(elements) or not models:
+        kind = next((a_kind(one) for one in elements if not isinstance(one, nn.Module)), "an empty list")
         raise TypeError(f"the model is {kind}: give a torch.nn.Module, or a list of several")
     return models
 
@@ -516,9 +528,10 @@ _BETWEEN = "call scaler.update() between the passes of a step that has several, 
 
 
 class _Written:
-    """A snapshot of a gradient: a weak reference to the tensor and its version counter."""
+    """A snapshot of a parameter's gradient: a weak reference to the tensor and its version counter."""
 
-    def __init__(self, gradient: Tensor | None) -> None:
+    def __init__(self, parameter: Tensor) -> None:
+        gradient = parameter.grad
         self._tensor = None if gradient is None else weakref.ref(gradient)
         self._version = None if gradient is None else gradient._version
 
@@ -530,47 +543,42 @@ class _Written:
         """Return whether a parameter's gradient is still this tensor and was not written into since."""
         if self._tensor is None or parameter.grad is None:
             return self._tensor is None and parameter.grad is None
-        return self._tensor() is parameter.grad and self._version == parameter.grad._version
+        return self.is_held_by(parameter) and self._version == parameter.grad._version
 
 
-@dataclasses.dataclass
 class _Unscaled:
-    """The history of a parameter's gradient since its optimizer was unscaled.
+    """What became of a parameter's gradient since its optimizer was unscaled.
 
     Attributes:
         parameter: a weak reference.
-        divided: the gradient when it had been divided; none where there was none.
-        begun: the gradient when the scaled backward pass began that runs now.
-        adds: whether that pass adds to a gradient.
-        adds_to_divided: whether it adds to the divided values.
-        scaled: what a scaled backward pass has left since.
-        mixed: whether that is a sum with divided values.
+        units: in which it was last left: "divided" by the scale, "scaled" by a later scaled backward pass, or "mixed",
+            a sum of both.
+        left: the gradient as it was left so.
+        begun: the gradient when the scaled backward pass began that runs now; None while none does.
     """
 
-    parameter: weakref.ref[Any]
-    divided: _Written
-    begun: _Written | None = None
-    adds: bool = False
-    adds_to_divided: bool = False
-    scaled: _Written | None = None
-    mixed: bool = False
+    def __init__(self, parameter: Tensor) -> None:
+        self.parameter: weakref.ref[Tensor] = weakref.ref(parameter)
+        self.units: Literal["divided", "scaled", "mixed"] = "divided"
+        self.left = _Written(parameter)
+        self.begun: _Written | None = None
+        self._adds_to_divided = False
 
     def begin(self) -> None:
-        """Take a snapshot of the parameter's gradient before a scaled backward pass."""
+        """Take a snapshot of the gradient before a scaled backward pass."""
         parameter = self.parameter()
-        if parameter is None:
-            return
-        self.begun, self.adds = _Written(parameter.grad), parameter.grad is not None
-        # A gradient that was changed before the pass may have been set to zero.
-        self.adds_to_divided = self.adds and self.divided.is_unchanged_in(parameter)
+        if parameter is not None:
+            self.begun = _Written(parameter)
+            # A divided gradient that was changed before the pass may have been set to zero.
+            was_left = self.units == "divided" and self.left.is_unchanged_in(parameter)
+            self._adds_to_divided = parameter.grad is not None and (self.units == "mixed" or was_left)
 
     def update(self) -> None:
         """Compare the gradient with the snapshot, to see whether the scaled backward pass wrote into it."""
         parameter = self.parameter()
         if parameter is None or parameter.grad is None or self.begun is None or self.begun.is_unchanged_in(parameter):
             return
-        self.scaled = _Written(parameter.grad)
-        self.mixed = self.adds and (self.mixed or self.adds_to_divided)
+        self.left, self.units = _Written(parameter), "mixed" if self._adds_to_divided else "scaled"
 
 
 class UnscaledGradients:
@@ -591,50 +599,36 @@ class UnscaledGradients:
 
     def split(self, optimizer: torch.optim.Optimizer) -> tuple[list[Tensor], list[Tensor]]:
         """Return an optimizer's parameters whose gradients are scaled, and those whose gradients were divided."""
-        if not self._records:
-            return list(_list_with_gradients(optimizer)), []
-        scaled: list[Tensor] = []
-        unscaled: list[Tensor] = []
+        parts: tuple[list[Tensor], list[Tensor]] = [], []
         for parameter in _list_with_gradients(optimizer):
             record = self._find_record(parameter)
-            is_divided = record is not None and record.scaled is None and record.divided.is_held_by(parameter)
-            (unscaled if is_divided else scaled).append(parameter)
-        return scaled, unscaled
+            parts[record is not None and record.units == "divided"].append(parameter)
+        return parts
 
     def check(
         self, optimizer: torch.optim.Optimizer, models: Iterable[weakref.ref[Any]], divided: bool = False
     ) -> None:
         """Check that no gradient of an optimizer is a sum of divided and scaled values.
 
-        Args:
-            optimizer: whose gradients are to be unscaled, or stepped with.
-            models: of the scaler, which name the parameters.
-            divided: whether the optimizer's gradients count as unscaled, and are stepped with as they are.
-
-        Raises:
-            ValueError: a scaled backward pass added to a gradient that had been divided, or left one that will not be.
-
         Warns:
             RuntimeWarning: a gradient that a scaled backward pass left was written since, and will not be divided.
         """
         written = ""
-        for parameter in _list_with_gradients(optimizer) if self._records else ():
+        for parameter in _list_with_gradients(optimizer):
             record = self._find_record(parameter)
-            if record is None or record.scaled is None or not record.scaled.is_held_by(parameter):
+            if record is None or record.units == "divided" or not (record.units == "mixed" or divided):
                 continue
-            if not (record.mixed or divided):
-                continue
-            held = [model for model in (reference() for reference in models) if model is not None]
-            names = [name for model in held for name, one in model.named_parameters() if one is parameter]
-            said = names[0] if names else f"a parameter of shape {list(parameter.shape)}"
-            if record.mixed:
+            held = [model for model in (one() for one in models) if model is not None]
+            names = {id(one): name for model in reversed(held) for name, one in model.named_parameters()}
+            said = names.get(id(parameter), f"a parameter of shape {list(parameter.shape)}")
+            if record.units == "mixed":
                 raise ValueError(
                     f"the gradient of {said} was unscaled, and a scaled backward pass has added to it since, so that "
                     "parts of it have another scale: unscale and step after all backward passes of an iteration, or "
                     "call zero_grad() before the next one"
                 )
             origin = f"the gradient of {said} comes from a scaled backward pass after unscale_() of its optimizer"
-            if record.scaled.is_unchanged_in(parameter):
+            if record.left.is_unchanged_in(parameter):
                 raise ValueError(f"{origin}, and is still scaled: {_BETWEEN}")
             # Divided by hand, or clipped as it was.
             written = written or origin
@@ -647,8 +641,7 @@ class UnscaledGradients:
 
     def note(self, parameters: Iterable[Tensor]) -> None:
         """Mark the gradients of these parameters, where present, as divided."""
-        for parameter in parameters:
-            self._records[id(parameter)] = _Unscaled(weakref.ref(parameter), _Written(parameter.grad))
+        self._records |= {id(parameter): _Unscaled(parameter) for parameter in parameters}
 
     def begin_pass(self, _: tuple[Any, ...]) -> None:
         """Take snapshots as a scaled backward pass begins (the hook of a scaled loss's node)."""
@@ -669,45 +662,20 @@ class UnscaledGradients:
             record.begun = None
 
     def _find_record(self, parameter: Tensor) -> _Unscaled | None:
-        """Return the record of a parameter's gradient."""
+        """Return the record of the gradient that a parameter has; None where another tensor took its place."""
         record = self._records.get(id(parameter))
         if record is None or record.parameter() is not parameter:
             return None
         if self._pass != torch._C._current_graph_task_id():
             self._end_pass()
         record.update()
-        return record
+        return record if record.left.is_held_by(parameter) else None
 
 
 def _list_with_gradients(optimizer: torch.optim.Optimizer) -> Iterator[Tensor]:
     """Yield the parameters of an optimizer that have a gradient."""
     for group in optimizer.param_groups:
         yield from (parameter for parameter in group["params"] if parameter.grad is not None)
-
-
-def unscale_once(
-    unscale: Callable[..., Any],
-    known: UnscaledGradients | None,
-    optimizer: torch.optim.Optimizer,
-    inverse: Tensor,
-    found: Tensor,
-) -> dict[torch.device, Tensor]:
-    """Unscale the gradients that are still scaled, as GradScaler does; check those that were divided already.
-
-    ``unscale`` is GradScaler's own, of an optimizer, the inverse scale and a flag; it returns a flag for every device,
-    as this does. ``known`` tells which gradients were divided, and notes those that are now; without it none is.
-    """
-    scaled, divided = (list(_list_with_gradients(optimizer)), []) if known is None else known.split(optimizer)
-    flags: dict[torch.device, Tensor] = {}
-    # torch leaves values as they are, bit for bit, under an inverse of 1.
-    for parameters, factor in ((scaled, inverse), (divided, torch.ones_like(inverse) if divided else inverse)):
-        for alike in _group_by_mesh(parameters):
-            held: Any = SimpleNamespace(param_groups=[{"params": alike}])
-            for device, flag in unscale(held, factor, found).items():
-                flags[device] = torch.maximum(flags[device], flag) if device in flags else flag
-    if known is not None:
-        known.note(parameter for group in optimizer.param_groups for parameter in group["params"])
-    return flags
 
 
 def _group_by_mesh(parameters: list[Tensor]) -> list[list[Tensor]]:
@@ -724,11 +692,6 @@ def _group_by_mesh(parameters: list[Tensor]) -> list[list[Tensor]]:
     return [alike for alike in found.values() if alike]
 
 
-def has_gradients(optimizer: torch.optim.Optimizer) -> bool:
-    """Return whether any parameter of an optimizer has a gradient."""
-    return next(_list_with_gradients(optimizer), None) is not None
-
-
 def is_handling_overflow(optimizer: torch.optim.Optimizer) -> bool:
     """Return whether an optimizer skips overflowed steps by itself, as torch's fused ones do."""
     return getattr(optimizer, "_step_supports_amp_scaling", False)
@@ -741,17 +704,17 @@ def is_taking_scaler(optimizer: torch.optim.Optimizer) -> bool:
 
 def is_idle(optimizer: torch.optim.Optimizer) -> bool:
     """Return whether an optimizer is stepped without any gradient, as GradScaler steps torch's fused ones."""
-    return is_handling_overflow(optimizer) and not is_taking_scaler(optimizer) and not has_gradients(optimizer)
+    return (
+        is_handling_overflow(optimizer)
+        and not is_taking_scaler(optimizer)
+        and next(_list_with_gradients(optimizer), None) is None
+    )
 
 
 def collect_flags(
     optimizer: torch.optim.Optimizer, found: Mapping[torch.device, Tensor], device: str | torch.device
 ) -> list[Tensor]:
-    """Return the overflow flags of an optimizer's gradients; for one that `is_idle` a flag that is not set.
-
-    Raises:
-        ValueError: there are no gradients, where GradScaler wants some.
-    """
+    """Return the overflow flags of an optimizer's gradients; for one that `is_idle` a flag that is not set."""
     flags = list(found.values())
     if not flags and is_idle(optimizer):
         flags = [torch.zeros((), dtype=torch.float32, device=device)]
@@ -761,20 +724,6 @@ def collect_flags(
             "another optimizer's zero_grad(), which clears what they share, after all steps"
         )
     return flags
-
-
-def step_with_scaler(
-    scaler: torch.amp.GradScaler, optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> Any:
-    """Take the step of an optimizer that accepts the scaler as an argument."""
-    warnings.warn(
-        "the optimizer's step takes grad_scaler=, which torch.amp.GradScaler is going to stop giving: let it read the "
-        "attributes grad_scale and found_inf that are set on it during a step",
-        FutureWarning,
-        stacklevel=3,
-    )
-    step: Callable[..., Any] = optimizer.step
-    return step(*args, **kwargs, grad_scaler=scaler)
 
 
 def step_unscaled(

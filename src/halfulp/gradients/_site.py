@@ -11,7 +11,6 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.autograd.function import BackwardCFunction
 
 from ..formats import Format, fp16
 from ..kernels import untraced
@@ -67,23 +66,15 @@ class Memory:
     Attributes:
         exponent: That one; None where nothing is remembered.
         until: The iteration at which it is forgotten.
-        suspected: The exponent at which it may have overflowed, in an iteration that was not measured, until one is.
     """
 
     exponent: int | None = None
     until: int = 0
-    suspected: int | None = None
 
     def note(self, exponent: int, until: int) -> None:
         """Remember an overflow at an exponent."""
         self.exponent = exponent if self.exponent is None else min(self.exponent, exponent)
         self.until = until
-
-    def move(self, difference: int) -> None:
-        """Convert the exponents to another reference binade."""
-        for name, exponent in (("exponent", self.exponent), ("suspected", self.suspected)):
-            if exponent is not None:
-                setattr(self, name, max(LOWEST, min(HIGHEST, exponent + difference)))
 
     def at(self, iteration: int) -> int | None:
         """Return the exponent, or None once it is older than it is to be remembered."""
@@ -178,7 +169,8 @@ class Site:
                 entry.update((kind, math.ldexp(amax, factor)) for kind, amax in entry.items())
             return
         self.exponent = self._exponent + before - binade
-        self.memory.move(before - binade)
+        if self.memory.exponent is not None:
+            self.memory.exponent = max(LOWEST, min(HIGHEST, self.memory.exponent + before - binade))
         for reading in self.readings.values():
             reading.amax = math.ldexp(reading.amax, binade - before)
 
@@ -187,12 +179,7 @@ class Site:
 
 
 class Sites:
-    """The sites of a scaler's models, where gradients share one exponent: by key, in order of first use, global first.
-
-    Args:
-        exponent: Where all start.
-        uniform: Whether all follow the global one.
-    """
+    """The sites of a scaler's models by key, in order of first use, the global one first; if uniform, all follow it."""
 
     def __init__(self, exponent: int, uniform: bool = False) -> None:
         self.global_site: Site = Site(GLOBAL, None, exponent)
@@ -236,10 +223,6 @@ class Sites:
         measured = [site for site in self if site.format is not None]
         self.lowest = min((site.exponent for site in measured + fallen), default=None)
 
-    def suspects(self) -> dict[Site, int]:
-        """Return the sites that may have overflowed, each with the exponent that it had."""
-        return {site: e for site in self if (e := site.memory.suspected) is not None}
-
     def merge(self, keys: Iterable[str], reason: str) -> None:
         """Let sites follow the global exponent from now on; before the first forward pass any key is taken."""
         keys = list(keys)
@@ -265,9 +248,6 @@ class Sites:
 def parse_exponent(field: str, scale: float) -> int:
     """Return the exponent of a scale that is a power of two.
 
-    Raises:
-        ValueError: it is none, or out of bounds.
-
     >>> parse_exponent("init_scale", 1024.0)
     10
     """
@@ -280,12 +260,9 @@ def parse_exponent(field: str, scale: float) -> int:
     return exponent - 1
 
 
-_NARROW = {torch.float16: fp16}
-
-
 def narrow(dtype: torch.dtype) -> Format | None:
     """Return the format of a dtype with a narrower range than float32's; None for other dtypes."""
-    return _NARROW.get(dtype)
+    return fp16 if dtype == torch.float16 else None
 
 
 class Measurements:
@@ -312,10 +289,10 @@ class Measurements:
         rows, self._rows = self._rows, []
         lines = [torch.stack([flag.float()] * 3) for flag in flags]
         values = to_host([*lines, *(row[-1] for row in rows)])
-        found = [
-            Measurement(site, kind, _reading(numbers, site.exponent, count, stored))
-            for (site, kind, stored, count, _), numbers in zip(rows, values[len(flags) :])
-        ]
+        found = []
+        for (site, kind, stored, count, _), (amax, zero, subnormal) in zip(rows, values[len(flags) :]):
+            reading = Reading(math.ldexp(amax, -site.exponent), zero / count, subnormal / count, count, stored)
+            found.append(Measurement(site, kind, reading))
         return [numbers[0] for numbers in values[: len(flags)]], found
 
 
@@ -386,17 +363,6 @@ def to_host(rows: list[Tensor]) -> list[Any]:
         for place, numbers in zip(places, torch.stack([rows[i] for i in places]).tolist()):
             values[place] = numbers
     return values
-
-
-def _reading(values: list[float], exponent: int, count: int, stored: Format | None) -> Reading:
-    amax, zero, subnormal = values
-    return Reading(
-        amax=math.ldexp(amax, -exponent),
-        zero=zero / count,
-        subnormal=subnormal / count,
-        elements=count,
-        format=stored,
-    )
 
 
 # Kernels choose by how far the first element, and each row, is from a multiple of this many bytes.
@@ -488,11 +454,6 @@ class CopyWithStrides(torch.autograd.Function):
         return gradient
 
 
-def is_custom(node: Any) -> bool:
-    """Return whether a node is that of a custom Function, and not of a `CopyWithStrides`."""
-    return isinstance(node, BackwardCFunction) and type(node) is not CopyWithStrides._backward_cls
-
-
 def copy_with_strides(tensor: Tensor) -> Tensor:
     """Return a copy with the tensor's strides that autograd records, with a node of its own."""
     out = tensor.clone()
@@ -517,10 +478,6 @@ class Following:
     with the first output that the pass reaches; in place of the exponent the sum then is the potential, so that joins
     agree as before. The global exponent, and sites that follow it, are not lifted. The lift is as large as float32 has
     powers of two for. Nothing is copied to the host from an accelerator: there the lift is a tensor.
-
-    Args:
-        sites: whose exponents follow.
-        wanted: whether they do.
 
     Attributes:
         wanted: Whether exponents follow losses at all; else the lift is 0.
@@ -577,13 +534,7 @@ class Following:
         return binade - max(self.read) if self.read and binade is not None and self.on else 0
 
     def update_reference(self, narrow: bool, floor: int, ceiling: int) -> None:
-        """Make this iteration's largest loss gradient the reference, as far as exponents allow.
-
-        Args:
-            narrow: whether a narrow format was measured; without one there is nothing to follow for.
-            floor: the least exponent.
-            ceiling: the greatest one.
-        """
+        """Make this iteration's largest loss gradient the reference, as far as exponents allow."""
         known = self._global_site.loss_binade
         if not (self.read and self.wanted and (narrow or known is not None)):
             return

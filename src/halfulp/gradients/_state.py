@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import math
 import reprlib
 from collections.abc import Callable, Mapping
@@ -11,14 +10,14 @@ from typing import Any
 import torch
 from torch import nn
 
+from .._messages import differences
 from ..formats import Format
 from ._site import GLOBAL, HIGHEST, LOWEST, UNIFORM, Memory, Site, Sites, parse_exponent
 
-# By the name of an entry: what it is, in words and as a question.
-_AN_EXPONENT = f"an integer from {LOWEST} to {HIGHEST}"
 # No gradient of float64 has a binade beyond.
 _FARTHEST = 1200
-_Wanted = dict[str, tuple[str, Callable[[Any], bool]]]
+# By the name of an entry, whether a value may be it.
+_Wanted = dict[str, Callable[[Any], bool]]
 
 
 def save_sites(sites: Sites, resumes: int) -> tuple[tuple[str, dict[str, Any]], ...]:
@@ -26,11 +25,7 @@ def save_sites(sites: Sites, resumes: int) -> tuple[tuple[str, dict[str, Any]], 
 
     A tuple is one entry to torch.distributed.checkpoint, which of a dict loads only the names that it finds before.
     Processes have exponents of their own, and it may be any of them that writes an entry: what exponents are meant for
-    stands in the same one.
-
-    Args:
-        sites: all.
-        resumes: the iteration from which exponents follow losses.
+    stands in the same one, and the iteration from which they follow losses.
     """
     found: dict[str, dict[str, Any]] = {
         site.key: {
@@ -39,7 +34,8 @@ def save_sites(sites: Sites, resumes: int) -> tuple[tuple[str, dict[str, Any]], 
             "measured": site.measured,
             "narrow": site.format is not None,
             "overflows": site.overflows,
-            "memory": list(dataclasses.astuple(site.memory)),
+            # The third stood for a suspicion.
+            "memory": [site.memory.exponent, site.memory.until, None],
             "history": [dict(entry) for entry in site.history],
         }
         for site in sites
@@ -58,11 +54,7 @@ def index_sites(state_dict: Any) -> Any:
 
 
 def check_entries(state_dict: Any) -> None:
-    """Check every entry of a scaler's state, or of a GradScaler's, which has neither sites nor progress.
-
-    Raises:
-        ValueError: one is missing, or is not what it should be; the message names it.
-    """
+    """Check every entry of a scaler's state, or of a GradScaler's, which has neither sites nor progress."""
     _check("the state_dict", state_dict, _TORCH)
     parse_exponent("'scale' of the state_dict", state_dict["scale"])
     if not {"sites", "progress"} & state_dict.keys():
@@ -81,11 +73,14 @@ def check_entries(state_dict: Any) -> None:
 def _check(place: str, given: object, wanted: _Wanted) -> None:
     if not isinstance(given, Mapping):
         raise ValueError(f"{place} is a dict with {', '.join(wanted)}, got {reprlib.repr(given)}")
-    for name, (words, holds) in wanted.items():
+    for name, holds in wanted.items():
         if name not in given:
-            raise ValueError(f"{place} lacks {name!r}, {words}: load what a scaler's state_dict() gave")
+            raise ValueError(f"{place} lacks {name!r}: load what a scaler's state_dict() gave")
         if not holds(given[name]):
-            raise ValueError(f"{name!r} of {place} is {words}, got {reprlib.repr(given[name])}")
+            raise ValueError(
+                f"{name!r} of {place} is damaged, got {reprlib.repr(given[name])}: load what a scaler's state_dict() "
+                "gave"
+            )
 
 
 def _is_whole(given: object, low: float = 0, high: float = math.inf) -> bool:
@@ -100,23 +95,31 @@ def _is_size(given: object) -> bool:
     return isinstance(given, (int, float)) and not isinstance(given, bool) and 0 <= given < math.inf
 
 
-def _is_progress(given: object) -> bool:
-    if not isinstance(given, (list, tuple)) or len(given) != 7:
-        return False
-    iteration, since, measuring, *counts = given
-    return all(map(_is_whole, (iteration, since, *counts))) and isinstance(measuring, bool) and counts[1] <= iteration
+def _is_row(given: object, *kinds: Callable[[Any], bool]) -> bool:
+    """Return whether a list has as many numbers as there are kinds, each of its kind."""
+    return (
+        isinstance(given, (list, tuple))
+        and len(given) == len(kinds)
+        and all(kind(one) for kind, one in zip(kinds, given))
+    )
 
 
-def _is_reference(given: object) -> bool:
-    if not isinstance(given, (list, tuple)) or len(given) != 2:
-        return False
-    return (given[0] is None or _is_whole(given[0], -_FARTHEST, _FARTHEST)) and _is_whole(given[1])
+def _is_progress(given: Any) -> bool:
+    """Return whether these are `Controller.progress`, whose measured iterations are not counted from a later one."""
+    counts = (_is_whole, _is_whole, _is_bool, _is_whole, _is_whole, _is_whole, _is_whole)
+    return _is_row(given, *counts) and given[4] <= given[0]
 
 
-def _is_memory(given: object) -> bool:
-    if not isinstance(given, (list, tuple)) or len(given) != 3 or not _is_whole(given[1]):
-        return False
-    return all(exponent is None or _is_exponent(exponent) for exponent in (given[0], given[2]))
+def _is_bool(given: object) -> bool:
+    return isinstance(given, bool)
+
+
+def _is_limit(given: object) -> bool:
+    return given is None or _is_exponent(given)
+
+
+def _is_binade(given: object) -> bool:
+    return given is None or _is_whole(given, -_FARTHEST, _FARTHEST)
 
 
 def _is_history(given: object) -> bool:
@@ -130,70 +133,38 @@ def _is_sites(given: object) -> bool:
 
 
 _TORCH: _Wanted = {
-    "scale": ("a number", _is_size),
-    "growth_factor": ("a number", _is_size),
-    "backoff_factor": ("a number", _is_size),
-    "growth_interval": ("a whole number", _is_whole),
-    "_growth_tracker": ("a whole number", _is_whole),
+    "scale": _is_size,
+    "growth_factor": _is_size,
+    "backoff_factor": _is_size,
+    "growth_interval": _is_whole,
+    "_growth_tracker": _is_whole,
 }
-_HALFULP_ENTRIES: _Wanted = {
-    "sites": (f"a dict of sites by name, or pairs of name and site, {GLOBAL!r} among them", _is_sites),
-    "progress": (
-        "[iteration, steps at this scale, whether it is measured, roundings, where measured ones are counted from, "
-        "skipped steps in a row, version of random bits]",
-        _is_progress,
-    ),
-}
+_HALFULP_ENTRIES: _Wanted = {"sites": _is_sites, "progress": _is_progress}
 _SITE: _Wanted = {
-    "exponent": (_AN_EXPONENT, _is_exponent),
-    "merged": ("a reason or None", lambda given: given is None or isinstance(given, str)),
-    "measured": ("True or False", lambda given: isinstance(given, bool)),
-    "narrow": ("True or False", lambda given: isinstance(given, bool)),
-    "overflows": ("a whole number", _is_whole),
-    "memory": ("[where it overflowed or None, until, where it may have or None]", _is_memory),
-    "history": ("a list of dicts with the largest magnitude of each kind, which is finite", _is_history),
+    "exponent": _is_exponent,
+    "merged": lambda given: given is None or isinstance(given, str),
+    "measured": _is_bool,
+    "narrow": _is_bool,
+    "overflows": _is_whole,
+    "memory": lambda given: _is_row(given, _is_limit, _is_whole, _is_limit),
+    "history": _is_history,
 }
 _GLOBAL_SITE: _Wanted = {
     **_SITE,
-    "merged": ("None, as it follows no other", lambda given: given is None),
-    "reference": (
-        "[the binade of losses' gradients that exponents are meant for or None, the iteration from which they follow "
-        "these]",
-        _is_reference,
-    ),
+    "merged": lambda given: given is None,
+    "reference": lambda given: _is_row(given, _is_binade, _is_whole),
 }
 
 
-def check_state(given: dict[str, Any], own: set[str]) -> None:
-    """Compare the sites of a state with the keys of a model's.
-
-    Raises:
-        ValueError: they differ; the message names what is missing and what is not expected.
-    """
-    missing = [key for key in own if key not in given]
-    unexpected = [key for key in given if key not in own]
-    said = [
-        f"{word}: {', '.join(sorted(keys)[:8])}{', ...' if len(keys) > 8 else ''}"
-        for word, keys in (("missing", missing), ("unexpected", unexpected))
-        if keys
-    ]
-    if said:
+def check_sites(given: dict[str, Any], own: set[str], modules: set[str]) -> None:
+    """Compare the sites of a state with those of a scaler, or with the modules of models that have not run yet."""
+    known = len(own) > 1
+    missing = sorted(own - given.keys()) if known else []
+    unknown = [key for key in given if key not in own and (known or not _is_of_module(key.split("#")[0], modules))]
+    if missing or unknown:
         raise ValueError(
-            f"this state_dict is of another model; sites {'; '.join(said)}. Load the one that was saved with this model"
-        )
-
-
-def check_modules(given: dict[str, Any], modules: set[str]) -> None:
-    """Compare the sites of a state with the modules of models that have not run yet.
-
-    Raises:
-        ValueError: a site belongs to no module.
-    """
-    unexpected = [key for key in given if key != GLOBAL and not _is_of_module(key.split("#")[0], modules)]
-    if unexpected:
-        raise ValueError(
-            f"this state_dict is of another model; sites unexpected: {', '.join(unexpected[:8])}. Load the one that "
-            "was saved with this model"
+            f"this state_dict is of another model: it {differences(missing, sorted(unknown))}. Load the one that was "
+            "saved with this model"
         )
 
 
@@ -215,7 +186,7 @@ def load_sites(given: dict[str, Any], sites: Sites, narrow: Format) -> None:
         site.measured = values["measured"]
         site.format = narrow if values["narrow"] else None
         site.overflows = values["overflows"]
-        site.memory = Memory(*values["memory"])
+        site.memory = Memory(*values["memory"][:2])
         site.history.clear()
         site.history.extend(dict(entry) for entry in values["history"])
 
@@ -223,12 +194,7 @@ def load_sites(given: dict[str, Any], sites: Sites, narrow: Format) -> None:
 def reduce_scaler(scaler: Any, base: type) -> tuple:
     """Return the result of ``__reduce__``: how to make the scaler again, and its state.
 
-    Args:
-        scaler: an AdaptiveGradScaler, or an instance of a subclass.
-        base: AdaptiveGradScaler itself, whose ``__init__`` takes models and options.
-
-    Raises:
-        ValueError: it is in the middle of an iteration.
+    ``base`` is AdaptiveGradScaler itself, whose ``__init__`` takes models and options.
     """
     if scaler._enabled and (scaler._per_optimizer_states or scaler._controller.backward.passes):
         raise ValueError(
@@ -244,11 +210,7 @@ def reduce_scaler(scaler: Any, base: type) -> tuple:
 
 
 def restore_scaler(base: type[Any], kind: type[object], models: list[nn.Module], options: dict[str, Any]) -> Any:
-    """Return a scaler of those models, with those options, of a kind which is ``base`` or a subclass of it.
-
-    Raises:
-        ValueError: a model is not there yet, as it holds the scaler.
-    """
+    """Return a scaler of those models, with those options, of a kind which is ``base`` or a subclass of it."""
     if not all("_modules" in vars(model) for model in models):
         raise ValueError(
             "the scaler's model holds the scaler, so that neither can be copied before the other: keep the scaler "

@@ -1,10 +1,9 @@
 """Policies of "Adaptive Loss Scaling" and "Gradient Scaling", and their rules: from statistics to a scale's logarithm.
 
 Zhao, Vogel, Ahmed, "Adaptive Loss Scaling for Mixed Precision Training" (arXiv 1910.12385) and "Gradient Scaling"
-(IJCAI-20). Every rule gives log2(alpha) as a float, 0 where there is nothing to scale, NaN where a number is not
-finite; `clip_scale` and then `power_of_two` make an exponent of it. Everywhere ``u_min`` and ``u_max`` are the smallest
-positive and the largest number of the format (`bounds`), and ``fan`` is K, the terms in each sum: out_features of a
-linear layer, out_channels x kernel size of a convolution. A number out of its range is a ValueError.
+(IJCAI-20). Every rule gives log2(alpha) with its two bounds, NaN where a number is not finite, and 0 where there is
+nothing to scale. Everywhere ``u_min`` and ``u_max`` are the smallest positive and the largest number of the format, and
+``fan`` is K, the terms in each sum: out_features of a linear layer, out_channels x kernel size of a convolution.
 """
 
 from __future__ import annotations
@@ -18,7 +17,7 @@ from typing import Any, Literal, get_args
 import torch
 from torch import Tensor
 
-from ..formats import Format, get
+from ..formats import Format
 from ..kernels import in_float64
 from ._functions import Operands
 from ._policy import Policy
@@ -31,126 +30,76 @@ class Moments:
 
     Attributes:
         mean, std: over all elements, zeros too; std divides by the count (no Bessel correction).
-        low, high: smallest and largest element.
+        amax: largest magnitude.
         smallest: least magnitude of the elements that are not zero; 0 where there is none.
-        count, nonzero: how many elements there are, and how many of them are not zero.
         finite: False if an element is NaN or infinite; mean and std mean nothing then.
     """
 
     mean: float
     std: float
-    low: float
-    high: float
+    amax: float
     smallest: float
-    count: int
-    nonzero: int
     finite: bool
 
     @classmethod
-    def of(cls, x: torch.Tensor) -> Moments:
+    def of(cls, x: Tensor) -> Moments:
         """Measure a floating-point tensor of any shape on its device, with one copy to the host.
 
         Sums are made in float32 (float64 for a float64 tensor) of x divided by its largest magnitude, so that the
-        squares of no finite tensor overflow or vanish. An empty tensor has moments 0.
-
-        Raises:
-            TypeError: if x holds no real floating-point numbers.
+        squares of no finite tensor overflow or vanish.
 
         >>> Moments.of(torch.tensor([0.0, -4.0, 1.0, 3.0]))
-        Moments(mean=0.0, std=2.549..., low=-4.0, high=3.0, smallest=1.0, count=4, nonzero=3, finite=True)
+        Moments(mean=0.0, std=2.549..., amax=4.0, smallest=1.0, finite=True)
         """
-        x = wide(x)
+        x = widen(x)
         if not x.numel():
-            return cls(0.0, 0.0, 0.0, 0.0, 0.0, 0, 0, True)
+            return cls(0.0, 0.0, 0.0, 0.0, True)
         low, high = torch.aminmax(x)
         amax = torch.maximum(-low, high)
         unit = x / torch.where(amax > 0, amax, 1)
         mean = unit.mean()
-        std = (unit - mean).square().mean().sqrt()
+        # CUDA means are sums times a rounded 1 / count: equal numbers may lie a rounding beside theirs.
+        std = torch.where(low == high, 0, (unit - mean).square().mean().sqrt())
         smallest = torch.where(x == 0, torch.inf, x.abs()).amin()
-        row = torch.stack([mean, std, low, high, smallest, *_split_count(x.count_nonzero(), x.dtype)])
-        mean, std, low, high, smallest, *parts = row.tolist()
-        nonzero, amax = _join_count(*parts), max(high, -low)
-        return cls(
-            mean=mean * amax,
-            # CUDA means are sums times a rounded 1 / count: equal numbers may lie a rounding beside theirs.
-            std=0.0 if low == high else std * amax,
-            low=low,
-            high=high,
-            smallest=smallest if nonzero else 0.0,
-            count=x.numel(),
-            nonzero=nonzero,
-            finite=math.isfinite(low) and math.isfinite(high),
-        )
-
-    @property
-    def amax(self) -> float:
-        """Largest magnitude."""
-        return max(self.high, -self.low)
+        mean, std, amax, smallest = torch.stack([mean, std, amax, smallest]).tolist()
+        return cls(mean * amax, std * amax, amax, smallest if amax else 0.0, math.isfinite(amax))
 
 
 @dataclasses.dataclass(frozen=True)
 class LogMoments:
-    """Mean and std of ln|x| over the elements that are not zero, with what bounds the scale.
-
-    Attributes:
-        mean, std: of the natural logarithms, std without Bessel correction; 0 where there are none.
-        amax, nonzero, finite: as of `Moments`.
-    """
+    """Mean and std of ln|x| over the elements that are not zero, 0 where there are none, and x's largest magnitude."""
 
     mean: float
     std: float
     amax: float
-    nonzero: int
-    finite: bool
 
     @classmethod
-    def of(cls, x: torch.Tensor) -> LogMoments:
+    def of(cls, x: Tensor) -> LogMoments:
         """Measure a floating-point tensor of any shape on its device, with one copy to the host.
 
-        Raises:
-            TypeError: if x holds no real floating-point numbers.
-
         >>> LogMoments.of(torch.tensor([0.0, -1.0, 1.0]))
-        LogMoments(mean=0.0, std=0.0, amax=1.0, nonzero=2, finite=True)
+        LogMoments(mean=0.0, std=0.0, amax=1.0)
         """
-        size = wide(x).abs()
+        size = widen(x).abs()
         if not size.numel():
-            return cls(0.0, 0.0, 0.0, 0, True)
+            return cls(0.0, 0.0, 0.0)
         given = size > 0
-        nonzero = given.count_nonzero()
+        count = given.count_nonzero().clamp(min=1)
         logs = torch.where(given, size, 1).log2()  # exact at powers of two, where ln is not
-        mean = logs.sum() / nonzero.clamp(min=1)
-        squares = torch.where(given, logs - mean, 0).square()
-        std = (squares.sum() / nonzero.clamp(min=1)).sqrt()
-        row = torch.stack([mean, std, size.amax(), *_split_count(nonzero, size.dtype)])
-        mean, std, amax, *parts = row.tolist()
-        return cls(mean * math.log(2), std * math.log(2), amax, _join_count(*parts), math.isfinite(amax))
+        mean = logs.sum() / count
+        std = (torch.where(given, logs - mean, 0).square().sum() / count).sqrt()
+        mean, std, amax = torch.stack([mean, std, size.amax()]).tolist()
+        return cls(mean * math.log(2), std * math.log(2), amax)
 
 
-def wide(x: torch.Tensor) -> torch.Tensor:
-    """Return the tensor in float32, or float64 as it is; no gradient flows back."""
-    if not x.is_floating_point():
-        raise TypeError(f"statistics are of real floating-point tensors; got {x.dtype}")
+def widen(x: Tensor) -> Tensor:
+    """Return a tensor's real numbers in float32, or float64 as they are; no gradient flows back."""
+    x = torch.view_as_real(x) if x.is_complex() else x
     return x.detach().to(torch.float64 if x.dtype == torch.float64 else torch.float32)
 
 
-def _split_count(count: torch.Tensor, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return a count as two floats that hold it exactly, so that it travels with the rest in one copy."""
-    return (count // 2**20).to(dtype), (count % 2**20).to(dtype)
-
-
-def _join_count(upper: float, lower: float) -> int:
-    return int(upper) * 2**20 + int(lower)
-
-
-# The constants of the papers' code for fp16: u_min is about 2^-24; u_max was 6e4 in the first version.
-PAPER_U_MIN = 6e-8
-PAPER_U_MAX = 65504.0
-PAPER_U_MAX_V1 = 6e4
+# The papers' constants.
 PAPER_SHARE = 1e-3
-PAPER_SCALE_UPPER_BOUND = 16.0
-PAPER_ACCUMULATED_UPPER_BOUND = 1024.0
 PAPER_LEAST_PRODUCT = 1e-15  # abs_range takes no product of minima for smaller than this
 
 Version = Literal["product", "sum"]
@@ -184,19 +133,6 @@ NOTHING = LogScale(-math.inf, math.inf)
 _UNKNOWN = LogScale(math.nan, math.nan)
 
 
-def bounds(format: Format | str | torch.dtype) -> tuple[float, float]:
-    """Return u_min and u_max of a format: its smallest positive and its largest number.
-
-    Raises:
-        TypeError, ValueError: as `halfulp.formats.get`.
-
-    >>> bounds("e5m2") == (2.0**-16, 57344.0)
-    True
-    """
-    format = get(format)
-    return format.smallest_subnormal, format.max
-
-
 def underflow_bound(
     gradient: Moments,
     weight: Moments | None = None,
@@ -219,20 +155,10 @@ def underflow_bound(
     Without a weight o is the gradient: s_o = s_g, and K = 1 whatever ``fan`` says. The upper bound may be less than 1,
     and wins. s_o = 0 gives alpha = 1.
 
-    Args:
-        gradient: of the gradient of the layer's output.
-        weight: of the layer's weight.
-        fan: K.
-        version: which paper.
-        share: of outputs that may underflow, between 0 and 1.
-
     >>> g, w = Moments.of(torch.tensor([-1e-6, 1e-6])), Moments.of(torch.tensor([-1.0, 1.0]))
-    >>> underflow_bound(g, w, 512, u_min=PAPER_U_MIN, u_max=PAPER_U_MAX)
+    >>> underflow_bound(g, w, 512, u_min=6e-8, u_max=65504.0)
     1.581...
     """
-    _check_ranges(fan, u_min, u_max, share)
-    if version not in get_args(Version):
-        raise ValueError(f"version is one of {', '.join(get_args(Version))}; got {version!r}")
     if not (gradient.finite and (weight is None or weight.finite)):
         return _UNKNOWN
     if weight is None:
@@ -245,7 +171,7 @@ def underflow_bound(
     if log_sigma == -math.inf:
         return NOTHING
     threshold = math.sqrt(2) * torch.special.erfinv(torch.tensor(share, dtype=torch.float64, device="cpu")).item()
-    return _make_log_scale(math.log2(u_min) - math.log2(threshold) - log_sigma, log_largest, u_max)
+    return LogScale(math.log2(u_min) - math.log2(threshold) - log_sigma, math.log2(u_max) - log_largest)
 
 
 def lognormal(gradient: LogMoments, *, share: float = PAPER_SHARE, u_min: float, u_max: float) -> LogScale:
@@ -258,28 +184,21 @@ def lognormal(gradient: LogMoments, *, share: float = PAPER_SHARE, u_min: float,
     Where s = 0 the equation holds as it stands (the papers' code gives 1). Multiply before the cast.
 
     >>> g = LogMoments.of(torch.tensor([2.0**-30, -(2.0**-30), 0.0]))
-    >>> power_of_two(lognormal(g, u_min=2.0**-24, u_max=PAPER_U_MAX))
+    >>> power_of_two(lognormal(g, u_min=2.0**-24, u_max=65504.0))
     6
     """
-    _check_ranges(1, u_min, u_max, share)
-    if not gradient.finite:
+    if not math.isfinite(gradient.amax):
         return _UNKNOWN
-    if not gradient.nonzero:
+    if not gradient.amax:
         return NOTHING
     # sqrt(2) erfinv(2 share - 1), without the cancellation at small shares.
     quantile = NormalDist().inv_cdf(share)
     log_alpha = math.log2(u_min) - (gradient.mean + gradient.std * quantile) / math.log(2)
-    return _make_log_scale(log_alpha, _log2(gradient.amax), u_max)
+    return LogScale(log_alpha, math.log2(u_max) - _log2(gradient.amax))
 
 
 def element_wise(
-    g: torch.Tensor,
-    w: torch.Tensor,
-    *,
-    u_min: float,
-    u_max: float,
-    fan: int | None = None,
-    rescue_share: float | None = None,
+    g: Tensor, w: Tensor, fan: int, *, u_min: float, u_max: float, rescue_share: float | None = None
 ) -> LogScale:
     """Return the rule that looks at every product p = g_ik w_kj that is not zero, without making them.
 
@@ -292,26 +211,15 @@ def element_wise(
     Args:
         g: gradient of the layer's output, (..., K); of a convolution with the channels moved to the end.
         w: weight, (K, ...), as torch stores a linear layer's and an ungrouped convolution's.
-        fan: default the inner size; of a convolution that times the kernel size.
+        fan: the terms in each sum.
+        u_min, u_max: of the format.
         rescue_share: of the products, from 0 (none is rescued) to 1 (all, as without it).
 
-    Raises:
-        TypeError: if a tensor holds no real floating-point numbers.
-        ValueError: if the inner sizes differ.
-
     >>> g, w = torch.tensor([[2.0**-20, 0.0]]), torch.tensor([[2.0**-9], [2.0**-30]])
-    >>> element_wise(g, w, u_min=2.0**-24, u_max=PAPER_U_MAX)
+    >>> element_wise(g, w, 2, u_min=2.0**-24, u_max=65504.0)
     5.0
     """
-    if g.dim() == 0 or w.dim() == 0 or g.shape[-1] != w.shape[0]:
-        raise ValueError(
-            f"g is (..., K) and w (K, ...) with the same K; got {tuple(g.shape)} and {tuple(w.shape)}."
-            " Of a convolution give g.movedim(1, -1) and the weight as it is"
-        )
-    if rescue_share is not None and not 0 <= rescue_share <= 1:
-        raise ValueError(f"rescue_share is None or from 0 to 1; got {rescue_share}")
-    _check_ranges(1 if fan is None else fan, u_min, u_max)
-    g, w = wide(g), wide(w)
+    g, w = widen(g), widen(w)
     if not (g.numel() and w.numel()):
         return NOTHING
     g, w = g.reshape(-1, g.shape[-1]), w.reshape(w.shape[0], -1).T
@@ -324,7 +232,7 @@ def element_wise(
         return NOTHING
     if rescue_share is not None:
         least = _find_rescued(g, w, rescue_share, least, largest)
-    return _make_log_scale(math.log2(u_min) - least, math.log2(g.shape[-1] if fan is None else fan) + largest, u_max)
+    return LogScale(math.log2(u_min) - least, math.log2(u_max) - (math.log2(fan) + largest))
 
 
 def abs_range(gradient: Moments, weight: Moments, fan: int, *, u_min: float, u_max: float) -> LogScale:
@@ -335,58 +243,25 @@ def abs_range(gradient: Moments, weight: Moments, fan: int, *, u_min: float, u_m
     over the elements that are not zero, K = ``fan``. That u_min is divided by K too is the papers' code's choice.
 
     >>> one = Moments.of(torch.tensor([2.0**-16, 1.0]))
-    >>> abs_range(one, one, 4, u_min=2.0**-24, u_max=PAPER_U_MAX)
+    >>> abs_range(one, one, 4, u_min=2.0**-24, u_max=65504.0)
     6.0
     """
-    _check_ranges(fan, u_min, u_max)
     if not (gradient.finite and weight.finite):
         return _UNKNOWN
-    if not (gradient.nonzero and weight.nonzero):
+    if not (gradient.amax and weight.amax):
         return NOTHING
     log_fan = math.log2(fan)
     least = max(math.log2(gradient.smallest) + math.log2(weight.smallest), math.log2(PAPER_LEAST_PRODUCT))
     largest = math.log2(gradient.amax) + math.log2(weight.amax)
-    return _make_log_scale(math.log2(u_min) - log_fan - least, log_fan + largest, u_max)
-
-
-def clip_scale(
-    log2_alpha: float,
-    scale_upper_bound: float = PAPER_SCALE_UPPER_BOUND,
-    accumulated_upper_bound: float = PAPER_ACCUMULATED_UPPER_BOUND,
-    *,
-    accumulated: float = 1.0,
-) -> float:
-    """Return the papers' caps: alpha <= scale_upper_bound, and alpha S <= accumulated_upper_bound.
-
-    Args:
-        log2_alpha: of one of the rules.
-        scale_upper_bound: of this scale; infinity for none.
-        accumulated_upper_bound: of the product with the scales before it; infinity for none.
-        accumulated: S, the product of the scales that the gradient already carries.
-
-    >>> clip_scale(9.5), clip_scale(9.5, accumulated=256.0), clip_scale(9.5, math.inf, math.inf)
-    (4.0, 2.0, 9.5)
-    """
-    if not (scale_upper_bound > 0 and accumulated_upper_bound > 0 and 0 < accumulated < math.inf):
-        raise ValueError(
-            "the bounds are positive (infinity for none) and accumulated is positive and finite; got"
-            f" {scale_upper_bound}, {accumulated_upper_bound} and {accumulated}"
-        )
-    # log2_alpha stands first: min keeps a NaN there.
-    return min(log2_alpha, math.log2(accumulated_upper_bound) - math.log2(accumulated), math.log2(scale_upper_bound))
+    return LogScale(math.log2(u_min) - log_fan - least, math.log2(u_max) - (log_fan + largest))
 
 
 def power_of_two(log2_alpha: float) -> int:
     """Return the exponent of the largest power of two that is at most alpha: 2^floor(log2 alpha).
 
-    Raises:
-        ValueError: if log2_alpha is NaN or infinite.
-
     >>> power_of_two(3.99), power_of_two(4.0), power_of_two(-0.5)
     (3, 4, -1)
     """
-    if not math.isfinite(log2_alpha):
-        raise ValueError(f"there is no exponent for log2(alpha) = {log2_alpha}; ask Moments.finite first")
     # Logarithms may leave an exact power of two a rounding short of its exponent.
     return math.floor(log2_alpha + _ROUNDING_OF_LOGS)
 
@@ -395,18 +270,13 @@ def _log2(value: float) -> float:
     return math.log2(value) if value else -math.inf
 
 
-def _make_log_scale(log_alpha: float, log_largest: float, u_max: float) -> LogScale:
-    """Return log2 alpha with an upper bound, which scales the largest number to u_max."""
-    return LogScale(log_alpha, math.log2(u_max) - log_largest)
-
-
-def _find_extremes(rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+def _find_extremes(rows: Tensor) -> tuple[Tensor, Tensor]:
     """Return the least nonzero magnitude (else infinity) and the largest one of every column."""
     size = rows.abs()
     return torch.where(size == 0, torch.inf, size).amin(0), size.amax(0)
 
 
-def _find_rescued(g: torch.Tensor, w: torch.Tensor, share: float, least: float, largest: float) -> float:
+def _find_rescued(g: Tensor, w: Tensor, share: float, least: float, largest: float) -> float:
     """Return log2 of the k-th largest product, k = int(share x number of products); infinity where k is 0."""
     g, w = (x.to("cpu").double().abs().log2().T.contiguous() for x in (g, w))
     w = w.sort().values
@@ -424,16 +294,6 @@ def _find_rescued(g: torch.Tensor, w: torch.Tensor, share: float, least: float, 
     return low
 
 
-def _check_ranges(fan: int, u_min: float, u_max: float, share: float = 0.5) -> None:
-    """Raise for a number out of its range."""
-    if not 1 <= fan < math.inf:
-        raise ValueError(f"fan counts the terms of a sum and is at least 1; got {fan}")
-    if not 0 < u_min < u_max < math.inf:
-        raise ValueError(f"u_min and u_max are finite with 0 < u_min < u_max; got {u_min} and {u_max}")
-    if not 0 < share < 1:
-        raise ValueError(f"share is between 0 and 1, both excluded; got {share}")
-
-
 # Rows and columns of a product of which all sums are made.
 _SAMPLED = 128
 
@@ -446,7 +306,7 @@ def scale_by_numbers(numbers: Tensor, *, share: float, u_min: float, u_max: floa
     >>> scale_by_numbers(torch.tensor([0.0, 2.0**-20, 1.0]), share=1e-3, u_min=2.0**-14, u_max=65504.0).lower
     6.0
     """
-    sizes = wide(numbers).abs().flatten()
+    sizes = widen(numbers).abs().flatten()
     sizes = sizes[sizes > 0]
     if not sizes.numel():
         return NOTHING
@@ -463,6 +323,14 @@ def sample_sums(gradient: Tensor, weight: Tensor) -> Tensor:
 
 
 # the policies -----------------------------------------------------------------------------------------------
+
+
+def _is_number(given: object) -> bool:
+    return isinstance(given, (int, float)) and not isinstance(given, bool)
+
+
+def _find_limits(format: Format) -> dict[str, float]:
+    return {"u_min": format.smallest_subnormal, "u_max": format.max}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -484,6 +352,12 @@ class OperandStatisticsPolicy(Policy):
 
     wants_operands = True
 
+    def __post_init__(self) -> None:
+        for field in ("scale_bound", "accumulated_bound"):
+            given = getattr(self, field)
+            if given is not None and not (_is_number(given) and given > 0):
+                raise ValueError(f"{field} is a positive number, or None for no bound; got {given!r}")
+
     @abc.abstractmethod
     def log2_alpha(self, operands: Operands, format: Format) -> list[LogScale]:
         """Return the base-2 logarithms of alpha, by each rule of the policy; NaN where an operand is not finite."""
@@ -499,12 +373,8 @@ class OperandStatisticsPolicy(Policy):
         """Return the bounds of several rules as one, of a gradient that is stored at an exponent."""
         if any(map(math.isnan, alphas)):
             return None
-        cap = clip_scale(
-            math.inf,
-            self.scale_bound or math.inf,
-            self.accumulated_bound or math.inf,
-            accumulated=2.0 ** (site.exponent - global_site.exponent),
-        )
+        over_global = site.exponent - global_site.exponent
+        cap = min(math.log2(self.accumulated_bound or math.inf) - over_global, math.log2(self.scale_bound or math.inf))
         lower = max([0.0, *(alpha.lower for alpha in alphas)])
         upper = min(min(alpha.upper for alpha in alphas), cap + (site.exponent - exponent))
         # Up for what must be reached, down for what must not be passed.
@@ -537,10 +407,16 @@ class UnderflowBound(OperandStatisticsPolicy):
 
     name = "underflow-bound"
 
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if not isinstance(self.version, str) or self.version not in get_args(Version):
+            raise ValueError(f"version is one of {', '.join(get_args(Version))}; got {self.version!r}")
+        if not (_is_number(self.share) and 0 < self.share < 1):
+            raise ValueError(f"share is between 0 and 1, both excluded; got {self.share!r}")
+
     def log2_alpha(self, operands: Operands, format: Format) -> list[LogScale]:
         """Return log2 alpha by the published rule for the product, for the gradient alone, and by sampled sums."""
-        low, high = bounds(format)
-        limits: dict[str, Any] = {"share": self.share, "u_min": low, "u_max": high}
+        limits: dict[str, Any] = {"share": self.share, **_find_limits(format)}
         gradient, weight = Moments.of(operands.gradient), Moments.of(operands.weight)
         found = [
             underflow_bound(gradient, weight, operands.fan, version=self.version, **limits),
@@ -552,10 +428,9 @@ class UnderflowBound(OperandStatisticsPolicy):
 
     def at_the_loss(self, site: Site, gradient: Tensor, format: Format, global_site: Site) -> Proposal | None:
         """Return bounds for a gradient at the global exponent: taken as Gaussian, as lognormal, as it is."""
-        low, high = bounds(format)
-        limits: dict[str, Any] = {"share": self.share, "u_min": low, "u_max": high}
+        limits: dict[str, Any] = {"share": self.share, **_find_limits(format)}
         moments = Moments.of(gradient)
-        if not (moments.finite and moments.nonzero):
+        if not (moments.finite and moments.amax):
             return None
         alphas = [lognormal(LogMoments.of(gradient), **limits), underflow_bound(moments, **limits)]
         return self._proposal(global_site.exponent, [*alphas, scale_by_numbers(gradient, **limits)], site, global_site)
@@ -573,11 +448,16 @@ class ElementWise(OperandStatisticsPolicy):
 
     name = "element-wise"
 
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        rescue = self.rescue_share
+        if rescue is not None and not (_is_number(rescue) and 0 <= rescue <= 1):
+            raise ValueError(f"rescue_share is None or from 0 to 1; got {rescue!r}")
+
     def log2_alpha(self, operands: Operands, format: Format) -> list[LogScale]:
         """See `element_wise`."""
-        low, high = bounds(format)
-        limits: dict[str, Any] = {"u_min": low, "u_max": high, "fan": operands.fan, "rescue_share": self.rescue_share}
-        return [element_wise(operands.gradient, operands.weight, **limits)]
+        limits: dict[str, Any] = {"rescue_share": self.rescue_share, **_find_limits(format)}
+        return [element_wise(operands.gradient, operands.weight, operands.fan, **limits)]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -588,6 +468,5 @@ class AbsRange(OperandStatisticsPolicy):
 
     def log2_alpha(self, operands: Operands, format: Format) -> list[LogScale]:
         """See `abs_range`."""
-        low, high = bounds(format)
         gradient, weight = Moments.of(operands.gradient), Moments.of(operands.weight)
-        return [abs_range(gradient, weight, operands.fan, u_min=low, u_max=high)]
+        return [abs_range(gradient, weight, operands.fan, **_find_limits(format))]

@@ -11,7 +11,7 @@ import halfulp as hu
 from halfulp.gradients.eager import _attach, _replay
 from halfulp.gradients.eager import _backward as _site_boundaries
 from halfulp.gradients.eager._attach import Forward
-from halfulp.gradients.eager._replay import Surroundings, walk
+from halfulp.gradients.eager._replay import walk
 
 from ...samples import drawn
 from ..exponents import ALL, WIDTH, assert_same, batch, case_of, clear, gradients, mean_square, plainly, scramble
@@ -32,7 +32,7 @@ def unmeasured(scaler, run, model):
 
 def replayed(scaler):
     """Whether the last forward pass had no region."""
-    return bool(scaler._controller.backward.unmarked._begins)
+    return bool(_replay.count_replays(scaler))
 
 
 @pytest.mark.parametrize("name", drawn(ALL, 36, "replay"))
@@ -258,11 +258,10 @@ def halved(run, seed):
 
 def assert_rounds_as_a_region(scaler, run, model):
     """One backward pass without a region has the bits of one with a region."""
-    begins = scaler._controller.backward.unmarked._begins
-    before = len(begins)
+    before = _replay.count_replays(scaler)
     unmeasured(scaler, run, model)
     found = gradients(model)
-    assert len(begins) > before
+    assert _replay.count_replays(scaler) > before
     assert not scaler._controller.backward.second_order
     for forward in scaler_forwards(model):
         forward._replays._known_in_row = 0
@@ -350,11 +349,9 @@ def test_a_walk_tells_nodes_of_before_from_those_of_now():
     inner = w.tanh()
     begun = torch._C._autograd._get_sequence_nr()
     old, new = inner.exp(), w.tanh().exp()
-    around = Surroundings(begun, frozenset())
-    shapes = [walk([(x.grad_fn, 0)], around)[0] for x in (old, new)]
+    shapes = [walk([(x.grad_fn, 0)], begun, frozenset())[0] for x in (old, new)]
     assert shapes[0] != shapes[1]
-    given = Surroundings(0, frozenset([inner.grad_fn]))
-    assert walk([(old.grad_fn, 0)], given)[0] == shapes[0]
+    assert walk([(old.grad_fn, 0)], 0, frozenset([inner.grad_fn]))[0] == shapes[0]
 
 
 class Remembers(torch.nn.Module):
@@ -382,7 +379,7 @@ def test_a_tensor_that_outlives_forward_passes_gets_no_hooks_of_theirs(seed, mon
         assert same is memory
         scaler.scale(mean_square(y) + same.sum()).backward(retain_graph=True)
     assert replayed(scaler)
-    assert len(made) == len(scaler._controller.backward.unmarked._begins)
+    assert len(made) == _replay.count_replays(scaler)
 
 
 def numbered(number):

@@ -24,8 +24,8 @@ from ...subclass.models._float32_products import GraphReader, class_of, leave_co
 from .._functions import list_differentiable, map_tensors, memoize
 from .._site import Site, copy_with_strides, narrow
 from ._backward import Backward, check_leaf, get_region, is_differentiating, mark
-from ._region import ParameterNames, Region, hook_weight_edge, make_view, watch_custom_functions
-from ._replay import Replay, Replays
+from ._region import ParameterNames, Region, hook_weight_edge, make_view
+from ._replay import Replays
 
 
 def _refuse(out: Tensor, scaler: str) -> Tensor:
@@ -43,13 +43,6 @@ scaled_here = define_operator(
 torch.library.register_autograd("halfulp::scaled_here", lambda _, gradient: (gradient, None))
 
 
-def mark_output(out: Tensor, scaler: str, wide: bool) -> Tensor:
-    """Mark a model's output in a compiled graph for the scaler's backend."""
-    if not out.requires_grad:
-        return out
-    return scaled_here(out.float() if wide and out.dtype == torch.float16 else out, scaler)
-
-
 class NotScriptedError(NotImplementedError, AttributeError):
     """Raised to torch.jit.script for an attribute that it needs; to others the attribute is missing."""
 
@@ -63,6 +56,7 @@ class Forward(GraphReader):
         self._own = module.__dict__.get("forward")
         # Callers look at the signature, to know which columns of a data set a model takes, and at the source.
         self.inner = self.__wrapped__ = module.forward
+        module.forward = self
 
     @property
     def __code__(self) -> types.CodeType:
@@ -90,7 +84,8 @@ class Forward(GraphReader):
     def _mark_outputs(self, out: Any) -> Any:
         """Mark outputs in a compiled graph for the scaler's backend."""
         wide = self._is_widening()
-        return map_tensors(out, lambda x: mark_output(x, self._backward.handle, wide))
+        widened = map_tensors(out, lambda x: x.float() if wide and x.dtype == torch.float16 else x)
+        return map_tensors(widened, lambda x: scaled_here(x, self._backward.handle))
 
     @property
     def __func__(self) -> Callable[..., Any]:
@@ -112,12 +107,6 @@ class Forward(GraphReader):
     @abc.abstractmethod
     def _is_widening(self) -> bool:
         """Return whether float16 outputs become float32."""
-
-    def install(self) -> None:
-        """Replace the module's forward."""
-        module = self._module()
-        assert module is not None  # who attaches a scaler holds it
-        module.forward = self
 
     def restore(self) -> None:
         """Restore the module's previous forward."""
@@ -234,27 +223,13 @@ class ModuleForward(Forward):
 
 
 def list_site_modules(model: nn.Module, prefix: str) -> Iterator[tuple[str, nn.Module]]:
-    """Return the modules that are sites, with their keys: those with parameters and no parts, and whole attentions."""
+    """Yield the modules that are sites, with their keys: those with parameters and no parts, and whole attentions."""
     if isinstance(model, WHOLE) or next(model.children(), None) is None:
         if next(model.parameters(), None) is not None:
             yield prefix or "model", model
         return
     for name, part in model.named_children():
         yield from list_site_modules(part, f"{prefix}.{name}" if prefix else name)
-
-
-def attach_modules(model: nn.Module, backward: Backward, prefix: str) -> Callable[[], None]:
-    """Put edges at the boundaries of every module that is a site; return a function that removes them."""
-    watched: dict[nn.Module, ModuleForward] = {}
-    for key, module in list_site_modules(model, prefix):
-        if module not in watched:
-            module.forward = watched[module] = ModuleForward(module, backward, backward.sites.open(key))
-
-    def detach() -> None:
-        for forward in watched.values():
-            forward.restore()
-
-    return detach
 
 
 Role = Literal["model", "part", "layer"]
@@ -297,8 +272,7 @@ class WatchedForward(Forward):
             replays = self._replays if self._backward.may_replay() else None
             if replays is None or not replays.is_ready():
                 return self._run_in_region(args, kwargs, replays)
-            with Replay(self._backward, replays) as replay:
-                return replay.run(self.inner, args, kwargs, self._is_widening)
+            return replays.run(self.inner, args, kwargs, self._is_widening)
         if self._role != "part" or region.replaying:
             return self.inner(*args, **kwargs)
         depth = len(region.path)
@@ -311,7 +285,7 @@ class WatchedForward(Forward):
 
     def _run_in_region(self, args: tuple, kwargs: dict, replays: Replays | None) -> Any:
         """Run the forward pass in a region, from which ``replays`` learn if they are given."""
-        with watch_custom_functions(self._backward), Region(self._backward, self._names) as region:
+        with Region(self._backward, self._names) as region:
             region.path = [self._place] if self._place else []
             recording = region.recording = None if replays is None else replays.start_recording()
             region.take((args, kwargs))
@@ -335,10 +309,11 @@ def is_under_float16() -> bool:
 
 
 def list_parts(model: nn.Module) -> Iterator[tuple[str, nn.Module, Role]]:
-    """Return the modules that a step may call by themselves, each with the place after which what runs there is named.
+    """Yield the model and what a step may call by itself, each with the place after which what runs there is named.
 
-    These are those with parts of their own, and layers that the model holds itself; `nn.Sequential` calls its layers.
+    These are modules with parts of their own, and layers that the model holds itself; `nn.Sequential` calls its layers.
     """
+    yield "", model, "model"
     for name, module in model.named_modules():
         home = name.rpartition(".")[0]
         while home and _has_no_forward(model.get_submodule(home)):
@@ -357,19 +332,7 @@ def _has_no_forward(module: nn.Module) -> bool:
 
 
 def attach(model: nn.Module, backward: Backward, *, wide: bool | None, prefix: str, mode: str) -> Callable[[], None]:
-    """Attach a scaler's edges to a model; returns a function that detaches them.
-
-    Args:
-        model: the module, or torch's data-parallel wrapper of it.
-        backward: what its edges belong to.
-        wide: whether its float16 outputs become float32; None: under autocast to float16.
-        prefix: what its sites' keys begin with.
-        mode: "function": its forward passes run in regions; "module": its modules are sites.
-
-    Raises:
-        TypeError: no module.
-        ValueError: it is compiled, wrapped by another scaler, or holds tensors with scales or components of their own.
-    """
+    """Attach a scaler's edges to a model; returns a function that detaches them."""
     wrapper, model = model, unwrap(model)
     check_model(model)
     # A compiled forward pass does not tell who called it.
@@ -378,34 +341,23 @@ def attach(model: nn.Module, backward: Backward, *, wide: bool | None, prefix: s
     backward.names.add(names)
     # The backend of a compiler finds sites by the products that the model writes.
     leave_compiled_products(model)
+    forwards: list[Forward] = []
     if mode == "module":
-        remove = attach_modules(model, backward, prefix)
+        keys: dict[nn.Module, str] = {}
+        for key, module in list_site_modules(model, prefix):
+            keys.setdefault(module, key)
+        forwards += [ModuleForward(module, backward, backward.sites.open(key)) for module, key in keys.items()]
     else:
-        remove = _attach_function(model, backward, wide, prefix, names)
+        for place, part, role in list_parts(model):
+            place = ".".join(filter(None, (prefix, place)))
+            forwards.append(WatchedForward(part, backward, wide, names, place, role))
 
     def detach() -> None:
         leave_compiled_products(model, False)
-        remove()
-
-    return detach
-
-
-def _attach_function(
-    model: nn.Module, backward: Backward, wide: bool | None, prefix: str, names: ParameterNames
-) -> Callable[[], None]:
-    """Let the forward passes of a model and of its parts run in regions; return a function that restores them."""
-    forwards = [WatchedForward(model, backward, wide, names, prefix, "model")]
-    for place, part, role in list_parts(model):
-        place = ".".join(filter(None, (prefix, place)))
-        forwards.append(WatchedForward(part, backward, wide, names, place, role))
-    for forward in forwards:
-        forward.install()
-
-    def restore() -> None:
         for forward in forwards:
             forward.restore()
 
-    return restore
+    return detach
 
 
 def unwrap(model: nn.Module) -> nn.Module:
@@ -417,33 +369,25 @@ def unwrap(model: nn.Module) -> nn.Module:
     return model.module if isinstance(model, nn.parallel.DistributedDataParallel) else model
 
 
-def _is_compiled(module: nn.Module) -> bool:
-    # Whoever compiled a module has loaded dynamo, which importing this file should not.
-    dynamo = sys.modules.get("torch._dynamo")
-    wrapped = dynamo is not None and isinstance(module, dynamo.OptimizedModule)
-    return wrapped or getattr(module, "_compiled_call_impl", None) is not None
-
-
-def _is_watched(module: nn.Module) -> bool:
-    return isinstance(module.__dict__.get("forward"), Forward)
-
-
 def check_model(model: nn.Module) -> None:
     """Refuse models whose backward pass cannot be watched."""
-    if any(_is_watched(module) for module in model.modules()):
+    if any(isinstance(vars(module).get("forward"), Forward) for module in model.modules()):
         raise ValueError(
             "the model has an AdaptiveGradScaler already, and two would scale twice: use that one, or call its "
             "detach() before"
         )
+    # Whoever compiled a module has loaded dynamo, which importing this file should not.
+    dynamo = sys.modules.get("torch._dynamo")
     for name, module in model.named_modules():
+        said = repr(name) if name else "the model"
         if isinstance(module, torch.jit.ScriptModule):
             raise ValueError(
-                f"{'the model' if not name else repr(name)} is a script module, which takes no hooks and shows no "
-                "functions: give the plain Python module"
+                f"{said} is a script module, which takes no hooks and shows no functions: give the plain Python module"
             )
-        if _is_compiled(module):
+        wrapped = dynamo is not None and isinstance(module, dynamo.OptimizedModule)
+        if wrapped or getattr(module, "_compiled_call_impl", None) is not None:
             raise ValueError(
-                f"{'the model' if not name else repr(name)} is compiled, and its backward pass would keep one exponent "
+                f"{said} is compiled, and its backward pass would keep one exponent "
                 "in silence: give the plain model to AdaptiveGradScaler and compile it afterwards with "
                 'torch.compile(model, backend=scaler.backend("inductor"))'
             )

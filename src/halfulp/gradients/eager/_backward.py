@@ -22,7 +22,7 @@ from ...rounding import Nearest, Rounding, Stochastic, quantize
 from .._functions import Factor
 from .._policy import Policy
 from .._processes import Processes
-from .._site import Following, Measurements, Site, Sites, is_custom, narrow
+from .._site import Following, Measurements, Site, Sites, narrow
 
 # Sequence numbers of nodes that accumulate into leaves, which many threads may share.
 LEAF = 2**62
@@ -93,40 +93,8 @@ class Unmarked:
         return place >= 0 and number < self._ends[place]
 
 
-def check_exits(node: Any, global_site: Site, unmarked: Unmarked) -> bool:
-    """Check that a tensor read outside of models depends on their forward passes through their outputs only.
-
-    From any other tensor of a model every path leads over an edge, as only edges lead out of a site, and all of them
-    are marked. Models of other scalers, whose edges do nothing, are passed through.
-
-    Returns:
-        Whether a forward pass without edges is reached so, which cannot be told from other ways by its marks.
-
-    Raises:
-        ValueError: it reaches into one by another way.
-    """
-    escaped = False
-    for behind in list_nodes_behind([node], lambda one: global_site in one.metadata):
-        site, _ = behind.metadata.get(global_site, (None, None))
-        if site is None:
-            escaped |= unmarked.has(behind)
-        elif site is not global_site:
-            raise ValueError(
-                f"a tensor from inside the model, at {site.key!r}, is read outside, by the loss or on its way into "
-                "another forward pass, and is not part of the model's output, such as one kept in an attribute, or in "
-                "an object other than a list, tuple, dict or data class, or by a forward hook: return it from forward "
-                "in one of these, or take AdaptiveGradScaler(mode='module'), where what modules return may be kept "
-                "anywhere (as numbers that a function computed, losses of their own, may be in any mode)"
-            )
-    return escaped
-
-
 def check_units(node: Any, global_site: Site) -> None:
-    """Check that a loss and its leaves are at the global exponent, and that exponents change at boundaries only.
-
-    Raises:
-        ValueError: a node is reached at two exponents, or a boundary or a leaf at one that is not its own.
-    """
+    """Check that a loss and its leaves are at the global exponent, and that exponents change at boundaries only."""
     found: dict[Any, Site] = {}
     pending = [(node, global_site)]
     while pending:
@@ -135,18 +103,15 @@ def check_units(node: Any, global_site: Site) -> None:
         wanted = global_site if node._sequence_nr() >= LEAF else found.get(node, above)
         if wanted is not site:
             name = "a leaf" if node._sequence_nr() >= LEAF else f"made by {node.name()}"
-            raise ValueError(_describe_leak(name, wanted if site is global_site else site))
+            key = (wanted if site is global_site else site).key
+            raise ValueError(
+                f"module {key!r} reads or gives a tensor ({name}) by another way than its arguments, results and own "
+                "parameters, such as an attribute or an object other than a list, tuple, dict or data class, so that "
+                "its gradient would have wrong units: pass it, return it, or take mode='function'"
+            )
         if node not in found:
             found[node] = above
             pending += [(following, below) for following, _ in node.next_functions if following is not None]
-
-
-def _describe_leak(tensor: str, site: Site) -> str:
-    return (
-        f"module {site.key!r} reads or gives a tensor ({tensor}) by another way than its arguments, results and own "
-        "parameters, such as an attribute or an object other than a list, tuple, dict or data class, so that its "
-        "gradient would have wrong units: pass it, return it, or take mode='function'"
-    )
 
 
 Hook = Callable[[tuple], tuple | None]
@@ -191,12 +156,6 @@ class Backward:
     All edges are shut but during a backward pass that started at ``scaler.scale(loss)``, so that whatever else is
     differentiated sees true gradients: since every path from a loss to a parameter ends at the exponent at which it
     began, edges that do nothing change nothing.
-
-    Args:
-        sites: whose exponents hold.
-        policy: what looks at products' operands, if it wants them.
-        format: What every gradient that a product reads or makes is rounded to; None leaves the tensors' own dtype.
-        rounding: How it is.
     """
 
     def __init__(
@@ -225,8 +184,6 @@ class Backward:
         self.measurements = Measurements()
         self.unmarked = Unmarked()
         self._replays = True
-        # Whether forward passes apply custom Functions; None until an iteration has ended.
-        self.custom_functions: bool | None = None
         self.following = Following(sites, policy.per_site and policy.measures and not policy.wants_operands)
         # The sites of this iteration's forward and backward passes.
         self.reached: dict[Site, None] = {}
@@ -269,27 +226,29 @@ class Backward:
             self.end()
 
     def check_exits(self, node: Any) -> None:
-        """Check that a tensor read outside of models is an output of them; without regions one scale is used.
+        """Check that a tensor read outside of models depends on their forward passes through their outputs only.
 
-        Raises:
-            ValueError: it is none.
+        From any other tensor of a model every path leads over an edge, as only edges lead out of a site, and all of
+        them are marked. Models of other scalers, whose edges do nothing, are passed through. Where a forward pass
+        without edges is reached so, which cannot be told from other ways by its marks, one scale is used.
         """
-        try:
-            if check_exits(node, self.sites.global_site, self.unmarked):
-                self.use_one_scale()
-        except ValueError:
-            # What an unwatched custom Function gave may be read anywhere, as at the global exponent.
-            behind = list_nodes_behind([node], lambda one: self.sites.global_site in one.metadata)
-            if self.custom_functions is not False or not any(map(is_custom, behind)):
-                raise
-            self.note_custom_function()
+        global_site = self.sites.global_site
+        behind = list(list_nodes_behind([node], lambda one: global_site in one.metadata))
+        marks = {one: one.metadata[global_site][0] for one in behind if global_site in one.metadata}
+        site = next((above for above in marks.values() if above is not global_site), None)
+        if site is not None:
+            raise ValueError(
+                f"a tensor from inside the model, at {site.key!r}, is read outside, by the loss or on its way into "
+                "another forward pass, and is not part of the model's output, such as one kept in an attribute, or in "
+                "an object other than a list, tuple, dict or data class, or by a forward hook: return it from forward "
+                "in one of these, or take AdaptiveGradScaler(mode='module'), where what modules return may be kept "
+                "anywhere (as numbers that a function computed, losses of their own, may be in any mode)"
+            )
+        if any(one not in marks and self.unmarked.has(one) for one in behind):
+            self.use_one_scale()
 
     def mark_outside(self, node: Any) -> None:
-        """Mark a node that was made before a forward pass as one at the global exponent.
-
-        Raises:
-            ValueError: it was made inside of a model, and is none of its outputs.
-        """
+        """Mark a node that was made before a forward pass as one at the global exponent."""
         global_site = self.sites.global_site
         if node is not None and not is_exit(node, global_site):
             self.check_exits(node)
@@ -300,12 +259,6 @@ class Backward:
         self.second_order, self._replays = True, False
         # A backward pass that runs had its gradients moved by edges, and goes on so.
         self.end_unless_differentiating()
-
-    def note_custom_function(self) -> None:
-        """Watch custom Functions from now on; use one scale in an iteration that met one unwatched."""
-        if self.custom_functions is False:
-            self.use_one_scale()
-        self.custom_functions = True
 
     def may_replay(self) -> bool:
         """Return whether the next forward pass may run without a region, as nothing is measured or rounded."""
@@ -332,8 +285,6 @@ class Backward:
     def end_iteration(self) -> None:
         """Clear what belongs to the iteration that ends."""
         self.end()
-        if self.forwards and self.custom_functions is None:
-            self.custom_functions = False
         self.passes = self.forwards = 0
         self.second_order = self.replayed = False
         self.measurements.clear()
@@ -342,15 +293,9 @@ class Backward:
 
     def get_edge_hook(self, source: Site, target: Site) -> Hook:
         """Return the hook of an edge that takes a gradient at ``target``'s exponent to ``source``'s."""
-        if (source, target) not in self._edge_hooks:
-            self._edge_hooks[source, target] = self._make_edge_hook(source, target)
-        return self._edge_hooks[source, target]
+        if (source, target) in self._edge_hooks:
+            return self._edge_hooks[source, target]
 
-    def list_edges(self) -> Iterable[tuple[Site, Site]]:
-        """Return pairs of a site and one that passes gradients to it."""
-        return self._edge_hooks.keys()
-
-    def _make_edge_hook(self, source: Site, target: Site) -> Hook:
         @untraced
         def move_gradient(gradients: tuple) -> tuple | None:
             gradient = gradients[0]
@@ -359,12 +304,27 @@ class Backward:
             self.reached[source] = None
             if target is self.sites.global_site and self.measuring and self.policy.wants_operands:
                 self.propose_at_loss(source, gradient, source.stored)
-            changed = self._pass_on(gradient, target)
+            changed = self._store(gradient, target, "passed")
             changed = self.following.move(changed, source, target)
-            changed = self._receive(changed, source)
+            changed = self._store(changed, source, "received")
             return None if changed is gradient else (changed,)
 
+        self._edge_hooks[source, target] = move_gradient
         return move_gradient
+
+    def _store(self, gradient: Tensor, site: Site, kind: str) -> Tensor:
+        """Return a gradient as a site stores it, and measure it; at the global exponent products read none."""
+        stored = None if site is self.sites.global_site else self.format or site.stored
+        if stored is self.format:
+            gradient = self.round_to_format(gradient)
+        # What is received in a wide format cannot leave its range.
+        if self.measuring and (stored is not None or kind == "passed"):
+            self.measurements.add(site, kind, gradient, stored)
+        return gradient
+
+    def list_edges(self) -> Iterable[tuple[Site, Site]]:
+        """Return pairs of a site and one that passes gradients to it."""
+        return self._edge_hooks.keys()
 
     @property
     def is_drawing(self) -> bool:
@@ -426,11 +386,10 @@ class Backward:
     def get_weight_edge_hook(self, site: Site, made_in: torch.dtype) -> Hook:
         """Return the hook that takes a parameter's gradient, made in a dtype, to the global exponent."""
         key = site, narrow(made_in)
-        if key not in self._weight_edge_hooks:
-            self._weight_edge_hooks[key] = self._make_weight_edge_hook(site, self.format or key[1])
-        return self._weight_edge_hooks[key]
+        if key in self._weight_edge_hooks:
+            return self._weight_edge_hooks[key]
+        stored = self.format or key[1]
 
-    def _make_weight_edge_hook(self, site: Site, stored: Format | None) -> Hook:
         @untraced
         def move_weight_gradient(gradients: tuple) -> tuple | None:
             gradient = gradients[0]
@@ -444,30 +403,8 @@ class Backward:
             changed = self.following.move(changed, self.sites.global_site, site)
             return None if changed is gradient else (changed,)
 
+        self._weight_edge_hooks[key] = move_weight_gradient
         return move_weight_gradient
-
-    # the pieces -----------------------------------------------------------------------------------------------
-
-    def _pass_on(self, gradient: Tensor, target: Site) -> Tensor:
-        stored = self._find_storage(target)
-        gradient = self.round_to_format(gradient) if stored is self.format else gradient
-        if self.measuring:
-            self.measurements.add(target, "passed", gradient, stored)
-        return gradient
-
-    def _find_storage(self, site: Site) -> Format | None:
-        """Return the narrow format of a site's gradients; None at the global exponent, outside of products."""
-        return None if site is self.sites.global_site else self.format or site.stored
-
-    def _receive(self, gradient: Tensor, source: Site) -> Tensor:
-        stored = self._find_storage(source)
-        if stored is None:
-            # What was passed on, which cannot leave a wide format's range.
-            return gradient
-        gradient = self.round_to_format(gradient) if stored is self.format else gradient
-        if self.measuring:
-            self.measurements.add(source, "received", gradient, stored)
-        return gradient
 
     def is_shut(self) -> bool:
         """Return whether edges are inactive, as they are for a whole iteration with a second derivative."""
@@ -500,9 +437,6 @@ def check_leaf(parameter: Tensor, is_sharded: Callable[[], bool] = lambda: False
 
     ``is_sharded`` tells whether the model belongs to FSDP, which holds float16 copies of float32 parameters: their
     gradients become float32 before they leave, and are reduced so.
-
-    Raises:
-        TypeError: it is float16, and its gradient too.
     """
     if parameter.dtype != torch.float16 or getattr(parameter, "grad_dtype", torch.float16) != torch.float16:
         return

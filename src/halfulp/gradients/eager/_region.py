@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import bisect
-import contextlib
 import functools
 import threading
 import warnings
 import weakref
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from types import FunctionType
 from typing import Any
 
@@ -21,7 +20,6 @@ from torch.utils import checkpoint
 
 from ...kernels import constant_result, untraced
 from .._functions import (
-    Factor,
     classify,
     is_parameter,
     list_differentiable,
@@ -30,7 +28,7 @@ from .._functions import (
     memoize,
     name_of,
 )
-from .._site import CopyWithStrides, Site, copy_with_strides, is_custom, narrow
+from .._site import CopyWithStrides, Site, copy_with_strides, narrow
 from ._backward import LEAF, Backward, Hook, Widening, check_leaf, get_region, is_exit, mark, set_region
 
 COMPILED = (
@@ -45,11 +43,7 @@ _warned: weakref.WeakSet = weakref.WeakSet()
 
 
 def is_compiled_alone() -> bool:
-    """Return whether a part of the model that was compiled by itself is running.
-
-    Raises:
-        NotImplementedError: in dynamo, which runs the part uncompiled then.
-    """
+    """Return whether a part of the model that was compiled by itself is running."""
     if torch.compiler.is_dynamo_compiling():
         _warn()
         raise NotImplementedError(COMPILED)
@@ -126,6 +120,7 @@ class Recording:
 
     Attributes:
         failed: Whether the forward pass had something that only a region can handle.
+        numbers: 0-d results, which the model may keep besides its outputs (see `_replay.learn`).
     """
 
     def __init__(self) -> None:
@@ -145,10 +140,6 @@ class Recording:
             self._begins.append(begun)
             self._calls.append((end, site))
         return out
-
-    def note_number(self, tensor: Tensor) -> None:
-        """Note a 0-d result, which the model may keep besides its outputs (see `_replay.learn`)."""
-        self.numbers.append(weakref.ref(tensor))
 
     def find_site(self, node: Any) -> Site | None:
         """Return the site of the call that made a node; None where none did."""
@@ -174,10 +165,6 @@ class Reads:
     A view is needed for a leaf under autocast, which would otherwise be cast once for calls at several sites, for a
     float16 parameter, whose gradient leaves in float32, and where gradients are rounded to a format: what a call passes
     on for an argument is rounded once, whichever of its nodes made it.
-
-    Args:
-        backward: whose exponents hold.
-        site: the call's.
     """
 
     def __init__(self, backward: Backward, site: Site) -> None:
@@ -186,7 +173,8 @@ class Reads:
         self._hooks: dict[tuple[Any, int], Hook] = {}
         # Leaves by identity, as their nodes may not be there before they are read.
         self._leaves: dict[int, Hook | None] = {}
-        self._views: list[Tensor] = []
+        # Of parameters.
+        self.views: list[Tensor] = []
         self._begun = 0
 
     def is_movable(self, tensor: Tensor) -> bool:
@@ -207,10 +195,6 @@ class Reads:
         """Note that the call reads a parameter, whose gradient leaves for the global exponent."""
         self._leaves[id(parameter)] = None
 
-    def add_view(self, view: Tensor) -> None:
-        """Note that the call reads this view of a parameter."""
-        self._views.append(view)
-
     def begin(self) -> None:
         """Begin the call, whose nodes are those made from now on."""
         self._begun = torch._C._autograd._get_sequence_nr()
@@ -220,13 +204,8 @@ class Reads:
         return bool(self._hooks) and (tensor.grad_fn, tensor.output_nr) in self._hooks
 
     def hook(self, made: Any, out: Any) -> None:
-        """End the call and hook those of its nodes that read tensors of other sites.
-
-        Args:
-            made: What it made or wrote into.
-            out: Its result, in whose dtype parameters' gradients are made.
-        """
-        if not (self._hooks or self._leaves or self._views):
+        """End the call and hook those of its nodes that read tensors of other sites."""
+        if not (self._hooks or self._leaves or self.views):
             return
         if isinstance(out, list | tuple):
             out = next((x for x in out if isinstance(x, Tensor)), None)
@@ -234,7 +213,7 @@ class Reads:
             self._site, out.dtype if isinstance(out, Tensor) else torch.float32
         )
         global_site = self._backward.sites.global_site
-        for view in self._views:
+        for view in self.views:
             hook_weight_edge(view, leaving)
             mark(view.grad_fn, self._site, global_site, global_site)
         if self._hooks or self._leaves:
@@ -316,10 +295,6 @@ class Region(TorchFunctionMode):
     The gradient of each tensor belongs to a site. A product opens one; any other function needs all its inputs at one
     site, the latest, and gives its results to it: gradients are linear in what arrives, so no function needs a rule.
     Where an input belongs elsewhere, hooks of the nodes that read it move its gradient on its way back (`Reads`).
-
-    Args:
-        backward: whose edges are put in.
-        names: Gives the module of each parameter.
     """
 
     replaying = False
@@ -341,9 +316,11 @@ class Region(TorchFunctionMode):
         self.begun = torch._C._autograd._get_sequence_nr()
         super().__enter__()
         set_region(self)
+        _watch_custom_functions(1)
         return self
 
     def __exit__(self, *error: object) -> None:
+        _watch_custom_functions(-1)
         set_region(self._outer)
         self._backward.forwards += 1
         super().__exit__(*error)
@@ -381,8 +358,11 @@ class Region(TorchFunctionMode):
         out = self._run(site, function, given, kwargs)
         reads.hook(out, out)
         made = self._assign_site(out, site, kind, reads)
-        if kind == "product" and self._backward.measuring and self._backward.policy.wants_operands:
-            self._watch_operands(list_factors(function, args, kwargs), out, site)
+        watches = kind == "product" and self._backward.measuring and self._backward.policy.wants_operands
+        if watches and isinstance(out, Tensor) and not out.is_leaf:
+            node: Any = out.grad_fn
+            for factor in list_factors(function, args, kwargs):
+                node.register_prehook(self._backward.make_operand_hook(site, factor))
         return made
 
     def _run(self, site: Site, function: Callable, args: tuple, kwargs: dict) -> Any:
@@ -401,11 +381,7 @@ class Region(TorchFunctionMode):
 
     @without_watching
     def take(self, arguments: Any) -> None:
-        """Put the model's arguments at the global exponent, whichever thread made them.
-
-        Raises:
-            ValueError: it was made of what left a model of the scaler by another way than its output.
-        """
+        """Put the model's arguments at the global exponent, whichever thread made them."""
         for x in list_differentiable(arguments):
             if self._read_tag(x) is None:
                 self._backward.mark_outside(x.grad_fn)
@@ -414,9 +390,6 @@ class Region(TorchFunctionMode):
 
     def find_site(self, tensor: Tensor) -> Site:
         """Return the site of a tensor's gradient; tensors made before the region are at the global one."""
-        if not self._backward.custom_functions and self._is_maybe_custom(tensor):
-            self._fail_recording()
-            self._backward.note_custom_function()
         site = self._read_tag(tensor)
         if site is None and tensor._base is not None:
             site = self._read_tag(tensor._base)
@@ -429,17 +402,6 @@ class Region(TorchFunctionMode):
         """Return the site that a region of this scaler gave a tensor."""
         site = getattr(tensor, _TAG, None)
         return site if site is None or site is self._global_site or site.global_site is self._global_site else None
-
-    def _is_maybe_custom(self, tensor: Tensor) -> bool:
-        """Return whether a custom Function of this region may have made a tensor, or written into it or its base."""
-        node: Any = (tensor if tensor._base is None else tensor._base).grad_fn
-        if not is_custom(node) and type(node).__name__ != "CopySlices":
-            return False
-        return (
-            not isinstance(node, Widening._backward_cls)
-            and self.begun <= node._sequence_nr()
-            and not is_exit(node, self._global_site)
-        )
 
     def _refuse_unwatched(self, tensor: Tensor) -> None:
         """Refuse a tensor that an unwatched function made in this region, as its gradient's exponent is unknown."""
@@ -456,21 +418,18 @@ class Region(TorchFunctionMode):
         self._backward.mark_outside(node)
 
     def _find_call_site(self, kind: str, function: Callable, args: tuple, differentiable: list[Tensor]) -> Site:
-        """Return the site of the gradients of a function's inputs and results."""
-        if kind == "product":
-            return self._open(function, differentiable)
+        """Return the site of the gradients of a function's inputs and results; of a cell that of its state, if any."""
         if kind == "cell":
-            return self._find_state_site(function, args, differentiable)
-        return self._find_common_site(function, differentiable)
+            state = next(list_differentiable(args[1]), None) if len(args) > 1 else None
+            site = self._global_site if state is None or is_parameter(state) else self.find_site(state)
+            return self._open(function, differentiable) if site is self._global_site else site
+        return (self._open if kind == "product" else self._find_common_site)(function, differentiable)
 
     def _open(self, function: Callable, differentiable: list[Tensor]) -> Site:
         """Return the site of this call of a product."""
         parameter = next((x for x in differentiable if is_parameter(x)), None)
         module = None if parameter is None else self._names.of(parameter)
-        place = self.path[-1:] if self.path else []
-        return self._open_numbered(module or ".".join([*place, name_of(function)]))
-
-    def _open_numbered(self, key: str) -> Site:
+        key = module or ".".join([*self.path[-1:], name_of(function)])
         call = self._calls[key]
         self._calls[key] = call + 1
         site = self._backward.sites.open(f"{key}#{call}" if call else key)
@@ -486,13 +445,6 @@ class Region(TorchFunctionMode):
         if not sites:
             return self._open(function, differentiable)
         return sites[0] if len(sites) == 1 else max(sites, key=lambda site: self._rank.get(site, -1))
-
-    def _find_state_site(self, function: Callable, args: tuple, differentiable: list[Tensor]) -> Site:
-        """Return the site of a recurrent cell's state; at the first step, which has none, a new one."""
-        state = next(list_differentiable(args[1]), None) if len(args) > 1 else None
-        if state is None or is_parameter(state) or self.find_site(state) is self._global_site:
-            return self._open(function, differentiable)
-        return self.find_site(state)
 
     # edges ----------------------------------------------------------------------------------------------------
 
@@ -524,7 +476,7 @@ class Region(TorchFunctionMode):
             reads.add_parameter(parameter)
             return parameter
         view = make_view(parameter, function is not None and name_of(function).startswith("embedding"))
-        reads.add_view(view)
+        reads.views.append(view)
         if self.recording is not None:
             self.recording.edges.add(view.grad_fn)
         return view
@@ -549,11 +501,7 @@ class Region(TorchFunctionMode):
     # results --------------------------------------------------------------------------------------------------
 
     def _write(self, function: Callable, args: tuple, kwargs: dict, differentiable: list[Tensor]) -> Any:
-        """Run a function that writes into its first argument, whose site does not change.
-
-        Raises:
-            NotImplementedError: it changes several.
-        """
+        """Run a function that writes into its first argument, whose site does not change."""
         if args and isinstance(args[0], list | tuple):
             raise NotImplementedError(
                 f"{name_of(function)} in {'.'.join(self.path) or 'the model'} writes into several tensors whose "
@@ -594,14 +542,8 @@ class Region(TorchFunctionMode):
             out = self.add_edge(out, site, self._global_site, leaving=True)
             site = self._global_site
             if self.recording is not None:
-                self.recording.note_number(out)
+                self.recording.numbers.append(weakref.ref(out))
         return self._tag_tensor(out, site)
-
-    def _watch_operands(self, factors: Iterable[Factor], out: Any, site: Site) -> None:
-        if isinstance(out, Tensor) and not out.is_leaf:
-            node: Any = out.grad_fn
-            for factor in factors:
-                node.register_prehook(self._backward.make_operand_hook(site, factor))
 
     def _tag_tensor(self, out: Tensor, site: Site) -> Tensor:
         """Set a tensor's site; at the global exponent, mark its node as an exit."""
@@ -624,16 +566,6 @@ class Region(TorchFunctionMode):
             )
         return self._assign_site(out, self._global_site, "plain")
 
-    def note_replay(self) -> None:
-        """Note that a checkpoint runs again during backward, with a backward pass of its own."""
-        self._backward.replayed = True
-
-    def restart(self) -> Region:
-        """Return a region of the same model and module path, for a checkpoint that runs again during backward."""
-        region = Region(self._backward, self._names)
-        region.path = list(self.path)
-        return region
-
     @without_watching
     def leave(self, output: Any, wide: bool) -> Any:
         """Return a model's output at the global exponent; ``wide``: in float32 where it is float16."""
@@ -645,18 +577,15 @@ class Region(TorchFunctionMode):
         site = self.find_site(out)
         if wide and out.dtype == torch.float16:
             # The gradient takes its exponent before it is rounded to float16.
-            float32_out = out.float()
-            node: Any = float32_out.grad_fn
+            left = out.float()
+            node: Any = left.grad_fn
             node.register_prehook(self._backward.get_edge_hook(site, self._global_site))
-            return untag(self._tag_tensor(float32_out, self._global_site))
-        return untag(self._tag_tensor(self.add_edge(out, site, self._global_site, leaving=True), self._global_site))
-
-
-def untag(tensor: Tensor) -> Tensor:
-    """Remove a tensor's site: it is at the global exponent."""
-    if hasattr(tensor, _TAG):
-        delattr(tensor, _TAG)
-    return tensor
+        else:
+            left = self.add_edge(out, site, self._global_site, leaving=True)
+        mark(left.grad_fn, self._global_site, self._global_site, self._global_site)
+        # It is at the global exponent, wherever it goes.
+        vars(left).pop(_TAG, None)
+        return left
 
 
 # Its ``apply`` is inherited from a class in C++.
@@ -665,30 +594,20 @@ _lock = threading.Lock()
 _watching = 0
 
 
-@contextlib.contextmanager
-def watch_custom_functions(backward: Backward) -> Iterator[None]:
-    """Intercept custom Functions applied in a region, while any thread is in this context.
+def _watch_custom_functions(change: int) -> None:
+    """Begin (1) or end (-1) a region, while any of which custom Functions are intercepted as they are applied.
 
     Function modes do not see them, and torch offers no other place where their arguments can be replaced before they
     run: their backward has to see gradients at the global exponent, and what reentrant checkpointing runs again needs
-    edges of its own. So the method that ``Function.apply`` ends in is replaced, for the whole process, but only during
-    forward passes of a scaler whose iterations have met a custom Function, or in its first iteration, which may; a
-    region finds those that come later by their nodes.
+    edges of its own. So the method that ``Function.apply`` ends in is replaced, for the whole process.
     """
     global _watching
-    if backward.custom_functions is False:
-        yield
-        return
     with _lock:
-        _watching += 1
-        _BASE.apply = classmethod(_apply)
-    try:
-        yield
-    finally:
-        with _lock:
-            _watching -= 1
-            if not _watching:
-                del _BASE.apply
+        _watching += change
+        if _watching:
+            _BASE.apply = classmethod(_apply)
+        else:
+            del _BASE.apply
 
 
 def _apply(cls: type[Function], *args: Any, **kwargs: Any) -> Any:
@@ -698,7 +617,6 @@ def _apply(cls: type[Function], *args: Any, **kwargs: Any) -> Any:
         return apply(*args, **kwargs)
     if cls is checkpoint.CheckpointFunction:
         args = (_replay_in_region(args[0], region), *args[1:])
-    region._backward.custom_functions = True
     if region not in _get_current_function_mode_stack():
         # A part of an operator that the region runs now (torch.library.register_autograd), which has a site already.
         region._fail_recording()
@@ -713,8 +631,9 @@ def _replay_in_region(run: Callable[..., Any], region: Region) -> Callable[..., 
     def run_in_region(*args: Any, **kwargs: Any) -> Any:
         if get_region() is not None or not torch.is_grad_enabled():
             return run(*args, **kwargs)
-        region.note_replay()
-        with watch_custom_functions(region._backward), region.restart() as replay:
-            return replay.leave(run(*args, **kwargs), wide=False)
+        region._backward.replayed = True
+        with Region(region._backward, region._names) as again:
+            again.path = list(region.path)
+            return again.leave(run(*args, **kwargs), wide=False)
 
     return run_in_region

@@ -27,7 +27,7 @@ Link = tuple[int, int]
 
 @dataclasses.dataclass(frozen=True)
 class Shape:
-    """The structure of an autograd graph, by which a known forward pass is recognised.
+    """The structure of an autograd graph and the parameters that it reads, by which a known forward pass is recognised.
 
     Nodes are numbered in the order in which `walk` meets them.
 
@@ -35,23 +35,14 @@ class Shape:
         roots: The nodes of the outputs.
         kinds: The class of each node; None of those that were there before the forward pass.
         links: Where the gradients that a node passes on go to, None where there is none; empty at the graph's ends.
+        leaves: The places of leaves, each with its dtype and a parameter's identity: a graph of the same structure may
+            be another part's, at other sites. Inputs whose gradient is wanted are new in each pass.
     """
 
     roots: tuple[Link, ...]
     kinds: tuple[type | None, ...]
     links: tuple[tuple[Link | None, ...], ...]
-
-    def parameters(self, nodes: list[Any]) -> tuple[tuple[int, int], ...]:
-        """Return places and identities of the parameters that a graph of this shape reads.
-
-        Other leaves, as inputs whose gradient is wanted, are new in each pass.
-        """
-        leaves = [(place, nodes[place].variable) for place, kind in enumerate(self.kinds) if is_leaf(kind)]
-        return tuple([(place, id(leaf)) for place, leaf in leaves if is_parameter(leaf)])
-
-    def before(self, nodes: list[Any]) -> list[Any]:
-        """Return those nodes that existed before the forward pass."""
-        return [node for node, kind in zip(nodes, self.kinds) if kind is None]
+    leaves: tuple[tuple[int, torch.dtype, int | None], ...]
 
 
 def is_leaf(kind: type | None) -> bool:
@@ -59,32 +50,22 @@ def is_leaf(kind: type | None) -> bool:
     return kind is not None and kind.__name__ == "AccumulateGrad"
 
 
-@dataclasses.dataclass(frozen=True)
-class Surroundings:
-    """The boundary between a forward pass's nodes and those made before it.
-
-    Attributes:
-        begun: Autograd's sequence number when the forward pass began, in its thread.
-        inputs: The nodes of what it was called with, by whichever thread these were made.
-    """
-
-    begun: int
-    inputs: frozenset[Any]
-
-    def has(self, node: Any) -> bool:
-        """Return whether a node that is no leaf was there before."""
-        return node in self.inputs or node._sequence_nr() < self.begun
-
-
-def walk(roots: Iterable[tuple[Any, int]], around: Surroundings, skipped: Collection = ()) -> tuple[Shape, list[Any]]:
+def walk(
+    roots: Iterable[tuple[Any, int]], begun: int, inputs: Collection, skipped: Collection = ()
+) -> tuple[Shape, list[Any]]:
     """Return a graph's shape and nodes, from outputs to leaves and to nodes made before the forward pass.
 
-    ``skipped`` nodes have one link each and are passed by, as if they were not there.
+    Args:
+        roots: The nodes of the outputs, each with the number of the output.
+        begun: Autograd's sequence number when the forward pass began, in its thread.
+        inputs: The nodes of what it was called with, by whichever thread these were made.
+        skipped: Nodes with one link each that are passed by, as if they were not there.
     """
     places: dict[Any, int] = {}
     nodes: list[Any] = []
     kinds: list[type | None] = []
     links: list[tuple[Link | None, ...]] = []
+    leaves: list[tuple[int, torch.dtype, int | None]] = []
 
     def link(node: Any, number: int) -> Link | None:
         while node in skipped:
@@ -103,10 +84,13 @@ def walk(roots: Iterable[tuple[Any, int]], around: Surroundings, skipped: Collec
         found.append(place)
     for node in nodes:
         leaf = node._sequence_nr() >= LEAF
-        outside = not leaf and around.has(node)
+        if leaf:
+            held = node.variable
+            leaves.append((len(kinds), held.dtype, id(held) if is_parameter(held) else None))
+        outside = not leaf and (node in inputs or node._sequence_nr() < begun)
         kinds.append(None if outside else type(node))
         links.append(() if leaf or outside else tuple(link(*one) for one in node.next_functions))
-    return Shape(tuple(found), tuple(kinds), tuple(links)), nodes
+    return Shape(tuple(found), tuple(kinds), tuple(links), tuple(leaves)), nodes
 
 
 # Nodes whose gradients are new tensors, which nobody else reads: these are multiplied where they are.
@@ -119,15 +103,20 @@ _NEW = {
 def make_multiplier(backward: Backward, kind: str, moves: tuple[tuple[int, int, int], ...]) -> Callable:
     """Return a hook that multiplies some of a node's gradients by powers of two while a scaled loss is differentiated.
 
-    Args:
-        backward: whose passes these are.
-        kind: The node's name.
-        moves: Which gradient, by which power, and how often the pass's lift counts (see Following).
+    ``moves``: which gradient, by which power, and how often the pass's lift counts (see Following).
     """
+    following, new = backward.following, kind in _NEW
 
     @untraced
     def multiply(gradients: tuple, given: tuple) -> tuple | None:
         if backward.is_shut():
+            return None
+        # The gradient of what is added to a product is the product's own.
+        if new and type(following.lift) is int and gradients[0] is not given[0]:
+            for slot, exponent, sign in moves:
+                gradient, power = gradients[slot], exponent + sign * following.lift
+                if gradient is not None and power:
+                    gradient.mul_(power_of_two(power))
             return None
         found = list(gradients)
         for slot, exponent, sign in moves:
@@ -135,22 +124,7 @@ def make_multiplier(backward: Backward, kind: str, moves: tuple[tuple[int, int, 
                 found[slot] = following.move_by(found[slot], exponent, sign)
         return tuple(found)
 
-    @untraced
-    def multiply_in_place(gradients: tuple, given: tuple) -> tuple | None:
-        if backward.is_shut():
-            return None
-        lift = following.lift
-        # The gradient of what is added to a product is the product's own.
-        if type(lift) is not int or gradients[0] is given[0]:
-            return multiply(gradients, given)
-        for slot, exponent, sign in moves:
-            gradient, power = gradients[slot], exponent + sign * lift
-            if gradient is not None and power:
-                gradient.mul_(power_of_two(power))
-        return None
-
-    following = backward.following
-    return multiply_in_place if kind in _NEW else multiply
+    return multiply
 
 
 # Nodes that hand a gradient on in another shape, as the transposition of a linear layer's weight.
@@ -167,29 +141,17 @@ class LearnedGraph:
 
     Attributes:
         shape: Of the graph.
-        parameters: That it reads: a graph of the same shape may be another part's, at other sites.
         order: The sites that products open, in forward's order.
-        read_at: By identity of a parameter, the site that reads it.
     """
 
-    def __init__(
-        self, shape: Shape, nodes: list[Any], sites: list[Site], order: list[Site], backward: Backward
-    ) -> None:
+    def __init__(self, shape: Shape, sites: list[Site], order: list[Site], backward: Backward) -> None:
         self.shape = shape
         self.order = dict.fromkeys(order)
         self._backward = backward
         self._sites = _settle_views(shape, sites, backward.sites.global_site)
         self._all_sites = list(dict.fromkeys([backward.sites.global_site, *self._sites]))
-        self._leaves = [i for i, kind in enumerate(shape.kinds) if is_leaf(kind)]
-        self.parameters = shape.parameters(nodes)
-        readers = {link[0]: site for site, links in zip(sites, shape.links) for link in links if link is not None}
-        self.read_at = {identity: readers[place] for place, identity in self.parameters}
         self._exponents: list[tuple[int, bool]] = []
         self._hooks: list[tuple[int, Callable]] = []
-
-    def is_supported(self, nodes: list[Any]) -> bool:
-        """Return whether no leaf is float16, whose gradient would need an edge of its own."""
-        return torch.float16 not in {nodes[place].variable.dtype for place in self._leaves}
 
     def attach(self, nodes: list[Any]) -> list[Site]:
         """Hook the nodes for the present exponents; return the sites of the outputs' gradients."""
@@ -220,20 +182,24 @@ class LearnedGraph:
         return source.exponent - target.exponent, self._backward.following.find_sign(source, target)
 
 
-def learn(recording: Recording, outputs: list[Tensor], around: Surroundings, backward: Backward) -> LearnedGraph | None:
+def learn(
+    recording: Recording, outputs: list[Tensor], begun: int, inputs: Collection, backward: Backward
+) -> LearnedGraph | None:
     """Return the graph of a recorded forward pass with its sites; None where each pass needs a region."""
     kept = {id(x) for x in outputs}
     if recording.failed or any(one() is not None and id(one()) not in kept for one in recording.numbers):
         return None
-    shape, nodes = walk(((x.grad_fn, x.output_nr) for x in outputs), around, recording.edges)
+    shape, nodes = walk(((x.grad_fn, x.output_nr) for x in outputs), begun, inputs, recording.edges)
     refused = any(kind is not None and kind.__name__ in _REFUSED for kind in shape.kinds)
+    # The gradient of a leaf in float16 would need an edge of its own.
+    refused = refused or any(dtype == torch.float16 for _, dtype, _ in shape.leaves)
     if refused or _has_sums_in_16_bits(nodes, recording.edges):
         return None
     global_site = backward.sites.global_site
     ends = [not links or kind is None for kind, links in zip(shape.kinds, shape.links)]
     found = [global_site if end else recording.find_site(node) for node, end in zip(nodes, ends)]
     sites = [site for site in found if site is not None]
-    return None if len(sites) < len(found) else LearnedGraph(shape, nodes, sites, list(recording.opened), backward)
+    return None if len(sites) < len(found) else LearnedGraph(shape, sites, list(recording.opened), backward)
 
 
 def _has_sums_in_16_bits(nodes: list[Any], edges: set[Any]) -> bool:
@@ -243,30 +209,6 @@ def _has_sums_in_16_bits(nodes: list[Any], edges: set[Any]) -> bool:
     """
     readers = Counter(one for node in nodes for one, _ in node.next_functions if one in edges)
     return any(count > 1 and edge._input_metadata[0].dtype.itemsize == 2 for edge, count in readers.items())
-
-
-def guess_sites(
-    shape: Shape, nodes: list[Any], backward: Backward, like: Collection[LearnedGraph]
-) -> LearnedGraph | None:
-    """Guess sites for a graph that no region saw: the sites of parameters, and the latest of each node's inputs.
-
-    Any sites give right gradients; products without parameters get no site of their own by this. None where the graph
-    has a kind of node that no ``like`` one had.
-    """
-    known = {kind for one in like for kind in one.shape.kinds}
-    if not known.issuperset(shape.kinds):
-        return None
-    global_site = backward.sites.global_site
-    order = list(dict.fromkeys(site for one in like for site in one.order))
-    rank = {global_site: -1} | {site: i for i, site in enumerate(order)}
-    sites = [global_site] * len(nodes)
-    read_at = {identity: site for one in like for identity, site in one.read_at.items()}
-    readers = {place: read_at.get(identity, global_site) for place, identity in shape.parameters(nodes)}
-    inner = [i for i, (kind, links) in enumerate(zip(shape.kinds, shape.links)) if links and kind is not None]
-    for i in sorted(inner, key=lambda i: nodes[i]._sequence_nr()):
-        read = [readers.get(link[0], sites[link[0]]) for link in shape.links[i] if link is not None]
-        sites[i] = max(read, key=lambda site: rank.get(site, -1), default=global_site)
-    return LearnedGraph(shape, nodes, sites, [site for site in order if site in sites], backward)
 
 
 def _settle_views(shape: Shape, sites: list[Site], global_site: Site) -> list[Site]:
@@ -279,30 +221,31 @@ def _settle_views(shape: Shape, sites: list[Site], global_site: Site) -> list[Si
     return found
 
 
-# So many graphs are kept; a model that has more of them is always watched by regions.
-_GRAPHS = 16
-# So many forward passes are recorded, and so many may turn out to have another shape than those before.
-_RECORDINGS, _SURPRISES = 64, 6
+# So many graphs are kept, and so many forward passes may turn out to have another than those before; a model that has
+# more of either is always watched by regions.
+_GRAPHS, _SURPRISES = 16, 6
 
 
 class Replays:
-    """Keeps the known graphs of a module's forward passes, and decides whether the next pass needs a region.
+    """Runs a module's forward passes without a region once their graphs are known, and hooks these graphs' nodes.
 
-    It needs none once the forward passes before it had known shapes, and where only exponents are wanted of it: not in
-    measured iterations, nor with a ``format``. Where its graph turns out to be another, its sites are guessed,
-    and more forward passes have to have known shapes before the next one goes without a region.
+    A pass needs no region once those before it had known shapes, and where only exponents are wanted of it: not in
+    measured iterations, nor with a ``format``. Where its graph turns out to be another, all its gradients have the
+    global exponent, and more forward passes have to have known shapes before the next one goes without a region.
 
-    Args:
-        backward: whose edges would be put in.
-        names: of the model's parameters.
+    Exponents are those of the forward pass, whenever the backward pass comes. What is read outside and is no output is
+    found by the loss, or by the forward pass that reads it: exponents rest then, and a region tells next time.
     """
+
+    replaying = True
 
     def __init__(self, backward: Backward, names: ParameterNames) -> None:
         self._backward = backward
+        self._global_site = backward.sites.global_site
         self._names = names
-        # By shape and the parameters that they read.
-        self._graphs: dict[tuple[Shape, tuple[tuple[int, int], ...]], LearnedGraph] = {}
-        self._known_in_row = self._surprises = self._recordings = 0
+        self._graphs: dict[Shape, LearnedGraph] = {}
+        self._known_in_row = self._surprises = 0
+        self._has_given_up = False
 
     def is_ready(self) -> bool:
         """Return whether enough forward passes in a row had known graphs for the next one to need no region."""
@@ -310,84 +253,52 @@ class Replays:
 
     def start_recording(self) -> Recording | None:
         """Return a recording for the next region to fill; None where no forward pass will be replayed."""
-        if self._recordings >= _RECORDINGS or self._names.is_sharded():
-            return None
-        self._recordings += 1
-        return Recording()
+        return None if self._has_given_up or self._names.is_sharded() else Recording()
 
     @without_watching
     def learn(self, recording: Recording, arguments: Any, output: Any, begun: int) -> None:
         """Store the graph that a region recorded."""
-        around = Surroundings(begun, list_nodes(arguments))
-        learned = learn(recording, list_outputs(output), around, self._backward)
+        learned = learn(recording, list_outputs(output), begun, list_nodes(arguments), self._backward)
         if learned is None or not self._keep(learned):
-            self._known_in_row, self._recordings = 0, _RECORDINGS
-            return
-        if self.is_ready():
-            self._recordings = 0
+            self._known_in_row, self._has_given_up = 0, True
 
     def _keep(self, learned: LearnedGraph) -> bool:
         """Store a learned graph; return False if there are too many already."""
-        key = learned.shape, learned.parameters
-        known = key in self._graphs
+        known = learned.shape in self._graphs
         if not known and len(self._graphs) == _GRAPHS:
             return False
         self._known_in_row = self._known_in_row + 1 if known else 0
-        self._graphs[key] = learned
+        self._graphs[learned.shape] = learned
         return True
 
-    def find(self, roots: list[tuple[Any, int]], around: Surroundings) -> tuple[LearnedGraph | None, list[Any]]:
-        """Return a known graph and its nodes; None in place of the graph if one scale is to hold for all."""
-        shape, nodes = walk(roots, around)
-        learned = self._graphs.get((shape, shape.parameters(nodes)))
-        if learned is not None and learned.is_supported(nodes):
-            return learned, nodes
-        self._known_in_row = 0
-        self._surprises += 1
-        if self._surprises >= _SURPRISES:
-            self._recordings = _RECORDINGS
-        learned = guess_sites(shape, nodes, self._backward, self._graphs.values())
-        if learned is None or not learned.is_supported(nodes):
-            return None, nodes
-        return learned, nodes
-
-
-class Replay:
-    """Runs a forward pass without a region, and hooks the nodes of its graph at the end.
-
-    Exponents are those of that time, whenever the backward pass comes. What is read outside and is no output is found
-    by the loss, or by the forward pass that reads it: exponents rest then, and a region tells next time.
-
-    Args:
-        backward: whose exponents they go by.
-        replays: What is known of its graph.
-    """
-
-    replaying = True
-
-    def __init__(self, backward: Backward, replays: Replays) -> None:
-        self._backward = backward
-        self._replays = replays
-        self._global_site = backward.sites.global_site
-
-    def __enter__(self) -> Replay:
-        self._outer = get_region()
-        self._backward.end_unless_differentiating()
-        self._begun = torch._C._autograd._get_sequence_nr()
-        set_region(self)
-        # A region's views of parameters are cast for each reader, and the graph is to be the same.
-        self._cached = torch.is_autocast_cache_enabled()
-        torch.set_autocast_cache_enabled(False)
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        set_region(self._outer)
-        torch.set_autocast_cache_enabled(self._cached)
-        self._backward.forwards += 1
-        self._backward.unmarked.add(self._begun, torch._C._autograd._get_sequence_nr())
+    def _find(self, shape: Shape) -> LearnedGraph | None:
+        """Return the known graph of this shape; None if there is none, and one scale is to hold for all."""
+        learned = self._graphs.get(shape)
+        if learned is None:
+            self._known_in_row = 0
+            self._surprises += 1
+            self._has_given_up = self._surprises >= _SURPRISES
+        return learned
 
     def run(self, call: Callable[..., Any], args: tuple, kwargs: dict, wide: Callable[[], bool]) -> Any:
         """Return the forward output at the global exponent; ``wide`` tells whether float16 becomes float32 there."""
+        outer, cached = get_region(), torch.is_autocast_cache_enabled()
+        self._backward.end_unless_differentiating()
+        begun = torch._C._autograd._get_sequence_nr()
+        set_region(self)
+        # A region's views of parameters are cast for each reader, and the graph is to be the same.
+        torch.set_autocast_cache_enabled(False)
+        try:
+            return self._run_hooked(begun, call, args, kwargs, wide)
+        finally:
+            set_region(outer)
+            torch.set_autocast_cache_enabled(cached)
+            self._backward.forwards += 1
+            self._backward.unmarked.add(begun, torch._C._autograd._get_sequence_nr())
+
+    def _run_hooked(
+        self, begun: int, call: Callable[..., Any], args: tuple, kwargs: dict, wide: Callable[[], bool]
+    ) -> Any:
         inputs = list_nodes((args, kwargs))
         for node in inputs:
             self._outside(node)
@@ -395,11 +306,11 @@ class Replay:
         outputs = list_outputs(output)
         if not outputs:
             return output
-        around = Surroundings(self._begun, inputs)
-        learned, nodes = self._replays.find([(x.grad_fn, x.output_nr) for x in outputs], around)
-        for node in nodes if learned is None else learned.shape.before(nodes):
-            if learned is not None or around.has(node):
+        shape, nodes = walk([(x.grad_fn, x.output_nr) for x in outputs], begun, inputs)
+        for node, kind in zip(nodes, shape.kinds):
+            if kind is None:
                 self._outside(node)
+        learned = self._find(shape)
         sites = [self._global_site] * len(outputs) if learned is None else learned.attach(nodes)
         order = {} if learned is None else learned.order
         self._backward.reached.update(order)
