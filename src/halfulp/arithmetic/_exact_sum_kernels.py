@@ -137,10 +137,10 @@ def _read(layout: Layout, array: Any, index: Any) -> _Term:
     field = o.bit_and(o.shr(top, width - 1 - layout.exponent_bits), layout.fields)
     normal = field != 0
     wide = word if layout.width == 64 else o.widen(word)
-    fraction = o.and64(wide, (1 << layout.mantissa) - 1)
+    fraction = o.bit_and(wide, (1 << layout.mantissa) - 1)
     return _Term(
         negative=top >= 1 << (width - 1),
-        whole=o.or64(fraction, select(normal, np.uint64(1 << layout.mantissa), _NONE)),
+        whole=o.bit_or(fraction, select(normal, np.uint64(1 << layout.mantissa), _NONE)),
         place=o.sub(field, select(normal, np.uint32(1), np.uint32(0))),
         infinite=(field == layout.fields) & (fraction == 0),
         nan=(field == layout.fields) & (fraction != 0),
@@ -159,20 +159,20 @@ def _multiply(layout: Layout, a: _Term, b: _Term) -> tuple[_Term, list[tuple[Any
         nan=nan,
     )
     if layout.width < 64:
-        return product, _parts(o.mul64(a.whole, b.whole), 24, 1 if layout.width == 16 else 2)
+        return product, _parts(o.mul(a.whole, b.whole), 24, 1 if layout.width == 16 else 2)
     low = (1 << 26) - 1
-    (high_a, low_a), (high_b, low_b) = ((o.shr64(x.whole, 26), o.and64(x.whole, low)) for x in (a, b))
-    lowest = o.mul64(low_a, low_b)
-    middle = o.add64(o.add64(o.mul64(high_a, low_b), o.mul64(low_a, high_b)), o.shr64(lowest, 26))
-    highest = o.add64(o.mul64(high_a, high_b), o.shr64(middle, 26))
+    (high_a, low_a), (high_b, low_b) = ((o.shr(x.whole, 26), o.bit_and(x.whole, low)) for x in (a, b))
+    lowest = o.mul(low_a, low_b)
+    middle = o.add(o.add(o.mul(high_a, low_b), o.mul(low_a, high_b)), o.shr(lowest, 26))
+    highest = o.add(o.mul(high_a, high_b), o.shr(middle, 26))
     top = [(part, place + 52) for part, place in _parts(highest, 26, 2)]
-    return product, [(o.and64(lowest, low), 0), (o.and64(middle, low), 26), *top]
+    return product, [(o.bit_and(lowest, low), 0), (o.bit_and(middle, low), 26), *top]
 
 
 def _parts(whole: Any, bits: int, count: int) -> list[tuple[Any, int]]:
     """Split an integer after every so many bits."""
-    found = [(o.shr64(whole, bits * k) if k else whole, bits * k) for k in range(count)]
-    return [(o.and64(part, (1 << bits) - 1), place) for part, place in found[:-1]] + found[-1:]
+    found = [(o.shr(whole, bits * k) if k else whole, bits * k) for k in range(count)]
+    return [(o.bit_and(part, (1 << bits) - 1), place) for part, place in found[:-1]] + found[-1:]
 
 
 @functools.cache
@@ -190,7 +190,7 @@ def terms_table(dtype: torch.dtype, product: bool, reach: Reach, apart: int = 0)
         term, parts = _multiply(layout, term, other[0])
     special, minus_zero = term.infinite | term.nan, (term.whole == 0) & term.negative
     least = (1 + product) * layout.least_exponent - reach.unit
-    coded = o.or64(
+    coded = o.bit_or(
         select(term.nan | (term.infinite & ~term.negative), _ONE, _NONE),
         select(term.nan | (term.infinite & term.negative), np.uint64(1 << 32), _NONE),
     )
@@ -198,8 +198,8 @@ def terms_table(dtype: torch.dtype, product: bool, reach: Reach, apart: int = 0)
         place = o.add(term.place, least + above)
         if least < 0:  # parts of narrower terms, of which only zeros lie below the windows
             place = select(term.whole == 0, np.uint32(0), place)
-        shifted = o.shl64(part, o.widen(o.bit_and(place, WINDOW - 1)))
-        word = select(special, _NONE, select(term.negative, o.sub64(_NONE, shifted), shifted))
+        shifted = o.shl(part, o.widen(o.bit_and(place, WINDOW - 1)))
+        word = select(special, _NONE, select(term.negative, o.sub(_NONE, shifted), shifted))
         window = o.shr(place, 4)
         if k == 0:
             last = 2 * reach.limbs
@@ -257,7 +257,7 @@ def short_table(dtype: torch.dtype, product: bool, width: int) -> Table:
     *parts, minus_zero = zip(*_split_terms(dtype, product, 1, (width - 1).bit_length(), terms, largest))
     counted = [select(mask, np.float64(1.0), np.float64(0.0)) for mask in minus_zero]
     for array, several in zip(element.arrays[-3:], [*parts, counted]):
-        o.store64(array, element.index, o.word64(_total(several)))
+        o.store64(array, element.index, o.word(_total(several)))
     return Table(element.trace, len(element.arrays))
 
 
@@ -265,8 +265,8 @@ def short_table(dtype: torch.dtype, product: bool, width: int) -> Table:
 def pairs_table(result: torch.dtype) -> Table:
     """Return the kernel that rounds sums of two float64; columns: both, the count of -0 terms, the sums."""
     element = Recording(4, 1, "w64")
-    high, low, minus_zeros = (o.real64(o.load64(array, element.index)) for array in element.arrays[:3])
-    bits = _rounded_pair(LAYOUTS[result], high, low, o.word64(minus_zeros) == element.constants[0])
+    high, low, minus_zeros = (o.real(o.load64(array, element.index)) for array in element.arrays[:3])
+    bits = _rounded_pair(LAYOUTS[result], high, low, o.word(minus_zeros) == element.constants[0])
     _STORE[LAYOUTS[result].width](element.arrays[3], element.index, bits)
     return Table(element.trace, 4, constants=1)
 
@@ -290,7 +290,7 @@ def _split_terms(dtype: torch.dtype, product: bool, cuts: int, carries: int, ter
         if product:
             whole = values[0] * values[1]
             rests = [whole, product_error(values[0], values[1], whole)] if wide else [whole]
-        bits = words[0] if own else o.word64(rests[0])
+        bits = words[0] if own else o.word(rests[0])
         size = o.bit_and(bits if own else o.high_word(bits), (1 << (layout.width if own else 32) - 1) - 1)
         least = size
         if not own:
@@ -322,7 +322,7 @@ def _split_terms(dtype: torch.dtype, product: bool, cuts: int, carries: int, ter
         above = place + 1023 - bias
         exponent = o.add(high_one, above)
         exponent = select(high_one > -above, exponent, np.uint32(1)) if above < 0 else exponent
-        starts.append(o.real64(select(lost, np.uint64(0x7FF8 << 48), o.or64(o.shl64(o.widen(exponent), 52), 1 << 51))))
+        starts.append(o.real(select(lost, np.uint64(0x7FF8 << 48), o.bit_or(o.shl(o.widen(exponent), 52), 1 << 51))))
     found = []
     for bits, rests in zip(all_bits, all_rests):
         sums = []
@@ -337,7 +337,7 @@ def _split_terms(dtype: torch.dtype, product: bool, cuts: int, carries: int, ter
 def _value(dtype: torch.dtype, word: Any) -> Any:
     """Return an element as a float64."""
     if dtype == torch.float64:
-        return o.real64(word)
+        return o.real(word)
     single = float16_word(word) if dtype == torch.float16 else o.shl(word, 16) if dtype == torch.bfloat16 else word
     return word.trace.emit("to_float64", (o.real(single),), None, "f64")
 
@@ -365,7 +365,7 @@ def settling_table(reach: Reach, dtype: torch.dtype | None) -> Table:
     else:
         layout, (*specials, zeros, terms) = LAYOUTS[dtype], read[(1 + reach.windows) * reach.limbs :]
         if reach.windows:
-            specials = [o.and64(specials[0], LOW), o.shr64(specials[0], 32)]
+            specials = [o.bit_and(specials[0], LOW), o.shr(specials[0], 32)]
         bits = _round_bits(reach, layout, digits, [word != 0 for word in specials], (terms != 0) & (terms == zeros))
         _STORE[layout.width](element.arrays[-1], element.index, bits if layout.width == 64 else o.low_word(bits))
     return Table(element.trace, len(element.arrays))
@@ -377,13 +377,13 @@ def _pass_carries(reach: Reach, counters: list) -> list:
     for k in range(reach.limbs):
         even, odd = counters[2 * k : 2 * k + 2] if reach.windows else (counters[k], None)
         is_last = k == reach.limbs - 1
-        value = even if is_last else o.and64(even, LOW)
+        value = even if is_last else o.bit_and(even, LOW)
         if odd is not None:
-            value = o.add64(value, o.shl64(odd if is_last else o.and64(odd, 0xFFFF), WINDOW))
-        value = value if carry is None else o.add64(value, carry)
-        digits.append(value if is_last else o.and64(value, LOW))
-        carry = o.add64(o.sar64(value, LIMB), o.sar64(even, LIMB))
-        carry = carry if odd is None else o.add64(carry, o.sar64(odd, WINDOW))
+            value = o.add(value, o.shl(odd if is_last else o.bit_and(odd, 0xFFFF), WINDOW))
+        value = value if carry is None else o.add(value, carry)
+        digits.append(value if is_last else o.bit_and(value, LOW))
+        carry = o.add(o.sar(value, LIMB), o.sar(even, LIMB))
+        carry = carry if odd is None else o.add(carry, o.sar(odd, WINDOW))
     return digits
 
 
@@ -394,32 +394,33 @@ def _round_bits(reach: Reach, layout: Layout, digits: list, specials: list, all_
     first, second, third, rest, top = _ONE, _NONE, _NONE, _NONE, _NONE
     before, under = [_NONE, _NONE], _NONE
     for k, digit in enumerate(digits):
-        size = o.add64(o.xor64(digit, flip), carry)
-        size, carry = o.and64(size, LOW), o.shr64(size, LIMB)
+        size = o.add(o.bit_xor(digit, flip), carry)
+        size, carry = o.bit_and(size, LOW), o.shr(size, LIMB)
         used = size != 0
         first, second, third = (
             select(used, new, old) for new, old in zip((size, *before), (first, second, third), strict=True)
         )
         rest, top = select(used, under, rest), select(used, np.uint64(k), top)
-        under = o.or64(under, before[1])
+        if k > 1:
+            under = o.bit_or(before[1], under)
         before = [size, before[0]]
     zero = (first == 1) & (top == 0) & (digits[0] == 0)
     # A float64 of an integer shows its length in its exponent.
-    length = o.sub64(o.shr64(o.word64(o.real64(o.or64(first, 1075 << 52)) - np.float64(2.0**52)), 52), 1022)
-    spread, beyond = o.shl64(second, _HEAD - LIMB), o.add64(length, 2)
-    head = o.shl64(first, o.sub64(np.uint64(_HEAD), length))
-    head = o.add64(head, o.add64(o.shr64(spread, length), o.shr64(third, beyond)))
-    lost = o.or64(o.and64(spread, _ones(length)), o.or64(o.and64(third, _ones(beyond)), rest))
+    length = o.sub(o.shr(o.word(o.real(o.bit_or(first, 1075 << 52)) - np.float64(2.0**52)), 52), 1022)
+    spread, beyond = o.shl(second, _HEAD - LIMB), o.add(length, 2)
+    head = o.shl(first, o.sub(np.uint64(_HEAD), length))
+    head = o.add(head, o.add(o.shr(spread, length), o.shr(third, beyond)))
+    lost = o.bit_or(o.bit_and(spread, _ones(length)), o.bit_or(o.bit_and(third, _ones(beyond)), rest))
     # Below 62 bits it matters only whether there is anything.
-    head = o.or64(head, select(lost != 0, _ONE, _NONE))
-    exponent = o.add64(o.add64(o.shl64(top, 5), length), reach.unit - 1 + _FAR)
+    head = o.bit_or(head, select(lost != 0, _ONE, _NONE))
+    exponent = o.add(o.add(o.shl(top, 5), length), reach.unit - 1 + _FAR)
     infinity = np.uint64(layout.fields << layout.mantissa)
     bits = _nearest(layout, head, exponent)
     plus, minus = specials
     special = plus | minus
     bits = select(special, infinity, select(zero, _NONE, bits))
     negative = (special & minus) | (~special & ((zero & all_minus_zero) | (negative & ~zero)))
-    bits = o.or64(bits, select(negative, np.uint64(1 << (layout.width - 1)), _NONE))
+    bits = o.bit_or(bits, select(negative, np.uint64(1 << (layout.width - 1)), _NONE))
     nan = np.uint64(layout.fields << layout.mantissa | 1 << (layout.mantissa - 1))
     return select(plus & minus, nan, bits)
 
@@ -427,16 +428,16 @@ def _round_bits(reach: Reach, layout: Layout, digits: list, specials: list, all_
 def _nearest(layout: Layout, head: Any, exponent: Any) -> Any:
     """Return the bits of the number nearest to head * 2^(exponent - _FAR - 61); the head has 62 bits."""
     lowest = np.uint64(layout.lowest + _FAR)
-    under_normal = select(exponent < lowest, o.sub64(lowest, exponent), _NONE)
+    under_normal = select(exponent < lowest, o.sub(lowest, exponent), _NONE)
     under_normal = select(under_normal > layout.precision + 1, np.uint64(layout.precision + 1), under_normal)
-    drop = o.add64(under_normal, _HEAD - layout.precision)
-    kept, cut, half = o.shr64(head, drop), o.and64(head, _ones(drop)), o.shl64(_ONE, o.sub64(drop, 1))
-    up = (cut > half) | ((cut == half) & (o.and64(kept, 1) == 1))
-    kept = o.add64(kept, select(up, _ONE, _NONE))
+    drop = o.add(under_normal, _HEAD - layout.precision)
+    kept, cut, half = o.shr(head, drop), o.bit_and(head, _ones(drop)), o.shl(_ONE, o.sub(drop, 1))
+    up = (cut > half) | ((cut == half) & (o.bit_and(kept, 1) == 1))
+    kept = o.add(kept, select(up, _ONE, _NONE))
     # A mantissa's leading bit, or one that a carry made, adds 1 to the exponent field.
-    field = select(exponent > lowest, o.sub64(exponent, lowest), _NONE)
+    field = select(exponent > lowest, o.sub(exponent, lowest), _NONE)
     infinity = np.uint64(layout.fields << layout.mantissa)
-    return select(field > layout.fields - 2, infinity, o.add64(kept, o.shl64(field, layout.mantissa)))
+    return select(field > layout.fields - 2, infinity, o.add(kept, o.shl(field, layout.mantissa)))
 
 
 def _rounded_pair(layout: Layout, high: Any, low: Any, all_minus_zero: Any) -> Any:
@@ -446,18 +447,18 @@ def _rounded_pair(layout: Layout, high: Any, low: Any, all_minus_zero: Any) -> A
     # What rounding took away (Knuth's two-sum).
     back = total - high
     rest = (high - (total - back)) + (low - back)
-    bits = o.word64(total)
-    size = o.and64(bits, (1 << 63) - 1)
+    bits = o.word(total)
+    size = o.bit_and(bits, (1 << 63) - 1)
     if layout.width < 64:
-        field = o.shr64(size, 52)
+        field = o.shr(size, 52)
         # Numbers without a leading bit are far below the smallest of the result.
-        head = o.shl64(o.or64(o.and64(size, (1 << 52) - 1), 1 << 52), _HEAD - 53)
+        head = o.shl(o.bit_or(o.bit_and(size, (1 << 52) - 1), 1 << 52), _HEAD - 53)
         grows = ((rest > zero) & (total > zero)) | ((rest < zero) & (total < zero))
-        head = select(rest != zero, select(grows, o.or64(head, 1), o.sub64(head, 1)), head)
-        size = _nearest(layout, head, o.add64(field, _FAR - 1023))
+        head = select(rest != zero, select(grows, o.bit_or(head, 1), o.sub(head, 1)), head)
+        size = _nearest(layout, head, o.add(field, _FAR - 1023))
     size = select(total == zero, _NONE, size)
     negative = (total < zero) | ((total == zero) & all_minus_zero)
-    size = o.or64(size, select(negative, sign, _NONE))
+    size = o.bit_or(size, select(negative, sign, _NONE))
     nan = np.uint64((1 << layout.exponent_bits + 1) - 1 << layout.mantissa - 1)
     size = select(total != total, nan, size)
     return size if layout.width == 64 else o.low_word(size)
@@ -465,4 +466,4 @@ def _rounded_pair(layout: Layout, high: Any, low: Any, all_minus_zero: Any) -> A
 
 def _ones(count: Any) -> Any:
     """Return a word whose lowest bits, so many, are ones."""
-    return o.sub64(o.shl64(_ONE, count), 1)
+    return o.sub(o.shl(_ONE, count), 1)

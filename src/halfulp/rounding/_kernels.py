@@ -45,6 +45,7 @@ from ._target import (
     WORD64,
     Layout,
     Target,
+    Words,
     constants,
     layout_for,
 )
@@ -91,7 +92,7 @@ def rounding_table(dtype: torch.dtype, mode: int, kind: tuple[str, bool, bool], 
     element, pieces = Recording(2, COUNT, f"w{width}"), container_pieces(dtype)
     i, (source, target) = element.index, element.arrays
     rounded = bound(p.rounded, mode_pieces(mode, kind, width == 64))
-    pieces["store"](target, i, rounded(pieces["load"](source, i), draw(*element.stream), element.constants))
+    pieces["store"](target, i, rounded(pieces["load"](source, i), draw(*element.stream), Words(*element.constants)))
     return Table(element.trace, 2, COUNT, recorded_start(), int(WEYL), streams=streams)
 
 
@@ -104,11 +105,9 @@ def mode_pieces(mode: int, kind: tuple[str, bool, bool], wide: bool) -> dict[str
         **({} if own is None else _OWN | {"goes_away": functools.partial(own.goes_away)}),
         **(_DIRECTED if mode in (UP, DOWN) else _TOWARD_ZERO if mode == TOWARD_ZERO else {}),
         **_MODES.get(mode, {}),
-        **(p.WIDE if wide else {}),
         "magnitude": _PATHS[path],
         "aligned": p.aligned64 if wide else p.aligned32,
         "fraction": p.fraction64 if wide else p.fraction32,
-        "has_residue": p.has_residue64 if wide else p.has_residue32,
         "signed": p.signed_plain if plain else p.signed_special,
     }
     if mode == NEAREST and path == "fixed":
@@ -174,7 +173,7 @@ def round_words(words: torch.Tensor, target: Target, layout: Layout, bits: torch
 @functools.cache
 def _recorded(mode: int, kind: tuple[str, bool, bool], width: int) -> Piece:
     element = Recording(0, COUNT, f"w{width}")
-    given = element.given("word", f"w{width}"), element.given("draw", "w32"), element.constants
+    given = element.given("word", f"w{width}"), element.given("draw", "w32"), Words(*element.constants)
     return Piece(element.trace, (bound(rounded, mode_pieces(mode, kind, width == 64))(*given).number,))
 
 
